@@ -1,0 +1,52 @@
+PYTHON ?= python3
+VENV ?= .venv
+JOBS ?= 2
+ARGS ?=
+
+RUN := $(VENV)/bin/python -m
+STAMP := $(VENV)/.installed
+
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+.PHONY: help install retrofit test test-fast smoke gpu lint format types clean
+
+help: ## list the targets
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  %-10s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
+
+install: $(STAMP) ## create the environment in VENV (.venv) with PYTHON (python3)
+
+$(STAMP): pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(RUN) pip install --quiet --editable '.[dev,slurm]' --constraint constraints.txt
+	@touch $@
+
+retrofit: $(STAMP) ## train Focus routers on a frozen GPT-2 124M; more overrides in ARGS
+	$(RUN) focus_exp +experiment=retrofit_124m $(ARGS)
+
+test: $(STAMP) ## every test that needs neither a GPU nor SLURM
+	$(RUN) pytest -n $(JOBS) -m 'not gpu and not slurm' $(ARGS)
+
+test-fast: $(STAMP) ## the same without pretrained weights and slow tests
+	$(RUN) pytest -n $(JOBS) -m 'not gpu and not slurm and not real and not slow' $(ARGS)
+
+smoke: $(STAMP) ## every experiment file on a tiny random model
+	$(RUN) pytest -n $(JOBS) tests/test_experiments.py -m 'not gpu' $(ARGS)
+
+gpu: $(STAMP) ## tests and benchmarks that need a CUDA device
+	@$(VENV)/bin/python -c 'import sys, torch; sys.exit(None if torch.cuda.is_available() else "make gpu: torch sees no CUDA device")'
+	$(RUN) pytest -m gpu $(ARGS)
+
+lint: $(STAMP) ## ruff: rules and formatting
+	$(RUN) ruff check .
+	$(RUN) ruff format --check .
+
+format: $(STAMP) ## let ruff rewrite
+	$(RUN) ruff check --fix .
+	$(RUN) ruff format .
+
+types: $(STAMP) ## mypy on focus_exp
+	$(RUN) mypy
+
+clean: ## remove caches and build leftovers; keep .venv and runs
+	rm -rf .pytest_cache .ruff_cache .mypy_cache .hypothesis build dist *.egg-info
+	find conf focus_exp tests -name __pycache__ -prune -exec rm -rf {} +

@@ -1,0 +1,7 @@
+"""Control: the local window and the sinks, no distant pair at all (StreamingLLM's mask; Longformer's without globals)."""
+
+from focus_exp.attention.method import AttentionMethod
+
+
+class WindowOnly(AttentionMethod):
+    """Keeps i - j <= window and the first `sinks` tokens."""

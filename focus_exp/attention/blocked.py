@@ -1,0 +1,96 @@
+"""The same function as the oracle by blocks of queries: memory O(block * T) per head, never n x n at once."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from focus_exp.attention.selection import Selection, Sequence, always_visible, permitted, row_blocks, same_group
+
+
+def blocked_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    selection: Selection,
+    sequence: Sequence,
+    *,
+    window: int,
+    sinks: int,
+    scaling: float,
+    softcap: float | None = None,
+    gate_kind: str = "log",
+    gate_steepness: float = 10.0,
+    gate_threshold: float = 0.5,
+    dropout: float = 0.0,
+    block: int = 256,
+) -> Tensor:
+    """Focus attention `[B, H, T, D]` of q `[B, H, T, D]` and k, v `[B, G, T, D]`; see `reference_attention`."""
+    soft = selection.assignment is not None and selection.query_groups is None
+    outputs = []
+    for rows in row_blocks(q.shape[2], block):
+        length = rows.stop
+        visible = always_visible(sequence, rows, length, window, sinks)
+        diagonal = torch.arange(length, device=q.device) == torch.arange(rows.start, length, device=q.device)[:, None]
+        # a padding query sees at least itself, so that no row of the softmax is empty
+        keep = permitted(sequence, rows, length) | diagonal
+        log_gate = None
+        if soft:
+            assert selection.assignment is not None
+            g = selection.assignment
+            logits = gate_steepness * (g[:, rows] @ g[:, :length].transpose(-1, -2) - gate_threshold)
+            log_gate = torch.where(visible, 0.0, F.logsigmoid(logits))
+        elif selection.query_groups is None:
+            keep = keep & visible
+        else:
+            keep = keep & (visible | same_group(selection, rows, length))
+        outputs.append(
+            masked_attention(
+                q[:, :, rows],
+                k[:, :, :length],
+                v[:, :, :length],
+                keep[:, None],
+                None if log_gate is None else log_gate[:, None],
+                scaling=scaling,
+                softcap=softcap,
+                gate_kind=gate_kind,
+                dropout=dropout,
+            )
+        )
+    return torch.cat(outputs, dim=2)
+
+
+def masked_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    keep: Tensor,
+    log_gate: Tensor | None,
+    *,
+    scaling: float,
+    softcap: float | None,
+    gate_kind: str,
+    dropout: float,
+) -> Tensor:
+    """One block of queries under a mask `[B, 1, t, S]` and an optional gate; torch's kernels where they can."""
+    multiplicative = log_gate is not None and gate_kind == "multiplicative"
+    gate_needs_grad = log_gate is not None and log_gate.requires_grad
+    if softcap is None and not multiplicative and not gate_needs_grad:
+        mask = keep if log_gate is None else log_gate.to(q.dtype).masked_fill(~keep, float("-inf"))
+        grouped = q.shape[1] != k.shape[1]
+        return F.scaled_dot_product_attention(
+            q, k, v, attn_mask=mask, dropout_p=dropout, scale=scaling, enable_gqa=grouped
+        )
+
+    heads, groups = q.shape[1], k.shape[1]
+    q = q.unflatten(1, (groups, heads // groups))  # [B, G, H/G, t, D]
+    s = (q * scaling) @ k.unsqueeze(2).transpose(-1, -2)
+    if softcap is not None:
+        s = softcap * torch.tanh(s / softcap)
+    if log_gate is not None:
+        gate = log_gate.unsqueeze(2)
+        s = s * gate.exp().to(s.dtype) if multiplicative else s + gate.to(s.dtype)
+    s = s.masked_fill(~keep.unsqueeze(2), float("-inf"))
+    p = torch.softmax(s, dim=-1, dtype=torch.promote_types(s.dtype, torch.float32)).to(v.dtype)
+    return (F.dropout(p, dropout) @ v.unsqueeze(2)).flatten(1, 2)

@@ -1,0 +1,98 @@
+"""Focus: a router per layer, soft gates while it is trained, hard groups when it is used."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from focus_exp.attention.blocked import blocked_attention
+from focus_exp.attention.method import AttentionMethod, LayerShape
+from focus_exp.attention.routing import Router, balance_potential, sinkhorn
+from focus_exp.attention.selection import PairCounts, Selection, Sequence, count_pairs, select
+
+
+class Focus(AttentionMethod):
+    """Learned grouping (paper section 2). Assignments:
+
+    balanced: g = softmax(S / tau + b); in training mode b balances each batch exactly and its running average is
+        kept; in evaluation mode the average is used, so a token's groups depend on the token alone.
+    sinkhorn: the paper's, over the whole sequence: not causal.
+    softmax: g = softmax(S / tau), nothing balances it.
+    """
+
+    def __init__(
+        self,
+        shape: LayerShape,
+        *,
+        groups: int = 4,
+        routing_dim: int = 16,
+        temperature: float = 0.1,
+        normalize: bool = True,
+        assignment: str = "balanced",
+        sinkhorn_iterations: int = 10,
+        balance_momentum: float = 0.9,
+        gate: str = "log",
+        gate_steepness: float = 10.0,
+        gate_threshold: float = 0.5,
+        window: int = 128,
+        sinks: int = 4,
+        top_k: int = 1,
+        pair_rule: str = "query_topk",
+    ) -> None:
+        super().__init__(shape, window, sinks)
+        self.router = Router(shape.width, groups, routing_dim, normalize)
+        self.groups = groups
+        self.temperature = temperature
+        self.assignment = assignment
+        self.sinkhorn_iterations = sinkhorn_iterations
+        self.balance_momentum = balance_momentum
+        self.gate = gate
+        self.gate_steepness = gate_steepness
+        self.gate_threshold = gate_threshold
+        self.hard = False
+        self.top_k = top_k
+        self.pair_rule = pair_rule
+
+    @property
+    def causal(self) -> bool:  # type: ignore[override]
+        return self.assignment != "sinkhorn"
+
+    def assign(self, h: Tensor, sequence: Sequence) -> Tensor:
+        """Distribution over groups `[B, T, K]`, float32 at least."""
+        logits = self.router(h) / self.temperature
+        if self.assignment == "sinkhorn":
+            return sinkhorn(logits, self.sinkhorn_iterations, sequence.valid)
+        if self.assignment == "softmax":
+            return logits.softmax(-1)
+        potential = self.router.potential
+        if self.training:
+            potential = balance_potential(logits.detach(), potential, self.sinkhorn_iterations, sequence.valid)
+            self.router.potential.lerp_(potential, 1 - self.balance_momentum)
+        return (logits + potential).softmax(-1)
+
+    def route(self, h: Tensor, sequence: Sequence) -> Selection:
+        assignment = self.assign(h, sequence)
+        return select(assignment, self.top_k, self.pair_rule) if self.hard else Selection(assignment)
+
+    def attend(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        selection: Selection,
+        sequence: Sequence,
+        *,
+        scaling: float,
+        softcap: float | None = None,
+        dropout: float = 0.0,
+    ) -> Tensor:
+        return blocked_attention(
+            q, k, v, selection, sequence,
+            window=self.window, sinks=self.sinks, scaling=scaling, softcap=softcap, dropout=dropout,
+            gate_kind=self.gate, gate_steepness=self.gate_steepness, gate_threshold=self.gate_threshold,
+        )  # fmt: skip
+
+    @torch.no_grad()
+    def count_pairs(self, selection: Selection, sequence: Sequence) -> PairCounts:
+        """Soft gates remove no pair: eq. 2 weighs them all."""
+        return count_pairs(selection if self.hard else None, sequence, self.window, self.sinks)

@@ -1,0 +1,62 @@
+"""The contract every attention method fits: one module per layer with two faces, `route` and `attend`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from focus_exp.attention.blocked import blocked_attention
+from focus_exp.attention.selection import PairCounts, Selection, Sequence, count_pairs
+
+
+@dataclass(frozen=True)
+class LayerShape:
+    """What a method must know of the layer it joins: model width E, query heads H, head size D, position."""
+
+    width: int
+    heads: int
+    head_dim: int
+    index: int
+
+
+class AttentionMethod(nn.Module):
+    """Sees hidden states `[B, T, E]` in `route`, replaces the layer's attention in `attend`."""
+
+    causal: ClassVar[bool] = True
+
+    def __init__(self, shape: LayerShape, window: int = 128, sinks: int = 4) -> None:
+        super().__init__()
+        self.shape = shape
+        self.window = window
+        self.sinks = sinks
+        self.enabled = True
+
+    def route(self, h: Tensor, sequence: Sequence) -> Selection:
+        """What this layer selects for hidden states `[B, T, E]`; methods without routing select nothing."""
+        return Selection()
+
+    def attend(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        selection: Selection,
+        sequence: Sequence,
+        *,
+        scaling: float,
+        softcap: float | None = None,
+        dropout: float = 0.0,
+    ) -> Tensor:
+        """Output `[B, H, T, D]` of q `[B, H, T, D]`, k and v `[B, G, T, D]`."""
+        return blocked_attention(
+            q, k, v, selection, sequence,
+            window=self.window, sinks=self.sinks, scaling=scaling, softcap=softcap, dropout=dropout,
+        )  # fmt: skip
+
+    @torch.no_grad()
+    def count_pairs(self, selection: Selection, sequence: Sequence) -> PairCounts:
+        """How many pairs this layer kept for what it selected."""
+        return count_pairs(selection, sequence, self.window, self.sinks)

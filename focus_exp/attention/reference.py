@@ -1,0 +1,56 @@
+"""The oracle: the paper's equations over full n x n matrices, in float64, for tests and for reading."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from focus_exp.attention.selection import Selection, Sequence, always_visible, permitted, same_group
+
+
+def scores(q: Tensor, k: Tensor, scaling: float, softcap: float | None) -> Tensor:
+    """s_ij = q_i . k_j `[B, H, T, T]` of queries `[B, H, T, D]` and keys `[B, G, T, D]`."""
+    k = k.repeat_interleave(q.shape[1] // k.shape[1], dim=1)
+    s = (q @ k.transpose(-1, -2)) * scaling
+    return s if softcap is None else softcap * torch.tanh(s / softcap)
+
+
+def gate(affinity: Tensor, visible: Tensor, steepness: float, threshold: float) -> Tensor:
+    """1 where always visible, sigmoid(lambda * (g_i . g_j - threshold)) elsewhere (eq. 2 has threshold 0)."""
+    return torch.where(visible, 1.0, torch.sigmoid(steepness * (affinity - threshold)))
+
+
+def reference_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    selection: Selection,
+    sequence: Sequence,
+    *,
+    window: int,
+    sinks: int,
+    scaling: float,
+    softcap: float | None = None,
+    gate_kind: str = "log",
+    gate_steepness: float = 10.0,
+    gate_threshold: float = 0.5,
+) -> Tensor:
+    """Focus attention `[B, H, T, D]`, soft (no memberships in `selection`) or hard, in float64."""
+    q, k, v = q.double(), k.double(), v.double()
+    length = q.shape[2]
+    rows = slice(0, length)
+    s = scores(q, k, scaling, softcap)
+    visible = always_visible(sequence, rows, length, window, sinks)
+    keep = permitted(sequence, rows, length) | torch.eye(length, dtype=torch.bool, device=q.device)
+
+    if selection.assignment is not None and selection.query_groups is None:
+        g = selection.assignment.double()
+        gates = gate(g @ g.transpose(-1, -2), visible, gate_steepness, gate_threshold)[:, None]
+        s = s * gates if gate_kind == "multiplicative" else s + torch.log(gates)
+    elif selection.query_groups is None:
+        keep = keep & visible
+    else:
+        keep = keep & (visible | same_group(selection, rows, length))
+
+    p = torch.softmax(s.masked_fill(~keep[:, None], float("-inf")), dim=-1)
+    return p @ v.repeat_interleave(q.shape[1] // v.shape[1], dim=1)

@@ -1,0 +1,21 @@
+"""One line per method: what `attention.method` may name."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from focus_exp.attention.baselines.random_groups import RandomGroups
+from focus_exp.attention.baselines.window import WindowOnly
+from focus_exp.attention.focus import Focus
+from focus_exp.attention.method import AttentionMethod, LayerShape
+
+METHODS: dict[str, type[AttentionMethod]] = {
+    "focus": Focus,
+    "window": WindowOnly,
+    "random_groups": RandomGroups,
+}
+
+
+def build(method: str, shape: LayerShape, **options: Any) -> AttentionMethod:
+    """A method's module for one layer; KeyError for an unknown name, TypeError for an option it does not take."""
+    return METHODS[method](shape, **options)

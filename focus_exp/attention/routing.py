@@ -1,0 +1,69 @@
+"""Routing: project hidden states, compare them with the centroids, assign every token to groups (paper section 2)."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+
+class Router(nn.Module):
+    """Routing scores of one layer, S = (h W_g) C^T.
+
+    Holds E*R + K*R trainable numbers and one buffer, the balance potential `[K]`, which is averaged, not trained.
+    With `normalize` the projected tokens and the centroids are compared by cosine, so that one temperature suits
+    models whose hidden states differ in scale by orders of magnitude.
+    """
+
+    def __init__(self, width: int, groups: int, routing_dim: int, normalize: bool) -> None:
+        super().__init__()
+        self.normalize = normalize
+        self.projection = nn.Parameter(torch.empty(width, routing_dim))
+        self.centroids = nn.Parameter(torch.empty(groups, routing_dim))
+        self.potential: Tensor
+        self.register_buffer("potential", torch.zeros(groups))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        nn.init.normal_(self.projection, std=self.projection.shape[0] ** -0.5)
+        nn.init.normal_(self.centroids, std=self.centroids.shape[1] ** -0.5)
+        nn.init.zeros_(self.potential)
+
+    def forward(self, h: Tensor) -> Tensor:
+        """Scores `[B, T, K]` of hidden states `[B, T, E]`, in the router's precision whatever the model's."""
+        with torch.autocast(h.device.type, enabled=False):
+            tokens = h.to(self.projection.dtype) @ self.projection
+            centroids = self.centroids
+            if self.normalize:
+                tokens, centroids = F.normalize(tokens, dim=-1), F.normalize(centroids, dim=-1)
+            return tokens @ centroids.T
+
+
+def sinkhorn(logits: Tensor, iterations: int, valid: Tensor | None = None) -> Tensor:
+    """Sinkhorn assignment (paper section 2): rows `[B, T, K]` end as distributions, columns carry equal mass.
+
+    Not causal: the column sums run over the whole sequence. `valid` `[B, T]` leaves padding out of them.
+    """
+    for _ in range(iterations):
+        counted = logits if valid is None else logits.masked_fill(~valid[..., None], float("-inf"))
+        logits = logits - counted.logsumexp(-2, keepdim=True)
+        logits = logits.log_softmax(-1)
+    return logits.exp()
+
+
+def balance_potential(
+    logits: Tensor, start: Tensor, iterations: int, valid: Tensor | None = None, sharpness: float = 1.0
+) -> Tensor:
+    """The column potential b `[K]` for which softmax(logits + b) gives every group the same mass over these tokens.
+
+    It is what Sinkhorn's column step converges to, so g = softmax(logits + b) depends on token i alone once b is
+    frozen (paper.md section 4 of the causal variant). `sharpness` > 1 balances the sharpened assignment, which tends
+    to the counts of the hard one.
+    """
+    rows = logits.reshape(-1, logits.shape[-1]) if valid is None else logits[valid]
+    potential = start
+    for _ in range(iterations):
+        mass = ((rows + potential) * sharpness).log_softmax(-1).logsumexp(0) - torch.log(torch.tensor(float(len(rows))))
+        # the step is damped by the sharpness: a potential moves sharpened masses that much faster
+        potential = potential - (mass + torch.log(torch.tensor(float(rows.shape[-1])))) / sharpness
+    return potential - potential.mean()

@@ -1,0 +1,117 @@
+"""Which pairs of tokens are kept: window, sinks, and membership in groups; as a predicate and as counts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Sequence:
+    """Where the tokens of a batch lie.
+
+    valid: `[B, T]` bool, False on padding; None when there is none.
+    start: `[B, T]` int, the index of the first token of each token's own sequence (padding and packing move it).
+    allowed: `[B or 1, 1, T, T]` bool, what the base model lets a query see; None for plain causal attention.
+    """
+
+    start: Tensor
+    valid: Tensor | None = None
+    allowed: Tensor | None = None
+
+    @staticmethod
+    def plain(batch: int, length: int, device: torch.device | str = "cpu") -> Sequence:
+        return Sequence(start=torch.zeros(batch, length, dtype=torch.long, device=device))
+
+
+@dataclass(frozen=True)
+class Selection:
+    """What a method selected for one layer.
+
+    assignment: `[B, T, K]` soft distribution over groups, or None for a method without routing.
+    query_groups, key_groups: `[B, T, K]` bool memberships for hard selection, or None to gate softly.
+    """
+
+    assignment: Tensor | None = None
+    query_groups: Tensor | None = None
+    key_groups: Tensor | None = None
+
+
+def top_k_groups(assignment: Tensor, k: int) -> Tensor:
+    """Membership `[B, T, K]` bool of the k largest entries, ties to the lowest index."""
+    order = torch.argsort(assignment, dim=-1, descending=True, stable=True)[..., :k]
+    return torch.zeros_like(assignment, dtype=torch.bool).scatter_(-1, order, True)
+
+
+def select(assignment: Tensor, top_k: int, pair_rule: str) -> Selection:
+    """Hard selection. Rule "share": a pair is kept if the two top-k sets meet (eq. 3). Rule "query_topk": if the
+    key's first group is among the query's top-k; under balance exactly k/K of the pairs."""
+    query_groups = top_k_groups(assignment, top_k)
+    key_groups = query_groups if pair_rule == "share" else top_k_groups(assignment, 1)
+    return Selection(assignment, query_groups, key_groups)
+
+
+def causal(rows: slice, length: int, device: torch.device) -> Tensor:
+    """`[rows, T]` bool, j <= i."""
+    return torch.arange(rows.start, rows.stop, device=device)[:, None] >= torch.arange(length, device=device)
+
+
+def always_visible(sequence: Sequence, rows: slice, length: int, window: int, sinks: int) -> Tensor:
+    """`[B, rows, T]` bool: i - j <= window, or j among the first `sinks` tokens of i's own sequence."""
+    start = sequence.start[:, rows, None]
+    i = torch.arange(rows.start, rows.stop, device=start.device)[:, None]
+    j = torch.arange(length, device=start.device)
+    return (i - j <= window) | ((j >= start) & (j < start + sinks))
+
+
+def permitted(sequence: Sequence, rows: slice, length: int) -> Tensor:
+    """`[B or 1, rows, T]` bool: what the base model itself lets these queries see."""
+    if sequence.allowed is not None:
+        return sequence.allowed[:, 0, rows, :length]
+    mask = causal(rows, length, sequence.start.device)[None]
+    return mask if sequence.valid is None else mask & sequence.valid[:, None, :length]
+
+
+def same_group(selection: Selection, rows: slice, length: int) -> Tensor:
+    """`[B, rows, T]` bool: query and key share a group under the selection's memberships."""
+    assert selection.query_groups is not None and selection.key_groups is not None
+    query_groups, key_groups = selection.query_groups[:, rows], selection.key_groups[:, :length]
+    return query_groups.float() @ key_groups.float().transpose(-1, -2) > 0
+
+
+def row_blocks(length: int, size: int) -> Iterator[slice]:
+    """Blocks of queries; a causal block needs only the keys up to its own end."""
+    for begin in range(0, length, size):
+        yield slice(begin, min(begin + size, length))
+
+
+@dataclass(frozen=True)
+class PairCounts:
+    """Numbers of causal query-key pairs: all, those beyond window and sinks, and those of them that are kept."""
+
+    total: int
+    distant: int
+    distant_kept: int
+
+
+def count_pairs(selection: Selection | None, sequence: Sequence, window: int, sinks: int, block: int = 512) -> PairCounts:
+    """Counts over a batch, padding left out, by the same predicates as the attention itself.
+
+    A selection without memberships (window only) keeps no distant pair; None keeps them all.
+    """
+    total = distant = kept = 0
+    for rows in row_blocks(sequence.start.shape[1], block):
+        seen = permitted(sequence, rows, rows.stop)
+        if sequence.valid is not None:
+            seen = seen & sequence.valid[:, rows, None] & sequence.valid[:, None, : rows.stop]
+        far = seen & ~always_visible(sequence, rows, rows.stop, window, sinks)
+        total += int(seen.expand_as(far).sum())
+        distant += int(far.sum())
+        if selection is None:
+            kept += int(far.sum())
+        elif selection.query_groups is not None:
+            kept += int((far & same_group(selection, rows, rows.stop)).sum())
+    return PairCounts(total, distant, kept)

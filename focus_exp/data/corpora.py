@@ -1,0 +1,117 @@
+"""From a data configuration to the token streams of train, validation and test."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Iterable
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+from focus_exp.assets import BOOKS, Provenance, build_once, choose_source, why_embedded
+from focus_exp.config import DataConfig
+from focus_exp.data import books, files, hub
+from focus_exp.data.tokens import (
+    TOKEN_FORMAT,
+    Document,
+    TokenStream,
+    read_stream,
+    tokenizer_fingerprint,
+    write_stream,
+)
+from focus_exp.errors import UserError
+
+SPLITS = ("train", "validation", "test")
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """The token streams of the three splits and where their text came from."""
+
+    train: TokenStream
+    validation: TokenStream
+    test: TokenStream
+    provenance: Provenance
+
+
+@dataclass(frozen=True)
+class Source:
+    """Text not read yet: `identity` tells it apart from all other text, `open` gives its provenance and reader."""
+
+    identity: dict[str, Any]
+    open: Callable[[], tuple[Provenance, Callable[[str], Iterable[Document]]]]
+
+
+def load_corpus(cfg: DataConfig, tokenizer: PreTrainedTokenizerBase, *, assets: str, cache: Path) -> Corpus:
+    """Tokenise the corpus, or find it tokenised in `cache`.
+
+    max_train_tokens caps train, max_test_tokens caps test and validation. Raises UserError for text that is missing,
+    unreadable or not to be had under the policy `assets` (auto, hub or embedded).
+    """
+
+    def folder_of(source: Source) -> Path:
+        return cache / "tokens" / _fingerprint(source.identity, cfg, tokenizer)
+
+    source = _source(cfg, assets, cache, lambda candidate: folder_of(candidate).is_dir())
+    folder = folder_of(source)
+    build_once(folder, lambda aside: _tokenise(source, cfg, tokenizer, aside))
+    stored = json.loads((folder / "provenance.json").read_text(encoding="utf-8"))
+    provenance = replace(Provenance(**stored), requested=_requested(cfg), fingerprint=folder.name)
+    if provenance.source == "embedded" and cfg.source == "hub":
+        provenance = replace(provenance, substitution=why_embedded(assets, books.NAME, provenance.requested))
+    train, validation, test = (read_stream(folder, split, f"{split} split of {provenance.used}") for split in SPLITS)
+    return Corpus(train, validation, test, provenance)
+
+
+def _tokenise(source: Source, cfg: DataConfig, tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
+    provenance, documents = source.open()
+    for split in SPLITS:
+        limit = cfg.max_train_tokens if split == "train" else cfg.max_test_tokens
+        write_stream(folder, split, documents(split), tokenizer, limit)
+    (folder / "provenance.json").write_text(json.dumps(asdict(provenance)), encoding="utf-8")
+
+
+def _fingerprint(identity: dict[str, Any], cfg: DataConfig, tokenizer: PreTrainedTokenizerBase) -> str:
+    caps = [cfg.max_train_tokens, cfg.max_test_tokens]
+    key = json.dumps([TOKEN_FORMAT, identity, tokenizer_fingerprint(tokenizer), caps], sort_keys=True)
+    return hashlib.sha256(key.encode()).hexdigest()[:32]
+
+
+def _requested(cfg: DataConfig) -> str:
+    if cfg.source == "hub":
+        return f"{cfg.hub_id}/{cfg.subset}" if cfg.subset else str(cfg.hub_id)
+    return str(cfg.files) if cfg.source == "files" else books.NAME
+
+
+def _source(cfg: DataConfig, policy: str, cache: Path, tokenised: Callable[[Source], bool]) -> Source:
+    if cfg.source == "books":
+        return _books(cache)
+    if cfg.source == "files":
+        return _files(cfg)
+    if cfg.source != "hub":
+        raise UserError(f"data.source={cfg.source} is unknown: choose hub, files or books.")
+    if not cfg.hub_id:
+        raise UserError("data.source=hub needs data.hub_id, the data set's name on the hub.")
+    requested = _requested(cfg)
+    identity = {"hub": cfg.hub_id, "subset": cfg.subset, "revision": cfg.revision, "column": cfg.text_column}
+    source = Source(identity, lambda: hub.open_dataset(cfg, requested, origin))
+    origin = choose_source(policy, requested, lambda: tokenised(source) or hub.in_cache(cfg))
+    return _books(cache) if origin == "embedded" else source
+
+
+def _books(cache: Path) -> Source:
+    provenance = Provenance(books.NAME, books.NAME, "embedded", BOOKS.version, licence=books.LICENCE)
+    identity = {"books": BOOKS.sha256, "works": books.WORKS}
+    return Source(identity, lambda: (provenance, lambda split: books.read_books(cache, split)))
+
+
+def _files(cfg: DataConfig) -> Source:
+    found = files.find_texts(cfg.files)
+    rule = "split by file" if len(found) >= 3 else "each text split 90/5/5 from its start to its end"
+    used = f"{cfg.files} ({len(found)} text file{'s' * (len(found) > 1)}, {rule})"
+    provenance = Provenance(str(cfg.files), used, "local")
+    identity = {"files": [[text.name, text.digest] for text in found]}
+    return Source(identity, lambda: (provenance, lambda split: files.read_texts(found, split)))

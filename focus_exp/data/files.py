@@ -1,0 +1,79 @@
+"""A user's own text files, split by file."""
+
+from __future__ import annotations
+
+import glob
+import hashlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from focus_exp.errors import UserError
+
+SUFFIXES = (".txt", ".md")
+# one part of this many goes to validation, one to test
+HELD_OUT = 20
+
+
+@dataclass(frozen=True)
+class TextFile:
+    """A file that has been read once: its name below the folder and the sha256 of its bytes."""
+
+    path: Path
+    name: str
+    digest: str
+
+    def read(self) -> str:
+        return self.path.read_bytes().decode("utf-8-sig")
+
+
+def find_texts(pattern: str | None) -> list[TextFile]:
+    """The non-empty text files of a folder (.txt and .md at any depth) or a glob; copies of a file count once.
+
+    Sorted by content hash, so that the split does not depend on where the files lie. Raises UserError if there is no
+    text or a file is not UTF-8.
+    """
+    if not pattern:
+        raise UserError("data.source=files needs data.files, a folder or a glob such as 'texts/*.txt'.")
+    root = Path(pattern).expanduser()
+    if root.is_dir():
+        paths = [path for path in root.rglob("*") if path.suffix.lower() in SUFFIXES]
+        missing = f"data.files={pattern}: the folder has no {' or '.join(SUFFIXES)} file; name others with a glob."
+    else:
+        paths = [Path(path) for path in glob.glob(str(root), recursive=True)]
+        missing = f"data.files={pattern}: no such folder, and no file matches it as a glob; check the path."
+    texts: dict[str, TextFile] = {}
+    for path in sorted(path for path in paths if path.is_file()):
+        data = path.read_bytes()
+        _check_utf8(path, data)
+        if data.strip():
+            name = str(path.relative_to(root)) if root.is_dir() else path.name
+            digest = hashlib.sha256(data).hexdigest()
+            texts.setdefault(digest, TextFile(path, name, digest))
+    if not texts:
+        raise UserError(missing)
+    return [texts[digest] for digest in sorted(texts)]
+
+
+def _check_utf8(path: Path, data: bytes) -> None:
+    try:
+        data.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise UserError(
+            f"{path}: not UTF-8 at byte {error.start} (0x{data[error.start]:02x}).\n"
+            "Convert it (iconv -f latin1 -t utf-8) or leave it out with a glob in data.files."
+        ) from None
+
+
+def read_texts(texts: list[TextFile], split: str) -> Iterator[tuple[str, str]]:
+    """(name, text) of `split`. Three files or more are split by file; fewer are each cut 90/5/5 from start to end."""
+    if len(texts) < 3:
+        for file in texts:
+            text = file.read()
+            first, second = len(text) * 90 // 100, len(text) * 95 // 100
+            yield file.name, {"train": text[:first], "validation": text[first:second], "test": text[second:]}[split]
+        return
+    held_out = max(1, len(texts) // HELD_OUT)
+    test, validation, train = texts[:held_out], texts[held_out : 2 * held_out], texts[2 * held_out :]
+    for file in {"train": train, "validation": validation, "test": test}[split]:
+        yield file.name, file.read()

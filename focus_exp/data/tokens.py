@@ -1,0 +1,169 @@
+"""Token streams on disk, and the blocks that training and evaluation read from them."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils.data import Dataset
+from tqdm import tqdm
+from transformers import PreTrainedTokenizerBase
+
+from focus_exp.errors import UserError
+
+TOKEN_FORMAT = 1
+BATCH_CHARACTERS = 1_000_000
+
+# a document's name and text
+Document = tuple[str, str]
+
+
+@dataclass(frozen=True)
+class TokenStream:
+    """The documents of one split, end to end; each document ends with the tokenizer's end-of-text token."""
+
+    name: str
+    tokens: np.ndarray  # int32 [tokens], memory-mapped
+    starts: np.ndarray  # int64 [documents + 1]: document i is tokens[starts[i]:starts[i + 1]]
+    documents: list[str]
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+
+def tokenizer_fingerprint(tokenizer: PreTrainedTokenizerBase) -> str:
+    """sha256 over all that decides how text becomes tokens."""
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    state = json.loads(backend.to_str()) if backend is not None else dict(tokenizer.get_vocab())
+    for key in ("truncation", "padding"):  # left behind by the last call
+        state.pop(key, None)
+    text = json.dumps([type(tokenizer).__name__, tokenizer.eos_token_id, state], sort_keys=True)
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def bos_of(tokenizer: PreTrainedTokenizerBase) -> int | None:
+    """The token that the tokenizer itself puts before plain text, if any."""
+    plain = list(tokenizer("probe", add_special_tokens=False)["input_ids"])
+    full = list(tokenizer("probe")["input_ids"])
+    return full[0] if full[1 : len(plain) + 1] == plain and full[: len(plain)] != plain else None
+
+
+def write_stream(
+    folder: Path, split: str, documents: Iterable[Document], tokenizer: PreTrainedTokenizerBase, limit: int | None
+) -> int:
+    """Tokenise `documents` into `folder` until `limit` tokens are there; returns the number of tokens."""
+    if tokenizer.eos_token_id is None:
+        raise UserError("The tokenizer has no end-of-text token to put between documents: set eos_token in its config.")
+    names: list[str] = []
+    starts, total = [0], 0
+    progress = tqdm(total=limit, desc=f"tokenising {split}", unit="token", unit_scale=True, delay=2, disable=None)
+    with progress, (folder / f"{split}.bin").open("wb") as file:
+        for name, ids in _tokenised(documents, tokenizer):
+            kept = ids if limit is None else ids[: limit - total]
+            np.asarray(kept, dtype=np.int32).tofile(file)
+            names.append(name)
+            total += len(kept)
+            starts.append(total)
+            progress.update(len(kept))
+            if total == limit:
+                break
+    np.save(folder / f"{split}.starts.npy", np.asarray(starts, dtype=np.int64))
+    (folder / f"{split}.documents.json").write_text(json.dumps(names), encoding="utf-8")
+    return total
+
+
+def _tokenised(documents: Iterable[Document], tokenizer: PreTrainedTokenizerBase) -> Iterator[tuple[str, list[int]]]:
+    for batch in _batches(documents):
+        texts = [text for _, text in batch]
+        encoded = tokenizer(texts, add_special_tokens=False, return_attention_mask=False, verbose=False)
+        for (name, _), ids in zip(batch, encoded["input_ids"], strict=True):
+            yield name, [*ids, tokenizer.eos_token_id]
+
+
+def _batches(documents: Iterable[Document]) -> Iterator[list[Document]]:
+    batch: list[Document] = []
+    size = 0
+    for document in documents:
+        if not document[1].strip():
+            continue
+        batch.append(document)
+        size += len(document[1])
+        if size >= BATCH_CHARACTERS:
+            yield batch
+            batch, size = [], 0
+    if batch:
+        yield batch
+
+
+def read_stream(folder: Path, split: str, name: str) -> TokenStream:
+    """Open what `write_stream` wrote; the tokens stay on disk."""
+    path = folder / f"{split}.bin"
+    empty = path.stat().st_size == 0  # which cannot be mapped
+    tokens = np.zeros(0, np.int32) if empty else np.memmap(path, dtype=np.int32, mode="r")
+    documents = json.loads((folder / f"{split}.documents.json").read_text(encoding="utf-8"))
+    return TokenStream(name, tokens, np.load(folder / f"{split}.starts.npy", allow_pickle=False), documents)
+
+
+class Blocks(Dataset):
+    """Blocks of `block_size` tokens, `stride` text tokens apart (default: disjoint).
+
+    With `bos` every block starts with it and has one text token less. With `cross_documents` the stream is cut as one
+    piece; otherwise a block stays inside one document. Tails shorter than a block are dropped.
+
+    An item holds input_ids and document_ids, int64 [block_size], and scored_from: the index of the first token to
+    score. All tokens of a document's first block are scored (save one that nothing predicts); later overlapping
+    blocks score only what the block before did not. Raises UserError when there is not one block.
+    """
+
+    def __init__(
+        self,
+        stream: TokenStream,
+        block_size: int,
+        *,
+        stride: int | None = None,
+        bos: int | None = None,
+        cross_documents: bool,
+    ):
+        self.stream, self.block_size, self.bos = stream, block_size, bos
+        self.length = block_size - (bos is not None)
+        stride = self.length if stride is None else stride
+        if self.length < 1 or not 1 <= stride <= self.length:
+            raise UserError(
+                f"stride {stride} does not fit a block of {block_size} tokens: it must lie between 1 and {self.length}."
+            )
+        self.scored_later = max(1, block_size - stride)
+        edges = np.asarray([0, len(stream)]) if cross_documents else stream.starts
+        counts = np.maximum(0, (np.diff(edges) - self.length) // stride + 1)
+        firsts = np.repeat(np.cumsum(counts) - counts, counts)
+        index_in_span = np.arange(len(firsts)) - firsts
+        self.is_first = index_in_span == 0
+        self.starts = np.repeat(edges[:-1], counts) + index_in_span * stride
+        if not len(self.starts):
+            what = "do not fill" if cross_documents else "have no document that fills"
+            raise UserError(
+                f"{stream.name}: its {len(stream)} tokens {what} one block of {block_size}.\n"
+                "Use a smaller data.block_size or eval.window, or more text."
+            )
+
+    def __len__(self) -> int:
+        return len(self.starts)
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        start = int(self.starts[index])
+        positions = np.arange(start, start + self.length)
+        tokens = np.asarray(self.stream.tokens[start : start + self.length], dtype=np.int64)
+        documents = np.searchsorted(self.stream.starts, positions, side="right") - 1
+        if self.bos is not None:
+            tokens = np.concatenate([[self.bos], tokens])
+            documents = np.concatenate([documents[:1], documents])
+        return {
+            "input_ids": torch.from_numpy(tokens),
+            "document_ids": torch.from_numpy(documents),
+            "scored_from": 1 if self.is_first[index] else self.scored_later,
+        }

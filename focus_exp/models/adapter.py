@@ -1,0 +1,104 @@
+"""The trained part alone, on disk: safetensors for the numbers, JSON for what they belong to."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from transformers import PreTrainedModel
+
+from focus_exp.errors import UserError
+from focus_exp.models.attach import attach, attached_methods, attachment_of, detach, is_causal, set_routing
+from focus_exp.models.load import fingerprint
+
+WEIGHTS = "focus_adapter.safetensors"
+DESCRIPTION = "focus_adapter.json"
+FORMAT = 1
+
+
+def save_adapter(model: PreTrainedModel, folder: str | Path, extra: dict[str, Any] | None = None) -> Path:
+    """Write the attached method's weights and buffers and their description into `folder`.
+
+    The description names the base model by a hash of its weights, the method with its options, the parameter count
+    and whether the method is causal; `extra` adds to it. Files are written aside and renamed.
+    """
+    folder = Path(folder)
+    attachment = attachment_of(model)
+    methods = attached_methods(model)
+    tensors = {
+        f"layers.{index}.{name}": tensor.detach().cpu().contiguous()
+        for index, method in methods.items()
+        for name, tensor in method.state_dict().items()
+    }
+    description = {
+        "format": FORMAT,
+        "method": attachment.method,
+        "options": attachment.options,
+        "layers": attachment.layers,
+        "causal": is_causal(model),
+        "trainable_parameters": sum(p.numel() for method in methods.values() for p in method.parameters()),
+        "base_model": {
+            "name": model.config.name_or_path or type(model).__name__,
+            "model_type": model.config.model_type,
+            "revision": getattr(model.config, "_commit_hash", None),
+            "fingerprint": fingerprint(model),
+        },
+        **(extra or {}),
+    }
+    folder.mkdir(parents=True, exist_ok=True)
+    aside = folder / f".{WEIGHTS}.aside"
+    save_file(tensors, aside)
+    os.replace(aside, folder / WEIGHTS)
+    aside = folder / f".{DESCRIPTION}.aside"
+    aside.write_text(json.dumps(description, indent=2) + "\n", encoding="utf-8")
+    os.replace(aside, folder / DESCRIPTION)
+    return folder
+
+
+def read_description(folder: str | Path) -> dict[str, Any]:
+    """The JSON of an adapter; UserError when it is missing, damaged or of a newer format."""
+    path = Path(folder) / DESCRIPTION
+    try:
+        description = json.loads(path.read_text(encoding="utf-8"))
+        readable = description["format"] == FORMAT and {"method", "options", "layers", "base_model"} <= set(description)
+    except FileNotFoundError:
+        raise UserError(f"{folder} holds no {DESCRIPTION}; give a folder that save_adapter wrote") from None
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise UserError(f"{path} is damaged ({error}); copy the adapter again") from None
+    if not readable:
+        raise UserError(f"{path} has format {description['format']}, this version reads format {FORMAT}")
+    return description
+
+
+def load_adapter(model: PreTrainedModel, folder: str | Path, *, hard: bool = True) -> PreTrainedModel:
+    """Attach what `save_adapter` wrote, ready for use with hard groups (or soft gates with hard=False).
+
+    UserError when the adapter was trained for other base weights, or its files are damaged; then nothing is attached.
+    """
+    folder = Path(folder)
+    description = read_description(folder)
+    wanted, found = description["base_model"], fingerprint(model)
+    if wanted["fingerprint"] != found:
+        raise UserError(
+            f"the adapter in {folder} belongs to {wanted['name']} (fingerprint {wanted['fingerprint'][:12]}), "
+            f"but this model is {model.config.name_or_path or type(model).__name__} (fingerprint {found[:12]}); "
+            "load the adapter's own base model"
+        )
+    path = folder / WEIGHTS
+    try:
+        tensors = load_file(path)
+    except (OSError, SafetensorError) as error:
+        raise UserError(f"{path} is missing or damaged ({error}); copy the adapter again") from None
+    attach(model, description["method"], layers=description["layers"], **description["options"])
+    try:
+        for index, method in attached_methods(model).items():
+            prefix = f"layers.{index}."
+            method.load_state_dict({k.removeprefix(prefix): v for k, v in tensors.items() if k.startswith(prefix)})
+    except RuntimeError as error:
+        detach(model)
+        raise UserError(f"{path} does not fit its own description ({error}); copy the adapter again") from None
+    return set_routing(model, hard=hard)

@@ -1,0 +1,163 @@
+"""Load a model and its tokenizer: local, from the hub, embedded or random, and say which."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import sys
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from huggingface_hub import model_info, try_to_load_from_cache
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers.utils import logging
+
+from focus_exp.assets import Provenance, choose_source, why_embedded
+from focus_exp.config import ModelConfig
+from focus_exp.errors import UserError
+from focus_exp.models import embedded
+from focus_exp.models.random import architecture_config, byte_tokenizer, random_model
+
+FINGERPRINT_SAMPLES = 64
+
+
+@dataclass
+class LoadedModel:
+    """A model in eval mode, its tokenizer, and where both came from."""
+
+    model: PreTrainedModel
+    tokenizer: PreTrainedTokenizerBase
+    provenance: Provenance
+
+
+@dataclass(frozen=True)
+class Place:
+    """What `from_pretrained` is given, and how it is described."""
+
+    folder: str
+    options: dict[str, Any]
+    provenance: Provenance
+
+
+def load_model(
+    cfg: ModelConfig, *, assets: str, cache: Path, seed: int, dtype: torch.dtype, from_scratch: bool = False
+) -> LoadedModel:
+    """Load `cfg.path`, or `cfg.hub_id` under the policy `assets` (auto, hub or embedded), or random weights.
+
+    Weights are random, drawn from `seed`, when there is neither path nor hub_id, or with `from_scratch`. Raises
+    UserError for a model that does not exist, is gated, or cannot be had under the policy.
+    """
+    if not sys.stderr.isatty():
+        logging.disable_progress_bar()
+    place = _locate(cfg, assets, cache)
+    if place is None:
+        tokenizer: PreTrainedTokenizerBase = byte_tokenizer()
+    else:
+        tokenizer = _pretrained(AutoTokenizer, place)
+    if place is not None and not from_scratch:
+        model = _pretrained(AutoModelForCausalLM, place, dtype=dtype).eval()
+        provenance = place.provenance
+    else:
+        config = architecture_config(cfg) if cfg.architecture or place is None else _pretrained(AutoConfig, place)
+        substitution = place.provenance.substitution if place else None
+        if substitution and cfg.architecture:
+            substitution = f"tokenizer only: {substitution}"
+        vocabulary = config.get_text_config().vocab_size
+        if len(tokenizer) > vocabulary and place is not None:
+            substitution = (
+                f"bytes stand in for the tokenizer of {cfg.hub_id or cfg.path}: it has {len(tokenizer)} tokens"
+            )
+            tokenizer = byte_tokenizer()
+        if len(tokenizer) > vocabulary:
+            raise UserError(f"model {cfg.name}: architecture.vocab_size={vocabulary} is too small: bytes need 257.")
+        if tokenizer.eos_token_id != config.eos_token_id:
+            config.bos_token_id, config.eos_token_id = tokenizer.bos_token_id, tokenizer.eos_token_id
+        model = random_model(config, seed, dtype)
+        shape = cfg.name if cfg.architecture or place is None else place.provenance.used
+        used = f"random weights of {shape} (seed {seed}), vocabulary of {len(tokenizer)}"
+        provenance = Provenance(cfg.hub_id or cfg.path or cfg.name, used, "random", substitution=substitution)
+    return LoadedModel(model, tokenizer, replace(provenance, fingerprint=fingerprint(model)))
+
+
+def fingerprint(model: PreTrainedModel) -> str:
+    """sha256 over the base model's parameter names, shapes and 64 elements of each, rounded to bfloat16.
+
+    The same for float32 and bfloat16 loads, with or without a method attached (names with ".focus." are skipped).
+    """
+    digest = hashlib.sha256()
+    for name, parameter in sorted(model.named_parameters()):
+        if ".focus." in name:
+            continue
+        flat = parameter.detach().reshape(-1)
+        places = torch.linspace(0, flat.numel() - 1, FINGERPRINT_SAMPLES, dtype=torch.float64).long()
+        sample = flat[places.to(flat.device)].to(torch.bfloat16).cpu()
+        digest.update(f"{name} {tuple(parameter.shape)} ".encode())
+        digest.update(sample.view(torch.int16).numpy().tobytes())
+    return digest.hexdigest()
+
+
+def _locate(cfg: ModelConfig, assets: str, cache: Path) -> Place | None:
+    if cfg.path:
+        if not (Path(cfg.path).expanduser() / "config.json").is_file():
+            raise UserError(
+                f"model.path={cfg.path}: no such folder, or it has no config.json; "
+                "give the folder that save_pretrained wrote."
+            )
+        return Place(str(Path(cfg.path).expanduser()), {}, Provenance(cfg.path, cfg.path, "local"))
+    if not cfg.hub_id:
+        return None
+    commit = _cached_revision(cfg.hub_id, cfg.revision)
+    origin = choose_source(assets, cfg.hub_id, lambda: commit is not None)
+    if origin == "embedded":
+        provenance = Provenance(
+            cfg.hub_id,
+            embedded.NAME,
+            "embedded",
+            embedded.REVISION,
+            licence=embedded.LICENCE,
+            substitution=why_embedded(assets, embedded.NAME, cfg.hub_id),
+        )
+        return Place(str(embedded.embedded_folder(cache)), {}, provenance)
+    if origin == "hub_cache":
+        revision, licence = commit, None
+    else:
+        try:
+            info = model_info(cfg.hub_id, revision=cfg.revision)
+        except (OSError, ValueError) as error:
+            raise _missing(cfg.hub_id, error) from error
+        revision, licence = info.sha, getattr(info.card_data, "license", None)
+    options = {"revision": revision, "local_files_only": origin == "hub_cache"}
+    return Place(cfg.hub_id, options, Provenance(cfg.hub_id, cfg.hub_id, origin, revision, licence=licence))
+
+
+def _cached_revision(hub_id: str, revision: str | None) -> str | None:
+    """The commit of a complete copy in the hub's local cache, if there is one."""
+
+    def cached(file: str) -> Path | None:
+        path = try_to_load_from_cache(hub_id, file, revision=revision)
+        return Path(path) if isinstance(path, str) else None
+
+    config, index = cached("config.json"), cached("model.safetensors.index.json")
+    if index:
+        weights = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
+        complete = all(cached(shard) for shard in weights)
+    else:
+        complete = bool(cached("model.safetensors") or cached("pytorch_model.bin"))
+    return config.parent.name if config and complete else None  # .../snapshots/<commit>/config.json
+
+
+def _pretrained(auto: Any, place: Place, **options: Any) -> Any:
+    try:
+        return auto.from_pretrained(place.folder, **place.options, **options)
+    except (OSError, ValueError) as error:
+        raise _missing(place.provenance.requested, error) from error
+
+
+def _missing(name: str, error: Exception) -> UserError:
+    reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+    return UserError(
+        f"{name}: {reason}\n"
+        "Check model.hub_id, model.revision or model.path; a gated model needs its terms accepted and `hf auth login`."
+    )

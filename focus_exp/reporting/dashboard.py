@@ -1,0 +1,106 @@
+"""Weights & Biases: decide between online and offline without hanging, and log a record. wandb is imported late."""
+
+from __future__ import annotations
+
+import http.client
+import math
+import netrc
+import os
+import threading
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+from urllib.parse import SplitResult, urlsplit
+
+from focus_exp.errors import UserError
+from focus_exp.reporting.record import Record
+from focus_exp.reporting.tables import Table
+
+if TYPE_CHECKING:
+    from wandb import Run
+
+MODES = ("online", "offline", "disabled", "shared")
+ROW_SCALARS = (
+    "nll", "perplexity", "delta_nll", "distant_pairs_kept", "pairs_removed", "largest_group",
+    "perplexity_inside_window", "perplexity_beyond_window",
+)  # fmt: skip
+RUN_SCALARS = (
+    "status", "seed", "commit", "config_hash", "device", "tokens_seen", "steps", "wall_seconds", "train_seconds",
+    "peak_memory_bytes",
+)  # fmt: skip
+
+
+def wandb_mode(requested: str, timeout: float = 2.0) -> str:
+    """The mode for wandb.init. "auto": WANDB_MODE if set; else online if a key is configured and the server answers.
+
+    Waits at most about `timeout` seconds. An explicit mode is returned as it is. Raises UserError for an unknown mode.
+    """
+    mode = requested if requested != "auto" else os.environ.get("WANDB_MODE")
+    if mode:
+        if mode not in MODES:
+            raise UserError(f"wandb mode {mode!r} is unknown: choose auto, online, offline or disabled")
+        return mode
+    import wandb
+
+    server = urlsplit(wandb.setup().settings.base_url)
+    return "online" if _has_key(server) and _answers(server, timeout) else "offline"
+
+
+def init_options(config: dict[str, Any]) -> dict[str, Any]:
+    """`group` and `tags` for wandb.init, which cannot be given later: the experiment, and the names of its parts."""
+    parts = (config.get(section) or {} for section in ("model", "attention", "regime", "data"))
+    return {"group": config.get("experiment"), "tags": [part["name"] for part in parts if part.get("name")]}
+
+
+def log_record(run: Run, record: Record, table: Table, figures: dict[str, Path]) -> None:
+    """Log the table (unrounded), the figures, the findings and one scalar per row and metric to a live run."""
+    import wandb
+
+    columns = list(table.values[0]) if table.values else table.columns
+    data = [list(values.values()) for values in table.values] or table.rows
+    images = {f"figures/{name}": wandb.Image(str(path)) for name, path in figures.items()}
+    run.log({"quality": wandb.Table(columns=[*columns], data=data, allow_mixed_types=True), **images})
+    run.tags = tuple(dict.fromkeys((*(run.tags or ()), *init_options(record.config)["tags"], record.status)))
+    run.summary.update(_scalars(record))
+
+
+def _scalars(record: Record) -> dict[str, Any]:
+    scalars = {name: getattr(record, name) for name in RUN_SCALARS}
+    scalars["findings"] = "\n".join(record.findings)
+    scalars["trainable_parameters"] = record.method.get("trainable_parameters")
+    for row in record.rows:
+        if row.error is None:
+            scalars |= {f"{row.name}/{name}": getattr(row, name) for name in ROW_SCALARS}
+    return {name: value for name, value in scalars.items() if value is not None and not _is_nan(value)}
+
+
+def _is_nan(value: Any) -> bool:
+    return isinstance(value, float) and math.isnan(value)
+
+
+def _has_key(server: SplitResult) -> bool:
+    if os.environ.get("WANDB_API_KEY"):
+        return True
+    try:
+        return netrc.netrc(os.environ.get("NETRC")).authenticators(server.hostname or "") is not None
+    except (OSError, netrc.NetrcParseError):
+        return False
+
+
+def _answers(server: SplitResult, timeout: float) -> bool:
+    """Whether the server answers HTTP; a proxy may accept any TCP connection, so connecting proves nothing."""
+    connect = http.client.HTTPSConnection if server.scheme == "https" else http.client.HTTPConnection
+    statuses: list[int] = []
+
+    def probe() -> None:
+        try:
+            connection = connect(server.hostname or "", server.port, timeout=timeout)
+            connection.request("GET", "/")
+            statuses.append(connection.getresponse().status)
+        except (OSError, http.client.HTTPException):
+            return
+
+    # a thread, because name look-ups ignore socket timeouts
+    thread = threading.Thread(target=probe, daemon=True)
+    thread.start()
+    thread.join(timeout)
+    return any(status < 500 for status in statuses)

@@ -1,0 +1,188 @@
+"""What a record shows, in plain words computed from its rows."""
+
+from __future__ import annotations
+
+from math import isclose
+
+from focus_exp.reporting.record import Record, Row
+from focus_exp.reporting.tables import change_text, engaged, perplexity_text, share_text
+
+DOMINANT = 0.5
+SAME_DENSITY = 0.02
+
+
+def findings(record: Record) -> list[str]:
+    """Sentences on the verdict, the soft-to-hard gap, the controls and everything that spoils a comparison."""
+    hard = configured_row(record)
+    return [
+        *_run(record, hard),
+        *(_verdict(record, hard) if hard else []),
+        *(_gap(record, hard) if hard else []),
+        *(_controls(record, hard) if hard else []),
+        *_dominance(record),
+        *_warnings(record),
+    ]
+
+
+def configured_row(record: Record) -> Row | None:
+    """The scored hard row at the config's method, top_k and pair rule, if it can be compared with the base."""
+    return next((row for row in record.rows if _is_configured(record, row) and _comparable(row)), None)
+
+
+def keeps_everything(row: Row) -> bool:
+    """Whether a hard row or control keeps every distant pair, that is, is full attention."""
+    return row.kind in ("hard", "control") and isclose(row.distant_pairs_kept or 0.0, 1.0)
+
+
+def _is_configured(record: Record, row: Row) -> bool:
+    # with one group a token both pair rules keep the same pairs
+    return (
+        row.kind == "hard"
+        and row.method == record.setting("attention", "method")
+        and row.top_k in (None, record.setting("attention", "top_k"))
+        and (row.top_k == 1 or row.pair_rule in (None, record.setting("attention", "pair_rule")))
+    )
+
+
+def _comparable(row: Row) -> bool:
+    return row.scored and row.causal and not keeps_everything(row)
+
+
+def _run(record: Record, hard: Row | None) -> list[str]:
+    said = []
+    if record.status != "finished":
+        said.append(f"The run {record.status} ({record.error or 'no reason recorded'}): what follows is partial.")
+    if record.base is None:
+        said.append("There is no scored base row, so nothing can be compared with full attention.")
+    method = record.setting("attention", "method", "full")
+    if method == "full":
+        said.append("Only full attention was asked for: there is no sparse attention to judge.")
+        return said
+    if record.steps == 0 and record.method.get("trainable_parameters"):
+        said.append("Nothing was trained in this run.")
+    if hard is None and not any(_is_configured(record, row) for row in record.rows):
+        top_k, rule = record.setting("attention", "top_k"), record.setting("attention", "pair_rule")
+        said.append(f"There is no row for {method} at its configured k={top_k} under the rule {rule}: no verdict.")
+    return said
+
+
+def _verdict(record: Record, hard: Row) -> list[str]:
+    base = record.base
+    if base is None or hard.delta_nll is None:
+        return []
+    said = _outcome(hard.delta_nll, hard.delta_low, hard.delta_high, ("better than", "worse than"))
+    change = _change(hard.delta_nll, hard.delta_low, hard.delta_high)
+    return [
+        f"{hard.name} is {said} the base: perplexity {perplexity_text(hard.perplexity)} against "
+        f"{perplexity_text(base.perplexity)} ({change}).",
+        f"{hard.name} keeps {share_text(hard.distant_pairs_kept)} of the distant pairs and removes "
+        f"{share_text(hard.pairs_removed)} of all causal pairs.",
+    ]
+
+
+def _outcome(delta: float, low: float | None, high: float | None, words: tuple[str, str]) -> str:
+    """`words` for a negative and a positive difference of losses, unless its interval includes 0."""
+    if low is not None and high is not None and low <= 0 <= high:
+        return "indistinguishable from"
+    return words[0] if delta < 0 else words[1]
+
+
+def _change(delta: float, low: float | None, high: float | None) -> str:
+    return change_text(delta, low, high) + (", no interval" if low is None or high is None else "")
+
+
+def _gap(record: Record, hard: Row) -> list[str]:
+    soft = next((row for row in record.rows if row.kind == "soft" and row.method == hard.method and row.scored), None)
+    if soft is None or soft.nll is None or hard.nll is None:
+        return []
+    return [
+        f"Soft-to-hard gap: pruning changes the perplexity of the soft gate from {perplexity_text(soft.perplexity)} "
+        f"to {perplexity_text(hard.perplexity)} ({change_text(hard.nll - soft.nll)})."
+    ]
+
+
+def _controls(record: Record, hard: Row) -> list[str]:
+    controls = [row for row in record.rows if row.kind == "control" and _comparable(row)]
+    configured = record.setting("attention", "window", 0)
+    said = []
+    for row in controls:
+        if row.method == "random_groups" and row.top_k not in (None, hard.top_k):
+            continue
+        if row.method == "random_groups":
+            said.append(_against(hard, row, "random groups"))
+        elif row.method == "window" and (row.window or configured) <= configured:
+            said.append(_against(hard, row, f"window and sinks alone (w={row.window or configured})"))
+        elif row.method == "window":
+            said.append(_against(hard, row, f"a wider window (w={row.window})"))
+        else:
+            said.append(_against(hard, row, row.name))
+    return said
+
+
+def _against(hard: Row, control: Row, label: str) -> str:
+    numbers = f"perplexity {perplexity_text(hard.perplexity)} against {perplexity_text(control.perplexity)}"
+    if control.delta_vs_hard is not None:
+        low, high = control.delta_vs_hard_low, control.delta_vs_hard_high
+        said = _outcome(control.delta_vs_hard, low, high, ("worse than", "better than"))
+        numbers += f", the control {_change(control.delta_vs_hard, low, high)} relative to it, paired"
+    else:
+        said, intervals = _unpaired(hard, control)
+        numbers += f", {intervals}"
+    return f"{hard.name} is {said} {label}: {numbers}; {_density(hard, control)}."
+
+
+def _unpaired(hard: Row, control: Row) -> tuple[str, str]:
+    word = "better than" if (hard.nll or 0.0) < (control.nll or 0.0) else "worse than"
+    if hard.delta_low is None or hard.delta_high is None or control.delta_low is None or control.delta_high is None:
+        return word, "no intervals"
+    if hard.delta_low <= control.delta_high and control.delta_low <= hard.delta_high:
+        return "not separated from", "the intervals against the base overlap"
+    return word, "the intervals against the base do not overlap"
+
+
+def _density(hard: Row, control: Row) -> str:
+    if hard.pairs_removed is None or control.pairs_removed is None:
+        return "their densities are not known"
+    removed = f"{share_text(hard.pairs_removed)} and {share_text(control.pairs_removed)} of the pairs removed"
+    same = abs(hard.pairs_removed - control.pairs_removed) <= SAME_DENSITY
+    return f"same density ({removed})" if same else f"different densities ({removed})"
+
+
+def _dominance(record: Record) -> list[str]:
+    rows = [row for row in record.rows if row.largest_group is not None and row.largest_group > DOMINANT]
+    said = []
+    if rows:
+        named = ", ".join(f"{share_text(row.largest_group)} in {row.name}" for row in rows)
+        said.append(f"Warning: one group holds more than half of the tokens ({named}): routing has lost its balance.")
+    measured = record.group_shares or []
+    shares = dict(zip(record.layers or range(len(measured)), measured, strict=False))
+    layers = [layer for layer, groups in shares.items() if max(groups, default=0.0) > DOMINANT]
+    if layers:
+        worst = max(layers, key=lambda layer: max(shares[layer]))
+        said.append(
+            f"Warning: on held-out text one group holds more than half of the tokens in {len(layers)} of "
+            f"{len(shares)} layers, at worst {share_text(max(shares[worst]))} in layer {worst}."
+        )
+    return said
+
+
+def _warnings(record: Record) -> list[str]:
+    said = []
+    groups = record.setting("attention", "groups")
+    for row in record.rows:
+        if row.error is not None:
+            said.append(f"{row.name} failed: {row.error}")
+            continue
+        if not row.scored:
+            said.append(f"{row.name} has no finite loss ({row.nll}): its numbers mean nothing.")
+        if not row.causal:
+            said.append(f"{row.name} is not causal: its perplexity reads the future and must not be compared.")
+        if keeps_everything(row):
+            how = f": k={row.top_k} of K={groups} under the rule {row.pair_rule}" if row.top_k else ""
+            said.append(f"{row.name}{how} keeps every pair: this is full attention, not a result.")
+        elif engaged(row) is False:
+            said.append(
+                f"{row.name} is not engaged: its mask removes only {share_text(row.pairs_removed)} of the causal "
+                "pairs, so its score is close to the base by construction."
+            )
+    return said

@@ -1,0 +1,241 @@
+"""The typed record of one run: every number with its birth certificate, as JSON on disk."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import platform
+import subprocess
+from dataclasses import MISSING, asdict, dataclass, field, fields, is_dataclass
+from importlib import metadata
+from pathlib import Path
+from types import UnionType
+from typing import Any, Literal, TypedDict, Union, get_args, get_origin, get_type_hints, is_typeddict
+
+from focus_exp.errors import UserError
+
+SCHEMA_VERSION = 1
+PACKAGES = (
+    "focus_exp", "torch", "transformers", "lightning", "pytorch_lightning", "hydra-core", "omegaconf", "datasets",
+    "tokenizers", "numpy", "wandb", "lm_eval", "flash-attn",
+)  # fmt: skip
+
+
+class PositionBin(TypedDict):
+    """Mean loss of the tokens at positions start <= p < end of their window. nll: nats per token."""
+
+    start: int
+    end: int
+    nll: float
+    tokens: int
+
+
+@dataclass(kw_only=True)
+class Row:
+    """One attention pattern scored on the same tokens as the base row.
+
+    Losses are nats per token; `*_low`, `*_high` are 95 % bootstrap bounds over windows. `delta_nll` is paired
+    against the base, `delta_vs_hard` against the configured hard row (this row minus the hard one). Shares are
+    0..1. `window` [tokens] is the row's own local window, None where it is the configured one. A row that failed
+    carries `error` and no numbers.
+    """
+
+    name: str
+    kind: Literal["base", "soft", "hard", "control"]
+    method: str
+    causal: bool
+    top_k: int | None = None
+    pair_rule: str | None = None
+    window: int | None = None
+    tokens: int | None = None
+    nll: float | None = None
+    perplexity: float | None = None
+    perplexity_low: float | None = None
+    perplexity_high: float | None = None
+    delta_nll: float | None = None
+    delta_low: float | None = None
+    delta_high: float | None = None
+    delta_vs_hard: float | None = None
+    delta_vs_hard_low: float | None = None
+    delta_vs_hard_high: float | None = None
+    distant_pairs_kept: float | None = None
+    pairs_removed: float | None = None
+    largest_group: float | None = None
+    perplexity_inside_window: float | None = None
+    perplexity_beyond_window: float | None = None
+    by_position: list[PositionBin] = field(default_factory=list)
+    seconds: float | None = None
+    error: str | None = None
+
+    @property
+    def scored(self) -> bool:
+        """Whether the row has a finite loss."""
+        return self.error is None and self.nll is not None and math.isfinite(self.nll)
+
+
+@dataclass(kw_only=True)
+class Record:
+    """One run. Times are seconds, `started` is ISO 8601, `group_shares` [layers][groups] follows `layers`."""
+
+    status: Literal["finished", "failed", "interrupted"]
+    experiment: str
+    schema_version: int = SCHEMA_VERSION
+    command: str = ""
+    started: str = ""
+    commit: str | None = None
+    versions: dict[str, str] = field(default_factory=dict)
+    machine: dict[str, str] = field(default_factory=dict)
+    device: str = ""
+    seed: int | None = None
+    config: dict[str, Any] = field(default_factory=dict)
+    config_hash: str = ""
+    model: dict[str, Any] = field(default_factory=dict)
+    data: dict[str, Any] = field(default_factory=dict)
+    method: dict[str, Any] = field(default_factory=dict)
+    tokens_seen: int = 0
+    steps: int = 0
+    wall_seconds: float | None = None
+    train_seconds: float | None = None
+    peak_memory_bytes: int | None = None
+    layers: list[int] = field(default_factory=list)
+    group_shares: list[list[float]] | None = None
+    rows: list[Row] = field(default_factory=list)
+    findings: list[str] = field(default_factory=list)
+    error: str | None = None
+
+    @property
+    def base(self) -> Row | None:
+        """The base row, if it was scored."""
+        return next((row for row in self.rows if row.kind == "base" and row.scored), None)
+
+    def setting(self, section: str, key: str, default: Any = None) -> Any:
+        """A value of the resolved config, or `default`."""
+        return (self.config.get(section) or {}).get(key, default)
+
+    def save(self, path: str | Path) -> None:
+        """Write strict JSON, atomically; non-finite floats become the strings "nan", "inf", "-inf"."""
+        text = json.dumps(_strict(asdict(self)), indent=2, allow_nan=False, ensure_ascii=False)
+        replace_file(path, (text + "\n").encode())
+
+    @classmethod
+    def load(cls, path: str | Path) -> Record:
+        """Read a record. Raises UserError for a missing or corrupt file, another schema, unknown keys, wrong types."""
+        try:
+            values = json.loads(Path(path).read_text(encoding="utf-8"))
+        except (OSError, ValueError) as error:
+            raise UserError(f"{path}: not a readable record ({error})") from error
+        if not isinstance(values, dict) or values.get("schema_version") != SCHEMA_VERSION:
+            found = values.get("schema_version") if isinstance(values, dict) else type(values).__name__
+            raise UserError(f"{path}: schema version {found}, this code reads {SCHEMA_VERSION}; run the job again")
+        try:
+            return _decode(cls, values, "record")
+        except ValueError as error:
+            raise UserError(f"{path}: {error}") from error
+
+
+def replace_file(path: str | Path, content: bytes) -> None:
+    """Write beside `path`, then rename: readers see the old file or the whole new one."""
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    aside = path.with_name(f".{path.name}.{os.getpid()}")
+    aside.write_bytes(content)
+    os.replace(aside, path)
+
+
+def read_metrics(path: str | Path) -> list[dict[str, Any]]:
+    """The lines of a metrics.jsonl; [] if there is no file. A torn last line is dropped, any other is a UserError."""
+    path = Path(path)
+    lines = path.read_text(encoding="utf-8", errors="replace").split("\n") if path.exists() else []
+    metrics = []
+    for number, line in enumerate(lines, start=1):
+        try:
+            values = json.loads(line)
+        except ValueError as error:
+            if number == len(lines):
+                break
+            raise UserError(f"{path}:{number}: not JSON ({error})") from error
+        if not isinstance(values, dict):
+            raise UserError(f"{path}:{number}: expected an object, found {line[:40]}")
+        metrics.append(values)
+    return metrics
+
+
+def environment() -> dict[str, Any]:
+    """The Record fields `commit` (None outside git, "-dirty" with local changes), `versions` and `machine`."""
+    versions = {"python": platform.python_version()}
+    for package in PACKAGES:
+        try:
+            versions[package] = metadata.version(package)
+        except metadata.PackageNotFoundError:
+            continue
+    return {
+        "commit": _commit(),
+        "versions": versions,
+        "machine": {"platform": platform.platform(), "cpu": _cpu_name()},
+    }
+
+
+def _commit() -> str | None:
+    # an installed copy may lie in a virtual environment inside someone else's repository
+    if not _git("ls-files", Path(__file__).name):
+        return None
+    head = _git("rev-parse", "HEAD")
+    return f"{head}-dirty" if head and _git("status", "--porcelain") else head or None
+
+
+def _git(*arguments: str) -> str:
+    command = ["git", "-C", str(Path(__file__).parent), *arguments]
+    try:
+        return subprocess.run(command, capture_output=True, text=True, check=True, timeout=10).stdout.strip()
+    except (OSError, subprocess.SubprocessError):
+        return ""
+
+
+def _cpu_name() -> str:
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text().splitlines() if info.exists() else []
+    return next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), platform.machine())
+
+
+def _strict(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {str(key): _strict(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_strict(item) for item in value]
+    if hasattr(value, "item"):  # numpy and torch scalars
+        value = value.item()
+    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def _decode(hint: Any, value: Any, where: str) -> Any:
+    """`value` as the annotated type `hint`; ValueError naming the place otherwise."""
+    origin, arguments = get_origin(hint), get_args(hint)
+    if hint is Any:
+        return value
+    if origin in (Union, UnionType):
+        return None if value is None else _decode(next(a for a in arguments if a is not type(None)), value, where)
+    if origin is Literal and value in arguments:
+        return value
+    if origin is list and isinstance(value, list):
+        return [_decode(arguments[0], item, f"{where}[{index}]") for index, item in enumerate(value)]
+    if origin is dict and isinstance(value, dict):
+        return {key: _decode(arguments[1], item, f"{where}.{key}") for key, item in value.items()}
+    if (is_dataclass(hint) or is_typeddict(hint)) and isinstance(value, dict):
+        return _decode_fields(hint, value, where)
+    if hint is float and (type(value) in (int, float) or value in ("nan", "inf", "-inf")):
+        return float(value)
+    if hint in (int, str, bool) and type(value) is hint:
+        return value
+    raise ValueError(f"{where}: expected {getattr(hint, '__name__', hint)}, found {str(value)[:40]!r}")
+
+
+def _decode_fields(hint: Any, value: dict[str, Any], where: str) -> Any:
+    hints = get_type_hints(hint)
+    optional = set()
+    if is_dataclass(hint):
+        optional = {f.name for f in fields(hint) if f.default is not MISSING or f.default_factory is not MISSING}
+    unknown, missing = sorted(value.keys() - hints.keys()), sorted(hints.keys() - value.keys() - optional)
+    if unknown or missing:
+        raise ValueError(f"{where}: unknown keys {unknown}, missing keys {missing}")
+    return hint(**{key: _decode(hints[key], item, f"{where}.{key}") for key, item in value.items()})

@@ -1,0 +1,45 @@
+"""One thread, no network, and one small random model per family."""
+
+import os
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("WANDB_MODE", "disabled")
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from omegaconf import OmegaConf
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+
+torch.set_num_threads(1)
+
+ZOO = Path(__file__).parent.parent / "conf" / "model"
+FAMILIES = ["gpt2", "llama", "mistral", "qwen2", "olmo2", "gemma2", "gemma3"]
+
+
+def build(name: str, dtype: torch.dtype = torch.float32, **changes: Any) -> PreTrainedModel:
+    """The architecture in conf/model/<name>.yaml with fresh weights, `changes` laid over its fields."""
+    architecture = OmegaConf.to_container(OmegaConf.load(ZOO / f"{name}.yaml").architecture)
+    config = AutoConfig.for_model(**architecture | changes)
+    return AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
+
+
+@pytest.fixture
+def tiny_model() -> Callable[..., PreTrainedModel]:
+    """tiny_model(family, dtype=torch.float32, seed=0, **changes): a seeded random model in eval mode."""
+
+    def factory(family: str, dtype: torch.dtype = torch.float32, seed: int = 0, **changes: Any) -> PreTrainedModel:
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            return build(f"tiny_{family}", dtype, **changes)
+
+    return factory
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    if item.get_closest_marker("gpu") and not torch.cuda.is_available():
+        pytest.skip("no CUDA device")

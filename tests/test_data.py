@@ -1,0 +1,236 @@
+"""Splits, token streams, blocks and the order of batches."""
+
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from focus_exp import assets
+from focus_exp.config import DataConfig
+from focus_exp.data import Blocks, ResumableLoader, TokenStream, bos_of, corpora, hub, load_corpus
+from focus_exp.data.books import WORKS, clean, read_books
+from focus_exp.errors import UserError
+from focus_exp.models.random import byte_tokenizer
+
+BOS = 999
+
+
+def stream_of(lengths: list[int]) -> TokenStream:
+    starts = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
+    return TokenStream("stream", np.arange(starts[-1], dtype=np.int32), starts, [str(i) for i in range(len(lengths))])
+
+
+@given(st.lists(st.integers(1, 40), min_size=1, max_size=8), st.integers(2, 12), st.booleans())
+@settings(max_examples=60, deadline=None)
+def test_training_blocks_hold_every_token_once_in_order(lengths, block_size, with_bos):
+    stream = stream_of(lengths)
+    text = block_size - with_bos
+    if len(stream) < text:
+        with pytest.raises(UserError, match="do not fill one block"):
+            Blocks(stream, block_size, bos=BOS if with_bos else None, cross_documents=True)
+        return
+    blocks = Blocks(stream, block_size, bos=BOS if with_bos else None, cross_documents=True)
+    items = [blocks[i] for i in range(len(blocks))]
+    assert all((item["input_ids"][0] == BOS) == with_bos for item in items)
+    tokens = torch.cat([item["input_ids"][with_bos:] for item in items])
+    assert tokens.tolist() == list(range(len(stream) // text * text))
+    owner = np.repeat(np.arange(len(lengths)), lengths)
+    documents = torch.cat([item["document_ids"][with_bos:] for item in items])
+    assert documents.tolist() == owner[: len(tokens)].tolist()
+    assert all(len(item["input_ids"]) == len(item["document_ids"]) == block_size for item in items)
+
+
+@given(st.lists(st.integers(1, 60), min_size=1, max_size=6), st.integers(3, 12), st.integers(1, 11), st.booleans())
+@settings(max_examples=100, deadline=None)
+def test_evaluation_scores_each_token_once(lengths, block_size, stride, with_bos):
+    stream = stream_of(lengths)
+    text = block_size - with_bos
+    stride = min(stride, text)
+    spans = [
+        range(start, start + (length - text) // stride * stride + text)
+        for start, length in zip(stream.starts, lengths, strict=False)
+        if length >= text
+    ]
+    if not spans:
+        return
+    blocks = Blocks(stream, block_size, stride=stride, bos=BOS if with_bos else None, cross_documents=False)
+    scored: list[int] = []
+    for i in range(len(blocks)):
+        item = blocks[i]
+        assert len(set(item["document_ids"].tolist())) == 1
+        scored += item["input_ids"][item["scored_from"] :].tolist()
+    # without BOS nothing predicts a document's first token, nor, in disjoint blocks, that of any block
+    period = text if stride == text else len(stream)
+    expected = [token for span in spans for token in span if with_bos or (token - span.start) % period]
+    assert scored == expected
+
+
+def test_stride_must_fit_the_block():
+    with pytest.raises(UserError, match="stride 9"):
+        Blocks(stream_of([30]), 8, stride=9, cross_documents=False)
+
+
+def test_bos_is_what_the_tokenizer_prepends():
+    from tokenizers import processors
+
+    tokenizer = byte_tokenizer()
+    assert bos_of(tokenizer) is None
+    tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(
+        single="<|endoftext|> $A", special_tokens=[("<|endoftext|>", 256)]
+    )
+    assert bos_of(tokenizer) == 256
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("stop", [1, 3, 5])
+def test_resume_goes_on_with_the_very_next_batch(workers, stop):
+    blocks = Blocks(stream_of([84]), 4, cross_documents=True)
+
+    def order(loader, epochs, limit=None):
+        batches = []
+        for epoch in epochs:
+            loader.order.set_epoch(epoch)
+            for batch in loader:
+                batches.append(batch["input_ids"][:, 0].tolist())
+                if len(batches) == limit:
+                    return batches
+        return batches
+
+    whole = order(ResumableLoader(blocks, 4, seed=3), range(2))
+    first = ResumableLoader(blocks, 4, seed=3, workers=workers)
+    begun = order(first, [0], stop)
+    state = first.state_dict()
+    torch.manual_seed(stop)
+    second = ResumableLoader(blocks, 4, seed=3, workers=workers)
+    second.load_state_dict(state)
+    assert second.state_dict() == state and len(second) == 5
+    assert begun + order(second, range(state["epoch"], 2)) == whole
+    assert whole[:5] != whole[5:]
+
+
+def test_ranks_see_disjoint_blocks():
+    blocks = Blocks(stream_of([92]), 4, cross_documents=True)
+    loaders = [ResumableLoader(blocks, 2, seed=0, rank=rank, world_size=3) for rank in range(3)]
+    seen = [{int(x) for batch in loader for x in batch["input_ids"][:, 0]} for loader in loaders]
+    assert len(set().union(*seen)) == sum(map(len, seen)) == 18
+    assert len({len(loader) for loader in loaders}) == 1
+
+
+def test_loader_errors():
+    blocks = Blocks(stream_of([40]), 4, cross_documents=True)
+    with pytest.raises(UserError, match="less than one batch of 6"):
+        ResumableLoader(blocks, 6, seed=0, world_size=2)
+    state = ResumableLoader(blocks, 2, seed=0).state_dict()
+    with pytest.raises(UserError, match="batch_size=2, this run has 5"):
+        ResumableLoader(blocks, 5, seed=0).load_state_dict(state)
+
+
+def files_config(path: Path, **fields) -> DataConfig:
+    return DataConfig(name="files", source="files", files=str(path), **fields)
+
+
+def load(cfg: DataConfig, cache: Path, policy: str = "auto") -> corpora.Corpus:
+    return load_corpus(cfg, byte_tokenizer(), assets=policy, cache=cache)
+
+
+def test_files_are_split_by_file_and_tokenised_once(tmp_path, monkeypatch):
+    texts = {f"{i}.txt": f"text number {i} – ü\r\n" * 5 for i in range(5)}
+    for name, text in texts.items():
+        (tmp_path / name).write_bytes(text.encode())
+    (tmp_path / "copy.txt").write_bytes(texts["0.txt"].encode())
+    corpus = load(files_config(tmp_path), tmp_path / "cache")
+    tokenizer = byte_tokenizer()
+    found = {}
+    for stream in (corpus.train, corpus.validation, corpus.test):
+        assert stream.documents
+        for name, start, end in zip(stream.documents, stream.starts, stream.starts[1:], strict=False):
+            assert stream.tokens[end - 1] == tokenizer.eos_token_id
+            found[name] = tokenizer.decode(stream.tokens[start : end - 1].tolist())
+    assert list(found.values()).count(texts["0.txt"]) == 1 and set(found.values()) == set(texts.values())
+    assert "5 text files" in corpus.provenance.used
+
+    monkeypatch.setattr(corpora, "write_stream", lambda *_: pytest.fail("tokenised twice"))
+    again = load(files_config(tmp_path), tmp_path / "cache")
+    assert again.provenance == corpus.provenance and np.array_equal(again.train.tokens, corpus.train.tokens)
+    (tmp_path / "0.txt").write_text("changed")
+    with pytest.raises(pytest.fail.Exception):
+        load(files_config(tmp_path), tmp_path / "cache")
+    assert not list((tmp_path / "cache" / "tokens").glob(".*.????????"))
+
+
+def test_a_single_file_is_cut_in_three_and_caps_hold(tmp_path):
+    (tmp_path / "one.txt").write_text("0123456789" * 100)
+    corpus = load(files_config(tmp_path / "one.txt", max_train_tokens=300, max_test_tokens=20), tmp_path / "cache")
+    assert [len(s) for s in (corpus.train, corpus.validation, corpus.test)] == [300, 20, 20]
+    assert "90/5/5" in corpus.provenance.used
+
+
+def test_file_errors(tmp_path):
+    with pytest.raises(UserError, match="no such folder"):
+        load(files_config(tmp_path / "absent"), tmp_path)
+    (tmp_path / "texts").mkdir()
+    with pytest.raises(UserError, match="has no .txt or .md"):
+        load(files_config(tmp_path / "texts"), tmp_path)
+    (tmp_path / "texts" / "bad.txt").write_bytes(b"caf\xe9 au lait")
+    with pytest.raises(UserError, match=r"bad.txt: not UTF-8 at byte 3 \(0xe9\)"):
+        load(files_config(tmp_path / "texts"), tmp_path)
+
+
+HUB = DataConfig(name="hub", source="hub", hub_id="owner/texts")
+
+
+def test_a_missing_split_is_held_out_of_train():
+    rows = {"train": [{"text": f"document {i}"} for i in range(200)], "validation": [{"text": "own"}]}
+    read = {split: [text for _, text in hub.read_split(rows, split, HUB)] for split in corpora.SPLITS}
+    assert read["validation"] == ["own"]
+    assert read["test"] == [f"document {i}" for i in range(49, 200, 50)]
+    assert len(read["train"]) == 196 and not set(read["train"]) & set(read["test"])
+
+
+def test_wikitext_lines_become_articles():
+    lines = ["", " = One = \n", "", " = = Section = = \n", " text \n", " = Two = \n", " more \n"]
+    rows = {split: [{"text": line} for line in lines] for split in corpora.SPLITS}
+    cfg = DataConfig(name="w", source="hub", hub_id="owner/wikitext")
+    articles = [text for _, text in hub.read_split(rows, "test", cfg)]
+    assert articles == [" = One = \n = = Section = = \n text \n", " = Two = \n more \n"]
+
+
+def test_missing_column_is_named():
+    with pytest.raises(UserError, match="no column 'text': set data.text_column to one of body"):
+        list(hub.read_split({"test": [{"body": "x"}]}, "test", HUB))
+
+
+def test_books_stand_in_for_an_unreachable_hub(tmp_path, monkeypatch):
+    monkeypatch.setattr(assets, "hub_reachable", lambda: False)
+    monkeypatch.setattr(hub, "in_cache", lambda cfg: False)
+    monkeypatch.setattr(corpora.books, "read_books", lambda cache, split: [(split, f"text of {split} " * 10)])
+    corpus = load(HUB, tmp_path)
+    assert corpus.provenance.source == "embedded" and corpus.provenance.requested == "owner/texts"
+    assert "stands in for owner/texts: the Hugging Face hub cannot be reached" in str(corpus.provenance.substitution)
+    with pytest.raises(UserError, match="HF_HOME"):
+        load(HUB, tmp_path, "hub")
+    asked = DataConfig(name="books", source="books")
+    assert load(asked, tmp_path).provenance.substitution is None
+
+
+def test_clean_strips_what_printers_added():
+    printed = "\r\n............Of Cerberus\r\nthence        10\r\n@@@@\r\nin 1645 it was  \r\n"
+    assert clean(printed) == "Of Cerberus\nthence\n\nin 1645 it was\n"
+
+
+@pytest.mark.real
+def test_no_long_passage_of_the_books_stands_in_two_splits():
+    cache = assets.cache_root()
+    runs: dict[str, set[int]] = {}
+    for split, works in WORKS.items():
+        texts = dict(read_books(cache, split))
+        assert len(texts) == sum(map(len, works.values()))
+        assert all(text.isascii() and "gutenberg" not in text.lower() for text in texts.values())
+        words = [re.findall(r"[a-z]+", text.lower()) for text in texts.values()]
+        runs[split] = {hash(tuple(w[i : i + 15])) for w in words for i in range(len(w) - 14)}
+    assert not runs["train"] & runs["validation"] and not runs["train"] & runs["test"]
+    assert not runs["validation"] & runs["test"]
