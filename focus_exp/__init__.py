@@ -22,7 +22,17 @@ _HOMES = {
     "is_causal": "focus_exp.models.attach",
     "set_routing": "focus_exp.models.attach",
 }
-__all__ = ["UserError", "attach", "detach", "disabled", "freeze", "is_causal", "load_adapter", "save_adapter", "set_routing"]
+__all__ = [
+    "UserError",
+    "attach",
+    "detach",
+    "disabled",
+    "freeze",
+    "is_causal",
+    "load_adapter",
+    "save_adapter",
+    "set_routing",
+]
 
 
 def __getattr__(name: str) -> Any:

@@ -1,5 +1,18 @@
-"""The one exception for everything a user can put right."""
+"""How a run ends early: by something the user can put right, or by a signal."""
+
+import signal
 
 
 class UserError(Exception):
     """Bad input: what is wrong, where, and what to do. The command line prints it and exits with 2."""
+
+
+class Interrupted(BaseException):
+    """A signal asked the run to stop; what was done is on disk and the same command goes on from there.
+
+    Not an Exception, and not KeyboardInterrupt, which Lightning turns into exit code 1.
+    """
+
+    def __init__(self, signum: int, where: str) -> None:
+        super().__init__(f"stopped by {signal.Signals(signum).name} {where}")
+        self.signum = signum

@@ -8,7 +8,10 @@ from torch import Tensor
 from focus_exp.attention.blocked import blocked_attention
 from focus_exp.attention.method import AttentionMethod, LayerShape
 from focus_exp.attention.routing import Router, balance_potential, sinkhorn
-from focus_exp.attention.selection import PairCounts, Selection, Sequence, count_pairs, select
+from focus_exp.attention.selection import PAIR_RULES, PairCounts, Selection, Sequence, count_pairs, select
+
+ASSIGNMENTS = ("balanced", "sinkhorn", "softmax")
+GATES = ("log", "multiplicative")
 
 
 class Focus(AttentionMethod):
@@ -40,6 +43,13 @@ class Focus(AttentionMethod):
         pair_rule: str = "query_topk",
     ) -> None:
         super().__init__(shape, window, sinks)
+        for name, value, choices in (
+            ("assignment", assignment, ASSIGNMENTS),
+            ("gate", gate, GATES),
+            ("pair_rule", pair_rule, PAIR_RULES),
+        ):
+            if value not in choices:
+                raise ValueError(f"{name}={value!r} is not one of {', '.join(choices)}")
         self.router = Router(shape.width, groups, routing_dim, normalize)
         self.groups = groups
         self.temperature = temperature
@@ -52,6 +62,7 @@ class Focus(AttentionMethod):
         self.hard = False
         self.top_k = top_k
         self.pair_rule = pair_rule
+        self.batch_potential: Tensor | None = None
 
     @property
     def causal(self) -> bool:  # type: ignore[override]
@@ -64,11 +75,14 @@ class Focus(AttentionMethod):
             return sinkhorn(logits, self.sinkhorn_iterations, sequence.valid)
         if self.assignment == "softmax":
             return logits.softmax(-1)
-        potential = self.router.potential
-        if self.training:
-            potential = balance_potential(logits.detach(), potential, self.sinkhorn_iterations, sequence.valid)
-            self.router.potential.lerp_(potential, 1 - self.balance_momentum)
-        return (logits + potential).softmax(-1)
+        if not self.training:
+            return (logits + self.router.potential).softmax(-1)
+        # gradient checkpointing repeats the last forward pass: same potential, averaged once
+        if self.batch_potential is None or not in_backward():
+            average = self.router.potential
+            self.batch_potential = balance_potential(logits.detach(), average, self.sinkhorn_iterations, sequence.valid)
+            average.lerp_(self.batch_potential, 1 - self.balance_momentum)
+        return (logits + self.batch_potential).softmax(-1)
 
     def route(self, h: Tensor, sequence: Sequence) -> Selection:
         assignment = self.assign(h, sequence)
@@ -96,3 +110,8 @@ class Focus(AttentionMethod):
     def count_pairs(self, selection: Selection, sequence: Sequence) -> PairCounts:
         """Soft gates remove no pair: eq. 2 weighs them all."""
         return count_pairs(selection if self.hard else None, sequence, self.window, self.sinks)
+
+
+def in_backward() -> bool:
+    """Whether autograd is running, as when gradient checkpointing recomputes a forward pass."""
+    return torch._C._current_graph_task_id() != -1

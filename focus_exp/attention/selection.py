@@ -8,6 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+PAIR_RULES = ("query_topk", "share")
+
 
 @dataclass(frozen=True)
 class Sequence:
@@ -97,7 +99,9 @@ class PairCounts:
     distant_kept: int
 
 
-def count_pairs(selection: Selection | None, sequence: Sequence, window: int, sinks: int, block: int = 512) -> PairCounts:
+def count_pairs(
+    selection: Selection | None, sequence: Sequence, window: int, sinks: int, block: int = 512
+) -> PairCounts:
     """Counts over a batch, padding left out, by the same predicates as the attention itself.
 
     A selection without memberships (window only) keeps no distant pair; None keeps them all.

@@ -21,7 +21,7 @@ from transformers.masking_utils import sdpa_mask
 from focus_exp.attention.blocked import masked_attention
 from focus_exp.attention.method import AttentionMethod, LayerShape
 from focus_exp.attention.registry import METHODS, build
-from focus_exp.attention.selection import Selection, Sequence, permitted
+from focus_exp.attention.selection import PAIR_RULES, Selection, Sequence, permitted
 from focus_exp.errors import UserError
 
 IMPLEMENTATION = "focus_exp"
@@ -88,7 +88,7 @@ def attach(
         weight = next(module.parameters())
         try:
             added = build(method, layer_shape(model, module, index), **options)
-        except TypeError as error:
+        except (TypeError, ValueError) as error:
             raise UserError(f"attention method {method!r} refuses its options {sorted(options)}: {error}") from None
         module.focus = added.to(weight.device).train(module.training)
         attachment.handles.append(module.register_forward_pre_hook(route_hidden_states, with_kwargs=True))
@@ -161,6 +161,8 @@ def set_routing(
     model: PreTrainedModel, *, hard: bool, top_k: int | None = None, pair_rule: str | None = None
 ) -> PreTrainedModel:
     """Choose soft gates or hard groups, and how many groups a query reaches, in every layer that routes."""
+    if pair_rule is not None and pair_rule not in PAIR_RULES:
+        raise UserError(f"pair_rule={pair_rule!r} is not one of {', '.join(PAIR_RULES)}")
     for method in attached_methods(model).values():
         for name, value in (("hard", hard), ("top_k", top_k), ("pair_rule", pair_rule)):
             if value is not None and hasattr(method, name):
@@ -195,8 +197,23 @@ def observed(model: PreTrainedModel, observer: Observer) -> Iterator[None]:
         yield
     finally:
         observers.remove(observer)
-        for method in methods:
-            del method.observers
+        if not observers:
+            for method in methods:
+                del method.observers
+
+
+@contextmanager
+def swapped(model: PreTrainedModel, methods: dict[int, AttentionMethod]) -> Iterator[PreTrainedModel]:
+    """Within the block other methods stand in the attached layers: controls, probes."""
+    modules = {index: module for index, module in attention_modules(model).items() if index in methods}
+    before = {index: module.focus for index, module in modules.items()}
+    for index, module in modules.items():
+        module.focus = methods[index].to(next(module.parameters()).device)
+    try:
+        yield model
+    finally:
+        for index, module in modules.items():
+            module.focus = before[index]
 
 
 def pass_padding_mask(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
@@ -267,9 +284,7 @@ def routed_attention(
     method: AttentionMethod = module.focus  # type: ignore[assignment]
     for observer in getattr(method, "observers", ()):
         observer(method.shape.index, method, selection, sequence)
-    out = method.attend(
-        query, key, value, selection, sequence, scaling=scaling, softcap=softcap, dropout=dropout
-    )
+    out = method.attend(query, key, value, selection, sequence, scaling=scaling, softcap=softcap, dropout=dropout)
     return out.transpose(1, 2).contiguous(), None
 
 

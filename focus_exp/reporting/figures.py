@@ -18,7 +18,7 @@ from focus_exp.reporting.tables import share_text, title
 
 # Okabe and Ito's colour-blind-safe palette; black is kept for the base, wine replaces yellow, too pale for a line
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#882255")
-STYLES = {"base": "-", "hard": "-", "soft": ":", "control": "--"}
+STYLES = {"base": "-", "trained": "-.", "hard": "-", "soft": ":", "control": "--"}
 DPI = 150
 
 

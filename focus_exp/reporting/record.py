@@ -42,7 +42,7 @@ class Row:
     """
 
     name: str
-    kind: Literal["base", "soft", "hard", "control"]
+    kind: Literal["base", "trained", "soft", "hard", "control"]
     method: str
     causal: bool
     top_k: int | None = None

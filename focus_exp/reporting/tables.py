@@ -79,7 +79,7 @@ def quality_table(record: Record) -> Table:
 
 def engaged(row: Row) -> bool | None:
     """Whether the mask removes at least 5 % of the causal pairs; None where no mask applies (base, soft gate)."""
-    if row.kind in ("base", "soft") or row.pairs_removed is None:
+    if row.kind in ("base", "trained", "soft") or row.pairs_removed is None:
         return None
     return row.pairs_removed >= ENGAGED
 

@@ -25,14 +25,15 @@ class RandomGroups(AttentionMethod):
         sinks: int = 4,
         top_k: int = 1,
         seed: int = 0,
-        shares: Tensor | None = None,
+        shares: list[float] | Tensor | None = None,
     ) -> None:
         super().__init__(shape, window, sinks)
         self.groups = groups
         self.top_k = top_k
         self.seed = seed
         self.shares: Tensor
-        self.register_buffer("shares", torch.full((groups,), 1 / groups) if shares is None else shares, persistent=False)
+        expected = torch.full((groups,), 1 / groups) if shares is None else torch.as_tensor(shares).float()
+        self.register_buffer("shares", expected)
 
     def route(self, h: Tensor, sequence: Sequence) -> Selection:
         position = torch.arange(h.shape[1], device=h.device) - sequence.start
@@ -47,7 +48,7 @@ class RandomGroups(AttentionMethod):
 def hashed_uniform(position: Tensor, stream: int) -> Tensor:
     """Uniform numbers in [0, 1) as a function of position and stream: the finaliser of MurmurHash3 (32 bits)."""
     mask = 0xFFFFFFFF
-    x = (position + stream * 0x9E3779B9) & mask
+    x = (position + (stream * 0x9E3779B9 & mask)) & mask
     x = ((x ^ (x >> 16)) * 0x85EBCA6B) & mask
     x = ((x ^ (x >> 13)) * 0xC2B2AE35) & mask
     return (x ^ (x >> 16)).double() / 2**32

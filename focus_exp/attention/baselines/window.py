@@ -1,4 +1,4 @@
-"""Control: the local window and the sinks, no distant pair at all (StreamingLLM's mask; Longformer's without globals)."""
+"""Control: window and sinks, no distant pair at all (StreamingLLM's mask; Longformer's without globals)."""
 
 from focus_exp.attention.method import AttentionMethod
 

@@ -1,0 +1,134 @@
+"""python -m focus_exp: compose the configuration, run the job it names; 0 done, 2 bad input, 128 + n signal n."""
+
+from __future__ import annotations
+
+import difflib
+import errno
+import io
+import logging
+import os
+import re
+import signal
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import hydra
+from hydra.core.hydra_config import HydraConfig
+from hydra.errors import HydraException
+from hydra.types import RunMode
+from omegaconf import DictConfig
+from omegaconf.errors import OmegaConfBaseException
+
+from focus_exp.config import Config, parse, register_schemas
+from focus_exp.errors import Interrupted, UserError
+
+FULL_DISK = (errno.ENOSPC, errno.EDQUOT)
+READ_ONLY = (errno.EROFS, errno.EACCES, errno.EPERM)
+
+
+def conf_dir() -> str:
+    """The folder conf/: beside the package in a source tree, inside it when installed."""
+    here = Path(__file__).resolve().parent
+    for folder in (here.parent / "conf", here / "conf"):
+        if (folder / "config.yaml").is_file():
+            return str(folder)
+    raise FileNotFoundError("conf/ is neither beside the package nor in it; install focus_exp again")
+
+
+# exit codes of the jobs of a sweep, which goes on after one of them fails
+codes: list[int] = []
+
+
+@hydra.main(version_base="1.3", config_path=conf_dir(), config_name="config")
+def run_job(composed: DictConfig) -> None:
+    """Run the job that the composed configuration names; SystemExit with its code if it fails outside of a sweep."""
+    code = guarded(lambda: execute(parse(composed)))
+    if code and (code > 128 or HydraConfig.get().mode != RunMode.MULTIRUN):
+        raise SystemExit(code)
+    codes.append(code)
+
+
+def execute(config: Config) -> None:
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    # imported here, so that --help and bad configurations do not wait for torch
+    if config.job == "train":
+        from focus_exp.jobs.train import train
+
+        train(config)
+    else:
+        from focus_exp.jobs.evaluate import evaluate
+
+        evaluate(config)
+
+
+def main() -> int:
+    """Compose, run, and return the exit code."""
+    logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
+    os.environ["HYDRA_FULL_ERROR"] = "1"  # errors come here instead of to hydra's own printer
+    register_schemas()
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(line_buffering=True)  # in order with the progress bars, also in a log file
+    for signum in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(signum, interrupt)
+    return guarded(run_job) or max(codes, default=0)
+
+
+def guarded(work: Callable[[], None]) -> int:
+    """Exit code of `work`: what a user can put right is one message and code 2, anything else raises."""
+    try:
+        work()
+    except UserError as error:
+        return complain(str(error))
+    except (HydraException, OmegaConfBaseException) as error:
+        return complain(explain(error))
+    except Interrupted as stop:
+        print(f"{stop}; the same command goes on from here", file=sys.stderr)
+        return 128 + stop.signum
+    except OSError as error:
+        if error.errno not in FULL_DISK + READ_ONLY:
+            raise
+        fix = "free some space" if error.errno in FULL_DISK else "choose a folder you may write to with runs_dir="
+        return complain(
+            f"cannot write {error.filename or 'to disk'}: {error.strerror}; {fix}, the same command goes on"
+        )
+    return 0
+
+
+def interrupt(signum: int, frame: Any) -> None:
+    raise Interrupted(signum, "before or after training")
+
+
+def complain(message: str) -> int:
+    print(f"error: {message}", file=sys.stderr)
+    return 2
+
+
+def explain(error: Exception) -> str:
+    """Hydra's message, its cause, and the nearest name that does exist."""
+    lines = [line for part in (error, error.__cause__) if part for line in str(part).splitlines() if line.strip()]
+    message = "\n  ".join(dict.fromkeys(lines))
+    if found := re.search(r"Key '([\w.]+)' (?:is )?not in", message):
+        return f"{message}{did_you_mean(found[1], known_keys())}"
+    if found := re.search(r"(?:Could not find|not found) '?([\w/]+)/([\w.]+)'?", message):
+        options = [path.stem for path in (Path(conf_dir()) / found[1]).glob("*.yaml")]
+        return f"{message}{did_you_mean(found[2], options)}"
+    return message
+
+
+def known_keys() -> list[str]:
+    from dataclasses import fields
+
+    from focus_exp.config import GROUPS, PhaseConfig
+
+    return [f.name for schema in (Config, *GROUPS.values(), PhaseConfig) for f in fields(schema)]
+
+
+def did_you_mean(name: str, options: list[str]) -> str:
+    close = difflib.get_close_matches(name.split(".")[-1], options, n=3, cutoff=0.5)
+    return f"\n  did you mean {' or '.join(close)}?" if close else ""
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,105 @@
+"""Perplexity that can be compared: every token's loss in float32, then statistics over windows of the same tokens."""
+
+from __future__ import annotations
+
+import time
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils.data import DataLoader
+from tqdm import tqdm
+from transformers import PreTrainedModel
+
+from focus_exp.attention.method import AttentionMethod
+from focus_exp.attention.selection import Selection, Sequence
+from focus_exp.data import Blocks
+from focus_exp.models.attach import observed
+from focus_exp.training.precision import Precision
+
+# rows of logits made float32 at a time: a vocabulary of 50 thousand takes 0.2 MB a row
+LOGIT_ROWS = 512
+
+
+@dataclass
+class PairShares:
+    """Pairs counted on the very tokens that were scored, summed over layers, and how the groups share the tokens.
+
+    kept: share of the distant pairs (beyond window and sinks) that remain; removed: share of all causal pairs removed.
+    groups: per layer the share of tokens in each group `[layers][K]`.
+    """
+
+    total: int = 0
+    distant: int = 0
+    kept_pairs: int = 0
+    group_tokens: dict[int, Tensor] = field(default_factory=dict)
+
+    def observe(self, layer: int, method: AttentionMethod, selection: Selection, sequence: Sequence) -> None:
+        counts = method.count_pairs(selection, sequence)
+        self.total += counts.total
+        self.distant += counts.distant
+        self.kept_pairs += counts.distant_kept
+        if selection.key_groups is not None:
+            sizes = selection.key_groups.sum((0, 1)).cpu()
+            self.group_tokens[layer] = self.group_tokens.get(layer, torch.zeros_like(sizes)) + sizes
+
+    @property
+    def kept(self) -> float:
+        return self.kept_pairs / self.distant if self.distant else 1.0
+
+    @property
+    def removed(self) -> float:
+        return (self.distant - self.kept_pairs) / self.total if self.total else 0.0
+
+    @property
+    def groups(self) -> list[list[float]]:
+        return [(sizes / sizes.sum()).tolist() for _, sizes in sorted(self.group_tokens.items())]
+
+
+@dataclass
+class Scores:
+    """Losses `[windows, T]` in nats, NaN where a token is not scored, and the pairs counted on the way."""
+
+    nll: np.ndarray
+    seconds: float
+    pairs: PairShares | None = None
+
+
+@torch.no_grad()
+def score(
+    model: PreTrainedModel, blocks: Blocks, indices: list[int], batch_size: int, precision: Precision, label: str
+) -> Scores:
+    """Losses of the windows `indices` of `blocks`, pairs counted if a method is attached and enabled."""
+    pairs = PairShares()
+    subset = torch.utils.data.Subset(blocks, indices)
+    losses: list[Tensor] = []
+    began = time.perf_counter()
+    attached = getattr(model, "focus_attachment", None) is not None
+    batches = tqdm(DataLoader(subset, batch_size), desc=f"{label:<28}", unit="batch", leave=False, disable=None)
+    with precision.context(), observing(model, pairs.observe if attached else None):
+        for batch in batches:
+            tokens = batch["input_ids"].to(model.device)
+            loss = token_losses(model, tokens)
+            positions = torch.arange(tokens.shape[1], device=tokens.device)
+            scored = positions >= batch["scored_from"].to(tokens.device)[:, None]
+            losses.append(loss.masked_fill(~scored, float("nan")).cpu())
+    return Scores(torch.cat(losses).numpy(), time.perf_counter() - began, pairs if pairs.total else None)
+
+
+def token_losses(model: PreTrainedModel, tokens: Tensor) -> Tensor:
+    """Float32 loss `[B, T]` of every token given those before it; the first of a window is 0 and never scored."""
+    logits = model(input_ids=tokens, use_cache=False).logits
+    losses = torch.zeros(tokens.shape, dtype=torch.float32, device=tokens.device)
+    for begin in range(0, tokens.shape[1] - 1, LOGIT_ROWS):
+        end = min(begin + LOGIT_ROWS, tokens.shape[1] - 1)
+        part = logits[:, begin:end].float().transpose(1, 2)
+        losses[:, begin + 1 : end + 1] = F.cross_entropy(part, tokens[:, begin + 1 : end + 1], reduction="none")
+    return losses
+
+
+def observing(model: PreTrainedModel, observer: Any) -> AbstractContextManager[None]:
+    return nullcontext() if observer is None else observed(model, observer)

@@ -1,0 +1,224 @@
+"""The rows of the quality table: base, soft, hard at every k, and the controls, all on the same windows."""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import PreTrainedModel
+
+from focus_exp.attention.baselines.random_groups import RandomGroups
+from focus_exp.attention.baselines.window import WindowOnly
+from focus_exp.attention.selection import Selection, Sequence, count_pairs
+from focus_exp.config import Config
+from focus_exp.data import Blocks
+from focus_exp.evaluation.perplexity import PairShares, Scores, score
+from focus_exp.evaluation.statistics import Bootstrap, by_position, mean, window_sums
+from focus_exp.models.attach import attached_methods, disabled, is_causal, set_routing, swapped
+from focus_exp.reporting.record import Row
+from focus_exp.training.precision import Precision
+
+log = logging.getLogger(__name__)
+
+
+@dataclass
+class Quality:
+    """Scores rows one by one; each is kept in `folder`, so that an interrupted evaluation goes on where it stopped."""
+
+    model: PreTrainedModel
+    blocks: Blocks
+    config: Config
+    precision: Precision
+    folder: Path
+
+    def __post_init__(self) -> None:
+        limit = self.config.eval.max_windows or len(self.blocks)
+        # spread over the whole split, so that every work has its part
+        count = min(limit, len(self.blocks))
+        self.indices = [int(i) for i in np.linspace(0, len(self.blocks) - 1, count).round()]
+        self.bootstrap = Bootstrap(count, self.config.eval.bootstrap_samples, self.config.seed)
+        self.rows: list[Row] = []
+        self.base: np.ndarray | None = None
+        self.hard: np.ndarray | None = None
+        self.group_shares: list[list[float]] | None = None
+        self.distant_share = 0.0
+
+    def measure_base(self) -> None:
+        """The row every other one is compared with: nothing attached, or all of it switched off."""
+        self.add(Row(name="base, full attention", kind="base", method="full", causal=True))
+
+    def measure_attached(self) -> None:
+        """Rows of what is attached, by its kind."""
+        attention = self.config.attention
+        if any(phase.train == "all" for phase in self.config.regime.phases.values()):
+            with self.full_attention():
+                self.add(Row(name="full attention, trained weights", kind="trained", method="full", causal=True))
+        if attention.method == "focus":
+            self.measure_focus()
+        elif attention.method != "full":
+            self.add(Row(name=attention.name, kind="control", method=attention.method, causal=is_causal(self.model)))
+
+    def full_attention(self) -> AbstractContextManager[Any]:
+        attached = getattr(self.model, "focus_attachment", None) is not None
+        return disabled(self.model) if attached else nullcontext()
+
+    def measure_focus(self) -> None:
+        attention, causal = self.config.attention, is_causal(self.model)
+        set_routing(self.model, hard=False)
+        self.add(Row(name="Focus soft", kind="soft", method="focus", causal=causal))
+        configured: Scores | None = None
+        for rule in dict.fromkeys([attention.pair_rule, *self.config.eval.pair_rules]):
+            for k in range(1, attention.groups + 1):
+                if k == 1 and rule != attention.pair_rule:
+                    continue  # with one group a token both rules are the same
+                set_routing(self.model, hard=True, top_k=k, pair_rule=rule)
+                row = Row(
+                    name=f"Focus hard k={k}" + (f" ({rule})" if k > 1 else ""),
+                    kind="hard", method="focus", causal=causal, top_k=k, pair_rule=rule,
+                )  # fmt: skip
+                scores = self.add(row)
+                if scores and k == attention.top_k and rule == attention.pair_rule:
+                    configured, self.hard = scores, scores.nll
+                    assert scores.pairs is not None
+                    self.group_shares = scores.pairs.groups
+        set_routing(self.model, hard=True, top_k=attention.top_k, pair_rule=attention.pair_rule)
+        if configured is not None and configured.pairs is not None and self.config.eval.controls:
+            self.measure_controls(configured.pairs)
+
+    def measure_controls(self, pairs: PairShares) -> None:
+        """The same window without routing, a window widened to as many pairs, and random groups of the same sizes."""
+        attention = self.config.attention
+        methods = attached_methods(self.model)
+        self.distant_share = pairs.distant / pairs.total
+
+        def window_only(width: int) -> dict[int, Any]:
+            return {i: WindowOnly(m.shape, width, attention.sinks) for i, m in methods.items()}
+
+        def random_groups(shares: list[float], method: Any) -> RandomGroups:
+            return RandomGroups(
+                method.shape, groups=attention.groups, window=attention.window, sinks=attention.sinks,
+                top_k=attention.top_k, seed=self.config.seed, shares=torch.tensor(shares),
+            )  # fmt: skip
+
+        wide = equal_density_window(pairs, attention.sinks, self.config.eval.window)
+        randoms = {i: random_groups(shares, m) for (i, m), shares in zip(methods.items(), pairs.groups, strict=True)}
+        controls: list[tuple[Row, dict[int, Any]]] = [
+            (control("window + sinks only", "window"), window_only(attention.window)),
+            (control(f"window {wide} + sinks, as many pairs", "window", window=wide), window_only(wide)),
+            (control("random groups, same sizes", "random_groups", top_k=attention.top_k), randoms),
+        ]
+        for row, replacements in controls:
+            with swapped(self.model, replacements):
+                self.add(row)
+
+    def add(self, row: Row) -> Scores | None:
+        """Score one row, or read its scores if they are on disk; a row that fails stays as a row with its reason."""
+        self.rows.append(row)
+        path = self.folder / f"{slug(row.name)}.npz"
+        scores = read_scores(path)
+        if scores is None:
+            if row.kind == "base":
+                with self.full_attention():
+                    scores = self.score(row)
+            else:
+                scores = self.score(row)
+            if scores is not None:
+                write_scores(path, scores)
+        if scores is not None:
+            self.fill(row, scores)
+        return scores
+
+    def score(self, row: Row) -> Scores | None:
+        try:
+            return score(self.model, self.blocks, self.indices, self.config.eval.batch_size, self.precision, row.name)
+        except (RuntimeError, torch.OutOfMemoryError) as error:
+            row.error = f"{type(error).__name__}: {str(error).splitlines()[0]}"
+            log.error("%s failed: %s", row.name, row.error)
+            return None
+
+    def fill(self, row: Row, scores: Scores) -> None:
+        """Numbers of a row from its losses, paired with the base's and the configured hard row's."""
+        nll, window = scores.nll, self.config.attention.window
+        if row.kind == "base":
+            self.base = nll
+        sums, counts = window_sums(nll)
+        low, high = self.bootstrap.interval(sums, counts)
+        row.tokens, row.nll, row.seconds = int(counts.sum()), mean(nll), scores.seconds
+        assert row.nll is not None
+        row.perplexity, row.perplexity_low, row.perplexity_high = perplexity(row.nll), perplexity(low), perplexity(high)
+        row.by_position = by_position(nll, window)
+        row.perplexity_inside_window = perplexity(mean(nll[:, :window]))
+        row.perplexity_beyond_window = perplexity(mean(nll[:, window:]))
+        if self.base is not None:
+            row.delta_nll, row.delta_low, row.delta_high = self.paired(nll, self.base)
+        if self.hard is not None and row.kind == "control":
+            row.delta_vs_hard, row.delta_vs_hard_low, row.delta_vs_hard_high = self.paired(nll, self.hard)
+        row.distant_pairs_kept = scores.pairs.kept if scores.pairs else 1.0
+        row.pairs_removed = scores.pairs.removed if scores.pairs else 0.0
+        if row.window is not None and self.distant_share:
+            # distant means the same for every row: beyond the configured window
+            row.distant_pairs_kept = 1 - row.pairs_removed / self.distant_share
+        if scores.pairs and row.kind == "hard":
+            row.largest_group = max((max(shares) for shares in scores.pairs.groups), default=None)
+
+    def paired(self, nll: np.ndarray, other: np.ndarray) -> tuple[float, float, float]:
+        """Mean difference per token and its interval."""
+        sums, counts = window_sums(nll - other)
+        low, high = self.bootstrap.interval(sums, counts)
+        return float(sums.sum() / counts.sum()), low, high
+
+
+def control(name: str, method: str, **fields: Any) -> Row:
+    return Row(name=name, kind="control", method=method, causal=True, **fields)
+
+
+def perplexity(nll: float | None) -> float | None:
+    """exp, infinite where it would overflow."""
+    return None if nll is None else math.exp(nll) if nll < 700 else math.inf
+
+
+def equal_density_window(pairs: PairShares, sinks: int, length: int) -> int:
+    """The smallest window that keeps as large a share of all causal pairs as `pairs` do, sinks included."""
+    sequence, wanted = Sequence.plain(1, length), 1 - pairs.removed
+    low, high = 0, length
+    while low < high:
+        width = (low + high) // 2
+        counts = count_pairs(Selection(), sequence, width, sinks)
+        low, high = (low, width) if 1 - counts.distant / counts.total >= wanted else (width + 1, high)
+    return low
+
+
+def slug(name: str) -> str:
+    return "".join(c if c.isalnum() else "_" for c in name.lower())
+
+
+def write_scores(path: Path, scores: Scores) -> None:
+    """Losses and pair counts of one row, written aside and renamed."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    aside = path.with_suffix(".aside.npz")
+    pairs = scores.pairs
+    counts = (pairs.total, pairs.distant, pairs.kept_pairs) if pairs else ()
+    sizes = {f"groups_{i}": t.numpy() for i, t in pairs.group_tokens.items()} if pairs else {}
+    np.savez_compressed(aside, nll=scores.nll, seconds=scores.seconds, counts=np.array(counts, dtype=np.int64), **sizes)
+    os.replace(aside, path)
+
+
+def read_scores(path: Path) -> Scores | None:
+    """What `write_scores` wrote; None where there is nothing whole."""
+    try:
+        with np.load(path, allow_pickle=False) as data:
+            counts = data["counts"].tolist()
+            groups = {
+                int(k.removeprefix("groups_")): torch.from_numpy(data[k]) for k in data if k.startswith("groups_")
+            }
+            pairs = PairShares(*counts, group_tokens=groups) if counts else None
+            return Scores(data["nll"], float(data["seconds"]), pairs)
+    except (OSError, ValueError, KeyError):
+        return None

@@ -1,0 +1,54 @@
+"""Token-weighted means, bootstrap intervals over windows, and paired differences, on losses `[windows, T]`."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from focus_exp.reporting.record import PositionBin
+
+LEVEL = 0.95
+BINS = 16
+
+
+class Bootstrap:
+    """One set of resampled windows, shared by all rows, so that differences are paired."""
+
+    def __init__(self, windows: int, samples: int, seed: int) -> None:
+        draws = np.random.default_rng(seed).integers(0, windows, (samples, windows))
+        self.weights = np.stack([np.bincount(draw, minlength=windows) for draw in draws])  # [samples, windows]
+
+    def interval(self, sums: np.ndarray, counts: np.ndarray) -> tuple[float, float]:
+        """Bounds of sum(sums) / sum(counts), both per window."""
+        means = (self.weights @ sums) / (self.weights @ counts)
+        low, high = np.quantile(means, [(1 - LEVEL) / 2, (1 + LEVEL) / 2])
+        return float(low), float(high)
+
+
+def window_sums(nll: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Loss and number of scored tokens per window, in float64."""
+    return np.nansum(nll, axis=1, dtype=np.float64), np.sum(~np.isnan(nll), axis=1)
+
+
+def mean(nll: np.ndarray) -> float | None:
+    """Mean over scored tokens, each token the same weight; None without tokens."""
+    sums, counts = window_sums(nll)
+    return float(sums.sum() / counts.sum()) if counts.sum() else None
+
+
+def by_position(nll: np.ndarray, window: int) -> list[PositionBin]:
+    """Mean losses by position, bins of equal width of which one begins where the attention window ends."""
+    length = nll.shape[1]
+    # halves of the window while there are few bins, its multiples when there would be too many
+    width = window if 0 < window < length else length
+    while width > 1 and width % 2 == 0 and 2 * length <= BINS * width:
+        width //= 2
+    while length > BINS * width:
+        width *= 2
+    bins: list[PositionBin] = []
+    for start in range(0, length, width):
+        part = nll[:, start : start + width]
+        tokens = int(np.sum(~np.isnan(part)))
+        value = mean(part)
+        if value is not None:
+            bins.append({"start": start, "end": min(start + width, length), "nll": value, "tokens": tokens})
+    return bins

@@ -1,0 +1,181 @@
+"""The run folder and its record: what makes a run nameable, resumable and never half a truth."""
+
+from __future__ import annotations
+
+import json
+import math
+import resource
+import shlex
+import shutil
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from datetime import UTC, datetime
+from pathlib import Path
+
+import torch
+from omegaconf import OmegaConf
+from pytorch_lightning.loggers import CSVLogger, Logger, WandbLogger
+from rich.console import Console
+
+from focus_exp.assets import Provenance
+from focus_exp.config import Config, config_hash, to_dict
+from focus_exp.errors import Interrupted
+from focus_exp.reporting.dashboard import init_options, log_record, wandb_mode
+from focus_exp.reporting.figures import write_figures
+from focus_exp.reporting.findings import findings
+from focus_exp.reporting.record import Record, environment, read_metrics, replace_file
+from focus_exp.reporting.tables import quality_table
+from focus_exp.training.regimes import METRICS
+
+TABLE_WIDTH = 150
+
+
+@dataclass
+class Run:
+    """One run: its folder, its record, and the loggers that watch it."""
+
+    config: Config
+    folder: Path
+    record: Record
+    loggers: list[Logger] = field(default_factory=list)
+
+    def save(self) -> None:
+        self.record.save(self.folder / "record.json")
+
+    def describe_model(self, provenance: Provenance, parameters: int) -> None:
+        self.record.model = {"name": shown(provenance), **asdict(provenance), "parameters": parameters}
+        announce("model", provenance, f"{parameters:,} parameters")
+
+    def describe_data(self, provenance: Provenance, tokens: dict[str, int]) -> None:
+        self.record.data = {"name": shown(provenance), **asdict(provenance), "tokens": tokens}
+        announce("data", provenance, ", ".join(f"{name} {count:,} tokens" for name, count in tokens.items()))
+
+    def report(self) -> None:
+        """Findings, table and figures from the record alone."""
+        self.record.findings = findings(self.record)
+        table = quality_table(self.record)
+        replace_file(self.folder / "table.md", table.to_markdown().encode())
+        replace_file(self.folder / "table.csv", table.to_csv().encode())
+        figures = write_figures(self.record, read_metrics(self.folder / METRICS), self.folder / "figures")
+        for logger in self.loggers:
+            if isinstance(logger, WandbLogger):
+                log_record(logger.experiment, self.record, table, figures)
+        console = Console()
+        console.width = max(console.width, TABLE_WIDTH)
+        console.print(table.to_console())
+        print("\n".join(["", *self.record.findings, "", f"run folder: {self.folder}"]))
+
+
+def run_folder(config: Config) -> Path:
+    """runs/<experiment>/<model>-<attention>-<regime>/seed=<n>-<config hash>."""
+    regime = config.regime.name if config.job == "train" else config.job
+    parts = f"{config.model.name}-{config.attention.name}-{regime}"
+    return Path(config.runs_dir) / config.experiment / parts / f"seed={config.seed}-{config_hash(config)}"
+
+
+def finished_record(folder: Path) -> Record | None:
+    """The record of a run that came to its end in `folder`, if there is one."""
+    path = folder / "record.json"
+    record = Record.load(path) if path.exists() else None
+    return record if record and record.status == "finished" else None
+
+
+@contextmanager
+def open_run(config: Config, device: str) -> Iterator[Run]:
+    """A new or continued run. Its record says "interrupted" until the block ends, "failed" with a reason if it fails."""
+    folder = run_folder(config)
+    if config.overwrite and folder.exists():
+        shutil.rmtree(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    replace_file(folder / "config.yaml", OmegaConf.to_yaml(OmegaConf.structured(config)).encode())
+    record = Record(
+        status="interrupted",
+        error="it is still running, or was killed",
+        experiment=config.experiment,
+        command=command_line(),
+        started=datetime.now(UTC).isoformat(timespec="seconds"),
+        device=device,
+        seed=config.seed,
+        config=json.loads(json.dumps(to_dict(config))),
+        config_hash=config_hash(config),
+        **environment(),
+    )
+    run = Run(config, folder, record)
+    run.save()
+    began = time.perf_counter()
+    try:
+        run.loggers = make_loggers(config, folder)
+        yield run
+        record.status, record.error = "finished", None
+    except Interrupted as stop:
+        record.error = str(stop)
+        raise
+    except BaseException as failure:
+        record.status, record.error = "failed", f"{type(failure).__name__}: {first_line(failure)}"
+        raise
+    finally:
+        record.wall_seconds = time.perf_counter() - began
+        record.peak_memory_bytes = peak_memory()
+        if record.status == "finished":
+            run.report()
+        run.save()
+        for logger in run.loggers:
+            if isinstance(logger, WandbLogger):
+                logger.experiment.finish(exit_code=0 if record.status == "finished" else 1)
+
+
+def make_loggers(config: Config, folder: Path) -> list[Logger]:
+    """What watches the run beside metrics.jsonl. W&B runs of one folder share its name, whatever is resumed."""
+    loggers: list[Logger] = []
+    if config.logger.csv:
+        loggers.append(CSVLogger(folder, name="csv", version=""))
+    mode = wandb_mode(config.logger.wandb)
+    if mode != "disabled":
+        import wandb
+
+        live = wandb.init(
+            name=folder.relative_to(config.runs_dir).as_posix(),
+            project=config.logger.wandb_project,
+            entity=config.logger.wandb_entity,
+            dir=folder,
+            mode=mode,
+            config=to_dict(config),
+            settings=wandb.Settings(silent=True),
+            **init_options(to_dict(config)),
+        )
+        loggers.append(WandbLogger(experiment=live))
+    return loggers
+
+
+def announce(what: str, provenance: Provenance, detail: str) -> None:
+    """Say what is really used, before any work is done with it."""
+    print(f"{what}: {provenance.used} ({detail}; {provenance.source})")
+    if provenance.substitution:
+        print(f"  SUBSTITUTE: {provenance.substitution}")
+
+
+def shown(provenance: Provenance) -> str:
+    return provenance.used.split(" (")[0]
+
+
+def command_line() -> str:
+    return shlex.join(["python", "-m", "focus_exp", *sys.argv[1:]])
+
+
+def first_line(error: BaseException) -> str:
+    return (str(error).strip().splitlines() or ["no reason given"])[0]
+
+
+def peak_memory() -> int:
+    """Bytes: the most this process held, on the GPU where there is one."""
+    if torch.cuda.is_available():
+        return torch.cuda.max_memory_allocated()
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+
+
+def seconds_text(seconds: float) -> str:
+    return f"{math.floor(seconds / 60)} min {seconds % 60:.0f} s" if seconds >= 60 else f"{seconds:.0f} s"

@@ -1,0 +1,172 @@
+"""job=train: load, measure the base, attach, train, make hard, measure again, write it all down."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import asdict
+
+import pytorch_lightning as pl
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from focus_exp.assets import cache_root
+from focus_exp.config import AttentionConfig, Config
+from focus_exp.data import Blocks, Corpus, bos_of, load_corpus
+from focus_exp.errors import UserError
+from focus_exp.evaluation.quality import Quality
+from focus_exp.jobs.run import Run, finished_record, open_run, run_folder
+from focus_exp.models.adapter import save_adapter
+from focus_exp.models.attach import attach, freeze, is_causal
+from focus_exp.models.load import LoadedModel, load_model
+from focus_exp.training.module import NonFiniteError
+from focus_exp.training.precision import Precision, choose_precision
+from focus_exp.training.regimes import phases_of, train_phases
+from focus_exp.training.warm_start import calibrate, warm_start
+
+
+def train(config: Config) -> None:
+    """Run the experiment that `config` describes, or say that it is finished already."""
+    folder = run_folder(config)
+    if not config.overwrite and (done := finished_record(folder)):
+        print("\n".join([*done.findings, "", f"finished already, in {folder}; overwrite=true runs it again"]))
+        return
+    precision = choose_precision(config.trainer.precision, config.trainer.accelerator, trains_base(config))
+    print(f"{headline(config)}; {describe(precision)}")
+    print(f"run folder: {folder}")
+    with open_run(config, describe(precision)) as run:
+        loaded, corpus = load(run, precision)
+        model, quality, blocks = prepare(run, loaded, corpus, precision)
+        quality.measure_base()
+        began = time.perf_counter()
+        attach_method(model, config)
+        fit(run, model, blocks, precision)
+        run.record.train_seconds = time.perf_counter() - began
+        quality.measure_attached()
+        run.record.rows, run.record.group_shares = quality.rows, quality.group_shares
+
+
+def load(run: Run, precision: Precision) -> tuple[LoadedModel, Corpus]:
+    """The model on its device and the corpus, both announced and on record."""
+    config, cache = run.config, cache_root(run.config.cache_dir)
+    loaded = load_model(
+        config.model,
+        assets=config.assets,
+        cache=cache,
+        seed=config.seed,
+        dtype=precision.weights,
+        from_scratch=config.regime.from_scratch,
+    )
+    run.describe_model(loaded.provenance, sum(p.numel() for p in loaded.model.parameters()))
+    corpus = load_corpus(config.data, loaded.tokenizer, assets=config.assets, cache=cache)
+    streams = {"train": corpus.train, "validation": corpus.validation, "test": corpus.test}
+    run.describe_data(corpus.provenance, {name: len(stream) for name, stream in streams.items()})
+    run.save()
+    return loaded, corpus
+
+
+def prepare(
+    run: Run, loaded: LoadedModel, corpus: Corpus, precision: Precision
+) -> tuple[PreTrainedModel, Quality, Blocks]:
+    config, model = run.config, loaded.model.to(precision.device)
+    longest = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    for key, length in (("data.block_size", config.data.block_size), ("eval.window", config.eval.window)):
+        if longest is not None and length > longest:
+            raise UserError(
+                f"{key}={length} exceeds the {longest} positions of {config.model.name}; use {longest} or less"
+            )
+    bos = bos_of(loaded.tokenizer)
+    held_out = corpus.validation if config.eval.split == "validation" else corpus.test
+    windows = Blocks(held_out, config.eval.window, stride=config.eval.stride, bos=bos, cross_documents=False)
+    blocks = Blocks(corpus.train, config.data.block_size, bos=bos, cross_documents=True)
+    freeze(model, "router")
+    return model, Quality(model, windows, config, precision, run.folder / "evaluation"), blocks
+
+
+def attach_method(model: PreTrainedModel, config: Config) -> None:
+    if config.attention.method != "full":
+        pl.seed_everything(config.seed, verbose=False)
+        attach(model, config.attention.method, **method_options(config.attention))
+
+
+def method_options(attention: AttentionConfig) -> dict[str, object]:
+    """The options of attention.* that the method takes."""
+    options = {key: value for key, value in asdict(attention).items() if key not in ("name", "method")}
+    taken = {"window": ("window", "sinks"), "random_groups": ("groups", "window", "sinks", "top_k")}
+    return {key: options[key] for key in taken.get(attention.method, options)}
+
+
+def fit(run: Run, model: PreTrainedModel, blocks: Blocks, precision: Precision) -> None:
+    """Warm start, phases, calibration; the adapter is on disk when it returns, and after a non-finite loss too."""
+    config, record = run.config, run.record
+    phases, routed = phases_of(config), config.attention.method == "focus"
+    checkpoints = list((run.folder / "checkpoints").glob("*.ckpt"))
+    if routed and phases and config.regime.warm_start_blocks and not checkpoints:
+        sample = sample_blocks(blocks, config.regime.warm_start_blocks, config.seed + 1)
+        warm_start(model, sample, config.regime.warm_start_steps, precision, config.seed)
+    try:
+        trained = train_phases(model, blocks, config, precision, run.folder, run.loggers)
+    except NonFiniteError as error:
+        if routed:
+            save_adapter(model, run.folder / "adapter", {"note": f"state before the step that failed: {error}"})
+        raise UserError(
+            f"{error}; training stopped, the state before that step is in {run.folder / 'adapter'}. "
+            "Lower regime.phases.*.learning_rate or trainer.gradient_clip"
+        ) from error
+    record.steps, record.tokens_seen = trained.steps, trained.tokens
+    record.method = {
+        "name": config.attention.name,
+        "causal": True,
+        "trainable_parameters": trained_parameters(model, config),
+    }
+    if routed:
+        calibrate(model, sample_blocks(blocks, config.regime.calibration_blocks, config.seed + 2), precision)
+        record.method["causal"] = is_causal(model)
+        record.layers = list(model.focus_attachment.layers)
+        record.method |= method_options(config.attention)
+        extra = {"trained_with": config.model.name, "substitution": record.model.get("substitution")}
+        save_adapter(model, run.folder / "adapter", {**extra, "steps": trained.steps, "tokens": trained.tokens})
+    if trains_base(config):
+        save_weights(run, model)
+    model.eval()
+
+
+def trained_parameters(model: PreTrainedModel, config: Config) -> int:
+    """Numbers trained in any phase, by the same predicate that freezes."""
+    phases = phases_of(config)
+    train = "all" if any(p.train == "all" for _, p in phases) else "router"
+    if not phases:
+        return 0
+    names = set(freeze(model, train))
+    return sum(p.numel() for name, p in model.named_parameters() if name in names)
+
+
+def save_weights(run: Run, model: PreTrainedModel) -> None:
+    """The whole trained base in Hugging Face's format; the routers are in the adapter."""
+    state = {name: tensor for name, tensor in model.state_dict().items() if ".focus." not in name}
+    model.save_pretrained(run.folder / "model", state_dict=state)
+
+
+def sample_blocks(blocks: Blocks, count: int, seed: int) -> list[Tensor]:
+    chosen = torch.randperm(len(blocks), generator=torch.Generator().manual_seed(seed))[:count]
+    return [blocks[int(i)]["input_ids"] for i in chosen]
+
+
+def trains_base(config: Config) -> bool:
+    return any(phase.train == "all" for phase in config.regime.phases.values())
+
+
+def headline(config: Config) -> str:
+    """One line on what is about to run."""
+    what = f"{config.experiment}: {config.regime.name} of {config.model.name} with {config.attention.name}"
+    tokens = config.trainer.batch_size * config.trainer.accumulate * config.data.block_size
+    phases = ", then ".join(f"{p.steps} steps of {tokens:,} tokens ({p.train})" for _, p in phases_of(config))
+    return f"{what} on {config.data.name}, seed {config.seed}: {phases or 'no training'}"
+
+
+def describe(precision: Precision) -> str:
+    name = (
+        torch.cuda.get_device_name() if precision.device.type == "cuda" else f"cpu, {torch.get_num_threads()} threads"
+    )
+    numbers = "bf16-mixed" if precision.autocast else str(precision.weights).removeprefix("torch.")
+    return f"{name}, {numbers} ({precision.reason})"

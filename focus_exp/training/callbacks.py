@@ -1,0 +1,171 @@
+"""What happens around the training steps: progress, metrics, checkpoints, a clean end on a signal."""
+
+from __future__ import annotations
+
+import json
+import signal
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytorch_lightning as pl
+import torch
+from pytorch_lightning.callbacks import Callback
+from tqdm import tqdm
+
+from focus_exp.attention.focus import Focus
+from focus_exp.config import PhaseConfig
+from focus_exp.errors import Interrupted
+from focus_exp.models.attach import attached_methods
+from focus_exp.reporting.record import read_metrics, replace_file
+from focus_exp.training.module import LanguageModelTask
+
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
+
+
+class Metrics(Callback):
+    """One line of `path` (JSONL) per logged optimiser step: phase, step, loss, learning rate, tokens, speed.
+
+    `seconds` counts this process's training time; all else is a function of configuration and seed.
+    """
+
+    def __init__(self, path: Path, phase: str, log_every: int, tokens_per_step: int) -> None:
+        self.path = path
+        self.phase = phase
+        self.log_every = log_every
+        self.tokens_per_step = tokens_per_step
+        self.losses: list[torch.Tensor] = []
+        self.lines: list[dict[str, Any]] = []
+
+    def on_train_start(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
+        kept = [m for m in read_metrics(self.path) if m["phase"] != self.phase or m["step"] <= trainer.global_step]
+        replace_file(self.path, "".join(json.dumps(line) + "\n" for line in kept).encode())
+        self.began = self.last = time.perf_counter()
+        self.last_step = trainer.global_step
+
+    def on_train_batch_end(
+        self, trainer: pl.Trainer, module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        assert isinstance(module, LanguageModelTask)
+        self.losses.append(module.last_loss)
+        step = trainer.global_step
+        if trainer.fit_loop._should_accumulate() or step == self.last_step or step % self.log_every:
+            return
+        now = time.perf_counter()
+        line = {
+            "phase": self.phase,
+            "step": step,
+            "loss": torch.stack(self.losses).mean().item(),
+            "learning_rate": trainer.optimizers[0].param_groups[0]["lr"],
+            "gradient_norm": module.gradient_norm,
+            "tokens": step * self.tokens_per_step,
+            "tokens_per_second": (step - self.last_step) * self.tokens_per_step / (now - self.last),
+            "seconds": now - self.began,
+        }
+        module.log("tokens/s", line["tokens_per_second"], prog_bar=True, logger=False)
+        with self.path.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(line) + "\n")
+        for logger in trainer.loggers:
+            logger.log_metrics({f"train/{k}": v for k, v in line.items() if k not in ("phase", "step")}, step)
+        self.losses, self.last, self.last_step = [], now, step
+
+
+class Checkpoint(Callback):
+    """Saves `path` every so many optimiser steps, at the end, and before a signal or an error ends the run.
+
+    Always at the end of an accumulation window: partial gradients are not part of a checkpoint.
+    """
+
+    def __init__(self, path: Path, every: int) -> None:
+        self.path = path
+        self.every = every
+        self.received: int | None = None
+        self.handlers: dict[int, Any] = {}
+
+    def on_train_start(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
+        # after Lightning has put its own handlers in place
+        for signum in STOP_SIGNALS:
+            self.handlers[signum] = signal.signal(signum, self._receive)
+
+    def _receive(self, signum: int, frame: Any) -> None:
+        if self.received is not None:  # asked twice: at once
+            signal.signal(signum, signal.SIG_DFL)
+            signal.raise_signal(signum)
+        self.received = signum
+        print("\nstopping after this step; once more to stop at once", file=sys.stderr)
+
+    def on_train_batch_end(
+        self, trainer: pl.Trainer, module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        if trainer.fit_loop._should_accumulate():
+            return
+        done = trainer.global_step == trainer.max_steps
+        if self.received is not None or done or trainer.global_step % self.every == 0:
+            trainer.save_checkpoint(self.path)
+        if self.received is not None and not done:
+            raise Interrupted(self.received, f"at step {trainer.global_step} of {trainer.max_steps}")
+
+    def on_train_end(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
+        self._restore()
+
+    def on_exception(self, trainer: pl.Trainer, module: pl.LightningModule, exception: BaseException) -> None:
+        self._restore()
+
+    def _restore(self) -> None:
+        for signum, handler in self.handlers.items():
+            signal.signal(signum, handler)
+        self.handlers = {}
+
+
+class GateAnnealing(Callback):
+    """Steepens the soft gates from `phase.gate_steepness_start` to `final` [1/affinity], linearly in the steps.
+
+    A shallow gate lets gradients see the pairs it would drop; a steep one is the hard mask that is used in the end.
+    """
+
+    def __init__(self, phase: PhaseConfig, final: float) -> None:
+        self.start = final if phase.gate_steepness_start is None else phase.gate_steepness_start
+        self.final = final
+
+    def on_train_batch_start(self, trainer: pl.Trainer, module: pl.LightningModule, batch: Any, batch_idx: int) -> None:
+        self._set(module, self.start + (self.final - self.start) * trainer.global_step / max(1, trainer.max_steps - 1))
+
+    def on_train_end(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
+        self._set(module, self.final)
+
+    def _set(self, module: pl.LightningModule, steepness: float) -> None:
+        assert isinstance(module, LanguageModelTask)
+        for method in attached_methods(module.model).values():
+            if isinstance(method, Focus):
+                method.gate_steepness = steepness
+
+
+class Progress(Callback):
+    """One bar for the whole phase: loss, tokens/s and the time left; on a pipe a line every ten seconds."""
+
+    def __init__(self, phase: str) -> None:
+        self.phase = phase
+
+    def on_train_start(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
+        interval = 0.2 if sys.stderr.isatty() else 10.0
+        self.bar = tqdm(
+            total=trainer.max_steps, initial=trainer.global_step, desc=f"training {self.phase}", unit="step",
+            mininterval=interval, dynamic_ncols=True,
+        )  # fmt: skip
+
+    def on_train_batch_end(
+        self, trainer: pl.Trainer, module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        assert isinstance(module, LanguageModelTask)
+        speed = trainer.progress_bar_metrics.get("tokens/s", 0)
+        shown = {"loss": f"{module.last_loss.item():.3f}", "tokens/s": f"{speed:,.0f}"}
+        self.bar.set_postfix(shown, refresh=False)
+        self.bar.update(trainer.global_step - self.bar.n)
+
+    def on_train_end(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
+        self.bar.close()
+
+    def on_exception(self, trainer: pl.Trainer, module: pl.LightningModule, exception: BaseException) -> None:
+        if hasattr(self, "bar"):
+            self.bar.close()

@@ -1,0 +1,101 @@
+"""The one Lightning module: a causal language model of which a phase trains the router or everything."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytorch_lightning as pl
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from focus_exp.config import PhaseConfig
+from focus_exp.errors import UserError
+from focus_exp.models.attach import freeze, is_trainable
+
+
+class LanguageModelTask(pl.LightningModule):
+    """Next-token prediction with the parameters that `phase.train` names; the others are frozen.
+
+    Checkpoints hold the trainable part and the methods' buffers alone, the optimiser and the random state.
+    """
+
+    def __init__(self, model: PreTrainedModel, phase: PhaseConfig, name: str) -> None:
+        super().__init__()
+        self.model = model
+        self.phase = phase
+        self.name = name
+        self.trainable_names = freeze(model, phase.train)
+        if not self.trainable_names:
+            raise UserError(f"regime phase {name} trains the {phase.train}, but the model has no such parameters")
+        self._random_state: Tensor | None = None
+
+    @property
+    def strict_loading(self) -> bool:
+        return False
+
+    def training_step(self, batch: dict[str, Tensor], index: int) -> Tensor:
+        """Mean next-token loss of `batch["input_ids"]` `[B, T]` [nats per token]."""
+        tokens = batch["input_ids"]
+        logits = self.model(input_ids=tokens, use_cache=False).logits
+        loss = F.cross_entropy(logits[:, :-1].flatten(0, 1).float(), tokens[:, 1:].flatten())
+        if not torch.isfinite(loss):
+            raise NonFiniteError(f"the loss is {loss.item()} at step {self.global_step + 1} of phase {self.name}")
+        # what Lightning hands to callbacks is divided by the accumulated batches
+        self.last_loss = loss.detach()
+        return loss
+
+    def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
+        """Refuse an update that would spoil the weights, which are then still those of the last good step."""
+        gradients = [p.grad for p in self.trainable_parameters() if p.grad is not None]
+        norm = torch.stack([g.norm() for g in gradients]).norm() if gradients else torch.tensor(0.0)
+        if not torch.isfinite(norm):
+            raise NonFiniteError(f"the gradient is not finite at step {self.global_step + 1} of phase {self.name}")
+        self.gradient_norm = norm.item()
+
+    def trainable_parameters(self) -> list[torch.nn.Parameter]:
+        return [p for p in self.model.parameters() if p.requires_grad]
+
+    def configure_optimizers(self) -> Any:
+        """AdamW; linear warm-up, then a cosine to a tenth of the peak."""
+        phase = self.phase
+        matrices = [p for p in self.trainable_parameters() if p.ndim >= 2]
+        others = [p for p in self.trainable_parameters() if p.ndim < 2]
+        groups = [{"params": matrices, "weight_decay": phase.weight_decay}, {"params": others, "weight_decay": 0.0}]
+        optimizer = torch.optim.AdamW([g for g in groups if g["params"]], lr=phase.learning_rate, betas=(0.9, 0.95))
+        scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: learning_rate_scale(step, phase))
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        prefix = "model."
+        checkpoint["state_dict"] = {
+            name: tensor
+            for name, tensor in checkpoint["state_dict"].items()
+            if is_trainable(name.removeprefix(prefix), self.phase.train)
+        }
+        checkpoint["random_state"] = torch.get_rng_state()
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        wanted = {f"model.{name}" for name in self.trainable_names}
+        if missing := sorted(wanted - set(checkpoint.get("state_dict", wanted))):
+            raise UserError(f"the checkpoint lacks trainable parameters, first {missing[0]}; start with overwrite=true")
+        self._random_state = checkpoint.get("random_state")
+
+    def on_train_batch_start(self, batch: Any, index: int) -> None:
+        if self._random_state is not None:
+            torch.set_rng_state(self._random_state)
+            self._random_state = None
+
+
+class NonFiniteError(UserError):
+    """The loss or a gradient is NaN or infinite; the weights are those of the step before."""
+
+
+def learning_rate_scale(step: int, phase: PhaseConfig) -> float:
+    """Factor on the peak learning rate before optimiser step `step` + 1."""
+    if step < phase.warmup_steps:
+        return (step + 1) / (phase.warmup_steps + 1)
+    progress = (step - phase.warmup_steps) / max(1, phase.steps - phase.warmup_steps)
+    return 0.1 + 0.45 * (1 + math.cos(math.pi * min(1.0, progress)))

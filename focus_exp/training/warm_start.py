@@ -1,0 +1,130 @@
+"""Start the routers from the frozen model's own attention, and set their balance before they are used.
+
+Warm start: each layer's router learns, on its own and without a pass through the model, to put into one group the
+distant pairs that the layer's full attention cares about, every group of equal mass by construction. That is a
+balanced cut of the attention graph; it takes one forward pass per block of text and a few seconds of small matrices.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from tqdm import tqdm
+from transformers import PreTrainedModel
+
+from focus_exp.attention.focus import Focus
+from focus_exp.attention.method import AttentionMethod, LayerShape
+from focus_exp.attention.reference import scores
+from focus_exp.attention.routing import balance_potential
+from focus_exp.attention.selection import Selection, Sequence, always_visible, permitted, row_blocks
+from focus_exp.models.attach import attached_methods, observed, set_routing, swapped
+from focus_exp.training.precision import Precision
+
+BATCH = 2
+LEARNING_RATE = 0.02
+SHARPNESS = (1.0, 2.0, 4.0, 8.0)
+
+
+class AttentionProbe(AttentionMethod):
+    """Full attention that keeps what a router can learn from: hidden states `[T, E]` and, averaged over heads, the
+    attention `[T, T]` on pairs beyond window and sinks."""
+
+    def __init__(self, shape: LayerShape, window: int, sinks: int) -> None:
+        super().__init__(shape, window, sinks)
+        self.hidden: list[Tensor] = []
+        self.mass: list[Tensor] = []
+
+    def route(self, h: Tensor, sequence: Sequence) -> Selection:
+        self.hidden.extend(h.detach().to(torch.bfloat16))
+        return Selection()
+
+    def attend(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        selection: Selection,
+        sequence: Sequence,
+        *,
+        scaling: float,
+        softcap: float | None = None,
+        dropout: float = 0.0,
+    ) -> Tensor:
+        batch, length = q.shape[0], q.shape[2]
+        mass = torch.zeros(batch, length, length, dtype=torch.bfloat16, device=q.device)
+        outputs = []
+        for rows in row_blocks(length, 256):
+            keep = permitted(sequence, rows, rows.stop)
+            s = scores(q[:, :, rows], k[:, :, : rows.stop], scaling, softcap)
+            p = s.masked_fill(~keep[:, None], float("-inf")).softmax(-1)
+            distant = ~always_visible(sequence, rows, rows.stop, self.window, self.sinks)
+            mass[:, rows, : rows.stop] = (p.float().mean(1) * distant).to(mass.dtype)
+            values = v[:, :, : rows.stop].repeat_interleave(q.shape[1] // v.shape[1], dim=1)
+            outputs.append(p.to(v.dtype) @ values)
+        self.mass.extend(mass)
+        return torch.cat(outputs, dim=2)
+
+
+def warm_start(model: PreTrainedModel, blocks: list[Tensor], steps: int, precision: Precision, seed: int) -> None:
+    """Fit every attached router to the attention of the model on `blocks`, each `[T]` token ids."""
+    methods = {i: m for i, m in attached_methods(model).items() if isinstance(m, Focus)}
+    probes = {i: AttentionProbe(m.shape, m.window, m.sinks) for i, m in methods.items()}
+    with torch.no_grad(), swapped(model, dict(probes)), precision.context():
+        for tokens in tqdm(blocks, desc="warm start: reading attention", unit="block", leave=False, disable=None):
+            model(input_ids=tokens[None].to(model.device), use_cache=False, logits_to_keep=1)
+    generator = torch.Generator().manual_seed(seed)
+    for index, method in tqdm(
+        methods.items(), desc="warm start: fitting routers", unit="layer", leave=False, disable=None
+    ):
+        fit_router(method, probes.pop(index), steps, generator)
+
+
+def fit_router(method: Focus, probe: AttentionProbe, steps: int, generator: torch.Generator) -> None:
+    """Maximise the share of distant attention that stays inside groups, sum_ij mass_ij g_i . g_j."""
+    parameters = list(method.router.parameters())
+    before = [(p, p.requires_grad) for p in parameters]
+    optimizer = torch.optim.Adam([p.requires_grad_(True) for p in parameters], lr=LEARNING_RATE)
+    scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps)
+    method.train()
+    for _ in range(steps):
+        chosen = torch.randint(len(probe.hidden), (BATCH,), generator=generator).tolist()
+        h = torch.stack([probe.hidden[i] for i in chosen])
+        mass = torch.stack([probe.mass[i] for i in chosen]).float()
+        g = method.assign(h, Sequence.plain(*h.shape[:2], h.device))
+        loss = -((mass @ g) * g).sum() / mass.sum().clamp(min=1e-6)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        scheduler.step()
+    method.eval()
+    for parameter, required in before:
+        parameter.requires_grad_(required)
+        parameter.grad = None
+
+
+@torch.no_grad()
+def calibrate(model: PreTrainedModel, blocks: list[Tensor], precision: Precision) -> None:
+    """Set the frozen potentials so that hard groups are equally large on `blocks` of training text.
+
+    The running average lags behind a moving router, and balances mass where use balances counts.
+    """
+    methods = {i: m for i, m in attached_methods(model).items() if isinstance(m, Focus) and m.assignment == "balanced"}
+    if not methods or not blocks:
+        return
+    log_assignments: dict[int, list[Tensor]] = {index: [] for index in methods}
+
+    def observe(layer: int, method: AttentionMethod, selection: Selection, sequence: Sequence) -> None:
+        if layer in methods and selection.assignment is not None:
+            log_assignments[layer].append(selection.assignment.clamp(min=1e-30).log().flatten(0, 1))
+
+    model.eval()
+    set_routing(model, hard=True)
+    with observed(model, observe), precision.context():
+        for tokens in tqdm(blocks, desc="calibrating balance", unit="block", leave=False, disable=None):
+            model(input_ids=tokens[None].to(model.device), use_cache=False, logits_to_keep=1)
+    for index, method in methods.items():
+        logits = torch.cat(log_assignments[index])
+        change = torch.zeros_like(method.router.potential)
+        for sharpness in SHARPNESS:
+            change = balance_potential(logits, change, 20, sharpness=sharpness)
+        method.router.potential += change

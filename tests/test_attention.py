@@ -1,0 +1,300 @@
+"""Attention on tensors: the fast path is the oracle, the gates, the pair rules, the balance and the random control."""
+
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from focus_exp.attention.baselines.random_groups import RandomGroups, hashed_uniform
+from focus_exp.attention.blocked import blocked_attention
+from focus_exp.attention.focus import Focus
+from focus_exp.attention.method import LayerShape
+from focus_exp.attention.reference import reference_attention
+from focus_exp.attention.routing import Router, balance_potential, sinkhorn
+from focus_exp.attention.selection import (
+    PairCounts,
+    Selection,
+    Sequence,
+    count_pairs,
+    permitted,
+    select,
+    top_k_groups,
+)
+
+SEEDS = st.integers(0, 10_000)
+SHAPE = LayerShape(width=8, heads=2, head_dim=4, index=0)
+
+
+def random_assignment(kind: str, batch: int, length: int, groups: int) -> Tensor:
+    logits = 3 * torch.randn(batch, length, groups, dtype=torch.float64)
+    if kind == "giant":
+        logits[..., 0] += 30
+    if kind == "empty":
+        logits[..., groups // 2 + 1 :] = -torch.inf
+    return torch.full_like(logits, 1 / groups) if kind == "tied" else logits.softmax(-1)
+
+
+def random_sequence(kind: str, batch: int, length: int) -> Sequence:
+    index = torch.arange(length).expand(batch, length)
+    cut = torch.randint(0, length, (batch, 1))
+    if kind == "left":
+        return Sequence(start=cut.expand(batch, length), valid=index >= cut)
+    if kind == "right":
+        return Sequence(start=torch.zeros_like(index), valid=index <= cut)
+    if kind == "packed":
+        start = torch.where(index >= cut, cut, 0)
+        allowed = (index[:, :, None] >= index[:, None, :]) & (start[:, :, None] == start[:, None, :])
+        return Sequence(start=start, allowed=allowed[:, None])
+    return Sequence.plain(batch, length)
+
+
+@dataclass
+class Case:
+    """A drawn attention problem: q, k, v and the assignment in float64, and how to attend."""
+
+    tensors: list[Tensor]
+    memberships: Selection | None
+    sequence: Sequence
+    options: dict[str, Any]
+    block: int
+
+    def attend(self, attention: Any, tensors: list[Tensor], **more: Any) -> Tensor:
+        q, k, v, g = tensors
+        selection = Selection(g) if self.memberships is None else self.memberships
+        return attention(q, k, v, selection, self.sequence, **self.options, **more)
+
+    def run(self, attention: Any, dtype: torch.dtype, **more: Any) -> list[Tensor]:
+        """The output and the gradients of q, k, v and, where the gate is soft, of the assignment."""
+        leaves = [t.to(dtype).requires_grad_() for t in self.tensors]
+        out = self.attend(attention, leaves, **more)
+        weights = torch.randn(out.shape, generator=torch.Generator().manual_seed(0)).to(dtype)
+        (out * weights.to(out.dtype)).sum().backward()
+        return [t.detach().double() for t in (out, *(leaf.grad for leaf in leaves)) if t is not None]
+
+
+@st.composite
+def cases(draw: st.DrawFn) -> Case:
+    torch.manual_seed(draw(SEEDS))
+    batch, length, groups = draw(st.integers(1, 3)), 2 * draw(st.integers(0, 20)) + 1, draw(st.integers(1, 6))
+    key_heads, share, size = draw(st.integers(1, 2)), draw(st.integers(1, 3)), draw(st.sampled_from([3, 8]))
+    shapes = [(key_heads * share, length, size), (key_heads, length, size), (key_heads, length, size)]
+    q, k, v = [torch.randn(batch, *shape, dtype=torch.float64) for shape in shapes]
+    g = random_assignment(draw(st.sampled_from(["spread", "giant", "empty", "tied"])), batch, length, groups)
+    rule = draw(st.sampled_from(["soft", "query_topk", "share", "none"]))
+    top_k = draw(st.integers(1, groups))
+    memberships = {"soft": None, "none": Selection()}.get(rule, select(g, top_k, rule))
+    options = dict(
+        window=draw(st.integers(0, 12)),
+        sinks=draw(st.integers(0, 5)),
+        scaling=size**-0.5,
+        softcap=draw(st.sampled_from([None, 2.0])),
+        gate_kind=draw(st.sampled_from(["log", "multiplicative"])),
+        gate_steepness=draw(st.sampled_from([1.0, 10.0])),
+        gate_threshold=draw(st.sampled_from([0.0, 0.5])),
+    )
+    sequence = random_sequence(draw(st.sampled_from(["plain", "left", "right", "packed"])), batch, length)
+    return Case([q, k, v, g], memberships, sequence, options, block=draw(st.sampled_from([1, 4, 7, 64])))
+
+
+@pytest.mark.parametrize(
+    ("dtype", "tolerance", "of_gradients"),
+    [(torch.float64, 1e-12, 1e-12), (torch.float32, 1e-5, 1e-5), (torch.bfloat16, 1e-2, 4e-2)],
+    ids=["float64", "float32", "bfloat16"],
+)
+@given(case=cases())
+@settings(max_examples=150, deadline=None)
+def test_blocked_attention_and_its_gradients_are_the_oracles(dtype, tolerance, of_gradients, case):
+    case.tensors = [t.to(dtype).double() for t in case.tensors]
+    fast = case.run(blocked_attention, dtype, block=case.block)
+    exact = case.run(reference_attention, torch.float64)
+    tolerances = [tolerance] + [of_gradients] * (len(exact) - 1)
+    for ours, truth, error in zip(fast, exact, tolerances, strict=True):
+        assert (ours - truth).norm() <= error * max(truth.norm(), 1)
+    with torch.no_grad():  # soft gates take another kernel when nothing is trained
+        untrained = case.attend(blocked_attention, [t.to(dtype) for t in case.tensors], block=case.block)
+    assert (untrained - exact[0]).norm() <= tolerance * max(exact[0].norm(), 1)
+
+
+def distances_to_hard(gate_kind: str, threshold: float, one_hot: Tensor) -> list[float]:
+    """How far soft attention is from the hard mask as the gate gets steeper."""
+    torch.manual_seed(0)
+    q, k, v = torch.randn(3, 1, 2, 33, 8, dtype=torch.float64).unbind()
+    common = dict(sequence=Sequence.plain(1, 33), window=3, sinks=1, scaling=1.0)
+    hard = blocked_attention(q, k, v, select(one_hot, 1, "share"), **common)
+    gate = dict(gate_kind=gate_kind, gate_threshold=threshold)
+    soft = [
+        blocked_attention(q, k, v, Selection(one_hot), gate_steepness=steepness, **gate, **common)
+        for steepness in (1.0, 10.0, 100.0, 1000.0)
+    ]
+    return [float((out - hard).abs().max()) for out in soft]
+
+
+@given(seed=SEEDS, groups=st.integers(2, 6))
+@settings(max_examples=20, deadline=None)
+def test_log_gate_becomes_the_hard_mask_and_the_papers_gate_does_not(seed, groups):
+    """Trap 2: a multiplied score of 0 still weighs e^0, and at threshold 0 the score is only halved."""
+    torch.manual_seed(seed)
+    one_hot = torch.nn.functional.one_hot(torch.randint(groups, (1, 33)), groups).double()
+    distances = distances_to_hard("log", 0.5, one_hot)
+    assert all(nearer <= farther for farther, nearer in pairwise(distances))
+    assert distances[0] > 0.1 and distances[-1] < 1e-9
+    assert distances_to_hard("multiplicative", 0.0, one_hot)[-1] > 0.1
+    assert distances_to_hard("multiplicative", 0.5, one_hot)[-1] > 0.1
+
+
+@given(seed=SEEDS, groups=st.integers(2, 8), data=st.data())
+@settings(max_examples=40, deadline=None)
+def test_query_topk_keeps_exactly_k_of_K_when_key_groups_are_balanced(seed, groups, data):
+    top_k = data.draw(st.integers(1, groups))
+    torch.manual_seed(seed)
+    queries, keys = 9, 5 * groups
+    assignment = torch.rand(1, keys + queries, groups)
+    assignment[0, :keys] += 2 * torch.eye(groups).repeat(5, 1)[torch.randperm(keys)]
+    allowed = torch.zeros(1, 1, keys + queries, keys + queries, dtype=torch.bool)
+    allowed[..., keys:, :keys] = True
+    sequence = Sequence(torch.zeros(1, keys + queries, dtype=torch.long), allowed=allowed)
+    counts = count_pairs(select(assignment, top_k, "query_topk"), sequence, window=0, sinks=0)
+    assert counts == PairCounts(queries * keys, queries * keys, queries * keys * top_k // groups)
+
+
+@given(seed=SEEDS, groups=st.integers(2, 8), data=st.data())
+@settings(max_examples=40, deadline=None)
+def test_share_keeps_every_pair_once_2k_exceeds_K(seed, groups, data):
+    """Trap 3: k = 3 of 4 is full attention under another name; so is k = K under either rule."""
+    torch.manual_seed(seed)
+    assignment = torch.rand(2, 40, groups)
+    top_k = data.draw(st.integers(groups // 2 + 1, groups))
+    for selection in (select(assignment, top_k, "share"), select(assignment, groups, "query_topk")):
+        counts = count_pairs(selection, Sequence.plain(2, 40), window=4, sinks=2)
+        assert counts.distant_kept == counts.distant > 0
+    sparse = count_pairs(select(assignment, 1, "share"), Sequence.plain(2, 40), window=4, sinks=2)
+    assert sparse.distant_kept < sparse.distant
+
+
+@given(case=cases(), block=st.sampled_from([1, 5, 512]))
+@settings(max_examples=60, deadline=None)
+def test_pair_counts_are_those_of_counting_one_by_one(case, block):
+    sequence, window, sinks = case.sequence, case.options["window"], case.options["sinks"]
+    batch, length = sequence.start.shape
+    seen = permitted(sequence, slice(0, length), length).expand(batch, length, length)
+    groups = case.memberships
+    total = distant = kept = 0
+    for b in range(batch):
+        for i in range(length):
+            for j in range(i + 1):
+                if not seen[b, i, j] or (sequence.valid is not None and not sequence.valid[b, i]):
+                    continue
+                total += 1
+                if i - j <= window or sequence.start[b, i] <= j < sequence.start[b, i] + sinks:
+                    continue
+                distant += 1
+                if groups is None:
+                    kept += 1
+                elif groups.query_groups is not None:
+                    kept += bool((groups.query_groups[b, i] & groups.key_groups[b, j]).any())
+    assert count_pairs(groups, sequence, window, sinks, block) == PairCounts(total, distant, kept)
+
+
+def test_ties_go_to_the_lowest_index():
+    tied = torch.tensor([[[0.25, 0.25, 0.25, 0.25], [0.1, 0.4, 0.1, 0.4]]])
+    assert top_k_groups(tied, 1).int().tolist() == [[[1, 0, 0, 0], [0, 1, 0, 0]]]
+    assert top_k_groups(tied, 3).int().tolist() == [[[1, 1, 1, 0], [1, 1, 0, 1]]]
+
+
+@given(seed=SEEDS, groups=st.integers(2, 8), normalize=st.booleans())
+@settings(max_examples=20, deadline=None)
+def test_router_holds_ER_plus_KR_numbers_and_scores_in_float32(seed, groups, normalize):
+    router = Router(48, groups, 16, normalize)
+    assert sum(p.numel() for p in router.parameters()) == 48 * 16 + groups * 16
+    scores = router(1000 * torch.randn(2, 5, 48, dtype=torch.bfloat16))
+    assert scores.shape == (2, 5, groups) and scores.dtype == torch.float32
+    assert (scores.abs().max() <= 1 + 1e-5) == normalize
+
+
+@given(seed=SEEDS, groups=st.integers(2, 8), spread=st.floats(0.1, 2))
+@settings(max_examples=30, deadline=None)
+def test_balance_is_what_sinkhorn_converges_to_and_ignores_padding(seed, groups, spread):
+    torch.manual_seed(seed)
+    logits = spread * torch.randn(1, 200, groups, dtype=torch.float64) + 2 * torch.randn(groups, dtype=torch.float64)
+    valid = torch.arange(200)[None] < 150
+    inside = logits[:, :150]
+    assignment = sinkhorn(logits, 200, valid)
+    torch.testing.assert_close(assignment[:, :150], sinkhorn(inside, 200))
+    torch.testing.assert_close(assignment[:, :150].sum(-1), torch.ones(1, 150, dtype=torch.float64))
+    torch.testing.assert_close(
+        assignment[:, :150].mean(1), torch.full((1, groups), 1 / groups).double(), atol=1e-6, rtol=0
+    )
+
+    potential = balance_potential(logits, torch.zeros(groups).double(), 200, valid)
+    torch.testing.assert_close(potential, balance_potential(inside, torch.zeros(groups).double(), 200))
+    torch.testing.assert_close((inside + potential).softmax(-1), assignment[:, :150], atol=1e-6, rtol=0)
+
+
+@given(seed=SEEDS, groups=st.integers(2, 8))
+@settings(max_examples=20, deadline=None)
+def test_sharpened_balance_evens_the_counts_of_the_hard_assignment(seed, groups):
+    torch.manual_seed(seed)
+    logits = torch.randn(1, 800, groups) + 2 * torch.randn(groups)
+    potential = balance_potential(logits, torch.zeros(groups), 200, sharpness=20)
+    shares = (logits + potential).argmax(-1).flatten().bincount(minlength=groups) / 800
+    assert (shares - 1 / groups).abs().max() < 0.15 / groups
+
+
+@given(seed=SEEDS, shift=st.integers(1, 30))
+@settings(max_examples=10, deadline=None)
+def test_balanced_groups_follow_each_batch_in_training_and_the_token_alone_afterwards(seed, shift):
+    torch.manual_seed(seed)
+    method, h = Focus(SHAPE, sinkhorn_iterations=100), torch.randn(2, 60, 8)
+    sequence, changed = Sequence.plain(2, 60), torch.cat([h[:, :shift], torch.randn(2, 60 - shift, 8)], 1)
+    with torch.no_grad():
+        torch.testing.assert_close(method.assign(h, sequence).mean((0, 1)), torch.full((4,), 0.25), atol=1e-2, rtol=0)
+        assert method.router.potential.abs().max() > 0
+        method.eval()
+        past = method.assign(h, sequence)[:, :shift]
+        assert torch.equal(method.assign(changed, sequence)[:, :shift], past)
+        method.assignment = "sinkhorn"
+        assert not torch.equal(method.assign(changed, sequence)[:, :shift], method.assign(h, sequence)[:, :shift])
+
+
+@given(seed=SEEDS, raw=st.lists(st.floats(0.1, 1), min_size=2, max_size=6), layer=st.integers(0, 40))
+@settings(max_examples=30, deadline=None)
+def test_random_groups_meet_their_shares(seed, raw, layer):
+    shares = torch.tensor(raw) / sum(raw)
+    method = RandomGroups(LayerShape(8, 2, 4, layer), groups=len(raw), seed=seed, shares=shares)
+    groups = method.route(torch.zeros(1, 4000, 8), Sequence.plain(1, 4000)).key_groups
+    assert groups.sum(-1).eq(1).all()
+    torch.testing.assert_close(groups[0].float().mean(0), shares, atol=0.04, rtol=0)
+
+
+def first_groups(h: Tensor, start: int = 0, layer: int = 0, seed: int = 0) -> Tensor:
+    sequence = Sequence(torch.full(h.shape[:2], start))
+    return RandomGroups(LayerShape(8, 2, 4, layer), seed=seed).route(h, sequence).key_groups[0]
+
+
+def test_random_groups_depend_on_position_layer_and_seed_but_not_on_the_text_or_what_follows():
+    h = torch.randn(1, 300, 8)
+    groups = first_groups(h)
+    assert torch.equal(first_groups(torch.randn(1, 300, 8)), groups)
+    assert torch.equal(first_groups(h[:, :71]), groups[:71])
+    assert torch.equal(first_groups(h, start=9)[9:], groups[:-9])
+    for other in (first_groups(h, layer=1), first_groups(h, seed=1), first_groups(h, seed=123_456_789)):
+        assert 0.15 < (other & groups).sum() / 300 < 0.35
+
+
+def test_random_groups_reach_k_groups_their_own_among_them():
+    method = RandomGroups(SHAPE, groups=5, top_k=3)
+    selection = method.route(torch.zeros(1, 200, 8), Sequence.plain(1, 200))
+    assert selection.query_groups.sum(-1).eq(3).all() and (selection.query_groups | ~selection.key_groups).all()
+
+
+@pytest.mark.parametrize("stream", [0, 1, 7_000_011])
+def test_hashed_uniform_is_uniform_and_its_neighbours_unrelated(stream):
+    numbers = hashed_uniform(torch.arange(8192), stream)
+    assert numbers.min() >= 0 and numbers.max() < 1
+    assert (numbers.sort().values - torch.arange(8192) / 8192).abs().max() < 0.025
+    assert torch.corrcoef(torch.stack([numbers[:-1], numbers[1:]]))[0, 1].abs() < 0.05
