@@ -275,7 +275,7 @@ def test_observers_may_be_nested(attached):
     ("wrong", "message"),
     [
         ({"method": "flash"}, "'flash' is not known; choose from focus, window, random_groups"),
-        ({"method": "window", "groups": 4}, "groups"),
+        ({"method": "window", "groups": 4}, "refuses its options.*groups"),
         ({"assignment": "sinkhron"}, "assignment.*sinkhron"),
         ({"gate": "linear"}, "gate.*linear"),
         ({"pair_rule": "any"}, "pair_rule.*any"),
@@ -292,6 +292,8 @@ def test_what_cannot_be_attached_is_refused_and_leaves_no_trace(tiny_model, wron
 def test_attach_once_and_detach_only_what_is_attached(tiny_model, attached):
     with pytest.raises(UserError, match="already has"):
         attach(attached("llama"))
+    with pytest.raises(UserError, match="'any' is not one of query_topk, share"):
+        set_routing(attached("llama"), hard=True, pair_rule="any")
     for use in (detach, lambda model: disabled(model).__enter__()):
         with pytest.raises(UserError, match="no attention method attached"):
             use(tiny_model("llama"))

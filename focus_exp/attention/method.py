@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -10,6 +11,9 @@ from torch import Tensor, nn
 
 from focus_exp.attention.blocked import blocked_attention
 from focus_exp.attention.selection import PairCounts, Selection, Sequence, count_pairs
+
+# called with (layer index, method, selection, sequence) whenever a layer runs
+Observer = Callable[[int, "AttentionMethod", Selection, Sequence], None]
 
 
 @dataclass(frozen=True)
@@ -33,6 +37,7 @@ class AttentionMethod(nn.Module):
         self.window = window
         self.sinks = sinks
         self.enabled = True
+        self.observers: list[Observer] = []
 
     def route(self, h: Tensor, sequence: Sequence) -> Selection:
         """What this layer selects for hidden states `[B, T, E]`; methods without routing select nothing."""

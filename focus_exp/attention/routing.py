@@ -33,7 +33,7 @@ class Router(nn.Module):
         """Scores `[B, T, K]` of hidden states `[B, T, E]`, in the router's precision whatever the model's."""
         with torch.autocast(h.device.type, enabled=False):
             tokens = h.to(self.projection.dtype) @ self.projection
-            centroids = self.centroids
+            centroids: Tensor = self.centroids
             if self.normalize:
                 tokens, centroids = F.normalize(tokens, dim=-1), F.normalize(centroids, dim=-1)
             return tokens @ centroids.T

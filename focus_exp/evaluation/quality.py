@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import os
+import zipfile
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -206,7 +207,8 @@ def write_scores(path: Path, scores: Scores) -> None:
     pairs = scores.pairs
     counts = (pairs.total, pairs.distant, pairs.kept_pairs) if pairs else ()
     sizes = {f"groups_{i}": t.numpy() for i, t in pairs.group_tokens.items()} if pairs else {}
-    np.savez_compressed(aside, nll=scores.nll, seconds=scores.seconds, counts=np.array(counts, dtype=np.int64), **sizes)
+    arrays = {"nll": scores.nll, "seconds": np.array(scores.seconds), "counts": np.array(counts, dtype=np.int64)}
+    np.savez_compressed(aside, allow_pickle=False, **arrays, **sizes)
     os.replace(aside, path)
 
 
@@ -218,7 +220,7 @@ def read_scores(path: Path) -> Scores | None:
             groups = {
                 int(k.removeprefix("groups_")): torch.from_numpy(data[k]) for k in data if k.startswith("groups_")
             }
-            pairs = PairShares(*counts, group_tokens=groups) if counts else None
+            pairs = PairShares(counts[0], counts[1], counts[2], groups) if counts else None
             return Scores(data["nll"], float(data["seconds"]), pairs)
-    except (OSError, ValueError, KeyError):
+    except (OSError, ValueError, KeyError, zipfile.BadZipFile):
         return None

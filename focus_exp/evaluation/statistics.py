@@ -26,7 +26,7 @@ class Bootstrap:
 
 def window_sums(nll: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Loss and number of scored tokens per window, in float64."""
-    return np.nansum(nll, axis=1, dtype=np.float64), np.sum(~np.isnan(nll), axis=1)
+    return np.nan_to_num(nll.astype(np.float64)).sum(axis=1), (~np.isnan(nll)).sum(axis=1)
 
 
 def mean(nll: np.ndarray) -> float | None:

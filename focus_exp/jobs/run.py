@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import Any
 
 import torch
 from omegaconf import OmegaConf
@@ -85,7 +86,7 @@ def finished_record(folder: Path) -> Record | None:
 
 @contextmanager
 def open_run(config: Config, device: str) -> Iterator[Run]:
-    """A new or continued run. Its record says "interrupted" until the block ends, "failed" with a reason if it fails."""
+    """A new or continued run. Its record says "interrupted" until the block ends, then finished or failed."""
     folder = run_folder(config)
     if config.overwrite and folder.exists():
         shutil.rmtree(folder)
@@ -132,7 +133,7 @@ def make_loggers(config: Config, folder: Path) -> list[Logger]:
     loggers: list[Logger] = []
     if config.logger.csv:
         loggers.append(CSVLogger(folder, name="csv", version=""))
-    mode = wandb_mode(config.logger.wandb)
+    mode: Any = wandb_mode(config.logger.wandb)
     if mode != "disabled":
         import wandb
 

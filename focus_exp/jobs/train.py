@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import asdict
+from typing import Any
 
 import pytorch_lightning as pl
 import torch
@@ -17,7 +18,7 @@ from focus_exp.errors import UserError
 from focus_exp.evaluation.quality import Quality
 from focus_exp.jobs.run import Run, finished_record, open_run, run_folder
 from focus_exp.models.adapter import save_adapter
-from focus_exp.models.attach import attach, freeze, is_causal
+from focus_exp.models.attach import attach, attachment_of, freeze, is_causal
 from focus_exp.models.load import LoadedModel, load_model
 from focus_exp.training.module import NonFiniteError
 from focus_exp.training.precision import Precision, choose_precision
@@ -68,7 +69,8 @@ def load(run: Run, precision: Precision) -> tuple[LoadedModel, Corpus]:
 def prepare(
     run: Run, loaded: LoadedModel, corpus: Corpus, precision: Precision
 ) -> tuple[PreTrainedModel, Quality, Blocks]:
-    config, model = run.config, loaded.model.to(precision.device)
+    config, model = run.config, loaded.model
+    torch.nn.Module.to(model, precision.device)
     longest = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     for key, length in (("data.block_size", config.data.block_size), ("eval.window", config.eval.window)):
         if longest is not None and length > longest:
@@ -89,7 +91,7 @@ def attach_method(model: PreTrainedModel, config: Config) -> None:
         attach(model, config.attention.method, **method_options(config.attention))
 
 
-def method_options(attention: AttentionConfig) -> dict[str, object]:
+def method_options(attention: AttentionConfig) -> dict[str, Any]:
     """The options of attention.* that the method takes."""
     options = {key: value for key, value in asdict(attention).items() if key not in ("name", "method")}
     taken = {"window": ("window", "sinks"), "random_groups": ("groups", "window", "sinks", "top_k")}
@@ -122,7 +124,7 @@ def fit(run: Run, model: PreTrainedModel, blocks: Blocks, precision: Precision) 
     if routed:
         calibrate(model, sample_blocks(blocks, config.regime.calibration_blocks, config.seed + 2), precision)
         record.method["causal"] = is_causal(model)
-        record.layers = list(model.focus_attachment.layers)
+        record.layers = attachment_of(model).layers
         record.method |= method_options(config.attention)
         extra = {"trained_with": config.model.name, "substitution": record.model.get("substitution")}
         save_adapter(model, run.folder / "adapter", {**extra, "steps": trained.steps, "tokens": trained.tokens})

@@ -9,6 +9,7 @@ from typing import Any
 
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from focus_exp.errors import UserError
@@ -18,13 +19,15 @@ from focus_exp.models.load import fingerprint
 WEIGHTS = "focus_adapter.safetensors"
 DESCRIPTION = "focus_adapter.json"
 FORMAT = 1
+FIELDS = {"method": str, "options": dict, "layers": list, "base_model": dict}
 
 
 def save_adapter(model: PreTrainedModel, folder: str | Path, extra: dict[str, Any] | None = None) -> Path:
     """Write the attached method's weights and buffers and their description into `folder`.
 
     The description names the base model by a hash of its weights, the method with its options, the parameter count
-    and whether the method is causal; `extra` adds to it. Files are written aside and renamed.
+    and whether the method is causal; `extra` adds to it. Both files are written aside, then renamed: an error leaves
+    an older adapter in `folder` as it was.
     """
     folder = Path(folder)
     attachment = attachment_of(model)
@@ -50,12 +53,16 @@ def save_adapter(model: PreTrainedModel, folder: str | Path, extra: dict[str, An
         **(extra or {}),
     }
     folder.mkdir(parents=True, exist_ok=True)
-    aside = folder / f".{WEIGHTS}.aside"
-    save_file(tensors, aside)
-    os.replace(aside, folder / WEIGHTS)
-    aside = folder / f".{DESCRIPTION}.aside"
-    aside.write_text(json.dumps(description, indent=2) + "\n", encoding="utf-8")
-    os.replace(aside, folder / DESCRIPTION)
+    aside = {name: folder / f".{name}.aside" for name in (WEIGHTS, DESCRIPTION)}
+    try:
+        save_file(tensors, aside[WEIGHTS])
+        text = json.dumps(description, indent=2, default=Tensor.tolist)
+        aside[DESCRIPTION].write_text(text + "\n", encoding="utf-8")
+        for name, path in aside.items():
+            os.replace(path, folder / name)
+    finally:
+        for path in aside.values():
+            path.unlink(missing_ok=True)
     return folder
 
 
@@ -64,13 +71,17 @@ def read_description(folder: str | Path) -> dict[str, Any]:
     path = Path(folder) / DESCRIPTION
     try:
         description = json.loads(path.read_text(encoding="utf-8"))
-        readable = description["format"] == FORMAT and {"method", "options", "layers", "base_model"} <= set(description)
+        if (found := description["format"]) != FORMAT:
+            raise UserError(f"{path} has format {found}, this version reads format {FORMAT}")
+        for name, kind in FIELDS.items():
+            if not isinstance(description[name], kind):
+                raise TypeError(f"{name} is not a {kind.__name__}")
+        if missing := {"name", "fingerprint"} - set(description["base_model"]):
+            raise KeyError(*missing)
     except FileNotFoundError:
         raise UserError(f"{folder} holds no {DESCRIPTION}; give a folder that save_adapter wrote") from None
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise UserError(f"{path} is damaged ({error}); copy the adapter again") from None
-    if not readable:
-        raise UserError(f"{path} has format {description['format']}, this version reads format {FORMAT}")
     return description
 
 
@@ -97,7 +108,10 @@ def load_adapter(model: PreTrainedModel, folder: str | Path, *, hard: bool = Tru
     try:
         for index, method in attached_methods(model).items():
             prefix = f"layers.{index}."
-            method.load_state_dict({k.removeprefix(prefix): v for k, v in tensors.items() if k.startswith(prefix)})
+            names = [name for name in tensors if name.startswith(prefix)]
+            method.load_state_dict({name.removeprefix(prefix): tensors.pop(name) for name in names})
+        if tensors:
+            raise RuntimeError(f"unexpected {', '.join(tensors)}")
     except RuntimeError as error:
         detach(model)
         raise UserError(f"{path} does not fit its own description ({error}); copy the adapter again") from None

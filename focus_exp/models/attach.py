@@ -7,7 +7,7 @@ All state lives in the per-layer modules, so checkpointing, copies and nested ca
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -19,14 +19,13 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 from transformers.masking_utils import sdpa_mask
 
 from focus_exp.attention.blocked import masked_attention
-from focus_exp.attention.method import AttentionMethod, LayerShape
+from focus_exp.attention.method import AttentionMethod, LayerShape, Observer
 from focus_exp.attention.registry import METHODS, build
 from focus_exp.attention.selection import PAIR_RULES, Selection, Sequence, permitted
 from focus_exp.errors import UserError
 
 IMPLEMENTATION = "focus_exp"
 ATTENTION_MODULES = ("self_attn", "attn", "attention")
-Observer = Callable[[int, AttentionMethod, Selection, Sequence], None]
 
 
 @dataclass
@@ -39,7 +38,6 @@ class Attachment:
     base_implementation: str
     base_use_cache: list[tuple[Any, bool]]
     handles: list[RemovableHandle] = field(default_factory=list)
-    observers: list[Observer] = field(default_factory=list)
 
 
 def attention_modules(model: PreTrainedModel) -> dict[int, nn.Module]:
@@ -96,7 +94,7 @@ def attach(
     attachment.handles.append(decoder.register_forward_pre_hook(pass_padding_mask, with_kwargs=True))
     for config in configs:
         config.use_cache = False
-    model.focus_attachment = attachment
+    model.focus_attachment = attachment  # type: ignore[assignment]
     model.set_attn_implementation(IMPLEMENTATION)
     return model
 
@@ -149,7 +147,8 @@ def attachment_of(model: PreTrainedModel) -> Attachment:
 
 def attached_methods(model: PreTrainedModel) -> dict[int, AttentionMethod]:
     """The attached modules by layer index."""
-    return {i: module.focus for i, module in attention_modules(model).items() if hasattr(module, "focus")}
+    modules = attention_modules(model).items()
+    return {i: module.focus for i, module in modules if hasattr(module, "focus")}  # type: ignore[misc]
 
 
 def is_causal(model: PreTrainedModel) -> bool:
@@ -188,18 +187,14 @@ def is_trainable(name: str, train: str) -> bool:
 @contextmanager
 def observed(model: PreTrainedModel, observer: Observer) -> Iterator[None]:
     """Within the block `observer(layer, method, selection, sequence)` is called for every attached layer that runs."""
-    observers = attachment_of(model).observers
-    methods = attached_methods(model).values()
-    observers.append(observer)
+    methods = list(attached_methods(model).values())
     for method in methods:
-        method.observers = observers
+        method.observers.append(observer)
     try:
         yield
     finally:
-        observers.remove(observer)
-        if not observers:
-            for method in methods:
-                del method.observers
+        for method in methods:
+            method.observers.remove(observer)
 
 
 @contextmanager
@@ -282,7 +277,7 @@ def routed_attention(
         return out.transpose(1, 2).contiguous(), None
     sequence, selection = routed
     method: AttentionMethod = module.focus  # type: ignore[assignment]
-    for observer in getattr(method, "observers", ()):
+    for observer in method.observers:
         observer(method.shape.index, method, selection, sequence)
     out = method.attend(query, key, value, selection, sequence, scaling=scaling, softcap=softcap, dropout=dropout)
     return out.transpose(1, 2).contiguous(), None

@@ -57,5 +57,5 @@ def native_bf16(device: torch.device) -> bool:
     """Whether bfloat16 matrix products are faster than float32 ones here, by what the hardware says of itself."""
     if device.type == "cuda":
         return torch.cuda.is_bf16_supported(including_emulation=False)
-    capabilities = getattr(torch.cpu, "get_capabilities", dict)()
+    capabilities: dict[str, bool] = getattr(torch.cpu, "get_capabilities", dict)()
     return bool(capabilities.get("avx512_bf16") or capabilities.get("amx_bf16"))

@@ -90,7 +90,7 @@ def fit_router(method: Focus, probe: AttentionProbe, steps: int, generator: torc
         chosen = torch.randint(len(probe.hidden), (BATCH,), generator=generator).tolist()
         h = torch.stack([probe.hidden[i] for i in chosen])
         mass = torch.stack([probe.mass[i] for i in chosen]).float()
-        g = method.assign(h, Sequence.plain(*h.shape[:2], h.device))
+        g = method.assign(h, Sequence.plain(h.shape[0], h.shape[1], h.device))
         loss = -((mass @ g) * g).sum() / mass.sum().clamp(min=1e-6)
         optimizer.zero_grad()
         loss.backward()

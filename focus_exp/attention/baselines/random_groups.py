@@ -32,7 +32,7 @@ class RandomGroups(AttentionMethod):
         self.top_k = top_k
         self.seed = seed
         self.shares: Tensor
-        expected = torch.full((groups,), 1 / groups) if shares is None else torch.as_tensor(shares).float()
+        expected = torch.full((groups,), 1 / groups) if shares is None else torch.as_tensor(shares).float().clone()
         self.register_buffer("shares", expected)
 
     def route(self, h: Tensor, sequence: Sequence) -> Selection:

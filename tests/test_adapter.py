@@ -1,0 +1,232 @@
+"""The trained part on disk: it comes back bit for bit, knows its base model, and damage is told, not guessed around."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from conftest import FAMILIES
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from focus_exp import UserError, attach, detach, load_adapter, save_adapter, set_routing
+from focus_exp.models import adapter
+from focus_exp.models.adapter import DESCRIPTION, WEIGHTS
+from focus_exp.models.attach import attached_methods
+from focus_exp.models.load import fingerprint
+
+OPTIONS = {
+    "groups": 6,
+    "routing_dim": 8,
+    "window": 2,
+    "sinks": 1,
+    "top_k": 2,
+    "pair_rule": "share",
+    "gate_steepness": 4.0,
+}
+TOKENS = torch.arange(80).view(2, 40) * 7 % 256
+
+
+def logits_of(model: PreTrainedModel) -> Tensor:
+    with torch.no_grad():
+        return model(TOKENS).logits
+
+
+@pytest.fixture
+def trained(tiny_model) -> Callable[..., PreTrainedModel]:
+    """trained(family, method="focus", seed=3, **options): a tiny model whose routers are no longer as drawn."""
+
+    def factory(family: str, method: str = "focus", seed: int = 3, **options: Any) -> PreTrainedModel:
+        torch.manual_seed(seed)
+        model = attach(tiny_model(family), method, **(options or OPTIONS)).train()
+        logits_of(model)  # moves the balance
+        return model.eval()
+
+    return factory
+
+
+@pytest.fixture
+def saved(trained, tmp_path) -> Path:
+    return save_adapter(trained("llama"), tmp_path / "adapter")
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("hard", [False, True], ids=["soft", "hard"])
+def test_what_is_loaded_is_what_was_saved_bit_for_bit(tiny_model, trained, tmp_path, family, hard):
+    model, base = set_routing(trained(family), hard=hard), tiny_model(family)
+    plain = logits_of(base)
+    loaded = load_adapter(base, save_adapter(model, tmp_path), hard=hard)
+    assert torch.equal(logits_of(loaded), logits_of(model))
+    assert not torch.equal(logits_of(loaded), plain)
+    assert all(method.router.potential.any() for method in attached_methods(loaded).values())
+    assert torch.equal(logits_of(detach(loaded)), plain)
+
+
+@pytest.mark.parametrize(
+    ("method", "options"),
+    [
+        ("window", {"window": 3, "layers": [1]}),
+        ("random_groups", {"groups": 2, "window": 2, "seed": 5, "shares": torch.tensor([0.9, 0.1])}),
+        ("random_groups", {"groups": 2, "window": 2, "seed": 5, "shares": [0.9, 0.1]}),
+    ],
+    ids=["window", "tensor", "list"],
+)
+def test_controls_are_saved_with_all_that_makes_them(tiny_model, trained, tmp_path, method, options):
+    model = trained("llama", method, **options)
+    if method == "random_groups":
+        attached_methods(model)[1].shares.copy_(torch.tensor([0.2, 0.8]))
+    loaded = load_adapter(tiny_model("llama"), save_adapter(model, tmp_path))
+    assert torch.equal(logits_of(loaded), logits_of(model))
+    assert not torch.equal(logits_of(loaded), logits_of(tiny_model("llama")))
+
+
+def test_hard_groups_are_what_an_adapter_is_loaded_for(tiny_model, saved):
+    assert all(method.hard for method in attached_methods(load_adapter(tiny_model("llama"), saved)).values())
+
+
+@pytest.mark.parametrize("assignment", ["balanced", "sinkhorn"])
+def test_the_description_tells_what_the_weights_are(tiny_model, trained, tmp_path, assignment):
+    model = trained("llama", assignment=assignment, **OPTIONS)
+    description = json.loads((save_adapter(model, tmp_path, extra={"steps": 60}) / DESCRIPTION).read_text())
+    assert description == {
+        "format": 1,
+        "method": "focus",
+        "options": OPTIONS | {"assignment": assignment},
+        "layers": [0, 1],
+        "causal": assignment == "balanced",
+        "trainable_parameters": 2 * (64 * 8 + 6 * 8),
+        "base_model": {
+            "name": "LlamaForCausalLM",
+            "model_type": "llama",
+            "revision": None,
+            "fingerprint": fingerprint(tiny_model("llama")),
+        },
+        "steps": 60,
+    }
+    assert sorted(path.name for path in tmp_path.iterdir()) == [DESCRIPTION, WEIGHTS]
+
+
+def test_only_routers_and_their_balance_are_saved(saved):
+    assert {name: tuple(tensor.shape) for name, tensor in load_file(saved / WEIGHTS).items()} == {
+        f"layers.{layer}.router.{name}": shape
+        for layer in range(2)
+        for name, shape in {"projection": (64, 8), "centroids": (6, 8), "potential": (6,)}.items()
+    }
+
+
+def test_an_adapter_of_a_float32_base_fits_the_same_base_in_bfloat16(tiny_model, saved):
+    assert logits_of(load_adapter(tiny_model("llama", torch.bfloat16), saved)).isfinite().all()
+
+
+def refuse(model: PreTrainedModel, folder: Path, message: str) -> None:
+    """Loading says `message` and leaves the model as it was."""
+    before = logits_of(model)
+    with pytest.raises(UserError, match=message):
+        load_adapter(model, folder)
+    assert not attached_methods(model) and not hasattr(model, "focus_attachment")
+    assert torch.equal(logits_of(model), before)
+
+
+@pytest.mark.parametrize("other", [("llama", 1), ("qwen2", 0), ("gpt2", 0)])
+def test_another_base_is_refused_and_both_are_named(tiny_model, saved, other):
+    family, seed = other
+    model = tiny_model(family, seed=seed)
+    refuse(model, saved, f"belongs to LlamaForCausalLM .*but this model is {type(model).__name__}")
+
+
+def test_one_changed_weight_makes_another_base(tiny_model, saved):
+    model = tiny_model("llama")
+    with torch.no_grad():
+        model.model.layers[1].mlp.up_proj.weight.mul_(1.1)
+    refuse(model, saved, "load the adapter's own base model")
+
+
+@pytest.mark.parametrize("file", [WEIGHTS, DESCRIPTION])
+def test_a_missing_file_is_named(tiny_model, saved, file):
+    (saved / file).unlink()
+    refuse(tiny_model("llama"), saved, file)
+
+
+@pytest.mark.parametrize("file", [WEIGHTS, DESCRIPTION])
+@pytest.mark.parametrize("kept", [0.0, 0.1, 0.9])
+def test_a_truncated_file_is_named(tiny_model, saved, file, kept):
+    content = (saved / file).read_bytes()
+    (saved / file).write_bytes(content[: int(kept * len(content))])
+    refuse(tiny_model("llama"), saved, f"{file} is .*damaged")
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda d: [],
+        lambda d: d | {"base_model": {}},
+        lambda d: d | {"base_model": None},
+        lambda d: {k: v for k, v in d.items() if k != "options"},
+        lambda d: {k: v for k, v in d.items() if k != "format"},
+        lambda d: d | {"options": ["window"]},
+        lambda d: d | {"layers": "all"},
+    ],
+)
+def test_a_description_with_something_missing_or_mistaken_is_damaged(tiny_model, saved, change):
+    path = saved / DESCRIPTION
+    path.write_text(json.dumps(change(json.loads(path.read_text()))))
+    refuse(tiny_model("llama"), saved, f"{DESCRIPTION} is damaged")
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"format": 2}, "format 2, this version reads format 1"),
+        ({"method": "flash"}, "'flash' is not known"),
+        ({"layers": [0, 7]}, r"layers \[7\] do not exist"),
+        ({"options": OPTIONS | {"heads": 2}}, "heads"),
+        ({"options": OPTIONS | {"groups": 4}}, "does not fit its own description"),
+        ({"layers": [0]}, "does not fit its own description"),
+    ],
+)
+def test_a_description_of_something_else_is_refused(tiny_model, saved, change, message):
+    path = saved / DESCRIPTION
+    path.write_text(json.dumps(json.loads(path.read_text()) | change))
+    refuse(tiny_model("llama"), saved, message)
+
+
+@pytest.mark.parametrize("name", ["layers.0.router.centroids", "layers.1.router.potential"])
+@pytest.mark.parametrize("change", [lambda tensor: tensor[:2].clone(), lambda tensor: None], ids=["shape", "missing"])
+def test_weights_of_another_shape_are_refused(tiny_model, saved, name, change):
+    tensors = load_file(saved / WEIGHTS)
+    tensors[name] = change(tensors[name])
+    save_file({name: tensor for name, tensor in tensors.items() if tensor is not None}, saved / WEIGHTS)
+    refuse(tiny_model("llama"), saved, "does not fit its own description")
+
+
+def test_loading_onto_an_attached_model_leaves_it_attached_as_it_was(trained, saved):
+    model = trained("llama", seed=4)
+    before = logits_of(model)
+    with pytest.raises(UserError, match="already has"):
+        load_adapter(model, saved)
+    assert torch.equal(logits_of(model), before)
+
+
+@pytest.mark.parametrize("at", ["weights", "description"])
+def test_an_interrupted_write_leaves_the_old_adapter(tiny_model, trained, saved, monkeypatch, at):
+    before = {path.name: path.read_bytes() for path in saved.iterdir()}
+
+    def full(tensors: Any, path: Path) -> None:
+        Path(path).write_bytes(b"half")
+        raise OSError(28, "No space left on device")
+
+    other = trained("llama", seed=4, **OPTIONS | {"groups": 5})
+    if at == "weights":
+        monkeypatch.setattr(adapter, "save_file", full)
+    else:
+        monkeypatch.setattr(Path, "write_text", lambda path, *_, **__: full(None, path))
+    with pytest.raises(OSError, match="No space left"):
+        save_adapter(other, saved)
+    assert {path.name: path.read_bytes() for path in saved.iterdir()} == before
+    monkeypatch.undo()
+    assert torch.equal(
+        logits_of(load_adapter(tiny_model("llama"), save_adapter(other, saved), hard=False)), logits_of(other)
+    )

@@ -1,0 +1,81 @@
+"""The house: imports flow one way, files are small, nothing strays at the top level."""
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+FILES = sorted((ROOT / "focus_exp").rglob("*.py"))
+TOP_LEVEL = {
+    *("conf", "focus_exp", "runs", "tests", ".ci"),
+    *("Makefile", "pyproject.toml", "constraints.txt", "README.md", "LICENSE", ".gitignore"),
+}
+FOUNDATION = {"errors", "assets", "config"}
+MAY_IMPORT = {
+    "attention": set(),
+    "errors": set(),
+    "assets": FOUNDATION,
+    "config": FOUNDATION,
+    "reporting": FOUNDATION,
+    "data": FOUNDATION,
+    "models": {*FOUNDATION, "attention"},
+    "training": {*FOUNDATION, "attention", "models", "data", "reporting"},
+    "evaluation": {*FOUNDATION, "attention", "models", "data", "reporting", "training"},
+    "jobs": {*FOUNDATION, "attention", "models", "data", "reporting", "training", "evaluation"},
+    "__init__": {"errors", "models"},
+    "__main__": {*FOUNDATION, "jobs"},
+}
+
+
+def part_of(path: Path) -> str:
+    """The package or module directly under focus_exp that a file belongs to."""
+    return path.relative_to(ROOT / "focus_exp").parts[0].removesuffix(".py")
+
+
+def imports(path: Path) -> Iterator[str]:
+    """Every dotted name a file imports, wherever in the file, `from a import b` as a.b."""
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: a relative import"
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_imports_go_one_way(path):
+    own = part_of(path)
+    used = {name.split(".")[1] for name in imports(path) if name.startswith("focus_exp.")}
+    assert used <= MAY_IMPORT[own] | {own}
+
+
+def test_attention_imports_torch_and_itself_alone():
+    for path in FILES:
+        if part_of(path) == "attention":
+            packages = {name.split(".")[0] for name in imports(path)}
+            assert packages <= {"torch", "focus_exp"} | sys.stdlib_module_names, path
+
+
+def test_reporting_never_loads_torch():
+    modules = [f"focus_exp.reporting.{path.stem}" for path in FILES if part_of(path) == "reporting"]
+    assert len(modules) > 1
+    code = f"import sys, {', '.join(modules)}; sys.exit('torch' in sys.modules)".replace(".__init__", "")
+    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT).returncode == 0
+
+
+def test_files_are_small_and_folders_two_deep():
+    lines = {str(path.relative_to(ROOT)): len(path.read_text(encoding="utf-8").splitlines()) for path in FILES}
+    assert {name: count for name, count in lines.items() if count > 300} == {}
+    assert max(name.count("/") for name in lines) <= 3
+
+
+def test_top_level_holds_only_what_the_design_names():
+    if not (ROOT / ".git").exists():
+        pytest.skip("not a git checkout")
+    listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    names = {name.split("/")[0] for name in listed.split("\0") if name}
+    assert names <= TOP_LEVEL and {"conf", "focus_exp", "tests"} <= names
