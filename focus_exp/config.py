@@ -50,6 +50,11 @@ class AttentionConfig:
     sinks: int = 4
     top_k: int = 1
     pair_rule: str = "query_topk"
+    # how its router is trained, in any regime that trains it
+    gate_steepness_start: float | None = None  # at a phase's first step, growing linearly to gate_steepness
+    warm_start_blocks: int = 0  # blocks of text whose full attention the routers are fitted to first
+    warm_start_steps: int = 100
+    calibration_blocks: int = 0  # blocks of text on which the balance is set at the end
 
 
 @dataclass
@@ -59,19 +64,12 @@ class PhaseConfig:
     learning_rate: float = MISSING
     weight_decay: float = 0.0
     warmup_steps: int = 5
-    # gate_steepness at the first step, growing linearly to attention.gate_steepness; null keeps it constant
-    gate_steepness_start: float | None = None
 
 
 @dataclass
 class RegimeConfig:
     name: str = MISSING
     from_scratch: bool = False
-    # blocks of training text from whose attention the routers start (0: random routers), and steps per layer
-    warm_start_blocks: int = 0
-    warm_start_steps: int = 100
-    # blocks of training text on which the balance is set at the end, routers frozen
-    calibration_blocks: int = 8
     # in the order in which they run
     phases: dict[str, PhaseConfig] = field(default_factory=dict)
 
@@ -182,9 +180,9 @@ AT_LEAST = {
     "attention.window": 0,
     "attention.sinks": 0,
     "attention.top_k": 1,
-    "regime.warm_start_blocks": 0,
-    "regime.warm_start_steps": 1,
-    "regime.calibration_blocks": 0,
+    "attention.warm_start_blocks": 0,
+    "attention.warm_start_steps": 1,
+    "attention.calibration_blocks": 0,
     "data.block_size": 2,
     "data.max_train_tokens": 1,
     "data.max_test_tokens": 1,
@@ -268,8 +266,6 @@ def validate_attention(config: Config) -> None:
             f"attention.gate=multiplicative (eq. 2) has no threshold, but attention.gate_threshold="
             f"{attention.gate_threshold}; set it to 0, or use attention.gate=log"
         )
-    if attention.method == "full" and config.regime.warm_start_blocks and not config.regime.phases:
-        raise UserError("regime.warm_start_blocks needs routers, but attention=full has none; use attention=focus")
 
 
 def validate_regime(config: Config) -> None:

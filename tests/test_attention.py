@@ -70,7 +70,7 @@ class Case:
 
     def run(self, attention: Any, dtype: torch.dtype, **more: Any) -> list[Tensor]:
         """The output and the gradients of q, k, v and, where the gate is soft, of the assignment."""
-        leaves = [t.to(dtype).requires_grad_() for t in self.tensors]
+        leaves = [t.to(dtype, copy=True).requires_grad_() for t in self.tensors]
         out = self.attend(attention, leaves, **more)
         weights = torch.randn(out.shape, generator=torch.Generator().manual_seed(0)).to(dtype)
         (out * weights.to(out.dtype)).sum().backward()

@@ -45,6 +45,6 @@ def with_adapter(config: Config, description: dict[str, object]) -> Config:
     options = dict(description["options"])  # type: ignore[call-overload]
     chosen = {key: getattr(config.attention, key) for key in ("top_k", "pair_rule")}
     attention = AttentionConfig(name=config.attention.name, method=str(description["method"]), **{**options, **chosen})
-    merged = replace(config, attention=attention, regime=RegimeConfig(name="none", calibration_blocks=0))
+    merged = replace(config, attention=attention, regime=RegimeConfig(name="none"))
     validate(merged)
     return merged

@@ -25,6 +25,10 @@ from focus_exp.training.precision import Precision, choose_precision
 from focus_exp.training.regimes import phases_of, train_phases
 from focus_exp.training.warm_start import calibrate, warm_start
 
+NOT_OF_THE_METHOD = (
+    "name", "method", "gate_steepness_start", "warm_start_blocks", "warm_start_steps", "calibration_blocks",
+)  # fmt: skip
+
 
 def train(config: Config) -> None:
     """Run the experiment that `config` describes, or say that it is finished already."""
@@ -92,8 +96,8 @@ def attach_method(model: PreTrainedModel, config: Config) -> None:
 
 
 def method_options(attention: AttentionConfig) -> dict[str, Any]:
-    """The options of attention.* that the method takes."""
-    options = {key: value for key, value in asdict(attention).items() if key not in ("name", "method")}
+    """The options of attention.* that the method itself takes."""
+    options = {key: value for key, value in asdict(attention).items() if key not in NOT_OF_THE_METHOD}
     taken = {"window": ("window", "sinks"), "random_groups": ("groups", "window", "sinks", "top_k")}
     return {key: options[key] for key in taken.get(attention.method, options)}
 
@@ -103,9 +107,9 @@ def fit(run: Run, model: PreTrainedModel, blocks: Blocks, precision: Precision) 
     config, record = run.config, run.record
     phases, routed = phases_of(config), config.attention.method == "focus"
     checkpoints = list((run.folder / "checkpoints").glob("*.ckpt"))
-    if routed and phases and config.regime.warm_start_blocks and not checkpoints:
-        sample = sample_blocks(blocks, config.regime.warm_start_blocks, config.seed + 1)
-        warm_start(model, sample, config.regime.warm_start_steps, precision, config.seed)
+    if routed and phases and config.attention.warm_start_blocks and not checkpoints:
+        sample = sample_blocks(blocks, config.attention.warm_start_blocks, config.seed + 1)
+        warm_start(model, sample, config.attention.warm_start_steps, precision, config.seed)
     try:
         trained = train_phases(model, blocks, config, precision, run.folder, run.loggers)
     except NonFiniteError as error:
@@ -122,7 +126,7 @@ def fit(run: Run, model: PreTrainedModel, blocks: Blocks, precision: Precision) 
         "trainable_parameters": trained_parameters(model, config),
     }
     if routed:
-        calibrate(model, sample_blocks(blocks, config.regime.calibration_blocks, config.seed + 2), precision)
+        calibrate(model, sample_blocks(blocks, config.attention.calibration_blocks, config.seed + 2), precision)
         record.method["causal"] = is_causal(model)
         record.layers = attachment_of(model).layers
         record.method |= method_options(config.attention)

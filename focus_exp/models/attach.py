@@ -147,8 +147,7 @@ def attachment_of(model: PreTrainedModel) -> Attachment:
 
 def attached_methods(model: PreTrainedModel) -> dict[int, AttentionMethod]:
     """The attached modules by layer index."""
-    modules = attention_modules(model).items()
-    return {i: module.focus for i, module in modules if hasattr(module, "focus")}  # type: ignore[misc]
+    return {i: m.focus for i, m in attention_modules(model).items() if hasattr(m, "focus")}  # type: ignore[misc]
 
 
 def is_causal(model: PreTrainedModel) -> bool:

@@ -15,7 +15,7 @@ from pytorch_lightning.callbacks import Callback
 from tqdm import tqdm
 
 from focus_exp.attention.focus import Focus
-from focus_exp.config import PhaseConfig
+from focus_exp.config import AttentionConfig
 from focus_exp.errors import Interrupted
 from focus_exp.models.attach import attached_methods
 from focus_exp.reporting.record import read_metrics, replace_file
@@ -119,14 +119,14 @@ class Checkpoint(Callback):
 
 
 class GateAnnealing(Callback):
-    """Steepens the soft gates from `phase.gate_steepness_start` to `final` [1/affinity], linearly in the steps.
+    """Steepens the soft gates from gate_steepness_start to gate_steepness, linearly in the steps of a phase.
 
     A shallow gate lets gradients see the pairs it would drop; a steep one is the hard mask that is used in the end.
     """
 
-    def __init__(self, phase: PhaseConfig, final: float) -> None:
-        self.start = final if phase.gate_steepness_start is None else phase.gate_steepness_start
-        self.final = final
+    def __init__(self, attention: AttentionConfig) -> None:
+        self.final = attention.gate_steepness
+        self.start = self.final if attention.gate_steepness_start is None else attention.gate_steepness_start
 
     def on_train_batch_start(self, trainer: pl.Trainer, module: pl.LightningModule, batch: Any, batch_idx: int) -> None:
         self._set(module, self.start + (self.final - self.start) * trainer.global_step / max(1, trainer.max_steps - 1))

@@ -30,7 +30,7 @@ class LanguageModelTask(pl.LightningModule):
         self.trainable_names = freeze(model, phase.train)
         if not self.trainable_names:
             raise UserError(f"regime phase {name} trains the {phase.train}, but the model has no such parameters")
-        self._random_state: Tensor | None = None
+        self._random_state: dict[str, Any] | None = None
         # a checkpoint holds the trained part alone; on_load_checkpoint checks that it holds all of that
         self.strict_loading = False
 
@@ -73,7 +73,7 @@ class LanguageModelTask(pl.LightningModule):
             for name, tensor in checkpoint["state_dict"].items()
             if is_trainable(name.removeprefix(prefix), self.phase.train)
         }
-        checkpoint["random_state"] = torch.get_rng_state()
+        checkpoint["random_state"] = {"cpu": torch.get_rng_state(), "cuda": torch.cuda.get_rng_state_all()}
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         wanted = {f"model.{name}" for name in self.trainable_names}
@@ -83,7 +83,8 @@ class LanguageModelTask(pl.LightningModule):
 
     def on_train_batch_start(self, batch: Any, index: int) -> None:
         if self._random_state is not None:
-            torch.set_rng_state(self._random_state)
+            torch.set_rng_state(self._random_state["cpu"])
+            torch.cuda.set_rng_state_all(self._random_state["cuda"])
             self._random_state = None
 
 

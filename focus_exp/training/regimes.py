@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytorch_lightning as pl
+import torch
 from pytorch_lightning.loggers import Logger
 from pytorch_lightning.plugins.environments import LightningEnvironment
 from transformers import PreTrainedModel
@@ -83,7 +84,7 @@ def train_phase(
         callbacks=[
             Metrics(folder / METRICS, name, settings.log_every, tokens_per_step(config)),
             Checkpoint(checkpoint, settings.checkpoint_every),
-            GateAnnealing(phase, config.attention.gate_steepness),
+            GateAnnealing(config.attention),
             *([Progress(name)] if settings.progress else []),
         ],
         plugins=[LightningEnvironment()],
@@ -97,7 +98,8 @@ def train_phase(
     trainer.fit(task, loader, ckpt_path=checkpoint if checkpoint.exists() else None, weights_only=False)
     if settings.gradient_checkpointing:
         model.gradient_checkpointing_disable()
-    model.eval()
+    # Lightning leaves the model on the CPU
+    torch.nn.Module.to(model, precision.device).eval()
 
 
 def set_training_mode(model: PreTrainedModel, phase: PhaseConfig) -> None:

@@ -1,0 +1,56 @@
+"""On a CUDA device: the same function as on the CPU, and the main job from end to end."""
+
+import sys
+
+import pytest
+import torch
+from conftest import FAMILIES
+
+from focus_exp import __main__, attach, set_routing
+from focus_exp.reporting.record import Record
+
+pytestmark = pytest.mark.gpu
+
+
+@pytest.mark.parametrize("hard", [False, True])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_logits_on_the_gpu_are_those_on_the_cpu(tiny_model, family, hard):
+    torch.manual_seed(0)
+    model = set_routing(attach(tiny_model(family), "focus", window=8, sinks=2), hard=hard)
+    tokens = torch.randint(256, (2, 48))
+    with torch.no_grad():
+        on_cpu = model(tokens).logits
+        on_gpu = model.cuda()(tokens.cuda()).logits.cpu()
+    torch.testing.assert_close(on_gpu, on_cpu, atol=1e-3, rtol=1e-3)
+
+
+@pytest.mark.parametrize("hard", [False, True])
+def test_the_past_does_not_see_the_future_in_bf16(tiny_model, hard):
+    torch.manual_seed(0)
+    model = tiny_model("llama", dtype=torch.bfloat16).cuda()
+    set_routing(attach(model, "focus", window=8, sinks=2), hard=hard)
+    tokens = torch.randint(256, (1, 48), device="cuda")
+    changed = torch.cat([tokens[:, :32], torch.randint(256, (1, 16), device="cuda")], dim=1)
+    with torch.no_grad():
+        assert torch.equal(model(tokens).logits[:, :32], model(changed).logits[:, :32])
+
+
+@pytest.mark.parametrize("regime", ["retrofit", "finetune"])
+def test_a_run_on_the_gpu_trains_and_evaluates_there(tmp_path, monkeypatch, regime):
+    for number in range(4):
+        (tmp_path / f"{number}.txt").write_text(f"chapter {number}: the quick brown fox jumps over it. " * 200)
+    settings = [
+        "model=tiny_gpt2",
+        f"regime={regime}",
+        "data=files",
+        f"data.files={tmp_path}/*.txt",
+        "logger.wandb=disabled",
+    ]
+    sizes = ["data.block_size=64", "eval.window=64", "eval.max_windows=2", "attention.window=16"]
+    steps = [f"regime.phases.{phase}.steps=2" for phase in ["router", "everything"][: 1 + (regime == "finetune")]]
+    folders = [f"runs_dir={tmp_path}/runs", f"cache_dir={tmp_path}/cache", "trainer.accelerator=gpu"]
+    monkeypatch.setattr(sys, "argv", ["focus_exp", *settings, *sizes, *steps, *folders])
+    assert __main__.main() == 0
+    record = Record.load(next((tmp_path / "runs").rglob("record.json")))
+    assert record.status == "finished"
+    assert record.device.startswith(torch.cuda.get_device_name())
