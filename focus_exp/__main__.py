@@ -11,6 +11,7 @@ import re
 import signal
 import sys
 from collections.abc import Callable
+from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,14 +19,18 @@ import hydra
 from hydra.core.hydra_config import HydraConfig
 from hydra.errors import HydraException
 from hydra.types import RunMode
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from focus_exp.config import Config, parse, register_schemas
+from focus_exp.config import GROUPS, Config, PhaseConfig, parse, register_schemas
 from focus_exp.errors import Interrupted, UserError
 
 FULL_DISK = (errno.ENOSPC, errno.EDQUOT)
-READ_ONLY = (errno.EROFS, errno.EACCES, errno.EPERM)
+# the last two: a file stands where a folder is to be made
+READ_ONLY = (errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOTDIR, errno.EEXIST)
+
+# lines of hydra's messages that help nobody, or mislead
+NOISE = ("To append to your config", "reference_type=", "object_type=", "Config search path", "provider=", "See https")
 
 
 def conf_dir() -> str:
@@ -44,7 +49,7 @@ codes: list[int] = []
 @hydra.main(version_base="1.3", config_path=conf_dir(), config_name="config")
 def run_job(composed: DictConfig) -> None:
     """Run the job that the composed configuration names; SystemExit with its code if it fails outside of a sweep."""
-    code = guarded(lambda: execute(parse(composed)))
+    code = guarded(lambda: execute(parse(known(composed))))
     if code and (code > 128 or HydraConfig.get().mode != RunMode.MULTIRUN):
         raise SystemExit(code)
     codes.append(code)
@@ -68,11 +73,19 @@ def main() -> int:
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
     os.environ["HYDRA_FULL_ERROR"] = "1"  # errors come here instead of to hydra's own printer
     register_schemas()
+    sys.argv[1:] = map(escaped, sys.argv[1:])
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(line_buffering=True)  # in order with the progress bars, also in a log file
     for signum in (signal.SIGTERM, signal.SIGINT):
         signal.signal(signum, interrupt)
     return guarded(run_job) or max(codes, default=0)
+
+
+def escaped(argument: str) -> str:
+    """key=value as hydra wants it: names of run folders have an equals sign in them."""
+    key, _, value = argument.partition("=")
+    plain = not key.startswith("-") and not set(value) & set("\\'\"()[]{}")
+    return key + "=" + value.replace("=", "\\=") if plain and "=" in value else argument
 
 
 def guarded(work: Callable[[], None]) -> int:
@@ -89,7 +102,8 @@ def guarded(work: Callable[[], None]) -> int:
     except OSError as error:
         if error.errno not in FULL_DISK + READ_ONLY:
             raise
-        fix = "free some space" if error.errno in FULL_DISK else "choose a folder you may write to with runs_dir="
+        elsewhere = "choose a folder you may write to with runs_dir= or cache_dir="
+        fix = "free some space" if error.errno in FULL_DISK else elsewhere
         return complain(
             f"cannot write {error.filename or 'to disk'}: {error.strerror}; {fix}, the same command goes on"
         )
@@ -107,8 +121,8 @@ def complain(message: str) -> int:
 
 def explain(error: Exception) -> str:
     """Hydra's message, its cause, and the nearest name that does exist."""
-    lines = [line for part in (error, error.__cause__) if part for line in str(part).splitlines() if line.strip()]
-    message = "\n  ".join(dict.fromkeys(lines))
+    lines = [line.strip() for part in (error, error.__cause__) if part for line in str(part).splitlines()]
+    message = "\n  ".join(dict.fromkeys(line for line in lines if line and not line.startswith(NOISE)))
     if found := re.search(r"Key '([\w.]+)' (?:is )?not in", message):
         return f"{message}{did_you_mean(found[1], known_keys())}"
     if found := re.search(r"(?:Could not find|not found) '?([\w/]+)/([\w.]+)'?", message):
@@ -117,11 +131,19 @@ def explain(error: Exception) -> str:
     return message
 
 
+def known(composed: DictConfig, prefix: str = "") -> DictConfig:
+    """`composed`, if the schemas know all its keys: OmegaConf lets +key=value add others, which nothing would read."""
+    schema = OmegaConf.get_type(composed)
+    names = [f.name for f in fields(schema)] if is_dataclass(schema) else None
+    for key in map(str, composed):
+        if names is not None and key not in names:
+            raise UserError(f"there is no key {prefix}{key}{did_you_mean(key, names)}")
+        if not OmegaConf.is_missing(composed, key) and isinstance(composed[key], DictConfig):
+            known(composed[key], f"{prefix}{key}.")
+    return composed
+
+
 def known_keys() -> list[str]:
-    from dataclasses import fields
-
-    from focus_exp.config import GROUPS, PhaseConfig
-
     return [f.name for schema in (Config, *GROUPS.values(), PhaseConfig) for f in fields(schema)]
 
 

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import hashlib
 import json
-from dataclasses import asdict, dataclass, field
-from typing import Any
+from dataclasses import asdict, dataclass, field, is_dataclass
+from math import inf
+from pathlib import Path
+from typing import Any, get_type_hints
 
 from hydra.core.config_store import ConfigStore
 from omegaconf import MISSING, DictConfig, OmegaConf
@@ -150,15 +152,7 @@ class Config:
     logger: LoggerConfig = MISSING
 
 
-GROUPS = {
-    "model": ModelConfig,
-    "attention": AttentionConfig,
-    "regime": RegimeConfig,
-    "data": DataConfig,
-    "eval": EvalConfig,
-    "trainer": TrainerConfig,
-    "logger": LoggerConfig,
-}
+GROUPS = {key: schema for key, schema in get_type_hints(Config).items() if is_dataclass(schema)}
 
 CHOICES = {
     "job": JOBS,
@@ -174,12 +168,14 @@ CHOICES = {
     "logger.wandb": ("auto", "online", "offline", "disabled"),
 }
 AT_LEAST = {
+    "seed": 0,
     "attention.groups": 1,
     "attention.routing_dim": 1,
     "attention.sinkhorn_iterations": 1,
     "attention.window": 0,
     "attention.sinks": 0,
     "attention.top_k": 1,
+    "attention.gate_steepness_start": 0,
     "attention.warm_start_blocks": 0,
     "attention.warm_start_steps": 1,
     "attention.calibration_blocks": 0,
@@ -199,6 +195,7 @@ AT_LEAST = {
     "trainer.log_every": 1,
 }
 ABOVE_ZERO = ("attention.temperature", "attention.gate_steepness", "trainer.gradient_clip")
+SHARES = ("attention.balance_momentum", "attention.gate_threshold")
 
 
 def register_schemas() -> None:
@@ -237,13 +234,16 @@ def validate(config: Config) -> None:
         if value is not None and value < low:
             raise UserError(f"{key}={value} is impossible; use {low} or more")
     for key in ABOVE_ZERO:
-        if not lookup(config, key) > 0:
+        if not 0 < lookup(config, key) < inf:
             raise UserError(f"{key}={lookup(config, key)} is impossible; use a number above 0")
+    for key in SHARES:
+        if not 0 <= lookup(config, key) <= 1:
+            raise UserError(f"{key}={lookup(config, key)} is impossible; use a number from 0 to 1")
     for rule in config.eval.pair_rules:
         if rule not in CHOICES["attention.pair_rule"]:
-            raise UserError(
-                f"eval.pair_rules={config.eval.pair_rules}: {rule} is not a rule; choose query_topk or share"
-            )
+            raise UserError(f"eval.pair_rules holds {rule}, which is not a rule; choose query_topk or share")
+    if config.adapter and config.job == "train":
+        raise UserError(f"adapter={config.adapter} is for job=evaluate; add job=evaluate, or leave adapter out")
     validate_attention(config)
     validate_regime(config)
     if config.data.source == "files" and not config.data.files:
@@ -255,16 +255,13 @@ def validate(config: Config) -> None:
 
 
 def validate_attention(config: Config) -> None:
-    attention = config.attention
-    if attention.top_k > attention.groups:
-        raise UserError(
-            f"attention.top_k={attention.top_k} exceeds attention.groups={attention.groups}; "
-            f"use 1 to {attention.groups}"
-        )
+    attention, groups = config.attention, config.attention.groups
+    if attention.top_k > groups:
+        raise UserError(f"attention.top_k={attention.top_k} exceeds attention.groups={groups}; use 1 to {groups}")
     if attention.gate == "multiplicative" and attention.gate_threshold != 0:
         raise UserError(
-            f"attention.gate=multiplicative (eq. 2) has no threshold, but attention.gate_threshold="
-            f"{attention.gate_threshold}; set it to 0, or use attention.gate=log"
+            f"attention.gate_threshold={attention.gate_threshold} goes with attention.gate=log alone; "
+            "set it to 0, or use attention.gate=log"
         )
 
 
@@ -274,10 +271,11 @@ def validate_regime(config: Config) -> None:
         where = f"regime.phases.{name}"
         if phase.train not in ("router", "all"):
             raise UserError(f"{where}.train={phase.train} is not one of router, all")
-        if phase.steps < 1:
-            raise UserError(f"{where}.steps={phase.steps} is impossible; use 1 or more, or regime=none")
-        if not phase.learning_rate > 0:
+        if not 0 < phase.learning_rate < inf:
             raise UserError(f"{where}.learning_rate={phase.learning_rate} is impossible; use a number above 0")
+        for key, low in (("steps", 1), ("warmup_steps", 0), ("weight_decay", 0)):
+            if getattr(phase, key) < low:
+                raise UserError(f"{where}.{key}={getattr(phase, key)} is impossible; use {low} or more")
     trains_router_only = bool(regime.phases) and all(phase.train == "router" for phase in regime.phases.values())
     if trains_router_only and config.attention.method != "focus":
         raise UserError(
@@ -297,5 +295,6 @@ def config_hash(config: Config) -> str:
     values = {key: value for key, value in to_dict(config).items() if key not in NOT_HASHED}
     for key in ("log_every", "progress", "checkpoint_every"):
         del values["trainer"][key]
-    text = json.dumps(values, sort_keys=True)
-    return hashlib.sha256(text.encode()).hexdigest()[:8]
+    if config.adapter:  # whose place says nothing of what is in it
+        values["adapter"] = [hashlib.sha256(p.read_bytes()).hexdigest() for p in Path(config.adapter).glob("*.safe*")]
+    return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()[:8]

@@ -73,7 +73,10 @@ class Scores:
 def score(
     model: PreTrainedModel, blocks: Blocks, indices: list[int], batch_size: int, precision: Precision, label: str
 ) -> Scores:
-    """Losses of the windows `indices` of `blocks`, pairs counted if a method is attached and enabled."""
+    """Losses of the windows `indices` of `blocks`, pairs counted if a method is attached and enabled.
+
+    RuntimeError when a loss is not finite: a NaN would pass for a token that is not scored.
+    """
     pairs = PairShares()
     subset = torch.utils.data.Subset(blocks, indices)
     losses: list[Tensor] = []
@@ -86,6 +89,8 @@ def score(
             loss = token_losses(model, tokens)
             positions = torch.arange(tokens.shape[1], device=tokens.device)
             scored = positions >= batch["scored_from"].to(tokens.device)[:, None]
+            if not torch.isfinite(loss[scored]).all():
+                raise RuntimeError("a loss is not finite")
             losses.append(loss.masked_fill(~scored, float("nan")).cpu())
     return Scores(torch.cat(losses).numpy(), time.perf_counter() - began, pairs if pairs.total else None)
 

@@ -6,6 +6,8 @@ import logging
 import math
 import os
 import zipfile
+import zlib
+from collections import Counter
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,7 +24,7 @@ from focus_exp.config import Config
 from focus_exp.data import Blocks
 from focus_exp.evaluation.perplexity import PairShares, Scores, score
 from focus_exp.evaluation.statistics import Bootstrap, by_position, mean, window_sums
-from focus_exp.models.attach import attached_methods, disabled, is_causal, set_routing, swapped
+from focus_exp.models.attach import attached_methods, disabled, is_causal, observed, set_routing, swapped
 from focus_exp.reporting.record import Row
 from focus_exp.training.precision import Precision
 
@@ -108,7 +110,7 @@ class Quality:
                 top_k=attention.top_k, seed=self.config.seed, shares=torch.tensor(shares),
             )  # fmt: skip
 
-        wide = equal_density_window(pairs, attention.sinks, self.config.eval.window)
+        wide = equal_density_window(pairs, attention.sinks, self.layer_sequences())
         randoms = {i: random_groups(shares, m) for (i, m), shares in zip(methods.items(), pairs.groups, strict=True)}
         controls: list[tuple[Row, dict[int, Any]]] = [
             (control("window + sinks only", "window"), window_only(attention.window)),
@@ -118,6 +120,15 @@ class Quality:
         for row, replacements in controls:
             with swapped(self.model, replacements):
                 self.add(row)
+
+    @torch.no_grad()
+    def layer_sequences(self) -> list[Sequence]:
+        """What one window looks like to every attached layer: sliding layers let a query see less."""
+        sequences: list[Sequence] = []
+        tokens = self.blocks[0]["input_ids"][None].to(self.model.device)
+        with self.precision.context(), observed(self.model, lambda _, __, ___, sequence: sequences.append(sequence)):
+            self.model(input_ids=tokens, use_cache=False, logits_to_keep=1)
+        return sequences
 
     def add(self, row: Row) -> Scores | None:
         """Score one row, or read its scores if they are on disk; a row that fails stays as a row with its reason."""
@@ -140,7 +151,8 @@ class Quality:
         try:
             return score(self.model, self.blocks, self.indices, self.config.eval.batch_size, self.precision, row.name)
         except (RuntimeError, torch.OutOfMemoryError) as error:
-            row.error = f"{type(error).__name__}: {str(error).splitlines()[0]}"
+            reason = str(error).strip() or "no reason given"
+            row.error = f"{type(error).__name__}: {reason.splitlines()[0]}"
             log.error("%s failed: %s", row.name, row.error)
             return None
 
@@ -185,14 +197,19 @@ def perplexity(nll: float | None) -> float | None:
     return None if nll is None else math.exp(nll) if nll < 700 else math.inf
 
 
-def equal_density_window(pairs: PairShares, sinks: int, length: int) -> int:
-    """The smallest window that keeps as large a share of all causal pairs as `pairs` do, sinks included."""
-    sequence, wanted = Sequence.plain(1, length), 1 - pairs.removed
-    low, high = 0, length
+def equal_density_window(pairs: PairShares, sinks: int, layers: list[Sequence]) -> int:
+    """The smallest window that keeps as large a share of all causal pairs of `layers` as `pairs` do, sinks included."""
+    masks = {id(sequence.allowed): sequence for sequence in layers}  # layers of one kind share their mask
+    times = Counter(id(sequence.allowed) for sequence in layers)
+
+    def removed(width: int) -> float:
+        counts = [(times[key], count_pairs(Selection(), masks[key], width, sinks)) for key in masks]
+        return sum(n * c.distant for n, c in counts) / sum(n * c.total for n, c in counts)
+
+    low, high = 0, layers[0].start.shape[1]
     while low < high:
         width = (low + high) // 2
-        counts = count_pairs(Selection(), sequence, width, sinks)
-        low, high = (low, width) if 1 - counts.distant / counts.total >= wanted else (width + 1, high)
+        low, high = (low, width) if removed(width) <= pairs.removed else (width + 1, high)
     return low
 
 
@@ -222,5 +239,6 @@ def read_scores(path: Path) -> Scores | None:
             }
             pairs = PairShares(counts[0], counts[1], counts[2], groups) if counts else None
             return Scores(data["nll"], float(data["seconds"]), pairs)
-    except (OSError, ValueError, KeyError, zipfile.BadZipFile):
+    # every way in which a damaged archive has been seen to fail
+    except (OSError, EOFError, ValueError, KeyError, IndexError, RuntimeError, zipfile.BadZipFile, zlib.error):
         return None

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import numpy as np
 
 from focus_exp.reporting.record import PositionBin
@@ -36,7 +38,10 @@ def mean(nll: np.ndarray) -> float | None:
 
 
 def by_position(nll: np.ndarray, window: int) -> list[PositionBin]:
-    """Mean losses by position, bins of equal width of which one begins where the attention window ends."""
+    """Mean losses by position in about BINS bins of equal width, of which one begins where the attention window ends.
+
+    Where that width exceeds the window, the window is a bin of its own.
+    """
     length = nll.shape[1]
     # halves of the window while there are few bins, its multiples when there would be too many
     width = window if 0 < window < length else length
@@ -45,10 +50,12 @@ def by_position(nll: np.ndarray, window: int) -> list[PositionBin]:
     while length > BINS * width:
         width *= 2
     bins: list[PositionBin] = []
-    for start in range(0, length, width):
-        part = nll[:, start : start + width]
+    offset = window % width if 0 < window < length else 0
+    edges = [*([0] if offset else []), *range(offset, length, width), length]
+    for start, end in pairwise(edges):
+        part = nll[:, start:end]
         tokens = int(np.sum(~np.isnan(part)))
         value = mean(part)
         if value is not None:
-            bins.append({"start": start, "end": min(start + width, length), "nll": value, "tokens": tokens})
+            bins.append({"start": start, "end": end, "nll": value, "tokens": tokens})
     return bins

@@ -163,7 +163,7 @@ def shown(provenance: Provenance) -> str:
 
 
 def command_line() -> str:
-    return shlex.join(["python", "-m", "focus_exp", *sys.argv[1:]])
+    return shlex.join(["python", "-m", "focus_exp", *(part.replace("\\=", "=") for part in sys.argv[1:])])
 
 
 def first_line(error: BaseException) -> str:

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import errno
 import time
 from dataclasses import asdict
 from typing import Any
 
 import pytorch_lightning as pl
 import torch
+from safetensors import SafetensorError
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from focus_exp.assets import cache_root
 from focus_exp.config import AttentionConfig, Config
@@ -46,6 +48,8 @@ def train(config: Config) -> None:
         began = time.perf_counter()
         attach_method(model, config)
         fit(run, model, blocks, precision)
+        if trains_base(config):
+            save_weights(run, model, loaded.tokenizer)
         run.record.train_seconds = time.perf_counter() - began
         quality.measure_attached()
         run.record.rows, run.record.group_shares = quality.rows, quality.group_shares
@@ -113,10 +117,11 @@ def fit(run: Run, model: PreTrainedModel, blocks: Blocks, precision: Precision) 
     try:
         trained = train_phases(model, blocks, config, precision, run.folder, run.loggers)
     except NonFiniteError as error:
-        if routed:
-            save_adapter(model, run.folder / "adapter", {"note": f"state before the step that failed: {error}"})
+        kept = run.folder / "checkpoints"
+        if routed and not trains_base(config):
+            kept = save_adapter(model, run.folder / "adapter", {"note": f"the last good state: {error}"})
         raise UserError(
-            f"{error}; training stopped, the state before that step is in {run.folder / 'adapter'}. "
+            f"{error}; training stopped, the last good state is in {kept}. "
             "Lower regime.phases.*.learning_rate or trainer.gradient_clip"
         ) from error
     record.steps, record.tokens_seen = trained.steps, trained.tokens
@@ -132,8 +137,6 @@ def fit(run: Run, model: PreTrainedModel, blocks: Blocks, precision: Precision) 
         record.method |= method_options(config.attention)
         extra = {"trained_with": config.model.name, "substitution": record.model.get("substitution")}
         save_adapter(model, run.folder / "adapter", {**extra, "steps": trained.steps, "tokens": trained.tokens})
-    if trains_base(config):
-        save_weights(run, model)
     model.eval()
 
 
@@ -147,10 +150,15 @@ def trained_parameters(model: PreTrainedModel, config: Config) -> int:
     return sum(p.numel() for name, p in model.named_parameters() if name in names)
 
 
-def save_weights(run: Run, model: PreTrainedModel) -> None:
-    """The whole trained base in Hugging Face's format; the routers are in the adapter."""
+def save_weights(run: Run, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
+    """The whole trained base with its tokenizer, as model.path= takes it; the routers are in the adapter."""
+    folder = run.folder / "model"
     state = {name: tensor for name, tensor in model.state_dict().items() if ".focus." not in name}
-    model.save_pretrained(run.folder / "model", state_dict=state)
+    try:
+        model.save_pretrained(folder, state_dict=state)
+    except SafetensorError as error:  # its name for a full disk
+        raise OSError(errno.ENOSPC, str(error).split(": ")[-1], str(folder)) from error
+    tokenizer.save_pretrained(folder)
 
 
 def sample_blocks(blocks: Blocks, count: int, seed: int) -> list[Tensor]:

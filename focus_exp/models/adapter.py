@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 from pathlib import Path
@@ -60,6 +61,8 @@ def save_adapter(model: PreTrainedModel, folder: str | Path, extra: dict[str, An
         aside[DESCRIPTION].write_text(text + "\n", encoding="utf-8")
         for name, path in aside.items():
             os.replace(path, folder / name)
+    except SafetensorError as error:  # its name for a full disk
+        raise OSError(errno.ENOSPC, str(error).split(": ")[-1], str(folder)) from error
     finally:
         for path in aside.values():
             path.unlink(missing_ok=True)

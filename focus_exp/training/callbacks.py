@@ -36,7 +36,12 @@ class Metrics(Callback):
         self.log_every = log_every
         self.tokens_per_step = tokens_per_step
         self.losses: list[torch.Tensor] = []
-        self.lines: list[dict[str, Any]] = []
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"losses": self.losses}  # since the last line, where lines are rarer than checkpoints
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.losses = state_dict["losses"]
 
     def on_train_start(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
         kept = [m for m in read_metrics(self.path) if m["phase"] != self.phase or m["step"] <= trainer.global_step]

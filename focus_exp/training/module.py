@@ -33,6 +33,10 @@ class LanguageModelTask(pl.LightningModule):
         self._random_state: dict[str, Any] | None = None
         # a checkpoint holds the trained part alone; on_load_checkpoint checks that it holds all of that
         self.strict_loading = False
+        self.last_good: dict[str, Tensor] = {}
+
+    def on_train_start(self) -> None:
+        self.remember()
 
     def training_step(self, batch: dict[str, Tensor], index: int) -> Tensor:
         """Mean next-token loss of `batch["input_ids"]` `[B, T]` [nats per token]."""
@@ -40,6 +44,7 @@ class LanguageModelTask(pl.LightningModule):
         logits = self.model(input_ids=tokens, use_cache=False).logits
         loss = F.cross_entropy(logits[:, :-1].flatten(0, 1).float(), tokens[:, 1:].flatten())
         if not torch.isfinite(loss):
+            self.model.load_state_dict(self.last_good, strict=False)
             raise NonFiniteError(f"the loss is {loss.item()} at step {self.global_step + 1} of phase {self.name}")
         # what Lightning hands to callbacks is divided by the accumulated batches
         self.last_loss = loss.detach()
@@ -52,6 +57,16 @@ class LanguageModelTask(pl.LightningModule):
         if not torch.isfinite(norm):
             raise NonFiniteError(f"the gradient is not finite at step {self.global_step + 1} of phase {self.name}")
         self.gradient_norm = norm.item()
+        self.remember()
+
+    def remember(self) -> None:
+        """Copy the routers while their loss is known to be finite, for whoever reads them after a step that fails.
+
+        A trained base is too large to copy at every step: its last good state is the last checkpoint.
+        """
+        if self.phase.train == "router":
+            state = self.model.state_dict()
+            self.last_good = {name: state[name].clone() for name in state if is_trainable(name, "router")}
 
     def trainable_parameters(self) -> list[torch.nn.Parameter]:
         return [p for p in self.model.parameters() if p.requires_grad]
@@ -89,7 +104,7 @@ class LanguageModelTask(pl.LightningModule):
 
 
 class NonFiniteError(UserError):
-    """The loss or a gradient is NaN or infinite; the weights are those of the step before."""
+    """The loss or a gradient is NaN or infinite; the routers are those of the last step with a finite loss."""
 
 
 def learning_rate_scale(step: int, phase: PhaseConfig) -> float:

@@ -1,0 +1,97 @@
+"""Run the command line inside the test's own process, on a tiny model and generated text."""
+
+import contextlib
+import io
+import json
+import random
+import signal
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from focus_exp import __main__ as command_line
+from focus_exp.reporting.record import Record, read_metrics
+
+TIMES = ("seconds", "tokens_per_second")
+
+
+@dataclass(frozen=True)
+class Result:
+    """What a user sees of one command."""
+
+    code: int
+    out: str
+    err: str
+
+
+def run(*arguments: str) -> Result:
+    """`python -m focus_exp *arguments`; what that would print as a stack trace is raised."""
+    out, err = io.StringIO(), io.StringIO()
+    before = sys.argv, signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)
+    sys.argv = ["focus_exp", *arguments]
+    command_line.codes.clear()
+    try:
+        with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+            code = command_line.main()
+    except SystemExit as stop:
+        code = stop.code
+    finally:
+        sys.argv = before[0]
+        signal.signal(signal.SIGTERM, before[1])
+        signal.signal(signal.SIGINT, before[2])
+    return Result(code, out.getvalue(), err.getvalue())
+
+
+def write_texts(folder: Path, words: int = 150) -> Path:
+    """Five files of `words` random words each."""
+    generator = random.Random(0)
+    letters = "abcdefghijklmnopqrstuvwxyz"
+    vocabulary = ["".join(generator.choices(letters, k=generator.randint(2, 8))) for _ in range(50)]
+    folder.mkdir(parents=True, exist_ok=True)
+    for number in range(5):
+        (folder / f"{number}.txt").write_text(" ".join(generator.choices(vocabulary, k=words)), encoding="utf-8")
+    return folder
+
+
+def tiny(folder: Path, runs: str = "runs") -> list[str]:
+    """Settings of a run that takes a second or two and leaves everything below `folder`."""
+    return [
+        *("model=tiny_llama", "data=files", f"data.files={write_texts(folder / 'texts')}"),
+        *(f"runs_dir={folder / runs}", f"cache_dir={folder / 'cache'}", "logger.wandb=disabled"),
+        *("data.block_size=32", "eval.window=32", "eval.max_windows=3", "eval.bootstrap_samples=20"),
+        *("attention.window=8", "attention.sinks=1", "attention.groups=2"),
+        *("attention.warm_start_blocks=1", "attention.warm_start_steps=3", "attention.calibration_blocks=1"),
+        *("trainer.batch_size=2", "trainer.accumulate=2", "trainer.progress=false"),
+        *("trainer.accelerator=cpu", "trainer.precision=float32"),
+    ]
+
+
+def router_steps(steps: int) -> str:
+    return f"regime.phases.router.steps={steps}"
+
+
+def only_run(folder: Path) -> Path:
+    """The folder of the one run below `folder`."""
+    (record,) = folder.rglob("record.json")
+    return record.parent
+
+
+def record_of(folder: Path) -> Record:
+    return Record.load(only_run(folder) / "record.json")
+
+
+def metrics_of(folder: Path) -> list[dict[str, Any]]:
+    """The training log of the one run below `folder`, without what depends on the clock."""
+    lines = read_metrics(only_run(folder) / "metrics.jsonl")
+    return [{key: value for key, value in line.items() if key not in TIMES} for line in lines]
+
+
+def outcome(folder: Path) -> dict[str, Any]:
+    """All that the one run below `folder` computed: the same for the same configuration and seed."""
+    record = json.loads((only_run(folder) / "record.json").read_text(encoding="utf-8"))
+    for row in record["rows"]:
+        del row["seconds"]
+    kept = ("status", "config_hash", "model", "method", "rows", "findings", "group_shares", "steps", "tokens_seen")
+    weights = {path.name: path.read_bytes() for path in only_run(folder).rglob("*.safetensors")}
+    return {"metrics": metrics_of(folder), "weights": weights, **{key: record[key] for key in kept}}

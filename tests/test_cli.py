@@ -1,0 +1,223 @@
+"""What a user sees: one clear error for bad input, and what a run leaves behind."""
+
+import re
+import shutil
+import subprocess
+import sys
+
+import pytest
+import pytorch_lightning as pl
+import torch
+from running import only_run, record_of, router_steps, run, tiny
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from transformers import PreTrainedModel
+
+from focus_exp import assets
+from focus_exp.config import CHOICES
+from focus_exp.jobs import run as run_module
+from focus_exp.models import adapter as adapter_module
+from focus_exp.training.module import LanguageModelTask
+
+STEPS = router_steps(4)
+RUN_FILES = {
+    *("config.yaml", "metrics.jsonl", "record.json", "table.md", "table.csv"),
+    *("adapter/focus_adapter.safetensors", "adapter/focus_adapter.json"),
+    *("figures/loss_curve.png", "figures/perplexity_by_position.png", "figures/group_sizes.png"),
+}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """Where the finished retrofit of this module lives."""
+    return tmp_path_factory.mktemp("cli")
+
+
+@pytest.fixture(scope="module")
+def retrofit(folder):
+    """The command of a finished retrofit."""
+    command = [*tiny(folder), STEPS]
+    assert run(*command).code == 0
+    return command
+
+
+@pytest.fixture(scope="module")
+def adapter(folder, retrofit):
+    return only_run(folder / "runs") / "adapter"
+
+
+def refused(*arguments):
+    """The one error of a command that ends with code 2."""
+    result = run(*arguments)
+    assert result.code == 2
+    assert "Traceback" not in result.err
+    assert result.err.count("error:") == 1 and result.err.startswith("error: ")
+    return result.err
+
+
+BAD_INPUT = {
+    "attention.group=4": ["group", "did you mean groups"],
+    "+attention.widow=4": ["attention.widow", "did you mean window"],
+    "+expriment=smoke": ["expriment", "did you mean experiment"],
+    "+regime.phases.router.stepps=4": ["regime.phases.router.stepps", "did you mean steps"],
+    "attention=fokus": ["attention/fokus", "did you mean focus"],
+    "+experiment=smok": ["experiment/smok", "did you mean smoke"],
+    "experiment=smoke": ["+experiment=smoke"],
+    "job=trian": ["job=trian", "train, evaluate"],
+    "attention.groups=many": ["attention.groups", "'many'", "Integer"],
+    "attention.groups=[4]": ["attention.groups", "'[4]'", "Integer"],
+    "attention.groups=0": ["attention.groups=0", "1 or more"],
+    "attention.top_k=3": ["attention.top_k=3", "attention.groups=2", "use 1 to 2"],
+    "attention.window=-1": ["attention.window=-1", "0 or more"],
+    "attention.temperature=nan": ["attention.temperature=nan", "above 0"],
+    "attention.gate_threshold=7": ["attention.gate_threshold=7", "from 0 to 1"],
+    "attention.gate=multiplicative": ["attention.gate_threshold=0.5", "set it to 0"],
+    "attention=full": ["regime=retrofit", "attention=full", "regime=none"],
+    "eval.pair_rules=[any]": ["eval.pair_rules", "any", "query_topk or share"],
+    "regime.phases.router.learning_rate=inf": ["learning_rate=inf", "above 0"],
+    "regime.phases.router.steps=0": ["regime.phases.router.steps=0", "1 or more"],
+    "data.block_size=1024": ["data.block_size=1024", "512 positions of tiny_llama", "use 512 or less"],
+    "eval.window=1024": ["eval.window=1024", "use 512 or less"],
+    "data.files=nowhere": ["data.files=nowhere", "no such folder"],
+    "data.files=???": ["data.files has no value", "data.files=..."],
+    "trainer.batch_size=1000": ["less than one batch of 1000", "trainer.batch_size"],
+    "seed=-1": ["seed=-1", "0 or more"],
+    "adapter=somewhere": ["adapter=somewhere", "job=evaluate"],
+    "job=evaluate": ["job=evaluate needs adapter="],
+    "model.path=nowhere": ["model.path=nowhere", "config.json"],
+}
+
+
+@pytest.mark.parametrize("override", BAD_INPUT)
+def test_bad_input_is_one_error_that_names_key_value_and_fix(tmp_path, override):
+    message = refused(*tiny(tmp_path), override)
+    for part in BAD_INPUT[override]:
+        assert part in message
+
+
+@pytest.mark.parametrize("key", CHOICES)
+def test_a_choice_that_does_not_exist_is_answered_with_those_that_do(tmp_path, key):
+    message = refused(*tiny(tmp_path), f"{key}=nonsense")
+    assert f"{key}=nonsense" in message and all(choice in message for choice in CHOICES[key])
+
+
+SHOWN = {
+    "--help": ["attention: ", "focus_paper", "+experiment=", "key=value"],
+    "--cfg job": ["job: train", "groups: 4"],
+}
+
+
+@pytest.mark.parametrize("option", SHOWN)
+def test_help_and_configuration_are_shown_without_waiting_for_torch(option):
+    command = [sys.executable, "-X", "importtime", "-m", "focus_exp", *option.split()]
+    result = subprocess.run(command, capture_output=True, text=True)
+    assert result.returncode == 0 and all(part in result.stdout for part in SHOWN[option])
+    imported = set(re.findall(r"\| +([\w.]+)$", result.stderr, flags=re.MULTILINE))
+    assert "hydra" in imported and not imported & {"torch", "transformers"}
+
+
+def test_bad_input_as_a_process_prints_no_stack_trace(tmp_path):
+    command = [sys.executable, "-m", "focus_exp", f"runs_dir={tmp_path}", "attention.groups=0"]
+    result = subprocess.run(command, capture_output=True, text=True)
+    message = "error: attention.groups=0 is impossible; use 1 or more\n"
+    assert (result.returncode, result.stderr, result.stdout) == (2, message, "")
+    assert not list(tmp_path.iterdir())
+
+
+def test_text_that_cannot_be_used_is_named(tmp_path):
+    empty, short, latin = tmp_path / "empty", tmp_path / "short.txt", tmp_path / "latin.txt"
+    empty.mkdir()
+    short.write_text("a few words")
+    latin.write_bytes("café".encode("latin-1"))
+    assert f"data.files={empty}" in refused(*tiny(tmp_path), f"data.files={empty}")
+    message = refused(*tiny(tmp_path), f"data.files={short}")
+    assert str(short) in message and "one block of 32" in message and "data.block_size" in message
+    message = refused(*tiny(tmp_path), f"data.files={latin}")
+    assert f"{latin}: not UTF-8 at byte 3" in message and "iconv" in message
+
+
+def test_only_the_adapter_of_this_very_model_is_accepted(tmp_path, retrofit, adapter):
+    def evaluate(place, *more):
+        return refused(*retrofit, f"runs_dir={tmp_path}", "job=evaluate", f"adapter={place}", *more)
+
+    message = evaluate(adapter, "seed=1")
+    assert "belongs to" in message and str(adapter) in message
+    assert "holds no focus_adapter.json" in evaluate(tmp_path / "nowhere")
+    damaged = shutil.copytree(adapter, tmp_path / "damaged")
+    weights = damaged / "focus_adapter.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-50])
+    message = evaluate(damaged)
+    assert str(weights) in message and "damaged" in message
+    (damaged / "focus_adapter.json").write_text("{")
+    assert "focus_adapter.json is damaged" in evaluate(damaged)
+
+
+@pytest.mark.parametrize("key", ["runs_dir", "cache_dir"])
+def test_a_folder_that_cannot_be_made_is_one_error(tmp_path, key):
+    file = tmp_path / "file"
+    file.write_text("")
+    for place in (file, file / "below"):
+        message = refused(*tiny(tmp_path), f"{key}={place}")
+        assert str(file) in message and f"{key}=" in message
+
+
+def test_a_read_only_run_folder_is_one_error(tmp_path, monkeypatch):
+    def read_only(path, content):
+        raise OSError(30, "Read-only file system", str(path))
+
+    monkeypatch.setattr(run_module, "replace_file", read_only)
+    message = refused(*tiny(tmp_path))
+    assert f"cannot write {tmp_path}" in message and "Read-only" in message and "runs_dir=" in message
+
+
+def test_a_full_disk_in_mid_training_is_one_error(tmp_path, monkeypatch):
+    def full(self, path, *rest):
+        raise OSError(28, "No space left on device", str(path))
+
+    monkeypatch.setattr(pl.Trainer, "save_checkpoint", full)
+    message = refused(*tiny(tmp_path), STEPS)
+    assert "router.ckpt: No space left on device; free some space, the same command goes on" in message
+    assert record_of(tmp_path).status == "failed"
+
+
+@pytest.mark.parametrize("writer", [(adapter_module, "save_file"), (PreTrainedModel, "save_pretrained")])
+def test_a_full_disk_when_weights_are_saved_is_one_error(tmp_path, monkeypatch, writer):
+    def full(*arguments, **options):
+        raise SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
+
+    monkeypatch.setattr(*writer, full)
+    phases = ("regime=finetune", router_steps(1), "regime.phases.everything.steps=1")
+    message = refused(*tiny(tmp_path), *phases)
+    assert f"cannot write {only_run(tmp_path)}" in message and "No space left" in message and "free some" in message
+
+
+def test_hub_assets_without_a_network_are_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr(assets, "hub_reachable", lambda: False)
+    message = refused(*tiny(tmp_path), "model.hub_id=no-one/nothing", "assets=hub")
+    assert "no-one/nothing" in message and "cannot be reached" in message and "assets=auto" in message
+
+
+def test_a_loss_that_is_not_finite_stops_the_run_at_its_last_good_state(tmp_path, monkeypatch):
+    step = LanguageModelTask.training_step
+    seen = []
+
+    def poisoned(self, batch, index):
+        routers = [p for name, p in self.model.named_parameters() if name.endswith("router.projection")]
+        seen.append((self.global_step, [p.detach().clone() for p in routers]))
+        if self.global_step == 2:  # as an update that is far too large would
+            for parameter in routers:
+                parameter.data.fill_(float("nan"))
+        return step(self, batch, index)
+
+    monkeypatch.setattr(LanguageModelTask, "training_step", poisoned)
+    message = refused(*tiny(tmp_path), STEPS)
+    kept = only_run(tmp_path) / "adapter"
+    assert "the loss is nan at step 3 of phase router" in message and f"the last good state is in {kept}" in message
+    assert "regime.phases.*.learning_rate" in message
+    saved = load_file(kept / "focus_adapter.safetensors")
+    assert all(tensor.isfinite().all() for tensor in saved.values())
+    # the weights that step 2 began with gave the last finite loss
+    good = next(routers for number, routers in seen if number == 1)
+    assert all(map(torch.equal, good, [value for name, value in sorted(saved.items()) if "projection" in name]))
+    record = record_of(tmp_path)
+    assert record.status == "failed" and "step 3" in record.error

@@ -1,0 +1,74 @@
+"""Every file under conf/ composes, and every experiment runs, on a tiny random model."""
+
+import re
+from pathlib import Path
+
+import pytest
+from hydra import compose, initialize_config_dir
+from omegaconf import OmegaConf
+from running import only_run, record_of, run, tiny
+
+from focus_exp.__main__ import known
+from focus_exp.config import GROUPS, parse, register_schemas
+
+CONF = Path(__file__).parent.parent / "conf"
+EXPERIMENTS = sorted(path.stem for path in (CONF / "experiment").glob("*.yaml"))
+OPTIONS = sorted((group, path.stem) for group in GROUPS for path in (CONF / group).glob("*.yaml"))
+
+
+def composed(*overrides):
+    register_schemas()
+    with initialize_config_dir(str(CONF), version_base="1.3"):
+        return compose("config", list(overrides))
+
+
+def test_every_group_has_files_and_every_file_a_group():
+    assert {group for group, _ in OPTIONS} == set(GROUPS)
+    assert {path.parent.name for path in CONF.rglob("*.yaml")} <= {"conf", "experiment", *GROUPS}
+
+
+@pytest.mark.parametrize("group, name", OPTIONS, ids="/".join)
+def test_option_fits_its_schema(group, name):
+    # what the option cannot do without: routers are of no use to attention=full, and files have to be named
+    others = ["regime=none"] if group == "attention" else ["data.files=texts"] if name == "files" else []
+    config = parse(known(composed(f"{group}={name}", *others)))
+    assert type(getattr(config, group)) is GROUPS[group]
+    assert getattr(config, group).name == name
+
+
+@pytest.mark.parametrize("path", sorted(CONF.rglob("*.yaml")), ids=lambda path: str(path.relative_to(CONF)))
+def test_file_says_in_its_first_lines_what_it_is(path):
+    first, *_ = [line for line in path.read_text(encoding="utf-8").splitlines() if not line.startswith("# @package")]
+    assert re.match("# [A-Z].{10,}", first)
+
+
+@pytest.mark.parametrize("name", EXPERIMENTS)
+def test_experiment_names_its_claim_its_command_and_its_time(name):
+    lines = (CONF / "experiment" / f"{name}.yaml").read_text(encoding="utf-8").splitlines()
+    header = dict(re.findall(r"^# (\w+): (.+)$", "\n".join(lines[:8]), flags=re.MULTILINE))
+    assert lines[0] == "# @package _global_"
+    assert list(header)[:3] == ["Claim", "Command", "Time"]
+    assert re.search(rf"python -m focus_exp .*\+experiment={name}(\s|$)", header["Command"])
+    assert re.search(r"\d+ (second|minute|hour)", header["Time"])
+    assert composed(f"+experiment={name}").experiment == name
+
+
+@pytest.mark.parametrize("model", ["tiny_gpt2", "tiny_llama"])
+@pytest.mark.parametrize("name", EXPERIMENTS)
+def test_experiment_runs_on_a_tiny_model(tmp_path, name, model):
+    phases = composed(f"+experiment={name}").regime.phases
+    short = [f"regime.phases.{phase}.steps=2" for phase in phases]
+    result = run(f"+experiment={name}", *tiny(tmp_path), f"model={model}", *short)
+    assert result.code == 0, result.err
+    record = record_of(tmp_path)
+    assert (record.status, record.experiment) == ("finished", name)
+    assert record.rows and all(row.error is None for row in record.rows)
+    assert record.steps == 2 * len(phases)
+    assert only_run(tmp_path).relative_to(tmp_path / "runs").parts[0] == name
+
+
+def test_the_command_line_overrides_an_experiment_which_overrides_the_groups():
+    plain, changed = composed("+experiment=smoke"), composed("+experiment=smoke", "attention.window=5")
+    assert (plain.attention.window, changed.attention.window) == (16, 5)
+    overlay = OmegaConf.load(CONF / "experiment" / "smoke.yaml")
+    assert plain.data.block_size == overlay.data.block_size != composed().data.block_size

@@ -1,0 +1,171 @@
+"""A run that is stopped anywhere and started again ends with the numbers of one that never stopped."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import fsspec.implementations.local
+import pytest
+from running import metrics_of, only_run, outcome, record_of, router_steps, run, tiny
+
+from focus_exp.evaluation import quality
+from focus_exp.training.callbacks import Checkpoint
+
+STEPS = 45  # two epochs and a half of the tiny text
+# checkpoints, log lines and epochs end at different steps
+CADENCE = ("trainer.checkpoint_every=3", "trainer.log_every=2", "eval.max_windows=2")
+TWO_PHASES = (
+    *("regime=finetune", router_steps(4), "regime.phases.everything.steps=7"),
+    *("model=tiny_gpt2", "model.architecture.resid_pdrop=0.1"),  # whose training draws random numbers
+)
+
+
+class Killed(BaseException):
+    """Stands for SIGKILL: no handler of the program runs to its end."""
+
+
+def command(folder, runs, *more):
+    return [*tiny(folder, runs), *CADENCE, *(more or (router_steps(STEPS),))]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tmp_path_factory.mktemp("resume")
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(folder):
+    assert run(*command(folder, "whole")).code == 0
+    return outcome(folder / "whole")
+
+
+@pytest.fixture(scope="module")
+def uninterrupted_finetuning(folder):
+    assert run(*command(folder, "whole-finetune", *TWO_PHASES)).code == 0
+    return outcome(folder / "whole-finetune")
+
+
+def send_while_training(folder, runs, signum, lines):
+    """Start the command as a process, send it `signum` once its log has `lines` lines; exit code and stderr."""
+    arguments = [sys.executable, "-m", "focus_exp", *command(folder, runs)]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    process = subprocess.Popen(arguments, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, env=environment, text=True)
+    try:
+        deadline = time.monotonic() + 60
+        while process.poll() is None and time.monotonic() < deadline:
+            if any(len(log.read_bytes().splitlines()) >= lines for log in (folder / runs).rglob("metrics.jsonl")):
+                process.send_signal(signum)
+                break
+            time.sleep(0.005)
+        _, err = process.communicate(timeout=60)
+    finally:
+        process.kill()
+    return process.returncode, err
+
+
+def test_kill_in_mid_training_changes_nothing(folder, uninterrupted):
+    code, _ = send_while_training(folder, "killed", signal.SIGKILL, lines=12)
+    assert code == -signal.SIGKILL
+    assert 12 <= len(metrics_of(folder / "killed")) < STEPS // 2
+    assert record_of(folder / "killed").status == "interrupted"
+    assert run(*command(folder, "killed")).code == 0
+    assert outcome(folder / "killed") == uninterrupted
+
+
+def test_sigterm_leaves_a_checkpoint_and_says_so(folder, uninterrupted):
+    code, err = send_while_training(folder, "terminated", signal.SIGTERM, lines=8)
+    assert code == 128 + signal.SIGTERM
+    assert "stopped by SIGTERM at step" in err and "the same command goes on" in err
+    assert "Traceback" not in err
+    assert (only_run(folder / "terminated") / "checkpoints" / "router.ckpt").exists()
+    record = record_of(folder / "terminated")
+    assert record.status == "interrupted" and "SIGTERM" in record.error
+    assert run(*command(folder, "terminated")).code == 0
+    assert outcome(folder / "terminated") == uninterrupted
+
+
+@pytest.mark.parametrize("phase, step", [("router", 1), ("router", 3), ("everything", 1), ("everything", 5)])
+@pytest.mark.parametrize("politely", [True, False])
+def test_every_phase_goes_on_where_it_was(folder, uninterrupted_finetuning, monkeypatch, phase, step, politely):
+    runs = f"{phase}-{step}-{politely}"
+    stop_at(monkeypatch, phase, step, politely)
+    if politely:
+        assert run(*command(folder, runs, *TWO_PHASES)).code == 128 + signal.SIGTERM
+    else:
+        with pytest.raises(Killed):
+            run(*command(folder, runs, *TWO_PHASES))
+    monkeypatch.undo()
+    assert run(*command(folder, runs, *TWO_PHASES)).code == 0
+    assert outcome(folder / runs) == uninterrupted_finetuning
+
+
+def stop_at(monkeypatch, phase, step, politely):
+    """SIGTERM (politely) or sudden death after optimiser step `step` of `phase`, before its checkpoint."""
+    whole = Checkpoint.on_train_batch_end
+
+    def batch_end(self, trainer, module, *rest):
+        if (module.name, trainer.global_step) == (phase, step):
+            if not politely:
+                raise Killed
+            if self.received is None:
+                signal.raise_signal(signal.SIGTERM)
+        whole(self, trainer, module, *rest)
+
+    monkeypatch.setattr(Checkpoint, "on_train_batch_end", batch_end)
+
+
+def test_stopped_evaluation_keeps_its_whole_rows(folder, uninterrupted, monkeypatch):
+    scored = []
+    score = quality.score
+
+    def counted(*arguments):
+        scored.append(arguments[-1])
+        if stop and len(scored) == 4:
+            signal.raise_signal(signal.SIGTERM)
+        return score(*arguments)
+
+    monkeypatch.setattr(quality, "score", counted)
+    stop = True
+    stopped = run(*command(folder, "evaluation"))
+    assert stopped.code == 128 + signal.SIGTERM and "stopped by SIGTERM" in stopped.err
+    assert record_of(folder / "evaluation").status == "interrupted"
+
+    files = sorted((only_run(folder / "evaluation") / "evaluation").iterdir())
+    assert len(files) == 3
+    files[1].write_bytes(files[1].read_bytes()[:-300])
+    files[2].with_suffix(".aside.npz").write_bytes(files[2].read_bytes()[:300])
+    first, scored[:], stop = scored[:3], [], False
+    assert run(*command(folder, "evaluation")).code == 0
+    rows = [row["name"] for row in uninterrupted["rows"]]
+    again = [name for name in first if name in scored]
+    assert len(again) == 1
+    assert sorted(scored) == sorted([*again, *(name for name in rows if name not in first)])
+    assert outcome(folder / "evaluation") == uninterrupted
+
+
+def test_full_disk_never_leaves_half_a_checkpoint(folder, uninterrupted, monkeypatch):
+    opener = fsspec.implementations.local.LocalFileOpener
+    write, writes = opener.write, []
+
+    def half(self, data):
+        writes.append(data)
+        if len(writes) == 3:
+            write(self, data[: len(data) // 2])
+            raise OSError(28, "No space left on device", str(self.path))
+        return write(self, data)
+
+    monkeypatch.setattr(opener, "write", half, raising=False)
+    failed = run(*command(folder, "full"))
+    monkeypatch.undo()
+    assert failed.code == 2
+    assert "No space left on device; free some space" in failed.err
+    assert (only_run(folder / "full") / "checkpoints" / "router.ckpt").read_bytes() == writes[1]
+    record = record_of(folder / "full")
+    assert record.status == "failed" and "No space left" in record.error
+
+    with (only_run(folder / "full") / "metrics.jsonl").open("a") as log:
+        log.write('{"phase": "router", "st')
+    assert run(*command(folder, "full")).code == 0
+    assert outcome(folder / "full") == uninterrupted

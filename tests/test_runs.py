@@ -1,0 +1,182 @@
+"""What a run leaves behind, and what each regime does, seen from the command line."""
+
+import csv
+import io
+from math import isfinite
+from pathlib import Path
+
+import pytest
+from omegaconf import OmegaConf
+from running import metrics_of, only_run, outcome, record_of, router_steps, run, tiny
+from transformers import AutoModelForCausalLM
+
+from focus_exp.config import Config
+from focus_exp.reporting.record import Record
+
+STEPS = router_steps(4)
+BOTH = ("regime=finetune", router_steps(3), "regime.phases.everything.steps=3")
+MEASURE = ("regime=none", "attention.warm_start_blocks=0")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tmp_path_factory.mktemp("runs")
+
+
+@pytest.fixture(scope="module")
+def retrofit(folder):
+    """The command of a finished retrofit."""
+    command = [*tiny(folder, "retrofit"), STEPS]
+    assert run(*command).code == 0
+    return command
+
+
+@pytest.fixture(scope="module")
+def finetuned(folder, retrofit):
+    """The folder of a finished finetuning with Focus."""
+    assert run(*tiny(folder, "finetuned"), *BOTH).code == 0
+    return only_run(folder / "finetuned")
+
+
+def rows(record):
+    return {row.name: row for row in record.rows}
+
+
+def kinds(record):
+    return {row.kind for row in record.rows}
+
+
+def base_nll(record):
+    return record.base.nll
+
+
+def test_run_folder_holds_config_metrics_adapter_record_tables_and_figures(folder, retrofit):
+    place = only_run(folder / "retrofit")
+    record = record_of(folder / "retrofit")
+    parts = place.relative_to(folder / "retrofit").parts
+    assert parts == ("adhoc", "tiny_llama-focus-retrofit", f"seed=0-{record.config_hash}")
+    files = {path.relative_to(place).as_posix() for path in place.rglob("*") if path.is_file()}
+    assert files >= {
+        *("config.yaml", "metrics.jsonl", "record.json", "table.md", "table.csv"),
+        *("adapter/focus_adapter.safetensors", "adapter/focus_adapter.json"),
+        *("figures/loss_curve.png", "figures/perplexity_by_position.png", "figures/group_sizes.png"),
+    }
+    config = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(Config), OmegaConf.load(place / "config.yaml")))
+    assert config.attention.window == 8 and config.regime.phases["router"].steps == 4
+    assert [line["step"] for line in metrics_of(folder / "retrofit")] == [1, 2, 3, 4]
+    table = list(csv.DictReader(io.StringIO((place / "table.csv").read_text())))
+    assert len(table) == len(record.rows)
+
+
+def test_record_carries_the_birth_certificate(folder, retrofit):
+    record = record_of(folder / "retrofit")
+    assert (record.status, record.error, record.seed, record.steps) == ("finished", None, 0, 4)
+    assert record.tokens_seen == 4 * 2 * 2 * 32
+    assert record.command.startswith("python -m focus_exp model=tiny_llama")
+    assert record.model["used"].startswith("random weights") and record.data["fingerprint"]
+    assert record.method["causal"] and record.method["trainable_parameters"] > 0
+    assert all(row.error is None and isfinite(row.nll) for row in record.rows)
+    assert kinds(record) == {"base", "soft", "hard", "control"}
+
+
+def test_a_finished_run_is_not_repeated_unless_asked(folder, retrofit):
+    place = only_run(folder / "retrofit")
+    before, times = outcome(folder / "retrofit"), stamps(place)
+    again = run(*retrofit)
+    assert again.code == 0 and f"finished already, in {place}" in again.out and "overwrite=true" in again.out
+    assert stamps(place) == times
+    assert run(*retrofit, "overwrite=true").code == 0
+    changed = stamps(place)
+    assert changed.keys() == times.keys() and all(changed[name] != times[name] for name in times)
+    assert outcome(folder / "retrofit") == before
+
+
+def stamps(place: Path) -> dict[str, int]:
+    return {str(path): path.stat().st_mtime_ns for path in place.rglob("*") if path.is_file()}
+
+
+def test_evaluating_the_adapter_gives_the_numbers_of_training(folder, retrofit):
+    adapter = only_run(folder / "retrofit") / "adapter"
+    command = [*tiny(folder, "evaluated"), "job=evaluate"]
+    assert run(*command, f"adapter={adapter}").code == 0
+    trained, evaluated = record_of(folder / "retrofit"), record_of(folder / "evaluated")
+    assert {name: row.nll for name, row in rows(evaluated).items()} == {n: r.nll for n, r in rows(trained).items()}
+    assert evaluated.method["causal"] and "/seed=0-" in evaluated.command
+
+    other = [*tiny(folder, "longer"), router_steps(5)]
+    assert run(*other).code == 0
+    second = run(*command, f"adapter={only_run(folder / 'longer') / 'adapter'}")
+    assert second.code == 0 and "finished already" not in second.out
+    assert len(list((folder / "evaluated").rglob("record.json"))) == 2
+
+
+def test_a_sweep_goes_on_after_a_job_that_fails(tmp_path):
+    swept = run("-m", *tiny(tmp_path), *MEASURE, "attention=window", "attention.groups=0,2")
+    assert swept.code == 2
+    assert swept.err.count("error:") == 1 and "attention.groups=0" in swept.err
+    assert record_of(tmp_path / "runs").config["attention"]["groups"] == 2
+    assert record_of(tmp_path / "runs").status == "finished"
+
+
+@pytest.mark.parametrize("attention", ["full", "window", "random_groups", "focus"])
+def test_regime_none_measures_without_training(tmp_path, attention):
+    assert run(*tiny(tmp_path), *MEASURE, f"attention={attention}", "attention.window=8").code == 0
+    record = record_of(tmp_path)
+    assert (record.status, record.steps, record.tokens_seen) == ("finished", 0, 0)
+    assert record.method["trainable_parameters"] == 0
+    expected = {"full": {"base"}, "focus": {"base", "soft", "hard", "control"}}
+    assert kinds(record) == expected.get(attention, {"base", "control"})
+    assert metrics_of(tmp_path) == []
+
+
+def test_finetuning_compares_with_the_base_before_training(folder, retrofit, finetuned):
+    record = Record.load(finetuned / "record.json")
+    assert base_nll(record) == pytest.approx(base_nll(record_of(folder / "retrofit")), rel=1e-6)
+    (trained,) = [row for row in record.rows if row.kind == "trained"]
+    assert trained.nll != base_nll(record)
+    assert [line["phase"] for line in metrics_of(folder / "finetuned")] == ["router"] * 3 + ["everything"] * 3
+    model = AutoModelForCausalLM.from_pretrained(finetuned / "model")
+    assert record.method["trainable_parameters"] > sum(p.numel() for p in model.parameters())
+
+
+def test_finetuned_model_and_adapter_can_be_used_again(folder, finetuned):
+    saved = (f"model.path={finetuned / 'model'}", f"adapter={finetuned / 'adapter'}")
+    assert run(*tiny(folder, "reused"), "job=evaluate", *saved).code == 0
+    before, after = rows(Record.load(finetuned / "record.json")), rows(record_of(folder / "reused"))
+    assert after["base, full attention"].nll == pytest.approx(before["full attention, trained weights"].nll, rel=1e-5)
+    assert after["Focus hard k=1"].nll == pytest.approx(before["Focus hard k=1"].nll, rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [(*BOTH, "attention=full"), ("regime=scratch", "regime.phases.everything.steps=3", "attention=full")],
+    ids=["finetune", "scratch"],
+)
+def test_full_attention_can_be_trained_for_comparison(tmp_path, settings):
+    assert run(*tiny(tmp_path), *settings).code == 0
+    record, place = record_of(tmp_path), only_run(tmp_path)
+    assert kinds(record) == {"base", "trained"} and record.steps == 3
+    assert (place / "model" / "model.safetensors").exists() and not (place / "adapter").exists()
+    assert record.method["trainable_parameters"] == record.model["parameters"]
+
+
+def test_scratch_starts_from_random_weights_and_trains_routers_too(tmp_path):
+    settings = ("regime=scratch", "regime.phases.everything.steps=3", "attention.warm_start_blocks=0")
+    assert run(*tiny(tmp_path), *settings).code == 0
+    record = record_of(tmp_path)
+    assert record.model["source"] == "random"
+    assert record.method["trainable_parameters"] > record.model["parameters"]
+
+
+def test_the_method_of_the_paper_is_declared_not_causal(tmp_path):
+    settings = ("attention=focus_paper", STEPS, "attention.window=8", "attention.groups=3")
+    assert run(*tiny(tmp_path), *settings).code == 0
+    record = record_of(tmp_path)
+    assert record.method["causal"] is False
+    causal = {row.kind: row.causal for row in record.rows}
+    assert causal == {"base": True, "soft": False, "hard": False, "control": True}
+    table = list(csv.DictReader(io.StringIO((only_run(tmp_path) / "table.csv").read_text())))
+    assert [row["causal"] for row in table] == [str(row.causal) for row in record.rows]
+    assert (only_run(tmp_path) / "table.md").read_text().count("no: reads the future") == sum(
+        not row.causal for row in record.rows
+    )

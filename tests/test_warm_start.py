@@ -1,0 +1,156 @@
+"""Routers start from the model's own attention, and end with groups of equal size."""
+
+import pytest
+import torch
+from conftest import FAMILIES
+from torch import Tensor
+
+from focus_exp import attach, set_routing
+from focus_exp.config import PhaseConfig
+from focus_exp.models.attach import attached_methods, attention_modules, observed, swapped
+from focus_exp.training.precision import choose_precision
+from focus_exp.training.regimes import set_training_mode
+from focus_exp.training.warm_start import AttentionProbe, calibrate, warm_start
+
+T, WINDOW, SINKS, GROUPS = 64, 8, 2, 4
+FLOAT32 = choose_precision("float32", "cpu", trains_base=False)
+
+
+def focus(model, **options):
+    torch.manual_seed(1)
+    return attach(model, "focus", **{"groups": GROUPS, "window": WINDOW, "sinks": SINKS} | options)
+
+
+def random_blocks(count: int, seed: int = 0) -> list[Tensor]:
+    return list(torch.randint(256, (count, T), generator=torch.Generator().manual_seed(seed)))
+
+
+def snapshot(model) -> dict[str, Tensor]:
+    return {name: tensor.clone() for name, tensor in model.state_dict().items()}
+
+
+def changed(model, before: dict[str, Tensor]) -> set[str]:
+    return {name for name, tensor in model.state_dict().items() if not torch.equal(tensor, before[name])}
+
+
+def group_shares(model, blocks: list[Tensor]) -> Tensor:
+    """Share of the tokens of `blocks` in each group `[layers, K]`: counted where routing is hard, else by mass."""
+    sizes = torch.zeros(len(attached_methods(model)), GROUPS)
+
+    def observe(layer, method, selection, sequence):
+        sizes[layer] += (selection.assignment if selection.key_groups is None else selection.key_groups).sum((0, 1))
+
+    with torch.no_grad(), observed(model, observe):
+        model(torch.stack(blocks))
+    return sizes / sizes.sum(1, keepdim=True)
+
+
+def mass_inside_groups(model, attentions, hidden) -> list[float]:
+    """Per layer sum_ij a_ij g_i . g_j / sum_ij a_ij over pairs beyond window and sinks, by the equations."""
+    i, j = torch.arange(T)[:, None], torch.arange(T)
+    distant = (i - j > WINDOW) & (j >= SINKS)
+    shares = []
+    for layer, method in attached_methods(model).items():
+        with torch.no_grad():
+            logits = method.router(hidden[layer]) / method.temperature
+            g = (logits + method.router.potential).softmax(-1)
+        a = attentions[layer].mean(1) * distant
+        shares.append(((a * (g @ g.transpose(1, 2))).sum() / a.sum()).item())
+    return shares
+
+
+def test_warm_start_keeps_more_of_the_models_attention_inside_balanced_groups(tiny_model):
+    blocks, hidden = random_blocks(4), []
+    model = tiny_model("llama", attn_implementation="eager")
+    hooks = [
+        module.register_forward_pre_hook(
+            lambda _, args, kwargs: hidden.append(kwargs["hidden_states"]), with_kwargs=True
+        )
+        for module in attention_modules(model).values()
+    ]
+    with torch.no_grad():
+        attentions = model(torch.stack(blocks), output_attentions=True).attentions
+    for hook in hooks:
+        hook.remove()
+    focus(model)
+    at_random = mass_inside_groups(model, attentions, hidden)
+    warm_start(model, blocks, 60, FLOAT32, seed=0)
+    fitted = mass_inside_groups(model, attentions, hidden)
+    assert all(after > before + 0.05 for before, after in zip(at_random, fitted, strict=True))
+    # one group for all would hold all the mass: the gain must not come from there
+    assert group_shares(model, blocks).max() < 1.3 / GROUPS
+
+
+def test_warm_start_touches_the_routers_alone(tiny_model):
+    model = focus(tiny_model("llama"))
+    for index, parameter in enumerate(model.parameters()):
+        parameter.requires_grad_(index % 2 == 0)
+    flags, before = {n: p.requires_grad for n, p in model.named_parameters()}, snapshot(model)
+    warm_start(model, random_blocks(2), 3, FLOAT32, seed=0)
+    routers = {name for name in before if ".focus." in name}
+    assert changed(model, before) == routers and len(routers) == 6
+    assert {n: p.requires_grad for n, p in model.named_parameters()} == flags
+    assert all(p.grad is None for p in model.parameters())
+    assert not any(module.training for module in model.modules())
+    assert all(type(method).__name__ == "Focus" for method in attached_methods(model).values())
+
+
+def test_warm_start_follows_from_its_seed(tiny_model):
+    states = []
+    for seed in (0, 0, 1):
+        model = focus(tiny_model("llama"))
+        warm_start(model, random_blocks(4), 3, FLOAT32, seed)
+        states.append(torch.cat([p.flatten() for m in attached_methods(model).values() for p in m.parameters()]))
+    assert torch.equal(states[0], states[1]) and not torch.equal(states[0], states[2])
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_probe_reads_full_attention_without_changing_it(tiny_model, family):
+    model, tokens = tiny_model(family), torch.stack(random_blocks(2))
+    with torch.no_grad():
+        expected = model(tokens).logits
+        eager = tiny_model(family, attn_implementation="eager")(tokens, output_attentions=True).attentions
+        focus(model)
+        probes = {i: AttentionProbe(m.shape, WINDOW, SINKS) for i, m in attached_methods(model).items()}
+        with swapped(model, dict(probes)):
+            torch.testing.assert_close(model(tokens).logits, expected, rtol=0, atol=1e-4)
+    i, j = torch.arange(T)[:, None], torch.arange(T)
+    distant = (i - j > WINDOW) & (j >= SINKS)
+    for layer, probe in probes.items():
+        assert torch.stack(probe.hidden).shape == (2, T, 64)
+        mass = torch.stack(probe.mass).float()
+        torch.testing.assert_close(mass, eager[layer].mean(1) * distant, rtol=1e-2, atol=1e-4)
+
+
+@pytest.mark.parametrize("normalize", [True, False])
+@pytest.mark.parametrize("seed", [0, 1])
+def test_calibration_makes_the_hard_groups_of_its_text_equally_large(tiny_model, normalize, seed):
+    model = focus(tiny_model("llama", seed=seed), normalize=normalize, temperature=0.5)
+    for method in attached_methods(model).values():
+        method.router.potential[seed] = 30.0
+    before, blocks = snapshot(model), random_blocks(8)
+    assert (group_shares(set_routing(model, hard=True), blocks).max(1).values > 0.6).all()
+    calibrate(model, blocks, FLOAT32)
+    assert group_shares(set_routing(model, hard=True), blocks).max() < 1.2 / GROUPS
+    assert group_shares(model, random_blocks(8, seed=9)).max() < 1.6 / GROUPS  # nor only there
+    assert {name.rsplit(".", 1)[1] for name in changed(model, before)} == {"potential"}
+
+
+@pytest.mark.parametrize("assignment", ["sinkhorn", "softmax"])
+def test_calibration_leaves_other_assignments_alone(tiny_model, assignment):
+    model = focus(tiny_model("llama"), assignment=assignment)
+    before = snapshot(model)
+    calibrate(model, random_blocks(2), FLOAT32)
+    assert not changed(model, before)
+
+
+def test_the_potential_follows_the_batches_in_training_and_rests_in_evaluation(tiny_model):
+    model, tokens = focus(tiny_model("llama")), torch.stack(random_blocks(2))
+    before = snapshot(model)
+    with torch.no_grad():
+        model(tokens)
+        assert not changed(model, before)
+        set_training_mode(model, PhaseConfig(train="router"))
+        model(tokens)
+    assert {name.rsplit(".", 1)[1] for name in changed(model, before)} == {"potential"}
+    assert len(changed(model, before)) == 2
