@@ -111,7 +111,6 @@ class EvalConfig:
 class TrainerConfig:
     name: str = MISSING
     accelerator: str = "auto"
-    devices: int = 1
     precision: str = "auto"
     batch_size: int = 1
     accumulate: int = 1
@@ -188,7 +187,6 @@ AT_LEAST = {
     "eval.max_windows": 1,
     "eval.batch_size": 1,
     "eval.bootstrap_samples": 1,
-    "trainer.devices": 1,
     "trainer.batch_size": 1,
     "trainer.accumulate": 1,
     "trainer.checkpoint_every": 1,

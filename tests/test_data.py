@@ -120,10 +120,17 @@ def test_ranks_see_disjoint_blocks():
     assert len({len(loader) for loader in loaders}) == 1
 
 
+def test_an_epoch_ends_with_a_whole_step():
+    blocks = Blocks(stream_of([44]), 4, cross_documents=True)
+    loader = ResumableLoader(blocks, 2, seed=0, accumulate=2)
+    assert len(blocks) == 11 and len(loader) == len(list(loader)) == 4
+
+
 def test_loader_errors():
     blocks = Blocks(stream_of([40]), 4, cross_documents=True)
-    with pytest.raises(UserError, match="less than one batch of 6"):
-        ResumableLoader(blocks, 6, seed=0, world_size=2)
+    for sizes in ({"batch_size": 6}, {"batch_size": 2, "accumulate": 3}):
+        with pytest.raises(UserError, match=r"less than one step of \d x \d"):
+            ResumableLoader(blocks, seed=0, world_size=2, **sizes)
     state = ResumableLoader(blocks, 2, seed=0).state_dict()
     with pytest.raises(UserError, match="batch_size=2, this run has 5"):
         ResumableLoader(blocks, 5, seed=0).load_state_dict(state)

@@ -12,16 +12,19 @@ from focus_exp.errors import UserError
 
 
 class EpochShuffle(Sampler[int]):
-    """This rank's share of a permutation drawn from (seed, epoch). Lightning calls `set_epoch` at each epoch."""
+    """This rank's share of a permutation drawn from (seed, epoch), cut to whole optimiser steps of `step` items.
 
-    def __init__(self, length: int, seed: int, rank: int = 0, world_size: int = 1):
-        self.length, self.seed, self.rank, self.world_size = length, seed, rank, world_size
+    Lightning calls `set_epoch` at each epoch, and takes a short step at its end if batches to accumulate are missing.
+    """
+
+    def __init__(self, length: int, seed: int, step: int = 1, rank: int = 0, world_size: int = 1):
+        self.length, self.seed, self.step, self.rank, self.world_size = length, seed, step, rank, world_size
         self.epoch = 0
         # items to skip in the next pass only
         self.start = 0
 
     def __len__(self) -> int:
-        return self.length // self.world_size
+        return self.length // self.world_size // self.step * self.step
 
     def set_epoch(self, epoch: int) -> None:
         self.epoch = epoch
@@ -36,20 +39,28 @@ class EpochShuffle(Sampler[int]):
 class ResumableLoader(DataLoader):
     """A DataLoader whose `state_dict` lets a new process go on with the very next batch.
 
-    The ranks see disjoint blocks, incomplete batches are dropped, and `len` is always that of a full epoch.
-    Raises UserError when a rank has less than one batch, or when the state is that of another loader.
+    The ranks see disjoint blocks, an epoch is cut to whole steps of `accumulate` batches, and `len` is always that of a
+    full epoch. Raises UserError when a rank has less than one step, or when the state is that of another loader.
     """
 
     def __init__(
-        self, dataset: Dataset, batch_size: int, seed: int, workers: int = 0, rank: int = 0, world_size: int = 1
+        self,
+        dataset: Dataset,
+        batch_size: int,
+        seed: int,
+        *,
+        accumulate: int = 1,
+        workers: int = 0,
+        rank: int = 0,
+        world_size: int = 1,
     ):
         blocks = len(dataset)  # type: ignore[arg-type]
-        if blocks // world_size < batch_size:
+        if blocks // world_size < batch_size * accumulate:
             raise UserError(
-                f"{blocks} blocks over {world_size} process(es) are less than one batch of {batch_size}.\n"
-                "Lower trainer.batch_size or data.block_size, or use more text."
+                f"{blocks} blocks over {world_size} process(es) are less than one step of {accumulate} x {batch_size}.\n"
+                "Lower trainer.batch_size, trainer.accumulate or data.block_size, or use more text."
             )
-        self.order = EpochShuffle(blocks, seed, rank, world_size)
+        self.order = EpochShuffle(blocks, seed, batch_size * accumulate, rank, world_size)
         self._identity = {"blocks": blocks, "batch_size": batch_size, "seed": seed, "world_size": world_size}
         self._seen = self._resume = 0
         # without its own generator a DataLoader draws from the global one, and a resumed run would differ

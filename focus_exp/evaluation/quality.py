@@ -107,7 +107,7 @@ class Quality:
         def random_groups(shares: list[float], method: Any) -> RandomGroups:
             return RandomGroups(
                 method.shape, groups=attention.groups, window=attention.window, sinks=attention.sinks,
-                top_k=attention.top_k, seed=self.config.seed, shares=torch.tensor(shares),
+                top_k=attention.top_k, pair_rule=attention.pair_rule, seed=self.config.seed, shares=shares,
             )  # fmt: skip
 
         wide = equal_density_window(pairs, attention.sinks, self.layer_sequences())
@@ -145,6 +145,7 @@ class Quality:
                 write_scores(path, scores)
         if scores is not None:
             self.fill(row, scores)
+            print(f"measured: {row.name:<40} perplexity {row.perplexity:>8.3f} ({scores.seconds:.0f} s)")
         return scores
 
     def score(self, row: Row) -> Scores | None:

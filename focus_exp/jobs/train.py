@@ -102,7 +102,7 @@ def attach_method(model: PreTrainedModel, config: Config) -> None:
 def method_options(attention: AttentionConfig) -> dict[str, Any]:
     """The options of attention.* that the method itself takes."""
     options = {key: value for key, value in asdict(attention).items() if key not in NOT_OF_THE_METHOD}
-    taken = {"window": ("window", "sinks"), "random_groups": ("groups", "window", "sinks", "top_k")}
+    taken = {"window": ("window", "sinks"), "random_groups": ("groups", "window", "sinks", "top_k", "pair_rule")}
     return {key: options[key] for key in taken.get(attention.method, options)}
 
 
@@ -113,7 +113,9 @@ def fit(run: Run, model: PreTrainedModel, blocks: Blocks, precision: Precision) 
     checkpoints = list((run.folder / "checkpoints").glob("*.ckpt"))
     if routed and phases and config.attention.warm_start_blocks and not checkpoints:
         sample = sample_blocks(blocks, config.attention.warm_start_blocks, config.seed + 1)
+        began = time.perf_counter()
         warm_start(model, sample, config.attention.warm_start_steps, precision, config.seed)
+        print(f"routers fitted to the attention in {len(sample)} blocks ({time.perf_counter() - began:.0f} s)")
     try:
         trained = train_phases(model, blocks, config, precision, run.folder, run.loggers)
     except NonFiniteError as error:

@@ -12,6 +12,7 @@ import torch
 from pytorch_lightning.loggers import Logger
 from pytorch_lightning.plugins.environments import LightningEnvironment
 from transformers import PreTrainedModel
+from transformers.modeling_layers import GradientCheckpointingLayer
 
 from focus_exp.config import Config, PhaseConfig
 from focus_exp.data import Blocks, ResumableLoader
@@ -67,14 +68,16 @@ def train_phase(
     quiet_lightning()
     pl.seed_everything(seed, verbose=False)
     task = LanguageModelTask(model, phase, name)
-    loader = ResumableLoader(blocks, settings.batch_size, seed, config.data.workers)
+    loader = ResumableLoader(
+        blocks, settings.batch_size, seed, accumulate=settings.accumulate, workers=config.data.workers
+    )
     checkpoint = folder / "checkpoints" / f"{name}.ckpt"
     if settings.gradient_checkpointing:
         # re-entrant checkpointing would drop gradients that reach only the router
         model.gradient_checkpointing_enable({"use_reentrant": False})
     trainer = pl.Trainer(
         accelerator="gpu" if precision.device.type == "cuda" else "cpu",
-        devices=settings.devices,
+        devices=1,
         precision=precision.lightning,
         max_steps=phase.steps,
         max_epochs=-1,
@@ -105,6 +108,9 @@ def train_phase(
 def set_training_mode(model: PreTrainedModel, phase: PhaseConfig) -> None:
     """Routers balance every batch while they are trained; a frozen base keeps its dropout off."""
     model.train(phase.train == "all")
+    for module in model.modules():
+        if isinstance(module, GradientCheckpointingLayer):
+            module.training = True  # the layer's own flag, which decides whether it checkpoints; no dropout hangs on it
     for method in attached_methods(model).values():
         method.train()
 
