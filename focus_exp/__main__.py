@@ -99,6 +99,9 @@ def guarded(work: Callable[[], None]) -> int:
     except Interrupted as stop:
         print(f"{stop}; the same command goes on from here", file=sys.stderr)
         return 128 + stop.signum
+    except BrokenPipeError:  # the reader of our output has left: `--help | head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 128 + signal.SIGPIPE
     except OSError as error:
         if error.errno not in FULL_DISK + READ_ONLY:
             raise

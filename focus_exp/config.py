@@ -52,6 +52,7 @@ class AttentionConfig:
     sinks: int = 4
     top_k: int = 1
     pair_rule: str = "query_topk"
+    backend: str = "auto"  # what computes hard groups: the masked path, or the sparse path on a kernel
     # how its router is trained, in any regime that trains it
     gate_steepness_start: float | None = None  # at a phase's first step, growing linearly to gate_steepness
     warm_start_blocks: int = 0  # blocks of text whose full attention the routers are fitted to first
@@ -160,6 +161,7 @@ CHOICES = {
     "attention.assignment": ("balanced", "sinkhorn", "softmax"),
     "attention.gate": ("log", "multiplicative"),
     "attention.pair_rule": ("query_topk", "share"),
+    "attention.backend": ("auto", "masked", "flash-attn", "torch-flash", "cpu-flash", "math"),
     "data.source": ("hub", "files", "books"),
     "eval.split": ("validation", "test"),
     "trainer.accelerator": ("auto", "cpu", "gpu"),

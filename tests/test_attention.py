@@ -8,6 +8,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from problems import random_assignment, random_sequence
 from torch import Tensor
 
 from focus_exp.attention.baselines.random_groups import RandomGroups, hashed_uniform
@@ -28,29 +29,6 @@ from focus_exp.attention.selection import (
 
 SEEDS = st.integers(0, 10_000)
 SHAPE = LayerShape(width=8, heads=2, head_dim=4, index=0)
-
-
-def random_assignment(kind: str, batch: int, length: int, groups: int) -> Tensor:
-    logits = 3 * torch.randn(batch, length, groups, dtype=torch.float64)
-    if kind == "giant":
-        logits[..., 0] += 30
-    if kind == "empty":
-        logits[..., groups // 2 + 1 :] = -torch.inf
-    return torch.full_like(logits, 1 / groups) if kind == "tied" else logits.softmax(-1)
-
-
-def random_sequence(kind: str, batch: int, length: int) -> Sequence:
-    index = torch.arange(length).expand(batch, length)
-    cut = torch.randint(0, length, (batch, 1))
-    if kind == "left":
-        return Sequence(start=cut.expand(batch, length), valid=index >= cut)
-    if kind == "right":
-        return Sequence(start=torch.zeros_like(index), valid=index <= cut)
-    if kind == "packed":
-        start = torch.where(index >= cut, cut, 0)
-        allowed = (index[:, :, None] >= index[:, None, :]) & (start[:, :, None] == start[:, None, :])
-        return Sequence(start=start, allowed=allowed[:, None])
-    return Sequence.plain(batch, length)
 
 
 @dataclass

@@ -80,7 +80,7 @@ BAD_INPUT = {
     "eval.window=1024": ["eval.window=1024", "use 512 or less"],
     "data.files=nowhere": ["data.files=nowhere", "no such folder"],
     "data.files=???": ["data.files has no value", "data.files=..."],
-    "trainer.batch_size=1000": ["less than one batch of 1000", "trainer.batch_size"],
+    "trainer.batch_size=1000": ["less than one step of 1 x 1000", "trainer.batch_size"],
     "seed=-1": ["seed=-1", "0 or more"],
     "adapter=somewhere": ["adapter=somewhere", "job=evaluate"],
     "job=evaluate": ["job=evaluate needs adapter="],

@@ -88,9 +88,13 @@ def masked_attention(
     s = (q * scaling) @ k.unsqueeze(2).transpose(-1, -2)
     if softcap is not None:
         s = softcap * torch.tanh(s / softcap)
-    if log_gate is not None:
-        gate = log_gate.unsqueeze(2)
-        s = s * gate.exp().to(s.dtype) if multiplicative else s + gate.to(s.dtype)
-    s = s.masked_fill(~keep.unsqueeze(2), float("-inf"))
+    if multiplicative:
+        assert log_gate is not None
+        s = s * log_gate.unsqueeze(2).exp().to(s.dtype)
+        bias = torch.zeros_like(log_gate)
+    else:
+        bias = torch.zeros(keep.shape, device=q.device) if log_gate is None else log_gate
+    # one mask for all heads, added in place: the scores are the largest tensor of the layer
+    s = s.add_(bias.masked_fill(~keep, float("-inf")).unsqueeze(2).to(s.dtype))
     p = torch.softmax(s, dim=-1, dtype=torch.promote_types(s.dtype, torch.float32)).to(v.dtype)
     return (F.dropout(p, dropout) @ v.unsqueeze(2)).flatten(1, 2)

@@ -100,6 +100,9 @@ class Focus(AttentionMethod):
         softcap: float | None = None,
         dropout: float = 0.0,
     ) -> Tensor:
+        if selection.query_groups is not None:
+            return super().attend(q, k, v, selection, sequence, scaling=scaling, softcap=softcap, dropout=dropout)
+        self.path = "soft"
         return blocked_attention(
             q, k, v, selection, sequence,
             window=self.window, sinks=self.sinks, scaling=scaling, softcap=softcap, dropout=dropout,

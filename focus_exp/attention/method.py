@@ -10,7 +10,14 @@ import torch
 from torch import Tensor, nn
 
 from focus_exp.attention.blocked import blocked_attention
+from focus_exp.attention.kernels import KERNELS, Demand, Kernel, choose
 from focus_exp.attention.selection import PairCounts, Selection, Sequence, count_pairs
+from focus_exp.attention.sparse import sparse_attention
+
+# masked: all pairs are computed and the dropped ones masked; a kernel's name: the sparse path on that kernel
+BACKENDS = ("auto", "masked", *KERNELS)
+# below so many tokens "auto" takes the masked path, which computes the same function
+SPARSE_FROM = 2048
 
 # called with (layer index, method, selection, sequence) whenever a layer runs
 Observer = Callable[[int, "AttentionMethod", Selection, Sequence], None]
@@ -37,6 +44,8 @@ class AttentionMethod(nn.Module):
         self.window = window
         self.sinks = sinks
         self.enabled = True
+        self.backend = "auto"
+        self.path: str | None = None  # which one the last call took
         self.observers: list[Observer] = []
 
     def route(self, h: Tensor, sequence: Sequence) -> Selection:
@@ -55,11 +64,33 @@ class AttentionMethod(nn.Module):
         softcap: float | None = None,
         dropout: float = 0.0,
     ) -> Tensor:
-        """Output `[B, H, T, D]` of q `[B, H, T, D]`, k and v `[B, G, T, D]`."""
+        """Output `[B, H, T, D]` of q `[B, H, T, D]`, k and v `[B, G, T, D]`, by the path that `backend` says."""
+        kernel = self.sparse_kernel(q, selection, sequence, softcap, dropout)
+        if kernel is not None:
+            self.path = kernel.name
+            return sparse_attention(
+                q, k, v, selection, sequence, kernel,
+                window=self.window, sinks=self.sinks, scaling=scaling, softcap=softcap,
+            )  # fmt: skip
+        self.path = "masked"
         return blocked_attention(
             q, k, v, selection, sequence,
             window=self.window, sinks=self.sinks, scaling=scaling, softcap=softcap, dropout=dropout,
         )  # fmt: skip
+
+    def sparse_kernel(
+        self, q: Tensor, selection: Selection, sequence: Sequence, softcap: float | None, dropout: float
+    ) -> Kernel | None:
+        """The kernel of the sparse path for this call; None where the masked path is to be taken."""
+        if self.backend == "masked" or selection.query_groups is None or sequence.masked or dropout:
+            return None
+        if self.backend == "auto" and q.shape[2] < SPARSE_FROM:
+            return None
+        demand = Demand(q.device.type, q.dtype, q.shape[-1], softcap is not None)
+        kernel = choose(demand, self.backend)
+        if kernel is None and self.backend != "auto":
+            raise RuntimeError(f"backend {self.backend} cannot serve here: {KERNELS[self.backend].refuses(demand)}")
+        return kernel
 
     @torch.no_grad()
     def count_pairs(self, selection: Selection, sequence: Sequence) -> PairCounts:

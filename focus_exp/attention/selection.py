@@ -18,11 +18,13 @@ class Sequence:
     valid: `[B, T]` bool, False on padding; None when there is none.
     start: `[B, T]` int, the index of the first token of each token's own sequence (padding and packing move it).
     allowed: `[B or 1, 1, T, T]` bool, what the base model lets a query see; None for plain causal attention.
+    masked: `allowed` forbids more than the future and padding (sliding layers, packed sequences).
     """
 
     start: Tensor
     valid: Tensor | None = None
     allowed: Tensor | None = None
+    masked: bool = False
 
     @staticmethod
     def plain(batch: int, length: int, device: torch.device | str = "cpu") -> Sequence:
@@ -44,7 +46,10 @@ class Selection:
 
 def top_k_groups(assignment: Tensor, k: int) -> Tensor:
     """Membership `[B, T, K]` bool of the k largest entries, ties to the lowest index."""
-    order = torch.argsort(assignment, dim=-1, descending=True, stable=True)[..., :k]
+    if k == 1:  # the first of the largest, without sorting
+        order = assignment.argmax(-1, keepdim=True)
+    else:
+        order = torch.argsort(assignment, dim=-1, descending=True, stable=True)[..., :k]
     return torch.zeros_like(assignment, dtype=torch.bool).scatter_(-1, order, True)
 
 

@@ -57,7 +57,7 @@ class ResumableLoader(DataLoader):
         blocks = len(dataset)  # type: ignore[arg-type]
         if blocks // world_size < batch_size * accumulate:
             raise UserError(
-                f"{blocks} blocks over {world_size} process(es) are less than one step of {accumulate} x {batch_size}.\n"
+                f"{blocks} blocks over {world_size} process(es): less than one step of {accumulate} x {batch_size}.\n"
                 "Lower trainer.batch_size, trainer.accumulate or data.block_size, or use more text."
             )
         self.order = EpochShuffle(blocks, seed, batch_size * accumulate, rank, world_size)

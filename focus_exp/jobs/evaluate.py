@@ -7,14 +7,14 @@ from dataclasses import replace
 from focus_exp.config import AttentionConfig, Config, RegimeConfig, validate
 from focus_exp.errors import UserError
 from focus_exp.jobs.run import finished_record, open_run, run_folder
-from focus_exp.jobs.train import describe, load, prepare
+from focus_exp.jobs.train import choose_backend, describe, load, prepare
 from focus_exp.models.adapter import load_adapter, read_description
 from focus_exp.models.attach import is_causal
 from focus_exp.training.precision import choose_precision
 
 
 def evaluate(config: Config) -> None:
-    """Measure `config.adapter` as `config.eval` says; attention is the adapter's, save top_k and pair_rule."""
+    """Measure `config.adapter` as `config.eval` says; attention is the adapter's, save top_k, pair_rule, backend."""
     if not config.adapter:
         raise UserError("job=evaluate needs adapter=<folder that save_adapter wrote>, such as <run folder>/adapter")
     description = read_description(config.adapter)
@@ -24,11 +24,15 @@ def evaluate(config: Config) -> None:
         print("\n".join([*done.findings, "", f"finished already, in {folder}; overwrite=true runs it again"]))
         return
     precision = choose_precision(config.trainer.precision, config.trainer.accelerator, trains_base=False)
-    print(f"evaluation of {config.adapter} on {config.data.name}; {describe(precision)}\nrun folder: {folder}")
+    attention = config.attention
+    kept = f"{attention.method}, K={attention.groups}, window {attention.window}"
+    print(f"evaluation of {config.adapter} ({kept}: the adapter's own) on {config.data.name}; {describe(precision)}")
+    print(f"run folder: {folder}")
     with open_run(config, describe(precision)) as run:
         loaded, corpus = load(run, precision)
         model, quality, _ = prepare(run, loaded, corpus, precision)
         load_adapter(model, str(config.adapter))
+        choose_backend(model, config.attention.backend)
         quality.measure_base()
         quality.measure_attached()
         run.record.method = {
@@ -43,7 +47,7 @@ def evaluate(config: Config) -> None:
 def with_adapter(config: Config, description: dict[str, object]) -> Config:
     """The configuration with the adapter's own method in place of attention.*, and nothing to train."""
     options = dict(description["options"])  # type: ignore[call-overload]
-    chosen = {key: getattr(config.attention, key) for key in ("top_k", "pair_rule")}
+    chosen = {key: getattr(config.attention, key) for key in ("top_k", "pair_rule", "backend")}
     attention = AttentionConfig(name=config.attention.name, method=str(description["method"]), **{**options, **chosen})
     merged = replace(config, attention=attention, regime=RegimeConfig(name="none"))
     validate(merged)

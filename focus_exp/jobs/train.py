@@ -14,13 +14,14 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from focus_exp.assets import cache_root
+from focus_exp.attention.kernels import KERNELS, Demand
 from focus_exp.config import AttentionConfig, Config
 from focus_exp.data import Blocks, Corpus, bos_of, load_corpus
 from focus_exp.errors import UserError
 from focus_exp.evaluation.quality import Quality
 from focus_exp.jobs.run import Run, finished_record, open_run, run_folder
 from focus_exp.models.adapter import save_adapter
-from focus_exp.models.attach import attach, attachment_of, freeze, is_causal
+from focus_exp.models.attach import attach, attached_methods, attachment_of, freeze, is_causal
 from focus_exp.models.load import LoadedModel, load_model
 from focus_exp.training.module import NonFiniteError
 from focus_exp.training.precision import Precision, choose_precision
@@ -28,7 +29,7 @@ from focus_exp.training.regimes import phases_of, train_phases
 from focus_exp.training.warm_start import calibrate, warm_start
 
 NOT_OF_THE_METHOD = (
-    "name", "method", "gate_steepness_start", "warm_start_blocks", "warm_start_steps", "calibration_blocks",
+    "name", "method", "backend", "gate_steepness_start", "warm_start_blocks", "warm_start_steps", "calibration_blocks",
 )  # fmt: skip
 
 
@@ -97,6 +98,17 @@ def attach_method(model: PreTrainedModel, config: Config) -> None:
     if config.attention.method != "full":
         pl.seed_everything(config.seed, verbose=False)
         attach(model, config.attention.method, **method_options(config.attention))
+        choose_backend(model, config.attention.backend)
+
+
+def choose_backend(model: PreTrainedModel, backend: str) -> None:
+    """UserError where the kernel that is asked for cannot serve this model on this device."""
+    for method in attached_methods(model).values():
+        if backend in KERNELS:
+            demand = Demand(model.device.type, model.dtype, method.shape.head_dim)
+            if reason := KERNELS[backend].refuses(demand):
+                raise UserError(f"attention.backend={backend} cannot serve here: it {reason}; use auto")
+        method.backend = backend
 
 
 def method_options(attention: AttentionConfig) -> dict[str, Any]:

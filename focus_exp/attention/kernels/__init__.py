@@ -1,0 +1,23 @@
+"""Kernels of the sparse path: which there are, and which one serves."""
+
+from focus_exp.attention.kernels.contract import Demand, Kernel, Meeting
+from focus_exp.attention.kernels.cpu import CpuFlash
+from focus_exp.attention.kernels.cuda import FlashAttn, TorchFlash
+from focus_exp.attention.kernels.plain import Math
+
+__all__ = ["KERNELS", "Demand", "Kernel", "Math", "Meeting", "available", "choose"]
+
+# in the order in which "auto" prefers them; math is there to be compared with
+KERNELS: dict[str, Kernel] = {kernel.name: kernel for kernel in (FlashAttn(), TorchFlash(), CpuFlash(), Math())}
+
+
+def available(demand: Demand) -> dict[str, str | None]:
+    """Why each kernel cannot serve, None for those that can."""
+    return {name: kernel.refuses(demand) for name, kernel in KERNELS.items()}
+
+
+def choose(demand: Demand, name: str = "auto") -> Kernel | None:
+    """The first kernel that can serve without building scores, or the named one; None where there is none."""
+    if name != "auto":
+        return KERNELS[name] if KERNELS[name].refuses(demand) is None else None
+    return next((k for k in KERNELS.values() if k.name != "math" and k.refuses(demand) is None), None)

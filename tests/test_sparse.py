@@ -1,0 +1,163 @@
+"""The sparse path: every kernel's parts, merged, are the oracle, in outputs and gradients, each kept pair once."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import pytest
+import torch
+from conftest import FAMILIES
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from problems import random_assignment, random_sequence
+from torch import Tensor
+
+from focus_exp import attach, set_routing
+from focus_exp.attention.kernels import KERNELS, Demand, available, choose
+from focus_exp.attention.kernels.plain import Math
+from focus_exp.attention.method import SPARSE_FROM
+from focus_exp.attention.parts import Tokens, parts
+from focus_exp.attention.reference import reference_attention
+from focus_exp.attention.selection import Selection, Sequence, count_pairs, select
+from focus_exp.attention.sparse import sparse_attention
+from focus_exp.models.attach import attached_methods
+
+
+class SegmentsOnly(Math):
+    """A kernel that has causal and windowed segments alone, as the flash kernels on CUDA."""
+
+    name = "segments-only"
+    takes_bias = False
+
+
+@pytest.fixture(autouse=True, scope="module")
+def poisoned_memory() -> Iterator[None]:
+    """torch.empty holds NaN, so that a number nobody computed shows."""
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+@dataclass
+class Problem:
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    selection: Selection
+    sequence: Sequence
+    options: dict[str, float | None]
+
+    def run(self, attention, dtype: torch.dtype, *kernel) -> list[Tensor]:
+        """The output on real tokens and the gradients of q, k, v."""
+        leaves = [x.to(dtype, copy=True).requires_grad_() for x in (self.q, self.k, self.v)]
+        out = attention(*leaves, self.selection, self.sequence, *kernel, **self.options)
+        assert torch.isfinite(out).all()
+        weights = torch.randn(out.shape, generator=torch.Generator().manual_seed(0))
+        if self.sequence.valid is not None:
+            weights = weights * self.sequence.valid[:, None, :, None]
+        (out * weights.to(out.dtype)).sum().backward()
+        return [x.detach().double() for x in (out * (weights != 0), *(leaf.grad for leaf in leaves))]
+
+
+@st.composite
+def problems(draw: st.DrawFn) -> Problem:
+    torch.manual_seed(draw(st.integers(0, 10_000)))
+    batch, length, groups = draw(st.integers(1, 2)), draw(st.integers(1, 150)), draw(st.sampled_from([1, 3, 8]))
+    heads, share, size = draw(st.integers(1, 2)), draw(st.integers(1, 3)), draw(st.sampled_from([8, 20]))
+    q = torch.randn(batch, heads * share, length, size, dtype=torch.float64)
+    k, v = torch.randn(2, batch, heads, length, size, dtype=torch.float64)
+    g = random_assignment(draw(st.sampled_from(["spread", "giant", "empty", "tied"])), batch, length, groups)
+    selection = select(g, draw(st.integers(1, min(3, groups))), draw(st.sampled_from(["query_topk", "share"])))
+    sequence = random_sequence(draw(st.sampled_from(["plain", "left", "right"])), batch, length)
+    options = {"window": draw(st.sampled_from([0, 5, 70, 200])), "sinks": draw(st.integers(0, 4)), "scaling": 0.3}
+    return Problem(q, k, v, selection, sequence, options)
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 1e-2)], ids=["f32", "bf16"])
+@pytest.mark.parametrize("kernel", [KERNELS["cpu-flash"], KERNELS["math"], SegmentsOnly()], ids=lambda k: k.name)
+@given(problem=problems())
+@settings(max_examples=60, deadline=None)
+def test_parts_merged_are_the_oracle(kernel, dtype, tolerance, problem):
+    problem.q, problem.k, problem.v = (x.to(dtype).double() for x in (problem.q, problem.k, problem.v))
+    ours = problem.run(sparse_attention, dtype, kernel)
+    truth = problem.run(reference_attention, torch.float64)
+    scale = max(x.norm() for x in truth[1:])  # a gradient can be all cancellation
+    for mine, exact, least in zip(ours, truth, [0.0, scale, scale, scale], strict=True):
+        assert (mine - exact).norm() <= tolerance * max(exact.norm(), least)
+
+
+@given(problem=problems())
+@settings(max_examples=60, deadline=None)
+def test_softcap_is_the_oracles_too(problem):
+    problem.options["softcap"] = 1.5
+    ours = problem.run(sparse_attention, torch.float64, SegmentsOnly())
+    for mine, exact in zip(ours, problem.run(reference_attention, torch.float64), strict=True):
+        torch.testing.assert_close(mine, exact, atol=1e-9, rtol=1e-9)
+
+
+@given(problem=problems(), segments_only=st.booleans())
+@settings(max_examples=60, deadline=None)
+def test_every_kept_pair_is_in_one_part(problem, segments_only):
+    tokens = Tokens.of(problem.selection, problem.sequence)
+    batch, length = problem.sequence.start.shape
+    seen = torch.zeros(batch * length, batch * length)
+    index = torch.arange(batch * length)
+    for part in parts(tokens, SegmentsOnly() if segments_only else Math(), problem.options["window"],
+                      problem.options["sinks"], 1.0):  # fmt: skip
+        rows = index[part.queries]
+        if part.meeting.bias is not None:
+            blocks = part.meeting.bias.shape[0]
+            for queries, keys, keep in zip(rows.chunk(blocks), part.keys.chunk(blocks), part.meeting.bias, strict=True):
+                seen.index_put_((queries[:, None], keys[None]), keep.float(), accumulate=True)
+            continue
+        for segment in rows.split(part.meeting.lengths.tolist()):
+            distance = torch.arange(len(segment))[:, None] - torch.arange(len(segment))
+            keep = (distance >= 0) & (distance <= (part.meeting.window or length))
+            if part.meeting.window is not None or part.marks is not None:
+                keep = (distance >= 0) & (distance <= part.meeting.window) & ~tokens.meet(segment, segment)
+            seen[segment[:, None], segment] += keep.float()
+    assert seen.max() <= 1
+    if problem.sequence.valid is not None:
+        seen *= problem.sequence.valid.flatten()[:, None]
+    counts = count_pairs(problem.selection, problem.sequence, problem.options["window"], problem.options["sinks"])
+    assert seen.sum() == counts.total - counts.distant + counts.distant_kept
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(("top_k", "rule"), [(1, "query_topk"), (2, "query_topk"), (2, "share")])
+def test_an_attached_model_gives_the_same_logits_by_both_paths(tiny_model, family, top_k, rule):
+    torch.manual_seed(0)
+    changes = {"sliding_window": None} if family == "mistral" else {}  # where all layers slide, all take the mask
+    model = attach(tiny_model(family, **changes), "focus", window=5, sinks=2)
+    set_routing(model, hard=True, top_k=top_k, pair_rule=rule)
+    tokens, mask = torch.randint(256, (2, 90)), torch.ones(2, 90, dtype=torch.long)
+    mask[0, :30] = 0
+    logits, paths = {}, {}
+    for backend in ("masked", "cpu-flash"):
+        if family == "gemma2" and backend == "cpu-flash":
+            backend = "math"  # softcap
+        set_routing(model, hard=True, backend=backend)
+        with torch.no_grad():
+            logits[backend] = model(tokens, attention_mask=mask).logits[mask.bool()]
+        paths[backend] = {method.path for method in attached_methods(model).values()}
+    masked, fast = logits.values()
+    torch.testing.assert_close(fast, masked, atol=1e-4, rtol=1e-4)
+    (_, slow), (name, taken) = paths.items()
+    assert slow == {"masked"} and taken - {"masked"} == {name}
+
+
+def test_auto_takes_the_sparse_path_where_sequences_are_long_enough(tiny_model):
+    model = set_routing(attach(tiny_model("llama", max_position_embeddings=4096), "focus", window=5), hard=True)
+    for length, path in ((SPARSE_FROM - 1, "masked"), (SPARSE_FROM, "cpu-flash")):
+        with torch.no_grad():
+            model(torch.randint(256, (1, length)), logits_to_keep=1)
+        assert {method.path for method in attached_methods(model).values()} == {path}
+
+
+def test_kernels_say_why_they_cannot_serve():
+    reasons = available(Demand("cpu", torch.float32, 64))
+    assert reasons["cpu-flash"] is None and reasons["math"] is None
+    assert "CUDA" in reasons["torch-flash"] and "CUDA" in reasons["flash-attn"]
+    assert choose(Demand("cpu", torch.bfloat16, 64)).name == "cpu-flash"
+    assert choose(Demand("cpu", torch.float32, 64, softcap=True)) is None
+    assert "bfloat16" in available(Demand("cuda", torch.float32, 64))["torch-flash"]
+    assert "256" in available(Demand("cuda", torch.bfloat16, 512))["torch-flash"]
