@@ -2,6 +2,7 @@
 
 import re
 import shutil
+import signal
 import subprocess
 import sys
 
@@ -71,6 +72,7 @@ BAD_INPUT = {
     "attention.window=-1": ["attention.window=-1", "0 or more"],
     "attention.temperature=nan": ["attention.temperature=nan", "above 0"],
     "attention.gate_threshold=7": ["attention.gate_threshold=7", "from 0 to 1"],
+    "attention.backend=torch-flash": ["attention.backend=torch-flash cannot serve here", "CUDA", "use auto"],
     "attention.gate=multiplicative": ["attention.gate_threshold=0.5", "set it to 0"],
     "attention=full": ["regime=retrofit", "attention=full", "regime=none"],
     "eval.pair_rules=[any]": ["eval.pair_rules", "any", "query_topk or share"],
@@ -80,7 +82,7 @@ BAD_INPUT = {
     "eval.window=1024": ["eval.window=1024", "use 512 or less"],
     "data.files=nowhere": ["data.files=nowhere", "no such folder"],
     "data.files=???": ["data.files has no value", "data.files=..."],
-    "trainer.batch_size=1000": ["less than one step of 1 x 1000", "trainer.batch_size"],
+    "trainer.batch_size=1000": ["less than one step of 2 x 1000", "trainer.batch_size"],
     "seed=-1": ["seed=-1", "0 or more"],
     "adapter=somewhere": ["adapter=somewhere", "job=evaluate"],
     "job=evaluate": ["job=evaluate needs adapter="],
@@ -114,6 +116,14 @@ def test_help_and_configuration_are_shown_without_waiting_for_torch(option):
     assert result.returncode == 0 and all(part in result.stdout for part in SHOWN[option])
     imported = set(re.findall(r"\| +([\w.]+)$", result.stderr, flags=re.MULTILINE))
     assert "hydra" in imported and not imported & {"torch", "transformers"}
+
+
+def test_a_reader_that_leaves_early_is_no_error():
+    command = [sys.executable, "-u", "-m", "focus_exp", "--help"]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    process.stdout.close()
+    assert process.stderr.read() == ""
+    assert process.wait() == 128 + signal.SIGPIPE
 
 
 def test_bad_input_as_a_process_prints_no_stack_trace(tmp_path):

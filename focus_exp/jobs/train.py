@@ -21,7 +21,7 @@ from focus_exp.errors import UserError
 from focus_exp.evaluation.quality import Quality
 from focus_exp.jobs.run import Run, finished_record, open_run, run_folder
 from focus_exp.models.adapter import save_adapter
-from focus_exp.models.attach import attach, attached_methods, attachment_of, freeze, is_causal
+from focus_exp.models.attach import attach, attachment_of, freeze, is_causal, set_routing
 from focus_exp.models.load import LoadedModel, load_model
 from focus_exp.training.module import NonFiniteError
 from focus_exp.training.precision import Precision, choose_precision
@@ -90,25 +90,26 @@ def prepare(
     held_out = corpus.validation if config.eval.split == "validation" else corpus.test
     windows = Blocks(held_out, config.eval.window, stride=config.eval.stride, bos=bos, cross_documents=False)
     blocks = Blocks(corpus.train, config.data.block_size, bos=bos, cross_documents=True)
+    check_backend(model, config.attention.backend)
     freeze(model, "router")
     return model, Quality(model, windows, config, precision, run.folder / "evaluation"), blocks
+
+
+def check_backend(model: PreTrainedModel, backend: str) -> None:
+    """UserError where the kernel that is asked for cannot serve this model on this device."""
+    if backend in KERNELS:
+        text = model.config.get_text_config()
+        head_dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+        softcap = getattr(text, "attn_logit_softcapping", None) is not None
+        if reason := KERNELS[backend].refuses(Demand(model.device.type, model.dtype, head_dim, softcap)):
+            raise UserError(f"attention.backend={backend} cannot serve here: it {reason}; use auto")
 
 
 def attach_method(model: PreTrainedModel, config: Config) -> None:
     if config.attention.method != "full":
         pl.seed_everything(config.seed, verbose=False)
         attach(model, config.attention.method, **method_options(config.attention))
-        choose_backend(model, config.attention.backend)
-
-
-def choose_backend(model: PreTrainedModel, backend: str) -> None:
-    """UserError where the kernel that is asked for cannot serve this model on this device."""
-    for method in attached_methods(model).values():
-        if backend in KERNELS:
-            demand = Demand(model.device.type, model.dtype, method.shape.head_dim)
-            if reason := KERNELS[backend].refuses(demand):
-                raise UserError(f"attention.backend={backend} cannot serve here: it {reason}; use auto")
-        method.backend = backend
+        set_routing(model, hard=False, backend=config.attention.backend)
 
 
 def method_options(attention: AttentionConfig) -> dict[str, Any]:

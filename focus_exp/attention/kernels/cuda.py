@@ -58,7 +58,9 @@ class FlashAttn(Kernel):
     name = "flash-attn"
 
     def refuses(self, demand: Demand) -> str | None:
-        return refused_by_flash(demand) or ("flash-attn is not installed" if flash_attn() is None else None)
+        return refused_by_flash(demand) or (
+            "needs the package flash-attn, which is not installed" if flash_attn() is None else None
+        )
 
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, meeting: Meeting, scaling: float, softcap: float | None
