@@ -7,11 +7,13 @@ import importlib.util
 import io
 import json
 import math
+import re
 import socket
 import struct
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -25,6 +27,7 @@ from focus_exp.reporting.findings import findings
 from focus_exp.reporting.record import Record, Row, environment, read_metrics
 from focus_exp.reporting.tables import quality_table
 
+ROOT = Path(__file__).parent.parent
 CONFIG = {
     "experiment": "test",
     "model": {"name": "tiny"},
@@ -311,3 +314,14 @@ def test_reporting_imports_neither_torch_nor_wandb():
     code = f"import sys; {imports}; print([name for name in ('torch', 'wandb', 'transformers') if name in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
+
+
+def test_the_readmes_table_is_its_records():
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    source = (ROOT / re.search(r"\((runs/records/\S+/table\.md)\)", text)[1]).read_text(encoding="utf-8")
+    printed = text[text.index("| attention | perplexity |") :].split("\n\n")[0].splitlines()
+    recorded = {line.split(" | ")[0]: line.split(" | ") for line in source.splitlines()}
+    assert len(printed) > 6
+    for line in printed[2:]:
+        cells = line.removesuffix(" |").split(" | ")
+        assert [cell.split(" [")[0] for cell in cells] == [cell.split(" [")[0] for cell in recorded[cells[0]][:5]]
