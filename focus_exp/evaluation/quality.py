@@ -182,7 +182,7 @@ class Quality:
         if scores.pairs and row.kind == "hard":
             row.largest_group = max((max(shares) for shares in scores.pairs.groups), default=None)
 
-    def paired(self, nll: np.ndarray, other: np.ndarray) -> tuple[float, float, float]:
+    def paired(self, nll: np.ndarray, other: np.ndarray) -> tuple[float, float | None, float | None]:
         """Mean difference per token and its interval."""
         sums, counts = window_sums(nll - other)
         low, high = self.bootstrap.interval(sums, counts)

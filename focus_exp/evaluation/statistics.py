@@ -19,8 +19,10 @@ class Bootstrap:
         draws = np.random.default_rng(seed).integers(0, windows, (samples, windows))
         self.weights = np.stack([np.bincount(draw, minlength=windows) for draw in draws])  # [samples, windows]
 
-    def interval(self, sums: np.ndarray, counts: np.ndarray) -> tuple[float, float]:
-        """Bounds of sum(sums) / sum(counts), both per window."""
+    def interval(self, sums: np.ndarray, counts: np.ndarray) -> tuple[float, float] | tuple[None, None]:
+        """Bounds of sum(sums) / sum(counts), both per window; of one window nothing can be said."""
+        if len(sums) < 2:
+            return None, None
         means = (self.weights @ sums) / (self.weights @ counts)
         low, high = np.quantile(means, [(1 - LEVEL) / 2, (1 + LEVEL) / 2])
         return float(low), float(high)
