@@ -22,7 +22,8 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from focus_exp.config import GROUPS, Config, PhaseConfig, parse, register_schemas
+from focus_exp.checks import parse
+from focus_exp.config import GROUPS, Config, PhaseConfig, register_schemas
 from focus_exp.errors import Interrupted, UserError
 
 FULL_DISK = (errno.ENOSPC, errno.EDQUOT)

@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 from transformers import PreTrainedModel
 
 from focus_exp import assets
-from focus_exp.config import CHOICES
+from focus_exp.checks import CHOICES
 from focus_exp.jobs import run as run_module
 from focus_exp.models import adapter as adapter_module
 from focus_exp.training.module import LanguageModelTask

@@ -9,7 +9,8 @@ from omegaconf import OmegaConf
 from running import only_run, record_of, run, tiny
 
 from focus_exp.__main__ import known
-from focus_exp.config import GROUPS, parse, register_schemas
+from focus_exp.checks import parse
+from focus_exp.config import GROUPS, register_schemas
 
 CONF = Path(__file__).parent.parent / "conf"
 EXPERIMENTS = sorted(path.stem for path in (CONF / "experiment").glob("*.yaml"))

@@ -24,7 +24,8 @@ from focus_exp.errors import UserError
 from focus_exp.reporting import dashboard
 from focus_exp.reporting.figures import write_figures
 from focus_exp.reporting.findings import findings
-from focus_exp.reporting.record import Record, Row, environment, read_metrics
+from focus_exp.reporting.record import Record, environment, read_metrics
+from focus_exp.reporting.rows import Row
 from focus_exp.reporting.tables import quality_table
 
 ROOT = Path(__file__).parent.parent

@@ -14,12 +14,13 @@ TOP_LEVEL = {
     *("conf", "focus_exp", "runs", "tests", ".ci"),
     *("Makefile", "pyproject.toml", "constraints.txt", "README.md", "LICENSE", ".gitignore"),
 }
-FOUNDATION = {"errors", "assets", "config"}
+FOUNDATION = {"errors", "assets", "config", "checks"}
 MAY_IMPORT = {
     "attention": set(),
     "errors": set(),
     "assets": FOUNDATION,
     "config": FOUNDATION,
+    "checks": FOUNDATION,
     "reporting": FOUNDATION,
     "data": FOUNDATION,
     "models": {*FOUNDATION, "attention"},

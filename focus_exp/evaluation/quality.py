@@ -25,7 +25,7 @@ from focus_exp.data import Blocks
 from focus_exp.evaluation.perplexity import PairShares, Scores, score
 from focus_exp.evaluation.statistics import Bootstrap, by_position, mean, window_sums
 from focus_exp.models.attach import attached_methods, disabled, is_causal, observed, set_routing, swapped
-from focus_exp.reporting.record import Row
+from focus_exp.reporting.rows import Row
 from focus_exp.training.precision import Precision
 
 log = logging.getLogger(__name__)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from focus_exp.config import AttentionConfig, Config, RegimeConfig, validate
+from focus_exp.checks import validate
+from focus_exp.config import AttentionConfig, Config, RegimeConfig
 from focus_exp.errors import UserError
 from focus_exp.jobs.run import finished_record, open_run, run_folder
 from focus_exp.jobs.train import describe, load, prepare

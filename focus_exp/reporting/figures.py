@@ -13,7 +13,8 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 
 from focus_exp.reporting.findings import DOMINANT
-from focus_exp.reporting.record import Record, Row, replace_file
+from focus_exp.reporting.record import Record, replace_file
+from focus_exp.reporting.rows import Row
 from focus_exp.reporting.tables import share_text, title
 
 # Okabe and Ito's colour-blind-safe palette; black is kept for the base, wine replaces yellow, too pale for a line

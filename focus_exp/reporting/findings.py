@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from math import isclose
 
-from focus_exp.reporting.record import Record, Row
+from focus_exp.reporting.record import Record
+from focus_exp.reporting.rows import Row
 from focus_exp.reporting.tables import change_text, engaged, perplexity_text, share_text
 
 DOMINANT = 0.5

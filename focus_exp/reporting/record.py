@@ -11,67 +11,16 @@ from dataclasses import MISSING, asdict, dataclass, field, fields, is_dataclass
 from importlib import metadata
 from pathlib import Path
 from types import UnionType
-from typing import Any, Literal, TypedDict, Union, get_args, get_origin, get_type_hints, is_typeddict
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints, is_typeddict
 
 from focus_exp.errors import UserError
+from focus_exp.reporting.rows import Row, SpeedRow
 
 SCHEMA_VERSION = 1
 PACKAGES = (
     "focus_exp", "torch", "transformers", "lightning", "pytorch_lightning", "hydra-core", "omegaconf", "datasets",
     "tokenizers", "numpy", "wandb", "lm_eval", "flash-attn",
 )  # fmt: skip
-
-
-class PositionBin(TypedDict):
-    """Mean loss of the tokens at positions start <= p < end of their window. nll: nats per token."""
-
-    start: int
-    end: int
-    nll: float
-    tokens: int
-
-
-@dataclass(kw_only=True)
-class Row:
-    """One attention pattern scored on the same tokens as the base row.
-
-    Losses are nats per token; `*_low`, `*_high` are 95 % bootstrap bounds over windows. `delta_nll` is paired
-    against the base, `delta_vs_hard` against the configured hard row (this row minus the hard one). Shares are
-    0..1. `window` [tokens] is the row's own local window, None where it is the configured one. A row that failed
-    carries `error` and no numbers.
-    """
-
-    name: str
-    kind: Literal["base", "trained", "soft", "hard", "control"]
-    method: str
-    causal: bool
-    top_k: int | None = None
-    pair_rule: str | None = None
-    window: int | None = None
-    tokens: int | None = None
-    nll: float | None = None
-    perplexity: float | None = None
-    perplexity_low: float | None = None
-    perplexity_high: float | None = None
-    delta_nll: float | None = None
-    delta_low: float | None = None
-    delta_high: float | None = None
-    delta_vs_hard: float | None = None
-    delta_vs_hard_low: float | None = None
-    delta_vs_hard_high: float | None = None
-    distant_pairs_kept: float | None = None
-    pairs_removed: float | None = None
-    largest_group: float | None = None
-    perplexity_inside_window: float | None = None
-    perplexity_beyond_window: float | None = None
-    by_position: list[PositionBin] = field(default_factory=list)
-    seconds: float | None = None
-    error: str | None = None
-
-    @property
-    def scored(self) -> bool:
-        """Whether the row has a finite loss."""
-        return self.error is None and self.nll is not None and math.isfinite(self.nll)
 
 
 @dataclass(kw_only=True)
@@ -101,6 +50,7 @@ class Record:
     layers: list[int] = field(default_factory=list)
     group_shares: list[list[float]] | None = None
     rows: list[Row] = field(default_factory=list)
+    speed: list[SpeedRow] = field(default_factory=list)
     findings: list[str] = field(default_factory=list)
     error: str | None = None
 

@@ -12,7 +12,8 @@ from rich.console import Group
 from rich.table import Table as RichTable
 from rich.text import Text
 
-from focus_exp.reporting.record import Record, Row
+from focus_exp.reporting.record import Record
+from focus_exp.reporting.rows import Row
 
 ENGAGED = 0.05
 ABSENT = "-"

@@ -1,0 +1,135 @@
+"""Checks that need more than a type: refuse what is well-typed but impossible, naming key, value and fix."""
+
+from __future__ import annotations
+
+from math import inf
+from typing import Any
+
+from omegaconf import DictConfig, OmegaConf
+
+from focus_exp.config import Config
+from focus_exp.errors import UserError
+
+JOBS = ("train", "evaluate")
+CHOICES = {
+    "job": JOBS,
+    "assets": ("auto", "hub", "embedded"),
+    "attention.method": ("full", "focus", "window", "random_groups"),
+    "attention.assignment": ("balanced", "sinkhorn", "softmax"),
+    "attention.gate": ("log", "multiplicative"),
+    "attention.pair_rule": ("query_topk", "share"),
+    "attention.backend": ("auto", "masked", "flash-attn", "torch-flash", "cpu-flash", "math"),
+    "data.source": ("hub", "files", "books"),
+    "eval.split": ("validation", "test"),
+    "trainer.accelerator": ("auto", "cpu", "gpu"),
+    "trainer.precision": ("auto", "bf16", "float32"),
+    "logger.wandb": ("auto", "online", "offline", "disabled"),
+}
+AT_LEAST = {
+    "seed": 0,
+    "attention.groups": 1,
+    "attention.routing_dim": 1,
+    "attention.sinkhorn_iterations": 1,
+    "attention.window": 0,
+    "attention.sinks": 0,
+    "attention.top_k": 1,
+    "attention.gate_steepness_start": 0,
+    "attention.warm_start_blocks": 0,
+    "attention.warm_start_steps": 1,
+    "attention.calibration_blocks": 0,
+    "data.block_size": 2,
+    "data.max_train_tokens": 1,
+    "data.max_test_tokens": 1,
+    "data.workers": 0,
+    "eval.window": 2,
+    "eval.stride": 1,
+    "eval.max_windows": 1,
+    "eval.batch_size": 1,
+    "eval.bootstrap_samples": 1,
+    "trainer.batch_size": 1,
+    "trainer.accumulate": 1,
+    "trainer.checkpoint_every": 1,
+    "trainer.log_every": 1,
+}
+ABOVE_ZERO = ("attention.temperature", "attention.gate_steepness", "trainer.gradient_clip")
+SHARES = ("attention.balance_momentum", "attention.gate_threshold")
+
+
+def parse(composed: DictConfig) -> Config:
+    """The composed configuration as dataclasses, checked; UserError names key, value and fix."""
+    if missing := sorted(OmegaConf.missing_keys(composed)):
+        raise UserError(f"{missing[0]} has no value; give it as {missing[0]}=...")
+    config = OmegaConf.to_object(composed)
+    assert isinstance(config, Config)
+    validate(config)
+    return config
+
+
+def lookup(config: Config, key: str) -> Any:
+    """The value at a dotted key."""
+    value: Any = config
+    for part in key.split("."):
+        value = getattr(value, part)
+    return value
+
+
+def validate(config: Config) -> None:
+    """Refuse what no run can be made of."""
+    for key, choices in CHOICES.items():
+        if lookup(config, key) not in choices:
+            raise UserError(f"{key}={lookup(config, key)} is not one of {', '.join(choices)}")
+    for key, low in AT_LEAST.items():
+        value = lookup(config, key)
+        if value is not None and value < low:
+            raise UserError(f"{key}={value} is impossible; use {low} or more")
+    for key in ABOVE_ZERO:
+        if not 0 < lookup(config, key) < inf:
+            raise UserError(f"{key}={lookup(config, key)} is impossible; use a number above 0")
+    for key in SHARES:
+        if not 0 <= lookup(config, key) <= 1:
+            raise UserError(f"{key}={lookup(config, key)} is impossible; use a number from 0 to 1")
+    for rule in config.eval.pair_rules:
+        if rule not in CHOICES["attention.pair_rule"]:
+            raise UserError(f"eval.pair_rules holds {rule}, which is not a rule; choose query_topk or share")
+    if config.adapter and config.job == "train":
+        raise UserError(f"adapter={config.adapter} is for job=evaluate; add job=evaluate, or leave adapter out")
+    validate_attention(config)
+    validate_regime(config)
+    if config.data.source == "files" and not config.data.files:
+        raise UserError("data=files needs data.files=<folder or glob of text files>")
+    if config.data.source == "hub" and not config.data.hub_id:
+        raise UserError("data.source=hub needs data.hub_id")
+    if not (config.model.path or config.model.hub_id or config.model.architecture):
+        raise UserError(f"model {config.model.name} has neither path, nor hub_id, nor architecture")
+
+
+def validate_attention(config: Config) -> None:
+    attention, groups = config.attention, config.attention.groups
+    if attention.top_k > groups:
+        raise UserError(f"attention.top_k={attention.top_k} exceeds attention.groups={groups}; use 1 to {groups}")
+    if attention.gate == "multiplicative" and attention.gate_threshold != 0:
+        raise UserError(
+            f"attention.gate_threshold={attention.gate_threshold} goes with attention.gate=log alone; "
+            "set it to 0, or use attention.gate=log"
+        )
+
+
+def validate_regime(config: Config) -> None:
+    regime = config.regime
+    for name, phase in regime.phases.items():
+        where = f"regime.phases.{name}"
+        if phase.train not in ("router", "all"):
+            raise UserError(f"{where}.train={phase.train} is not one of router, all")
+        if not 0 < phase.learning_rate < inf:
+            raise UserError(f"{where}.learning_rate={phase.learning_rate} is impossible; use a number above 0")
+        for key, low in (("steps", 1), ("warmup_steps", 0), ("weight_decay", 0)):
+            if getattr(phase, key) < low:
+                raise UserError(f"{where}.{key}={getattr(phase, key)} is impossible; use {low} or more")
+    trains_router_only = bool(regime.phases) and all(phase.train == "router" for phase in regime.phases.values())
+    if trains_router_only and config.attention.method != "focus":
+        raise UserError(
+            f"regime={regime.name} trains only a router, but attention={config.attention.name} has none; "
+            "use attention=focus, or regime=none to measure it as it is, or regime=finetune"
+        )
+    if regime.from_scratch and not any(phase.train == "all" for phase in regime.phases.values()):
+        raise UserError(f"regime={regime.name} starts from random weights but no phase trains them; add train: all")

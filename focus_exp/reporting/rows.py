@@ -1,0 +1,106 @@
+"""The rows of a record: one attention pattern's quality, one length's speed."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from typing import Literal, TypedDict
+
+
+class PositionBin(TypedDict):
+    """Mean loss of the tokens at positions start <= p < end of their window. nll: nats per token."""
+
+    start: int
+    end: int
+    nll: float
+    tokens: int
+
+
+@dataclass(kw_only=True)
+class Row:
+    """One attention pattern scored on the same tokens as the base row.
+
+    Losses are nats per token; `*_low`, `*_high` are 95 % bootstrap bounds over windows. `delta_nll` is paired
+    against the base, `delta_vs_hard` against the configured hard row (this row minus the hard one). Shares are
+    0..1. `window` [tokens] is the row's own local window, None where it is the configured one. A row that failed
+    carries `error` and no numbers.
+    """
+
+    name: str
+    kind: Literal["base", "trained", "soft", "hard", "control"]
+    method: str
+    causal: bool
+    top_k: int | None = None
+    pair_rule: str | None = None
+    window: int | None = None
+    tokens: int | None = None
+    nll: float | None = None
+    perplexity: float | None = None
+    perplexity_low: float | None = None
+    perplexity_high: float | None = None
+    delta_nll: float | None = None
+    delta_low: float | None = None
+    delta_high: float | None = None
+    delta_vs_hard: float | None = None
+    delta_vs_hard_low: float | None = None
+    delta_vs_hard_high: float | None = None
+    distant_pairs_kept: float | None = None
+    pairs_removed: float | None = None
+    largest_group: float | None = None
+    perplexity_inside_window: float | None = None
+    perplexity_beyond_window: float | None = None
+    by_position: list[PositionBin] = field(default_factory=list)
+    seconds: float | None = None
+    error: str | None = None
+
+    @property
+    def scored(self) -> bool:
+        """Whether the row has a finite loss."""
+        return self.error is None and self.nll is not None and math.isfinite(self.nll)
+
+
+@dataclass(kw_only=True)
+class SpeedRow:
+    """Focus and full attention, alternated in one run on the same tensors, at one length.
+
+    clock: what was timed. "kernels": the exact attention calls alone, their tokens already gathered. "attention":
+        with routing, selection, sort, gather and merge, as a layer pays it. "prefill": the whole model's forward
+        pass. "attention step", "model step": forward and backward.
+    Times are medians over `repeats` in seconds, peaks are bytes the tensor library held at most, inputs included.
+    pairs_kept: share 0..1 of the causal pairs; 1 / pairs_kept bounds the ratio of an attention clock.
+    *_attention_seconds: the part of a prefill that was spent in routing and attention.
+    A row that failed carries `error` and no times.
+    """
+
+    clock: Literal["kernels", "attention", "prefill", "attention step", "model step"]
+    tokens: int
+    groups: int
+    assignment: Literal["balanced", "trained"]
+    top_k: int = 1
+    pair_rule: str = "query_topk"
+    window: int = 128
+    dtype: str = ""
+    full_kernel: str = ""
+    path: str = ""
+    repeats: int = 0
+    full_seconds: float | None = None
+    focus_seconds: float | None = None
+    full_attention_seconds: float | None = None
+    focus_attention_seconds: float | None = None
+    full_peak_bytes: int | None = None
+    focus_peak_bytes: int | None = None
+    pairs_kept: float | None = None
+    largest_group: float | None = None
+    error: str | None = None
+
+    @property
+    def ratio(self) -> float | None:
+        """How many times faster than full attention."""
+        if not self.full_seconds or not self.focus_seconds:
+            return None
+        return self.full_seconds / self.focus_seconds
+
+    @property
+    def bound(self) -> float | None:
+        """The arithmetic bound of `ratio`: pairs of full attention over pairs of Focus."""
+        return 1 / self.pairs_kept if self.pairs_kept else None
