@@ -15,7 +15,7 @@ from focus_exp import attach, set_routing
 from focus_exp.attention.kernels import KERNELS, Demand, available, choose
 from focus_exp.attention.kernels.plain import Math
 from focus_exp.attention.method import SPARSE_FROM
-from focus_exp.attention.parts import Tokens, parts
+from focus_exp.attention.parts import Part, Tokens, parts, rows_of
 from focus_exp.attention.reference import reference_attention
 from focus_exp.attention.selection import Selection, Sequence, count_pairs, select
 from focus_exp.attention.sparse import sparse_attention
@@ -97,29 +97,34 @@ def test_softcap_is_the_oracles_too(problem):
 @given(problem=problems(), segments_only=st.booleans())
 @settings(max_examples=60, deadline=None)
 def test_every_kept_pair_is_in_one_part(problem, segments_only):
-    tokens = Tokens.of(problem.selection, problem.sequence)
-    batch, length = problem.sequence.start.shape
-    seen = torch.zeros(batch * length, batch * length)
-    index = torch.arange(batch * length)
-    for part in parts(tokens, SegmentsOnly() if segments_only else Math(), problem.options["window"],
-                      problem.options["sinks"], 1.0):  # fmt: skip
-        rows = index[part.queries]
-        if part.meeting.bias is not None:
-            blocks = part.meeting.bias.shape[0]
-            for queries, keys, keep in zip(rows.chunk(blocks), part.keys.chunk(blocks), part.meeting.bias, strict=True):
-                seen.index_put_((queries[:, None], keys[None]), keep.float(), accumulate=True)
-            continue
-        for segment in rows.split(part.meeting.lengths.tolist()):
-            distance = torch.arange(len(segment))[:, None] - torch.arange(len(segment))
-            keep = (distance >= 0) & (distance <= (part.meeting.window or length))
-            if part.meeting.window is not None or part.marks is not None:
-                keep = (distance >= 0) & (distance <= part.meeting.window) & ~tokens.meet(segment, segment)
-            seen[segment[:, None], segment] += keep.float()
+    window, sinks = problem.options["window"], problem.options["sinks"]
+    tokens = Tokens.of(problem.selection, problem.sequence, sinks)
+    rows = problem.sequence.start.numel()
+    seen, index = torch.zeros(rows + 1, rows), torch.arange(rows)
+    for part in parts(tokens, SegmentsOnly() if segments_only else Math(), window, 1.0):
+        keys = rows_of(index, part.keys)
+        targets = rows_of(index, part.queries) if part.targets is None else part.targets
+        for i, j, pairs in zip(targets.reshape(len(keys), -1), keys, pairs_of(part, tokens), strict=True):
+            seen.index_put_((i[:, None], j[None]), pairs.float(), accumulate=True)
+    seen = seen[:-1]
     assert seen.max() <= 1
     if problem.sequence.valid is not None:
         seen *= problem.sequence.valid.flatten()[:, None]
-    counts = count_pairs(problem.selection, problem.sequence, problem.options["window"], problem.options["sinks"])
+    counts = count_pairs(problem.selection, problem.sequence, window, sinks)
     assert seen.sum() == counts.total - counts.distant + counts.distant_kept
+
+
+def pairs_of(part: Part, tokens: Tokens) -> Tensor:
+    """`[blocks, t, s]` bool: what the part's kernel sees."""
+    if part.meeting.drop is not None:
+        return ~part.meeting.drop
+    lengths = part.meeting.lengths
+    segment = torch.arange(len(lengths)).repeat_interleave(lengths)
+    distance = torch.arange(len(segment))[:, None] - torch.arange(len(segment))
+    keep = (segment[:, None] == segment) & (distance >= 0)
+    if part.meeting.window is not None:
+        keep = keep & (distance <= part.meeting.window)
+    return keep[None] if part.marks is None else keep & ~tokens.meet(part.queries, part.keys)
 
 
 @pytest.mark.parametrize("family", FAMILIES)

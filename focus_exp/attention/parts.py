@@ -1,7 +1,7 @@
-"""The kept pairs of hard Focus attention as disjoint parts, each one call of an exact kernel on gathered tokens.
+"""The kept pairs of hard Focus attention as disjoint parts, each one call of an exact kernel.
 
-They are the union of three disjoint sets: same group and causal | other group, within the window | other group, a sink
-beyond the window. No part is n x n.
+They are the union of two sets: same group and causal | other group, within the window. A sink is a key of every group,
+which puts its pairs into the first set and takes them out of the second. No part is n x n.
 """
 
 from __future__ import annotations
@@ -15,97 +15,158 @@ from torch import Tensor
 from focus_exp.attention.kernels import Kernel, Math, Meeting
 from focus_exp.attention.selection import Selection, Sequence
 
-NEAR_BLOCK = 64  # queries that share one gathered stretch of window and sinks
-NEAR_CHUNK = 64  # such blocks in one call
+NEAR_BLOCK = 64  # at least so many queries share a stretch of keys
+NEAR_CHUNK = 4096  # queries of one call, which bounds its memory
 STAIRCASE_BLOCK = 256
-SINK_CHUNK = 65_536
 FORBIDDEN = 1e4  # what a score of two marked tokens loses: exp(-1e4) is 0 in every float
 
 
 @dataclass(frozen=True)
-class Part:
-    """One kernel call: which tokens of the flattened batch `[B * T]` are queries and keys, and how they meet.
+class Stretches:
+    """`blocks` stretches of `size` neighbouring rows, each beginning `step` rows after the one before."""
 
-    queries: their indices, or a slice where they lie together, which needs no gathering.
-    fresh: no earlier part had these queries, so there is nothing to merge with.
-    marks: coordinates `[n, M]`, `[m, M]` appended to q and k, whose product takes a pair out of a standard kernel.
+    first: int
+    blocks: int
+    step: int
+    size: int
+
+    def view(self, x: Tensor) -> Tensor:
+        """`[n, ...]` -> `[blocks, size, ...]`, overlapping, nothing gathered."""
+        stop = self.first + (self.blocks - 1) * self.step + self.size
+        return x[self.first : stop].unfold(0, self.size, self.step).movedim(-1, 1)
+
+    def index(self, device: torch.device) -> Tensor:
+        """`[blocks * size]`, the rows of the view."""
+        begins = self.first + self.step * torch.arange(self.blocks, device=device)
+        return (begins[:, None] + torch.arange(self.size, device=device)).flatten()
+
+
+Rows = Tensor | slice | Stretches
+
+
+@dataclass(frozen=True)
+class Part:
+    """One kernel call on rows of the flattened batch `[B * T]`.
+
+    queries, keys: whose q, and whose k and v.
+    targets: where the results go if not to `queries`; row B * T takes those that nobody wants.
+    fresh: no earlier part had these targets, so there is nothing to merge with.
+    marks: coordinates `[blocks, t, M]`, `[blocks, s, M]` appended to q and k, whose product takes a pair out of a standard kernel.
+    gated: its pairs share a group because the router says so, not because they are always visible.
     """
 
     queries: Tensor | slice
-    keys: Tensor
+    keys: Rows
     meeting: Meeting
     kernel: Kernel
+    targets: Tensor | None = None
     fresh: bool = False
     marks: tuple[Tensor, Tensor] | None = None
+    gated: bool = False
 
 
 @dataclass(frozen=True)
 class Tokens:
-    """A batch of hard selections, flattened. group: `[B * T]` int where every token is in one group, else None."""
+    """A batch of hard selections, flattened.
+
+    query_groups, key_groups: `[B * T, K]` bool, where a sink is a key of every group.
+    group: `[B * T]` int where every token is in one group, else None.
+    first: index in the row of the first token, for every row.
+    sink: `[B * T]` bool.
+    """
 
     batch: int
     length: int
-    sequence: Sequence
-    query_groups: Tensor  # [B * T, K] bool
+    query_groups: Tensor
     key_groups: Tensor
     group: Tensor | None
+    valid: Tensor | None
+    first: list[int]
+    sinks: int
+    sink: Tensor
 
     @staticmethod
-    def of(selection: Selection, sequence: Sequence) -> Tokens:
+    def of(selection: Selection, sequence: Sequence, sinks: int) -> Tokens:
         assert selection.query_groups is not None and selection.key_groups is not None
         batch, length = sequence.start.shape
-        query_groups, key_groups = selection.query_groups.flatten(0, 1), selection.key_groups.flatten(0, 1)
-        single = bool((query_groups.sum(-1) == 1).all() & (query_groups == key_groups).all())
-        group = key_groups.to(torch.int16).argmax(-1) if single else None
-        return Tokens(batch, length, sequence, query_groups, key_groups, group)
+        if sequence.valid is None:
+            first, valid = [0] * batch, None
+        else:
+            first, valid = sequence.valid.long().argmax(1).tolist(), sequence.valid.flatten()
+        sink = torch.zeros(batch, length, dtype=torch.bool, device=sequence.start.device)
+        for row, begin in zip(sink, first, strict=True):
+            row[begin : begin + sinks] = True
+        sink = sink.flatten() if valid is None else sink.flatten() & valid
+        group = None if selection.group is None else selection.group.flatten()
+        query_groups = selection.query_groups.flatten(0, 1)
+        key_groups = selection.key_groups.flatten(0, 1) | sink[:, None]
+        return Tokens(batch, length, query_groups, key_groups, group, valid, first, sinks, sink)
 
     @property
-    def valid(self) -> Tensor | None:
-        return None if self.sequence.valid is None else self.sequence.valid.flatten()
+    def groups(self) -> int:
+        return self.query_groups.shape[-1]
 
-    def meet(self, queries: Tensor, keys: Tensor) -> Tensor:
-        """`[..., t, s]` bool: queries `[..., t]` and keys `[..., s]` share a group, hence belong to the first set."""
+    def meet(self, queries: Rows, keys: Rows) -> Tensor:
+        """`[blocks, t, s]` bool: in the first set, if the key is not after the query."""
         if self.group is not None:
-            return self.group[queries][..., :, None] == self.group[keys][..., None, :]
-        a, b = self.query_groups[queries].float(), self.key_groups[keys].float()
+            same = rows_of(self.group, queries)[..., :, None] == rows_of(self.group, keys)[..., None, :]
+            sinks_among = not isinstance(keys, Stretches) or keys.first % self.length < max(self.first) + self.sinks
+            return same | rows_of(self.sink, keys)[..., None, :] if sinks_among else same
+        a, b = rows_of(self.query_groups, queries).float(), rows_of(self.key_groups, keys).float()
         return a @ b.transpose(-1, -2) > 0
 
 
-def parts(
-    tokens: Tokens, kernel: Kernel, window: int, sinks: int, scaling: float, softcap: float | None = None
-) -> Iterator[Part]:
-    """All parts of the kept pairs, each pair once."""
+def rows_of(x: Tensor, rows: Rows) -> Tensor:
+    """`[n, ...]` -> `[blocks, t, ...]`; a slice and an index are one block."""
+    if isinstance(rows, Stretches):
+        return rows.view(x)
+    return (x[rows] if isinstance(rows, slice) else x.index_select(0, rows))[None]
+
+
+def parts(tokens: Tokens, kernel: Kernel, window: int, scaling: float, softcap: float | None = None) -> Iterator[Part]:
+    """All parts of the kept pairs, each pair once; those of `fresh` targets first."""
     with_bias = kernel if kernel.takes_bias else Math()
     if tokens.group is not None:
         yield from same_group_parts(tokens, kernel)
     else:
         yield from staircase_parts(tokens, with_bias)
     if kernel.takes_bias or softcap is not None:  # a softcap would lift the marked pairs back up
-        yield from near_parts(tokens, with_bias, window, sinks)
+        yield from near_parts(tokens, with_bias, window)
     else:
         yield window_part(tokens, kernel, window, scaling)
-        yield from sink_parts(tokens, window, sinks)
 
 
 def same_group_parts(tokens: Tokens, kernel: Kernel) -> Iterator[Part]:
-    """Groups as causal segments: tokens sorted by sequence and group keep their order in time."""
+    """Groups as causal segments: tokens sorted by sequence and group keep their order in time.
+
+    A sink stands in the segment of every group; elsewhere than in its own, its results are nobody's.
+    """
     assert tokens.group is not None
-    groups = tokens.query_groups.shape[-1]
-    row = torch.arange(tokens.batch, device=tokens.group.device).repeat_interleave(tokens.length)
-    segment = row * groups + tokens.group
-    segments = tokens.batch * groups
-    if tokens.valid is not None:
-        segment = torch.where(tokens.valid, segment, segments)
-    order = segment.argsort(stable=True)
-    lengths = torch.bincount(segment, minlength=segments)[:segments]
-    if tokens.valid is not None:
-        order = order[: int(lengths.sum())]
+    device, rows, groups = tokens.group.device, tokens.batch * tokens.length, tokens.groups
+    index = torch.arange(rows, device=device)
+    if tokens.valid is None:
+        split = index.view(tokens.batch, tokens.length)
+        sinks, others = split[:, : tokens.sinks].flatten(), split[:, tokens.sinks :].flatten()
+    else:
+        sinks, others = index[tokens.sink], index[tokens.valid & ~tokens.sink]
+    every = torch.arange(groups, device=device)
+    # sinks come first, so that a stable sort leaves every segment in the order of time
+    own = tokens.group[sinks][:, None] == every
+    source = torch.cat([sinks.repeat_interleave(groups), others])
+    target = torch.cat([torch.where(own, sinks[:, None], rows).flatten(), others])
+    member = torch.cat([every.repeat(len(sinks)), tokens.group[others]])
+    segment = source // tokens.length * groups + member
+    order = segment.to(torch.int32).argsort(stable=True)
+    source, target = source[order], target[order]
+    lengths = torch.bincount(segment, minlength=tokens.batch * groups)
     if not kernel.takes_bias:
-        yield Part(order, order, Meeting(lengths=lengths), kernel, fresh=True)
+        yield Part(source, source, Meeting(lengths=lengths), kernel, targets=target, fresh=True, gated=True)
         return
-    for index in order.split(lengths.tolist()):
-        if len(index):  # one at a time: less memory, and the CPU has no variable-length call
-            yield Part(index, index, Meeting(lengths=torch.tensor([len(index)])), kernel, fresh=True)
+    sizes = lengths.tolist()
+    for queries, targets in zip(source.split(sizes), target.split(sizes), strict=True):
+        if len(queries):  # one at a time: less memory, and the CPU has no variable-length call
+            meeting = Meeting(lengths=torch.tensor([len(queries)]))
+            yield Part(queries, queries, meeting, kernel, targets=targets, fresh=True, gated=True)
 
 
 def staircase_parts(tokens: Tokens, kernel: Kernel) -> Iterator[Part]:
@@ -116,80 +177,62 @@ def staircase_parts(tokens: Tokens, kernel: Kernel) -> Iterator[Part]:
     row = torch.arange(tokens.batch * tokens.length, device=tokens.query_groups.device) // tokens.length
     for b in range(tokens.batch):
         here = row == b if tokens.valid is None else (row == b) & tokens.valid
-        for g in range(tokens.query_groups.shape[-1]):
+        for g in range(tokens.groups):
             queries = (here & tokens.query_groups[:, g]).nonzero()[:, 0]
             keys = (here & tokens.key_groups[:, g]).nonzero()[:, 0]
             for block in queries.split(STAIRCASE_BLOCK):
                 seen = keys[: int(torch.searchsorted(keys, block[-1], right=True))] if len(block) else keys[:0]
                 if len(seen):
                     counted = tokens.query_groups[block, :g].float() @ tokens.key_groups[seen, :g].float().T > 0
-                    keep = (seen <= block[:, None]) & ~counted
-                    yield Part(block, seen, Meeting(bias=keep[None]), kernel)
+                    drop = (seen > block[:, None]) | counted
+                    yield Part(block, seen, Meeting(drop=drop[None]), kernel, gated=True)
 
 
-def near_parts(tokens: Tokens, kernel: Kernel, window: int, sinks: int) -> Iterator[Part]:
-    """Other groups' tokens in the window and among the sinks, by blocks of queries with one stretch of keys each."""
-    device, length = tokens.query_groups.device, tokens.length
-    whole = length // NEAR_BLOCK * NEAR_BLOCK
-    starts = torch.arange(0, whole, NEAR_BLOCK, device=device)
-    calls = [(chunk, NEAR_BLOCK) for chunk in starts.split(NEAR_CHUNK)]
-    if length > whole:
-        calls.append((torch.tensor([whole], device=device), length - whole))
-    for b in range(tokens.batch):
-        first = first_token(tokens, b)
-        sink = first + torch.arange(sinks, device=device)
-        for begins, size in calls:
-            if len(begins) == 0:
-                continue
-            i = begins[:, None] + torch.arange(size, device=device)
-            j = begins[:, None] + torch.arange(-window, size, device=device)
-            j = torch.cat([sink.expand(len(begins), sinks), j], dim=1)
-            # far from the first tokens and without padding, all blocks look alike
-            alike = tokens.valid is None and int(begins[0]) > first + sinks + window
-            a, c = (i[:1], j[:1]) if alike else (i, j)
-            distance = a[:, :, None] - c[:, None, :]
-            near = distance <= window
-            near[..., :sinks] = distance[..., :sinks] > window
-            keep = near & (distance >= 0) & (c >= first)[:, None, :]
-            i, j = i + b * length, j.clamp(0, length - 1) + b * length
-            if tokens.valid is not None:
-                keep = keep & tokens.valid[j][:, None, :]
-            keep = keep & ~tokens.meet(i, j)
-            yield Part(slice(int(i[0, 0]), int(i[-1, -1]) + 1), j.flatten(), Meeting(bias=keep), kernel)
+def near_parts(tokens: Tokens, kernel: Kernel, window: int, met: bool = False) -> Iterator[Part]:
+    """Pairs in the window that do not meet in a group, by blocks of queries with one stretch of keys each.
+
+    With `met` those that do.
+    """
+    block = min(max(NEAR_BLOCK, window // 2), tokens.length)
+    reach = min(-(-window // block) * block, tokens.length)  # from here on every block's stretch is whole
+    blocks = (tokens.length - reach) // block
+    chunk = max(NEAR_CHUNK // block, 1)
+    for row in range(0, tokens.batch * tokens.length, tokens.length):
+        for begin in (*range(0, reach, block), *range(reach + blocks * block, tokens.length, block)):
+            queries = slice(row + begin, row + min(begin + block, tokens.length))
+            first = max(queries.start - window, row)
+            yield near_part(tokens, kernel, window, queries, Stretches(first, 1, 1, queries.stop - first), met)
+        for begin in range(0, blocks, chunk):
+            count, start = min(chunk, blocks - begin), row + reach + begin * block
+            keys = Stretches(start - window, count, block, block + window)
+            yield near_part(tokens, kernel, window, slice(start, start + count * block), keys, met)
+
+
+def near_part(tokens: Tokens, kernel: Kernel, window: int, queries: slice, keys: Stretches, met: bool) -> Part:
+    """One call of `near_parts`: as many blocks of queries as there are stretches of keys."""
+    device, size = tokens.query_groups.device, (queries.stop - queries.start) // keys.blocks
+    i = queries.start + torch.arange(size, device=device)
+    distance = i[:, None] - (keys.first + torch.arange(keys.size, device=device))
+    outside = ((distance < 0) | (distance > window))[None]  # the same in all blocks
+    meet = tokens.meet(Stretches(queries.start, keys.blocks, size, size), keys)
+    drop = outside | (~meet if met else meet)
+    if tokens.valid is not None:
+        drop = drop | ~keys.view(tokens.valid)[:, None, :]
+    return Part(queries, keys, Meeting(drop=drop), kernel)
+
+
+def ungated_parts(tokens: Tokens, kernel: Kernel, window: int) -> Iterator[Part]:
+    """What the gated parts hold beside the gated pairs: those in the window."""
+    return near_parts(tokens, kernel if kernel.takes_bias else Math(), window, met=True)
 
 
 def window_part(tokens: Tokens, kernel: Kernel, window: int, scaling: float) -> Part:
-    """The window by a standard windowed call: group coordinates with a large negative product mark same-group pairs."""
-    device = tokens.query_groups.device
-    index = torch.arange(tokens.batch * tokens.length, device=device)
-    lengths = torch.full((tokens.batch,), tokens.length, device=device)
+    """The window by a standard windowed call: group coordinates with a large negative product take pairs out."""
+    index = torch.arange(tokens.batch * tokens.length, device=tokens.query_groups.device)
+    lengths = torch.full((tokens.batch,), tokens.length, device=index.device)
     if tokens.valid is not None:
         lengths = tokens.valid.view(tokens.batch, -1).sum(-1)
         index = index[tokens.valid]
     size = (FORBIDDEN / scaling) ** 0.5
-    marks = (tokens.query_groups[index] * size, tokens.key_groups[index] * -size)
+    marks = (tokens.query_groups[index][None] * size, tokens.key_groups[index][None] * -size)
     return Part(index, index, Meeting(lengths=lengths, window=window), kernel, marks=marks)
-
-
-def sink_parts(tokens: Tokens, window: int, sinks: int) -> Iterator[Part]:
-    """Sinks beyond the window: so few keys that plain arithmetic serves every device."""
-    device = tokens.query_groups.device
-    if not sinks:
-        return
-    for b in range(tokens.batch):
-        first = first_token(tokens, b)
-        keys = first + torch.arange(min(sinks, tokens.length - first), device=device)
-        for queries in torch.arange(tokens.length, device=device).split(SINK_CHUNK):
-            keep = queries[:, None] - keys > window
-            if tokens.valid is not None:
-                keep = keep & tokens.valid[keys + b * tokens.length]
-            i, j = queries + b * tokens.length, keys + b * tokens.length
-            yield Part(i, j, Meeting(bias=(keep & ~tokens.meet(i, j))[None]), Math())
-
-
-def first_token(tokens: Tokens, b: int) -> int:
-    """Where the sequence of row `b` begins."""
-    valid = tokens.sequence.valid
-    if valid is None:
-        return int(tokens.sequence.start[b, 0])
-    return int(valid[b].long().argmax())

@@ -37,28 +37,30 @@ class Selection:
 
     assignment: `[B, T, K]` soft distribution over groups, or None for a method without routing.
     query_groups, key_groups: `[B, T, K]` bool memberships for hard selection, or None to gate softly.
+    group: `[B, T]` int where a token has one group alone, as query and as key.
     """
 
     assignment: Tensor | None = None
     query_groups: Tensor | None = None
     key_groups: Tensor | None = None
+    group: Tensor | None = None
 
 
 def top_k_groups(assignment: Tensor, k: int) -> Tensor:
     """Membership `[B, T, K]` bool of the k largest entries, ties to the lowest index."""
-    if k == 1:  # the first of the largest, without sorting
-        order = assignment.argmax(-1, keepdim=True)
-    else:
-        order = torch.argsort(assignment, dim=-1, descending=True, stable=True)[..., :k]
+    order = torch.argsort(assignment, dim=-1, descending=True, stable=True)[..., :k]
     return torch.zeros_like(assignment, dtype=torch.bool).scatter_(-1, order, True)
 
 
 def select(assignment: Tensor, top_k: int, pair_rule: str) -> Selection:
     """Hard selection. Rule "share": a pair is kept if the two top-k sets meet (eq. 3). Rule "query_topk": if the
     key's first group is among the query's top-k; under balance exactly k/K of the pairs."""
+    group = assignment.argmax(-1)  # the lowest of the largest
+    first = torch.zeros_like(assignment, dtype=torch.bool).scatter_(-1, group[..., None], True)
+    if top_k == 1:
+        return Selection(assignment, first, first, group)
     query_groups = top_k_groups(assignment, top_k)
-    key_groups = query_groups if pair_rule == "share" else top_k_groups(assignment, 1)
-    return Selection(assignment, query_groups, key_groups)
+    return Selection(assignment, query_groups, query_groups if pair_rule == "share" else first)
 
 
 def causal(rows: slice, length: int, device: torch.device) -> Tensor:

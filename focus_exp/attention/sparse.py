@@ -5,15 +5,32 @@ Nothing is ever n x n, and nothing is subtracted in logsumexp space.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from focus_exp.attention.kernels import Kernel, Meeting
-from focus_exp.attention.parts import Part, Tokens, parts
+from focus_exp.attention.kernels import Kernel
+from focus_exp.attention.parts import Part, Rows, Stretches, Tokens, parts, rows_of, ungated_parts
 from focus_exp.attention.selection import Selection, Sequence
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What does not depend on q, k and v: the layout of the tokens is made once and serves the backward too."""
+
+    tokens: Tokens
+    kernel: Kernel
+    window: int
+    scaling: float
+    softcap: float | None
+    surrogate: float | None
+
+    def parts(self) -> Iterator[Part]:
+        return parts(self.tokens, self.kernel, self.window, self.scaling, self.softcap)
 
 
 def sparse_attention(
@@ -28,102 +45,162 @@ def sparse_attention(
     sinks: int,
     scaling: float,
     softcap: float | None = None,
+    surrogate: float | None = None,
 ) -> Tensor:
     """Hard Focus attention `[B, H, T, D]` of q `[B, H, T, D]` and k, v `[B, G, T, D]`; see `reference_attention`.
 
     `sequence.allowed` is not read: what the base model lets a query see must be causality and padding.
+    `surrogate`: slope of the gate that stands in for the hard groups in the gradient of `selection.assignment`.
     """
     with torch.no_grad():
-        tokens = Tokens.of(selection, sequence)
+        plan = Plan(Tokens.of(selection, sequence, sinks), kernel, window, scaling, softcap, surrogate)
     packed = [x.transpose(1, 2).flatten(0, 1) for x in (q, k, v)]
-    out: Tensor = SparseAttention.apply(*packed, tokens, kernel, window, sinks, scaling, softcap)
-    return out.unflatten(0, (tokens.batch, tokens.length)).transpose(1, 2)
+    assignment = selection.assignment.flatten(0, 1) if surrogate and selection.assignment is not None else None
+    out: Tensor = SparseAttention.apply(*packed, assignment, plan)
+    return out.unflatten(0, sequence.start.shape).transpose(1, 2)
 
 
 class SparseAttention(torch.autograd.Function):
     """Parts merged into one output; every part's gradient from the merged output and logsumexp."""
 
     @staticmethod
-    def forward(
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor,
-        tokens: Tokens, kernel: Kernel, window: int, sinks: int, scaling: float, softcap: float | None,
-    ) -> Tensor:  # fmt: skip
-        out = torch.zeros_like(q)
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, assignment: Tensor | None, plan: Plan) -> Tensor:
+        rows, heads, _ = q.shape
+        out = q.new_zeros(rows + 1, *q.shape[1:])  # the last row takes what nobody wants
         precision = torch.promote_types(q.dtype, torch.float32)
-        lse = torch.full(q.shape[:2], float("-inf"), dtype=precision, device=q.device)
-        for part in parts(tokens, kernel, window, sinks, scaling, softcap):
-            o, part_lse = part.kernel.forward(*operands(part, q, k, v), meeting(part, q), scaling, softcap)
-            merge(out, lse, part, o[..., : q.shape[-1]], part_lse)
-        ctx.save_for_backward(q, k, v, out, lse)
-        ctx.plan = (tokens, kernel, window, sinks, scaling, softcap)
-        return out
+        lse = torch.full((rows + 1, heads), float("-inf"), dtype=precision, device=q.device)
+        for part in plan.parts():
+            o, part_lse = part.kernel.forward(*operands(part, q, k, v), part.meeting, plan.scaling, plan.softcap)
+            targets = part.queries if part.targets is None else part.targets
+            merge(out, lse, targets, o.flatten(0, 1)[..., : q.shape[-1]], part_lse.flatten(0, 1), part.fresh)
+        ctx.save_for_backward(q, k, v, assignment, out, lse)
+        ctx.plan = plan
+        return out[:-1]
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        q, k, v, out, lse = ctx.saved_tensors
-        grad, width = grads[0].contiguous(), q.shape[-1]
-        # a query without any key has probabilities exp(s - inf) = 0
+        q, k, v, assignment, out, lse = ctx.saved_tensors
+        plan: Plan = ctx.plan
+        # a query that nobody wants, or without any key, has probabilities exp(s - inf) = 0
         lse = lse.masked_fill(lse == float("-inf"), float("inf"))
+        lse[-1] = float("inf")
+        backward = Backward(plan, q, k, v, F.pad(grads[0], (0, 0, 0, 0, 0, 1)), out, lse)
         sums = [torch.zeros(x.shape, dtype=lse.dtype, device=x.device) for x in (q, k, v)]
-        *_, scaling, softcap = ctx.plan
-        for part in parts(*ctx.plan):
-            rows = part.queries
-            queries, keys, values = operands(part, q, k, v)
-            extra = queries.shape[-1] - width
-            gradients = part.kernel.backward(
-                F.pad(take(grad, rows), (0, extra)), queries, keys, values, F.pad(take(out, rows), (0, extra)),
-                take(lse, rows), meeting(part, q), scaling, softcap,
-            )  # fmt: skip
-            for total, index, gradient in zip(sums, (rows, part.keys, part.keys), gradients, strict=True):
-                add(total, index, gradient[..., :width].to(total.dtype))
+        gates = GateGradient(plan, assignment) if assignment is not None and ctx.needs_input_grad[3] else None
+        for part in plan.parts():
+            marks = gates.marks(part) if gates and part.gated else part.marks
+            gradients = backward.part(part, marks)
+            for total, index, gradient in zip(sums, (part.queries, part.keys, part.keys), gradients, strict=True):
+                add(total, index, gradient[..., : q.shape[-1]])
+            if gates and part.gated:
+                gates.add(part, gradients)
+        for part in ungated_parts(plan.tokens, plan.kernel, plan.window) if gates else ():
+            assert gates is not None
+            gates.add(part, backward.part(part, gates.marks(part)), sign=-1)
         dq, dk, dv = (total.to(x.dtype) for total, x in zip(sums, (q, k, v), strict=True))
-        return dq, dk, dv, None, None, None, None, None, None
+        return dq, dk, dv, None if gates is None else gates.total.to(assignment.dtype), None
 
 
-def operands(part: Part, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """The gathered tokens of a part, with its marks."""
-    queries, keys, values = take(q, part.queries), take(k, part.keys), take(v, part.keys)
-    if part.marks is None:
+@dataclass(frozen=True)
+class Backward:
+    """The backward of one part after the other, from what the whole softmax left."""
+
+    plan: Plan
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    grad: Tensor
+    out: Tensor
+    lse: Tensor
+
+    def part(self, part: Part, marks: tuple[Tensor, Tensor] | None) -> tuple[Tensor, Tensor, Tensor]:
+        queries, keys, values = operands(part, self.q, self.k, self.v, marks)
+        extra = queries.shape[-1] - self.q.shape[-1]
+        targets = part.queries if part.targets is None else part.targets
+        grad, out, lse = (blocks_of(x, targets, len(queries)) for x in (self.grad, self.out, self.lse))
+        return part.kernel.backward(
+            F.pad(grad, (0, extra)), queries, keys, values, F.pad(out, (0, extra)), lse,
+            part.meeting, self.plan.scaling, self.plan.softcap,
+        )  # fmt: skip
+
+
+class GateGradient:
+    """Straight-through gradient of the assignment g `[n, K]`: that of a gate slope * g_i . g_j added to the scores.
+
+    With q' = [q, 0, g_i] and k' = [k, g_j, 0] the scores are those of q and k, and a kernel's gradients of the added
+    coordinates are sum_j dS_ij g_j and sum_i dS_ij g_i. Pairs with a sink or in the window have no gate.
+    """
+
+    def __init__(self, plan: Plan, assignment: Tensor) -> None:
+        assert plan.surrogate is not None
+        self.slope = plan.surrogate / plan.scaling  # kernels multiply the coordinates' product by the scaling
+        self.groups = assignment.shape[-1]
+        none, keys = torch.zeros_like(assignment), assignment.masked_fill(plan.tokens.sink[:, None], 0.0)
+        self.query_marks, self.key_marks = torch.cat([none, assignment], -1), torch.cat([keys, none], -1)
+        self.sink = plan.tokens.sink[:, None]
+        self.of_queries, self.of_keys = torch.zeros_like(assignment), torch.zeros_like(assignment)
+
+    @property
+    def total(self) -> Tensor:
+        return (self.of_queries + self.of_keys.masked_fill(self.sink, 0.0)) * self.slope
+
+    def marks(self, part: Part) -> tuple[Tensor, Tensor]:
+        queries, keys = rows_of(self.query_marks, part.queries), rows_of(self.key_marks, part.keys)
+        return queries.reshape(len(keys), -1, queries.shape[-1]), keys
+
+    def add(self, part: Part, gradients: tuple[Tensor, Tensor, Tensor], sign: int = 1) -> None:
+        dq, dk, _ = (x[..., -2 * self.groups :].sum(2, dtype=self.of_keys.dtype) for x in gradients)
+        add(self.of_queries, part.queries, sign * dq[..., : self.groups])
+        add(self.of_keys, part.keys, sign * dk[..., self.groups :])
+
+
+def operands(
+    part: Part, q: Tensor, k: Tensor, v: Tensor, marks: tuple[Tensor, Tensor] | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The tokens of a part `[blocks, t or s, heads, D]`, with its marks as further coordinates."""
+    keys, values = rows_of(k, part.keys), rows_of(v, part.keys)
+    queries, marks = blocks_of(q, part.queries, len(keys)), marks or part.marks
+    if marks is None:
         return queries, keys, values
-    a, b = (mark.to(q.dtype)[:, None].expand(-1, x.shape[1], -1) for mark, x in zip(part.marks, (q, k), strict=True))
-    return torch.cat([queries, a], -1), torch.cat([keys, b], -1), F.pad(values, (0, a.shape[-1]))
+    pairs = zip((queries, keys), marks, strict=True)
+    queries, keys = (torch.cat([x, m.to(x.dtype)[:, :, None].expand(*x.shape[:3], -1)], -1) for x, m in pairs)
+    return queries, keys, F.pad(values, (0, marks[1].shape[-1]))
 
 
-def meeting(part: Part, q: Tensor) -> Meeting:
-    """The part's meeting with the pairs it keeps as a bias in the dtype of q."""
-    keep = part.meeting.bias
-    if keep is None:
-        return part.meeting
-    return Meeting(bias=torch.zeros(keep.shape, dtype=q.dtype, device=q.device).masked_fill_(~keep, float("-inf")))
+def blocks_of(x: Tensor, rows: Tensor | slice, blocks: int) -> Tensor:
+    """`[n, ...]` -> `[blocks, t, ...]`."""
+    return rows_of(x, rows)[0].unflatten(0, (blocks, -1))
 
 
-def take(x: Tensor, rows: Tensor | slice) -> Tensor:
-    return x[rows] if isinstance(rows, slice) else x.index_select(0, rows)
+def add(x: Tensor, rows: Rows, values: Tensor) -> None:
+    """Add `values` `[blocks, t, ...]` to the rows of `x` `[n, ...]`, a row as often as it is named."""
+    values = values.flatten(0, 1).to(x.dtype)
+    if isinstance(rows, slice):
+        x[rows] += values
+    else:
+        x.index_add_(0, rows.index(x.device) if isinstance(rows, Stretches) else rows, values)
+
+
+def merge(out: Tensor, lse: Tensor, rows: Tensor | slice, o: Tensor, part_lse: Tensor, fresh: bool) -> None:
+    """Put a part's result into `rows`: weights exp(logsumexp), nothing from empty sets."""
+    if fresh:
+        put(out, rows, o)
+        put(lse, rows, part_lse.to(lse.dtype))
+        return
+    old_out, old = rows_of(out, rows)[0], rows_of(lse, rows)[0]
+    # the share of this part: 1 / (1 + e^(old - new)); two empty sets are empty
+    weight = torch.sigmoid(part_lse.to(old.dtype) - old).nan_to_num_(0.0)[..., None]
+    put(out, rows, mix(old_out, o, weight))
+    put(lse, rows, torch.logaddexp(old, part_lse.to(old.dtype)))
+
+
+def mix(a: Tensor, b: Tensor, weight: Tensor) -> Tensor:
+    """a + weight * (b - a), rounded once."""
+    return torch.lerp(a.to(weight.dtype), b.to(weight.dtype), weight).to(a.dtype)
 
 
 def put(x: Tensor, rows: Tensor | slice, values: Tensor) -> None:
     if isinstance(rows, slice):
         x[rows] = values
     else:
-        x.index_copy_(0, rows, values.to(x.dtype))
-
-
-def add(x: Tensor, rows: Tensor | slice, values: Tensor) -> None:
-    if isinstance(rows, slice):
-        x[rows] += values
-    else:
-        x.index_add_(0, rows, values)
-
-
-def merge(out: Tensor, lse: Tensor, part: Part, o: Tensor, part_lse: Tensor) -> None:
-    """Put a part's result into the rows of its queries: weights exp(logsumexp), nothing from empty sets."""
-    if part.fresh:
-        put(out, part.queries, o)
-        put(lse, part.queries, part_lse)
-        return
-    old = take(lse, part.queries)
-    new = torch.logaddexp(old, part_lse.to(old.dtype))
-    shift = new.masked_fill(new == float("-inf"), 0.0)
-    before, added = ((x - shift).exp()[..., None] for x in (old, part_lse))
-    put(out, part.queries, torch.addcmul(take(out, part.queries) * before, o.to(before.dtype), added))
-    put(lse, part.queries, new)
+        x.index_copy_(0, rows, values)

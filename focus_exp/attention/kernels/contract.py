@@ -18,16 +18,22 @@ Gradients = tuple[Tensor, Tensor, Tensor]
 
 @dataclass(frozen=True)
 class Meeting:
-    """How packed queries `[n, H, D]` and keys `[m, G, D]` of one call meet; one of two ways.
+    """How queries `[blocks, t, H, D]` and keys `[blocks, s, G, D]` of one call meet; one of two ways.
 
-    lengths: int `[segments]`; queries and keys are the same tokens, each segment is causal in itself, and with
-        `window` a query sees at most so many tokens before itself.
-    bias: `[blocks, t, s]` in the dtype of q, added to the scores of equal blocks of t queries and s keys.
+    lengths: int `[segments]`; one block in which queries and keys are the same tokens, each segment is causal in
+        itself, and with `window` a query sees at most so many tokens before itself.
+    drop: `[blocks, t, s]` bool, the pairs of a block that are not seen.
     """
 
     lengths: Tensor | None = None
     window: int | None = None
-    bias: Tensor | None = None
+    drop: Tensor | None = None
+
+    def bias(self, dtype: torch.dtype) -> Tensor | None:
+        """`drop` as something to add to the scores."""
+        if self.drop is None:
+            return None
+        return torch.zeros((), dtype=dtype, device=self.drop.device).where(~self.drop, float("-inf"))
 
 
 @dataclass(frozen=True)
@@ -54,7 +60,10 @@ class Kernel(ABC):
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, meeting: Meeting, scaling: float, softcap: float | None
     ) -> tuple[Tensor, Tensor]:
-        """Output `[n, H, D]` and natural logsumexp `[n, H]`, float32 at least; (0, -inf) for a query without keys."""
+        """Output `[blocks, t, H, D]` and natural logsumexp `[blocks, t, H]`, float32 at least.
+
+        A query without keys has (0, -inf).
+        """
 
     @abstractmethod
     def backward(
@@ -69,22 +78,14 @@ class Kernel(ABC):
         scaling: float,
         softcap: float | None,
     ) -> Gradients:
-        """Gradients of q, k, v, where `grad`, `out` `[n, H, D]` and `lse` `[n, H]` are those of whole rows."""
+        """Gradients of q, k, v, where `grad`, `out` `[blocks, t, H, D]` and `lse` `[blocks, t, H]` are of whole rows."""
 
 
-def calls(meeting: Meeting, tokens: int) -> Iterator[tuple[slice, slice, Tensor | None]]:
-    """The dense calls that make up a meeting: slices of queries and keys, and the bias, None for a causal segment."""
-    if meeting.bias is not None:
-        yield slice(0, tokens), slice(None), meeting.bias
-        return
+def segments(meeting: Meeting) -> Iterator[slice]:
+    """The rows of every segment that is not empty."""
     assert meeting.lengths is not None
     begin = 0
     for length in meeting.lengths.tolist():
         if length:
-            yield slice(begin, begin + length), slice(begin, begin + length), None
+            yield slice(begin, begin + length)
         begin += length
-
-
-def heads_first(x: Tensor, blocks: int) -> Tensor:
-    """`[blocks * t, H, D]` -> `[blocks, H, t, D]`."""
-    return x.unflatten(0, (blocks, -1)).transpose(1, 2)

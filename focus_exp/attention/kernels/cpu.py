@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from focus_exp.attention.kernels.contract import Demand, Gradients, Kernel, Meeting, calls, heads_first
+from focus_exp.attention.kernels.contract import Demand, Gradients, Kernel, Meeting, segments
 
 
 class CpuFlash(Kernel):
@@ -22,19 +22,18 @@ class CpuFlash(Kernel):
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, meeting: Meeting, scaling: float, softcap: float | None
     ) -> tuple[Tensor, Tensor]:
+        bias = meeting.bias(q.dtype)
         outputs = []
-        for queries, keys, bias in calls(meeting, len(q)):
-            blocks = 1 if bias is None else len(bias)
+        for rows in [slice(None)] if bias is not None else segments(meeting):
             o, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-                heads_first(q[queries], blocks), heads_first(k[keys], blocks), heads_first(v[keys], blocks),
+                *(x[:, rows].transpose(1, 2) for x in (q, k, v)),
                 0.0, bias is None, attn_mask=None if bias is None else bias[:, None], scale=scaling,
             )  # fmt: skip
-            if bias is not None:  # the kernel says (0, 0) of a row without keys
-                lse = lse.masked_fill((bias.amax(-1) == float("-inf"))[:, None], float("-inf"))
-            outputs.append((o.transpose(1, 2).flatten(0, 1), lse.transpose(1, 2).flatten(0, 1)))
-        if len(outputs) == 1:
-            return outputs[0]
-        return torch.cat([o for o, _ in outputs]), torch.cat([lse for _, lse in outputs])
+            outputs.append((o.transpose(1, 2), lse.transpose(1, 2)))
+        o, lse = outputs[0] if len(outputs) == 1 else (torch.cat(x, 1) for x in zip(*outputs, strict=True))
+        if meeting.drop is not None:  # the kernel says (0, 0) of a row without keys
+            lse = lse.masked_fill(meeting.drop.all(-1)[..., None], float("-inf"))
+        return o, lse
 
     def backward(
         self,
@@ -48,15 +47,13 @@ class CpuFlash(Kernel):
         scaling: float,
         softcap: float | None,
     ) -> Gradients:
+        bias = meeting.bias(q.dtype)
         gradients = []
-        for queries, keys, bias in calls(meeting, len(q)):
-            blocks = 1 if bias is None else len(bias)
+        for rows in [slice(None)] if bias is not None else segments(meeting):
             parts = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
-                heads_first(grad[queries], blocks), heads_first(q[queries], blocks), heads_first(k[keys], blocks),
-                heads_first(v[keys], blocks), heads_first(out[queries], blocks),
-                lse[queries].unflatten(0, (blocks, -1)).transpose(1, 2).contiguous(),
+                *(x[:, rows].transpose(1, 2) for x in (grad, q, k, v, out)), lse[:, rows].transpose(1, 2),
                 0.0, bias is None, attn_mask=None if bias is None else bias[:, None], scale=scaling,
             )  # fmt: skip
-            gradients.append([part.transpose(1, 2).flatten(0, 1) for part in parts])
-        dq, dk, dv = (parts[0] if len(parts) == 1 else torch.cat(parts) for parts in zip(*gradients, strict=True))
+            gradients.append([part.transpose(1, 2) for part in parts])
+        dq, dk, dv = (parts[0] if len(parts) == 1 else torch.cat(parts, 1) for parts in zip(*gradients, strict=True))
         return dq, dk, dv

@@ -23,12 +23,12 @@ class TorchFlash(Kernel):
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, meeting: Meeting, scaling: float, softcap: float | None
     ) -> tuple[Tensor, Tensor]:
-        offsets, longest = variable_lengths(meeting, len(q))
+        offsets, longest = variable_lengths(meeting, q.shape[1])
         out, lse, *_ = torch.ops.aten._flash_attention_forward(
-            to_eight(q), to_eight(k), to_eight(v), offsets, offsets, longest, longest, 0.0, False, False,
+            packed(q), packed(k), packed(v), offsets, offsets, longest, longest, 0.0, False, False,
             scale=scaling, window_size_left=left(meeting), window_size_right=0,
         )  # fmt: skip
-        return out[..., : q.shape[-1]], lse.transpose(0, 1)
+        return out[None, ..., : q.shape[-1]], lse.transpose(0, 1)[None]
 
     def backward(
         self,
@@ -42,14 +42,14 @@ class TorchFlash(Kernel):
         scaling: float,
         softcap: float | None,
     ) -> Gradients:
-        offsets, longest = variable_lengths(meeting, len(q))
+        offsets, longest = variable_lengths(meeting, q.shape[1])
         unused = torch.zeros(2, dtype=torch.uint64, device=q.device)  # the state of a dropout that there is not
         dq, dk, dv = torch.ops.aten._flash_attention_backward(
-            to_eight(grad), to_eight(q), to_eight(k), to_eight(v), to_eight(out), lse.transpose(0, 1).contiguous(),
+            packed(grad), packed(q), packed(k), packed(v), packed(out), lse[0].transpose(0, 1).contiguous(),
             offsets, offsets, longest, longest, 0.0, False, unused, unused,
             scale=scaling, window_size_left=left(meeting), window_size_right=0,
         )  # fmt: skip
-        return dq[..., : q.shape[-1]], dk[..., : k.shape[-1]], dv[..., : v.shape[-1]]
+        return dq[None, ..., : q.shape[-1]], dk[None, ..., : q.shape[-1]], dv[None, ..., : q.shape[-1]]
 
 
 class FlashAttn(Kernel):
@@ -65,12 +65,12 @@ class FlashAttn(Kernel):
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, meeting: Meeting, scaling: float, softcap: float | None
     ) -> tuple[Tensor, Tensor]:
-        offsets, longest = variable_lengths(meeting, len(q))
+        offsets, longest = variable_lengths(meeting, q.shape[1])
         out, lse, *_ = flash_attn()._flash_attn_varlen_forward(
-            to_eight(q), to_eight(k), to_eight(v), offsets, offsets, longest, longest, 0.0, scaling, True,
+            packed(q), packed(k), packed(v), offsets, offsets, longest, longest, 0.0, scaling, True,
             window_size_left=left(meeting), window_size_right=0, softcap=softcap or 0.0,
         )  # fmt: skip
-        return out[..., : q.shape[-1]], lse.transpose(0, 1)
+        return out[None, ..., : q.shape[-1]], lse.transpose(0, 1)[None]
 
     def backward(
         self,
@@ -84,14 +84,14 @@ class FlashAttn(Kernel):
         scaling: float,
         softcap: float | None,
     ) -> Gradients:
-        offsets, longest = variable_lengths(meeting, len(q))
-        q_, k_, v_ = to_eight(q), to_eight(k), to_eight(v)
+        offsets, longest = variable_lengths(meeting, q.shape[1])
+        q_, k_, v_ = packed(q), packed(k), packed(v)
         dq, dk, dv = torch.empty_like(q_), torch.empty_like(k_), torch.empty_like(v_)
         flash_attn()._flash_attn_varlen_backward(
-            to_eight(grad), q_, k_, v_, to_eight(out), lse.transpose(0, 1).contiguous(), dq, dk, dv,
+            packed(grad), q_, k_, v_, packed(out), lse[0].transpose(0, 1).contiguous(), dq, dk, dv,
             offsets, offsets, longest, longest, 0.0, scaling, True, left(meeting), 0, softcap or 0.0, None, False,
         )  # fmt: skip
-        return dq[..., : q.shape[-1]], dk[..., : k.shape[-1]], dv[..., : v.shape[-1]]
+        return dq[None, ..., : q.shape[-1]], dk[None, ..., : q.shape[-1]], dv[None, ..., : q.shape[-1]]
 
 
 def variable_lengths(meeting: Meeting, tokens: int) -> tuple[Tensor, int]:
@@ -104,10 +104,10 @@ def left(meeting: Meeting) -> int:
     return -1 if meeting.window is None else meeting.window
 
 
-def to_eight(x: Tensor) -> Tensor:
-    """Head size filled up with zeros to a multiple of eight, as flash kernels want it."""
+def packed(x: Tensor) -> Tensor:
+    """`[1, n, H, D]` -> `[n, H, D']`, the head size filled up with zeros to a multiple of eight for flash kernels."""
     missing = -x.shape[-1] % 8
-    return F.pad(x, (0, missing)) if missing else x.contiguous()
+    return (F.pad(x, (0, missing)) if missing else x.contiguous())[0]
 
 
 def refused_by_flash(demand: Demand) -> str | None:
