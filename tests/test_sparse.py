@@ -1,7 +1,7 @@
 """The sparse path: every kernel's parts, merged, are the oracle, in outputs and gradients, each kept pair once."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
@@ -12,6 +12,7 @@ from problems import random_assignment, random_sequence
 from torch import Tensor
 
 from focus_exp import attach, set_routing
+from focus_exp.attention.blocked import blocked_attention
 from focus_exp.attention.kernels import KERNELS, Demand, available, choose
 from focus_exp.attention.kernels.plain import Math
 from focus_exp.attention.method import SPARSE_FROM
@@ -49,7 +50,11 @@ class Problem:
     def run(self, attention, dtype: torch.dtype, *kernel) -> list[Tensor]:
         """The output on real tokens and the gradients of q, k, v."""
         leaves = [x.to(dtype, copy=True).requires_grad_() for x in (self.q, self.k, self.v)]
-        out = attention(*leaves, self.selection, self.sequence, *kernel, **self.options)
+        selection, assignment = self.selection, self.selection.assignment
+        if self.options.get("surrogate"):
+            leaves.append(assignment.to(torch.promote_types(dtype, torch.float32), copy=True).requires_grad_())
+            selection = replace(selection, assignment=leaves[-1])
+        out = attention(*leaves[:3], selection, self.sequence, *kernel, **self.options)
         assert torch.isfinite(out).all()
         weights = torch.randn(out.shape, generator=torch.Generator().manual_seed(0))
         if self.sequence.valid is not None:
@@ -85,10 +90,24 @@ def test_parts_merged_are_the_oracle(kernel, dtype, tolerance, problem):
         assert (mine - exact).norm() <= tolerance * max(exact.norm(), least)
 
 
+@pytest.mark.parametrize("attention", [(sparse_attention, KERNELS["cpu-flash"]), (sparse_attention, SegmentsOnly()),
+                                       (blocked_attention,)], ids=["cpu-flash", "segments-only", "masked"])  # fmt: skip
+@given(problem=problems())
+@settings(max_examples=60, deadline=None)
+def test_the_routers_gradient_is_that_of_a_gate_on_the_kept_distant_pairs(attention, problem):
+    problem.options["surrogate"] = 2.5
+    function, *kernel = attention
+    ours = problem.run(function, torch.float64, *kernel)
+    truth = problem.run(reference_attention, torch.float64)
+    assert len(ours) == 5
+    for mine, exact in zip(ours, truth, strict=True):
+        torch.testing.assert_close(mine, exact, atol=1e-9, rtol=1e-9)
+
+
 @given(problem=problems())
 @settings(max_examples=60, deadline=None)
 def test_softcap_is_the_oracles_too(problem):
-    problem.options["softcap"] = 1.5
+    problem.options |= {"softcap": 1.5, "surrogate": 2.5}
     ours = problem.run(sparse_attention, torch.float64, SegmentsOnly())
     for mine, exact in zip(ours, problem.run(reference_attention, torch.float64), strict=True):
         torch.testing.assert_close(mine, exact, atol=1e-9, rtol=1e-9)

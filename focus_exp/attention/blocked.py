@@ -6,6 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from focus_exp.attention.reference import straight_through
 from focus_exp.attention.selection import Selection, Sequence, always_visible, permitted, row_blocks, same_group
 
 
@@ -23,11 +24,14 @@ def blocked_attention(
     gate_kind: str = "log",
     gate_steepness: float = 10.0,
     gate_threshold: float = 0.5,
+    surrogate: float | None = None,
     dropout: float = 0.0,
     block: int = 256,
 ) -> Tensor:
     """Focus attention `[B, H, T, D]` of q `[B, H, T, D]` and k, v `[B, G, T, D]`; see `reference_attention`."""
     soft = selection.assignment is not None and selection.query_groups is None
+    hard_gate = not soft and surrogate is not None
+    g = selection.assignment if soft or hard_gate else None
     outputs = []
     for rows in row_blocks(q.shape[2], block):
         length = rows.stop
@@ -35,16 +39,16 @@ def blocked_attention(
         diagonal = torch.arange(length, device=q.device) == torch.arange(rows.start, length, device=q.device)[:, None]
         # a padding query sees at least itself, so that no row of the softmax is empty
         keep = permitted(sequence, rows, length) | diagonal
+        affinity = None if g is None else g[:, rows] @ g[:, :length].transpose(-1, -2)
         log_gate = None
-        if soft:
-            assert selection.assignment is not None
-            g = selection.assignment
-            logits = gate_steepness * (g[:, rows] @ g[:, :length].transpose(-1, -2) - gate_threshold)
-            log_gate = torch.where(visible, 0.0, F.logsigmoid(logits))
+        if soft and affinity is not None:
+            log_gate = torch.where(visible, 0.0, F.logsigmoid(gate_steepness * (affinity - gate_threshold)))
         elif selection.query_groups is None:
             keep = keep & visible
         else:
             keep = keep & (visible | same_group(selection, rows, length))
+            if affinity is not None and surrogate is not None:
+                log_gate = straight_through(affinity, visible, surrogate)
         outputs.append(
             masked_attention(
                 q[:, :, rows],
@@ -54,7 +58,7 @@ def blocked_attention(
                 None if log_gate is None else log_gate[:, None],
                 scaling=scaling,
                 softcap=softcap,
-                gate_kind=gate_kind,
+                gate_kind="straight-through" if hard_gate else gate_kind,
                 dropout=dropout,
             )
         )
@@ -86,6 +90,8 @@ def masked_attention(
     heads, groups = q.shape[1], k.shape[1]
     q = q.unflatten(1, (groups, heads // groups))  # [B, G, H/G, t, D]
     s = (q * scaling) @ k.unsqueeze(2).transpose(-1, -2)
+    if log_gate is not None and gate_kind == "straight-through":
+        s, log_gate = s + log_gate.unsqueeze(2).to(s.dtype), None
     if softcap is not None:
         s = softcap * torch.tanh(s / softcap)
     if multiplicative:

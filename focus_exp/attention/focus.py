@@ -12,6 +12,7 @@ from focus_exp.attention.selection import PAIR_RULES, PairCounts, Selection, Seq
 
 ASSIGNMENTS = ("balanced", "sinkhorn", "softmax")
 GATES = ("log", "multiplicative")
+TRAIN_WITH = ("soft", "hard")
 
 
 class Focus(AttentionMethod):
@@ -21,6 +22,9 @@ class Focus(AttentionMethod):
         kept; in evaluation mode the average is used, so a token's groups depend on the token alone.
     sinkhorn: the paper's, over the whole sequence: not causal.
     softmax: g = softmax(S / tau), nothing balances it.
+
+    `train_with` "soft" gates all pairs while training; "hard" computes the hard groups' pairs alone, with a
+    straight-through gradient to the router (see `GateGradient`), and costs in training what it costs in use.
     """
 
     def __init__(
@@ -37,6 +41,7 @@ class Focus(AttentionMethod):
         gate: str = "log",
         gate_steepness: float = 10.0,
         gate_threshold: float = 0.5,
+        train_with: str = "soft",
         window: int = 128,
         sinks: int = 4,
         top_k: int = 1,
@@ -46,6 +51,7 @@ class Focus(AttentionMethod):
         for name, value, choices in (
             ("assignment", assignment, ASSIGNMENTS),
             ("gate", gate, GATES),
+            ("train_with", train_with, TRAIN_WITH),
             ("pair_rule", pair_rule, PAIR_RULES),
         ):
             if value not in choices:
@@ -59,6 +65,7 @@ class Focus(AttentionMethod):
         self.gate = gate
         self.gate_steepness = gate_steepness
         self.gate_threshold = gate_threshold
+        self.train_with = train_with
         self.hard = False
         self.top_k = top_k
         self.pair_rule = pair_rule
@@ -86,7 +93,8 @@ class Focus(AttentionMethod):
 
     def route(self, h: Tensor, sequence: Sequence) -> Selection:
         assignment = self.assign(h, sequence)
-        return select(assignment, self.top_k, self.pair_rule) if self.hard else Selection(assignment)
+        hard = self.train_with == "hard" if self.training else self.hard
+        return select(assignment, self.top_k, self.pair_rule) if hard else Selection(assignment)
 
     def attend(
         self,
@@ -109,10 +117,15 @@ class Focus(AttentionMethod):
             gate_kind=self.gate, gate_steepness=self.gate_steepness, gate_threshold=self.gate_threshold,
         )  # fmt: skip
 
+    def surrogate(self, selection: Selection) -> float | None:
+        """Half the steepness: the slope of log sigmoid(steepness * x) where the gate is half open."""
+        trained = selection.assignment is not None and selection.assignment.requires_grad
+        return self.gate_steepness / 2 if trained else None
+
     @torch.no_grad()
     def count_pairs(self, selection: Selection, sequence: Sequence) -> PairCounts:
         """Soft gates remove no pair: eq. 2 weighs them all."""
-        return count_pairs(selection if self.hard else None, sequence, self.window, self.sinks)
+        return count_pairs(selection if selection.query_groups is not None else None, sequence, self.window, self.sinks)
 
 
 def in_backward() -> bool:

@@ -65,18 +65,24 @@ class AttentionMethod(nn.Module):
         dropout: float = 0.0,
     ) -> Tensor:
         """Output `[B, H, T, D]` of q `[B, H, T, D]`, k and v `[B, G, T, D]`, by the path that `backend` says."""
+        surrogate = self.surrogate(selection)
         kernel = self.sparse_kernel(q, selection, sequence, softcap, dropout)
         if kernel is not None:
             self.path = kernel.name
             return sparse_attention(
                 q, k, v, selection, sequence, kernel,
-                window=self.window, sinks=self.sinks, scaling=scaling, softcap=softcap,
+                window=self.window, sinks=self.sinks, scaling=scaling, softcap=softcap, surrogate=surrogate,
             )  # fmt: skip
         self.path = "masked"
         return blocked_attention(
             q, k, v, selection, sequence,
-            window=self.window, sinks=self.sinks, scaling=scaling, softcap=softcap, dropout=dropout,
+            window=self.window, sinks=self.sinks, scaling=scaling, softcap=softcap, surrogate=surrogate,
+            dropout=dropout,
         )  # fmt: skip
+
+    def surrogate(self, selection: Selection) -> float | None:
+        """Slope of the gate that stands in for hard groups in the gradient of the assignment, if there is one."""
+        return None
 
     def sparse_kernel(
         self, q: Tensor, selection: Selection, sequence: Sequence, softcap: float | None, dropout: float

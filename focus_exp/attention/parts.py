@@ -15,8 +15,8 @@ from torch import Tensor
 from focus_exp.attention.kernels import Kernel, Math, Meeting
 from focus_exp.attention.selection import Selection, Sequence
 
-NEAR_BLOCK = 64  # at least so many queries share a stretch of keys
-NEAR_CHUNK = 4096  # queries of one call, which bounds its memory
+NEAR_BLOCK = 32  # at least so many queries share a stretch of keys
+NEAR_CHUNK = 1024  # queries of one call: what it touches should fit into a cache
 STAIRCASE_BLOCK = 256
 FORBIDDEN = 1e4  # what a score of two marked tokens loses: exp(-1e4) is 0 in every float
 
@@ -193,7 +193,7 @@ def near_parts(tokens: Tokens, kernel: Kernel, window: int, met: bool = False) -
 
     With `met` those that do.
     """
-    block = min(max(NEAR_BLOCK, window // 2), tokens.length)
+    block = min(max(NEAR_BLOCK, window // 4), tokens.length)
     reach = min(-(-window // block) * block, tokens.length)  # from here on every block's stretch is whole
     blocks = (tokens.length - reach) // block
     chunk = max(NEAR_CHUNK // block, 1)

@@ -8,11 +8,16 @@ from torch import Tensor
 from focus_exp.attention.selection import Selection, Sequence, always_visible, permitted, same_group
 
 
-def scores(q: Tensor, k: Tensor, scaling: float, softcap: float | None) -> Tensor:
+def scores(q: Tensor, k: Tensor, scaling: float, softcap: float | None, added: Tensor | float = 0.0) -> Tensor:
     """s_ij = q_i . k_j `[B, H, T, T]` of queries `[B, H, T, D]` and keys `[B, G, T, D]`."""
     k = k.repeat_interleave(q.shape[1] // k.shape[1], dim=1)
-    s = (q @ k.transpose(-1, -2)) * scaling
+    s = (q @ k.transpose(-1, -2)) * scaling + added
     return s if softcap is None else softcap * torch.tanh(s / softcap)
+
+
+def straight_through(affinity: Tensor, visible: Tensor, slope: float) -> Tensor:
+    """0 in value; the gradient of a gate of this slope on the pairs that are not always visible."""
+    return torch.where(visible, 0.0, slope * (affinity - affinity.detach()))
 
 
 def gate(affinity: Tensor, visible: Tensor, steepness: float, threshold: float) -> Tensor:
@@ -34,17 +39,24 @@ def reference_attention(
     gate_kind: str = "log",
     gate_steepness: float = 10.0,
     gate_threshold: float = 0.5,
+    surrogate: float | None = None,
 ) -> Tensor:
-    """Focus attention `[B, H, T, D]`, soft (no memberships in `selection`) or hard, in float64."""
+    """Focus attention `[B, H, T, D]`, soft (no memberships in `selection`) or hard, in float64.
+
+    `surrogate`: slope of the gate that stands in for hard groups in the gradient of the assignment.
+    """
     q, k, v = q.double(), k.double(), v.double()
     length = q.shape[2]
     rows = slice(0, length)
-    s = scores(q, k, scaling, softcap)
     visible = always_visible(sequence, rows, length, window, sinks)
     keep = permitted(sequence, rows, length) | torch.eye(length, dtype=torch.bool, device=q.device)
+    g = None if selection.assignment is None else selection.assignment.double()
+    added: Tensor | float = 0.0
+    if g is not None and selection.query_groups is not None and surrogate is not None:
+        added = straight_through(g @ g.transpose(-1, -2), visible, surrogate)[:, None]
+    s = scores(q, k, scaling, softcap, added)
 
-    if selection.assignment is not None and selection.query_groups is None:
-        g = selection.assignment.double()
+    if g is not None and selection.query_groups is None:
         gates = gate(g @ g.transpose(-1, -2), visible, gate_steepness, gate_threshold)[:, None]
         s = s * gates if gate_kind == "multiplicative" else s + torch.log(gates)
     elif selection.query_groups is None:
