@@ -13,7 +13,9 @@ from torch import Tensor
 
 from focus_exp import attach, set_routing
 from focus_exp.attention.blocked import blocked_attention
-from focus_exp.attention.kernels import KERNELS, Demand, available, choose
+from focus_exp.attention.kernels import KERNELS, Demand, Kernel, available, choose
+from focus_exp.attention.kernels.contract import Meeting
+from focus_exp.attention.kernels.flex import Flex
 from focus_exp.attention.kernels.plain import Math
 from focus_exp.attention.method import SPARSE_FROM
 from focus_exp.attention.parts import Part, Tokens, parts, rows_of
@@ -27,7 +29,21 @@ class SegmentsOnly(Math):
     """A kernel that has causal and windowed segments alone, as the flash kernels on CUDA."""
 
     name = "segments-only"
-    takes_bias = False
+    takes = "segments"
+
+
+class AnyRule(Flex):
+    """FlexAttention's backward, which is CUDA's alone, around a forward that autograd follows everywhere."""
+
+    name = "any-rule"
+
+    def forward(self, q, k, v, meeting, scaling, softcap):
+        index = torch.arange(q.shape[1])
+        return Math().forward(q, k, v, Meeting(drop=~meeting.keep(index[:, None], index)[None]), scaling, softcap)
+
+
+def name_of(kernel: Kernel) -> str:
+    return kernel.name
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -78,7 +94,7 @@ def problems(draw: st.DrawFn) -> Problem:
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 1e-2)], ids=["f32", "bf16"])
-@pytest.mark.parametrize("kernel", [KERNELS["cpu-flash"], KERNELS["math"], SegmentsOnly()], ids=lambda k: k.name)
+@pytest.mark.parametrize("kernel", [KERNELS["cpu-flash"], KERNELS["math"], SegmentsOnly(), AnyRule()], ids=name_of)
 @given(problem=problems())
 @settings(max_examples=60, deadline=None)
 def test_parts_merged_are_the_oracle(kernel, dtype, tolerance, problem):
@@ -91,7 +107,8 @@ def test_parts_merged_are_the_oracle(kernel, dtype, tolerance, problem):
 
 
 @pytest.mark.parametrize("attention", [(sparse_attention, KERNELS["cpu-flash"]), (sparse_attention, SegmentsOnly()),
-                                       (blocked_attention,)], ids=["cpu-flash", "segments-only", "masked"])  # fmt: skip
+                                       (sparse_attention, AnyRule()), (blocked_attention,)],
+                         ids=["cpu-flash", "segments-only", "any-rule", "masked"])  # fmt: skip
 @given(problem=problems())
 @settings(max_examples=60, deadline=None)
 def test_the_routers_gradient_is_that_of_a_gate_on_the_kept_distant_pairs(attention, problem):
@@ -104,23 +121,38 @@ def test_the_routers_gradient_is_that_of_a_gate_on_the_kept_distant_pairs(attent
         torch.testing.assert_close(mine, exact, atol=1e-9, rtol=1e-9)
 
 
+@given(problem=problems(), softcap=st.sampled_from([None, 1.5]))
+@settings(max_examples=10, deadline=None)
+def test_flex_attention_itself_is_the_oracle(problem, softcap):
+    problem.options["softcap"] = softcap
+    q, k, v = (x.float() for x in (problem.q, problem.k, problem.v))
+    with torch.no_grad():
+        ours = sparse_attention(q, k, v, problem.selection, problem.sequence, Flex(), **problem.options)
+        truth = reference_attention(q, k, v, problem.selection, problem.sequence, **problem.options)
+    if problem.sequence.valid is not None:
+        ours, truth = (x * problem.sequence.valid[:, None, :, None] for x in (ours, truth))
+    torch.testing.assert_close(ours.double(), truth, atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("kernel", [SegmentsOnly(), AnyRule()], ids=name_of)
 @given(problem=problems())
 @settings(max_examples=60, deadline=None)
-def test_softcap_is_the_oracles_too(problem):
+def test_softcap_is_the_oracles_too(kernel, problem):
     problem.options |= {"softcap": 1.5, "surrogate": 2.5}
-    ours = problem.run(sparse_attention, torch.float64, SegmentsOnly())
+    ours = problem.run(sparse_attention, torch.float64, kernel)
     for mine, exact in zip(ours, problem.run(reference_attention, torch.float64), strict=True):
         torch.testing.assert_close(mine, exact, atol=1e-9, rtol=1e-9)
 
 
-@given(problem=problems(), segments_only=st.booleans())
+@pytest.mark.parametrize("kernel", [Math(), SegmentsOnly(), AnyRule()], ids=name_of)
+@given(problem=problems())
 @settings(max_examples=60, deadline=None)
-def test_every_kept_pair_is_in_one_part(problem, segments_only):
+def test_every_kept_pair_is_in_one_part(kernel, problem):
     window, sinks = problem.options["window"], problem.options["sinks"]
     tokens = Tokens.of(problem.selection, problem.sequence, sinks)
     rows = problem.sequence.start.numel()
     seen, index = torch.zeros(rows + 1, rows), torch.arange(rows)
-    for part in parts(tokens, SegmentsOnly() if segments_only else Math(), window, 1.0):
+    for part in parts(tokens, kernel, window, 1.0):
         keys = rows_of(index, part.keys)
         targets = rows_of(index, part.queries) if part.targets is None else part.targets
         for i, j, pairs in zip(targets.reshape(len(keys), -1), keys, pairs_of(part, tokens), strict=True):
@@ -137,6 +169,9 @@ def pairs_of(part: Part, tokens: Tokens) -> Tensor:
     """`[blocks, t, s]` bool: what the part's kernel sees."""
     if part.meeting.drop is not None:
         return ~part.meeting.drop
+    if part.meeting.keep is not None:
+        index = torch.arange(len(part.queries))
+        return part.meeting.keep(index[:, None], index)[None]
     lengths = part.meeting.lengths
     segment = torch.arange(len(lengths)).repeat_interleave(lengths)
     distance = torch.arange(len(segment))[:, None] - torch.arange(len(segment))
@@ -180,7 +215,7 @@ def test_auto_takes_the_sparse_path_where_sequences_are_long_enough(tiny_model):
 def test_kernels_say_why_they_cannot_serve():
     reasons = available(Demand("cpu", torch.float32, 64))
     assert reasons["cpu-flash"] is None and reasons["math"] is None
-    assert "CUDA" in reasons["torch-flash"] and "CUDA" in reasons["flash-attn"]
+    assert all("CUDA" in reasons[name] for name in ("torch-flash", "flash-attn", "flex"))
     assert choose(Demand("cpu", torch.bfloat16, 64)).name == "cpu-flash"
     assert choose(Demand("cpu", torch.float32, 64, softcap=True)) is None
     assert "bfloat16" in available(Demand("cuda", torch.float32, 64))["torch-flash"]

@@ -92,7 +92,7 @@ class AttentionMethod(nn.Module):
             return None
         if self.backend == "auto" and q.shape[2] < SPARSE_FROM:
             return None
-        demand = Demand(q.device.type, q.dtype, q.shape[-1], softcap is not None)
+        demand = Demand(q.device.type, q.dtype, q.shape[-1], softcap is not None, selection.group is not None)
         kernel = choose(demand, self.backend)
         if kernel is None and self.backend != "auto":
             raise RuntimeError(f"backend {self.backend} cannot serve here: {KERNELS[self.backend].refuses(demand)}")

@@ -51,8 +51,8 @@ class Part:
     queries, keys: whose q, and whose k and v.
     targets: where the results go if not to `queries`; row B * T takes those that nobody wants.
     fresh: no earlier part had these targets, so there is nothing to merge with.
-    marks: coordinates `[blocks, t, M]`, `[blocks, s, M]` appended to q and k, whose product takes a pair out of a standard kernel.
-    gated: its pairs share a group because the router says so, not because they are always visible.
+    marks: coordinates `[blocks, t, M]`, `[blocks, s, M]` appended to q and k, whose product takes pairs out.
+    gated: it holds the pairs that share a group and are not always visible.
     """
 
     queries: Tensor | slice
@@ -125,12 +125,15 @@ def rows_of(x: Tensor, rows: Rows) -> Tensor:
 
 def parts(tokens: Tokens, kernel: Kernel, window: int, scaling: float, softcap: float | None = None) -> Iterator[Part]:
     """All parts of the kept pairs, each pair once; those of `fresh` targets first."""
-    with_bias = kernel if kernel.takes_bias else Math()
+    if kernel.takes == "predicate":
+        yield whole_part(tokens, kernel, window)
+        return
+    with_bias = kernel if kernel.takes == "blocks" else Math()
     if tokens.group is not None:
         yield from same_group_parts(tokens, kernel)
     else:
         yield from staircase_parts(tokens, with_bias)
-    if kernel.takes_bias or softcap is not None:  # a softcap would lift the marked pairs back up
+    if kernel.takes == "blocks" or softcap is not None:  # a softcap would lift the marked pairs back up
         yield from near_parts(tokens, with_bias, window)
     else:
         yield window_part(tokens, kernel, window, scaling)
@@ -159,7 +162,7 @@ def same_group_parts(tokens: Tokens, kernel: Kernel) -> Iterator[Part]:
     order = segment.to(torch.int32).argsort(stable=True)
     source, target = source[order], target[order]
     lengths = torch.bincount(segment, minlength=tokens.batch * groups)
-    if not kernel.takes_bias:
+    if kernel.takes == "segments":
         yield Part(source, source, Meeting(lengths=lengths), kernel, targets=target, fresh=True, gated=True)
         return
     sizes = lengths.tolist()
@@ -223,7 +226,10 @@ def near_part(tokens: Tokens, kernel: Kernel, window: int, queries: slice, keys:
 
 def ungated_parts(tokens: Tokens, kernel: Kernel, window: int) -> Iterator[Part]:
     """What the gated parts hold beside the gated pairs: those in the window."""
-    return near_parts(tokens, kernel if kernel.takes_bias else Math(), window, met=True)
+    with_bias = kernel if kernel.takes == "blocks" else Math()
+    yield from near_parts(tokens, with_bias, window, met=True)
+    if kernel.takes == "predicate":
+        yield from near_parts(tokens, with_bias, window)
 
 
 def window_part(tokens: Tokens, kernel: Kernel, window: int, scaling: float) -> Part:
@@ -236,3 +242,21 @@ def window_part(tokens: Tokens, kernel: Kernel, window: int, scaling: float) -> 
     size = (FORBIDDEN / scaling) ** 0.5
     marks = (tokens.query_groups[index][None] * size, tokens.key_groups[index][None] * -size)
     return Part(index, index, Meeting(lengths=lengths, window=window), kernel, marks=marks)
+
+
+def whole_part(tokens: Tokens, kernel: Kernel, window: int) -> Part:
+    """All kept pairs by one predicate, tokens sorted by group so that those of one group stand in few blocks."""
+    index = torch.arange(tokens.batch * tokens.length, device=tokens.query_groups.device)
+    if tokens.valid is not None:
+        index = index[tokens.valid]
+    first = tokens.query_groups[index].to(torch.int16).argmax(1)
+    index = index[(index // tokens.length * tokens.groups + first).argsort(stable=True)]
+    row, bits = index // tokens.length, 2 ** torch.arange(tokens.groups, device=index.device)
+    reached, member = ((x[index] * bits).sum(1) for x in (tokens.query_groups, tokens.key_groups))
+
+    def keep(i: Tensor, j: Tensor) -> Tensor:
+        distance = index[i] - index[j]
+        seen = (row[i] == row[j]) & (distance >= 0)
+        return seen & ((distance <= window) | (reached[i] & member[j] != 0))
+
+    return Part(index, index, Meeting(keep=keep), kernel, fresh=True, gated=True)

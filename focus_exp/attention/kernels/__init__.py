@@ -3,12 +3,13 @@
 from focus_exp.attention.kernels.contract import Demand, Kernel, Meeting
 from focus_exp.attention.kernels.cpu import CpuFlash
 from focus_exp.attention.kernels.cuda import FlashAttn, TorchFlash
+from focus_exp.attention.kernels.flex import Flex
 from focus_exp.attention.kernels.plain import Math
 
 __all__ = ["KERNELS", "Demand", "Kernel", "Math", "Meeting", "available", "choose"]
 
 # in the order in which "auto" prefers them; math is there to be compared with
-KERNELS: dict[str, Kernel] = {kernel.name: kernel for kernel in (FlashAttn(), TorchFlash(), CpuFlash(), Math())}
+KERNELS: dict[str, Kernel] = {k.name: k for k in (FlashAttn(), TorchFlash(), CpuFlash(), Flex(), Math())}
 
 
 def available(demand: Demand) -> dict[str, str | None]:
@@ -20,4 +21,6 @@ def choose(demand: Demand, name: str = "auto") -> Kernel | None:
     """The first kernel that can serve without building scores, or the named one; None where there is none."""
     if name != "auto":
         return KERNELS[name] if KERNELS[name].refuses(demand) is None else None
-    return next((k for k in KERNELS.values() if k.name != "math" and k.refuses(demand) is None), None)
+    able = [k for k in KERNELS.values() if k.name != "math" and k.refuses(demand) is None]
+    # segments hold one group each: with several groups a token, most of their work would fall to plain arithmetic
+    return next((k for k in able if demand.one_group or k.takes != "segments"), next(iter(able), None))

@@ -7,8 +7,9 @@ are then those of the whole softmax, and the gradients of all parts simply add u
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -18,16 +19,18 @@ Gradients = tuple[Tensor, Tensor, Tensor]
 
 @dataclass(frozen=True)
 class Meeting:
-    """How queries `[blocks, t, H, D]` and keys `[blocks, s, G, D]` of one call meet; one of two ways.
+    """How queries `[blocks, t, H, D]` and keys `[blocks, s, G, D]` of one call meet; one of three ways.
 
     lengths: int `[segments]`; one block in which queries and keys are the same tokens, each segment is causal in
         itself, and with `window` a query sees at most so many tokens before itself.
     drop: `[blocks, t, s]` bool, the pairs of a block that are not seen.
+    keep: one block; whether a query sees a key, by their rows in it, elementwise.
     """
 
     lengths: Tensor | None = None
     window: int | None = None
     drop: Tensor | None = None
+    keep: Callable[[Tensor, Tensor], Tensor] | None = None
 
     def bias(self, dtype: torch.dtype) -> Tensor | None:
         """`drop` as something to add to the scores."""
@@ -44,13 +47,18 @@ class Demand:
     dtype: torch.dtype
     head_dim: int
     softcap: bool = False
+    one_group: bool = True  # a token is in one group alone
 
 
 class Kernel(ABC):
-    """One exact attention kernel for causal segments, and for blocks with a bias if `takes_bias`."""
+    """One exact attention kernel.
+
+    takes: the meetings it knows. "segments": many of them in one call, also with a window. "blocks": single segments
+        and blocks with dropped pairs. "predicate": any rule.
+    """
 
     name: str
-    takes_bias = False
+    takes: Literal["segments", "blocks", "predicate"]
 
     @abstractmethod
     def refuses(self, demand: Demand) -> str | None:
@@ -78,7 +86,7 @@ class Kernel(ABC):
         scaling: float,
         softcap: float | None,
     ) -> Gradients:
-        """Gradients of q, k, v, where `grad`, `out` `[blocks, t, H, D]` and `lse` `[blocks, t, H]` are of whole rows."""
+        """Gradients of q, k, v; `grad`, `out` `[blocks, t, H, D]` and `lse` `[blocks, t, H]` are of whole rows."""
 
 
 def segments(meeting: Meeting) -> Iterator[slice]:

@@ -12,7 +12,7 @@ class CpuFlash(Kernel):
     """Takes grouped heads, gives the logsumexp, adds a bias."""
 
     name = "cpu-flash"
-    takes_bias = True
+    takes = "blocks"
 
     def refuses(self, demand: Demand) -> str | None:
         if demand.device != "cpu":

@@ -16,6 +16,7 @@ class TorchFlash(Kernel):
     """torch's own flash kernel for CUDA, all segments in one variable-length call."""
 
     name = "torch-flash"
+    takes = "segments"
 
     def refuses(self, demand: Demand) -> str | None:
         return refused_by_flash(demand) or ("has no softcap" if demand.softcap else None)
@@ -56,6 +57,7 @@ class FlashAttn(Kernel):
     """The package flash-attn (2.7 and later), which knows softcap."""
 
     name = "flash-attn"
+    takes = "segments"
 
     def refuses(self, demand: Demand) -> str | None:
         return refused_by_flash(demand) or (

@@ -14,7 +14,7 @@ class Math(Kernel):
     """For every device, dtype and softcap; a part's scores stand in memory."""
 
     name = "math"
-    takes_bias = True
+    takes = "blocks"
 
     def refuses(self, demand: Demand) -> str | None:
         return None
