@@ -140,9 +140,22 @@ def parts(tokens: Tokens, kernel: Kernel, window: int, scaling: float, softcap: 
 
 
 def same_group_parts(tokens: Tokens, kernel: Kernel) -> Iterator[Part]:
-    """Groups as causal segments: tokens sorted by sequence and group keep their order in time.
+    """Groups as causal segments; the results of a sink outside of its own group are nobody's."""
+    source, target, lengths = group_segments(tokens)
+    if kernel.takes == "segments":
+        yield Part(source, source, Meeting(lengths=lengths), kernel, targets=target, fresh=True, gated=True)
+        return
+    sizes = lengths.tolist()
+    for queries, targets in zip(source.split(sizes), target.split(sizes), strict=True):
+        if len(queries):  # one at a time: less memory, and the CPU has no variable-length call
+            meeting = Meeting(lengths=torch.tensor([len(queries)]))
+            yield Part(queries, queries, meeting, kernel, targets=targets, fresh=True, gated=True)
 
-    A sink stands in the segment of every group; elsewhere than in its own, its results are nobody's.
+
+def group_segments(tokens: Tokens) -> tuple[Tensor, Tensor, Tensor]:
+    """Rows sorted by sequence and group, where their results go, and the segments' lengths `[B * K]`.
+
+    Within a segment tokens keep their order in time. A sink stands in all of them.
     """
     assert tokens.group is not None
     device, rows, groups = tokens.group.device, tokens.batch * tokens.length, tokens.groups
@@ -158,18 +171,9 @@ def same_group_parts(tokens: Tokens, kernel: Kernel) -> Iterator[Part]:
     source = torch.cat([sinks.repeat_interleave(groups), others])
     target = torch.cat([torch.where(own, sinks[:, None], rows).flatten(), others])
     member = torch.cat([every.repeat(len(sinks)), tokens.group[others]])
-    segment = source // tokens.length * groups + member
-    order = segment.to(torch.int32).argsort(stable=True)
-    source, target = source[order], target[order]
-    lengths = torch.bincount(segment, minlength=tokens.batch * groups)
-    if kernel.takes == "segments":
-        yield Part(source, source, Meeting(lengths=lengths), kernel, targets=target, fresh=True, gated=True)
-        return
-    sizes = lengths.tolist()
-    for queries, targets in zip(source.split(sizes), target.split(sizes), strict=True):
-        if len(queries):  # one at a time: less memory, and the CPU has no variable-length call
-            meeting = Meeting(lengths=torch.tensor([len(queries)]))
-            yield Part(queries, queries, meeting, kernel, targets=targets, fresh=True, gated=True)
+    segment = (source // tokens.length * groups + member).to(torch.int32)
+    order = segment.argsort(stable=True)
+    return source[order], target[order], torch.bincount(segment, minlength=tokens.batch * groups)
 
 
 def staircase_parts(tokens: Tokens, kernel: Kernel) -> Iterator[Part]:

@@ -73,6 +73,7 @@ class SparseAttention(torch.autograd.Function):
             o, part_lse = part.kernel.forward(*operands(part, q, k, v), part.meeting, plan.scaling, plan.softcap)
             targets = part.queries if part.targets is None else part.targets
             merge(out, lse, targets, o.flatten(0, 1)[..., : q.shape[-1]], part_lse.flatten(0, 1), part.fresh)
+            del o, part_lse  # before the next part asks for as much
         ctx.save_for_backward(q, k, v, assignment, out, lse)
         ctx.plan = plan
         return out[:-1]
