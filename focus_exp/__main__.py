@@ -23,7 +23,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from focus_exp.checks import parse
-from focus_exp.config import GROUPS, Config, PhaseConfig, register_schemas
+from focus_exp.config import GROUPS, Config, LoraConfig, PhaseConfig, register_schemas
 from focus_exp.errors import Interrupted, UserError
 
 FULL_DISK = (errno.ENOSPC, errno.EDQUOT)
@@ -63,6 +63,10 @@ def execute(config: Config) -> None:
         from focus_exp.jobs.train import train
 
         train(config)
+    elif config.job == "bench":
+        from focus_exp.jobs.bench import bench
+
+        bench(config)
     else:
         from focus_exp.jobs.evaluate import evaluate
 
@@ -148,7 +152,7 @@ def known(composed: DictConfig, prefix: str = "") -> DictConfig:
 
 
 def known_keys() -> list[str]:
-    return [f.name for schema in (Config, *GROUPS.values(), PhaseConfig) for f in fields(schema)]
+    return [f.name for schema in (Config, *GROUPS.values(), PhaseConfig, LoraConfig) for f in fields(schema)]
 
 
 def did_you_mean(name: str, options: list[str]) -> str:

@@ -10,16 +10,21 @@ from omegaconf import DictConfig, OmegaConf
 from focus_exp.config import Config
 from focus_exp.errors import UserError
 
-JOBS = ("train", "evaluate")
+JOBS = ("train", "evaluate", "bench")
 CHOICES = {
     "job": JOBS,
     "assets": ("auto", "hub", "embedded"),
-    "attention.method": ("full", "focus", "window", "random_groups"),
+    "attention.method": (
+        *("full", "focus", "window", "random_groups"),
+        *("longformer", "performer", "routing_transformer", "sparq", "magicpig"),
+    ),
     "attention.assignment": ("balanced", "sinkhorn", "softmax"),
     "attention.gate": ("log", "multiplicative"),
     "attention.pair_rule": ("query_topk", "share"),
-    "attention.backend": ("auto", "masked", "flash-attn", "torch-flash", "cpu-flash", "math"),
+    "attention.train_with": ("soft", "hard"),
+    "attention.backend": ("auto", "masked", "flash-attn", "torch-flash", "cpu-flash", "flex", "math"),
     "data.source": ("hub", "files", "books"),
+    "bench.dtype": ("bf16", "float32"),
     "eval.split": ("validation", "test"),
     "trainer.accelerator": ("auto", "cpu", "gpu"),
     "trainer.precision": ("auto", "bf16", "float32"),
@@ -37,6 +42,16 @@ AT_LEAST = {
     "attention.warm_start_blocks": 0,
     "attention.warm_start_steps": 1,
     "attention.calibration_blocks": 0,
+    "attention.global_tokens": 0,
+    "attention.dilation": 1,
+    "attention.dilated_heads": 0,
+    "attention.features": 1,
+    "attention.tokens_per_group": 1,
+    "attention.components": 1,
+    "attention.tokens_kept": 1,
+    "attention.recent_tokens": 1,
+    "attention.hash_bits": 1,
+    "attention.hash_tables": 2,
     "data.block_size": 2,
     "data.max_train_tokens": 1,
     "data.max_test_tokens": 1,
@@ -46,13 +61,19 @@ AT_LEAST = {
     "eval.max_windows": 1,
     "eval.batch_size": 1,
     "eval.bootstrap_samples": 1,
+    "eval.limit": 1,
+    "eval.num_fewshot": 0,
+    "eval.request_batch_size": 1,
+    "eval.suite_window": 1,
+    "bench.repeats": 1,
+    "bench.routed_tokens": 2,
     "trainer.batch_size": 1,
     "trainer.accumulate": 1,
     "trainer.checkpoint_every": 1,
     "trainer.log_every": 1,
 }
 ABOVE_ZERO = ("attention.temperature", "attention.gate_steepness", "trainer.gradient_clip")
-SHARES = ("attention.balance_momentum", "attention.gate_threshold")
+SHARES = ("attention.balance_momentum", "attention.gate_threshold", "attention.centroid_decay")
 
 
 def parse(composed: DictConfig) -> Config:
@@ -91,10 +112,15 @@ def validate(config: Config) -> None:
     for rule in config.eval.pair_rules:
         if rule not in CHOICES["attention.pair_rule"]:
             raise UserError(f"eval.pair_rules holds {rule}, which is not a rule; choose query_topk or share")
+    validate_tasks(config.eval.tasks)
     if config.adapter and config.job == "train":
         raise UserError(f"adapter={config.adapter} is for job=evaluate; add job=evaluate, or leave adapter out")
     validate_attention(config)
     validate_regime(config)
+    for key in ("lengths", "prefill_lengths", "step_lengths", "groups", "top_k"):
+        values = getattr(config.bench, key)
+        if values is not None and (not all(value >= 1 for value in values)):
+            raise UserError(f"bench.{key}={values} is impossible; use numbers from 1")
     if config.data.source == "files" and not config.data.files:
         raise UserError("data=files needs data.files=<folder or glob of text files>")
     if config.data.source == "hub" and not config.data.hub_id:
@@ -103,10 +129,26 @@ def validate(config: Config) -> None:
         raise UserError(f"model {config.model.name} has neither path, nor hub_id, nor architecture")
 
 
+def validate_tasks(tasks: list[str]) -> None:
+    for task in tasks:
+        kind, at, length = task.partition("@")
+        if (at or kind == "perplexity") and (not length.isdecimal() or int(length) < 2):
+            raise UserError(f"eval.tasks holds {task}; give its length as a whole number, such as {kind}@1024")
+        if tasks.count(task) > 1:
+            raise UserError(f"eval.tasks holds {task} more than once; leave it out once")
+
+
 def validate_attention(config: Config) -> None:
     attention, groups = config.attention, config.attention.groups
     if attention.top_k > groups:
         raise UserError(f"attention.top_k={attention.top_k} exceeds attention.groups={groups}; use 1 to {groups}")
+    if attention.method == "sparq" and attention.recent_tokens > attention.tokens_kept:
+        raise UserError(
+            f"attention.recent_tokens={attention.recent_tokens} exceeds attention.tokens_kept={attention.tokens_kept}, "
+            f"which counts them; use 1 to {attention.tokens_kept}"
+        )
+    if attention.hash_bits > 15:
+        raise UserError(f"attention.hash_bits={attention.hash_bits} is impossible; use 1 to 15")
     if attention.gate == "multiplicative" and attention.gate_threshold != 0:
         raise UserError(
             f"attention.gate_threshold={attention.gate_threshold} goes with attention.gate=log alone; "
@@ -118,18 +160,28 @@ def validate_regime(config: Config) -> None:
     regime = config.regime
     for name, phase in regime.phases.items():
         where = f"regime.phases.{name}"
-        if phase.train not in ("router", "all"):
-            raise UserError(f"{where}.train={phase.train} is not one of router, all")
+        if phase.train not in ("router", "lora", "all"):
+            raise UserError(f"{where}.train={phase.train} is not one of router, lora, all")
         if not 0 < phase.learning_rate < inf:
             raise UserError(f"{where}.learning_rate={phase.learning_rate} is impossible; use a number above 0")
         for key, low in (("steps", 1), ("warmup_steps", 0), ("weight_decay", 0)):
             if getattr(phase, key) < low:
                 raise UserError(f"{where}.{key}={getattr(phase, key)} is impossible; use {low} or more")
+    for key, value in (("rank", regime.lora.rank), ("alpha", regime.lora.alpha)):
+        if value is not None and value < 1:
+            raise UserError(f"regime.lora.{key}={value} is impossible; use 1 or more, or null to have it chosen")
+    if regime.trains("lora") and config.attention.method == "focus":
+        raise UserError(
+            f"regime={regime.name} trains LoRA in place of a router, but attention={config.attention.name} has one; "
+            "use attention=full, or regime=retrofit"
+        )
+    if regime.trains("lora") and regime.trains("all"):
+        raise UserError(f"regime={regime.name} trains both LoRA and the weights under it; leave one of them out")
     trains_router_only = bool(regime.phases) and all(phase.train == "router" for phase in regime.phases.values())
     if trains_router_only and config.attention.method != "focus":
         raise UserError(
             f"regime={regime.name} trains only a router, but attention={config.attention.name} has none; "
             "use attention=focus, or regime=none to measure it as it is, or regime=finetune"
         )
-    if regime.from_scratch and not any(phase.train == "all" for phase in regime.phases.values()):
+    if regime.from_scratch and not regime.trains("all"):
         raise UserError(f"regime={regime.name} starts from random weights but no phase trains them; add train: all")

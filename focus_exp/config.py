@@ -11,6 +11,8 @@ from typing import Any, get_type_hints
 from hydra.core.config_store import ConfigStore
 from omegaconf import MISSING
 
+Numbers = list[int]
+
 # keys that change where or how a run is reported, but not what it computes
 NOT_HASHED = ("job", "overwrite", "runs_dir", "cache_dir", "logger", "adapter")
 
@@ -44,21 +46,44 @@ class AttentionConfig:
     sinks: int = 4
     top_k: int = 1
     pair_rule: str = "query_topk"
+    train_with: str = "soft"  # soft gates on all pairs, or the hard groups' pairs alone
     backend: str = "auto"  # what computes hard groups: the masked path, or the sparse path on a kernel
     # how its router is trained, in any regime that trains it
     gate_steepness_start: float | None = None  # at a phase's first step, growing linearly to gate_steepness
     warm_start_blocks: int = 0  # blocks of text whose full attention the routers are fitted to first
     warm_start_steps: int = 100
     calibration_blocks: int = 0  # blocks of text on which the balance is set at the end
+    # of the published methods alone
+    global_tokens: int = 64  # longformer
+    dilation: int = 1
+    dilated_heads: int = 2
+    features: int = 256  # performer
+    tokens_per_group: int | None = None  # routing_transformer; null: an equal share of the sequence
+    centroid_decay: float = 0.999
+    components: int | None = None  # sparq: r; null: half of a head
+    tokens_kept: int = 32  # k
+    reallocate: bool = False  # the mass of what is not kept, to the mean value
+    recent_tokens: int = 8  # sparq, magicpig: always kept, the query's own among them
+    hash_bits: int = 10  # magicpig: K
+    hash_tables: int = 150  # L
 
 
 @dataclass
 class PhaseConfig:
-    train: str = "router"
+    train: str = "router"  # or lora, or all
     steps: int = MISSING
     learning_rate: float = MISSING
     weight_decay: float = 0.0
     warmup_steps: int = 5
+
+
+@dataclass
+class LoraConfig:
+    rank: int | None = 4  # null: the one whose parameters come closest in number to those of a router
+    alpha: int | None = None  # null: twice the rank
+    dora: bool = False
+    # linear layers by the ends of their names; empty: those usual for the model's family
+    target_modules: list[str] = field(default_factory=list)
 
 
 @dataclass
@@ -67,6 +92,12 @@ class RegimeConfig:
     from_scratch: bool = False
     # in the order in which they run
     phases: dict[str, PhaseConfig] = field(default_factory=dict)
+    # for phases that train it
+    lora: LoraConfig = field(default_factory=LoraConfig)
+
+    def trains(self, part: str) -> bool:
+        """Whether any phase trains `part`: router, lora or all."""
+        return any(phase.train == part for phase in self.phases.values())
 
 
 @dataclass
@@ -98,6 +129,29 @@ class EvalConfig:
     controls: bool = True
     # rules measured beside attention.pair_rule
     pair_rules: list[str] = field(default_factory=list)
+    # measured after these windows: tasks of lm-eval, of the long-range suite (passkey, or passkey@1024 with passages of
+    # that many words), or perplexity@4096 in windows of that many tokens
+    tasks: list[str] = field(default_factory=list)
+    limit: int | None = None  # documents of a task, from its start
+    num_fewshot: int | None = None  # null: each task's own
+    request_batch_size: int = 8
+    suite_window: int | None = None  # tokens that the long-range suite looks beyond; null: attention.window
+    allow_truncation: bool = False  # cut requests that the model is too short for
+
+
+@dataclass
+class BenchConfig:
+    name: str = MISSING
+    lengths: Numbers = field(default_factory=Numbers)  # tokens; empty: 1K to 64K on a CPU, to 1M on a GPU
+    prefill_lengths: Numbers = field(default_factory=Numbers)
+    step_lengths: Numbers = field(default_factory=Numbers)
+    groups: Numbers = field(default_factory=lambda: [4, 8])  # K of balanced groups
+    top_k: Numbers = field(default_factory=lambda: [1])
+    dtype: str = "bf16"  # of the attention clocks; the model's own take trainer.precision
+    repeats: int = 7  # at most, fewer where one takes long
+    routed_tokens: int = 16_384  # held-out tokens whose groups a trained router is timed with
+    quality: bool = False  # perplexity at every k too
+    list: bool = False  # only say which kernels there are
 
 
 @dataclass
@@ -140,6 +194,7 @@ class Config:
     regime: RegimeConfig = MISSING
     data: DataConfig = MISSING
     eval: EvalConfig = MISSING
+    bench: BenchConfig = MISSING
     trainer: TrainerConfig = MISSING
     logger: LoggerConfig = MISSING
 

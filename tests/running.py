@@ -60,6 +60,8 @@ def tiny(folder: Path, runs: str = "runs") -> list[str]:
         *("model=tiny_llama", "data=files", f"data.files={write_texts(folder / 'texts')}"),
         *(f"runs_dir={folder / runs}", f"cache_dir={folder / 'cache'}", "logger.wandb=disabled"),
         *("data.block_size=32", "eval.window=32", "eval.max_windows=3", "eval.bootstrap_samples=20"),
+        *("bench.lengths=[48]", "bench.prefill_lengths=[64]", "bench.step_lengths=[64]", "bench.repeats=1"),
+        *("bench.routed_tokens=64", "bench.groups=[2]", "bench.top_k=[1,2]"),
         *("attention.window=8", "attention.sinks=1", "attention.groups=2"),
         *("attention.warm_start_blocks=1", "attention.warm_start_steps=3", "attention.calibration_blocks=1"),
         *("trainer.batch_size=2", "trainer.accumulate=2", "trainer.progress=false"),

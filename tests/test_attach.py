@@ -215,7 +215,7 @@ def test_gradient_checkpointing_changes_neither_gradients_nor_balance(attached, 
         model = attached(family, "soft", assignment=assignment).train()
         freeze(model)
         if checkpointing:
-            model.gradient_checkpointing_enable()
+            model.activation_checkpointing_enable()
         for tokens in (tokens_of(), tokens_of().flip(1)):  # two steps, so that the second starts from the first
             model(tokens, labels=tokens).loss.backward()
         methods = attached_methods(model).values()

@@ -22,7 +22,7 @@ from focus_exp.training.module import LanguageModelTask
 
 STEPS = router_steps(4)
 RUN_FILES = {
-    *("config.yaml", "metrics.jsonl", "record.json", "table.md", "table.csv"),
+    *("config.yaml", "metrics.jsonl", "record.json", "table.md", "quality.csv"),
     *("adapter/focus_adapter.safetensors", "adapter/focus_adapter.json"),
     *("figures/loss_curve.png", "figures/perplexity_by_position.png", "figures/group_sizes.png"),
 }

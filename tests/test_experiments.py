@@ -63,7 +63,8 @@ def test_experiment_runs_on_a_tiny_model(tmp_path, name, model):
     assert result.code == 0, result.err
     record = record_of(tmp_path)
     assert (record.status, record.experiment) == ("finished", name)
-    assert record.rows and all(row.error is None for row in record.rows)
+    rows = [*record.rows, *record.speed]
+    assert rows and all(row.error is None for row in rows)
     assert record.steps == 2 * len(phases)
     assert only_run(tmp_path).relative_to(tmp_path / "runs").parts[0] == name
 

@@ -246,7 +246,7 @@ def test_figures_are_drawn_only_from_data(tmp_path):
 
 
 def read_wandb_log(path):
-    """kind of item -> key -> value, from the leveldb blocks of a .wandb file."""
+    """kind of item -> key -> value, from the leveldb blocks of a .wandb file; "exit" once the run's end is in it."""
     from wandb.proto import wandb_internal_pb2
 
     content, position, buffer, found = path.read_bytes(), 7, b"", {"history": {}, "summary": {}}
@@ -260,6 +260,8 @@ def read_wandb_log(path):
         buffer, position = (chunk if kind in (1, 2) else buffer + chunk), position + 7 + size
         if kind in (1, 4):
             message = wandb_internal_pb2.Record.FromString(buffer)
+            if message.HasField("exit"):
+                found["exit"] = True
             for name, items in (("history", message.history.item), ("summary", message.summary.update)):
                 found[name] |= {item.key or tuple(item.nested_key): json.loads(item.value_json) for item in items}
     return found
@@ -276,11 +278,14 @@ def test_an_offline_run_holds_the_table_and_the_scalars(tmp_path, monkeypatch):
     assert options == {"group": "test", "tags": ["tiny", "focus", "retrofit", "books"]}
     settings = wandb.Settings(console="off", silent=True)
     run = wandb.init(project="p", mode="offline", dir=str(tmp_path), settings=settings, **options)
-    dashboard.log_record(run, record, table, write_figures(record, [], tmp_path))
+    dashboard.log_record(run, record, [table], write_figures(record, [], tmp_path))
     tags = run.tags
     run.finish()
     assert {"tiny", "finished"} <= set(tags)
-    log = read_wandb_log(next((tmp_path / "wandb").glob("offline-run-*/*.wandb")))
+    path = next((tmp_path / "wandb").glob("offline-run-*/*.wandb"))
+    patience = time.monotonic() + 20  # another process writes the file
+    while "exit" not in (log := read_wandb_log(path)) and time.monotonic() < patience:
+        time.sleep(0.1)
     assert log["summary"]["focus hard k=1/nll"] == record.rows[1].nll and log["summary"]["seed"] == 7
     assert log["history"][("quality", "_type")] == "table-file"
     assert log["history"][("figures/perplexity_by_position", "_type")] == "image-file"
@@ -309,7 +314,7 @@ def test_wandb_mode_never_waits_for_a_silent_server(monkeypatch):
 
 
 def test_reporting_imports_neither_torch_nor_wandb():
-    names = ("record", "tables", "figures", "findings", "dashboard")
+    names = ("record", "report", "dashboard")
     assert all(importlib.util.find_spec(f"focus_exp.reporting.{name}") for name in names)
     imports = "; ".join(f"import focus_exp.reporting.{name}" for name in names)
     code = f"import sys; {imports}; print([name for name in ('torch', 'wandb', 'transformers') if name in sys.modules])"

@@ -57,14 +57,14 @@ def test_run_folder_holds_config_metrics_adapter_record_tables_and_figures(folde
     assert parts == ("adhoc", "tiny_llama-focus-retrofit", f"seed=0-{record.config_hash}")
     files = {path.relative_to(place).as_posix() for path in place.rglob("*") if path.is_file()}
     assert files >= {
-        *("config.yaml", "metrics.jsonl", "record.json", "table.md", "table.csv"),
+        *("config.yaml", "metrics.jsonl", "record.json", "table.md", "quality.csv"),
         *("adapter/focus_adapter.safetensors", "adapter/focus_adapter.json"),
         *("figures/loss_curve.png", "figures/perplexity_by_position.png", "figures/group_sizes.png"),
     }
     config = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(Config), OmegaConf.load(place / "config.yaml")))
     assert config.attention.window == 8 and config.regime.phases["router"].steps == 4
     assert [line["step"] for line in metrics_of(folder / "retrofit")] == [1, 2, 3, 4]
-    table = list(csv.DictReader(io.StringIO((place / "table.csv").read_text())))
+    table = list(csv.DictReader(io.StringIO((place / "quality.csv").read_text())))
     assert len(table) == len(record.rows)
 
 
@@ -175,7 +175,7 @@ def test_the_method_of_the_paper_is_declared_not_causal(tmp_path):
     assert record.method["causal"] is False
     causal = {row.kind: row.causal for row in record.rows}
     assert causal == {"base": True, "soft": False, "hard": False, "control": True}
-    table = list(csv.DictReader(io.StringIO((only_run(tmp_path) / "table.csv").read_text())))
+    table = list(csv.DictReader(io.StringIO((only_run(tmp_path) / "quality.csv").read_text())))
     assert [row["causal"] for row in table] == [str(row.causal) for row in record.rows]
     assert (only_run(tmp_path) / "table.md").read_text().count("no: reads the future") == sum(
         not row.causal for row in record.rows

@@ -26,7 +26,8 @@ MAY_IMPORT = {
     "models": {*FOUNDATION, "attention"},
     "training": {*FOUNDATION, "attention", "models", "data", "reporting"},
     "evaluation": {*FOUNDATION, "attention", "models", "data", "reporting", "training"},
-    "jobs": {*FOUNDATION, "attention", "models", "data", "reporting", "training", "evaluation"},
+    "speed": {*FOUNDATION, "attention", "models", "data", "reporting", "training"},
+    "jobs": {*FOUNDATION, "attention", "models", "data", "reporting", "training", "evaluation", "speed"},
     "__init__": {"errors", "models"},
     "__main__": {*FOUNDATION, "jobs"},
 }

@@ -16,7 +16,7 @@ from focus_exp.attention.sparse import sparse_attention
 
 # masked: all pairs are computed and the dropped ones masked; a kernel's name: the sparse path on that kernel
 BACKENDS = ("auto", "masked", *KERNELS)
-# below so many tokens "auto" takes the masked path, which computes the same function
+# tokens from which "auto" takes the sparse path where nobody has measured it; the masked path is the same function
 SPARSE_FROM = 2048
 
 # called with (layer index, method, selection, sequence) whenever a layer runs
@@ -45,6 +45,7 @@ class AttentionMethod(nn.Module):
         self.sinks = sinks
         self.enabled = True
         self.backend = "auto"
+        self.sparse_from = SPARSE_FROM
         self.path: str | None = None  # which one the last call took
         self.observers: list[Observer] = []
 
@@ -90,7 +91,7 @@ class AttentionMethod(nn.Module):
         """The kernel of the sparse path for this call; None where the masked path is to be taken."""
         if self.backend == "masked" or selection.query_groups is None or sequence.masked or dropout:
             return None
-        if self.backend == "auto" and q.shape[2] < SPARSE_FROM:
+        if self.backend == "auto" and q.shape[2] < self.sparse_from:
             return None
         demand = Demand(q.device.type, q.dtype, q.shape[-1], softcap is not None, selection.group is not None)
         kernel = choose(demand, self.backend)

@@ -4,7 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
+from focus_exp.attention.baselines.longformer import Longformer
+from focus_exp.attention.baselines.magicpig import MagicPIG
+from focus_exp.attention.baselines.performer import Performer
 from focus_exp.attention.baselines.random_groups import RandomGroups
+from focus_exp.attention.baselines.routing_transformer import RoutingTransformer
+from focus_exp.attention.baselines.sparq import SparQ
 from focus_exp.attention.baselines.window import WindowOnly
 from focus_exp.attention.focus import Focus
 from focus_exp.attention.method import AttentionMethod, LayerShape
@@ -13,6 +18,11 @@ METHODS: dict[str, type[AttentionMethod]] = {
     "focus": Focus,
     "window": WindowOnly,
     "random_groups": RandomGroups,
+    "longformer": Longformer,
+    "performer": Performer,
+    "routing_transformer": RoutingTransformer,
+    "sparq": SparQ,
+    "magicpig": MagicPIG,
 }
 
 

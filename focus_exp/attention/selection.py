@@ -113,6 +113,8 @@ def count_pairs(
 
     A selection without memberships (window only) keeps no distant pair; None keeps them all.
     """
+    if sequence.allowed is None and sequence.valid is None and not bool(sequence.start.any()):
+        return count_plain_pairs(selection, sequence, window, sinks)
     total = distant = kept = 0
     for rows in row_blocks(sequence.start.shape[1], block):
         seen = permitted(sequence, rows, rows.stop)
@@ -125,4 +127,25 @@ def count_pairs(
             kept += int(far.sum())
         elif selection.query_groups is not None:
             kept += int((far & same_group(selection, rows, rows.stop)).sum())
+    return PairCounts(total, distant, kept)
+
+
+def count_plain_pairs(selection: Selection | None, sequence: Sequence, window: int, sinks: int) -> PairCounts:
+    """The same for plain causal sequences, in time O(T * (window + sinks + distinct memberships of keys))."""
+    batch, length = sequence.start.shape
+    total = batch * length * (length + 1) // 2
+    offsets = range(min(window + 1, length))
+    far_sinks = [(s, max(length - s - window - 1, 0)) for s in range(min(sinks, length))]
+    distant = total - batch * (sum(length - d for d in offsets) + sum(count for _, count in far_sinks))
+    if selection is None:
+        return PairCounts(total, distant, distant)
+    if selection.query_groups is None or selection.key_groups is None:
+        return PairCounts(total, distant, 0)
+    queries, keys = selection.query_groups, selection.key_groups
+    kept = 0
+    for members in keys.flatten(0, 1).unique(dim=0):
+        seen = (keys == members).all(-1).cumsum(1)  # [B, T] keys of this kind up to each query
+        kept += int((seen * (queries & members).any(-1)).sum())
+    kept -= sum(int((queries[:, d:] & keys[:, : length - d]).any(-1).sum()) for d in offsets)
+    kept -= sum(int((queries[:, length - count :] & keys[:, s, None]).any(-1).sum()) for s, count in far_sinks)
     return PairCounts(total, distant, kept)

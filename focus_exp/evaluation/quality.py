@@ -17,14 +17,14 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
-from focus_exp.attention.baselines.random_groups import RandomGroups
-from focus_exp.attention.baselines.window import WindowOnly
 from focus_exp.attention.selection import Selection, Sequence, count_pairs
 from focus_exp.config import Config
 from focus_exp.data import Blocks
+from focus_exp.evaluation.controls import RANDOM_GROUPS, WINDOW_ONLY, random_groups, window_only
 from focus_exp.evaluation.perplexity import PairShares, Scores, score
 from focus_exp.evaluation.statistics import Bootstrap, by_position, mean, window_sums
-from focus_exp.models.attach import attached_methods, disabled, is_causal, observed, set_routing, swapped
+from focus_exp.models.attach import disabled, is_causal, observed, set_routing, swapped
+from focus_exp.models.lora import describe_lora
 from focus_exp.reporting.rows import Row
 from focus_exp.training.precision import Precision
 
@@ -59,10 +59,12 @@ class Quality:
 
     def measure_attached(self) -> None:
         """Rows of what is attached, by its kind."""
-        attention = self.config.attention
-        if any(phase.train == "all" for phase in self.config.regime.phases.values()):
+        attention, regime = self.config.attention, self.config.regime
+        if regime.trains("lora") or regime.trains("all"):
+            lora = f"{describe_lora(self.model)['name']}, trained" if regime.trains("lora") else None
             with self.full_attention():
-                self.add(Row(name="full attention, trained weights", kind="trained", method="full", causal=True))
+                name = lora or "full attention, trained weights"
+                self.add(Row(name=name, kind="trained", method="full", causal=True))
         if attention.method == "focus":
             self.measure_focus()
         elif attention.method != "full":
@@ -97,25 +99,16 @@ class Quality:
 
     def measure_controls(self, pairs: PairShares) -> None:
         """The same window without routing, a window widened to as many pairs, and random groups of the same sizes."""
-        attention = self.config.attention
-        methods = attached_methods(self.model)
+        attention, model = self.config.attention, self.model
         self.distant_share = pairs.distant / pairs.total
-
-        def window_only(width: int) -> dict[int, Any]:
-            return {i: WindowOnly(m.shape, width, attention.sinks) for i, m in methods.items()}
-
-        def random_groups(shares: list[float], method: Any) -> RandomGroups:
-            return RandomGroups(
-                method.shape, groups=attention.groups, window=attention.window, sinks=attention.sinks,
-                top_k=attention.top_k, pair_rule=attention.pair_rule, seed=self.config.seed, shares=shares,
-            )  # fmt: skip
-
         wide = equal_density_window(pairs, attention.sinks, self.layer_sequences())
-        randoms = {i: random_groups(shares, m) for (i, m), shares in zip(methods.items(), pairs.groups, strict=True)}
-        controls: list[tuple[Row, dict[int, Any]]] = [
-            (control("window + sinks only", "window"), window_only(attention.window)),
-            (control(f"window {wide} + sinks, as many pairs", "window", window=wide), window_only(wide)),
-            (control("random groups, same sizes", "random_groups", top_k=attention.top_k), randoms),
+        narrow_methods = window_only(model, attention.window, attention.sinks)
+        wide_methods = window_only(model, wide, attention.sinks)
+        random_methods = random_groups(model, pairs.groups, attention, self.config.seed)
+        controls = [
+            (control(WINDOW_ONLY, "window"), narrow_methods),
+            (control(f"window {wide} + sinks, as many pairs", "window", window=wide), wide_methods),
+            (control(RANDOM_GROUPS, "random_groups", top_k=attention.top_k), random_methods),
         ]
         for row, replacements in controls:
             with swapped(self.model, replacements):

@@ -7,10 +7,11 @@ from dataclasses import replace
 from focus_exp.checks import validate
 from focus_exp.config import AttentionConfig, Config, RegimeConfig
 from focus_exp.errors import UserError
+from focus_exp.jobs.backend import set_backend
 from focus_exp.jobs.run import finished_record, open_run, run_folder
 from focus_exp.jobs.train import describe, load, prepare
 from focus_exp.models.adapter import load_adapter, read_description
-from focus_exp.models.attach import is_causal, set_routing
+from focus_exp.models.attach import is_causal
 from focus_exp.training.precision import choose_precision
 
 
@@ -33,7 +34,7 @@ def evaluate(config: Config) -> None:
         loaded, corpus = load(run, precision)
         model, quality, _ = prepare(run, loaded, corpus, precision)
         load_adapter(model, str(config.adapter))
-        set_routing(model, hard=True, backend=config.attention.backend)
+        set_backend(model, config, precision, config.eval.window)
         quality.measure_base()
         quality.measure_attached()
         run.record.method = {

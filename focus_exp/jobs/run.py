@@ -25,13 +25,11 @@ from focus_exp.assets import Provenance
 from focus_exp.config import Config, config_hash, to_dict
 from focus_exp.errors import Interrupted
 from focus_exp.reporting.dashboard import init_options, log_record, wandb_mode
-from focus_exp.reporting.figures import write_figures
-from focus_exp.reporting.findings import findings
 from focus_exp.reporting.record import Record, environment, read_metrics, replace_file
-from focus_exp.reporting.tables import quality_table
+from focus_exp.reporting.report import all_findings, write_report
 from focus_exp.training.regimes import METRICS
 
-TABLE_WIDTH = 150
+TABLE_WIDTH = 190
 
 
 @dataclass
@@ -55,18 +53,16 @@ class Run:
         announce("data", provenance, ", ".join(f"{name} {count:,} tokens" for name, count in tokens.items()))
 
     def report(self) -> None:
-        """Findings, table and figures from the record alone."""
-        self.record.findings = findings(self.record)
-        table = quality_table(self.record)
-        replace_file(self.folder / "table.md", table.to_markdown().encode())
-        replace_file(self.folder / "table.csv", table.to_csv().encode())
-        figures = write_figures(self.record, read_metrics(self.folder / METRICS), self.folder / "figures")
+        """Findings, tables and figures from the record alone."""
+        self.record.findings = all_findings(self.record)
+        shown = write_report(self.record, read_metrics(self.folder / METRICS), self.folder)
         for logger in self.loggers:
             if isinstance(logger, WandbLogger):
-                log_record(logger.experiment, self.record, table, figures)
+                log_record(logger.experiment, self.record, shown.tables, shown.figures)
         console = Console()
         console.width = max(console.width, TABLE_WIDTH)
-        console.print(table.to_console())
+        for table in shown.tables:
+            console.print(table.to_console())
         print("\n".join(["", *self.record.findings, "", f"run folder: {self.folder}"]))
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import inspect
 import time
 from dataclasses import asdict
 from typing import Any
@@ -14,23 +15,21 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from focus_exp.assets import cache_root
-from focus_exp.attention.kernels import KERNELS, Demand
+from focus_exp.attention.registry import METHODS
 from focus_exp.config import AttentionConfig, Config
 from focus_exp.data import Blocks, Corpus, bos_of, load_corpus
 from focus_exp.errors import UserError
 from focus_exp.evaluation.quality import Quality
+from focus_exp.jobs.backend import check_backend, set_backend
 from focus_exp.jobs.run import Run, finished_record, open_run, run_folder
 from focus_exp.models.adapter import save_adapter
-from focus_exp.models.attach import attach, attachment_of, freeze, is_causal, set_routing
+from focus_exp.models.attach import attach, attachment_of, freeze, is_causal, is_trainable
 from focus_exp.models.load import LoadedModel, load_model
+from focus_exp.models.lora import add_lora, describe_lora, router_parameters, save_lora
 from focus_exp.training.module import NonFiniteError
 from focus_exp.training.precision import Precision, choose_precision
 from focus_exp.training.regimes import phases_of, train_phases
 from focus_exp.training.warm_start import calibrate, warm_start
-
-NOT_OF_THE_METHOD = (
-    "name", "method", "backend", "gate_steepness_start", "warm_start_blocks", "warm_start_steps", "calibration_blocks",
-)  # fmt: skip
 
 
 def train(config: Config) -> None:
@@ -47,7 +46,7 @@ def train(config: Config) -> None:
         model, quality, blocks = prepare(run, loaded, corpus, precision)
         quality.measure_base()
         began = time.perf_counter()
-        attach_method(model, config)
+        attach_method(model, config, precision)
         fit(run, model, blocks, precision)
         if trains_base(config):
             save_weights(run, model, loaded.tokenizer)
@@ -80,12 +79,8 @@ def prepare(
 ) -> tuple[PreTrainedModel, Quality, Blocks]:
     config, model = run.config, loaded.model
     torch.nn.Module.to(model, precision.device)
-    longest = getattr(model.config.get_text_config(), "max_position_embeddings", None)
-    for key, length in (("data.block_size", config.data.block_size), ("eval.window", config.eval.window)):
-        if longest is not None and length > longest:
-            raise UserError(
-                f"{key}={length} exceeds the {longest} positions of {config.model.name}; use {longest} or less"
-            )
+    check_length(model, "data.block_size", config.data.block_size, config.model.name)
+    check_length(model, "eval.window", config.eval.window, config.model.name)
     bos = bos_of(loaded.tokenizer)
     held_out = corpus.validation if config.eval.split == "validation" else corpus.test
     windows = Blocks(held_out, config.eval.window, stride=config.eval.stride, bos=bos, cross_documents=False)
@@ -95,32 +90,37 @@ def prepare(
     return model, Quality(model, windows, config, precision, run.folder / "evaluation"), blocks
 
 
-def check_backend(model: PreTrainedModel, backend: str) -> None:
-    """UserError where the kernel that is asked for cannot serve this model on this device."""
-    if backend in KERNELS:
-        text = model.config.get_text_config()
-        head_dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
-        softcap = getattr(text, "attn_logit_softcapping", None) is not None
-        if reason := KERNELS[backend].refuses(Demand(model.device.type, model.dtype, head_dim, softcap)):
-            raise UserError(f"attention.backend={backend} cannot serve here: it {reason}; use auto")
+def check_length(model: PreTrainedModel, key: str, length: int, name: str) -> None:
+    """UserError where the model has no position for so many tokens."""
+    longest = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    if longest is not None and length > longest:
+        raise UserError(f"{key}={length} exceeds the {longest} positions of {name}; use {longest} or less")
 
 
-def attach_method(model: PreTrainedModel, config: Config) -> None:
+def attach_method(model: PreTrainedModel, config: Config, precision: Precision) -> None:
     if config.attention.method != "full":
         pl.seed_everything(config.seed, verbose=False)
         attach(model, config.attention.method, **method_options(config.attention))
-        set_routing(model, hard=False, backend=config.attention.backend)
+        set_backend(model, config, precision, max(config.eval.window, config.data.block_size))
+    if config.regime.trains("lora"):
+        budget = router_parameters(model, config.attention.groups, config.attention.routing_dim)
+        pl.seed_everything(config.seed, verbose=False)
+        add_lora(model, config.regime.lora, budget)
+        added = describe_lora(model)
+        print(
+            f"{added['name']} on {', '.join(added['target_modules'])}: {trained_parameters(model, config):,} numbers "
+            f"to train, where a router of {config.attention.groups} groups has {budget:,}"
+        )
 
 
 def method_options(attention: AttentionConfig) -> dict[str, Any]:
     """The options of attention.* that the method itself takes."""
-    options = {key: value for key, value in asdict(attention).items() if key not in NOT_OF_THE_METHOD}
-    taken = {"window": ("window", "sinks"), "random_groups": ("groups", "window", "sinks", "top_k", "pair_rule")}
-    return {key: options[key] for key in taken.get(attention.method, options)}
+    taken = inspect.signature(METHODS[attention.method]).parameters
+    return {key: value for key, value in asdict(attention).items() if key in taken}
 
 
 def fit(run: Run, model: PreTrainedModel, blocks: Blocks, precision: Precision) -> None:
-    """Warm start, phases, calibration; the adapter is on disk when it returns, and after a non-finite loss too."""
+    """Warm start, phases, calibration; what was added is on disk when it returns, and after a non-finite loss too."""
     config, record = run.config, run.record
     phases, routed = phases_of(config), config.attention.method == "focus"
     checkpoints = list((run.folder / "checkpoints").glob("*.ckpt"))
@@ -133,7 +133,9 @@ def fit(run: Run, model: PreTrainedModel, blocks: Blocks, precision: Precision) 
         trained = train_phases(model, blocks, config, precision, run.folder, run.loggers)
     except NonFiniteError as error:
         kept = run.folder / "checkpoints"
-        if routed and not trains_base(config):
+        if config.regime.trains("lora"):
+            kept = save_lora(model, run.folder / "adapter")
+        elif routed and not trains_base(config):
             kept = save_adapter(model, run.folder / "adapter", {"note": f"the last good state: {error}"})
         raise UserError(
             f"{error}; training stopped, the last good state is in {kept}. "
@@ -142,27 +144,25 @@ def fit(run: Run, model: PreTrainedModel, blocks: Blocks, precision: Precision) 
     record.steps, record.tokens_seen = trained.steps, trained.tokens
     record.method = {
         "name": config.attention.name,
-        "causal": True,
+        "causal": is_causal(model),
         "trainable_parameters": trained_parameters(model, config),
     }
     if routed:
         calibrate(model, sample_blocks(blocks, config.attention.calibration_blocks, config.seed + 2), precision)
-        record.method["causal"] = is_causal(model)
         record.layers = attachment_of(model).layers
         record.method |= method_options(config.attention)
         extra = {"trained_with": config.model.name, "substitution": record.model.get("substitution")}
         save_adapter(model, run.folder / "adapter", {**extra, "steps": trained.steps, "tokens": trained.tokens})
+    if config.regime.trains("lora"):
+        record.method |= describe_lora(model)
+        save_lora(model, run.folder / "adapter")
     model.eval()
 
 
 def trained_parameters(model: PreTrainedModel, config: Config) -> int:
     """Numbers trained in any phase, by the same predicate that freezes."""
-    phases = phases_of(config)
-    train = "all" if any(p.train == "all" for _, p in phases) else "router"
-    if not phases:
-        return 0
-    names = set(freeze(model, train))
-    return sum(p.numel() for name, p in model.named_parameters() if name in names)
+    parts = {phase.train for _, phase in phases_of(config)}
+    return sum(p.numel() for name, p in model.named_parameters() if any(is_trainable(name, part) for part in parts))
 
 
 def save_weights(run: Run, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
@@ -182,7 +182,7 @@ def sample_blocks(blocks: Blocks, count: int, seed: int) -> list[Tensor]:
 
 
 def trains_base(config: Config) -> bool:
-    return any(phase.train == "all" for phase in config.regime.phases.values())
+    return config.regime.trains("all")
 
 
 def headline(config: Config) -> str:

@@ -23,6 +23,8 @@ from focus_exp.errors import UserError
 from focus_exp.models.interface import IMPLEMENTATION, pass_padding_mask, route_hidden_states
 
 ATTENTION_MODULES = ("self_attn", "attn", "attention")
+# what every name of a trained part has in it; the second is PEFT's
+TRAINED = {"router": ".focus.", "lora": ".lora_", "all": ""}
 
 
 @dataclass
@@ -159,14 +161,17 @@ def set_routing(
     top_k: int | None = None,
     pair_rule: str | None = None,
     backend: str | None = None,
+    sparse_from: int | None = None,
 ) -> PreTrainedModel:
     """Choose soft gates or hard groups, how many groups a query reaches, and the path that computes hard groups:
-    "auto", "masked" or a kernel's name, all of the same result."""
+    "auto", "masked" or a kernel's name, all of the same result. "auto" is masked below `sparse_from` tokens."""
     for name, value, choices in (("pair_rule", pair_rule, PAIR_RULES), ("backend", backend, BACKENDS)):
         if value is not None and value not in choices:
             raise UserError(f"{name}={value!r} is not one of {', '.join(choices)}")
     for method in attached_methods(model).values():
-        chosen = {"hard": hard, "top_k": top_k, "pair_rule": pair_rule, "backend": backend}
+        chosen = {
+            "hard": hard, "top_k": top_k, "pair_rule": pair_rule, "backend": backend, "sparse_from": sparse_from,
+        }  # fmt: skip
         for name, setting in chosen.items():
             if setting is not None and hasattr(method, name):
                 setattr(method, name, setting)
@@ -184,8 +189,8 @@ def freeze(model: PreTrainedModel, train: str = "router") -> list[str]:
 
 
 def is_trainable(name: str, train: str) -> bool:
-    """Whether the parameter called `name` is trained: "router" the attached modules alone, "all" everything."""
-    return train == "all" or ".focus." in name
+    """Whether the parameter called `name` is trained: "router" or "lora" what was added alone, "all" everything."""
+    return TRAINED[train] in name
 
 
 @contextmanager
@@ -203,11 +208,13 @@ def observed(model: PreTrainedModel, observer: Observer) -> Iterator[None]:
 
 @contextmanager
 def swapped(model: PreTrainedModel, methods: dict[int, AttentionMethod]) -> Iterator[PreTrainedModel]:
-    """Within the block other methods stand in the attached layers: controls, probes."""
+    """Within the block other methods stand in the attached layers, on the same backend: controls, probes."""
     modules = {index: module for index, module in attention_modules(model).items() if index in methods}
-    before = {index: module.focus for index, module in modules.items()}
+    before: dict[int, AttentionMethod] = {index: module.focus for index, module in modules.items()}  # type: ignore[misc]
     for index, module in modules.items():
-        module.focus = methods[index].to(next(module.parameters()).device)
+        method = methods[index].to(next(module.parameters()).device)
+        method.backend, method.sparse_from = before[index].backend, before[index].sparse_from
+        module.focus = method
     try:
         yield model
     finally:

@@ -51,14 +51,16 @@ def init_options(config: dict[str, Any]) -> dict[str, Any]:
     return {"group": config.get("experiment"), "tags": [part["name"] for part in parts if part.get("name")]}
 
 
-def log_record(run: Run, record: Record, table: Table, figures: dict[str, Path]) -> None:
-    """Log the table (unrounded), the figures, the findings and one scalar per row and metric to a live run."""
+def log_record(run: Run, record: Record, tables: list[Table], figures: dict[str, Path]) -> None:
+    """Log the tables (unrounded), the figures, the findings and one scalar per row and metric to a live run."""
     import wandb
 
-    columns = list(table.values[0]) if table.values else table.columns
-    data = [list(values.values()) for values in table.values] or table.rows
-    images = {f"figures/{name}": wandb.Image(str(path)) for name, path in figures.items()}
-    run.log({"quality": wandb.Table(columns=[*columns], data=data, allow_mixed_types=True), **images})
+    logged: dict[str, Any] = {f"figures/{name}": wandb.Image(str(path)) for name, path in figures.items()}
+    for table in tables:
+        columns = list(table.values[0]) if table.values else table.columns
+        data = [list(values.values()) for values in table.values] or table.rows
+        logged[table.name] = wandb.Table(columns=[*columns], data=data, allow_mixed_types=True)
+    run.log(logged)
     run.tags = tuple(dict.fromkeys((*(run.tags or ()), *init_options(record.config)["tags"], record.status)))
     run.summary.update(_scalars(record))
 
@@ -70,6 +72,9 @@ def _scalars(record: Record) -> dict[str, Any]:
     for row in record.rows:
         if row.error is None:
             scalars |= {f"{row.name}/{name}": getattr(row, name) for name in ROW_SCALARS}
+    for timed in record.speed:
+        key = f"speed/{timed.clock}/K={timed.groups} k={timed.top_k} {timed.assignment}/{timed.tokens}"
+        scalars[key] = timed.ratio
     return {name: value for name, value in scalars.items() if value is not None and not _is_nan(value)}
 
 

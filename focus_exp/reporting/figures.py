@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import math
 from pathlib import Path
 from typing import Any
@@ -12,15 +11,13 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 
+from focus_exp.reporting.canvas import COLOURS, canvas, write_png
 from focus_exp.reporting.findings import DOMINANT
-from focus_exp.reporting.record import Record, replace_file
+from focus_exp.reporting.record import Record
 from focus_exp.reporting.rows import Row
 from focus_exp.reporting.tables import share_text, title
 
-# Okabe and Ito's colour-blind-safe palette; black is kept for the base, wine replaces yellow, too pale for a line
-COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#882255")
 STYLES = {"base": "-", "trained": "-.", "hard": "-", "soft": ":", "control": "--"}
-DPI = 150
 
 
 def write_figures(record: Record, metrics: list[dict[str, Any]], folder: str | Path) -> dict[str, Path]:
@@ -34,15 +31,7 @@ def write_figures(record: Record, metrics: list[dict[str, Any]], folder: str | P
         "perplexity_by_position": _perplexity_by_position(record),
         "group_sizes": _group_sizes(record),
     }
-    paths = {}
-    for name, figure in figures.items():
-        if figure is None:
-            continue
-        content = io.BytesIO()
-        figure.savefig(content, format="png", dpi=DPI)
-        paths[name] = Path(folder) / f"{name}.png"
-        replace_file(paths[name], content.getvalue())
-    return paths
+    return write_png(figures, folder)
 
 
 def _loss_curve(record: Record, metrics: list[dict[str, Any]]) -> Figure | None:
@@ -51,7 +40,7 @@ def _loss_curve(record: Record, metrics: list[dict[str, Any]]) -> Figure | None:
         return None
     speeds = [line["tokens_per_second"] for line in metrics if line.get("tokens_per_second")]
     speed = f", median {np.median(speeds):,.0f} tokens/s" if speeds else ""
-    figure, axes = _canvas(record, f"training loss{speed}", height=4.2)
+    figure, axes = canvas(f"{title(record)}\ntraining loss{speed}", height=4.2)
     for index, (phase, curves) in enumerate(phases.items()):
         colour = COLOURS[index % len(COLOURS)]
         if curves.get("loss"):
@@ -98,8 +87,8 @@ def _perplexity_by_position(record: Record) -> Figure | None:
     rows = [row for row in record.rows if row.scored and row.by_position]
     if not rows:
         return None
-    figure, (upper, lower) = _canvas(
-        record, "perplexity by position", height=7, nrows=2, sharex=True, height_ratios=(3, 2)
+    figure, (upper, lower) = canvas(
+        f"{title(record)}\nperplexity by position", height=7, nrows=2, sharex=True, height_ratios=(3, 2)
     )
     base = next((row for row in rows if row.kind == "base"), None)
     colours = iter(COLOURS * len(rows))
@@ -143,7 +132,7 @@ def _group_sizes(record: Record) -> Figure | None:
     groups = max(len(shares) for shares in record.group_shares)
     height = 1.8 + 0.3 * len(record.group_shares)
     subject = "share of held-out tokens in each group, largest first (orange: above one half)"
-    figure, axes = _canvas(record, subject, height)
+    figure, axes = canvas(f"{title(record)}\n{subject}", height)
     # a group's number means nothing across layers, so the bars are stacked by size
     ordered = np.array(
         [sorted(shares, reverse=True) + [0.0] * (groups - len(shares)) for shares in record.group_shares]
@@ -163,14 +152,3 @@ def _group_sizes(record: Record) -> Figure | None:
     axes.grid(visible=False)
     figure.legend(loc="outside lower right", frameon=False)
     return figure
-
-
-def _canvas(record: Record, subject: str, height: float, **grid: Any) -> tuple[Figure, Any]:
-    """A titled figure `height` inches high, and its axes as Figure.subplots(**grid) returns them."""
-    figure = Figure(figsize=(9, height), layout="constrained")
-    figure.suptitle(f"{title(record)}\n{subject}", x=0.01, ha="left", fontsize=11)
-    panels = figure.subplots(**grid)
-    for axes in np.ravel(panels):
-        axes.spines[["top", "right"]].set_visible(False)
-        axes.grid(alpha=0.25)
-    return figure, panels

@@ -17,6 +17,7 @@ def findings(record: Record) -> list[str]:
     hard = configured_row(record)
     return [
         *_run(record, hard),
+        *_trained(record),
         *(_verdict(record, hard) if hard else []),
         *(_gap(record, hard) if hard else []),
         *(_controls(record, hard) if hard else []),
@@ -57,13 +58,31 @@ def _run(record: Record, hard: Row | None) -> list[str]:
         said.append("There is no scored base row, so nothing can be compared with full attention.")
     method = record.setting("attention", "method", "full")
     if method == "full":
-        said.append("Only full attention was asked for: there is no sparse attention to judge.")
+        if not any(row.kind == "trained" for row in record.rows):
+            said.append("Only full attention was asked for: there is no sparse attention to judge.")
         return said
     if record.steps == 0 and record.method.get("trainable_parameters"):
         said.append("Nothing was trained in this run.")
     if hard is None and not any(_is_configured(record, row) for row in record.rows):
         top_k, rule = record.setting("attention", "top_k"), record.setting("attention", "pair_rule")
         said.append(f"There is no row for {method} at its configured k={top_k} under the rule {rule}: no verdict.")
+    return said
+
+
+def _trained(record: Record) -> list[str]:
+    """Adaptations that keep every pair: LoRA, full fine-tuning."""
+    said = []
+    for row in record.rows:
+        if row.kind != "trained" or row.delta_nll is None or record.base is None:
+            continue
+        outcome = _outcome(row.delta_nll, row.delta_low, row.delta_high, ("better than", "worse than"))
+        change = _change(row.delta_nll, row.delta_low, row.delta_high)
+        count = record.method.get("trainable_parameters") or 0
+        said.append(
+            f"{row.name}: {outcome} the base, perplexity {perplexity_text(row.perplexity)} against "
+            f"{perplexity_text(record.base.perplexity)} ({change}); {count:,} parameters trained on "
+            f"{record.tokens_seen:,} tokens. It keeps every pair and saves no attention work."
+        )
     return said
 
 

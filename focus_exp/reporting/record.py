@@ -19,7 +19,7 @@ from focus_exp.reporting.rows import Row, SpeedRow
 SCHEMA_VERSION = 1
 PACKAGES = (
     "focus_exp", "torch", "transformers", "lightning", "pytorch_lightning", "hydra-core", "omegaconf", "datasets",
-    "tokenizers", "numpy", "wandb", "lm_eval", "flash-attn",
+    "tokenizers", "numpy", "wandb", "lm_eval", "peft", "flash-attn",
 )  # fmt: skip
 
 

@@ -66,8 +66,9 @@ class SpeedRow:
     clock: what was timed. "kernels": the exact attention calls alone, their tokens already gathered. "attention":
         with routing, selection, sort, gather and merge, as a layer pays it. "prefill": the whole model's forward
         pass. "attention step", "model step": forward and backward.
-    Times are medians over `repeats` in seconds, peaks are bytes the tensor library held at most, inputs included.
+    Times are medians over `repeats` in seconds, peaks are bytes held at most, inputs included.
     pairs_kept: share 0..1 of the causal pairs; 1 / pairs_kept bounds the ratio of an attention clock.
+    layer: heads and head size, in words.
     *_attention_seconds: the part of a prefill that was spent in routing and attention.
     A row that failed carries `error` and no times.
     """
@@ -79,6 +80,7 @@ class SpeedRow:
     top_k: int = 1
     pair_rule: str = "query_topk"
     window: int = 128
+    layer: str = ""
     dtype: str = ""
     full_kernel: str = ""
     path: str = ""

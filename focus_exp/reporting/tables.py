@@ -31,10 +31,14 @@ COLUMNS = [
 
 @dataclass
 class Table:
-    """Cells as read by people in `rows`; the same numbers unrounded in `values`, one dict per row, for CSV."""
+    """Cells as read by people in `rows`; the same numbers unrounded in `values`, one dict per row, for CSV.
+
+    `name` tells the tables of one record apart, for instance as files.
+    """
 
     columns: list[str]
     rows: list[list[str]]
+    name: str = "table"
     title: str = ""
     notes: list[str] = field(default_factory=list)
     values: list[dict[str, Any]] = field(default_factory=list)
@@ -72,6 +76,7 @@ def quality_table(record: Record) -> Table:
     return Table(
         columns=list(COLUMNS),
         rows=[_cells(row) for row in record.rows],
+        name="quality",
         title=title(record),
         notes=_notes(record),
         values=[_values(record, row) for row in record.rows],
@@ -151,6 +156,13 @@ def _values(record: Record, row: Row) -> dict[str, Any]:
         "experiment": record.experiment,
         **values,
         "engaged": engaged(row),
+        **identity(record),
+    }
+
+
+def identity(record: Record) -> dict[str, Any]:
+    """The CSV columns that trace a line back to its run."""
+    return {
         "seed": record.seed,
         "model": record.model.get("name") or record.setting("model", "name"),
         "data": record.data.get("name") or record.setting("data", "name"),
@@ -160,12 +172,39 @@ def _values(record: Record, row: Row) -> dict[str, Any]:
     }
 
 
-def _notes(record: Record) -> list[str]:
+def caveats(record: Record) -> list[str]:
+    """Notes on what stood in for what, and on a run that did not finish."""
     notes = [f"SUBSTITUTE: {sentence}" for sentence in substitutions(record)]
     if record.status != "finished":
         notes.append(f"This run {record.status}: {record.error or 'no reason recorded'}")
-    notes += [f"{row.name} failed: {row.error}" for row in record.rows if row.error is not None]
-    notes += [f"{name}: {_facts(part)}" for name, part in (("Model", record.model), ("Data", record.data)) if part]
+    return notes
+
+
+def assets(record: Record) -> list[str]:
+    """Notes on the model and the data that were used, where there were any."""
+    return [f"{name}: {facts(part)}" for name, part in (("Model", record.model), ("Data", record.data)) if part]
+
+
+def origin(record: Record) -> str:
+    """The note that says where and how the numbers came about."""
+    values = {
+        "device": record.device,
+        "commit": record.commit or "not in git",
+        "seed": record.seed,
+        "config": record.config_hash,
+        "command": record.command,
+    }
+    return f"Origin: {facts(values)}"
+
+
+def facts(values: dict[str, Any]) -> str:
+    """The pairs in a line; without what is empty, and without the substitution, which has its own note."""
+    known = {key: value for key, value in values.items() if value not in (None, "") and key != "substitution"}
+    return ", ".join(f"{key} {_number(value)}" for key, value in known.items())
+
+
+def _notes(record: Record) -> list[str]:
+    failed = [f"{row.name} failed: {row.error}" for row in record.rows if row.error is not None]
     scored = next((row.tokens for row in record.rows if row.tokens), None)
     attention = record.config.get("attention") or {}
     measured = {
@@ -181,23 +220,15 @@ def _notes(record: Record) -> list[str]:
         "train seconds": record.train_seconds,
         "peak memory bytes": record.peak_memory_bytes,
     }
-    origin = {
-        "device": record.device,
-        "commit": record.commit or "not in git",
-        "seed": record.seed,
-        "config": record.config_hash,
-        "command": record.command,
-    }
-    notes += [f"Measured: {_facts(measured)}", f"Trained: {_facts(trained)}", f"Origin: {_facts(origin)}"]
     return [
-        *notes,
+        *caveats(record),
+        *failed,
+        *assets(record),
+        f"Measured: {facts(measured)}",
+        f"Trained: {facts(trained)}",
+        origin(record),
         "vs base: change of perplexity, paired on the same tokens; intervals: bootstrap over windows",
     ]
-
-
-def _facts(values: dict[str, Any]) -> str:
-    facts = {key: value for key, value in values.items() if value not in (None, "") and key != "substitution"}
-    return ", ".join(f"{key} {_number(value)}" for key, value in facts.items())
 
 
 def _number(value: Any) -> str:

@@ -1,4 +1,4 @@
-"""The one Lightning module: a causal language model of which a phase trains the router or everything."""
+"""The one Lightning module: a causal language model of which a phase trains the router, LoRA or everything."""
 
 from __future__ import annotations
 
@@ -60,13 +60,13 @@ class LanguageModelTask(pl.LightningModule):
         self.remember()
 
     def remember(self) -> None:
-        """Copy the routers while their loss is known to be finite, for whoever reads them after a step that fails.
+        """Copy a small trained part while its loss is known to be finite, for whoever reads it after a failing step.
 
         A trained base is too large to copy at every step: its last good state is the last checkpoint.
         """
-        if self.phase.train == "router":
+        if self.phase.train != "all":
             state = self.model.state_dict()
-            self.last_good = {name: state[name].clone() for name in state if is_trainable(name, "router")}
+            self.last_good = {name: state[name].clone() for name in state if is_trainable(name, self.phase.train)}
 
     def trainable_parameters(self) -> list[torch.nn.Parameter]:
         return [p for p in self.model.parameters() if p.requires_grad]
@@ -104,7 +104,7 @@ class LanguageModelTask(pl.LightningModule):
 
 
 class NonFiniteError(UserError):
-    """The loss or a gradient is NaN or infinite; the routers are those of the last step with a finite loss."""
+    """The loss or a gradient is NaN or infinite; a small trained part is that of the last step with a finite loss."""
 
 
 def learning_rate_scale(step: int, phase: PhaseConfig) -> float:

@@ -74,7 +74,7 @@ def train_phase(
     checkpoint = folder / "checkpoints" / f"{name}.ckpt"
     if settings.gradient_checkpointing:
         # re-entrant checkpointing would drop gradients that reach only the router
-        model.gradient_checkpointing_enable({"use_reentrant": False})
+        model.activation_checkpointing_enable({"use_reentrant": False})
     trainer = pl.Trainer(
         accelerator="gpu" if precision.device.type == "cuda" else "cpu",
         devices=1,
@@ -100,7 +100,7 @@ def train_phase(
     set_training_mode(model, phase)
     trainer.fit(task, loader, ckpt_path=checkpoint if checkpoint.exists() else None, weights_only=False)
     if settings.gradient_checkpointing:
-        model.gradient_checkpointing_disable()
+        model.activation_checkpointing_disable()
     # Lightning leaves the model on the CPU
     torch.nn.Module.to(model, precision.device).eval()
 

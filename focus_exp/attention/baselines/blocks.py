@@ -1,0 +1,99 @@
+"""What the published methods share: blocks of queries against the keys up to their end, and pairs to count.
+
+All pairs of a block are computed and those a method drops are masked: memory is O(block * T) per head, and no time is
+saved. These methods are here for their quality; their speed is not ours to measure.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from focus_exp.attention.blocked import masked_attention
+from focus_exp.attention.selection import Sequence, permitted, row_blocks
+
+BLOCK = 256
+
+
+def visible(sequence: Sequence, rows: slice) -> Tensor:
+    """`[B or 1, t, S]` bool: what the base model lets these queries see, and themselves, so that padding sees too."""
+    device = sequence.start.device
+    i, j = torch.arange(rows.start, rows.stop, device=device), torch.arange(rows.stop, device=device)
+    return permitted(sequence, rows, rows.stop) | (i[:, None] == j)
+
+
+def counted(sequence: Sequence, rows: slice) -> Tensor:
+    """`[B, t, S]` bool: the pairs of real tokens that the base model sees."""
+    seen = permitted(sequence, rows, rows.stop)
+    if sequence.valid is not None:
+        seen = seen & sequence.valid[:, rows, None] & sequence.valid[:, None, : rows.stop]
+    return seen.expand(len(sequence.start), -1, -1)
+
+
+def kept_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    sequence: Sequence,
+    keeps: Callable[[slice], Tensor],
+    *,
+    scaling: float,
+    softcap: float | None,
+    dropout: float,
+) -> Tensor:
+    """Output `[B, H, T, D]` of the pairs that `keeps` `[B, 1 or H, t, S]` leaves of a block of queries."""
+    outputs = []
+    for rows in row_blocks(q.shape[2], BLOCK):
+        keep = keeps(rows) & visible(sequence, rows)[:, None]
+        keys, values = k[:, :, : rows.stop], v[:, :, : rows.stop]
+        if keep.shape[1] > 1:  # a mask per head needs keys per head
+            keys, values = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (keys, values))
+        outputs.append(
+            masked_attention(
+                q[:, :, rows], keys, values, keep, None,
+                scaling=scaling, softcap=softcap, gate_kind="log", dropout=dropout,
+            )
+        )  # fmt: skip
+    return torch.cat(outputs, dim=2)
+
+
+@dataclass(frozen=True)
+class QueryBlock:
+    """A block of queries and the keys up to its end, heads by the key head they share, in float32 at least.
+
+    q `[B, G, H/G, t, D]`; k, v `[B, G, 1, S, D]`; seen `[B or 1, 1, 1, t, S]` bool.
+    """
+
+    rows: slice
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    seen: Tensor
+
+    def scores(self, q: Tensor, scaling: float | Tensor, softcap: float | None) -> Tensor:
+        """s_ij `[B, G, H/G, t, S]` of queries q, minus infinity where nothing is seen."""
+        s = (q @ self.k.transpose(-1, -2)) * scaling
+        s = s if softcap is None else softcap * torch.tanh(s / softcap)
+        return s.masked_fill(~self.seen, float("-inf"))
+
+    def weigh(self, scores: Tensor, dropout: float) -> Tensor:
+        """softmax(scores) v `[B, G, H/G, t, D]`."""
+        return F.dropout(scores.softmax(-1), dropout) @ self.v
+
+
+def query_blocks(q: Tensor, k: Tensor, v: Tensor, sequence: Sequence) -> Iterator[QueryBlock]:
+    """Blocks of q `[B, H, T, D]` with what they see of k and v `[B, G, T, D]`."""
+    precision = torch.promote_types(q.dtype, torch.float32)
+    q, k, v = grouped(q, k.shape[1]).to(precision), k.unsqueeze(2).to(precision), v.unsqueeze(2).to(precision)
+    for rows in row_blocks(q.shape[3], BLOCK):
+        keys, values = k[..., : rows.stop, :], v[..., : rows.stop, :]
+        yield QueryBlock(rows, q[..., rows, :], keys, values, visible(sequence, rows)[:, None, None])
+
+
+def grouped(q: Tensor, groups: int) -> Tensor:
+    """`[B, H, T, D]` -> `[B, G, H/G, T, D]`: neighbouring heads share a key head."""
+    return q.unflatten(1, (groups, q.shape[1] // groups))

@@ -1,0 +1,80 @@
+"""Longformer: sliding window and global tokens (Beltagy, Peters, Cohan 2020, arXiv 2004.05150, section 3.1)."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from focus_exp.attention.baselines.blocks import counted, kept_attention
+from focus_exp.attention.method import AttentionMethod, LayerShape
+from focus_exp.attention.selection import PairCounts, Selection, Sequence, always_visible, row_blocks
+
+
+class Longformer(AttentionMethod):
+    """softmax(q k^T) over {j : i - j <= window} and {j among the first `global_tokens` tokens of i's sequence}.
+
+    The last `dilated_heads` heads see the tokens i - m * dilation, m = 0 .. window, in place of the window ("dilated
+    sliding window"). Differs from the original in this:
+    - Global attention is symmetric there: a global token also attends to all tokens. In a causal model it can attend
+      to earlier ones alone, which are global themselves; so it is one-sided, and the second set of projections
+      (Q_g, K_g, V_g) that global queries have there has nothing to do.
+    - The window looks back `window` tokens, not w / 2 to either side, and is as wide in all layers; section 4.1 widens
+      it from layer to layer and dilates upper layers alone.
+    - No parameters are added: what is trained is the base.
+    """
+
+    def __init__(
+        self,
+        shape: LayerShape,
+        *,
+        window: int = 128,
+        global_tokens: int = 64,
+        dilation: int = 1,
+        dilated_heads: int = 2,
+    ) -> None:
+        super().__init__(shape, window, sinks=global_tokens)
+        self.dilation = dilation
+        self.dilated_heads = dilated_heads
+
+    def keeps(self, sequence: Sequence, rows: slice) -> Tensor:
+        """`[B, 1 or H, t, S]` bool, one mask for all heads where none is dilated."""
+        near = always_visible(sequence, rows, rows.stop, self.window, self.sinks)[:, None]
+        if self.dilation == 1 or not self.dilated_heads:
+            return near
+        device, start = near.device, sequence.start[:, rows, None]
+        j = torch.arange(rows.stop, device=device)
+        distance = torch.arange(rows.start, rows.stop, device=device)[:, None] - j
+        dilated = (distance % self.dilation == 0) & (distance <= self.window * self.dilation)
+        far = dilated | ((j >= start) & (j < start + self.sinks))
+        is_dilated = torch.arange(self.shape.heads, device=device) >= self.shape.heads - self.dilated_heads
+        return torch.where(is_dilated[:, None, None], far[:, None], near)
+
+    def attend(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        selection: Selection,
+        sequence: Sequence,
+        *,
+        scaling: float,
+        softcap: float | None = None,
+        dropout: float = 0.0,
+    ) -> Tensor:
+        self.path = "masked"
+        return kept_attention(
+            q, k, v, sequence, lambda rows: self.keeps(sequence, rows),
+            scaling=scaling, softcap=softcap, dropout=dropout,
+        )  # fmt: skip
+
+    @torch.no_grad()
+    def count_pairs(self, selection: Selection, sequence: Sequence) -> PairCounts:
+        """Summed over heads where heads differ; distant are the pairs that not every head keeps."""
+        total = distant = kept = 0
+        for rows in row_blocks(sequence.start.shape[1], 512):
+            seen, keep = counted(sequence, rows)[:, None], self.keeps(sequence, rows)
+            far = seen & ~keep.all(1, keepdim=True)
+            total += int(seen.sum()) * keep.shape[1]
+            distant += int(far.sum()) * keep.shape[1]
+            kept += int((far & keep).sum())
+        return PairCounts(total, distant, kept)

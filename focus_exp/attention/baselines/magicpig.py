@@ -1,0 +1,153 @@
+"""MagicPIG: attention estimated from tokens that a hash samples (Chen et al. 2024, arXiv 2410.16179)."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from focus_exp.attention.baselines.blocks import counted, grouped, query_blocks
+from focus_exp.attention.method import AttentionMethod, LayerShape
+from focus_exp.attention.selection import PairCounts, Selection, Sequence, always_visible
+
+MOST_BITS = 15  # of a code in int16
+
+
+@dataclass(frozen=True)
+class Sampled(Selection):
+    """Which pairs are kept is known only once queries and keys are: `attend` notes their counts here."""
+
+    counts: list[PairCounts] = field(default_factory=list)
+
+
+class MagicPIG(AttentionMethod):
+    """Token selection at inference by sampling; nothing is trained.
+
+    A key is sampled for a query if their codes, `hash_bits` (K) signs of random projections, agree in two or more of
+    `hash_tables` (L) tables (algorithm 1). With p = 1 - angle(q, k) / pi that happens with probability
+    u = 1 - (1 - p^K)^L - L p^K (1 - p^K)^(L - 1), and over the sampled
+    o = sum_j (e^{s_j} / u_j) v_j / sum_j (e^{s_j} / u_j) estimates full attention: numerator and denominator are
+    unbiased, their quotient tends to be so as samples grow.
+    The first `sinks` and the `recent_tokens` latest tokens are always kept, with u = 1 (4 and 64 in the original).
+    u carries no gradient: what is estimated is full attention, and so is its gradient.
+    Differs from the original in this:
+    - Keys are centred before hashing by the mean of a prompt there; here by the mean of the first `recent_tokens` keys
+      after the sinks, which every query that samples has behind it. Any centre is unbiased.
+    - Every query samples, prompt included; hash functions differ by layer but not by head; no layer is left dense
+      (there the first and the middle one: attach to `layers` for that); and all codes are compared pair by pair, which
+      samples what tables would and saves nothing.
+    """
+
+    def __init__(
+        self,
+        shape: LayerShape,
+        *,
+        hash_bits: int = 10,
+        hash_tables: int = 150,
+        recent_tokens: int = 64,
+        sinks: int = 4,
+        seed: int = 0,
+    ) -> None:
+        if not 0 < hash_bits <= MOST_BITS:
+            raise ValueError(f"hash_bits={hash_bits} must be 1 to {MOST_BITS}")
+        if hash_tables < 2:
+            raise ValueError(f"hash_tables={hash_tables} must be 2 or more: a sampled token agrees in two")
+        if recent_tokens < 1:
+            raise ValueError(f"recent_tokens={recent_tokens} must be 1 or more: a token always sees itself")
+        super().__init__(shape, window=recent_tokens - 1, sinks=sinks)
+        self.hash_bits = hash_bits
+        self.hash_tables = hash_tables
+        generator = torch.Generator().manual_seed(seed * 1_000 + shape.index)
+        self.directions: Tensor
+        self.register_buffer(
+            "directions", torch.randn(hash_tables, shape.head_dim, hash_bits, generator=generator, device="cpu")
+        )
+
+    def route(self, h: Tensor, sequence: Sequence) -> Selection:
+        return Sampled()
+
+    def attend(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        selection: Selection,
+        sequence: Sequence,
+        *,
+        scaling: float,
+        softcap: float | None = None,
+        dropout: float = 0.0,
+    ) -> Tensor:
+        self.path = "masked"
+        total = distant = kept = 0
+        outputs = []
+        with torch.autocast(q.device.type, enabled=False):
+            with torch.no_grad():
+                precision = torch.promote_types(q.dtype, torch.float32)
+                centred = self.centre(k.to(precision), sequence).unsqueeze(2)  # [B, G, 1, T, D]
+                query_codes = self.codes(grouped(q, k.shape[1]).to(precision))
+                key_codes = self.codes(centred)
+            for block in query_blocks(q, k, v, sequence):
+                rows = block.rows
+                with torch.no_grad():
+                    near = always_visible(sequence, rows, rows.stop, self.window, self.sinks)[:, None, None]
+                    keep = near | agree_twice(query_codes[..., rows], key_codes[..., : rows.stop])
+                    probability = self.probability(block.q, centred[..., : rows.stop, :]).masked_fill(near, 1.0)
+                    pairs = counted(sequence, rows)[:, None, None]
+                    total += int(pairs.sum()) * self.shape.heads
+                    distant += int((pairs & ~near).sum()) * self.shape.heads
+                    kept += int((pairs & ~near & keep).sum())
+                s = block.scores(block.q, scaling, softcap) - probability.log()
+                outputs.append(block.weigh(s.masked_fill(~keep, float("-inf")), dropout))
+        if isinstance(selection, Sampled):
+            selection.counts.append(PairCounts(total, distant, kept))
+        return torch.cat(outputs, dim=3).flatten(1, 2).to(v.dtype)
+
+    def centre(self, k: Tensor, sequence: Sequence) -> Tensor:
+        """Keys `[B, G, T, D]` less the mean of the first keys after the sinks of their own sequence."""
+        start = sequence.start
+        place = torch.arange(k.shape[2], device=k.device) - start
+        first = (place >= self.sinks) & (place <= self.sinks + self.window)
+        index = start[:, None, :, None].expand_as(k)
+        total = torch.zeros_like(k).scatter_add(2, index, k.masked_fill(~first[:, None, :, None], 0)).gather(2, index)
+        count = torch.zeros_like(start).scatter_add(1, start, first.long()).gather(1, start)
+        return k - total / count.clamp(min=1)[:, None, :, None]
+
+    def codes(self, x: Tensor) -> Tensor:
+        """Codes `[L, B, G, *, T]` int16 of vectors `[B, G, *, T, D]`."""
+        powers = 2.0 ** torch.arange(self.hash_bits, device=x.device, dtype=x.dtype)
+        return torch.stack([((x @ table > 0).to(x.dtype) @ powers).short() for table in self.directions.to(x.dtype)])
+
+    def probability(self, q: Tensor, k: Tensor) -> Tensor:
+        """u `[B, G, H/G, t, S]` of queries `[B, G, H/G, t, D]` and centred keys `[B, G, 1, S, D]`."""
+        cosine = F.normalize(q, dim=-1) @ F.normalize(k, dim=-1).transpose(-1, -2)
+        return sampling_probability(cosine, self.hash_bits, self.hash_tables)
+
+    @torch.no_grad()
+    def count_pairs(self, selection: Selection, sequence: Sequence) -> PairCounts:
+        """Summed over heads, each of which samples for itself; RuntimeError before `attend` has sampled."""
+        if not isinstance(selection, Sampled) or not selection.counts:
+            raise RuntimeError("magicpig knows its pairs only once it has attended: count them after that")
+        return selection.counts[-1]
+
+
+def agree_twice(queries: Tensor, keys: Tensor) -> Tensor:
+    """`[B, G, H/G, t, S]` bool: codes `[L, B, G, H/G, t]` and `[L, B, G, 1, S]` are equal in two tables or more."""
+    # this loop is most of the method's time: in place, and equal in the codes' own dtype, which a CPU fills in vectors
+    equal = torch.empty(*queries.shape[1:], keys.shape[-1], dtype=queries.dtype, device=queries.device)
+    times = torch.zeros_like(equal)
+    for query, key in zip(queries, keys, strict=True):
+        torch.eq(query[..., :, None], key[..., None, :], out=equal)
+        times += equal
+    return times >= 2
+
+
+def sampling_probability(cosine: Tensor, bits: int, tables: int) -> Tensor:
+    """u: two or more of `tables` codes of `bits` bits agree, for vectors of this cosine."""
+    agree = (1 - cosine.clamp(-1, 1).arccos() / math.pi) ** bits
+    # 1 - (1 - x)^(L-1) (1 + (L-1) x), whose terms cancel where x is small
+    missed = (tables - 1) * torch.log1p(-agree) + torch.log1p((tables - 1) * agree)
+    return (-torch.expm1(missed)).clamp(min=torch.finfo(cosine.dtype).tiny)

@@ -1,0 +1,113 @@
+"""Routing Transformer: online k-means over tokens (Roy, Saffar, Vaswani, Grangier 2021, arXiv 2003.05997)."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from focus_exp.attention.baselines.blocks import kept_attention
+from focus_exp.attention.focus import in_backward
+from focus_exp.attention.method import AttentionMethod, LayerShape
+from focus_exp.attention.selection import Selection, Sequence, always_visible, same_group
+
+
+class RoutingTransformer(AttentionMethod):
+    """A pair is kept if i - j <= window, if j is a sink, or if both tokens are members of one centroid (algorithm 1).
+
+    Every centroid takes the `tokens_per_group` tokens nearest to it (w; default n / k), so a token may have several
+    centroids, or none. That choice compares a token with later ones: NOT causal, although no query sees a later key.
+    While training every centroid moves to the mean of the tokens nearest to it, mu <- decay * mu + (1 - decay) * mean.
+    Differs from the original in this:
+    - There queries are layer-normed, and in a causal model keys are tied to them, k <- q. A pretrained model has keys
+      of its own and its queries are rotated by position, so what is routed here is the layer-normed (no scale, no
+      bias) hidden state that enters the layer, once for a token as query and as key, and for all heads.
+    - There some heads are local and others routed. Here every head sees the union.
+    - The sum over members in the centroids' update is divided by their number, and a centroid without any stays.
+    - `sinks` is 0 there.
+    """
+
+    causal = False
+
+    def __init__(
+        self,
+        shape: LayerShape,
+        *,
+        groups: int = 4,
+        tokens_per_group: int | None = None,
+        centroid_decay: float = 0.999,
+        window: int = 128,
+        sinks: int = 4,
+    ) -> None:
+        super().__init__(shape, window, sinks)
+        self.groups = groups
+        self.tokens_per_group = tokens_per_group
+        self.centroid_decay = centroid_decay
+        self.centroids: Tensor
+        self.register_buffer("centroids", F.normalize(torch.randn(groups, shape.width), dim=-1))
+        self.before_update: Tensor | None = None
+
+    @torch.no_grad()
+    def route(self, h: Tensor, sequence: Sequence) -> Selection:
+        with torch.autocast(h.device.type, enabled=False):
+            precision = torch.promote_types(h.dtype, torch.float32)
+            tokens = F.normalize(F.layer_norm(h.to(precision), h.shape[-1:]), dim=-1)
+            centroids = self.centroids.to(precision)
+            if self.training:
+                # gradient checkpointing repeats the last forward pass: same centroids, moved once
+                if self.before_update is None or not in_backward():
+                    self.before_update = centroids.clone()
+                    self.update(tokens if sequence.valid is None else tokens[sequence.valid])
+                centroids = self.before_update
+            scores = tokens @ F.normalize(centroids, dim=-1).T  # [B, T, K]
+        members = nearest_tokens(scores, sequence, self.tokens_per_group)
+        return Selection(query_groups=members, key_groups=members)
+
+    def update(self, tokens: Tensor) -> None:
+        """Move every centroid towards the mean of the unit vectors `[..., E]` that are nearest to it."""
+        tokens = tokens.flatten(0, -2)
+        centroids = self.centroids.to(tokens.dtype)
+        nearest = F.one_hot((tokens @ F.normalize(centroids, dim=-1).T).argmax(-1), self.groups).to(tokens.dtype)
+        count = nearest.sum(0)[:, None]
+        means = nearest.T @ tokens / count.clamp(min=1)
+        self.centroids.copy_(torch.where(count > 0, torch.lerp(means, centroids, self.centroid_decay), centroids))
+
+    def attend(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        selection: Selection,
+        sequence: Sequence,
+        *,
+        scaling: float,
+        softcap: float | None = None,
+        dropout: float = 0.0,
+    ) -> Tensor:
+        # the sparse path wants every token in a group
+        self.path = "masked"
+
+        def keeps(rows: slice) -> Tensor:
+            near = always_visible(sequence, rows, rows.stop, self.window, self.sinks)
+            return (near | same_group(selection, rows, rows.stop))[:, None]
+
+        return kept_attention(q, k, v, sequence, keeps, scaling=scaling, softcap=softcap, dropout=dropout)
+
+
+def nearest_tokens(scores: Tensor, sequence: Sequence, count: int | None) -> Tensor:
+    """Membership `[B, T, K]` bool: the `count` tokens of each sequence with the largest scores, ties to the first.
+
+    Without `count` its share: the length of the sequence over K, rounded up. Padding is never a member.
+    """
+    start = sequence.start
+    valid = torch.ones_like(start, dtype=torch.bool) if sequence.valid is None else sequence.valid
+    length = torch.zeros_like(start).scatter_add(1, start, valid.long()).gather(1, start)
+    order = scores.masked_fill(~valid[..., None], float("-inf")).argsort(dim=1, descending=True, stable=True)
+    own = start[..., None].expand_as(order).gather(1, order)
+    order = order.gather(1, own.argsort(dim=1, stable=True))  # [B, T, K], sequence by sequence
+    # how many tokens stand in the sequences before
+    earlier = torch.searchsorted(start.sort(1).values, start.contiguous())
+    place = torch.arange(order.shape[1], device=order.device)[:, None].expand_as(order)
+    rank = torch.empty_like(order).scatter_(1, order, place) - earlier[..., None]
+    most = -(-length // scores.shape[-1]) if count is None else torch.full_like(length, count)
+    return (rank < most[..., None]) & valid[..., None]

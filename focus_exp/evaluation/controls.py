@@ -1,0 +1,33 @@
+"""Controls beside a trained router: what stands in the attached layers while they are measured."""
+
+from __future__ import annotations
+
+from transformers import PreTrainedModel
+
+from focus_exp.attention.baselines.random_groups import RandomGroups
+from focus_exp.attention.baselines.window import WindowOnly
+from focus_exp.attention.method import AttentionMethod
+from focus_exp.config import AttentionConfig
+from focus_exp.models.attach import attached_methods
+
+WINDOW_ONLY = "window + sinks only"
+RANDOM_GROUPS = "random groups, same sizes"
+
+
+def window_only(model: PreTrainedModel, window: int, sinks: int) -> dict[int, AttentionMethod]:
+    """Per attached layer: the window and the sinks, no distant pair."""
+    return {index: WindowOnly(method.shape, window, sinks) for index, method in attached_methods(model).items()}
+
+
+def random_groups(
+    model: PreTrainedModel, shares: list[list[float]], attention: AttentionConfig, seed: int
+) -> dict[int, AttentionMethod]:
+    """Per attached layer: groups that ignore the text, as large as `shares` `[layers][K]` says, so equally dense."""
+    methods = attached_methods(model).items()
+    return {
+        index: RandomGroups(
+            method.shape, groups=attention.groups, window=attention.window, sinks=attention.sinks,
+            top_k=attention.top_k, pair_rule=attention.pair_rule, seed=seed, shares=layer_shares,
+        )
+        for (index, method), layer_shares in zip(methods, shares, strict=True)
+    }  # fmt: skip

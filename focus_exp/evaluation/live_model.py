@@ -1,0 +1,157 @@
+"""The model as lm-eval sees it: our batches, with padding masked, and a ledger of the requests."""
+
+from __future__ import annotations
+
+import copy
+from collections import defaultdict
+from typing import Any
+
+import torch
+from lm_eval.models.huggingface import HFLM
+from lm_eval.models.utils_hf import stop_sequences_criteria
+from torch import Tensor
+from tqdm import tqdm
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from focus_exp.data import bos_of
+from focus_exp.errors import UserError
+from focus_exp.evaluation.ledger import Ledger
+from focus_exp.training.precision import Precision
+
+END_OF_TEXT = "<|endoftext|>"
+
+
+class LiveModel(HFLM):
+    """The model as it is now, attachment included. Padding is masked and distinct inputs run once, so that a score
+    depends neither on the batch nor on the side that is padded."""
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        tokenizer: PreTrainedTokenizerBase,
+        *,
+        batch_size: int,
+        precision: Precision,
+        padding_side: str = "right",
+        allow_truncation: bool = False,
+    ) -> None:
+        super().__init__(
+            pretrained=model,
+            backend="causal",
+            # lm-eval gives it a padding token
+            tokenizer=copy.deepcopy(tokenizer),
+            batch_size=batch_size,
+            prefix_token_id=prefix_token(tokenizer),
+        )
+        self.precision = precision
+        self.padding_side = padding_side
+        self.allow_truncation = allow_truncation
+        self.label = ""
+        self.ledger = Ledger()
+
+    @torch.no_grad()
+    def _loglikelihood_tokens(
+        self,
+        requests: list[tuple[Any, list[int], list[int]]],
+        disable_tqdm: bool = False,
+        override_bs: int | None = None,
+    ) -> list[tuple[float, bool]]:
+        """Log-likelihood of each continuation given its context, and whether it is the greedy one."""
+        askers: dict[tuple[int, ...], list[int]] = defaultdict(list)
+        for index, (_, context, continuation) in enumerate(requests):
+            askers[tuple(context + continuation)[:-1]].append(index)
+        inputs = sorted(askers, key=len, reverse=True)
+        fitted = [self.fitted(tokens, self.max_length) for tokens in inputs]
+        self.ledger.lengths += map(len, fitted)
+        answers: list[tuple[float, bool]] = [(0.0, False)] * len(requests)
+        begins = range(0, len(inputs), self.batch_size)
+        for begin in tqdm(begins, desc=f"{self.label:<28}", unit="batch", leave=False, disable=disable_tqdm or None):
+            batch = slice(begin, begin + self.batch_size)
+            asking = [askers[tokens] for tokens in inputs[batch]]
+            counts = [max(len(requests[index][2]) for index in indices) for indices in asking]
+            for indices, logits in zip(asking, self.last_logits(fitted[batch], counts), strict=True):
+                for index in indices:
+                    answers[index] = likelihood(logits, requests[index][2])
+        return answers
+
+    def last_logits(self, inputs: list[tuple[int, ...]], counts: list[int]) -> list[Tensor]:
+        """Float32 logits `[counts[i], V]` at the last positions of every input."""
+        width = max(map(len, inputs))
+        ids = torch.full((len(inputs), width), self.tokenizer.pad_token_id, dtype=torch.long)
+        mask = torch.zeros_like(ids)
+        ends = []
+        for row, tokens in enumerate(inputs):
+            end = width if self.padding_side == "left" else len(tokens)
+            ids[row, end - len(tokens) : end] = torch.tensor(tokens)
+            mask[row, end - len(tokens) : end] = 1
+            ends.append(end)
+        first = min(end - count for end, count in zip(ends, counts, strict=True))
+        positions = (mask.cumsum(1) - 1).clamp(min=0)
+        with self.precision.context():
+            logits = self.model(
+                input_ids=ids.to(self.device),
+                attention_mask=mask.to(self.device),
+                position_ids=positions.to(self.device),
+                logits_to_keep=torch.arange(first, max(ends), device=self.device),
+                use_cache=False,
+            ).logits  # [B, max(ends) - first, V]
+        return [logits[row, end - counts[row] - first : end - first].float() for row, end in enumerate(ends)]
+
+    def fitted(self, tokens: tuple[int, ...], limit: int) -> tuple[int, ...]:
+        """The last `limit` tokens; UserError if that is not all of them and truncation is not allowed."""
+        if len(tokens) <= limit:
+            return tokens
+        if not self.allow_truncation:
+            raise UserError(
+                f"a request of {len(tokens)} tokens exceeds the {limit} that the model takes and would have to be cut; "
+                "set eval.allow_truncation=true to allow it, or leave the task out of eval.tasks"
+            )
+        self.ledger.truncated += 1
+        return tokens[-limit:]
+
+    def tok_batch_encode(
+        self,
+        strings: list[str],
+        padding_side: str = "left",
+        left_truncate_len: int | None = None,
+        truncation: bool = False,
+    ) -> tuple[Tensor, Tensor]:
+        """Prompts of a generation, padded on the left."""
+        ids, mask = super().tok_batch_encode(strings, padding_side, None, truncation)
+        lengths = [len(self.fitted(tuple(row), left_truncate_len or len(row))) for row in map(unpadded, ids, mask)]
+        self.ledger.lengths += lengths
+        return ids[:, -max(lengths) :], mask[:, -max(lengths) :]
+
+    def _model_generate(self, context: Tensor, max_length: int, stop: list[str], **options: Any) -> Tensor:
+        """Greedy unless the task says otherwise; with a key/value cache where the model has one."""
+        if not options.setdefault("do_sample", False):
+            options.pop("temperature", None)
+        with self.precision.context():
+            return self.model.generate(
+                input_ids=context,
+                max_length=max_length,
+                stopping_criteria=stop_sequences_criteria(self.tokenizer, stop, context.shape[1], context.shape[0]),
+                pad_token_id=self.tokenizer.pad_token_id,
+                use_cache=bool(getattr(self.config, "use_cache", True)),
+                **options,
+            )
+
+
+def likelihood(logits: Tensor, continuation: list[int]) -> tuple[float, bool]:
+    """Log-probability of `continuation` under the last of the logits `[n, V]`, and whether it is the greedy one."""
+    tokens = torch.tensor(continuation, device=logits.device)
+    logits = logits[-len(tokens) :]
+    total = logits.log_softmax(-1).gather(1, tokens[:, None]).sum()
+    if not torch.isfinite(total):
+        raise RuntimeError("a log-likelihood is not finite")
+    return total.item(), bool((logits.argmax(-1) == tokens).all())
+
+
+def unpadded(ids: Tensor, mask: Tensor) -> list[int]:
+    return ids[mask.bool()].tolist()
+
+
+def prefix_token(tokenizer: PreTrainedTokenizerBase) -> int | None:
+    """What stands before a text without context: the tokenizer's own first token, or what ends the text before it."""
+    first = bos_of(tokenizer)
+    return tokenizer.get_vocab().get(END_OF_TEXT, tokenizer.eos_token_id) if first is None else first

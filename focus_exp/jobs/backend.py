@@ -1,0 +1,68 @@
+"""What computes hard groups on this device: the kernel that is asked for, and where backend=auto changes paths."""
+
+from __future__ import annotations
+
+import torch
+from transformers import PreTrainedModel
+
+from focus_exp.assets import cache_root
+from focus_exp.attention.focus import Focus
+from focus_exp.attention.kernels import KERNELS, Demand, available, choose
+from focus_exp.config import Config
+from focus_exp.errors import UserError
+from focus_exp.models.attach import attached_methods, set_routing
+from focus_exp.speed.break_even import LENGTHS, BreakEven, break_even
+from focus_exp.speed.layer import Layer
+from focus_exp.speed.model import shape_of
+from focus_exp.speed.timing import device_name
+from focus_exp.training.precision import Precision, choose_device
+
+
+def check_backend(model: PreTrainedModel, backend: str) -> None:
+    """UserError where the kernel that is asked for cannot serve this model on this device."""
+    if backend in KERNELS and (reason := KERNELS[backend].refuses(demand_of(model, model.dtype))):
+        raise UserError(f"attention.backend={backend} cannot serve here: it {reason}; use auto")
+
+
+def set_backend(model: PreTrainedModel, config: Config, precision: Precision, longest: int) -> BreakEven | None:
+    """Let the attached methods use `attention.backend`; with auto, from where it is measured to pay.
+
+    `longest` sequence to come: below the shortest length that would be measured there is nothing to choose.
+    """
+    attention, methods = config.attention, attached_methods(model)
+    set_routing(model, hard=False, backend=attention.backend)
+    routed = [method for method in methods.values() if isinstance(method, Focus)]
+    if attention.backend != "auto" or not routed or longest < LENGTHS[0]:
+        return None
+    dtype = torch.bfloat16 if precision.autocast else model.dtype
+    if choose(demand_of(model, dtype)) is None:
+        return None  # every length takes the masked path
+    layer = Layer(shape_of(model), attention.window, attention.sinks, dtype, precision.device)
+    found = break_even(layer, attention.groups, device_name(precision.device), cache_root(config.cache_dir))
+    for method in methods.values():
+        method.sparse_from = found.sparse_from
+    print(found.sentence())
+    return found
+
+
+def list_kernels(config: Config) -> None:
+    """Every kernel, whether it serves on this device, and if not, why not."""
+    device = choose_device(config.trainer.accelerator)
+    print(f"kernels of the sparse path on {device_name(device)}, head size 64, in the order in which auto takes them:")
+    for dtype in (torch.bfloat16, torch.float32):
+        print(f"  {str(dtype).removeprefix('torch.')}")
+        for name, reason in available(Demand(device.type, dtype, 64)).items():
+            note = " (the slow twin that the others are tested against; never taken by auto)" if name == "math" else ""
+            print(f"    {name:<12} {'available' + note if reason is None else 'not here: it ' + reason}")
+    folder = cache_root(config.cache_dir) / "break_even"
+    print(f"break-even lengths measured so far ({folder}):")
+    found = [BreakEven.read(path) for path in sorted(folder.glob("*.json"))]
+    print(
+        "\n".join(f"  {each.sentence()}" for each in found if each)
+        or "  none; the first run that needs one measures it"
+    )
+
+
+def demand_of(model: PreTrainedModel, dtype: torch.dtype) -> Demand:
+    softcap = getattr(model.config.get_text_config(), "attn_logit_softcapping", None) is not None
+    return Demand(model.device.type, dtype, shape_of(model).head_dim, softcap)

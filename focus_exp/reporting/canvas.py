@@ -1,0 +1,40 @@
+"""What all figures share: palette, canvas, and PNG files that are never half written."""
+
+from __future__ import annotations
+
+import io
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from matplotlib.figure import Figure
+
+from focus_exp.reporting.record import replace_file
+
+# Okabe and Ito's colour-blind-safe palette; black is kept for the base, wine replaces yellow, too pale for a line
+COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#882255")
+DPI = 150
+
+
+def canvas(heading: str, height: float, **grid: Any) -> tuple[Figure, Any]:
+    """A titled figure `height` inches high, and its axes as Figure.subplots(**grid) returns them."""
+    figure = Figure(figsize=(9, height), layout="constrained")
+    figure.suptitle(heading, x=0.01, ha="left", fontsize=11)
+    panels = figure.subplots(**grid)
+    for axes in np.ravel(panels):
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.grid(alpha=0.25)
+    return figure, panels
+
+
+def write_png(figures: dict[str, Figure | None], folder: str | Path) -> dict[str, Path]:
+    """Write the figures there are as <folder>/<name>.png, each atomically; returns name -> path."""
+    paths = {}
+    for name, figure in figures.items():
+        if figure is None:
+            continue
+        content = io.BytesIO()
+        figure.savefig(content, format="png", dpi=DPI)
+        paths[name] = Path(folder) / f"{name}.png"
+        replace_file(paths[name], content.getvalue())
+    return paths

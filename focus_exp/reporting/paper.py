@@ -1,0 +1,45 @@
+"""The numbers printed in arXiv 2604.03260 v2, as rows; paper_tables.yaml beside this file is their only place."""
+
+from __future__ import annotations
+
+from functools import cache
+from importlib.resources import files
+from typing import Any
+
+from omegaconf import OmegaConf
+
+from focus_exp.errors import UserError
+
+Cell = str | int | float | bool | None
+
+
+def paper_rows(table: str) -> list[dict[str, Cell]]:
+    """The rows of a table of the paper, column -> cell; None is not printed, speeds are ratios, shares are percent.
+
+    A table inside another one is named with a dot: "table8_dominance.two_phase_K8". Raises UserError for other names.
+    """
+    tables = _tables()
+    if table not in tables:
+        raise UserError(f"paper table {table!r} is unknown; choose one of {', '.join(tables)}")
+    columns, rows = tables[table]
+    return [dict(zip(columns, row, strict=True)) for row in rows]
+
+
+def paper_speedups(groups: int) -> dict[int, float]:
+    """Table 6: tokens -> time of FlashAttention over time of Focus (k = 1) on an H100; {} for a K it does not have."""
+    rows: list[Any] = paper_rows("table6_speed")
+    return {row["tokens"]: row[f"speedup_K{groups}"] for row in rows if f"speedup_K{groups}" in row}
+
+
+@cache
+def _tables() -> dict[str, tuple[list[str], list[list[Cell]]]]:
+    text = (files("focus_exp.reporting") / "paper_tables.yaml").read_text(encoding="utf-8")
+    # not PyYAML itself, to which 1.0e6 is a string
+    content: Any = OmegaConf.to_container(OmegaConf.create(text))
+    nested = {f"{name}.{key}": part for name, table in content.items() for key, part in table.items()}
+    found = {**content, **nested}
+    return {
+        name: (part["columns"], part["rows"])
+        for name, part in found.items()
+        if isinstance(part, dict) and "columns" in part
+    }

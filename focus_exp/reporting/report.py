@@ -1,0 +1,44 @@
+"""All that is shown of a record: tables, figures and sentences, from the record alone."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from focus_exp.reporting.figures import write_figures
+from focus_exp.reporting.findings import findings
+from focus_exp.reporting.record import Record, replace_file
+from focus_exp.reporting.speed_figures import write_speed_figures
+from focus_exp.reporting.speed_findings import speed_findings
+from focus_exp.reporting.speed_tables import speed_tables
+from focus_exp.reporting.tables import Table, quality_table
+
+
+@dataclass(frozen=True)
+class Report:
+    """figures: name -> file."""
+
+    tables: list[Table]
+    figures: dict[str, Path]
+
+
+def all_findings(record: Record) -> list[str]:
+    """Sentences on whatever the record holds; a record without rows of quality is not blamed for that."""
+    timed_only = bool(record.speed) and not record.rows
+    return [*([] if timed_only else findings(record)), *speed_findings(record)]
+
+
+def all_tables(record: Record) -> list[Table]:
+    timed = speed_tables(record)
+    return timed if timed and not record.rows else [quality_table(record), *timed]
+
+
+def write_report(record: Record, metrics: list[dict[str, Any]], folder: Path) -> Report:
+    """Write table.md, one CSV a table and the figures into `folder`; `metrics` are the lines of metrics.jsonl."""
+    tables = all_tables(record)
+    replace_file(folder / "table.md", "\n".join(table.to_markdown() for table in tables).encode())
+    for table in tables:
+        replace_file(folder / f"{table.name}.csv", table.to_csv().encode())
+    figures = write_figures(record, metrics, folder / "figures") | write_speed_figures(record, folder / "figures")
+    return Report(tables, figures)

@@ -1,0 +1,110 @@
+"""From how many tokens the sparse path pays on this device: measured once, kept in the cache."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from focus_exp.reporting.record import replace_file
+from focus_exp.speed.layer import Contender, Layer
+from focus_exp.speed.timing import alternate
+from focus_exp.speed.workload import Tensors, balanced, full_attention
+
+LENGTHS = (256, 512, 1024, 2048, 4096, 8192)
+REPEATS = 5
+NEVER = 1 << 40  # tokens
+
+
+@dataclass(frozen=True)
+class BreakEven:
+    """Lengths [tokens] from which the sparse path is faster, None if at none that was measured.
+
+    than_masked: than the masked path, which computes the same function: where backend=auto changes over.
+    than_full: than full attention, which keeps every pair.
+    """
+
+    than_masked: int | None
+    than_full: int | None
+    seconds: dict[str, dict[str, float]]
+    setting: dict[str, Any]
+
+    @property
+    def sparse_from(self) -> int:
+        return NEVER if self.than_masked is None else self.than_masked
+
+    @staticmethod
+    def read(path: Path) -> BreakEven | None:
+        """None where there is nothing whole."""
+        try:
+            return BreakEven(**json.loads(path.read_text(encoding="utf-8")))
+        except (OSError, ValueError, TypeError):
+            return None
+
+    def sentence(self) -> str:
+        """What backend=auto does here, in words."""
+        setting = self.setting
+        where = f"{setting['device']}, {setting['dtype']}, K={setting['groups']}, {setting['kernel']}"
+        if self.than_masked is None:
+            longest = max(map(int, self.seconds))
+            return f"hard groups take the masked path: the sparse one is not faster up to {longest:,} tokens ({where})"
+        full = "never" if self.than_full is None else f"from {self.than_full:,}"
+        return (
+            f"hard groups take the sparse path from {self.than_masked:,} tokens, the masked one below; "
+            f"faster than full attention {full} ({where})"
+        )
+
+
+def break_even(layer: Layer, groups: int, device_name: str, cache: Path) -> BreakEven:
+    """Read from the cache, or measured in some seconds and kept there."""
+    setting = {
+        "device": device_name,
+        "torch": torch.__version__,
+        "dtype": str(layer.dtype).removeprefix("torch."),
+        **asdict(layer.shape),
+        "window": layer.window,
+        "sinks": layer.sinks,
+        "groups": groups,
+        "kernel": layer.backend,
+    }
+    name = hashlib.sha256(json.dumps(setting, sort_keys=True).encode()).hexdigest()[:16]
+    path = cache / "break_even" / f"{name}.json"
+    found = BreakEven.read(path)
+    if found is None:
+        found = measure(layer, groups, setting)
+        replace_file(path, (json.dumps(asdict(found), indent=2) + "\n").encode())
+    return found
+
+
+@torch.no_grad()
+def measure(layer: Layer, groups: int, setting: dict[str, Any]) -> BreakEven:
+    seconds: dict[str, dict[str, float]] = {}
+    for length in LENGTHS:
+        tensors = Tensors.random(layer.shape, length, layer.dtype, layer.device)
+        sparse = Contender.of(layer, balanced(groups, length), tensors)
+        masked = Contender.of(layer, balanced(groups, length), tensors)
+        masked.method.backend = "masked"
+        setting = setting | {"kernel": sparse.kernel.name}
+        works = {
+            "full": full_attention(tensors, layer.device)[1],
+            "masked": lambda: masked.attention(tensors),  # noqa: B023, used before the next round
+            "sparse": lambda: sparse.attention(tensors),  # noqa: B023
+        }
+        seconds[str(length)] = alternate(works, REPEATS, layer.device)
+        if sparse_wins(seconds, "full"):
+            break
+    return BreakEven(sparse_wins(seconds, "masked"), sparse_wins(seconds, "full"), seconds, setting)
+
+
+def sparse_wins(seconds: dict[str, dict[str, float]], other: str) -> int | None:
+    """The least measured length from which on the sparse path is faster at all of them."""
+    won = None
+    for length, taken in sorted(((int(key), value) for key, value in seconds.items()), reverse=True):
+        if taken["sparse"] >= taken[other]:
+            break
+        won = length
+    return won

@@ -1,0 +1,188 @@
+"""The whole model with Focus against the whole model without: prefill, and one training step."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from statistics import mean
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from focus_exp.attention.focus import Focus
+from focus_exp.attention.method import AttentionMethod
+from focus_exp.attention.selection import PairCounts, Selection, Sequence
+from focus_exp.models.attach import attached_methods, attention_modules, disabled, freeze, observed
+from focus_exp.reporting.rows import SpeedRow
+from focus_exp.speed.timing import PeakMemory, Work, alternate, clock, synchronize
+from focus_exp.speed.workload import Shape
+from focus_exp.training.precision import Precision
+
+STEP_LEARNING_RATE = 1e-5
+
+
+@dataclass
+class Attended:
+    """Seconds spent in attention layers, their projections left out."""
+
+    seconds: float = 0.0
+
+
+def prefill_row(model: PreTrainedModel, tokens: Tensor, precision: Precision, repeats: int) -> SpeedRow:
+    """Clock "prefill": logits of the token after `tokens` `[1, T]`, attached and hard against `disabled`."""
+    memory = PeakMemory(precision.device)
+
+    @torch.no_grad()
+    def focus() -> None:
+        with precision.context():
+            model(input_ids=tokens, use_cache=False, logits_to_keep=1)
+
+    def full() -> None:
+        with disabled(model):
+            focus()
+
+    works: dict[str, Work] = {"full": full, "focus": focus}
+    seconds = alternate(works, repeats, precision.device)
+    peaks = {name: memory.of(work) for name, work in works.items()}
+    shares = {}
+    for name, work in works.items():
+        with attention_clock(model) as attended:
+            whole = clock(work, precision.device)
+        shares[name] = attended.seconds / whole * seconds[name]
+    return SpeedRow(
+        clock="prefill", tokens=tokens.shape[1], repeats=repeats, full_seconds=seconds["full"],
+        focus_seconds=seconds["focus"], full_attention_seconds=shares["full"],
+        focus_attention_seconds=shares["focus"], full_peak_bytes=peaks["full"], focus_peak_bytes=peaks["focus"],
+        **describe(model, focus, precision),
+    )  # fmt: skip
+
+
+def model_step_row(model: PreTrainedModel, tokens: Tensor, precision: Precision) -> SpeedRow:
+    """Clock "model step": loss, backward and update of all weights, with gradient checkpointing, once each.
+
+    Focus trains with hard groups, its routers included; without it the same weights train under full attention.
+    """
+    freeze(model, "all")
+    methods = [m for m in attached_methods(model).values() if isinstance(m, Focus)]
+    before = [m.train_with for m in methods]
+    for method in methods:
+        method.train_with = "hard"
+    model.activation_checkpointing_enable({"use_reentrant": False})
+    model.train()
+    state = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    memory = PeakMemory(precision.device)
+
+    def focus() -> None:
+        with precision.context():
+            logits = model(input_ids=tokens, use_cache=False).logits
+            F.cross_entropy(logits[0, :-1].float(), tokens[0, 1:]).backward()
+        optimizer = torch.optim.SGD([p for p in model.parameters() if p.grad is not None], STEP_LEARNING_RATE)
+        optimizer.step()
+        model.zero_grad(set_to_none=True)
+
+    def full() -> None:
+        with disabled(model):
+            focus()
+
+    try:
+        # so long that warming up would double what it costs
+        peaks, seconds = {}, {}
+        for name, work in {"full": full, "focus": focus}.items():
+            began = time.perf_counter()
+            peaks[name] = memory.of(work)
+            seconds[name] = time.perf_counter() - began
+    finally:
+        model.load_state_dict(state)
+        for method, train_with in zip(methods, before, strict=True):
+            method.train_with = train_with
+        model.activation_checkpointing_disable()
+        model.eval()
+        freeze(model, "router")
+
+    def forward() -> None:
+        with torch.no_grad(), precision.context():
+            model(input_ids=tokens, use_cache=False, logits_to_keep=1)
+
+    return SpeedRow(
+        clock="model step", tokens=tokens.shape[1], repeats=1, full_seconds=seconds["full"],
+        focus_seconds=seconds["focus"], full_peak_bytes=peaks["full"], focus_peak_bytes=peaks["focus"],
+        **describe(model, forward, precision),
+    )  # fmt: skip
+
+
+def describe(model: PreTrainedModel, forward: Work, precision: Precision) -> dict[str, Any]:
+    """The fields of a row that say what ran: the routers' groups on these tokens, pairs kept, kernels."""
+    methods = [m for m in attached_methods(model).values() if isinstance(m, Focus)]
+    counts: list[PairCounts] = []
+    largest: list[float] = []
+
+    def observe(layer: int, method: AttentionMethod, selection: Selection, sequence: Sequence) -> None:
+        counts.append(method.count_pairs(selection, sequence))
+        if selection.key_groups is not None:
+            largest.append(float(selection.key_groups.float().mean((0, 1)).max()))
+
+    with observed(model, observe):
+        forward()
+    kept = sum(c.total - c.distant + c.distant_kept for c in counts) / sum(c.total for c in counts)
+    return {
+        "groups": methods[0].groups,
+        "top_k": methods[0].top_k,
+        "pair_rule": methods[0].pair_rule,
+        "window": methods[0].window,
+        "assignment": "trained",
+        "layer": str(shape_of(model)),
+        "dtype": "bf16-mixed" if precision.autocast else str(model.dtype).removeprefix("torch."),
+        "full_kernel": attention_name(model),
+        "path": ", ".join(sorted({m.path or "" for m in methods})),
+        "pairs_kept": kept,
+        "largest_group": mean(largest) if largest else None,
+    }
+
+
+def attention_name(model: PreTrainedModel) -> str:
+    """The base model's own attention implementation."""
+    with disabled(model):
+        return str(model.config._attn_implementation)
+
+
+@contextmanager
+def attention_clock(model: PreTrainedModel) -> Iterator[Attended]:
+    """Within the block the seconds between a layer's entering its attention and leaving it, projections left out."""
+    attended, handles = Attended(), []
+    started: dict[nn.Module, float] = {}
+    device = model.device
+
+    def enter(module: nn.Module, *_: Any) -> None:
+        synchronize(device)
+        started[module] = time.perf_counter()
+
+    def leave(sign: int) -> Any:
+        def hook(module: nn.Module, *_: Any) -> None:
+            synchronize(device)
+            attended.seconds += sign * (time.perf_counter() - started.pop(module))
+
+        return hook
+
+    for layer in attention_modules(model).values():
+        timed = {layer: 1, **{m: -1 for m in layer.children() if not isinstance(m, AttentionMethod)}}
+        for module, sign in timed.items():
+            # before the hook that routes
+            handles.append(module.register_forward_pre_hook(enter, prepend=True))
+            handles.append(module.register_forward_hook(leave(sign)))
+    try:
+        yield attended
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def shape_of(model: PreTrainedModel) -> Shape:
+    config = model.config.get_text_config()
+    heads = config.num_attention_heads
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
+    return Shape(config.hidden_size, heads, getattr(config, "num_key_value_heads", None) or heads, head_dim)

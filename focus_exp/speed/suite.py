@@ -1,0 +1,170 @@
+"""Which clocks run at which lengths, with which groups; each measurement is kept as soon as it is made."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import asdict
+from functools import partial
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from tqdm import tqdm
+from transformers import PreTrainedModel
+
+from focus_exp.attention.focus import Focus
+from focus_exp.attention.method import AttentionMethod
+from focus_exp.attention.selection import Selection, Sequence
+from focus_exp.config import Config
+from focus_exp.data import Blocks
+from focus_exp.models.attach import observed
+from focus_exp.reporting.record import replace_file
+from focus_exp.reporting.rows import SpeedRow
+from focus_exp.speed.layer import Layer, attention_rows, attention_step_rows
+from focus_exp.speed.model import model_step_row, prefill_row, shape_of
+from focus_exp.speed.timing import device_name
+from focus_exp.speed.workload import Groups, balanced
+from focus_exp.training.precision import Precision
+
+KILO = 1024
+ON_CPU = tuple(KILO * 2**n for n in range(7))  # 1K to 64K
+ON_GPU = (*ON_CPU, 256 * KILO, 1024 * KILO)
+DTYPES = {"bf16": torch.bfloat16, "float32": torch.float32}
+PREFILL_REPEATS = 2
+
+Task = tuple[str, int, Callable[[], Iterable[SpeedRow]]]
+
+
+class Suite:
+    """The clocks of one run; what is measured is kept in its folder, so that an interrupted run goes on from there."""
+
+    def __init__(
+        self,
+        config: Config,
+        model: PreTrainedModel,
+        held_out: Blocks,
+        precision: Precision,
+        folder: Path,
+        trained: bool,
+    ) -> None:
+        """`model` is attached, `held_out` text it was not trained on, `trained` says whether its routers were."""
+        self.config, self.settings, self.model, self.held_out = config, config.bench, model, held_out
+        self.precision, self.folder, self.trained = precision, folder, trained
+        attention = config.attention
+        self.layer = Layer(
+            shape_of(model), attention.window, attention.sinks, DTYPES[self.settings.dtype], precision.device,
+            "auto" if attention.backend == "masked" else attention.backend, self.settings.repeats,
+        )  # fmt: skip
+        self.scores: Tensor | None = None
+
+    def rows(self) -> Iterator[SpeedRow]:
+        """All rows, each printed as it comes; shortest first, what takes longest last."""
+        tasks = self.tasks()
+        for clock, length, measure in tqdm(tasks, desc="speed", unit="length", leave=False, disable=None):
+            for row in self.kept(f"{clock}-{length}", measure):
+                say(row)
+                yield row
+
+    def tasks(self) -> list[Task]:
+        steps, prefills = self.settings.step_lengths, self.settings.prefill_lengths
+        lengths = self.settings.lengths or (ON_GPU if self.precision.device.type == "cuda" else ON_CPU)
+        layer: list[Task] = [
+            *(("attention", n, partial(self.attention, n)) for n in lengths),
+            *(("attention step", n, partial(self.attention_step, n)) for n in steps),
+        ]
+        if not self.trained:
+            if steps or prefills:
+                print("no trained router: the whole model is not timed; give adapter= or a regime that trains one")
+            return layer
+        return [
+            *layer,
+            *(("prefill", n, partial(self.prefill, n)) for n in prefills),
+            *(("model step", n, partial(self.model_step, n)) for n in steps),
+        ]
+
+    def attention(self, length: int) -> Iterable[SpeedRow]:
+        return attention_rows(self.layer, length, self.groupings(length))
+
+    def attention_step(self, length: int) -> Iterable[SpeedRow]:
+        return attention_step_rows(self.layer, length, self.groupings(length))
+
+    def prefill(self, length: int) -> Iterable[SpeedRow]:
+        return [prefill_row(self.model, self.text(length), self.precision, min(PREFILL_REPEATS, self.settings.repeats))]
+
+    def model_step(self, length: int) -> Iterable[SpeedRow]:
+        return [model_step_row(self.model, self.text(length), self.precision)]
+
+    def kept(self, name: str, measure: Callable[[], Iterable[SpeedRow]]) -> list[SpeedRow]:
+        """What was measured on this device before the run was interrupted, or what is measured now."""
+        path = self.folder / "speed" / f"{name.replace(' ', '_')}.json"
+        device = device_name(self.precision.device)
+        try:
+            found = json.loads(path.read_text(encoding="utf-8"))
+            if found["device"] == device:
+                return [SpeedRow(**row) for row in found["rows"]]
+        except (OSError, ValueError, TypeError, KeyError):
+            pass
+        try:
+            rows = list(measure())
+        except (RuntimeError, torch.OutOfMemoryError) as error:
+            clock, length = name.rsplit("-", 1)
+            reason = f"{type(error).__name__}: {(str(error).strip() or 'no reason given').splitlines()[0]}"
+            groups = self.config.attention.groups
+            return [SpeedRow(clock=clock, tokens=int(length), groups=groups, assignment="balanced", error=reason)]  # type: ignore[arg-type]
+        replace_file(path, json.dumps({"device": device, "rows": [asdict(row) for row in rows]}).encode())
+        return rows
+
+    def groupings(self, length: int) -> list[Groups]:
+        """Balanced groups of every K, those of the router, each at every k."""
+        attention, found = self.config.attention, []
+        for top_k in self.settings.top_k:
+            found += [balanced(k, length, top_k, attention.pair_rule) for k in self.settings.groups if top_k <= k]
+            if self.trained and top_k <= attention.groups:
+                found.append(Groups("trained", self.router_scores(), top_k, attention.pair_rule))
+        return found
+
+    @torch.no_grad()
+    def router_scores(self) -> Tensor:
+        """Assignment `[1, n, K]` of held-out tokens by the layer whose groups are of median evenness.
+
+        Groups of a token depend on its own hidden state, so windows of the evaluation's length stand side by side.
+        """
+        if self.scores is not None:
+            return self.scores
+        count = max(1, min(self.settings.routed_tokens // self.held_out.block_size, len(self.held_out)))
+        found: dict[int, list[Tensor]] = {}
+
+        def observe(layer: int, method: AttentionMethod, selection: Selection, sequence: Sequence) -> None:
+            if isinstance(method, Focus) and selection.assignment is not None:
+                found.setdefault(layer, []).append(selection.assignment[0].cpu())
+
+        with observed(self.model, observe), self.precision.context():
+            for index in tqdm(range(count), desc="groups of held-out text", unit="window", leave=False, disable=None):
+                tokens = self.held_out[index]["input_ids"][None].to(self.precision.device)
+                self.model(input_ids=tokens, use_cache=False, logits_to_keep=1)
+        scores = {layer: torch.cat(parts) for layer, parts in found.items()}
+        # work in same-group attention goes with the sum of squared shares
+        work = {
+            i: float((s.argmax(-1).bincount(minlength=s.shape[-1]) / len(s)).square().sum()) for i, s in scores.items()
+        }
+        layer = sorted(work, key=lambda i: work[i])[len(work) // 2]
+        print(f"trained groups: those of layer {layer}, of median evenness, on {len(scores[layer]):,} held-out tokens")
+        self.scores = scores[layer][None]
+        return self.scores
+
+    def text(self, length: int) -> Tensor:
+        """`[1, length]` held-out tokens."""
+        windows = [self.held_out[i]["input_ids"] for i in range(-(-length // self.held_out.block_size))]
+        return torch.cat(windows)[None, :length].to(self.precision.device)
+
+
+def say(row: SpeedRow) -> None:
+    what = f"measured: {row.clock:<14} {row.tokens:>9,} tokens, K={row.groups} k={row.top_k} {row.assignment}"
+    if row.error is not None or row.full_seconds is None or row.focus_seconds is None or row.ratio is None:
+        print(f"{what}: failed: {row.error}")
+        return
+    bound = f" of at most {row.bound:.2f}" if row.bound and row.clock in ("kernels", "attention") else ""
+    print(
+        f"{what}: full {row.full_seconds:.4f} s, Focus {row.focus_seconds:.4f} s, {row.ratio:.2f}x{bound} ({row.path})"
+    )

@@ -1,0 +1,120 @@
+"""Clocks: two things timed in turn in one process, and the memory that each of them needs at most."""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from statistics import median
+
+import torch
+
+Work = Callable[[], object]
+
+
+def alternate(works: Mapping[str, Work], repeats: int, device: torch.device) -> dict[str, float]:
+    """Median seconds of each work: one round to warm up, then `repeats` rounds in which they take turns."""
+    seconds: dict[str, list[float]] = {name: [] for name in works}
+    for turn in range(repeats + 1):
+        for name, work in works.items():
+            taken = clock(work, device)
+            if turn:
+                seconds[name].append(taken)
+    return {name: median(taken) for name, taken in seconds.items()}
+
+
+def clock(work: Work, device: torch.device) -> float:
+    """Seconds of one call, until the device is done."""
+    synchronize(device)
+    began = time.perf_counter()
+    work()
+    synchronize(device)
+    return time.perf_counter() - began
+
+
+def device_name(device: torch.device) -> str:
+    return torch.cuda.get_device_name() if device.type == "cuda" else f"cpu, {torch.get_num_threads()} threads"
+
+
+def synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+class PeakMemory:
+    """Bytes that a work holds at most, beyond what was held when this object was made; make it before the inputs.
+
+    On CUDA by torch's allocator. On Linux by the resident set, whose high-water mark can be reset; elsewhere on a CPU
+    it is not known.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        release()
+        self.before = held(device)
+
+    def of(self, work: Work) -> int | None:
+        """The peak while `work` runs, what already exists included."""
+        release()
+        if self.device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(self.device)
+            work()
+            synchronize(self.device)
+            return torch.cuda.max_memory_allocated(self.device) - (self.before or 0)
+        with large_blocks_returned():
+            if self.before is None or not reset_high_water():
+                return None
+            work()
+            peak = resident("VmHWM")
+        return None if peak is None else peak - self.before
+
+
+def held(device: torch.device) -> int | None:
+    return torch.cuda.memory_allocated(device) if device.type == "cuda" else resident("VmRSS")
+
+
+def resident(field: str) -> int | None:
+    """A field of /proc/self/status [bytes]."""
+    status = Path("/proc/self/status")
+    lines = status.read_text().splitlines() if status.exists() else []
+    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{field}:")), None)
+
+
+def reset_high_water() -> bool:
+    try:
+        Path("/proc/self/clear_refs").write_text("5")
+    except OSError:
+        return False
+    return True
+
+
+@contextmanager
+def large_blocks_returned() -> Iterator[None]:
+    """Within the block freed tensors leave the resident set at once, instead of being kept for the next ones."""
+    libc, threshold = glibc(), -3  # M_MMAP_THRESHOLD
+    if libc is None:
+        yield
+        return
+    libc.mallopt(threshold, 1 << 20)
+    try:
+        yield
+    finally:
+        libc.mallopt(threshold, 32 << 20)  # what glibc's own adaptation ends at
+
+
+def release() -> None:
+    """Give back what is free, so that it does not count as held."""
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+    if (libc := glibc()) is not None:
+        libc.malloc_trim(0)
+
+
+def glibc() -> ctypes.CDLL | None:
+    libc = ctypes.CDLL(None) if sys.platform == "linux" else None
+    return libc if hasattr(libc, "malloc_trim") and hasattr(libc, "mallopt") else None

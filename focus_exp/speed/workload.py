@@ -1,0 +1,157 @@
+"""What the clocks run on: one layer's tensors, its groups, and full attention by the best kernel of the device."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from focus_exp.attention.focus import Focus
+from focus_exp.attention.kernels.cuda import flash_attn
+from focus_exp.attention.method import LayerShape
+from focus_exp.attention.selection import Selection, Sequence, count_plain_pairs, select
+from focus_exp.speed.timing import Work, alternate
+
+FUSED = {"sdpa-flash": SDPBackend.FLASH_ATTENTION, "sdpa-cudnn": SDPBackend.CUDNN_ATTENTION}
+
+
+@dataclass(frozen=True)
+class Shape:
+    """One attention layer: model width E, query heads H, key/value heads G, head size D."""
+
+    width: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+
+    def __str__(self) -> str:
+        return f"{self.heads} query and {self.kv_heads} key/value heads of {self.head_dim}"
+
+
+@dataclass(frozen=True)
+class Tensors:
+    """q `[1, H, T, D]`, k and v `[1, G, T, D]` as a model's projections lay them out, and hidden states `[1, T, E]`."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    hidden: Tensor
+
+    @staticmethod
+    def random(shape: Shape, length: int, dtype: torch.dtype, device: torch.device, seed: int = 0) -> Tensors:
+        generator = torch.Generator(device).manual_seed(seed)
+
+        def draw(*size: int) -> Tensor:
+            return torch.randn(1, length, *size, dtype=dtype, device=device, generator=generator)
+
+        q, k, v = (draw(heads, shape.head_dim).transpose(1, 2) for heads in (shape.heads, *[shape.kv_heads] * 2))
+        return Tensors(q, k, v, draw(shape.width))
+
+    @property
+    def length(self) -> int:
+        return self.q.shape[2]
+
+    def with_grad(self) -> Tensors:
+        """Leaves that gradients flow to, in the layout that they have."""
+        return Tensors(*(x.detach().requires_grad_() for x in (self.q, self.k, self.v, self.hidden)))
+
+
+@dataclass(frozen=True)
+class Groups:
+    """How the tokens of a layer are grouped: `scores` `[1, n, K]` rank its groups for each token.
+
+    assignment: "balanced", groups of equal size in random order, or "trained", a router's.
+    """
+
+    assignment: str
+    scores: Tensor
+    top_k: int = 1
+    pair_rule: str = "query_topk"
+
+    @property
+    def count(self) -> int:
+        return self.scores.shape[-1]
+
+    def selection(self, length: int, device: torch.device) -> Selection:
+        """Of `length` tokens, those that there are repeated as often as need be."""
+        repeats = math.ceil(length / self.scores.shape[1])
+        scores = self.scores.repeat(1, repeats, 1)[:, :length].to(device)
+        return select(scores, self.top_k, self.pair_rule)
+
+
+def balanced(groups: int, length: int, top_k: int = 1, pair_rule: str = "query_topk", seed: int = 0) -> Groups:
+    generator = torch.Generator().manual_seed(seed)
+    first = torch.randperm(length, generator=generator) % groups
+    others = torch.rand(1, length, groups, generator=generator)
+    return Groups("balanced", others + F.one_hot(first, groups), top_k, pair_rule)
+
+
+def layer_method(shape: Shape, groups: Groups, window: int, sinks: int, backend: str, device: torch.device) -> Focus:
+    """A Focus layer with hard groups on the sparse path."""
+    method = Focus(
+        LayerShape(shape.width, shape.heads, shape.head_dim, 0), groups=groups.count, window=window, sinks=sinks,
+        top_k=groups.top_k, pair_rule=groups.pair_rule, train_with="hard",
+    )  # fmt: skip
+    method.hard, method.backend, method.sparse_from = True, backend, 0
+    return method.to(device).eval()
+
+
+def pairs_kept(selection: Selection, length: int, window: int, sinks: int) -> float:
+    """Share of all causal pairs that hard Focus computes."""
+    plain = Sequence.plain(1, length)
+    on_cpu = replace(
+        selection,
+        query_groups=None if selection.query_groups is None else selection.query_groups.cpu(),
+        key_groups=None if selection.key_groups is None else selection.key_groups.cpu(),
+    )
+    counts = count_plain_pairs(on_cpu, plain, window, sinks)
+    return (counts.total - counts.distant + counts.distant_kept) / counts.total
+
+
+def largest_group(selection: Selection) -> float:
+    """Share of the keys in the group that has most of them."""
+    assert selection.key_groups is not None
+    return float(selection.key_groups.float().mean((0, 1)).max())
+
+
+def full_attention(tensors: Tensors, device: torch.device) -> tuple[str, Work]:
+    """Causal full attention by the fastest kernel there is, and its name."""
+    works = full_attention_kernels(tensors)
+    if len(works) == 1:
+        return next(iter(works.items()))
+    seconds = {}
+    for name, work in works.items():
+        try:
+            with torch.no_grad():
+                seconds[name] = alternate({name: work}, 2, device)[name]
+        except RuntimeError:  # a kernel that does not take these tensors
+            continue
+    best = min(seconds, key=lambda name: seconds[name])
+    return best, works[best]
+
+
+def full_attention_kernels(tensors: Tensors) -> dict[str, Work]:
+    q, k, v = tensors.q, tensors.k, tensors.v
+    grouped = q.shape[1] != k.shape[1]
+
+    def sdpa() -> Tensor:
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=grouped)
+
+    def fused(backend: SDPBackend) -> Work:
+        def work() -> Tensor:
+            with sdpa_kernel(backend):
+                return sdpa()
+
+        return work
+
+    if not q.is_cuda:
+        return {"sdpa": sdpa}
+    works = {name: fused(backend) for name, backend in FUSED.items()}
+    package = flash_attn()
+    if package is not None:
+        works["flash-attn"] = lambda: package.flash_attn_func(*(x.transpose(1, 2) for x in (q, k, v)), causal=True)
+    return works

@@ -1,0 +1,803 @@
+"""Published methods: each against its formula query by query, its defining property, and on tiny models."""
+
+import math
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from conftest import FAMILIES
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from omegaconf import OmegaConf
+from problems import random_sequence
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from focus_exp import UserError, attach, detach, disabled, freeze, is_causal, load_adapter, save_adapter
+from focus_exp.attention.baselines import blocks, performer
+from focus_exp.attention.baselines.longformer import Longformer
+from focus_exp.attention.baselines.magicpig import MagicPIG, Sampled, agree_twice, sampling_probability
+from focus_exp.attention.baselines.performer import Performer, orthogonal_directions
+from focus_exp.attention.baselines.routing_transformer import RoutingTransformer
+from focus_exp.attention.baselines.sparq import SparQ
+from focus_exp.attention.baselines.window import WindowOnly
+from focus_exp.attention.method import AttentionMethod, LayerShape
+from focus_exp.attention.registry import METHODS, build
+from focus_exp.attention.selection import PairCounts, Selection, Sequence
+from focus_exp.checks import CHOICES
+from focus_exp.config import AttentionConfig
+from focus_exp.jobs.train import method_options
+from focus_exp.models.attach import attached_methods
+
+CONF = Path(__file__).parent.parent / "conf" / "attention"
+WIDTH, SIZE = 12, 6
+TINY: dict[str, tuple[str, dict[str, Any]]] = {
+    "longformer": ("longformer", {"window": 3, "global_tokens": 2}),
+    "longformer dilated": ("longformer", {"window": 3, "global_tokens": 1, "dilation": 3, "dilated_heads": 1}),
+    "performer": ("performer", {"features": 24}),
+    "routing_transformer": ("routing_transformer", {"groups": 4, "window": 2, "sinks": 1}),
+    "sparq": ("sparq", {"components": 5, "tokens_kept": 6, "recent_tokens": 2}),
+    "sparq mean": ("sparq", {"components": 5, "tokens_kept": 6, "recent_tokens": 2, "reallocate": True}),
+    "magicpig": ("magicpig", {"hash_bits": 4, "hash_tables": 12, "recent_tokens": 3, "sinks": 1}),
+}
+ways = pytest.mark.parametrize("way", TINY)
+families = pytest.mark.parametrize("family", FAMILIES)
+
+
+# the formulas, one query of one head at a time; each returns its output and the keys that it used
+
+
+@dataclass
+class Query:
+    """Query i of a head: it sees `keys`, of a sequence that begins at `start`; k, v are those of its key head.
+
+    mates: queries i of all heads that share them, this one's at `place`.
+    """
+
+    i: int
+    head: int
+    start: int
+    keys: list[int]
+    mates: Tensor
+    place: int
+    k: Tensor
+    v: Tensor
+    scaling: float
+    softcap: float | None
+
+    @property
+    def q(self) -> Tensor:
+        return self.mates[self.place]
+
+    def score(self, j: int) -> Tensor:
+        s = (self.q @ self.k[j]) * self.scaling
+        return s if self.softcap is None else self.softcap * torch.tanh(s / self.softcap)
+
+    def softmax(self, keys: list[int]) -> Tensor:
+        return self.mean(keys, torch.stack([self.score(j) for j in keys]).exp())
+
+    def mean(self, keys: list[int], weights: Tensor) -> Tensor:
+        return weights @ self.v[keys] / weights.sum()
+
+    def is_near(self, j: int, window: int, sinks: int) -> bool:
+        return self.i - j <= window or j - self.start < sinks
+
+
+def longformer_formula(method: Longformer, x: Query, case: "Case", b: int) -> tuple[Tensor, list[int]]:
+    stride = method.dilation if x.head >= case.heads - method.dilated_heads else 1
+    reach = [x.i - stride * m for m in range(method.window + 1)]
+    keys = [j for j in x.keys if j in reach or j - x.start < method.sinks]
+    return x.softmax(keys), keys
+
+
+def performer_formula(method: Performer, x: Query, case: "Case", b: int) -> tuple[Tensor, list[int]]:
+    def phi(y: Tensor) -> Tensor:
+        y = y * x.scaling**0.5
+        return torch.stack([torch.exp(w @ y - y @ y / 2) for w in method.directions.double()])
+
+    return x.mean(x.keys, torch.stack([phi(x.q) @ phi(x.k[j]) for j in x.keys])), x.keys
+
+
+def routing_formula(method: RoutingTransformer, x: Query, case: "Case", b: int) -> tuple[Tensor, list[int]]:
+    mates = [j for j in case.real[b] if case.sequence.start[b, j] == x.start]
+    most = method.tokens_per_group or math.ceil(len(mates) / method.groups)
+    clusters = []
+    for centroid in method.centroids.double():
+        nearness = {j: torch.cosine_similarity(case.h[b, j] - case.h[b, j].mean(), centroid, dim=0) for j in mates}
+        clusters.append(sorted(mates, key=lambda j: (-nearness[j], j))[:most])
+    routed = {j for members in clusters if x.i in members for j in members}
+    keys = [j for j in x.keys if j in routed or x.is_near(j, method.window, method.sinks)]
+    return x.softmax(keys), keys
+
+
+def sparq_formula(method: SparQ, x: Query, case: "Case", b: int) -> tuple[Tensor, list[int]]:
+    chosen = sorted(range(SIZE), key=lambda d: -x.mates[:, d].abs().sum())[: method.components]
+    estimates = []
+    for y in x.mates:
+        coverage = y[chosen].abs().sum() / y.abs().sum()
+        s = torch.stack([y[chosen] @ x.k[j, chosen] for j in x.keys]) * x.scaling / coverage.sqrt()
+        s = s if x.softcap is None else x.softcap * torch.tanh(s / x.softcap)
+        estimates.append(s.softmax(0))
+    together = sum(estimates)
+    order = sorted(range(len(x.keys)), key=lambda n: (x.i - x.keys[n] > method.window, -together[n]))
+    kept = sorted(order[: method.tokens_kept])
+    keys = [x.keys[n] for n in kept]
+    out = x.softmax(keys)
+    if method.reallocate:
+        alpha = estimates[x.place][kept].sum()
+        out = alpha * out + (1 - alpha) * x.v[x.keys].mean(0)
+    return out, keys
+
+
+def magicpig_formula(method: MagicPIG, x: Query, case: "Case", b: int) -> tuple[Tensor, list[int]]:
+    first = range(x.start + method.sinks, x.start + method.sinks + method.window + 1)
+    first = [j for j in case.real[b] if j in first and case.sequence.start[b, j] == x.start]
+    centre = x.k[first].mean(0) if first else torch.zeros(SIZE, dtype=torch.float64)
+    bits, tables = method.hash_bits, method.hash_tables
+    keys, weights = [], []
+    for j in x.keys:
+        u, key = 1.0, x.k[j] - centre
+        if not x.is_near(j, method.window, method.sinks):
+            same = [bool(((x.q @ table > 0) == (key @ table > 0)).all()) for table in method.directions.double()]
+            if sum(same) < 2:
+                continue
+            p = (1 - torch.acos(torch.cosine_similarity(x.q, key, dim=0)) / math.pi).item() ** bits
+            u = 1 - (1 - p) ** tables - tables * p * (1 - p) ** (tables - 1)
+        keys.append(j)
+        weights.append(x.score(j).exp() / u)
+    return x.mean(keys, torch.stack(weights)), keys
+
+
+FORMULAS: dict[type[AttentionMethod], Callable[..., tuple[Tensor, list[int]]]] = {
+    Longformer: longformer_formula,
+    Performer: performer_formula,
+    RoutingTransformer: routing_formula,
+    SparQ: sparq_formula,
+    MagicPIG: magicpig_formula,
+}
+
+
+@contextmanager
+def block_size(size: int) -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(blocks, "BLOCK", size)
+        patch.setattr(performer, "BLOCK", size)
+        yield
+
+
+@dataclass
+class Case:
+    """A drawn problem in float64: hidden states, q, k, v, where tokens lie, and how to attend."""
+
+    h: Tensor
+    tensors: list[Tensor]
+    sequence: Sequence
+    scaling: float
+    softcap: float | None
+    block: int
+
+    @property
+    def heads(self) -> int:
+        return self.tensors[0].shape[1]
+
+    @property
+    def key_heads(self) -> int:
+        return self.tensors[1].shape[1]
+
+    @property
+    def real(self) -> list[list[int]]:
+        batch, length = self.sequence.start.shape
+        valid = torch.ones(batch, length, dtype=torch.bool) if self.sequence.valid is None else self.sequence.valid
+        return [row.nonzero()[:, 0].tolist() for row in valid]
+
+    def seen(self, b: int, i: int) -> list[int]:
+        if self.sequence.allowed is not None:
+            return self.sequence.allowed[b % len(self.sequence.allowed), 0, i].nonzero()[:, 0].tolist()
+        return [j for j in self.real[b] if j <= i]
+
+    def run(self, method: AttentionMethod, tensors: list[Tensor]) -> tuple[Tensor, PairCounts]:
+        with block_size(self.block):
+            selection = method.route(self.h, self.sequence)
+            out = method.attend(*tensors, selection, self.sequence, scaling=self.scaling, softcap=self.softcap)
+        return out, method.count_pairs(selection, self.sequence)
+
+    def formula(self, method: AttentionMethod, tensors: list[Tensor]) -> tuple[Tensor, int, int]:
+        """Outputs of the real tokens, zero elsewhere, and how many pairs there are and are kept, over heads."""
+        q, k, v = tensors
+        share, total, kept = self.heads // self.key_heads, 0, 0
+        rows = {}
+        for b, real in enumerate(self.real):
+            for head in range(self.heads):
+                for i in real:
+                    g, place = divmod(head, share)
+                    x = Query(
+                        *(i, head, int(self.sequence.start[b, i]), self.seen(b, i)),
+                        *(q[b, g * share : (g + 1) * share, i], place, k[b, g], v[b, g], self.scaling, self.softcap),
+                    )
+                    rows[b, head, i], keys = FORMULAS[type(method)](method, x, self, b)
+                    total, kept = total + len(x.keys), kept + len(keys)
+        out = torch.zeros_like(q)
+        index = torch.tensor(list(rows)).T
+        return out.index_put(tuple(index), torch.stack(list(rows.values()))), total, kept
+
+
+def layout(kind: str, batch: int, length: int) -> Sequence:
+    """Sequences as in `random_sequence`, and sliding layers: 5 tokens back."""
+    if kind != "sliding":
+        return random_sequence(kind, batch, length)
+    i = torch.arange(length)
+    allowed = (i[:, None] >= i) & (i[:, None] - i < 5)
+    return Sequence(Sequence.plain(batch, length).start, allowed=allowed[None, None], masked=True)
+
+
+@st.composite
+def cases(draw: st.DrawFn, softcap: bool = True) -> Case:
+    torch.manual_seed(draw(st.integers(0, 10_000)))
+    batch, length = draw(st.integers(1, 2)), draw(st.sampled_from([1, 2, 7, 16]))
+    heads, key_heads = draw(st.sampled_from([(2, 2), (4, 2), (3, 1)]))
+    q, k, v = (torch.randn(batch, n, length, SIZE, dtype=torch.float64) for n in (heads, key_heads, key_heads))
+    sequence = layout(draw(st.sampled_from(["plain", "left", "right", "packed", "sliding"])), batch, length)
+    return Case(
+        h=torch.randn(batch, length, WIDTH, dtype=torch.float64),
+        tensors=[q, k, v],
+        sequence=sequence,
+        scaling=draw(st.sampled_from([SIZE**-0.5, 1.0])),
+        softcap=draw(st.sampled_from([None, 2.0])) if softcap else None,
+        block=draw(st.sampled_from([1, 3, 5, 64])),
+    )
+
+
+OPTIONS = {
+    "longformer": st.fixed_dictionaries(
+        {
+            "window": st.integers(0, 6),
+            "global_tokens": st.integers(0, 3),
+            "dilation": st.integers(1, 3),
+            "dilated_heads": st.integers(0, 2),
+        }
+    ),
+    "performer": st.fixed_dictionaries({"features": st.integers(1, 20), "seed": st.integers(0, 99)}),
+    "routing_transformer": st.fixed_dictionaries(
+        {
+            "groups": st.integers(1, 4),
+            "tokens_per_group": st.sampled_from([None, 1, 3, 99]),
+            "window": st.integers(0, 3),
+            "sinks": st.integers(0, 2),
+        }
+    ),
+    "sparq": st.fixed_dictionaries(
+        {
+            "components": st.integers(1, SIZE),
+            "tokens_kept": st.integers(3, 6),
+            "recent_tokens": st.integers(1, 3),
+            "reallocate": st.booleans(),
+        }
+    ),
+    "magicpig": st.fixed_dictionaries(
+        {
+            "hash_bits": st.integers(1, 4),
+            "hash_tables": st.integers(2, 9),
+            "recent_tokens": st.integers(1, 4),
+            "sinks": st.integers(0, 2),
+            "seed": st.integers(0, 99),
+        }
+    ),
+}
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+@given(data=st.data())
+@settings(max_examples=50, deadline=None)
+def test_outputs_gradients_and_counts_are_those_of_the_formula(name, data):
+    case = data.draw(cases(softcap=name != "performer"))
+    method = build(name, LayerShape(WIDTH, case.heads, SIZE, 0), **data.draw(OPTIONS[name])).eval()
+    ours, theirs = ([t.clone().requires_grad_() for t in case.tensors] for _ in range(2))
+    out, counts = case.run(method, ours)
+    expected, total, kept = case.formula(method, theirs)
+    real = torch.zeros(out.shape[0], 1, out.shape[2], 1, dtype=torch.bool)
+    for b, places in enumerate(case.real):
+        real[b, 0, places] = True
+    assert out.isfinite().all()
+    torch.testing.assert_close(out * real, expected, atol=1e-9, rtol=1e-9)
+    assert (counts.total - counts.distant + counts.distant_kept) * total == kept * counts.total
+
+    weights = torch.randn(out.shape, dtype=torch.float64)
+    for result, leaves in ((out * real, ours), (expected, theirs)):
+        (result * weights).sum().backward()
+        assert all(leaf.grad.isfinite().all() for leaf in leaves)
+    for mine, truth in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(mine.grad, truth.grad, atol=1e-8, rtol=1e-8)
+
+
+def shape(heads: int = 4, size: int = 16, index: int = 0) -> LayerShape:
+    return LayerShape(width=WIDTH, heads=heads, head_dim=size, index=index)
+
+
+def problem(length: int, heads: int = 4, key_heads: int = 2, size: int = 16, seed: int = 0) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    sizes = (heads, key_heads, key_heads)
+    return [torch.randn(1, n, length, size, dtype=torch.float64, generator=generator) for n in sizes]
+
+
+def attended(method: AttentionMethod, tensors: list[Tensor], h: Tensor | None = None) -> Tensor:
+    length = tensors[0].shape[2]
+    sequence = Sequence.plain(1, length)
+    h = torch.zeros(1, length, WIDTH, dtype=torch.float64) if h is None else h
+    scaling = tensors[0].shape[-1] ** -0.5
+    return method.attend(*tensors, method.route(h, sequence), sequence, scaling=scaling)
+
+
+def full(tensors: list[Tensor]) -> Tensor:
+    q, k, v = tensors
+    k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
+    s = q @ k.transpose(-1, -2) * q.shape[-1] ** -0.5
+    future = torch.ones(s.shape[-2:], dtype=torch.bool).triu(1)
+    return s.masked_fill(future, -math.inf).softmax(-1) @ v
+
+
+def distance(a: Tensor, b: Tensor) -> float:
+    return float((a - b).norm() / b.norm())
+
+
+@ways
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 1e-2)])
+@pytest.mark.parametrize("length", [70, 300])
+def test_low_precision_is_close_to_float64(way, dtype, tolerance, length):
+    name, options = TINY[way]
+    method = build(name, shape(), **options).eval()
+    rounded = [t.to(dtype) for t in problem(length)]
+    h = torch.randn(1, length, WIDTH)
+    out = attended(method, rounded, h)
+    assert out.dtype == dtype
+    assert distance(out.double(), attended(method, [t.double() for t in rounded], h)) < tolerance
+
+
+@ways
+@pytest.mark.parametrize("length", [70, 300])
+def test_a_later_token_changes_no_earlier_output(way, length):
+    """Of queries, keys and values; what the Routing Transformer's routing sees of later tokens is tested below."""
+    name, options = TINY[way]
+    method = build(name, shape(), **options).eval()
+    for dtype in (torch.float32, torch.bfloat16):
+        tensors = [t.to(dtype) for t in problem(length)]
+        other = [torch.cat([t[:, :, :41], 9 * t[:, :, 41:]], 2) for t in tensors]
+        before, after = attended(method, tensors), attended(method, other)
+        assert torch.equal(before[:, :, :41], after[:, :, :41])
+        assert not torch.equal(before[:, :, 41:], after[:, :, 41:])
+
+
+# what defines each method
+
+
+def test_longformer_with_a_window_as_long_as_the_text_is_full_attention():
+    tensors = problem(50)
+    torch.testing.assert_close(attended(Longformer(shape(), window=50), tensors), full(tensors))
+    assert distance(attended(Longformer(shape(), window=9, global_tokens=4), tensors), full(tensors)) > 0.1
+
+
+def test_longformer_without_dilation_is_window_and_sinks():
+    tensors = problem(50)
+    ours = Longformer(shape(), window=7, global_tokens=3)
+    control = WindowOnly(shape(), window=7, sinks=3)
+    assert torch.equal(attended(ours, tensors), attended(control, tensors))
+    sequence = Sequence.plain(1, 50)
+    assert ours.count_pairs(Selection(), sequence) == control.count_pairs(Selection(), sequence)
+    assert distance(attended(Longformer(shape(), window=7, global_tokens=3, dilation=2), tensors), full(tensors)) > 0.1
+
+
+def test_performer_converges_to_softmax_with_the_number_of_features():
+    q, k, v = problem(40)
+    tensors = [0.4 * q, 0.4 * k, v]  # the variance grows with exp(|q + k|^2)
+    exact, errors = full(tensors), []
+    for features in (16, 256, 4096):
+        outputs = [attended(Performer(shape(), features=features, seed=seed), tensors) for seed in range(6)]
+        errors.append(sum(distance(out, exact) for out in outputs) / 6)
+    assert errors[0] > 2 * errors[1] > 4 * errors[2]
+    assert errors[2] < 0.05
+
+
+def test_performers_features_are_orthogonal_gaussian_vectors():
+    size = 16
+    generator = torch.Generator().manual_seed(0)
+    rows = orthogonal_directions(200 * size + 3, size, generator).double()
+    assert rows.shape == (200 * size + 3, size)
+    blocks_of_rows = rows[: 200 * size].unflatten(0, (200, size))
+    products = blocks_of_rows @ blocks_of_rows.transpose(-1, -2)
+    lengths = products.diagonal(dim1=-2, dim2=-1)
+    assert (products - torch.diag_embed(lengths)).abs().max() < 1e-4
+    # chi-squared with D degrees of freedom: mean D, variance 2 D
+    assert lengths.mean() == pytest.approx(size, rel=0.03) and lengths.var() == pytest.approx(2 * size, rel=0.1)
+    assert rows.mean(0).abs().max() < 5 / len(rows) ** 0.5
+    assert (rows.T @ rows / len(rows) - torch.eye(size)).abs().max() < 0.06
+
+    x, y = 0.3 * torch.randn(2, size, dtype=torch.float64, generator=generator)
+    phi = [torch.exp(rows @ t - t @ t / 2) for t in (x, y)]
+    assert (phi[0] * phi[1]).mean().item() == pytest.approx(math.exp(x @ y), rel=0.05)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("scale", [10, 100])
+def test_performer_is_finite_where_exponentials_are_not(dtype, scale):
+    """Logits of a hundred and of ten thousand: outputs, among the values seen, and gradients stay finite."""
+    q, k, v = (t.to(dtype) for t in problem(300))
+    leaves = [(scale * q).requires_grad_(), (scale * k).requires_grad_(), v.requires_grad_()]
+    out = attended(Performer(shape(), features=32), leaves)
+    out.float().square().sum().backward()
+    assert out.isfinite().all() and all(leaf.grad.isfinite().all() for leaf in leaves)
+    assert out.abs().max() <= v.abs().max() * 1.01
+    vanished = (out.norm(dim=-1) < 1e-3).float().mean()
+    assert vanished < 0.1 if scale == 10 else vanished < 1
+
+
+def test_performer_refuses_a_softcap():
+    with pytest.raises(ValueError, match="softcap=50"):
+        Performer(shape()).attend(*problem(5), Selection(), Sequence.plain(1, 5), scaling=1.0, softcap=50.0)
+
+
+def test_performers_two_paths_are_one_function():
+    tensors, sequence = problem(300), Sequence.plain(1, 300)
+    mask = torch.ones(300, 300, dtype=torch.bool).tril()[None, None]
+    method, outputs = Performer(shape(), features=40), []
+    for where, path in ((sequence, "prefix sums"), (Sequence(sequence.start, allowed=mask, masked=True), "masked")):
+        outputs.append(method.attend(*tensors, Selection(), where, scaling=0.25))
+        assert method.path == path
+    torch.testing.assert_close(*outputs)
+
+
+def test_routing_transformer_with_one_centroid_and_room_for_all_is_full_attention():
+    tensors, h = problem(50), torch.randn(1, 50, WIDTH)
+    options = {"groups": 1, "window": 2, "sinks": 1}
+    for count in (None, 50, 80):
+        method = RoutingTransformer(shape(), tokens_per_group=count, **options).eval()
+        torch.testing.assert_close(attended(method, tensors, h), full(tensors))
+    small = RoutingTransformer(shape(), tokens_per_group=10, **options).eval()
+    assert distance(attended(small, tensors, h), full(tensors)) > 0.1
+
+
+def test_routing_transformer_is_not_causal():
+    """A later token takes a place among the tokens of a centroid."""
+    method = RoutingTransformer(shape(), groups=2, tokens_per_group=5, window=1, sinks=0).eval()
+    assert not method.causal
+    tensors, h = problem(40), torch.randn(1, 40, WIDTH)
+    later = torch.cat([h[:, :30], method.centroids[:1].expand(10, -1)[None]], 1)
+    assert not torch.equal(attended(method, tensors, h)[:, :, :30], attended(method, tensors, later)[:, :, :30])
+
+
+def clusters(count: int, length: int) -> tuple[Tensor, Tensor]:
+    """Hidden states `[1, T, E]` around `count` directions without mean, and which one each token belongs to."""
+    centres = torch.randn(count, WIDTH)
+    centres = torch.nn.functional.normalize(centres - centres.mean(-1, keepdim=True), dim=-1)
+    which = torch.arange(length) % count
+    return (centres[which] + 0.02 * torch.randn(length, WIDTH))[None] * 3 + 1, which
+
+
+def test_routing_transformers_centroids_find_clusters_by_moving_averages():
+    torch.manual_seed(3)
+    h, which = clusters(3, 60)
+    method = RoutingTransformer(shape(), groups=3, centroid_decay=0.5, window=0, sinks=0)
+    method.centroids.copy_(torch.nn.functional.layer_norm(h[0, :3], (WIDTH,)) / 4 + 0.1 * torch.randn(3, WIDTH))
+    units = torch.nn.functional.normalize(h[0] - h[0].mean(-1, keepdim=True), dim=-1)
+    means = torch.stack([units[which == c].mean(0) for c in range(3)])
+    sequence = Sequence.plain(1, 60)
+    method.eval().route(h, sequence)
+    assert (method.centroids - means).abs().max() > 0.05  # use moves nothing
+    before = method.centroids.clone()
+    method.train().route(h, sequence)
+    torch.testing.assert_close(method.centroids, (before + means) / 2, atol=1e-5, rtol=1e-5)
+    for _ in range(30):
+        selection = method.route(h, sequence)
+    torch.testing.assert_close(method.centroids, means, atol=1e-5, rtol=1e-5)
+    assert torch.equal(selection.query_groups[0].int().argmax(-1), which)
+    assert torch.equal(selection.query_groups[0].sum(-1), torch.ones(60, dtype=torch.long))
+
+
+def test_routing_transformers_centroids_do_not_move_for_padding_or_without_tokens():
+    method = RoutingTransformer(shape(), groups=3, tokens_per_group=7, centroid_decay=0.0).train()
+    before, h = method.centroids.clone(), before_and_padding(method.centroids[1])
+    valid = torch.arange(8)[None] < 5
+    selection = method.route(h, Sequence(torch.zeros(1, 8, dtype=torch.long), valid=valid))
+    assert torch.equal(selection.key_groups, valid[..., None].expand(1, 8, 3))
+    assert torch.equal(method.centroids[[0, 2]], before[[0, 2]])
+    unit = torch.nn.functional.normalize(before[1] - before[1].mean(), dim=-1)
+    torch.testing.assert_close(method.centroids[1], unit, atol=1e-5, rtol=1e-5)
+
+
+def before_and_padding(direction: Tensor) -> Tensor:
+    """Five tokens in one direction, three of padding in the opposite."""
+    return torch.cat([direction.expand(5, -1), -direction.expand(3, -1)])[None]
+
+
+@pytest.mark.parametrize("mean", [False, True])
+def test_sparq_that_keeps_all_tokens_is_full_attention(mean):
+    tensors = problem(50)
+    whole = SparQ(shape(), components=3, tokens_kept=50, recent_tokens=1, reallocate=mean)
+    torch.testing.assert_close(attended(whole, tensors), full(tensors))
+    few = SparQ(shape(), components=3, tokens_kept=8, recent_tokens=1, reallocate=mean)
+    assert distance(attended(few, tensors), full(tensors)) > 0.1
+
+
+def test_sparq_with_all_components_is_exact_top_k():
+    """Of the probabilities summed over the heads that share keys; with a head each, simply of the scores."""
+    q, k, v = problem(40, heads=2, key_heads=2)
+    s = (q @ k.transpose(-1, -2) / 4).masked_fill(torch.ones(40, 40, dtype=torch.bool).triu(1), -math.inf)
+    s.diagonal(dim1=-2, dim2=-1).add_(100)  # the query's own token is always kept
+    least = s.topk(7, dim=-1).values[..., -1:]
+    s = torch.where(s >= least, s, -math.inf)
+    s.diagonal(dim1=-2, dim2=-1).sub_(100)
+    exact = SparQ(shape(2), components=16, tokens_kept=7, recent_tokens=1)
+    torch.testing.assert_close(attended(exact, [q, k, v]), s.softmax(-1) @ v)
+
+
+def test_sparq_reallocates_what_the_estimate_leaves_out():
+    """With values that are all the same either way gives them; with few tokens kept the mean helps on average."""
+    q, k, v = problem(200)
+    options = {"components": 8, "tokens_kept": 6, "recent_tokens": 2}
+    plain, mean = (SparQ(shape(), reallocate=r, **options) for r in (False, True))
+    same = torch.ones_like(v)
+    for method in (plain, mean):
+        torch.testing.assert_close(attended(method, [q, k, same]), torch.ones_like(q))
+    exact = full([q, k, v])
+    assert distance(attended(mean, [q, k, v]), exact) < distance(attended(plain, [q, k, v]), exact)
+
+
+def test_magicpigs_tokens_are_sampled_with_the_probability_it_weighs_them_by():
+    generator = torch.Generator().manual_seed(0)
+    cosine = torch.tensor([0.95, 0.6, 0.2, -0.3], dtype=torch.float64)
+    q = torch.zeros(1, 1, 1, 1, 2, dtype=torch.float64)
+    q[..., 0] = 1
+    k = torch.stack([cosine, (1 - cosine**2).sqrt()], -1)[None, None, None]
+    trials, hits = 4000, torch.zeros(4, dtype=torch.float64)
+    method = MagicPIG(shape(size=2), hash_bits=3, hash_tables=5)
+    for _ in range(trials):
+        method.directions.copy_(torch.randn(method.directions.shape, generator=generator))
+        hits += agree_twice(method.codes(q), method.codes(k))[0, 0, 0, 0].double()
+    u = sampling_probability(cosine, 3, 5)
+    assert ((hits / trials - u).abs() < 4 * (u * (1 - u) / trials).sqrt() + 1e-3).all()
+    assert u[0] > 0.9 and 0 < u[-1] < 0.05
+
+
+@pytest.mark.parametrize("cosine", [-1.0, -0.9, 0.0, 0.7, 0.999, 1.0])
+@pytest.mark.parametrize(("bits", "tables"), [(1, 2), (8, 75), (10, 150), (15, 300)])
+def test_magicpigs_probability_is_exact_where_it_is_tiny(cosine, bits, tables):
+    x = (1 - math.acos(cosine) / math.pi) ** bits
+    expected = sum(math.comb(tables, n) * x**n * (1 - x) ** (tables - n) for n in range(2, tables + 1))
+    found = sampling_probability(torch.tensor(cosine, dtype=torch.float64), bits, tables).item()
+    assert found == pytest.approx(expected, rel=1e-4, abs=1e-9)
+    low = sampling_probability(torch.tensor(cosine), bits, tables).item()
+    assert 0 < low <= 1 and low == pytest.approx(expected, rel=0.02, abs=1e-6)
+
+
+def test_magicpigs_mean_over_seeds_approaches_full_attention():
+    tensors = problem(60, heads=2, key_heads=1, size=8)
+    exact, bias, spread = full(tensors), [], []
+    for tables in (4, 16, 64):
+        options = {"hash_bits": 3, "hash_tables": tables, "recent_tokens": 2, "sinks": 1}
+        outputs = [attended(MagicPIG(shape(2, 8), seed=seed, **options), tensors) for seed in range(60)]
+        bias.append(distance(torch.stack(outputs).mean(0), exact))
+        spread.append(sum(distance(out, exact) for out in outputs) / 60)
+    assert spread[0] > 1.5 * spread[1] > 3 * spread[2]
+    assert bias[0] > bias[1] > bias[2] and bias[1] < 0.5 * spread[1] and bias[2] < 0.05
+    near_only = attended(WindowOnly(shape(2, 8), window=1, sinks=1), tensors)
+    assert bias[0] < 0.5 * distance(near_only, exact)
+
+
+def test_magicpigs_gradient_is_that_of_full_attention_as_samples_grow():
+    gradients = []
+    for method in (MagicPIG(shape(), hash_bits=1, hash_tables=200, recent_tokens=2), WindowOnly(shape(), window=99)):
+        leaves = [t.requires_grad_() for t in problem(30)]
+        attended(method, leaves).square().sum().backward()
+        gradients.append(torch.cat([leaf.grad.flatten() for leaf in leaves]))
+    assert distance(*gradients) < 1e-3
+
+
+@pytest.mark.parametrize("name", ["performer", "magicpig"])
+def test_random_methods_are_set_by_seed_and_layer(name):
+    tensors = problem(80)
+    drawn = ((0, 0), (0, 0), (1, 0), (0, 1))
+    outputs = [attended(build(name, shape(index=index), seed=seed), tensors) for seed, index in drawn]
+    assert torch.equal(outputs[0], outputs[1])
+    assert all(distance(other, outputs[0]) > 1e-3 for other in outputs[2:])
+
+
+def test_magicpig_counts_only_what_it_has_sampled():
+    method, sequence = MagicPIG(shape()), Sequence.plain(1, 10)
+    for selection in (Selection(), Sampled()):
+        with pytest.raises(RuntimeError, match="once it has attended"):
+            method.count_pairs(selection, sequence)
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "message"),
+    [
+        ("sparq", {"components": 17}, "components=17 must be 1 to 16"),
+        ("sparq", {"recent_tokens": 9, "tokens_kept": 8}, "recent_tokens=9 must be 1 to tokens_kept=8"),
+        ("magicpig", {"hash_bits": 16}, "hash_bits=16 must be 1 to 15"),
+        ("magicpig", {"hash_tables": 1}, "hash_tables=1"),
+        ("magicpig", {"recent_tokens": 0}, "recent_tokens=0"),
+    ],
+)
+def test_impossible_options_are_refused(tiny_model, name, options, message):
+    with pytest.raises(UserError, match=message):
+        attach(tiny_model("llama"), name, **options)
+
+
+# on models
+
+
+def tokens_of(batch: int = 2, length: int = 40, seed: int = 0) -> Tensor:
+    return torch.randint(256, (batch, length), generator=torch.Generator().manual_seed(100 * seed + length))
+
+
+def logits_of(model: PreTrainedModel, tokens: Tensor, **kwargs: Any) -> Tensor:
+    with torch.no_grad():
+        return model(tokens, **kwargs).logits
+
+
+@pytest.fixture
+def attached(tiny_model) -> Callable[..., PreTrainedModel]:
+    """attached(family, way): a tiny model on which the method matters at 40 tokens."""
+
+    def factory(family: str, way: str, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
+        if way == "performer" and family == "gemma2":
+            pytest.skip("gemma2 has a softcap, which performer refuses")
+        name, options = TINY[way]
+        torch.manual_seed(1)
+        return attach(tiny_model(family, dtype), name, **options)
+
+    return factory
+
+
+def test_performer_refuses_a_model_with_a_softcap(tiny_model):
+    model = attach(tiny_model("gemma2"), "performer")
+    with pytest.raises(ValueError, match="softcap"):
+        logits_of(model, tokens_of())
+
+
+@families
+@ways
+def test_attached_it_matters_and_detached_it_is_gone(tiny_model, attached, family, way):
+    tokens = tokens_of()
+    base, model = logits_of(tiny_model(family), tokens), attached(family, way)
+    assert (logits_of(model, tokens) - base).abs().max() > 1e-3
+    with disabled(model):
+        assert torch.equal(logits_of(model, tokens), base)
+    detach(model)
+    assert torch.equal(logits_of(model, tokens), base)
+    assert list(model.state_dict()) == list(tiny_model(family).state_dict())
+
+
+@families
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@ways
+def test_only_what_says_so_reads_the_future(attached, family, dtype, way):
+    model = attached(family, way, dtype)
+    tokens, other = tokens_of(), tokens_of()
+    other[:, 23:] = (other[:, 23:] + 7) % 256
+    changed = logits_of(model, tokens) != logits_of(model, other)
+    assert changed[:, 23:].any()
+    assert bool(changed[:, :23].any()) is not is_causal(model)
+    assert is_causal(model) is (way != "routing_transformer")
+
+
+@families
+@ways
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_a_padded_text_gives_the_logits_it_gives_alone(attached, family, way, side):
+    model, lengths, longest = attached(family, way), (40, 17, 1), 40
+    batch, mask = torch.full((3, longest), 5), torch.zeros(3, longest, dtype=torch.long)
+    for row, length in enumerate(lengths):
+        inside = slice(longest - length, None) if side == "left" else slice(length)
+        batch[row, inside], mask[row, inside] = tokens_of(1, length)[0], 1
+    positions = (mask.cumsum(-1) - 1).clamp(min=0)
+    together = logits_of(model, batch, attention_mask=mask, position_ids=positions)
+    assert together.isfinite().all()
+    for row, length in enumerate(lengths):
+        alone = logits_of(model, tokens_of(1, length))[0]
+        torch.testing.assert_close(together[row, mask[row].bool()], alone, atol=1e-5, rtol=1e-5)
+
+
+@families
+@ways
+def test_packed_texts_do_not_see_each_other(attached, family, way):
+    model, first, second = attached(family, way), tokens_of(1, 19), tokens_of(1, 23)
+    packed, positions = torch.cat([first, second], 1), torch.cat([torch.arange(19), torch.arange(23)])[None]
+    together = logits_of(model, packed, position_ids=positions)
+    alone = torch.cat([logits_of(model, first), logits_of(model, second)], 1)
+    torch.testing.assert_close(together, alone, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("family", ["gpt2", "llama"])
+@ways
+def test_the_base_is_trained_through_it_and_it_has_no_parameters(attached, family, way):
+    model, tokens = attached(family, way).train(), tokens_of()
+    assert freeze(model, "router") == []
+    freeze(model, "all")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    losses = []
+    for _ in range(4):
+        optimizer.zero_grad()
+        loss = model(tokens, labels=tokens).loss
+        loss.backward()
+        assert all(p.grad is not None and p.grad.isfinite().all() for p in model.parameters())
+        optimizer.step()
+        losses.append(loss.item())
+    assert losses[-1] < losses[0]
+
+
+@ways
+def test_gradient_checkpointing_changes_nothing(attached, way):
+    results = []
+    for checkpointing in (False, True):
+        model = attached("llama", way).train()
+        if checkpointing:
+            model.activation_checkpointing_enable({"use_reentrant": False})
+        for seed in (0, 1):
+            model(tokens_of(seed=seed), labels=tokens_of(seed=seed)).loss.backward()
+        moved = [buffer for method in attached_methods(model).values() for buffer in method.buffers()]
+        results.append([p.grad for p in model.parameters()] + moved)
+    for plain, checkpointed in zip(*results, strict=True):
+        torch.testing.assert_close(checkpointed, plain, atol=1e-6, rtol=1e-5)
+
+
+@ways
+def test_bf16_autocast_stays_close_to_float32(attached, way):
+    model, tokens = attached("llama", way), tokens_of()
+    with torch.autocast("cpu", torch.bfloat16):
+        low = logits_of(model, tokens)
+    assert low.isfinite().all()
+    # hashes and choices of tokens turn over where numbers are rounded
+    assert distance(low.float(), logits_of(model, tokens)) < 0.35
+
+
+@ways
+def test_what_is_loaded_is_what_was_saved(tiny_model, attached, tmp_path, way):
+    model = attached("llama", way)
+    loaded = load_adapter(tiny_model("llama"), save_adapter(model, tmp_path))
+    assert torch.equal(logits_of(loaded, tokens_of()), logits_of(model, tokens_of()))
+
+
+# configuration
+
+
+def composed(name: str) -> AttentionConfig:
+    overlay = OmegaConf.load(CONF / f"{name}.yaml")
+    del overlay["defaults"]
+    return OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(AttentionConfig), overlay))
+
+
+@pytest.mark.parametrize("name", sorted(path.stem for path in CONF.glob("*.yaml") if path.stem != "full"))
+def test_every_configuration_builds_its_method(name):
+    config = composed(name)
+    options = method_options(config)
+    assert config.name == name
+    assert type(build(config.method, shape(size=64), **options)) is METHODS[config.method]
+    assert all(options[key] == getattr(config, key) for key in options)
+
+
+@pytest.mark.parametrize(
+    ("name", "taken"),
+    [
+        ("window", {"window", "sinks"}),
+        ("random_groups", {"groups", "window", "sinks", "top_k", "pair_rule"}),
+        ("sparq_mean", {"components", "tokens_kept", "recent_tokens", "reallocate"}),
+        ("magicpig", {"hash_bits", "hash_tables", "recent_tokens", "sinks"}),
+    ],
+)
+def test_a_method_gets_the_options_that_it_takes(name, taken):
+    assert set(method_options(composed(name))) == taken
+
+
+def test_what_a_configuration_says_reaches_the_method():
+    config = composed("sparq_mean")
+    config.tokens_kept = 21
+    method = build(config.method, shape(size=64), **method_options(config))
+    assert isinstance(method, SparQ) and method.reallocate and method.tokens_kept == 21
+    assert not build("sparq", shape(size=64), **method_options(composed("sparq"))).reallocate
+
+
+def test_every_method_can_be_asked_for_by_name():
+    assert set(CHOICES["attention.method"]) == {"full", *METHODS}

@@ -1,0 +1,438 @@
+"""LoRA, DoRA and full fine-tuning start as the base model, train what they say, and get exactly what Focus gets."""
+
+import json
+import signal
+
+import pytest
+import torch
+from conftest import FAMILIES, ZOO, build
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from omegaconf import OmegaConf
+from peft import PeftModel
+from peft.tuners.lora import LoraLayer
+from running import metrics_of, only_run, outcome, record_of, router_steps, run, tiny
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.pytorch_utils import Conv1D
+
+from focus_exp import attach, freeze
+from focus_exp.config import LoraConfig, PhaseConfig
+from focus_exp.errors import UserError
+from focus_exp.models import lora as lora_module
+from focus_exp.models.lora import (
+    add_lora,
+    describe_lora,
+    lora_parameters,
+    router_parameters,
+    save_lora,
+    target_layers,
+)
+from focus_exp.reporting.record import Record
+from focus_exp.training.callbacks import Checkpoint
+from focus_exp.training.module import LanguageModelTask
+
+T = 24
+LINEAR = {
+    "gpt2": ["c_attn", "attn.c_proj", "c_proj", "c_fc", "lm_head"],
+    "llama": ["q_proj", "v_proj", "self_attn.o_proj", "down_proj", "gate_proj"],
+}
+KINDS = pytest.mark.parametrize("dora", [False, True], ids=["lora", "dora"])
+DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bf16"])
+ROUTER, EVERYTHING = router_steps(5), "regime.phases.everything.steps=5"
+LORA = ("regime=lora", "attention=full", "regime.phases.lora.steps=5", "regime.phases.lora.learning_rate=1e-2")
+REGIMES = {
+    "none": ("regime=none", "attention=full"),
+    "retrofit": (ROUTER,),
+    "lora": LORA,
+    "dora": (*LORA, "regime=dora", "regime.lora.rank=null"),
+    "window": (*LORA, "attention=window"),
+    "finetune": ("regime=finetune", "attention=full", ROUTER, EVERYTHING),
+}
+
+
+def tokens(seed: int = 0) -> torch.Tensor:
+    return torch.randint(256, (2, T), generator=torch.Generator().manual_seed(seed))
+
+
+@torch.no_grad()
+def logits(model) -> torch.Tensor:
+    return model(input_ids=tokens(), use_cache=False).logits
+
+
+def adapted(model, budget: int = 0, seed: int = 0, **options):
+    torch.manual_seed(seed)
+    return add_lora(model, LoraConfig(**options), budget)
+
+
+def trained(model) -> dict[str, torch.nn.Parameter]:
+    names = freeze(model, "lora")
+    return {name: parameter for name, parameter in model.named_parameters() if name in names}
+
+
+@torch.no_grad()
+def shake(model) -> None:
+    """Random values where training would have left something other than zero."""
+    torch.manual_seed(3)
+    for parameter in trained(model).values():
+        parameter += 0.1 * torch.randn_like(parameter)
+
+
+def count(model) -> int:
+    return sum(parameter.numel() for parameter in trained(model).values())
+
+
+def full_size(name: str):
+    """The architecture of a model of the zoo, without the memory."""
+    architecture = OmegaConf.to_container(OmegaConf.load(ZOO / f"{name}.yaml").architecture)
+    with torch.device("meta"):
+        return AutoModelForCausalLM.from_config(AutoConfig.for_model(**architecture))
+
+
+# what is added
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@DTYPES
+@KINDS
+def test_the_start_is_the_base_model(tiny_model, family, dtype, dora):
+    model = tiny_model(family, dtype=dtype)
+    before = logits(model)
+    adapted(model, dora=dora)
+    assert {p.dtype for p in trained(model).values()} == {torch.float32}
+    assert torch.equal(logits(model), before)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@KINDS
+def test_switched_off_is_the_base_model(tiny_model, family, dora):
+    model = tiny_model(family)
+    before = logits(model)
+    shake(adapted(model, dora=dora))
+    assert (logits(model) - before).abs().max() > 1e-3
+    model.disable_adapters()
+    assert torch.equal(logits(model), before)
+
+
+@pytest.mark.parametrize("family", ["gpt2", "llama"])
+@pytest.mark.parametrize(("rank", "alpha"), [(4, None), (2, 3)])
+@KINDS
+def test_it_computes_the_papers_equation(tiny_model, family, rank, alpha, dora):
+    model, twin = (tiny_model(family, dtype=torch.float64) for _ in range(2))
+    shake(adapted(model, rank=rank, alpha=alpha, dora=dora, target_modules=LINEAR[family][:3]))
+    for name, layer in model.named_modules():
+        if isinstance(layer, LoraLayer):
+            part = twin.get_submodule(name)
+            conv = isinstance(part, Conv1D)  # which holds its weights transposed
+            w = part.weight.data.T if conv else part.weight.data  # [out, in]
+            a, b = (getattr(layer, f"lora_{matrix}")["default"].weight.data.double() for matrix in "AB")
+            w = w + (alpha or 2 * rank) / rank * b @ a
+            if dora:
+                w = layer.lora_magnitude_vector["default"].weight.data.double()[:, None] * w / w.norm(dim=1)[:, None]
+            part.weight.data = w.T if conv else w
+    torch.testing.assert_close(logits(model), logits(twin), rtol=0, atol=1e-4)
+
+
+# how many numbers
+
+
+@pytest.mark.parametrize("family", ["gpt2", "llama"])
+@given(data=st.data(), rank=st.integers(1, 6), dora=st.booleans())
+@settings(deadline=None, max_examples=15)
+def test_as_many_numbers_as_the_formula_says(family, data, rank, dora):
+    targets = data.draw(st.lists(st.sampled_from(LINEAR[family]), min_size=1, unique=True))
+    model = build(f"tiny_{family}")
+    expected = lora_parameters(target_layers(model, targets), rank, dora)
+    assert count(adapted(model, rank=rank, dora=dora, target_modules=targets)) == expected
+
+
+@pytest.mark.parametrize("family", ["gpt2", "llama", "gemma3"])
+@given(budget=st.integers(0, 30_000), dora=st.booleans())
+@settings(deadline=None, max_examples=10)
+def test_without_a_rank_no_other_comes_closer_to_the_budget(family, budget, dora):
+    model = adapted(build(f"tiny_{family}"), budget, rank=None, dora=dora)
+    rank = describe_lora(model)["rank"]
+    others = [adapted(build(f"tiny_{family}"), rank=other, dora=dora) for other in (rank - 1, rank + 1) if other]
+    assert abs(count(model) - budget) <= min(abs(count(other) - budget) for other in others)
+
+
+def test_the_counts_are_those_of_the_paper():
+    for name, rank, expected in (
+        *(("gpt2_124m", 4, 147_456), ("gpt2_124m", 16, 589_824)),
+        *(("gpt2_124m", None, 147_456), ("mistral_7b_instruct", 4, 1_703_936)),
+    ):
+        assert count(adapted(full_size(name), budget=148_224, rank=rank)) == expected
+    assert router_parameters(full_size("gpt2_124m"), 4, 16) == 148_224
+    assert router_parameters(full_size("mistral_7b_instruct"), 2, 16) == 2_098_176
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_budget_is_what_a_router_has(tiny_model, family):
+    model = tiny_model(family)
+    budget = router_parameters(model, groups=3, routing_dim=8)
+    attach(model, "focus", groups=3, routing_dim=8)
+    assert budget == sum(p.numel() for name, p in model.named_parameters() if name in set(freeze(model, "router")))
+
+
+@pytest.mark.parametrize(("family", "there"), [("gpt2", "c_attn, c_fc, c_proj"), ("llama", "k_proj, lm_head, o_proj")])
+@pytest.mark.parametrize("target", ["proj_q", "attn", "proj"])
+def test_a_target_that_is_no_linear_layer_is_answered_with_those_that_are(tiny_model, family, there, target):
+    with pytest.raises(UserError, match=f"target_modules holds {target}, which is no linear layer") as error:
+        adapted(tiny_model(family), target_modules=["c_attn" if family == "gpt2" else "q_proj", target])
+    assert there in str(error.value)
+
+
+# how it is trained
+
+
+@pytest.mark.parametrize("family", ["gpt2", "llama"])
+@DTYPES
+@KINDS
+def test_a_phase_changes_the_adapter_alone(tiny_model, family, dtype, dora):
+    model = adapted(tiny_model(family, dtype=dtype), dora=dora)
+    task = LanguageModelTask(model, PhaseConfig(train="lora", steps=2, learning_rate=1e-2), "phase")
+    optimizer = task.configure_optimizers()["optimizer"]
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    for index in range(2):
+        task.training_step({"input_ids": tokens(index)}, index).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    changed = {name for name, tensor in model.state_dict().items() if not torch.equal(tensor, before[name])}
+    assert changed == {name for name in before if ".lora_" in name} == set(task.trainable_names)
+    assert all(torch.isfinite(p).all() for p in model.parameters())
+
+
+@pytest.mark.parametrize("family", ["gpt2", "llama"])
+def test_gradient_checkpointing_changes_nothing(tiny_model, family):
+    gradients = []
+    for checkpointing in (False, True):
+        model = adapted(tiny_model(family))
+        shake(model)
+        if checkpointing:
+            model.activation_checkpointing_enable({"use_reentrant": False})
+            model.train()
+        task = LanguageModelTask(model, PhaseConfig(train="lora", steps=1, learning_rate=1.0), "phase")
+        task.training_step({"input_ids": tokens()}, 0).backward()
+        gradients.append([p.grad for p in task.trainable_parameters()])
+    torch.testing.assert_close(*gradients, rtol=0, atol=1e-6)
+
+
+# what is kept
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@DTYPES
+@KINDS
+def test_peft_loads_what_was_saved(tiny_model, tmp_path, family, dtype, dora):
+    model = tiny_model(family, dtype=dtype)
+    shake(adapted(model, dora=dora))
+    save_lora(model, tmp_path)
+    assert {path.name for path in tmp_path.iterdir()} == {"adapter_model.safetensors", "adapter_config.json"}
+    loaded = PeftModel.from_pretrained(tiny_model(family, dtype=dtype), tmp_path)
+    assert torch.equal(logits(loaded), logits(model))
+    with loaded.disable_adapter():
+        assert torch.equal(logits(loaded), logits(tiny_model(family, dtype=dtype)))
+
+
+def test_a_full_disk_leaves_the_older_adapter_whole(tiny_model, tmp_path, monkeypatch):
+    model = adapted(tiny_model("llama"))
+    save_lora(model, tmp_path)
+    before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+
+    def full(*arguments, **options):
+        raise SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
+
+    shake(model)
+    monkeypatch.setattr(lora_module, "save_file", full)
+    with pytest.raises(OSError, match="No space left on device"):
+        save_lora(model, tmp_path)
+    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
+
+
+# whole runs
+
+
+def command(folder, name, *more):
+    return [*tiny(folder, name), "trainer.checkpoint_every=2", "eval.max_windows=2", *more]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tmp_path_factory.mktemp("lora")
+
+
+@pytest.fixture(scope="module")
+def seen(folder):
+    """One run of every regime, below `folder`, and the batches that each was trained on."""
+    batches = {}
+
+    step = LanguageModelTask.training_step
+    for name, overrides in REGIMES.items():
+        kept = batches[name] = []
+
+        def recorded(self, batch, index, kept=kept):
+            kept.append(batch["input_ids"].clone())
+            return step(self, batch, index)
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(LanguageModelTask, "training_step", recorded)
+            result = run(*command(folder, name, *overrides))
+        assert result.code == 0, result.err
+    return batches
+
+
+def test_every_regime_is_trained_on_the_same_batches_in_the_same_order(seen):
+    wanted = torch.stack(seen["retrofit"])
+    assert len(wanted) == 5 * 2 and len(wanted.unique(dim=0)) == len(wanted)
+    for name in REGIMES.keys() - {"none"}:
+        assert torch.equal(torch.stack(seen[name]), wanted), name
+
+
+@pytest.mark.parametrize("name", REGIMES)
+def test_every_regime_is_compared_with_the_same_untouched_base(folder, seen, name):
+    record, untouched = record_of(folder / name), record_of(folder / "none")
+    (base,) = [row for row in record.rows if row.kind == "base"]
+    assert (base.nll, base.tokens) == (untouched.rows[0].nll, untouched.rows[0].tokens)
+    assert (record.model["fingerprint"], record.data) == (untouched.model["fingerprint"], untouched.data)
+    for row in record.rows:
+        assert row.error is None and row.tokens == base.tokens and row.causal
+        assert row.kind != "trained" or row.nll != base.nll
+
+
+def test_rows_and_counts_say_what_was_trained(folder, seen):
+    records = {name: record_of(folder / name) for name in REGIMES}
+    said = {name: [(row.kind, row.name) for row in record.rows[1:]] for name, record in records.items()}
+    assert said["lora"] == [("trained", "LoRA r=4, trained")]
+    assert said["dora"] == [("trained", "DoRA r=4, trained")]
+    assert said["window"] == [("trained", "LoRA r=4, trained"), ("control", "window")]
+    assert said["finetune"] == [("trained", "full attention, trained weights")]
+    counts = {name: record.method["trainable_parameters"] for name, record in records.items()}
+    # two layers of 64 x 64 and 64 x 32; a router has 2 (64 + 2) 16
+    assert counts == {
+        **{"none": 0, "retrofit": 2112, "lora": 2 * 4 * 224, "window": 2 * 4 * 224, "dora": 2 * (4 * 224 + 96)},
+        **{"finetune": records["finetune"].model["parameters"]},
+    }
+    assert records["dora"].method | {"trainable_parameters": 0} == {
+        **{"name": "DoRA r=4", "causal": True, "trainable_parameters": 0},
+        **{"rank": 4, "alpha": 8, "target_modules": ["q_proj", "v_proj"]},
+    }
+    for record in records.values():
+        assert record.steps == (5 if record.method["trainable_parameters"] else 0)
+
+
+def test_the_number_of_parameters_is_announced(folder):
+    result = run(*command(folder, "announced", *LORA, "regime.lora.rank=null", "attention.groups=4"))
+    assert "LoRA r=5 on q_proj, v_proj: 2,240 numbers to train, where a router of 4 groups has 2,176" in result.out
+
+
+def test_full_finetuning_runs_no_phase_but_that_of_everything(folder, seen):
+    assert {line["phase"] for line in metrics_of(folder / "finetune")} == {"everything"}
+    place = only_run(folder / "finetune")
+    assert [path.name for path in (place / "checkpoints").iterdir()] == ["everything.ckpt"]
+    saved = load_file(place / "model" / "model.safetensors")
+    assert set(saved) == {name for name, _ in build("tiny_llama").named_parameters()}
+
+
+@pytest.mark.parametrize("name", ["lora", "dora", "window"])
+def test_checkpoint_and_adapter_hold_the_trained_part_alone(folder, seen, name):
+    place = only_run(folder / name)
+    assert not (place / "model").exists()
+    saved = load_file(place / "adapter" / "adapter_model.safetensors")
+    state = torch.load(place / "checkpoints" / "lora.ckpt", weights_only=False)["state_dict"]
+    renamed = {f"base_model.{key}".replace(".default", ""): tensor for key, tensor in state.items()}
+    # PEFT saves a magnitude vector without the name of its only parameter
+    renamed = {key.replace("vector.weight", "vector"): tensor for key, tensor in renamed.items()}
+    assert sum(t.numel() for t in saved.values()) == record_of(folder / name).method["trainable_parameters"]
+    assert saved.keys() == renamed.keys() and all(torch.equal(saved[key], renamed[key]) for key in saved)
+    assert all(tensor.abs().max() > 0 for tensor in saved.values())
+    assert json.loads((place / "adapter" / "adapter_config.json").read_text())["use_dora"] is (name == "dora")
+
+
+class Killed(BaseException):
+    """Stands for SIGKILL: no handler of the program runs to its end."""
+
+
+@pytest.mark.parametrize(
+    ("name", "step", "politely"),
+    [("lora", 1, True), ("lora", 4, False), ("dora", 3, True), ("window", 3, False)],
+    ids=["lora-SIGTERM", "lora-killed", "dora-SIGTERM", "window-killed"],
+)
+def test_stopped_and_started_again_is_never_stopped(folder, seen, monkeypatch, name, step, politely):
+    whole = Checkpoint.on_train_batch_end
+
+    def batch_end(self, trainer, module, *rest):
+        if trainer.global_step == step and not politely:
+            raise Killed
+        if trainer.global_step == step and self.received is None:
+            signal.raise_signal(signal.SIGTERM)
+        whole(self, trainer, module, *rest)
+
+    monkeypatch.setattr(Checkpoint, "on_train_batch_end", batch_end)
+    again = command(folder, f"{name}-{step}-{politely}", *REGIMES[name])
+    if politely:
+        assert run(*again).code == 128 + signal.SIGTERM
+    else:
+        with pytest.raises(Killed):
+            run(*again)
+    monkeypatch.undo()
+    assert run(*again).code == 0
+    assert outcome(folder / f"{name}-{step}-{politely}") == outcome(folder / name)
+
+
+def test_a_loss_that_is_not_finite_leaves_the_last_good_adapter(tmp_path, monkeypatch):
+    step, good = LanguageModelTask.training_step, {}
+
+    def poisoned(self, batch, index):
+        parameters = {n: p for n, p in self.model.named_parameters() if ".lora_" in n}
+        if self.global_step == 1:
+            good.update({name: parameter.detach().clone() for name, parameter in parameters.items()})
+        if self.global_step == 2:
+            for parameter in parameters.values():
+                parameter.data.fill_(float("nan"))
+        return step(self, batch, index)
+
+    monkeypatch.setattr(LanguageModelTask, "training_step", poisoned)
+    result = run(*tiny(tmp_path), *LORA)
+    kept = only_run(tmp_path) / "adapter"
+    assert result.code == 2 and f"the last good state is in {kept}" in result.err
+    saved = load_file(kept / "adapter_model.safetensors")
+    assert len(saved) == len(good) == 8
+    for name, tensor in good.items():
+        assert torch.equal(saved[f"base_model.model.{name.replace('.default', '')}"], tensor)
+
+
+def test_learning_rates_are_a_sweep_from_one_start(tmp_path):
+    assert run("-m", *tiny(tmp_path), *LORA, "regime.phases.lora.learning_rate=1e-3,1e-2").code == 0
+    records = [Record.load(path) for path in tmp_path.rglob("record.json")]
+    first, second = ([row.nll for row in record.rows] for record in records)
+    assert len(records) == 2 and first[0] == second[0] and first[1] != second[1]
+
+
+BAD = {
+    "regime.lora.rank=0": ["regime.lora.rank=0", "1 or more"],
+    "regime.lora.alpha=-8": ["regime.lora.alpha=-8", "1 or more"],
+    "regime.lora.target_modules=[q_proj,nothing]": ["holds nothing", "LlamaForCausalLM", "down_proj, gate_proj"],
+    "attention=focus": ["regime=lora", "attention=focus", "use attention=full, or regime=retrofit"],
+    "regime=finetune attention=full regime.phases.router.train=lora": [
+        "regime=finetune trains both LoRA and",
+        "leave one of them out",
+    ],
+    "regime.phases.lora.train=lorra": ["regime.phases.lora.train=lorra", "router, lora, all"],
+    "regime.from_scratch=true": ["regime=lora starts from random weights", "train: all"],
+    "regime.lora.rnk=8": ["Key 'rnk' not in 'LoraConfig'"],
+}
+
+
+@pytest.mark.parametrize("override", BAD)
+def test_bad_input_is_one_error_that_names_key_value_and_fix(tmp_path, override):
+    result = run(*tiny(tmp_path), "regime=lora", *override.split())
+    assert result.code == 2 and result.err.startswith("error: ") and result.err.count("error:") == 1
+    for part in BAD[override]:
+        assert part in result.err
+
+
+def test_the_regime_brings_full_attention_unless_another_is_asked_for(tmp_path):
+    one_step = ("regime=lora", "regime.phases.lora.steps=1")
+    assert run(*tiny(tmp_path), *one_step).code == 0
+    assert record_of(tmp_path).config["attention"]["name"] == "full"

@@ -1,0 +1,249 @@
+"""The speed benchmark: clocks that take turns, honest counts, a break-even that is measured once, runs that resume."""
+
+import json
+import signal
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from running import only_run, record_of, router_steps, run, tiny
+
+from focus_exp import attach, set_routing
+from focus_exp.attention.selection import Sequence, count_pairs
+from focus_exp.models.attach import attached_methods, attention_modules
+from focus_exp.speed import break_even as calibration
+from focus_exp.speed import suite
+from focus_exp.speed.break_even import BreakEven, break_even, sparse_wins
+from focus_exp.speed.layer import Contender, Layer, attention_rows, attention_step_rows
+from focus_exp.speed.model import attention_clock, model_step_row, prefill_row
+from focus_exp.speed.timing import PeakMemory, alternate
+from focus_exp.speed.workload import Shape, Tensors, balanced, full_attention, largest_group, pairs_kept
+from focus_exp.training.precision import Precision
+
+CPU = torch.device("cpu")
+SHAPE = Shape(width=32, heads=4, kv_heads=2, head_dim=16)
+LAYER = Layer(SHAPE, window=8, sinks=2, dtype=torch.float32, device=CPU, repeats=1)
+FLOAT32 = Precision(CPU, torch.float32, False, "test")
+BENCH = ["+experiment=speed", "bench.lengths=[48,80]",
+         "bench.groups=[2,4]", "bench.top_k=[1]", router_steps(2)]  # fmt: skip
+
+NO_MODEL_CLOCKS = ["bench.prefill_lengths=[]", "bench.step_lengths=[]"]
+
+
+def test_works_take_turns_and_the_first_round_is_not_counted():
+    calls = []
+
+    def slow_once(name):
+        calls.append(name)
+
+    alternate({name: (lambda name=name: slow_once(name)) for name in "abc"}, 2, CPU)
+    assert calls == list("abc") * 3
+
+
+@pytest.mark.skipif(PeakMemory(CPU).before is None, reason="the resident set is not known here")
+def test_peak_memory_sees_what_a_work_holds():
+    memory = PeakMemory(CPU)
+    kept = torch.ones(4 << 20)  # 16 MiB
+    peak = memory.of(lambda: (torch.ones(16 << 20), torch.ones(8 << 20)))  # 64 and 32 MiB, held together
+    assert 110 * 2**20 < peak < 140 * 2**20
+    assert memory.of(lambda: kept.sum()) < 40 * 2**20
+
+
+@given(st.integers(1, 200), st.sampled_from([1, 2, 5]), st.integers(1, 2), st.sampled_from(["query_topk", "share"]))
+@settings(max_examples=40, deadline=None)
+def test_balanced_groups_are_equal_in_size_and_their_pairs_counted(length, groups, top_k, rule):
+    top_k = min(top_k, groups)
+    selection = balanced(groups, length, top_k, rule).selection(length, CPU)
+    sizes = balanced(groups, length).selection(length, CPU).group[0].bincount(minlength=groups)
+    assert sizes.max() - sizes.min() <= 1
+    valid = torch.ones(1, length, dtype=torch.bool)  # counted pair by pair
+    counts = count_pairs(selection, replace(Sequence.plain(1, length), valid=valid), 8, 2)
+    kept = counts.total - counts.distant + counts.distant_kept
+    assert pairs_kept(selection, length, 8, 2) == pytest.approx(kept / counts.total)
+
+
+def test_groups_are_repeated_where_a_length_exceeds_them():
+    groups = balanced(3, 10)
+    long = groups.selection(25, CPU).group[0]
+    assert torch.equal(long[:10], long[10:20]) and torch.equal(long[20:], long[:5])
+    assert largest_group(groups.selection(10, CPU)) == pytest.approx(0.4)
+
+
+@torch.no_grad()
+def test_what_is_timed_is_focus_and_full_attention():
+    tensors = Tensors.random(SHAPE, 100, torch.float32, CPU)
+    contender = Contender.of(LAYER, balanced(3, 100), tensors)
+    ours = contender.attention(tensors)
+    contender.method.backend = "masked"
+    torch.testing.assert_close(ours, contender.attention(tensors), atol=1e-5, rtol=1e-5)
+    everything = Contender.of(LAYER, balanced(1, 100), tensors).attention(tensors)
+    name, full = full_attention(tensors, CPU)
+    assert name == "sdpa"
+    torch.testing.assert_close(everything, full(), atol=1e-5, rtol=1e-5)
+
+
+def test_layer_rows_say_what_ran():
+    rows = list(attention_rows(LAYER, 100, [balanced(2, 100), balanced(4, 100, top_k=2)]))
+    assert [(r.clock, r.groups, r.top_k) for r in rows] == [
+        ("attention", 2, 1), ("kernels", 2, 1), ("attention", 4, 2), ("kernels", 4, 2),
+    ]  # fmt: skip
+    assert all(r.path == "cpu-flash" and r.ratio > 0 and r.bound > 1 and r.full_kernel == "sdpa" for r in rows)
+    assert rows[0].full_seconds == rows[3].full_seconds  # one full attention for all, in the same rounds
+    (step,) = attention_step_rows(LAYER, 100, [balanced(2, 100)])
+    assert step.clock == "attention step" and step.focus_seconds > 0
+
+
+def attached(tiny_model, **options):
+    torch.manual_seed(0)
+    return set_routing(attach(tiny_model("llama"), "focus", window=8, sinks=2, **options), hard=True)
+
+
+def test_attention_clock_leaves_projections_out_and_nothing_behind(tiny_model):
+    model = attached(tiny_model)
+    tokens = torch.randint(256, (1, 64))
+    hooks = {index: len(m._forward_pre_hooks) for index, m in attention_modules(model).items()}
+    with torch.no_grad(), attention_clock(model) as clock:
+        model(tokens)
+        assert clock.seconds > 0
+        once = clock.seconds
+        model(tokens)
+    assert clock.seconds > once
+    assert {index: len(m._forward_pre_hooks) for index, m in attention_modules(model).items()} == hooks
+    assert not any(m._forward_hooks for m in model.modules())
+
+
+def test_prefill_and_step_leave_the_model_as_it_was(tiny_model):
+    model = attached(tiny_model)
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    tokens = torch.randint(256, (1, 64))
+    prefill = prefill_row(model, tokens, FLOAT32, 1)
+    assert 0 < prefill.focus_attention_seconds < prefill.focus_seconds
+    assert prefill.assignment == "trained" and prefill.path == "masked" and 0 < prefill.pairs_kept < 1
+    step = model_step_row(model, tokens, FLOAT32)
+    assert step.full_seconds > 0 and step.focus_seconds > 0
+    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+    assert all(m.train_with == "soft" and not m.training for m in attached_methods(model).values())
+    assert all(p.grad is None and p.requires_grad == (".focus." in name) for name, p in model.named_parameters())
+
+
+@given(st.lists(st.tuples(st.floats(0.1, 2), st.floats(0.1, 2)), min_size=1, max_size=6))
+def test_the_sparse_path_wins_from_where_it_wins_for_good(pairs):
+    seconds = {str(2**n): {"sparse": a, "full": b} for n, (a, b) in enumerate(pairs, 8)}
+    won = sparse_wins(seconds, "full")
+    wins = [a < b for a, b in pairs]
+    assert won == next((2**n for n in range(8, 8 + len(pairs)) if all(wins[n - 8 :])), None)
+
+
+def test_break_even_is_measured_once_and_again_where_its_file_is_damaged(tmp_path, monkeypatch):
+    monkeypatch.setattr(calibration, "LENGTHS", (32, 64))
+    first = break_even(LAYER, 2, "this device", tmp_path)
+    assert set(first.seconds) <= {"32", "64"} and first.setting["kernel"] == "cpu-flash"
+    (path,) = tmp_path.rglob("*.json")
+    known = json.loads(path.read_text()) | {"than_masked": 48, "than_full": None}
+    path.write_text(json.dumps(known))
+    assert break_even(LAYER, 2, "this device", tmp_path).sparse_from == 48
+    assert "from 48 tokens" in break_even(LAYER, 2, "this device", tmp_path).sentence()
+    path.write_text("{")
+    assert break_even(LAYER, 2, "this device", tmp_path).setting == first.setting
+    assert len(list(tmp_path.rglob("*.json"))) == 1
+    break_even(LAYER, 3, "this device", tmp_path)
+    assert len(list(tmp_path.rglob("*.json"))) == 2
+
+
+def test_where_the_sparse_path_never_wins_auto_never_takes_it():
+    never = BreakEven(None, None, {"256": {}}, {"device": "d", "dtype": "float32", "groups": 2, "kernel": "cpu-flash"})
+    assert never.sparse_from > 10**9 and "not faster up to 256" in never.sentence()
+
+
+def test_auto_changes_over_where_it_was_measured_to(tiny_model):
+    model = attached(tiny_model, groups=2)
+    for start, path in ((100, "masked"), (64, "cpu-flash")):
+        set_routing(model, hard=True, sparse_from=start)
+        with torch.no_grad():
+            model(torch.randint(256, (1, 64)))
+        assert {m.path for m in attached_methods(model).values()} == {path}
+
+
+def test_a_bench_run_measures_every_clock_with_balanced_and_trained_groups(tmp_path):
+    result = run(*tiny(tmp_path), *BENCH)
+    assert result.code == 0, result.err
+    record = record_of(tmp_path)
+    found = {(row.clock, row.tokens, row.groups, row.assignment) for row in record.speed}
+    layers = [("balanced", 2), ("balanced", 4), ("trained", 2)]
+    assert found == {
+        *((clock, n, k, a) for clock in ("attention", "kernels") for n in (48, 80) for a, k in layers),
+        *(("attention step", 64, k, a) for a, k in layers),
+        *((clock, 64, 2, "trained") for clock in ("prefill", "model step")),
+    }
+    assert all(row.error is None and row.focus_seconds for row in record.speed)
+    assert record.steps == 2 and (only_run(tmp_path) / "adapter").is_dir()
+    again = run(*tiny(tmp_path), *BENCH)
+    assert again.code == 0 and "finished already" in again.out
+
+
+def test_an_adapters_router_is_timed_without_training(tmp_path):
+    assert run(*tiny(tmp_path, runs="first"), *BENCH).code == 0
+    adapter = only_run(tmp_path / "first") / "adapter"
+    result = run(*tiny(tmp_path, runs="second"), *BENCH, f"adapter={adapter}", "bench.step_lengths=[]")
+    assert result.code == 0, result.err
+    record = record_of(tmp_path / "second")
+    assert record.steps == 0 and {row.assignment for row in record.speed} == {"balanced", "trained"}
+    assert record.method["trainable_parameters"] > 0
+
+
+def test_without_a_router_only_balanced_groups_are_timed(tmp_path):
+    result = run(*tiny(tmp_path), "job=bench", "regime=none")
+    assert result.code == 0, result.err
+    assert {row.assignment for row in record_of(tmp_path).speed} == {"balanced"}
+
+
+def test_an_interrupted_bench_goes_on_where_it_stopped(tmp_path, monkeypatch):
+    real, calls = suite.attention_rows, []
+
+    def stopping(layer, length, groupings):
+        calls.append(length)
+        if len(calls) == 2:
+            signal.raise_signal(signal.SIGTERM)
+        return real(layer, length, groupings)
+
+    monkeypatch.setattr(suite, "attention_rows", stopping)
+    settings = [*tiny(tmp_path), "job=bench", "regime=none", "bench.lengths=[32,48]", *NO_MODEL_CLOCKS]
+    assert run(*settings).code == 128 + signal.SIGTERM
+    assert record_of(tmp_path).status == "interrupted" and record_of(tmp_path).speed
+    assert run(*settings).code == 0
+    assert calls == [32, 48, 48]
+    assert {row.tokens for row in record_of(tmp_path).speed} == {32, 48}
+
+
+def test_a_length_that_fails_is_a_row_with_its_reason(tmp_path, monkeypatch):
+    def failing(layer, length, groupings):
+        raise RuntimeError("out of everything")
+
+    monkeypatch.setattr(suite, "attention_rows", failing)
+    assert run(*tiny(tmp_path), "job=bench", "regime=none", *NO_MODEL_CLOCKS).code == 0
+    (row,) = record_of(tmp_path).speed
+    assert "out of everything" in row.error and row.ratio is None
+
+
+def test_kernels_are_listed_with_reasons(tmp_path):
+    result = run("job=bench", "bench.list=true", f"cache_dir={tmp_path}")
+    assert result.code == 0 and not list(tmp_path.rglob("record.json"))
+    for name in ("flash-attn", "torch-flash", "cpu-flash", "flex", "math"):
+        assert name in result.out
+    assert "break-even" in result.out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        (["attention=window", "regime=none"], "attention=window"),
+        (["bench.lengths=[0]"], "bench.lengths"),
+        (["bench.prefill_lengths=[100000]", "regime=none"], "bench.prefill_lengths"),
+        (["bench.dtype=int4"], "bench.dtype"),
+    ],
+)
+def test_what_cannot_be_timed_is_refused(tmp_path, arguments, named):
+    result = run(*tiny(tmp_path), "job=bench", *arguments)
+    assert result.code == 2 and named in result.err
