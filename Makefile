@@ -5,6 +5,9 @@ ARGS ?=
 
 RUN := $(VENV)/bin/python -m
 STAMP := $(VENV)/.installed
+# needs no network: the architecture's own shape, random weights, this repository's files as text
+GPU_BENCH := +experiment=speed model=smollm2_135m model.hub_id=null data=files data.files='focus_exp/**/*.py' \
+	regime.phases.router.steps=5 bench.groups=[4,8,32]
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
@@ -35,6 +38,7 @@ smoke: $(STAMP) ## every experiment file on a tiny random model
 gpu: $(STAMP) ## tests and benchmarks that need a CUDA device
 	@$(VENV)/bin/python -c 'import sys, torch; sys.exit(None if torch.cuda.is_available() else "make gpu: torch sees no CUDA device")'
 	$(RUN) pytest -m gpu $(ARGS)
+	$(RUN) focus_exp $(GPU_BENCH) $(ARGS)
 
 lint: $(STAMP) ## ruff: rules and formatting
 	$(RUN) ruff check .

@@ -206,6 +206,15 @@ def test_answers_are_those_of_every_request_by_itself(requests):
     assert sorted(lm.ledger.lengths) == sorted(map(len, {tuple(c + t)[:-1] for c, t in requests}))
 
 
+def test_an_input_that_is_asked_about_in_several_ways_runs_once(tiny_model):
+    model = attached(tiny_model("llama"))
+    requests = [([5, 6, 7], [8, 1]), ([5, 6], [7, 8, 2]), ([5, 6, 7, 8], [3])]
+    lm = live(model)
+    answers = [total for total, _ in likelihoods(lm, requests)]
+    assert answers == [pytest.approx(by_hand(model, *request), abs=1e-5) for request in requests]
+    assert lm.ledger.lengths == [4]
+
+
 def MODEL():
     from conftest import build
 
@@ -321,6 +330,15 @@ def test_rows_of_a_router_and_its_controls(measure):
             change = math.log(row.value / base.value) if metric == "perplexity" else row.value - base.value
             assert row.difference == pytest.approx(change, abs=1e-6)
             assert row.difference_low < row.difference < row.difference_high
+
+
+def test_full_attention_of_an_attached_model_is_the_base(tiny_model, tmp_path):
+    config, model = make_config(["perplexity@32"]), tiny_model("llama")
+    before = Benchmarks(model, byte_tokenizer(), BLOCKS, config, PRECISION, tmp_path / "before")
+    before.measure_base()
+    rows = measure_benchmarks(attached(model), byte_tokenizer(), BLOCKS, config, PRECISION, tmp_path / "after")
+    assert rows[0].value == pytest.approx(before.rows[0].value, rel=1e-6) and rows[0].pairs_removed == 0
+    assert rows[1].value != pytest.approx(rows[0].value, rel=1e-4)
 
 
 @pytest.mark.parametrize(

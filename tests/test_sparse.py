@@ -12,6 +12,7 @@ from problems import random_assignment, random_sequence
 from torch import Tensor
 
 from focus_exp import attach, set_routing
+from focus_exp.assets import cache_root
 from focus_exp.attention.blocked import blocked_attention
 from focus_exp.attention.kernels import KERNELS, Demand, Kernel, available, choose
 from focus_exp.attention.kernels.contract import Meeting
@@ -22,7 +23,11 @@ from focus_exp.attention.parts import Part, Tokens, parts, rows_of
 from focus_exp.attention.reference import reference_attention
 from focus_exp.attention.selection import Selection, Sequence, count_pairs, select
 from focus_exp.attention.sparse import sparse_attention
+from focus_exp.config import ModelConfig
+from focus_exp.data.books import read_books
+from focus_exp.evaluation.perplexity import token_losses
 from focus_exp.models.attach import attached_methods
+from focus_exp.models.load import load_model
 
 
 class SegmentsOnly(Math):
@@ -220,3 +225,20 @@ def test_kernels_say_why_they_cannot_serve():
     assert choose(Demand("cpu", torch.float32, 64, softcap=True)) is None
     assert "bfloat16" in available(Demand("cuda", torch.float32, 64))["torch-flash"]
     assert "256" in available(Demand("cuda", torch.bfloat16, 512))["torch-flash"]
+
+
+@pytest.mark.real
+def test_the_real_model_gives_the_same_log_likelihoods_by_both_paths():
+    config, cache = ModelConfig(name="smollm2", hub_id="owner/absent"), cache_root(None)
+    loaded = load_model(config, assets="embedded", cache=cache, seed=0, dtype=torch.float32, from_scratch=False)
+    model = attach(loaded.model, "focus", groups=8, window=64)
+    text = " ".join(text for _, text in read_books(cache, "test"))[:4000]
+    tokens = torch.tensor([loaded.tokenizer(text)["input_ids"][:700]])
+    losses = []
+    for backend in ("masked", "cpu-flash"):
+        set_routing(model, hard=True, top_k=1, backend=backend)
+        with torch.no_grad():
+            losses.append(token_losses(model, tokens))
+        assert {method.path for method in attached_methods(model).values()} == {backend}
+    assert (losses[0] - losses[1]).abs().max() < 1e-3
+    assert not torch.equal(*losses)

@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 from focus_exp.attention.method import AttentionMethod
 from focus_exp.attention.selection import Selection, Sequence
 from focus_exp.data import Blocks
-from focus_exp.models.attach import observed
+from focus_exp.models.attach import attached_methods, observed
 from focus_exp.training.precision import Precision
 
 # rows of logits made float32 at a time: a vocabulary of 50 thousand takes 0.2 MB a row
@@ -62,11 +62,12 @@ class PairShares:
 
 @dataclass
 class Scores:
-    """Losses `[windows, T]` in nats, NaN where a token is not scored, and the pairs counted on the way."""
+    """Losses `[windows, T]` in nats, NaN where a token is not scored, the pairs counted on the way, the paths taken."""
 
     nll: np.ndarray
     seconds: float
     pairs: PairShares | None = None
+    path: str = ""
 
 
 @torch.no_grad()
@@ -92,7 +93,11 @@ def score(
             if not torch.isfinite(loss[scored]).all():
                 raise RuntimeError("a loss is not finite")
             losses.append(loss.masked_fill(~scored, float("nan")).cpu())
-    return Scores(torch.cat(losses).numpy(), time.perf_counter() - began, pairs if pairs.total else None)
+    methods = attached_methods(model).values() if attached else ()
+    paths = sorted({m.path for m in methods if m.enabled and m.path is not None})
+    return Scores(
+        torch.cat(losses).numpy(), time.perf_counter() - began, pairs if pairs.total else None, ", ".join(paths)
+    )
 
 
 def token_losses(model: PreTrainedModel, tokens: Tensor) -> Tensor:

@@ -138,7 +138,8 @@ class Quality:
                 write_scores(path, scores)
         if scores is not None:
             self.fill(row, scores)
-            print(f"measured: {row.name:<40} perplexity {row.perplexity:>8.3f} ({scores.seconds:.0f} s)")
+            path = f", {row.path}" if row.path else ""
+            print(f"measured: {row.name:<40} perplexity {row.perplexity:>8.3f} ({scores.seconds:.0f} s{path})")
         return scores
 
     def score(self, row: Row) -> Scores | None:
@@ -158,6 +159,7 @@ class Quality:
         sums, counts = window_sums(nll)
         low, high = self.bootstrap.interval(sums, counts)
         row.tokens, row.nll, row.seconds = int(counts.sum()), mean(nll), scores.seconds
+        row.path = scores.path or None
         assert row.nll is not None
         row.perplexity, row.perplexity_low, row.perplexity_high = perplexity(row.nll), perplexity(low), perplexity(high)
         row.by_position = by_position(nll, window)
@@ -218,7 +220,10 @@ def write_scores(path: Path, scores: Scores) -> None:
     pairs = scores.pairs
     counts = (pairs.total, pairs.distant, pairs.kept_pairs) if pairs else ()
     sizes = {f"groups_{i}": t.numpy() for i, t in pairs.group_tokens.items()} if pairs else {}
-    arrays = {"nll": scores.nll, "seconds": np.array(scores.seconds), "counts": np.array(counts, dtype=np.int64)}
+    arrays = {
+        "nll": scores.nll, "seconds": np.array(scores.seconds), "counts": np.array(counts, dtype=np.int64),
+        "path": np.array(scores.path),
+    }  # fmt: skip
     np.savez_compressed(aside, allow_pickle=False, **arrays, **sizes)
     os.replace(aside, path)
 
@@ -232,7 +237,7 @@ def read_scores(path: Path) -> Scores | None:
                 int(k.removeprefix("groups_")): torch.from_numpy(data[k]) for k in data if k.startswith("groups_")
             }
             pairs = PairShares(counts[0], counts[1], counts[2], groups) if counts else None
-            return Scores(data["nll"], float(data["seconds"]), pairs)
+            return Scores(data["nll"], float(data["seconds"]), pairs, str(data["path"]))
     # every way in which a damaged archive has been seen to fail
     except (OSError, EOFError, ValueError, KeyError, IndexError, RuntimeError, zipfile.BadZipFile, zlib.error):
         return None

@@ -22,8 +22,9 @@ class Row:
 
     Losses are nats per token; `*_low`, `*_high` are 95 % bootstrap bounds over windows. `delta_nll` is paired
     against the base, `delta_vs_hard` against the configured hard row (this row minus the hard one). Shares are
-    0..1. `window` [tokens] is the row's own local window, None where it is the configured one. A row that failed
-    carries `error` and no numbers.
+    0..1. `window` [tokens] is the row's own local window, None where it is the configured one. `path` is what
+    computed the attention: soft gates, the masked path, or a kernel of the sparse path. A row that failed carries
+    `error` and no numbers.
     """
 
     name: str
@@ -49,6 +50,7 @@ class Row:
     largest_group: float | None = None
     perplexity_inside_window: float | None = None
     perplexity_beyond_window: float | None = None
+    path: str | None = None
     by_position: list[PositionBin] = field(default_factory=list)
     seconds: float | None = None
     error: str | None = None

@@ -225,10 +225,20 @@ def _notes(record: Record) -> list[str]:
         *failed,
         *assets(record),
         f"Measured: {facts(measured)}",
+        *_paths(record),
         f"Trained: {facts(trained)}",
         origin(record),
         "vs base: change of perplexity, paired on the same tokens; intervals: bootstrap over windows",
     ]
+
+
+def _paths(record: Record) -> list[str]:
+    """What computed which rows, where a method was attached."""
+    paths: dict[str, list[str]] = {}
+    for row in record.rows:
+        if row.path:
+            paths.setdefault(row.path, []).append(row.name)
+    return ["Computed by " + "; ".join(f"{path}: {', '.join(names)}" for path, names in paths.items())] if paths else []
 
 
 def _number(value: Any) -> str:

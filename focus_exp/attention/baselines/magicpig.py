@@ -107,7 +107,10 @@ class MagicPIG(AttentionMethod):
         return torch.cat(outputs, dim=3).flatten(1, 2).to(v.dtype)
 
     def centre(self, k: Tensor, sequence: Sequence) -> Tensor:
-        """Keys `[B, G, T, D]` less the mean of the first keys after the sinks of their own sequence."""
+        """Keys `[B, G, T, D]` less the mean of the first keys after the sinks of their own sequence.
+
+        Where a query samples, all of them lie in its past, and none is padding.
+        """
         start = sequence.start
         place = torch.arange(k.shape[2], device=k.device) - start
         first = (place >= self.sinks) & (place <= self.sinks + self.window)
