@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from focus_exp.reporting import benchmark_rows, tables
-from focus_exp.reporting.benchmark_findings import benchmark_findings, primary
+from focus_exp.reporting.benchmark_findings import benchmark_findings, telling
 from focus_exp.reporting.benchmark_rows import BenchmarkRow
 from focus_exp.reporting.benchmarks import benchmark_table
 from focus_exp.reporting.record import Record
@@ -70,7 +70,7 @@ def test_the_table_keeps_tasks_together_and_says_what_was_removed():
     assert [line["pairs removed"] for line in lines] == ["0.0 %", "42.0 %", "0.0 %", "1.0 % (not engaged)"]
     assert lines[0]["request tokens"] == "400 (300 to 500)" and lines[0]["n"] == "50"
     assert any("under 5 %" in note for note in table.notes)
-    assert any(note.startswith("Items of one (version 1.0): somewhere; two") for note in table.notes)
+    assert "one, two: items of somewhere, version 1.0" in table.notes
     assert "not engaged" in table.to_markdown()
 
 
@@ -108,8 +108,9 @@ def test_only_tasks_on_which_the_mask_acted_are_evidence():
     ]  # fmt: skip
     verdict, idle = benchmark_findings(rows)
     assert verdict == (
-        "Focus hard k=1: of 3 tasks on which its mask acted, 1 worse than full attention (passkey -20.0 [-25.0, -15.0] "
-        "points); 1 better than full attention (induction +30.0 [+25.0, +35.0] points); 1 indistinguishable from it."
+        "Focus hard k=1: of 3 tasks on which its mask acted, 1 worse than full attention (passkey acc -20.0 [-25.0, "
+        "-15.0] points); 1 better than full attention (induction acc +30.0 [+25.0, +35.0] points); 1 indistinguishable "
+        "from it, where losses of up to 4.0 points cannot be excluded."
     )
     assert idle.startswith("Focus hard k=1 was not engaged on hellaswag (1.0 %), piqa (1.0 %): under 5 %")
     assert "no evidence of zero degradation" in idle
@@ -120,20 +121,27 @@ def test_only_tasks_on_which_the_mask_acted_are_evidence():
 def test_a_higher_perplexity_is_worse_and_a_lower_one_better():
     higher, lower = hard("a", 0.2, metric="perplexity", higher_is_better=False), hard("b", -0.2, metric="perplexity")
     said = benchmark_findings([base("a"), base("b"), higher, replace(lower, higher_is_better=False)])[0]
-    assert "1 worse than full attention (a +22.14 %" in said and "1 better than full attention (b -18.13 %" in said
+    assert "1 worse than full attention (a perplexity +22.14 %" in said
+    assert "1 better than full attention (b perplexity -18.13 %" in said
+    large = replace(hard("perplexity@64", 2.0, 0.1, "perplexity"), higher_is_better=False)
+    assert "(perplexity@64 +2.0 [+1.9, +2.1] nats)" in benchmark_findings([base("perplexity@64"), large])[0]
 
 
 def test_adapted_weights_are_judged_on_every_task():
     rows = [base("hellaswag"), hard("hellaswag", -0.1, attention="LoRA r=4, trained", kind="trained", ledger={})]
     assert benchmark_findings(rows) == [
-        "LoRA r=4, trained: of 1 task, 1 worse than full attention (hellaswag -10.0 [-15.0, -5.0] points)."
+        "LoRA r=4, trained: of 1 task, 1 worse than full attention (hellaswag acc -10.0 [-15.0, -5.0] points)."
     ]
 
 
-def test_a_task_is_represented_by_its_normalised_accuracy():
+def test_a_loss_in_any_metric_is_a_loss():
     rows = [base("t", metric) for metric in ("perplexity", "acc", "acc_norm")]
-    assert [row.metric for row in primary(rows)] == ["acc_norm"]
-    assert [row.metric for row in primary(rows[:2])] == ["acc"] and primary(rows[:1]) == rows[:1]
+    assert [row.metric for row in telling(rows)] == ["acc_norm"]
+    assert [row.metric for row in telling(rows[:2])] == ["acc"] and telling(rows[:1]) == rows[:1]
+    same, better = hard("t", 0.0, metric="acc_norm"), hard("t", 0.2, metric="acc")
+    worse = hard("t", 0.2, metric="perplexity", higher_is_better=False)
+    assert telling([same, better, worse]) == [worse] and telling([same, better]) == [better]
+    assert telling([same, hard("t", 0.01, metric="acc")]) == [same]
 
 
 def test_tasks_that_the_window_solves_alone_are_named():

@@ -30,7 +30,7 @@ from focus_exp.evaluation.benchmarks import BASE, Benchmarks, measure_benchmarks
 from focus_exp.evaluation.controls import RANDOM_GROUPS, WINDOW_ONLY
 from focus_exp.evaluation.harness import evaluating, run_task
 from focus_exp.evaluation.live_model import LiveModel, prefix_token
-from focus_exp.evaluation.outcomes import Metric, Outcome, paired_difference, read_outcome, write_outcome
+from focus_exp.evaluation.outcomes import Metric, Outcome, paired_difference, read_outcome, student, write_outcome
 from focus_exp.evaluation.perplexity import score
 from focus_exp.evaluation.tasks import LoadedTask
 from focus_exp.models.attach import attached_methods, observed
@@ -516,7 +516,7 @@ def tokenizers_with_bos():
 
 
 @settings(deadline=None)
-@given(st.lists(st.tuples(st.sampled_from([0.0, 1.0]), st.sampled_from([0.0, 1.0])), min_size=2, max_size=30))
+@given(st.lists(st.tuples(st.sampled_from([0.0, 1.0]), st.sampled_from([0.0, 1.0])), min_size=3, max_size=30))
 def test_differences_of_hits_never_claim_certainty(pairs):
     ours, theirs = ({str(i): float(pair[side]) for i, pair in enumerate(pairs)} for side in (0, 1))
     mean, low, high = paired_difference(ours, theirs)
@@ -537,11 +537,14 @@ def test_differences_of_other_numbers():
     ours, theirs = {"a": -3.0, "b": -1.0, "c": -2.5, "d": 9.0}, {"c": -1.0, "b": -2.0, "a": -1.5}
     differences = np.array([-1.5, 1.0, -1.5])
     mean, low, high = paired_difference(ours, theirs, sign=-1)
-    half = 1.959964 * differences.std(ddof=1) / math.sqrt(3)
-    assert (mean, low, high) == pytest.approx(
-        (-differences.mean(), -differences.mean() - half, -differences.mean() + half)
-    )
-    assert paired_difference({"a": 1.0}, {"a": 2.0}) == (None, None, None) == paired_difference({}, {})
+    half = student(2) * differences.std(ddof=1) / math.sqrt(3)
+    assert (mean, low, high) == pytest.approx((2 / 3, 2 / 3 - half, 2 / 3 + half))
+    assert paired_difference({"a": 1.0, "b": 3}, {"a": 2.0, "b": 3}) == (None, None, None) == paired_difference({}, {})
+
+
+@pytest.mark.parametrize(("freedom", "factor"), [(2, 4.303), (4, 2.776), (9, 2.262), (30, 2.042), (10_000, 1.960)])
+def test_few_documents_make_wide_intervals(freedom, factor):
+    assert student(freedom) == pytest.approx(factor, rel=0.04)
 
 
 def test_an_outcome_comes_back_from_disk(tmp_path):

@@ -8,6 +8,7 @@ from itertools import islice
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from transformers import AutoTokenizer
 
 from focus_exp.assets import cache_root
 from focus_exp.data import long_range
@@ -15,6 +16,7 @@ from focus_exp.data.books import WORKS
 from focus_exp.data.long_range import ITEMS, ROOM, build_suite
 from focus_exp.data.long_range_items import CHOICES, CONTINUATION_WORDS, CUE_WORDS, DEPTHS, MAKERS, Book, Draws, Shape
 from focus_exp.errors import UserError
+from focus_exp.models.embedded import embedded_folder
 from focus_exp.models.random import byte_tokenizer
 
 
@@ -118,12 +120,12 @@ def test_what_is_to_be_copied_stands_beyond_the_window(shape):
 
 @given(SHAPES)
 @settings(max_examples=8, deadline=None)
-def test_induction_asks_for_what_followed_the_only_other_cue(shape):
+def test_induction_asks_for_what_followed_the_same_words_before(shape):
     for item in items_of("induction", shape):
         words = item["context"].split()
-        first, last = places(words, words[-1:])
-        assert last == len(words) - 1 == shape.words
-        assert words[first + 1] == item["target"].strip() and last - (first + 1) > shape.window
+        first, last = places(words, words[-CUE_WORDS:])
+        assert last == shape.words * 4 // 3 == len(words) - CUE_WORDS
+        assert words[first + CUE_WORDS] == item["target"].strip() and len(words) - (first + CUE_WORDS) > shape.window
 
 
 def test_distances_in_words_hold_in_tokens():
@@ -160,8 +162,8 @@ def test_draws_never_change():
     assert sorted(draws.sample(range(9), 9)) == list(range(9))
 
 
-def test_a_passage_has_four_windows_and_room_for_what_it_holds(tmp_path, books):
-    assert build_suite(tmp_path, 100).shape == Shape(100, 400)
+def test_a_passage_has_room_for_what_it_holds(tmp_path, books):
+    assert build_suite(tmp_path, 100).shape == Shape(100, 300)
     assert build_suite(tmp_path, 4).shape == Shape(4, 4 + ROOM)
     with pytest.raises(UserError, match=r"90 words is too short for a window of 60; use 124 or more"):
         build_suite(tmp_path, 60, 90)
@@ -172,6 +174,20 @@ def test_a_passage_has_four_windows_and_room_for_what_it_holds(tmp_path, books):
 @pytest.mark.real
 def test_the_suite_of_the_books_is_the_one_that_records_name():
     suite = build_suite(cache_root(None), 128)
-    assert suite.digest == "0b44446ceb3ddac41f80abac5aaa71f9c323d83f8e9516963335e09005bfa782"
+    assert suite.digest == "be34e310ee838351ab70c4aeace94ecd472ada6ae59ffbfef7813c82e8c00eaf"
     assert {item["book"] for item in suite.items("last_word")} <= {w for works in WORKS["test"].values() for w in works}
     assert all(len(suite.items(task)) == ITEMS for task in MAKERS)
+
+
+@pytest.mark.real
+def test_requests_have_four_windows_of_tokens_and_fit_the_models_of_the_paper():
+    suite, tokenizer = (
+        build_suite(cache_root(None), 128),
+        AutoTokenizer.from_pretrained(embedded_folder(cache_root(None))),
+    )
+    items = [item for task in MAKERS for item in suite.items(task)]
+    lengths = [len(ids) for ids in tokenizer([item["context"] for item in items])["input_ids"]]
+    longest = max(
+        len(tokenizer(answer)["input_ids"]) for item in items for answer in item.get("choices", [item.get("target")])
+    )
+    assert min(lengths) >= 4 * 128 and max(lengths) + longest <= 1024

@@ -48,7 +48,7 @@ def measure(tiny_model, tmp_path) -> Callable[..., Quality]:
         model, precision = tiny_model(family), choose_precision("float32", "cpu", trains_base=False)
         rows = Quality(model, Blocks(stream, T, cross_documents=True), config, precision, tmp_path / "evaluation")
         rows.measure_base()
-        attach_method(model, config)
+        attach_method(model, config, precision)
         prepare(model)
         rows.measure_attached()
         return rows

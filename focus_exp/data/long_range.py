@@ -16,8 +16,10 @@ from focus_exp.errors import UserError
 
 ITEMS = 100
 SEED = 0
-# a passage has this many windows, and room for what it is to hold beyond one
-WINDOWS, ROOM = 4, 64
+# words of a passage per word of window: four windows of tokens and more at 4/3 tokens a word, which English exceeds
+WINDOWS = 3
+# words beyond the window for what is told there
+ROOM = 64
 MANIFEST = "suite.json"
 
 
@@ -35,7 +37,7 @@ class Suite:
 
 
 def build_suite(cache: Path, window: int, words: int | None = None) -> Suite:
-    """The suite that looks beyond `window` in passages of `words` (default: four windows), written to `cache` once.
+    """The suite that looks beyond `window` in passages of `words` (default: three windows), written to `cache` once.
 
     UserError where a passage has no room beyond the window, or no held-out book is that long.
     """

@@ -164,16 +164,16 @@ def copying(books: list[Book], shape: Shape, draws: Draws) -> Iterator[Item]:
 
 
 def induction(books: list[Book], shape: Shape, draws: Draws) -> Iterator[Item]:
-    """Random words in random order; the last one stood there once before, and what followed it is asked for."""
+    """Copying without a language to help: random words, the last ones of which stood there once before."""
     counts = Counter(word for book in books for word in book.words if re.fullmatch("[a-z]{3,8}", word))
     vocabulary = sorted(word for word, count in counts.items() if count > 1)
+    # short words are a token each, so that a passage takes more of them
+    shape = Shape(shape.window, shape.words * 4 // 3)
     for depth in cycle(DEPTHS):
-        place = shape.place(depth)
-        (cue,) = draws.sample(vocabulary, 1)
-        others = [word for word in vocabulary if word != cue]
-        sequence = [others[draws.below(len(others))] for _ in range(shape.words)]
-        sequence[place] = cue
-        yield {"context": " ".join([*sequence, cue]), "target": f" {sequence[place + 1]}", "depth": depth}
+        words = [vocabulary[draws.below(len(vocabulary))] for _ in range(shape.words)]
+        end = shape.place(depth) + CUE_WORDS
+        context = " ".join([*words, *words[end - CUE_WORDS : end]])
+        yield {"context": context, "target": f" {words[end]}", "depth": depth}
 
 
 def with_facts(books: list[Book], shape: Shape, draws: Draws, told: dict[int, str]) -> tuple[str, str]:

@@ -138,8 +138,8 @@ class Quality:
                 write_scores(path, scores)
         if scores is not None:
             self.fill(row, scores)
-            path = f", {row.path}" if row.path else ""
-            print(f"measured: {row.name:<40} perplexity {row.perplexity:>8.3f} ({scores.seconds:.0f} s{path})")
+            by = f", {row.path}" if row.path else ""
+            print(f"measured: {row.name:<40} perplexity {row.perplexity:>8.3f} ({scores.seconds:.0f} s{by})")
         return scores
 
     def score(self, row: Row) -> Scores | None:

@@ -55,7 +55,7 @@ def list_kernels(config: Config) -> None:
             note = " (the slow twin that the others are tested against; never taken by auto)" if name == "math" else ""
             print(f"    {name:<12} {'available' + note if reason is None else 'not here: it ' + reason}")
     folder = cache_root(config.cache_dir) / "break_even"
-    print(f"break-even lengths measured so far ({folder}):")
+    print(f"break-even lengths measured so far, one file each in {folder}; without its file one is measured again:")
     found = [BreakEven.read(path) for path in sorted(folder.glob("*.json"))]
     print(
         "\n".join(f"  {each.sentence()}" for each in found if each)

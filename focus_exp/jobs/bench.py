@@ -37,19 +37,19 @@ def bench(config: Config) -> None:
     print(f"run folder: {folder}")
     with open_run(config, describe(precision)) as run:
         loaded, corpus = load(run, precision)
-        model, quality, blocks = prepare(run, loaded, corpus, precision)
+        model, evaluation, blocks = prepare(run, loaded, corpus, precision)
         longest = [config.eval.window, *config.bench.prefill_lengths, *config.bench.step_lengths]
         check_length(model, "bench.prefill_lengths or bench.step_lengths", max(longest), config.model.name)
         if config.bench.quality:
-            quality.measure_base()
+            evaluation.measure_base()
         trained = put_router(run, model, blocks, precision)
         set_routing(model, hard=True, top_k=config.attention.top_k, pair_rule=config.attention.pair_rule)
-        for row in Suite(config, model, quality.blocks, precision, run.folder, trained).rows():
+        for row in Suite(config, model, evaluation.quality.blocks, precision, run.folder, trained).rows():
             run.record.speed.append(row)
             run.save()
         if config.bench.quality:
-            quality.measure_attached()
-            run.record.rows, run.record.group_shares = quality.rows, quality.group_shares
+            evaluation.measure_attached()
+            evaluation.write_into(run.record)
 
 
 def put_router(run: Run, model: PreTrainedModel, blocks: Blocks, precision: Precision) -> bool:

@@ -32,18 +32,18 @@ def evaluate(config: Config) -> None:
     print(f"run folder: {folder}")
     with open_run(config, describe(precision)) as run:
         loaded, corpus = load(run, precision)
-        model, quality, _ = prepare(run, loaded, corpus, precision)
+        model, evaluation, _ = prepare(run, loaded, corpus, precision)
         load_adapter(model, str(config.adapter))
         set_backend(model, config, precision, config.eval.window)
-        quality.measure_base()
-        quality.measure_attached()
+        evaluation.measure_base()
+        evaluation.measure_attached()
         run.record.method = {
             "name": config.attention.name,
             "causal": is_causal(model),
             "trainable_parameters": description["trainable_parameters"],
         }
         run.record.layers = list(description["layers"])
-        run.record.rows, run.record.group_shares = quality.rows, quality.group_shares
+        evaluation.write_into(run.record)
 
 
 def with_adapter(config: Config, description: dict[str, object]) -> Config:

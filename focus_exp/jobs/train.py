@@ -19,6 +19,8 @@ from focus_exp.attention.registry import METHODS
 from focus_exp.config import AttentionConfig, Config
 from focus_exp.data import Blocks, Corpus, bos_of, load_corpus
 from focus_exp.errors import UserError
+from focus_exp.evaluation.benchmarks import Benchmarks
+from focus_exp.evaluation.evaluation import Evaluation
 from focus_exp.evaluation.quality import Quality
 from focus_exp.jobs.backend import check_backend, set_backend
 from focus_exp.jobs.run import Run, finished_record, open_run, run_folder
@@ -43,16 +45,16 @@ def train(config: Config) -> None:
     print(f"run folder: {folder}")
     with open_run(config, describe(precision)) as run:
         loaded, corpus = load(run, precision)
-        model, quality, blocks = prepare(run, loaded, corpus, precision)
-        quality.measure_base()
+        model, evaluation, blocks = prepare(run, loaded, corpus, precision)
+        evaluation.measure_base()
         began = time.perf_counter()
         attach_method(model, config, precision)
         fit(run, model, blocks, precision)
         if trains_base(config):
             save_weights(run, model, loaded.tokenizer)
         run.record.train_seconds = time.perf_counter() - began
-        quality.measure_attached()
-        run.record.rows, run.record.group_shares = quality.rows, quality.group_shares
+        evaluation.measure_attached()
+        evaluation.write_into(run.record)
 
 
 def load(run: Run, precision: Precision) -> tuple[LoadedModel, Corpus]:
@@ -76,7 +78,7 @@ def load(run: Run, precision: Precision) -> tuple[LoadedModel, Corpus]:
 
 def prepare(
     run: Run, loaded: LoadedModel, corpus: Corpus, precision: Precision
-) -> tuple[PreTrainedModel, Quality, Blocks]:
+) -> tuple[PreTrainedModel, Evaluation, Blocks]:
     config, model = run.config, loaded.model
     torch.nn.Module.to(model, precision.device)
     check_length(model, "data.block_size", config.data.block_size, config.model.name)
@@ -87,7 +89,9 @@ def prepare(
     blocks = Blocks(corpus.train, config.data.block_size, bos=bos, cross_documents=True)
     check_backend(model, config.attention.backend)
     freeze(model, "router")
-    return model, Quality(model, windows, config, precision, run.folder / "evaluation"), blocks
+    quality = Quality(model, windows, config, precision, run.folder / "evaluation")
+    benchmarks = Benchmarks(model, loaded.tokenizer, windows, config, precision, run.folder / "benchmarks")
+    return model, Evaluation(quality, benchmarks), blocks
 
 
 def check_length(model: PreTrainedModel, key: str, length: int, name: str) -> None:

@@ -3,43 +3,44 @@
 from __future__ import annotations
 
 from focus_exp.reporting.benchmark_rows import ENGAGED, BenchmarkRow
-from focus_exp.reporting.benchmarks import difference_text, failures, named
+from focus_exp.reporting.benchmarks import difference_text, failures, is_share, named
 from focus_exp.reporting.tables import share_text
 
 DOMINANT = 0.5
-# the first of these that a task has stands for the task
+# the first of these that a task has stands for the task where its metrics agree
 PRIMARY = ("acc_norm", "acc")
+OUTCOMES = ("worse", "better", "indistinguishable", "")
 
 
 def benchmark_findings(rows: list[BenchmarkRow]) -> list[str]:
     """Sentences on degradation where the mask acted, on where it did not, on the controls, and on what went wrong."""
-    scored = primary([row for row in rows if row.scored])
-    judged = [row for row in scored if row.kind in ("trained", "hard") or row.attention in standalone(scored)]
+    scored = telling([row for row in rows if row.scored])
+    routed = any(row.kind == "hard" for row in scored)
+    # a control is judged for its own sake where there is no router that it controls
+    judged = [row for row in scored if row.kind in ("trained", "hard") or (row.kind == "control" and not routed)]
     said = []
     for attention in dict.fromkeys(row.attention for row in judged):
         said += _verdict(attention, [row for row in judged if row.attention == attention])
     return [*said, *_controls(scored), *_broken(scored), *failures(rows)]
 
 
-def primary(rows: list[BenchmarkRow]) -> list[BenchmarkRow]:
-    """Of every task and attention the one row that stands for it."""
+def telling(rows: list[BenchmarkRow]) -> list[BenchmarkRow]:
+    """Of every task and attention one row: a metric that is worse, else one that is better, else the usual one.
+
+    A loss in any metric is a loss: that nothing is lost has to be hard to claim.
+    """
     chosen: dict[tuple[str, str], BenchmarkRow] = {}
-    for row in rows:
-        rank = PRIMARY.index(row.metric) if row.metric in PRIMARY else len(PRIMARY)
-        before = chosen.get((row.task, row.attention))
-        if before is None or rank < (PRIMARY.index(before.metric) if before.metric in PRIMARY else len(PRIMARY)):
-            chosen[row.task, row.attention] = row
-    return list(chosen.values())
+    for row in sorted(rows, key=lambda row: (OUTCOMES.index(outcome(row)), _rank(row))):
+        chosen.setdefault((row.task, row.attention), row)
+    return [row for row in rows if chosen[row.task, row.attention] is row]
 
 
-def standalone(rows: list[BenchmarkRow]) -> set[str]:
-    """Attentions measured for their own sake: controls where there is no router that they control."""
-    routed = any(row.kind == "hard" for row in rows)
-    return set() if routed else {row.attention for row in rows if row.kind == "control"}
+def _rank(row: BenchmarkRow) -> int:
+    return PRIMARY.index(row.metric) if row.metric in PRIMARY else len(PRIMARY)
 
 
 def outcome(row: BenchmarkRow) -> str:
-    """Whether a row is better or worse than full attention, or neither beyond its interval; "" if not compared."""
+    """Whether a row is worse or better than full attention, or neither beyond its interval; "" if not compared."""
     low, high = row.difference_low, row.difference_high
     if low is None or high is None:
         return ""
@@ -49,25 +50,16 @@ def outcome(row: BenchmarkRow) -> str:
 
 
 def _verdict(attention: str, rows: list[BenchmarkRow]) -> list[str]:
-    said = []
     if not all(row.causal for row in rows):
-        said.append(f"{attention} is not causal: its scores may read the answer and must not be compared.")
-        return said
+        return [f"{attention} is not causal: its scores may read the answer and must not be compared."]
+    said = []
     idle = [row for row in rows if row.engaged is False]
     # adapted weights under full attention have no mask that could fail to act
     compared = [row for row in rows if row.engaged is not False and outcome(row)]
-    many = "task" if len(compared) == 1 else "tasks"
-    where = f"{many} on which its mask acted" if any(row.engaged for row in compared) else many
     if compared:
-        groups = {word: [row for row in compared if outcome(row) == word] for word in ("worse", "better")}
-        parts = [
-            f"{len(found)} {word} than full attention ({', '.join(f'{r.task} {difference_text(r)}' for r in found)})"
-            for word, found in groups.items()
-            if found
-        ]
-        same = len(compared) - sum(map(len, groups.values()))
-        parts += [f"{same} indistinguishable from it"] if same else []
-        said.append(f"{attention}: of {len(compared)} {where}, {'; '.join(parts)}.")
+        many = "task" if len(compared) == 1 else "tasks"
+        where = f"{many} on which its mask acted" if any(row.engaged for row in compared) else many
+        said.append(f"{attention}: of {len(compared)} {where}, {'; '.join(_groups(compared))}.")
     if idle:
         tasks = ", ".join(f"{row.task} ({share_text(row.pairs_removed)})" for row in idle)
         said.append(
@@ -77,6 +69,23 @@ def _verdict(attention: str, rows: list[BenchmarkRow]) -> list[str]:
     if idle and not compared:
         said.append(f"No task shows whether {attention} degrades anything.")
     return said
+
+
+def _groups(rows: list[BenchmarkRow]) -> list[str]:
+    said = []
+    for word in ("worse", "better"):
+        if found := [row for row in rows if outcome(row) == word]:
+            listed = ", ".join(f"{_score(row)} {difference_text(row)}" for row in found)
+            said.append(f"{len(found)} {word} than full attention ({listed})")
+    if same := [row for row in rows if outcome(row) == "indistinguishable"]:
+        losses = [100 * -(row.difference_low or 0) for row in same if is_share(row)]
+        limit = f", where losses of up to {max(losses):.1f} points cannot be excluded" if losses else ""
+        said.append(f"{len(same)} indistinguishable from it{limit}")
+    return said
+
+
+def _score(row: BenchmarkRow) -> str:
+    return row.task if row.task.startswith(row.metric) else f"{row.task} {row.metric}"
 
 
 def _controls(rows: list[BenchmarkRow]) -> list[str]:

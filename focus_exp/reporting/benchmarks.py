@@ -35,8 +35,10 @@ COLUMNS = [
 NOT_ENGAGED = "not engaged"
 # metrics that are shares of the documents, printed in per cent
 SHARES = ("acc", "exact_match", "em", "f1")
+# from where on a perplexity is written with an exponent
+MANY = 100_000
 MEANINGS = [
-    "vs full attention: paired per document; of a perplexity its change in per cent, of a share in points",
+    "vs full attention: paired per document; a share in points, a perplexity in per cent, or in nats of its logarithm",
     "pairs removed, distant pairs kept: counted on that task's own requests; request tokens: median (least to most)",
     f"{NOT_ENGAGED}: under {100 * ENGAGED:.0f} % of the pairs were removed, so the score is close to full attention's "
     "by construction and says nothing of degradation",
@@ -79,7 +81,11 @@ def score_text(row: BenchmarkRow) -> str:
     if is_share(row):
         error = "" if row.stderr is None else f" ± {100 * row.stderr:.1f}"
         return f"{100 * row.value:.1f}{error} %"
-    return perplexity_text(row.value) + ("" if row.stderr is None else f" ± {perplexity_text(row.stderr)}")
+    return _number(row.value) + ("" if row.stderr is None else f" ± {_number(row.stderr)}")
+
+
+def _number(value: float) -> str:
+    return perplexity_text(value) if abs(value) < MANY else f"{value:.1e}"
 
 
 def difference_text(row: BenchmarkRow) -> str:
@@ -87,13 +93,11 @@ def difference_text(row: BenchmarkRow) -> str:
     if row.difference is None:
         return ABSENT
     low, high = row.difference_low, row.difference_high
-    if row.is_perplexity:
+    if row.is_perplexity and max(abs(row.difference), abs(low or 0), abs(high or 0)) < 1:
         return change_text(row.difference, low, high)
-    factor, unit = (100, " points") if is_share(row) else (1, "")
-    text = f"{factor * row.difference:+.1f}"
-    return (
-        f"{text}{unit}" if low is None or high is None else f"{text} [{factor * low:+.1f}, {factor * high:+.1f}]{unit}"
-    )
+    factor, unit = (100, " points") if is_share(row) else (1, " nats" if row.is_perplexity else "")
+    interval = "" if low is None or high is None else f" [{factor * low:+.1f}, {factor * high:+.1f}]"
+    return f"{factor * row.difference:+.1f}{interval}{unit}"
 
 
 def is_share(row: BenchmarkRow) -> bool:
@@ -137,9 +141,9 @@ def _values(record: Record, row: BenchmarkRow) -> dict[str, Any]:
 
 
 def _sources(rows: list[BenchmarkRow]) -> list[str]:
-    sources: dict[str, None] = {}
+    tasks: dict[tuple[str, str], dict[str, None]] = {}
     for row in rows:
-        if row.source and not row.error:
-            version = f" (version {row.version})" if row.version else ""
-            sources[f"{row.task}{version}: {row.source}"] = None
-    return ["Items of " + "; ".join(sources)] if sources else []
+        if row.source and row.error is None:
+            version = f"version {row.version}" if row.version else "no version"
+            tasks.setdefault((row.source, version), {})[row.task] = None
+    return [f"{', '.join(names)}: items of {source}, {version}" for (source, version), names in tasks.items()]

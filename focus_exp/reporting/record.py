@@ -14,6 +14,7 @@ from types import UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints, is_typeddict
 
 from focus_exp.errors import UserError
+from focus_exp.reporting.benchmark_rows import BenchmarkRow
 from focus_exp.reporting.rows import Row, SpeedRow
 
 SCHEMA_VERSION = 1
@@ -50,6 +51,7 @@ class Record:
     layers: list[int] = field(default_factory=list)
     group_shares: list[list[float]] | None = None
     rows: list[Row] = field(default_factory=list)
+    benchmarks: list[BenchmarkRow] = field(default_factory=list)
     speed: list[SpeedRow] = field(default_factory=list)
     findings: list[str] = field(default_factory=list)
     error: str | None = None

@@ -6,6 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from focus_exp.reporting.benchmark_findings import benchmark_findings
+from focus_exp.reporting.benchmarks import benchmark_table
 from focus_exp.reporting.figures import write_figures
 from focus_exp.reporting.findings import findings
 from focus_exp.reporting.record import Record, replace_file
@@ -26,12 +28,15 @@ class Report:
 def all_findings(record: Record) -> list[str]:
     """Sentences on whatever the record holds; a record without rows of quality is not blamed for that."""
     timed_only = bool(record.speed) and not record.rows
-    return [*([] if timed_only else findings(record)), *speed_findings(record)]
+    said = [] if timed_only else findings(record)
+    return [*said, *benchmark_findings(record.benchmarks), *speed_findings(record)]
 
 
 def all_tables(record: Record) -> list[Table]:
-    timed = speed_tables(record)
-    return timed if timed and not record.rows else [quality_table(record), *timed]
+    tables = [quality_table(record)] if record.rows or not record.speed else []
+    if record.benchmarks:
+        tables.append(benchmark_table(record, record.benchmarks))
+    return [*tables, *speed_tables(record)]
 
 
 def write_report(record: Record, metrics: list[dict[str, Any]], folder: Path) -> Report:

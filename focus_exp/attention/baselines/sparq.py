@@ -13,7 +13,8 @@ from focus_exp.attention.selection import PairCounts, Selection, Sequence, alway
 class SparQ(AttentionMethod):
     """Token selection at inference, in the three steps of the paper's algorithm 1; nothing is trained.
 
-    1. Estimate: s^_i = softmax(q_[I] . K_[I]^T / sqrt(D * |q_[I]|_1 / |q|_1)) by the `components` (r; default D / 2) largest |q|.
+    1. Estimate: s^_i = softmax(q_[I] . K_[I]^T / sqrt(D * |q_[I]|_1 / |q|_1)), I the `components` (r; by default D / 2)
+       largest |q|.
     2. Select: the `tokens_kept` (k) tokens of largest s^, and attend to them exactly.
     3. With `reallocate`: o = alpha * o + (1 - alpha) * mean of all values seen, alpha the sum of s^ over the selected.
 

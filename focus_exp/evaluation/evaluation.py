@@ -1,0 +1,28 @@
+"""What a run measures of its model, before anything is attached and after: perplexity rows and benchmark rows."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from focus_exp.evaluation.benchmarks import Benchmarks
+from focus_exp.evaluation.quality import Quality
+from focus_exp.reporting.record import Record
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    quality: Quality
+    benchmarks: Benchmarks
+
+    def measure_base(self) -> None:
+        """The rows every other one is compared with, in the same process."""
+        self.quality.measure_base()
+        self.benchmarks.measure_base()
+
+    def measure_attached(self) -> None:
+        self.quality.measure_attached()
+        self.benchmarks.measure_attached()
+
+    def write_into(self, record: Record) -> None:
+        record.rows, record.group_shares = self.quality.rows, self.quality.group_shares
+        record.benchmarks = self.benchmarks.rows
