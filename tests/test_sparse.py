@@ -88,7 +88,7 @@ class Problem:
 def problems(draw: st.DrawFn) -> Problem:
     torch.manual_seed(draw(st.integers(0, 10_000)))
     batch, length, groups = draw(st.integers(1, 2)), draw(st.integers(1, 150)), draw(st.sampled_from([1, 3, 8]))
-    heads, share, size = draw(st.integers(1, 2)), draw(st.integers(1, 3)), draw(st.sampled_from([8, 20]))
+    heads, share, size = draw(st.integers(1, 2)), draw(st.integers(1, 3)), draw(st.sampled_from([8, 20, 64, 256]))
     q = torch.randn(batch, heads * share, length, size, dtype=torch.float64)
     k, v = torch.randn(2, batch, heads, length, size, dtype=torch.float64)
     g = random_assignment(draw(st.sampled_from(["spread", "giant", "empty", "tied"])), batch, length, groups)

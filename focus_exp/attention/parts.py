@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -106,6 +107,31 @@ class Tokens:
     def groups(self) -> int:
         return self.query_groups.shape[-1]
 
+    @cached_property
+    def segments(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Rows sorted by sequence and group, where their results go, and the segments' lengths `[B * K]`.
+
+        Within a segment tokens keep their order in time. A sink stands in all of them; elsewhere than in its own its
+        results are nobody's.
+        """
+        assert self.group is not None
+        device, rows, groups = self.group.device, self.batch * self.length, self.groups
+        index = torch.arange(rows, device=device)
+        if self.valid is None:
+            split = index.view(self.batch, self.length)
+            sinks, others = split[:, : self.sinks].flatten(), split[:, self.sinks :].flatten()
+        else:
+            sinks, others = index[self.sink], index[self.valid & ~self.sink]
+        every = torch.arange(groups, device=device)
+        # sinks come first, so that a stable sort leaves every segment in the order of time
+        own = self.group[sinks][:, None] == every
+        source = torch.cat([sinks.repeat_interleave(groups), others])
+        target = torch.cat([torch.where(own, sinks[:, None], rows).flatten(), others])
+        member = torch.cat([every.repeat(len(sinks)), self.group[others]])
+        segment = (source // self.length * groups + member).to(torch.int32)
+        order = segment.argsort(stable=True)
+        return source[order], target[order], torch.bincount(segment, minlength=self.batch * groups)
+
     def meet(self, queries: Rows, keys: Rows) -> Tensor:
         """`[blocks, t, s]` bool: in the first set, if the key is not after the query."""
         if self.group is not None:
@@ -140,8 +166,8 @@ def parts(tokens: Tokens, kernel: Kernel, window: int, scaling: float, softcap: 
 
 
 def same_group_parts(tokens: Tokens, kernel: Kernel) -> Iterator[Part]:
-    """Groups as causal segments; the results of a sink outside of its own group are nobody's."""
-    source, target, lengths = group_segments(tokens)
+    """Groups as causal segments."""
+    source, target, lengths = tokens.segments
     if kernel.takes == "segments":
         yield Part(source, source, Meeting(lengths=lengths), kernel, targets=target, fresh=True, gated=True)
         return
@@ -150,30 +176,6 @@ def same_group_parts(tokens: Tokens, kernel: Kernel) -> Iterator[Part]:
         if len(queries):  # one at a time: less memory, and the CPU has no variable-length call
             meeting = Meeting(lengths=torch.tensor([len(queries)]))
             yield Part(queries, queries, meeting, kernel, targets=targets, fresh=True, gated=True)
-
-
-def group_segments(tokens: Tokens) -> tuple[Tensor, Tensor, Tensor]:
-    """Rows sorted by sequence and group, where their results go, and the segments' lengths `[B * K]`.
-
-    Within a segment tokens keep their order in time. A sink stands in all of them.
-    """
-    assert tokens.group is not None
-    device, rows, groups = tokens.group.device, tokens.batch * tokens.length, tokens.groups
-    index = torch.arange(rows, device=device)
-    if tokens.valid is None:
-        split = index.view(tokens.batch, tokens.length)
-        sinks, others = split[:, : tokens.sinks].flatten(), split[:, tokens.sinks :].flatten()
-    else:
-        sinks, others = index[tokens.sink], index[tokens.valid & ~tokens.sink]
-    every = torch.arange(groups, device=device)
-    # sinks come first, so that a stable sort leaves every segment in the order of time
-    own = tokens.group[sinks][:, None] == every
-    source = torch.cat([sinks.repeat_interleave(groups), others])
-    target = torch.cat([torch.where(own, sinks[:, None], rows).flatten(), others])
-    member = torch.cat([every.repeat(len(sinks)), tokens.group[others]])
-    segment = (source // tokens.length * groups + member).to(torch.int32)
-    order = segment.argsort(stable=True)
-    return source[order], target[order], torch.bincount(segment, minlength=tokens.batch * groups)
 
 
 def staircase_parts(tokens: Tokens, kernel: Kernel) -> Iterator[Part]:

@@ -6,6 +6,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+CAST_ELEMENTS = 2**22
+
 
 class Router(nn.Module):
     """Routing scores of one layer, S = (h W_g) C^T.
@@ -32,7 +34,9 @@ class Router(nn.Module):
     def forward(self, h: Tensor) -> Tensor:
         """Scores `[B, T, K]` of hidden states `[B, T, E]`, in the router's precision whatever the model's."""
         with torch.autocast(h.device.type, enabled=False):
-            tokens = h.to(self.projection.dtype) @ self.projection
+            # a few rows at a time: a copy of h in the router's precision would be the layer's largest tensor
+            rows = max(1, CAST_ELEMENTS // h.shape[-1])
+            tokens = torch.cat([part.to(self.projection.dtype) @ self.projection for part in h.split(rows, 1)], 1)
             centroids: Tensor = self.centroids
             if self.normalize:
                 tokens, centroids = F.normalize(tokens, dim=-1), F.normalize(centroids, dim=-1)

@@ -127,7 +127,8 @@ class Benchmarks:
         except UserError as error:
             self.missing.add(row.task)
             self.rows.append(BenchmarkRow(attention="", kind="missing", task=row.task, error=first_line(error)))
-            print(f"NOT MEASURED: {first_line(error)}")
+            left = len(self.config.eval.tasks) - len(self.missing)
+            print(f"NOT MEASURED: {row.task}: {first_line(error)}; the other {left} of eval.tasks run")
             return None
         self.runners[row.task] = runner
         began = time.perf_counter()

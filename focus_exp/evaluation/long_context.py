@@ -28,7 +28,7 @@ def windows_of(
     """
     longest = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     if longest is not None and length > longest:
-        raise UserError(f"{KIND}@{length} exceeds the {longest} positions of the model")
+        raise UserError(f"{length} tokens exceed the {longest} positions of the model")
     windows = Blocks(blocks.stream, length, bos=blocks.bos, cross_documents=False)
     wanted = len(windows)
     if eval_config.max_windows is not None:

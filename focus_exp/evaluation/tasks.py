@@ -64,9 +64,9 @@ def load_task(name: str, config: Config, cache: Path) -> LoadedTask:
         # whatever a task's own code, the data sets library or the network make of a missing data set
         except (OSError, ValueError, KeyError, RuntimeError, datasets.exceptions.DatasetsError) as error:
             reason = (str(error).strip().splitlines() or ["no reason given"])[0]
-            raise UserError(f"{name} cannot be loaded: {type(error).__name__}: {reason}") from error
+            raise UserError(f"{type(error).__name__}: {reason}") from error
     if name not in {*loaded["tasks"], *(n for n, g in loaded["groups"].items() if g.has_aggregation)}:
-        raise UserError(f"{name} has no score of its own; name its tasks: {', '.join(loaded['tasks'])}")
+        raise UserError(f"it has no score of its own; name its tasks: {', '.join(loaded['tasks'])}")
     return LoadedTask(name, loaded, "; ".join(dict.fromkeys(sources)))
 
 
