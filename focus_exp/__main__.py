@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import errno
+import importlib
 import io
 import logging
 import os
@@ -59,18 +60,7 @@ def run_job(composed: DictConfig) -> None:
 def execute(config: Config) -> None:
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     # imported here, so that --help and bad configurations do not wait for torch
-    if config.job == "train":
-        from focus_exp.jobs.train import train
-
-        train(config)
-    elif config.job == "bench":
-        from focus_exp.jobs.bench import bench
-
-        bench(config)
-    else:
-        from focus_exp.jobs.evaluate import evaluate
-
-        evaluate(config)
+    importlib.import_module(f"focus_exp.jobs.{config.job}").__dict__[config.job](config)
 
 
 def main() -> int:

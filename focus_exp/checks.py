@@ -10,7 +10,8 @@ from omegaconf import DictConfig, OmegaConf
 from focus_exp.config import Config
 from focus_exp.errors import UserError
 
-JOBS = ("train", "evaluate", "bench")
+# each a module of that name in jobs/, with a function of that name
+JOBS = ("train", "evaluate", "bench", "build_tasks")
 CHOICES = {
     "job": JOBS,
     "assets": ("auto", "hub", "embedded"),

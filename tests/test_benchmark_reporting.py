@@ -6,7 +6,6 @@ from dataclasses import replace
 
 import pytest
 
-from focus_exp.reporting import benchmark_rows, tables
 from focus_exp.reporting.benchmark_findings import benchmark_findings, telling
 from focus_exp.reporting.benchmark_rows import BenchmarkRow
 from focus_exp.reporting.benchmarks import benchmark_table
@@ -45,8 +44,7 @@ def control(task: str, difference: float, half: float = 0.05, **fields) -> Bench
     return hard(task, difference, half, **{**named, "distant_pairs_kept": 0.0, **fields})
 
 
-def test_five_per_cent_means_the_same_for_every_table():
-    assert benchmark_rows.ENGAGED == tables.ENGAGED
+def test_from_five_per_cent_on_a_mask_is_engaged():
     assert [hard("t", 0, ledger={"pairs_removed": share}).engaged for share in (0.0499, 0.05)] == [False, True]
     assert base("t").engaged is None and hard("t", 0, kind="trained").engaged is None
 

@@ -8,6 +8,7 @@ from itertools import islice
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from running import run
 from transformers import AutoTokenizer
 
 from focus_exp.assets import cache_root
@@ -18,6 +19,8 @@ from focus_exp.data.long_range_items import CHOICES, CONTINUATION_WORDS, CUE_WOR
 from focus_exp.errors import UserError
 from focus_exp.models.embedded import embedded_folder
 from focus_exp.models.random import byte_tokenizer
+
+DIGEST = "be34e310ee838351ab70c4aeace94ecd472ada6ae59ffbfef7813c82e8c00eaf"
 
 
 def write_book(seed: int, sentences: int = 700) -> Book:
@@ -174,7 +177,7 @@ def test_a_passage_has_room_for_what_it_holds(tmp_path, books):
 @pytest.mark.real
 def test_the_suite_of_the_books_is_the_one_that_records_name():
     suite = build_suite(cache_root(None), 128)
-    assert suite.digest == "be34e310ee838351ab70c4aeace94ecd472ada6ae59ffbfef7813c82e8c00eaf"
+    assert suite.digest == DIGEST
     assert {item["book"] for item in suite.items("last_word")} <= {w for works in WORKS["test"].values() for w in works}
     assert all(len(suite.items(task)) == ITEMS for task in MAKERS)
 
@@ -191,3 +194,10 @@ def test_requests_have_four_windows_of_tokens_and_fit_the_models_of_the_paper():
         len(tokenizer(answer)["input_ids"]) for item in items for answer in item.get("choices", [item.get("target")])
     )
     assert min(lengths) >= 4 * 128 and max(lengths) + longest <= 1024
+
+
+@pytest.mark.real
+def test_a_command_builds_the_suite_and_says_its_hash():
+    result = run("job=build_tasks", "eval.suite_window=128")
+    assert result.code == 0, result.err
+    assert f"sha256 {DIGEST}" in result.out

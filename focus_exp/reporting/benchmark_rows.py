@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass, field
 from typing import Literal
 
-ENGAGED = 0.05
+from focus_exp.reporting.rows import ENGAGED
 
 
 @dataclass(kw_only=True)

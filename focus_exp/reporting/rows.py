@@ -6,6 +6,9 @@ import math
 from dataclasses import dataclass, field
 from typing import Literal, TypedDict
 
+# a mask that removes a smaller share of the pairs is not engaged: the score is full attention's by construction
+ENGAGED = 0.05
+
 
 class PositionBin(TypedDict):
     """Mean loss of the tokens at positions start <= p < end of their window. nll: nats per token."""

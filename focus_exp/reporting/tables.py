@@ -13,9 +13,8 @@ from rich.table import Table as RichTable
 from rich.text import Text
 
 from focus_exp.reporting.record import Record
-from focus_exp.reporting.rows import Row
+from focus_exp.reporting.rows import ENGAGED, Row
 
-ENGAGED = 0.05
 ABSENT = "-"
 COLUMNS = [
     "attention",

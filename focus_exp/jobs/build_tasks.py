@@ -1,0 +1,14 @@
+"""job=build_tasks: write the long-range suite, whose items come from the held-out books, and name it by its hash."""
+
+from __future__ import annotations
+
+from focus_exp.assets import cache_root
+from focus_exp.config import Config
+from focus_exp.data.long_range import build_suite
+
+
+def build_tasks(config: Config) -> None:
+    """The suite that looks beyond `eval.suite_window` tokens, or beyond the attention's window."""
+    window = config.eval.suite_window or config.attention.window
+    suite = build_suite(cache_root(config.cache_dir), window)
+    print(f"long-range suite for a window of {window}: {suite.folder}\nsha256 {suite.digest}")
