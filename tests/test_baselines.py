@@ -772,31 +772,31 @@ def composed(name: str) -> AttentionConfig:
 @pytest.mark.parametrize("name", sorted(path.stem for path in CONF.glob("*.yaml") if path.stem != "full"))
 def test_every_configuration_builds_its_method(name):
     config = composed(name)
-    options = method_options(config)
+    options = method_options(config, 0)
     assert config.name == name
     assert type(build(config.method, shape(size=64), **options)) is METHODS[config.method]
-    assert all(options[key] == getattr(config, key) for key in options)
+    assert all(value == getattr(config, key, 0) for key, value in options.items())  # and the seed
 
 
 @pytest.mark.parametrize(
     ("name", "taken"),
     [
         ("window", {"window", "sinks"}),
-        ("random_groups", {"groups", "window", "sinks", "top_k", "pair_rule"}),
+        ("random_groups", {"groups", "window", "sinks", "top_k", "pair_rule", "seed"}),
         ("sparq_mean", {"components", "tokens_kept", "recent_tokens", "reallocate"}),
-        ("magicpig", {"hash_bits", "hash_tables", "recent_tokens", "sinks"}),
+        ("magicpig", {"hash_bits", "hash_tables", "recent_tokens", "sinks", "seed"}),
     ],
 )
 def test_a_method_gets_the_options_that_it_takes(name, taken):
-    assert set(method_options(composed(name))) == taken
+    assert set(method_options(composed(name), 0)) == taken
 
 
 def test_what_a_configuration_says_reaches_the_method():
     config = composed("sparq_mean")
     config.tokens_kept = 21
-    method = build(config.method, shape(size=64), **method_options(config))
+    method = build(config.method, shape(size=64), **method_options(config, 0))
     assert isinstance(method, SparQ) and method.reallocate and method.tokens_kept == 21
-    assert not build("sparq", shape(size=64), **method_options(composed("sparq"))).reallocate
+    assert not build("sparq", shape(size=64), **method_options(composed("sparq"), 0)).reallocate
 
 
 def test_every_method_can_be_asked_for_by_name():

@@ -94,7 +94,11 @@ def problems(draw: st.DrawFn) -> Problem:
     g = random_assignment(draw(st.sampled_from(["spread", "giant", "empty", "tied"])), batch, length, groups)
     selection = select(g, draw(st.integers(1, min(3, groups))), draw(st.sampled_from(["query_topk", "share"])))
     sequence = random_sequence(draw(st.sampled_from(["plain", "left", "right"])), batch, length)
-    options = {"window": draw(st.sampled_from([0, 5, 70, 200])), "sinks": draw(st.integers(0, 4)), "scaling": 0.3}
+    options = {
+        "window": draw(st.sampled_from([0, 5, 70, 200])),
+        "sinks": draw(st.integers(0, 4)),
+        "scaling": size**-0.5,
+    }
     return Problem(q, k, v, selection, sequence, options)
 
 

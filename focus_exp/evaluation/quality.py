@@ -145,7 +145,7 @@ class Quality:
     def score(self, row: Row) -> Scores | None:
         try:
             return score(self.model, self.blocks, self.indices, self.config.eval.batch_size, self.precision, row.name)
-        except (RuntimeError, torch.OutOfMemoryError) as error:
+        except (RuntimeError, ValueError, torch.OutOfMemoryError) as error:  # ValueError: a method refuses the model
             reason = str(error).strip() or "no reason given"
             row.error = f"{type(error).__name__}: {reason.splitlines()[0]}"
             log.error("%s failed: %s", row.name, row.error)

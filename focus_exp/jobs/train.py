@@ -104,7 +104,7 @@ def check_length(model: PreTrainedModel, key: str, length: int, name: str) -> No
 def attach_method(model: PreTrainedModel, config: Config, precision: Precision) -> None:
     if config.attention.method != "full":
         pl.seed_everything(config.seed, verbose=False)
-        attach(model, config.attention.method, **method_options(config.attention))
+        attach(model, config.attention.method, **method_options(config.attention, config.seed))
         set_backend(model, config, precision, max(config.eval.window, config.data.block_size))
     if config.regime.trains("lora"):
         budget = router_parameters(model, config.attention.groups, config.attention.routing_dim)
@@ -117,10 +117,10 @@ def attach_method(model: PreTrainedModel, config: Config, precision: Precision) 
         )
 
 
-def method_options(attention: AttentionConfig) -> dict[str, Any]:
-    """The options of attention.* that the method itself takes."""
+def method_options(attention: AttentionConfig, seed: int) -> dict[str, Any]:
+    """The options of attention.* that the method itself takes, and the seed where it draws anything."""
     taken = inspect.signature(METHODS[attention.method]).parameters
-    return {key: value for key, value in asdict(attention).items() if key in taken}
+    return {key: value for key, value in (asdict(attention) | {"seed": seed}).items() if key in taken}
 
 
 def fit(run: Run, model: PreTrainedModel, blocks: Blocks, precision: Precision) -> None:
@@ -154,7 +154,7 @@ def fit(run: Run, model: PreTrainedModel, blocks: Blocks, precision: Precision) 
     if routed:
         calibrate(model, sample_blocks(blocks, config.attention.calibration_blocks, config.seed + 2), precision)
         record.layers = attachment_of(model).layers
-        record.method |= method_options(config.attention)
+        record.method |= method_options(config.attention, config.seed)
         extra = {"trained_with": config.model.name, "substitution": record.model.get("substitution")}
         save_adapter(model, run.folder / "adapter", {**extra, "steps": trained.steps, "tokens": trained.tokens})
     if config.regime.trains("lora"):

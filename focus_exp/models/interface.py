@@ -92,9 +92,9 @@ def routed_attention(
     if sliding_window is not None and attention_mask is not None:
         sequence = replace(sequence, masked=True)
     method: AttentionMethod = module.focus  # type: ignore[assignment]
-    for observer in method.observers:
-        observer(method.shape.index, method, selection, sequence)
     out = method.attend(query, key, value, selection, sequence, scaling=scaling, softcap=softcap, dropout=dropout)
+    for observer in method.observers:  # now, because some methods choose their pairs while they attend
+        observer(method.shape.index, method, selection, sequence)
     return out.transpose(1, 2).contiguous(), None
 
 

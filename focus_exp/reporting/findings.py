@@ -17,7 +17,7 @@ def findings(record: Record) -> list[str]:
     hard = configured_row(record)
     return [
         *_run(record, hard),
-        *_trained(record),
+        *_adaptations(record),
         *(_verdict(record, hard) if hard else []),
         *(_gap(record, hard) if hard else []),
         *(_controls(record, hard) if hard else []),
@@ -63,25 +63,28 @@ def _run(record: Record, hard: Row | None) -> list[str]:
         return said
     if record.steps == 0 and record.method.get("trainable_parameters"):
         said.append("Nothing was trained in this run.")
-    if hard is None and not any(_is_configured(record, row) for row in record.rows):
+    if method == "focus" and hard is None and not any(_is_configured(record, row) for row in record.rows):
         top_k, rule = record.setting("attention", "top_k"), record.setting("attention", "pair_rule")
         said.append(f"There is no row for {method} at its configured k={top_k} under the rule {rule}: no verdict.")
     return said
 
 
-def _trained(record: Record) -> list[str]:
-    """Adaptations that keep every pair: LoRA, full fine-tuning."""
+def _adaptations(record: Record) -> list[str]:
+    """What has no router to judge: LoRA, full fine-tuning, other attention methods."""
     said = []
+    method = record.setting("attention", "method", "full")
     for row in record.rows:
-        if row.kind != "trained" or row.delta_nll is None or record.base is None:
+        other = row.kind == "control" and row.method == method
+        if not (row.kind == "trained" or other) or row.delta_nll is None or record.base is None:
             continue
         outcome = _outcome(row.delta_nll, row.delta_low, row.delta_high, ("better than", "worse than"))
         change = _change(row.delta_nll, row.delta_low, row.delta_high)
         count = record.method.get("trainable_parameters") or 0
+        pairs = f"removes {share_text(row.pairs_removed)} of the pairs" if other else "keeps every pair"
         said.append(
             f"{row.name}: {outcome} the base, perplexity {perplexity_text(row.perplexity)} against "
-            f"{perplexity_text(record.base.perplexity)} ({change}); {count:,} parameters trained on "
-            f"{record.tokens_seen:,} tokens. It keeps every pair and saves no attention work."
+            f"{perplexity_text(record.base.perplexity)} ({change}); it {pairs}; {count:,} parameters were trained on "
+            f"{record.tokens_seen:,} tokens."
         )
     return said
 
