@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,12 +16,12 @@ from focus_exp.attention.parts import Tokens, parts
 from focus_exp.attention.selection import Selection, Sequence
 from focus_exp.attention.sparse import operands
 from focus_exp.reporting.rows import SpeedRow
-from focus_exp.speed.timing import PeakMemory, Work, alternate, clock
+from focus_exp.speed.timing import PeakMemory, Work, alternate, clock, in_fresh_process
 from focus_exp.speed.workload import Groups, Shape, Tensors, full_attention, largest_group, layer_method, pairs_kept
 
 ROUND_SECONDS = 20.0  # where a round takes longer than its share of this, there are fewer rounds
 LEAST_REPEATS = 3
-MEMORY_ROUNDS = 3
+MEMORY_FROM = 4096  # tokens below which a layer holds too little to be told from noise
 
 
 @dataclass(frozen=True)
@@ -66,6 +67,14 @@ class Contender:
         self.method.route(tensors.hidden, self.sequence)
         return self.attend(tensors, self.selection)
 
+    def step(self, tensors: Tensors) -> None:
+        """Forward and backward, down to q, k, v and the assignment."""
+        self.method.route(tensors.hidden, self.sequence)
+        assert self.selection.assignment is not None
+        trained = self.selection.assignment.detach().requires_grad_()
+        out = self.attend(tensors, replace(self.selection, assignment=trained))
+        torch.autograd.grad(out, (tensors.q, tensors.k, tensors.v, trained), torch.ones_like(out))
+
     def attend(self, tensors: Tensors, selection: Selection) -> Tensor:
         return self.method.attend(tensors.q, tensors.k, tensors.v, selection, self.sequence, scaling=self.layer.scaling)
 
@@ -95,73 +104,75 @@ class Contender:
         )  # fmt: skip
 
 
-@torch.no_grad()
 def attention_rows(layer: Layer, length: int, groupings: list[Groups]) -> Iterator[SpeedRow]:
     """Clocks "kernels" and "attention" at one length, all groupings in turn with full attention."""
-    memory = PeakMemory(layer.device)
-    tensors = Tensors.random(layer.shape, length, layer.dtype, layer.device)
-    name, full = full_attention(tensors, layer.device)
-    contenders = [Contender.of(layer, groups, tensors) for groups in groupings]
-    works = {"full": full}
-    for number, contender in enumerate(contenders):
-        works[f"{number} attention"] = lambda contender=contender: contender.attention(tensors)  # type: ignore[misc]
-        works[f"{number} kernels"] = contender.kernels(tensors)
-    repeats = affordable(full, layer)
-    seconds = alternate(works, repeats, layer.device)
-    works = {key: work for key, work in works.items() if not key.endswith("kernels")}  # they hold gathered tokens
-    peaks = peaks_of(works, memory)
+    with torch.no_grad():
+        tensors = Tensors.random(layer.shape, length, layer.dtype, layer.device)
+        name, full = full_attention(tensors, layer.device)
+        contenders = [Contender.of(layer, groups, tensors) for groups in groupings]
+        works = {"full": full}
+        for number, contender in enumerate(contenders):
+            works[f"{number} attention"] = partial(contender.attention, tensors)
+            works[f"{number} kernels"] = contender.kernels(tensors)
+        repeats = affordable(full, layer)
+        seconds = alternate(works, repeats, layer.device)
+        peaks = peaks_of(layer, length, groupings, backward=False)
     for number, contender in enumerate(contenders):
         for which in ("attention", "kernels"):
+            peak = {"full_peak_bytes": peaks[0], "focus_peak_bytes": peaks[1 + number]} if which == "attention" else {}
             yield contender.row(
                 which, length, full_kernel=name, repeats=repeats, full_seconds=seconds["full"],
-                focus_seconds=seconds[f"{number} {which}"],
-                full_peak_bytes=peaks["full"] if which == "attention" else None,
-                focus_peak_bytes=peaks[f"{number} attention"] if which == "attention" else None,
+                focus_seconds=seconds[f"{number} {which}"], **peak,
             )  # fmt: skip
 
 
 def attention_step_rows(layer: Layer, length: int, groupings: list[Groups]) -> Iterator[SpeedRow]:
     """Clock "attention step": forward and backward of q, k, v and, for Focus, of what the router assigned."""
-    memory = PeakMemory(layer.device)
     tensors = Tensors.random(layer.shape, length, layer.dtype, layer.device).with_grad()
     name, full = full_attention(tensors, layer.device)
     contenders = [Contender.of(layer, groups, tensors) for groups in groupings]
-
-    def step(forward: Work) -> Work:
-        def work() -> None:
-            out = forward()
-            assert isinstance(out, Tensor)
-            torch.autograd.grad(out, (tensors.q, tensors.k, tensors.v), torch.ones_like(out))
-
-        return work
-
-    def focus(contender: Contender) -> Work:
-        assignment = contender.groups.selection(length, layer.device).assignment
-        assert assignment is not None
-
-        def work() -> None:
-            contender.method.route(tensors.hidden, contender.sequence)
-            trained = assignment.detach().requires_grad_()
-            out = contender.attend(tensors, replace(contender.selection, assignment=trained))
-            torch.autograd.grad(out, (tensors.q, tensors.k, tensors.v, trained), torch.ones_like(out))
-
-        return work
-
-    works = {"full": step(full), **{str(n): focus(contender) for n, contender in enumerate(contenders)}}
+    works = {"full": partial(full_step, full, tensors)}
+    works |= {str(number): partial(contender.step, tensors) for number, contender in enumerate(contenders)}
     repeats = affordable(works["full"], layer)
     seconds = alternate(works, repeats, layer.device)
-    peaks = peaks_of(works, memory)
+    peaks = peaks_of(layer, length, groupings, backward=True)
     for number, contender in enumerate(contenders):
         yield contender.row(
             "attention step", length, full_kernel=name, repeats=repeats, full_seconds=seconds["full"],
-            focus_seconds=seconds[str(number)], full_peak_bytes=peaks["full"], focus_peak_bytes=peaks[str(number)],
+            focus_seconds=seconds[str(number)], full_peak_bytes=peaks[0], focus_peak_bytes=peaks[1 + number],
         )  # fmt: skip
 
 
-def peaks_of(works: dict[str, Work], memory: PeakMemory) -> dict[str, int | None]:
-    """The least of some peaks of each work: what an allocator keeps beside what is needed is not the work's."""
-    rounds = [{key: memory.of(work) for key, work in works.items()} for _ in range(MEMORY_ROUNDS)]
-    return {key: min((found[key] or 0 for found in rounds), default=0) or None for key in works}
+def full_step(forward: Work, tensors: Tensors) -> None:
+    out = forward()
+    assert isinstance(out, Tensor)
+    torch.autograd.grad(out, (tensors.q, tensors.k, tensors.v), torch.ones_like(out))
+
+
+def peaks_of(layer: Layer, length: int, groupings: list[Groups], backward: bool) -> list[int | None]:
+    """Peak bytes of full attention and of Focus with each grouping; unknown where it is too little to be told."""
+    if length < MEMORY_FROM:
+        return [None] * (1 + len(groupings))
+    # a CPU's allocator keeps what others have freed, and hands out the pieces
+    measure = partial(in_fresh_process, peak) if layer.device.type == "cpu" else peak
+    return [measure(layer, length, groups, backward) for groups in (None, *groupings)]
+
+
+def peak(layer: Layer, length: int, groups: Groups | None, backward: bool) -> int | None:
+    """Peak bytes of one work, inputs included; `groups` None is full attention."""
+    memory = PeakMemory(layer.device)
+    tensors = Tensors.random(layer.shape, length, layer.dtype, layer.device)
+    tensors = tensors.with_grad() if backward else tensors
+    work: Work
+    if groups is None:
+        full = full_attention(tensors, layer.device)[1]
+        work = partial(full_step, full, tensors) if backward else full
+    else:
+        contender = Contender.of(layer, groups, tensors)
+        work = partial(contender.step if backward else contender.attention, tensors)
+    with torch.set_grad_enabled(backward):
+        memory.of(work)  # what stays for good, as the threads' own memory, is not the work's
+        return memory.of(work)
 
 
 def affordable(full: Work, layer: Layer) -> int:

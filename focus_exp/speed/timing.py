@@ -7,13 +7,17 @@ import gc
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
+from multiprocessing import get_context
 from pathlib import Path
 from statistics import median
+from typing import Any, TypeVar
 
 import torch
 
 Work = Callable[[], object]
+Result = TypeVar("Result")
 
 
 def alternate(works: Mapping[str, Work], repeats: int, device: torch.device) -> dict[str, float]:
@@ -43,6 +47,12 @@ def device_name(device: torch.device) -> str:
 def synchronize(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
+
+
+def in_fresh_process(function: Callable[..., Result], *arguments: Any) -> Result:
+    """What `function`, a module's own, returns in a process that has done nothing before."""
+    with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
+        return pool.submit(function, *arguments).result()
 
 
 class PeakMemory:
