@@ -160,19 +160,25 @@ def peaks_of(layer: Layer, length: int, groupings: list[Groups], backward: bool)
 
 def peak(layer: Layer, length: int, groups: Groups | None, backward: bool) -> int | None:
     """Peak bytes of one work, inputs included; `groups` None is full attention."""
-    memory = PeakMemory(layer.device)
+    with torch.set_grad_enabled(backward):
+        # what libraries keep for good once they have run is not the work's
+        work_on(layer, random_tensors(layer, min(length, MEMORY_FROM), backward), groups, backward)()
+        memory = PeakMemory(layer.device)
+        tensors = random_tensors(layer, length, backward)
+        return memory.of(work_on(layer, tensors, groups, backward))
+
+
+def random_tensors(layer: Layer, length: int, backward: bool) -> Tensors:
     tensors = Tensors.random(layer.shape, length, layer.dtype, layer.device)
-    tensors = tensors.with_grad() if backward else tensors
-    work: Work
+    return tensors.with_grad() if backward else tensors
+
+
+def work_on(layer: Layer, tensors: Tensors, groups: Groups | None, backward: bool) -> Work:
     if groups is None:
         full = full_attention(tensors, layer.device)[1]
-        work = partial(full_step, full, tensors) if backward else full
-    else:
-        contender = Contender.of(layer, groups, tensors)
-        work = partial(contender.step if backward else contender.attention, tensors)
-    with torch.set_grad_enabled(backward):
-        memory.of(work)  # what stays for good, as the threads' own memory, is not the work's
-        return memory.of(work)
+        return partial(full_step, full, tensors) if backward else full
+    contender = Contender.of(layer, groups, tensors)
+    return partial(contender.step if backward else contender.attention, tensors)
 
 
 def affordable(full: Work, layer: Layer) -> int:
