@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from focus_exp.attention.reference import straight_through
-from focus_exp.attention.selection import Selection, Sequence, always_visible, permitted, row_blocks, same_group
+from focus_exp.attention.selection import Selection, Sequence, always_visible, permitted_or_self, row_blocks, same_group
 
 
 def blocked_attention(
@@ -36,9 +36,7 @@ def blocked_attention(
     for rows in row_blocks(q.shape[2], block):
         length = rows.stop
         visible = always_visible(sequence, rows, length, window, sinks)
-        diagonal = torch.arange(length, device=q.device) == torch.arange(rows.start, length, device=q.device)[:, None]
-        # a padding query sees at least itself, so that no row of the softmax is empty
-        keep = permitted(sequence, rows, length) | diagonal
+        keep = permitted_or_self(sequence, rows, length)
         affinity = None if g is None else g[:, rows] @ g[:, :length].transpose(-1, -2)
         log_gate = None
         if soft and affinity is not None:

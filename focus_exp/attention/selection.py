@@ -84,6 +84,21 @@ def permitted(sequence: Sequence, rows: slice, length: int) -> Tensor:
     return mask if sequence.valid is None else mask & sequence.valid[:, None, :length]
 
 
+def permitted_or_self(sequence: Sequence, rows: slice, length: int) -> Tensor:
+    """`permitted`, and every query itself: padding queries too, so that no row of a softmax is empty."""
+    device = sequence.start.device
+    i, j = torch.arange(rows.start, rows.stop, device=device), torch.arange(length, device=device)
+    return permitted(sequence, rows, length) | (i[:, None] == j)
+
+
+def real_pairs(sequence: Sequence, rows: slice) -> Tensor:
+    """`[B, rows, S]` bool: what the base model lets these queries see of the keys up to their end, padding left out."""
+    seen = permitted(sequence, rows, rows.stop)
+    if sequence.valid is not None:
+        seen = seen & sequence.valid[:, rows, None] & sequence.valid[:, None, : rows.stop]
+    return seen.expand(len(sequence.start), -1, -1)
+
+
 def same_group(selection: Selection, rows: slice, length: int) -> Tensor:
     """`[B, rows, T]` bool: query and key share a group under the selection's memberships."""
     assert selection.query_groups is not None and selection.key_groups is not None
@@ -105,6 +120,11 @@ class PairCounts:
     distant: int
     distant_kept: int
 
+    @property
+    def share_kept(self) -> float:
+        """Of all pairs."""
+        return (self.total - self.distant + self.distant_kept) / self.total
+
 
 def count_pairs(
     selection: Selection | None, sequence: Sequence, window: int, sinks: int, block: int = 512
@@ -117,11 +137,9 @@ def count_pairs(
         return count_plain_pairs(selection, sequence, window, sinks)
     total = distant = kept = 0
     for rows in row_blocks(sequence.start.shape[1], block):
-        seen = permitted(sequence, rows, rows.stop)
-        if sequence.valid is not None:
-            seen = seen & sequence.valid[:, rows, None] & sequence.valid[:, None, : rows.stop]
+        seen = real_pairs(sequence, rows)
         far = seen & ~always_visible(sequence, rows, rows.stop, window, sinks)
-        total += int(seen.expand_as(far).sum())
+        total += int(seen.sum())
         distant += int(far.sum())
         if selection is None:
             kept += int(far.sum())

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from focus_exp.attention.kernels import Kernel
+from focus_exp.attention.kernels import Kernel, Whole
 from focus_exp.attention.parts import Part, Rows, Stretches, Tokens, parts, rows_of, ungated_parts
 from focus_exp.attention.selection import Selection, Sequence
 
@@ -95,9 +95,9 @@ class SparseAttention(torch.autograd.Function):
                 add(total, index, gradient[..., : q.shape[-1]])
             if gates and part.gated:
                 gates.add(part, gradients)
-        for part in ungated_parts(plan.tokens, plan.kernel, plan.window) if gates else ():
-            assert gates is not None
-            gates.add(part, backward.part(part, gates.marks(part)), sign=-1)
+        if gates:
+            for part in ungated_parts(plan.tokens, plan.kernel, plan.window):
+                gates.add(part, backward.part(part, gates.marks(part)), sign=-1)
         dq, dk, dv = (total.to(x.dtype) for total, x in zip(sums, (q, k, v), strict=True))
         return dq, dk, dv, None if gates is None else gates.total.to(assignment.dtype), None
 
@@ -119,10 +119,8 @@ class Backward:
         extra = queries.shape[-1] - self.q.shape[-1]
         targets = part.queries if part.targets is None else part.targets
         grad, out, lse = (blocks_of(x, targets, len(queries)) for x in (self.grad, self.out, self.lse))
-        return part.kernel.backward(
-            F.pad(grad, (0, extra)), queries, keys, values, F.pad(out, (0, extra)), lse,
-            part.meeting, self.plan.scaling, self.plan.softcap,
-        )  # fmt: skip
+        whole = Whole(F.pad(grad, (0, extra)), F.pad(out, (0, extra)), lse)
+        return part.kernel.backward(queries, keys, values, whole, part.meeting, self.plan.scaling, self.plan.softcap)
 
 
 class GateGradient:

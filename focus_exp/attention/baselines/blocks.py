@@ -14,24 +14,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from focus_exp.attention.blocked import masked_attention
-from focus_exp.attention.selection import Sequence, permitted, row_blocks
+from focus_exp.attention.selection import Sequence, permitted_or_self, row_blocks
 
 BLOCK = 256
-
-
-def visible(sequence: Sequence, rows: slice) -> Tensor:
-    """`[B or 1, t, S]` bool: what the base model lets these queries see, and themselves, so that padding sees too."""
-    device = sequence.start.device
-    i, j = torch.arange(rows.start, rows.stop, device=device), torch.arange(rows.stop, device=device)
-    return permitted(sequence, rows, rows.stop) | (i[:, None] == j)
-
-
-def counted(sequence: Sequence, rows: slice) -> Tensor:
-    """`[B, t, S]` bool: the pairs of real tokens that the base model sees."""
-    seen = permitted(sequence, rows, rows.stop)
-    if sequence.valid is not None:
-        seen = seen & sequence.valid[:, rows, None] & sequence.valid[:, None, : rows.stop]
-    return seen.expand(len(sequence.start), -1, -1)
 
 
 def kept_attention(
@@ -48,7 +33,7 @@ def kept_attention(
     """Output `[B, H, T, D]` of the pairs that `keeps` `[B, 1 or H, t, S]` leaves of a block of queries."""
     outputs = []
     for rows in row_blocks(q.shape[2], BLOCK):
-        keep = keeps(rows) & visible(sequence, rows)[:, None]
+        keep = keeps(rows) & permitted_or_self(sequence, rows, rows.stop)[:, None]
         keys, values = k[:, :, : rows.stop], v[:, :, : rows.stop]
         if keep.shape[1] > 1:  # a mask per head needs keys per head
             keys, values = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (keys, values))
@@ -91,7 +76,9 @@ def query_blocks(q: Tensor, k: Tensor, v: Tensor, sequence: Sequence) -> Iterato
     q, k, v = grouped(q, k.shape[1]).to(precision), k.unsqueeze(2).to(precision), v.unsqueeze(2).to(precision)
     for rows in row_blocks(q.shape[3], BLOCK):
         keys, values = k[..., : rows.stop, :], v[..., : rows.stop, :]
-        yield QueryBlock(rows, q[..., rows, :], keys, values, visible(sequence, rows)[:, None, None])
+        yield QueryBlock(
+            rows, q[..., rows, :], keys, values, permitted_or_self(sequence, rows, rows.stop)[:, None, None]
+        )
 
 
 def grouped(q: Tensor, groups: int) -> Tensor:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from focus_exp.attention.baselines.blocks import counted, kept_attention
+from focus_exp.attention.baselines.blocks import kept_attention
 from focus_exp.attention.method import AttentionMethod, LayerShape
-from focus_exp.attention.selection import PairCounts, Selection, Sequence, always_visible, row_blocks
+from focus_exp.attention.selection import PairCounts, Selection, Sequence, always_visible, real_pairs, row_blocks
 
 
 class Longformer(AttentionMethod):
@@ -72,7 +72,7 @@ class Longformer(AttentionMethod):
         """Summed over heads where heads differ; distant are the pairs that not every head keeps."""
         total = distant = kept = 0
         for rows in row_blocks(sequence.start.shape[1], 512):
-            seen, keep = counted(sequence, rows)[:, None], self.keeps(sequence, rows)
+            seen, keep = real_pairs(sequence, rows)[:, None], self.keeps(sequence, rows)
             far = seen & ~keep.all(1, keepdim=True)
             total += int(seen.sum()) * keep.shape[1]
             distant += int(far.sum()) * keep.shape[1]

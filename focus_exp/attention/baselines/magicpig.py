@@ -9,9 +9,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from focus_exp.attention.baselines.blocks import counted, grouped, query_blocks
+from focus_exp.attention.baselines.blocks import grouped, query_blocks
 from focus_exp.attention.method import AttentionMethod, LayerShape
-from focus_exp.attention.selection import PairCounts, Selection, Sequence, always_visible
+from focus_exp.attention.selection import PairCounts, Selection, Sequence, always_visible, real_pairs
 
 MOST_BITS = 15  # of a code in int16
 
@@ -96,7 +96,7 @@ class MagicPIG(AttentionMethod):
                     near = always_visible(sequence, rows, rows.stop, self.window, self.sinks)[:, None, None]
                     keep = near | agree_twice(query_codes[..., rows], key_codes[..., : rows.stop])
                     probability = self.probability(block.q, centred[..., : rows.stop, :]).masked_fill(near, 1.0)
-                    pairs = counted(sequence, rows)[:, None, None]
+                    pairs = real_pairs(sequence, rows)[:, None, None]
                     total += int(pairs.sum()) * self.shape.heads
                     distant += int((pairs & ~near).sum()) * self.shape.heads
                     kept += int((pairs & ~near & keep).sum())

@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from focus_exp.attention.baselines.blocks import BLOCK, grouped, visible
+from focus_exp.attention.baselines.blocks import BLOCK, grouped
 from focus_exp.attention.method import AttentionMethod, LayerShape
-from focus_exp.attention.selection import PairCounts, Selection, Sequence, count_pairs, row_blocks
+from focus_exp.attention.selection import PairCounts, Selection, Sequence, count_pairs, permitted_or_self, row_blocks
 
 
 class Performer(AttentionMethod):
@@ -95,7 +95,7 @@ def favor(a: Tensor, b: Tensor, v: Tensor, sequence: Sequence, pairwise: bool) -
     for rows in row_blocks(v.shape[3], BLOCK):
         first = 0 if pairwise else rows.start
         keys = slice(first, rows.stop)
-        keep = visible(sequence, rows)[:, None, None, :, first:]
+        keep = permitted_or_self(sequence, rows, rows.stop)[:, None, None, :, first:]
         scale = size[..., keys, :].transpose(-1, -2).masked_fill(~keep, float("-inf"))  # [B, G, 1, t, S]
         top = torch.maximum(scale.amax(-1, keepdim=True), peak)
         query = phi_q[..., rows, :]

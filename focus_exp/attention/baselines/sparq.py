@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from focus_exp.attention.baselines.blocks import QueryBlock, counted, query_blocks
+from focus_exp.attention.baselines.blocks import QueryBlock, query_blocks
 from focus_exp.attention.method import AttentionMethod, LayerShape
-from focus_exp.attention.selection import PairCounts, Selection, Sequence, always_visible, row_blocks
+from focus_exp.attention.selection import PairCounts, Selection, Sequence, always_visible, real_pairs, row_blocks
 
 
 class SparQ(AttentionMethod):
@@ -96,7 +96,7 @@ class SparQ(AttentionMethod):
         read `components` of the D numbers of their keys."""
         total = distant = kept = 0
         for rows in row_blocks(sequence.start.shape[1], 512):
-            seen = counted(sequence, rows)
+            seen = real_pairs(sequence, rows)
             recent = (seen & always_visible(sequence, rows, rows.stop, self.window, 0)).sum(-1)
             total += int(seen.sum())
             distant += int((seen.sum(-1) - recent).sum())

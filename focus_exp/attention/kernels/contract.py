@@ -50,6 +50,15 @@ class Demand:
     one_group: bool = True  # a token is in one group alone
 
 
+@dataclass(frozen=True)
+class Whole:
+    """What the whole softmax left of a call's queries: `grad`, `out` `[blocks, t, H, D]` and `lse` `[blocks, t, H]`."""
+
+    grad: Tensor
+    out: Tensor
+    lse: Tensor
+
+
 class Kernel(ABC):
     """One exact attention kernel.
 
@@ -75,18 +84,9 @@ class Kernel(ABC):
 
     @abstractmethod
     def backward(
-        self,
-        grad: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        out: Tensor,
-        lse: Tensor,
-        meeting: Meeting,
-        scaling: float,
-        softcap: float | None,
+        self, q: Tensor, k: Tensor, v: Tensor, whole: Whole, meeting: Meeting, scaling: float, softcap: float | None
     ) -> Gradients:
-        """Gradients of q, k, v; `grad`, `out` `[blocks, t, H, D]` and `lse` `[blocks, t, H]` are of whole rows."""
+        """Gradients of q, k, v, given what the whole rows left."""
 
 
 def segments(meeting: Meeting) -> Iterator[slice]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from focus_exp.attention.kernels.contract import Demand, Gradients, Kernel, Meeting, segments
+from focus_exp.attention.kernels.contract import Demand, Gradients, Kernel, Meeting, Whole, segments
 
 
 class CpuFlash(Kernel):
@@ -36,22 +36,14 @@ class CpuFlash(Kernel):
         return o, lse
 
     def backward(
-        self,
-        grad: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        out: Tensor,
-        lse: Tensor,
-        meeting: Meeting,
-        scaling: float,
-        softcap: float | None,
+        self, q: Tensor, k: Tensor, v: Tensor, whole: Whole, meeting: Meeting, scaling: float, softcap: float | None
     ) -> Gradients:
         bias = meeting.bias(q.dtype)
         gradients = []
         for rows in [slice(None)] if bias is not None else segments(meeting):
             parts = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
-                *(x[:, rows].transpose(1, 2) for x in (grad, q, k, v, out)), lse[:, rows].transpose(1, 2),
+                *(x[:, rows].transpose(1, 2) for x in (whole.grad, q, k, v, whole.out)),
+                whole.lse[:, rows].transpose(1, 2),
                 0.0, bias is None, attn_mask=None if bias is None else bias[:, None], scale=scaling,
             )  # fmt: skip
             gradients.append([part.transpose(1, 2) for part in parts])

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from focus_exp.attention.kernels.contract import Demand, Gradients, Kernel, Meeting
+from focus_exp.attention.kernels.contract import Demand, Gradients, Kernel, Meeting, Whole
 
 
 class TorchFlash(Kernel):
@@ -32,22 +32,13 @@ class TorchFlash(Kernel):
         return out[None, ..., : q.shape[-1]], lse.transpose(0, 1)[None]
 
     def backward(
-        self,
-        grad: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        out: Tensor,
-        lse: Tensor,
-        meeting: Meeting,
-        scaling: float,
-        softcap: float | None,
+        self, q: Tensor, k: Tensor, v: Tensor, whole: Whole, meeting: Meeting, scaling: float, softcap: float | None
     ) -> Gradients:
         offsets, longest = variable_lengths(meeting, q.shape[1])
         unused = torch.zeros(2, dtype=torch.uint64, device=q.device)  # the state of a dropout that there is not
         dq, dk, dv = torch.ops.aten._flash_attention_backward(
-            packed(grad), packed(q), packed(k), packed(v), packed(out), lse[0].transpose(0, 1).contiguous(),
-            offsets, offsets, longest, longest, 0.0, False, unused, unused,
+            packed(whole.grad), packed(q), packed(k), packed(v), packed(whole.out),
+            whole.lse[0].transpose(0, 1).contiguous(), offsets, offsets, longest, longest, 0.0, False, unused, unused,
             scale=scaling, window_size_left=left(meeting), window_size_right=0,
         )  # fmt: skip
         return dq[None, ..., : q.shape[-1]], dk[None, ..., : q.shape[-1]], dv[None, ..., : q.shape[-1]]
@@ -75,22 +66,13 @@ class FlashAttn(Kernel):
         return out[None, ..., : q.shape[-1]], lse.transpose(0, 1)[None]
 
     def backward(
-        self,
-        grad: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        out: Tensor,
-        lse: Tensor,
-        meeting: Meeting,
-        scaling: float,
-        softcap: float | None,
+        self, q: Tensor, k: Tensor, v: Tensor, whole: Whole, meeting: Meeting, scaling: float, softcap: float | None
     ) -> Gradients:
         offsets, longest = variable_lengths(meeting, q.shape[1])
         q_, k_, v_ = packed(q), packed(k), packed(v)
         dq, dk, dv = torch.empty_like(q_), torch.empty_like(k_), torch.empty_like(v_)
         flash_attn()._flash_attn_varlen_backward(
-            packed(grad), q_, k_, v_, packed(out), lse[0].transpose(0, 1).contiguous(), dq, dk, dv,
+            packed(whole.grad), q_, k_, v_, packed(whole.out), whole.lse[0].transpose(0, 1).contiguous(), dq, dk, dv,
             offsets, offsets, longest, longest, 0.0, scaling, True, left(meeting), 0, softcap or 0.0, None, False,
         )  # fmt: skip
         return dq[None, ..., : q.shape[-1]], dk[None, ..., : q.shape[-1]], dv[None, ..., : q.shape[-1]]

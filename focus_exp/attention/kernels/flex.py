@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
-from focus_exp.attention.kernels.contract import Demand, Gradients, Kernel, Meeting
+from focus_exp.attention.kernels.contract import Demand, Gradients, Kernel, Meeting, Whole
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
@@ -50,24 +50,15 @@ class Flex(Kernel):
         return out.transpose(1, 2), lse.transpose(1, 2)
 
     def backward(
-        self,
-        grad: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        out: Tensor,
-        lse: Tensor,
-        meeting: Meeting,
-        scaling: float,
-        softcap: float | None,
+        self, q: Tensor, k: Tensor, v: Tensor, whole: Whole, meeting: Meeting, scaling: float, softcap: float | None
     ) -> Gradients:
         """By autograd through the part: its share of the row is e^(part_lse - lse), which both gradients carry."""
         leaves = a, b, c = tuple(x.detach().requires_grad_() for x in (q, k, v))
         with torch.enable_grad():
             part_out, part_lse = self.forward(a, b, c, meeting, scaling, softcap)
-        share = (part_lse.detach() - lse).exp()[..., None]
-        of_out = share * grad.to(share.dtype)
-        of_lse = (of_out * (part_out.detach() - out).to(share.dtype)).sum(-1)
+        share = (part_lse.detach() - whole.lse).exp()[..., None]
+        of_out = share * whole.grad.to(share.dtype)
+        of_lse = (of_out * (part_out.detach() - whole.out).to(share.dtype)).sum(-1)
         dq, dk, dv = torch.autograd.grad((part_out, part_lse), leaves, (of_out.to(part_out.dtype), of_lse))
         return dq, dk, dv
 

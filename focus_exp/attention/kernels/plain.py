@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from focus_exp.attention.kernels.contract import Demand, Gradients, Kernel, Meeting, segments
+from focus_exp.attention.kernels.contract import Demand, Gradients, Kernel, Meeting, Whole, segments
 
 
 class Math(Kernel):
@@ -32,24 +32,17 @@ class Math(Kernel):
         return torch.cat(outputs, 1), torch.cat(sums, 1)
 
     def backward(
-        self,
-        grad: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        out: Tensor,
-        lse: Tensor,
-        meeting: Meeting,
-        scaling: float,
-        softcap: float | None,
+        self, q: Tensor, k: Tensor, v: Tensor, whole: Whole, meeting: Meeting, scaling: float, softcap: float | None
     ) -> Gradients:
         groups = k.shape[2]
         gradients: list[list[Tensor]] = [[], [], []]
         for s, slope, rows in self.scores(q, k, meeting, scaling, softcap):
             split = (groups, q.shape[2] // groups)
-            g, o, queries = (x[:, rows].transpose(1, 2).unflatten(1, split).to(s.dtype) for x in (grad, out, q))
+            g, o, queries = (
+                x[:, rows].transpose(1, 2).unflatten(1, split).to(s.dtype) for x in (whole.grad, whole.out, q)
+            )
             keys, values = (x[:, rows].transpose(1, 2)[:, :, None].to(s.dtype) for x in (k, v))
-            p = torch.exp(s - lse[:, rows].transpose(1, 2).unflatten(1, split)[..., None])
+            p = torch.exp(s - whole.lse[:, rows].transpose(1, 2).unflatten(1, split)[..., None])
             delta = (g * o).sum(-1, keepdim=True)
             ds = p * (g @ values.transpose(-1, -2) - delta) * slope * scaling
             gradients[0].append((ds @ keys).flatten(1, 2))
