@@ -16,3 +16,8 @@ class Interrupted(BaseException):
     def __init__(self, signum: int, where: str) -> None:
         super().__init__(f"stopped by {signal.Signals(signum).name} {where}")
         self.signum = signum
+
+
+def first_line(error: BaseException) -> str:
+    """What an error says, on one line."""
+    return (str(error).strip().splitlines() or ["no reason given"])[0]

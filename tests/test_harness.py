@@ -27,7 +27,7 @@ from focus_exp.data import Blocks, TokenStream
 from focus_exp.data.benchmarks import MEMBERS, NAME, benchmark_folder, load_benchmark
 from focus_exp.errors import Interrupted, UserError
 from focus_exp.evaluation import benchmarks, tasks
-from focus_exp.evaluation.benchmarks import BASE, Benchmarks, measure_benchmarks
+from focus_exp.evaluation.benchmarks import BASE, Benchmarks
 from focus_exp.evaluation.controls import RANDOM_GROUPS, WINDOW_ONLY
 from focus_exp.evaluation.harness import evaluating, run_task
 from focus_exp.evaluation.live_model import LiveModel, prefix_token
@@ -111,6 +111,14 @@ def attached(model, **options):
         torch.manual_seed(1)
         attach(model, "focus", **{"groups": GROUPS, "window": WINDOW, "sinks": SINKS, **options})
     return set_routing(model.eval(), hard=True, top_k=1)
+
+
+def all_rows(model, config: schema.Config, folder: Path) -> list[BenchmarkRow]:
+    """What a run measures before and after it attaches, where nothing is trained in between."""
+    measured = Benchmarks(model, byte_tokenizer(), BLOCKS, config, PRECISION, folder)
+    measured.measure_base()
+    measured.measure_attached()
+    return measured.rows
 
 
 def live(model, **options) -> LiveModel:
@@ -337,7 +345,7 @@ def test_full_attention_of_an_attached_model_is_the_base(tiny_model, tmp_path):
     config, model = make_config(["perplexity@32"]), tiny_model("llama")
     before = Benchmarks(model, byte_tokenizer(), BLOCKS, config, PRECISION, tmp_path / "before")
     before.measure_base()
-    rows = measure_benchmarks(attached(model), byte_tokenizer(), BLOCKS, config, PRECISION, tmp_path / "after")
+    rows = all_rows(attached(model), config, tmp_path / "after")
     assert rows[0].value == pytest.approx(before.rows[0].value, rel=1e-6) and rows[0].pairs_removed == 0
     assert rows[1].value != pytest.approx(rows[0].value, rel=1e-4)
 
@@ -593,7 +601,7 @@ def test_official_tasks_run_on_embedded_items_and_what_is_missing_is_one_line(
     config = make_config(names, limit=2)
     config.cache_dir = str(embedded)
     model = attached(tiny_model("llama"))
-    rows = measure_benchmarks(model, byte_tokenizer(), BLOCKS, config, PRECISION, tmp_path / "run")
+    rows = all_rows(model, config, tmp_path / "run")
     missing = [row for row in rows if row.kind == "missing"]
     assert [row.task for row in missing] == ["truthfulqa_mc1", "gsm8k_cot"]
     assert (
@@ -680,6 +688,6 @@ def test_official_tasks_run_on_the_real_items(tiny_model, tmp_path):
     ]
     model = attached(tiny_model("llama", max_position_embeddings=8192))
     config = make_config(names, limit=2, controls=False)
-    rows = measure_benchmarks(model, byte_tokenizer(), BLOCKS, config, PRECISION, tmp_path)
+    rows = all_rows(model, config, tmp_path)
     assert {row.task for row in rows if row.attention == HARD and row.scored} == set(names)
     assert all(row.error is None and row.source for row in rows)

@@ -16,7 +16,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from focus_exp.assets import cache_root
 from focus_exp.config import Config
 from focus_exp.data import Blocks
-from focus_exp.errors import UserError
+from focus_exp.errors import UserError, first_line
 from focus_exp.evaluation import long_context
 from focus_exp.evaluation.controls import RANDOM_GROUPS, WINDOW_ONLY, random_groups, window_only
 from focus_exp.evaluation.outcomes import Outcome, read_outcome, slug, write_outcome
@@ -173,24 +173,5 @@ class Benchmarks:
             )  # fmt: skip
 
 
-def measure_benchmarks(
-    model: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerBase,
-    blocks: Blocks,
-    config: Config,
-    precision: Precision,
-    folder: Path,
-) -> list[BenchmarkRow]:
-    """All rows at once, where switching off what is attached gives the untrained base: a frozen one."""
-    benchmarks = Benchmarks(model, tokenizer, blocks, config, precision, folder)
-    benchmarks.measure_base()
-    benchmarks.measure_attached()
-    return benchmarks.rows
-
-
 def is_perplexity(task: str) -> bool:
     return task.partition("@")[0] == long_context.KIND
-
-
-def first_line(error: BaseException) -> str:
-    return (str(error).strip().splitlines() or ["no reason given"])[0]

@@ -20,6 +20,7 @@ from transformers import PreTrainedModel
 from focus_exp.attention.selection import Selection, Sequence, count_pairs
 from focus_exp.config import Config
 from focus_exp.data import Blocks
+from focus_exp.errors import first_line
 from focus_exp.evaluation.controls import RANDOM_GROUPS, WINDOW_ONLY, random_groups, window_only
 from focus_exp.evaluation.perplexity import PairShares, Scores, score
 from focus_exp.evaluation.statistics import Bootstrap, by_position, mean, window_sums
@@ -146,8 +147,7 @@ class Quality:
         try:
             return score(self.model, self.blocks, self.indices, self.config.eval.batch_size, self.precision, row.name)
         except (RuntimeError, ValueError, torch.OutOfMemoryError) as error:  # ValueError: a method refuses the model
-            reason = str(error).strip() or "no reason given"
-            row.error = f"{type(error).__name__}: {reason.splitlines()[0]}"
+            row.error = f"{type(error).__name__}: {first_line(error)}"
             log.error("%s failed: %s", row.name, row.error)
             return None
 

@@ -19,7 +19,7 @@ from focus_exp.data.benchmarks import describe, load_benchmark
 from focus_exp.data.hub import in_cache
 from focus_exp.data.long_range import build_suite, task_config
 from focus_exp.data.long_range_items import MAKERS
-from focus_exp.errors import UserError
+from focus_exp.errors import UserError, first_line
 from focus_exp.evaluation.harness import strict_logging
 
 
@@ -63,8 +63,7 @@ def load_task(name: str, config: Config, cache: Path) -> LoadedTask:
             loaded = _load(official(), name)
         # whatever a task's own code, the data sets library or the network make of a missing data set
         except (OSError, ValueError, KeyError, RuntimeError, datasets.exceptions.DatasetsError) as error:
-            reason = (str(error).strip().splitlines() or ["no reason given"])[0]
-            raise UserError(f"{type(error).__name__}: {reason}") from error
+            raise UserError(f"{type(error).__name__}: {first_line(error)}") from error
     if name not in {*loaded["tasks"], *(n for n, g in loaded["groups"].items() if g.has_aggregation)}:
         raise UserError(f"it has no score of its own; name its tasks: {', '.join(loaded['tasks'])}")
     return LoadedTask(name, loaded, "; ".join(dict.fromkeys(sources)))

@@ -7,11 +7,10 @@ from transformers import PreTrainedModel
 from focus_exp.config import Config
 from focus_exp.data import Blocks
 from focus_exp.errors import UserError
-from focus_exp.jobs.backend import list_kernels, set_backend
-from focus_exp.jobs.evaluate import with_adapter
-from focus_exp.jobs.run import Run, finished_record, open_run, run_folder
+from focus_exp.jobs.backend import list_kernels
+from focus_exp.jobs.evaluate import put_adapter, with_adapter
+from focus_exp.jobs.run import Run, already_finished, open_run, run_folder
 from focus_exp.jobs.train import attach_method, check_length, describe, fit, headline, load, prepare
-from focus_exp.models.adapter import load_adapter, read_description
 from focus_exp.models.attach import attachment_of, is_causal, set_routing
 from focus_exp.speed.suite import Suite
 from focus_exp.training.precision import Precision, choose_precision
@@ -24,25 +23,23 @@ def bench(config: Config) -> None:
         list_kernels(config)
         return
     if config.adapter:
-        config = with_adapter(config, read_description(config.adapter))
+        config = with_adapter(config)
     if config.attention.method != "focus":
         raise UserError(f"job=bench times Focus, not attention={config.attention.name}; use attention=focus")
-    folder = run_folder(config)
-    if not config.overwrite and (done := finished_record(folder)):
-        print("\n".join([*done.findings, "", f"finished already, in {folder}; overwrite=true runs it again"]))
+    if already_finished(config):
         return
     precision = choose_precision(config.trainer.precision, config.trainer.accelerator, trains_base=False)
     router = f"the router in {config.adapter}" if config.adapter else headline(config)
     print(f"speed of Focus against full attention; {router}; {describe(precision)}")
-    print(f"run folder: {folder}")
+    print(f"run folder: {run_folder(config)}")
     with open_run(config, describe(precision)) as run:
         loaded, corpus = load(run, precision)
         model, evaluation, blocks = prepare(run, loaded, corpus, precision)
-        longest = [config.eval.window, *config.bench.prefill_lengths, *config.bench.step_lengths]
-        check_length(model, "bench.prefill_lengths or bench.step_lengths", max(longest), config.model.name)
+        longest = max([config.eval.window, *config.bench.prefill_lengths, *config.bench.step_lengths])
+        check_length(model, "bench.prefill_lengths or bench.step_lengths", longest, config.model.name)
         if config.bench.quality:
             evaluation.measure_base()
-        trained = put_router(run, model, blocks, precision)
+        trained = put_router(run, model, blocks, precision, longest)
         set_routing(model, hard=True, top_k=config.attention.top_k, pair_rule=config.attention.pair_rule)
         for row in Suite(config, model, evaluation.quality.blocks, precision, run.folder, trained).rows():
             run.record.speed.append(row)
@@ -52,17 +49,15 @@ def bench(config: Config) -> None:
             evaluation.write_into(run.record)
 
 
-def put_router(run: Run, model: PreTrainedModel, blocks: Blocks, precision: Precision) -> bool:
+def put_router(run: Run, model: PreTrainedModel, blocks: Blocks, precision: Precision, longest: int) -> bool:
     """Attach the adapter's router, or train one if the regime does; whether there is a trained one now."""
     config = run.config
     if config.adapter:
-        load_adapter(model, config.adapter)
-        set_backend(model, config, precision, max(config.eval.window, *config.bench.prefill_lengths))
-        run.record.method = {"trainable_parameters": read_description(config.adapter)["trainable_parameters"]}
-    else:
-        attach_method(model, config, precision)
-        if phases_of(config):
-            fit(run, model, blocks, precision)
-    run.record.method |= {"name": config.attention.name, "causal": is_causal(model)}
+        put_adapter(run, model, precision, longest)
+        return True
+    attach_method(model, config, precision)
+    run.record.method = {"name": config.attention.name, "causal": is_causal(model)}
     run.record.layers = attachment_of(model).layers
-    return bool(config.adapter or phases_of(config))
+    if phases_of(config):
+        fit(run, model, blocks, precision)
+    return bool(phases_of(config))

@@ -23,7 +23,7 @@ from rich.console import Console
 
 from focus_exp.assets import Provenance
 from focus_exp.config import Config, config_hash, to_dict
-from focus_exp.errors import Interrupted
+from focus_exp.errors import Interrupted, first_line
 from focus_exp.reporting.dashboard import init_options, log_record, wandb_mode
 from focus_exp.reporting.record import Record, environment, read_metrics, replace_file
 from focus_exp.reporting.report import all_findings, write_report
@@ -73,11 +73,15 @@ def run_folder(config: Config) -> Path:
     return Path(config.runs_dir) / config.experiment / parts / f"seed={config.seed}-{config_hash(config)}"
 
 
-def finished_record(folder: Path) -> Record | None:
-    """The record of a run that came to its end in `folder`, if there is one."""
+def already_finished(config: Config) -> bool:
+    """Whether this configuration came to its end before, and says so with what was found; `overwrite` forgets it."""
+    folder = run_folder(config)
     path = folder / "record.json"
-    record = Record.load(path) if path.exists() else None
-    return record if record and record.status == "finished" else None
+    record = Record.load(path) if path.exists() and not config.overwrite else None
+    if record is None or record.status != "finished":
+        return False
+    print("\n".join([*record.findings, "", f"finished already, in {folder}; overwrite=true runs it again"]))
+    return True
 
 
 @contextmanager
@@ -160,10 +164,6 @@ def shown(provenance: Provenance) -> str:
 
 def command_line() -> str:
     return shlex.join(["python", "-m", "focus_exp", *(part.replace("\\=", "=") for part in sys.argv[1:])])
-
-
-def first_line(error: BaseException) -> str:
-    return (str(error).strip().splitlines() or ["no reason given"])[0]
 
 
 def peak_memory() -> int:

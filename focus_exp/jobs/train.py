@@ -23,11 +23,12 @@ from focus_exp.evaluation.benchmarks import Benchmarks
 from focus_exp.evaluation.evaluation import Evaluation
 from focus_exp.evaluation.quality import Quality
 from focus_exp.jobs.backend import check_backend, set_backend
-from focus_exp.jobs.run import Run, finished_record, open_run, run_folder
+from focus_exp.jobs.run import Run, already_finished, open_run, run_folder
 from focus_exp.models.adapter import save_adapter
 from focus_exp.models.attach import attach, attachment_of, freeze, is_causal, is_trainable
 from focus_exp.models.load import LoadedModel, load_model
 from focus_exp.models.lora import add_lora, describe_lora, router_parameters, save_lora
+from focus_exp.speed.timing import device_name
 from focus_exp.training.module import NonFiniteError
 from focus_exp.training.precision import Precision, choose_precision
 from focus_exp.training.regimes import phases_of, train_phases
@@ -36,13 +37,11 @@ from focus_exp.training.warm_start import calibrate, warm_start
 
 def train(config: Config) -> None:
     """Run the experiment that `config` describes, or say that it is finished already."""
-    folder = run_folder(config)
-    if not config.overwrite and (done := finished_record(folder)):
-        print("\n".join([*done.findings, "", f"finished already, in {folder}; overwrite=true runs it again"]))
+    if already_finished(config):
         return
-    precision = choose_precision(config.trainer.precision, config.trainer.accelerator, trains_base(config))
+    precision = choose_precision(config.trainer.precision, config.trainer.accelerator, config.regime.trains("all"))
     print(f"{headline(config)}; {describe(precision)}")
-    print(f"run folder: {folder}")
+    print(f"run folder: {run_folder(config)}")
     with open_run(config, describe(precision)) as run:
         loaded, corpus = load(run, precision)
         model, evaluation, blocks = prepare(run, loaded, corpus, precision)
@@ -50,7 +49,7 @@ def train(config: Config) -> None:
         began = time.perf_counter()
         attach_method(model, config, precision)
         fit(run, model, blocks, precision)
-        if trains_base(config):
+        if config.regime.trains("all"):
             save_weights(run, model, loaded.tokenizer)
         run.record.train_seconds = time.perf_counter() - began
         evaluation.measure_attached()
@@ -139,7 +138,7 @@ def fit(run: Run, model: PreTrainedModel, blocks: Blocks, precision: Precision) 
         kept = run.folder / "checkpoints"
         if config.regime.trains("lora"):
             kept = save_lora(model, run.folder / "adapter")
-        elif routed and not trains_base(config):
+        elif routed and not config.regime.trains("all"):
             kept = save_adapter(model, run.folder / "adapter", {"note": f"the last good state: {error}"})
         raise UserError(
             f"{error}; training stopped, the last good state is in {kept}. "
@@ -185,10 +184,6 @@ def sample_blocks(blocks: Blocks, count: int, seed: int) -> list[Tensor]:
     return [blocks[int(i)]["input_ids"] for i in chosen]
 
 
-def trains_base(config: Config) -> bool:
-    return config.regime.trains("all")
-
-
 def headline(config: Config) -> str:
     """One line on what is about to run."""
     what = f"{config.experiment}: {config.regime.name} of {config.model.name} with {config.attention.name}"
@@ -198,8 +193,5 @@ def headline(config: Config) -> str:
 
 
 def describe(precision: Precision) -> str:
-    name = (
-        torch.cuda.get_device_name() if precision.device.type == "cuda" else f"cpu, {torch.get_num_threads()} threads"
-    )
     numbers = "bf16-mixed" if precision.autocast else str(precision.weights).removeprefix("torch.")
-    return f"{name}, {numbers} ({precision.reason})"
+    return f"{device_name(precision.device)}, {numbers} ({precision.reason})"

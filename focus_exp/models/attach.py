@@ -20,7 +20,7 @@ from focus_exp.attention.method import BACKENDS, AttentionMethod, LayerShape, Ob
 from focus_exp.attention.registry import METHODS, build
 from focus_exp.attention.selection import PAIR_RULES
 from focus_exp.errors import UserError
-from focus_exp.models.interface import IMPLEMENTATION, pass_padding_mask, route_hidden_states
+from focus_exp.models.interface import IMPLEMENTATION, method_of, pass_padding_mask, route_hidden_states
 
 ATTENTION_MODULES = ("self_attn", "attn", "attention")
 # what every name of a trained part has in it; the second is PEFT's
@@ -146,7 +146,7 @@ def attachment_of(model: PreTrainedModel) -> Attachment:
 
 def attached_methods(model: PreTrainedModel) -> dict[int, AttentionMethod]:
     """The attached modules by layer index."""
-    return {i: m.focus for i, m in attention_modules(model).items() if hasattr(m, "focus")}  # type: ignore[misc]
+    return {i: method_of(m) for i, m in attention_modules(model).items() if hasattr(m, "focus")}
 
 
 def is_causal(model: PreTrainedModel) -> bool:
@@ -210,7 +210,7 @@ def observed(model: PreTrainedModel, observer: Observer) -> Iterator[None]:
 def swapped(model: PreTrainedModel, methods: dict[int, AttentionMethod]) -> Iterator[PreTrainedModel]:
     """Within the block other methods stand in the attached layers, on the same backend: controls, probes."""
     modules = {index: module for index, module in attention_modules(model).items() if index in methods}
-    before: dict[int, AttentionMethod] = {index: module.focus for index, module in modules.items()}  # type: ignore[misc]
+    before = {index: method_of(module) for index, module in modules.items()}
     for index, module in modules.items():
         method = methods[index].to(next(module.parameters()).device)
         method.backend, method.sparse_from = before[index].backend, before[index].sparse_from

@@ -18,6 +18,13 @@ from focus_exp.errors import UserError
 IMPLEMENTATION = "focus_exp"
 
 
+def method_of(module: nn.Module) -> AttentionMethod:
+    """The method that is attached to an attention layer."""
+    method = module.focus
+    assert isinstance(method, AttentionMethod)
+    return method
+
+
 def pass_padding_mask(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
     """Let every layer see the two-dimensional mask, which attention functions are otherwise never given."""
     mask = kwargs.get("attention_mask")
@@ -29,7 +36,7 @@ def pass_padding_mask(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str
 def route_hidden_states(
     module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-    method: AttentionMethod = module.focus  # type: ignore[assignment]
+    method = method_of(module)
     if not method.enabled:
         return None
     h: Tensor = kwargs["hidden_states"] if "hidden_states" in kwargs else args[0]
@@ -91,7 +98,7 @@ def routed_attention(
     sequence, selection = routed
     if sliding_window is not None and attention_mask is not None:
         sequence = replace(sequence, masked=True)
-    method: AttentionMethod = module.focus  # type: ignore[assignment]
+    method = method_of(module)
     out = method.attend(query, key, value, selection, sequence, scaling=scaling, softcap=softcap, dropout=dropout)
     for observer in method.observers:  # now, because some methods choose their pairs while they attend
         observer(method.shape.index, method, selection, sequence)

@@ -64,6 +64,10 @@ class Row:
         return self.error is None and self.nll is not None and math.isfinite(self.nll)
 
 
+Clock = Literal["kernels", "attention", "prefill", "attention step", "model step"]
+Assignment = Literal["balanced", "trained"]
+
+
 @dataclass(kw_only=True)
 class SpeedRow:
     """Focus and full attention, alternated in one run on the same tensors, at one length.
@@ -78,10 +82,10 @@ class SpeedRow:
     A row that failed carries `error` and no times.
     """
 
-    clock: Literal["kernels", "attention", "prefill", "attention step", "model step"]
+    clock: Clock
     tokens: int
     groups: int
-    assignment: Literal["balanced", "trained"]
+    assignment: Assignment
     top_k: int = 1
     pair_rule: str = "query_topk"
     window: int = 128

@@ -15,7 +15,7 @@ from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
 from focus_exp.reporting.canvas import COLOURS, canvas, write_png
 from focus_exp.reporting.paper import paper_speedups
 from focus_exp.reporting.record import Record
-from focus_exp.reporting.speed_notes import ASSIGNMENTS, about
+from focus_exp.reporting.speed_notes import ASSIGNMENTS, about, distinct
 from focus_exp.reporting.speed_series import Timed, break_even, label, series, setting, timed
 from focus_exp.reporting.speed_top_k import by_top_k, quality_row
 from focus_exp.reporting.tables import perplexity_text
@@ -39,9 +39,10 @@ def _speed(record: Record) -> Figure | None:
     keys = [key for key in keys if key.top_k == least]
     if not keys:
         return None
-    heading = f"{record.experiment}: time of full attention over time of Focus, one layer, k={least}"
+    dtypes = distinct(row.dtype for lines in found.values() for key in keys for row, _ in lines.get(key, []))
+    heading = f"{record.experiment}: time of full attention over time of Focus, one layer in {dtypes}, k={least}"
     figure, (upper, lower) = canvas(
-        f"{heading}\n{record.device}", height=7.5, nrows=2, sharex=True, height_ratios=(3, 2)
+        f"{heading}\nmodel on {record.device}", height=7.5, nrows=2, sharex=True, height_ratios=(3, 2)
     )
     colours = dict(zip(keys, cycle(COLOURS), strict=False))
     lengths = [row.tokens for key in keys for lines in found.values() for row, _ in lines.get(key, [])]

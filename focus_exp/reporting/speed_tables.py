@@ -24,6 +24,10 @@ from focus_exp.reporting.speed_series import Setting, groups_text, setting
 from focus_exp.reporting.speed_top_k import top_k_table
 from focus_exp.reporting.tables import ABSENT, Table, identity, share_text
 
+TRAINED = (
+    "trained router: the groups of one layer, the one of median evenness, on bench.routed_tokens held-out tokens, "
+    "repeated where the row is longer"
+)
 MEMORY = "peak memory: the most that was held while it ran, inputs included; first the ratio, then both"
 
 
@@ -179,12 +183,13 @@ TITLES = {
 MEANINGS = {
     "attention": [
         f"{RATIO}; the kernels' ratio is against their own full attention, full [ms] is beside with-routing",
+        TRAINED,
         "routing etc.: the share of the with-routing time outside the kernels: routing, sort, gather, merge",
         BOUND,
         MEMORY,
         "paper, H100: table 6 of arXiv 2604.03260 at that length and K, k = 1, against FlashAttention on its device",
     ],
     "prefill": [RATIO, "attention's share: routing and attention over the whole prefill", MEMORY],
-    "attention step": [RATIO, BOUND, MEMORY],
-    "model step": [RATIO, MEMORY],
+    "attention step": [RATIO, TRAINED, BOUND, MEMORY],
+    "model step": ["ratio: time of full attention over time of Focus, all weights trained, one step each", MEMORY],
 }

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ import torch
 
 from focus_exp.reporting.record import replace_file
 from focus_exp.speed.layer import Contender, Layer
-from focus_exp.speed.timing import alternate
+from focus_exp.speed.timing import Work, alternate
 from focus_exp.speed.workload import Tensors, balanced, full_attention
 
 LENGTHS = (256, 512, 1024, 2048, 4096, 8192)
@@ -89,10 +90,10 @@ def measure(layer: Layer, groups: int, setting: dict[str, Any]) -> BreakEven:
         masked = Contender.of(layer, balanced(groups, length), tensors)
         masked.method.backend = "masked"
         setting = setting | {"kernel": sparse.kernel.name}
-        works = {
+        works: dict[str, Work] = {
             "full": full_attention(tensors, layer.device)[1],
-            "masked": lambda: masked.attention(tensors),  # noqa: B023, used before the next round
-            "sparse": lambda: sparse.attention(tensors),  # noqa: B023
+            "masked": partial(masked.attention, tensors),
+            "sparse": partial(sparse.attention, tensors),
         }
         seconds[str(length)] = alternate(works, REPEATS, layer.device)
         if sparse_wins(seconds, "full"):

@@ -15,7 +15,7 @@ from focus_exp.attention.kernels import Kernel
 from focus_exp.attention.parts import Tokens, parts
 from focus_exp.attention.selection import Selection, Sequence
 from focus_exp.attention.sparse import operands
-from focus_exp.reporting.rows import SpeedRow
+from focus_exp.reporting.rows import Clock, SpeedRow
 from focus_exp.speed.timing import PeakMemory, Work, alternate, clock, in_fresh_process
 from focus_exp.speed.workload import Groups, Shape, Tensors, full_attention, largest_group, layer_method, pairs_kept
 
@@ -93,9 +93,9 @@ class Contender:
 
         return work
 
-    def row(self, clock: Any, length: int, **numbers: Any) -> SpeedRow:
+    def row(self, clock: Clock, length: int, **numbers: Any) -> SpeedRow:
         return SpeedRow(
-            clock=clock, tokens=length, groups=self.groups.count, assignment=self.groups.assignment,  # type: ignore[arg-type]
+            clock=clock, tokens=length, groups=self.groups.count, assignment=self.groups.assignment,
             top_k=self.groups.top_k, pair_rule=self.groups.pair_rule, window=self.layer.window,
             layer=str(self.layer.shape),
             dtype=str(self.layer.dtype).removeprefix("torch."), path=self.kernel.name,
@@ -118,6 +118,7 @@ def attention_rows(layer: Layer, length: int, groupings: list[Groups]) -> Iterat
         seconds = alternate(works, repeats, layer.device)
         peaks = peaks_of(layer, length, groupings, backward=False)
     for number, contender in enumerate(contenders):
+        which: Clock
         for which in ("attention", "kernels"):
             peak = {"full_peak_bytes": peaks[0], "focus_peak_bytes": peaks[1 + number]} if which == "attention" else {}
             yield contender.row(

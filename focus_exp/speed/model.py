@@ -6,6 +6,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from statistics import mean
 from typing import Any
 
@@ -20,7 +21,7 @@ from focus_exp.attention.selection import PairCounts, Selection, Sequence
 from focus_exp.models.attach import attached_methods, attention_modules, disabled, freeze, observed
 from focus_exp.reporting.rows import SpeedRow
 from focus_exp.speed.timing import PeakMemory, Work, alternate, clock, synchronize
-from focus_exp.speed.workload import Shape
+from focus_exp.speed.workload import Shape, largest_group
 from focus_exp.training.precision import Precision
 
 STEP_LEARNING_RATE = 1e-5
@@ -33,14 +34,17 @@ class Attended:
     seconds: float = 0.0
 
 
+@torch.no_grad()
+def prefill(model: PreTrainedModel, tokens: Tensor, precision: Precision) -> None:
+    with precision.context():
+        model(input_ids=tokens, use_cache=False, logits_to_keep=1)
+
+
 def prefill_row(model: PreTrainedModel, tokens: Tensor, precision: Precision, repeats: int) -> SpeedRow:
     """Clock "prefill": logits of the token after `tokens` `[1, T]`, attached and hard against `disabled`."""
     memory = PeakMemory(precision.device)
 
-    @torch.no_grad()
-    def focus() -> None:
-        with precision.context():
-            model(input_ids=tokens, use_cache=False, logits_to_keep=1)
+    focus = partial(prefill, model, tokens, precision)
 
     def full() -> None:
         with disabled(model):
@@ -58,7 +62,7 @@ def prefill_row(model: PreTrainedModel, tokens: Tensor, precision: Precision, re
         clock="prefill", tokens=tokens.shape[1], repeats=repeats, full_seconds=seconds["full"],
         focus_seconds=seconds["focus"], full_attention_seconds=shares["full"],
         focus_attention_seconds=shares["focus"], full_peak_bytes=peaks["full"], focus_peak_bytes=peaks["focus"],
-        **describe(model, focus, precision),
+        **describe(model, tokens, precision),
     )  # fmt: skip
 
 
@@ -104,18 +108,14 @@ def model_step_row(model: PreTrainedModel, tokens: Tensor, precision: Precision)
         model.eval()
         freeze(model, "router")
 
-    def forward() -> None:
-        with torch.no_grad(), precision.context():
-            model(input_ids=tokens, use_cache=False, logits_to_keep=1)
-
     return SpeedRow(
         clock="model step", tokens=tokens.shape[1], repeats=1, full_seconds=seconds["full"],
         focus_seconds=seconds["focus"], full_peak_bytes=peaks["full"], focus_peak_bytes=peaks["focus"],
-        **describe(model, forward, precision),
+        **describe(model, tokens, precision),
     )  # fmt: skip
 
 
-def describe(model: PreTrainedModel, forward: Work, precision: Precision) -> dict[str, Any]:
+def describe(model: PreTrainedModel, tokens: Tensor, precision: Precision) -> dict[str, Any]:
     """The fields of a row that say what ran: the routers' groups on these tokens, pairs kept, kernels."""
     methods = [m for m in attached_methods(model).values() if isinstance(m, Focus)]
     counts: list[PairCounts] = []
@@ -124,11 +124,10 @@ def describe(model: PreTrainedModel, forward: Work, precision: Precision) -> dic
     def observe(layer: int, method: AttentionMethod, selection: Selection, sequence: Sequence) -> None:
         counts.append(method.count_pairs(selection, sequence))
         if selection.key_groups is not None:
-            largest.append(float(selection.key_groups.float().mean((0, 1)).max()))
+            largest.append(largest_group(selection))
 
     with observed(model, observe):
-        forward()
-    kept = sum(c.total - c.distant + c.distant_kept for c in counts) / sum(c.total for c in counts)
+        prefill(model, tokens, precision)
     return {
         "groups": methods[0].groups,
         "top_k": methods[0].top_k,
@@ -139,7 +138,7 @@ def describe(model: PreTrainedModel, forward: Work, precision: Precision) -> dic
         "dtype": "bf16-mixed" if precision.autocast else str(model.dtype).removeprefix("torch."),
         "full_kernel": attention_name(model),
         "path": ", ".join(sorted({m.path or "" for m in methods})),
-        "pairs_kept": kept,
+        "pairs_kept": mean(pairs.share_kept for pairs in counts),
         "largest_group": mean(largest) if largest else None,
     }
 

@@ -18,9 +18,10 @@ from focus_exp.attention.method import AttentionMethod
 from focus_exp.attention.selection import Selection, Sequence
 from focus_exp.config import Config
 from focus_exp.data import Blocks
+from focus_exp.errors import first_line
 from focus_exp.models.attach import observed
 from focus_exp.reporting.record import replace_file
-from focus_exp.reporting.rows import SpeedRow
+from focus_exp.reporting.rows import Clock, SpeedRow
 from focus_exp.speed.layer import Layer, attention_rows, attention_step_rows
 from focus_exp.speed.model import model_step_row, prefill_row, shape_of
 from focus_exp.speed.timing import device_name
@@ -33,7 +34,7 @@ ON_GPU = (*ON_CPU, 256 * KILO, 1024 * KILO)
 DTYPES = {"bf16": torch.bfloat16, "float32": torch.float32}
 PREFILL_REPEATS = 2
 
-Task = tuple[str, int, Callable[[], Iterable[SpeedRow]]]
+Task = tuple[Clock, int, Callable[[], Iterable[SpeedRow]]]
 
 
 class Suite:
@@ -62,7 +63,7 @@ class Suite:
         """All rows, each printed as it comes; shortest first, what takes longest last."""
         tasks = self.tasks()
         for clock, length, measure in tqdm(tasks, desc="speed", unit="length", leave=False, disable=None):
-            for row in self.kept(f"{clock}-{length}", measure):
+            for row in self.kept(clock, length, measure):
                 say(row)
                 yield row
 
@@ -95,9 +96,9 @@ class Suite:
     def model_step(self, length: int) -> Iterable[SpeedRow]:
         return [model_step_row(self.model, self.text(length), self.precision)]
 
-    def kept(self, name: str, measure: Callable[[], Iterable[SpeedRow]]) -> list[SpeedRow]:
+    def kept(self, clock: Clock, length: int, measure: Callable[[], Iterable[SpeedRow]]) -> list[SpeedRow]:
         """What was measured on this device before the run was interrupted, or what is measured now."""
-        path = self.folder / "speed" / f"{name.replace(' ', '_')}.json"
+        path = self.folder / "speed" / f"{clock.replace(' ', '_')}-{length}.json"
         device = device_name(self.precision.device)
         try:
             found = json.loads(path.read_text(encoding="utf-8"))
@@ -108,10 +109,9 @@ class Suite:
         try:
             rows = list(measure())
         except (RuntimeError, torch.OutOfMemoryError) as error:
-            clock, length = name.rsplit("-", 1)
-            reason = f"{type(error).__name__}: {(str(error).strip() or 'no reason given').splitlines()[0]}"
+            reason = f"{type(error).__name__}: {first_line(error)}"
             groups = self.config.attention.groups
-            return [SpeedRow(clock=clock, tokens=int(length), groups=groups, assignment="balanced", error=reason)]  # type: ignore[arg-type]
+            return [SpeedRow(clock=clock, tokens=length, groups=groups, assignment="balanced", error=reason)]
         replace_file(path, json.dumps({"device": device, "rows": [asdict(row) for row in rows]}).encode())
         return rows
 

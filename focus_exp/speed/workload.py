@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
@@ -14,6 +14,7 @@ from focus_exp.attention.focus import Focus
 from focus_exp.attention.kernels.cuda import flash_attn
 from focus_exp.attention.method import LayerShape
 from focus_exp.attention.selection import Selection, Sequence, count_plain_pairs, select
+from focus_exp.reporting.rows import Assignment
 from focus_exp.speed.timing import Work, alternate
 
 FUSED = {"sdpa-flash": SDPBackend.FLASH_ATTENTION, "sdpa-cudnn": SDPBackend.CUDNN_ATTENTION}
@@ -67,7 +68,7 @@ class Groups:
     assignment: "balanced", groups of equal size in random order, or "trained", a router's.
     """
 
-    assignment: str
+    assignment: Assignment
     scores: Tensor
     top_k: int = 1
     pair_rule: str = "query_topk"
@@ -102,14 +103,9 @@ def layer_method(shape: Shape, groups: Groups, window: int, sinks: int, backend:
 
 def pairs_kept(selection: Selection, length: int, window: int, sinks: int) -> float:
     """Share of all causal pairs that hard Focus computes."""
-    plain = Sequence.plain(1, length)
-    on_cpu = replace(
-        selection,
-        query_groups=None if selection.query_groups is None else selection.query_groups.cpu(),
-        key_groups=None if selection.key_groups is None else selection.key_groups.cpu(),
-    )
-    counts = count_plain_pairs(on_cpu, plain, window, sinks)
-    return (counts.total - counts.distant + counts.distant_kept) / counts.total
+    assert selection.query_groups is not None
+    plain = Sequence.plain(1, length, selection.query_groups.device)
+    return count_plain_pairs(selection, plain, window, sinks).share_kept
 
 
 def largest_group(selection: Selection) -> float:
