@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import errno
 import importlib
 import io
@@ -12,7 +11,7 @@ import re
 import signal
 import sys
 from collections.abc import Callable
-from dataclasses import fields, is_dataclass
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -20,10 +19,10 @@ import hydra
 from hydra.core.hydra_config import HydraConfig
 from hydra.errors import HydraException
 from hydra.types import RunMode
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig
 from omegaconf.errors import OmegaConfBaseException
 
-from focus_exp.checks import parse
+from focus_exp.checks import did_you_mean, parse
 from focus_exp.config import GROUPS, Config, LoraConfig, PhaseConfig, register_schemas
 from focus_exp.errors import Interrupted, UserError
 
@@ -51,7 +50,7 @@ codes: list[int] = []
 @hydra.main(version_base="1.3", config_path=conf_dir(), config_name="config")
 def run_job(composed: DictConfig) -> None:
     """Run the job that the composed configuration names; SystemExit with its code if it fails outside of a sweep."""
-    code = guarded(lambda: execute(parse(known(composed))))
+    code = guarded(lambda: execute(parse(composed)))
     if code and (code > 128 or HydraConfig.get().mode != RunMode.MULTIRUN):
         raise SystemExit(code)
     codes.append(code)
@@ -129,25 +128,8 @@ def explain(error: Exception) -> str:
     return message
 
 
-def known(composed: DictConfig, prefix: str = "") -> DictConfig:
-    """`composed`, if the schemas know all its keys: OmegaConf lets +key=value add others, which nothing would read."""
-    schema = OmegaConf.get_type(composed)
-    names = [f.name for f in fields(schema)] if is_dataclass(schema) else None
-    for key in map(str, composed):
-        if names is not None and key not in names:
-            raise UserError(f"there is no key {prefix}{key}{did_you_mean(key, names)}")
-        if not OmegaConf.is_missing(composed, key) and isinstance(composed[key], DictConfig):
-            known(composed[key], f"{prefix}{key}.")
-    return composed
-
-
 def known_keys() -> list[str]:
     return [f.name for schema in (Config, *GROUPS.values(), PhaseConfig, LoraConfig) for f in fields(schema)]
-
-
-def did_you_mean(name: str, options: list[str]) -> str:
-    close = difflib.get_close_matches(name.split(".")[-1], options, n=3, cutoff=0.5)
-    return f"\n  did you mean {' or '.join(close)}?" if close else ""
 
 
 if __name__ == "__main__":

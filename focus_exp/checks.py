@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import difflib
+from dataclasses import fields, is_dataclass
 from math import inf
 from typing import Any
 
@@ -11,7 +13,7 @@ from focus_exp.config import Config
 from focus_exp.errors import UserError
 
 # each a module of that name in jobs/, with a function of that name
-JOBS = ("train", "evaluate", "bench", "build_tasks")
+JOBS = ("train", "evaluate", "bench", "compare", "build_tasks")
 CHOICES = {
     "job": JOBS,
     "assets": ("auto", "hub", "embedded"),
@@ -33,6 +35,8 @@ CHOICES = {
 }
 AT_LEAST = {
     "seed": 0,
+    "regime.steps": 1,
+    "regime.warmup_steps": 0,
     "attention.groups": 1,
     "attention.routing_dim": 1,
     "attention.sinkhorn_iterations": 1,
@@ -79,12 +83,29 @@ SHARES = ("attention.balance_momentum", "attention.gate_threshold", "attention.c
 
 def parse(composed: DictConfig) -> Config:
     """The composed configuration as dataclasses, checked; UserError names key, value and fix."""
+    refuse_unknown_keys(composed)
     if missing := sorted(OmegaConf.missing_keys(composed)):
         raise UserError(f"{missing[0]} has no value; give it as {missing[0]}=...")
     config = OmegaConf.to_object(composed)
     assert isinstance(config, Config)
     validate(config)
     return config
+
+
+def refuse_unknown_keys(composed: DictConfig, prefix: str = "") -> None:
+    """UserError for a key that no schema has: OmegaConf lets +key=value add some, which nothing would read."""
+    schema = OmegaConf.get_type(composed)
+    names = [f.name for f in fields(schema)] if is_dataclass(schema) else None
+    for key in map(str, composed):
+        if names is not None and key not in names:
+            raise UserError(f"there is no key {prefix}{key}{did_you_mean(key, names)}")
+        if not OmegaConf.is_missing(composed, key) and isinstance(composed[key], DictConfig):
+            refuse_unknown_keys(composed[key], f"{prefix}{key}.")
+
+
+def did_you_mean(name: str, options: list[str]) -> str:
+    close = difflib.get_close_matches(name.split(".")[-1], options, n=3, cutoff=0.5)
+    return f"\n  did you mean {' or '.join(close)}?" if close else ""
 
 
 def lookup(config: Config, key: str) -> Any:
@@ -114,6 +135,10 @@ def validate(config: Config) -> None:
         if rule not in CHOICES["attention.pair_rule"]:
             raise UserError(f"eval.pair_rules holds {rule}, which is not a rule; choose query_topk or share")
     validate_tasks(config.eval.tasks)
+    if config.job == "compare" and not config.arms:
+        raise UserError("job=compare needs arms: a name and its settings each, as +experiment=compare has them")
+    if config.job == "compare" and config.arm is not None and config.arm not in config.arms:
+        raise UserError(f"arm={config.arm} is not one of {', '.join(config.arms)}")
     if config.adapter and config.job == "train":
         raise UserError(f"adapter={config.adapter} is for job=evaluate; add job=evaluate, or leave adapter out")
     validate_attention(config)

@@ -14,7 +14,7 @@ from omegaconf import MISSING
 Numbers = list[int]
 
 # keys that change where or how a run is reported, but not what it computes
-NOT_HASHED = ("job", "overwrite", "runs_dir", "cache_dir", "logger", "adapter")
+NOT_HASHED = ("job", "arm", "overwrite", "runs_dir", "cache_dir", "logger", "adapter")
 
 
 @dataclass
@@ -90,6 +90,9 @@ class LoraConfig:
 class RegimeConfig:
     name: str = MISSING
     from_scratch: bool = False
+    # what the phases take that are not given their own
+    steps: int | None = None
+    warmup_steps: int = 5
     # in the order in which they run
     phases: dict[str, PhaseConfig] = field(default_factory=dict)
     # for phases that train it
@@ -189,6 +192,9 @@ class Config:
     cache_dir: str | None = None
     # an adapter folder, for job=evaluate
     adapter: str | None = None
+    # for job=compare: name -> the settings in which that run differs; the others are compared with the first
+    arms: dict[str, list[str]] = field(default_factory=dict)
+    arm: str | None = None  # the only one to run
     model: ModelConfig = MISSING
     attention: AttentionConfig = MISSING
     regime: RegimeConfig = MISSING

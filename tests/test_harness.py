@@ -27,8 +27,8 @@ from focus_exp.data import Blocks, TokenStream
 from focus_exp.data.benchmarks import MEMBERS, NAME, benchmark_folder, load_benchmark
 from focus_exp.errors import Interrupted, UserError
 from focus_exp.evaluation import benchmarks, tasks
-from focus_exp.evaluation.benchmarks import BASE, Benchmarks
-from focus_exp.evaluation.controls import RANDOM_GROUPS, WINDOW_ONLY
+from focus_exp.evaluation.benchmarks import Benchmarks
+from focus_exp.evaluation.controls import BASE, RANDOM_GROUPS, WINDOW_ONLY
 from focus_exp.evaluation.harness import evaluating, run_task
 from focus_exp.evaluation.live_model import LiveModel, prefix_token
 from focus_exp.evaluation.outcomes import Metric, Outcome, paired_difference, read_outcome, student, write_outcome

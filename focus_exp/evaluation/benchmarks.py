@@ -18,7 +18,7 @@ from focus_exp.config import Config
 from focus_exp.data import Blocks
 from focus_exp.errors import UserError, first_line
 from focus_exp.evaluation import long_context
-from focus_exp.evaluation.controls import RANDOM_GROUPS, WINDOW_ONLY, random_groups, window_only
+from focus_exp.evaluation.controls import BASE, RANDOM_GROUPS, WINDOW_ONLY, random_groups, window_only
 from focus_exp.evaluation.outcomes import Outcome, read_outcome, slug, write_outcome
 from focus_exp.models.attach import disabled, is_causal, set_routing, swapped
 from focus_exp.models.lora import describe_lora
@@ -30,7 +30,6 @@ if TYPE_CHECKING:  # lm-eval takes seconds to import
 
 log = logging.getLogger(__name__)
 
-BASE = "base, full attention"
 # runs a task under what is attached now; its argument labels the progress bar
 Runner = Callable[[str], Outcome]
 

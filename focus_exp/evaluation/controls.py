@@ -10,6 +10,7 @@ from focus_exp.attention.method import AttentionMethod
 from focus_exp.config import AttentionConfig
 from focus_exp.models.attach import attached_methods
 
+BASE = "base, full attention"
 WINDOW_ONLY = "window + sinks only"
 RANDOM_GROUPS = "random groups, same sizes"
 

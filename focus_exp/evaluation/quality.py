@@ -21,7 +21,8 @@ from focus_exp.attention.selection import Selection, Sequence, count_pairs
 from focus_exp.config import Config
 from focus_exp.data import Blocks
 from focus_exp.errors import first_line
-from focus_exp.evaluation.controls import RANDOM_GROUPS, WINDOW_ONLY, random_groups, window_only
+from focus_exp.evaluation.controls import BASE, RANDOM_GROUPS, WINDOW_ONLY, random_groups, window_only
+from focus_exp.evaluation.outcomes import slug
 from focus_exp.evaluation.perplexity import PairShares, Scores, score
 from focus_exp.evaluation.statistics import Bootstrap, by_position, mean, window_sums
 from focus_exp.models.attach import disabled, is_causal, observed, set_routing, swapped
@@ -56,7 +57,7 @@ class Quality:
 
     def measure_base(self) -> None:
         """The row every other one is compared with: nothing attached, or all of it switched off."""
-        self.add(Row(name="base, full attention", kind="base", method="full", causal=True))
+        self.add(Row(name=BASE, kind="base", method="full", causal=True))
 
     def measure_attached(self) -> None:
         """Rows of what is attached, by its kind."""
@@ -207,10 +208,6 @@ def equal_density_window(pairs: PairShares, sinks: int, layers: list[Sequence]) 
         width = (low + high) // 2
         low, high = (low, width) if removed(width) <= pairs.removed else (width + 1, high)
     return low
-
-
-def slug(name: str) -> str:
-    return "".join(c if c.isalnum() else "_" for c in name.lower())
 
 
 def write_scores(path: Path, scores: Scores) -> None:

@@ -67,9 +67,9 @@ class Run:
 
 
 def run_folder(config: Config) -> Path:
-    """runs/<experiment>/<model>-<attention>-<regime>/seed=<n>-<config hash>."""
+    """runs/<experiment>/<model>-<attention>-<regime>/seed=<n>-<config hash>; an arm's has its name there."""
     regime = config.regime.name if config.job == "train" else config.job
-    parts = f"{config.model.name}-{config.attention.name}-{regime}"
+    parts = config.arm or f"{config.model.name}-{config.attention.name}-{regime}"
     return Path(config.runs_dir) / config.experiment / parts / f"seed={config.seed}-{config_hash(config)}"
 
 

@@ -25,7 +25,7 @@ from focus_exp.evaluation.quality import Quality
 from focus_exp.jobs.backend import check_backend, set_backend
 from focus_exp.jobs.run import Run, already_finished, open_run, run_folder
 from focus_exp.models.adapter import save_adapter
-from focus_exp.models.attach import attach, attachment_of, freeze, is_causal, is_trainable
+from focus_exp.models.attach import attach, attached_methods, attachment_of, freeze, is_causal, is_trainable
 from focus_exp.models.load import LoadedModel, load_model
 from focus_exp.models.lora import add_lora, describe_lora, router_parameters, save_lora
 from focus_exp.speed.timing import device_name
@@ -154,6 +154,7 @@ def fit(run: Run, model: PreTrainedModel, blocks: Blocks, precision: Precision) 
         calibrate(model, sample_blocks(blocks, config.attention.calibration_blocks, config.seed + 2), precision)
         record.layers = attachment_of(model).layers
         record.method |= method_options(config.attention, config.seed)
+    if any(method.state_dict() for method in attached_methods(model).values()):
         extra = {"trained_with": config.model.name, "substitution": record.model.get("substitution")}
         save_adapter(model, run.folder / "adapter", {**extra, "steps": trained.steps, "tokens": trained.tokens})
     if config.regime.trains("lora"):
@@ -186,7 +187,8 @@ def sample_blocks(blocks: Blocks, count: int, seed: int) -> list[Tensor]:
 
 def headline(config: Config) -> str:
     """One line on what is about to run."""
-    what = f"{config.experiment}: {config.regime.name} of {config.model.name} with {config.attention.name}"
+    run = f"{config.experiment}, {config.arm}" if config.arm else config.experiment
+    what = f"{run}: {config.regime.name} of {config.model.name} with {config.attention.name}"
     tokens = config.trainer.batch_size * config.trainer.accumulate * config.data.block_size
     phases = ", then ".join(f"{p.steps} steps of {tokens:,} tokens ({p.train})" for _, p in phases_of(config))
     return f"{what} on {config.data.name}, seed {config.seed}: {phases or 'no training'}"

@@ -28,7 +28,7 @@ def findings(record: Record) -> list[str]:
 
 def configured_row(record: Record) -> Row | None:
     """The scored hard row at the config's method, top_k and pair rule, if it can be compared with the base."""
-    return next((row for row in record.rows if _is_configured(record, row) and _comparable(row)), None)
+    return next((row for row in record.rows if is_configured(record, row) and _comparable(row)), None)
 
 
 def keeps_everything(row: Row) -> bool:
@@ -36,7 +36,7 @@ def keeps_everything(row: Row) -> bool:
     return row.kind in ("hard", "control") and isclose(row.distant_pairs_kept or 0.0, 1.0)
 
 
-def _is_configured(record: Record, row: Row) -> bool:
+def is_configured(record: Record, row: Row) -> bool:
     # with one group a token both pair rules keep the same pairs
     return (
         row.kind == "hard"
@@ -63,7 +63,7 @@ def _run(record: Record, hard: Row | None) -> list[str]:
         return said
     if record.steps == 0 and record.method.get("trainable_parameters"):
         said.append("Nothing was trained in this run.")
-    if method == "focus" and hard is None and not any(_is_configured(record, row) for row in record.rows):
+    if method == "focus" and hard is None and not any(is_configured(record, row) for row in record.rows):
         top_k, rule = record.setting("attention", "top_k"), record.setting("attention", "pair_rule")
         said.append(f"There is no row for {method} at its configured k={top_k} under the rule {rule}: no verdict.")
     return said

@@ -8,6 +8,8 @@ from typing import Any
 
 from focus_exp.reporting.benchmark_findings import benchmark_findings
 from focus_exp.reporting.benchmarks import benchmark_table
+from focus_exp.reporting.comparison import comparison_findings, comparison_tables
+from focus_exp.reporting.comparison_figure import write_comparison_figure
 from focus_exp.reporting.figures import write_figures
 from focus_exp.reporting.findings import findings
 from focus_exp.reporting.record import Record, replace_file
@@ -27,13 +29,18 @@ class Report:
 
 def all_findings(record: Record) -> list[str]:
     """Sentences on whatever the record holds; a record without rows of quality is not blamed for that."""
+    if record.arms:
+        return comparison_findings(record)
     timed_only = bool(record.speed) and not record.rows
     said = [] if timed_only else findings(record)
     return [*said, *benchmark_findings(record.benchmarks), *speed_findings(record)]
 
 
 def all_tables(record: Record) -> list[Table]:
-    tables = [quality_table(record)] if record.rows or not record.speed else []
+    if record.arms:
+        tables = comparison_tables(record)
+    else:
+        tables = [quality_table(record)] if record.rows or not record.speed else []
     if record.benchmarks:
         tables.append(benchmark_table(record, record.benchmarks))
     return [*tables, *speed_tables(record)]
@@ -45,5 +52,7 @@ def write_report(record: Record, metrics: list[dict[str, Any]], folder: Path) ->
     replace_file(folder / "table.md", "\n".join(table.to_markdown() for table in tables).encode())
     for table in tables:
         replace_file(folder / f"{table.name}.csv", table.to_csv().encode())
-    figures = write_figures(record, metrics, folder / "figures") | write_speed_figures(record, folder / "figures")
-    return Report(tables, figures)
+    figures = folder / "figures"
+    if record.arms:
+        return Report(tables, write_comparison_figure(record, figures))
+    return Report(tables, write_figures(record, metrics, figures) | write_speed_figures(record, figures))

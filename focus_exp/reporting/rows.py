@@ -25,7 +25,8 @@ class Row:
 
     Losses are nats per token; `*_low`, `*_high` are 95 % bootstrap bounds over windows. `delta_nll` is paired
     against the base, `delta_vs_hard` against the configured hard row (this row minus the hard one). Shares are
-    0..1. `window` [tokens] is the row's own local window, None where it is the configured one. `path` is what
+    0..1. In a comparison `arm` names the run that the row stands for, and the hard row is the first arm's answer.
+    `window` [tokens] is the row's own local window, None where it is the configured one. `path` is what
     computed the attention: soft gates, the masked path, or a kernel of the sparse path. A row that failed carries
     `error` and no numbers.
     """
@@ -57,11 +58,34 @@ class Row:
     by_position: list[PositionBin] = field(default_factory=list)
     seconds: float | None = None
     error: str | None = None
+    arm: str | None = None
 
     @property
     def scored(self) -> bool:
         """Whether the row has a finite loss."""
         return self.error is None and self.nll is not None and math.isfinite(self.nll)
+
+
+@dataclass(kw_only=True)
+class Arm:
+    """One run of a comparison.
+
+    settings: the overrides in which it differs from the others; folder: its own, where all its rows are;
+    learning_rate: of its last phase, None where nothing was trained.
+    """
+
+    name: str
+    settings: list[str]
+    folder: str = ""
+    status: Literal["finished", "failed", "interrupted"] = "finished"
+    error: str | None = None
+    trainable_parameters: int = 0
+    learning_rate: float | None = None
+    steps: int = 0
+    tokens_seen: int = 0
+    train_seconds: float | None = None
+    commit: str | None = None
+    config_hash: str = ""
 
 
 Clock = Literal["kernels", "attention", "prefill", "attention step", "model step"]

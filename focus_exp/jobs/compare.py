@@ -1,0 +1,140 @@
+"""job=compare: run the arms of a comparison on the same tokens, then put what they found side by side."""
+
+from __future__ import annotations
+
+import gc
+import logging
+import shutil
+import time
+from dataclasses import replace
+from pathlib import Path
+
+from hydra import compose
+from hydra.core.hydra_config import HydraConfig
+
+from focus_exp.checks import parse
+from focus_exp.config import Config
+from focus_exp.errors import UserError, first_line
+from focus_exp.evaluation.comparison import compare_arms
+from focus_exp.evaluation.controls import BASE
+from focus_exp.evaluation.outcomes import slug
+from focus_exp.jobs.run import open_run, run_folder, seconds_text
+from focus_exp.jobs.train import describe, train
+from focus_exp.reporting.record import Record
+from focus_exp.reporting.rows import Arm
+from focus_exp.training.precision import choose_precision
+
+log = logging.getLogger(__name__)
+
+
+def compare(config: Config) -> None:
+    """Every arm of `config.arms` that is not finished yet, then the table; of `config.arm` alone no table is made.
+
+    An arm that fails stays in the table with its reason.
+    """
+    names = [config.arm] if config.arm else list(config.arms)
+    # all of them before the first one runs: a mistake in the last should not cost what the others take
+    configs = {name: compose_arm(name, config.arms[name]) for name in names}
+    print(f"{config.experiment}: {len(names)} arms, seed {config.seed}: {', '.join(names)}")
+    errors = run_arms(configs)
+    if config.arm:
+        if config.arm in errors:
+            raise UserError(f"arm {config.arm} failed: {errors[config.arm]}")
+        return
+    precision = choose_precision(config.trainer.precision, config.trainer.accelerator, trains_base=False)
+    with open_run(config, describe(precision)) as run:
+        run.record.arms = [
+            describe_arm(name, arm, config.arms[name], errors.get(name)) for name, arm in configs.items()
+        ]
+        compare_arms(run.record)
+
+
+def compose_arm(name: str, settings: list[str]) -> Config:
+    """The configuration of an arm: what the command line says, then the arm's own settings."""
+    command_line = HydraConfig.get().overrides.task
+    composed = compose("config", [*command_line, *settings])
+    return replace(parse(composed), job="train", arm=name, arms={})
+
+
+def run_arms(configs: dict[str, Config]) -> dict[str, str]:
+    """Run each in turn; returns the reasons of those that failed."""
+    errors: dict[str, str] = {}
+    to_run = {name: config for name, config in configs.items() if config.overwrite or not finished(config)}
+    if len(to_run) < len(configs):
+        print(f"finished already: {', '.join(name for name in configs if name not in to_run)}")
+    began = time.perf_counter()
+    for done, (name, config) in enumerate(to_run.items()):
+        left = (time.perf_counter() - began) / done * (len(to_run) - done) if done else None
+        print(f"\narm {done + 1} of {len(to_run)}: {name}" + (f", about {seconds_text(left)} left" if left else ""))
+        share_base(config, [other for other in configs.values() if finished(other)])
+        try:
+            train(config)
+        except OSError:  # a full disk fails every arm
+            raise
+        except Exception as error:  # whatever a method's code raises, the other arms go on
+            kind = "" if isinstance(error, UserError) else f"{type(error).__name__}: "
+            errors[name] = f"{kind}{first_line(error)}"
+            log.error("arm %s failed: %s; the others go on", name, errors[name])
+        gc.collect()
+    return errors
+
+
+def finished(config: Config) -> bool:
+    """Whether an arm came to its end before."""
+    path = run_folder(config) / "record.json"
+    return path.exists() and Record.load(path).status == "finished"
+
+
+def share_base(config: Config, others: list[Config]) -> None:
+    """Spare an arm the measurement of a base that another arm has measured: the same numbers, from its folder."""
+    for other in others:
+        if config.regime.from_scratch or other.regime.from_scratch or same_base(config) != same_base(other):
+            continue
+        source, target = run_folder(other), run_folder(config)
+        for name in (f"evaluation/{slug(BASE)}.npz", f"benchmarks/{slug(BASE)}"):
+            if (source / name).exists() and not (target / name).exists():
+                copy(source / name, target / name)
+        return
+
+
+def same_base(config: Config) -> tuple[object, ...]:
+    """What the scores of a model with nothing attached depend on."""
+    evaluation = replace(config.eval, controls=True, pair_rules=[], request_batch_size=1, batch_size=1)
+    window = config.eval.suite_window or config.attention.window  # of the long-range suite
+    trainer = config.trainer
+    precision = choose_precision(trainer.precision, trainer.accelerator, config.regime.trains("all"))
+    return config.model, config.data, evaluation, window, precision, config.seed, config.assets
+
+
+def copy(source: Path, target: Path) -> None:
+    """A file or a folder, whole or not at all."""
+    target.parent.mkdir(parents=True, exist_ok=True)
+    aside = target.with_name(f".{target.name}.aside")
+    if source.is_dir():
+        shutil.rmtree(aside, ignore_errors=True)
+        shutil.copytree(source, aside)
+    else:
+        shutil.copyfile(source, aside)
+    aside.rename(target)
+
+
+def describe_arm(name: str, config: Config, settings: list[str], error: str | None) -> Arm:
+    folder = run_folder(config)
+    arm = Arm(name=name, settings=settings, folder=str(folder))
+    path = folder / "record.json"
+    if not path.exists():
+        return replace(arm, status="failed", error=error or "it left no record")
+    record = Record.load(path)
+    phases = list(config.regime.phases.values())
+    return replace(
+        arm,
+        status=record.status,
+        error=error or record.error,
+        trainable_parameters=record.method.get("trainable_parameters") or 0,
+        learning_rate=phases[-1].learning_rate if phases and record.steps else None,
+        steps=record.steps,
+        tokens_seen=record.tokens_seen,
+        train_seconds=record.train_seconds,
+        commit=record.commit,
+        config_hash=record.config_hash,
+    )

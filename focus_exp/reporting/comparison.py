@@ -1,0 +1,275 @@
+"""Arms of a comparison in two tables, perplexity and benchmarks, and in words."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import asdict
+from typing import Any
+
+from focus_exp.reporting.benchmark_findings import outcome, telling
+from focus_exp.reporting.benchmark_rows import BenchmarkRow
+from focus_exp.reporting.benchmarks import NOT_ENGAGED, difference_text, score_text
+from focus_exp.reporting.findings import is_configured
+from focus_exp.reporting.record import Record
+from focus_exp.reporting.rows import Arm, Row
+from focus_exp.reporting.tables import (
+    ABSENT,
+    Table,
+    assets,
+    caveats,
+    change_text,
+    engaged,
+    facts,
+    identity,
+    origin,
+    perplexity_text,
+    share_text,
+    title,
+)
+
+NON_CAUSAL = "reads the future"
+SAME_BUDGET = 0.1  # of the number of trained parameters
+
+
+def answer(record: Record) -> Row | None:
+    """The row that stands for a run: its hard groups as configured, its attention method, or its trained weights."""
+    method = record.setting("attention", "method", "full")
+    choices: list[Callable[[Row], bool]] = [
+        lambda row: is_configured(record, row),
+        lambda row: row.kind == "control" and row.method == method,
+        lambda row: row.kind == "trained",
+    ]
+    return next((row for chosen in choices for row in record.rows if chosen(row)), None)
+
+
+def comparison_tables(record: Record) -> list[Table]:
+    """One line an arm: perplexity against the base and the first arm; scores on benchmarks, if there are any."""
+    first = record.arms[0].name
+    columns = [
+        *("arm", "trained parameters", "learning rate", "tokens", "perplexity [95 %]", "vs base [95 %]"),
+        *(f"vs {first} [95 %]", "distant pairs kept", "pairs removed", "training [s]", "what was measured"),
+    ]
+    lines = [(arm, row_of(record, arm)) for arm in record.arms]
+    base = ["base", "0", ABSENT, "0", *_perplexity(record.base), ABSENT, "100.0 %", "0.0 %", ABSENT, "full attention"]
+    table = Table(
+        columns=columns,
+        rows=[base, *(_cells(arm, row) for arm, row in lines)],
+        name="comparison",
+        title=title(record),
+        notes=_notes(record),
+        values=[_values(record, arm, row) for arm, row in lines],
+    )
+    return [table, _benchmarks(record)] if record.benchmarks else [table]
+
+
+def row_of(record: Record, arm: Arm) -> Row | None:
+    return next((row for row in record.rows if row.arm == arm.name), None)
+
+
+def _perplexity(row: Row | None) -> list[str]:
+    """Perplexity with its interval, and the change from the base."""
+    if row is None or not row.scored:
+        return ["failed", ABSENT]
+    interval = ""
+    if row.perplexity_low is not None and row.perplexity_high is not None:
+        interval = f" [{perplexity_text(row.perplexity_low)}, {perplexity_text(row.perplexity_high)}]"
+    return [perplexity_text(row.perplexity) + interval, change_text(row.delta_nll, row.delta_low, row.delta_high)]
+
+
+def _cells(arm: Arm, row: Row | None) -> list[str]:
+    trained = [
+        f"{arm.trainable_parameters:,}" if arm.steps else "0",
+        ABSENT if arm.learning_rate is None else f"{arm.learning_rate:g}",
+        f"{arm.tokens_seen:,}",
+    ]
+    if row is None:
+        return [arm.name, *trained, *_perplexity(None), *[ABSENT] * 5]
+    removed = share_text(row.pairs_removed) + (f" ({NOT_ENGAGED})" if engaged(row) is False else "")
+    return [
+        arm.name + ("" if row.causal else f" ({NON_CAUSAL})"),
+        *trained,
+        *_perplexity(row),
+        change_text(row.delta_vs_hard, row.delta_vs_hard_low, row.delta_vs_hard_high),
+        share_text(row.distant_pairs_kept),
+        removed,
+        ABSENT if arm.train_seconds is None or not arm.steps else f"{arm.train_seconds:,.0f}",
+        row.name,
+    ]
+
+
+def _values(record: Record, arm: Arm, row: Row | None) -> dict[str, Any]:
+    values = asdict(row or Row(name="", kind="control", method="", causal=True))
+    del values["by_position"], values["arm"], values["error"]
+    run = asdict(arm) | {"settings": " ".join(arm.settings)}
+    return {
+        "experiment": record.experiment,
+        **{("arm" if key == "name" else f"arm_{key}"): value for key, value in run.items()},
+        **values,
+        **identity(record),
+    }
+
+
+def _notes(record: Record) -> list[str]:
+    first = record.arms[0].name
+    scored = next((row.tokens for row in record.rows if row.tokens), None)
+    measured = {"tokens scored": scored, "T": record.setting("eval", "window")}
+    shared = record.config.get("attention") or {}
+    return [
+        *caveats(record),
+        *(f"{arm.name} {arm.status}: {arm.error}" for arm in record.arms if arm.status != "finished"),
+        *(f"{row.arm} failed: {row.error}" for row in record.rows if row.error is not None and row.arm is not None),
+        *assets(record),
+        f"Measured: {facts(measured | {key: shared.get(key) for key in ('window', 'sinks')})}",
+        f"vs base, vs {first}: change of perplexity, paired on the same tokens; intervals: bootstrap over windows",
+        "distant pairs lie beyond an arm's own window and sinks; compare pairs removed",
+        *_untrained_blocks(shared),
+        origin(record),
+        *(f"{arm.name}: {' '.join(arm.settings)} ({arm.folder})" for arm in record.arms),
+    ]
+
+
+def _untrained_blocks(attention: dict[str, Any]) -> list[str]:
+    """Text that routers look at beside what they are trained on."""
+    before, after = (attention.get(f"{name}_blocks") or 0 for name in ("warm_start", "calibration"))
+    if not before + after:
+        return []
+    return [
+        f"tokens: those trained on; routers are fitted to the base's own attention in {before} blocks before, and "
+        f"balanced on {after} blocks after that"
+    ]
+
+
+def _benchmarks(record: Record) -> Table:
+    """One column a task; of a task's metrics the one in which an arm lost, if it did."""
+    rows = telling([row for row in record.benchmarks if row.kind != "missing"])
+    tasks = list(dict.fromkeys(row.task for row in rows))
+    names = list(dict.fromkeys(row.attention for row in rows))
+    found = {(row.attention, row.task): row for row in rows}
+    missing = [f"{row.task} was not measured: {row.error}" for row in record.benchmarks if row.kind == "missing"]
+    return Table(
+        columns=["arm", *tasks],
+        rows=[[name, *(_benchmark(found.get((name, task))) for task in tasks)] for name in names],
+        name="benchmark_changes",
+        title=f"{title(record)}: benchmarks and their change from full attention [95 %]",
+        notes=[
+            *missing,
+            "change: paired per document, accuracies in points; of several metrics the one in which the arm lost",
+            f"{NOT_ENGAGED}: the mask removed under 5 % of the pairs of that task's requests, so nothing is shown",
+            origin(record),
+        ],
+    )
+
+
+def _benchmark(row: BenchmarkRow | None) -> str:
+    if row is None:
+        return ABSENT
+    if not row.scored:
+        return "failed"
+    change = "" if row.difference is None else f", {difference_text(row)}"
+    idle = f" ({NOT_ENGAGED})" if row.engaged is False else ""
+    reads = "" if row.causal else f" ({NON_CAUSAL})"
+    return f"{score_text(row)}{change}{idle}{reads}"
+
+
+def comparison_findings(record: Record) -> list[str]:
+    """Sentences on who is better and worse than the first arm, what was lost on benchmarks, and what cannot be told."""
+    return [*_failed(record), *_perplexities(record), *_equal_budget(record), *_tasks(record), *_spoiled(record)]
+
+
+def _failed(record: Record) -> list[str]:
+    said = [f"{arm.name} {arm.status}: {arm.error}" for arm in record.arms if arm.status != "finished"]
+    return [*said, *(f"{row.arm} failed: {row.error}" for row in record.rows if row.error is not None and row.arm)]
+
+
+def _perplexities(record: Record) -> list[str]:
+    first, *others = record.arms
+    reference = row_of(record, first)
+    if reference is None or not reference.scored:
+        return [f"{first.name} has no perplexity: nothing can be compared with it."]
+    change = change_text(reference.delta_nll, reference.delta_low, reference.delta_high)
+    said = [f"{first.name}: perplexity {perplexity_text(reference.perplexity)}, {change} against the base."]
+    groups: dict[str, list[str]] = {"better than": [], "worse than": [], "indistinguishable from": []}
+    for arm in others:
+        row = row_of(record, arm)
+        if row is None or row.delta_vs_hard is None or not row.causal:
+            continue
+        text = change_text(row.delta_vs_hard, row.delta_vs_hard_low, row.delta_vs_hard_high)
+        groups[_word(row)].append(f"{arm.name} ({text})")
+    return [
+        *said,
+        *(f"Perplexity {word} {first.name}'s: {', '.join(names)}." for word, names in groups.items() if names),
+    ]
+
+
+def _word(row: Row) -> str:
+    low, high, delta = row.delta_vs_hard_low, row.delta_vs_hard_high, row.delta_vs_hard
+    assert delta is not None
+    if low is not None and high is not None and low <= 0 <= high:
+        return "indistinguishable from"
+    return "better than" if delta < 0 else "worse than"
+
+
+def _equal_budget(record: Record) -> list[str]:
+    """The best of the arms that train about as many numbers as the first on as many tokens, chosen on these tokens."""
+    first = record.arms[0]
+    rivals = [
+        (arm, row)
+        for arm in record.arms[1:]
+        if arm.steps
+        and arm.tokens_seen == first.tokens_seen
+        and abs(arm.trainable_parameters - first.trainable_parameters) <= SAME_BUDGET * first.trainable_parameters
+        and (row := row_of(record, arm)) is not None
+        and row.causal
+        and row.nll is not None
+        and row.kind == "trained"
+    ]
+    if not rivals:
+        return []
+    arm, row = min(rivals, key=lambda pair: pair[1].nll or 0)
+    change = change_text(row.delta_vs_hard, row.delta_vs_hard_low, row.delta_vs_hard_high)
+    return [
+        f"At about {first.trainable_parameters:,} parameters and {first.tokens_seen:,} tokens {arm.name} has the "
+        f"lowest perplexity of {len(rivals)} adapters under full attention: {perplexity_text(row.perplexity)}, "
+        f"{_word(row)} {first.name}'s ({change}). It keeps every pair, {first.name} removes "
+        f"{_removed(record, first)} of them."
+    ]
+
+
+def _removed(record: Record, arm: Arm) -> str:
+    row = row_of(record, arm)
+    return share_text(row.pairs_removed if row else None)
+
+
+def _tasks(record: Record) -> list[str]:
+    rows = telling([row for row in record.benchmarks if row.scored and row.kind not in ("base", "missing")])
+    said = []
+    for word in ("worse", "better"):
+        found = [row for row in rows if outcome(row) == word and row.engaged is not False and row.causal]
+        listed = "; ".join(f"{row.attention} on {row.task} {difference_text(row)}" for row in found)
+        if found:
+            said.append(f"On benchmarks {word} than full attention beyond the interval: {listed}.")
+    for arm in dict.fromkeys(row.attention for row in rows):
+        own = [row for row in rows if row.attention == arm]
+        idle = [row.task for row in own if row.engaged is False]
+        if idle:
+            acted = [row.task for row in own if row.engaged]
+            rest = f"it acted on {', '.join(acted)}" if acted else "no task shows whether it degrades anything"
+            said.append(f"{arm} was not engaged on {', '.join(idle)}; {rest}.")
+    return said
+
+
+def _spoiled(record: Record) -> list[str]:
+    """What must not be read as a result."""
+    said = []
+    for arm in record.arms:
+        row = row_of(record, arm)
+        if row is None or not row.scored:
+            continue
+        if not row.causal:
+            said.append(f"{arm.name} {NON_CAUSAL}: its perplexity is not one, and is compared with nothing.")
+        if engaged(row) is False:
+            said.append(f"{arm.name} was not engaged: it removes {share_text(row.pairs_removed)} of the pairs.")
+    tokens = {arm.tokens_seen for arm in record.arms if arm.steps}
+    if len(tokens) > 1:
+        said.append(f"Arms were trained on different numbers of tokens: {', '.join(f'{n:,}' for n in sorted(tokens))}.")
+    return said

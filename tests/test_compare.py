@@ -1,0 +1,229 @@
+"""job=compare: every arm an ordinary run, one table of them all, and nothing lost on the way."""
+
+import signal
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from running import run, tiny
+
+from focus_exp.evaluation import quality
+from focus_exp.evaluation.quality import read_scores
+from focus_exp.jobs import compare as job
+from focus_exp.reporting.benchmark_rows import BenchmarkRow
+from focus_exp.reporting.comparison import answer, comparison_findings, comparison_tables
+from focus_exp.reporting.comparison_figure import write_comparison_figure
+from focus_exp.reporting.record import Record
+from focus_exp.reporting.rows import Arm, Row
+
+ARMS = {
+    "focus": ["regime.steps=2"],
+    "lora": ["attention=full", "regime=lora", "regime.steps=2"],
+    "window": ["attention=window", "regime=none"],
+}
+
+
+def settings(folder, **arms):
+    chosen = arms or ARMS
+    written = [f"+arms.{name}=[{','.join(map(repr, values))}]" for name, values in chosen.items()]
+    return [*tiny(folder), "job=compare", *written]
+
+
+def records(folder):
+    """Arm -> its record; the comparison's own is at None."""
+    found = {}
+    for path in (folder / "runs").rglob("record.json"):
+        record = Record.load(path)
+        found[record.config["arm"]] = record
+    return found
+
+
+def test_every_arm_is_a_run_and_a_line_of_the_table(tmp_path):
+    result = run(*settings(tmp_path))
+    assert result.code == 0, result.err
+    found = records(tmp_path)
+    assert set(found) == {None, *ARMS}
+    comparison = found[None]
+    assert [arm.name for arm in comparison.arms] == list(ARMS)
+    assert [row.arm for row in comparison.rows] == [None, *ARMS]
+    for arm, row in zip(comparison.arms, comparison.rows[1:], strict=True):
+        own = answer(found[arm.name])
+        assert (row.nll, row.delta_nll, row.pairs_removed) == (own.nll, own.delta_nll, own.pairs_removed)
+        assert (arm.settings, arm.steps, arm.tokens_seen) == (
+            ARMS[arm.name], found[arm.name].steps, found[arm.name].tokens_seen,
+        )  # fmt: skip
+    assert {row.kind for row in comparison.rows} == {"base", "hard", "trained", "control"}
+    assert all(name in result.out for name in ("arm 1 of 3: focus", "arm 3 of 3: window", "vs focus [95 %]"))
+    assert found["lora"].tokens_seen == found["focus"].tokens_seen > 0
+
+
+def test_differences_from_the_first_arm_are_those_of_the_losses(tmp_path):
+    run(*settings(tmp_path))
+    comparison = records(tmp_path)[None]
+    losses = {}
+    for arm in comparison.arms:
+        folder = tmp_path / "runs" / "adhoc" / arm.name
+        row = next(row for row in comparison.rows if row.arm == arm.name)
+        (path,) = [p for p in folder.rglob("*.npz") if p.stem == quality.slug(row.name)]
+        losses[arm.name] = read_scores(path).nll.astype(np.float64)
+    for row in comparison.rows[2:]:
+        assert row.delta_vs_hard == pytest.approx(np.nanmean(losses[row.arm] - losses["focus"]), abs=1e-9)
+        assert row.delta_vs_hard_low <= row.delta_vs_hard <= row.delta_vs_hard_high
+
+
+def test_a_failed_arm_stays_with_its_reason_and_is_run_again(tmp_path):
+    broken = {**ARMS, "lost": ["data.files=nowhere"]}
+    result = run(*settings(tmp_path, **broken))
+    assert result.code == 0, result.err
+    comparison = records(tmp_path)[None]
+    assert [arm.status for arm in comparison.arms] == ["finished"] * 3 + ["failed"]
+    assert "nowhere" in comparison.arms[-1].error
+    assert any("lost failed" in line and "nowhere" in line for line in comparison.findings)
+    again = run(*settings(tmp_path, **broken))
+    assert "arm 1 of 1: lost" in again.out and "finished already: focus, lora, window" in again.out
+
+
+def test_a_mistake_in_any_arm_is_found_before_the_first_one_runs(tmp_path):
+    result = run(*settings(tmp_path, focus=[], wrong=["attention.groops=3"]))
+    assert result.code == 2 and "groops" in result.err and "did you mean" in result.err
+    assert not (tmp_path / "runs").exists()
+    assert run(*tiny(tmp_path), "job=compare").code == 2
+    unknown = run(*settings(tmp_path), "arm=lorra")
+    assert unknown.code == 2 and "focus, lora, window" in unknown.err
+
+
+def test_an_interrupted_comparison_goes_on_with_the_arm_it_was_at(tmp_path, monkeypatch):
+    real = job.train
+
+    def stopping(config):
+        if config.arm == "lora":
+            signal.raise_signal(signal.SIGTERM)
+        real(config)
+
+    monkeypatch.setattr(job, "train", stopping)
+    assert run(*settings(tmp_path)).code == 128 + signal.SIGTERM
+    assert set(records(tmp_path)) == {"focus"}
+    monkeypatch.setattr(job, "train", real)
+    result = run(*settings(tmp_path))
+    assert result.code == 0 and "arm 1 of 2: lora" in result.out
+    assert all(arm.status == "finished" for arm in records(tmp_path)[None].arms)
+
+
+def test_arms_of_a_sweep_are_those_of_the_comparison(tmp_path):
+    swept = run("-m", *settings(tmp_path), "arm=focus,lora,window", "hydra.sweep.dir=" + str(tmp_path / "sweeps"))
+    assert swept.code == 0, swept.err
+    alone = records(tmp_path)
+    assert set(alone) == set(ARMS)
+    gathered = run(*settings(tmp_path))
+    assert "finished already: focus, lora, window" in gathered.out
+    assert [row.nll for row in records(tmp_path)[None].rows[1:]] == [answer(alone[name]).nll for name in ARMS]
+
+
+def test_the_base_is_measured_once_for_all_arms_that_share_it(tmp_path, monkeypatch):
+    real, scored = quality.score, []
+
+    def counting(model, blocks, indices, batch_size, precision, label):
+        scored.append(label)
+        return real(model, blocks, indices, batch_size, precision, label)
+
+    monkeypatch.setattr(quality, "score", counting)
+    other = {**ARMS, "longer": ["attention=window", "regime=none", "eval.window=48"]}
+    run(*settings(tmp_path, **other))
+    assert scored.count("base, full attention") == 2
+    comparison = records(tmp_path)[None]
+    assert comparison.rows[-1].arm == "longer" and comparison.rows[-1].delta_vs_hard is None
+    overwritten = run(*settings(tmp_path, **other), "overwrite=true")
+    assert "arm 4 of 4: longer" in overwritten.out
+
+
+def row(arm, kind="control", nll=3.0, **fields):
+    values = {"name": kind, "method": "focus" if kind == "hard" else "window", "causal": True, "pairs_removed": 0.5}
+    numbers = {"nll": nll, "perplexity": float(np.exp(nll)), "delta_nll": nll - 3.0}
+    return Row(arm=arm, kind=kind, **(values | numbers | fields))
+
+
+def comparison_of(*rows, benchmarks=(), **arms):
+    names = dict.fromkeys(each.arm for each in rows)
+    described = [
+        Arm(name=name, settings=[f"attention={name}"], steps=2, tokens_seen=64, trainable_parameters=100,
+            **arms.get(name, {}))
+        for name in names
+    ]  # fmt: skip
+    base = row(None, kind="base", name="base, full attention", method="full", pairs_removed=0.0)
+    return Record(
+        status="finished", experiment="pair", arms=described, rows=[base, *rows], benchmarks=list(benchmarks),
+        config={"attention": {"window": 8, "sinks": 1}, "eval": {"window": 32}},
+    )  # fmt: skip
+
+
+def compared(delta, half=0.01):
+    return {"delta_vs_hard": delta, "delta_vs_hard_low": delta - half, "delta_vs_hard_high": delta + half}
+
+
+def test_broken_routers_are_seen(tmp_path):
+    found = comparison_of(
+        row("focus", kind="hard", nll=3.02),
+        row("one_group", kind="hard", pairs_removed=0.0, distant_pairs_kept=1.0, **compared(-0.02)),
+        row("window", nll=3.3, pairs_removed=0.8, distant_pairs_kept=0.0, **compared(0.28)),
+        row("seer", kind="hard", nll=2.0, causal=False, **compared(-1.02)),
+    )
+    text = comparison_tables(found)[0].to_markdown()
+    assert "0.0 % (not engaged)" in text and "seer (reads the future)" in text
+    said = "\n".join(comparison_findings(found))
+    assert "one_group was not engaged: it removes 0.0 %" in said
+    assert "worse than focus's: window (+32.31 % [" in said
+    assert "seer reads the future" in said and "seer (" not in said.partition("seer reads")[0]
+    assert write_comparison_figure(found, tmp_path)["comparison"].stat().st_size > 0
+
+
+def test_the_best_adapter_of_equal_size_and_tokens_is_named():
+    found = comparison_of(
+        row("focus", kind="hard", nll=3.02),
+        row("low", kind="trained", nll=2.9, **compared(-0.12)),
+        row("high", kind="trained", nll=2.95, **compared(-0.07)),
+        row("large", kind="trained", nll=2.5, **compared(-0.52)),
+    )
+    found.arms[-1].trainable_parameters = 1000
+    (said,) = [line for line in comparison_findings(found) if "At about 100 parameters" in line]
+    assert "low has the lowest perplexity of 2 adapters" in said and "better than focus's" in said
+    assert "focus removes 50.0 % of them" in said
+    found.arms[1].tokens_seen = 128
+    told = comparison_findings(found)
+    assert any("high has the lowest perplexity of 1 adapters" in line for line in told)
+    assert any("different numbers of tokens: 64, 128" in line for line in told)
+
+
+def test_benchmarks_count_where_the_mask_acted():
+    def benchmark(arm, task, kind="hard", difference=-0.2, removed=0.5, **fields):
+        return BenchmarkRow(
+            attention=arm, kind=kind, task=task, metric="acc", value=0.3, n=20, difference=difference,
+            difference_low=difference - 0.1, difference_high=difference + 0.1, pairs_removed=removed, **fields,
+        )  # fmt: skip
+
+    found = comparison_of(
+        row("focus", kind="hard"),
+        row("lora", kind="trained", **compared(-0.1)),
+        benchmarks=[
+            benchmark("focus", "short", difference=0.0, removed=0.0),
+            benchmark("focus", "long"),
+            benchmark("lora", "short", kind="trained", removed=0.0),
+            benchmark("lora", "long", kind="trained", difference=0.2, removed=0.0),
+            BenchmarkRow(attention="", kind="missing", task="gone", error="no hub"),
+        ],
+    )
+    said = "\n".join(comparison_findings(found))
+    assert "worse than full attention beyond the interval: focus on long" in said and "lora on short" in said
+    assert "better than full attention beyond the interval: lora on long" in said
+    assert "focus was not engaged on short; it acted on long" in said
+    changes = comparison_tables(found)[1]
+    assert changes.columns == ["arm", "short", "long"]
+    assert "(not engaged)" in changes.rows[0][1] and "not engaged" not in changes.rows[1][1]
+    assert any("gone was not measured: no hub" in note for note in changes.notes)
+
+
+def test_nothing_is_compared_with_an_arm_that_has_no_number():
+    found = comparison_of(row("focus", kind="hard"), row("window", **compared(0.1)))
+    found.rows[1] = replace(found.rows[1], nll=None, perplexity=None, delta_nll=None, error="RuntimeError: none")
+    said = comparison_findings(found)
+    assert "focus failed: RuntimeError: none" in said
+    assert any("focus has no perplexity" in line for line in said)
