@@ -13,7 +13,7 @@ from focus_exp.config import Config
 from focus_exp.errors import UserError
 
 # each a module of that name in jobs/, with a function of that name
-JOBS = ("train", "evaluate", "bench", "compare", "build_tasks")
+JOBS = ("train", "evaluate", "bench", "generate", "compare", "build_tasks")
 CHOICES = {
     "job": JOBS,
     "assets": ("auto", "hub", "embedded"),
@@ -71,14 +71,17 @@ AT_LEAST = {
     "eval.request_batch_size": 1,
     "eval.suite_window": 1,
     "bench.repeats": 1,
+    "generate.prompts": 1,
+    "generate.prompt_tokens": 1,
+    "generate.new_tokens": 1,
     "bench.routed_tokens": 2,
     "trainer.batch_size": 1,
     "trainer.accumulate": 1,
     "trainer.checkpoint_every": 1,
     "trainer.log_every": 1,
 }
-ABOVE_ZERO = ("attention.temperature", "attention.gate_steepness", "trainer.gradient_clip")
-SHARES = ("attention.balance_momentum", "attention.gate_threshold", "attention.centroid_decay")
+ABOVE_ZERO = ("attention.temperature", "attention.gate_steepness", "trainer.gradient_clip", "generate.temperature")
+SHARES = ("attention.balance_momentum", "attention.gate_threshold", "attention.centroid_decay", "generate.top_p")
 
 
 def parse(composed: DictConfig) -> Config:
@@ -143,7 +146,10 @@ def validate(config: Config) -> None:
         raise UserError(f"adapter={config.adapter} is for job=evaluate; add job=evaluate, or leave adapter out")
     validate_attention(config)
     validate_regime(config)
-    for key in ("lengths", "prefill_lengths", "step_lengths", "groups", "top_k"):
+    for k in config.generate.top_k or []:
+        if not 1 <= k <= config.attention.groups:
+            raise UserError(f"generate.top_k holds {k}; use 1 to attention.groups={config.attention.groups}")
+    for key in ("lengths", "prefill_lengths", "step_lengths", "decode_lengths", "groups", "top_k"):
         values = getattr(config.bench, key)
         if values is not None and (not all(value >= 1 for value in values)):
             raise UserError(f"bench.{key}={values} is impossible; use numbers from 1")

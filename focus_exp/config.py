@@ -148,6 +148,7 @@ class BenchConfig:
     lengths: Numbers = field(default_factory=Numbers)  # tokens; empty: 1K to 64K on a CPU, to 1M on a GPU
     prefill_lengths: Numbers = field(default_factory=Numbers)
     step_lengths: Numbers = field(default_factory=Numbers)
+    decode_lengths: Numbers = field(default_factory=Numbers)  # tokens before the one that is timed
     groups: Numbers = field(default_factory=lambda: [4, 8])  # K of balanced groups
     top_k: Numbers = field(default_factory=lambda: [1])
     dtype: str = "bf16"  # of the attention clocks; the model's own take trainer.precision
@@ -155,6 +156,18 @@ class BenchConfig:
     routed_tokens: int = 16_384  # held-out tokens whose groups a trained router is timed with
     quality: bool = False  # perplexity at every k too
     list: bool = False  # only say which kernels there are
+
+
+@dataclass
+class GenerateConfig:
+    name: str = MISSING
+    prompts: int = 4  # spread over the held-out text
+    prompt_tokens: int = 384
+    new_tokens: int = 128
+    top_k: Numbers = field(default_factory=Numbers)  # groups that a query reaches; empty: 1 to attention.groups
+    do_sample: bool = False
+    temperature: float = 1.0
+    top_p: float = 1.0
 
 
 @dataclass
@@ -201,6 +214,7 @@ class Config:
     data: DataConfig = MISSING
     eval: EvalConfig = MISSING
     bench: BenchConfig = MISSING
+    generate: GenerateConfig = MISSING
     trainer: TrainerConfig = MISSING
     logger: LoggerConfig = MISSING
 

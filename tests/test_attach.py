@@ -38,7 +38,7 @@ def tokens_of(batch: int = 2, length: int = 40) -> Tensor:
 
 def logits_of(model: PreTrainedModel, tokens: Tensor, **kwargs) -> Tensor:
     with torch.no_grad():
-        return model(tokens, **kwargs).logits
+        return model(tokens, **{"use_cache": False, **kwargs}).logits
 
 
 def changed_after(model: PreTrainedModel, position: int) -> tuple[bool, bool]:
@@ -243,15 +243,14 @@ def test_trainable_parameters_are_as_many_as_in_the_paper(name, routing_dim, gro
 
 
 @families
-def test_generation_works_while_attached_and_keeps_no_cache(attached, family):
+def test_generation_works_while_attached(attached, family):
     model, prompt = attached(family), tokens_of(1, 12)
     options = {"do_sample": False, "max_new_tokens": 6, "eos_token_id": None, "pad_token_id": 256}
-    generated, by_hand = model.generate(prompt, **options), prompt
+    by_hand = prompt
     for _ in range(6):
         by_hand = torch.cat([by_hand, logits_of(model, by_hand)[:, -1:].argmax(-1)], 1)
-    assert torch.equal(generated, by_hand)
-    with pytest.raises(UserError, match="use_cache=False"):
-        model.generate(prompt, use_cache=True, **options)
+    for use_cache in (True, False):
+        assert torch.equal(model.generate(prompt, use_cache=use_cache, **options), by_hand)
     with disabled(model):
         cached = model.generate(prompt, use_cache=True, **options)
     assert torch.equal(cached, detach(model).generate(prompt, **options))

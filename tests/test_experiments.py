@@ -66,7 +66,7 @@ def test_experiment_runs_on_a_tiny_model(tmp_path, name, model):
     assert len(records) == 1 + len(plain.arms)
     for record in records:
         assert (record.status, record.experiment) == ("finished", name)
-        rows = [*record.rows, *record.speed]
+        rows = [*record.rows, *record.speed, *record.continuations]
         assert rows and all(row.error is None for row in rows)
         assert all(arm.status == "finished" for arm in record.arms)
     if not plain.arms:

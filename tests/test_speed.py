@@ -29,7 +29,7 @@ FLOAT32 = Precision(CPU, torch.float32, False, "test")
 BENCH = ["+experiment=speed", "bench.lengths=[48,80]",
          "bench.groups=[2,4]", "bench.top_k=[1]", router_steps(2)]  # fmt: skip
 
-NO_MODEL_CLOCKS = ["bench.prefill_lengths=[]", "bench.step_lengths=[]"]
+NO_MODEL_CLOCKS = ["bench.prefill_lengths=[]", "bench.step_lengths=[]", "bench.decode_lengths=[]"]
 
 
 def test_works_take_turns_and_the_first_round_is_not_counted():
@@ -175,12 +175,25 @@ def test_a_bench_run_measures_every_clock_with_balanced_and_trained_groups(tmp_p
     assert found == {
         *((clock, n, k, a) for clock in ("attention", "kernels") for n in (48, 80) for a, k in layers),
         *(("attention step", 64, k, a) for a, k in layers),
+        *(("decode", 40, k, a) for a, k in layers),
+        ("decode model", 40, 2, "trained"),
         *((clock, 64, 2, "trained") for clock in ("prefill", "model step")),
     }
     assert all(row.error is None and row.focus_seconds for row in record.speed)
     assert record.steps == 2 and (only_run(tmp_path) / "adapter").is_dir()
     again = run(*tiny(tmp_path), *BENCH)
     assert again.code == 0 and "finished already" in again.out
+
+
+def test_a_decode_step_reads_its_share_of_what_is_cached(tmp_path):
+    assert run(*tiny(tmp_path), *BENCH).code == 0
+    rows = [row for row in record_of(tmp_path).speed if row.clock.startswith("decode")]
+    for row in rows:
+        assert row.focus_bytes_read / row.full_bytes_read == pytest.approx(row.pairs_kept, abs=0.01)
+        assert 0 < row.pairs_kept < 1 and row.focus_peak_bytes >= row.full_peak_bytes
+        assert row.path == "cached" and ("Cache" in row.full_kernel or "Layer" in row.full_kernel)
+    text = (only_run(tmp_path) / "table.md").read_text()
+    assert "one attention layer, one more token" in text and "Focus [tokens/s]" in text
 
 
 def test_an_adapters_router_is_timed_without_training(tmp_path):

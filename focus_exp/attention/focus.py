@@ -117,6 +117,13 @@ class Focus(AttentionMethod):
             gate_kind=self.gate, gate_steepness=self.gate_steepness, gate_threshold=self.gate_threshold,
         )  # fmt: skip
 
+    def refuses_cache(self) -> str | None:
+        if not self.causal:
+            return "Focus with assignment sinkhorn: a token's groups depend on later tokens; use assignment balanced"
+        if self.training or not self.hard:
+            return "soft gates: every token would be read; choose hard groups with set_routing(model, hard=True)"
+        return None
+
     def surrogate(self, selection: Selection) -> float | None:
         """Half the steepness: the slope of log sigmoid(steepness * x) where the gate is half open."""
         trained = selection.assignment is not None and selection.assignment.requires_grad

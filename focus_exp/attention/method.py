@@ -85,6 +85,10 @@ class AttentionMethod(nn.Module):
         """Slope of the gate that stands in for hard groups in the gradient of the assignment, if there is one."""
         return None
 
+    def refuses_cache(self) -> str | None:
+        """Why keys and values are not kept for later tokens; None where `GroupedCache` computes what `attend` does."""
+        return f"{type(self).__name__}, which computes whole sequences alone"
+
     def sparse_kernel(
         self, q: Tensor, selection: Selection, sequence: Sequence, softcap: float | None, dropout: float
     ) -> Kernel | None:

@@ -16,6 +16,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from focus_exp.data import bos_of
 from focus_exp.errors import UserError
 from focus_exp.evaluation.ledger import Ledger
+from focus_exp.models.cache import refusal
 from focus_exp.training.precision import Precision
 
 END_OF_TEXT = "<|endoftext|>"
@@ -123,7 +124,7 @@ class LiveModel(HFLM):
         return ids[:, -max(lengths) :], mask[:, -max(lengths) :]
 
     def _model_generate(self, context: Tensor, max_length: int, stop: list[str], **options: Any) -> Tensor:
-        """Greedy unless the task says otherwise; with a key/value cache where the model has one."""
+        """Greedy unless the task says otherwise; with a key/value cache where what is attached has one."""
         if not options.setdefault("do_sample", False):
             options.pop("temperature", None)
         with self.precision.context():
@@ -132,7 +133,7 @@ class LiveModel(HFLM):
                 max_length=max_length,
                 stopping_criteria=stop_sequences_criteria(self.tokenizer, stop, context.shape[1], context.shape[0]),
                 pad_token_id=self.tokenizer.pad_token_id,
-                use_cache=bool(getattr(self.config, "use_cache", True)),
+                use_cache=refusal(self.model) is None,
                 **options,
             )
 

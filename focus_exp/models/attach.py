@@ -20,9 +20,9 @@ from focus_exp.attention.method import BACKENDS, AttentionMethod, LayerShape, Ob
 from focus_exp.attention.registry import METHODS, build
 from focus_exp.attention.selection import PAIR_RULES
 from focus_exp.errors import UserError
-from focus_exp.models.interface import IMPLEMENTATION, method_of, pass_padding_mask, route_hidden_states
+from focus_exp.models.interface import IMPLEMENTATION, method_of, prepare_decoder, route_hidden_states
+from focus_exp.models.modules import attention_modules
 
-ATTENTION_MODULES = ("self_attn", "attn", "attention")
 # what every name of a trained part has in it; the second is PEFT's
 TRAINED = {"router": ".focus.", "lora": ".lora_", "all": ""}
 
@@ -35,24 +35,7 @@ class Attachment:
     options: dict[str, Any]
     layers: list[int]
     base_implementation: str
-    base_use_cache: list[tuple[Any, bool]]
     handles: list[RemovableHandle] = field(default_factory=list)
-
-
-def attention_modules(model: PreTrainedModel) -> dict[int, nn.Module]:
-    """The self-attention modules by layer index; UserError naming the model's modules if there are none."""
-    found = {
-        int(module.layer_idx): module
-        for name, module in model.named_modules()
-        if name.rsplit(".", 1)[-1] in ATTENTION_MODULES and hasattr(module, "layer_idx")
-    }
-    if not found:
-        kinds = sorted({type(module).__name__ for module in model.modules()})
-        raise UserError(
-            f"{type(model).__name__} has no attention layer called {' or '.join(ATTENTION_MODULES)}; "
-            f"its modules are {', '.join(kinds)}"
-        )
-    return dict(sorted(found.items()))
 
 
 def attach(
@@ -60,8 +43,9 @@ def attach(
 ) -> PreTrainedModel:
     """Attach `method` with its options to all layers of `model` (or to `layers`), in place.
 
-    The base weights are left as they are; freeze them with `freeze` before training. While attached the model runs
-    without a key/value cache. UserError for an unknown method, option or layer, or a model already attached.
+    The base weights are left as they are; freeze them with `freeze` before training. With hard groups `generate()`
+    keeps keys and values by group (`FocusCache`). UserError for an unknown method, option or layer, or a model already
+    attached.
     """
     if getattr(model, "focus_attachment", None) is not None:
         raise UserError("the model already has an attention method attached; call detach(model) first")
@@ -72,13 +56,11 @@ def attach(
     if missing := sorted(set(wanted) - set(modules)):
         raise UserError(f"layers {missing} do not exist; the model has layers {min(modules)} to {max(modules)}")
 
-    configs = [c for c in (model.config, model.generation_config) if c is not None]
     attachment = Attachment(
         method=method,
         options=options,
         layers=wanted,
         base_implementation=model.config._attn_implementation,
-        base_use_cache=[(c, c.use_cache) for c in configs],
     )
     for index in wanted:
         module = modules[index]
@@ -90,12 +72,19 @@ def attach(
         module.focus = added.to(weight.device).train(module.training)
         attachment.handles.append(module.register_forward_pre_hook(route_hidden_states, with_kwargs=True))
     decoder = model.base_model
-    attachment.handles.append(decoder.register_forward_pre_hook(pass_padding_mask, with_kwargs=True))
-    for config in configs:
-        config.use_cache = False
+    attachment.handles.append(decoder.register_forward_pre_hook(prepare_decoder, with_kwargs=True))
+    if not is_causal(model):
+        model.prepare_inputs_for_generation = refuse_generation  # type: ignore[assignment]
     model.focus_attachment = attachment  # type: ignore[assignment]
     model.set_attn_implementation(IMPLEMENTATION)
     return model
+
+
+def refuse_generation(*_: Any, **__: Any) -> None:
+    raise UserError(
+        "this attention reads the future: a token's groups depend on the tokens after it, so no text can be generated "
+        "token by token; use a causal one, such as attention=focus (assignment balanced)"
+    )
 
 
 def layer_shape(model: PreTrainedModel, module: nn.Module, index: int) -> LayerShape:
@@ -113,8 +102,7 @@ def detach(model: PreTrainedModel) -> PreTrainedModel:
     for module in attention_modules(model).values():
         if hasattr(module, "focus"):
             del module.focus
-    for config, use_cache in attachment.base_use_cache:
-        config.use_cache = use_cache
+    vars(model).pop("prepare_inputs_for_generation", None)
     model.set_attn_implementation(attachment.base_implementation)
     del model.focus_attachment
     return model

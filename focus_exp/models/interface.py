@@ -1,19 +1,21 @@
-"""What a model calls while a method is attached: hooks that show it hidden states and padding, and the attention."""
+"""What a model calls while a method is attached: hooks that show it hidden states, padding and cache; attention."""
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AttentionInterface, AttentionMaskInterface
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 from transformers.masking_utils import sdpa_mask
 
 from focus_exp.attention.blocked import masked_attention
+from focus_exp.attention.cached import GroupedCache
 from focus_exp.attention.method import AttentionMethod
-from focus_exp.attention.selection import Selection, Sequence, permitted
+from focus_exp.attention.selection import Selection, Sequence, causal
 from focus_exp.errors import UserError
+from focus_exp.models.cache import FocusCache, active_methods, cache_for
 
 IMPLEMENTATION = "focus_exp"
 
@@ -25,11 +27,19 @@ def method_of(module: nn.Module) -> AttentionMethod:
     return method
 
 
-def pass_padding_mask(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-    """Let every layer see the two-dimensional mask, which attention functions are otherwise never given."""
+def prepare_decoder(decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    """Let every layer see the two-dimensional mask, which attention functions are otherwise never given, and put a
+    cache by group in place of the empty one that transformers made or would make."""
     mask = kwargs.get("attention_mask")
     if isinstance(mask, Tensor) and mask.ndim == 2:
         kwargs["padding_mask"] = mask.bool()
+    given, wanted = kwargs.get("past_key_values"), kwargs.get("use_cache")
+    if wanted is None:
+        assert isinstance(decoder, PreTrainedModel)
+        wanted = decoder.config.get_text_config().use_cache
+    if (wanted or given is not None) and not isinstance(given, FocusCache) and active_methods(decoder):
+        kwargs["past_key_values"] = cache_for(decoder, given)
+        kwargs["use_cache"] = kwargs["past_key_values"] is not None
     return args, kwargs
 
 
@@ -41,12 +51,21 @@ def route_hidden_states(
         return None
     h: Tensor = kwargs["hidden_states"] if "hidden_states" in kwargs else args[0]
     padding_mask = kwargs.pop("padding_mask", None)
-    allowed = kwargs.get("attention_mask")
-    if isinstance(allowed, Tensor) and allowed.shape[-1] != h.shape[1]:
-        raise cache_error()
-    sequence = describe_sequence(h, padding_mask, kwargs.get("position_ids"), allowed)
-    kwargs["routed"] = (sequence, method.route(h, sequence))
+    cache = next((x for x in (*args, *kwargs.values()) if isinstance(x, FocusCache)), None)
+    grouped = None if cache is None else cache.layer(method.shape.index)
+    past = 0 if grouped is None else grouped.length
+    sequence = describe_sequence(h, padding_mask, kwargs.get("position_ids"), kwargs.get("attention_mask"), past)
+    kwargs["routed"] = Routed(sequence, method.route(h, sequence), grouped)
     return args, kwargs
+
+
+@dataclass(frozen=True)
+class Routed:
+    """What a layer's hook tells its attention; `cache` where keys and values are kept."""
+
+    sequence: Sequence
+    selection: Selection
+    cache: GroupedCache | None = None
 
 
 def describe_sequence(
@@ -54,25 +73,32 @@ def describe_sequence(
     padding_mask: Tensor | None,
     position_ids: Tensor | None,
     allowed: Tensor | None,
+    past: int = 0,
 ) -> Sequence:
-    """Starts and validity of the tokens of `h` `[B, T, E]` from whatever of padding and positions the model knows."""
+    """Starts and validity of the tokens of `h` `[B, T, E]` from whatever of padding and positions the model knows.
+
+    After `past` tokens in a cache the starts are counted from the first of the new ones, so that some are negative.
+    """
     batch, length = h.shape[:2]
-    index = torch.arange(length, device=h.device)
+    index = torch.arange(past, past + length, device=h.device)
     start = torch.zeros(batch, length, dtype=torch.long, device=h.device)
     if position_ids is not None and position_ids.ndim == 2:
         start = (index - position_ids).clamp(min=0).expand(batch, length)
     if padding_mask is not None:
-        if padding_mask.shape[1] != length:
-            raise cache_error()
-        first = padding_mask.long().argmax(dim=1, keepdim=True)
-        start = torch.maximum(start, first)
+        if padding_mask.shape[1] != past + length:
+            raise UserError(
+                f"attention_mask has {padding_mask.shape[1]} columns for {past} tokens in the cache and {length} new "
+                "ones; give one for each"
+            )
+        start = torch.maximum(start, padding_mask.long().argmax(dim=1, keepdim=True))
+    if allowed is not None:
+        allowed = allowed[..., : past + length]  # a static cache's mask is as wide as it may grow
     return Sequence(
-        start=start, valid=padding_mask, allowed=allowed, masked=allowed is not None and padding_mask is None
+        start=start - past,
+        valid=None if padding_mask is None else padding_mask[:, past:],
+        allowed=allowed,
+        masked=allowed is not None and padding_mask is None,
     )
-
-
-def cache_error() -> UserError:
-    return UserError("an attached model has no key/value cache yet: call it with use_cache=False and whole sequences")
 
 
 def routed_attention(
@@ -84,34 +110,40 @@ def routed_attention(
     scaling: float | None = None,
     dropout: float = 0.0,
     softcap: float | None = None,
-    routed: tuple[Sequence, Selection] | None = None,
+    routed: Routed | None = None,
     sliding_window: int | None = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
     """The attention function transformers calls: q `[B, H, T, D]`, k and v `[B, G, T, D]` -> `[B, T, H, D]`."""
-    if key.shape[2] != query.shape[2]:
-        raise cache_error()
     scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
     if routed is None:
         out = full_attention(query, key, value, attention_mask, scaling, softcap, dropout)
         return out.transpose(1, 2).contiguous(), None
-    sequence, selection = routed
+    sequence, selection, cache = routed.sequence, routed.selection, routed.cache
     if sliding_window is not None and attention_mask is not None:
         sequence = replace(sequence, masked=True)
     method = method_of(module)
-    out = method.attend(query, key, value, selection, sequence, scaling=scaling, softcap=softcap, dropout=dropout)
-    for observer in method.observers:  # now, because some methods choose their pairs while they attend
-        observer(method.shape.index, method, selection, sequence)
+    if cache is not None and cache.length:
+        out = cache.attend(query, key, value, selection, sequence, scaling=scaling, softcap=softcap)
+        method.path = "cached"
+    else:
+        out = method.attend(query, key, value, selection, sequence, scaling=scaling, softcap=softcap, dropout=dropout)
+        for observer in method.observers:  # now, because some methods choose their pairs while they attend
+            observer(method.shape.index, method, selection, sequence)
+    if cache is not None:
+        cache.append(key, value, selection, sequence)
     return out.transpose(1, 2).contiguous(), None
 
 
 def full_attention(
     q: Tensor, k: Tensor, v: Tensor, allowed: Tensor | None, scaling: float, softcap: float | None, dropout: float
 ) -> Tensor:
-    """Layers that nothing is attached to, next to layers that something is attached to."""
-    batch, length = q.shape[0], q.shape[2]
-    sequence = Sequence(Sequence.plain(batch, length, q.device).start, allowed=allowed)
-    keep = permitted(sequence, slice(0, length), length)[:, None]
+    """Layers that nothing is attached to, next to layers that something is attached to; k and v may reach back."""
+    if allowed is None:
+        rows = slice(k.shape[2] - q.shape[2], k.shape[2])
+        keep = causal(rows, k.shape[2], q.device)[None, None]
+    else:
+        keep = allowed[..., : k.shape[2]]
     return masked_attention(q, k, v, keep, None, scaling=scaling, softcap=softcap, gate_kind="log", dropout=dropout)
 
 

@@ -10,6 +10,7 @@ from focus_exp.reporting.benchmark_findings import benchmark_findings
 from focus_exp.reporting.benchmarks import benchmark_table
 from focus_exp.reporting.comparison import comparison_findings, comparison_tables
 from focus_exp.reporting.comparison_figure import write_comparison_figure
+from focus_exp.reporting.continuations import continuation_findings, continuation_table, write_continuations
 from focus_exp.reporting.figures import write_figures
 from focus_exp.reporting.findings import findings
 from focus_exp.reporting.record import Record, replace_file
@@ -31,6 +32,8 @@ def all_findings(record: Record) -> list[str]:
     """Sentences on whatever the record holds; a record without rows of quality is not blamed for that."""
     if record.arms:
         return comparison_findings(record)
+    if record.continuations:
+        return continuation_findings(record)
     timed_only = bool(record.speed) and not record.rows
     said = [] if timed_only else findings(record)
     return [*said, *benchmark_findings(record.benchmarks), *speed_findings(record)]
@@ -39,6 +42,8 @@ def all_findings(record: Record) -> list[str]:
 def all_tables(record: Record) -> list[Table]:
     if record.arms:
         tables = comparison_tables(record)
+    elif record.continuations:
+        tables = [continuation_table(record)]
     else:
         tables = [quality_table(record)] if record.rows or not record.speed else []
     if record.benchmarks:
@@ -52,6 +57,8 @@ def write_report(record: Record, metrics: list[dict[str, Any]], folder: Path) ->
     replace_file(folder / "table.md", "\n".join(table.to_markdown() for table in tables).encode())
     for table in tables:
         replace_file(folder / f"{table.name}.csv", table.to_csv().encode())
+    if record.continuations:
+        write_continuations(record, folder)
     figures = folder / "figures"
     if record.arms:
         return Report(tables, write_comparison_figure(record, figures))

@@ -88,7 +88,32 @@ class Arm:
     config_hash: str = ""
 
 
-Clock = Literal["kernels", "attention", "prefill", "attention step", "model step"]
+@dataclass(kw_only=True)
+class Continuation:
+    """What follows a prompt of held-out text under one attention, or in the book itself.
+
+    base_nll: nats per token of the continuation under the base model with full attention, given the prompt.
+    agrees: tokens from the start that are those of full attention. Times in seconds; read: keys of a layer that the
+    last step read, of `prompt_tokens` + `tokens` there were; cache_bytes: held at the end, in all layers.
+    """
+
+    attention: str
+    prompt: int
+    prompt_text: str
+    text: str
+    prompt_tokens: int
+    tokens: int
+    kind: Literal["book", "base", "hard"]
+    top_k: int | None = None
+    base_nll: float | None = None
+    agrees: int | None = None
+    seconds: float | None = None
+    read: float | None = None
+    cache_bytes: int | None = None
+    error: str | None = None
+
+
+Clock = Literal["kernels", "attention", "prefill", "attention step", "model step", "decode", "decode model"]
 Assignment = Literal["balanced", "trained"]
 
 
@@ -98,10 +123,13 @@ class SpeedRow:
 
     clock: what was timed. "kernels": the exact attention calls alone, their tokens already gathered. "attention":
         with routing, selection, sort, gather and merge, as a layer pays it. "prefill": the whole model's forward
-        pass. "attention step", "model step": forward and backward.
+        pass. "attention step", "model step": forward and backward. "decode", "decode model": one more token after
+        `tokens`, in one layer's attention and in the whole model; there the pairs are those of that token, and the
+        peaks what the caches hold.
     Times are medians over `repeats` in seconds, peaks are bytes held at most, inputs included.
     pairs_kept: share 0..1 of the causal pairs; 1 / pairs_kept bounds the ratio of an attention clock.
     layer: heads and head size, in words.
+    *_bytes_read: keys and values that a decode step reads.
     *_attention_seconds: the part of a prefill that was spent in routing and attention.
     A row that failed carries `error` and no times.
     """
@@ -124,6 +152,8 @@ class SpeedRow:
     focus_attention_seconds: float | None = None
     full_peak_bytes: int | None = None
     focus_peak_bytes: int | None = None
+    full_bytes_read: int | None = None
+    focus_bytes_read: int | None = None
     pairs_kept: float | None = None
     largest_group: float | None = None
     error: str | None = None

@@ -28,6 +28,8 @@ OPENINGS = {
     "prefill": "In a prefill of the whole model",
     "attention step": "In a training step of one attention layer",
     "model step": "In a training step of the whole model",
+    "decode": "In a decode step of one attention layer",
+    "decode model": "In a decode step of the whole model",
 }
 
 
@@ -126,7 +128,8 @@ def _reason(row: SpeedRow, ratio: float, bound: float, others: list[SpeedRow]) -
 
 def _seconds_per_pair(row: SpeedRow) -> float:
     """Full attention's time for one causal pair."""
-    return (row.full_seconds or 0.0) / (row.tokens * (row.tokens + 1) / 2)
+    pairs = row.tokens + 1 if row.clock == "decode" else row.tokens * (row.tokens + 1) / 2
+    return (row.full_seconds or 0.0) / pairs
 
 
 def _overhead(record: Record) -> list[str]:
@@ -146,7 +149,8 @@ def _memory(record: Record, clock: str) -> list[str]:
     worst, longest = max(rows, key=_peak_ratio), max(rows, key=lambda row: (row.tokens, _peak_ratio(row)))
     if number_text(_peak_ratio(worst)) == number_text(_peak_ratio(longest)):
         worst = longest
-    said = f"{OPENINGS[clock]}, peak memory is at most {_peak(record, worst)}"
+    what = "the cache" if clock.startswith("decode") else "peak memory"
+    said = f"{OPENINGS[clock]}, {what} is at most {_peak(record, worst)}"
     return [f"{said}." if worst is longest else f"{said}; at the longest length {_peak(record, longest)}."]
 
 

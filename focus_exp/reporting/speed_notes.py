@@ -16,7 +16,8 @@ BOUND = "bound: causal pairs of full attention over those that Focus keeps; rout
 CASE_FIELDS = ("clock", "tokens", "groups", "assignment", "top_k", "pair_rule", "window", "dtype")
 MEASURED_FIELDS = (
     "largest_group", "full_kernel", "path", "repeats", "full_seconds", "focus_seconds", "ratio",
-    "full_attention_seconds", "focus_attention_seconds", "full_peak_bytes", "focus_peak_bytes", "error",
+    "full_attention_seconds", "focus_attention_seconds", "full_peak_bytes", "focus_peak_bytes",
+    "full_bytes_read", "focus_bytes_read", "error",
 )  # fmt: skip
 
 

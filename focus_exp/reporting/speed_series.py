@@ -11,7 +11,7 @@ from focus_exp.reporting.record import Record
 from focus_exp.reporting.rows import SpeedRow
 
 # clocks whose ratio is bounded by the pairs that Focus keeps; a whole model does more than attend
-ATTENTION_CLOCKS = ("kernels", "attention", "attention step")
+ATTENTION_CLOCKS = ("kernels", "attention", "attention step", "decode")
 
 Timed = list[tuple[SpeedRow, float]]
 

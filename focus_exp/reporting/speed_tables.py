@@ -131,6 +131,18 @@ def _peaks(row: SpeedRow | None) -> str:
     return f"{number_text(focus / full)} ({mebibytes(focus)} / {mebibytes(full)})"
 
 
+def _read(row: SpeedRow | None) -> str:
+    if row is None or not row.full_bytes_read or row.focus_bytes_read is None:
+        return ABSENT
+    focus, full = row.focus_bytes_read, row.full_bytes_read
+    return f"{number_text(focus / full)} ({mebibytes(focus)} / {mebibytes(full)})"
+
+
+def _rate(row: SpeedRow | None, name: str) -> str:
+    seconds = getattr(row, name, None)
+    return number_text(1 / seconds if seconds else None)
+
+
 def _times(unit: str, focus: str = "Focus") -> list[Column]:
     factor = {"ms": 1e3, "s": 1.0}[unit]
     return [
@@ -165,6 +177,14 @@ RUN: list[Column] = [
     ("peak memory, Focus / full [MiB]", lambda line: _peaks(line.row)),
     ("path", lambda line: line.case.path or ABSENT),
 ]
+HELD: list[Column] = [
+    ("read per step, Focus / full [MiB]", lambda line: _read(line.row)),
+    ("cache held, Focus / full [MiB]", lambda line: _peaks(line.row)),
+]
+TOKENS: list[Column] = [
+    ("full [tokens/s]", lambda line: _rate(line.row, "full_seconds")),
+    ("Focus [tokens/s]", lambda line: _rate(line.row, "focus_seconds")),
+]
 OVERHEAD: Column = ("routing etc.", lambda line: share_text(line.overhead))
 PAPER: Column = ("paper, H100", lambda line: ABSENT if line.paper is None else f"{line.paper:.1f}")
 FULL, *WITH_ROUTING = _times("ms", "with routing")
@@ -173,12 +193,16 @@ COLUMNS = {
     "prefill": [*CASE, *_times("s"), *SHARES, *RUN],
     "attention step": [*CASE, *PAIRS, *_times("ms"), *OF_BOUND, *RUN],
     "model step": [*CASE, *_times("s"), *RUN],
+    "decode": [*CASE, *PAIRS, *_times("ms"), *OF_BOUND, *HELD],
+    "decode model": [*CASE, *PAIRS[1:], *_times("ms"), *TOKENS, *HELD],
 }
 TITLES = {
     "attention": "one attention layer, forward",
     "prefill": "prefill of the whole model",
     "attention step": "one attention layer, forward and backward",
     "model step": "training step of the whole model",
+    "decode": "one attention layer, one more token",
+    "decode model": "one more token of the whole model",
 }
 MEANINGS = {
     "attention": [
@@ -192,4 +216,14 @@ MEANINGS = {
     "prefill": [RATIO, "attention's share: routing and attention over the whole prefill", MEMORY],
     "attention step": [RATIO, TRAINED, BOUND, MEMORY],
     "model step": ["ratio: time of full attention over time of Focus, all weights trained, one step each", MEMORY],
+    "decode": [
+        "ratio: time of full attention over the faster of transformers' DynamicCache and StaticCache over time of "
+        "Focus, routing and storing the token included; the steps alternated in one run, medians after warm-up",
+        TRAINED,
+        "bound: tokens there are over tokens that the step reads; held: room for tokens to come included",
+    ],
+    "decode model": [
+        "ratio: time of full attention with transformers' DynamicCache over time of Focus with its own, greedy text",
+        "held: room for tokens to come included",
+    ],
 }

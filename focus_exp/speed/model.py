@@ -117,7 +117,6 @@ def model_step_row(model: PreTrainedModel, tokens: Tensor, precision: Precision)
 
 def describe(model: PreTrainedModel, tokens: Tensor, precision: Precision) -> dict[str, Any]:
     """The fields of a row that say what ran: the routers' groups on these tokens, pairs kept, kernels."""
-    methods = [m for m in attached_methods(model).values() if isinstance(m, Focus)]
     counts: list[PairCounts] = []
     largest: list[float] = []
 
@@ -129,18 +128,31 @@ def describe(model: PreTrainedModel, tokens: Tensor, precision: Precision) -> di
     with observed(model, observe):
         prefill(model, tokens, precision)
     return {
-        "groups": methods[0].groups,
-        "top_k": methods[0].top_k,
-        "pair_rule": methods[0].pair_rule,
-        "window": methods[0].window,
-        "assignment": "trained",
-        "layer": str(shape_of(model)),
-        "dtype": "bf16-mixed" if precision.autocast else str(model.dtype).removeprefix("torch."),
+        **setting_of(model, precision),
         "full_kernel": attention_name(model),
-        "path": ", ".join(sorted({m.path or "" for m in methods})),
+        "path": ", ".join(sorted({m.path or "" for m in attached_methods(model).values()})),
         "pairs_kept": mean(pairs.share_kept for pairs in counts),
         "largest_group": mean(largest) if largest else None,
     }
+
+
+def setting_of(model: PreTrainedModel, precision: Precision) -> dict[str, Any]:
+    """The fields of a row that say what is attached to the model."""
+    method = next(method for method in attached_methods(model).values() if isinstance(method, Focus))
+    return {
+        "groups": method.groups,
+        "top_k": method.top_k,
+        "pair_rule": method.pair_rule,
+        "window": method.window,
+        "assignment": "trained",
+        "layer": str(shape_of(model)),
+        "dtype": "bf16-mixed" if precision.autocast else str(model.dtype).removeprefix("torch."),
+    }
+
+
+def attention_dtype(model: PreTrainedModel, precision: Precision) -> torch.dtype:
+    """What keys and values are computed in."""
+    return torch.bfloat16 if precision.autocast else model.dtype
 
 
 def attention_name(model: PreTrainedModel) -> str:

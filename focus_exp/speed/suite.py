@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 
@@ -22,8 +23,9 @@ from focus_exp.errors import first_line
 from focus_exp.models.attach import observed
 from focus_exp.reporting.record import replace_file
 from focus_exp.reporting.rows import Clock, SpeedRow
+from focus_exp.speed.decode import decode_model_row, decode_rows
 from focus_exp.speed.layer import Layer, attention_rows, attention_step_rows
-from focus_exp.speed.model import model_step_row, prefill_row, shape_of
+from focus_exp.speed.model import attention_dtype, model_step_row, prefill_row, shape_of
 from focus_exp.speed.timing import device_name
 from focus_exp.speed.workload import Groups, balanced
 from focus_exp.training.precision import Precision
@@ -33,6 +35,7 @@ ON_CPU = tuple(KILO * 2**n for n in range(7))  # 1K to 64K
 ON_GPU = (*ON_CPU, 256 * KILO, 1024 * KILO)
 DTYPES = {"bf16": torch.bfloat16, "float32": torch.float32}
 PREFILL_REPEATS = 2
+MODEL_REPEATS = 3
 
 Task = tuple[Clock, int, Callable[[], Iterable[SpeedRow]]]
 
@@ -70,17 +73,20 @@ class Suite:
     def tasks(self) -> list[Task]:
         steps, prefills = self.settings.step_lengths, self.settings.prefill_lengths
         lengths = self.settings.lengths or (ON_GPU if self.precision.device.type == "cuda" else ON_CPU)
+        decodes = self.settings.decode_lengths
         layer: list[Task] = [
             *(("attention", n, partial(self.attention, n)) for n in lengths),
             *(("attention step", n, partial(self.attention_step, n)) for n in steps),
+            *(("decode", n, partial(self.decode, n)) for n in decodes),
         ]
         if not self.trained:
-            if steps or prefills:
+            if steps or prefills or decodes:
                 print("no trained router: the whole model is not timed; give adapter= or a regime that trains one")
             return layer
         return [
             *layer,
             *(("prefill", n, partial(self.prefill, n)) for n in prefills),
+            *(("decode model", n, partial(self.decode_model, n)) for n in decodes if n <= self.positions),
             *(("model step", n, partial(self.model_step, n)) for n in steps),
         ]
 
@@ -95,6 +101,19 @@ class Suite:
 
     def model_step(self, length: int) -> Iterable[SpeedRow]:
         return [model_step_row(self.model, self.text(length), self.precision)]
+
+    def decode(self, length: int) -> Iterable[SpeedRow]:
+        layer = replace(self.layer, dtype=attention_dtype(self.model, self.precision))
+        return decode_rows(layer, length, self.groupings(length))
+
+    def decode_model(self, length: int) -> Iterable[SpeedRow]:
+        tokens = self.text(length)
+        return [decode_model_row(self.model, tokens, self.precision, min(MODEL_REPEATS, self.settings.repeats))]
+
+    @property
+    def positions(self) -> int:
+        """Tokens that the model has positions for."""
+        return getattr(self.model.config.get_text_config(), "max_position_embeddings", None) or sys.maxsize
 
     def kept(self, clock: Clock, length: int, measure: Callable[[], Iterable[SpeedRow]]) -> list[SpeedRow]:
         """What was measured on this device before the run was interrupted, or what is measured now."""
@@ -164,7 +183,7 @@ def say(row: SpeedRow) -> None:
     if row.error is not None or row.full_seconds is None or row.focus_seconds is None or row.ratio is None:
         print(f"{what}: failed: {row.error}")
         return
-    bound = f" of at most {row.bound:.2f}" if row.bound and row.clock in ("kernels", "attention") else ""
+    bound = f" of at most {row.bound:.2f}" if row.bound and row.clock in ("kernels", "attention", "decode") else ""
     print(
-        f"{what}: full {row.full_seconds:.4f} s, Focus {row.focus_seconds:.4f} s, {row.ratio:.2f}x{bound} ({row.path})"
+        f"{what}: full {row.full_seconds:.4g} s, Focus {row.focus_seconds:.4g} s, {row.ratio:.2f}x{bound} ({row.path})"
     )

@@ -37,6 +37,9 @@ class RandomGroups(AttentionMethod):
         expected = torch.full((groups,), 1 / groups) if shares is None else torch.as_tensor(shares).float().clone()
         self.register_buffer("shares", expected)
 
+    def refuses_cache(self) -> None:
+        return None
+
     def route(self, h: Tensor, sequence: Sequence) -> Selection:
         position = torch.arange(h.shape[1], device=h.device) - sequence.start
         stream = (self.seed * 1_000 + self.shape.index) * 1_000

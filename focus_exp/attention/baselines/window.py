@@ -5,3 +5,6 @@ from focus_exp.attention.method import AttentionMethod
 
 class WindowOnly(AttentionMethod):
     """Keeps i - j <= window and the first `sinks` tokens."""
+
+    def refuses_cache(self) -> None:
+        return None

@@ -1,0 +1,153 @@
+"""Continuations of held-out text under full attention and under hard groups, and what the base model makes of them."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from statistics import mean
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from tqdm import tqdm
+from transformers import DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
+from transformers.cache_utils import DynamicLayer
+
+from focus_exp.config import Config
+from focus_exp.data import Blocks
+from focus_exp.errors import UserError, first_line
+from focus_exp.models.attach import disabled, set_routing
+from focus_exp.models.cache import FocusCache
+from focus_exp.reporting.record import replace_file
+from focus_exp.reporting.rows import Continuation
+from focus_exp.training.precision import Precision
+
+
+@dataclass
+class Generation:
+    """Writes continuations one by one; each is kept in `folder`, so that an interrupted run goes on with the next.
+
+    model: attached, its routers trained. blocks: held-out text, of which every prompt takes the start of a window.
+    """
+
+    model: PreTrainedModel
+    tokenizer: PreTrainedTokenizerBase
+    blocks: Blocks
+    config: Config
+    precision: Precision
+    folder: Path
+
+    def __post_init__(self) -> None:
+        settings, length = self.config.generate, self.blocks.block_size
+        if settings.prompt_tokens >= length:
+            raise UserError(
+                f"generate.prompt_tokens={settings.prompt_tokens} leaves nothing of eval.window={length} to go on "
+                "with; use less, or a longer window"
+            )
+        count = min(settings.prompts, len(self.blocks))
+        self.indices = [int(i) for i in np.linspace(0, len(self.blocks) - 1, count + 2)[1:-1].round()]
+        self.greedy: dict[int, list[int]] = {}
+
+    def rows(self) -> Iterator[Continuation]:
+        """Prompt by prompt: the book, full attention, every k."""
+        settings = self.config.generate
+        reach = settings.top_k or range(1, self.config.attention.groups + 1)
+        cases: list[int | None] = [None, *reach]
+        with tqdm(total=len(self.indices) * len(cases), desc="texts", unit="text", leave=False, disable=None) as bar:
+            for number, index in enumerate(self.indices):
+                tokens = self.blocks[index]["input_ids"]
+                prompt, rest = tokens[: settings.prompt_tokens], tokens[settings.prompt_tokens :]
+                yield self.book(number, prompt, rest[: settings.new_tokens])
+                for top_k in cases:
+                    yield self.kept(number, prompt, top_k)
+                    bar.update()
+
+    def book(self, number: int, prompt: Tensor, rest: Tensor) -> Continuation:
+        row = self.row(number, prompt, rest.tolist(), "the book", "book")
+        row.base_nll = self.base_nll(prompt, rest)
+        return row
+
+    def kept(self, number: int, prompt: Tensor, top_k: int | None) -> Continuation:
+        """What an interrupted run wrote before, or what is written now."""
+        path = self.folder / f"{number}-{'full' if top_k is None else f'k={top_k}'}.json"
+        try:
+            found = json.loads(path.read_text(encoding="utf-8"))
+            row, new = Continuation(**found["row"]), found["tokens"]
+        except (OSError, ValueError, TypeError, KeyError):
+            row, new = self.write(number, prompt, top_k)
+            if row.error is None:
+                replace_file(path, json.dumps({"row": asdict(row), "tokens": new}).encode())
+        if top_k is None:
+            self.greedy[number] = new
+        return row
+
+    @torch.no_grad()
+    def write(self, number: int, prompt: Tensor, top_k: int | None) -> tuple[Continuation, list[int]]:
+        attention = self.config.attention
+        name, where = "full attention", self.full_attention()
+        if top_k is not None:
+            set_routing(self.model, hard=True, top_k=top_k, pair_rule=attention.pair_rule)
+            rule = f" ({attention.pair_rule})" if top_k > 1 else ""
+            name, where = f"Focus hard k={top_k}{rule}", nullcontext()
+        settings = self.config.generate
+        sampling = {"temperature": settings.temperature, "top_p": settings.top_p} if settings.do_sample else {}
+        torch.manual_seed(self.config.seed + number)  # every attention draws the same numbers
+        model: Any = self.model
+        began = time.perf_counter()
+        try:
+            with where, self.precision.context():
+                out = model.generate(
+                    input_ids=prompt[None].to(self.model.device), max_new_tokens=settings.new_tokens,
+                    do_sample=settings.do_sample, use_cache=True, return_dict_in_generate=True, eos_token_id=None,
+                    pad_token_id=0, **sampling,
+                )  # fmt: skip
+        except (RuntimeError, UserError) as error:
+            row = self.row(number, prompt, [], name, "hard" if top_k else "base")
+            row.error = f"{type(error).__name__}: {first_line(error)}"
+            return row, []
+        new = out.sequences[0, len(prompt) :].tolist()
+        row = self.row(number, prompt, new, name, "hard" if top_k else "base")
+        row.top_k, row.seconds = top_k, time.perf_counter() - began
+        row.base_nll = self.base_nll(prompt, torch.tensor(new))
+        row.read, row.cache_bytes = read_and_held(out.past_key_values)
+        if top_k is not None and number in self.greedy:
+            row.agrees = agreement(new, self.greedy[number])
+        return row, new
+
+    def row(self, number: int, prompt: Tensor, new: list[int], name: str, kind: Any) -> Continuation:
+        return Continuation(
+            attention=name, kind=kind, prompt=number, prompt_text=str(self.tokenizer.decode(prompt.tolist())),
+            text=str(self.tokenizer.decode(new)), prompt_tokens=len(prompt), tokens=len(new),
+        )  # fmt: skip
+
+    @torch.no_grad()
+    def base_nll(self, prompt: Tensor, new: Tensor) -> float:
+        """Nats per token of `new` after `prompt` under full attention."""
+        tokens = torch.cat([prompt, new])[None].to(self.model.device)
+        with self.full_attention(), self.precision.context():
+            logits = self.model(input_ids=tokens, use_cache=False, logits_to_keep=len(new) + 1).logits[0, :-1]
+        return float(torch.nn.functional.cross_entropy(logits.float(), tokens[0, -len(new) :]))
+
+    def full_attention(self) -> AbstractContextManager[Any]:
+        return disabled(self.model)
+
+
+def agreement(tokens: list[int], others: list[int]) -> int:
+    """How many tokens are the same before the first that is not."""
+    pairs = zip(tokens, others, strict=False)
+    return next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(tokens), len(others)))
+
+
+def read_and_held(cache: Any) -> tuple[float | None, int | None]:
+    """Keys that the last step read in a layer, on average, and the bytes of keys and values of all layers."""
+    if isinstance(cache, FocusCache):
+        return mean(layer.pairs_read for layer in cache.grouped), cache.bytes
+    if isinstance(cache, DynamicCache):
+        parts = [x for layer in cache.layers if isinstance(layer, DynamicLayer) for x in (layer.keys, layer.values)]
+        return float(cache.get_seq_length()), sum(x.numel() * x.element_size() for x in parts if x is not None)
+    return None, None

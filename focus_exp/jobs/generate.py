@@ -1,0 +1,53 @@
+"""job=generate: continuations of held-out text, full attention and hard groups side by side, for people to read."""
+
+from __future__ import annotations
+
+from focus_exp.config import Config
+from focus_exp.errors import UserError
+from focus_exp.evaluation.generation import Generation
+from focus_exp.jobs.bench import put_router
+from focus_exp.jobs.evaluate import with_adapter
+from focus_exp.jobs.run import already_finished, open_run, run_folder
+from focus_exp.jobs.train import check_length, describe, headline, load, prepare
+from focus_exp.models.attach import is_causal
+from focus_exp.reporting.rows import Continuation
+from focus_exp.training.precision import choose_precision
+
+
+def generate(config: Config) -> None:
+    """Write what `config.generate` asks for with the adapter's router, or with one trained first as the regime says."""
+    if config.adapter:
+        config = with_adapter(config)
+    if config.attention.method != "focus":
+        raise UserError(f"job=generate compares Focus with its base, not attention={config.attention.name}")
+    if already_finished(config):
+        return
+    settings = config.generate
+    precision = choose_precision(config.trainer.precision, config.trainer.accelerator, config.regime.trains("all"))
+    router = f"the router in {config.adapter}" if config.adapter else headline(config)
+    print(
+        f"{settings.prompts} prompts of {settings.prompt_tokens:,} tokens, each continued by {settings.new_tokens:,}; "
+        f"{router}; {describe(precision)}"
+    )
+    print(f"run folder: {run_folder(config)}")
+    with open_run(config, describe(precision)) as run:
+        loaded, corpus = load(run, precision)
+        model, evaluation, blocks = prepare(run, loaded, corpus, precision)
+        check_length(model, "eval.window", config.eval.window, config.model.name)
+        put_router(run, model, blocks, precision, config.eval.window)
+        if not is_causal(model):
+            raise UserError("this attention reads the future and cannot generate; use attention=focus")
+        windows = evaluation.quality.blocks
+        generation = Generation(model, loaded.tokenizer, windows, config, precision, run.folder / "continuations")
+        for row in generation.rows():
+            run.record.continuations.append(row)
+            say(row)
+            run.save()
+
+
+def say(row: Continuation) -> None:
+    if row.error is not None:
+        print(f"prompt {row.prompt}, {row.attention} failed: {row.error}")
+        return
+    speed = f", {row.tokens / row.seconds:.1f} tokens/s" if row.seconds else ""
+    print(f"prompt {row.prompt}, {row.attention:<28} {row.base_nll:.3f} nats per token under the base{speed}")

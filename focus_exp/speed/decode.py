@@ -1,0 +1,164 @@
+"""One more token after many: a step of one layer and of the whole model, by group and with the library's own caches."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from functools import partial
+from itertools import count
+from statistics import mean
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from transformers import PreTrainedModel
+from transformers.cache_utils import Cache, DynamicLayer, StaticLayer
+
+from focus_exp.attention.cached import GroupedCache
+from focus_exp.attention.selection import Selection, Sequence
+from focus_exp.models.attach import attached_methods, disabled
+from focus_exp.models.cache import FocusCache
+from focus_exp.reporting.rows import SpeedRow
+from focus_exp.speed.layer import Layer
+from focus_exp.speed.model import attention_dtype, attention_name, setting_of, shape_of
+from focus_exp.speed.timing import Work, alternate
+from focus_exp.speed.workload import Groups, Tensors, largest_group, layer_method
+from focus_exp.training.precision import Precision
+
+STEPS = 16  # tokens in one measurement, each after the other
+MODEL_STEPS = 8
+ROOM = 1024  # tokens that a static cache is made for beyond those that are there
+
+
+def decode_rows(layer: Layer, length: int, groupings: list[Groups]) -> Iterator[SpeedRow]:
+    """Clock "decode": seconds of a layer's attention for one token after `length` others, its cache kept."""
+    with torch.no_grad():
+        tensors = Tensors.random(layer.shape, length, layer.dtype, layer.device)
+        new = Tensors.random(layer.shape, STEPS, layer.dtype, layer.device, seed=1)
+        full = {"DynamicLayer, sdpa": dynamic_steps(tensors, new), "StaticLayer, sdpa": static_steps(tensors, new)}
+        contenders = [Decoding(layer, groups, tensors, new) for groups in groupings]
+        works: dict[str, Work] = {**full, **{str(number): each.steps for number, each in enumerate(contenders)}}
+        seconds = alternate(works, layer.repeats, layer.device)
+    name = min(full, key=lambda name: seconds[name])
+    token_bytes = 2 * layer.shape.kv_heads * layer.shape.head_dim * tensors.k.element_size()
+    for number, contender in enumerate(contenders):
+        read = mean(contender.reads)
+        yield SpeedRow(
+            clock="decode", tokens=length, groups=contender.groups.count, assignment=contender.groups.assignment,
+            top_k=contender.groups.top_k, pair_rule=contender.groups.pair_rule, window=layer.window,
+            layer=str(layer.shape), dtype=str(layer.dtype).removeprefix("torch."), full_kernel=name, path="cached",
+            repeats=layer.repeats, full_seconds=seconds[name] / STEPS, focus_seconds=seconds[str(number)] / STEPS,
+            full_peak_bytes=length * token_bytes, focus_peak_bytes=contender.held,
+            full_bytes_read=(length + 1) * token_bytes, focus_bytes_read=round(read * token_bytes),
+            pairs_kept=read / (length + 1), largest_group=largest_group(contender.selection),
+        )  # fmt: skip
+
+
+class Decoding:
+    """A Focus layer that has read some tokens and now gets one after the other."""
+
+    def __init__(self, layer: Layer, groups: Groups, tensors: Tensors, new: Tensors) -> None:
+        self.layer, self.groups, self.new = layer, groups, new
+        self.method = layer_method(layer.shape, groups, layer.window, layer.sinks, "masked", layer.device)
+        self.selection = groups.selection(tensors.length + STEPS, layer.device)
+        self.cache = GroupedCache(layer.window, layer.sinks)
+        before = part(self.selection, slice(0, tensors.length))
+        self.cache.append(tensors.k, tensors.v, before, Sequence.plain(1, tensors.length, layer.device))
+        self.held = self.cache.bytes
+        self.reads: list[int] = []
+        self.length = tensors.length
+
+    def steps(self) -> None:
+        """STEPS tokens: routing, attention over what each reads, and its place in the cache."""
+        for step in range(STEPS):
+            one = slice(step, step + 1)
+            q, k, v = (x[:, :, one] for x in (self.new.q, self.new.k, self.new.v))
+            start = torch.full((1, 1), -self.cache.length, device=q.device)
+            sequence = Sequence(start)
+            self.method.route(self.new.hidden[:, one], sequence)
+            selection = part(self.selection, slice(self.length + step, self.length + step + 1))
+            self.cache.attend(q, k, v, selection, sequence, scaling=self.layer.scaling)
+            self.reads.append(self.cache.pairs_read)
+            self.cache.append(k, v, selection, sequence)
+
+
+def part(selection: Selection, rows: slice) -> Selection:
+    """Of these tokens alone."""
+    names = ("assignment", "query_groups", "key_groups", "group")
+    return replace(selection, **{n: None if (x := getattr(selection, n)) is None else x[:, rows] for n in names})
+
+
+def dynamic_steps(tensors: Tensors, new: Tensors) -> Work:
+    cache = DynamicLayer()
+    cache.update(tensors.k, tensors.v)
+    return partial(full_steps, lambda k, v: cache.update(k, v), new)
+
+
+def static_steps(tensors: Tensors, new: Tensors) -> Work:
+    """A cache of fixed size, written in place; attention over what is filled of it."""
+    cache = StaticLayer(max_cache_len=tensors.length + ROOM)
+    cache.update(tensors.k, tensors.v)
+    places = count(tensors.length)
+
+    def update(k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        keys, values = cache.update(k, v)
+        length = next(places) + 1
+        return keys[:, :, :length], values[:, :, :length]
+
+    return partial(full_steps, update, new)
+
+
+def full_steps(update: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]], new: Tensors) -> None:
+    for step in range(STEPS):
+        one = slice(step, step + 1)
+        keys, values = update(new.k[:, :, one], new.v[:, :, one])
+        F.scaled_dot_product_attention(new.q[:, :, one], keys, values, enable_gqa=new.q.shape[1] != keys.shape[1])
+
+
+def decode_model_row(model: PreTrainedModel, tokens: Tensor, precision: Precision, repeats: int) -> SpeedRow:
+    """Clock "decode model": seconds of the whole model for one token after `tokens` `[1, T]`."""
+    focus = Continuation(model, tokens, precision)
+    with disabled(model):
+        full = Continuation(model, tokens, precision)
+
+    def full_steps() -> None:
+        with disabled(model):
+            full.steps()
+
+    seconds = alternate({"full": full_steps, "focus": focus.steps}, repeats, precision.device)
+    shape, cache = shape_of(model), focus.cache
+    assert isinstance(cache, FocusCache)
+    token_bytes = 2 * shape.kv_heads * shape.head_dim * attention_dtype(model, precision).itemsize
+    read = sum(layer.pairs_read for layer in cache.grouped)
+    layers = len(attached_methods(model))
+    length = focus.length
+    return SpeedRow(
+        clock="decode model", tokens=tokens.shape[1], repeats=repeats, path="cached",
+        full_kernel=f"DynamicCache, {attention_name(model)}",
+        full_seconds=seconds["full"] / MODEL_STEPS, focus_seconds=seconds["focus"] / MODEL_STEPS,
+        full_peak_bytes=layers * length * token_bytes, focus_peak_bytes=cache.bytes,
+        full_bytes_read=layers * length * token_bytes, focus_bytes_read=read * token_bytes,
+        pairs_kept=read / (layers * length), **setting_of(model, precision),
+    )  # fmt: skip
+
+
+class Continuation:
+    """A model that has read a text and writes on, greedily."""
+
+    def __init__(self, model: PreTrainedModel, tokens: Tensor, precision: Precision) -> None:
+        self.model, self.precision = model, precision
+        self.cache: Cache | None = None
+        self.token = tokens
+        self.length = 0
+        self.step()
+
+    @torch.no_grad()
+    def step(self) -> None:
+        with self.precision.context():
+            out = self.model(input_ids=self.token, past_key_values=self.cache, use_cache=True, logits_to_keep=1)
+        self.length += self.token.shape[1]
+        self.cache, self.token = out.past_key_values, out.logits[:, -1:].argmax(-1)
+
+    def steps(self) -> None:
+        for _ in range(MODEL_STEPS):
+            self.step()

@@ -1,0 +1,338 @@
+"""Generation with groups: token by token what the whole sequence gives at once, and only its own pairs are read."""
+
+import copy
+
+import pytest
+import torch
+from conftest import FAMILIES, build
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers import DynamicCache, StaticCache
+
+from focus_exp import attach, detach, disabled, set_routing
+from focus_exp.assets import cache_root
+from focus_exp.attention.stores import LEAST, Store
+from focus_exp.config import ModelConfig
+from focus_exp.errors import UserError
+from focus_exp.models.attach import attached_methods
+from focus_exp.models.cache import FocusCache
+from focus_exp.models.load import load_model
+
+RULES = [(1, "query_topk"), (2, "query_topk"), (2, "share"), (3, "share")]
+VOCABULARY = 100
+
+
+def attached(model, top_k=1, pair_rule="query_topk", **options):
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(1)
+        attach(model, "focus", **{"groups": 4, "window": 6, "sinks": 2, **options})
+    return set_routing(model, hard=True, top_k=top_k, pair_rule=pair_rule)
+
+
+def tokens(batch=1, length=40, seed=0):
+    return torch.randint(3, VOCABULARY, (batch, length), generator=torch.Generator().manual_seed(seed))
+
+
+@torch.no_grad()
+def stepped(model, ids, sizes, mask=None, cache=None):
+    """Logits of `ids` given to the model in chunks of `sizes` [tokens], and the cache in the end."""
+    found, done = [], 0 if cache is None else cache.get_seq_length()
+    begin = 0
+    for size in sizes:
+        past = None if mask is None else mask[:, : done + size]
+        positions = None if mask is None else (past.cumsum(1) - 1).clamp(min=0)[:, done:]
+        out = model(
+            input_ids=ids[:, begin : begin + size], attention_mask=past, position_ids=positions,
+            past_key_values=cache, use_cache=True,
+        )  # fmt: skip
+        found.append(out.logits)
+        cache, begin, done = out.past_key_values, begin + size, done + size
+    return torch.cat(found, dim=1), cache
+
+
+@torch.no_grad()
+def whole(model, ids, mask=None):
+    positions = None if mask is None else (mask.cumsum(1) - 1).clamp(min=0)
+    return model(input_ids=ids, attention_mask=mask, position_ids=positions, use_cache=False).logits
+
+
+@pytest.mark.parametrize(("top_k", "rule"), RULES)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_steps_give_the_logits_of_the_whole(tiny_model, family, top_k, rule):
+    model = attached(tiny_model(family), top_k, rule)
+    ids = tokens(2)
+    expected = whole(model, ids)
+    for sizes in ([1] * 40, [7] * 5 + [5], [4] + [1] * 36, [30] + [1] * 10, [128]):
+        found, cache = stepped(model, ids, sizes)
+        assert isinstance(cache, FocusCache) and cache.get_seq_length() == 40
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+
+
+@given(
+    sizes=st.lists(st.integers(1, 20), min_size=1, max_size=12),
+    padding=st.lists(st.integers(0, 8), min_size=1, max_size=3),
+    rule=st.sampled_from(RULES),
+    window=st.integers(0, 12),
+    sinks=st.integers(0, 3),
+    family=st.sampled_from(["gpt2", "llama", "gemma2"]),
+)
+@settings(max_examples=40, deadline=None)
+def test_any_split_of_a_padded_batch_gives_the_same_logits(sizes, padding, rule, window, sinks, family):
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        model = attached(build(f"tiny_{family}"), *rule, window=window, sinks=sinks)
+    length = sum(sizes)
+    mask = torch.ones(len(padding), length, dtype=torch.long)
+    for row, pads in enumerate(padding):
+        mask[row, : min(pads, length - 1)] = 0
+    ids = tokens(len(padding), length)
+    expected = whole(model, ids, mask)
+    found, _ = stepped(model, ids, sizes, mask)
+    real = mask.bool()
+    torch.testing.assert_close(found[real], expected[real], rtol=1e-4, atol=1e-5)
+    assert torch.isfinite(found).all()
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_greedy_text_is_that_of_recomputing(tiny_model, family):
+    model = attached(tiny_model(family), 2)
+    for prompt in (tokens(2, 3), tokens(2, 30)):
+        options = {"max_new_tokens": 25, "do_sample": False, "pad_token_id": 0}
+        cached = model.generate(prompt, **options)
+        assert cached.equal(model.generate(prompt, use_cache=False, **options))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"num_beams": 3},
+        {"num_beams": 3, "num_return_sequences": 2},
+        {"do_sample": True},
+        {"do_sample": True, "num_return_sequences": 3},
+        {"cache_implementation": "static"},
+        {"prompt_lookup_num_tokens": 3},
+    ],
+    ids=str,
+)
+def test_every_way_of_generating_gives_the_text_of_recomputing(tiny_model, options):
+    model = attached(tiny_model("llama"), 1)
+    prompt = tokens(1, 20)
+    plain = {"cache_implementation": None, "prompt_lookup_num_tokens": None}
+    texts = []
+    for chosen in (options, {**options, "use_cache": False, **{k: v for k, v in plain.items() if k in options}}):
+        torch.manual_seed(3)
+        settled = {key: value for key, value in chosen.items() if value is not None}
+        texts.append(model.generate(prompt, max_new_tokens=20, pad_token_id=0, **settled))
+    assert texts[0].equal(texts[1])
+
+
+def test_a_left_padded_batch_generates_what_each_row_does_alone(tiny_model):
+    model = attached(tiny_model("llama"), 1)
+    rows = [tokens(1, length, seed) for seed, length in enumerate((5, 17, 30))]
+    ids = torch.zeros(3, 30, dtype=torch.long)
+    mask = torch.zeros_like(ids)
+    for row, alone in enumerate(rows):
+        ids[row, 30 - alone.shape[1] :], mask[row, 30 - alone.shape[1] :] = alone, 1
+    options = {"max_new_tokens": 15, "do_sample": False, "pad_token_id": 0}
+    together = model.generate(ids, attention_mask=mask, **options)
+    for row, alone in enumerate(rows):
+        assert together[row, 30:].equal(model.generate(alone, **options)[0, alone.shape[1] :])
+
+
+def test_a_conversation_goes_on_from_its_cache(tiny_model):
+    model = attached(tiny_model("gpt2"), 1)
+    first, second = tokens(1, 18), tokens(1, 9, seed=1)
+    options = {"max_new_tokens": 8, "do_sample": False, "pad_token_id": 0, "return_dict_in_generate": True}
+    answer = model.generate(first, **options)
+    everything = torch.cat([answer.sequences, second], dim=1)
+    went_on = model.generate(everything, past_key_values=answer.past_key_values, **options)
+    assert went_on.sequences.equal(model.generate(everything, **options).sequences)
+
+
+def test_crop_reset_and_choice_of_rows_are_as_if_the_rest_had_never_been(tiny_model):
+    model = attached(tiny_model("llama"), 2)
+    ids, other = tokens(3, 40), tokens(3, 12, seed=5)
+    for kept in (1, 5, 20, 39):
+        _, cache = stepped(model, ids, [10] + [1] * 10 + [20])
+        cache.crop(kept - 40)
+        assert cache.get_seq_length() == kept
+        found, _ = stepped(model, other, [5] + [1] * 7, cache=cache)
+        expected = whole(model, torch.cat([ids[:, :kept], other], 1))[:, kept:]
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+    rows = torch.tensor([2, 0, 0, 1])
+    _, cache = stepped(model, ids, [40])
+    cache.reorder_cache(rows)
+    continued = tokens(4, 6, seed=7)
+    found, _ = stepped(model, continued, [1] * 6, cache=cache)
+    expected = whole(model, torch.cat([ids[rows], continued], 1))[:, 40:]
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+    cache.reset()
+    assert cache.get_seq_length() == 0
+    found, _ = stepped(model, ids, [13] * 3 + [1], cache=cache)
+    torch.testing.assert_close(found, whole(model, ids), rtol=1e-4, atol=1e-5)
+
+
+def test_repeated_and_selected_rows(tiny_model):
+    model = attached(tiny_model("gpt2"), 1)
+    ids, more = tokens(2, 20), tokens(4, 5, seed=2)
+    _, cache = stepped(model, ids, [20])
+    cache.batch_repeat_interleave(2)
+    found, cache = stepped(model, more, [2, 1, 2], cache=cache)
+    expected = whole(model, torch.cat([ids.repeat_interleave(2, 0), more], 1))[:, 20:]
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+    cache.batch_select_indices(torch.tensor([False, True, True, False]))
+    last = tokens(2, 1, seed=3)
+    found, _ = stepped(model, last, [1], cache=cache)
+    before = torch.cat([ids.repeat_interleave(2, 0), more], 1)[1:3]
+    torch.testing.assert_close(found, whole(model, torch.cat([before, last], 1))[:, 25:], rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["window", "random_groups"])
+def test_controls_generate_too(tiny_model, name):
+    model = tiny_model("llama")
+    attach(model, name, window=6, sinks=2)
+    ids = tokens(2)
+    found, _ = stepped(model, ids, [9] + [1] * 31)
+    torch.testing.assert_close(found, whole(model, ids), rtol=1e-4, atol=1e-5)
+
+
+def test_layers_without_a_method_keep_all_their_tokens(tiny_model):
+    model = tiny_model("llama")
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(1)
+        attach(model, "focus", layers=[1], groups=4, window=6, sinks=2)
+    set_routing(model, hard=True)
+    ids = tokens(2)
+    found, cache = stepped(model, ids, [9, 5] + [1] * 26)
+    torch.testing.assert_close(found, whole(model, ids), rtol=1e-4, atol=1e-5)
+    assert len(cache.grouped) == 1 and cache.layers[0].keys.shape[2] == 40
+
+
+def test_what_reads_the_future_does_not_generate(tiny_model):
+    model = tiny_model("llama")
+    attach(model, "focus", assignment="sinkhorn")
+    set_routing(model, hard=True)
+    for options in ({}, {"use_cache": False}):
+        with pytest.raises(UserError, match="reads the future.*balanced"):
+            model.generate(tokens(), max_new_tokens=2, **options)
+    detach(model)
+    model.generate(tokens(), max_new_tokens=2, pad_token_id=0)
+
+
+def test_what_has_no_cache_says_why_and_generates_without(tiny_model):
+    model = tiny_model("llama")
+    attach(model, "focus")
+    set_routing(model, hard=False)
+    with pytest.raises(UserError, match="soft gates.*hard=True.*use_cache=False"):
+        model.generate(tokens(), max_new_tokens=2)
+    assert model(input_ids=tokens()).past_key_values is None
+    assert model.generate(tokens(), max_new_tokens=2, use_cache=False, pad_token_id=0).shape[1] == 42
+    detach(model)
+    attach(model, "sparq")
+    with pytest.raises(UserError, match="SparQ.*use_cache=False"):
+        model.generate(tokens(), max_new_tokens=2)
+
+
+def test_a_cache_that_others_filled_is_refused_and_an_empty_one_replaced(tiny_model):
+    model = tiny_model("llama")
+    ids = tokens()
+    filled = model(input_ids=ids, use_cache=True).past_key_values
+    attached(model)
+    with pytest.raises(UserError, match="filled without"):
+        model(input_ids=ids[:, :1], past_key_values=filled)
+    for empty in (DynamicCache(config=model.config), StaticCache(config=model.config, max_cache_len=64)):
+        assert isinstance(model(input_ids=ids, past_key_values=empty).past_key_values, FocusCache)
+    with pytest.raises(UserError, match="attention_mask has 3 columns for 40 tokens in the cache and 1 new"):
+        cache = stepped(model, ids, [40])[1]
+        model(input_ids=ids[:, :1], past_key_values=cache, attention_mask=torch.ones(1, 3, dtype=torch.long))
+
+
+def test_the_base_generates_with_its_own_cache(tiny_model):
+    model = tiny_model("gpt2")
+    options = {"max_new_tokens": 10, "do_sample": False, "pad_token_id": 0, "return_dict_in_generate": True}
+    expected = model.generate(tokens(), **options)
+    attached(model)
+    with disabled(model):
+        found = model.generate(tokens(), **options)
+    assert found.sequences.equal(expected.sequences) and isinstance(found.past_key_values, DynamicCache)
+    assert isinstance(model.generate(tokens(), **options).past_key_values, FocusCache)
+    detach(model)
+    assert isinstance(model.generate(tokens(), **options).past_key_values, DynamicCache)
+
+
+def test_a_copied_model_generates_by_itself(tiny_model):
+    model = attached(tiny_model("llama"))
+    twin = copy.deepcopy(model)
+    for method in attached_methods(twin).values():
+        torch.nn.init.normal_(method.router.centroids)
+    expected = whole(twin, tokens())
+    found, _ = stepped(twin, tokens(), [5] + [1] * 35)
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+
+
+def test_a_step_reads_its_groups_the_window_and_the_sinks(tiny_model):
+    model = attached(tiny_model("llama"), 1)
+    ids = tokens(1, 60)
+    for sizes in ([50] + [1] * 10, [1] * 60):
+        _, cache = stepped(model, ids, sizes)
+        for grouped in cache.grouped:
+            (sequence,) = grouped.sequences
+            counts = [bucket.count for bucket in sequence.buckets.values()]
+            assert sum(counts) + sequence.sinks.count == 60 and sequence.sinks.count == 2
+            # of the last step: one bucket as it was then, sinks, window and the token itself
+            assert grouped.pairs_read - 2 - 6 - 1 in {count - new for count in counts for new in (0, 1)}
+
+
+def test_all_tokens_are_kept_once_beside_the_window(tiny_model):
+    model = attached(tiny_model("llama"), 2, "share")
+    _, cache = stepped(model, tokens(2, 60), [25] + [1] * 35)
+    for grouped in cache.grouped:
+        for sequence in grouped.sequences:
+            index = torch.cat([store.index for store in (sequence.sinks, *sequence.buckets.values())])
+            assert index.sort().values.tolist() == list(range(60))
+            assert sequence.recent.index[-6:].tolist() == list(range(54, 60))
+            for members, bucket in sequence.buckets.items():
+                assert (bucket.members == torch.tensor(members)).all()
+
+
+def store(count):
+    return Store(
+        torch.randn(2, count, 4), torch.randn(2, count, 4), torch.arange(count), torch.ones(count, 3, dtype=torch.bool)
+    )  # fmt: skip
+
+
+def test_a_store_grows_by_copying_now_and_then():
+    found, expected = store(3), [store(1) for _ in range(1000)]
+    rooms = set()
+    for token in expected:
+        found.append(*token.tokens)
+        rooms.add(found.parts[0].shape[1])
+    assert found.count == 1003 and len(rooms) < 14
+    assert found.parts[0].shape[1] <= 1003 * 1.25 + LEAST
+    assert found.keys[:, 3:].equal(torch.cat([token.keys for token in expected], 1))
+
+
+def test_what_is_held_grows_with_the_tokens_alone(tiny_model):
+    model = attached(tiny_model("llama"), 1)
+    _, cache = stepped(model, tokens(1, 100), [100])
+    keys, layers = cache.grouped[0].sequences[0].recent.keys, len(cache.grouped)
+    token = 2 * keys.shape[0] * keys.shape[2] * 4 + 8 + 4  # keys and values, place, groups
+    for length in (200, 400, 800):
+        steps = length - cache.get_seq_length()
+        _, cache = stepped(model, tokens(1, steps), [1] * steps, cache=cache)
+        room = length / 4 + 4 * LEAST + 2 * 6 + LEAST  # of the buckets, and of the window
+        assert layers * token * length <= cache.bytes <= layers * token * (length + room)
+
+
+@pytest.mark.real
+def test_the_real_model_generates_the_text_of_recomputing():
+    loaded = load_model(
+        ModelConfig(name="smollm2", hub_id="owner/absent"), assets="embedded", cache=cache_root(), seed=0,
+        dtype=torch.float32, from_scratch=False,
+    )  # fmt: skip
+    model = attached(loaded.model, window=16, sinks=4)
+    prompt = loaded.tokenizer("It is a truth universally acknowledged, that", return_tensors="pt")["input_ids"]
+    options = {"max_new_tokens": 200, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
+    text = model.generate(prompt, **options)
+    assert text.shape[1] == prompt.shape[1] + 200
+    assert text.equal(model.generate(prompt, use_cache=False, **options))

@@ -1,0 +1,92 @@
+"""job=generate: every text is what the model writes there, and its numbers are those of the base."""
+
+import signal
+
+import pytest
+import torch
+from running import only_run, record_of, run, tiny
+
+from focus_exp.evaluation import generation
+from focus_exp.evaluation.generation import Generation, agreement
+
+JOB = ["job=generate", "regime.steps=2"]
+
+
+def test_texts_of_every_attention_stand_under_their_prompt(tmp_path):
+    result = run(*tiny(tmp_path), *JOB)
+    assert result.code == 0, result.err
+    rows = record_of(tmp_path).continuations
+    names = ["the book", "full attention", "Focus hard k=1", "Focus hard k=2 (query_topk)"]
+    assert [(row.prompt, row.attention) for row in rows] == [(n, name) for n in (0, 1) for name in names]
+    assert all(row.error is None and (row.prompt_tokens, row.tokens) == (20, 12) for row in rows)
+    by_name = {(row.prompt, row.attention): row for row in rows}
+    for prompt in (0, 1):
+        full, everything = by_name[prompt, "full attention"], by_name[prompt, names[-1]]
+        # two of two groups are full attention
+        assert everything.text == full.text and everything.agrees == 12
+        assert everything.base_nll == pytest.approx(full.base_nll, abs=1e-5)
+        assert by_name[prompt, "Focus hard k=1"].read < everything.read
+    text = (only_run(tmp_path) / "continuations.md").read_text()
+    assert text.count("**full attention**") == 2 and "## Prompt 1, 20 tokens" in text
+    assert "2 prompts of 20 tokens, each continued by 12" in result.out
+
+
+def test_the_bases_loss_is_that_of_the_text(tmp_path, monkeypatch):
+    real, seen = Generation.base_nll, []
+
+    def checking(self, prompt, new):
+        found = real(self, prompt, new)
+        with generation.disabled(self.model), torch.no_grad():
+            logits = self.model(input_ids=torch.cat([prompt, new])[None], use_cache=False).logits[0]
+        logs = logits.log_softmax(-1)[len(prompt) - 1 : -1]
+        assert found == pytest.approx(-float(logs[torch.arange(len(new)), new].mean()), abs=1e-5)
+        seen.append(found)
+        return found
+
+    monkeypatch.setattr(Generation, "base_nll", checking)
+    assert run(*tiny(tmp_path), *JOB, "generate.top_k=[1]").code == 0
+    assert len(seen) == 6
+
+
+def test_an_interrupted_run_goes_on_with_the_next_text(tmp_path, monkeypatch):
+    real, calls = Generation.write, []
+
+    def stopping(self, number, prompt, top_k):
+        calls.append((number, top_k))
+        if len(calls) == 4:
+            signal.raise_signal(signal.SIGTERM)
+        return real(self, number, prompt, top_k)
+
+    monkeypatch.setattr(Generation, "write", stopping)
+    assert run(*tiny(tmp_path), *JOB).code == 128 + signal.SIGTERM
+    assert run(*tiny(tmp_path), *JOB).code == 0
+    assert calls == [(0, None), (0, 1), (0, 2), (1, None), (1, None), (1, 1), (1, 2)]
+    assert len(record_of(tmp_path).continuations) == 8
+
+
+def test_samples_follow_from_the_seed(tmp_path):
+    texts = []
+    for folder in ("first", "second"):
+        assert run(*tiny(tmp_path, runs=folder), *JOB, "generate.do_sample=true").code == 0
+        texts.append([row.text for row in record_of(tmp_path / folder).continuations])
+    assert texts[0] == texts[1] and len(set(texts[0])) > 4
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        (["attention=focus_paper", "attention.groups=2"], "reads the future"),
+        (["attention=window", "regime=none"], "not attention=window"),
+        (["generate.prompt_tokens=32"], "generate.prompt_tokens=32 leaves nothing of eval.window=32"),
+        (["generate.top_k=[3]"], "generate.top_k holds 3; use 1 to attention.groups=2"),
+        (["generate.new_tokens=0"], "generate.new_tokens=0"),
+    ],
+    ids=str,
+)
+def test_bad_settings_are_one_message(tmp_path, settings, said):
+    result = run(*tiny(tmp_path), *JOB, *settings)
+    assert result.code == 2 and said in result.err and "Traceback" not in result.err
+
+
+def test_agreement_ends_where_texts_part():
+    assert agreement([1, 2, 3], [1, 2, 4]) == 2 and agreement([1, 2], [1, 2]) == 2 and agreement([5], [6]) == 0
