@@ -11,7 +11,7 @@ GPU_BENCH := +experiment=speed model=smollm2_135m model.hub_id=null data=files d
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help install retrofit test test-fast smoke gpu lint format types clean
+.PHONY: help install retrofit report test test-fast smoke gpu lint format types clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  %-10s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
@@ -25,6 +25,9 @@ $(STAMP): pyproject.toml constraints.txt
 
 retrofit: $(STAMP) ## train Focus routers on a frozen GPT-2 124M; more overrides in ARGS
 	$(RUN) focus_exp +experiment=retrofit_124m $(ARGS)
+
+report: $(STAMP) ## all records and the paper's claims as runs/report/report.md, .tex and .html
+	$(RUN) focus_exp job=report $(ARGS)
 
 test: $(STAMP) ## every test that needs neither a GPU nor SLURM
 	$(RUN) pytest -n $(JOBS) -m 'not gpu and not slurm' $(ARGS)

@@ -13,7 +13,7 @@ from focus_exp.config import Config
 from focus_exp.errors import UserError
 
 # each a module of that name in jobs/, with a function of that name
-JOBS = ("train", "evaluate", "bench", "generate", "compare", "build_tasks")
+JOBS = ("train", "evaluate", "bench", "generate", "compare", "report", "build_tasks")
 CHOICES = {
     "job": JOBS,
     "assets": ("auto", "hub", "embedded"),

@@ -14,7 +14,7 @@ from omegaconf import MISSING
 Numbers = list[int]
 
 # keys that change where or how a run is reported, but not what it computes
-NOT_HASHED = ("job", "arm", "overwrite", "runs_dir", "cache_dir", "logger", "adapter")
+NOT_HASHED = ("job", "arm", "overwrite", "runs_dir", "cache_dir", "logger", "adapter", "report")
 
 
 @dataclass
@@ -171,6 +171,13 @@ class GenerateConfig:
 
 
 @dataclass
+class ReportConfig:
+    name: str = MISSING
+    folder: str | None = None  # null: report, in runs_dir
+    check: bool = False  # only say which published tables no longer follow from their records
+
+
+@dataclass
 class TrainerConfig:
     name: str = MISSING
     accelerator: str = "auto"
@@ -215,6 +222,7 @@ class Config:
     eval: EvalConfig = MISSING
     bench: BenchConfig = MISSING
     generate: GenerateConfig = MISSING
+    report: ReportConfig = MISSING
     trainer: TrainerConfig = MISSING
     logger: LoggerConfig = MISSING
 

@@ -1,13 +1,14 @@
 """Generation with groups: token by token what the whole sequence gives at once, and only its own pairs are read."""
 
 import copy
+import gc
 
 import pytest
 import torch
 from conftest import FAMILIES, build
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from transformers import DynamicCache, StaticCache
+from transformers import DynamicCache, StaticCache, StoppingCriteria
 
 from focus_exp import attach, detach, disabled, set_routing
 from focus_exp.assets import cache_root
@@ -17,6 +18,7 @@ from focus_exp.errors import UserError
 from focus_exp.models.attach import attached_methods
 from focus_exp.models.cache import FocusCache
 from focus_exp.models.load import load_model
+from focus_exp.speed.timing import resident
 
 RULES = [(1, "query_topk"), (2, "query_topk"), (2, "share"), (3, "share")]
 VOCABULARY = 100
@@ -66,6 +68,14 @@ def test_steps_give_the_logits_of_the_whole(tiny_model, family, top_k, rule):
         found, cache = stepped(model, ids, sizes)
         assert isinstance(cache, FocusCache) and cache.get_seq_length() == 40
         torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_long_chunks_after_a_long_past(tiny_model, family):
+    model = attached(tiny_model(family), 2, window=20)
+    ids = tokens(1, 300)
+    found, _ = stepped(model, ids, [128, 128, 44])
+    torch.testing.assert_close(found, whole(model, ids), rtol=1e-4, atol=1e-5)
 
 
 @given(
@@ -322,6 +332,40 @@ def test_what_is_held_grows_with_the_tokens_alone(tiny_model):
         _, cache = stepped(model, tokens(1, steps), [1] * steps, cache=cache)
         room = length / 4 + 4 * LEAST + 2 * 6 + LEAST  # of the buckets, and of the window
         assert layers * token * length <= cache.bytes <= layers * token * (length + room)
+
+
+def sampled(model, length, seed, **options):
+    torch.manual_seed(seed)
+    return model.generate(
+        tokens(1, 5), max_length=length, do_sample=True, eos_token_id=None, pad_token_id=0, **options
+    )  # fmt: skip
+
+
+def test_samples_repeat_by_seed(tiny_model):
+    model = attached(tiny_model("llama"), 1)
+    assert sampled(model, 300, 11).equal(sampled(model, 300, 11))
+    assert not sampled(model, 300, 11).equal(sampled(model, 300, 12))
+
+
+@pytest.mark.slow
+def test_ten_thousand_tokens_hold_what_the_cache_holds(tiny_model):
+    model = attached(tiny_model("llama", max_position_embeddings=16_384), 1)
+    cache = FocusCache([method for _, method in sorted(attached_methods(model).items())])
+    held: dict[int, tuple[int, int, int]] = {}
+
+    class Watch(StoppingCriteria):
+        def __call__(self, ids, scores, **kwargs):
+            if ids.shape[1] in (2_000, 6_000, 10_000):
+                gc.collect()
+                held[ids.shape[1]] = (resident("VmRSS"), cache.bytes, len(gc.get_objects()))
+            return torch.zeros(1, dtype=torch.bool)
+
+    text = sampled(model, 10_000, 11, past_key_values=cache, stopping_criteria=[Watch()])
+    assert text.shape[1] == 10_000 and cache.get_seq_length() == 9_999
+    first, middle, last = held.values()
+    assert last[1] - middle[1] == pytest.approx(middle[1] - first[1], rel=0.3)
+    assert last[0] - first[0] <= 2 * (last[1] - first[1]) + 2**23
+    assert abs(last[2] - first[2]) < 200
 
 
 @pytest.mark.real

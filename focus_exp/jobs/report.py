@@ -1,0 +1,28 @@
+"""job=report: all records below runs_dir in one report, with a verdict on every claim of the paper."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from rich.console import Console
+
+from focus_exp.config import Config
+from focus_exp.errors import UserError
+from focus_exp.reporting.publish import claim_table, find_records, stale, write_report_of
+
+
+def report(config: Config) -> None:
+    """Write it into `report.folder`; with `report.check`, fail where a published table does not follow any more."""
+    runs = Path(config.runs_dir)
+    if config.report.check:
+        published = runs / "records" if (runs / "records").is_dir() else runs
+        if wrong := stale(published):
+            raise UserError("\n  ".join([f"{len(wrong)} things do not follow from their records:", *wrong]))
+        print(f"every published table below {published} follows from its record")
+        return
+    folder = Path(config.report.folder or runs / "report")
+    written = write_report_of(runs, folder)
+    console = Console()
+    console.width = max(console.width, 190)
+    console.print(claim_table([record for _, record in find_records(runs)]).to_console())
+    print(f"{len(written)} files in {folder}, of them report.md, report.tex and report.html")

@@ -1,0 +1,213 @@
+"""job=report: every record in one report, every claim with a verdict that follows from the numbers."""
+
+import csv
+import html.parser
+import json
+import re
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from running import run, tiny
+from test_compare import compared, comparison_of, row
+
+from focus_exp.reporting.benchmark_rows import BenchmarkRow
+from focus_exp.reporting.claims import (
+    NOT_ENGAGED,
+    NOT_HERE,
+    NOT_REPRODUCED,
+    NOT_RUN,
+    REPRODUCED,
+    UNDECIDED,
+    VERDICTS,
+    claims,
+    judged,
+)
+from focus_exp.reporting.publish import claim_table, escaped_latex, find_records, latex_table, page, stale
+from focus_exp.reporting.record import Record
+from focus_exp.reporting.rows import Row, SpeedRow
+from focus_exp.reporting.tables import Table
+
+RECORDS = Path(__file__).parent.parent / "runs" / "records"
+
+
+def verdicts(*records):
+    """(table, claim) -> verdict."""
+    return {(claim.table, claim.says): verdict for claim, verdict in judged(list(records))}
+
+
+def find(found, table, words):
+    (verdict,) = [verdict for (t, says), verdict in found.items() if t == table and words in says]
+    return verdict
+
+
+def compare(*rows, benchmarks=()):
+    return replace(comparison_of(*rows, benchmarks=benchmarks), experiment="compare")
+
+
+def benchmark(arm, difference, removed=0.5, kind="hard", task="long"):
+    return BenchmarkRow(
+        attention=arm, kind=kind, task=task, metric="acc", value=0.3, n=20, pairs_removed=removed,
+        difference=difference, difference_low=difference - 0.1, difference_high=difference + 0.1,
+    )  # fmt: skip
+
+
+def test_without_records_nothing_is_claimed():
+    found = [verdict.word for _, verdict in judged([])]
+    assert set(found) == {NOT_RUN, NOT_HERE} and len(found) == len(claims()) > 15
+    failed = Record(status="failed", experiment="compare")
+    assert [verdict.word for _, verdict in judged([failed])] == found
+
+
+@pytest.mark.parametrize(
+    ("low", "delta", "high", "causal", "word"),
+    [
+        (-0.3, -0.2, -0.1, True, REPRODUCED),
+        (0.1, 0.2, 0.3, True, NOT_REPRODUCED),
+        (-0.1, 0.0, 0.1, True, UNDECIDED),
+        (-0.3, -0.2, -0.1, False, UNDECIDED),
+    ],
+)
+def test_a_lower_perplexity_counts_where_its_interval_and_its_causality_allow(low, delta, high, causal, word):
+    hard = Row(
+        name="Focus hard k=1", kind="hard", method="focus", causal=causal, top_k=1, nll=3.0 + delta, perplexity=20.0,
+        delta_nll=delta, delta_low=low, delta_high=high,
+    )  # fmt: skip
+    base = Row(name="base", kind="base", method="full", causal=True, nll=3.0, perplexity=20.1)
+    config = {"attention": {"method": "focus", "top_k": 1, "groups": 4}}
+    record = Record(status="finished", experiment="retrofit_124m", rows=[base, hard], config=config)
+    assert find(verdicts(record), "T1", "lowers the perplexity").word == word
+    other = replace(record, rows=[base, replace(hard, delta_nll=-delta or 1, delta_low=-high, delta_high=-low)])
+    assert find(verdicts(record, other), "T1", "lowers the perplexity").word == UNDECIDED
+
+
+@pytest.mark.parametrize(
+    ("scores", "word"),
+    [
+        ([benchmark("focus", 0.0, removed=0.01)], NOT_ENGAGED),
+        ([benchmark("focus", -0.3)], NOT_REPRODUCED),
+        ([benchmark("focus", 0.0)], UNDECIDED),
+        ([], NOT_RUN),
+    ],
+)
+def test_equal_scores_count_only_where_the_mask_acted(scores, word):
+    found = verdicts(compare(row("focus", kind="hard"), benchmarks=scores))
+    assert find(found, "T1", "benchmarks stay").word == word
+
+
+def test_rivals_are_judged_by_their_paired_differences():
+    lora = row("lora_1e-3", kind="trained", nll=2.9, **compared(-0.1))
+    found = verdicts(
+        compare(
+            row("focus", kind="hard"),
+            lora,
+            row("longformer", **compared(0.2)),
+            row("performer", **compared(-0.2)),
+            row("routing_transformer", causal=False, **compared(0.5)),
+            row("sparq", **compared(0.0)),
+            benchmarks=[benchmark("lora_1e-3", -0.3, removed=0.0, kind="trained")],
+        )
+    )
+    assert find(found, "T1", "than longformer").word == REPRODUCED
+    assert find(found, "T1", "than performer").word == NOT_REPRODUCED
+    routing = find(found, "T1", "than routing_transformer")
+    assert routing.word == UNDECIDED and "reads the future" in routing.why
+    assert find(found, "T10", "than sparq with").word == UNDECIDED
+    assert find(found, "T10", "magicpig").word == NOT_RUN
+    assert find(found, "T3", "lower perplexity").word == REPRODUCED
+    assert find(found, "T3", "loses on benchmarks").word == REPRODUCED
+
+
+def timed(tokens, ratio, groups=8, top_k=1, experiment="speed"):
+    return SpeedRow(
+        clock="attention", tokens=tokens, groups=groups, assignment="balanced", top_k=top_k, pairs_kept=0.2,
+        full_seconds=ratio, focus_seconds=1.0,
+    )  # fmt: skip
+
+
+def test_speed_is_judged_at_the_printed_lengths():
+    fast = [timed(1024, 0.8), timed(4096, 2.0), timed(65_536, 6.9)]
+    found = judged([Record(status="finished", experiment="speed", device="cpu", speed=fast)])
+    words = [(claim.paper, verdict.word) for claim, verdict in found if claim.table == "T6"]
+    assert words == [
+        ("K = 4: 3.0x on an H100", NOT_RUN), ("K = 8: 4.7x on an H100", REPRODUCED),
+        ("K = 4: 4.1x on an H100", NOT_HERE), ("K = 8: 8.6x on an H100", NOT_HERE),
+    ]  # fmt: skip
+    slow = [timed(65_536, 4.0), timed(2**20, 8.5)]
+    found = judged([Record(status="finished", experiment="speed", device="gpu", speed=slow)])
+    words = [verdict.word for claim, verdict in found if claim.table == "T6" and claim.paper.startswith("K = 8")]
+    assert words == [NOT_REPRODUCED, REPRODUCED]
+    by_k = [timed(8192, 4.1, groups=4), timed(8192, 1.1, groups=4, top_k=2)]
+    found = judged([Record(status="finished", experiment="speed_quality", speed=by_k)])
+    assert [v.word for c, v in found if c.table == "T7"] == [REPRODUCED, NOT_REPRODUCED, NOT_RUN]
+
+
+class Tags(html.parser.HTMLParser):
+    """Every tag that opens is closed; what the page loads."""
+
+    def __init__(self):
+        super().__init__()
+        self.open, self.sources = [], []
+
+    def handle_starttag(self, tag, attrs):
+        self.sources += [value for name, value in attrs if name in ("src", "href")]
+        if tag not in ("meta", "img"):
+            self.open.append(tag)
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag
+
+
+def test_the_report_holds_every_record_and_opens_without_a_network(tmp_path):
+    assert run(*tiny(tmp_path), "regime.steps=2").code == 0
+    result = run(*tiny(tmp_path), "job=report")
+    assert result.code == 0, result.err
+    folder = tmp_path / "runs" / "report"
+    ((place, record),) = find_records(tmp_path / "runs")
+    text = (folder / "report.md").read_text()
+    assert place.relative_to(tmp_path / "runs").as_posix() in text and all(line in text for line in record.findings)
+    tags = Tags()
+    tags.feed((folder / "report.html").read_text())
+    assert not tags.open and tags.sources
+    assert all((folder / source).is_file() for source in tags.sources)
+    claimed = list(csv.DictReader((folder / "claims.csv").open()))
+    assert {line["verdict"] for line in claimed} <= set(VERDICTS)
+    assert "not run" in result.out and (folder / "report.tex").read_text().count(r"\begin{longtable}") > 1
+
+
+def test_a_copied_record_counts_once_and_the_copy_is_named(tmp_path):
+    runs = tmp_path / "runs"
+    assert run(*tiny(tmp_path), "regime.steps=2").code == 0
+    ((place, record),) = find_records(runs)
+    record.save(runs / "records" / "kept" / "record.json")
+    ((kept, _),) = find_records(runs)
+    assert kept == runs / "records" / "kept" != place
+
+
+def test_a_published_table_that_does_not_follow_is_named(tmp_path):
+    assert run(*tiny(tmp_path), "regime.steps=2").code == 0
+    assert run(*tiny(tmp_path), "job=report", "report.check=true").code == 0
+    (path,) = (tmp_path / "runs").rglob("record.json")
+    values = json.loads(path.read_text())
+    values["rows"][1]["perplexity"] += 1
+    path.write_text(json.dumps(values))
+    result = run(*tiny(tmp_path), "job=report", "report.check=true")
+    assert result.code == 2 and "table.md does not follow from its record" in result.err
+
+
+def test_every_committed_table_follows_from_its_record():
+    assert stale(RECORDS) == []
+    assert claim_table([record for _, record in find_records(RECORDS)]).rows
+
+
+def test_an_empty_folder_is_one_message(tmp_path):
+    result = run("job=report", f"runs_dir={tmp_path}")
+    assert result.code == 2 and "no record.json" in result.err
+
+
+def test_cells_are_escaped():
+    table = Table(columns=["a_b"], rows=[["<5 % & $x$ ± 1 →"]], title="50 % {of}", notes=["<note>"])
+    assert escaped_latex("5 % & $ _") == r"5 \% \& \$ \_"
+    assert r"<5 \% \& \$x\$ $\pm$ 1 $\to$ \\" in latex_table(table)
+    shown = page(table, [], [], Path())
+    assert "&lt;5 % &amp; $x$ ± 1 →" in shown and "&lt;note&gt;" in shown and not re.search("https?://", shown)
