@@ -212,8 +212,8 @@ def test_benchmarks_count_where_the_mask_acted():
         ],
     )
     said = "\n".join(comparison_findings(found))
-    assert "worse than full attention beyond the interval: focus on long" in said and "lora on short" in said
-    assert "better than full attention beyond the interval: lora on long" in said
+    assert "worse than full attention beyond the interval: focus on long acc" in said and "lora on short acc" in said
+    assert "better than full attention beyond the interval: lora on long acc" in said
     assert "focus was not engaged on short; it acted on long" in said
     changes = comparison_tables(found)[1]
     assert changes.columns == ["arm", "short", "long"]

@@ -76,7 +76,7 @@ def _groups(rows: list[BenchmarkRow]) -> list[str]:
     said = []
     for word in ("worse", "better"):
         if found := [row for row in rows if outcome(row) == word]:
-            listed = ", ".join(f"{_score(row)} {difference_text(row)}" for row in found)
+            listed = ", ".join(f"{score_name(row)} {difference_text(row)}" for row in found)
             said.append(f"{len(found)} {word} than full attention ({listed})")
     if same := [row for row in rows if outcome(row) == "indistinguishable"]:
         losses = [100 * -(row.difference_low or 0) for row in same if is_share(row)]
@@ -85,7 +85,8 @@ def _groups(rows: list[BenchmarkRow]) -> list[str]:
     return said
 
 
-def _score(row: BenchmarkRow) -> str:
+def score_name(row: BenchmarkRow) -> str:
+    """Task and metric, the metric once."""
     return row.task if row.task.startswith(row.metric) else f"{row.task} {row.metric}"
 
 

@@ -35,24 +35,40 @@ class Verdict:
 
 @dataclass(frozen=True)
 class Claim:
-    """A sentence of the paper with its number, the experiment that tests it here ("" for none), and who judges it."""
+    """A sentence of the paper with its number, the experiment that tests it here, and the judge of its records."""
 
     table: str
     says: str
     paper: str
     experiment: str
-    judge: Callable[[list[Record]], Verdict]
+    judge: Callable[[Record], Verdict] | None
+    out_of_reach: str = ""  # why there is none
 
 
 def judged(records: list[Record]) -> list[tuple[Claim, Verdict]]:
-    """Every claim with its verdict, from the finished records alone."""
+    """Every claim with its verdict, from the finished records alone; seeds and settings have to agree on it."""
     finished = [record for record in records if record.status == "finished"]
     found = []
     for claim in claims():
-        own = [record for record in finished if record.experiment == claim.experiment]
+        if claim.judge is None:
+            found.append((claim, Verdict(NOT_HERE, why=claim.out_of_reach)))
+            continue
+        own = [claim.judge(record) for record in finished if record.experiment == claim.experiment]
         missing = Verdict(NOT_RUN, why=f"python -m focus_exp +experiment={claim.experiment}")
-        found.append((claim, claim.judge(own) if own or not claim.experiment else missing))
+        found.append((claim, together(own) if own else missing))
     return found
+
+
+def together(verdicts: list[Verdict]) -> Verdict:
+    """One verdict for several records: theirs if those that say anything agree."""
+    telling = [verdict for verdict in verdicts if verdict.word not in (NOT_RUN, NOT_HERE)] or verdicts[:1]
+    words = {verdict.word for verdict in telling}
+    return Verdict(
+        telling[0].word if len(words) == 1 else UNDECIDED,
+        "; ".join(dict.fromkeys(verdict.ours for verdict in telling if verdict.ours)),
+        "; ".join(dict.fromkeys(verdict.why for verdict in telling if verdict.why)),
+        [record for verdict in telling for record in verdict.records],
+    )
 
 
 def claims() -> list[Claim]:
@@ -104,7 +120,7 @@ def claims() -> list[Claim]:
             for row in paper_rows("table7_topk")
             if row["model"] == "gpt2_124m" and row["top_k"] != 4
         ),
-        *(Claim(table, says, paper, "", _elsewhere(why)) for table, says, paper, why in ELSEWHERE),
+        *(Claim(table, says, paper, "", None, why) for table, says, paper, why in ELSEWHERE),
     ]  # fmt: skip
 
 
@@ -113,10 +129,6 @@ ELSEWHERE = [
     ("T4", "alignment survives, which LoRA costs", "MC1 40.0 against 28.5 to 40.1", "needs Mistral-7B-Instruct"),
     ("T5", "from scratch at 7B it equals full attention", "13.82 against 13.89", "needs weeks of GPUs"),
 ]
-
-
-def _elsewhere(why: str) -> Callable[[list[Record]], Verdict]:
-    return lambda records: Verdict(NOT_HERE, why=why)
 
 
 def _printed(groups: int, tokens: int) -> str:
@@ -134,34 +146,24 @@ def _word(low: float | None, high: float | None, value: float) -> str:
     return REPRODUCED if value < 0 else NOT_REPRODUCED
 
 
-def _together(words: list[str]) -> str:
-    """One verdict for several records: theirs if they agree."""
-    return words[0] if len(set(words)) == 1 else UNDECIDED
-
-
-def _lowers_perplexity(records: list[Record]) -> Verdict:
-    pairs = [(record, row) for record in records if (row := answer(record)) and row.delta_nll is not None]
-    if not pairs:
-        return Verdict(NOT_RUN, why="no record has a scored router")
-    said = [
-        f"K={record.setting('attention', 'groups')}, k={row.top_k}: "
-        f"{perplexity_text(record.base.perplexity if record.base else None)} to {perplexity_text(row.perplexity)}, "
-        f"{change_text(row.delta_nll, row.delta_low, row.delta_high)}"
-        for record, row in pairs
-    ]
-    words = [
-        UNDECIDED if not row.causal else _word(row.delta_low, row.delta_high, row.delta_nll or 0.0) for _, row in pairs
-    ]
-    why = "on other text and another base; the paper's assignment reads the future, ours does not"
-    return Verdict(_together(words), "; ".join(said), why, [record for record, _ in pairs])
+def _lowers_perplexity(record: Record) -> Verdict:
+    row = answer(record)
+    if row is None or row.delta_nll is None:
+        return Verdict(NOT_RUN, why="there is no scored router", records=[record])
+    before, after = (perplexity_text(r.perplexity if r else None) for r in (record.base, row))
+    change = change_text(row.delta_nll, row.delta_low, row.delta_high)
+    ours = f"K={record.setting('attention', 'groups')}, k={row.top_k}: {before} to {after}, {change}"
+    if not row.causal:
+        return Verdict(UNDECIDED, ours, "it reads the future: its perplexity is not one", [record])
+    why = "the paper's assignment reads the future, this one does not"
+    return Verdict(_word(row.delta_low, row.delta_high, row.delta_nll), ours, why, [record])
 
 
 def _benchmarks(record: Record, arm: str) -> list[BenchmarkRow]:
     return [row for row in telling([r for r in record.benchmarks if r.scored]) if row.attention == arm]
 
 
-def _no_degradation(records: list[Record]) -> Verdict:
-    record = records[-1]
+def _no_degradation(record: Record) -> Verdict:
     rows = _benchmarks(record, record.arms[0].name)
     acted = [row for row in rows if row.engaged]
     idle = ", ".join(f"{row.task} ({share_text(row.pairs_removed)})" for row in rows if row.engaged is False)
@@ -184,9 +186,8 @@ def _arm(record: Record, name: str) -> Row | None:
     return row_of(record, arm) if arm else None
 
 
-def _better_than(name: str) -> Callable[[list[Record]], Verdict]:
-    def judge(records: list[Record]) -> Verdict:
-        record = records[-1]
+def _better_than(name: str) -> Callable[[Record], Verdict]:
+    def judge(record: Record) -> Verdict:
         row, first = _arm(record, name), row_of(record, record.arms[0])
         if row is None or first is None or row.delta_vs_hard is None:
             return Verdict(NOT_RUN, why=f"arm {name} has no perplexity", records=[record])
@@ -209,8 +210,7 @@ def _loras(record: Record) -> list[tuple[str, Row]]:
     return [(arm.name, row) for arm in near if (row := row_of(record, arm)) is not None and row.nll is not None]
 
 
-def _lora_is_lower(records: list[Record]) -> Verdict:
-    record = records[-1]
+def _lora_is_lower(record: Record) -> Verdict:
     found = _loras(record)
     if not found:
         return Verdict(NOT_RUN, why="no LoRA has a perplexity", records=[record])
@@ -221,8 +221,7 @@ def _lora_is_lower(records: list[Record]) -> Verdict:
     return Verdict(word, ours, f"the best of {len(found)} learning rates; LoRA keeps every pair", [record])
 
 
-def _lora_degrades(records: list[Record]) -> Verdict:
-    record = records[-1]
+def _lora_degrades(record: Record) -> Verdict:
     found = _loras(record)
     rows = [(name, row) for name, _ in found for row in _benchmarks(record, name)]
     if not rows:
@@ -239,9 +238,9 @@ def _timed(record: Record, groups: int) -> list[SpeedRow]:
     return sorted(rows, key=lambda row: row.tokens)
 
 
-def _fast(groups: int) -> Callable[[list[Record]], Verdict]:
-    def judge(records: list[Record]) -> Verdict:
-        record, printed = records[-1], paper_speedups(groups)
+def _fast(groups: int) -> Callable[[Record], Verdict]:
+    def judge(record: Record) -> Verdict:
+        printed = paper_speedups(groups)
         rows = [row for row in _timed(record, groups) if row.assignment == "balanced"]
         both = [row for row in rows if row.tokens in printed and row.tokens <= LONG]
         if not both:
@@ -255,9 +254,8 @@ def _fast(groups: int) -> Callable[[list[Record]], Verdict]:
     return judge
 
 
-def _fast_at(groups: int, tokens: int) -> Callable[[list[Record]], Verdict]:
-    def judge(records: list[Record]) -> Verdict:
-        record = records[-1]
+def _fast_at(groups: int, tokens: int) -> Callable[[Record], Verdict]:
+    def judge(record: Record) -> Verdict:
         row = next((r for r in _timed(record, groups) if (r.assignment, r.tokens) == ("balanced", tokens)), None)
         if row is None:
             return Verdict(NOT_HERE, why="needs a GPU: full attention alone would take hours on a CPU")
@@ -267,9 +265,8 @@ def _fast_at(groups: int, tokens: int) -> Callable[[list[Record]], Verdict]:
     return judge
 
 
-def _as_fast_as(printed: dict[str, Any]) -> Callable[[list[Record]], Verdict]:
-    def judge(records: list[Record]) -> Verdict:
-        record = records[-1]
+def _as_fast_as(printed: dict[str, Any]) -> Callable[[Record], Verdict]:
+    def judge(record: Record) -> Verdict:
         rows = [
             row for row in record.speed
             if row.clock == "attention" and row.ratio and (row.groups, row.top_k) == (4, printed["top_k"])

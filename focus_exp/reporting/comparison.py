@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import asdict
 from typing import Any
 
-from focus_exp.reporting.benchmark_findings import outcome, telling
+from focus_exp.reporting.benchmark_findings import outcome, score_name, telling
 from focus_exp.reporting.benchmark_rows import BenchmarkRow
 from focus_exp.reporting.benchmarks import NOT_ENGAGED, difference_text, score_text
 from focus_exp.reporting.findings import is_configured
@@ -168,7 +168,8 @@ def _benchmark(row: BenchmarkRow | None) -> str:
     change = "" if row.difference is None else f", {difference_text(row)}"
     idle = f" ({NOT_ENGAGED})" if row.engaged is False else ""
     reads = "" if row.causal else f" ({NON_CAUSAL})"
-    return f"{score_text(row)}{change}{idle}{reads}"
+    metric = "perplexity " if row.is_perplexity else ""
+    return f"{metric}{score_text(row)}{change}{idle}{reads}"
 
 
 def comparison_findings(record: Record) -> list[str]:
@@ -245,7 +246,7 @@ def _tasks(record: Record) -> list[str]:
     said = []
     for word in ("worse", "better"):
         found = [row for row in rows if outcome(row) == word and row.engaged is not False and row.causal]
-        listed = "; ".join(f"{row.attention} on {row.task} {difference_text(row)}" for row in found)
+        listed = "; ".join(f"{row.attention} on {score_name(row)} {difference_text(row)}" for row in found)
         if found:
             said.append(f"On benchmarks {word} than full attention beyond the interval: {listed}.")
     for arm in dict.fromkeys(row.attention for row in rows):
