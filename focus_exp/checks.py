@@ -146,6 +146,8 @@ def validate(config: Config) -> None:
         raise UserError(f"adapter={config.adapter} is for job=evaluate; add job=evaluate, or leave adapter out")
     validate_attention(config)
     validate_regime(config)
+    if any(k < 1 for k in config.eval.top_k or []):
+        raise UserError(f"eval.top_k={config.eval.top_k} is impossible; use numbers from 1")
     for k in config.generate.top_k or []:
         if not 1 <= k <= config.attention.groups:
             raise UserError(f"generate.top_k holds {k}; use 1 to attention.groups={config.attention.groups}")

@@ -130,6 +130,8 @@ class EvalConfig:
     batch_size: int = 1
     bootstrap_samples: int = 1000
     controls: bool = True
+    # groups that a query reaches, measured beside attention.top_k; empty: all of them
+    top_k: Numbers = field(default_factory=Numbers)
     # rules measured beside attention.pair_rule
     pair_rules: list[str] = field(default_factory=list)
     # measured after these windows: tasks of lm-eval, of the long-range suite (passkey, or passkey@1024 with passages of

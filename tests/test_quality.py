@@ -61,6 +61,13 @@ def by_name(result: Quality) -> dict:
     return {row.name: row for row in result.rows}
 
 
+def test_only_the_k_that_are_asked_for_are_measured_and_the_configured_one(measure):
+    config = make_config(top_k=2)
+    config.eval.top_k = [3, 7]
+    found = [row.top_k for row in measure(config=config).rows if row.kind == "hard"]
+    assert found == [2, 3]
+
+
 def memberships(model, tokens) -> list[tuple[torch.Tensor, Sequence]]:
     """Each layer's group of every token `[B, T]`, and the sequence that the layer saw."""
     seen = []

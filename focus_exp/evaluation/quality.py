@@ -82,7 +82,7 @@ class Quality:
         self.add(Row(name="Focus soft", kind="soft", method="focus", causal=causal))
         configured: Scores | None = None
         for rule in dict.fromkeys([attention.pair_rule, *self.config.eval.pair_rules]):
-            for k in range(1, attention.groups + 1):
+            for k in self.reached():
                 if k == 1 and rule != attention.pair_rule:
                     continue  # with one group a token both rules are the same
                 set_routing(self.model, hard=True, top_k=k, pair_rule=rule)
@@ -98,6 +98,11 @@ class Quality:
         set_routing(self.model, hard=True, top_k=attention.top_k, pair_rule=attention.pair_rule)
         if configured is not None and configured.pairs is not None and self.config.eval.controls:
             self.measure_controls(configured.pairs)
+
+    def reached(self) -> list[int]:
+        """The numbers of groups that a query reaches, in the rows of hard groups."""
+        attention, asked = self.config.attention, self.config.eval.top_k
+        return [k for k in range(1, attention.groups + 1) if not asked or k in (*asked, attention.top_k)]
 
     def measure_controls(self, pairs: PairShares) -> None:
         """The same window without routing, a window widened to as many pairs, and random groups of the same sizes."""

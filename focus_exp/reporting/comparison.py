@@ -47,13 +47,14 @@ def comparison_tables(record: Record) -> list[Table]:
     first = record.arms[0].name
     columns = [
         *("arm", "trained parameters", "learning rate", "tokens", "perplexity [95 %]", "vs base [95 %]"),
-        *(f"vs {first} [95 %]", "distant pairs kept", "pairs removed", "training [s]", "what was measured"),
+        *(f"vs {first} [95 %]", "distant pairs kept", "pairs removed", "largest group", "training [s]"),
+        "what was measured",
     ]
     lines = [(arm, row_of(record, arm)) for arm in record.arms]
-    base = ["base", "0", ABSENT, "0", *_perplexity(record.base), ABSENT, "100.0 %", "0.0 %", ABSENT, "full attention"]
+    base = ["base", "0", ABSENT, "0", *_perplexity(record.base), ABSENT, "100.0 %", "0.0 %", ABSENT, ABSENT]
     table = Table(
         columns=columns,
-        rows=[base, *(_cells(arm, row) for arm, row in lines)],
+        rows=[[*base, "full attention"], *(_cells(arm, row) for arm, row in lines)],
         name="comparison",
         title=title(record),
         notes=_notes(record),
@@ -83,7 +84,7 @@ def _cells(arm: Arm, row: Row | None) -> list[str]:
         f"{arm.tokens_seen:,}",
     ]
     if row is None:
-        return [arm.name, *trained, *_perplexity(None), *[ABSENT] * 5]
+        return [arm.name, *trained, *_perplexity(None), *[ABSENT] * 6]
     removed = share_text(row.pairs_removed) + (f" ({NOT_ENGAGED})" if engaged(row) is False else "")
     return [
         arm.name + ("" if row.causal else f" ({NON_CAUSAL})"),
@@ -92,6 +93,7 @@ def _cells(arm: Arm, row: Row | None) -> list[str]:
         change_text(row.delta_vs_hard, row.delta_vs_hard_low, row.delta_vs_hard_high),
         share_text(row.distant_pairs_kept),
         removed,
+        share_text(row.largest_group),
         ABSENT if arm.train_seconds is None or not arm.steps else f"{arm.train_seconds:,.0f}",
         row.name,
     ]
