@@ -12,10 +12,11 @@ from transformers import DynamicCache, StaticCache, StoppingCriteria
 
 from focus_exp import attach, detach, disabled, set_routing
 from focus_exp.assets import cache_root
+from focus_exp.attention.selection import always_visible, causal, same_group
 from focus_exp.attention.stores import LEAST, Store
 from focus_exp.config import ModelConfig
 from focus_exp.errors import UserError
-from focus_exp.models.attach import attached_methods
+from focus_exp.models.attach import attached_methods, observed
 from focus_exp.models.cache import FocusCache
 from focus_exp.models.load import load_model
 from focus_exp.speed.timing import resident
@@ -280,17 +281,23 @@ def test_a_copied_model_generates_by_itself(tiny_model):
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
 
 
-def test_a_step_reads_its_groups_the_window_and_the_sinks(tiny_model):
-    model = attached(tiny_model("llama"), 1)
+@pytest.mark.parametrize(("top_k", "rule"), RULES)
+def test_a_step_reads_the_pairs_that_it_keeps_and_no_others(tiny_model, top_k, rule):
+    model = attached(tiny_model("llama"), top_k, rule)
     ids = tokens(1, 60)
-    for sizes in ([50] + [1] * 10, [1] * 60):
-        _, cache = stepped(model, ids, sizes)
-        for grouped in cache.grouped:
-            (sequence,) = grouped.sequences
-            counts = [bucket.count for bucket in sequence.buckets.values()]
-            assert sum(counts) + sequence.sinks.count == 60 and sequence.sinks.count == 2
-            # of the last step: one bucket as it was then, sinks, window and the token itself
-            assert grouped.pairs_read - 2 - 6 - 1 in {count - new for count in counts for new in (0, 1)}
+    kept: dict[int, torch.Tensor] = {}
+
+    def observe(layer, method, selection, sequence):
+        near = always_visible(sequence, slice(0, 60), 60, method.window, method.sinks)
+        kept[layer] = ((near | same_group(selection, slice(0, 60), 60)) & causal(slice(0, 60), 60, ids.device)).sum(-1)
+
+    with observed(model, observe):
+        whole(model, ids)
+    _, cache = stepped(model, ids, [37])
+    for place in range(37, 60):
+        _, cache = stepped(model, ids[:, place : place + 1], [1], cache=cache)
+        for layer, grouped in enumerate(cache.grouped):
+            assert grouped.pairs_read == kept[layer][0, place]
 
 
 def test_all_tokens_are_kept_once_beside_the_window(tiny_model):

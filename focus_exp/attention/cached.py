@@ -34,28 +34,25 @@ class GroupedCache:
         """
         k, v = k.detach(), v.detach()
         batch, _, count, _ = k.shape
-        members = selection.key_groups
-        if members is None:
-            members = torch.zeros(batch, count, 1, dtype=torch.bool, device=k.device)
+        members = members_of(selection, k)
         if not self.sequences:
             self.sequences = [CachedSequence.empty(k[row], members[row], self.window) for row in range(batch)]
         local = torch.arange(count, device=k.device)
-        sink = self.is_sink(sequence, local)
+        place = local - sequence.start  # [B, n]
+        sink = (place >= 0) & (place < self.sinks)
+        sinks = bool(sink.any())
         padded = sequence.valid is not None and not bool(sequence.valid.all())
         for row, cached in enumerate(self.sequences):
-            tokens = [k[row], v[row], local + self.length, members[row], sink[row]]
-            if padded:
-                assert sequence.valid is not None
-                real = sequence.valid[row]
-                tokens = [x[:, real] if x.ndim == 3 else x[real] for x in tokens]
-            if len(tokens[2]):
-                cached.append(*tokens)
+            tokens = Store(k[row], v[row], local + self.length, members[row])
+            real = sequence.valid[row] if padded and sequence.valid is not None else None
+            if sinks:
+                cached.sinks.append(*tokens.taken(sink[row] if real is None else sink[row] & real).tokens)
+                real = ~sink[row] if real is None else real & ~sink[row]
+            if real is not None:
+                tokens = tokens.taken(real)
+            if tokens.count:
+                cached.append(tokens)
         self.length += count
-
-    def is_sink(self, sequence: Sequence, local: Tensor) -> Tensor:
-        """`[B, n]` bool."""
-        place = local - sequence.start
-        return (place >= 0) & (place < self.sinks)
 
     def attend(
         self,
@@ -74,76 +71,56 @@ class GroupedCache:
         `start` may be negative); `allowed` is `[B or 1, 1, n, length + n]`.
         """
         self.pairs_read = 0
+        members = members_of(selection, k)
         out = torch.empty_like(q)
         for row, cached in enumerate(self.sequences):
+            new = Store(
+                k[row], v[row], torch.arange(self.length, self.length + k.shape[2], device=k.device), members[row]
+            )
+            near = joined([cached.sinks, cached.recent.last(self.window), new])
             for rows in row_blocks(q.shape[2], BLOCK):
-                self.attend_block(out, q, k, v, cached, row, rows, selection, sequence, scaling, softcap)
+                seen = near.taken(slice(0, near.count - new.count + rows.stop))
+                groups = None if selection.query_groups is None else selection.query_groups[row, rows]
+                allowed = None
+                if sequence.allowed is not None:
+                    allowed = sequence.allowed[row if len(sequence.allowed) > 1 else 0, 0, rows]  # [t, length + n]
+                merged = Merged(q[row, :, rows], scaling, softcap)
+                merged.add(seen.keys, seen.values, self.keep(seen, row, rows, groups, sequence, allowed), slice(None))
+                for far, reading in read(cached.buckets, groups, self.length - self.window):
+                    merged.add(
+                        far.keys, far.values, None if allowed is None else allowed[reading][:, far.index], reading
+                    )
+                out[row, :, rows] = merged.result()
+                self.pairs_read += merged.pairs
         return out
-
-    def attend_block(
-        self,
-        out: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        cached: CachedSequence,
-        row: int,
-        rows: slice,
-        selection: Selection,
-        sequence: Sequence,
-        scaling: float,
-        softcap: float | None,
-    ) -> None:
-        """Fill `out` for the queries `rows` of the sequence `row`."""
-        allowed = None
-        if sequence.allowed is not None:
-            allowed = sequence.allowed[row if len(sequence.allowed) > 1 else 0, 0, rows]  # [t, length + n]
-        groups = None if selection.query_groups is None else selection.query_groups[row, rows]
-        merged = Merged(q[row, :, rows], k.shape[1], scaling, softcap)
-        for bucket, reading in read(cached.buckets, groups):
-            keep = None if allowed is None else allowed[reading][:, bucket.index]
-            merged.add(bucket.keys, bucket.values, keep, reading)
-            self.pairs_read += bucket.count * merged.count(reading)
-        near = self.near(cached, k[row], v[row], row, rows.stop, selection)
-        keep = self.keep(near, row, rows, groups, sequence, allowed)
-        self.pairs_read += near.count * (rows.stop - rows.start)
-        merged.add(near.keys, near.values, keep, slice(None))
-        out[row, :, rows] = merged.result(out.dtype)
-
-    def near(self, cached: CachedSequence, k: Tensor, v: Tensor, row: int, end: int, selection: Selection) -> Store:
-        """Sinks, the window before the new tokens, and the new tokens up to `end`."""
-        index = torch.arange(self.length, self.length + end, device=k.device)
-        members = cached.sinks.members.new_zeros(end, cached.sinks.members.shape[1])
-        if selection.key_groups is not None:
-            members = selection.key_groups[row, :end]
-        return joined([cached.sinks, cached.recent.last(self.window), Store(k[:, :end], v[:, :end], index, members)])
 
     def keep(
         self, near: Store, row: int, rows: slice, groups: Tensor | None, sequence: Sequence, allowed: Tensor | None
-    ) -> Tensor:
-        """`[t, s]` bool: which of the near tokens a query keeps, those left out that it has read from its buckets."""
+    ) -> Tensor | None:
+        """`[t, s]` bool: which of the near tokens a query keeps; None if all. Near are the sinks, the tokens that are
+        in the first query's window, and the new ones."""
+        if rows.stop == 1 and allowed is None:
+            return None
         start = sequence.start[row, rows, None] + self.length
         i = torch.arange(rows.start, rows.stop, device=start.device)[:, None] + self.length
-        j, new = near.index, near.index >= self.length
-        sink = (j >= start) & (j < start + self.sinks)
-        keep = sink | (i - j <= self.window)
+        j = near.index
+        keep = ((j >= start) & (j < start + self.sinks)) | (i - j <= self.window)
         if groups is not None:
-            same = groups.float() @ near.members.float().T > 0
-            keep = torch.where(new, keep | same, keep & (sink | ~same))
+            keep = keep | (groups.float() @ near.members.float().T > 0)
         if allowed is not None:
             keep = keep & allowed[:, j]
         else:
             keep = keep & (j <= i)
             if sequence.valid is not None:
                 real = sequence.valid[row]
-                keep = keep & (~new | real[(j - self.length).clamp(min=0)])
+                keep = keep & ((j < self.length) | real[(j - self.length).clamp(min=0)])
         return keep | (i == j)
 
     def choose(self, rows: Tensor) -> None:
         """Keep the sequences `rows`, in that order, a sequence as often as it is named."""
-        wanted, seen = rows.tolist(), set()
+        seen: set[int] = set()
         chosen = []
-        for row in wanted:
+        for row in rows.tolist():
             chosen.append(self.sequences[row].copy() if row in seen else self.sequences[row])
             seen.add(row)
         self.sequences = chosen
@@ -154,59 +131,85 @@ class GroupedCache:
         self.length = min(self.length, length)
 
 
-def read(buckets: dict[tuple[bool, ...], Store], groups: Tensor | None) -> Iterator[tuple[Store, Tensor | slice]]:
-    """The buckets that meet the groups `[t, K]` of any query, and which queries read them."""
+def members_of(selection: Selection, k: Tensor) -> Tensor:
+    """`[B, n, K]` bool; of a method without groups one that no query has."""
+    if selection.key_groups is not None:
+        return selection.key_groups
+    return torch.zeros(k.shape[0], k.shape[2], 1, dtype=torch.bool, device=k.device)
+
+
+def read(
+    buckets: dict[tuple[bool, ...], Store], groups: Tensor | None, end: int
+) -> Iterator[tuple[Store, Tensor | slice]]:
+    """What lies before place `end` in the buckets that meet the groups `[t, K]` of any query, and which queries."""
     if groups is None:
         return
-    if len(groups) == 1:
-        mine = groups[0].tolist()
-        for members, bucket in buckets.items():
-            if bucket.count and any(a and b for a, b in zip(mine, members, strict=True)):
-                yield bucket, slice(None)
-        return
-    for bucket in buckets.values():
-        if not bucket.count:
+    mine = groups[0].tolist() if len(groups) == 1 else None
+    for members, bucket in buckets.items():
+        if mine is not None and not any(a and b for a, b in zip(mine, members, strict=True)):
             continue
+        far = bucket.before(end)
+        if not far.count:
+            continue
+        if mine is not None:
+            yield far, slice(None)
+            continue
+        assert groups is not None
         reading = (groups & bucket.members[0]).any(-1).nonzero()[:, 0]
         if len(reading):
-            yield bucket, reading
+            yield far, reading
 
 
 class Merged:
     """Attention of queries `[H, t, D]` over sets of keys, one after the other, by the logsumexp of each."""
 
-    def __init__(self, q: Tensor, heads: int, scaling: float, softcap: float | None) -> None:
-        self.q = q.unflatten(0, (heads, -1)) * scaling  # [G, H/G, t, D]
+    def __init__(self, q: Tensor, scaling: float, softcap: float | None) -> None:
+        self.q = q
+        self.scaling = scaling
         self.softcap = softcap
-        precision = torch.promote_types(q.dtype, torch.float32)
         self.out: Tensor | None = None
-        self.lse = torch.full(self.q.shape[:3], float("-inf"), dtype=precision, device=q.device)
+        self.lse: Tensor | None = None  # [H, t]
+        self.pairs = 0
 
-    def count(self, rows: Tensor | slice) -> int:
-        return self.q.shape[2] if isinstance(rows, slice) else len(rows)
+    def result(self) -> Tensor:
+        assert self.out is not None
+        return self.out
 
     def add(self, keys: Tensor, values: Tensor, keep: Tensor | None, rows: Tensor | slice) -> None:
-        """Keys and values `[G, s, D]` for the queries `rows`, of which `keep` `[rows, s]` keeps some."""
-        q = self.q[:, :, rows]
-        # one product for all heads of a key: it is read once
-        s = (q.flatten(1, 2) @ keys.transpose(-1, -2)).unflatten(1, q.shape[1:3]).to(self.lse.dtype)
-        if self.softcap is not None:
-            s = self.softcap * torch.tanh(s / self.softcap)
-        if keep is not None:
-            s = s.masked_fill(~keep, float("-inf"))
-        lse = s.logsumexp(-1)
-        # a set of which nothing is kept has weight 0
-        p = torch.exp(s - lse.masked_fill(lse == float("-inf"), 0.0)[..., None])
-        o = (p.to(values.dtype).flatten(1, 2) @ values).unflatten(1, q.shape[1:3]).to(self.lse.dtype)
-        if self.out is None:
-            self.out = torch.zeros(*self.q.shape[:3], values.shape[-1], dtype=self.lse.dtype, device=o.device)
-        old = self.lse[:, :, rows]
-        new = torch.logaddexp(old, lse)
-        share = torch.exp(lse - new).nan_to_num(0.0)[..., None]
-        self.out[:, :, rows] = torch.lerp(self.out[:, :, rows], o, share)
-        self.lse[:, :, rows] = new
+        """Keys and values `[G, s, D]` for the queries `rows`, of which `keep` `[rows, s]` keeps some.
 
-    def result(self, dtype: torch.dtype) -> Tensor:
-        """`[H, t, D]`."""
-        assert self.out is not None
-        return self.out.flatten(0, 1).to(dtype)
+        The first set is for all queries, and each keeps something of it.
+        """
+        q = self.q[:, rows]
+        self.pairs += q.shape[1] * keys.shape[1]
+        o, lse = attention(q, keys, values, keep, self.scaling, self.softcap)
+        if self.out is None or self.lse is None:
+            self.out, self.lse = o, lse
+            return
+        # the share of this set: 1 / (1 + e^(old - new))
+        share = torch.sigmoid(lse - self.lse[:, rows])[..., None].to(o.dtype)
+        self.out[:, rows] = torch.lerp(self.out[:, rows], o, share)
+        self.lse[:, rows] = torch.logaddexp(self.lse[:, rows], lse)
+
+
+def attention(
+    q: Tensor, k: Tensor, v: Tensor, keep: Tensor | None, scaling: float, softcap: float | None
+) -> tuple[Tensor, Tensor]:
+    """Output `[H, t, D]` and logsumexp `[H, t]` of q `[H, t, D]` over k and v `[G, s, D]`, kept where `[t, s]` says."""
+    heads = q.shape[0]
+    q = q.reshape(k.shape[0], -1, q.shape[-1])  # [G, H/G * t, D]: the heads of a key share it, and it is read once
+    if q.device.type == "cpu" and softcap is None and keep is None:
+        o, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+            q[None], k[None], v[None], 0.0, False, attn_mask=None, scale=scaling
+        )
+        return o[0].reshape(heads, -1, v.shape[-1]), lse[0].reshape(heads, -1)
+    s = (q @ k.transpose(-1, -2)).unflatten(1, (heads // len(k), -1)) * scaling  # [G, H/G, t, s]
+    s = s.to(torch.promote_types(s.dtype, torch.float32))
+    if softcap is not None:
+        s = softcap * torch.tanh(s / softcap)
+    if keep is not None:
+        s = s.masked_fill(~keep, float("-inf"))
+    lse = s.logsumexp(-1)
+    # a set of which nothing is kept has weight 0
+    p = torch.exp(s - lse.masked_fill(lse == float("-inf"), 0.0)[..., None]).to(v.dtype)
+    return (p.flatten(1, 2) @ v).reshape(heads, -1, v.shape[-1]), lse.flatten(0, 1)

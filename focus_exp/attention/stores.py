@@ -68,6 +68,10 @@ class Store:
         """A view of the last `count` tokens."""
         return self.taken(slice(max(0, self.count - count), self.count))
 
+    def before(self, place: int) -> Store:
+        """A view of the tokens before `place`."""
+        return self.taken(slice(0, int(torch.searchsorted(self.index, place))))
+
     def taken(self, rows: Tensor | slice) -> Store:
         keys, values, index, members = self.tokens
         return Store(keys[:, rows], values[:, rows], index[rows], members[rows])
@@ -77,7 +81,7 @@ class Store:
 
     def crop(self, length: int) -> None:
         """Forget the tokens from place `length` on."""
-        self.count = int(torch.searchsorted(self.index.contiguous(), length))
+        self.count = int(torch.searchsorted(self.index, length))
 
 
 class Recent(Store):
@@ -131,15 +135,8 @@ class CachedSequence:
     def stores(self) -> list[Store]:
         return [self.sinks, self.recent, *self.buckets.values()]
 
-    def append(self, keys: Tensor, values: Tensor, index: Tensor, members: Tensor, sink: Tensor) -> None:
-        """Add tokens in order; `sink` `[n]` bool says which are sinks, of which a layer has its number at most."""
-        if bool(sink.any()):
-            self.sinks.append(*Store(keys, values, index, members).taken(sink).tokens)
-        if bool(sink.all()):
-            return
-        tokens = Store(keys, values, index, members)
-        if bool(sink.any()):
-            tokens = tokens.taken(~sink)
+    def append(self, tokens: Store) -> None:
+        """Add tokens in order, none of them a sink."""
         self.recent.append(*tokens.last(self.recent.window).tokens)
         if tokens.count == 1:
             self.put(tokens)
