@@ -10,6 +10,7 @@ from focus_exp.reporting.benchmark_findings import benchmark_findings, telling
 from focus_exp.reporting.benchmark_rows import BenchmarkRow
 from focus_exp.reporting.benchmarks import benchmark_table
 from focus_exp.reporting.record import Record
+from focus_exp.reporting.rows import Row
 
 RECORD = Record(status="finished", experiment="test", seed=7, config={"eval": {"window": 64}}, model={"name": "tiny"})
 ENGAGED = {
@@ -173,3 +174,10 @@ def test_a_control_is_judged_where_it_is_all_there_is():
     rows = [base("t"), control("t", -0.4)]
     assert benchmark_findings(rows)[0].startswith("window + sinks only: of 1 task on which its mask acted, 1 worse")
     assert not any(said.startswith("window + sinks only") for said in benchmark_findings([*rows, hard("t", 0)]))
+
+
+def test_a_method_without_a_mask_is_neither_engaged_nor_idle():
+    removed = {"kind": "control", "pairs_removed": 0.0}
+    assert BenchmarkRow(attention="performer", task="t", method="performer", **removed).engaged is None
+    assert BenchmarkRow(attention="window", task="t", method="window", **removed).engaged is False
+    assert Row(name="performer", method="performer", causal=True, **removed).engaged is None

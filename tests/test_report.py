@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 from running import run, tiny
-from test_compare import compared, comparison_of, row
+from test_compare import compared, comparison_of, row, settings
 
 from focus_exp.reporting.benchmark_rows import BenchmarkRow
 from focus_exp.reporting.claims import (
@@ -184,6 +184,11 @@ def test_a_copied_record_counts_once_and_the_copy_is_named(tmp_path):
     assert kept == runs / "records" / "kept" != place
 
 
+def test_arms_are_in_the_record_of_their_comparison(tmp_path):
+    assert run(*settings(tmp_path)).code == 0
+    assert [record.config["job"] for _, record in find_records(tmp_path / "runs")] == ["compare"]
+
+
 def test_a_published_table_that_does_not_follow_is_named(tmp_path):
     assert run(*tiny(tmp_path), "regime.steps=2").code == 0
     assert run(*tiny(tmp_path), "job=report", "report.check=true").code == 0
@@ -211,3 +216,18 @@ def test_cells_are_escaped():
     assert r"<5 \% \& \$x\$ $\pm$ 1 $\to$ \\" in latex_table(table)
     shown = page(table, [], [], Path())
     assert "&lt;5 % &amp; $x$ ± 1 →" in shown and "&lt;note&gt;" in shown and not re.search("https?://", shown)
+
+
+def test_the_readmes_comparison_and_its_count_of_verdicts_are_those_of_the_records():
+    readme = (RECORDS.parent.parent / "README.md").read_text()
+    (link,) = set(re.findall(r"\((runs/records/compare/[^)]+/table\.md)\)", readme))
+    published = (RECORDS.parent.parent / link).read_text().splitlines()
+    shown = readme.partition("| arm | trained parameters | perplexity, vs base [95 %] | pairs removed |")[2]
+    rows = [line.strip("| ").split(" | ")[1:] for line in shown.split("\n\n")[0].splitlines()[2:]]
+    assert len(rows) > 5
+    for cells in rows:
+        assert any(all(f"| {cell} |" in line or f"| {cell} (" in line for cell in cells) for line in published), cells
+    words = [verdict.word for _, verdict in judged([record for _, record in find_records(RECORDS)])]
+    counts = [words.count(word) for word in (REPRODUCED, NOT_REPRODUCED, UNDECIDED, NOT_HERE)]
+    said = "of {}, {} are reproduced, {} are not, {} are undecided, {} need a GPU or the hub"
+    assert said.format(len(words), *counts) in " ".join(readme.split())

@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass, field
 from typing import Literal
 
-from focus_exp.reporting.rows import ENGAGED
+from focus_exp.reporting.rows import acted
 
 
 @dataclass(kw_only=True)
@@ -58,9 +58,7 @@ class BenchmarkRow:
     @property
     def engaged(self) -> bool | None:
         """Whether the mask removed at least 5 % of the causal pairs; None where no mask applies."""
-        if self.kind in ("base", "trained", "missing") or self.pairs_removed is None:
-            return None
-        return self.pairs_removed >= ENGAGED
+        return None if self.kind in ("base", "trained", "missing") else acted(self.method, self.pairs_removed)
 
     @property
     def is_perplexity(self) -> bool:

@@ -18,7 +18,6 @@ from focus_exp.reporting.tables import (
     assets,
     caveats,
     change_text,
-    engaged,
     facts,
     identity,
     origin,
@@ -85,7 +84,7 @@ def _cells(arm: Arm, row: Row | None) -> list[str]:
     ]
     if row is None:
         return [arm.name, *trained, *_perplexity(None), *[ABSENT] * 6]
-    removed = share_text(row.pairs_removed) + (f" ({NOT_ENGAGED})" if engaged(row) is False else "")
+    removed = share_text(row.pairs_removed) + (f" ({NOT_ENGAGED})" if row.engaged is False else "")
     return [
         arm.name + ("" if row.causal else f" ({NON_CAUSAL})"),
         *trained,
@@ -270,7 +269,7 @@ def _spoiled(record: Record) -> list[str]:
             continue
         if not row.causal:
             said.append(f"{arm.name} {NON_CAUSAL}: its perplexity is not one, and is compared with nothing.")
-        if engaged(row) is False:
+        if row.engaged is False:
             said.append(f"{arm.name} was not engaged: it removes {share_text(row.pairs_removed)} of the pairs.")
     tokens = {arm.tokens_seen for arm in record.arms if arm.steps}
     if len(tokens) > 1:

@@ -13,7 +13,7 @@ from focus_exp.reporting.benchmarks import is_share
 from focus_exp.reporting.canvas import COLOURS, canvas, write_png
 from focus_exp.reporting.comparison import NON_CAUSAL, row_of
 from focus_exp.reporting.record import Record
-from focus_exp.reporting.tables import engaged, title
+from focus_exp.reporting.tables import title
 
 WIDEST = 100.0  # per cent of perplexity, beyond which an arm is named at the edge
 
@@ -67,7 +67,7 @@ def _perplexities(axes: Axes, record: Record, places: dict[str, int]) -> None:
             continue
         bounds = [None if b is None else math.expm1(b) for b in (row.delta_low, row.delta_high)]
         colour = COLOURS[0] if row.causal else COLOURS[1]
-        _point(axes, place, math.expm1(row.delta_nll), (bounds[0], bounds[1]), colour, engaged(row), 100)
+        _point(axes, place, math.expm1(row.delta_nll), (bounds[0], bounds[1]), colour, row.engaged, 100)
     axes.axvline(0, color="black", linewidth=1)
     axes.set_yticks(list(places.values()), labels)
     axes.set_xlabel("perplexity [%]")

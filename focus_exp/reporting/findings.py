@@ -6,7 +6,7 @@ from math import isclose
 
 from focus_exp.reporting.record import Record
 from focus_exp.reporting.rows import Row
-from focus_exp.reporting.tables import change_text, engaged, perplexity_text, share_text
+from focus_exp.reporting.tables import change_text, perplexity_text, share_text
 
 DOMINANT = 0.5
 SAME_DENSITY = 0.02
@@ -203,7 +203,7 @@ def _warnings(record: Record) -> list[str]:
         if keeps_everything(row):
             how = f": k={row.top_k} of K={groups} under the rule {row.pair_rule}" if row.top_k else ""
             said.append(f"{row.name}{how} keeps every pair: this is full attention, not a result.")
-        elif engaged(row) is False:
+        elif row.engaged is False:
             said.append(
                 f"{row.name} is not engaged: its mask removes only {share_text(row.pairs_removed)} of the causal "
                 "pairs, so its score is close to the base by construction."

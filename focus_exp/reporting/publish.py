@@ -38,12 +38,14 @@ class Section:
 def find_records(runs: Path) -> list[tuple[Path, Record]]:
     """Folder and record of every run below `runs`, oldest first; a run that was copied into records/ counts once.
 
-    UserError for a record that cannot be read.
+    The arms of a comparison are in its own record. UserError for a record that cannot be read.
     """
     found: dict[tuple[str, str, str], tuple[Path, Record]] = {}
     # committed copies first: they are what a report should point at
     for path in sorted(runs.rglob("record.json"), key=lambda path: ("records" not in path.parts, str(path))):
         record = Record.load(path)
+        if record.config.get("arm"):
+            continue
         found.setdefault((record.experiment, record.config_hash, record.started), (path.parent, record))
     return sorted(found.values(), key=lambda pair: pair[1].started)
 
@@ -57,7 +59,10 @@ def claim_table(records: list[Record]) -> Table:
         rows=[
             [
                 *(claim.table, claim.says, claim.paper, verdict.ours or ABSENT, verdict.word, verdict.why or ABSENT),
-                "; ".join(f"{r.experiment} {r.config_hash} at {(r.commit or 'no commit')[:7]}" for r in verdict.records)
+                "; ".join(
+                    f"{r.experiment} {r.config_hash}, seed {r.seed}, {(r.commit or 'no commit')[:7]}"
+                    for r in verdict.records
+                )
                 or ABSENT,
             ]
             for claim, verdict in lines

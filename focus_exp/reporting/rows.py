@@ -8,6 +8,15 @@ from typing import Literal, TypedDict
 
 # a mask that removes a smaller share of the pairs is not engaged: the score is full attention's by construction
 ENGAGED = 0.05
+# methods that weigh every pair otherwise, and remove none
+WITHOUT_MASK = ("performer",)
+
+
+def acted(method: str, pairs_removed: float | None) -> bool | None:
+    """Whether a method's mask removed at least 5 % of the causal pairs; None where it has no mask."""
+    if pairs_removed is None or method in WITHOUT_MASK:
+        return None
+    return pairs_removed >= ENGAGED
 
 
 class PositionBin(TypedDict):
@@ -59,6 +68,11 @@ class Row:
     seconds: float | None = None
     error: str | None = None
     arm: str | None = None
+
+    @property
+    def engaged(self) -> bool | None:
+        """Whether the mask removes at least 5 % of the causal pairs; None where no mask applies (base, soft gate)."""
+        return None if self.kind in ("base", "trained", "soft") else acted(self.method, self.pairs_removed)
 
     @property
     def scored(self) -> bool:

@@ -13,7 +13,7 @@ from rich.table import Table as RichTable
 from rich.text import Text
 
 from focus_exp.reporting.record import Record
-from focus_exp.reporting.rows import ENGAGED, Row
+from focus_exp.reporting.rows import Row
 
 ABSENT = "-"
 COLUMNS = [
@@ -82,13 +82,6 @@ def quality_table(record: Record) -> Table:
     )
 
 
-def engaged(row: Row) -> bool | None:
-    """Whether the mask removes at least 5 % of the causal pairs; None where no mask applies (base, soft gate)."""
-    if row.kind in ("base", "trained", "soft") or row.pairs_removed is None:
-        return None
-    return row.pairs_removed >= ENGAGED
-
-
 def title(record: Record) -> str:
     """What was measured on what: experiment, model, data, evaluation length T."""
     model = record.model.get("name") or record.setting("model", "name", "model")
@@ -134,7 +127,7 @@ def _cells(row: Row) -> list[str]:
     removed = share_text(row.pairs_removed)
     if row.kind == "soft" and row.error is None:
         removed = f"{removed} (soft gate)"
-    elif engaged(row) is False:
+    elif row.engaged is False:
         removed = f"{removed} (not engaged)"
     return [
         row.name,
@@ -154,7 +147,7 @@ def _values(record: Record, row: Row) -> dict[str, Any]:
     return {
         "experiment": record.experiment,
         **values,
-        "engaged": engaged(row),
+        "engaged": row.engaged,
         **identity(record),
     }
 
