@@ -40,6 +40,21 @@ def test_the_past_does_not_see_the_future_in_bf16(tiny_model, hard):
         assert torch.equal(model(tokens).logits[:, :32], model(changed).logits[:, :32])
 
 
+@pytest.mark.parametrize("family", FAMILIES)
+def test_steps_from_a_cache_on_the_gpu_give_the_logits_of_the_whole(tiny_model, family):
+    torch.manual_seed(0)
+    model = set_routing(attach(tiny_model(family), "focus", window=8, sinks=2), hard=True).cuda()
+    tokens, found, cache = torch.randint(256, (2, 48), device="cuda"), [], None
+    with torch.no_grad():
+        whole = model(tokens, use_cache=False).logits
+        for part in tokens.split([20, 7, *[1] * 21], dim=1):
+            out = model(part, past_key_values=cache, use_cache=True)
+            found.append(out.logits)
+            cache = out.past_key_values
+    torch.testing.assert_close(torch.cat(found, 1), whole, atol=1e-3, rtol=1e-3)
+    assert cache.bytes > 0
+
+
 @pytest.mark.parametrize("regime", ["retrofit", "finetune"])
 def test_a_run_on_the_gpu_trains_and_evaluates_there(tmp_path, monkeypatch, regime):
     for number in range(4):

@@ -12,7 +12,12 @@ from running import run, tiny
 from test_compare import compared, comparison_of, row, settings
 
 from focus_exp.reporting.benchmark_rows import BenchmarkRow
-from focus_exp.reporting.claims import (
+from focus_exp.reporting.claims import claims, judged
+from focus_exp.reporting.publish import claim_table, escaped_latex, find_records, latex_table, page, stale
+from focus_exp.reporting.record import Record
+from focus_exp.reporting.rows import Row, SpeedRow
+from focus_exp.reporting.tables import Table
+from focus_exp.reporting.verdicts import (
     NOT_ENGAGED,
     NOT_HERE,
     NOT_REPRODUCED,
@@ -20,13 +25,7 @@ from focus_exp.reporting.claims import (
     REPRODUCED,
     UNDECIDED,
     VERDICTS,
-    claims,
-    judged,
 )
-from focus_exp.reporting.publish import claim_table, escaped_latex, find_records, latex_table, page, stale
-from focus_exp.reporting.record import Record
-from focus_exp.reporting.rows import Row, SpeedRow
-from focus_exp.reporting.tables import Table
 
 RECORDS = Path(__file__).parent.parent / "runs" / "records"
 
@@ -231,3 +230,14 @@ def test_the_readmes_comparison_and_its_count_of_verdicts_are_those_of_the_recor
     counts = [words.count(word) for word in (REPRODUCED, NOT_REPRODUCED, UNDECIDED, NOT_HERE)]
     said = "of {}, {} are reproduced, {} are not, {} are undecided, {} need a GPU or the hub"
     assert said.format(len(words), *counts) in " ".join(readme.split())
+
+
+@pytest.mark.parametrize(
+    ("delta", "word"), [(0.0, REPRODUCED), (0.05, REPRODUCED), (-0.05, NOT_REPRODUCED), (-0.012, UNDECIDED)]
+)
+def test_as_good_as_is_not_better_by_more_than_a_margin(delta, word):
+    found = comparison_of(row("d_16", kind="hard"), row("d_768", kind="hard", **compared(delta, half=0.005)))
+    assert find(verdicts(replace(found, experiment="routing_dim")), "d_g", "16 dimensions").word == word
+    trained = comparison_of(row("focus", kind="hard"), row("full", kind="trained", **compared(-delta)))
+    words = {0.0: UNDECIDED, 0.05: NOT_REPRODUCED, -0.05: REPRODUCED, -0.012: REPRODUCED}
+    assert find(verdicts(replace(trained, experiment="full_training")), "T5", "everything").word == words[delta]

@@ -3,34 +3,28 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
-from focus_exp.reporting.benchmark_findings import outcome, telling
-from focus_exp.reporting.benchmark_rows import BenchmarkRow
-from focus_exp.reporting.benchmarks import difference_text, is_share
-from focus_exp.reporting.comparison import answer, row_of
 from focus_exp.reporting.paper import paper_rows, paper_speedups
 from focus_exp.reporting.record import Record
-from focus_exp.reporting.rows import Row, SpeedRow
-from focus_exp.reporting.speed_notes import number_text
-from focus_exp.reporting.tables import change_text, perplexity_text, share_text
-
-REPRODUCED, NOT_REPRODUCED, UNDECIDED = "reproduced", "not reproduced", "undecided"
-NOT_ENGAGED, NOT_RUN, NOT_HERE = "not engaged", "not run", "not testable here"
-VERDICTS = (REPRODUCED, NOT_REPRODUCED, UNDECIDED, NOT_ENGAGED, NOT_RUN, NOT_HERE)
-LONG, LONGEST = 65_536, 1_048_576  # tokens that a CPU still times, and the paper's most
-CLAIMED = 0.95  # of a printed speed-up counts as that speed-up
-
-
-@dataclass(frozen=True)
-class Verdict:
-    """What the records say of a claim; `ours` is the value, `why` the sentence, `records` what they follow from."""
-
-    word: str
-    ours: str = ""
-    why: str = ""
-    records: list[Record] = field(default_factory=list)
+from focus_exp.reporting.verdicts import (
+    LONG,
+    LONGEST,
+    NOT_HERE,
+    NOT_RUN,
+    UNDECIDED,
+    Verdict,
+    as_fast_as,
+    as_good_as,
+    better_than,
+    fast,
+    fast_at,
+    lora_degrades,
+    lora_is_lower,
+    lowers_perplexity,
+    no_degradation,
+)
 
 
 @dataclass(frozen=True)
@@ -76,46 +70,56 @@ def claims() -> list[Claim]:
     t1 = {row["method"]: row for row in paper_rows("table1_retrofit")}
     t3 = {row["method"]: row for row in paper_rows("table3_lora")}
     t10 = {row["method"]: row for row in paper_rows("table10_token_selection")}
+    t5 = next(row for row in paper_rows("table5_full_training") if row["setting"] == "gpt2_124m_pg19")
+    dg = {row["d_g"]: row["ppl"] for row in paper_rows("table_dg")}
     focus, base = t1["focus"]["ppl"], t1["pretrained"]["ppl"]
     rivals = [("longformer", "longformer"), ("performer", "performer"), ("routing_transformer", "routing_transformer")]
     selections = [("sparq", "sparq"), ("sparq_mean_reallocation", "sparq_mean"), ("magicpig", "magicpig")]
     return [
         Claim(
             "T1", "a retrofitted router lowers the perplexity of its frozen base", f"{base} to {focus}",
-            "retrofit_124m", _lowers_perplexity,
+            "retrofit_124m", lowers_perplexity,
         ),
-        Claim("T1", "benchmarks stay as they are", "changes of 0.0", "compare", _no_degradation),
+        Claim("T1", "benchmarks stay as they are", "changes of 0.0", "compare", no_degradation),
         *(
             Claim(
                 "T1", f"Focus has the lower perplexity than {arm} with all weights fine-tuned",
-                f"{focus} against {t1[method]['ppl']}", "compare", _better_than(arm),
+                f"{focus} against {t1[method]['ppl']}", "compare", better_than(arm),
             )
             for method, arm in [*rivals, ("full_finetune", "full_finetuning")]
         ),
         Claim(
             "T3", "LoRA of as many parameters has the lower perplexity",
-            f"{t3['lora_r4']['ppl']} against {t3['focus_dg16']['ppl']}", "compare", _lora_is_lower,
+            f"{t3['lora_r4']['ppl']} against {t3['focus_dg16']['ppl']}", "compare", lora_is_lower,
         ),
-        Claim("T3", "LoRA loses on benchmarks", _lora_losses(t3["lora_r4"]), "compare", _lora_degrades),
+        Claim("T3", "LoRA loses on benchmarks", _lora_losses(t3["lora_r4"]), "compare", lora_degrades),
         *(
             Claim(
                 "T10", f"Focus has the lower perplexity than {arm} with 32 tokens a query",
-                f"{t10['focus']['ppl']} against {t10[method]['ppl']}", "compare", _better_than(arm),
+                f"{t10['focus']['ppl']} against {t10[method]['ppl']}", "compare", better_than(arm),
             )
             for method, arm in selections
         ),
+        Claim(
+            "T5", "with everything trained, Focus has the lower perplexity than full attention",
+            f"{t5['ppl_focus']} against {t5['ppl_full']}", "full_training", better_than("full"),
+        ),
+        Claim(
+            "d_g", "routers of 16 dimensions are as good as those of 768", f"{dg[16]} against {dg[768]}",
+            "routing_dim", as_good_as("d_768"),
+        ),
         *(
-            Claim("T6", f"times as fast as full attention, up to {LONG:,} tokens", _printed(k, LONG), "speed", _fast(k))
+            Claim("T6", f"times as fast as full attention, up to {LONG:,} tokens", _printed(k, LONG), "speed", fast(k))
             for k in (4, 8)
         ),
         *(
-            Claim("T6", f"and at {LONGEST:,} tokens", _printed(k, LONGEST), "speed", _fast_at(k, LONGEST))
+            Claim("T6", f"and at {LONGEST:,} tokens", _printed(k, LONGEST), "speed", fast_at(k, LONGEST))
             for k in (4, 8)
         ),
         *(
             Claim(
                 "T7", f"{row['top_k']} of 4 groups a query is {row['claimed_speedup']} times as fast",
-                f"{row['claimed_speedup']}x (K/k)", "speed_quality", _as_fast_as(row),
+                f"{row['claimed_speedup']}x (K/k)", "speed_quality", as_fast_as(row),
             )
             for row in paper_rows("table7_topk")
             if row["model"] == "gpt2_124m" and row["top_k"] != 4
@@ -137,146 +141,3 @@ def _printed(groups: int, tokens: int) -> str:
 
 def _lora_losses(row: dict[str, Any]) -> str:
     return ", ".join(f"{key.removesuffix('_delta')} {row[key]:+}" for key in row if key.endswith("_delta"))
-
-
-def _word(low: float | None, high: float | None, value: float) -> str:
-    """What an interval says of "below 0"."""
-    if low is None or high is None or low <= 0 <= high:
-        return UNDECIDED
-    return REPRODUCED if value < 0 else NOT_REPRODUCED
-
-
-def _lowers_perplexity(record: Record) -> Verdict:
-    row = answer(record)
-    if row is None or row.delta_nll is None:
-        return Verdict(NOT_RUN, why="there is no scored router", records=[record])
-    before, after = (perplexity_text(r.perplexity if r else None) for r in (record.base, row))
-    change = change_text(row.delta_nll, row.delta_low, row.delta_high)
-    ours = f"K={record.setting('attention', 'groups')}, k={row.top_k}: {before} to {after}, {change}"
-    if not row.causal:
-        return Verdict(UNDECIDED, ours, "it reads the future: its perplexity is not one", [record])
-    why = "the paper's assignment reads the future, this one does not"
-    return Verdict(_word(row.delta_low, row.delta_high, row.delta_nll), ours, why, [record])
-
-
-def _benchmarks(record: Record, arm: str) -> list[BenchmarkRow]:
-    return [row for row in telling([r for r in record.benchmarks if r.scored]) if row.attention == arm]
-
-
-def _no_degradation(record: Record) -> Verdict:
-    rows = _benchmarks(record, record.arms[0].name)
-    acted = [row for row in rows if row.engaged]
-    idle = ", ".join(f"{row.task} ({share_text(row.pairs_removed)})" for row in rows if row.engaged is False)
-    if not rows:
-        return Verdict(NOT_RUN, why="no benchmark was run", records=[record])
-    if not acted:
-        return Verdict(NOT_ENGAGED, "", f"pairs removed: {idle}", [record])
-    said = "; ".join(f"{row.task} {difference_text(row)}" for row in acted)
-    lost = [row for row in acted if outcome(row) == "worse"]
-    losses = [100 * -(row.difference_low or 0.0) for row in acted if is_share(row)]
-    why = f"not engaged on {idle}" if idle else ""
-    if lost:
-        return Verdict(NOT_REPRODUCED, said, why, [record])
-    limit = f"losses of up to {max(losses):.1f} points cannot be excluded" if losses else ""
-    return Verdict(UNDECIDED, said, "; ".join(filter(None, (limit, why))), [record])
-
-
-def _arm(record: Record, name: str) -> Row | None:
-    arm = next((arm for arm in record.arms if arm.name == name), None)
-    return row_of(record, arm) if arm else None
-
-
-def _better_than(name: str) -> Callable[[Record], Verdict]:
-    def judge(record: Record) -> Verdict:
-        row, first = _arm(record, name), row_of(record, record.arms[0])
-        if row is None or first is None or row.delta_vs_hard is None:
-            return Verdict(NOT_RUN, why=f"arm {name} has no perplexity", records=[record])
-        change = change_text(row.delta_vs_hard, row.delta_vs_hard_low, row.delta_vs_hard_high)
-        ours = f"{perplexity_text(first.perplexity)} against {perplexity_text(row.perplexity)}, which is {change}"
-        if not row.causal:
-            return Verdict(UNDECIDED, ours, f"{name} reads the future: its perplexity is not one", [record])
-        word = _word(row.delta_vs_hard_low, row.delta_vs_hard_high, -row.delta_vs_hard)
-        return Verdict(word, ours, f"{record.arms[0].tokens_seen:,} tokens of training", [record])
-
-    return judge
-
-
-def _loras(record: Record) -> list[tuple[str, Row]]:
-    """Of about as many parameters as the first arm has."""
-    first = record.arms[0]
-    near = [
-        a for a in record.arms if a.name.startswith("lora") and a.trainable_parameters < 2 * first.trainable_parameters
-    ]
-    return [(arm.name, row) for arm in near if (row := row_of(record, arm)) is not None and row.nll is not None]
-
-
-def _lora_is_lower(record: Record) -> Verdict:
-    found = _loras(record)
-    if not found:
-        return Verdict(NOT_RUN, why="no LoRA has a perplexity", records=[record])
-    name, row = min(found, key=lambda pair: pair[1].nll or 0.0)
-    change = change_text(row.delta_vs_hard, row.delta_vs_hard_low, row.delta_vs_hard_high)
-    word = _word(row.delta_vs_hard_low, row.delta_vs_hard_high, row.delta_vs_hard or 0.0)
-    ours = f"{name}: {perplexity_text(row.perplexity)}, {change} against {record.arms[0].name}"
-    return Verdict(word, ours, f"the best of {len(found)} learning rates; LoRA keeps every pair", [record])
-
-
-def _lora_degrades(record: Record) -> Verdict:
-    found = _loras(record)
-    rows = [(name, row) for name, _ in found for row in _benchmarks(record, name)]
-    if not rows:
-        return Verdict(NOT_RUN, why="no benchmark was run", records=[record])
-    lost = [f"{name} on {row.task} {difference_text(row)}" for name, row in rows if outcome(row) == "worse"]
-    items = max(row.n or 0 for _, row in rows)
-    if lost:
-        return Verdict(REPRODUCED, "; ".join(lost), f"{len(lost)} of {len(rows)} scores beyond the interval", [record])
-    return Verdict(UNDECIDED, "no score is worse beyond its interval", f"{items} items a task", [record])
-
-
-def _timed(record: Record, groups: int) -> list[SpeedRow]:
-    rows = [r for r in record.speed if r.clock == "attention" and r.groups == groups and r.top_k == 1 and r.ratio]
-    return sorted(rows, key=lambda row: row.tokens)
-
-
-def _fast(groups: int) -> Callable[[Record], Verdict]:
-    def judge(record: Record) -> Verdict:
-        printed = paper_speedups(groups)
-        rows = [row for row in _timed(record, groups) if row.assignment == "balanced"]
-        both = [row for row in rows if row.tokens in printed and row.tokens <= LONG]
-        if not both:
-            return Verdict(NOT_RUN, why=f"K={groups} was not timed", records=[record])
-        ours = ", ".join(f"{number_text(row.ratio)}x at {row.tokens:,}" for row in both)
-        slower = [row for row in both if (row.ratio or 0.0) < CLAIMED * printed[row.tokens]]
-        theirs = ", ".join(f"{printed[row.tokens]}x" for row in both)
-        why = f"on {record.device.split(',')[0]} with balanced groups; the paper prints {theirs}"
-        return Verdict(NOT_REPRODUCED if slower else REPRODUCED, ours, why, [record])
-
-    return judge
-
-
-def _fast_at(groups: int, tokens: int) -> Callable[[Record], Verdict]:
-    def judge(record: Record) -> Verdict:
-        row = next((r for r in _timed(record, groups) if (r.assignment, r.tokens) == ("balanced", tokens)), None)
-        if row is None:
-            return Verdict(NOT_HERE, why="needs a GPU: full attention alone would take hours on a CPU")
-        fast = (row.ratio or 0.0) >= CLAIMED * paper_speedups(groups)[tokens]
-        return Verdict(REPRODUCED if fast else NOT_REPRODUCED, f"{number_text(row.ratio)}x", record.device, [record])
-
-    return judge
-
-
-def _as_fast_as(printed: dict[str, Any]) -> Callable[[Record], Verdict]:
-    def judge(record: Record) -> Verdict:
-        rows = [
-            row for row in record.speed
-            if row.clock == "attention" and row.ratio and (row.groups, row.top_k) == (4, printed["top_k"])
-        ]  # fmt: skip
-        if not rows:
-            return Verdict(NOT_RUN, why=f"k={printed['top_k']} was not timed", records=[record])
-        row = max(rows, key=lambda row: (row.tokens, row.ratio or 0.0))
-        fast = (row.ratio or 0.0) >= CLAIMED * printed["claimed_speedup"]
-        ours = f"{number_text(row.ratio)}x at {row.tokens:,} tokens"
-        why = f"K/k is a count of groups; {share_text(row.pairs_kept)} of the pairs are kept"
-        return Verdict(REPRODUCED if fast else NOT_REPRODUCED, ours, why, [record])
-
-    return judge

@@ -10,10 +10,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from focus_exp.errors import UserError
-from focus_exp.reporting.claims import VERDICTS, judged
+from focus_exp.reporting.claims import judged
 from focus_exp.reporting.record import Record, replace_file
 from focus_exp.reporting.report import all_findings, all_tables
 from focus_exp.reporting.tables import ABSENT, Table
+from focus_exp.reporting.verdicts import VERDICTS
 
 NAME = "report"
 LATEX = {
