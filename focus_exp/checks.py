@@ -81,6 +81,10 @@ AT_LEAST = {
     "trainer.log_every": 1,
 }
 ABOVE_ZERO = ("attention.temperature", "attention.gate_steepness", "trainer.gradient_clip", "generate.temperature")
+FROM_ONE = (  # every number of a list
+    *("bench.lengths", "bench.prefill_lengths", "bench.step_lengths", "bench.decode_lengths", "bench.groups"),
+    *("bench.top_k", "eval.top_k"),
+)
 SHARES = ("attention.balance_momentum", "attention.gate_threshold", "attention.centroid_decay", "generate.top_p")
 
 
@@ -146,15 +150,13 @@ def validate(config: Config) -> None:
         raise UserError(f"adapter={config.adapter} is for job=evaluate; add job=evaluate, or leave adapter out")
     validate_attention(config)
     validate_regime(config)
-    if any(k < 1 for k in config.eval.top_k or []):
-        raise UserError(f"eval.top_k={config.eval.top_k} is impossible; use numbers from 1")
     for k in config.generate.top_k or []:
         if not 1 <= k <= config.attention.groups:
             raise UserError(f"generate.top_k holds {k}; use 1 to attention.groups={config.attention.groups}")
-    for key in ("lengths", "prefill_lengths", "step_lengths", "decode_lengths", "groups", "top_k"):
-        values = getattr(config.bench, key)
+    for key in FROM_ONE:
+        values = lookup(config, key)
         if values is not None and (not all(value >= 1 for value in values)):
-            raise UserError(f"bench.{key}={values} is impossible; use numbers from 1")
+            raise UserError(f"{key}={values} is impossible; use numbers from 1")
     if config.data.source == "files" and not config.data.files:
         raise UserError("data=files needs data.files=<folder or glob of text files>")
     if config.data.source == "hub" and not config.data.hub_id:

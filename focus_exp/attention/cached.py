@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from focus_exp.attention.selection import Selection, Sequence, row_blocks
+from focus_exp.attention.selection import Selection, Sequence, near_or_sink, row_blocks
 from focus_exp.attention.stores import CachedSequence, Store, joined
 
 BLOCK = 256  # queries at a time
@@ -104,7 +104,7 @@ class GroupedCache:
         start = sequence.start[row, rows, None] + self.length
         i = torch.arange(rows.start, rows.stop, device=start.device)[:, None] + self.length
         j = near.index
-        keep = ((j >= start) & (j < start + self.sinks)) | (i - j <= self.window)
+        keep = near_or_sink(i, j, start, self.window, self.sinks)
         if groups is not None:
             keep = keep | (groups.float() @ near.members.float().T > 0)
         if allowed is not None:

@@ -72,7 +72,11 @@ def always_visible(sequence: Sequence, rows: slice, length: int, window: int, si
     """`[B, rows, T]` bool: i - j <= window, or j among the first `sinks` tokens of i's own sequence."""
     start = sequence.start[:, rows, None]
     i = torch.arange(rows.start, rows.stop, device=start.device)[:, None]
-    j = torch.arange(length, device=start.device)
+    return near_or_sink(i, torch.arange(length, device=start.device), start, window, sinks)
+
+
+def near_or_sink(i: Tensor, j: Tensor, start: Tensor, window: int, sinks: int) -> Tensor:
+    """Whether query i sees key j for its place alone; `start`: of the query's own sequence."""
     return (i - j <= window) | ((j >= start) & (j < start + sinks))
 
 

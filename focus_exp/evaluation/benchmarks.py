@@ -18,7 +18,7 @@ from focus_exp.config import Config
 from focus_exp.data import Blocks
 from focus_exp.errors import UserError, first_line
 from focus_exp.evaluation import long_context
-from focus_exp.evaluation.controls import BASE, RANDOM_GROUPS, WINDOW_ONLY, random_groups, window_only
+from focus_exp.evaluation.controls import BASE, RANDOM_GROUPS, WINDOW_ONLY, hard_name, random_groups, window_only
 from focus_exp.evaluation.outcomes import Outcome, read_outcome, slug, write_outcome
 from focus_exp.models.attach import disabled, is_causal, set_routing, swapped
 from focus_exp.models.lora import describe_lora
@@ -85,8 +85,7 @@ class Benchmarks:
     def measure_focus(self, task: str) -> None:
         attention, model = self.config.attention, self.model
         set_routing(model, hard=True, top_k=attention.top_k, pair_rule=attention.pair_rule)
-        rule = f" ({attention.pair_rule})" if attention.top_k > 1 else ""
-        name = f"Focus hard k={attention.top_k}{rule}"
+        name = hard_name(attention.top_k, attention.pair_rule)
         row = BenchmarkRow(attention=name, kind="hard", task=task, method="focus", causal=is_causal(model))
         outcome = self.add(row)
         if outcome is None or not self.config.eval.controls:

@@ -9,7 +9,7 @@ import numpy as np
 
 from focus_exp.evaluation.outcomes import slug
 from focus_exp.evaluation.quality import read_scores
-from focus_exp.evaluation.statistics import Bootstrap, window_sums
+from focus_exp.evaluation.statistics import Bootstrap, paired
 from focus_exp.reporting.benchmark_rows import BenchmarkRow
 from focus_exp.reporting.comparison import answer
 from focus_exp.reporting.record import Record
@@ -43,9 +43,8 @@ def compare_arms(record: Record) -> None:
                 settings = record.config["eval"]
                 bootstrap = Bootstrap(len(reference), settings["bootstrap_samples"], record.seed or 0)
             elif bootstrap is not None and reference is not None and scores.nll.shape == reference.shape:
-                sums, counts = window_sums(scores.nll - reference)
-                row.delta_vs_hard = float(sums.sum() / counts.sum())
-                row.delta_vs_hard_low, row.delta_vs_hard_high = bootstrap.interval(sums, counts)
+                difference = paired(scores.nll, reference, bootstrap)
+                row.delta_vs_hard, row.delta_vs_hard_low, row.delta_vs_hard_high = difference
         record.rows.append(row)
         record.benchmarks += [replace(b, attention=arm.name) for b in found.benchmarks if stands_beside(b, row)]
 

@@ -15,6 +15,11 @@ WINDOW_ONLY = "window + sinks only"
 RANDOM_GROUPS = "random groups, same sizes"
 
 
+def hard_name(top_k: int, pair_rule: str) -> str:
+    """Of a row; with one group both rules keep the same pairs, so none is named."""
+    return f"Focus hard k={top_k}" + (f" ({pair_rule})" if top_k > 1 else "")
+
+
 def window_only(model: PreTrainedModel, window: int, sinks: int) -> dict[int, AttentionMethod]:
     """Per attached layer: the window and the sinks, no distant pair."""
     return {index: WindowOnly(method.shape, window, sinks) for index, method in attached_methods(model).items()}

@@ -21,6 +21,7 @@ from transformers.cache_utils import DynamicLayer
 from focus_exp.config import Config
 from focus_exp.data import Blocks
 from focus_exp.errors import UserError, first_line
+from focus_exp.evaluation.controls import hard_name
 from focus_exp.models.attach import disabled, set_routing
 from focus_exp.models.cache import FocusCache
 from focus_exp.reporting.record import replace_file
@@ -89,11 +90,11 @@ class Generation:
     @torch.no_grad()
     def write(self, number: int, prompt: Tensor, top_k: int | None) -> tuple[Continuation, list[int]]:
         attention = self.config.attention
-        name, where = "full attention", self.full_attention()
+        name = "full attention"
+        where: AbstractContextManager[Any] = disabled(self.model)
         if top_k is not None:
             set_routing(self.model, hard=True, top_k=top_k, pair_rule=attention.pair_rule)
-            rule = f" ({attention.pair_rule})" if top_k > 1 else ""
-            name, where = f"Focus hard k={top_k}{rule}", nullcontext()
+            name, where = hard_name(top_k, attention.pair_rule), nullcontext()
         settings = self.config.generate
         sampling = {"temperature": settings.temperature, "top_p": settings.top_p} if settings.do_sample else {}
         torch.manual_seed(self.config.seed + number)  # every attention draws the same numbers
@@ -129,12 +130,9 @@ class Generation:
     def base_nll(self, prompt: Tensor, new: Tensor) -> float:
         """Nats per token of `new` after `prompt` under full attention."""
         tokens = torch.cat([prompt, new])[None].to(self.model.device)
-        with self.full_attention(), self.precision.context():
+        with disabled(self.model), self.precision.context():
             logits = self.model(input_ids=tokens, use_cache=False, logits_to_keep=len(new) + 1).logits[0, :-1]
         return float(torch.nn.functional.cross_entropy(logits.float(), tokens[0, -len(new) :]))
-
-    def full_attention(self) -> AbstractContextManager[Any]:
-        return disabled(self.model)
 
 
 def agreement(tokens: list[int], others: list[int]) -> int:

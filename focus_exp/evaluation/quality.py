@@ -21,10 +21,10 @@ from focus_exp.attention.selection import Selection, Sequence, count_pairs
 from focus_exp.config import Config
 from focus_exp.data import Blocks
 from focus_exp.errors import first_line
-from focus_exp.evaluation.controls import BASE, RANDOM_GROUPS, WINDOW_ONLY, random_groups, window_only
+from focus_exp.evaluation.controls import BASE, RANDOM_GROUPS, WINDOW_ONLY, hard_name, random_groups, window_only
 from focus_exp.evaluation.outcomes import slug
 from focus_exp.evaluation.perplexity import PairShares, Scores, score
-from focus_exp.evaluation.statistics import Bootstrap, by_position, mean, window_sums
+from focus_exp.evaluation.statistics import Bootstrap, by_position, mean, paired, window_sums
 from focus_exp.models.attach import disabled, is_causal, observed, set_routing, swapped
 from focus_exp.models.lora import describe_lora
 from focus_exp.reporting.rows import Row
@@ -87,7 +87,7 @@ class Quality:
                     continue  # with one group a token both rules are the same
                 set_routing(self.model, hard=True, top_k=k, pair_rule=rule)
                 row = Row(
-                    name=f"Focus hard k={k}" + (f" ({rule})" if k > 1 else ""),
+                    name=hard_name(k, rule),
                     kind="hard", method="focus", causal=causal, top_k=k, pair_rule=rule,
                 )  # fmt: skip
                 scores = self.add(row)
@@ -172,9 +172,9 @@ class Quality:
         row.perplexity_inside_window = perplexity(mean(nll[:, :window]))
         row.perplexity_beyond_window = perplexity(mean(nll[:, window:]))
         if self.base is not None:
-            row.delta_nll, row.delta_low, row.delta_high = self.paired(nll, self.base)
+            row.delta_nll, row.delta_low, row.delta_high = paired(nll, self.base, self.bootstrap)
         if self.hard is not None and row.kind == "control":
-            row.delta_vs_hard, row.delta_vs_hard_low, row.delta_vs_hard_high = self.paired(nll, self.hard)
+            row.delta_vs_hard, row.delta_vs_hard_low, row.delta_vs_hard_high = paired(nll, self.hard, self.bootstrap)
         row.distant_pairs_kept = scores.pairs.kept if scores.pairs else 1.0
         row.pairs_removed = scores.pairs.removed if scores.pairs else 0.0
         if row.window is not None and self.distant_share:
@@ -182,12 +182,6 @@ class Quality:
             row.distant_pairs_kept = 1 - row.pairs_removed / self.distant_share
         if scores.pairs and row.kind == "hard":
             row.largest_group = max((max(shares) for shares in scores.pairs.groups), default=None)
-
-    def paired(self, nll: np.ndarray, other: np.ndarray) -> tuple[float, float | None, float | None]:
-        """Mean difference per token and its interval."""
-        sums, counts = window_sums(nll - other)
-        low, high = self.bootstrap.interval(sums, counts)
-        return float(sums.sum() / counts.sum()), low, high
 
 
 def control(name: str, method: str, **fields: Any) -> Row:

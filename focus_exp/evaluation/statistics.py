@@ -28,6 +28,13 @@ class Bootstrap:
         return float(low), float(high)
 
 
+def paired(nll: np.ndarray, other: np.ndarray, bootstrap: Bootstrap) -> tuple[float, float | None, float | None]:
+    """Mean difference per token of losses on the same tokens, and its interval."""
+    sums, counts = window_sums(nll - other)
+    low, high = bootstrap.interval(sums, counts)
+    return float(sums.sum() / counts.sum()), low, high
+
+
 def window_sums(nll: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Loss and number of scored tokens per window, in float64."""
     return np.nan_to_num(nll.astype(np.float64)).sum(axis=1), (~np.isnan(nll)).sum(axis=1)

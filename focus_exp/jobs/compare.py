@@ -18,7 +18,7 @@ from focus_exp.errors import UserError, first_line
 from focus_exp.evaluation.comparison import compare_arms
 from focus_exp.evaluation.controls import BASE
 from focus_exp.evaluation.outcomes import slug
-from focus_exp.jobs.run import open_run, run_folder, seconds_text
+from focus_exp.jobs.run import finished_record, open_run, run_folder, seconds_text
 from focus_exp.jobs.train import describe, train
 from focus_exp.reporting.record import Record
 from focus_exp.reporting.rows import Arm
@@ -59,14 +59,14 @@ def compose_arm(name: str, settings: list[str]) -> Config:
 def run_arms(configs: dict[str, Config]) -> dict[str, str]:
     """Run each in turn; returns the reasons of those that failed."""
     errors: dict[str, str] = {}
-    to_run = {name: config for name, config in configs.items() if config.overwrite or not finished(config)}
+    to_run = {name: config for name, config in configs.items() if config.overwrite or not finished_record(config)}
     if len(to_run) < len(configs):
         print(f"finished already: {', '.join(name for name in configs if name not in to_run)}")
     began = time.perf_counter()
     for done, (name, config) in enumerate(to_run.items()):
         left = (time.perf_counter() - began) / done * (len(to_run) - done) if done else None
         print(f"\narm {done + 1} of {len(to_run)}: {name}" + (f", about {seconds_text(left)} left" if left else ""))
-        share_base(config, [other for other in configs.values() if finished(other)])
+        share_base(config, [other for other in configs.values() if finished_record(other)])
         try:
             train(config)
         except OSError:  # a full disk fails every arm
@@ -77,12 +77,6 @@ def run_arms(configs: dict[str, Config]) -> dict[str, str]:
             log.error("arm %s failed: %s; the others go on", name, errors[name])
         gc.collect()
     return errors
-
-
-def finished(config: Config) -> bool:
-    """Whether an arm came to its end before."""
-    path = run_folder(config) / "record.json"
-    return path.exists() and Record.load(path).status == "finished"
 
 
 def share_base(config: Config, others: list[Config]) -> None:

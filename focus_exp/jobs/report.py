@@ -8,7 +8,7 @@ from rich.console import Console
 
 from focus_exp.config import Config
 from focus_exp.errors import UserError
-from focus_exp.reporting.publish import claim_table, find_records, stale, write_report_of
+from focus_exp.reporting.publish import stale, write_report_of
 
 
 def report(config: Config) -> None:
@@ -21,8 +21,8 @@ def report(config: Config) -> None:
         print(f"every published table below {published} follows from its record")
         return
     folder = Path(config.report.folder or runs / "report")
-    written = write_report_of(runs, folder)
+    ledger, written = write_report_of(runs, folder)
     console = Console()
     console.width = max(console.width, 190)
-    console.print(claim_table([record for _, record in find_records(runs)]).to_console())
+    console.print(ledger.to_console())
     print(f"{len(written)} files in {folder}, of them report.md, report.tex and report.html")

@@ -75,13 +75,19 @@ def run_folder(config: Config) -> Path:
 
 def already_finished(config: Config) -> bool:
     """Whether this configuration came to its end before, and says so with what was found; `overwrite` forgets it."""
-    folder = run_folder(config)
-    path = folder / "record.json"
-    record = Record.load(path) if path.exists() and not config.overwrite else None
-    if record is None or record.status != "finished":
+    record = None if config.overwrite else finished_record(config)
+    if record is None:
         return False
+    folder = run_folder(config)
     print("\n".join([*record.findings, "", f"finished already, in {folder}; overwrite=true runs it again"]))
     return True
+
+
+def finished_record(config: Config) -> Record | None:
+    """The record of this configuration, if it came to its end before."""
+    path = run_folder(config) / "record.json"
+    record = Record.load(path) if path.exists() else None
+    return record if record is not None and record.status == "finished" else None
 
 
 @contextmanager

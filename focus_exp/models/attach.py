@@ -20,8 +20,8 @@ from focus_exp.attention.method import BACKENDS, AttentionMethod, LayerShape, Ob
 from focus_exp.attention.registry import METHODS, build
 from focus_exp.attention.selection import PAIR_RULES
 from focus_exp.errors import UserError
-from focus_exp.models.interface import IMPLEMENTATION, method_of, prepare_decoder, route_hidden_states
-from focus_exp.models.modules import attention_modules
+from focus_exp.models.interface import IMPLEMENTATION, prepare_decoder, route_hidden_states
+from focus_exp.models.modules import attached_methods, attention_modules, method_of
 
 # what every name of a trained part has in it; the second is PEFT's
 TRAINED = {"router": ".focus.", "lora": ".lora_", "all": ""}
@@ -130,11 +130,6 @@ def attachment_of(model: PreTrainedModel) -> Attachment:
     if attachment is None:
         raise UserError("the model has no attention method attached; call attach(model) or load_adapter(model, folder)")
     return attachment
-
-
-def attached_methods(model: PreTrainedModel) -> dict[int, AttentionMethod]:
-    """The attached modules by layer index."""
-    return {i: method_of(m) for i, m in attention_modules(model).items() if hasattr(m, "focus")}
 
 
 def is_causal(model: PreTrainedModel) -> bool:

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import Cache
 from transformers.cache_utils import CacheLayerMixin, DynamicLayer
 
 from focus_exp.attention.cached import GroupedCache
 from focus_exp.attention.method import AttentionMethod
 from focus_exp.errors import UserError
-from focus_exp.models.modules import attention_modules
 
 
 class FocusLayer(CacheLayerMixin):
@@ -85,26 +85,21 @@ class FocusCache(Cache):
         return sum(layer.bytes for layer in self.grouped)
 
 
-def refusal(decoder: nn.Module) -> str | None:
-    """Why nothing can be kept for what is attached to the attention layers; None if it can."""
-    return next((why for method in active_methods(decoder).values() if (why := method.refuses_cache())), None)
+def refusal(methods: Iterable[AttentionMethod]) -> str | None:
+    """Why nothing can be kept for these attached methods; None if it can."""
+    return next((why for method in methods if (why := method.refuses_cache())), None)
 
 
-def active_methods(decoder: nn.Module) -> dict[int, AttentionMethod]:
-    found = {index: getattr(module, "focus", None) for index, module in attention_modules(decoder).items()}
-    return {index: m for index, m in found.items() if isinstance(m, AttentionMethod) and m.enabled}
-
-
-def cache_for(decoder: nn.Module, given: Cache | None) -> Cache | None:
+def cache_for(methods: dict[int, AttentionMethod], layers: int, given: Cache | None) -> Cache | None:
     """A cache by group in place of `given`, the empty one that transformers made; None where none can be had.
 
-    UserError where one was given all the same: somebody, `generate()` most likely, counts on it.
+    methods: what is attached, by layer index, of so many layers. UserError where one was given all the same: somebody,
+    `generate()` most likely, counts on it.
     """
-    if reason := refusal(decoder):
+    if reason := refusal(methods.values()):
         if given is None:
             return None
         raise UserError(f"no key/value cache for {reason}; or pass use_cache=False, which computes all tokens anew")
     if given is not None and given.get_seq_length():
         raise UserError("this key/value cache was filled without the attached method; begin with an empty one")
-    methods = active_methods(decoder)
-    return FocusCache([methods.get(index) for index in attention_modules(decoder)])
+    return FocusCache([methods.get(index) for index in range(layers)])

@@ -12,19 +12,12 @@ from transformers.masking_utils import sdpa_mask
 
 from focus_exp.attention.blocked import masked_attention
 from focus_exp.attention.cached import GroupedCache
-from focus_exp.attention.method import AttentionMethod
 from focus_exp.attention.selection import Selection, Sequence, causal
 from focus_exp.errors import UserError
-from focus_exp.models.cache import FocusCache, active_methods, cache_for
+from focus_exp.models.cache import FocusCache, cache_for
+from focus_exp.models.modules import attached_methods, method_of
 
 IMPLEMENTATION = "focus_exp"
-
-
-def method_of(module: nn.Module) -> AttentionMethod:
-    """The method that is attached to an attention layer."""
-    method = module.focus
-    assert isinstance(method, AttentionMethod)
-    return method
 
 
 def prepare_decoder(decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
@@ -34,12 +27,15 @@ def prepare_decoder(decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str,
     if isinstance(mask, Tensor) and mask.ndim == 2:
         kwargs["padding_mask"] = mask.bool()
     given, wanted = kwargs.get("past_key_values"), kwargs.get("use_cache")
+    assert isinstance(decoder, PreTrainedModel)
+    config = decoder.config.get_text_config()
     if wanted is None:
-        assert isinstance(decoder, PreTrainedModel)
-        wanted = decoder.config.get_text_config().use_cache
-    if (wanted or given is not None) and not isinstance(given, FocusCache) and active_methods(decoder):
-        kwargs["past_key_values"] = cache_for(decoder, given)
-        kwargs["use_cache"] = kwargs["past_key_values"] is not None
+        wanted = config.use_cache
+    if (wanted or given is not None) and not isinstance(given, FocusCache):
+        active = {index: method for index, method in attached_methods(decoder).items() if method.enabled}
+        if active:
+            kwargs["past_key_values"] = cache_for(active, config.num_hidden_layers, given)
+            kwargs["use_cache"] = kwargs["past_key_values"] is not None
     return args, kwargs
 
 

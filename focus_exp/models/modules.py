@@ -1,9 +1,10 @@
-"""Where a model's attention layers are."""
+"""Where a model's attention layers are, and what is attached to them."""
 
 from __future__ import annotations
 
 from torch import nn
 
+from focus_exp.attention.method import AttentionMethod
 from focus_exp.errors import UserError
 
 ATTENTION_MODULES = ("self_attn", "attn", "attention")
@@ -23,3 +24,15 @@ def attention_modules(model: nn.Module) -> dict[int, nn.Module]:
             f"its modules are {', '.join(kinds)}"
         )
     return dict(sorted(found.items()))
+
+
+def method_of(module: nn.Module) -> AttentionMethod:
+    """The method that is attached to an attention layer."""
+    method = module.focus
+    assert isinstance(method, AttentionMethod)
+    return method
+
+
+def attached_methods(model: nn.Module) -> dict[int, AttentionMethod]:
+    """The attached modules by layer index."""
+    return {i: method_of(m) for i, m in attention_modules(model).items() if hasattr(m, "focus")}

@@ -8,8 +8,8 @@ from typing import Any
 
 from focus_exp.reporting.benchmark_findings import outcome, score_name, telling
 from focus_exp.reporting.benchmark_rows import BenchmarkRow
-from focus_exp.reporting.benchmarks import NOT_ENGAGED, difference_text, score_text
-from focus_exp.reporting.findings import is_configured
+from focus_exp.reporting.benchmarks import NOT_ENGAGED, difference_text, failures, score_text
+from focus_exp.reporting.findings import difference_word, is_configured
 from focus_exp.reporting.record import Record
 from focus_exp.reporting.rows import Arm, Row
 from focus_exp.reporting.tables import (
@@ -117,8 +117,7 @@ def _notes(record: Record) -> list[str]:
     shared = record.config.get("attention") or {}
     return [
         *caveats(record),
-        *(f"{arm.name} {arm.status}: {arm.error}" for arm in record.arms if arm.status != "finished"),
-        *(f"{row.arm} failed: {row.error}" for row in record.rows if row.error is not None and row.arm is not None),
+        *_failed(record),
         *assets(record),
         f"Measured: {facts(measured | {key: shared.get(key) for key in ('window', 'sinks')})}",
         f"vs base, vs {first}: change of perplexity, paired on the same tokens; intervals: bootstrap over windows",
@@ -146,14 +145,13 @@ def _benchmarks(record: Record) -> Table:
     tasks = list(dict.fromkeys(row.task for row in rows))
     names = list(dict.fromkeys(row.attention for row in rows))
     found = {(row.attention, row.task): row for row in rows}
-    missing = [f"{row.task} was not measured: {row.error}" for row in record.benchmarks if row.kind == "missing"]
     return Table(
         columns=["arm", *tasks],
         rows=[[name, *(_benchmark(found.get((name, task))) for task in tasks)] for name in names],
         name="benchmark_changes",
         title=f"{title(record)}: benchmarks and their change from full attention [95 %]",
         notes=[
-            *missing,
+            *failures([row for row in record.benchmarks if row.kind == "missing"]),
             "change: paired per document, accuracies in points; of several metrics the one in which the arm lost",
             f"{NOT_ENGAGED}: the mask removed under 5 % of the pairs of that task's requests, so nothing is shown",
             origin(record),
@@ -204,11 +202,10 @@ def _perplexities(record: Record) -> list[str]:
 
 
 def _word(row: Row) -> str:
-    low, high, delta = row.delta_vs_hard_low, row.delta_vs_hard_high, row.delta_vs_hard
-    assert delta is not None
-    if low is not None and high is not None and low <= 0 <= high:
-        return "indistinguishable from"
-    return "better than" if delta < 0 else "worse than"
+    assert row.delta_vs_hard is not None
+    return difference_word(
+        row.delta_vs_hard, row.delta_vs_hard_low, row.delta_vs_hard_high, ("better than", "worse than")
+    )
 
 
 def _equal_budget(record: Record) -> list[str]:

@@ -77,7 +77,7 @@ def _adaptations(record: Record) -> list[str]:
         other = row.kind == "control" and row.method == method
         if not (row.kind == "trained" or other) or row.delta_nll is None or record.base is None:
             continue
-        outcome = _outcome(row.delta_nll, row.delta_low, row.delta_high, ("better than", "worse than"))
+        outcome = difference_word(row.delta_nll, row.delta_low, row.delta_high, ("better than", "worse than"))
         change = _change(row.delta_nll, row.delta_low, row.delta_high)
         count = record.method.get("trainable_parameters") or 0
         pairs = f"removes {share_text(row.pairs_removed)} of the pairs" if other else "keeps every pair"
@@ -93,7 +93,7 @@ def _verdict(record: Record, hard: Row) -> list[str]:
     base = record.base
     if base is None or hard.delta_nll is None:
         return []
-    said = _outcome(hard.delta_nll, hard.delta_low, hard.delta_high, ("better than", "worse than"))
+    said = difference_word(hard.delta_nll, hard.delta_low, hard.delta_high, ("better than", "worse than"))
     change = _change(hard.delta_nll, hard.delta_low, hard.delta_high)
     return [
         f"{hard.name} is {said} the base: perplexity {perplexity_text(hard.perplexity)} against "
@@ -103,7 +103,7 @@ def _verdict(record: Record, hard: Row) -> list[str]:
     ]
 
 
-def _outcome(delta: float, low: float | None, high: float | None, words: tuple[str, str]) -> str:
+def difference_word(delta: float, low: float | None, high: float | None, words: tuple[str, str]) -> str:
     """`words` for a negative and a positive difference of losses, unless its interval includes 0."""
     if low is not None and high is not None and low <= 0 <= high:
         return "indistinguishable from"
@@ -146,7 +146,7 @@ def _against(hard: Row, control: Row, label: str) -> str:
     numbers = f"perplexity {perplexity_text(hard.perplexity)} against {perplexity_text(control.perplexity)}"
     if control.delta_vs_hard is not None:
         low, high = control.delta_vs_hard_low, control.delta_vs_hard_high
-        said = _outcome(control.delta_vs_hard, low, high, ("worse than", "better than"))
+        said = difference_word(control.delta_vs_hard, low, high, ("worse than", "better than"))
         numbers += f", the control {_change(control.delta_vs_hard, low, high)} relative to it, paired"
     else:
         said, intervals = _unpaired(hard, control)

@@ -83,8 +83,8 @@ def sections(found: list[tuple[Path, Record]], runs: Path) -> list[Section]:
     return [Section(folder.relative_to(runs).as_posix(), record, all_tables(record)) for folder, record in found]
 
 
-def write_report_of(runs: Path, folder: Path) -> list[Path]:
-    """Write report.md, .tex, .html and a CSV a table into `folder`; returns the files."""
+def write_report_of(runs: Path, folder: Path) -> tuple[Table, list[Path]]:
+    """Write report.md, .tex, .html and a CSV a table into `folder`; returns the ledger and the files."""
     found = find_records(runs)
     if not found:
         raise UserError(f"there is no record.json below {runs}; run an experiment first, or give runs_dir=")
@@ -99,7 +99,7 @@ def write_report_of(runs: Path, folder: Path) -> list[Path]:
         written |= {f"{part.place.replace('/', '-')}-{table.name}.csv": table.to_csv() for table in part.tables}
     for name, text in written.items():
         replace_file(folder / name, text.encode())
-    return [folder / name for name in written]
+    return ledger, [folder / name for name in written]
 
 
 def stale(runs: Path) -> list[str]:
