@@ -13,7 +13,10 @@ from focus_exp.config import Config
 from focus_exp.errors import UserError
 
 # each a module of that name in jobs/, with a function of that name
-JOBS = ("train", "evaluate", "bench", "generate", "compare", "report", "build_tasks")
+JOBS = (
+    *("train", "evaluate", "bench", "generate", "compare", "analyze"),
+    *("plan", "report", "reproduce", "sweep_status", "build_tasks"),
+)
 CHOICES = {
     "job": JOBS,
     "assets": ("auto", "hub", "embedded"),
@@ -24,6 +27,8 @@ CHOICES = {
     "attention.assignment": ("balanced", "sinkhorn", "softmax"),
     "attention.gate": ("log", "multiplicative"),
     "attention.pair_rule": ("query_topk", "share"),
+    "attention.centroid_update": ("gradient", "ema", "recluster"),
+    "model.quantization": (None, "int8", "nf4"),
     "attention.train_with": ("soft", "hard"),
     "attention.backend": ("auto", "masked", "flash-attn", "torch-flash", "cpu-flash", "flex", "math"),
     "data.source": ("hub", "files", "books"),
@@ -31,6 +36,7 @@ CHOICES = {
     "eval.split": ("validation", "test"),
     "trainer.accelerator": ("auto", "cpu", "gpu"),
     "trainer.precision": ("auto", "bf16", "float32"),
+    "trainer.strategy": ("auto", "single", "ddp", "fsdp"),
     "logger.wandb": ("auto", "online", "offline", "disabled"),
 }
 AT_LEAST = {
@@ -47,6 +53,9 @@ AT_LEAST = {
     "attention.warm_start_blocks": 0,
     "attention.warm_start_steps": 1,
     "attention.calibration_blocks": 0,
+    "attention.balance_loss": 0,
+    "attention.entropy_loss": 0,
+    "attention.recluster_every": 1,
     "attention.global_tokens": 0,
     "attention.dilation": 1,
     "attention.dilated_heads": 0,
@@ -79,8 +88,17 @@ AT_LEAST = {
     "trainer.accumulate": 1,
     "trainer.checkpoint_every": 1,
     "trainer.log_every": 1,
+    "trainer.devices": 1,
+    "trainer.num_nodes": 1,
+    "plan.gpus": 1,
+    "analyze.tokens": 2,
+    "analyze.passage_tokens": 2,
+    "analyze.pairs": 0,
 }
-ABOVE_ZERO = ("attention.temperature", "attention.gate_steepness", "trainer.gradient_clip", "generate.temperature")
+ABOVE_ZERO = (
+    *("attention.temperature", "attention.gate_steepness", "trainer.gradient_clip", "generate.temperature"),
+    "plan.utilization",
+)
 FROM_ONE = (  # every number of a list
     *("bench.lengths", "bench.prefill_lengths", "bench.step_lengths", "bench.decode_lengths", "bench.groups"),
     *("bench.top_k", "eval.top_k"),

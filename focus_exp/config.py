@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-from dataclasses import asdict, dataclass, field, is_dataclass
+from dataclasses import MISSING as MISSING_DEFAULT
+from dataclasses import asdict, dataclass, field, fields, is_dataclass
 from pathlib import Path
 from typing import Any, get_type_hints
 
@@ -14,7 +15,14 @@ from omegaconf import MISSING
 Numbers = list[int]
 
 # keys that change where or how a run is reported, but not what it computes
-NOT_HASHED = ("job", "arm", "overwrite", "runs_dir", "cache_dir", "logger", "adapter", "report")
+NOT_HASHED = (
+    *("job", "arm", "overwrite", "runs_dir", "cache_dir", "logger", "adapter"),
+    *("report", "plan", "reproduce", "scale", "sweep"),
+)
+TRAINER_NOT_HASHED = (
+    *("name", "log_every", "progress", "checkpoint_every"),
+    *("strategy", "devices", "num_nodes", "cpu_offload"),
+)
 
 
 @dataclass
@@ -26,6 +34,9 @@ class ModelConfig:
     path: str | None = None
     # transformers config fields with model_type; without hub_id and path the weights are random, drawn from `seed`
     architecture: dict[str, Any] = field(default_factory=dict)
+    # overrides of the run here whose trained weights these are; it is run first if it is not finished
+    trained_by: list[str] = field(default_factory=list)
+    quantization: str | None = None  # int8 or nf4: of a frozen base, by bitsandbytes
 
 
 @dataclass
@@ -53,6 +64,12 @@ class AttentionConfig:
     warm_start_blocks: int = 0  # blocks of text whose full attention the routers are fitted to first
     warm_start_steps: int = 100
     calibration_blocks: int = 0  # blocks of text on which the balance is set at the end
+    # what the paper tried against group dominance (T8)
+    balance_loss: float = 0.0  # weight of the loss that is least where groups have equal mass
+    entropy_loss: float = 0.0  # weight of the mean entropy of a token's assignment
+    detach_inputs: bool = False  # no gradient from the router into the hidden states
+    centroid_update: str = "gradient"  # or ema of their tokens with centroid_decay, or recluster by k-means
+    recluster_every: int = 100  # steps
     # of the published methods alone
     global_tokens: int = 64  # longformer
     dilation: int = 1
@@ -191,6 +208,11 @@ class TrainerConfig:
     checkpoint_every: int = 25  # optimiser steps
     log_every: int = 1
     progress: bool = True
+    # processes: auto is one where devices and num_nodes are 1, else ddp; fsdp shards the base, the router is replicated
+    strategy: str = "auto"
+    devices: int = 1  # of a node
+    num_nodes: int = 1
+    cpu_offload: bool = False  # with fsdp: parameters wait in main memory
 
 
 @dataclass
@@ -200,6 +222,55 @@ class LoggerConfig:
     wandb_project: str = "focus_exp"
     wandb_entity: str | None = None
     csv: bool = False
+
+
+@dataclass
+class PlanConfig:
+    name: str = MISSING
+    gpu: str = "h100"  # a name of planning/hardware
+    gpus: int | None = None  # at most; null: as many as it takes
+    hours: float | None = None  # refuse what takes longer
+    utilization: float = 0.4  # of the peak arithmetic of the GPU
+    models: list[str] = field(default_factory=list)  # of conf/model, each planned in turn; empty: model alone
+
+
+@dataclass
+class AnalyzeConfig:
+    name: str = MISSING
+    tokens: int = 16_384  # held out, whose groups are described
+    passage_tokens: int = 512  # shown on the page, coloured
+    pairs: int = 20  # long-range ones listed of a layer
+    # adapters of other seeds, whose groups are compared with these
+    others: list[str] = field(default_factory=list)
+
+
+@dataclass
+class ReproduceConfig:
+    name: str = MISSING
+    # in the order in which they run: table -> overrides of the command that makes it
+    tables: dict[str, list[str]] = field(default_factory=dict)
+
+
+@dataclass
+class ScaleConfig:
+    """How much of everything a table takes: experiments refer to these."""
+
+    name: str = MISSING
+    steps: int = MISSING
+    warmup_steps: int = MISSING
+    long_steps: int = MISSING  # of a run that stands alone
+    small_steps: int = MISSING  # of many runs with small_model
+    scratch_steps: int = MISSING
+    train_tokens: int | None = None
+    test_tokens: int | None = None
+    windows: int | None = None
+    long_windows: int | None = None
+    limit: int | None = None  # documents of a task
+    # settings of the model for tables of many long runs
+    small_model: list[str] = field(default_factory=list)
+    # arms: name -> settings
+    models: dict[str, list[str]] = field(default_factory=dict)
+    domains: dict[str, list[str]] = field(default_factory=dict)
 
 
 @dataclass
@@ -217,6 +288,8 @@ class Config:
     # for job=compare: name -> the settings in which that run differs; the others are compared with the first
     arms: dict[str, list[str]] = field(default_factory=dict)
     arm: str | None = None  # the only one to run
+    every_arm: list[str] = field(default_factory=list)  # settings of all of them
+    sweep: str | None = None  # a sweep's folder, for job=sweep_status
     model: ModelConfig = MISSING
     attention: AttentionConfig = MISSING
     regime: RegimeConfig = MISSING
@@ -225,6 +298,10 @@ class Config:
     bench: BenchConfig = MISSING
     generate: GenerateConfig = MISSING
     report: ReportConfig = MISSING
+    plan: PlanConfig = MISSING
+    analyze: AnalyzeConfig = MISSING
+    reproduce: ReproduceConfig = MISSING
+    scale: ScaleConfig = MISSING
     trainer: TrainerConfig = MISSING
     logger: LoggerConfig = MISSING
 
@@ -245,10 +322,28 @@ def to_dict(config: Config) -> dict[str, Any]:
 
 
 def config_hash(config: Config) -> str:
-    """Eight hex digits of everything that decides what the run computes."""
-    values = {key: value for key, value in to_dict(config).items() if key not in NOT_HASHED}
-    for key in ("log_every", "progress", "checkpoint_every"):
-        del values["trainer"][key]
+    """Eight hex digits of everything that decides what the run computes.
+
+    What stands at the schema's default is left out, so a key that is new tomorrow leaves the runs of today their names;
+    for the same reason a default, once released, must not change its meaning.
+    """
+    values = {key: value for key, value in chosen(config).items() if key not in NOT_HASHED}
+    values["trainer"] = {key: value for key, value in values["trainer"].items() if key not in TRAINER_NOT_HASHED}
     if config.adapter:  # whose place says nothing of what is in it
         values["adapter"] = [hashlib.sha256(p.read_bytes()).hexdigest() for p in Path(config.adapter).glob("*.safe*")]
     return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()[:8]
+
+
+def chosen(config: Any) -> dict[str, Any]:
+    """The values that differ from their schema's defaults."""
+    values = {}
+    for item in fields(config):
+        value = getattr(config, item.name)
+        default = item.default_factory() if item.default_factory is not MISSING_DEFAULT else item.default
+        if is_dataclass(value):
+            values[item.name] = chosen(value)
+        elif isinstance(value, dict):
+            values[item.name] = {key: chosen(part) if is_dataclass(part) else part for key, part in value.items()}
+        elif value != default:
+            values[item.name] = value
+    return {key: value for key, value in values.items() if value != {}}
