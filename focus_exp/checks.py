@@ -28,7 +28,7 @@ CHOICES = {
     "attention.gate": ("log", "multiplicative"),
     "attention.pair_rule": ("query_topk", "share"),
     "attention.centroid_update": ("gradient", "ema", "recluster"),
-    "model.quantization": (None, "int8", "nf4"),
+    "model.quantization": ("none", "int8", "nf4"),
     "attention.train_with": ("soft", "hard"),
     "attention.backend": ("auto", "masked", "flash-attn", "torch-flash", "cpu-flash", "flex", "math"),
     "data.source": ("hub", "files", "books"),

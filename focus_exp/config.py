@@ -36,7 +36,7 @@ class ModelConfig:
     architecture: dict[str, Any] = field(default_factory=dict)
     # overrides of the run here whose trained weights these are; it is run first if it is not finished
     trained_by: list[str] = field(default_factory=list)
-    quantization: str | None = None  # int8 or nf4: of a frozen base, by bitsandbytes
+    quantization: str = "none"  # int8 or nf4: of a frozen base, by bitsandbytes
 
 
 @dataclass
@@ -339,7 +339,7 @@ def chosen(config: Any) -> dict[str, Any]:
     values = {}
     for item in fields(config):
         value = getattr(config, item.name)
-        default = item.default_factory() if item.default_factory is not MISSING_DEFAULT else item.default
+        default = item.default if item.default_factory is MISSING_DEFAULT else item.default_factory()
         if is_dataclass(value):
             values[item.name] = chosen(value)
         elif isinstance(value, dict):
