@@ -13,7 +13,7 @@ from focus_exp.reporting.comparison import row_of
 from focus_exp.reporting.gather import Runs, run_of, setup
 from focus_exp.reporting.paper import paper_names, paper_rows, read_yaml
 from focus_exp.reporting.record import Record
-from focus_exp.reporting.rows import Arm, Row
+from focus_exp.reporting.rows import Arm, Row, SpeedRow
 
 BASE = "base"
 
@@ -105,6 +105,48 @@ class Scene:
         return list(kind) or [row for row in rows if row.kind == "missing"]
 
     @property
+    def quality(self) -> list[Row]:
+        """The rows of quality behind a line, each once; full attention's only where there is no other."""
+        columns = [name for name in self.paper if name.startswith("ppl")] or ["ppl"]
+        found = {id(row): row for name in columns if (row := self.row(name)) is not None}
+        return [row for row in found.values() if row.kind != BASE] or list(found.values())
+
+    @property
+    def timed(self) -> list[SpeedRow]:
+        """The rows of a layer's attention at the paper's length, with balanced groups as there, smallest K first."""
+        wanted = ("attention", "balanced", 1, self.paper.get("tokens"))
+        rows = (r for r in self.record.speed if (r.clock, r.assignment, r.top_k, r.tokens) == wanted)
+        return sorted(rows, key=lambda row: row.groups)
+
+    @property
+    def texts(self) -> list[BenchmarkRow]:
+        """The rows of perplexity at the paper's length, of the arms in their order."""
+        task, names = f"perplexity@{self.paper.get('tokens')}", self.place.names
+        rows = [row for row in self.record.benchmarks if row.task == task and row.attention in names]
+        return sorted(rows, key=lambda row: names.index(row.attention))
+
+    @property
+    def pairs_removed(self) -> list[tuple[float | None, bool | None]]:
+        """Of each row behind a line the share, and whether the mask was engaged."""
+        if "tokens" not in self.paper:
+            return [(row.pairs_removed, row.engaged) for row in self.quality]
+        if self.place.names:
+            return [(row.pairs_removed, row.engaged) for row in self.texts]
+        return [(None if row.pairs_kept is None else 1 - row.pairs_kept, None) for row in self.timed]
+
+    @property
+    def causal(self) -> bool:
+        return all(row.causal for row in self.quality) and all(row.causal for row in self.texts)
+
+    @property
+    def name(self) -> str:
+        """What of the record stands here."""
+        if self.place.names:
+            return " / ".join(self.place.names)
+        rows = [f"K={row.groups} {row.dtype}, balanced groups, with routing" for row in self.timed]
+        return " / ".join(rows or [row.name for row in self.quality])
+
+    @property
     def own(self) -> list[Arm]:
         """The arms of this place."""
         return [arm for arm in self.record.arms if arm.name in self.place.names]
@@ -165,7 +207,7 @@ def _is_there(scene: Scene) -> bool:
         return any(arm.name in place.names for arm in record.arms)
     if "top_k" in scene.paper:
         return scene.row("ppl") is not None
-    return any(row.tokens == scene.paper["tokens"] for row in record.speed)
+    return bool(scene.timed)
 
 
 def _of_this_table(table: PaperTable, scene: Scene) -> bool:

@@ -21,7 +21,6 @@ from focus_exp.reporting.paper_places import (
     scenes,
 )
 from focus_exp.reporting.record import Record
-from focus_exp.reporting.rows import Row
 from focus_exp.reporting.tables import ABSENT, Table, caveats, share_text
 
 NOT_HERE = "not testable here"
@@ -92,6 +91,12 @@ def printed_change(table: PaperTable, paper: dict[str, Any], column: str) -> flo
     return None if before is None or after is None else 100 * (after / before - 1)
 
 
+def decimals(table: PaperTable, column: str) -> int:
+    """The most that a number of a column is given with: 1.50 was read as 1.5."""
+    texts = [repr(row[column]) for row, _ in table.rows if isinstance(row[column], float) and row[column] < 1e4]
+    return max((len(text.partition(".")[2].removesuffix("0")) for text in texts), default=0)
+
+
 def _line(
     table: PaperTable, columns: list[Column], paper: dict[str, Any], place: Place, group: list[Scene]
 ) -> tuple[list[str], dict[str, Any]]:
@@ -101,7 +106,7 @@ def _line(
     values: dict[str, Any] = {"table": table.label, **{name: paper.get(name) for name in table.key}}
     for name, measure, column in columns:
         theirs = printed_change(table, paper, column) if name != column else paper.get(name)
-        cells.append(measure.printed(theirs))
+        cells.append(measure.printed(theirs, decimals(table, column)))
         values[f"paper_{name}"] = theirs
         if measure.find is None:
             continue
@@ -126,41 +131,29 @@ def _key(cell: Any) -> str:
 def _run(group: list[Scene]) -> dict[str, str]:
     """What every line says of the run behind it."""
     scene = group[-1]
-    rows = _rows(scene)
-    names = " / ".join(scene.place.names) or " / ".join(row.name for row in rows) or scene.record.experiment
-    spoiled = "" if all(row.causal for row in rows) else f" ({NON_CAUSAL})"
-    idle = f" ({NOT_ENGAGED})" if any(row.engaged is False for row in rows) else ""
-    removed = " / ".join(share_text(row.pairs_removed) for row in rows) or ABSENT
-    made = dict.fromkeys(f"{_command(found)}, {_commit(found)}" for found in group)
-    return dict(
-        zip(
-            RUN,
-            (
-                removed + idle,
-                f"{scene.record.experiment}: {names}{spoiled}",
-                _setting(scene),
-                seeds_text([found.record for found in group]),
-                "; ".join(made),
-            ),
-            strict=True,
-        )
+    shares, spoiled, idle = scene.pairs_removed, "" if scene.causal else f" ({NON_CAUSAL})", ""
+    if any(acted is False for _, acted in shares):
+        idle = f" ({NOT_ENGAGED})"
+    made = dict.fromkeys(map(_made_by, group))
+    said = (
+        (" / ".join(share_text(share) for share, _ in shares) or ABSENT) + idle,
+        f"{scene.record.experiment}: {scene.name}{spoiled}",
+        _setting(scene),
+        seeds_text([found.record for found in group]),
+        "; ".join(made),
     )
-
-
-def _rows(scene: Scene) -> list[Row]:
-    """The rows of quality behind a line, each once; full attention's only where there is no other."""
-    columns = [name for name in scene.paper if name.startswith("ppl")] or ["ppl"]
-    found = {id(row): row for name in columns if (row := scene.row(name)) is not None}
-    return [row for row in found.values() if row.kind != BASE] or list(found.values())
+    return dict(zip(RUN, said, strict=True))
 
 
 def _setting(scene: Scene) -> str:
     """What was run on what, with how many tokens of training, by whichever of the arms' own records there are."""
-    parts = dict.fromkeys(_where(record) for record in own_records(scene))
+    records = own_records(scene)
+    parts = dict.fromkeys(where(record) for record in records)
+    groups = {r.setting("attention", "groups") for r in records if r.setting("attention", "method") == "focus"}
     trained = {arm.tokens_seen for arm in scene.own} or {scene.record.tokens_seen}
-    tokens = " / ".join(f"{count:,}" for count in sorted(trained))
-    text = " / ".join(parts)
-    return f"{text}, {tokens} tokens trained" if any(trained) else text
+    shown = groups and not scene.timed
+    text = " / ".join(parts) + (f", K = {' / '.join(map(str, sorted(groups)))}" if shown else "")
+    return f"{text}, {' / '.join(f'{n:,}' for n in sorted(trained))} tokens trained" if any(trained) else text
 
 
 def own_records(scene: Scene) -> list[Record]:
@@ -168,27 +161,30 @@ def own_records(scene: Scene) -> list[Record]:
     return [run for arm in scene.own if (run := scene.runs.own(arm))] or [scene.record]
 
 
-def _where(record: Record) -> str:
+def where(record: Record) -> str:
+    """The model and the text that were used, the length and the window."""
     parts = []
     for section in ("model", "data"):
         used = getattr(record, section)
         name = used.get("name") or record.setting(section, "name", section)
         parts.append(f"{name} (SUBSTITUTE)" if used.get("substitution") else str(name))
-    attention = {name: record.setting("attention", name) for name in ("method", "groups", "window")}
-    shape = f"T = {record.setting('eval', 'window', 0):,}, w = {attention['window']}"
-    shape += f", K = {attention['groups']}" if attention["method"] == "focus" else ""
+    shape = f"T = {record.setting('eval', 'window', 0):,}, w = {record.setting('attention', 'window')}"
     device = f", {record.device.split(',')[0]}" if record.speed else ""
     return f"{' on '.join(parts)}, {shape}{device}"
 
 
-def _command(scene: Scene) -> str:
+def command_of(record: Record) -> str:
+    """What made a record, and at which commit."""
+    name = record.config.get("arm") or ""
+    alone = f" arm={name}" if name and f"arm={name}" not in record.command.split() else ""
+    return f"{record.command}{alone}, {(record.commit or 'no commit')[:7]}"
+
+
+def _made_by(scene: Scene) -> str:
     arms = [name for name in scene.place.names if name != BASE]
-    return f"{scene.record.command} arm={arms[0]}" if len(arms) == 1 else scene.record.command
-
-
-def _commit(scene: Scene) -> str:
-    commits = dict.fromkeys((record.commit or "no commit")[:7] for record in own_records(scene))
-    return " / ".join(commits)
+    made = dict.fromkeys((record.commit or "no commit")[:7] for record in own_records(scene))
+    alone = f" arm={arms[0]}" if len(arms) == 1 else ""
+    return f"{scene.record.command}{alone}, {' / '.join(made)}"
 
 
 def _notes(records: list[Record]) -> list[str]:
@@ -201,8 +197,8 @@ def _notes(records: list[Record]) -> list[str]:
         *dict.fromkeys(note for record in records for note in caveats(record)),
         *dict.fromkeys(failures(missing)),
         *few,
-        "here: one seed with its 95 % interval in brackets or its standard error, or the mean over seeds with the least "
-        "and the most",
+        "here: one seed with its 95 % interval in brackets or its standard error, or the mean over seeds with the "
+        "least and the most",
         "paper, vs: follows from its two numbers; here it is paired on the same tokens",
         f"{NOT_ENGAGED}: under 5 % of the pairs were removed, so the number is full attention's by construction",
     ]

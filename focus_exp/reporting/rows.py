@@ -41,7 +41,7 @@ class Row:
     """
 
     name: str
-    kind: Literal["base", "trained", "soft", "hard", "control"]
+    kind: Literal["base", "trained", "soft", "hard", "control", "twin"]
     method: str
     causal: bool
     top_k: int | None = None
