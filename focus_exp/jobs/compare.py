@@ -34,7 +34,7 @@ def compare(config: Config) -> None:
     """
     names = [config.arm] if config.arm else list(config.arms)
     # all of them before the first one runs: a mistake in the last should not cost what the others take
-    configs = {name: compose_arm(name, config.arms[name]) for name in names}
+    configs = {name: compose_arm(name, [*config.every_arm, *config.arms[name]]) for name in names}
     print(f"{config.experiment}: {len(names)} arms, seed {config.seed}: {', '.join(names)}")
     errors = run_arms(configs)
     if config.arm:
@@ -53,7 +53,7 @@ def compose_arm(name: str, settings: list[str]) -> Config:
     """The configuration of an arm: what the command line says, then the arm's own settings."""
     command_line = HydraConfig.get().overrides.task
     composed = compose("config", [*command_line, *settings])
-    return replace(parse(composed), job="train", arm=name, arms={})
+    return replace(parse(composed), job="train", arm=name, arms={}, every_arm=[])
 
 
 def run_arms(configs: dict[str, Config]) -> dict[str, str]:

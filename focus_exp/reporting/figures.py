@@ -17,7 +17,7 @@ from focus_exp.reporting.record import Record
 from focus_exp.reporting.rows import Row
 from focus_exp.reporting.tables import share_text, title
 
-STYLES = {"base": "-", "trained": "-.", "hard": "-", "soft": ":", "control": "--"}
+STYLES = {"base": "-", "trained": "-.", "hard": "-", "soft": ":", "control": "--", "twin": (0, (1, 3))}
 
 
 def write_figures(record: Record, metrics: list[dict[str, Any]], folder: str | Path) -> dict[str, Path]:
