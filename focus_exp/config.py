@@ -246,10 +246,19 @@ class AnalyzeConfig:
 
 
 @dataclass
+class TableConfig:
+    """One command of a reproduction; an override `adapter=@name` takes the adapter that the table `name` left."""
+
+    run: list[str] = field(default_factory=list)
+    minutes: float = 1.0  # about, at scale=embedded on 2 CPU cores
+
+
+@dataclass
 class ReproduceConfig:
     name: str = MISSING
-    # in the order in which they run: table -> overrides of the command that makes it
-    tables: dict[str, list[str]] = field(default_factory=dict)
+    # in the order in which they run
+    tables: dict[str, TableConfig] = field(default_factory=dict)
+    only: list[str] = field(default_factory=list)  # of these tables; empty: all
 
 
 @dataclass
@@ -267,7 +276,14 @@ class ScaleConfig:
     test_tokens: int | None = None
     windows: int | None = None
     long_windows: int | None = None
+    context_windows: int | None = None  # of 1,024 tokens, where contexts are long
     limit: int | None = None  # documents of a task
+    # of the clocks; lengths empty: all that the device is for
+    lengths: Numbers = field(default_factory=Numbers)
+    model_lengths: Numbers = field(default_factory=Numbers)
+    step_lengths: Numbers = field(default_factory=Numbers)
+    decode_lengths: Numbers = field(default_factory=Numbers)
+    prompts: int = MISSING
     # settings of every arm: for tables of many long runs, and for twins from scratch
     small_model: list[str] = field(default_factory=list)
     scratch: list[str] = field(default_factory=list)
