@@ -246,18 +246,12 @@ class AnalyzeConfig:
 
 
 @dataclass
-class TableConfig:
-    """One command of a reproduction; an override `adapter=@name` takes the adapter that the table `name` left."""
-
-    run: list[str] = field(default_factory=list)
-    minutes: float = 1.0  # about, at scale=embedded on 2 CPU cores
-
-
-@dataclass
 class ReproduceConfig:
     name: str = MISSING
-    # in the order in which they run
-    tables: dict[str, TableConfig] = field(default_factory=dict)
+    # in the order in which they run: table -> overrides of the command that makes it; of these, `adapter=@name` takes
+    # the adapter that the table `name` left
+    tables: dict[str, list[str]] = field(default_factory=dict)
+    minutes: dict[str, float] = field(default_factory=dict)  # about, at scale=embedded on 2 CPU cores
     only: list[str] = field(default_factory=list)  # of these tables; empty: all
 
 

@@ -60,7 +60,8 @@ def test_experiment_runs_on_a_tiny_model(tmp_path, name, model):
     plain = composed(f"+experiment={name}")
     # benchmarks have tests of their own; arms that name a model or a text of theirs are this one
     arms = [f"arms.{arm}={changed(settings)}" for arm, settings in plain.arms.items() if changed(settings) != settings]
-    result = run(f"+experiment={name}", *tiny(tmp_path), f"model={model}", "regime.steps=2", "eval.tasks=[]", *arms)
+    small = [*tiny(tmp_path), f"model={model}", "attention.groups=4", "regime.steps=2", "eval.tasks=[]"]
+    result = run(f"+experiment={name}", *small, *arms)
     assert result.code == 0, result.err
     assert {path.relative_to(tmp_path / "runs").parts[0] for path in tmp_path.rglob("record.json")} == {name}
     records = [Record.load(path) for path in tmp_path.rglob("record.json")]

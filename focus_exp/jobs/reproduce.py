@@ -11,7 +11,7 @@ from dataclasses import replace
 from hydra import compose
 
 from focus_exp.checks import parse
-from focus_exp.config import Config, TableConfig
+from focus_exp.config import Config
 from focus_exp.errors import Interrupted, UserError
 from focus_exp.jobs.evaluate import with_adapter
 from focus_exp.jobs.report import report
@@ -31,7 +31,7 @@ def reproduce(config: Config) -> None:
         if not config.reproduce.only or name in config.reproduce.only
     }
     commands = {name: overrides_of(table, config) for name, table in tables.items()}
-    minutes = {name: table.minutes for name, table in tables.items() if not finished(commands[name])}
+    minutes = {name: config.reproduce.minutes.get(name, 1.0) for name in tables if not finished(commands[name])}
     print(
         f"reproduce {config.reproduce.name} at scale={config.scale.name}: {len(tables)} tables, "
         f"{len(tables) - len(minutes)} finished already" + (estimate(minutes, {}) if minutes else "")
@@ -57,7 +57,7 @@ def reproduce(config: Config) -> None:
         raise UserError(f"{len(failed)} of {len(tables)} tables failed: {', '.join(failed)}; the same command goes on")
 
 
-def overrides_of(table: TableConfig, config: Config) -> list[str]:
+def overrides_of(table: list[str], config: Config) -> list[str]:
     """The table's command line at this scale, in these folders, with the adapters of other tables in their place."""
     shared = [
         f"scale={config.scale.name}",
@@ -74,7 +74,7 @@ def overrides_of(table: TableConfig, config: Config) -> list[str]:
         folder = run_folder(composed(overrides_of(source, config)))
         return f"{folder}/adapter".replace("=", "\\=")
 
-    return [*(OF_TABLE.sub(adapter, override) for override in table.run), *shared]
+    return [*(OF_TABLE.sub(adapter, override) for override in table), *shared]
 
 
 def composed(overrides: list[str]) -> Config:
