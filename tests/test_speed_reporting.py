@@ -431,7 +431,7 @@ def test_findings_quote_measured_times_against_the_claim_and_name_full_attention
 @pytest.fixture
 def drawn(monkeypatch):
     """The figures of a record, before they become files."""
-    monkeypatch.setattr(speed_figures, "write_png", lambda figures, folder: figures)
+    monkeypatch.setattr(speed_figures, "save_figures", lambda figures, folder: figures)
     return lambda record: write_speed_figures(record, "")
 
 

@@ -134,7 +134,7 @@ def _run(group: list[Scene]) -> dict[str, str]:
     shares, spoiled, idle = scene.pairs_removed, "" if scene.causal else f" ({NON_CAUSAL})", ""
     if any(acted is False for _, acted in shares):
         idle = f" ({NOT_ENGAGED})"
-    made = dict.fromkeys(map(_made_by, group))
+    made = dict.fromkeys(map(made_by, group))
     said = (
         (" / ".join(share_text(share) for share, _ in shares) or ABSENT) + idle,
         f"{scene.record.experiment}: {scene.name}{spoiled}",
@@ -180,7 +180,8 @@ def command_of(record: Record) -> str:
     return f"{record.command}{alone}, {(record.commit or 'no commit')[:7]}"
 
 
-def _made_by(scene: Scene) -> str:
+def made_by(scene: Scene) -> str:
+    """The command, with the arm where it is one, and the commits of the runs behind a scene."""
     arms = [name for name in scene.place.names if name != BASE]
     made = dict.fromkeys((record.commit or "no commit")[:7] for record in own_records(scene))
     alone = f" arm={arms[0]}" if len(arms) == 1 else ""
