@@ -19,6 +19,7 @@ escape: Callable[[str], str] = html.escape
 # notes that must not be folded away
 LOUD = ("SUBSTITUTE", "This run", "failed")
 MANY_NOTES = 3
+LONG = 28  # characters
 NUMBER = re.compile(r"[-+]?[\d,.]+( %|x)?( [\[(±].*)?")
 
 
@@ -62,7 +63,7 @@ def _section(section: Section, folder: Path) -> str:
     said = "".join(f"<li>{escape(finding)}</li>" for finding in section.findings)
     findings = f'<ul class="findings">{said}</ul>' if said else ""
     figures = "".join(_figure(path, folder) for path in section.figures)
-    tables = "".join(map(html_table, section.tables))
+    tables = "".join(html_table(table, table.title != section.title) for table in section.tables)
     return f'<section id="{section.anchor}"><h3>{escape(section.title)}</h3>{findings}{tables}{figures}</section>'
 
 
@@ -80,7 +81,7 @@ def relative(path: Path, folder: Path) -> str:
     return Path(os.path.relpath(path, folder)).as_posix()
 
 
-def html_table(table: Table) -> str:
+def html_table(table: Table, titled: bool = True) -> str:
     head = "".join(f"<th{_class(_column(name))}>{escape(name)}</th>" for name in table.columns)
     rows = "".join(
         "<tr>"
@@ -92,7 +93,8 @@ def html_table(table: Table) -> str:
         for row in table.rows
     )
     body = f"<thead><tr>{head}</tr></thead><tbody>{rows}</tbody>"
-    return f'<h4>{escape(table.title)}</h4><div class="table"><table>{body}</table></div>{_notes(table.notes)}'
+    title = f"<h4>{escape(table.title)}</h4>" if titled else ""
+    return f'{title}<div class="table"><table>{body}</table></div>{_notes(table.notes)}'
 
 
 def _class(*names: str) -> str:
@@ -108,7 +110,7 @@ def _kind(cell: str) -> str:
     """What a cell is coloured or aligned by."""
     if cell in (*VERDICTS, NOT_RUN):
         return cell.replace(" ", "-")
-    return "number" if NUMBER.fullmatch(cell) else ""
+    return "number" if NUMBER.fullmatch(cell) else "long" if len(cell) > LONG else ""
 
 
 def _notes(notes: list[str]) -> str:
