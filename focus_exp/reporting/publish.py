@@ -83,11 +83,16 @@ def sections(runs: Runs, top: Path, folder: Path) -> list[Section]:
     ]  # fmt: skip
 
 
-def write_report_of(top: Path, folder: Path) -> tuple[Table, list[Path]]:
-    """Write report.md, .tex, .html and a CSV a table into `folder`; returns the ledger and the files."""
-    runs = gather(top)
+def require_records(runs: Runs, top: Path) -> Runs:
+    """UserError where there are none."""
     if not runs.found:
         raise UserError(f"there is no record.json below {top}; run an experiment first, or give runs_dir=")
+    return runs
+
+
+def write_report_of(top: Path, folder: Path) -> tuple[Table, list[Path]]:
+    """Write report.md, .tex, .html and a CSV a table into `folder`; returns the ledger and the files."""
+    runs = require_records(gather(top), top)
     parts = sections(runs, top, folder)
     written = {
         f"{NAME}.md": markdown(parts),
