@@ -441,7 +441,9 @@ def test_figures_are_written_only_from_data(tmp_path):
     assert list(tmp_path.iterdir()) == []
     paths = write_speed_figures(make_top_k_record(), tmp_path / "figures")
     assert sorted(paths) == ["speed", "speed_quality"]
-    assert sorted(path.name for path in (tmp_path / "figures").iterdir()) == ["speed.png", "speed_quality.png"]
+    assert sorted(path.name for path in (tmp_path / "figures").iterdir()) == [
+        f"{name}.{suffix}" for name in ("speed", "speed_quality") for suffix in ("png", "svg")
+    ]
     for path in paths.values():
         content = path.read_bytes()
         assert content[:8] == b"\x89PNG\r\n\x1a\n" and len(content) > 10_000

@@ -16,6 +16,7 @@ from focus_exp.reporting.record import Record
 from focus_exp.reporting.rows import Arm, Row, SpeedRow
 
 BASE = "base"
+ROUTER_TRAINED, ALL_TRAINED = ("_centroid",), ("_finetuned", "_full_ft")  # how columns end
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,7 +93,20 @@ class Scene:
         if name == BASE:
             return self.record.base
         arm = self.arm(name)
-        return row_of(self.record, arm) if arm else None
+        return self.after_phase(arm, column) if arm else None
+
+    def after_phase(self, arm: Arm, column: str) -> Row | None:
+        """The row that stands for an arm; for a column about a router alone, or all trained, that phase's."""
+        row, run = row_of(self.record, arm), self.runs.own(arm) or self.record
+        phases: dict[str, dict[str, Any]] = run.setting("regime", "phases") or {}
+        everything = any(phase.get("train") == "all" for phase in phases.values())
+        if column.endswith(ALL_TRAINED):
+            return row if everything else None
+        if not column.endswith(ROUTER_TRAINED) or not everything:
+            return row
+        routers = [name for name, phase in phases.items() if phase.get("train") == "router"]
+        between: list[Row] = getattr(run, "phases", [])
+        return next((r for r in between if r.kind == "hard" and getattr(r, "phase", None) in routers), None)
 
     def arm(self, name: str) -> Arm | None:
         return next((arm for arm in self.record.arms if arm.name == name), None)
