@@ -18,7 +18,7 @@ from focus_exp.reporting.claims import claims, judged
 from focus_exp.reporting.gather import gather
 from focus_exp.reporting.latex import escaped_latex, latex_document, latex_table
 from focus_exp.reporting.page import Section, page
-from focus_exp.reporting.publish import claim_table, renew, stale
+from focus_exp.reporting.publish import claim_table, renew, stale, write_report_of
 from focus_exp.reporting.record import Record
 from focus_exp.reporting.rows import Row, SpeedRow
 from focus_exp.reporting.tables import Table
@@ -190,6 +190,32 @@ def test_latex_compiles(tmp_path):
     command = ["pdflatex", "-halt-on-error", "-interaction=nonstopmode", "report.tex"]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, timeout=120)
     assert done.returncode == 0 and (tmp_path / "report.pdf").exists(), done.stdout[-2000:]
+
+
+BROWSER = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+LOOK = """<script>addEventListener('load', () => {
+  const seen = [...document.images].filter(image => image.naturalWidth > 100).length
+  const parts = [...document.querySelectorAll('section, table')]
+  const shown = parts.filter(part => part.offsetHeight > 0).length
+  document.title = `${seen} of ${document.images.length}, ${shown}, ${parts.length}`
+})</script>"""
+
+
+@pytest.mark.skipif(BROWSER is None, reason="there is no Chromium")
+@pytest.mark.parametrize("width", [1600, 500])
+def test_a_browser_shows_every_table_and_figure(tmp_path, width):
+    write_report_of(RECORDS, tmp_path)
+    path = tmp_path / "report.html"
+    path.write_text(path.read_text().replace(' loading="lazy"', "").replace("</body>", f"{LOOK}</body>"))
+    flags = ["--headless=new", "--no-sandbox", "--disable-gpu", "--enable-logging=stderr", f"--window-size={width},900"]
+    # its profile anywhere but at home
+    command = [BROWSER, *flags, f"--user-data-dir={tmp_path / 'profile'}", "--virtual-time-budget=10000", "--dump-dom"]
+    done = subprocess.run([*command, path.as_uri()], capture_output=True, text=True, timeout=120)
+    found = re.search(r"<title>(\d+) of (\d+), (\d+), (\d+)</title>", done.stdout)
+    assert found, done.stderr
+    seen, images, shown, parts = map(int, found.groups())
+    assert seen == images > 10 and shown == parts > 40
+    assert "CONSOLE" not in done.stderr
 
 
 class Tags(html.parser.HTMLParser):
