@@ -20,7 +20,7 @@ NOT_HASHED = (
     *("report", "plan", "reproduce", "scale", "sweep"),
 )
 TRAINER_NOT_HASHED = (
-    *("name", "log_every", "progress", "checkpoint_every"),
+    *("name", "log_every", "progress", "checkpoint_every", "probe_every"),
     *("strategy", "devices", "num_nodes", "cpu_offload"),
 )
 
@@ -207,6 +207,7 @@ class TrainerConfig:
     gradient_checkpointing: bool = False
     checkpoint_every: int = 25  # optimiser steps
     log_every: int = 1
+    probe_every: int | None = None  # steps between looks at a router's groups; null: a twentieth of a phase; 0: never
     progress: bool = True
     # processes: auto is one where devices and num_nodes are 1, else ddp; fsdp shards the base, the router is replicated
     strategy: str = "auto"
