@@ -8,6 +8,7 @@ from typing import Any
 
 from focus_exp.reporting.paper import paper_rows, paper_speedups
 from focus_exp.reporting.record import Record
+from focus_exp.reporting.stability_claims import stability_claims
 from focus_exp.reporting.verdicts import (
     LONG,
     LONGEST,
@@ -124,6 +125,7 @@ def claims() -> list[Claim]:
             for row in paper_rows("table7_topk")
             if row["model"] == "gpt2_124m" and row["top_k"] != 4
         ),
+        *(Claim(*parts) for parts in stability_claims()),
         *(Claim(table, says, paper, "", None, why) for table, says, paper, why in ELSEWHERE),
     ]  # fmt: skip
 
