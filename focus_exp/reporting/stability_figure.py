@@ -26,13 +26,11 @@ def write_stability_figure(record: Record, folder: str | Path) -> dict[str, Path
     figure, panels = canvas(heading, height=6.4 + 0.12 * len(arms), nrows=2, sharex=True)
     styles = cycle((colour, style) for style in STYLES for colour in COLOURS)
     for arm, (colour, style) in zip(arms, styles, strict=False):
-        for phase, start in starts.items():
-            found = [probe for probe in record.probes if (probe.arm, probe.phase) == (arm, phase)]
-            steps = [start + probe.step for probe in found]
-            shares = [100 * probe.dominance for probe in found]
-            for axes, values in zip(panels, (shares, [probe.dead_groups for probe in found]), strict=True):
-                label = arm if axes is panels[0] and phase == found[:1][0].phase == next(iter(starts)) else None
-                axes.plot(steps, values, linestyle=style, color=colour, linewidth=1.6, label=label)
+        found = [probe for probe in record.probes if probe.arm == arm]
+        steps = [starts[probe.phase] + probe.step for probe in found]
+        line = {"linestyle": style, "color": colour, "linewidth": 1.6}
+        panels[0].plot(steps, [100 * probe.dominance for probe in found], label=arm, **line)
+        panels[1].plot(steps, [probe.dead_groups for probe in found], **line)
     panels[0].set(ylabel="largest group [% of tokens]", ylim=(0, 102))
     panels[1].set(ylabel="dead groups (under 1 % of tokens)", xlabel="optimiser step")
     panels[1].set_ylim(bottom=-0.1)
