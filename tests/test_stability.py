@@ -12,6 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from running import only_run, outcome, record_of, router_steps, run, tiny
+from test_experiments import composed
 from test_training import ALL, FLOAT32, ROUTER, T, focus, routers
 
 from focus_exp import config as schema
@@ -23,7 +24,7 @@ from focus_exp.reporting.claims import judged
 from focus_exp.reporting.paper import paper_rows
 from focus_exp.reporting.record import Record, read_metrics
 from focus_exp.reporting.rows import Arm, ProbeRow, Row
-from focus_exp.reporting.stability import phases, stability_findings, stability_table
+from focus_exp.reporting.stability import ABLATIONS, MITIGATIONS, phases, stability_findings, stability_table
 from focus_exp.reporting.stability_figure import phase_starts, write_stability_figure
 from focus_exp.reporting.verdicts import NOT_REPRODUCED, NOT_RUN, REPRODUCED, UNDECIDED
 from focus_exp.training import mitigations
@@ -386,7 +387,7 @@ def test_between_phases_a_run_is_measured_as_if_it_ended_there(folder, whole):
 
 def test_a_comparison_shows_every_arm_after_every_phase(tmp_path):
     arms = ("+arms.softmax=['attention.assignment=softmax']", "+arms.sinkhorn=['attention.assignment=sinkhorn']")
-    result = run(*tiny(tmp_path), *TWO_PHASES, "job=compare", *arms)
+    result = run(*tiny(tmp_path), *TWO_PHASES, "job=compare", *arms, "every_arm=['eval.window=24']")
     assert result.code == 0, result.err
     found = {r.config["arm"]: r for r in (Record.load(path) for path in tmp_path.rglob("record.json"))}
     comparison = found[None]
@@ -394,6 +395,7 @@ def test_a_comparison_shows_every_arm_after_every_phase(tmp_path):
         (arm, name, name == "everything") for arm in ("softmax", "sinkhorn") for name in ("router", "everything")
     ]
     table = stability_table(comparison)
+    assert "T = 24" in table.title
     assert [row[0] for row in table.rows] == ["softmax"] * 2 + ["sinkhorn (reads the future)"] * 2
     for phase in phases(comparison):
         own = found[phase.arm.name]
@@ -427,10 +429,9 @@ def compared(experiment="stability", **courses):
                 Row(name=kind, kind=kind, method="focus", causal=True, nll=2.0, perplexity=7.4, arm=arm, phase=phase)
                 for kind in ("soft", "hard")
             ]
-    named = {"N_3": ["attention.assignment=sinkhorn", "attention.sinkhorn_iterations=3"], "default": []}
     return Record(
         status="finished", experiment=experiment, probes=probes, phases=rows,
-        arms=[Arm(name=arm, settings=named.get(arm, [f"attention={arm}"]), tokens_seen=640) for arm in courses],
+        arms=[Arm(name=arm, settings=[f"attention={arm}"], tokens_seen=640) for arm in courses],
         config={
             "attention": {"groups": 8}, "eval": {"window": 32},
             "regime": {"phases": {name: {"train": train} for name, train in trained.items()}},
@@ -476,6 +477,16 @@ def test_the_papers_numbers_stand_beside_ours():
         (lines[3], ("sinkhorn_iterations", 3), ("ppl_finetuned", "dominance_full_ft")),
     ):
         assert line[-1] == f"perplexity {nine[key][perplexity]}, largest group {nine[key][share]} %"
+
+
+def test_the_arms_that_stand_for_rows_of_the_paper_are_there():
+    arms = {name: composed(f"+experiment={name}").arms for name in ("stability", "ablation")}
+    outcomes = {row["mitigation"] for row in paper_rows("table8_dominance")}
+    assert {outcome for outcome, _ in MITIGATIONS.values()} == outcomes and set(MITIGATIONS) <= set(arms["stability"])
+    rows = [(row["parameter"], row["value"]) for row in paper_rows("table9_ablation")]
+    # the defaults stand in the table once for every parameter
+    missing = {("window", 128), ("temperature", 0.1)}
+    assert set(ABLATIONS.values()) == set(rows) - missing and set(ABLATIONS) <= set(arms["ablation"])
 
 
 def test_findings_say_who_collapsed_and_the_figure_who_did_it_when(tmp_path):

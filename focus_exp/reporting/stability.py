@@ -8,7 +8,7 @@ from typing import Any
 
 from focus_exp.reporting.comparison import NON_CAUSAL, row_of
 from focus_exp.reporting.findings import DOMINANT
-from focus_exp.reporting.paper import Cell, paper_rows
+from focus_exp.reporting.paper import paper_rows
 from focus_exp.reporting.record import Record
 from focus_exp.reporting.rows import Arm, ProbeRow, Row
 from focus_exp.reporting.tables import ABSENT, Table, caveats, identity, origin, perplexity_text, share_text, title
@@ -26,6 +26,14 @@ MITIGATIONS = {
     "recluster": ("recluster_100", None),
     "balance_x5": ("balance_x5", None),
     "sinkhorn": ("sinkhorn", "sinkhorn"),
+}
+# arms of +experiment=ablation: parameter and value in table 9, whose windows are of 1,024 tokens
+ABLATIONS: dict[str, tuple[str, float]] = {
+    "default": ("groups", 8),
+    **{f"K_{groups}": ("groups", groups) for groups in (4, 16, 32)},
+    **{f"w_{share}": ("window", 1024 // part) for share, part in (("sixteenth", 16), ("quarter", 4), ("half", 2))},
+    **{f"tau_{value}": ("temperature", value) for value in (0.05, 0.2, 0.5)},
+    **{f"N_{iterations}": ("sinkhorn_iterations", iterations) for iterations in (3, 5, 10, 20)},
 }
 
 
@@ -117,7 +125,8 @@ def _values(record: Record, phase: Phase) -> dict[str, Any]:
 
 def printed(record: Record, phase: Phase) -> str:
     """What the paper prints of this arm after such a phase; "" for nothing."""
-    return ", ".join(_table8(phase) if record.experiment == "stability" else _table9(record, phase))
+    said = {"stability": _table8, "ablation": _table9}.get(record.experiment)
+    return ", ".join(said(phase)) if said else ""
 
 
 def _table8(phase: Phase) -> list[str]:
@@ -132,22 +141,13 @@ def _table8(phase: Phase) -> list[str]:
     return said
 
 
-def _table9(record: Record, phase: Phase) -> list[str]:
-    row = ablation_row(record, phase.arm)
-    if row is None:
-        return []
+def _table9(phase: Phase) -> list[str]:
     perplexity, suffix = ("ppl_finetuned", "full_ft") if phase.full else ("ppl_centroid", "centroid")
-    return [f"perplexity {row[perplexity]}", f"largest group {row[f'dominance_{suffix}']} %"]
-
-
-def ablation_row(record: Record, arm: Arm) -> dict[str, Cell] | None:
-    """The row of table 9 whose parameter is the last thing that `arm` sets; without settings that of the default K."""
-    if record.experiment != "ablation":
-        return None
-    wanted = arm.settings[-1] if arm.settings else f"attention.groups={record.setting('attention', 'groups')}"
-    alone = sum("sinkhorn" not in setting for setting in arm.settings) <= 1
-    rows = paper_rows("table9_ablation")
-    return next((row for row in rows if alone and wanted == f"attention.{row['parameter']}={row['value']}"), None)
+    return [
+        f"perplexity {row[perplexity]}, largest group {row[f'dominance_{suffix}']} %"
+        for row in paper_rows("table9_ablation")
+        if (row["parameter"], row["value"]) == ABLATIONS.get(phase.arm.name)
+    ]
 
 
 def stability_findings(record: Record) -> list[str]:

@@ -7,9 +7,11 @@ from collections.abc import Callable
 from focus_exp.reporting.findings import DOMINANT
 from focus_exp.reporting.paper import paper_rows
 from focus_exp.reporting.record import Record
-from focus_exp.reporting.stability import COLLAPSED, Phase, ablation_row, phase_of
+from focus_exp.reporting.stability import COLLAPSED, Phase, phase_of
 from focus_exp.reporting.tables import share_text
 from focus_exp.reporting.verdicts import NOT_REPRODUCED, NOT_RUN, REPRODUCED, UNDECIDED, Verdict
+
+MOST = 0.75  # of the groups: six of eight
 
 Parts = tuple[str, str, str, str, Callable[[Record], Verdict]]  # of a Claim
 
@@ -35,7 +37,7 @@ def stability_claims() -> list[Parts]:
         ),
         (
             "T9", "with three iterations of Sinkhorn one group takes over",
-            f"{three['dominance_centroid']} %, then {three['dominance_full_ft']} %", "ablation", three_iterations,
+            f"{three['dominance_centroid']} %, then {three['dominance_full_ft']} %", "ablation", collapses("N_3"),
         ),
     ]  # fmt: skip
 
@@ -45,31 +47,19 @@ def collapses(arm: str) -> Callable[[Record], Verdict]:
 
     def judge(record: Record) -> Verdict:
         before, after = (phase_of(record, arm, full=full) for full in (False, True))
-        return _collapse(record, arm, before, after)
+        if after is None:
+            return Verdict(NOT_RUN, why=f"arm {arm} has no probe after all was trained", records=[record])
+        shares = (after.probe.dominance, after.probe.dead_groups / _groups(record, after))
+        if shares[0] >= COLLAPSED or shares[1] >= MOST:
+            word = REPRODUCED
+        else:
+            word = UNDECIDED if max(shares) > DOMINANT else NOT_REPRODUCED
+        why = (
+            f"{_trained(record)}; takes over: {COLLAPSED:.0%} of the tokens in one group, or {MOST:.0%} of groups dead"
+        )
+        return Verdict(word, _course(before, after), why, [record])
 
     return judge
-
-
-def three_iterations(record: Record) -> Verdict:
-    rows = {arm.name: ablation_row(record, arm) for arm in record.arms}
-    found = [n for n, row in rows.items() if row and (row["parameter"], row["value"]) == ("sinkhorn_iterations", 3)]
-    if not found:
-        return Verdict(NOT_RUN, why="there is no arm of three iterations", records=[record])
-    before, after = (phase_of(record, found[0], full=full) for full in (False, True))
-    return _collapse(record, found[0], before, after)
-
-
-def _collapse(record: Record, arm: str, before: Phase | None, after: Phase | None) -> Verdict:
-    if after is None:
-        return Verdict(NOT_RUN, why=f"arm {arm} has no probe after all was trained", records=[record])
-    groups = _groups(record, after)
-    shares = (after.probe.dominance, after.probe.dead_groups / groups)
-    if shares[0] >= COLLAPSED or shares[1] >= 0.75:
-        word = REPRODUCED
-    else:
-        word = UNDECIDED if shares[0] > DOMINANT or shares[1] > DOMINANT else NOT_REPRODUCED
-    why = f"{_trained(record)}; takes over: {COLLAPSED:.0%} of the tokens in one group, or three groups of four dead"
-    return Verdict(word, _course(before, after), why, [record])
 
 
 def stays_even(arm: str) -> Callable[[Record], Verdict]:
