@@ -88,6 +88,7 @@ AT_LEAST = {
     "trainer.accumulate": 1,
     "trainer.checkpoint_every": 1,
     "trainer.log_every": 1,
+    "trainer.probe_every": 0,
     "trainer.devices": 1,
     "trainer.num_nodes": 1,
     "plan.gpus": 1,

@@ -7,12 +7,14 @@ from torch import Tensor
 
 from focus_exp.attention.blocked import blocked_attention
 from focus_exp.attention.method import AttentionMethod, LayerShape
+from focus_exp.attention.mitigations import balance_loss, entropy_loss
 from focus_exp.attention.routing import Router, balance_potential, sinkhorn
 from focus_exp.attention.selection import PAIR_RULES, PairCounts, Selection, Sequence, count_pairs, select
 
 ASSIGNMENTS = ("balanced", "sinkhorn", "softmax")
 GATES = ("log", "multiplicative")
 TRAIN_WITH = ("soft", "hard")
+CENTROID_UPDATES = ("gradient", "ema", "recluster")
 
 
 class Focus(AttentionMethod):
@@ -25,6 +27,9 @@ class Focus(AttentionMethod):
 
     `train_with` "soft" gates all pairs while training; "hard" computes the hard groups' pairs alone, with a
     straight-through gradient to the router (see `GateGradient`), and costs in training what it costs in use.
+
+    The last four options are those that the paper tried against dominance. Whoever trains with them gathers `losses`
+    in the forward pass (`auxiliary_losses` does), and moves the centroids between steps (`CentroidUpdates` does).
     """
 
     def __init__(
@@ -46,6 +51,10 @@ class Focus(AttentionMethod):
         sinks: int = 4,
         top_k: int = 1,
         pair_rule: str = "query_topk",
+        balance_loss: float = 0.0,
+        entropy_loss: float = 0.0,
+        detach_inputs: bool = False,
+        centroid_update: str = "gradient",
     ) -> None:
         super().__init__(shape, window, sinks)
         for name, value, choices in (
@@ -53,10 +62,11 @@ class Focus(AttentionMethod):
             ("gate", gate, GATES),
             ("train_with", train_with, TRAIN_WITH),
             ("pair_rule", pair_rule, PAIR_RULES),
+            ("centroid_update", centroid_update, CENTROID_UPDATES),
         ):
             if value not in choices:
                 raise ValueError(f"{name}={value!r} is not one of {', '.join(choices)}")
-        self.router = Router(shape.width, groups, routing_dim, normalize)
+        self.router = Router(shape.width, groups, routing_dim, normalize, trained_centroids=centroid_update != "ema")
         self.groups = groups
         self.temperature = temperature
         self.assignment = assignment
@@ -70,6 +80,11 @@ class Focus(AttentionMethod):
         self.top_k = top_k
         self.pair_rule = pair_rule
         self.batch_potential: Tensor | None = None
+        self.balance_loss = balance_loss
+        self.entropy_loss = entropy_loss
+        self.detach_inputs = detach_inputs
+        self.losses: list[Tensor] | None = None  # of the forward passes, while somebody gathers them
+        self.projected: list[Tensor] | None = None  # tokens `[N, R]`, likewise
 
     @property
     def causal(self) -> bool:  # type: ignore[override]
@@ -77,7 +92,14 @@ class Focus(AttentionMethod):
 
     def assign(self, h: Tensor, sequence: Sequence) -> Tensor:
         """Distribution over groups `[B, T, K]`, float32 at least."""
-        logits = self.router(h) / self.temperature
+        tokens = self.router.project(h.detach() if self.detach_inputs else h)
+        assignment = self.distribute(self.router.compare(tokens) / self.temperature, sequence)
+        if self.training:
+            self.gather(tokens, assignment, sequence)
+        return assignment
+
+    def distribute(self, logits: Tensor, sequence: Sequence) -> Tensor:
+        """The assignment of tokens with the scores `logits` `[B, T, K]`."""
         if self.assignment == "sinkhorn":
             return sinkhorn(logits, self.sinkhorn_iterations, sequence.valid)
         if self.assignment == "softmax":
@@ -90,6 +112,18 @@ class Focus(AttentionMethod):
             self.batch_potential = balance_potential(logits.detach(), average, self.sinkhorn_iterations, sequence.valid)
             average.lerp_(self.batch_potential, 1 - self.balance_momentum)
         return (logits + self.batch_potential).softmax(-1)
+
+    def gather(self, tokens: Tensor, assignment: Tensor, sequence: Sequence) -> None:
+        """Keep what the options against dominance want of a training pass, where somebody asked for it."""
+        real = slice(None) if sequence.valid is None else sequence.valid
+        if self.balance_loss or self.entropy_loss:
+            # when gradient checkpointing repeats the pass, too: it wants the same operations again
+            g = assignment[real].flatten(0, -2)
+            loss = self.balance_loss * balance_loss(g) + self.entropy_loss * entropy_loss(g)
+            if self.losses is not None:
+                self.losses.append(loss)
+        if self.projected is not None and not in_backward():
+            self.projected.append(tokens.detach()[real].flatten(0, -2))
 
     def route(self, h: Tensor, sequence: Sequence) -> Selection:
         assignment = self.assign(h, sequence)

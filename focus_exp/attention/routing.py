@@ -14,14 +14,20 @@ class Router(nn.Module):
 
     Holds E*R + K*R trainable numbers and one buffer, the balance potential `[K]`, which is averaged, not trained.
     With `normalize` the projected tokens and the centroids are compared by cosine, so that one temperature suits
-    models whose hidden states differ in scale by orders of magnitude.
+    models whose hidden states differ in scale by orders of magnitude. Without `trained_centroids` those are a buffer.
     """
 
-    def __init__(self, width: int, groups: int, routing_dim: int, normalize: bool) -> None:
+    def __init__(
+        self, width: int, groups: int, routing_dim: int, normalize: bool, trained_centroids: bool = True
+    ) -> None:
         super().__init__()
         self.normalize = normalize
         self.projection = nn.Parameter(torch.empty(width, routing_dim))
-        self.centroids = nn.Parameter(torch.empty(groups, routing_dim))
+        self.centroids: Tensor
+        if trained_centroids:
+            self.centroids = nn.Parameter(torch.empty(groups, routing_dim))
+        else:
+            self.register_buffer("centroids", torch.empty(groups, routing_dim))
         self.potential: Tensor
         self.register_buffer("potential", torch.zeros(groups))
         self.reset_parameters()
@@ -33,13 +39,20 @@ class Router(nn.Module):
 
     def forward(self, h: Tensor) -> Tensor:
         """Scores `[B, T, K]` of hidden states `[B, T, E]`, in the router's precision whatever the model's."""
+        return self.compare(self.project(h))
+
+    def project(self, h: Tensor) -> Tensor:
+        """Tokens `[B, T, R]` in routing space, of length 1 with `normalize`."""
         with torch.autocast(h.device.type, enabled=False):
             # a few rows at a time: a copy of h in the router's precision would be the layer's largest tensor
             rows = max(1, CAST_ELEMENTS // h.shape[-1])
             tokens = torch.cat([part.to(self.projection.dtype) @ self.projection for part in h.split(rows, 1)], 1)
-            centroids: Tensor = self.centroids
-            if self.normalize:
-                tokens, centroids = F.normalize(tokens, dim=-1), F.normalize(centroids, dim=-1)
+            return F.normalize(tokens, dim=-1) if self.normalize else tokens
+
+    def compare(self, tokens: Tensor) -> Tensor:
+        """Scores `[B, T, K]` of projected tokens `[B, T, R]`."""
+        with torch.autocast(tokens.device.type, enabled=False):
+            centroids = F.normalize(self.centroids, dim=-1) if self.normalize else self.centroids
             return tokens @ centroids.T
 
 

@@ -17,7 +17,7 @@ from focus_exp.reporting.rows import Row
 
 
 def compare_arms(record: Record) -> None:
-    """Fill in a comparison's rows and benchmarks from the folders of its arms.
+    """Fill in a comparison's rows, benchmarks and probes from the folders of its arms.
 
     Model and data are those of the first arm that has them; so is the base, which all arms measured alike.
     """
@@ -32,6 +32,8 @@ def compare_arms(record: Record) -> None:
             record.model, record.data = found.model, found.data
             record.rows.append(found.base)
             record.benchmarks += [row for row in found.benchmarks if row.kind in ("base", "missing")]
+        record.phases += [replace(row, arm=arm.name) for row in found.phases]
+        record.probes += [replace(probe, arm=arm.name) for probe in found.probes]
         row = answer(found)
         if row is None:
             continue

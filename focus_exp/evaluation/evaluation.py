@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from focus_exp.evaluation.benchmarks import Benchmarks
 from focus_exp.evaluation.quality import Quality
+from focus_exp.reporting.findings import is_configured
 from focus_exp.reporting.record import Record
 
 
@@ -25,4 +26,8 @@ class Evaluation:
 
     def write_into(self, record: Record) -> None:
         record.rows, record.group_shares = self.quality.rows, self.quality.group_shares
+        if between := self.quality.between:
+            *_, last = self.quality.config.regime.phases
+            final = [row for row in record.rows if row.kind == "soft" or is_configured(record, row)]
+            record.phases = [*between, *(replace(row, phase=last) for row in final)]
         record.benchmarks = self.benchmarks.rows

@@ -9,7 +9,7 @@ import zipfile
 import zlib
 from collections import Counter
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -57,6 +57,7 @@ class Quality:
         self.indices = [int(i) for i in np.linspace(0, len(self.blocks) - 1, count).round()]
         self.bootstrap = Bootstrap(count, self.config.eval.bootstrap_samples, self.config.seed)
         self.rows: list[Row] = []
+        self.between: list[Row] = []
         self.base: np.ndarray | None = None
         self.soft: np.ndarray | None = None
         self.hard: np.ndarray | None = None
@@ -66,6 +67,14 @@ class Quality:
     def measure_base(self) -> None:
         """The row every other one is compared with: nothing attached, or all of it switched off."""
         self.add(Row(name=BASE, kind="base", method="full", causal=True))
+
+    def measure_between(self, phase: str) -> None:
+        """Soft gates and the configured hard groups, after a phase that others follow."""
+        own = replace(self, folder=self.folder / f"after-{phase}")
+        own.base = self.base
+        own.measure_soft(phase)
+        own.measure_hard(self.config.attention.top_k, self.config.attention.pair_rule, phase)
+        self.between += own.rows
 
     def measure_attached(self) -> None:
         """Rows of what is attached, by its kind."""
@@ -85,30 +94,37 @@ class Quality:
         return disabled(self.model) if attached else nullcontext()
 
     def measure_focus(self) -> None:
-        attention, causal = self.config.attention, is_causal(self.model)
-        set_routing(self.model, hard=False)
-        soft = self.add(Row(name="Focus soft", kind="soft", method="focus", causal=causal))
+        attention = self.config.attention
+        soft = self.measure_soft()
         self.soft = soft.nll if soft else None
         configured: Scores | None = None
         for rule in dict.fromkeys([attention.pair_rule, *self.config.eval.pair_rules]):
             for k in self.reached():
                 if k == 1 and rule != attention.pair_rule:
                     continue  # with one group a token both rules are the same
-                set_routing(self.model, hard=True, top_k=k, pair_rule=rule)
-                row = Row(
-                    name=hard_name(k, rule),
-                    kind="hard", method="focus", causal=causal, top_k=k, pair_rule=rule,
-                )  # fmt: skip
-                scores = self.add(row)
+                scores = self.measure_hard(k, rule)
                 if scores and k == attention.top_k and rule == attention.pair_rule:
                     configured, self.hard = scores, scores.nll
                     assert scores.pairs is not None
                     self.group_shares = scores.pairs.groups
         set_routing(self.model, hard=True, top_k=attention.top_k, pair_rule=attention.pair_rule)
-        if not causal and attention.calibration_blocks:
+        if not is_causal(self.model) and attention.calibration_blocks:
             self.measure_twins()
         if configured is not None and configured.pairs is not None and self.config.eval.controls:
             self.measure_controls(configured.pairs)
+
+    def measure_soft(self, phase: str | None = None) -> Scores | None:
+        set_routing(self.model, hard=False)
+        causal = is_causal(self.model)
+        return self.add(Row(name="Focus soft", kind="soft", method="focus", causal=causal, phase=phase))
+
+    def measure_hard(self, k: int, rule: str, phase: str | None = None) -> Scores | None:
+        set_routing(self.model, hard=True, top_k=k, pair_rule=rule)
+        row = Row(
+            name=hard_name(k, rule), kind="hard", method="focus", causal=is_causal(self.model), top_k=k, pair_rule=rule,
+            phase=phase,
+        )  # fmt: skip
+        return self.add(row)
 
     def reached(self) -> list[int]:
         """The numbers of groups that a query reaches, in the rows of hard groups."""

@@ -43,8 +43,10 @@ def compare(config: Config) -> None:
         if config.arm in errors:
             raise UserError(f"arm {config.arm} failed: {errors[config.arm]}")
         return
-    precision = choose_precision(config.trainer.precision, config.trainer.accelerator, trains_base=False)
-    with open_run(config, describe(precision)) as run:
+    # what all arms share is what the comparison says of itself
+    shared = replace(compose_arm(None, config.every_arm), job="compare", arms=config.arms)
+    precision = choose_precision(shared.trainer.precision, shared.trainer.accelerator, trains_base=False)
+    with open_run(shared, describe(precision)) as run:
         run.record.arms = [
             describe_arm(name, arm, config.arms[name], errors.get(name)) for name, arm in configs.items()
         ]
@@ -58,7 +60,7 @@ def gather_metrics(run: Run) -> None:
     replace_file(run.folder / METRICS, "".join(json.dumps(line) + "\n" for line in lines).encode())
 
 
-def compose_arm(name: str, settings: list[str]) -> Config:
+def compose_arm(name: str | None, settings: list[str]) -> Config:
     """The configuration of an arm: what the command line says, then the arm's own settings."""
     command_line = HydraConfig.get().overrides.task
     composed = compose("config", [*command_line, *settings])

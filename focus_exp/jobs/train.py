@@ -29,11 +29,14 @@ from focus_exp.models.adapter import save_adapter
 from focus_exp.models.attach import attach, attached_methods, attachment_of, freeze, is_causal, is_trainable
 from focus_exp.models.load import LoadedModel, load_model
 from focus_exp.models.lora import add_lora, describe_lora, router_parameters, save_lora
+from focus_exp.reporting.record import read_metrics
+from focus_exp.reporting.rows import ProbeRow
 from focus_exp.speed.timing import device_name
 from focus_exp.training.module import NonFiniteError
 from focus_exp.training.precision import Precision, choose_precision
+from focus_exp.training.probe import PROBES, probe_tokens
 from focus_exp.training.regimes import phases_of, train_phases
-from focus_exp.training.warm_start import calibrate, warm_start
+from focus_exp.training.warm_start import calibrate, calibrated, warm_start
 
 
 def train(config: Config) -> None:
@@ -49,7 +52,7 @@ def train(config: Config) -> None:
         evaluation.measure_base()
         began = time.perf_counter()
         attach_method(model, config, precision)
-        fit(run, model, blocks, precision)
+        fit(run, model, blocks, precision, evaluation.quality)
         if config.regime.trains("all"):
             save_weights(run, model, loaded.tokenizer)
         run.record.train_seconds = time.perf_counter() - began
@@ -124,8 +127,11 @@ def method_options(attention: AttentionConfig, seed: int) -> dict[str, Any]:
     return {key: value for key, value in (asdict(attention) | {"seed": seed}).items() if key in taken}
 
 
-def fit(run: Run, model: PreTrainedModel, blocks: Blocks, precision: Precision) -> None:
-    """Warm start, phases, calibration; what was added is on disk when it returns, and after a non-finite loss too."""
+def fit(run: Run, model: PreTrainedModel, blocks: Blocks, precision: Precision, quality: Quality | None = None) -> None:
+    """Warm start, phases, calibration; what was added is on disk when it returns, and after a non-finite loss too.
+
+    With `quality` routers are watched on its text while they are trained, and measured between phases.
+    """
     config, record = run.config, run.record
     phases, routed = phases_of(config), config.attention.method == "focus"
     checkpoints = list((run.folder / "checkpoints").glob("*.ckpt"))
@@ -134,8 +140,19 @@ def fit(run: Run, model: PreTrainedModel, blocks: Blocks, precision: Precision) 
         began = time.perf_counter()
         warm_start(model, sample, config.attention.warm_start_steps, precision, config.seed)
         print(f"routers fitted to the attention in {len(sample)} blocks ({time.perf_counter() - began:.0f} s)")
+    balancing = sample_blocks(blocks, config.attention.calibration_blocks, config.seed + 2)
+
+    def between(phase: str) -> None:
+        if quality and routed:
+            with calibrated(model, balancing, precision):
+                quality.measure_between(phase)
+
     try:
-        trained = train_phases(model, blocks, config, precision, run.folder, run.loggers)
+        trained = train_phases(
+            model, blocks, config, precision, run.folder, run.loggers,
+            probed=probe_tokens(quality.blocks) if quality else None,
+            between=between,
+        )  # fmt: skip
     except NonFiniteError as error:
         kept = run.folder / "checkpoints"
         if config.regime.trains("lora"):
@@ -147,13 +164,14 @@ def fit(run: Run, model: PreTrainedModel, blocks: Blocks, precision: Precision) 
             "Lower regime.phases.*.learning_rate or trainer.gradient_clip"
         ) from error
     record.steps, record.tokens_seen = trained.steps, trained.tokens
+    record.probes = [ProbeRow(**line) for line in read_metrics(run.folder / PROBES)]
     record.method = {
         "name": config.attention.name,
         "causal": is_causal(model),
         "trainable_parameters": trained_parameters(model, config),
     }
     if routed:
-        calibrate(model, sample_blocks(blocks, config.attention.calibration_blocks, config.seed + 2), precision)
+        calibrate(model, balancing, precision)
         record.layers = attachment_of(model).layers
         record.method |= method_options(config.attention, config.seed)
     if any(method.state_dict() for method in attached_methods(model).values()):

@@ -6,9 +6,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from focus_exp.reporting.other_verdicts import costs_at_most, far_costs_at_most, on_other_texts, takes_all
+from focus_exp.reporting.other_verdicts import costs_at_most, far_costs_at_most, on_other_texts
 from focus_exp.reporting.paper import paper_rows, paper_speedups
 from focus_exp.reporting.record import Record
+from focus_exp.reporting.stability_claims import stability_claims
 from focus_exp.reporting.verdicts import (
     LONG,
     LONGEST,
@@ -131,6 +132,7 @@ def claims() -> list[Claim]:
             for row in paper_rows("table7_topk")
             if row["model"] == "gpt2_124m" and row["top_k"] != 4
         ),
+        *(Claim(table, says, paper, (run,), judge) for table, says, paper, run, judge in stability_claims()),
         *_at_other_sizes(),
         *(Claim(table, says, paper, (), None, why) for table, says, paper, why in ELSEWHERE),
     ]  # fmt: skip
@@ -144,8 +146,6 @@ def _at_other_sizes() -> list[Claim]:
     t5 = next(row for row in paper_rows("table5_full_training") if "scratch" in str(row["setting"]))
     web = next(row for row in paper_rows("table5_full_training") if "openwebtext" in str(row["setting"]))
     longest: Any = paper_rows("table_long_context")[-1]
-    t9 = {(row["parameter"], row["value"]): row for row in paper_rows("table9_ablation")}
-    few, many = (t9["sinkhorn_iterations", n]["dominance_centroid"] for n in (3, 20))
     cost, far = worst["ppl_focus"] / worst["ppl_pretrained"], longest["ppl_focus_k2"] / longest["ppl_full"]
     alignment, lora = t4["focus_k2", None], t4["lora_r4", 1.0e-4]
     return [
@@ -173,10 +173,6 @@ def _at_other_sizes() -> list[Claim]:
         Claim(
             "long", f"trained at 1,024 tokens, two groups cost little at {longest['tokens']:,}",
             f"{longest['ppl_full']} to {longest['ppl_focus_k2']}", ("long_context",), far_costs_at_most(far),
-        ),
-        Claim(
-            "T9", "few Sinkhorn iterations let one group take all", f"{few} % at N = 3, {many} % at N = 20",
-            ("ablation",), takes_all("N_3", "N_20"),
         ),
     ]  # fmt: skip
 

@@ -17,7 +17,7 @@ MOST_ARMS = len(COLOURS)  # more lines than this cannot be told apart
 
 
 def write_curves(record: Record, metrics: list[dict[str, Any]], folder: str | Path) -> dict[str, Path]:
-    """Write training.png and .svg into `folder`, if few enough arms were trained; returns name -> PNG.
+    """Write the figure training and .svg into `folder`, if few enough arms were trained; returns name -> PNG.
 
     `metrics` are theirs, each line with its arm.
     """

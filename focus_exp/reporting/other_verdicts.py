@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 from focus_exp.reporting.comparison import row_of
 from focus_exp.reporting.record import Record
-from focus_exp.reporting.tables import change_text, share_text
+from focus_exp.reporting.tables import change_text
 from focus_exp.reporting.verdicts import (
     MARGIN,
     NOT_REPRODUCED,
@@ -15,7 +15,6 @@ from focus_exp.reporting.verdicts import (
     REPRODUCED,
     UNDECIDED,
     Verdict,
-    arm_row,
     between,
 )
 
@@ -67,18 +66,3 @@ def on_other_texts(record: Record) -> Verdict:
     stems = [arm.name.removesuffix("_focus") for arm in record.arms if arm.name.endswith("_focus")]
     pairs = [(stem, between(record, f"{stem}_focus", f"{stem}_full")) for stem in stems]
     return _all_below([(stem, *pair[2:]) for stem, pair in pairs if pair], MARGIN, record)
-
-
-def takes_all(few: str, many: str) -> Callable[[Record], Verdict]:
-    """Whether one group holds most tokens in arm `few`, and not in arm `many`."""
-
-    def judge(record: Record) -> Verdict:
-        shares = [row.largest_group if (row := arm_row(record, name)) else None for name in (few, many)]
-        if None in shares:
-            return Verdict(NOT_RUN, why=f"arms {few} and {many} have no groups", records=[record])
-        first, last = (share or 0.0 for share in shares)
-        ours = f"{few}: largest group {share_text(first)}, {many}: {share_text(last)}"
-        word = REPRODUCED if last <= DOMINANT < first else NOT_REPRODUCED
-        return Verdict(word, ours, "of the worst layer; a share above one half is dominance", [record])
-
-    return judge

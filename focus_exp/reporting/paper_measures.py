@@ -202,9 +202,14 @@ def _score_change(scene: Scene, column: str) -> Found:
     return Value(100 * row.difference, bounds[0], bounds[1], mark=_mark(row))
 
 
-def _largest_group(scene: Scene, column: str) -> Found:
-    row = _scored(scene, column)
-    return row if isinstance(row, str) else NOT_RUN if row.largest_group is None else Value(100 * row.largest_group)
+def _dominance(scene: Scene, column: str) -> Found:
+    phase = scene.phase(column)
+    return Value(100 * phase.probe.dominance) if phase else NOT_RUN
+
+
+def _stability(scene: Scene, column: str) -> Found:
+    phase = scene.phase(column)
+    return Value(phase.probe.stability) if phase and phase.probe.stability is not None else NOT_RUN
 
 
 def _speed(scene: Scene, column: str) -> Found:
@@ -240,11 +245,11 @@ MEASURES: dict[str, Measure] = {
     "ppl_focus_k3": Measure("PPL k=3", perplexity_text, _perplexity),
     "ppl_centroid": Measure("PPL, router trained", perplexity_text, _perplexity),
     "ppl_finetuned": Measure("PPL, all trained", perplexity_text, _perplexity),
-    "dominance_centroid": Measure("largest group [%], router trained", tenths, _largest_group),
-    "dominance_full_ft": Measure("largest group [%], all trained", tenths, _largest_group),
-    "stability_centroid": Measure("stability, router trained", number_text),
-    "stability_full_ft": Measure("stability, all trained", number_text),
-    "outcome": Measure("outcome", lambda value: f"largest group {value:.1f} %", _largest_group),
+    "dominance_centroid": Measure("largest group [%], router trained", tenths, _dominance),
+    "dominance_full_ft": Measure("largest group [%], all trained", tenths, _dominance),
+    "stability_centroid": Measure("stability, router trained", number_text, _stability),
+    "stability_full_ft": Measure("stability, all trained", number_text, _stability),
+    "outcome": Measure("outcome", lambda value: f"largest group {value:.1f} %", _dominance),
     "claimed_speedup": Measure("speed", number_text, _speed_of_k),
     "pairs_retained_percent": Measure("distant pairs kept [%]", tenths, _pairs_kept),
     "truthfulqa_mc1": Measure("TruthfulQA MC1", tenths, _score),

@@ -14,6 +14,7 @@ from focus_exp.reporting.gather import Runs, run_of, setup
 from focus_exp.reporting.paper import paper_names, paper_rows, read_yaml
 from focus_exp.reporting.record import Record
 from focus_exp.reporting.rows import Arm, Row, SpeedRow
+from focus_exp.reporting.stability import Phase, phase_of
 
 BASE = "base"
 ROUTER_TRAINED, ALL_TRAINED = ("_centroid",), ("_finetuned", "_full_ft")  # how columns end
@@ -104,9 +105,12 @@ class Scene:
             return row if everything else None
         if not column.endswith(ROUTER_TRAINED) or not everything:
             return row
-        routers = [name for name, phase in phases.items() if phase.get("train") == "router"]
-        between: list[Row] = getattr(run, "phases", [])
-        return next((r for r in between if r.kind == "hard" and getattr(r, "phase", None) in routers), None)
+        phase = phase_of(self.record, arm.name, full=False)
+        return phase.hard if phase else None
+
+    def phase(self, column: str) -> Phase | None:
+        """The phase of an arm that a column is about."""
+        return phase_of(self.record, self.place.arm_of(column), full=not column.endswith(ROUTER_TRAINED))
 
     def arm(self, name: str) -> Arm | None:
         return next((arm for arm in self.record.arms if arm.name == name), None)

@@ -15,7 +15,7 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints, is
 
 from focus_exp.errors import UserError
 from focus_exp.reporting.benchmark_rows import BenchmarkRow
-from focus_exp.reporting.rows import Arm, Continuation, Row, SpeedRow
+from focus_exp.reporting.rows import Arm, Continuation, ProbeRow, Row, SpeedRow
 
 SCHEMA_VERSION = 1
 PACKAGES = (
@@ -26,7 +26,10 @@ PACKAGES = (
 
 @dataclass(kw_only=True)
 class Record:
-    """One run. Times are seconds, `started` is ISO 8601, `group_shares` [layers][groups] follows `layers`."""
+    """One run. Times are seconds, `started` is ISO 8601, `group_shares` [layers][groups] follows `layers`.
+
+    `phases` are the rows of soft gates and of hard groups as configured, after each of several phases.
+    """
 
     status: Literal["finished", "failed", "interrupted"]
     experiment: str
@@ -51,6 +54,8 @@ class Record:
     layers: list[int] = field(default_factory=list)
     group_shares: list[list[float]] | None = None
     rows: list[Row] = field(default_factory=list)
+    phases: list[Row] = field(default_factory=list)
+    probes: list[ProbeRow] = field(default_factory=list)
     benchmarks: list[BenchmarkRow] = field(default_factory=list)
     speed: list[SpeedRow] = field(default_factory=list)
     arms: list[Arm] = field(default_factory=list)

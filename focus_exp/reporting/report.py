@@ -18,6 +18,8 @@ from focus_exp.reporting.record import Record, replace_file
 from focus_exp.reporting.speed_figures import write_speed_figures
 from focus_exp.reporting.speed_findings import speed_findings
 from focus_exp.reporting.speed_tables import speed_tables
+from focus_exp.reporting.stability import stability_findings, stability_table
+from focus_exp.reporting.stability_figure import write_stability_figure
 from focus_exp.reporting.tables import Table, quality_table
 
 
@@ -32,7 +34,7 @@ class Report:
 def all_findings(record: Record) -> list[str]:
     """Sentences on whatever the record holds; a record without rows of quality is not blamed for that."""
     if record.arms:
-        return comparison_findings(record)
+        return [*comparison_findings(record), *stability_findings(record)]
     if record.continuations:
         return continuation_findings(record)
     timed_only = bool(record.speed) and not record.rows
@@ -42,7 +44,7 @@ def all_findings(record: Record) -> list[str]:
 
 def all_tables(record: Record) -> list[Table]:
     if record.arms:
-        tables = comparison_tables(record)
+        tables = [*comparison_tables(record), *([stability_table(record)] if record.probes else [])]
     elif record.continuations:
         tables = [continuation_table(record)]
     else:
@@ -62,6 +64,9 @@ def write_report(record: Record, metrics: list[dict[str, Any]], folder: Path) ->
     if record.continuations:
         write_continuations(record, folder)
     figures = folder / "figures"
+    routers = write_stability_figure(record, figures)
     if record.arms:
-        return Report(tables, write_comparison_figure(record, figures) | write_curves(record, metrics, figures))
-    return Report(tables, write_figures(record, metrics, figures) | write_speed_figures(record, figures))
+        return Report(
+            tables, write_comparison_figure(record, figures) | write_curves(record, metrics, figures) | routers
+        )
+    return Report(tables, write_figures(record, metrics, figures) | write_speed_figures(record, figures) | routers)

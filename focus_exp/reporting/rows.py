@@ -35,6 +35,7 @@ class Row:
     Losses are nats per token; `*_low`, `*_high` are 95 % bootstrap bounds over windows. `delta_nll` is paired
     against the base, `delta_vs_hard` against the configured hard row (this row minus the hard one). Shares are
     0..1. In a comparison `arm` names the run that the row stands for, and the hard row is the first arm's answer.
+    `phase` is the one after which the row was measured, where it is one of several.
     `window` [tokens] is the row's own local window, None where it is the configured one. `path` is what
     computed the attention: soft gates, the masked path, or a kernel of the sparse path. A twin is a router that reads
     the future, made causal: its `delta_vs_hard` is against the soft or hard row of that router as it was. A row that
@@ -69,6 +70,7 @@ class Row:
     seconds: float | None = None
     error: str | None = None
     arm: str | None = None
+    phase: str | None = None
 
     @property
     def engaged(self) -> bool | None:
@@ -107,6 +109,28 @@ class Arm:
     train_seconds: float | None = None
     commit: str | None = None
     config_hash: str = ""
+
+
+@dataclass(kw_only=True)
+class ProbeRow:
+    """A router's groups on the same held-out tokens, after `step` steps of `phase`. Shares are 0..1.
+
+    dominance: share of the largest group, dead_groups: those under 1 %; means over layers, `_worst` that of a layer.
+    stability: share of the tokens whose group is that of the probe before, None at the first; `_renamed`: if groups may
+    have changed their numbers. confidence: a token's largest probability; entropy: of its assignment [nats].
+    """
+
+    phase: str
+    step: int
+    dominance: float
+    dominance_worst: float
+    dead_groups: float
+    dead_groups_worst: float
+    confidence: float
+    entropy: float
+    stability: float | None = None
+    stability_renamed: float | None = None
+    arm: str | None = None
 
 
 @dataclass(kw_only=True)

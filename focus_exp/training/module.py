@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 from focus_exp.config import PhaseConfig
 from focus_exp.errors import UserError
 from focus_exp.models.attach import freeze, is_trainable
+from focus_exp.training.mitigations import auxiliary_losses
 
 
 class LanguageModelTask(pl.LightningModule):
@@ -39,16 +40,17 @@ class LanguageModelTask(pl.LightningModule):
         self.remember()
 
     def training_step(self, batch: dict[str, Tensor], index: int) -> Tensor:
-        """Mean next-token loss of `batch["input_ids"]` `[B, T]` [nats per token]."""
+        """Mean next-token loss of `batch["input_ids"]` `[B, T]` [nats per token], and the routers' own losses."""
         tokens = batch["input_ids"]
-        logits = self.model(input_ids=tokens, use_cache=False).logits
+        with auxiliary_losses(self.model) as auxiliary:
+            logits = self.model(input_ids=tokens, use_cache=False).logits
         loss = F.cross_entropy(logits[:, :-1].flatten(0, 1).float(), tokens[:, 1:].flatten())
         if not torch.isfinite(loss):
             self.model.load_state_dict(self.last_good, strict=False)
             raise NonFiniteError(f"the loss is {loss.item()} at step {self.global_step + 1} of phase {self.name}")
         # what Lightning hands to callbacks is divided by the accumulated batches
         self.last_loss = loss.detach()
-        return loss
+        return loss + torch.stack(auxiliary).sum() if auxiliary else loss
 
     def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Refuse an update that would spoil the weights, which are then still those of the last good step."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import warnings
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -11,6 +12,7 @@ import pytorch_lightning as pl
 import torch
 from pytorch_lightning.loggers import Logger
 from pytorch_lightning.plugins.environments import LightningEnvironment
+from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
@@ -18,8 +20,10 @@ from focus_exp.config import Config, PhaseConfig
 from focus_exp.data import Blocks, ResumableLoader
 from focus_exp.models.attach import attached_methods
 from focus_exp.training.callbacks import Checkpoint, GateAnnealing, Metrics, Progress
+from focus_exp.training.mitigations import CentroidUpdates, routers_of
 from focus_exp.training.module import LanguageModelTask
 from focus_exp.training.precision import Precision
+from focus_exp.training.probe import PROBES, TIMES, Probe
 
 METRICS = "metrics.jsonl"
 
@@ -39,13 +43,26 @@ def phases_of(config: Config) -> list[tuple[str, PhaseConfig]]:
 
 
 def train_phases(
-    model: PreTrainedModel, blocks: Blocks, config: Config, precision: Precision, folder: Path, loggers: list[Logger]
+    model: PreTrainedModel,
+    blocks: Blocks,
+    config: Config,
+    precision: Precision,
+    folder: Path,
+    loggers: list[Logger],
+    *,
+    probed: Tensor | None = None,
+    between: Callable[[str], None] = lambda _: None,
 ) -> Trained:
-    """Run every phase in order; a phase that has a checkpoint in `folder` goes on from there."""
-    steps = 0
-    for index, (name, phase) in enumerate(phases_of(config)):
-        train_phase(model, blocks, config, phase, name, config.seed + index, precision, folder, loggers)
+    """Run every phase in order; a phase that has a checkpoint in `folder` goes on from there.
+
+    Routers are watched on the tokens `probed` `[B, T]`; `between` is called with the name of every phase but the last.
+    """
+    steps, phases = 0, phases_of(config)
+    for index, (name, phase) in enumerate(phases):
+        train_phase(model, blocks, config, phase, name, config.seed + index, precision, folder, loggers, probed)
         steps += phase.steps
+        if index + 1 < len(phases):
+            between(name)
     return Trained(steps, steps * tokens_per_step(config))
 
 
@@ -63,6 +80,7 @@ def train_phase(
     precision: Precision,
     folder: Path,
     loggers: list[Logger],
+    probed: Tensor | None = None,
 ) -> None:
     settings = config.trainer
     quiet_lightning()
@@ -86,6 +104,8 @@ def train_phase(
         logger=loggers or False,
         callbacks=[
             Metrics(folder / METRICS, name, settings.log_every, tokens_per_step(config)),
+            CentroidUpdates(model, config.attention),
+            *probes(model, config, phase, name, precision, folder, probed),
             Checkpoint(checkpoint, settings.checkpoint_every),
             GateAnnealing(config.attention),
             *([Progress(name)] if settings.progress else []),
@@ -103,6 +123,23 @@ def train_phase(
         model.activation_checkpointing_disable()
     # Lightning leaves the model on the CPU
     torch.nn.Module.to(model, precision.device).eval()
+
+
+def probes(
+    model: PreTrainedModel,
+    config: Config,
+    phase: PhaseConfig,
+    name: str,
+    precision: Precision,
+    folder: Path,
+    tokens: Tensor | None,
+) -> list[Probe]:
+    """What watches the routers of a phase, where there are any and it was not switched off."""
+    every = config.trainer.probe_every
+    if tokens is None or every == 0 or not routers_of(model):
+        return []
+    every = max(1, phase.steps // TIMES) if every is None else every
+    return [Probe(folder / PROBES, name, every, model, tokens, precision)]
 
 
 def set_training_mode(model: PreTrainedModel, phase: PhaseConfig) -> None:

@@ -7,6 +7,9 @@ balanced cut of the attention graph; it takes one forward pass per block of text
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import torch
 from torch import Tensor
 from tqdm import tqdm
@@ -17,7 +20,8 @@ from focus_exp.attention.method import AttentionMethod, LayerShape
 from focus_exp.attention.reference import scores
 from focus_exp.attention.routing import balance_potential
 from focus_exp.attention.selection import Selection, Sequence, always_visible, permitted, row_blocks
-from focus_exp.models.attach import attached_methods, causal_assignment, observed, set_routing, swapped
+from focus_exp.models.attach import causal_assignment, observed, set_routing, swapped
+from focus_exp.training.mitigations import routers_of
 from focus_exp.training.precision import Precision
 
 BATCH = 2
@@ -67,7 +71,7 @@ class AttentionProbe(AttentionMethod):
 
 def warm_start(model: PreTrainedModel, blocks: list[Tensor], steps: int, precision: Precision, seed: int) -> None:
     """Fit every attached router to the attention of the model on `blocks`, each `[T]` token ids."""
-    methods = {i: m for i, m in attached_methods(model).items() if isinstance(m, Focus)}
+    methods = routers_of(model)
     probes = {i: AttentionProbe(m.shape, m.window, m.sinks) for i, m in methods.items()}
     with torch.no_grad(), swapped(model, dict(probes)), precision.context():
         for tokens in tqdm(blocks, desc="warm start: reading attention", unit="block", leave=False, disable=None):
@@ -109,7 +113,7 @@ def calibrate(model: PreTrainedModel, blocks: list[Tensor], precision: Precision
     The running average lags behind a moving router, and balances mass where use balances counts. A router that reads
     the future gets potentials too, by which its causal twin is measured.
     """
-    methods = {i: m for i, m in attached_methods(model).items() if isinstance(m, Focus) and m.assignment != "softmax"}
+    methods = {i: m for i, m in routers_of(model).items() if m.assignment != "softmax"}
     if not methods or not blocks:
         return
     log_assignments: dict[int, list[Tensor]] = {index: [] for index in methods}
@@ -129,3 +133,15 @@ def calibrate(model: PreTrainedModel, blocks: list[Tensor], precision: Precision
         for sharpness in SHARPNESS:
             change = balance_potential(logits, change, 20, sharpness=sharpness)
         method.router.potential += change
+
+
+@contextmanager
+def calibrated(model: PreTrainedModel, blocks: list[Tensor], precision: Precision) -> Iterator[None]:
+    """Within the block the potentials are those of `calibrate`; afterwards training goes on with its own."""
+    potentials = {method: method.router.potential.clone() for method in routers_of(model).values()}
+    calibrate(model, blocks, precision)
+    try:
+        yield
+    finally:
+        for method, potential in potentials.items():
+            method.router.potential.copy_(potential)

@@ -1,0 +1,170 @@
+"""How evenly the arms of a comparison keep their groups, after each phase, beside the paper's tables 8 and 9."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from focus_exp.reporting.comparison import NON_CAUSAL, row_of
+from focus_exp.reporting.findings import DOMINANT
+from focus_exp.reporting.paper import paper_rows
+from focus_exp.reporting.record import Record
+from focus_exp.reporting.rows import Arm, ProbeRow, Row
+from focus_exp.reporting.tables import ABSENT, Table, caveats, identity, origin, perplexity_text, share_text, title
+
+COLLAPSED = 0.9  # of the tokens in one group, mean over layers
+COLUMNS = [
+    *("arm", "after", "steps", "largest group (worst layer)", "dead groups (worst layer)", "stability (renamed)"),
+    *("confidence", "perplexity, soft", "perplexity, hard", "paper"),
+]
+# arms of +experiment=stability: the rows of table 8 and of its two-phase test that they stand for
+MITIGATIONS = {
+    "entropy_balance": ("entropy_balance_loss", "softmax_balance_loss"),
+    "stop_gradient": ("stop_gradient", None),
+    "ema": ("ema_centroids", None),
+    "recluster": ("recluster_100", None),
+    "balance_x5": ("balance_x5", None),
+    "sinkhorn": ("sinkhorn", "sinkhorn"),
+}
+# arms of +experiment=ablation: parameter and value in table 9, whose windows are of 1,024 tokens
+ABLATIONS: dict[str, tuple[str, float]] = {
+    "default": ("groups", 8),
+    **{f"K_{groups}": ("groups", groups) for groups in (4, 16, 32)},
+    **{f"w_{share}": ("window", 1024 // part) for share, part in (("sixteenth", 16), ("quarter", 4), ("half", 2))},
+    **{f"tau_{value}": ("temperature", value) for value in (0.05, 0.2, 0.5)},
+    **{f"N_{iterations}": ("sinkhorn_iterations", iterations) for iterations in (3, 5, 10, 20)},
+}
+
+
+@dataclass(frozen=True)
+class Phase:
+    """A phase of an arm: its last probe, and its rows where they were measured. `trains`: router or all."""
+
+    arm: Arm
+    name: str
+    trains: str
+    probe: ProbeRow
+    soft: Row | None
+    hard: Row | None
+
+    @property
+    def full(self) -> bool:
+        return self.trains == "all"
+
+
+def phases(record: Record) -> Iterator[Phase]:
+    """Every phase of every arm that was probed, in order."""
+    trained = record.setting("regime", "phases", {})
+    for arm in record.arms:
+        last = {probe.phase: probe for probe in record.probes if probe.arm == arm.name}
+        for name, probe in last.items():
+            rows = {row.kind: row for row in record.phases if (row.arm, row.phase) == (arm.name, name)}
+            hard = rows.get("hard") or (row_of(record, arm) if len(last) == 1 else None)
+            trains = trained.get(name, {}).get("train", name)
+            yield Phase(arm, name, trains, probe, rows.get("soft"), hard)
+
+
+def phase_of(record: Record, arm: str, *, full: bool) -> Phase | None:
+    """The phase of `arm` that trained everything, or the router alone."""
+    return next((phase for phase in phases(record) if phase.arm.name == arm and phase.full == full), None)
+
+
+def stability_table(record: Record) -> Table:
+    """One line a phase of an arm."""
+    found = list(phases(record))
+    return Table(
+        columns=COLUMNS,
+        rows=[_cells(record, phase) for phase in found],
+        name="stability",
+        title=f"{title(record)}: groups after each phase",
+        notes=[
+            *caveats(record),
+            "largest group, dead groups (under 1 % of the tokens), stability, confidence: of the same held-out tokens "
+            "under soft gates, means over layers",
+            "stability: share of those tokens whose group is that of the probe before, in brackets if groups may "
+            "change their numbers; the paper does not define its own",
+            "perplexity, soft: of the gates that were trained; hard: of the groups as they are used",
+            "the paper's numbers: of GPT-2 124M on PG-19",
+            origin(record),
+        ],
+        values=[_values(record, phase) for phase in found],
+    )
+
+
+def _cells(record: Record, phase: Phase) -> list[str]:
+    probe, causal = phase.probe, (phase.hard or phase.soft)
+    return [
+        phase.arm.name + (f" ({NON_CAUSAL})" if causal and not causal.causal else ""),
+        phase.name,
+        f"{probe.step:,}",
+        f"{share_text(probe.dominance)} ({share_text(probe.dominance_worst)})",
+        f"{probe.dead_groups:.1f} ({probe.dead_groups_worst:.0f})",
+        ABSENT if probe.stability is None else f"{probe.stability:.3f} ({probe.stability_renamed:.3f})",
+        f"{probe.confidence:.2f}",
+        *(perplexity_text(row.perplexity if row else None) for row in (phase.soft, phase.hard)),
+        printed(record, phase) or ABSENT,
+    ]
+
+
+def _values(record: Record, phase: Phase) -> dict[str, Any]:
+    measured = {
+        f"{row_kind}_{key}": getattr(row, key) if row else None
+        for row_kind, row in (("soft", phase.soft), ("hard", phase.hard))
+        for key in ("perplexity", "perplexity_low", "perplexity_high", "nll", "delta_nll", "largest_group", "causal")
+    }
+    return {
+        "experiment": record.experiment,
+        **asdict(phase.probe),
+        "settings": " ".join(phase.arm.settings),
+        **measured,
+        "paper": printed(record, phase),
+        **identity(record),
+    }
+
+
+def printed(record: Record, phase: Phase) -> str:
+    """What the paper prints of this arm after such a phase; "" for nothing."""
+    said = {"stability": _table8, "ablation": _table9}.get(record.experiment)
+    return ", ".join(said(phase)) if said else ""
+
+
+def _table8(phase: Phase) -> list[str]:
+    outcome, test = MITIGATIONS.get(phase.arm.name, (None, None))
+    suffix = "full_ft" if phase.full else "centroid"
+    said = []
+    for row in paper_rows("table8_dominance.two_phase_K8"):
+        if row["method"] == test:
+            said += [f"largest group {row[f'dominance_{suffix}']} %", f"stability {row[f'stability_{suffix}']}"]
+    if phase.full:
+        said += [str(row["outcome"]) for row in paper_rows("table8_dominance") if row["mitigation"] == outcome]
+    return said
+
+
+def _table9(phase: Phase) -> list[str]:
+    perplexity, suffix = ("ppl_finetuned", "full_ft") if phase.full else ("ppl_centroid", "centroid")
+    return [
+        f"perplexity {row[perplexity]}, largest group {row[f'dominance_{suffix}']} %"
+        for row in paper_rows("table9_ablation")
+        if (row["parameter"], row["value"]) == ABLATIONS.get(phase.arm.name)
+    ]
+
+
+def stability_findings(record: Record) -> list[str]:
+    """Sentences on who collapsed in which phase, and who kept all groups."""
+    said = []
+    for name in dict.fromkeys(phase.name for phase in phases(record)):
+        own = [phase for phase in phases(record) if phase.name == name]
+        fates = {
+            "one group took over": [p for p in own if p.probe.dominance >= COLLAPSED],
+            "one group holds more than half": [p for p in own if DOMINANT < p.probe.dominance < COLLAPSED],
+            "groups live on": [p for p in own if p.probe.dominance <= DOMINANT],
+        }
+        parts = [f"{fate} under {', '.join(map(_share, found))}" for fate, found in fates.items() if found]
+        said.append(f"After phase {name} {'; '.join(parts)}.")
+    return said
+
+
+def _share(phase: Phase) -> str:
+    dead = f", {phase.probe.dead_groups:.1f} dead" if phase.probe.dead_groups >= 1 else ""
+    return f"{phase.arm.name} ({share_text(phase.probe.dominance)}{dead})"
