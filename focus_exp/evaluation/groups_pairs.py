@@ -79,11 +79,19 @@ def write_passage(path: Path, cut: Cut, passage: Passage) -> None:
 
 
 def layer_content(index: int, cut: Cut, probe: CutProbe) -> dict[str, Any]:
-    """kept_keys, cut_keys: of every query [[key, mass, affinity], ...], heaviest first."""
-    assignment = cut.selections[index].assignment
-    assert assignment is not None
-    confidence, groups = assignment[0].max(-1)
+    """kept_keys, cut_keys: of every query [[key, mass, affinity], ...], heaviest first; query_groups, key_groups: of
+    every token the groups it reaches and is reached by, where it has more than one."""
+    selection = cut.selections[index]
+    assert selection.assignment is not None
+    confidence, groups = selection.assignment[0].max(-1)
+    members: dict[str, Any] = {}
+    if selection.group is None and selection.query_groups is not None and selection.key_groups is not None:
+        members = {
+            "query_groups": [of_token.nonzero()[:, 0].tolist() for of_token in selection.query_groups[0]],
+            "key_groups": [of_token.nonzero()[:, 0].tolist() for of_token in selection.key_groups[0]],
+        }
     return {
+        **members,
         "layer": index,
         "groups": groups.tolist(),
         "confidence": rounded(confidence, 3),
