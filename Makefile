@@ -11,10 +11,10 @@ GPU_BENCH := +experiment=speed model=smollm2_135m model.hub_id=null data=files d
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help install browser retrofit report test test-fast smoke gpu lint format types clean
+.PHONY: help install browser retrofit reproduce-embedded report test test-fast smoke gpu lint format types clean
 
 help: ## list the targets
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  %-10s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  %-19s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
 
 install: $(STAMP) ## create the environment in VENV (.venv) with PYTHON (python3)
 
@@ -30,6 +30,9 @@ browser: ## install Chromium, which tests of pages need, if it is missing and ap
 
 retrofit: $(STAMP) ## train Focus routers on a frozen GPT-2 124M; more overrides in ARGS
 	$(RUN) focus_exp +experiment=retrofit_124m $(ARGS)
+
+reproduce-embedded: $(STAMP) ## every table at small scale, resumable, then the report; ARGS=scale=quick: within 40 minutes
+	$(RUN) focus_exp job=reproduce assets=embedded $(ARGS)
 
 report: $(STAMP) ## all records and the paper's claims as runs/report/report.md, .tex and .html
 	$(RUN) focus_exp job=report $(ARGS)

@@ -179,7 +179,7 @@ def validate(config: Config) -> None:
         raise UserError("data=files needs data.files=<folder or glob of text files>")
     if config.data.source == "hub" and not config.data.hub_id:
         raise UserError("data.source=hub needs data.hub_id")
-    if not (config.model.path or config.model.hub_id or config.model.architecture):
+    if not (config.model.path or config.model.hub_id or config.model.architecture or config.model.trained_by):
         raise UserError(f"model {config.model.name} has neither path, nor hub_id, nor architecture")
 
 

@@ -6,11 +6,12 @@ import hashlib
 import json
 from dataclasses import MISSING as MISSING_DEFAULT
 from dataclasses import asdict, dataclass, field, fields, is_dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, get_type_hints
 
 from hydra.core.config_store import ConfigStore
-from omegaconf import MISSING
+from omegaconf import MISSING, OmegaConf
 
 Numbers = list[int]
 
@@ -247,8 +248,11 @@ class AnalyzeConfig:
 @dataclass
 class ReproduceConfig:
     name: str = MISSING
-    # in the order in which they run: table -> overrides of the command that makes it
+    # in the order in which they run: table -> overrides of the command that makes it; of these, `adapter=@name` takes
+    # the adapter that the table `name` left
     tables: dict[str, list[str]] = field(default_factory=dict)
+    minutes: dict[str, float] = field(default_factory=dict)  # about, at scale=embedded on 2 CPU cores
+    only: list[str] = field(default_factory=list)  # of these tables; empty: all
 
 
 @dataclass
@@ -259,15 +263,24 @@ class ScaleConfig:
     steps: int = MISSING
     warmup_steps: int = MISSING
     long_steps: int = MISSING  # of a run that stands alone
+    alignment_steps: int = MISSING
     small_steps: int = MISSING  # of many runs with small_model
     scratch_steps: int = MISSING
     train_tokens: int | None = None
     test_tokens: int | None = None
     windows: int | None = None
     long_windows: int | None = None
+    context_windows: int | None = None  # of 1,024 tokens, where contexts are long
     limit: int | None = None  # documents of a task
-    # settings of the model for tables of many long runs
+    # of the clocks; lengths empty: all that the device is for
+    lengths: Numbers = field(default_factory=Numbers)
+    model_lengths: Numbers = field(default_factory=Numbers)
+    step_lengths: Numbers = field(default_factory=Numbers)
+    decode_lengths: Numbers = field(default_factory=Numbers)
+    prompts: int = MISSING
+    # settings of every arm: for tables of many long runs, and for twins from scratch
     small_model: list[str] = field(default_factory=list)
+    scratch: list[str] = field(default_factory=list)
     # arms: name -> settings
     models: dict[str, list[str]] = field(default_factory=dict)
     domains: dict[str, list[str]] = field(default_factory=dict)
@@ -310,11 +323,20 @@ GROUPS = {key: schema for key, schema in get_type_hints(Config).items() if is_da
 
 
 def register_schemas() -> None:
-    """Put the schemas where the defaults lists of conf/ find them."""
+    """Put the schemas where the defaults lists of conf/ find them, and the resolver that they use."""
+    OmegaConf.register_new_resolver("package_folder", package_folder, replace=True)
     store = ConfigStore.instance()
     store.store(name="base_config", node=Config)
     for group, schema in GROUPS.items():
         store.store(group=group, name=f"base_{group}", node=schema)
+
+
+def package_folder(name: str) -> str:
+    """Where the installed package `name` lies."""
+    spec = find_spec(name)
+    if spec is None or spec.origin is None:
+        raise ValueError(f"the package {name} is not installed")
+    return str(Path(spec.origin).parent)
 
 
 def to_dict(config: Config) -> dict[str, Any]:

@@ -21,11 +21,18 @@ from focus_exp.attention.selection import Selection, Sequence, count_pairs
 from focus_exp.config import Config
 from focus_exp.data import Blocks
 from focus_exp.errors import first_line
-from focus_exp.evaluation.controls import BASE, RANDOM_GROUPS, WINDOW_ONLY, hard_name, random_groups, window_only
+from focus_exp.evaluation.controls import (
+    BASE,
+    RANDOM_GROUPS,
+    WINDOW_ONLY,
+    hard_name,
+    random_groups,
+    window_only,
+)
 from focus_exp.evaluation.outcomes import slug
 from focus_exp.evaluation.perplexity import PairShares, Scores, score
 from focus_exp.evaluation.statistics import Bootstrap, by_position, mean, paired, window_sums
-from focus_exp.models.attach import disabled, is_causal, observed, set_routing, swapped
+from focus_exp.models.attach import causal_assignment, disabled, is_causal, observed, set_routing, swapped
 from focus_exp.models.lora import describe_lora
 from focus_exp.reporting.rows import Row
 from focus_exp.training.precision import Precision
@@ -51,6 +58,7 @@ class Quality:
         self.bootstrap = Bootstrap(count, self.config.eval.bootstrap_samples, self.config.seed)
         self.rows: list[Row] = []
         self.base: np.ndarray | None = None
+        self.soft: np.ndarray | None = None
         self.hard: np.ndarray | None = None
         self.group_shares: list[list[float]] | None = None
         self.distant_share = 0.0
@@ -79,7 +87,8 @@ class Quality:
     def measure_focus(self) -> None:
         attention, causal = self.config.attention, is_causal(self.model)
         set_routing(self.model, hard=False)
-        self.add(Row(name="Focus soft", kind="soft", method="focus", causal=causal))
+        soft = self.add(Row(name="Focus soft", kind="soft", method="focus", causal=causal))
+        self.soft = soft.nll if soft else None
         configured: Scores | None = None
         for rule in dict.fromkeys([attention.pair_rule, *self.config.eval.pair_rules]):
             for k in self.reached():
@@ -96,6 +105,8 @@ class Quality:
                     assert scores.pairs is not None
                     self.group_shares = scores.pairs.groups
         set_routing(self.model, hard=True, top_k=attention.top_k, pair_rule=attention.pair_rule)
+        if not causal and attention.calibration_blocks:
+            self.measure_twins()
         if configured is not None and configured.pairs is not None and self.config.eval.controls:
             self.measure_controls(configured.pairs)
 
@@ -103,6 +114,16 @@ class Quality:
         """The numbers of groups that a query reaches, in the rows of hard groups."""
         attention, asked = self.config.attention, self.config.eval.top_k
         return [k for k in range(1, attention.groups + 1) if not asked or k in (*asked, attention.top_k)]
+
+    def measure_twins(self) -> None:
+        """The same router where a token's groups depend on that token alone: what it gains by reading the future."""
+        top_k, rule = self.config.attention.top_k, self.config.attention.pair_rule
+        with causal_assignment(self.model):
+            set_routing(self.model, hard=False)
+            self.add(Row(name="same router, causal, soft", kind="twin", method="focus", causal=True))
+            set_routing(self.model, hard=True, top_k=top_k, pair_rule=rule)
+            name = f"same router, causal, {hard_name(top_k, rule).removeprefix('Focus ')}"
+            self.add(Row(name=name, kind="twin", method="focus", causal=True, top_k=top_k, pair_rule=rule))
 
     def measure_controls(self, pairs: PairShares) -> None:
         """The same window without routing, a window widened to as many pairs, and random groups of the same sizes."""
@@ -173,14 +194,15 @@ class Quality:
         row.perplexity_beyond_window = perplexity(mean(nll[:, window:]))
         if self.base is not None:
             row.delta_nll, row.delta_low, row.delta_high = paired(nll, self.base, self.bootstrap)
-        if self.hard is not None and row.kind == "control":
-            row.delta_vs_hard, row.delta_vs_hard_low, row.delta_vs_hard_high = paired(nll, self.hard, self.bootstrap)
+        reference = self.soft if row.kind == "twin" and row.top_k is None else self.hard
+        if reference is not None and row.kind in ("control", "twin"):
+            row.delta_vs_hard, row.delta_vs_hard_low, row.delta_vs_hard_high = paired(nll, reference, self.bootstrap)
         row.distant_pairs_kept = scores.pairs.kept if scores.pairs else 1.0
         row.pairs_removed = scores.pairs.removed if scores.pairs else 0.0
         if row.window is not None and self.distant_share:
             # distant means the same for every row: beyond the configured window
             row.distant_pairs_kept = 1 - row.pairs_removed / self.distant_share
-        if scores.pairs and row.kind == "hard":
+        if scores.pairs and row.top_k is not None and row.method == "focus":
             row.largest_group = max((max(shares) for shares in scores.pairs.groups), default=None)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import json
 import logging
 import shutil
 import time
@@ -18,11 +19,12 @@ from focus_exp.errors import UserError, first_line
 from focus_exp.evaluation.comparison import compare_arms
 from focus_exp.evaluation.controls import BASE
 from focus_exp.evaluation.outcomes import slug
-from focus_exp.jobs.run import finished_record, open_run, run_folder, seconds_text
+from focus_exp.jobs.run import Run, finished_record, open_run, run_folder, seconds_text
 from focus_exp.jobs.train import describe, train
-from focus_exp.reporting.record import Record
+from focus_exp.reporting.record import Record, read_metrics, replace_file
 from focus_exp.reporting.rows import Arm
 from focus_exp.training.precision import choose_precision
+from focus_exp.training.regimes import METRICS
 
 log = logging.getLogger(__name__)
 
@@ -34,7 +36,7 @@ def compare(config: Config) -> None:
     """
     names = [config.arm] if config.arm else list(config.arms)
     # all of them before the first one runs: a mistake in the last should not cost what the others take
-    configs = {name: compose_arm(name, config.arms[name]) for name in names}
+    configs = {name: compose_arm(name, [*config.every_arm, *config.arms[name]]) for name in names}
     print(f"{config.experiment}: {len(names)} arms, seed {config.seed}: {', '.join(names)}")
     errors = run_arms(configs)
     if config.arm:
@@ -47,13 +49,20 @@ def compare(config: Config) -> None:
             describe_arm(name, arm, config.arms[name], errors.get(name)) for name, arm in configs.items()
         ]
         compare_arms(run.record)
+        gather_metrics(run)
+
+
+def gather_metrics(run: Run) -> None:
+    """Put the training logs of all arms into one, each line with its arm: the curves need nothing else."""
+    lines = [{"arm": arm.name, **line} for arm in run.record.arms for line in read_metrics(Path(arm.folder) / METRICS)]
+    replace_file(run.folder / METRICS, "".join(json.dumps(line) + "\n" for line in lines).encode())
 
 
 def compose_arm(name: str, settings: list[str]) -> Config:
     """The configuration of an arm: what the command line says, then the arm's own settings."""
     command_line = HydraConfig.get().overrides.task
     composed = compose("config", [*command_line, *settings])
-    return replace(parse(composed), job="train", arm=name, arms={})
+    return replace(parse(composed), job="train", arm=name, arms={}, every_arm=[])
 
 
 def run_arms(configs: dict[str, Config]) -> dict[str, str]:

@@ -23,6 +23,7 @@ from focus_exp.evaluation.benchmarks import Benchmarks
 from focus_exp.evaluation.evaluation import Evaluation
 from focus_exp.evaluation.quality import Quality
 from focus_exp.jobs.backend import check_backend, set_backend
+from focus_exp.jobs.base import make_base, with_base
 from focus_exp.jobs.run import Run, already_finished, open_run, run_folder
 from focus_exp.models.adapter import save_adapter
 from focus_exp.models.attach import attach, attached_methods, attachment_of, freeze, is_causal, is_trainable
@@ -59,8 +60,9 @@ def train(config: Config) -> None:
 def load(run: Run, precision: Precision) -> tuple[LoadedModel, Corpus]:
     """The model on its device and the corpus, both announced and on record."""
     config, cache = run.config, cache_root(run.config.cache_dir)
+    make_base(config)
     loaded = load_model(
-        config.model,
+        with_base(config),
         assets=config.assets,
         cache=cache,
         seed=config.seed,

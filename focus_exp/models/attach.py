@@ -16,6 +16,7 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
 
+from focus_exp.attention.focus import Focus
 from focus_exp.attention.method import BACKENDS, AttentionMethod, LayerShape, Observer
 from focus_exp.attention.registry import METHODS, build
 from focus_exp.attention.selection import PAIR_RULES
@@ -135,6 +136,20 @@ def attachment_of(model: PreTrainedModel) -> Attachment:
 def is_causal(model: PreTrainedModel) -> bool:
     """False if any attached layer lets the future of a sequence change its past."""
     return all(method.causal for method in attached_methods(model).values())
+
+
+@contextmanager
+def causal_assignment(model: PreTrainedModel) -> Iterator[None]:
+    """Within the block attached routers that read the future take the causal assignment, by their frozen potential."""
+    routers = [m for m in attached_methods(model).values() if isinstance(m, Focus) and not m.causal]
+    before = [router.assignment for router in routers]
+    for router in routers:
+        router.assignment = "balanced"
+    try:
+        yield
+    finally:
+        for router, assignment in zip(routers, before, strict=True):
+            router.assignment = assignment
 
 
 def set_routing(

@@ -17,7 +17,7 @@ from focus_exp.reporting.record import Record
 from focus_exp.reporting.rows import Row
 from focus_exp.reporting.tables import share_text, title
 
-STYLES = {"base": "-", "trained": "-.", "hard": "-", "soft": ":", "control": "--"}
+STYLES = {"base": "-", "trained": "-.", "hard": "-", "soft": ":", "control": "--", "twin": (0, (1, 3))}
 
 
 def write_figures(record: Record, metrics: list[dict[str, Any]], folder: str | Path) -> dict[str, Path]:
@@ -35,7 +35,7 @@ def write_figures(record: Record, metrics: list[dict[str, Any]], folder: str | P
 
 
 def _loss_curve(record: Record, metrics: list[dict[str, Any]]) -> Figure | None:
-    phases = _phases(metrics)
+    phases = phases_of(metrics)
     if not any(curves.get("loss") for curves in phases.values()):
         return None
     speeds = [line["tokens_per_second"] for line in metrics if line.get("tokens_per_second")]
@@ -46,7 +46,7 @@ def _loss_curve(record: Record, metrics: list[dict[str, Any]]) -> Figure | None:
         if curves.get("loss"):
             steps, losses = np.array(sorted(curves["loss"].items())).T
             axes.plot(steps, losses, color=colour, linewidth=0.7, alpha=0.35)
-            axes.plot(steps, _smooth(losses), color=colour, linewidth=2, label=f"{phase} (smoothed)")
+            axes.plot(steps, smooth(losses), color=colour, linewidth=2, label=f"{phase} (smoothed)")
         if curves.get("val_loss"):
             steps, losses = np.array(sorted(curves["val_loss"].items())).T
             axes.plot(steps, losses, "o", color=colour, markeredgecolor="black", label=f"{phase}, held-out text")
@@ -56,7 +56,7 @@ def _loss_curve(record: Record, metrics: list[dict[str, Any]]) -> Figure | None:
     return figure
 
 
-def _phases(metrics: list[dict[str, Any]]) -> dict[str, dict[str, dict[int, float]]]:
+def phases_of(metrics: list[dict[str, Any]]) -> dict[str, dict[str, dict[int, float]]]:
     """phase -> name -> step -> finite value, phases in sequence even where each restarts its steps.
 
     A step logged twice, before and after a resume, counts once: the later line wins.
@@ -75,7 +75,7 @@ def _phases(metrics: list[dict[str, Any]]) -> dict[str, dict[str, dict[int, floa
     return phases
 
 
-def _smooth(values: np.ndarray) -> np.ndarray:
+def smooth(values: np.ndarray) -> np.ndarray:
     """Centred mean over a tenth of the curve."""
     window = np.ones(max(1, len(values) // 10) | 1)
     if len(window) > len(values):

@@ -21,6 +21,7 @@ def findings(record: Record) -> list[str]:
         *(_verdict(record, hard) if hard else []),
         *(_gap(record, hard) if hard else []),
         *(_controls(record, hard) if hard else []),
+        *_leak(record),
         *_dominance(record),
         *_warnings(record),
     ]
@@ -122,6 +123,21 @@ def _gap(record: Record, hard: Row) -> list[str]:
         f"Soft-to-hard gap: pruning changes the perplexity of the soft gate from {perplexity_text(soft.perplexity)} "
         f"to {perplexity_text(hard.perplexity)} ({change_text(hard.nll - soft.nll)})."
     ]
+
+
+def _leak(record: Record) -> list[str]:
+    """What an assignment that reads the future gains over the same router without it."""
+    said = []
+    for twin in record.rows:
+        if twin.kind != "twin" or twin.nll is None or twin.delta_vs_hard is None:
+            continue
+        low, high = twin.delta_vs_hard_low, twin.delta_vs_hard_high
+        word = difference_word(twin.delta_vs_hard, low, high, ("better than", "worse than"))
+        said.append(
+            f"{twin.name}: perplexity {perplexity_text(twin.perplexity)}, {word} the same router reading the future "
+            f"({_change(twin.delta_vs_hard, low, high)}, paired)."
+        )
+    return said
 
 
 def _controls(record: Record, hard: Row) -> list[str]:

@@ -11,6 +11,7 @@ from focus_exp.reporting.benchmarks import benchmark_table
 from focus_exp.reporting.comparison import comparison_findings, comparison_tables
 from focus_exp.reporting.comparison_figure import write_comparison_figure
 from focus_exp.reporting.continuations import continuation_findings, continuation_table, write_continuations
+from focus_exp.reporting.curves import write_curves
 from focus_exp.reporting.figures import write_figures
 from focus_exp.reporting.findings import findings
 from focus_exp.reporting.groups import group_tables
@@ -59,7 +60,8 @@ def all_tables(record: Record) -> list[Table]:
 
 
 def write_report(record: Record, metrics: list[dict[str, Any]], folder: Path) -> Report:
-    """Write table.md, one CSV a table and the figures into `folder`; `metrics` are the lines of metrics.jsonl."""
+    """Write table.md, one CSV a table and the figures into `folder`; `metrics` are the lines of metrics.jsonl,
+    in a comparison those of all arms, each with its `arm`."""
     tables = all_tables(record)
     replace_file(folder / "table.md", "\n".join(table.to_markdown() for table in tables).encode())
     for table in tables:
@@ -70,5 +72,5 @@ def write_report(record: Record, metrics: list[dict[str, Any]], folder: Path) ->
         write_page(record, folder)
     figures = folder / "figures"
     if record.arms:
-        return Report(tables, write_comparison_figure(record, figures))
+        return Report(tables, write_comparison_figure(record, figures) | write_curves(record, metrics, figures))
     return Report(tables, write_figures(record, metrics, figures) | write_speed_figures(record, figures))

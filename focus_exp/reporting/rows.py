@@ -36,12 +36,13 @@ class Row:
     against the base, `delta_vs_hard` against the configured hard row (this row minus the hard one). Shares are
     0..1. In a comparison `arm` names the run that the row stands for, and the hard row is the first arm's answer.
     `window` [tokens] is the row's own local window, None where it is the configured one. `path` is what
-    computed the attention: soft gates, the masked path, or a kernel of the sparse path. A row that failed carries
-    `error` and no numbers.
+    computed the attention: soft gates, the masked path, or a kernel of the sparse path. A twin is a router that reads
+    the future, made causal: its `delta_vs_hard` is against the soft or hard row of that router as it was. A row that
+    failed carries `error` and no numbers.
     """
 
     name: str
-    kind: Literal["base", "trained", "soft", "hard", "control"]
+    kind: Literal["base", "trained", "soft", "hard", "control", "twin"]
     method: str
     causal: bool
     top_k: int | None = None
@@ -72,7 +73,13 @@ class Row:
     @property
     def engaged(self) -> bool | None:
         """Whether the mask removes at least 5 % of the causal pairs; None where no mask applies (base, soft gate)."""
-        return None if self.kind in ("base", "trained", "soft") else acted(self.method, self.pairs_removed)
+        unmasked = self.soft or self.kind in ("base", "trained")
+        return None if unmasked else acted(self.method, self.pairs_removed)
+
+    @property
+    def soft(self) -> bool:
+        """Whether its gates weigh every pair."""
+        return self.kind == "soft" or (self.kind == "twin" and self.top_k is None)
 
     @property
     def scored(self) -> bool:

@@ -125,7 +125,7 @@ def _cells(row: Row) -> list[str]:
         if row.perplexity_low is not None and row.perplexity_high is not None:
             perplexity += f" [{perplexity_text(row.perplexity_low)}, {perplexity_text(row.perplexity_high)}]"
     removed = share_text(row.pairs_removed)
-    if row.kind == "soft" and row.error is None:
+    if row.soft and row.error is None:
         removed = f"{removed} (soft gate)"
     elif row.engaged is False:
         removed = f"{removed} (not engaged)"

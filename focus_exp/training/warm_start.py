@@ -17,7 +17,7 @@ from focus_exp.attention.method import AttentionMethod, LayerShape
 from focus_exp.attention.reference import scores
 from focus_exp.attention.routing import balance_potential
 from focus_exp.attention.selection import Selection, Sequence, always_visible, permitted, row_blocks
-from focus_exp.models.attach import attached_methods, observed, set_routing, swapped
+from focus_exp.models.attach import attached_methods, causal_assignment, observed, set_routing, swapped
 from focus_exp.training.precision import Precision
 
 BATCH = 2
@@ -106,9 +106,10 @@ def fit_router(method: Focus, probe: AttentionProbe, steps: int, generator: torc
 def calibrate(model: PreTrainedModel, blocks: list[Tensor], precision: Precision) -> None:
     """Set the frozen potentials so that hard groups are equally large on `blocks` of training text.
 
-    The running average lags behind a moving router, and balances mass where use balances counts.
+    The running average lags behind a moving router, and balances mass where use balances counts. A router that reads
+    the future gets potentials too, by which its causal twin is measured.
     """
-    methods = {i: m for i, m in attached_methods(model).items() if isinstance(m, Focus) and m.assignment == "balanced"}
+    methods = {i: m for i, m in attached_methods(model).items() if isinstance(m, Focus) and m.assignment != "softmax"}
     if not methods or not blocks:
         return
     log_assignments: dict[int, list[Tensor]] = {index: [] for index in methods}
@@ -119,7 +120,7 @@ def calibrate(model: PreTrainedModel, blocks: list[Tensor], precision: Precision
 
     model.eval()
     set_routing(model, hard=True)
-    with observed(model, observe), precision.context():
+    with causal_assignment(model), observed(model, observe), precision.context():
         for tokens in tqdm(blocks, desc="calibrating balance", unit="block", leave=False, disable=None):
             model(input_ids=tokens[None].to(model.device), use_cache=False, logits_to_keep=1)
     for index, method in methods.items():

@@ -1,0 +1,61 @@
+"""Models whose weights come from a run here (`model.trained_by`): find that run, or make it first."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+from hydra import compose
+
+from focus_exp.checks import parse
+from focus_exp.config import Config, ModelConfig
+from focus_exp.errors import UserError
+from focus_exp.jobs.run import finished_record, run_folder
+
+
+def base_overrides(config: Config) -> list[str]:
+    """The command that trains the base: as `trained_by` says, at this scale, in these folders."""
+    return [
+        *config.model.trained_by,
+        f"scale={config.scale.name}",
+        f"assets={config.assets}",
+        f"runs_dir={config.runs_dir}",
+        f"cache_dir={config.cache_dir or 'null'}",
+        f"logger.wandb={config.logger.wandb}",
+    ]
+
+
+def needs_base(config: Config) -> bool:
+    return bool(config.model.trained_by) and config.model.path is None and not config.regime.from_scratch
+
+
+def base_run(config: Config) -> Config:
+    """The configuration of the run that trains the base; of a comparison, that of the arm it names."""
+    found = parse(compose("config", base_overrides(config)))
+    if found.arm is None:
+        return found
+    settings = [*found.every_arm, *found.arms[found.arm]]
+    arm = parse(compose("config", [*base_overrides(config), *settings]))
+    return replace(arm, job="train", arms={}, every_arm=[])
+
+
+def make_base(config: Config) -> None:
+    """Train the base in a process of its own, unless it is there; UserError if that fails."""
+    if not needs_base(config) or finished_record(base_run(config)) is not None:
+        return
+    print(f"{config.model.name} is trained here first: {' '.join(config.model.trained_by)}")
+    code = subprocess.run([sys.executable, "-m", "focus_exp", *base_overrides(config)]).returncode
+    if code:
+        raise UserError(
+            f"model {config.model.name} could not be trained (exit code {code}); see the lines above, "
+            "or give other weights with model.path="
+        )
+
+
+def with_base(config: Config) -> ModelConfig:
+    """The model's configuration, with the path of the weights that its own run left."""
+    if not needs_base(config):
+        return config.model
+    return replace(config.model, path=str(Path(run_folder(base_run(config))) / "model"))

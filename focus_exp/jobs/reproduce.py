@@ -1,0 +1,98 @@
+"""job=reproduce: every table in turn, each a command of its own that resumes; what fails is named, the rest goes on."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+import time
+from dataclasses import replace
+
+from hydra import compose
+
+from focus_exp.checks import parse
+from focus_exp.config import Config
+from focus_exp.errors import Interrupted, UserError
+from focus_exp.jobs.evaluate import with_adapter
+from focus_exp.jobs.report import report
+from focus_exp.jobs.run import finished_record, run_folder, seconds_text
+
+OF_TABLE = re.compile(r"@(\w+)")
+
+
+def reproduce(config: Config) -> None:
+    """Make the tables of `config.reproduce` that are not finished, then the report of all records at this scale.
+
+    UserError at the end, with their names, if tables failed.
+    """
+    tables = {
+        name: table
+        for name, table in config.reproduce.tables.items()
+        if not config.reproduce.only or name in config.reproduce.only
+    }
+    commands = {name: overrides_of(table, config) for name, table in tables.items()}
+    minutes = {name: config.reproduce.minutes.get(name, 1.0) for name in tables if not finished(commands[name])}
+    print(
+        f"reproduce {config.reproduce.name} at scale={config.scale.name}: {len(tables)} tables, "
+        f"{len(tables) - len(minutes)} finished already" + (estimate(minutes, {}) if minutes else "")
+    )
+    taken: dict[str, float] = {}
+    failed = []
+    for number, (name, overrides) in enumerate(commands.items(), start=1):
+        if name not in minutes:
+            continue
+        left = {other: m for other, m in minutes.items() if other not in taken}
+        print(f"\n[{number}/{len(tables)}] {name}{estimate(left, {n: t / minutes[n] for n, t in taken.items()})}")
+        print(f"python -m focus_exp {' '.join(overrides)}")
+        began = time.perf_counter()
+        code = subprocess.run([sys.executable, "-m", "focus_exp", *overrides]).returncode
+        taken[name] = (time.perf_counter() - began) / 60
+        if code > 128 or code < 0:
+            raise Interrupted(abs(code) % 128, f"in table {name}")
+        if code:
+            failed.append(name)
+        print(f"[{number}/{len(tables)}] {name}: {'failed' if code else 'done'} in {seconds_text(taken[name] * 60)}")
+    report(config)
+    if failed:
+        raise UserError(f"{len(failed)} of {len(tables)} tables failed: {', '.join(failed)}; the same command goes on")
+
+
+def overrides_of(table: list[str], config: Config) -> list[str]:
+    """The table's command line at this scale, in these folders, with the adapters of other tables in their place."""
+    shared = [
+        f"scale={config.scale.name}",
+        f"assets={config.assets}",
+        f"runs_dir={config.runs_dir}",
+        *([f"cache_dir={config.cache_dir}"] if config.cache_dir else []),
+        f"logger.wandb={config.logger.wandb}",
+    ]
+
+    def adapter(found: re.Match[str]) -> str:
+        source = config.reproduce.tables.get(found[1])
+        if source is None:
+            raise UserError(f"reproduce.tables has no table {found[1]}, whose adapter {found[0]} asks for")
+        folder = run_folder(composed(overrides_of(source, config)))
+        return f"{folder}/adapter".replace("=", "\\=")
+
+    return [*(OF_TABLE.sub(adapter, override) for override in table), *shared]
+
+
+def composed(overrides: list[str]) -> Config:
+    return parse(compose("config", overrides))
+
+
+def finished(overrides: list[str]) -> bool:
+    """Whether the run that this command makes is there."""
+    config = composed(overrides)
+    if config.adapter:
+        try:
+            config = with_adapter(config)
+        except UserError:  # the adapter is still to be made
+            return False
+    return finished_record(replace(config, overwrite=False)) is not None
+
+
+def estimate(minutes: dict[str, float], pace: dict[str, float]) -> str:
+    """What is left by the minutes of the configuration, corrected by how those of finished tables compared."""
+    factor = sum(pace.values()) / len(pace) if pace else 1.0
+    return f", about {seconds_text(60 * factor * sum(minutes.values()))} left"

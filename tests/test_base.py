@@ -1,0 +1,51 @@
+"""Models trained by a run here: made once, found again, named by the run that made them."""
+
+import pytest
+from running import run, tiny
+
+from focus_exp.reporting.record import Record
+
+SMALL = ["regime.steps=2", "regime.warmup_steps=1", "regime.phases.everything.learning_rate=1e-2"]
+
+
+def base(folder):
+    """Overrides of a run that trains a tiny model from scratch; where it lies is not theirs to say."""
+    places = ("runs_dir", "cache_dir", "logger")
+    return [*(s for s in tiny(folder) if not s.startswith(places)), "regime=scratch", "attention=full", *SMALL]
+
+
+def measure(folder, trained_by, *others):
+    quoted = ",".join(map(repr, trained_by))
+    return run(*tiny(folder), "attention=window", "regime=none", f"model.trained_by=[{quoted}]", *others)
+
+
+def records(folder):
+    found = [Record.load(path) for path in (folder / "runs").rglob("record.json")]
+    return {record.config["regime"]["name"]: record for record in found}
+
+
+@pytest.mark.parametrize("as_arm", [False, True])
+def test_the_base_is_trained_first_and_once(tmp_path, as_arm):
+    settings = base(tmp_path)
+    if as_arm:
+        settings += ["job=compare", "+arms.full=[]", '+arms.other=["attention.window=4"]', "arm=full"]
+    first = measure(tmp_path, settings)
+    assert first.code == 0, first.err
+    found = records(tmp_path)
+    assert found["scratch"].steps == 2
+    (weights,) = (tmp_path / "runs").rglob("model/model.safetensors")
+    assert found["none"].model["used"] == str(weights.parent)
+    assert found["none"].model["fingerprint"] != found["scratch"].model["fingerprint"]
+    trained = found["scratch"].rows[-1]
+    assert found["none"].base.nll == pytest.approx(trained.nll, rel=1e-4)
+
+    before = weights.stat().st_mtime_ns
+    second = measure(tmp_path, settings, "attention.window=6")
+    assert second.code == 0 and "trained here first" not in second.out
+    assert weights.stat().st_mtime_ns == before
+
+
+def test_a_base_that_cannot_be_trained_says_so(tmp_path):
+    result = measure(tmp_path, [*base(tmp_path), "data.files=nowhere"])
+    assert result.code == 2
+    assert "could not be trained" in result.err and "model.path=" in result.err

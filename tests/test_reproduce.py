@@ -1,0 +1,49 @@
+"""job=reproduce: tables in turn, adapters handed on, failures named, finished ones left alone."""
+
+from running import run, tiny
+
+from focus_exp.jobs.reproduce import estimate
+from focus_exp.reporting.record import Record
+
+PLACES = ("runs_dir", "cache_dir", "logger")
+
+
+def reproduce(folder, **tables):
+    """The command that makes `tables`, name -> overrides, of tiny runs below `folder`."""
+    places = [setting for setting in tiny(folder) if setting.startswith(PLACES)]
+    settings = [setting for setting in tiny(folder) if not setting.startswith(PLACES)]
+    lists = [
+        f"+reproduce.tables.{name}=[{','.join(map(repr, [*settings, *overrides]))}]"
+        for name, overrides in tables.items()
+    ]
+    return run("job=reproduce", "reproduce=none", *places, *lists)
+
+
+ROUTER = ["regime.steps=2", "regime.warmup_steps=1"]
+AGAIN = ["job=evaluate", "adapter=@router", "eval.window=24"]
+
+
+def test_tables_are_made_in_turn_and_what_fails_is_named(tmp_path):
+    result = reproduce(tmp_path, router=ROUTER, wrong=["data.files=nowhere"], again=AGAIN)
+    assert result.code == 2
+    assert "1 of 3 tables failed: wrong" in result.err
+    assert "[1/3] router: done" in result.out and "[3/3] again: done" in result.out
+    records = [Record.load(path) for path in (tmp_path / "runs").rglob("record.json")]
+    (evaluated,) = [record for record in records if record.config["job"] == "evaluate"]
+    assert evaluated.status == "finished" and evaluated.config["eval"]["window"] == 24
+    assert (tmp_path / "runs" / "report" / "report.md").exists()
+
+    again = reproduce(tmp_path, router=ROUTER, again=AGAIN)
+    assert again.code == 0
+    assert "2 tables, 2 finished already" in again.out and "[1/2]" not in again.out
+
+
+def test_an_adapter_of_no_table_is_refused_before_anything_runs(tmp_path):
+    result = reproduce(tmp_path, router=ROUTER, again=["job=evaluate", "adapter=@nothing"])
+    assert result.code == 2 and "no table nothing" in result.err
+    assert not list(tmp_path.rglob("record.json"))
+
+
+def test_the_estimate_follows_the_pace_of_finished_tables():
+    assert estimate({"a": 2.0, "b": 1.0}, {}) == ", about 3 min 0 s left"
+    assert estimate({"b": 1.0}, {"a": 2.0}) == ", about 2 min 0 s left"
