@@ -123,6 +123,7 @@ def test_a_token_that_goes_on_with_a_word_is_no_word():
     tokenizer = byte_tokenizer()
     read = read_passage(tokenizer, tokenizer(" the\né")["input_ids"])
     assert read.classes == ["space", "determiner", *["inside a word"] * 2, "space", "inside a word", "noun"]
+    assert [shown(piece) for piece in ("", " ", " \n", " a ")] == ["(part of a character)", "␣", "␣\\n", "a"]
     assert read.words[1:4] == ["the"] * 3 and read.words[4] == "\\n"
 
 
@@ -143,7 +144,7 @@ def test_mass_and_pairs_are_those_of_the_definition(kind, top_k):
     scores = 0.3 * q[0] @ k[0].repeat_interleave(2, 0).transpose(-1, -2)
     mass = torch.stack([s.tril().masked_fill(~torch.ones_like(s).tril().bool(), -math.inf) for s in scores])
     mass = mass.softmax(-1).mean(0)
-    g, distant, affinities = selection.assignment[0], 0, []
+    g, distant, affinities, lost = selection.assignment[0], 0, [], [0.0] * length
     for i in range(length):
         parts: dict[str, list[tuple[float, int]]] = {"near": [], "kept": [], "cut": []}
         for j in range(i + 1):
@@ -164,6 +165,9 @@ def test_mass_and_pairs_are_those_of_the_definition(kind, top_k):
                 assert a == pytest.approx(float(g[i] @ g[j]))
         closest = max((float(g[i] @ g[j]) for _, j in parts["kept"]), default=-1.0)
         assert float(probe.close_keys[2][i, 0]) == pytest.approx(closest)
+        for _, j in parts["cut"]:
+            lost[j] += float(mass[i, j])
+    assert probe.cut_by_key.tolist() == pytest.approx(lost)
     assert probe.distant_pairs == distant
     assert sorted(probe.kept_affinities.tolist()) == pytest.approx(sorted(affinities))
 
@@ -323,7 +327,9 @@ def test_findings_follow_from_the_numbers(analyzed):
         for fitted in row.fits:
             fitted.nmi = 0.5
         row.groups[0].share, row.groups[1].share = 1.0, 0.0
+        row.cut_key, row.cut_key_word, row.cut_key_share = 3, "the", 0.7
     said = " ".join(group_findings(record))
+    assert "In 2 of 2 layers more than half of what was cut lay on one key alone, in 2 of them on 'the' (3)" in said
     assert "no more than chance and no more than an untrained router" in said
     assert "more than half of the tokens in layers 0, 1" in said and "a group is empty in layers 0, 1" in said
 
@@ -366,6 +372,20 @@ def test_a_window_wider_than_the_passage_cuts_nothing(tmp_path):
     groups = record_of(tmp_path).groups
     assert all(row.pairs == [] and row.distant_pairs_kept is None and row.cut_mass == 0 for row in groups.layers)
     assert groups.costs == [] and groups.cut_cost is None
+
+
+@pytest.mark.parametrize(
+    ("settings", "future"),
+    [(["attention=focus_paper"], True), (["attention.top_k=2", "attention.pair_rule=share"], False)],
+    ids=["focus_paper", "top_k=2"],
+)
+def test_any_router_is_described_and_one_that_reads_the_future_is_named(tmp_path, settings, future):
+    result = run(*tiny(tmp_path), *JOB, "attention.groups=5", *settings)
+    assert result.code == 0, result.err
+    assert ("Warning: this router reads the future" in result.out) == future
+    assert (only_run(tmp_path) / "table.md").read_text().count("reads the future") == future
+    for layer in json.loads((only_run(tmp_path) / "groups" / "passage.json").read_text())["layers"]:
+        assert len(layer["query_groups"]) == len(layer["key_groups"]) == 24
 
 
 def data_of(text: str) -> dict:
@@ -414,9 +434,10 @@ def test_the_page_has_every_layer_and_every_token_of_the_record(analyzed):
     content, groups = data_of((folder / "passage.html").read_text()), record_of(analyzed / "runs").groups
     assert [layer["layer"] for layer in content["layers"]] == [row.layer for row in groups.layers]
     for layer, row in zip(content["layers"], groups.layers, strict=True):
-        for key in ("groups", "confidence", "near", "kept", "cut", "kept_keys", "cut_keys"):
+        for key in ("groups", "confidence", "kept", "cut", "kept_keys", "cut_keys"):
             assert len(layer[key]) == len(content["pieces"]) == len(content["nll_full"]) == 24
         assert np.mean(layer["cut"]) == pytest.approx(row.cut_mass, abs=1e-4)
+        assert all(key[1] > 0 for keys in layer["cut_keys"] for key in keys)
         assert [group["name"] for group in layer["legend"]] == ["A", "B"]
     assert content["findings"] == record_of(analyzed / "runs").findings
 

@@ -24,6 +24,10 @@ def describe_cut(report: GroupReport, cut: Cut, passage: Passage, listed: int) -
         row.near_mass, row.kept_mass, row.cut_mass = (
             float(part.mean()) for part in (probe.near, probe.kept, probe.cut)
         )
+        if probe.cut.any():
+            row.cut_key = int(probe.cut_by_key.argmax())
+            row.cut_key_word = passage.words[row.cut_key]
+            row.cut_key_share = float(probe.cut_by_key.max() / probe.cut_by_key.sum())
         if probe.distant_pairs:
             row.distant_pairs_kept = len(probe.kept_affinities) / probe.distant_pairs
         if len(probe.kept_affinities):
@@ -79,8 +83,8 @@ def write_passage(path: Path, cut: Cut, passage: Passage) -> None:
 
 
 def layer_content(index: int, cut: Cut, probe: CutProbe) -> dict[str, Any]:
-    """kept_keys, cut_keys: of every query [[key, mass, affinity], ...], heaviest first; query_groups, key_groups: of
-    every token the groups it reaches and is reached by, where it has more than one."""
+    """kept, cut: each query's mass there, the rest of it is near; kept_keys, cut_keys: [[key, mass, affinity], ...],
+    heaviest first; query_groups, key_groups: a token's where it has more than one."""
     selection = cut.selections[index]
     assert selection.assignment is not None
     confidence, groups = selection.assignment[0].max(-1)
@@ -95,7 +99,6 @@ def layer_content(index: int, cut: Cut, probe: CutProbe) -> dict[str, Any]:
         "layer": index,
         "groups": groups.tolist(),
         "confidence": rounded(confidence, 3),
-        "near": rounded(probe.near, 4),
         "kept": rounded(probe.kept, 4),
         "cut": rounded(probe.cut, 4),
         "kept_keys": keys_of(probe.kept_keys),
@@ -106,7 +109,7 @@ def layer_content(index: int, cut: Cut, probe: CutProbe) -> dict[str, Any]:
 def keys_of(keys: tuple[Tensor, Tensor, Tensor]) -> list[list[list[float]]]:
     indices, mass, affinity = (part.tolist() for part in keys)
     return [
-        [[j, round(m, 5), round(a, 3)] for j, m, a in zip(*of_query, strict=True) if m > 0]
+        [[j, round(m, 4), round(a, 3)] for j, m, a in zip(*of_query, strict=True) if m >= 5e-5]
         for of_query in zip(indices, mass, affinity, strict=True)
     ]
 

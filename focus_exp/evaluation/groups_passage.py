@@ -24,7 +24,7 @@ from focus_exp.models.attach import attached_methods, disabled, observed, swappe
 from focus_exp.training.precision import Precision
 
 # heaviest keys of a query
-LISTED = 4
+LISTED = 3
 
 
 class CutProbe(AttentionMethod):
@@ -46,6 +46,7 @@ class CutProbe(AttentionMethod):
         self.close_keys: tuple[Tensor, Tensor, Tensor]
         self.kept_affinities: Tensor  # of all kept distant pairs
         self.distant_pairs = 0
+        self.cut_by_key: Tensor  # [T], what all queries together lost of a key
 
     def attend(
         self,
@@ -61,6 +62,7 @@ class CutProbe(AttentionMethod):
     ) -> Tensor:
         parts: dict[str, list[Tensor]] = {}
         outputs = []
+        cut_by_key = torch.zeros(q.shape[2], dtype=torch.float64)
         g = self.selection.assignment
         assert g is not None
         for rows in row_blocks(q.shape[2], 256):
@@ -93,6 +95,7 @@ class CutProbe(AttentionMethod):
                     f"{name}_affinity": F.pad(affinity, (0, LISTED)).gather(-1, heaviest.indices),
                 }
             self.distant_pairs += int((keep[0] & ~near).sum())
+            cut_by_key[:length] += (mass * cut).sum(0).double().cpu()
             for name, part in found.items():
                 parts.setdefault(name, []).append(part.cpu())
         whole = {name: torch.cat(found) for name, found in parts.items()}
@@ -101,6 +104,7 @@ class CutProbe(AttentionMethod):
             (whole[f"{name}_index"], whole[f"{name}_mass"], whole[f"{name}_affinity"])
             for name in ("kept", "cut", "close")
         )
+        self.cut_by_key = cut_by_key
         self.kept_affinities = whole["kept_affinities"]
         return torch.cat(outputs, dim=2)
 

@@ -57,6 +57,8 @@ class Word:
 def find_words(text: str) -> list[Word]:
     """Words and punctuation marks with their classes, in order; clitics such as 'll are words of their own."""
     found = list(WORD.finditer(text))
+    if not found:
+        return []
     tagged = PatternTagger().tag(" ".join(match.group() for match in found), tokenize=False)
     if len(tagged) != len(found):
         raise RuntimeError(f"the tagger gave {len(tagged)} tags for {len(found)} words")
@@ -107,4 +109,6 @@ def read_passage(tokenizer: PreTrainedTokenizerBase, tokens: list[int]) -> Passa
 
 def shown(piece: str) -> str:
     """A token in a table: spaces around a word left out, those that are all of it spelled."""
-    return piece.strip() or {"": "(part of a character)", " ": "(space)"}.get(piece, repr(piece)[1:-1])
+    if not piece:
+        return "(part of a character)"
+    return piece.strip() or repr(piece)[1:-1].replace(" ", "␣")

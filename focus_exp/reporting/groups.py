@@ -13,6 +13,7 @@ from focus_exp.reporting.record import Record
 from focus_exp.reporting.tables import ABSENT, Table, assets, caveats, change_text, identity, origin, share_text, title
 
 PUNCTUATION = "punctuation"
+READS_FUTURE = "this router reads the future (its assignment runs over the whole text): its losses mean nothing"
 UNLIKE_TEXT = "tokens: those that set the group apart, n log(share in the group / share in the text)"
 
 
@@ -37,6 +38,7 @@ def layer_table(record: Record, report: GroupReport) -> Table:
             *("layer", "least and largest group", "confidence", "purity (untrained, chance)"),
             *("NMI with word classes (untrained, chance)", "AMI with other seeds", "AMI with untrained (chance)"),
             *("distant pairs kept", "distant attention kept", "attention cut"),
+            "of it on one key",
         ],
         rows=[*(_layer_cells(row) for row in report.layers), _mean_cells(report.layers)],
         name="groups",
@@ -71,6 +73,7 @@ def _layer_cells(row: GroupLayer) -> list[str]:
         share_text(row.distant_pairs_kept),
         share_text(row.distant_mass_kept),
         share_text(row.cut_mass),
+        f"{share_text(row.cut_key_share)} '{row.cut_key_word}' ({row.cut_key})" if row.cut_key_share else ABSENT,
     ]
 
 
@@ -92,6 +95,7 @@ def _mean_cells(layers: list[GroupLayer]) -> list[str]:
         share_text(average(row.distant_pairs_kept for row in layers)),
         share_text(distant_mass_kept(layers)),
         share_text(average(row.cut_mass for row in layers)),
+        share_text(average(row.cut_key_share for row in layers)),
     ]
 
 
@@ -154,7 +158,8 @@ def section5_table(record: Record, report: GroupReport) -> Table:
             "mean confidence",
             f"{paper['mean_confidence']}",
             f"{mean(confidences):.2f}, by layer {min(confidences):.2f} to {max(confidences):.2f}",
-            f"temperature {record.setting('attention', 'temperature')} here, 0.1 there; a lower one is more confident",
+            f"temperature {record.setting('attention', 'temperature')} on "
+            f"{'cosines' if record.setting('attention', 'normalize') else 'products'} here, 0.1 there",
         ],
         [
             "share of tokens in a group",
@@ -234,6 +239,7 @@ def cost_table(record: Record, report: GroupReport) -> Table:
         title=f"{title(record)}: what cutting costs, by the token that is predicted",
         notes=[
             *caveats(record),
+            *([] if record.method.get("causal", True) else [READS_FUTURE]),
             f"tokens beyond window and sinks in {report.windows} windows; hard groups against full attention, paired; "
             "intervals: bootstrap over windows; classes that every window has",
             origin(record),

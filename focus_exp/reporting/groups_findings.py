@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from statistics import mean
 
 from focus_exp.reporting.findings import DOMINANT, difference_word
 from focus_exp.reporting.groups import (
+    READS_FUTURE,
     average,
     by_share,
     distant_mass_kept,
@@ -29,7 +31,9 @@ def group_findings(record: Record) -> list[str]:
         *_balance(report),
         *_agreement(report),
         *_attention(report),
+        *_sink(record, report),
         *_affinity(report),
+        *([f"Warning: {READS_FUTURE}."] if not record.method.get("causal", True) else []),
         *_cost(report),
     ]
 
@@ -116,6 +120,19 @@ def _attention(report: GroupReport) -> list[str]:
         f"base's distant attention: {kept / pairs:.1f} times what as many pairs at random would hold.",
         f"{share_text(cut)} of the base's attention lay on pairs that were cut, most in layer {worst.layer} "
         f"({share_text(worst.cut_mass)}).",
+    ]
+
+
+def _sink(record: Record, report: GroupReport) -> list[str]:
+    """Where most of what is cut lay on a single key: it need not have meant anything."""
+    single = [row for row in report.layers if (row.cut_key_share or 0.0) > 0.5]
+    if not single:
+        return []
+    (key, word), times = Counter((row.cut_key, row.cut_key_word) for row in single).most_common(1)[0]
+    return [
+        f"In {len(single)} of {len(report.layers)} layers more than half of what was cut lay on one key alone, in "
+        f"{times} of them on '{word}' ({key}): an attention sink that is not among the first "
+        f"{record.setting('attention', 'sinks')} tokens."
     ]
 
 

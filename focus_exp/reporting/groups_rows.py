@@ -55,7 +55,8 @@ class GroupLayer:
     """One layer. agreement: adjusted mutual information of its groups with those of other routers on the same tokens.
 
     Of the passage: distant_pairs_kept, the share of the pairs beyond window and sinks that share a group; and how the
-    base's attention lies on it, near_mass + kept_mass + cut_mass = 1. affinity_median: of the kept distant pairs.
+    base's attention lies on it, near_mass + kept_mass + cut_mass = 1; cut_key: the key that loses most of it, with its
+    share of all that is cut. affinity_median: of the kept distant pairs.
     """
 
     layer: int
@@ -69,6 +70,9 @@ class GroupLayer:
     near_mass: float | None = None
     kept_mass: float | None = None
     cut_mass: float | None = None
+    cut_key: int | None = None
+    cut_key_word: str = ""
+    cut_key_share: float | None = None
     affinity_median: float | None = None
     pairs: list[DistantPair] = field(default_factory=list)
 
