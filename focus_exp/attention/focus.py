@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -25,6 +27,9 @@ class Focus(AttentionMethod):
 
     `train_with` "soft" gates all pairs while training; "hard" computes the hard groups' pairs alone, with a
     straight-through gradient to the router (see `GateGradient`), and costs in training what it costs in use.
+
+    `together` is set where several processes train: it gives the batches, of those computed at the same time, whose
+    parts the processes hold, from this one's part, and which of them is this one's. All are balanced in their order.
     """
 
     def __init__(
@@ -70,6 +75,7 @@ class Focus(AttentionMethod):
         self.top_k = top_k
         self.pair_rule = pair_rule
         self.batch_potential: Tensor | None = None
+        self.together: Callable[[Tensor], tuple[list[Tensor], int]] | None = None
 
     @property
     def causal(self) -> bool:  # type: ignore[override]
@@ -86,10 +92,18 @@ class Focus(AttentionMethod):
             return (logits + self.router.potential).softmax(-1)
         # gradient checkpointing repeats the last forward pass: same potential, averaged once
         if self.batch_potential is None or not in_backward():
-            average = self.router.potential
-            self.batch_potential = balance_potential(logits.detach(), average, self.sinkhorn_iterations, sequence.valid)
-            average.lerp_(self.batch_potential, 1 - self.balance_momentum)
+            self.batch_potential = self.balance(logits.detach(), sequence.valid)
         return (logits + self.batch_potential).softmax(-1)
+
+    def balance(self, logits: Tensor, valid: Tensor | None) -> Tensor:
+        """The potential `[K]` that balances this batch; the running average takes in every batch."""
+        batches, own = self.together(logits) if self.together else ([logits], 0)
+        masks = self.together(valid)[0] if self.together and valid is not None else [valid] * len(batches)
+        average, potentials = self.router.potential, []
+        for batch, mask in zip(batches, masks, strict=True):
+            potentials.append(balance_potential(batch, average, self.sinkhorn_iterations, mask))
+            average.lerp_(potentials[-1], 1 - self.balance_momentum)
+        return potentials[own]
 
     def route(self, h: Tensor, sequence: Sequence) -> Selection:
         assignment = self.assign(h, sequence)

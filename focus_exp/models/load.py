@@ -11,6 +11,8 @@ from typing import Any
 
 import torch
 from huggingface_hub import model_info, try_to_load_from_cache
+from torch import Tensor
+from torch.distributed.tensor import DTensor
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import logging
 
@@ -90,12 +92,17 @@ def fingerprint(model: PreTrainedModel) -> str:
     for name, parameter in sorted(model.named_parameters()):
         if ".focus." in name:
             continue
-        flat = parameter.detach().reshape(-1)
+        flat = whole(parameter.detach()).reshape(-1)
         places = torch.linspace(0, flat.numel() - 1, FINGERPRINT_SAMPLES, dtype=torch.float64).long()
         sample = flat[places.to(flat.device)].to(torch.bfloat16).cpu()
         digest.update(f"{name} {tuple(parameter.shape)} ".encode())
         digest.update(sample.view(torch.int16).numpy().tobytes())
     return digest.hexdigest()
+
+
+def whole(tensor: Tensor) -> Tensor:
+    """A tensor that is sharded over processes, gathered; all of them must ask."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def _locate(cfg: ModelConfig, assets: str, cache: Path) -> Place | None:
