@@ -12,7 +12,7 @@ from omegaconf import OmegaConf
 from focus_exp.config import Config
 from focus_exp.errors import Interrupted, UserError
 from focus_exp.jobs.train import train
-from focus_exp.training.processes import LostProcess, follow_input
+from focus_exp.training.processes import LostProcess, follow_input, leave
 
 
 def main() -> int:
@@ -23,6 +23,7 @@ def main() -> int:
     follow_input()
     try:
         train(config)
+        leave()
     except LostProcess:  # which process 0 knows
         return 2
     except UserError as error:

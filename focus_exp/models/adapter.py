@@ -49,7 +49,7 @@ def save_adapter(
         "causal": is_causal(model),
         "trainable_parameters": sum(p.numel() for method in methods.values() for p in method.parameters()),
         "base_model": {
-            "name": model.config.name_or_path or type(model).__name__,
+            "name": model.config.name_or_path or type(model).__name__.removeprefix("FSDP"),
             "model_type": model.config.model_type,
             "revision": getattr(model.config, "_commit_hash", None),
             "fingerprint": fingerprint(model),

@@ -62,7 +62,6 @@ def processes(settings: TrainerConfig, device: str, command: list[str], message:
     """
     wanted = settings.devices * settings.num_nodes
     before = dict(os.environ)
-    children: list[subprocess.Popen[bytes]] = []
     try:
         with contextlib.ExitStack() as stack:
             adopt_srun()
@@ -83,8 +82,8 @@ def processes(settings: TrainerConfig, device: str, command: list[str], message:
             else:
                 children = start(wanted, command, message)
                 stack.push(lambda kind, *_: stop(children, failed=kind is not None))
+                stack.callback(leave)
             join(settings, device)
-            stack.callback(leave)
             if not is_main():
                 stack.enter_context(contextlib.redirect_stdout(stack.enter_context(open(os.devnull, "w"))))
             yield
@@ -198,10 +197,9 @@ def join(settings: TrainerConfig, device: str) -> None:
 
 
 def leave() -> None:
-    global _waiting
-    if "TORCHELASTIC_RUN_ID" not in os.environ and "SLURM_PROCID" not in os.environ:
+    """Of the group, which outlasts a run where torchrun or srun has started the processes."""
+    if dist.is_initialized():
         dist.destroy_process_group()
-        _waiting = None
 
 
 @contextmanager
