@@ -32,8 +32,11 @@ FINETUNE = (
 )
 LORA = ("regime=lora", "regime.phases.lora.steps=3", *QUICK)
 STRATEGIES = ("ddp", "fsdp")
-DDP, FSDP = (("trainer.devices=2", f"trainer.strategy={name}") for name in STRATEGIES)
-TWO = {"ddp": DDP, "fsdp": FSDP}
+# started by the run itself; or, as if on a node each, by something else
+HERE, NODES = (
+    {name: (f"{where}=2", f"trainer.strategy={name}") for name in STRATEGIES}
+    for where in ("trainer.devices", "trainer.num_nodes")
+)
 # one sequence in a batch: two batches of a step at the same time
 SMALL_BATCHES = (*RETROFIT, *QUICK, "trainer.batch_size=1", "trainer.accumulate=4")
 JOBS = {"retrofit": RETROFIT, "finetune": FINETUNE, "lora": LORA, "small": SMALL_BATCHES}
@@ -73,7 +76,7 @@ def launch(commands: list[tuple[list[str], tuple[str, int] | None]]) -> tuple[li
     pair = [
         subprocess.Popen(
             [sys.executable, "-c", PROGRAM, json.dumps(commands)],
-            env={**os.environ, **group, "RANK": rank, "LOCAL_RANK": rank},
+            env={**os.environ, **group, "RANK": rank, "GROUP_RANK": rank, "LOCAL_RANK": "0"},
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
@@ -100,19 +103,19 @@ def pair(folder):
     """name -> what both processes saw of a run in `folder / name`; single processes have begun some of them."""
     commands = {}
     for job, strategy in DONE:
-        commands[f"{job}-{strategy}"] = ([*JOBS[job], *TWO[strategy]], None)
-    for strategy, two in TWO.items():
+        commands[f"{job}-{strategy}"] = ([*JOBS[job], *NODES[strategy]], None)
+    for strategy, two in NODES.items():
         commands[f"stopped-{strategy}"] = ([*FINETUNE, *two], STOP)
         commands[f"begun-{strategy}"] = ([*FINETUNE, *two], None)
-    commands["begun-small"] = ([*SMALL_BATCHES, *DDP], None)
-    commands["checkpointing-fsdp"] = ([*FINETUNE, *FSDP, "trainer.gradient_checkpointing=true"], None)
-    commands["uneven"] = ([*RETROFIT, *DDP, "trainer.batch_size=3", "trainer.accumulate=1"], None)
+    commands["begun-small"] = ([*SMALL_BATCHES, *NODES["ddp"]], None)
+    commands["checkpointing-fsdp"] = ([*FINETUNE, *NODES["fsdp"], "trainer.gradient_checkpointing=true"], None)
+    commands["uneven"] = ([*RETROFIT, *NODES["ddp"], "trainer.batch_size=3", "trainer.accumulate=1"], None)
     for name in ("begun-ddp", "begun-fsdp", "begun-small"):
         phase, step = ("router", 3) if name == "begun-small" else STOP
         with pytest.MonkeyPatch.context() as patch:
             stop_at(patch, phase, step)
             assert (
-                run(*tiny(folder, name), *commands[name][0], "trainer.devices=1", "trainer.strategy=auto").code == 143
+                run(*tiny(folder, name), *commands[name][0], "trainer.num_nodes=1", "trainer.strategy=auto").code == 143
             )
     both = launch([([*tiny(folder, name), *job], stop) for name, (job, stop) in commands.items()])
     return dict(zip(commands, zip(*both, strict=True), strict=True))
@@ -224,7 +227,7 @@ def test_two_processes_go_on_where_one_was_stopped(folder, pair, one, name, job)
 
 def test_killing_a_process_ends_the_run_and_changes_nothing(folder, pair, monkeypatch):
     started = recorded(monkeypatch)
-    command = [*tiny(folder, "killed"), *RETROFIT, *DDP]
+    command = [*tiny(folder, "killed"), *RETROFIT, *HERE["ddp"]]
     with pytest.MonkeyPatch.context() as patch:
         stop_at(patch, "router", 5, lambda: started[-1].kill())
         failed = run(*command)
@@ -259,7 +262,7 @@ def test_a_full_disk_ends_every_process_and_changes_nothing(folder, pair, monkey
             raise OSError(28, "No space left on device", str(self.path))
         return write(self, data)
 
-    command = [*tiny(folder, "full"), *RETROFIT, *FSDP]
+    command = [*tiny(folder, "full"), *RETROFIT, *HERE["fsdp"]]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(opener, "write", half, raising=False)
         failed = run(*command)

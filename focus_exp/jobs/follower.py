@@ -12,7 +12,8 @@ from omegaconf import OmegaConf
 from focus_exp.config import Config
 from focus_exp.errors import Interrupted, UserError
 from focus_exp.jobs.train import train
-from focus_exp.training.processes import LostProcess, follow_input, leave
+from focus_exp.training.exchange import LostProcess, leave_group
+from focus_exp.training.processes import follow_input
 
 
 def main() -> int:
@@ -23,7 +24,7 @@ def main() -> int:
     follow_input()
     try:
         train(config)
-        leave()
+        leave_group()
     except LostProcess:  # which process 0 knows
         return 2
     except UserError as error:

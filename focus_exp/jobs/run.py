@@ -27,7 +27,7 @@ from focus_exp.errors import Interrupted, first_line
 from focus_exp.reporting.dashboard import init_options, log_record, wandb_mode
 from focus_exp.reporting.record import Record, environment, read_metrics, replace_file
 from focus_exp.reporting.report import all_findings, write_report
-from focus_exp.training.processes import is_main
+from focus_exp.training.exchange import is_main
 from focus_exp.training.regimes import METRICS
 
 TABLE_WIDTH = 190

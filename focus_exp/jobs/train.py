@@ -31,9 +31,10 @@ from focus_exp.models.attach import attach, attached_methods, attachment_of, fre
 from focus_exp.models.load import LoadedModel, load_model, whole
 from focus_exp.models.lora import add_lora, describe_lora, router_parameters, save_lora
 from focus_exp.speed.timing import device_name
+from focus_exp.training.exchange import agreed, alone, is_main, main_first
 from focus_exp.training.module import NonFiniteError
 from focus_exp.training.precision import Precision, choose_precision
-from focus_exp.training.processes import agreed, alone, is_main, main_first, processes
+from focus_exp.training.processes import processes
 from focus_exp.training.regimes import phases_of, train_phases
 from focus_exp.training.strategies import check_strategy, is_sharded, place, share_added, strategy_name
 from focus_exp.training.warm_start import calibrate, warm_start

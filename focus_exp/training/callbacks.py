@@ -19,8 +19,8 @@ from focus_exp.config import AttentionConfig
 from focus_exp.errors import Interrupted
 from focus_exp.models.attach import attached_methods
 from focus_exp.reporting.record import read_metrics, replace_file
+from focus_exp.training.exchange import any_of
 from focus_exp.training.module import LanguageModelTask
-from focus_exp.training.processes import any_of
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 

@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 from focus_exp.config import PhaseConfig
 from focus_exp.errors import UserError
 from focus_exp.models.attach import freeze, is_trainable
-from focus_exp.training.processes import gathered, mean_of, rank
+from focus_exp.training.exchange import gathered, mean_of, rank
 from focus_exp.training.strategies import average_gradients, global_norm, is_sharded
 
 

@@ -9,47 +9,20 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from datetime import timedelta
-from typing import Any
 
 import torch
-import torch.distributed as dist
 from pytorch_lightning.plugins.environments import SLURMEnvironment
-from torch import Tensor
-from torch.distributed.fsdp import FSDPModule
-from transformers import PreTrainedModel
 
 from focus_exp.config import TrainerConfig
 from focus_exp.errors import UserError, first_line
+from focus_exp.training.exchange import LostProcess, enter_group, is_main, leave_group, wait_for_all
 
 # seconds that the others have to notice by themselves that one of them is gone
 GRACE = 20.0
-# how long a process may wait for process 0, which evaluates
-PATIENCE = timedelta(days=30)
-FORWARD, DONE, FAILED = 1, 0, -1
 # what gloo and nccl say in a process whose peer is gone
 LOST = ("gloo", "Connection closed", "Connection reset", "NCCL", "Broken pipe")
-
-_waiting: dist.ProcessGroup | None = None
-
-
-class LostProcess(UserError):
-    """Another process of the run ended early."""
-
-
-def rank() -> int:
-    return dist.get_rank() if dist.is_initialized() else int(os.environ.get("RANK", 0))
-
-
-def world_size() -> int:
-    return dist.get_world_size() if dist.is_initialized() else 1
-
-
-def is_main() -> bool:
-    """Whether this process writes: the only one, or process 0."""
-    return rank() == 0
 
 
 @contextmanager
@@ -82,12 +55,12 @@ def processes(settings: TrainerConfig, device: str, command: list[str], message:
             else:
                 children = start(wanted, command, message)
                 stack.push(lambda kind, *_: stop(children, failed=kind is not None))
-                stack.callback(leave)
+                stack.callback(leave_group)
             join(settings, device)
             if not is_main():
                 stack.enter_context(contextlib.redirect_stdout(stack.enter_context(open(os.devnull, "w"))))
             yield
-            dist.barrier(_waiting)
+            wait_for_all()
     except RuntimeError as error:
         if wanted > 1 and any(sign in str(error) for sign in LOST):
             raise LostProcess(
@@ -105,14 +78,14 @@ def adopt_srun() -> None:
     tasks = os.environ.get("SLURM_STEP_NUM_TASKS", "1")
     if "RANK" in os.environ or tasks == "1":
         return
-    environment = SLURMEnvironment(auto_requeue=False)
+    nodes, job, step = (os.environ[f"SLURM_{name}"] for name in ("STEP_NODELIST", "JOB_ID", "STEP_ID"))
     os.environ |= {
         "RANK": os.environ["SLURM_PROCID"],
         "LOCAL_RANK": os.environ["SLURM_LOCALID"],
         "WORLD_SIZE": tasks,
         "GROUP_RANK": os.environ["SLURM_NODEID"],
-        "MASTER_ADDR": environment.main_address,
-        "MASTER_PORT": str(environment.main_port),
+        "MASTER_ADDR": SLURMEnvironment.resolve_root_node_address(nodes),
+        "MASTER_PORT": str(15_000 + (7 * int(job) + int(step)) % 15_000),
     }
 
 
@@ -133,7 +106,8 @@ def start(count: int, command: list[str], message: str) -> list[subprocess.Popen
         child.stdin.write(message.encode() + b"\n")
         child.stdin.flush()
         children.append(child)
-    threading.Thread(target=watch, args=(children,), daemon=True).start()
+    if children:
+        threading.Thread(target=watch, args=(children,), daemon=True).start()
     return children
 
 
@@ -181,128 +155,13 @@ def follow_input() -> None:
 
 def join(settings: TrainerConfig, device: str) -> None:
     """Enter the group; on a GPU that of the process's own number."""
-    global _waiting
     if device == "cuda":
-        own, there = int(os.environ["LOCAL_RANK"]), torch.cuda.device_count()
+        there = torch.cuda.device_count()
         if settings.devices > there:
             raise UserError(
                 f"trainer.devices={settings.devices}, but this node has {there} GPU(s); use trainer.devices={there}"
             )
-        torch.cuda.set_device(own)
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     elif "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(max(1, (os.cpu_count() or 1) // settings.devices))
-    if not dist.is_initialized():
-        dist.init_process_group("cpu:gloo,cuda:nccl" if device == "cuda" else "gloo")
-        _waiting = dist.new_group(backend="gloo", timeout=PATIENCE)
-
-
-def leave() -> None:
-    """Of the group, which outlasts a run where torchrun or srun has started the processes."""
-    if dist.is_initialized():
-        dist.destroy_process_group()
-
-
-@contextmanager
-def main_first() -> Iterator[None]:
-    """Process 0 does the block alone, then the others do, who find in the cache what it has put there."""
-    if world_size() > 1 and not is_main():
-        dist.barrier(_waiting)
-    yield
-    if world_size() > 1 and is_main():
-        dist.barrier(_waiting)
-
-
-def agreed(value: Any) -> Any:
-    """What process 0 says."""
-    if world_size() == 1:
-        return value
-    said = [value]
-    dist.broadcast_object_list(said, src=0, group=_waiting)
-    return said[0]
-
-
-def any_of(number: int | None) -> int | None:
-    """The largest number that any process has, None where none has one."""
-    if world_size() == 1:
-        return number
-    largest = torch.tensor(-1 if number is None else number)
-    dist.all_reduce(largest, dist.ReduceOp.MAX, group=_waiting)
-    return None if largest < 0 else int(largest)
-
-
-def mean_of(value: Tensor) -> Tensor:
-    """The mean over the processes."""
-    if world_size() == 1:
-        return value
-    total = value.clone()
-    dist.all_reduce(total)
-    return total / world_size()
-
-
-def gathered(value: Any) -> list[Any]:
-    """Every process's value, by number."""
-    if world_size() == 1:
-        return [value]
-    values: list[Any] = [None] * world_size()
-    dist.all_gather_object(values, value, group=_waiting)
-    return values
-
-
-def alone(model: PreTrainedModel, work: Callable[[], object]) -> None:
-    """Process 0 does `work`; the others wait, and lend their shards of `model` to every forward pass of it.
-
-    A shard is lent by running the model on two tokens: what is gathered does not depend on the tokens.
-    """
-    if world_size() == 1:
-        work()
-    elif not is_main():
-        tokens = torch.zeros(1, 2, dtype=torch.long, device=model.device)
-        while (said := told()) == FORWARD:
-            with torch.no_grad():
-                model(input_ids=tokens, use_cache=False)
-        if said == FAILED:
-            raise LostProcess(f"process {rank()} of {world_size()} ends: process 0 has failed")
-    else:
-        lend(model, work)
-
-
-def lend(model: PreTrainedModel, work: Callable[[], object]) -> None:
-    """`work` with the others told of each forward pass through a sharded model."""
-    inside = False
-
-    def enter(*_: Any) -> None:
-        nonlocal inside
-        if inside:
-            raise RuntimeError("an earlier forward pass failed halfway: the processes are out of step")
-        inside = True
-        tell(FORWARD)
-
-    def finish(*_: Any) -> None:
-        nonlocal inside
-        inside = False
-
-    hooks = []
-    if isinstance(model, FSDPModule):
-        # before FSDP's own, which waits for the others
-        hooks = [model.register_forward_pre_hook(enter, prepend=True), model.register_forward_hook(finish)]
-    try:
-        work()
-    except BaseException:
-        tell(FAILED)
-        raise
-    finally:
-        for hook in hooks:
-            hook.remove()
-    if inside:
-        raise UserError("a forward pass failed halfway, see above; the same command goes on without the others' help")
-    tell(DONE)
-
-
-def tell(message: int) -> None:
-    dist.broadcast(torch.tensor(message), src=0, group=_waiting)
-
-
-def told() -> int:
-    message = torch.tensor(DONE)
-    dist.broadcast(message, src=0, group=_waiting)
-    return int(message)
+    enter_group(device)

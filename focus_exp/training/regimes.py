@@ -17,9 +17,9 @@ from focus_exp.config import Config, PhaseConfig
 from focus_exp.data import Blocks, ResumableLoader
 from focus_exp.models.attach import attached_methods
 from focus_exp.training.callbacks import Checkpoint, GateAnnealing, Metrics, Progress
+from focus_exp.training.exchange import agreed, is_main, rank, world_size
 from focus_exp.training.module import LanguageModelTask
 from focus_exp.training.precision import Precision
-from focus_exp.training.processes import agreed, is_main, rank, world_size
 from focus_exp.training.strategies import balanced_together, lightning_strategy, to_device
 
 METRICS = "metrics.jsonl"

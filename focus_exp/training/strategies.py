@@ -27,7 +27,7 @@ from focus_exp.data.loader import Share
 from focus_exp.errors import UserError
 from focus_exp.models.attach import attached_methods, is_trainable
 from focus_exp.models.load import whole
-from focus_exp.training.processes import rank, world_size
+from focus_exp.training.exchange import rank, world_size
 
 
 def strategy_name(settings: TrainerConfig) -> str:
