@@ -31,7 +31,7 @@ from focus_exp.models.attach import attach, attached_methods, attachment_of, fre
 from focus_exp.models.load import LoadedModel, load_model, whole
 from focus_exp.models.lora import add_lora, describe_lora, router_parameters, save_lora
 from focus_exp.speed.timing import device_name
-from focus_exp.training.exchange import agreed, alone, is_main, main_first
+from focus_exp.training.exchange import agreed, alone, in_turns, is_main
 from focus_exp.training.module import NonFiniteError
 from focus_exp.training.precision import Precision, choose_precision
 from focus_exp.training.processes import processes
@@ -57,7 +57,7 @@ def train(config: Config) -> None:
     ):
         print(f"{headline(config)}; {device}")
         print(f"run folder: {run_folder(config)}")
-        with main_first():
+        with in_turns(config.trainer.devices):
             loaded, corpus = load(run, precision)
         model, evaluation, blocks = prepare(run, loaded, corpus, precision)
         alone(model, evaluation.measure_base)
@@ -83,6 +83,7 @@ def load(run: Run, precision: Precision) -> tuple[LoadedModel, Corpus]:
         from_scratch=config.regime.from_scratch,
     )
     run.describe_model(loaded.provenance, sum(p.numel() for p in loaded.model.parameters()))
+    place(loaded.model, config, precision.device)
     corpus = load_corpus(config.data, loaded.tokenizer, assets=config.assets, cache=cache)
     streams = {"train": corpus.train, "validation": corpus.validation, "test": corpus.test}
     run.describe_data(corpus.provenance, {name: len(stream) for name, stream in streams.items()})
@@ -94,7 +95,6 @@ def prepare(
     run: Run, loaded: LoadedModel, corpus: Corpus, precision: Precision
 ) -> tuple[PreTrainedModel, Evaluation, Blocks]:
     config, model = run.config, loaded.model
-    place(model, config, precision.device)
     check_length(model, "data.block_size", config.data.block_size, config.model.name)
     check_length(model, "eval.window", config.eval.window, config.model.name)
     bos = bos_of(loaded.tokenizer)

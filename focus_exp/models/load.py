@@ -121,6 +121,8 @@ def quantized(cfg: ModelConfig, dtype: torch.dtype) -> dict[str, Any]:
     """
     if cfg.quantization == "none":
         return {}
+    if not torch.cuda.is_available():
+        raise UserError(f"model.quantization={cfg.quantization} needs a CUDA GPU; use model.quantization=none")
     if find_spec("bitsandbytes") is None:
         raise UserError(f"model.quantization={cfg.quantization} needs bitsandbytes; pip install bitsandbytes")
     options: dict[str, Any] = {"load_in_8bit": True}

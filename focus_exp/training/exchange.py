@@ -59,12 +59,15 @@ def wait_for_all() -> None:
 
 
 @contextmanager
-def main_first() -> Iterator[None]:
-    """Process 0 does the block alone, then the others do, who find in the cache what it has put there."""
-    if world_size() > 1 and not is_main():
+def in_turns(devices: int) -> Iterator[None]:
+    """Process 0 does the block first, whose downloads the others find in the cache, then one process of each node at a
+    time, so that main memory holds one whole model. `devices` processes to a node."""
+    turn = 0 if is_main() else 1 + int(os.environ["LOCAL_RANK"])
+    turns = devices + 1 if world_size() > 1 else 0
+    for _ in range(turn):
         wait_for_all()
     yield
-    if world_size() > 1 and is_main():
+    for _ in range(turn, turns):
         wait_for_all()
 
 

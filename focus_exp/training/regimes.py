@@ -85,8 +85,8 @@ def train_phase(
     trainer = pl.Trainer(
         accelerator="gpu" if precision.device.type == "cuda" else "cpu",
         strategy=lightning_strategy(model, settings),
-        devices=settings.devices,
-        num_nodes=settings.num_nodes,
+        devices=settings.devices if world_size() > 1 else 1,
+        num_nodes=settings.num_nodes if world_size() > 1 else 1,
         precision=precision.lightning,
         max_steps=phase.steps,
         max_epochs=-1,

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from pytorch_lightning.strategies import DDPStrategy, ModelParallelStrategy, Strategy
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.optim import Optimizer
@@ -31,10 +31,15 @@ from focus_exp.training.exchange import rank, world_size
 
 
 def strategy_name(settings: TrainerConfig) -> str:
-    """single, ddp or fsdp."""
+    """What is asked for: single, ddp or fsdp."""
     if settings.strategy != "auto":
         return settings.strategy
     return "single" if settings.devices * settings.num_nodes == 1 else "ddp"
+
+
+def in_use(settings: TrainerConfig) -> str:
+    """single, ddp or fsdp: jobs that start no processes are one, whatever the settings."""
+    return strategy_name(settings) if dist.is_initialized() else "single"
 
 
 def check_strategy(config: Config, device: torch.device) -> None:
@@ -60,7 +65,7 @@ def check_strategy(config: Config, device: torch.device) -> None:
 
 def place(model: PreTrainedModel, config: Config, device: torch.device) -> None:
     """Put a loaded base on the device of this process; with fsdp, only this process's shard of it."""
-    if strategy_name(config.trainer) == "fsdp":
+    if in_use(config.trainer) == "fsdp":
         shard(model, config.trainer, device)
     else:
         to_device(model, device)
@@ -73,7 +78,8 @@ def to_device(model: PreTrainedModel, device: torch.device) -> None:
 
 
 def shard(model: PreTrainedModel, settings: TrainerConfig, device: torch.device) -> None:
-    mesh = init_device_mesh(device.type, (world_size(),))
+    assert dist.group.WORLD is not None
+    mesh = DeviceMesh.from_group(dist.group.WORLD, device.type)
     # embeddings and head, the rest of the root, stay on the device: `model.device` says where batches go
     offload = CPUOffloadPolicy() if settings.cpu_offload else OffloadPolicy()
     for layer in [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]:
@@ -84,7 +90,7 @@ def shard(model: PreTrainedModel, settings: TrainerConfig, device: torch.device)
 
 def lightning_strategy(model: PreTrainedModel, settings: TrainerConfig) -> Strategy | str:
     """What the Trainer is given; "auto" is its own single device."""
-    match strategy_name(settings):
+    match in_use(settings):
         case "ddp":
             # sliding layers and short blocks leave routers without a gradient
             routed = getattr(model, "focus_attachment", None) is not None
