@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from hydra import compose
 from hydra.core.hydra_config import HydraConfig
-from omegaconf import OmegaConf
 from rich.console import Console
 from transformers import PreTrainedModel
 
@@ -33,11 +32,12 @@ def plan(config: Config) -> None:
     found = [plan_run(name, Estimate(c, preparation(c)), gpu) for name, c in configs.items()]
     rows = [planned.row() for planned in found]
     notes = [
-        f"{gpu.name}: {gpu.memory:g} GiB, of which tensors may take {100 * USABLE:.0f} %; {gpu.bf16 / 1e12:g} TFLOP/s in "
-        f"bfloat16, {gpu.float32 / 1e12:g} in float32 ({gpu.source})",
-        f"Assumed: {100 * settings.utilization:.0f} % of that arithmetic (plan.utilization), transfers beside it, "
-        f"{config.trainer.precision} precision as on a GPU. Not counted: evaluation, warm start, checkpoints on disk",
-        "Memory and FLOPs: of the training step itself, traced without data; hard groups as masked attention",
+        f"{gpu.name}: {gpu.memory:g} GiB, of which tensors may take {100 * USABLE:.0f} %; "
+        f"{gpu.bf16 / 1e12:g} TFLOP/s in bfloat16, {gpu.float32 / 1e12:g} in float32 ({gpu.source})",
+        f"Assumed: {100 * settings.utilization:.0f} % of that arithmetic is reached (plan.utilization; small models do "
+        "not), with transfers beside it. Time is that of the training steps, without evaluation and warm start",
+        "Memory and FLOPs are those of the training step's own code, traced without data; soft gates weigh all pairs, "
+        "O(T^2), and hard groups are planned as masked attention, which costs as much",
     ]
     console = Console()
     console.width = max(console.width, TABLE_WIDTH)
@@ -64,8 +64,7 @@ def compose_model(name: str, paper: bool) -> Config:
     command_line = [part for part in HydraConfig.get().overrides.task if not part.startswith("model=")]
     composed = compose("config", [f"model={name}", *command_line])
     if paper:
-        own = OmegaConf.to_object(composed.model).paper
-        composed = compose("config", [f"model={name}", *own, *command_line])
+        composed = compose("config", [f"model={name}", *composed.model.paper, *command_line])
     return parse(composed)
 
 

@@ -49,10 +49,10 @@ class Estimate:
     a GPU, unless trainer.precision is float32.
     """
 
-    def __init__(self, config: Config, prepare: Prepare, *, foreach: bool = True) -> None:
+    def __init__(self, config: Config, prepare: Prepare, *, gpu: bool = True) -> None:
         self.config = config
         self.prepare = prepare
-        self.foreach = foreach
+        self.gpu = gpu
         self.trains_base = config.regime.trains("all")
         self.bf16 = config.trainer.precision != "float32"
         self.dtype = torch.bfloat16 if self.bf16 and not self.trains_base else torch.float32
@@ -94,7 +94,7 @@ class Estimate:
                         autocast=self.autocast,
                         checkpointing=checkpointing,
                         accumulating=accumulating,
-                        foreach=self.foreach,
+                        gpu=self.gpu,
                     )
                 )
                 for _, phase in self.phases
@@ -155,9 +155,7 @@ def weigh(model: PreTrainedModel, trained: set[str]) -> Weights:
         return sum(p.nbytes for name, p in named if (".focus." in f".{name}" or ".lora_" in name) == added)
 
     layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
-    matrices = [
-        module.weight.nbytes for layer in layers for module in layer.modules() if isinstance(module, Linear)
-    ]
+    matrices = [module.weight.nbytes for layer in layers for module in layer.modules() if isinstance(module, Linear)]
     base = size(model, added=False)
     return Weights(
         parameters=sum(p.numel() for p in model.parameters()),

@@ -8,8 +8,8 @@ from dataclasses import dataclass, replace
 from focus_exp.errors import UserError
 from focus_exp.planning.estimate import Estimate
 from focus_exp.planning.hardware import Gpu
-from focus_exp.planning.settings import MOST_GPUS, Needs, Setting, as_configured, candidates, needs, sequences
-from focus_exp.reporting.plan_tables import LayoutRow, PlanRow, gib_text, hours_text
+from focus_exp.planning.settings import MOST_GPUS, Needs, as_configured, candidates, needs, sequences
+from focus_exp.reporting.plan_tables import LayoutRow, PlanRow, gib_text, time_text
 from focus_exp.reporting.tables import share_text
 from focus_exp.training.regimes import tokens_per_step
 
@@ -42,7 +42,7 @@ class Planned:
             )
         else:
             problem = (
-                f"{hours_text(chosen.seconds / 3600)} hours on {gpus} {self.gpu.name}, bound by {chosen.bound}, are "
+                f"{time_text(chosen.seconds / 3600)} on {gpus} {self.gpu.name}, bound by {chosen.bound}, are "
                 f"more than plan.hours={config.plan.hours:g}"
             )
         found = list(self.remedies())
@@ -61,9 +61,12 @@ class Planned:
             need = needs(estimate, self.chosen.setting, self.gpu)
             if fits(estimate, need, self.gpu):
                 yield f"trainer.batch_size=1 trainer.accumulate={smaller.accumulate}"
+        told: list[set[str]] = []
         for need in found:
-            more = [f"plan.gpus={need.setting.gpus}"] if need.setting.gpus > most else []
-            yield " ".join([*more, *need.setting.overrides(config)])
+            changes = need.setting.overrides(config)
+            if not any(fewer <= set(changes) for fewer in told):
+                told.append(set(changes))
+                yield " ".join([*([f"plan.gpus={need.setting.gpus}"] if need.setting.gpus > most else []), *changes])
 
     def row(self) -> PlanRow:
         estimate, chosen, config = self.estimate, self.chosen, self.estimate.config
@@ -111,24 +114,24 @@ class Planned:
         """One sentence each: what fits where, what takes the most, what the time goes to."""
         chosen, config, setting = self.chosen, self.estimate.config, self.chosen.setting
         if self.error:
-            return [f"{self.name} does not fit: {self.error}."]
+            return []
         largest = max(chosen.held, key=lambda kind: chosen.held[kind])
         words = [
             f"{self.name} fits {setting.gpus} {self.gpu.name} ({setting.name}) with {gib_text(chosen.total)} of "
-            f"{gib_text(self.gpu.usable)} GiB on each; {share_text(chosen.held[largest] / chosen.total)} are {largest}"
+            f"{gib_text(self.gpu.usable)} GiB on each at the worst moment ({chosen.window}); "
+            f"{share_text(chosen.held[largest] / chosen.total)} are {largest}"
         ]
         if chosen.seconds:
             words.append(
-                f"{hours_text(chosen.seconds / 3600)} hours, bound by {chosen.bound}; "
+                f"{time_text(chosen.seconds / 3600)}, bound by {chosen.bound}; "
                 f"{share_text(chosen.pair_flops / chosen.flops)} of the arithmetic is on pairs of tokens"
             )
         if needed := setting.overrides(config):
-            words.append(f"add {' '.join(needed)}")
+            words.append(f"Add {' '.join(needed)}")
             blocks, own = sequences(config, setting.gpus), config.trainer.batch_size * config.trainer.accumulate
             if blocks > own:
-                words.append(
-                    f"{blocks} blocks a step instead of {own}, so regime.steps / {blocks / own:g} reads as much text"
-                )
+                times = f"{blocks / own:g}"
+                words.append(f"That is {blocks} blocks a step instead of {own}: regime.steps / {times} reads as much")
         return [". ".join(words) + "."]
 
 

@@ -52,11 +52,14 @@ class Setting:
 
 @dataclass(frozen=True)
 class Needs:
-    """Bytes that a GPU holds at most, by kind, "gathered" what FSDP or a quantised base make whole for a while; bytes
-    of main memory for all GPUs of the run together; FLOPs, those on pairs of tokens among them; seconds, and what they
-    are bound by."""
+    """The worst moment of a run and the bytes that a GPU holds then, by kind; what it computes and how long that takes.
+
+    held: "gathered" is what FSDP or a quantised base make whole for a while. main_memory: bytes that wait outside of
+    all GPUs together. bound: what the seconds go to.
+    """
 
     setting: Setting
+    window: str
     held: Bytes
     main_memory: float
     flops: float
@@ -84,7 +87,8 @@ def needs(estimate: Estimate, setting: Setting, gpu: Gpu) -> Needs:
     peaks = [(window, held) for trace in traces for window, held in trace.peaks.items()]
     if estimate.warm_start is not None:
         peaks += estimate.warm_start.peaks.items()
-    held = max((placed(estimate, setting, *peak) for peak in peaks), key=lambda kinds: sum(kinds.values()))
+    each = [(window, placed(estimate, setting, window, held)) for window, held in peaks]
+    window, held = max(each, key=lambda peak: sum(peak[1].values()))
 
     blocks = config.trainer.batch_size * config.trainer.accumulate
     passes = [phase.steps * blocks / micro for _, phase in estimate.phases]
@@ -94,10 +98,10 @@ def needs(estimate: Estimate, setting: Setting, gpu: Gpu) -> Needs:
     )
     peak = gpu.bf16 if estimate.bf16 else gpu.float32
     seconds = {"arithmetic": flops / setting.gpus / (peak * config.plan.utilization)}
-    for link, each in transfers(estimate, setting, gpu, accumulated).items():
-        seconds[link] = sum(passes) / setting.gpus * each
+    for link, once in transfers(estimate, setting, gpu, accumulated).items():
+        seconds[link] = sum(passes) / setting.gpus * once
     bound = max(seconds, key=lambda name: seconds[name])
-    return Needs(setting, held, main_memory(estimate, setting), flops, pair_flops, seconds[bound], bound)
+    return Needs(setting, window, held, main_memory(estimate, setting), flops, pair_flops, seconds[bound], bound)
 
 
 def placed(estimate: Estimate, setting: Setting, window: str, held: Bytes) -> Bytes:
@@ -164,7 +168,9 @@ def as_configured(config: Config, setting: Setting) -> bool:
     """Whether `setting` leaves trainer.* and model.quantization as they are; their defaults leave the number of GPUs
     and the strategy to the plan."""
     trainer, gpus = config.trainer, config.trainer.devices * config.trainer.num_nodes
-    strategies = {trainer.strategy} if trainer.strategy != "auto" else {"ddp"} if gpus > 1 else {"single", "ddp", "fsdp"}
+    strategies = (
+        {trainer.strategy} if trainer.strategy != "auto" else {"ddp"} if gpus > 1 else {"single", "ddp", "fsdp"}
+    )
     return (
         setting.strategy in strategies
         and gpus in (1, setting.gpus)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -16,6 +16,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.autograd.graph import _engine_run_backward
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop, sdpa_flop
@@ -35,6 +37,14 @@ FLOPS = {
     **flop_registry,
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: sdpa_flop,
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward: sdpa_backward_flop,
+}
+
+# what CUDA's autocast computes in float32 and a CPU's does not (docs of torch.amp), of what models here call
+FLOAT32_UNDER_CUDA = {
+    *(F.layer_norm, F.softmax, F.log_softmax, F.cross_entropy, F.normalize, F.softplus, torch.softmax),
+    *(torch.log_softmax, torch.pow, torch.rsqrt, torch.exp, torch.log, torch.sum, torch.norm, torch.cumsum),
+    *(Tensor.softmax, Tensor.log_softmax, Tensor.pow, Tensor.__pow__, Tensor.rsqrt, Tensor.exp, Tensor.log),
+    *(Tensor.sum, Tensor.norm, Tensor.cumsum),
 }
 
 Bytes = dict[str, float]
@@ -117,9 +127,21 @@ class Allocations(TorchDispatchMode):
             self.peaks[window] = dict(self.held)
 
 
+class AsOnCuda(TorchFunctionMode):
+    """Autocast, where it is on, in the formats of CUDA's; attention with dropout in one kernel, which a CPU has not."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in FLOAT32_UNDER_CUDA and torch.is_autocast_enabled("cpu"):
+            args = [x.float() if isinstance(x, Tensor) and x.dtype == torch.bfloat16 else x for x in args]
+        if func is F.scaled_dot_product_attention:
+            kwargs = {**(kwargs or {}), "dropout_p": 0.0}
+        return func(*args, **(kwargs or {}))
+
+
 @contextmanager
-def followed(model: PreTrainedModel, tokens: tuple[int, int]) -> Iterator[tuple[Allocations, Tensor]]:
-    """Within the block the model, which was built on the meta device, has tensors without data on a CPU."""
+def followed(model: PreTrainedModel, tokens: tuple[int, int], gpu: bool = True) -> Iterator[tuple[Allocations, Tensor]]:
+    """Within the block the model, which was built on the meta device, has tensors without data; torch takes them for a
+    CPU's, since a build without CUDA cannot have others."""
     batch, length = tokens
     vocabulary = model.config.get_text_config().vocab_size
     allocations = Allocations({batch * length * vocabulary, batch * (length - 1) * vocabulary}, vocabulary)
@@ -129,7 +151,7 @@ def followed(model: PreTrainedModel, tokens: tuple[int, int]) -> Iterator[tuple[
         for tensor in (*model.parameters(), *model.buffers()):
             allocations.add(tensor, "weights")
         ids = torch.zeros(tokens, dtype=torch.long)
-        with allocations:
+        with allocations, AsOnCuda() if gpu else nullcontext():
             yield allocations, ids
 
 
@@ -152,21 +174,21 @@ def trace_training(
     autocast: bool = False,
     checkpointing: bool = False,
     accumulating: bool = False,
-    foreach: bool = True,
+    gpu: bool = True,
 ) -> Trace:
     """An optimiser step of `phase` after the first one, on `tokens` (batch, length), in the order of Lightning.
 
-    Gradients of the step before are there until the loss is known, and with `accumulating` all the time. `foreach`:
-    whether AdamW updates all parameters at once, as it does on a GPU.
+    Gradients of the step before are there until the loss is known, and with `accumulating` all the time. `gpu`: AdamW
+    updates all parameters at once, and autocast is that of CUDA.
     """
     if checkpointing:
         model.activation_checkpointing_enable({"use_reentrant": False})
-    with followed(model, tokens) as (allocations, ids):
+    with followed(model, tokens, gpu) as (allocations, ids):
         task = LanguageModelTask(model, phase, "plan")
         set_training_mode(model, phase)
         optimizer: torch.optim.Optimizer = task.configure_optimizers()["optimizer"]
         for group in optimizer.param_groups:
-            group["foreach"] = foreach
+            group["foreach"] = gpu
         for parameter in task.trainable_parameters():
             parameter.grad = torch.empty_like(parameter)
             allocations.add(parameter.grad, "gradients")
@@ -183,7 +205,8 @@ def trace_training(
         if not accumulating:
             optimizer.zero_grad()
         allocations.enter("head backward")
-        loss.backward()
+        # loss.backward() would go through AsOnCuda, which is off within itself, also while layers are checkpointed
+        _engine_run_backward((loss,), (torch.ones_like(loss),), False, False, (), True, True)
         allocations.enter("update")
         optimizer.step()
     return allocations.trace()

@@ -57,12 +57,12 @@ class LayoutRow:
 
 def runs_table(rows: list[PlanRow], gpu: str, notes: list[str]) -> Table:
     columns = [
-        *("run", "parameters", "trained", "weights", "gradients", "optimiser", "activations (checkpointed)", "logits"),
-        *("KV cache", "each GPU [GiB]", "fits", "tokens", "PFLOP", "hours"),
+        *("run", "parameters", "trained", "weights", "gradients", "AdamW", "activations (ckpt)", "logits"),
+        *("KV cache", "in all", "GPUs", "tokens", "PFLOP", "time"),
     ]
     return Table(
         columns=columns,
-        rows=[cells(row, gpu) for row in rows],
+        rows=[cells(row) for row in rows],
         name="plan",
         title=f"Memory [GiB] of each {gpu}, arithmetic and time",
         notes=notes,
@@ -70,7 +70,7 @@ def runs_table(rows: list[PlanRow], gpu: str, notes: list[str]) -> Table:
     )
 
 
-def cells(row: PlanRow, gpu: str) -> list[str]:
+def cells(row: PlanRow) -> list[str]:
     held = {kind: gib_text(size) for kind, size in row.held.items()}
     share = row.trainable / row.parameters
     weights = gib_text(row.held.get("weights", 0) + row.held.get("gathered", 0))
@@ -85,15 +85,15 @@ def cells(row: PlanRow, gpu: str) -> list[str]:
         held.get("logits", ABSENT),
         gib_text(row.cache),
         gib_text(row.total),
-        "no" if row.error else f"{row.gpus} x {gpu}, {row.setting}",
+        "no" if row.error else f"{row.gpus} x {row.setting}",
         f"{row.tokens:,}" if row.tokens else ABSENT,
         f"{row.flops / 1e15:,.4g}" if row.flops else ABSENT,
-        hours_text(row.hours),
+        time_text(row.hours),
     ]
 
 
 def layouts_table(rows: list[LayoutRow], gpu: str) -> Table:
-    plain = ["GPUs", "each [GiB]", "hours"]
+    plain = ["GPUs", "each [GiB]", "time"]
     return Table(
         columns=["layout", *plain, *(f"{column}, checkpointed" for column in plain), "main memory [GiB]"],
         rows=[
@@ -112,7 +112,7 @@ def layouts_table(rows: list[LayoutRow], gpu: str) -> Table:
 
 
 def layout_cells(gpus: int | None, held: float, hours: float) -> list[str]:
-    return ["too few", gib_text(held), ABSENT] if gpus is None else [str(gpus), gib_text(held), hours_text(hours)]
+    return ["too few", gib_text(held), ABSENT] if gpus is None else [str(gpus), gib_text(held), time_text(hours)]
 
 
 def gib_text(size: float) -> str:
@@ -121,5 +121,11 @@ def gib_text(size: float) -> str:
     return "0" if gib < 1e-3 else f"{gib:,.3f}" if gib < 1 else f"{gib:,.1f}"
 
 
-def hours_text(hours: float) -> str:
-    return ABSENT if not hours else f"{hours:,.1f}" if hours >= 1 else f"{hours:.2g}"
+def time_text(hours: float) -> str:
+    """In the unit that suits it; absent where nothing is trained."""
+    if not hours:
+        return ABSENT
+    for unit, size in (("h", 1.0), ("min", 1 / 60)):
+        if hours >= size:
+            return f"{hours / size:,.1f} {unit}"
+    return f"{3600 * hours:.2g} s"
