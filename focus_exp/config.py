@@ -29,6 +29,7 @@ NOT_HASHED = (
     *("job", "arm", "overwrite", "runs_dir", "cache_dir", "logger", "adapter"),
     *("report", "plan", "reproduce", "scale", "sweep"),
 )
+MODEL_NOT_HASHED = ("dtype", "paper")
 TRAINER_NOT_HASHED = (
     *("name", "log_every", "progress", "checkpoint_every", "probe_every"),
     *("strategy", "devices", "num_nodes", "cpu_offload"),
@@ -47,6 +48,8 @@ class ModelConfig:
     # overrides of the run here whose trained weights these are; it is run first if it is not finished
     trained_by: list[str] = field(default_factory=list)
     quantization: str = "none"  # int8 or nf4: of a frozen base, by bitsandbytes
+    dtype: str | None = None  # of the weights as the hub stores them, which decides what a download takes
+    paper: list[str] = field(default_factory=list)  # overrides: the setting in which the paper trains it
 
 
 @dataclass
@@ -264,6 +267,7 @@ def config_hash(config: Config) -> str:
     for the same reason a default, once released, must not change its meaning.
     """
     values = {key: value for key, value in chosen(config).items() if key not in NOT_HASHED}
+    values["model"] = {key: value for key, value in values["model"].items() if key not in MODEL_NOT_HASHED}
     values["trainer"] = {key: value for key, value in values["trainer"].items() if key not in TRAINER_NOT_HASHED}
     if config.adapter:  # whose place says nothing of what is in it
         values["adapter"] = [hashlib.sha256(p.read_bytes()).hexdigest() for p in Path(config.adapter).glob("*.safe*")]

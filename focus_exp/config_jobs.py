@@ -52,6 +52,7 @@ class PlanConfig:
     hours: float | None = None  # refuse what takes longer
     utilization: float = 0.4  # of the peak arithmetic of the GPU
     models: list[str] = field(default_factory=list)  # of conf/model, each planned in turn; empty: model alone
+    paper: bool = False  # each of `models` in the setting in which the paper trains it
 
 
 @dataclass

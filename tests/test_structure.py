@@ -28,7 +28,8 @@ MAY_IMPORT = {
     "training": {*FOUNDATION, "attention", "models", "data", "reporting"},
     "evaluation": {*FOUNDATION, "attention", "models", "data", "reporting", "training"},
     "speed": {*FOUNDATION, "attention", "models", "data", "reporting", "training"},
-    "jobs": {*FOUNDATION, "attention", "models", "data", "reporting", "training", "evaluation", "speed"},
+    "planning": {*FOUNDATION, "attention", "models", "reporting", "training"},
+    "jobs": {*FOUNDATION, "attention", "models", "data", "reporting", "training", "evaluation", "speed", "planning"},
     "__init__": {"errors", "models"},
     "__main__": {*FOUNDATION, "jobs"},
 }
