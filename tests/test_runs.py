@@ -174,7 +174,7 @@ def test_the_method_of_the_paper_is_declared_not_causal(tmp_path):
     record = record_of(tmp_path)
     assert record.method["causal"] is False
     causal = {row.kind: row.causal for row in record.rows}
-    assert causal == {"base": True, "soft": False, "hard": False, "control": True}
+    assert causal == {"base": True, "soft": False, "hard": False, "control": True, "twin": True}
     table = list(csv.DictReader(io.StringIO((only_run(tmp_path) / "quality.csv").read_text())))
     assert [row["causal"] for row in table] == [str(row.causal) for row in record.rows]
     assert (only_run(tmp_path) / "table.md").read_text().count("no: reads the future") == sum(

@@ -132,9 +132,11 @@ class LanguageModelTask(pl.LightningModule):
         self._random_state = states[rank()] if rank() < len(states) else None
         progress = checkpoint["loops"]["fit_loop"]["epoch_loop.batch_progress"]
         for counts in (progress["total"], progress["current"]):
-            for name, batches in counts.items():
-                # checkpoints are written between steps, which other processes do in other numbers of batches
-                counts[name] = batches // checkpoint["accumulated"] * self.trainer.accumulate_grad_batches
+            # checkpoints are written between steps, which other processes do in other numbers of batches, and before
+            # Lightning has counted the last of them as completed, by which it knows where it is
+            batches = counts["processed"] // checkpoint["accumulated"] * self.trainer.accumulate_grad_batches
+            behind = counts["processed"] - counts["completed"]
+            counts.update(ready=batches, started=batches, processed=batches, completed=batches - behind)
 
     def on_train_batch_start(self, batch: Any, index: int) -> None:
         if self._random_state is not None:

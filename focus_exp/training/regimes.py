@@ -24,7 +24,7 @@ from focus_exp.training.mitigations import CentroidUpdates, routers_of
 from focus_exp.training.module import LanguageModelTask
 from focus_exp.training.precision import Precision
 from focus_exp.training.probe import PROBES, TIMES, Probe
-from focus_exp.training.strategies import balanced_together, is_sharded, lightning_strategy, to_device
+from focus_exp.training.strategies import balanced_together, lightning_strategy, to_device
 
 METRICS = "metrics.jsonl"
 
@@ -148,8 +148,7 @@ def probes(
 ) -> list[Probe]:
     """What watches the routers of a phase, where there are any and it was not switched off."""
     every = config.trainer.probe_every
-    # a pass through a sharded base would need all processes
-    if tokens is None or every == 0 or not routers_of(model) or not is_main() or is_sharded(model):
+    if tokens is None or every == 0 or not routers_of(model):
         return []
     every = max(1, phase.steps // TIMES) if every is None else every
     return [Probe(folder / PROBES, name, every, model, tokens, precision)]
