@@ -1,9 +1,18 @@
 """Every model file describes the model it names: parameters are counted, tiny models run."""
 
+import re
+from dataclasses import replace
+
 import pytest
 import torch
 from conftest import FAMILIES, ZOO, build
+from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
+from transformers import PreTrainedModel
+
+from focus_exp.checks import parse
+from focus_exp.config import config_hash, register_schemas
+from focus_exp.models.attach import attach, attached_methods, is_trainable
 
 PARAMETERS = {
     "gpt2_124m": 124_439_808,
@@ -20,29 +29,89 @@ PARAMETERS = {
 }
 
 
+# made here, from random weights
+OWN = {"books_6m", *(f"tiny_{family}" for family in FAMILIES)}
+# of a router of K = 4 groups and 16 dimensions: layers (16 E + 16 K), paper section 1
+ROUTERS = {
+    "gpt2_124m": 148_224,
+    "gpt2_774m": 739_584,
+    "gpt2_1_5b": 1_231_872,
+    "smollm2_135m": 278_400,
+    "mistral_7b": 2_099_200,
+    "mistral_7b_instruct": 2_099_200,
+    "qwen2_5_7b": 1_607_424,
+    "olmo2_7b": 2_099_200,
+    "gemma2_9b": 2_411_136,
+    "llama2_13b": 3_279_360,
+    "llama2_70b": 10_490_880,
+}
+
+
+def meta(name: str) -> PreTrainedModel:
+    with torch.device("meta"):
+        return build(name)
+
+
+def routers(model: PreTrainedModel) -> int:
+    return sum(parameter.numel() for name, parameter in model.named_parameters() if is_trainable(name, "router"))
+
+
 def test_every_file_is_tested() -> None:
-    assert {path.stem for path in ZOO.glob("*.yaml")} == {*PARAMETERS, *(f"tiny_{family}" for family in FAMILIES)}
+    assert {path.stem for path in ZOO.glob("*.yaml")} == {*PARAMETERS, *OWN}
+    assert {*ROUTERS} == {*PARAMETERS}
 
 
 @pytest.mark.parametrize("path", sorted(ZOO.glob("*.yaml")), ids=lambda path: path.stem)
 def test_file_names_itself_and_its_revision(path) -> None:
     config = OmegaConf.load(path)
     assert config.name == path.stem
-    assert ("hub_id" in config) == ("revision" in config) == (not path.stem.startswith("tiny_"))
+    assert ("hub_id" in config) == ("revision" in config) == ("dtype" in config) == (path.stem not in OWN)
+    assert re.fullmatch("[0-9a-f]{40}", config.get("revision", "0" * 40))
+
+
+@pytest.mark.parametrize("name", PARAMETERS)
+def test_setting_of_the_paper_is_a_valid_configuration(name: str) -> None:
+    with initialize_config_dir(str(ZOO.parent), version_base="1.3"):
+        register_schemas()
+        paper = OmegaConf.load(ZOO / f"{name}.yaml").get("paper", [])
+        config = parse(compose("config", [f"model={name}", *paper]))
+    assert config.model.paper == paper and config.data.block_size == 1024
+    assert config.attention.top_k <= config.attention.groups
+    # what it is trained in, and how it is stored, says nothing of what a run computes
+    assert config_hash(config) == config_hash(replace(config, model=replace(config.model, paper=[], dtype=None)))
+
+
+@pytest.mark.parametrize("name", PARAMETERS)
+def test_focus_attaches_with_as_many_parameters_as_the_paper_counts(name: str) -> None:
+    model = attach(meta(name), "focus", groups=4)
+    assert len(attached_methods(model)) == model.config.num_hidden_layers
+    assert routers(model) == ROUTERS[name]
+    assert sum(p.numel() for p in model.parameters()) == PARAMETERS[name] + ROUTERS[name]
+
+
+@pytest.mark.parametrize(
+    ("name", "groups", "routing_dim", "count"),
+    [
+        ("gpt2_124m", 4, 32, 296_448),
+        ("gpt2_124m", 4, 128, 1_185_792),
+        ("gpt2_124m", 4, 768, 7_114_752),
+        ("mistral_7b_instruct", 2, 16, 2_098_176),
+    ],
+)
+def test_router_sizes_that_the_paper_prints(name: str, groups: int, routing_dim: int, count: int) -> None:
+    assert routers(attach(meta(name), "focus", groups=groups, routing_dim=routing_dim)) == count
 
 
 @pytest.mark.parametrize("name", PARAMETERS)
 def test_parameter_count(name: str) -> None:
-    with torch.device("meta"):
-        model = build(name)
+    model = meta(name)
     assert model.num_parameters() == PARAMETERS[name]
 
 
-@pytest.mark.parametrize("name", [*PARAMETERS, *(f"tiny_{family}" for family in FAMILIES)])
+@pytest.mark.parametrize("name", [*PARAMETERS, *sorted(OWN)])
 def test_config_knows_every_field(name: str) -> None:
     """A misspelt field would only become an unused attribute of the config."""
-    with torch.device("meta"):
-        model = build(name)
+    model = meta(name)
     written = OmegaConf.load(ZOO / f"{name}.yaml").architecture
     known = set(type(model.config)().to_dict())
     assert set(written) <= known, set(written) - known

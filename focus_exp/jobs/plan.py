@@ -29,7 +29,14 @@ def plan(config: Config) -> None:
     most = "as many GPUs as it takes" if settings.gpus is None else f"at most {settings.gpus}"
     limit = "" if settings.hours is None else f", at most {settings.hours:g} hours"
     print(f"plan of {headline(config, configs)} on {gpu.name}, {most}{limit}")
-    found = [plan_run(name, Estimate(c, preparation(c)), gpu) for name, c in configs.items()]
+    found, unknown = [], []
+    for name, each in configs.items():
+        try:
+            found.append(plan_run(name, Estimate(each, preparation(each)), gpu))
+        except UserError as error:
+            unknown.append(f"{name} is not planned: {error}")
+    if not found:
+        raise UserError("\n  ".join(unknown))
     rows = [planned.row() for planned in found]
     notes = [
         f"{gpu.name}: {gpu.memory:g} GiB, of which tensors may take {100 * USABLE:.0f} %; "
@@ -44,7 +51,7 @@ def plan(config: Config) -> None:
     console.print(runs_table(rows, gpu.name, notes).to_console())
     if len(found) == 1:
         console.print(layouts_table(found[0].layout_rows(), gpu.name).to_console())
-    print("\n".join(["", *(sentence for planned in found for sentence in planned.findings())]))
+    print("\n".join(["", *(planned.finding for planned in found if planned.error is None), *unknown]))
     if refused := [row for row in rows if row.error]:
         raise UserError("\n  ".join(f"{row.run}: {row.error}" for row in refused))
 

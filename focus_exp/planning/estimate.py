@@ -9,6 +9,7 @@ from functools import cached_property
 
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
@@ -113,9 +114,15 @@ class Estimate:
         """`trace` of all layers. Every number in it is linear in the number of layers from the second one on."""
         layers = self.architecture.num_hidden_layers
         few, more = sample(layers, getattr(self.architecture, "layer_types", None))
-        if more >= layers:
-            return trace(self.build())
-        return trace(self.build(few)).plus(trace(self.build(more)), (layers - few) / (more - few))
+        try:
+            if more >= layers:
+                return trace(self.build())
+            return trace(self.build(few)).plus(trace(self.build(more)), (layers - few) / (more - few))
+        except (DataDependentOutputException, DynamicOutputShapeException):
+            raise UserError(
+                f"attention={self.config.attention.name} decides by what it reads how much it computes, which no plan "
+                "knows; plan it with attention=full, which computes all pairs"
+            ) from None
 
     @property
     def cache_bytes(self) -> float:

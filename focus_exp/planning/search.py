@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 from focus_exp.errors import UserError
 from focus_exp.planning.estimate import Estimate
@@ -27,7 +28,7 @@ class Planned:
     gpu: Gpu
     chosen: Needs
 
-    @property
+    @cached_property
     def error(self) -> str | None:
         """Why it cannot run, and what could."""
         config, chosen, gpus = self.estimate.config, self.chosen, self.chosen.setting.gpus
@@ -110,11 +111,10 @@ class Planned:
                 row.plain = column
         return list(rows.values())
 
-    def findings(self) -> list[str]:
-        """One sentence each: what fits where, what takes the most, what the time goes to."""
+    @property
+    def finding(self) -> str:
+        """What fits where, what takes the most, what the time goes to."""
         chosen, config, setting = self.chosen, self.estimate.config, self.chosen.setting
-        if self.error:
-            return []
         largest = max(chosen.held, key=lambda kind: chosen.held[kind])
         words = [
             f"{self.name} fits {setting.gpus} {self.gpu.name} ({setting.name}) with {gib_text(chosen.total)} of "
@@ -132,7 +132,7 @@ class Planned:
             if blocks > own:
                 times = f"{blocks / own:g}"
                 words.append(f"That is {blocks} blocks a step instead of {own}: regime.steps / {times} reads as much")
-        return [". ".join(words) + "."]
+        return ". ".join(words) + "."
 
 
 def plan_run(name: str, estimate: Estimate, gpu: Gpu) -> Planned:
