@@ -88,13 +88,11 @@ def shard(model: PreTrainedModel, settings: TrainerConfig, device: torch.device)
     fully_shard(model, mesh=mesh, reshard_after_forward=True)
 
 
-def lightning_strategy(model: PreTrainedModel, settings: TrainerConfig) -> Strategy | str:
+def lightning_strategy(settings: TrainerConfig) -> Strategy | str:
     """What the Trainer is given; "auto" is its own single device."""
     match in_use(settings):
         case "ddp":
-            # sliding layers and short blocks leave routers without a gradient
-            routed = getattr(model, "focus_attachment", None) is not None
-            return DDPStrategy(broadcast_buffers=False, find_unused_parameters=routed)
+            return DDPStrategy()
         case "fsdp":
             return ShardedStrategy()
     return "auto"
