@@ -298,12 +298,13 @@ def test_a_step_that_cannot_be_split_is_refused(pair):
         (("trainer.num_nodes=2",), "start the same command on every node with srun"),
         (("trainer.cpu_offload=true",), "trainer.cpu_offload=true goes with trainer.strategy=fsdp, not single"),
         (("trainer.cpu_offload=true", "trainer.strategy=fsdp"), "relieves a GPU, and there is none"),
+        (("regime=dora", "trainer.strategy=fsdp"), "use trainer.strategy=ddp, or regime=lora"),
         (("model.quantization=nf4",), "model.quantization=nf4 needs a CUDA GPU; use model.quantization=none"),
         (("model.quantization=int8", "job=bench"), "model.quantization=int8 is for pretrained weights"),
     ],
 )
 def test_settings_that_exclude_each_other_are_refused(tmp_path, asked, message):
-    refused = run(*tiny(tmp_path), *RETROFIT, *asked)
+    refused = run(*tiny(tmp_path), *asked)
     assert refused.code == 2 and message in refused.err
 
 

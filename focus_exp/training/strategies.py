@@ -23,7 +23,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from focus_exp.attention.focus import Focus
 from focus_exp.config import Config, TrainerConfig
-from focus_exp.data.loader import Share
+from focus_exp.data.loader import Share, share_of
 from focus_exp.errors import UserError
 from focus_exp.models.attach import attached_methods, is_trainable
 from focus_exp.models.load import whole
@@ -43,15 +43,21 @@ def in_use(settings: TrainerConfig) -> str:
 
 
 def check_strategy(config: Config, device: torch.device) -> None:
-    """UserError for settings of trainer.* and model.quantization that exclude each other."""
+    """UserError for settings of trainer.* and model.quantization that exclude each other, before any process starts."""
     settings, chosen = config.trainer, strategy_name(config.trainer)
     count = settings.devices * settings.num_nodes
     if chosen == "single" and count > 1:
         raise UserError(f"trainer.strategy=single is one process, not {count}; use ddp or fsdp, or trainer.devices=1")
+    share_of(settings.batch_size, settings.accumulate, count)
     if settings.cpu_offload and chosen != "fsdp":
         raise UserError(f"trainer.cpu_offload=true goes with trainer.strategy=fsdp, not {chosen}; use fsdp")
     if settings.cpu_offload and device.type != "cuda":
         raise UserError("trainer.cpu_offload=true relieves a GPU, and there is none; use trainer.cpu_offload=false")
+    if config.regime.lora.dora and config.regime.trains("lora") and chosen == "fsdp":
+        raise UserError(
+            "regime.lora.dora=true starts from the lengths of whole weights, which trainer.strategy=fsdp has sharded; "
+            "use trainer.strategy=ddp, or regime=lora"
+        )
     if config.model.quantization == "none":
         return
     key = f"model.quantization={config.model.quantization}"
@@ -86,6 +92,15 @@ def shard(model: PreTrainedModel, settings: TrainerConfig, device: torch.device)
         fully_shard(layer, mesh=mesh, offload_policy=offload)
     # after a forward pass too, so that whoever looks at the parameters finds shards
     fully_shard(model, mesh=mesh, reshard_after_forward=True)
+
+
+def place_added(model: PreTrainedModel, device: torch.device) -> None:
+    """Routers and LoRA, where they run: they were put beside weights that may wait in main memory."""
+    for method in attached_methods(model).values():
+        method.to(device)
+    for name, parameter in model.named_parameters():
+        if is_trainable(name, "lora"):
+            parameter.data = parameter.data.to(device)
 
 
 def lightning_strategy(settings: TrainerConfig) -> Strategy | str:
