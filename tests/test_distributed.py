@@ -21,6 +21,7 @@ from safetensors.numpy import load_file
 from focus_exp.data import ResumableLoader
 from focus_exp.data.loader import share_of
 from focus_exp.errors import UserError
+from focus_exp.models.random import byte_tokenizer
 from focus_exp.training import processes
 from focus_exp.training.callbacks import Checkpoint
 
@@ -297,11 +298,13 @@ def test_a_step_that_cannot_be_split_is_refused(pair):
         (("trainer.num_nodes=2",), "start the same command on every node with srun"),
         (("trainer.cpu_offload=true",), "trainer.cpu_offload=true goes with trainer.strategy=fsdp, not single"),
         (("trainer.cpu_offload=true", "trainer.strategy=fsdp"), "relieves a GPU, and there is none"),
+        (("regime=dora", "trainer.strategy=fsdp"), "use trainer.strategy=ddp, or regime=lora"),
         (("model.quantization=nf4",), "model.quantization=nf4 needs a CUDA GPU; use model.quantization=none"),
+        (("model.quantization=int8", "job=bench"), "model.quantization=int8 is for pretrained weights"),
     ],
 )
 def test_settings_that_exclude_each_other_are_refused(tmp_path, asked, message):
-    refused = run(*tiny(tmp_path), *RETROFIT, *asked)
+    refused = run(*tiny(tmp_path), *asked)
     assert refused.code == 2 and message in refused.err
 
 
@@ -310,6 +313,36 @@ def test_processes_that_nobody_asked_for_are_refused(tmp_path, monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "2")
     refused = run(*tiny(tmp_path), *RETROFIT)
     assert refused.code == 2 and "2 processes were started, but trainer.devices=1" in refused.err
+
+
+# on a GPU
+
+GPU = ("trainer.accelerator=gpu", "trainer.devices=1")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("more", [(), ("trainer.cpu_offload=true",)], ids=["on the GPU", "offloaded"])
+@pytest.mark.parametrize("job", ["retrofit", "finetune"])
+def test_a_sharded_model_on_one_gpu_computes_what_a_whole_one_does(tmp_path, job, more):
+    assert run(*tiny(tmp_path, "whole"), *JOBS[job], *GPU).code == 0
+    assert run(*tiny(tmp_path, "sharded"), *JOBS[job], *GPU, "trainer.strategy=fsdp", *more).code == 0
+    losses, expected = ([line["loss"] for line in metrics_of(tmp_path / name)] for name in ("sharded", "whole"))
+    assert losses == pytest.approx(expected, abs=1e-4)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("quantization", ["int8", "nf4"])
+def test_routers_are_trained_on_a_quantised_base(tmp_path, tiny_model, quantization):
+    pytest.importorskip("bitsandbytes")
+    tiny_model("llama").save_pretrained(tmp_path / "model")
+    byte_tokenizer().save_pretrained(tmp_path / "model")
+    command = [*tiny(tmp_path), *RETROFIT, *GPU, "trainer.precision=bf16", f"model.path={tmp_path / 'model'}"]
+    assert run(*command, f"model.quantization={quantization}").code == 0
+    record = record_of(tmp_path)
+    assert all(row.error is None and np.isfinite(row.nll) for row in record.rows)
+    assert all(np.isfinite(line["loss"]) for line in metrics_of(tmp_path))
+    weights = load_file(only_run(tmp_path) / "adapter" / "focus_adapter.safetensors")
+    assert {array.dtype for array in weights.values()} == {np.dtype(np.float32)}
 
 
 # which data

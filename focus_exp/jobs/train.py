@@ -40,7 +40,7 @@ from focus_exp.training.precision import Precision, choose_precision
 from focus_exp.training.probe import PROBES, probe_tokens
 from focus_exp.training.processes import processes
 from focus_exp.training.regimes import phases_of, train_phases
-from focus_exp.training.strategies import check_strategy, is_sharded, place, share_added, strategy_name
+from focus_exp.training.strategies import check_strategy, is_sharded, place, place_added, share_added, strategy_name
 from focus_exp.training.warm_start import calibrate, calibrated, warm_start
 
 # how the other processes of a run are started
@@ -124,8 +124,6 @@ def attach_method(model: PreTrainedModel, config: Config, precision: Precision) 
     if config.attention.method != "full":
         pl.seed_everything(config.seed, verbose=False)
         attach(model, config.attention.method, **method_options(config.attention, config.seed))
-        for method in attached_methods(model).values():
-            method.to(precision.device)  # where layers wait in main memory, attach puts it there
         set_backend(model, config, precision, max(config.eval.window, config.data.block_size))
     if config.regime.trains("lora"):
         budget = router_parameters(model, config.attention.groups, config.attention.routing_dim)
@@ -136,6 +134,7 @@ def attach_method(model: PreTrainedModel, config: Config, precision: Precision) 
             f"{added['name']} on {', '.join(added['target_modules'])}: {trained_parameters(model, config):,} numbers "
             f"to train, where a router of {config.attention.groups} groups has {budget:,}"
         )
+    place_added(model, precision.device)
 
 
 def method_options(attention: AttentionConfig, seed: int) -> dict[str, Any]:

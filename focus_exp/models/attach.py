@@ -210,7 +210,8 @@ def swapped(model: PreTrainedModel, methods: dict[int, AttentionMethod]) -> Iter
     modules = {index: module for index, module in attention_modules(model).items() if index in methods}
     before = {index: method_of(module) for index, module in modules.items()}
     for index, module in modules.items():
-        method = methods[index].to(next(module.parameters()).device)
+        # where the one before it runs: a layer's weights may wait in main memory
+        method = methods[index].to(next(before[index].parameters(), next(module.parameters())).device)
         method.backend, method.sparse_from = before[index].backend, before[index].sparse_from
         module.focus = method
     try:

@@ -102,7 +102,7 @@ def train_phase(
         model.activation_checkpointing_enable({"use_reentrant": False})
     trainer = pl.Trainer(
         accelerator="gpu" if precision.device.type == "cuda" else "cpu",
-        strategy=lightning_strategy(model, settings),
+        strategy=lightning_strategy(settings),
         devices=settings.devices if world_size() > 1 else 1,
         num_nodes=settings.num_nodes if world_size() > 1 else 1,
         precision=precision.lightning,

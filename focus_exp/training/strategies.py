@@ -23,7 +23,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from focus_exp.attention.focus import Focus
 from focus_exp.config import Config, TrainerConfig
-from focus_exp.data.loader import Share
+from focus_exp.data.loader import Share, share_of
 from focus_exp.errors import UserError
 from focus_exp.models.attach import attached_methods, is_trainable
 from focus_exp.models.load import whole
@@ -43,11 +43,12 @@ def in_use(settings: TrainerConfig) -> str:
 
 
 def check_strategy(config: Config, device: torch.device) -> None:
-    """UserError for settings of trainer.* and model.quantization that exclude each other."""
+    """UserError for settings of trainer.* and model.quantization that exclude each other, before any process starts."""
     settings, chosen = config.trainer, strategy_name(config.trainer)
     count = settings.devices * settings.num_nodes
     if chosen == "single" and count > 1:
         raise UserError(f"trainer.strategy=single is one process, not {count}; use ddp or fsdp, or trainer.devices=1")
+    share_of(settings.batch_size, settings.accumulate, count)
     if settings.cpu_offload and chosen != "fsdp":
         raise UserError(f"trainer.cpu_offload=true goes with trainer.strategy=fsdp, not {chosen}; use fsdp")
     if settings.cpu_offload and device.type != "cuda":
@@ -56,6 +57,11 @@ def check_strategy(config: Config, device: torch.device) -> None:
         raise UserError(
             f"attention.balance_loss={config.attention.balance_loss} is of a whole batch, of which each of {count} "
             "processes would see a part; use trainer.devices=1"
+        )
+    if config.regime.lora.dora and config.regime.trains("lora") and chosen == "fsdp":
+        raise UserError(
+            "regime.lora.dora=true starts from the lengths of whole weights, which trainer.strategy=fsdp has sharded; "
+            "use trainer.strategy=ddp, or regime=lora"
         )
     if config.model.quantization == "none":
         return
@@ -93,13 +99,20 @@ def shard(model: PreTrainedModel, settings: TrainerConfig, device: torch.device)
     fully_shard(model, mesh=mesh, reshard_after_forward=True)
 
 
-def lightning_strategy(model: PreTrainedModel, settings: TrainerConfig) -> Strategy | str:
+def place_added(model: PreTrainedModel, device: torch.device) -> None:
+    """Routers and LoRA, where they run: they were put beside weights that may wait in main memory."""
+    for method in attached_methods(model).values():
+        method.to(device)
+    for name, parameter in model.named_parameters():
+        if is_trainable(name, "lora"):
+            parameter.data = parameter.data.to(device)
+
+
+def lightning_strategy(settings: TrainerConfig) -> Strategy | str:
     """What the Trainer is given; "auto" is its own single device."""
     match in_use(settings):
         case "ddp":
-            # sliding layers and short blocks leave routers without a gradient
-            routed = getattr(model, "focus_attachment", None) is not None
-            return DDPStrategy(broadcast_buffers=False, find_unused_parameters=routed)
+            return DDPStrategy()
         case "fsdp":
             return ShardedStrategy()
     return "auto"
