@@ -317,6 +317,12 @@ def register_schemas() -> None:
         store.store(group=group, name=f"base_{group}", node=schema)
 
 
+def phases_of(config: Config) -> list[tuple[str, PhaseConfig]]:
+    """The named phases that this configuration really runs: without a router there is no router to train."""
+    phases = config.regime.phases.items()
+    return [(name, p) for name, p in phases if p.train != "router" or config.attention.method == "focus"]
+
+
 def to_dict(config: Config) -> dict[str, Any]:
     return asdict(config)
 

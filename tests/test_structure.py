@@ -22,14 +22,15 @@ MAY_IMPORT = {
     "config": FOUNDATION,
     "checks": FOUNDATION,
     "reporting": FOUNDATION,
+    "sweeps": {*FOUNDATION, "reporting"},
     "data": FOUNDATION,
     "models": {*FOUNDATION, "attention"},
     "training": {*FOUNDATION, "attention", "models", "data", "reporting"},
     "evaluation": {*FOUNDATION, "attention", "models", "data", "reporting", "training"},
     "speed": {*FOUNDATION, "attention", "models", "data", "reporting", "training"},
-    "jobs": {*FOUNDATION, "attention", "models", "data", "reporting", "training", "evaluation", "speed"},
+    "jobs": {*FOUNDATION, "attention", "models", "data", "reporting", "training", "evaluation", "speed", "sweeps"},
     "__init__": {"errors", "models"},
-    "__main__": {*FOUNDATION, "jobs"},
+    "__main__": {*FOUNDATION, "jobs", "sweeps"},
 }
 
 

@@ -27,6 +27,8 @@ from focus_exp.errors import Interrupted, first_line
 from focus_exp.reporting.dashboard import init_options, log_record, wandb_mode
 from focus_exp.reporting.record import Record, environment, read_metrics, replace_file
 from focus_exp.reporting.report import all_findings, write_report
+from focus_exp.reporting.runs import finished_record, run_folder
+from focus_exp.sweeps.frozen import FrozenJob
 from focus_exp.training.regimes import METRICS
 
 TABLE_WIDTH = 190
@@ -66,13 +68,6 @@ class Run:
         print("\n".join(["", *self.record.findings, "", f"run folder: {self.folder}"]))
 
 
-def run_folder(config: Config) -> Path:
-    """runs/<experiment>/<model>-<attention>-<regime>/seed=<n>-<config hash>; an arm's has its name there."""
-    regime = config.regime.name if config.job == "train" else config.job
-    parts = config.arm or f"{config.model.name}-{config.attention.name}-{regime}"
-    return Path(config.runs_dir) / config.experiment / parts / f"seed={config.seed}-{config_hash(config)}"
-
-
 def already_finished(config: Config) -> bool:
     """Whether this configuration came to its end before, and says so with what was found; `overwrite` forgets it."""
     record = None if config.overwrite else finished_record(config)
@@ -83,18 +78,13 @@ def already_finished(config: Config) -> bool:
     return True
 
 
-def finished_record(config: Config) -> Record | None:
-    """The record of this configuration, if it came to its end before."""
-    path = run_folder(config) / "record.json"
-    record = Record.load(path) if path.exists() else None
-    return record if record is not None and record.status == "finished" else None
-
-
 @contextmanager
 def open_run(config: Config, device: str) -> Iterator[Run]:
     """A new or continued run. Its record says "interrupted" until the block ends, then finished or failed."""
     folder = run_folder(config)
-    if config.overwrite and folder.exists():
+    job = FrozenJob.here()
+    resumed = job is not None and job.enter_run(folder)
+    if config.overwrite and folder.exists() and not resumed:
         shutil.rmtree(folder)
     folder.mkdir(parents=True, exist_ok=True)
     replace_file(folder / "config.yaml", OmegaConf.to_yaml(OmegaConf.structured(config)).encode())
@@ -102,7 +92,8 @@ def open_run(config: Config, device: str) -> Iterator[Run]:
         status="interrupted",
         error="it is still running, or was killed",
         experiment=config.experiment,
-        command=command_line(),
+        command=command_line(job.overrides if job else sys.argv[1:]),
+        warnings=job.changed() if job else [],
         started=datetime.now(UTC).isoformat(timespec="seconds"),
         device=device,
         seed=config.seed,
@@ -168,8 +159,8 @@ def shown(provenance: Provenance) -> str:
     return provenance.used.split(" (")[0]
 
 
-def command_line() -> str:
-    return shlex.join(["python", "-m", "focus_exp", *(part.replace("\\=", "=") for part in sys.argv[1:])])
+def command_line(arguments: list[str]) -> str:
+    return shlex.join(["python", "-m", "focus_exp", *(part.replace("\\=", "=") for part in arguments)])
 
 
 def peak_memory() -> int:

@@ -56,6 +56,7 @@ class Record:
     arms: list[Arm] = field(default_factory=list)
     continuations: list[Continuation] = field(default_factory=list)
     findings: list[str] = field(default_factory=list)
+    warnings: list[str] = field(default_factory=list)  # of the run about itself
     error: str | None = None
 
     @property

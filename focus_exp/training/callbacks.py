@@ -16,12 +16,10 @@ from tqdm import tqdm
 
 from focus_exp.attention.focus import Focus
 from focus_exp.config import AttentionConfig
-from focus_exp.errors import Interrupted
+from focus_exp.errors import STOP_SIGNALS, Interrupted
 from focus_exp.models.attach import attached_methods
 from focus_exp.reporting.record import read_metrics, replace_file
 from focus_exp.training.module import LanguageModelTask
-
-STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 
 class Metrics(Callback):
@@ -94,7 +92,7 @@ class Checkpoint(Callback):
             self.handlers[signum] = signal.signal(signum, self._receive)
 
     def _receive(self, signum: int, frame: Any) -> None:
-        if self.received is not None:  # asked twice: at once
+        if signum == self.received != signal.SIGUSR2:  # asked twice: at once
             signal.signal(signum, signal.SIG_DFL)
             signal.raise_signal(signum)
         self.received = signum
