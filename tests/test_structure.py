@@ -23,6 +23,7 @@ MAY_IMPORT = {
     "checks": FOUNDATION,
     "reporting": FOUNDATION,
     "sweeps": {*FOUNDATION, "reporting"},
+    "plugins": {*FOUNDATION, "sweeps"},
     "data": FOUNDATION,
     "models": {*FOUNDATION, "attention"},
     "training": {*FOUNDATION, "attention", "models", "data", "reporting"},

@@ -10,7 +10,7 @@ import shutil
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
@@ -122,7 +122,8 @@ def open_run(config: Config, device: str) -> Iterator[Run]:
         run.save()
         for logger in run.loggers:
             if isinstance(logger, WandbLogger):
-                logger.experiment.finish(exit_code=0 if record.status == "finished" else 1)
+                with suppress(ConnectionError):  # its process may have had the signal too
+                    logger.experiment.finish(exit_code=0 if record.status == "finished" else 1)
 
 
 def make_loggers(config: Config, folder: Path) -> list[Logger]:

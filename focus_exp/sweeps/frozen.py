@@ -125,7 +125,9 @@ def freeze(sweep: Sweep, number: int, overrides: list[str], composed: DictConfig
 
 def load_config(place: Path) -> Config:
     """The configuration of the job whose folder this is."""
-    return parse(OmegaConf.merge(OmegaConf.structured(Config), OmegaConf.load(place / "config.yaml")))
+    merged = OmegaConf.merge(OmegaConf.structured(Config), OmegaConf.load(place / "config.yaml"))
+    assert isinstance(merged, DictConfig)
+    return parse(merged)
 
 
 class FrozenJob:
@@ -134,7 +136,8 @@ class FrozenJob:
     def __init__(self, place: Path) -> None:
         self.place = place
         self.overrides = list(HydraConfig.get().overrides.task)
-        self.leads = not int(os.environ.get("SLURM_PROCID") or os.environ.get("LOCAL_RANK") or 0)
+        # of the tasks of one job, the first alone takes notes
+        self.leads = not int(os.environ.get("SLURM_PROCID") or os.environ.get("RANK") or 0)
 
     @classmethod
     def here(cls) -> FrozenJob | None:
@@ -177,7 +180,12 @@ class FrozenJob:
 
     def end(self, code: int, reason: str) -> None:
         if self.leads:
-            replace_file(self.place / "outcome.json", json.dumps({"code": code, "reason": reason}).encode())
+            note_end(self.place, code, reason)
+
+
+def note_end(place: Path, code: int, reason: str) -> None:
+    """How the job with the folder `place` has ended."""
+    replace_file(place / "outcome.json", json.dumps({"code": code, "reason": reason}).encode())
 
 
 @contextmanager

@@ -5,15 +5,18 @@ from __future__ import annotations
 import runpy
 import signal
 import sys
+import time
+from pathlib import Path
 from typing import Any
 
 import submitit
 from submitit.core.utils import FailedJobError, UncompletedJobError
 from submitit.helpers import Checkpointable
 
-from focus_exp.errors import UserError
-from focus_exp.sweeps.frozen import FrozenJob, Job, Sweep
+from focus_exp.errors import STOP_SIGNALS, UserError
+from focus_exp.sweeps.frozen import Job, Sweep, note_end
 
+PATIENCE = 600.0  # seconds between a TERM and the end that SLURM makes
 # names that submitit has for every kind of executor; the others are SLURM's own
 SHARED = ("timeout_min", "cpus_per_task", "gpus_per_node", "tasks_per_node", "mem_gb", "nodes", "name")
 
@@ -22,27 +25,32 @@ class Task(Checkpointable):
     """The frozen command, run in submitit's own process, which is the one that SLURM signals.
 
     USR2 announces the time limit or a preemption: the command stops as it does on any signal, with a checkpoint, and
-    then submitit's handler, which stood before the command's own, has SLURM start the task again.
+    then submitit's handler, which stood before the command's own, has SLURM start the task again. TERM is the end of
+    this life: SLURM kills the task soon, and starts it again unless it was cancelled or has met its limit.
     """
 
-    def __init__(self, place: Any, arguments: list[str]) -> None:
+    def __init__(self, place: Path, arguments: list[str]) -> None:
         self.place = place
         self.arguments = arguments
 
     def __call__(self) -> int:
-        requeue = signal.getsignal(signal.SIGUSR2)
+        handlers = {signum: signal.getsignal(signum) for signum in STOP_SIGNALS}
         sys.argv = ["focus_exp", *self.arguments]
         code = 0
         try:
             runpy.run_module("focus_exp", run_name="__main__", alter_sys=True)
         except SystemExit as stop:
             code = int(stop.code or 0)
-        if code == 128 + signal.SIGUSR2 and callable(requeue):
+        for signum, handler in handlers.items():
+            signal.signal(signum, handler)
+        if code == 128 + signal.SIGUSR2:
             try:
-                requeue(signal.SIGUSR2, None)
+                signal.raise_signal(signal.SIGUSR2)
             except UncompletedJobError as refusal:
-                FrozenJob(self.place).end(1, str(refusal))
+                note_end(self.place, 1, str(refusal))
                 raise
+        if code == 128 + signal.SIGTERM:
+            time.sleep(PATIENCE)  # to end by oneself would be to have finished
         return code
 
 

@@ -72,7 +72,7 @@ def state_of(sweep: Sweep, job: Job, queue: dict[str, tuple[str, str]] | None, l
         return State("stopped", reason, code)
     if (place / "started.json").exists():
         return State("failed", f"it ended without a word; its log ends with: {last_line(job)}", 1)
-    if launching:
+    if launching and not job.slurm_id:
         return State("pending")
     return State("missing", last_line(job) or "it was not started", 1)
 
@@ -100,11 +100,11 @@ def progress(place: Path, job: Job) -> str:
     folder = run_of(place, job)
     try:
         lines = read_metrics(folder / "metrics.jsonl") if folder else []
-        config = load_config(place)
     except UserError:
         return ""
-    if not lines or config.job != "train":
+    if not lines:
         return ""
+    config = load_config(place)
     done, planned = steps_done(config, lines[-1]), sum(phase.steps for _, phase in phases_of(config))
     if done == planned:
         return f"step {done} of {planned}, measuring"
@@ -149,11 +149,12 @@ def headline(place: Path, job: Job) -> str:
 def sweep_table(sweep: Sweep, found: list[State]) -> Table:
     """One line a job, and what to do about those that are missing."""
     counts = Counter(state.name for state in found)
-    notes = [f"log of job {job.number}: {job.log}" for job, state in zip(sweep.jobs, found, strict=True) if state.code]
+    failed = [job for job, state in zip(sweep.jobs, found, strict=True) if state.code]
+    notes = [f"log of job {job.number}: {job.log}" for job in failed if job.log]
     for job in sweep.jobs:
         changes = read_json(sweep.place(job) / "started.json").get("changed", [])
         notes += [f"job {job.number} ran other code than was submitted: {change}" for change in changes]
-    if any(state.code for state in found):
+    if failed:
         notes.append(f"what is missing runs with: {shlex.join(sweep.command)}")
     return Table(
         columns=["job", "settings", "state", "what is known"],
@@ -173,10 +174,9 @@ def differing(sweep: Sweep) -> list[str]:
     return [" ".join(part for part in job.overrides if part not in shared) for job in sweep.jobs]
 
 
-def watch(sweep: Sweep, going: Callable[[list[State]], bool], every: float) -> list[State]:
-    """Show the table until nothing is `going`, looking `every` so many seconds; on a pipe, a line for each change."""
-    console = Console()
-    console.width = max(console.width, WIDTH)
+def watch(sweep: Sweep, going: Callable[[list[State]], bool], every: float) -> None:
+    """Show the table while jobs are `going`, looking `every` so many seconds; on a pipe, a line for each change."""
+    console = wide_console()
     with Live(console=console, auto_refresh=False, transient=True) as live:
         before = [""] * len(sweep.jobs)
         while going(found := states(sweep)):
@@ -186,14 +186,24 @@ def watch(sweep: Sweep, going: Callable[[list[State]], bool], every: float) -> l
                 say_changes(sweep, before, found)
             before = [state.name for state in found]
             time.sleep(every)
+
+
+def conclude(sweep: Sweep) -> list[State]:
+    """Print the table as it is now."""
     found = states(sweep)
-    console.print(sweep_table(sweep, found).to_console())
+    wide_console().print(sweep_table(sweep, found).to_console())
     return found
+
+
+def wide_console() -> Console:
+    console = Console()
+    console.width = max(console.width, WIDTH)
+    return console
 
 
 def say_changes(sweep: Sweep, before: list[str], found: list[State]) -> None:
     for job, settings, old, state in zip(sweep.jobs, differing(sweep), before, found, strict=True):
-        if state.name != old:
+        if state.name != (old or "pending"):
             print(": ".join(filter(None, [f"job {job.number} {state.name}", settings, state.detail])))
 
 

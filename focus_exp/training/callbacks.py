@@ -114,6 +114,9 @@ class Checkpoint(Callback):
 
     def on_exception(self, trainer: pl.Trainer, module: pl.LightningModule, exception: BaseException) -> None:
         self._restore()
+        # SLURM signals the processes of a logger or of the data as well, and they are gone at once
+        if self.received is not None and isinstance(exception, (ConnectionError, RuntimeError)):
+            raise Interrupted(self.received, f"after step {trainer.global_step} of {trainer.max_steps}") from exception
 
     def _restore(self) -> None:
         for signum, handler in self.handlers.items():

@@ -13,11 +13,11 @@ from typing import Any
 from hydra.core.utils import JobReturn, JobStatus, setup_globals
 from hydra.plugins.launcher import Launcher
 from hydra.types import HydraContext, TaskFunction
-from omegaconf import DictConfig, open_dict
+from omegaconf import DictConfig, OmegaConf, open_dict
 
 from focus_exp.errors import Interrupted, UserError
 from focus_exp.sweeps.frozen import Job, Sweep, freeze, held, open_sweep
-from focus_exp.sweeps.status import State, complain_about, watch
+from focus_exp.sweeps.status import State, complain_about, conclude, watch
 
 POLL = 5.0  # seconds between looks at SLURM's queue
 
@@ -42,13 +42,13 @@ class FreezingLauncher(Launcher):
                 sweep.jobs.append(freeze(sweep, number, list(overrides), composed))
             sweep.save()
             print(f"sweep of {len(sweep.jobs)} jobs in {sweep.folder}")
-            found = self.run(sweep, [job for job in sweep.jobs if job.waiting])
-        if code := complain_about(sweep, found):
+            self.run(sweep, [job for job in sweep.jobs if job.waiting])
+        if code := complain_about(sweep, conclude(sweep)):
             raise SystemExit(code)
         return [JobReturn(overrides=list(o), status=JobStatus.COMPLETED) for o in job_overrides]
 
-    def run(self, sweep: Sweep, jobs: list[Job]) -> list[State]:
-        """Bring `jobs` to their ends; returns what became of all jobs of the sweep."""
+    def run(self, sweep: Sweep, jobs: list[Job]) -> None:
+        """Bring `jobs` to their ends."""
         raise NotImplementedError
 
 
@@ -58,7 +58,7 @@ class LocalLauncher(FreezingLauncher):
     def __init__(self, processes: int) -> None:
         self.processes = processes
 
-    def run(self, sweep: Sweep, jobs: list[Job]) -> list[State]:
+    def run(self, sweep: Sweep, jobs: list[Job]) -> None:
         if not isinstance(self.processes, int) or self.processes < 1:
             raise UserError(f"hydra.launcher.processes={self.processes} is impossible; use 1 or more")
         waiting, running = list(jobs), list[subprocess.Popen[bytes]]()
@@ -70,7 +70,7 @@ class LocalLauncher(FreezingLauncher):
             return bool(running)
 
         try:
-            return watch(sweep, going, every=0.5)
+            watch(sweep, going, every=0.5)
         except BaseException as stop:
             for process in running:
                 if isinstance(stop, Interrupted):
@@ -93,17 +93,16 @@ class SlurmLauncher(FreezingLauncher):
     """Submits the jobs as one array, by submitit, and waits for them; they do not need it any more."""
 
     def __init__(self, **settings: Any) -> None:
-        self.settings = settings
+        self.settings = OmegaConf.to_container(OmegaConf.create(settings))
 
-    def run(self, sweep: Sweep, jobs: list[Job]) -> list[State]:
+    def run(self, sweep: Sweep, jobs: list[Job]) -> None:
         from focus_exp.sweeps.slurm import submit  # submitit is an optional extra
 
         if jobs:
             submit(sweep, jobs, self.settings)
         try:
-            return watch(sweep, lambda found: any(state.open for state in found), every=POLL)
+            watch(sweep, lambda found: any(state.open for state in found), every=POLL)
         except Interrupted:
             shown = f"python -m focus_exp job=sweep_status sweep={sweep.folder}"
             print(f"the jobs stay in SLURM's queue: {shown} shows them", file=sys.stderr)
             raise
-
