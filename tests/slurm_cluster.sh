@@ -16,13 +16,18 @@ fail() {
   exit 1
 }
 
+impossible() { # here, and no fault of anyone
+  echo "$*" >&2
+  exit 3
+}
+
 installed() { command -v slurmctld slurmd munged >/dev/null; }
 
 running() { [ -s "$state/$1.pid" ] && kill -0 "$(cat "$state/$1.pid")" 2>/dev/null; }
 
 install() {
   installed && return
-  [ "$(id -u)" = 0 ] && command -v apt-get >/dev/null || fail "SLURM is not installed, and only root can, with apt-get"
+  [ "$(id -u)" = 0 ] && command -v apt-get >/dev/null || impossible "SLURM is not installed; root can, with apt-get"
   apt-get update -qq
   DEBIAN_FRONTEND=noninteractive apt-get install -qq --no-install-recommends slurm-wlm munge >/dev/null
 }
@@ -69,8 +74,8 @@ EOF
 }
 
 start() {
-  [ "$(id -u)" = 0 ] || fail "its daemons run as root"
-  installed || fail "SLURM is not installed: tests/slurm_cluster.sh install"
+  installed || impossible "SLURM is not installed: tests/slurm_cluster.sh install"
+  [ "$(id -u)" = 0 ] || impossible "SLURM's daemons want to be started by root"
   mkdir -p "$state" && chmod 755 "$state"
   running slurmctld || configure
   running munged || munged --force --key-file="$state/munge.key" --socket="$state/munge.socket" \

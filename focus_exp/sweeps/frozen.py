@@ -10,6 +10,7 @@ import fcntl
 import hashlib
 import json
 import os
+import platform
 import shutil
 import sys
 from collections.abc import Iterator
@@ -157,8 +158,10 @@ class FrozenJob:
         """The frozen configuration; other code than was submitted is on record, and said."""
         if self.leads:
             (self.place / "outcome.json").unlink(missing_ok=True)
-            replace_file(self.place / "started.json", json.dumps({"at": now(), "changed": self.changed()}).encode())
-            for change in self.changed():
+            changed = self.changed()
+            started = {"at": now(), "host": platform.node(), "process": os.getpid(), "changed": changed}
+            replace_file(self.place / "started.json", json.dumps(started).encode())
+            for change in changed:
                 print(f"WARNING: {change}", file=sys.stderr)
         return load_config(self.place)
 
