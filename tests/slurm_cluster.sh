@@ -28,8 +28,8 @@ running() { [ -s "$state/$1.pid" ] && kill -0 "$(cat "$state/$1.pid")" 2>/dev/nu
 install() {
   installed && return
   [ "$(id -u)" = 0 ] && command -v apt-get >/dev/null || impossible "SLURM is not installed; root can, with apt-get"
-  apt-get update -qq
-  DEBIAN_FRONTEND=noninteractive apt-get install -qq --no-install-recommends slurm-wlm munge >/dev/null
+  apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -qq --no-install-recommends slurm-wlm munge \
+    >/dev/null || impossible "SLURM is not installed, and apt-get does not get slurm-wlm and munge"
 }
 
 free_port() { python3 -c 'import socket; s = socket.socket(); s.bind(("127.0.0.1", 0)); print(s.getsockname()[1])'; }
