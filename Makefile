@@ -11,7 +11,7 @@ GPU_BENCH := +experiment=speed model=smollm2_135m model.hub_id=null data=files d
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help install browser retrofit reproduce-embedded report test test-fast smoke gpu lint format types clean
+.PHONY: help install browser retrofit reproduce-embedded report test test-fast smoke slurm gpu lint format types clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  %-19s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
@@ -45,6 +45,10 @@ test-fast: $(STAMP) ## the same without pretrained weights and slow tests
 
 smoke: $(STAMP) ## every experiment file on a tiny random model
 	$(RUN) pytest -n $(JOBS) tests/test_experiments.py -m 'not gpu' $(ARGS)
+
+slurm: $(STAMP) ## sweeps on a SLURM cluster of this one machine; as root also installs it
+	tests/slurm_cluster.sh install || test $$? = 3
+	$(RUN) pytest -m slurm -rs $(ARGS)
 
 gpu: $(STAMP) ## tests and benchmarks that need a CUDA device
 	@$(VENV)/bin/python -c 'import sys, torch; sys.exit(None if torch.cuda.is_available() else "make gpu: torch sees no CUDA device")'

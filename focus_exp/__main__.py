@@ -11,20 +11,19 @@ import re
 import signal
 import sys
 from collections.abc import Callable
-from dataclasses import fields
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
 import hydra
-from hydra.core.hydra_config import HydraConfig
 from hydra.errors import HydraException
-from hydra.types import RunMode
 from omegaconf import DictConfig
 from omegaconf.errors import OmegaConfBaseException
 
 from focus_exp.checks import did_you_mean, parse
 from focus_exp.config import GROUPS, Config, LoraConfig, PhaseConfig, register_schemas
-from focus_exp.errors import Interrupted, UserError
+from focus_exp.errors import STOP_SIGNALS, Interrupted, UserError, first_line
+from focus_exp.sweeps.frozen import FrozenJob
 
 FULL_DISK = (errno.ENOSPC, errno.EDQUOT)
 # the last two: a file stands where a folder is to be made
@@ -43,17 +42,33 @@ def conf_dir() -> str:
     raise FileNotFoundError("conf/ is neither beside the package nor in it; install focus_exp again")
 
 
-# exit codes of the jobs of a sweep, which goes on after one of them fails
-codes: list[int] = []
+@dataclass(frozen=True)
+class Ended:
+    """How a command ended: its exit code, and why where that is not 0."""
+
+    code: int = 0
+    reason: str = ""
 
 
 @hydra.main(version_base="1.3", config_path=conf_dir(), config_name="config")
 def run_job(composed: DictConfig) -> None:
-    """Run the job that the composed configuration names; SystemExit with its code if it fails outside of a sweep."""
-    code = guarded(lambda: execute(parse(composed)))
-    if code and (code > 128 or HydraConfig.get().mode != RunMode.MULTIRUN):
-        raise SystemExit(code)
-    codes.append(code)
+    """Run the job that the composed configuration names; SystemExit with its code if it fails."""
+    job = FrozenJob.here()
+    ended = run_frozen(job) if job else guarded(lambda: execute(parse(composed)))
+    if ended.code:
+        raise SystemExit(ended.code)
+
+
+def run_frozen(job: FrozenJob) -> Ended:
+    """The same for a job of a sweep, with the configuration that was submitted; its end is noted."""
+    with job.alive():
+        try:
+            ended = guarded(lambda: execute(job.start()))
+        except Exception as error:
+            job.end(1, f"{type(error).__name__}: {first_line(error)}")
+            raise
+        job.end(ended.code, ended.reason)
+        return ended
 
 
 def execute(config: Config) -> None:
@@ -67,12 +82,13 @@ def main() -> int:
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
     os.environ["HYDRA_FULL_ERROR"] = "1"  # errors come here instead of to hydra's own printer
     register_schemas()
+    sys.path.append(str(Path(__file__).parent / "plugins"))
     sys.argv[1:] = map(escaped, sys.argv[1:])
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(line_buffering=True)  # in order with the progress bars, also in a log file
-    for signum in (signal.SIGTERM, signal.SIGINT):
+    for signum in STOP_SIGNALS:
         signal.signal(signum, interrupt)
-    return guarded(run_job) or max(codes, default=0)
+    return guarded(run_job).code
 
 
 def escaped(argument: str) -> str:
@@ -82,8 +98,8 @@ def escaped(argument: str) -> str:
     return key + "=" + value.replace("=", "\\=") if plain and "=" in value else argument
 
 
-def guarded(work: Callable[[], None]) -> int:
-    """Exit code of `work`: what a user can put right is one message and code 2, anything else raises."""
+def guarded(work: Callable[[], None]) -> Ended:
+    """How `work` ended: what a user can put right is one message and code 2, anything else raises."""
     try:
         work()
     except UserError as error:
@@ -92,10 +108,10 @@ def guarded(work: Callable[[], None]) -> int:
         return complain(explain(error))
     except Interrupted as stop:
         print(f"{stop}; the same command goes on from here", file=sys.stderr)
-        return 128 + stop.signum
-    except BrokenPipeError:  # the reader of our output has left: `--help | head`
+        return Ended(128 + stop.signum, str(stop))
+    except BrokenPipeError as error:  # the reader of our output has left: `--help | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 128 + signal.SIGPIPE
+        return Ended(128 + signal.SIGPIPE, str(error))
     except OSError as error:
         if error.errno not in FULL_DISK + READ_ONLY:
             raise
@@ -104,16 +120,16 @@ def guarded(work: Callable[[], None]) -> int:
         return complain(
             f"cannot write {error.filename or 'to disk'}: {error.strerror}; {fix}, the same command goes on"
         )
-    return 0
+    return Ended()
 
 
 def interrupt(signum: int, frame: Any) -> None:
     raise Interrupted(signum, "before or after training")
 
 
-def complain(message: str) -> int:
+def complain(message: str) -> Ended:
     print(f"error: {message}", file=sys.stderr)
-    return 2
+    return Ended(2, message)
 
 
 def explain(error: Exception) -> str:
@@ -122,6 +138,8 @@ def explain(error: Exception) -> str:
     message = "\n  ".join(dict.fromkeys(line for line in lines if line and not line.startswith(NOISE)))
     if found := re.search(r"Key '([\w.]+)' (?:is )?not in", message):
         return f"{message}{did_you_mean(found[1], known_keys())}"
+    if "launcher/submitit_slurm" in message:
+        return "hydra/launcher=slurm needs the package hydra-submitit-launcher: pip install 'focus_exp[slurm]'"
     if found := re.search(r"(?:Could not find|not found) '?([\w/]+)/([\w.]+)'?", message):
         options = [path.stem for path in (Path(conf_dir()) / found[1]).glob("*.yaml")]
         return f"{message}{did_you_mean(found[2], options)}"

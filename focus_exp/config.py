@@ -256,6 +256,12 @@ def package_folder(name: str) -> str:
     return str(Path(spec.origin).parent)
 
 
+def phases_of(config: Config) -> list[tuple[str, PhaseConfig]]:
+    """The named phases that this configuration really runs: without a router there is no router to train."""
+    phases = config.regime.phases.items()
+    return [(name, p) for name, p in phases if p.train != "router" or config.attention.method == "focus"]
+
+
 def to_dict(config: Config) -> dict[str, Any]:
     return asdict(config)
 

@@ -2,6 +2,9 @@
 
 import signal
 
+# each ends a run at the next place from which it can go on; SLURM sends USR2 before it takes the machine away
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR2)
+
 
 class UserError(Exception):
     """Bad input: what is wrong, where, and what to do. The command line prints it and exits with 2."""

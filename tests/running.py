@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from focus_exp import __main__ as command_line
+from focus_exp.errors import STOP_SIGNALS
 from focus_exp.reporting.record import Record, read_metrics
 
 TIMES = ("seconds", "tokens_per_second")
@@ -28,18 +29,17 @@ class Result:
 def run(*arguments: str) -> Result:
     """`python -m focus_exp *arguments`; what that would print as a stack trace is raised."""
     out, err = io.StringIO(), io.StringIO()
-    before = sys.argv, signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)
+    argv, handlers = sys.argv, {signum: signal.getsignal(signum) for signum in STOP_SIGNALS}
     sys.argv = ["focus_exp", *arguments]
-    command_line.codes.clear()
     try:
         with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
             code = command_line.main()
     except SystemExit as stop:
         code = stop.code
     finally:
-        sys.argv = before[0]
-        signal.signal(signal.SIGTERM, before[1])
-        signal.signal(signal.SIGINT, before[2])
+        sys.argv = argv
+        for signum, handler in handlers.items():
+            signal.signal(signum, handler)
     return Result(code, out.getvalue(), err.getvalue())
 
 

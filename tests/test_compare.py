@@ -110,7 +110,7 @@ def test_an_interrupted_comparison_goes_on_with_the_arm_it_was_at(tmp_path, monk
 
 
 def test_arms_of_a_sweep_are_those_of_the_comparison(tmp_path):
-    swept = run("-m", *settings(tmp_path), "arm=focus,lora,window", "hydra.sweep.dir=" + str(tmp_path / "sweeps"))
+    swept = run("-m", *settings(tmp_path), "arm=focus,lora,window", "hydra/launcher=basic")
     assert swept.code == 0, swept.err
     alone = records(tmp_path)
     assert set(alone) == set(ARMS)

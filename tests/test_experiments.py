@@ -25,7 +25,7 @@ def composed(*overrides):
 
 def test_every_group_has_files_and_every_file_a_group():
     assert {group for group, _ in OPTIONS} == set(GROUPS)
-    assert {path.parent.name for path in CONF.rglob("*.yaml")} <= {"conf", "experiment", *GROUPS}
+    assert {path.parent.name for path in CONF.rglob("*.yaml")} <= {"conf", "experiment", "launcher", *GROUPS}
 
 
 @pytest.mark.parametrize("group, name", OPTIONS, ids="/".join)

@@ -74,16 +74,18 @@ def test_kill_in_mid_training_changes_nothing(folder, uninterrupted):
     assert outcome(folder / "killed") == uninterrupted
 
 
-def test_sigterm_leaves_a_checkpoint_and_says_so(folder, uninterrupted):
-    code, err = send_while_training(folder, "terminated", signal.SIGTERM, lines=8)
-    assert code == 128 + signal.SIGTERM
-    assert "stopped by SIGTERM at step" in err and "the same command goes on" in err
+@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGUSR2])
+def test_a_signal_leaves_a_checkpoint_and_says_so(folder, uninterrupted, signum):
+    runs = signum.name
+    code, err = send_while_training(folder, runs, signum, lines=8)
+    assert code == 128 + signum
+    assert f"stopped by {signum.name} at step" in err and "the same command goes on" in err
     assert "Traceback" not in err
-    assert (only_run(folder / "terminated") / "checkpoints" / "router.ckpt").exists()
-    record = record_of(folder / "terminated")
-    assert record.status == "interrupted" and "SIGTERM" in record.error
-    assert run(*command(folder, "terminated")).code == 0
-    assert outcome(folder / "terminated") == uninterrupted
+    assert (only_run(folder / runs) / "checkpoints" / "router.ckpt").exists()
+    record = record_of(folder / runs)
+    assert record.status == "interrupted" and signum.name in record.error
+    assert run(*command(folder, runs)).code == 0
+    assert outcome(folder / runs) == uninterrupted
 
 
 @pytest.mark.parametrize("phase, step", [("router", 1), ("router", 3), ("everything", 1), ("everything", 5)])

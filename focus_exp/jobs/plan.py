@@ -8,7 +8,7 @@ from rich.console import Console
 from transformers import PreTrainedModel
 
 from focus_exp.checks import parse
-from focus_exp.config import Config
+from focus_exp.config import Config, phases_of
 from focus_exp.errors import UserError
 from focus_exp.jobs.compare import compose_arm
 from focus_exp.jobs.run import TABLE_WIDTH
@@ -19,7 +19,7 @@ from focus_exp.planning.estimate import Estimate, Prepare
 from focus_exp.planning.hardware import USABLE, gpu_named
 from focus_exp.planning.search import plan_run
 from focus_exp.reporting.plan_tables import layouts_table, runs_table
-from focus_exp.training.regimes import phases_of, tokens_per_step
+from focus_exp.training.regimes import tokens_per_step
 
 
 def plan(config: Config) -> None:

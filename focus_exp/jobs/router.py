@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from transformers import PreTrainedModel
 
+from focus_exp.config import phases_of
 from focus_exp.data import Blocks
 from focus_exp.jobs.evaluate import put_adapter
 from focus_exp.jobs.run import Run
 from focus_exp.jobs.train import attach_method, fit
 from focus_exp.models.attach import attachment_of, is_causal
 from focus_exp.training.precision import Precision
-from focus_exp.training.regimes import phases_of
 
 
 def put_router(run: Run, model: PreTrainedModel, blocks: Blocks, precision: Precision, longest: int) -> bool:

@@ -10,7 +10,7 @@ import shutil
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
@@ -27,6 +27,8 @@ from focus_exp.errors import Interrupted, first_line
 from focus_exp.reporting.dashboard import init_options, log_record, wandb_mode
 from focus_exp.reporting.record import Record, environment, read_metrics, replace_file
 from focus_exp.reporting.report import all_findings, write_report
+from focus_exp.reporting.runs import finished_record, run_folder
+from focus_exp.sweeps.frozen import FrozenJob
 from focus_exp.training.exchange import is_main
 from focus_exp.training.regimes import METRICS
 
@@ -68,13 +70,6 @@ class Run:
         print("\n".join(["", *self.record.findings, "", f"run folder: {self.folder}"]))
 
 
-def run_folder(config: Config) -> Path:
-    """runs/<experiment>/<model>-<attention>-<regime>/seed=<n>-<config hash>; an arm's has its name there."""
-    regime = config.regime.name if config.job == "train" else config.job
-    parts = config.arm or f"{config.model.name}-{config.attention.name}-{regime}"
-    return Path(config.runs_dir) / config.experiment / parts / f"seed={config.seed}-{config_hash(config)}"
-
-
 def already_finished(config: Config) -> bool:
     """Whether this configuration came to its end before, and says so with what was found; `overwrite` forgets it."""
     record = None if config.overwrite else finished_record(config)
@@ -85,13 +80,6 @@ def already_finished(config: Config) -> bool:
     return True
 
 
-def finished_record(config: Config) -> Record | None:
-    """The record of this configuration, if it came to its end before."""
-    path = run_folder(config) / "record.json"
-    record = Record.load(path) if path.exists() else None
-    return record if record is not None and record.status == "finished" else None
-
-
 @contextmanager
 def open_run(config: Config, device: str) -> Iterator[Run]:
     """A new or continued run. Its record says "interrupted" until the block ends, then finished or failed.
@@ -99,11 +87,13 @@ def open_run(config: Config, device: str) -> Iterator[Run]:
     Of several processes the first one alone writes.
     """
     folder = run_folder(config)
+    job = FrozenJob.here()
     record = Record(
         status="interrupted",
         error="it is still running, or was killed",
         experiment=config.experiment,
-        command=command_line(),
+        command=command_line(job.overrides if job else sys.argv[1:]),
+        warnings=job.changed() if job else [],
         started=datetime.now(UTC).isoformat(timespec="seconds"),
         device=device,
         seed=config.seed,
@@ -115,7 +105,8 @@ def open_run(config: Config, device: str) -> Iterator[Run]:
     if not is_main():
         yield run
         return
-    if config.overwrite and folder.exists():
+    resumed = job is not None and job.enter_run(folder)
+    if config.overwrite and folder.exists() and not resumed:
         shutil.rmtree(folder)
     folder.mkdir(parents=True, exist_ok=True)
     replace_file(folder / "config.yaml", OmegaConf.to_yaml(OmegaConf.structured(config)).encode())
@@ -139,7 +130,8 @@ def open_run(config: Config, device: str) -> Iterator[Run]:
         run.save()
         for logger in run.loggers:
             if isinstance(logger, WandbLogger):
-                logger.experiment.finish(exit_code=0 if record.status == "finished" else 1)
+                with suppress(ConnectionError):  # its process may have had the signal too
+                    logger.experiment.finish(exit_code=0 if record.status == "finished" else 1)
 
 
 def make_loggers(config: Config, folder: Path) -> list[Logger]:
@@ -176,8 +168,8 @@ def shown(provenance: Provenance) -> str:
     return provenance.used.split(" (")[0]
 
 
-def command_line() -> str:
-    return shlex.join(["python", "-m", "focus_exp", *(part.replace("\\=", "=") for part in sys.argv[1:])])
+def command_line(arguments: list[str]) -> str:
+    return shlex.join(["python", "-m", "focus_exp", *(part.replace("\\=", "=") for part in arguments)])
 
 
 def peak_memory() -> int:

@@ -18,7 +18,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from focus_exp.assets import cache_root
 from focus_exp.attention.registry import METHODS
-from focus_exp.config import AttentionConfig, Config, to_dict
+from focus_exp.config import AttentionConfig, Config, phases_of, to_dict
 from focus_exp.data import Blocks, Corpus, bos_of, load_corpus
 from focus_exp.errors import UserError
 from focus_exp.evaluation.benchmarks import Benchmarks
@@ -39,7 +39,7 @@ from focus_exp.training.module import NonFiniteError
 from focus_exp.training.precision import Precision, choose_precision
 from focus_exp.training.probe import PROBES, probe_tokens
 from focus_exp.training.processes import processes
-from focus_exp.training.regimes import phases_of, train_phases
+from focus_exp.training.regimes import train_phases
 from focus_exp.training.strategies import check_strategy, is_sharded, place, place_added, share_added, strategy_name
 from focus_exp.training.warm_start import calibrate, calibrated, warm_start
 

@@ -13,14 +13,13 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicO
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from focus_exp.config import Config
+from focus_exp.config import Config, phases_of
 from focus_exp.errors import UserError
 from focus_exp.models.attach import is_trainable, layer_shape
 from focus_exp.models.lora import Linear
 from focus_exp.models.modules import attention_modules
 from focus_exp.models.random import architecture_config
 from focus_exp.planning.trace import Trace, trace_inference, trace_training, trace_warm_start
-from focus_exp.training.regimes import phases_of
 
 Prepare = Callable[[PreTrainedModel], object]
 

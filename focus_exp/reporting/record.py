@@ -63,6 +63,7 @@ class Record:
     continuations: list[Continuation] = field(default_factory=list)
     groups: GroupReport | None = None
     findings: list[str] = field(default_factory=list)
+    warnings: list[str] = field(default_factory=list)  # of the run about itself
     error: str | None = None
 
     @property

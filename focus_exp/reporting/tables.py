@@ -165,8 +165,9 @@ def identity(record: Record) -> dict[str, Any]:
 
 
 def caveats(record: Record) -> list[str]:
-    """Notes on what stood in for what, and on a run that did not finish."""
+    """Notes on what stood in for what, on what the run warned of, and on a run that did not finish."""
     notes = [f"SUBSTITUTE: {sentence}" for sentence in substitutions(record)]
+    notes += [f"WARNING: {sentence}" for sentence in record.warnings]
     if record.status != "finished":
         notes.append(f"This run {record.status}: {record.error or 'no reason recorded'}")
     return notes

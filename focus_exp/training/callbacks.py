@@ -16,13 +16,11 @@ from tqdm import tqdm
 
 from focus_exp.attention.focus import Focus
 from focus_exp.config import AttentionConfig
-from focus_exp.errors import Interrupted
+from focus_exp.errors import STOP_SIGNALS, Interrupted
 from focus_exp.models.attach import attached_methods
 from focus_exp.reporting.record import read_metrics, replace_file
 from focus_exp.training.exchange import any_of
 from focus_exp.training.module import LanguageModelTask
-
-STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 
 class Metrics(Callback):
@@ -95,7 +93,7 @@ class Checkpoint(Callback):
             self.handlers[signum] = signal.signal(signum, self._receive)
 
     def _receive(self, signum: int, frame: Any) -> None:
-        if self.received is not None:  # asked twice: at once
+        if signum == self.received != signal.SIGUSR2:  # asked twice: at once
             signal.signal(signum, signal.SIG_DFL)
             signal.raise_signal(signum)
         self.received = signum
@@ -118,6 +116,9 @@ class Checkpoint(Callback):
 
     def on_exception(self, trainer: pl.Trainer, module: pl.LightningModule, exception: BaseException) -> None:
         self._restore()
+        # SLURM signals the processes of a logger or of the data as well, and they are gone at once
+        if self.received is not None and isinstance(exception, (ConnectionError, RuntimeError)):
+            raise Interrupted(self.received, f"after step {trainer.global_step} of {trainer.max_steps}") from exception
 
     def _restore(self) -> None:
         for signum, handler in self.handlers.items():

@@ -15,7 +15,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from focus_exp.config import Config, PhaseConfig
+from focus_exp.config import Config, PhaseConfig, phases_of
 from focus_exp.data import Blocks, ResumableLoader
 from focus_exp.models.attach import attached_methods
 from focus_exp.training.callbacks import Checkpoint, GateAnnealing, Metrics, Progress
@@ -35,12 +35,6 @@ class Trained:
 
     steps: int = 0
     tokens: int = 0
-
-
-def phases_of(config: Config) -> list[tuple[str, PhaseConfig]]:
-    """The named phases that this configuration really runs: without a router there is no router to train."""
-    phases = config.regime.phases.items()
-    return [(name, p) for name, p in phases if p.train != "router" or config.attention.method == "focus"]
 
 
 def train_phases(
