@@ -11,7 +11,7 @@ GPU_BENCH := +experiment=speed model=smollm2_135m model.hub_id=null data=files d
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help install retrofit reproduce-embedded report test test-fast smoke gpu lint format types clean
+.PHONY: help install browser retrofit reproduce-embedded report test test-fast smoke gpu lint format types clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  %-19s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
@@ -22,6 +22,11 @@ $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(RUN) pip install --quiet --editable '.[dev,slurm]' --constraint constraints.txt
 	@touch $@
+
+browser: ## install Chromium, which tests of pages need, if it is missing and apt can be used; else say so
+	@command -v chromium chromium-browser google-chrome >/dev/null \
+		|| { [ "$$(id -u)" = 0 ] && apt-get update -qq && apt-get install -qq -y --no-install-recommends chromium; } \
+		|| echo "make browser: no Chromium here, and apt cannot install it; tests of pages will be skipped"
 
 retrofit: $(STAMP) ## train Focus routers on a frozen GPT-2 124M; more overrides in ARGS
 	$(RUN) focus_exp +experiment=retrofit_124m $(ARGS)

@@ -15,7 +15,7 @@ from focus_exp.errors import UserError
 # each a module of that name in jobs/, with a function of that name
 JOBS = (
     *("train", "evaluate", "bench", "generate", "compare", "analyze"),
-    *("plan", "report", "reproduce", "sweep_status", "build_tasks"),
+    *("plan", "report", "dashboard", "reproduce", "sweep_status", "build_tasks"),
 )
 CHOICES = {
     "job": JOBS,

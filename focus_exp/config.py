@@ -13,13 +13,23 @@ from typing import Any, get_type_hints
 from hydra.core.config_store import ConfigStore
 from omegaconf import MISSING, OmegaConf
 
-Numbers = list[int]
+from focus_exp.config_jobs import (
+    AnalyzeConfig,
+    BenchConfig,
+    GenerateConfig,
+    Numbers,
+    PlanConfig,
+    ReportConfig,
+    ReproduceConfig,
+    ScaleConfig,
+)
 
 # keys that change where or how a run is reported, but not what it computes
 NOT_HASHED = (
     *("job", "arm", "overwrite", "runs_dir", "cache_dir", "logger", "adapter"),
     *("report", "plan", "reproduce", "scale", "sweep"),
 )
+MODEL_NOT_HASHED = ("dtype", "paper")
 TRAINER_NOT_HASHED = (
     *("name", "log_every", "progress", "checkpoint_every", "probe_every"),
     *("strategy", "devices", "num_nodes", "cpu_offload"),
@@ -38,6 +48,8 @@ class ModelConfig:
     # overrides of the run here whose trained weights these are; it is run first if it is not finished
     trained_by: list[str] = field(default_factory=list)
     quantization: str = "none"  # int8 or nf4: of a frozen base, by bitsandbytes
+    dtype: str | None = None  # of the weights as the hub stores them, which decides what a download takes
+    paper: list[str] = field(default_factory=list)  # overrides: the setting in which the paper trains it
 
 
 @dataclass
@@ -163,41 +175,6 @@ class EvalConfig:
 
 
 @dataclass
-class BenchConfig:
-    name: str = MISSING
-    lengths: Numbers = field(default_factory=Numbers)  # tokens; empty: 1K to 64K on a CPU, to 1M on a GPU
-    prefill_lengths: Numbers = field(default_factory=Numbers)
-    step_lengths: Numbers = field(default_factory=Numbers)
-    decode_lengths: Numbers = field(default_factory=Numbers)  # tokens before the one that is timed
-    groups: Numbers = field(default_factory=lambda: [4, 8])  # K of balanced groups
-    top_k: Numbers = field(default_factory=lambda: [1])
-    dtype: str = "bf16"  # of the attention clocks; the model's own take trainer.precision
-    repeats: int = 7  # at most, fewer where one takes long
-    routed_tokens: int = 16_384  # held-out tokens whose groups a trained router is timed with
-    quality: bool = False  # perplexity at every k too
-    list: bool = False  # only say which kernels there are
-
-
-@dataclass
-class GenerateConfig:
-    name: str = MISSING
-    prompts: int = 4  # spread over the held-out text
-    prompt_tokens: int = 384
-    new_tokens: int = 128
-    top_k: Numbers = field(default_factory=Numbers)  # groups that a query reaches; empty: 1 to attention.groups
-    do_sample: bool = False
-    temperature: float = 1.0
-    top_p: float = 1.0
-
-
-@dataclass
-class ReportConfig:
-    name: str = MISSING
-    folder: str | None = None  # null: report, in runs_dir
-    check: bool = False  # only say which published tables no longer follow from their records
-
-
-@dataclass
 class TrainerConfig:
     name: str = MISSING
     accelerator: str = "auto"
@@ -224,68 +201,6 @@ class LoggerConfig:
     wandb_project: str = "focus_exp"
     wandb_entity: str | None = None
     csv: bool = False
-
-
-@dataclass
-class PlanConfig:
-    name: str = MISSING
-    gpu: str = "h100"  # a name of planning/hardware
-    gpus: int | None = None  # at most; null: as many as it takes
-    hours: float | None = None  # refuse what takes longer
-    utilization: float = 0.4  # of the peak arithmetic of the GPU
-    models: list[str] = field(default_factory=list)  # of conf/model, each planned in turn; empty: model alone
-
-
-@dataclass
-class AnalyzeConfig:
-    name: str = MISSING
-    tokens: int = 16_384  # held out, whose groups are described
-    passage_tokens: int = 512  # shown on the page, coloured
-    pairs: int = 20  # long-range ones listed of a layer
-    # adapters of other seeds, whose groups are compared with these
-    others: list[str] = field(default_factory=list)
-
-
-@dataclass
-class ReproduceConfig:
-    name: str = MISSING
-    # in the order in which they run: table -> overrides of the command that makes it; of these, `adapter=@name` takes
-    # the adapter that the table `name` left
-    tables: dict[str, list[str]] = field(default_factory=dict)
-    minutes: dict[str, float] = field(default_factory=dict)  # about, at scale=embedded on 2 CPU cores
-    only: list[str] = field(default_factory=list)  # of these tables; empty: all
-
-
-@dataclass
-class ScaleConfig:
-    """How much of everything a table takes: experiments refer to these."""
-
-    name: str = MISSING
-    steps: int = MISSING
-    warmup_steps: int = MISSING
-    long_steps: int = MISSING  # of a run that stands alone
-    alignment_steps: int = MISSING
-    small_steps: int = MISSING  # of many runs with small_model
-    scratch_steps: int = MISSING
-    train_tokens: int | None = None
-    test_tokens: int | None = None
-    windows: int | None = None
-    long_windows: int | None = None
-    context_windows: int | None = None  # of 1,024 tokens, where contexts are long
-    limit: int | None = None  # documents of a task
-    # of the clocks; lengths empty: all that the device is for
-    lengths: Numbers = field(default_factory=Numbers)
-    model_lengths: Numbers = field(default_factory=Numbers)
-    step_lengths: Numbers = field(default_factory=Numbers)
-    decode_lengths: Numbers = field(default_factory=Numbers)
-    prompts: int = MISSING
-    # settings of every arm: for tables of many long runs, and for twins from scratch
-    small_model: list[str] = field(default_factory=list)
-    small_windows: Numbers = field(default_factory=Numbers)  # a sixteenth, a quarter and a half of its text
-    scratch: list[str] = field(default_factory=list)
-    # arms: name -> settings
-    models: dict[str, list[str]] = field(default_factory=dict)
-    domains: dict[str, list[str]] = field(default_factory=dict)
 
 
 @dataclass
@@ -352,6 +267,7 @@ def config_hash(config: Config) -> str:
     for the same reason a default, once released, must not change its meaning.
     """
     values = {key: value for key, value in chosen(config).items() if key not in NOT_HASHED}
+    values["model"] = {key: value for key, value in values["model"].items() if key not in MODEL_NOT_HASHED}
     values["trainer"] = {key: value for key, value in values["trainer"].items() if key not in TRAINER_NOT_HASHED}
     if config.adapter:  # whose place says nothing of what is in it
         values["adapter"] = [hashlib.sha256(p.read_bytes()).hexdigest() for p in Path(config.adapter).glob("*.safe*")]

@@ -64,6 +64,7 @@ def tiny(folder: Path, runs: str = "runs") -> list[str]:
         *("bench.repeats=1", "bench.routed_tokens=64", "bench.groups=[2]", "bench.top_k=[1,2]"),
         *("attention.window=8", "attention.sinks=1", "attention.groups=2"),
         *("generate.prompts=2", "generate.prompt_tokens=20", "generate.new_tokens=12"),
+        *("analyze.tokens=96", "analyze.passage_tokens=24", "analyze.pairs=4"),
         *("attention.warm_start_blocks=1", "attention.warm_start_steps=3", "attention.calibration_blocks=1"),
         *("trainer.batch_size=2", "trainer.accumulate=2", "trainer.progress=false"),
         *("trainer.accelerator=cpu", "trainer.precision=float32", "every_arm=[]"),

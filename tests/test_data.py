@@ -114,7 +114,7 @@ def test_resume_goes_on_with_the_very_next_batch(workers, stop):
 
 def test_ranks_see_disjoint_blocks():
     blocks = Blocks(stream_of([92]), 4, cross_documents=True)
-    loaders = [ResumableLoader(blocks, 2, seed=0, rank=rank, world_size=3) for rank in range(3)]
+    loaders = [ResumableLoader(blocks, 6, seed=0, rank=rank, world_size=3) for rank in range(3)]
     seen = [{int(x) for batch in loader for x in batch["input_ids"][:, 0]} for loader in loaders]
     assert len(set().union(*seen)) == sum(map(len, seen)) == 18
     assert len({len(loader) for loader in loaders}) == 1
@@ -128,8 +128,11 @@ def test_an_epoch_ends_with_a_whole_step():
 
 def test_loader_errors():
     blocks = Blocks(stream_of([40]), 4, cross_documents=True)
-    for sizes in ({"batch_size": 6}, {"batch_size": 2, "accumulate": 3}):
+    for sizes in ({"batch_size": 12}, {"batch_size": 4, "accumulate": 3}):
         with pytest.raises(UserError, match=r"less than one step of \d x \d"):
+            ResumableLoader(blocks, seed=0, world_size=2, **sizes)
+    for sizes in ({"batch_size": 3}, {"batch_size": 1, "accumulate": 5}):
+        with pytest.raises(UserError, match=r"over 2 processes; make their product a multiple of 2"):
             ResumableLoader(blocks, seed=0, world_size=2, **sizes)
     state = ResumableLoader(blocks, 2, seed=0).state_dict()
     with pytest.raises(UserError, match="batch_size=2, this run has 5"):

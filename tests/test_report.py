@@ -4,6 +4,8 @@ import csv
 import html.parser
 import json
 import re
+import shutil
+import subprocess
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,7 +15,10 @@ from test_compare import compared, comparison_of, row, settings
 
 from focus_exp.reporting.benchmark_rows import BenchmarkRow
 from focus_exp.reporting.claims import claims, judged
-from focus_exp.reporting.publish import claim_table, escaped_latex, find_records, latex_table, page, stale
+from focus_exp.reporting.gather import gather
+from focus_exp.reporting.latex import escaped_latex, latex_document, latex_table
+from focus_exp.reporting.page import Section, page
+from focus_exp.reporting.publish import claim_table, renew, stale, write_report_of
 from focus_exp.reporting.record import Record
 from focus_exp.reporting.rows import Row, SpeedRow
 from focus_exp.reporting.tables import Table
@@ -141,15 +146,82 @@ def test_speed_is_judged_at_the_printed_lengths():
     assert [v.word for c, v in found if c.table == "T7"] == [REPRODUCED, NOT_REPRODUCED, NOT_RUN]
 
 
+def test_seeds_of_several_experiments_have_to_agree():
+    def at(seed, delta, experiment="seeds"):
+        found = compare(row("focus", kind="hard"), row("longformer", **compared(delta)))
+        return replace(found, experiment=experiment, seed=seed)
+
+    agreed = find(verdicts(at(0, 0.2, "compare"), at(1, 0.3), at(2, 0.25)), "T1", "than longformer")
+    assert agreed.word == REPRODUCED and [record.seed for record in agreed.records] == [0, 1, 2]
+    assert "seed 0: " in agreed.ours and "seed 2: " in agreed.ours
+    split = find(verdicts(at(0, 0.2, "compare"), at(1, -0.3)), "T1", "than longformer")
+    assert split.word == UNDECIDED
+
+
+def test_claims_on_other_sizes():
+    at_most = find(verdicts(), "T2", "cost no model more")
+    assert at_most.word == NOT_RUN and "experiment=model_scale" in at_most.why
+
+    def scaled(delta):
+        part = row("small", kind="hard", delta_nll=delta, delta_low=delta - 0.01, delta_high=delta + 0.01)
+        return find(verdicts(replace(comparison_of(part), experiment="model_scale")), "T2", "cost no model more").word
+
+    assert [scaled(delta) for delta in (0.02, 0.085, 0.3)] == [REPRODUCED, UNDECIDED, NOT_REPRODUCED]
+
+    def twins(delta):
+        found = comparison_of(row("full", kind="trained"), row("focus", kind="hard", **compared(delta, half=0.005)))
+        return find(verdicts(replace(found, experiment="from_scratch")), "T5", "from scratch Focus").word
+
+    assert [twins(delta) for delta in (-0.05, 0.0, 0.012, 0.05)] == [REPRODUCED, REPRODUCED, UNDECIDED, NOT_REPRODUCED]
+
+
+@pytest.mark.skipif(shutil.which("pdflatex") is None, reason="there is no pdflatex")
+def test_latex_compiles(tmp_path):
+    hard = Table(
+        columns=["a_b"] * 20, rows=[["ſ ☃ \\ {x} → “quoted” a/b_c=d"] * 20], title="50 % {of} #1", notes=["~^"]
+    )
+    (tmp_path / "report.tex").write_text(latex_document([("§ 1 & 2", [hard, hard])]), encoding="utf-8")
+    command = ["pdflatex", "-halt-on-error", "-interaction=nonstopmode", "report.tex"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, timeout=120)
+    assert done.returncode == 0 and (tmp_path / "report.pdf").exists(), done.stdout[-2000:]
+
+
+BROWSER = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+LOOK = """<script>addEventListener('load', () => {
+  const seen = [...document.images].filter(image => image.naturalWidth > 100).length
+  const parts = [...document.querySelectorAll('section, table')]
+  const shown = parts.filter(part => part.offsetHeight > 0).length
+  document.title = `${seen} of ${document.images.length}, ${shown}, ${parts.length}`
+})</script>"""
+
+
+@pytest.mark.skipif(BROWSER is None, reason="there is no Chromium")
+@pytest.mark.parametrize("width", [1600, 500])
+def test_a_browser_shows_every_table_and_figure(tmp_path, width):
+    write_report_of(RECORDS, tmp_path)
+    path = tmp_path / "report.html"
+    path.write_text(path.read_text().replace(' loading="lazy"', "").replace("</body>", f"{LOOK}</body>"))
+    flags = ["--headless=new", "--no-sandbox", "--disable-gpu", "--enable-logging=stderr", f"--window-size={width},900"]
+    # its profile anywhere but at home
+    command = [BROWSER, *flags, f"--user-data-dir={tmp_path / 'profile'}", "--virtual-time-budget=10000", "--dump-dom"]
+    done = subprocess.run([*command, path.as_uri()], capture_output=True, text=True, timeout=120)
+    found = re.search(r"<title>(\d+) of (\d+), (\d+), (\d+)</title>", done.stdout)
+    assert found, done.stderr
+    seen, images, shown, parts = map(int, found.groups())
+    assert seen == images > 10 and shown == parts > 40
+    assert "CONSOLE" not in done.stderr
+
+
 class Tags(html.parser.HTMLParser):
     """Every tag that opens is closed; what the page loads."""
 
     def __init__(self):
         super().__init__()
-        self.open, self.sources = [], []
+        self.open, self.sources, self.anchors = [], [], set()
 
     def handle_starttag(self, tag, attrs):
         self.sources += [value for name, value in attrs if name in ("src", "href")]
+        self.anchors |= {value for name, value in attrs if name == "id"}
         if tag not in ("meta", "img"):
             self.open.append(tag)
 
@@ -162,13 +234,17 @@ def test_the_report_holds_every_record_and_opens_without_a_network(tmp_path):
     result = run(*tiny(tmp_path), "job=report")
     assert result.code == 0, result.err
     folder = tmp_path / "runs" / "report"
-    ((place, record),) = find_records(tmp_path / "runs")
+    ((place, record),) = gather(tmp_path / "runs").found
     text = (folder / "report.md").read_text()
     assert place.relative_to(tmp_path / "runs").as_posix() in text and all(line in text for line in record.findings)
     tags = Tags()
     tags.feed((folder / "report.html").read_text())
     assert not tags.open and tags.sources
-    assert all((folder / source).is_file() for source in tags.sources)
+    links = {source.removeprefix("#") for source in tags.sources if source.startswith("#")}
+    assert len(links) > 15 and links <= tags.anchors
+    figures = [source for source in tags.sources if not source.startswith("#")]
+    assert any(source.endswith(".svg") for source in figures)
+    assert all((folder / source).is_file() for source in figures)
     claimed = list(csv.DictReader((folder / "claims.csv").open()))
     assert {line["verdict"] for line in claimed} <= set(VERDICTS)
     assert "not run" in result.out and (folder / "report.tex").read_text().count(r"\begin{longtable}") > 1
@@ -177,15 +253,15 @@ def test_the_report_holds_every_record_and_opens_without_a_network(tmp_path):
 def test_a_copied_record_counts_once_and_the_copy_is_named(tmp_path):
     runs = tmp_path / "runs"
     assert run(*tiny(tmp_path), "regime.steps=2").code == 0
-    ((place, record),) = find_records(runs)
+    ((place, record),) = gather(runs).found
     record.save(runs / "records" / "kept" / "record.json")
-    ((kept, _),) = find_records(runs)
+    ((kept, _),) = gather(runs).found
     assert kept == runs / "records" / "kept" != place
 
 
 def test_arms_are_in_the_record_of_their_comparison(tmp_path):
     assert run(*settings(tmp_path)).code == 0
-    assert [record.config["job"] for _, record in find_records(tmp_path / "runs")] == ["compare"]
+    assert [record.config["job"] for _, record in gather(tmp_path / "runs").found] == ["compare"]
 
 
 def test_a_published_table_that_does_not_follow_is_named(tmp_path):
@@ -199,9 +275,19 @@ def test_a_published_table_that_does_not_follow_is_named(tmp_path):
     assert result.code == 2 and "table.md does not follow from its record" in result.err
 
 
+def test_what_does_not_follow_is_renewed(tmp_path):
+    assert run(*tiny(tmp_path), "regime.steps=2").code == 0
+    (path,) = (tmp_path / "runs").rglob("record.json")
+    before = path.read_bytes()
+    (path.parent / "quality.csv").write_text("typed by hand")
+    assert [said.split()[0] for said in stale(tmp_path / "runs")] == [str(path.parent / "quality.csv")]
+    renew(tmp_path / "runs")
+    assert stale(tmp_path / "runs") == [] and path.read_bytes() == before
+
+
 def test_every_committed_table_follows_from_its_record():
     assert stale(RECORDS) == []
-    assert claim_table([record for _, record in find_records(RECORDS)]).rows
+    assert claim_table(gather(RECORDS)).rows
 
 
 def test_an_empty_folder_is_one_message(tmp_path):
@@ -213,8 +299,13 @@ def test_cells_are_escaped():
     table = Table(columns=["a_b"], rows=[["<5 % & $x$ ± 1 →"]], title="50 % {of}", notes=["<note>"])
     assert escaped_latex("5 % & $ _") == r"5 \% \& \$ \_"
     assert r"<5 \% \& \$x\$ $\pm$ 1 $\to$ \\" in latex_table(table)
-    shown = page(table, [], [], Path())
-    assert "&lt;5 % &amp; $x$ ± 1 →" in shown and "&lt;note&gt;" in shown and not re.search("https?://", shown)
+    shown = page([Section("part", "<title>", [table])], Path())
+    assert (
+        "&lt;title&gt;" in shown
+        and "&lt;5 % &amp; $x$ ± 1 →" in shown
+        and "&lt;note&gt;" in shown
+        and not re.search("https?://", shown)
+    )
 
 
 def test_the_readmes_comparison_and_its_count_of_verdicts_are_those_of_the_records():
@@ -226,7 +317,7 @@ def test_the_readmes_comparison_and_its_count_of_verdicts_are_those_of_the_recor
     assert len(rows) > 5
     for cells in rows:
         assert any(all(f"| {cell} |" in line or f"| {cell} (" in line for cell in cells) for line in published), cells
-    words = [verdict.word for _, verdict in judged([record for _, record in find_records(RECORDS)])]
+    words = [verdict.word for _, verdict in judged(gather(RECORDS).records)]
     counts = [words.count(word) for word in (REPRODUCED, NOT_REPRODUCED, UNDECIDED, NOT_HERE)]
     said = "of {}, {} are reproduced, {} are not, {} are undecided, {} need a GPU or the hub"
     assert said.format(len(words), *counts) in " ".join(readme.split())
@@ -240,4 +331,7 @@ def test_as_good_as_is_not_better_by_more_than_a_margin(delta, word):
     assert find(verdicts(replace(found, experiment="routing_dim")), "d_g", "16 dimensions").word == word
     trained = comparison_of(row("focus", kind="hard"), row("full", kind="trained", **compared(-delta)))
     words = {0.0: UNDECIDED, 0.05: NOT_REPRODUCED, -0.05: REPRODUCED, -0.012: REPRODUCED}
-    assert find(verdicts(replace(trained, experiment="full_training")), "T5", "everything").word == words[delta]
+    assert (
+        find(verdicts(replace(trained, experiment="full_training")), "T5", "with everything trained").word
+        == words[delta]
+    )

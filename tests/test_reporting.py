@@ -245,6 +245,22 @@ def test_figures_are_drawn_only_from_data(tmp_path):
     assert list(write_figures(make_record(make_row(by_position=[])), [], tmp_path)) == ["perplexity_by_position"]
 
 
+def test_drawing_again_gives_the_same_bytes(tmp_path):
+    record = make_record(make_row(), layers=[0, 1], group_shares=[[0.4, 0.6], [0.5, 0.5]])
+    code = "import sys; from pathlib import Path; from focus_exp.reporting.record import Record; "
+    code += "from focus_exp.reporting.figures import write_figures; "
+    code += "write_figures(Record.load(sys.argv[1]), [], Path(sys.argv[2]))"
+    record.save(tmp_path / "record.json")
+    write_figures(record, [], tmp_path / "here")
+    subprocess.run([sys.executable, "-c", code, str(tmp_path / "record.json"), str(tmp_path / "there")], check=True)
+    names = sorted(path.name for path in (tmp_path / "here").iterdir())
+    assert {Path(name).suffix for name in names} == {".png", ".svg"} and len(names) == 4
+    for name in names:
+        assert (tmp_path / "here" / name).read_bytes() == (tmp_path / "there" / name).read_bytes(), name
+    drawn = (tmp_path / "here" / "group_sizes.svg").read_text()
+    assert "share of tokens</text>" in drawn and not re.search(r"<dc:date>|20\d\d-\d\d", drawn)
+
+
 def read_wandb_log(path):
     """kind of item -> key -> value, from the leveldb blocks of a .wandb file; "exit" once the run's end is in it."""
     from wandb.proto import wandb_internal_pb2
@@ -275,7 +291,11 @@ def test_an_offline_run_holds_the_table_and_the_scalars(tmp_path, monkeypatch):
     record = make_record(make_row(), FAILED, findings=["worse"], seed=7)
     table = quality_table(record)
     options = dashboard.init_options(CONFIG)
-    assert options == {"group": "test", "tags": ["tiny", "focus", "retrofit", "books"]}
+    assert options == {
+        "group": "test", "job_type": None, "tags": ["tiny", "focus", "retrofit", "books", "seed:None"],
+    }  # fmt: skip
+    arm = dashboard.init_options({**CONFIG, "job": "train", "arm": "lora", "seed": 1})
+    assert arm["job_type"] == "arm" and {"arm:lora", "seed:1"} <= set(arm["tags"])
     settings = wandb.Settings(console="off", silent=True)
     run = wandb.init(project="p", mode="offline", dir=str(tmp_path), settings=settings, **options)
     dashboard.log_record(run, record, [table], write_figures(record, [], tmp_path))

@@ -431,7 +431,7 @@ def test_findings_quote_measured_times_against_the_claim_and_name_full_attention
 @pytest.fixture
 def drawn(monkeypatch):
     """The figures of a record, before they become files."""
-    monkeypatch.setattr(speed_figures, "write_png", lambda figures, folder: figures)
+    monkeypatch.setattr(speed_figures, "save_figures", lambda figures, folder: figures)
     return lambda record: write_speed_figures(record, "")
 
 
@@ -441,7 +441,9 @@ def test_figures_are_written_only_from_data(tmp_path):
     assert list(tmp_path.iterdir()) == []
     paths = write_speed_figures(make_top_k_record(), tmp_path / "figures")
     assert sorted(paths) == ["speed", "speed_quality"]
-    assert sorted(path.name for path in (tmp_path / "figures").iterdir()) == ["speed.png", "speed_quality.png"]
+    assert sorted(path.name for path in (tmp_path / "figures").iterdir()) == [
+        f"{name}.{suffix}" for name in ("speed", "speed_quality") for suffix in ("png", "svg")
+    ]
     for path in paths.values():
         content = path.read_bytes()
         assert content[:8] == b"\x89PNG\r\n\x1a\n" and len(content) > 10_000

@@ -14,12 +14,13 @@ TOP_LEVEL = {
     *("conf", "focus_exp", "runs", "tests", ".ci"),
     *("Makefile", "pyproject.toml", "constraints.txt", "README.md", "LICENSE", ".gitignore"),
 }
-FOUNDATION = {"errors", "assets", "config", "checks"}
+FOUNDATION = {"errors", "assets", "config", "config_jobs", "checks"}
 MAY_IMPORT = {
     "attention": set(),
     "errors": set(),
     "assets": FOUNDATION,
     "config": FOUNDATION,
+    "config_jobs": set(),
     "checks": FOUNDATION,
     "reporting": FOUNDATION,
     "data": FOUNDATION,
@@ -27,7 +28,8 @@ MAY_IMPORT = {
     "training": {*FOUNDATION, "attention", "models", "data", "reporting"},
     "evaluation": {*FOUNDATION, "attention", "models", "data", "reporting", "training"},
     "speed": {*FOUNDATION, "attention", "models", "data", "reporting", "training"},
-    "jobs": {*FOUNDATION, "attention", "models", "data", "reporting", "training", "evaluation", "speed"},
+    "planning": {*FOUNDATION, "attention", "models", "reporting", "training"},
+    "jobs": {*FOUNDATION, "attention", "models", "data", "reporting", "training", "evaluation", "speed", "planning"},
     "__init__": {"errors", "models"},
     "__main__": {*FOUNDATION, "jobs"},
 }

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -30,6 +32,9 @@ class Focus(AttentionMethod):
 
     The last four options are those that the paper tried against dominance. Whoever trains with them gathers `losses`
     in the forward pass (`auxiliary_losses` does), and moves the centroids between steps (`CentroidUpdates` does).
+
+    `together` is set where several processes train: it gives the batches, of those computed at the same time, whose
+    parts the processes hold, from this one's part, and which of them is this one's. All are balanced in their order.
     """
 
     def __init__(
@@ -85,6 +90,7 @@ class Focus(AttentionMethod):
         self.detach_inputs = detach_inputs
         self.losses: list[Tensor] | None = None  # of the forward passes, while somebody gathers them
         self.projected: list[Tensor] | None = None  # tokens `[N, R]`, likewise
+        self.together: Callable[[Tensor], tuple[list[Tensor], int]] | None = None
 
     @property
     def causal(self) -> bool:  # type: ignore[override]
@@ -108,9 +114,7 @@ class Focus(AttentionMethod):
             return (logits + self.router.potential).softmax(-1)
         # gradient checkpointing repeats the last forward pass: same potential, averaged once
         if self.batch_potential is None or not in_backward():
-            average = self.router.potential
-            self.batch_potential = balance_potential(logits.detach(), average, self.sinkhorn_iterations, sequence.valid)
-            average.lerp_(self.batch_potential, 1 - self.balance_momentum)
+            self.batch_potential = self.balance(logits.detach(), sequence.valid)
         return (logits + self.batch_potential).softmax(-1)
 
     def gather(self, tokens: Tensor, assignment: Tensor, sequence: Sequence) -> None:
@@ -124,6 +128,16 @@ class Focus(AttentionMethod):
                 self.losses.append(loss)
         if self.projected is not None and not in_backward():
             self.projected.append(tokens.detach()[real].flatten(0, -2))
+
+    def balance(self, logits: Tensor, valid: Tensor | None) -> Tensor:
+        """The potential `[K]` that balances this batch; the running average takes in every batch."""
+        batches, own = self.together(logits) if self.together else ([logits], 0)
+        masks = self.together(valid)[0] if self.together and valid is not None else [valid] * len(batches)
+        average, potentials = self.router.potential, []
+        for batch, mask in zip(batches, masks, strict=True):
+            potentials.append(balance_potential(batch, average, self.sinkhorn_iterations, mask))
+            average.lerp_(potentials[-1], 1 - self.balance_momentum)
+        return potentials[own]
 
     def route(self, h: Tensor, sequence: Sequence) -> Selection:
         assignment = self.assign(h, sequence)

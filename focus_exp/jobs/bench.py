@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-from transformers import PreTrainedModel
-
 from focus_exp.config import Config
-from focus_exp.data import Blocks
 from focus_exp.errors import UserError
 from focus_exp.jobs.backend import list_kernels
-from focus_exp.jobs.evaluate import put_adapter, with_adapter
-from focus_exp.jobs.run import Run, already_finished, open_run, run_folder
-from focus_exp.jobs.train import attach_method, check_length, describe, fit, headline, load, prepare
-from focus_exp.models.attach import attachment_of, is_causal, set_routing
+from focus_exp.jobs.evaluate import with_adapter
+from focus_exp.jobs.router import put_router
+from focus_exp.jobs.run import already_finished, open_run, run_folder
+from focus_exp.jobs.train import check_length, describe, headline, load, prepare
+from focus_exp.models.attach import set_routing
 from focus_exp.speed.suite import Suite
-from focus_exp.training.precision import Precision, choose_precision
-from focus_exp.training.regimes import phases_of
+from focus_exp.training.precision import choose_precision
 
 
 def bench(config: Config) -> None:
@@ -47,17 +44,3 @@ def bench(config: Config) -> None:
         if config.bench.quality:
             evaluation.measure_attached()
             evaluation.write_into(run.record)
-
-
-def put_router(run: Run, model: PreTrainedModel, blocks: Blocks, precision: Precision, longest: int) -> bool:
-    """Attach the adapter's router, or train one if the regime does; whether there is a trained one now."""
-    config = run.config
-    if config.adapter:
-        put_adapter(run, model, precision, longest)
-        return True
-    attach_method(model, config, precision)
-    run.record.method = {"name": config.attention.name, "causal": is_causal(model)}
-    run.record.layers = attachment_of(model).layers
-    if phases_of(config):
-        fit(run, model, blocks, precision)
-    return bool(phases_of(config))

@@ -27,6 +27,7 @@ from focus_exp.errors import Interrupted, first_line
 from focus_exp.reporting.dashboard import init_options, log_record, wandb_mode
 from focus_exp.reporting.record import Record, environment, read_metrics, replace_file
 from focus_exp.reporting.report import all_findings, write_report
+from focus_exp.training.exchange import is_main
 from focus_exp.training.regimes import METRICS
 
 TABLE_WIDTH = 190
@@ -42,7 +43,8 @@ class Run:
     loggers: list[Logger] = field(default_factory=list)
 
     def save(self) -> None:
-        self.record.save(self.folder / "record.json")
+        if is_main():
+            self.record.save(self.folder / "record.json")
 
     def describe_model(self, provenance: Provenance, parameters: int) -> None:
         self.record.model = {"name": shown(provenance), **asdict(provenance), "parameters": parameters}
@@ -92,12 +94,11 @@ def finished_record(config: Config) -> Record | None:
 
 @contextmanager
 def open_run(config: Config, device: str) -> Iterator[Run]:
-    """A new or continued run. Its record says "interrupted" until the block ends, then finished or failed."""
+    """A new or continued run. Its record says "interrupted" until the block ends, then finished or failed.
+
+    Of several processes the first one alone writes.
+    """
     folder = run_folder(config)
-    if config.overwrite and folder.exists():
-        shutil.rmtree(folder)
-    folder.mkdir(parents=True, exist_ok=True)
-    replace_file(folder / "config.yaml", OmegaConf.to_yaml(OmegaConf.structured(config)).encode())
     record = Record(
         status="interrupted",
         error="it is still running, or was killed",
@@ -111,6 +112,13 @@ def open_run(config: Config, device: str) -> Iterator[Run]:
         **environment(),
     )
     run = Run(config, folder, record)
+    if not is_main():
+        yield run
+        return
+    if config.overwrite and folder.exists():
+        shutil.rmtree(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    replace_file(folder / "config.yaml", OmegaConf.to_yaml(OmegaConf.structured(config)).encode())
     run.save()
     began = time.perf_counter()
     try:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import errno
 import inspect
+import json
+import sys
 import time
 from dataclasses import asdict
 from typing import Any
@@ -16,7 +18,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from focus_exp.assets import cache_root
 from focus_exp.attention.registry import METHODS
-from focus_exp.config import AttentionConfig, Config
+from focus_exp.config import AttentionConfig, Config, to_dict
 from focus_exp.data import Blocks, Corpus, bos_of, load_corpus
 from focus_exp.errors import UserError
 from focus_exp.evaluation.benchmarks import Benchmarks
@@ -27,16 +29,22 @@ from focus_exp.jobs.base import make_base, with_base
 from focus_exp.jobs.run import Run, already_finished, open_run, run_folder
 from focus_exp.models.adapter import save_adapter
 from focus_exp.models.attach import attach, attached_methods, attachment_of, freeze, is_causal, is_trainable
-from focus_exp.models.load import LoadedModel, load_model
+from focus_exp.models.load import LoadedModel, load_model, whole
 from focus_exp.models.lora import add_lora, describe_lora, router_parameters, save_lora
 from focus_exp.reporting.record import read_metrics
 from focus_exp.reporting.rows import ProbeRow
 from focus_exp.speed.timing import device_name
+from focus_exp.training.exchange import agreed, alone, in_turns, is_main
 from focus_exp.training.module import NonFiniteError
 from focus_exp.training.precision import Precision, choose_precision
 from focus_exp.training.probe import PROBES, probe_tokens
+from focus_exp.training.processes import processes
 from focus_exp.training.regimes import phases_of, train_phases
+from focus_exp.training.strategies import check_strategy, is_sharded, place, share_added, strategy_name
 from focus_exp.training.warm_start import calibrate, calibrated, warm_start
+
+# how the other processes of a run are started
+FOLLOWER = [sys.executable, "-m", "focus_exp.jobs.follower"]
 
 
 def train(config: Config) -> None:
@@ -44,19 +52,26 @@ def train(config: Config) -> None:
     if already_finished(config):
         return
     precision = choose_precision(config.trainer.precision, config.trainer.accelerator, config.regime.trains("all"))
-    print(f"{headline(config)}; {describe(precision)}")
-    print(f"run folder: {run_folder(config)}")
-    with open_run(config, describe(precision)) as run:
-        loaded, corpus = load(run, precision)
+    check_strategy(config, precision.device)
+    device = f"{describe(precision)}{describe_processes(config)}"
+    message = json.dumps(to_dict(config))
+    with (
+        processes(config.trainer, precision.device.type, FOLLOWER, message),
+        open_run(config, device) as run,
+    ):
+        print(f"{headline(config)}; {device}")
+        print(f"run folder: {run_folder(config)}")
+        with in_turns(config.trainer.devices):
+            loaded, corpus = load(run, precision)
         model, evaluation, blocks = prepare(run, loaded, corpus, precision)
-        evaluation.measure_base()
+        alone(model, evaluation.measure_base)
         began = time.perf_counter()
         attach_method(model, config, precision)
         fit(run, model, blocks, precision, evaluation.quality)
         if config.regime.trains("all"):
             save_weights(run, model, loaded.tokenizer)
         run.record.train_seconds = time.perf_counter() - began
-        evaluation.measure_attached()
+        alone(model, evaluation.measure_attached)
         evaluation.write_into(run.record)
 
 
@@ -73,6 +88,7 @@ def load(run: Run, precision: Precision) -> tuple[LoadedModel, Corpus]:
         from_scratch=config.regime.from_scratch,
     )
     run.describe_model(loaded.provenance, sum(p.numel() for p in loaded.model.parameters()))
+    place(loaded.model, config, precision.device)
     corpus = load_corpus(config.data, loaded.tokenizer, assets=config.assets, cache=cache)
     streams = {"train": corpus.train, "validation": corpus.validation, "test": corpus.test}
     run.describe_data(corpus.provenance, {name: len(stream) for name, stream in streams.items()})
@@ -84,7 +100,6 @@ def prepare(
     run: Run, loaded: LoadedModel, corpus: Corpus, precision: Precision
 ) -> tuple[PreTrainedModel, Evaluation, Blocks]:
     config, model = run.config, loaded.model
-    torch.nn.Module.to(model, precision.device)
     check_length(model, "data.block_size", config.data.block_size, config.model.name)
     check_length(model, "eval.window", config.eval.window, config.model.name)
     bos = bos_of(loaded.tokenizer)
@@ -109,6 +124,8 @@ def attach_method(model: PreTrainedModel, config: Config, precision: Precision) 
     if config.attention.method != "full":
         pl.seed_everything(config.seed, verbose=False)
         attach(model, config.attention.method, **method_options(config.attention, config.seed))
+        for method in attached_methods(model).values():
+            method.to(precision.device)  # where layers wait in main memory, attach puts it there
         set_backend(model, config, precision, max(config.eval.window, config.data.block_size))
     if config.regime.trains("lora"):
         budget = router_parameters(model, config.attention.groups, config.attention.routing_dim)
@@ -134,19 +151,24 @@ def fit(run: Run, model: PreTrainedModel, blocks: Blocks, precision: Precision, 
     """
     config, record = run.config, run.record
     phases, routed = phases_of(config), config.attention.method == "focus"
-    checkpoints = list((run.folder / "checkpoints").glob("*.ckpt"))
-    if routed and phases and config.attention.warm_start_blocks and not checkpoints:
+    begun = agreed(any((run.folder / "checkpoints").glob("*.ckpt")))
+    if routed and phases and config.attention.warm_start_blocks and not begun:
         sample = sample_blocks(blocks, config.attention.warm_start_blocks, config.seed + 1)
         began = time.perf_counter()
-        warm_start(model, sample, config.attention.warm_start_steps, precision, config.seed)
+        alone(model, lambda: warm_start(model, sample, config.attention.warm_start_steps, precision, config.seed))
         print(f"routers fitted to the attention in {len(sample)} blocks ({time.perf_counter() - began:.0f} s)")
     balancing = sample_blocks(blocks, config.attention.calibration_blocks, config.seed + 2)
 
+    def measure(phase: str) -> None:
+        assert quality is not None
+        with calibrated(model, balancing, precision):
+            quality.measure_between(phase)
+
     def between(phase: str) -> None:
         if quality and routed:
-            with calibrated(model, balancing, precision):
-                quality.measure_between(phase)
+            alone(model, lambda: measure(phase))
 
+    share_added(model)
     try:
         trained = train_phases(
             model, blocks, config, precision, run.folder, run.loggers,
@@ -156,9 +178,9 @@ def fit(run: Run, model: PreTrainedModel, blocks: Blocks, precision: Precision, 
     except NonFiniteError as error:
         kept = run.folder / "checkpoints"
         if config.regime.trains("lora"):
-            kept = save_lora(model, run.folder / "adapter")
+            kept = save_lora(model, run.folder / "adapter", is_main())
         elif routed and not config.regime.trains("all"):
-            kept = save_adapter(model, run.folder / "adapter", {"note": f"the last good state: {error}"})
+            kept = save_adapter(model, run.folder / "adapter", {"note": f"the last good state: {error}"}, is_main())
         raise UserError(
             f"{error}; training stopped, the last good state is in {kept}. "
             "Lower regime.phases.*.learning_rate or trainer.gradient_clip"
@@ -171,15 +193,16 @@ def fit(run: Run, model: PreTrainedModel, blocks: Blocks, precision: Precision, 
         "trainable_parameters": trained_parameters(model, config),
     }
     if routed:
-        calibrate(model, balancing, precision)
+        alone(model, lambda: calibrate(model, balancing, precision))
         record.layers = attachment_of(model).layers
         record.method |= method_options(config.attention, config.seed)
     if any(method.state_dict() for method in attached_methods(model).values()):
         extra = {"trained_with": config.model.name, "substitution": record.model.get("substitution")}
-        save_adapter(model, run.folder / "adapter", {**extra, "steps": trained.steps, "tokens": trained.tokens})
+        extra |= {"steps": trained.steps, "tokens": trained.tokens}
+        save_adapter(model, run.folder / "adapter", extra, is_main())
     if config.regime.trains("lora"):
         record.method |= describe_lora(model)
-        save_lora(model, run.folder / "adapter")
+        save_lora(model, run.folder / "adapter", is_main())
     model.eval()
 
 
@@ -192,7 +215,15 @@ def trained_parameters(model: PreTrainedModel, config: Config) -> int:
 def save_weights(run: Run, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
     """The whole trained base with its tokenizer, as model.path= takes it; the routers are in the adapter."""
     folder = run.folder / "model"
-    state = {name: tensor for name, tensor in model.state_dict().items() if ".focus." not in name}
+    tied = set(getattr(model, "_tied_weights_keys", None) or ()) if is_sharded(model) else set()
+    state = {}
+    for name, tensor in model.state_dict().items():
+        if ".focus." not in name and name not in tied:
+            gathered = whole(tensor).cpu() if is_sharded(model) else tensor
+            if is_main():
+                state[name] = gathered
+    if not is_main():
+        return
     try:
         model.save_pretrained(folder, state_dict=state)
     except SafetensorError as error:  # its name for a full disk
@@ -212,6 +243,11 @@ def headline(config: Config) -> str:
     tokens = config.trainer.batch_size * config.trainer.accumulate * config.data.block_size
     phases = ", then ".join(f"{p.steps} steps of {tokens:,} tokens ({p.train})" for _, p in phases_of(config))
     return f"{what} on {config.data.name}, seed {config.seed}: {phases or 'no training'}"
+
+
+def describe_processes(config: Config) -> str:
+    count = config.trainer.devices * config.trainer.num_nodes
+    return "" if count == 1 else f", {strategy_name(config.trainer)} over {count} processes"
 
 
 def describe(precision: Precision) -> str:

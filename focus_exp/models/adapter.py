@@ -23,12 +23,15 @@ FORMAT = 1
 FIELDS = {"method": str, "options": dict, "layers": list, "base_model": dict}
 
 
-def save_adapter(model: PreTrainedModel, folder: str | Path, extra: dict[str, Any] | None = None) -> Path:
+def save_adapter(
+    model: PreTrainedModel, folder: str | Path, extra: dict[str, Any] | None = None, write: bool = True
+) -> Path:
     """Write the attached method's weights and buffers and their description into `folder`.
 
     The description names the base model by a hash of its weights, the method with its options, the parameter count
     and whether the method is causal; `extra` adds to it. Both files are written aside, then renamed: an error leaves
-    an older adapter in `folder` as it was.
+    an older adapter in `folder` as it was. Where the base is sharded over processes all of them call this, and one may
+    `write`.
     """
     folder = Path(folder)
     attachment = attachment_of(model)
@@ -46,13 +49,15 @@ def save_adapter(model: PreTrainedModel, folder: str | Path, extra: dict[str, An
         "causal": is_causal(model),
         "trainable_parameters": sum(p.numel() for method in methods.values() for p in method.parameters()),
         "base_model": {
-            "name": model.config.name_or_path or type(model).__name__,
+            "name": model.config.name_or_path or type(model).__name__.removeprefix("FSDP"),
             "model_type": model.config.model_type,
             "revision": getattr(model.config, "_commit_hash", None),
             "fingerprint": fingerprint(model),
         },
         **(extra or {}),
     }
+    if not write:
+        return folder
     folder.mkdir(parents=True, exist_ok=True)
     aside = {name: folder / f".{name}.aside" for name in (WEIGHTS, DESCRIPTION)}
     try:

@@ -6,12 +6,22 @@ import hashlib
 import json
 import sys
 from dataclasses import dataclass, replace
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import torch
 from huggingface_hub import model_info, try_to_load_from_cache
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    BitsAndBytesConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
 from transformers.utils import logging
 
 from focus_exp.assets import Provenance, choose_source, why_embedded
@@ -57,7 +67,7 @@ def load_model(
     else:
         tokenizer = _pretrained(AutoTokenizer, place)
     if place is not None and not from_scratch:
-        model = _pretrained(AutoModelForCausalLM, place, dtype=dtype).eval()
+        model = _pretrained(AutoModelForCausalLM, place, dtype=dtype, **quantized(cfg, dtype)).eval()
         provenance = place.provenance
     else:
         config = architecture_config(cfg) if cfg.architecture or place is None else _pretrained(AutoConfig, place)
@@ -74,6 +84,11 @@ def load_model(
             raise UserError(f"model {cfg.name}: architecture.vocab_size={vocabulary} is too small: bytes need 257.")
         if tokenizer.eos_token_id != config.eos_token_id:
             config.bos_token_id, config.eos_token_id = tokenizer.bos_token_id, tokenizer.eos_token_id
+        if cfg.quantization != "none":
+            raise UserError(
+                f"model.quantization={cfg.quantization} is for pretrained weights, and {cfg.name} has random ones; "
+                "give model.hub_id or model.path, or use model.quantization=none"
+            )
         model = random_model(config, seed, dtype)
         shape = cfg.name if cfg.architecture or place is None else place.provenance.used
         used = f"random weights of {shape} (seed {seed}), vocabulary of {len(tokenizer)}"
@@ -90,12 +105,38 @@ def fingerprint(model: PreTrainedModel) -> str:
     for name, parameter in sorted(model.named_parameters()):
         if ".focus." in name:
             continue
-        flat = parameter.detach().reshape(-1)
+        flat = whole(parameter.detach()).reshape(-1)
         places = torch.linspace(0, flat.numel() - 1, FINGERPRINT_SAMPLES, dtype=torch.float64).long()
         sample = flat[places.to(flat.device)].to(torch.bfloat16).cpu()
         digest.update(f"{name} {tuple(parameter.shape)} ".encode())
         digest.update(sample.view(torch.int16).numpy().tobytes())
     return digest.hexdigest()
+
+
+def quantized(cfg: ModelConfig, dtype: torch.dtype) -> dict[str, Any]:
+    """What `from_pretrained` is told of `cfg.quantization`: by bitsandbytes, onto this process's GPU.
+
+    int8: vector-wise with outliers in 16 bit (arXiv 2208.07339). nf4: 4-bit NormalFloat, doubly quantised, computed in
+    `dtype` (arXiv 2305.14314).
+    """
+    if cfg.quantization == "none":
+        return {}
+    if not torch.cuda.is_available():
+        raise UserError(f"model.quantization={cfg.quantization} needs a CUDA GPU; use model.quantization=none")
+    if find_spec("bitsandbytes") is None:
+        raise UserError(f"model.quantization={cfg.quantization} needs bitsandbytes; pip install bitsandbytes")
+    options: dict[str, Any] = {"load_in_8bit": True}
+    if cfg.quantization == "nf4":
+        options = {
+            "load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True,
+            "bnb_4bit_compute_dtype": dtype,
+        }  # fmt: skip
+    return {"quantization_config": BitsAndBytesConfig(**options), "device_map": {"": torch.cuda.current_device()}}
+
+
+def whole(tensor: Tensor) -> Tensor:
+    """A tensor that is sharded over processes, gathered; all of them must ask."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def _locate(cfg: ModelConfig, assets: str, cache: Path) -> Place | None:

@@ -110,12 +110,14 @@ def describe_lora(model: PreTrainedModel) -> dict[str, Any]:
     }
 
 
-def save_lora(model: PreTrainedModel, folder: str | Path) -> Path:
+def save_lora(model: PreTrainedModel, folder: str | Path, write: bool = True) -> Path:
     """Write the adapter into `folder` in PEFT's own format, which `PeftModel.from_pretrained` reads.
 
     Both files are written aside, then renamed: an error leaves an older adapter in `folder` as it was.
     """
     folder = Path(folder)
+    if not write:
+        return folder
     # told not to look for embeddings, PEFT need not ask the hub what the base model's were
     state = get_peft_model_state_dict(model, adapter_name=ADAPTER, save_embedding_layers=False)
     tensors = {PREFIX + name: tensor.detach().cpu().contiguous() for name, tensor in state.items()}

@@ -1,4 +1,4 @@
-"""What all figures share: palette, canvas, and PNG files that are never half written."""
+"""What all figures share: palette, canvas, and files that are never half written."""
 
 from __future__ import annotations
 
@@ -7,13 +7,18 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from matplotlib import rc_context
 from matplotlib.figure import Figure
 
 from focus_exp.reporting.record import replace_file
 
 # Okabe and Ito's colour-blind-safe palette; black is kept for the base, wine replaces yellow, too pale for a line
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#882255")
-DPI = 150
+# a date or a version in the file would change it without its data having changed
+FORMATS: dict[str, dict[str, Any]] = {
+    "png": {"dpi": 150, "metadata": {"Software": None}},
+    "svg": {"metadata": {"Date": None, "Creator": None}},
+}
 
 
 def canvas(heading: str, height: float, **grid: Any) -> tuple[Figure, Any]:
@@ -27,14 +32,19 @@ def canvas(heading: str, height: float, **grid: Any) -> tuple[Figure, Any]:
     return figure, panels
 
 
-def write_png(figures: dict[str, Figure | None], folder: str | Path) -> dict[str, Path]:
-    """Write the figures there are as <folder>/<name>.png, each atomically; returns name -> path."""
+def save_figures(figures: dict[str, Figure | None], folder: str | Path) -> dict[str, Path]:
+    """Write the figures there are as <folder>/<name>.png and .svg, each atomically; returns name -> the PNG.
+
+    The same data give the same bytes.
+    """
     paths = {}
     for name, figure in figures.items():
         if figure is None:
             continue
-        content = io.BytesIO()
-        figure.savefig(content, format="png", dpi=DPI)
-        paths[name] = Path(folder) / f"{name}.png"
-        replace_file(paths[name], content.getvalue())
-    return paths
+        for suffix, options in FORMATS.items():
+            content = io.BytesIO()
+            with rc_context({"svg.hashsalt": name, "svg.fonttype": "none"}):
+                figure.savefig(content, format=suffix, **options)
+            paths[f"{name}.{suffix}"] = Path(folder) / f"{name}.{suffix}"
+            replace_file(paths[f"{name}.{suffix}"], content.getvalue())
+    return {name.removesuffix(".png"): path for name, path in paths.items() if path.suffix == ".png"}

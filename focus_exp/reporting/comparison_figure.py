@@ -10,7 +10,7 @@ from matplotlib.figure import Figure
 
 from focus_exp.reporting.benchmark_findings import telling
 from focus_exp.reporting.benchmarks import is_share
-from focus_exp.reporting.canvas import COLOURS, canvas, write_png
+from focus_exp.reporting.canvas import COLOURS, canvas, save_figures
 from focus_exp.reporting.comparison import NON_CAUSAL, row_of
 from focus_exp.reporting.record import Record
 from focus_exp.reporting.tables import title
@@ -19,8 +19,8 @@ WIDEST = 100.0  # per cent of perplexity, beyond which an arm is named at the ed
 
 
 def write_comparison_figure(record: Record, folder: str | Path) -> dict[str, Path]:
-    """Write comparison.png into `folder`; returns name -> path."""
-    return write_png({"comparison": _comparison(record)}, folder)
+    """Write comparison.png and .svg into `folder`; returns name -> path."""
+    return save_figures({"comparison": _comparison(record)}, folder)
 
 
 def _comparison(record: Record) -> Figure | None:

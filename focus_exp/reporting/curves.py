@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from matplotlib.figure import Figure
 
-from focus_exp.reporting.canvas import COLOURS, canvas, write_png
+from focus_exp.reporting.canvas import COLOURS, canvas, save_figures
 from focus_exp.reporting.figures import phases_of, smooth
 from focus_exp.reporting.record import Record
 from focus_exp.reporting.tables import title
@@ -17,11 +17,11 @@ MOST_ARMS = len(COLOURS)  # more lines than this cannot be told apart
 
 
 def write_curves(record: Record, metrics: list[dict[str, Any]], folder: str | Path) -> dict[str, Path]:
-    """Write training.png into `folder`, if few enough arms were trained; `metrics` are theirs, each line with its arm.
+    """Write the figure training and .svg into `folder`, if few enough arms were trained; returns name -> PNG.
 
-    Returns name -> path.
+    `metrics` are theirs, each line with its arm.
     """
-    return write_png({"training": _training(record, metrics)}, folder)
+    return save_figures({"training": _training(record, metrics)}, folder)
 
 
 def _training(record: Record, metrics: list[dict[str, Any]]) -> Figure | None:

@@ -46,13 +46,29 @@ def wandb_mode(requested: str, timeout: float = 2.0) -> str:
 
 
 def init_options(config: dict[str, Any]) -> dict[str, Any]:
-    """`group` and `tags` for wandb.init, which cannot be given later: the experiment, and the names of its parts."""
-    parts = (config.get(section) or {} for section in ("model", "attention", "regime", "data"))
-    return {"group": config.get("experiment"), "tags": [part["name"] for part in parts if part.get("name")]}
+    """What wandb.init takes and cannot be given later; workspaces filter by it.
+
+    group: the experiment; job_type: what the run did, "arm" for a part of a comparison; tags: the names of its parts.
+    """
+    parts = (config.get(section) or {} for section in ("model", "attention", "regime", "data", "scale"))
+    tags = [part["name"] for part in parts if part.get("name")]
+    arm = config.get("arm")
+    return {
+        "group": config.get("experiment"),
+        "job_type": "arm" if arm else config.get("job"),
+        "tags": [*tags, *([f"arm:{arm}"] if arm else []), f"seed:{config.get('seed')}"],
+    }
 
 
 def log_record(run: Run, record: Record, tables: list[Table], figures: dict[str, Path]) -> None:
     """Log the tables (unrounded), the figures, the findings and one scalar per row and metric to a live run."""
+    log_tables(run, tables, figures)
+    run.tags = tuple(dict.fromkeys((*(run.tags or ()), *init_options(record.config)["tags"], record.status)))
+    run.summary.update(_scalars(record))
+
+
+def log_tables(run: Run, tables: list[Table], figures: dict[str, Path]) -> None:
+    """Tables as W&B tables under their names, unrounded where they have such values, and figures as images."""
     import wandb
 
     logged: dict[str, Any] = {f"figures/{name}": wandb.Image(str(path)) for name, path in figures.items()}
@@ -61,8 +77,6 @@ def log_record(run: Run, record: Record, tables: list[Table], figures: dict[str,
         data = [list(values.values()) for values in table.values] or table.rows
         logged[table.name] = wandb.Table(columns=[*columns], data=data, allow_mixed_types=True)
     run.log(logged)
-    run.tags = tuple(dict.fromkeys((*(run.tags or ()), *init_options(record.config)["tags"], record.status)))
-    run.summary.update(_scalars(record))
 
 
 def _scalars(record: Record) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 
-from focus_exp.reporting.canvas import COLOURS, canvas, write_png
+from focus_exp.reporting.canvas import COLOURS, canvas, save_figures
 from focus_exp.reporting.findings import DOMINANT
 from focus_exp.reporting.record import Record
 from focus_exp.reporting.rows import Row
@@ -21,7 +21,7 @@ STYLES = {"base": "-", "trained": "-.", "hard": "-", "soft": ":", "control": "--
 
 
 def write_figures(record: Record, metrics: list[dict[str, Any]], folder: str | Path) -> dict[str, Path]:
-    """Write the PNG files for which there are data into `folder`; returns name -> path.
+    """Write the figures for which there are data into `folder`, as PNG and SVG; returns name -> PNG.
 
     `metrics` are the lines of metrics.jsonl with step, phase, loss [nats per token], and maybe val_loss and
     tokens_per_second.
@@ -31,7 +31,7 @@ def write_figures(record: Record, metrics: list[dict[str, Any]], folder: str | P
         "perplexity_by_position": _perplexity_by_position(record),
         "group_sizes": _group_sizes(record),
     }
-    return write_png(figures, folder)
+    return save_figures(figures, folder)
 
 
 def _loss_curve(record: Record, metrics: list[dict[str, Any]]) -> Figure | None:

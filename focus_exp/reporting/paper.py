@@ -25,6 +25,11 @@ def paper_rows(table: str) -> list[dict[str, Cell]]:
     return [dict(zip(columns, row, strict=True)) for row in rows]
 
 
+def paper_names() -> list[str]:
+    """The tables there are."""
+    return list(_tables())
+
+
 def paper_speedups(groups: int) -> dict[int, float]:
     """Table 6: tokens -> time of FlashAttention over time of Focus (k = 1) on an H100; {} for a K it does not have."""
     rows: list[Any] = paper_rows("table6_speed")
@@ -33,9 +38,7 @@ def paper_speedups(groups: int) -> dict[int, float]:
 
 @cache
 def _tables() -> dict[str, tuple[list[str], list[list[Cell]]]]:
-    text = (files("focus_exp.reporting") / "paper_tables.yaml").read_text(encoding="utf-8")
-    # not PyYAML itself, to which 1.0e6 is a string
-    content: Any = OmegaConf.to_container(OmegaConf.create(text))
+    content = read_yaml("paper_tables")
     nested = {f"{name}.{key}": part for name, table in content.items() for key, part in table.items()}
     found = {**content, **nested}
     return {
@@ -43,3 +46,11 @@ def _tables() -> dict[str, tuple[list[str], list[list[Cell]]]]:
         for name, part in found.items()
         if isinstance(part, dict) and "columns" in part
     }
+
+
+def read_yaml(name: str) -> dict[str, Any]:
+    """A data file beside this module."""
+    text = (files("focus_exp.reporting") / f"{name}.yaml").read_text(encoding="utf-8")
+    # not PyYAML itself, to which 1.0e6 is a string
+    content: Any = OmegaConf.to_container(OmegaConf.create(text))
+    return content

@@ -1,70 +1,38 @@
-"""All records in one report: the claims with their verdicts, then every table; Markdown, LaTeX, CSV and HTML."""
+"""All records in one report: the claims, the paper's tables, seeds, traps, every run; Markdown, LaTeX, CSV and HTML."""
 
 from __future__ import annotations
 
-import html
-import os
 from collections import Counter
-from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 
 from focus_exp.errors import UserError
 from focus_exp.reporting.claims import judged
-from focus_exp.reporting.record import Record, replace_file
-from focus_exp.reporting.report import all_findings, all_tables
+from focus_exp.reporting.gather import WANTED, Runs, gather, seeds_of
+from focus_exp.reporting.latex import latex_document
+from focus_exp.reporting.page import Section, page
+from focus_exp.reporting.paper_report import paper_report
+from focus_exp.reporting.pareto import pareto_table, points, write_pareto
+from focus_exp.reporting.record import Record, read_metrics, replace_file
+from focus_exp.reporting.report import all_findings, all_tables, write_report
+from focus_exp.reporting.seeds import seeds_table
 from focus_exp.reporting.tables import ABSENT, Table
+from focus_exp.reporting.traps import traps_table
 from focus_exp.reporting.verdicts import VERDICTS
 
 NAME = "report"
-LATEX = {
-    "\\": r"\textbackslash{}", "&": r"\&", "%": r"\%", "$": r"\$", "#": r"\#", "_": r"\_", "{": r"\{", "}": r"\}",
-    "~": r"\textasciitilde{}", "^": r"\textasciicircum{}", "±": r"$\pm$", "→": r"$\to$",
-}  # fmt: skip
-STYLE = """body{font:15px/1.5 system-ui,sans-serif;max-width:72rem;margin:2rem auto;padding:0 1rem;color:#222}
-table{border-collapse:collapse;font-size:13px;display:block;overflow-x:auto}th,td{padding:.3rem .6rem;
-border-bottom:1px solid #ddd;text-align:left;vertical-align:top}th{border-bottom:2px solid #444}
-ul{color:#555;font-size:13px}h2{margin-top:2.5rem}figure{margin:1rem 0}img{max-width:100%}"""
 
 
-@dataclass(frozen=True)
-class Section:
-    """A record's part of the report, under its folder relative to the runs."""
-
-    place: str
-    record: Record
-    tables: list[Table]
-
-
-def find_records(runs: Path) -> list[tuple[Path, Record]]:
-    """Folder and record of every run below `runs`, oldest first; a run that was copied into records/ counts once.
-
-    The arms of a comparison are in its own record. UserError for a record that cannot be read.
-    """
-    found: dict[tuple[str, str, str], tuple[Path, Record]] = {}
-    # committed copies first: they are what a report should point at
-    for path in sorted(runs.rglob("record.json"), key=lambda path: ("records" not in path.parts, str(path))):
-        record = Record.load(path)
-        if record.config.get("arm"):
-            continue
-        found.setdefault((record.experiment, record.config_hash, record.started), (path.parent, record))
-    return sorted(found.values(), key=lambda pair: pair[1].started)
-
-
-def claim_table(records: list[Record]) -> Table:
+def claim_table(runs: Runs) -> Table:
     """The ledger: one line a claim."""
-    lines = judged(records)
+    lines = judged(runs.records)
     counts = Counter(verdict.word for _, verdict in lines)
     return Table(
-        columns=["table", "the paper says", "paper", "here", "verdict", "because", "by"],
+        columns=["table", "the paper says", "paper", "here", "verdict", "because", "seeds", "cost", "by"],
         rows=[
             [
                 *(claim.table, claim.says, claim.paper, verdict.ours or ABSENT, verdict.word, verdict.why or ABSENT),
-                "; ".join(
-                    f"{r.experiment} {r.config_hash}, seed {r.seed}, {(r.commit or 'no commit')[:7]}"
-                    for r in verdict.records
-                )
-                or ABSENT,
+                *(str(len(seeds_of(verdict.records)) or ABSENT), _cost(runs, verdict.records)),
+                "; ".join(map(_by, verdict.records)) or ABSENT,
             ]
             for claim, verdict in lines
         ],
@@ -75,103 +43,106 @@ def claim_table(records: list[Record]) -> Table:
             "here: another base model, other text and a small budget wherever SUBSTITUTE stands under a table",
             "undecided: the interval includes no difference, or the records disagree; not engaged: the mask removed "
             "under 5 % of the pairs",
+            f"several records of a claim have to agree on it; {WANTED} seeds are wanted, and with one the verdict is "
+            "that seed's; cost: the time of the runs behind a verdict, all their arms included",
         ],
     )
 
 
-def sections(found: list[tuple[Path, Record]], runs: Path) -> list[Section]:
-    return [Section(folder.relative_to(runs).as_posix(), record, all_tables(record)) for folder, record in found]
+def _by(record: Record) -> str:
+    return f"{record.experiment} {record.config_hash}, seed {record.seed}, {(record.commit or 'no commit')[:7]}"
 
 
-def write_report_of(runs: Path, folder: Path) -> tuple[Table, list[Path]]:
+def _cost(runs: Runs, records: list[Record]) -> str:
+    minutes = sum(runs.seconds(record) for record in records) / 60
+    return f"{minutes:,.0f} min" if records else ABSENT
+
+
+def sections(runs: Runs, top: Path, folder: Path) -> list[Section]:
+    """What the report holds, in its order; draws its own figure into `folder`. top: what the runs lie below."""
+    found = points(runs)
+    figures = list(write_pareto(found, folder / "figures").values())
+    seeds = seeds_table(runs)
+    tables = [*paper_report(runs), pareto_table(found)]
+    beside = [
+        Section("The paper's tables", table.title, [table], figures=figures if table is tables[-1] else [])
+        for table in tables
+    ]
+    return [
+        Section("Claims", "The ledger", [claim_table(runs)]),
+        *beside,
+        Section("How far to trust it", "Traps", [traps_table(runs)]),
+        *([Section("How far to trust it", "Seeds", [seeds])] if seeds else []),
+        *(
+            Section(
+                "Runs", place.relative_to(top).as_posix(), all_tables(record), record.findings,
+                sorted((place / "figures").glob("*.png")),
+            )
+            for place, record in runs.found
+        ),
+    ]  # fmt: skip
+
+
+def require_records(runs: Runs, top: Path) -> Runs:
+    """UserError where there are none."""
+    if not runs.found:
+        raise UserError(f"there is no record.json below {top}; run an experiment first, or give runs_dir=")
+    return runs
+
+
+def write_report_of(top: Path, folder: Path) -> tuple[Table, list[Path]]:
     """Write report.md, .tex, .html and a CSV a table into `folder`; returns the ledger and the files."""
-    found = find_records(runs)
-    if not found:
-        raise UserError(f"there is no record.json below {runs}; run an experiment first, or give runs_dir=")
-    ledger, parts = claim_table([record for _, record in found]), sections(found, runs)
+    runs = require_records(gather(top), top)
+    parts = sections(runs, top, folder)
     written = {
-        f"{NAME}.md": markdown(ledger, parts),
-        f"{NAME}.tex": latex(ledger, parts),
-        f"{NAME}.html": page(ledger, parts, [f for f, _ in found], folder),
-        "claims.csv": ledger.to_csv(),
+        f"{NAME}.md": markdown(parts),
+        f"{NAME}.tex": latex_document([(part.title, part.tables) for part in parts]),
+        f"{NAME}.html": page(parts, folder),
     }
     for part in parts:
-        written |= {f"{part.place.replace('/', '-')}-{table.name}.csv": table.to_csv() for table in part.tables}
+        prefix = f"{part.title.replace('/', '-')}-" if part.part == "Runs" else ""
+        written |= {f"{prefix}{table.name}.csv": table.to_csv() for table in part.tables}
     for name, text in written.items():
         replace_file(folder / name, text.encode())
-    return ledger, [folder / name for name in written]
+    return parts[0].tables[0], [folder / name for name in written]
 
 
-def stale(runs: Path) -> list[str]:
-    """What no longer follows from its record below `runs`: published tables, and findings."""
+def markdown(parts: list[Section]) -> str:
+    lines, above = [], ""
+    for part in parts:
+        lines += [f"# {part.part}", ""] if part.part != above else []
+        lines += [f"## {part.title}", "", *(f"- {finding}" for finding in part.findings), ""]
+        lines += [table.to_markdown() for table in part.tables]
+        above = part.part
+    return "\n".join(lines)
+
+
+def stale(top: Path) -> list[str]:
+    """What no longer follows from its record below `top`: published tables, as text and as CSV, and findings."""
     said = []
-    for path in sorted(runs.rglob("record.json")):
-        record, published = Record.load(path), path.parent / "table.md"
-        if not published.exists() or record.status != "finished":
+    for path in sorted(top.rglob("record.json")):
+        record, folder = Record.load(path), path.parent
+        if not (folder / "table.md").exists() or record.status != "finished":
             continue
-        if published.read_text(encoding="utf-8") != "\n".join(table.to_markdown() for table in all_tables(record)):
-            said.append(f"{published} does not follow from its record")
+        tables = all_tables(record)
+        expected = {"table.md": "\n".join(table.to_markdown() for table in tables)}
+        expected |= {f"{table.name}.csv": table.to_csv() for table in tables}
+        for name, text in expected.items():
+            published = folder / name
+            if not published.exists() or published.read_text(encoding="utf-8") != text:
+                said.append(f"{published} does not follow from its record")
         if record.findings != all_findings(record):
             said.append(f"{path}: its findings do not follow from its numbers")
     return said
 
 
-def markdown(ledger: Table, parts: list[Section]) -> str:
-    lines = [ledger.to_markdown()]
-    for part in parts:
-        lines += [f"## {part.place}", "", *(f"- {finding}" for finding in part.record.findings), ""]
-        lines += [table.to_markdown() for table in part.tables]
-    return "\n".join(lines)
-
-
-def latex(ledger: Table, parts: list[Section]) -> str:
-    """A file to \\input; it needs the packages booktabs and longtable."""
-    return "\n".join(latex_table(table) for table in [ledger, *(table for part in parts for table in part.tables)])
-
-
-def latex_table(table: Table) -> str:
-    width = f"p{{{0.95 / len(table.columns):.3f}\\linewidth}}"
-    lines = [" & ".join(map(escaped_latex, row)) + r" \\" for row in [table.columns, *table.rows]]
-    return "\n".join(
-        [
-            rf"% {' '.join(table.title.split())}", rf"\begin{{longtable}}{{{width * len(table.columns)}}}",
-            rf"\caption{{{escaped_latex(table.title)}}}\\", r"\toprule", lines[0], r"\midrule", r"\endhead",
-            *lines[1:], r"\bottomrule", r"\end{longtable}", "",
-        ]
-    )  # fmt: skip
-
-
-def escaped_latex(text: str) -> str:
-    return "".join(LATEX.get(character, character) for character in " ".join(text.split()))
-
-
-def page(ledger: Table, parts: list[Section], folders: list[Path], target: Path) -> str:
-    """One page that opens from disk without a network; figures are linked where they lie."""
-    escape: Callable[[str], str] = html.escape
-    body = ["<h1>focus_exp: report</h1>", html_table(ledger)]
-    for part, folder in zip(parts, folders, strict=True):
-        findings = "".join(f"<li>{escape(finding)}</li>" for finding in part.record.findings)
-        body += [f"<h2>{escape(part.place)}</h2>", f"<ul>{findings}</ul>", *map(html_table, part.tables)]
-        for figure in sorted((folder / "figures").glob("*.png")):
-            source = relative(figure, target)
-            body.append(f'<figure><img src="{escape(source)}" alt="{escape(figure.stem)}" loading="lazy"></figure>')
-    return (
-        '<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><title>focus_exp: report</title>'
-        f"<style>{STYLE}</style></head><body>\n" + "\n".join(body) + "\n</body></html>\n"
-    )
-
-
-def relative(path: Path, folder: Path) -> str:
-    """`path` as a link from a file in `folder`."""
-    return Path(os.path.relpath(path, folder)).as_posix()
-
-
-def html_table(table: Table) -> str:
-    escape: Callable[[str], str] = html.escape
-    head = "".join(f"<th>{escape(column)}</th>" for column in table.columns)
-    rows = "".join("<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in row) + "</tr>" for row in table.rows)
-    notes = "".join(f"<li>{escape(note)}</li>" for note in table.notes)
-    return (
-        f"<h3>{escape(table.title)}</h3><table><thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table>"
-        f"<ul>{notes}</ul>"
-    )
+def renew(top: Path) -> None:
+    """Write findings, tables and figures below `top` anew from the numbers of their records."""
+    for path in sorted(top.rglob("record.json")):
+        record = Record.load(path)
+        if not (path.parent / "table.md").exists() or record.status != "finished":
+            continue
+        write_report(record, read_metrics(path.parent / "metrics.jsonl"), path.parent)
+        if record.findings != (findings := all_findings(record)):
+            record.findings = findings
+            record.save(path)

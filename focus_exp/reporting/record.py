@@ -15,6 +15,7 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints, is
 
 from focus_exp.errors import UserError
 from focus_exp.reporting.benchmark_rows import BenchmarkRow
+from focus_exp.reporting.groups_rows import GroupReport
 from focus_exp.reporting.rows import Arm, Continuation, ProbeRow, Row, SpeedRow
 
 SCHEMA_VERSION = 1
@@ -60,6 +61,7 @@ class Record:
     speed: list[SpeedRow] = field(default_factory=list)
     arms: list[Arm] = field(default_factory=list)
     continuations: list[Continuation] = field(default_factory=list)
+    groups: GroupReport | None = None
     findings: list[str] = field(default_factory=list)
     error: str | None = None
 

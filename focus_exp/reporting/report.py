@@ -14,6 +14,9 @@ from focus_exp.reporting.continuations import continuation_findings, continuatio
 from focus_exp.reporting.curves import write_curves
 from focus_exp.reporting.figures import write_figures
 from focus_exp.reporting.findings import findings
+from focus_exp.reporting.groups import group_tables
+from focus_exp.reporting.groups_findings import group_findings
+from focus_exp.reporting.passage import write_page
 from focus_exp.reporting.record import Record, replace_file
 from focus_exp.reporting.speed_figures import write_speed_figures
 from focus_exp.reporting.speed_findings import speed_findings
@@ -37,6 +40,8 @@ def all_findings(record: Record) -> list[str]:
         return [*comparison_findings(record), *stability_findings(record)]
     if record.continuations:
         return continuation_findings(record)
+    if record.groups:
+        return group_findings(record)
     timed_only = bool(record.speed) and not record.rows
     said = [] if timed_only else findings(record)
     return [*said, *benchmark_findings(record.benchmarks), *speed_findings(record)]
@@ -47,6 +52,8 @@ def all_tables(record: Record) -> list[Table]:
         tables = [*comparison_tables(record), *([stability_table(record)] if record.probes else [])]
     elif record.continuations:
         tables = [continuation_table(record)]
+    elif record.groups:
+        tables = group_tables(record)
     else:
         tables = [quality_table(record)] if record.rows or not record.speed else []
     if record.benchmarks:
@@ -63,6 +70,8 @@ def write_report(record: Record, metrics: list[dict[str, Any]], folder: Path) ->
         replace_file(folder / f"{table.name}.csv", table.to_csv().encode())
     if record.continuations:
         write_continuations(record, folder)
+    if record.groups:
+        write_page(record, folder)
     figures = folder / "figures"
     routers = write_stability_figure(record, figures)
     if record.arms:

@@ -12,7 +12,7 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
 
-from focus_exp.reporting.canvas import COLOURS, canvas, write_png
+from focus_exp.reporting.canvas import COLOURS, canvas, save_figures
 from focus_exp.reporting.paper import paper_speedups
 from focus_exp.reporting.record import Record
 from focus_exp.reporting.speed_notes import ASSIGNMENTS, about, distinct
@@ -27,8 +27,8 @@ BOUND, PAPER, BREAK_EVEN = "bound: pairs of full / pairs of Focus", "paper, H100
 
 
 def write_speed_figures(record: Record, folder: str | Path) -> dict[str, Path]:
-    """Write speed.png and speed_quality.png, those for which there are data, into `folder`; returns name -> path."""
-    return write_png({"speed": _speed(record), "speed_quality": _speed_quality(record)}, folder)
+    """Write speed and speed_quality, those for which there are data, into `folder`; returns name -> PNG."""
+    return save_figures({"speed": _speed(record), "speed_quality": _speed_quality(record)}, folder)
 
 
 def _speed(record: Record) -> Figure | None:

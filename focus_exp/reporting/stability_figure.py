@@ -8,7 +8,7 @@ from pathlib import Path
 from matplotlib.axes import Axes
 from matplotlib.ticker import MaxNLocator
 
-from focus_exp.reporting.canvas import COLOURS, canvas, write_png
+from focus_exp.reporting.canvas import COLOURS, canvas, save_figures
 from focus_exp.reporting.record import Record
 from focus_exp.reporting.rows import ProbeRow
 from focus_exp.reporting.tables import title
@@ -39,7 +39,7 @@ def write_stability_figure(record: Record, folder: str | Path) -> dict[str, Path
         _mark_phases(axes, starts, end, named=axes is panels[0])
     if arms != [None]:
         figure.legend(loc="outside lower center", ncols=4, frameon=False)
-    return write_png({"stability": figure}, folder)
+    return save_figures({"stability": figure}, folder)
 
 
 def phase_starts(probes: list[ProbeRow]) -> tuple[dict[str, int], int]:

@@ -34,7 +34,7 @@ class Verdict:
     records: list[Record] = field(default_factory=list)
 
 
-def _word(low: float | None, high: float | None, value: float) -> str:
+def word_of(low: float | None, high: float | None, value: float) -> str:
     """What an interval says of "below 0"."""
     if low is None or high is None or low <= 0 <= high:
         return UNDECIDED
@@ -51,7 +51,7 @@ def lowers_perplexity(record: Record) -> Verdict:
     if not row.causal:
         return Verdict(UNDECIDED, ours, "it reads the future: its perplexity is not one", [record])
     why = "the paper's assignment reads the future, this one does not"
-    return Verdict(_word(row.delta_low, row.delta_high, row.delta_nll), ours, why, [record])
+    return Verdict(word_of(row.delta_low, row.delta_high, row.delta_nll), ours, why, [record])
 
 
 def _benchmarks(record: Record, arm: str) -> list[BenchmarkRow]:
@@ -76,43 +76,59 @@ def no_degradation(record: Record) -> Verdict:
     return Verdict(UNDECIDED, said, "; ".join(filter(None, (limit, why))), [record])
 
 
-def _arm(record: Record, name: str) -> Row | None:
+def arm_row(record: Record, name: str) -> Row | None:
     arm = next((arm for arm in record.arms if arm.name == name), None)
     return row_of(record, arm) if arm else None
 
 
 def better_than(name: str) -> Callable[[Record], Verdict]:
     def judge(record: Record) -> Verdict:
-        row, first = _arm(record, name), row_of(record, record.arms[0])
+        row, first = arm_row(record, name), row_of(record, record.arms[0])
         if row is None or first is None or row.delta_vs_hard is None:
             return Verdict(NOT_RUN, why=f"arm {name} has no perplexity", records=[record])
         change = change_text(row.delta_vs_hard, row.delta_vs_hard_low, row.delta_vs_hard_high)
         ours = f"{perplexity_text(first.perplexity)} against {perplexity_text(row.perplexity)}, which is {change}"
         if not row.causal:
             return Verdict(UNDECIDED, ours, f"{name} reads the future: its perplexity is not one", [record])
-        word = _word(row.delta_vs_hard_low, row.delta_vs_hard_high, -row.delta_vs_hard)
+        word = word_of(row.delta_vs_hard_low, row.delta_vs_hard_high, -row.delta_vs_hard)
         return Verdict(word, ours, f"{record.arms[0].tokens_seen:,} tokens of training", [record])
 
     return judge
 
 
-def as_good_as(name: str) -> Callable[[Record], Verdict]:
-    """Whether an arm is, by its whole interval, better than the first by no more than MARGIN."""
+def as_good_as(name: str, of: str = "") -> Callable[[Record], Verdict]:
+    """Whether arm `name` is no more than MARGIN better than `of`, by its whole interval; one of them is the first."""
 
     def judge(record: Record) -> Verdict:
-        row, first = _arm(record, name), row_of(record, record.arms[0])
-        if row is None or first is None or row.delta_vs_hard is None:
-            return Verdict(NOT_RUN, why=f"arm {name} has no perplexity", records=[record])
-        low, high = row.delta_vs_hard_low, row.delta_vs_hard_high
-        change = change_text(row.delta_vs_hard, low, high)
-        ours = f"{perplexity_text(first.perplexity)} against {perplexity_text(row.perplexity)}, which is {change}"
-        why = f"{record.arms[0].tokens_seen:,} tokens of training; as good: not better by {MARGIN} nats a token"
+        ours = of or record.arms[0].name
+        found = between(record, ours, name)
+        if found is None:
+            return Verdict(NOT_RUN, why=f"arms {ours} and {name} have no paired perplexities", records=[record])
+        row, other, delta, low, high = found
+        change = change_text(-delta, None if high is None else -high, None if low is None else -low)
+        said = f"{perplexity_text(row.perplexity)} against {perplexity_text(other.perplexity)}, which is {change}"
+        tokens = next(arm.tokens_seen for arm in record.arms if arm.name == ours)
+        why = f"{tokens:,} tokens of training; as good: not better by {MARGIN} nats a token"
         if low is None or high is None:
-            return Verdict(UNDECIDED, ours, why, [record])
-        word = NOT_REPRODUCED if high < -MARGIN else REPRODUCED if low > -MARGIN else UNDECIDED
-        return Verdict(word, ours, why, [record])
+            return Verdict(UNDECIDED, said, why, [record])
+        word = NOT_REPRODUCED if low > MARGIN else REPRODUCED if high < MARGIN else UNDECIDED
+        return Verdict(word, said, why, [record])
 
     return judge
+
+
+def between(record: Record, ours: str, theirs: str) -> tuple[Row, Row, float, float | None, float | None] | None:
+    """Both rows and the paired difference of losses, ours minus theirs, of two arms of which one is the first."""
+    row, other = arm_row(record, ours), arm_row(record, theirs)
+    if row is None or other is None:
+        return None
+    first = record.arms[0].name
+    if theirs == first and row.delta_vs_hard is not None:
+        return row, other, row.delta_vs_hard, row.delta_vs_hard_low, row.delta_vs_hard_high
+    if ours == first and other.delta_vs_hard is not None:
+        low, high = other.delta_vs_hard_low, other.delta_vs_hard_high
+        return row, other, -other.delta_vs_hard, None if high is None else -high, None if low is None else -low
+    return None
 
 
 def _loras(record: Record) -> list[tuple[str, Row]]:
@@ -130,7 +146,7 @@ def lora_is_lower(record: Record) -> Verdict:
         return Verdict(NOT_RUN, why="no LoRA has a perplexity", records=[record])
     name, row = min(found, key=lambda pair: pair[1].nll or 0.0)
     change = change_text(row.delta_vs_hard, row.delta_vs_hard_low, row.delta_vs_hard_high)
-    word = _word(row.delta_vs_hard_low, row.delta_vs_hard_high, row.delta_vs_hard or 0.0)
+    word = word_of(row.delta_vs_hard_low, row.delta_vs_hard_high, row.delta_vs_hard or 0.0)
     ours = f"{name}: {perplexity_text(row.perplexity)}, {change} against {record.arms[0].name}"
     return Verdict(word, ours, f"the best of {len(found)} learning rates; LoRA keeps every pair", [record])
 

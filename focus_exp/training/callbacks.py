@@ -19,6 +19,7 @@ from focus_exp.config import AttentionConfig
 from focus_exp.errors import Interrupted
 from focus_exp.models.attach import attached_methods
 from focus_exp.reporting.record import read_metrics, replace_file
+from focus_exp.training.exchange import any_of
 from focus_exp.training.module import LanguageModelTask
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
@@ -105,6 +106,7 @@ class Checkpoint(Callback):
     ) -> None:
         if trainer.fit_loop._should_accumulate():
             return
+        self.received = any_of(self.received)
         done = trainer.global_step == trainer.max_steps
         if self.received is not None or done or trainer.global_step % self.every == 0:
             trainer.save_checkpoint(self.path)

@@ -14,13 +14,16 @@ from transformers import PreTrainedModel
 from focus_exp.config import PhaseConfig
 from focus_exp.errors import UserError
 from focus_exp.models.attach import freeze, is_trainable
+from focus_exp.training.exchange import gathered, mean_of, rank
 from focus_exp.training.mitigations import auxiliary_losses
+from focus_exp.training.strategies import average_gradients, global_norm, is_sharded
 
 
 class LanguageModelTask(pl.LightningModule):
     """Next-token prediction with the parameters that `phase.train` names; the others are frozen.
 
-    Checkpoints hold the trainable part and the methods' buffers alone, the optimiser and the random state.
+    Checkpoints hold the trainable part and the methods' buffers alone, the optimiser and the random states. Losses are
+    means over all processes, so that a loss or gradient that is not finite stops all of them at the same step.
     """
 
     def __init__(self, model: PreTrainedModel, phase: PhaseConfig, name: str) -> None:
@@ -31,7 +34,7 @@ class LanguageModelTask(pl.LightningModule):
         self.trainable_names = freeze(model, phase.train)
         if not self.trainable_names:
             raise UserError(f"regime phase {name} trains the {phase.train}, but the model has no such parameters")
-        self._random_state: dict[str, Any] | None = None
+        self._random_state: dict[str, Tensor] | None = None
         # a checkpoint holds the trained part alone; on_load_checkpoint checks that it holds all of that
         self.strict_loading = False
         self.last_good: dict[str, Tensor] = {}
@@ -45,21 +48,42 @@ class LanguageModelTask(pl.LightningModule):
         with auxiliary_losses(self.model) as auxiliary:
             logits = self.model(input_ids=tokens, use_cache=False).logits
         loss = F.cross_entropy(logits[:, :-1].flatten(0, 1).float(), tokens[:, 1:].flatten())
-        if not torch.isfinite(loss):
+        mean = mean_of(loss.detach())
+        if not torch.isfinite(mean):
             self.model.load_state_dict(self.last_good, strict=False)
-            raise NonFiniteError(f"the loss is {loss.item()} at step {self.global_step + 1} of phase {self.name}")
+            raise NonFiniteError(f"the loss is {mean.item()} at step {self.global_step + 1} of phase {self.name}")
         # what Lightning hands to callbacks is divided by the accumulated batches
-        self.last_loss = loss.detach()
+        self.last_loss = mean
         return loss + torch.stack(auxiliary).sum() if auxiliary else loss
 
     def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Refuse an update that would spoil the weights, which are then still those of the last good step."""
-        gradients = [p.grad for p in self.trainable_parameters() if p.grad is not None]
-        norm = torch.stack([g.norm() for g in gradients]).norm() if gradients else torch.tensor(0.0)
+        if is_sharded(self.model):
+            average_gradients(self.trainable_parameters())
+        norm = global_norm(self.gradients())
         if not torch.isfinite(norm):
             raise NonFiniteError(f"the gradient is not finite at step {self.global_step + 1} of phase {self.name}")
         self.gradient_norm = norm.item()
         self.remember()
+
+    def configure_gradient_clipping(
+        self,
+        optimizer: torch.optim.Optimizer,
+        gradient_clip_val: float | None = None,
+        gradient_clip_algorithm: str | None = None,
+    ) -> None:
+        if not is_sharded(self.model):
+            self.clip_gradients(optimizer, gradient_clip_val, gradient_clip_algorithm)
+        elif gradient_clip_val is not None:
+            for gradient in self.gradients():
+                gradient.mul_(min(1.0, gradient_clip_val / (self.gradient_norm + 1e-6)))
+
+    def configure_model(self) -> None:
+        """Asked for by ModelParallelStrategy; a sharded base has been so since it was loaded."""
+
+    def cpu(self) -> LanguageModelTask:
+        """Lightning asks for it after training; quantised weights stay where they were quantised."""
+        return self if getattr(self.model, "is_quantized", False) else super().cpu()
 
     def remember(self) -> None:
         """Copy a small trained part while its loss is known to be finite, for whoever reads it after a failing step.
@@ -72,6 +96,9 @@ class LanguageModelTask(pl.LightningModule):
 
     def trainable_parameters(self) -> list[torch.nn.Parameter]:
         return [p for p in self.model.parameters() if p.requires_grad]
+
+    def gradients(self) -> list[Tensor]:
+        return [p.grad for p in self.trainable_parameters() if p.grad is not None]
 
     def configure_optimizers(self) -> Any:
         """AdamW; linear warm-up, then a cosine to a tenth of the peak."""
@@ -90,18 +117,30 @@ class LanguageModelTask(pl.LightningModule):
             for name, tensor in checkpoint["state_dict"].items()
             if is_trainable(name.removeprefix(prefix), self.phase.train)
         }
-        checkpoint["random_state"] = {"cpu": torch.get_rng_state(), "cuda": torch.cuda.get_rng_state_all()}
+        state = {"cpu": torch.get_rng_state()}
+        if torch.cuda.is_available():
+            state["cuda"] = torch.cuda.get_rng_state()
+        checkpoint["random_states"] = gathered(state)
+        checkpoint["accumulated"] = self.trainer.accumulate_grad_batches
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         wanted = {f"model.{name}" for name in self.trainable_names}
         if missing := sorted(wanted - set(checkpoint.get("state_dict", wanted))):
             raise UserError(f"the checkpoint lacks trainable parameters, first {missing[0]}; start with overwrite=true")
-        self._random_state = checkpoint.get("random_state")
+        states = checkpoint["random_states"]
+        # a process that was not there goes on with the stream it begins with
+        self._random_state = states[rank()] if rank() < len(states) else None
+        progress = checkpoint["loops"]["fit_loop"]["epoch_loop.batch_progress"]
+        for counts in (progress["total"], progress["current"]):
+            for name, batches in counts.items():
+                # checkpoints are written between steps, which other processes do in other numbers of batches
+                counts[name] = batches // checkpoint["accumulated"] * self.trainer.accumulate_grad_batches
 
     def on_train_batch_start(self, batch: Any, index: int) -> None:
         if self._random_state is not None:
             torch.set_rng_state(self._random_state["cpu"])
-            torch.cuda.set_rng_state_all(self._random_state["cuda"])
+            if "cuda" in self._random_state and torch.cuda.is_available():
+                torch.cuda.set_rng_state(self._random_state["cuda"])
             self._random_state = None
 
 

@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytorch_lightning as pl
-import torch
 from pytorch_lightning.loggers import Logger
 from pytorch_lightning.plugins.environments import LightningEnvironment
 from torch import Tensor
@@ -20,10 +19,12 @@ from focus_exp.config import Config, PhaseConfig
 from focus_exp.data import Blocks, ResumableLoader
 from focus_exp.models.attach import attached_methods
 from focus_exp.training.callbacks import Checkpoint, GateAnnealing, Metrics, Progress
+from focus_exp.training.exchange import agreed, is_main, rank, world_size
 from focus_exp.training.mitigations import CentroidUpdates, routers_of
 from focus_exp.training.module import LanguageModelTask
 from focus_exp.training.precision import Precision
 from focus_exp.training.probe import PROBES, TIMES, Probe
+from focus_exp.training.strategies import balanced_together, is_sharded, lightning_strategy, to_device
 
 METRICS = "metrics.jsonl"
 
@@ -84,10 +85,16 @@ def train_phase(
 ) -> None:
     settings = config.trainer
     quiet_lightning()
-    pl.seed_everything(seed, verbose=False)
+    pl.seed_everything(seed + 1_000_003 * rank(), verbose=False)
     task = LanguageModelTask(model, phase, name)
     loader = ResumableLoader(
-        blocks, settings.batch_size, seed, accumulate=settings.accumulate, workers=config.data.workers
+        blocks,
+        settings.batch_size,
+        seed,
+        accumulate=settings.accumulate,
+        workers=config.data.workers,
+        rank=rank(),
+        world_size=world_size(),
     )
     checkpoint = folder / "checkpoints" / f"{name}.ckpt"
     if settings.gradient_checkpointing:
@@ -95,20 +102,22 @@ def train_phase(
         model.activation_checkpointing_enable({"use_reentrant": False})
     trainer = pl.Trainer(
         accelerator="gpu" if precision.device.type == "cuda" else "cpu",
-        devices=1,
+        strategy=lightning_strategy(model, settings),
+        devices=settings.devices if world_size() > 1 else 1,
+        num_nodes=settings.num_nodes if world_size() > 1 else 1,
         precision=precision.lightning,
         max_steps=phase.steps,
         max_epochs=-1,
-        accumulate_grad_batches=settings.accumulate,
+        accumulate_grad_batches=loader.share.accumulate,
         gradient_clip_val=settings.gradient_clip,
         logger=loggers or False,
         callbacks=[
-            Metrics(folder / METRICS, name, settings.log_every, tokens_per_step(config)),
+            *([Metrics(folder / METRICS, name, settings.log_every, tokens_per_step(config))] if is_main() else []),
             CentroidUpdates(model, config.attention),
             *probes(model, config, phase, name, precision, folder, probed),
             Checkpoint(checkpoint, settings.checkpoint_every),
             GateAnnealing(config.attention),
-            *([Progress(name)] if settings.progress else []),
+            *([Progress(name)] if settings.progress and is_main() else []),
         ],
         plugins=[LightningEnvironment()],
         enable_progress_bar=False,
@@ -118,11 +127,14 @@ def train_phase(
         default_root_dir=folder,
     )
     set_training_mode(model, phase)
-    trainer.fit(task, loader, ckpt_path=checkpoint if checkpoint.exists() else None, weights_only=False)
+    begun = agreed(checkpoint.exists())
+    with balanced_together(model, loader.share):
+        trainer.fit(task, loader, ckpt_path=checkpoint if begun else None, weights_only=False)
     if settings.gradient_checkpointing:
         model.activation_checkpointing_disable()
     # Lightning leaves the model on the CPU
-    torch.nn.Module.to(model, precision.device).eval()
+    to_device(model, precision.device)
+    model.eval()
 
 
 def probes(
@@ -136,7 +148,8 @@ def probes(
 ) -> list[Probe]:
     """What watches the routers of a phase, where there are any and it was not switched off."""
     every = config.trainer.probe_every
-    if tokens is None or every == 0 or not routers_of(model):
+    # a pass through a sharded base would need all processes
+    if tokens is None or every == 0 or not routers_of(model) or not is_main() or is_sharded(model):
         return []
     every = max(1, phase.steps // TIMES) if every is None else every
     return [Probe(folder / PROBES, name, every, model, tokens, precision)]

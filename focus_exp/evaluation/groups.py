@@ -1,0 +1,204 @@
+"""What a router's groups are made of: word classes, other seeds, an untrained router and chance beside them."""
+
+from __future__ import annotations
+
+import string
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from focus_exp.attention.method import AttentionMethod
+from focus_exp.attention.registry import build
+from focus_exp.config import Config
+from focus_exp.data import Blocks
+from focus_exp.errors import UserError
+from focus_exp.evaluation.groups_metrics import agreement, fit, shuffled, standing_out
+from focus_exp.evaluation.groups_observe import Observed, observe, read_observed, write_observed
+from focus_exp.evaluation.groups_pairs import describe_cut, write_passage
+from focus_exp.evaluation.groups_passage import cut_passage
+from focus_exp.evaluation.groups_words import CLASSES, TAGGER, read_passage, shown
+from focus_exp.evaluation.statistics import Bootstrap, paired, window_sums
+from focus_exp.models.adapter import load_adapter, read_description
+from focus_exp.models.attach import attached_methods, attachment_of, detach, disabled, set_routing, swapped
+from focus_exp.reporting.groups_rows import ClassCost, GroupFit, GroupLayer, GroupReport, TokenGroup
+from focus_exp.training.precision import Precision
+from focus_exp.training.warm_start import calibrate
+
+TOP_TOKENS = 12
+
+
+@dataclass
+class GroupAnalysis:
+    """Measures a trained router with hard groups. What a router does to the windows is kept in `folder`, so that an
+    interrupted run goes on with the next router.
+
+    blocks: held-out text; calibration: training text, on which an untrained router is balanced as a trained one is.
+    """
+
+    model: PreTrainedModel
+    tokenizer: PreTrainedTokenizerBase
+    blocks: Blocks
+    calibration: list[Tensor]
+    config: Config
+    precision: Precision
+    folder: Path
+
+    def __post_init__(self) -> None:
+        settings, length = self.config.analyze, self.blocks.block_size
+        if settings.passage_tokens > length:
+            raise UserError(
+                f"analyze.passage_tokens={settings.passage_tokens} exceeds eval.window={length}, of which the passage "
+                "is a part; use less, or a longer window"
+            )
+        count = min(-(-settings.tokens // length), len(self.blocks))
+        self.indices = [int(i) for i in np.linspace(0, len(self.blocks) - 1, count).round()]
+        self.windows: list[Tensor] = [self.blocks[i]["input_ids"] for i in self.indices]
+        read = [read_passage(self.tokenizer, window.tolist()) for window in self.windows]
+        # what a tokenizer puts before every window is no part of the text
+        self.text = slice(0 if self.blocks.bos is None else 1, None)
+        self.tokens = np.array([shown(piece) for passage in read for piece in passage.pieces[self.text]])
+        self.classes = np.array([[CLASSES.index(kind) for kind in passage.classes] for passage in read])
+        self.labels = self.flat(self.classes)
+        self.everywhere = Counter(self.tokens.tolist())
+
+    def flat(self, values: np.ndarray) -> np.ndarray:
+        """`[windows, T]` as `[N]`, the text alone."""
+        return values[:, self.text].ravel()
+
+    def report(self) -> GroupReport:
+        """Everything, and the passage for the page into `folder`."""
+        attention, settings = self.config.attention, self.config.analyze
+        set_routing(self.model, hard=True, top_k=attention.top_k, pair_rule=attention.pair_rule)
+        trained = self.kept("trained", partial(self.observe, "trained router"))
+        base = self.kept("base", self.observe_base)
+        middle = len(self.indices) // 2
+        item = self.blocks[self.indices[middle]]
+        passage = self.windows[middle][: settings.passage_tokens]
+        cut = cut_passage(self.model, passage, self.precision)
+        read = read_passage(self.tokenizer, passage.tolist())
+        untrained = self.kept("untrained", self.observe_untrained)
+        others = [self.kept(f"other-{n}", partial(self.observe_other, f)) for n, f in enumerate(settings.others)]
+        write_passage(self.folder / "passage.json", cut, read)
+        shares = np.bincount(self.labels, minlength=len(CLASSES)) / len(self.labels)
+        report = GroupReport(
+            tokens=len(self.labels),
+            windows=len(self.windows),
+            passage_tokens=len(passage),
+            passage_from=self.blocks.stream.documents[int(item["document_ids"][0])],
+            tagger=TAGGER,
+            class_shares={name: float(share) for name, share in zip(CLASSES, shares, strict=True) if share},
+            others=[name_of(folder) for folder in settings.others],
+            layers=[self.layer(layer, trained, untrained, others) for layer in trained.layers],
+            costs=self.costs(base.nll, trained.nll),
+        )
+        describe_cut(report, cut, read, settings.pairs)
+        return report
+
+    def kept(self, name: str, measure: Callable[[], Observed]) -> Observed:
+        """What an interrupted run measured before, or what is measured now."""
+        path = self.folder / f"{name}.npz"
+        observed = read_observed(path)
+        if observed is None:
+            observed = measure()
+            write_observed(path, observed)
+        print(f"observed: {name:<12} {observed.nll.size:,} tokens, {np.nanmean(observed.nll):.4f} nats per token")
+        return observed
+
+    def observe(self, label: str) -> Observed:
+        return observe(self.model, self.windows, self.precision, label)
+
+    def observe_base(self) -> Observed:
+        with disabled(self.model):
+            return self.observe("full attention")
+
+    def observe_untrained(self) -> Observed:
+        """A router as it is before training, of another seed than the trained one's, balanced on the same text."""
+        attachment = attachment_of(self.model)
+        torch.manual_seed(self.config.seed + 1)
+        fresh: dict[int, AttentionMethod] = {
+            index: build(attachment.method, method.shape, **attachment.options).eval()
+            for index, method in attached_methods(self.model).items()
+        }
+        with swapped(self.model, fresh):
+            calibrate(self.model, self.calibration, self.precision)
+            set_routing(self.model, hard=True)
+            return self.observe("untrained router")
+
+    def observe_other(self, folder: str) -> Observed:
+        """The router in another adapter, which stays attached."""
+        if (method := read_description(folder)["method"]) != "focus":
+            raise UserError(f"analyze.others holds {folder}, whose method {method} has no router; leave it out")
+        detach(self.model)
+        load_adapter(self.model, folder)
+        attention = self.config.attention
+        set_routing(self.model, hard=True, top_k=attention.top_k, pair_rule=attention.pair_rule)
+        return self.observe(name_of(folder))
+
+    def layer(self, layer: int, trained: Observed, untrained: Observed, others: list[Observed]) -> GroupLayer:
+        groups, confidence = self.flat(trained.groups_of(layer)), self.flat(trained.confidence_of(layer))
+        other_seeds = [self.flat(other.groups_of(layer)) for other in others if layer in other.layers]
+        random, chance = self.flat(untrained.groups_of(layer)), shuffled(groups, self.config.seed)
+        return GroupLayer(
+            layer=layer,
+            confidence=float(confidence.mean()),
+            groups=[self.group(number, groups == number, confidence) for number in range(self.config.attention.groups)],
+            fits=[
+                GroupFit(router="trained", **vars(fit(groups, self.labels))),
+                GroupFit(router="untrained", **vars(fit(random, self.labels))),
+                GroupFit(router="chance", **vars(fit(chance, self.labels))),
+            ],
+            agreement=[agreement(groups, other) for other in other_seeds],
+            agreement_untrained=agreement(groups, random),
+            agreement_chance=agreement(groups, chance),
+        )
+
+    def group(self, number: int, members: np.ndarray, confidence: np.ndarray) -> TokenGroup:
+        group = TokenGroup(name=letter(number), share=float(members.mean()))
+        if members.any():
+            counts = np.bincount(self.labels[members], minlength=len(CLASSES))
+            most = int(counts.argmax())
+            group.confidence = float(confidence[members].mean())
+            group.word_class, group.purity = CLASSES[most], float(counts[most] / counts.sum())
+            group.class_share = float((self.labels == most).mean())
+            group.tokens = standing_out(Counter(self.tokens[members].tolist()), self.everywhere, TOP_TOKENS)
+        return group
+
+    def costs(self, full: np.ndarray, hard: np.ndarray) -> list[ClassCost]:
+        """By class of the token that is predicted, all classes first; of those that every window has."""
+        bootstrap = Bootstrap(len(full), self.config.eval.bootstrap_samples, self.config.seed)
+        # only from there on has a query anything to lose
+        beyond = np.arange(full.shape[1]) > self.config.attention.window + self.config.attention.sinks
+        rows = []
+        for number, name in [(None, "all"), *enumerate(CLASSES)]:
+            of_class = beyond & ((self.classes == number) if number is not None else True)
+            nll_full, nll_hard = (np.where(of_class, nll, np.nan) for nll in (full, hard))
+            sums, counts = window_sums(nll_full)
+            if not counts.all():
+                continue
+            delta, low, high = paired(nll_hard, nll_full, bootstrap)
+            nll = float(sums.sum() / counts.sum())
+            rows.append(
+                ClassCost(
+                    word_class=name, tokens=int(counts.sum()), nll_full=nll, nll_hard=nll + delta,
+                    delta=delta, delta_low=low, delta_high=high,
+                )
+            )  # fmt: skip
+        return rows
+
+
+def letter(number: int) -> str:
+    """A to Z, then A1 and so on: groups have no order, and a number would suggest one."""
+    return string.ascii_uppercase[number % 26] + (str(number // 26) if number >= 26 else "")
+
+
+def name_of(folder: str) -> str:
+    """Of the run that an adapter comes from."""
+    path = Path(folder)
+    return path.parent.name if path.name == "adapter" else path.name

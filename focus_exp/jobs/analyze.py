@@ -1,0 +1,44 @@
+"""job=analyze: what the groups of a router are made of, and what they cut; tables, and a page to look at."""
+
+from __future__ import annotations
+
+from focus_exp.config import Config
+from focus_exp.errors import UserError
+from focus_exp.evaluation.groups import GroupAnalysis
+from focus_exp.jobs.evaluate import with_adapter
+from focus_exp.jobs.router import put_router
+from focus_exp.jobs.run import already_finished, open_run, run_folder
+from focus_exp.jobs.train import describe, headline, load, prepare, sample_blocks
+from focus_exp.training.precision import choose_precision
+
+# for the untrained router, where the trained one comes from an adapter that does not say
+CALIBRATION_BLOCKS = 8
+
+
+def analyze(config: Config) -> None:
+    """Describe the groups of the adapter's router, or of one trained first as the regime says."""
+    if config.adapter:
+        config = with_adapter(config)
+    if config.attention.method != "focus":
+        raise UserError(f"job=analyze describes the groups of Focus, not attention={config.attention.name}")
+    if already_finished(config):
+        return
+    settings = config.analyze
+    precision = choose_precision(config.trainer.precision, config.trainer.accelerator, config.regime.trains("all"))
+    router = f"the router in {config.adapter}" if config.adapter else headline(config)
+    print(
+        f"groups of {settings.tokens:,} held-out tokens, a passage of {settings.passage_tokens:,}; {router}; "
+        f"{describe(precision)}"
+    )
+    print(f"run folder: {run_folder(config)}")
+    with open_run(config, describe(precision)) as run:
+        loaded, corpus = load(run, precision)
+        model, evaluation, blocks = prepare(run, loaded, corpus, precision)
+        put_router(run, model, blocks, precision, config.eval.window)
+        calibration = sample_blocks(blocks, config.attention.calibration_blocks or CALIBRATION_BLOCKS, config.seed + 2)
+        windows = evaluation.quality.blocks
+        analysis = GroupAnalysis(
+            model, loaded.tokenizer, windows, calibration, config, precision, run.folder / "groups"
+        )  # fmt: skip
+        run.record.groups = analysis.report()
+        run.save()

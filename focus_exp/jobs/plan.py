@@ -1,0 +1,96 @@
+"""job=plan: what a run needs before anything is downloaded or allocated; refuses one that cannot fit."""
+
+from __future__ import annotations
+
+from hydra import compose
+from hydra.core.hydra_config import HydraConfig
+from rich.console import Console
+from transformers import PreTrainedModel
+
+from focus_exp.checks import parse
+from focus_exp.config import Config
+from focus_exp.errors import UserError
+from focus_exp.jobs.compare import compose_arm
+from focus_exp.jobs.run import TABLE_WIDTH
+from focus_exp.jobs.train import method_options
+from focus_exp.models.attach import attach, set_routing
+from focus_exp.models.lora import add_lora, router_parameters
+from focus_exp.planning.estimate import Estimate, Prepare
+from focus_exp.planning.hardware import USABLE, gpu_named
+from focus_exp.planning.search import plan_run
+from focus_exp.reporting.plan_tables import layouts_table, runs_table
+from focus_exp.training.regimes import phases_of, tokens_per_step
+
+
+def plan(config: Config) -> None:
+    """Plan the run, each of its arms, or each of plan.models; UserError, after the table, for what cannot fit."""
+    gpu, settings = gpu_named(config.plan.gpu), config.plan
+    configs = planned_configs(config)
+    most = "as many GPUs as it takes" if settings.gpus is None else f"at most {settings.gpus}"
+    limit = "" if settings.hours is None else f", at most {settings.hours:g} hours"
+    print(f"plan of {headline(config, configs)} on {gpu.name}, {most}{limit}")
+    found = [plan_run(name, Estimate(c, preparation(c)), gpu) for name, c in configs.items()]
+    rows = [planned.row() for planned in found]
+    notes = [
+        f"{gpu.name}: {gpu.memory:g} GiB, of which tensors may take {100 * USABLE:.0f} %; "
+        f"{gpu.bf16 / 1e12:g} TFLOP/s in bfloat16, {gpu.float32 / 1e12:g} in float32 ({gpu.source})",
+        f"Assumed: {100 * settings.utilization:.0f} % of that arithmetic is reached (plan.utilization; small models do "
+        "not), with transfers beside it. Time is that of the training steps, without evaluation and warm start",
+        "Memory and FLOPs are those of the training step's own code, traced without data; soft gates weigh all pairs, "
+        "O(T^2), and hard groups are planned as masked attention, which costs as much",
+    ]
+    console = Console()
+    console.width = max(console.width, TABLE_WIDTH)
+    console.print(runs_table(rows, gpu.name, notes).to_console())
+    if len(found) == 1:
+        console.print(layouts_table(found[0].layout_rows(), gpu.name).to_console())
+    print("\n".join(["", *(sentence for planned in found for sentence in planned.findings())]))
+    if refused := [row for row in rows if row.error]:
+        raise UserError("\n  ".join(f"{row.run}: {row.error}" for row in refused))
+
+
+def planned_configs(config: Config) -> dict[str, Config]:
+    """What is planned, by the name of its line."""
+    if config.plan.models:
+        return {name: compose_model(name, config.plan.paper) for name in config.plan.models}
+    if config.arms:
+        names = [config.arm] if config.arm else list(config.arms)
+        return {name: compose_arm(name, config.arms[name]) for name in names}
+    return {config.model.name: config}
+
+
+def compose_model(name: str, paper: bool) -> Config:
+    """The command line's configuration with another model, and with the setting that the paper trained it in."""
+    command_line = [part for part in HydraConfig.get().overrides.task if not part.startswith("model=")]
+    composed = compose("config", [f"model={name}", *command_line])
+    if paper:
+        composed = compose("config", [f"model={name}", *composed.model.paper, *command_line])
+    return parse(composed)
+
+
+def preparation(config: Config) -> Prepare:
+    """Put on a model without data what the run puts on it. Hard groups take the masked path: a trace has no groups to
+    sort tokens by, and the masked path holds the most."""
+
+    def prepare(model: PreTrainedModel) -> PreTrainedModel:
+        attention = config.attention
+        if attention.method != "full":
+            attach(model, attention.method, **method_options(attention, config.seed))
+            set_routing(model, hard=not phases_of(config), backend="masked")
+        if config.regime.trains("lora"):
+            add_lora(model, config.regime.lora, router_parameters(model, attention.groups, attention.routing_dim))
+        return model
+
+    return prepare
+
+
+def headline(config: Config, configs: dict[str, Config]) -> str:
+    """What is planned, in words."""
+    if len(configs) > 1:
+        return f"{config.experiment}: {len(configs)} runs"
+    (only,) = configs.values()
+    phases = ", then ".join(f"{p.steps} steps ({p.train})" for _, p in phases_of(only)) or "no training"
+    return (
+        f"{only.experiment}: {only.regime.name} of {only.model.name} with {only.attention.name}, {phases} of "
+        f"{tokens_per_step(only):,} tokens"
+    )

@@ -1,0 +1,27 @@
+"""The router of a job that uses one: an adapter's, or one that is trained first."""
+
+from __future__ import annotations
+
+from transformers import PreTrainedModel
+
+from focus_exp.data import Blocks
+from focus_exp.jobs.evaluate import put_adapter
+from focus_exp.jobs.run import Run
+from focus_exp.jobs.train import attach_method, fit
+from focus_exp.models.attach import attachment_of, is_causal
+from focus_exp.training.precision import Precision
+from focus_exp.training.regimes import phases_of
+
+
+def put_router(run: Run, model: PreTrainedModel, blocks: Blocks, precision: Precision, longest: int) -> bool:
+    """Attach the adapter's router, or train one if the regime does; whether there is a trained one now."""
+    config = run.config
+    if config.adapter:
+        put_adapter(run, model, precision, longest)
+        return True
+    attach_method(model, config, precision)
+    run.record.method = {"name": config.attention.name, "causal": is_causal(model)}
+    run.record.layers = attachment_of(model).layers
+    if phases_of(config):
+        fit(run, model, blocks, precision)
+    return bool(phases_of(config))

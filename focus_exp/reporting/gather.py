@@ -1,0 +1,78 @@
+"""The records below a folder, the arms of their comparisons, and which of them differ in nothing but the seed."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from focus_exp.reporting.record import Record
+from focus_exp.reporting.rows import Arm
+
+WANTED = 3  # seeds, where a difference is claimed
+# of the attention that every arm starts from
+ATTENTION = ("method", "groups", "routing_dim", "temperature", "assignment", "gate", "window", "sinks", "top_k")
+
+
+@dataclass(frozen=True)
+class Runs:
+    """found: folder and record of every run, oldest first; arms: the own records of comparisons' arms by their hash."""
+
+    found: list[tuple[Path, Record]] = field(default_factory=list)
+    arms: dict[str, Record] = field(default_factory=dict)
+
+    @property
+    def records(self) -> list[Record]:
+        return [record for _, record in self.found]
+
+    def finished(self, *experiments: str) -> list[Record]:
+        """Of these experiments, or of all."""
+        records = (record for record in self.records if record.status == "finished")
+        return [record for record in records if not experiments or record.experiment in experiments]
+
+    def own(self, arm: Arm) -> Record | None:
+        """The record of an arm's own run, if it is below the folder too."""
+        return self.arms.get(arm.config_hash)
+
+    def seconds(self, record: Record) -> float:
+        """What a record took, its arms included."""
+        own = [(arm, self.own(arm)) for arm in record.arms]
+        spent = [(run.wall_seconds if run else arm.train_seconds) or 0.0 for arm, run in own]
+        return sum(spent) + (record.wall_seconds or 0.0)
+
+
+def gather(folder: Path) -> Runs:
+    """Every record below `folder`; a run that was copied into records/ counts once. UserError for an unreadable one."""
+    found: dict[tuple[str, str, str], tuple[Path, Record]] = {}
+    arms: dict[str, Record] = {}
+    # committed copies first: they are what a report should point at
+    for path in sorted(folder.rglob("record.json"), key=lambda path: ("records" not in path.parts, str(path))):
+        record = Record.load(path)
+        if record.config.get("arm"):
+            arms.setdefault(record.config_hash, record)
+            continue
+        found.setdefault((record.experiment, record.config_hash, record.started), (path.parent, record))
+    return Runs(sorted(found.values(), key=lambda pair: pair[1].started), arms)
+
+
+def setup(record: Record) -> Hashable:
+    """What records of several seeds have in common: the model, the text, the attention, how much was trained."""
+    sources = [(part.get("name"), part.get("fingerprint")) for part in (record.model, record.data)]
+    attention = tuple(record.setting("attention", key) for key in ATTENTION)
+    evaluation = record.setting("eval", "window"), record.setting("eval", "max_windows")
+    return (*sources, attention, evaluation, record.setting("regime", "name"), record.steps, record.tokens_seen)
+
+
+def run_of(arm: Arm) -> Hashable:
+    """What an arm of the same name has in common in comparisons under several seeds."""
+    return arm.name, tuple(arm.settings), arm.steps, arm.tokens_seen
+
+
+def seeds_of(records: list[Record]) -> list[int]:
+    return sorted({record.seed for record in records if record.seed is not None})
+
+
+def seeds_text(records: list[Record]) -> str:
+    """How many seeds, and which."""
+    seeds = seeds_of(records)
+    return f"{len(seeds)} ({', '.join(map(str, seeds))})" if seeds else "-"

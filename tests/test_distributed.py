@@ -1,0 +1,374 @@
+"""Several processes compute what one does: the same data, losses and adapters, whoever is stopped or killed."""
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+from itertools import chain
+from pathlib import Path
+
+import fsspec.implementations.local
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from running import Result, metrics_of, only_run, outcome, record_of, router_steps, run, tiny
+from safetensors.numpy import load_file
+
+from focus_exp.data import ResumableLoader
+from focus_exp.data.loader import share_of
+from focus_exp.errors import UserError
+from focus_exp.training import processes
+from focus_exp.training.callbacks import Checkpoint
+
+QUICK = ("eval.max_windows=2", "eval.top_k=[1]", "eval.controls=false")
+RETROFIT = (router_steps(6), "trainer.checkpoint_every=2", "eval.max_windows=2")
+FINETUNE = (
+    *("regime=finetune", router_steps(3), "regime.phases.everything.steps=4", "trainer.checkpoint_every=2"),
+    *("regime.phases.everything.learning_rate=1e-3", *QUICK, "model=tiny_gpt2"),  # whose embeddings are tied
+    "trainer.gradient_checkpointing=true",
+)
+LORA = ("regime=lora", "regime.phases.lora.steps=3", *QUICK)
+STRATEGIES = ("ddp", "fsdp")
+# started by the run itself; or, as if on a node each, by something else
+HERE, NODES = (
+    {name: (f"{where}=2", f"trainer.strategy={name}") for name in STRATEGIES}
+    for where in ("trainer.devices", "trainer.num_nodes")
+)
+# one sequence in a batch: two batches of a step at the same time
+SMALL_BATCHES = (*RETROFIT, *QUICK, "trainer.batch_size=1", "trainer.accumulate=4")
+JOBS = {"retrofit": RETROFIT, "finetune": FINETUNE, "lora": LORA, "small": SMALL_BATCHES}
+DONE = [
+    *((job, strategy) for job in ("retrofit", "finetune") for strategy in ("ddp", "fsdp")),
+    ("lora", "fsdp"),
+]
+STOP = ("everything", 2)
+
+# runs the commands that it is given one after the other, in a process as torchrun starts it
+PROGRAM = """
+import json, os, signal, sys
+from running import run
+from focus_exp.training.callbacks import Checkpoint
+whole, stop = Checkpoint.on_train_batch_end, None
+def batch_end(self, trainer, module, *rest):
+    # asked of one process, and not of the one that writes
+    if [module.name, trainer.global_step] == stop and os.environ["RANK"] == "1" and self.received is None:
+        signal.raise_signal(signal.SIGTERM)
+    whole(self, trainer, module, *rest)
+Checkpoint.on_train_batch_end = batch_end
+results = []
+for command, stop in json.loads(sys.argv[1]):
+    results.append(vars(run(*command)))
+print("RESULTS", json.dumps(results))
+"""
+
+
+def launch(commands: list[tuple[list[str], tuple[str, int] | None]]) -> tuple[list[Result], ...]:
+    """What two processes of one group saw of the commands, each stopped politely after a step of a phase, or not."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    paths = os.pathsep.join([str(Path(__file__).parent), *sys.path])
+    group = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "PYTHONPATH": paths}
+    pair = [
+        subprocess.Popen(
+            [sys.executable, "-c", PROGRAM, json.dumps(commands)],
+            env={**os.environ, **group, "RANK": rank, "GROUP_RANK": rank, "LOCAL_RANK": "0"},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in "01"
+    ]
+    try:
+        outputs = [process.communicate(timeout=300) for process in pair]
+    finally:
+        for process in pair:
+            process.kill()
+    lines = [[line for line in out.splitlines() if line.startswith("RESULTS ")] for out, _ in outputs]
+    assert all(lines), outputs
+    return tuple([Result(**result) for result in json.loads(line[-1].removeprefix("RESULTS "))] for line in lines)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tmp_path_factory.mktemp("distributed")
+
+
+@pytest.fixture(scope="module")
+def pair(folder):
+    """name -> what both processes saw of a run in `folder / name`; single processes have begun some of them."""
+    commands = {}
+    for job, strategy in DONE:
+        commands[f"{job}-{strategy}"] = ([*JOBS[job], *NODES[strategy]], None)
+    for strategy, two in NODES.items():
+        commands[f"stopped-{strategy}"] = ([*FINETUNE, *two], STOP)
+        commands[f"begun-{strategy}"] = ([*FINETUNE, *two], None)
+    commands["begun-small"] = ([*SMALL_BATCHES, *NODES["ddp"]], None)
+    commands["uneven"] = ([*RETROFIT, *NODES["ddp"], "trainer.batch_size=3", "trainer.accumulate=1"], None)
+    for name in ("begun-ddp", "begun-fsdp", "begun-small"):
+        phase, step = ("router", 3) if name == "begun-small" else STOP
+        with pytest.MonkeyPatch.context() as patch:
+            stop_at(patch, phase, step)
+            assert (
+                run(*tiny(folder, name), *commands[name][0], "trainer.num_nodes=1", "trainer.strategy=auto").code == 143
+            )
+    both = launch([([*tiny(folder, name), *job], stop) for name, (job, stop) in commands.items()])
+    return dict(zip(commands, zip(*both, strict=True), strict=True))
+
+
+@pytest.fixture(scope="module")
+def one(folder):
+    """one(job): the folder in which a single process has done it."""
+    done = {}
+
+    def runs(name):
+        if name not in done:
+            assert run(*tiny(folder, f"{name}-one"), *JOBS[name]).code == 0
+            done[name] = folder / f"{name}-one"
+        return done[name]
+
+    return runs
+
+
+def stop_at(monkeypatch, phase, step, act=lambda: signal.raise_signal(signal.SIGTERM)):
+    """`act` after optimiser step `step` of `phase`, before its checkpoint."""
+    whole = Checkpoint.on_train_batch_end
+
+    def batch_end(self, trainer, module, *rest):
+        if (module.name, trainer.global_step) == (phase, step) and self.received is None:
+            act()
+        whole(self, trainer, module, *rest)
+
+    monkeypatch.setattr(Checkpoint, "on_train_batch_end", batch_end)
+
+
+def assert_equal(folder, other):
+    """Losses, scores and weights of two runs differ by rounding alone; all else does not."""
+    mine, theirs = outcome(folder), outcome(other)
+    assert len(mine["metrics"]) == len(theirs["metrics"]) > 0
+    for ours, expected in zip(mine["metrics"], theirs["metrics"], strict=True):
+        assert (ours.pop("phase"), ours["step"]) == (expected.pop("phase"), expected["step"])
+        assert ours == pytest.approx(expected, abs=1e-5, rel=0)
+    for row, expected in zip(mine["rows"], theirs["rows"], strict=True):
+        assert (row["name"], row["error"]) == (expected["name"], None)
+        assert row["nll"] == pytest.approx(expected["nll"], abs=1e-5)
+    for key in ("status", "config_hash", "model", "steps", "tokens_seen"):
+        assert mine[key] == theirs[key]
+    assert mine["weights"].keys() == theirs["weights"].keys()
+    for path in only_run(folder).rglob("*.safetensors"):
+        weights, whole = load_file(path), load_file(only_run(other) / path.relative_to(only_run(folder)))
+        assert weights.keys() == whole.keys()
+        for name in weights:
+            # Adam turns rounding into steps where a gradient is almost nothing
+            np.testing.assert_allclose(weights[name], whole[name], rtol=0, atol=2e-5 if "model" in path.name else 3e-6)
+
+
+# what is computed
+
+
+@pytest.mark.parametrize(("job", "strategy"), DONE)
+def test_two_processes_compute_what_one_does(folder, pair, one, job, strategy):
+    assert [result.code for result in pair[f"{job}-{strategy}"]] == [0, 0]
+    assert_equal(folder / f"{job}-{strategy}", one(job))
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_one_process_writes_and_prints(folder, pair, strategy):
+    main, other = pair[f"retrofit-{strategy}"]
+    assert "measured: base" in main.out and "run folder" in main.out
+    assert other.out == ""
+    record = record_of(folder / f"retrofit-{strategy}")
+    assert f"{strategy} over 2 processes" in record.device
+    files = [path.relative_to(only_run(folder / f"retrofit-{strategy}")) for path in folder.rglob("*.aside*")]
+    assert files == [] and len(metrics_of(folder / f"retrofit-{strategy}")) == 6
+
+
+def test_the_adapter_of_a_sharded_base_fits_the_base(folder, pair):
+    adapter = only_run(folder / "retrofit-fsdp") / "adapter"
+    assert run(*tiny(folder, "evaluated"), "eval.max_windows=2", "job=evaluate", f"adapter={adapter}").code == 0
+    trained, evaluated = (
+        {row.name: row.nll for row in record_of(folder / name).rows} for name in ("retrofit-fsdp", "evaluated")
+    )
+    assert evaluated == pytest.approx(trained, abs=1e-6)
+
+
+# what is interrupted
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_one_process_goes_on_where_two_were_stopped(folder, pair, one, strategy):
+    assert [result.code for result in pair[f"stopped-{strategy}"]] == [143, 143]
+    name = f"stopped-{strategy}"
+    assert record_of(folder / name).status == "interrupted"
+    assert run(*tiny(folder, name), *FINETUNE).code == 0
+    assert_equal(folder / name, one("finetune"))
+
+
+@pytest.mark.parametrize(
+    ("name", "job"), [("begun-ddp", "finetune"), ("begun-fsdp", "finetune"), ("begun-small", "small")]
+)
+def test_two_processes_go_on_where_one_was_stopped(folder, pair, one, name, job):
+    assert [result.code for result in pair[name]] == [0, 0]
+    assert_equal(folder / name, one(job))
+
+
+def test_killing_a_process_ends_the_run_and_changes_nothing(folder, pair, monkeypatch):
+    started = recorded(monkeypatch)
+    command = [*tiny(folder, "killed"), *RETROFIT, *HERE["ddp"]]
+    with pytest.MonkeyPatch.context() as patch:
+        stop_at(patch, "router", 5, lambda: started[-1].kill())
+        failed = run(*command)
+    assert failed.code == 2 and "process 0 of 2 has lost another one" in failed.err
+    assert record_of(folder / "killed").status == "failed" and len(started) == 1
+    assert run(*command).code == 0
+    assert len(started) == 2 and [child.returncode for child in started] == [-signal.SIGKILL, 0]
+    assert outcome(folder / "killed") == outcome(folder / "retrofit-ddp")
+
+
+def recorded(monkeypatch):
+    """The processes that are started from now on."""
+    children, start = [], processes.start
+
+    def recording(*arguments):
+        children.extend(begun := start(*arguments))
+        return begun
+
+    monkeypatch.setattr(processes, "start", recording)
+    return children
+
+
+@pytest.mark.slow
+def test_a_full_disk_ends_every_process_and_changes_nothing(folder, pair, monkeypatch):
+    started, opener = recorded(monkeypatch), fsspec.implementations.local.LocalFileOpener
+    write, writes = opener.write, []
+
+    def half(self, data):
+        writes.append(data)
+        if len(writes) == 2:
+            write(self, data[: len(data) // 2])
+            raise OSError(28, "No space left on device", str(self.path))
+        return write(self, data)
+
+    command = [*tiny(folder, "full"), *RETROFIT, *HERE["fsdp"]]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(opener, "write", half, raising=False)
+        failed = run(*command)
+    assert failed.code == 2 and "No space left on device; free some space" in failed.err
+    assert started[0].poll() is not None
+    assert run(*command).code == 0
+    assert outcome(folder / "full") == outcome(folder / "retrofit-fsdp")
+
+
+@pytest.mark.slow
+def test_killing_the_first_process_ends_the_others(folder):
+    watched = "import os, sys; from focus_exp.training import processes as p; p.GRACE = 0; p.follow_input(); input()"
+    code = (
+        "import subprocess, sys, time;"
+        f"child = subprocess.Popen([sys.executable, '-c', {watched!r}], stdin=subprocess.PIPE);"
+        "print(child.pid, flush=True); time.sleep(600)"
+    )
+    main = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
+    child = int(main.stdout.readline())
+    main.kill()
+    main.wait()
+    with pytest.raises(ProcessLookupError):
+        for _ in range(600):
+            os.kill(child, 0)
+            signal.sigtimedwait([], 0.1)
+
+
+# what is refused
+
+
+def test_a_step_that_cannot_be_split_is_refused(pair):
+    assert [result.code for result in pair["uneven"]] == [2, 2]
+    assert "trainer.batch_size=3 x trainer.accumulate=1" in pair["uneven"][0].err
+    assert "make their product a multiple of 2" in pair["uneven"][0].err
+
+
+@pytest.mark.parametrize(
+    ("asked", "message"),
+    [
+        (("trainer.devices=2", "trainer.strategy=single"), "trainer.strategy=single is one process, not 2"),
+        (("trainer.num_nodes=2",), "start the same command on every node with srun"),
+        (("trainer.cpu_offload=true",), "trainer.cpu_offload=true goes with trainer.strategy=fsdp, not single"),
+        (("trainer.cpu_offload=true", "trainer.strategy=fsdp"), "relieves a GPU, and there is none"),
+        (("model.quantization=nf4",), "model.quantization=nf4 needs a CUDA GPU; use model.quantization=none"),
+    ],
+)
+def test_settings_that_exclude_each_other_are_refused(tmp_path, asked, message):
+    refused = run(*tiny(tmp_path), *RETROFIT, *asked)
+    assert refused.code == 2 and message in refused.err
+
+
+def test_processes_that_nobody_asked_for_are_refused(tmp_path, monkeypatch):
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    refused = run(*tiny(tmp_path), *RETROFIT)
+    assert refused.code == 2 and "2 processes were started, but trainer.devices=1" in refused.err
+
+
+# which data
+
+
+@given(
+    batch_size=st.integers(1, 6),
+    accumulate=st.integers(1, 6),
+    world_size=st.integers(1, 12),
+    blocks=st.integers(1, 80),
+    seed=st.integers(0, 9),
+)
+@settings(max_examples=200, deadline=None)
+def test_every_step_has_the_same_blocks_over_any_number_of_processes(batch_size, accumulate, world_size, blocks, seed):
+    step = batch_size * accumulate
+    if blocks < step:
+        return
+    if step % world_size:
+        with pytest.raises(UserError, match=f"a multiple of {world_size}"):
+            share_of(batch_size, accumulate, world_size)
+        return
+    dataset = torch.arange(blocks)
+    share = share_of(batch_size, accumulate, world_size)
+    assert share.batch_size * share.accumulate * world_size == step
+    whole = ResumableLoader(dataset, batch_size, seed, accumulate=accumulate)
+    parts = [
+        ResumableLoader(dataset, batch_size, seed, accumulate=accumulate, rank=rank, world_size=world_size)
+        for rank in range(world_size)
+    ]
+    batches = [batch.tolist() for batch in whole]
+    seen = [[batch.tolist() for batch in part] for part in parts]
+    split = world_size // share.parallel
+    for turn in range(len(parts[0])):
+        # the processes that split a batch hold it together, in its order
+        for number in range(share.parallel):
+            held = [item for part in seen[number * split : (number + 1) * split] for item in part[turn]]
+            assert held == batches[turn * share.parallel + number]
+    assert (
+        [len(part) for part in parts] == [len(part) for part in seen] == [len(batches) // share.parallel] * world_size
+    )
+
+
+@given(worlds=st.tuples(st.sampled_from([1, 2, 4]), st.sampled_from([1, 2, 4])), steps=st.integers(0, 4))
+@settings(max_examples=40, deadline=None)
+def test_another_number_of_processes_goes_on_with_the_next_step(worlds, steps):
+    before, after = worlds
+
+    def loader(world_size, rank=0):
+        return ResumableLoader(torch.arange(20), 2, 3, accumulate=2, rank=rank, world_size=world_size)
+
+    def items(loaders, accumulated):
+        rounds = zip(*[[b.tolist() for b in each] for each in loaders], strict=True)
+        flat = [sorted(item for batch in turn for item in batch) for turn in rounds]
+        return [sorted(chain(*flat[i : i + accumulated])) for i in range(0, len(flat), accumulated)]
+
+    first = loader(before)
+    for _, _batch in zip(range(steps * share_of(2, 2, before).accumulate), first, strict=False):
+        pass
+    later = [loader(after, rank) for rank in range(after)]
+    for each in later:
+        each.load_state_dict(first.state_dict())
+    assert items(later, share_of(2, 2, after).accumulate) == items([loader(1)], 2)[steps:]

@@ -1,0 +1,329 @@
+"""Every table of the paper with ours beside: where numbers come from, what stands in a cell that nothing fills."""
+
+import csv
+import io
+import math
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from test_compare import compared, comparison_of, row
+
+from focus_exp.reporting.benchmark_rows import BenchmarkRow
+from focus_exp.reporting.gather import Runs, gather
+from focus_exp.reporting.paper import paper_names, paper_rows
+from focus_exp.reporting.paper_measures import MEASURES, NOT_RUN
+from focus_exp.reporting.paper_places import paper_tables, unmapped
+from focus_exp.reporting.paper_report import NOT_HERE, beside, paper_report
+from focus_exp.reporting.pareto import front, paper_change, pareto_table, points, write_pareto
+from focus_exp.reporting.record import Record
+from focus_exp.reporting.rows import ProbeRow, Row, SpeedRow
+from focus_exp.reporting.seeds import DISAGREE, seeds_table
+from focus_exp.reporting.traps import traps_table
+
+RECORDS = Path(__file__).parent.parent / "runs" / "records"
+CONFIG = {
+    "model": {"name": "gpt2_124m"},
+    "attention": {"method": "focus", "groups": 4, "top_k": 1, "window": 128, "pair_rule": "query_topk", "gate": "log"},
+    "eval": {"window": 1024},
+}
+
+
+def runs_of(*records):
+    return Runs([(Path(str(number)), record) for number, record in enumerate(records)])
+
+
+def named(experiment, *rows, seed=0, **changes):
+    found = comparison_of(*rows, benchmarks=changes.pop("benchmarks", ()))
+    values = {"config": CONFIG, "command": f"run {experiment} seed={seed}", "commit": f"{seed}abcdef0", **changes}
+    return replace(found, experiment=experiment, seed=seed, **values)
+
+
+def table(name, *records):
+    return beside(next(table for table in paper_tables() if table.name == name), runs_of(*records))
+
+
+def lines(shown):
+    return [dict(zip(shown.columns, cells, strict=True)) for cells in shown.rows]
+
+
+def compare(seed=0, experiment="compare", **changes):
+    focus = row("focus", kind="hard", nll=3.1, delta_nll=0.1 + seed / 100, delta_low=0.05, delta_high=0.15)
+    return named(experiment, focus, row("longformer", nll=2.9, delta_nll=-0.1), seed=seed, **changes)
+
+
+def test_every_table_and_row_of_the_paper_has_its_place():
+    assert unmapped() == [] and len(paper_tables()) == len(paper_names()) > 12
+    for found in paper_tables():
+        assert [paper for paper, _ in found.rows] == paper_rows(found.name)
+        assert all(place.experiments for place in found.places)
+        assert set(found.columns) <= set(MEASURES), found.name
+        assert set(found.changes) <= set(found.columns)
+
+
+def test_proposed_experiments_are_there_or_on_their_way():
+    there = {path.stem for path in (RECORDS.parent.parent / "conf" / "experiment").glob("*.yaml")}
+    proposed = {place.experiments[0] for found in paper_tables() for place in found.places}
+    assert proposed - there <= {"stability"}
+
+
+def test_without_records_every_cell_says_why():
+    for shown, found in zip(paper_report(Runs()), paper_tables(), strict=True):
+        assert len(shown.rows) == len(found.rows)
+        for line in lines(shown):
+            here = {cell for name, cell in line.items() if name.endswith(": here")}
+            assert here <= {NOT_RUN} or here <= {NOT_HERE}
+            assert "python -m focus_exp +experiment=" in line["made by"]
+            assert line["made by"].startswith("needs ") == (here == {NOT_HERE})
+
+
+def test_the_papers_cells_are_the_data_files():
+    shown = table("table9_ablation")
+    for line, paper in zip(lines(shown), paper_rows("table9_ablation"), strict=True):
+        assert float(line["PPL, router trained: paper"]) == paper["ppl_centroid"]
+        assert float(line["largest group [%], all trained: paper"]) == paper["dominance_full_ft"]
+    parsed = list(csv.DictReader(io.StringIO(table("table1_retrofit").to_csv())))
+    assert [float(line["paper_ppl"]) for line in parsed] == [row["ppl"] for row in paper_rows("table1_retrofit")]
+    assert float(parsed[-1]["paper_ppl_change"]) == pytest.approx(100 * (36.2 / 42.8 - 1))
+    assert [line["PPL full attention: paper"] for line in lines(table("table_long_context"))][-1] == "6.10"
+
+
+def test_a_line_names_its_run_and_its_marks():
+    scored = BenchmarkRow(
+        attention="focus", kind="hard", task="hellaswag", metric="acc_norm", value=0.3, stderr=0.1, n=20,
+        pairs_removed=0.01, difference=0.0, difference_low=-0.1, difference_high=0.1,
+    )  # fmt: skip
+    record = compare(
+        benchmarks=[scored, replace(scored, metric="acc", value=0.9)],
+        model={"name": "small", "substitution": "small stands in for gpt2."},
+    )
+    future = row("routing_transformer", causal=False, pairs_removed=0.01)
+    record = replace(record, rows=[*record.rows, future], arms=[*record.arms, replace(record.arms[0], name=future.arm)])
+    found = {line["method"]: line for line in lines(table("table1_retrofit", record))}
+    focus = found["focus"]
+    assert focus["PPL: paper"] == "36.2" and focus["PPL: here"] == f"{math.exp(3.1):.2f}"
+    assert focus["PPL vs pretrained: paper"] == "-15.42 %" and focus["PPL vs pretrained: here"].startswith("+10.52 % [")
+    assert focus["HellaSwag: here"] == "30.0 ± 10.0 (not engaged)" and focus["PIQA: here"] == NOT_RUN
+    assert focus["made by"] == "run compare seed=0 arm=focus, 0abcdef" and focus["seeds"] == "1 (0)"
+    assert "small (SUBSTITUTE)" in focus["model and text"] and "w = 128, K = 4" in focus["model and text"]
+    routing = found["routing_transformer"]
+    assert "(reads the future)" in routing["run"] and "(not engaged)" in routing["pairs removed"]
+    assert found["performer"]["PPL: here"] == NOT_RUN
+    notes = table("table1_retrofit", record).notes
+    assert "SUBSTITUTE: small stands in for gpt2." in notes and any(
+        note.startswith("1 of the 3 seeds") for note in notes
+    )
+
+
+def test_a_failed_arm_says_so_in_its_cells():
+    record = compare()
+    arms = [replace(record.arms[0]), replace(record.arms[1], status="failed", error="no memory")]
+    record = replace(record, arms=arms, rows=[r for r in record.rows if r.arm != "longformer"])
+    found = {line["method"]: line for line in lines(table("table1_retrofit", record))}
+    assert found["longformer"]["PPL: here"] == "failed: no memory"
+
+
+def test_seeds_of_one_set_up_are_one_line_and_others_are_their_own():
+    records = [compare(0), compare(1, "seeds"), compare(2, "seeds")]
+    (focus,) = [line for line in lines(table("table1_retrofit", *records)) if line["method"] == "focus"]
+    assert focus["seeds"] == "3 (0, 1, 2)"
+    assert focus["PPL vs pretrained: here"] == "+11.63 % (+10.52 to +12.75)"
+    assert focus["made by"].count("arm=focus") == 3
+    assert not any("seeds that" in note for note in table("table1_retrofit", *records).notes)
+    other = replace(compare(1), model={"name": "other", "fingerprint": "x"})
+    both = [line for line in lines(table("table1_retrofit", compare(0), other)) if line["method"] == "focus"]
+    assert [line["seeds"] for line in both] == ["1 (0)", "1 (1)"]
+    again = replace(compare(0), rows=[replace(r, perplexity=7.0) for r in compare(0).rows])
+    (latest,) = [line for line in lines(table("table1_retrofit", compare(0), again)) if line["method"] == "focus"]
+    assert latest["PPL: here"] == "7.00"
+
+
+def test_two_arms_of_a_line_are_compared_in_pairs():
+    focus, full = row("focus", kind="hard"), row("full", kind="trained", method="full", **compared(-0.1))
+    (line,) = [
+        x for x in lines(table("table5_full_training", named("full_training", focus, full))) if x["seeds"] != "-"
+    ]
+    assert line["setting"] == "gpt2_124m_pg19" and line["run"] == "full_training: full / focus"
+    assert line["PPL Focus vs full attention: here"] == "+10.52 % [+9.42, +11.63]"
+    code = [row("code_focus", kind="hard"), row("code_full", kind="trained", **compared(-0.1))]
+    extra = lines(table("table5_full_training", named("domains", *code)))[-1]
+    assert extra["setting"] == "code (not in the paper)" and extra["PPL Focus: paper"] == "-"
+    assert extra["PPL Focus vs full attention: here"].startswith("+10.52 %")
+
+
+def test_models_that_the_paper_does_not_have_are_lines_of_their_own():
+    record = named(
+        "model_scale", row("smollm2_135m", kind="hard", nll=3.2, delta_nll=0.2), row("mistral_7b", kind="hard")
+    )
+    found = {line["model"]: line for line in lines(table("table2_scale", record))}
+    assert found["mistral_7b"]["PPL Focus: here"] != NOT_HERE and found["llama2_70b"]["PPL Focus: here"] == NOT_HERE
+    ours = found["smollm2_135m (not in the paper)"]
+    assert ours["PPL pretrained: here"] == f"{math.exp(3.0):.2f}" and ours["PPL Focus: paper"] == "-"
+
+
+def test_a_router_alone_and_everything_trained_are_not_mixed():
+    router, everything = {"train": "router"}, {"train": "all"}
+    both = {"router": router, "everything": everything}
+    for phases, alone, trained in (({"router": router}, "90.0", NOT_RUN), (both, "40.0", "90.0")):
+        record = named("ablation", row("K_4", kind="hard"), config=CONFIG | {"regime": {"phases": phases}})
+        record.probes = [probe(name, 0.9 if name == list(phases)[-1] else 0.4) for name in phases]
+        line = lines(table("table9_ablation", record))[0]
+        assert line["largest group [%], router trained: here"] == alone
+        assert line["largest group [%], all trained: here"] == trained
+
+
+def probe(phase, dominance):
+    return ProbeRow(
+        arm="K_4", phase=phase, step=9, dominance=dominance, dominance_worst=dominance, dead_groups=0.0,
+        dead_groups_worst=0, stability=None, stability_renamed=None, confidence=0.5, entropy=1.0,
+    )  # fmt: skip
+
+
+def test_long_texts_come_from_tasks_at_that_length():
+    def at(attention, kind, tokens, value, difference=None, removed=0.5):
+        return BenchmarkRow(
+            attention=attention, kind=kind, task=f"perplexity@{tokens}", metric="perplexity", value=value, n=4,
+            difference=difference, method="focus" if kind == "hard" else "full", pairs_removed=removed,
+        )  # fmt: skip
+
+    rows = [
+        at("base, full attention", "base", 2048, 20.0),
+        at("k_2", "hard", 2048, 22.0, 0.095),
+        at("k_3", "hard", 2048, 20.0, 0.0, 0.0),
+    ]
+    record = named("long_context", row("k_2", kind="hard"), row("k_3", kind="hard"), benchmarks=rows)
+    line = lines(table("table_long_context", record))[1]
+    assert (line["PPL full attention: here"], line["PPL k=2: here"]) == ("20.00", "22.00")
+    assert line["PPL k=2 vs full attention: here"] == "+9.97 %" and "(not engaged)" in line["PPL k=3: here"]
+    assert line["pairs removed"] == "50.0 % / 0.0 % (not engaged)"
+
+
+def timed(tokens, ratio, groups=4, top_k=1, assignment="balanced"):
+    return SpeedRow(
+        clock="attention", tokens=tokens, groups=groups, assignment=assignment, top_k=top_k, pairs_kept=0.25,
+        full_seconds=ratio, focus_seconds=1.0,
+    )  # fmt: skip
+
+
+def test_speeds_stand_at_their_lengths_and_k():
+    speed = Record(
+        status="finished", experiment="speed", seed=0, config=CONFIG, speed=[timed(4096, 1.5), timed(8192, 9.0)]
+    )
+    found = {line["tokens"]: line for line in lines(table("table6_speed", speed))}
+    assert found["4096"]["K=4: here"] == "1.50" and found["4096"]["K=8: here"] == NOT_RUN
+    assert found["4096"]["pairs removed"] == "75.0 %" and found["1048576"]["K=4: here"] == NOT_HERE
+    hard = [
+        Row(name=f"k={k}", kind="hard", method="focus", causal=True, top_k=k, pair_rule="query_topk", nll=3.0 + k / 10,
+            perplexity=20.0 + k, delta_nll=k / 10, distant_pairs_kept=k / 4, pairs_removed=1 - k / 4)
+        for k in (1, 2)
+    ]  # fmt: skip
+    by_k = [timed(8192, 2.4, assignment="trained"), timed(8192, 1.1, top_k=2, assignment="trained")]
+    quality = Record(status="finished", experiment="speed_quality", seed=0, config=CONFIG, rows=hard, speed=by_k)
+    shown = [line for line in lines(table("table7_topk", quality)) if line["seeds"] != "-"]
+    assert [(line["top_k"], line["speed: paper"], line["speed: here"]) for line in shown] == [
+        ("1", "4.0", "2.40 (at 8,192 tokens)"), ("2", "2.0", "1.10 (at 8,192 tokens)"),
+    ]  # fmt: skip
+    eight = replace(quality, config=CONFIG | {"attention": CONFIG["attention"] | {"groups": 8}})
+    assert all(line["seeds"] == "-" for line in lines(table("table7_topk", eight)))
+
+
+@pytest.mark.parametrize(
+    ("deltas", "word"),
+    [
+        ((0.2, 0.3, 0.25), "worse than"),
+        ((-0.2, -0.3, -0.25), "better than"),
+        ((0.0, 0.005, 0.0), "indistinguishable from"),
+        ((0.2, 0.3, 0.0), DISAGREE),
+        ((0.2, -0.3, 0.2), DISAGREE),
+        ((0.2, 0.3), "worse than, by 2 of 3 seeds"),
+    ],
+)
+def test_a_difference_is_one_if_all_seeds_say_so(deltas, word):
+    records = [
+        named("seeds", row("focus", kind="hard"), row("lora", kind="trained", **compared(delta)), seed=seed)
+        for seed, delta in enumerate(deltas)
+    ]
+    (line,) = [line for line in lines(seeds_table(runs_of(*records))) if line["against"] == "focus"]
+    assert line["in words"] == word and line["what"] == "lora"
+    assert line["each seed [95 %]"].count("[") == len(deltas)
+
+
+def test_one_seed_is_said_to_be_one():
+    shown = seeds_table(runs_of(compare()))
+    assert shown.rows == [] and "compare: one seed (0)" in shown.notes[0] and "seed=0,1,2" in shown.notes[0]
+    future = [named("seeds", row("sinkhorn", causal=False, kind="hard"), seed=seed) for seed in range(3)]
+    assert all(
+        "reads the future" not in line["in words"] for line in lines(seeds_table(runs_of(compare(), compare(1))))
+    )
+    assert seeds_table(Runs()) is None
+    with_bounds = [replace(r, rows=[replace(x, delta_low=0.1, delta_high=0.3) for x in r.rows]) for r in future]
+    assert all("reads the future" in line["in words"] for line in lines(seeds_table(runs_of(*with_bounds))))
+
+
+def trapped(*rows, experiment="retrofit_124m", **changes):
+    base = row(None, kind="base", name="base", method="full", pairs_removed=0.0)
+    return Record(status="finished", experiment=experiment, seed=0, config=CONFIG, rows=[base, *rows], **changes)
+
+
+def test_each_trap_has_its_line():
+    empty = lines(traps_table(Runs()))
+    assert len(empty) == 4 and all(line["what was measured"] == NOT_RUN for line in empty)
+    soft = row(None, kind="soft", nll=3.0)
+    hard = row(None, kind="hard", name="hard k=1", top_k=1, nll=3.2)
+    full = row(None, kind="hard", name="k=3", top_k=3, pair_rule="share", distant_pairs_kept=1.0, delta_nll=0.0)
+    twin = row(None, kind="twin", name="same router, causal", top_k=1, nll=3.5, **compared(0.3))
+    scores = [
+        BenchmarkRow(attention="hard k=1", kind="hard", task=task, method="focus", metric="acc", value=0.5, n=9,
+                     pairs_removed=share)
+        for task, share in (("short", 0.0), ("long", 0.5))
+    ]  # fmt: skip
+    record = trapped(soft, hard, full, twin, benchmarks=scores)
+    found = lines(traps_table(runs_of(record)))
+    leak, gap, identity, short, long = found
+    assert leak["difference [95 %]"].startswith("+34.99 % [") and "worse than" in leak["in words"]
+    assert gap["value"] == f"{math.exp(3.0):.2f} to {math.exp(3.2):.2f}" and "log gate" in gap["what was measured"]
+    assert gap["difference [95 %]"] == "+22.14 %"
+    assert identity["in words"] == "it is the base model"
+    assert short["in words"].startswith("not engaged") and long["in words"].startswith("engaged")
+    pruned = trapped(row(None, kind="hard", top_k=3, pair_rule="share", distant_pairs_kept=0.9, delta_nll=0.1))
+    (other,) = [x for x in lines(traps_table(runs_of(pruned))) if "share" in x["trap"]]
+    assert other["in words"] == "it is not the base model"
+
+
+@given(st.lists(st.tuples(st.floats(0.1, 10), st.floats(-50, 50)), min_size=1, max_size=12))
+def test_the_front_is_what_nothing_beats(found):
+    best = front(found)
+    for ratio, cost in found:
+        beaten = any((r >= ratio and c <= cost) and (r, c) != (ratio, cost) for r, c in found)
+        assert ((ratio, cost) in best) == (not beaten)
+
+
+def test_figure_1_needs_both_quality_and_speed(tmp_path):
+    fingerprint = {"name": "small", "fingerprint": "1"}
+    record = compare(model=fingerprint)
+    speed = Record(
+        status="finished", experiment="speed", seed=0, config=CONFIG, model=fingerprint,
+        speed=[timed(4096, 1.5), timed(65_536, 3.7), timed(65_536, 6.9, groups=8)],
+    )  # fmt: skip
+    found = points(runs_of(record, speed))
+    shown = {line["method"]: line for line in lines(pareto_table(found))}
+    assert shown["focus"]["speed: here"] == "3.70" and shown["focus"]["speed: paper"] == "3.0"
+    assert shown["longformer"]["speed: here"] == "-" and shown["longformer"]["timed"] == "not timed here"
+    assert shown["pretrained"]["speed: here"] == "1.00" and shown["performer"]["run"] == "performer"
+    assert paper_change("focus") == pytest.approx(100 * (36.2 / 42.8 - 1))
+    other = points(runs_of(record, replace(speed, model={"fingerprint": "2"})))
+    assert {line["method"]: line for line in lines(pareto_table(other))}["focus"]["speed: here"] == "-"
+    assert sorted(path.name for path in write_pareto(found, tmp_path).values()) == ["figure1.png"]
+    assert (tmp_path / "figure1.svg").exists() and write_pareto(points(Runs()), tmp_path) == {}
+
+
+def test_the_committed_records_fill_the_tables_they_should():
+    runs = gather(RECORDS)
+    filled = {shown.name: [line["seeds"] != "-" for line in lines(shown)] for shown in paper_report(runs)}
+    for name in ("table1_retrofit", "table_dg", "table3_lora", "table10_token_selection"):
+        assert all(filled[f"paper_{name}"]), name
+    assert sum(filled["paper_table6_speed"]) == 5 and sum(filled["paper_table7_topk"]) == 4
+    assert runs.seconds(runs.finished("compare")[0]) > 600
+    assert any("it is the base model" in line["in words"] for line in lines(traps_table(runs)))
