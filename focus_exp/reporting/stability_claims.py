@@ -87,7 +87,8 @@ def _groups(record: Record, phase: Phase) -> int:
 
 def _course(before: Phase | None, after: Phase) -> str:
     first = f"{share_text(before.probe.dominance)} to " if before else ""
-    return f"{first}{share_text(after.probe.dominance)}, {after.probe.dead_groups:.1f} groups dead"
+    worst = f"worst layer {share_text(after.probe.dominance_worst)}"
+    return f"{first}{share_text(after.probe.dominance)} ({worst}), {after.probe.dead_groups:.1f} groups dead"
 
 
 def _trained(record: Record) -> str:
