@@ -128,11 +128,14 @@ class LanguageModelTask(pl.LightningModule):
         states = checkpoint["random_states"]
         # a process that was not there goes on with the stream it begins with
         self._random_state = states[rank()] if rank() < len(states) else None
+        # a step is another number of batches to another number of processes
         progress = checkpoint["loops"]["fit_loop"]["epoch_loop.batch_progress"]
         for counts in (progress["total"], progress["current"]):
             for name, batches in counts.items():
-                # checkpoints are written between steps, which other processes do in other numbers of batches
-                counts[name] = batches // checkpoint["accumulated"] * self.trainer.accumulate_grad_batches
+                # at a step's end the last batch is counted as begun, not yet as completed
+                steps = math.ceil(batches / checkpoint["accumulated"])
+                missing = steps * checkpoint["accumulated"] - batches
+                counts[name] = steps * self.trainer.accumulate_grad_batches - missing
 
     def on_train_batch_start(self, batch: Any, index: int) -> None:
         if self._random_state is not None:
