@@ -39,8 +39,8 @@ HERE, NODES = (
     {name: (f"{where}=2", f"trainer.strategy={name}") for name in STRATEGIES}
     for where in ("trainer.devices", "trainer.num_nodes")
 )
-# one sequence in a batch: two batches of a step at the same time
-SMALL_BATCHES = (*RETROFIT, *QUICK, "trainer.batch_size=1", "trainer.accumulate=4")
+# one sequence in a batch: two batches of a step at the same time; three steps in an epoch
+SMALL_BATCHES = (*RETROFIT, *QUICK, "data.max_train_tokens=400", "trainer.batch_size=1", "trainer.accumulate=4")
 JOBS = {"retrofit": RETROFIT, "finetune": FINETUNE, "lora": LORA, "small": SMALL_BATCHES}
 DONE = [
     *((job, strategy) for job in ("retrofit", "finetune") for strategy in ("ddp", "fsdp")),
