@@ -93,7 +93,7 @@ class SlurmLauncher(FreezingLauncher):
     """Submits the jobs as one array, by submitit, and waits for them; they do not need it any more."""
 
     def __init__(self, **settings: Any) -> None:
-        self.settings = OmegaConf.to_container(OmegaConf.create(settings))
+        self.settings = {key: OmegaConf.to_object(v) if OmegaConf.is_config(v) else v for key, v in settings.items()}
 
     def run(self, sweep: Sweep, jobs: list[Job]) -> None:
         from focus_exp.sweeps.slurm import submit  # submitit is an optional extra
