@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from running import run, tiny
+from running import run, tiny, write_texts
 
 from focus_exp.evaluation import quality
 from focus_exp.evaluation.quality import read_scores
@@ -69,6 +69,15 @@ def test_differences_from_the_first_arm_are_those_of_the_losses(tmp_path):
     for row in comparison.rows[2:]:
         assert row.delta_vs_hard == pytest.approx(np.nanmean(losses[row.arm] - losses["focus"]), abs=1e-9)
         assert row.delta_vs_hard_low <= row.delta_vs_hard <= row.delta_vs_hard_high
+
+
+def test_arms_of_another_text_or_model_are_compared_with_their_own_base_alone(tmp_path):
+    other = write_texts(tmp_path / "others", words=170)
+    fixed = ["attention=window", "regime=none"]
+    arms = {"here": fixed, "there": [*fixed, f"data.files={other}"], "larger": [*fixed, "model=tiny_gpt2"]}
+    assert run(*settings(tmp_path, **arms)).code == 0
+    for row in records(tmp_path)[None].rows[2:]:
+        assert row.delta_nll is not None and row.delta_vs_hard is None, row.arm
 
 
 def test_a_failed_arm_stays_with_its_reason_and_is_run_again(tmp_path):

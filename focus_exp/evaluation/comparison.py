@@ -19,7 +19,8 @@ from focus_exp.reporting.rows import Row
 def compare_arms(record: Record) -> None:
     """Fill in a comparison's rows, benchmarks and probes from the folders of its arms.
 
-    Model and data are those of the first arm that has them; so is the base, which all arms measured alike.
+    Model and data are those of the first arm that has them; so is the base, which all arms measured alike where they
+    are of one model and text. Others are paired with their own base alone.
     """
     bootstrap: Bootstrap | None = None
     reference: np.ndarray | None = None
@@ -44,11 +45,21 @@ def compare_arms(record: Record) -> None:
                 reference = scores.nll
                 settings = record.config["eval"]
                 bootstrap = Bootstrap(len(reference), settings["bootstrap_samples"], record.seed or 0)
-            elif bootstrap is not None and reference is not None and scores.nll.shape == reference.shape:
+            elif bootstrap is not None and reference is not None and same_tokens(found, record):
                 difference = paired(scores.nll, reference, bootstrap)
                 row.delta_vs_hard, row.delta_vs_hard_low, row.delta_vs_hard_high = difference
         record.rows.append(row)
         record.benchmarks += [replace(b, attention=arm.name) for b in found.benchmarks if stands_beside(b, row)]
+
+
+def same_tokens(arm: Record, record: Record) -> bool:
+    """Whether an arm scored the tokens of the first one under the same base model."""
+    return scored_by(arm) == scored_by(record)
+
+
+def scored_by(record: Record) -> list[object]:
+    windows = [record.setting("eval", key) for key in ("window", "stride", "max_windows", "split")]
+    return [*windows, *((part.get("used"), part.get("fingerprint")) for part in (record.model, record.data))]
 
 
 def stands_beside(benchmark: BenchmarkRow, row: Row) -> bool:

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from focus_exp.reporting.groups_claims import groups_claims
 from focus_exp.reporting.other_verdicts import costs_at_most, far_costs_at_most, on_other_texts
 from focus_exp.reporting.paper import paper_rows, paper_speedups
 from focus_exp.reporting.record import Record
@@ -132,7 +133,10 @@ def claims() -> list[Claim]:
             for row in paper_rows("table7_topk")
             if row["model"] == "gpt2_124m" and row["top_k"] != 4
         ),
-        *(Claim(table, says, paper, (run,), judge) for table, says, paper, run, judge in stability_claims()),
+        *(
+            Claim(table, says, paper, (run,), judge)
+            for table, says, paper, run, judge in [*stability_claims(), *groups_claims()]
+        ),
         *_at_other_sizes(),
         *(Claim(table, says, paper, (), None, why) for table, says, paper, why in ELSEWHERE),
     ]  # fmt: skip

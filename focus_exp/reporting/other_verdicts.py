@@ -18,8 +18,6 @@ from focus_exp.reporting.verdicts import (
     between,
 )
 
-DOMINANT = 0.5
-
 
 def _all_below(found: list[tuple[str, float, float | None, float | None]], limit: float, record: Record) -> Verdict:
     """Whether every one of the differences [nats] is below a limit, by its whole interval."""
