@@ -5,6 +5,7 @@ import math
 import re
 import signal
 from collections import Counter
+from dataclasses import replace
 from itertools import permutations
 from pathlib import Path
 
@@ -28,10 +29,13 @@ from focus_exp.evaluation.groups_pairs import best_pairs, cut_cost, layer_conten
 from focus_exp.evaluation.groups_passage import LISTED, Cut, CutProbe, cut_passage
 from focus_exp.evaluation.groups_words import CLASSES, Passage, find_words, read_passage, shown, text_pieces
 from focus_exp.models.random import byte_tokenizer
+from focus_exp.reporting.groups import PUNCTUATION
+from focus_exp.reporting.groups_claims import groups_claims
 from focus_exp.reporting.groups_findings import group_findings
 from focus_exp.reporting.groups_rows import GroupFit
 from focus_exp.reporting.passage import page
 from focus_exp.reporting.record import Record
+from focus_exp.reporting.verdicts import NOT_REPRODUCED, NOT_RUN, REPRODUCED
 from focus_exp.training.precision import choose_precision
 
 JOB = ["job=analyze", "regime.steps=2"]
@@ -332,6 +336,27 @@ def test_findings_follow_from_the_numbers(analyzed):
     assert "In 2 of 2 layers more than half of what was cut lay on one key alone, in 2 of them on 'the' (3)" in said
     assert "no more than chance and no more than an untrained router" in said
     assert "more than half of the tokens in layers 0, 1" in said and "a group is empty in layers 0, 1" in said
+
+
+def test_claims_on_groups_are_judged_by_the_analysis(analyzed):
+    record = record_of(analyzed / "runs")
+    judges = {says: judge for _, says, _, _, judge in groups_claims()}
+    pure, sure, even = (
+        next(judge for says, judge in judges.items() if word in says) for word in ("punct", "sure", "share")
+    )
+    for row in record.groups.layers:
+        row.confidence = 0.88
+        for group in row.groups:
+            group.word_class, group.purity, group.share = PUNCTUATION, 0.95, 0.15
+    assert [judge(record).word for judge in (pure, sure, even)] == [REPRODUCED] * 3
+    for row in record.groups.layers:
+        row.confidence = 0.5
+        row.groups[0].purity, row.groups[0].share = 0.2, 0.6
+    assert [judge(record).word for judge in (pure, sure, even)] == [REPRODUCED, NOT_REPRODUCED, NOT_REPRODUCED]
+    record.groups.layers = record.groups.layers[:1]
+    record.groups.layers[0].groups = record.groups.layers[0].groups[:1]
+    assert pure(record).word == NOT_REPRODUCED
+    assert pure(replace(record, groups=None)).word == NOT_RUN
 
 
 def test_an_interrupted_analysis_goes_on_with_the_next_router(tmp_path, monkeypatch):
