@@ -11,6 +11,7 @@ from typing import Any
 from focus_exp.reporting.benchmark_findings import telling
 from focus_exp.reporting.benchmark_rows import BenchmarkRow
 from focus_exp.reporting.benchmarks import NOT_ENGAGED, is_share
+from focus_exp.reporting.groups import punctuation_groups
 from focus_exp.reporting.paper_places import BASE, Scene
 from focus_exp.reporting.rows import Row
 from focus_exp.reporting.speed_notes import number_text
@@ -212,6 +213,28 @@ def _stability(scene: Scene, column: str) -> Found:
     return Value(phase.probe.stability) if phase and phase.probe.stability is not None else NOT_RUN
 
 
+def _of_groups(scene: Scene, column: str) -> Found:
+    report = scene.record.groups
+    if report is None:
+        return NOT_RUN
+    shares = [group.share for layer in report.layers for group in layer.groups]
+    purities = [group.purity or 0.0 for _, group in punctuation_groups(report)]
+    found = {
+        "punctuation_purity_percent": 100 * max(purities, default=0.0),
+        "mean_confidence": fmean(layer.confidence for layer in report.layers),
+        "smallest_group_percent": 100 * min(shares),
+        "largest_group_percent": 100 * max(shares),
+    }
+    return Value(found[scene.paper["quantity"]])
+
+
+def _affinity(scene: Scene, column: str) -> Found:
+    found = (
+        [pair.affinity for layer in scene.record.groups.layers for pair in layer.pairs] if scene.record.groups else []
+    )
+    return Value(max(found)) if found else NOT_RUN
+
+
 def _speed(scene: Scene, column: str) -> Found:
     """Of one layer with routing included."""
     rows = [row for row in scene.timed if row.groups == int(column.removeprefix("speedup_K"))]
@@ -250,6 +273,9 @@ MEASURES: dict[str, Measure] = {
     "stability_centroid": Measure("stability, router trained", number_text, _stability),
     "stability_full_ft": Measure("stability, all trained", number_text, _stability),
     "outcome": Measure("outcome", lambda value: f"largest group {value:.1f} %", _dominance),
+    "value": Measure("value", number_text, _of_groups),
+    **{name: Measure(name.replace("_", " "), number_text) for name in ("position", "other_position")},
+    "affinity": Measure("affinity", number_text, _affinity),
     "claimed_speedup": Measure("speed", number_text, _speed_of_k),
     "pairs_retained_percent": Measure("distant pairs kept [%]", tenths, _pairs_kept),
     "truthfulqa_mc1": Measure("TruthfulQA MC1", tenths, _score),

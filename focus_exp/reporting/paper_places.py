@@ -225,7 +225,9 @@ def _is_there(scene: Scene) -> bool:
         return any(arm.name in place.names for arm in record.arms)
     if "top_k" in scene.paper:
         return scene.row("ppl") is not None
-    return bool(scene.timed)
+    if {"quantity", "affinity"} & set(scene.paper):
+        return record.groups is not None
+    return "tokens" in scene.paper and bool(scene.timed)
 
 
 def _of_this_table(table: PaperTable, scene: Scene) -> bool:
