@@ -20,7 +20,7 @@ install: $(STAMP) ## create the environment in VENV (.venv) with PYTHON (python3
 
 $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
-	$(RUN) pip install --quiet --editable '.[dev,slurm]' --constraint constraints.txt
+	$(RUN) pip install --quiet --editable '.[dev,slurm,dashboard]' --constraint constraints.txt
 	@touch $@
 
 browser: ## install Chromium, which tests of pages need, if it is missing and apt can be used; else say so

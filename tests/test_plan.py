@@ -148,16 +148,12 @@ MEASURED = [
         pytest.param(case, marks=pytest.mark.slow, id=str(case))
         for case in (
             Case(checkpointing=True, batch=2),
-            Case(regime="lora"),
             Case(regime="lora", checkpointing=True, batch=2),
             Case(regime="full"),
             Case(regime="full", checkpointing=True),
             Case(regime="finetune"),
-            Case(regime="finetune", checkpointing=True),
             Case(precision="bf16", batch=2),
-            Case(regime="full", precision="bf16"),
             Case("gpt2", "full", batch=2, accumulate=2),
-            Case("gpt2", "retrofit", batch=2),
             Case("gemma2", "lora", batch=2),
         )
     ),
