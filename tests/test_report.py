@@ -158,6 +158,17 @@ def test_seeds_of_several_experiments_have_to_agree():
     assert split.word == UNDECIDED
 
 
+def test_records_at_scale_quick_stand_alone(tmp_path):
+    for number, scale in enumerate(("embedded", "quick")):
+        record = replace(comparison_of(row("longformer", kind="trained")), experiment=scale)
+        record.config = record.config | {"scale": {"name": scale}}
+        (tmp_path / str(number)).mkdir()
+        record.save(tmp_path / str(number) / "record.json")
+    assert [record.experiment for record in gather(tmp_path).records] == ["embedded"]
+    assert [record.experiment for record in gather(tmp_path, "paper").records] == ["embedded"]
+    assert [record.experiment for record in gather(tmp_path, "quick").records] == ["quick"]
+
+
 def test_claims_on_other_sizes():
     at_most = find(verdicts(), "T2", "cost no model more")
     assert at_most.word == NOT_RUN and "experiment=model_scale" in at_most.why

@@ -20,7 +20,7 @@ def dashboard(config: Config) -> None:
     need_library()
     top = Path(config.runs_dir)
     folder = Path(config.report.folder or top / "report") / "dashboard"
-    runs = require_records(gather(top), top)
+    runs = require_records(gather(top, config.scale.name), top)
     parts = [part for part in sections(runs, top, folder) if part.part != "Runs"]
     tables = [table for part in parts for table in part.tables]
     figures = {path.stem: path for part in parts for path in part.figures}

@@ -21,7 +21,7 @@ def report(config: Config) -> None:
         print(f"every published table below {published} follows from its record")
         return
     folder = Path(config.report.folder or runs / "report")
-    ledger, written = write_report_of(runs, folder)
+    ledger, written = write_report_of(runs, folder, config.scale.name)
     console = Console()
     console.width = max(console.width, 190)
     console.print(ledger.to_console())

@@ -9,6 +9,7 @@ from pathlib import Path
 from focus_exp.reporting.record import Record
 from focus_exp.reporting.rows import Arm
 
+QUICK = "quick"
 WANTED = 3  # seeds, where a difference is claimed
 # of the attention that every arm starts from
 ATTENTION = ("method", "groups", "routing_dim", "temperature", "assignment", "gate", "window", "sinks", "top_k")
@@ -41,13 +42,18 @@ class Runs:
         return sum(spent) + (record.wall_seconds or 0.0)
 
 
-def gather(folder: Path) -> Runs:
-    """Every record below `folder`; a run that was copied into records/ counts once. UserError for an unreadable one."""
+def gather(folder: Path, scale: str = "") -> Runs:
+    """Every record below `folder`; a run that was copied into records/ counts once. UserError for an unreadable one.
+
+    At scale=quick nothing is measured, only run: such records are gathered by themselves or not at all.
+    """
     found: dict[tuple[str, str, str], tuple[Path, Record]] = {}
     arms: dict[str, Record] = {}
     # committed copies first: they are what a report should point at
     for path in sorted(folder.rglob("record.json"), key=lambda path: ("records" not in path.parts, str(path))):
         record = Record.load(path)
+        if (record.setting("scale", "name") == QUICK) != (scale == QUICK):
+            continue
         if record.config.get("arm"):
             arms.setdefault(record.config_hash, record)
             continue

@@ -90,9 +90,9 @@ def require_records(runs: Runs, top: Path) -> Runs:
     return runs
 
 
-def write_report_of(top: Path, folder: Path) -> tuple[Table, list[Path]]:
+def write_report_of(top: Path, folder: Path, scale: str = "") -> tuple[Table, list[Path]]:
     """Write report.md, .tex, .html and a CSV a table into `folder`; returns the ledger and the files."""
-    runs = require_records(gather(top), top)
+    runs = require_records(gather(top, scale), top)
     parts = sections(runs, top, folder)
     written = {
         f"{NAME}.md": markdown(parts),
