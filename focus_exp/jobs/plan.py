@@ -62,7 +62,7 @@ def planned_configs(config: Config) -> dict[str, Config]:
         return {name: compose_model(name, config.plan.paper) for name in config.plan.models}
     if config.arms:
         names = [config.arm] if config.arm else list(config.arms)
-        return {name: compose_arm(name, config.arms[name]) for name in names}
+        return {name: compose_arm(name, [*config.every_arm, *config.arms[name]]) for name in names}
     return {config.model.name: config}
 
 
