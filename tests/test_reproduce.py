@@ -38,6 +38,14 @@ def test_tables_are_made_in_turn_and_what_fails_is_named(tmp_path):
     assert "2 tables, 2 finished already" in again.out and "[1/2]" not in again.out
 
 
+def test_a_comparison_whose_arms_share_settings_is_found_again(tmp_path):
+    arms = ["job=compare", "every_arm=['attention.window=6']", "+arms.window=['attention=window','regime=none']"]
+    assert reproduce(tmp_path, compared=arms).code == 0
+    assert "1 tables, 1 finished already" in reproduce(tmp_path, compared=arms).out
+    (found,) = [r for r in map(Record.load, (tmp_path / "runs").rglob("record.json")) if r.arms]
+    assert found.setting("attention", "window") == 6  # what all arms share is on record
+
+
 def test_an_adapter_of_no_table_is_refused_before_anything_runs(tmp_path):
     result = reproduce(tmp_path, router=ROUTER, again=["job=evaluate", "adapter=@nothing"])
     assert result.code == 2 and "no table nothing" in result.err

@@ -229,7 +229,8 @@ def test_a_signal_to_a_sweep_stops_its_jobs_and_they_go_on_later(tmp_path):
     process = subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True)
     try:
         deadline = time.monotonic() + 60
-        while not list(tmp_path.rglob("metrics.jsonl")) and time.monotonic() < deadline:
+        # a line in it: a step is done, and a signal is from here on answered after a step
+        while not any(log.stat().st_size for log in tmp_path.rglob("metrics.jsonl")) and time.monotonic() < deadline:
             time.sleep(0.05)
         running = states(sweep_of(tmp_path))
         process.send_signal(signal.SIGTERM)

@@ -6,11 +6,10 @@ import torch
 from transformers import PreTrainedModel
 
 from focus_exp.assets import cache_root
-from focus_exp.attention.focus import Focus
 from focus_exp.attention.kernels import KERNELS, Demand, available, choose
 from focus_exp.config import Config
 from focus_exp.errors import UserError
-from focus_exp.models.attach import attached_methods, set_routing
+from focus_exp.models.attach import attached_methods, routers_of, set_routing
 from focus_exp.speed.break_even import LENGTHS, BreakEven, break_even
 from focus_exp.speed.layer import Layer
 from focus_exp.speed.model import shape_of
@@ -29,9 +28,8 @@ def set_backend(model: PreTrainedModel, config: Config, precision: Precision, lo
 
     `longest` sequence to come: below the shortest length that would be measured there is nothing to choose.
     """
-    attention, methods = config.attention, attached_methods(model)
+    attention, routed = config.attention, list(routers_of(model).values())
     set_routing(model, hard=False, backend=attention.backend)
-    routed = [method for method in methods.values() if isinstance(method, Focus)]
     if attention.backend != "auto" or not routed or longest < LENGTHS[0]:
         return None
     dtype = torch.bfloat16 if precision.autocast else model.dtype
@@ -39,7 +37,7 @@ def set_backend(model: PreTrainedModel, config: Config, precision: Precision, lo
         return None  # every length takes the masked path
     layer = Layer(shape_of(model), attention.window, attention.sinks, dtype, precision.device)
     found = break_even(layer, attention.groups, device_name(precision.device), cache_root(config.cache_dir))
-    for method in methods.values():
+    for method in attached_methods(model).values():
         method.sparse_from = found.sparse_from
     print(found.sentence())
     return found

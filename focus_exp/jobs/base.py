@@ -12,6 +12,7 @@ from hydra import compose
 from focus_exp.checks import parse
 from focus_exp.config import Config, ModelConfig
 from focus_exp.errors import UserError
+from focus_exp.jobs.arms import compose_arm
 from focus_exp.jobs.run import finished_record, run_folder
 
 
@@ -34,11 +35,7 @@ def needs_base(config: Config) -> bool:
 def base_run(config: Config) -> Config:
     """The configuration of the run that trains the base; of a comparison, that of the arm it names."""
     found = parse(compose("config", base_overrides(config)))
-    if found.arm is None:
-        return found
-    settings = [*found.every_arm, *found.arms[found.arm]]
-    arm = parse(compose("config", [*base_overrides(config), *settings]))
-    return replace(arm, job="train", arms={}, every_arm=[])
+    return found if found.arm is None else compose_arm(found, found.arm, base_overrides(config))
 
 
 def make_base(config: Config) -> None:

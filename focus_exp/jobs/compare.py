@@ -3,25 +3,23 @@
 from __future__ import annotations
 
 import gc
-import json
 import logging
 import shutil
 import time
 from dataclasses import replace
 from pathlib import Path
 
-from hydra import compose
 from hydra.core.hydra_config import HydraConfig
 
-from focus_exp.checks import parse
-from focus_exp.config import Config
+from focus_exp.config import Config, to_dict
 from focus_exp.errors import UserError, first_line
 from focus_exp.evaluation.comparison import compare_arms
 from focus_exp.evaluation.controls import BASE
 from focus_exp.evaluation.outcomes import slug
+from focus_exp.jobs.arms import compose_arm, compose_arms
 from focus_exp.jobs.run import Run, finished_record, open_run, run_folder, seconds_text
 from focus_exp.jobs.train import describe, train
-from focus_exp.reporting.record import Record, read_metrics, replace_file
+from focus_exp.reporting.record import Record, read_metrics, write_metrics
 from focus_exp.reporting.rows import Arm
 from focus_exp.training.precision import choose_precision
 from focus_exp.training.regimes import METRICS
@@ -34,19 +32,19 @@ def compare(config: Config) -> None:
 
     An arm that fails stays in the table with its reason.
     """
-    names = [config.arm] if config.arm else list(config.arms)
     # all of them before the first one runs: a mistake in the last should not cost what the others take
-    configs = {name: compose_arm(name, [*config.every_arm, *config.arms[name]]) for name in names}
-    print(f"{config.experiment}: {len(names)} arms, seed {config.seed}: {', '.join(names)}")
+    configs = compose_arms(config)
+    print(f"{config.experiment}: {len(configs)} arms, seed {config.seed}: {', '.join(configs)}")
     errors = run_arms(configs)
     if config.arm:
         if config.arm in errors:
             raise UserError(f"arm {config.arm} failed: {errors[config.arm]}")
         return
-    # what all arms share is what the comparison says of itself
-    shared = replace(compose_arm(None, config.every_arm), job="compare", arms=config.arms)
+    shared = compose_arm(config, None, HydraConfig.get().overrides.task)
     precision = choose_precision(shared.trainer.precision, shared.trainer.accelerator, trains_base=False)
-    with open_run(shared, describe(precision)) as run:
+    with open_run(config, describe(precision)) as run:
+        # what all arms share is what the comparison says of itself
+        run.record.config = to_dict(replace(shared, job="compare", arms=config.arms))
         run.record.arms = [
             describe_arm(name, arm, config.arms[name], errors.get(name)) for name, arm in configs.items()
         ]
@@ -57,14 +55,7 @@ def compare(config: Config) -> None:
 def gather_metrics(run: Run) -> None:
     """Put the training logs of all arms into one, each line with its arm: the curves need nothing else."""
     lines = [{"arm": arm.name, **line} for arm in run.record.arms for line in read_metrics(Path(arm.folder) / METRICS)]
-    replace_file(run.folder / METRICS, "".join(json.dumps(line) + "\n" for line in lines).encode())
-
-
-def compose_arm(name: str | None, settings: list[str]) -> Config:
-    """The configuration of an arm: what the command line says, then the arm's own settings."""
-    command_line = HydraConfig.get().overrides.task
-    composed = compose("config", [*command_line, *settings])
-    return replace(parse(composed), job="train", arm=name, arms={}, every_arm=[])
+    write_metrics(run.folder / METRICS, lines)
 
 
 def run_arms(configs: dict[str, Config]) -> dict[str, str]:

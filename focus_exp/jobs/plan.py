@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 from focus_exp.checks import parse
 from focus_exp.config import Config, phases_of
 from focus_exp.errors import UserError
-from focus_exp.jobs.compare import compose_arm
+from focus_exp.jobs.arms import compose_arms
 from focus_exp.jobs.run import TABLE_WIDTH
 from focus_exp.jobs.train import method_options
 from focus_exp.models.attach import attach, set_routing
@@ -61,8 +61,7 @@ def planned_configs(config: Config) -> dict[str, Config]:
     if config.plan.models:
         return {name: compose_model(name, config.plan.paper) for name in config.plan.models}
     if config.arms:
-        names = [config.arm] if config.arm else list(config.arms)
-        return {name: compose_arm(name, [*config.every_arm, *config.arms[name]]) for name in names}
+        return compose_arms(config)
     return {config.model.name: config}
 
 

@@ -138,10 +138,15 @@ def is_causal(model: PreTrainedModel) -> bool:
     return all(method.causal for method in attached_methods(model).values())
 
 
+def routers_of(model: nn.Module) -> dict[int, Focus]:
+    """The Focus methods attached to `model`, by layer."""
+    return {layer: method for layer, method in attached_methods(model).items() if isinstance(method, Focus)}
+
+
 @contextmanager
 def causal_assignment(model: PreTrainedModel) -> Iterator[None]:
     """Within the block attached routers that read the future take the causal assignment, by their frozen potential."""
-    routers = [m for m in attached_methods(model).values() if isinstance(m, Focus) and not m.causal]
+    routers = [router for router in routers_of(model).values() if not router.causal]
     before = [router.assignment for router in routers]
     for router in routers:
         router.assignment = "balanced"

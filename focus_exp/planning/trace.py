@@ -23,9 +23,8 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop, sdpa_flop
 from transformers import PreTrainedModel, masking_utils
 
-from focus_exp.attention.focus import Focus
 from focus_exp.config import PhaseConfig
-from focus_exp.models.attach import attached_methods, swapped
+from focus_exp.models.attach import routers_of, swapped
 from focus_exp.models.modules import attention_modules
 from focus_exp.training.module import LanguageModelTask
 from focus_exp.training.regimes import set_training_mode
@@ -241,8 +240,7 @@ def trace_inference(model: PreTrainedModel, tokens: tuple[int, int], autocast: b
 
 def trace_warm_start(model: PreTrainedModel, length: int, blocks: int, autocast: bool = False) -> Trace:
     """Reading the attention in `blocks` blocks of text, all of which is held until the routers are fitted to it."""
-    methods = {i: m for i, m in attached_methods(model).items() if isinstance(m, Focus)}
-    probes = {i: AttentionProbe(m.shape, m.window, m.sinks) for i, m in methods.items()}
+    probes = {i: AttentionProbe(m.shape, m.window, m.sinks) for i, m in routers_of(model).items()}
     with followed(model.eval(), (1, length)) as (allocations, ids), torch.no_grad(), swapped(model, dict(probes)):
         allocations.enter("warm start")
         with torch.autocast("cpu", torch.bfloat16, enabled=autocast):

@@ -123,6 +123,11 @@ def read_metrics(path: str | Path) -> list[dict[str, Any]]:
     return metrics
 
 
+def write_metrics(path: str | Path, lines: list[dict[str, Any]]) -> None:
+    """A metrics.jsonl of these lines, atomically."""
+    replace_file(path, "".join(json.dumps(line) + "\n" for line in lines).encode())
+
+
 def environment() -> dict[str, Any]:
     """The Record fields `commit` (None outside git, "-dirty" with local changes), `versions` and `machine`."""
     versions = {"python": platform.python_version()}

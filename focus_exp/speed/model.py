@@ -15,10 +15,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from focus_exp.attention.focus import Focus
 from focus_exp.attention.method import AttentionMethod
 from focus_exp.attention.selection import PairCounts, Selection, Sequence
-from focus_exp.models.attach import attached_methods, attention_modules, disabled, freeze, observed
+from focus_exp.models.attach import attached_methods, attention_modules, disabled, freeze, observed, routers_of
 from focus_exp.reporting.rows import SpeedRow
 from focus_exp.speed.timing import PeakMemory, Work, alternate, clock, synchronize
 from focus_exp.speed.workload import Shape, largest_group
@@ -72,7 +71,7 @@ def model_step_row(model: PreTrainedModel, tokens: Tensor, precision: Precision)
     Focus trains with hard groups, its routers included; without it the same weights train under full attention.
     """
     freeze(model, "all")
-    methods = [m for m in attached_methods(model).values() if isinstance(m, Focus)]
+    methods = list(routers_of(model).values())
     before = [m.train_with for m in methods]
     for method in methods:
         method.train_with = "hard"
@@ -138,7 +137,7 @@ def describe(model: PreTrainedModel, tokens: Tensor, precision: Precision) -> di
 
 def setting_of(model: PreTrainedModel, precision: Precision) -> dict[str, Any]:
     """The fields of a row that say what is attached to the model."""
-    method = next(method for method in attached_methods(model).values() if isinstance(method, Focus))
+    method = next(iter(routers_of(model).values()))
     return {
         "groups": method.groups,
         "top_k": method.top_k,

@@ -14,11 +14,10 @@ import torch
 from pytorch_lightning.callbacks import Callback
 from tqdm import tqdm
 
-from focus_exp.attention.focus import Focus
 from focus_exp.config import AttentionConfig
 from focus_exp.errors import STOP_SIGNALS, Interrupted
-from focus_exp.models.attach import attached_methods
-from focus_exp.reporting.record import read_metrics, replace_file
+from focus_exp.models.attach import routers_of
+from focus_exp.reporting.record import read_metrics, write_metrics
 from focus_exp.training.exchange import any_of
 from focus_exp.training.module import LanguageModelTask
 
@@ -44,7 +43,7 @@ class Metrics(Callback):
 
     def on_train_start(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
         kept = [m for m in read_metrics(self.path) if m["phase"] != self.phase or m["step"] <= trainer.global_step]
-        replace_file(self.path, "".join(json.dumps(line) + "\n" for line in kept).encode())
+        write_metrics(self.path, kept)
         self.began = self.last = time.perf_counter()
         self.last_step = trainer.global_step
 
@@ -144,9 +143,8 @@ class GateAnnealing(Callback):
 
     def _set(self, module: pl.LightningModule, steepness: float) -> None:
         assert isinstance(module, LanguageModelTask)
-        for method in attached_methods(module.model).values():
-            if isinstance(method, Focus):
-                method.gate_steepness = steepness
+        for router in routers_of(module.model).values():
+            router.gate_steepness = steepness
 
 
 class Progress(Callback):

@@ -14,12 +14,7 @@ from torch import Tensor, nn
 from focus_exp.attention.focus import Focus
 from focus_exp.attention.mitigations import follow_means, kmeans
 from focus_exp.config import AttentionConfig
-from focus_exp.models.attach import attached_methods
-
-
-def routers_of(model: nn.Module) -> dict[int, Focus]:
-    """The Focus methods attached to `model`, by layer."""
-    return {layer: method for layer, method in attached_methods(model).items() if isinstance(method, Focus)}
+from focus_exp.models.attach import routers_of
 
 
 @contextmanager

@@ -20,9 +20,8 @@ from focus_exp.attention.method import AttentionMethod
 from focus_exp.attention.mitigations import entropy
 from focus_exp.attention.selection import Selection, Sequence
 from focus_exp.data import Blocks
-from focus_exp.models.attach import observed
-from focus_exp.reporting.record import read_metrics, replace_file
-from focus_exp.training.mitigations import routers_of
+from focus_exp.models.attach import observed, routers_of
+from focus_exp.reporting.record import read_metrics, write_metrics
 from focus_exp.training.precision import Precision
 
 PROBES = "probe.jsonl"
@@ -68,7 +67,7 @@ class Probe(Callback):
         if trainer.is_global_zero:
             lines = read_metrics(self.path)
             kept = [m for m in lines if m["phase"] != self.phase or (resumed and m["step"] <= self.last_step)]
-            replace_file(self.path, "".join(json.dumps(line) + "\n" for line in kept).encode())
+            write_metrics(self.path, kept)
         self.probe(trainer)
 
     def on_train_batch_end(

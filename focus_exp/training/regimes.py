@@ -17,10 +17,10 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from focus_exp.config import Config, PhaseConfig, phases_of
 from focus_exp.data import Blocks, ResumableLoader
-from focus_exp.models.attach import attached_methods
+from focus_exp.models.attach import attached_methods, routers_of
 from focus_exp.training.callbacks import Checkpoint, GateAnnealing, Metrics, Progress
 from focus_exp.training.exchange import agreed, is_main, rank, world_size
-from focus_exp.training.mitigations import CentroidUpdates, routers_of
+from focus_exp.training.mitigations import CentroidUpdates
 from focus_exp.training.module import LanguageModelTask
 from focus_exp.training.precision import Precision
 from focus_exp.training.probe import PROBES, TIMES, Probe

@@ -21,11 +21,10 @@ from torch.optim import Optimizer
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from focus_exp.attention.focus import Focus
 from focus_exp.config import Config, TrainerConfig
 from focus_exp.data.loader import Share, share_of
 from focus_exp.errors import UserError
-from focus_exp.models.attach import attached_methods, is_trainable
+from focus_exp.models.attach import attached_methods, is_trainable, routers_of
 from focus_exp.models.load import whole
 from focus_exp.training.exchange import rank, world_size
 
@@ -223,7 +222,7 @@ def balanced_together(model: PreTrainedModel, share: Share) -> Iterator[None]:
         dist.all_gather(parts, rows.contiguous())
         return [torch.cat(parts[i : i + split]) for i in range(0, world_size(), split)], rank() // split
 
-    methods = [m for m in attached_methods(model).values() if isinstance(m, Focus) and world_size() > 1]
+    methods = routers_of(model).values() if world_size() > 1 else ()
     for method in methods:
         method.together = together
     try:

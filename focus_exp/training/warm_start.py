@@ -20,8 +20,7 @@ from focus_exp.attention.method import AttentionMethod, LayerShape
 from focus_exp.attention.reference import scores
 from focus_exp.attention.routing import balance_potential
 from focus_exp.attention.selection import Selection, Sequence, always_visible, permitted, row_blocks
-from focus_exp.models.attach import causal_assignment, observed, set_routing, swapped
-from focus_exp.training.mitigations import routers_of
+from focus_exp.models.attach import causal_assignment, observed, routers_of, set_routing, swapped
 from focus_exp.training.precision import Precision
 
 BATCH = 2
