@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from omegaconf import MISSING
 
 Numbers = list[int]
+Names = list[str]
 
 
 @dataclass
@@ -17,6 +18,7 @@ class BenchConfig:
     step_lengths: Numbers = field(default_factory=Numbers)
     decode_lengths: Numbers = field(default_factory=Numbers)  # tokens before the one that is timed
     groups: Numbers = field(default_factory=lambda: [4, 8])  # K of balanced groups
+    methods: Names = field(default_factory=Names)  # other attention, a layer of each timed at `lengths` too
     top_k: Numbers = field(default_factory=lambda: [1])
     dtype: str = "bf16"  # of the attention clocks; the model's own take trainer.precision
     repeats: int = 7  # at most, fewer where one takes long
@@ -94,6 +96,7 @@ class ScaleConfig:
     limit: int | None = None  # documents of a task
     # of the clocks; lengths empty: all that the device is for
     lengths: Numbers = field(default_factory=Numbers)
+    method_lengths: Numbers = field(default_factory=Numbers)
     model_lengths: Numbers = field(default_factory=Numbers)
     step_lengths: Numbers = field(default_factory=Numbers)
     decode_lengths: Numbers = field(default_factory=Numbers)

@@ -19,7 +19,7 @@ from focus_exp.reporting.paper_places import paper_tables, unmapped
 from focus_exp.reporting.paper_report import NOT_HERE, beside, paper_report
 from focus_exp.reporting.pareto import front, paper_change, pareto_table, points, write_pareto
 from focus_exp.reporting.record import Record
-from focus_exp.reporting.rows import ProbeRow, Row, SpeedRow
+from focus_exp.reporting.rows import MethodSpeedRow, ProbeRow, Row, SpeedRow
 from focus_exp.reporting.seeds import DISAGREE, seeds_table
 from focus_exp.reporting.traps import traps_table
 
@@ -51,7 +51,9 @@ def lines(shown):
 
 def compare(seed=0, experiment="compare", **changes):
     focus = row("focus", kind="hard", nll=3.1, delta_nll=0.1 + seed / 100, delta_low=0.05, delta_high=0.15)
-    return named(experiment, focus, row("longformer", nll=2.9, delta_nll=-0.1), seed=seed, **changes)
+    return named(
+        experiment, focus, row("longformer", method="longformer", nll=2.9, delta_nll=-0.1), seed=seed, **changes
+    )
 
 
 def test_every_table_and_row_of_the_paper_has_its_place():
@@ -207,6 +209,12 @@ def timed(tokens, ratio, groups=4, top_k=1, assignment="balanced"):
     )  # fmt: skip
 
 
+def method_timed(method, tokens, ratio):
+    return MethodSpeedRow(
+        method=method, tokens=tokens, layer="", dtype="bf16", path="cpu-flash", full_seconds=ratio, seconds=1.0
+    )
+
+
 def test_speeds_stand_at_their_lengths_and_k():
     speed = Record(
         status="finished", experiment="speed", seed=0, config=CONFIG, speed=[timed(4096, 1.5), timed(8192, 9.0)]
@@ -310,6 +318,11 @@ def test_figure_1_needs_both_quality_and_speed(tmp_path):
     found = points(runs_of(record, speed))
     shown = {line["method"]: line for line in lines(pareto_table(found))}
     assert shown["focus"]["speed: here"] == "3.70" and shown["focus"]["speed: paper"] == "3.0"
+    # where other methods were timed, Focus is taken at the same length
+    others = replace(speed, experiment="speed_methods", speed=[], method_speed=[method_timed("longformer", 4096, 2.2)])
+    beside = {line["method"]: line for line in lines(pareto_table(points(runs_of(record, speed, others))))}
+    assert (beside["longformer"]["speed: here"], beside["focus"]["speed: here"]) == ("2.20", "1.50")
+    assert "by cpu-flash" in beside["longformer"]["timed"]
     assert shown["longformer"]["speed: here"] == "-" and shown["longformer"]["timed"] == "not timed here"
     assert shown["pretrained"]["speed: here"] == "1.00" and shown["performer"]["run"] == "performer"
     assert paper_change("focus") == pytest.approx(100 * (36.2 / 42.8 - 1))

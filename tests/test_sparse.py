@@ -13,15 +13,17 @@ from torch import Tensor
 
 from focus_exp import attach, set_routing
 from focus_exp.assets import cache_root
+from focus_exp.attention.baselines.longformer import Longformer
+from focus_exp.attention.baselines.window import WindowOnly
 from focus_exp.attention.blocked import blocked_attention
 from focus_exp.attention.kernels import KERNELS, Demand, Kernel, available, choose
 from focus_exp.attention.kernels.contract import Meeting
 from focus_exp.attention.kernels.flex import Flex
 from focus_exp.attention.kernels.plain import Math
-from focus_exp.attention.method import SPARSE_FROM
+from focus_exp.attention.method import SPARSE_FROM, LayerShape
 from focus_exp.attention.parts import Part, Tokens, parts, rows_of
 from focus_exp.attention.reference import reference_attention
-from focus_exp.attention.selection import Selection, Sequence, count_pairs, select
+from focus_exp.attention.selection import Selection, Sequence, count_pairs, nothing_shared, select
 from focus_exp.attention.sparse import sparse_attention
 from focus_exp.config import ModelConfig
 from focus_exp.data.books import read_books
@@ -85,7 +87,7 @@ class Problem:
 
 
 @st.composite
-def problems(draw: st.DrawFn) -> Problem:
+def problems(draw: st.DrawFn, nothing: bool = False) -> Problem:
     torch.manual_seed(draw(st.integers(0, 10_000)))
     batch, length, groups = draw(st.integers(1, 2)), draw(st.integers(1, 150)), draw(st.sampled_from([1, 3, 8]))
     heads, share, size = draw(st.integers(1, 2)), draw(st.integers(1, 3)), draw(st.sampled_from([8, 20, 64, 256]))
@@ -94,6 +96,8 @@ def problems(draw: st.DrawFn) -> Problem:
     g = random_assignment(draw(st.sampled_from(["spread", "giant", "empty", "tied"])), batch, length, groups)
     selection = select(g, draw(st.integers(1, min(3, groups))), draw(st.sampled_from(["query_topk", "share"])))
     sequence = random_sequence(draw(st.sampled_from(["plain", "left", "right"])), batch, length)
+    if nothing:
+        selection = nothing_shared(sequence)
     options = {
         "window": draw(st.sampled_from([0, 5, 70, 200])),
         "sinks": draw(st.integers(0, 4)),
@@ -104,7 +108,7 @@ def problems(draw: st.DrawFn) -> Problem:
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 1e-2)], ids=["f32", "bf16"])
 @pytest.mark.parametrize("kernel", [KERNELS["cpu-flash"], KERNELS["math"], SegmentsOnly(), AnyRule()], ids=name_of)
-@given(problem=problems())
+@given(problem=st.one_of(problems(), problems(nothing=True)))
 @settings(max_examples=60, deadline=None)
 def test_parts_merged_are_the_oracle(kernel, dtype, tolerance, problem):
     problem.q, problem.k, problem.v = (x.to(dtype).double() for x in (problem.q, problem.k, problem.v))
@@ -219,6 +223,29 @@ def test_auto_takes_the_sparse_path_where_sequences_are_long_enough(tiny_model):
         with torch.no_grad():
             model(torch.randint(256, (1, length)), logits_to_keep=1)
         assert {method.path for method in attached_methods(model).values()} == {path}
+
+
+@pytest.mark.parametrize(
+    "method",
+    [
+        WindowOnly(LayerShape(16, 4, 8, 0), window=9, sinks=2),
+        Longformer(LayerShape(16, 4, 8, 0), window=7, global_tokens=5),
+    ],
+    ids=["window", "longformer"],
+)
+@pytest.mark.parametrize("where", ["plain", "left"])
+def test_methods_that_reach_nothing_distant_skip_it(method, where):
+    sequence = random_sequence(where, 2, 90)
+    tensors = [torch.randn(2, heads, 90, 8) for heads in (4, 2, 2)]
+    real = torch.ones(2, 90, dtype=torch.bool) if sequence.valid is None else sequence.valid
+    found = []
+    for method.backend in ("masked", "cpu-flash"):
+        leaves = [x.clone().requires_grad_() for x in tensors]
+        selection = method.route(torch.randn(2, 90, 16), sequence)
+        out = method.attend(*leaves, selection, sequence, scaling=0.35).transpose(1, 2)[real]
+        assert method.path == method.backend
+        found.append([out, *torch.autograd.grad(out.square().sum(), leaves)])
+    torch.testing.assert_close(*found)
 
 
 def test_kernels_say_why_they_cannot_serve():

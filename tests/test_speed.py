@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from running import only_run, record_of, router_steps, run, tiny
 
 from focus_exp import attach, set_routing
+from focus_exp.attention.baselines.performer import Performer
 from focus_exp.attention.selection import Sequence, count_pairs
 from focus_exp.models.attach import attached_methods, attention_modules
 from focus_exp.speed import break_even as calibration
@@ -240,6 +241,21 @@ def test_a_length_that_fails_is_a_row_with_its_reason(tmp_path, monkeypatch):
     assert "out of everything" in row.error and row.ratio is None
 
 
+def test_layers_of_other_methods_are_timed_and_a_failure_says_why(tmp_path, monkeypatch):
+    monkeypatch.setattr(Performer, "route", lambda *_: (_ for _ in ()).throw(RuntimeError("no features")))
+    methods = ["window", "longformer", "performer", "routing_transformer", "sparq", "magicpig", "random_groups"]
+    settings = ["job=bench", "regime=none", "bench.lengths=[48]", f"bench.methods=[{','.join(methods)}]"]
+    result = run(*tiny(tmp_path), *settings, *NO_MODEL_CLOCKS)
+    assert result.code == 0, result.err
+    rows = {row.method: row for row in record_of(tmp_path).method_speed}
+    assert list(rows) == methods and "no features" in rows.pop("performer").error
+    assert all(row.ratio and row.tokens == 48 for row in rows.values())
+    paths = {name: row.path for name, row in rows.items()}
+    assert {name for name, path in paths.items() if path == "masked"} == {"routing_transformer", "sparq", "magicpig"}
+    assert "performer" in (only_run(tmp_path) / "speed_methods.csv").read_text()
+    assert "At 48 tokens" in result.out and "failed: RuntimeError: no features" in result.out
+
+
 def test_kernels_are_listed_with_reasons(tmp_path):
     result = run("job=bench", "bench.list=true", f"cache_dir={tmp_path}")
     assert result.code == 0 and not list(tmp_path.rglob("record.json"))
@@ -255,6 +271,8 @@ def test_kernels_are_listed_with_reasons(tmp_path):
         (["bench.lengths=[0]"], "bench.lengths"),
         (["bench.prefill_lengths=[100000]", "regime=none"], "bench.prefill_lengths"),
         (["bench.dtype=int4"], "bench.dtype"),
+        (["bench.methods=[full]"], "bench.methods=full"),
+        (["bench.methods=[nothing]"], "nothing"),
     ],
 )
 def test_what_cannot_be_timed_is_refused(tmp_path, arguments, named):

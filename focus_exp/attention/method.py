@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from focus_exp.attention.blocked import blocked_attention
 from focus_exp.attention.kernels import KERNELS, Demand, Kernel, choose
-from focus_exp.attention.selection import PairCounts, Selection, Sequence, count_pairs
+from focus_exp.attention.selection import PairCounts, Selection, Sequence, count_pairs, nothing_shared
 from focus_exp.attention.sparse import sparse_attention
 
 # masked: all pairs are computed and the dropped ones masked; a kernel's name: the sparse path on that kernel
@@ -70,6 +70,8 @@ class AttentionMethod(nn.Module):
         kernel = self.sparse_kernel(q, selection, sequence, softcap, dropout)
         if kernel is not None:
             self.path = kernel.name
+            if selection.query_groups is None:
+                selection = nothing_shared(sequence)
             return sparse_attention(
                 q, k, v, selection, sequence, kernel,
                 window=self.window, sinks=self.sinks, scaling=scaling, softcap=softcap, surrogate=surrogate,
@@ -93,7 +95,8 @@ class AttentionMethod(nn.Module):
         self, q: Tensor, selection: Selection, sequence: Sequence, softcap: float | None, dropout: float
     ) -> Kernel | None:
         """The kernel of the sparse path for this call; None where the masked path is to be taken."""
-        if self.backend == "masked" or selection.query_groups is None or sequence.masked or dropout:
+        soft = selection.query_groups is None and selection.assignment is not None
+        if self.backend == "masked" or soft or sequence.masked or dropout:
             return None
         if self.backend == "auto" and q.shape[2] < self.sparse_from:
             return None

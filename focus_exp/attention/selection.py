@@ -46,6 +46,12 @@ class Selection:
     group: Tensor | None = None
 
 
+def nothing_shared(sequence: Sequence) -> Selection:
+    """Window and sinks alone, as memberships: one group that every token asks and no token answers from."""
+    asks = torch.ones(*sequence.start.shape, 1, dtype=torch.bool, device=sequence.start.device)
+    return Selection(query_groups=asks, key_groups=torch.zeros_like(asks))
+
+
 def top_k_groups(assignment: Tensor, k: int) -> Tensor:
     """Membership `[B, T, K]` bool of the k largest entries, ties to the lowest index."""
     order = torch.argsort(assignment, dim=-1, descending=True, stable=True)[..., :k]

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+from hydra import compose
+from hydra.core.hydra_config import HydraConfig
+
+from focus_exp.checks import parse
 from focus_exp.config import Config
 from focus_exp.errors import UserError
 from focus_exp.jobs.backend import list_kernels
 from focus_exp.jobs.evaluate import with_adapter
 from focus_exp.jobs.router import put_router
 from focus_exp.jobs.run import already_finished, open_run, run_folder
-from focus_exp.jobs.train import check_length, describe, headline, load, prepare
+from focus_exp.jobs.train import check_length, describe, headline, load, method_options, prepare
 from focus_exp.models.attach import set_routing
+from focus_exp.speed.methods import Methods
 from focus_exp.speed.suite import Suite
 from focus_exp.training.precision import choose_precision
 
@@ -23,6 +28,7 @@ def bench(config: Config) -> None:
         config = with_adapter(config)
     if config.attention.method != "focus":
         raise UserError(f"job=bench times Focus, not attention={config.attention.name}; use attention=focus")
+    methods = other_methods(config)
     if already_finished(config):
         return
     precision = choose_precision(config.trainer.precision, config.trainer.accelerator, trains_base=False)
@@ -38,9 +44,26 @@ def bench(config: Config) -> None:
             evaluation.measure_base()
         trained = put_router(run, model, blocks, precision, longest)
         set_routing(model, hard=True, top_k=config.attention.top_k, pair_rule=config.attention.pair_rule)
-        for row in Suite(config, model, evaluation.quality.blocks, precision, run.folder, trained).rows():
+        suite = Suite(config, model, evaluation.quality.blocks, precision, run.folder, trained, methods)
+        for row in suite.rows():
             run.record.speed.append(row)
+            run.save()
+        for other in suite.method_rows():
+            run.record.method_speed.append(other)
             run.save()
         if config.bench.quality:
             evaluation.measure_attached()
             evaluation.write_into(run.record)
+
+
+def other_methods(config: Config) -> Methods:
+    """`bench.methods`, each a name of conf/attention, with its options. UserError for one that has no layer to time."""
+    found = {}
+    for name in config.bench.methods:
+        attention = parse(
+            compose("config", [*HydraConfig.get().overrides.task, f"attention={name}", "regime=none"])
+        ).attention
+        if attention.method in ("full", "focus"):
+            raise UserError(f"bench.methods={name}: full attention and Focus are timed by every bench; name others")
+        found[name] = (attention.method, method_options(attention, config.seed))
+    return found

@@ -17,7 +17,8 @@ from focus_exp.reporting.paper_measures import NOT_RUN, Measure, Value, change, 
 from focus_exp.reporting.paper_places import PaperTable, Scene, paper_tables, row_name, scenes
 from focus_exp.reporting.paper_report import made_by, printed_change, where
 from focus_exp.reporting.record import Record
-from focus_exp.reporting.rows import SpeedRow
+from focus_exp.reporting.rows import Row
+from focus_exp.reporting.speed_methods import MASKED
 from focus_exp.reporting.speed_notes import number_text
 from focus_exp.reporting.tables import ABSENT, Table, caveats
 
@@ -25,6 +26,7 @@ NAME = "figure1"
 LENGTH, GROUPS = 65_536, 4  # of the paper's figure
 CHANGE = Measure("change", signed, unit=" %")
 WIDEST = 20.0  # per cent of perplexity, beyond which a point is named at the edge
+HOW = {MASKED: "computed by masks over all pairs, which saves nothing"}
 COLUMNS = [
     *("method", "PPL vs pretrained: paper", "PPL vs pretrained: here", "speed: paper", "speed: here", "timed"),
     *("run", "model and text", "seeds", "made by"),
@@ -100,25 +102,59 @@ def _point(method: str, paper: dict[str, Any], group: list[Scene], runs: Runs) -
     speed = speed_of(group[-1], runs)
     if speed is None:
         return Point(method, paper, group, changes, None, "not timed here")
-    record, timed = speed
-    said = f"{timed.tokens:,} tokens, K={timed.groups}, {timed.assignment} groups, {record.device.split(',')[0]}"
-    return Point(method, paper, group, changes, timed.ratio, said, record)
+    return Point(method, paper, group, changes, *speed)
 
 
-def speed_of(scene: Scene, runs: Runs) -> tuple[Record, SpeedRow] | None:
-    """The layer of the same model with as many groups and as many of them a query, timed at the longest length."""
+def speed_of(scene: Scene, runs: Runs) -> tuple[float, str, Record] | None:
+    """Ratio over full attention of a layer of the same model, in words what was timed, and the record."""
     row = scene.row("ppl")
-    if row is None or row.method != "focus":
+    if row is None:
         return None
+    records = [record for record in runs.finished() if _same_model(record, scene.record)]
+    found = _speeds_of_focus(scene, row, records) if row.method == "focus" else _speeds_of(row.method, records)
+    # where others were timed too, all at that length
+    common = max((timed.tokens for record in records for timed in record.method_speed), default=0)
+    best = max(found, key=lambda speed: (speed.tokens == common, speed.tokens, speed.preferred), default=None)
+    if best is None:
+        return None
+    device = best.record.device.split(",")[0]
+    return best.ratio, f"{best.tokens:,} tokens, {best.what}, {best.dtype}, {device}", best.record
+
+
+@dataclass(frozen=True)
+class Speed:
+    """A layer that was timed."""
+
+    record: Record
+    tokens: int
+    ratio: float
+    what: str
+    dtype: str
+    preferred: bool = False
+
+
+def _speeds_of_focus(scene: Scene, row: Row, records: list[Record]) -> list[Speed]:
+    """With as many groups, and as many of them a query."""
     groups = scene.record.setting("attention", "groups")
-    found = [
-        (record, timed)
-        for record in runs.finished()
+    return [
+        Speed(
+            record, timed.tokens, timed.ratio, f"K={timed.groups}, {timed.assignment} groups", timed.dtype,
+            preferred=timed.assignment == "balanced",
+        )
+        for record in records
         for timed in record.speed
         if timed.clock == "attention" and timed.ratio and (timed.groups, timed.top_k) == (groups, row.top_k or 1)
-        and (timed.top_k == 1 or timed.pair_rule == row.pair_rule) and _same_model(record, scene.record)
+        and (timed.top_k == 1 or timed.pair_rule == row.pair_rule)
     ]  # fmt: skip
-    return max(found, key=lambda pair: (pair[1].tokens, pair[1].assignment == "balanced"), default=None)
+
+
+def _speeds_of(method: str, records: list[Record]) -> list[Speed]:
+    return [
+        Speed(record, timed.tokens, timed.ratio, HOW.get(timed.path, f"by {timed.path}"), timed.dtype)
+        for record in records
+        for timed in record.method_speed
+        if timed.method == method and timed.ratio
+    ]
 
 
 def _same_model(one: Record, other: Record) -> bool:
@@ -162,8 +198,8 @@ def pareto_table(found: list[Point]) -> Table:
         notes=[
             *dict.fromkeys(note for record in records for note in caveats(record)),
             f"paper: the speed of table 6 at {LENGTH:,} tokens and K = {GROUPS}; of the other methods it prints none",
-            "here: one attention layer with routing over full attention in the same run, at the longest length timed; "
-            "perplexity in windows of T tokens",
+            "here: one attention layer with routing over full attention in the same run, at the longest length "
+            "at which all were timed; perplexity in windows of T tokens",
         ],
         values=values,
     )

@@ -16,7 +16,7 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints, is
 from focus_exp.errors import UserError
 from focus_exp.reporting.benchmark_rows import BenchmarkRow
 from focus_exp.reporting.groups_rows import GroupReport
-from focus_exp.reporting.rows import Arm, Continuation, ProbeRow, Row, SpeedRow
+from focus_exp.reporting.rows import Arm, Continuation, MethodSpeedRow, ProbeRow, Row, SpeedRow
 
 SCHEMA_VERSION = 1
 PACKAGES = (
@@ -59,6 +59,7 @@ class Record:
     probes: list[ProbeRow] = field(default_factory=list)
     benchmarks: list[BenchmarkRow] = field(default_factory=list)
     speed: list[SpeedRow] = field(default_factory=list)
+    method_speed: list[MethodSpeedRow] = field(default_factory=list)
     arms: list[Arm] = field(default_factory=list)
     continuations: list[Continuation] = field(default_factory=list)
     groups: GroupReport | None = None

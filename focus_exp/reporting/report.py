@@ -20,6 +20,7 @@ from focus_exp.reporting.passage import write_page
 from focus_exp.reporting.record import Record, replace_file
 from focus_exp.reporting.speed_figures import write_speed_figures
 from focus_exp.reporting.speed_findings import speed_findings
+from focus_exp.reporting.speed_methods import method_findings, method_table
 from focus_exp.reporting.speed_tables import speed_tables
 from focus_exp.reporting.stability import stability_findings, stability_table
 from focus_exp.reporting.stability_figure import write_stability_figure
@@ -44,7 +45,7 @@ def all_findings(record: Record) -> list[str]:
         return group_findings(record)
     timed_only = bool(record.speed) and not record.rows
     said = [] if timed_only else findings(record)
-    return [*said, *benchmark_findings(record.benchmarks), *speed_findings(record)]
+    return [*said, *benchmark_findings(record.benchmarks), *speed_findings(record), *method_findings(record)]
 
 
 def all_tables(record: Record) -> list[Table]:
@@ -58,7 +59,7 @@ def all_tables(record: Record) -> list[Table]:
         tables = [quality_table(record)] if record.rows or not record.speed else []
     if record.benchmarks:
         tables.append(benchmark_table(record, record.benchmarks))
-    return [*tables, *speed_tables(record)]
+    return [*tables, *speed_tables(record), *([method_table(record)] if record.method_speed else [])]
 
 
 def write_report(record: Record, metrics: list[dict[str, Any]], folder: Path) -> Report:

@@ -214,3 +214,28 @@ class SpeedRow:
     def bound(self) -> float | None:
         """The arithmetic bound of `ratio`: pairs of full attention over pairs of Focus."""
         return 1 / self.pairs_kept if self.pairs_kept else None
+
+
+@dataclass(kw_only=True)
+class MethodSpeedRow:
+    """One layer of another method, routing included, and full attention, alternated in one run on the same tensors.
+
+    path: how the method is computed here; "masked" computes every pair and saves nothing.
+    Times are medians over `repeats` in seconds. A row that failed carries `error` and no times.
+    """
+
+    method: str
+    tokens: int
+    layer: str
+    dtype: str
+    full_kernel: str = ""
+    path: str = ""
+    repeats: int = 0
+    full_seconds: float | None = None
+    seconds: float | None = None
+    error: str | None = None
+
+    @property
+    def ratio(self) -> float | None:
+        """How many times faster than full attention."""
+        return self.full_seconds / self.seconds if self.full_seconds and self.seconds else None

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -22,9 +23,10 @@ from focus_exp.data import Blocks
 from focus_exp.errors import first_line
 from focus_exp.models.attach import observed
 from focus_exp.reporting.record import replace_file
-from focus_exp.reporting.rows import Clock, SpeedRow
+from focus_exp.reporting.rows import Clock, MethodSpeedRow, SpeedRow
 from focus_exp.speed.decode import decode_model_row, decode_rows
 from focus_exp.speed.layer import Layer, attention_rows, attention_step_rows
+from focus_exp.speed.methods import Methods, method_rows
 from focus_exp.speed.model import attention_dtype, model_step_row, prefill_row, shape_of
 from focus_exp.speed.timing import device_name
 from focus_exp.speed.workload import Groups, balanced
@@ -37,6 +39,7 @@ DTYPES = {"bf16": torch.bfloat16, "float32": torch.float32}
 PREFILL_REPEATS = 2
 MODEL_REPEATS = 3
 
+Timed = TypeVar("Timed", SpeedRow, MethodSpeedRow)
 Task = tuple[Clock, int, Callable[[], Iterable[SpeedRow]]]
 
 
@@ -51,8 +54,10 @@ class Suite:
         precision: Precision,
         folder: Path,
         trained: bool,
+        methods: Methods,
     ) -> None:
-        """`model` is attached, `held_out` text it was not trained on, `trained` says whether its routers were."""
+        """`model` is attached, `held_out` text it was not trained on, `trained` says whether its routers were,
+        `methods` are others to time a layer of."""
         self.config, self.settings, self.model, self.held_out = config, config.bench, model, held_out
         self.precision, self.folder, self.trained = precision, folder, trained
         attention = config.attention
@@ -60,6 +65,7 @@ class Suite:
             shape_of(model), attention.window, attention.sinks, DTYPES[self.settings.dtype], precision.device,
             "auto" if attention.backend == "masked" else attention.backend, self.settings.repeats,
         )  # fmt: skip
+        self.methods = methods
         self.scores: Tensor | None = None
 
     def rows(self) -> Iterator[SpeedRow]:
@@ -72,10 +78,9 @@ class Suite:
 
     def tasks(self) -> list[Task]:
         steps, prefills = self.settings.step_lengths, self.settings.prefill_lengths
-        lengths = self.settings.lengths or (ON_GPU if self.precision.device.type == "cuda" else ON_CPU)
         decodes = self.settings.decode_lengths
         layer: list[Task] = [
-            *(("attention", n, partial(self.attention, n)) for n in lengths),
+            *(("attention", n, partial(self.attention, n)) for n in self.lengths),
             *(("attention step", n, partial(self.attention_step, n)) for n in steps),
             *(("decode", n, partial(self.decode, n)) for n in decodes),
         ]
@@ -89,6 +94,24 @@ class Suite:
             *(("decode model", n, partial(self.decode_model, n)) for n in decodes if n <= self.positions),
             *(("model step", n, partial(self.model_step, n)) for n in steps),
         ]
+
+    @property
+    def lengths(self) -> Iterable[int]:
+        """Tokens of one layer."""
+        return self.settings.lengths or (ON_GPU if self.precision.device.type == "cuda" else ON_CPU)
+
+    def method_rows(self) -> Iterator[MethodSpeedRow]:
+        """A layer of each of `methods` at every length, each printed as it comes."""
+        for length in tqdm(
+            self.lengths if self.methods else [], desc="methods", unit="length", leave=False, disable=None
+        ):
+            measure = partial(method_rows, self.layer, length, self.methods)
+            for row in self.keep(f"methods-{length}", MethodSpeedRow, measure):
+                print(
+                    f"measured: {row.method:<20} {row.tokens:>9,} tokens: "
+                    + (f"{row.ratio:.2f}x full attention ({row.path})" if row.ratio else f"failed: {row.error}")
+                )
+                yield row
 
     def attention(self, length: int) -> Iterable[SpeedRow]:
         return attention_rows(self.layer, length, self.groupings(length))
@@ -116,21 +139,25 @@ class Suite:
         return getattr(self.model.config.get_text_config(), "max_position_embeddings", None) or sys.maxsize
 
     def kept(self, clock: Clock, length: int, measure: Callable[[], Iterable[SpeedRow]]) -> list[SpeedRow]:
-        """What was measured on this device before the run was interrupted, or what is measured now."""
-        path = self.folder / "speed" / f"{clock.replace(' ', '_')}-{length}.json"
-        device = device_name(self.precision.device)
+        """What one clock says of a length; a failure is a row too, and is tried again by the next run."""
         try:
-            found = json.loads(path.read_text(encoding="utf-8"))
-            if found["device"] == device:
-                return [SpeedRow(**row) for row in found["rows"]]
-        except (OSError, ValueError, TypeError, KeyError):
-            pass
-        try:
-            rows = list(measure())
+            return self.keep(f"{clock.replace(' ', '_')}-{length}", SpeedRow, measure)
         except (RuntimeError, torch.OutOfMemoryError) as error:
             reason = f"{type(error).__name__}: {first_line(error)}"
             groups = self.config.attention.groups
             return [SpeedRow(clock=clock, tokens=length, groups=groups, assignment="balanced", error=reason)]
+
+    def keep(self, name: str, kind: type[Timed], measure: Callable[[], Iterable[Timed]]) -> list[Timed]:
+        """What was measured on this device before the run was interrupted, or what is measured now."""
+        path = self.folder / "speed" / f"{name}.json"
+        device = device_name(self.precision.device)
+        try:
+            found = json.loads(path.read_text(encoding="utf-8"))
+            if found["device"] == device:
+                return [kind(**row) for row in found["rows"]]
+        except (OSError, ValueError, TypeError, KeyError):
+            pass
+        rows = list(measure())
         replace_file(path, json.dumps({"device": device, "rows": [asdict(row) for row in rows]}).encode())
         return rows
 

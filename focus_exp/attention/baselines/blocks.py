@@ -1,7 +1,7 @@
 """What the published methods share: blocks of queries against the keys up to their end, and pairs to count.
 
 All pairs of a block are computed and those a method drops are masked: memory is O(block * T) per head, and no time is
-saved. These methods are here for their quality; their speed is not ours to measure.
+saved. These methods are here for their quality; what their own kernels would save is not to be seen here.
 """
 
 from __future__ import annotations

@@ -36,10 +36,14 @@ class Longformer(AttentionMethod):
         self.dilation = dilation
         self.dilated_heads = dilated_heads
 
+    @property
+    def dilates(self) -> bool:
+        return self.dilation > 1 and self.dilated_heads > 0
+
     def keeps(self, sequence: Sequence, rows: slice) -> Tensor:
         """`[B, 1 or H, t, S]` bool, one mask for all heads where none is dilated."""
         near = always_visible(sequence, rows, rows.stop, self.window, self.sinks)[:, None]
-        if self.dilation == 1 or not self.dilated_heads:
+        if not self.dilates:
             return near
         device, start = near.device, sequence.start[:, rows, None]
         j = torch.arange(rows.stop, device=device)
@@ -61,6 +65,8 @@ class Longformer(AttentionMethod):
         softcap: float | None = None,
         dropout: float = 0.0,
     ) -> Tensor:
+        if not self.dilates:
+            return super().attend(q, k, v, selection, sequence, scaling=scaling, softcap=softcap, dropout=dropout)
         self.path = "masked"
         return kept_attention(
             q, k, v, sequence, lambda rows: self.keeps(sequence, rows),

@@ -1,0 +1,65 @@
+"""One layer of other methods against full attention, as each is computed here."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from focus_exp.attention.method import AttentionMethod, LayerShape
+from focus_exp.attention.registry import build
+from focus_exp.attention.selection import Sequence
+from focus_exp.errors import first_line
+from focus_exp.reporting.rows import MethodSpeedRow
+from focus_exp.speed.layer import Layer, affordable
+from focus_exp.speed.timing import Work, alternate
+from focus_exp.speed.workload import Tensors, full_attention
+
+# name -> the method as the registry knows it, and its options
+Methods = dict[str, tuple[str, dict[str, Any]]]
+
+
+@torch.no_grad()
+def method_rows(layer: Layer, length: int, methods: Methods) -> Iterator[MethodSpeedRow]:
+    """Routing and attention of every method, all in turn with full attention; one that fails says why."""
+    tensors = Tensors.random(layer.shape, length, layer.dtype, layer.device)
+    kernel, full = full_attention(tensors, layer.device)
+    works: dict[str, Work] = {}
+    built: dict[str, AttentionMethod] = {}
+    errors: dict[str, str] = {}
+    for name, (method, options) in methods.items():
+        try:
+            built[name] = layer_of(layer, method, options)
+            works[name] = partial(attention, built[name], tensors, layer.scaling)
+            works[name]()
+        except (RuntimeError, ValueError) as error:
+            works.pop(name, None)
+            errors[name] = f"{type(error).__name__}: {first_line(error)}"
+    repeats = affordable(full, layer)
+    seconds = alternate({"full": full, **works}, repeats, layer.device)
+    for name in methods:
+        row = MethodSpeedRow(
+            method=name, tokens=length, layer=str(layer.shape), dtype=str(layer.dtype).removeprefix("torch."),
+            error=errors.get(name),
+        )  # fmt: skip
+        if name in works:
+            row.full_kernel, row.path, row.repeats = kernel, built[name].path or "", repeats
+            row.full_seconds, row.seconds = seconds["full"], seconds[name]
+        yield row
+
+
+def layer_of(layer: Layer, method: str, options: dict[str, Any]) -> AttentionMethod:
+    """A layer of the method, on the sparse path where it has one."""
+    shape = layer.shape
+    found = build(method, LayerShape(shape.width, shape.heads, shape.head_dim, 0), **options)
+    found.backend, found.sparse_from = layer.backend, 0
+    return found.to(layer.device).eval()
+
+
+def attention(method: AttentionMethod, tensors: Tensors, scaling: float) -> Tensor:
+    sequence = Sequence.plain(1, tensors.length, tensors.hidden.device)
+    selection = method.route(tensors.hidden, sequence)
+    return method.attend(tensors.q, tensors.k, tensors.v, selection, sequence, scaling=scaling)
