@@ -88,6 +88,8 @@ class ScaleConfig:
     alignment_steps: int = MISSING
     small_steps: int = MISSING  # of many runs with small_model
     scratch_steps: int = MISSING
+    warm_start_blocks: int = 12
+    warm_start_steps: int = 100
     train_tokens: int | None = None
     test_tokens: int | None = None
     windows: int | None = None
