@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from running import run, tiny, write_texts
+from running import only_run, run, tiny, write_texts
 
 from focus_exp.evaluation import quality
 from focus_exp.evaluation.quality import read_scores
@@ -16,6 +16,7 @@ from focus_exp.reporting.comparison_figure import write_comparison_figure
 from focus_exp.reporting.record import Record
 from focus_exp.reporting.rows import Arm, Row
 
+MEASURED = {"k_1": ["eval.top_k=[1]"], "k_2": ["attention.top_k=2", "eval.top_k=[2]"]}
 ARMS = {
     "focus": ["regime.steps=2"],
     "lora": ["attention=full", "regime=lora", "regime.steps=2"],
@@ -99,6 +100,24 @@ def test_a_mistake_in_any_arm_is_found_before_the_first_one_runs(tmp_path):
     assert run(*tiny(tmp_path), "job=compare").code == 2
     unknown = run(*settings(tmp_path), "arm=lorra")
     assert unknown.code == 2 and "focus, lora, window" in unknown.err
+
+
+def test_with_an_adapter_arms_measure_it_and_none_is_trained(tmp_path):
+    assert run(*tiny(tmp_path / "router"), "regime.steps=2", "regime.warmup_steps=1").code == 0
+    adapter = only_run(tmp_path / "router") / "adapter"
+    command = [*tiny(tmp_path), "job=compare", f"adapter={adapter}"]
+    command += [f"+arms.{name}=[{','.join(map(repr, settings))}]" for name, settings in MEASURED.items()]
+    result = run(*command)
+    assert result.code == 0, result.err
+    found = records(tmp_path)
+    assert [record.steps for record in found.values()] == [0, 0, 0] and "training" not in result.err
+    hard = {name: answer(found[name]) for name in MEASURED}
+    assert hard["k_1"].pairs_removed > hard["k_2"].pairs_removed == 0  # of two groups
+    assert [row.top_k for row in found[None].rows[1:]] == [1, 2]
+    assert "finished already" in run(*command).out
+
+    wrong = run(*command, "+arms.window=['attention=window','regime=none']")
+    assert wrong.code == 2 and "~arms.window" in wrong.err and "holds focus" in wrong.err
 
 
 def test_an_interrupted_comparison_goes_on_with_the_arm_it_was_at(tmp_path, monkeypatch):

@@ -9,6 +9,8 @@ from hydra.core.hydra_config import HydraConfig
 
 from focus_exp.checks import parse
 from focus_exp.config import Config
+from focus_exp.errors import UserError
+from focus_exp.jobs.adapter import with_adapter
 
 
 def compose_arms(config: Config) -> dict[str, Config]:
@@ -18,7 +20,19 @@ def compose_arms(config: Config) -> dict[str, Config]:
 
 
 def compose_arm(config: Config, name: str | None, command_line: list[str]) -> Config:
-    """What the command line says, then what every arm takes, then the arm's own settings; None: what all arms share."""
+    """What the command line says, then what every arm takes, then the arm's own settings; None: what all arms share.
+
+    With an adapter it is measured, not trained. UserError where the arm asks for another method than the adapter's.
+    """
     settings = [*config.every_arm, *(config.arms[name] if name else [])]
-    composed = compose("config", [*command_line, *settings])
-    return replace(parse(composed), job="train", arm=name, arms={}, every_arm=[])
+    composed = parse(compose("config", [*command_line, *settings]))
+    arm = replace(composed, job="evaluate" if composed.adapter else "train", arm=name, arms={}, every_arm=[])
+    if not arm.adapter:
+        return arm
+    merged = with_adapter(arm)
+    if merged.attention.method != arm.attention.method:
+        raise UserError(
+            f"arm {name} asks for attention={arm.attention.name}, but adapter={arm.adapter} holds "
+            f"{merged.attention.method}; leave the arm out with ~arms.{name}, or the adapter"
+        )
+    return merged

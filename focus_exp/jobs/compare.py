@@ -17,6 +17,7 @@ from focus_exp.evaluation.comparison import compare_arms
 from focus_exp.evaluation.controls import BASE
 from focus_exp.evaluation.outcomes import slug
 from focus_exp.jobs.arms import compose_arm, compose_arms
+from focus_exp.jobs.evaluate import evaluate
 from focus_exp.jobs.run import Run, finished_record, open_run, run_folder, seconds_text
 from focus_exp.jobs.train import describe, train
 from focus_exp.reporting.record import Record, read_metrics, write_metrics
@@ -30,7 +31,7 @@ log = logging.getLogger(__name__)
 def compare(config: Config) -> None:
     """Every arm of `config.arms` that is not finished yet, then the table; of `config.arm` alone no table is made.
 
-    An arm that fails stays in the table with its reason.
+    With `config.adapter` arms measure it and none is trained. An arm that fails stays in the table with its reason.
     """
     # all of them before the first one runs: a mistake in the last should not cost what the others take
     configs = compose_arms(config)
@@ -70,7 +71,7 @@ def run_arms(configs: dict[str, Config]) -> dict[str, str]:
         print(f"\narm {done + 1} of {len(to_run)}: {name}" + (f", about {seconds_text(left)} left" if left else ""))
         share_base(config, [other for other in configs.values() if finished_record(other)])
         try:
-            train(config)
+            (evaluate if config.adapter else train)(config)
         except OSError:  # a full disk fails every arm
             raise
         except Exception as error:  # whatever a method's code raises, the other arms go on

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from transformers import PreTrainedModel
 
-from focus_exp.checks import validate
-from focus_exp.config import AttentionConfig, Config, RegimeConfig
+from focus_exp.config import Config
 from focus_exp.errors import UserError
+from focus_exp.jobs.adapter import with_adapter
 from focus_exp.jobs.backend import set_backend
 from focus_exp.jobs.run import Run, already_finished, open_run, run_folder
 from focus_exp.jobs.train import describe, load, prepare
@@ -49,14 +47,3 @@ def put_adapter(run: Run, model: PreTrainedModel, precision: Precision, longest:
         "causal": is_causal(model),
         "trainable_parameters": description["trainable_parameters"],
     }
-
-
-def with_adapter(config: Config) -> Config:
-    """The configuration with the adapter's own method in place of attention.*, and nothing to train."""
-    description = read_description(str(config.adapter))
-    options = description["options"]
-    chosen = {key: getattr(config.attention, key) for key in ("top_k", "pair_rule", "backend")}
-    attention = AttentionConfig(name=config.attention.name, method=description["method"], **{**options, **chosen})
-    merged = replace(config, attention=attention, regime=RegimeConfig(name="none"))
-    validate(merged)
-    return merged

@@ -13,7 +13,7 @@ from hydra import compose
 from focus_exp.checks import parse
 from focus_exp.config import Config
 from focus_exp.errors import Interrupted, UserError
-from focus_exp.jobs.evaluate import with_adapter
+from focus_exp.jobs.adapter import with_adapter
 from focus_exp.jobs.report import report
 from focus_exp.jobs.run import finished_record, run_folder, seconds_text
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 from pathlib import Path
+from textwrap import wrap
 from typing import Any
 
 import numpy as np
@@ -14,6 +15,7 @@ from focus_exp.reporting.record import replace_file
 
 # Okabe and Ito's colour-blind-safe palette; black is kept for the base, wine replaces yellow, too pale for a line
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#882255")
+LINE = 108  # characters of a heading that fit into the width
 # a date or a version in the file would change it without its data having changed
 FORMATS: dict[str, dict[str, Any]] = {
     "png": {"dpi": 150, "metadata": {"Software": None}},
@@ -22,9 +24,10 @@ FORMATS: dict[str, dict[str, Any]] = {
 
 
 def canvas(heading: str, height: float, **grid: Any) -> tuple[Figure, Any]:
-    """A titled figure `height` inches high, and its axes as Figure.subplots(**grid) returns them."""
+    """A figure `height` inches high, its heading wrapped, and its axes as Figure.subplots(**grid) returns them."""
     figure = Figure(figsize=(9, height), layout="constrained")
-    figure.suptitle(heading, x=0.01, ha="left", fontsize=11)
+    lines = [part for line in heading.splitlines() for part in wrap(line, LINE)]
+    figure.suptitle("\n".join(lines), x=0.01, ha="left", fontsize=11)
     panels = figure.subplots(**grid)
     for axes in np.ravel(panels):
         axes.spines[["top", "right"]].set_visible(False)
