@@ -290,8 +290,15 @@ def test_what_does_not_follow_is_renewed(tmp_path):
     assert run(*tiny(tmp_path), "regime.steps=2").code == 0
     (path,) = (tmp_path / "runs").rglob("record.json")
     before = path.read_bytes()
-    (path.parent / "quality.csv").write_text("typed by hand")
-    assert [said.split()[0] for said in stale(tmp_path / "runs")] == [str(path.parent / "quality.csv")]
+    report = tmp_path / "runs" / "report"
+    write_report_of(tmp_path / "runs", report)
+    assert stale(tmp_path / "runs") == []
+    by_hand = [path.parent / "quality.csv", report / "claims.csv"]
+    for file in by_hand:
+        file.write_text("typed by hand")
+    (report / "report.md").unlink()
+    said = [said.split()[0] for said in stale(tmp_path / "runs")]
+    assert set(said) == {*map(str, by_hand), str(report / "report.md")}
     renew(tmp_path / "runs")
     assert stale(tmp_path / "runs") == [] and path.read_bytes() == before
 

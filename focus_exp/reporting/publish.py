@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import shutil
 from collections import Counter
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 from focus_exp.errors import UserError
 from focus_exp.reporting.claims import judged
@@ -118,7 +120,8 @@ def markdown(parts: list[Section]) -> str:
 
 
 def stale(top: Path) -> list[str]:
-    """What no longer follows from its record below `top`: published tables, as text and as CSV, and findings."""
+    """What no longer follows from its record below `top`: published tables, as text and as CSV, findings, and the
+    report of all of them if there is one in `top`/report."""
     said = []
     for path in sorted(top.rglob("record.json")):
         record, folder = Record.load(path), path.parent
@@ -133,11 +136,22 @@ def stale(top: Path) -> list[str]:
                 said.append(f"{published} does not follow from its record")
         if record.findings != all_findings(record):
             said.append(f"{path}: its findings do not follow from its numbers")
+    published = top / NAME
+    if published.is_dir():
+        with TemporaryDirectory() as aside:
+            _, written = write_report_of(top, Path(aside))
+            expected = {path.name: path.read_text(encoding="utf-8") for path in written if path.suffix != ".html"}
+        found = {path.name: path.read_text(encoding="utf-8") for path in published.glob("*") if path.name in expected}
+        said += [
+            f"{published / name} does not follow from the records"
+            for name in expected
+            if found.get(name) != expected[name]
+        ]
     return said
 
 
 def renew(top: Path) -> None:
-    """Write findings, tables and figures below `top` anew from the numbers of their records."""
+    """Write findings, tables, figures and the report below `top` anew from the numbers of their records."""
     for path in sorted(top.rglob("record.json")):
         record = Record.load(path)
         if not (path.parent / "table.md").exists() or record.status != "finished":
@@ -146,3 +160,6 @@ def renew(top: Path) -> None:
         if record.findings != (findings := all_findings(record)):
             record.findings = findings
             record.save(path)
+    if (top / NAME).is_dir():
+        shutil.rmtree(top / NAME)
+        write_report_of(top, top / NAME)
