@@ -194,7 +194,13 @@ def staircase_parts(tokens: Tokens, kernel: Kernel) -> Iterator[Part]:
                 if len(seen):
                     counted = tokens.query_groups[block, :g].float() @ tokens.key_groups[seen, :g].float().T > 0
                     drop = (seen > block[:, None]) | counted
-                    yield Part(block, seen, Meeting(drop=drop[None]), kernel, gated=True)
+                    yield Part(run_of(block), seen, Meeting(drop=drop[None]), kernel, fresh=g == 0, gated=True)
+
+
+def run_of(rows: Tensor) -> Tensor | slice:
+    """Rows without a gap as a slice, which nothing has to be gathered for."""
+    first, last = int(rows[0]), int(rows[-1])
+    return slice(first, last + 1) if last - first + 1 == len(rows) else rows
 
 
 def near_parts(tokens: Tokens, kernel: Kernel, window: int, met: bool = False) -> Iterator[Part]:

@@ -114,7 +114,7 @@ def attention_rows(layer: Layer, length: int, groupings: list[Groups]) -> Iterat
         for number, contender in enumerate(contenders):
             works[f"{number} attention"] = partial(contender.attention, tensors)
             works[f"{number} kernels"] = contender.kernels(tensors)
-        repeats = affordable(full, layer)
+        repeats = affordable(clock(full, layer.device), layer)
         seconds = alternate(works, repeats, layer.device)
         peaks = peaks_of(layer, length, groupings, backward=False)
     for number, contender in enumerate(contenders):
@@ -134,7 +134,7 @@ def attention_step_rows(layer: Layer, length: int, groupings: list[Groups]) -> I
     contenders = [Contender.of(layer, groups, tensors) for groups in groupings]
     works = {"full": partial(full_step, full, tensors)}
     works |= {str(number): partial(contender.step, tensors) for number, contender in enumerate(contenders)}
-    repeats = affordable(works["full"], layer)
+    repeats = affordable(clock(works["full"], layer.device), layer)
     seconds = alternate(works, repeats, layer.device)
     peaks = peaks_of(layer, length, groupings, backward=True)
     for number, contender in enumerate(contenders):
@@ -182,6 +182,6 @@ def work_on(layer: Layer, tensors: Tensors, groups: Groups | None, backward: boo
     return partial(contender.step if backward else contender.attention, tensors)
 
 
-def affordable(full: Work, layer: Layer) -> int:
-    """How many rounds to take, by how long full attention does."""
-    return max(LEAST_REPEATS, min(layer.repeats, int(ROUND_SECONDS / max(clock(full, layer.device), 1e-9))))
+def affordable(seconds: float, layer: Layer) -> int:
+    """How many rounds to take, where one takes so long."""
+    return max(LEAST_REPEATS, min(layer.repeats, int(ROUND_SECONDS / max(seconds, 1e-9))))

@@ -15,7 +15,7 @@ from focus_exp.attention.selection import Sequence
 from focus_exp.errors import first_line
 from focus_exp.reporting.rows import MethodSpeedRow
 from focus_exp.speed.layer import Layer, affordable
-from focus_exp.speed.timing import Work, alternate
+from focus_exp.speed.timing import Work, alternate, clock
 from focus_exp.speed.workload import Tensors, full_attention
 
 # name -> the method as the registry knows it, and its options
@@ -27,19 +27,20 @@ def method_rows(layer: Layer, length: int, methods: Methods) -> Iterator[MethodS
     """Routing and attention of every method, all in turn with full attention; one that fails says why."""
     tensors = Tensors.random(layer.shape, length, layer.dtype, layer.device)
     kernel, full = full_attention(tensors, layer.device)
-    works: dict[str, Work] = {}
+    works: dict[str, Work] = {"full": full}
+    round_seconds = clock(full, layer.device)
     built: dict[str, AttentionMethod] = {}
     errors: dict[str, str] = {}
     for name, (method, options) in methods.items():
         try:
             built[name] = layer_of(layer, method, options)
-            works[name] = partial(attention, built[name], tensors, layer.scaling)
-            works[name]()
+            work = partial(attention, built[name], tensors, layer.scaling)
+            round_seconds += clock(work, layer.device)
+            works[name] = work
         except (RuntimeError, ValueError) as error:
-            works.pop(name, None)
             errors[name] = f"{type(error).__name__}: {first_line(error)}"
-    repeats = affordable(full, layer)
-    seconds = alternate({"full": full, **works}, repeats, layer.device)
+    repeats = affordable(round_seconds, layer)
+    seconds = alternate(works, repeats, layer.device)
     for name in methods:
         row = MethodSpeedRow(
             method=name, tokens=length, layer=str(layer.shape), dtype=str(layer.dtype).removeprefix("torch."),
