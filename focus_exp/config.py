@@ -6,12 +6,11 @@ import hashlib
 import json
 from dataclasses import MISSING as MISSING_DEFAULT
 from dataclasses import asdict, dataclass, field, fields, is_dataclass
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, get_type_hints
 
 from hydra.core.config_store import ConfigStore
-from omegaconf import MISSING, OmegaConf
+from omegaconf import MISSING
 
 from focus_exp.config_jobs import (
     AnalyzeConfig,
@@ -240,20 +239,11 @@ GROUPS = {key: schema for key, schema in get_type_hints(Config).items() if is_da
 
 
 def register_schemas() -> None:
-    """Put the schemas where the defaults lists of conf/ find them, and the resolver that they use."""
-    OmegaConf.register_new_resolver("package_folder", package_folder, replace=True)
+    """Put the schemas where the defaults lists of conf/ find them."""
     store = ConfigStore.instance()
     store.store(name="base_config", node=Config)
     for group, schema in GROUPS.items():
         store.store(group=group, name=f"base_{group}", node=schema)
-
-
-def package_folder(name: str) -> str:
-    """Where the installed package `name` lies."""
-    spec = find_spec(name)
-    if spec is None or spec.origin is None:
-        raise ValueError(f"the package {name} is not installed")
-    return str(Path(spec.origin).parent)
 
 
 def phases_of(config: Config) -> list[tuple[str, PhaseConfig]]:

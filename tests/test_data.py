@@ -190,6 +190,15 @@ def test_file_errors(tmp_path):
         load(files_config(tmp_path / "texts"), tmp_path)
 
 
+def test_files_of_a_package_are_named_without_where_it_lies(tmp_path):
+    config = DataConfig(name="code", source="files", files="package:focus_exp/data/*.py", max_train_tokens=300)
+    found = load(config, tmp_path).provenance
+    assert found.requested == "package:focus_exp/data/*.py" and found.used.startswith(found.requested)
+    for absent in ("package:no_such_package/*.py", "package:a b/*.py"):
+        with pytest.raises(UserError, match="is not installed"):
+            load(DataConfig(name="code", source="files", files=absent), tmp_path)
+
+
 HUB = DataConfig(name="hub", source="hub", hub_id="owner/texts")
 
 

@@ -6,10 +6,12 @@ import glob
 import hashlib
 from collections.abc import Iterator
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 
 from focus_exp.errors import UserError
 
+PACKAGE = "package:"
 SUFFIXES = (".txt", ".md")
 # one part of this many goes to validation, one to test
 HELD_OUT = 20
@@ -30,12 +32,14 @@ class TextFile:
 def find_texts(pattern: str | None) -> list[TextFile]:
     """The non-empty text files of a folder (.txt and .md at any depth) or a glob; copies of a file count once.
 
+    package:<name>/<folder or glob> is below an installed package, wherever that lies.
+
     Sorted by content hash, so that the split does not depend on where the files lie. Raises UserError if there is no
     text or a file is not UTF-8.
     """
     if not pattern:
         raise UserError("data.source=files needs data.files, a folder or a glob such as 'texts/*.txt'.")
-    root = Path(pattern).expanduser()
+    root = in_package(pattern) if pattern.startswith(PACKAGE) else Path(pattern).expanduser()
     if root.is_dir():
         paths = [path for path in root.rglob("*") if path.suffix.lower() in SUFFIXES]
         missing = f"data.files={pattern}: the folder has no {' or '.join(SUFFIXES)} file; name others with a glob."
@@ -53,6 +57,17 @@ def find_texts(pattern: str | None) -> list[TextFile]:
     if not texts:
         raise UserError(missing)
     return [texts[digest] for digest in sorted(texts)]
+
+
+def in_package(pattern: str) -> Path:
+    """The path that package:<name>/<path> stands for. UserError where there is no such package."""
+    name, _, below = pattern.removeprefix(PACKAGE).partition("/")
+    spec = find_spec(name) if name.isidentifier() else None
+    if spec is None or spec.origin is None:
+        raise UserError(
+            f"data.files={pattern}: the package {name} is not installed."
+        )
+    return Path(spec.origin).parent / below
 
 
 def _check_utf8(path: Path, data: bytes) -> None:
