@@ -98,6 +98,8 @@ def test_a_mistake_in_any_arm_is_found_before_the_first_one_runs(tmp_path):
     assert result.code == 2 and "groops" in result.err and "did you mean" in result.err
     assert not (tmp_path / "runs").exists()
     assert run(*tiny(tmp_path), "job=compare").code == 2
+    base = run(*settings(tmp_path, focus=[], nothing=["attention=full", "regime=none"]))
+    assert base.code == 2 and "~arms.nothing" in base.err and not (tmp_path / "runs").exists()
     unknown = run(*settings(tmp_path), "arm=lorra")
     assert unknown.code == 2 and "focus, lora, window" in unknown.err
 

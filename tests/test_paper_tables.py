@@ -308,6 +308,12 @@ def test_the_front_is_what_nothing_beats(found):
         assert ((ratio, cost) in best) == (not beaten)
 
 
+def test_arms_that_the_paper_does_not_have_are_named_too():
+    arms = [row("focus_k2", kind="hard"), row("lora_1e-5", kind="trained"), row("lora_1e-2", kind="trained")]
+    runs = [line["run"] for line in lines(table("table4_alignment", named("alignment", *arms))) if line["run"] != "-"]
+    assert {run.split(": ")[-1] for run in runs} == {"base", "focus_k2", "lora_1e-5", "lora_1e-2"}
+
+
 def test_figure_1_needs_both_quality_and_speed(tmp_path):
     fingerprint = {"name": "small", "fingerprint": "1"}
     record = compare(model=fingerprint)

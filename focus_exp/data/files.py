@@ -64,9 +64,7 @@ def in_package(pattern: str) -> Path:
     name, _, below = pattern.removeprefix(PACKAGE).partition("/")
     spec = find_spec(name) if name.isidentifier() else None
     if spec is None or spec.origin is None:
-        raise UserError(
-            f"data.files={pattern}: the package {name} is not installed."
-        )
+        raise UserError(f"data.files={pattern}: the package {name} is not installed.")
     return Path(spec.origin).parent / below
 
 

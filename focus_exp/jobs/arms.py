@@ -8,7 +8,7 @@ from hydra import compose
 from hydra.core.hydra_config import HydraConfig
 
 from focus_exp.checks import parse
-from focus_exp.config import Config
+from focus_exp.config import Config, phases_of
 from focus_exp.errors import UserError
 from focus_exp.jobs.adapter import with_adapter
 
@@ -22,11 +22,16 @@ def compose_arms(config: Config) -> dict[str, Config]:
 def compose_arm(config: Config, name: str | None, command_line: list[str]) -> Config:
     """What the command line says, then what every arm takes, then the arm's own settings; None: what all arms share.
 
-    With an adapter it is measured, not trained. UserError where the arm asks for another method than the adapter's.
+    With an adapter it is measured, not trained. UserError where the arm asks for another method than the adapter's, or
+    for no more than the base.
     """
     settings = [*config.every_arm, *(config.arms[name] if name else [])]
     composed = parse(compose("config", [*command_line, *settings]))
     arm = replace(composed, job="evaluate" if composed.adapter else "train", arm=name, arms={}, every_arm=[])
+    if name and arm.attention.method == "full" and not phases_of(arm):
+        raise UserError(
+            f"arm {name} is the base as it is, which every comparison measures; leave it out with ~arms.{name}"
+        )
     if not arm.adapter:
         return arm
     merged = with_adapter(arm)

@@ -194,8 +194,8 @@ def _table(name: str, entry: dict[str, Any]) -> PaperTable:
 
 def row_name(row: dict[str, Any], key: Sequence[str]) -> str:
     """The cells that name a row of the paper, those that are empty left out: "lora_r4 1e-05"."""
-    cells = [f"{row[column]:g}" if isinstance(row[column], float) else row[column] for column in key]
-    return " ".join(str(cell) for cell in cells if cell is not None)
+    cells = [row[column] for column in key if row.get(column) is not None]
+    return " ".join(f"{cell:g}" if isinstance(cell, float) else str(cell) for cell in cells)
 
 
 def _place(part: str | dict[str, Any], common: dict[str, Any]) -> Place:
