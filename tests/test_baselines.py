@@ -30,6 +30,7 @@ from focus_exp.attention.registry import METHODS, build
 from focus_exp.attention.selection import PairCounts, Selection, Sequence
 from focus_exp.checks import CHOICES
 from focus_exp.config import AttentionConfig
+from focus_exp.config_jobs import ScaleConfig
 from focus_exp.jobs.train import method_options
 from focus_exp.models.attach import attached_methods
 
@@ -766,7 +767,10 @@ def test_what_is_loaded_is_what_was_saved(tiny_model, attached, tmp_path, way):
 def composed(name: str) -> AttentionConfig:
     overlay = OmegaConf.load(CONF / f"{name}.yaml")
     del overlay["defaults"]
-    return OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(AttentionConfig), overlay))
+    whole = OmegaConf.create(
+        {"attention": OmegaConf.structured(AttentionConfig), "scale": OmegaConf.structured(ScaleConfig)}
+    )
+    return OmegaConf.to_object(OmegaConf.merge(whole, {"attention": overlay}).attention)
 
 
 @pytest.mark.parametrize("name", sorted(path.stem for path in CONF.glob("*.yaml") if path.stem != "full"))
