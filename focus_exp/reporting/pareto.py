@@ -8,6 +8,7 @@ from statistics import fmean
 from typing import Any
 
 from matplotlib.figure import Figure
+from matplotlib.ticker import LogLocator, NullFormatter
 
 from focus_exp.reporting.canvas import COLOURS, canvas, save_figures
 from focus_exp.reporting.comparison import NON_CAUSAL
@@ -239,12 +240,17 @@ def _figure(found: list[Point]) -> Figure | None:
     claim = f"paper: K = {GROUPS}, {LENGTH:,} tokens, H100"
     timed.plot(*zip(*printed, strict=True), "s", color="0.35", markerfacecolor="none", markersize=11, label=claim)
     untimed.set(xlabel="not timed here", xticks=[], xlim=(-0.1, 1), ylabel="change of perplexity [%]")
-    fastest = max([speed for speed, _ in printed] + [point.ratio or 0.0 for point, _ in shown])
-    timed.set(xlabel="ratio to full attention (above 1: faster)", xlim=(0, fastest * 1.15))
+    ratios = [speed for speed, _ in printed] + [point.ratio for point, _ in shown if point.ratio]
+    timed.set(
+        xlabel="ratio to full attention (above 1: faster)", xscale="log", xlim=(0.8 * min(ratios), 4 * max(ratios))
+    )
+    timed.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    timed.xaxis.set_major_formatter("{x:g}")
+    timed.xaxis.set_minor_formatter(NullFormatter())
     timed.axvline(1, color="black", linestyle=":", linewidth=1)
     for axes in (untimed, timed):
         axes.axhline(0, color="black", linestyle=":", linewidth=1)
     lowest = min([cost for _, cost in shown] + [cost for _, cost in printed])
     timed.set_ylim(edge + 3, lowest - 3)  # inverted: better is higher
-    timed.legend(frameon=False, loc="lower right")
+    timed.legend(frameon=False, loc="upper right")
     return figure
