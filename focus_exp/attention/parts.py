@@ -150,7 +150,7 @@ def rows_of(x: Tensor, rows: Rows) -> Tensor:
 
 
 def parts(tokens: Tokens, kernel: Kernel, window: int, scaling: float, softcap: float | None = None) -> Iterator[Part]:
-    """All parts of the kept pairs, each pair once; those of `fresh` targets first."""
+    """All parts of the kept pairs, each pair once; of the same targets the `fresh` one first."""
     if kernel.takes == "predicate":
         yield whole_part(tokens, kernel, window)
         return

@@ -16,7 +16,7 @@ def report(config: Config) -> None:
     runs = Path(config.runs_dir)
     if config.report.check:
         published = runs / "records" if (runs / "records").is_dir() else runs
-        if wrong := stale(published):
+        if wrong := stale(published, config.scale.name):
             raise UserError("\n  ".join([f"{len(wrong)} things do not follow from their records:", *wrong]))
         print(f"every published table below {published} follows from its record")
         return

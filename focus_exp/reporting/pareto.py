@@ -18,7 +18,7 @@ from focus_exp.reporting.paper_measures import NOT_RUN, Measure, Value, change, 
 from focus_exp.reporting.paper_places import PaperTable, Scene, paper_tables, row_name, scenes
 from focus_exp.reporting.paper_report import made_by, printed_change, where
 from focus_exp.reporting.record import Record
-from focus_exp.reporting.rows import Row
+from focus_exp.reporting.rows import MethodSpeedRow, Row
 from focus_exp.reporting.speed_methods import MASKED
 from focus_exp.reporting.speed_notes import number_text
 from focus_exp.reporting.tables import ABSENT, Table, caveats
@@ -27,11 +27,25 @@ NAME = "figure1"
 LENGTH, GROUPS = 65_536, 4  # of the paper's figure
 CHANGE = Measure("change", signed, unit=" %")
 WIDEST = 20.0  # per cent of perplexity, beyond which a point is named at the edge
-HOW = {MASKED: "computed by masks over all pairs, which saves nothing"}
 COLUMNS = [
     *("method", "PPL vs pretrained: paper", "PPL vs pretrained: here", "speed: paper", "speed: here", "timed"),
     *("run", "model and text", "seeds", "made by"),
 ]
+
+
+@dataclass(frozen=True)
+class Speed:
+    """A layer that was timed. ratio: over full attention."""
+
+    record: Record
+    tokens: int
+    ratio: float
+    what: str
+    dtype: str
+    preferred: bool = False
+
+    def __str__(self) -> str:
+        return f"{self.tokens:,} tokens, {self.what}, {self.dtype}, {self.record.device.split(',')[0]}"
 
 
 @dataclass(frozen=True)
@@ -44,7 +58,7 @@ class Point:
     changes: list[Value]
     ratio: float | None
     timed: str
-    speed: Record | None = None
+    speed: Speed | None = None
 
     @property
     def change(self) -> float | None:
@@ -103,35 +117,18 @@ def _point(method: str, paper: dict[str, Any], group: list[Scene], runs: Runs) -
     speed = speed_of(group[-1], runs)
     if speed is None:
         return Point(method, paper, group, changes, None, "not timed here")
-    return Point(method, paper, group, changes, *speed)
+    return Point(method, paper, group, changes, speed.ratio, str(speed), speed)
 
 
-def speed_of(scene: Scene, runs: Runs) -> tuple[float, str, Record] | None:
-    """Ratio over full attention of a layer of the same model, in words what was timed, and the record."""
+def speed_of(scene: Scene, runs: Runs) -> Speed | None:
+    """A layer of the same model, at the length at which other methods were timed or else the longest."""
     row = scene.row("ppl")
     if row is None:
         return None
     records = [record for record in runs.finished() if _same_model(record, scene.record)]
     found = _speeds_of_focus(scene, row, records) if row.method == "focus" else _speeds_of(row.method, records)
-    # where others were timed too, all at that length
     common = max((timed.tokens for record in records for timed in record.method_speed), default=0)
-    best = max(found, key=lambda speed: (speed.tokens == common, speed.tokens, speed.preferred), default=None)
-    if best is None:
-        return None
-    device = best.record.device.split(",")[0]
-    return best.ratio, f"{best.tokens:,} tokens, {best.what}, {best.dtype}, {device}", best.record
-
-
-@dataclass(frozen=True)
-class Speed:
-    """A layer that was timed."""
-
-    record: Record
-    tokens: int
-    ratio: float
-    what: str
-    dtype: str
-    preferred: bool = False
+    return max(found, key=lambda speed: (speed.tokens == common, speed.tokens, speed.preferred), default=None)
 
 
 def _speeds_of_focus(scene: Scene, row: Row, records: list[Record]) -> list[Speed]:
@@ -151,11 +148,15 @@ def _speeds_of_focus(scene: Scene, row: Row, records: list[Record]) -> list[Spee
 
 def _speeds_of(method: str, records: list[Record]) -> list[Speed]:
     return [
-        Speed(record, timed.tokens, timed.ratio, HOW.get(timed.path, f"by {timed.path}"), timed.dtype)
+        Speed(record, timed.tokens, timed.ratio, _how(timed), timed.dtype)
         for record in records
         for timed in record.method_speed
         if timed.method == method and timed.ratio
     ]
+
+
+def _how(timed: MethodSpeedRow) -> str:
+    return "computed by masks over all pairs, which saves nothing" if timed.path == MASKED else f"by {timed.path}"
 
 
 def _same_model(one: Record, other: Record) -> bool:
@@ -170,8 +171,8 @@ def pareto_table(found: list[Point]) -> Table:
         ratio = paper_speeds().get(point.method) if point.paper else None
         record = point.group[-1].record if point.group else None
         made = made_by(point.group[-1]) if point.group else "python -m focus_exp +experiment=compare"
-        if point.speed is not None and point.speed is not record:
-            made += f"; speed by {point.speed.command}, {(point.speed.commit or 'no commit')[:7]}"
+        if point.speed is not None and (timed := point.speed.record) is not record:
+            made += f"; speed by {timed.command}, {(timed.commit or 'no commit')[:7]}"
         rows.append(
             [
                 point.method,
@@ -199,8 +200,8 @@ def pareto_table(found: list[Point]) -> Table:
         notes=[
             *dict.fromkeys(note for record in records for note in caveats(record)),
             f"paper: the speed of table 6 at {LENGTH:,} tokens and K = {GROUPS}; of the other methods it prints none",
-            "here: one attention layer with routing over full attention in the same run, at the longest length "
-            "at which all were timed; perplexity in windows of T tokens",
+            "here: one attention layer with routing over full attention in the same run, at the length at which other "
+            "methods were timed, or where it was not timed there at its longest; perplexity in windows of T tokens",
         ],
         values=values,
     )
@@ -226,13 +227,19 @@ def _figure(found: list[Point]) -> Figure | None:
         return None
     heading = "Change of perplexity from the base against measured speed: up and to the right is better"
     figure, (untimed, timed) = canvas(heading, height=5.5, ncols=2, sharey=True, width_ratios=(1, 3))
+    longest = max((point.speed.tokens for point, _ in shown if point.speed), default=0)
     edge = min(WIDEST, max(cost for _, cost in shown) + 2)
     for point, cost in shown:
         axes, x = timed if point.ratio else untimed, point.ratio or 0.0
         axes.plot(x, min(cost, edge), "o", color=COLOURS[0] if point.causal else COLOURS[1], markersize=8)
         beyond = f" {cost:+,.0f} %" if cost > edge else ""
         future = "" if point.causal else f"\n({NON_CAUSAL})"
-        text, here, beside = f"{point.label}{beyond}{future}", (x, min(cost, edge)), (7, 5 if point.paper else -15)
+        length = f" ({point.speed.tokens:,} tokens)" if point.speed and point.speed.tokens != longest else ""
+        text, here, beside = (
+            f"{point.label}{length}{beyond}{future}",
+            (x, min(cost, edge)),
+            (7, 5 if point.paper else -15),
+        )
         axes.annotate(text, here, beside, textcoords="offset points", fontsize=9)
     best = front([(point.ratio, cost) for point, cost in shown if point.ratio and point.causal])
     timed.plot(*zip(*best, strict=True), color=COLOURS[0], alpha=0.4, zorder=0, label="not beaten in both")

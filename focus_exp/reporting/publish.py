@@ -119,7 +119,7 @@ def markdown(parts: list[Section]) -> str:
     return "\n".join(lines)
 
 
-def stale(top: Path) -> list[str]:
+def stale(top: Path, scale: str = "") -> list[str]:
     """What no longer follows from its record below `top`: published tables, as text and as CSV, findings, and the
     report of all of them if there is one in `top`/report."""
     said = []
@@ -139,7 +139,7 @@ def stale(top: Path) -> list[str]:
     published = top / NAME
     if published.is_dir():
         with TemporaryDirectory() as aside:
-            _, written = write_report_of(top, Path(aside))
+            _, written = write_report_of(top, Path(aside), scale)
             expected = {path.name: path.read_text(encoding="utf-8") for path in written if path.suffix != ".html"}
         found = {path.name: path.read_text(encoding="utf-8") for path in published.glob("*") if path.name in expected}
         said += [

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from focus_exp.reporting.record import Record
-from focus_exp.reporting.rows import SpeedRow
+from focus_exp.reporting.rows import MethodSpeedRow, SpeedRow
 from focus_exp.reporting.speed_series import label, setting
 from focus_exp.reporting.tables import ABSENT, assets, caveats, facts, origin
 
@@ -43,10 +43,7 @@ def notes(record: Record, rows: list[SpeedRow], meanings: list[str]) -> list[str
     """What was really run for `rows`, the failures among them, what the columns mean, and where it all comes from."""
     measured = {
         **(record.config.get("bench") or {}),
-        "layer": distinct(row.layer for row in rows),
-        "dtype": distinct(row.dtype for row in rows),
-        "full attention by": distinct(row.full_kernel for row in rows),
-        "repeats": distinct(row.repeats or "" for row in rows),
+        **conditions(rows),
         "window": distinct(row.window for row in rows),
     }
     failed = [row for row in rows if row.error is not None]
@@ -58,6 +55,16 @@ def notes(record: Record, rows: list[SpeedRow], meanings: list[str]) -> list[str
         *meanings,
         origin(record),
     ]
+
+
+def conditions(rows: Sequence[SpeedRow] | Sequence[MethodSpeedRow]) -> dict[str, str]:
+    """On what and how often `rows` were measured."""
+    return {
+        "layer": distinct(row.layer for row in rows),
+        "dtype": distinct(row.dtype for row in rows),
+        "full attention by": distinct(row.full_kernel for row in rows),
+        "repeats": distinct(row.repeats or "" for row in rows),
+    }
 
 
 def distinct(values: Iterable[Any]) -> str:

@@ -41,10 +41,8 @@ class Longformer(AttentionMethod):
         return self.dilation > 1 and self.dilated_heads > 0
 
     def keeps(self, sequence: Sequence, rows: slice) -> Tensor:
-        """`[B, 1 or H, t, S]` bool, one mask for all heads where none is dilated."""
+        """`[B, H, t, S]` bool, where some heads are dilated."""
         near = always_visible(sequence, rows, rows.stop, self.window, self.sinks)[:, None]
-        if not self.dilates:
-            return near
         device, start = near.device, sequence.start[:, rows, None]
         j = torch.arange(rows.stop, device=device)
         distance = torch.arange(rows.start, rows.stop, device=device)[:, None] - j
@@ -76,6 +74,8 @@ class Longformer(AttentionMethod):
     @torch.no_grad()
     def count_pairs(self, selection: Selection, sequence: Sequence) -> PairCounts:
         """Summed over heads where heads differ; distant are the pairs that not every head keeps."""
+        if not self.dilates:
+            return super().count_pairs(selection, sequence)
         total = distant = kept = 0
         for rows in row_blocks(sequence.start.shape[1], 512):
             seen, keep = real_pairs(sequence, rows)[:, None], self.keeps(sequence, rows)
