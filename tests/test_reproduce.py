@@ -1,5 +1,7 @@
 """job=reproduce: tables in turn, adapters handed on, failures named, finished ones left alone."""
 
+import shutil
+
 from running import run, tiny
 
 from focus_exp.jobs.reproduce import estimate
@@ -44,6 +46,10 @@ def test_a_comparison_whose_arms_share_settings_is_found_again(tmp_path):
     assert "1 tables, 1 finished already" in reproduce(tmp_path, compared=arms).out
     (found,) = [r for r in map(Record.load, (tmp_path / "runs").rglob("record.json")) if r.arms]
     assert found.setting("attention", "window") == 6  # what all arms share is on record
+
+    # as if a file of conf/ that an arm names now said something else
+    shutil.move(found.arms[0].folder, f"{found.arms[0].folder}-before")
+    assert "1 tables, 0 finished already" in reproduce(tmp_path, compared=arms).out
 
 
 def test_an_adapter_of_no_table_is_refused_before_anything_runs(tmp_path):

@@ -14,6 +14,7 @@ from focus_exp.checks import parse
 from focus_exp.config import Config
 from focus_exp.errors import Interrupted, UserError
 from focus_exp.jobs.adapter import with_adapter
+from focus_exp.jobs.arms import compose_arm
 from focus_exp.jobs.report import report
 from focus_exp.jobs.run import finished_record, run_folder, seconds_text
 
@@ -82,14 +83,16 @@ def composed(overrides: list[str]) -> Config:
 
 
 def finished(overrides: list[str]) -> bool:
-    """Whether the run that this command makes is there."""
+    """Whether the run that this command makes is there, a comparison's with every arm as it would be run now."""
     config = composed(overrides)
-    if config.adapter:
-        try:
-            config = with_adapter(config)
-        except UserError:  # the adapter is still to be made
+    try:
+        run = with_adapter(config) if config.adapter else config
+        if finished_record(replace(run, overwrite=False)) is None:
             return False
-    return finished_record(replace(config, overwrite=False)) is not None
+        arms = [compose_arm(config, name, overrides) for name in config.arms]
+    except UserError:  # the adapter is still to be made
+        return False
+    return all(finished_record(replace(arm, overwrite=False)) for arm in arms)
 
 
 def estimate(minutes: dict[str, float], pace: dict[str, float]) -> str:
