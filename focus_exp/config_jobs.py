@@ -44,6 +44,7 @@ class ReportConfig:
     name: str = MISSING
     folder: str | None = None  # null: report, in runs_dir
     check: bool = False  # only say which published tables no longer follow from their records
+    publish: bool = False  # only copy finished runs to runs_dir/records, in place of those they supersede
 
 
 @dataclass

@@ -2,7 +2,6 @@
 
 import csv
 import html.parser
-import json
 import re
 import shutil
 import subprocess
@@ -18,7 +17,6 @@ from focus_exp.reporting.claims import claims, judged
 from focus_exp.reporting.gather import gather
 from focus_exp.reporting.latex import escaped_latex, latex_document, latex_table
 from focus_exp.reporting.page import Section, page
-from focus_exp.reporting.publish import claim_table, renew, stale, write_report_of
 from focus_exp.reporting.record import Record
 from focus_exp.reporting.rows import Row, SpeedRow
 from focus_exp.reporting.tables import Table
@@ -31,6 +29,7 @@ from focus_exp.reporting.verdicts import (
     UNDECIDED,
     VERDICTS,
 )
+from focus_exp.reporting.whole_report import write_report_of
 
 RECORDS = Path(__file__).parent.parent / "runs" / "records"
 
@@ -273,39 +272,6 @@ def test_a_copied_record_counts_once_and_the_copy_is_named(tmp_path):
 def test_arms_are_in_the_record_of_their_comparison(tmp_path):
     assert run(*settings(tmp_path)).code == 0
     assert [record.config["job"] for _, record in gather(tmp_path / "runs").found] == ["compare"]
-
-
-def test_a_published_table_that_does_not_follow_is_named(tmp_path):
-    assert run(*tiny(tmp_path), "regime.steps=2").code == 0
-    assert run(*tiny(tmp_path), "job=report", "report.check=true").code == 0
-    (path,) = (tmp_path / "runs").rglob("record.json")
-    values = json.loads(path.read_text())
-    values["rows"][1]["perplexity"] += 1
-    path.write_text(json.dumps(values))
-    result = run(*tiny(tmp_path), "job=report", "report.check=true")
-    assert result.code == 2 and "table.md does not follow from its record" in result.err
-
-
-def test_what_does_not_follow_is_renewed(tmp_path):
-    assert run(*tiny(tmp_path), "regime.steps=2").code == 0
-    (path,) = (tmp_path / "runs").rglob("record.json")
-    before = path.read_bytes()
-    report = tmp_path / "runs" / "report"
-    write_report_of(tmp_path / "runs", report)
-    assert stale(tmp_path / "runs") == []
-    by_hand = [path.parent / "quality.csv", report / "claims.csv"]
-    for file in by_hand:
-        file.write_text("typed by hand")
-    (report / "report.md").unlink()
-    said = [said.split()[0] for said in stale(tmp_path / "runs")]
-    assert set(said) == {*map(str, by_hand), str(report / "report.md")}
-    renew(tmp_path / "runs")
-    assert stale(tmp_path / "runs") == [] and path.read_bytes() == before
-
-
-def test_every_committed_table_follows_from_its_record():
-    assert stale(RECORDS) == []
-    assert claim_table(gather(RECORDS)).rows
 
 
 def test_an_empty_folder_is_one_message(tmp_path):

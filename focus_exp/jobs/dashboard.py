@@ -9,7 +9,7 @@ from typing import Any
 from focus_exp.config import Config
 from focus_exp.reporting.dashboard import log_tables, wandb_mode
 from focus_exp.reporting.gather import gather
-from focus_exp.reporting.publish import require_records, sections
+from focus_exp.reporting.whole_report import require_records, sections
 from focus_exp.reporting.workspace import REPORT, need_library, push, report, workspaces, write_specs
 
 NOWHERE = "your-entity"

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import shutil
 from collections import Counter
 from pathlib import Path
-from tempfile import TemporaryDirectory
 
 from focus_exp.errors import UserError
 from focus_exp.reporting.claims import judged
@@ -14,8 +12,8 @@ from focus_exp.reporting.latex import latex_document
 from focus_exp.reporting.page import Section, page
 from focus_exp.reporting.paper_report import paper_report
 from focus_exp.reporting.pareto import pareto_table, points, write_pareto
-from focus_exp.reporting.record import Record, read_metrics, replace_file
-from focus_exp.reporting.report import all_findings, all_tables, write_report
+from focus_exp.reporting.record import Record, replace_file
+from focus_exp.reporting.report import all_tables
 from focus_exp.reporting.seeds import seeds_table
 from focus_exp.reporting.tables import ABSENT, Table
 from focus_exp.reporting.traps import traps_table
@@ -117,49 +115,3 @@ def markdown(parts: list[Section]) -> str:
         lines += [table.to_markdown() for table in part.tables]
         above = part.part
     return "\n".join(lines)
-
-
-def stale(top: Path, scale: str = "") -> list[str]:
-    """What no longer follows from its record below `top`: published tables, as text and as CSV, findings, and the
-    report of all of them if there is one in `top`/report."""
-    said = []
-    for path in sorted(top.rglob("record.json")):
-        record, folder = Record.load(path), path.parent
-        if not (folder / "table.md").exists() or record.status != "finished":
-            continue
-        tables = all_tables(record)
-        expected = {"table.md": "\n".join(table.to_markdown() for table in tables)}
-        expected |= {f"{table.name}.csv": table.to_csv() for table in tables}
-        for name, text in expected.items():
-            published = folder / name
-            if not published.exists() or published.read_text(encoding="utf-8") != text:
-                said.append(f"{published} does not follow from its record")
-        if record.findings != all_findings(record):
-            said.append(f"{path}: its findings do not follow from its numbers")
-    published = top / NAME
-    if published.is_dir():
-        with TemporaryDirectory() as aside:
-            _, written = write_report_of(top, Path(aside), scale)
-            expected = {path.name: path.read_text(encoding="utf-8") for path in written if path.suffix != ".html"}
-        found = {path.name: path.read_text(encoding="utf-8") for path in published.glob("*") if path.name in expected}
-        said += [
-            f"{published / name} does not follow from the records"
-            for name in expected
-            if found.get(name) != expected[name]
-        ]
-    return said
-
-
-def renew(top: Path) -> None:
-    """Write findings, tables, figures and the report below `top` anew from the numbers of their records."""
-    for path in sorted(top.rglob("record.json")):
-        record = Record.load(path)
-        if not (path.parent / "table.md").exists() or record.status != "finished":
-            continue
-        write_report(record, read_metrics(path.parent / "metrics.jsonl"), path.parent)
-        if record.findings != (findings := all_findings(record)):
-            record.findings = findings
-            record.save(path)
-    if (top / NAME).is_dir():
-        shutil.rmtree(top / NAME)
-        write_report_of(top, top / NAME)

@@ -1,0 +1,113 @@
+"""The records that are committed: copied from finished runs, checked against their numbers, written anew from them."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+from focus_exp.errors import UserError
+from focus_exp.reporting.gather import QUICK
+from focus_exp.reporting.record import Record, read_metrics
+from focus_exp.reporting.report import all_findings, all_tables, write_report
+from focus_exp.reporting.whole_report import NAME, write_report_of
+
+FILES = ("config.yaml", "record.json")
+# of a run that is not an arm; a comparison has its arms' tables, figures and curves
+FILES_OF_TABLES = (
+    *("table.md", "*.csv", "metrics.jsonl", "probe.jsonl", "figures/*"),
+    *("continuations.md", "passage.html", "groups/passage.json"),
+)
+
+
+def publish(runs: Path, records: Path) -> tuple[list[Path], list[Path]]:
+    """Copy what is worth keeping of every finished run below `runs` to the same place below `records`, then renew.
+
+    Records of the same experiments on the same kind of device that are not below `runs` are superseded and removed,
+    others stay. Runs at scale=quick measure nothing and are left out. Returns the published and the removed folders;
+    UserError where no run is finished.
+    """
+    found = {path.parent.relative_to(runs): record for path, record in _finished(runs) if records not in path.parents}
+    if not found:
+        raise UserError(f"there is no finished run below {runs} to publish; at scale={QUICK} nothing is measured")
+    for place, record in found.items():
+        patterns = FILES if record.config.get("arm") else (*FILES, *FILES_OF_TABLES)
+        aside = records / place.with_name(f".{place.name}.aside")
+        shutil.rmtree(aside, ignore_errors=True)
+        for file in [file for pattern in patterns for file in sorted((runs / place).glob(pattern))]:
+            copy = aside / file.relative_to(runs / place)
+            copy.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(file, copy)
+        shutil.rmtree(records / place, ignore_errors=True)
+        aside.rename(records / place)
+    ours = {(record.experiment, _kind(record)) for record in found.values()}
+    removed = [
+        path.parent
+        for path, record in _finished(records)
+        if (record.experiment, _kind(record)) in ours and path.parent.relative_to(records) not in found
+    ]
+    for folder in removed:
+        shutil.rmtree(folder)
+        if not any(folder.parent.iterdir()):
+            folder.parent.rmdir()
+    renew(records)
+    return [records / place for place in found], removed
+
+
+def _finished(top: Path) -> list[tuple[Path, Record]]:
+    loaded = [(path, Record.load(path)) for path in sorted(top.rglob("record.json"))]
+    return [(p, r) for p, r in loaded if r.status == "finished" and r.setting("scale", "name") != QUICK]
+
+
+def _kind(record: Record) -> str:
+    """Of device: `cpu, 2 threads, float32` is cpu."""
+    return record.device.partition(",")[0]
+
+
+def stale(top: Path, scale: str = "") -> list[str]:
+    """What no longer follows from its record below `top`: published tables, as text and as CSV, findings, and the
+    report of all of them if there is one in `top`/report."""
+    said = []
+    for path in sorted(top.rglob("record.json")):
+        record, folder = Record.load(path), path.parent
+        if not (folder / "table.md").exists() or record.status != "finished":
+            continue
+        tables = all_tables(record)
+        expected = {"table.md": "\n".join(table.to_markdown() for table in tables)}
+        expected |= {f"{table.name}.csv": table.to_csv() for table in tables}
+        for name, text in expected.items():
+            published = folder / name
+            if not published.exists() or published.read_text(encoding="utf-8") != text:
+                said.append(f"{published} does not follow from its record")
+        if record.findings != all_findings(record):
+            said.append(f"{path}: its findings do not follow from its numbers")
+    published = top / NAME
+    if published.is_dir():
+        with TemporaryDirectory() as aside:
+            _, written = write_report_of(top, Path(aside), scale)
+            expected = {path.name: path.read_text(encoding="utf-8") for path in written if path.suffix != ".html"}
+        found = {path.name: path.read_text(encoding="utf-8") for path in published.glob("*") if path.name in expected}
+        said += [
+            f"{published / name} does not follow from the records"
+            for name in expected
+            if found.get(name) != expected[name]
+        ]
+    return said
+
+
+def renew(top: Path) -> None:
+    """Write findings, tables, figures and the report below `top` anew from the numbers of their records."""
+    for path in sorted(top.rglob("record.json")):
+        record = Record.load(path)
+        if not (path.parent / "table.md").exists() or record.status != "finished":
+            continue
+        write_report(record, read_metrics(path.parent / "metrics.jsonl"), path.parent)
+        if record.findings != (findings := all_findings(record)):
+            record.findings = findings
+            record.save(path)
+    if (top / NAME).is_dir():
+        aside = top / f".{NAME}.aside"
+        shutil.rmtree(aside, ignore_errors=True)
+        write_report_of(top, aside)
+        shutil.rmtree(top / NAME)  # with the tables of runs that are gone
+        aside.rename(top / NAME)
