@@ -157,13 +157,14 @@ def test_the_base_is_measured_once_for_all_arms_that_share_it(tmp_path, monkeypa
         return real(model, blocks, indices, batch_size, precision, label)
 
     monkeypatch.setattr(quality, "score", counting)
-    other = {**ARMS, "longer": ["attention=window", "regime=none", "eval.window=48"]}
+    # what is asked of the routed model alone is no reason to measure the base again
+    other = {**ARMS, "wider": ["eval.top_k=[2]"], "longer": ["attention=window", "regime=none", "eval.window=48"]}
     run(*settings(tmp_path, **other))
     assert scored.count("base, full attention") == 2
     comparison = records(tmp_path)[None]
     assert comparison.rows[-1].arm == "longer" and comparison.rows[-1].delta_vs_hard is None
     overwritten = run(*settings(tmp_path, **other), "overwrite=true")
-    assert "arm 4 of 4: longer" in overwritten.out
+    assert "arm 5 of 5: longer" in overwritten.out
 
 
 def row(arm, kind="control", nll=3.0, **fields):

@@ -96,7 +96,7 @@ def share_base(config: Config, others: list[Config]) -> None:
 
 def same_base(config: Config) -> tuple[object, ...]:
     """What the scores of a model with nothing attached depend on."""
-    evaluation = replace(config.eval, controls=True, pair_rules=[], request_batch_size=1, batch_size=1)
+    evaluation = replace(config.eval, controls=True, top_k=[], pair_rules=[], request_batch_size=1, batch_size=1)
     window = config.eval.suite_window or config.attention.window  # of the long-range suite
     trainer = config.trainer
     precision = choose_precision(trainer.precision, trainer.accelerator, config.regime.trains("all"))
