@@ -44,7 +44,6 @@ class ReportConfig:
     name: str = MISSING
     folder: str | None = None  # null: report, in runs_dir
     check: bool = False  # only say which published tables no longer follow from their records
-    publish: bool = False  # only copy finished runs to runs_dir/records, in place of those they supersede
 
 
 @dataclass
@@ -76,6 +75,7 @@ class ReproduceConfig:
     tables: dict[str, list[str]] = field(default_factory=dict)
     minutes: dict[str, float] = field(default_factory=dict)  # about, at scale=embedded on 2 CPU cores
     only: list[str] = field(default_factory=list)  # of these tables; empty: all
+    publish: bool = False  # then copy their records to runs_dir/records, in place of those they supersede
 
 
 @dataclass

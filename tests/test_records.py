@@ -7,50 +7,31 @@ from pathlib import Path
 from running import run, tiny
 
 from focus_exp.reporting.record import Record
-from focus_exp.reporting.records import renew, stale
+from focus_exp.reporting.records import publish, renew, stale
 from focus_exp.reporting.whole_report import write_report_of
 
 RECORDS = Path(__file__).parent.parent / "runs" / "records"
-PUBLISH = ("job=report", "report.publish=true")
 
 
-def test_finished_runs_are_published_in_place_of_those_they_supersede(tmp_path):
-    runs, records = tmp_path / "runs", tmp_path / "runs" / "records"
+def test_published_runs_supersede_those_that_no_table_makes_any_more(tmp_path):
     assert run(*tiny(tmp_path), "regime.steps=2").code == 0
+    runs, records = tmp_path / "runs", tmp_path / "runs" / "records"
     (path,) = runs.rglob("record.json")
+    place = path.parent.relative_to(runs)
     record = Record.load(path)
-    older, elsewhere = (records / record.experiment / name / "seed=0-0123" for name in ("older", "on_gpu"))
-    record.save(older / "record.json")
+    older, current, elsewhere = (records / record.experiment / name / "seed=0-01" for name in ("old", "new", "gpu"))
+    for folder in (older, current):
+        record.save(folder / "record.json")
     record.device = "NVIDIA H200, 1 device, bfloat16"
     record.save(elsewhere / "record.json")
-    record.status = "interrupted"
-    record.save(runs / record.experiment / "not_done" / "record.json")
 
-    result = run(*tiny(tmp_path), *PUBLISH)
-    assert result.code == 0 and "1 runs published" in result.out
-    assert f"removed, superseded: {older}" in result.out and not older.parent.exists()
-    assert (elsewhere / "record.json").exists() and not (records / record.experiment / "not_done").exists()
-    place = path.parent.relative_to(runs)
-    kept = {file.relative_to(records / place).as_posix() for file in (records / place).rglob("*") if file.is_file()}
-    assert {"config.yaml", "record.json", "table.md", "quality.csv", "metrics.jsonl"} <= kept
-    assert not any(name.endswith((".safetensors", ".ckpt", ".npz")) for name in kept)
-    assert stale(records) == []
-    again = run(*tiny(tmp_path), *PUBLISH)
-    assert again.code == 0 and "0 superseded" in again.out
-
-
-def test_of_an_arm_the_record_alone_is_published(tmp_path):
-    arms = ["job=compare", "+arms.window=['attention=window','regime=none']"]
-    assert run(*tiny(tmp_path), *arms).code == 0
-    assert run(*tiny(tmp_path), *PUBLISH).code == 0
-    (arm,) = [path.parent for path in (tmp_path / "runs" / "records").glob("*/window/*/record.json")]
-    assert {file.name for file in arm.iterdir()} == {"config.yaml", "record.json"}
-
-
-def test_quick_runs_are_not_published(tmp_path):
-    assert run(*tiny(tmp_path), "regime.steps=2", "scale=quick").code == 0
-    result = run(*tiny(tmp_path), *PUBLISH)
-    assert result.code == 2 and "no finished run" in result.err
+    for removed in ([older], []):
+        assert publish([place], {place, current.relative_to(records)}, runs, records) == removed
+        assert not older.parent.exists() and (current / "record.json").exists() and (elsewhere / "record.json").exists()
+        kept = {file.relative_to(records / place).as_posix() for file in (records / place).rglob("*")}
+        assert {"config.yaml", "record.json", "table.md", "quality.csv", "metrics.jsonl", "figures"} <= kept
+        assert not any(name.endswith((".safetensors", ".ckpt", ".npz")) for name in kept)
+        assert stale(records) == []
 
 
 def test_no_committed_record_names_a_folder_of_the_machine_that_made_it():

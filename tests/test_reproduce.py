@@ -1,6 +1,7 @@
 """job=reproduce: tables in turn, adapters handed on, failures named, finished ones left alone."""
 
 import shutil
+from pathlib import Path
 
 from running import run, tiny
 
@@ -10,7 +11,7 @@ from focus_exp.reporting.record import Record
 PLACES = ("runs_dir", "cache_dir", "logger")
 
 
-def reproduce(folder, **tables):
+def reproduce(folder, *more, **tables):
     """The command that makes `tables`, name -> overrides, of tiny runs below `folder`."""
     places = [setting for setting in tiny(folder) if setting.startswith(PLACES)]
     settings = [setting for setting in tiny(folder) if not setting.startswith(PLACES)]
@@ -18,7 +19,7 @@ def reproduce(folder, **tables):
         f"+reproduce.tables.{name}=[{','.join(map(repr, [*settings, *overrides]))}]"
         for name, overrides in tables.items()
     ]
-    return run("job=reproduce", "reproduce=none", *places, *lists)
+    return run("job=reproduce", "reproduce=none", *places, *lists, *more)
 
 
 ROUTER = ["regime.steps=2", "regime.warmup_steps=1"]
@@ -44,12 +45,25 @@ def test_a_comparison_whose_arms_share_settings_is_found_again(tmp_path):
     arms = ["job=compare", "every_arm=['attention.window=6']", "+arms.window=['attention=window','regime=none']"]
     assert reproduce(tmp_path, compared=arms).code == 0
     assert "1 tables, 1 finished already" in reproduce(tmp_path, compared=arms).out
-    (found,) = [r for r in map(Record.load, (tmp_path / "runs").rglob("record.json")) if r.arms]
+    loaded = {path.parent: Record.load(path) for path in (tmp_path / "runs").rglob("record.json")}
+    ((folder, found),) = [(folder, record) for folder, record in loaded.items() if record.arms]
     assert found.setting("attention", "window") == 6  # what all arms share is on record
+
+    published = reproduce(tmp_path, "reproduce.publish=true", compared=arms)
+    assert "2 runs published" in published.out and "0 superseded" in published.out
+    records = tmp_path / "runs" / "records"
+    arm, whole = (records / Path(place).relative_to(tmp_path / "runs") for place in (found.arms[0].folder, folder))
+    assert {file.name for file in arm.iterdir()} == {"config.yaml", "record.json"}
+    assert (whole / "comparison.csv").exists()
 
     # as if a file of conf/ that an arm names now said something else
     shutil.move(found.arms[0].folder, f"{found.arms[0].folder}-before")
     assert "1 tables, 0 finished already" in reproduce(tmp_path, compared=arms).out
+
+
+def test_quick_runs_are_not_published(tmp_path):
+    result = reproduce(tmp_path, "scale=quick", "reproduce.publish=true", router=ROUTER)
+    assert result.code == 2 and "leave one of the two out" in result.err and not list(tmp_path.rglob("record.json"))
 
 
 def test_an_adapter_of_no_table_is_refused_before_anything_runs(tmp_path):

@@ -8,21 +8,13 @@ from rich.console import Console
 
 from focus_exp.config import Config
 from focus_exp.errors import UserError
-from focus_exp.reporting.records import publish, stale
+from focus_exp.reporting.records import stale
 from focus_exp.reporting.whole_report import write_report_of
 
 
 def report(config: Config) -> None:
-    """Write it into `report.folder`; with `report.check`, fail where a published table does not follow any more.
-
-    With `report.publish`, copy finished runs to the records below runs_dir and write these anew instead.
-    """
+    """Write it into `report.folder`; with `report.check`, fail where a published table does not follow any more."""
     runs = Path(config.runs_dir)
-    if config.report.publish:
-        copies, removed = publish(runs, runs / "records")
-        print("\n".join([*(f"removed, superseded: {folder}" for folder in removed), *map(str, copies)]))
-        print(f"{len(copies)} runs published below {runs / 'records'}, {len(removed)} superseded ones removed")
-        return
     if config.report.check:
         published = runs / "records" if (runs / "records").is_dir() else runs
         if wrong := stale(published, config.scale.name):

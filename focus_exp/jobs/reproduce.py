@@ -6,7 +6,9 @@ import re
 import subprocess
 import sys
 import time
-from dataclasses import replace
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
 
 from hydra import compose
 
@@ -17,6 +19,8 @@ from focus_exp.jobs.adapter import with_adapter
 from focus_exp.jobs.arms import compose_arm
 from focus_exp.jobs.report import report
 from focus_exp.jobs.run import finished_record, run_folder, seconds_text
+from focus_exp.reporting.gather import QUICK
+from focus_exp.reporting.records import publish
 
 OF_TABLE = re.compile(r"@(\w+)")
 
@@ -26,6 +30,8 @@ def reproduce(config: Config) -> None:
 
     UserError at the end, with their names, if tables failed.
     """
+    if config.reproduce.publish and config.scale.name == QUICK:
+        raise UserError(f"reproduce.publish keeps measurements, and scale={QUICK} makes none; leave one of the two out")
     tables = {
         name: table
         for name, table in config.reproduce.tables.items()
@@ -53,6 +59,8 @@ def reproduce(config: Config) -> None:
         if code:
             failed.append(name)
         print(f"[{number}/{len(tables)}] {name}: {'failed' if code else 'done'} in {seconds_text(taken[name] * 60)}")
+    if config.reproduce.publish:
+        publish_records(config, commands)
     report(config)
     if failed:
         raise UserError(f"{len(failed)} of {len(tables)} tables failed: {', '.join(failed)}; the same command goes on")
@@ -82,17 +90,38 @@ def composed(overrides: list[str]) -> Config:
     return parse(compose("config", overrides))
 
 
-def finished(overrides: list[str]) -> bool:
-    """Whether the run that this command makes is there, a comparison's with every arm as it would be run now."""
+def made_by(overrides: list[str]) -> Iterator[Config]:
+    """The runs of this command: its own and, of a comparison, every arm's as it would be run now.
+
+    UserError while the adapter that it needs is still to be made.
+    """
     config = composed(overrides)
-    try:
-        run = with_adapter(config) if config.adapter else config
-        if finished_record(replace(run, overwrite=False)) is None:
-            return False
-        arms = [compose_arm(config, name, overrides) for name in config.arms]
-    except UserError:  # the adapter is still to be made
-        return False
-    return all(finished_record(replace(arm, overwrite=False)) for arm in arms)
+    yield with_adapter(config) if config.adapter else config
+    for name in config.arms:
+        yield compose_arm(config, name, overrides)
+
+
+def finished(overrides: list[str]) -> bool:
+    """Whether all runs that this command makes are there."""
+    with suppress(UserError):
+        return all(finished_record(run) for run in made_by(overrides))
+    return False
+
+
+def publish_records(config: Config, commands: dict[str, list[str]]) -> None:
+    """Copy the finished runs of `commands` to runs_dir/records, where those that no table makes any more go."""
+    runs, records = Path(config.runs_dir), Path(config.runs_dir) / "records"
+    places: dict[str, list[Path]] = {}
+    for name, table in config.reproduce.tables.items():
+        with suppress(UserError):
+            made = list(made_by(overrides_of(table, config)))
+            places[name] = [run_folder(run).relative_to(runs) for run in made if finished_record(run)]
+    published = [place for name in commands for place in places.get(name, [])]
+    removed = publish(published, {place for made in places.values() for place in made}, runs, records)
+    print(
+        "\n".join([*(f"removed, superseded: {folder}" for folder in removed), *(f"{records / p}" for p in published)])
+    )
+    print(f"{len(published)} runs published below {records}, {len(removed)} superseded ones removed")
 
 
 def estimate(minutes: dict[str, float], pace: dict[str, float]) -> str:

@@ -6,8 +6,6 @@ import shutil
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from focus_exp.errors import UserError
-from focus_exp.reporting.gather import QUICK
 from focus_exp.reporting.record import Record, read_metrics
 from focus_exp.reporting.report import all_findings, all_tables, write_report
 from focus_exp.reporting.whole_report import NAME, write_report_of
@@ -20,43 +18,36 @@ FILES_OF_TABLES = (
 )
 
 
-def publish(runs: Path, records: Path) -> tuple[list[Path], list[Path]]:
-    """Copy what is worth keeping of every finished run below `runs` to the same place below `records`, then renew.
+def publish(places: list[Path], current: set[Path], runs: Path, records: Path) -> list[Path]:
+    """Copy what is worth keeping of the finished runs at `places`, below `runs`, to the same places below `records`.
 
-    Records of the same experiments on the same kind of device that are not below `runs` are superseded and removed,
-    others stay. Runs at scale=quick measure nothing and are left out. Returns the published and the removed folders;
-    UserError where no run is finished.
+    Their experiments' records from the same kind of device that are not among `current`, the places of runs that can
+    still be made, are superseded: removed and returned. All below `records` is then renewed, its report made.
     """
-    found = {path.parent.relative_to(runs): record for path, record in _finished(runs) if records not in path.parents}
-    if not found:
-        raise UserError(f"there is no finished run below {runs} to publish; at scale={QUICK} nothing is measured")
-    for place, record in found.items():
-        patterns = FILES if record.config.get("arm") else (*FILES, *FILES_OF_TABLES)
+    experiments = set()
+    for place in places:
+        record = Record.load(runs / place / "record.json")
+        experiments.add((record.experiment, _kind(record)))
         aside = records / place.with_name(f".{place.name}.aside")
         shutil.rmtree(aside, ignore_errors=True)
+        patterns = FILES if record.config.get("arm") else (*FILES, *FILES_OF_TABLES)
         for file in [file for pattern in patterns for file in sorted((runs / place).glob(pattern))]:
             copy = aside / file.relative_to(runs / place)
             copy.parent.mkdir(parents=True, exist_ok=True)
             shutil.copyfile(file, copy)
         shutil.rmtree(records / place, ignore_errors=True)
         aside.rename(records / place)
-    ours = {(record.experiment, _kind(record)) for record in found.values()}
-    removed = [
-        path.parent
-        for path, record in _finished(records)
-        if (record.experiment, _kind(record)) in ours and path.parent.relative_to(records) not in found
-    ]
-    for folder in removed:
-        shutil.rmtree(folder)
-        if not any(folder.parent.iterdir()):
-            folder.parent.rmdir()
+    removed = []
+    for path in sorted(records.rglob("record.json")):
+        record, folder = Record.load(path), path.parent
+        if (record.experiment, _kind(record)) in experiments and folder.relative_to(records) not in current:
+            shutil.rmtree(folder)
+            removed.append(folder)
+            if not any(folder.parent.iterdir()):
+                folder.parent.rmdir()
+    (records / NAME).mkdir(exist_ok=True)
     renew(records)
-    return [records / place for place in found], removed
-
-
-def _finished(top: Path) -> list[tuple[Path, Record]]:
-    loaded = [(path, Record.load(path)) for path in sorted(top.rglob("record.json"))]
-    return [(p, r) for p, r in loaded if r.status == "finished" and r.setting("scale", "name") != QUICK]
+    return removed
 
 
 def _kind(record: Record) -> str:
