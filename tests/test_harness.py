@@ -383,7 +383,13 @@ def test_perplexity_of_a_length_is_that_of_its_windows(measure):
     assert hard.pairs_removed == pytest.approx(scores.pairs.removed)
     losses = np.nanmean(scores.nll, axis=1)
     assert hard.stderr == pytest.approx(hard.value * losses.std(ddof=1) / 2, rel=1e-4)
-    assert found(result, HARD, "perplexity@64", "perplexity").n == 2  # as many tokens
+    longer = score(
+        result.model, Blocks(BLOCKS.stream, 64, bos=BLOCKS.bos, cross_documents=False), [0, 4], 1, PRECISION, ""
+    )
+    long = found(result, HARD, "perplexity@64", "perplexity")
+    # as many tokens, half as many windows, each of them two parts: an interval at any length
+    assert long.n == 4 and long.value == pytest.approx(np.exp(np.nanmean(longer.nll)), rel=1e-5)
+    assert long.difference_low < long.difference < long.difference_high
     assert "exceed the 512 positions" in found(result, "", "perplexity@999", "").error
 
 

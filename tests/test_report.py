@@ -319,3 +319,21 @@ def test_as_good_as_is_not_better_by_more_than_a_margin(delta, word):
         find(verdicts(replace(trained, experiment="full_training")), "T5", "with everything trained").word
         == words[delta]
     )
+
+
+def test_the_longest_texts_decide_and_without_an_interval_nothing_is_decided():
+    def at(tokens, difference):
+        half = None if difference is None else 0.01
+        return BenchmarkRow(
+            attention="k_2", kind="hard", task=f"perplexity@{tokens}", metric="perplexity", value=9.0, n=16,
+            pairs_removed=0.5, difference=difference, difference_low=half and difference - half,
+            difference_high=half and difference + half,
+        )  # fmt: skip
+
+    def word(*rows):
+        found = replace(comparison_of(row("k_2", kind="hard"), benchmarks=rows), experiment="long_context")
+        return find(verdicts(found), "long", "cost little").word
+
+    assert word(at(8192, 0.02), at(1024, 0.9)) == REPRODUCED
+    assert word(at(4096, 0.02), at(8192, 0.2)) == NOT_REPRODUCED
+    assert word(at(4096, 0.02), at(8192, None)) == UNDECIDED

@@ -61,6 +61,16 @@ def test_a_comparison_whose_arms_share_settings_is_found_again(tmp_path):
     assert "1 tables, 0 finished already" in reproduce(tmp_path, compared=arms).out
 
 
+def test_a_comparison_of_an_adapter_is_found_again_and_published(tmp_path):
+    tables = {
+        "router": ROUTER,
+        "compared": ["job=compare", "adapter=@router", "+arms.k_1=[]", "+arms.k_2=['attention.top_k=2']"],
+    }
+    assert reproduce(tmp_path, **tables).code == 0
+    published = reproduce(tmp_path, "reproduce.publish=true", **tables)
+    assert "2 tables, 2 finished already" in published.out and "4 runs published" in published.out
+
+
 def test_quick_runs_are_not_published(tmp_path):
     result = reproduce(tmp_path, "scale=quick", "reproduce.publish=true", router=ROUTER)
     assert result.code == 2 and "leave one of the two out" in result.err and not list(tmp_path.rglob("record.json"))

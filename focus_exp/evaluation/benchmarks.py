@@ -143,8 +143,11 @@ class Benchmarks:
         """How `task` is run; UserError, whose first line says it all, where it cannot be."""
         if is_perplexity(task):
             length = int(task.partition("@")[2])
-            windows, indices = long_context.windows_of(length, self.blocks, self.model, self.config.eval)
-            return lambda label: long_context.run_perplexity(self.model, windows, indices, self.precision, label)
+            settings = self.config.eval
+            windows, indices = long_context.windows_of(length, self.blocks, self.model, settings)
+            return lambda label: long_context.run_perplexity(
+                self.model, windows, indices, settings.window, self.precision, label
+            )
         from focus_exp.evaluation.harness import run_task
         from focus_exp.evaluation.tasks import load_task
 

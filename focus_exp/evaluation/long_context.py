@@ -39,27 +39,32 @@ def windows_of(
 
 @torch.no_grad()
 def run_perplexity(
-    model: PreTrainedModel, windows: Blocks, indices: list[int], precision: Precision, label: str
+    model: PreTrainedModel, windows: Blocks, indices: list[int], part: int, precision: Precision, label: str
 ) -> Outcome:
-    """Perplexity over the windows `indices`, its standard error by the delta method, a document per window.
+    """Perplexity over the windows `indices`, its standard error by the delta method.
 
-    RuntimeError when a loss is not finite.
+    A document is about `part` tokens of a window: a few long windows are as many documents as many short ones, or there
+    would be no interval where texts are longest. RuntimeError when a loss is not finite.
     """
     ledger = Ledger()
     losses: list[float] = []
+    documents: list[str] = []
     with precision.context(), observed(model, ledger.observe):
         for index in tqdm(indices, desc=f"{label:<28}", unit="window", leave=False, disable=None):
             item = windows[index]
             scored = token_losses(model, item["input_ids"][None].to(model.device))[0, item["scored_from"] :]
-            losses.append(scored.double().mean().item())
-            if not np.isfinite(losses[-1]):
+            parts = scored.double().tensor_split(-(-windows.block_size // part))
+            # parts differ by a token: scaled so that their mean is that of the tokens
+            losses += [len(parts) * loss.sum().item() / len(scored) for loss in parts]
+            documents += [f"window/{index}/{number}" for number in range(len(parts))]
+            if not np.isfinite(losses).all():
                 raise RuntimeError("a loss is not finite")
             ledger.lengths.append(windows.block_size)
     value = float(np.exp(np.mean(losses)))
     stderr = value * float(np.std(losses, ddof=1)) / len(losses) ** 0.5 if len(losses) > 1 else None
     metric = Metric(KIND, NO_FILTER, value, stderr, higher_is_better=False)
     samples = [
-        {"document": f"window/{index}", "filter": NO_FILTER, "scores": {KIND: -loss}}
-        for index, loss in zip(indices, losses, strict=True)
+        {"document": document, "filter": NO_FILTER, "scores": {KIND: -loss}}
+        for document, loss in zip(documents, losses, strict=True)
     ]
     return Outcome([metric], samples, ledger.summary(), ledger.groups, source=windows.stream.name)

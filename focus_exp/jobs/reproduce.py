@@ -96,7 +96,8 @@ def made_by(overrides: list[str]) -> Iterator[Config]:
     UserError while the adapter that it needs is still to be made.
     """
     config = composed(overrides)
-    yield with_adapter(config) if config.adapter else config
+    # a comparison goes by its own settings, whatever the adapter that its arms measure
+    yield with_adapter(config) if config.adapter and config.job != "compare" else config
     for name in config.arms:
         yield compose_arm(config, name, overrides)
 

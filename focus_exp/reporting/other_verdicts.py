@@ -50,11 +50,17 @@ def far_costs_at_most(factor: float) -> Callable[[Record], Verdict]:
     def judge(record: Record) -> Verdict:
         rows = [
             row for row in record.benchmarks
-            if row.attention == "k_2" and row.task.startswith("perplexity@") and row.difference is not None
+            if row.attention == "k_2" and row.task.startswith("perplexity@") and row.value is not None
         ]  # fmt: skip
-        rows.sort(key=lambda row: int(row.task.partition("@")[2]))
-        found = [(f"{row.task} k=2", row.difference or 0.0, row.difference_low, row.difference_high) for row in rows]
-        return _all_below(found[-1:], math.log(factor), record)
+        longest = max(rows, key=lambda row: int(row.task.partition("@")[2]), default=None)
+        if longest is not None and longest.difference is None:
+            return Verdict(UNDECIDED, f"{longest.task} k=2: {longest.value:.2f}", "too few texts to compare", [record])
+        found = [
+            (f"{row.task} k=2", row.difference, row.difference_low, row.difference_high)
+            for row in (longest,)
+            if row is not None and row.difference is not None
+        ]
+        return _all_below(found, math.log(factor), record)
 
     return judge
 
