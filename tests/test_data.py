@@ -1,6 +1,7 @@
 """Splits, token streams, blocks and the order of batches."""
 
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -9,6 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import focus_exp
 from focus_exp import assets
 from focus_exp.config import DataConfig
 from focus_exp.data import Blocks, ResumableLoader, TokenStream, bos_of, corpora, hub, load_corpus
@@ -194,6 +196,10 @@ def test_files_of_a_package_are_named_without_where_it_lies(tmp_path):
     config = DataConfig(name="code", source="files", files="package:focus_exp/data/*.py", max_train_tokens=300)
     found = load(config, tmp_path).provenance
     assert found.requested == "package:focus_exp/data/*.py" and found.used.startswith(found.requested)
+    # tokenised once, whatever they are called: the same files by their path are named by it
+    by_path = replace(config, files=str(Path(focus_exp.__file__).parent / "data" / "*.py"))
+    again = load(by_path, tmp_path).provenance
+    assert again.fingerprint == found.fingerprint and again.used.startswith(by_path.files)
     for absent in ("package:no_such_package/*.py", "package:a b/*.py"):
         with pytest.raises(UserError, match="is not installed"):
             load(DataConfig(name="code", source="files", files=absent), tmp_path)

@@ -58,8 +58,10 @@ def load_corpus(cfg: DataConfig, tokenizer: PreTrainedTokenizerBase, *, assets: 
     source = _source(cfg, assets, cache, lambda candidate: folder_of(candidate).is_dir())
     folder = folder_of(source)
     build_once(folder, lambda aside: _tokenise(source, cfg, tokenizer, aside))
-    stored = json.loads((folder / "provenance.json").read_text(encoding="utf-8"))
-    provenance = replace(Provenance(**stored), requested=_requested(cfg), fingerprint=folder.name)
+    stored = Provenance(**json.loads((folder / "provenance.json").read_text(encoding="utf-8")))
+    # files are known before they are read, and may have moved since they were tokenised
+    found = source.open()[0] if cfg.source == "files" else stored
+    provenance = replace(found, requested=_requested(cfg), fingerprint=folder.name)
     if provenance.source == "embedded" and cfg.source == "hub":
         provenance = replace(provenance, substitution=why_embedded(assets, books.NAME, provenance.requested))
     train, validation, test = (read_stream(folder, split, f"{split} split of {provenance.used}") for split in SPLITS)
