@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from test_compare import compared, comparison_of, row
 
 from focus_exp.reporting.benchmark_rows import BenchmarkRow
+from focus_exp.reporting.findings import difference_word
 from focus_exp.reporting.gather import Runs, gather
 from focus_exp.reporting.paper import paper_names, paper_rows
 from focus_exp.reporting.paper_measures import MEASURES, NOT_RUN
@@ -256,6 +257,11 @@ def test_a_difference_is_one_if_all_seeds_say_so(deltas, word):
     (line,) = [line for line in lines(seeds_table(runs_of(*records))) if line["against"] == "focus"]
     assert line["in words"] == word and line["what"] == "lora"
     assert line["each seed [95 %]"].count("[") == len(deltas)
+
+
+def test_rounding_is_no_difference():
+    assert difference_word(4e-8, 1e-8, 6e-8, ("better than", "worse than")) == "indistinguishable from"
+    assert difference_word(4e-4, 1e-4, 6e-4, ("better than", "worse than")) == "worse than"
 
 
 def test_one_seed_is_said_to_be_one():

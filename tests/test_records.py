@@ -19,15 +19,20 @@ def test_published_runs_supersede_those_that_no_table_makes_any_more(tmp_path):
     (path,) = runs.rglob("record.json")
     place = path.parent.relative_to(runs)
     record = Record.load(path)
-    older, current, elsewhere = (records / record.experiment / name / "seed=0-01" for name in ("old", "new", "gpu"))
+    names = ("old", "new", "seed", "gpu")
+    older, current, seed_1, elsewhere = (records / record.experiment / name / "seed=0-01" for name in names)
     for folder in (older, current):
         record.save(folder / "record.json")
+    record.seed = 1
+    record.save(seed_1 / "record.json")
+    record.seed = 0
     record.device = "NVIDIA H200, 1 device, bfloat16"
     record.save(elsewhere / "record.json")
 
     for removed in ([older], []):
         assert publish([place], {place, current.relative_to(records)}, runs, records) == removed
-        assert not older.parent.exists() and (current / "record.json").exists() and (elsewhere / "record.json").exists()
+        assert not older.parent.exists()
+        assert all((folder / "record.json").exists() for folder in (current, seed_1, elsewhere))
         kept = {file.relative_to(records / place).as_posix() for file in (records / place).rglob("*")}
         assert {"config.yaml", "record.json", "table.md", "quality.csv", "metrics.jsonl", "figures"} <= kept
         assert not any(name.endswith((".safetensors", ".ckpt", ".npz")) for name in kept)

@@ -21,13 +21,14 @@ FILES_OF_TABLES = (
 def publish(places: list[Path], current: set[Path], runs: Path, records: Path) -> list[Path]:
     """Copy what is worth keeping of the finished runs at `places`, below `runs`, to the same places below `records`.
 
-    Their experiments' records from the same kind of device that are not among `current`, the places of runs that can
-    still be made, are superseded: removed and returned. All below `records` is then renewed, its report made.
+    Their experiments' records under the same seeds, from the same kind of device, that are not among `current`, the
+    places of runs that can still be made, are superseded: removed and returned. All below `records` is then renewed,
+    its report made.
     """
-    experiments = set()
+    published = set()
     for place in places:
         record = Record.load(runs / place / "record.json")
-        experiments.add((record.experiment, _kind(record)))
+        published.add(_purpose(record))
         aside = records / place.with_name(f".{place.name}.aside")
         shutil.rmtree(aside, ignore_errors=True)
         patterns = FILES if record.config.get("arm") else (*FILES, *FILES_OF_TABLES)
@@ -40,7 +41,7 @@ def publish(places: list[Path], current: set[Path], runs: Path, records: Path) -
     removed = []
     for path in sorted(records.rglob("record.json")):
         record, folder = Record.load(path), path.parent
-        if (record.experiment, _kind(record)) in experiments and folder.relative_to(records) not in current:
+        if _purpose(record) in published and folder.relative_to(records) not in current:
             shutil.rmtree(folder)
             removed.append(folder)
             if not any(folder.parent.iterdir()):
@@ -50,9 +51,9 @@ def publish(places: list[Path], current: set[Path], runs: Path, records: Path) -
     return removed
 
 
-def _kind(record: Record) -> str:
-    """Of device: `cpu, 2 threads, float32` is cpu."""
-    return record.device.partition(",")[0]
+def _purpose(record: Record) -> tuple[str, int | None, str]:
+    """Experiment, seed, and the kind of device: `cpu, 2 threads, float32` is cpu."""
+    return record.experiment, record.seed, record.device.partition(",")[0]
 
 
 def stale(top: Path, scale: str = "") -> list[str]:
