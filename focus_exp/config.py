@@ -30,7 +30,7 @@ NOT_HASHED = (
 )
 MODEL_NOT_HASHED = ("dtype", "paper")
 TRAINER_NOT_HASHED = (
-    *("name", "log_every", "progress", "checkpoint_every", "probe_every"),
+    *("name", "log_every", "progress", "checkpoint_every", "keep_checkpoints", "probe_every"),
     *("strategy", "devices", "num_nodes", "cpu_offload"),
 )
 
@@ -183,6 +183,7 @@ class TrainerConfig:
     gradient_clip: float = 1.0
     gradient_checkpointing: bool = False
     checkpoint_every: int = 25  # optimiser steps
+    keep_checkpoints: bool = False  # when a run is finished; its adapter and its model stay in any case
     log_every: int = 1
     probe_every: int | None = None  # steps between looks at a router's groups; null: a twentieth of a phase; 0: never
     progress: bool = True

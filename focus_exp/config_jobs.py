@@ -83,6 +83,7 @@ class ScaleConfig:
     """How much of everything a table takes: experiments refer to these."""
 
     name: str = MISSING
+    tables: list[str] = field(default_factory=list)  # of those that are reproduced; empty: all
     steps: int = MISSING
     warmup_steps: int = MISSING
     long_steps: int = MISSING  # of a run that stands alone
@@ -91,15 +92,22 @@ class ScaleConfig:
     scratch_steps: int = MISSING
     warm_start_blocks: int = 12
     warm_start_steps: int = 100
+    calibration_blocks: int = 8
     train_tokens: int | None = None
     test_tokens: int | None = None
     windows: int | None = None
     long_windows: int | None = None
     context_windows: int | None = None  # of 1,024 tokens, where contexts are long
+    context_tasks: list[str] = field(
+        default_factory=lambda: ["perplexity@1024", "perplexity@2048", "perplexity@4096", "perplexity@8192"]
+    )
     limit: int | None = None  # documents of a task
+    top_k: Numbers = field(default_factory=Numbers)  # that a router is measured with, where it stands alone; empty: all
+    analyze_tokens: int = 16_384
     # of the clocks; lengths empty: all that the device is for
     lengths: Numbers = field(default_factory=Numbers)
     method_lengths: Numbers = field(default_factory=Numbers)
+    quality_lengths: Numbers = field(default_factory=lambda: [2048, 8192])
     model_lengths: Numbers = field(default_factory=Numbers)
     step_lengths: Numbers = field(default_factory=Numbers)
     decode_lengths: Numbers = field(default_factory=Numbers)

@@ -340,7 +340,7 @@ def test_findings_follow_from_the_numbers(analyzed):
 
 def test_claims_on_groups_are_judged_by_the_analysis(analyzed):
     record = record_of(analyzed / "runs")
-    judges = {says: judge for _, says, _, _, judge in groups_claims()}
+    judges = {claim.says: claim.judge for claim in groups_claims()}
     pure, sure, even = (
         next(judge for says, judge in judges.items() if word in says) for word in ("punct", "sure", "share")
     )

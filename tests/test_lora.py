@@ -254,7 +254,13 @@ def test_a_full_disk_leaves_the_older_adapter_whole(tiny_model, tmp_path, monkey
 
 
 def command(folder, name, *more):
-    return [*tiny(folder, name), "trainer.checkpoint_every=2", "eval.max_windows=2", *more]
+    return [
+        *tiny(folder, name),
+        "trainer.checkpoint_every=2",
+        "trainer.keep_checkpoints=true",
+        "eval.max_windows=2",
+        *more,
+    ]
 
 
 @pytest.fixture(scope="module")

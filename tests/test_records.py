@@ -6,9 +6,10 @@ from pathlib import Path
 
 from running import run, tiny
 
+from focus_exp.reporting.gather import gather
 from focus_exp.reporting.record import Record
 from focus_exp.reporting.records import publish, renew, stale
-from focus_exp.reporting.whole_report import write_report_of
+from focus_exp.reporting.whole_report import claim_table, write_report_of
 
 RECORDS = Path(__file__).parent.parent / "runs" / "records"
 
@@ -75,3 +76,4 @@ def test_what_does_not_follow_is_renewed(tmp_path):
 
 def test_every_committed_table_follows_from_its_record():
     assert stale(RECORDS) == []
+    assert claim_table(gather(RECORDS)).rows

@@ -14,7 +14,7 @@ from test_compare import compared, comparison_of, row, settings
 
 from focus_exp.reporting.benchmark_rows import BenchmarkRow
 from focus_exp.reporting.claims import claims, judged
-from focus_exp.reporting.gather import gather
+from focus_exp.reporting.gather import Runs, gather
 from focus_exp.reporting.latex import escaped_latex, latex_document, latex_table
 from focus_exp.reporting.page import Section, page
 from focus_exp.reporting.record import Record
@@ -25,11 +25,12 @@ from focus_exp.reporting.verdicts import (
     NOT_HERE,
     NOT_REPRODUCED,
     NOT_RUN,
+    RAN,
     REPRODUCED,
     UNDECIDED,
     VERDICTS,
 )
-from focus_exp.reporting.whole_report import write_report_of
+from focus_exp.reporting.whole_report import claim_table, write_report_of
 
 RECORDS = Path(__file__).parent.parent / "runs" / "records"
 
@@ -166,6 +167,16 @@ def test_records_at_scale_quick_stand_alone(tmp_path):
     assert [record.experiment for record in gather(tmp_path).records] == ["embedded"]
     assert [record.experiment for record in gather(tmp_path, "paper").records] == ["embedded"]
     assert [record.experiment for record in gather(tmp_path, "quick").records] == ["quick"]
+
+
+def test_scale_quick_has_no_verdict():
+    found = comparison_of(row("longformer", kind="trained", **compared(0.2)))
+    quick = replace(found, config=found.config | {"scale": {"name": "quick"}})
+    for record, said in ((found, REPRODUCED), (quick, RAN)):
+        ledger = claim_table(Runs([(Path("run"), replace(record, experiment="compare"))]))
+        (line,) = [line for line in ledger.rows if "than longformer" in line[1]]
+        assert line[4] == said
+    assert ledger.notes[0].startswith(f"1 {RAN}, ") and "no number of it means anything" in ledger.notes[1]
 
 
 def test_claims_on_other_sizes():

@@ -3,8 +3,13 @@
 import shutil
 from pathlib import Path
 
+import pytest
+from hydra import initialize_config_dir
 from running import run, tiny
+from test_experiments import CONF
 
+from focus_exp.config import register_schemas
+from focus_exp.jobs import reproduce as job
 from focus_exp.jobs.reproduce import estimate
 from focus_exp.reporting.record import Record
 
@@ -71,6 +76,17 @@ def test_a_comparison_of_an_adapter_is_found_again_and_published(tmp_path):
     assert "2 tables, 2 finished already" in published.out and "4 runs published" in published.out
 
 
+def test_a_record_that_a_table_still_makes_stays_though_its_run_is_gone(tmp_path):
+    tables = {"router": ROUTER, "longer": ["regime.steps=3", "regime.warmup_steps=1"]}
+    assert "2 runs published" in reproduce(tmp_path, "reproduce.publish=true", **tables).out
+    (gone,) = [
+        path.parent for path in (tmp_path / "runs").glob("[!r]*/*/*/record.json") if Record.load(path).steps == 2
+    ]
+    shutil.rmtree(gone)
+    again = reproduce(tmp_path, "reproduce.publish=true", "reproduce.only=[longer]", **tables)
+    assert "1 runs published" in again.out and "0 superseded" in again.out
+
+
 def test_quick_runs_are_not_published(tmp_path):
     result = reproduce(tmp_path, "scale=quick", "reproduce.publish=true", router=ROUTER)
     assert result.code == 2 and "leave one of the two out" in result.err and not list(tmp_path.rglob("record.json"))
@@ -82,6 +98,26 @@ def test_an_adapter_of_no_table_is_refused_before_anything_runs(tmp_path):
     assert not list(tmp_path.rglob("record.json"))
 
 
-def test_the_estimate_follows_the_pace_of_finished_tables():
-    assert estimate({"a": 2.0, "b": 1.0}, {}) == ", about 3 min 0 s left"
-    assert estimate({"b": 1.0}, {"a": 2.0}) == ", about 2 min 0 s left"
+def test_the_estimate_follows_the_pace():
+    assert estimate({"a": 2.0, "b": 1.0}, 1.0) == ", about 3 min 0 s left"
+    assert estimate({"b": 1.0}, 2.0) == ", about 2 min 0 s left"
+    assert estimate({}, 1.0) == estimate({"b": 1.0}, None) == ""
+
+
+@pytest.mark.parametrize("name", [path.stem for path in CONF.glob("reproduce/*.yaml")])
+@pytest.mark.parametrize("scale", ["embedded", "quick"])
+def test_every_table_of_the_lists_composes_and_says_its_minutes(name, scale):
+    register_schemas()
+    with initialize_config_dir(str(CONF), version_base="1.3"):
+        config = job.composed([f"reproduce={name}", f"scale={scale}"])
+        tables = config.reproduce.tables
+        made = [job.composed(job.overrides_of(table, config)) for table in tables.values()]
+    assert {run.scale.name for run in made} <= {scale}
+    assert set(config.reproduce.minutes) == set(tables) >= set(config.reproduce.only)
+    if config.reproduce.only:  # no table is left out but for another seed of it
+        assert all(
+            any(part.startswith("seed=") for part in tables[name])
+            for name in tables
+            if name not in config.reproduce.only
+        )
+    assert sum(config.reproduce.minutes.values()) <= 360

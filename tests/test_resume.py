@@ -47,6 +47,11 @@ def uninterrupted_finetuning(folder):
     return outcome(folder / "whole-finetune")
 
 
+def test_a_finished_run_keeps_no_checkpoint_but_what_it_trained(folder, uninterrupted_finetuning):
+    kept = {path.name for path in only_run(folder / "whole-finetune").iterdir()}
+    assert "checkpoints" not in kept and {"adapter", "model"} <= kept
+
+
 def send_while_training(folder, runs, signum, lines):
     """Start the command as a process, send it `signum` once its log has `lines` lines; exit code and stderr."""
     arguments = [sys.executable, "-m", "focus_exp", *command(folder, runs)]

@@ -141,9 +141,9 @@ class Benchmarks:
 
     def load(self, task: str) -> Runner:
         """How `task` is run; UserError, whose first line says it all, where it cannot be."""
+        settings = self.config.eval
         if is_perplexity(task):
             length = int(task.partition("@")[2])
-            settings = self.config.eval
             windows, indices = long_context.windows_of(length, self.blocks, self.model, settings)
             return lambda label: long_context.run_perplexity(
                 self.model, windows, indices, settings.window, self.precision, label
@@ -151,7 +151,7 @@ class Benchmarks:
         from focus_exp.evaluation.harness import run_task
         from focus_exp.evaluation.tasks import load_task
 
-        loaded, settings = load_task(task, self.config, cache_root(self.config.cache_dir)), self.config.eval
+        loaded = load_task(task, self.config, cache_root(self.config.cache_dir))
 
         def run(label: str) -> Outcome:
             outcome = run_task(

@@ -53,12 +53,12 @@ def run_perplexity(
         for index in tqdm(indices, desc=f"{label:<28}", unit="window", leave=False, disable=None):
             item = windows[index]
             scored = token_losses(model, item["input_ids"][None].to(model.device))[0, item["scored_from"] :]
+            if not scored.isfinite().all():
+                raise RuntimeError("a loss is not finite")
             parts = scored.double().tensor_split(-(-windows.block_size // part))
             # parts differ by a token: scaled so that their mean is that of the tokens
             losses += [len(parts) * loss.sum().item() / len(scored) for loss in parts]
             documents += [f"window/{index}/{number}" for number in range(len(parts))]
-            if not np.isfinite(losses).all():
-                raise RuntimeError("a loss is not finite")
             ledger.lengths.append(windows.block_size)
     value = float(np.exp(np.mean(losses)))
     stderr = value * float(np.std(losses, ddof=1)) / len(losses) ** 0.5 if len(losses) > 1 else None

@@ -23,6 +23,7 @@ from focus_exp.reporting.gather import QUICK
 from focus_exp.reporting.records import publish
 
 OF_TABLE = re.compile(r"@(\w+)")
+TIMED = "embedded"  # the scale whose minutes the configuration says
 
 
 def reproduce(config: Config) -> None:
@@ -39,9 +40,10 @@ def reproduce(config: Config) -> None:
     }
     commands = {name: overrides_of(table, config) for name, table in tables.items()}
     minutes = {name: config.reproduce.minutes.get(name, 1.0) for name in tables if not finished(commands[name])}
+    known = 1.0 if config.scale.name == TIMED else None
     print(
         f"reproduce {config.reproduce.name} at scale={config.scale.name}: {len(tables)} tables, "
-        f"{len(tables) - len(minutes)} finished already" + (estimate(minutes, {}) if minutes else "")
+        f"{len(tables) - len(minutes)} finished already" + estimate(minutes, known)
     )
     taken: dict[str, float] = {}
     failed = []
@@ -49,7 +51,8 @@ def reproduce(config: Config) -> None:
         if name not in minutes:
             continue
         left = {other: m for other, m in minutes.items() if other not in taken}
-        print(f"\n[{number}/{len(tables)}] {name}{estimate(left, {n: t / minutes[n] for n, t in taken.items()})}")
+        pace = sum(taken.values()) / sum(minutes[other] for other in taken) if taken else known
+        print(f"\n[{number}/{len(tables)}] {name}{estimate(left, pace)}")
         print(f"python -m focus_exp {' '.join(overrides)}")
         began = time.perf_counter()
         code = subprocess.run([sys.executable, "-m", "focus_exp", *overrides]).returncode
@@ -112,20 +115,24 @@ def finished(overrides: list[str]) -> bool:
 def publish_records(config: Config, commands: dict[str, list[str]]) -> None:
     """Copy the finished runs of `commands` to runs_dir/records, where those that no table makes any more go."""
     runs, records = Path(config.runs_dir), Path(config.runs_dir) / "records"
-    places: dict[str, list[Path]] = {}
+    current: set[Path] = set()
+    published: list[Path] = []
     for name, table in config.reproduce.tables.items():
         with suppress(UserError):
             made = list(made_by(overrides_of(table, config)))
-            places[name] = [run_folder(run).relative_to(runs) for run in made if finished_record(run)]
-    published = [place for name in commands for place in places.get(name, [])]
-    removed = publish(published, {place for made in places.values() for place in made}, runs, records)
-    print(
-        "\n".join([*(f"removed, superseded: {folder}" for folder in removed), *(f"{records / p}" for p in published)])
-    )
+            current |= {run_folder(run).relative_to(runs) for run in made}
+            if name in commands:
+                published += [run_folder(run).relative_to(runs) for run in made if finished_record(run)]
+    removed = publish(published, current, runs, records)
+    for folder in removed:
+        print(f"removed, superseded: {folder}")
+    for place in published:
+        print(records / place)
     print(f"{len(published)} runs published below {records}, {len(removed)} superseded ones removed")
 
 
-def estimate(minutes: dict[str, float], pace: dict[str, float]) -> str:
-    """What is left by the minutes of the configuration, corrected by how those of finished tables compared."""
-    factor = sum(pace.values()) / len(pace) if pace else 1.0
-    return f", about {seconds_text(60 * factor * sum(minutes.values()))} left"
+def estimate(minutes: dict[str, float], pace: float | None) -> str:
+    """What is left by the minutes of the configuration at this pace; "" while it is unknown."""
+    if not minutes or pace is None:
+        return ""
+    return f", about {seconds_text(60 * pace * sum(minutes.values()))} left"

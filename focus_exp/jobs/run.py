@@ -30,7 +30,7 @@ from focus_exp.reporting.report import all_findings, write_report
 from focus_exp.reporting.runs import finished_record, run_folder
 from focus_exp.sweeps.frozen import FrozenJob
 from focus_exp.training.exchange import is_main
-from focus_exp.training.regimes import METRICS
+from focus_exp.training.regimes import CHECKPOINTS, METRICS
 
 TABLE_WIDTH = 190
 
@@ -128,6 +128,8 @@ def open_run(config: Config, device: str) -> Iterator[Run]:
         if record.status == "finished":
             run.report()
         run.save()
+        if record.status == "finished" and not config.trainer.keep_checkpoints:
+            shutil.rmtree(folder / CHECKPOINTS, ignore_errors=True)
         for logger in run.loggers:
             if isinstance(logger, WandbLogger):
                 with suppress(ConnectionError):  # its process may have had the signal too

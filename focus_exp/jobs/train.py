@@ -39,7 +39,7 @@ from focus_exp.training.module import NonFiniteError
 from focus_exp.training.precision import Precision, choose_precision
 from focus_exp.training.probe import PROBES, probe_tokens
 from focus_exp.training.processes import processes
-from focus_exp.training.regimes import train_phases
+from focus_exp.training.regimes import CHECKPOINTS, train_phases
 from focus_exp.training.strategies import check_strategy, is_sharded, place, place_added, share_added, strategy_name
 from focus_exp.training.warm_start import calibrate, calibrated, warm_start
 
@@ -150,7 +150,7 @@ def fit(run: Run, model: PreTrainedModel, blocks: Blocks, precision: Precision, 
     """
     config, record = run.config, run.record
     phases, routed = phases_of(config), config.attention.method == "focus"
-    begun = agreed(any((run.folder / "checkpoints").glob("*.ckpt")))
+    begun = agreed(any((run.folder / CHECKPOINTS).glob("*.ckpt")))
     if routed and phases and config.attention.warm_start_blocks and not begun:
         sample = sample_blocks(blocks, config.attention.warm_start_blocks, config.seed + 1)
         began = time.perf_counter()
@@ -175,7 +175,7 @@ def fit(run: Run, model: PreTrainedModel, blocks: Blocks, precision: Precision, 
             between=between,
         )  # fmt: skip
     except NonFiniteError as error:
-        kept = run.folder / "checkpoints"
+        kept = run.folder / CHECKPOINTS
         if config.regime.trains("lora"):
             kept = save_lora(model, run.folder / "adapter", is_main())
         elif routed and not config.regime.trains("all"):

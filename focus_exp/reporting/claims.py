@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import replace
 from typing import Any
 
+from focus_exp.reporting.gather import is_quick
 from focus_exp.reporting.groups_claims import groups_claims
 from focus_exp.reporting.other_verdicts import costs_at_most, far_costs_at_most, on_other_texts
 from focus_exp.reporting.paper import paper_rows, paper_speedups
@@ -16,7 +16,9 @@ from focus_exp.reporting.verdicts import (
     LONGEST,
     NOT_HERE,
     NOT_RUN,
+    RAN,
     UNDECIDED,
+    Claim,
     Verdict,
     as_fast_as,
     as_good_as,
@@ -30,18 +32,6 @@ from focus_exp.reporting.verdicts import (
 )
 
 
-@dataclass(frozen=True)
-class Claim:
-    """A sentence of the paper with its number, the experiments that test it here, and the judge of their records."""
-
-    table: str
-    says: str
-    paper: str
-    experiments: tuple[str, ...]
-    judge: Callable[[Record], Verdict] | None
-    out_of_reach: str = ""  # why there is none
-
-
 def judged(records: list[Record]) -> list[tuple[Claim, Verdict]]:
     """Every claim with its verdict, from the finished records alone; seeds and settings have to agree on it."""
     finished = [record for record in records if record.status == "finished"]
@@ -52,7 +42,10 @@ def judged(records: list[Record]) -> list[tuple[Claim, Verdict]]:
             continue
         own = [claim.judge(record) for record in finished if record.experiment in claim.experiments]
         missing = Verdict(NOT_RUN, why=f"python -m focus_exp +experiment={claim.experiments[0]}")
-        found.append((claim, together(own) if own else missing))
+        verdict = together(own) if own else missing
+        if verdict.word != NOT_RUN and any(map(is_quick, verdict.records)):
+            verdict = replace(verdict, word=RAN)
+        found.append((claim, verdict))
     return found
 
 
@@ -133,10 +126,8 @@ def claims() -> list[Claim]:
             for row in paper_rows("table7_topk")
             if row["model"] == "gpt2_124m" and row["top_k"] != 4
         ),
-        *(
-            Claim(table, says, paper, (run,), judge)
-            for table, says, paper, run, judge in [*stability_claims(), *groups_claims()]
-        ),
+        *stability_claims(),
+        *groups_claims(),
         *_at_other_sizes(),
         *(Claim(table, says, paper, (), None, why) for table, says, paper, why in ELSEWHERE),
     ]  # fmt: skip

@@ -52,13 +52,17 @@ def gather(folder: Path, scale: str = "") -> Runs:
     # committed copies first: they are what a report should point at
     for path in sorted(folder.rglob("record.json"), key=lambda path: ("records" not in path.parts, str(path))):
         record = Record.load(path)
-        if (record.setting("scale", "name") == QUICK) != (scale == QUICK):
+        if is_quick(record) != (scale == QUICK):
             continue
         if record.config.get("arm"):
             arms.setdefault(record.config_hash, record)
             continue
         found.setdefault((record.experiment, record.config_hash, record.started), (path.parent, record))
     return Runs(sorted(found.values(), key=lambda pair: pair[1].started), arms)
+
+
+def is_quick(record: Record) -> bool:
+    return record.setting("scale", "name") == QUICK
 
 
 def setup(record: Record) -> Hashable:

@@ -9,22 +9,20 @@ from focus_exp.reporting.groups import punctuation_groups
 from focus_exp.reporting.paper import paper_rows
 from focus_exp.reporting.record import Record
 from focus_exp.reporting.tables import share_text
-from focus_exp.reporting.verdicts import NOT_REPRODUCED, NOT_RUN, REPRODUCED, Verdict
+from focus_exp.reporting.verdicts import NOT_REPRODUCED, NOT_RUN, REPRODUCED, Claim, Verdict
 
 NEAR = 0.05  # a share this close to the printed one is that share
 
-Parts = tuple[str, str, str, str, Callable[[Record], Verdict]]  # of a Claim
 
-
-def groups_claims() -> list[Parts]:
+def groups_claims() -> list[Claim]:
     paper = {str(row["quantity"]): float(row["value"] or 0) for row in paper_rows("groups_section5")}
     purity, confidence = paper["punctuation_purity_percent"], paper["mean_confidence"]
     least, most = paper["smallest_group_percent"], paper["largest_group_percent"]
     return [
-        ("5", "one group is nearly all punctuation", f"{purity:.0f} % pure", "groups", pure(purity / 100)),
-        ("5", "tokens are sure of their group", f"mean confidence {confidence}", "groups", sure(confidence)),
-        (
-            "5", "every group has its share of the tokens", f"{least:.0f} to {most:.0f} %", "groups",
+        Claim("5", "one group is nearly all punctuation", f"{purity:.0f} % pure", ("groups",), pure(purity / 100)),
+        Claim("5", "tokens are sure of their group", f"mean confidence {confidence}", ("groups",), sure(confidence)),
+        Claim(
+            "5", "every group has its share of the tokens", f"{least:.0f} to {most:.0f} %", ("groups",),
             even(least / 100, most / 100),
         ),
     ]  # fmt: skip

@@ -53,14 +53,12 @@ def far_costs_at_most(factor: float) -> Callable[[Record], Verdict]:
             if row.attention == "k_2" and row.task.startswith("perplexity@") and row.value is not None
         ]  # fmt: skip
         longest = max(rows, key=lambda row: int(row.task.partition("@")[2]), default=None)
-        if longest is not None and longest.difference is None:
+        if longest is None:
+            return _all_below([], math.log(factor), record)
+        if longest.difference is None:
             return Verdict(UNDECIDED, f"{longest.task} k=2: {longest.value:.2f}", "too few texts to compare", [record])
-        found = [
-            (f"{row.task} k=2", row.difference, row.difference_low, row.difference_high)
-            for row in (longest,)
-            if row is not None and row.difference is not None
-        ]
-        return _all_below(found, math.log(factor), record)
+        found = (f"{longest.task} k=2", longest.difference, longest.difference_low, longest.difference_high)
+        return _all_below([found], math.log(factor), record)
 
     return judge
 

@@ -169,7 +169,7 @@ def where(record: Record) -> str:
         name = used.get("name") or record.setting(section, "name", section)
         parts.append(f"{name} (SUBSTITUTE)" if used.get("substitution") else str(name))
     shape = f"T = {record.setting('eval', 'window', 0):,}, w = {record.setting('attention', 'window')}"
-    device = f", {record.device.split(',')[0]}" if record.speed else ""
+    device = f", {record.device_kind}" if record.speed else ""
     return f"{' on '.join(parts)}, {shape}{device}"
 
 

@@ -45,7 +45,7 @@ class Speed:
     preferred: bool = False
 
     def __str__(self) -> str:
-        return f"{self.tokens:,} tokens, {self.what}, {self.dtype}, {self.record.device.split(',')[0]}"
+        return f"{self.tokens:,} tokens, {self.what}, {self.dtype}, {self.record.device_kind}"
 
 
 @dataclass(frozen=True)

@@ -72,6 +72,11 @@ class Record:
         """The base row, if it was scored."""
         return next((row for row in self.rows if row.kind == "base" and row.scored), None)
 
+    @property
+    def device_kind(self) -> str:
+        """`cpu` of `cpu, 2 threads, float32`."""
+        return self.device.partition(",")[0]
+
     def setting(self, section: str, key: str, default: Any = None) -> Any:
         """A value of the resolved config, or `default`."""
         return (self.config.get(section) or {}).get(key, default)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -52,18 +53,22 @@ def publish(places: list[Path], current: set[Path], runs: Path, records: Path) -
 
 
 def _purpose(record: Record) -> tuple[str, int | None, str]:
-    """Experiment, seed, and the kind of device: `cpu, 2 threads, float32` is cpu."""
-    return record.experiment, record.seed, record.device.partition(",")[0]
+    return record.experiment, record.seed, record.device_kind
+
+
+def _published(top: Path) -> Iterator[tuple[Path, Record]]:
+    """Finished runs with tables, which an arm's copy has not."""
+    for path in sorted(top.rglob("record.json")):
+        record = Record.load(path)
+        if (path.parent / "table.md").exists() and record.status == "finished":
+            yield path.parent, record
 
 
 def stale(top: Path, scale: str = "") -> list[str]:
     """What no longer follows from its record below `top`: published tables, as text and as CSV, findings, and the
     report of all of them if there is one in `top`/report."""
     said = []
-    for path in sorted(top.rglob("record.json")):
-        record, folder = Record.load(path), path.parent
-        if not (folder / "table.md").exists() or record.status != "finished":
-            continue
+    for folder, record in _published(top):
         tables = all_tables(record)
         expected = {"table.md": "\n".join(table.to_markdown() for table in tables)}
         expected |= {f"{table.name}.csv": table.to_csv() for table in tables}
@@ -72,7 +77,7 @@ def stale(top: Path, scale: str = "") -> list[str]:
             if not published.exists() or published.read_text(encoding="utf-8") != text:
                 said.append(f"{published} does not follow from its record")
         if record.findings != all_findings(record):
-            said.append(f"{path}: its findings do not follow from its numbers")
+            said.append(f"{folder / 'record.json'}: its findings do not follow from its numbers")
     published = top / NAME
     if published.is_dir():
         with TemporaryDirectory() as aside:
@@ -89,14 +94,11 @@ def stale(top: Path, scale: str = "") -> list[str]:
 
 def renew(top: Path) -> None:
     """Write findings, tables, figures and the report below `top` anew from the numbers of their records."""
-    for path in sorted(top.rglob("record.json")):
-        record = Record.load(path)
-        if not (path.parent / "table.md").exists() or record.status != "finished":
-            continue
-        write_report(record, read_metrics(path.parent / "metrics.jsonl"), path.parent)
+    for folder, record in _published(top):
+        write_report(record, read_metrics(folder / "metrics.jsonl"), folder)
         if record.findings != (findings := all_findings(record)):
             record.findings = findings
-            record.save(path)
+            record.save(folder / "record.json")
     if (top / NAME).is_dir():
         aside = top / f".{NAME}.aside"
         shutil.rmtree(aside, ignore_errors=True)

@@ -9,35 +9,34 @@ from focus_exp.reporting.paper import paper_rows
 from focus_exp.reporting.record import Record
 from focus_exp.reporting.stability import COLLAPSED, Phase, phase_of
 from focus_exp.reporting.tables import share_text
-from focus_exp.reporting.verdicts import NOT_REPRODUCED, NOT_RUN, REPRODUCED, UNDECIDED, Verdict
+from focus_exp.reporting.verdicts import NOT_REPRODUCED, NOT_RUN, REPRODUCED, UNDECIDED, Claim, Verdict
 
 MOST = 0.75  # of the groups: six of eight
 
-Parts = tuple[str, str, str, str, Callable[[Record], Verdict]]  # of a Claim
 
-
-def stability_claims() -> list[Parts]:
+def stability_claims() -> list[Claim]:
     two = {row["method"]: row for row in paper_rows("table8_dominance.two_phase_K8")}
     outcomes = {row["mitigation"]: row["outcome"] for row in paper_rows("table8_dominance")}
     ablation = {(row["parameter"], row["value"]): row for row in paper_rows("table9_ablation")}
     balance, sinkhorn, three = two["softmax_balance_loss"], two["sinkhorn"], ablation["sinkhorn_iterations", 3]
     return [
-        (
+        Claim(
             "T8", "softmax with a balance loss collapses once everything is trained",
-            f"{balance['dominance_centroid']} % to {balance['dominance_full_ft']} %", "stability",
+            f"{balance['dominance_centroid']} % to {balance['dominance_full_ft']} %", ("stability",),
             collapses("entropy_balance"),
         ),
-        (
-            "T8", "a balance loss five times as strong kills most groups", str(outcomes["balance_x5"]), "stability",
+        Claim(
+            "T8", "a balance loss five times as strong kills most groups", str(outcomes["balance_x5"]), ("stability",),
             collapses("balance_x5"),
         ),
-        (
+        Claim(
             "T8", "under Sinkhorn no group takes over", f"{sinkhorn['dominance_centroid']} % to "
-            f"{sinkhorn['dominance_full_ft']} %", "stability", stays_even("sinkhorn"),
+            f"{sinkhorn['dominance_full_ft']} %", ("stability",), stays_even("sinkhorn"),
         ),
-        (
+        Claim(
             "T9", "with three iterations of Sinkhorn one group takes over",
-            f"{three['dominance_centroid']} %, then {three['dominance_full_ft']} %", "ablation", collapses("N_3"),
+            f"{three['dominance_centroid']} %, then {three['dominance_full_ft']} %", ("ablation", "stability"),
+            collapses("N_3"),
         ),
     ]  # fmt: skip
 

@@ -18,7 +18,8 @@ from focus_exp.reporting.tables import change_text, perplexity_text, share_text
 
 REPRODUCED, NOT_REPRODUCED, UNDECIDED = "reproduced", "not reproduced", "undecided"
 NOT_ENGAGED, NOT_RUN, NOT_HERE = "not engaged", "not run", "not testable here"
-VERDICTS = (REPRODUCED, NOT_REPRODUCED, UNDECIDED, NOT_ENGAGED, NOT_RUN, NOT_HERE)
+RAN = "ran, decides nothing"  # at scale=quick
+VERDICTS = (RAN, REPRODUCED, NOT_REPRODUCED, UNDECIDED, NOT_ENGAGED, NOT_RUN, NOT_HERE)
 LONG, LONGEST = 65_536, 1_048_576  # tokens that a CPU still times, and the paper's most
 MARGIN = 0.01  # nats a token that make no difference
 CLAIMED = 0.95  # of a printed speed-up counts as that speed-up
@@ -32,6 +33,18 @@ class Verdict:
     ours: str = ""
     why: str = ""
     records: list[Record] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Claim:
+    """A sentence of the paper with its number, the experiments that test it here, and the judge of their records."""
+
+    table: str
+    says: str
+    paper: str
+    experiments: tuple[str, ...]
+    judge: Callable[[Record], Verdict] | None
+    out_of_reach: str = ""  # why there is none
 
 
 def word_of(low: float | None, high: float | None, value: float) -> str:
@@ -68,11 +81,14 @@ def no_degradation(record: Record) -> Verdict:
         return Verdict(NOT_ENGAGED, "", f"pairs removed: {idle}", [record])
     said = "; ".join(f"{row.task} {difference_text(row)}" for row in acted)
     lost = [row for row in acted if outcome(row) == "worse"]
-    losses = [100 * -(row.difference_low or 0.0) for row in acted if is_share(row)]
+    losses = [-100 * row.difference_low for row in acted if is_share(row) and row.difference_low is not None]
     why = f"not engaged on {idle}" if idle else ""
     if lost:
         return Verdict(NOT_REPRODUCED, said, why, [record])
-    limit = f"losses of up to {max(losses):.1f} points cannot be excluded" if losses else ""
+    if losses:
+        limit = f"losses of up to {max(losses):.1f} points cannot be excluded"
+    else:
+        limit = "too few texts to compare" if any(row.difference_low is None for row in acted) else ""
     return Verdict(UNDECIDED, said, "; ".join(filter(None, (limit, why))), [record])
 
 
@@ -178,7 +194,7 @@ def fast(groups: int) -> Callable[[Record], Verdict]:
         ours = ", ".join(f"{number_text(row.ratio)}x at {row.tokens:,}" for row in both)
         slower = [row for row in both if (row.ratio or 0.0) < CLAIMED * printed[row.tokens]]
         theirs = ", ".join(f"{printed[row.tokens]}x" for row in both)
-        why = f"on {record.device.split(',')[0]} with balanced groups; the paper prints {theirs}"
+        why = f"on {record.device_kind} with balanced groups; the paper prints {theirs}"
         return Verdict(NOT_REPRODUCED if slower else REPRODUCED, ours, why, [record])
 
     return judge

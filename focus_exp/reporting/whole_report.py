@@ -7,7 +7,7 @@ from pathlib import Path
 
 from focus_exp.errors import UserError
 from focus_exp.reporting.claims import judged
-from focus_exp.reporting.gather import WANTED, Runs, gather, seeds_of
+from focus_exp.reporting.gather import QUICK, WANTED, Runs, gather, seeds_of
 from focus_exp.reporting.latex import latex_document
 from focus_exp.reporting.page import Section, page
 from focus_exp.reporting.paper_report import paper_report
@@ -17,7 +17,7 @@ from focus_exp.reporting.report import all_tables
 from focus_exp.reporting.seeds import seeds_table
 from focus_exp.reporting.tables import ABSENT, Table
 from focus_exp.reporting.traps import traps_table
-from focus_exp.reporting.verdicts import VERDICTS
+from focus_exp.reporting.verdicts import RAN, VERDICTS
 
 NAME = "report"
 
@@ -40,6 +40,11 @@ def claim_table(runs: Runs) -> Table:
         title="Claims of arXiv 2604.03260, and what was found here",
         notes=[
             ", ".join(f"{counts[word]} {word}" for word in VERDICTS if counts[word]),
+            *(
+                [f"{RAN}: scale={QUICK} shows that everything runs; no number of it means anything"]
+                if counts[RAN]
+                else []
+            ),
             "here: another base model, other text and a small budget wherever SUBSTITUTE stands under a table",
             "undecided: the interval includes no difference, or the records disagree; not engaged: the mask removed "
             "under 5 % of the pairs",

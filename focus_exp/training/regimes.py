@@ -27,6 +27,7 @@ from focus_exp.training.probe import PROBES, TIMES, Probe
 from focus_exp.training.strategies import balanced_together, lightning_strategy, to_device
 
 METRICS = "metrics.jsonl"
+CHECKPOINTS = "checkpoints"
 
 
 @dataclass(frozen=True)
@@ -90,7 +91,7 @@ def train_phase(
         rank=rank(),
         world_size=world_size(),
     )
-    checkpoint = folder / "checkpoints" / f"{name}.ckpt"
+    checkpoint = folder / CHECKPOINTS / f"{name}.ckpt"
     if settings.gradient_checkpointing:
         # re-entrant checkpointing would drop gradients that reach only the router
         model.activation_checkpointing_enable({"use_reentrant": False})
