@@ -259,6 +259,19 @@ def test_a_difference_is_one_if_all_seeds_say_so(deltas, word):
     assert line["each seed [95 %]"].count("[") == len(deltas)
 
 
+def test_seeds_in_other_number_formats_are_said_to_be():
+    devices = ["cpu, 2 threads, float32 (no native bfloat16 on this cpu)", "cpu, 2 threads, bfloat16"]
+    alike = [compare(seed, device=devices[0]) for seed in range(2)]
+    mixed = [compare(seed, device=device) for seed, device in enumerate(devices)]
+    said = "seeds were computed in bfloat16 or float32: see the device of each record"
+    assert said in seeds_table(runs_of(*mixed)).notes and said not in seeds_table(runs_of(*alike)).notes
+    texts = [
+        next(line for line in lines(table("table1_retrofit", *records)) if line["method"] == "focus")["model and text"]
+        for records in (alike, mixed)
+    ]
+    assert [text.rpartition(", ")[2] for text in texts] == ["float32", "float32 / bfloat16"]
+
+
 def test_rounding_is_no_difference():
     assert difference_word(4e-8, 1e-8, 6e-8, ("better than", "worse than")) == "indistinguishable from"
     assert difference_word(4e-4, 1e-4, 6e-4, ("better than", "worse than")) == "worse than"

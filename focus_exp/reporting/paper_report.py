@@ -138,7 +138,7 @@ def _run(group: list[Scene]) -> dict[str, str]:
     said = (
         (" / ".join(share_text(share) for share, _ in shares) or ABSENT) + idle,
         f"{scene.record.experiment}: {scene.name}{spoiled}",
-        _setting(scene),
+        ", ".join(filter(None, [_setting(scene), "" if scene.timed else _formats(group)])),
         seeds_text([found.record for found in group]),
         "; ".join(made),
     )
@@ -154,6 +154,11 @@ def _setting(scene: Scene) -> str:
     shown = groups and not scene.timed
     text = " / ".join(parts) + (f", K = {' / '.join(map(str, sorted(groups)))}" if shown else "")
     return f"{text}, {' / '.join(f'{n:,}' for n in sorted(trained))} tokens trained" if any(trained) else text
+
+
+def _formats(group: list[Scene]) -> str:
+    """Number formats of the arithmetic, by which machines and so seeds may differ."""
+    return " / ".join(dict.fromkeys(run.number_format for scene in group for run in own_records(scene)))
 
 
 def own_records(scene: Scene) -> list[Record]:

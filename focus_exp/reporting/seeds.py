@@ -84,9 +84,16 @@ def seeds_table(runs: Runs) -> Table | None:
             f"a difference is called one only where the intervals of all seeds say so; {WANTED} seeds are wanted",
             "change of perplexity, paired on the same tokens within each seed; the seed draws the initial routers and "
             "adapters, the order of the text and the bootstrap",
+            *_formats(several),
         ],
         values=[values for _, values in lines],
     )
+
+
+def _formats(several: dict[Any, dict[int, Difference]]) -> list[str]:
+    """Number formats of the arithmetic, if seeds ran on machines that differ in it."""
+    found = sorted({difference.record.number_format for by_seed in several.values() for difference in by_seed.values()})
+    return [f"seeds were computed in {' or '.join(found)}: see the device of each record"] if len(found) > 1 else []
 
 
 def _line(what: str, against: str, by_seed: dict[int, Difference]) -> tuple[list[str], dict[str, Any]]:
