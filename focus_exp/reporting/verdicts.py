@@ -163,8 +163,9 @@ def lora_is_lower(record: Record) -> Verdict:
     name, row = min(found, key=lambda pair: pair[1].nll or 0.0)
     change = change_text(row.delta_vs_hard, row.delta_vs_hard_low, row.delta_vs_hard_high)
     word = word_of(row.delta_vs_hard_low, row.delta_vs_hard_high, row.delta_vs_hard or 0.0)
-    ours = f"{name}: {perplexity_text(row.perplexity)}, {change} against {record.arms[0].name}"
-    return Verdict(word, ours, f"the best of {len(found)} learning rates; LoRA keeps every pair", [record])
+    best = f", the best of {len(found)} learning rates" if len(found) > 1 else ""
+    ours = f"{name}{best}: {perplexity_text(row.perplexity)}, {change} against {record.arms[0].name}"
+    return Verdict(word, ours, "LoRA keeps every pair", [record])
 
 
 def lora_degrades(record: Record) -> Verdict:
