@@ -13,15 +13,15 @@ from test_compare import compared, comparison_of, row
 
 from focus_exp.reporting.benchmark_rows import BenchmarkRow
 from focus_exp.reporting.findings import difference_word
-from focus_exp.reporting.gather import Runs, gather
+from focus_exp.reporting.gather import Runs, gather, run_of
 from focus_exp.reporting.paper import paper_names, paper_rows
 from focus_exp.reporting.paper_measures import MEASURES, NOT_RUN
 from focus_exp.reporting.paper_places import paper_tables, unmapped
 from focus_exp.reporting.paper_report import NOT_HERE, beside, paper_report
 from focus_exp.reporting.pareto import front, paper_change, pareto_table, points, write_pareto
 from focus_exp.reporting.record import Record
-from focus_exp.reporting.rows import MethodSpeedRow, ProbeRow, Row, SpeedRow
-from focus_exp.reporting.seeds import DISAGREE, seeds_table
+from focus_exp.reporting.rows import Arm, MethodSpeedRow, ProbeRow, Row, SpeedRow
+from focus_exp.reporting.seeds import DISAGREE, ITSELF, seeds_table
 from focus_exp.reporting.traps import traps_table
 
 RECORDS = Path(__file__).parent.parent / "runs" / "records"
@@ -257,6 +257,18 @@ def test_a_difference_is_one_if_all_seeds_say_so(deltas, word):
     (line,) = [line for line in lines(seeds_table(runs_of(*records))) if line["against"] == "focus"]
     assert line["in words"] == word and line["what"] == "lora"
     assert line["each seed [95 %]"].count("[") == len(deltas)
+
+
+def test_a_causal_twin_is_compared_with_itself():
+    rows = [row(None, kind="hard", top_k=1), row(None, kind="twin", name="twin", top_k=1, **compared(0.3))]
+    found = lines(seeds_table(runs_of(*(replace(trapped(*rows, experiment="leak"), seed=seed) for seed in range(3)))))
+    assert {line["against"] for line in found if line["what"] == "twin"} == {"base", ITSELF}
+
+
+def test_an_arm_is_the_same_whatever_benchmarks_it_ran():
+    both = ["seed=1", "eval.tasks=[piqa]", "eval.limit=3"], ["seed=1"]
+    arms = [Arm(name="focus", settings=settings) for settings in both]
+    assert run_of(arms[0]) == run_of(arms[1]) != run_of(replace(arms[0], settings=["attention.groups=8"]))
 
 
 def test_seeds_in_other_number_formats_are_said_to_be():

@@ -82,7 +82,7 @@ def claims() -> list[Claim]:
             "T1", "a retrofitted router lowers the perplexity of its frozen base", f"{base} to {focus}",
             ("retrofit_124m",), lowers_perplexity,
         ),
-        Claim("T1", "benchmarks stay as they are", "changes of 0.0", ("compare",), no_degradation),
+        Claim("T1", "benchmarks stay as they are", "changes of 0.0", SEEDED, no_degradation),
         *(
             Claim(
                 "T1", f"Focus has the lower perplexity than {arm} with all weights fine-tuned",

@@ -13,6 +13,7 @@ QUICK = "quick"
 WANTED = 3  # seeds, where a difference is claimed
 # of the attention that every arm starts from
 ATTENTION = ("method", "groups", "routing_dim", "temperature", "assignment", "gate", "window", "sinks", "top_k")
+BENCHMARKS = ("eval.tasks=", "eval.limit=")  # settings that choose what else is scored
 
 
 @dataclass(frozen=True)
@@ -74,8 +75,9 @@ def setup(record: Record) -> Hashable:
 
 
 def run_of(arm: Arm) -> Hashable:
-    """What an arm of the same name has in common in comparisons under several seeds."""
-    return arm.name, tuple(arm.settings), arm.steps, arm.tokens_seen
+    """What an arm of the same name has in common in comparisons under several seeds, whatever benchmarks each ran."""
+    settings = tuple(setting for setting in arm.settings if not setting.startswith(BENCHMARKS))
+    return arm.name, settings, arm.steps, arm.tokens_seen
 
 
 def seeds_of(records: list[Record]) -> list[int]:

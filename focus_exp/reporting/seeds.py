@@ -16,6 +16,7 @@ from focus_exp.reporting.tables import ABSENT, Table, change_text
 
 COLUMNS = ["experiment", "what", "against", "seeds", "mean change", "least to most", "each seed [95 %]", "in words"]
 DISAGREE = "the seeds disagree"
+ITSELF = "itself, reading the future"
 
 
 @dataclass(frozen=True)
@@ -49,13 +50,15 @@ def _of(record: Record) -> list[tuple[str, str, Hashable, Difference]]:
     said: list[tuple[str, str, Hashable, Difference]] = []
     if record.arms:
         first = record.arms[0]
-        rows = [(arm.name, run_of(arm), row) for arm in record.arms if (row := row_of(record, arm))]
-        reference, common = first.name, (setup(record), run_of(first))
+        rows = [(arm.name, run_of(arm), row, first.name) for arm in record.arms if (row := row_of(record, arm))]
+        common: Hashable = (setup(record), run_of(first))
     else:
         hard = configured_row(record)
-        rows = [(row.name, row.name, row) for row in record.rows if row.kind != "base"]
-        reference, common = hard.name if hard else "", (setup(record), record.experiment)
-    for name, key, row in rows:
+        others = {"twin": ITSELF}
+        measured = [row for row in record.rows if row.kind != "base"]
+        rows = [(row.name, row.name, row, others.get(row.kind, hard.name if hard else "")) for row in measured]
+        common = (setup(record), record.experiment)
+    for name, key, row, reference in rows:
         for against, values in (("base", _bounds(row, "delta")), (reference, _bounds(row, "delta_vs_hard"))):
             if values is not None and against:
                 said.append((name, against, (common, key), Difference(record, *values, row.causal)))

@@ -149,4 +149,4 @@ def engagements(records: list[Record]) -> list[Finding]:
 
 def _router(record: Record) -> str:
     arm = record.config.get("arm")
-    return f"{record.experiment}{f' {arm}' if arm else ''}"
+    return f"{record.experiment}{f' {arm}' if arm else ''}, seed {record.seed}"
