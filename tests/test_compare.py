@@ -158,7 +158,8 @@ def test_the_base_is_measured_once_for_all_arms_that_share_it(tmp_path, monkeypa
 
     monkeypatch.setattr(quality, "score", counting)
     # what is asked of the routed model alone is no reason to measure the base again
-    other = {**ARMS, "wider": ["eval.top_k=[2]"], "longer": ["attention=window", "regime=none", "eval.window=48"]}
+    wider, longer = [*ARMS["focus"], "eval.top_k=[2]"], [*ARMS["window"], "eval.window=48"]
+    other = {**ARMS, "wider": wider, "longer": longer}
     run(*settings(tmp_path, **other))
     assert scored.count("base, full attention") == 2
     comparison = records(tmp_path)[None]
