@@ -13,7 +13,7 @@ from test_compare import compared, comparison_of, row
 
 from focus_exp.reporting.benchmark_rows import BenchmarkRow
 from focus_exp.reporting.findings import difference_word
-from focus_exp.reporting.gather import Runs, gather, run_of
+from focus_exp.reporting.gather import Runs, gather, run_of, setup
 from focus_exp.reporting.paper import paper_names, paper_rows
 from focus_exp.reporting.paper_measures import MEASURES, NOT_RUN
 from focus_exp.reporting.paper_places import paper_tables, unmapped
@@ -271,6 +271,20 @@ def test_an_arm_is_the_same_whatever_benchmarks_it_ran():
     assert run_of(arms[0]) == run_of(arms[1]) != run_of(replace(arms[0], settings=["attention.groups=8"]))
 
 
+def test_weights_that_the_seed_draws_are_one_set_up():
+    def started(regime, seed):
+        config = {**CONFIG, "regime": {"name": regime}}
+        return trapped(model={"name": "tiny", "fingerprint": f"{seed}"}, config=config)
+
+    assert setup(started("scratch", 1)) == setup(started("scratch", 2))
+    assert setup(started("retrofit", 1)) != setup(started("retrofit", 2))
+
+
+def test_of_a_run_made_again_the_older_is_no_lonely_seed():
+    records = [compare(seed) for seed in (1, 2, 1, 2)]
+    assert not [note for note in seeds_table(runs_of(*records)).notes if "one seed" in note]
+
+
 def test_seeds_in_other_number_formats_are_said_to_be():
     devices = ["cpu, 2 threads, float32 (no native bfloat16 on this cpu)", "cpu, 2 threads, bfloat16"]
     alike = [compare(seed, device=devices[0]) for seed in range(2)]
@@ -303,7 +317,8 @@ def test_one_seed_is_said_to_be_one():
 
 def trapped(*rows, experiment="retrofit_124m", **changes):
     base = row(None, kind="base", name="base", method="full", pairs_removed=0.0)
-    return Record(status="finished", experiment=experiment, seed=0, config=CONFIG, rows=[base, *rows], **changes)
+    fields = {"config": CONFIG, **changes}
+    return Record(status="finished", experiment=experiment, seed=0, rows=[base, *rows], **fields)
 
 
 def test_each_trap_has_its_line():

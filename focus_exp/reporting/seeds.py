@@ -132,8 +132,11 @@ def verdict(each: list[Difference]) -> str:
 def _few(runs: Runs, several: dict[Any, dict[int, Difference]]) -> list[str]:
     """Experiments with differences under too few seeds, and the command for the rest."""
     said = []
-    covered = {id(difference.record) for by_seed in several.values() for difference in by_seed.values()}
-    alone = [record for record in runs.finished() if id(record) not in covered and _of(record)]
+    alone = [
+        record
+        for record in runs.finished()
+        if (said_of := _of(record)) and not any((what, against, key) in several for what, against, key, _ in said_of)
+    ]
     for experiment in dict.fromkeys(record.experiment for record in alone):
         own = [record for record in alone if record.experiment == experiment]
         seeds = ", ".join(map(str, seeds_of(own))) or ABSENT
