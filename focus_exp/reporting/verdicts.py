@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from focus_exp.reporting.benchmark_findings import outcome, telling
+from focus_exp.reporting.benchmark_findings import outcome, score_name, telling
 from focus_exp.reporting.benchmark_rows import BenchmarkRow
 from focus_exp.reporting.benchmarks import difference_text, is_share
 from focus_exp.reporting.comparison import answer, row_of
@@ -79,7 +79,7 @@ def no_degradation(record: Record) -> Verdict:
         return Verdict(NOT_RUN, why="no benchmark was run", records=[record])
     if not acted:
         return Verdict(NOT_ENGAGED, "", f"pairs removed: {idle}", [record])
-    said = "; ".join(f"{row.task} {difference_text(row)}" for row in acted)
+    said = "; ".join(f"{score_name(row)} {difference_text(row)}" for row in acted)
     lost = [row for row in acted if outcome(row) == "worse"]
     losses = [-100 * row.difference_low for row in acted if is_share(row) and row.difference_low is not None]
     why = f"not engaged on {idle}" if idle else ""
