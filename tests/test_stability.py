@@ -460,6 +460,8 @@ def test_claims_on_dominance_are_judged_by_the_last_probe(after, collapse, even)
     assert verdict(compared(softmax=(EVEN, after)), "five times as strong").word == NOT_RUN
     three = compared("ablation", default=(EVEN, EVEN), N_3=(after, after))
     assert verdict(three, "three iterations").word == collapse
+    ten = compared("ablation", default=(EVEN, EVEN), N_10=(after, after))
+    assert verdict(ten, "under Sinkhorn no group takes over").word == even
     assert verdict(compared("ablation", default=(EVEN, EVEN)), "three iterations").word == NOT_RUN
 
 

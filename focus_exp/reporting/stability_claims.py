@@ -31,7 +31,7 @@ def stability_claims() -> list[Claim]:
         ),
         Claim(
             "T8", "under Sinkhorn no group takes over", f"{sinkhorn['dominance_centroid']} % to "
-            f"{sinkhorn['dominance_full_ft']} %", ("stability",), stays_even("sinkhorn"),
+            f"{sinkhorn['dominance_full_ft']} %", ("stability", "ablation"), stays_even("sinkhorn", "N_10"),
         ),
         Claim(
             "T9", "with three iterations of Sinkhorn one group takes over",
@@ -61,10 +61,11 @@ def collapses(arm: str) -> Callable[[Record], Verdict]:
     return judge
 
 
-def stays_even(arm: str) -> Callable[[Record], Verdict]:
-    """Whether the largest group stays below half of the tokens and no group dies."""
+def stays_even(*names: str) -> Callable[[Record], Verdict]:
+    """Whether the largest group stays below half of the tokens and no group dies; names: of one arm, by experiment."""
 
     def judge(record: Record) -> Verdict:
+        arm = next((arm.name for arm in record.arms if arm.name in names), names[0])
         before, after = (phase_of(record, arm, full=full) for full in (False, True))
         if after is None:
             return Verdict(NOT_RUN, why=f"arm {arm} has no probe after all was trained", records=[record])
