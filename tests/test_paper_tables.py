@@ -272,12 +272,11 @@ def test_an_arm_is_the_same_whatever_benchmarks_it_ran():
 
 
 def test_weights_that_the_seed_draws_are_one_set_up():
-    def started(regime, seed):
-        config = {**CONFIG, "regime": {"name": regime}}
-        return trapped(model={"name": "tiny", "fingerprint": f"{seed}"}, config=config)
+    def started(source, seed):
+        return trapped(model={"name": "tiny", "source": source, "fingerprint": f"{seed}"})
 
-    assert setup(started("scratch", 1)) == setup(started("scratch", 2))
-    assert setup(started("retrofit", 1)) != setup(started("retrofit", 2))
+    assert setup(started("random", 1)) == setup(started("random", 2))
+    assert setup(started("hub", 1)) != setup(started("hub", 2))
 
 
 def test_of_a_run_made_again_the_older_is_no_lonely_seed():
@@ -317,8 +316,7 @@ def test_one_seed_is_said_to_be_one():
 
 def trapped(*rows, experiment="retrofit_124m", **changes):
     base = row(None, kind="base", name="base", method="full", pairs_removed=0.0)
-    fields = {"config": CONFIG, **changes}
-    return Record(status="finished", experiment=experiment, seed=0, rows=[base, *rows], **fields)
+    return Record(status="finished", experiment=experiment, seed=0, config=CONFIG, rows=[base, *rows], **changes)
 
 
 def test_each_trap_has_its_line():

@@ -9,7 +9,8 @@ from pathlib import Path
 from focus_exp.reporting.record import Record
 from focus_exp.reporting.rows import Arm
 
-QUICK, SCRATCH = "quick", "scratch"
+QUICK = "quick"
+RANDOM = "random"  # source of weights that the seed draws
 WANTED = 3  # seeds, where a difference is claimed
 # of the attention that every arm starts from
 ATTENTION = ("method", "groups", "routing_dim", "temperature", "assignment", "gate", "window", "sinks", "top_k")
@@ -68,12 +69,11 @@ def is_quick(record: Record) -> bool:
 
 def setup(record: Record) -> Hashable:
     """What records of several seeds have in common: the model, the text, the attention, how much was trained."""
-    regime = record.setting("regime", "name")
-    weights = None if regime == SCRATCH else record.model.get("fingerprint")  # random ones are the seed's
+    weights = None if record.model.get("source") == RANDOM else record.model.get("fingerprint")
     sources = record.model.get("name"), weights, record.data.get("name"), record.data.get("fingerprint")
     attention = tuple(record.setting("attention", key) for key in ATTENTION)
     evaluation = record.setting("eval", "window"), record.setting("eval", "max_windows")
-    return (*sources, attention, evaluation, regime, record.steps, record.tokens_seen)
+    return (*sources, attention, evaluation, record.setting("regime", "name"), record.steps, record.tokens_seen)
 
 
 def run_of(arm: Arm) -> Hashable:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Hashable
 from dataclasses import dataclass
 from statistics import fmean
-from typing import Any
+from typing import Any, TypeAlias
 
 from focus_exp.reporting.comparison import NON_CAUSAL, row_of
 from focus_exp.reporting.findings import configured_row, difference_word
@@ -17,6 +17,7 @@ from focus_exp.reporting.tables import ABSENT, Table, change_text
 COLUMNS = ["experiment", "what", "against", "seeds", "mean change", "least to most", "each seed [95 %]", "in words"]
 DISAGREE = "the seeds disagree"
 ITSELF = "itself, reading the future"
+Key: TypeAlias = tuple[str, str, Hashable]  # what, against what, set-up
 
 
 @dataclass(frozen=True)
@@ -34,34 +35,35 @@ class Difference:
         return difference_word(self.delta, self.low, self.high, ("better than", "worse than"))
 
 
-def differences(runs: Runs) -> dict[tuple[str, str, Hashable], dict[int, Difference]]:
-    """(what, against what, set-up) -> seed -> the latest difference under it."""
-    found: dict[tuple[str, str, Hashable], dict[int, Difference]] = {}
+def differences(runs: Runs) -> dict[Key, dict[int, Difference]]:
+    """Key -> seed -> the latest difference under it."""
+    found: dict[Key, dict[int, Difference]] = {}
     for record in runs.finished():
         if record.seed is None:
             continue
-        for what, against, key, difference in _of(record):
-            found.setdefault((what, against, key), {})[record.seed] = difference
+        for key, difference in _of(record):
+            found.setdefault(key, {})[record.seed] = difference
     return found
 
 
-def _of(record: Record) -> list[tuple[str, str, Hashable, Difference]]:
-    """Every row against the base; in a comparison against the first arm too, else against the configured hard row."""
-    said: list[tuple[str, str, Hashable, Difference]] = []
+def _of(record: Record) -> list[tuple[Key, Difference]]:
+    """Every row against the base; in a comparison against the first arm too, else against the configured hard row, and
+    a causal twin against the router that it is the twin of."""
+    said: list[tuple[Key, Difference]] = []
     if record.arms:
         first = record.arms[0]
         rows = [(arm.name, run_of(arm), row, first.name) for arm in record.arms if (row := row_of(record, arm))]
         common: Hashable = (setup(record), run_of(first))
     else:
         hard = configured_row(record)
-        others = {"twin": ITSELF}
+        configured = hard.name if hard else ""
         measured = [row for row in record.rows if row.kind != "base"]
-        rows = [(row.name, row.name, row, others.get(row.kind, hard.name if hard else "")) for row in measured]
+        rows = [(row.name, row.name, row, ITSELF if row.kind == "twin" else configured) for row in measured]
         common = (setup(record), record.experiment)
-    for name, key, row, reference in rows:
+    for name, own, row, reference in rows:
         for against, values in (("base", _bounds(row, "delta")), (reference, _bounds(row, "delta_vs_hard"))):
             if values is not None and against:
-                said.append((name, against, (common, key), Difference(record, *values, row.causal)))
+                said.append(((name, against, (common, own)), Difference(record, *values, row.causal)))
     return said
 
 
@@ -93,7 +95,7 @@ def seeds_table(runs: Runs) -> Table | None:
     )
 
 
-def _formats(several: dict[Any, dict[int, Difference]]) -> list[str]:
+def _formats(several: dict[Key, dict[int, Difference]]) -> list[str]:
     """Number formats of the arithmetic, if seeds ran on machines that differ in it."""
     found = sorted({difference.record.number_format for by_seed in several.values() for difference in by_seed.values()})
     return [f"seeds were computed in {' or '.join(found)}: see the device of each record"] if len(found) > 1 else []
@@ -129,14 +131,11 @@ def verdict(each: list[Difference]) -> str:
     return said if len(each) >= WANTED else f"{said}, by {len(each)} of {WANTED} seeds"
 
 
-def _few(runs: Runs, several: dict[Any, dict[int, Difference]]) -> list[str]:
+def _few(runs: Runs, several: dict[Key, dict[int, Difference]]) -> list[str]:
     """Experiments with differences under too few seeds, and the command for the rest."""
     said = []
-    alone = [
-        record
-        for record in runs.finished()
-        if (said_of := _of(record)) and not any((what, against, key) in several for what, against, key, _ in said_of)
-    ]
+    keys = [(record, {key for key, _ in _of(record)}) for record in runs.finished()]
+    alone = [record for record, held in keys if held and held.isdisjoint(several)]
     for experiment in dict.fromkeys(record.experiment for record in alone):
         own = [record for record in alone if record.experiment == experiment]
         seeds = ", ".join(map(str, seeds_of(own))) or ABSENT
