@@ -11,7 +11,7 @@ GPU_BENCH := +experiment=speed model=smollm2_135m model.hub_id=null data=files d
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help install browser retrofit reproduce-embedded report test test-fast smoke slurm gpu lint format types clean
+.PHONY: help install browser retrofit reproduce-embedded report test test-fast architectures faults smoke slurm gpu lint format types clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  %-19s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
@@ -42,6 +42,12 @@ test: $(STAMP) ## every test that needs neither a GPU nor SLURM
 
 test-fast: $(STAMP) ## the same without pretrained weights and slow tests
 	$(RUN) pytest -n $(JOBS) -m 'not gpu and not slurm and not real and not slow' $(ARGS)
+
+architectures: $(STAMP) ## Focus on every causal language model that transformers has, tiny; ARGS=llama: that one alone
+	$(VENV)/bin/python tests/architectures.py $(ARGS)
+
+faults: $(STAMP) ## kill, fill and damage tiny runs in over 100 ways: runs/records/faults.md
+	$(VENV)/bin/python tests/faults.py runs/records/faults.md
 
 smoke: $(STAMP) ## every experiment file on a tiny random model
 	$(RUN) pytest -n $(JOBS) tests/test_experiments.py -m 'not gpu' $(ARGS)

@@ -6,7 +6,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from focus_exp.errors import UserError
     from focus_exp.models.adapter import load_adapter, save_adapter
-    from focus_exp.models.attach import attach, detach, disabled, freeze, is_causal, set_routing
+    from focus_exp.models.attach import attach, detach
+    from focus_exp.models.attached import disabled, freeze, is_causal, set_routing
 
 __version__ = "0.1.0"
 
@@ -17,10 +18,10 @@ _HOMES = {
     "save_adapter": "focus_exp.models.adapter",
     "attach": "focus_exp.models.attach",
     "detach": "focus_exp.models.attach",
-    "disabled": "focus_exp.models.attach",
-    "freeze": "focus_exp.models.attach",
-    "is_causal": "focus_exp.models.attach",
-    "set_routing": "focus_exp.models.attach",
+    "disabled": "focus_exp.models.attached",
+    "freeze": "focus_exp.models.attached",
+    "is_causal": "focus_exp.models.attached",
+    "set_routing": "focus_exp.models.attached",
 }
 __all__ = [
     "UserError",

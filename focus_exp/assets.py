@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import hashlib
 import os
-import shutil
 import subprocess
 import sys
 import tempfile
@@ -17,9 +16,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import huggingface_hub.constants
-from filelock import FileLock
 
 from focus_exp.errors import UserError
+from focus_exp.storage import aside, clear_aside, held
 
 
 @dataclass(frozen=True)
@@ -119,29 +118,37 @@ def why_embedded(policy: str, substitute: str, requested: str) -> str:
     return f"embedded {substitute} stands in for {requested}: {reason}"
 
 
-def build_once(folder: Path, build: Callable[[Path], None]) -> Path:
-    """`folder`, filled by `build` if it does not exist yet: one process builds aside, then the folder is renamed."""
-    if folder.is_dir():
+def build_once(
+    folder: Path, build: Callable[[Path], None], damage: Callable[[Path], str | None] = lambda _: None
+) -> Path:
+    """`folder`, filled by `build` aside and renamed if it is not there, or if `damage` says what is wrong with it.
+
+    Of several processes one builds and the others wait.
+    """
+
+    def missing() -> bool:
+        return not folder.is_dir() or damage(folder) is not None
+
+    if not missing():
         return folder
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    with FileLock(folder.parent / f".{folder.name}.lock"):
-        if not folder.is_dir():
-            aside = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=folder.parent))
-            try:
-                build(aside)
-                # mkdtemp and safetensors write for the owner only, and caches are shared
-                for path in (aside, *aside.rglob("*")):
+    with held(folder.with_name(f".{folder.name}.lock"), str(folder), wait=True):
+        if missing():
+            if folder.is_dir():
+                print(f"WARNING: {folder} is damaged ({damage(folder)}); it is made again", file=sys.stderr)
+            clear_aside(folder.parent, folder.name)
+            with aside(folder) as new:
+                new.mkdir()
+                build(new)
+                # safetensors writes for the owner only, and caches are shared
+                for path in (new, *new.rglob("*")):
                     path.chmod(0o755 if path.is_dir() else 0o644)
-                os.replace(aside, folder)
-            finally:
-                shutil.rmtree(aside, ignore_errors=True)
     return folder
 
 
 def fetch_package(package: Package, cache: Path) -> Path:
     """The file of a pinned distribution, from `cache` or the package index; its hash is checked either way."""
     folder = cache / "packages" / f"{package.name}-{package.version}"
-    build_once(folder, lambda aside: _download(package, folder, aside))
+    build_once(folder, lambda new: _download(package, folder, new))
     found = [path for path in sorted(folder.iterdir()) if path.is_file()]
     for path in found:
         with path.open("rb") as file:
@@ -153,13 +160,13 @@ def fetch_package(package: Package, cache: Path) -> Path:
     )
 
 
-def _download(package: Package, folder: Path, aside: Path) -> None:
+def _download(package: Package, folder: Path, new: Path) -> None:
     kind = ["--no-binary" if package.sdist else "--only-binary", ":all:"]
     with tempfile.TemporaryDirectory() as scratch:
         requirements = Path(scratch) / "requirements.txt"
         requirements.write_text(f"{package.name}=={package.version} --hash=sha256:{package.sha256}\n", encoding="utf-8")
         pip = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--require-hashes", "--retries", "1"]
-        command = [*pip, "--timeout", "15", *kind, "--dest", str(aside), "--requirement", str(requirements)]
+        command = [*pip, "--timeout", "15", *kind, "--dest", str(new), "--requirement", str(requirements)]
         result = subprocess.run(command, capture_output=True, text=True, stdin=subprocess.DEVNULL, check=False)
     if result.returncode:
         reason = (result.stderr.strip().splitlines() or ["pip gave no reason"])[-1]

@@ -9,6 +9,7 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
+from focus_exp.attention import options
 from focus_exp.config import Config
 from focus_exp.errors import UserError
 
@@ -39,33 +40,15 @@ CHOICES = {
     "trainer.strategy": ("auto", "single", "ddp", "fsdp"),
     "logger.wandb": ("auto", "online", "offline", "disabled"),
 }
-AT_LEAST = {
+AT_LEAST = {f"attention.{name}": low for name, low in options.AT_LEAST.items()} | {
     "seed": 0,
     "regime.steps": 1,
     "regime.warmup_steps": 0,
-    "attention.groups": 1,
-    "attention.routing_dim": 1,
-    "attention.sinkhorn_iterations": 1,
-    "attention.window": 0,
-    "attention.sinks": 0,
-    "attention.top_k": 1,
     "attention.gate_steepness_start": 0,
     "attention.warm_start_blocks": 0,
     "attention.warm_start_steps": 1,
     "attention.calibration_blocks": 0,
-    "attention.balance_loss": 0,
-    "attention.entropy_loss": 0,
     "attention.recluster_every": 1,
-    "attention.global_tokens": 0,
-    "attention.dilation": 1,
-    "attention.dilated_heads": 0,
-    "attention.features": 1,
-    "attention.tokens_per_group": 1,
-    "attention.components": 1,
-    "attention.tokens_kept": 1,
-    "attention.recent_tokens": 1,
-    "attention.hash_bits": 1,
-    "attention.hash_tables": 2,
     "data.block_size": 2,
     "data.max_train_tokens": 1,
     "data.max_test_tokens": 1,
@@ -97,14 +80,14 @@ AT_LEAST = {
     "analyze.pairs": 0,
 }
 ABOVE_ZERO = (
-    *("attention.temperature", "attention.gate_steepness", "trainer.gradient_clip", "generate.temperature"),
-    "plan.utilization",
+    *(f"attention.{name}" for name in options.ABOVE_ZERO),
+    *("trainer.gradient_clip", "generate.temperature", "plan.utilization"),
 )
 FROM_ONE = (  # every number of a list
     *("bench.lengths", "bench.prefill_lengths", "bench.step_lengths", "bench.decode_lengths", "bench.groups"),
     *("bench.top_k", "eval.top_k"),
 )
-SHARES = ("attention.balance_momentum", "attention.gate_threshold", "attention.centroid_decay", "generate.top_p")
+SHARES = (*(f"attention.{name}" for name in options.SHARES), "generate.top_p")
 
 
 def parse(composed: DictConfig) -> Config:

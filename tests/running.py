@@ -1,6 +1,7 @@
 """Run the command line inside the test's own process, on a tiny model and generated text."""
 
 import contextlib
+import errno
 import io
 import json
 import random
@@ -8,7 +9,10 @@ import signal
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
+
+import pytest
+import torch
 
 from focus_exp import __main__ as command_line
 from focus_exp.errors import STOP_SIGNALS
@@ -69,6 +73,30 @@ def tiny(folder: Path, runs: str = "runs") -> list[str]:
         *("trainer.batch_size=2", "trainer.accumulate=2", "trainer.progress=false"),
         *("trainer.accelerator=cpu", "trainer.precision=float32", "every_arm=[]"),
     ]
+
+
+def full_disk_at(patch: pytest.MonkeyPatch, number: int) -> list[bytes]:
+    """The disk is full in the middle of checkpoint `number`, as torch tells it; the checkpoints written before that."""
+    save, whole = torch.save, []
+
+    def full(state: Any, file: BinaryIO, **options: Any) -> None:
+        if options:  # a tensor that is pickled for another process
+            save(state, file, **options)
+            return
+        content = io.BytesIO()
+        save(state, content)
+        if len(whole) + 1 < number:
+            whole.append(content.getvalue())
+            file.write(whole[-1])
+            return
+        file.write(content.getvalue()[: len(content.getvalue()) // 2])
+        try:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        except OSError:
+            raise RuntimeError("unexpected pos 704 vs 598") from None
+
+    patch.setattr(torch, "save", full)
+    return whole
 
 
 def router_steps(steps: int) -> str:

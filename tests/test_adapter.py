@@ -15,8 +15,8 @@ from transformers import PreTrainedModel
 from focus_exp import UserError, attach, detach, load_adapter, save_adapter, set_routing
 from focus_exp.models import adapter
 from focus_exp.models.adapter import DESCRIPTION, WEIGHTS
-from focus_exp.models.attach import attached_methods
 from focus_exp.models.load import fingerprint
+from focus_exp.models.modules import attached_methods
 
 OPTIONS = {
     "groups": 6,
@@ -168,6 +168,14 @@ def test_a_truncated_file_is_named(tiny_model, saved, file, kept):
         lambda d: {k: v for k, v in d.items() if k != "format"},
         lambda d: d | {"options": ["window"]},
         lambda d: d | {"layers": "all"},
+        lambda d: d | {"layers": [[0]]},
+        lambda d: d | {"layers": ["0", "1"]},
+        lambda d: d | {"layers": [False, True]},
+        lambda d: d | {"base_model": d["base_model"] | {"fingerprint": 5}},
+        lambda d: d | {"base_model": d["base_model"] | {"name": None}},
+        lambda d: {k: v for k, v in d.items() if k != "trainable_parameters"},
+        lambda d: "focus",
+        lambda d: 1,
     ],
 )
 def test_a_description_with_something_missing_or_mistaken_is_damaged(tiny_model, saved, change):
@@ -182,7 +190,10 @@ def test_a_description_with_something_missing_or_mistaken_is_damaged(tiny_model,
         ({"format": 2}, "format 2, this version reads format 1"),
         ({"method": "flash"}, "'flash' is not known"),
         ({"layers": [0, 7]}, r"layers \[7\] do not exist"),
-        ({"options": OPTIONS | {"heads": 2}}, "heads"),
+        ({"options": OPTIONS | {"heads": 2}}, f"{DESCRIPTION}: method focus has no options heads; copy"),
+        ({"options": OPTIONS | {"layers": [0]}}, "no options layers"),
+        ({"options": OPTIONS | {"method": "focus", "model": 1, "shape": 2}}, "no options method, model, shape"),
+        ({"options": OPTIONS | {"groups": "many"}}, "cannot be attached: .*groups='many' is not a whole number"),
         ({"options": OPTIONS | {"groups": 4}}, "does not fit its own description"),
         ({"layers": [0]}, "does not fit its own description"),
     ],
@@ -191,6 +202,13 @@ def test_a_description_of_something_else_is_refused(tiny_model, saved, change, m
     path = saved / DESCRIPTION
     path.write_text(json.dumps(json.loads(path.read_text()) | change))
     refuse(tiny_model("llama"), saved, message)
+
+
+def test_weights_that_are_no_numbers_are_damaged(tiny_model, saved):
+    tensors = load_file(saved / WEIGHTS)
+    tensors["layers.1.router.centroids"][2, 3] = torch.nan
+    save_file(tensors, saved / WEIGHTS)
+    refuse(tiny_model("llama"), saved, r"damaged \(layers.1.router.centroids holds NaN\)")
 
 
 @pytest.mark.parametrize("name", ["layers.0.router.centroids", "layers.1.router.potential"])

@@ -180,13 +180,29 @@ def test_package_that_cannot_be_had(monkeypatch, tmp_path):
 
 
 def test_build_once_leaves_nothing_half_done(tmp_path):
-    def fail(aside):
-        (aside / "half").touch()
+    def fail(new):
+        (new / "half").touch()
         raise RuntimeError
 
     with pytest.raises(RuntimeError):
         build_once(tmp_path / "folder", fail)
-    assert [path.name for path in tmp_path.iterdir()] == [".folder.lock"]
+    assert not list(tmp_path.iterdir())
+
+
+def test_build_once_builds_again_what_is_damaged(tmp_path, capsys):
+    def write(content):
+        return lambda new: (new / "file").write_text(content)
+
+    def read(folder):
+        return (folder / "file").read_text()
+
+    folder = tmp_path / "folder"
+    for damage, content in ((lambda _: None, "first"), (lambda _: "torn", "third")):
+        build_once(folder, write("first"))
+        build_once(folder, write("third"), damage)
+        assert read(folder) == content
+    assert f"{folder} is damaged (torn); it is made again" in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == [folder]
 
 
 def test_cache_root(monkeypatch, tmp_path):

@@ -11,7 +11,8 @@ from transformers import PreTrainedModel
 
 from focus_exp import UserError, attach, detach, disabled, freeze, is_causal, set_routing
 from focus_exp.attention.selection import PairCounts
-from focus_exp.models.attach import attached_methods, observed
+from focus_exp.models.attached import observed
+from focus_exp.models.modules import attached_methods
 
 TINY = {"window": 2, "sinks": 1}
 EVERYTHING = {"focus": {"top_k": 4}, "random_groups": {"top_k": 4}, "window": {"window": 200}}
@@ -218,6 +219,8 @@ def test_gradient_checkpointing_changes_neither_gradients_nor_balance(attached, 
             model.activation_checkpointing_enable()
         for tokens in (tokens_of(), tokens_of().flip(1)):  # two steps, so that the second starts from the first
             model(tokens, labels=tokens).loss.backward()
+        pair = [model(x, labels=x).loss for x in (tokens_of(), tokens_of(2, 31))]  # as preferences are trained
+        (pair[0] + 2 * pair[1]).backward()
         methods = attached_methods(model).values()
         results.append([p.grad for m in methods for p in m.parameters()] + [m.router.potential for m in methods])
     for plain, checkpointed in zip(*results, strict=True):
@@ -267,6 +270,20 @@ def test_layers_without_a_method_behave_as_in_the_base_model(tiny_model, family)
     assert (hidden[2] - base[2]).abs().max() > 1e-3
 
 
+def test_a_model_in_half_precision_keeps_its_routers_in_float32(attached):
+    model = attached("llama").bfloat16()
+    for method in attached_methods(model).values():
+        assert {x.dtype for x in (*method.parameters(), method.router.potential)} == {torch.float32}
+    assert logits_of(model, tokens_of()).dtype == torch.bfloat16
+
+
+def test_torch_compile_sees_one_graph(tiny_model):
+    model = set_routing(attach(tiny_model("llama", num_hidden_layers=1), **TINY), hard=True, backend="cpu-flash")
+    with torch.no_grad():
+        explained = torch._dynamo.explain(model)(input_ids=tokens_of(1), use_cache=False)
+    assert (explained.graph_count, explained.graph_break_count) == (1, 0)
+
+
 def test_a_copy_is_attached_and_independent(tiny_model, attached):
     model, tokens = attached("llama"), tokens_of()
     expected, base = logits_of(model, tokens), logits_of(tiny_model("llama"), tokens)
@@ -293,10 +310,21 @@ def test_observers_may_be_nested(attached):
     ("wrong", "message"),
     [
         ({"method": "flash"}, "'flash' is not known; choose from focus, window, random_groups"),
-        ({"method": "window", "groups": 4}, "refuses its options.*groups"),
+        ({"method": "window", "groups": 4}, "there is no option groups; there are window, sinks"),
         ({"assignment": "sinkhron"}, "assignment.*sinkhron"),
         ({"gate": "linear"}, "gate.*linear"),
         ({"pair_rule": "any"}, "pair_rule.*any"),
+        ({"window": -5}, "window=-5 is impossible; use 0 or more"),
+        ({"window": "128"}, "window='128' is not a whole number"),
+        ({"sinks": True}, "sinks=True is not a whole number"),
+        ({"groups": 1.5}, "groups=1.5 is not a whole number"),
+        ({"groups": 0}, "groups=0 is impossible; use 1 or more"),
+        ({"top_k": 0}, "top_k=0 is impossible; use 1 or more"),
+        ({"top_k": 5}, "top_k=5 exceeds groups=4; use 1 to 4"),
+        ({"temperature": 0.0}, "temperature=0.0 is impossible; use a number above 0"),
+        ({"temperature": float("nan")}, "temperature=nan is impossible"),
+        ({"gate_threshold": 2.0}, "gate_threshold=2.0 is impossible; use a number from 0 to 1"),
+        ({"tempreature": 0.1}, "there is no option tempreature; did you mean temperature"),
         ({"layers": [1, 2]}, r"layers \[2\] do not exist; the model has layers 0 to 1"),
     ],
 )
@@ -305,6 +333,18 @@ def test_what_cannot_be_attached_is_refused_and_leaves_no_trace(tiny_model, wron
     with pytest.raises(UserError, match=message):
         attach(model, **wrong)
     assert traces(model) == traces(tiny_model("llama"))
+
+
+@pytest.mark.parametrize("top_k", [0, -1, 9, 1.5, True])
+def test_top_k_is_a_number_of_the_groups(attached, top_k):
+    with pytest.raises(UserError, match=f"top_k={top_k} is impossible; use 1 to 4"):
+        set_routing(attached("llama"), hard=True, top_k=top_k)
+
+
+def test_a_kernel_asked_for_by_name_that_cannot_serve_says_why(attached):
+    model = set_routing(attached("gemma2"), hard=True, backend="cpu-flash")
+    with pytest.raises(UserError, match="backend=cpu-flash cannot serve here: it has no softcap; use auto"):
+        logits_of(model, tokens_of())
 
 
 def test_attach_once_and_detach_only_what_is_attached(tiny_model, attached):

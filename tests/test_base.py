@@ -3,6 +3,7 @@
 import pytest
 from running import run, tiny
 
+from focus_exp.jobs import base as base_module
 from focus_exp.reporting.record import Record
 
 SMALL = ["regime.steps=2", "regime.warmup_steps=1", "regime.phases.everything.learning_rate=1e-2"]
@@ -49,3 +50,16 @@ def test_a_base_that_cannot_be_trained_says_so(tmp_path):
     result = measure(tmp_path, [*base(tmp_path), "data.files=nowhere"])
     assert result.code == 2
     assert "could not be trained" in result.err and "model.path=" in result.err
+
+
+def test_of_two_runs_that_need_a_base_one_trains_it(tmp_path, monkeypatch):
+    assert run(*base(tmp_path), f"runs_dir={tmp_path / 'runs'}", f"cache_dir={tmp_path / 'cache'}").code == 0
+    looks, finished_record = [], base_module.finished_record
+
+    def look(config):  # it comes to its end while this one waits
+        looks.append(config)
+        return finished_record(config) if len(looks) > 1 else None
+
+    monkeypatch.setattr(base_module, "finished_record", look)
+    result = measure(tmp_path, base(tmp_path))
+    assert result.code == 0 and len(looks) == 2 and "trained here first" not in result.out

@@ -32,7 +32,7 @@ from focus_exp.checks import CHOICES
 from focus_exp.config import AttentionConfig
 from focus_exp.config_jobs import ScaleConfig
 from focus_exp.jobs.train import method_options
-from focus_exp.models.attach import attached_methods
+from focus_exp.models.modules import attached_methods
 
 CONF = Path(__file__).parent.parent / "conf" / "attention"
 WIDTH, SIZE = 12, 6
@@ -232,7 +232,7 @@ def layout(kind: str, batch: int, length: int) -> Sequence:
         return random_sequence(kind, batch, length)
     i = torch.arange(length)
     allowed = (i[:, None] >= i) & (i[:, None] - i < 5)
-    return Sequence(Sequence.plain(batch, length).start, allowed=allowed[None, None], masked=True)
+    return Sequence(Sequence.plain(batch, length).start, allowed=allowed[None, None])
 
 
 @st.composite
@@ -443,7 +443,7 @@ def test_performers_two_paths_are_one_function():
     tensors, sequence = problem(300), Sequence.plain(1, 300)
     mask = torch.ones(300, 300, dtype=torch.bool).tril()[None, None]
     method, outputs = Performer(shape(), features=40), []
-    for where, path in ((sequence, "prefix sums"), (Sequence(sequence.start, allowed=mask, masked=True), "masked")):
+    for where, path in ((sequence, "prefix sums"), (Sequence(sequence.start, allowed=mask), "masked")):
         outputs.append(method.attend(*tensors, Selection(), where, scaling=0.25))
         assert method.path == path
     torch.testing.assert_close(*outputs)
@@ -653,9 +653,8 @@ def attached(tiny_model) -> Callable[..., PreTrainedModel]:
 
 
 def test_performer_refuses_a_model_with_a_softcap(tiny_model):
-    model = attach(tiny_model("gemma2"), "performer")
-    with pytest.raises(ValueError, match="softcap"):
-        logits_of(model, tokens_of())
+    with pytest.raises(UserError, match="performer cannot approximate a softcap"):
+        attach(tiny_model("gemma2"), "performer")
 
 
 @families
@@ -738,6 +737,8 @@ def test_gradient_checkpointing_changes_nothing(attached, way):
             model.activation_checkpointing_enable({"use_reentrant": False})
         for seed in (0, 1):
             model(tokens_of(seed=seed), labels=tokens_of(seed=seed)).loss.backward()
+        pair = [model(tokens_of(seed=seed), labels=tokens_of(seed=seed)).loss for seed in (2, 3)]
+        (pair[0] + 2 * pair[1]).backward()
         moved = [buffer for method in attached_methods(model).values() for buffer in method.buffers()]
         results.append([p.grad for p in model.parameters()] + moved)
     for plain, checkpointed in zip(*results, strict=True):

@@ -16,9 +16,10 @@ from focus_exp.attention.selection import always_visible, causal, same_group
 from focus_exp.attention.stores import LEAST, Store
 from focus_exp.config import ModelConfig
 from focus_exp.errors import UserError
-from focus_exp.models.attach import attached_methods, observed
-from focus_exp.models.cache import FocusCache
+from focus_exp.models.attached import observed
+from focus_exp.models.cache import FocusCache, cache_for
 from focus_exp.models.load import load_model
+from focus_exp.models.modules import attached_methods
 from focus_exp.speed.timing import resident
 
 RULES = [(1, "query_topk"), (2, "query_topk"), (2, "share"), (3, "share")]
@@ -67,7 +68,8 @@ def test_steps_give_the_logits_of_the_whole(tiny_model, family, top_k, rule):
     expected = whole(model, ids)
     for sizes in ([1] * 40, [7] * 5 + [5], [4] + [1] * 36, [30] + [1] * 10, [128]):
         found, cache = stepped(model, ids, sizes)
-        assert isinstance(cache, FocusCache) and cache.get_seq_length() == 40
+        assert isinstance(cache, DynamicCache if (top_k, rule) == (3, "share") else FocusCache)  # that keeps all pairs
+        assert cache.get_seq_length() == 40
         torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
 
 
@@ -281,7 +283,7 @@ def test_a_copied_model_generates_by_itself(tiny_model):
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize(("top_k", "rule"), RULES)
+@pytest.mark.parametrize(("top_k", "rule"), RULES[:3])
 def test_a_step_reads_the_pairs_that_it_keeps_and_no_others(tiny_model, top_k, rule):
     model = attached(tiny_model("llama"), top_k, rule)
     ids = tokens(1, 60)
@@ -357,7 +359,7 @@ def test_samples_repeat_by_seed(tiny_model):
 @pytest.mark.slow
 def test_ten_thousand_tokens_hold_what_the_cache_holds(tiny_model):
     model = attached(tiny_model("llama", max_position_embeddings=16_384), 1)
-    cache = FocusCache([method for _, method in sorted(attached_methods(model).items())])
+    cache = cache_for(model.config, attached_methods(model), None)
     held: dict[int, tuple[int, int, int]] = {}
 
     class Watch(StoppingCriteria):

@@ -9,6 +9,7 @@ import sys
 import pytest
 import pytorch_lightning as pl
 import torch
+from bad_input import BAD_INPUT
 from running import only_run, record_of, router_steps, run, tiny
 from safetensors import SafetensorError
 from safetensors.torch import load_file
@@ -54,40 +55,6 @@ def refused(*arguments):
     assert "Traceback" not in result.err
     assert result.err.count("error:") == 1 and result.err.startswith("error: ")
     return result.err
-
-
-BAD_INPUT = {
-    "attention.group=4": ["group", "did you mean groups"],
-    "+attention.widow=4": ["attention.widow", "did you mean window"],
-    "+expriment=smoke": ["expriment", "did you mean experiment"],
-    "+regime.phases.router.stepps=4": ["regime.phases.router.stepps", "did you mean steps"],
-    "attention=fokus": ["attention/fokus", "did you mean focus"],
-    "+experiment=smok": ["experiment/smok", "did you mean smoke"],
-    "experiment=smoke": ["+experiment=smoke"],
-    "job=trian": ["job=trian", "train, evaluate"],
-    "attention.groups=many": ["attention.groups", "'many'", "Integer"],
-    "attention.groups=[4]": ["attention.groups", "'[4]'", "Integer"],
-    "attention.groups=0": ["attention.groups=0", "1 or more"],
-    "attention.top_k=3": ["attention.top_k=3", "attention.groups=2", "use 1 to 2"],
-    "attention.window=-1": ["attention.window=-1", "0 or more"],
-    "attention.temperature=nan": ["attention.temperature=nan", "above 0"],
-    "attention.gate_threshold=7": ["attention.gate_threshold=7", "from 0 to 1"],
-    "attention.backend=torch-flash": ["attention.backend=torch-flash cannot serve here", "CUDA", "use auto"],
-    "attention.gate=multiplicative": ["attention.gate_threshold=0.5", "set it to 0"],
-    "attention=full": ["regime=retrofit", "attention=full", "regime=none"],
-    "eval.pair_rules=[any]": ["eval.pair_rules", "any", "query_topk or share"],
-    "regime.phases.router.learning_rate=inf": ["learning_rate=inf", "above 0"],
-    "regime.phases.router.steps=0": ["regime.phases.router.steps=0", "1 or more"],
-    "data.block_size=1024": ["data.block_size=1024", "512 positions of tiny_llama", "use 512 or less"],
-    "eval.window=1024": ["eval.window=1024", "use 512 or less"],
-    "data.files=nowhere": ["data.files=nowhere", "no such folder"],
-    "data.files=???": ["data.files has no value", "data.files=..."],
-    "trainer.batch_size=1000": ["less than one step of 2 x 1000", "trainer.batch_size"],
-    "seed=-1": ["seed=-1", "0 or more"],
-    "adapter=somewhere": ["adapter=somewhere", "job=evaluate"],
-    "job=evaluate": ["job=evaluate needs adapter="],
-    "model.path=nowhere": ["model.path=nowhere", "config.json"],
-}
 
 
 @pytest.mark.parametrize("override", BAD_INPUT)

@@ -9,13 +9,12 @@ import sys
 from itertools import chain
 from pathlib import Path
 
-import fsspec.implementations.local
 import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from running import Result, metrics_of, only_run, outcome, record_of, router_steps, run, tiny
+from running import Result, full_disk_at, metrics_of, only_run, outcome, record_of, router_steps, run, tiny
 from safetensors.numpy import load_file
 
 from focus_exp.data import ResumableLoader
@@ -244,19 +243,10 @@ def recorded(monkeypatch):
 
 @pytest.mark.slow
 def test_a_full_disk_ends_every_process_and_changes_nothing(folder, pair, monkeypatch):
-    started, opener = recorded(monkeypatch), fsspec.implementations.local.LocalFileOpener
-    write, writes = opener.write, []
-
-    def half(self, data):
-        writes.append(data)
-        if len(writes) == 2:
-            write(self, data[: len(data) // 2])
-            raise OSError(28, "No space left on device", str(self.path))
-        return write(self, data)
-
+    started = recorded(monkeypatch)
     command = [*tiny(folder, "full"), *RETROFIT, *HERE["fsdp"]]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(opener, "write", half, raising=False)
+        full_disk_at(patch, 2)
         failed = run(*command)
     assert failed.code == 2 and "No space left on device; free some space" in failed.err
     assert started[0].poll() is not None

@@ -34,7 +34,8 @@ from focus_exp.evaluation.live_model import LiveModel, prefix_token
 from focus_exp.evaluation.outcomes import Metric, Outcome, paired_difference, read_outcome, student, write_outcome
 from focus_exp.evaluation.perplexity import score
 from focus_exp.evaluation.tasks import LoadedTask
-from focus_exp.models.attach import attached_methods, observed
+from focus_exp.models.attached import observed
+from focus_exp.models.modules import attached_methods
 from focus_exp.models.random import byte_tokenizer
 from focus_exp.reporting.benchmark_rows import BenchmarkRow
 from focus_exp.training.precision import choose_precision

@@ -335,7 +335,8 @@ def test_the_number_of_parameters_is_announced(folder):
 def test_full_finetuning_runs_no_phase_but_that_of_everything(folder, seen):
     assert {line["phase"] for line in metrics_of(folder / "finetune")} == {"everything"}
     place = only_run(folder / "finetune")
-    assert [path.name for path in (place / "checkpoints").iterdir()] == ["everything.ckpt"]
+    kept = {path.name for path in (place / "checkpoints").iterdir()}
+    assert kept == {"everything.ckpt", "everything.ckpt.before"}
     saved = load_file(place / "model" / "model.safetensors")
     assert set(saved) == {name for name, _ in build("tiny_llama").named_parameters()}
 
@@ -345,7 +346,7 @@ def test_checkpoint_and_adapter_hold_the_trained_part_alone(folder, seen, name):
     place = only_run(folder / name)
     assert not (place / "model").exists()
     saved = load_file(place / "adapter" / "adapter_model.safetensors")
-    state = torch.load(place / "checkpoints" / "lora.ckpt", weights_only=False)["state_dict"]
+    state = torch.load(place / "checkpoints" / "lora.ckpt", weights_only=True)["state_dict"]
     renamed = {f"base_model.{key}".replace(".default", ""): tensor for key, tensor in state.items()}
     # PEFT saves a magnitude vector without the name of its only parameter
     renamed = {key.replace("vector.weight", "vector"): tensor for key, tensor in renamed.items()}

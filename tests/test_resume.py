@@ -1,17 +1,20 @@
 """A run that is stopped anywhere and started again ends with the numbers of one that never stopped."""
 
+import io
 import os
 import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
-import fsspec.implementations.local
 import pytest
-from running import metrics_of, only_run, outcome, record_of, router_steps, run, tiny
+import torch
+from running import full_disk_at, metrics_of, only_run, outcome, record_of, router_steps, run, tiny
 
 from focus_exp.evaluation import quality
 from focus_exp.training.callbacks import Checkpoint
+from focus_exp.training.checkpoints import PARTS, Checkpoints, mend, read
 
 STEPS = 45  # two epochs and a half of the tiny text
 # checkpoints, log lines and epochs end at different steps
@@ -142,9 +145,11 @@ def test_stopped_evaluation_keeps_its_whole_rows(folder, uninterrupted, monkeypa
     files = sorted((only_run(folder / "evaluation") / "evaluation").iterdir())
     assert len(files) == 3
     files[1].write_bytes(files[1].read_bytes()[:-300])
-    files[2].with_suffix(".aside.npz").write_bytes(files[2].read_bytes()[:300])
+    left = files[2].with_name(f".{files[2].name}.4711.aside")
+    left.write_bytes(files[2].read_bytes()[:300])
     first, scored[:], stop = scored[:3], [], False
     assert run(*command(folder, "evaluation")).code == 0
+    assert not left.exists()
     rows = [row["name"] for row in uninterrupted["rows"]]
     again = [name for name in first if name in scored]
     assert len(again) == 1
@@ -153,22 +158,15 @@ def test_stopped_evaluation_keeps_its_whole_rows(folder, uninterrupted, monkeypa
 
 
 def test_full_disk_never_leaves_half_a_checkpoint(folder, uninterrupted, monkeypatch):
-    opener = fsspec.implementations.local.LocalFileOpener
-    write, writes = opener.write, []
-
-    def half(self, data):
-        writes.append(data)
-        if len(writes) == 3:
-            write(self, data[: len(data) // 2])
-            raise OSError(28, "No space left on device", str(self.path))
-        return write(self, data)
-
-    monkeypatch.setattr(opener, "write", half, raising=False)
+    whole = full_disk_at(monkeypatch, 3)
     failed = run(*command(folder, "full"))
     monkeypatch.undo()
     assert failed.code == 2
     assert "No space left on device; free some space" in failed.err
-    assert (only_run(folder / "full") / "checkpoints" / "router.ckpt").read_bytes() == writes[1]
+    checkpoints = only_run(folder / "full") / "checkpoints"
+    assert {path.name: path.read_bytes() for path in checkpoints.iterdir()} == {
+        "router.ckpt": whole[1], "router.ckpt.before": whole[0],
+    }  # fmt: skip
     record = record_of(folder / "full")
     assert record.status == "failed" and "No space left" in record.error
 
@@ -176,3 +174,49 @@ def test_full_disk_never_leaves_half_a_checkpoint(folder, uninterrupted, monkeyp
         log.write('{"phase": "router", "st')
     assert run(*command(folder, "full")).code == 0
     assert outcome(folder / "full") == uninterrupted
+
+
+DAMAGE = {
+    "cut": lambda content: content[: len(content) // 2],
+    "empty": lambda content: b"",
+    "text": lambda content: b"hello world" * 10,
+    "a flipped bit": lambda content: content[:5000] + bytes([content[5000] ^ 1]) + content[5001:],
+    "a program": lambda content: pickled_program(),
+}
+
+
+def pickled_program():
+    content = io.BytesIO()
+    torch.save({"state_dict": Path("somewhere")}, content)  # any class that is no plain data
+    return content.getvalue()
+
+
+@pytest.mark.parametrize("kind", DAMAGE)
+def test_a_damaged_checkpoint_is_named_and_the_one_before_stands_in(tmp_path, kind):
+    path = tmp_path / "router.ckpt"
+    states = [{part: [number] for part in PARTS} | {"numbers": torch.randn(2000)} for number in range(3)]
+    for state in states:
+        Checkpoints().save_checkpoint(state, path)
+    assert mend(tmp_path) == [] and read(path)["loops"] == [2]
+    path.write_bytes(DAMAGE[kind](path.read_bytes()))
+    (said,) = mend(tmp_path)
+    assert str(path) in said and "is damaged" in said and said.endswith("the one before it is used")
+    assert read(path)["loops"] == [1] and mend(tmp_path) == []
+    path.write_bytes(DAMAGE[kind](path.read_bytes()))
+    (said,) = mend(tmp_path)
+    assert said.endswith("its phase starts again") and not path.exists()
+
+
+@pytest.mark.parametrize("left, said", [(1, "the one before it is used"), (0, "its phase starts again")])
+def test_a_run_goes_on_from_what_is_whole(folder, uninterrupted, monkeypatch, left, said):
+    runs = f"damaged-{left}"
+    stop_at(monkeypatch, "router", 20, politely=True)
+    assert run(*command(folder, runs)).code == 128 + signal.SIGTERM
+    monkeypatch.undo()
+    newest, older = sorted((only_run(folder / runs) / "checkpoints").iterdir())
+    for path in (newest, older)[: 2 - left]:
+        path.write_bytes(path.read_bytes()[:-100])
+    again = run(*command(folder, runs))
+    assert again.code == 0 and f"WARNING: the checkpoint {newest} is damaged" in again.err and said in again.err
+    assert record_of(folder / runs).warnings[0] in again.err
+    assert outcome(folder / runs) == uninterrupted

@@ -13,7 +13,7 @@ from running import only_run, record_of, router_steps, run, tiny
 from focus_exp import attach, set_routing
 from focus_exp.attention.baselines.performer import Performer
 from focus_exp.attention.selection import Sequence, count_pairs
-from focus_exp.models.attach import attached_methods, attention_modules
+from focus_exp.models.modules import attached_methods, attention_modules
 from focus_exp.speed import break_even as calibration
 from focus_exp.speed import suite
 from focus_exp.speed.break_even import BreakEven, break_even, sparse_wins

@@ -19,7 +19,7 @@ from focus_exp import config as schema
 from focus_exp.attention.mitigations import balance_loss, entropy_loss, follow_means, kmeans
 from focus_exp.attention.selection import Sequence
 from focus_exp.data import Blocks, TokenStream
-from focus_exp.models.attach import attached_methods
+from focus_exp.models.modules import attached_methods
 from focus_exp.reporting.claims import judged
 from focus_exp.reporting.paper import paper_rows
 from focus_exp.reporting.record import Record, read_metrics

@@ -14,14 +14,15 @@ TOP_LEVEL = {
     *("conf", "focus_exp", "runs", "tests", ".ci"),
     *("Makefile", "pyproject.toml", "constraints.txt", "README.md", "LICENSE", ".gitignore"),
 }
-FOUNDATION = {"errors", "assets", "config", "config_jobs", "checks"}
+FOUNDATION = {"errors", "storage", "assets", "config", "config_jobs", "checks"}
 MAY_IMPORT = {
     "attention": set(),
     "errors": set(),
+    "storage": {"errors"},
     "assets": FOUNDATION,
     "config": FOUNDATION,
     "config_jobs": set(),
-    "checks": FOUNDATION,
+    "checks": {*FOUNDATION, "attention"},
     "reporting": FOUNDATION,
     "sweeps": {*FOUNDATION, "reporting"},
     "plugins": {*FOUNDATION, "sweeps"},

@@ -20,8 +20,9 @@ from running import metrics_of, only_run, outcome, record_of, router_steps, run,
 import focus_exp
 from focus_exp.__main__ import conf_dir
 from focus_exp.reporting.record import Record
+from focus_exp.storage import held
 from focus_exp.sweeps import status
-from focus_exp.sweeps.frozen import Job, Sweep, held
+from focus_exp.sweeps.frozen import Job, Sweep
 from focus_exp.sweeps.status import state_of, states, sweep_table
 from focus_exp.training.callbacks import Checkpoint, Metrics
 
@@ -287,7 +288,7 @@ def test_state_follows_from_what_a_job_left_and_the_queue(tmp_path, case):
             (place / "started.json").write_text('{"changed": []}')
         elif isinstance(part, int):
             (place / "outcome.json").write_text(json.dumps({"code": part, "reason": "because" if part else ""}))
-    with held(place / "alive") if "alive" in left else nullcontext():
+    with held(place / "alive", "it") if "alive" in left else nullcontext():
         state = state_of(sweep, sweep.jobs[0], queue or ({} if queue is False else queue), launching)
     assert state.name == name and words in state.detail
     assert (state.code == 0) == (name in ("pending", "running", "done"))
@@ -309,7 +310,7 @@ def test_a_running_job_shows_its_step_and_what_is_left(folder, swept, tmp_path):
     (tmp_path / "run").mkdir()
     metrics = tmp_path / "run" / "metrics.jsonl"
     metrics.write_text('{"phase": "router", "step": 3, "tokens": 384, "tokens_per_second": 2.0}\n')
-    with held(tmp_path / "sweep" / "0" / "alive"):
+    with held(tmp_path / "sweep" / "0" / "alive", "it"):
         assert states(sweep)[0].detail == "step 3 of 4, 64 s of training left"
         metrics.write_text('{"phase": "router", "step": 4, "tokens": 512, "tokens_per_second": 2.0}\n')
         assert states(sweep)[0].detail == "step 4 of 4, measuring"

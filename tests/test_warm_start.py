@@ -7,7 +7,8 @@ from torch import Tensor
 
 from focus_exp import attach, set_routing
 from focus_exp.config import PhaseConfig
-from focus_exp.models.attach import attached_methods, attention_modules, observed, swapped
+from focus_exp.models.attached import observed, swapped
+from focus_exp.models.modules import attached_methods, attention_modules
 from focus_exp.training.precision import choose_precision
 from focus_exp.training.regimes import set_training_mode
 from focus_exp.training.warm_start import AttentionProbe, calibrate, warm_start

@@ -12,7 +12,9 @@ from transformers import PreTrainedModel
 
 from focus_exp.checks import parse
 from focus_exp.config import config_hash, register_schemas
-from focus_exp.models.attach import attach, attached_methods, is_trainable
+from focus_exp.models.attach import attach
+from focus_exp.models.attached import is_trainable
+from focus_exp.models.modules import attached_methods
 
 PARAMETERS = {
     "gpt2_124m": 124_439_808,

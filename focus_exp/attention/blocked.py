@@ -6,8 +6,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from focus_exp.attention.reference import straight_through
-from focus_exp.attention.selection import Selection, Sequence, always_visible, permitted_or_self, row_blocks, same_group
+from focus_exp.attention.reference import straight_through, weights
+from focus_exp.attention.selection import (
+    Selection,
+    Sequence,
+    always_visible,
+    causal,
+    itself,
+    permitted_or_self,
+    row_blocks,
+    same_group,
+)
 
 
 def blocked_attention(
@@ -26,6 +35,7 @@ def blocked_attention(
     gate_threshold: float = 0.5,
     surrogate: float | None = None,
     dropout: float = 0.0,
+    sink_logits: Tensor | None = None,
     block: int = 256,
 ) -> Tensor:
     """Focus attention `[B, H, T, D]` of q `[B, H, T, D]` and k, v `[B, G, T, D]`; see `reference_attention`."""
@@ -58,8 +68,51 @@ def blocked_attention(
                 softcap=softcap,
                 gate_kind="straight-through" if hard_gate else gate_kind,
                 dropout=dropout,
+                sink_logits=sink_logits,
             )
         )
+    return torch.cat(outputs, dim=2)
+
+
+def full_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None,
+    is_causal: bool = True,
+    *,
+    scaling: float,
+    softcap: float | None = None,
+    dropout: float = 0.0,
+    sink_logits: Tensor | None = None,
+    block: int = 256,
+) -> Tensor:
+    """The base model's own attention `[B, H, t, D]` of q `[B, H, t, D]` to k and v `[B, G, S, D]`.
+
+    mask: `[B or 1, 1, t, S]` bool, what a query sees; or `[B, 1, 1, S]`, which keys are not padding, or None, where a
+    query sees all of those, or with `is_causal` those that are not after it: queries are the last of the keys.
+    """
+    length, new = k.shape[2], q.shape[2]
+    causally = is_causal and new > 1 and (mask is None or mask.shape[2] < new)
+    if mask is None and softcap is None and sink_logits is None and not (causally and new < length):
+        return F.scaled_dot_product_attention(
+            q, k, v, is_causal=causally, dropout_p=dropout, scale=scaling, enable_gqa=q.shape[1] != k.shape[1]
+        )
+    outputs = []
+    for rows in row_blocks(new, block):
+        places = slice(length - new + rows.start, length - new + rows.stop)
+        keep = torch.ones(1, 1, 1, length, dtype=torch.bool, device=q.device) if mask is None else mask
+        keep = keep[:, :, rows] if keep.shape[2] == new else keep
+        if causally:
+            keep = keep & causal(places, length, q.device)
+        if is_causal:  # also padding, so that no row of a softmax is empty
+            keep = keep | itself(places, length, q.device)
+        outputs.append(
+            masked_attention(
+                q[:, :, rows], k, v, keep, None,
+                scaling=scaling, softcap=softcap, gate_kind="log", dropout=dropout, sink_logits=sink_logits,
+            )
+        )  # fmt: skip
     return torch.cat(outputs, dim=2)
 
 
@@ -74,11 +127,15 @@ def masked_attention(
     softcap: float | None,
     gate_kind: str,
     dropout: float,
+    sink_logits: Tensor | None = None,
 ) -> Tensor:
-    """One block of queries under a mask `[B, 1, t, S]` and an optional gate; torch's kernels where they can."""
+    """One block of queries under a mask `[B, 1, t, S]` and an optional gate; torch's kernels where they can.
+
+    sink_logits: `[H]`, the score of one more key that all queries see and that has no value.
+    """
     multiplicative = log_gate is not None and gate_kind == "multiplicative"
     gate_needs_grad = log_gate is not None and log_gate.requires_grad
-    if softcap is None and not multiplicative and not gate_needs_grad:
+    if softcap is None and sink_logits is None and not multiplicative and not gate_needs_grad:
         mask = keep if log_gate is None else log_gate.to(q.dtype).masked_fill(~keep, float("-inf"))
         grouped = q.shape[1] != k.shape[1]
         return F.scaled_dot_product_attention(
@@ -100,5 +157,5 @@ def masked_attention(
         bias = torch.zeros(keep.shape, device=q.device) if log_gate is None else log_gate
     # one mask for all heads, added in place: the scores are the largest tensor of the layer
     s = s.add_(bias.masked_fill(~keep, float("-inf")).unsqueeze(2).to(s.dtype))
-    p = torch.softmax(s, dim=-1, dtype=torch.promote_types(s.dtype, torch.float32)).to(v.dtype)
+    p = weights(s.flatten(1, 2), sink_logits).to(v.dtype).unflatten(1, (groups, -1))
     return (F.dropout(p, dropout) @ v.unsqueeze(2)).flatten(1, 2)

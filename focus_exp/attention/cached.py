@@ -21,6 +21,7 @@ class GroupedCache:
         self.sinks = sinks
         self.sequences: list[CachedSequence] = []
         self.length = 0
+        self.start: Tensor | None = None  # `[B]`, where the sequence of each row's last token begins
         self.pairs_read = 0  # by the last call of `attend`, in each key/value head
 
     @property
@@ -52,6 +53,7 @@ class GroupedCache:
                 tokens = tokens.taken(real)
             if tokens.count:
                 cached.append(tokens)
+        self.start = sequence.start[:, -1] + self.length
         self.length += count
 
     def attend(
@@ -64,11 +66,12 @@ class GroupedCache:
         *,
         scaling: float,
         softcap: float | None = None,
+        sink_logits: Tensor | None = None,
     ) -> Tensor:
         """Output `[B, H, n, D]` of new queries q `[B, H, n, D]` over what is cached and the new k, v `[B, G, n, D]`.
 
         Hard groups alone. `sequence` describes the new tokens, its places counted from the first of them (so that
-        `start` may be negative); `allowed` is `[B or 1, 1, n, length + n]`.
+        `start` may be negative); `allowed` is `[B or 1, 1, n, length + n]`. For `sink_logits` see `AttentionMethod`.
         """
         self.pairs_read = 0
         members = members_of(selection, k)
@@ -77,7 +80,7 @@ class GroupedCache:
             new = Store(
                 k[row], v[row], torch.arange(self.length, self.length + k.shape[2], device=k.device), members[row]
             )
-            near = joined([cached.sinks, cached.recent.last(self.window), new])
+            near = joined([cached.sinks, cached.recent.after(self.length - self.window), new])
             for rows in row_blocks(q.shape[2], BLOCK):
                 seen = near.taken(slice(0, near.count - new.count + rows.stop))
                 groups = None if selection.query_groups is None else selection.query_groups[row, rows]
@@ -90,7 +93,7 @@ class GroupedCache:
                     merged.add(
                         far.keys, far.values, None if allowed is None else allowed[reading][:, far.index], reading
                     )
-                out[row, :, rows] = merged.result()
+                out[row, :, rows] = merged.result(sink_logits)
                 self.pairs_read += merged.pairs
         return out
 
@@ -124,11 +127,15 @@ class GroupedCache:
             chosen.append(self.sequences[row].copy() if row in seen else self.sequences[row])
             seen.add(row)
         self.sequences = chosen
+        if self.start is not None:
+            self.start = self.start[rows.to(self.start.device)]
 
     def crop(self, length: int) -> None:
         for sequence in self.sequences:
             sequence.crop(length)
         self.length = min(self.length, length)
+        if self.start is not None:
+            self.start = self.start.clamp(max=self.length)
 
 
 def members_of(selection: Selection, k: Tensor) -> Tensor:
@@ -171,9 +178,11 @@ class Merged:
         self.lse: Tensor | None = None  # [H, t]
         self.pairs = 0
 
-    def result(self) -> Tensor:
-        assert self.out is not None
-        return self.out
+    def result(self, sink_logits: Tensor | None) -> Tensor:
+        assert self.out is not None and self.lse is not None
+        if sink_logits is None:
+            return self.out
+        return self.out * torch.sigmoid(self.lse - sink_logits[:, None])[..., None].to(self.out.dtype)
 
     def add(self, keys: Tensor, values: Tensor, keep: Tensor | None, rows: Tensor | slice) -> None:
         """Keys and values `[G, s, D]` for the queries `rows`, of which `keep` `[rows, s]` keeps some.

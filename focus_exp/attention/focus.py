@@ -10,8 +10,9 @@ from torch import Tensor
 from focus_exp.attention.blocked import blocked_attention
 from focus_exp.attention.method import AttentionMethod, LayerShape
 from focus_exp.attention.mitigations import balance_loss, entropy_loss
+from focus_exp.attention.recompute import Forwards, in_backward
 from focus_exp.attention.routing import Router, balance_potential, sinkhorn
-from focus_exp.attention.selection import PAIR_RULES, PairCounts, Selection, Sequence, count_pairs, select
+from focus_exp.attention.selection import PAIR_RULES, PairCounts, Selection, Sequence, count_pairs, keeps_all, select
 
 ASSIGNMENTS = ("balanced", "sinkhorn", "softmax")
 GATES = ("log", "multiplicative")
@@ -84,7 +85,7 @@ class Focus(AttentionMethod):
         self.hard = False
         self.top_k = top_k
         self.pair_rule = pair_rule
-        self.batch_potential: Tensor | None = None
+        self.forwards = Forwards()
         self.balance_loss = balance_loss
         self.entropy_loss = entropy_loss
         self.detach_inputs = detach_inputs
@@ -112,10 +113,9 @@ class Focus(AttentionMethod):
             return logits.softmax(-1)
         if not self.training:
             return (logits + self.router.potential).softmax(-1)
-        # gradient checkpointing repeats the last forward pass: same potential, averaged once
-        if self.batch_potential is None or not in_backward():
-            self.batch_potential = self.balance(logits.detach(), sequence.valid)
-        return (logits + self.batch_potential).softmax(-1)
+        valid = sequence.valid
+        potential = self.forwards.value(logits, valid, lambda: self.balance(logits.detach(), valid))
+        return (logits + potential).softmax(-1)
 
     def gather(self, tokens: Tensor, assignment: Tensor, sequence: Sequence) -> None:
         """Keep what the options against dominance want of a training pass, where somebody asked for it."""
@@ -155,15 +155,27 @@ class Focus(AttentionMethod):
         scaling: float,
         softcap: float | None = None,
         dropout: float = 0.0,
+        sink_logits: Tensor | None = None,
     ) -> Tensor:
         if selection.query_groups is not None:
-            return super().attend(q, k, v, selection, sequence, scaling=scaling, softcap=softcap, dropout=dropout)
+            return super().attend(
+                q, k, v, selection, sequence,
+                scaling=scaling, softcap=softcap, dropout=dropout, sink_logits=sink_logits,
+            )  # fmt: skip
         self.path = "soft"
         return blocked_attention(
             q, k, v, selection, sequence,
             window=self.window, sinks=self.sinks, scaling=scaling, softcap=softcap, dropout=dropout,
             gate_kind=self.gate, gate_steepness=self.gate_steepness, gate_threshold=self.gate_threshold,
+            sink_logits=sink_logits,
         )  # fmt: skip
+
+    def keeps_all(self) -> bool:
+        return self.hard and not self.training and keeps_all(self.groups, self.top_k, self.pair_rule)
+
+    def groups_of_keys(self) -> tuple[object, ...]:
+        # a key is in its first group, or under "share" in as many as a query
+        return (self.serial, self.pair_rule, self.top_k if self.pair_rule == "share" else 1)
 
     def refuses_cache(self) -> str | None:
         if not self.causal:
@@ -181,8 +193,3 @@ class Focus(AttentionMethod):
     def count_pairs(self, selection: Selection, sequence: Sequence) -> PairCounts:
         """Soft gates remove no pair: eq. 2 weighs them all."""
         return count_pairs(selection if selection.query_groups is not None else None, sequence, self.window, self.sinks)
-
-
-def in_backward() -> bool:
-    """Whether autograd is running, as when gradient checkpointing recomputes a forward pass."""
-    return torch._C._current_graph_task_id() != -1

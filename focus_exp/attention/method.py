@@ -4,20 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import count
 from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
 
-from focus_exp.attention.blocked import blocked_attention
-from focus_exp.attention.kernels import KERNELS, Demand, Kernel, choose
-from focus_exp.attention.selection import PairCounts, Selection, Sequence, count_pairs, nothing_shared
+from focus_exp.attention.blocked import blocked_attention, full_attention
+from focus_exp.attention.kernels import KERNELS, CannotServe, Demand, Kernel, choose
+from focus_exp.attention.selection import PairCounts, Selection, Sequence, count_pairs, mask_of, nothing_shared
 from focus_exp.attention.sparse import sparse_attention
 
 # masked: all pairs are computed and the dropped ones masked; a kernel's name: the sparse path on that kernel
 BACKENDS = ("auto", "masked", *KERNELS)
 # tokens from which "auto" takes the sparse path where nobody has measured it; the masked path is the same function
 SPARSE_FROM = 2048
+
+SERIALS = count()
 
 # called with (layer index, method, selection, sequence) whenever a layer runs
 Observer = Callable[[int, "AttentionMethod", Selection, Sequence], None]
@@ -48,6 +51,7 @@ class AttentionMethod(nn.Module):
         self.sparse_from = SPARSE_FROM
         self.path: str | None = None  # which one the last call took
         self.observers: list[Observer] = []
+        self.serial = next(SERIALS)
 
     def route(self, h: Tensor, sequence: Sequence) -> Selection:
         """What this layer selects for hidden states `[B, T, E]`; methods without routing select nothing."""
@@ -64,9 +68,19 @@ class AttentionMethod(nn.Module):
         scaling: float,
         softcap: float | None = None,
         dropout: float = 0.0,
+        sink_logits: Tensor | None = None,
     ) -> Tensor:
-        """Output `[B, H, T, D]` of q `[B, H, T, D]`, k and v `[B, G, T, D]`, by the path that `backend` says."""
+        """Output `[B, H, T, D]` of q `[B, H, T, D]`, k and v `[B, G, T, D]`, by the path that `backend` says.
+
+        sink_logits: `[H]`, the score of one more key without a value that every query of the base model sees.
+        """
         surrogate = self.surrogate(selection)
+        if selection.keeps_all and surrogate is None:
+            self.path = "full"
+            return full_attention(
+                q, k, v, mask_of(sequence),
+                scaling=scaling, softcap=softcap, dropout=dropout, sink_logits=sink_logits,
+            )  # fmt: skip
         kernel = self.sparse_kernel(q, selection, sequence, softcap, dropout)
         if kernel is not None:
             self.path = kernel.name
@@ -75,17 +89,26 @@ class AttentionMethod(nn.Module):
             return sparse_attention(
                 q, k, v, selection, sequence, kernel,
                 window=self.window, sinks=self.sinks, scaling=scaling, softcap=softcap, surrogate=surrogate,
+                sink_logits=sink_logits,
             )  # fmt: skip
         self.path = "masked"
         return blocked_attention(
             q, k, v, selection, sequence,
             window=self.window, sinks=self.sinks, scaling=scaling, softcap=softcap, surrogate=surrogate,
-            dropout=dropout,
+            dropout=dropout, sink_logits=sink_logits,
         )  # fmt: skip
 
     def surrogate(self, selection: Selection) -> float | None:
         """Slope of the gate that stands in for hard groups in the gradient of the assignment, if there is one."""
         return None
+
+    def keeps_all(self) -> bool:
+        """Whether no pair is left out, whatever the tokens, so that the layer is the base model's own."""
+        return False
+
+    def groups_of_keys(self) -> tuple[object, ...]:
+        """What the groups that a cache keeps tokens by depend on; they may be read while it stays the same."""
+        return (self.serial,)
 
     def refuses_cache(self) -> str | None:
         """Why keys and values are not kept for later tokens; None where `GroupedCache` computes what `attend` does."""
@@ -96,14 +119,15 @@ class AttentionMethod(nn.Module):
     ) -> Kernel | None:
         """The kernel of the sparse path for this call; None where the masked path is to be taken."""
         soft = selection.query_groups is None and selection.assignment is not None
-        if self.backend == "masked" or soft or sequence.masked or dropout:
+        if self.backend == "masked" or soft or sequence.allowed is not None or dropout:
             return None
         if self.backend == "auto" and q.shape[2] < self.sparse_from:
             return None
         demand = Demand(q.device.type, q.dtype, q.shape[-1], softcap is not None, selection.group is not None)
         kernel = choose(demand, self.backend)
         if kernel is None and self.backend != "auto":
-            raise RuntimeError(f"backend {self.backend} cannot serve here: {KERNELS[self.backend].refuses(demand)}")
+            reason = KERNELS[self.backend].refuses(demand)
+            raise CannotServe(f"backend={self.backend} cannot serve here: it {reason}; use auto")
         return kernel
 
     @torch.no_grad()

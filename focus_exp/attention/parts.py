@@ -72,8 +72,9 @@ class Tokens:
 
     query_groups, key_groups: `[B * T, K]` bool, where a sink is a key of every group.
     group: `[B * T]` int where every token is in one group, else None.
-    first: index in the row of the first token, for every row.
     sink: `[B * T]` bool.
+    sinks: how many of them a sequence has at most.
+    sinks_end: no sink stands there in a row, or after it.
     """
 
     batch: int
@@ -82,26 +83,22 @@ class Tokens:
     key_groups: Tensor
     group: Tensor | None
     valid: Tensor | None
-    first: list[int]
-    sinks: int
     sink: Tensor
+    sinks: int
+    sinks_end: int
 
     @staticmethod
     def of(selection: Selection, sequence: Sequence, sinks: int) -> Tokens:
         assert selection.query_groups is not None and selection.key_groups is not None
         batch, length = sequence.start.shape
-        if sequence.valid is None:
-            first, valid = [0] * batch, None
-        else:
-            first, valid = sequence.valid.long().argmax(1).tolist(), sequence.valid.flatten()
-        sink = torch.zeros(batch, length, dtype=torch.bool, device=sequence.start.device)
-        for row, begin in zip(sink, first, strict=True):
-            row[begin : begin + sinks] = True
-        sink = sink.flatten() if valid is None else sink.flatten() & valid
+        valid = None if sequence.valid is None else sequence.valid.flatten()
+        sink = (torch.arange(length, device=sequence.start.device) - sequence.start < sinks).flatten()
+        sink = sink if valid is None else sink & valid
         group = None if selection.group is None else selection.group.flatten()
         query_groups = selection.query_groups.flatten(0, 1)
         key_groups = selection.key_groups.flatten(0, 1) | sink[:, None]
-        return Tokens(batch, length, query_groups, key_groups, group, valid, first, sinks, sink)
+        end = sinks if valid is None else int(sequence.start.max()) + sinks
+        return Tokens(batch, length, query_groups, key_groups, group, valid, sink, sinks, end)
 
     @property
     def groups(self) -> int:
@@ -136,7 +133,7 @@ class Tokens:
         """`[blocks, t, s]` bool: in the first set, if the key is not after the query."""
         if self.group is not None:
             same = rows_of(self.group, queries)[..., :, None] == rows_of(self.group, keys)[..., None, :]
-            sinks_among = not isinstance(keys, Stretches) or keys.first % self.length < max(self.first) + self.sinks
+            sinks_among = not isinstance(keys, Stretches) or keys.first % self.length < self.sinks_end
             return same | rows_of(self.sink, keys)[..., None, :] if sinks_among else same
         a, b = rows_of(self.query_groups, queries).float(), rows_of(self.key_groups, keys).float()
         return a @ b.transpose(-1, -2) > 0
@@ -248,11 +245,13 @@ def window_part(tokens: Tokens, kernel: Kernel, window: int, scaling: float) -> 
     """The window by a standard windowed call: group coordinates with a large negative product take pairs out."""
     index = torch.arange(tokens.batch * tokens.length, device=tokens.query_groups.device)
     lengths = torch.full((tokens.batch,), tokens.length, device=index.device)
+    queries, keys = tokens.query_groups, tokens.key_groups
     if tokens.valid is not None:
-        lengths = tokens.valid.view(tokens.batch, -1).sum(-1)
-        index = index[tokens.valid]
+        # padding stays where it is, for the window counts places; as a key it is in one more group, that all ask
+        queries = torch.cat([queries, torch.ones_like(queries[:, :1])], 1)
+        keys = torch.cat([keys, ~tokens.valid[:, None]], 1)
     size = (FORBIDDEN / scaling) ** 0.5
-    marks = (tokens.query_groups[index][None] * size, tokens.key_groups[index][None] * -size)
+    marks = (queries[None] * size, keys[None] * -size)
     return Part(index, index, Meeting(lengths=lengths, window=window), kernel, marks=marks)
 
 

@@ -15,6 +15,15 @@ def scores(q: Tensor, k: Tensor, scaling: float, softcap: float | None, added: T
     return s if softcap is None else softcap * torch.tanh(s / softcap)
 
 
+def weights(s: Tensor, sink_logits: Tensor | None = None) -> Tensor:
+    """softmax over the last dimension of scores s `[B, H, t, S]`, in float32 at least; the base model's learned
+    attention sinks `[H]` are one more score, whose weight falls away."""
+    length = s.shape[-1]
+    if sink_logits is not None:
+        s = torch.cat([s, sink_logits.to(s.dtype)[None, :, None, None].expand(*s.shape[:-1], 1)], dim=-1)
+    return torch.softmax(s, dim=-1, dtype=torch.promote_types(s.dtype, torch.float32))[..., :length]
+
+
 def straight_through(affinity: Tensor, visible: Tensor, slope: float) -> Tensor:
     """0 in value; the gradient of a gate of this slope on the pairs that are not always visible."""
     return torch.where(visible, 0.0, slope * (affinity - affinity.detach()))
@@ -40,10 +49,12 @@ def reference_attention(
     gate_steepness: float = 10.0,
     gate_threshold: float = 0.5,
     surrogate: float | None = None,
+    sink_logits: Tensor | None = None,
 ) -> Tensor:
     """Focus attention `[B, H, T, D]`, soft (no memberships in `selection`) or hard, in float64.
 
     `surrogate`: slope of the gate that stands in for hard groups in the gradient of the assignment.
+    `sink_logits` `[H]`: the base model's attention sinks, one more score in every softmax, whose key has no value.
     """
     q, k, v = q.double(), k.double(), v.double()
     length = q.shape[2]
@@ -64,5 +75,5 @@ def reference_attention(
     else:
         keep = keep & (visible | same_group(selection, rows, length))
 
-    p = torch.softmax(s.masked_fill(~keep[:, None], float("-inf")), dim=-1)
+    p = weights(s.masked_fill(~keep[:, None], float("-inf")), sink_logits)
     return p @ v.repeat_interleave(q.shape[1] // v.shape[1], dim=1)

@@ -13,6 +13,7 @@ from focus_exp.attention.baselines.sparq import SparQ
 from focus_exp.attention.baselines.window import WindowOnly
 from focus_exp.attention.focus import Focus
 from focus_exp.attention.method import AttentionMethod, LayerShape
+from focus_exp.attention.options import check_options
 
 METHODS: dict[str, type[AttentionMethod]] = {
     "focus": Focus,
@@ -27,5 +28,6 @@ METHODS: dict[str, type[AttentionMethod]] = {
 
 
 def build(method: str, shape: LayerShape, **options: Any) -> AttentionMethod:
-    """A method's module for one layer; KeyError for an unknown name, TypeError for an option it does not take."""
+    """A method's module for one layer; KeyError for an unknown name, ValueError for an option or value it refuses."""
+    check_options(METHODS[method], options)
     return METHODS[method](shape, **options)

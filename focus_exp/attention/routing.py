@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -36,6 +38,15 @@ class Router(nn.Module):
         nn.init.normal_(self.projection, std=self.projection.shape[0] ** -0.5)
         nn.init.normal_(self.centroids, std=self.centroids.shape[1] ** -0.5)
         nn.init.zeros_(self.potential)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Router:
+        """Moves follow the model; in half precision, as of `model.bfloat16()`, groups would be ties of rounding."""
+
+        def moved(x: Tensor) -> Tensor:
+            y = fn(x)
+            return x.to(y.device) if y.dtype in (torch.float16, torch.bfloat16) else y
+
+        return super()._apply(moved, recurse)
 
     def forward(self, h: Tensor) -> Tensor:
         """Scores `[B, T, K]` of hidden states `[B, T, E]`, in the router's precision whatever the model's."""

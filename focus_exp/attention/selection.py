@@ -15,16 +15,15 @@ PAIR_RULES = ("query_topk", "share")
 class Sequence:
     """Where the tokens of a batch lie.
 
+    start: `[B, T]` int, the index of the first token of each token's own sequence, see `starts`.
     valid: `[B, T]` bool, False on padding; None when there is none.
-    start: `[B, T]` int, the index of the first token of each token's own sequence (padding and packing move it).
-    allowed: `[B or 1, 1, T, T]` bool, what the base model lets a query see; None for plain causal attention.
-    masked: `allowed` forbids more than the future and padding (sliding layers, packed sequences).
+    allowed: `[B or 1, 1, T, T]` bool, what the base model lets a query see, where that is not simply what is neither
+        in the future nor padding (sliding layers, chunks, packed sequences).
     """
 
     start: Tensor
     valid: Tensor | None = None
     allowed: Tensor | None = None
-    masked: bool = False
 
     @staticmethod
     def plain(batch: int, length: int, device: torch.device | str = "cpu") -> Sequence:
@@ -38,12 +37,25 @@ class Selection:
     assignment: `[B, T, K]` soft distribution over groups, or None for a method without routing.
     query_groups, key_groups: `[B, T, K]` bool memberships for hard selection, or None to gate softly.
     group: `[B, T]` int where a token has one group alone, as query and as key.
+    keeps_all: the memberships leave out no pair, whatever the tokens.
     """
 
     assignment: Tensor | None = None
     query_groups: Tensor | None = None
     key_groups: Tensor | None = None
     group: Tensor | None = None
+    keeps_all: bool = False
+
+
+def starts(first: Tensor, past: int = 0, before: Tensor | int = 0) -> Tensor:
+    """`[B, T]` int, where the sequence of each token begins: at a token that sees none before itself.
+
+    first: `[B, T]` int, the first token that each one sees. The tokens stand at `past` and after; the sequence of those
+    before them began at `before` `[B, 1]`.
+    """
+    place = torch.arange(past, past + first.shape[1], device=first.device)
+    begun = torch.where(first == place, place, before)
+    return begun.cummax(1).values
 
 
 def nothing_shared(sequence: Sequence) -> Selection:
@@ -64,14 +76,27 @@ def select(assignment: Tensor, top_k: int, pair_rule: str) -> Selection:
     group = assignment.argmax(-1)  # the lowest of the largest
     first = torch.zeros_like(assignment, dtype=torch.bool).scatter_(-1, group[..., None], True)
     if top_k == 1:
-        return Selection(assignment, first, first, group)
+        return Selection(assignment, first, first, group, keeps_all=assignment.shape[-1] == 1)
     query_groups = top_k_groups(assignment, top_k)
-    return Selection(assignment, query_groups, query_groups if pair_rule == "share" else first)
+    key_groups = query_groups if pair_rule == "share" else first
+    return Selection(assignment, query_groups, key_groups, keeps_all=keeps_all(assignment.shape[-1], top_k, pair_rule))
+
+
+def keeps_all(groups: int, top_k: int, pair_rule: str) -> bool:
+    """Whether every pair is kept whatever the tokens: two sets of k out of K groups always meet where 2k > K."""
+    return top_k >= groups or (pair_rule == "share" and 2 * top_k > groups)
 
 
 def causal(rows: slice, length: int, device: torch.device) -> Tensor:
     """`[rows, T]` bool, j <= i."""
     return torch.arange(rows.start, rows.stop, device=device)[:, None] >= torch.arange(length, device=device)
+
+
+def mask_of(sequence: Sequence) -> Tensor | None:
+    """What `full_attention` takes: `[B or 1, 1, T, T]`, or `[B, 1, 1, T]` where there is padding alone, or None."""
+    if sequence.allowed is not None or sequence.valid is None:
+        return sequence.allowed
+    return sequence.valid[:, None, None]
 
 
 def always_visible(sequence: Sequence, rows: slice, length: int, window: int, sinks: int) -> Tensor:
@@ -96,9 +121,12 @@ def permitted(sequence: Sequence, rows: slice, length: int) -> Tensor:
 
 def permitted_or_self(sequence: Sequence, rows: slice, length: int) -> Tensor:
     """`permitted`, and every query itself: padding queries too, so that no row of a softmax is empty."""
-    device = sequence.start.device
-    i, j = torch.arange(rows.start, rows.stop, device=device), torch.arange(length, device=device)
-    return permitted(sequence, rows, length) | (i[:, None] == j)
+    return permitted(sequence, rows, length) | itself(rows, length, sequence.start.device)
+
+
+def itself(rows: slice, length: int, device: torch.device) -> Tensor:
+    """`[rows, T]` bool, j = i."""
+    return torch.arange(rows.start, rows.stop, device=device)[:, None] == torch.arange(length, device=device)
 
 
 def real_pairs(sequence: Sequence, rows: slice) -> Tensor:

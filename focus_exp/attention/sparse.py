@@ -46,17 +46,19 @@ def sparse_attention(
     scaling: float,
     softcap: float | None = None,
     surrogate: float | None = None,
+    sink_logits: Tensor | None = None,
 ) -> Tensor:
     """Hard Focus attention `[B, H, T, D]` of q `[B, H, T, D]` and k, v `[B, G, T, D]`; see `reference_attention`.
 
     `sequence.allowed` is not read: what the base model lets a query see must be causality and padding.
     `surrogate`: slope of the gate that stands in for the hard groups in the gradient of `selection.assignment`.
+    `sink_logits` `[H]`: the score of one more key that all queries see and that has no value.
     """
     with torch.no_grad():
         plan = Plan(Tokens.of(selection, sequence, sinks), kernel, window, scaling, softcap, surrogate)
     packed = [x.transpose(1, 2).flatten(0, 1) for x in (q, k, v)]
     assignment = selection.assignment.flatten(0, 1) if surrogate and selection.assignment is not None else None
-    out: Tensor = SparseAttention.apply(*packed, assignment, plan)
+    out: Tensor = SparseAttention.apply(*packed, assignment, sink_logits, plan)
     return out.unflatten(0, sequence.start.shape).transpose(1, 2)
 
 
@@ -64,7 +66,9 @@ class SparseAttention(torch.autograd.Function):
     """Parts merged into one output; every part's gradient from the merged output and logsumexp."""
 
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, assignment: Tensor | None, plan: Plan) -> Tensor:
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, assignment: Tensor | None, sink_logits: Tensor | None, plan: Plan
+    ) -> Tensor:
         rows, heads, _ = q.shape
         out = q.new_zeros(rows + 1, *q.shape[1:])  # the last row takes what nobody wants
         precision = torch.promote_types(q.dtype, torch.float32)
@@ -74,13 +78,20 @@ class SparseAttention(torch.autograd.Function):
             targets = part.queries if part.targets is None else part.targets
             merge(out, lse, targets, o.flatten(0, 1)[..., : q.shape[-1]], part_lse.flatten(0, 1), part.fresh)
             del o, part_lse  # before the next part asks for as much
-        ctx.save_for_backward(q, k, v, assignment, out, lse)
+        if plan.tokens.valid is not None:  # padding has nothing to say, whatever a kernel made of it
+            padding = F.pad(~plan.tokens.valid, (0, 1))[:, None]
+            out.masked_fill_(padding[..., None], 0.0)
+            lse.masked_fill_(padding, float("-inf"))
+        if sink_logits is not None:
+            out *= torch.sigmoid(lse - sink_logits)[..., None].to(out.dtype)
+            lse = torch.logaddexp(lse, sink_logits.to(lse.dtype))
+        ctx.save_for_backward(q, k, v, assignment, sink_logits, out, lse)
         ctx.plan = plan
         return out[:-1]
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        q, k, v, assignment, out, lse = ctx.saved_tensors
+        q, k, v, assignment, sink_logits, out, lse = ctx.saved_tensors
         plan: Plan = ctx.plan
         # a query that nobody wants, or without any key, has probabilities exp(s - inf) = 0
         lse = lse.masked_fill(lse == float("-inf"), float("inf"))
@@ -99,7 +110,12 @@ class SparseAttention(torch.autograd.Function):
             for part in ungated_parts(plan.tokens, plan.kernel, plan.window):
                 gates.add(part, backward.part(part, gates.marks(part)), sign=-1)
         dq, dk, dv = (total.to(x.dtype) for total, x in zip(sums, (q, k, v), strict=True))
-        return dq, dk, dv, None if gates is None else gates.total.to(assignment.dtype), None
+        dg = None if gates is None else gates.total.to(assignment.dtype)
+        dsink = None
+        if sink_logits is not None:  # p * (dP - sum_d dO O), where dP is 0: it has no value
+            delta = (grads[0].to(lse.dtype) * out[:-1]).sum(-1)
+            dsink = -(torch.exp(sink_logits - lse[:-1]) * delta).sum(0).to(sink_logits.dtype)
+        return dq, dk, dv, dg, dsink, None
 
 
 @dataclass(frozen=True)

@@ -72,6 +72,10 @@ class Store:
         """A view of the tokens before `place`."""
         return self.taken(slice(0, int(torch.searchsorted(self.index, place))))
 
+    def after(self, place: int) -> Store:
+        """A view of the tokens from `place` on."""
+        return self.taken(slice(int(torch.searchsorted(self.index, place)), self.count))
+
     def taken(self, rows: Tensor | slice) -> Store:
         keys, values, index, members = self.tokens
         return Store(keys[:, rows], values[:, rows], index[rows], members[rows])

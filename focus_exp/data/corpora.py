@@ -22,7 +22,7 @@ from focus_exp.data.tokens import (
     tokenizer_fingerprint,
     write_stream,
 )
-from focus_exp.errors import UserError
+from focus_exp.errors import UserError, first_line
 
 SPLITS = ("train", "validation", "test")
 
@@ -57,8 +57,8 @@ def load_corpus(cfg: DataConfig, tokenizer: PreTrainedTokenizerBase, *, assets: 
 
     source = _source(cfg, assets, cache, lambda candidate: folder_of(candidate).is_dir())
     folder = folder_of(source)
-    build_once(folder, lambda aside: _tokenise(source, cfg, tokenizer, aside))
-    stored = Provenance(**json.loads((folder / "provenance.json").read_text(encoding="utf-8")))
+    build_once(folder, lambda new: _tokenise(source, cfg, tokenizer, new), _damage)
+    stored = _stored(folder)
     # files are known before they are read, and may have moved since they were tokenised
     found = source.open()[0] if cfg.source == "files" else stored
     provenance = replace(found, requested=_requested(cfg), fingerprint=folder.name)
@@ -66,6 +66,21 @@ def load_corpus(cfg: DataConfig, tokenizer: PreTrainedTokenizerBase, *, assets: 
         provenance = replace(provenance, substitution=why_embedded(assets, books.NAME, provenance.requested))
     train, validation, test = (read_stream(folder, split, f"{split} split of {provenance.used}") for split in SPLITS)
     return Corpus(train, validation, test, provenance)
+
+
+def _damage(folder: Path) -> str | None:
+    """What is wrong with the files of tokenised text; None where they fit each other."""
+    try:
+        _stored(folder)
+        for split in SPLITS:
+            read_stream(folder, split, split)
+    except (OSError, EOFError, ValueError, TypeError) as error:
+        return first_line(error)
+    return None
+
+
+def _stored(folder: Path) -> Provenance:
+    return Provenance(**json.loads((folder / "provenance.json").read_text(encoding="utf-8")))
 
 
 def _tokenise(source: Source, cfg: DataConfig, tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:

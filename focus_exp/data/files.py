@@ -47,7 +47,9 @@ def find_texts(pattern: str | None) -> list[TextFile]:
         paths = [Path(path) for path in glob.glob(str(root), recursive=True)]
         missing = f"data.files={pattern}: no such folder, and no file matches it as a glob; check the path."
     texts: dict[str, TextFile] = {}
-    for path in sorted(path for path in paths if path.is_file()):
+    if found := sorted(path for path in paths if path.is_file()):
+        missing = f"data.files={pattern}: no text in {found[0]} or any other file there; give files that hold some."
+    for path in found:
         data = path.read_bytes()
         _check_utf8(path, data)
         if data.strip():

@@ -102,12 +102,15 @@ def _batches(documents: Iterable[Document]) -> Iterator[list[Document]]:
 
 
 def read_stream(folder: Path, split: str, name: str) -> TokenStream:
-    """Open what `write_stream` wrote; the tokens stay on disk."""
+    """Open what `write_stream` wrote; the tokens stay on disk. ValueError where its files do not fit each other."""
     path = folder / f"{split}.bin"
     empty = path.stat().st_size == 0  # which cannot be mapped
     tokens = np.zeros(0, np.int32) if empty else np.memmap(path, dtype=np.int32, mode="r")
     documents = json.loads((folder / f"{split}.documents.json").read_text(encoding="utf-8"))
-    return TokenStream(name, tokens, np.load(folder / f"{split}.starts.npy", allow_pickle=False), documents)
+    starts = np.load(folder / f"{split}.starts.npy", allow_pickle=False)
+    if (len(tokens), len(documents)) != (starts[-1], len(starts) - 1):
+        raise ValueError(f"{path.name} holds {len(tokens)} tokens of {starts[-1]}, in {len(documents)} documents")
+    return TokenStream(name, tokens, starts, documents)
 
 
 class Blocks(Dataset):

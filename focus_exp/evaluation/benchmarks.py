@@ -20,7 +20,7 @@ from focus_exp.errors import UserError, first_line
 from focus_exp.evaluation import long_context
 from focus_exp.evaluation.controls import BASE, RANDOM_GROUPS, WINDOW_ONLY, hard_name, random_groups, window_only
 from focus_exp.evaluation.outcomes import Outcome, read_outcome, slug, write_outcome
-from focus_exp.models.attach import disabled, is_causal, set_routing, swapped
+from focus_exp.models.attached import disabled, is_causal, set_routing, swapped
 from focus_exp.models.lora import describe_lora
 from focus_exp.reporting.benchmark_rows import BenchmarkRow
 from focus_exp.training.precision import Precision

@@ -8,7 +8,7 @@ from focus_exp.attention.baselines.random_groups import RandomGroups
 from focus_exp.attention.baselines.window import WindowOnly
 from focus_exp.attention.method import AttentionMethod
 from focus_exp.config import AttentionConfig
-from focus_exp.models.attach import attached_methods
+from focus_exp.models.modules import attached_methods
 
 BASE = "base, full attention"
 WINDOW_ONLY = "window + sinks only"

@@ -22,10 +22,10 @@ from focus_exp.config import Config
 from focus_exp.data import Blocks
 from focus_exp.errors import UserError, first_line
 from focus_exp.evaluation.controls import hard_name
-from focus_exp.models.attach import disabled, set_routing
+from focus_exp.models.attached import disabled, set_routing
 from focus_exp.models.cache import FocusCache
-from focus_exp.reporting.record import replace_file
 from focus_exp.reporting.rows import Continuation
+from focus_exp.storage import replace_file
 from focus_exp.training.precision import Precision
 
 

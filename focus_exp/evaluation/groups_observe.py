@@ -16,8 +16,8 @@ from transformers import PreTrainedModel
 from focus_exp.attention.method import AttentionMethod
 from focus_exp.attention.selection import Selection, Sequence
 from focus_exp.evaluation.perplexity import token_losses
-from focus_exp.models.attach import observed
-from focus_exp.reporting.record import replace_file
+from focus_exp.models.attached import observed
+from focus_exp.storage import replace_file
 from focus_exp.training.precision import Precision
 
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from focus_exp.evaluation.groups_passage import Cut, CutProbe
 from focus_exp.evaluation.groups_words import CLASSES, Passage
 from focus_exp.reporting.groups_rows import DistantPair, GroupReport
-from focus_exp.reporting.record import replace_file
+from focus_exp.storage import replace_file
 
 
 def describe_cut(report: GroupReport, cut: Cut, passage: Passage, listed: int) -> None:

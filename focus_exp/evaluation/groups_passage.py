@@ -10,7 +10,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from focus_exp.attention.method import AttentionMethod, LayerShape
-from focus_exp.attention.reference import scores
+from focus_exp.attention.reference import scores, weights
 from focus_exp.attention.selection import (
     Selection,
     Sequence,
@@ -20,7 +20,8 @@ from focus_exp.attention.selection import (
     same_group,
 )
 from focus_exp.evaluation.perplexity import token_losses
-from focus_exp.models.attach import attached_methods, disabled, observed, swapped
+from focus_exp.models.attached import disabled, observed, swapped
+from focus_exp.models.modules import attached_methods
 from focus_exp.training.precision import Precision
 
 # heaviest keys of a query
@@ -59,6 +60,7 @@ class CutProbe(AttentionMethod):
         scaling: float,
         softcap: float | None = None,
         dropout: float = 0.0,
+        sink_logits: Tensor | None = None,
     ) -> Tensor:
         parts: dict[str, list[Tensor]] = {}
         outputs = []
@@ -69,7 +71,7 @@ class CutProbe(AttentionMethod):
             length = rows.stop
             keep = permitted_or_self(sequence, rows, length)
             s = scores(q[:, :, rows], k[:, :, :length], scaling, softcap).masked_fill(~keep[:, None], float("-inf"))
-            p = s.softmax(-1, dtype=torch.promote_types(s.dtype, torch.float32))  # [1, H, rows, S]
+            p = weights(s, sink_logits)  # [1, H, rows, S]
             values = v[:, :, :length].repeat_interleave(q.shape[1] // v.shape[1], dim=1)
             outputs.append(p.to(v.dtype) @ values)
             mass = p[0].mean(0)

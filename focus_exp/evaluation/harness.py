@@ -17,7 +17,7 @@ from focus_exp.errors import UserError
 from focus_exp.evaluation.ledger import Ledger
 from focus_exp.evaluation.live_model import LiveModel
 from focus_exp.evaluation.outcomes import Metric, Outcome
-from focus_exp.models.attach import observed
+from focus_exp.models.attached import observed
 
 # lm-eval's own default
 FEWSHOT_SEED = 1234

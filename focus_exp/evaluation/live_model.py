@@ -16,8 +16,8 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from focus_exp.data import bos_of
 from focus_exp.errors import UserError
 from focus_exp.evaluation.ledger import Ledger
-from focus_exp.models.attach import attached_methods
 from focus_exp.models.cache import refusal
+from focus_exp.models.modules import attached_methods
 from focus_exp.training.precision import Precision
 
 END_OF_TEXT = "<|endoftext|>"

@@ -13,7 +13,7 @@ from focus_exp.errors import UserError
 from focus_exp.evaluation.ledger import Ledger
 from focus_exp.evaluation.outcomes import NO_FILTER, Metric, Outcome
 from focus_exp.evaluation.perplexity import token_losses
-from focus_exp.models.attach import observed
+from focus_exp.models.attached import observed
 from focus_exp.training.precision import Precision
 
 KIND = "perplexity"

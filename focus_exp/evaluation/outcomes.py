@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from focus_exp.reporting.benchmark_rows import BenchmarkRow
-from focus_exp.reporting.record import replace_file
+from focus_exp.storage import replace_file
 
 NO_FILTER = "none"
 # of the normal distribution, for 95 %

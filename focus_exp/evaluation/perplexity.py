@@ -18,7 +18,8 @@ from transformers import PreTrainedModel
 from focus_exp.attention.method import AttentionMethod
 from focus_exp.attention.selection import Selection, Sequence
 from focus_exp.data import Blocks
-from focus_exp.models.attach import attached_methods, observed
+from focus_exp.models.attached import observed
+from focus_exp.models.modules import attached_methods
 from focus_exp.training.precision import Precision
 
 # rows of logits made float32 at a time: a vocabulary of 50 thousand takes 0.2 MB a row

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import math
-import os
 import zipfile
 import zlib
 from collections import Counter
@@ -32,9 +31,10 @@ from focus_exp.evaluation.controls import (
 from focus_exp.evaluation.outcomes import slug
 from focus_exp.evaluation.perplexity import PairShares, Scores, score
 from focus_exp.evaluation.statistics import Bootstrap, by_position, mean, paired, window_sums
-from focus_exp.models.attach import causal_assignment, disabled, is_causal, observed, set_routing, swapped
+from focus_exp.models.attached import causal_assignment, disabled, is_causal, observed, set_routing, swapped
 from focus_exp.models.lora import describe_lora
 from focus_exp.reporting.rows import Row
+from focus_exp.storage import aside
 from focus_exp.training.precision import Precision
 
 log = logging.getLogger(__name__)
@@ -248,9 +248,7 @@ def equal_density_window(pairs: PairShares, sinks: int, layers: list[Sequence]) 
 
 
 def write_scores(path: Path, scores: Scores) -> None:
-    """Losses and pair counts of one row, written aside and renamed."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    aside = path.with_suffix(".aside.npz")
+    """Losses and pair counts of one row."""
     pairs = scores.pairs
     counts = (pairs.total, pairs.distant, pairs.kept_pairs) if pairs else ()
     sizes = {f"groups_{i}": t.numpy() for i, t in pairs.group_tokens.items()} if pairs else {}
@@ -258,8 +256,8 @@ def write_scores(path: Path, scores: Scores) -> None:
         "nll": scores.nll, "seconds": np.array(scores.seconds), "counts": np.array(counts, dtype=np.int64),
         "path": np.array(scores.path),
     }  # fmt: skip
-    np.savez_compressed(aside, allow_pickle=False, **arrays, **sizes)
-    os.replace(aside, path)
+    with aside(path) as new, new.open("wb") as file:  # given a name, numpy would add its own ending
+        np.savez_compressed(file, allow_pickle=False, **arrays, **sizes)
 
 
 def read_scores(path: Path) -> Scores | None:

@@ -4,8 +4,12 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
 from focus_exp.checks import validate
 from focus_exp.config import AttentionConfig, Config, RegimeConfig
+from focus_exp.errors import UserError, first_line
 from focus_exp.models.adapter import read_description
 
 
@@ -14,7 +18,13 @@ def with_adapter(config: Config) -> Config:
     description = read_description(str(config.adapter))
     options = description["options"]
     chosen = {key: getattr(config.attention, key) for key in ("top_k", "pair_rule", "backend")}
-    attention = AttentionConfig(name=config.attention.name, method=description["method"], **{**options, **chosen})
-    merged = replace(config, attention=attention, regime=RegimeConfig(name="none"))
-    validate(merged)
+    named = {"name": config.attention.name, "method": description["method"]}
+    try:
+        # by OmegaConf, which knows the types
+        attention = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(AttentionConfig), options, chosen, named))
+        assert isinstance(attention, AttentionConfig)
+        merged = replace(config, attention=attention, regime=RegimeConfig(name="none"))
+        validate(merged)
+    except (OmegaConfBaseException, UserError) as error:
+        raise UserError(f"the adapter in {config.adapter} cannot be measured: {first_line(error)}") from error
     return merged

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from typing import Any
+
 import torch
 from transformers import PreTrainedModel
 
@@ -9,7 +12,8 @@ from focus_exp.assets import cache_root
 from focus_exp.attention.kernels import KERNELS, Demand, available, choose
 from focus_exp.config import Config
 from focus_exp.errors import UserError
-from focus_exp.models.attach import attached_methods, routers_of, set_routing
+from focus_exp.models.attached import routers_of, set_routing
+from focus_exp.models.modules import attached_methods
 from focus_exp.speed.break_even import LENGTHS, BreakEven, break_even
 from focus_exp.speed.layer import Layer
 from focus_exp.speed.model import shape_of
@@ -41,6 +45,30 @@ def set_backend(model: PreTrainedModel, config: Config, precision: Precision, lo
         method.sparse_from = found.sparse_from
     print(found.sentence())
     return found
+
+
+def dense_training(model: PreTrainedModel, config: Config) -> str | None:
+    """Why training with hard groups computes all pairs here, and what to do; None where it need not."""
+    attention = config.attention
+    hard = attention.method == "focus" and attention.train_with == "hard" and attention.backend != "masked"
+    dropped = dict(attention_dropout(model.config.get_text_config().to_dict()))
+    if not (hard and dropped and config.regime.trains("all")):  # a frozen base drops nothing
+        return None
+    return (
+        "attention.train_with=hard costs as much as full attention where everything is trained: the model drops "
+        f"attention ({', '.join(f'{name}={rate}' for name, rate in dropped.items())}), which only the masked path can; "
+        f"to train on the sparse path add {' '.join(f'++model.architecture.{name}=0' for name in dropped)}"
+    )
+
+
+def attention_dropout(fields: dict[Any, Any], prefix: str = "") -> Iterator[tuple[str, float]]:
+    """The rates above 0 at which a transformers config, as a dict, drops attention weights; nested fields dotted."""
+    for key, value in fields.items():
+        name = f"{prefix}{key}"
+        if isinstance(value, dict):
+            yield from attention_dropout(value, f"{name}.")
+        elif "drop" in name and ("attn" in name or "attention" in name) and isinstance(value, float) and value > 0:
+            yield name, value
 
 
 def list_kernels(config: Config) -> None:

@@ -14,6 +14,7 @@ from focus_exp.config import Config, ModelConfig
 from focus_exp.errors import UserError
 from focus_exp.jobs.arms import compose_arm
 from focus_exp.jobs.run import finished_record, run_folder
+from focus_exp.storage import held
 
 
 def base_overrides(config: Config) -> list[str]:
@@ -39,11 +40,18 @@ def base_run(config: Config) -> Config:
 
 
 def make_base(config: Config) -> None:
-    """Train the base in a process of its own, unless it is there; UserError if that fails."""
+    """Train the base in a process of its own, unless it is there; UserError if that fails.
+
+    Of several runs that need it one trains it and the others wait.
+    """
     if not needs_base(config) or finished_record(base_run(config)) is not None:
         return
-    print(f"{config.model.name} is trained here first: {' '.join(config.model.trained_by)}")
-    code = subprocess.run([sys.executable, "-m", "focus_exp", *base_overrides(config)]).returncode
+    folder = run_folder(base_run(config))
+    with held(folder.with_name(f".{folder.name}.making"), str(folder), wait=True):
+        if finished_record(base_run(config)) is not None:
+            return
+        print(f"{config.model.name} is trained here first: {' '.join(config.model.trained_by)}")
+        code = subprocess.run([sys.executable, "-m", "focus_exp", *base_overrides(config)]).returncode
     if code:
         raise UserError(
             f"model {config.model.name} could not be trained (exit code {code}); see the lines above, "

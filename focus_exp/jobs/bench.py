@@ -13,7 +13,7 @@ from focus_exp.jobs.backend import list_kernels
 from focus_exp.jobs.router import put_router
 from focus_exp.jobs.run import already_finished, open_run, run_folder
 from focus_exp.jobs.train import check_length, describe, headline, load, method_options, prepare
-from focus_exp.models.attach import set_routing
+from focus_exp.models.attached import set_routing
 from focus_exp.speed.methods import Methods
 from focus_exp.speed.suite import Suite
 from focus_exp.training.precision import choose_precision

@@ -18,10 +18,11 @@ from focus_exp.evaluation.controls import BASE
 from focus_exp.evaluation.outcomes import slug
 from focus_exp.jobs.arms import compose_arm, compose_arms
 from focus_exp.jobs.evaluate import evaluate
-from focus_exp.jobs.run import Run, finished_record, open_run, run_folder, seconds_text
+from focus_exp.jobs.run import Run, claimed, finished_record, recorded, run_folder, seconds_text
 from focus_exp.jobs.train import describe, train
 from focus_exp.reporting.record import Record, read_metrics, write_metrics
 from focus_exp.reporting.rows import Arm
+from focus_exp.storage import InUse, aside
 from focus_exp.training.precision import choose_precision
 from focus_exp.training.regimes import METRICS
 
@@ -36,14 +37,20 @@ def compare(config: Config) -> None:
     # all of them before the first one runs: a mistake in the last should not cost what the others take
     configs = compose_arms(config)
     print(f"{config.experiment}: {len(configs)} arms, seed {config.seed}: {', '.join(configs)}")
-    errors = run_arms(configs)
     if config.arm:
+        errors = run_arms(configs)
         if config.arm in errors:
             raise UserError(f"arm {config.arm} failed: {errors[config.arm]}")
         return
+    with claimed(run_folder(config)):
+        compare_all(config, configs)
+
+
+def compare_all(config: Config, configs: dict[str, Config]) -> None:
+    errors = run_arms(configs)
     shared = compose_arm(config, None, HydraConfig.get().overrides.task)
     precision = choose_precision(shared.trainer.precision, shared.trainer.accelerator, trains_base=False)
-    with open_run(config, describe(precision)) as run:
+    with recorded(config, describe(precision)) as run:
         # what all arms share is what the comparison says of itself
         run.record.config = to_dict(replace(shared, job="compare", arms=config.arms))
         run.record.arms = [
@@ -72,7 +79,7 @@ def run_arms(configs: dict[str, Config]) -> dict[str, str]:
         share_base(config, [other for other in configs.values() if finished_record(other)])
         try:
             (evaluate if config.adapter else train)(config)
-        except OSError:  # a full disk fails every arm
+        except (OSError, InUse):  # a full disk fails every arm; who holds one arm's folder may run the others too
             raise
         except Exception as error:  # whatever a method's code raises, the other arms go on
             kind = "" if isinstance(error, UserError) else f"{type(error).__name__}: "
@@ -105,14 +112,11 @@ def same_base(config: Config) -> tuple[object, ...]:
 
 def copy(source: Path, target: Path) -> None:
     """A file or a folder, whole or not at all."""
-    target.parent.mkdir(parents=True, exist_ok=True)
-    aside = target.with_name(f".{target.name}.aside")
-    if source.is_dir():
-        shutil.rmtree(aside, ignore_errors=True)
-        shutil.copytree(source, aside)
-    else:
-        shutil.copyfile(source, aside)
-    aside.rename(target)
+    with aside(target) as new:
+        if source.is_dir():
+            shutil.copytree(source, new)
+        else:
+            shutil.copyfile(source, new)
 
 
 def describe_arm(name: str, config: Config, settings: list[str], error: str | None) -> Arm:

@@ -13,7 +13,8 @@ from focus_exp.errors import UserError
 from focus_exp.jobs.arms import compose_arms
 from focus_exp.jobs.run import TABLE_WIDTH
 from focus_exp.jobs.train import method_options
-from focus_exp.models.attach import attach, set_routing
+from focus_exp.models.attach import attach
+from focus_exp.models.attached import set_routing
 from focus_exp.models.lora import add_lora, router_parameters
 from focus_exp.planning.estimate import Estimate, Prepare
 from focus_exp.planning.hardware import USABLE, gpu_named

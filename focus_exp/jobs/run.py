@@ -10,7 +10,7 @@ import shutil
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
@@ -25,9 +25,10 @@ from focus_exp.assets import Provenance
 from focus_exp.config import Config, config_hash, to_dict
 from focus_exp.errors import Interrupted, first_line
 from focus_exp.reporting.dashboard import init_options, log_record, wandb_mode
-from focus_exp.reporting.record import Record, environment, read_metrics, replace_file
+from focus_exp.reporting.record import Record, environment, read_metrics
 from focus_exp.reporting.report import all_findings, write_report
 from focus_exp.reporting.runs import finished_record, run_folder
+from focus_exp.storage import clear_aside, held, replace_file
 from focus_exp.sweeps.frozen import FrozenJob
 from focus_exp.training.exchange import is_main
 from focus_exp.training.regimes import CHECKPOINTS, METRICS
@@ -56,6 +57,12 @@ class Run:
         self.record.data = {"name": shown(provenance), **asdict(provenance), "tokens": tokens}
         announce("data", provenance, ", ".join(f"{name} {count:,} tokens" for name, count in tokens.items()))
 
+    def warn(self, sentence: str) -> None:
+        """Say it now, and below the tables."""
+        if is_main():
+            print(f"WARNING: {sentence}", file=sys.stderr)
+            self.record.warnings.append(sentence)
+
     def report(self) -> None:
         """Findings, tables and figures from the record alone."""
         self.record.findings = all_findings(self.record)
@@ -80,9 +87,22 @@ def already_finished(config: Config) -> bool:
     return True
 
 
+def claimed(folder: Path) -> AbstractContextManager[None]:
+    """Within the block no other command writes to the run folder; InUse, naming it, where one does already."""
+    lock = folder.with_name(f".{folder.name}.lock")  # outside of what overwrite=true removes
+    return held(lock, f"the run folder {folder}") if is_main() else nullcontext()
+
+
 @contextmanager
 def open_run(config: Config, device: str) -> Iterator[Run]:
-    """A new or continued run. Its record says "interrupted" until the block ends, then finished or failed.
+    """A new or continued run, whose folder is its own until the block ends."""
+    with claimed(run_folder(config)), recorded(config, device) as run:
+        yield run
+
+
+@contextmanager
+def recorded(config: Config, device: str) -> Iterator[Run]:
+    """A run in a folder that is claimed. Its record says "interrupted" until the block ends, then finished or failed.
 
     Of several processes the first one alone writes.
     """
@@ -109,6 +129,7 @@ def open_run(config: Config, device: str) -> Iterator[Run]:
     if config.overwrite and folder.exists() and not resumed:
         shutil.rmtree(folder)
     folder.mkdir(parents=True, exist_ok=True)
+    clear_aside(folder)
     replace_file(folder / "config.yaml", OmegaConf.to_yaml(OmegaConf.structured(config)).encode())
     run.save()
     began = time.perf_counter()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import inspect
 import json
 import sys
@@ -12,7 +11,6 @@ from typing import Any
 
 import pytorch_lightning as pl
 import torch
-from safetensors import SafetensorError
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
@@ -24,16 +22,20 @@ from focus_exp.errors import UserError
 from focus_exp.evaluation.benchmarks import Benchmarks
 from focus_exp.evaluation.evaluation import Evaluation
 from focus_exp.evaluation.quality import Quality
-from focus_exp.jobs.backend import check_backend, set_backend
+from focus_exp.jobs.backend import check_backend, dense_training, set_backend
 from focus_exp.jobs.base import make_base, with_base
 from focus_exp.jobs.run import Run, already_finished, open_run, run_folder
 from focus_exp.models.adapter import save_adapter
-from focus_exp.models.attach import attach, attached_methods, attachment_of, freeze, is_causal, is_trainable
+from focus_exp.models.attach import attach
+from focus_exp.models.attached import attachment_of, freeze, is_causal, is_trainable
 from focus_exp.models.load import LoadedModel, load_model, whole
 from focus_exp.models.lora import add_lora, describe_lora, router_parameters, save_lora
+from focus_exp.models.modules import attached_methods
 from focus_exp.reporting.record import read_metrics
 from focus_exp.reporting.rows import ProbeRow
 from focus_exp.speed.timing import device_name
+from focus_exp.storage import aside
+from focus_exp.training.checkpoints import checkpoint_of, mend
 from focus_exp.training.exchange import agreed, alone, in_turns, is_main
 from focus_exp.training.module import NonFiniteError
 from focus_exp.training.precision import Precision, choose_precision
@@ -64,6 +66,8 @@ def train(config: Config) -> None:
         with in_turns(config.trainer.devices):
             loaded, corpus = load(run, precision)
         model, evaluation, blocks = prepare(run, loaded, corpus, precision)
+        if sentence := dense_training(model, config):
+            run.warn(sentence)
         alone(model, evaluation.measure_base)
         began = time.perf_counter()
         attach_method(model, config, precision)
@@ -150,7 +154,10 @@ def fit(run: Run, model: PreTrainedModel, blocks: Blocks, precision: Precision, 
     """
     config, record = run.config, run.record
     phases, routed = phases_of(config), config.attention.method == "focus"
-    begun = agreed(any((run.folder / CHECKPOINTS).glob("*.ckpt")))
+    if is_main():
+        for sentence in mend(run.folder / CHECKPOINTS):
+            run.warn(sentence)
+    begun = agreed(any(checkpoint_of(run.folder / CHECKPOINTS, name).exists() for name, _ in phases[:1]))
     if routed and phases and config.attention.warm_start_blocks and not begun:
         sample = sample_blocks(blocks, config.attention.warm_start_blocks, config.seed + 1)
         began = time.perf_counter()
@@ -213,7 +220,6 @@ def trained_parameters(model: PreTrainedModel, config: Config) -> int:
 
 def save_weights(run: Run, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
     """The whole trained base with its tokenizer, as model.path= takes it; the routers are in the adapter."""
-    folder = run.folder / "model"
     tied = set(getattr(model, "_tied_weights_keys", None) or ()) if is_sharded(model) else set()
     state = {}
     for name, tensor in model.state_dict().items():
@@ -223,11 +229,9 @@ def save_weights(run: Run, model: PreTrainedModel, tokenizer: PreTrainedTokenize
                 state[name] = gathered
     if not is_main():
         return
-    try:
-        model.save_pretrained(folder, state_dict=state)
-    except SafetensorError as error:  # its name for a full disk
-        raise OSError(errno.ENOSPC, str(error).split(": ")[-1], str(folder)) from error
-    tokenizer.save_pretrained(folder)
+    with aside(run.folder / "model") as new:
+        model.save_pretrained(new, state_dict=state)
+        tokenizer.save_pretrained(new)
 
 
 def sample_blocks(blocks: Blocks, count: int, seed: int) -> list[Tensor]:

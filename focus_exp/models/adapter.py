@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import errno
+import inspect
 import json
-import os
 from pathlib import Path
 from typing import Any
 
@@ -13,14 +12,20 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from focus_exp.attention.registry import METHODS
 from focus_exp.errors import UserError
-from focus_exp.models.attach import attach, attached_methods, attachment_of, detach, is_causal, set_routing
+from focus_exp.models.attach import attach, detach
+from focus_exp.models.attached import attachment_of, is_causal, set_routing
 from focus_exp.models.load import fingerprint
+from focus_exp.models.modules import attached_methods
+from focus_exp.storage import aside
 
 WEIGHTS = "focus_adapter.safetensors"
 DESCRIPTION = "focus_adapter.json"
 FORMAT = 1
-FIELDS = {"method": str, "options": dict, "layers": list, "base_model": dict}
+FIELDS = {
+    "method": str, "options": dict, "layers": list, "causal": bool, "trainable_parameters": int, "base_model": dict,
+}  # fmt: skip
 
 
 def save_adapter(
@@ -29,9 +34,8 @@ def save_adapter(
     """Write the attached method's weights and buffers and their description into `folder`.
 
     The description names the base model by a hash of its weights, the method with its options, the parameter count
-    and whether the method is causal; `extra` adds to it. Both files are written aside, then renamed: an error leaves
-    an older adapter in `folder` as it was. Where the base is sharded over processes all of them call this, and one may
-    `write`.
+    and whether the method is causal; `extra` adds to it. An error leaves an older adapter in `folder` as it was. Where
+    the base is sharded over processes all of them call this, and one may `write`.
     """
     folder = Path(folder)
     attachment = attachment_of(model)
@@ -58,19 +62,9 @@ def save_adapter(
     }
     if not write:
         return folder
-    folder.mkdir(parents=True, exist_ok=True)
-    aside = {name: folder / f".{name}.aside" for name in (WEIGHTS, DESCRIPTION)}
-    try:
-        save_file(tensors, aside[WEIGHTS])
-        text = json.dumps(description, indent=2, default=Tensor.tolist)
-        aside[DESCRIPTION].write_text(text + "\n", encoding="utf-8")
-        for name, path in aside.items():
-            os.replace(path, folder / name)
-    except SafetensorError as error:  # its name for a full disk
-        raise OSError(errno.ENOSPC, str(error).split(": ")[-1], str(folder)) from error
-    finally:
-        for path in aside.values():
-            path.unlink(missing_ok=True)
+    with aside(folder / WEIGHTS) as weights, aside(folder / DESCRIPTION) as text:
+        save_file(tensors, weights)
+        text.write_text(json.dumps(description, indent=2, default=Tensor.tolist) + "\n", encoding="utf-8")
     return folder
 
 
@@ -78,19 +72,32 @@ def read_description(folder: str | Path) -> dict[str, Any]:
     """The JSON of an adapter; UserError when it is missing, damaged or of a newer format."""
     path = Path(folder) / DESCRIPTION
     try:
-        description = json.loads(path.read_text(encoding="utf-8"))
+        description: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
         if (found := description["format"]) != FORMAT:
             raise UserError(f"{path} has format {found}, this version reads format {FORMAT}")
-        for name, kind in FIELDS.items():
-            if not isinstance(description[name], kind):
-                raise TypeError(f"{name} is not a {kind.__name__}")
-        if missing := {"name", "fingerprint"} - set(description["base_model"]):
-            raise KeyError(*missing)
+        check_types(description, FIELDS)
+        check_types(description["base_model"], {"name": str, "fingerprint": str})
+        for layer in description["layers"]:
+            check_types({"layers": layer}, {"layers": int})
     except FileNotFoundError:
         raise UserError(f"{folder} holds no {DESCRIPTION}; give a folder that save_adapter wrote") from None
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise UserError(f"{path} is damaged ({error}); copy the adapter again") from None
+    if method := METHODS.get(description["method"]):
+        known = set(inspect.signature(method).parameters) - {"shape"}
+        if unknown := sorted(set(description["options"]) - known):
+            raise UserError(
+                f"{path}: method {description['method']} has no options {', '.join(unknown)}; copy the adapter again, "
+                "or use the version of focus_exp that wrote it"
+            )
     return description
+
+
+def check_types(values: dict[str, Any], kinds: dict[str, type]) -> None:
+    """KeyError or TypeError where a value is missing, or not exactly of its type."""
+    for name, kind in kinds.items():
+        if type(values[name]) is not kind:
+            raise TypeError(f"{name}: expected {kind.__name__}, found {str(values[name])[:40]}")
 
 
 def load_adapter(model: PreTrainedModel, folder: str | Path, *, hard: bool = True) -> PreTrainedModel:
@@ -110,9 +117,14 @@ def load_adapter(model: PreTrainedModel, folder: str | Path, *, hard: bool = Tru
     path = folder / WEIGHTS
     try:
         tensors = load_file(path)
-    except (OSError, SafetensorError) as error:
+        if spoilt := [name for name, tensor in tensors.items() if tensor.isnan().any()]:
+            raise ValueError(f"{spoilt[0]} holds NaN")
+    except (OSError, ValueError, SafetensorError) as error:
         raise UserError(f"{path} is missing or damaged ({error}); copy the adapter again") from None
-    attach(model, description["method"], layers=description["layers"], **description["options"])
+    try:
+        attach(model, description["method"], layers=description["layers"], **description["options"])
+    except UserError as error:
+        raise UserError(f"the adapter in {folder} cannot be attached: {error}") from error
     try:
         for index, method in attached_methods(model).items():
             prefix = f"layers.{index}."

@@ -1,42 +1,28 @@
 """Put an attention method on a Hugging Face model, take it off, switch it off; no modelling code is copied.
 
 The method's output replaces the layer's attention through transformers' attention interface; a forward pre-hook on
-every attention module shows the method the hidden states; a pre-hook on the decoder passes the padding mask along.
-All state lives in the per-layer modules, so checkpointing, copies and nested calls behave.
+every attention module shows the method the hidden states and the layer's mask, which a mask function of ours makes; a
+pre-hook on the decoder brings the cache by group. All state lives in the per-layer modules, so checkpointing, copies
+and nested calls behave.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+import inspect
+from functools import partial
 from typing import Any
 
-from torch import nn
-from torch.utils.hooks import RemovableHandle
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from focus_exp.attention.focus import Focus
-from focus_exp.attention.method import BACKENDS, AttentionMethod, LayerShape, Observer
+from focus_exp.attention.method import LayerShape
 from focus_exp.attention.registry import METHODS, build
-from focus_exp.attention.selection import PAIR_RULES
 from focus_exp.errors import UserError
-from focus_exp.models.interface import IMPLEMENTATION, prepare_decoder, route_hidden_states
-from focus_exp.models.modules import attached_methods, attention_modules, method_of
-
-# what every name of a trained part has in it; the second is PEFT's
-TRAINED = {"router": ".focus.", "lora": ".lora_", "all": ""}
-
-
-@dataclass
-class Attachment:
-    """What `attach` did to a model, so that `detach` can undo it and an adapter can name it."""
-
-    method: str
-    options: dict[str, Any]
-    layers: list[int]
-    base_implementation: str
-    handles: list[RemovableHandle] = field(default_factory=list)
+from focus_exp.models.attached import Attachment, attachment_of, is_causal
+from focus_exp.models.cache import FocusCache, cache_for
+from focus_exp.models.exactness import check_exact
+from focus_exp.models.interface import IMPLEMENTATION, route_hidden_states
+from focus_exp.models.modules import attached_methods, attention_modules, decoder_of
 
 
 def attach(
@@ -53,32 +39,77 @@ def attach(
     if method not in METHODS:
         raise UserError(f"attention method {method!r} is not known; choose from {', '.join(METHODS)}")
     modules = attention_modules(model)
-    wanted = list(modules) if layers is None else layers
+    wanted = list(modules) if layers is None else list(layers)
     if missing := sorted(set(wanted) - set(modules)):
         raise UserError(f"layers {missing} do not exist; the model has layers {min(modules)} to {max(modules)}")
 
-    attachment = Attachment(
-        method=method,
-        options=options,
-        layers=wanted,
-        base_implementation=model.config._attn_implementation,
-    )
+    decoder = decoder_of(model)
+    configs: dict[int, Any] = {id(part.config): part.config for part in (decoder, *modules.values())}
+    implementations = [(config, config._attn_implementation) for config in configs.values()]
+    attachment = Attachment(method, options, wanted, implementations)
+    added = {}
     for index in wanted:
-        module = modules[index]
-        weight = next(module.parameters())
         try:
-            added = build(method, layer_shape(model, module, index), **options)
-        except (TypeError, ValueError) as error:
-            raise UserError(f"attention method {method!r} refuses its options {sorted(options)}: {error}") from None
-        module.focus = added.to(weight.device).train(module.training)
-        attachment.handles.append(module.register_forward_pre_hook(route_hidden_states, with_kwargs=True))
-    decoder = model.base_model
+            added[index] = build(method, layer_shape(model, modules[index], index), **options)
+        except ValueError as error:
+            raise UserError(f"attention method {method!r}: {error}") from None
+        if getattr(modules[index], "is_causal", True) is False:
+            raise UserError(f"{type(modules[index]).__name__} sees later tokens; attention methods here are causal")
+    names = {index: parameters_of(modules[index]) for index in wanted}
+    for index, built in added.items():
+        module = modules[index]
+        module.focus = built.to(next(module.parameters()).device).train(module.training)
+        hook = partial(route_hidden_states, names=names[index])
+        attachment.handles.append(module.register_forward_pre_hook(hook, with_kwargs=True))
     attachment.handles.append(decoder.register_forward_pre_hook(prepare_decoder, with_kwargs=True))
     if not is_causal(model):
         model.prepare_inputs_for_generation = refuse_generation  # type: ignore[assignment]
     model.focus_attachment = attachment  # type: ignore[assignment]
-    model.set_attn_implementation(IMPLEMENTATION)
+    attachment.set_implementation(IMPLEMENTATION)
+    try:
+        check_exact(model)
+    except UserError:
+        detach(model)
+        raise
     return model
+
+
+def parameters_of(module: nn.Module) -> tuple[str, ...]:
+    """Names of what the module's `forward` takes; UserError where nothing can be handed through it to attention."""
+    parameters = inspect.signature(type(module).forward).parameters
+    if not any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
+        raise UserError(f"{type(module).__name__} hands nothing on to its attention function (no **kwargs)")
+    return tuple(parameters)[1:]
+
+
+def prepare_decoder(decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    """Put a cache by group in place of the empty one that transformers made or would make, and look at given masks."""
+    assert isinstance(decoder, PreTrainedModel)
+    mask, given = kwargs.get("attention_mask"), kwargs.get("past_key_values")
+    if isinstance(mask, Tensor) and (given is None or isinstance(given, FocusCache)):
+        tokens = next(x for x in (*args, kwargs.get("input_ids"), kwargs.get("inputs_embeds")) if x is not None)
+        past = 0 if given is None else given.get_seq_length()
+        check_mask(mask, tokens.shape[1], past)
+    wanted = kwargs.get("use_cache")
+    if wanted is None:
+        wanted = getattr(decoder.config.get_text_config(), "use_cache", False)
+    if (wanted or given is not None) and not isinstance(given, FocusCache):
+        methods = {i: m for i, m in attached_methods(decoder).items() if m.enabled and not m.keeps_all()}
+        if methods:
+            kwargs["past_key_values"] = cache_for(decoder.config, methods, given)
+            kwargs["use_cache"] = kwargs["past_key_values"] is not None
+    return args, kwargs
+
+
+def check_mask(mask: Tensor, tokens: int, past: int) -> None:
+    """UserError unless the mask that a model is given, `[B, past + T]` or `[B, 1, T, past + T]`, fits its tokens."""
+    if mask.ndim == 2 and mask.shape[1] != past + tokens:
+        raise UserError(
+            f"attention_mask has {mask.shape[1]} columns for {past} tokens in the cache and {tokens} new ones; "
+            "give one for each"
+        )
+    if mask.ndim == 4 and mask.shape[2] != tokens:
+        raise UserError(f"attention_mask has shape {tuple(mask.shape)}; give [batch, T] or [batch, 1, T, T]")
 
 
 def refuse_generation(*_: Any, **__: Any) -> None:
@@ -89,10 +120,13 @@ def refuse_generation(*_: Any, **__: Any) -> None:
 
 
 def layer_shape(model: PreTrainedModel, module: nn.Module, index: int) -> LayerShape:
-    config = model.config.get_text_config()
-    heads = config.num_attention_heads
-    head_dim = getattr(module, "head_dim", None) or config.hidden_size // heads
-    return LayerShape(config.hidden_size, heads, head_dim, index)
+    config = getattr(module, "config", None) or model.config.get_text_config()
+    if getattr(config, "per_layer_config", None) is not None:
+        config = config.per_layer_config[index]
+    heads, width = getattr(config, "num_attention_heads", None), getattr(config, "hidden_size", None)
+    if heads is None or width is None:
+        raise UserError(f"{type(config).__name__} says neither num_attention_heads nor hidden_size of its layers")
+    return LayerShape(width, heads, getattr(module, "head_dim", None) or width // heads, index)
 
 
 def detach(model: PreTrainedModel) -> PreTrainedModel:
@@ -104,123 +138,6 @@ def detach(model: PreTrainedModel) -> PreTrainedModel:
         if hasattr(module, "focus"):
             del module.focus
     vars(model).pop("prepare_inputs_for_generation", None)
-    model.set_attn_implementation(attachment.base_implementation)
+    attachment.set_implementation()
     del model.focus_attachment
     return model
-
-
-@contextmanager
-def disabled(model: PreTrainedModel) -> Iterator[PreTrainedModel]:
-    """Within the block the model is the base model, by the base model's own attention kernel."""
-    attachment, methods = attachment_of(model), attached_methods(model)
-    before = {index: method.enabled for index, method in methods.items()}
-    implementation = model.config._attn_implementation
-    for method in methods.values():
-        method.enabled = False
-    model.set_attn_implementation(attachment.base_implementation)
-    try:
-        yield model
-    finally:
-        for index, method in methods.items():
-            method.enabled = before[index]
-        model.set_attn_implementation(implementation)
-
-
-def attachment_of(model: PreTrainedModel) -> Attachment:
-    attachment = getattr(model, "focus_attachment", None)
-    if attachment is None:
-        raise UserError("the model has no attention method attached; call attach(model) or load_adapter(model, folder)")
-    return attachment
-
-
-def is_causal(model: PreTrainedModel) -> bool:
-    """False if any attached layer lets the future of a sequence change its past."""
-    return all(method.causal for method in attached_methods(model).values())
-
-
-def routers_of(model: nn.Module) -> dict[int, Focus]:
-    """The Focus methods attached to `model`, by layer."""
-    return {layer: method for layer, method in attached_methods(model).items() if isinstance(method, Focus)}
-
-
-@contextmanager
-def causal_assignment(model: PreTrainedModel) -> Iterator[None]:
-    """Within the block attached routers that read the future take the causal assignment, by their frozen potential."""
-    routers = [router for router in routers_of(model).values() if not router.causal]
-    before = [router.assignment for router in routers]
-    for router in routers:
-        router.assignment = "balanced"
-    try:
-        yield
-    finally:
-        for router, assignment in zip(routers, before, strict=True):
-            router.assignment = assignment
-
-
-def set_routing(
-    model: PreTrainedModel,
-    *,
-    hard: bool,
-    top_k: int | None = None,
-    pair_rule: str | None = None,
-    backend: str | None = None,
-    sparse_from: int | None = None,
-) -> PreTrainedModel:
-    """Choose soft gates or hard groups, how many groups a query reaches, and the path that computes hard groups:
-    "auto", "masked" or a kernel's name, all of the same result. "auto" is masked below `sparse_from` tokens."""
-    for name, value, choices in (("pair_rule", pair_rule, PAIR_RULES), ("backend", backend, BACKENDS)):
-        if value is not None and value not in choices:
-            raise UserError(f"{name}={value!r} is not one of {', '.join(choices)}")
-    for method in attached_methods(model).values():
-        chosen = {
-            "hard": hard, "top_k": top_k, "pair_rule": pair_rule, "backend": backend, "sparse_from": sparse_from,
-        }  # fmt: skip
-        for name, setting in chosen.items():
-            if setting is not None and hasattr(method, name):
-                setattr(method, name, setting)
-    return model
-
-
-def freeze(model: PreTrainedModel, train: str = "router") -> list[str]:
-    """Make exactly the trainable set require gradients; returns its names. The one predicate of the project."""
-    names = []
-    for name, parameter in model.named_parameters():
-        parameter.requires_grad_(is_trainable(name, train))
-        if parameter.requires_grad:
-            names.append(name)
-    return names
-
-
-def is_trainable(name: str, train: str) -> bool:
-    """Whether the parameter called `name` is trained: "router" or "lora" what was added alone, "all" everything."""
-    return TRAINED[train] in name
-
-
-@contextmanager
-def observed(model: PreTrainedModel, observer: Observer) -> Iterator[None]:
-    """Within the block `observer(layer, method, selection, sequence)` is called for every attached layer that runs."""
-    methods = list(attached_methods(model).values())
-    for method in methods:
-        method.observers.append(observer)
-    try:
-        yield
-    finally:
-        for method in methods:
-            method.observers.remove(observer)
-
-
-@contextmanager
-def swapped(model: PreTrainedModel, methods: dict[int, AttentionMethod]) -> Iterator[PreTrainedModel]:
-    """Within the block other methods stand in the attached layers, on the same backend: controls, probes."""
-    modules = {index: module for index, module in attention_modules(model).items() if index in methods}
-    before = {index: method_of(module) for index, module in modules.items()}
-    for index, module in modules.items():
-        # where the one before it runs: a layer's weights may wait in main memory
-        method = methods[index].to(next(before[index].parameters(), next(module.parameters())).device)
-        method.backend, method.sparse_from = before[index].backend, before[index].sparse_from
-        module.focus = method
-    try:
-        yield model
-    finally:
-        for index, module in modules.items():
-            module.focus = before[index]

@@ -7,8 +7,14 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import Cache
-from transformers.cache_utils import CacheLayerMixin, DynamicLayer
+from transformers import Cache, DynamicCache, PreTrainedConfig
+from transformers.cache_utils import (
+    CacheLayerMixin,
+    DynamicLayer,
+    DynamicSlidingWindowLayer,
+    LinearAttentionAndFullAttentionLayer,
+    LinearAttentionLayer,
+)
 
 from focus_exp.attention.cached import GroupedCache
 from focus_exp.attention.method import AttentionMethod
@@ -23,14 +29,23 @@ class FocusLayer(CacheLayerMixin):
 
     def __init__(self, method: AttentionMethod) -> None:
         super().__init__()
-        self.window, self.sinks = method.window, method.sinks
+        self.begin(method)
+
+    def begin(self, method: AttentionMethod) -> None:
+        self.window, self.sinks, self.groups_of = method.window, method.sinks, method.groups_of_keys()
         self.grouped = GroupedCache(self.window, self.sinks)
+        self.expected = False  # attention that knows of groups is about to ask
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         self.is_initialized = True
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        self.is_initialized = True
+        if not self.expected:
+            raise UserError(
+                "this key/value cache keeps tokens by group, which the base model without its attached method cannot "
+                "read; begin with an empty cache inside disabled(model) and after detach(model)"
+            )
+        self.is_initialized, self.expected = True, False
         return key_states, value_states
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
@@ -62,17 +77,52 @@ class FocusLayer(CacheLayerMixin):
         self.grouped.choose(torch.arange(len(self.grouped.sequences))[indices.cpu()])
 
 
+class FocusHybridLayer(FocusLayer, LinearAttentionAndFullAttentionLayer):
+    """An attached layer that keeps the states of linear attention too."""
+
+    device: Any
+    dtype: Any
+
+    def __init__(self, method: AttentionMethod, own: LinearAttentionLayer) -> None:
+        LinearAttentionAndFullAttentionLayer.__init__(self, number_of_states=own.number_of_states)
+        self.begin(method)
+
+    def lazy_initialization(self, *args: Any, **kwargs: Any) -> None:
+        LinearAttentionLayer.lazy_initialization(self, *args, **kwargs)
+
+    def reset(self) -> None:
+        LinearAttentionLayer.reset(self)
+        FocusLayer.reset(self)
+
+    def crop(self, tokens_to_remove: int) -> None:
+        LinearAttentionLayer.crop(self, tokens_to_remove)
+        FocusLayer.crop(self, tokens_to_remove)
+
+    def reorder_cache(self, beam_idx: Any) -> None:
+        LinearAttentionLayer.reorder_cache(self, beam_idx)
+        FocusLayer.reorder_cache(self, beam_idx)
+
+
 class FocusCache(Cache):
     """Attached layers by group, others as transformers keeps them."""
 
-    def __init__(self, methods: list[AttentionMethod | None]) -> None:
-        """`methods`: what is attached to each attention layer of the model, in order."""
-        super().__init__(layers=[DynamicLayer() if method is None else FocusLayer(method) for method in methods])
+    def __init__(self, layers: list[Any]) -> None:
+        super().__init__(layers=layers)
 
-    def layer(self, index: int) -> GroupedCache:
-        layer = self.layers[index]
-        assert isinstance(layer, FocusLayer)
-        return layer.grouped
+    def serve(self, method: AttentionMethod) -> GroupedCache | None:
+        """What is kept of the layer of `method`, which is about to attend; None where the model's own code keeps it."""
+        layer = self.layers[method.shape.index]
+        if isinstance(layer, FocusLayer):
+            if layer.groups_of != method.groups_of_keys():
+                raise UserError(
+                    "this key/value cache was filled with other groups (by another attached method or pair rule); "
+                    "begin with an empty one"
+                )
+            layer.expected = True
+            return layer.grouped
+        if not method.keeps_all():
+            raise UserError("this key/value cache was filled while every pair was kept; begin with an empty one")
+        return None
 
     @property
     def grouped(self) -> list[GroupedCache]:
@@ -85,15 +135,24 @@ class FocusCache(Cache):
         return sum(layer.bytes for layer in self.grouped)
 
 
+def tokens_before(cache: Cache | None, index: int, new: int) -> int:
+    """How many tokens a layer's own cache of the model holds before it is given `new` ones."""
+    layers: list[Any] = [] if cache is None else getattr(cache, "self_attention_cache", cache).layers
+    if index < len(layers) and isinstance(layers[index], CacheLayerMixin):
+        return int(layers[index].get_seq_length())
+    # it reads the keys of an earlier layer, which has the new tokens already; a layer to come has none
+    return max((int(layer.get_seq_length()) for layer in layers if isinstance(layer, CacheLayerMixin)), default=0) - new
+
+
 def refusal(methods: Iterable[AttentionMethod]) -> str | None:
     """Why nothing can be kept for these attached methods; None if it can."""
     return next((why for method in methods if (why := method.refuses_cache())), None)
 
 
-def cache_for(methods: dict[int, AttentionMethod], layers: int, given: Cache | None) -> Cache | None:
+def cache_for(config: PreTrainedConfig, methods: dict[int, AttentionMethod], given: Cache | None) -> Cache | None:
     """A cache by group in place of `given`, the empty one that transformers made; None where none can be had.
 
-    methods: what is attached, by layer index, of so many layers. UserError where one was given all the same: somebody,
+    methods: what leaves out pairs, by layer index. UserError where a cache was given all the same: somebody,
     `generate()` most likely, counts on it.
     """
     if reason := refusal(methods.values()):
@@ -102,4 +161,13 @@ def cache_for(methods: dict[int, AttentionMethod], layers: int, given: Cache | N
         raise UserError(f"no key/value cache for {reason}; or pass use_cache=False, which computes all tokens anew")
     if given is not None and given.get_seq_length():
         raise UserError("this key/value cache was filled without the attached method; begin with an empty one")
-    return FocusCache([methods.get(index) for index in range(layers)])
+    own = DynamicCache(config=config).layers
+    return FocusCache([cache_layer(layer, methods.get(index)) for index, layer in enumerate(own)])
+
+
+def cache_layer(own: Any, method: AttentionMethod | None) -> Any:
+    """What keeps a layer's keys and values, whose model's `own` choice without a method is given."""
+    if method is not None:
+        return FocusHybridLayer(method, own) if isinstance(own, LinearAttentionLayer) else FocusLayer(method)
+    # attached layers keep places beyond a sliding window, and layers of one kind share their mask
+    return DynamicLayer() if isinstance(own, DynamicSlidingWindowLayer) else own

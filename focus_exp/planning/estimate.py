@@ -15,7 +15,8 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from focus_exp.config import Config, phases_of
 from focus_exp.errors import UserError
-from focus_exp.models.attach import is_trainable, layer_shape
+from focus_exp.models.attach import layer_shape
+from focus_exp.models.attached import is_trainable
 from focus_exp.models.lora import Linear
 from focus_exp.models.modules import attention_modules
 from focus_exp.models.random import architecture_config

@@ -24,7 +24,7 @@ from torch.utils.flop_counter import flop_registry, sdpa_backward_flop, sdpa_flo
 from transformers import PreTrainedModel, masking_utils
 
 from focus_exp.config import PhaseConfig
-from focus_exp.models.attach import routers_of, swapped
+from focus_exp.models.attached import routers_of, swapped
 from focus_exp.models.modules import attention_modules
 from focus_exp.training.module import LanguageModelTask
 from focus_exp.training.regimes import set_training_mode

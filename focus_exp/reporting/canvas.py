@@ -11,7 +11,7 @@ import numpy as np
 from matplotlib import rc_context
 from matplotlib.figure import Figure
 
-from focus_exp.reporting.record import replace_file
+from focus_exp.storage import replace_file
 
 # Okabe and Ito's colour-blind-safe palette; black is kept for the base, wine replaces yellow, too pale for a line
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#882255")

@@ -10,8 +10,9 @@ from typing import Any
 
 from focus_exp.errors import UserError
 from focus_exp.reporting.groups_rows import GroupLayer
-from focus_exp.reporting.record import Record, replace_file
+from focus_exp.reporting.record import Record
 from focus_exp.reporting.tables import caveats, facts, title
+from focus_exp.storage import replace_file
 
 NAME = "passage.html"
 MEASURED = "groups/passage.json"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import platform
 import subprocess
 from dataclasses import MISSING, asdict, dataclass, field, fields, is_dataclass
@@ -17,6 +16,7 @@ from focus_exp.errors import UserError
 from focus_exp.reporting.benchmark_rows import BenchmarkRow
 from focus_exp.reporting.groups_rows import GroupReport
 from focus_exp.reporting.rows import Arm, Continuation, MethodSpeedRow, ProbeRow, Row, SpeedRow
+from focus_exp.storage import replace_file
 
 SCHEMA_VERSION = 1
 PACKAGES = (
@@ -97,7 +97,7 @@ class Record:
         try:
             values = json.loads(Path(path).read_text(encoding="utf-8"))
         except (OSError, ValueError) as error:
-            raise UserError(f"{path}: not a readable record ({error})") from error
+            raise UserError(f"{path}: not a readable record ({error}); remove it and run the job again") from error
         if not isinstance(values, dict) or values.get("schema_version") != SCHEMA_VERSION:
             found = values.get("schema_version") if isinstance(values, dict) else type(values).__name__
             raise UserError(f"{path}: schema version {found}, this code reads {SCHEMA_VERSION}; run the job again")
@@ -105,15 +105,6 @@ class Record:
             return _decode(cls, values, "record")
         except ValueError as error:
             raise UserError(f"{path}: {error}") from error
-
-
-def replace_file(path: str | Path, content: bytes) -> None:
-    """Write beside `path`, then rename: readers see the old file or the whole new one."""
-    path = Path(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    aside = path.with_name(f".{path.name}.{os.getpid()}")
-    aside.write_bytes(content)
-    os.replace(aside, path)
 
 
 def read_metrics(path: str | Path) -> list[dict[str, Any]]:

@@ -10,6 +10,7 @@ from tempfile import TemporaryDirectory
 from focus_exp.reporting.record import Record, read_metrics
 from focus_exp.reporting.report import all_findings, all_tables, write_report
 from focus_exp.reporting.whole_report import NAME, write_report_of
+from focus_exp.storage import aside
 
 FILES = ("config.yaml", "record.json")
 # of a run that is not an arm; a comparison has its arms' tables, figures and curves
@@ -30,15 +31,12 @@ def publish(places: list[Path], current: set[Path], runs: Path, records: Path) -
     for place in places:
         record = Record.load(runs / place / "record.json")
         published.add(_purpose(record))
-        aside = records / place.with_name(f".{place.name}.aside")
-        shutil.rmtree(aside, ignore_errors=True)
         patterns = FILES if record.config.get("arm") else (*FILES, *FILES_OF_TABLES)
-        for file in [file for pattern in patterns for file in sorted((runs / place).glob(pattern))]:
-            copy = aside / file.relative_to(runs / place)
-            copy.parent.mkdir(parents=True, exist_ok=True)
-            shutil.copyfile(file, copy)
-        shutil.rmtree(records / place, ignore_errors=True)
-        aside.rename(records / place)
+        with aside(records / place) as new:
+            for file in [file for pattern in patterns for file in sorted((runs / place).glob(pattern))]:
+                copy = new / file.relative_to(runs / place)
+                copy.parent.mkdir(parents=True, exist_ok=True)
+                shutil.copyfile(file, copy)
     removed = []
     for path in sorted(records.rglob("record.json")):
         record, folder = Record.load(path), path.parent
@@ -80,8 +78,8 @@ def stale(top: Path, scale: str = "") -> list[str]:
             said.append(f"{folder / 'record.json'}: its findings do not follow from its numbers")
     published = top / NAME
     if published.is_dir():
-        with TemporaryDirectory() as aside:
-            _, written = write_report_of(top, Path(aside), scale)
+        with TemporaryDirectory() as scratch:
+            _, written = write_report_of(top, Path(scratch), scale)
             expected = {path.name: path.read_text(encoding="utf-8") for path in written if path.suffix != ".html"}
         found = {path.name: path.read_text(encoding="utf-8") for path in published.glob("*") if path.name in expected}
         said += [
@@ -100,8 +98,5 @@ def renew(top: Path) -> None:
             record.findings = findings
             record.save(folder / "record.json")
     if (top / NAME).is_dir():
-        aside = top / f".{NAME}.aside"
-        shutil.rmtree(aside, ignore_errors=True)
-        write_report_of(top, aside)
-        shutil.rmtree(top / NAME)  # with the tables of runs that are gone
-        aside.rename(top / NAME)
+        with aside(top / NAME) as new:  # without the tables of runs that are gone
+            write_report_of(top, new)

@@ -17,7 +17,7 @@ from focus_exp.reporting.findings import findings
 from focus_exp.reporting.groups import group_tables
 from focus_exp.reporting.groups_findings import group_findings
 from focus_exp.reporting.passage import write_page
-from focus_exp.reporting.record import Record, replace_file
+from focus_exp.reporting.record import Record
 from focus_exp.reporting.speed_figures import write_speed_figures
 from focus_exp.reporting.speed_findings import speed_findings
 from focus_exp.reporting.speed_methods import method_findings, method_table
@@ -25,6 +25,7 @@ from focus_exp.reporting.speed_tables import speed_tables
 from focus_exp.reporting.stability import stability_findings, stability_table
 from focus_exp.reporting.stability_figure import write_stability_figure
 from focus_exp.reporting.tables import Table, quality_table
+from focus_exp.storage import replace_file
 
 
 @dataclass(frozen=True)

@@ -12,12 +12,13 @@ from focus_exp.reporting.latex import latex_document
 from focus_exp.reporting.page import Section, page
 from focus_exp.reporting.paper_report import paper_report
 from focus_exp.reporting.pareto import pareto_table, points, write_pareto
-from focus_exp.reporting.record import Record, replace_file
+from focus_exp.reporting.record import Record
 from focus_exp.reporting.report import all_tables
 from focus_exp.reporting.seeds import seeds_table
 from focus_exp.reporting.tables import ABSENT, Table
 from focus_exp.reporting.traps import traps_table
 from focus_exp.reporting.verdicts import RAN, VERDICTS
+from focus_exp.storage import replace_file
 
 NAME = "report"
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from unittest.mock import patch
 
 from focus_exp.errors import UserError
-from focus_exp.reporting.record import replace_file
+from focus_exp.storage import replace_file
 
 if TYPE_CHECKING:
     from wandb_workspaces.reports.v2 import Report

@@ -11,10 +11,10 @@ from typing import Any
 
 import torch
 
-from focus_exp.reporting.record import replace_file
 from focus_exp.speed.layer import Contender, Layer
 from focus_exp.speed.timing import Work, alternate
 from focus_exp.speed.workload import Tensors, balanced, full_attention
+from focus_exp.storage import replace_file
 
 LENGTHS = (256, 512, 1024, 2048, 4096, 8192)
 REPEATS = 5

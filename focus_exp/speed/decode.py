@@ -7,6 +7,7 @@ from dataclasses import replace
 from functools import partial
 from itertools import count
 from statistics import mean
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -16,8 +17,9 @@ from transformers.cache_utils import Cache, DynamicLayer, StaticLayer
 
 from focus_exp.attention.cached import GroupedCache
 from focus_exp.attention.selection import Selection, Sequence
-from focus_exp.models.attach import attached_methods, disabled
+from focus_exp.models.attached import disabled
 from focus_exp.models.cache import FocusCache
+from focus_exp.models.modules import attached_methods
 from focus_exp.reporting.rows import SpeedRow
 from focus_exp.speed.layer import Layer
 from focus_exp.speed.model import attention_dtype, attention_name, setting_of, shape_of
@@ -84,8 +86,8 @@ class Decoding:
 
 def part(selection: Selection, rows: slice) -> Selection:
     """Of these tokens alone."""
-    names = ("assignment", "query_groups", "key_groups", "group")
-    return replace(selection, **{n: None if (x := getattr(selection, n)) is None else x[:, rows] for n in names})
+    parts: dict[str, Any] = {name: x[:, rows] for name, x in vars(selection).items() if isinstance(x, Tensor)}
+    return replace(selection, **parts)
 
 
 def dynamic_steps(tensors: Tensors, new: Tensors) -> Work:
@@ -127,16 +129,16 @@ def decode_model_row(model: PreTrainedModel, tokens: Tensor, precision: Precisio
 
     seconds = alternate({"full": full_steps, "focus": focus.steps}, repeats, precision.device)
     shape, cache = shape_of(model), focus.cache
-    assert isinstance(cache, FocusCache)
     token_bytes = 2 * shape.kv_heads * shape.head_dim * attention_dtype(model, precision).itemsize
-    read = sum(layer.pairs_read for layer in cache.grouped)
-    layers = len(attached_methods(model))
-    length = focus.length
+    layers, length = len(attached_methods(model)), focus.length
+    read, held = layers * length, layers * length * token_bytes
+    if isinstance(cache, FocusCache):  # without, every pair is kept, and by the model's own cache
+        read, held = sum(layer.pairs_read for layer in cache.grouped), cache.bytes
     return SpeedRow(
         clock="decode model", tokens=tokens.shape[1], repeats=repeats, path="cached",
         full_kernel=f"DynamicCache, {attention_name(model)}",
         full_seconds=seconds["full"] / MODEL_STEPS, focus_seconds=seconds["focus"] / MODEL_STEPS,
-        full_peak_bytes=layers * length * token_bytes, focus_peak_bytes=cache.bytes,
+        full_peak_bytes=layers * length * token_bytes, focus_peak_bytes=held,
         full_bytes_read=layers * length * token_bytes, focus_bytes_read=read * token_bytes,
         pairs_kept=read / (layers * length), **setting_of(model, precision),
     )  # fmt: skip

@@ -17,7 +17,8 @@ from transformers import PreTrainedModel
 
 from focus_exp.attention.method import AttentionMethod
 from focus_exp.attention.selection import PairCounts, Selection, Sequence
-from focus_exp.models.attach import attached_methods, attention_modules, disabled, freeze, observed, routers_of
+from focus_exp.models.attached import disabled, freeze, observed, routers_of
+from focus_exp.models.modules import attached_methods, attention_modules
 from focus_exp.reporting.rows import SpeedRow
 from focus_exp.speed.timing import PeakMemory, Work, alternate, clock, synchronize
 from focus_exp.speed.workload import Shape, largest_group

@@ -21,8 +21,7 @@ from focus_exp.attention.selection import Selection, Sequence
 from focus_exp.config import Config
 from focus_exp.data import Blocks
 from focus_exp.errors import first_line
-from focus_exp.models.attach import observed
-from focus_exp.reporting.record import replace_file
+from focus_exp.models.attached import observed
 from focus_exp.reporting.rows import Clock, MethodSpeedRow, SpeedRow
 from focus_exp.speed.decode import decode_model_row, decode_rows
 from focus_exp.speed.layer import Layer, attention_rows, attention_step_rows
@@ -30,6 +29,7 @@ from focus_exp.speed.methods import Methods, method_rows
 from focus_exp.speed.model import attention_dtype, model_step_row, prefill_row, shape_of
 from focus_exp.speed.timing import device_name
 from focus_exp.speed.workload import Groups, balanced
+from focus_exp.storage import replace_file
 from focus_exp.training.precision import Precision
 
 KILO = 1024

@@ -6,7 +6,6 @@ A sweep's folder holds sweep.json (all jobs), conf/ (the YAML files as they were
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import json
 import os
@@ -22,12 +21,14 @@ from typing import Any
 
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf
+from yaml import YAMLError
 
 from focus_exp.checks import parse
 from focus_exp.config import Config
-from focus_exp.errors import UserError
-from focus_exp.reporting.record import environment, replace_file
+from focus_exp.errors import UserError, first_line
+from focus_exp.reporting.record import environment
 from focus_exp.reporting.runs import finished_record, run_folder
+from focus_exp.storage import held, replace_file
 
 # jobs that leave a record in run_folder(config), unless an adapter's method or an arm's settings decide where
 RECORDED = ("train", "bench", "generate", "compare")
@@ -125,8 +126,13 @@ def freeze(sweep: Sweep, number: int, overrides: list[str], composed: DictConfig
 
 
 def load_config(place: Path) -> Config:
-    """The configuration of the job whose folder this is."""
-    merged = OmegaConf.merge(OmegaConf.structured(Config), OmegaConf.load(place / "config.yaml"))
+    """The configuration of the job whose folder this is; UserError where it is not as it was written."""
+    path = place / "config.yaml"
+    try:
+        frozen = OmegaConf.load(path)
+    except (OSError, ValueError, YAMLError) as error:
+        raise UserError(f"{path} is damaged ({first_line(error)}); submit the sweep again") from error
+    merged = OmegaConf.merge(OmegaConf.structured(Config), frozen)
     assert isinstance(merged, DictConfig)
     return parse(merged)
 
@@ -151,7 +157,7 @@ class FrozenJob:
     @contextmanager
     def alive(self) -> Iterator[None]:
         """Within, others can tell that the job is running."""
-        with held(self.place / "alive") if self.leads else nullcontext():
+        with held(self.place / "alive", f"job {self.place}") if self.leads else nullcontext():
             yield
 
     def start(self) -> Config:
@@ -189,26 +195,6 @@ class FrozenJob:
 def note_end(place: Path, code: int, reason: str) -> None:
     """How the job with the folder `place` has ended."""
     replace_file(place / "outcome.json", json.dumps({"code": code, "reason": reason}).encode())
-
-
-@contextmanager
-def held(path: Path) -> Iterator[None]:
-    """Hold a lock that ends with the process, however that ends."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        yield
-
-
-def is_held(path: Path) -> bool:
-    if not path.exists():
-        return False
-    with path.open("a") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return True
-    return False
 
 
 def code_version() -> dict[str, Any]:

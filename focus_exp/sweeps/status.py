@@ -22,7 +22,8 @@ from focus_exp.errors import UserError
 from focus_exp.reporting.findings import configured_row
 from focus_exp.reporting.record import Record, read_metrics
 from focus_exp.reporting.tables import Table, change_text, perplexity_text
-from focus_exp.sweeps.frozen import Job, Sweep, is_held, load_config
+from focus_exp.storage import is_held
+from focus_exp.sweeps.frozen import Job, Sweep, load_config
 
 STOPPED = 128  # exit codes above it: by a signal
 WIDTH = 150
@@ -219,8 +220,12 @@ def last_line(job: Job) -> str:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """{} for a file that is not there."""
-    return json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+    """{} for a file that is not there; UserError for one that is no JSON object."""
+    try:
+        values = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+        return dict(values)
+    except (ValueError, TypeError) as error:
+        raise UserError(f"{path} is damaged ({error}); remove it") from error
 
 
 def complain_about(sweep: Sweep, found: list[State]) -> int:

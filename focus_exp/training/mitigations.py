@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from focus_exp.attention.focus import Focus
 from focus_exp.attention.mitigations import follow_means, kmeans
 from focus_exp.config import AttentionConfig
-from focus_exp.models.attach import routers_of
+from focus_exp.models.attached import routers_of
 
 
 @contextmanager

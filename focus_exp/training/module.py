@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 
 from focus_exp.config import PhaseConfig
 from focus_exp.errors import UserError
-from focus_exp.models.attach import freeze, is_trainable
+from focus_exp.models.attached import freeze, is_trainable
 from focus_exp.training.exchange import gathered, mean_of, rank
 from focus_exp.training.mitigations import auxiliary_losses
 from focus_exp.training.strategies import average_gradients, global_norm, is_sharded
@@ -125,7 +125,7 @@ class LanguageModelTask(pl.LightningModule):
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         wanted = {f"model.{name}" for name in self.trainable_names}
-        if missing := sorted(wanted - set(checkpoint.get("state_dict", wanted))):
+        if missing := sorted(wanted - set(checkpoint["state_dict"])):
             raise UserError(f"the checkpoint lacks trainable parameters, first {missing[0]}; start with overwrite=true")
         states = checkpoint["random_states"]
         # a process that was not there goes on with the stream it begins with

@@ -17,8 +17,11 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from focus_exp.config import Config, PhaseConfig, phases_of
 from focus_exp.data import Blocks, ResumableLoader
-from focus_exp.models.attach import attached_methods, routers_of
+from focus_exp.models.attached import routers_of
+from focus_exp.models.modules import attached_methods
+from focus_exp.reporting.record import read_metrics, write_metrics
 from focus_exp.training.callbacks import Checkpoint, GateAnnealing, Metrics, Progress
+from focus_exp.training.checkpoints import Checkpoints, checkpoint_of
 from focus_exp.training.exchange import agreed, is_main, rank, world_size
 from focus_exp.training.mitigations import CentroidUpdates
 from focus_exp.training.module import LanguageModelTask
@@ -59,7 +62,18 @@ def train_phases(
         steps += phase.steps
         if index + 1 < len(phases):
             between(name)
+    if is_main():
+        for path in (folder / METRICS, folder / PROBES):
+            put_in_order(path, [name for name, _ in phases])
     return Trained(steps, steps * tokens_per_step(config))
+
+
+def put_in_order(path: Path, phases: list[str]) -> None:
+    """Sort the lines of a log by phase: one whose last checkpoint was damaged has been trained after a later one."""
+    lines = read_metrics(path)
+    ordered = sorted(lines, key=lambda line: phases.index(line["phase"]))
+    if ordered != lines:
+        write_metrics(path, ordered)
 
 
 def tokens_per_step(config: Config) -> int:
@@ -91,7 +105,7 @@ def train_phase(
         rank=rank(),
         world_size=world_size(),
     )
-    checkpoint = folder / CHECKPOINTS / f"{name}.ckpt"
+    checkpoint = checkpoint_of(folder / CHECKPOINTS, name)
     if settings.gradient_checkpointing:
         # re-entrant checkpointing would drop gradients that reach only the router
         model.activation_checkpointing_enable({"use_reentrant": False})
@@ -114,7 +128,7 @@ def train_phase(
             GateAnnealing(config.attention),
             *([Progress(name)] if settings.progress and is_main() else []),
         ],
-        plugins=[LightningEnvironment()],
+        plugins=[LightningEnvironment(), Checkpoints()],
         enable_progress_bar=False,
         enable_checkpointing=False,
         enable_model_summary=False,
@@ -124,7 +138,7 @@ def train_phase(
     set_training_mode(model, phase)
     begun = agreed(checkpoint.exists())
     with balanced_together(model, loader.share):
-        trainer.fit(task, loader, ckpt_path=checkpoint if begun else None, weights_only=False)
+        trainer.fit(task, loader, ckpt_path=checkpoint if begun else None, weights_only=True)
     if settings.gradient_checkpointing:
         model.activation_checkpointing_disable()
     # Lightning leaves the model on the CPU

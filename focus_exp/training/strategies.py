@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -24,8 +25,10 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from focus_exp.config import Config, TrainerConfig
 from focus_exp.data.loader import Share, share_of
 from focus_exp.errors import UserError
-from focus_exp.models.attach import attached_methods, is_trainable, routers_of
+from focus_exp.models.attached import is_trainable, routers_of
 from focus_exp.models.load import whole
+from focus_exp.models.modules import attached_methods
+from focus_exp.training.checkpoints import read
 from focus_exp.training.exchange import rank, world_size
 
 
@@ -137,8 +140,7 @@ class ShardedStrategy(ModelParallelStrategy):
         return {f"model.{name}": whole(state[name]).cpu() for name in state if is_trainable(name, trained)}
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
-        state: dict[str, Any] = torch.load(checkpoint_path, map_location="cpu", mmap=True, weights_only=weights_only)
-        return state
+        return read(Path(checkpoint_path), mmap=True)
 
     def load_model_state_dict(self, checkpoint: Any, strict: bool = True) -> None:
         module: Any = self.lightning_module

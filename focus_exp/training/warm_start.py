@@ -17,10 +17,10 @@ from transformers import PreTrainedModel
 
 from focus_exp.attention.focus import Focus
 from focus_exp.attention.method import AttentionMethod, LayerShape
-from focus_exp.attention.reference import scores
+from focus_exp.attention.reference import scores, weights
 from focus_exp.attention.routing import balance_potential
 from focus_exp.attention.selection import Selection, Sequence, always_visible, permitted, row_blocks
-from focus_exp.models.attach import causal_assignment, observed, routers_of, set_routing, swapped
+from focus_exp.models.attached import causal_assignment, observed, routers_of, set_routing, swapped
 from focus_exp.training.precision import Precision
 
 BATCH = 2
@@ -52,6 +52,7 @@ class AttentionProbe(AttentionMethod):
         scaling: float,
         softcap: float | None = None,
         dropout: float = 0.0,
+        sink_logits: Tensor | None = None,
     ) -> Tensor:
         batch, length = q.shape[0], q.shape[2]
         mass = torch.zeros(batch, length, length, dtype=torch.bfloat16, device=q.device)
@@ -59,7 +60,7 @@ class AttentionProbe(AttentionMethod):
         for rows in row_blocks(length, 256):
             keep = permitted(sequence, rows, rows.stop)
             s = scores(q[:, :, rows], k[:, :, : rows.stop], scaling, softcap)
-            p = s.masked_fill(~keep[:, None], float("-inf")).softmax(-1)
+            p = weights(s.masked_fill(~keep[:, None], float("-inf")), sink_logits)
             distant = ~always_visible(sequence, rows, rows.stop, self.window, self.sinks)
             mass[:, rows, : rows.stop] = (p.float().mean(1) * distant).to(mass.dtype)
             values = v[:, :, : rows.stop].repeat_interleave(q.shape[1] // v.shape[1], dim=1)

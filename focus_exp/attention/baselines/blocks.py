@@ -29,6 +29,7 @@ def kept_attention(
     scaling: float,
     softcap: float | None,
     dropout: float,
+    sink_logits: Tensor | None = None,
 ) -> Tensor:
     """Output `[B, H, T, D]` of the pairs that `keeps` `[B, 1 or H, t, S]` leaves of a block of queries."""
     outputs = []
@@ -40,10 +41,16 @@ def kept_attention(
         outputs.append(
             masked_attention(
                 q[:, :, rows], keys, values, keep, None,
-                scaling=scaling, softcap=softcap, gate_kind="log", dropout=dropout,
+                scaling=scaling, softcap=softcap, gate_kind="log", dropout=dropout, sink_logits=sink_logits,
             )
         )  # fmt: skip
     return torch.cat(outputs, dim=2)
+
+
+def refuse_sink_logits(method: str, sink_logits: Tensor | None) -> None:
+    """ValueError where the base model has learned attention sinks, which the method's paper does not know."""
+    if sink_logits is not None:
+        raise ValueError(f"{method} has no place for the base model's learned attention sinks; use another method")
 
 
 @dataclass(frozen=True)

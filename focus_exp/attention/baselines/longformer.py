@@ -62,13 +62,17 @@ class Longformer(AttentionMethod):
         scaling: float,
         softcap: float | None = None,
         dropout: float = 0.0,
+        sink_logits: Tensor | None = None,
     ) -> Tensor:
         if not self.dilates:
-            return super().attend(q, k, v, selection, sequence, scaling=scaling, softcap=softcap, dropout=dropout)
+            return super().attend(
+                q, k, v, selection, sequence,
+                scaling=scaling, softcap=softcap, dropout=dropout, sink_logits=sink_logits,
+            )  # fmt: skip
         self.path = "masked"
         return kept_attention(
             q, k, v, sequence, lambda rows: self.keeps(sequence, rows),
-            scaling=scaling, softcap=softcap, dropout=dropout,
+            scaling=scaling, softcap=softcap, dropout=dropout, sink_logits=sink_logits,
         )  # fmt: skip
 
     @torch.no_grad()

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from focus_exp.attention.baselines.blocks import grouped, query_blocks
+from focus_exp.attention.baselines.blocks import grouped, query_blocks, refuse_sink_logits
 from focus_exp.attention.method import AttentionMethod, LayerShape
 from focus_exp.attention.selection import PairCounts, Selection, Sequence, always_visible, real_pairs
 
@@ -80,7 +80,9 @@ class MagicPIG(AttentionMethod):
         scaling: float,
         softcap: float | None = None,
         dropout: float = 0.0,
+        sink_logits: Tensor | None = None,
     ) -> Tensor:
+        refuse_sink_logits("magicpig", sink_logits)
         self.path = "masked"
         total = distant = kept = 0
         outputs = []

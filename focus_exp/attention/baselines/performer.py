@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from focus_exp.attention.baselines.blocks import BLOCK, grouped
+from focus_exp.attention.baselines.blocks import BLOCK, grouped, refuse_sink_logits
 from focus_exp.attention.method import AttentionMethod, LayerShape
 from focus_exp.attention.selection import PairCounts, Selection, Sequence, count_pairs, permitted_or_self, row_blocks
 
@@ -43,10 +43,12 @@ class Performer(AttentionMethod):
         scaling: float,
         softcap: float | None = None,
         dropout: float = 0.0,
+        sink_logits: Tensor | None = None,
     ) -> Tensor:
+        refuse_sink_logits("performer", sink_logits)
         if softcap is not None:
             raise ValueError(f"performer cannot approximate a softcap (softcap={softcap}); use another method")
-        pairwise = sequence.masked or (sequence.allowed is not None and sequence.valid is None)
+        pairwise = sequence.allowed is not None
         self.path = "masked" if pairwise else "prefix sums"
         precision = torch.promote_types(q.dtype, torch.float32)
         with torch.autocast(q.device.type, enabled=False):

@@ -7,8 +7,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from focus_exp.attention.baselines.blocks import kept_attention
-from focus_exp.attention.focus import in_backward
 from focus_exp.attention.method import AttentionMethod, LayerShape
+from focus_exp.attention.recompute import Forwards
 from focus_exp.attention.selection import Selection, Sequence, always_visible, same_group
 
 
@@ -45,7 +45,7 @@ class RoutingTransformer(AttentionMethod):
         self.centroid_decay = centroid_decay
         self.centroids: Tensor
         self.register_buffer("centroids", F.normalize(torch.randn(groups, shape.width), dim=-1))
-        self.before_update: Tensor | None = None
+        self.forwards = Forwards()
 
     @torch.no_grad()
     def route(self, h: Tensor, sequence: Sequence) -> Selection:
@@ -54,23 +54,21 @@ class RoutingTransformer(AttentionMethod):
             tokens = F.normalize(F.layer_norm(h.to(precision), h.shape[-1:]), dim=-1)
             centroids = self.centroids.to(precision)
             if self.training:
-                # gradient checkpointing repeats the last forward pass: same centroids, moved once
-                if self.before_update is None or not in_backward():
-                    self.before_update = centroids.clone()
-                    self.update(tokens if sequence.valid is None else tokens[sequence.valid])
-                centroids = self.before_update
+                valid = sequence.valid
+                centroids = self.forwards.value(tokens, valid, lambda: self.update(tokens, valid))
             scores = tokens @ F.normalize(centroids, dim=-1).T  # [B, T, K]
         members = nearest_tokens(scores, sequence, self.tokens_per_group)
         return Selection(query_groups=members, key_groups=members)
 
-    def update(self, tokens: Tensor) -> None:
-        """Move every centroid towards the mean of the unit vectors `[..., E]` that are nearest to it."""
-        tokens = tokens.flatten(0, -2)
-        centroids = self.centroids.to(tokens.dtype)
+    def update(self, tokens: Tensor, valid: Tensor | None) -> Tensor:
+        """Move every centroid towards the mean of the unit vectors `[B, T, E]` that are nearest to it; what it was."""
+        tokens = tokens.flatten(0, -2) if valid is None else tokens[valid]
+        centroids = self.centroids.to(tokens.dtype, copy=True)
         nearest = F.one_hot((tokens @ F.normalize(centroids, dim=-1).T).argmax(-1), self.groups).to(tokens.dtype)
         count = nearest.sum(0)[:, None]
         means = nearest.T @ tokens / count.clamp(min=1)
         self.centroids.copy_(torch.where(count > 0, torch.lerp(means, centroids, self.centroid_decay), centroids))
+        return centroids
 
     def attend(
         self,
@@ -83,6 +81,7 @@ class RoutingTransformer(AttentionMethod):
         scaling: float,
         softcap: float | None = None,
         dropout: float = 0.0,
+        sink_logits: Tensor | None = None,
     ) -> Tensor:
         # the sparse path wants every token in a group
         self.path = "masked"
@@ -91,7 +90,9 @@ class RoutingTransformer(AttentionMethod):
             near = always_visible(sequence, rows, rows.stop, self.window, self.sinks)
             return (near | same_group(selection, rows, rows.stop))[:, None]
 
-        return kept_attention(q, k, v, sequence, keeps, scaling=scaling, softcap=softcap, dropout=dropout)
+        return kept_attention(
+            q, k, v, sequence, keeps, scaling=scaling, softcap=softcap, dropout=dropout, sink_logits=sink_logits
+        )
 
 
 def nearest_tokens(scores: Tensor, sequence: Sequence, count: int | None) -> Tensor:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from focus_exp.attention.baselines.blocks import QueryBlock, query_blocks
+from focus_exp.attention.baselines.blocks import QueryBlock, query_blocks, refuse_sink_logits
 from focus_exp.attention.method import AttentionMethod, LayerShape
 from focus_exp.attention.selection import PairCounts, Selection, Sequence, always_visible, real_pairs, row_blocks
 
@@ -54,7 +54,9 @@ class SparQ(AttentionMethod):
         scaling: float,
         softcap: float | None = None,
         dropout: float = 0.0,
+        sink_logits: Tensor | None = None,
     ) -> Tensor:
+        refuse_sink_logits("sparq", sink_logits)
         self.path = "masked"
         with torch.autocast(q.device.type, enabled=False):
             outputs = []

@@ -1,12 +1,12 @@
 """Kernels of the sparse path: which there are, and which one serves."""
 
-from focus_exp.attention.kernels.contract import Demand, Kernel, Meeting, Whole
+from focus_exp.attention.kernels.contract import CannotServe, Demand, Kernel, Meeting, Whole
 from focus_exp.attention.kernels.cpu import CpuFlash
 from focus_exp.attention.kernels.cuda import FlashAttn, TorchFlash
 from focus_exp.attention.kernels.flex import Flex
 from focus_exp.attention.kernels.plain import Math
 
-__all__ = ["KERNELS", "Demand", "Kernel", "Math", "Meeting", "Whole", "available", "choose"]
+__all__ = ["KERNELS", "CannotServe", "Demand", "Kernel", "Math", "Meeting", "Whole", "available", "choose"]
 
 # in the order in which "auto" prefers them; math is there to be compared with
 KERNELS: dict[str, Kernel] = {k.name: k for k in (FlashAttn(), TorchFlash(), CpuFlash(), Flex(), Math())}

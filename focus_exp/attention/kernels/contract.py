@@ -50,6 +50,10 @@ class Demand:
     one_group: bool = True  # a token is in one group alone
 
 
+class CannotServe(RuntimeError):
+    """A kernel that was asked for by its name does not take these tensors."""
+
+
 @dataclass(frozen=True)
 class Whole:
     """What the whole softmax left of a call's queries: `grad`, `out` `[blocks, t, H, D]` and `lse` `[blocks, t, H]`."""

@@ -16,7 +16,8 @@ from hydra.types import HydraContext, TaskFunction
 from omegaconf import DictConfig, OmegaConf, open_dict
 
 from focus_exp.errors import Interrupted, UserError
-from focus_exp.sweeps.frozen import Job, Sweep, freeze, held, open_sweep
+from focus_exp.storage import held
+from focus_exp.sweeps.frozen import Job, Sweep, freeze, open_sweep
 from focus_exp.sweeps.status import State, complain_about, conclude, watch
 
 POLL = 5.0  # seconds between looks at SLURM's queue
@@ -34,7 +35,7 @@ class FreezingLauncher(Launcher):
     def launch(self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int) -> Sequence[JobReturn]:
         setup_globals()
         sweep = open_sweep(self.config)
-        with held(sweep.folder / "launching"):
+        with held(sweep.folder / "launching", f"the sweep {sweep.folder}"):
             for number, overrides in enumerate(job_overrides):
                 composed = self.hydra_context.config_loader.load_sweep_config(self.config, list(overrides))
                 with open_dict(composed):

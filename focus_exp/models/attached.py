@@ -1,0 +1,166 @@
+"""What one does with a model that a method is attached to: switch it off, set it, swap it, watch it, freeze it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from focus_exp.attention.focus import Focus
+from focus_exp.attention.method import BACKENDS, AttentionMethod, Observer
+from focus_exp.attention.options import fits
+from focus_exp.attention.selection import PAIR_RULES
+from focus_exp.errors import UserError
+from focus_exp.models.modules import attached_methods, attention_modules, method_of
+
+# what every name of a trained part has in it; the second is PEFT's
+TRAINED = {"router": ".focus.", "lora": ".lora_", "all": ""}
+
+
+@dataclass
+class Attachment:
+    """What `attach` did to a model, so that `detach` can undo it and an adapter can name it.
+
+    implementations: the configurations that say which attention function is called, each with the base model's.
+    """
+
+    method: str
+    options: dict[str, Any]
+    layers: list[int]
+    implementations: list[tuple[PreTrainedConfig, str]]
+    handles: list[RemovableHandle] = field(default_factory=list)
+
+    def set_implementation(self, name: str | None = None) -> None:
+        """Have the layers call the attention function of this name; None: the base model's."""
+        for config, own in self.implementations:
+            # not through the model, whose other parts (an encoder of images) keep theirs
+            config._attn_implementation_internal = own if name is None else name
+
+
+@contextmanager
+def disabled(model: PreTrainedModel) -> Iterator[PreTrainedModel]:
+    """Within the block the model is the base model, by the base model's own attention kernel."""
+    attachment, methods = attachment_of(model), attached_methods(model)
+    before = {index: method.enabled for index, method in methods.items()}
+    (config, _), *_ = attachment.implementations
+    implementation = config._attn_implementation
+    for method in methods.values():
+        method.enabled = False
+    attachment.set_implementation()
+    try:
+        yield model
+    finally:
+        for index, method in methods.items():
+            method.enabled = before[index]
+        attachment.set_implementation(implementation)
+
+
+def attachment_of(model: PreTrainedModel) -> Attachment:
+    attachment = getattr(model, "focus_attachment", None)
+    if attachment is None:
+        raise UserError("the model has no attention method attached; call attach(model) or load_adapter(model, folder)")
+    return attachment
+
+
+def is_causal(model: PreTrainedModel) -> bool:
+    """False if any attached layer lets the future of a sequence change its past."""
+    return all(method.causal for method in attached_methods(model).values())
+
+
+def routers_of(model: nn.Module) -> dict[int, Focus]:
+    """The Focus methods attached to `model`, by layer."""
+    return {layer: method for layer, method in attached_methods(model).items() if isinstance(method, Focus)}
+
+
+@contextmanager
+def causal_assignment(model: PreTrainedModel) -> Iterator[None]:
+    """Within the block attached routers that read the future take the causal assignment, by their frozen potential."""
+    routers = [router for router in routers_of(model).values() if not router.causal]
+    before = [router.assignment for router in routers]
+    for router in routers:
+        router.assignment = "balanced"
+    try:
+        yield
+    finally:
+        for router, assignment in zip(routers, before, strict=True):
+            router.assignment = assignment
+
+
+def set_routing(
+    model: PreTrainedModel,
+    *,
+    hard: bool,
+    top_k: int | None = None,
+    pair_rule: str | None = None,
+    backend: str | None = None,
+    sparse_from: int | None = None,
+) -> PreTrainedModel:
+    """Choose soft gates or hard groups, how many groups a query reaches, and the path that computes hard groups:
+    "auto", "masked" or a kernel's name, all of the same result. "auto" is masked below `sparse_from` tokens."""
+    for name, value, choices in (("pair_rule", pair_rule, PAIR_RULES), ("backend", backend, BACKENDS)):
+        if value is not None and value not in choices:
+            raise UserError(f"{name}={value!r} is not one of {', '.join(choices)}")
+    methods = attached_methods(model).values()
+    groups = min(
+        (count for method in methods if isinstance(count := getattr(method, "groups", None), int)), default=top_k
+    )
+    if top_k is not None and not (fits(top_k, int) and 1 <= top_k <= (groups or 1)):
+        raise UserError(f"top_k={top_k!r} is impossible; use 1 to {groups}, the number of groups")
+    for method in methods:
+        chosen = {
+            "hard": hard, "top_k": top_k, "pair_rule": pair_rule, "backend": backend, "sparse_from": sparse_from,
+        }  # fmt: skip
+        for name, setting in chosen.items():
+            if setting is not None and hasattr(method, name):
+                setattr(method, name, setting)
+    return model
+
+
+def freeze(model: PreTrainedModel, train: str = "router") -> list[str]:
+    """Make exactly the trainable set require gradients; returns its names. The one predicate of the project."""
+    names = []
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(is_trainable(name, train))
+        if parameter.requires_grad:
+            names.append(name)
+    return names
+
+
+def is_trainable(name: str, train: str) -> bool:
+    """Whether the parameter called `name` is trained: "router" or "lora" what was added alone, "all" everything."""
+    return TRAINED[train] in name
+
+
+@contextmanager
+def observed(model: PreTrainedModel, observer: Observer) -> Iterator[None]:
+    """Within the block `observer(layer, method, selection, sequence)` is called for every attached layer that runs."""
+    methods = list(attached_methods(model).values())
+    for method in methods:
+        method.observers.append(observer)
+    try:
+        yield
+    finally:
+        for method in methods:
+            method.observers.remove(observer)
+
+
+@contextmanager
+def swapped(model: PreTrainedModel, methods: dict[int, AttentionMethod]) -> Iterator[PreTrainedModel]:
+    """Within the block other methods stand in the attached layers, on the same backend: controls, probes."""
+    modules = {index: module for index, module in attention_modules(model).items() if index in methods}
+    before = {index: method_of(module) for index, module in modules.items()}
+    for index, module in modules.items():
+        # where the one before it runs: a layer's weights may wait in main memory
+        method = methods[index].to(next(before[index].parameters(), next(module.parameters())).device)
+        method.backend, method.sparse_from = before[index].backend, before[index].sparse_from
+        module.focus = method
+    try:
+        yield model
+    finally:
+        for index, module in modules.items():
+            module.focus = before[index]

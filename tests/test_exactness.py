@@ -1,0 +1,192 @@
+"""An attached model is computed exactly or refused by name: masks, sequences, caches, and the check that says so."""
+
+import copy
+
+import pytest
+import torch
+from tiny_architectures import tiny_model as tiny_architecture
+from torch import Tensor
+from transformers import AttentionMaskInterface, PreTrainedModel
+
+from focus_exp import UserError, attach, detach, disabled, set_routing
+from focus_exp.attention.selection import starts
+from focus_exp.models import exactness
+from focus_exp.models.attached import observed
+from focus_exp.models.interface import IMPLEMENTATION, mask_of_pairs
+from focus_exp.models.modules import attached_methods
+
+LENGTH = 40
+
+
+def attached(model: PreTrainedModel, **options) -> PreTrainedModel:
+    torch.manual_seed(1)
+    return set_routing(attach(model, "focus", **{"groups": 4, "window": 6, "sinks": 2} | options), hard=True)
+
+
+def tokens_of(batch: int = 2, length: int = LENGTH) -> Tensor:
+    return torch.randint(3, 100, (batch, length), generator=torch.Generator().manual_seed(0))
+
+
+@torch.no_grad()
+def logits_of(model: PreTrainedModel, tokens: Tensor, **options) -> Tensor:
+    return model(tokens, **{"use_cache": False} | options).logits
+
+
+@pytest.mark.parametrize("padding", [None, 0, 7])
+def test_masks_that_causality_and_padding_say_are_never_built(tiny_model, padding):
+    model, seen = attached(tiny_model("llama")), []
+    mask = None if padding is None else (torch.arange(LENGTH) >= padding).long().expand(2, -1)
+    with observed(model, lambda layer, method, selection, sequence: seen.append(sequence)):
+        logits_of(model, tokens_of(), attention_mask=mask)
+    assert all(sequence.allowed is None and (sequence.valid is None) == (not padding) for sequence in seen)
+    assert all((sequence.start[:, padding or 0 :] == (padding or 0)).all() for sequence in seen) and len(seen) == 2
+
+
+def test_a_sequence_begins_at_a_token_that_sees_none_before_itself():
+    packed = torch.tensor([[0, 0, 0, 3, 3, 5]])
+    assert starts(packed).tolist() == [[0, 0, 0, 3, 3, 5]]
+    sliding = torch.tensor([[0, 0, 0, 1, 2, 3]])
+    assert starts(sliding).tolist() == [[0] * 6]
+    padded = torch.tensor([[2, 2, 2, 2]])
+    assert starts(padded).tolist() == [[0, 0, 2, 2]]
+    assert starts(torch.tensor([[5, 5, 8]]), past=6, before=torch.tensor([[5]])).tolist() == [[5, 5, 8]]
+
+
+@pytest.mark.parametrize("family", ["llama", "mistral", "gemma3"])
+@pytest.mark.parametrize("masked", [False, True], ids=["positions", "positions and mask"])
+def test_packed_positions_are_the_same_sequences_on_both_paths(tiny_model, family, masked):
+    """With a mask the base model does not separate the texts, whatever their positions: neither path may."""
+    model = attached(tiny_model(family))
+    positions = torch.cat([torch.arange(17), torch.arange(23)]).expand(2, -1)
+    given = {"position_ids": positions} | ({"attention_mask": torch.ones(2, LENGTH).long()} if masked else {})
+    found = []
+    for backend in ("masked", "cpu-flash"):
+        set_routing(model, hard=True, backend=backend)
+        found.append(logits_of(model, tokens_of(), **given))
+    torch.testing.assert_close(*found, atol=1e-5, rtol=1e-5)
+    for method in attached_methods(model).values():
+        method.window = LENGTH
+    base = detach(copy.deepcopy(model))
+    expected = logits_of(base, tokens_of(), **given)
+    torch.testing.assert_close(logits_of(model, tokens_of(), **given), expected, atol=2e-5, rtol=1e-5)
+
+
+def test_a_prefix_that_sees_its_future_is_refused(tiny_model):
+    model = attached(tiny_model("llama"))
+    mask = torch.ones(LENGTH, LENGTH).tril().bool()
+    mask[:5, :5] = True
+    with pytest.raises(UserError, match="lets tokens see later ones"):
+        logits_of(model, tokens_of(), attention_mask=mask.expand(2, 1, -1, -1))
+    with pytest.raises(UserError, match=r"attention_mask has shape \(2, 1, 1, 40\); give \[batch, T\]"):
+        logits_of(model, tokens_of(), attention_mask=mask[-1:].expand(2, 1, -1, -1))
+
+
+def test_a_cache_by_group_is_read_by_the_method_that_filled_it_alone(tiny_model):
+    model, tokens = attached(tiny_model("llama")), tokens_of()
+    with torch.no_grad():
+        cache = model(tokens, use_cache=True).past_key_values
+    more = {"past_key_values": cache, "use_cache": True}
+    with disabled(model), pytest.raises(UserError, match="keeps tokens by group"):
+        logits_of(model, tokens[:, :1], **more)
+    twin = copy.deepcopy(cache)
+    set_routing(model, hard=True, pair_rule="share")
+    with pytest.raises(UserError, match="filled with other groups"):
+        logits_of(model, tokens[:, :1], **more)
+    set_routing(model, hard=True, pair_rule="query_topk")
+    expected = logits_of(model, torch.cat([tokens, tokens[:, :1]], 1))[:, -1:]
+    found = logits_of(model, tokens[:, :1], **more | {"past_key_values": twin})
+    torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-4)
+    detach(model)
+    with pytest.raises(UserError, match="keeps tokens by group"):
+        logits_of(model, tokens[:, :1], **more)
+    attached(model)
+    with pytest.raises(UserError, match="filled with other groups"):
+        logits_of(model, tokens[:, :1], **more)
+
+
+@pytest.mark.parametrize("family", ["gpt2", "llama", "mistral", "gemma2"])
+def test_padding_between_a_prompt_and_what_follows_is_read_once_and_never(tiny_model, family):
+    """Right padding, as generate() leaves it in its cache."""
+    model, tokens = attached(tiny_model(family)), tokens_of(3)
+    mask = torch.ones(3, LENGTH).long()
+    mask[0, 12:20], mask[1, 19:20] = 0, 0
+    with torch.no_grad():
+        expected, cache, found = logits_of(model, tokens, attention_mask=mask), None, []
+        for first, last in ((0, 20), (20, 23), *((i, i + 1) for i in range(23, LENGTH))):
+            out = model(
+                tokens[:, first:last], attention_mask=mask[:, :last], past_key_values=cache, use_cache=True,
+                position_ids=torch.arange(first, last)[None].expand(3, -1),
+            )  # fmt: skip
+            cache = out.past_key_values
+            found.append(out.logits)
+    real = mask.bool()
+    positioned = logits_of(model, tokens, attention_mask=mask, position_ids=torch.arange(LENGTH)[None].expand(3, -1))
+    torch.testing.assert_close(torch.cat(found, 1)[real], positioned[real], atol=1e-5, rtol=1e-4)
+    torch.testing.assert_close(positioned[real], expected[real], atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("family", ["llama", "mistral", "gemma2"])
+@pytest.mark.parametrize(("top_k", "rule"), [(4, "query_topk"), (3, "share")])
+def test_reaching_all_groups_is_the_base_models_own_attention(tiny_model, family, top_k, rule):
+    model = set_routing(attached(tiny_model(family)), hard=True, top_k=top_k, pair_rule=rule)
+    tokens, mask = tokens_of(), (torch.arange(LENGTH) >= 9).long().expand(2, -1)
+    for given, real in (({}, slice(None)), ({"attention_mask": mask}, slice(9, None))):
+        with disabled(model):
+            expected = logits_of(model, tokens, **given)[:, real]
+        torch.testing.assert_close(logits_of(model, tokens, **given)[:, real], expected, atol=1e-5, rtol=1e-5)
+        assert {method.path for method in attached_methods(model).values()} == {"full"}
+
+
+@pytest.fixture
+def nothing_checked(monkeypatch):
+    monkeypatch.setattr(exactness, "CHECKED", set())
+
+
+def test_a_mask_that_is_lost_is_found_before_anything_is_trusted(tiny_model, monkeypatch, nothing_checked):
+    monkeypatch.setitem(AttentionMaskInterface._global_mapping, IMPLEMENTATION, lambda *args, **kwargs: None)
+    with pytest.raises(UserError, match="MistralForCausalLM cannot take an attached method by masks: .* differ"):
+        attach(tiny_model("mistral"))
+
+
+def test_a_cache_that_forgets_is_found(tiny_model, monkeypatch, nothing_checked):
+    monkeypatch.setattr("focus_exp.attention.cached.GroupedCache.append", lambda *args: None)
+    with pytest.raises(UserError, match="cannot take an attached method through the cache"):
+        attach(tiny_model("llama"))
+
+
+def test_the_check_leaves_the_model_as_it_was(tiny_model, nothing_checked):
+    model = tiny_model("gpt2").train()
+    model.transformer.h[1].eval()
+    modes, state = [module.training for module in model.modules()], torch.get_rng_state()
+    attach(model, "window")
+    kept = [module.training for module in model.modules() if "focus_exp" not in type(module).__module__]
+    assert kept == modes and torch.equal(torch.get_rng_state(), state) and len(exactness.CHECKED) == 1
+
+
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [
+        ("inkling_text", "InklingAttention gives its attention position_bias, which attached methods do not know"),
+        ("diffllama", "computes attention more than once"),
+        ("doge", "an attention mask of shape .* is not understood"),
+        ("bloom", "has no layer that computes attention by transformers' attention interface"),
+    ],
+)
+def test_what_is_not_known_is_refused_by_name_and_leaves_no_trace(name, reason):
+    model = tiny_architecture(name)
+    before, tokens = list(model.state_dict()), tokens_of()
+    expected = logits_of(model, tokens)
+    with pytest.raises(UserError, match=reason):
+        attach(model)
+    assert list(model.state_dict()) == before and torch.equal(logits_of(model, tokens), expected)
+    assert not any(module._forward_pre_hooks for module in model.modules())
+
+
+def test_masks_of_whole_kinds_of_layers_are_those_of_transformers():
+    """Where a rule is more than causality; where a window is never filled there is nothing to say."""
+    from transformers.masking_utils import sdpa_mask, sliding_window_causal_mask_function
+
+    rule = sliding_window_causal_mask_function(8)
+    expected = sdpa_mask(1, 12, 12, mask_function=rule, allow_is_causal_skip=False)
+    assert torch.equal(mask_of_pairs(1, 12, 12, mask_function=rule, local_size=8), expected)
+    assert mask_of_pairs(1, 7, 7, mask_function=rule, local_size=8) is None
