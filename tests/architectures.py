@@ -1,0 +1,97 @@
+"""Every causal language model of the installed transformers, tiny and random: is an attached model what it promises?
+
+    python tests/architectures.py [names...]
+
+writes the table runs/records/architectures.md when asked for all; exits 1 where an architecture is wrong or crashes.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import sys
+import time
+from collections.abc import Iterator
+from multiprocessing.connection import wait
+from pathlib import Path
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+import torch
+import transformers
+from promises import FAILURES, Row, examine
+from tiny_architectures import names
+
+TABLE = Path(__file__).parent.parent / "runs" / "records" / "architectures.md"
+WORKERS, TIMEOUT = 2, 120
+
+
+def sweep(wanted: list[str]) -> Iterator[Row]:
+    """One process each, so that none can take others with it."""
+    context, begun = multiprocessing.get_context("fork"), time.monotonic()
+    todo, running, done = list(wanted), {}, 0
+    while todo or running:
+        while todo and len(running) < WORKERS:
+            name = todo.pop(0)
+            receiver, sender = context.Pipe(duplex=False)
+            process = context.Process(target=lambda n=name, s=sender: s.send(examine(n)))
+            process.start()
+            sender.close()
+            running[receiver] = (name, process, time.monotonic() + TIMEOUT)
+        ready = wait(list(running), timeout=1.0)
+        late = [receiver for receiver, (_, _, end) in running.items() if time.monotonic() > end]
+        for receiver in {*ready, *late}:
+            name, process, _ = running.pop(receiver)
+            try:
+                row = receiver.recv() if receiver in ready else Row(name, "crash", why=[f"over {TIMEOUT} s"])
+            except EOFError:
+                row = Row(name, "crash", why=["the process died"])
+            process.kill()
+            process.join()
+            done += 1
+            left = (time.monotonic() - begun) / done * (len(wanted) - done)
+            print(f"[{done}/{len(wanted)}, {left:.0f} s left] {name}: {row.outcome}", *row.why[:1], flush=True)
+            yield row
+
+
+def write(rows: list[Row], path: Path = TABLE) -> None:
+    counts = {outcome: sum(row.outcome == outcome for row in rows) for outcome in sorted({row.outcome for row in rows})}
+    lines = [
+        "# Architectures",
+        "",
+        f"Focus on every causal language model that transformers {transformers.__version__} maps (torch "
+        f"{torch.__version__}, CPU, float32), tiny and with random weights: `make architectures`.",
+        "",
+        f"Of {len(rows)}: " + ", ".join(f"{count} {outcome}" for outcome, count in counts.items()) + ".",
+        "",
+        "exact: with every pair kept the base model's logits to 1e-5 of the largest, masked, sparse and by the cache, "
+        "and its text in `generate()`; with hard groups all paths the same; off and detached the base bit for bit; "
+        "with no mask, a mask of ones, padding on the left and on the right. partly: so, but some uses are refused. "
+        "refused: `attach` says why. unbuilt: no tiny model that runs could be made.",
+        "",
+        "| architecture | class | outcome | layers attached | largest error | why |",
+        "|---|---|---|---|---|---|",
+    ]
+    for row in sorted(rows, key=lambda row: row.name):
+        why = "; ".join(row.why[:3]).replace("|", "\\|").replace("\n", " ")[:400]
+        attached, error = f"{row.attached} of {row.layers}", f"{row.error:.0e}" if row.error else ""
+        lines.append(f"| {row.name} | {row.kind} | {row.outcome} | {attached} | {error} | {why} |")
+    draft = path.with_suffix(".tmp")
+    draft.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    draft.replace(path)
+
+
+def main(wanted: list[str]) -> int:
+    torch.set_num_threads(1)
+    transformers.logging.set_verbosity_error()
+    rows = list(sweep(wanted or names()))
+    if not wanted:
+        write(rows)
+    failed = [row for row in rows if row.outcome in FAILURES]
+    for row in failed:
+        print(f"\n{row.name} {row.kind}: {row.outcome}", *row.why, sep="\n  ")
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
