@@ -1,4 +1,4 @@
-"""Put an attention method on a Hugging Face model, take it off, switch it off; no modelling code is copied.
+"""Put an attention method on a Hugging Face model and take it off; no modelling code is copied.
 
 The method's output replaces the layer's attention through transformers' attention interface; a forward pre-hook on
 every attention module shows the method the hidden states and the layer's mask, which a mask function of ours makes; a
@@ -31,8 +31,8 @@ def attach(
     """Attach `method` with its options to all layers of `model` (or to `layers`), in place.
 
     The base weights are left as they are; freeze them with `freeze` before training. With hard groups `generate()`
-    keeps keys and values by group (`FocusCache`). UserError for an unknown method, option or layer, or a model already
-    attached.
+    keeps keys and values by group (`FocusCache`). UserError for an unknown method, option or layer, a model already
+    attached, and one that would not give its base's logits with every pair kept (`check_exact`); then nothing is left.
     """
     if getattr(model, "focus_attachment", None) is not None:
         raise UserError("the model already has an attention method attached; call detach(model) first")
