@@ -20,7 +20,7 @@ from fault_rows import Bench, Row
 from stopped import CALLS, STAGES
 
 from focus_exp.checks import CHOICES
-from focus_exp.reporting.record import environment
+from focus_exp.records.environment import environment
 
 AT_ONCE = 2
 VERSIONS = ("torch", "transformers", "pytorch_lightning", "hydra-core")

@@ -16,7 +16,8 @@ import torch
 
 from focus_exp import __main__ as command_line
 from focus_exp.errors import STOP_SIGNALS
-from focus_exp.reporting.record import Record, read_metrics
+from focus_exp.records.metrics import read_metrics
+from focus_exp.records.record import Record
 
 TIMES = ("seconds", "tokens_per_second")
 

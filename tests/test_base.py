@@ -4,7 +4,7 @@ import pytest
 from running import run, tiny
 
 from focus_exp.jobs import base as base_module
-from focus_exp.reporting.record import Record
+from focus_exp.records.record import Record
 
 SMALL = ["regime.steps=2", "regime.warmup_steps=1", "regime.phases.everything.learning_rate=1e-2"]
 

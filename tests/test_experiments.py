@@ -10,7 +10,7 @@ from running import run, tiny
 
 from focus_exp.checks import parse
 from focus_exp.config import GROUPS, register_schemas
-from focus_exp.reporting.record import Record
+from focus_exp.records.record import Record
 
 CONF = Path(__file__).parent.parent / "conf"
 EXPERIMENTS = sorted(path.stem for path in (CONF / "experiment").glob("*.yaml"))

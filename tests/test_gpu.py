@@ -12,7 +12,7 @@ from focus_exp.attention.kernels import KERNELS, Demand, choose
 from focus_exp.attention.reference import reference_attention
 from focus_exp.attention.selection import select
 from focus_exp.attention.sparse import sparse_attention
-from focus_exp.reporting.record import Record
+from focus_exp.records.record import Record
 
 pytestmark = pytest.mark.gpu
 

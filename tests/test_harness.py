@@ -37,7 +37,7 @@ from focus_exp.evaluation.tasks import LoadedTask
 from focus_exp.models.attached import observed
 from focus_exp.models.modules import attached_methods
 from focus_exp.models.random import byte_tokenizer
-from focus_exp.reporting.benchmark_rows import BenchmarkRow
+from focus_exp.records.benchmarks import BenchmarkRow
 from focus_exp.training.precision import choose_precision
 
 WINDOW, SINKS, GROUPS = 6, 2, 3

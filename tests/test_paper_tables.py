@@ -11,7 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from test_compare import compared, comparison_of, row
 
-from focus_exp.reporting.benchmark_rows import BenchmarkRow
+from focus_exp.records.benchmarks import BenchmarkRow
+from focus_exp.records.record import Record
+from focus_exp.records.rows import Arm, ProbeRow, Row
+from focus_exp.records.speed import MethodSpeedRow, SpeedRow
 from focus_exp.reporting.findings import difference_word
 from focus_exp.reporting.gather import Runs, gather, run_of, setup
 from focus_exp.reporting.paper import paper_names, paper_rows
@@ -19,8 +22,6 @@ from focus_exp.reporting.paper_measures import MEASURES, NOT_RUN
 from focus_exp.reporting.paper_places import paper_tables, unmapped
 from focus_exp.reporting.paper_report import NOT_HERE, beside, paper_report
 from focus_exp.reporting.pareto import front, paper_change, pareto_table, points, write_pareto
-from focus_exp.reporting.record import Record
-from focus_exp.reporting.rows import Arm, MethodSpeedRow, ProbeRow, Row, SpeedRow
 from focus_exp.reporting.seeds import DISAGREE, ITSELF, seeds_table
 from focus_exp.reporting.traps import traps_table
 

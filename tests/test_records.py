@@ -6,9 +6,9 @@ from pathlib import Path
 
 from running import run, tiny
 
+from focus_exp.records.record import Record
 from focus_exp.reporting.gather import gather
-from focus_exp.reporting.record import Record
-from focus_exp.reporting.records import publish, renew, stale
+from focus_exp.reporting.published import publish, renew, stale
 from focus_exp.reporting.whole_report import claim_table, write_report_of
 
 RECORDS = Path(__file__).parent.parent / "runs" / "records"

@@ -12,13 +12,14 @@ import pytest
 from running import run, tiny
 from test_compare import compared, comparison_of, row, settings
 
-from focus_exp.reporting.benchmark_rows import BenchmarkRow
+from focus_exp.records.benchmarks import BenchmarkRow
+from focus_exp.records.record import Record
+from focus_exp.records.rows import Row
+from focus_exp.records.speed import SpeedRow
 from focus_exp.reporting.claims import claims, judged
 from focus_exp.reporting.gather import Runs, gather
 from focus_exp.reporting.latex import escaped_latex, latex_document, latex_table
 from focus_exp.reporting.page import Section, page
-from focus_exp.reporting.record import Record
-from focus_exp.reporting.rows import Row, SpeedRow
 from focus_exp.reporting.tables import Table
 from focus_exp.reporting.verdicts import (
     NOT_ENGAGED,

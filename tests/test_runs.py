@@ -11,7 +11,7 @@ from running import metrics_of, only_run, outcome, record_of, router_steps, run,
 from transformers import AutoModelForCausalLM
 
 from focus_exp.config import Config
-from focus_exp.reporting.record import Record
+from focus_exp.records.record import Record
 
 STEPS = router_steps(4)
 BOTH = ("regime=finetune", router_steps(3), "regime.phases.everything.steps=3")

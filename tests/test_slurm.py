@@ -16,7 +16,8 @@ from pathlib import Path
 import pytest
 from running import outcome, router_steps, run, tiny
 
-from focus_exp.reporting.record import Record, read_metrics
+from focus_exp.records.metrics import read_metrics
+from focus_exp.records.record import Record
 from focus_exp.sweeps.frozen import Sweep
 from focus_exp.sweeps.status import states
 

@@ -15,10 +15,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from focus_exp.errors import UserError
+from focus_exp.records.record import Record
+from focus_exp.records.rows import Row
+from focus_exp.records.speed import SpeedRow
 from focus_exp.reporting import paper, speed_figures
 from focus_exp.reporting.paper import paper_rows, paper_speedups
-from focus_exp.reporting.record import Record
-from focus_exp.reporting.rows import Row, SpeedRow
 from focus_exp.reporting.speed_figures import write_speed_figures
 from focus_exp.reporting.speed_findings import speed_findings
 from focus_exp.reporting.speed_series import break_even

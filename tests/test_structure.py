@@ -23,20 +23,22 @@ MAY_IMPORT = {
     "config": FOUNDATION,
     "config_jobs": set(),
     "checks": {*FOUNDATION, "attention"},
-    "reporting": FOUNDATION,
-    "sweeps": {*FOUNDATION, "reporting"},
+    "records": FOUNDATION,
+    "reporting": {*FOUNDATION, "records"},
+    "sweeps": {*FOUNDATION, "records", "reporting"},
     "plugins": {*FOUNDATION, "sweeps"},
     "data": FOUNDATION,
     "models": {*FOUNDATION, "attention"},
-    "training": {*FOUNDATION, "attention", "models", "data", "reporting"},
-    "evaluation": {*FOUNDATION, "attention", "models", "data", "reporting", "training"},
-    "speed": {*FOUNDATION, "attention", "models", "data", "reporting", "training"},
+    "training": {*FOUNDATION, "attention", "models", "data", "records"},
+    "evaluation": {*FOUNDATION, "attention", "models", "data", "records", "reporting", "training"},
+    "speed": {*FOUNDATION, "attention", "models", "data", "records", "reporting", "training"},
     "planning": {*FOUNDATION, "attention", "models", "reporting", "training"},
     "jobs": {
         *FOUNDATION,
         "attention",
         "models",
         "data",
+        "records",
         "reporting",
         "training",
         "evaluation",
@@ -78,8 +80,9 @@ def test_attention_imports_torch_and_itself_alone():
             assert packages <= {"torch", "focus_exp"} | sys.stdlib_module_names, path
 
 
-def test_reporting_never_loads_torch():
-    modules = [f"focus_exp.reporting.{path.stem}" for path in FILES if part_of(path) == "reporting"]
+@pytest.mark.parametrize("package", ["records", "reporting"])
+def test_records_and_reporting_never_load_torch(package):
+    modules = [f"focus_exp.{package}.{path.stem}" for path in FILES if part_of(path) == package]
     assert len(modules) > 1
     code = f"import sys, {', '.join(modules)}; sys.exit('torch' in sys.modules)".replace(".__init__", "")
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT).returncode == 0

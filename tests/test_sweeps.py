@@ -19,7 +19,7 @@ from running import metrics_of, only_run, outcome, record_of, router_steps, run,
 
 import focus_exp
 from focus_exp.__main__ import conf_dir
-from focus_exp.reporting.record import Record
+from focus_exp.records.record import Record
 from focus_exp.storage import held
 from focus_exp.sweeps import status
 from focus_exp.sweeps.frozen import Job, Sweep

@@ -22,7 +22,7 @@ from focus_exp.evaluation.controls import BASE, RANDOM_GROUPS, WINDOW_ONLY, hard
 from focus_exp.evaluation.outcomes import Outcome, read_outcome, slug, write_outcome
 from focus_exp.models.attached import disabled, is_causal, set_routing, swapped
 from focus_exp.models.lora import describe_lora
-from focus_exp.reporting.benchmark_rows import BenchmarkRow
+from focus_exp.records.benchmarks import BenchmarkRow
 from focus_exp.training.precision import Precision
 
 if TYPE_CHECKING:  # lm-eval takes seconds to import

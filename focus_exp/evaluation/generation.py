@@ -24,7 +24,7 @@ from focus_exp.errors import UserError, first_line
 from focus_exp.evaluation.controls import hard_name
 from focus_exp.models.attached import disabled, set_routing
 from focus_exp.models.cache import FocusCache
-from focus_exp.reporting.rows import Continuation
+from focus_exp.records.rows import Continuation
 from focus_exp.storage import replace_file
 from focus_exp.training.precision import Precision
 

@@ -29,7 +29,7 @@ from focus_exp.models.adapter import load_adapter, read_description
 from focus_exp.models.attach import detach
 from focus_exp.models.attached import attachment_of, disabled, set_routing, swapped
 from focus_exp.models.modules import attached_methods
-from focus_exp.reporting.groups_rows import ClassCost, GroupFit, GroupLayer, GroupReport, TokenGroup
+from focus_exp.records.groups import ClassCost, GroupFit, GroupLayer, GroupReport, TokenGroup
 from focus_exp.training.precision import Precision
 from focus_exp.training.warm_start import calibrate
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from focus_exp.evaluation.groups_passage import Cut, CutProbe
 from focus_exp.evaluation.groups_words import CLASSES, Passage
-from focus_exp.reporting.groups_rows import DistantPair, GroupReport
+from focus_exp.records.groups import DistantPair, GroupReport
 from focus_exp.storage import replace_file
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from focus_exp.reporting.benchmark_rows import BenchmarkRow
+from focus_exp.records.benchmarks import BenchmarkRow
 from focus_exp.storage import replace_file
 
 NO_FILTER = "none"

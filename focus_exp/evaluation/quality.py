@@ -33,7 +33,7 @@ from focus_exp.evaluation.perplexity import PairShares, Scores, score
 from focus_exp.evaluation.statistics import Bootstrap, by_position, mean, paired, window_sums
 from focus_exp.models.attached import causal_assignment, disabled, is_causal, observed, set_routing, swapped
 from focus_exp.models.lora import describe_lora
-from focus_exp.reporting.rows import Row
+from focus_exp.records.rows import Row
 from focus_exp.storage import aside
 from focus_exp.training.precision import Precision
 

@@ -6,7 +6,7 @@ from itertools import pairwise
 
 import numpy as np
 
-from focus_exp.reporting.rows import PositionBin
+from focus_exp.records.rows import PositionBin
 
 LEVEL = 0.95
 BINS = 16

@@ -20,8 +20,9 @@ from focus_exp.jobs.arms import compose_arm, compose_arms
 from focus_exp.jobs.evaluate import evaluate
 from focus_exp.jobs.run import Run, claimed, finished_record, recorded, run_folder, seconds_text
 from focus_exp.jobs.train import describe, train
-from focus_exp.reporting.record import Record, read_metrics, write_metrics
-from focus_exp.reporting.rows import Arm
+from focus_exp.records.metrics import read_metrics, write_metrics
+from focus_exp.records.record import Record
+from focus_exp.records.rows import Arm
 from focus_exp.storage import InUse, aside
 from focus_exp.training.precision import choose_precision
 from focus_exp.training.regimes import METRICS

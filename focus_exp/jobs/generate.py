@@ -10,7 +10,7 @@ from focus_exp.jobs.router import put_router
 from focus_exp.jobs.run import already_finished, open_run, run_folder
 from focus_exp.jobs.train import check_length, describe, headline, load, prepare
 from focus_exp.models.attached import is_causal
-from focus_exp.reporting.rows import Continuation
+from focus_exp.records.rows import Continuation
 from focus_exp.training.precision import choose_precision
 
 

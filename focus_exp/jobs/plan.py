@@ -19,7 +19,7 @@ from focus_exp.models.lora import add_lora, router_parameters
 from focus_exp.planning.estimate import Estimate, Prepare
 from focus_exp.planning.hardware import USABLE, gpu_named
 from focus_exp.planning.search import plan_run
-from focus_exp.reporting.plan_tables import layouts_table, runs_table
+from focus_exp.planning.tables import layouts_table, runs_table
 from focus_exp.training.regimes import tokens_per_step
 
 

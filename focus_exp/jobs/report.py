@@ -8,7 +8,7 @@ from rich.console import Console
 
 from focus_exp.config import Config
 from focus_exp.errors import UserError
-from focus_exp.reporting.records import stale
+from focus_exp.reporting.published import stale
 from focus_exp.reporting.whole_report import write_report_of
 
 

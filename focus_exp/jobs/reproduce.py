@@ -20,7 +20,7 @@ from focus_exp.jobs.arms import compose_arm
 from focus_exp.jobs.report import report
 from focus_exp.jobs.run import finished_record, run_folder, seconds_text
 from focus_exp.reporting.gather import QUICK
-from focus_exp.reporting.records import publish
+from focus_exp.reporting.published import publish
 
 OF_TABLE = re.compile(r"@(\w+)")
 TIMED = "embedded"  # the scale whose minutes the configuration says

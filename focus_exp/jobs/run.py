@@ -24,10 +24,12 @@ from rich.console import Console
 from focus_exp.assets import Provenance
 from focus_exp.config import Config, config_hash, to_dict
 from focus_exp.errors import Interrupted, first_line
+from focus_exp.records.environment import environment
+from focus_exp.records.metrics import read_metrics
+from focus_exp.records.record import Record
+from focus_exp.records.runs import finished_record, run_folder
 from focus_exp.reporting.dashboard import init_options, log_record, wandb_mode
-from focus_exp.reporting.record import Record, environment, read_metrics
 from focus_exp.reporting.report import all_findings, write_report
-from focus_exp.reporting.runs import finished_record, run_folder
 from focus_exp.storage import clear_aside, held, replace_file
 from focus_exp.sweeps.frozen import FrozenJob
 from focus_exp.training.exchange import is_main

@@ -31,8 +31,8 @@ from focus_exp.models.attached import attachment_of, freeze, is_causal, is_train
 from focus_exp.models.load import LoadedModel, load_model, whole
 from focus_exp.models.lora import add_lora, describe_lora, router_parameters, save_lora
 from focus_exp.models.modules import attached_methods
-from focus_exp.reporting.record import read_metrics
-from focus_exp.reporting.rows import ProbeRow
+from focus_exp.records.metrics import read_metrics
+from focus_exp.records.rows import ProbeRow
 from focus_exp.speed.timing import device_name
 from focus_exp.storage import aside
 from focus_exp.training.checkpoints import checkpoint_of, mend

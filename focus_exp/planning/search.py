@@ -10,7 +10,7 @@ from focus_exp.errors import UserError
 from focus_exp.planning.estimate import Estimate
 from focus_exp.planning.hardware import Gpu
 from focus_exp.planning.settings import MOST_GPUS, Needs, as_configured, candidates, needs, sequences
-from focus_exp.reporting.plan_tables import LayoutRow, PlanRow, gib_text, time_text
+from focus_exp.planning.tables import LayoutRow, PlanRow, gib_text, time_text
 from focus_exp.reporting.tables import share_text
 from focus_exp.training.regimes import tokens_per_step
 

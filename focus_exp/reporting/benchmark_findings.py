@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from focus_exp.reporting.benchmark_rows import BenchmarkRow
+from focus_exp.records.benchmarks import BenchmarkRow
+from focus_exp.records.rows import ENGAGED
 from focus_exp.reporting.benchmarks import difference_text, failures, is_share, named
-from focus_exp.reporting.rows import ENGAGED
 from focus_exp.reporting.tables import share_text
 
 DOMINANT = 0.5

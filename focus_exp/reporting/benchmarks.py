@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import asdict
 from typing import Any
 
-from focus_exp.reporting.benchmark_rows import BenchmarkRow
-from focus_exp.reporting.record import Record
-from focus_exp.reporting.rows import ENGAGED
+from focus_exp.records.benchmarks import BenchmarkRow
+from focus_exp.records.record import Record
+from focus_exp.records.rows import ENGAGED
 from focus_exp.reporting.tables import (
     ABSENT,
     Table,

@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+from focus_exp.records.record import Record
 from focus_exp.reporting.gather import is_quick
 from focus_exp.reporting.groups_claims import groups_claims
 from focus_exp.reporting.other_verdicts import costs_at_most, far_costs_at_most, on_other_texts
 from focus_exp.reporting.paper import paper_rows, paper_speedups
-from focus_exp.reporting.record import Record
 from focus_exp.reporting.stability_claims import stability_claims
 from focus_exp.reporting.verdicts import (
     LONG,

@@ -6,12 +6,12 @@ from collections.abc import Callable
 from dataclasses import asdict
 from typing import Any
 
+from focus_exp.records.benchmarks import BenchmarkRow
+from focus_exp.records.record import Record
+from focus_exp.records.rows import Arm, Row
 from focus_exp.reporting.benchmark_findings import outcome, score_name, telling
-from focus_exp.reporting.benchmark_rows import BenchmarkRow
 from focus_exp.reporting.benchmarks import NOT_ENGAGED, difference_text, failures, score_text
 from focus_exp.reporting.findings import difference_word, is_configured
-from focus_exp.reporting.record import Record
-from focus_exp.reporting.rows import Arm, Row
 from focus_exp.reporting.tables import (
     ABSENT,
     Table,

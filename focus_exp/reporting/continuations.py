@@ -6,8 +6,8 @@ from dataclasses import asdict
 from pathlib import Path
 from statistics import mean, median
 
-from focus_exp.reporting.record import Record
-from focus_exp.reporting.rows import Continuation
+from focus_exp.records.record import Record
+from focus_exp.records.rows import Continuation
 from focus_exp.reporting.speed_notes import mebibytes, number_text
 from focus_exp.reporting.tables import ABSENT, Table, assets, caveats, identity, origin, share_text, title
 from focus_exp.storage import replace_file

@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 from matplotlib.figure import Figure
 
+from focus_exp.records.record import Record
 from focus_exp.reporting.canvas import COLOURS, canvas, save_figures
 from focus_exp.reporting.figures import phases_of, smooth
-from focus_exp.reporting.record import Record
 from focus_exp.reporting.tables import title
 
 MOST_ARMS = len(COLOURS)  # more lines than this cannot be told apart

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import SplitResult, urlsplit
 
 from focus_exp.errors import UserError
-from focus_exp.reporting.record import Record
+from focus_exp.records.record import Record
 from focus_exp.reporting.tables import Table
 
 if TYPE_CHECKING:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from math import isclose
 
-from focus_exp.reporting.record import Record
-from focus_exp.reporting.rows import Row
+from focus_exp.records.record import Record
+from focus_exp.records.rows import Row
 from focus_exp.reporting.tables import change_text, perplexity_text, share_text
 
 DOMINANT = 0.5

@@ -6,8 +6,8 @@ from collections.abc import Hashable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from focus_exp.reporting.record import Record
-from focus_exp.reporting.rows import Arm
+from focus_exp.records.record import Record
+from focus_exp.records.rows import Arm
 
 QUICK = "quick"
 RANDOM = "random"  # source of weights that the seed draws

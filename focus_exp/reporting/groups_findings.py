@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections import Counter
 from statistics import mean
 
+from focus_exp.records.groups import GroupReport
+from focus_exp.records.record import Record
 from focus_exp.reporting.findings import DOMINANT, difference_word
 from focus_exp.reporting.groups import (
     READS_FUTURE,
@@ -16,9 +18,7 @@ from focus_exp.reporting.groups import (
     most_like_classes,
     punctuation_groups,
 )
-from focus_exp.reporting.groups_rows import GroupReport
 from focus_exp.reporting.paper import paper_rows
-from focus_exp.reporting.record import Record
 from focus_exp.reporting.tables import change_text, share_text
 
 

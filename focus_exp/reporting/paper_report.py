@@ -6,6 +6,7 @@ from functools import partial
 from statistics import fmean
 from typing import Any
 
+from focus_exp.records.record import Record
 from focus_exp.reporting.benchmarks import NOT_ENGAGED, failures
 from focus_exp.reporting.comparison import NON_CAUSAL
 from focus_exp.reporting.gather import WANTED, Runs, seeds_of, seeds_text
@@ -20,7 +21,6 @@ from focus_exp.reporting.paper_places import (
     row_name,
     scenes,
 )
-from focus_exp.reporting.record import Record
 from focus_exp.reporting.tables import ABSENT, Table, caveats, share_text
 
 NOT_HERE = "not testable here"

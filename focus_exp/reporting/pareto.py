@@ -10,6 +10,9 @@ from typing import Any
 from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator, NullFormatter
 
+from focus_exp.records.record import Record
+from focus_exp.records.rows import Row
+from focus_exp.records.speed import MethodSpeedRow
 from focus_exp.reporting.canvas import COLOURS, canvas, save_figures
 from focus_exp.reporting.comparison import NON_CAUSAL
 from focus_exp.reporting.gather import Runs, seeds_text
@@ -17,8 +20,6 @@ from focus_exp.reporting.paper import paper_speedups
 from focus_exp.reporting.paper_measures import NOT_RUN, Measure, Value, change, signed
 from focus_exp.reporting.paper_places import PaperTable, Scene, paper_tables, row_name, scenes
 from focus_exp.reporting.paper_report import made_by, printed_change, where
-from focus_exp.reporting.record import Record
-from focus_exp.reporting.rows import MethodSpeedRow, Row
 from focus_exp.reporting.speed_methods import MASKED
 from focus_exp.reporting.speed_notes import number_text
 from focus_exp.reporting.tables import ABSENT, Table, caveats

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from focus_exp.errors import UserError
-from focus_exp.reporting.groups_rows import GroupLayer
-from focus_exp.reporting.record import Record
+from focus_exp.records.groups import GroupLayer
+from focus_exp.records.record import Record
 from focus_exp.reporting.tables import caveats, facts, title
 from focus_exp.storage import replace_file
 

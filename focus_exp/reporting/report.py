@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from focus_exp.records.record import Record
 from focus_exp.reporting.benchmark_findings import benchmark_findings
 from focus_exp.reporting.benchmarks import benchmark_table
 from focus_exp.reporting.comparison import comparison_findings, comparison_tables
@@ -17,7 +18,6 @@ from focus_exp.reporting.findings import findings
 from focus_exp.reporting.groups import group_tables
 from focus_exp.reporting.groups_findings import group_findings
 from focus_exp.reporting.passage import write_page
-from focus_exp.reporting.record import Record
 from focus_exp.reporting.speed_figures import write_speed_figures
 from focus_exp.reporting.speed_findings import speed_findings
 from focus_exp.reporting.speed_methods import method_findings, method_table

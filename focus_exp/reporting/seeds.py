@@ -7,11 +7,11 @@ from dataclasses import dataclass
 from statistics import fmean
 from typing import Any, TypeAlias
 
+from focus_exp.records.record import Record
+from focus_exp.records.rows import Row
 from focus_exp.reporting.comparison import NON_CAUSAL, row_of
 from focus_exp.reporting.findings import configured_row, difference_word
 from focus_exp.reporting.gather import WANTED, Runs, run_of, seeds_of, setup
-from focus_exp.reporting.record import Record
-from focus_exp.reporting.rows import Row
 from focus_exp.reporting.tables import ABSENT, Table, change_text
 
 COLUMNS = ["experiment", "what", "against", "seeds", "mean change", "least to most", "each seed [95 %]", "in words"]

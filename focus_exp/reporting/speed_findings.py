@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from focus_exp.reporting.record import Record
-from focus_exp.reporting.rows import SpeedRow
+from focus_exp.records.record import Record
+from focus_exp.records.speed import SpeedRow
 from focus_exp.reporting.speed_notes import about, distinct, mebibytes, number_text
 from focus_exp.reporting.speed_series import (
     ATTENTION_CLOCKS,

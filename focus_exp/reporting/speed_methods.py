@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from focus_exp.reporting.record import Record
+from focus_exp.records.record import Record
 from focus_exp.reporting.speed_notes import conditions, number_text
 from focus_exp.reporting.tables import Table, assets, caveats, facts, identity, origin
 

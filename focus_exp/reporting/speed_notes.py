@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from focus_exp.reporting.record import Record
-from focus_exp.reporting.rows import MethodSpeedRow, SpeedRow
+from focus_exp.records.record import Record
+from focus_exp.records.speed import MethodSpeedRow, SpeedRow
 from focus_exp.reporting.speed_series import label, setting
 from focus_exp.reporting.tables import ABSENT, assets, caveats, facts, origin
 

@@ -7,8 +7,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from focus_exp.reporting.record import Record
-from focus_exp.reporting.rows import SpeedRow
+from focus_exp.records.record import Record
+from focus_exp.records.speed import SpeedRow
 
 # clocks whose ratio is bounded by the pairs that Focus keeps; a whole model does more than attend
 ATTENTION_CLOCKS = ("kernels", "attention", "attention step", "decode")

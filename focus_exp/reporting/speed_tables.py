@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from itertools import zip_longest
 from typing import Any
 
+from focus_exp.records.record import Record
+from focus_exp.records.speed import SpeedRow
 from focus_exp.reporting.paper import paper_speedups
-from focus_exp.reporting.record import Record
-from focus_exp.reporting.rows import SpeedRow
 from focus_exp.reporting.speed_notes import (
     ASSIGNMENTS,
     BOUND,

@@ -5,9 +5,10 @@ from __future__ import annotations
 from math import isclose
 from typing import Any
 
+from focus_exp.records.record import Record
+from focus_exp.records.rows import Row
+from focus_exp.records.speed import SpeedRow
 from focus_exp.reporting.paper import paper_rows
-from focus_exp.reporting.record import Record
-from focus_exp.reporting.rows import Row, SpeedRow
 from focus_exp.reporting.speed_notes import (
     ASSIGNMENTS,
     BOUND,

@@ -6,11 +6,11 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from focus_exp.records.record import Record
+from focus_exp.records.rows import Arm, ProbeRow, Row
 from focus_exp.reporting.comparison import NON_CAUSAL, row_of
 from focus_exp.reporting.findings import DOMINANT
 from focus_exp.reporting.paper import paper_rows
-from focus_exp.reporting.record import Record
-from focus_exp.reporting.rows import Arm, ProbeRow, Row
 from focus_exp.reporting.tables import ABSENT, Table, caveats, identity, origin, perplexity_text, share_text, title
 
 COLLAPSED = 0.9  # of the tokens in one group, mean over layers

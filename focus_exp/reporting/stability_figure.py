@@ -8,9 +8,9 @@ from pathlib import Path
 from matplotlib.axes import Axes
 from matplotlib.ticker import MaxNLocator
 
+from focus_exp.records.record import Record
+from focus_exp.records.rows import ProbeRow
 from focus_exp.reporting.canvas import COLOURS, canvas, save_figures
-from focus_exp.reporting.record import Record
-from focus_exp.reporting.rows import ProbeRow
 from focus_exp.reporting.tables import title
 
 STYLES = ("-", "--", ":")

@@ -12,8 +12,8 @@ from rich.console import Group
 from rich.table import Table as RichTable
 from rich.text import Text
 
-from focus_exp.reporting.record import Record
-from focus_exp.reporting.rows import Row
+from focus_exp.records.record import Record
+from focus_exp.records.rows import Row
 
 ABSENT = "-"
 COLUMNS = [

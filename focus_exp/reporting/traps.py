@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from math import exp
 
+from focus_exp.records.record import Record
+from focus_exp.records.rows import Row
 from focus_exp.reporting.benchmark_findings import telling
 from focus_exp.reporting.benchmarks import NOT_ENGAGED, difference_text
 from focus_exp.reporting.comparison import NON_CAUSAL
@@ -12,8 +14,6 @@ from focus_exp.reporting.findings import difference_word, is_configured, keeps_e
 from focus_exp.reporting.gather import Runs
 from focus_exp.reporting.paper_measures import NOT_RUN
 from focus_exp.reporting.paper_report import command_of, where
-from focus_exp.reporting.record import Record
-from focus_exp.reporting.rows import Row
 from focus_exp.reporting.tables import ABSENT, Table, caveats, change_text, perplexity_text, share_text
 
 RULE = "retrofit_124m eval.pair_rules=[share]"

@@ -20,7 +20,7 @@ from focus_exp.attention.selection import Selection, Sequence
 from focus_exp.models.attached import disabled
 from focus_exp.models.cache import FocusCache
 from focus_exp.models.modules import attached_methods
-from focus_exp.reporting.rows import SpeedRow
+from focus_exp.records.speed import SpeedRow
 from focus_exp.speed.layer import Layer
 from focus_exp.speed.model import attention_dtype, attention_name, setting_of, shape_of
 from focus_exp.speed.timing import Work, alternate

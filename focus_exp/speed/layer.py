@@ -15,7 +15,7 @@ from focus_exp.attention.kernels import Kernel
 from focus_exp.attention.parts import Tokens, parts
 from focus_exp.attention.selection import Selection, Sequence
 from focus_exp.attention.sparse import operands
-from focus_exp.reporting.rows import Clock, SpeedRow
+from focus_exp.records.speed import Clock, SpeedRow
 from focus_exp.speed.timing import PeakMemory, Work, alternate, clock, in_fresh_process
 from focus_exp.speed.workload import Groups, Shape, Tensors, full_attention, largest_group, layer_method, pairs_kept
 

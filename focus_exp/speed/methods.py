@@ -13,7 +13,7 @@ from focus_exp.attention.method import AttentionMethod, LayerShape
 from focus_exp.attention.registry import build
 from focus_exp.attention.selection import Sequence
 from focus_exp.errors import first_line
-from focus_exp.reporting.rows import MethodSpeedRow
+from focus_exp.records.speed import MethodSpeedRow
 from focus_exp.speed.layer import Layer, affordable
 from focus_exp.speed.timing import Work, alternate, clock
 from focus_exp.speed.workload import Tensors, full_attention

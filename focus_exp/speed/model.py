@@ -19,7 +19,7 @@ from focus_exp.attention.method import AttentionMethod
 from focus_exp.attention.selection import PairCounts, Selection, Sequence
 from focus_exp.models.attached import disabled, freeze, observed, routers_of
 from focus_exp.models.modules import attached_methods, attention_modules
-from focus_exp.reporting.rows import SpeedRow
+from focus_exp.records.speed import SpeedRow
 from focus_exp.speed.timing import PeakMemory, Work, alternate, clock, synchronize
 from focus_exp.speed.workload import Shape, largest_group
 from focus_exp.training.precision import Precision

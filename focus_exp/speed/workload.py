@@ -14,7 +14,7 @@ from focus_exp.attention.focus import Focus
 from focus_exp.attention.kernels.cuda import flash_attn
 from focus_exp.attention.method import LayerShape
 from focus_exp.attention.selection import Selection, Sequence, count_plain_pairs, select
-from focus_exp.reporting.rows import Assignment
+from focus_exp.records.speed import Assignment
 from focus_exp.speed.timing import Work, alternate
 
 FUSED = {"sdpa-flash": SDPBackend.FLASH_ATTENTION, "sdpa-cudnn": SDPBackend.CUDNN_ATTENTION}

@@ -17,7 +17,7 @@ from tqdm import tqdm
 from focus_exp.config import AttentionConfig
 from focus_exp.errors import STOP_SIGNALS, Interrupted
 from focus_exp.models.attached import routers_of
-from focus_exp.reporting.record import read_metrics, write_metrics
+from focus_exp.records.metrics import read_metrics, write_metrics
 from focus_exp.training.exchange import any_of
 from focus_exp.training.module import LanguageModelTask
 

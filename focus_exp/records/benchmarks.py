@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass, field
 from typing import Literal
 
-from focus_exp.reporting.rows import acted
+from focus_exp.records.rows import acted
 
 
 @dataclass(kw_only=True)

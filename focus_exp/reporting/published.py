@@ -7,7 +7,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from focus_exp.reporting.record import Record, read_metrics
+from focus_exp.records.metrics import read_metrics
+from focus_exp.records.record import Record
 from focus_exp.reporting.report import all_findings, all_tables, write_report
 from focus_exp.reporting.whole_report import NAME, write_report_of
 from focus_exp.storage import aside

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from focus_exp.config import Config, config_hash
-from focus_exp.reporting.record import Record
+from focus_exp.records.record import Record
 
 
 def run_folder(config: Config) -> Path:

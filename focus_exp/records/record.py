@@ -1,0 +1,135 @@
+"""The typed record of one run: every number with its birth certificate, as JSON on disk."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import asdict, dataclass, field
+from functools import cache, reduce
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import ConfigDict, TypeAdapter, ValidationError, with_config
+
+from focus_exp.errors import UserError
+from focus_exp.records.benchmarks import BenchmarkRow
+from focus_exp.records.groups import GroupReport
+from focus_exp.records.rows import Arm, Continuation, ProbeRow, Row
+from focus_exp.records.speed import MethodSpeedRow, SpeedRow
+from focus_exp.storage import replace_file
+
+SCHEMA_VERSION = 1
+NON_FINITE = ("nan", "inf", "-inf")
+
+
+@dataclass(kw_only=True)
+class Record:
+    """One run. Times are seconds, `started` is ISO 8601, `group_shares` [layers][groups] follows `layers`.
+
+    `phases` are the rows of soft gates and of hard groups as configured, after each of several phases.
+    """
+
+    status: Literal["finished", "failed", "interrupted"]
+    experiment: str
+    schema_version: int = SCHEMA_VERSION
+    command: str = ""
+    started: str = ""
+    commit: str | None = None
+    versions: dict[str, str] = field(default_factory=dict)
+    machine: dict[str, str] = field(default_factory=dict)
+    device: str = ""
+    seed: int | None = None
+    config: dict[str, Any] = field(default_factory=dict)
+    config_hash: str = ""
+    model: dict[str, Any] = field(default_factory=dict)
+    data: dict[str, Any] = field(default_factory=dict)
+    method: dict[str, Any] = field(default_factory=dict)
+    tokens_seen: int = 0
+    steps: int = 0
+    wall_seconds: float | None = None
+    train_seconds: float | None = None
+    peak_memory_bytes: int | None = None
+    layers: list[int] = field(default_factory=list)
+    group_shares: list[list[float]] | None = None
+    rows: list[Row] = field(default_factory=list)
+    phases: list[Row] = field(default_factory=list)
+    probes: list[ProbeRow] = field(default_factory=list)
+    benchmarks: list[BenchmarkRow] = field(default_factory=list)
+    speed: list[SpeedRow] = field(default_factory=list)
+    method_speed: list[MethodSpeedRow] = field(default_factory=list)
+    arms: list[Arm] = field(default_factory=list)
+    continuations: list[Continuation] = field(default_factory=list)
+    groups: GroupReport | None = None
+    findings: list[str] = field(default_factory=list)
+    warnings: list[str] = field(default_factory=list)  # of the run about itself
+    error: str | None = None
+
+    @property
+    def base(self) -> Row | None:
+        """The base row, if it was scored."""
+        return next((row for row in self.rows if row.kind == "base" and row.scored), None)
+
+    @property
+    def device_kind(self) -> str:
+        """`cpu` of `cpu, 2 threads, float32`."""
+        return self.device.partition(",")[0]
+
+    @property
+    def number_format(self) -> str:
+        """`float32` of `cpu, 2 threads, float32 (no native bfloat16 on this cpu)`."""
+        return self.device.rpartition(", ")[2].partition(" (")[0]
+
+    def setting(self, section: str, key: str, default: Any = None) -> Any:
+        """A value of the resolved config, or `default`."""
+        return (self.config.get(section) or {}).get(key, default)
+
+    def save(self, path: str | Path) -> None:
+        """Write strict JSON, atomically; non-finite floats become the strings "nan", "inf", "-inf"."""
+        text = json.dumps(_strict(asdict(self)), indent=2, allow_nan=False, ensure_ascii=False)
+        replace_file(path, (text + "\n").encode())
+
+    @classmethod
+    def load(cls, path: str | Path) -> Record:
+        """Read a record. Raises UserError for a missing or corrupt file, another schema, unknown keys, wrong types."""
+        try:
+            values = json.loads(Path(path).read_text(encoding="utf-8"))
+        except (OSError, ValueError) as error:
+            raise UserError(f"{path}: not a readable record ({error}); remove it and run the job again") from error
+        if not isinstance(values, dict) or values.get("schema_version") != SCHEMA_VERSION:
+            found = values.get("schema_version") if isinstance(values, dict) else type(values).__name__
+            raise UserError(f"{path}: schema version {found}, this code reads {SCHEMA_VERSION}; run the job again")
+        try:
+            return _decode(values)
+        except ValidationError as error:
+            wrong = error.errors()[0]
+            place = ".".join(map(str, wrong["loc"]))
+            raise UserError(f"{path}: {place}: {wrong['msg']}, found {str(wrong['input'])[:40]!r}") from error
+
+
+@cache
+def _reader() -> TypeAdapter[Record]:
+    return TypeAdapter(with_config(ConfigDict(extra="forbid", strict=True))(Record))
+
+
+def _decode(values: Any) -> Record:
+    try:
+        return _reader().validate_json(json.dumps(values))
+    except ValidationError as error:
+        # numbers that JSON cannot write stand there as words
+        words = [wrong["loc"] for wrong in error.errors() if wrong["input"] in NON_FINITE]
+        if not words:
+            raise
+    for *place, name in words:
+        holder = reduce(lambda part, key: part[key], place, values)
+        holder[name] = float(holder[name])
+    return _reader().validate_json(json.dumps(values))
+
+
+def _strict(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {str(key): _strict(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_strict(item) for item in value]
+    if hasattr(value, "item"):  # numpy and torch scalars
+        value = value.item()
+    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
