@@ -7,7 +7,6 @@ from dataclasses import dataclass, replace
 from focus_exp.evaluation.benchmarks import Benchmarks
 from focus_exp.evaluation.quality import Quality
 from focus_exp.records.record import Record
-from focus_exp.reporting.findings import is_configured
 
 
 @dataclass(frozen=True)
@@ -28,6 +27,6 @@ class Evaluation:
         record.rows, record.group_shares = self.quality.rows, self.quality.group_shares
         if between := self.quality.between:
             *_, last = self.quality.config.regime.phases
-            final = [row for row in record.rows if row.kind == "soft" or is_configured(record, row)]
+            final = [row for row in record.rows if row.kind == "soft" or record.is_configured(row)]
             record.phases = [*between, *(replace(row, phase=last) for row in final)]
         record.benchmarks = self.benchmarks.rows
