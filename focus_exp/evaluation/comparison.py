@@ -10,10 +10,10 @@ import numpy as np
 from focus_exp.evaluation.outcomes import slug
 from focus_exp.evaluation.quality import read_scores
 from focus_exp.evaluation.statistics import Bootstrap, paired
+from focus_exp.records.answers import answer
 from focus_exp.records.benchmarks import BenchmarkRow
 from focus_exp.records.record import Record
 from focus_exp.records.rows import Row
-from focus_exp.reporting.comparison import answer
 
 
 def compare_arms(record: Record) -> None:

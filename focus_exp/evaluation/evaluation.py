@@ -6,8 +6,8 @@ from dataclasses import dataclass, replace
 
 from focus_exp.evaluation.benchmarks import Benchmarks
 from focus_exp.evaluation.quality import Quality
+from focus_exp.records.answers import is_configured
 from focus_exp.records.record import Record
-from focus_exp.reporting.findings import is_configured
 
 
 @dataclass(frozen=True)

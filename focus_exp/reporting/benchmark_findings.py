@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
+from focus_exp.records.answers import DOMINANT, outcome, telling
 from focus_exp.records.benchmarks import BenchmarkRow
 from focus_exp.records.rows import ENGAGED
 from focus_exp.reporting.benchmarks import difference_text, failures, is_share, named
 from focus_exp.reporting.tables import share_text
 
-DOMINANT = 0.5
 # the first of these that a task has stands for the task where its metrics agree
-PRIMARY = ("acc_norm", "acc")
-OUTCOMES = ("worse", "better", "indistinguishable", "")
 
 
 def benchmark_findings(rows: list[BenchmarkRow]) -> list[str]:
@@ -23,31 +21,6 @@ def benchmark_findings(rows: list[BenchmarkRow]) -> list[str]:
     for attention in dict.fromkeys(row.attention for row in judged):
         said += _verdict(attention, [row for row in judged if row.attention == attention])
     return [*said, *_controls(scored), *_broken(scored), *failures(rows)]
-
-
-def telling(rows: list[BenchmarkRow]) -> list[BenchmarkRow]:
-    """Of every task and attention one row: a metric that is worse, else one that is better, else the usual one.
-
-    A loss in any metric is a loss: that nothing is lost has to be hard to claim.
-    """
-    chosen: dict[tuple[str, str], BenchmarkRow] = {}
-    for row in sorted(rows, key=lambda row: (OUTCOMES.index(outcome(row)), _rank(row))):
-        chosen.setdefault((row.task, row.attention), row)
-    return [row for row in rows if chosen[row.task, row.attention] is row]
-
-
-def _rank(row: BenchmarkRow) -> int:
-    return PRIMARY.index(row.metric) if row.metric in PRIMARY else len(PRIMARY)
-
-
-def outcome(row: BenchmarkRow) -> str:
-    """Whether a row is worse or better than full attention, or neither beyond its interval; "" if not compared."""
-    low, high = row.difference_low, row.difference_high
-    if low is None or high is None:
-        return ""
-    if low <= 0 <= high:
-        return "indistinguishable"
-    return "better" if (high > 0) == row.higher_is_better else "worse"
 
 
 def _verdict(attention: str, rows: list[BenchmarkRow]) -> list[str]:

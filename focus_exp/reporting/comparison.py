@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import asdict
 from typing import Any
 
+from focus_exp.records.answers import outcome, row_of, telling
 from focus_exp.records.benchmarks import BenchmarkRow
 from focus_exp.records.record import Record
 from focus_exp.records.rows import Arm, Row
-from focus_exp.reporting.benchmark_findings import outcome, score_name, telling
+from focus_exp.reporting.benchmark_findings import score_name
 from focus_exp.reporting.benchmarks import NOT_ENGAGED, difference_text, failures, score_text
-from focus_exp.reporting.findings import difference_word, is_configured
+from focus_exp.reporting.findings import difference_word
 from focus_exp.reporting.tables import (
     ABSENT,
     Table,
@@ -28,17 +28,6 @@ from focus_exp.reporting.tables import (
 
 NON_CAUSAL = "reads the future"
 SAME_BUDGET = 0.1  # of the number of trained parameters
-
-
-def answer(record: Record) -> Row | None:
-    """The row that stands for a run: its hard groups as configured, its attention method, or its trained weights."""
-    method = record.setting("attention", "method", "full")
-    choices: list[Callable[[Row], bool]] = [
-        lambda row: is_configured(record, row),
-        lambda row: row.kind == "control" and row.method == method,
-        lambda row: row.kind == "trained",
-    ]
-    return next((row for chosen in choices for row in record.rows if chosen(row)), None)
 
 
 def comparison_tables(record: Record) -> list[Table]:
@@ -60,10 +49,6 @@ def comparison_tables(record: Record) -> list[Table]:
         values=[_values(record, arm, row) for arm, row in lines],
     )
     return [table, _benchmarks(record)] if record.benchmarks else [table]
-
-
-def row_of(record: Record, arm: Arm) -> Row | None:
-    return next((row for row in record.rows if row.arm == arm.name), None)
 
 
 def _perplexity(row: Row | None) -> list[str]:

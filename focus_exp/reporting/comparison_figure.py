@@ -8,11 +8,11 @@ from pathlib import Path
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from focus_exp.records.answers import row_of, telling
 from focus_exp.records.record import Record
-from focus_exp.reporting.benchmark_findings import telling
 from focus_exp.reporting.benchmarks import is_share
 from focus_exp.reporting.canvas import COLOURS, canvas, save_figures
-from focus_exp.reporting.comparison import NON_CAUSAL, row_of
+from focus_exp.reporting.comparison import NON_CAUSAL
 from focus_exp.reporting.tables import title
 
 WIDEST = 100.0  # per cent of perplexity, beyond which an arm is named at the edge

@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 
+from focus_exp.records.answers import row_of
 from focus_exp.records.record import Record
-from focus_exp.reporting.comparison import row_of
 from focus_exp.reporting.tables import change_text
 from focus_exp.reporting.verdicts import (
     MARGIN,

@@ -6,13 +6,13 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+from focus_exp.records.answers import answer, outcome, row_of, telling
 from focus_exp.records.benchmarks import BenchmarkRow
 from focus_exp.records.record import Record
 from focus_exp.records.rows import Row
 from focus_exp.records.speed import SpeedRow
-from focus_exp.reporting.benchmark_findings import outcome, score_name, telling
+from focus_exp.reporting.benchmark_findings import score_name
 from focus_exp.reporting.benchmarks import difference_text, is_share
-from focus_exp.reporting.comparison import answer, row_of
 from focus_exp.reporting.paper import paper_speedups
 from focus_exp.reporting.speed_notes import number_text
 from focus_exp.reporting.tables import change_text, perplexity_text, share_text
