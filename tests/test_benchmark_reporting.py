@@ -6,8 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from focus_exp.records.answers import telling
-from focus_exp.records.benchmarks import BenchmarkRow
+from focus_exp.records.benchmarks import BenchmarkRow, telling
 from focus_exp.records.record import Record
 from focus_exp.records.rows import Row
 from focus_exp.reporting.benchmark_findings import benchmark_findings

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from focus_exp.records.answers import DOMINANT, outcome, telling
-from focus_exp.records.benchmarks import BenchmarkRow
+from focus_exp.records.answers import DOMINANT
+from focus_exp.records.benchmarks import BenchmarkRow, telling
 from focus_exp.records.rows import ENGAGED
 from focus_exp.reporting.benchmarks import difference_text, failures, is_share, named
 from focus_exp.reporting.tables import share_text
@@ -29,7 +29,7 @@ def _verdict(attention: str, rows: list[BenchmarkRow]) -> list[str]:
     said = []
     idle = [row for row in rows if row.engaged is False]
     # adapted weights under full attention have no mask that could fail to act
-    compared = [row for row in rows if row.engaged is not False and outcome(row)]
+    compared = [row for row in rows if row.engaged is not False and row.outcome]
     if compared:
         many = "task" if len(compared) == 1 else "tasks"
         where = f"{many} on which its mask acted" if any(row.engaged for row in compared) else many
@@ -48,10 +48,10 @@ def _verdict(attention: str, rows: list[BenchmarkRow]) -> list[str]:
 def _groups(rows: list[BenchmarkRow]) -> list[str]:
     said = []
     for word in ("worse", "better"):
-        if found := [row for row in rows if outcome(row) == word]:
+        if found := [row for row in rows if row.outcome == word]:
             listed = ", ".join(f"{score_name(row)} {difference_text(row)}" for row in found)
             said.append(f"{len(found)} {word} than full attention ({listed})")
-    if same := [row for row in rows if outcome(row) == "indistinguishable"]:
+    if same := [row for row in rows if row.outcome == "indistinguishable"]:
         losses = [100 * -(row.difference_low or 0) for row in same if is_share(row)]
         limit = f", where losses of up to {max(losses):.1f} points cannot be excluded" if losses else ""
         said.append(f"{len(same)} indistinguishable from it{limit}")
@@ -67,7 +67,7 @@ def _controls(rows: list[BenchmarkRow]) -> list[str]:
     """Tasks that do not need distant pairs cannot show that a router keeps the right ones."""
     hard = {row.task for row in rows if row.kind == "hard" and row.engaged}
     windows = [row for row in rows if row.kind == "control" and row.method == "window" and row.task in hard]
-    easy = [row.task for row in windows if outcome(row) == "indistinguishable"]
+    easy = [row.task for row in windows if row.outcome == "indistinguishable"]
     if not easy:
         return []
     return [

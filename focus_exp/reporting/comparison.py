@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import asdict
 from typing import Any
 
-from focus_exp.records.answers import outcome, row_of, telling
-from focus_exp.records.benchmarks import BenchmarkRow
+from focus_exp.records.answers import row_of
+from focus_exp.records.benchmarks import BenchmarkRow, telling
 from focus_exp.records.record import Record
 from focus_exp.records.rows import Arm, Row
 from focus_exp.reporting.benchmark_findings import score_name
@@ -38,7 +38,7 @@ def comparison_tables(record: Record) -> list[Table]:
         *(f"vs {first} [95 %]", "distant pairs kept", "pairs removed", "largest group", "training [s]"),
         "what was measured",
     ]
-    lines = [(arm, row_of(record, arm)) for arm in record.arms]
+    lines = [(arm, row_of(record, arm.name)) for arm in record.arms]
     base = ["base", "0", ABSENT, "0", *_perplexity(record.base), ABSENT, "100.0 %", "0.0 %", ABSENT, ABSENT]
     table = Table(
         columns=columns,
@@ -168,14 +168,14 @@ def _failed(record: Record) -> list[str]:
 
 def _perplexities(record: Record) -> list[str]:
     first, *others = record.arms
-    reference = row_of(record, first)
+    reference = row_of(record, first.name)
     if reference is None or not reference.scored:
         return [f"{first.name} has no perplexity: nothing can be compared with it."]
     change = change_text(reference.delta_nll, reference.delta_low, reference.delta_high)
     said = [f"{first.name}: perplexity {perplexity_text(reference.perplexity)}, {change} against the base."]
     groups: dict[str, list[str]] = {"better than": [], "worse than": [], "indistinguishable from": []}
     for arm in others:
-        row = row_of(record, arm)
+        row = row_of(record, arm.name)
         if row is None or row.delta_vs_hard is None or not row.causal:
             continue
         text = change_text(row.delta_vs_hard, row.delta_vs_hard_low, row.delta_vs_hard_high)
@@ -202,7 +202,7 @@ def _equal_budget(record: Record) -> list[str]:
         if arm.steps
         and arm.tokens_seen == first.tokens_seen
         and abs(arm.trainable_parameters - first.trainable_parameters) <= SAME_BUDGET * first.trainable_parameters
-        and (row := row_of(record, arm)) is not None
+        and (row := row_of(record, arm.name)) is not None
         and row.causal
         and row.nll is not None
         and row.kind == "trained"
@@ -220,7 +220,7 @@ def _equal_budget(record: Record) -> list[str]:
 
 
 def _removed(record: Record, arm: Arm) -> str:
-    row = row_of(record, arm)
+    row = row_of(record, arm.name)
     return share_text(row.pairs_removed if row else None)
 
 
@@ -228,7 +228,7 @@ def _tasks(record: Record) -> list[str]:
     rows = telling([row for row in record.benchmarks if row.scored and row.kind not in ("base", "missing")])
     said = []
     for word in ("worse", "better"):
-        found = [row for row in rows if outcome(row) == word and row.engaged is not False and row.causal]
+        found = [row for row in rows if row.outcome == word and row.engaged is not False and row.causal]
         listed = "; ".join(f"{row.attention} on {score_name(row)} {difference_text(row)}" for row in found)
         if found:
             said.append(f"On benchmarks {word} than full attention beyond the interval: {listed}.")
@@ -246,7 +246,7 @@ def _spoiled(record: Record) -> list[str]:
     """What must not be read as a result."""
     said = []
     for arm in record.arms:
-        row = row_of(record, arm)
+        row = row_of(record, arm.name)
         if row is None or not row.scored:
             continue
         if not row.causal:

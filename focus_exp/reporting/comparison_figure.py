@@ -8,7 +8,8 @@ from pathlib import Path
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from focus_exp.records.answers import row_of, telling
+from focus_exp.records.answers import row_of
+from focus_exp.records.benchmarks import telling
 from focus_exp.records.record import Record
 from focus_exp.reporting.benchmarks import is_share
 from focus_exp.reporting.canvas import COLOURS, canvas, save_figures
@@ -53,7 +54,7 @@ def _comparison(record: Record) -> Figure | None:
 def _perplexities(axes: Axes, record: Record, places: dict[str, int]) -> None:
     labels = []
     for arm in record.arms:
-        row = row_of(record, arm)
+        row = row_of(record, arm.name)
         labels.append(f"{arm.name} ({NON_CAUSAL})" if row and not row.causal else arm.name)
         place = places[arm.name]
         if row is None or not row.scored or row.delta_nll is None:

@@ -98,7 +98,7 @@ class Scene:
 
     def after_phase(self, arm: Arm, column: str) -> Row | None:
         """The row that stands for an arm; for a column about a router alone, or all trained, that phase's."""
-        row, run = row_of(self.record, arm), self.runs.own(arm) or self.record
+        row, run = row_of(self.record, arm.name), self.runs.own(arm) or self.record
         phases: dict[str, dict[str, Any]] = run.setting("regime", "phases") or {}
         everything = any(phase.get("train") == "all" for phase in phases.values())
         if column.endswith(ALL_TRAINED):

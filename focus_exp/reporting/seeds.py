@@ -53,7 +53,7 @@ def _of(record: Record) -> list[tuple[Key, Difference]]:
     said: list[tuple[Key, Difference]] = []
     if record.arms:
         first = record.arms[0]
-        rows = [(arm.name, run_of(arm), row, first.name) for arm in record.arms if (row := row_of(record, arm))]
+        rows = [(arm.name, run_of(arm), row, first.name) for arm in record.arms if (row := row_of(record, arm.name))]
         common: Hashable = (setup(record), run_of(first))
     else:
         hard = configured_row(record)

@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from math import exp
 
-from focus_exp.records.answers import is_configured, keeps_everything, telling
+from focus_exp.records.answers import is_configured, keeps_everything
+from focus_exp.records.benchmarks import telling
 from focus_exp.records.record import Record
 from focus_exp.records.rows import Row
 from focus_exp.reporting.benchmarks import NOT_ENGAGED, difference_text
