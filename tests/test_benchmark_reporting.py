@@ -6,10 +6,10 @@ from dataclasses import replace
 
 import pytest
 
-from focus_exp.records.benchmarks import BenchmarkRow
+from focus_exp.records.benchmarks import BenchmarkRow, telling
 from focus_exp.records.record import Record
 from focus_exp.records.rows import Row
-from focus_exp.reporting.benchmark_findings import benchmark_findings, telling
+from focus_exp.reporting.benchmark_findings import benchmark_findings
 from focus_exp.reporting.benchmarks import benchmark_table
 
 RECORD = Record(status="finished", experiment="test", seed=7, config={"eval": {"window": 64}}, model={"name": "tiny"})

@@ -10,11 +10,12 @@ from running import only_run, run, tiny, write_texts
 from focus_exp.evaluation import quality
 from focus_exp.evaluation.quality import read_scores
 from focus_exp.jobs import compare as job
+from focus_exp.records.answers import answer
 from focus_exp.records.benchmarks import BenchmarkRow
 from focus_exp.records.comparison import load_run
 from focus_exp.records.record import Record
 from focus_exp.records.rows import Arm, Row
-from focus_exp.reporting.comparison import answer, comparison_findings, comparison_tables
+from focus_exp.reporting.comparison import comparison_findings, comparison_tables
 from focus_exp.reporting.comparison_figure import write_comparison_figure
 
 MEASURED = {"k_1": ["eval.top_k=[1]"], "k_2": ["attention.top_k=2", "eval.top_k=[2]"]}

@@ -16,7 +16,7 @@ from focus_exp.evaluation.quality import Quality, equal_density_window
 from focus_exp.jobs.train import attach_method
 from focus_exp.models.attached import observed
 from focus_exp.models.modules import attached_methods
-from focus_exp.reporting.findings import keeps_everything
+from focus_exp.records.answers import keeps_everything
 from focus_exp.training.precision import choose_precision
 
 T, WINDOW, SINKS, GROUPS = 96, 6, 2, 3

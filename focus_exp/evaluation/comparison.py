@@ -9,6 +9,7 @@ import numpy as np
 from focus_exp.evaluation.outcomes import slug
 from focus_exp.evaluation.quality import read_scores
 from focus_exp.evaluation.statistics import Bootstrap, paired
+from focus_exp.records.answers import answer
 from focus_exp.records.record import Record
 from focus_exp.records.rows import Difference
 
@@ -27,7 +28,7 @@ def compare_arms(record: Record) -> None:
         found = Record.load(folder / "record.json")
         if not record.model and found.base:
             record.model, record.data = found.model, found.data
-        row = found.answer
+        row = answer(found)
         scores = read_scores(folder / "evaluation" / f"{slug(row.name)}.npz") if row else None
         if scores is None:
             continue

@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 
 from focus_exp.evaluation.benchmarks import Benchmarks
 from focus_exp.evaluation.quality import Quality
+from focus_exp.records.answers import is_configured
 from focus_exp.records.record import Record
 
 
@@ -27,6 +28,6 @@ class Evaluation:
         record.rows, record.group_shares = self.quality.rows, self.quality.group_shares
         if between := self.quality.between:
             *_, last = self.quality.config.regime.phases
-            final = [row for row in record.rows if row.kind == "soft" or record.is_configured(row)]
+            final = [row for row in record.rows if row.kind == "soft" or is_configured(record, row)]
             record.phases = [*between, *(replace(row, phase=last) for row in final)]
         record.benchmarks = self.benchmarks.rows

@@ -8,6 +8,12 @@ from typing import Literal
 
 from focus_exp.records.rows import acted
 
+# metrics that are shares of the documents
+SHARES = ("acc", "exact_match", "em", "f1")
+# the first of these that a task has stands for the task where its metrics agree
+PRIMARY = ("acc_norm", "acc")
+OUTCOMES = ("worse", "better", "indistinguishable", "")
+
 
 @dataclass(kw_only=True)
 class BenchmarkRow:
@@ -63,3 +69,32 @@ class BenchmarkRow:
     @property
     def is_perplexity(self) -> bool:
         return self.metric.endswith("perplexity")
+
+    @property
+    def is_share(self) -> bool:
+        return self.metric.split(" ")[0].split("_norm")[0] in SHARES
+
+    @property
+    def outcome(self) -> str:
+        """Whether it is worse or better than full attention, or neither beyond its interval; "" if not compared."""
+        low, high = self.difference_low, self.difference_high
+        if low is None or high is None:
+            return ""
+        if low <= 0 <= high:
+            return "indistinguishable"
+        return "better" if (high > 0) == self.higher_is_better else "worse"
+
+
+def telling(rows: list[BenchmarkRow]) -> list[BenchmarkRow]:
+    """Of every task and attention one row: a metric that is worse, else one that is better, else the usual one.
+
+    A loss in any metric is a loss: that nothing is lost has to be hard to claim.
+    """
+    chosen: dict[tuple[str, str], BenchmarkRow] = {}
+    for row in sorted(rows, key=lambda row: (OUTCOMES.index(row.outcome), _rank(row))):
+        chosen.setdefault((row.task, row.attention), row)
+    return [row for row in rows if chosen[row.task, row.attention] is row]
+
+
+def _rank(row: BenchmarkRow) -> int:
+    return PRIMARY.index(row.metric) if row.metric in PRIMARY else len(PRIMARY)

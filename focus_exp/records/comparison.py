@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from focus_exp.errors import UserError
+from focus_exp.records.answers import answer
 from focus_exp.records.benchmarks import BenchmarkRow
 from focus_exp.records.metrics import read_metrics
 from focus_exp.records.record import Record
@@ -61,7 +62,7 @@ def joined(comparison: Record, arms: dict[str, Record]) -> Record:
             record.benchmarks += [row for row in found.benchmarks if row.kind in ("base", "missing")]
         record.phases += [replace(row, arm=name) for row in found.phases]
         record.probes += [replace(probe, arm=name) for probe in found.probes]
-        row = found.answer
+        row = answer(found)
         if row is None:
             continue
         other = differences.get(name)

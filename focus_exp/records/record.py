@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from functools import cache, reduce
 from pathlib import Path
@@ -70,27 +69,6 @@ class Record:
     def base(self) -> Row | None:
         """The base row, if it was scored."""
         return next((row for row in self.rows if row.kind == "base" and row.scored), None)
-
-    @property
-    def answer(self) -> Row | None:
-        """The row that stands for the run: hard groups as configured, its attention method, or its trained weights."""
-        method = self.setting("attention", "method", "full")
-        choices: list[Callable[[Row], bool]] = [
-            self.is_configured,
-            lambda row: row.kind == "control" and row.method == method,
-            lambda row: row.kind == "trained",
-        ]
-        return next((row for chosen in choices for row in self.rows if chosen(row)), None)
-
-    def is_configured(self, row: Row) -> bool:
-        """Whether a row is of the hard groups that the configuration asks for."""
-        # with one group a token both pair rules keep the same pairs
-        return (
-            row.kind == "hard"
-            and row.method == self.setting("attention", "method")
-            and row.top_k in (None, self.setting("attention", "top_k"))
-            and (row.top_k == 1 or row.pair_rule in (None, self.setting("attention", "pair_rule")))
-        )
 
     @property
     def device_kind(self) -> str:

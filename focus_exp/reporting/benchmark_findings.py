@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from focus_exp.records.benchmarks import BenchmarkRow
+from focus_exp.records.answers import DOMINANT
+from focus_exp.records.benchmarks import BenchmarkRow, telling
 from focus_exp.records.rows import ENGAGED
 from focus_exp.reporting.benchmarks import difference_text, failures, is_share, named
 from focus_exp.reporting.tables import share_text
 
-DOMINANT = 0.5
 # the first of these that a task has stands for the task where its metrics agree
-PRIMARY = ("acc_norm", "acc")
-OUTCOMES = ("worse", "better", "indistinguishable", "")
 
 
 def benchmark_findings(rows: list[BenchmarkRow]) -> list[str]:
@@ -25,38 +23,13 @@ def benchmark_findings(rows: list[BenchmarkRow]) -> list[str]:
     return [*said, *_controls(scored), *_broken(scored), *failures(rows)]
 
 
-def telling(rows: list[BenchmarkRow]) -> list[BenchmarkRow]:
-    """Of every task and attention one row: a metric that is worse, else one that is better, else the usual one.
-
-    A loss in any metric is a loss: that nothing is lost has to be hard to claim.
-    """
-    chosen: dict[tuple[str, str], BenchmarkRow] = {}
-    for row in sorted(rows, key=lambda row: (OUTCOMES.index(outcome(row)), _rank(row))):
-        chosen.setdefault((row.task, row.attention), row)
-    return [row for row in rows if chosen[row.task, row.attention] is row]
-
-
-def _rank(row: BenchmarkRow) -> int:
-    return PRIMARY.index(row.metric) if row.metric in PRIMARY else len(PRIMARY)
-
-
-def outcome(row: BenchmarkRow) -> str:
-    """Whether a row is worse or better than full attention, or neither beyond its interval; "" if not compared."""
-    low, high = row.difference_low, row.difference_high
-    if low is None or high is None:
-        return ""
-    if low <= 0 <= high:
-        return "indistinguishable"
-    return "better" if (high > 0) == row.higher_is_better else "worse"
-
-
 def _verdict(attention: str, rows: list[BenchmarkRow]) -> list[str]:
     if not all(row.causal for row in rows):
         return [f"{attention} is not causal: its scores may read the answer and must not be compared."]
     said = []
     idle = [row for row in rows if row.engaged is False]
     # adapted weights under full attention have no mask that could fail to act
-    compared = [row for row in rows if row.engaged is not False and outcome(row)]
+    compared = [row for row in rows if row.engaged is not False and row.outcome]
     if compared:
         many = "task" if len(compared) == 1 else "tasks"
         where = f"{many} on which its mask acted" if any(row.engaged for row in compared) else many
@@ -75,10 +48,10 @@ def _verdict(attention: str, rows: list[BenchmarkRow]) -> list[str]:
 def _groups(rows: list[BenchmarkRow]) -> list[str]:
     said = []
     for word in ("worse", "better"):
-        if found := [row for row in rows if outcome(row) == word]:
+        if found := [row for row in rows if row.outcome == word]:
             listed = ", ".join(f"{score_name(row)} {difference_text(row)}" for row in found)
             said.append(f"{len(found)} {word} than full attention ({listed})")
-    if same := [row for row in rows if outcome(row) == "indistinguishable"]:
+    if same := [row for row in rows if row.outcome == "indistinguishable"]:
         losses = [100 * -(row.difference_low or 0) for row in same if is_share(row)]
         limit = f", where losses of up to {max(losses):.1f} points cannot be excluded" if losses else ""
         said.append(f"{len(same)} indistinguishable from it{limit}")
@@ -94,7 +67,7 @@ def _controls(rows: list[BenchmarkRow]) -> list[str]:
     """Tasks that do not need distant pairs cannot show that a router keeps the right ones."""
     hard = {row.task for row in rows if row.kind == "hard" and row.engaged}
     windows = [row for row in rows if row.kind == "control" and row.method == "window" and row.task in hard]
-    easy = [row.task for row in windows if outcome(row) == "indistinguishable"]
+    easy = [row.task for row in windows if row.outcome == "indistinguishable"]
     if not easy:
         return []
     return [

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import asdict
 from typing import Any
 
-from focus_exp.records.benchmarks import BenchmarkRow
+from focus_exp.records.answers import row_of
+from focus_exp.records.benchmarks import BenchmarkRow, telling
 from focus_exp.records.record import Record
 from focus_exp.records.rows import Arm, Row
-from focus_exp.reporting.benchmark_findings import outcome, score_name, telling
+from focus_exp.reporting.benchmark_findings import score_name
 from focus_exp.reporting.benchmarks import NOT_ENGAGED, difference_text, failures, score_text
-from focus_exp.reporting.findings import difference_word, is_configured
+from focus_exp.reporting.findings import difference_word
 from focus_exp.reporting.tables import (
     ABSENT,
     Table,
@@ -30,17 +30,6 @@ NON_CAUSAL = "reads the future"
 SAME_BUDGET = 0.1  # of the number of trained parameters
 
 
-def answer(record: Record) -> Row | None:
-    """The row that stands for a run: its hard groups as configured, its attention method, or its trained weights."""
-    method = record.setting("attention", "method", "full")
-    choices: list[Callable[[Row], bool]] = [
-        lambda row: is_configured(record, row),
-        lambda row: row.kind == "control" and row.method == method,
-        lambda row: row.kind == "trained",
-    ]
-    return next((row for chosen in choices for row in record.rows if chosen(row)), None)
-
-
 def comparison_tables(record: Record) -> list[Table]:
     """One line an arm: perplexity against the base and the first arm; scores on benchmarks, if there are any."""
     first = record.arms[0].name
@@ -49,7 +38,7 @@ def comparison_tables(record: Record) -> list[Table]:
         *(f"vs {first} [95 %]", "distant pairs kept", "pairs removed", "largest group", "training [s]"),
         "what was measured",
     ]
-    lines = [(arm, row_of(record, arm)) for arm in record.arms]
+    lines = [(arm, row_of(record, arm.name)) for arm in record.arms]
     base = ["base", "0", ABSENT, "0", *_perplexity(record.base), ABSENT, "100.0 %", "0.0 %", ABSENT, ABSENT]
     table = Table(
         columns=columns,
@@ -60,10 +49,6 @@ def comparison_tables(record: Record) -> list[Table]:
         values=[_values(record, arm, row) for arm, row in lines],
     )
     return [table, _benchmarks(record)] if record.benchmarks else [table]
-
-
-def row_of(record: Record, arm: Arm) -> Row | None:
-    return next((row for row in record.rows if row.arm == arm.name), None)
 
 
 def _perplexity(row: Row | None) -> list[str]:
@@ -183,14 +168,14 @@ def _failed(record: Record) -> list[str]:
 
 def _perplexities(record: Record) -> list[str]:
     first, *others = record.arms
-    reference = row_of(record, first)
+    reference = row_of(record, first.name)
     if reference is None or not reference.scored:
         return [f"{first.name} has no perplexity: nothing can be compared with it."]
     change = change_text(reference.delta_nll, reference.delta_low, reference.delta_high)
     said = [f"{first.name}: perplexity {perplexity_text(reference.perplexity)}, {change} against the base."]
     groups: dict[str, list[str]] = {"better than": [], "worse than": [], "indistinguishable from": []}
     for arm in others:
-        row = row_of(record, arm)
+        row = row_of(record, arm.name)
         if row is None or row.delta_vs_hard is None or not row.causal:
             continue
         text = change_text(row.delta_vs_hard, row.delta_vs_hard_low, row.delta_vs_hard_high)
@@ -217,7 +202,7 @@ def _equal_budget(record: Record) -> list[str]:
         if arm.steps
         and arm.tokens_seen == first.tokens_seen
         and abs(arm.trainable_parameters - first.trainable_parameters) <= SAME_BUDGET * first.trainable_parameters
-        and (row := row_of(record, arm)) is not None
+        and (row := row_of(record, arm.name)) is not None
         and row.causal
         and row.nll is not None
         and row.kind == "trained"
@@ -235,7 +220,7 @@ def _equal_budget(record: Record) -> list[str]:
 
 
 def _removed(record: Record, arm: Arm) -> str:
-    row = row_of(record, arm)
+    row = row_of(record, arm.name)
     return share_text(row.pairs_removed if row else None)
 
 
@@ -243,7 +228,7 @@ def _tasks(record: Record) -> list[str]:
     rows = telling([row for row in record.benchmarks if row.scored and row.kind not in ("base", "missing")])
     said = []
     for word in ("worse", "better"):
-        found = [row for row in rows if outcome(row) == word and row.engaged is not False and row.causal]
+        found = [row for row in rows if row.outcome == word and row.engaged is not False and row.causal]
         listed = "; ".join(f"{row.attention} on {score_name(row)} {difference_text(row)}" for row in found)
         if found:
             said.append(f"On benchmarks {word} than full attention beyond the interval: {listed}.")
@@ -261,7 +246,7 @@ def _spoiled(record: Record) -> list[str]:
     """What must not be read as a result."""
     said = []
     for arm in record.arms:
-        row = row_of(record, arm)
+        row = row_of(record, arm.name)
         if row is None or not row.scored:
             continue
         if not row.causal:

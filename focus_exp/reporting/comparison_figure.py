@@ -8,11 +8,12 @@ from pathlib import Path
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from focus_exp.records.answers import row_of
+from focus_exp.records.benchmarks import telling
 from focus_exp.records.record import Record
-from focus_exp.reporting.benchmark_findings import telling
 from focus_exp.reporting.benchmarks import is_share
 from focus_exp.reporting.canvas import COLOURS, canvas, save_figures
-from focus_exp.reporting.comparison import NON_CAUSAL, row_of
+from focus_exp.reporting.comparison import NON_CAUSAL
 from focus_exp.reporting.tables import title
 
 WIDEST = 100.0  # per cent of perplexity, beyond which an arm is named at the edge
@@ -53,7 +54,7 @@ def _comparison(record: Record) -> Figure | None:
 def _perplexities(axes: Axes, record: Record, places: dict[str, int]) -> None:
     labels = []
     for arm in record.arms:
-        row = row_of(record, arm)
+        row = row_of(record, arm.name)
         labels.append(f"{arm.name} ({NON_CAUSAL})" if row and not row.causal else arm.name)
         place = places[arm.name]
         if row is None or not row.scored or row.delta_nll is None:

@@ -11,10 +11,10 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 
+from focus_exp.records.answers import DOMINANT
 from focus_exp.records.record import Record
 from focus_exp.records.rows import Row
 from focus_exp.reporting.canvas import COLOURS, canvas, save_figures
-from focus_exp.reporting.findings import DOMINANT
 from focus_exp.reporting.tables import share_text, title
 
 STYLES = {"base": "-", "trained": "-.", "hard": "-", "soft": ":", "control": "--", "twin": (0, (1, 3))}

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from math import isclose
-
+from focus_exp.records.answers import DOMINANT, configured_row, is_comparable, is_configured, keeps_everything
 from focus_exp.records.record import Record
 from focus_exp.records.rows import Row
 from focus_exp.reporting.tables import change_text, perplexity_text, share_text
 
-DOMINANT = 0.5
 SAME_DENSITY = 0.02
 # nats a token: the same function computed along two paths differs by less
 ROUNDING = 1e-6
@@ -27,30 +25,6 @@ def findings(record: Record) -> list[str]:
         *_dominance(record),
         *_warnings(record),
     ]
-
-
-def configured_row(record: Record) -> Row | None:
-    """The scored hard row at the config's method, top_k and pair rule, if it can be compared with the base."""
-    return next((row for row in record.rows if is_configured(record, row) and _comparable(row)), None)
-
-
-def keeps_everything(row: Row) -> bool:
-    """Whether a hard row or control keeps every distant pair, that is, is full attention."""
-    return row.kind in ("hard", "control") and isclose(row.distant_pairs_kept or 0.0, 1.0)
-
-
-def is_configured(record: Record, row: Row) -> bool:
-    # with one group a token both pair rules keep the same pairs
-    return (
-        row.kind == "hard"
-        and row.method == record.setting("attention", "method")
-        and row.top_k in (None, record.setting("attention", "top_k"))
-        and (row.top_k == 1 or row.pair_rule in (None, record.setting("attention", "pair_rule")))
-    )
-
-
-def _comparable(row: Row) -> bool:
-    return row.scored and row.causal and not keeps_everything(row)
 
 
 def _run(record: Record, hard: Row | None) -> list[str]:
@@ -143,7 +117,7 @@ def _leak(record: Record) -> list[str]:
 
 
 def _controls(record: Record, hard: Row) -> list[str]:
-    controls = [row for row in record.rows if row.kind == "control" and _comparable(row)]
+    controls = [row for row in record.rows if row.kind == "control" and is_comparable(row)]
     configured = record.setting("attention", "window", 0)
     said = []
     for row in controls:

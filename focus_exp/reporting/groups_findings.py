@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections import Counter
 from statistics import mean
 
+from focus_exp.records.answers import DOMINANT
 from focus_exp.records.groups import GroupReport
 from focus_exp.records.record import Record
-from focus_exp.reporting.findings import DOMINANT, difference_word
+from focus_exp.reporting.findings import difference_word
 from focus_exp.reporting.groups import (
     READS_FUTURE,
     average,

@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 
+from focus_exp.records.answers import row_of
 from focus_exp.records.record import Record
-from focus_exp.reporting.comparison import row_of
 from focus_exp.reporting.tables import change_text
 from focus_exp.reporting.verdicts import (
     MARGIN,
@@ -37,7 +37,7 @@ def costs_at_most(factor: float) -> Callable[[Record], Verdict]:
     """Whether no arm raises the perplexity of its own base by more than `factor`."""
 
     def judge(record: Record) -> Verdict:
-        rows = [(arm.name, row) for arm in record.arms if (row := row_of(record, arm)) and row.causal]
+        rows = [(arm.name, row) for arm in record.arms if (row := row_of(record, arm.name)) and row.causal]
         found = [(n, r.delta_nll, r.delta_low, r.delta_high) for n, r in rows if r.delta_nll is not None]
         return _all_below(found, math.log(factor), record)
 

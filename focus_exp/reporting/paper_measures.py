@@ -8,9 +8,8 @@ from dataclasses import dataclass
 from statistics import fmean
 from typing import Any
 
-from focus_exp.records.benchmarks import BenchmarkRow
+from focus_exp.records.benchmarks import BenchmarkRow, telling
 from focus_exp.records.rows import Row
-from focus_exp.reporting.benchmark_findings import telling
 from focus_exp.reporting.benchmarks import NOT_ENGAGED, is_share
 from focus_exp.reporting.groups import punctuation_groups
 from focus_exp.reporting.paper_places import BASE, Scene

@@ -8,14 +8,13 @@ from fnmatch import fnmatchcase
 from functools import cache
 from typing import Any
 
+from focus_exp.records.answers import Phase, phase_of, row_of
 from focus_exp.records.benchmarks import BenchmarkRow
 from focus_exp.records.record import Record
 from focus_exp.records.rows import Arm, Row
 from focus_exp.records.speed import SpeedRow
-from focus_exp.reporting.comparison import row_of
 from focus_exp.reporting.gather import Runs, run_of, setup
 from focus_exp.reporting.paper import paper_names, paper_rows, read_yaml
-from focus_exp.reporting.stability import Phase, phase_of
 
 BASE = "base"
 ROUTER_TRAINED, ALL_TRAINED = ("_centroid",), ("_finetuned", "_full_ft")  # how columns end
@@ -99,7 +98,7 @@ class Scene:
 
     def after_phase(self, arm: Arm, column: str) -> Row | None:
         """The row that stands for an arm; for a column about a router alone, or all trained, that phase's."""
-        row, run = row_of(self.record, arm), self.runs.own(arm) or self.record
+        row, run = row_of(self.record, arm.name), self.runs.own(arm) or self.record
         phases: dict[str, dict[str, Any]] = run.setting("regime", "phases") or {}
         everything = any(phase.get("train") == "all" for phase in phases.values())
         if column.endswith(ALL_TRAINED):

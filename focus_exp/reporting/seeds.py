@@ -7,10 +7,11 @@ from dataclasses import dataclass
 from statistics import fmean
 from typing import Any, TypeAlias
 
+from focus_exp.records.answers import configured_row, row_of
 from focus_exp.records.record import Record
 from focus_exp.records.rows import Row
-from focus_exp.reporting.comparison import NON_CAUSAL, row_of
-from focus_exp.reporting.findings import configured_row, difference_word
+from focus_exp.reporting.comparison import NON_CAUSAL
+from focus_exp.reporting.findings import difference_word
 from focus_exp.reporting.gather import WANTED, Runs, run_of, seeds_of, setup
 from focus_exp.reporting.tables import ABSENT, Table, change_text
 
@@ -52,7 +53,7 @@ def _of(record: Record) -> list[tuple[Key, Difference]]:
     said: list[tuple[Key, Difference]] = []
     if record.arms:
         first = record.arms[0]
-        rows = [(arm.name, run_of(arm), row, first.name) for arm in record.arms if (row := row_of(record, arm))]
+        rows = [(arm.name, run_of(arm), row, first.name) for arm in record.arms if (row := row_of(record, arm.name))]
         common: Hashable = (setup(record), run_of(first))
     else:
         hard = configured_row(record)

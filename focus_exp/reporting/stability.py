@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from typing import Any
 
+from focus_exp.records.answers import COLLAPSED, DOMINANT, Phase, phases
 from focus_exp.records.record import Record
-from focus_exp.records.rows import Arm, ProbeRow, Row
-from focus_exp.reporting.comparison import NON_CAUSAL, row_of
-from focus_exp.reporting.findings import DOMINANT
+from focus_exp.reporting.comparison import NON_CAUSAL
 from focus_exp.reporting.paper import paper_rows
 from focus_exp.reporting.tables import ABSENT, Table, caveats, identity, origin, perplexity_text, share_text, title
 
-COLLAPSED = 0.9  # of the tokens in one group, mean over layers
 COLUMNS = [
     *("arm", "after", "steps", "largest group (worst layer)", "dead groups (worst layer)", "stability (renamed)"),
     *("confidence", "perplexity, soft", "perplexity, hard", "paper"),
@@ -36,39 +33,6 @@ ABLATIONS: dict[str, tuple[str, float]] = {
     **{f"tau_{value}": ("temperature", value) for value in (0.05, 0.2, 0.5)},
     **{f"N_{iterations}": ("sinkhorn_iterations", iterations) for iterations in (3, 5, 10, 20)},
 }
-
-
-@dataclass(frozen=True)
-class Phase:
-    """A phase of an arm: its last probe, and its rows where they were measured. `trains`: router or all."""
-
-    arm: Arm
-    name: str
-    trains: str
-    probe: ProbeRow
-    soft: Row | None
-    hard: Row | None
-
-    @property
-    def full(self) -> bool:
-        return self.trains == "all"
-
-
-def phases(record: Record) -> Iterator[Phase]:
-    """Every phase of every arm that was probed, in order."""
-    trained = record.setting("regime", "phases", {})
-    for arm in record.arms:
-        last = {probe.phase: probe for probe in record.probes if probe.arm == arm.name}
-        for name, probe in last.items():
-            rows = {row.kind: row for row in record.phases if (row.arm, row.phase) == (arm.name, name)}
-            hard = rows.get("hard") or (row_of(record, arm) if len(last) == 1 else None)
-            trains = trained.get(name, {}).get("train", name)
-            yield Phase(arm, name, trains, probe, rows.get("soft"), hard)
-
-
-def phase_of(record: Record, arm: str, *, full: bool) -> Phase | None:
-    """The phase of `arm` that trained everything, or the router alone."""
-    return next((phase for phase in phases(record) if phase.arm.name == arm and phase.full == full), None)
 
 
 def stability_table(record: Record) -> Table:

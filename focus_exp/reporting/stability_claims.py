@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from focus_exp.records.answers import COLLAPSED, DOMINANT, Phase, phase_of
 from focus_exp.records.record import Record
-from focus_exp.reporting.findings import DOMINANT
 from focus_exp.reporting.paper import paper_rows
-from focus_exp.reporting.stability import COLLAPSED, Phase, phase_of
 from focus_exp.reporting.tables import share_text
 from focus_exp.reporting.verdicts import NOT_REPRODUCED, NOT_RUN, REPRODUCED, UNDECIDED, Claim, Verdict
 

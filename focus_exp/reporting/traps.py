@@ -5,12 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from math import exp
 
+from focus_exp.records.answers import is_configured, keeps_everything
+from focus_exp.records.benchmarks import telling
 from focus_exp.records.record import Record
 from focus_exp.records.rows import Row
-from focus_exp.reporting.benchmark_findings import telling
 from focus_exp.reporting.benchmarks import NOT_ENGAGED, difference_text
 from focus_exp.reporting.comparison import NON_CAUSAL
-from focus_exp.reporting.findings import difference_word, is_configured, keeps_everything
+from focus_exp.reporting.findings import difference_word
 from focus_exp.reporting.gather import Runs
 from focus_exp.reporting.paper_measures import NOT_RUN
 from focus_exp.reporting.paper_report import command_of, where

@@ -6,13 +6,13 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from focus_exp.records.benchmarks import BenchmarkRow
+from focus_exp.records.answers import answer, row_of
+from focus_exp.records.benchmarks import BenchmarkRow, telling
 from focus_exp.records.record import Record
 from focus_exp.records.rows import Row
 from focus_exp.records.speed import SpeedRow
-from focus_exp.reporting.benchmark_findings import outcome, score_name, telling
+from focus_exp.reporting.benchmark_findings import score_name
 from focus_exp.reporting.benchmarks import difference_text, is_share
-from focus_exp.reporting.comparison import answer, row_of
 from focus_exp.reporting.paper import paper_speedups
 from focus_exp.reporting.speed_notes import number_text
 from focus_exp.reporting.tables import change_text, perplexity_text, share_text
@@ -81,7 +81,7 @@ def no_degradation(record: Record) -> Verdict:
     if not acted:
         return Verdict(NOT_ENGAGED, "", f"pairs removed: {idle}", [record])
     said = "; ".join(f"{score_name(row)} {difference_text(row)}" for row in acted)
-    lost = [row for row in acted if outcome(row) == "worse"]
+    lost = [row for row in acted if row.outcome == "worse"]
     losses = [-100 * row.difference_low for row in acted if is_share(row) and row.difference_low is not None]
     why = f"not engaged on {idle}" if idle else ""
     if lost:
@@ -95,12 +95,12 @@ def no_degradation(record: Record) -> Verdict:
 
 def arm_row(record: Record, name: str) -> Row | None:
     arm = next((arm for arm in record.arms if arm.name == name), None)
-    return row_of(record, arm) if arm else None
+    return row_of(record, arm.name) if arm else None
 
 
 def better_than(name: str) -> Callable[[Record], Verdict]:
     def judge(record: Record) -> Verdict:
-        row, first = arm_row(record, name), row_of(record, record.arms[0])
+        row, first = arm_row(record, name), row_of(record, record.arms[0].name)
         if row is None or first is None or row.delta_vs_hard is None:
             return Verdict(NOT_RUN, why=f"arm {name} has no perplexity", records=[record])
         change = change_text(row.delta_vs_hard, row.delta_vs_hard_low, row.delta_vs_hard_high)
@@ -154,7 +154,7 @@ def _loras(record: Record) -> list[tuple[str, Row]]:
     near = [
         a for a in record.arms if a.name.startswith("lora") and a.trainable_parameters < 2 * first.trainable_parameters
     ]
-    return [(arm.name, row) for arm in near if (row := row_of(record, arm)) is not None and row.nll is not None]
+    return [(arm.name, row) for arm in near if (row := row_of(record, arm.name)) is not None and row.nll is not None]
 
 
 def lora_is_lower(record: Record) -> Verdict:
@@ -174,7 +174,7 @@ def lora_degrades(record: Record) -> Verdict:
     rows = [(name, row) for name, _ in found for row in _benchmarks(record, name)]
     if not rows:
         return Verdict(NOT_RUN, why="no benchmark was run", records=[record])
-    lost = [f"{name} on {row.task} {difference_text(row)}" for name, row in rows if outcome(row) == "worse"]
+    lost = [f"{name} on {row.task} {difference_text(row)}" for name, row in rows if row.outcome == "worse"]
     items = max(row.n or 0 for _, row in rows)
     if lost:
         return Verdict(REPRODUCED, "; ".join(lost), f"{len(lost)} of {len(rows)} scores beyond the interval", [record])

@@ -1,0 +1,87 @@
+"""Which rows of a record stand for its run, for an arm, for a phase of an arm."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from math import isclose
+
+from focus_exp.records.record import Record
+from focus_exp.records.rows import Arm, ProbeRow, Row
+
+# shares of the tokens in one group, above which it dominates, and from which on the router has collapsed
+DOMINANT, COLLAPSED = 0.5, 0.9
+
+
+def answer(record: Record) -> Row | None:
+    """The row that stands for a run: its hard groups as configured, its attention method, or its trained weights."""
+    method = record.setting("attention", "method", "full")
+    choices: list[Callable[[Row], bool]] = [
+        lambda row: is_configured(record, row),
+        lambda row: row.kind == "control" and row.method == method,
+        lambda row: row.kind == "trained",
+    ]
+    return next((row for chosen in choices for row in record.rows if chosen(row)), None)
+
+
+def configured_row(record: Record) -> Row | None:
+    """The scored hard row at the config's method, top_k and pair rule, if it can be compared with the base."""
+    return next((row for row in record.rows if is_configured(record, row) and is_comparable(row)), None)
+
+
+def is_configured(record: Record, row: Row) -> bool:
+    # with one group a token both pair rules keep the same pairs
+    return (
+        row.kind == "hard"
+        and row.method == record.setting("attention", "method")
+        and row.top_k in (None, record.setting("attention", "top_k"))
+        and (row.top_k == 1 or row.pair_rule in (None, record.setting("attention", "pair_rule")))
+    )
+
+
+def is_comparable(row: Row) -> bool:
+    """Whether its loss is one, and not full attention's."""
+    return row.scored and row.causal and not keeps_everything(row)
+
+
+def keeps_everything(row: Row) -> bool:
+    """Whether a hard row or control keeps every distant pair, that is, is full attention."""
+    return row.kind in ("hard", "control") and isclose(row.distant_pairs_kept or 0.0, 1.0)
+
+
+def row_of(record: Record, arm: str) -> Row | None:
+    """The row of a comparison that stands for an arm."""
+    return next((row for row in record.rows if row.arm == arm), None)
+
+
+@dataclass(frozen=True)
+class Phase:
+    """A phase of an arm: its last probe, and its rows where they were measured. `trains`: router or all."""
+
+    arm: Arm
+    name: str
+    trains: str
+    probe: ProbeRow
+    soft: Row | None
+    hard: Row | None
+
+    @property
+    def full(self) -> bool:
+        return self.trains == "all"
+
+
+def phases(record: Record) -> Iterator[Phase]:
+    """Every phase of every arm that was probed, in order."""
+    trained = record.setting("regime", "phases", {})
+    for arm in record.arms:
+        last = {probe.phase: probe for probe in record.probes if probe.arm == arm.name}
+        for name, probe in last.items():
+            rows = {row.kind: row for row in record.phases if (row.arm, row.phase) == (arm.name, name)}
+            hard = rows.get("hard") or (row_of(record, arm.name) if len(last) == 1 else None)
+            trains = trained.get(name, {}).get("train", name)
+            yield Phase(arm, name, trains, probe, rows.get("soft"), hard)
+
+
+def phase_of(record: Record, arm: str, *, full: bool) -> Phase | None:
+    """The phase of `arm` that trained everything, or the router alone."""
+    return next((phase for phase in phases(record) if phase.arm.name == arm and phase.full == full), None)

@@ -1,0 +1,148 @@
+"""Every text of a number, and the words of the report, each once."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from focus_exp.records.benchmarks import BenchmarkRow
+
+ABSENT = "-"
+READS_FUTURE = "reads the future"
+# from where on the perplexity of a benchmark is written with an exponent
+MANY = 100_000
+# nats a token: the same function computed along two paths differs by less
+ROUNDING = 1e-6
+
+
+class Word(str):
+    """A word of a closed vocabulary; a page colours the cell that is one."""
+
+
+REPRODUCED, NOT_REPRODUCED, UNDECIDED = map(Word, ("reproduced", "not reproduced", "undecided"))
+NOT_ENGAGED, NOT_RUN, NOT_HERE = map(Word, ("not engaged", "not run", "not testable here"))
+RAN = Word("ran, decides nothing")  # at scale=quick
+VERDICTS = (RAN, REPRODUCED, NOT_REPRODUCED, UNDECIDED, NOT_ENGAGED, NOT_RUN, NOT_HERE)
+
+
+def count_text(value: float | None) -> str:
+    """A whole number."""
+    return ABSENT if value is None else f"{value:,.0f}"
+
+
+def decimals_text(value: float | None, decimals: int) -> str:
+    return ABSENT if value is None else f"{value:,.{decimals}f}"
+
+
+def signed_text(value: float) -> str:
+    return f"{value:+.2f}"
+
+
+def number_text(value: float | None) -> str:
+    """Three significant digits, more for whole numbers."""
+    if value is None:
+        return ABSENT
+    digits = 0 if abs(value) >= 99.95 else 1 if abs(value) >= 9.995 else 2
+    return f"{value:,.{digits}f}" if abs(value) >= 0.9995 else f"{value:.3g}"
+
+
+def about_text(value: float) -> str:
+    """Two significant digits."""
+    return f"{float(f'{value:.1e}'):,.0f}"
+
+
+def mebibytes_text(size: float | None) -> str:
+    """Bytes in MiB, without the unit."""
+    return number_text(None if size is None else size / 2**20)
+
+
+def milliseconds_text(seconds: float | None) -> str:
+    """Seconds in ms, without the unit."""
+    return number_text(None if seconds is None else 1e3 * seconds)
+
+
+def share_text(share: float | None) -> str:
+    """A share 0..1 in per cent."""
+    return ABSENT if share is None else f"{100 * share:.1f} %"
+
+
+def perplexity_text(value: float | None, low: float | None = None, high: float | None = None) -> str:
+    """Two decimals below 1000, none above; with its interval."""
+    text = ABSENT if value is None else f"{value:,.2f}" if abs(value) < 1000 else f"{value:,.0f}"
+    return text if low is None or high is None else f"{text} [{perplexity_text(low)}, {perplexity_text(high)}]"
+
+
+def change_text(delta: float | None, low: float | None = None, high: float | None = None) -> str:
+    """A difference of losses [nats per token] as a change of perplexity in per cent, with its interval."""
+    if delta is None:
+        return ABSENT
+    value, *bounds = (f"{change_percent(bound):+.2f}" for bound in (delta, low, high) if bound is not None)
+    return f"{value} % [{', '.join(bounds)}]" if len(bounds) == 2 else f"{value} %"
+
+
+def change_percent(delta: float) -> float:
+    """A difference of losses [nats per token] as a change of perplexity in per cent."""
+    return 100 * math.expm1(min(delta, 700.0))
+
+
+def difference_word(delta: float, low: float | None, high: float | None, words: tuple[str, str]) -> str:
+    """`words` for a negative and a positive difference of losses, unless its interval includes 0 or it is rounding."""
+    if abs(delta) < ROUNDING or (low is not None and high is not None and low <= 0 <= high):
+        return "indistinguishable from"
+    return words[0] if delta < 0 else words[1]
+
+
+def score_text(row: BenchmarkRow) -> str:
+    """A score with its standard error, shares in per cent."""
+    if row.error is not None:
+        return "not measured" if row.kind == "missing" else "failed"
+    if row.value is None:
+        return ABSENT
+    if row.is_share:
+        error = "" if row.stderr is None else f" ± {100 * row.stderr:.1f}"
+        return f"{100 * row.value:.1f}{error} %"
+    return " ± ".join(
+        perplexity_text(value) if abs(value) < MANY else f"{value:.1e}"
+        for value in (row.value, row.stderr)
+        if value is not None
+    )
+
+
+def difference_text(row: BenchmarkRow) -> str:
+    """A paired difference of scores with its interval: points, per cent, nats or the metric's own unit."""
+    if row.difference is None:
+        return ABSENT
+    low, high = row.difference_low, row.difference_high
+    if row.is_perplexity and max(abs(row.difference), abs(low or 0), abs(high or 0)) < 1:
+        return change_text(row.difference, low, high)
+    factor, unit = (100, " points") if row.is_share else (1, " nats" if row.is_perplexity else "")
+    interval = "" if low is None or high is None else f" [{factor * low:+.1f}, {factor * high:+.1f}]"
+    return f"{factor * row.difference:+.1f}{interval}{unit}"
+
+
+def facts_text(values: dict[str, Any]) -> str:
+    """The pairs in a line; without what is empty, and without the substitution, which has its own note."""
+    known = {key: value for key, value in values.items() if value not in (None, "") and key != "substitution"}
+    return ", ".join(f"{key} {_plain(value)}" for key, value in known.items())
+
+
+def _plain(value: Any) -> str:
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        return str(value)
+    return f"{value:,}" if isinstance(value, int) else f"{value:,.4g}"
+
+
+def distinct_text(values: Iterable[Any]) -> str:
+    """The different values in order, without empty ones."""
+    return " and ".join(sorted({str(value) for value in values} - {""}))
+
+
+def listed_text(parts: Sequence[str]) -> str:
+    """a, b and c."""
+    return " and ".join(filter(None, [", ".join(parts[:-1]), *parts[-1:]]))
+
+
+def seeds_text(seeds: Sequence[int]) -> str:
+    """How many, and which."""
+    return f"{len(seeds)} ({', '.join(map(str, seeds))})" if seeds else ABSENT
