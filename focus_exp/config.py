@@ -9,9 +9,11 @@ from dataclasses import asdict, dataclass, field, fields, is_dataclass
 from pathlib import Path
 from typing import Any, get_type_hints
 
+from hydra._internal.sources_registry import SourcesRegistry
 from hydra.core.config_store import ConfigStore
 from omegaconf import MISSING
 
+from focus_exp.config_attention import AttentionConfig, FocusConfig, MethodSource
 from focus_exp.config_jobs import (
     AnalyzeConfig,
     BenchConfig,
@@ -49,52 +51,6 @@ class ModelConfig:
     quantization: str = "none"  # int8 or nf4: of a frozen base, by bitsandbytes
     dtype: str | None = None  # of the weights as the hub stores them, which decides what a download takes
     paper: list[str] = field(default_factory=list)  # overrides: the setting in which the paper trains it
-
-
-@dataclass
-class AttentionConfig:
-    name: str = MISSING
-    method: str = MISSING
-    groups: int = 4  # K
-    routing_dim: int = 16  # d_g
-    temperature: float = 0.1  # tau
-    normalize: bool = True  # compare tokens and centroids by cosine
-    assignment: str = "balanced"
-    sinkhorn_iterations: int = 10  # N
-    balance_momentum: float = 0.9
-    gate: str = "log"
-    gate_steepness: float = 10.0  # lambda
-    gate_threshold: float = 0.5
-    window: int = 128  # w
-    sinks: int = 4
-    top_k: int = 1
-    pair_rule: str = "query_topk"
-    train_with: str = "soft"  # soft gates on all pairs, or the hard groups' pairs alone
-    backend: str = "auto"  # what computes hard groups: the masked path, or the sparse path on a kernel
-    # how its router is trained, in any regime that trains it
-    gate_steepness_start: float | None = None  # at a phase's first step, growing linearly to gate_steepness
-    warm_start_blocks: int = 0  # blocks of text whose full attention the routers are fitted to first
-    warm_start_steps: int = 100
-    calibration_blocks: int = 0  # blocks of text on which the balance is set at the end
-    # what the paper tried against group dominance (T8)
-    balance_loss: float = 0.0  # weight of the loss that is least where groups have equal mass
-    entropy_loss: float = 0.0  # weight of the mean entropy of a token's assignment
-    detach_inputs: bool = False  # no gradient from the router into the hidden states
-    centroid_update: str = "gradient"  # or ema of their tokens with centroid_decay, or recluster by k-means
-    recluster_every: int = 100  # steps
-    # of the published methods alone
-    global_tokens: int = 64  # longformer
-    dilation: int = 1
-    dilated_heads: int = 2
-    features: int = 256  # performer
-    tokens_per_group: int | None = None  # routing_transformer; null: an equal share of the sequence
-    centroid_decay: float = 0.999
-    components: int | None = None  # sparq: r; null: half of a head
-    tokens_kept: int = 32  # k
-    reallocate: bool = False  # the mass of what is not kept, to the mean value
-    recent_tokens: int = 8  # sparq, magicpig: always kept, the query's own among them
-    hash_bits: int = 10  # magicpig: K
-    hash_tables: int = 150  # L
 
 
 @dataclass
@@ -235,6 +191,17 @@ class Config:
     trainer: TrainerConfig = MISSING
     logger: LoggerConfig = MISSING
 
+    @property
+    def has_router(self) -> bool:
+        """Whether the attention has a router to train."""
+        return isinstance(self.attention, FocusConfig)
+
+    @property
+    def focus(self) -> FocusConfig:
+        """attention.* where it has a router."""
+        assert isinstance(self.attention, FocusConfig), self.attention
+        return self.attention
+
 
 GROUPS = {key: schema for key, schema in get_type_hints(Config).items() if is_dataclass(schema)}
 
@@ -244,13 +211,15 @@ def register_schemas() -> None:
     store = ConfigStore.instance()
     store.store(name="base_config", node=Config)
     for group, schema in GROUPS.items():
-        store.store(group=group, name=f"base_{group}", node=schema)
+        if group != "attention":  # its schema is its method's
+            store.store(group=group, name=f"base_{group}", node=schema)
+    SourcesRegistry.instance().register(MethodSource)
 
 
 def phases_of(config: Config) -> list[tuple[str, PhaseConfig]]:
     """The named phases that this configuration really runs: without a router there is no router to train."""
     phases = config.regime.phases.items()
-    return [(name, p) for name, p in phases if p.train != "router" or config.attention.method == "focus"]
+    return [(name, p) for name, p in phases if p.train != "router" or config.has_router]
 
 
 def to_dict(config: Config) -> dict[str, Any]:
@@ -266,6 +235,8 @@ def config_hash(config: Config) -> str:
     values = {key: value for key, value in chosen(config).items() if key not in NOT_HASHED}
     values["model"] = {key: value for key, value in values["model"].items() if key not in MODEL_NOT_HASHED}
     values["trainer"] = {key: value for key, value in values["trainer"].items() if key not in TRAINER_NOT_HASHED}
+    if values["attention"].get("seed") == config.seed:
+        del values["attention"]["seed"]
     if config.adapter:  # whose place says nothing of what is in it
         values["adapter"] = [hashlib.sha256(p.read_bytes()).hexdigest() for p in Path(config.adapter).glob("*.safe*")]
     return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()[:8]

@@ -24,7 +24,8 @@ def evaluate(config: Config) -> None:
         return
     precision = choose_precision(config.trainer.precision, config.trainer.accelerator, trains_base=False)
     attention = config.attention
-    kept = f"{attention.method}, K={attention.groups}, window {attention.window}"
+    groups = f", K={config.focus.groups}" if config.has_router else ""
+    kept = f"{attention.method}{groups}, window {attention.window}"
     print(f"evaluation of {config.adapter} ({kept}: the adapter's own) on {config.data.name}; {describe(precision)}")
     print(f"run folder: {run_folder(config)}")
     with open_run(config, describe(precision)) as run:
