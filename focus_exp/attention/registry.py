@@ -18,8 +18,8 @@ for module in pkgutil.iter_modules(baselines.__path__, f"{baselines.__name__}.")
 def find(method: str, *, imports: bool = True) -> type[AttentionMethod]:
     """The class that is called `method`, or whose dotted path it is: package.module.Class.
 
-    ValueError for what is none. Without `imports` the path's module must have been imported before: a name out of a
-    file that somebody else wrote runs no code.
+    ValueError for what is none. Without `imports` the module of a path must be there already: a name out of a file that
+    somebody else wrote runs no code.
     """
     if method in METHODS:
         return METHODS[method]
@@ -27,7 +27,9 @@ def find(method: str, *, imports: bool = True) -> type[AttentionMethod]:
     if not path:
         raise ValueError(f"attention method {method!r} is not known; choose from {', '.join(METHODS)}")
     if not imports and path not in sys.modules:
-        raise ValueError(f"attention method {method!r} is not part of focus_exp; import {path} first if you trust it")
+        raise ValueError(
+            f"attention method {method!r} is not of focus_exp; import {path}, or choose it with attention=, first"
+        )
     try:
         found = getattr(importlib.import_module(path), name)
     except (ImportError, AttributeError) as error:

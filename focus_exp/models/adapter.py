@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import inspect
 import json
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from focus_exp.attention.registry import METHODS
+from focus_exp.attention.registry import find
 from focus_exp.errors import UserError
 from focus_exp.models.attach import attach, detach
 from focus_exp.models.attached import attachment_of, is_causal, set_routing
@@ -83,13 +83,15 @@ def read_description(folder: str | Path) -> dict[str, Any]:
         raise UserError(f"{folder} holds no {DESCRIPTION}; give a folder that save_adapter wrote") from None
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise UserError(f"{path} is damaged ({error}); copy the adapter again") from None
-    if method := METHODS.get(description["method"]):
-        known = set(inspect.signature(method).parameters) - {"shape"}
-        if unknown := sorted(set(description["options"]) - known):
-            raise UserError(
-                f"{path}: method {description['method']} has no options {', '.join(unknown)}; copy the adapter again, "
-                "or use the version of focus_exp that wrote it"
-            )
+    try:
+        method = find(description["method"], imports=False)
+    except ValueError as error:
+        raise UserError(f"{path}: {error}") from error
+    if unknown := sorted(set(description["options"]) - {item.name for item in fields(method.options)}):
+        raise UserError(
+            f"{path}: method {description['method']} has no options {', '.join(unknown)}; copy the adapter again, "
+            "or use the version of focus_exp that wrote it"
+        )
     return description
 
 

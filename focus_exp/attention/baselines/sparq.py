@@ -15,9 +15,7 @@ from focus_exp.attention.selection import PairCounts, Selection, Sequence, alway
 
 @dataclass
 class SparQOptions(Options):
-    components: int | None = option(
-        None, "r, numbers of a query that the estimate reads; None: half", least=1
-    )
+    components: int | None = option(None, "r, numbers of a query that the estimate reads; None: half", least=1)
     tokens_kept: int = option(32, "k, tokens that a query attends to", least=1)
     recent_tokens: int = option(8, "l of them, the latest, the query's own among them", least=1, most="tokens_kept")
     reallocate: bool = option(False, "the mass of what is not kept, to the mean value")
