@@ -18,7 +18,7 @@ from focus_exp.training.precision import Precision, choose_precision
 def evaluate(config: Config) -> None:
     """Measure `config.adapter` as `config.eval` says; attention is the adapter's, save top_k, pair_rule, backend."""
     if not config.adapter:
-        raise UserError("job=evaluate needs adapter=<folder that save_adapter wrote>, such as <run folder>/adapter")
+        raise UserError("job=evaluate needs adapter=<run folder>/adapter, or owner/name of one on the hub")
     config = with_adapter(config)
     if already_finished(config):
         return
