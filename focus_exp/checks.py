@@ -190,9 +190,11 @@ def validate_regime(config: Config) -> None:
         for key, low in (("steps", 1), ("warmup_steps", 0), ("weight_decay", 0)):
             if getattr(phase, key) < low:
                 raise UserError(f"{where}.{key}={getattr(phase, key)} is impossible; use {low} or more")
-    for key, value in (("rank", regime.lora.rank), ("alpha", regime.lora.alpha)):
+    for key in ("rank", "alpha", "router_groups"):
+        value = getattr(regime.lora, key)
         if value is not None and value < 1:
-            raise UserError(f"regime.lora.{key}={value} is impossible; use 1 or more, or null to have it chosen")
+            chosen = "" if key == "router_groups" else ", or null to have it chosen"
+            raise UserError(f"regime.lora.{key}={value} is impossible; use 1 or more{chosen}")
     if regime.trains("lora") and config.has_router:
         raise UserError(
             f"regime={regime.name} trains LoRA in place of a router, but attention={config.attention.name} has one; "

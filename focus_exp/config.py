@@ -13,6 +13,7 @@ from hydra._internal.sources_registry import SourcesRegistry
 from hydra.core.config_store import ConfigStore
 from omegaconf import MISSING
 
+from focus_exp.attention.focus_options import FocusOptions
 from focus_exp.config_attention import AttentionConfig, FocusConfig, MethodSource
 from focus_exp.config_jobs import (
     AnalyzeConfig,
@@ -65,6 +66,7 @@ class PhaseConfig:
 @dataclass
 class LoraConfig:
     rank: int | None = 4  # null: the one whose parameters come closest in number to those of a router
+    router_groups: int = FocusOptions.groups  # of that router
     alpha: int | None = None  # null: twice the rank
     dora: bool = False
     # linear layers by the ends of their names; empty: those usual for the model's family
