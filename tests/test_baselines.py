@@ -618,9 +618,9 @@ def test_magicpig_counts_only_what_it_has_sampled():
 @pytest.mark.parametrize(
     ("name", "options", "message"),
     [
-        ("sparq", {"components": 17}, "components=17 must be 1 to 16"),
-        ("sparq", {"recent_tokens": 9, "tokens_kept": 8}, "recent_tokens=9 must be 1 to tokens_kept=8"),
-        ("magicpig", {"hash_bits": 16}, "hash_bits=16 must be 1 to 15"),
+        ("sparq", {"components": 17}, "components=17 exceeds 16, the size of a head"),
+        ("sparq", {"recent_tokens": 9, "tokens_kept": 8}, "recent_tokens=9 exceeds tokens_kept=8; use 1 to 8"),
+        ("magicpig", {"hash_bits": 16}, "hash_bits=16 is impossible; use a number from 1 to 15"),
         ("magicpig", {"hash_tables": 1}, "hash_tables=1"),
         ("magicpig", {"recent_tokens": 0}, "recent_tokens=0"),
     ],
