@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from focus_exp import __main__ as command_line
+from focus_exp.attention.registry import METHODS
 from focus_exp.config_attention import AttentionConfig, schema_of
 from focus_exp.errors import STOP_SIGNALS
 from focus_exp.reporting.record import Record, read_metrics
@@ -49,12 +50,12 @@ def run(*arguments: str) -> Result:
 
 
 def fitting(*arguments: str) -> list[str]:
-    """The arguments without those of attention.* that its method has not; settings of `tiny` are those of Focus."""
+    """The arguments without those options of Focus, which `tiny` sets, that the chosen attention has not."""
     given = dict(argument.split("=", 1) for argument in arguments if "=" in argument)
     chosen = given.get("attention", "full" if given.get("regime") in ("lora", "dora") else "focus")
-    method = next(name for name in ("focus", "sparq", chosen) if chosen.startswith(name))
-    known = [f"attention.{item.name}" for item in fields(schema_of(method))]
-    return [part for part in arguments if not part.startswith("attention.") or part.partition("=")[0] in known]
+    method = next((name for name in ("full", *METHODS) if chosen.startswith(name)), "focus")
+    known, all_known = ({f"attention.{item.name}" for item in fields(schema_of(m))} for m in (method, "focus"))
+    return [part for part in arguments if part.partition("=")[0] not in all_known - known]
 
 
 def attention_of(method: str, **options: Any) -> AttentionConfig:

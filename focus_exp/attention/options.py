@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import difflib
 import math
-from collections.abc import Iterable
 from dataclasses import dataclass, field, fields
 from types import UnionType
 from typing import Any, Self, Union, get_args, get_origin, get_type_hints
@@ -83,9 +82,8 @@ class GroupOptions(NearOptions):
     )
 
 
-def instead(name: str, names: Iterable[str]) -> str:
+def instead(name: str, names: list[str]) -> str:
     """What to write in place of `name`, as the end of a sentence: the nearest of `names`, or all where none is near."""
-    names = sorted(names)
     close = difflib.get_close_matches(name, names, n=3, cutoff=0.6)
     return f"; did you mean {' or '.join(close)}?" if close else f"; there are {', '.join(names)}"
 
