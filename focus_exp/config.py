@@ -11,10 +11,10 @@ from typing import Any, get_type_hints
 
 from hydra._internal.sources_registry import SourcesRegistry
 from hydra.core.config_store import ConfigStore
-from omegaconf import MISSING
+from omegaconf import MISSING, OmegaConf
 
 from focus_exp.attention.focus_options import FocusOptions
-from focus_exp.config_attention import AttentionConfig, FocusConfig, MethodSource
+from focus_exp.config_attention import AttentionConfig, FocusConfig, MethodSource, attention_of
 from focus_exp.config_jobs import (
     AnalyzeConfig,
     BenchConfig,
@@ -216,6 +216,13 @@ def register_schemas() -> None:
         if group != "attention":  # its schema is its method's
             store.store(group=group, name=f"base_{group}", node=schema)
     SourcesRegistry.instance().register(MethodSource)
+
+
+def structured(values: Any) -> Any:
+    """Plain values, such as those of a run's config.yaml, under the schema, which refuses what it does not have."""
+    given = OmegaConf.create(values)
+    given.attention = attention_of(given.attention)
+    return OmegaConf.merge(OmegaConf.structured(Config), given)
 
 
 def phases_of(config: Config) -> list[tuple[str, PhaseConfig]]:

@@ -10,7 +10,7 @@ from omegaconf import OmegaConf
 from running import fitting, metrics_of, only_run, outcome, record_of, router_steps, run, tiny
 from transformers import AutoModelForCausalLM
 
-from focus_exp.config import Config
+from focus_exp.config import structured
 from focus_exp.reporting.record import Record
 
 STEPS = router_steps(4)
@@ -61,7 +61,7 @@ def test_run_folder_holds_config_metrics_adapter_record_tables_and_figures(folde
         *("adapter/focus_adapter.safetensors", "adapter/focus_adapter.json"),
         *("figures/loss_curve.png", "figures/perplexity_by_position.png", "figures/group_sizes.png"),
     }
-    config = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(Config), OmegaConf.load(place / "config.yaml")))
+    config = OmegaConf.to_object(structured(OmegaConf.load(place / "config.yaml")))
     assert config.attention.window == 8 and config.regime.phases["router"].steps == 4
     assert [line["step"] for line in metrics_of(folder / "retrofit")] == [1, 2, 3, 4]
     table = list(csv.DictReader(io.StringIO((place / "quality.csv").read_text())))
