@@ -5,20 +5,17 @@ import shutil
 import signal
 import subprocess
 import sys
-from dataclasses import fields
 
 import pytest
 import pytorch_lightning as pl
 import torch
-from bad_input import BAD_INPUT
+from bad_input import BAD_INPUT, CHOICES
 from running import fitting, only_run, record_of, router_steps, run, tiny
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 from transformers import PreTrainedModel
 
 from focus_exp import assets
-from focus_exp.checks import CHOICES
-from focus_exp.config_attention import FocusConfig
 from focus_exp.jobs import run as run_module
 from focus_exp.models import adapter as adapter_module
 from focus_exp.training.module import LanguageModelTask
@@ -66,14 +63,10 @@ def test_bad_input_is_one_error_that_names_key_value_and_fix(tmp_path, override)
         assert part in message
 
 
-choices = CHOICES | {f"attention.{item.name}": item.metadata.get("choices") for item in fields(FocusConfig)}
-choices = {key: names for key, names in choices.items() if names}
-
-
-@pytest.mark.parametrize("key", choices)
+@pytest.mark.parametrize("key", CHOICES)
 def test_a_choice_that_does_not_exist_is_answered_with_those_that_do(tmp_path, key):
     message = refused(*tiny(tmp_path), f"{key}=nonsense")
-    assert f"{key}=nonsense" in message and all(choice in message for choice in choices[key])
+    assert f"{key}=nonsense" in message and all(choice in message for choice in CHOICES[key])
 
 
 SHOWN = {

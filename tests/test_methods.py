@@ -12,6 +12,7 @@ from running import fitting, record_of, run, tiny
 from focus_exp import UserError, attach, load_adapter, save_adapter
 from focus_exp.attention.focus_options import FocusOptions, RouterTraining
 from focus_exp.attention.method import BACKENDS
+from focus_exp.attention.options import check
 from focus_exp.attention.registry import METHODS, find
 from focus_exp.config_attention import AttentionConfig, schema_of
 
@@ -118,7 +119,7 @@ def test_every_option_says_what_it_means_and_its_default_is_allowed():
         for item in fields(options):
             assert item.default is not MISSING
             assert item.metadata or item.name in ("name", "method")
-        options().check()
+        check(options())
 
 
 def test_the_backends_of_the_configuration_are_those_there_are():

@@ -22,7 +22,7 @@ MAY_IMPORT = {
     "assets": FOUNDATION,
     "config": {*FOUNDATION, "attention"},
     "config_attention": {"errors", "attention"},
-    "config_jobs": set(),
+    "config_jobs": {"attention"},
     "checks": {*FOUNDATION, "attention"},
     "reporting": FOUNDATION,
     "sweeps": {*FOUNDATION, "reporting"},
