@@ -38,7 +38,6 @@ class Mean(AttentionMethod, options=MeanOptions):
     def __init__(self, shape, options):
         super().__init__(shape)
         self.share = options.share
-        self.register_buffer("scale", torch.ones(()))
 
     def attend(self, q, k, v, selection, sequence, *, scaling, **others):
         near = super().attend(q, k, v, selection, sequence, scaling=scaling, **others)
