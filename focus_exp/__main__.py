@@ -142,9 +142,8 @@ def explain(error: Exception) -> str:
         return no_such_key(str(cause.full_key), cause.object_type)
     if "launcher/submitit_slurm" in message:
         return "hydra/launcher=slurm needs the package hydra-submitit-launcher: pip install 'focus_exp[slurm]'"
-    if found := re.search(r"(?:Could not find|not found) '?([\w/]+)/([\w.]+)'?", message):
-        options = [path.stem for path in (Path(conf_dir()) / found[1]).glob("*.yaml")]
-        return f"{message}{instead(found[2], options)}"
+    if found := re.search(r"Could not find '([\w/]+)/([\w.]+)'\s+Available options in .*", message):
+        return f"there is no {found[1]}/{found[2]}{instead(found[2], message[found.end() :].split())}"
     return message
 
 

@@ -3,73 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import fields, is_dataclass
-from math import inf
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
-from focus_exp.attention.options import PAIR_RULES, instead
+from focus_exp.attention.options import check, instead
 from focus_exp.config import Config
 from focus_exp.config_attention import AttentionConfig, schema_of
 from focus_exp.errors import UserError
-
-# each a module of that name in jobs/, with a function of that name
-JOBS = (
-    *("train", "evaluate", "bench", "generate", "compare", "analyze"),
-    *("plan", "report", "dashboard", "reproduce", "sweep_status", "build_tasks"),
-)
-CHOICES = {
-    "job": JOBS,
-    "assets": ("auto", "hub", "embedded"),
-    "model.quantization": ("none", "int8", "nf4"),
-    "data.source": ("hub", "files", "books"),
-    "bench.dtype": ("bf16", "float32"),
-    "eval.split": ("validation", "test"),
-    "trainer.accelerator": ("auto", "cpu", "gpu"),
-    "trainer.precision": ("auto", "bf16", "float32"),
-    "trainer.strategy": ("auto", "single", "ddp", "fsdp"),
-    "logger.wandb": ("auto", "online", "offline", "disabled"),
-}
-AT_LEAST = {
-    "seed": 0,
-    "regime.steps": 1,
-    "regime.warmup_steps": 0,
-    "data.block_size": 2,
-    "data.max_train_tokens": 1,
-    "data.max_test_tokens": 1,
-    "data.workers": 0,
-    "eval.window": 2,
-    "eval.stride": 1,
-    "eval.max_windows": 1,
-    "eval.batch_size": 1,
-    "eval.bootstrap_samples": 1,
-    "eval.limit": 1,
-    "eval.num_fewshot": 0,
-    "eval.request_batch_size": 1,
-    "eval.suite_window": 1,
-    "bench.repeats": 1,
-    "generate.prompts": 1,
-    "generate.prompt_tokens": 1,
-    "generate.new_tokens": 1,
-    "bench.routed_tokens": 2,
-    "trainer.batch_size": 1,
-    "trainer.accumulate": 1,
-    "trainer.checkpoint_every": 1,
-    "trainer.log_every": 1,
-    "trainer.probe_every": 0,
-    "trainer.devices": 1,
-    "trainer.num_nodes": 1,
-    "plan.gpus": 1,
-    "analyze.tokens": 2,
-    "analyze.passage_tokens": 2,
-    "analyze.pairs": 0,
-}
-ABOVE_ZERO = ("trainer.gradient_clip", "generate.temperature", "plan.utilization")
-FROM_ONE = (  # every number of a list
-    *("bench.lengths", "bench.prefill_lengths", "bench.step_lengths", "bench.decode_lengths", "bench.groups"),
-    *("bench.top_k", "eval.top_k"),
-)
-SHARES = ("generate.top_p",)
 
 
 def parse(composed: DictConfig) -> Config:
@@ -102,32 +43,12 @@ def no_such_key(key: str, schema: Any) -> str:
     return f"{lacks} {key}{instead(name, [item.name for item in fields(schema)])}"
 
 
-def lookup(config: Config, key: str) -> Any:
-    """The value at a dotted key."""
-    value: Any = config
-    for part in key.split("."):
-        value = getattr(value, part)
-    return value
-
-
 def validate(config: Config) -> None:
     """Refuse what no run can be made of."""
-    for key, choices in CHOICES.items():
-        if lookup(config, key) not in choices:
-            raise UserError(f"{key}={lookup(config, key)} is not one of {', '.join(choices)}")
-    for key, low in AT_LEAST.items():
-        value = lookup(config, key)
-        if value is not None and value < low:
-            raise UserError(f"{key}={value} is impossible; use {low} or more")
-    for key in ABOVE_ZERO:
-        if not 0 < lookup(config, key) < inf:
-            raise UserError(f"{key}={lookup(config, key)} is impossible; use a number above 0")
-    for key in SHARES:
-        if not 0 <= lookup(config, key) <= 1:
-            raise UserError(f"{key}={lookup(config, key)} is impossible; use a number from 0 to 1")
-    for rule in config.eval.pair_rules:
-        if rule not in PAIR_RULES:
-            raise UserError(f"eval.pair_rules holds {rule}, which is not a rule; choose {' or '.join(PAIR_RULES)}")
+    try:
+        check(config)
+    except ValueError as error:
+        raise UserError(str(error)) from None
     validate_tasks(config.eval.tasks)
     if config.job == "compare" and not config.arms:
         raise UserError("job=compare needs arms: a name and its settings each, as +experiment=compare has them")
@@ -140,10 +61,6 @@ def validate(config: Config) -> None:
     for k in config.generate.top_k if config.has_router else []:
         if not 1 <= k <= config.focus.groups:
             raise UserError(f"generate.top_k holds {k}; use 1 to attention.groups={config.focus.groups}")
-    for key in FROM_ONE:
-        values = lookup(config, key)
-        if values is not None and (not all(value >= 1 for value in values)):
-            raise UserError(f"{key}={values} is impossible; use numbers from 1")
     if config.data.source == "files" and not config.data.files:
         raise UserError("data=files needs data.files=<folder or glob of text files>")
     if config.data.source == "hub" and not config.data.hub_id:
@@ -168,10 +85,6 @@ def validate_attention(config: Config) -> None:
             f"attention.method={attention.method} does not go with attention={attention.name}, which is of another "
             "method; choose one with attention=<name>"
         )
-    try:
-        attention.check("attention.")
-    except ValueError as error:
-        raise UserError(str(error)) from None
     if config.has_router and config.focus.gate == "multiplicative" and config.focus.gate_threshold != 0:
         raise UserError(
             f"attention.gate_threshold={config.focus.gate_threshold} goes with attention.gate=log alone; "
@@ -181,18 +94,6 @@ def validate_attention(config: Config) -> None:
 
 def validate_regime(config: Config) -> None:
     regime = config.regime
-    for name, phase in regime.phases.items():
-        where = f"regime.phases.{name}"
-        if phase.train not in ("router", "lora", "all"):
-            raise UserError(f"{where}.train={phase.train} is not one of router, lora, all")
-        if not 0 < phase.learning_rate < inf:
-            raise UserError(f"{where}.learning_rate={phase.learning_rate} is impossible; use a number above 0")
-        for key, low in (("steps", 1), ("warmup_steps", 0), ("weight_decay", 0)):
-            if getattr(phase, key) < low:
-                raise UserError(f"{where}.{key}={getattr(phase, key)} is impossible; use {low} or more")
-    for key, value in (("rank", regime.lora.rank), ("alpha", regime.lora.alpha)):
-        if value is not None and value < 1:
-            raise UserError(f"regime.lora.{key}={value} is impossible; use 1 or more, or null to have it chosen")
     if regime.trains("lora") and config.has_router:
         raise UserError(
             f"regime={regime.name} trains LoRA in place of a router, but attention={config.attention.name} has one; "

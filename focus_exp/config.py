@@ -11,9 +11,11 @@ from typing import Any, get_type_hints
 
 from hydra._internal.sources_registry import SourcesRegistry
 from hydra.core.config_store import ConfigStore
-from omegaconf import MISSING
+from omegaconf import MISSING, OmegaConf
 
-from focus_exp.config_attention import AttentionConfig, FocusConfig, MethodSource
+from focus_exp.attention.focus_options import FocusOptions
+from focus_exp.attention.options import PAIR_RULES, option
+from focus_exp.config_attention import AttentionConfig, FocusConfig, MethodSource, attention_of
 from focus_exp.config_jobs import (
     AnalyzeConfig,
     BenchConfig,
@@ -25,6 +27,11 @@ from focus_exp.config_jobs import (
     ScaleConfig,
 )
 
+# each a module of that name in jobs/, with a function of that name
+JOBS = (
+    *("train", "evaluate", "bench", "generate", "compare", "analyze"),
+    *("plan", "report", "dashboard", "reproduce", "sweep_status", "build_tasks"),
+)
 # keys that change where or how a run is reported, but not what it computes
 NOT_HASHED = (
     *("job", "arm", "overwrite", "runs_dir", "cache_dir", "logger", "adapter"),
@@ -48,24 +55,27 @@ class ModelConfig:
     architecture: dict[str, Any] = field(default_factory=dict)
     # overrides of the run here whose trained weights these are; it is run first if it is not finished
     trained_by: list[str] = field(default_factory=list)
-    quantization: str = "none"  # int8 or nf4: of a frozen base, by bitsandbytes
+    quantization: str = option(
+        "none", "int8 or nf4: of a frozen base, by bitsandbytes", choices=("none", "int8", "nf4")
+    )
     dtype: str | None = None  # of the weights as the hub stores them, which decides what a download takes
     paper: list[str] = field(default_factory=list)  # overrides: the setting in which the paper trains it
 
 
 @dataclass
 class PhaseConfig:
-    train: str = "router"  # or lora, or all
-    steps: int = MISSING
-    learning_rate: float = MISSING
-    weight_decay: float = 0.0
-    warmup_steps: int = 5
+    train: str = option("router", "or lora, or all", choices=("router", "lora", "all"))
+    steps: int = option(MISSING, least=1)
+    learning_rate: float = option(MISSING, above=0)
+    weight_decay: float = option(0.0, least=0)
+    warmup_steps: int = option(5, least=0)
 
 
 @dataclass
 class LoraConfig:
-    rank: int | None = 4  # null: the one whose parameters come closest in number to those of a router
-    alpha: int | None = None  # null: twice the rank
+    rank: int | None = option(4, "null: the one whose parameters come closest in number to those of a router", least=1)
+    router_groups: int = option(FocusOptions.groups, "of that router", least=1)
+    alpha: int | None = option(None, "null: twice the rank", least=1)
     dora: bool = False
     # linear layers by the ends of their names; empty: those usual for the model's family
     target_modules: list[str] = field(default_factory=list)
@@ -75,9 +85,8 @@ class LoraConfig:
 class RegimeConfig:
     name: str = MISSING
     from_scratch: bool = False
-    # what the phases take that are not given their own
-    steps: int | None = None
-    warmup_steps: int = 5
+    steps: int | None = option(None, "what the phases take that are not given their own", least=1)
+    warmup_steps: int = option(5, least=0)
     # in the order in which they run
     phases: dict[str, PhaseConfig] = field(default_factory=dict)
     # for phases that train it
@@ -91,69 +100,75 @@ class RegimeConfig:
 @dataclass
 class DataConfig:
     name: str = MISSING
-    source: str = MISSING
+    source: str = option(MISSING, choices=("hub", "files", "books"))
     hub_id: str | None = None
     subset: str | None = None
     revision: str | None = None
     text_column: str = "text"
     # a folder or a glob of UTF-8 text files, split by file
     files: str | None = None
-    block_size: int = 1024
-    # tokens kept of a split; null keeps all
-    max_train_tokens: int | None = None
-    max_test_tokens: int | None = None
-    workers: int = 0
+    block_size: int = option(1024, least=2)
+    max_train_tokens: int | None = option(None, "tokens kept of a split; null keeps all", least=1)
+    max_test_tokens: int | None = option(None, least=1)
+    workers: int = option(0, least=0)
 
 
 @dataclass
 class EvalConfig:
     name: str = MISSING
-    split: str = "test"
-    window: int = 1024  # tokens a prediction may look back on, at most
-    stride: int | None = None  # null: disjoint windows
-    max_windows: int | None = None  # spread over the split; null: all
-    batch_size: int = 1
-    bootstrap_samples: int = 1000
+    split: str = option("test", choices=("validation", "test"))
+    window: int = option(1024, "tokens a prediction may look back on, at most", least=2)
+    stride: int | None = option(None, "null: disjoint windows", least=1)
+    max_windows: int | None = option(None, "spread over the split; null: all", least=1)
+    batch_size: int = option(1, least=1)
+    bootstrap_samples: int = option(1000, least=1)
     controls: bool = True
-    # groups that a query reaches, measured beside attention.top_k; empty: all of them
-    top_k: Numbers = field(default_factory=Numbers)
-    # rules measured beside attention.pair_rule
-    pair_rules: list[str] = field(default_factory=list)
+    top_k: Numbers = option(
+        [], "groups that a query reaches, measured beside attention.top_k; empty: all of them", least=1
+    )
+    pair_rules: list[str] = option([], "rules measured beside attention.pair_rule", choices=PAIR_RULES)
     # measured after these windows: tasks of lm-eval, of the long-range suite (passkey, or passkey@1024 with passages of
     # that many words), or perplexity@4096 in windows of that many tokens
     tasks: list[str] = field(default_factory=list)
-    limit: int | None = None  # documents of a task, from its start
-    num_fewshot: int | None = None  # null: each task's own
-    request_batch_size: int = 8
-    suite_window: int | None = None  # tokens that the long-range suite looks beyond; null: attention.window
+    limit: int | None = option(None, "documents of a task, from its start", least=1)
+    num_fewshot: int | None = option(None, "null: each task's own", least=0)
+    request_batch_size: int = option(8, least=1)
+    suite_window: int | None = option(
+        None, "tokens that the long-range suite looks beyond; null: attention.window", least=1
+    )
     allow_truncation: bool = False  # cut requests that the model is too short for
 
 
 @dataclass
 class TrainerConfig:
     name: str = MISSING
-    accelerator: str = "auto"
-    precision: str = "auto"
-    batch_size: int = 1
-    accumulate: int = 1
-    gradient_clip: float = 1.0
+    accelerator: str = option("auto", choices=("auto", "cpu", "gpu"))
+    precision: str = option("auto", choices=("auto", "bf16", "float32"))
+    batch_size: int = option(1, least=1)
+    accumulate: int = option(1, least=1)
+    gradient_clip: float = option(1.0, above=0)
     gradient_checkpointing: bool = False
-    checkpoint_every: int = 25  # optimiser steps
+    checkpoint_every: int = option(25, "optimiser steps", least=1)
     keep_checkpoints: bool = False  # when a run is finished; its adapter and its model stay in any case
-    log_every: int = 1
-    probe_every: int | None = None  # steps between looks at a router's groups; null: a twentieth of a phase; 0: never
+    log_every: int = option(1, least=1)
+    probe_every: int | None = option(
+        None, "steps between looks at a router's groups; null: a twentieth of a phase; 0: never", least=0
+    )
     progress: bool = True
-    # processes: auto is one where devices and num_nodes are 1, else ddp; fsdp shards the base, the router is replicated
-    strategy: str = "auto"
-    devices: int = 1  # of a node
-    num_nodes: int = 1
+    strategy: str = option(
+        "auto",
+        "of processes: auto is one where devices and num_nodes are 1, else ddp; fsdp shards all but the router",
+        choices=("auto", "single", "ddp", "fsdp"),
+    )
+    devices: int = option(1, "of a node", least=1)
+    num_nodes: int = option(1, least=1)
     cpu_offload: bool = False  # with fsdp: parameters wait in main memory
 
 
 @dataclass
 class LoggerConfig:
     name: str = MISSING
-    wandb: str = "auto"
+    wandb: str = option("auto", choices=("auto", "online", "offline", "disabled"))
     wandb_project: str = "focus_exp"
     wandb_entity: str | None = None
     csv: bool = False
@@ -161,10 +176,10 @@ class LoggerConfig:
 
 @dataclass
 class Config:
-    job: str = "train"
+    job: str = option("train", choices=JOBS)
     experiment: str = "adhoc"
-    assets: str = "auto"
-    seed: int = 0
+    assets: str = option("auto", choices=("auto", "hub", "embedded"))
+    seed: int = option(0, least=0)
     overwrite: bool = False
     runs_dir: str = "runs"
     # downloads and tokens; null: $FOCUS_EXP_CACHE or ~/.cache/focus_exp
@@ -214,6 +229,13 @@ def register_schemas() -> None:
         if group != "attention":  # its schema is its method's
             store.store(group=group, name=f"base_{group}", node=schema)
     SourcesRegistry.instance().register(MethodSource)
+
+
+def structured(values: Any) -> Any:
+    """Plain values, such as those of a run's config.yaml, under the schema, which refuses what it does not have."""
+    given = OmegaConf.create(values)
+    given.attention = attention_of(given.attention)
+    return OmegaConf.merge(OmegaConf.structured(Config), given)
 
 
 def phases_of(config: Config) -> list[tuple[str, PhaseConfig]]:

@@ -6,6 +6,8 @@ from dataclasses import dataclass, field
 
 from omegaconf import MISSING
 
+from focus_exp.attention.options import option
+
 Numbers = list[int]
 Names = list[str]
 
@@ -13,16 +15,18 @@ Names = list[str]
 @dataclass
 class BenchConfig:
     name: str = MISSING
-    lengths: Numbers = field(default_factory=Numbers)  # tokens; empty: 1K to 64K on a CPU, to 1M on a GPU
-    prefill_lengths: Numbers = field(default_factory=Numbers)
-    step_lengths: Numbers = field(default_factory=Numbers)
-    decode_lengths: Numbers = field(default_factory=Numbers)  # tokens before the one that is timed
-    groups: Numbers = field(default_factory=lambda: [4, 8])  # K of balanced groups
+    lengths: Numbers = option([], "tokens; empty: 1K to 64K on a CPU, to 1M on a GPU", least=1)
+    prefill_lengths: Numbers = option([], least=1)
+    step_lengths: Numbers = option([], least=1)
+    decode_lengths: Numbers = option([], "tokens before the one that is timed", least=1)
+    groups: Numbers = option([4, 8], "K of balanced groups", least=1)
     methods: Names = field(default_factory=Names)  # other attention, a layer of each timed at `lengths` too
-    top_k: Numbers = field(default_factory=lambda: [1])
-    dtype: str = "bf16"  # of the attention clocks; the model's own take trainer.precision
-    repeats: int = 7  # at most, fewer where one takes long
-    routed_tokens: int = 16_384  # held-out tokens whose groups a trained router is timed with
+    top_k: Numbers = option([1], least=1)
+    dtype: str = option(
+        "bf16", "of the attention clocks; the model's own take trainer.precision", choices=("bf16", "float32")
+    )
+    repeats: int = option(7, "at most, fewer where one takes long", least=1)
+    routed_tokens: int = option(16_384, "held-out tokens whose groups a trained router is timed with", least=2)
     quality: bool = False  # perplexity at every k too
     list: bool = False  # only say which kernels there are
 
@@ -30,13 +34,13 @@ class BenchConfig:
 @dataclass
 class GenerateConfig:
     name: str = MISSING
-    prompts: int = 4  # spread over the held-out text
-    prompt_tokens: int = 384
-    new_tokens: int = 128
+    prompts: int = option(4, "spread over the held-out text", least=1)
+    prompt_tokens: int = option(384, least=1)
+    new_tokens: int = option(128, least=1)
     top_k: Numbers = field(default_factory=Numbers)  # groups that a query reaches; empty: 1 to attention.groups
     do_sample: bool = False
-    temperature: float = 1.0
-    top_p: float = 1.0
+    temperature: float = option(1.0, above=0)
+    top_p: float = option(1.0, least=0, most=1)
 
 
 @dataclass
@@ -50,9 +54,9 @@ class ReportConfig:
 class PlanConfig:
     name: str = MISSING
     gpu: str = "h100"  # a name of planning/hardware
-    gpus: int | None = None  # at most; null: as many as it takes
+    gpus: int | None = option(None, "at most; null: as many as it takes", least=1)
     hours: float | None = None  # refuse what takes longer
-    utilization: float = 0.4  # of the peak arithmetic of the GPU
+    utilization: float = option(0.4, "of the peak arithmetic of the GPU", above=0)
     models: list[str] = field(default_factory=list)  # of conf/model, each planned in turn; empty: model alone
     paper: bool = False  # each of `models` in the setting in which the paper trains it
 
@@ -60,9 +64,9 @@ class PlanConfig:
 @dataclass
 class AnalyzeConfig:
     name: str = MISSING
-    tokens: int = 16_384  # held out, whose groups are described
-    passage_tokens: int = 512  # shown on the page, coloured
-    pairs: int = 20  # long-range ones listed of a layer
+    tokens: int = option(16_384, "held out, whose groups are described", least=2)
+    passage_tokens: int = option(512, "shown on the page, coloured", least=2)
+    pairs: int = option(20, "long-range ones listed of a layer", least=0)
     # adapters of other seeds, whose groups are compared with these
     others: list[str] = field(default_factory=list)
 

@@ -7,8 +7,7 @@ from __future__ import annotations
 
 import difflib
 import math
-from collections.abc import Iterable
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, is_dataclass
 from types import UnionType
 from typing import Any, Self, Union, get_args, get_origin, get_type_hints
 
@@ -18,19 +17,22 @@ KINDS = {int: "a whole number", float: "a number", bool: "True or False", str: "
 
 def option(
     default: Any,
-    meaning: str,
+    meaning: str = "",
     *,
     least: float | None = None,
     most: float | str | None = None,
     above: float | None = None,
     choices: tuple[str, ...] = (),
 ) -> Any:
-    """A field of an options dataclass. Its metadata are these arguments, for programs to read; None has no limits.
+    """A field of a dataclass of options. Its metadata are these arguments, for programs to read; None is no limit.
 
-    least and most are allowed, `above` itself is not; most may be the name of another option.
+    least and most are allowed, `above` itself is not; most may be the name of another option. The limits of a list are
+    those of everything in it.
     """
-    limits = {"least": least, "most": most, "above": above, "choices": choices}
-    return field(default=default, metadata={"meaning": meaning, **limits})
+    known = {"meaning": meaning, "least": least, "most": most, "above": above, "choices": choices}
+    if isinstance(default, list):
+        return field(default_factory=default.copy, metadata=known)
+    return field(default=default, metadata=known)
 
 
 @dataclass
@@ -45,23 +47,8 @@ class Options:
             if name not in names:
                 raise ValueError(f"there is no option {name}{instead(name, names)}")
         options = cls(**given)
-        options.check()
+        check(options)
         return options
-
-    def check(self, prefix: str = "") -> None:
-        """ValueError that names the option (after `prefix`), its value and what it may be."""
-        hints = get_type_hints(type(self))
-        for item in fields(self):
-            value, limits = getattr(self, item.name), item.metadata
-            check_kind(prefix + item.name, value, hints[item.name])
-            if value is None or not limits:
-                continue
-            check_limits(prefix + item.name, value, limits)
-            if isinstance(limits["most"], str) and value > (bound := getattr(self, limits["most"])):
-                raise ValueError(
-                    f"{prefix}{item.name}={value} exceeds {prefix}{limits['most']}={bound}; "
-                    f"use {limits['least']} to {bound}"
-                )
 
 
 @dataclass
@@ -83,17 +70,33 @@ class GroupOptions(NearOptions):
     )
 
 
-def instead(name: str, names: Iterable[str]) -> str:
+def instead(name: str, names: list[str]) -> str:
     """What to write in place of `name`, as the end of a sentence: the nearest of `names`, or all where none is near."""
-    names = sorted(names)
     close = difflib.get_close_matches(name, names, n=3, cutoff=0.6)
     return f"; did you mean {' or '.join(close)}?" if close else f"; there are {', '.join(names)}"
 
 
-def check_kind(name: str, value: Any, hint: Any) -> None:
-    kinds = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
-    if not any(fits(value, kind) for kind in kinds):
-        raise ValueError(f"{name}={value!r} is not {' or '.join(KINDS.get(kind, str(kind)) for kind in kinds)}")
+def check(options: Any, prefix: str = "") -> None:
+    """ValueError for what a dataclass, or one in it, may not hold: names the option, its value and what it may be."""
+    hints = get_type_hints(type(options))
+    for item in fields(options):
+        name, value, limits = prefix + item.name, getattr(options, item.name), item.metadata
+        for key, inner in (value if isinstance(value, dict) else {"": value}).items():
+            if is_dataclass(inner):
+                check(inner, f"{name}.{key}." if key else f"{name}.")
+        hint = hints[item.name]
+        kinds = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
+        if not any(fits(value, kind) for kind in kinds):
+            raise ValueError(f"{name}={value!r} is not {' or '.join(KINDS.get(kind, str(kind)) for kind in kinds)}")
+        if not limits or value is None:
+            continue
+        for each in value if isinstance(value, list) else [value]:
+            shown = f"{name} holds {each}, which" if isinstance(value, list) else f"{name}={each}"
+            check_limits(shown, each, limits)
+        if isinstance(limits["most"], str) and value > (bound := getattr(options, limits["most"])):
+            raise ValueError(
+                f"{name}={value} exceeds {prefix}{limits['most']}={bound}; use {limits['least']} to {bound}"
+            )
 
 
 def fits(value: Any, kind: Any) -> bool:
@@ -103,14 +106,14 @@ def fits(value: Any, kind: Any) -> bool:
     return isinstance(value, kind) if kind in (str, bool, type(None)) else True
 
 
-def check_limits(name: str, value: Any, limits: Any) -> None:
+def check_limits(shown: str, value: Any, limits: Any) -> None:
     least, most, above, choices = (limits[key] for key in ("least", "most", "above", "choices"))
     if choices and value not in choices:
-        raise ValueError(f"{name}={value} is not one of {', '.join(choices)}")
+        raise ValueError(f"{shown} is not one of {', '.join(choices)}")
     if isinstance(most, (int, float)):
         if not least <= value <= most:
-            raise ValueError(f"{name}={value} is impossible; use a number from {least} to {most}")
+            raise ValueError(f"{shown} is impossible; use a number from {least} to {most}")
     elif least is not None and not value >= least:
-        raise ValueError(f"{name}={value} is impossible; use {least} or more")
+        raise ValueError(f"{shown} is impossible; use {least} or more")
     if above is not None and not above < value < math.inf:
-        raise ValueError(f"{name}={value} is impossible; use a number above {above}")
+        raise ValueError(f"{shown} is impossible; use a number above {above}")

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from hydra import compose
 from hydra.core.hydra_config import HydraConfig
 
-from focus_exp.checks import parse
 from focus_exp.config import Config
 from focus_exp.config_attention import method_options
 from focus_exp.errors import UserError
 from focus_exp.jobs.adapter import with_adapter
+from focus_exp.jobs.arms import compose_shared
 from focus_exp.jobs.backend import list_kernels
 from focus_exp.jobs.router import put_router
 from focus_exp.jobs.run import already_finished, open_run, run_folder
@@ -61,9 +60,7 @@ def other_methods(config: Config) -> Methods:
     """`bench.methods`, each a name of conf/attention, with its options. UserError for one that has no layer to time."""
     found = {}
     for name in config.bench.methods:
-        attention = parse(
-            compose("config", [*HydraConfig.get().overrides.task, f"attention={name}", "regime=none"])
-        ).attention
+        attention = compose_shared(HydraConfig.get().overrides.task, [f"attention={name}", "regime=none"]).attention
         if attention.method in ("full", "focus"):
             raise UserError(f"bench.methods={name}: full attention and Focus are timed by every bench; name others")
         found[name] = (attention.method, method_options(attention))

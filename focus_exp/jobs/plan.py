@@ -86,7 +86,8 @@ def preparation(config: Config) -> Prepare:
             attach(model, attention.method, **method_options(attention))
             set_routing(model, hard=not phases_of(config), backend="masked")
         if config.regime.trains("lora"):
-            add_lora(model, config.regime.lora, router_parameters(model, FocusOptions.groups, FocusOptions.routing_dim))
+            lora = config.regime.lora
+            add_lora(model, lora, router_parameters(model, lora.router_groups, FocusOptions.routing_dim))
         return model
 
     return prepare

@@ -128,13 +128,13 @@ def attach_method(model: PreTrainedModel, config: Config, precision: Precision) 
         attach(model, config.attention.method, **method_options(config.attention))
         set_backend(model, config, precision, max(config.eval.window, config.data.block_size))
     if config.regime.trains("lora"):
-        budget = router_parameters(model, FocusOptions.groups, FocusOptions.routing_dim)
+        budget = router_parameters(model, config.regime.lora.router_groups, FocusOptions.routing_dim)
         pl.seed_everything(config.seed, verbose=False)
         add_lora(model, config.regime.lora, budget)
         added = describe_lora(model)
         print(
             f"{added['name']} on {', '.join(added['target_modules'])}: {trained_parameters(model, config):,} numbers "
-            f"to train, where a router of {FocusOptions.groups} groups has {budget:,}"
+            f"to train, where a router of {config.regime.lora.router_groups} groups has {budget:,}"
         )
     place_added(model, precision.device)
 

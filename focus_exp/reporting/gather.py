@@ -6,6 +6,7 @@ from collections.abc import Hashable
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from focus_exp.config_attention import FocusConfig
 from focus_exp.reporting.record import Record
 from focus_exp.reporting.rows import Arm
 
@@ -71,7 +72,8 @@ def setup(record: Record) -> Hashable:
     """What records of several seeds have in common: the model, the text, the attention, how much was trained."""
     weights = None if record.model.get("source") == RANDOM else record.model.get("fingerprint")
     sources = record.model.get("name"), weights, record.data.get("name"), record.data.get("fingerprint")
-    attention = tuple(record.setting("attention", key) for key in ATTENTION)
+    # a record from before methods had options of their own holds those of Focus, whatever its method
+    attention = tuple(record.setting("attention", key, getattr(FocusConfig, key)) for key in ATTENTION)
     evaluation = record.setting("eval", "window"), record.setting("eval", "max_windows")
     return (*sources, attention, evaluation, record.setting("regime", "name"), record.steps, record.tokens_seen)
 

@@ -15,7 +15,7 @@ from focus_exp.attention.selection import Selection, Sequence, select
 @dataclass
 class RandomGroupsOptions(GroupOptions):
     seed: int = option(0, "of the draw")
-    shares: list[float] | None = option(None, "expected sizes of the groups; None: equal ones")  # noqa: RUF009
+    shares: list[float] | None = option(None, "expected sizes of the groups; None: equal ones")
 
 
 class RandomGroups(AttentionMethod, name="random_groups", options=RandomGroupsOptions):
