@@ -7,6 +7,7 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
+from focus_exp.assets import adapter_folder
 from focus_exp.attention.options import check, instead
 from focus_exp.config import Config
 from focus_exp.config_attention import AttentionConfig, schema_of
@@ -21,6 +22,8 @@ def parse(composed: DictConfig) -> Config:
     config = OmegaConf.to_object(composed)
     assert isinstance(config, Config)
     validate(config)
+    if config.adapter:  # a folder from here on: what is in it decides the name of the run
+        config.adapter = str(adapter_folder(config.adapter))
     return config
 
 

@@ -184,7 +184,7 @@ class Config:
     runs_dir: str = "runs"
     # downloads and tokens; null: $FOCUS_EXP_CACHE or ~/.cache/focus_exp
     cache_dir: str | None = None
-    # an adapter folder, for job=evaluate
+    # an adapter's folder, or owner/name[@revision] of one on the hub, for job=evaluate
     adapter: str | None = None
     # for job=compare: name -> the settings in which that run differs; the others are compared with the first
     arms: dict[str, list[str]] = field(default_factory=dict)

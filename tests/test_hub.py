@@ -9,9 +9,10 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import ClassVar
 
 import pytest
+from running import run, tiny
 
 from focus_exp import UserError, attach, load_adapter, push_to_hub, save_adapter
-from focus_exp.models.adapter import CARD, DESCRIPTION, FILES, WEIGHTS
+from focus_exp.models.adapter import ADAPTER_FILES, CARD, DESCRIPTION, WEIGHTS
 
 REPO, COMMIT = "someone/focus-tiny", "0" * 39 + "1"
 
@@ -86,16 +87,16 @@ def test_what_is_pushed_comes_back_from_the_hub(tiny_model, tmp_path, endpoint):
     (folder / CARD).write_text("# a router\n")
     (folder / "notes.txt").write_text("not meant for others\n")
     pushed = [f"print(push_to_hub({str(folder)!r}, {REPO!r}, token='hf_x'))"]
-    fetched = ["from focus_exp.models.adapter import local_folder", f"print(local_folder({REPO!r}))"]
+    fetched = ["from focus_exp.assets import adapter_folder", f"print(adapter_folder({REPO!r}))"]
     said = with_hub(endpoint, tmp_path / "hub", [*pushed, *fetched])
     assert REPO in said, said
-    assert set(Hub.files) == set(FILES)
+    assert set(Hub.files) == set(ADAPTER_FILES)
     (weights,) = (tmp_path / "hub").rglob(f"snapshots/*/{WEIGHTS}")
     assert weights.parent.as_posix() == said.splitlines()[1]
     assert weights.read_bytes() == (folder / WEIGHTS).read_bytes()
     load_adapter(tiny_model("llama"), weights.parent)
 
-    unknown = ["try:", "    local_folder('no/body')", "except UserError as error:", "    print(error)"]
+    unknown = ["try:", "    adapter_folder('no/body')", "except UserError as error:", "    print(error)"]
     said = with_hub(endpoint, tmp_path / "hub", [fetched[0], *unknown])
     assert "no/body is no folder here, nor to be had from the hub" in said and "Traceback" not in said
 
@@ -114,3 +115,10 @@ def test_without_a_network_the_hub_is_named(tiny_model, name):
 def test_a_longer_path_is_a_folder(tiny_model):
     with pytest.raises(UserError, match=f"runs/x/adapter holds no {DESCRIPTION}"):
         load_adapter(tiny_model("llama"), "runs/x/adapter")
+
+
+def test_the_command_line_takes_an_adapter_from_the_hub_as_from_a_folder(tmp_path, monkeypatch):
+    fetched = []
+    monkeypatch.setattr("focus_exp.assets.snapshot_download", lambda name, **_: fetched.append(name) or tmp_path)
+    result = run(*tiny(tmp_path), "job=evaluate", f"adapter={REPO}@v1")
+    assert fetched == [REPO] and f"{tmp_path} holds no {DESCRIPTION}" in result.err and result.code == 2

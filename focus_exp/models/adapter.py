@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import json
-import re
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-from huggingface_hub import HfApi, snapshot_download
+from huggingface_hub import HfApi
 from huggingface_hub.errors import HfHubHTTPError, LocalTokenNotFoundError
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from focus_exp.assets import ADAPTER_FILES, adapter_folder
 from focus_exp.attention.registry import find
 from focus_exp.errors import UserError, first_line
 from focus_exp.models.attach import attach, detach
@@ -23,11 +23,7 @@ from focus_exp.models.load import fingerprint
 from focus_exp.models.modules import attached_methods
 from focus_exp.storage import aside
 
-WEIGHTS = "focus_adapter.safetensors"
-DESCRIPTION = "focus_adapter.json"
-CARD = "README.md"
-FILES = [WEIGHTS, DESCRIPTION, CARD]
-HUB_ID = re.compile(r"[\w.-]+/[\w.-]+(@[\w./-]+)?")  # owner/name, maybe with a branch, a tag or a commit
+WEIGHTS, DESCRIPTION, CARD = ADAPTER_FILES
 FORMAT = 1
 FIELDS = {
     "method": str, "options": dict, "layers": list, "causal": bool, "trainable_parameters": int, "base_model": dict,
@@ -83,27 +79,16 @@ def push_to_hub(folder: str | Path, repo_id: str, *, private: bool = False, toke
     hub = HfApi(token=token)
     try:
         hub.create_repo(repo_id, private=private, exist_ok=True)
-        return str(hub.upload_folder(repo_id=repo_id, folder_path=folder, allow_patterns=FILES))
+        return str(hub.upload_folder(repo_id=repo_id, folder_path=folder, allow_patterns=[*ADAPTER_FILES]))
     except LocalTokenNotFoundError as error:
         raise UserError(f"the hub does not know who uploads {repo_id}; run: hf auth login") from error
     except (HfHubHTTPError, OSError, ValueError) as error:
         raise UserError(f"{folder} was not uploaded to {repo_id}: {first_line(error)}") from error
 
 
-def local_folder(adapter: str | Path) -> Path:
-    """Where the files of an adapter lie: its folder, or those of owner/name[@revision] fetched from the hub."""
-    if Path(adapter).exists() or not HUB_ID.fullmatch(str(adapter)):
-        return Path(adapter)
-    repo_id, _, revision = str(adapter).partition("@")
-    try:
-        return Path(snapshot_download(repo_id, revision=revision or None, allow_patterns=FILES))
-    except (HfHubHTTPError, OSError, ValueError) as error:
-        raise UserError(f"{adapter} is no folder here, nor to be had from the hub: {first_line(error)}") from error
-
-
 def read_description(folder: str | Path) -> dict[str, Any]:
     """The JSON of an adapter, in a folder or on the hub; UserError when it is missing, damaged or of a newer format."""
-    path = local_folder(folder) / DESCRIPTION
+    path = adapter_folder(folder) / DESCRIPTION
     try:
         description: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
         if (found := description["format"]) != FORMAT:
@@ -141,7 +126,7 @@ def load_adapter(model: PreTrainedModel, folder: str | Path, *, hard: bool = Tru
     `folder` may be an adapter on the hub: owner/name, or owner/name@revision.
     UserError when the adapter was trained for other base weights, or its files are damaged; then nothing is attached.
     """
-    folder = local_folder(folder)
+    folder = adapter_folder(folder)
     description = read_description(folder)
     wanted, found = description["base_model"], fingerprint(model)
     if wanted["fingerprint"] != found:
