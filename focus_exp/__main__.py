@@ -24,6 +24,7 @@ from focus_exp.attention.options import instead
 from focus_exp.checks import no_such_key, parse
 from focus_exp.config import Config, register_schemas
 from focus_exp.errors import STOP_SIGNALS, Interrupted, UserError, first_line
+from focus_exp.help import asked, text
 from focus_exp.sweeps.frozen import FrozenJob
 
 FULL_DISK = (errno.ENOSPC, errno.EDQUOT)
@@ -83,6 +84,8 @@ def main() -> int:
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
     os.environ["HYDRA_FULL_ERROR"] = "1"  # errors come here instead of to hydra's own printer
     register_schemas()
+    if asked(sys.argv[1:]):
+        return guarded(lambda: print(text(sys.argv[1:], Path(conf_dir())), end="")).code
     sys.path.append(str(Path(__file__).parent / "plugins"))
     sys.argv[1:] = map(escaped, sys.argv[1:])
     if isinstance(sys.stdout, io.TextIOWrapper):

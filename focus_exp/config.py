@@ -49,22 +49,24 @@ class ModelConfig:
     name: str = MISSING
     hub_id: str | None = None
     revision: str | None = None
-    # a folder that save_pretrained wrote; comes before hub_id
-    path: str | None = None
-    # transformers config fields with model_type; without hub_id and path the weights are random, drawn from `seed`
-    architecture: dict[str, Any] = field(default_factory=dict)
-    # overrides of the run here whose trained weights these are; it is run first if it is not finished
-    trained_by: list[str] = field(default_factory=list)
+    path: str | None = option(None, "a folder that save_pretrained wrote; comes before hub_id")
+    architecture: dict[str, Any] = option(
+        {},
+        "transformers config fields with model_type; without hub_id and path the weights are random, drawn from `seed`",
+    )
+    trained_by: list[str] = option(
+        [], "overrides of the run here whose trained weights these are; it is run first if it is not finished"
+    )
     quantization: str = option(
         "none", "int8 or nf4: of a frozen base, by bitsandbytes", choices=("none", "int8", "nf4")
     )
-    dtype: str | None = None  # of the weights as the hub stores them, which decides what a download takes
-    paper: list[str] = field(default_factory=list)  # overrides: the setting in which the paper trains it
+    dtype: str | None = option(None, "of the weights as the hub stores them, which decides what a download takes")
+    paper: list[str] = option([], "overrides: the setting in which the paper trains it")
 
 
 @dataclass
 class PhaseConfig:
-    train: str = option("router", "or lora, or all", choices=("router", "lora", "all"))
+    train: str = option("router", "what this phase trains", choices=("router", "lora", "all"))
     steps: int = option(MISSING, least=1)
     learning_rate: float = option(MISSING, above=0)
     weight_decay: float = option(0.0, least=0)
@@ -77,8 +79,9 @@ class LoraConfig:
     router_groups: int = option(FocusOptions.groups, "of that router", least=1)
     alpha: int | None = option(None, "null: twice the rank", least=1)
     dora: bool = False
-    # linear layers by the ends of their names; empty: those usual for the model's family
-    target_modules: list[str] = field(default_factory=list)
+    target_modules: list[str] = option(
+        [], "linear layers by the ends of their names; empty: those usual for the model's family"
+    )
 
 
 @dataclass
@@ -87,8 +90,7 @@ class RegimeConfig:
     from_scratch: bool = False
     steps: int | None = option(None, "what the phases take that are not given their own", least=1)
     warmup_steps: int = option(5, least=0)
-    # in the order in which they run
-    phases: dict[str, PhaseConfig] = field(default_factory=dict)
+    phases: dict[str, PhaseConfig] = option({}, "in the order in which they run")
     # for phases that train it
     lora: LoraConfig = field(default_factory=LoraConfig)
 
@@ -105,8 +107,7 @@ class DataConfig:
     subset: str | None = None
     revision: str | None = None
     text_column: str = "text"
-    # a folder or a glob of UTF-8 text files, split by file
-    files: str | None = None
+    files: str | None = option(None, "a folder or a glob of UTF-8 text files, split by file")
     block_size: int = option(1024, least=2)
     max_train_tokens: int | None = option(None, "tokens kept of a split; null keeps all", least=1)
     max_test_tokens: int | None = option(None, least=1)
@@ -127,16 +128,18 @@ class EvalConfig:
         [], "groups that a query reaches, measured beside attention.top_k; empty: all of them", least=1
     )
     pair_rules: list[str] = option([], "rules measured beside attention.pair_rule", choices=PAIR_RULES)
-    # measured after these windows: tasks of lm-eval, of the long-range suite (passkey, or passkey@1024 with passages of
-    # that many words), or perplexity@4096 in windows of that many tokens
-    tasks: list[str] = field(default_factory=list)
+    tasks: list[str] = option(
+        [],
+        "measured after these windows: tasks of lm-eval, of the long-range suite (passkey, or passkey@1024 "
+        "with passages of that many words), or perplexity@4096 in windows of that many tokens",
+    )
     limit: int | None = option(None, "documents of a task, from its start", least=1)
     num_fewshot: int | None = option(None, "null: each task's own", least=0)
     request_batch_size: int = option(8, least=1)
     suite_window: int | None = option(
         None, "tokens that the long-range suite looks beyond; null: attention.window", least=1
     )
-    allow_truncation: bool = False  # cut requests that the model is too short for
+    allow_truncation: bool = option(False, "cut requests that the model is too short for")
 
 
 @dataclass
@@ -149,7 +152,7 @@ class TrainerConfig:
     gradient_clip: float = option(1.0, above=0)
     gradient_checkpointing: bool = False
     checkpoint_every: int = option(25, "optimiser steps", least=1)
-    keep_checkpoints: bool = False  # when a run is finished; its adapter and its model stay in any case
+    keep_checkpoints: bool = option(False, "when a run is finished; its adapter and its model stay in any case")
     log_every: int = option(1, least=1)
     probe_every: int | None = option(
         None, "steps between looks at a router's groups; null: a twentieth of a phase; 0: never", least=0
@@ -162,7 +165,7 @@ class TrainerConfig:
     )
     devices: int = option(1, "of a node", least=1)
     num_nodes: int = option(1, least=1)
-    cpu_offload: bool = False  # with fsdp: parameters wait in main memory
+    cpu_offload: bool = option(False, "with fsdp: parameters wait in main memory")
 
 
 @dataclass
@@ -182,15 +185,16 @@ class Config:
     seed: int = option(0, least=0)
     overwrite: bool = False
     runs_dir: str = "runs"
-    # downloads and tokens; null: $FOCUS_EXP_CACHE or ~/.cache/focus_exp
-    cache_dir: str | None = None
-    # an adapter's folder, or owner/name[@revision] of one on the hub, for job=evaluate
-    adapter: str | None = None
-    # for job=compare: name -> the settings in which that run differs; the others are compared with the first
-    arms: dict[str, list[str]] = field(default_factory=dict)
-    arm: str | None = None  # the only one to run
-    every_arm: list[str] = field(default_factory=list)  # settings of all of them
-    sweep: str | None = None  # a sweep's folder, for job=sweep_status
+    cache_dir: str | None = option(None, "downloads and tokens; null: $FOCUS_EXP_CACHE or ~/.cache/focus_exp")
+    adapter: str | None = option(
+        None, "an adapter's folder, or owner/name[@revision] of one on the hub, for job=evaluate"
+    )
+    arms: dict[str, list[str]] = option(
+        {}, "for job=compare: name -> the settings in which that run differs; the others are compared with the first"
+    )
+    arm: str | None = option(None, "the only one to run")
+    every_arm: list[str] = option([], "settings of all of them")
+    sweep: str | None = option(None, "a sweep's folder, for job=sweep_status")
     model: ModelConfig = MISSING
     attention: AttentionConfig = MISSING
     regime: RegimeConfig = MISSING

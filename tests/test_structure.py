@@ -46,7 +46,8 @@ MAY_IMPORT = {
         "sweeps",
     },
     "__init__": {"errors", "models"},
-    "__main__": {*FOUNDATION, "attention", "jobs", "sweeps"},
+    "help": FOUNDATION,
+    "__main__": {*FOUNDATION, "attention", "help", "jobs", "sweeps"},
 }
 
 

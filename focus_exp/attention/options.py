@@ -30,7 +30,7 @@ def option(
     those of everything in it.
     """
     known = {"meaning": meaning, "least": least, "most": most, "above": above, "choices": choices}
-    if isinstance(default, list):
+    if isinstance(default, (list, dict)):
         return field(default_factory=default.copy, metadata=known)
     return field(default=default, metadata=known)
 
