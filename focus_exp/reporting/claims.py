@@ -9,7 +9,7 @@ from focus_exp.records.record import Record
 from focus_exp.reporting.gather import is_quick
 from focus_exp.reporting.groups_claims import groups_claims
 from focus_exp.reporting.other_verdicts import costs_at_most, far_costs_at_most, on_other_texts
-from focus_exp.reporting.paper import paper_rows, paper_speedups
+from focus_exp.reporting.printed import paper_rows, paper_speedups
 from focus_exp.reporting.stability_claims import stability_claims
 from focus_exp.reporting.verdicts import (
     LONG,

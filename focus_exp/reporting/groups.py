@@ -9,7 +9,7 @@ from typing import Any
 
 from focus_exp.records.groups import DistantPair, GroupLayer, GroupReport, TokenGroup
 from focus_exp.records.record import Record
-from focus_exp.reporting.paper import paper_rows
+from focus_exp.reporting.printed import paper_rows
 from focus_exp.reporting.tables import ABSENT, Table, assets, caveats, change_text, identity, origin, share_text, title
 
 PUNCTUATION = "punctuation"

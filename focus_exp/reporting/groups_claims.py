@@ -7,7 +7,7 @@ from statistics import mean
 
 from focus_exp.records.record import Record
 from focus_exp.reporting.groups import punctuation_groups
-from focus_exp.reporting.paper import paper_rows
+from focus_exp.reporting.printed import paper_rows
 from focus_exp.reporting.tables import share_text
 from focus_exp.reporting.verdicts import NOT_REPRODUCED, NOT_RUN, REPRODUCED, Claim, Verdict
 

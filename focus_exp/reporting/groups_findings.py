@@ -19,7 +19,7 @@ from focus_exp.reporting.groups import (
     most_like_classes,
     punctuation_groups,
 )
-from focus_exp.reporting.paper import paper_rows
+from focus_exp.reporting.printed import paper_rows
 from focus_exp.reporting.tables import change_text, share_text
 
 

@@ -16,10 +16,10 @@ from focus_exp.records.speed import MethodSpeedRow
 from focus_exp.reporting.canvas import COLOURS, canvas, save_figures
 from focus_exp.reporting.comparison import NON_CAUSAL
 from focus_exp.reporting.gather import Runs, seeds_text
-from focus_exp.reporting.paper import paper_speedups
 from focus_exp.reporting.paper_measures import NOT_RUN, Measure, Value, change, signed
 from focus_exp.reporting.paper_places import PaperTable, Scene, paper_tables, row_name, scenes
 from focus_exp.reporting.paper_report import made_by, printed_change, where
+from focus_exp.reporting.printed import paper_speedups
 from focus_exp.reporting.speed_methods import MASKED
 from focus_exp.reporting.speed_notes import number_text
 from focus_exp.reporting.tables import ABSENT, Table, caveats

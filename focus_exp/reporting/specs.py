@@ -1,4 +1,4 @@
-"""The data files of this package: entries as dataclasses, expressions and pages by Jinja, where what is undefined fails."""
+"""The data files of this package: entries as dataclasses; expressions and pages by Jinja, failing on unknown names."""
 
 from __future__ import annotations
 

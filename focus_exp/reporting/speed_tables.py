@@ -9,7 +9,7 @@ from typing import Any
 
 from focus_exp.records.record import Record
 from focus_exp.records.speed import SpeedRow
-from focus_exp.reporting.paper import paper_speedups
+from focus_exp.reporting.printed import paper_speedups
 from focus_exp.reporting.speed_notes import (
     ASSIGNMENTS,
     BOUND,

@@ -8,7 +8,7 @@ from typing import Any
 from focus_exp.records.record import Record
 from focus_exp.records.rows import Row
 from focus_exp.records.speed import SpeedRow
-from focus_exp.reporting.paper import paper_rows
+from focus_exp.reporting.printed import paper_rows
 from focus_exp.reporting.speed_notes import (
     ASSIGNMENTS,
     BOUND,

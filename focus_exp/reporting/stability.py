@@ -8,7 +8,7 @@ from typing import Any
 from focus_exp.records.answers import COLLAPSED, DOMINANT, Phase, phases
 from focus_exp.records.record import Record
 from focus_exp.reporting.comparison import NON_CAUSAL
-from focus_exp.reporting.paper import paper_rows
+from focus_exp.reporting.printed import paper_rows
 from focus_exp.reporting.tables import ABSENT, Table, caveats, identity, origin, perplexity_text, share_text, title
 
 COLUMNS = [

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from focus_exp.records.answers import COLLAPSED, DOMINANT, Phase, phase_of
 from focus_exp.records.record import Record
-from focus_exp.reporting.paper import paper_rows
+from focus_exp.reporting.printed import paper_rows
 from focus_exp.reporting.tables import share_text
 from focus_exp.reporting.verdicts import NOT_REPRODUCED, NOT_RUN, REPRODUCED, UNDECIDED, Claim, Verdict
 

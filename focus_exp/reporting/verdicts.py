@@ -13,7 +13,7 @@ from focus_exp.records.rows import Row
 from focus_exp.records.speed import SpeedRow
 from focus_exp.reporting.benchmark_findings import score_name
 from focus_exp.reporting.benchmarks import difference_text, is_share
-from focus_exp.reporting.paper import paper_speedups
+from focus_exp.reporting.printed import paper_speedups
 from focus_exp.reporting.speed_notes import number_text
 from focus_exp.reporting.tables import change_text, perplexity_text, share_text
 
