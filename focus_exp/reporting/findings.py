@@ -129,12 +129,13 @@ def comparison_findings(record: Record) -> Iterator[str]:
     for row in record.rows:
         yield from tell("arm_rows", row=row)
     first, *others = record.arms
-    found = [(arm, row) for arm in others if (row := row_of(record, arm.name))]
+    found = [(arm, own) for arm in others if (own := row_of(record, arm.name))]
     yield from _against_first(first, row_of(record, first.name), found)
     yield from _arms_on_tasks(record)
     for arm in record.arms:
-        if (answer := row_of(record, arm.name)) and answer.scored:
-            yield from tell("spoiled_arms", row=answer)
+        own = row_of(record, arm.name)
+        if own is not None and own.scored:
+            yield from tell("spoiled_arms", row=own)
     tokens = sorted({arm.tokens_seen for arm in record.arms if arm.steps})
     if len(tokens) > 1:
         yield say("unequal_tokens", tokens=", ".join(f"{count:,}" for count in tokens))

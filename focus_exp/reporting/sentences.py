@@ -9,6 +9,7 @@ from typing import Any
 
 from jinja2 import Template
 
+from focus_exp.records.groups import ClassCost
 from focus_exp.records.rows import Row
 from focus_exp.reporting.formats import change_text, difference_word
 from focus_exp.reporting.specs import environment, expression, read_specs
@@ -18,18 +19,18 @@ Difference = tuple[float, float | None, float | None]
 
 @dataclass(frozen=True)
 class Rule:
-    """`say` is a sentence about whatever `when`, an expression, is true of."""
+    """`say` is a sentence on whatever the expression `when` is true of."""
 
-    when: str
     say: str
+    when: str = "true"
 
 
-def say(name: str, **facts: Any) -> str:
+def say(name: str, /, **facts: Any) -> str:
     """The sentence of that name. A fact that it asks for and is not given is an error."""
     return _template(sentences()[name]).render(facts)
 
 
-def tell(topic: str, **facts: Any) -> Iterator[str]:
+def tell(topic: str, /, **facts: Any) -> Iterator[str]:
     """The sentences of a topic that are true of these facts."""
     for rule in topics()[topic]:
         if expression(rule.when)(**facts):
@@ -49,6 +50,11 @@ def vs_base(row: Row) -> Difference:
 def vs_hard(row: Row) -> Difference:
     """The difference of losses from the hard row, or from the first arm's row, with its interval."""
     return row.delta_vs_hard or 0.0, row.delta_vs_hard_low, row.delta_vs_hard_high
+
+
+def cost_of(cost: ClassCost) -> Difference:
+    """The difference of losses that hard groups make to a class of tokens, with its interval."""
+    return cost.delta, cost.delta_low, cost.delta_high
 
 
 def than(delta: float, low: float | None, high: float | None) -> str:
@@ -75,4 +81,5 @@ def _entries() -> dict[str, str | list[Rule]]:
 
 @cache
 def _template(text: str) -> Template:
-    return environment().from_string(text, {helper.__name__: helper for helper in (each, vs_base, vs_hard, than, paired)})
+    helpers = (say, each, vs_base, vs_hard, cost_of, than, paired)
+    return environment().from_string(text, {helper.__name__: helper for helper in helpers})

@@ -15,9 +15,8 @@ from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
 from focus_exp.records.record import Record
 from focus_exp.reporting.canvas import COLOURS, canvas, save_figures
 from focus_exp.reporting.printed import paper_speedups
+from focus_exp.reporting.speed import Timed, break_even, by_top_k, label, quality_row, series, setting, timed
 from focus_exp.reporting.speed_notes import ASSIGNMENTS, about, distinct
-from focus_exp.reporting.speed_series import Timed, break_even, label, series, setting, timed
-from focus_exp.reporting.speed_top_k import by_top_k, quality_row
 from focus_exp.reporting.tables import perplexity_text
 
 WIDTHS = {"attention": 2.2, "kernels": 0.9}
