@@ -53,7 +53,11 @@ def part(some: float | None, whole: float | None) -> str:
 def beside(row: SpeedRow | None, name: str) -> str:
     """Bytes of Focus over those of full attention, then both in MiB."""
     focus, full = getattr(row, f"focus_{name}", None), getattr(row, f"full_{name}", None)
-    return f"{number_text(focus / full)} ({mebibytes_text(focus)} / {mebibytes_text(full)})" if full and focus is not None else ABSENT
+    return (
+        f"{number_text(focus / full)} ({mebibytes_text(focus)} / {mebibytes_text(full)})"
+        if full and focus is not None
+        else ABSENT
+    )
 
 
 def kept(share: float | None) -> str:

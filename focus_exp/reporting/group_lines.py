@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from statistics import mean
-from typing import Any
 
 from focus_exp.records.groups import PUNCTUATION, ClassCost, DistantPair, GroupLayer, TokenGroup, distant_mass_kept
 from focus_exp.records.record import Record
-from focus_exp.reporting.formats import ABSENT, decimals_text, share_text
+from focus_exp.reporting.formats import ABSENT, share_text
 from focus_exp.reporting.printed import paper_rows
 
 
@@ -56,9 +55,9 @@ def _group_line(name: str, layers: list[GroupLayer]) -> GroupLine:
         confidence=mean(row.confidence for row in layers),
         purity=means("purity"),
         nmi=means("nmi"),
-        agreement=average((mean(row.agreement) if row.agreement else None for row in layers)),
+        agreement=average(mean(row.agreement) if row.agreement else None for row in layers),
         distant_mass_kept=distant_mass_kept(layers),
-        **{key: average((getattr(row, key) for row in layers)) for key in averaged},
+        **{key: average(getattr(row, key) for row in layers) for key in averaged},
     )
 
 

@@ -126,7 +126,9 @@ def paper_row_of(arm: str, table: str) -> dict[str, Any]:
     """The first row of a table of the paper that an arm stands for by itself, {} if there is none."""
     content = read_yaml("paper_map")
     standing = content.get("tables", content)[table]
-    names = (name for name, place in standing["rows"].items() if arm == (place[0] if isinstance(place, list) else place))
+    names = (
+        name for name, place in standing["rows"].items() if arm == (place[0] if isinstance(place, list) else place)
+    )
     wanted = next(names, None)
     rows: list[dict[str, Any]] = paper_rows(table)
     return next((row for row in rows if " ".join(f"{row[key]}" for key in standing["key"]) == wanted), {})
@@ -206,6 +208,9 @@ def by_groups_a_query(record: Record) -> Iterator[TopLine]:
 
 Lines = Callable[[Record], Iterable[Any]]
 LINES: dict[str, Lines] = {
-    **{found.__name__: found for found in (base_and_arms, arms, by_task, told_tasks, phase_lines, texts, by_groups_a_query)},
+    **{
+        found.__name__: found
+        for found in (base_and_arms, arms, by_task, told_tasks, phase_lines, texts, by_groups_a_query)
+    },
     **{clock: timings(clock) for clock in get_args(Clock) if clock != "kernels"},
 }

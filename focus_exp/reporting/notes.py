@@ -14,7 +14,9 @@ def title(record: Record) -> str:
     """What was measured on what: experiment, model, data, evaluation length T."""
     names = [getattr(record, part).get("name") or record.setting(part, "name", part) for part in ("model", "data")]
     substitute = " (substitute assets)" if substitutions(record) else ""
-    return f"{record.experiment}: {' on '.join(map(str, names))}{substitute}, T = {record.setting('eval', 'window', '?')}"
+    return (
+        f"{record.experiment}: {' on '.join(map(str, names))}{substitute}, T = {record.setting('eval', 'window', '?')}"
+    )
 
 
 def substitutions(record: Record) -> list[str]:

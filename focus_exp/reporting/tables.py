@@ -133,7 +133,11 @@ def table_of(record: Record, name: str) -> Table | None:
         title=template(spec.title).render(known),
         notes=[note for part in notes for note in part],
         values=_values(spec, known, lines_of(record, spec.values_of) if spec.values_of else lines),
-        kinds={column: "paper" if column.startswith("paper") else "number" for column in columns if column not in spec.words},
+        kinds={
+            column: "paper" if column.startswith("paper") else "number"
+            for column in columns
+            if column not in spec.words
+        },
     )
 
 
