@@ -9,7 +9,7 @@ import pytest
 from focus_exp.records.benchmarks import BenchmarkRow, telling
 from focus_exp.records.record import Record
 from focus_exp.records.rows import Row
-from focus_exp.reporting.benchmark_findings import benchmark_findings
+from focus_exp.reporting import findings
 from focus_exp.reporting.benchmarks import benchmark_table
 
 RECORD = Record(status="finished", experiment="test", seed=7, config={"eval": {"window": 64}}, model={"name": "tiny"})
@@ -18,6 +18,10 @@ ENGAGED = {
     "requests": 8, "request_tokens": [300, 310, 400, 490, 500], "largest_group": 0.3,
 }  # fmt: skip
 IDLE = {**ENGAGED, "distant_share": 0.02, "pairs_removed": 0.01, "removed_by_layer": [0.01, 0.01]}
+
+
+def benchmark_findings(rows):
+    return [*findings.benchmark_findings(rows)]
 
 
 def base(task: str, metric: str = "acc", value: float = 0.5, **fields) -> BenchmarkRow:

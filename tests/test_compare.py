@@ -12,10 +12,12 @@ from focus_exp.evaluation.quality import read_scores
 from focus_exp.jobs import compare as job
 from focus_exp.records.answers import answer
 from focus_exp.records.benchmarks import BenchmarkRow
+from focus_exp.records.comparison import load_run
 from focus_exp.records.record import Record
 from focus_exp.records.rows import Arm, Row
-from focus_exp.reporting.comparison import comparison_findings, comparison_tables
+from focus_exp.reporting.comparison import comparison_tables
 from focus_exp.reporting.comparison_figure import write_comparison_figure
+from focus_exp.reporting.report import all_findings
 
 MEASURED = {"k_1": ["eval.top_k=[1]"], "k_2": ["attention.top_k=2", "eval.top_k=[2]"]}
 ARMS = {
@@ -35,7 +37,7 @@ def records(folder):
     """Arm -> its record; the comparison's own is at None."""
     found = {}
     for path in (folder / "runs").rglob("record.json"):
-        record = Record.load(path)
+        record = load_run(path.parent)
         found[record.config["arm"]] = record
     return found
 
@@ -202,7 +204,7 @@ def test_broken_routers_are_seen(tmp_path):
     )
     text = comparison_tables(found)[0].to_markdown()
     assert "0.0 % (not engaged)" in text and "seer (reads the future)" in text
-    said = "\n".join(comparison_findings(found))
+    said = "\n".join(all_findings(found))
     assert "one_group was not engaged: it removes 0.0 %" in said
     assert "worse than focus's: window (+32.31 % [" in said
     assert "seer reads the future" in said and "seer (" not in said.partition("seer reads")[0]
@@ -217,11 +219,11 @@ def test_the_best_adapter_of_equal_size_and_tokens_is_named():
         row("large", kind="trained", nll=2.5, **compared(-0.52)),
     )
     found.arms[-1].trainable_parameters = 1000
-    (said,) = [line for line in comparison_findings(found) if "At about 100 parameters" in line]
+    (said,) = [line for line in all_findings(found) if "At about 100 parameters" in line]
     assert "low has the lowest perplexity of 2 adapters" in said and "better than focus's" in said
     assert "focus removes 50.0 % of them" in said
     found.arms[1].tokens_seen = 128
-    told = comparison_findings(found)
+    told = all_findings(found)
     assert any("high has the lowest perplexity of 1 adapters" in line for line in told)
     assert any("different numbers of tokens: 64, 128" in line for line in told)
 
@@ -244,7 +246,7 @@ def test_benchmarks_count_where_the_mask_acted():
             BenchmarkRow(attention="", kind="missing", task="gone", error="no hub"),
         ],
     )
-    said = "\n".join(comparison_findings(found))
+    said = "\n".join(all_findings(found))
     assert "worse than full attention beyond the interval: focus on long acc" in said and "lora on short acc" in said
     assert "better than full attention beyond the interval: lora on long acc" in said
     assert "focus was not engaged on short; it acted on long" in said
@@ -257,6 +259,6 @@ def test_benchmarks_count_where_the_mask_acted():
 def test_nothing_is_compared_with_an_arm_that_has_no_number():
     found = comparison_of(row("focus", kind="hard"), row("window", **compared(0.1)))
     found.rows[1] = replace(found.rows[1], nll=None, perplexity=None, delta_nll=None, error="RuntimeError: none")
-    said = comparison_findings(found)
+    said = all_findings(found)
     assert "focus failed: RuntimeError: none" in said
     assert any("focus has no perplexity" in line for line in said)

@@ -31,9 +31,9 @@ from focus_exp.evaluation.groups_words import CLASSES, Passage, find_words, read
 from focus_exp.models.random import byte_tokenizer
 from focus_exp.records.groups import GroupFit
 from focus_exp.records.record import Record
+from focus_exp.reporting.group_findings import group_findings
 from focus_exp.reporting.groups import PUNCTUATION
 from focus_exp.reporting.groups_claims import groups_claims
-from focus_exp.reporting.groups_findings import group_findings
 from focus_exp.reporting.passage import page
 from focus_exp.reporting.verdicts import NOT_REPRODUCED, NOT_RUN, REPRODUCED
 from focus_exp.training.precision import choose_precision

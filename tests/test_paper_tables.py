@@ -15,7 +15,7 @@ from focus_exp.records.benchmarks import BenchmarkRow
 from focus_exp.records.record import Record
 from focus_exp.records.rows import Arm, ProbeRow, Row
 from focus_exp.records.speed import MethodSpeedRow, SpeedRow
-from focus_exp.reporting.findings import difference_word
+from focus_exp.reporting.formats import difference_word
 from focus_exp.reporting.gather import Runs, gather, run_of, setup
 from focus_exp.reporting.paper_measures import MEASURES, NOT_RUN
 from focus_exp.reporting.paper_places import paper_tables, unmapped

@@ -27,7 +27,7 @@ from focus_exp.records.record import Record
 from focus_exp.records.rows import Row
 from focus_exp.reporting import dashboard
 from focus_exp.reporting.figures import write_figures
-from focus_exp.reporting.findings import findings
+from focus_exp.reporting.report import all_findings
 from focus_exp.reporting.tables import quality_table
 
 ROOT = Path(__file__).parent.parent
@@ -107,7 +107,7 @@ def test_record_round_trips_and_every_view_accepts_it(tmp_path_factory, rows, sh
     assert Record.load(path) == record
     assert [entry.name for entry in path.parent.iterdir()] == ["record.json"]
     table = quality_table(record)
-    assert table.to_markdown() and table.to_csv() and isinstance(findings(record), list)
+    assert table.to_markdown() and table.to_csv() and isinstance(all_findings(record), list)
 
 
 def test_nan_survives_in_strict_json(tmp_path):
@@ -218,22 +218,22 @@ FAILED = Row(name="focus hard k=1", kind="hard", method="focus", top_k=1, causal
     ],
 )
 def test_findings_say(rows, sentence):
-    assert sentence in "\n".join(findings(make_record(*rows)))
+    assert sentence in "\n".join(all_findings(make_record(*rows)))
 
 
 def test_findings_without_a_verdict():
-    assert not any("the base" in said for said in findings(make_record(make_row(causal=False))))
-    assert not any("engaged" in said for said in findings(make_record(make_row())))
+    assert not any("the base" in said for said in all_findings(make_record(make_row(causal=False))))
+    assert not any("engaged" in said for said in all_findings(make_record(make_row())))
     full = {**CONFIG, "attention": {"method": "full"}}
-    assert findings(make_record(config=full)) == [
+    assert all_findings(make_record(config=full)) == [
         "Only full attention was asked for: there is no sparse attention to judge."
     ]
-    assert "no scored base row" in findings(make_record(rows=[make_row()]))[0]
-    assert "The run failed (boom)" in findings(make_record(status="failed", error="boom", rows=[]))[0]
-    untrained = findings(make_record(make_row(), steps=0, method={"trainable_parameters": 5}))
+    assert "no scored base row" in all_findings(make_record(rows=[make_row()]))[0]
+    assert "The run failed (boom)" in all_findings(make_record(status="failed", error="boom", rows=[]))[0]
+    untrained = all_findings(make_record(make_row(), steps=0, method={"trainable_parameters": 5}))
     assert "Nothing was trained in this run." in untrained
     shares = {"layers": [3, 7], "group_shares": [[0.5, 0.5], [0.9, 0.1]]}
-    assert "at worst 90.0 % in layer 7" in "\n".join(findings(make_record(make_row(), **shares)))
+    assert "at worst 90.0 % in layer 7" in "\n".join(all_findings(make_record(make_row(), **shares)))
 
 
 def test_figures_are_drawn_only_from_data(tmp_path):

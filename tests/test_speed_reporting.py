@@ -20,9 +20,9 @@ from focus_exp.records.rows import Row
 from focus_exp.records.speed import SpeedRow
 from focus_exp.reporting import printed, speed_figures
 from focus_exp.reporting.printed import paper_rows, paper_speedups
+from focus_exp.reporting.report import all_findings
+from focus_exp.reporting.speed import break_even
 from focus_exp.reporting.speed_figures import write_speed_figures
-from focus_exp.reporting.speed_findings import speed_findings
-from focus_exp.reporting.speed_series import break_even
 from focus_exp.reporting.speed_tables import speed_tables
 
 CONFIG = {"attention": {"groups": 4}, "bench": {"heads": 9, "kv_heads": 3}}
@@ -267,7 +267,7 @@ def test_no_row_is_lost_whatever_was_measured(rows, failures):
     printed = [row.get(name, "") for row in values for name in ("focus_seconds", "kernels_focus_seconds")]
     measured = [str(row.focus_seconds) for row in rows if row.focus_seconds is not None]
     assert sorted(value for value in printed if value) == sorted(measured)
-    said = "\n".join(speed_findings(record))
+    said = "\n".join(all_findings(record))
     notes = "\n".join(note for table in tables for note in table.notes)
     assert all(row.error in said and row.error in notes for row in failed)
 
@@ -405,19 +405,19 @@ def test_top_k_table_compares_at_the_longest_common_length_and_keeps_failures():
     ],
 )
 def test_findings_say(rows, sentence):
-    assert sentence in "\n".join(speed_findings(make_record(*rows)))
+    assert sentence in "\n".join(all_findings(make_record(*rows)))
 
 
 def test_findings_are_silent_where_there_is_nothing_to_say():
-    assert speed_findings(make_record()) == []
-    quiet = "\n".join(speed_findings(make_record(*make_curve({1024: 0.5, 2048: 2.0}))))
+    assert not any("timed" in said or "K/k" in said for said in all_findings(make_record()))
+    quiet = "\n".join(all_findings(make_record(*make_curve({1024: 0.5, 2048: 2.0}))))
     assert all(word not in quiet for word in ("above its bound", "failed", "already", "full attention and no speed-up"))
     # a whole model is not bounded by the pairs of its attention
-    assert "bound" not in "\n".join(speed_findings(make_record(make_row("prefill", ratio=9.0))))
+    assert "bound" not in "\n".join(all_findings(make_record(make_row("prefill", ratio=9.0))))
 
 
 def test_findings_quote_measured_times_against_the_claim_and_name_full_attention():
-    said = speed_findings(make_top_k_record())
+    said = all_findings(make_top_k_record())
     assert "K=4 (k=2, share) with a trained router has K/k 2.00 and measures 1.00" in said[-1]
     assert "k=3" not in said[-1]
     assert (

@@ -25,8 +25,9 @@ from focus_exp.records.metrics import read_metrics
 from focus_exp.records.record import Record
 from focus_exp.records.rows import Arm, ProbeRow, Row
 from focus_exp.reporting.claims import judged
+from focus_exp.reporting.findings import stability_findings
 from focus_exp.reporting.printed import paper_rows
-from focus_exp.reporting.stability import ABLATIONS, MITIGATIONS, stability_findings, stability_table
+from focus_exp.reporting.stability import ABLATIONS, MITIGATIONS, stability_table
 from focus_exp.reporting.stability_figure import phase_starts, write_stability_figure
 from focus_exp.reporting.verdicts import NOT_REPRODUCED, NOT_RUN, REPRODUCED, UNDECIDED
 from focus_exp.training import mitigations

@@ -9,9 +9,7 @@ from focus_exp.records.answers import row_of
 from focus_exp.records.benchmarks import BenchmarkRow, telling
 from focus_exp.records.record import Record
 from focus_exp.records.rows import Arm, Row
-from focus_exp.reporting.benchmark_findings import score_name
 from focus_exp.reporting.benchmarks import NOT_ENGAGED, difference_text, failures, score_text
-from focus_exp.reporting.findings import difference_word
 from focus_exp.reporting.tables import (
     ABSENT,
     Table,
@@ -27,7 +25,6 @@ from focus_exp.reporting.tables import (
 )
 
 NON_CAUSAL = "reads the future"
-SAME_BUDGET = 0.1  # of the number of trained parameters
 
 
 def comparison_tables(record: Record) -> list[Table]:
@@ -95,6 +92,11 @@ def _values(record: Record, arm: Arm, row: Row | None) -> dict[str, Any]:
     }
 
 
+def _failed(record: Record) -> list[str]:
+    said = [f"{arm.name} {arm.status}: {arm.error}" for arm in record.arms if arm.status != "finished"]
+    return [*said, *(f"{row.arm} failed: {row.error}" for row in record.rows if row.error is not None and row.arm)]
+
+
 def _notes(record: Record) -> list[str]:
     first = record.arms[0].name
     scored = next((row.tokens for row in record.rows if row.tokens), None)
@@ -154,106 +156,3 @@ def _benchmark(row: BenchmarkRow | None) -> str:
     reads = "" if row.causal else f" ({NON_CAUSAL})"
     metric = "perplexity " if row.is_perplexity else ""
     return f"{metric}{score_text(row)}{change}{idle}{reads}"
-
-
-def comparison_findings(record: Record) -> list[str]:
-    """Sentences on who is better and worse than the first arm, what was lost on benchmarks, and what cannot be told."""
-    return [*_failed(record), *_perplexities(record), *_equal_budget(record), *_tasks(record), *_spoiled(record)]
-
-
-def _failed(record: Record) -> list[str]:
-    said = [f"{arm.name} {arm.status}: {arm.error}" for arm in record.arms if arm.status != "finished"]
-    return [*said, *(f"{row.arm} failed: {row.error}" for row in record.rows if row.error is not None and row.arm)]
-
-
-def _perplexities(record: Record) -> list[str]:
-    first, *others = record.arms
-    reference = row_of(record, first.name)
-    if reference is None or not reference.scored:
-        return [f"{first.name} has no perplexity: nothing can be compared with it."]
-    change = change_text(reference.delta_nll, reference.delta_low, reference.delta_high)
-    said = [f"{first.name}: perplexity {perplexity_text(reference.perplexity)}, {change} against the base."]
-    groups: dict[str, list[str]] = {"better than": [], "worse than": [], "indistinguishable from": []}
-    for arm in others:
-        row = row_of(record, arm.name)
-        if row is None or row.delta_vs_hard is None or not row.causal:
-            continue
-        text = change_text(row.delta_vs_hard, row.delta_vs_hard_low, row.delta_vs_hard_high)
-        groups[_word(row)].append(f"{arm.name} ({text})")
-    return [
-        *said,
-        *(f"Perplexity {word} {first.name}'s: {', '.join(names)}." for word, names in groups.items() if names),
-    ]
-
-
-def _word(row: Row) -> str:
-    assert row.delta_vs_hard is not None
-    return difference_word(
-        row.delta_vs_hard, row.delta_vs_hard_low, row.delta_vs_hard_high, ("better than", "worse than")
-    )
-
-
-def _equal_budget(record: Record) -> list[str]:
-    """The best of the arms that train about as many numbers as the first on as many tokens, chosen on these tokens."""
-    first = record.arms[0]
-    rivals = [
-        (arm, row)
-        for arm in record.arms[1:]
-        if arm.steps
-        and arm.tokens_seen == first.tokens_seen
-        and abs(arm.trainable_parameters - first.trainable_parameters) <= SAME_BUDGET * first.trainable_parameters
-        and (row := row_of(record, arm.name)) is not None
-        and row.causal
-        and row.nll is not None
-        and row.kind == "trained"
-    ]
-    if not rivals:
-        return []
-    arm, row = min(rivals, key=lambda pair: pair[1].nll or 0)
-    change = change_text(row.delta_vs_hard, row.delta_vs_hard_low, row.delta_vs_hard_high)
-    return [
-        f"At about {first.trainable_parameters:,} parameters and {first.tokens_seen:,} tokens {arm.name} has the "
-        f"lowest perplexity of {len(rivals)} adapters under full attention: {perplexity_text(row.perplexity)}, "
-        f"{_word(row)} {first.name}'s ({change}). It keeps every pair, {first.name} removes "
-        f"{_removed(record, first)} of them."
-    ]
-
-
-def _removed(record: Record, arm: Arm) -> str:
-    row = row_of(record, arm.name)
-    return share_text(row.pairs_removed if row else None)
-
-
-def _tasks(record: Record) -> list[str]:
-    rows = telling([row for row in record.benchmarks if row.scored and row.kind not in ("base", "missing")])
-    said = []
-    for word in ("worse", "better"):
-        found = [row for row in rows if row.outcome == word and row.engaged is not False and row.causal]
-        listed = "; ".join(f"{row.attention} on {score_name(row)} {difference_text(row)}" for row in found)
-        if found:
-            said.append(f"On benchmarks {word} than full attention beyond the interval: {listed}.")
-    for arm in dict.fromkeys(row.attention for row in rows):
-        own = [row for row in rows if row.attention == arm]
-        idle = [row.task for row in own if row.engaged is False]
-        if idle:
-            acted = [row.task for row in own if row.engaged]
-            rest = f"it acted on {', '.join(acted)}" if acted else "no task shows whether it degrades anything"
-            said.append(f"{arm} was not engaged on {', '.join(idle)}; {rest}.")
-    return said
-
-
-def _spoiled(record: Record) -> list[str]:
-    """What must not be read as a result."""
-    said = []
-    for arm in record.arms:
-        row = row_of(record, arm.name)
-        if row is None or not row.scored:
-            continue
-        if not row.causal:
-            said.append(f"{arm.name} {NON_CAUSAL}: its perplexity is not one, and is compared with nothing.")
-        if row.engaged is False:
-            said.append(f"{arm.name} was not engaged: it removes {share_text(row.pairs_removed)} of the pairs.")
-    tokens = {arm.tokens_seen for arm in record.arms if arm.steps}
-    if len(tokens) > 1:
-        said.append(f"Arms were trained on different numbers of tokens: {', '.join(f'{n:,}' for n in sorted(tokens))}.")
-    return said

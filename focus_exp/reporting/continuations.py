@@ -62,28 +62,6 @@ def _cells(name: str, rows: list[Continuation]) -> list[str]:
     ]
 
 
-def continuation_findings(record: Record) -> list[str]:
-    """What the texts are worth under the base, against full attention's and the book's own."""
-    rows = [row for row in record.continuations if row.base_nll is not None]
-    losses = {
-        name: mean(row.base_nll or 0.0 for row in rows if row.attention == name)
-        for name in dict.fromkeys(row.attention for row in rows)
-    }
-    kinds = {row.attention: row.kind for row in rows}
-    full = next((loss for name, loss in losses.items() if kinds[name] == "base"), None)
-    said = []
-    for name, loss in losses.items():
-        if kinds[name] == "hard" and full is not None:
-            said.append(
-                f"Text by {name} costs the base {loss:.2f} nats per token, {loss - full:+.2f} against its own text by "
-                "full attention."
-            )
-    return [
-        *said,
-        *(f"{row.attention}, prompt {row.prompt} failed: {row.error}" for row in record.continuations if row.error),
-    ]
-
-
 def write_continuations(record: Record, folder: Path) -> None:
     """continuations.md: under every prompt what each attention wrote."""
     lines = [f"# {title(record)}", ""]

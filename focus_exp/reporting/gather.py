@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from focus_exp.records.comparison import load_run
 from focus_exp.records.record import Record
 from focus_exp.records.rows import Arm
+from focus_exp.reporting import formats
 
 QUICK = "quick"
 RANDOM = "random"  # source of weights that the seed draws
@@ -17,7 +19,7 @@ ATTENTION = ("method", "groups", "routing_dim", "temperature", "assignment", "ga
 BENCHMARKS = ("eval.tasks=", "eval.limit=")  # settings that choose what else is scored
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Runs:
     """found: folder and record of every run, oldest first; arms: the own records of comparisons' arms by their hash."""
 
@@ -27,6 +29,12 @@ class Runs:
     @property
     def records(self) -> list[Record]:
         return [record for _, record in self.found]
+
+    @property
+    def named(self) -> dict[str, Record]:
+        """Every record, those of arms after the others, by a name of its own."""
+        arms = {f"{record.experiment}/{record.config.get('arm')}/{key}": record for key, record in self.arms.items()}
+        return {folder.as_posix(): record for folder, record in self.found} | arms
 
     def finished(self, *experiments: str) -> list[Record]:
         """Of these experiments, or of all."""
@@ -53,7 +61,7 @@ def gather(folder: Path, scale: str = "") -> Runs:
     arms: dict[str, Record] = {}
     # committed copies first: they are what a report should point at
     for path in sorted(folder.rglob("record.json"), key=lambda path: ("records" not in path.parts, str(path))):
-        record = Record.load(path)
+        record = load_run(path.parent)
         if is_quick(record) != (scale == QUICK):
             continue
         if record.config.get("arm"):
@@ -69,8 +77,7 @@ def is_quick(record: Record) -> bool:
 
 def setup(record: Record) -> Hashable:
     """What records of several seeds have in common: the model, the text, the attention, how much was trained."""
-    weights = None if record.model.get("source") == RANDOM else record.model.get("fingerprint")
-    sources = record.model.get("name"), weights, record.data.get("name"), record.data.get("fingerprint")
+    sources = record.model.get("name"), _weights(record), record.data.get("name"), record.data.get("fingerprint")
     attention = tuple(record.setting("attention", key) for key in ATTENTION)
     evaluation = record.setting("eval", "window"), record.setting("eval", "max_windows")
     return (*sources, attention, evaluation, record.setting("regime", "name"), record.steps, record.tokens_seen)
@@ -82,11 +89,14 @@ def run_of(arm: Arm) -> Hashable:
     return arm.name, settings, arm.steps, arm.tokens_seen
 
 
-def seeds_of(records: list[Record]) -> list[int]:
+def _weights(record: Record) -> str | None:
+    return None if record.model.get("source") == RANDOM else record.model.get("fingerprint")
+
+
+def seeds_of(records: Iterable[Record]) -> list[int]:
     return sorted({record.seed for record in records if record.seed is not None})
 
 
-def seeds_text(records: list[Record]) -> str:
+def seeds_text(records: Iterable[Record]) -> str:
     """How many seeds, and which."""
-    seeds = seeds_of(records)
-    return f"{len(seeds)} ({', '.join(map(str, seeds))})" if seeds else "-"
+    return formats.seeds_text(seeds_of(records))

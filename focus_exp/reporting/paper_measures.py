@@ -13,8 +13,8 @@ from focus_exp.records.rows import Row
 from focus_exp.reporting.benchmarks import NOT_ENGAGED, is_share
 from focus_exp.reporting.groups import punctuation_groups
 from focus_exp.reporting.paper_places import BASE, Scene
+from focus_exp.reporting.speed import by_top_k
 from focus_exp.reporting.speed_notes import number_text
-from focus_exp.reporting.speed_top_k import by_top_k
 from focus_exp.reporting.tables import ABSENT, perplexity_text
 
 NOT_RUN = "not run"

@@ -7,23 +7,24 @@ from pathlib import Path
 from typing import Any
 
 from focus_exp.records.record import Record
-from focus_exp.reporting.benchmark_findings import benchmark_findings
 from focus_exp.reporting.benchmarks import benchmark_table
-from focus_exp.reporting.comparison import comparison_findings, comparison_tables
-from focus_exp.reporting.comparison_figure import write_comparison_figure
-from focus_exp.reporting.continuations import continuation_findings, continuation_table, write_continuations
-from focus_exp.reporting.curves import write_curves
+from focus_exp.reporting.comparison import comparison_tables
+from focus_exp.reporting.continuations import continuation_table, write_continuations
 from focus_exp.reporting.figures import write_figures
-from focus_exp.reporting.findings import findings
+from focus_exp.reporting.findings import (
+    benchmark_findings,
+    comparison_findings,
+    continuation_findings,
+    quality_findings,
+    stability_findings,
+)
+from focus_exp.reporting.group_findings import group_findings
 from focus_exp.reporting.groups import group_tables
-from focus_exp.reporting.groups_findings import group_findings
 from focus_exp.reporting.passage import write_page
-from focus_exp.reporting.speed_figures import write_speed_figures
-from focus_exp.reporting.speed_findings import speed_findings
-from focus_exp.reporting.speed_methods import method_findings, method_table
+from focus_exp.reporting.speed_findings import method_findings, speed_findings
+from focus_exp.reporting.speed_methods import method_table
 from focus_exp.reporting.speed_tables import speed_tables
-from focus_exp.reporting.stability import stability_findings, stability_table
-from focus_exp.reporting.stability_figure import write_stability_figure
+from focus_exp.reporting.stability import stability_table
 from focus_exp.reporting.tables import Table, quality_table
 from focus_exp.storage import replace_file
 
@@ -41,11 +42,11 @@ def all_findings(record: Record) -> list[str]:
     if record.arms:
         return [*comparison_findings(record), *stability_findings(record)]
     if record.continuations:
-        return continuation_findings(record)
+        return [*continuation_findings(record)]
     if record.groups:
-        return group_findings(record)
+        return [*group_findings(record)]
     timed_only = bool(record.speed) and not record.rows
-    said = [] if timed_only else findings(record)
+    said = [] if timed_only else quality_findings(record)
     return [*said, *benchmark_findings(record.benchmarks), *speed_findings(record), *method_findings(record)]
 
 
@@ -74,10 +75,4 @@ def write_report(record: Record, metrics: list[dict[str, Any]], folder: Path) ->
         write_continuations(record, folder)
     if record.groups:
         write_page(record, folder)
-    figures = folder / "figures"
-    routers = write_stability_figure(record, figures)
-    if record.arms:
-        return Report(
-            tables, write_comparison_figure(record, figures) | write_curves(record, metrics, figures) | routers
-        )
-    return Report(tables, write_figures(record, metrics, figures) | write_speed_figures(record, figures) | routers)
+    return Report(tables, write_figures(record, metrics, folder / "figures"))

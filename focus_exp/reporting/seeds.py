@@ -11,7 +11,7 @@ from focus_exp.records.answers import configured_row, row_of
 from focus_exp.records.record import Record
 from focus_exp.records.rows import Row
 from focus_exp.reporting.comparison import NON_CAUSAL
-from focus_exp.reporting.findings import difference_word
+from focus_exp.reporting.formats import difference_word
 from focus_exp.reporting.gather import WANTED, Runs, run_of, seeds_of, setup
 from focus_exp.reporting.tables import ABSENT, Table, change_text
 

@@ -41,26 +41,5 @@ def method_table(record: Record) -> Table:
     )
 
 
-def method_findings(record: Record) -> list[str]:
-    """The ratios of each length, those of masks over all pairs apart."""
-    said = []
-    for tokens in dict.fromkeys(row.tokens for row in record.method_speed):
-        rows = [row for row in record.method_speed if row.tokens == tokens and row.ratio]
-        parts = {
-            "without computing every pair": [row for row in rows if row.path != MASKED],
-            "by masks over all pairs, which cannot save any": [row for row in rows if row.path == MASKED],
-        }
-        listed = "; ".join(
-            f"{how}: {', '.join(f'{row.method} {number_text(row.ratio)}' for row in found)}"
-            for how, found in parts.items()
-            if found
-        )
-        if listed:
-            said.append(
-                f"At {tokens:,} tokens, time of full attention over that of a layer of other methods, {listed}."
-            )
-    return said
-
-
 def _milliseconds(seconds: float | None) -> str:
     return number_text(None if seconds is None else seconds * 1e3)

@@ -7,7 +7,7 @@ from typing import Any
 
 from focus_exp.records.record import Record
 from focus_exp.records.speed import MethodSpeedRow, SpeedRow
-from focus_exp.reporting.speed_series import label, setting
+from focus_exp.reporting.speed import label, setting
 from focus_exp.reporting.tables import ABSENT, assets, caveats, facts, origin
 
 ASSIGNMENTS = {"balanced": "balanced", "trained": "trained router"}

@@ -10,6 +10,7 @@ from typing import Any
 from focus_exp.records.record import Record
 from focus_exp.records.speed import SpeedRow
 from focus_exp.reporting.printed import paper_speedups
+from focus_exp.reporting.speed import Setting, groups_text, setting
 from focus_exp.reporting.speed_notes import (
     ASSIGNMENTS,
     BOUND,
@@ -20,7 +21,6 @@ from focus_exp.reporting.speed_notes import (
     notes,
     number_text,
 )
-from focus_exp.reporting.speed_series import Setting, groups_text, setting
 from focus_exp.reporting.speed_top_k import top_k_table
 from focus_exp.reporting.tables import ABSENT, Table, identity, share_text
 

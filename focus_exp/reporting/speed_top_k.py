@@ -6,9 +6,9 @@ from math import isclose
 from typing import Any
 
 from focus_exp.records.record import Record
-from focus_exp.records.rows import Row
 from focus_exp.records.speed import SpeedRow
 from focus_exp.reporting.printed import paper_rows
+from focus_exp.reporting.speed import by_top_k, quality_row, setting
 from focus_exp.reporting.speed_notes import (
     ASSIGNMENTS,
     BOUND,
@@ -18,7 +18,6 @@ from focus_exp.reporting.speed_notes import (
     notes,
     number_text,
 )
-from focus_exp.reporting.speed_series import Setting, series, setting, timed
 from focus_exp.reporting.tables import ABSENT, Table, change_text, identity, perplexity_text, share_text
 
 PAPER_GROUPS = 4  # K of every row of the paper's table 7
@@ -31,28 +30,6 @@ NOTES = [
     "paper: table 7 of arXiv 2604.03260, GPT-2 124M on PG-19, K = 4, pairs by sharing a group; its speedup is K/k, "
     "computed from k, not timed",
 ]
-
-
-def by_top_k(record: Record) -> list[SpeedRow]:
-    """One row per setting to compare k by, at the longest length that all settings were timed at, if there is one.
-
-    With routing included if k varies there, else by prefill; [] if it varies in neither.
-    """
-    for clock in ("attention", "prefill"):
-        found = series(record, clock)
-        if len({key.top_k for key in found}) > 1:
-            lengths = [{row.tokens for row, _ in timed(rows)} for rows in found.values() if timed(rows)]
-            common = max(set.intersection(*lengths), default=0) if lengths else 0
-            return [next((row for row in rows if row.tokens == common), rows[-1]) for rows in found.values()]
-    return []
-
-
-def quality_row(record: Record, key: Setting) -> Row | None:
-    """The hard row that was scored with this k and pair rule, if the record's model has this K."""
-    if key.groups != record.setting("attention", "groups", key.groups):
-        return None
-    rows = (row for row in record.rows if row.kind == "hard" and row.top_k == key.top_k)
-    return next((row for row in rows if key.top_k == 1 or row.pair_rule in (None, key.pair_rule)), None)
 
 
 def top_k_table(record: Record) -> Table | None:

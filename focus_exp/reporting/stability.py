@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict
 from typing import Any
 
-from focus_exp.records.answers import COLLAPSED, DOMINANT, Phase, phases
+from focus_exp.records.answers import Phase, phases
 from focus_exp.records.record import Record
 from focus_exp.reporting.comparison import NON_CAUSAL
 from focus_exp.reporting.printed import paper_rows
@@ -114,23 +114,3 @@ def _table9(phase: Phase) -> list[str]:
         for row in paper_rows("table9_ablation")
         if (row["parameter"], row["value"]) == ABLATIONS.get(phase.arm.name)
     ]
-
-
-def stability_findings(record: Record) -> list[str]:
-    """Sentences on who collapsed in which phase, and who kept all groups."""
-    said = []
-    for name in dict.fromkeys(phase.name for phase in phases(record)):
-        own = [phase for phase in phases(record) if phase.name == name]
-        fates = {
-            "one group took over": [p for p in own if p.probe.dominance >= COLLAPSED],
-            "one group holds more than half": [p for p in own if DOMINANT < p.probe.dominance < COLLAPSED],
-            "groups live on": [p for p in own if p.probe.dominance <= DOMINANT],
-        }
-        parts = [f"{fate} under {', '.join(map(_share, found))}" for fate, found in fates.items() if found]
-        said.append(f"After phase {name} {'; '.join(parts)}.")
-    return said
-
-
-def _share(phase: Phase) -> str:
-    dead = f", {phase.probe.dead_groups:.1f} dead" if phase.probe.dead_groups >= 1 else ""
-    return f"{phase.arm.name} ({share_text(phase.probe.dominance)}{dead})"

@@ -11,7 +11,7 @@ from focus_exp.records.record import Record
 from focus_exp.records.rows import Row
 from focus_exp.reporting.benchmarks import NOT_ENGAGED, difference_text
 from focus_exp.reporting.comparison import NON_CAUSAL
-from focus_exp.reporting.findings import difference_word
+from focus_exp.reporting.formats import difference_word
 from focus_exp.reporting.gather import Runs
 from focus_exp.reporting.paper_measures import NOT_RUN
 from focus_exp.reporting.paper_report import command_of, where

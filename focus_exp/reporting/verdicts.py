@@ -11,7 +11,6 @@ from focus_exp.records.benchmarks import BenchmarkRow, telling
 from focus_exp.records.record import Record
 from focus_exp.records.rows import Row
 from focus_exp.records.speed import SpeedRow
-from focus_exp.reporting.benchmark_findings import score_name
 from focus_exp.reporting.benchmarks import difference_text, is_share
 from focus_exp.reporting.printed import paper_speedups
 from focus_exp.reporting.speed_notes import number_text
@@ -80,7 +79,7 @@ def no_degradation(record: Record) -> Verdict:
         return Verdict(NOT_RUN, why="no benchmark was run", records=[record])
     if not acted:
         return Verdict(NOT_ENGAGED, "", f"pairs removed: {idle}", [record])
-    said = "; ".join(f"{score_name(row)} {difference_text(row)}" for row in acted)
+    said = "; ".join(f"{row.scored_as} {difference_text(row)}" for row in acted)
     lost = [row for row in acted if row.outcome == "worse"]
     losses = [-100 * row.difference_low for row in acted if is_share(row) and row.difference_low is not None]
     why = f"not engaged on {idle}" if idle else ""
