@@ -5,7 +5,6 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from focus_exp.reporting.comparison import comparison_tables
 from focus_exp.reporting.comparison_figure import write_comparison_figure
 from running import only_run, run, tiny, write_texts
 
@@ -18,6 +17,7 @@ from focus_exp.records.comparison import load_run
 from focus_exp.records.record import Record
 from focus_exp.records.rows import Arm, Row
 from focus_exp.reporting.report import all_findings
+from focus_exp.reporting.tables import table_of
 
 MEASURED = {"k_1": ["eval.top_k=[1]"], "k_2": ["attention.top_k=2", "eval.top_k=[2]"]}
 ARMS = {
@@ -202,7 +202,7 @@ def test_broken_routers_are_seen(tmp_path):
         row("window", nll=3.3, pairs_removed=0.8, distant_pairs_kept=0.0, **compared(0.28)),
         row("seer", kind="hard", nll=2.0, causal=False, **compared(-1.02)),
     )
-    text = comparison_tables(found)[0].to_markdown()
+    text = table_of(found, "comparison").to_markdown()
     assert "0.0 % (not engaged)" in text and "seer (reads the future)" in text
     said = "\n".join(all_findings(found))
     assert "one_group was not engaged: it removes 0.0 %" in said
@@ -250,7 +250,7 @@ def test_benchmarks_count_where_the_mask_acted():
     assert "worse than full attention beyond the interval: focus on long acc" in said and "lora on short acc" in said
     assert "better than full attention beyond the interval: lora on long acc" in said
     assert "focus was not engaged on short; it acted on long" in said
-    changes = comparison_tables(found)[1]
+    changes = table_of(found, "benchmark_changes")
     assert changes.columns == ["arm", "short", "long"]
     assert "(not engaged)" in changes.rows[0][1] and "not engaged" not in changes.rows[1][1]
     assert any("gone was not measured: no hub" in note for note in changes.notes)

@@ -28,7 +28,7 @@ from focus_exp.records.rows import Row
 from focus_exp.reporting import dashboard
 from focus_exp.reporting.figures import write_figures
 from focus_exp.reporting.report import all_findings
-from focus_exp.reporting.tables import quality_table
+from focus_exp.reporting.tables import table_of
 
 ROOT = Path(__file__).parent.parent
 CONFIG = {
@@ -106,7 +106,7 @@ def test_record_round_trips_and_every_view_accepts_it(tmp_path_factory, rows, sh
     record.save(path)
     assert Record.load(path) == record
     assert [entry.name for entry in path.parent.iterdir()] == ["record.json"]
-    table = quality_table(record)
+    table = table_of(record, "quality")
     assert table.to_markdown() and table.to_csv() and isinstance(all_findings(record), list)
 
 
@@ -161,7 +161,7 @@ def test_table_marks_and_parses_back():
         Row(name="performer", kind="control", method="performer", causal=True, error="out of\nmemory"),
     ]
     record = make_record(*rows, model={"name": "tiny", "substitution": "tiny stands in for gpt2."})
-    table = quality_table(record)
+    table = table_of(record, "quality")
     lines = [line for line in table.to_markdown().splitlines() if line.startswith("| ")]
     cells = [[cell.strip() for cell in line.replace("\\|", "/").strip("|").split("|")] for line in lines]
     assert cells[2][0] == "base, full attention" and cells[2][2] == "-"
@@ -294,7 +294,7 @@ def test_an_offline_run_holds_the_table_and_the_scalars(tmp_path, monkeypatch):
     for name in ("WANDB_DIR", "WANDB_CACHE_DIR", "WANDB_CONFIG_DIR", "WANDB_DATA_DIR"):
         monkeypatch.setenv(name, str(tmp_path))
     record = make_record(make_row(), FAILED, findings=["worse"], seed=7)
-    table = quality_table(record)
+    table = table_of(record, "quality")
     options = dashboard.init_options(CONFIG)
     assert options == {
         "group": "test", "job_type": None, "tags": ["tiny", "focus", "retrofit", "books", "seed:None"],

@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 import yaml
 from focus_exp.reporting.speed_figures import write_speed_figures
-from focus_exp.reporting.speed_tables import speed_tables
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -24,6 +23,7 @@ from focus_exp.reporting import printed, speed_figures
 from focus_exp.reporting.printed import paper_rows, paper_speedups
 from focus_exp.reporting.report import all_findings
 from focus_exp.reporting.speed import break_even
+from focus_exp.reporting.tables import all_tables
 
 CONFIG = {"attention": {"groups": 4}, "bench": {"heads": 9, "kv_heads": 3}}
 
@@ -82,7 +82,7 @@ def parsed(table) -> list[dict[str, str]]:
 
 
 def only_table(record: Record):
-    (table,) = speed_tables(record)
+    (table,) = all_tables(record)
     return table
 
 
@@ -206,7 +206,7 @@ def test_every_clock_has_its_table():
     shares = {"full_attention_seconds": 0.4, "focus_attention_seconds": 0.1}
     prefill = make_row("prefill", 8192, full_seconds=1.0, focus_seconds=0.8, **shares)
     step = make_row("attention step", 8192, ratio=3.0)
-    tables = speed_tables(make_record(prefill, step, make_row("model step", 8192, ratio=1.5), make_row()))
+    tables = all_tables(make_record(prefill, step, make_row("model step", 8192, ratio=1.5), make_row()))
     assert [table.name for table in tables] == [
         "speed_attention", "speed_prefill", "speed_attention_step", "speed_model_step",
     ]  # fmt: skip
@@ -233,7 +233,7 @@ def test_a_failed_row_and_substitutes_stay_visible():
 
 def test_settings_are_told_apart_and_one_group_a_token_names_no_rule():
     rows = [make_row(), make_row("kernels", pair_rule="share"), make_row(top_k=2, pair_rule="share")]
-    assert [line["K"] for line in cells(speed_tables(make_record(*rows))[0])] == ["8", "8 (k=2, share)"]
+    assert [line["K"] for line in cells(all_tables(make_record(*rows))[0])] == ["8", "8 (k=2, share)"]
     table = only_table(make_record(make_row(), make_row(window=64)))
     assert [line["K"] for line in cells(table)] == ["8 (window 64)", "8 (window 128)"]
 
@@ -262,7 +262,7 @@ speed_row = st.builds(
 def test_no_row_is_lost_whatever_was_measured(rows, failures):
     failed = [make_failed(tokens=tokens, error=f"broke {index}") for index, tokens in enumerate(failures)]
     record = make_record(*rows, *failed, rows=[make_quality(1, 30.0), make_quality(2, 29.0, "share")])
-    tables = [table for table in speed_tables(record) if table.name != "speed_top_k"]
+    tables = [table for table in all_tables(record) if table.name != "speed_top_k"]
     values = [row for table in tables for row in parsed(table)]
     printed = [row.get(name, "") for row in values for name in ("focus_seconds", "kernels_focus_seconds")]
     measured = [str(row.focus_seconds) for row in rows if row.focus_seconds is not None]
@@ -295,7 +295,7 @@ def make_top_k_record(**changes) -> Record:
 
 
 def test_top_k_table_sets_measured_time_beside_the_claim():
-    table = speed_tables(make_top_k_record())[-1]
+    table = all_tables(make_top_k_record())[-1]
     claim = next(column for column in table.columns if "K/k" in column)
     assert "claim" in claim and "not a measurement" in claim
     lines = cells(table)
@@ -314,20 +314,20 @@ def test_top_k_table_sets_measured_time_beside_the_claim():
 
 def test_top_k_table_does_not_borrow_another_models_quality():
     other = make_top_k_record(config={"attention": {"groups": 8}})
-    assert {line["perplexity"] for line in cells(speed_tables(other)[-1])} == {"-"}
+    assert {line["perplexity"] for line in cells(all_tables(other)[-1])} == {"-"}
     eight = make_record(*(make_row(groups=8, top_k=k) for k in (1, 2)), rows=make_top_k_record().rows)
-    assert {line["paper: perplexity"] for line in cells(speed_tables(eight)[-1])} == {"-"}
-    assert [table.name for table in speed_tables(make_record(make_row()))] == ["speed_attention"]
+    assert {line["paper: perplexity"] for line in cells(all_tables(eight)[-1])} == {"-"}
+    assert [table.name for table in all_tables(make_record(make_row()))] == ["speed_attention"]
 
 
 def test_top_k_table_compares_at_the_longest_common_length_and_keeps_failures():
     rows = [*make_curve({1024: 2.0, 4096: 3.0}, groups=4), make_row(groups=4, top_k=2), make_failed(tokens=9, top_k=3)]
     record = make_record(*rows, rows=[make_quality(2, 30.0, error="no memory")])
-    lines = cells(speed_tables(record)[-1])
+    lines = cells(all_tables(record)[-1])
     assert [line["tokens"] for line in lines] == ["1,024", "1,024", "9"]
     assert lines[1]["perplexity"] == "failed" and lines[2]["measured ratio, attention with routing"] == "failed"
     prefill = make_record(make_row("prefill"), make_row("prefill", top_k=2))
-    assert "measured ratio, prefill" in speed_tables(prefill)[-1].columns
+    assert "measured ratio, prefill" in all_tables(prefill)[-1].columns
 
 
 # findings

@@ -78,11 +78,6 @@ def page(sections: list[Section], folder: Path) -> str:
     )
 
 
-def passage_page(title: str, data: dict[str, Any]) -> str:
-    """A passage coloured by group, layer by layer, with what was cut."""
-    return render("passage.html", title=title, data=data, script=script_json)
-
-
 def script_json(content: Any) -> Markup:
     """JSON that no text in it can end early, whatever the tokens are, as a script element holds it."""
     text = json.dumps(content, ensure_ascii=False, separators=(",", ":"))

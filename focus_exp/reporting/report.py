@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from focus_exp.errors import UserError
+from focus_exp.records.groups import GroupLayer
 from focus_exp.records.record import Record
 from focus_exp.reporting.figures import write_figures
 from focus_exp.reporting.findings import (
@@ -21,7 +22,7 @@ from focus_exp.reporting.formats import facts_text
 from focus_exp.reporting.group_findings import group_findings
 from focus_exp.reporting.lines import grouped
 from focus_exp.reporting.notes import caveats, title
-from focus_exp.reporting.pages import passage_page
+from focus_exp.reporting.pages import script_json
 from focus_exp.reporting.specs import render
 from focus_exp.reporting.speed_findings import method_findings, speed_findings
 from focus_exp.reporting.tables import Table, all_tables
@@ -67,37 +68,27 @@ def write_report(record: Record, metrics: list[dict[str, Any]], folder: Path) ->
         prompts = grouped(record.continuations, "prompt")
         files[CONTINUATIONS] = render(CONTINUATIONS, title=title(record), prompts=prompts)
     if record.groups:
-        files[PASSAGE] = passage_page(title(record), passage(record, folder))
+        files[PASSAGE] = passage_page(record, measured_passage(folder))
     for name, text in files.items():
         replace_file(folder / name, text.encode())
     return Report(tables, write_figures(record, metrics, folder / "figures"))
 
 
-def passage(record: Record, folder: Path) -> dict[str, Any]:
-    """What the page of a passage shows: of the record, and what the analysis left in `folder`; UserError if missing."""
+def measured_passage(folder: Path) -> dict[str, Any]:
+    """What the analysis of groups left in the run's folder. UserError if it is missing."""
     try:
-        measured = json.loads((folder / MEASURED).read_text(encoding="utf-8"))
+        measured: dict[str, Any] = json.loads((folder / MEASURED).read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise UserError(f"{folder / MEASURED}: not readable ({error}); run job=analyze again") from error
+    return measured
+
+
+def passage_page(record: Record, measured: dict[str, Any]) -> str:
+    """A passage coloured by group, layer by layer, with what was cut; one file that needs no network."""
     report = record.groups
     assert report is not None
-    legends = {
-        row.layer: {
-            "nmi": row.fit("trained").nmi,
-            "cut_mass": row.cut_mass,
-            "pairs_kept": row.distant_pairs_kept,
-            "mass_kept": row.distant_mass_kept,
-            "legend": [
-                {
-                    "name": group.name, "share": group.share, "class": group.word_class, "purity": group.purity,
-                    "class_share": group.class_share, "confidence": group.confidence, "tokens": group.tokens,
-                }
-                for group in row.groups
-            ],
-        }
-        for row in report.layers
-    }  # fmt: skip
-    return measured | {
+    rows = {row.layer: row for row in report.layers}
+    data = measured | {
         "title": title(record),
         "from": report.passage_from,
         "caveats": caveats(record),
@@ -107,5 +98,22 @@ def passage(record: Record, folder: Path) -> dict[str, Any]:
         "sinks": record.setting("attention", "sinks"),
         "findings": all_findings(record),
         "origin": facts_text({"commit": record.commit, "seed": record.seed, "config": record.config_hash}),
-        "layers": [layer | legends[layer["layer"]] for layer in measured["layers"]],
+        "layers": [layer | _legend(rows[layer["layer"]]) for layer in measured["layers"]],
     }
+    return render(PASSAGE, title=title(record), data=data, script=script_json)
+
+
+def _legend(row: GroupLayer) -> dict[str, Any]:
+    return {
+        "nmi": row.fit("trained").nmi,
+        "cut_mass": row.cut_mass,
+        "pairs_kept": row.distant_pairs_kept,
+        "mass_kept": row.distant_mass_kept,
+        "legend": [
+            {
+                "name": group.name, "share": group.share, "class": group.word_class, "purity": group.purity,
+                "class_share": group.class_share, "confidence": group.confidence, "tokens": group.tokens,
+            }
+            for group in row.groups
+        ],
+    }  # fmt: skip
