@@ -123,9 +123,9 @@ def test_rivals_are_judged_by_their_paired_differences():
     assert find(found, "T3", "loses on benchmarks").word == REPRODUCED
 
 
-def timed(tokens, ratio, groups=8, top_k=1, experiment="speed"):
+def timed(tokens, ratio, groups=8, top_k=1, assignment="balanced"):
     return SpeedRow(
-        clock="attention", tokens=tokens, groups=groups, assignment="balanced", top_k=top_k, pairs_kept=0.2,
+        clock="attention", tokens=tokens, groups=groups, assignment=assignment, top_k=top_k, pairs_kept=0.2,
         full_seconds=ratio, focus_seconds=1.0,
     )  # fmt: skip
 
@@ -142,7 +142,7 @@ def test_speed_is_judged_at_the_printed_lengths():
     found = judged([Record(status="finished", experiment="speed", device="gpu", speed=slow)])
     words = [verdict.word for claim, verdict in found if claim.table == "T6" and claim.paper.startswith("K = 8")]
     assert words == [NOT_REPRODUCED, REPRODUCED]
-    by_k = [timed(8192, 4.1, groups=4), timed(8192, 1.1, groups=4, top_k=2)]
+    by_k = [timed(8192, 4.1, 4, 1, "trained"), timed(8192, 1.1, 4, 2, "trained"), timed(8192, 2.1, 4, 2)]
     found = judged([Record(status="finished", experiment="speed_quality", speed=by_k)])
     assert [v.word for c, v in found if c.table == "T7"] == [REPRODUCED, NOT_REPRODUCED, NOT_RUN]
 
