@@ -314,7 +314,11 @@ def test_the_readmes_comparison_and_its_count_of_verdicts_are_those_of_the_recor
     assert len(rows) > 5
     for cells in rows:
         assert any(all(f"| {cell} |" in line or f"| {cell} (" in line for cell in cells) for line in published), cells
-    words = [verdict.word for _, verdict in judged(gather(RECORDS).records)]
+    verdicts = [verdict for _, verdict in judged(gather(RECORDS).records)]
+    for verdict in verdicts:
+        sentences = verdict.why.split("; ")
+        assert len(sentences) == len(set(sentences)), verdict.why
+    words = [verdict.word for verdict in verdicts]
     counts = [words.count(word) for word in (REPRODUCED, NOT_REPRODUCED, UNDECIDED, NOT_HERE)]
     said = "of {}, {} are reproduced, {} are not, {} are undecided, {} need a GPU or the hub"
     assert said.format(len(words), *counts) in " ".join(readme.split())
