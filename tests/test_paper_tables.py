@@ -260,6 +260,11 @@ def test_a_difference_is_one_if_all_seeds_say_so(deltas, word):
     assert line["each seed [95 %]"].count("[") == len(deltas)
 
 
+def test_every_line_of_the_seeds_is_told_from_the_others():
+    shown = [tuple(line[:4]) for line in seeds_table(gather(RECORDS)).rows]
+    assert len(shown) == len(set(shown)) > 50 and {line[1] for line in shown} > {"4", "8"}
+
+
 def test_a_causal_twin_is_compared_with_itself():
     rows = [row(None, kind="hard", top_k=1), row(None, kind="twin", name="twin", top_k=1, **compared(0.3))]
     found = lines(seeds_table(runs_of(*(replace(trapped(*rows, experiment="leak"), seed=seed) for seed in range(3)))))
