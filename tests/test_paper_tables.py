@@ -17,13 +17,13 @@ from focus_exp.records.rows import Arm, ProbeRow, Row
 from focus_exp.records.speed import MethodSpeedRow, SpeedRow
 from focus_exp.reporting.formats import difference_word
 from focus_exp.reporting.gather import Runs, gather, run_of, setup
+from focus_exp.reporting.measures import ITSELF
+from focus_exp.reporting.printed import paper_names, paper_rows
 from focus_exp.reporting.paper_measures import MEASURES, NOT_RUN
 from focus_exp.reporting.paper_places import paper_tables, unmapped
 from focus_exp.reporting.paper_report import NOT_HERE, beside, paper_report
 from focus_exp.reporting.pareto import front, paper_change, pareto_table, points, write_pareto
-from focus_exp.reporting.printed import paper_names, paper_rows
-from focus_exp.reporting.seeds import DISAGREE, ITSELF, seeds_table
-from focus_exp.reporting.traps import traps_table
+from focus_exp.reporting.trust import DISAGREE, seeds_table, traps_table
 
 RECORDS = Path(__file__).parent.parent / "runs" / "records"
 CONFIG = {
@@ -258,6 +258,11 @@ def test_a_difference_is_one_if_all_seeds_say_so(deltas, word):
     (line,) = [line for line in lines(seeds_table(runs_of(*records))) if line["against"] == "focus"]
     assert line["in words"] == word and line["what"] == "lora"
     assert line["each seed [95 %]"].count("[") == len(deltas)
+
+
+def test_every_line_of_the_seeds_is_told_from_the_others():
+    shown = [tuple(line[:4]) for line in seeds_table(gather(RECORDS)).rows]
+    assert len(shown) == len(set(shown)) > 50 and {line[1] for line in shown} > {"4", "8"}
 
 
 def test_a_causal_twin_is_compared_with_itself():

@@ -6,7 +6,6 @@ import inspect
 import math
 from collections import Counter
 from dataclasses import dataclass, field, replace
-from fnmatch import fnmatchcase
 from functools import cache
 from pathlib import Path
 from statistics import fmean
@@ -18,10 +17,10 @@ import pandas as pd
 from focus_exp.errors import UserError
 from focus_exp.records.answers import COLLAPSED, DOMINANT
 from focus_exp.records.record import Record
-from focus_exp.reporting.comparators import TESTS, Judged, Line
+from focus_exp.reporting.comparators import TESTS, Judged
 from focus_exp.reporting.formats import ABSENT, NOT_HERE, NOT_RUN, RAN, UNDECIDED, VERDICTS
 from focus_exp.reporting.gather import QUICK, WANTED, Runs, is_quick, seeds_of
-from focus_exp.reporting.measures import COLUMNS, measurements
+from focus_exp.reporting.measures import COLUMNS, Line, lines_of, measurements, select
 from focus_exp.reporting.printed import paper_rows, paper_speedups
 from focus_exp.reporting.specs import environment, expression, read_specs
 from focus_exp.reporting.tables import Table
@@ -150,24 +149,12 @@ def _verdict(claim: Claim, table: pd.DataFrame, runs: Runs) -> Verdict:
     records = {name: record for name, record in records.items() if record.experiment in claim.experiments}
     if not records:
         return Verdict(NOT_RUN, why=f"python -m focus_exp +experiment={claim.experiments[0]}")
-    found = select(table[table.experiment.isin(claim.experiments)], claim)
-    lines: dict[str, list[Line]] = {name: [] for name in records}
-    for line in found.astype(object).where(found.notna(), None).to_dict("records"):
-        lines[line["run"]].append(Line(**line))
-    verdict = together([_judge(claim, lines[name], record) for name, record in records.items()])
+    found = lines_of(select(table, {"experiment": claim.experiments, **claim.select}, claim.where))
+    verdict = together(
+        [_judge(claim, [line for line in found if line.run == name], record) for name, record in records.items()]
+    )
     quick = verdict.word != NOT_RUN and any(map(is_quick, verdict.records))
     return replace(verdict, word=RAN) if quick else verdict
-
-
-def select(table: pd.DataFrame, claim: Claim) -> pd.DataFrame:
-    """The lines that a claim is about."""
-    for column, wanted in claim.select.items():
-        if isinstance(wanted, str) and "*" in wanted:
-            pattern: str = wanted
-            table = table[[isinstance(cell, str) and fnmatchcase(cell, pattern) for cell in table[column]]]
-        else:
-            table = table[table[column].isin(wanted if isinstance(wanted, list) else [wanted])]
-    return table.query(claim.where, engine="python") if claim.where and len(table) else table
 
 
 def _judge(claim: Claim, lines: list[Line], record: Record) -> Verdict:

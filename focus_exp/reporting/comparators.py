@@ -5,47 +5,16 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from types import SimpleNamespace
 
-from focus_exp.records.benchmarks import BenchmarkRow
 from focus_exp.reporting.formats import (
     NOT_ENGAGED,
     NOT_REPRODUCED,
     NOT_RUN,
     REPRODUCED,
     UNDECIDED,
-    change_text,
-    difference_text,
     share_text,
 )
-
-
-class Line(SimpleNamespace):
-    """A line of the measurements; what is absent is None."""
-
-    @property
-    def change(self) -> str:
-        return change_text(self.value, self.low, self.high)
-
-    @property
-    def turned(self) -> str:
-        """The change the other way round: theirs from ours."""
-        bounds = [None if bound is None else -bound for bound in (self.value, self.high, self.low)]
-        return change_text(*bounds)
-
-    @property
-    def score(self) -> str:
-        return difference_text(self._row)
-
-    @property
-    def score_name(self) -> str:
-        """Task and metric, the metric once."""
-        return self.task if self.task.startswith(self.metric) else f"{self.task} {self.metric}"
-
-    @property
-    def _row(self) -> BenchmarkRow:
-        bounds = {"difference": self.value, "difference_low": self.low, "difference_high": self.high}
-        return BenchmarkRow(attention=self.arm, kind="hard", task=self.task, metric=self.metric, **bounds)
+from focus_exp.reporting.measures import Line
 
 
 @dataclass(frozen=True)

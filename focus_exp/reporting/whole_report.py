@@ -11,9 +11,8 @@ from focus_exp.reporting.pages import Section, latex_document, markdown, page
 from focus_exp.reporting.paper_report import paper_report
 from focus_exp.reporting.pareto import pareto_table, points, write_pareto
 from focus_exp.reporting.report import all_findings
-from focus_exp.reporting.seeds import seeds_table
 from focus_exp.reporting.tables import Table, all_tables
-from focus_exp.reporting.traps import traps_table
+from focus_exp.reporting.trust import seeds_table, traps_table
 from focus_exp.storage import replace_file
 
 NAME = "report"
