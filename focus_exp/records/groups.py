@@ -51,6 +51,10 @@ class DistantPair:
     mass: float
     by: Literal["affinity", "mass"]
 
+    @property
+    def distance(self) -> int:
+        return self.query - self.key
+
 
 @dataclass(kw_only=True)
 class GroupLayer:
@@ -81,6 +85,19 @@ class GroupLayer:
     @property
     def shares(self) -> list[float]:
         return [group.share for group in self.groups]
+
+    @property
+    def least(self) -> float:
+        return min(self.shares)
+
+    @property
+    def largest(self) -> float:
+        return max(self.shares)
+
+    @property
+    def agreement_seeds(self) -> float | None:
+        """Mean agreement with the routers of other seeds."""
+        return sum(self.agreement) / len(self.agreement) if self.agreement else None
 
     def fit(self, router: str) -> GroupFit:
         return next(fit for fit in self.fits if fit.router == router)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict
 from math import isclose
 from statistics import mean
@@ -14,6 +14,7 @@ from focus_exp.records.speed import MethodSpeedRow, SpeedRow
 from focus_exp.reporting.formats import (
     ABSENT,
     FAILED,
+    decimals_text,
     distinct_text,
     mebibytes_text,
     number_text,
@@ -69,32 +70,32 @@ def groups(record: Record, row: SpeedRow) -> str:
     return groups_text(record, setting(row))
 
 
+def three(value: float | None) -> str:
+    return decimals_text(value, 3)
+
+
+def first_pair(row: GroupLayer, by: str) -> DistantPair | None:
+    """The first of the layer's pairs by this measure."""
+    return next((pair for pair in row.pairs if pair.by == by), None)
+
+
 def pair_words(pair: DistantPair | None) -> str:
     return f"'{pair.query_word}' ({pair.query}) from '{pair.key_word}' ({pair.key})" if pair else ABSENT
 
 
-def pair_distance(pair: DistantPair | None) -> str:
-    return str(pair.query - pair.key) if pair else ABSENT
+def fits(layers: list[GroupLayer], measure: str, text: Callable[[float], str]) -> str:
+    """A measure of the trained router, of an untrained one and by chance, means over the layers."""
+    routers = ("trained", "untrained", "chance")
+    trained, *others = (text(mean(getattr(row.fit(router), measure) for row in layers)) for router in routers)
+    return trained + mark(", ".join(others))
 
 
-def class_shares(record: Record) -> list[tuple[str, float]]:
-    """Word classes of the text, the most frequent first."""
-    return sorted(record.groups.class_shares.items(), key=lambda item: -item[1]) if record.groups else []
-
-
-def failed_timings(record: Record, lines: Iterable[Any]) -> list[str]:
-    rows = [row for line in lines for row in line.rows if row.error is not None]
+def failed_timings(record: Record, rows: Iterable[SpeedRow]) -> list[str]:
     return [
-        f"{row.clock}, {label(record, setting(row))}, {row.tokens:,} tokens failed: {' '.join(row.error.split())}"
+        f"{row.clock}, {label(record, setting(row))}, {row.tokens:,} tokens failed: {row.error}"
         for row in rows
+        if row.error is not None
     ]
-
-
-def timing(record: Record, lines: Iterable[Any]) -> dict[str, Any]:
-    """What a speed record was asked for, and on what it was measured."""
-    rows = [row for line in lines for row in line.rows]
-    asked = record.config.get("bench") or {}
-    return {**asked, **conditions(rows), "window": distinct_text(row.window for row in rows)}
 
 
 def conditions(rows: Sequence[SpeedRow] | Sequence[MethodSpeedRow]) -> dict[str, str]:
@@ -113,6 +114,11 @@ def fields(row: Any, *without: str) -> dict[str, Any]:
     return {name: " ".join(map(str, value)) if isinstance(value, list) else value for name, value in values.items()}
 
 
+def picked_settings(record: Record, *names: str) -> dict[str, Any]:
+    """Of the attention."""
+    return {name: record.setting("attention", name) for name in names}
+
+
 def picked(row: Any, *names: str) -> dict[str, Any]:
     """These attributes of a row, None where the row lacks."""
     return {name: getattr(row, name, None) for name in names}
@@ -126,37 +132,32 @@ def merged(*parts: dict[str, Any]) -> dict[str, Any]:
     return {name: value for part in parts for name, value in part.items()}
 
 
-def layer_values(row: GroupLayer) -> dict[str, Any]:
-    """The numbers of a layer, those of its groups in a line."""
-    fits = {f"{name}_{fit.router}": getattr(fit, name) for fit in row.fits for name in ("purity", "nmi", "ami")}
-    seeds, shares = (" ".join(map(str, values)) for values in (row.agreement, row.shares))
-    return {
-        **fields(row, "groups", "fits", "pairs", "agreement"),
-        **fits,
-        "agreement_seeds": seeds,
-        "group_shares": shares,
-        "distant_mass_kept": row.distant_mass_kept,
-    }
+def retained(paper: dict[str, Any]) -> float | None:
+    """The share of distant pairs in a row of the paper's table 7."""
+    percent = paper.get("pairs_retained_percent")
+    return percent / 100 if percent else None
 
 
-CELLS: dict[str, Any] = {
-    cell.__name__: cell
-    for cell in (
-        mark, of, time, rate, part, beside, kept, groups, pair_words, pair_distance, class_shares, failed_timings,
-        timing, conditions, fields, picked, prefixed, merged, layer_values, mean,
-    )
-}  # fmt: skip
-CELLS |= {
-    "ASSIGNMENTS": {"balanced": "balanced", "trained": "trained router"},
-    "PHASE_VALUES": (
-        *("perplexity", "perplexity_low", "perplexity_high", "nll", "delta_nll", "largest_group", "causal"),
-    ),
-    "CASE_VALUES": (
-        *("clock", "tokens", "groups", "assignment", "top_k", "pair_rule", "window", "dtype", "pairs_kept", "bound"),
-    ),
-    "TIMED_VALUES": (
-        *("largest_group", "full_kernel", "path", "repeats", "full_seconds", "focus_seconds", "ratio"),
-        *("full_attention_seconds", "focus_attention_seconds", "full_peak_bytes", "focus_peak_bytes"),
-        *("full_bytes_read", "focus_bytes_read", "error"),
-    ),
-}
+def fit_values(row: GroupLayer) -> dict[str, Any]:
+    return {f"{name}_{fit.router}": getattr(fit, name) for fit in row.fits for name in ("purity", "nmi", "ami")}
+
+
+ASSIGNMENTS = {"balanced": "balanced", "trained": "trained router"}
+PHASE_VALUES = ["perplexity", "perplexity_low", "perplexity_high", "nll", "delta_nll", "largest_group", "causal"]
+CASE_VALUES = [
+    "clock",
+    "tokens",
+    "groups",
+    "assignment",
+    "top_k",
+    "pair_rule",
+    "window",
+    "dtype",
+    "pairs_kept",
+    "bound",
+]
+TIMED_VALUES = (
+    *("largest_group", "full_kernel", "path", "repeats", "full_seconds", "focus_seconds", "ratio"),
+    *("full_attention_seconds", "focus_attention_seconds", "full_peak_bytes", "focus_peak_bytes"),
+    *("full_bytes_read", "focus_bytes_read", "error"),
+)

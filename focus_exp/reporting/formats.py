@@ -158,6 +158,11 @@ def seeds_text(seeds: Sequence[int]) -> str:
     return f"{len(seeds)} ({', '.join(map(str, seeds))})" if seeds else ABSENT
 
 
+def line_text(text: str) -> str:
+    """`text` in one line."""
+    return " ".join(text.split())
+
+
 def cell_text(text: str) -> str:
-    """`text` in one line, as a cell of a Markdown table."""
-    return " ".join(text.split()).replace("|", "\\|")
+    """`text` as a cell of a Markdown table."""
+    return line_text(text).replace("|", "\\|")

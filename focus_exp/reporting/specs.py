@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import cache
 from importlib.resources import files
+from types import ModuleType
 from typing import Any, TypeVar
 
 from jinja2 import Environment, PackageLoader, StrictUndefined, Template, TemplateSyntaxError
@@ -60,6 +61,11 @@ def environment() -> Environment:
     made.globals |= known | words
     made.filters |= known
     return made
+
+
+def public(*modules: ModuleType) -> dict[str, Any]:
+    """What modules hold under names that do not begin with an underscore."""
+    return {name: value for module in modules for name, value in vars(module).items() if not name.startswith("_")}
 
 
 @cache

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import csv
 import io
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
@@ -14,13 +13,15 @@ from rich.table import Table as RichTable
 from rich.text import Text
 
 from focus_exp.errors import UserError
+from focus_exp.records import answers, benchmarks, groups
 from focus_exp.records.record import Record
-from focus_exp.reporting.cells import CELLS
+from focus_exp.reporting import cells, lines, notes
 from focus_exp.reporting.formats import ABSENT
-from focus_exp.reporting.group_lines import GROUP_LINES
-from focus_exp.reporting.lines import LINES
-from focus_exp.reporting.notes import NOTES, identity, title
-from focus_exp.reporting.specs import expression, read_specs, render, template
+from focus_exp.reporting.notes import caveats as caveats
+from focus_exp.reporting.notes import identity, title
+from focus_exp.reporting.specs import expression, public, read_specs, render, template
+
+VOCABULARY = public(answers, benchmarks, groups, lines, cells, notes)
 
 
 @dataclass
@@ -81,7 +82,7 @@ class TableSpec:
     words: list[str]
     notes: list[str]
     values: str = ""
-    values_of: str = ""
+    values_of: str = "lines"
     when: str = "lines"
     pivot: Pivot | None = None
 
@@ -109,47 +110,35 @@ def all_tables(record: Record) -> list[Table]:
 def table_of(record: Record, name: str) -> Table | None:
     """The table of this name, None where the record has nothing for it."""
     spec = table_specs()[name]
-    lines = lines_of(record, spec.lines)
-    known = {
-        **CELLS,
+    known = VOCABULARY | {
         "record": record,
-        "lines": lines,
         "title": title(record),
+        "window": record.setting("eval", "window"),
         "first": record.arms[0].name if record.arms else "",
         "experiment": {"experiment": record.experiment},
         "identity": identity(record),
     }
+    known["lines"] = lines = expression(spec.lines)(known)
     if not expression(spec.when)(known):
         return None
     cells = [[str(expression(text)(known, line=line)) for _, text in spec.cells] for line in lines]
     columns = [template(heading).render(known) for heading, _ in spec.cells]
     if spec.pivot:
         columns, cells = _pivoted(spec.pivot, lines, cells)
-    notes = (NOTES[note](record) if note in NOTES else template(note).render(known).splitlines() for note in spec.notes)
     return Table(
         columns=columns,
         rows=cells,
         name=name,
         title=template(spec.title).render(known),
-        notes=[note for part in notes for note in part],
-        values=_values(spec, known, lines_of(record, spec.values_of) if spec.values_of else lines),
-        kinds={
-            column: "paper" if column.startswith("paper") else "number"
-            for column in columns
-            if column not in spec.words
-        },
+        notes=[line for note in spec.notes for line in template(note).render(known).splitlines()],
+        values=_values(spec, known),
+        kinds={heading: "number" for heading in columns if heading not in spec.words},
     )
 
 
-def lines_of(record: Record, name: str) -> list[Any]:
-    """What a table has lines for: of LINES, else a list of the record by its name."""
-    if found := (LINES | GROUP_LINES).get(name):
-        return list(found(record))
-    return list(getattr(record, name))
-
-
-def _values(spec: TableSpec, known: dict[str, Any], lines: Iterable[Any]) -> list[dict[str, Any]]:
-    return [expression(spec.values)(known, line=line) for line in lines] if spec.values else []
+def _values(spec: TableSpec, known: dict[str, Any]) -> list[dict[str, Any]]:
+    values = expression(spec.values) if spec.values else None
+    return [values(known, line=line) for line in expression(spec.values_of)(known)] if values else []
 
 
 def _pivoted(pivot: Pivot, lines: list[Any], cells: list[list[str]]) -> tuple[list[str], list[list[str]]]:
