@@ -11,22 +11,16 @@ from focus_exp.reporting.benchmarks import benchmark_table
 from focus_exp.reporting.comparison import comparison_tables
 from focus_exp.reporting.continuations import continuation_table, write_continuations
 from focus_exp.reporting.figures import write_figures
-from focus_exp.reporting.findings import (
-    benchmark_findings,
-    comparison_findings,
-    continuation_findings,
-    quality_findings,
-    stability_findings,
-)
-from focus_exp.reporting.group_findings import group_findings
+from focus_exp.reporting.findings import all_findings
 from focus_exp.reporting.groups import group_tables
 from focus_exp.reporting.passage import write_page
-from focus_exp.reporting.speed_findings import method_findings, speed_findings
 from focus_exp.reporting.speed_methods import method_table
 from focus_exp.reporting.speed_tables import speed_tables
 from focus_exp.reporting.stability import stability_table
 from focus_exp.reporting.tables import Table, quality_table
 from focus_exp.storage import replace_file
+
+__all__ = ["Report", "all_findings", "all_tables", "write_report"]
 
 
 @dataclass(frozen=True)
@@ -35,19 +29,6 @@ class Report:
 
     tables: list[Table]
     figures: dict[str, Path]
-
-
-def all_findings(record: Record) -> list[str]:
-    """Sentences on whatever the record holds; a record without rows of quality is not blamed for that."""
-    if record.arms:
-        return [*comparison_findings(record), *stability_findings(record)]
-    if record.continuations:
-        return [*continuation_findings(record)]
-    if record.groups:
-        return [*group_findings(record)]
-    timed_only = bool(record.speed) and not record.rows
-    said = [] if timed_only else quality_findings(record)
-    return [*said, *benchmark_findings(record.benchmarks), *speed_findings(record), *method_findings(record)]
 
 
 def all_tables(record: Record) -> list[Table]:
