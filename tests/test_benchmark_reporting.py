@@ -5,12 +5,12 @@ import io
 from dataclasses import replace
 
 import pytest
+from focus_exp.reporting.benchmarks import benchmark_table
 
 from focus_exp.records.benchmarks import BenchmarkRow, telling
 from focus_exp.records.record import Record
 from focus_exp.records.rows import Row
 from focus_exp.reporting import findings
-from focus_exp.reporting.benchmarks import benchmark_table
 
 RECORD = Record(status="finished", experiment="test", seed=7, config={"eval": {"window": 64}}, model={"name": "tiny"})
 ENGAGED = {

@@ -5,6 +5,8 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from focus_exp.reporting.comparison import comparison_tables
+from focus_exp.reporting.comparison_figure import write_comparison_figure
 from running import only_run, run, tiny, write_texts
 
 from focus_exp.evaluation import quality
@@ -15,7 +17,6 @@ from focus_exp.records.benchmarks import BenchmarkRow
 from focus_exp.records.comparison import load_run
 from focus_exp.records.record import Record
 from focus_exp.records.rows import Arm, Row
-from focus_exp.reporting.comparison import comparison_tables
 from focus_exp.reporting.figures import figures
 from focus_exp.reporting.report import all_findings
 

@@ -11,6 +11,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 import yaml
+from focus_exp.reporting.speed_figures import write_speed_figures
+from focus_exp.reporting.speed_tables import speed_tables
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -23,7 +25,6 @@ from focus_exp.reporting.figures import figures, write_figures
 from focus_exp.reporting.printed import paper_rows, paper_speedups
 from focus_exp.reporting.report import all_findings
 from focus_exp.reporting.speed import break_even
-from focus_exp.reporting.speed_tables import speed_tables
 
 CONFIG = {"attention": {"groups": 4}, "bench": {"heads": 9, "kv_heads": 3}}
 

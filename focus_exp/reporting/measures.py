@@ -1,4 +1,4 @@
-"""All records as one tidy table, a line for every run, subject and measure: what is shown across runs follows from it."""
+"""All records as one tidy table, a line for every run, subject and measure: what is shown across runs starts here."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def _lines(name: str, record: Record, runs: Runs) -> Iterator[dict[str, Any]]:
         "first_parameters": first.trainable_parameters if first else None,
         "setup": _digest((setup(record), run_of(first) if first else record.experiment)),
     }
-    own = {None: _own(record, record.config.get("arm"))}
+    own: dict[str | None, dict[str, Any]] = {None: _own(record, record.config.get("arm"))}
     own |= {arm.name: _own_of(record, arm, runs.own(arm)) for arm in record.arms}
     parts = {
         "rows": _quality(record, record.rows), "phases": _quality(record, record.phases),

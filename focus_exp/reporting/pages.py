@@ -13,7 +13,7 @@ from typing import Any
 
 from markupsafe import Markup
 
-from focus_exp.reporting.formats import Word, line_text
+from focus_exp.reporting.formats import VERDICTS, line_text
 from focus_exp.reporting.lines import grouped
 from focus_exp.reporting.specs import render
 from focus_exp.reporting.tables import Table
@@ -66,7 +66,15 @@ def page(sections: list[Section], folder: Path) -> str:
     style = (files("focus_exp.reporting") / "page.css").read_text(encoding="utf-8")
     parts = grouped(sections, "part")
     return render(
-        "report.html", heading=TITLE, parts=parts, style=style, marked=marked, split=split, link=link, side=side, kind=kind
+        "report.html",
+        heading=TITLE,
+        parts=parts,
+        style=style,
+        marked=marked,
+        split=split,
+        link=link,
+        side=side,
+        kind=kind,
     )
 
 
@@ -112,4 +120,14 @@ def _latin(character: str) -> str:
     return near or "?"
 
 
-from focus_exp.reporting.page import _column as side, _kind as kind
+def side(column: str) -> str:
+    return "paper" if column.endswith(": paper") or column == "paper" else ""
+
+
+def kind(cell: str) -> str:
+    if cell in VERDICTS:
+        return cell.replace(" ", "-")
+    return "number" if NUMBER.fullmatch(cell) else "long" if len(cell) > LONG else ""
+
+
+NUMBER = re.compile(r"[-+]?[\d,.]+( %|x)?( [\[(±].*)?")

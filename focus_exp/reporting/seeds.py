@@ -10,10 +10,9 @@ from typing import Any, TypeAlias
 from focus_exp.records.answers import configured_row, row_of
 from focus_exp.records.record import Record
 from focus_exp.records.rows import Row
-from focus_exp.reporting.comparison import NON_CAUSAL
-from focus_exp.reporting.formats import difference_word
+from focus_exp.reporting.formats import ABSENT, READS_FUTURE, change_text, difference_word
 from focus_exp.reporting.gather import WANTED, Runs, run_of, seeds_of, setup
-from focus_exp.reporting.tables import ABSENT, Table, change_text
+from focus_exp.reporting.tables import Table
 
 COLUMNS = ["experiment", "what", "against", "seeds", "mean change", "least to most", "each seed [95 %]", "in words"]
 DISAGREE = "the seeds disagree"
@@ -126,7 +125,7 @@ def _line(what: str, against: str, by_seed: dict[int, Difference]) -> tuple[list
 def verdict(each: list[Difference]) -> str:
     """In the words of a single difference, if all seeds use the same."""
     if not all(difference.causal for difference in each):
-        return f"{NON_CAUSAL}: compared with nothing"
+        return f"{READS_FUTURE}: compared with nothing"
     words = {difference.word for difference in each}
     said = words.pop() if len(words) == 1 else DISAGREE
     return said if len(each) >= WANTED else f"{said}, by {len(each)} of {WANTED} seeds"

@@ -9,13 +9,21 @@ from focus_exp.records.answers import is_configured, keeps_everything
 from focus_exp.records.benchmarks import telling
 from focus_exp.records.record import Record
 from focus_exp.records.rows import Row
-from focus_exp.reporting.benchmarks import NOT_ENGAGED, difference_text
-from focus_exp.reporting.comparison import NON_CAUSAL
-from focus_exp.reporting.formats import difference_word
+from focus_exp.reporting.formats import (
+    ABSENT,
+    NOT_ENGAGED,
+    READS_FUTURE,
+    change_text,
+    difference_text,
+    difference_word,
+    perplexity_text,
+    share_text,
+)
 from focus_exp.reporting.gather import Runs
+from focus_exp.reporting.notes import caveats
 from focus_exp.reporting.paper_measures import NOT_RUN
 from focus_exp.reporting.paper_report import command_of, where
-from focus_exp.reporting.tables import ABSENT, Table, caveats, change_text, perplexity_text, share_text
+from focus_exp.reporting.tables import Table
 
 RULE = "retrofit_124m eval.pair_rules=[share]"
 COLUMNS = ["trap", "what was measured", "value", "difference [95 %]", "in words", "model and text", "made by"]
@@ -108,7 +116,7 @@ def gaps(records: list[Record]) -> list[Finding]:
             gap = (hard.nll or 0.0) - (soft.nll or 0.0)
             value = f"{perplexity_text(soft.perplexity)} to {perplexity_text(hard.perplexity)}"
             words = f"the mask is {'better' if gap < 0 else 'worse'} than the gate that was trained"
-            words += "" if hard.causal else f"; {NON_CAUSAL}"
+            words += "" if hard.causal else f"; {READS_FUTURE}"
             what = f"{_router(record)}, {gate} gate, {hard.name}, {share_text(hard.pairs_removed)} of the pairs removed"
             found.append(Finding(record, what, value, change_text(gap), words))
     return found
