@@ -16,6 +16,7 @@ from focus_exp.records.benchmarks import BenchmarkRow
 from focus_exp.records.comparison import load_run
 from focus_exp.records.record import Record
 from focus_exp.records.rows import Arm, Row
+from focus_exp.reporting.figures import figures
 from focus_exp.reporting.report import all_findings
 from focus_exp.reporting.tables import table_of
 
@@ -195,7 +196,7 @@ def compared(delta, half=0.01):
     return {"delta_vs_hard": delta, "delta_vs_hard_low": delta - half, "delta_vs_hard_high": delta + half}
 
 
-def test_broken_routers_are_seen(tmp_path):
+def test_broken_routers_are_seen():
     found = comparison_of(
         row("focus", kind="hard", nll=3.02),
         row("one_group", kind="hard", pairs_removed=0.0, distant_pairs_kept=1.0, **compared(-0.02)),
@@ -208,7 +209,17 @@ def test_broken_routers_are_seen(tmp_path):
     assert "one_group was not engaged: it removes 0.0 %" in said
     assert "worse than focus's: window (+32.31 % [" in said
     assert "seer reads the future" in said and "seer (" not in said.partition("seer reads")[0]
-    assert write_comparison_figure(found, tmp_path)["comparison"].stat().st_size > 0
+
+
+def test_an_arm_that_is_too_bad_to_be_drawn_is_named_within_the_axes():
+    rows = [row("focus", kind="hard"), row("lost", nll=5.2, delta_low=2.1, delta_high=2.3), row("failed", error="none")]
+    axes = figures(comparison_of(*rows), [])["comparison"].axes[0]
+    assert axes.get_xlim()[1] < 100
+    lost, failed = axes.texts
+    axes.figure.draw_without_rendering()
+    assert lost.get_text() == "+803 % →" and failed.get_text() == "failed"
+    assert axes.bbox.contains(*lost.get_window_extent().min) and axes.bbox.contains(*lost.get_window_extent().max - 1)
+    assert [label.get_text() for label in axes.get_yticklabels()] == ["focus", "lost", "failed"]
 
 
 def test_the_best_adapter_of_equal_size_and_tokens_is_named():

@@ -19,7 +19,8 @@ from focus_exp.errors import UserError
 from focus_exp.records.record import Record
 from focus_exp.records.rows import Row
 from focus_exp.records.speed import SpeedRow
-from focus_exp.reporting import printed, speed_figures
+from focus_exp.reporting import printed
+from focus_exp.reporting.figures import figures, write_figures
 from focus_exp.reporting.printed import paper_rows, paper_speedups
 from focus_exp.reporting.report import all_findings
 from focus_exp.reporting.speed import break_even
@@ -429,18 +430,16 @@ def test_findings_quote_measured_times_against_the_claim_and_name_full_attention
 # figures
 
 
-@pytest.fixture
-def drawn(monkeypatch):
+def drawn(record: Record):
     """The figures of a record, before they become files."""
-    monkeypatch.setattr(speed_figures, "save_figures", lambda figures, folder: figures)
-    return lambda record: write_speed_figures(record, "")
+    return figures(record, [])
 
 
 def test_figures_are_written_only_from_data(tmp_path):
-    assert write_speed_figures(make_record(make_failed(tokens=1024)), tmp_path) == {}
-    assert write_speed_figures(make_record(make_row("prefill")), tmp_path) == {}
+    assert write_figures(make_record(make_failed(tokens=1024)), [], tmp_path) == {}
+    assert write_figures(make_record(make_row("prefill")), [], tmp_path) == {}
     assert list(tmp_path.iterdir()) == []
-    paths = write_speed_figures(make_top_k_record(), tmp_path / "figures")
+    paths = write_figures(make_top_k_record(), [], tmp_path / "figures")
     assert sorted(paths) == ["speed", "speed_quality"]
     assert sorted(path.name for path in (tmp_path / "figures").iterdir()) == [
         f"{name}.{suffix}" for name in ("speed", "speed_quality") for suffix in ("png", "svg")
@@ -451,7 +450,7 @@ def test_figures_are_written_only_from_data(tmp_path):
         assert struct.unpack(">II", content[16:24])[0] == 1350
 
 
-def test_speed_figure_draws_ratio_bound_break_even_and_paper(drawn):
+def test_speed_figure_draws_ratio_bound_break_even_and_paper():
     curve = {1024: 0.5, 2048: 2.0, 16384: 4.0}
     rows = [*make_curve(curve), *make_curve(curve, clock="kernels"), *make_curve(curve, assignment="trained")]
     figure = drawn(make_record(*rows, *make_curve(curve, top_k=2)))["speed"]
@@ -471,7 +470,7 @@ def test_speed_figure_draws_ratio_bound_break_even_and_paper(drawn):
     assert names == ["K=3 with balanced groups", "with routing", "bound: pairs of full / pairs of Focus"]
 
 
-def test_quality_figure_sets_claims_apart_from_measurements(drawn):
+def test_quality_figure_sets_claims_apart_from_measurements():
     (axes,) = drawn(make_top_k_record())["speed_quality"].axes
     points = {line.get_label(): (list(line.get_xdata()), list(line.get_ydata())) for line in axes.lines}
     assert points["trained router, k=1"] == ([pytest.approx(0.8 / 0.3)], [33.0])

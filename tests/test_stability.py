@@ -26,6 +26,8 @@ from focus_exp.records.metrics import read_metrics
 from focus_exp.records.record import Record
 from focus_exp.records.rows import Arm, ProbeRow, Row
 from focus_exp.reporting.claims import judged
+from focus_exp.reporting.curves import phase_starts
+from focus_exp.reporting.figures import figures
 from focus_exp.reporting.findings import stability_findings
 from focus_exp.reporting.formats import NOT_REPRODUCED, NOT_RUN, REPRODUCED, UNDECIDED
 from focus_exp.reporting.lines import paper_row_of
@@ -494,14 +496,18 @@ def test_the_arms_that_stand_for_rows_of_the_paper_are_there():
         ]
 
 
-def test_findings_say_who_collapsed_and_the_figure_who_did_it_when(tmp_path):
+def test_findings_say_who_collapsed_and_the_figure_who_did_it_when():
     record = compared(softmax=(HALF, GONE), sinkhorn=(EVEN, EVEN))
     router, everything = stability_findings(record)
     assert "more than half under softmax (60.0 %, 3.0 dead); groups live on under sinkhorn (16.0 %)" in router
     assert "one group took over under softmax (99.4 %, 7.0 dead)" in everything
     assert phase_starts(record.probes) == ({"router": 0, "everything": 100}, 200)
-    assert write_stability_figure(record, tmp_path)["stability"].stat().st_size > 0
-    assert write_stability_figure(compared(), tmp_path) == {}
+    largest, dead = figures(record, [])["stability"].axes
+    assert [list(line.get_ydata()) for line in largest.lines[:2]] == [[20, 60, 20, 99.4], [20, 16, 20, 16]]
+    assert [list(line.get_ydata()) for line in dead.lines[:2]] == [[3, 3, 7, 7], [0] * 4]
+    assert list(largest.lines[0].get_xdata()) == [0, 100, 100, 200]
+    assert [text.get_text() for text in largest.texts] == ["router", "everything"]
+    assert figures(compared(), [])["stability"] is None
 
 
 def test_a_router_without_trained_centroids_counts_its_projection_alone(tiny_model):

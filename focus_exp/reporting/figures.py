@@ -159,7 +159,9 @@ def _interval(axes: Axes, panel: Panel, each: Interval, place: float, colour: st
         beside = {"xytext": (6, 0), "textcoords": "offset points"}
         axes.annotate("failed", (0, place), color=COLOURS[1], va="center", **beside)
     elif each.value > panel.widest:
-        axes.annotate(f"+{each.value:,.0f} % →", (panel.widest, place), ha="right", va="center", color=COLOURS[1])
+        # at the edge of the axes, which end where the others do
+        edge = {"xycoords": axes.get_yaxis_transform(), "ha": "right", "va": "center"}
+        axes.annotate(f"+{each.value:,.0f} % →", (1, place), color=COLOURS[1], **edge)
     else:
         if each.low is not None and each.high is not None:
             axes.plot([each.low, each.high], [place, place], color=colour, linewidth=1.4)

@@ -19,10 +19,24 @@ from focus_exp.records.benchmarks import BenchmarkRow, telling
 from focus_exp.records.record import Record
 from focus_exp.records.rows import ENGAGED, Arm, Row
 from focus_exp.reporting.formats import difference_word
+from focus_exp.reporting.group_findings import group_findings
 from focus_exp.reporting.sentences import say, tell, than, vs_hard
+from focus_exp.reporting.speed_findings import method_findings, speed_findings
 
 SAME_DENSITY = 0.02
 SAME_BUDGET = 0.1  # of the number of trained parameters
+
+
+def all_findings(record: Record) -> list[str]:
+    """Sentences on whatever the record holds; a record without rows of quality is not blamed for that."""
+    if record.arms:
+        return [*comparison_findings(record), *stability_findings(record)]
+    if record.continuations:
+        return [*continuation_findings(record)]
+    if record.groups:
+        return [*group_findings(record)]
+    said = quality_findings(record) if record.rows or not record.speed else []
+    return [*said, *benchmark_findings(record.benchmarks), *speed_findings(record), *method_findings(record)]
 
 
 def quality_findings(record: Record) -> Iterator[str]:

@@ -11,23 +11,16 @@ from focus_exp.errors import UserError
 from focus_exp.records.groups import GroupLayer
 from focus_exp.records.record import Record
 from focus_exp.reporting.figures import write_figures
-from focus_exp.reporting.findings import (
-    benchmark_findings,
-    comparison_findings,
-    continuation_findings,
-    quality_findings,
-    stability_findings,
-)
+from focus_exp.reporting.findings import all_findings
 from focus_exp.reporting.formats import facts_text
-from focus_exp.reporting.group_findings import group_findings
 from focus_exp.reporting.lines import grouped
 from focus_exp.reporting.notes import caveats, title
 from focus_exp.reporting.pages import script_json
 from focus_exp.reporting.specs import render
-from focus_exp.reporting.speed_findings import method_findings, speed_findings
 from focus_exp.reporting.tables import Table, all_tables
 from focus_exp.storage import replace_file
 
+__all__ = ["Report", "all_findings", "all_tables", "write_report"]
 CONTINUATIONS, PASSAGE = "continuations.md", "passage.html"
 MEASURED = "groups/passage.json"
 
@@ -38,19 +31,6 @@ class Report:
 
     tables: list[Table]
     figures: dict[str, Path]
-
-
-def all_findings(record: Record) -> list[str]:
-    """Sentences on whatever the record holds; a record without rows of quality is not blamed for that."""
-    if record.arms:
-        return [*comparison_findings(record), *stability_findings(record)]
-    if record.continuations:
-        return [*continuation_findings(record)]
-    if record.groups:
-        return [*group_findings(record)]
-    timed_only = bool(record.speed) and not record.rows
-    said = [] if timed_only else quality_findings(record)
-    return [*said, *benchmark_findings(record.benchmarks), *speed_findings(record), *method_findings(record)]
 
 
 def table_files(tables: list[Table]) -> dict[str, str]:
