@@ -5,7 +5,6 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from focus_exp.reporting.comparison_figure import write_comparison_figure
 from running import only_run, run, tiny, write_texts
 
 from focus_exp.evaluation import quality

@@ -11,7 +11,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 import yaml
-from focus_exp.reporting.speed_figures import write_speed_figures
 from hypothesis import given
 from hypothesis import strategies as st
 

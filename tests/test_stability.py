@@ -9,7 +9,6 @@ import signal
 import numpy as np
 import pytest
 import torch
-from focus_exp.reporting.stability_figure import phase_starts, write_stability_figure
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from running import only_run, outcome, record_of, router_steps, run, tiny
@@ -32,6 +31,7 @@ from focus_exp.reporting.findings import stability_findings
 from focus_exp.reporting.formats import NOT_REPRODUCED, NOT_RUN, REPRODUCED, UNDECIDED
 from focus_exp.reporting.lines import paper_row_of
 from focus_exp.reporting.printed import paper_rows
+from focus_exp.reporting.tables import table_of
 from focus_exp.training import mitigations
 from focus_exp.training.callbacks import Checkpoint
 from focus_exp.training.mitigations import CentroidUpdates, auxiliary_losses

@@ -164,8 +164,8 @@ def section5(record: Record) -> Iterator[dict[str, Any]]:
         "paper": f"{paper['punctuation_purity_percent']} %",
         "here": f"{share_text(max(purities))} at best, {share_text(mean(purities))} on average" if marks else ABSENT,
         "value": max(purities, default=None),
-        "read": f"{len(marks)} groups in {len({row.layer for row, _ in marks})} of {len(report.layers)} layers have it as "
-        f"most frequent class; it is {share_text(report.class_shares.get(PUNCTUATION, 0.0))} of the text",
+        "read": f"{len(marks)} groups in {len({row.layer for row, _ in marks})} of {len(report.layers)} layers have it "
+        f"as most frequent class; it is {share_text(report.class_shares.get(PUNCTUATION, 0.0))} of the text",
     }
     confidences = [row.confidence for row in report.layers]
     yield {
