@@ -28,7 +28,7 @@ from focus_exp.reporting.formats import (
     VERDICTS,
 )
 from focus_exp.reporting.gather import Runs, gather
-from focus_exp.reporting.pages import Section, latex_document, latex_text, page
+from focus_exp.reporting.pages import Section, latex_document, latex_text, markdown, page
 from focus_exp.reporting.tables import Table
 from focus_exp.reporting.whole_report import write_report_of
 
@@ -353,3 +353,9 @@ def test_the_longest_texts_decide_and_without_an_interval_nothing_is_decided():
     assert word(at(8192, 0.02), at(1024, 0.9)) == REPRODUCED
     assert word(at(4096, 0.02), at(8192, 0.2)) == NOT_REPRODUCED
     assert word(at(4096, 0.02), at(8192, None)) == UNDECIDED
+
+
+def test_a_heading_is_said_once():
+    table = Table(columns=["a"], rows=[["1"]], title="T1: methods")
+    text = markdown([Section("part", table.title, [table, replace(table, title="another")])])
+    assert text.count("T1: methods") == 1 and "### another" in text and "### T1: methods" in table.to_markdown()
