@@ -34,7 +34,7 @@ BREAKS = (r"\_", "/", "=", "@")
 
 @dataclass(frozen=True)
 class Section:
-    """A heading with what is under it. part: the heading above; figures: PNG files, with an SVG beside each."""
+    """A heading with what is under it. part: the heading above; figures: files, each of them an SVG or beside one."""
 
     part: str
     title: str
@@ -60,8 +60,7 @@ def page(sections: list[Section], folder: Path) -> str:
     """The page, to be written into `folder`; figures are linked where they lie."""
 
     def link(path: Path) -> str:
-        drawn = path.with_suffix(".svg")
-        return Path(os.path.relpath(drawn if drawn.exists() else path, folder)).as_posix()
+        return Path(os.path.relpath(path.with_suffix(".svg"), folder)).as_posix()
 
     style = (files("focus_exp.reporting") / "page.css").read_text(encoding="utf-8")
     parts = grouped(sections, "part")

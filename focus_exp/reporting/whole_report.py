@@ -36,7 +36,7 @@ def sections(runs: Runs, top: Path, folder: Path) -> list[Section]:
         *(
             Section(
                 "Runs", place.relative_to(top).as_posix(), all_tables(record), all_findings(record),
-                sorted((place / "figures").glob("*.png")),
+                sorted((place / "figures").glob("*.svg")),
             )
             for place, record in runs.found
         ),
