@@ -30,7 +30,7 @@ RUN = (
 )  # fmt: skip
 # of the arm's own run, where a line of a comparison is about one
 OWN = (
-    "arm", "model", "data", "T", "window", "K", "attention", "gate", "regime", "tokens_seen", "parameters",
+    "arm", "asked", "model", "data", "T", "window", "K", "attention", "gate", "regime", "tokens_seen", "parameters",
     "model_parameters", "own_commit", "arm_setup",
 )  # fmt: skip
 SUBJECT = (
@@ -101,6 +101,7 @@ def _lines(name: str, record: Record, runs: Runs) -> Iterator[dict[str, Any]]:
 def _own(record: Record, arm: str | None) -> dict[str, Any]:
     return {
         "arm": arm,
+        "asked": record.setting("model", "name"),
         "model": record.model.get("name") or record.setting("model", "name"),
         "data": record.data.get("name") or record.setting("data", "name"),
         "T": record.setting("eval", "window"),
@@ -137,10 +138,11 @@ def _quality(record: Record, rows: list[Row]) -> Subjects:
     soft = next((row for row in rows if row.kind == "soft" and row.scored and not record.arms), None)
     first = row_of(record, record.arms[0].name) if record.arms else None
     trained = record.setting("regime", "phases") or {}
+    last: dict[str, Any] = next(reversed(trained.values()), {})
     for row in rows:
         subject = _of(row, row.arm) | {
             "phase": row.phase,
-            "trains": trained.get(row.phase, {}).get("train", row.phase),
+            "trains": trained.get(row.phase, last).get("train", row.phase),
             "answer": row_of(record, row.arm) is row if row.arm else row is stands,
             "reads_future": None if row.causal else row.arm or row.name,
         }
@@ -149,7 +151,9 @@ def _quality(record: Record, rows: list[Row]) -> Subjects:
             Number("nll", row.nll, unit="nats"),
             Number("largest_group", row.largest_group, unit="share"),
         ]
-        if row.kind != "base":
+        if row.kind == BASE:
+            numbers.append(Number("parameters", 0, unit="parameters"))
+        else:
             numbers.append(_delta(row, BASE, row.delta_nll, row.delta_low, row.delta_high))
         reference = record.arms[0].name if first else ITSELF if row.kind == "twin" else hard.name if hard else None
         versus = _delta(row, reference, row.delta_vs_hard, row.delta_vs_hard_low, row.delta_vs_hard_high)
@@ -180,7 +184,8 @@ def _benchmarks(record: Record) -> Subjects:
         numbers = [Number("score", row.value, stderr=row.stderr, unit=row.metric if row.is_perplexity else unit)]
         if row.scored and row.kind != "base":
             bounds = (row.difference, row.difference_low, row.difference_high)
-            numbers.append(Number("score_delta", *bounds, unit=unit, against=FULL))
+            level, full = row.value, None if row.difference is None else (row.value or 0.0) - row.difference
+            numbers.append(Number("score_delta", *bounds, None, unit, FULL, level, full))
         length = int(row.task.removeprefix(LONG_TEXT)) if row.task.startswith(LONG_TEXT) else None
         future = None if row.causal else row.attention
         yield _of(row, row.attention) | {"telling": id(row) in told, "tokens": length, "reads_future": future}, numbers

@@ -12,7 +12,7 @@ from focus_exp.reporting.gather import QUICK, WANTED, Runs, gather, seeds_of
 from focus_exp.reporting.latex import latex_document
 from focus_exp.reporting.page import Section, page
 from focus_exp.reporting.paper_report import paper_report
-from focus_exp.reporting.pareto import pareto_table, points, write_pareto
+from focus_exp.reporting.figure1 import pareto_table, points, write_pareto
 from focus_exp.reporting.report import all_tables
 from focus_exp.reporting.seeds import seeds_table
 from focus_exp.reporting.tables import ABSENT, Table
