@@ -12,6 +12,7 @@ from focus_exp.evaluation.quality import read_scores
 from focus_exp.jobs import compare as job
 from focus_exp.records.answers import answer
 from focus_exp.records.benchmarks import BenchmarkRow
+from focus_exp.records.comparison import load_run
 from focus_exp.records.record import Record
 from focus_exp.records.rows import Arm, Row
 from focus_exp.reporting.comparison import comparison_findings, comparison_tables
@@ -35,7 +36,7 @@ def records(folder):
     """Arm -> its record; the comparison's own is at None."""
     found = {}
     for path in (folder / "runs").rglob("record.json"):
-        record = Record.load(path)
+        record = load_run(path.parent)
         found[record.config["arm"]] = record
     return found
 

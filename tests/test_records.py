@@ -2,19 +2,26 @@
 
 import json
 import re
+import subprocess
 from pathlib import Path
 
+import pytest
 from running import run, tiny
 
+from focus_exp.errors import UserError
+from focus_exp.records.comparison import load_run
+from focus_exp.records.environment import unknown_commit
 from focus_exp.records.record import Record
 from focus_exp.reporting.gather import gather
 from focus_exp.reporting.published import publish, renew, stale
 from focus_exp.reporting.whole_report import claim_table, write_report_of
 
+LARGEST = 2 * 2**20  # bytes: a page of a passage
 RECORDS = Path(__file__).parent.parent / "runs" / "records"
 
 
-def test_published_runs_supersede_those_that_no_table_makes_any_more(tmp_path):
+def test_published_runs_supersede_those_that_no_table_makes_any_more(tmp_path, monkeypatch):
+    monkeypatch.setattr("focus_exp.reporting.published.unknown_commit", lambda commit: "")
     assert run(*tiny(tmp_path), "regime.steps=2").code == 0
     runs, records = tmp_path / "runs", tmp_path / "runs" / "records"
     (path,) = runs.rglob("record.json")
@@ -35,9 +42,55 @@ def test_published_runs_supersede_those_that_no_table_makes_any_more(tmp_path):
         assert not older.parent.exists()
         assert all((folder / "record.json").exists() for folder in (current, seed_1, elsewhere))
         kept = {file.relative_to(records / place).as_posix() for file in (records / place).rglob("*")}
-        assert {"config.yaml", "record.json", "table.md", "quality.csv", "metrics.jsonl", "figures"} <= kept
-        assert not any(name.endswith((".safetensors", ".ckpt", ".npz")) for name in kept)
+        assert {"record.json", "table.md", "quality.csv", "metrics.jsonl", "figures/loss_curve.svg"} <= kept
+        assert not any(name.endswith((".safetensors", ".ckpt", ".npz", ".png", ".yaml")) for name in kept)
         assert stale(records) == []
+
+
+@pytest.mark.parametrize("commit", [None, "", "0" * 40, "0" * 40 + "-dirty"])
+def test_a_run_that_nobody_could_repeat_is_not_published(tmp_path, commit):
+    runs, place = tmp_path / "runs", Path("x", "full", "seed=0-01")
+    Record(status="finished", experiment="x", commit=commit).save(runs / place / "record.json")
+    with pytest.raises(UserError, match=str(place)):
+        publish([place], {place}, runs, runs / "records")
+    assert not (runs / "records").exists()
+
+
+def test_the_commit_of_a_record_is_looked_up_in_the_history():
+    root = Path(__file__).parent.parent
+    head = subprocess.run(["git", "rev-parse", "HEAD"], cwd=root, capture_output=True, text=True).stdout.strip()
+    if not head:
+        pytest.skip("not a git checkout")
+    assert unknown_commit(head) == "" and "changes" in unknown_commit(f"{head}-dirty")
+    assert "history" in unknown_commit("1" * 40) and "outside" in unknown_commit(None)
+
+
+def test_a_comparison_refers_to_the_records_of_its_arms(tmp_path):
+    arms = [
+        f"+arms.{name}=['attention=window','attention.window={size}','regime=none']"
+        for name, size in (("one", 8), ("two", 4))
+    ]
+    assert run(*tiny(tmp_path), "job=compare", *arms).code == 0
+    (place,) = (tmp_path / "runs").glob("*/*-compare/*")
+    stored, read = Record.load(place / "record.json"), load_run(place)
+    assert not stored.rows and not stored.probes and len(stored.differences) == 1
+    assert [row.arm for row in read.rows] == [None, "one", "two"]
+    assert read.rows[2].delta_vs_hard == stored.differences[0].value
+    (other,) = (tmp_path / "runs").glob("*/two/*/record.json")
+    again = Record.load(other)
+    again.started = "later"
+    again.save(other)
+    with pytest.raises(UserError, match="made again.*run the comparison again"):
+        load_run(place)
+    other.unlink()
+    with pytest.raises(UserError, match="not there; run the comparison again"):
+        load_run(place)
+
+
+def test_no_committed_record_is_large():
+    sizes = {path: path.stat().st_size for path in RECORDS.rglob("*") if path.is_file()}
+    assert {str(path): size for path, size in sizes.items() if size > LARGEST} == {}
+    assert sum(sizes.values()) < 30 * 2**20
 
 
 def test_no_committed_record_names_a_folder_of_the_machine_that_made_it():

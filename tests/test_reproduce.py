@@ -16,6 +16,12 @@ from focus_exp.records.record import Record
 PLACES = ("runs_dir", "cache_dir", "logger")
 
 
+@pytest.fixture(autouse=True)
+def of_a_known_commit(monkeypatch):
+    for place in ("focus_exp.jobs.reproduce", "focus_exp.reporting.published"):
+        monkeypatch.setattr(f"{place}.unknown_commit", lambda commit: "")
+
+
 def reproduce(folder, *more, **tables):
     """The command that makes `tables`, name -> overrides, of tiny runs below `folder`."""
     places = [setting for setting in tiny(folder) if setting.startswith(PLACES)]
@@ -58,7 +64,7 @@ def test_a_comparison_whose_arms_share_settings_is_found_again(tmp_path):
     assert "2 runs published" in published.out and "0 superseded" in published.out
     records = tmp_path / "runs" / "records"
     arm, whole = (records / Path(place).relative_to(tmp_path / "runs") for place in (found.arms[0].folder, folder))
-    assert {file.name for file in arm.iterdir()} == {"config.yaml", "record.json"}
+    assert {file.name for file in arm.iterdir()} == {"record.json"}
     assert (whole / "comparison.csv").exists()
 
     # as if a file of conf/ that an arm names now said something else
@@ -85,6 +91,12 @@ def test_a_record_that_a_table_still_makes_stays_though_its_run_is_gone(tmp_path
     shutil.rmtree(gone)
     again = reproduce(tmp_path, "reproduce.publish=true", "reproduce.only=[longer]", **tables)
     assert "1 runs published" in again.out and "0 superseded" in again.out
+
+
+def test_nothing_is_run_to_be_published_that_nobody_could_repeat(tmp_path, monkeypatch):
+    monkeypatch.setattr("focus_exp.jobs.reproduce.unknown_commit", lambda commit: "made outside of git")
+    result = reproduce(tmp_path, "reproduce.publish=true", router=ROUTER)
+    assert result.code == 2 and "made outside of git" in result.err and not (tmp_path / "runs").exists()
 
 
 def test_quick_runs_are_not_published(tmp_path):

@@ -1,8 +1,7 @@
-"""The arms of a comparison side by side: one row of each, paired with the first arm's on the same tokens."""
+"""The arms of a comparison, each paired with the first one on the same tokens."""
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -11,16 +10,14 @@ from focus_exp.evaluation.outcomes import slug
 from focus_exp.evaluation.quality import read_scores
 from focus_exp.evaluation.statistics import Bootstrap, paired
 from focus_exp.records.answers import answer
-from focus_exp.records.benchmarks import BenchmarkRow
 from focus_exp.records.record import Record
-from focus_exp.records.rows import Row
+from focus_exp.records.rows import Difference
 
 
 def compare_arms(record: Record) -> None:
-    """Fill in a comparison's rows, benchmarks and probes from the folders of its arms.
+    """Fill in a comparison's differences from the folders of its arms.
 
-    Model and data are those of the first arm that has them; so is the base, which all arms measured alike where they
-    are of one model and text. Others are paired with their own base alone.
+    Model and data are those of the first arm that has a base. Arms of another model or text are paired with nothing.
     """
     bootstrap: Bootstrap | None = None
     reference: np.ndarray | None = None
@@ -29,27 +26,18 @@ def compare_arms(record: Record) -> None:
         if not (folder / "record.json").exists():
             continue
         found = Record.load(folder / "record.json")
-        if not record.rows and found.base:
+        if not record.model and found.base:
             record.model, record.data = found.model, found.data
-            record.rows.append(found.base)
-            record.benchmarks += [row for row in found.benchmarks if row.kind in ("base", "missing")]
-        record.phases += [replace(row, arm=arm.name) for row in found.phases]
-        record.probes += [replace(probe, arm=arm.name) for probe in found.probes]
         row = answer(found)
-        if row is None:
+        scores = read_scores(folder / "evaluation" / f"{slug(row.name)}.npz") if row else None
+        if scores is None:
             continue
-        scores = read_scores(folder / "evaluation" / f"{slug(row.name)}.npz")
-        row = replace(row, arm=arm.name, delta_vs_hard=None, delta_vs_hard_low=None, delta_vs_hard_high=None)
-        if scores is not None:
-            if arm is record.arms[0]:
-                reference = scores.nll
-                settings = record.config["eval"]
-                bootstrap = Bootstrap(len(reference), settings["bootstrap_samples"], record.seed or 0)
-            elif bootstrap is not None and reference is not None and same_tokens(found, record):
-                difference = paired(scores.nll, reference, bootstrap)
-                row.delta_vs_hard, row.delta_vs_hard_low, row.delta_vs_hard_high = difference
-        record.rows.append(row)
-        record.benchmarks += [replace(b, attention=arm.name) for b in found.benchmarks if stands_beside(b, row)]
+        if arm is record.arms[0]:
+            reference = scores.nll
+            bootstrap = Bootstrap(len(reference), record.config["eval"]["bootstrap_samples"], record.seed or 0)
+        elif bootstrap is not None and reference is not None and same_tokens(found, record):
+            value, low, high = paired(scores.nll, reference, bootstrap)
+            record.differences.append(Difference(arm=arm.name, value=value, low=low, high=high))
 
 
 def same_tokens(arm: Record, record: Record) -> bool:
@@ -60,8 +48,3 @@ def same_tokens(arm: Record, record: Record) -> bool:
 def scored_by(record: Record) -> list[object]:
     windows = [record.setting("eval", key) for key in ("window", "stride", "max_windows", "split")]
     return [*windows, *((part.get("used"), part.get("fingerprint")) for part in (record.model, record.data))]
-
-
-def stands_beside(benchmark: BenchmarkRow, row: Row) -> bool:
-    """Whether a benchmark was run under what the quality row `row` was."""
-    return benchmark.kind == row.kind and (row.kind != "control" or benchmark.method == row.method)

@@ -18,14 +18,12 @@ from focus_exp.evaluation.controls import BASE
 from focus_exp.evaluation.outcomes import slug
 from focus_exp.jobs.arms import compose_arm, compose_arms
 from focus_exp.jobs.evaluate import evaluate
-from focus_exp.jobs.run import Run, claimed, finished_record, recorded, run_folder, seconds_text
+from focus_exp.jobs.run import claimed, finished_record, recorded, run_folder, seconds_text
 from focus_exp.jobs.train import describe, train
-from focus_exp.records.metrics import read_metrics, write_metrics
 from focus_exp.records.record import Record
 from focus_exp.records.rows import Arm
 from focus_exp.storage import InUse, aside
 from focus_exp.training.precision import choose_precision
-from focus_exp.training.regimes import METRICS
 
 log = logging.getLogger(__name__)
 
@@ -58,13 +56,6 @@ def compare_all(config: Config, configs: dict[str, Config]) -> None:
             describe_arm(name, arm, config.arms[name], errors.get(name)) for name, arm in configs.items()
         ]
         compare_arms(run.record)
-        gather_metrics(run)
-
-
-def gather_metrics(run: Run) -> None:
-    """Put the training logs of all arms into one, each line with its arm: the curves need nothing else."""
-    lines = [{"arm": arm.name, **line} for arm in run.record.arms for line in read_metrics(Path(arm.folder) / METRICS)]
-    write_metrics(run.folder / METRICS, lines)
 
 
 def run_arms(configs: dict[str, Config]) -> dict[str, str]:
@@ -139,4 +130,5 @@ def describe_arm(name: str, config: Config, settings: list[str], error: str | No
         train_seconds=record.train_seconds,
         commit=record.commit,
         config_hash=record.config_hash,
+        started=record.started,
     )

@@ -19,6 +19,7 @@ from focus_exp.jobs.adapter import with_adapter
 from focus_exp.jobs.arms import compose_arm
 from focus_exp.jobs.report import report
 from focus_exp.jobs.run import finished_record, run_folder, seconds_text
+from focus_exp.records.environment import commit, unknown_commit
 from focus_exp.reporting.gather import QUICK
 from focus_exp.reporting.published import publish
 
@@ -33,6 +34,10 @@ def reproduce(config: Config) -> None:
     """
     if config.reproduce.publish and config.scale.name == QUICK:
         raise UserError(f"reproduce.publish keeps measurements, and scale={QUICK} makes none; leave one of the two out")
+    if config.reproduce.publish and (why := unknown_commit(commit())):
+        raise UserError(
+            f"reproduce.publish=true keeps records that anybody can repeat, and this code is {why}; commit it"
+        )
     tables = {
         name: table
         for name, table in config.reproduce.tables.items()

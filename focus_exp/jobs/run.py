@@ -24,8 +24,8 @@ from rich.console import Console
 from focus_exp.assets import Provenance
 from focus_exp.config import Config, config_hash, to_dict
 from focus_exp.errors import Interrupted, first_line
+from focus_exp.records.comparison import load_metrics, with_arms
 from focus_exp.records.environment import environment
-from focus_exp.records.metrics import read_metrics
 from focus_exp.records.record import Record
 from focus_exp.records.runs import finished_record, run_folder
 from focus_exp.reporting.dashboard import init_options, log_record, wandb_mode
@@ -33,7 +33,7 @@ from focus_exp.reporting.report import all_findings, write_report
 from focus_exp.storage import clear_aside, held, replace_file
 from focus_exp.sweeps.frozen import FrozenJob
 from focus_exp.training.exchange import is_main
-from focus_exp.training.regimes import CHECKPOINTS, METRICS
+from focus_exp.training.regimes import CHECKPOINTS
 
 TABLE_WIDTH = 190
 
@@ -67,11 +67,12 @@ class Run:
 
     def report(self) -> None:
         """Findings, tables and figures from the record alone."""
-        self.record.findings = all_findings(self.record)
-        shown = write_report(self.record, read_metrics(self.folder / METRICS), self.folder)
+        self.record.findings = all_findings(record := with_arms(self.record, self.folder))
+        record.findings = self.record.findings
+        shown = write_report(record, load_metrics(self.folder, record), self.folder)
         for logger in self.loggers:
             if isinstance(logger, WandbLogger):
-                log_record(logger.experiment, self.record, shown.tables, shown.figures)
+                log_record(logger.experiment, record, shown.tables, shown.figures)
         console = Console()
         console.width = max(console.width, TABLE_WIDTH)
         for table in shown.tables:

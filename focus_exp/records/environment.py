@@ -13,9 +13,11 @@ PACKAGES = (
     "tokenizers", "numpy", "wandb", "lm_eval", "peft", "flash-attn",
 )  # fmt: skip
 
+DECIDES = (":/focus_exp", ":/conf")  # what the numbers of a run follow from
+
 
 def environment() -> dict[str, Any]:
-    """The Record fields `commit` (None outside git, "-dirty" with local changes), `versions` and `machine`."""
+    """The Record fields `commit` (see `commit`), `versions` and `machine`."""
     versions = {"python": platform.python_version()}
     for package in PACKAGES:
         try:
@@ -23,18 +25,28 @@ def environment() -> dict[str, Any]:
         except metadata.PackageNotFoundError:
             continue
     return {
-        "commit": _commit(),
+        "commit": commit(),
         "versions": versions,
         "machine": {"platform": platform.platform(), "cpu": _cpu_name()},
     }
 
 
-def _commit() -> str | None:
+def commit() -> str | None:
+    """Of the code that runs here; with "-dirty" where what numbers follow from differs from it; None outside git."""
     # an installed copy may lie in a virtual environment inside someone else's repository
     if not _git("ls-files", Path(__file__).name):
         return None
     head = _git("rev-parse", "HEAD")
-    return f"{head}-dirty" if head and _git("status", "--porcelain") else head or None
+    return f"{head}-dirty" if head and _git("status", "--porcelain", "--", *DECIDES) else head or None
+
+
+def unknown_commit(commit: str | None) -> str:
+    """Why the code of a record cannot be had from the history of the repository here; "" if it can."""
+    if not commit:
+        return "made outside of git"
+    if commit.endswith("-dirty"):
+        return f"made with changes that {commit.removesuffix('-dirty')[:7]} does not hold"
+    return "" if _git("merge-base", "HEAD", commit) == commit else f"commit {commit[:7]} is not in the history here"
 
 
 def _git(*arguments: str) -> str:

@@ -14,7 +14,7 @@ from pydantic import ConfigDict, TypeAdapter, ValidationError, with_config
 from focus_exp.errors import UserError
 from focus_exp.records.benchmarks import BenchmarkRow
 from focus_exp.records.groups import GroupReport
-from focus_exp.records.rows import Arm, Continuation, ProbeRow, Row
+from focus_exp.records.rows import Arm, Continuation, Difference, ProbeRow, Row
 from focus_exp.records.speed import MethodSpeedRow, SpeedRow
 from focus_exp.storage import replace_file
 
@@ -58,6 +58,7 @@ class Record:
     speed: list[SpeedRow] = field(default_factory=list)
     method_speed: list[MethodSpeedRow] = field(default_factory=list)
     arms: list[Arm] = field(default_factory=list)
+    differences: list[Difference] = field(default_factory=list)  # of arms from the first
     continuations: list[Continuation] = field(default_factory=list)
     groups: GroupReport | None = None
     findings: list[str] = field(default_factory=list)

@@ -95,8 +95,8 @@ class Row:
 class Arm:
     """One run of a comparison.
 
-    settings: the overrides in which it differs from the others; folder: its own, where all its rows are;
-    learning_rate: of its last phase, None where nothing was trained.
+    settings: the overrides in which it differs from the others; folder: its own, where its record is, of the run that
+    was `started` then, "" if it left none; learning_rate: of its last phase, None where nothing was trained.
     """
 
     name: str
@@ -111,6 +111,20 @@ class Arm:
     train_seconds: float | None = None
     commit: str | None = None
     config_hash: str = ""
+    started: str = ""
+
+
+@dataclass(kw_only=True)
+class Difference:
+    """Losses of an arm's answer minus those of the first arm's, on the same tokens [nats per token], with its interval.
+
+    `low`, `high` are 95 % bootstrap bounds over windows.
+    """
+
+    arm: str
+    value: float
+    low: float | None = None
+    high: float | None = None
 
 
 @dataclass(kw_only=True)

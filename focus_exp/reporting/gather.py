@@ -6,6 +6,7 @@ from collections.abc import Hashable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from focus_exp.records.comparison import load_run
 from focus_exp.records.record import Record
 from focus_exp.records.rows import Arm
 from focus_exp.reporting import formats
@@ -60,7 +61,7 @@ def gather(folder: Path, scale: str = "") -> Runs:
     arms: dict[str, Record] = {}
     # committed copies first: they are what a report should point at
     for path in sorted(folder.rglob("record.json"), key=lambda path: ("records" not in path.parts, str(path))):
-        record = Record.load(path)
+        record = load_run(path.parent)
         if is_quick(record) != (scale == QUICK):
             continue
         if record.config.get("arm"):

@@ -7,18 +7,19 @@ from collections.abc import Iterator
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from focus_exp.records.metrics import read_metrics
+from focus_exp.errors import UserError
+from focus_exp.records.comparison import METRICS, RECORD, arm_folder, load_metrics, load_run
+from focus_exp.records.environment import unknown_commit
+from focus_exp.records.metrics import read_metrics, write_metrics
 from focus_exp.records.record import Record
-from focus_exp.reporting.report import all_findings, all_tables, write_report
+from focus_exp.reporting.report import all_tables, write_report
 from focus_exp.reporting.whole_report import NAME, write_report_of
 from focus_exp.storage import aside
 
-FILES = ("config.yaml", "record.json")
 # of a run that is not an arm; a comparison has its arms' tables, figures and curves
-FILES_OF_TABLES = (
-    *("table.md", "*.csv", "metrics.jsonl", "probe.jsonl", "figures/*"),
-    *("continuations.md", "passage.html", "groups/passage.json"),
-)
+FILES = ("table.md", "*.csv", "figures/*.svg", "continuations.md", "passage.html", "groups/passage.json")
+CURVES = ("figures/loss_curve.svg", "figures/training.svg")
+DRAWN = ("phase", "step", "loss", "val_loss", "tokens_per_second")  # of a run's metrics, by its curves
 
 
 def publish(places: list[Path], current: set[Path], runs: Path, records: Path) -> list[Path]:
@@ -26,22 +27,31 @@ def publish(places: list[Path], current: set[Path], runs: Path, records: Path) -
 
     Their experiments' records under the same seeds, from the same kind of device, that are not among `current`, the
     places of runs that can still be made, are superseded: removed and returned. All below `records` is then renewed,
-    its report made.
+    its report made. UserError, and nothing is copied, where the code that made a run cannot be had from its commit.
     """
-    published = set()
-    for place in places:
-        record = Record.load(runs / place / "record.json")
-        published.add(_purpose(record))
-        patterns = FILES if record.config.get("arm") else (*FILES, *FILES_OF_TABLES)
+    found = {place: Record.load(runs / place / RECORD) for place in places}
+    said = {place: unknown_commit(record.commit) for place, record in found.items()}
+    if unknown := [f"{place} ({why})" for place, why in said.items() if why]:
+        raise UserError(f"not published, for nobody could repeat it: {'; '.join(unknown)}; commit, and run it again")
+    for place, record in found.items():
         with aside(records / place) as new:
+            patterns = () if record.config.get("arm") else FILES
             for file in [file for pattern in patterns for file in sorted((runs / place).glob(pattern))]:
                 copy = new / file.relative_to(runs / place)
                 copy.parent.mkdir(parents=True, exist_ok=True)
                 shutil.copyfile(file, copy)
+            record.save(new / RECORD)
+    for place, record in found.items():
+        if any((runs / place / curve).exists() for curve in CURVES):
+            for folder in [arm_folder(runs / place, arm) for arm in record.arms] or [runs / place]:
+                lines = [{key: line[key] for key in DRAWN if key in line} for line in read_metrics(folder / METRICS)]
+                if lines:
+                    write_metrics(records / folder.relative_to(runs) / METRICS, lines)
     removed = []
-    for path in sorted(records.rglob("record.json")):
-        record, folder = Record.load(path), path.parent
-        if _purpose(record) in published and folder.relative_to(records) not in current:
+    published = {_purpose(record) for record in found.values()}
+    for path in sorted(records.rglob(RECORD)):
+        folder = path.parent
+        if _purpose(Record.load(path)) in published and folder.relative_to(records) not in current:
             shutil.rmtree(folder)
             removed.append(folder)
             if not any(folder.parent.iterdir()):
@@ -57,47 +67,41 @@ def _purpose(record: Record) -> tuple[str, int | None, str]:
 
 def _published(top: Path) -> Iterator[tuple[Path, Record]]:
     """Finished runs with tables, which an arm's copy has not."""
-    for path in sorted(top.rglob("record.json")):
-        record = Record.load(path)
-        if (path.parent / "table.md").exists() and record.status == "finished":
+    for path in sorted(top.rglob(RECORD)):
+        if (path.parent / "table.md").exists() and (record := load_run(path.parent)).status == "finished":
             yield path.parent, record
 
 
 def stale(top: Path, scale: str = "") -> list[str]:
-    """What no longer follows from its record below `top`: published tables, as text and as CSV, findings, and the
-    report of all of them if there is one in `top`/report."""
+    """What no longer follows from its record below `top`: published tables, as text and as CSV, and the report of all
+    of them if there is one in `top`/report."""
     said = []
     for folder, record in _published(top):
         tables = all_tables(record)
         expected = {"table.md": "\n".join(table.to_markdown() for table in tables)}
         expected |= {f"{table.name}.csv": table.to_csv() for table in tables}
-        for name, text in expected.items():
-            published = folder / name
-            if not published.exists() or published.read_text(encoding="utf-8") != text:
-                said.append(f"{published} does not follow from its record")
-        if record.findings != all_findings(record):
-            said.append(f"{folder / 'record.json'}: its findings do not follow from its numbers")
-    published = top / NAME
-    if published.is_dir():
+        said += [f"{folder / name} does not follow from its record" for name in _differing(folder, expected)]
+    if (published := top / NAME).is_dir():
         with TemporaryDirectory() as scratch:
             _, written = write_report_of(top, Path(scratch), scale)
             expected = {path.name: path.read_text(encoding="utf-8") for path in written if path.suffix != ".html"}
-        found = {path.name: path.read_text(encoding="utf-8") for path in published.glob("*") if path.name in expected}
-        said += [
-            f"{published / name} does not follow from the records"
-            for name in expected
-            if found.get(name) != expected[name]
-        ]
+        said += [f"{published / name} does not follow from the records" for name in _differing(published, expected)]
     return said
 
 
+def _differing(folder: Path, expected: dict[str, str]) -> list[str]:
+    files = {name: folder / name for name in expected}
+    return [
+        name for name, file in files.items() if not file.exists() or file.read_text(encoding="utf-8") != expected[name]
+    ]
+
+
 def renew(top: Path) -> None:
-    """Write findings, tables, figures and the report below `top` anew from the numbers of their records."""
+    """Write tables, figures and the report below `top` anew from the numbers of their records."""
     for folder, record in _published(top):
-        write_report(record, read_metrics(folder / "metrics.jsonl"), folder)
-        if record.findings != (findings := all_findings(record)):
-            record.findings = findings
-            record.save(folder / "record.json")
+        write_report(record, load_metrics(folder, record), folder)
+        for picture in (folder / "figures").glob("*.png"):  # the same as the SVG beside it
+            picture.unlink()
     if (top / NAME).is_dir():
         with aside(top / NAME) as new:  # without the tables of runs that are gone
             write_report_of(top, new)
