@@ -31,11 +31,11 @@ from focus_exp.evaluation.groups_words import CLASSES, Passage, find_words, read
 from focus_exp.models.random import byte_tokenizer
 from focus_exp.records.groups import GroupFit
 from focus_exp.records.record import Record
+from focus_exp.reporting.claims import judged
+from focus_exp.reporting.formats import NOT_REPRODUCED, NOT_RUN, REPRODUCED
 from focus_exp.reporting.groups import PUNCTUATION
-from focus_exp.reporting.groups_claims import groups_claims
 from focus_exp.reporting.groups_findings import group_findings
 from focus_exp.reporting.passage import page
-from focus_exp.reporting.verdicts import NOT_REPRODUCED, NOT_RUN, REPRODUCED
 from focus_exp.training.precision import choose_precision
 
 JOB = ["job=analyze", "regime.steps=2"]
@@ -340,23 +340,24 @@ def test_findings_follow_from_the_numbers(analyzed):
 
 def test_claims_on_groups_are_judged_by_the_analysis(analyzed):
     record = record_of(analyzed / "runs")
-    judges = {claim.says: claim.judge for claim in groups_claims()}
-    pure, sure, even = (
-        next(judge for says, judge in judges.items() if word in says) for word in ("punct", "sure", "share")
-    )
+    record.experiment = "groups"
+
+    def words(record):
+        return [verdict.word for claim, verdict in judged([record]) if claim.table == "5"]
+
     for row in record.groups.layers:
         row.confidence = 0.88
         for group in row.groups:
             group.word_class, group.purity, group.share = PUNCTUATION, 0.95, 0.15
-    assert [judge(record).word for judge in (pure, sure, even)] == [REPRODUCED] * 3
+    assert words(record) == [REPRODUCED] * 3
     for row in record.groups.layers:
         row.confidence = 0.5
         row.groups[0].purity, row.groups[0].share = 0.2, 0.6
-    assert [judge(record).word for judge in (pure, sure, even)] == [REPRODUCED, NOT_REPRODUCED, NOT_REPRODUCED]
+    assert words(record) == [REPRODUCED, NOT_REPRODUCED, NOT_REPRODUCED]
     record.groups.layers = record.groups.layers[:1]
     record.groups.layers[0].groups = record.groups.layers[0].groups[:1]
-    assert pure(record).word == NOT_REPRODUCED
-    assert pure(replace(record, groups=None)).word == NOT_RUN
+    assert words(record)[0] == NOT_REPRODUCED
+    assert words(replace(record, groups=None)) == [NOT_RUN] * 3
 
 
 def test_an_interrupted_analysis_goes_on_with_the_next_router(tmp_path, monkeypatch):

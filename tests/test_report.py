@@ -16,12 +16,8 @@ from focus_exp.records.benchmarks import BenchmarkRow
 from focus_exp.records.record import Record
 from focus_exp.records.rows import Row
 from focus_exp.records.speed import SpeedRow
-from focus_exp.reporting.claims import claims, judged
-from focus_exp.reporting.gather import Runs, gather
-from focus_exp.reporting.latex import escaped_latex, latex_document, latex_table
-from focus_exp.reporting.page import Section, page
-from focus_exp.reporting.tables import Table
-from focus_exp.reporting.verdicts import (
+from focus_exp.reporting.claims import claim_table, claims, judged
+from focus_exp.reporting.formats import (
     NOT_ENGAGED,
     NOT_HERE,
     NOT_REPRODUCED,
@@ -31,7 +27,11 @@ from focus_exp.reporting.verdicts import (
     UNDECIDED,
     VERDICTS,
 )
-from focus_exp.reporting.whole_report import claim_table, write_report_of
+from focus_exp.reporting.gather import Runs, gather
+from focus_exp.reporting.latex import escaped_latex, latex_document, latex_table
+from focus_exp.reporting.page import Section, page
+from focus_exp.reporting.tables import Table
+from focus_exp.reporting.whole_report import write_report_of
 
 RECORDS = Path(__file__).parent.parent / "runs" / "records"
 
@@ -171,12 +171,13 @@ def test_records_at_scale_quick_stand_alone(tmp_path):
 
 
 def test_scale_quick_has_no_verdict():
-    found = comparison_of(row("longformer", kind="trained", **compared(0.2)))
+    found = comparison_of(row("focus", kind="hard"), row("longformer", kind="trained", **compared(0.2)))
     quick = replace(found, config=found.config | {"scale": {"name": "quick"}})
     for record, said in ((found, REPRODUCED), (quick, RAN)):
         ledger = claim_table(Runs([(Path("run"), replace(record, experiment="compare"))]))
-        (line,) = [line for line in ledger.rows if "than longformer" in line[1]]
-        assert line[4] == said
+        (line,) = [line for line in ledger.values if "than longformer" in line["the paper says"]]
+        assert line["verdict"] == said
+        assert (line["value"], line["unit"]) == (-0.2, "nats") and line["low"] < -0.2 < line["high"] < 0
     assert ledger.notes[0].startswith(f"1 {RAN}, ") and "no number of it means anything" in ledger.notes[1]
 
 

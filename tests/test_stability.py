@@ -25,10 +25,10 @@ from focus_exp.records.metrics import read_metrics
 from focus_exp.records.record import Record
 from focus_exp.records.rows import Arm, ProbeRow, Row
 from focus_exp.reporting.claims import judged
+from focus_exp.reporting.formats import NOT_REPRODUCED, NOT_RUN, REPRODUCED, UNDECIDED
 from focus_exp.reporting.paper import paper_rows
 from focus_exp.reporting.stability import ABLATIONS, MITIGATIONS, stability_findings, stability_table
 from focus_exp.reporting.stability_figure import phase_starts, write_stability_figure
-from focus_exp.reporting.verdicts import NOT_REPRODUCED, NOT_RUN, REPRODUCED, UNDECIDED
 from focus_exp.training import mitigations
 from focus_exp.training.callbacks import Checkpoint
 from focus_exp.training.mitigations import CentroidUpdates, auxiliary_losses

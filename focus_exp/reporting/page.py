@@ -10,9 +10,9 @@ from dataclasses import dataclass, field
 from importlib.resources import files
 from pathlib import Path
 
-from focus_exp.reporting.paper_measures import NOT_RUN
+from focus_exp.reporting.formats import VERDICTS
+from focus_exp.reporting.formats import NOT_RUN
 from focus_exp.reporting.tables import Table
-from focus_exp.reporting.verdicts import VERDICTS
 
 TITLE = "focus_exp: report"
 escape: Callable[[str], str] = html.escape
