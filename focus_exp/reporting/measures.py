@@ -103,6 +103,14 @@ def select(table: pd.DataFrame, cells: dict[str, Any], where: str = "") -> pd.Da
     return table.query(where, engine="python") if where and len(table) else table
 
 
+def chosen(lines: list[Line], cells: dict[str, Any]) -> list[Line]:
+    """As `select`, of a few lines in memory; None stands for what is absent."""
+    asked = {column: wanted if isinstance(wanted, list) else [wanted] for column, wanted in cells.items()}
+    return [
+        line for line in lines if all(any(_is(getattr(line, at), one) for one in asked[at]) for at in asked)
+    ]  # fmt: skip
+
+
 def _is(cell: Any, wanted: Any) -> bool:
     return bool(cell == wanted) or (isinstance(cell, str) and isinstance(wanted, str) and fnmatchcase(cell, wanted))
 

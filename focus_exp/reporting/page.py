@@ -10,8 +10,7 @@ from dataclasses import dataclass, field
 from importlib.resources import files
 from pathlib import Path
 
-from focus_exp.reporting.formats import VERDICTS
-from focus_exp.reporting.formats import NOT_RUN
+from focus_exp.reporting.formats import NOT_RUN, VERDICTS
 from focus_exp.reporting.tables import Table
 
 TITLE = "focus_exp: report"

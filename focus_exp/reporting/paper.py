@@ -59,6 +59,11 @@ class Column:
         return str(expression(self.text)(value=number))
 
 
+def change(source: str, origin: str, heading: str) -> Column:
+    select = {"measure": "delta"}
+    return Column(heading=heading, text="signed(value)", unit=" %", select=select, source=source, origin=origin)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Place:
     """What in the records stands beside a row of the paper."""
@@ -105,25 +110,22 @@ class PaperTable:
         return next(places for pattern, places in self.rows.items() if fnmatchcase(row, pattern))
 
     def cell(self, row: dict[str, Any], column: Column) -> Any:
-        """The paper's cell; by how much [%] its number is above full attention's."""
-        after = row.get(column.source)
+        """The paper's cell, or by how much [%] its number is above full attention's."""
+        after, full = row.get(column.source), self.paper.get(column.origin)
         if not column.origin:
             return after
-        full = self.paper.get(column.origin)
         before = full[column.source] if full and full != row else row.get(column.origin)
         return None if before is None or after is None else 100 * (after / before - 1)
 
     def printed(self, row: dict[str, Any], column: Column) -> str:
         """The cell as text; a number with as many decimals as the column has: 1.50 was read as 1.5."""
         cell = self.cell(row, column)
-        if isinstance(cell, bool):
-            return "yes" if cell else "no"
-        if cell is None or isinstance(cell, str):
-            return cell or ABSENT
+        if cell is None or isinstance(cell, bool | str):
+            return {True: "yes", False: "no", None: ABSENT, "": ABSENT}.get(cell, str(cell))
         if column.text.startswith("signed"):
             return column.written(cell) + column.unit
-        printed = [repr(other[column.source]) for other in self.paper.values()]
-        return f"{cell:,.{max(len(text.partition('.')[2].removesuffix('0')) for text in printed)}f}"
+        decimals = (repr(other[column.source]).partition(".")[2].removesuffix("0") for other in self.paper.values())
+        return f"{cell:,.{max(map(len, decimals))}f}"
 
 
 def key_text(cell: Cell) -> str:
@@ -131,36 +133,33 @@ def key_text(cell: Cell) -> str:
 
 
 @cache
+def paper_map() -> dict[str, Any]:
+    return read_yaml("paper_map")
+
+
+@cache
 def paper_tables() -> dict[str, PaperTable]:
     """In the order of the map, which is the paper's."""
-    content = read_yaml("paper_map")
-    columns = checked("paper_map.yaml: columns", content["columns"], dict[str, Column])
+    content = paper_map()
+    known = checked("paper_map.yaml: columns", content["columns"], dict[str, Column])
     expanded = {name: _expanded(entry) for name, entry in content["tables"].items()}
     tables = checked("paper_map.yaml: tables", expanded, dict[str, PaperTable])
-    return {name: replace(table, name=name, columns=_columns(name, table, columns)) for name, table in tables.items()}
+    for name, table in tables.items():
+        columns: list[Column] = []
+        for source in [source for source in paper_rows(name)[0] if source not in table.key]:
+            rule = table.changes.get(source)
+            columns += [replace(known[source], source=source)]
+            columns += [change(source, rule["from"], rule["heading"])] if rule else []
+        tables[name] = replace(table, name=name, columns=tuple(columns))
+    return tables
 
 
 def _expanded(entry: dict[str, Any]) -> dict[str, Any]:
     """What a table says of every place, said of each; a row as the list of its places."""
-    common = {key: entry.pop(key) for key in Place.__dataclass_fields__ if key in entry}
-
-    def places(row: Any) -> list[dict[str, Any]]:
-        parts = row if isinstance(row, list) else [row]
-        return [common | ({"arm": part} if isinstance(part, str) else part) for part in parts]
-
-    return entry | {"rows": {name: places(row) for name, row in entry["rows"].items()}}
-
-
-def _columns(name: str, table: PaperTable, known: dict[str, Column]) -> tuple[Column, ...]:
-    """Those of the paper with numbers, each followed by its change from full attention, if the map has one."""
-    found = []
-    for source in [source for source in paper_rows(name)[0] if source not in table.key]:
-        rule = table.changes.get(source)
-        found += [replace(known[source], source=source)]
-        found += [change(source, rule["from"], rule["heading"])] if rule else []
-    return tuple(found)
-
-
-def change(source: str, origin: str, heading: str) -> Column:
-    select = {"measure": "delta"}
-    return Column(heading=heading, text="signed(value)", unit=" %", select=select, source=source, origin=origin)
+    common = {key: value for key, value in entry.items() if key in Place.__dataclass_fields__}
+    rows = {name: row if isinstance(row, list) else [row] for name, row in entry["rows"].items()}
+    places = {
+        name: [common | ({"arm": part} if isinstance(part, str) else part) for part in parts]
+        for name, parts in rows.items()
+    }
+    return {key: value for key, value in entry.items() if key not in common} | {"rows": places}
