@@ -357,6 +357,16 @@ def test_the_longest_texts_decide_and_without_an_interval_nothing_is_decided():
     assert word(at(4096, 0.02), at(8192, None)) == UNDECIDED
 
 
+def test_a_cell_is_shown_as_its_column_says_or_as_the_word_it_is():
+    kinds = {"paper": "paper number", "here": "number"}
+    rows = [["1.2", "not run", "not run"], ["x" * 60, NOT_RUN, "not run" * 9]]
+    table = Table(columns=["paper", "here", "because"], rows=rows, kinds=kinds)
+    shown = page([Section("part", "title", [table])], Path())
+    assert re.findall(r"<td([^>]*)>", shown) == [
+        ' class="paper number"', ' class="number"', "", ' class="paper long"', ' class="number not-run"', ' class="long"',
+    ]  # fmt: skip
+
+
 def test_a_heading_is_said_once():
     table = Table(columns=["a"], rows=[["1"]], title="T1: methods")
     text = markdown([Section("part", table.title, [table, replace(table, title="another")])])

@@ -27,6 +27,7 @@ COLUMNS = [
     *("method", "PPL vs pretrained: paper", "PPL vs pretrained: here", "speed: paper", "speed: here", "timed"),
     *("run", "model and text", "seeds", "made by"),
 ]
+KINDS = {name: "paper number" if name.endswith(": paper") else "number" for name in COLUMNS[1:5]}
 NOTES = [
     f"paper: the speed of table 6 at {LENGTH:,} tokens and K = {GROUPS}; of the other methods it prints none",
     "here: one attention layer with routing over full attention in the same run, at the length at which other "
@@ -141,7 +142,7 @@ def pareto_table(found: list[Point]) -> Table:
         )
     notes = dict.fromkeys(note for point in found for record in point.entry.records for note in caveats(record))
     title = "Figure 1: perplexity against measured speed"
-    return Table(columns=COLUMNS, rows=rows, name=NAME, title=title, notes=[*notes, *NOTES], values=values)
+    return Table(columns=COLUMNS, rows=rows, name=NAME, title=title, notes=[*notes, *NOTES], values=values, kinds=KINDS)
 
 
 def write_pareto(found: list[Point], folder: Path) -> dict[str, Path]:
