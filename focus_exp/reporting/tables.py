@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
 
+from jinja2 import UndefinedError
 from rich.console import Group
 from rich.table import Table as RichTable
 from rich.text import Text
@@ -19,7 +20,7 @@ from focus_exp.reporting import cells, lines, notes
 from focus_exp.reporting.formats import ABSENT
 from focus_exp.reporting.notes import caveats as caveats
 from focus_exp.reporting.notes import identity, title
-from focus_exp.reporting.specs import expression, public, read_specs, render, template
+from focus_exp.reporting.specs import SpecError, expression, public, read_specs, render, template
 
 VOCABULARY = public(answers, benchmarks, groups, lines, cells, notes)
 
@@ -111,8 +112,14 @@ def all_tables(record: Record) -> list[Table]:
 
 
 def table_of(record: Record, name: str) -> Table | None:
-    """The table of this name, None where the record has nothing for it."""
-    spec = table_specs()[name]
+    """The table of this name, None where the record has nothing for it. UserError where its spec is wrong."""
+    try:
+        return _made(record, name, table_specs()[name])
+    except (SpecError, UndefinedError) as error:
+        raise UserError(f"tables.yaml: {name}: {error}") from error
+
+
+def _made(record: Record, name: str, spec: TableSpec) -> Table | None:
     known = VOCABULARY | {
         "record": record,
         "title": title(record),
