@@ -59,6 +59,11 @@ def figure_specs() -> dict[str, FigureSpec]:
     return read_specs("figures", dict[str, FigureSpec])
 
 
+def figure_names() -> list[str]:
+    """Every figure that there is of a record."""
+    return [*figure_specs(), *SPECIAL]
+
+
 def write_figures(record: Record, metrics: Metrics, folder: str | Path) -> dict[str, Path]:
     """Write the figures for which there are data into `folder`, as PNG and SVG; returns name -> PNG.
 
