@@ -19,7 +19,7 @@ from focus_exp.reporting.canvas import COLOURS, canvas
 from focus_exp.reporting.formats import about_text, distinct_text, perplexity_text, share_text
 from focus_exp.reporting.notes import title
 from focus_exp.reporting.printed import paper_speedups
-from focus_exp.reporting.speed import Setting, Timed, break_even, by_top_k, label, quality_row, series, setting, timed
+from focus_exp.reporting.speed import Series, by_top_k, quality_row, series, setting, timed
 
 GREY = "0.35"
 WIDTHS = {"attention": 2.2, "kernels": 0.9}
@@ -36,14 +36,14 @@ ROUTING, KERNELS, BOUND, PAPER, BREAK_EVEN = STYLES
 
 
 def speed(record: Record) -> Figure | None:
-    found = {clock: {key: timed(rows) for key, rows in series(record, clock).items()} for clock in WIDTHS}
-    keys = sorted({key for lines in found.values() for key, pairs in lines.items() if pairs})
+    found = {clock: {each.setting: each for each in series(record, clock) if each.timed} for clock in WIDTHS}
+    keys = sorted({key for lines in found.values() for key in lines})
     # the other k have a figure of their own
     least = min((key.top_k for key in keys), default=1)
     keys = [key for key in keys if key.top_k == least]
     if not keys:
         return None
-    rows = [row for key in keys for lines in found.values() for row, _ in lines.get(key, [])]
+    rows = [row for key in keys for lines in found.values() if key in lines for row in lines[key].timed]
     dtypes, lengths = distinct_text(row.dtype for row in rows), [row.tokens for row in rows]
     heading = f"{record.experiment}: time of full attention over time of Focus, one layer in {dtypes}, k={least}"
     figure, (upper, lower) = canvas(
@@ -52,7 +52,7 @@ def speed(record: Record) -> Figure | None:
     colours = dict(zip(keys, cycle(COLOURS), strict=False))
     drawn: set[str] = set()
     for key, colour in colours.items():
-        drawn |= _series(upper, lower, record, key, {clock: found[clock].get(key, []) for clock in WIDTHS}, colour)
+        drawn |= _series(upper, lower, {clock: lines[key] for clock, lines in found.items() if key in lines}, colour)
     for groups, key in {key.groups: key for key in reversed(keys) if least == 1}.items():
         shown = [(n, ratio) for n, ratio in paper_speedups(groups).items() if min(lengths) <= n <= max(lengths)]
         upper.plot(*_columns(shown), "s", markerfacecolor="none", markeredgecolor=colours[key], markersize=8)
@@ -68,22 +68,21 @@ def speed(record: Record) -> Figure | None:
     return figure
 
 
-def _series(upper: Axes, lower: Axes, record: Record, key: Setting, lines: dict[str, Timed], colour: str) -> set[str]:
-    """Draws the clocks of a setting, their bound and break-even; returns which styles it took."""
+def _series(upper: Axes, lower: Axes, clocks: dict[str, Series], colour: str) -> set[str]:
+    """Draws a setting by each clock, its bound and break-even; returns which styles it took."""
     drawn = set()
-    for clock, pairs in lines.items():
-        of_bound = [(row.tokens, ratio / row.bound) for row, ratio in pairs if row.bound]
-        style = {"color": colour, "linewidth": WIDTHS[clock], "marker": "o", "markersize": 2 * WIDTHS[clock]}
-        upper.plot(*_columns([(row.tokens, ratio) for row, ratio in pairs]), **style)
-        lower.plot(*_columns(of_bound), **style)
-        drawn |= {ROUTING if clock == "attention" else KERNELS} if pairs else set()
-    if bounds := [(row.tokens, row.bound) for row, _ in lines["attention"] or lines["kernels"] if row.bound]:
+    for clock, each in clocks.items():
+        of_bound = [(row.tokens, (row.ratio or 0.0) / row.bound) for row in each.timed if row.bound]
+        for axes, points in ((upper, each.points), (lower, of_bound)):
+            width = WIDTHS[clock]
+            axes.plot(*_columns(points), color=colour, linewidth=width, marker="o", markersize=2 * width)
+        drawn.add(ROUTING if clock == "attention" else KERNELS)
+    first = next(iter(clocks.values()))
+    if bounds := [(row.tokens, row.bound) for row in first.timed if row.bound]:
         upper.plot(*_columns(bounds), color=colour, linestyle="--", linewidth=1.2)
         drawn.add(BOUND)
-    name = label(record, key)
-    points = [(row.tokens, ratio) for row, ratio in lines["attention"]]
-    even = break_even(points) if points else None
-    if even and even.slower and even.tokens:
+    name, even = first.name, first.even
+    if first.clock == "attention" and even.slower and even.tokens:
         upper.plot(even.tokens, 1, "D", color=colour, markeredgecolor="black", markersize=7, zorder=3)
         drawn.add(BREAK_EVEN)
         name += f", breaks even at {about_text(even.tokens)}"
@@ -113,8 +112,8 @@ def _binary(value: float) -> str:
 
 
 def speed_quality(record: Record) -> Figure | None:
-    scored = [(row, ratio, quality_row(record, setting(row))) for row, ratio in timed(by_top_k(record))]
-    points = [(row, ratio, found.perplexity) for row, ratio, found in scored if found and found.perplexity]
+    scored = [(row, quality_row(record, setting(row))) for row in timed(by_top_k(record))]
+    points = [(row, row.ratio or 0.0, quality.perplexity) for row, quality in scored if quality and quality.perplexity]
     points = [point for point in points if isfinite(point[2])]
     if not points:
         return None
