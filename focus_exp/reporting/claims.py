@@ -21,7 +21,7 @@ from focus_exp.reporting.comparators import TESTS, Judged
 from focus_exp.reporting.formats import ABSENT, NOT_HERE, NOT_RUN, RAN, UNDECIDED, VERDICTS
 from focus_exp.reporting.gather import QUICK, WANTED, Runs, is_quick, seeds_of
 from focus_exp.reporting.measures import COLUMNS, Line, lines_of, measurements, select
-from focus_exp.reporting.paper import paper_rows, paper_speedups
+from focus_exp.reporting.printed import paper_rows, paper_speedups
 from focus_exp.reporting.specs import environment, expression, read_specs
 from focus_exp.reporting.tables import Table
 

@@ -15,8 +15,9 @@ from focus_exp.reporting.formats import ABSENT, NOT_RUN, READS_FUTURE, decimals_
 from focus_exp.reporting.gather import Runs, seeds_text
 from focus_exp.reporting.measures import Line, chosen
 from focus_exp.reporting.notes import caveats
-from focus_exp.reporting.paper import change, paper_speedups, paper_tables
+from focus_exp.reporting.paper import change, paper_tables
 from focus_exp.reporting.paper_report import Entry, Value, entries_of, finished, mean, shown, where
+from focus_exp.reporting.printed import paper_speedups
 from focus_exp.reporting.tables import Table
 
 NAME = "figure1"
