@@ -18,7 +18,6 @@ from focus_exp.records import answers, benchmarks, groups
 from focus_exp.records.record import Record
 from focus_exp.reporting import cells, lines, notes, speed
 from focus_exp.reporting.formats import ABSENT
-from focus_exp.reporting.notes import caveats as caveats
 from focus_exp.reporting.notes import identity, title
 from focus_exp.reporting.specs import SpecError, expression, public, read_specs, render, template
 
