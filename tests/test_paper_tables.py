@@ -285,6 +285,20 @@ def test_weights_that_the_seed_draws_are_one_set_up():
     assert setup(started("hub", 1)) != setup(started("hub", 2))
 
 
+@pytest.mark.parametrize(("lay", "told"), [(("a", "a"), ["base", "focus"]), (("a", "b"), [])])
+def test_two_models_under_one_path_are_not_one_set_up(lay, told):
+    def comparison(seed, fingerprint):
+        found = named("model_scale", row("focus", kind="hard"), row("local", kind="hard", **compared(0.2)), seed=seed)
+        for arm in found.arms:
+            arm.config_hash = f"{arm.name}-{seed}"
+        model = {"name": "runs/there/model", "source": "local", "fingerprint": fingerprint}
+        return found, {f"local-{seed}": replace(trapped(model=model), status="failed")}
+
+    pairs = [comparison(seed, fingerprint) for seed, fingerprint in enumerate(lay)]
+    runs = Runs(runs_of(*(record for record, _ in pairs)).found, pairs[0][1] | pairs[1][1])
+    assert [line["against"] for line in lines(seeds_table(runs)) if line["what"] == "local"] == told
+
+
 def test_of_a_run_made_again_the_older_is_no_lonely_seed():
     records = [compare(seed) for seed in (1, 2, 1, 2)]
     assert not [note for note in seeds_table(runs_of(*records)).notes if "one seed" in note]

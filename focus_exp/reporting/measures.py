@@ -130,10 +130,10 @@ def _lines(name: str, record: Record, runs: Runs) -> Iterator[dict[str, Any]]:
         "is_arm": bool(record.config.get("arm")),
         "first": first.name if first else None,
         "first_parameters": first.trainable_parameters if first else None,
-        "setup": _digest((setup(record), run_of(first) if first else record.experiment)),
+        "setup": _digest((setup(record), run_of(first, runs.own(first)) if first else record.experiment)),
     }
     own: dict[str | None, dict[str, Any]] = {None: {"arm": record.config.get("arm")} | _own(record)}
-    own |= {arm.name: _own_of(arm, runs.own(arm) or record) for arm in record.arms}
+    own |= {arm.name: _own_of(arm, runs.own(arm), record) for arm in record.arms}
     parts = {
         "rows": _quality(record, record.rows), "phases": _quality(record, record.phases), "probes": _probes(record),
         "benchmarks": _benchmarks(record), "speed": _speed(record), "method_speed": _method_speed(record),
@@ -161,11 +161,12 @@ def _own(record: Record) -> dict[str, Any]:
     }
 
 
-def _own_of(arm: Arm, own: Record) -> dict[str, Any]:
-    """Of an arm of a comparison. own: its own record, or the comparison's where that is not there."""
-    said = _own(own) | {"arm": arm.name, "tokens_seen": arm.tokens_seen, "parameters": arm.trainable_parameters}
+def _own_of(arm: Arm, own: Record | None, comparison: Record) -> dict[str, Any]:
+    """Of an arm of a comparison, by its own record where that is there."""
     groups = dict(setting.partition("=")[::2] for setting in arm.settings).get("attention.groups")
-    return said | {"arm_setup": _digest(run_of(arm))} | ({"K": int(groups)} if groups else {})
+    known = {"arm": arm.name, "tokens_seen": arm.tokens_seen, "parameters": arm.trainable_parameters}
+    known |= {"arm_setup": _digest(run_of(arm, own))} | ({"K": int(groups)} if groups else {})
+    return _own(own or comparison) | known
 
 
 def _digest(shared: Any) -> str:

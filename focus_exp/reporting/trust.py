@@ -9,7 +9,15 @@ from typing import Any
 import pandas as pd
 
 from focus_exp.records.record import Record
-from focus_exp.reporting.formats import ABSENT, NOT_RUN, READS_FUTURE, change_text, count_text, difference_word, seeds_text
+from focus_exp.reporting.formats import (
+    ABSENT,
+    NOT_RUN,
+    READS_FUTURE,
+    change_text,
+    count_text,
+    difference_word,
+    seeds_text,
+)
 from focus_exp.reporting.gather import WANTED, Runs
 from focus_exp.reporting.measures import BASE, SOFT_GATE, Line, lines_of, measurements, select
 from focus_exp.reporting.paper_report import command_of, where
@@ -71,7 +79,8 @@ def _line(lines: list[Line]) -> tuple[list[str], dict[str, Any]]:
         *("; ".join(f"{line.seed}: {line.change}" for line in lines), said),
     ]
     values = {
-        **dict(zip(SEEDS, what, strict=False)), "K": groups,
+        **dict(zip(SEEDS, what, strict=False)),
+        "K": groups,
         **{"seeds": " ".join(map(str, seeds)), "mean_delta_nll": fmean(deltas), "least_delta_nll": min(deltas)},
         **{"most_delta_nll": max(deltas), "in_words": said, "commits": " ".join(commit or "" for commit in commits)},
     }
