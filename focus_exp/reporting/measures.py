@@ -12,13 +12,16 @@ from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import pandas as pd
+from jinja2 import TemplateSyntaxError
 
+from focus_exp.errors import UserError
 from focus_exp.records.answers import answer, configured_row, phases, row_of
 from focus_exp.records.benchmarks import BenchmarkRow, telling
 from focus_exp.records.record import Record
 from focus_exp.records.rows import Arm, Row
 from focus_exp.reporting.formats import change_text, difference_text
 from focus_exp.reporting.gather import Runs, run_of, setup
+from focus_exp.reporting.specs import environment
 from focus_exp.reporting.speed import speed_of_k
 
 BASE, SOFT_GATE, FULL = "base", "soft gate", "full attention"
@@ -100,7 +103,18 @@ def select(table: pd.DataFrame, cells: dict[str, Any], where: str = "") -> pd.Da
         asked = wanted if isinstance(wanted, list) else [wanted]
         there = table[column].dropna().unique()
         table = table[table[column].isin([cell for cell in there if any(_is(cell, one) for one in asked)])]
-    return table.query(where, engine="python") if where and len(table) else table
+    return table.query(where, engine="python") if where else table
+
+
+def check(place: str, cells: dict[str, Any], where: str, *texts: str) -> None:
+    """UserError for a column that is none, a condition that cannot be asked, a text that is no template."""
+    if unknown := sorted(set(cells) - set(COLUMNS)):
+        raise UserError(f"{place}: select: measurements have no column {', '.join(unknown)}")
+    try:
+        select(measurements(Runs()), {}, where)
+        [environment().parse(text) for text in texts]
+    except (NameError, SyntaxError, TypeError, ValueError, TemplateSyntaxError) as error:
+        raise UserError(f"{place}: {error}") from error
 
 
 def _is(cell: Any, wanted: Any) -> bool:

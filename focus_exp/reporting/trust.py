@@ -21,7 +21,7 @@ from focus_exp.reporting.formats import (
 from focus_exp.reporting.gather import WANTED, Runs
 from focus_exp.reporting.measures import BASE, SOFT_GATE, Line, lines_of, measurements, select
 from focus_exp.reporting.paper_report import command_of, where
-from focus_exp.reporting.specs import environment, read_specs
+from focus_exp.reporting.specs import read_specs, text
 from focus_exp.reporting.tables import Table, caveats
 
 DISAGREE = "the seeds disagree"
@@ -155,5 +155,5 @@ def _said(trap: Trap, line: Line) -> list[str]:
     router = f"{line.experiment}{f' {line.arm}' if line.is_arm else ''}, seed {line.seed}"
     word = difference_word(line.value or 0.0, line.low, line.high, ("better than", "worse than"))
     known = {"line": line, "router": router, "word": word, "IDENTICAL": IDENTICAL}
-    what, value, words = (environment().from_string(text).render(known) for text in (trap.what, trap.value, trap.words))
+    what, value, words = (text(part, known) for part in (trap.what, trap.value, trap.words))
     return [what, value, line.score if line.measure == "score_delta" else line.change, words]
