@@ -15,14 +15,14 @@ from focus_exp.records.benchmarks import BenchmarkRow
 from focus_exp.records.record import Record
 from focus_exp.records.rows import Arm, ProbeRow, Row
 from focus_exp.records.speed import MethodSpeedRow, SpeedRow
-from focus_exp.reporting.findings import difference_word
+from focus_exp.reporting.formats import difference_word
 from focus_exp.reporting.gather import Runs, gather, run_of, setup
 from focus_exp.reporting.measures import ITSELF
-from focus_exp.reporting.paper import paper_names, paper_rows
 from focus_exp.reporting.paper_measures import MEASURES, NOT_RUN
 from focus_exp.reporting.paper_places import paper_tables, unmapped
 from focus_exp.reporting.paper_report import NOT_HERE, beside, paper_report
 from focus_exp.reporting.pareto import front, paper_change, pareto_table, points, write_pareto
+from focus_exp.reporting.printed import paper_names, paper_rows
 from focus_exp.reporting.trust import DISAGREE, seeds_table, traps_table
 
 RECORDS = Path(__file__).parent.parent / "runs" / "records"

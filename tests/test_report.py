@@ -28,8 +28,7 @@ from focus_exp.reporting.formats import (
     VERDICTS,
 )
 from focus_exp.reporting.gather import Runs, gather
-from focus_exp.reporting.latex import escaped_latex, latex_document, latex_table
-from focus_exp.reporting.page import Section, page
+from focus_exp.reporting.pages import Section, latex_document, latex_text, page
 from focus_exp.reporting.tables import Table
 from focus_exp.reporting.whole_report import write_report_of
 
@@ -203,7 +202,7 @@ def test_latex_compiles(tmp_path):
     hard = Table(
         columns=["a_b"] * 20, rows=[["ſ ☃ \\ {x} → “quoted” a/b_c=d"] * 20], title="50 % {of} #1", notes=["~^"]
     )
-    (tmp_path / "report.tex").write_text(latex_document([("§ 1 & 2", [hard, hard])]), encoding="utf-8")
+    (tmp_path / "report.tex").write_text(latex_document([Section("part", "§ 1 & 2", [hard, hard])]), encoding="utf-8")
     command = ["pdflatex", "-halt-on-error", "-interaction=nonstopmode", "report.tex"]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, timeout=120)
     assert done.returncode == 0 and (tmp_path / "report.pdf").exists(), done.stdout[-2000:]
@@ -294,8 +293,8 @@ def test_an_empty_folder_is_one_message(tmp_path):
 
 def test_cells_are_escaped():
     table = Table(columns=["a_b"], rows=[["<5 % & $x$ ± 1 →"]], title="50 % {of}", notes=["<note>"])
-    assert escaped_latex("5 % & $ _") == r"5 \% \& \$ \_"
-    assert r"<5 \% \& \$x\$ $\pm$ 1 $\to$ \\" in latex_table(table)
+    assert latex_text("5 % & $ _") == r"5 \% \& \$ \_"
+    assert r"<5 \% \& \$x\$ $\pm$ 1 $\to$ \\" in latex_document([Section("part", "title", [table])])
     shown = page([Section("part", "<title>", [table])], Path())
     assert (
         "&lt;title&gt;" in shown

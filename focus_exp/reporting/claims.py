@@ -21,8 +21,8 @@ from focus_exp.reporting.comparators import TESTS, Judged
 from focus_exp.reporting.formats import ABSENT, NOT_HERE, NOT_RUN, RAN, UNDECIDED, VERDICTS
 from focus_exp.reporting.gather import QUICK, WANTED, Runs, is_quick, seeds_of
 from focus_exp.reporting.measures import Line, check, lines_of, measurements, select
-from focus_exp.reporting.paper import paper_rows, paper_speedups
-from focus_exp.reporting.specs import expression, read_specs, text
+from focus_exp.reporting.printed import paper_rows, paper_speedups
+from focus_exp.reporting.specs import expression, read_specs, template
 from focus_exp.reporting.tables import Table
 
 NUMBERS = ("value", "low", "high", "unit")
@@ -62,7 +62,9 @@ class Claim:
             return replace(said, word=NOT_HERE if self.needs else NOT_RUN, why=self.needs or f"no line with {missing}")
         by = {line.measure: line for line in said.lines}
         known = self.known | {"lines": said.lines, "line": said.lines[0], "by": by, "found": lines, "limits": limits}
-        return replace(said, ours=said.ours or text(self.ours, known), why=said.why or text(self.why, known))
+        return replace(
+            said, ours=said.ours or template(self.ours).render(known), why=said.why or template(self.why).render(known)
+        )
 
 
 @dataclass(frozen=True)
@@ -103,9 +105,11 @@ def _claim(entry: Claim, values: dict[str, Any]) -> Claim:
         return values[part[1:]] if part[:1] == "$" and part[1:] in values else Template(part).safe_substitute(values)
 
     claim = Claim(**{key: filled(part) for key, part in vars(entry).items() if key != "each"})
-    claim = replace(claim, says=text(claim.says, claim.known), paper=text(claim.paper, claim.known))
+    claim = replace(
+        claim, says=template(claim.says).render(claim.known), paper=template(claim.paper).render(claim.known)
+    )
     place = f"claims.yaml: {claim.table}, {claim.says}"
-    check(place, claim.select, claim.where, claim.ours, claim.why)
+    check(place, claim.select, claim.where)
     if len(claim.test) != bool(claim.select) or bool(claim.select) != bool(claim.experiments):
         raise UserError(f"{place}: it takes select, one test and experiments, or none of them")
     for name, limits in claim.test.items():

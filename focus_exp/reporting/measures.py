@@ -12,7 +12,6 @@ from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import pandas as pd
-from jinja2 import TemplateSyntaxError
 
 from focus_exp.errors import UserError
 from focus_exp.records.answers import answer, configured_row, phases, row_of
@@ -21,7 +20,6 @@ from focus_exp.records.record import Record
 from focus_exp.records.rows import Arm, Row
 from focus_exp.reporting.formats import change_text, difference_text
 from focus_exp.reporting.gather import Runs, run_of, setup
-from focus_exp.reporting.specs import environment
 from focus_exp.reporting.speed import speed_of_k
 
 BASE, SOFT_GATE, FULL = "base", "soft gate", "full attention"
@@ -106,15 +104,14 @@ def select(table: pd.DataFrame, cells: dict[str, Any], where: str = "") -> pd.Da
     return table.query(where, engine="python") if where else table
 
 
-def check(place: str, cells: dict[str, Any], where: str, *texts: str) -> None:
-    """UserError for a column that is none, a condition that cannot be asked, a text that is no template."""
+def check(place: str, cells: dict[str, Any], where: str) -> None:
+    """UserError for a column that is none and a condition that cannot be asked."""
     if unknown := sorted(set(cells) - set(COLUMNS)):
         raise UserError(f"{place}: select: measurements have no column {', '.join(unknown)}")
     try:
         select(measurements(Runs()), {}, where)
-        [environment().parse(text) for text in texts]
-    except (NameError, SyntaxError, TypeError, ValueError, TemplateSyntaxError) as error:
-        raise UserError(f"{place}: {error}") from error
+    except (NameError, SyntaxError, TypeError, ValueError) as error:
+        raise UserError(f"{place}: where: {error}") from error
 
 
 def _is(cell: Any, wanted: Any) -> bool:

@@ -10,12 +10,9 @@ from typing import Any
 
 from focus_exp.records.benchmarks import BenchmarkRow, telling
 from focus_exp.records.rows import Row
-from focus_exp.reporting.benchmarks import NOT_ENGAGED, is_share
-from focus_exp.reporting.groups import punctuation_groups
+from focus_exp.reporting.formats import ABSENT, NOT_ENGAGED, number_text, perplexity_text
 from focus_exp.reporting.paper_places import BASE, Scene
-from focus_exp.reporting.speed_notes import number_text
-from focus_exp.reporting.speed_top_k import by_top_k
-from focus_exp.reporting.tables import ABSENT, perplexity_text
+from focus_exp.reporting.speed import by_top_k
 
 NOT_RUN = "not run"
 NAMES = {"lambada": "lambada_openai", "gsm8k": "gsm8k_cot"}  # in lm-eval
@@ -179,7 +176,7 @@ def _task(column: str) -> str:
 
 def _usual(scene: Scene, column: str) -> BenchmarkRow | str:
     """The metric that a task is known by: an accuracy, normalised where there is such a one."""
-    rows = [row for row in scene.benchmarks(column, _task(column)) if row.scored and is_share(row)]
+    rows = [row for row in scene.benchmarks(column, _task(column)) if row.scored and row.is_share]
     ranked = sorted(rows, key=lambda row: "acc_norm" not in row.metric)
     return ranked[0] if ranked else _benchmark(scene, column, _task(column))
 
@@ -217,7 +214,7 @@ def _of_groups(scene: Scene, column: str) -> Found:
     if report is None:
         return NOT_RUN
     shares = [group.share for layer in report.layers for group in layer.groups]
-    purities = [group.purity or 0.0 for _, group in punctuation_groups(report)]
+    purities = [group.purity or 0.0 for _, group in report.punctuation]
     found = {
         "punctuation_purity_percent": 100 * max(purities, default=0.0),
         "mean_confidence": fmean(layer.confidence for layer in report.layers),

@@ -14,7 +14,8 @@ from focus_exp.records.record import Record
 from focus_exp.records.rows import Arm, Row
 from focus_exp.records.speed import SpeedRow
 from focus_exp.reporting.gather import Runs, run_of, setup
-from focus_exp.reporting.paper import paper_names, paper_rows, read_yaml
+from focus_exp.reporting.printed import paper_names, paper_rows
+from focus_exp.reporting.specs import read_yaml
 
 BASE = "base"
 ROUTER_TRAINED, ALL_TRAINED = ("_centroid",), ("_finetuned", "_full_ft")  # how columns end

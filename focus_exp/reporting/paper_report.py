@@ -7,9 +7,9 @@ from statistics import fmean
 from typing import Any
 
 from focus_exp.records.record import Record
-from focus_exp.reporting.benchmarks import NOT_ENGAGED, failures
-from focus_exp.reporting.comparison import NON_CAUSAL
+from focus_exp.reporting.formats import ABSENT, NOT_ENGAGED, READS_FUTURE, share_text
 from focus_exp.reporting.gather import WANTED, Runs, seeds_of, seeds_text
+from focus_exp.reporting.notes import caveats, failures
 from focus_exp.reporting.paper_measures import MEASURES, NOT_RUN, Measure, Value, change, signed
 from focus_exp.reporting.paper_places import (
     BASE,
@@ -21,7 +21,7 @@ from focus_exp.reporting.paper_places import (
     row_name,
     scenes,
 )
-from focus_exp.reporting.tables import ABSENT, Table, caveats, share_text
+from focus_exp.reporting.tables import Table
 
 NOT_HERE = "not testable here"
 # its name, how it is measured, and the column of the paper that it is about
@@ -131,7 +131,7 @@ def _key(cell: Any) -> str:
 def _run(group: list[Scene]) -> dict[str, str]:
     """What every line says of the run behind it."""
     scene = group[-1]
-    shares, spoiled, idle = scene.pairs_removed, "" if scene.causal else f" ({NON_CAUSAL})", ""
+    shares, spoiled, idle = scene.pairs_removed, "" if scene.causal else f" ({READS_FUTURE})", ""
     if any(acted is False for _, acted in shares):
         idle = f" ({NOT_ENGAGED})"
     made = dict.fromkeys(map(made_by, group))

@@ -12,17 +12,16 @@ from matplotlib.ticker import LogLocator, NullFormatter
 
 from focus_exp.records.record import Record
 from focus_exp.records.rows import Row
-from focus_exp.records.speed import MethodSpeedRow
+from focus_exp.records.speed import MASKED, MethodSpeedRow
 from focus_exp.reporting.canvas import COLOURS, canvas, save_figures
-from focus_exp.reporting.comparison import NON_CAUSAL
+from focus_exp.reporting.formats import ABSENT, READS_FUTURE, number_text
 from focus_exp.reporting.gather import Runs, seeds_text
-from focus_exp.reporting.paper import paper_speedups
+from focus_exp.reporting.notes import caveats
 from focus_exp.reporting.paper_measures import NOT_RUN, Measure, Value, change, signed
 from focus_exp.reporting.paper_places import PaperTable, Scene, paper_tables, row_name, scenes
 from focus_exp.reporting.paper_report import made_by, printed_change, where
-from focus_exp.reporting.speed_methods import MASKED
-from focus_exp.reporting.speed_notes import number_text
-from focus_exp.reporting.tables import ABSENT, Table, caveats
+from focus_exp.reporting.printed import paper_speedups
+from focus_exp.reporting.tables import Table
 
 NAME = "figure1"
 LENGTH, GROUPS = 65_536, 4  # of the paper's figure
@@ -182,7 +181,7 @@ def pareto_table(found: list[Point]) -> Table:
                 ABSENT if ratio is None else f"{ratio:.1f}",
                 number_text(point.ratio),
                 point.timed,
-                point.name + ("" if point.causal else f" ({NON_CAUSAL})"),
+                point.name + ("" if point.causal else f" ({READS_FUTURE})"),
                 where(record) if record else ABSENT,
                 seeds_text([scene.record for scene in point.group]),
                 made,
@@ -234,7 +233,7 @@ def _figure(found: list[Point]) -> Figure | None:
         axes, x = timed if point.ratio else untimed, point.ratio or 0.0
         axes.plot(x, min(cost, edge), "o", color=COLOURS[0] if point.causal else COLOURS[1], markersize=8)
         beyond = f" {cost:+,.0f} %" if cost > edge else ""
-        future = "" if point.causal else f"\n({NON_CAUSAL})"
+        future = "" if point.causal else f"\n({READS_FUTURE})"
         length = f" ({point.speed.tokens:,} tokens)" if point.speed and point.speed.tokens != longest else ""
         text, here, beside = (
             f"{point.label}{length}{beyond}{future}",

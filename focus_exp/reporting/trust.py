@@ -20,9 +20,10 @@ from focus_exp.reporting.formats import (
 )
 from focus_exp.reporting.gather import WANTED, Runs
 from focus_exp.reporting.measures import BASE, SOFT_GATE, Line, lines_of, measurements, select
+from focus_exp.reporting.notes import caveats
 from focus_exp.reporting.paper_report import command_of, where
-from focus_exp.reporting.specs import read_specs, text
-from focus_exp.reporting.tables import Table, caveats
+from focus_exp.reporting.specs import read_specs, template
+from focus_exp.reporting.tables import Table
 
 DISAGREE = "the seeds disagree"
 IDENTICAL = 1e-3  # nats a token: what float32 and another order of sums leave
@@ -155,5 +156,5 @@ def _said(trap: Trap, line: Line) -> list[str]:
     router = f"{line.experiment}{f' {line.arm}' if line.is_arm else ''}, seed {line.seed}"
     word = difference_word(line.value or 0.0, line.low, line.high, ("better than", "worse than"))
     known = {"line": line, "router": router, "word": word, "IDENTICAL": IDENTICAL}
-    what, value, words = (text(part, known) for part in (trap.what, trap.value, trap.words))
+    what, value, words = (template(part).render(known) for part in (trap.what, trap.value, trap.words))
     return [what, value, line.score if line.measure == "score_delta" else line.change, words]

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 from functools import cache
-from importlib.resources import files
 from typing import Any
 
-from omegaconf import OmegaConf
-
 from focus_exp.errors import UserError
+from focus_exp.reporting.specs import read_yaml
 
 Cell = str | int | float | bool | None
 
@@ -46,11 +44,3 @@ def _tables() -> dict[str, tuple[list[str], list[list[Cell]]]]:
         for name, part in found.items()
         if isinstance(part, dict) and "columns" in part
     }
-
-
-def read_yaml(name: str) -> dict[str, Any]:
-    """A data file beside this module."""
-    text = (files("focus_exp.reporting") / f"{name}.yaml").read_text(encoding="utf-8")
-    # not PyYAML itself, to which 1.0e6 is a string
-    content: Any = OmegaConf.to_container(OmegaConf.create(text))
-    return content
