@@ -29,13 +29,12 @@ from focus_exp.evaluation.groups_pairs import best_pairs, cut_cost, layer_conten
 from focus_exp.evaluation.groups_passage import LISTED, Cut, CutProbe, cut_passage
 from focus_exp.evaluation.groups_words import CLASSES, Passage, find_words, read_passage, shown, text_pieces
 from focus_exp.models.random import byte_tokenizer
-from focus_exp.records.groups import GroupFit
+from focus_exp.records.groups import PUNCTUATION, GroupFit
 from focus_exp.records.record import Record
 from focus_exp.reporting.claims import judged
 from focus_exp.reporting.formats import NOT_REPRODUCED, NOT_RUN, REPRODUCED
-from focus_exp.reporting.groups import PUNCTUATION
-from focus_exp.reporting.groups_findings import group_findings
-from focus_exp.reporting.passage import page
+from focus_exp.reporting.group_findings import group_findings
+from focus_exp.reporting.report import measured_passage, passage_page
 from focus_exp.training.precision import choose_precision
 
 JOB = ["job=analyze", "regime.steps=2"]
@@ -446,7 +445,7 @@ def test_the_page_holds_any_token_and_needs_no_network(analyzed):
     record.groups.passage_from = "<b>&amp;</b>"
     record.groups.layers[0].groups[0].tokens = ODD
     record.model["name"] = "</title><script>alert(1)</script>"
-    text = page(record, measured)
+    text = passage_page(record, measured)
     content = data_of(text)
     assert content["pieces"] == measured["pieces"] and content["from"] == "<b>&amp;</b>"
     assert content["layers"][0]["legend"][0]["tokens"] == ODD
@@ -468,9 +467,8 @@ def test_the_page_has_every_layer_and_every_token_of_the_record(analyzed):
     assert content["findings"] == record_of(analyzed / "runs").findings
 
 
-def test_a_page_without_its_data_is_one_message(analyzed, tmp_path):
+def test_a_page_without_its_data_is_one_message(tmp_path):
     from focus_exp import UserError
-    from focus_exp.reporting.passage import write_page
 
     with pytest.raises(UserError, match="run job=analyze again"):
-        write_page(record_of(analyzed / "runs"), tmp_path)
+        measured_passage(tmp_path)

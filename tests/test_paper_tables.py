@@ -17,12 +17,12 @@ from focus_exp.records.record import Record
 from focus_exp.records.rows import Arm, ProbeRow, Row
 from focus_exp.records.speed import MethodSpeedRow, SpeedRow
 from focus_exp.reporting.figure1 import front, paper_change, pareto_table, points, write_pareto
-from focus_exp.reporting.findings import difference_word
-from focus_exp.reporting.formats import NOT_HERE, NOT_RUN
+from focus_exp.reporting.formats import NOT_HERE, NOT_RUN, difference_word
 from focus_exp.reporting.gather import Runs, gather, run_of, setup
 from focus_exp.reporting.measures import COLUMNS, ITSELF
-from focus_exp.reporting.paper import Column, paper_map, paper_rows, paper_tables
+from focus_exp.reporting.paper import Column, paper_map, paper_tables
 from focus_exp.reporting.paper_report import beside, paper_report
+from focus_exp.reporting.printed import paper_rows
 from focus_exp.reporting.specs import checked, read_yaml
 from focus_exp.reporting.trust import DISAGREE, seeds_table, traps_table
 
@@ -273,6 +273,11 @@ def test_a_difference_is_one_if_all_seeds_say_so(deltas, word):
     assert line["each seed [95 %]"].count("[") == len(deltas)
 
 
+def test_every_line_of_the_seeds_is_told_from_the_others():
+    shown = [tuple(line[:4]) for line in seeds_table(gather(RECORDS)).rows]
+    assert len(shown) == len(set(shown)) > 50 and {line[1] for line in shown} > {"4", "8"}
+
+
 def test_a_causal_twin_is_compared_with_itself():
     rows = [row(None, kind="hard", top_k=1), row(None, kind="twin", name="twin", top_k=1, **compared(0.3))]
     found = lines(seeds_table(runs_of(*(replace(trapped(*rows, experiment="leak"), seed=seed) for seed in range(3)))))
@@ -291,6 +296,20 @@ def test_weights_that_the_seed_draws_are_one_set_up():
 
     assert setup(started("random", 1)) == setup(started("random", 2))
     assert setup(started("hub", 1)) != setup(started("hub", 2))
+
+
+@pytest.mark.parametrize(("lay", "told"), [(("a", "a"), ["base", "focus"]), (("a", "b"), [])])
+def test_two_models_under_one_path_are_not_one_set_up(lay, told):
+    def comparison(seed, fingerprint):
+        found = named("model_scale", row("focus", kind="hard"), row("local", kind="hard", **compared(0.2)), seed=seed)
+        for arm in found.arms:
+            arm.config_hash = f"{arm.name}-{seed}"
+        model = {"name": "runs/there/model", "source": "local", "fingerprint": fingerprint}
+        return found, {f"local-{seed}": replace(trapped(model=model), status="failed")}
+
+    pairs = [comparison(seed, fingerprint) for seed, fingerprint in enumerate(lay)]
+    runs = Runs(runs_of(*(record for record, _ in pairs)).found, pairs[0][1] | pairs[1][1])
+    assert [line["against"] for line in lines(seeds_table(runs)) if line["what"] == "local"] == told
 
 
 def test_of_a_run_made_again_the_older_is_no_lonely_seed():

@@ -10,13 +10,16 @@ from matplotlib.ticker import LogLocator, NullFormatter
 
 from focus_exp.records.record import Record
 from focus_exp.reporting.canvas import COLOURS, canvas, save_figures
+from focus_exp.reporting.entries import Entry, Value, entries_of, finished
 from focus_exp.reporting.formats import ABSENT, NOT_RUN, READS_FUTURE, decimals_text, number_text
 from focus_exp.reporting.gather import Runs, seeds_text
-from focus_exp.reporting.measures import Line, chosen
-from focus_exp.reporting.paper import change, paper_speedups, paper_tables
-from focus_exp.reporting.paper_report import Entry, Value, entries_of, finished, mean, shown, where
-from focus_exp.reporting.speed_methods import MASKED
-from focus_exp.reporting.tables import Table, caveats
+from focus_exp.reporting.measures import Line
+from focus_exp.reporting.notes import caveats, where
+from focus_exp.reporting.paper import change, paper_tables
+from focus_exp.reporting.paper_report import mean, shown
+from focus_exp.reporting.printed import paper_speedups
+from focus_exp.reporting.speed_findings import MASKED
+from focus_exp.reporting.tables import Table
 
 NAME = "figure1"
 LENGTH, GROUPS = 65_536, 4  # of the paper's figure
@@ -92,12 +95,12 @@ def _timed(entry: Entry, scored: Line, runs: Runs) -> tuple[Record, Line] | None
     model = entry.runs[-1].record.model.get("fingerprint")
     there = [run for run in finished(runs) if run.record.model.get("fingerprint") == model]
     ratios = {"measure": "ratio", "clock": "attention"}
-    common = max((line.tokens for run in there for line in chosen(run.lines, {"of": "method_speed"})), default=0)
+    common = max((line.tokens for run in there for line in run.select({"of": "method_speed"})), default=0)
     cells = ratios | {"of": "method_speed", "method": scored.method}
     if scored.method == "focus":
         cells = ratios | {"of": "speed", "groups": scored.K, "top_k": scored.top_k or 1}
         cells |= {"pair_rule": scored.pair_rule} if (scored.top_k or 1) > 1 else {}
-    found = [(run.record, line) for run in there for line in chosen(run.lines, cells) if line.value]
+    found = [(run.record, line) for run in there for line in run.select(cells) if line.value]
     ranks = [(line.tokens == common, line.tokens, line.assignment == "balanced") for _, line in found]
     return found[ranks.index(max(ranks))] if found else None
 

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 import pandas as pd
 
+from focus_exp.errors import UserError
 from focus_exp.records.answers import answer, configured_row, phases, row_of
 from focus_exp.records.benchmarks import BenchmarkRow, telling
 from focus_exp.records.record import Record
@@ -97,21 +98,25 @@ def lines_of(table: pd.DataFrame) -> list[Line]:
 def select(table: pd.DataFrame, cells: dict[str, Any], where: str = "") -> pd.DataFrame:
     """The lines with these cells, one of a list or what * stands for anything in, and on which the condition holds."""
     for column, wanted in cells.items():
-        asked = wanted if isinstance(wanted, list) else [wanted]
         there = table[column].dropna().unique()
-        table = table[table[column].isin([cell for cell in there if any(_is(cell, one) for one in asked)])]
-    return table.query(where, engine="python") if where and len(table) else table
+        table = table[table[column].isin([cell for cell in there if matches(cell, wanted)])]
+    return table.query(where, engine="python") if where else table
 
 
-def chosen(lines: list[Line], cells: dict[str, Any]) -> list[Line]:
-    """As `select`, of a few lines in memory; None stands for what is absent."""
-    asked = {column: wanted if isinstance(wanted, list) else [wanted] for column, wanted in cells.items()}
-    return [
-        line for line in lines if all(any(_is(getattr(line, at), one) for one in asked[at]) for at in asked)
-    ]  # fmt: skip
+def check(place: str, cells: dict[str, Any], where: str) -> None:
+    """UserError for a column that is none and a condition that cannot be asked."""
+    if unknown := sorted(set(cells) - set(COLUMNS)):
+        raise UserError(f"{place}: select: measurements have no column {', '.join(unknown)}")
+    try:
+        select(measurements(Runs()), {}, where)
+    except (NameError, SyntaxError, TypeError, ValueError) as error:
+        raise UserError(f"{place}: where: {error}") from error
 
 
-def _is(cell: Any, wanted: Any) -> bool:
+def matches(cell: Any, wanted: Any) -> bool:
+    """Whether a cell is what is wanted, one of a list, or what * stands for anything in."""
+    if isinstance(wanted, list):
+        return any(matches(cell, one) for one in wanted)
     return bool(cell == wanted) or (isinstance(cell, str) and isinstance(wanted, str) and fnmatchcase(cell, wanted))
 
 
@@ -138,10 +143,10 @@ def _lines(name: str, record: Record, runs: Runs) -> Iterator[dict[str, Any]]:
         "is_arm": bool(record.config.get("arm")),
         "first": first.name if first else None,
         "first_parameters": first.trainable_parameters if first else None,
-        "setup": _digest((setup(record), run_of(first) if first else record.experiment)),
+        "setup": _digest((setup(record), run_of(first, runs.own(first)) if first else record.experiment)),
     }
     own: dict[str | None, dict[str, Any]] = {None: {"arm": record.config.get("arm")} | _own(record)}
-    own |= {arm.name: _own_of(arm, runs.own(arm) or record) for arm in record.arms}
+    own |= {arm.name: _own_of(arm, runs.own(arm), record) for arm in record.arms}
     parts = {
         "rows": _quality(record, record.rows), "phases": _quality(record, record.phases), "probes": _probes(record),
         "benchmarks": _benchmarks(record), "speed": _speed(record), "method_speed": _method_speed(record),
@@ -170,11 +175,12 @@ def _own(record: Record) -> dict[str, Any]:
     }
 
 
-def _own_of(arm: Arm, own: Record) -> dict[str, Any]:
-    """Of an arm of a comparison. own: its own record, or the comparison's where that is not there."""
-    said = _own(own) | {"arm": arm.name, "tokens_seen": arm.tokens_seen, "parameters": arm.trainable_parameters}
+def _own_of(arm: Arm, own: Record | None, comparison: Record) -> dict[str, Any]:
+    """Of an arm of a comparison, by its own record where that is there."""
     groups = dict(setting.partition("=")[::2] for setting in arm.settings).get("attention.groups")
-    return said | {"arm_setup": _digest(run_of(arm))} | ({"K": int(groups)} if groups else {})
+    known = {"arm": arm.name, "tokens_seen": arm.tokens_seen, "parameters": arm.trainable_parameters}
+    known |= {"arm_setup": _digest(run_of(arm, own))} | ({"K": int(groups)} if groups else {})
+    return _own(own or comparison) | known
 
 
 def _digest(shared: Any) -> str:

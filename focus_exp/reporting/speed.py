@@ -1,4 +1,4 @@
-"""Timings that differ in length alone, as one series: where it is faster, why above its bound, what is quoted of a k."""
+"""Timings that differ in length alone, as one series: where it is faster, why above its bound, what a k is worth."""
 
 from __future__ import annotations
 

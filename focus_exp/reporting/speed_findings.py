@@ -1,27 +1,28 @@
-"""What a speed record shows, in plain words: from which length on Focus pays, how much, and where it does not."""
+"""What a speed record shows: from which length on Focus pays, how much, and where it does not."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterator
 
 from focus_exp.records.record import Record
 from focus_exp.records.speed import SpeedRow
-from focus_exp.reporting.speed_notes import about, distinct, mebibytes, number_text
-from focus_exp.reporting.speed_series import (
+from focus_exp.reporting.formats import distinct_text, listed_text, number_text
+from focus_exp.reporting.sentences import say
+from focus_exp.reporting.speed import (
     ATTENTION_CLOCKS,
-    Setting,
     Timed,
     break_even,
+    by_top_k,
     keeps_every_pair,
     label,
+    overhead,
+    quickest,
     series,
     setting,
     timed,
 )
-from focus_exp.reporting.speed_tables import lines
-from focus_exp.reporting.speed_top_k import by_top_k
-from focus_exp.reporting.tables import share_text
 
+MASKED = "masked"
 OPENINGS = {
     "attention": "With routing included",
     "kernels": "By its kernels alone",
@@ -33,181 +34,108 @@ OPENINGS = {
 }
 
 
-def speed_findings(record: Record) -> list[str]:
-    """Sentences on break-even, best ratio, rows above their bound, memory, prefill, failures; [] without speed rows."""
+def speed_findings(record: Record) -> Iterator[str]:
+    """Break-even, best ratio, rows above their bound, memory, prefill, failures; nothing without speed rows."""
     if not record.speed:
-        return []
-    found = [
-        (clock, key, pairs)
-        for clock in OPENINGS
-        for key, rows in series(record, clock).items()
-        if (pairs := timed(rows))
-    ]
-    pruned = [line for line in found if not _is_full_attention(line[2])]
-    return [
-        _measured(record),
-        *(f"{_break_even(record, clock, key, pairs)} {_best(clock, pairs)}" for clock, key, pairs in pruned),
-        *(said for clock, key, pairs in found for said in _above_bound(record, clock, key, pairs)),
-        *_overhead(record),
-        *(said for clock in OPENINGS if clock != "kernels" for said in _memory(record, clock)),
-        *(said for clock, key, pairs in pruned if clock == "prefill" for said in _prefill(record, key, pairs)),
-        *_full_attention(record, {key for _, key, pairs in found if _is_full_attention(pairs)}),
-        *_failed(record),
-        _claim(record),
-    ]
+        return
+    found = [pairs for clock in OPENINGS for rows in series(record, clock).values() if (pairs := timed(rows))]
+    full = [pairs for pairs in found if all(keeps_every_pair(row) for row, _ in pairs)]
+    pruned = [pairs for pairs in found if pairs not in full]
+    yield _timed(record)
+    yield from (_pace(record, pairs) for pairs in pruned)
+    for pairs in found:
+        yield from _above_bound(record, pairs)
+    yield from _overhead(record)
+    yield from _memory(record)
+    for row in (pairs[-1][0] for pairs in pruned if pairs[0][0].clock == "prefill"):
+        if row.full_attention_seconds is not None and row.focus_attention_seconds is not None:
+            yield say("prefill", row=row, name=label(record, setting(row)))
+    if full:
+        keys = sorted({setting(pairs[0][0]) for pairs in full})
+        yield say("full_attention", names=listed_text([label(record, key) for key in keys]))
+    for row in record.speed:
+        if row.error is not None:
+            yield say("failed_speed", row=row, **_named(record, row))
+    yield _claimed(record)
 
 
-def _is_full_attention(pairs: Timed) -> bool:
-    return all(keeps_every_pair(row) for row, _ in pairs)
+def _named(record: Record, row: SpeedRow) -> dict[str, str]:
+    return {"opening": OPENINGS[row.clock], "name": label(record, setting(row))}
 
 
-def _measured(record: Record) -> str:
+def _timed(record: Record) -> str:
     rows = [row for row, _ in timed(record.speed)]
-    parts = {
-        "on {}": record.device or "an unnamed device",
-        "in {}": distinct(row.dtype for row in rows),
-        "against full attention by {}": distinct(row.full_kernel for row in rows),
-        "medians of {} repeats": distinct(row.repeats or "" for row in rows),
-    }
-    known = [text.format(value) for text, value in parts.items() if value]
-    return f"Measured {'; '.join(known)}." if rows else "Nothing was timed."
+    dtypes, kernels = distinct_text(row.dtype for row in rows), distinct_text(row.full_kernel for row in rows)
+    repeats = distinct_text(row.repeats or "" for row in rows)
+    return say("timed", rows=rows, device=record.device, dtypes=dtypes, kernels=kernels, repeats=repeats)
 
 
-def _break_even(record: Record, clock: str, key: Setting, pairs: Timed) -> str:
-    """From which length on a series is faster; where it is slower, by how much."""
+def _pace(record: Record, pairs: Timed) -> str:
+    """From which length on a series is faster; where it is slower, by how much; its best ratio."""
     found = break_even([(row.tokens, ratio) for row, ratio in pairs])
-    first, last = pairs[0][0].tokens, pairs[-1][0].tokens
-    once = f"at the one length measured, {last:,} tokens" if first == last else ""
-    if found.tokens is None and not found.early:
-        said = f"is slower than full attention {once or f'at every length measured up to {last:,} tokens'}"
-    elif found.tokens is None:
-        said = f"does not break even: it is faster than full attention at {_listed(found.early)} tokens, "
-        said += f"but slower again at the longest length measured, {last:,} tokens"
-    elif not found.slower:
-        said = f"is faster than full attention {once or f'at every length measured from {first:,} tokens'}"
-    else:
-        said = f"breaks even at about {about(found.tokens)} tokens on this device"
-        said += f", though it is faster already at {_listed(found.early)} tokens" if found.early else ""
-    times = [f"{number_text(1 / ratio)} times as long at {row.tokens:,}" for row, ratio in pairs if ratio < 1]
-    tail = f"; it takes {_and(times)} tokens" if times else ""
-    return f"{OPENINGS[clock]}, {label(record, key)} {said}{tail}."
+    best, _ = max(pairs, key=lambda pair: pair[1])
+    return say(
+        "pace",
+        **_named(record, best),
+        found=found,
+        first=pairs[0][0].tokens,
+        last=pairs[-1][0].tokens,
+        early=listed_text([f"{tokens:,}" for tokens in found.early]),
+        slower=listed_text([say("slower", row=row) for row, ratio in pairs if ratio < 1]),
+        best=best,
+        bounded=best.clock in ATTENTION_CLOCKS,
+    )
 
 
-def _best(clock: str, pairs: Timed) -> str:
-    row, ratio = max(pairs, key=lambda pair: pair[1])
-    best = f"best ratio is {number_text(ratio)}, at {row.tokens:,} tokens"
-    said = f"Its {best if len(pairs) > 1 else f'ratio is {number_text(ratio)}'}"
-    if clock in ATTENTION_CLOCKS and row.bound:
-        said += f": {share_text(ratio / row.bound)} of its bound of {number_text(row.bound)}"
-    return f"{said}."
-
-
-def _above_bound(record: Record, clock: str, key: Setting, pairs: Timed) -> list[str]:
+def _above_bound(record: Record, pairs: Timed) -> Iterator[str]:
     """Every ratio above its arithmetic bound, and whether full attention's own pace at other lengths explains it."""
-    said = []
-    for row, ratio in pairs if clock in ATTENTION_CLOCKS else []:
-        if row.bound is None or ratio <= row.bound:
-            continue
-        others = [other for other, _ in pairs if other.tokens != row.tokens and other.full_kernel == row.full_kernel]
-        where = f"{OPENINGS[clock]}, {label(record, key)} is above its bound at {row.tokens:,} tokens"
-        numbers = f"{number_text(ratio)} against {number_text(row.bound)}"
-        said.append(f"{where} ({numbers}): {_reason(row, ratio, row.bound, others)}.")
-    return said
+    for row, ratio in pairs:
+        if row.clock in ATTENTION_CLOCKS and row.bound is not None and ratio > row.bound:
+            other, slowdown = quickest(row, pairs) or (None, None)
+            per_pair = say("per_pair", slowdown=slowdown, other=other) if other else ""
+            yield say("above_bound", row=row, slowdown=slowdown, per_pair=per_pair, **_named(record, row))
 
 
-def _reason(row: SpeedRow, ratio: float, bound: float, others: list[SpeedRow]) -> str:
-    if not others:
-        return "unexplained, for want of another length to compare with: treat as noise"
-    quickest = min(others, key=_seconds_per_pair)
-    slowdown = _seconds_per_pair(row) / _seconds_per_pair(quickest)
-    pace = f"full attention takes {number_text(slowdown)} times as long per pair as at {quickest.tokens:,} tokens"
-    if ratio / slowdown <= bound:
-        return f"{pace}; at that pace the ratio would be {number_text(ratio / slowdown)}"
-    return f"unexplained, for {pace}, which is not enough: treat as noise"
-
-
-def _seconds_per_pair(row: SpeedRow) -> float:
-    """Full attention's time for one causal pair."""
-    pairs = row.tokens + 1 if row.clock == "decode" else row.tokens * (row.tokens + 1) / 2
-    return (row.full_seconds or 0.0) / pairs
-
-
-def _overhead(record: Record) -> list[str]:
+def _overhead(record: Record) -> Iterator[str]:
     """What routing costs at each setting's longest length."""
-    longest = {setting(line.case): line for line in lines(record, "attention") if line.overhead is not None}
-    return [
-        f"Routing, sort, gather and merge take {share_text(line.overhead)} of the time of {label(record, key)} "
-        f"at {line.case.tokens:,} tokens."
-        for key, line in longest.items()
-    ]
+    for key, rows in series(record, "attention").items():
+        known = [(row, share) for row in rows if (share := overhead(record, row)) is not None]
+        for row, share in known[-1:]:
+            yield say("overhead", row=row, overhead=share, name=label(record, key))
 
 
-def _memory(record: Record, clock: str) -> list[str]:
-    rows = [row for row in record.speed if row.clock == clock and row.full_peak_bytes and row.focus_peak_bytes]
-    if not rows:
-        return []
-    worst, longest = max(rows, key=_peak_ratio), max(rows, key=lambda row: (row.tokens, _peak_ratio(row)))
-    if number_text(_peak_ratio(worst)) == number_text(_peak_ratio(longest)):
-        worst = longest
-    what = "the cache" if clock.startswith("decode") else "peak memory"
-    said = f"{OPENINGS[clock]}, {what} is at most {_peak(record, worst)}"
-    return [f"{said}." if worst is longest else f"{said}; at the longest length {_peak(record, longest)}."]
+def _memory(record: Record) -> Iterator[str]:
+    for clock, opening in OPENINGS.items():
+        measured = [
+            (row, row.focus_peak_bytes / row.full_peak_bytes)
+            for row in record.speed
+            if row.clock == clock and clock != "kernels" and row.full_peak_bytes and row.focus_peak_bytes
+        ]
+        if measured:
+            worst = max(measured, key=lambda pair: pair[1])
+            longest = max(measured, key=lambda pair: (pair[0].tokens, pair[1]))
+            if number_text(worst[1]) == number_text(longest[1]):
+                worst = longest
+            peaks = (say("peak", row=row, name=label(record, setting(row))) for row, _ in (worst, longest))
+            what = "the cache" if clock.startswith("decode") else "peak memory"
+            yield say("memory", opening=opening, what=what, **dict(zip(("worst", "longest"), peaks, strict=True)))
 
 
-def _peak_ratio(row: SpeedRow) -> float:
-    assert row.full_peak_bytes and row.focus_peak_bytes
-    return row.focus_peak_bytes / row.full_peak_bytes
-
-
-def _peak(record: Record, row: SpeedRow) -> str:
-    assert row.full_peak_bytes and row.focus_peak_bytes
-    sizes = f"{mebibytes(row.focus_peak_bytes)} against {mebibytes(row.full_peak_bytes)} MiB"
-    where = f"{label(record, setting(row))}, {row.tokens:,} tokens"
-    return f"{number_text(_peak_ratio(row))} times that of full attention ({sizes}; {where})"
-
-
-def _prefill(record: Record, key: Setting, pairs: Timed) -> list[str]:
-    """How much of the longest prefill is attention, and that the rest of the model takes as long beside either."""
-    row = pairs[-1][0]
-    full, focus = row.full_attention_seconds, row.focus_attention_seconds
-    if full is None or focus is None or not row.full_seconds or not row.focus_seconds:
-        return []
-    return [
-        f"In a prefill of {row.tokens:,} tokens attention takes {share_text(full / row.full_seconds)} of the time with "
-        f"full attention and {share_text(focus / row.focus_seconds)} with Focus ({label(record, key)}); the rest "
-        f"takes {number_text(row.full_seconds - full)} s and {number_text(row.focus_seconds - focus)} s."
-    ]
-
-
-def _full_attention(record: Record, keys: set[Setting]) -> list[str]:
-    names = _and([label(record, key) for key in sorted(keys)])
-    return [f"Every pair is kept, so this is full attention and no speed-up: {names}."] if keys else []
-
-
-def _failed(record: Record) -> list[str]:
-    failed = [(row, " ".join(row.error.split())) for row in record.speed if row.error is not None]
-    return [
-        f"{OPENINGS[row.clock]}, {label(record, setting(row))} failed at {row.tokens:,} tokens: {error}"
-        for row, error in failed
-    ]
-
-
-def _claim(record: Record) -> str:
-    said = "K/k, which the paper prints as a speedup, is a count of groups and not a wall-clock"
-    pairs = [(row, ratio) for row, ratio in timed(by_top_k(record)) if not keeps_every_pair(row)]
+def _claimed(record: Record) -> str:
+    rows = [row for row, _ in timed(by_top_k(record)) if not keeps_every_pair(row)]
     # quality is the trained router's, so where it was timed its times are the ones to quote
-    quoted = "trained" if any(row.assignment == "trained" for row, _ in pairs) else "balanced"
-    measured = [
-        f"{label(record, setting(row))} has K/k {number_text(row.groups / row.top_k)} and measures {number_text(ratio)}"
-        for row, ratio in pairs
-        if row.assignment == quoted
-    ]
-    return f"{said}: {_and(measured)}." if measured else f"{said}; what is measured is the ratio of times."
+    quoted = "trained" if any(row.assignment == "trained" for row in rows) else "balanced"
+    measured = [say("measured", row=row, name=label(record, setting(row))) for row in rows if row.assignment == quoted]
+    return say("claimed", measured=listed_text(measured))
 
 
-def _listed(lengths: Iterable[int]) -> str:
-    return _and([f"{tokens:,}" for tokens in lengths])
-
-
-def _and(parts: list[str]) -> str:
-    return " and ".join(filter(None, [", ".join(parts[:-1]), *parts[-1:]]))
+def method_findings(record: Record) -> Iterator[str]:
+    """The ratios of other methods' layers at each length, those of masks over all pairs apart."""
+    for tokens in dict.fromkeys(row.tokens for row in record.method_speed):
+        rows = [row for row in record.method_speed if row.tokens == tokens and row.ratio]
+        parts = {
+            "unmasked": [row for row in rows if row.path != MASKED],
+            "masked": [row for row in rows if row.path == MASKED],
+        }
+        if rows:
+            yield say("methods", tokens=tokens, parts=[say(part, rows=found) for part, found in parts.items() if found])

@@ -9,17 +9,26 @@ from typing import Any
 import pandas as pd
 
 from focus_exp.records.record import Record
-from focus_exp.reporting.formats import ABSENT, NOT_RUN, READS_FUTURE, change_text, difference_word, seeds_text
+from focus_exp.reporting.formats import (
+    ABSENT,
+    NOT_RUN,
+    READS_FUTURE,
+    change_text,
+    count_text,
+    difference_word,
+    seeds_text,
+)
 from focus_exp.reporting.gather import WANTED, Runs
 from focus_exp.reporting.measures import BASE, SOFT_GATE, Line, lines_of, measurements, select
-from focus_exp.reporting.paper_report import command_of, where
-from focus_exp.reporting.specs import environment, read_specs
-from focus_exp.reporting.tables import Table, caveats
+from focus_exp.reporting.notes import caveats, command_of, where
+from focus_exp.reporting.specs import read_specs, template
+from focus_exp.reporting.tables import Table
 
 DISAGREE = "the seeds disagree"
 IDENTICAL = 1e-3  # nats a token: what float32 and another order of sums leave
+GROUPED = ("focus", "random_groups")  # methods that have K groups
 KEY = ["setup", "arm_setup", "what", "against"]
-SEEDS = ["experiment", "what", "against", "seeds", "mean change", "least to most", "each seed [95 %]", "in words"]
+SEEDS = ["experiment", "K", "what", "against", "seeds", "mean change", "least to most", "each seed [95 %]", "in words"]
 TRAPS = ["trap", "what was measured", "value", "difference [95 %]", "in words", "model and text", "made by"]
 
 
@@ -62,14 +71,16 @@ def _line(lines: list[Line]) -> tuple[list[str], dict[str, Any]]:
     experiments, seeds, commits = (
         list(dict.fromkeys(getattr(line, column) for line in lines)) for column in ("experiment", "seed", "commit")
     )
-    what = [", ".join(experiments), first.what, first.against]
+    groups = first.K if first.attention in GROUPED else None
+    what = [", ".join(experiments), count_text(groups), first.what, first.against]
     cells = [
         *(*what, seeds_text(seeds), change_text(fmean(deltas))),
         f"{change_text(min(deltas))} to {change_text(max(deltas))}",
         *("; ".join(f"{line.seed}: {line.change}" for line in lines), said),
     ]
     values = {
-        **dict(zip(("experiment", "what", "against"), what, strict=True)),
+        **dict(zip(SEEDS, what, strict=False)),
+        "K": groups,
         **{"seeds": " ".join(map(str, seeds)), "mean_delta_nll": fmean(deltas), "least_delta_nll": min(deltas)},
         **{"most_delta_nll": max(deltas), "in_words": said, "commits": " ".join(commit or "" for commit in commits)},
     }
@@ -144,5 +155,5 @@ def _said(trap: Trap, line: Line) -> list[str]:
     router = f"{line.experiment}{f' {line.arm}' if line.is_arm else ''}, seed {line.seed}"
     word = difference_word(line.value or 0.0, line.low, line.high, ("better than", "worse than"))
     known = {"line": line, "router": router, "word": word, "IDENTICAL": IDENTICAL}
-    what, value, words = (environment().from_string(text).render(known) for text in (trap.what, trap.value, trap.words))
+    what, value, words = (template(part).render(known) for part in (trap.what, trap.value, trap.words))
     return [what, value, line.score if line.measure == "score_delta" else line.change, words]

@@ -8,11 +8,10 @@ from focus_exp.errors import UserError
 from focus_exp.reporting.claims import claim_table
 from focus_exp.reporting.figure1 import pareto_table, points, write_pareto
 from focus_exp.reporting.gather import Runs, gather
-from focus_exp.reporting.latex import latex_document
-from focus_exp.reporting.page import Section, page
+from focus_exp.reporting.pages import Section, latex_document, markdown, page
 from focus_exp.reporting.paper_report import paper_report
-from focus_exp.reporting.report import all_tables
-from focus_exp.reporting.tables import Table
+from focus_exp.reporting.report import all_findings
+from focus_exp.reporting.tables import Table, all_tables
 from focus_exp.reporting.trust import seeds_table, traps_table
 from focus_exp.storage import replace_file
 
@@ -36,7 +35,7 @@ def sections(runs: Runs, top: Path, folder: Path) -> list[Section]:
         *([Section("How far to trust it", "Seeds", [seeds])] if seeds else []),
         *(
             Section(
-                "Runs", place.relative_to(top).as_posix(), all_tables(record), record.findings,
+                "Runs", place.relative_to(top).as_posix(), all_tables(record), all_findings(record),
                 sorted((place / "figures").glob("*.png")),
             )
             for place, record in runs.found
@@ -57,7 +56,7 @@ def write_report_of(top: Path, folder: Path, scale: str = "") -> tuple[Table, li
     parts = sections(runs, top, folder)
     written = {
         f"{NAME}.md": markdown(parts),
-        f"{NAME}.tex": latex_document([(part.title, part.tables) for part in parts]),
+        f"{NAME}.tex": latex_document(parts),
         f"{NAME}.html": page(parts, folder),
     }
     for part in parts:
@@ -66,13 +65,3 @@ def write_report_of(top: Path, folder: Path, scale: str = "") -> tuple[Table, li
     for name, text in written.items():
         replace_file(folder / name, text.encode())
     return parts[0].tables[0], [folder / name for name in written]
-
-
-def markdown(parts: list[Section]) -> str:
-    lines, above = [], ""
-    for part in parts:
-        lines += [f"# {part.part}", ""] if part.part != above else []
-        lines += [f"## {part.title}", "", *(f"- {finding}" for finding in part.findings), ""]
-        lines += [table.to_markdown() for table in part.tables]
-        above = part.part
-    return "\n".join(lines)
