@@ -55,6 +55,12 @@ def select(table: pd.DataFrame, cells: dict[str, Any], where: str = "") -> pd.Da
     return table.query(where, engine="python") if where else table
 
 
+def chosen(lines: list[Line], cells: dict[str, Any]) -> list[Line]:
+    """As `select`, of a few lines in memory; None stands for what is absent."""
+    asked = {column: wanted if isinstance(wanted, list) else [wanted] for column, wanted in cells.items()}
+    return [line for line in lines if all(any(_is(getattr(line, at), one) for one in asked[at]) for at in asked)]
+
+
 def check(place: str, cells: dict[str, Any], where: str) -> None:
     """UserError for a column that is none and a condition that cannot be asked."""
     if unknown := sorted(set(cells) - set(COLUMNS)):

@@ -6,11 +6,11 @@ from pathlib import Path
 
 from focus_exp.errors import UserError
 from focus_exp.reporting.claims import claim_table
+from focus_exp.reporting.figure1 import pareto_table, points, write_pareto
 from focus_exp.reporting.gather import Runs, gather
 from focus_exp.reporting.measures import measurements
 from focus_exp.reporting.pages import Section, latex_document, markdown, page
 from focus_exp.reporting.paper_report import paper_report
-from focus_exp.reporting.pareto import pareto_table, points, write_pareto
 from focus_exp.reporting.report import all_findings
 from focus_exp.reporting.tables import Table, all_tables
 from focus_exp.reporting.trust import seeds_table, traps_table
@@ -37,7 +37,7 @@ def sections(runs: Runs, top: Path, folder: Path) -> list[Section]:
         *(
             Section(
                 "Runs", place.relative_to(top).as_posix(), all_tables(record), all_findings(record),
-                sorted((place / "figures").glob("*.png")),
+                sorted((place / "figures").glob("*.svg")),
             )
             for place, record in runs.found
         ),
@@ -52,7 +52,7 @@ def require_records(runs: Runs, top: Path) -> Runs:
 
 
 def write_report_of(top: Path, folder: Path, scale: str = "") -> tuple[Table, list[Path]]:
-    """Write report.md, .tex, .html, a CSV a table and the measurements into `folder`; returns the ledger and the files."""
+    """Write the report, a CSV of each table and the measurements into `folder`; returns the ledger and the files."""
     runs = require_records(gather(top, scale), top)
     parts = sections(runs, top, folder)
     written = {
