@@ -16,12 +16,14 @@ from focus_exp.records.benchmarks import BenchmarkRow
 from focus_exp.records.record import Record
 from focus_exp.records.rows import Arm, ProbeRow, Row
 from focus_exp.records.speed import MethodSpeedRow, SpeedRow
+from focus_exp.reporting.claims import judged
 from focus_exp.reporting.figure1 import front, paper_change, pareto_table, points, write_pareto
 from focus_exp.reporting.formats import NOT_HERE, NOT_RUN, difference_word
 from focus_exp.reporting.gather import Runs, gather, run_of, setup
 from focus_exp.reporting.measures import COLUMNS, ITSELF
-from focus_exp.reporting.paper import Column, paper_map, paper_rows, paper_tables
+from focus_exp.reporting.paper import Column, paper_map, paper_tables
 from focus_exp.reporting.paper_report import beside, paper_report
+from focus_exp.reporting.printed import paper_rows
 from focus_exp.reporting.specs import checked, read_yaml
 from focus_exp.reporting.trust import DISAGREE, seeds_table, traps_table
 
@@ -407,6 +409,17 @@ def test_figure_1_needs_both_quality_and_speed(tmp_path):
     assert {line["method"]: line for line in lines(pareto_table(other))}["focus"]["speed: here"] == "-"
     assert sorted(path.name for path in write_pareto(found, tmp_path).values()) == ["figure1.png"]
     assert (tmp_path / "figure1.svg").exists() and write_pareto(points(Runs()), tmp_path) == {}
+
+
+def test_ledger_table_and_figure_quote_one_speed_of_k():
+    """The trained router's, at the longest length that all k share; others were timed longer, with balanced groups."""
+    runs = gather(RECORDS)
+    shown = {line["top_k"]: line["speed: here"] for line in lines(beside(paper_tables()["table7_topk"], runs))[:4]}
+    figure = {line["method"]: line["speed: here"] for line in lines(pareto_table(points(runs)))}
+    ledger = [verdict.ours for claim, verdict in judged(runs.records) if claim.table == "T7"]
+    for k, said in enumerate(ledger, 1):
+        ratio, _, where = said.partition("x ")
+        assert shown[str(k)] == f"{ratio} ({where})" and figure.get(f"focus, k = {k}", ratio) == ratio
 
 
 def test_the_committed_records_fill_the_tables_they_should():

@@ -54,3 +54,22 @@ def failures(rows: list[BenchmarkRow]) -> list[str]:
         for row in rows
         if row.error is not None
     ]
+
+
+def where(record: Record) -> str:
+    """The model and the text that were used, the length and the window."""
+    parts = []
+    for section in ("model", "data"):
+        used = getattr(record, section)
+        name = used.get("name") or record.setting(section, "name", section)
+        parts.append(f"{name} (SUBSTITUTE)" if used.get("substitution") else str(name))
+    shape = f"T = {record.setting('eval', 'window', 0):,}, w = {record.setting('attention', 'window')}"
+    device = f", {record.device_kind}" if record.speed else ""
+    return f"{' on '.join(parts)}, {shape}{device}"
+
+
+def command_of(record: Record) -> str:
+    """What made a record, and at which commit."""
+    name = record.config.get("arm") or ""
+    alone = f" arm={name}" if name and f"arm={name}" not in record.command.split() else ""
+    return f"{record.command}{alone}, {(record.commit or 'no commit')[:7]}"

@@ -49,16 +49,9 @@ def lines_of(table: pd.DataFrame) -> list[Line]:
 def select(table: pd.DataFrame, cells: dict[str, Any], where: str = "") -> pd.DataFrame:
     """The lines with these cells, one of a list or what * stands for anything in, and on which the condition holds."""
     for column, wanted in cells.items():
-        asked = wanted if isinstance(wanted, list) else [wanted]
         there = table[column].dropna().unique()
-        table = table[table[column].isin([cell for cell in there if any(_is(cell, one) for one in asked)])]
+        table = table[table[column].isin([cell for cell in there if matches(cell, wanted)])]
     return table.query(where, engine="python") if where else table
-
-
-def chosen(lines: list[Line], cells: dict[str, Any]) -> list[Line]:
-    """As `select`, of a few lines in memory; None stands for what is absent."""
-    asked = {column: wanted if isinstance(wanted, list) else [wanted] for column, wanted in cells.items()}
-    return [line for line in lines if all(any(_is(getattr(line, at), one) for one in asked[at]) for at in asked)]
 
 
 def check(place: str, cells: dict[str, Any], where: str) -> None:
@@ -76,5 +69,8 @@ def _nothing() -> pd.DataFrame:
     return measurements(Runs())
 
 
-def _is(cell: Any, wanted: Any) -> bool:
+def matches(cell: Any, wanted: Any) -> bool:
+    """Whether a cell is what is wanted, one of a list, or what * stands for anything in."""
+    if isinstance(wanted, list):
+        return any(matches(cell, one) for one in wanted)
     return bool(cell == wanted) or (isinstance(cell, str) and isinstance(wanted, str) and fnmatchcase(cell, wanted))

@@ -18,7 +18,7 @@ from focus_exp.records.record import Record
 from focus_exp.reporting.canvas import COLOURS, canvas
 from focus_exp.reporting.formats import about_text, distinct_text, perplexity_text, share_text
 from focus_exp.reporting.notes import title
-from focus_exp.reporting.paper import paper_speedups
+from focus_exp.reporting.printed import paper_speedups
 from focus_exp.reporting.speed import Setting, Timed, break_even, by_top_k, label, quality_row, series, setting, timed
 
 GREY = "0.35"

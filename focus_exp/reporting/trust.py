@@ -20,8 +20,7 @@ from focus_exp.reporting.formats import (
 )
 from focus_exp.reporting.gather import WANTED, Runs
 from focus_exp.reporting.measures import BASE, SOFT_GATE, measurements
-from focus_exp.reporting.notes import caveats
-from focus_exp.reporting.paper_report import command_of, where
+from focus_exp.reporting.notes import caveats, command_of, where
 from focus_exp.reporting.selection import Line, check, lines_of, select
 from focus_exp.reporting.specs import read_specs, template
 from focus_exp.reporting.tables import Table
