@@ -16,9 +16,8 @@ from focus_exp.records.benchmarks import BenchmarkRow
 from focus_exp.records.record import Record
 from focus_exp.records.rows import Arm, ProbeRow, Row
 from focus_exp.records.speed import MethodSpeedRow, SpeedRow
-from focus_exp.reporting.claims import judged
 from focus_exp.reporting.figure1 import front, paper_change, pareto_table, points, write_pareto
-from focus_exp.reporting.formats import NOT_HERE, NOT_RUN, difference_word
+from focus_exp.reporting.formats import NOT_HERE, NOT_RUN, difference_word, number_text
 from focus_exp.reporting.gather import Runs, gather, run_of, setup
 from focus_exp.reporting.measures import COLUMNS, ITSELF
 from focus_exp.reporting.paper import Column, paper_map, paper_tables
@@ -33,6 +32,11 @@ CONFIG = {
     "attention": {"method": "focus", "groups": 4, "top_k": 1, "window": 128, "pair_rule": "query_topk", "gate": "log"},
     "eval": {"window": 1024},
 }
+
+
+@pytest.fixture(scope="module")
+def committed():
+    return gather(RECORDS)
 
 
 def runs_of(*records):
@@ -199,6 +203,17 @@ def probe(phase, dominance):
     )  # fmt: skip
 
 
+def test_what_is_said_with_a_number_is_said_once():
+    everything = {"phases": {"all": {"train": "all"}}}
+    records = [named("stability", row("K_4", kind="hard"), seed=seed, config=CONFIG | {"regime": everything})
+               for seed in range(2)]  # fmt: skip
+    for record, dominance in zip(records, (0.25, 0.75), strict=True):
+        record.probes = [probe("all", dominance)]
+        record.arms[0].name = record.rows[1].arm = record.probes[0].arm = "ema"
+    found = {line["mitigation"]: line for line in lines(table("table8_dominance", *records))}
+    assert found["ema_centroids"]["outcome: here"] == "largest group 50.0 % (25.0 to 75.0)"
+
+
 def test_long_texts_come_from_tasks_at_that_length():
     def at(attention, kind, tokens, value, difference=None, removed=0.5):
         return BenchmarkRow(
@@ -272,6 +287,11 @@ def test_a_difference_is_one_if_all_seeds_say_so(deltas, word):
     (line,) = [line for line in lines(seeds_table(runs_of(*records))) if line["against"] == "focus"]
     assert line["in words"] == word and line["what"] == "lora"
     assert line["each seed [95 %]"].count("[") == len(deltas)
+
+
+def test_every_line_of_the_seeds_is_told_from_the_others(committed):
+    shown = [tuple(line[:4]) for line in seeds_table(committed).rows]
+    assert len(shown) == len(set(shown)) > 50 and {line[1] for line in shown} > {"4", "8"}
 
 
 def test_a_causal_twin_is_compared_with_itself():
@@ -413,17 +433,19 @@ def test_figure_1_needs_both_quality_and_speed(tmp_path):
 
 def test_ledger_table_and_figure_quote_one_speed_of_k():
     """The trained router's, at the longest length that all k share; others were timed longer, with balanced groups."""
-    runs = gather(RECORDS)
-    shown = {line["top_k"]: line["speed: here"] for line in lines(beside(paper_tables()["table7_topk"], runs))[:4]}
-    figure = {line["method"]: line["speed: here"] for line in lines(pareto_table(points(runs)))}
-    ledger = [verdict.ours for claim, verdict in judged(runs.records) if claim.table == "T7"]
-    for k, said in enumerate(ledger, 1):
-        ratio, _, where = said.partition("x ")
-        assert shown[str(k)] == f"{ratio} ({where})" and figure.get(f"focus, k = {k}", ratio) == ratio
+    claims, seven, figure = (
+        list(csv.DictReader((RECORDS / "report" / f"{name}.csv").open(encoding="utf-8")))
+        for name in ("claims", "paper_table7_topk", "figure1")
+    )
+    table = {line["top_k"]: line["here_claimed_speedup"] for line in seven if line["model"] == "gpt2_124m"}
+    drawn = {line["method"]: line["here_speed"] for line in figure}
+    said = [line["here"] for line in claims if line["table"] == "T7"]
+    assert [f"{number_text(float(table[k]))}x at 8,192 tokens" for k in "123"] == said
+    assert [drawn[f"focus, k = {k}"] for k in "23"] == [table[k] for k in "23"]
 
 
-def test_the_committed_records_fill_the_tables_they_should():
-    runs = gather(RECORDS)
+def test_the_committed_records_fill_the_tables_they_should(committed):
+    runs = committed
     filled = {shown.name: [line["seeds"] != "-" for line in lines(shown)] for shown in paper_report(runs)}
     for name in ("table1_retrofit", "table_dg", "table3_lora", "table10_token_selection"):
         assert all(filled[f"paper_{name}"]), name

@@ -165,8 +165,8 @@ class Entry:
         removed = [share_text(one.pairs_removed if one.pairs_kept is None else 1 - one.pairs_kept) for one in behind]
         idle = f" ({NOT_ENGAGED})" if any(one.engaged is False for one in behind) else ""
         made = "; ".join(dict.fromkeys(map(self.made_by, self.runs)))
-        shares, what = (" / ".join(removed) or ABSENT) + idle, f"{last.record.experiment}: {self.what(last)}"
-        return [shares, what, self.setting(), seeds_text(self.records), made]
+        what = ": ".join(filter(None, [last.record.experiment, self.what(last)]))
+        return [(" / ".join(removed) or ABSENT) + idle, what, self.setting(), seeds_text(self.records), made]
 
 
 def _rank(line: Line) -> tuple[bool, bool]:

@@ -20,6 +20,7 @@ class Column:
     text: str
     select: dict[str, Any] = field(default_factory=dict)
     value: str = "value"
+    before: str = ""
     unit: str = ""
     mark: str = "''"
     source: str = ""

@@ -67,7 +67,8 @@ def shown(column: Column, found: list[Value | str]) -> str:
     if not values:
         return str(found[0])
     one, numbers = values[0], sorted(value.number for value in values)
-    text, (least, most) = column.written(fmean(numbers)) + column.unit, map(column.written, (numbers[0], numbers[-1]))
+    least, middle, most = map(column.written, (numbers[0], fmean(numbers), numbers[-1]))
+    text = f"{column.before}{middle}{column.unit}"
     if len(values) > 1:
         text += f" ({least} to {most})" if least != most else ""
     elif one.low is not None and one.high is not None:
