@@ -13,6 +13,7 @@ from string import Template
 from typing import Any, Literal
 
 import pandas as pd
+from jinja2 import TemplateError
 
 from focus_exp.errors import UserError
 from focus_exp.records.answers import COLLAPSED, DOMINANT
@@ -20,8 +21,9 @@ from focus_exp.records.record import Record
 from focus_exp.reporting.comparators import TESTS, Judged
 from focus_exp.reporting.formats import ABSENT, NOT_HERE, NOT_RUN, RAN, UNDECIDED, VERDICTS
 from focus_exp.reporting.gather import QUICK, WANTED, Runs, is_quick, seeds_of
-from focus_exp.reporting.measures import Line, check, lines_of, measurements, select
+from focus_exp.reporting.measures import measurements
 from focus_exp.reporting.printed import paper_rows, paper_speedups
+from focus_exp.reporting.selection import Line, check, lines_of, select
 from focus_exp.reporting.specs import expression, read_specs, template
 from focus_exp.reporting.tables import Table
 
@@ -105,11 +107,13 @@ def _claim(entry: Claim, values: dict[str, Any]) -> Claim:
         return values[part[1:]] if part[:1] == "$" and part[1:] in values else Template(part).safe_substitute(values)
 
     claim = Claim(**{key: filled(part) for key, part in vars(entry).items() if key != "each"})
-    claim = replace(
-        claim, says=template(claim.says).render(claim.known), paper=template(claim.paper).render(claim.known)
-    )
     place = f"claims.yaml: {claim.table}, {claim.says}"
     check(place, claim.select, claim.where)
+    try:
+        says, paper, *_ = (template(part) for part in (claim.says, claim.paper, claim.ours, claim.why))
+        claim = replace(claim, says=says.render(claim.known), paper=paper.render(claim.known))
+    except (TemplateError, UserError) as error:
+        raise UserError(f"{place}: {error}") from error
     if len(claim.test) != bool(claim.select) or bool(claim.select) != bool(claim.experiments):
         raise UserError(f"{place}: it takes select, one test and experiments, or none of them")
     for name, limits in claim.test.items():
@@ -124,7 +128,7 @@ def _paper_row(table: str, *cells: Any) -> dict[str, Any]:
     """The row of a table of the paper that begins with `cells`."""
     rows = (row for row in paper_rows(table) if list(row.values())[: len(cells)] == list(cells))
     if (found := next(rows, None)) is None:
-        raise UserError(f"claims.yaml: {table} of the paper has no row {' '.join(map(str, cells))}")
+        raise UserError(f"{table} of the paper has no row {' '.join(map(str, cells))}")
     return found
 
 
@@ -206,6 +210,7 @@ def claim_table(runs: Runs) -> Table:
             "that seed's; cost: the time of the runs behind a verdict, all their arms included",
         ],
         values=values,
+        kinds={"paper": "paper"},
     )
 
 

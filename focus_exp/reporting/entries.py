@@ -10,9 +10,10 @@ from typing import Any
 from focus_exp.records.record import Record
 from focus_exp.reporting.formats import ABSENT, NOT_ENGAGED, NOT_RUN, READS_FUTURE, share_text
 from focus_exp.reporting.gather import Runs, seeds_text
-from focus_exp.reporting.measures import BASE, FULL, Line, lines_of, matches, measurements, select
+from focus_exp.reporting.measures import BASE, FULL, measurements
 from focus_exp.reporting.notes import where
 from focus_exp.reporting.paper import Column, PaperTable, Place
+from focus_exp.reporting.selection import Line, lines_of, matches, select
 from focus_exp.reporting.specs import expression
 
 LARGEST = 50.0  # nats of a change that are written out

@@ -4,21 +4,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from fnmatch import fnmatchcase
 from functools import lru_cache
 from hashlib import sha256
 from statistics import fmean
-from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import pandas as pd
 
-from focus_exp.errors import UserError
 from focus_exp.records.answers import answer, configured_row, phases, row_of
-from focus_exp.records.benchmarks import BenchmarkRow, telling
+from focus_exp.records.benchmarks import telling
 from focus_exp.records.record import Record
 from focus_exp.records.rows import Arm, Row
-from focus_exp.reporting.formats import change_text, difference_text
 from focus_exp.reporting.gather import Runs, run_of, setup
 from focus_exp.reporting.speed import speed_of_k
 
@@ -64,60 +60,6 @@ TYPES = {
     "boolean": ["is_arm", "engaged", "causal", "answer", "telling"],
 }  # fmt: skip
 Subjects = Iterator[tuple[dict[str, Any], list[Number]]]
-
-
-class Line(SimpleNamespace):
-    """A line of the measurements, by the names of COLUMNS; what is absent is None."""
-
-    @property
-    def change(self) -> str:
-        """A difference of losses as a change of perplexity."""
-        return change_text(self.value, self.low, self.high)
-
-    @property
-    def turned(self) -> str:
-        """The same the other way round: theirs from ours."""
-        return change_text(*(None if bound is None else -bound for bound in (self.value, self.high, self.low)))
-
-    @property
-    def score(self) -> str:
-        """A difference of scores, in the unit of its metric."""
-        bounds = {"difference": self.value, "difference_low": self.low, "difference_high": self.high}
-        return difference_text(BenchmarkRow(attention="", kind="hard", task="", metric=self.metric, **bounds))
-
-    @property
-    def score_name(self) -> str:
-        """Task and metric, the metric once."""
-        return self.task if self.task.startswith(self.metric) else f"{self.task} {self.metric}"
-
-
-def lines_of(table: pd.DataFrame) -> list[Line]:
-    return [Line(**line) for line in table.astype(object).where(table.notna(), None).to_dict("records")]
-
-
-def select(table: pd.DataFrame, cells: dict[str, Any], where: str = "") -> pd.DataFrame:
-    """The lines with these cells, one of a list or what * stands for anything in, and on which the condition holds."""
-    for column, wanted in cells.items():
-        there = table[column].dropna().unique()
-        table = table[table[column].isin([cell for cell in there if matches(cell, wanted)])]
-    return table.query(where, engine="python") if where else table
-
-
-def check(place: str, cells: dict[str, Any], where: str) -> None:
-    """UserError for a column that is none and a condition that cannot be asked."""
-    if unknown := sorted(set(cells) - set(COLUMNS)):
-        raise UserError(f"{place}: select: measurements have no column {', '.join(unknown)}")
-    try:
-        select(measurements(Runs()), {}, where)
-    except (NameError, SyntaxError, TypeError, ValueError) as error:
-        raise UserError(f"{place}: where: {error}") from error
-
-
-def matches(cell: Any, wanted: Any) -> bool:
-    """Whether a cell is what is wanted, one of a list, or what * stands for anything in."""
-    if isinstance(wanted, list):
-        return any(matches(cell, one) for one in wanted)
-    return bool(cell == wanted) or (isinstance(cell, str) and isinstance(wanted, str) and fnmatchcase(cell, wanted))
 
 
 @lru_cache(maxsize=2)

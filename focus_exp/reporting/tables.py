@@ -79,7 +79,8 @@ class TableSpec:
     lines: str
     title: str
     columns: dict[str, str] | list[dict[str, str]]
-    words: list[str]
+    words: list[str] = field(default_factory=list)
+    paper: list[str] = field(default_factory=list)
     notes: list[str]
     values: str = ""
     values_of: str = "lines"
@@ -97,8 +98,10 @@ def table_specs() -> dict[str, TableSpec]:
     """Of every table its spec. UserError for one that cannot be."""
     specs = read_specs("tables", dict[str, TableSpec])
     for name, spec in specs.items():
-        if unknown := set(spec.words) - {heading for heading, _ in spec.cells} - {spec.pivot and spec.pivot.heading}:
-            raise UserError(f"tables.yaml: {name}: words: there is no column {', '.join(sorted(unknown))}")
+        headings = {heading for heading, _ in spec.cells} | ({spec.pivot.heading} if spec.pivot else set())
+        for key in ("words", "paper"):
+            if unknown := set(getattr(spec, key)) - headings:
+                raise UserError(f"tables.yaml: {name}: {key}: there is no column {', '.join(sorted(unknown))}")
     return specs
 
 
@@ -132,8 +135,12 @@ def table_of(record: Record, name: str) -> Table | None:
         title=template(spec.title).render(known),
         notes=[line for note in spec.notes for line in template(note).render(known).splitlines()],
         values=_values(spec, known),
-        kinds={heading: "number" for heading in columns if heading not in spec.words},
+        kinds={heading: _kind(spec, heading) for heading in columns},
     )
+
+
+def _kind(spec: TableSpec, heading: str) -> str:
+    return " ".join(["paper"] * (heading in spec.paper) + ["number"] * (heading not in spec.words))
 
 
 def _values(spec: TableSpec, known: dict[str, Any]) -> list[dict[str, Any]]:
