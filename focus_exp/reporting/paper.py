@@ -1,4 +1,4 @@
-"""The tables of arXiv 2604.03260 v2: what it prints (paper_tables.yaml) and where that is measured (paper_map.yaml)."""
+"""Where the tables of the paper are measured: paper_map.yaml, as columns and places."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ class Column:
     text: str
     select: dict[str, Any] = field(default_factory=dict)
     value: str = "value"
+    before: str = ""
     unit: str = ""
     mark: str = "''"
     source: str = ""

@@ -16,11 +16,10 @@ def paper_rows(table: str) -> list[dict[str, Cell]]:
 
     A table inside another one is named with a dot: "table8_dominance.two_phase_K8". Raises UserError for other names.
     """
-    tables = _tables()
+    tables = _printed()
     if table not in tables:
         raise UserError(f"paper table {table!r} is unknown; choose one of {', '.join(tables)}")
-    columns, rows = tables[table]
-    return [dict(zip(columns, row, strict=True)) for row in rows]
+    return [dict(zip(tables[table]["columns"], row, strict=True)) for row in tables[table]["rows"]]
 
 
 def paper_speedups(groups: int) -> dict[int, float]:
@@ -30,8 +29,7 @@ def paper_speedups(groups: int) -> dict[int, float]:
 
 
 @cache
-def _tables() -> dict[str, tuple[list[str], list[list[Cell]]]]:
+def _printed() -> dict[str, dict[str, Any]]:
     content = read_yaml("paper_tables")
     nested = {f"{name}.{key}": part for name, table in content.items() for key, part in table.items()}
-    found = {name: part for name, part in {**content, **nested}.items() if isinstance(part, dict) and "columns" in part}
-    return {name: (part["columns"], part["rows"]) for name, part in found.items()}
+    return {name: part for name, part in {**content, **nested}.items() if isinstance(part, dict) and "columns" in part}
