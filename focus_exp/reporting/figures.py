@@ -116,8 +116,8 @@ def draw(spec: FigureSpec, record: Record, drawing: Drawing | None) -> Figure | 
         columns = {"ncols": len(labels)} if across else {}
         holder = figure if "loc" in spec.legend else panels.flat[0]
         holder.legend(**columns, **spec.legend, frameon=False)
-    curves = {name for line in drawing.lines for name, (steps, _) in line.curves.items() if len(steps)}
-    named = [layer for panel in shown for layer in panel.layers if layer.named and layer.y in curves]
+    drawn = {name for line in drawing.lines for name, points in line.curves.items() if points}
+    named = [layer for panel in shown for layer in panel.layers if layer.named and layer.y in drawn]
     if named:
         handles = [Line2D([], [], **{"color": "0.35", **layer.style, **layer.named}) for layer in named]
         figure.legend(handles=handles, loc="outside lower right", frameon=False)
@@ -141,13 +141,12 @@ def _scale(axes: Axes, panel: Panel) -> None:
 def _lines(axes: Axes, panel: Panel, drawing: Drawing) -> None:
     styles = _styles()
     for line in drawing.lines:
-        own = line.style if "color" in line.style else next(styles) | line.style
+        own = {**({} if "color" in line.style else next(styles)), **line.style}
         for layer in panel.layers:
             if layer.y in line.curves:
-                steps, values = line.curves[layer.y]
+                steps, values = [x for x, _ in line.curves[layer.y]], [layer.scale * y for _, y in line.curves[layer.y]]
                 label = layer.label.format(line.label) if line.label else ""
-                scaled = [layer.scale * value for value in values]
-                axes.plot(steps, scaled, **{**own, **layer.style}, label=label or None)
+                axes.plot(steps, values, **{**own, **layer.style}, label=label or None)
     if panel.level is not None:
         axes.axhline(panel.level, color="black", linewidth=1.2, zorder=1)
 
@@ -174,15 +173,14 @@ def _intervals(axes: Axes, panel: Panel, panel_number: int, intervals: list[Inte
 
 
 def _interval(axes: Axes, panel: Panel, each: Interval, place: float, colour: str) -> None:
-    if each.value is None:
-        beside = {"xytext": (6, 0), "textcoords": "offset points"}
-        axes.annotate("failed", (0, place), color=COLOURS[1], va="center", **beside)
-    elif each.value > panel.widest:
+    value, low, high = each.value
+    if value is None:
+        axes.annotate("failed", (0, place), (6, 0), textcoords="offset points", color=COLOURS[1], va="center")
+    elif value > panel.widest:
         # at the edge of the axes, which end where the others do
-        edge = {"xycoords": axes.get_yaxis_transform(), "ha": "right", "va": "center"}
-        axes.annotate(f"+{each.value:,.0f} % →", (1, place), color=COLOURS[1], **edge)
+        edge, text = axes.get_yaxis_transform(), f"+{value:,.0f} % →"
+        axes.annotate(text, (1, place), xycoords=edge, color=COLOURS[1], ha="right", va="center")
     else:
-        if each.low is not None and each.high is not None:
-            axes.plot([each.low, each.high], [place, place], color=colour, linewidth=1.4)
-        inside = "white" if each.hollow else colour
-        axes.plot(each.value, place, "o", color=colour, markersize=5, markerfacecolor=inside)
+        if low is not None and high is not None:
+            axes.plot([low, high], [place, place], color=colour, linewidth=1.4)
+        axes.plot(value, place, "o", color=colour, markersize=5, markerfacecolor="white" if each.hollow else colour)

@@ -37,8 +37,8 @@ class BreakEven:
     """
 
     tokens: float | None
-    slower: tuple[int, ...]
-    early: tuple[int, ...]
+    slower: tuple[float, ...]
+    early: tuple[float, ...]
 
 
 @dataclass(frozen=True)
@@ -55,9 +55,18 @@ class Series:
         return timed(self.rows)
 
     @property
-    def points(self) -> list[tuple[int, float]]:
+    def points(self) -> list[tuple[float, float]]:
         """Length [tokens] and ratio."""
         return [(row.tokens, row.ratio or 0.0) for row in self.timed]
+
+    @property
+    def bounds(self) -> list[tuple[float, float]]:
+        return [(row.tokens, row.bound) for row in self.timed if row.bound]
+
+    @property
+    def of_bound(self) -> list[tuple[float, float]]:
+        """Length [tokens] and the share of its bound that a ratio reaches."""
+        return [(row.tokens, (row.ratio or 0.0) / row.bound) for row in self.timed if row.bound]
 
     @property
     def even(self) -> BreakEven:
@@ -115,7 +124,7 @@ def keeps_every_pair(row: SpeedRow) -> bool:
     return math.isclose(row.pairs_kept or 0.0, 1.0)
 
 
-def break_even(points: Sequence[tuple[int, float]]) -> BreakEven:
+def break_even(points: Sequence[tuple[float, float]]) -> BreakEven:
     """The break-even of (length [tokens], ratio) points, at least one."""
     points = sorted(points)
     slower = [index for index, (_, ratio) in enumerate(points) if ratio < 1]
@@ -127,7 +136,7 @@ def break_even(points: Sequence[tuple[int, float]]) -> BreakEven:
     return BreakEven(tokens, tuple(points[index][0] for index in slower), early)
 
 
-def _crossing(below: tuple[int, float], above: tuple[int, float]) -> float:
+def _crossing(below: tuple[float, float], above: tuple[float, float]) -> float:
     share = math.log(below[1]) / (math.log(below[1]) - math.log(above[1]))
     return below[0] * (above[0] / below[0]) ** share
 
