@@ -141,8 +141,8 @@ def _by_position(row: Row, base: Row | None = None) -> Points:
     """Bin centres and perplexities, divided by the base's where `base` is given."""
     reference = {(part["start"], part["end"]): part["nll"] for part in base.by_position} if base else {}
     parts = [((part["start"], part["end"]), part["nll"]) for part in row.by_position]
-    known = [(bin, nll - reference.get(bin, 0.0)) for bin, nll in parts if base is None or bin in reference]
-    return [(sum(bin) / 2, float(np.exp(change))) for bin, change in known]
+    known = [(ends, nll - reference.get(ends, 0.0)) for ends, nll in parts if base is None or ends in reference]
+    return [(sum(ends) / 2, float(np.exp(change))) for ends, change in known]
 
 
 def probes(record: Record, metrics: Metrics) -> Drawing | None:
@@ -179,13 +179,9 @@ def ratios(record: Record, metrics: Metrics) -> Drawing | None:
         clocks = {clock: own[key] for clock, own in found.items() if key in own}
         first = next(iter(clocks.values()))
         name, curves = first.name, {"name": [], **{clock: each.points for clock, each in clocks.items()}}
-        for clock, each in clocks.items():
-            rows += each.timed
-            curves[f"{clock} of bound"] = [
-                (row.tokens, (row.ratio or 0.0) / row.bound) for row in each.timed if row.bound
-            ]
-        if bounds := [(row.tokens, row.bound) for row in first.timed if row.bound]:
-            curves["bound"] = bounds
+        curves |= {f"{clock} of bound": each.of_bound for clock, each in clocks.items()}
+        curves |= {"bound": first.bounds} if first.bounds else {}
+        rows += [row for each in clocks.values() for row in each.timed]
         if first.clock == "attention" and first.even.slower and first.even.tokens:
             curves["break-even"] = [(first.even.tokens, 1)]
             name += f", breaks even at {about_text(first.even.tokens)}"
