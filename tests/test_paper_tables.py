@@ -11,18 +11,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 from test_compare import compared, comparison_of, row
 
+from focus_exp.errors import UserError
 from focus_exp.records.benchmarks import BenchmarkRow
 from focus_exp.records.record import Record
 from focus_exp.records.rows import Arm, ProbeRow, Row
 from focus_exp.records.speed import MethodSpeedRow, SpeedRow
-from focus_exp.reporting.formats import difference_word
+from focus_exp.reporting.figure1 import front, paper_change, pareto_table, points, write_pareto
+from focus_exp.reporting.formats import NOT_HERE, NOT_RUN, difference_word
 from focus_exp.reporting.gather import Runs, gather, run_of, setup
-from focus_exp.reporting.measures import ITSELF
-from focus_exp.reporting.paper_measures import MEASURES, NOT_RUN
-from focus_exp.reporting.paper_places import paper_tables, unmapped
-from focus_exp.reporting.paper_report import NOT_HERE, beside, paper_report
-from focus_exp.reporting.pareto import front, paper_change, pareto_table, points, write_pareto
-from focus_exp.reporting.printed import paper_names, paper_rows
+from focus_exp.reporting.measures import COLUMNS, ITSELF
+from focus_exp.reporting.paper import Column, paper_map, paper_tables
+from focus_exp.reporting.paper_report import beside, paper_report
+from focus_exp.reporting.printed import paper_rows
+from focus_exp.reporting.specs import checked, read_yaml
 from focus_exp.reporting.trust import DISAGREE, seeds_table, traps_table
 
 RECORDS = Path(__file__).parent.parent / "runs" / "records"
@@ -44,7 +45,7 @@ def named(experiment, *rows, seed=0, **changes):
 
 
 def table(name, *records):
-    return beside(next(table for table in paper_tables() if table.name == name), runs_of(*records))
+    return beside(paper_tables()[name], runs_of(*records))
 
 
 def lines(shown):
@@ -58,24 +59,36 @@ def compare(seed=0, experiment="compare", **changes):
     )
 
 
-def test_every_table_and_row_of_the_paper_has_its_place():
-    assert unmapped() == [] and len(paper_tables()) == len(paper_names()) > 12
-    for found in paper_tables():
-        assert [paper for paper, _ in found.rows] == paper_rows(found.name)
-        assert all(place.experiments for place in found.places)
-        assert set(found.columns) <= set(MEASURES), found.name
-        assert set(found.changes) <= set(found.columns)
+def test_every_table_row_and_column_of_the_paper_has_its_place():
+    printed = read_yaml("paper_tables")
+    inner = [f"{name}.{key}" for name, part in printed.items() for key in part if key not in ("columns", "rows")]
+    assert set(paper_tables()) == {*printed, *inner}
+    for found in paper_tables().values():
+        assert list(found.paper.values()) == paper_rows(found.name)
+        assert all(found.places(name) for name in found.paper)
+        assert [one.source for one in found.columns if not one.origin] == [
+            name for name in paper_rows(found.name)[0] if name not in found.key
+        ]
+        places = [place for places in found.rows.values() for place in places]
+        asked = [*(one.select for one in found.columns), *(place.select for place in places)]
+        assert all(set(cells) <= set(COLUMNS) for cells in asked), found.name
+
+
+def test_a_column_says_what_it_may_not_say():
+    columns = paper_map()["columns"]
+    with pytest.raises(UserError, match="paper_map.yaml: columns: ppl: selects: Unexpected"):
+        checked("paper_map.yaml: columns", columns | {"ppl": columns["ppl"] | {"selects": {}}}, dict[str, Column])
 
 
 def test_proposed_experiments_are_there():
     there = {path.stem for path in (RECORDS.parent.parent / "conf" / "experiment").glob("*.yaml")}
-    proposed = {place.experiments[0] for found in paper_tables() for place in found.places}
-    assert proposed <= there
+    places = [place for found in paper_tables().values() for places in found.rows.values() for place in places]
+    assert {place.experiments[0] for place in places} <= there
 
 
 def test_without_records_every_cell_says_why():
-    for shown, found in zip(paper_report(Runs()), paper_tables(), strict=True):
-        assert len(shown.rows) == len(found.rows)
+    for shown, found in zip(paper_report(Runs()), paper_tables().values(), strict=True):
+        assert len(shown.rows) == len(found.paper)
         for line in lines(shown):
             here = {cell for name, cell in line.items() if name.endswith(": here")}
             assert here <= {NOT_RUN} or here <= {NOT_HERE}
@@ -258,11 +271,6 @@ def test_a_difference_is_one_if_all_seeds_say_so(deltas, word):
     (line,) = [line for line in lines(seeds_table(runs_of(*records))) if line["against"] == "focus"]
     assert line["in words"] == word and line["what"] == "lora"
     assert line["each seed [95 %]"].count("[") == len(deltas)
-
-
-def test_every_line_of_the_seeds_is_told_from_the_others():
-    shown = [tuple(line[:4]) for line in seeds_table(gather(RECORDS)).rows]
-    assert len(shown) == len(set(shown)) > 50 and {line[1] for line in shown} > {"4", "8"}
 
 
 def test_a_causal_twin_is_compared_with_itself():

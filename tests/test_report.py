@@ -28,7 +28,7 @@ from focus_exp.reporting.formats import (
     VERDICTS,
 )
 from focus_exp.reporting.gather import Runs, gather
-from focus_exp.reporting.pages import Section, latex_document, latex_text, page
+from focus_exp.reporting.pages import Section, latex_document, latex_text, markdown, page
 from focus_exp.reporting.tables import Table
 from focus_exp.reporting.whole_report import write_report_of
 
@@ -253,6 +253,8 @@ class Tags(html.parser.HTMLParser):
 
 def test_the_report_holds_every_record_and_opens_without_a_network(tmp_path):
     assert run(*tiny(tmp_path), "regime.steps=2").code == 0
+    for twin in tmp_path.rglob("*.png"):  # as in what is published
+        twin.unlink()
     result = run(*tiny(tmp_path), "job=report")
     assert result.code == 0, result.err
     folder = tmp_path / "runs" / "report"
@@ -353,3 +355,20 @@ def test_the_longest_texts_decide_and_without_an_interval_nothing_is_decided():
     assert word(at(8192, 0.02), at(1024, 0.9)) == REPRODUCED
     assert word(at(4096, 0.02), at(8192, 0.2)) == NOT_REPRODUCED
     assert word(at(4096, 0.02), at(8192, None)) == UNDECIDED
+
+
+def test_a_cell_is_shown_as_its_column_says_or_as_the_word_it_is():
+    kinds = {"paper": "paper number", "here": "number"}
+    rows = [["1.2", "not run", "not run"], ["x" * 60, NOT_RUN, "not run" * 9]]
+    table = Table(columns=["paper", "here", "because"], rows=rows, kinds=kinds)
+    shown = page([Section("part", "title", [table])], Path())
+    assert re.findall(r"<td([^>]*)>", shown) == [
+        ' class="paper number"', ' class="number"', "",
+        ' class="paper long"', ' class="number not-run"', ' class="long"',
+    ]  # fmt: skip
+
+
+def test_a_heading_is_said_once():
+    table = Table(columns=["a"], rows=[["1"]], title="T1: methods")
+    text = markdown([Section("part", table.title, [table, replace(table, title="another")])])
+    assert text.count("T1: methods") == 1 and "### another" in text and "### T1: methods" in table.to_markdown()

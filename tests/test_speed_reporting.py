@@ -18,7 +18,7 @@ from focus_exp.errors import UserError
 from focus_exp.records.record import Record
 from focus_exp.records.rows import Row
 from focus_exp.records.speed import SpeedRow
-from focus_exp.reporting import printed
+from focus_exp.reporting import paper
 from focus_exp.reporting.figures import figures, write_figures
 from focus_exp.reporting.printed import paper_rows, paper_speedups
 from focus_exp.reporting.report import all_findings
@@ -90,7 +90,7 @@ def only_table(record: Record):
 
 
 def test_paper_rows_are_the_yaml():
-    source = yaml.safe_load((Path(printed.__file__).parent / "paper_tables.yaml").read_text(encoding="utf-8"))
+    source = yaml.safe_load((Path(paper.__file__).parent / "paper_tables.yaml").read_text(encoding="utf-8"))
     nested = {f"{outer}.{inner}": part for outer, table in source.items() for inner, part in table.items()}
     tables = {name: part for name, part in (source | nested).items() if isinstance(part, dict) and "rows" in part}
     assert len(tables) > 12

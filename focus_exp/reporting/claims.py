@@ -229,6 +229,7 @@ def claim_table(runs: Runs) -> Table:
             "that seed's; cost: the time of the runs behind a verdict, all their arms included",
         ],
         values=values,
+        kinds={"paper": "paper"},
     )
 
 

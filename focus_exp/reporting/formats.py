@@ -18,7 +18,11 @@ ROUNDING = 1e-6
 
 
 class Word(str):
-    """A word of a closed vocabulary; a page colours the cell that is one."""
+    """A word of a closed vocabulary; a page colours the cell that is one by its `kind`."""
+
+    @property
+    def kind(self) -> str:
+        return self.replace(" ", "-")
 
 
 REPRODUCED, NOT_REPRODUCED, UNDECIDED = map(Word, ("reproduced", "not reproduced", "undecided"))

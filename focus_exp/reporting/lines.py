@@ -15,8 +15,8 @@ from focus_exp.records.record import Record
 from focus_exp.records.rows import Arm, Row
 from focus_exp.records.speed import SpeedRow
 from focus_exp.reporting.formats import ABSENT, share_text
+from focus_exp.reporting.paper import paper_tables
 from focus_exp.reporting.printed import paper_rows, paper_speedups
-from focus_exp.reporting.specs import read_yaml
 from focus_exp.reporting.speed import by_top_k, quality_row, setting
 
 PHASES_IN_PAPER = ("table8_dominance.two_phase_K8", "table8_dominance", "table9_ablation")
@@ -79,16 +79,10 @@ def paper_of(record: Record, phase: Phase) -> str:
     return ", ".join(text.format(row[name]) for row in rows for name, text in texts.items() if name in row)
 
 
-def paper_row_of(arm: str, table: str) -> dict[str, Any]:
+def paper_row_of(arm: str, name: str) -> dict[str, Any]:
     """The first row of a table of the paper that an arm stands for by itself, {} if there is none."""
-    content = read_yaml("paper_map")
-    standing = content.get("tables", content)[table]
-    names = (
-        name for name, place in standing["rows"].items() if arm == (place[0] if isinstance(place, list) else place)
-    )
-    wanted = next(names, None)
-    rows: list[dict[str, Any]] = paper_rows(table)
-    return next((row for row in rows if " ".join(str(row[key]) for key in standing["key"]) == wanted), {})
+    table = paper_tables()[name]
+    return next((row for key, row in table.paper.items() if table.places(key)[0].arm == arm), {})
 
 
 @dataclass(frozen=True)

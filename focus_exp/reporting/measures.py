@@ -30,7 +30,7 @@ RUN = (
 )  # fmt: skip
 # of the arm's own run, where a line of a comparison is about one
 OWN = (
-    "arm", "model", "data", "T", "window", "K", "attention", "gate", "regime", "tokens_seen", "parameters",
+    "arm", "asked", "model", "data", "T", "window", "K", "attention", "gate", "regime", "tokens_seen", "parameters",
     "model_parameters", "own_commit", "arm_setup",
 )  # fmt: skip
 SUBJECT = (
@@ -103,6 +103,14 @@ def select(table: pd.DataFrame, cells: dict[str, Any], where: str = "") -> pd.Da
     return table.query(where, engine="python") if where and len(table) else table
 
 
+def chosen(lines: list[Line], cells: dict[str, Any]) -> list[Line]:
+    """As `select`, of a few lines in memory; None stands for what is absent."""
+    asked = {column: wanted if isinstance(wanted, list) else [wanted] for column, wanted in cells.items()}
+    return [
+        line for line in lines if all(any(_is(getattr(line, at), one) for one in asked[at]) for at in asked)
+    ]  # fmt: skip
+
+
 def _is(cell: Any, wanted: Any) -> bool:
     return bool(cell == wanted) or (isinstance(cell, str) and isinstance(wanted, str) and fnmatchcase(cell, wanted))
 
@@ -149,6 +157,7 @@ def _lines(name: str, record: Record, runs: Runs) -> Iterator[dict[str, Any]]:
 def _own(record: Record) -> dict[str, Any]:
     attention = {key: record.setting("attention", key) for key in ("window", "gate")}
     return attention | {
+        "asked": record.setting("model", "name"),
         "model": record.model.get("name") or record.setting("model", "name"),
         "data": record.data.get("name") or record.setting("data", "name"),
         "T": record.setting("eval", "window"),
@@ -182,9 +191,10 @@ def _quality(record: Record, rows: list[Row]) -> Subjects:
     first = row_of(record, record.arms[0].name) if record.arms else None
     soft = next((row for row in rows if row.kind == "soft" and row.scored and not record.arms), None)
     trained = record.setting("regime", "phases") or {}
+    last: dict[str, Any] = next(reversed(trained.values()), {})
     for row in rows:
         subject = _of(
-            row, row.arm, phase=row.phase, trains=trained.get(row.phase, {}).get("train", row.phase),
+            row, row.arm, phase=row.phase, trains=trained.get(row.phase, last).get("train", row.phase),
             answer=row_of(record, row.arm) is row if row.arm else row is stands,
             reads_future=None if row.causal else row.arm or row.name,
         )  # fmt: skip
@@ -197,6 +207,7 @@ def _quality(record: Record, rows: list[Row]) -> Subjects:
                 Number("perplexity", row.perplexity, row.perplexity_low, row.perplexity_high),
                 Number("nll", row.nll, unit="nats"),
                 Number("largest_group", row.largest_group, unit="share"),
+                Number("parameters", 0 if row.kind == BASE else None),
                 _delta(row, BASE, None if row.kind == "base" else row.delta_nll, row.delta_low, row.delta_high),
                 _delta(row, SOFT_GATE, gap),
                 *([versus] if reference and not first else []),
@@ -226,12 +237,13 @@ def _benchmarks(record: Record) -> Subjects:
     for row in record.benchmarks:
         unit = "share" if row.is_share else "nats" if row.is_perplexity else row.metric
         bounds = row.difference, row.difference_low, row.difference_high
+        full = None if row.difference is None else (row.value or 0.0) - row.difference
         yield _of(
             row, row.attention, telling=id(row) in told, reads_future=None if row.causal else row.attention,
             tokens=int(row.task.removeprefix(LONG_TEXT)) if row.task.startswith(LONG_TEXT) else None,
         ), [
             Number("score", row.value, unit="" if row.is_perplexity else unit, stderr=row.stderr),
-            *([Number("score_delta", *bounds, unit, FULL)] if row.scored and row.kind != BASE else []),
+            *([Number("score_delta", *bounds, unit, FULL, row.value, full)] if row.scored and row.kind != BASE else []),
         ]  # fmt: skip
 
 

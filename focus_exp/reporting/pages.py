@@ -13,7 +13,7 @@ from typing import Any
 
 from markupsafe import Markup
 
-from focus_exp.reporting.formats import VERDICTS, line_text
+from focus_exp.reporting.formats import Word, line_text
 from focus_exp.reporting.lines import grouped
 from focus_exp.reporting.specs import render
 from focus_exp.reporting.tables import Table
@@ -21,7 +21,7 @@ from focus_exp.reporting.tables import Table
 TITLE = "focus_exp: report"
 # notes that must not be folded away
 LOUD = ("SUBSTITUTE", "This run", "failed")
-LONG = 28  # characters
+LONG, LONGEST_NUMBER = 28, 48  # characters, from where on a cell wraps
 ESCAPES = {
     "\\": r"\textbackslash{}", "&": r"\&", "%": r"\%", "$": r"\$", "#": r"\#", "_": r"\_", "{": r"\{", "}": r"\}",
     "~": r"\textasciitilde{}", "^": r"\textasciicircum{}", "±": r"$\pm$", "→": r"$\to$", "←": r"$\gets$",
@@ -34,7 +34,7 @@ BREAKS = (r"\_", "/", "=", "@")
 
 @dataclass(frozen=True)
 class Section:
-    """A heading with what is under it. part: the heading above; figures: PNG files, with an SVG beside each."""
+    """A heading with what is under it. part: the heading above; figures: files, each of them an SVG or beside one."""
 
     part: str
     title: str
@@ -60,22 +60,11 @@ def page(sections: list[Section], folder: Path) -> str:
     """The page, to be written into `folder`; figures are linked where they lie."""
 
     def link(path: Path) -> str:
-        drawn = path.with_suffix(".svg")
-        return Path(os.path.relpath(drawn if drawn.exists() else path, folder)).as_posix()
+        return Path(os.path.relpath(path.with_suffix(".svg"), folder)).as_posix()
 
     style = (files("focus_exp.reporting") / "page.css").read_text(encoding="utf-8")
     parts = grouped(sections, "part")
-    return render(
-        "report.html",
-        heading=TITLE,
-        parts=parts,
-        style=style,
-        marked=marked,
-        split=split,
-        link=link,
-        side=side,
-        kind=kind,
-    )
+    return render("report.html", heading=TITLE, parts=parts, style=style, marked=marked, split=split, link=link)
 
 
 def script_json(content: Any) -> Markup:
@@ -84,10 +73,14 @@ def script_json(content: Any) -> Markup:
     return Markup(text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026"))
 
 
-def marked(*names: str) -> Markup:
-    """Attributes of an element of these classes."""
-    known = " ".join(filter(None, names))
-    return Markup(f' class="{known}"' if known else "")
+def marked(column: str, cell: str) -> Markup:
+    """The classes of a cell: what its column holds, and what it says itself."""
+    kinds = column.split()
+    if isinstance(cell, Word):
+        kinds.append(cell.kind)
+    elif len(cell) > (LONGEST_NUMBER if "number" in kinds else LONG):
+        kinds = [*(kind for kind in kinds if kind != "number"), "long"]
+    return Markup(f' class="{" ".join(kinds)}"' if kinds else "")
 
 
 def split(notes: list[str]) -> tuple[list[str], list[str]]:
@@ -113,16 +106,3 @@ def _latin(character: str) -> str:
         return character
     near = unicodedata.normalize("NFKD", character).encode("ascii", "ignore").decode()
     return near or "?"
-
-
-def side(column: str) -> str:
-    return "paper" if column.endswith(": paper") or column == "paper" else ""
-
-
-def kind(cell: str) -> str:
-    if cell in VERDICTS:
-        return cell.replace(" ", "-")
-    return "number" if NUMBER.fullmatch(cell) else "long" if len(cell) > LONG else ""
-
-
-NUMBER = re.compile(r"[-+]?[\d,.]+( %|x)?( [\[(±].*)?")

@@ -1,169 +1,274 @@
-"""Every table of the paper with what was measured here beside it, and for each line the run that made it."""
+"""Every table of the paper with what was measured here beside it, and for each line the runs that made it."""
 
 from __future__ import annotations
 
-from functools import partial
+import math
+from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from statistics import fmean
 from typing import Any
 
 from focus_exp.records.record import Record
-from focus_exp.reporting.formats import ABSENT, NOT_ENGAGED, READS_FUTURE, share_text
+from focus_exp.reporting.formats import ABSENT, NOT_ENGAGED, NOT_HERE, NOT_RUN, READS_FUTURE, share_text
 from focus_exp.reporting.gather import WANTED, Runs, seeds_of, seeds_text
+from focus_exp.reporting.measures import BASE, FULL, Line, chosen, lines_of, measurements, select
 from focus_exp.reporting.notes import caveats, failures
-from focus_exp.reporting.paper_measures import MEASURES, NOT_RUN, Measure, Value, change, signed
-from focus_exp.reporting.paper_places import (
-    BASE,
-    PaperTable,
-    Place,
-    Scene,
-    extras,
-    paper_tables,
-    row_name,
-    scenes,
-)
+from focus_exp.reporting.paper import Column, PaperTable, Place, key_text, paper_map, paper_tables
+from focus_exp.reporting.specs import expression
 from focus_exp.reporting.tables import Table
 
-NOT_HERE = "not testable here"
-# its name, how it is measured, and the column of the paper that it is about
-Column = tuple[str, Measure, str]
-RUN = ("pairs_removed", "run", "model_and_text", "seeds", "made_by")
+LARGEST = 50.0  # nats of a change that are written out
+PERPLEXITY = Column(heading="PPL", text="perplexity(value)", select={"measure": "perplexity"})
+RUN = ("pairs removed", "run", "model and text", "seeds", "made by")
+
+
+@dataclass(frozen=True)
+class Value:
+    """A number with its 95 % interval or its standard error, where there is one, and what must be said with it."""
+
+    number: float
+    low: float | None = None
+    high: float | None = None
+    stderr: float | None = None
+    mark: str = ""
+
+
+@dataclass(frozen=True)
+class Run:
+    """A finished run with its measurements; `own`: the records of its arms, by their names."""
+
+    record: Record
+    lines: list[Line]
+    own: dict[str, Record]
+
+
+@lru_cache(maxsize=2)
+def finished(runs: Runs) -> list[Run]:
+    """Every finished run that is not an arm's, oldest first."""
+    lines: dict[str, list[Line]] = {place.as_posix(): [] for place, _ in runs.found}
+    for line in lines_of(select(measurements(runs), {"is_arm": False})):
+        lines[line.run].append(line)
+    return [
+        Run(record, lines[place.as_posix()], {a.name: own for a in record.arms if (own := runs.own(a))})
+        for place, record in runs.found
+        if record.status == "finished"
+    ]
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A row of the paper at a place, and what was run there: the latest run of each seed of one set-up."""
+
+    table: PaperTable
+    paper: dict[str, Any]
+    place: Place
+    runs: list[Run] = field(default_factory=list)
+
+    def found(self, run: Run, column: Column) -> Value | str:
+        """The number that stands in a column, or why there is none."""
+        line = self.measured(run, column)
+        if not column.origin:
+            return (self._value(line, column) if line else None) or self._reason(run, column, line)
+        scored = self.found(run, next(one for one in self.table.columns if one.name == column.source))
+        return scored if isinstance(scored, str) else (self._value(line, column) if line else None) or ABSENT
+
+    def measured(self, run: Run, column: Column) -> Line | None:
+        """The measurement that stands in a column: the first with a number, of the metric a task is known by."""
+        found = sorted(chosen(run.lines, self.cells(column)), key=_rank)
+        return next((line for line in found if line.value is not None), next(iter(found), None))
+
+    def cells(self, column: Column) -> dict[str, Any]:
+        """What is wanted of the measurements in a column."""
+        arm = self.place.arms.get(column.source, self.place.arm)
+        cells = {
+            **self.place.select,
+            **column.select,
+            **({"kind": BASE} if arm == BASE else {"arm": arm} if arm else {}),
+        }
+        if column.origin and self.place.select.get("of") == "benchmarks":
+            cells |= {"measure": "score_delta", "against": FULL}
+        elif column.origin:
+            cells["against"] = self.place.arms.get(column.origin, BASE)
+        return {key: self.paper[cell[1:]] if str(cell).startswith("$") else cell for key, cell in cells.items()}
+
+    def _value(self, line: Line, column: Column) -> Value | None:
+        """In the paper's unit; bounds are those of the value itself, a standard error that of a share."""
+        bounds = ("low", "high", "stderr")[: 3 if line.unit == "share" else 2] if "value" in column.value else ()
+        found: dict[str, Any] = {}
+        for name in ("value", *bounds):
+            if (number := getattr(line, name)) is not None:
+                found[name] = expression(column.value)(**{**self.paper, **vars(line), "value": number})
+                if column.origin:
+                    found[name] = 100 * math.expm1(min(number, LARGEST)) + 0.0
+        value, idle = found.pop("value", None), line.of == "benchmarks" and line.engaged is False and not column.origin
+        mark = NOT_ENGAGED if idle else expression(column.mark)(**vars(line))
+        return None if value is None or not math.isfinite(value) else Value(value, **found, mark=mark)
+
+    def _reason(self, run: Run, column: Column, line: Line | None) -> str:
+        if line and line.of != "benchmarks":
+            return f"failed: {line.error or 'no finite loss'}"
+        cells = self.cells(column)
+        arm = cells.pop("arm", None)
+        lost = [line] if line else chosen(run.lines, cells | {"kind": "missing"})
+        failed = [f"failed: {one.error}" for one in chosen(run.lines, {"of": "arms", "arm": arm}) if one.error]
+        return next(iter([f"not measured: {one.error}" for one in lost if one.error] + failed), NOT_RUN)
+
+    def behind(self, run: Run) -> list[Line]:
+        """What was scored or timed for a line, each once; full attention only where there is nothing else."""
+        columns = [one for one in self.table.columns if one.name.startswith(("ppl", "speedup")) and not one.origin]
+        found = [self.measured(run, column) for column in columns or [PERPLEXITY]]
+        each = {(one.of, one.name, one.arm, one.phase, one.groups): one for one in found if one}
+        return [line for line in each.values() if line.kind != BASE] or list(each.values())
+
+    @property
+    def records(self) -> list[Record]:
+        return [run.record for run in self.runs]
+
+    def own(self, run: Run) -> list[Record]:
+        """The records that numbers come from: of the arms, or the run's own."""
+        return [own for name, own in run.own.items() if name in self.place.names] or [run.record]
+
+    def what(self, run: Run) -> str:
+        """What of a record stands here."""
+        timed = "K={groups} {dtype}, {assignment} groups, with routing"
+        names = [timed.format(**vars(one)) if one.of == "speed" else str(one.name) for one in self.behind(run)]
+        return " / ".join(self.place.names or names) + ("" if self.causal(run) else f" ({READS_FUTURE})")
+
+    def causal(self, run: Run) -> bool:
+        return all(line.causal is not False for line in self.behind(run))
+
+    def made_by(self, run: Run) -> str:
+        """The command, with the arm where it is one, and the commits of the runs behind a line."""
+        arms = [name for name in self.place.names if name != BASE]
+        made = dict.fromkeys((record.commit or "no commit")[:7] for record in self.own(run))
+        return f"{run.record.command}{f' arm={arms[0]}' if len(arms) == 1 else ''}, {' / '.join(made)}"
+
+    def setting(self) -> str:
+        """What was run on what, with how much training, in which number formats, by which seeds may differ."""
+        last, timed = self.runs[-1], self.place.select.get("of") == "speed"
+        records, arms = self.own(last), [arm for arm in last.record.arms if arm.name in self.place.names]
+        seen = {arm.tokens_seen for arm in arms} or {last.record.tokens_seen}
+        groups = {r.setting("attention", "groups") for r in records if r.setting("attention", "method") == "focus"}
+        tokens = [f"{count:,}" for count in sorted(seen) if any(seen)]
+        parts = [" / ".join(dict.fromkeys(map(where, records)))]
+        parts += [f"K = {' / '.join(map(str, sorted(groups)))}"] if groups and not timed else []
+        parts += [f"{' / '.join(tokens)} tokens trained"] if tokens else []
+        formats = dict.fromkeys(own.number_format for run in self.runs for own in self.own(run))
+        return ", ".join([*parts, *([] if timed else [" / ".join(formats)])])
+
+    def ran(self) -> list[str]:
+        """What every line says of the runs behind it."""
+        last = self.runs[-1]
+        behind = self.behind(last)
+        removed = [share_text(one.pairs_removed if one.pairs_kept is None else 1 - one.pairs_kept) for one in behind]
+        idle = f" ({NOT_ENGAGED})" if any(one.engaged is False for one in behind) else ""
+        made = "; ".join(dict.fromkeys(map(self.made_by, self.runs)))
+        shares, what = (" / ".join(removed) or ABSENT) + idle, f"{last.record.experiment}: {self.what(last)}"
+        return [shares, what, self.setting(), seeds_text(self.records), made]
+
+
+def _rank(line: Line) -> tuple[bool, bool]:
+    """An accuracy first, normalised where there is such a one, else the metric that tells."""
+    share = line.unit == "share"
+    return not share, "acc_norm" not in (line.metric or "") if share else not line.telling
+
+
+def entries_of(table: PaperTable, runs: Runs) -> list[Entry]:
+    """The rows of the paper, each at every place and set-up where there is something, then arms it does not have."""
+    found = []
+    for name, paper in table.paper.items():
+        places = table.places(name)
+        here = [entry for place in places for entry in _at(Entry(table, paper, place), runs)]
+        found += here or [Entry(table, paper, places[0])]
+    return [*found, *(entry for extra in _extras(table, runs) for entry in _at(extra, runs))]
+
+
+def _at(entry: Entry, runs: Runs) -> list[Entry]:
+    """One entry for every set-up."""
+    names, setups = entry.place.names, dict[Any, dict[int | None, Run]]()
+    there = {"of": "rows", "kind": BASE} if names == [BASE] else {"of": "arms", "arm": names} if names else {}
+    cells = there or entry.cells(replace(PERPLEXITY, select={}))
+    for run in finished(runs):
+        if run.record.experiment in entry.place.experiments and (found := chosen(run.lines, cells)):
+            setup = tuple(dict.fromkeys((one.setup, one.arm_setup) for one in found))
+            setups.setdefault(setup, {})[run.record.seed] = run
+    return [replace(entry, runs=list(seeds.values())) for seeds in setups.values()]
+
+
+def _extras(table: PaperTable, runs: Runs) -> list[Entry]:
+    """Arms of the table's experiments that the paper does not have, or pairs of them, at places of their own."""
+    places = [place for places in table.rows.values() for place in places]
+    mapped = {name for place in places for name in place.names}
+    found, half = dict[str, Place](), "_focus" if table.extra == "pair" else ""
+    for record in (run.record for run in finished(runs) if table.extra):
+        if any(record.experiment in place.experiments for place in places):
+            for name in (arm.name for arm in record.arms if arm.name not in mapped and arm.name.endswith(half)):
+                stem = name.removesuffix(half)
+                pair = {"ppl_full": f"{stem}_full", "ppl_focus": name} if half else {}
+                found[stem] = Place(experiments=(record.experiment,), arm="" if pair else name, arms=pair)
+    return [Entry(table, {table.key[0]: f"{stem} (not in the paper)"}, place) for stem, place in found.items()]
 
 
 def paper_report(runs: Runs) -> list[Table]:
     """One table for each of the paper's, in its order."""
-    return [beside(table, runs) for table in paper_tables()]
+    return [beside(table, runs) for table in paper_tables().values()]
 
 
 def beside(table: PaperTable, runs: Runs) -> Table:
     """The rows of the paper and ours; a row of the paper that no record fills says what would."""
-    columns = columns_of(table)
-    lines: list[tuple[dict[str, Any], Place, list[Scene]]] = []
-    for paper, places in table.rows:
-        found = [(place, group) for place in places for group in scenes(table, paper, place, runs)]
-        lines += [(paper, place, group) for place, group in found or [(places[0], [])]]
-    for name, place in extras(table, runs):
-        paper = {table.key[0]: f"{name} (not in the paper)"}
-        lines += [(paper, place, group) for group in scenes(table, paper, place, runs)]
-    records = [scene.record for _, _, group in lines for scene in group]
-    shown = [_line(table, columns, *line) for line in lines]
+    entries = entries_of(table, runs)
+    cells, values = zip(*map(_cells, entries), strict=True)
+    headings = [f"{one.heading}: {side}" for one in table.columns for side in ("paper", "here")[: 1 + bool(one.select)]]
     return Table(
-        columns=[
-            *table.key,
-            *(f"{measure.heading}: {side}" for _, measure, _ in columns for side in _sides(measure)),
-            *("pairs removed", "run", "model and text", "seeds", "made by"),
-        ],
-        rows=[cells for cells, _ in shown],
+        columns=[*table.key, *headings, *RUN],
+        rows=list(cells),
         name=f"paper_{table.name.replace('.', '_')}",
         title=f"{table.label}: {table.title}",
-        notes=_notes(records),
-        values=[values for _, values in shown],
+        notes=_notes([record for entry in entries for record in entry.records]),
+        values=list(values),
+        kinds={heading: "paper number" if heading.endswith(": paper") else "number" for heading in headings},
     )
 
 
-def _sides(measure: Measure) -> tuple[str, ...]:
-    return ("paper", "here") if measure.find else ("paper",)
-
-
-def columns_of(table: PaperTable) -> list[Column]:
-    """The paper's columns, and after them the changes from full attention that follow from its numbers."""
-    found: list[Column] = []
-    for name in table.columns:
-        found.append((name, MEASURES[name], name))
-        if name in table.changes:
-            origin = table.changes[name].get("from", "")
-            beside = MEASURES[origin].heading.removeprefix("PPL ") if origin else table.changes[name]["row"]
-            heading = f"{MEASURES[name].heading} vs {beside}"
-            measure = Measure(heading, signed, partial(change, origin=origin), unit=" %")
-            found.append((f"{name}_change", measure, name))
-    return found
-
-
-def printed_change(table: PaperTable, paper: dict[str, Any], column: str) -> float | None:
-    """By how much the paper's number in `column` is above its full attention's, in per cent."""
-    rule = table.changes[column]
-    if "from" in rule:
-        before = paper.get(rule["from"])
-    elif row_name(paper, table.key) == rule["row"]:
-        return None
-    else:
-        before = next(row[column] for row, _ in table.rows if row_name(row, table.key) == rule["row"])
-    after = paper.get(column)
-    return None if before is None or after is None else 100 * (after / before - 1)
-
-
-def decimals(table: PaperTable, column: str) -> int:
-    """The most that a number of a column is given with: 1.50 was read as 1.5."""
-    texts = [repr(row[column]) for row, _ in table.rows if isinstance(row[column], float) and row[column] < 1e4]
-    return max((len(text.partition(".")[2].removesuffix("0")) for text in texts), default=0)
-
-
-def _line(
-    table: PaperTable, columns: list[Column], paper: dict[str, Any], place: Place, group: list[Scene]
-) -> tuple[list[str], dict[str, Any]]:
+def _cells(entry: Entry) -> tuple[list[str], dict[str, Any]]:
     """Cells to read, and the same unrounded."""
-    absent = NOT_HERE if place.needs else NOT_RUN
-    cells = [_key(paper.get(name)) for name in table.key]
+    table, place, paper = entry.table, entry.place, entry.paper
+    cells = [key_text(paper.get(name)) for name in table.key]
     values: dict[str, Any] = {"table": table.label, **{name: paper.get(name) for name in table.key}}
-    for name, measure, column in columns:
-        theirs = printed_change(table, paper, column) if name != column else paper.get(name)
-        cells.append(measure.printed(theirs, decimals(table, column)))
-        values[f"paper_{name}"] = theirs
-        if measure.find is None:
-            continue
-        found = [measure.find(scene, column) for scene in group]
-        cells.append(measure.text(found) if group else absent)
-        numbers = [value for value in found if isinstance(value, Value)]
-        values[f"here_{name}"] = fmean(value.number for value in numbers) if numbers else None
-        bounds = (numbers[0].low, numbers[0].high) if len(numbers) == 1 else (None, None)
-        values |= {f"here_{name}_low": bounds[0], f"here_{name}_high": bounds[1]}
-        values[f"here_{name}_seeds"] = len(numbers)
-    if not group:
-        needs = f"needs {place.needs}: " if place.needs else ""
-        return [*cells, *[ABSENT] * 4, needs + place.command], values | dict.fromkeys(RUN) | {"made_by": place.command}
-    run = _run(group)
-    return [*cells, *run.values()], values | run
+    for column in table.columns:
+        cells.append(table.printed(paper, column))
+        values[f"paper_{column.name}"] = table.cell(paper, column)
+        if column.select:
+            found = [entry.found(run, column) for run in entry.runs] or [NOT_HERE if place.needs else NOT_RUN]
+            cells.append(shown(column, found))
+            numbers = [value for value in found if isinstance(value, Value)]
+            low, high = (numbers[0].low, numbers[0].high) if len(numbers) == 1 else (None, None)
+            said = {"": mean(numbers), "_low": low, "_high": high, "_seeds": len(numbers)}
+            values |= {f"here_{column.name}{part}": number for part, number in said.items()}
+    needs = f"needs {place.needs}: " if place.needs else ""
+    ran = entry.ran() if entry.runs else [ABSENT] * 4 + [needs + place.command]
+    told = ran if entry.runs else [None] * 4 + [place.command]
+    return [*cells, *ran], values | dict(zip((name.replace(" ", "_") for name in RUN), told, strict=True))
 
 
-def _key(cell: Any) -> str:
-    return ABSENT if cell is None else f"{cell:g}" if isinstance(cell, float) else str(cell)
+def mean(numbers: list[Value]) -> float | None:
+    return fmean(value.number for value in numbers) if numbers else None
 
 
-def _run(group: list[Scene]) -> dict[str, str]:
-    """What every line says of the run behind it."""
-    scene = group[-1]
-    shares, spoiled, idle = scene.pairs_removed, "" if scene.causal else f" ({READS_FUTURE})", ""
-    if any(acted is False for _, acted in shares):
-        idle = f" ({NOT_ENGAGED})"
-    made = dict.fromkeys(map(made_by, group))
-    said = (
-        (" / ".join(share_text(share) for share, _ in shares) or ABSENT) + idle,
-        f"{scene.record.experiment}: {scene.name}{spoiled}",
-        ", ".join(filter(None, [_setting(scene), "" if scene.timed else _formats(group)])),
-        seeds_text([found.record for found in group]),
-        "; ".join(made),
-    )
-    return dict(zip(RUN, said, strict=True))
-
-
-def _setting(scene: Scene) -> str:
-    """What was run on what, with how many tokens of training, by whichever of the arms' own records there are."""
-    records = own_records(scene)
-    parts = dict.fromkeys(where(record) for record in records)
-    groups = {r.setting("attention", "groups") for r in records if r.setting("attention", "method") == "focus"}
-    trained = {arm.tokens_seen for arm in scene.own} or {scene.record.tokens_seen}
-    shown = groups and not scene.timed
-    text = " / ".join(parts) + (f", K = {' / '.join(map(str, sorted(groups)))}" if shown else "")
-    return f"{text}, {' / '.join(f'{n:,}' for n in sorted(trained))} tokens trained" if any(trained) else text
-
-
-def _formats(group: list[Scene]) -> str:
-    """Number formats of the arithmetic, by which machines and so seeds may differ."""
-    return " / ".join(dict.fromkeys(run.number_format for scene in group for run in own_records(scene)))
-
-
-def own_records(scene: Scene) -> list[Record]:
-    """The records that a scene's numbers come from: of its arms, or its own."""
-    return [run for arm in scene.own if (run := scene.runs.own(arm))] or [scene.record]
+def shown(column: Column, found: list[Value | str]) -> str:
+    """One seed's number with its interval, or the mean of several with the least and the most of them."""
+    values = [value for value in found if isinstance(value, Value)]
+    if not values:
+        return next(text for text in found if isinstance(text, str))
+    one, numbers = values[0], sorted(value.number for value in values)
+    text, (least, most) = column.written(fmean(numbers)) + column.unit, map(column.written, (numbers[0], numbers[-1]))
+    if len(values) > 1:
+        text += f" ({least} to {most})" if least != most else ""
+    elif one.low is not None and one.high is not None:
+        text += f" [{column.written(one.low)}, {column.written(one.high)}]"
+    elif one.stderr is not None:
+        text += f" ± {column.written(one.stderr)}"
+    return text + "".join(f" ({mark})" for mark in dict.fromkeys(value.mark for value in values) if mark)
 
 
 def where(record: Record) -> str:
@@ -185,26 +290,11 @@ def command_of(record: Record) -> str:
     return f"{record.command}{alone}, {(record.commit or 'no commit')[:7]}"
 
 
-def made_by(scene: Scene) -> str:
-    """The command, with the arm where it is one, and the commits of the runs behind a scene."""
-    arms = [name for name in scene.place.names if name != BASE]
-    made = dict.fromkeys((record.commit or "no commit")[:7] for record in own_records(scene))
-    alone = f" arm={arms[0]}" if len(arms) == 1 else ""
-    return f"{scene.record.command}{alone}, {' / '.join(made)}"
-
-
 def _notes(records: list[Record]) -> list[str]:
     if not records:
         return [f"{NOT_RUN}: there is no record; the last column has the command"]
     seeds = len(seeds_of(records))
     few = [f"{seeds} of the {WANTED} seeds that a claimed difference wants"] if seeds < WANTED else []
     missing = [row for record in records for row in record.benchmarks if row.kind == "missing"]
-    return [
-        *dict.fromkeys(note for record in records for note in caveats(record)),
-        *dict.fromkeys(failures(missing)),
-        *few,
-        "here: one seed with its 95 % interval in brackets or its standard error, or the mean over seeds with the "
-        "least and the most",
-        "paper, vs: follows from its two numbers; here it is paired on the same tokens",
-        f"{NOT_ENGAGED}: under 5 % of the pairs were removed, so the number is full attention's by construction",
-    ]
+    said = dict.fromkeys([*(note for record in records for note in caveats(record)), *failures(missing)])
+    return [*said, *few, *paper_map()["notes"]]

@@ -23,11 +23,6 @@ def paper_rows(table: str) -> list[dict[str, Cell]]:
     return [dict(zip(columns, row, strict=True)) for row in rows]
 
 
-def paper_names() -> list[str]:
-    """The tables there are."""
-    return list(_tables())
-
-
 def paper_speedups(groups: int) -> dict[int, float]:
     """Table 6: tokens -> time of FlashAttention over time of Focus (k = 1) on an H100; {} for a K it does not have."""
     rows: list[Any] = paper_rows("table6_speed")
@@ -38,9 +33,5 @@ def paper_speedups(groups: int) -> dict[int, float]:
 def _tables() -> dict[str, tuple[list[str], list[list[Cell]]]]:
     content = read_yaml("paper_tables")
     nested = {f"{name}.{key}": part for name, table in content.items() for key, part in table.items()}
-    found = {**content, **nested}
-    return {
-        name: (part["columns"], part["rows"])
-        for name, part in found.items()
-        if isinstance(part, dict) and "columns" in part
-    }
+    found = {name: part for name, part in {**content, **nested}.items() if isinstance(part, dict) and "columns" in part}
+    return {name: (part["columns"], part["rows"]) for name, part in found.items()}

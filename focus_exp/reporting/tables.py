@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
 
+from jinja2 import UndefinedError
 from rich.console import Group
 from rich.table import Table as RichTable
 from rich.text import Text
@@ -19,7 +20,7 @@ from focus_exp.reporting import cells, lines, notes
 from focus_exp.reporting.formats import ABSENT
 from focus_exp.reporting.notes import caveats as caveats
 from focus_exp.reporting.notes import identity, title
-from focus_exp.reporting.specs import expression, public, read_specs, render, template
+from focus_exp.reporting.specs import SpecError, expression, public, read_specs, render, template
 
 VOCABULARY = public(answers, benchmarks, groups, lines, cells, notes)
 
@@ -79,7 +80,8 @@ class TableSpec:
     lines: str
     title: str
     columns: dict[str, str] | list[dict[str, str]]
-    words: list[str]
+    words: list[str] = field(default_factory=list)
+    paper: list[str] = field(default_factory=list)
     notes: list[str]
     values: str = ""
     values_of: str = "lines"
@@ -97,8 +99,10 @@ def table_specs() -> dict[str, TableSpec]:
     """Of every table its spec. UserError for one that cannot be."""
     specs = read_specs("tables", dict[str, TableSpec])
     for name, spec in specs.items():
-        if unknown := set(spec.words) - {heading for heading, _ in spec.cells} - {spec.pivot and spec.pivot.heading}:
-            raise UserError(f"tables.yaml: {name}: words: there is no column {', '.join(sorted(unknown))}")
+        headings = {heading for heading, _ in spec.cells} | ({spec.pivot.heading} if spec.pivot else set())
+        for key in ("words", "paper"):
+            if unknown := set(getattr(spec, key)) - headings:
+                raise UserError(f"tables.yaml: {name}: {key}: there is no column {', '.join(sorted(unknown))}")
     return specs
 
 
@@ -108,8 +112,14 @@ def all_tables(record: Record) -> list[Table]:
 
 
 def table_of(record: Record, name: str) -> Table | None:
-    """The table of this name, None where the record has nothing for it."""
-    spec = table_specs()[name]
+    """The table of this name, None where the record has nothing for it. UserError where its spec is wrong."""
+    try:
+        return _made(record, name, table_specs()[name])
+    except (SpecError, UndefinedError) as error:
+        raise UserError(f"tables.yaml: {name}: {error}") from error
+
+
+def _made(record: Record, name: str, spec: TableSpec) -> Table | None:
     known = VOCABULARY | {
         "record": record,
         "title": title(record),
@@ -132,8 +142,12 @@ def table_of(record: Record, name: str) -> Table | None:
         title=template(spec.title).render(known),
         notes=[line for note in spec.notes for line in template(note).render(known).splitlines()],
         values=_values(spec, known),
-        kinds={heading: "number" for heading in columns if heading not in spec.words},
+        kinds={heading: _kind(spec, heading) for heading in columns},
     )
+
+
+def _kind(spec: TableSpec, heading: str) -> str:
+    return " ".join(["paper"] * (heading in spec.paper) + ["number"] * (heading not in spec.words))
 
 
 def _values(spec: TableSpec, known: dict[str, Any]) -> list[dict[str, Any]]:

@@ -63,6 +63,7 @@ def seeds_table(runs: Runs) -> Table | None:
             *(f"seeds were computed in {' or '.join(formats)}: see the device of each record" for _ in formats[1:2]),
         ],
         values=[_line(lines)[1] for lines in latest],
+        kinds=dict.fromkeys(("K", "mean change", "least to most"), "number"),
     )
 
 
@@ -148,6 +149,7 @@ def traps_table(runs: Runs) -> Table:
             "gate: the soft gate of training against the hard mask of inference, the same router on the same tokens",
             f"full attention: every distant pair kept, and a loss within {IDENTICAL} nats a token of the base's",
         ],
+        kinds=dict.fromkeys(("value", "difference [95 %]"), "number"),
     )
 
 

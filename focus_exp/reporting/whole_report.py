@@ -6,10 +6,10 @@ from pathlib import Path
 
 from focus_exp.errors import UserError
 from focus_exp.reporting.claims import claim_table
+from focus_exp.reporting.figure1 import pareto_table, points, write_pareto
 from focus_exp.reporting.gather import Runs, gather
 from focus_exp.reporting.pages import Section, latex_document, markdown, page
 from focus_exp.reporting.paper_report import paper_report
-from focus_exp.reporting.pareto import pareto_table, points, write_pareto
 from focus_exp.reporting.report import all_findings
 from focus_exp.reporting.tables import Table, all_tables
 from focus_exp.reporting.trust import seeds_table, traps_table
@@ -36,7 +36,7 @@ def sections(runs: Runs, top: Path, folder: Path) -> list[Section]:
         *(
             Section(
                 "Runs", place.relative_to(top).as_posix(), all_tables(record), all_findings(record),
-                sorted((place / "figures").glob("*.png")),
+                sorted((place / "figures").glob("*.svg")),
             )
             for place, record in runs.found
         ),
