@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import cache
 from itertools import cycle
 from pathlib import Path
 from typing import Any, Literal
@@ -60,6 +61,7 @@ class FigureSpec:
     legend: dict[str, Any] | None = None
 
 
+@cache
 def figure_specs() -> dict[str, FigureSpec]:
     return read_specs("figures", dict[str, FigureSpec])
 
