@@ -17,7 +17,7 @@ from matplotlib.ticker import FuncFormatter, MaxNLocator
 from focus_exp.records.record import Record
 from focus_exp.reporting import curves
 from focus_exp.reporting.canvas import COLOURS, canvas, log_axes, save_figures
-from focus_exp.reporting.curves import Drawing, Interval, Metrics
+from focus_exp.reporting.curves import Drawing, Interval, Mark, Metrics
 from focus_exp.reporting.notes import title
 from focus_exp.reporting.special_figures import SPECIAL
 from focus_exp.reporting.specs import read_specs, template
@@ -89,16 +89,17 @@ def figures(record: Record, metrics: Metrics) -> dict[str, Figure | None]:
 
 
 def draw(spec: FigureSpec, record: Record, drawing: Drawing | None) -> Figure | None:
+    """Lines in panels one above the other, or intervals in panels side by side."""
     if drawing is None:
         return None
     facts = {"record": record, "title": title(record), **drawing.facts}
     across = bool(drawing.intervals)
     shown = spec.panels[: 1 + max(each.panel for each in drawing.intervals)] if across else spec.panels
-    base, *more = spec.height
-    rows = len({each.label for each in drawing.intervals} if across else drawing.lines)
     grid = {"ncols": len(shown), "sharey": True} if across else {"nrows": len(shown), "sharex": True}
-    height = base + sum(more) * rows
-    figure, panels = canvas(_filled(spec.heading, facts), height, squeeze=False, **grid, **spec.grid)
+    inches, *more = spec.height
+    rows = len({each.label for each in drawing.intervals} or drawing.lines)
+    heading = _filled(spec.heading, facts)
+    figure, panels = canvas(heading, inches + sum(more) * rows, squeeze=False, **grid, **spec.grid)
     for number, (axes, panel) in enumerate(zip(panels.flat, shown, strict=True)):
         if across:
             _intervals(axes, panel, number, drawing.intervals)
@@ -107,23 +108,29 @@ def draw(spec: FigureSpec, record: Record, drawing: Drawing | None) -> Figure | 
         axes.set(**{key: _filled(value, facts) for key, value in panel.axes.items()})
         _scale(axes, panel)
         for mark in drawing.marks:
-            if mark.x:
-                axes.axvline(mark.x, color="grey", linestyle="--", linewidth=1)
-            if number == 0:
-                va = "top" if mark.text_y < 1 else "bottom"
-                where = axes.get_xaxis_transform()
-                axes.text(mark.text_x, mark.text_y, mark.text, color="grey", va=va, transform=where)
+            _mark(axes, mark, named=number == 0)
     labels = [label for axes in panels.flat for label in axes.get_legend_handles_labels()[1]]
     if spec.legend is not None and labels:
-        columns = {"ncols": len(labels)} if across else {}
-        holder = figure if "loc" in spec.legend else panels.flat[0]
+        holder, columns = figure if "loc" in spec.legend else panels[0, 0], {"ncols": len(labels)} if across else {}
         holder.legend(**columns, **spec.legend, frameon=False)
-    drawn = {name for line in drawing.lines for name, points in line.curves.items() if points}
-    named = [layer for panel in shown for layer in panel.layers if layer.named and layer.y in drawn]
-    if named:
-        handles = [Line2D([], [], **{"color": "0.35", **layer.style, **layer.named}) for layer in named]
-        figure.legend(handles=handles, loc="outside lower right", frameon=False)
+    _legend_of_layers(figure, drawing, [layer for panel in shown for layer in panel.layers if layer.named])
     return figure
+
+
+def _mark(axes: Axes, mark: Mark, named: bool) -> None:
+    if mark.x:
+        axes.axvline(mark.x, color="grey", linestyle="--", linewidth=1)
+    if named:
+        where, va = axes.get_xaxis_transform(), "top" if mark.text_y < 1 else "bottom"
+        axes.text(mark.text_x, mark.text_y, mark.text, color="grey", va=va, transform=where)
+
+
+def _legend_of_layers(figure: Figure, drawing: Drawing, layers: list[Layer]) -> None:
+    drawn = {name for line in drawing.lines for name, points in line.curves.items() if points}
+    styles = [{"color": "0.35", **layer.style, **layer.named} for layer in layers if layer.y in drawn]
+    if styles:
+        handles = [Line2D([], [], **style) for style in styles]
+        figure.legend(handles=handles, loc="outside lower right", frameon=False)
 
 
 def _filled(text: Any, facts: dict[str, Any]) -> Any:

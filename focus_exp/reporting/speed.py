@@ -172,14 +172,17 @@ def by_top_k(record: Record) -> list[SpeedRow]:
     return []
 
 
-def speed_of_k(record: Record, top_k: int, pair_rule: str | None) -> SpeedRow | None:
-    """The one timing that is quoted for `top_k` groups a query beside the quality they have under `pair_rule`.
+def quoted(record: Record) -> list[SpeedRow]:
+    """Of `by_top_k` the timings to quote: the trained router's, for quality is its; else those of balanced groups."""
+    rows = timed(by_top_k(record))
+    return [row for row in rows if row.assignment == "trained"] or rows
 
-    The trained router's, for the quality is its; at the longest length that all k share.
-    """
-    rule = pair_rule if top_k > 1 else ""
-    rows = (row for row in timed(by_top_k(record)) if row.assignment == "trained")
-    return next((row for row in rows if (row.top_k, setting(row).pair_rule) == (top_k, rule)), None)
+
+def speed_of_k(record: Record, top_k: int, pair_rule: str | None) -> SpeedRow | None:
+    """The one timing that stands for `top_k` groups a query beside the quality they have under `pair_rule`."""
+    wanted = ("trained", top_k, pair_rule if top_k > 1 else "")
+    rows = ((row, setting(row)) for row in quoted(record))
+    return next((row for row, key in rows if (key.assignment, key.top_k, key.pair_rule) == wanted), None)
 
 
 def quality_row(record: Record, key: Setting) -> Row | None:
