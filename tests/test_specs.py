@@ -12,7 +12,10 @@ from focus_exp.reporting import specs
 from focus_exp.reporting.tables import all_tables, table_of, table_specs
 
 RECORDS = Path(__file__).parent.parent / "runs" / "records"
-SPEC = {"lines": "record.rows", "title": "{{ title }}", "columns": {"name": "line.name"}, "notes": []}
+SPEC = {
+    "lines": "record.rows", "title": "{{ title }}", "columns": {"name": "line.name"}, "notes": [],
+    "values": "picked(line, 'name')",
+}  # fmt: skip
 
 
 def test_every_table_is_shown_of_every_committed_record():
