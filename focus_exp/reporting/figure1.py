@@ -9,6 +9,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator, NullFormatter
 
 from focus_exp.records.record import Record
+from focus_exp.records.speed import MASKED
 from focus_exp.reporting.canvas import COLOURS, canvas, save_figures
 from focus_exp.reporting.entries import Entry, Value, entries_of, finished
 from focus_exp.reporting.formats import ABSENT, NOT_RUN, READS_FUTURE, decimals_text, number_text
@@ -18,7 +19,6 @@ from focus_exp.reporting.paper import change, paper_tables
 from focus_exp.reporting.paper_report import mean, shown
 from focus_exp.reporting.printed import paper_speedups
 from focus_exp.reporting.selection import Line
-from focus_exp.reporting.speed_findings import MASKED
 from focus_exp.reporting.tables import Table
 
 NAME = "figure1"
@@ -29,6 +29,7 @@ COLUMNS = [
     *("method", "PPL vs pretrained: paper", "PPL vs pretrained: here", "speed: paper", "speed: here", "timed"),
     *("run", "model and text", "seeds", "made by"),
 ]
+KINDS = {name: "paper number" if name.endswith(": paper") else "number" for name in COLUMNS[1:5]}
 NOTES = [
     f"paper: the speed of table 6 at {LENGTH:,} tokens and K = {GROUPS}; of the other methods it prints none",
     "here: one attention layer with routing over full attention in the same run, at the length at which other "
@@ -151,7 +152,7 @@ def pareto_table(found: list[Point]) -> Table:
         )
     notes = dict.fromkeys(note for point in found for record in point.entry.records for note in caveats(record))
     title = "Figure 1: perplexity against measured speed"
-    return Table(columns=COLUMNS, rows=rows, name=NAME, title=title, notes=[*notes, *NOTES], values=values)
+    return Table(columns=COLUMNS, rows=rows, name=NAME, title=title, notes=[*notes, *NOTES], values=values, kinds=KINDS)
 
 
 def write_pareto(found: list[Point], folder: Path) -> dict[str, Path]:
