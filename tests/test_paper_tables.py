@@ -203,6 +203,14 @@ def probe(phase, dominance):
     )  # fmt: skip
 
 
+def test_a_model_that_is_not_the_papers_stands_in_for_it_by_its_name():
+    local = {"name": "runs/there/model", "source": "local"}
+    found = named("ablation", row("K_4", kind="hard"), model=local, config=CONFIG | {"model": {"name": "small"}})
+    shown = table("table9_ablation", found)
+    assert lines(shown)[0]["model and text"].startswith("small (SUBSTITUTE) on ")
+    assert shown.notes[0] == "SUBSTITUTE: small stands in for the paper's gpt2_124m"
+
+
 def test_what_is_said_with_a_number_is_said_once():
     everything = {"phases": {"all": {"train": "all"}}}
     records = [named("stability", row("K_4", kind="hard"), seed=seed, config=CONFIG | {"regime": everything})

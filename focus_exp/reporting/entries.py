@@ -123,6 +123,13 @@ class Entry:
         return [line for line in each.values() if line.kind != BASE] or list(each.values())
 
     @property
+    def stand_ins(self) -> list[str]:
+        """Notes on models that are not the paper's."""
+        asked = {own.setting("model", "name") for run in self.runs for own in self.own(run)} if self.place.model else ()
+        others = sorted(name for name in asked if name and name != self.place.model)
+        return [f"SUBSTITUTE: {name} stands in for the paper's {self.place.model}" for name in others]
+
+    @property
     def records(self) -> list[Record]:
         return [run.record for run in self.runs]
 
@@ -152,7 +159,7 @@ class Entry:
         seen = {arm.tokens_seen for arm in arms} or {last.record.tokens_seen}
         groups = {r.setting("attention", "groups") for r in records if r.setting("attention", "method") == "focus"}
         tokens = [f"{count:,}" for count in sorted(seen) if any(seen)]
-        parts = [" / ".join(dict.fromkeys(map(where, records)))]
+        parts = [" / ".join(dict.fromkeys(where(record, self.place.model) for record in records))]
         parts += [f"K = {' / '.join(map(str, sorted(groups)))}"] if groups and not timed else []
         parts += [f"{' / '.join(tokens)} tokens trained"] if tokens else []
         formats = dict.fromkeys(own.number_format for run in self.runs for own in self.own(run))

@@ -142,7 +142,7 @@ def pareto_table(found: list[Point]) -> Table:
         rows.append([
             *(point.method, ABSENT if theirs is None else CHANGE.written(theirs) + CHANGE.unit),
             *(shown(CHANGE, [*point.changes, NOT_RUN]), decimals_text(speed, 1), number_text(point.ratio), point.timed),
-            *(entry.what(last) if last else point.method, where(last.record) if last else ABSENT),
+            *(entry.what(last) if last else point.method, where(last.record, entry.place.model) if last else ABSENT),
             *(seeds_text(entry.records), made),
         ])  # fmt: skip
         values.append(

@@ -56,13 +56,14 @@ def failures(rows: list[BenchmarkRow]) -> list[str]:
     ]
 
 
-def where(record: Record) -> str:
-    """The model and the text that were used, the length and the window."""
+def where(record: Record, model: str = "") -> str:
+    """The model, which may stand in for `model`, and the text that were used, the length and the window."""
     parts = []
     for section in ("model", "data"):
-        used = getattr(record, section)
-        name = used.get("name") or record.setting(section, "name", section)
-        parts.append(f"{name} (SUBSTITUTE)" if used.get("substitution") else str(name))
+        used, asked = getattr(record, section), record.setting(section, "name", section)
+        path, other = used.get("source") == "local", model not in ("", asked)
+        name = asked if section == "model" and path else used.get("name") or asked
+        parts.append(f"{name} (SUBSTITUTE)" if used.get("substitution") or (section == "model" and other) else name)
     shape = f"T = {record.setting('eval', 'window', 0):,}, w = {record.setting('attention', 'window')}"
     device = f", {record.device_kind}" if record.speed else ""
     return f"{' on '.join(parts)}, {shape}{device}"

@@ -5,7 +5,6 @@ from __future__ import annotations
 from statistics import fmean
 from typing import Any
 
-from focus_exp.records.record import Record
 from focus_exp.reporting.entries import Entry, Value, entries_of
 from focus_exp.reporting.formats import ABSENT, NOT_HERE, NOT_RUN
 from focus_exp.reporting.gather import WANTED, Runs, seeds_of
@@ -31,7 +30,7 @@ def beside(table: PaperTable, runs: Runs) -> Table:
         rows=list(cells),
         name=f"paper_{table.name.replace('.', '_')}",
         title=f"{table.label}: {table.title}",
-        notes=_notes([record for entry in entries for record in entry.records]),
+        notes=_notes(entries),
         values=list(values),
     )
 
@@ -78,11 +77,12 @@ def shown(column: Column, found: list[Value | str]) -> str:
     return text + "".join(f" ({mark})" for mark in dict.fromkeys(value.mark for value in values) if mark)
 
 
-def _notes(records: list[Record]) -> list[str]:
+def _notes(entries: list[Entry]) -> list[str]:
+    records = [record for entry in entries for record in entry.records]
     if not records:
         return [f"{NOT_RUN}: there is no record; the last column has the command"]
     seeds = len(seeds_of(records))
     few = [f"{seeds} of the {WANTED} seeds that a claimed difference wants"] if seeds < WANTED else []
     missing = [row for record in records for row in record.benchmarks if row.kind == "missing"]
-    said = dict.fromkeys([*(note for record in records for note in caveats(record)), *failures(missing)])
-    return [*said, *few, *paper_map()["notes"]]
+    said = [note for entry in entries for note in entry.stand_ins] + [note for one in records for note in caveats(one)]
+    return [*dict.fromkeys([*said, *failures(missing)]), *few, *paper_map()["notes"]]
