@@ -74,6 +74,9 @@ class PaperTable:
     name: str = ""
     columns: tuple[Column, ...] = ()
 
+    def column(self, name: str) -> Column:
+        return next(column for column in self.columns if column.name == name)
+
     @property
     def paper(self) -> dict[str, dict[str, Any]]:
         """The rows by their cells in `key`, those that are empty left out: "lora_r4 1e-05"."""
