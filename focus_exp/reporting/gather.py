@@ -36,11 +36,6 @@ class Runs:
         arms = {f"{record.experiment}/{record.config.get('arm')}/{key}": record for key, record in self.arms.items()}
         return {folder.as_posix(): record for folder, record in self.found} | arms
 
-    def finished(self, *experiments: str) -> list[Record]:
-        """Of these experiments, or of all."""
-        records = (record for record in self.records if record.status == "finished")
-        return [record for record in records if not experiments or record.experiment in experiments]
-
     def own(self, arm: Arm) -> Record | None:
         """The record of an arm's own run, if it is below the folder too."""
         return self.arms.get(arm.config_hash)

@@ -30,6 +30,7 @@ IDENTICAL = 1e-3  # nats a token: what float32 and another order of sums leave
 GROUPED = ("focus", "random_groups")  # methods that have K groups
 KEY = ["setup", "arm_setup", "what", "against"]
 SEEDS = ["experiment", "K", "what", "against", "seeds", "mean change", "least to most", "each seed [95 %]", "in words"]
+NUMBERS = {"difference": "value", "low": "low", "high": "high", "unit": "unit"}
 TRAPS = ["trap", "what was measured", "value", "difference [95 %]", "in words", "model and text", "made by"]
 
 
@@ -128,22 +129,23 @@ def traps_table(runs: Runs) -> Table:
     """Traps 1, 2, 3 and 5; one that no record measures says which command would."""
     table = measurements(runs)
     table = table[table.status == "finished"].sort_values("started", kind="stable")
-    rows: list[list[str]] = []
+    values: list[dict[str, Any]] = []
     shown: list[Record] = []
     for trap in read_specs("traps", list[Trap]):
         check(f"traps.yaml: {trap.trap}", trap.select, trap.where)
         lines = lines_of(select(table, trap.select, trap.where))
-        records = [runs.named[line.run] for line in lines]
-        rows += [
-            [trap.trap, *_said(trap, line), where(record), command_of(record)]
-            for line, record in zip(lines, records, strict=True)
-        ]
-        shown += records
+        shown += (records := [runs.named[line.run] for line in lines])
+        for line, record in zip(lines, records, strict=True):
+            said = [trap.trap, *_said(trap, line), where(record), command_of(record)]
+            values.append(
+                dict(zip(TRAPS, said, strict=True)) | {name: getattr(line, column) for name, column in NUMBERS.items()}
+            )
         if not lines:
-            rows.append([trap.trap, NOT_RUN, *[ABSENT] * 4, f"python -m focus_exp +experiment={trap.experiment}"])
+            said = [trap.trap, NOT_RUN, *[ABSENT] * 4, f"python -m focus_exp +experiment={trap.experiment}"]
+            values.append(dict(zip(TRAPS, said, strict=True)) | dict.fromkeys(NUMBERS))
     return Table(
         columns=TRAPS,
-        rows=rows,
+        rows=[[line[column] for column in TRAPS] for line in values],
         name="traps",
         title="Traps: what the paper's numbers could be mistaken for",
         notes=[
@@ -153,6 +155,7 @@ def traps_table(runs: Runs) -> Table:
             "gate: the soft gate of training against the hard mask of inference, the same router on the same tokens",
             f"full attention: every distant pair kept, and a loss within {IDENTICAL} nats a token of the base's",
         ],
+        values=values,
         kinds=dict.fromkeys(("value", "difference [95 %]"), "number"),
     )
 
