@@ -14,8 +14,7 @@ from focus_exp.reporting.entries import Entry, Value, entries_of, finished, mean
 from focus_exp.reporting.formats import ABSENT, NOT_RUN, READS_FUTURE, decimals_text, number_text
 from focus_exp.reporting.gather import Runs, seeds_text
 from focus_exp.reporting.notes import caveats, where
-from focus_exp.reporting.paper import change, paper_tables
-from focus_exp.reporting.printed import paper_speedups
+from focus_exp.reporting.paper import change, paper_speedups, paper_tables
 from focus_exp.reporting.selection import Line
 from focus_exp.reporting.speed_findings import MASKED
 from focus_exp.reporting.tables import Table
