@@ -63,6 +63,12 @@ class Table:
         return Group(table, *(Text(f"  {note}", style="dim") for note in self.notes))
 
 
+def column_kinds(headings: list[str]) -> dict[str, str]:
+    """Kinds of columns of numbers that are of the paper or from here, as "PPL: paper" says."""
+    sides = {"paper": "paper number", "here": "number"}
+    return {name: sides[side] for name in headings if (side := name.rpartition(": ")[2]) in sides}
+
+
 @dataclass(frozen=True, kw_only=True)
 class Pivot:
     """Lines of a table that has a column for every value of an expression."""
