@@ -9,8 +9,8 @@ import pytest
 from focus_exp.records.benchmarks import BenchmarkRow, telling
 from focus_exp.records.record import Record
 from focus_exp.records.rows import Row
-from focus_exp.reporting.benchmark_findings import benchmark_findings
-from focus_exp.reporting.benchmarks import benchmark_table
+from focus_exp.reporting import findings
+from focus_exp.reporting.tables import table_of
 
 RECORD = Record(status="finished", experiment="test", seed=7, config={"eval": {"window": 64}}, model={"name": "tiny"})
 ENGAGED = {
@@ -18,6 +18,10 @@ ENGAGED = {
     "requests": 8, "request_tokens": [300, 310, 400, 490, 500], "largest_group": 0.3,
 }  # fmt: skip
 IDLE = {**ENGAGED, "distant_share": 0.02, "pairs_removed": 0.01, "removed_by_layer": [0.01, 0.01]}
+
+
+def benchmark_findings(rows):
+    return [*findings.benchmark_findings(rows)]
 
 
 def base(task: str, metric: str = "acc", value: float = 0.5, **fields) -> BenchmarkRow:
@@ -57,7 +61,7 @@ def test_the_table_keeps_tasks_together_and_says_what_was_removed():
         hard("one", -0.04),
         hard("two", 0.1, metric="perplexity", ledger=IDLE),
     ]
-    table = benchmark_table(RECORD, rows)
+    table = table_of(replace(RECORD, benchmarks=rows), "benchmarks")
     assert [(row[0], row[2]) for row in table.rows] == [
         ("one", "base, full attention"), ("one", "Focus hard k=1"),
         ("two", "base, full attention"), ("two", "Focus hard k=1"),
@@ -75,7 +79,7 @@ def test_the_table_keeps_tasks_together_and_says_what_was_removed():
 
 def test_csv_holds_the_numbers_unrounded_and_where_they_came_from():
     rows = [base("one"), hard("one", -1 / 3)]
-    line = list(csv.DictReader(io.StringIO(benchmark_table(RECORD, rows).to_csv())))[1]
+    line = list(csv.DictReader(io.StringIO(table_of(replace(RECORD, benchmarks=rows), "benchmarks").to_csv())))[1]
     assert float(line["difference"]) == -1 / 3 and line["engaged"] == "True"
     assert line["request_tokens"] == "300 310 400 490 500" and line["removed_by_layer"] == "0.4 0.44"
     assert (line["seed"], line["fewshot_seed"], line["model"]) == ("7", "1234", "tiny")
@@ -88,7 +92,7 @@ def test_failures_cuts_and_readers_of_the_future_stay_visible():
         hard("long", 0.2, causal=False),
         replace(hard("long", 0), attention="other", error="RuntimeError: out of memory", value=None),
     ]
-    table = benchmark_table(RECORD, rows)
+    table = table_of(replace(RECORD, benchmarks=rows), "benchmarks")
     markdown = table.to_markdown()
     assert "truthfulqa_mc1 was not measured: only on the hub" in markdown
     assert "long under other failed: RuntimeError: out of memory" in markdown

@@ -15,8 +15,9 @@ from focus_exp.records.benchmarks import BenchmarkRow
 from focus_exp.records.comparison import load_run
 from focus_exp.records.record import Record
 from focus_exp.records.rows import Arm, Row
-from focus_exp.reporting.comparison import comparison_findings, comparison_tables
-from focus_exp.reporting.comparison_figure import write_comparison_figure
+from focus_exp.reporting.figures import figures
+from focus_exp.reporting.report import all_findings
+from focus_exp.reporting.tables import table_of
 
 MEASURED = {"k_1": ["eval.top_k=[1]"], "k_2": ["attention.top_k=2", "eval.top_k=[2]"]}
 ARMS = {
@@ -194,20 +195,30 @@ def compared(delta, half=0.01):
     return {"delta_vs_hard": delta, "delta_vs_hard_low": delta - half, "delta_vs_hard_high": delta + half}
 
 
-def test_broken_routers_are_seen(tmp_path):
+def test_broken_routers_are_seen():
     found = comparison_of(
         row("focus", kind="hard", nll=3.02),
         row("one_group", kind="hard", pairs_removed=0.0, distant_pairs_kept=1.0, **compared(-0.02)),
         row("window", nll=3.3, pairs_removed=0.8, distant_pairs_kept=0.0, **compared(0.28)),
         row("seer", kind="hard", nll=2.0, causal=False, **compared(-1.02)),
     )
-    text = comparison_tables(found)[0].to_markdown()
+    text = table_of(found, "comparison").to_markdown()
     assert "0.0 % (not engaged)" in text and "seer (reads the future)" in text
-    said = "\n".join(comparison_findings(found))
+    said = "\n".join(all_findings(found))
     assert "one_group was not engaged: it removes 0.0 %" in said
     assert "worse than focus's: window (+32.31 % [" in said
     assert "seer reads the future" in said and "seer (" not in said.partition("seer reads")[0]
-    assert write_comparison_figure(found, tmp_path)["comparison"].stat().st_size > 0
+
+
+def test_an_arm_that_is_too_bad_to_be_drawn_is_named_within_the_axes():
+    rows = [row("focus", kind="hard"), row("lost", nll=5.2, delta_low=2.1, delta_high=2.3), row("failed", error="none")]
+    axes = figures(comparison_of(*rows), [])["comparison"].axes[0]
+    assert axes.get_xlim()[1] < 100
+    lost, failed = axes.texts
+    axes.figure.draw_without_rendering()
+    assert lost.get_text() == "+803 % →" and failed.get_text() == "failed"
+    assert axes.bbox.contains(*lost.get_window_extent().min) and axes.bbox.contains(*lost.get_window_extent().max - 1)
+    assert [label.get_text() for label in axes.get_yticklabels()] == ["focus", "lost", "failed"]
 
 
 def test_the_best_adapter_of_equal_size_and_tokens_is_named():
@@ -218,11 +229,11 @@ def test_the_best_adapter_of_equal_size_and_tokens_is_named():
         row("large", kind="trained", nll=2.5, **compared(-0.52)),
     )
     found.arms[-1].trainable_parameters = 1000
-    (said,) = [line for line in comparison_findings(found) if "At about 100 parameters" in line]
+    (said,) = [line for line in all_findings(found) if "At about 100 parameters" in line]
     assert "low has the lowest perplexity of 2 adapters" in said and "better than focus's" in said
     assert "focus removes 50.0 % of them" in said
     found.arms[1].tokens_seen = 128
-    told = comparison_findings(found)
+    told = all_findings(found)
     assert any("high has the lowest perplexity of 1 adapters" in line for line in told)
     assert any("different numbers of tokens: 64, 128" in line for line in told)
 
@@ -245,12 +256,14 @@ def test_benchmarks_count_where_the_mask_acted():
             BenchmarkRow(attention="", kind="missing", task="gone", error="no hub"),
         ],
     )
-    said = "\n".join(comparison_findings(found))
+    said = "\n".join(all_findings(found))
     assert "worse than full attention beyond the interval: focus on long acc" in said and "lora on short acc" in said
     assert "better than full attention beyond the interval: lora on long acc" in said
     assert "focus was not engaged on short; it acted on long" in said
-    changes = comparison_tables(found)[1]
+    changes = table_of(found, "benchmark_changes")
     assert changes.columns == ["arm", "short", "long"]
+    told = {(values["attention"], values["task"]): values["difference"] for values in changes.values}
+    assert told == {(row.attention, row.task): row.difference for row in found.benchmarks if row.kind != "missing"}
     assert "(not engaged)" in changes.rows[0][1] and "not engaged" not in changes.rows[1][1]
     assert any("gone was not measured: no hub" in note for note in changes.notes)
 
@@ -258,6 +271,6 @@ def test_benchmarks_count_where_the_mask_acted():
 def test_nothing_is_compared_with_an_arm_that_has_no_number():
     found = comparison_of(row("focus", kind="hard"), row("window", **compared(0.1)))
     found.rows[1] = replace(found.rows[1], nll=None, perplexity=None, delta_nll=None, error="RuntimeError: none")
-    said = comparison_findings(found)
+    said = all_findings(found)
     assert "focus failed: RuntimeError: none" in said
     assert any("focus has no perplexity" in line for line in said)

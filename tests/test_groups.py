@@ -29,13 +29,12 @@ from focus_exp.evaluation.groups_pairs import best_pairs, cut_cost, layer_conten
 from focus_exp.evaluation.groups_passage import LISTED, Cut, CutProbe, cut_passage
 from focus_exp.evaluation.groups_words import CLASSES, Passage, find_words, read_passage, shown, text_pieces
 from focus_exp.models.random import byte_tokenizer
-from focus_exp.records.groups import GroupFit
+from focus_exp.records.groups import PUNCTUATION, GroupFit
 from focus_exp.records.record import Record
-from focus_exp.reporting.groups import PUNCTUATION
-from focus_exp.reporting.groups_claims import groups_claims
-from focus_exp.reporting.groups_findings import group_findings
-from focus_exp.reporting.passage import page
-from focus_exp.reporting.verdicts import NOT_REPRODUCED, NOT_RUN, REPRODUCED
+from focus_exp.reporting.claims import judged
+from focus_exp.reporting.formats import NOT_REPRODUCED, NOT_RUN, REPRODUCED
+from focus_exp.reporting.group_findings import group_findings
+from focus_exp.reporting.report import measured_passage, passage_page
 from focus_exp.training.precision import choose_precision
 
 JOB = ["job=analyze", "regime.steps=2"]
@@ -340,23 +339,24 @@ def test_findings_follow_from_the_numbers(analyzed):
 
 def test_claims_on_groups_are_judged_by_the_analysis(analyzed):
     record = record_of(analyzed / "runs")
-    judges = {claim.says: claim.judge for claim in groups_claims()}
-    pure, sure, even = (
-        next(judge for says, judge in judges.items() if word in says) for word in ("punct", "sure", "share")
-    )
+    record.experiment = "groups"
+
+    def words(record):
+        return [verdict.word for claim, verdict in judged([record]) if claim.table == "5"]
+
     for row in record.groups.layers:
         row.confidence = 0.88
         for group in row.groups:
             group.word_class, group.purity, group.share = PUNCTUATION, 0.95, 0.15
-    assert [judge(record).word for judge in (pure, sure, even)] == [REPRODUCED] * 3
+    assert words(record) == [REPRODUCED] * 3
     for row in record.groups.layers:
         row.confidence = 0.5
         row.groups[0].purity, row.groups[0].share = 0.2, 0.6
-    assert [judge(record).word for judge in (pure, sure, even)] == [REPRODUCED, NOT_REPRODUCED, NOT_REPRODUCED]
+    assert words(record) == [REPRODUCED, NOT_REPRODUCED, NOT_REPRODUCED]
     record.groups.layers = record.groups.layers[:1]
     record.groups.layers[0].groups = record.groups.layers[0].groups[:1]
-    assert pure(record).word == NOT_REPRODUCED
-    assert pure(replace(record, groups=None)).word == NOT_RUN
+    assert words(record)[0] == NOT_REPRODUCED
+    assert words(replace(record, groups=None)) == [NOT_RUN] * 3
 
 
 def test_an_interrupted_analysis_goes_on_with_the_next_router(tmp_path, monkeypatch):
@@ -445,7 +445,7 @@ def test_the_page_holds_any_token_and_needs_no_network(analyzed):
     record.groups.passage_from = "<b>&amp;</b>"
     record.groups.layers[0].groups[0].tokens = ODD
     record.model["name"] = "</title><script>alert(1)</script>"
-    text = page(record, measured)
+    text = passage_page(record, measured)
     content = data_of(text)
     assert content["pieces"] == measured["pieces"] and content["from"] == "<b>&amp;</b>"
     assert content["layers"][0]["legend"][0]["tokens"] == ODD
@@ -467,9 +467,8 @@ def test_the_page_has_every_layer_and_every_token_of_the_record(analyzed):
     assert content["findings"] == record_of(analyzed / "runs").findings
 
 
-def test_a_page_without_its_data_is_one_message(analyzed, tmp_path):
+def test_a_page_without_its_data_is_one_message(tmp_path):
     from focus_exp import UserError
-    from focus_exp.reporting.passage import write_page
 
     with pytest.raises(UserError, match="run job=analyze again"):
-        write_page(record_of(analyzed / "runs"), tmp_path)
+        measured_passage(tmp_path)

@@ -16,12 +16,8 @@ from focus_exp.records.benchmarks import BenchmarkRow
 from focus_exp.records.record import Record
 from focus_exp.records.rows import Row
 from focus_exp.records.speed import SpeedRow
-from focus_exp.reporting.claims import claims, judged
-from focus_exp.reporting.gather import Runs, gather
-from focus_exp.reporting.latex import escaped_latex, latex_document, latex_table
-from focus_exp.reporting.page import Section, page
-from focus_exp.reporting.tables import Table
-from focus_exp.reporting.verdicts import (
+from focus_exp.reporting.claims import claim_table, claims, judged
+from focus_exp.reporting.formats import (
     NOT_ENGAGED,
     NOT_HERE,
     NOT_REPRODUCED,
@@ -31,7 +27,10 @@ from focus_exp.reporting.verdicts import (
     UNDECIDED,
     VERDICTS,
 )
-from focus_exp.reporting.whole_report import claim_table, write_report_of
+from focus_exp.reporting.gather import Runs, gather
+from focus_exp.reporting.pages import Section, latex_document, latex_text, markdown, page
+from focus_exp.reporting.tables import Table
+from focus_exp.reporting.whole_report import write_report_of
 
 RECORDS = Path(__file__).parent.parent / "runs" / "records"
 
@@ -123,9 +122,9 @@ def test_rivals_are_judged_by_their_paired_differences():
     assert find(found, "T3", "loses on benchmarks").word == REPRODUCED
 
 
-def timed(tokens, ratio, groups=8, top_k=1, experiment="speed"):
+def timed(tokens, ratio, groups=8, top_k=1, assignment="balanced"):
     return SpeedRow(
-        clock="attention", tokens=tokens, groups=groups, assignment="balanced", top_k=top_k, pairs_kept=0.2,
+        clock="attention", tokens=tokens, groups=groups, assignment=assignment, top_k=top_k, pairs_kept=0.2,
         full_seconds=ratio, focus_seconds=1.0,
     )  # fmt: skip
 
@@ -142,7 +141,7 @@ def test_speed_is_judged_at_the_printed_lengths():
     found = judged([Record(status="finished", experiment="speed", device="gpu", speed=slow)])
     words = [verdict.word for claim, verdict in found if claim.table == "T6" and claim.paper.startswith("K = 8")]
     assert words == [NOT_REPRODUCED, REPRODUCED]
-    by_k = [timed(8192, 4.1, groups=4), timed(8192, 1.1, groups=4, top_k=2)]
+    by_k = [timed(8192, 4.1, 4, 1, "trained"), timed(8192, 1.1, 4, 2, "trained"), timed(8192, 2.1, 4, 2)]
     found = judged([Record(status="finished", experiment="speed_quality", speed=by_k)])
     assert [v.word for c, v in found if c.table == "T7"] == [REPRODUCED, NOT_REPRODUCED, NOT_RUN]
 
@@ -171,12 +170,13 @@ def test_records_at_scale_quick_stand_alone(tmp_path):
 
 
 def test_scale_quick_has_no_verdict():
-    found = comparison_of(row("longformer", kind="trained", **compared(0.2)))
+    found = comparison_of(row("focus", kind="hard"), row("longformer", kind="trained", **compared(0.2)))
     quick = replace(found, config=found.config | {"scale": {"name": "quick"}})
     for record, said in ((found, REPRODUCED), (quick, RAN)):
         ledger = claim_table(Runs([(Path("run"), replace(record, experiment="compare"))]))
-        (line,) = [line for line in ledger.rows if "than longformer" in line[1]]
-        assert line[4] == said
+        (line,) = [line for line in ledger.values if "than longformer" in line["the paper says"]]
+        assert line["verdict"] == said
+        assert (line["value"], line["unit"]) == (-0.2, "nats") and line["low"] < -0.2 < line["high"] < 0
     assert ledger.notes[0].startswith(f"1 {RAN}, ") and "no number of it means anything" in ledger.notes[1]
 
 
@@ -202,7 +202,7 @@ def test_latex_compiles(tmp_path):
     hard = Table(
         columns=["a_b"] * 20, rows=[["ſ ☃ \\ {x} → “quoted” a/b_c=d"] * 20], title="50 % {of} #1", notes=["~^"]
     )
-    (tmp_path / "report.tex").write_text(latex_document([("§ 1 & 2", [hard, hard])]), encoding="utf-8")
+    (tmp_path / "report.tex").write_text(latex_document([Section("part", "§ 1 & 2", [hard, hard])]), encoding="utf-8")
     command = ["pdflatex", "-halt-on-error", "-interaction=nonstopmode", "report.tex"]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, timeout=120)
     assert done.returncode == 0 and (tmp_path / "report.pdf").exists(), done.stdout[-2000:]
@@ -253,6 +253,8 @@ class Tags(html.parser.HTMLParser):
 
 def test_the_report_holds_every_record_and_opens_without_a_network(tmp_path):
     assert run(*tiny(tmp_path), "regime.steps=2").code == 0
+    for twin in tmp_path.rglob("*.png"):  # as in what is published
+        twin.unlink()
     result = run(*tiny(tmp_path), "job=report")
     assert result.code == 0, result.err
     folder = tmp_path / "runs" / "report"
@@ -293,8 +295,8 @@ def test_an_empty_folder_is_one_message(tmp_path):
 
 def test_cells_are_escaped():
     table = Table(columns=["a_b"], rows=[["<5 % & $x$ ± 1 →"]], title="50 % {of}", notes=["<note>"])
-    assert escaped_latex("5 % & $ _") == r"5 \% \& \$ \_"
-    assert r"<5 \% \& \$x\$ $\pm$ 1 $\to$ \\" in latex_table(table)
+    assert latex_text("5 % & $ _") == r"5 \% \& \$ \_"
+    assert r"<5 \% \& \$x\$ $\pm$ 1 $\to$ \\" in latex_document([Section("part", "title", [table])])
     shown = page([Section("part", "<title>", [table])], Path())
     assert (
         "&lt;title&gt;" in shown
@@ -313,7 +315,11 @@ def test_the_readmes_comparison_and_its_count_of_verdicts_are_those_of_the_recor
     assert len(rows) > 5
     for cells in rows:
         assert any(all(f"| {cell} |" in line or f"| {cell} (" in line for cell in cells) for line in published), cells
-    words = [verdict.word for _, verdict in judged(gather(RECORDS).records)]
+    verdicts = [verdict for _, verdict in judged(gather(RECORDS).records)]
+    for verdict in verdicts:
+        sentences = verdict.why.split("; ")
+        assert len(sentences) == len(set(sentences)), verdict.why
+    words = [verdict.word for verdict in verdicts]
     counts = [words.count(word) for word in (REPRODUCED, NOT_REPRODUCED, UNDECIDED, NOT_HERE)]
     said = "of {}, {} are reproduced, {} are not, {} are undecided, {} need a GPU or the hub"
     assert said.format(len(words), *counts) in " ".join(readme.split())
@@ -349,3 +355,20 @@ def test_the_longest_texts_decide_and_without_an_interval_nothing_is_decided():
     assert word(at(8192, 0.02), at(1024, 0.9)) == REPRODUCED
     assert word(at(4096, 0.02), at(8192, 0.2)) == NOT_REPRODUCED
     assert word(at(4096, 0.02), at(8192, None)) == UNDECIDED
+
+
+def test_a_cell_is_shown_as_its_column_says_or_as_the_word_it_is():
+    kinds = {"paper": "paper number", "here": "number"}
+    rows = [["1.2", "not run", "not run"], ["x" * 60, NOT_RUN, "not run" * 9]]
+    table = Table(columns=["paper", "here", "because"], rows=rows, kinds=kinds)
+    shown = page([Section("part", "title", [table])], Path())
+    assert re.findall(r"<td([^>]*)>", shown) == [
+        ' class="paper number"', ' class="number"', "",
+        ' class="paper long"', ' class="number not-run"', ' class="long"',
+    ]  # fmt: skip
+
+
+def test_a_heading_is_said_once():
+    table = Table(columns=["a"], rows=[["1"]], title="T1: methods")
+    text = markdown([Section("part", table.title, [table, replace(table, title="another")])])
+    assert text.count("T1: methods") == 1 and "### another" in text and "### T1: methods" in table.to_markdown()

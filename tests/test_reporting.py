@@ -25,10 +25,10 @@ from focus_exp.records.environment import environment
 from focus_exp.records.metrics import read_metrics
 from focus_exp.records.record import Record
 from focus_exp.records.rows import Row
-from focus_exp.reporting import dashboard
+from focus_exp.reporting import wandb as logging
 from focus_exp.reporting.figures import write_figures
-from focus_exp.reporting.findings import findings
-from focus_exp.reporting.tables import quality_table
+from focus_exp.reporting.report import all_findings
+from focus_exp.reporting.tables import table_of
 
 ROOT = Path(__file__).parent.parent
 CONFIG = {
@@ -106,8 +106,8 @@ def test_record_round_trips_and_every_view_accepts_it(tmp_path_factory, rows, sh
     record.save(path)
     assert Record.load(path) == record
     assert [entry.name for entry in path.parent.iterdir()] == ["record.json"]
-    table = quality_table(record)
-    assert table.to_markdown() and table.to_csv() and isinstance(findings(record), list)
+    table = table_of(record, "quality")
+    assert table.to_markdown() and table.to_csv() and isinstance(all_findings(record), list)
 
 
 def test_nan_survives_in_strict_json(tmp_path):
@@ -161,7 +161,7 @@ def test_table_marks_and_parses_back():
         Row(name="performer", kind="control", method="performer", causal=True, error="out of\nmemory"),
     ]
     record = make_record(*rows, model={"name": "tiny", "substitution": "tiny stands in for gpt2."})
-    table = quality_table(record)
+    table = table_of(record, "quality")
     lines = [line for line in table.to_markdown().splitlines() if line.startswith("| ")]
     cells = [[cell.strip() for cell in line.replace("\\|", "/").strip("|").split("|")] for line in lines]
     assert cells[2][0] == "base, full attention" and cells[2][2] == "-"
@@ -218,22 +218,22 @@ FAILED = Row(name="focus hard k=1", kind="hard", method="focus", top_k=1, causal
     ],
 )
 def test_findings_say(rows, sentence):
-    assert sentence in "\n".join(findings(make_record(*rows)))
+    assert sentence in "\n".join(all_findings(make_record(*rows)))
 
 
 def test_findings_without_a_verdict():
-    assert not any("the base" in said for said in findings(make_record(make_row(causal=False))))
-    assert not any("engaged" in said for said in findings(make_record(make_row())))
+    assert not any("the base" in said for said in all_findings(make_record(make_row(causal=False))))
+    assert not any("engaged" in said for said in all_findings(make_record(make_row())))
     full = {**CONFIG, "attention": {"method": "full"}}
-    assert findings(make_record(config=full)) == [
+    assert all_findings(make_record(config=full)) == [
         "Only full attention was asked for: there is no sparse attention to judge."
     ]
-    assert "no scored base row" in findings(make_record(rows=[make_row()]))[0]
-    assert "The run failed (boom)" in findings(make_record(status="failed", error="boom", rows=[]))[0]
-    untrained = findings(make_record(make_row(), steps=0, method={"trainable_parameters": 5}))
+    assert "no scored base row" in all_findings(make_record(rows=[make_row()]))[0]
+    assert "The run failed (boom)" in all_findings(make_record(status="failed", error="boom", rows=[]))[0]
+    untrained = all_findings(make_record(make_row(), steps=0, method={"trainable_parameters": 5}))
     assert "Nothing was trained in this run." in untrained
     shares = {"layers": [3, 7], "group_shares": [[0.5, 0.5], [0.9, 0.1]]}
-    assert "at worst 90.0 % in layer 7" in "\n".join(findings(make_record(make_row(), **shares)))
+    assert "at worst 90.0 % in layer 7" in "\n".join(all_findings(make_record(make_row(), **shares)))
 
 
 def test_figures_are_drawn_only_from_data(tmp_path):
@@ -294,16 +294,16 @@ def test_an_offline_run_holds_the_table_and_the_scalars(tmp_path, monkeypatch):
     for name in ("WANDB_DIR", "WANDB_CACHE_DIR", "WANDB_CONFIG_DIR", "WANDB_DATA_DIR"):
         monkeypatch.setenv(name, str(tmp_path))
     record = make_record(make_row(), FAILED, findings=["worse"], seed=7)
-    table = quality_table(record)
-    options = dashboard.init_options(CONFIG)
+    table = table_of(record, "quality")
+    options = logging.init_options(CONFIG)
     assert options == {
         "group": "test", "job_type": None, "tags": ["tiny", "focus", "retrofit", "books", "seed:None"],
     }  # fmt: skip
-    arm = dashboard.init_options({**CONFIG, "job": "train", "arm": "lora", "seed": 1})
+    arm = logging.init_options({**CONFIG, "job": "train", "arm": "lora", "seed": 1})
     assert arm["job_type"] == "arm" and {"arm:lora", "seed:1"} <= set(arm["tags"])
     settings = wandb.Settings(console="off", silent=True)
     run = wandb.init(project="p", mode="offline", dir=str(tmp_path), settings=settings, **options)
-    dashboard.log_record(run, record, [table], write_figures(record, [], tmp_path))
+    logging.log_record(run, record, [table], write_figures(record, [], tmp_path))
     tags = run.tags
     run.finish()
     assert {"tiny", "finished"} <= set(tags)
@@ -327,19 +327,19 @@ def test_wandb_mode_never_waits_for_a_silent_server(monkeypatch):
         monkeypatch.setenv("NETRC", "/nonexistent")
         monkeypatch.setattr(wandb.setup().settings, "base_url", f"http://127.0.0.1:{server.getsockname()[1]}")
         monkeypatch.delenv("WANDB_API_KEY", raising=False)
-        assert dashboard.wandb_mode("auto") == "offline"
+        assert logging.wandb_mode("auto") == "offline"
         monkeypatch.setenv("WANDB_API_KEY", "x" * 40)
         started = time.monotonic()
-        assert dashboard.wandb_mode("auto", timeout=0.5) == "offline"
+        assert logging.wandb_mode("auto", timeout=0.5) == "offline"
         assert 0.4 < time.monotonic() - started < 2
     monkeypatch.setenv("WANDB_MODE", "disabled")
-    assert dashboard.wandb_mode("auto") == "disabled" and dashboard.wandb_mode("offline") == "offline"
+    assert logging.wandb_mode("auto") == "disabled" and logging.wandb_mode("offline") == "offline"
     with pytest.raises(UserError, match="unknown"):
-        dashboard.wandb_mode("sometimes")
+        logging.wandb_mode("sometimes")
 
 
 def test_reporting_imports_neither_torch_nor_wandb():
-    names = ("records.record", "reporting.report", "reporting.dashboard")
+    names = ("records.record", "reporting.report", "reporting.wandb")
     assert all(importlib.util.find_spec(f"focus_exp.{name}") for name in names)
     imports = "; ".join(f"import focus_exp.{name}" for name in names)
     code = f"import sys; {imports}; print([name for name in ('torch', 'wandb', 'transformers') if name in sys.modules])"

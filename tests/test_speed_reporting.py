@@ -18,12 +18,12 @@ from focus_exp.errors import UserError
 from focus_exp.records.record import Record
 from focus_exp.records.rows import Row
 from focus_exp.records.speed import SpeedRow
-from focus_exp.reporting import paper, speed_figures
+from focus_exp.reporting import paper
+from focus_exp.reporting.figures import figures, write_figures
 from focus_exp.reporting.paper import paper_rows, paper_speedups
-from focus_exp.reporting.speed_figures import write_speed_figures
-from focus_exp.reporting.speed_findings import speed_findings
-from focus_exp.reporting.speed_series import break_even
-from focus_exp.reporting.speed_tables import speed_tables
+from focus_exp.reporting.report import all_findings
+from focus_exp.reporting.speed import break_even
+from focus_exp.reporting.tables import all_tables
 
 CONFIG = {"attention": {"groups": 4}, "bench": {"heads": 9, "kv_heads": 3}}
 
@@ -82,7 +82,7 @@ def parsed(table) -> list[dict[str, str]]:
 
 
 def only_table(record: Record):
-    (table,) = speed_tables(record)
+    (table,) = all_tables(record)
     return table
 
 
@@ -206,7 +206,7 @@ def test_every_clock_has_its_table():
     shares = {"full_attention_seconds": 0.4, "focus_attention_seconds": 0.1}
     prefill = make_row("prefill", 8192, full_seconds=1.0, focus_seconds=0.8, **shares)
     step = make_row("attention step", 8192, ratio=3.0)
-    tables = speed_tables(make_record(prefill, step, make_row("model step", 8192, ratio=1.5), make_row()))
+    tables = all_tables(make_record(prefill, step, make_row("model step", 8192, ratio=1.5), make_row()))
     assert [table.name for table in tables] == [
         "speed_attention", "speed_prefill", "speed_attention_step", "speed_model_step",
     ]  # fmt: skip
@@ -233,7 +233,7 @@ def test_a_failed_row_and_substitutes_stay_visible():
 
 def test_settings_are_told_apart_and_one_group_a_token_names_no_rule():
     rows = [make_row(), make_row("kernels", pair_rule="share"), make_row(top_k=2, pair_rule="share")]
-    assert [line["K"] for line in cells(speed_tables(make_record(*rows))[0])] == ["8", "8 (k=2, share)"]
+    assert [line["K"] for line in cells(all_tables(make_record(*rows))[0])] == ["8", "8 (k=2, share)"]
     table = only_table(make_record(make_row(), make_row(window=64)))
     assert [line["K"] for line in cells(table)] == ["8 (window 64)", "8 (window 128)"]
 
@@ -262,12 +262,12 @@ speed_row = st.builds(
 def test_no_row_is_lost_whatever_was_measured(rows, failures):
     failed = [make_failed(tokens=tokens, error=f"broke {index}") for index, tokens in enumerate(failures)]
     record = make_record(*rows, *failed, rows=[make_quality(1, 30.0), make_quality(2, 29.0, "share")])
-    tables = [table for table in speed_tables(record) if table.name != "speed_top_k"]
+    tables = [table for table in all_tables(record) if table.name != "speed_top_k"]
     values = [row for table in tables for row in parsed(table)]
     printed = [row.get(name, "") for row in values for name in ("focus_seconds", "kernels_focus_seconds")]
     measured = [str(row.focus_seconds) for row in rows if row.focus_seconds is not None]
     assert sorted(value for value in printed if value) == sorted(measured)
-    said = "\n".join(speed_findings(record))
+    said = "\n".join(all_findings(record))
     notes = "\n".join(note for table in tables for note in table.notes)
     assert all(row.error in said and row.error in notes for row in failed)
 
@@ -295,7 +295,7 @@ def make_top_k_record(**changes) -> Record:
 
 
 def test_top_k_table_sets_measured_time_beside_the_claim():
-    table = speed_tables(make_top_k_record())[-1]
+    table = all_tables(make_top_k_record())[-1]
     claim = next(column for column in table.columns if "K/k" in column)
     assert "claim" in claim and "not a measurement" in claim
     lines = cells(table)
@@ -314,20 +314,20 @@ def test_top_k_table_sets_measured_time_beside_the_claim():
 
 def test_top_k_table_does_not_borrow_another_models_quality():
     other = make_top_k_record(config={"attention": {"groups": 8}})
-    assert {line["perplexity"] for line in cells(speed_tables(other)[-1])} == {"-"}
+    assert {line["perplexity"] for line in cells(all_tables(other)[-1])} == {"-"}
     eight = make_record(*(make_row(groups=8, top_k=k) for k in (1, 2)), rows=make_top_k_record().rows)
-    assert {line["paper: perplexity"] for line in cells(speed_tables(eight)[-1])} == {"-"}
-    assert [table.name for table in speed_tables(make_record(make_row()))] == ["speed_attention"]
+    assert {line["paper: perplexity"] for line in cells(all_tables(eight)[-1])} == {"-"}
+    assert [table.name for table in all_tables(make_record(make_row()))] == ["speed_attention"]
 
 
 def test_top_k_table_compares_at_the_longest_common_length_and_keeps_failures():
     rows = [*make_curve({1024: 2.0, 4096: 3.0}, groups=4), make_row(groups=4, top_k=2), make_failed(tokens=9, top_k=3)]
     record = make_record(*rows, rows=[make_quality(2, 30.0, error="no memory")])
-    lines = cells(speed_tables(record)[-1])
+    lines = cells(all_tables(record)[-1])
     assert [line["tokens"] for line in lines] == ["1,024", "1,024", "9"]
     assert lines[1]["perplexity"] == "failed" and lines[2]["measured ratio, attention with routing"] == "failed"
     prefill = make_record(make_row("prefill"), make_row("prefill", top_k=2))
-    assert "measured ratio, prefill" in speed_tables(prefill)[-1].columns
+    assert "measured ratio, prefill" in all_tables(prefill)[-1].columns
 
 
 # findings
@@ -405,19 +405,19 @@ def test_top_k_table_compares_at_the_longest_common_length_and_keeps_failures():
     ],
 )
 def test_findings_say(rows, sentence):
-    assert sentence in "\n".join(speed_findings(make_record(*rows)))
+    assert sentence in "\n".join(all_findings(make_record(*rows)))
 
 
 def test_findings_are_silent_where_there_is_nothing_to_say():
-    assert speed_findings(make_record()) == []
-    quiet = "\n".join(speed_findings(make_record(*make_curve({1024: 0.5, 2048: 2.0}))))
+    assert not any("timed" in said or "K/k" in said for said in all_findings(make_record()))
+    quiet = "\n".join(all_findings(make_record(*make_curve({1024: 0.5, 2048: 2.0}))))
     assert all(word not in quiet for word in ("above its bound", "failed", "already", "full attention and no speed-up"))
     # a whole model is not bounded by the pairs of its attention
-    assert "bound" not in "\n".join(speed_findings(make_record(make_row("prefill", ratio=9.0))))
+    assert "bound" not in "\n".join(all_findings(make_record(make_row("prefill", ratio=9.0))))
 
 
 def test_findings_quote_measured_times_against_the_claim_and_name_full_attention():
-    said = speed_findings(make_top_k_record())
+    said = all_findings(make_top_k_record())
     assert "K=4 (k=2, share) with a trained router has K/k 2.00 and measures 1.00" in said[-1]
     assert "k=3" not in said[-1]
     assert (
@@ -429,18 +429,16 @@ def test_findings_quote_measured_times_against_the_claim_and_name_full_attention
 # figures
 
 
-@pytest.fixture
-def drawn(monkeypatch):
+def drawn(record: Record):
     """The figures of a record, before they become files."""
-    monkeypatch.setattr(speed_figures, "save_figures", lambda figures, folder: figures)
-    return lambda record: write_speed_figures(record, "")
+    return figures(record, [])
 
 
 def test_figures_are_written_only_from_data(tmp_path):
-    assert write_speed_figures(make_record(make_failed(tokens=1024)), tmp_path) == {}
-    assert write_speed_figures(make_record(make_row("prefill")), tmp_path) == {}
+    assert write_figures(make_record(make_failed(tokens=1024)), [], tmp_path) == {}
+    assert write_figures(make_record(make_row("prefill")), [], tmp_path) == {}
     assert list(tmp_path.iterdir()) == []
-    paths = write_speed_figures(make_top_k_record(), tmp_path / "figures")
+    paths = write_figures(make_top_k_record(), [], tmp_path / "figures")
     assert sorted(paths) == ["speed", "speed_quality"]
     assert sorted(path.name for path in (tmp_path / "figures").iterdir()) == [
         f"{name}.{suffix}" for name in ("speed", "speed_quality") for suffix in ("png", "svg")
@@ -451,7 +449,7 @@ def test_figures_are_written_only_from_data(tmp_path):
         assert struct.unpack(">II", content[16:24])[0] == 1350
 
 
-def test_speed_figure_draws_ratio_bound_break_even_and_paper(drawn):
+def test_speed_figure_draws_ratio_bound_break_even_and_paper():
     curve = {1024: 0.5, 2048: 2.0, 16384: 4.0}
     rows = [*make_curve(curve), *make_curve(curve, clock="kernels"), *make_curve(curve, assignment="trained")]
     figure = drawn(make_record(*rows, *make_curve(curve, top_k=2)))["speed"]
@@ -471,7 +469,7 @@ def test_speed_figure_draws_ratio_bound_break_even_and_paper(drawn):
     assert names == ["K=3 with balanced groups", "with routing", "bound: pairs of full / pairs of Focus"]
 
 
-def test_quality_figure_sets_claims_apart_from_measurements(drawn):
+def test_quality_figure_sets_claims_apart_from_measurements():
     (axes,) = drawn(make_top_k_record())["speed_quality"].axes
     points = {line.get_label(): (list(line.get_xdata()), list(line.get_ydata())) for line in axes.lines}
     assert points["trained router, k=1"] == ([pytest.approx(0.8 / 0.3)], [33.0])

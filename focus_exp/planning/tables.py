@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import asdict, dataclass, field
 
-from focus_exp.reporting.tables import ABSENT, Table
+from focus_exp.reporting.formats import ABSENT
+from focus_exp.reporting.tables import Table
 
 GIB = 2**30
 

@@ -67,6 +67,11 @@ class BenchmarkRow:
         return None if self.kind in ("base", "trained", "missing") else acted(self.method, self.pairs_removed)
 
     @property
+    def scored_as(self) -> str:
+        """Task and metric, the metric once."""
+        return self.task if self.task.startswith(self.metric) else f"{self.task} {self.metric}"
+
+    @property
     def is_perplexity(self) -> bool:
         return self.metric.endswith("perplexity")
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
+PUNCTUATION = "punctuation"
+
 
 @dataclass(kw_only=True)
 class TokenGroup:
@@ -49,6 +51,10 @@ class DistantPair:
     mass: float
     by: Literal["affinity", "mass"]
 
+    @property
+    def distance(self) -> int:
+        return self.query - self.key
+
 
 @dataclass(kw_only=True)
 class GroupLayer:
@@ -76,15 +82,30 @@ class GroupLayer:
     affinity_median: float | None = None
     pairs: list[DistantPair] = field(default_factory=list)
 
+    @property
+    def shares(self) -> list[float]:
+        return [group.share for group in self.groups]
+
+    @property
+    def least(self) -> float:
+        return min(self.shares)
+
+    @property
+    def largest(self) -> float:
+        return max(self.shares)
+
+    @property
+    def agreement_seeds(self) -> float | None:
+        """Mean agreement with the routers of other seeds."""
+        return sum(self.agreement) / len(self.agreement) if self.agreement else None
+
     def fit(self, router: str) -> GroupFit:
         return next(fit for fit in self.fits if fit.router == router)
 
     @property
     def distant_mass_kept(self) -> float | None:
         """Of the base's attention beyond window and sinks, the share on kept pairs."""
-        if self.kept_mass is None or self.cut_mass is None or not self.kept_mass + self.cut_mass:
-            return None
-        return self.kept_mass / (self.kept_mass + self.cut_mass)
+        return distant_mass_kept([self])
 
 
 @dataclass(kw_only=True)
@@ -119,3 +140,19 @@ class GroupReport:
     layers: list[GroupLayer] = field(default_factory=list)
     costs: list[ClassCost] = field(default_factory=list)
     cut_cost: float | None = None
+
+    @property
+    def closest(self) -> GroupLayer:
+        """Of all layers the one whose groups go best with word classes."""
+        return max(self.layers, key=lambda row: row.fit("trained").ami)
+
+    @property
+    def punctuation(self) -> list[tuple[GroupLayer, TokenGroup]]:
+        """The groups whose most frequent class is punctuation, each with its layer."""
+        return [(row, group) for row in self.layers for group in row.groups if group.word_class == PUNCTUATION]
+
+
+def distant_mass_kept(layers: list[GroupLayer]) -> float | None:
+    """Over all layers, of the attention beyond window and sinks the share on kept pairs."""
+    kept, cut = (sum(getattr(row, name) or 0.0 for row in layers) for name in ("kept_mass", "cut_mass"))
+    return kept / (kept + cut) if kept + cut else None

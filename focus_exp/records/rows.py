@@ -172,3 +172,13 @@ class Continuation:
     read: float | None = None
     cache_bytes: int | None = None
     error: str | None = None
+
+    @property
+    def read_share(self) -> float | None:
+        """Of the keys there were at the last step, the share that it read."""
+        return None if self.read is None else self.read / (self.prompt_tokens + self.tokens)
+
+    @property
+    def rate(self) -> float | None:
+        """Tokens a second."""
+        return self.tokens / self.seconds if self.seconds else None

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+MASKED = "masked"  # the path of a method that computes every pair and saves nothing
+
 Clock = Literal["kernels", "attention", "prefill", "attention step", "model step", "decode", "decode model"]
 Assignment = Literal["balanced", "trained"]
 

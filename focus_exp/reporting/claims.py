@@ -1,188 +1,226 @@
-"""The paper's claims, each judged by the records that test it: what is printed there, what was measured here."""
+"""The ledger: the paper's claims of claims.yaml, each judged by the measurements that it selects."""
 
 from __future__ import annotations
 
-from dataclasses import replace
-from typing import Any
+import inspect
+import math
+from collections import Counter
+from dataclasses import dataclass, field, replace
+from functools import cache
+from pathlib import Path
+from statistics import fmean
+from string import Template
+from typing import Any, Literal
 
+import pandas as pd
+from jinja2 import TemplateError
+
+from focus_exp.errors import UserError
+from focus_exp.records.answers import COLLAPSED, DOMINANT
 from focus_exp.records.record import Record
-from focus_exp.reporting.gather import is_quick
-from focus_exp.reporting.groups_claims import groups_claims
-from focus_exp.reporting.other_verdicts import costs_at_most, far_costs_at_most, on_other_texts
+from focus_exp.reporting.comparators import TESTS, Judged
+from focus_exp.reporting.formats import ABSENT, NOT_HERE, NOT_RUN, RAN, UNDECIDED, VERDICTS
+from focus_exp.reporting.gather import QUICK, WANTED, Runs, is_quick, seeds_of
+from focus_exp.reporting.measures import measurements
 from focus_exp.reporting.paper import paper_rows, paper_speedups
-from focus_exp.reporting.stability_claims import stability_claims
-from focus_exp.reporting.verdicts import (
-    LONG,
-    LONGEST,
-    NOT_HERE,
-    NOT_RUN,
-    RAN,
-    UNDECIDED,
-    Claim,
-    Verdict,
-    as_fast_as,
-    as_good_as,
-    better_than,
-    fast,
-    fast_at,
-    lora_degrades,
-    lora_is_lower,
-    lowers_perplexity,
-    no_degradation,
-)
+from focus_exp.reporting.selection import Line, check, lines_of, select
+from focus_exp.reporting.specs import expression, read_specs, template
+from focus_exp.reporting.tables import Table
+
+NUMBERS = ("value", "low", "high", "unit")
+KNOWN = {"log": math.log, "speedups": paper_speedups, "COLLAPSED": COLLAPSED, "DOMINANT": DOMINANT}
+
+
+@dataclass(frozen=True)
+class Claim:
+    """An entry of claims.yaml, which says what its keys are."""
+
+    table: str
+    says: str
+    paper: str
+    each: list[dict[str, Any]] = field(default_factory=list)
+    rows: dict[str, list[Any]] = field(default_factory=dict)
+    experiments: list[str] = field(default_factory=list)
+    select: dict[str, Any] = field(default_factory=dict)
+    where: str = ""
+    pick: Literal["all", "least", "longest"] = "all"
+    test: dict[str, dict[str, Any]] = field(default_factory=dict)
+    ours: str = ""
+    why: str = ""
+    needs: str = ""
+
+    @property
+    def known(self) -> dict[str, Any]:
+        """What its texts and limits may name."""
+        return KNOWN | {name: _paper_row(*cells) for name, cells in self.rows.items()}
+
+    def judge(self, lines: list[Line]) -> Judged:
+        """The verdict on the lines of one record."""
+        ((test, asked),) = self.test.items()
+        limits = {key: expression(one)(**self.known) if isinstance(one, str) else one for key, one in asked.items()}
+        said = TESTS[test](_picked(lines, self.pick), **limits) if lines else Judged(NOT_RUN, [])
+        if said.word == NOT_RUN:
+            missing = ", ".join(f"{column} {cell}" for column, cell in self.select.items())
+            return replace(said, word=NOT_HERE if self.needs else NOT_RUN, why=self.needs or f"no line with {missing}")
+        by = {line.measure: line for line in said.lines}
+        known = self.known | {"lines": said.lines, "line": said.lines[0], "by": by, "found": lines, "limits": limits}
+        return replace(
+            said, ours=said.ours or template(self.ours).render(known), why=said.why or template(self.why).render(known)
+        )
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What the records say of a claim: `ours` is the value, `why` the sentence, `records` what they follow from.
+
+    value: on which it hangs, the mean of several records'; low, high: the outermost ends of their intervals, or of the
+    values themselves.
+    """
+
+    word: str
+    ours: str = ""
+    why: str = ""
+    records: list[Record] = field(default_factory=list)
+    value: float | None = None
+    low: float | None = None
+    high: float | None = None
+    unit: str = ""
+
+
+@cache
+def claims() -> list[Claim]:
+    """In the order of the paper's tables. UserError for an entry that says what the report does not know."""
+    entries = read_specs("claims", list[Claim])
+    return [_claim(entry, values) for entry in entries for values in entry.each or [{}]]
+
+
+def _claim(entry: Claim, values: dict[str, Any]) -> Claim:
+    """Of the entry, with the values of `each` for its $names."""
+
+    def filled(part: Any) -> Any:
+        if isinstance(part, dict):
+            return {key: filled(inner) for key, inner in part.items()}
+        if isinstance(part, list):
+            return [filled(inner) for inner in part]
+        if not isinstance(part, str):
+            return part
+        return values[part[1:]] if part[:1] == "$" and part[1:] in values else Template(part).safe_substitute(values)
+
+    claim = Claim(**{key: filled(part) for key, part in vars(entry).items() if key != "each"})
+    place = f"claims.yaml: {claim.table}, {claim.says}"
+    check(place, claim.select, claim.where)
+    try:
+        says, paper, *_ = (template(part) for part in (claim.says, claim.paper, claim.ours, claim.why))
+        claim = replace(claim, says=says.render(claim.known), paper=paper.render(claim.known))
+    except (TemplateError, UserError) as error:
+        raise UserError(f"{place}: {error}") from error
+    if len(claim.test) != bool(claim.select) or bool(claim.select) != bool(claim.experiments):
+        raise UserError(f"{place}: it takes select, one test and experiments, or none of them")
+    for name, limits in claim.test.items():
+        try:
+            inspect.signature(TESTS[name]).bind([], **limits)
+        except (KeyError, TypeError) as error:
+            raise UserError(f"{place}: test: {name}: {error}; there are {', '.join(TESTS)}") from error
+    return claim
+
+
+def _paper_row(table: str, *cells: Any) -> dict[str, Any]:
+    """The row of a table of the paper that begins with `cells`."""
+    rows = (row for row in paper_rows(table) if list(row.values())[: len(cells)] == list(cells))
+    if (found := next(rows, None)) is None:
+        raise UserError(f"{table} of the paper has no row {' '.join(map(str, cells))}")
+    return found
+
+
+def _picked(lines: list[Line], pick: str) -> list[Line]:
+    if pick == "least":
+        return sorted(lines, key=lambda line: line.value)[:1]
+    return sorted(lines, key=lambda line: line.tokens)[-1:] if pick == "longest" else lines
 
 
 def judged(records: list[Record]) -> list[tuple[Claim, Verdict]]:
     """Every claim with its verdict, from the finished records alone; seeds and settings have to agree on it."""
-    finished = [record for record in records if record.status == "finished"]
-    found = []
-    for claim in claims():
-        if claim.judge is None:
-            found.append((claim, Verdict(NOT_HERE, why=claim.out_of_reach)))
-            continue
-        own = [claim.judge(record) for record in finished if record.experiment in claim.experiments]
-        missing = Verdict(NOT_RUN, why=f"python -m focus_exp +experiment={claim.experiments[0]}")
-        verdict = together(own) if own else missing
-        if verdict.word != NOT_RUN and any(map(is_quick, verdict.records)):
-            verdict = replace(verdict, word=RAN)
-        found.append((claim, verdict))
-    return found
+    return judged_runs(Runs([(Path(str(number)), record) for number, record in enumerate(records)]))
 
 
-def together(verdicts: list[Verdict]) -> Verdict:
-    """One verdict for several records: theirs if those that say anything agree."""
-    telling = [verdict for verdict in verdicts if verdict.word not in (NOT_RUN, NOT_HERE)] or verdicts[:1]
-    words = {verdict.word for verdict in telling}
-    several = len({record.seed for verdict in telling for record in verdict.records}) > 1
+def judged_runs(runs: Runs) -> list[tuple[Claim, Verdict]]:
+    table = select(measurements(runs), {"status": "finished", "is_arm": False}, "error.isna()")
+    return [(claim, _verdict(claim, table, runs)) for claim in claims()]
+
+
+def _verdict(claim: Claim, table: pd.DataFrame, runs: Runs) -> Verdict:
+    if not claim.select:
+        return Verdict(NOT_HERE, why=claim.needs)
+    records = {run: runs.named[run] for run in table.run[table.experiment.isin(claim.experiments)].unique()}
+    if not records:
+        return Verdict(NOT_RUN, why=f"python -m focus_exp +experiment={claim.experiments[0]}")
+    found = lines_of(select(table, {"experiment": claim.experiments, **claim.select}, claim.where))
+    said = [(record, claim.judge([line for line in found if line.run == run])) for run, record in records.items()]
+    return _together([(record, one) for record, one in said if one.word not in (NOT_RUN, NOT_HERE)] or said[:1])
+
+
+def _together(said: list[tuple[Record, Judged]]) -> Verdict:
+    """One verdict for several records: theirs if they agree."""
+    records = [record for record, one in said if one.word != NOT_HERE]
+    words, seeds = {one.word for _, one in said}, {record.seed for record, _ in said}
+    word = words.pop() if len(words) == 1 else UNDECIDED
+    ours = [
+        f"seed {r.seed}: {one.ours}" if one.ours and len(seeds) > 1 and r.seed is not None else one.ours
+        for r, one in said
+    ]
     return Verdict(
-        telling[0].word if len(words) == 1 else UNDECIDED,
-        "; ".join(dict.fromkeys(_named(verdict) if several else verdict.ours for verdict in telling if verdict.ours)),
-        "; ".join(dict.fromkeys(verdict.why for verdict in telling if verdict.why)),
-        [record for verdict in telling for record in verdict.records],
+        RAN if word != NOT_RUN and any(map(is_quick, records)) else word,
+        "; ".join(filter(None, dict.fromkeys(ours))),
+        "; ".join(filter(None, dict.fromkeys(one.why for _, one in said))),
+        records,
+        *_numbers([one.hangs_on for _, one in said]),
     )
 
 
-def _named(verdict: Verdict) -> str:
-    seeds = sorted({record.seed for record in verdict.records if record.seed is not None})
-    return f"seed {', '.join(map(str, seeds))}: {verdict.ours}" if seeds else verdict.ours
+def _numbers(lines: list[Line | None]) -> tuple[float | None, float | None, float | None, str]:
+    there = [line for line in lines if line is not None and line.value is not None]
+    if len(there) < len(lines) or len({line.unit for line in there}) > 1:
+        return None, None, None, ""
+    if len(there) == 1:
+        return there[0].value, there[0].low, there[0].high, there[0].unit
+    low = min(line.value if line.low is None else line.low for line in there)
+    high = max(line.value if line.high is None else line.high for line in there)
+    return fmean(line.value for line in there), low, high, there[0].unit
 
 
-def claims() -> list[Claim]:
-    """In the order of the paper's tables."""
-    t1 = {row["method"]: row for row in paper_rows("table1_retrofit")}
-    t3 = {row["method"]: row for row in paper_rows("table3_lora")}
-    t10 = {row["method"]: row for row in paper_rows("table10_token_selection")}
-    t5 = next(row for row in paper_rows("table5_full_training") if row["setting"] == "gpt2_124m_pg19")
-    dg = {row["d_g"]: row["ppl"] for row in paper_rows("table_dg")}
-    focus, base = t1["focus"]["ppl"], t1["pretrained"]["ppl"]
-    rivals = [("longformer", "longformer"), ("performer", "performer"), ("routing_transformer", "routing_transformer")]
-    selections = [("sparq", "sparq"), ("sparq_mean_reallocation", "sparq_mean"), ("magicpig", "magicpig")]
-    return [
-        Claim(
-            "T1", "a retrofitted router lowers the perplexity of its frozen base", f"{base} to {focus}",
-            ("retrofit_124m",), lowers_perplexity,
-        ),
-        Claim("T1", "benchmarks stay as they are", "changes of 0.0", SEEDED, no_degradation),
-        *(
-            Claim(
-                "T1", f"Focus has the lower perplexity than {arm} with all weights fine-tuned",
-                f"{focus} against {t1[method]['ppl']}", SEEDED, better_than(arm),
-            )
-            for method, arm in [*rivals, ("full_finetune", "full_finetuning")]
-        ),
-        Claim(
-            "T3", "LoRA of as many parameters has the lower perplexity",
-            f"{t3['lora_r4']['ppl']} against {t3['focus_dg16']['ppl']}", SEEDED, lora_is_lower,
-        ),
-        Claim("T3", "LoRA loses on benchmarks", _lora_losses(t3["lora_r4"]), ("compare",), lora_degrades),
-        *(
-            Claim(
-                "T10", f"Focus has the lower perplexity than {arm} with 32 tokens a query",
-                f"{t10['focus']['ppl']} against {t10[method]['ppl']}", SEEDED, better_than(arm),
-            )
-            for method, arm in selections
-        ),
-        Claim(
-            "T5", "with everything trained, Focus has the lower perplexity than full attention",
-            f"{t5['ppl_focus']} against {t5['ppl_full']}", ("full_training",), better_than("full"),
-        ),
-        Claim(
-            "d_g", "routers of 16 dimensions are as good as those of 768", f"{dg[16]} against {dg[768]}",
-            ("routing_dim",), as_good_as("d_768"),
-        ),
-        *(
-            Claim("T6", f"times as fast as full attention, up to {LONG:,} tokens", _printed(k, LONG), SPEED, fast(k))
-            for k in (4, 8)
-        ),
-        *(
-            Claim("T6", f"and at {LONGEST:,} tokens", _printed(k, LONGEST), SPEED, fast_at(k, LONGEST))
-            for k in (4, 8)
-        ),
-        *(
-            Claim(
-                "T7", f"{row['top_k']} of 4 groups a query is {row['claimed_speedup']} times as fast",
-                f"{row['claimed_speedup']}x (K/k)", ("speed_quality",), as_fast_as(row),
-            )
-            for row in paper_rows("table7_topk")
-            if row["model"] == "gpt2_124m" and row["top_k"] != 4
-        ),
-        *stability_claims(),
-        *groups_claims(),
-        *_at_other_sizes(),
-        *(Claim(table, says, paper, (), None, why) for table, says, paper, why in ELSEWHERE),
-    ]  # fmt: skip
+def claim_table(runs: Runs) -> Table:
+    """The ledger: one line a claim."""
+    lines = judged_runs(runs)
+    counts = Counter(verdict.word for _, verdict in lines)
+    quick = [f"{RAN}: scale={QUICK} shows that everything runs; no number of it means anything"] if counts[RAN] else []
+    values = [_values(claim, verdict, runs) for claim, verdict in lines]
+    columns = [column for column in values[0] if column not in NUMBERS]
+    return Table(
+        columns=columns,
+        rows=[[line[column] for column in columns] for line in values],
+        name="claims",
+        title="Claims of arXiv 2604.03260, and what was found here",
+        notes=[
+            ", ".join(f"{counts[word]} {word}" for word in VERDICTS if counts[word]),
+            *quick,
+            "here: another base model, other text and a small budget wherever SUBSTITUTE stands under a table",
+            "undecided: the interval includes no difference, or the records disagree; not engaged: the mask removed "
+            "under 5 % of the pairs",
+            f"several records of a claim have to agree on it; {WANTED} seeds are wanted, and with one the verdict is "
+            "that seed's; cost: the time of the runs behind a verdict, all their arms included",
+        ],
+        values=values,
+        kinds={"paper": "paper"},
+    )
 
 
-def _at_other_sizes() -> list[Claim]:
-    """What the paper shows on large models, tested on those there are."""
-    t2 = paper_rows("table2_scale")
-    worst: Any = max(t2, key=lambda row: row["ppl_focus"] / row["ppl_pretrained"])  # type: ignore[operator]
-    t4 = {(row["method"], row["learning_rate"]): row for row in paper_rows("table4_alignment")}
-    t5 = next(row for row in paper_rows("table5_full_training") if "scratch" in str(row["setting"]))
-    web = next(row for row in paper_rows("table5_full_training") if "openwebtext" in str(row["setting"]))
-    longest: Any = paper_rows("table_long_context")[-1]
-    cost, far = worst["ppl_focus"] / worst["ppl_pretrained"], longest["ppl_focus_k2"] / longest["ppl_full"]
-    alignment, lora = t4["focus_k2", None], t4["lora_r4", 1.0e-4]
-    return [
-        Claim(
-            "T2", "two of four groups a query cost no model more than the worst of the paper's",
-            f"{worst['ppl_pretrained']} to {worst['ppl_focus']} ({worst['model']})", ("model_scale",),
-            costs_at_most(cost),
-        ),
-        Claim(
-            "T4", "alignment survives a router", f"MC1 {alignment['truthfulqa_mc1']}, the rest unchanged",
-            ("alignment",), no_degradation,
-        ),
-        Claim(
-            "T4", "LoRA loses what alignment taught", f"MC1 {lora['truthfulqa_mc1']} at the highest rate",
-            ("alignment",), lora_degrades,
-        ),
-        Claim(
-            "T5", "from scratch Focus is as good as full attention", f"{t5['ppl_focus']} against {t5['ppl_full']} (7B)",
-            ("from_scratch",), as_good_as("full", of="focus"),
-        ),
-        Claim(
-            "T5", "on other texts too, everything trained",
-            f"{web['ppl_focus']} against {web['ppl_full']} (OpenWebText)", ("domains",), on_other_texts,
-        ),
-        Claim(
-            "long", f"trained at 1,024 tokens, two groups cost little at {longest['tokens']:,}",
-            f"{longest['ppl_full']} to {longest['ppl_focus_k2']}", ("long_context",), far_costs_at_most(far),
-        ),
-    ]  # fmt: skip
-
-
-SEEDED, SPEED = ("compare", "seeds"), ("speed",)
-ELSEWHERE = [
-    ("T2", "the same holds to 70B parameters", "7.6 to 8.3 (LLaMA-2 70B)", "needs the hub and several GPUs"),
-    ("T4", "alignment survives, which LoRA costs", "MC1 40.0 against 28.5 to 40.1", "needs Mistral-7B-Instruct"),
-    ("T5", "from scratch at 7B it equals full attention", "13.82 against 13.89", "needs weeks of GPUs"),
-]
-
-
-def _printed(groups: int, tokens: int) -> str:
-    return f"K = {groups}: {paper_speedups(groups)[tokens]}x on an H100"
-
-
-def _lora_losses(row: dict[str, Any]) -> str:
-    return ", ".join(f"{key.removesuffix('_delta')} {row[key]:+}" for key in row if key.endswith("_delta"))
+def _values(claim: Claim, verdict: Verdict, runs: Runs) -> dict[str, Any]:
+    records = verdict.records
+    by = (f"{r.experiment} {r.config_hash}, seed {r.seed}, {(r.commit or 'no commit')[:7]}" for r in records)
+    return {
+        **{"table": claim.table, "the paper says": claim.says, "paper": claim.paper, "here": verdict.ours or ABSENT},
+        **{name: getattr(verdict, name) for name in NUMBERS},
+        **{"verdict": verdict.word, "because": verdict.why or ABSENT, "seeds": str(len(seeds_of(records)) or ABSENT)},
+        "cost": f"{sum(map(runs.seconds, records)) / 60:,.0f} min" if records else ABSENT,
+        "by": "; ".join(by) or ABSENT,
+    }

@@ -1,154 +1,195 @@
-"""Pictures of a record: how the loss fell, where in the window quality is lost, how the groups share the tokens."""
+"""Figures of a record: lines and intervals as figures.yaml declares them, and those that are drawn by hand."""
 
 from __future__ import annotations
 
-import math
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from functools import cache
+from itertools import cycle
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
-import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 
-from focus_exp.records.answers import DOMINANT
 from focus_exp.records.record import Record
-from focus_exp.records.rows import Row
-from focus_exp.reporting.canvas import COLOURS, canvas, save_figures
-from focus_exp.reporting.tables import share_text, title
+from focus_exp.reporting import curves
+from focus_exp.reporting.canvas import COLOURS, canvas, log_axes, save_figures
+from focus_exp.reporting.curves import Drawing, Interval, Mark, Metrics
+from focus_exp.reporting.notes import title
+from focus_exp.reporting.special_figures import SPECIAL
+from focus_exp.reporting.specs import read_specs, template
 
-STYLES = {"base": "-", "trained": "-.", "hard": "-", "soft": ":", "control": "--", "twin": (0, (1, 3))}
+DASHES = ("-", "--", ":")
 
 
-def write_figures(record: Record, metrics: list[dict[str, Any]], folder: str | Path) -> dict[str, Path]:
+@dataclass(frozen=True)
+class Layer:
+    """Of every line the curve `y`, times `scale`; label: its name in the legend, {} that of the line; named: how the
+    layer stands in a legend of its own, whatever the colour."""
+
+    y: str
+    scale: float = 1.0
+    label: str = ""
+    named: dict[str, Any] = field(default_factory=dict)
+    style: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Panel:
+    """One axes. widest: a value beyond it is written at the edge instead of drawn; level: a line across."""
+
+    axes: dict[str, Any]
+    layers: list[Layer] = field(default_factory=list)
+    widest: float = float("inf")
+    whole_steps: bool = False
+    plain_y: bool = False
+    log: bool = False
+    level: float | None = None
+
+
+@dataclass(frozen=True)
+class FigureSpec:
+    draws: Literal["losses", "losses_of_arms", "positions", "probes", "ratios", "arms"]
+    heading: str
+    height: list[float]
+    panels: list[Panel]
+    of: Literal["all", "runs", "comparisons"] = "all"
+    grid: dict[str, Any] = field(default_factory=dict)
+    legend: dict[str, Any] | None = None
+
+
+@cache
+def figure_specs() -> dict[str, FigureSpec]:
+    return read_specs("figures", dict[str, FigureSpec])
+
+
+def figure_names() -> list[str]:
+    """Every figure that there is of a record."""
+    return [*figure_specs(), *SPECIAL]
+
+
+def write_figures(record: Record, metrics: Metrics, folder: str | Path) -> dict[str, Path]:
     """Write the figures for which there are data into `folder`, as PNG and SVG; returns name -> PNG.
 
     `metrics` are the lines of metrics.jsonl with step, phase, loss [nats per token], and maybe val_loss and
-    tokens_per_second.
+    tokens_per_second; in a comparison those of all arms, each with its arm.
     """
-    figures = {
-        "loss_curve": _loss_curve(record, metrics),
-        "perplexity_by_position": _perplexity_by_position(record),
-        "group_sizes": _group_sizes(record),
-    }
-    return save_figures(figures, folder)
+    return save_figures(figures(record, metrics), folder)
 
 
-def _loss_curve(record: Record, metrics: list[dict[str, Any]]) -> Figure | None:
-    phases = phases_of(metrics)
-    if not any(curves.get("loss") for curves in phases.values()):
+def figures(record: Record, metrics: Metrics) -> dict[str, Figure | None]:
+    """Every figure by its name, None where there are no data."""
+    kinds = ("all", "comparisons" if record.arms else "runs")
+    declared = {name: spec for name, spec in figure_specs().items() if spec.of in kinds}
+    drawn = {name: draw(spec, record, getattr(curves, spec.draws)(record, metrics)) for name, spec in declared.items()}
+    return drawn | {name: special(record) for name, special in SPECIAL.items()}
+
+
+def draw(spec: FigureSpec, record: Record, drawing: Drawing | None) -> Figure | None:
+    """Lines in panels one above the other, or intervals in panels side by side."""
+    if drawing is None:
         return None
-    speeds = [line["tokens_per_second"] for line in metrics if line.get("tokens_per_second")]
-    speed = f", median {np.median(speeds):,.0f} tokens/s" if speeds else ""
-    figure, axes = canvas(f"{title(record)}\ntraining loss{speed}", height=4.2)
-    for index, (phase, curves) in enumerate(phases.items()):
-        colour = COLOURS[index % len(COLOURS)]
-        if curves.get("loss"):
-            steps, losses = np.array(sorted(curves["loss"].items())).T
-            axes.plot(steps, losses, color=colour, linewidth=0.7, alpha=0.35)
-            axes.plot(steps, smooth(losses), color=colour, linewidth=2, label=f"{phase} (smoothed)")
-        if curves.get("val_loss"):
-            steps, losses = np.array(sorted(curves["val_loss"].items())).T
-            axes.plot(steps, losses, "o", color=colour, markeredgecolor="black", label=f"{phase}, held-out text")
-    axes.set(xlabel="optimiser step", ylabel="loss [nats per token]")
-    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-    axes.legend(frameon=False)
+    facts = {"record": record, "title": title(record), **drawing.facts}
+    across = bool(drawing.intervals)
+    shown = spec.panels[: 1 + max(each.panel for each in drawing.intervals)] if across else spec.panels
+    grid = {"ncols": len(shown), "sharey": True} if across else {"nrows": len(shown), "sharex": True}
+    inches, *more = spec.height
+    rows = len({each.label for each in drawing.intervals} or drawing.lines)
+    heading = _filled(spec.heading, facts)
+    figure, panels = canvas(heading, inches + sum(more) * rows, squeeze=False, **grid, **spec.grid)
+    for number, (axes, panel) in enumerate(zip(panels.flat, shown, strict=True)):
+        if across:
+            _intervals(axes, panel, number, drawing.intervals)
+        else:
+            _lines(axes, panel, drawing)
+        axes.set(**{key: _filled(value, facts) for key, value in panel.axes.items()})
+        _scale(axes, panel)
+        for mark in drawing.marks:
+            _mark(axes, mark, named=number == 0)
+    labels = [label for axes in panels.flat for label in axes.get_legend_handles_labels()[1]]
+    if spec.legend is not None and labels:
+        holder, columns = figure if "loc" in spec.legend else panels[0, 0], {"ncols": len(labels)} if across else {}
+        holder.legend(**columns, **spec.legend, frameon=False)
+    _legend_of_layers(figure, drawing, [layer for panel in shown for layer in panel.layers if layer.named])
     return figure
 
 
-def phases_of(metrics: list[dict[str, Any]]) -> dict[str, dict[str, dict[int, float]]]:
-    """phase -> name -> step -> finite value, phases in sequence even where each restarts its steps.
-
-    A step logged twice, before and after a resume, counts once: the later line wins.
-    """
-    phases: dict[str, dict[str, dict[int, float]]] = {}
-    offset = last = 0
-    for line in metrics:
-        phase = str(line.get("phase", "train"))
-        if phase not in phases and line["step"] < last:
-            offset = last
-        last = max(last, offset + line["step"])
-        curves = phases.setdefault(phase, {})
-        for name in ("loss", "val_loss"):
-            if line.get(name) is not None and math.isfinite(line[name]):
-                curves.setdefault(name, {})[offset + line["step"]] = line[name]
-    return phases
+def _mark(axes: Axes, mark: Mark, named: bool) -> None:
+    if mark.x:
+        axes.axvline(mark.x, color="grey", linestyle="--", linewidth=1)
+    if named:
+        where, va = axes.get_xaxis_transform(), "top" if mark.text_y < 1 else "bottom"
+        axes.text(mark.text_x, mark.text_y, mark.text, color="grey", va=va, transform=where)
 
 
-def smooth(values: np.ndarray) -> np.ndarray:
-    """Centred mean over a tenth of the curve."""
-    window = np.ones(max(1, len(values) // 10) | 1)
-    if len(window) > len(values):
-        return values
-    return np.convolve(values, window, "same") / np.convolve(np.ones_like(values), window, "same")
+def _legend_of_layers(figure: Figure, drawing: Drawing, layers: list[Layer]) -> None:
+    drawn = {name for line in drawing.lines for name, points in line.curves.items() if points}
+    styles = [{"color": "0.35", **layer.style, **layer.named} for layer in layers if layer.y in drawn]
+    if styles:
+        handles = [Line2D([], [], **style) for style in styles]
+        figure.legend(handles=handles, loc="outside lower right", frameon=False)
 
 
-def _perplexity_by_position(record: Record) -> Figure | None:
-    rows = [row for row in record.rows if row.scored and row.by_position]
-    if not rows:
-        return None
-    figure, (upper, lower) = canvas(
-        f"{title(record)}\nperplexity by position", height=7, nrows=2, sharex=True, height_ratios=(3, 2)
-    )
-    base = next((row for row in rows if row.kind == "base"), None)
-    colours = iter(COLOURS * len(rows))
-    for row in rows:
-        style = {"color": "black", "linewidth": 3.0} if row is base else {"color": next(colours), "linewidth": 1.6}
-        label = row.name if row.causal else f"{row.name} (reads the future)"
-        upper.plot(*_curve(row), linestyle=STYLES[row.kind], marker="o", markersize=3, label=label, **style)
-        if base is not None:
-            lower.plot(*_curve(row, base), linestyle=STYLES[row.kind], marker="o", markersize=3, **style)
-    upper.set_yscale("log")
-    for axis in (upper.yaxis.set_major_formatter, upper.yaxis.set_minor_formatter):
-        axis(FuncFormatter(lambda value, _: f"{value:g}"))
-    upper.set(ylabel="perplexity")
-    lower.set(ylabel="ratio to the base" if base else "no base row", xlabel="position in the window [tokens]")
-    _mark_window(record, (upper, lower))
-    figure.legend(loc="outside lower center", ncols=3, frameon=False)
-    return figure
+def _filled(text: Any, facts: dict[str, Any]) -> Any:
+    return template(text).render(facts) if isinstance(text, str) else text
 
 
-def _curve(row: Row, base: Row | None = None) -> tuple[list[float], list[float]]:
-    """Bin centres and perplexities, divided by the base's where `base` is given."""
-    reference = {(part["start"], part["end"]): part["nll"] for part in base.by_position} if base else {}
-    parts = [part for part in row.by_position if base is None or (part["start"], part["end"]) in reference]
-    centres = [(part["start"] + part["end"]) / 2 for part in parts]
-    losses = [part["nll"] - reference.get((part["start"], part["end"]), 0.0) for part in parts]
-    return centres, np.exp(losses).tolist()
+def _scale(axes: Axes, panel: Panel) -> None:
+    if panel.log:
+        log_axes(axes)
+    if panel.whole_steps:
+        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    if panel.plain_y:
+        for set_formatter in (axes.yaxis.set_major_formatter, axes.yaxis.set_minor_formatter):
+            set_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
 
 
-def _mark_window(record: Record, panels: tuple[Axes, ...]) -> None:
-    window = record.setting("attention", "window")
-    if window is None:
-        return
-    for axes in panels:
-        axes.axvline(window, color="grey", linestyle="--", linewidth=1)
-    panels[0].text(window, 0.98, f" window {window}", color="grey", va="top", transform=panels[0].get_xaxis_transform())
+def _lines(axes: Axes, panel: Panel, drawing: Drawing) -> None:
+    styles = _styles()
+    for line in drawing.lines:
+        own = {**({} if "color" in line.style else next(styles)), **line.style}
+        for layer in panel.layers:
+            if layer.y in line.curves:
+                steps, values = [x for x, _ in line.curves[layer.y]], [layer.scale * y for _, y in line.curves[layer.y]]
+                label = layer.label.format(line.label) if line.label else ""
+                axes.plot(steps, values, **{**own, **layer.style}, label=label or None)
+    if panel.level is not None:
+        axes.axhline(panel.level, color="black", linewidth=1.2, zorder=1)
 
 
-def _group_sizes(record: Record) -> Figure | None:
-    if not record.group_shares:
-        return None
-    groups = max(len(shares) for shares in record.group_shares)
-    height = 1.8 + 0.3 * len(record.group_shares)
-    subject = "share of held-out tokens in each group, largest first (orange: above one half)"
-    figure, axes = canvas(f"{title(record)}\n{subject}", height)
-    # a group's number means nothing across layers, so the bars are stacked by size
-    ordered = np.array(
-        [sorted(shares, reverse=True) + [0.0] * (groups - len(shares)) for shares in record.group_shares]
-    )
-    starts = np.cumsum(ordered, axis=1) - ordered
-    layers = record.layers if len(record.layers) == len(ordered) else range(len(ordered))
-    names = [str(layer) for layer in layers]
-    for rank in range(groups):
-        colours: Any = str(0.55 + 0.35 * rank / groups)
-        if rank == 0:
-            colours = [COLOURS[1] if share > DOMINANT else COLOURS[0] for share in ordered[:, 0]]
-        axes.barh(names, ordered[:, rank], left=starts[:, rank], color=colours, edgecolor="white", height=0.8)
-    for index, share in enumerate(ordered[:, 0]):
-        axes.text(0.005, index, share_text(share), color="white", va="center", fontsize=8)
-    axes.axvline(1 / groups, color="black", linestyle="--", linewidth=1.2, label=f"balanced: 1/{groups}")
-    axes.set(xlabel="share of tokens", ylabel="layer", xlim=(0, 1), ylim=(len(names) - 0.5, -0.5))
-    axes.grid(visible=False)
-    figure.legend(loc="outside lower right", frameon=False)
-    return figure
+def _styles() -> Iterator[dict[str, Any]]:
+    return cycle([{"color": colour, "linestyle": dash} for dash in DASHES for colour in COLOURS])
+
+
+def _intervals(axes: Axes, panel: Panel, panel_number: int, intervals: list[Interval]) -> None:
+    """Those of a panel: a row a label, from above; beside each other the hues of a row."""
+    places = {label: -number for number, label in enumerate(dict.fromkeys(each.label for each in intervals))}
+    own = [each for each in intervals if each.panel == panel_number]
+    hues = list(dict.fromkeys(each.hue for each in own))
+    for number, hue in enumerate(hues):
+        shift = 0.6 * ((number + 0.5) / len(hues) - 0.5)
+        for each in (each for each in own if each.hue == hue):
+            colour = COLOURS[number % len(COLOURS)] if each.causal else COLOURS[1]
+            _interval(axes, panel, each, places[each.label] - shift, colour)
+        if hue:
+            axes.plot([], [], "o", color=COLOURS[number % len(COLOURS)], label=hue)
+    axes.axvline(0, color="black", linewidth=1)
+    if hues == [""]:
+        axes.set_yticks(list(places.values()), list(places))
+
+
+def _interval(axes: Axes, panel: Panel, each: Interval, place: float, colour: str) -> None:
+    value, low, high = each.value
+    if value is None:
+        axes.annotate("failed", (0, place), (6, 0), textcoords="offset points", color=COLOURS[1], va="center")
+    elif value > panel.widest:
+        # at the edge of the axes, which end where the others do
+        edge, text = axes.get_yaxis_transform(), f"+{value:,.0f} % →"
+        axes.annotate(text, (1, place), xycoords=edge, color=COLOURS[1], ha="right", va="center")
+    else:
+        if low is not None and high is not None:
+            axes.plot([low, high], [place, place], color=colour, linewidth=1.4)
+        axes.plot(value, place, "o", color=colour, markersize=5, markerfacecolor="white" if each.hollow else colour)

@@ -1,203 +1,216 @@
-"""What a record shows, in plain words computed from its rows."""
+"""What the rows of a record show: which sentences of findings.yaml are true of quality, benchmarks, arms, texts."""
 
 from __future__ import annotations
 
-from focus_exp.records.answers import DOMINANT, configured_row, is_comparable, is_configured, keeps_everything
+from collections.abc import Iterator
+from statistics import mean
+
+from focus_exp.records.answers import (
+    COLLAPSED,
+    DOMINANT,
+    configured_row,
+    is_comparable,
+    is_configured,
+    keeps_everything,
+    phases,
+    row_of,
+)
+from focus_exp.records.benchmarks import BenchmarkRow, telling
 from focus_exp.records.record import Record
-from focus_exp.records.rows import Row
-from focus_exp.reporting.tables import change_text, perplexity_text, share_text
+from focus_exp.records.rows import ENGAGED, Arm, Row
+from focus_exp.reporting.formats import difference_word
+from focus_exp.reporting.group_findings import group_findings
+from focus_exp.reporting.sentences import say, tell, than, vs_hard
+from focus_exp.reporting.speed_findings import method_findings, speed_findings
 
 SAME_DENSITY = 0.02
-# nats a token: the same function computed along two paths differs by less
-ROUNDING = 1e-6
+SAME_BUDGET = 0.1  # of the number of trained parameters
 
 
-def findings(record: Record) -> list[str]:
-    """Sentences on the verdict, the soft-to-hard gap, the controls and everything that spoils a comparison."""
-    hard = configured_row(record)
-    return [
-        *_run(record, hard),
-        *_adaptations(record),
-        *(_verdict(record, hard) if hard else []),
-        *(_gap(record, hard) if hard else []),
-        *(_controls(record, hard) if hard else []),
-        *_leak(record),
-        *_dominance(record),
-        *_warnings(record),
-    ]
+def all_findings(record: Record) -> list[str]:
+    """Sentences on whatever the record holds; a record without rows of quality is not blamed for that."""
+    if record.arms:
+        return [*comparison_findings(record), *stability_findings(record)]
+    if record.continuations:
+        return [*continuation_findings(record)]
+    if record.groups:
+        return [*group_findings(record)]
+    said = quality_findings(record) if record.rows or not record.speed else []
+    return [*said, *benchmark_findings(record.benchmarks), *speed_findings(record), *method_findings(record)]
 
 
-def _run(record: Record, hard: Row | None) -> list[str]:
-    said = []
-    if record.status != "finished":
-        said.append(f"The run {record.status} ({record.error or 'no reason recorded'}): what follows is partial.")
-    if record.base is None:
-        said.append("There is no scored base row, so nothing can be compared with full attention.")
-    method = record.setting("attention", "method", "full")
-    if method == "full":
-        if not any(row.kind == "trained" for row in record.rows):
-            said.append("Only full attention was asked for: there is no sparse attention to judge.")
-        return said
-    if record.steps == 0 and record.method.get("trainable_parameters"):
-        said.append("Nothing was trained in this run.")
-    if method == "focus" and hard is None and not any(is_configured(record, row) for row in record.rows):
-        top_k, rule = record.setting("attention", "top_k"), record.setting("attention", "pair_rule")
-        said.append(f"There is no row for {method} at its configured k={top_k} under the rule {rule}: no verdict.")
-    return said
-
-
-def _adaptations(record: Record) -> list[str]:
-    """What has no router to judge: LoRA, full fine-tuning, other attention methods."""
-    said = []
-    method = record.setting("attention", "method", "full")
+def quality_findings(record: Record) -> Iterator[str]:
+    """The verdict, the soft-to-hard gap, the controls and everything that spoils a comparison."""
+    method, hard = record.setting("attention", "method", "full"), configured_row(record)
+    facts = {"record": record, "method": method, "parameters": record.method.get("trainable_parameters") or 0}
+    trained = any(row.kind == "trained" for row in record.rows)
+    yield from tell("run", trained=trained, configured=any(is_configured(record, r) for r in record.rows), **facts)
+    for row in record.rows if record.base else []:
+        yield from tell("adapted", row=row, **facts)
+    if hard is not None:
+        yield from _configured(record, hard)
     for row in record.rows:
-        other = row.kind == "control" and row.method == method
-        if not (row.kind == "trained" or other) or row.delta_nll is None or record.base is None:
-            continue
-        outcome = difference_word(row.delta_nll, row.delta_low, row.delta_high, ("better than", "worse than"))
-        change = _change(row.delta_nll, row.delta_low, row.delta_high)
-        count = record.method.get("trainable_parameters") or 0
-        pairs = f"removes {share_text(row.pairs_removed)} of the pairs" if other else "keeps every pair"
-        said.append(
-            f"{row.name}: {outcome} the base, perplexity {perplexity_text(row.perplexity)} against "
-            f"{perplexity_text(record.base.perplexity)} ({change}); it {pairs}; {count:,} parameters were trained on "
-            f"{record.tokens_seen:,} tokens."
-        )
-    return said
+        yield from tell("twins", row=row)
+    yield from _dominance(record)
+    for row in record.rows:
+        yield from tell("rows", row=row, record=record, keeps_everything=keeps_everything(row))
 
 
-def _verdict(record: Record, hard: Row) -> list[str]:
-    base = record.base
-    if base is None or hard.delta_nll is None:
-        return []
-    said = difference_word(hard.delta_nll, hard.delta_low, hard.delta_high, ("better than", "worse than"))
-    change = _change(hard.delta_nll, hard.delta_low, hard.delta_high)
-    return [
-        f"{hard.name} is {said} the base: perplexity {perplexity_text(hard.perplexity)} against "
-        f"{perplexity_text(base.perplexity)} ({change}).",
-        f"{hard.name} keeps {share_text(hard.distant_pairs_kept)} of the distant pairs and removes "
-        f"{share_text(hard.pairs_removed)} of all causal pairs.",
-    ]
-
-
-def difference_word(delta: float, low: float | None, high: float | None, words: tuple[str, str]) -> str:
-    """`words` for a negative and a positive difference of losses, unless its interval includes 0 or it is rounding."""
-    if abs(delta) < ROUNDING or (low is not None and high is not None and low <= 0 <= high):
-        return "indistinguishable from"
-    return words[0] if delta < 0 else words[1]
-
-
-def _change(delta: float, low: float | None, high: float | None) -> str:
-    return change_text(delta, low, high) + (", no interval" if low is None or high is None else "")
-
-
-def _gap(record: Record, hard: Row) -> list[str]:
+def _configured(record: Record, hard: Row) -> Iterator[str]:
+    """The configured hard row against the base, its own soft gate, and the controls."""
+    if record.base is not None and hard.delta_nll is not None:
+        yield say("verdict", hard=hard, base=record.base)
+        yield say("sparsity", hard=hard)
     soft = next((row for row in record.rows if row.kind == "soft" and row.method == hard.method and row.scored), None)
-    if soft is None or soft.nll is None or hard.nll is None:
-        return []
-    return [
-        f"Soft-to-hard gap: pruning changes the perplexity of the soft gate from {perplexity_text(soft.perplexity)} "
-        f"to {perplexity_text(hard.perplexity)} ({change_text(hard.nll - soft.nll)})."
-    ]
+    if soft is not None:
+        yield say("gap", soft=soft, hard=hard)
+    for row in record.rows:
+        other_k = row.method == "random_groups" and row.top_k not in (None, hard.top_k)
+        if row.kind == "control" and is_comparable(row) and not other_k:
+            yield _against(hard, row, record.setting("attention", "window", 0))
 
 
-def _leak(record: Record) -> list[str]:
-    """What an assignment that reads the future gains over the same router without it."""
-    said = []
-    for twin in record.rows:
-        if twin.kind != "twin" or twin.nll is None or twin.delta_vs_hard is None:
-            continue
-        low, high = twin.delta_vs_hard_low, twin.delta_vs_hard_high
-        word = difference_word(twin.delta_vs_hard, low, high, ("better than", "worse than"))
-        said.append(
-            f"{twin.name}: perplexity {perplexity_text(twin.perplexity)}, {word} the same router reading the future "
-            f"({_change(twin.delta_vs_hard, low, high)}, paired)."
-        )
-    return said
-
-
-def _controls(record: Record, hard: Row) -> list[str]:
-    controls = [row for row in record.rows if row.kind == "control" and is_comparable(row)]
-    configured = record.setting("attention", "window", 0)
-    said = []
-    for row in controls:
-        if row.method == "random_groups" and row.top_k not in (None, hard.top_k):
-            continue
-        if row.method == "random_groups":
-            said.append(_against(hard, row, "random groups"))
-        elif row.method == "window" and (row.window or configured) <= configured:
-            said.append(_against(hard, row, f"window and sinks alone (w={row.window or configured})"))
-        elif row.method == "window":
-            said.append(_against(hard, row, f"a wider window (w={row.window})"))
-        else:
-            said.append(_against(hard, row, row.name))
-    return said
-
-
-def _against(hard: Row, control: Row, label: str) -> str:
-    numbers = f"perplexity {perplexity_text(hard.perplexity)} against {perplexity_text(control.perplexity)}"
+def _against(hard: Row, control: Row, window: int) -> str:
     if control.delta_vs_hard is not None:
-        low, high = control.delta_vs_hard_low, control.delta_vs_hard_high
-        said = difference_word(control.delta_vs_hard, low, high, ("worse than", "better than"))
-        numbers += f", the control {_change(control.delta_vs_hard, low, high)} relative to it, paired"
+        word = difference_word(*vs_hard(control), ("worse than", "better than"))
+        how = say("control_paired", row=control)
     else:
-        said, intervals = _unpaired(hard, control)
-        numbers += f", {intervals}"
-    return f"{hard.name} is {said} {label}: {numbers}; {_density(hard, control)}."
+        word, how = _unpaired(hard, control)
+    ours, theirs, density = hard.pairs_removed, control.pairs_removed, say("no_density")
+    if ours is not None and theirs is not None:
+        density = say("density", ours=ours, theirs=theirs, same=abs(ours - theirs) <= SAME_DENSITY)
+    label = say("control_label", row=control, width=control.window or window, configured=window)
+    return say("control", hard=hard, row=control, label=label, word=word, how=how, density=density)
 
 
 def _unpaired(hard: Row, control: Row) -> tuple[str, str]:
     word = "better than" if (hard.nll or 0.0) < (control.nll or 0.0) else "worse than"
     if hard.delta_low is None or hard.delta_high is None or control.delta_low is None or control.delta_high is None:
-        return word, "no intervals"
+        return word, say("no_intervals")
     if hard.delta_low <= control.delta_high and control.delta_low <= hard.delta_high:
-        return "not separated from", "the intervals against the base overlap"
-    return word, "the intervals against the base do not overlap"
+        return "not separated from", say("intervals_overlap")
+    return word, say("intervals_apart")
 
 
-def _density(hard: Row, control: Row) -> str:
-    if hard.pairs_removed is None or control.pairs_removed is None:
-        return "their densities are not known"
-    removed = f"{share_text(hard.pairs_removed)} and {share_text(control.pairs_removed)} of the pairs removed"
-    same = abs(hard.pairs_removed - control.pairs_removed) <= SAME_DENSITY
-    return f"same density ({removed})" if same else f"different densities ({removed})"
+def _dominance(record: Record) -> Iterator[str]:
+    if rows := [row for row in record.rows if row.largest_group is not None and row.largest_group > DOMINANT]:
+        yield say("dominated", rows=rows)
+    shares = [max(groups, default=0.0) for groups in record.group_shares or []]
+    largest = dict(zip(record.layers or range(len(shares)), shares, strict=False))
+    if dominated := [layer for layer, share in largest.items() if share > DOMINANT]:
+        worst = max(dominated, key=lambda layer: largest[layer])
+        yield say("dominated_layers", layers=len(dominated), of=len(largest), worst=worst, largest=largest[worst])
 
 
-def _dominance(record: Record) -> list[str]:
-    rows = [row for row in record.rows if row.largest_group is not None and row.largest_group > DOMINANT]
-    said = []
-    if rows:
-        named = ", ".join(f"{share_text(row.largest_group)} in {row.name}" for row in rows)
-        said.append(f"Warning: one group holds more than half of the tokens ({named}): routing has lost its balance.")
-    measured = record.group_shares or []
-    shares = dict(zip(record.layers or range(len(measured)), measured, strict=False))
-    layers = [layer for layer, groups in shares.items() if max(groups, default=0.0) > DOMINANT]
-    if layers:
-        worst = max(layers, key=lambda layer: max(shares[layer]))
-        said.append(
-            f"Warning: on held-out text one group holds more than half of the tokens in {len(layers)} of "
-            f"{len(shares)} layers, at worst {share_text(max(shares[worst]))} in layer {worst}."
-        )
-    return said
+def benchmark_findings(rows: list[BenchmarkRow]) -> Iterator[str]:
+    """Degradation where the mask acted, where it did not, the controls, and what went wrong."""
+    scored = telling([row for row in rows if row.scored])
+    routed = any(row.kind == "hard" for row in scored)
+    # a control is judged for its own sake where there is no router that it controls
+    judged = [row for row in scored if row.kind in ("trained", "hard") or (row.kind == "control" and not routed)]
+    for attention in dict.fromkeys(row.attention for row in judged):
+        yield from _on_tasks(attention, [row for row in judged if row.attention == attention])
+    # tasks that do not need distant pairs cannot show that a router keeps the right ones
+    acted = {row.task for row in scored if row.kind == "hard" and row.engaged}
+    windows = [row for row in scored if row.kind == "control" and row.method == "window" and row.task in acted]
+    if easy := [row.task for row in windows if row.outcome == "indistinguishable"]:
+        yield say("easy", tasks=easy)
+    for row in scored:
+        if row.kind == "hard" and row.distant_share:
+            yield from tell("broken_tasks", row=row, dominant=DOMINANT)
+    for row in rows:
+        yield from tell("failed_tasks", row=row)
 
 
-def _warnings(record: Record) -> list[str]:
-    said = []
-    groups = record.setting("attention", "groups")
+def _on_tasks(attention: str, rows: list[BenchmarkRow]) -> Iterator[str]:
+    # adapted weights under full attention have no mask that could fail to act
+    compared = [row for row in rows if row.engaged is not False and row.outcome]
+    told = {word: [row for row in compared if row.outcome == word] for word in ("worse", "better")}
+    parts = [say("outcome", word=word, rows=found) for word, found in told.items() if found]
+    if same := [row for row in compared if row.outcome == "indistinguishable"]:
+        losses = [100 * -(row.difference_low or 0) for row in same if row.is_share]
+        parts.append(say("no_outcome", rows=same, losses=losses))
+    idle, causal = [row for row in rows if row.engaged is False], all(row.causal for row in rows)
+    yield from tell(
+        "tasks", attention=attention, causal=causal, compared=compared, parts=parts, idle=idle, engaged=ENGAGED
+    )
+
+
+def comparison_findings(record: Record) -> Iterator[str]:
+    """Who is better and worse than the first arm, what was lost on benchmarks, and what cannot be told."""
+    for arm in record.arms:
+        yield from tell("arms", arm=arm)
     for row in record.rows:
-        if row.error is not None:
-            said.append(f"{row.name} failed: {row.error}")
-            continue
-        if not row.scored:
-            said.append(f"{row.name} has no finite loss ({row.nll}): its numbers mean nothing.")
-        if not row.causal:
-            said.append(f"{row.name} is not causal: its perplexity reads the future and must not be compared.")
-        if keeps_everything(row):
-            how = f": k={row.top_k} of K={groups} under the rule {row.pair_rule}" if row.top_k else ""
-            said.append(f"{row.name}{how} keeps every pair: this is full attention, not a result.")
-        elif row.engaged is False:
-            said.append(
-                f"{row.name} is not engaged: its mask removes only {share_text(row.pairs_removed)} of the causal "
-                "pairs, so its score is close to the base by construction."
-            )
-    return said
+        yield from tell("arm_rows", row=row)
+    first, *others = record.arms
+    found = [(arm, own) for arm in others if (own := row_of(record, arm.name))]
+    yield from _against_first(first, row_of(record, first.name), found)
+    yield from _arms_on_tasks(record)
+    for arm in record.arms:
+        own = row_of(record, arm.name)
+        if own is not None and own.scored:
+            yield from tell("spoiled_arms", row=own)
+    tokens = sorted({arm.tokens_seen for arm in record.arms if arm.steps})
+    if len(tokens) > 1:
+        yield say("unequal_tokens", tokens=", ".join(f"{count:,}" for count in tokens))
+
+
+def _against_first(first: Arm, own: Row | None, others: list[tuple[Arm, Row]]) -> Iterator[str]:
+    if own is None or not own.scored:
+        yield say("no_first", first=first)
+    else:
+        yield say("first", first=first, row=own)
+        compared = [row for _, row in others if row.delta_vs_hard is not None and row.causal]
+        for word in ("better than", "worse than", "indistinguishable from"):
+            if rows := [row for row in compared if than(*vs_hard(row)) == word]:
+                yield say("against_first", word=word, first=first, rows=rows)
+    # of the arms that train about as many numbers on as many tokens the best, chosen on these tokens
+    rivals = [
+        row
+        for arm, row in others
+        if arm.steps
+        and arm.tokens_seen == first.tokens_seen
+        and abs(arm.trainable_parameters - first.trainable_parameters) <= SAME_BUDGET * first.trainable_parameters
+        and (row.causal and row.nll is not None and row.kind == "trained")
+    ]
+    if rivals:
+        best, removed = min(rivals, key=lambda row: row.nll or 0.0), own.pairs_removed if own else None
+        yield say("equal_budget", first=first, best=best, rivals=len(rivals), removed=removed)
+
+
+def _arms_on_tasks(record: Record) -> Iterator[str]:
+    rows = telling([row for row in record.benchmarks if row.scored and row.kind not in ("base", "missing")])
+    for word in ("worse", "better"):
+        if told := [row for row in rows if row.outcome == word and row.engaged is not False and row.causal]:
+            yield say("arm_outcomes", word=word, rows=told)
+    for arm in dict.fromkeys(row.attention for row in rows):
+        own = [row for row in rows if row.attention == arm]
+        if idle := [row.task for row in own if row.engaged is False]:
+            yield say("idle_arm", arm=arm, idle=idle, acted=[row.task for row in own if row.engaged])
+
+
+def stability_findings(record: Record) -> Iterator[str]:
+    """Who collapsed in which phase, and who kept all groups."""
+    found = list(phases(record))
+    for name in dict.fromkeys(phase.name for phase in found):
+        own = [(phase, phase.probe.dominance) for phase in found if phase.name == name]
+        fates = {
+            "collapsed": [phase for phase, share in own if share >= COLLAPSED],
+            "dominating": [phase for phase, share in own if DOMINANT < share < COLLAPSED],
+            "alive": [phase for phase, share in own if share <= DOMINANT],
+        }
+        yield say("fates", phase=name, fates=[say(fate, rows=rows) for fate, rows in fates.items() if rows])
+
+
+def continuation_findings(record: Record) -> Iterator[str]:
+    """What the texts are worth under the base, against full attention's own."""
+    losses: dict[tuple[str, str], list[float]] = {}
+    for row in record.continuations:
+        if row.base_nll is not None:
+            losses.setdefault((row.kind, row.attention), []).append(row.base_nll)
+    full = next((mean(found) for (kind, _), found in losses.items() if kind == "base"), None)
+    for (kind, name), found in losses.items():
+        if kind == "hard" and full is not None:
+            yield say("continued", name=name, loss=mean(found), full=full)
+    for row in record.continuations:
+        yield from tell("continuations", row=row)

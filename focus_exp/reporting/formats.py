@@ -9,6 +9,7 @@ from typing import Any
 from focus_exp.records.benchmarks import BenchmarkRow
 
 ABSENT = "-"
+FAILED = "failed"
 READS_FUTURE = "reads the future"
 # from where on the perplexity of a benchmark is written with an exponent
 MANY = 100_000
@@ -17,7 +18,11 @@ ROUNDING = 1e-6
 
 
 class Word(str):
-    """A word of a closed vocabulary; a page colours the cell that is one."""
+    """A word of a closed vocabulary; a page colours the cell that is one by its `kind`."""
+
+    @property
+    def kind(self) -> str:
+        return self.replace(" ", "-")
 
 
 REPRODUCED, NOT_REPRODUCED, UNDECIDED = map(Word, ("reproduced", "not reproduced", "undecided"))
@@ -121,6 +126,15 @@ def difference_text(row: BenchmarkRow) -> str:
     return f"{factor * row.difference:+.1f}{interval}{unit}"
 
 
+def lengths_text(row: BenchmarkRow) -> str:
+    """Tokens of the median request, of the shortest and of the longest; how many were cut."""
+    if not row.request_tokens:
+        return ABSENT
+    least, _, middle, _, most = row.request_tokens
+    text = f"{middle:,} ({least:,} to {most:,})" if least < most else f"{most:,}"
+    return f"{text}, {row.truncated:,} of {row.requests:,} CUT" if row.truncated else text
+
+
 def facts_text(values: dict[str, Any]) -> str:
     """The pairs in a line; without what is empty, and without the substitution, which has its own note."""
     known = {key: value for key, value in values.items() if value not in (None, "") and key != "substitution"}
@@ -146,3 +160,13 @@ def listed_text(parts: Sequence[str]) -> str:
 def seeds_text(seeds: Sequence[int]) -> str:
     """How many, and which."""
     return f"{len(seeds)} ({', '.join(map(str, seeds))})" if seeds else ABSENT
+
+
+def line_text(text: str) -> str:
+    """`text` in one line."""
+    return " ".join(text.split())
+
+
+def cell_text(text: str) -> str:
+    """`text` as a cell of a Markdown table."""
+    return line_text(text).replace("|", "\\|")

@@ -1,4 +1,4 @@
-"""All records as one tidy table, a line for every run, subject and measure: what is shown across runs follows from it."""
+"""All records as one tidy table, a line for every run, subject and measure: what is shown across runs starts here."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ import pandas as pd
 
 from focus_exp.records.answers import answer, configured_row, phases, row_of
 from focus_exp.records.benchmarks import telling
-from focus_exp.records.groups import GroupReport
 from focus_exp.records.record import Record
 from focus_exp.records.rows import Arm, Row
 from focus_exp.reporting.gather import Runs, run_of, setup
@@ -21,16 +20,14 @@ from focus_exp.reporting.speed import speed_of_k
 
 BASE, SOFT_GATE, FULL = "base", "soft gate", "full attention"
 ITSELF = "itself, reading the future"
-PUNCTUATION = "punctuation"
 LONG_TEXT = "perplexity@"  # a task at so many tokens
-
 RUN = (
     "run", "experiment", "seed", "started", "commit", "command", "config_hash", "status", "device", "number_format",
     "scale", "is_arm", "first", "first_parameters", "setup",
 )  # fmt: skip
 # of the arm's own run, where a line of a comparison is about one
 OWN = (
-    "arm", "model", "data", "T", "window", "K", "attention", "gate", "regime", "tokens_seen", "parameters",
+    "arm", "asked", "model", "data", "T", "window", "K", "attention", "gate", "regime", "tokens_seen", "parameters",
     "model_parameters", "own_commit", "arm_setup",
 )  # fmt: skip
 SUBJECT = (
@@ -38,23 +35,30 @@ SUBJECT = (
     "pairs_kept", "dtype", "path", "distant_pairs_kept", "pairs_removed", "engaged", "outcome", "causal", "error",
 )  # fmt: skip
 MARKS = ("phase", "trains", "reads_future", "answer", "telling")
-NUMBER = ("measure", "value", "low", "high", "stderr", "unit", "against", "level", "level_against", "before")
-COLUMNS = (*RUN, "of", *OWN, *SUBJECT, *MARKS, *NUMBER)
 
 
 class Number(NamedTuple):
+    """A measure of a subject. level, level_against: the two sides of a difference; before: its value a phase before."""
+
     measure: str
     value: float | None
     low: float | None = None
     high: float | None = None
-    stderr: float | None = None
     unit: str = ""
     against: str | None = None
     level: float | None = None
     level_against: float | None = None
     before: float | None = None
+    stderr: float | None = None
 
 
+COLUMNS = (*RUN, "of", *OWN, *SUBJECT, *MARKS, *Number._fields)
+TYPES = {
+    "Float64": ["value", "low", "high", "level", "level_against", "before", "stderr", "parameters", "first_parameters",
+                "pairs_kept", "pairs_removed", "distant_pairs_kept"],
+    "Int64": ["seed", "T", "window", "K", "tokens_seen", "model_parameters", "top_k", "n", "tokens", "groups"],
+    "boolean": ["is_arm", "engaged", "causal", "answer", "telling"],
+}  # fmt: skip
 Subjects = Iterator[tuple[dict[str, Any], list[Number]]]
 
 
@@ -66,12 +70,11 @@ def measurements(runs: Runs) -> pd.DataFrame:
     arms stands in both directions, with both perplexities in `level` and `level_against`; `score_delta`: one of scores.
     What failed, or could not be compared, is a line without a value. `setup`, `arm_setup`: what lines of several seeds
     share. `answer`: of the row that stands for its run or arm, of the one timing that is quoted of a k; `telling`: of
-    the metric that decides a benchmark; `reads_future`: who of the two does; `before`: the value a phase before.
+    the metric that decides a benchmark; `reads_future`: who of the two does.
     """
     found = [line for name, record in runs.named.items() for line in _lines(name, record, runs)]
-    table = pd.DataFrame(found, columns=list(COLUMNS)).convert_dtypes()
-    floats = ("value", "low", "high", "stderr", "level", "level_against", "before", "parameters", "first_parameters")
-    return table.astype(dict.fromkeys(floats, "Float64"))
+    known = {column: kind for kind, columns in TYPES.items() for column in columns}
+    return pd.DataFrame(found, columns=list(COLUMNS)).astype(dict.fromkeys(COLUMNS, "string") | known)
 
 
 def _lines(name: str, record: Record, runs: Runs) -> Iterator[dict[str, Any]]:
@@ -82,29 +85,29 @@ def _lines(name: str, record: Record, runs: Runs) -> Iterator[dict[str, Any]]:
         "is_arm": bool(record.config.get("arm")),
         "first": first.name if first else None,
         "first_parameters": first.trainable_parameters if first else None,
-        "setup": _digest((setup(record), run_of(first) if first else record.experiment)),
+        "setup": _digest((setup(record), run_of(first, runs.own(first)) if first else record.experiment)),
     }
-    own = {None: _own(record, record.config.get("arm"))}
-    own |= {arm.name: _own_of(record, arm, runs.own(arm)) for arm in record.arms}
+    own: dict[str | None, dict[str, Any]] = {None: {"arm": record.config.get("arm")} | _own(record)}
+    own |= {arm.name: _own_of(arm, runs.own(arm), record) for arm in record.arms}
     parts = {
-        "rows": _quality(record, record.rows), "phases": _quality(record, record.phases),
+        "rows": _quality(record, record.rows), "phases": _quality(record, record.phases), "probes": _probes(record),
         "benchmarks": _benchmarks(record), "speed": _speed(record), "method_speed": _method_speed(record),
-        "probes": _probes(record), "groups": _groups(record.groups), "arms": _arms(record),
+        "groups": _groups(record), "arms": _arms(record),
     }  # fmt: skip
     for part, subjects in parts.items():
         for subject, numbers in subjects:
             common = {**shared, "of": part, **own.get(subject.get("arm"), own[None]), **subject}
             there = [number for number in numbers if number.value is not None or number.measure == "score_delta"]
-            yield from ({**common, **number._asdict()} for number in there or numbers[:1])
+            yield from (common | number._asdict() for number in there or numbers[:1])
 
 
-def _own(record: Record, arm: str | None) -> dict[str, Any]:
-    return {
-        "arm": arm,
+def _own(record: Record) -> dict[str, Any]:
+    attention = {key: record.setting("attention", key) for key in ("window", "gate")}
+    return attention | {
+        "asked": record.setting("model", "name"),
         "model": record.model.get("name") or record.setting("model", "name"),
         "data": record.data.get("name") or record.setting("data", "name"),
         "T": record.setting("eval", "window"),
-        **{key: record.setting("attention", key) for key in ("window", "gate")},
         "K": record.setting("attention", "groups"),
         "attention": record.setting("attention", "method"),
         "regime": record.setting("regime", "name"),
@@ -114,98 +117,105 @@ def _own(record: Record, arm: str | None) -> dict[str, Any]:
     }
 
 
-def _own_of(record: Record, arm: Arm, own: Record | None) -> dict[str, Any]:
+def _own_of(arm: Arm, own: Record | None, comparison: Record) -> dict[str, Any]:
     """Of an arm of a comparison, by its own record where that is there."""
-    said = _own(own or record, arm.name)
-    groups = [
-        value for setting in arm.settings for key, _, value in [setting.partition("=")] if key == "attention.groups"
-    ]
-    known = {"tokens_seen": arm.tokens_seen, "parameters": arm.trainable_parameters, "arm_setup": _digest(run_of(arm))}
-    return said | known | ({"K": int(groups[-1])} if groups else {})
+    groups = dict(setting.partition("=")[::2] for setting in arm.settings).get("attention.groups")
+    known = {"arm": arm.name, "tokens_seen": arm.tokens_seen, "parameters": arm.trainable_parameters}
+    known |= {"arm_setup": _digest(run_of(arm, own))} | ({"K": int(groups)} if groups else {})
+    return _own(own or comparison) | known
 
 
 def _digest(shared: Any) -> str:
     return sha256(repr(shared).encode()).hexdigest()[:12]
 
 
-def _of(row: Any, arm: str | None) -> dict[str, Any]:
-    return {"arm": arm, **{key: getattr(row, key) for key in SUBJECT if hasattr(row, key)}}
+def _of(row: Any, arm: str | None, **marks: Any) -> dict[str, Any]:
+    subject = {key: getattr(row, key) for key in SUBJECT if hasattr(row, key)}
+    return subject | marks | ({"arm": arm} if arm else {})
 
 
 def _quality(record: Record, rows: list[Row]) -> Subjects:
     stands, hard = answer(record), configured_row(record)
-    soft = next((row for row in rows if row.kind == "soft" and row.scored and not record.arms), None)
     first = row_of(record, record.arms[0].name) if record.arms else None
+    soft = next((row for row in rows if row.kind == "soft" and row.scored and not record.arms), None)
     trained = record.setting("regime", "phases") or {}
+    last: dict[str, Any] = next(reversed(trained.values()), {})
     for row in rows:
-        subject = _of(row, row.arm) | {
-            "phase": row.phase,
-            "trains": trained.get(row.phase, {}).get("train", row.phase),
-            "answer": row_of(record, row.arm) is row if row.arm else row is stands,
-            "reads_future": None if row.causal else row.arm or row.name,
-        }
-        numbers = [
-            Number("perplexity", row.perplexity, row.perplexity_low, row.perplexity_high),
-            Number("nll", row.nll, unit="nats"),
-            Number("largest_group", row.largest_group, unit="share"),
-        ]
-        if row.kind != "base":
-            numbers.append(_delta(row, BASE, row.delta_nll, row.delta_low, row.delta_high))
-        reference = record.arms[0].name if first else ITSELF if row.kind == "twin" else hard.name if hard else None
+        subject = _of(
+            row, row.arm, phase=row.phase, trains=trained.get(row.phase, last).get("train", row.phase),
+            answer=row_of(record, row.arm) is row if row.arm else row is stands,
+            reads_future=None if row.causal else row.arm or row.name,
+        )  # fmt: skip
+        reference = first.arm if first else ITSELF if row.kind == "twin" else hard.name if hard else None
         versus = _delta(row, reference, row.delta_vs_hard, row.delta_vs_hard_low, row.delta_vs_hard_high)
-        if reference:
-            numbers.append(versus)
-        if soft and soft.nll is not None and row.kind == "hard" and row.nll is not None:
-            numbers.append(_delta(row, SOFT_GATE, row.nll - soft.nll, None, None))
-        yield subject, numbers
-        if first is not None and first is not row and versus.value is not None:
-            turned = versus._replace(
-                value=-versus.value, low=None if versus.high is None else -versus.high,
-                high=None if versus.low is None else -versus.low, against=row.arm,
-                level=versus.level_against, level_against=versus.level,
-            )  # fmt: skip
+        gap = None if soft is None or row.kind != "hard" or row.nll is None else row.nll - (soft.nll or 0.0)
+        yield (
+            subject,
+            [
+                Number("perplexity", row.perplexity, row.perplexity_low, row.perplexity_high),
+                Number("nll", row.nll, unit="nats"),
+                Number("largest_group", row.largest_group, unit="share"),
+                Number("parameters", 0 if row.kind == BASE else None),
+                _delta(row, BASE, None if row.kind == "base" else row.delta_nll, row.delta_low, row.delta_high),
+                _delta(row, SOFT_GATE, gap),
+                *([versus] if reference and not first else []),
+            ],
+        )
+        if first and first is not row and versus.value is not None:
             future = next((arm.arm for arm in (row, first) if not arm.causal), None)
-            yield _of(first, first.arm) | {"reads_future": future}, [turned]
+            yield subject | {"reads_future": future}, [versus]
+            yield _of(first, first.arm, reads_future=future), [_turned(versus, row.arm)]
 
 
-def _delta(row: Row, against: str | None, value: float | None, low: float | None, high: float | None) -> Number:
+def _delta(
+    row: Row, against: str | None, value: float | None, low: float | None = None, high: float | None = None
+) -> Number:
     other = None if row.nll is None or value is None else math.exp(min(row.nll - value, 700.0))
-    return Number("delta", value, low, high, None, "nats", against, row.perplexity, other)
+    return Number("delta", value, low, high, "nats", against, row.perplexity, other)
+
+
+def _turned(delta: Number, against: str | None) -> Number:
+    """Theirs minus ours."""
+    value, low, high = (None if bound is None else -bound for bound in (delta.value, delta.high, delta.low))
+    return Number("delta", value, low, high, "nats", against, delta.level_against, delta.level)
 
 
 def _benchmarks(record: Record) -> Subjects:
     told = {id(row) for row in telling([row for row in record.benchmarks if row.scored])}
     for row in record.benchmarks:
         unit = "share" if row.is_share else "nats" if row.is_perplexity else row.metric
-        numbers = [Number("score", row.value, stderr=row.stderr, unit=row.metric if row.is_perplexity else unit)]
-        if row.scored and row.kind != "base":
-            bounds = (row.difference, row.difference_low, row.difference_high)
-            numbers.append(Number("score_delta", *bounds, unit=unit, against=FULL))
-        length = int(row.task.removeprefix(LONG_TEXT)) if row.task.startswith(LONG_TEXT) else None
-        future = None if row.causal else row.attention
-        yield _of(row, row.attention) | {"telling": id(row) in told, "tokens": length, "reads_future": future}, numbers
+        bounds = row.difference, row.difference_low, row.difference_high
+        full = None if row.difference is None else (row.value or 0.0) - row.difference
+        yield _of(
+            row, row.attention, telling=id(row) in told, reads_future=None if row.causal else row.attention,
+            tokens=int(row.task.removeprefix(LONG_TEXT)) if row.task.startswith(LONG_TEXT) else None,
+        ), [
+            Number("score", row.value, unit="" if row.is_perplexity else unit, stderr=row.stderr),
+            *([Number("score_delta", *bounds, unit, FULL, row.value, full)] if row.scored and row.kind != BASE else []),
+        ]  # fmt: skip
 
 
 def _speed(record: Record) -> Subjects:
     for row in record.speed:
-        numbers = [
-            Number("ratio", row.ratio, unit="times", against=FULL),
-            Number("seconds", row.focus_seconds, unit="seconds"),
-            Number("full_seconds", row.full_seconds, unit="seconds"),
-            Number("peak", row.focus_peak_bytes, unit="bytes"),
-            Number("full_peak", row.full_peak_bytes, unit="bytes"),
-        ]
-        yield _of(row, None) | {"answer": speed_of_k(record, row.top_k, row.pair_rule) is row}, numbers
+        yield (
+            _of(row, None, answer=speed_of_k(record, row.top_k, row.pair_rule) is row),
+            [
+                Number("ratio", row.ratio, unit="times", against=FULL),
+                Number("seconds", row.focus_seconds, unit="seconds", against=FULL, level_against=row.full_seconds),
+                Number("peak", row.focus_peak_bytes, unit="bytes", against=FULL, level_against=row.full_peak_bytes),
+            ],
+        )
 
 
 def _method_speed(record: Record) -> Subjects:
     for row in record.method_speed:
-        numbers = [
-            Number("ratio", row.ratio, unit="times", against=FULL),
-            Number("seconds", row.seconds, unit="seconds"),
-            Number("full_seconds", row.full_seconds, unit="seconds"),
-        ]
-        yield _of(row, None) | {"clock": "attention"}, numbers
+        yield (
+            _of(row, None, clock="attention"),
+            [
+                Number("ratio", row.ratio, unit="times", against=FULL),
+                Number("seconds", row.seconds, unit="seconds", against=FULL, level_against=row.full_seconds),
+            ],
+        )
 
 
 def _probes(record: Record) -> Subjects:
@@ -213,34 +223,33 @@ def _probes(record: Record) -> Subjects:
     before: dict[tuple[str, str], float | None] = {}
     units = {"dominance": "share", "dominance_worst": "share", "dead_groups": "groups", "stability": "share"}
     for phase in phases(record):
-        arm, numbers = phase.arm.name, []
-        for name, unit in units.items():
-            value = getattr(phase.probe, name)
-            numbers.append(Number(name, value, unit=unit, before=before.get((arm, name))))
-            before[arm, name] = value
+        arm, values = phase.arm.name, {name: getattr(phase.probe, name) for name in units}
+        numbers = [Number(name, values[name], unit=units[name], before=before.get((arm, name))) for name in units]
+        before |= {(arm, name): value for name, value in values.items()}
         yield {"arm": arm, "phase": phase.name, "trains": phase.trains}, numbers
 
 
-def _groups(report: GroupReport | None) -> Subjects:
+def _groups(record: Record) -> Subjects:
     """Of all layers together."""
-    if report is None or not report.layers:
-        return
-    groups = [group for layer in report.layers for group in layer.groups]
-    pure = [group.purity or 0.0 for group in groups if group.word_class == PUNCTUATION]
-    yield (
-        {},
-        [
-            Number("punctuation_purity", max(pure, default=0.0), unit="share"),
-            Number("punctuation_purity_mean", fmean(pure) if pure else None, unit="share"),
-            Number("group_confidence", fmean(layer.confidence for layer in report.layers), unit="share"),
-            Number("smallest_group", min(group.share for group in groups), unit="share"),
-            Number("largest_group", max(group.share for group in groups), unit="share"),
-            Number("affinity", max((pair.affinity for layer in report.layers for pair in layer.pairs), default=None)),
-        ],
-    )
+    layers = record.groups.layers if record.groups else []
+    if groups := [group for layer in layers for group in layer.groups]:
+        pure = [group.purity or 0.0 for group in groups if group.word_class == "punctuation"]
+        yield (
+            {},
+            [
+                Number("punctuation_purity", max(pure, default=0.0), unit="share"),
+                Number("punctuation_purity_mean", fmean(pure) if pure else None, unit="share"),
+                Number("group_confidence", fmean(layer.confidence for layer in layers), unit="share"),
+                Number("smallest_group", min(group.share for group in groups), unit="share"),
+                Number("largest_group", max(group.share for group in groups), unit="share"),
+                Number("affinity", max((pair.affinity for layer in layers for pair in layer.pairs), default=None)),
+            ],
+        )
 
 
 def _arms(record: Record) -> Subjects:
     for arm in record.arms:
-        parameters = arm.trainable_parameters if arm.steps else 0
-        yield {"arm": arm.name, "error": arm.error}, [Number("parameters", parameters, unit="parameters")]
+        yield (
+            {"arm": arm.name, "error": arm.error},
+            [Number("parameters", arm.trainable_parameters if arm.steps else 0)],
+        )

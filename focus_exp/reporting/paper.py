@@ -1,14 +1,15 @@
-"""The numbers printed in arXiv 2604.03260 v2, as rows; paper_tables.yaml beside this file is their only place."""
+"""The tables of arXiv 2604.03260 v2: what they print (paper_tables.yaml), and where it is measured (paper_map.yaml)."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field, replace
+from fnmatch import fnmatchcase
 from functools import cache
-from importlib.resources import files
-from typing import Any
-
-from omegaconf import OmegaConf
+from typing import Any, Literal
 
 from focus_exp.errors import UserError
+from focus_exp.reporting.formats import ABSENT
+from focus_exp.reporting.specs import checked, expression, read_yaml
 
 Cell = str | int | float | bool | None
 
@@ -18,16 +19,10 @@ def paper_rows(table: str) -> list[dict[str, Cell]]:
 
     A table inside another one is named with a dot: "table8_dominance.two_phase_K8". Raises UserError for other names.
     """
-    tables = _tables()
+    tables = _printed()
     if table not in tables:
         raise UserError(f"paper table {table!r} is unknown; choose one of {', '.join(tables)}")
-    columns, rows = tables[table]
-    return [dict(zip(columns, row, strict=True)) for row in rows]
-
-
-def paper_names() -> list[str]:
-    """The tables there are."""
-    return list(_tables())
+    return [dict(zip(tables[table]["columns"], row, strict=True)) for row in tables[table]["rows"]]
 
 
 def paper_speedups(groups: int) -> dict[int, float]:
@@ -37,20 +32,138 @@ def paper_speedups(groups: int) -> dict[int, float]:
 
 
 @cache
-def _tables() -> dict[str, tuple[list[str], list[list[Cell]]]]:
+def _printed() -> dict[str, dict[str, Any]]:
     content = read_yaml("paper_tables")
     nested = {f"{name}.{key}": part for name, table in content.items() for key, part in table.items()}
-    found = {**content, **nested}
-    return {
-        name: (part["columns"], part["rows"])
-        for name, part in found.items()
-        if isinstance(part, dict) and "columns" in part
+    return {name: part for name, part in {**content, **nested}.items() if isinstance(part, dict) and "columns" in part}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Column:
+    """A column of the paper, `source`, or its change from full attention's in the row or column `origin`."""
+
+    heading: str
+    text: str
+    select: dict[str, Any] = field(default_factory=dict)
+    value: str = "value"
+    before: str = ""
+    unit: str = ""
+    mark: str = "''"
+    source: str = ""
+    origin: str = ""
+
+    @property
+    def name(self) -> str:
+        return f"{self.source}_change" if self.origin else self.source
+
+    def written(self, number: float) -> str:
+        return str(expression(self.text)(value=number))
+
+
+def change(source: str, origin: str, heading: str) -> Column:
+    select = {"measure": "delta"}
+    return Column(heading=heading, text="signed(value)", unit=" %", select=select, source=source, origin=origin)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Place:
+    """What in the records stands beside a row of the paper."""
+
+    experiments: tuple[str, ...]
+    arm: str = ""
+    arms: dict[str, str] = field(default_factory=dict)
+    select: dict[str, Any] = field(default_factory=dict)
+    model: str = ""
+    settings: tuple[str, ...] = ()
+    needs: str = ""
+
+    @property
+    def names(self) -> list[str]:
+        """The arms, each once."""
+        return list(dict.fromkeys([*self.arms.values(), *filter(None, [self.arm])]))
+
+    @property
+    def command(self) -> str:
+        return " ".join(["python -m focus_exp", f"+experiment={self.experiments[0]}", *self.settings])
+
+
+@dataclass(frozen=True, kw_only=True)
+class PaperTable:
+    """A table of the paper and where its rows are measured; of this and the others see paper_map.yaml."""
+
+    label: str
+    title: str
+    key: tuple[str, ...]
+    rows: dict[str, list[Place]]
+    changes: dict[str, dict[Literal["heading", "from"], str]] = field(default_factory=dict)
+    extra: Literal["", "arm", "pair"] = ""
+    name: str = ""
+    columns: tuple[Column, ...] = ()
+
+    def column(self, name: str) -> Column:
+        return next(column for column in self.columns if column.name == name)
+
+    @property
+    def paper(self) -> dict[str, dict[str, Any]]:
+        """The rows by their cells in `key`, those that are empty left out: "lora_r4 1e-05"."""
+        rows: list[dict[str, Any]] = paper_rows(self.name)
+        return {" ".join(key_text(row[key]) for key in self.key if row[key] is not None): row for row in rows}
+
+    def places(self, row: str) -> list[Place]:
+        """Where a row is measured; the first has the command."""
+        return next(places for pattern, places in self.rows.items() if fnmatchcase(row, pattern))
+
+    def cell(self, row: dict[str, Any], column: Column) -> Any:
+        """The paper's cell, or by how much [%] its number is above full attention's."""
+        after, full = row.get(column.source), self.paper.get(column.origin)
+        if not column.origin:
+            return after
+        before = full[column.source] if full and full != row else row.get(column.origin)
+        return None if before is None or after is None else 100 * (after / before - 1)
+
+    def printed(self, row: dict[str, Any], column: Column) -> str:
+        """The cell as text; a number with as many decimals as the column has: 1.50 was read as 1.5."""
+        cell = self.cell(row, column)
+        if cell is None or isinstance(cell, bool | str):
+            return {True: "yes", False: "no", None: ABSENT, "": ABSENT}.get(cell, str(cell))
+        if column.text.startswith("signed"):
+            return column.written(cell) + column.unit
+        decimals = (repr(other[column.source]).partition(".")[2].removesuffix("0") for other in self.paper.values())
+        return f"{cell:,.{max(map(len, decimals))}f}"
+
+
+def key_text(cell: Cell) -> str:
+    return ABSENT if cell is None else f"{cell:g}" if isinstance(cell, float) else str(cell)
+
+
+@cache
+def paper_map() -> dict[str, Any]:
+    return read_yaml("paper_map")
+
+
+@cache
+def paper_tables() -> dict[str, PaperTable]:
+    """In the order of the map, which is the paper's."""
+    content = paper_map()
+    known = checked("paper_map.yaml: columns", content["columns"], dict[str, Column])
+    expanded = {name: _expanded(entry) for name, entry in content["tables"].items()}
+    tables = checked("paper_map.yaml: tables", expanded, dict[str, PaperTable])
+    for name, table in tables.items():
+        columns: list[Column] = []
+        for source in [source for source in paper_rows(name)[0] if source not in table.key]:
+            rule = table.changes.get(source)
+            columns += [replace(known[source], source=source)]
+            columns += [change(source, rule["from"], rule["heading"])] if rule else []
+        tables[name] = replace(table, name=name, columns=tuple(columns))
+    return tables
+
+
+def _expanded(entry: dict[str, Any]) -> dict[str, Any]:
+    """What a table says of every place, said of each; a row as the list of its places."""
+    common = {key: value for key, value in entry.items() if key in Place.__dataclass_fields__}
+    rows = {name: row if isinstance(row, list) else [row] for name, row in entry["rows"].items()}
+    places = {
+        name: [common | ({"arm": part} if isinstance(part, str) else part) for part in parts]
+        for name, parts in rows.items()
     }
-
-
-def read_yaml(name: str) -> dict[str, Any]:
-    """A data file beside this module."""
-    text = (files("focus_exp.reporting") / f"{name}.yaml").read_text(encoding="utf-8")
-    # not PyYAML itself, to which 1.0e6 is a string
-    content: Any = OmegaConf.to_container(OmegaConf.create(text))
-    return content
+    return {key: value for key, value in entry.items() if key not in common} | {"rows": places}

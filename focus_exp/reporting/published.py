@@ -12,7 +12,8 @@ from focus_exp.records.comparison import METRICS, RECORD, arm_folder, load_metri
 from focus_exp.records.environment import unknown_commit
 from focus_exp.records.metrics import read_metrics, write_metrics
 from focus_exp.records.record import Record
-from focus_exp.reporting.report import all_tables, write_report
+from focus_exp.reporting.report import table_files, write_report
+from focus_exp.reporting.tables import all_tables
 from focus_exp.reporting.whole_report import NAME, write_report_of
 from focus_exp.storage import aside
 
@@ -77,9 +78,7 @@ def stale(top: Path, scale: str = "") -> list[str]:
     of them if there is one in `top`/report."""
     said = []
     for folder, record in _published(top):
-        tables = all_tables(record)
-        expected = {"table.md": "\n".join(table.to_markdown() for table in tables)}
-        expected |= {f"{table.name}.csv": table.to_csv() for table in tables}
+        expected = table_files(all_tables(record))
         said += [f"{folder / name} does not follow from its record" for name in _differing(folder, expected)]
     if (published := top / NAME).is_dir():
         with TemporaryDirectory() as scratch:

@@ -1,31 +1,28 @@
-"""All that is shown of a record: tables, figures and sentences, from the record alone."""
+"""All that is shown of one record: tables, figures and sentences, from the record alone."""
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from focus_exp.errors import UserError
+from focus_exp.records.groups import GroupLayer
 from focus_exp.records.record import Record
-from focus_exp.reporting.benchmark_findings import benchmark_findings
-from focus_exp.reporting.benchmarks import benchmark_table
-from focus_exp.reporting.comparison import comparison_findings, comparison_tables
-from focus_exp.reporting.comparison_figure import write_comparison_figure
-from focus_exp.reporting.continuations import continuation_findings, continuation_table, write_continuations
-from focus_exp.reporting.curves import write_curves
 from focus_exp.reporting.figures import write_figures
-from focus_exp.reporting.findings import findings
-from focus_exp.reporting.groups import group_tables
-from focus_exp.reporting.groups_findings import group_findings
-from focus_exp.reporting.passage import write_page
-from focus_exp.reporting.speed_figures import write_speed_figures
-from focus_exp.reporting.speed_findings import speed_findings
-from focus_exp.reporting.speed_methods import method_findings, method_table
-from focus_exp.reporting.speed_tables import speed_tables
-from focus_exp.reporting.stability import stability_findings, stability_table
-from focus_exp.reporting.stability_figure import write_stability_figure
-from focus_exp.reporting.tables import Table, quality_table
+from focus_exp.reporting.findings import all_findings
+from focus_exp.reporting.formats import facts_text
+from focus_exp.reporting.lines import grouped
+from focus_exp.reporting.notes import caveats, title
+from focus_exp.reporting.pages import script_json
+from focus_exp.reporting.specs import render
+from focus_exp.reporting.tables import Table, all_tables
 from focus_exp.storage import replace_file
+
+__all__ = ["Report", "all_findings", "all_tables", "write_report"]
+CONTINUATIONS, PASSAGE = "continuations.md", "passage.html"
+MEASURED = "groups/passage.json"
 
 
 @dataclass(frozen=True)
@@ -36,48 +33,67 @@ class Report:
     figures: dict[str, Path]
 
 
-def all_findings(record: Record) -> list[str]:
-    """Sentences on whatever the record holds; a record without rows of quality is not blamed for that."""
-    if record.arms:
-        return [*comparison_findings(record), *stability_findings(record)]
-    if record.continuations:
-        return continuation_findings(record)
-    if record.groups:
-        return group_findings(record)
-    timed_only = bool(record.speed) and not record.rows
-    said = [] if timed_only else findings(record)
-    return [*said, *benchmark_findings(record.benchmarks), *speed_findings(record), *method_findings(record)]
-
-
-def all_tables(record: Record) -> list[Table]:
-    if record.arms:
-        tables = [*comparison_tables(record), *([stability_table(record)] if record.probes else [])]
-    elif record.continuations:
-        tables = [continuation_table(record)]
-    elif record.groups:
-        tables = group_tables(record)
-    else:
-        tables = [quality_table(record)] if record.rows or not record.speed else []
-    if record.benchmarks:
-        tables.append(benchmark_table(record, record.benchmarks))
-    return [*tables, *speed_tables(record), *([method_table(record)] if record.method_speed else [])]
+def table_files(tables: list[Table]) -> dict[str, str]:
+    """Name -> text of table.md and of a CSV a table."""
+    together = "\n".join(table.to_markdown() for table in tables)
+    return {"table.md": together} | {f"{table.name}.csv": table.to_csv() for table in tables}
 
 
 def write_report(record: Record, metrics: list[dict[str, Any]], folder: Path) -> Report:
-    """Write table.md, one CSV a table and the figures into `folder`; `metrics` are the lines of metrics.jsonl,
-    in a comparison those of all arms, each with its `arm`."""
+    """Write tables, figures and pages into `folder`; `metrics` are the lines of metrics.jsonl, in a comparison those of
+    all arms, each with its `arm`."""
     tables = all_tables(record)
-    replace_file(folder / "table.md", "\n".join(table.to_markdown() for table in tables).encode())
-    for table in tables:
-        replace_file(folder / f"{table.name}.csv", table.to_csv().encode())
+    files = table_files(tables)
     if record.continuations:
-        write_continuations(record, folder)
+        prompts = grouped(record.continuations, "prompt")
+        files[CONTINUATIONS] = render(CONTINUATIONS, title=title(record), prompts=prompts)
     if record.groups:
-        write_page(record, folder)
-    figures = folder / "figures"
-    routers = write_stability_figure(record, figures)
-    if record.arms:
-        return Report(
-            tables, write_comparison_figure(record, figures) | write_curves(record, metrics, figures) | routers
-        )
-    return Report(tables, write_figures(record, metrics, figures) | write_speed_figures(record, figures) | routers)
+        files[PASSAGE] = passage_page(record, measured_passage(folder))
+    for name, text in files.items():
+        replace_file(folder / name, text.encode())
+    return Report(tables, write_figures(record, metrics, folder / "figures"))
+
+
+def measured_passage(folder: Path) -> dict[str, Any]:
+    """What the analysis of groups left in the run's folder. UserError if it is missing."""
+    try:
+        measured: dict[str, Any] = json.loads((folder / MEASURED).read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise UserError(f"{folder / MEASURED}: not readable ({error}); run job=analyze again") from error
+    return measured
+
+
+def passage_page(record: Record, measured: dict[str, Any]) -> str:
+    """A passage coloured by group, layer by layer, with what was cut; one file that needs no network."""
+    report = record.groups
+    assert report is not None
+    rows = {row.layer: row for row in report.layers}
+    data = measured | {
+        "title": title(record),
+        "from": report.passage_from,
+        "caveats": caveats(record),
+        "tagger": report.tagger,
+        "class_shares": report.class_shares,
+        "window": record.setting("attention", "window"),
+        "sinks": record.setting("attention", "sinks"),
+        "findings": all_findings(record),
+        "origin": facts_text({"commit": record.commit, "seed": record.seed, "config": record.config_hash}),
+        "layers": [layer | _legend(rows[layer["layer"]]) for layer in measured["layers"]],
+    }
+    return render(PASSAGE, title=title(record), data=data, script=script_json)
+
+
+def _legend(row: GroupLayer) -> dict[str, Any]:
+    return {
+        "nmi": row.fit("trained").nmi,
+        "cut_mass": row.cut_mass,
+        "pairs_kept": row.distant_pairs_kept,
+        "mass_kept": row.distant_mass_kept,
+        "legend": [
+            {
+                "name": group.name, "share": group.share, "class": group.word_class, "purity": group.purity,
+                "class_share": group.class_share, "confidence": group.confidence, "tokens": group.tokens,
+            }
+            for group in row.groups
+        ],
+    }  # fmt: skip

@@ -1,22 +1,29 @@
-"""The data files of this package: entries as dataclasses, expressions and pages by Jinja, where what is undefined fails."""
+"""The data files of this package: entries as dataclasses; expressions and pages by Jinja, failing on unknown names."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cache
 from importlib.resources import files
+from types import ModuleType
 from typing import Any, TypeVar
 
-from jinja2 import Environment, PackageLoader, StrictUndefined, TemplateSyntaxError
+from jinja2 import Environment, PackageLoader, StrictUndefined, Template, TemplateSyntaxError
 from omegaconf import OmegaConf
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
 from focus_exp.errors import UserError
 from focus_exp.reporting import formats
 
+
+class SpecError(UserError):
+    """A part of a data file that says what cannot be; whoever reads the file adds the place."""
+
+
 Entries = TypeVar("Entries")
 
 
+@cache
 def read_yaml(name: str) -> dict[str, Any]:
     """A data file beside this module."""
     text = (files("focus_exp.reporting") / f"{name}.yaml").read_text(encoding="utf-8")
@@ -57,18 +64,33 @@ def environment() -> Environment:
     known = {name.removesuffix("_text"): text for name, text in vars(formats).items() if name.endswith("_text")}
     words = {name: word for name, word in vars(formats).items() if name.isupper() and isinstance(word, str)}
     made.globals |= known | words
+    made.filters |= known
     return made
+
+
+def public(*modules: ModuleType) -> dict[str, Any]:
+    """What modules hold under names that do not begin with an underscore."""
+    return {name: value for module in modules for name, value in vars(module).items() if not name.startswith("_")}
 
 
 @cache
 def expression(text: str) -> Callable[..., Any]:
-    """`text` as a function of the names in it. UserError if it is none."""
+    """`text` as a function of the names in it. SpecError if it is none."""
     try:
         return environment().compile_expression(text, undefined_to_none=False)
     except TemplateSyntaxError as error:
-        raise UserError(f"{text!r} is no expression: {error}") from error
+        raise SpecError(f"{text!r} is no expression: {error}") from error
 
 
-def render(template: str, **values: Any) -> str:
-    """The page that templates/`template`.j2 makes of `values`."""
-    return environment().get_template(f"{template}.j2").render(values)
+@cache
+def template(text: str) -> Template:
+    """`text` as a template. SpecError if it is none."""
+    try:
+        return environment().from_string(text)
+    except TemplateSyntaxError as error:
+        raise SpecError(f"{text!r} is no template: {error}") from error
+
+
+def render(page: str, **values: Any) -> str:
+    """The page that templates/`page`.j2 makes of `values`."""
+    return environment().get_template(f"{page}.j2").render(values)

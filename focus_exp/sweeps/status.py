@@ -22,7 +22,8 @@ from focus_exp.errors import UserError
 from focus_exp.records.answers import configured_row
 from focus_exp.records.metrics import read_metrics
 from focus_exp.records.record import Record
-from focus_exp.reporting.tables import Table, change_text, perplexity_text
+from focus_exp.reporting.formats import change_text, perplexity_text
+from focus_exp.reporting.tables import Table
 from focus_exp.storage import is_held
 from focus_exp.sweeps.frozen import Job, Sweep, load_config
 

@@ -1,0 +1,193 @@
+"""What tables of one record have a line for, where it is more than a row of the record."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+from itertools import zip_longest
+from statistics import mean, median
+from typing import Any
+
+from focus_exp.records.answers import Phase, row_of
+from focus_exp.records.benchmarks import BenchmarkRow
+from focus_exp.records.groups import PUNCTUATION, GroupLayer
+from focus_exp.records.record import Record
+from focus_exp.records.rows import Arm, Row
+from focus_exp.records.speed import SpeedRow
+from focus_exp.reporting.formats import ABSENT, share_text
+from focus_exp.reporting.paper import paper_rows, paper_speedups, paper_tables
+from focus_exp.reporting.speed import by_top_k, quality_row, setting
+
+PHASES_IN_PAPER = ("table8_dominance.two_phase_K8", "table8_dominance", "table9_ablation")
+PAPER_GROUPS = 4  # K of every row of the paper's table 7
+
+
+def grouped(rows: Iterable[Any], *names: str) -> list[list[Any]]:
+    """Rows that are equal in these attributes, in the order of their first ones."""
+    found: dict[Any, list[Any]] = {}
+    for row in rows:
+        found.setdefault(tuple(getattr(row, name) for name in names), []).append(row)
+    return list(found.values())
+
+
+def known(rows: Iterable[Any], name: str) -> list[Any]:
+    """An attribute of the rows, where there is one."""
+    return [value for row in rows if (value := getattr(row, name)) is not None]
+
+
+def average(rows: Iterable[Any], name: str) -> float | None:
+    values = known(rows, name)
+    return mean(values) if values else None
+
+
+def middle(rows: Iterable[Any], name: str) -> float | None:
+    values = known(rows, name)
+    return median(values) if values else None
+
+
+def base_and_arms(record: Record) -> list[tuple[Arm, Row]]:
+    """Full attention without any training, then the arms."""
+    base = replace(
+        record.base or _unscored(), name="full attention", distant_pairs_kept=1.0, pairs_removed=0.0, delta_vs_hard=None
+    )
+    return [(Arm(name="base", settings=[]), base), *arms(record)] if record.arms else []
+
+
+def arms(record: Record) -> list[tuple[Arm, Row]]:
+    """Every arm with the row that stands for it, one without numbers where there is none."""
+    return [(arm, row_of(record, arm.name) or _unscored()) for arm in record.arms]
+
+
+def _unscored() -> Row:
+    return Row(name="", kind="control", method="", causal=True)
+
+
+def by_task(rows: list[BenchmarkRow]) -> list[BenchmarkRow]:
+    """Tasks and metrics together, full attention first."""
+    tasks, metrics = (list(dict.fromkeys(getattr(row, key) for row in rows)) for key in ("task", "metric"))
+    return sorted(rows, key=lambda row: (tasks.index(row.task), metrics.index(row.metric)))
+
+
+def paper_of(record: Record, phase: Phase) -> str:
+    """What the paper prints of this arm after such a phase; "" for nothing."""
+    suffix, perplexity = ("full_ft", "ppl_finetuned") if phase.full else ("centroid", "ppl_centroid")
+    texts = {perplexity: "perplexity {}", f"dominance_{suffix}": "largest group {} %"}
+    texts |= {f"stability_{suffix}": "stability {}"} | ({"outcome": "{}"} if phase.full else {})
+    tables = PHASES_IN_PAPER if record.experiment in ("stability", "ablation") else ()
+    rows = (paper_row_of(phase.arm.name, table) for table in tables)
+    return ", ".join(text.format(row[name]) for row in rows for name, text in texts.items() if name in row)
+
+
+def paper_row_of(arm: str, name: str) -> dict[str, Any]:
+    """The first row of a table of the paper that an arm stands for by itself, {} if there is none."""
+    table = paper_tables()[name]
+    return next((row for key, row in table.paper.items() if table.places(key)[0].arm == arm), {})
+
+
+@dataclass(frozen=True)
+class Timing:
+    """A row of a clock and, beside attention, the same case by its kernels alone; one of them may lack."""
+
+    timed: SpeedRow | None
+    kernels: SpeedRow | None = None
+
+    @property
+    def rows(self) -> list[SpeedRow]:
+        return [row for row in (self.timed, self.kernels) if row]
+
+    @property
+    def case(self) -> SpeedRow:
+        return self.rows[0]
+
+    @property
+    def overhead(self) -> float | None:
+        """Share of Focus' attention that is spent outside the kernels: routing, sort, gather, merge."""
+        whole, kernels = (row.focus_seconds if row else None for row in (self.timed, self.kernels))
+        return 1 - kernels / whole if whole and kernels else None
+
+    @property
+    def of_bound(self) -> float | None:
+        """Measured ratio over its arithmetic bound."""
+        return self.timed.ratio / self.timed.bound if self.timed and self.timed.ratio and self.timed.bound else None
+
+    @property
+    def paper(self) -> float | None:
+        return paper_speedups(self.case.groups).get(self.case.tokens) if self.case.top_k == 1 else None
+
+
+def timings(record: Record, clock: str) -> list[Timing]:
+    """The rows of a clock by setting and length; those of "kernels" stand beside "attention", or alone."""
+    clocks = (clock, "kernels" if clock == "attention" else None)
+    cases: dict[Any, tuple[list[SpeedRow], list[SpeedRow]]] = {}
+    for row in record.speed:
+        if row.clock in clocks:
+            cases.setdefault((setting(row), row.tokens), ([], []))[clocks.index(row.clock)].append(row)
+    return [Timing(*pair) for key in sorted(cases) for pair in zip_longest(*cases[key])]
+
+
+def by_groups_a_query(record: Record) -> Iterator[dict[str, Any]]:
+    """The time of some groups a query, what they cost in perplexity, and what the paper says of both."""
+    printed: list[dict[str, Any]] = paper_rows("table7_topk")
+    for row in by_top_k(record):
+        wanted = ("gpt2_124m", row.top_k, row.groups)
+        paper = next((line for line in printed if (line["model"], line["top_k"], PAPER_GROUPS) == wanted), {})
+        retained = percent / 100 if (percent := paper.get("pairs_retained_percent")) else None
+        quality = quality_row(record, setting(row))
+        yield {"case": row, "rows": [row], "quality": quality, "paper": paper, "retained": retained}
+
+
+def alone_and_together(layers: list[GroupLayer]) -> list[list[GroupLayer]]:
+    """A line a layer, then one of all, whose numbers are means."""
+    return [*([layer] for layer in layers), layers] if layers else []
+
+
+def members(layers: Iterable[GroupLayer], name: str) -> list[tuple[int, Any]]:
+    """The groups or the pairs of all layers, each with its layer."""
+    return [(layer.layer, member) for layer in layers for member in getattr(layer, name)]
+
+
+def section5(record: Record) -> Iterator[dict[str, Any]]:
+    """Every number of the paper's section 5 beside ours, `value` unrounded."""
+    report = record.groups
+    if report is None:
+        return
+    paper = {str(row["quantity"]): row["value"] for row in paper_rows("groups_section5")}
+    marks = report.punctuation
+    purities = [group.purity or 0.0 for _, group in marks]
+    yield {
+        "quantity": "purity of the punctuation group",
+        "paper": f"{paper['punctuation_purity_percent']} %",
+        "here": f"{share_text(max(purities))} at best, {share_text(mean(purities))} on average" if marks else ABSENT,
+        "value": max(purities, default=None),
+        "read": f"{len(marks)} groups in {len({row.layer for row, _ in marks})} of {len(report.layers)} layers have it "
+        f"as most frequent class; it is {share_text(report.class_shares.get(PUNCTUATION, 0.0))} of the text",
+    }
+    confidences = [row.confidence for row in report.layers]
+    yield {
+        "quantity": "mean confidence",
+        "paper": paper["mean_confidence"],
+        "here": f"{mean(confidences):.2f}, by layer {min(confidences):.2f} to {max(confidences):.2f}",
+        "value": mean(confidences),
+        "read": f"temperature {record.setting('attention', 'temperature')} on "
+        f"{'cosines' if record.setting('attention', 'normalize') else 'products'} here, 0.1 there",
+    }
+    shares = [share for row in report.layers for share in row.shares]
+    yield {
+        "quantity": "share of tokens in a group",
+        "paper": f"{paper['smallest_group_percent']} to {paper['largest_group_percent']} %",
+        "here": f"{share_text(min(shares))} to {share_text(max(shares))}",
+        "value": max(shares),
+        "read": f"K = {record.setting('attention', 'groups')} here, 8 there; all layers",
+    }
+    medians = known(report.layers, "affinity_median")
+    printed: list[dict[str, Any]] = paper_rows("groups_section5.pairs")
+    for pair in printed:
+        words = f"'{pair['word']}'({pair['position']}) and '{pair['other_word']}'({pair['other_position']})"
+        above = sum(median >= pair["affinity"] for median in medians)
+        yield {
+            "quantity": "affinity of a long-range pair",
+            "paper": f"{words}: {pair['affinity']}",
+            "here": f"{mean(medians):.3f} is the median of all kept distant pairs" if medians else ABSENT,
+            "value": mean(medians) if medians else None,
+            "read": f"in {above} of {len(medians)} layers at least half of all kept distant pairs have as much",
+        }

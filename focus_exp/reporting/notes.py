@@ -1,0 +1,71 @@
+"""What is said of any record: what was measured on what, what stood in for what, where a line comes from."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from focus_exp.records.benchmarks import BenchmarkRow
+from focus_exp.records.record import Record
+
+
+def title(record: Record) -> str:
+    """What was measured on what: experiment, model, data, evaluation length T."""
+    names = [getattr(record, part).get("name") or record.setting(part, "name", part) for part in ("model", "data")]
+    substitute = " (substitute assets)" if substitutions(record) else ""
+    return f"{record.experiment}: {names[0]} on {names[1]}{substitute}, T = {record.setting('eval', 'window', '?')}"
+
+
+def substitutions(record: Record) -> list[str]:
+    """The sentences that say which model or data stood in for the one asked for."""
+    return [str(part["substitution"]) for part in (record.model, record.data) if part.get("substitution")]
+
+
+def identity(record: Record) -> dict[str, Any]:
+    """The CSV columns that trace a line back to its run."""
+    return {
+        "seed": record.seed,
+        **{part: getattr(record, part).get("name") or record.setting(part, "name") for part in ("model", "data")},
+        "substitution": " ".join(substitutions(record)),
+        "commit": record.commit,
+        "config_hash": record.config_hash,
+    }
+
+
+def caveats(record: Record) -> list[str]:
+    """What stood in for what, what the run warned of, and that it did not finish."""
+    notes = [f"SUBSTITUTE: {sentence}" for sentence in substitutions(record)]
+    notes += [f"WARNING: {sentence}" for sentence in record.warnings]
+    if record.status != "finished":
+        notes.append(f"This run {record.status}: {record.error or 'no reason recorded'}")
+    return notes
+
+
+def failures(rows: list[BenchmarkRow]) -> list[str]:
+    """A line for every task that could not be had and every run of one that failed."""
+    return [
+        f"{row.task} was not measured: {row.error}"
+        if row.kind == "missing"
+        else f"{row.task} under {row.attention} failed: {row.error}"
+        for row in rows
+        if row.error is not None
+    ]
+
+
+def where(record: Record, model: str = "") -> str:
+    """The model, which may stand in for `model`, and the text that were used, the length and the window."""
+    parts = []
+    for section in ("model", "data"):
+        used, asked = getattr(record, section), record.setting(section, "name", section)
+        path, other = used.get("source") == "local", model not in ("", asked)
+        name = asked if section == "model" and path else used.get("name") or asked
+        parts.append(f"{name} (SUBSTITUTE)" if used.get("substitution") or (section == "model" and other) else name)
+    shape = f"T = {record.setting('eval', 'window', 0):,}, w = {record.setting('attention', 'window')}"
+    device = f", {record.device_kind}" if record.speed else ""
+    return f"{' on '.join(parts)}, {shape}{device}"
+
+
+def command_of(record: Record) -> str:
+    """What made a record, and at which commit."""
+    name = record.config.get("arm") or ""
+    alone = f" arm={name}" if name and f"arm={name}" not in record.command.split() else ""
+    return f"{record.command}{alone}, {(record.commit or 'no commit')[:7]}"

@@ -1,0 +1,108 @@
+"""The report as Markdown, as LaTeX that compiles, and as one HTML page that opens from disk without a network."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import unicodedata
+from dataclasses import dataclass, field
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+from markupsafe import Markup
+
+from focus_exp.reporting.formats import Word, line_text
+from focus_exp.reporting.lines import grouped
+from focus_exp.reporting.specs import render
+from focus_exp.reporting.tables import Table
+
+TITLE = "focus_exp: report"
+# notes that must not be folded away
+LOUD = ("SUBSTITUTE", "This run", "failed")
+LONG, LONGEST_NUMBER = 28, 48  # characters, from where on a cell wraps
+ESCAPES = {
+    "\\": r"\textbackslash{}", "&": r"\&", "%": r"\%", "$": r"\$", "#": r"\#", "_": r"\_", "{": r"\{", "}": r"\}",
+    "~": r"\textasciitilde{}", "^": r"\textasciicircum{}", "±": r"$\pm$", "→": r"$\to$", "←": r"$\gets$",
+    "≤": r"$\leq$", "≥": r"$\geq$", "×": r"$\times$", "−": "-", "–": "--", "—": "---", "…": r"\dots{}",
+    "‘": "`", "’": "'", "“": "``", "”": "''",
+}  # fmt: skip
+# where a long word may end a line: paths, names, commands
+BREAKS = (r"\_", "/", "=", "@")
+
+
+@dataclass(frozen=True)
+class Section:
+    """A heading with what is under it. part: the heading above; figures: files, each of them an SVG or beside one."""
+
+    part: str
+    title: str
+    tables: list[Table]
+    findings: list[str] = field(default_factory=list)
+    figures: list[Path] = field(default_factory=list)
+
+    @property
+    def anchor(self) -> str:
+        return re.sub(r"[^a-z0-9]+", "-", f"{self.part} {self.title}".lower()).strip("-")
+
+
+def markdown(sections: list[Section]) -> str:
+    return render("report.md", parts=grouped(sections, "part"))
+
+
+def latex_document(sections: list[Section]) -> str:
+    """Longtables of equally wide columns."""
+    return render("report.tex", parts=grouped(sections, "part"), tex=latex_text, tex_cell=latex_cell)
+
+
+def page(sections: list[Section], folder: Path) -> str:
+    """The page, to be written into `folder`; figures are linked where they lie."""
+
+    def link(path: Path) -> str:
+        return Path(os.path.relpath(path.with_suffix(".svg"), folder)).as_posix()
+
+    style = (files("focus_exp.reporting") / "page.css").read_text(encoding="utf-8")
+    parts = grouped(sections, "part")
+    return render("report.html", heading=TITLE, parts=parts, style=style, marked=marked, split=split, link=link)
+
+
+def script_json(content: Any) -> Markup:
+    """JSON that no text in it can end early, whatever the tokens are, as a script element holds it."""
+    text = json.dumps(content, ensure_ascii=False, separators=(",", ":"))
+    return Markup(text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026"))
+
+
+def marked(column: str, cell: str) -> Markup:
+    """The classes of a cell: what its column holds, and what it says itself."""
+    kinds = column.split()
+    if isinstance(cell, Word):
+        kinds.append(cell.kind)
+    elif len(cell) > (LONGEST_NUMBER if "number" in kinds else LONG):
+        kinds = [*(kind for kind in kinds if kind != "number"), "long"]
+    return Markup(f' class="{" ".join(kinds)}"' if kinds else "")
+
+
+def split(notes: list[str]) -> tuple[list[str], list[str]]:
+    """Those that must not be folded away, and the others."""
+    loud = [note for note in notes if note.startswith(LOUD)]
+    return loud, [note for note in notes if note not in loud]
+
+
+def latex_cell(text: str) -> str:
+    escaped = latex_text(text)
+    for mark in BREAKS:
+        escaped = escaped.replace(mark, mark + r"\allowbreak{}")
+    return escaped
+
+
+def latex_text(text: str) -> str:
+    """`text` in one line; characters that pdflatex lacks by their nearest Latin ones, else as a question mark."""
+    return "".join(ESCAPES.get(character) or _latin(character) for character in line_text(text))
+
+
+def _latin(character: str) -> str:
+    if ord(character) < 256:
+        return character
+    near = unicodedata.normalize("NFKD", character).encode("ascii", "ignore").decode()
+    return near or "?"

@@ -1,0 +1,90 @@
+"""The sentences of findings.yaml, filled in."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+from jinja2 import Template
+
+from focus_exp.records.groups import ClassCost
+from focus_exp.records.rows import Row
+from focus_exp.reporting.formats import change_text, difference_word, listed_text
+from focus_exp.reporting.specs import environment, expression, read_specs
+
+Difference = tuple[float, float | None, float | None]
+
+
+@dataclass(frozen=True)
+class Rule:
+    """`say` is a sentence on whatever the expression `when` is true of."""
+
+    say: str
+    when: str = "true"
+
+
+def say(name: str, /, **facts: Any) -> str:
+    """The sentence of that name. A fact that it asks for and is not given is an error."""
+    return _template(sentences()[name]).render(facts)
+
+
+def tell(topic: str, /, **facts: Any) -> Iterator[str]:
+    """The sentences of a topic that are true of these facts."""
+    for rule in topics()[topic]:
+        if expression(rule.when)(**facts):
+            yield _template(rule.say).render(facts)
+
+
+def each(name: str, rows: Iterable[Any], between: str = ", ") -> str:
+    """The sentence of that name for every row."""
+    return between.join(say(name, row=row) for row in rows)
+
+
+def all_of(name: str, rows: Iterable[Any]) -> str:
+    """The same, the last one after an "and"."""
+    return listed_text([say(name, row=row) for row in rows])
+
+
+def vs_base(row: Row) -> Difference:
+    """The difference of losses from the base, with its interval."""
+    return row.delta_nll or 0.0, row.delta_low, row.delta_high
+
+
+def vs_hard(row: Row) -> Difference:
+    """The difference of losses from the hard row, or from the first arm's row, with its interval."""
+    return row.delta_vs_hard or 0.0, row.delta_vs_hard_low, row.delta_vs_hard_high
+
+
+def cost_of(cost: ClassCost) -> Difference:
+    """The difference of losses that hard groups make to a class of tokens, with its interval."""
+    return cost.delta, cost.delta_low, cost.delta_high
+
+
+def than(delta: float, low: float | None, high: float | None) -> str:
+    """Whether losses that differ by `delta` are better or worse than others, or neither beyond the interval."""
+    return difference_word(delta, low, high, ("better than", "worse than"))
+
+
+def paired(delta: float, low: float | None, high: float | None) -> str:
+    return change_text(delta, low, high) + (", no interval" if low is None or high is None else "")
+
+
+def sentences() -> dict[str, str]:
+    return {name: entry for name, entry in _entries().items() if isinstance(entry, str)}
+
+
+def topics() -> dict[str, list[Rule]]:
+    return {name: entry for name, entry in _entries().items() if not isinstance(entry, str)}
+
+
+@cache
+def _entries() -> dict[str, str | list[Rule]]:
+    return read_specs("findings", dict[str, str | list[Rule]])
+
+
+@cache
+def _template(text: str) -> Template:
+    helpers = (say, each, all_of, vs_base, vs_hard, cost_of, than, paired)
+    return environment().from_string(text, {helper.__name__: helper for helper in helpers})

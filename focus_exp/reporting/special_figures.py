@@ -1,0 +1,89 @@
+"""Figures with a logic of their own: perplexity against ratio by k, the shares of the groups."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from math import isfinite
+from typing import Any
+
+import numpy as np
+from matplotlib.figure import Figure
+
+from focus_exp.records.answers import DOMINANT
+from focus_exp.records.record import Record
+from focus_exp.reporting.canvas import COLOURS, canvas
+from focus_exp.reporting.formats import perplexity_text, share_text
+from focus_exp.reporting.notes import title
+from focus_exp.reporting.speed import by_top_k, quality_row, setting, timed
+
+MARKERS = {"": "o", "query_topk": "D", "share": "^"}
+ASSIGNMENTS = {"balanced": "balanced", "trained": "trained router"}
+
+
+def speed_quality(record: Record) -> Figure | None:
+    scored = [(row, quality_row(record, setting(row))) for row in timed(by_top_k(record))]
+    points = [(row, row.ratio or 0.0, quality.perplexity) for row, quality in scored if quality and quality.perplexity]
+    points = [point for point in points if isfinite(point[2])]
+    if not points:
+        return None
+    lengths = " and ".join(f"{tokens:,}" for tokens in sorted({row.tokens for row, _, _ in points}))
+    clock = "attention with routing" if points[0][0].clock == "attention" else "prefill"
+    heading = f"{record.experiment}: perplexity against measured speed, {clock}, {lengths} tokens\n{record.device}"
+    figure, axes = canvas(heading, height=5)
+    if record.base is not None and record.base.perplexity:
+        axes.axhline(record.base.perplexity, color="black", linewidth=1.2, label="base, full attention", zorder=1)
+    colours = dict(zip(ASSIGNMENTS, COLOURS, strict=False))
+    labels: dict[tuple[str, str], tuple[list[int], float, float]] = {}
+    for row, ratio, perplexity in sorted(points, key=lambda point: (setting(point[0]), point[1])):
+        rule = setting(row).pair_rule
+        name = f"{ASSIGNMENTS[row.assignment]}, {rule or 'k=1'}"
+        axes.plot(ratio, perplexity, MARKERS.get(rule, "v"), color=colours[row.assignment], markersize=8, label=name)
+        same, *_ = labels.get((rule, perplexity_text(perplexity)), ([],))
+        labels[rule, perplexity_text(perplexity)] = ([*same, row.top_k], ratio, perplexity)
+    for (rule, _), (ks, ratio, perplexity) in labels.items():
+        text = f"k={', '.join(map(str, sorted(set(ks))))}"
+        place = (0, -16 if rule == "share" else 7)
+        axes.annotate(text, (ratio, perplexity), place, textcoords="offset points", ha="center", fontsize=9)
+    claims = sorted({(row.groups / row.top_k, value) for row, _, value in points})
+    claim = "the paper's claimed K/k, not a measurement"
+    axes.plot(
+        *zip(*claims, strict=True), "s", markerfacecolor="none", markeredgecolor="0.35", markersize=9, label=claim
+    )
+    axes.axvline(1, color="black", linestyle=":", linewidth=1)
+    axes.set(xlabel="ratio (above 1: Focus is faster)", ylabel="perplexity (lower is better)", xlim=(0, None))
+    axes.margins(y=0.12)
+    handles = dict(zip(*reversed(axes.get_legend_handles_labels()), strict=True))
+    figure.legend(handles.values(), handles.keys(), loc="outside lower center", ncols=3, frameon=False)
+    return figure
+
+
+def group_sizes(record: Record) -> Figure | None:
+    if not record.group_shares:
+        return None
+    groups = max(len(shares) for shares in record.group_shares)
+    subject = "share of held-out tokens in each group, largest first (orange: above one half)"
+    figure, axes = canvas(f"{title(record)}\n{subject}", 1.8 + 0.3 * len(record.group_shares))
+    # a group's number means nothing across layers, so the bars are stacked by size
+    ordered = np.array(
+        [sorted(shares, reverse=True) + [0.0] * (groups - len(shares)) for shares in record.group_shares]
+    )
+    starts = np.cumsum(ordered, axis=1) - ordered
+    names = [str(layer) for layer in (record.layers if len(record.layers) == len(ordered) else range(len(ordered)))]
+    for rank in range(groups):
+        colours: Any = str(0.55 + 0.35 * rank / groups)
+        if rank == 0:
+            colours = [COLOURS[1] if share > DOMINANT else COLOURS[0] for share in ordered[:, 0]]
+        axes.barh(names, ordered[:, rank], left=starts[:, rank], color=colours, edgecolor="white", height=0.8)
+    for index, share in enumerate(ordered[:, 0]):
+        axes.text(0.005, index, share_text(share), color="white", va="center", fontsize=8)
+    axes.axvline(1 / groups, color="black", linestyle="--", linewidth=1.2, label=f"balanced: 1/{groups}")
+    axes.set(xlabel="share of tokens", ylabel="layer", xlim=(0, 1), ylim=(len(names) - 0.5, -0.5))
+    axes.grid(visible=False)
+    figure.legend(loc="outside lower right", frameon=False)
+    return figure
+
+
+SPECIAL: dict[str, Callable[[Record], Figure | None]] = {
+    "speed_quality": speed_quality,
+    "group_sizes": group_sizes,
+}
