@@ -91,7 +91,7 @@ def test_a_failed_arm_stays_with_its_reason_and_is_run_again(tmp_path):
     comparison = records(tmp_path)[None]
     assert [arm.status for arm in comparison.arms] == ["finished"] * 3 + ["failed"]
     assert "nowhere" in comparison.arms[-1].error
-    assert any("lost failed" in line and "nowhere" in line for line in comparison.findings)
+    assert any("lost failed" in line and "nowhere" in line for line in all_findings(comparison))
     again = run(*settings(tmp_path, **broken))
     assert "arm 1 of 1: lost" in again.out and "finished already: focus, lora, window" in again.out
 

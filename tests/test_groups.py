@@ -32,6 +32,7 @@ from focus_exp.models.random import byte_tokenizer
 from focus_exp.records.groups import PUNCTUATION, GroupFit
 from focus_exp.records.record import Record
 from focus_exp.reporting.claims import judged
+from focus_exp.reporting.findings import all_findings
 from focus_exp.reporting.formats import NOT_REPRODUCED, NOT_RUN, REPRODUCED
 from focus_exp.reporting.group_findings import group_findings
 from focus_exp.reporting.report import measured_passage, passage_page
@@ -318,7 +319,7 @@ def test_the_record_holds_what_the_tables_say(analyzed):
 
 def test_findings_follow_from_the_numbers(analyzed):
     record = record_of(analyzed / "runs")
-    said = " ".join(record.findings)
+    said = " ".join(all_findings(record))
     assert "Agreement with 1 other seeds: AMI 1.000" in said
     for row in record.groups.layers:
         row.fits = [GroupFit(router=fit.router, purity=0.5, nmi=fit.router == "trained", ami=0.1) for fit in row.fits]
@@ -464,7 +465,7 @@ def test_the_page_has_every_layer_and_every_token_of_the_record(analyzed):
         assert np.mean(layer["cut"]) == pytest.approx(row.cut_mass, abs=1e-4)
         assert all(key[1] > 0 for keys in layer["cut_keys"] for key in keys)
         assert [group["name"] for group in layer["legend"]] == ["A", "B"]
-    assert content["findings"] == record_of(analyzed / "runs").findings
+    assert content["findings"] == all_findings(record_of(analyzed / "runs"))
 
 
 def test_a_page_without_its_data_is_one_message(tmp_path):

@@ -17,6 +17,7 @@ from focus_exp.records.record import Record
 from focus_exp.records.rows import Row
 from focus_exp.records.speed import SpeedRow
 from focus_exp.reporting.claims import claim_table, claims, judged
+from focus_exp.reporting.findings import all_findings
 from focus_exp.reporting.formats import (
     NOT_ENGAGED,
     NOT_HERE,
@@ -260,7 +261,9 @@ def test_the_report_holds_every_record_and_opens_without_a_network(tmp_path):
     folder = tmp_path / "runs" / "report"
     ((place, record),) = gather(tmp_path / "runs").found
     text = (folder / "report.md").read_text()
-    assert place.relative_to(tmp_path / "runs").as_posix() in text and all(line in text for line in record.findings)
+    assert place.relative_to(tmp_path / "runs").as_posix() in text and all(
+        line in text for line in all_findings(record)
+    )
     tags = Tags()
     tags.feed((folder / "report.html").read_text())
     assert not tags.open and tags.sources
@@ -370,5 +373,5 @@ def test_a_cell_is_shown_as_its_column_says_or_as_the_word_it_is():
 
 def test_a_heading_is_said_once():
     table = Table(columns=["a"], rows=[["1"]], title="T1: methods")
-    text = markdown([Section("part", table.title, [table, replace(table, title="another")])])
+    text = markdown([Section("part", table.title, [table, replace(table, title="another")])], Path())
     assert text.count("T1: methods") == 1 and "### another" in text and "### T1: methods" in table.to_markdown()

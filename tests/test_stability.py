@@ -28,7 +28,7 @@ from focus_exp.records.rows import Arm, ProbeRow, Row
 from focus_exp.reporting.claims import judged
 from focus_exp.reporting.curves import phase_starts
 from focus_exp.reporting.figures import figures
-from focus_exp.reporting.findings import stability_findings
+from focus_exp.reporting.findings import all_findings, stability_findings
 from focus_exp.reporting.formats import NOT_REPRODUCED, NOT_RUN, REPRODUCED, UNDECIDED
 from focus_exp.reporting.lines import paper_row_of
 from focus_exp.reporting.paper import paper_rows
@@ -411,7 +411,7 @@ def test_a_comparison_shows_every_arm_after_every_phase(tmp_path):
     (path,) = [p.parent for p in tmp_path.rglob("stability.csv")]
     assert "groups after each phase" in (path / "table.md").read_text()
     assert (path / "figures" / "stability.png").stat().st_size > 0
-    assert set(stability_findings(comparison)) <= set(comparison.findings)
+    assert set(stability_findings(comparison)) <= set(all_findings(comparison))
 
 
 # what is told of them

@@ -67,8 +67,7 @@ class Run:
 
     def report(self) -> None:
         """Findings, tables and figures from the record alone."""
-        self.record.findings = all_findings(record := with_arms(self.record, self.folder))
-        record.findings = self.record.findings
+        record = with_arms(self.record, self.folder)
         shown = write_report(record, load_metrics(self.folder, record), self.folder)
         for logger in self.loggers:
             if isinstance(logger, WandbLogger):
@@ -77,7 +76,7 @@ class Run:
         console.width = max(console.width, TABLE_WIDTH)
         for table in shown.tables:
             console.print(table.to_console())
-        print("\n".join(["", *self.record.findings, "", f"run folder: {self.folder}"]))
+        print("\n".join(["", *shown.findings, "", f"run folder: {self.folder}"]))
 
 
 def already_finished(config: Config) -> bool:
@@ -86,7 +85,8 @@ def already_finished(config: Config) -> bool:
     if record is None:
         return False
     folder = run_folder(config)
-    print("\n".join([*record.findings, "", f"finished already, in {folder}; overwrite=true runs it again"]))
+    said = all_findings(with_arms(record, folder))
+    print("\n".join([*said, "", f"finished already, in {folder}; overwrite=true runs it again"]))
     return True
 
 

@@ -18,7 +18,7 @@ from focus_exp.records.rows import Arm, Continuation, Difference, ProbeRow, Row
 from focus_exp.records.speed import MethodSpeedRow, SpeedRow
 from focus_exp.storage import replace_file
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 NON_FINITE = ("nan", "inf", "-inf")
 
 
@@ -61,7 +61,6 @@ class Record:
     differences: list[Difference] = field(default_factory=list)  # of arms from the first
     continuations: list[Continuation] = field(default_factory=list)
     groups: GroupReport | None = None
-    findings: list[str] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)  # of the run about itself
     error: str | None = None
 
@@ -86,7 +85,7 @@ class Record:
 
     def save(self, path: str | Path) -> None:
         """Write strict JSON, atomically; non-finite floats become the strings "nan", "inf", "-inf"."""
-        text = json.dumps(_strict(asdict(self)), indent=2, allow_nan=False, ensure_ascii=False)
+        text = json.dumps(_strict(asdict(self)), indent=1, allow_nan=False, ensure_ascii=False)
         replace_file(path, (text + "\n").encode())
 
     @classmethod

@@ -20,6 +20,7 @@ from focus_exp.reporting.selection import Line
 from focus_exp.reporting.tables import Table, column_kinds
 
 NAME = "figure1"
+FIGURE = f"{NAME}.svg"
 LENGTH, GROUPS = 65_536, 4  # of the paper's figure
 CHANGE = change("ppl", "pretrained", "change")
 WIDEST = 20.0  # per cent of perplexity, beyond which a point is named at the edge

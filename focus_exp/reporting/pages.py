@@ -7,6 +7,7 @@ import os
 import re
 import unicodedata
 from dataclasses import dataclass, field
+from functools import partial
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -34,37 +35,47 @@ BREAKS = (r"\_", "/", "=", "@")
 
 @dataclass(frozen=True)
 class Section:
-    """A heading with what is under it. part: the heading above; figures: files, each of them an SVG or beside one."""
+    """A heading with what is under it.
+
+    part: the heading above; figures: files, each of them an SVG or beside one; tables_in: the file that has its tables.
+    """
 
     part: str
     title: str
     tables: list[Table]
     findings: list[str] = field(default_factory=list)
     figures: list[Path] = field(default_factory=list)
+    tables_in: Path | None = None
 
     @property
     def anchor(self) -> str:
         return re.sub(r"[^a-z0-9]+", "-", f"{self.part} {self.title}".lower()).strip("-")
 
 
-def markdown(sections: list[Section]) -> str:
-    return render("report.md", parts=grouped(sections, "part"))
+def markdown(sections: list[Section], folder: Path) -> str:
+    """The report, to be written into `folder`."""
+    return render("report.md", parts=grouped(sections, "part"), link=partial(relative, folder=folder))
 
 
 def latex_document(sections: list[Section]) -> str:
     """Longtables of equally wide columns."""
+    sections = [section for section in sections if section.tables]
     return render("report.tex", parts=grouped(sections, "part"), tex=latex_text, tex_cell=latex_cell)
 
 
 def page(sections: list[Section], folder: Path) -> str:
     """The page, to be written into `folder`; figures are linked where they lie."""
 
-    def link(path: Path) -> str:
-        return Path(os.path.relpath(path.with_suffix(".svg"), folder)).as_posix()
-
     style = (files("focus_exp.reporting") / "page.css").read_text(encoding="utf-8")
     parts = grouped(sections, "part")
+    link = partial(relative, folder=folder)
     return render("report.html", heading=TITLE, parts=parts, style=style, marked=marked, split=split, link=link)
+
+
+def relative(path: Path, folder: Path) -> str:
+    """`path` as a link from a file in `folder`; of a figure its SVG."""
+    drawn = path.with_suffix(".svg") if path.suffix == ".png" else path
+    return Path(os.path.relpath(drawn, folder)).as_posix()
 
 
 def script_json(content: Any) -> Markup:

@@ -5,20 +5,19 @@ from __future__ import annotations
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
-from tempfile import TemporaryDirectory
 
 from focus_exp.errors import UserError
 from focus_exp.records.comparison import METRICS, RECORD, arm_folder, load_metrics, load_run
 from focus_exp.records.environment import unknown_commit
 from focus_exp.records.metrics import read_metrics, write_metrics
 from focus_exp.records.record import Record
+from focus_exp.reporting.gather import gather
 from focus_exp.reporting.report import table_files, write_report
-from focus_exp.reporting.tables import all_tables
-from focus_exp.reporting.whole_report import NAME, write_report_of
+from focus_exp.reporting.whole_report import NAME, report_files, write_report_of
 from focus_exp.storage import aside
 
 # of a run that is not an arm; a comparison has its arms' tables, figures and curves
-FILES = ("table.md", "*.csv", "figures/*.svg", "continuations.md", "passage.html", "groups/passage.json")
+FILES = ("table.md", "*.csv", "figures/*.svg", "continuations.md", "passage.html")
 CURVES = ("figures/loss_curve.svg", "figures/training.svg")
 DRAWN = ("phase", "step", "loss", "val_loss", "tokens_per_second")  # of a run's metrics, by its curves
 
@@ -78,12 +77,10 @@ def stale(top: Path, scale: str = "") -> list[str]:
     of them if there is one in `top`/report."""
     said = []
     for folder, record in _published(top):
-        expected = table_files(all_tables(record))
+        expected = table_files(record)
         said += [f"{folder / name} does not follow from its record" for name in _differing(folder, expected)]
     if (published := top / NAME).is_dir():
-        with TemporaryDirectory() as scratch:
-            _, written = write_report_of(top, Path(scratch), scale)
-            expected = {path.name: path.read_text(encoding="utf-8") for path in written if path.suffix != ".html"}
+        expected = report_files(gather(top, scale), top, published)
         said += [f"{published / name} does not follow from the records" for name in _differing(published, expected)]
     return said
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,27 +24,30 @@ from focus_exp.storage import replace_file
 __all__ = ["Report", "all_findings", "all_tables", "write_report"]
 CONTINUATIONS, PASSAGE = "continuations.md", "passage.html"
 MEASURED = "groups/passage.json"
+DATA = re.compile(r'<script type="application/json" id="data">(.*?)</script>', re.DOTALL)
 
 
 @dataclass(frozen=True)
 class Report:
-    """figures: name -> file."""
+    """findings: sentences; figures: name -> file."""
 
+    findings: list[str]
     tables: list[Table]
     figures: dict[str, Path]
 
 
-def table_files(tables: list[Table]) -> dict[str, str]:
-    """Name -> text of table.md and of a CSV a table."""
-    together = "\n".join(table.to_markdown() for table in tables)
+def table_files(record: Record) -> dict[str, str]:
+    """Name -> text of table.md, in which the findings stand above the tables, and of a CSV a table."""
+    tables = all_tables(record)
+    said = "".join(f"- {finding}\n" for finding in all_findings(record))
+    together = "\n".join([*([said] if said else []), *(table.to_markdown() for table in tables)])
     return {"table.md": together} | {f"{table.name}.csv": table.to_csv() for table in tables}
 
 
 def write_report(record: Record, metrics: list[dict[str, Any]], folder: Path) -> Report:
     """Write tables, figures and pages into `folder`; `metrics` are the lines of metrics.jsonl, in a comparison those of
     all arms, each with its `arm`."""
-    tables = all_tables(record)
-    files = table_files(tables)
+    files = table_files(record)
     if record.continuations:
         prompts = grouped(record.continuations, "prompt")
         files[CONTINUATIONS] = render(CONTINUATIONS, title=title(record), prompts=prompts)
@@ -51,16 +55,17 @@ def write_report(record: Record, metrics: list[dict[str, Any]], folder: Path) ->
         files[PASSAGE] = passage_page(record, measured_passage(folder))
     for name, text in files.items():
         replace_file(folder / name, text.encode())
-    return Report(tables, write_figures(record, metrics, folder / "figures"))
+    return Report(all_findings(record), all_tables(record), write_figures(record, metrics, folder / "figures"))
 
 
 def measured_passage(folder: Path) -> dict[str, Any]:
-    """What the analysis of groups left in the run's folder. UserError if it is missing."""
+    """What the analysis of groups left in the run's folder, or the page itself. UserError if both are missing."""
     try:
-        measured: dict[str, Any] = json.loads((folder / MEASURED).read_text(encoding="utf-8"))
+        if not (folder / MEASURED).exists() and (found := DATA.search((folder / PASSAGE).read_text(encoding="utf-8"))):
+            return dict(json.loads(found[1]))
+        return dict(json.loads((folder / MEASURED).read_text(encoding="utf-8")))
     except (OSError, ValueError) as error:
         raise UserError(f"{folder / MEASURED}: not readable ({error}); run job=analyze again") from error
-    return measured
 
 
 def passage_page(record: Record, measured: dict[str, Any]) -> str:

@@ -17,7 +17,8 @@ from focus_exp.records.record import Record
 if TYPE_CHECKING:
     from wandb import Run
 
-    from focus_exp.reporting.tables import Table
+    from focus_exp.reporting.findings import all_findings
+from focus_exp.reporting.tables import Table
 
 MODES = ("online", "offline", "disabled", "shared")
 ROW_SCALARS = (
@@ -107,7 +108,7 @@ def log_tables(run: Run, tables: list[Table], figures: dict[str, Path]) -> None:
 
 def _scalars(record: Record) -> dict[str, Any]:
     scalars = {name: getattr(record, name) for name in RUN_SCALARS}
-    scalars |= {"findings": "\n".join(record.findings)}
+    scalars |= {"findings": "\n".join(all_findings(record))}
     scalars |= {"trainable_parameters": record.method.get("trainable_parameters")}
     for row in record.rows:
         if row.error is None:

@@ -20,8 +20,9 @@ from rich.live import Live
 from focus_exp.config import Config, phases_of
 from focus_exp.errors import UserError
 from focus_exp.records.answers import configured_row
+from focus_exp.records.comparison import load_run
 from focus_exp.records.metrics import read_metrics
-from focus_exp.records.record import Record
+from focus_exp.reporting.findings import all_findings
 from focus_exp.reporting.formats import change_text, perplexity_text
 from focus_exp.reporting.tables import Table
 from focus_exp.storage import is_held
@@ -137,14 +138,14 @@ def headline(place: Path, job: Job) -> str:
     """What a finished run found, in a few words."""
     folder = run_of(place, job)
     try:
-        record = Record.load(folder / "record.json") if folder else None
+        record = load_run(folder) if folder else None
     except UserError as error:
         return f"its record is gone: {error}"
     if record is None:
         return ""
     row = configured_row(record) or record.base
     if row is None:
-        return next(iter(record.findings), "")
+        return next(iter(all_findings(record)), "")
     change = "" if row.kind == "base" else f" ({change_text(row.delta_nll)} against the base)"
     return f"{row.name}: perplexity {perplexity_text(row.perplexity)}{change}"
 
