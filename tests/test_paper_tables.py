@@ -17,12 +17,11 @@ from focus_exp.records.record import Record
 from focus_exp.records.rows import Arm, ProbeRow, Row
 from focus_exp.records.speed import MethodSpeedRow, SpeedRow
 from focus_exp.reporting.figure1 import front, paper_change, pareto_table, points, write_pareto
-from focus_exp.reporting.formats import NOT_HERE, NOT_RUN, difference_word
+from focus_exp.reporting.formats import NOT_HERE, NOT_RUN, difference_word, number_text
 from focus_exp.reporting.gather import Runs, gather, run_of, setup
 from focus_exp.reporting.measures import COLUMNS, ITSELF
-from focus_exp.reporting.paper import Column, paper_map, paper_tables
+from focus_exp.reporting.paper import Column, paper_map, paper_rows, paper_tables
 from focus_exp.reporting.paper_report import beside, paper_report
-from focus_exp.reporting.printed import paper_rows
 from focus_exp.reporting.specs import checked, read_yaml
 from focus_exp.reporting.trust import DISAGREE, seeds_table, traps_table
 
@@ -32,6 +31,11 @@ CONFIG = {
     "attention": {"method": "focus", "groups": 4, "top_k": 1, "window": 128, "pair_rule": "query_topk", "gate": "log"},
     "eval": {"window": 1024},
 }
+
+
+@pytest.fixture(scope="module")
+def committed():
+    return gather(RECORDS)
 
 
 def runs_of(*records):
@@ -198,6 +202,25 @@ def probe(phase, dominance):
     )  # fmt: skip
 
 
+def test_a_model_that_is_not_the_papers_stands_in_for_it_by_its_name():
+    local = {"name": "runs/there/model", "source": "local"}
+    found = named("ablation", row("K_4", kind="hard"), model=local, config=CONFIG | {"model": {"name": "small"}})
+    shown = table("table9_ablation", found)
+    assert lines(shown)[0]["model and text"].startswith("small (SUBSTITUTE) on ")
+    assert shown.notes[0] == "SUBSTITUTE: small stands in for the paper's gpt2_124m"
+
+
+def test_what_is_said_with_a_number_is_said_once():
+    everything = {"phases": {"all": {"train": "all"}}}
+    records = [named("stability", row("K_4", kind="hard"), seed=seed, config=CONFIG | {"regime": everything})
+               for seed in range(2)]  # fmt: skip
+    for record, dominance in zip(records, (0.25, 0.75), strict=True):
+        record.probes = [probe("all", dominance)]
+        record.arms[0].name = record.rows[1].arm = record.probes[0].arm = "ema"
+    found = {line["mitigation"]: line for line in lines(table("table8_dominance", *records))}
+    assert found["ema_centroids"]["outcome: here"] == "largest group 50.0 % (25.0 to 75.0)"
+
+
 def test_long_texts_come_from_tasks_at_that_length():
     def at(attention, kind, tokens, value, difference=None, removed=0.5):
         return BenchmarkRow(
@@ -273,6 +296,11 @@ def test_a_difference_is_one_if_all_seeds_say_so(deltas, word):
     assert line["each seed [95 %]"].count("[") == len(deltas)
 
 
+def test_every_line_of_the_seeds_is_told_from_the_others(committed):
+    shown = [tuple(line[:4]) for line in seeds_table(committed).rows]
+    assert len(shown) == len(set(shown)) > 50 and {line[1] for line in shown} > {"4", "8"}
+
+
 def test_a_causal_twin_is_compared_with_itself():
     rows = [row(None, kind="hard", top_k=1), row(None, kind="twin", name="twin", top_k=1, **compared(0.3))]
     found = lines(seeds_table(runs_of(*(replace(trapped(*rows, experiment="leak"), seed=seed) for seed in range(3)))))
@@ -291,6 +319,20 @@ def test_weights_that_the_seed_draws_are_one_set_up():
 
     assert setup(started("random", 1)) == setup(started("random", 2))
     assert setup(started("hub", 1)) != setup(started("hub", 2))
+
+
+@pytest.mark.parametrize(("lay", "told"), [(("a", "a"), ["base", "focus"]), (("a", "b"), [])])
+def test_two_models_under_one_path_are_not_one_set_up(lay, told):
+    def comparison(seed, fingerprint):
+        found = named("model_scale", row("focus", kind="hard"), row("local", kind="hard", **compared(0.2)), seed=seed)
+        for arm in found.arms:
+            arm.config_hash = f"{arm.name}-{seed}"
+        model = {"name": "runs/there/model", "source": "local", "fingerprint": fingerprint}
+        return found, {f"local-{seed}": replace(trapped(model=model), status="failed")}
+
+    pairs = [comparison(seed, fingerprint) for seed, fingerprint in enumerate(lay)]
+    runs = Runs(runs_of(*(record for record, _ in pairs)).found, pairs[0][1] | pairs[1][1])
+    assert [line["against"] for line in lines(seeds_table(runs)) if line["what"] == "local"] == told
 
 
 def test_of_a_run_made_again_the_older_is_no_lonely_seed():
@@ -396,11 +438,24 @@ def test_figure_1_needs_both_quality_and_speed(tmp_path):
     assert (tmp_path / "figure1.svg").exists() and write_pareto(points(Runs()), tmp_path) == {}
 
 
-def test_the_committed_records_fill_the_tables_they_should():
-    runs = gather(RECORDS)
+def test_ledger_table_and_figure_quote_one_speed_of_k():
+    """The trained router's, at the longest length that all k share; others were timed longer, with balanced groups."""
+    claims, seven, figure = (
+        list(csv.DictReader((RECORDS / "report" / f"{name}.csv").open(encoding="utf-8")))
+        for name in ("claims", "paper_table7_topk", "figure1")
+    )
+    table = {line["top_k"]: line["here_claimed_speedup"] for line in seven if line["model"] == "gpt2_124m"}
+    drawn = {line["method"]: line["here_speed"] for line in figure}
+    said = [line["here"] for line in claims if line["table"] == "T7"]
+    assert [f"{number_text(float(table[k]))}x at 8,192 tokens" for k in "123"] == said
+    assert [drawn[f"focus, k = {k}"] for k in "23"] == [table[k] for k in "23"]
+
+
+def test_the_committed_records_fill_the_tables_they_should(committed):
+    runs = committed
     filled = {shown.name: [line["seeds"] != "-" for line in lines(shown)] for shown in paper_report(runs)}
     for name in ("table1_retrofit", "table_dg", "table3_lora", "table10_token_selection"):
         assert all(filled[f"paper_{name}"]), name
     assert sum(filled["paper_table6_speed"]) == 5 and sum(filled["paper_table7_topk"]) == 4
-    assert runs.seconds(runs.finished("compare")[0]) > 600
+    assert runs.seconds(next(record for record in runs.records if record.experiment == "compare")) > 600
     assert any("it is the base model" in line["in words"] for line in lines(traps_table(runs)))

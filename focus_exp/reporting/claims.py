@@ -13,6 +13,7 @@ from string import Template
 from typing import Any, Literal
 
 import pandas as pd
+from jinja2 import TemplateError
 
 from focus_exp.errors import UserError
 from focus_exp.records.answers import COLLAPSED, DOMINANT
@@ -20,9 +21,10 @@ from focus_exp.records.record import Record
 from focus_exp.reporting.comparators import TESTS, Judged
 from focus_exp.reporting.formats import ABSENT, NOT_HERE, NOT_RUN, RAN, UNDECIDED, VERDICTS
 from focus_exp.reporting.gather import QUICK, WANTED, Runs, is_quick, seeds_of
-from focus_exp.reporting.measures import COLUMNS, Line, lines_of, measurements, select
-from focus_exp.reporting.printed import paper_rows, paper_speedups
-from focus_exp.reporting.specs import environment, expression, read_specs
+from focus_exp.reporting.measures import measurements
+from focus_exp.reporting.paper import paper_rows, paper_speedups
+from focus_exp.reporting.selection import Line, check, lines_of, select
+from focus_exp.reporting.specs import expression, read_specs, template
 from focus_exp.reporting.tables import Table
 
 NUMBERS = ("value", "low", "high", "unit")
@@ -52,17 +54,27 @@ class Claim:
         """What its texts and limits may name."""
         return KNOWN | {name: _paper_row(*cells) for name, cells in self.rows.items()}
 
-    @property
-    def limits(self) -> dict[str, Any]:
-        (limits,) = self.test.values()
-        return {key: expression(v)(**self.known) if isinstance(v, str) else v for key, v in limits.items()}
+    def judge(self, lines: list[Line]) -> Judged:
+        """The verdict on the lines of one record."""
+        ((test, asked),) = self.test.items()
+        limits = {key: expression(one)(**self.known) if isinstance(one, str) else one for key, one in asked.items()}
+        said = TESTS[test](_picked(lines, self.pick), **limits) if lines else Judged(NOT_RUN, [])
+        if said.word == NOT_RUN:
+            missing = ", ".join(f"{column} {cell}" for column, cell in self.select.items())
+            return replace(said, word=NOT_HERE if self.needs else NOT_RUN, why=self.needs or f"no line with {missing}")
+        by = {line.measure: line for line in said.lines}
+        known = self.known | {"lines": said.lines, "line": said.lines[0], "by": by, "found": lines, "limits": limits}
+        return replace(
+            said, ours=said.ours or template(self.ours).render(known), why=said.why or template(self.why).render(known)
+        )
 
 
 @dataclass(frozen=True)
 class Verdict:
     """What the records say of a claim: `ours` is the value, `why` the sentence, `records` what they follow from.
 
-    value: on which it hangs, the mean of several records'; low, high: the outermost ends of their intervals.
+    value: on which it hangs, the mean of several records'; low, high: the outermost ends of their intervals, or of the
+    values themselves.
     """
 
     word: str
@@ -78,57 +90,52 @@ class Verdict:
 @cache
 def claims() -> list[Claim]:
     """In the order of the paper's tables. UserError for an entry that says what the report does not know."""
-    found = []
-    for entry in read_specs("claims", list[Claim]):
-        for values in entry.each or [{}]:
-            said = {key: _filled(value, values) for key, value in vars(entry).items() if key != "each"}
-            claim = Claim(**said)
-            found.append(replace(claim, says=_text(claim.says, **claim.known), paper=_text(claim.paper, **claim.known)))
-            _check(found[-1])
-    return found
+    entries = read_specs("claims", list[Claim])
+    return [_claim(entry, values) for entry in entries for values in entry.each or [{}]]
 
 
-def _filled(value: Any, values: dict[str, Any]) -> Any:
-    """With the values of `each` for their $names."""
-    if isinstance(value, dict):
-        return {key: _filled(part, values) for key, part in value.items()}
-    if isinstance(value, list):
-        return [_filled(part, values) for part in value]
-    if not isinstance(value, str):
-        return value
-    return values[value[1:]] if value[1:] in values and value[0] == "$" else Template(value).safe_substitute(values)
+def _claim(entry: Claim, values: dict[str, Any]) -> Claim:
+    """Of the entry, with the values of `each` for its $names."""
 
+    def filled(part: Any) -> Any:
+        if isinstance(part, dict):
+            return {key: filled(inner) for key, inner in part.items()}
+        if isinstance(part, list):
+            return [filled(inner) for inner in part]
+        if not isinstance(part, str):
+            return part
+        return values[part[1:]] if part[:1] == "$" and part[1:] in values else Template(part).safe_substitute(values)
 
-def _check(claim: Claim) -> None:
+    claim = Claim(**{key: filled(part) for key, part in vars(entry).items() if key != "each"})
     place = f"claims.yaml: {claim.table}, {claim.says}"
-    if unknown := set(claim.select) - set(COLUMNS):
-        raise UserError(f"{place}: select: measurements have no column {', '.join(sorted(unknown))}")
+    check(place, claim.select, claim.where)
+    try:
+        says, paper, *_ = (template(part) for part in (claim.says, claim.paper, claim.ours, claim.why))
+        claim = replace(claim, says=says.render(claim.known), paper=paper.render(claim.known))
+    except (TemplateError, UserError) as error:
+        raise UserError(f"{place}: {error}") from error
+    if len(claim.test) != bool(claim.select) or bool(claim.select) != bool(claim.experiments):
+        raise UserError(f"{place}: it takes select, one test and experiments, or none of them")
     for name, limits in claim.test.items():
-        if name not in TESTS:
-            raise UserError(f"{place}: test: {name} is no comparator; choose one of {', '.join(TESTS)}")
         try:
             inspect.signature(TESTS[name]).bind([], **limits)
-        except TypeError as error:
-            raise UserError(f"{place}: test: {name}: {error}") from error
-    if len(claim.test) != bool(claim.select) or (not claim.select and not claim.needs):
-        raise UserError(f"{place}: it takes select, one test and experiments, or needs")
+        except (KeyError, TypeError) as error:
+            raise UserError(f"{place}: test: {name}: {error}; there are {', '.join(TESTS)}") from error
+    return claim
 
 
 def _paper_row(table: str, *cells: Any) -> dict[str, Any]:
     """The row of a table of the paper that begins with `cells`."""
     rows = (row for row in paper_rows(table) if list(row.values())[: len(cells)] == list(cells))
     if (found := next(rows, None)) is None:
-        raise UserError(f"claims.yaml: {table} of the paper has no row {' '.join(map(str, cells))}")
+        raise UserError(f"{table} of the paper has no row {' '.join(map(str, cells))}")
     return found
 
 
-def _text(template: str, **known: Any) -> str:
-    return _template(template).render(known)
-
-
-@cache
-def _template(text: str) -> Any:
-    return environment().from_string(text)
+def _picked(lines: list[Line], pick: str) -> list[Line]:
+    if pick == "least":
+        return sorted(lines, key=lambda line: line.value)[:1]
+    return sorted(lines, key=lambda line: line.tokens)[-1:] if pick == "longest" else lines
 
 
 def judged(records: list[Record]) -> list[tuple[Claim, Verdict]]:
@@ -137,74 +144,48 @@ def judged(records: list[Record]) -> list[tuple[Claim, Verdict]]:
 
 
 def judged_runs(runs: Runs) -> list[tuple[Claim, Verdict]]:
-    table = measurements(runs)
-    table = table[(table.status == "finished") & ~table.is_arm & table.error.isna()]
+    table = select(measurements(runs), {"status": "finished", "is_arm": False}, "error.isna()")
     return [(claim, _verdict(claim, table, runs)) for claim in claims()]
 
 
 def _verdict(claim: Claim, table: pd.DataFrame, runs: Runs) -> Verdict:
     if not claim.select:
         return Verdict(NOT_HERE, why=claim.needs)
-    records = {folder.as_posix(): record for folder, record in runs.found if record.status == "finished"}
-    records = {name: record for name, record in records.items() if record.experiment in claim.experiments}
+    records = {run: runs.named[run] for run in table.run[table.experiment.isin(claim.experiments)].unique()}
     if not records:
         return Verdict(NOT_RUN, why=f"python -m focus_exp +experiment={claim.experiments[0]}")
     found = lines_of(select(table, {"experiment": claim.experiments, **claim.select}, claim.where))
-    verdict = together(
-        [_judge(claim, [line for line in found if line.run == name], record) for name, record in records.items()]
-    )
-    quick = verdict.word != NOT_RUN and any(map(is_quick, verdict.records))
-    return replace(verdict, word=RAN) if quick else verdict
+    said = [(record, claim.judge([line for line in found if line.run == run])) for run, record in records.items()]
+    return _together([(record, one) for record, one in said if one.word not in (NOT_RUN, NOT_HERE)] or said[:1])
 
 
-def _judge(claim: Claim, lines: list[Line], record: Record) -> Verdict:
-    ((name, _),) = claim.test.items()
-    chosen, limits = _chosen(lines, claim.pick), claim.limits
-    said = TESTS[name](chosen, **limits) if chosen else Judged(NOT_RUN, [])
-    if said.word == NOT_RUN:
-        what = ", ".join(f"{key} {value}" for key, value in claim.select.items())
-        missing = Verdict(NOT_RUN, why=f"it has no measurement with {what}", records=[record])
-        return Verdict(NOT_HERE, why=claim.needs) if claim.needs else missing
-    by, line, on = {line.measure: line for line in said.lines}, said.lines[0], said.hangs_on
-    known = claim.known | {"lines": said.lines, "line": line, "by": by, "found": len(lines), "limits": limits}
-    numbers = (on.value, on.low, on.high, on.unit) if on else (None, None, None, "")
-    ours, why = said.ours or _text(claim.ours, **known), said.why or _text(claim.why, **known)
-    return Verdict(said.word, ours, why, [record], *numbers)
-
-
-def _chosen(lines: list[Line], pick: str) -> list[Line]:
-    if pick == "least":
-        return sorted(lines, key=lambda line: line.value)[:1]
-    return sorted(lines, key=lambda line: (line.tokens, line.value or 0.0))[-1:] if pick == "longest" else lines
-
-
-def together(verdicts: list[Verdict]) -> Verdict:
-    """One verdict for several records: theirs if those that say anything agree."""
-    telling = [verdict for verdict in verdicts if verdict.word not in (NOT_RUN, NOT_HERE)] or verdicts[:1]
-    words, records = {verdict.word for verdict in telling}, [record for v in telling for record in v.records]
-    several = len({record.seed for record in records}) > 1
+def _together(said: list[tuple[Record, Judged]]) -> Verdict:
+    """One verdict for several records: theirs if they agree."""
+    records = [record for record, one in said if one.word != NOT_HERE]
+    words, seeds = {one.word for _, one in said}, {record.seed for record, _ in said}
+    word = words.pop() if len(words) == 1 else UNDECIDED
+    ours = [
+        f"seed {r.seed}: {one.ours}" if one.ours and len(seeds) > 1 and r.seed is not None else one.ours
+        for r, one in said
+    ]
     return Verdict(
-        telling[0].word if len(words) == 1 else UNDECIDED,
-        "; ".join(dict.fromkeys(_named(verdict) if several else verdict.ours for verdict in telling if verdict.ours)),
-        "; ".join(dict.fromkeys(verdict.why for verdict in telling if verdict.why)),
+        RAN if word != NOT_RUN and any(map(is_quick, records)) else word,
+        "; ".join(filter(None, dict.fromkeys(ours))),
+        "; ".join(filter(None, dict.fromkeys(one.why for _, one in said))),
         records,
-        *_numbers(telling),
+        *_numbers([one.hangs_on for _, one in said]),
     )
 
 
-def _named(verdict: Verdict) -> str:
-    seeds = seeds_of(verdict.records)
-    return f"seed {', '.join(map(str, seeds))}: {verdict.ours}" if seeds else verdict.ours
-
-
-def _numbers(verdicts: list[Verdict]) -> tuple[float | None, float | None, float | None, str]:
-    """The mean, and the outermost ends; nothing where a record has none, or another unit."""
-    values = [verdict.value for verdict in verdicts if verdict.value is not None]
-    if len(values) < len(verdicts) or len({verdict.unit for verdict in verdicts}) > 1:
+def _numbers(lines: list[Line | None]) -> tuple[float | None, float | None, float | None, str]:
+    there = [line for line in lines if line is not None and line.value is not None]
+    if len(there) < len(lines) or len({line.unit for line in there}) > 1:
         return None, None, None, ""
-    lows = [verdict.low for verdict in verdicts if verdict.low is not None] or (values if len(values) > 1 else [])
-    highs = [verdict.high for verdict in verdicts if verdict.high is not None] or (values if len(values) > 1 else [])
-    return fmean(values), min(lows, default=None), max(highs, default=None), verdicts[0].unit
+    if len(there) == 1:
+        return there[0].value, there[0].low, there[0].high, there[0].unit
+    low = min(line.value if line.low is None else line.low for line in there)
+    high = max(line.value if line.high is None else line.high for line in there)
+    return fmean(line.value for line in there), low, high, there[0].unit
 
 
 def claim_table(runs: Runs) -> Table:

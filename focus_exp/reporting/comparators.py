@@ -14,7 +14,7 @@ from focus_exp.reporting.formats import (
     UNDECIDED,
     share_text,
 )
-from focus_exp.reporting.measures import Line
+from focus_exp.reporting.selection import Line
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from focus_exp.records.record import Record
 from focus_exp.records.rows import ProbeRow, Row
 from focus_exp.reporting.canvas import COLOURS
 from focus_exp.reporting.formats import READS_FUTURE, about_text
-from focus_exp.reporting.printed import paper_speedups
+from focus_exp.reporting.paper import paper_speedups
 from focus_exp.reporting.speed import series
 
 Metrics = list[dict[str, Any]]

@@ -36,11 +36,6 @@ class Runs:
         arms = {f"{record.experiment}/{record.config.get('arm')}/{key}": record for key, record in self.arms.items()}
         return {folder.as_posix(): record for folder, record in self.found} | arms
 
-    def finished(self, *experiments: str) -> list[Record]:
-        """Of these experiments, or of all."""
-        records = (record for record in self.records if record.status == "finished")
-        return [record for record in records if not experiments or record.experiment in experiments]
-
     def own(self, arm: Arm) -> Record | None:
         """The record of an arm's own run, if it is below the folder too."""
         return self.arms.get(arm.config_hash)
@@ -77,20 +72,24 @@ def is_quick(record: Record) -> bool:
 
 def setup(record: Record) -> Hashable:
     """What records of several seeds have in common: the model, the text, the attention, how much was trained."""
-    sources = record.model.get("name"), _weights(record), record.data.get("name"), record.data.get("fingerprint")
     attention = tuple(record.setting("attention", key) for key in ATTENTION)
     evaluation = record.setting("eval", "window"), record.setting("eval", "max_windows")
-    return (*sources, attention, evaluation, record.setting("regime", "name"), record.steps, record.tokens_seen)
+    trained = record.setting("regime", "name"), record.steps, record.tokens_seen
+    return _sources(record), attention, evaluation, trained
 
 
-def run_of(arm: Arm) -> Hashable:
-    """What an arm of the same name has in common in comparisons under several seeds, whatever benchmarks each ran."""
+def run_of(arm: Arm, own: Record | None = None) -> Hashable:
+    """What an arm of the same name has in common in comparisons under several seeds, whatever benchmarks each ran.
+
+    own: its own record, by which it is known what lay under the path of its model.
+    """
     settings = tuple(setting for setting in arm.settings if not setting.startswith(BENCHMARKS))
-    return arm.name, settings, arm.steps, arm.tokens_seen
+    return arm.name, settings, arm.steps, arm.tokens_seen, _sources(own) if own else None
 
 
-def _weights(record: Record) -> str | None:
-    return None if record.model.get("source") == RANDOM else record.model.get("fingerprint")
+def _sources(record: Record) -> Hashable:
+    weights = None if record.model.get("source") == RANDOM else record.model.get("fingerprint")
+    return record.model.get("name"), weights, record.data.get("name"), record.data.get("fingerprint")
 
 
 def seeds_of(records: Iterable[Record]) -> list[int]:

@@ -4,20 +4,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from fnmatch import fnmatchcase
 from functools import lru_cache
 from hashlib import sha256
 from statistics import fmean
-from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import pandas as pd
 
 from focus_exp.records.answers import answer, configured_row, phases, row_of
-from focus_exp.records.benchmarks import BenchmarkRow, telling
+from focus_exp.records.benchmarks import telling
 from focus_exp.records.record import Record
 from focus_exp.records.rows import Arm, Row
-from focus_exp.reporting.formats import change_text, difference_text
 from focus_exp.reporting.gather import Runs, run_of, setup
 from focus_exp.reporting.speed import speed_of_k
 
@@ -65,56 +62,6 @@ TYPES = {
 Subjects = Iterator[tuple[dict[str, Any], list[Number]]]
 
 
-class Line(SimpleNamespace):
-    """A line of the measurements, by the names of COLUMNS; what is absent is None."""
-
-    @property
-    def change(self) -> str:
-        """A difference of losses as a change of perplexity."""
-        return change_text(self.value, self.low, self.high)
-
-    @property
-    def turned(self) -> str:
-        """The same the other way round: theirs from ours."""
-        return change_text(*(None if bound is None else -bound for bound in (self.value, self.high, self.low)))
-
-    @property
-    def score(self) -> str:
-        """A difference of scores, in the unit of its metric."""
-        bounds = {"difference": self.value, "difference_low": self.low, "difference_high": self.high}
-        return difference_text(BenchmarkRow(attention="", kind="hard", task="", metric=self.metric, **bounds))
-
-    @property
-    def score_name(self) -> str:
-        """Task and metric, the metric once."""
-        return self.task if self.task.startswith(self.metric) else f"{self.task} {self.metric}"
-
-
-def lines_of(table: pd.DataFrame) -> list[Line]:
-    return [Line(**line) for line in table.astype(object).where(table.notna(), None).to_dict("records")]
-
-
-def select(table: pd.DataFrame, cells: dict[str, Any], where: str = "") -> pd.DataFrame:
-    """The lines with these cells, one of a list or what * stands for anything in, and on which the condition holds."""
-    for column, wanted in cells.items():
-        asked = wanted if isinstance(wanted, list) else [wanted]
-        there = table[column].dropna().unique()
-        table = table[table[column].isin([cell for cell in there if any(_is(cell, one) for one in asked)])]
-    return table.query(where, engine="python") if where and len(table) else table
-
-
-def chosen(lines: list[Line], cells: dict[str, Any]) -> list[Line]:
-    """As `select`, of a few lines in memory; None stands for what is absent."""
-    asked = {column: wanted if isinstance(wanted, list) else [wanted] for column, wanted in cells.items()}
-    return [
-        line for line in lines if all(any(_is(getattr(line, at), one) for one in asked[at]) for at in asked)
-    ]  # fmt: skip
-
-
-def _is(cell: Any, wanted: Any) -> bool:
-    return bool(cell == wanted) or (isinstance(cell, str) and isinstance(wanted, str) and fnmatchcase(cell, wanted))
-
-
 @lru_cache(maxsize=2)
 def measurements(runs: Runs) -> pd.DataFrame:
     """A line for every run, subject and measure, runs in their order, the arms' own (`is_arm`) after the others.
@@ -138,10 +85,10 @@ def _lines(name: str, record: Record, runs: Runs) -> Iterator[dict[str, Any]]:
         "is_arm": bool(record.config.get("arm")),
         "first": first.name if first else None,
         "first_parameters": first.trainable_parameters if first else None,
-        "setup": _digest((setup(record), run_of(first) if first else record.experiment)),
+        "setup": _digest((setup(record), run_of(first, runs.own(first)) if first else record.experiment)),
     }
     own: dict[str | None, dict[str, Any]] = {None: {"arm": record.config.get("arm")} | _own(record)}
-    own |= {arm.name: _own_of(arm, runs.own(arm) or record) for arm in record.arms}
+    own |= {arm.name: _own_of(arm, runs.own(arm), record) for arm in record.arms}
     parts = {
         "rows": _quality(record, record.rows), "phases": _quality(record, record.phases), "probes": _probes(record),
         "benchmarks": _benchmarks(record), "speed": _speed(record), "method_speed": _method_speed(record),
@@ -170,11 +117,12 @@ def _own(record: Record) -> dict[str, Any]:
     }
 
 
-def _own_of(arm: Arm, own: Record) -> dict[str, Any]:
-    """Of an arm of a comparison. own: its own record, or the comparison's where that is not there."""
-    said = _own(own) | {"arm": arm.name, "tokens_seen": arm.tokens_seen, "parameters": arm.trainable_parameters}
+def _own_of(arm: Arm, own: Record | None, comparison: Record) -> dict[str, Any]:
+    """Of an arm of a comparison, by its own record where that is there."""
     groups = dict(setting.partition("=")[::2] for setting in arm.settings).get("attention.groups")
-    return said | {"arm_setup": _digest(run_of(arm))} | ({"K": int(groups)} if groups else {})
+    known = {"arm": arm.name, "tokens_seen": arm.tokens_seen, "parameters": arm.trainable_parameters}
+    known |= {"arm_setup": _digest(run_of(arm, own))} | ({"K": int(groups)} if groups else {})
+    return _own(own or comparison) | known
 
 
 def _digest(shared: Any) -> str:

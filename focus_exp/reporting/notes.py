@@ -49,3 +49,23 @@ def failures(rows: list[BenchmarkRow]) -> list[str]:
         for row in rows
         if row.error is not None
     ]
+
+
+def where(record: Record, model: str = "") -> str:
+    """The model, which may stand in for `model`, and the text that were used, the length and the window."""
+    parts = []
+    for section in ("model", "data"):
+        used, asked = getattr(record, section), record.setting(section, "name", section)
+        path, other = used.get("source") == "local", model not in ("", asked)
+        name = asked if section == "model" and path else used.get("name") or asked
+        parts.append(f"{name} (SUBSTITUTE)" if used.get("substitution") or (section == "model" and other) else name)
+    shape = f"T = {record.setting('eval', 'window', 0):,}, w = {record.setting('attention', 'window')}"
+    device = f", {record.device_kind}" if record.speed else ""
+    return f"{' on '.join(parts)}, {shape}{device}"
+
+
+def command_of(record: Record) -> str:
+    """What made a record, and at which commit."""
+    name = record.config.get("arm") or ""
+    alone = f" arm={name}" if name and f"arm={name}" not in record.command.split() else ""
+    return f"{record.command}{alone}, {(record.commit or 'no commit')[:7]}"

@@ -19,10 +19,10 @@ from focus_exp.reporting.formats import (
     seeds_text,
 )
 from focus_exp.reporting.gather import WANTED, Runs
-from focus_exp.reporting.measures import BASE, SOFT_GATE, Line, lines_of, measurements, select
-from focus_exp.reporting.notes import caveats
-from focus_exp.reporting.paper_report import command_of, where
-from focus_exp.reporting.specs import environment, read_specs
+from focus_exp.reporting.measures import BASE, SOFT_GATE, measurements
+from focus_exp.reporting.notes import caveats, command_of, where
+from focus_exp.reporting.selection import Line, check, lines_of, select
+from focus_exp.reporting.specs import read_specs, template
 from focus_exp.reporting.tables import Table
 
 DISAGREE = "the seeds disagree"
@@ -30,6 +30,7 @@ IDENTICAL = 1e-3  # nats a token: what float32 and another order of sums leave
 GROUPED = ("focus", "random_groups")  # methods that have K groups
 KEY = ["setup", "arm_setup", "what", "against"]
 SEEDS = ["experiment", "K", "what", "against", "seeds", "mean change", "least to most", "each seed [95 %]", "in words"]
+NUMBERS = {"difference": "value", "low": "low", "high": "high", "unit": "unit"}
 TRAPS = ["trap", "what was measured", "value", "difference [95 %]", "in words", "model and text", "made by"]
 
 
@@ -47,12 +48,15 @@ def seeds_table(runs: Runs) -> Table | None:
         return None
     found = found.assign(what=found.arm.fillna(found["name"]), arm_setup=found.arm_setup.fillna(""))
     alone = found.groupby(KEY).seed.transform("nunique") < 2
-    groups = [lines_of(lines) for _, lines in found[~alone].groupby(KEY, sort=False)]
-    latest = [sorted({line.seed: line for line in lines}.values(), key=lambda line: line.seed) for lines in groups]
-    formats = sorted({line.number_format for lines in latest for line in lines})
+    groups: dict[tuple[Any, ...], dict[int, Line]] = {}
+    for line in lines_of(found[~alone]):
+        # the latest of a seed
+        groups.setdefault(tuple(getattr(line, name) for name in KEY), {})[line.seed] = line
+    several = [[by_seed[seed] for seed in sorted(by_seed)] for by_seed in groups.values()]
+    formats = sorted({line.number_format for lines in several for line in lines})
     return Table(
         columns=SEEDS,
-        rows=[_line(lines)[0] for lines in latest],
+        rows=[_line(lines)[0] for lines in several],
         name="seeds",
         title="The same differences under several seeds",
         notes=[
@@ -62,7 +66,7 @@ def seeds_table(runs: Runs) -> Table | None:
             "adapters, the order of the text and the bootstrap",
             *(f"seeds were computed in {' or '.join(formats)}: see the device of each record" for _ in formats[1:2]),
         ],
-        values=[_line(lines)[1] for lines in latest],
+        values=[_line(lines)[1] for lines in several],
         kinds=dict.fromkeys(("K", "mean change", "least to most"), "number"),
     )
 
@@ -125,21 +129,23 @@ def traps_table(runs: Runs) -> Table:
     """Traps 1, 2, 3 and 5; one that no record measures says which command would."""
     table = measurements(runs)
     table = table[table.status == "finished"].sort_values("started", kind="stable")
-    rows: list[list[str]] = []
+    values: list[dict[str, Any]] = []
     shown: list[Record] = []
     for trap in read_specs("traps", list[Trap]):
+        check(f"traps.yaml: {trap.trap}", trap.select, trap.where)
         lines = lines_of(select(table, trap.select, trap.where))
-        records = [runs.named[line.run] for line in lines]
-        rows += [
-            [trap.trap, *_said(trap, line), where(record), command_of(record)]
-            for line, record in zip(lines, records, strict=True)
-        ]
-        shown += records
+        shown += (records := [runs.named[line.run] for line in lines])
+        for line, record in zip(lines, records, strict=True):
+            said = [trap.trap, *_said(trap, line), where(record), command_of(record)]
+            values.append(
+                dict(zip(TRAPS, said, strict=True)) | {name: getattr(line, column) for name, column in NUMBERS.items()}
+            )
         if not lines:
-            rows.append([trap.trap, NOT_RUN, *[ABSENT] * 4, f"python -m focus_exp +experiment={trap.experiment}"])
+            said = [trap.trap, NOT_RUN, *[ABSENT] * 4, f"python -m focus_exp +experiment={trap.experiment}"]
+            values.append(dict(zip(TRAPS, said, strict=True)) | dict.fromkeys(NUMBERS))
     return Table(
         columns=TRAPS,
-        rows=rows,
+        rows=[[line[column] for column in TRAPS] for line in values],
         name="traps",
         title="Traps: what the paper's numbers could be mistaken for",
         notes=[
@@ -149,6 +155,7 @@ def traps_table(runs: Runs) -> Table:
             "gate: the soft gate of training against the hard mask of inference, the same router on the same tokens",
             f"full attention: every distant pair kept, and a loss within {IDENTICAL} nats a token of the base's",
         ],
+        values=values,
         kinds=dict.fromkeys(("value", "difference [95 %]"), "number"),
     )
 
@@ -158,5 +165,5 @@ def _said(trap: Trap, line: Line) -> list[str]:
     router = f"{line.experiment}{f' {line.arm}' if line.is_arm else ''}, seed {line.seed}"
     word = difference_word(line.value or 0.0, line.low, line.high, ("better than", "worse than"))
     known = {"line": line, "router": router, "word": word, "IDENTICAL": IDENTICAL}
-    what, value, words = (environment().from_string(text).render(known) for text in (trap.what, trap.value, trap.words))
+    what, value, words = (template(part).render(known) for part in (trap.what, trap.value, trap.words))
     return [what, value, line.score if line.measure == "score_delta" else line.change, words]

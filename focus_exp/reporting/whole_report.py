@@ -8,6 +8,7 @@ from focus_exp.errors import UserError
 from focus_exp.reporting.claims import claim_table
 from focus_exp.reporting.figure1 import pareto_table, points, write_pareto
 from focus_exp.reporting.gather import Runs, gather
+from focus_exp.reporting.measures import measurements
 from focus_exp.reporting.pages import Section, latex_document, markdown, page
 from focus_exp.reporting.paper_report import paper_report
 from focus_exp.reporting.report import all_findings
@@ -51,7 +52,7 @@ def require_records(runs: Runs, top: Path) -> Runs:
 
 
 def write_report_of(top: Path, folder: Path, scale: str = "") -> tuple[Table, list[Path]]:
-    """Write report.md, .tex, .html and a CSV a table into `folder`; returns the ledger and the files."""
+    """Write the report, a CSV of each table and the measurements into `folder`; returns the ledger and the files."""
     runs = require_records(gather(top, scale), top)
     parts = sections(runs, top, folder)
     written = {
@@ -62,6 +63,8 @@ def write_report_of(top: Path, folder: Path, scale: str = "") -> tuple[Table, li
     for part in parts:
         prefix = f"{part.title.replace('/', '-')}-" if part.part == "Runs" else ""
         written |= {f"{prefix}{table.name}.csv": table.to_csv() for table in part.tables}
+    if top.name != "records":  # what is committed can be made from the records
+        written["measurements.csv"] = measurements(runs).to_csv(index=False)
     for name, text in written.items():
         replace_file(folder / name, text.encode())
     return parts[0].tables[0], [folder / name for name in written]

@@ -1,0 +1,243 @@
+"""What was measured beside a row of the paper: its numbers with their marks, and the runs that they come from."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field, replace
+from functools import lru_cache
+from statistics import fmean
+from typing import Any
+
+from focus_exp.records.record import Record
+from focus_exp.reporting.formats import ABSENT, NOT_ENGAGED, NOT_RUN, READS_FUTURE, share_text
+from focus_exp.reporting.gather import Runs, seeds_text
+from focus_exp.reporting.measures import BASE, FULL, measurements
+from focus_exp.reporting.notes import where
+from focus_exp.reporting.paper import Column, PaperTable, Place
+from focus_exp.reporting.selection import Line, lines_of, matches, select
+from focus_exp.reporting.specs import expression
+
+ANYTHING = Column(heading="", text="")
+LARGEST = 50.0  # nats of a change that are written out
+PERPLEXITY = Column(heading="PPL", text="perplexity(value)", select={"measure": "perplexity"})
+
+
+@dataclass(frozen=True)
+class Value:
+    """A number with its 95 % interval or its standard error, where there is one, and what must be said with it."""
+
+    number: float
+    low: float | None = None
+    high: float | None = None
+    stderr: float | None = None
+    mark: str = ""
+
+
+@dataclass(frozen=True)
+class Run:
+    """A finished run with its measurements; `own`: the records of its arms, by their names."""
+
+    record: Record
+    lines: list[Line]
+    own: dict[str, Record]
+
+    def select(self, cells: dict[str, Any]) -> list[Line]:
+        """The measurements with these cells; None stands for what is absent."""
+        return [line for line in self.lines if all(matches(getattr(line, at), cell) for at, cell in cells.items())]
+
+
+def finished(runs: Runs, *experiments: str) -> list[Run]:
+    """The finished runs of these experiments, or of all, that are not arms', oldest first."""
+    there = [run for run in _all(runs) if run.record.status == "finished"]
+    return [run for run in there if not experiments or run.record.experiment in experiments]
+
+
+@lru_cache(maxsize=2)
+def _all(runs: Runs) -> list[Run]:
+    lines: dict[str, list[Line]] = {place.as_posix(): [] for place, _ in runs.found}
+    for line in lines_of(select(measurements(runs), {"is_arm": False})):
+        lines[line.run].append(line)
+    own = [{arm.name: own for arm in record.arms if (own := runs.own(arm))} for record in runs.records]
+    return [Run(record, lines[place.as_posix()], arms) for (place, record), arms in zip(runs.found, own, strict=True)]
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A row of the paper at a place, and what was run there: the latest run of each seed of one set-up."""
+
+    table: PaperTable
+    paper: dict[str, Any]
+    place: Place
+    runs: list[Run] = field(default_factory=list)
+
+    def found(self, run: Run, column: Column) -> Value | str:
+        """The number that stands in a column, or why there is none."""
+        line = self.measured(run, column)
+        value = self._value(line, column) if line else None
+        if not column.origin:
+            return value or self._reason(run, column, line)
+        scored = self.found(run, self.table.column(column.source))
+        return scored if isinstance(scored, str) else value or ABSENT
+
+    def measured(self, run: Run, column: Column) -> Line | None:
+        """The measurement that stands in a column: the first with a number, of the metric a task is known by."""
+        found = sorted(run.select(self.cells(column)), key=_rank)
+        return next((line for line in found if line.value is not None), next(iter(found), None))
+
+    def cells(self, column: Column) -> dict[str, Any]:
+        """What is wanted of the measurements in a column."""
+        arm = self.place.arms.get(column.source, self.place.arm)
+        subject = {"kind": BASE} if arm == BASE else {"arm": arm} if arm else {}
+        cells = self.place.select | column.select | subject
+        if column.origin:
+            scores = {"measure": "score_delta", "against": FULL}
+            cells |= (
+                scores if cells.get("of") == "benchmarks" else {"against": self.place.arms.get(column.origin, BASE)}
+            )
+        return {key: self.paper[cell[1:]] if str(cell).startswith("$") else cell for key, cell in cells.items()}
+
+    def _value(self, line: Line, column: Column) -> Value | None:
+        """In the paper's unit; bounds are those of the value itself, a standard error that of a share."""
+
+        def number(name: str) -> float | None:
+            found = getattr(line, name)
+            if found is None or (name != "value" and "value" not in column.value):
+                return None
+            known = self.paper | vars(line) | {"value": found}
+            return 100 * math.expm1(min(found, LARGEST)) + 0.0 if column.origin else expression(column.value)(**known)
+
+        if (value := number("value")) is None or not math.isfinite(value):
+            return None
+        idle = line.of == "benchmarks" and line.engaged is False and not column.origin
+        mark = NOT_ENGAGED if idle else expression(column.mark)(**vars(line))
+        return Value(value, number("low"), number("high"), number("stderr") if line.unit == "share" else None, mark)
+
+    def _reason(self, run: Run, column: Column, line: Line | None) -> str:
+        if line and line.of != "benchmarks":
+            return f"failed: {line.error or 'no finite loss'}"
+        cells = self.cells(column)
+        arm = cells.pop("arm", None)
+        lost = [line] if line else run.select(cells | {"kind": "missing"})
+        failed = [f"failed: {one.error}" for one in run.select({"of": "arms", "arm": arm}) if one.error]
+        return next(iter([f"not measured: {one.error}" for one in lost if one.error] + failed), NOT_RUN)
+
+    def behind(self, run: Run) -> list[Line]:
+        """What was scored or timed for a line, each once; full attention only where there is nothing else."""
+        columns = [one for one in self.table.columns if one.name.startswith(("ppl", "speedup")) and not one.origin]
+        found = [self.measured(run, column) for column in columns or [PERPLEXITY]]
+        each = {(one.of, one.name, one.arm, one.phase, one.groups): one for one in found if one}
+        return [line for line in each.values() if line.kind != BASE] or list(each.values())
+
+    @property
+    def stand_ins(self) -> list[str]:
+        """Notes on models that are not the paper's."""
+        asked = {own.setting("model", "name") for run in self.runs for own in self.own(run)} if self.place.model else ()
+        others = sorted(name for name in asked if name and name != self.place.model)
+        return [f"SUBSTITUTE: {name} stands in for the paper's {self.place.model}" for name in others]
+
+    @property
+    def records(self) -> list[Record]:
+        return [run.record for run in self.runs]
+
+    def own(self, run: Run) -> list[Record]:
+        """The records that numbers come from: of the arms, or the run's own."""
+        return [own for name, own in run.own.items() if name in self.place.names] or [run.record]
+
+    def what(self, run: Run) -> str:
+        """What of a record stands here."""
+        timed = "K={groups} {dtype}, {assignment} groups, with routing"
+        names = [timed.format(**vars(one)) if one.of == "speed" else str(one.name) for one in self.behind(run)]
+        return " / ".join(self.place.names or names) + ("" if self.causal(run) else f" ({READS_FUTURE})")
+
+    def causal(self, run: Run) -> bool:
+        return all(line.causal is not False for line in self.behind(run))
+
+    def made_by(self, run: Run) -> str:
+        """The command, with the arm where it is one, and the commits of the runs behind a line."""
+        arms = [name for name in self.place.names if name != BASE]
+        made = dict.fromkeys((record.commit or "no commit")[:7] for record in self.own(run))
+        return f"{run.record.command}{f' arm={arms[0]}' if len(arms) == 1 else ''}, {' / '.join(made)}"
+
+    def setting(self) -> str:
+        """What was run on what, with how much training, in which number formats, by which seeds may differ."""
+        last, timed = self.runs[-1], self.place.select.get("of") == "speed"
+        records, arms = self.own(last), [arm for arm in last.record.arms if arm.name in self.place.names]
+        seen = {arm.tokens_seen for arm in arms} or {last.record.tokens_seen}
+        groups = {r.setting("attention", "groups") for r in records if r.setting("attention", "method") == "focus"}
+        tokens = [f"{count:,}" for count in sorted(seen) if any(seen)]
+        parts = [" / ".join(dict.fromkeys(where(record, self.place.model) for record in records))]
+        parts += [f"K = {' / '.join(map(str, sorted(groups)))}"] if groups and not timed else []
+        parts += [f"{' / '.join(tokens)} tokens trained"] if tokens else []
+        formats = dict.fromkeys(own.number_format for run in self.runs for own in self.own(run))
+        return ", ".join([*parts, *([] if timed else [" / ".join(formats)])])
+
+    def ran(self) -> list[str]:
+        """What every line says of the runs behind it."""
+        last = self.runs[-1]
+        behind = self.behind(last)
+        removed = [share_text(one.pairs_removed if one.pairs_kept is None else 1 - one.pairs_kept) for one in behind]
+        idle = f" ({NOT_ENGAGED})" if any(one.engaged is False for one in behind) else ""
+        made = "; ".join(dict.fromkeys(map(self.made_by, self.runs)))
+        what = ": ".join(filter(None, [last.record.experiment, self.what(last)]))
+        return [(" / ".join(removed) or ABSENT) + idle, what, self.setting(), seeds_text(self.records), made]
+
+
+def _rank(line: Line) -> tuple[bool, bool]:
+    """An accuracy first, normalised where there is such a one, else the metric that tells."""
+    share = line.unit == "share"
+    return not share, "acc_norm" not in (line.metric or "") if share else not line.telling
+
+
+def entries_of(table: PaperTable, runs: Runs) -> list[Entry]:
+    """The rows of the paper, each at every place and set-up where there is something, then arms it does not have."""
+    found = []
+    rows = [(paper, table.places(name)) for name, paper in table.paper.items()]
+    for paper, places in [*rows, *_extras(table, runs)]:
+        here = [entry for place in places for entry in _at(Entry(table, paper, place), runs)]
+        found += here or [Entry(table, paper, places[0])]
+    return found
+
+
+def _at(entry: Entry, runs: Runs) -> list[Entry]:
+    """One entry for every set-up."""
+    names, setups = entry.place.names, dict[Any, dict[int | None, Run]]()
+    there = {"of": "rows", "kind": BASE} if names == [BASE] else {"of": "arms", "arm": names} if names else {}
+    for run in finished(runs, *entry.place.experiments):
+        if found := run.select(there or entry.cells(ANYTHING)):
+            setup = tuple(dict.fromkeys((one.setup, one.arm_setup) for one in found))
+            setups.setdefault(setup, {})[run.record.seed] = run
+    return [replace(entry, runs=list(seeds.values())) for seeds in setups.values()]
+
+
+def _extras(table: PaperTable, runs: Runs) -> list[tuple[dict[str, Any], list[Place]]]:
+    """Arms of the table's experiments that the paper does not have, or pairs of them, at places of their own."""
+    places = [place for places in table.rows.values() for place in places]
+    mapped, half = {name for place in places for name in place.names}, "_focus" if table.extra == "pair" else ""
+    found: dict[str, Place] = {}
+    for run in finished(runs, *(name for place in places for name in place.experiments)) if table.extra else []:
+        for name in (arm.name for arm in run.record.arms if arm.name not in mapped and arm.name.endswith(half)):
+            stem, experiments = name.removesuffix(half), (run.record.experiment,)
+            pair = Place(experiments=experiments, arms={"ppl_full": f"{stem}_full", "ppl_focus": name})
+            found[stem] = pair if half else Place(experiments=experiments, arm=name)
+    return [({table.key[0]: f"{stem} (not in the paper)"}, [place]) for stem, place in found.items()]
+
+
+def mean(numbers: list[Value]) -> float | None:
+    return fmean(value.number for value in numbers) if numbers else None
+
+
+def shown(column: Column, found: list[Value | str]) -> str:
+    """One seed's number with its interval, or the mean of several with the least and the most of them."""
+    values = [value for value in found if isinstance(value, Value)]
+    if not values:
+        return next(text for text in found if isinstance(text, str))
+    one, numbers = values[0], sorted(value.number for value in values)
+    least, middle, most = map(column.written, (numbers[0], fmean(numbers), numbers[-1]))
+    text = f"{column.before}{middle}{column.unit}"
+    if len(values) > 1:
+        text += f" ({least} to {most})" if least != most else ""
+    elif one.low is not None and one.high is not None:
+        text += f" [{column.written(one.low)}, {column.written(one.high)}]"
+    elif one.stderr is not None:
+        text += f" ± {column.written(one.stderr)}"
+    return text + "".join(f" ({mark})" for mark in dict.fromkeys(value.mark for value in values) if mark)

@@ -1,0 +1,157 @@
+"""Measurements: every number of every record, differences both ways round; claims and traps are entries over them."""
+
+import math
+from dataclasses import replace
+from pathlib import Path
+
+import pandas as pd
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from test_compare import compared, comparison_of, row
+
+from focus_exp import UserError
+from focus_exp.records.benchmarks import BenchmarkRow
+from focus_exp.records.record import Record
+from focus_exp.records.rows import Row
+from focus_exp.reporting import claims as ledger
+from focus_exp.reporting import specs, trust
+from focus_exp.reporting.comparators import below
+from focus_exp.reporting.formats import NOT_HERE, NOT_REPRODUCED, NOT_RUN, REPRODUCED, UNDECIDED
+from focus_exp.reporting.gather import Runs, gather
+from focus_exp.reporting.measures import COLUMNS, measurements
+from focus_exp.reporting.selection import Line, select
+from focus_exp.reporting.whole_report import write_report_of
+
+RECORDS = Path(__file__).parent.parent / "runs" / "records"
+CLAIM = {
+    "table": "T1", "says": "Focus is better than $arm", "paper": "{{ row.ppl }}", "each": [{"arm": "lora"}],
+    "rows": {"row": ["table1_retrofit", "focus"]}, "experiments": ["compare"],
+    "select": {"measure": "delta", "against": "$arm"}, "where": "arm == first", "test": {"below": {"limit": 0}},
+    "ours": "{{ line.arm }}: {{ line.change }}", "why": "k={{ line.top_k }}",
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def runs():
+    return gather(RECORDS)
+
+
+@pytest.fixture(scope="module")
+def table(runs):
+    return measurements(runs)
+
+
+@pytest.fixture
+def entries(monkeypatch):
+    """Other entries in place of claims.yaml."""
+
+    def write(*found):
+        monkeypatch.setattr(specs, "read_yaml", lambda name: list(found))
+        ledger.claims.cache_clear()
+
+    yield write
+    ledger.claims.cache_clear()
+
+
+def runs_of(*records):
+    return Runs([(Path(str(number)), record) for number, record in enumerate(records)])
+
+
+def arms(delta=-0.1, **changes):
+    found = comparison_of(row("focus", kind="hard", top_k=1), row("lora", kind="trained", **compared(-delta)))
+    return replace(found, experiment="compare", **changes)
+
+
+def test_a_difference_between_arms_stands_in_both_directions(table):
+    between = select(table, {"of": "rows", "measure": "delta"}, "against == first or arm == first")
+    between = between[between.against != "base"]
+    key = ["run", "arm", "against"]
+    turned = between.rename(columns={"arm": "against", "against": "arm", "low": "high", "high": "low"})
+    both = between.merge(turned, on=key, suffixes=("", "_turned"))
+    assert len(both) == len(between) == between[key].drop_duplicates().shape[0] > 200
+    for column in ("value", "low", "high"):
+        assert (both[column] == -both[f"{column}_turned"]).all()
+    assert (both.reads_future.fillna("") == both.reads_future_turned.fillna("")).all()
+
+
+def test_a_delta_is_the_logarithm_of_its_two_levels(table):
+    deltas = select(table, {"of": ["rows", "phases"], "measure": "delta"}, "level.notna()").astype({"level": float})
+    assert len(deltas) > 1000
+    assert (deltas.level / deltas.level_against).map(math.log).sub(deltas.value).abs().max() < 1e-9
+
+
+def test_what_failed_is_a_line_without_a_value():
+    failed = Row(name="LoRA", kind="trained", method="full", causal=True, arm="lora", error="no memory")
+    found = comparison_of(row("focus", kind="hard"), failed)
+    (line,) = select(measurements(runs_of(found)), {"of": "rows", "arm": "lora"}).to_dict("records")
+    assert line["error"] == "no memory" and pd.isna(line["value"])
+    assert list(measurements(Runs()).columns) == list(COLUMNS)
+
+
+def test_an_entry_is_a_claim(entries):
+    entries(CLAIM, {"table": "T2", "says": "more", "paper": "7.6", "needs": "needs a GPU"})
+    ((claim, verdict), (_, needs)) = ledger.judged([arms(seed=0), arms(-0.2, seed=1)])
+    assert (claim.says, claim.paper, verdict.word) == ("Focus is better than lora", "36.2", REPRODUCED)
+    assert verdict.ours.startswith("seed 0: focus: -9.52 % [") and verdict.why == "k=1"
+    assert verdict.value == pytest.approx(-0.15) and (verdict.low, verdict.high) == pytest.approx((-0.21, -0.09))
+    assert (needs.word, needs.why) == (NOT_HERE, "needs a GPU")
+    assert ledger.judged([])[0][1].why == "python -m focus_exp +experiment=compare"
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"wher": "arm"}, "0: wher"),
+        ({"pick": "best"}, "pick"),
+        ({"select": {"arms": "focus"}}, "no column arms"),
+        ({"where": "arm == frist"}, "'frist' is not defined"),
+        ({"where": "arm =="}, "where"),
+        ({"test": {"beneath": {}}}, "there are below, at_least"),
+        ({"test": {"below": {"limt": 0}}}, "'limit'"),
+        ({"test": {}}, "one test"),
+        ({"rows": {"row": ["table1_retrofit", "fokus"]}}, "no row fokus"),
+        ({"paper": "{{ rwo.ppl }}"}, "'rwo' is undefined"),
+        ({"ours": "{{ line.arm"}, "no template"),
+    ],
+    ids=str,
+)
+def test_a_wrong_entry_is_one_message(entries, changes, said):
+    entries(CLAIM | changes)
+    with pytest.raises(UserError, match=said) as wrong:
+        ledger.claims()
+    assert str(wrong.value).startswith("claims.yaml: ")
+
+
+def test_every_text_of_every_entry_is_rendered_on_the_committed_records(runs):
+    for claim, verdict in ledger.judged_runs(runs):
+        assert verdict.word == NOT_HERE if claim.needs else verdict.word not in (NOT_RUN, NOT_HERE), claim.says
+        assert verdict.why and "{" not in verdict.ours + verdict.why + claim.says + claim.paper
+    shown = trust.traps_table(runs)
+    assert {line[0] for line in shown.rows} == {trap.trap for trap in specs.read_specs("traps", list[trust.Trap])}
+    assert NOT_RUN not in {line[1] for line in shown.rows}
+
+
+@given(st.lists(st.tuples(st.floats(-1, 1), st.floats(0.001, 0.5)), min_size=1, max_size=4), st.floats(-0.5, 0.5))
+def test_below_is_what_the_intervals_say(found, limit):
+    lines = [Line(value=v, low=v - half, high=v + half, reads_future=None) for v, half in found]
+    said = below(lines, limit).word
+    assert (said == REPRODUCED) == all(line.high < limit for line in lines)
+    assert (said == NOT_REPRODUCED) == any(line.low > limit for line in lines)
+    for spoiled in ({"reads_future": "lora"}, {"low": None}):
+        assert below([*lines, Line(**vars(lines[0]) | spoiled)], limit).word == UNDECIDED
+
+
+def test_a_benchmark_without_a_difference_is_a_line_that_decides_nothing():
+    score = BenchmarkRow(attention="focus", kind="hard", task="perplexity@64", metric="perplexity", value=9.0)
+    found = select(measurements(runs_of(replace(arms(), benchmarks=[score]))), {"measure": "score_delta"})
+    assert found.value.isna().all() and found.tokens.tolist() == [64]
+
+
+def test_measurements_are_written_beside_a_report_but_not_committed(tmp_path):
+    for top, written in (("runs", True), ("records", False)):
+        folder = tmp_path / top / "compare"
+        folder.mkdir(parents=True)
+        Record(status="finished", experiment="compare").save(folder / "record.json")
+        write_report_of(tmp_path / top, tmp_path / top / "report")
+        assert (tmp_path / top / "report" / "measurements.csv").exists() == written
