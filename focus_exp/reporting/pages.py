@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import unicodedata
@@ -10,7 +9,6 @@ from dataclasses import dataclass, field
 from functools import partial
 from importlib.resources import files
 from pathlib import Path
-from typing import Any
 
 from markupsafe import Markup
 
@@ -76,12 +74,6 @@ def relative(path: Path, folder: Path) -> str:
     """`path` as a link from a file in `folder`; of a figure its SVG."""
     drawn = path.with_suffix(".svg") if path.suffix == ".png" else path
     return Path(os.path.relpath(drawn, folder)).as_posix()
-
-
-def script_json(content: Any) -> Markup:
-    """JSON that no text in it can end early, whatever the tokens are, as a script element holds it."""
-    text = json.dumps(content, ensure_ascii=False, separators=(",", ":"))
-    return Markup(text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026"))
 
 
 def marked(column: str, cell: str) -> Markup:

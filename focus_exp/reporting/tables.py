@@ -46,11 +46,10 @@ class Table:
 
     def to_csv(self) -> str:
         """Header and one line per row with full-precision numbers; an absent number is an empty cell."""
-        values = self.values or [dict(zip(self.columns, row, strict=True)) for row in self.rows]
         text = io.StringIO()
-        writer = csv.DictWriter(text, list(values[0]) if values else self.columns, lineterminator="\n")
+        writer = csv.DictWriter(text, list(self.values[0]) if self.values else self.columns, lineterminator="\n")
         writer.writeheader()
-        writer.writerows(values)
+        writer.writerows(self.values)
         return text.getvalue()
 
     def to_console(self) -> Group:
