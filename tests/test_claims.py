@@ -152,6 +152,6 @@ def test_measurements_are_written_beside_a_report_but_not_committed(tmp_path):
     for top, written in (("runs", True), ("records", False)):
         folder = tmp_path / top / "compare"
         folder.mkdir(parents=True)
-        Record(status="finished", experiment="compare").save(folder / "record.json")
+        Record(status="finished", experiment="compare", config={"attention": {}}).save(folder / "record.json")
         write_report_of(tmp_path / top, tmp_path / top / "report")
         assert (tmp_path / top / "report" / "measurements.csv").exists() == written

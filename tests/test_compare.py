@@ -262,6 +262,8 @@ def test_benchmarks_count_where_the_mask_acted():
     assert "focus was not engaged on short; it acted on long" in said
     changes = table_of(found, "benchmark_changes")
     assert changes.columns == ["arm", "short", "long"]
+    told = {(values["attention"], values["task"]): values["difference"] for values in changes.values}
+    assert told == {(row.attention, row.task): row.difference for row in found.benchmarks if row.kind != "missing"}
     assert "(not engaged)" in changes.rows[0][1] and "not engaged" not in changes.rows[1][1]
     assert any("gone was not measured: no hub" in note for note in changes.notes)
 

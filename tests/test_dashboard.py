@@ -8,6 +8,8 @@ from running import run, tiny
 
 from focus_exp.errors import UserError
 from focus_exp.reporting import workspace
+from focus_exp.reporting.figures import figure_names
+from focus_exp.reporting.tables import table_specs
 
 pytest.importorskip("wandb_workspaces")
 
@@ -20,12 +22,14 @@ def read_back(text):
 
 def test_what_is_written_can_be_read_again(tmp_path):
     views = workspace.workspaces("someone", "things")
-    written = workspace.report("someone", "things", ["compare", "speed"], ["claims", "traps"])
+    written = workspace.report("someone", "things", {"compare": ["comparison"]}, ["claims", "traps"])
     paths = {path.stem: path for path in workspace.write_specs(tmp_path, views, written)}
     assert set(paths) == {"workspace_runs", "workspace_comparisons", "report"}
     runs = read_back(paths["workspace_runs"].read_text())
     assert (runs.entity, runs.project, runs.name) == ("someone", "things", "focus_exp: runs by experiment")
-    assert [section.name for section in runs.sections] == ["Training", "Routing", "Quality", "Figures"]
+    assert [section.name for section in runs.sections] == [
+        *("Training", "Routing", "Speed", "Groups", "Quality", "Figures"),
+    ]
     assert [panel.y[0].name for panel in runs.sections[0].panels] == [
         "train/loss", "train/val_loss", "train/tokens_per_second",
     ]  # fmt: skip
@@ -34,13 +38,24 @@ def test_what_is_written_can_be_read_again(tmp_path):
     assert [group.name for group in runs.runset_settings.groupby] == ["Group"]
     compared = read_back(paths["workspace_comparisons"].read_text())
     assert compared.runset_settings.filters == "Metric(\"JobType\") == 'compare'"
-    assert [panel.table_name for panel in compared.sections[0].panels] == list(workspace.COMPARISON)
+    assert "comparison" in [panel.table_name for panel in compared.sections[0].panels]
+
+
+def test_every_table_and_figure_of_a_record_has_its_panel():
+    runs, comparisons = workspace.workspaces("someone", "things").values()
+    panels = [panel for view in (runs, comparisons) for section in view.sections for panel in section.panels]
+    assert {panel.table_name for panel in panels if hasattr(panel, "table_name")} == set(table_specs())
+    keys = {key for panel in panels for key in getattr(panel, "media_keys", ())}
+    assert keys == {f"figures/{name}" for name in figure_names()}
+    assert workspace.by_section(["speed_of_light", "new"]) == {
+        "Arms side by side": [], "Speed": ["speed_of_light"], "Groups": [], "Quality": ["new"],
+    }  # fmt: skip
 
 
 def test_the_report_filters_itself(tmp_path):
     from wandb_workspaces.reports.v2 import internal
 
-    written = workspace.report("someone", "things", ["compare"], ["claims"])
+    written = workspace.report("someone", "things", {"compare": ["comparison"]}, ["claims"])
     path = workspace.write_specs(tmp_path, {}, written)[-1]
     spec = internal.ReportViewspec.model_validate_json(path.read_text())
     assert spec.display_name == "focus_exp"

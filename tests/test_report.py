@@ -363,7 +363,8 @@ def test_a_cell_is_shown_as_its_column_says_or_as_the_word_it_is():
     table = Table(columns=["paper", "here", "because"], rows=rows, kinds=kinds)
     shown = page([Section("part", "title", [table])], Path())
     assert re.findall(r"<td([^>]*)>", shown) == [
-        ' class="paper number"', ' class="number"', "", ' class="paper long"', ' class="number not-run"', ' class="long"',
+        ' class="paper number"', ' class="number"', "",
+        ' class="paper long"', ' class="number not-run"', ' class="long"',
     ]  # fmt: skip
 
 

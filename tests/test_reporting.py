@@ -25,7 +25,7 @@ from focus_exp.records.environment import environment
 from focus_exp.records.metrics import read_metrics
 from focus_exp.records.record import Record
 from focus_exp.records.rows import Row
-from focus_exp.reporting import dashboard
+from focus_exp.reporting import wandb as logging
 from focus_exp.reporting.figures import write_figures
 from focus_exp.reporting.report import all_findings
 from focus_exp.reporting.tables import table_of
@@ -295,15 +295,15 @@ def test_an_offline_run_holds_the_table_and_the_scalars(tmp_path, monkeypatch):
         monkeypatch.setenv(name, str(tmp_path))
     record = make_record(make_row(), FAILED, findings=["worse"], seed=7)
     table = table_of(record, "quality")
-    options = dashboard.init_options(CONFIG)
+    options = logging.init_options(CONFIG)
     assert options == {
         "group": "test", "job_type": None, "tags": ["tiny", "focus", "retrofit", "books", "seed:None"],
     }  # fmt: skip
-    arm = dashboard.init_options({**CONFIG, "job": "train", "arm": "lora", "seed": 1})
+    arm = logging.init_options({**CONFIG, "job": "train", "arm": "lora", "seed": 1})
     assert arm["job_type"] == "arm" and {"arm:lora", "seed:1"} <= set(arm["tags"])
     settings = wandb.Settings(console="off", silent=True)
     run = wandb.init(project="p", mode="offline", dir=str(tmp_path), settings=settings, **options)
-    dashboard.log_record(run, record, [table], write_figures(record, [], tmp_path))
+    logging.log_record(run, record, [table], write_figures(record, [], tmp_path))
     tags = run.tags
     run.finish()
     assert {"tiny", "finished"} <= set(tags)
@@ -327,19 +327,19 @@ def test_wandb_mode_never_waits_for_a_silent_server(monkeypatch):
         monkeypatch.setenv("NETRC", "/nonexistent")
         monkeypatch.setattr(wandb.setup().settings, "base_url", f"http://127.0.0.1:{server.getsockname()[1]}")
         monkeypatch.delenv("WANDB_API_KEY", raising=False)
-        assert dashboard.wandb_mode("auto") == "offline"
+        assert logging.wandb_mode("auto") == "offline"
         monkeypatch.setenv("WANDB_API_KEY", "x" * 40)
         started = time.monotonic()
-        assert dashboard.wandb_mode("auto", timeout=0.5) == "offline"
+        assert logging.wandb_mode("auto", timeout=0.5) == "offline"
         assert 0.4 < time.monotonic() - started < 2
     monkeypatch.setenv("WANDB_MODE", "disabled")
-    assert dashboard.wandb_mode("auto") == "disabled" and dashboard.wandb_mode("offline") == "offline"
+    assert logging.wandb_mode("auto") == "disabled" and logging.wandb_mode("offline") == "offline"
     with pytest.raises(UserError, match="unknown"):
-        dashboard.wandb_mode("sometimes")
+        logging.wandb_mode("sometimes")
 
 
 def test_reporting_imports_neither_torch_nor_wandb():
-    names = ("records.record", "reporting.report", "reporting.dashboard")
+    names = ("records.record", "reporting.report", "reporting.wandb")
     assert all(importlib.util.find_spec(f"focus_exp.{name}") for name in names)
     imports = "; ".join(f"import focus_exp.{name}" for name in names)
     code = f"import sys; {imports}; print([name for name in ('torch', 'wandb', 'transformers') if name in sys.modules])"

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from focus_exp.config import Config
-from focus_exp.reporting.dashboard import log_tables, wandb_mode
 from focus_exp.reporting.gather import gather
+from focus_exp.reporting.wandb import log_tables, wandb_mode
 from focus_exp.reporting.whole_report import require_records, sections
 from focus_exp.reporting.workspace import REPORT, need_library, push, report, workspaces, write_specs
 
@@ -21,12 +21,16 @@ def dashboard(config: Config) -> None:
     top = Path(config.runs_dir)
     folder = Path(config.report.folder or top / "report") / "dashboard"
     runs = require_records(gather(top, config.scale.name), top)
-    parts = [part for part in sections(runs, top, folder) if part.part != "Runs"]
+    shown = sections(runs, top, folder)
+    parts = [part for part in shown if part.part != "Runs"]
     tables = [table for part in parts for table in part.tables]
+    experiments: dict[str, list[str]] = {}
+    for (_, record), part in zip(runs.found, [part for part in shown if part.part == "Runs"], strict=True):
+        names = experiments.setdefault(record.experiment, [])
+        names += [table.name for table in part.tables if table.name not in names]
     figures = {path.stem: path for part in parts for path in part.figures}
     mode, project = wandb_mode(config.logger.wandb), config.logger.wandb_project
     entity = config.logger.wandb_entity or (default_entity() if mode == "online" else NOWHERE)
-    experiments = list(dict.fromkeys(record.experiment for record in runs.records))
     views = workspaces(entity, project)
     written = report(entity, project, experiments, [table.name for table in tables])
     paths = write_specs(folder, views, written)

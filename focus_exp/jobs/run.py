@@ -28,8 +28,8 @@ from focus_exp.records.comparison import load_metrics, with_arms
 from focus_exp.records.environment import environment
 from focus_exp.records.record import Record
 from focus_exp.records.runs import finished_record, run_folder
-from focus_exp.reporting.dashboard import init_options, log_record, wandb_mode
 from focus_exp.reporting.report import all_findings, write_report
+from focus_exp.reporting.wandb import init_options, log_record, wandb_mode
 from focus_exp.storage import clear_aside, held, replace_file
 from focus_exp.sweeps.frozen import FrozenJob
 from focus_exp.training.exchange import is_main

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import io
+from math import log2
 from pathlib import Path
 from textwrap import wrap
 from typing import Any
 
 import numpy as np
 from matplotlib import rc_context
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
 
 from focus_exp.storage import replace_file
 
@@ -33,6 +36,24 @@ def canvas(heading: str, height: float, **grid: Any) -> tuple[Figure, Any]:
         axes.spines[["top", "right"]].set_visible(False)
         axes.grid(alpha=0.25)
     return figure, panels
+
+
+def log_axes(axes: Axes) -> None:
+    """Lengths by powers of 2, ratios by the digits that a reader looks for."""
+    axes.set_xscale("log", base=2)
+    axes.set_yscale("log")
+    axes.xaxis.set_major_locator(LogLocator(base=2, numticks=32))
+    axes.xaxis.set_minor_locator(NullLocator())
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: _binary(value)))
+    axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 3, 5)))
+    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+    axes.yaxis.set_minor_locator(NullLocator())
+
+
+def _binary(value: float) -> str:
+    """1024 as 1K, 2**20 as 1M."""
+    power = max(0, min(2, int(log2(value)) // 10))
+    return f"{value / 2 ** (10 * power):g}{('', 'K', 'M')[power]}"
 
 
 def save_figures(figures: dict[str, Figure | None], folder: str | Path) -> dict[str, Path]:

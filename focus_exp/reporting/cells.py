@@ -2,25 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from math import isclose
 from statistics import mean
 from typing import Any
 
 from focus_exp.records.groups import DistantPair, GroupLayer
-from focus_exp.records.record import Record
 from focus_exp.records.speed import MethodSpeedRow, SpeedRow
 from focus_exp.reporting.formats import (
     ABSENT,
     FAILED,
-    decimals_text,
     distinct_text,
     mebibytes_text,
     number_text,
     share_text,
 )
-from focus_exp.reporting.speed import groups_text, label, setting
 
 
 def mark(word: str, holds: bool = True) -> str:
@@ -54,24 +51,14 @@ def part(some: float | None, whole: float | None) -> str:
 def beside(row: SpeedRow | None, name: str) -> str:
     """Bytes of Focus over those of full attention, then both in MiB."""
     focus, full = getattr(row, f"focus_{name}", None), getattr(row, f"full_{name}", None)
-    return (
-        f"{number_text(focus / full)} ({mebibytes_text(focus)} / {mebibytes_text(full)})"
-        if full and focus is not None
-        else ABSENT
-    )
+    if not full or focus is None:
+        return ABSENT
+    return f"{number_text(focus / full)} ({mebibytes_text(focus)} / {mebibytes_text(full)})"
 
 
 def kept(share: float | None) -> str:
     """A share of pairs; all of them are full attention."""
     return share_text(share) + mark("full attention", share is not None and isclose(share, 1.0))
-
-
-def groups(record: Record, row: SpeedRow) -> str:
-    return groups_text(record, setting(row))
-
-
-def three(value: float | None) -> str:
-    return decimals_text(value, 3)
 
 
 def first_pair(row: GroupLayer, by: str) -> DistantPair | None:
@@ -83,19 +70,12 @@ def pair_words(pair: DistantPair | None) -> str:
     return f"'{pair.query_word}' ({pair.query}) from '{pair.key_word}' ({pair.key})" if pair else ABSENT
 
 
-def fits(layers: list[GroupLayer], measure: str, text: Callable[[float], str]) -> str:
+def fits(layers: list[GroupLayer], measure: str, text: Callable[..., str], *settings: Any) -> str:
     """A measure of the trained router, of an untrained one and by chance, means over the layers."""
     routers = ("trained", "untrained", "chance")
-    trained, *others = (text(mean(getattr(row.fit(router), measure) for row in layers)) for router in routers)
+    means = (mean(getattr(row.fit(router), measure) for row in layers) for router in routers)
+    trained, *others = (text(value, *settings) for value in means)
     return trained + mark(", ".join(others))
-
-
-def failed_timings(record: Record, rows: Iterable[SpeedRow]) -> list[str]:
-    return [
-        f"{row.clock}, {label(record, setting(row))}, {row.tokens:,} tokens failed: {row.error}"
-        for row in rows
-        if row.error is not None
-    ]
 
 
 def conditions(rows: Sequence[SpeedRow] | Sequence[MethodSpeedRow]) -> dict[str, str]:
@@ -114,14 +94,9 @@ def fields(row: Any, *without: str) -> dict[str, Any]:
     return {name: " ".join(map(str, value)) if isinstance(value, list) else value for name, value in values.items()}
 
 
-def picked_settings(record: Record, *names: str) -> dict[str, Any]:
-    """Of the attention."""
-    return {name: record.setting("attention", name) for name in names}
-
-
 def picked(row: Any, *names: str) -> dict[str, Any]:
-    """These attributes of a row, None where the row lacks."""
-    return {name: getattr(row, name, None) for name in names}
+    """These attributes of a row, or entries of a section of a config, None where it lacks."""
+    return {name: row.get(name) if isinstance(row, dict) else getattr(row, name, None) for name in names}
 
 
 def prefixed(prefix: str, values: dict[str, Any]) -> dict[str, Any]:
@@ -132,30 +107,16 @@ def merged(*parts: dict[str, Any]) -> dict[str, Any]:
     return {name: value for part in parts for name, value in part.items()}
 
 
-def retained(paper: dict[str, Any]) -> float | None:
-    """The share of distant pairs in a row of the paper's table 7."""
-    percent = paper.get("pairs_retained_percent")
-    return percent / 100 if percent else None
-
-
 def fit_values(row: GroupLayer) -> dict[str, Any]:
     return {f"{name}_{fit.router}": getattr(fit, name) for fit in row.fits for name in ("purity", "nmi", "ami")}
 
 
 ASSIGNMENTS = {"balanced": "balanced", "trained": "trained router"}
-PHASE_VALUES = ["perplexity", "perplexity_low", "perplexity_high", "nll", "delta_nll", "largest_group", "causal"]
-CASE_VALUES = [
-    "clock",
-    "tokens",
-    "groups",
-    "assignment",
-    "top_k",
-    "pair_rule",
-    "window",
-    "dtype",
-    "pairs_kept",
-    "bound",
-]
+# of a row, in a CSV
+PHASE_VALUES = ("perplexity", "perplexity_low", "perplexity_high", "nll", "delta_nll", "largest_group", "causal")
+CASE_VALUES = (
+    *("clock", "tokens", "groups", "assignment", "top_k", "pair_rule", "window", "dtype", "pairs_kept", "bound"),
+)
 TIMED_VALUES = (
     *("largest_group", "full_kernel", "path", "repeats", "full_seconds", "focus_seconds", "ratio"),
     *("full_attention_seconds", "focus_attention_seconds", "full_peak_bytes", "focus_peak_bytes"),

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
+from itertools import cycle
 from statistics import median
 from typing import Any
 
@@ -15,10 +16,14 @@ from focus_exp.records.benchmarks import telling
 from focus_exp.records.record import Record
 from focus_exp.records.rows import ProbeRow, Row
 from focus_exp.reporting.canvas import COLOURS
-from focus_exp.reporting.formats import READS_FUTURE
+from focus_exp.reporting.formats import READS_FUTURE, about_text
+from focus_exp.reporting.printed import paper_speedups
+from focus_exp.reporting.speed import series
 
 Metrics = list[dict[str, Any]]
+Curve = tuple[Sequence[float] | np.ndarray, Sequence[float] | np.ndarray]
 PROBED = tuple(each.name for each in fields(ProbeRow) if each.name not in ("phase", "step", "arm"))
+ROUTED = ("attention", "kernels")  # the clocks with routing and without it
 STYLES = {"base": "-", "trained": "-.", "hard": "-", "soft": ":", "control": "--", "twin": (0, (1, 3))}
 
 
@@ -27,7 +32,7 @@ class Line:
     """curves: name -> x and y; style: matplotlib's, where it is not the next one of the figure."""
 
     label: str
-    curves: dict[str, tuple[Sequence[float], Sequence[float]]]
+    curves: Mapping[str, Curve]
     style: dict[str, Any] = field(default_factory=dict)
 
 
@@ -174,6 +179,39 @@ def phase_starts(probes: list[ProbeRow]) -> tuple[dict[str, int], int]:
         starts[phase] = end
         end += max(probe.step for probe in probes if probe.phase == phase)
     return starts, end
+
+
+def ratios(record: Record, metrics: Metrics) -> Drawing | None:
+    """Ratio to full attention by length, a line a setting with the least k, and the paper's of as many groups."""
+    found = {clock: {each.setting: each for each in series(record, clock) if each.timed} for clock in ROUTED}
+    keys = sorted({key for clocks in found.values() for key in clocks})
+    # the other k have a figure of their own
+    keys = [key for key in keys if key.top_k == min(other.top_k for other in keys)]
+    lines, rows, colours = [], [], dict(zip(keys, cycle(COLOURS), strict=False))
+    for key, colour in colours.items():
+        clocks = {clock: own[key] for clock, own in found.items() if key in own}
+        rows += [row for each in clocks.values() for row in each.timed]
+        first = next(iter(clocks.values()))
+        curves = {clock: _columns(each.points) for clock, each in clocks.items()}
+        for clock, each in clocks.items():
+            of_bound = [(row.tokens, (row.ratio or 0.0) / row.bound) for row in each.timed if row.bound]
+            curves[f"{clock} of bound"] = _columns(of_bound)
+        if bounds := [(row.tokens, row.bound) for row in first.timed if row.bound]:
+            curves["bound"] = _columns(bounds)
+        name = first.name
+        if "attention" in clocks and first.even.slower and first.even.tokens:
+            curves["break-even"] = [first.even.tokens], [1]
+            name += f", breaks even at {about_text(first.even.tokens)}"
+        lines.append(Line(name, {**curves, "name": ([], [])}, {"color": colour}))
+    least, most = min((row.tokens for row in rows), default=0), max((row.tokens for row in rows), default=0)
+    for groups, key in {key.groups: key for key in reversed(keys) if key.top_k == 1}.items():
+        shown = [(n, ratio) for n, ratio in paper_speedups(groups).items() if least <= n <= most]
+        lines.append(Line("", {"paper": _columns(shown)}, {"color": colours[key]}))
+    return Drawing(lines, facts={"rows": rows, "k": keys[0].top_k}) if lines else None
+
+
+def _columns(points: Sequence[tuple[float, float]]) -> tuple[list[float], list[float]]:
+    return [x for x, _ in points], [y for _, y in points]
 
 
 def arms(record: Record, metrics: Metrics) -> Drawing | None:

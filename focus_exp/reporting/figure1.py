@@ -9,6 +9,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator, NullFormatter
 
 from focus_exp.records.record import Record
+from focus_exp.records.speed import MASKED
 from focus_exp.reporting.canvas import COLOURS, canvas, save_figures
 from focus_exp.reporting.entries import Entry, Value, entries_of, finished
 from focus_exp.reporting.formats import ABSENT, NOT_RUN, READS_FUTURE, decimals_text, number_text
@@ -18,7 +19,6 @@ from focus_exp.reporting.paper import change, paper_tables
 from focus_exp.reporting.paper_report import mean, shown
 from focus_exp.reporting.printed import paper_speedups
 from focus_exp.reporting.selection import Line
-from focus_exp.reporting.speed_findings import MASKED
 from focus_exp.reporting.tables import Table
 
 NAME = "figure1"

@@ -10,43 +10,48 @@ from typing import Any, Literal
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 
 from focus_exp.records.record import Record
 from focus_exp.reporting import curves
-from focus_exp.reporting.canvas import COLOURS, canvas, save_figures
+from focus_exp.reporting.canvas import COLOURS, canvas, log_axes, save_figures
 from focus_exp.reporting.curves import Drawing, Interval, Metrics
 from focus_exp.reporting.notes import title
 from focus_exp.reporting.special_figures import SPECIAL
-from focus_exp.reporting.specs import environment, read_specs
+from focus_exp.reporting.specs import read_specs, template
 
 DASHES = ("-", "--", ":")
 
 
 @dataclass(frozen=True)
 class Layer:
-    """Of every line the curve `y`, times `scale`; `label`: its name in the legend, {} that of the line."""
+    """Of every line the curve `y`, times `scale`; label: its name in the legend, {} that of the line; named: how the
+    layer stands in a legend of its own, whatever the colour."""
 
     y: str
     scale: float = 1.0
     label: str = ""
+    named: dict[str, Any] = field(default_factory=dict)
     style: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
 class Panel:
-    """One axes. widest: a value beyond it is written at the edge instead of drawn."""
+    """One axes. widest: a value beyond it is written at the edge instead of drawn; level: a line across."""
 
     axes: dict[str, Any]
     layers: list[Layer] = field(default_factory=list)
     widest: float = float("inf")
     whole_steps: bool = False
     plain_y: bool = False
+    log: bool = False
+    level: float | None = None
 
 
 @dataclass(frozen=True)
 class FigureSpec:
-    draws: Literal["losses", "losses_of_arms", "positions", "probes", "arms"]
+    draws: Literal["losses", "losses_of_arms", "positions", "probes", "ratios", "arms"]
     heading: str
     height: list[float]
     panels: list[Panel]
@@ -57,6 +62,11 @@ class FigureSpec:
 
 def figure_specs() -> dict[str, FigureSpec]:
     return read_specs("figures", dict[str, FigureSpec])
+
+
+def figure_names() -> list[str]:
+    """Every figure that there is of a record."""
+    return [*figure_specs(), *SPECIAL]
 
 
 def write_figures(record: Record, metrics: Metrics, folder: str | Path) -> dict[str, Path]:
@@ -79,21 +89,21 @@ def figures(record: Record, metrics: Metrics) -> dict[str, Figure | None]:
 def draw(spec: FigureSpec, record: Record, drawing: Drawing | None) -> Figure | None:
     if drawing is None:
         return None
-    facts = {"record": record, **drawing.facts}
+    facts = {"record": record, "title": title(record), **drawing.facts}
     across = bool(drawing.intervals)
     shown = spec.panels[: 1 + max(each.panel for each in drawing.intervals)] if across else spec.panels
     base, *more = spec.height
     rows = len({each.label for each in drawing.intervals} if across else drawing.lines)
     grid = {"ncols": len(shown), "sharey": True} if across else {"nrows": len(shown), "sharex": True}
-    heading = f"{title(record)}\n{_filled(spec.heading, facts)}"
-    figure, panels = canvas(heading, base + sum(more) * rows, squeeze=False, **grid, **spec.grid)
+    height = base + sum(more) * rows
+    figure, panels = canvas(_filled(spec.heading, facts), height, squeeze=False, **grid, **spec.grid)
     for number, (axes, panel) in enumerate(zip(panels.flat, shown, strict=True)):
         if across:
             _intervals(axes, panel, number, drawing.intervals)
         else:
             _lines(axes, panel, drawing)
         axes.set(**{key: _filled(value, facts) for key, value in panel.axes.items()})
-        _ticks(axes, panel)
+        _scale(axes, panel)
         for mark in drawing.marks:
             if mark.x:
                 axes.axvline(mark.x, color="grey", linestyle="--", linewidth=1)
@@ -106,14 +116,21 @@ def draw(spec: FigureSpec, record: Record, drawing: Drawing | None) -> Figure | 
         columns = {"ncols": len(labels)} if across else {}
         holder = figure if "loc" in spec.legend else panels.flat[0]
         holder.legend(**columns, **spec.legend, frameon=False)
+    curves = {name for line in drawing.lines for name, (steps, _) in line.curves.items() if len(steps)}
+    named = [layer for panel in shown for layer in panel.layers if layer.named and layer.y in curves]
+    if named:
+        handles = [Line2D([], [], **{"color": "0.35", **layer.style, **layer.named}) for layer in named]
+        figure.legend(handles=handles, loc="outside lower right", frameon=False)
     return figure
 
 
 def _filled(text: Any, facts: dict[str, Any]) -> Any:
-    return environment().from_string(text).render(facts) if isinstance(text, str) else text
+    return template(text).render(facts) if isinstance(text, str) else text
 
 
-def _ticks(axes: Axes, panel: Panel) -> None:
+def _scale(axes: Axes, panel: Panel) -> None:
+    if panel.log:
+        log_axes(axes)
     if panel.whole_steps:
         axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     if panel.plain_y:
@@ -131,6 +148,8 @@ def _lines(axes: Axes, panel: Panel, drawing: Drawing) -> None:
                 label = layer.label.format(line.label) if line.label else ""
                 scaled = [layer.scale * value for value in values]
                 axes.plot(steps, scaled, **{**own, **layer.style}, label=label or None)
+    if panel.level is not None:
+        axes.axhline(panel.level, color="black", linewidth=1.2, zorder=1)
 
 
 def _styles() -> Iterator[dict[str, Any]]:

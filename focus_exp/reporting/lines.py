@@ -132,7 +132,9 @@ def by_groups_a_query(record: Record) -> Iterator[dict[str, Any]]:
     for row in by_top_k(record):
         wanted = ("gpt2_124m", row.top_k, row.groups)
         paper = next((line for line in printed if (line["model"], line["top_k"], PAPER_GROUPS) == wanted), {})
-        yield {"case": row, "rows": [row], "quality": quality_row(record, setting(row)), "paper": paper}
+        retained = percent / 100 if (percent := paper.get("pairs_retained_percent")) else None
+        quality = quality_row(record, setting(row))
+        yield {"case": row, "rows": [row], "quality": quality, "paper": paper, "retained": retained}
 
 
 def alone_and_together(layers: list[GroupLayer]) -> list[list[GroupLayer]]:

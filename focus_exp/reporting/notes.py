@@ -40,11 +40,6 @@ def caveats(record: Record) -> list[str]:
     return notes
 
 
-def failed_arms(record: Record) -> list[str]:
-    said = [f"{arm.name} {arm.status}: {arm.error}" for arm in record.arms if arm.status != "finished"]
-    return [*said, *(f"{row.arm} failed: {row.error}" for row in record.rows if row.error is not None and row.arm)]
-
-
 def failures(rows: list[BenchmarkRow]) -> list[str]:
     """A line for every task that could not be had and every run of one that failed."""
     return [

@@ -11,7 +11,7 @@ from jinja2 import Template
 
 from focus_exp.records.groups import ClassCost
 from focus_exp.records.rows import Row
-from focus_exp.reporting.formats import change_text, difference_word
+from focus_exp.reporting.formats import change_text, difference_word, listed_text
 from focus_exp.reporting.specs import environment, expression, read_specs
 
 Difference = tuple[float, float | None, float | None]
@@ -40,6 +40,11 @@ def tell(topic: str, /, **facts: Any) -> Iterator[str]:
 def each(name: str, rows: Iterable[Any], between: str = ", ") -> str:
     """The sentence of that name for every row."""
     return between.join(say(name, row=row) for row in rows)
+
+
+def all_of(name: str, rows: Iterable[Any]) -> str:
+    """The same, the last one after an "and"."""
+    return listed_text([say(name, row=row) for row in rows])
 
 
 def vs_base(row: Row) -> Difference:
@@ -81,5 +86,5 @@ def _entries() -> dict[str, str | list[Rule]]:
 
 @cache
 def _template(text: str) -> Template:
-    helpers = (say, each, vs_base, vs_hard, cost_of, than, paired)
+    helpers = (say, each, all_of, vs_base, vs_hard, cost_of, than, paired)
     return environment().from_string(text, {helper.__name__: helper for helper in helpers})

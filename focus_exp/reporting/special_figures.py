@@ -1,120 +1,28 @@
-"""Figures with a logic of their own: ratio against length with its bound, perplexity by ratio and k, group sizes."""
+"""Figures with a logic of their own: perplexity against ratio by k, the shares of the groups."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from itertools import cycle
-from math import isfinite, log2
+from collections.abc import Callable
+from math import isfinite
 from typing import Any
 
 import numpy as np
-from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.lines import Line2D
-from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
 
 from focus_exp.records.answers import DOMINANT
 from focus_exp.records.record import Record
 from focus_exp.reporting.canvas import COLOURS, canvas
-from focus_exp.reporting.formats import about_text, distinct_text, perplexity_text, share_text
+from focus_exp.reporting.formats import perplexity_text, share_text
 from focus_exp.reporting.notes import title
-from focus_exp.reporting.printed import paper_speedups
-from focus_exp.reporting.speed import Setting, Timed, break_even, by_top_k, label, quality_row, series, setting, timed
+from focus_exp.reporting.speed import by_top_k, quality_row, setting, timed
 
-GREY = "0.35"
-WIDTHS = {"attention": 2.2, "kernels": 0.9}
 MARKERS = {"": "o", "query_topk": "D", "share": "^"}
 ASSIGNMENTS = {"balanced": "balanced", "trained": "trained router"}
-STYLES: dict[str, dict[str, Any]] = {
-    "with routing": {"linewidth": WIDTHS["attention"], "marker": "o", "markersize": 2 * WIDTHS["attention"]},
-    "kernels alone": {"linewidth": WIDTHS["kernels"], "marker": "o", "markersize": 2 * WIDTHS["kernels"]},
-    "bound: pairs of full / pairs of Focus": {"linestyle": "--", "linewidth": 1.2},
-    "paper, H100": {"linestyle": "", "marker": "s", "markerfacecolor": "none", "markersize": 8},
-    "break-even": {"linestyle": "", "marker": "D", "markeredgecolor": "black"},
-}
-ROUTING, KERNELS, BOUND, PAPER, BREAK_EVEN = STYLES
-
-
-def speed(record: Record) -> Figure | None:
-    found = {clock: {key: timed(rows) for key, rows in series(record, clock).items()} for clock in WIDTHS}
-    keys = sorted({key for lines in found.values() for key, pairs in lines.items() if pairs})
-    # the other k have a figure of their own
-    least = min((key.top_k for key in keys), default=1)
-    keys = [key for key in keys if key.top_k == least]
-    if not keys:
-        return None
-    rows = [row for key in keys for lines in found.values() for row, _ in lines.get(key, [])]
-    dtypes, lengths = distinct_text(row.dtype for row in rows), [row.tokens for row in rows]
-    heading = f"{record.experiment}: time of full attention over time of Focus, one layer in {dtypes}, k={least}"
-    figure, (upper, lower) = canvas(
-        f"{heading}\nmodel on {record.device}", height=7.5, nrows=2, sharex=True, height_ratios=(3, 2)
-    )
-    colours = dict(zip(keys, cycle(COLOURS), strict=False))
-    drawn: set[str] = set()
-    for key, colour in colours.items():
-        drawn |= _series(upper, lower, record, key, {clock: found[clock].get(key, []) for clock in WIDTHS}, colour)
-    for groups, key in {key.groups: key for key in reversed(keys) if least == 1}.items():
-        shown = [(n, ratio) for n, ratio in paper_speedups(groups).items() if min(lengths) <= n <= max(lengths)]
-        upper.plot(*_columns(shown), "s", markerfacecolor="none", markeredgecolor=colours[key], markersize=8)
-        drawn |= {PAPER} if shown else set()
-    for axes in (upper, lower):
-        axes.axhline(1, color="black", linewidth=1.2, zorder=1)
-    _log_axes(upper)
-    upper.set_ylabel("ratio (above 1: Focus is faster)")
-    lower.set(ylabel="measured / bound", xlabel="tokens", ylim=(0, None))
-    figure.legend(loc="outside lower left", frameon=False)
-    styles = [Line2D([], [], color=GREY, label=name, **style) for name, style in STYLES.items() if name in drawn]
-    figure.legend(handles=styles, loc="outside lower right", frameon=False)
-    return figure
-
-
-def _series(upper: Axes, lower: Axes, record: Record, key: Setting, lines: dict[str, Timed], colour: str) -> set[str]:
-    """Draws the clocks of a setting, their bound and break-even; returns which styles it took."""
-    drawn = set()
-    for clock, pairs in lines.items():
-        of_bound = [(row.tokens, ratio / row.bound) for row, ratio in pairs if row.bound]
-        style = {"color": colour, "linewidth": WIDTHS[clock], "marker": "o", "markersize": 2 * WIDTHS[clock]}
-        upper.plot(*_columns([(row.tokens, ratio) for row, ratio in pairs]), **style)
-        lower.plot(*_columns(of_bound), **style)
-        drawn |= {ROUTING if clock == "attention" else KERNELS} if pairs else set()
-    if bounds := [(row.tokens, row.bound) for row, _ in lines["attention"] or lines["kernels"] if row.bound]:
-        upper.plot(*_columns(bounds), color=colour, linestyle="--", linewidth=1.2)
-        drawn.add(BOUND)
-    name = label(record, key)
-    points = [(row.tokens, ratio) for row, ratio in lines["attention"]]
-    even = break_even(points) if points else None
-    if even and even.slower and even.tokens:
-        upper.plot(even.tokens, 1, "D", color=colour, markeredgecolor="black", markersize=7, zorder=3)
-        drawn.add(BREAK_EVEN)
-        name += f", breaks even at {about_text(even.tokens)}"
-    upper.plot([], [], color=colour, linewidth=2.2, label=name)
-    return drawn
-
-
-def _columns(points: Sequence[tuple[float, float]]) -> tuple[list[float], list[float]]:
-    return [x for x, _ in points], [y for _, y in points]
-
-
-def _log_axes(axes: Axes) -> None:
-    axes.set_xscale("log", base=2)
-    axes.set_yscale("log")
-    axes.xaxis.set_major_locator(LogLocator(base=2, numticks=32))
-    axes.xaxis.set_minor_locator(NullLocator())
-    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: _binary(value)))
-    axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 3, 5)))
-    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
-    axes.yaxis.set_minor_locator(NullLocator())
-
-
-def _binary(value: float) -> str:
-    """1024 as 1K, 2**20 as 1M."""
-    power = max(0, min(2, int(log2(value)) // 10))
-    return f"{value / 2 ** (10 * power):g}{('', 'K', 'M')[power]}"
 
 
 def speed_quality(record: Record) -> Figure | None:
-    scored = [(row, ratio, quality_row(record, setting(row))) for row, ratio in timed(by_top_k(record))]
-    points = [(row, ratio, found.perplexity) for row, ratio, found in scored if found and found.perplexity]
+    scored = [(row, quality_row(record, setting(row))) for row in timed(by_top_k(record))]
+    points = [(row, row.ratio or 0.0, quality.perplexity) for row, quality in scored if quality and quality.perplexity]
     points = [point for point in points if isfinite(point[2])]
     if not points:
         return None
@@ -138,7 +46,9 @@ def speed_quality(record: Record) -> Figure | None:
         axes.annotate(text, (ratio, perplexity), place, textcoords="offset points", ha="center", fontsize=9)
     claims = sorted({(row.groups / row.top_k, value) for row, _, value in points})
     claim = "the paper's claimed K/k, not a measurement"
-    axes.plot(*_columns(claims), "s", markerfacecolor="none", markeredgecolor=GREY, markersize=9, label=claim)
+    axes.plot(
+        *zip(*claims, strict=True), "s", markerfacecolor="none", markeredgecolor="0.35", markersize=9, label=claim
+    )
     axes.axvline(1, color="black", linestyle=":", linewidth=1)
     axes.set(xlabel="ratio (above 1: Focus is faster)", ylabel="perplexity (lower is better)", xlim=(0, None))
     axes.margins(y=0.12)
@@ -174,7 +84,6 @@ def group_sizes(record: Record) -> Figure | None:
 
 
 SPECIAL: dict[str, Callable[[Record], Figure | None]] = {
-    "speed": speed,
     "speed_quality": speed_quality,
     "group_sizes": group_sizes,
 }

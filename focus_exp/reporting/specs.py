@@ -15,6 +15,11 @@ from pydantic import ConfigDict, TypeAdapter, ValidationError
 from focus_exp.errors import UserError
 from focus_exp.reporting import formats
 
+
+class SpecError(UserError):
+    """A part of a data file that says what cannot be; whoever reads the file adds the place."""
+
+
 Entries = TypeVar("Entries")
 
 
@@ -70,20 +75,20 @@ def public(*modules: ModuleType) -> dict[str, Any]:
 
 @cache
 def expression(text: str) -> Callable[..., Any]:
-    """`text` as a function of the names in it. UserError if it is none."""
+    """`text` as a function of the names in it. SpecError if it is none."""
     try:
         return environment().compile_expression(text, undefined_to_none=False)
     except TemplateSyntaxError as error:
-        raise UserError(f"{text!r} is no expression: {error}") from error
+        raise SpecError(f"{text!r} is no expression: {error}") from error
 
 
 @cache
 def template(text: str) -> Template:
-    """`text` as a template. UserError if it is none."""
+    """`text` as a template. SpecError if it is none."""
     try:
         return environment().from_string(text)
     except TemplateSyntaxError as error:
-        raise UserError(f"{text!r} is no template: {error}") from error
+        raise SpecError(f"{text!r} is no template: {error}") from error
 
 
 def render(page: str, **values: Any) -> str:

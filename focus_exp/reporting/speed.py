@@ -14,8 +14,6 @@ from focus_exp.records.speed import SpeedRow
 # clocks whose ratio is bounded by the pairs that Focus keeps; a whole model does more than attend
 ATTENTION_CLOCKS = ("kernels", "attention", "attention step", "decode")
 
-Timed = list[tuple[SpeedRow, float]]
-
 
 class Setting(NamedTuple):
     """What the rows of a series share, beside their clock."""
@@ -43,16 +41,53 @@ class BreakEven:
     early: tuple[int, ...]
 
 
+@dataclass(frozen=True)
+class Series:
+    """The rows of a setting by one clock, shortest length first, failed ones included. name: in words."""
+
+    clock: str
+    setting: Setting
+    name: str
+    rows: list[SpeedRow]
+
+    @property
+    def timed(self) -> list[SpeedRow]:
+        return timed(self.rows)
+
+    @property
+    def points(self) -> list[tuple[int, float]]:
+        """Length [tokens] and ratio."""
+        return [(row.tokens, row.ratio or 0.0) for row in self.timed]
+
+    @property
+    def even(self) -> BreakEven:
+        return break_even(self.points)
+
+    @property
+    def best(self) -> SpeedRow:
+        return max(self.timed, key=lambda row: row.ratio or 0.0)
+
+    @property
+    def bounded(self) -> bool:
+        return self.clock in ATTENTION_CLOCKS
+
+    @property
+    def is_full(self) -> bool:
+        """Whether its Focus is full attention."""
+        return all(keeps_every_pair(row) for row in self.timed)
+
+
 def setting(row: SpeedRow) -> Setting:
     """The setting of a row; with one group a token both pair rules keep the same pairs, so none is named."""
     rule = row.pair_rule if row.top_k > 1 else ""
     return Setting(row.groups, row.assignment, row.top_k, rule, row.window, row.dtype)
 
 
-def series(record: Record, clock: str) -> dict[Setting, list[SpeedRow]]:
-    """The rows of a clock by setting, shortest length first; failed rows included."""
+def series(record: Record, clock: str) -> list[Series]:
+    """The settings of a clock."""
     rows = sorted((row for row in record.speed if row.clock == clock), key=lambda row: (setting(row), row.tokens))
-    return {key: [row for row in rows if setting(row) == key] for key in dict.fromkeys(map(setting, rows))}
+    found = {key: [row for row in rows if setting(row) == key] for key in dict.fromkeys(map(setting, rows))}
+    return [Series(clock, key, label(record, key), own) for key, own in found.items()]
 
 
 def label(record: Record, key: Setting) -> str:
@@ -70,9 +105,9 @@ def groups_text(record: Record, key: Setting) -> str:
     return f"{key.groups} ({', '.join(marks)})" if marks else str(key.groups)
 
 
-def timed(rows: Iterable[SpeedRow]) -> Timed:
-    """The rows that have a ratio, each with it."""
-    return [(row, row.ratio) for row in rows if row.ratio and math.isfinite(row.ratio)]
+def timed(rows: Iterable[SpeedRow]) -> list[SpeedRow]:
+    """Those that have a ratio."""
+    return [row for row in rows if row.ratio and math.isfinite(row.ratio)]
 
 
 def keeps_every_pair(row: SpeedRow) -> bool:
@@ -97,13 +132,13 @@ def _crossing(below: tuple[int, float], above: tuple[int, float]) -> float:
     return below[0] * (above[0] / below[0]) ** share
 
 
-def quickest(row: SpeedRow, pairs: Timed) -> tuple[SpeedRow, float] | None:
+def quickest(row: SpeedRow, rows: list[SpeedRow]) -> tuple[SpeedRow, float] | None:
     """The other length at which full attention took least per pair, and how many times as long it takes at `row`'s.
 
     A ratio that is above its bound by no more than that is explained by full attention's own pace. None without another
     length timed by the same kernel.
     """
-    others = [other for other, _ in pairs if other.tokens != row.tokens and other.full_kernel == row.full_kernel]
+    others = [other for other in rows if other.tokens != row.tokens and other.full_kernel == row.full_kernel]
     best = min(others, key=_seconds_per_pair, default=None)
     return None if best is None else (best, _seconds_per_pair(row) / _seconds_per_pair(best))
 
@@ -114,15 +149,6 @@ def _seconds_per_pair(row: SpeedRow) -> float:
     return (row.full_seconds or 0.0) / pairs
 
 
-def overhead(record: Record, row: SpeedRow) -> float | None:
-    """Share of Focus' attention that is spent outside the kernels: routing, sort, gather, merge."""
-    alike = (other for other in series(record, "kernels").get(setting(row), []) if other.tokens == row.tokens)
-    kernels = next(alike, None)
-    if not row.focus_seconds or kernels is None or not kernels.focus_seconds:
-        return None
-    return 1 - kernels.focus_seconds / row.focus_seconds
-
-
 def by_top_k(record: Record) -> list[SpeedRow]:
     """One row per setting to compare k by, at the longest length that all settings were timed at, if there is one.
 
@@ -130,10 +156,10 @@ def by_top_k(record: Record) -> list[SpeedRow]:
     """
     for clock in ("attention", "prefill"):
         found = series(record, clock)
-        if len({key.top_k for key in found}) > 1:
-            lengths = [{row.tokens for row, _ in timed(rows)} for rows in found.values() if timed(rows)]
+        if len({each.setting.top_k for each in found}) > 1:
+            lengths = [{row.tokens for row in each.timed} for each in found if each.timed]
             common = max(set.intersection(*lengths), default=0) if lengths else 0
-            return [next((row for row in rows if row.tokens == common), rows[-1]) for rows in found.values()]
+            return [next((row for row in each.rows if row.tokens == common), each.rows[-1]) for each in found]
     return []
 
 
@@ -143,7 +169,7 @@ def speed_of_k(record: Record, top_k: int, pair_rule: str | None) -> SpeedRow | 
     The trained router's, for the quality is its; at the longest length that all k share.
     """
     rule = pair_rule if top_k > 1 else ""
-    rows = (row for row, _ in timed(by_top_k(record)) if row.assignment == "trained")
+    rows = (row for row in timed(by_top_k(record)) if row.assignment == "trained")
     return next((row for row in rows if (row.top_k, setting(row).pair_rule) == (top_k, rule)), None)
 
 

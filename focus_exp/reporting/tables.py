@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
 
+from jinja2 import UndefinedError
 from rich.console import Group
 from rich.table import Table as RichTable
 from rich.text import Text
@@ -15,13 +16,12 @@ from rich.text import Text
 from focus_exp.errors import UserError
 from focus_exp.records import answers, benchmarks, groups
 from focus_exp.records.record import Record
-from focus_exp.reporting import cells, lines, notes
+from focus_exp.reporting import cells, lines, notes, speed
 from focus_exp.reporting.formats import ABSENT
-from focus_exp.reporting.notes import caveats as caveats
 from focus_exp.reporting.notes import identity, title
-from focus_exp.reporting.specs import expression, public, read_specs, render, template
+from focus_exp.reporting.specs import SpecError, expression, public, read_specs, render, template
 
-VOCABULARY = public(answers, benchmarks, groups, lines, cells, notes)
+VOCABULARY = public(answers, benchmarks, groups, speed, lines, cells, notes)
 
 
 @dataclass
@@ -82,7 +82,7 @@ class TableSpec:
     words: list[str] = field(default_factory=list)
     paper: list[str] = field(default_factory=list)
     notes: list[str]
-    values: str = ""
+    values: str
     values_of: str = "lines"
     when: str = "lines"
     pivot: Pivot | None = None
@@ -111,8 +111,14 @@ def all_tables(record: Record) -> list[Table]:
 
 
 def table_of(record: Record, name: str) -> Table | None:
-    """The table of this name, None where the record has nothing for it."""
-    spec = table_specs()[name]
+    """The table of this name, None where the record has nothing for it. UserError where its spec is wrong."""
+    try:
+        return _made(record, name, table_specs()[name])
+    except (SpecError, UndefinedError) as error:
+        raise UserError(f"tables.yaml: {name}: {error}") from error
+
+
+def _made(record: Record, name: str, spec: TableSpec) -> Table | None:
     known = VOCABULARY | {
         "record": record,
         "title": title(record),
@@ -134,18 +140,13 @@ def table_of(record: Record, name: str) -> Table | None:
         name=name,
         title=template(spec.title).render(known),
         notes=[line for note in spec.notes for line in template(note).render(known).splitlines()],
-        values=_values(spec, known),
+        values=[expression(spec.values)(known, line=line) for line in expression(spec.values_of)(known)],
         kinds={heading: _kind(spec, heading) for heading in columns},
     )
 
 
 def _kind(spec: TableSpec, heading: str) -> str:
     return " ".join(["paper"] * (heading in spec.paper) + ["number"] * (heading not in spec.words))
-
-
-def _values(spec: TableSpec, known: dict[str, Any]) -> list[dict[str, Any]]:
-    values = expression(spec.values) if spec.values else None
-    return [values(known, line=line) for line in expression(spec.values_of)(known)] if values else []
 
 
 def _pivoted(pivot: Pivot, lines: list[Any], cells: list[list[str]]) -> tuple[list[str], list[list[str]]]:

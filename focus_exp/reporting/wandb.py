@@ -45,64 +45,12 @@ def wandb_mode(requested: str, timeout: float = 2.0) -> str:
     return "online" if _has_key(server) and _answers(server, timeout) else "offline"
 
 
-def init_options(config: dict[str, Any]) -> dict[str, Any]:
-    """What wandb.init takes and cannot be given later; workspaces filter by it.
-
-    group: the experiment; job_type: what the run did, "arm" for a part of a comparison; tags: the names of its parts.
-    """
-    parts = (config.get(section) or {} for section in ("model", "attention", "regime", "data", "scale"))
-    tags = [part["name"] for part in parts if part.get("name")]
-    arm = config.get("arm")
-    return {
-        "group": config.get("experiment"),
-        "job_type": "arm" if arm else config.get("job"),
-        "tags": [*tags, *([f"arm:{arm}"] if arm else []), f"seed:{config.get('seed')}"],
-    }
-
-
-def log_record(run: Run, record: Record, tables: list[Table], figures: dict[str, Path]) -> None:
-    """Log the tables (unrounded), the figures, the findings and one scalar per row and metric to a live run."""
-    log_tables(run, tables, figures)
-    run.tags = tuple(dict.fromkeys((*(run.tags or ()), *init_options(record.config)["tags"], record.status)))
-    run.summary.update(_scalars(record))
-
-
-def log_tables(run: Run, tables: list[Table], figures: dict[str, Path]) -> None:
-    """Tables as W&B tables under their names, unrounded where they have such values, and figures as images."""
-    import wandb
-
-    logged: dict[str, Any] = {f"figures/{name}": wandb.Image(str(path)) for name, path in figures.items()}
-    for table in tables:
-        columns = list(table.values[0]) if table.values else table.columns
-        data = [list(values.values()) for values in table.values] or table.rows
-        logged[table.name] = wandb.Table(columns=[*columns], data=data, allow_mixed_types=True)
-    run.log(logged)
-
-
-def _scalars(record: Record) -> dict[str, Any]:
-    scalars = {name: getattr(record, name) for name in RUN_SCALARS}
-    scalars["findings"] = "\n".join(record.findings)
-    scalars["trainable_parameters"] = record.method.get("trainable_parameters")
-    for row in record.rows:
-        if row.error is None:
-            scalars |= {f"{row.name}/{name}": getattr(row, name) for name in ROW_SCALARS}
-    for timed in record.speed:
-        key = f"speed/{timed.clock}/K={timed.groups} k={timed.top_k} {timed.assignment}/{timed.tokens}"
-        scalars[key] = timed.ratio
-    return {name: value for name, value in scalars.items() if value is not None and not _is_nan(value)}
-
-
-def _is_nan(value: Any) -> bool:
-    return isinstance(value, float) and math.isnan(value)
-
-
 def _has_key(server: SplitResult) -> bool:
-    if os.environ.get("WANDB_API_KEY"):
-        return True
     try:
-        return netrc.netrc(os.environ.get("NETRC")).authenticators(server.hostname or "") is not None
+        keys = netrc.netrc(os.environ.get("NETRC"))
     except (OSError, netrc.NetrcParseError):
-        return False
+        keys = None
+    return bool(os.environ.get("WANDB_API_KEY") or (keys and keys.authenticators(server.hostname or "")))
 
 
 def _answers(server: SplitResult, timeout: float) -> bool:
@@ -123,3 +71,48 @@ def _answers(server: SplitResult, timeout: float) -> bool:
     thread.start()
     thread.join(timeout)
     return any(status < 500 for status in statuses)
+
+
+def init_options(config: dict[str, Any]) -> dict[str, Any]:
+    """What wandb.init takes and cannot be given later; workspaces filter by it.
+
+    group: the experiment; job_type: what the run did, "arm" for a part of a comparison; tags: the names of its parts.
+    """
+    parts = (config.get(section) or {} for section in ("model", "attention", "regime", "data", "scale"))
+    arm, tags = config.get("arm"), [part["name"] for part in parts if part.get("name")]
+    tags += [f"arm:{arm}"] if arm else []
+    kind = "arm" if arm else config.get("job")
+    return {"group": config.get("experiment"), "job_type": kind, "tags": [*tags, f"seed:{config.get('seed')}"]}
+
+
+def log_record(run: Run, record: Record, tables: list[Table], figures: dict[str, Path]) -> None:
+    """Log the tables (unrounded), the figures, the findings and one scalar per row and metric to a live run."""
+    log_tables(run, tables, figures)
+    run.tags = tuple(dict.fromkeys((*(run.tags or ()), *init_options(record.config)["tags"], record.status)))
+    run.summary.update(_scalars(record))
+
+
+def log_tables(run: Run, tables: list[Table], figures: dict[str, Path]) -> None:
+    """Tables as W&B tables under their names, unrounded where they have such values, and figures as images."""
+    import wandb
+
+    logged: dict[str, Any] = {f"figures/{name}": wandb.Image(str(path)) for name, path in figures.items()}
+    for table in tables:
+        lines = table.values or [dict(zip(table.columns, row, strict=True)) for row in table.rows]
+        columns, data = [*(lines[0] if lines else table.columns)], [[*line.values()] for line in lines]
+        logged[table.name] = wandb.Table(columns=columns, data=data, allow_mixed_types=True)
+    run.log(logged)
+
+
+def _scalars(record: Record) -> dict[str, Any]:
+    scalars = {name: getattr(record, name) for name in RUN_SCALARS}
+    scalars |= {"findings": "\n".join(record.findings)}
+    scalars |= {"trainable_parameters": record.method.get("trainable_parameters")}
+    for row in record.rows:
+        if row.error is None:
+            scalars |= {f"{row.name}/{name}": getattr(row, name) for name in ROW_SCALARS}
+    for timed in record.speed:
+        key = f"speed/{timed.clock}/K={timed.groups} k={timed.top_k} {timed.assignment}/{timed.tokens}"
+        scalars[key] = timed.ratio
+    nan = {name for name, value in scalars.items() if isinstance(value, float) and math.isnan(value)}
+    return {name: value for name, value in scalars.items() if value is not None and name not in nan}
