@@ -20,9 +20,8 @@ from focus_exp.reporting.figure1 import front, paper_change, pareto_table, point
 from focus_exp.reporting.formats import NOT_HERE, NOT_RUN, difference_word, number_text
 from focus_exp.reporting.gather import Runs, gather, run_of, setup
 from focus_exp.reporting.measures import COLUMNS, ITSELF
-from focus_exp.reporting.paper import Column, paper_map, paper_tables
+from focus_exp.reporting.paper import Column, paper_map, paper_rows, paper_tables
 from focus_exp.reporting.paper_report import beside, paper_report
-from focus_exp.reporting.printed import paper_rows
 from focus_exp.reporting.specs import checked, read_yaml
 from focus_exp.reporting.trust import DISAGREE, seeds_table, traps_table
 

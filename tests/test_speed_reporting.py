@@ -20,7 +20,7 @@ from focus_exp.records.rows import Row
 from focus_exp.records.speed import SpeedRow
 from focus_exp.reporting import paper
 from focus_exp.reporting.figures import figures, write_figures
-from focus_exp.reporting.printed import paper_rows, paper_speedups
+from focus_exp.reporting.paper import paper_rows, paper_speedups
 from focus_exp.reporting.report import all_findings
 from focus_exp.reporting.speed import break_even
 from focus_exp.reporting.tables import all_tables

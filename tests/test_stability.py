@@ -30,7 +30,7 @@ from focus_exp.reporting.figures import figures
 from focus_exp.reporting.findings import stability_findings
 from focus_exp.reporting.formats import NOT_REPRODUCED, NOT_RUN, REPRODUCED, UNDECIDED
 from focus_exp.reporting.lines import paper_row_of
-from focus_exp.reporting.printed import paper_rows
+from focus_exp.reporting.paper import paper_rows
 from focus_exp.reporting.tables import table_of
 from focus_exp.training import mitigations
 from focus_exp.training.callbacks import Checkpoint

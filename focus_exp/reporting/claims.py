@@ -22,7 +22,7 @@ from focus_exp.reporting.comparators import TESTS, Judged
 from focus_exp.reporting.formats import ABSENT, NOT_HERE, NOT_RUN, RAN, UNDECIDED, VERDICTS
 from focus_exp.reporting.gather import QUICK, WANTED, Runs, is_quick, seeds_of
 from focus_exp.reporting.measures import measurements
-from focus_exp.reporting.printed import paper_rows, paper_speedups
+from focus_exp.reporting.paper import paper_rows, paper_speedups
 from focus_exp.reporting.selection import Line, check, lines_of, select
 from focus_exp.reporting.specs import expression, read_specs, template
 from focus_exp.reporting.tables import Table

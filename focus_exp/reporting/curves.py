@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from itertools import cycle
 from statistics import median
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -17,44 +17,39 @@ from focus_exp.records.record import Record
 from focus_exp.records.rows import ProbeRow, Row
 from focus_exp.reporting.canvas import COLOURS
 from focus_exp.reporting.formats import READS_FUTURE, about_text
-from focus_exp.reporting.printed import paper_speedups
+from focus_exp.reporting.paper import paper_speedups
 from focus_exp.reporting.speed import series
 
 Metrics = list[dict[str, Any]]
-Curve = tuple[Sequence[float] | np.ndarray, Sequence[float] | np.ndarray]
-PROBED = tuple(each.name for each in fields(ProbeRow) if each.name not in ("phase", "step", "arm"))
+Points = Sequence[tuple[float, float]]
+PROBED = [each.name for each in fields(ProbeRow) if each.name not in ("phase", "step", "arm")]
 ROUTED = ("attention", "kernels")  # the clocks with routing and without it
 STYLES = {"base": "-", "trained": "-.", "hard": "-", "soft": ":", "control": "--", "twin": (0, (1, 3))}
 
 
-@dataclass(frozen=True)
-class Line:
-    """curves: name -> x and y; style: matplotlib's, where it is not the next one of the figure."""
+class Line(NamedTuple):
+    """curves: what there is to draw of it, by name; style: matplotlib's, where it is not the next one of the figure."""
 
     label: str
-    curves: Mapping[str, Curve]
-    style: dict[str, Any] = field(default_factory=dict)
+    curves: Mapping[str, Points]
+    style: Mapping[str, Any] = {}
 
 
-@dataclass(frozen=True)
-class Interval:
-    """A value with its interval in the row of `label`, both None where it failed; of several `hue`s, one above another.
+class Interval(NamedTuple):
+    """Value, low and high, None where it failed, in the row of `label`; of several `hue`s one above another.
 
     hollow: its mask did not act.
     """
 
     panel: int
     label: str
-    value: float | None
-    low: float | None = None
-    high: float | None = None
+    value: Sequence[float | None]
     hue: str = ""
     causal: bool = True
     hollow: bool = False
 
 
-@dataclass(frozen=True)
-class Mark:
+class Mark(NamedTuple):
     """A vertical line, unless it is where the axes begin, and a text at the head of the first panel."""
 
     x: float
@@ -93,12 +88,12 @@ def losses_of_arms(record: Record, metrics: Metrics) -> Drawing | None:
     return Drawing(lines) if 1 < len(arms) <= len(COLOURS) else None
 
 
-def phases_of(metrics: Metrics) -> dict[str, dict[str, tuple[np.ndarray, np.ndarray]]]:
+def phases_of(metrics: Metrics) -> dict[str, dict[str, Points]]:
     """phase -> name -> steps and finite values, phases in sequence even where each restarts its steps.
 
     A step logged twice, before and after a resume, counts once: the later line wins.
     """
-    phases: dict[str, dict[str, dict[int, float]]] = {}
+    phases: dict[str, dict[str, dict[float, float]]] = {}
     offset = last = 0
     for line in metrics:
         phase = str(line.get("phase", "train"))
@@ -109,25 +104,22 @@ def phases_of(metrics: Metrics) -> dict[str, dict[str, tuple[np.ndarray, np.ndar
         for name in ("loss", "val_loss"):
             if line.get(name) is not None and math.isfinite(line[name]):
                 curves.setdefault(name, {})[offset + line["step"]] = line[name]
-    return {phase: _curves(found) for phase, found in phases.items()}
+    found: dict[str, dict[str, Points]] = {}
+    for phase, curves in phases.items():
+        found[phase] = {name: sorted(points.items()) for name, points in curves.items()}
+        if "loss" in curves:
+            found[phase]["smooth"] = smooth(found[phase]["loss"])
+    return found
 
 
-def _curves(found: dict[str, dict[int, float]]) -> dict[str, tuple[np.ndarray, np.ndarray]]:
-    curves = {}
-    for name, points in found.items():
-        steps, values = np.array(sorted(points.items())).T
-        curves[name] = steps, values
-        if name == "loss":
-            curves["smooth"] = steps, smooth(values)
-    return curves
-
-
-def smooth(values: np.ndarray) -> np.ndarray:
+def smooth(points: Points) -> Points:
     """Centred mean over a tenth of the curve."""
+    steps, values = np.array(points).T
     window = np.ones(max(1, len(values) // 10) | 1)
     if len(window) > len(values):
-        return values
-    return np.convolve(values, window, "same") / np.convolve(np.ones_like(values), window, "same")
+        return points
+    means = np.convolve(values, window, "same") / np.convolve(np.ones_like(values), window, "same")
+    return list(zip(steps, means, strict=True))
 
 
 def positions(record: Record, metrics: Metrics) -> Drawing | None:
@@ -145,13 +137,12 @@ def positions(record: Record, metrics: Metrics) -> Drawing | None:
     return Drawing(lines, marks=marks, facts={"base": base}) if rows else None
 
 
-def _by_position(row: Row, base: Row | None = None) -> tuple[list[float], list[float]]:
+def _by_position(row: Row, base: Row | None = None) -> Points:
     """Bin centres and perplexities, divided by the base's where `base` is given."""
     reference = {(part["start"], part["end"]): part["nll"] for part in base.by_position} if base else {}
-    parts = [part for part in row.by_position if base is None or (part["start"], part["end"]) in reference]
-    centres = [(part["start"] + part["end"]) / 2 for part in parts]
-    changes = [part["nll"] - reference.get((part["start"], part["end"]), 0.0) for part in parts]
-    return centres, np.exp(changes).tolist()
+    parts = [((part["start"], part["end"]), part["nll"]) for part in row.by_position]
+    known = [(ends, nll - reference.get(ends, 0.0)) for ends, nll in parts if base is None or ends in reference]
+    return [(sum(ends) / 2, float(np.exp(change))) for ends, change in known]
 
 
 def probes(record: Record, metrics: Metrics) -> Drawing | None:
@@ -159,17 +150,13 @@ def probes(record: Record, metrics: Metrics) -> Drawing | None:
     starts, end = phase_starts(record.probes)
     lines = []
     for arm in dict.fromkeys(probe.arm for probe in record.probes):
-        found = [probe for probe in record.probes if probe.arm == arm]
-        curves = {name: _course(found, name, starts) for name in PROBED}
-        lines.append(Line(arm or "", curves))
+        found = [(starts[probe.phase] + probe.step, probe) for probe in record.probes if probe.arm == arm]
+        values = {name: [(step, getattr(probe, name)) for step, probe in found] for name in PROBED}
+        known = {name: [point for point in points if point[1] is not None] for name, points in values.items()}
+        lines.append(Line(arm or "", known))
     names = list(starts) if len(starts) > 1 else []
     marks = [Mark(starts[name], name, starts[name] + 0.01 * end, 1.0) for name in names]
     return Drawing(lines, marks=marks) if lines else None
-
-
-def _course(probes: list[ProbeRow], name: str, starts: dict[str, int]) -> tuple[list[float], list[float]]:
-    found = [(starts[p.phase] + p.step, value) for p in probes if (value := getattr(p, name)) is not None]
-    return [step for step, _ in found], [value for _, value in found]
 
 
 def phase_starts(probes: list[ProbeRow]) -> tuple[dict[str, int], int]:
@@ -190,28 +177,20 @@ def ratios(record: Record, metrics: Metrics) -> Drawing | None:
     lines, rows, colours = [], [], dict(zip(keys, cycle(COLOURS), strict=False))
     for key, colour in colours.items():
         clocks = {clock: own[key] for clock, own in found.items() if key in own}
-        rows += [row for each in clocks.values() for row in each.timed]
         first = next(iter(clocks.values()))
-        curves = {clock: _columns(each.points) for clock, each in clocks.items()}
-        for clock, each in clocks.items():
-            of_bound = [(row.tokens, (row.ratio or 0.0) / row.bound) for row in each.timed if row.bound]
-            curves[f"{clock} of bound"] = _columns(of_bound)
-        if bounds := [(row.tokens, row.bound) for row in first.timed if row.bound]:
-            curves["bound"] = _columns(bounds)
-        name = first.name
-        if "attention" in clocks and first.even.slower and first.even.tokens:
-            curves["break-even"] = [first.even.tokens], [1]
+        name, curves = first.name, {"name": [], **{clock: each.points for clock, each in clocks.items()}}
+        curves |= {f"{clock} of bound": each.of_bound for clock, each in clocks.items()}
+        curves |= {"bound": first.bounds} if first.bounds else {}
+        rows += [row for each in clocks.values() for row in each.timed]
+        if first.clock == "attention" and first.even.slower and first.even.tokens:
+            curves["break-even"] = [(first.even.tokens, 1)]
             name += f", breaks even at {about_text(first.even.tokens)}"
-        lines.append(Line(name, {**curves, "name": ([], [])}, {"color": colour}))
-    least, most = min((row.tokens for row in rows), default=0), max((row.tokens for row in rows), default=0)
+        lines.append(Line(name, curves, {"color": colour}))
+    lengths = [row.tokens for row in rows]
     for groups, key in {key.groups: key for key in reversed(keys) if key.top_k == 1}.items():
-        shown = [(n, ratio) for n, ratio in paper_speedups(groups).items() if least <= n <= most]
-        lines.append(Line("", {"paper": _columns(shown)}, {"color": colours[key]}))
+        shown = [point for point in paper_speedups(groups).items() if min(lengths) <= point[0] <= max(lengths)]
+        lines.append(Line("", {"paper": shown}, {"color": colours[key]}))
     return Drawing(lines, facts={"rows": rows, "k": keys[0].top_k}) if lines else None
-
-
-def _columns(points: Sequence[tuple[float, float]]) -> tuple[list[float], list[float]]:
-    return [x for x, _ in points], [y for _, y in points]
 
 
 def arms(record: Record, metrics: Metrics) -> Drawing | None:
@@ -221,21 +200,17 @@ def arms(record: Record, metrics: Metrics) -> Drawing | None:
     labels, intervals = {}, []
     for arm in record.arms:
         row = row_of(record, arm.name)
-        causal = row is None or row.causal
-        labels[arm.name] = arm.name if causal else f"{arm.name} ({READS_FUTURE})"
-        value, low, high = (
-            None if row is None or not row.scored or delta is None else 100 * math.expm1(min(delta, 50.0))
-            for delta in ((row.delta_nll, row.delta_low, row.delta_high) if row else (None, None, None))
-        )
-        hollow = row is not None and row.engaged is False
-        intervals.append(Interval(0, labels[arm.name], value, low, high, causal=causal, hollow=hollow))
+        label = labels[arm.name] = arm.name if row is None or row.causal else f"{arm.name} ({READS_FUTURE})"
+        if row is None or not row.scored:
+            intervals.append(Interval(0, label, (None, None, None)))
+            continue
+        deltas = (row.delta_nll, row.delta_low, row.delta_high)
+        changes = [None if delta is None else 100 * math.expm1(min(delta, 50.0)) for delta in deltas]
+        intervals.append(Interval(0, label, changes, causal=row.causal, hollow=row.engaged is False))
     rows = telling([row for row in record.benchmarks if row.difference is not None and row.is_share])
     for task in dict.fromkeys(row.task for row in rows):
         for found in (row for row in rows if row.task == task and row.attention in labels):
-            value, low, high = (
-                None if share is None else 100 * share
-                for share in (found.difference, found.difference_low, found.difference_high)
-            )
-            label, hollow = labels[found.attention], found.engaged is False
-            intervals.append(Interval(1, label, value, low, high, hue=task, hollow=hollow))
+            shares = (found.difference, found.difference_low, found.difference_high)
+            points = [None if share is None else 100 * share for share in shares]
+            intervals.append(Interval(1, labels[found.attention], points, hue=task, hollow=found.engaged is False))
     return Drawing(intervals=intervals)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
+from statistics import fmean
 from typing import Any
 
 from focus_exp.records.record import Record
@@ -16,6 +17,7 @@ from focus_exp.reporting.paper import Column, PaperTable, Place
 from focus_exp.reporting.selection import Line, lines_of, matches, select
 from focus_exp.reporting.specs import expression
 
+ANYTHING = Column(heading="", text="")
 LARGEST = 50.0  # nats of a change that are written out
 PERPLEXITY = Column(heading="PPL", text="perplexity(value)", select={"measure": "perplexity"})
 
@@ -44,17 +46,19 @@ class Run:
         return [line for line in self.lines if all(matches(getattr(line, at), cell) for at, cell in cells.items())]
 
 
+def finished(runs: Runs, *experiments: str) -> list[Run]:
+    """The finished runs of these experiments, or of all, that are not arms', oldest first."""
+    there = [run for run in _all(runs) if run.record.status == "finished"]
+    return [run for run in there if not experiments or run.record.experiment in experiments]
+
+
 @lru_cache(maxsize=2)
-def finished(runs: Runs) -> list[Run]:
-    """Every finished run that is not an arm's, oldest first."""
+def _all(runs: Runs) -> list[Run]:
     lines: dict[str, list[Line]] = {place.as_posix(): [] for place, _ in runs.found}
     for line in lines_of(select(measurements(runs), {"is_arm": False})):
         lines[line.run].append(line)
-    return [
-        Run(record, lines[place.as_posix()], {a.name: own for a in record.arms if (own := runs.own(a))})
-        for place, record in runs.found
-        if record.status == "finished"
-    ]
+    own = [{arm.name: own for arm in record.arms if (own := runs.own(arm))} for record in runs.records]
+    return [Run(record, lines[place.as_posix()], arms) for (place, record), arms in zip(runs.found, own, strict=True)]
 
 
 @dataclass(frozen=True)
@@ -69,10 +73,11 @@ class Entry:
     def found(self, run: Run, column: Column) -> Value | str:
         """The number that stands in a column, or why there is none."""
         line = self.measured(run, column)
+        value = self._value(line, column) if line else None
         if not column.origin:
-            return (self._value(line, column) if line else None) or self._reason(run, column, line)
-        scored = self.found(run, next(one for one in self.table.columns if one.name == column.source))
-        return scored if isinstance(scored, str) else (self._value(line, column) if line else None) or ABSENT
+            return value or self._reason(run, column, line)
+        scored = self.found(run, self.table.column(column.source))
+        return scored if isinstance(scored, str) else value or ABSENT
 
     def measured(self, run: Run, column: Column) -> Line | None:
         """The measurement that stands in a column: the first with a number, of the metric a task is known by."""
@@ -82,29 +87,30 @@ class Entry:
     def cells(self, column: Column) -> dict[str, Any]:
         """What is wanted of the measurements in a column."""
         arm = self.place.arms.get(column.source, self.place.arm)
-        cells = {
-            **self.place.select,
-            **column.select,
-            **({"kind": BASE} if arm == BASE else {"arm": arm} if arm else {}),
-        }
-        if column.origin and self.place.select.get("of") == "benchmarks":
-            cells |= {"measure": "score_delta", "against": FULL}
-        elif column.origin:
-            cells["against"] = self.place.arms.get(column.origin, BASE)
+        subject = {"kind": BASE} if arm == BASE else {"arm": arm} if arm else {}
+        cells = self.place.select | column.select | subject
+        if column.origin:
+            scores = {"measure": "score_delta", "against": FULL}
+            cells |= (
+                scores if cells.get("of") == "benchmarks" else {"against": self.place.arms.get(column.origin, BASE)}
+            )
         return {key: self.paper[cell[1:]] if str(cell).startswith("$") else cell for key, cell in cells.items()}
 
     def _value(self, line: Line, column: Column) -> Value | None:
         """In the paper's unit; bounds are those of the value itself, a standard error that of a share."""
-        bounds = ("low", "high", "stderr")[: 3 if line.unit == "share" else 2] if "value" in column.value else ()
-        found: dict[str, Any] = {}
-        for name in ("value", *bounds):
-            if (number := getattr(line, name)) is not None:
-                found[name] = expression(column.value)(**{**self.paper, **vars(line), "value": number})
-                if column.origin:
-                    found[name] = 100 * math.expm1(min(number, LARGEST)) + 0.0
-        value, idle = found.pop("value", None), line.of == "benchmarks" and line.engaged is False and not column.origin
+
+        def number(name: str) -> float | None:
+            found = getattr(line, name)
+            if found is None or (name != "value" and "value" not in column.value):
+                return None
+            known = self.paper | vars(line) | {"value": found}
+            return 100 * math.expm1(min(found, LARGEST)) + 0.0 if column.origin else expression(column.value)(**known)
+
+        if (value := number("value")) is None or not math.isfinite(value):
+            return None
+        idle = line.of == "benchmarks" and line.engaged is False and not column.origin
         mark = NOT_ENGAGED if idle else expression(column.mark)(**vars(line))
-        return None if value is None or not math.isfinite(value) else Value(value, **found, mark=mark)
+        return Value(value, number("low"), number("high"), number("stderr") if line.unit == "share" else None, mark)
 
     def _reason(self, run: Run, column: Column, line: Line | None) -> str:
         if line and line.of != "benchmarks":
@@ -185,34 +191,53 @@ def _rank(line: Line) -> tuple[bool, bool]:
 def entries_of(table: PaperTable, runs: Runs) -> list[Entry]:
     """The rows of the paper, each at every place and set-up where there is something, then arms it does not have."""
     found = []
-    for name, paper in table.paper.items():
-        places = table.places(name)
+    rows = [(paper, table.places(name)) for name, paper in table.paper.items()]
+    for paper, places in [*rows, *_extras(table, runs)]:
         here = [entry for place in places for entry in _at(Entry(table, paper, place), runs)]
         found += here or [Entry(table, paper, places[0])]
-    return [*found, *(entry for extra in _extras(table, runs) for entry in _at(extra, runs))]
+    return found
 
 
 def _at(entry: Entry, runs: Runs) -> list[Entry]:
     """One entry for every set-up."""
     names, setups = entry.place.names, dict[Any, dict[int | None, Run]]()
     there = {"of": "rows", "kind": BASE} if names == [BASE] else {"of": "arms", "arm": names} if names else {}
-    cells = there or entry.cells(replace(PERPLEXITY, select={}))
-    for run in finished(runs):
-        if run.record.experiment in entry.place.experiments and (found := run.select(cells)):
+    for run in finished(runs, *entry.place.experiments):
+        if found := run.select(there or entry.cells(ANYTHING)):
             setup = tuple(dict.fromkeys((one.setup, one.arm_setup) for one in found))
             setups.setdefault(setup, {})[run.record.seed] = run
     return [replace(entry, runs=list(seeds.values())) for seeds in setups.values()]
 
 
-def _extras(table: PaperTable, runs: Runs) -> list[Entry]:
+def _extras(table: PaperTable, runs: Runs) -> list[tuple[dict[str, Any], list[Place]]]:
     """Arms of the table's experiments that the paper does not have, or pairs of them, at places of their own."""
     places = [place for places in table.rows.values() for place in places]
-    mapped = {name for place in places for name in place.names}
-    found, half = dict[str, Place](), "_focus" if table.extra == "pair" else ""
-    for record in (run.record for run in finished(runs) if table.extra):
-        if any(record.experiment in place.experiments for place in places):
-            for name in (arm.name for arm in record.arms if arm.name not in mapped and arm.name.endswith(half)):
-                stem = name.removesuffix(half)
-                pair = {"ppl_full": f"{stem}_full", "ppl_focus": name} if half else {}
-                found[stem] = Place(experiments=(record.experiment,), arm="" if pair else name, arms=pair)
-    return [Entry(table, {table.key[0]: f"{stem} (not in the paper)"}, place) for stem, place in found.items()]
+    mapped, half = {name for place in places for name in place.names}, "_focus" if table.extra == "pair" else ""
+    found: dict[str, Place] = {}
+    for run in finished(runs, *(name for place in places for name in place.experiments)) if table.extra else []:
+        for name in (arm.name for arm in run.record.arms if arm.name not in mapped and arm.name.endswith(half)):
+            stem, experiments = name.removesuffix(half), (run.record.experiment,)
+            pair = Place(experiments=experiments, arms={"ppl_full": f"{stem}_full", "ppl_focus": name})
+            found[stem] = pair if half else Place(experiments=experiments, arm=name)
+    return [({table.key[0]: f"{stem} (not in the paper)"}, [place]) for stem, place in found.items()]
+
+
+def mean(numbers: list[Value]) -> float | None:
+    return fmean(value.number for value in numbers) if numbers else None
+
+
+def shown(column: Column, found: list[Value | str]) -> str:
+    """One seed's number with its interval, or the mean of several with the least and the most of them."""
+    values = [value for value in found if isinstance(value, Value)]
+    if not values:
+        return str(found[0])
+    one, numbers = values[0], sorted(value.number for value in values)
+    least, middle, most = map(column.written, (numbers[0], fmean(numbers), numbers[-1]))
+    text = f"{column.before}{middle}{column.unit}"
+    if len(values) > 1:
+        text += f" ({least} to {most})" if least != most else ""
+    elif one.low is not None and one.high is not None:
+        text += f" [{column.written(one.low)}, {column.written(one.high)}]"
+    elif one.stderr is not None:
+        text += f" ± {column.written(one.stderr)}"
+    return text + "".join(f" ({mark})" for mark in dict.fromkeys(value.mark for value in values) if mark)

@@ -9,26 +9,20 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator, NullFormatter
 
 from focus_exp.records.record import Record
-from focus_exp.records.speed import MASKED
 from focus_exp.reporting.canvas import COLOURS, canvas, save_figures
-from focus_exp.reporting.entries import Entry, Value, entries_of, finished
+from focus_exp.reporting.entries import Entry, Value, entries_of, finished, mean, shown
 from focus_exp.reporting.formats import ABSENT, NOT_RUN, READS_FUTURE, decimals_text, number_text
 from focus_exp.reporting.gather import Runs, seeds_text
 from focus_exp.reporting.notes import caveats, where
-from focus_exp.reporting.paper import change, paper_tables
-from focus_exp.reporting.paper_report import mean, shown
-from focus_exp.reporting.printed import paper_speedups
+from focus_exp.reporting.paper import change, paper_speedups, paper_tables
 from focus_exp.reporting.selection import Line
+from focus_exp.reporting.speed_findings import MASKED
 from focus_exp.reporting.tables import Table
 
 NAME = "figure1"
 LENGTH, GROUPS = 65_536, 4  # of the paper's figure
 CHANGE = change("ppl", "pretrained", "change")
 WIDEST = 20.0  # per cent of perplexity, beyond which a point is named at the edge
-COLUMNS = [
-    *("method", "PPL vs pretrained: paper", "PPL vs pretrained: here", "speed: paper", "speed: here", "timed"),
-    *("run", "model and text", "seeds", "made by"),
-]
 NOTES = [
     f"paper: the speed of table 6 at {LENGTH:,} tokens and K = {GROUPS}; of the other methods it prints none",
     "here: one attention layer with routing over full attention in the same run, at the length at which other "
@@ -84,30 +78,24 @@ def _point(method: str, entry: Entry, runs: Runs) -> Point:
     scored = next(iter(entry.behind(entry.runs[-1])), None)
     if scored is None or scored.kind in ("base", "trained"):
         return Point(method, entry, changes or [Value(0.0)], 1.0, "the same attention as the base")
-    found = _timed(entry, scored, runs) if entry.table.name == "table1_retrofit" else _speed_of_k(entry)
-    if found is None:
+    if (found := _timed(entry, scored, runs)) is None:
         return Point(method, entry, changes, timed="not timed here")
     record, line = found
     said = f"{line.tokens:,} tokens, {_how(line)}, {line.dtype}, {record.device_kind}"
     return Point(method, entry, changes, line.value, said, line.tokens, record)
 
 
-def _speed_of_k(entry: Entry) -> tuple[Record, Line] | None:
-    """The timing that table 7 quotes."""
-    run = entry.runs[-1]
-    line = entry.measured(run, next(column for column in entry.table.columns if column.source == "claimed_speedup"))
-    return (run.record, line) if line and line.value else None
-
-
 def _timed(entry: Entry, scored: Line, runs: Runs) -> tuple[Record, Line] | None:
-    """A layer of the same model, at the length at which other methods were timed or else the longest."""
+    """A layer of the same model, at the length of other methods or else the longest; for a k what table 7 quotes."""
     model = entry.runs[-1].record.model.get("fingerprint")
     there = [run for run in finished(runs) if run.record.model.get("fingerprint") == model]
-    ratios = {"measure": "ratio", "clock": "attention"}
     common = max((line.tokens for run in there for line in run.select({"of": "method_speed"})), default=0)
-    k = scored.top_k or 1
-    focus = {"of": "speed", "groups": scored.K, "top_k": k} | ({"pair_rule": scored.pair_rule} if k > 1 else {})
-    cells = ratios | (focus if scored.method == "focus" else {"of": "method_speed", "method": scored.method})
+    cells = {"of": "method_speed", "measure": "ratio", "method": scored.method}
+    if entry.table.name == "table7_topk":
+        there, cells = entry.runs[-1:], entry.cells(entry.table.column("claimed_speedup"))
+    elif scored.method == "focus":
+        k, rule = scored.top_k or 1, {"pair_rule": scored.pair_rule} if (scored.top_k or 1) > 1 else {}
+        cells = {"of": "speed", "measure": "ratio", "clock": "attention", "groups": scored.K, "top_k": k} | rule
     found = [(run.record, line) for run in there for line in run.select(cells) if line.value]
     ranks = [(line.tokens == common, line.tokens, line.assignment == "balanced") for _, line in found]
     return found[ranks.index(max(ranks))] if found else None
@@ -139,19 +127,33 @@ def pareto_table(found: list[Point]) -> Table:
         made = entry.made_by(last) if last else entry.place.command
         if last and point.timer not in (None, last.record):
             made += f"; speed by {point.timer.command}, {(point.timer.commit or 'no commit')[:7]}"
-        rows.append([
-            *(point.method, ABSENT if theirs is None else CHANGE.written(theirs) + CHANGE.unit),
-            *(shown(CHANGE, [*point.changes, NOT_RUN]), decimals_text(speed, 1), number_text(point.ratio), point.timed),
-            *(entry.what(last) if last else point.method, where(last.record, entry.place.model) if last else ABSENT),
-            *(seeds_text(entry.records), made),
-        ])  # fmt: skip
+        rows.append(
+            {
+                "method": point.method,
+                "PPL vs pretrained: paper": ABSENT if theirs is None else CHANGE.written(theirs) + CHANGE.unit,
+                "PPL vs pretrained: here": shown(CHANGE, [*point.changes, NOT_RUN]),
+                "speed: paper": decimals_text(speed, 1),
+                "speed: here": number_text(point.ratio),
+                "timed": point.timed,
+                "run": entry.what(last) if last else point.method,
+                "model and text": where(last.record, entry.place.model) if last else ABSENT,
+                "seeds": seeds_text(entry.records),
+                "made by": made,
+            }
+        )
         values.append(
             {"method": point.method, "paper_change": theirs, "here_change": point.change, "paper_speed": speed}
             | {"here_speed": point.ratio, "timed": point.timed, "causal": point.causal, "made_by": made}
         )
     notes = dict.fromkeys(note for point in found for record in point.entry.records for note in caveats(record))
-    title = "Figure 1: perplexity against measured speed"
-    return Table(columns=COLUMNS, rows=rows, name=NAME, title=title, notes=[*notes, *NOTES], values=values)
+    return Table(
+        columns=list(rows[0]),
+        rows=[list(row.values()) for row in rows],
+        name=NAME,
+        title="Figure 1: perplexity against measured speed",
+        notes=[*notes, *NOTES],
+        values=values,
+    )
 
 
 def write_pareto(found: list[Point], folder: Path) -> dict[str, Path]:

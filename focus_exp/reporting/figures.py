@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import cache
 from itertools import cycle
 from pathlib import Path
 from typing import Any, Literal
@@ -16,7 +17,7 @@ from matplotlib.ticker import FuncFormatter, MaxNLocator
 from focus_exp.records.record import Record
 from focus_exp.reporting import curves
 from focus_exp.reporting.canvas import COLOURS, canvas, log_axes, save_figures
-from focus_exp.reporting.curves import Drawing, Interval, Metrics
+from focus_exp.reporting.curves import Drawing, Interval, Mark, Metrics
 from focus_exp.reporting.notes import title
 from focus_exp.reporting.special_figures import SPECIAL
 from focus_exp.reporting.specs import read_specs, template
@@ -60,6 +61,7 @@ class FigureSpec:
     legend: dict[str, Any] | None = None
 
 
+@cache
 def figure_specs() -> dict[str, FigureSpec]:
     return read_specs("figures", dict[str, FigureSpec])
 
@@ -87,16 +89,17 @@ def figures(record: Record, metrics: Metrics) -> dict[str, Figure | None]:
 
 
 def draw(spec: FigureSpec, record: Record, drawing: Drawing | None) -> Figure | None:
+    """Lines in panels one above the other, or intervals in panels side by side."""
     if drawing is None:
         return None
     facts = {"record": record, "title": title(record), **drawing.facts}
     across = bool(drawing.intervals)
     shown = spec.panels[: 1 + max(each.panel for each in drawing.intervals)] if across else spec.panels
-    base, *more = spec.height
-    rows = len({each.label for each in drawing.intervals} if across else drawing.lines)
     grid = {"ncols": len(shown), "sharey": True} if across else {"nrows": len(shown), "sharex": True}
-    height = base + sum(more) * rows
-    figure, panels = canvas(_filled(spec.heading, facts), height, squeeze=False, **grid, **spec.grid)
+    inches, *more = spec.height
+    rows = len({each.label for each in drawing.intervals} or drawing.lines)
+    heading = _filled(spec.heading, facts)
+    figure, panels = canvas(heading, inches + sum(more) * rows, squeeze=False, **grid, **spec.grid)
     for number, (axes, panel) in enumerate(zip(panels.flat, shown, strict=True)):
         if across:
             _intervals(axes, panel, number, drawing.intervals)
@@ -105,23 +108,29 @@ def draw(spec: FigureSpec, record: Record, drawing: Drawing | None) -> Figure | 
         axes.set(**{key: _filled(value, facts) for key, value in panel.axes.items()})
         _scale(axes, panel)
         for mark in drawing.marks:
-            if mark.x:
-                axes.axvline(mark.x, color="grey", linestyle="--", linewidth=1)
-            if number == 0:
-                va = "top" if mark.text_y < 1 else "bottom"
-                where = axes.get_xaxis_transform()
-                axes.text(mark.text_x, mark.text_y, mark.text, color="grey", va=va, transform=where)
+            _mark(axes, mark, named=number == 0)
     labels = [label for axes in panels.flat for label in axes.get_legend_handles_labels()[1]]
     if spec.legend is not None and labels:
-        columns = {"ncols": len(labels)} if across else {}
-        holder = figure if "loc" in spec.legend else panels.flat[0]
+        holder, columns = figure if "loc" in spec.legend else panels[0, 0], {"ncols": len(labels)} if across else {}
         holder.legend(**columns, **spec.legend, frameon=False)
-    curves = {name for line in drawing.lines for name, (steps, _) in line.curves.items() if len(steps)}
-    named = [layer for panel in shown for layer in panel.layers if layer.named and layer.y in curves]
-    if named:
-        handles = [Line2D([], [], **{"color": "0.35", **layer.style, **layer.named}) for layer in named]
-        figure.legend(handles=handles, loc="outside lower right", frameon=False)
+    _legend_of_layers(figure, drawing, [layer for panel in shown for layer in panel.layers if layer.named])
     return figure
+
+
+def _mark(axes: Axes, mark: Mark, named: bool) -> None:
+    if mark.x:
+        axes.axvline(mark.x, color="grey", linestyle="--", linewidth=1)
+    if named:
+        where, va = axes.get_xaxis_transform(), "top" if mark.text_y < 1 else "bottom"
+        axes.text(mark.text_x, mark.text_y, mark.text, color="grey", va=va, transform=where)
+
+
+def _legend_of_layers(figure: Figure, drawing: Drawing, layers: list[Layer]) -> None:
+    drawn = {name for line in drawing.lines for name, points in line.curves.items() if points}
+    styles = [{"color": "0.35", **layer.style, **layer.named} for layer in layers if layer.y in drawn]
+    if styles:
+        handles = [Line2D([], [], **style) for style in styles]
+        figure.legend(handles=handles, loc="outside lower right", frameon=False)
 
 
 def _filled(text: Any, facts: dict[str, Any]) -> Any:
@@ -141,13 +150,12 @@ def _scale(axes: Axes, panel: Panel) -> None:
 def _lines(axes: Axes, panel: Panel, drawing: Drawing) -> None:
     styles = _styles()
     for line in drawing.lines:
-        own = line.style if "color" in line.style else next(styles) | line.style
+        own = {**({} if "color" in line.style else next(styles)), **line.style}
         for layer in panel.layers:
             if layer.y in line.curves:
-                steps, values = line.curves[layer.y]
+                steps, values = [x for x, _ in line.curves[layer.y]], [layer.scale * y for _, y in line.curves[layer.y]]
                 label = layer.label.format(line.label) if line.label else ""
-                scaled = [layer.scale * value for value in values]
-                axes.plot(steps, scaled, **{**own, **layer.style}, label=label or None)
+                axes.plot(steps, values, **{**own, **layer.style}, label=label or None)
     if panel.level is not None:
         axes.axhline(panel.level, color="black", linewidth=1.2, zorder=1)
 
@@ -174,15 +182,14 @@ def _intervals(axes: Axes, panel: Panel, panel_number: int, intervals: list[Inte
 
 
 def _interval(axes: Axes, panel: Panel, each: Interval, place: float, colour: str) -> None:
-    if each.value is None:
-        beside = {"xytext": (6, 0), "textcoords": "offset points"}
-        axes.annotate("failed", (0, place), color=COLOURS[1], va="center", **beside)
-    elif each.value > panel.widest:
+    value, low, high = each.value
+    if value is None:
+        axes.annotate("failed", (0, place), (6, 0), textcoords="offset points", color=COLOURS[1], va="center")
+    elif value > panel.widest:
         # at the edge of the axes, which end where the others do
-        edge = {"xycoords": axes.get_yaxis_transform(), "ha": "right", "va": "center"}
-        axes.annotate(f"+{each.value:,.0f} % →", (1, place), color=COLOURS[1], **edge)
+        edge, text = axes.get_yaxis_transform(), f"+{value:,.0f} % →"
+        axes.annotate(text, (1, place), xycoords=edge, color=COLOURS[1], ha="right", va="center")
     else:
-        if each.low is not None and each.high is not None:
-            axes.plot([each.low, each.high], [place, place], color=colour, linewidth=1.4)
-        inside = "white" if each.hollow else colour
-        axes.plot(each.value, place, "o", color=colour, markersize=5, markerfacecolor=inside)
+        if low is not None and high is not None:
+            axes.plot([low, high], [place, place], color=colour, linewidth=1.4)
+        axes.plot(value, place, "o", color=colour, markersize=5, markerfacecolor="white" if each.hollow else colour)

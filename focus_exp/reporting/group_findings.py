@@ -10,7 +10,7 @@ from typing import Any
 from focus_exp.records.answers import DOMINANT
 from focus_exp.records.groups import distant_mass_kept
 from focus_exp.records.record import Record
-from focus_exp.reporting.printed import paper_rows
+from focus_exp.reporting.paper import paper_rows
 from focus_exp.reporting.sentences import say, tell
 
 ROUTERS = ("trained", "untrained", "chance")

@@ -15,8 +15,7 @@ from focus_exp.records.record import Record
 from focus_exp.records.rows import Arm, Row
 from focus_exp.records.speed import SpeedRow
 from focus_exp.reporting.formats import ABSENT, share_text
-from focus_exp.reporting.paper import paper_tables
-from focus_exp.reporting.printed import paper_rows, paper_speedups
+from focus_exp.reporting.paper import paper_rows, paper_speedups, paper_tables
 from focus_exp.reporting.speed import by_top_k, quality_row, setting
 
 PHASES_IN_PAPER = ("table8_dominance.two_phase_K8", "table8_dominance", "table9_ablation")

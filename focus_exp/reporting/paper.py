@@ -1,4 +1,4 @@
-"""Where the tables of the paper are measured: paper_map.yaml, as columns and places."""
+"""The tables of arXiv 2604.03260 v2: what they print (paper_tables.yaml), and where it is measured (paper_map.yaml)."""
 
 from __future__ import annotations
 
@@ -7,9 +7,35 @@ from fnmatch import fnmatchcase
 from functools import cache
 from typing import Any, Literal
 
+from focus_exp.errors import UserError
 from focus_exp.reporting.formats import ABSENT
-from focus_exp.reporting.printed import Cell, paper_rows
 from focus_exp.reporting.specs import checked, expression, read_yaml
+
+Cell = str | int | float | bool | None
+
+
+def paper_rows(table: str) -> list[dict[str, Cell]]:
+    """The rows of a table of the paper, column -> cell; None is not printed, speeds are ratios, shares are percent.
+
+    A table inside another one is named with a dot: "table8_dominance.two_phase_K8". Raises UserError for other names.
+    """
+    tables = _printed()
+    if table not in tables:
+        raise UserError(f"paper table {table!r} is unknown; choose one of {', '.join(tables)}")
+    return [dict(zip(tables[table]["columns"], row, strict=True)) for row in tables[table]["rows"]]
+
+
+def paper_speedups(groups: int) -> dict[int, float]:
+    """Table 6: tokens -> time of FlashAttention over time of Focus (k = 1) on an H100; {} for a K it does not have."""
+    rows: list[Any] = paper_rows("table6_speed")
+    return {row["tokens"]: row[f"speedup_K{groups}"] for row in rows if f"speedup_K{groups}" in row}
+
+
+@cache
+def _printed() -> dict[str, dict[str, Any]]:
+    content = read_yaml("paper_tables")
+    nested = {f"{name}.{key}": part for name, table in content.items() for key, part in table.items()}
+    return {name: part for name, part in {**content, **nested}.items() if isinstance(part, dict) and "columns" in part}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,6 +99,9 @@ class PaperTable:
     extra: Literal["", "arm", "pair"] = ""
     name: str = ""
     columns: tuple[Column, ...] = ()
+
+    def column(self, name: str) -> Column:
+        return next(column for column in self.columns if column.name == name)
 
     @property
     def paper(self) -> dict[str, dict[str, Any]]:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from statistics import fmean
 from typing import Any
 
-from focus_exp.reporting.entries import Entry, Value, entries_of
+from focus_exp.reporting.entries import Entry, Value, entries_of, mean, shown
 from focus_exp.reporting.formats import ABSENT, NOT_HERE, NOT_RUN
 from focus_exp.reporting.gather import WANTED, Runs, seeds_of
 from focus_exp.reporting.notes import caveats, failures
-from focus_exp.reporting.paper import Column, PaperTable, key_text, paper_map, paper_tables
+from focus_exp.reporting.paper import PaperTable, key_text, paper_map, paper_tables
 from focus_exp.reporting.tables import Table
 
 RUN = ("pairs removed", "run", "model and text", "seeds", "made by")
@@ -54,27 +53,6 @@ def _cells(entry: Entry) -> tuple[list[str], dict[str, Any]]:
     ran = entry.ran() if entry.runs else [ABSENT] * 4 + [needs + place.command]
     told = ran if entry.runs else [None] * 4 + [place.command]
     return [*cells, *ran], values | dict(zip((name.replace(" ", "_") for name in RUN), told, strict=True))
-
-
-def mean(numbers: list[Value]) -> float | None:
-    return fmean(value.number for value in numbers) if numbers else None
-
-
-def shown(column: Column, found: list[Value | str]) -> str:
-    """One seed's number with its interval, or the mean of several with the least and the most of them."""
-    values = [value for value in found if isinstance(value, Value)]
-    if not values:
-        return str(found[0])
-    one, numbers = values[0], sorted(value.number for value in values)
-    least, middle, most = map(column.written, (numbers[0], fmean(numbers), numbers[-1]))
-    text = f"{column.before}{middle}{column.unit}"
-    if len(values) > 1:
-        text += f" ({least} to {most})" if least != most else ""
-    elif one.low is not None and one.high is not None:
-        text += f" [{column.written(one.low)}, {column.written(one.high)}]"
-    elif one.stderr is not None:
-        text += f" ± {column.written(one.stderr)}"
-    return text + "".join(f" ({mark})" for mark in dict.fromkeys(value.mark for value in values) if mark)
 
 
 def _notes(entries: list[Entry]) -> list[str]:

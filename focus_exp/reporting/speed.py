@@ -37,8 +37,8 @@ class BreakEven:
     """
 
     tokens: float | None
-    slower: tuple[int, ...]
-    early: tuple[int, ...]
+    slower: tuple[float, ...]
+    early: tuple[float, ...]
 
 
 @dataclass(frozen=True)
@@ -55,9 +55,18 @@ class Series:
         return timed(self.rows)
 
     @property
-    def points(self) -> list[tuple[int, float]]:
+    def points(self) -> list[tuple[float, float]]:
         """Length [tokens] and ratio."""
         return [(row.tokens, row.ratio or 0.0) for row in self.timed]
+
+    @property
+    def bounds(self) -> list[tuple[float, float]]:
+        return [(row.tokens, row.bound) for row in self.timed if row.bound]
+
+    @property
+    def of_bound(self) -> list[tuple[float, float]]:
+        """Length [tokens] and the share of its bound that a ratio reaches."""
+        return [(row.tokens, (row.ratio or 0.0) / row.bound) for row in self.timed if row.bound]
 
     @property
     def even(self) -> BreakEven:
@@ -115,7 +124,7 @@ def keeps_every_pair(row: SpeedRow) -> bool:
     return math.isclose(row.pairs_kept or 0.0, 1.0)
 
 
-def break_even(points: Sequence[tuple[int, float]]) -> BreakEven:
+def break_even(points: Sequence[tuple[float, float]]) -> BreakEven:
     """The break-even of (length [tokens], ratio) points, at least one."""
     points = sorted(points)
     slower = [index for index, (_, ratio) in enumerate(points) if ratio < 1]
@@ -127,7 +136,7 @@ def break_even(points: Sequence[tuple[int, float]]) -> BreakEven:
     return BreakEven(tokens, tuple(points[index][0] for index in slower), early)
 
 
-def _crossing(below: tuple[int, float], above: tuple[int, float]) -> float:
+def _crossing(below: tuple[float, float], above: tuple[float, float]) -> float:
     share = math.log(below[1]) / (math.log(below[1]) - math.log(above[1]))
     return below[0] * (above[0] / below[0]) ** share
 
@@ -163,14 +172,17 @@ def by_top_k(record: Record) -> list[SpeedRow]:
     return []
 
 
-def speed_of_k(record: Record, top_k: int, pair_rule: str | None) -> SpeedRow | None:
-    """The one timing that is quoted for `top_k` groups a query beside the quality they have under `pair_rule`.
+def quoted(record: Record) -> list[SpeedRow]:
+    """Of `by_top_k` the timings to quote: the trained router's, for quality is its; else those of balanced groups."""
+    rows = timed(by_top_k(record))
+    return [row for row in rows if row.assignment == "trained"] or rows
 
-    The trained router's, for the quality is its; at the longest length that all k share.
-    """
-    rule = pair_rule if top_k > 1 else ""
-    rows = (row for row in timed(by_top_k(record)) if row.assignment == "trained")
-    return next((row for row in rows if (row.top_k, setting(row).pair_rule) == (top_k, rule)), None)
+
+def speed_of_k(record: Record, top_k: int, pair_rule: str | None) -> SpeedRow | None:
+    """The one timing that stands for `top_k` groups a query beside the quality they have under `pair_rule`."""
+    wanted = ("trained", top_k, pair_rule if top_k > 1 else "")
+    rows = ((row, setting(row)) for row in quoted(record))
+    return next((row for row, key in rows if (key.assignment, key.top_k, key.pair_rule) == wanted), None)
 
 
 def quality_row(record: Record, key: Setting) -> Row | None:

@@ -9,7 +9,7 @@ from focus_exp.records.speed import SpeedRow
 from focus_exp.reporting.formats import number_text
 from focus_exp.reporting.lines import timings
 from focus_exp.reporting.sentences import say, tell
-from focus_exp.reporting.speed import by_top_k, keeps_every_pair, label, quickest, series, setting, timed
+from focus_exp.reporting.speed import keeps_every_pair, label, quickest, quoted, series, setting, timed
 
 MASKED = "masked"
 OPENINGS = {
@@ -47,10 +47,7 @@ def speed_findings(record: Record) -> Iterator[str]:
         yield say("full_attention", names=[label(record, key) for key in full])
     for row in record.speed:
         yield from tell("failed_speed", row=row, opening=OPENINGS[row.clock], name=label(record, setting(row)))
-    compared = [row for row in timed(by_top_k(record)) if not keeps_every_pair(row)]
-    # quality is the trained router's, so where it was timed its times are the ones to quote
-    quoted = "trained" if any(row.assignment == "trained" for row in compared) else "balanced"
-    compared = [row for row in compared if row.assignment == quoted]
+    compared = [row for row in quoted(record) if not keeps_every_pair(row)]
     yield say("claimed", measured=[say("measured", row=row, name=label(record, setting(row))) for row in compared])
 
 

@@ -103,7 +103,7 @@ def report(entity: str, project: str, experiments: dict[str, list[str]], tables:
     from wandb_workspaces.reports import v2 as wr
 
     published = wr.Runset(entity, project, name=REPORT, filters=f"JobType == '{REPORT}'")
-    figure = [wr.MediaBrowser(media_keys=["figures/figure1"])]
+    figure: list[Any] = [wr.MediaBrowser(media_keys=["figures/figure1"])]
     blocks: list[Any] = [
         wr.TableOfContents(),
         wr.H1("Claims and the paper's tables"),
