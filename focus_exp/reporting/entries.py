@@ -232,7 +232,7 @@ def shown(column: Column, found: list[Value | str]) -> str:
     """One seed's number with its interval, or the mean of several with the least and the most of them."""
     values = [value for value in found if isinstance(value, Value)]
     if not values:
-        return str(found[0])
+        return next(text for text in found if isinstance(text, str))
     one, numbers = values[0], sorted(value.number for value in values)
     least, middle, most = map(column.written, (numbers[0], fmean(numbers), numbers[-1]))
     text = f"{column.before}{middle}{column.unit}"

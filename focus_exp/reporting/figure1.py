@@ -9,6 +9,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator, NullFormatter
 
 from focus_exp.records.record import Record
+from focus_exp.records.speed import MASKED
 from focus_exp.reporting.canvas import COLOURS, canvas, save_figures
 from focus_exp.reporting.entries import Entry, Value, entries_of, finished, mean, shown
 from focus_exp.reporting.formats import ABSENT, NOT_RUN, READS_FUTURE, decimals_text, number_text
@@ -16,8 +17,7 @@ from focus_exp.reporting.gather import Runs, seeds_text
 from focus_exp.reporting.notes import caveats, where
 from focus_exp.reporting.paper import change, paper_speedups, paper_tables
 from focus_exp.reporting.selection import Line
-from focus_exp.reporting.speed_findings import MASKED
-from focus_exp.reporting.tables import Table
+from focus_exp.reporting.tables import Table, column_kinds
 
 NAME = "figure1"
 LENGTH, GROUPS = 65_536, 4  # of the paper's figure
@@ -138,6 +138,7 @@ def pareto_table(found: list[Point]) -> Table:
         title="Figure 1: perplexity against measured speed",
         notes=[*notes, *NOTES],
         values=values,
+        kinds=column_kinds(list(rows[0])),
     )
 
 

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, replace
-from itertools import zip_longest
+from dataclasses import replace
 from statistics import mean, median
 from typing import Any
 
@@ -84,45 +83,9 @@ def paper_row_of(arm: str, name: str) -> dict[str, Any]:
     return next((row for key, row in table.paper.items() if table.places(key)[0].arm == arm), {})
 
 
-@dataclass(frozen=True)
-class Timing:
-    """A row of a clock and, beside attention, the same case by its kernels alone; one of them may lack."""
-
-    timed: SpeedRow | None
-    kernels: SpeedRow | None = None
-
-    @property
-    def rows(self) -> list[SpeedRow]:
-        return [row for row in (self.timed, self.kernels) if row]
-
-    @property
-    def case(self) -> SpeedRow:
-        return self.rows[0]
-
-    @property
-    def overhead(self) -> float | None:
-        """Share of Focus' attention that is spent outside the kernels: routing, sort, gather, merge."""
-        whole, kernels = (row.focus_seconds if row else None for row in (self.timed, self.kernels))
-        return 1 - kernels / whole if whole and kernels else None
-
-    @property
-    def of_bound(self) -> float | None:
-        """Measured ratio over its arithmetic bound."""
-        return self.timed.ratio / self.timed.bound if self.timed and self.timed.ratio and self.timed.bound else None
-
-    @property
-    def paper(self) -> float | None:
-        return paper_speedups(self.case.groups).get(self.case.tokens) if self.case.top_k == 1 else None
-
-
-def timings(record: Record, clock: str) -> list[Timing]:
-    """The rows of a clock by setting and length; those of "kernels" stand beside "attention", or alone."""
-    clocks = (clock, "kernels" if clock == "attention" else None)
-    cases: dict[Any, tuple[list[SpeedRow], list[SpeedRow]]] = {}
-    for row in record.speed:
-        if row.clock in clocks:
-            cases.setdefault((setting(row), row.tokens), ([], []))[clocks.index(row.clock)].append(row)
-    return [Timing(*pair) for key in sorted(cases) for pair in zip_longest(*cases[key])]
+def paper_ratio(row: SpeedRow) -> float | None:
+    """The paper's, at that length and K, of one group a query."""
+    return paper_speedups(row.groups).get(row.tokens) if row.top_k == 1 else None
 
 
 def by_groups_a_query(record: Record) -> Iterator[dict[str, Any]]:

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import unicodedata
 from dataclasses import dataclass, field
 from importlib.resources import files
 from pathlib import Path
-from typing import Any
 
 from markupsafe import Markup
 
@@ -65,12 +63,6 @@ def page(sections: list[Section], folder: Path) -> str:
     style = (files("focus_exp.reporting") / "page.css").read_text(encoding="utf-8")
     parts = grouped(sections, "part")
     return render("report.html", heading=TITLE, parts=parts, style=style, marked=marked, split=split, link=link)
-
-
-def script_json(content: Any) -> Markup:
-    """JSON that no text in it can end early, whatever the tokens are, as a script element holds it."""
-    text = json.dumps(content, ensure_ascii=False, separators=(",", ":"))
-    return Markup(text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026"))
 
 
 def marked(column: str, cell: str) -> Markup:

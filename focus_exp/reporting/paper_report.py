@@ -9,7 +9,7 @@ from focus_exp.reporting.formats import ABSENT, NOT_HERE, NOT_RUN
 from focus_exp.reporting.gather import WANTED, Runs, seeds_of
 from focus_exp.reporting.notes import caveats, failures
 from focus_exp.reporting.paper import PaperTable, key_text, paper_map, paper_tables
-from focus_exp.reporting.tables import Table
+from focus_exp.reporting.tables import Table, column_kinds
 
 RUN = ("pairs removed", "run", "model and text", "seeds", "made by")
 
@@ -31,6 +31,7 @@ def beside(table: PaperTable, runs: Runs) -> Table:
         title=f"{table.label}: {table.title}",
         notes=_notes(entries),
         values=list(values),
+        kinds=column_kinds(headings),
     )
 
 

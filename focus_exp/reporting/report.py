@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from markupsafe import Markup
+
 from focus_exp.errors import UserError
 from focus_exp.records.groups import GroupLayer
 from focus_exp.records.record import Record
@@ -15,7 +17,6 @@ from focus_exp.reporting.findings import all_findings
 from focus_exp.reporting.formats import facts_text
 from focus_exp.reporting.lines import grouped
 from focus_exp.reporting.notes import caveats, title
-from focus_exp.reporting.pages import script_json
 from focus_exp.reporting.specs import render
 from focus_exp.reporting.tables import Table, all_tables
 from focus_exp.storage import replace_file
@@ -97,3 +98,9 @@ def _legend(row: GroupLayer) -> dict[str, Any]:
             for group in row.groups
         ],
     }  # fmt: skip
+
+
+def script_json(content: Any) -> Markup:
+    """JSON that no text in it can end early, whatever the tokens are, as a script element holds it."""
+    text = json.dumps(content, ensure_ascii=False, separators=(",", ":"))
+    return Markup(text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026"))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import zip_longest
 from typing import NamedTuple
 
 from focus_exp.records.record import Record
@@ -191,3 +192,40 @@ def quality_row(record: Record, key: Setting) -> Row | None:
         return None
     rows = (row for row in record.rows if row.kind == "hard" and row.top_k == key.top_k)
     return next((row for row in rows if key.top_k == 1 or row.pair_rule in (None, key.pair_rule)), None)
+
+
+@dataclass(frozen=True)
+class Timing:
+    """A row of a clock and, beside attention, the same case by its kernels alone; one of them may lack."""
+
+    timed: SpeedRow | None
+    kernels: SpeedRow | None = None
+
+    @property
+    def rows(self) -> list[SpeedRow]:
+        return [row for row in (self.timed, self.kernels) if row]
+
+    @property
+    def case(self) -> SpeedRow:
+        return self.rows[0]
+
+    @property
+    def overhead(self) -> float | None:
+        """Share of Focus' attention that is spent outside the kernels: routing, sort, gather, merge."""
+        whole, kernels = (row.focus_seconds if row else None for row in (self.timed, self.kernels))
+        return 1 - kernels / whole if whole and kernels else None
+
+    @property
+    def of_bound(self) -> float | None:
+        """Measured ratio over its arithmetic bound."""
+        return self.timed.ratio / self.timed.bound if self.timed and self.timed.ratio and self.timed.bound else None
+
+
+def timings(record: Record, clock: str) -> list[Timing]:
+    """The rows of a clock by setting and length; those of "kernels" stand beside "attention", or alone."""
+    clocks = (clock, "kernels" if clock == "attention" else None)
+    cases: dict[tuple[Setting, int], tuple[list[SpeedRow], list[SpeedRow]]] = {}
+    for row in record.speed:
+        if row.clock in clocks:
+            cases.setdefault((setting(row), row.tokens), ([], []))[clocks.index(row.clock)].append(row)
+    return [Timing(*pair) for key in sorted(cases) for pair in zip_longest(*cases[key])]

@@ -5,13 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from focus_exp.records.record import Record
-from focus_exp.records.speed import SpeedRow
+from focus_exp.records.speed import MASKED, SpeedRow
 from focus_exp.reporting.formats import number_text
-from focus_exp.reporting.lines import timings
 from focus_exp.reporting.sentences import say, tell
-from focus_exp.reporting.speed import keeps_every_pair, label, quickest, quoted, series, setting, timed
+from focus_exp.reporting.speed import keeps_every_pair, label, quickest, quoted, series, setting, timed, timings
 
-MASKED = "masked"
 OPENINGS = {
     "attention": "With routing included",
     "kernels": "By its kernels alone",

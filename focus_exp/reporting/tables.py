@@ -46,11 +46,10 @@ class Table:
 
     def to_csv(self) -> str:
         """Header and one line per row with full-precision numbers; an absent number is an empty cell."""
-        values = self.values or [dict(zip(self.columns, row, strict=True)) for row in self.rows]
         text = io.StringIO()
-        writer = csv.DictWriter(text, list(values[0]) if values else self.columns, lineterminator="\n")
+        writer = csv.DictWriter(text, list(self.values[0]) if self.values else self.columns, lineterminator="\n")
         writer.writeheader()
-        writer.writerows(values)
+        writer.writerows(self.values)
         return text.getvalue()
 
     def to_console(self) -> Group:
@@ -61,6 +60,12 @@ class Table:
         for row in self.rows:
             table.add_row(*(Text(cell) for cell in row))
         return Group(table, *(Text(f"  {note}", style="dim") for note in self.notes))
+
+
+def column_kinds(headings: list[str]) -> dict[str, str]:
+    """Kinds of columns of numbers that are of the paper or from here, as "PPL: paper" says."""
+    sides = {"paper": "paper number", "here": "number"}
+    return {name: sides[side] for name in headings if (side := name.rpartition(": ")[2]) in sides}
 
 
 @dataclass(frozen=True, kw_only=True)
