@@ -94,7 +94,7 @@ def test_an_entry_is_a_claim(entries):
     ((claim, verdict), (_, needs)) = ledger.judged([arms(seed=0), arms(-0.2, seed=1)])
     assert (claim.says, claim.paper, verdict.word) == ("Focus is better than lora", "36.2", REPRODUCED)
     assert verdict.ours.startswith("seed 0: focus: -9.52 % [") and verdict.why == "k=1"
-    assert verdict.value == pytest.approx(-0.15) and (verdict.low, verdict.high) == pytest.approx((-0.21, -0.09))
+    assert verdict.numbers == pytest.approx({"value": -0.15, "low": -0.21, "high": -0.09, "unit": "nats"})
     assert (needs.word, needs.why) == (NOT_HERE, "needs a GPU")
     assert ledger.judged([])[0][1].why == "python -m focus_exp +experiment=compare"
 
@@ -152,6 +152,6 @@ def test_measurements_are_written_beside_a_report_but_not_committed(tmp_path):
     for top, written in (("runs", True), ("records", False)):
         folder = tmp_path / top / "compare"
         folder.mkdir(parents=True)
-        Record(status="finished", experiment="compare").save(folder / "record.json")
+        Record(status="finished", experiment="compare", config={"attention": {}}).save(folder / "record.json")
         write_report_of(tmp_path / top, tmp_path / top / "report")
         assert (tmp_path / top / "report" / "measurements.csv").exists() == written

@@ -16,7 +16,7 @@ from focus_exp.records.benchmarks import BenchmarkRow
 from focus_exp.records.record import Record
 from focus_exp.records.rows import Arm, ProbeRow, Row
 from focus_exp.records.speed import MethodSpeedRow, SpeedRow
-from focus_exp.reporting.figure1 import front, paper_change, pareto_table, points, write_pareto
+from focus_exp.reporting.figure1 import front, pareto_table, points, printed, write_pareto
 from focus_exp.reporting.formats import NOT_HERE, NOT_RUN, difference_word, number_text
 from focus_exp.reporting.gather import Runs, gather, run_of, setup
 from focus_exp.reporting.measures import COLUMNS, ITSELF
@@ -64,9 +64,9 @@ def compare(seed=0, experiment="compare", **changes):
 
 
 def test_every_table_row_and_column_of_the_paper_has_its_place():
-    printed = read_yaml("paper_tables")
-    inner = [f"{name}.{key}" for name, part in printed.items() for key in part if key not in ("columns", "rows")]
-    assert set(paper_tables()) == {*printed, *inner}
+    outer = read_yaml("paper_tables")
+    inner = [f"{name}.{key}" for name, part in outer.items() for key in part if key not in ("columns", "rows")]
+    assert set(paper_tables()) == {*outer, *inner}
     for found in paper_tables().values():
         assert list(found.paper.values()) == paper_rows(found.name)
         assert all(found.places(name) for name in found.paper)
@@ -431,7 +431,7 @@ def test_figure_1_needs_both_quality_and_speed(tmp_path):
     assert "by cpu-flash" in beside["longformer"]["timed"]
     assert shown["longformer"]["speed: here"] == "-" and shown["longformer"]["timed"] == "not timed here"
     assert shown["pretrained"]["speed: here"] == "1.00" and shown["performer"]["run"] == "performer"
-    assert paper_change("focus") == pytest.approx(100 * (36.2 / 42.8 - 1))
+    assert printed()["focus"][0] == pytest.approx(100 * (36.2 / 42.8 - 1))
     other = points(runs_of(record, replace(speed, model={"fingerprint": "2"})))
     assert {line["method"]: line for line in lines(pareto_table(other))}["focus"]["speed: here"] == "-"
     assert sorted(path.name for path in write_pareto(found, tmp_path).values()) == ["figure1.png"]

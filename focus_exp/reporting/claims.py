@@ -73,18 +73,15 @@ class Claim:
 class Verdict:
     """What the records say of a claim: `ours` is the value, `why` the sentence, `records` what they follow from.
 
-    value: on which it hangs, the mean of several records'; low, high: the outermost ends of their intervals, or of the
-    values themselves.
+    numbers: the `value` on which it hangs, the mean of several records'; `low`, `high`, the outermost ends of their
+    intervals, or of the values themselves; their `unit`. {} where records have none, or of several units.
     """
 
     word: str
     ours: str = ""
     why: str = ""
     records: list[Record] = field(default_factory=list)
-    value: float | None = None
-    low: float | None = None
-    high: float | None = None
-    unit: str = ""
+    numbers: dict[str, Any] = field(default_factory=dict)
 
 
 @cache
@@ -162,30 +159,27 @@ def _verdict(claim: Claim, table: pd.DataFrame, runs: Runs) -> Verdict:
 def _together(said: list[tuple[Record, Judged]]) -> Verdict:
     """One verdict for several records: theirs if they agree."""
     records = [record for record, one in said if one.word != NOT_HERE]
-    words, seeds = {one.word for _, one in said}, {record.seed for record, _ in said}
+    words = {one.word for _, one in said}
     word = words.pop() if len(words) == 1 else UNDECIDED
-    ours = [
-        f"seed {r.seed}: {one.ours}" if one.ours and len(seeds) > 1 and r.seed is not None else one.ours
-        for r, one in said
-    ]
+    named = len({record.seed for record in records}) > 1
+    ours = [f"seed {record.seed}: {one.ours}" if named else one.ours for record, one in said if one.ours]
     return Verdict(
         RAN if word != NOT_RUN and any(map(is_quick, records)) else word,
-        "; ".join(filter(None, dict.fromkeys(ours))),
+        "; ".join(dict.fromkeys(ours)),
         "; ".join(filter(None, dict.fromkeys(one.why for _, one in said))),
         records,
-        *_numbers([one.hangs_on for _, one in said]),
+        _numbers([one.hangs_on for _, one in said if one.hangs_on], len(said)),
     )
 
 
-def _numbers(lines: list[Line | None]) -> tuple[float | None, float | None, float | None, str]:
-    there = [line for line in lines if line is not None and line.value is not None]
-    if len(there) < len(lines) or len({line.unit for line in there}) > 1:
-        return None, None, None, ""
-    if len(there) == 1:
-        return there[0].value, there[0].low, there[0].high, there[0].unit
-    low = min(line.value if line.low is None else line.low for line in there)
-    high = max(line.value if line.high is None else line.high for line in there)
-    return fmean(line.value for line in there), low, high, there[0].unit
+def _numbers(lines: list[Line], wanted: int) -> dict[str, Any]:
+    if len(lines) < wanted or len({line.unit for line in lines}) != 1 or any(line.value is None for line in lines):
+        return {}
+    low, high = lines[0].low, lines[0].high
+    if len(lines) > 1:
+        low = min(line.value if line.low is None else line.low for line in lines)
+        high = max(line.value if line.high is None else line.high for line in lines)
+    return {"value": fmean(line.value for line in lines), "low": low, "high": high, "unit": lines[0].unit}
 
 
 def claim_table(runs: Runs) -> Table:
@@ -219,7 +213,7 @@ def _values(claim: Claim, verdict: Verdict, runs: Runs) -> dict[str, Any]:
     by = (f"{r.experiment} {r.config_hash}, seed {r.seed}, {(r.commit or 'no commit')[:7]}" for r in records)
     return {
         **{"table": claim.table, "the paper says": claim.says, "paper": claim.paper, "here": verdict.ours or ABSENT},
-        **{name: getattr(verdict, name) for name in NUMBERS},
+        **(dict.fromkeys(NUMBERS) | verdict.numbers),
         **{"verdict": verdict.word, "because": verdict.why or ABSENT, "seeds": str(len(seeds_of(records)) or ABSENT)},
         "cost": f"{sum(map(runs.seconds, records)) / 60:,.0f} min" if records else ABSENT,
         "by": "; ".join(by) or ABSENT,

@@ -6,14 +6,8 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from focus_exp.reporting.formats import (
-    NOT_ENGAGED,
-    NOT_REPRODUCED,
-    NOT_RUN,
-    REPRODUCED,
-    UNDECIDED,
-    share_text,
-)
+from focus_exp.records.answers import DOMINANT
+from focus_exp.reporting.formats import NOT_ENGAGED, NOT_REPRODUCED, NOT_RUN, REPRODUCED, UNDECIDED, share_text
 from focus_exp.reporting.selection import Line
 
 
@@ -56,24 +50,19 @@ def within(lines: list[Line], least: float, most: float, margin: float) -> Judge
 
 def takes_over(lines: list[Line], share: float, dead: float) -> Judged:
     """Whether one group has this share of the tokens, or this share of the groups is dead."""
-    largest, gone = _groups(lines)
-    most = max(largest.value, gone.value / gone.K)
-    if largest.value >= share or gone.value / gone.K >= dead:
+    by = {line.measure: line for line in lines}
+    largest, gone = by["dominance"], by["dead_groups"].value / by["dead_groups"].K
+    if largest.value >= share or gone >= dead:
         return Judged(REPRODUCED, lines, largest)
-    return Judged(UNDECIDED if most > 0.5 else NOT_REPRODUCED, lines, largest)
+    return Judged(UNDECIDED if max(largest.value, gone) > DOMINANT else NOT_REPRODUCED, lines, largest)
 
 
 def stays_even(lines: list[Line], share: float) -> Judged:
     """Whether the largest group stays below this share of the tokens and no group dies."""
-    largest, gone = _groups(lines)
-    if largest.value > share:
-        return Judged(NOT_REPRODUCED, lines, largest)
-    return Judged(REPRODUCED if gone.value < 1 else UNDECIDED, lines, largest)
-
-
-def _groups(lines: list[Line]) -> tuple[Line, Line]:
     by = {line.measure: line for line in lines}
-    return by["dominance"], by["dead_groups"]
+    largest, gone = by["dominance"], by["dead_groups"].value
+    word = NOT_REPRODUCED if largest.value > share else REPRODUCED if gone < 1 else UNDECIDED
+    return Judged(word, lines, largest)
 
 
 def no_loss(lines: list[Line]) -> Judged:

@@ -51,13 +51,6 @@ class Point:
         return mean(self.changes)
 
     @property
-    def printed(self) -> tuple[float | None, float | None]:
-        """The paper's change and speed; it has no points of several groups a query."""
-        if self.entry.table.name != "table1_retrofit":
-            return None, None
-        return paper_change(self.method), paper_speeds().get(self.method)
-
-    @property
     def causal(self) -> bool:
         return all(map(self.entry.causal, self.entry.runs))
 
@@ -81,7 +74,9 @@ def _point(method: str, entry: Entry, runs: Runs) -> Point:
     if (found := _timed(entry, scored, runs)) is None:
         return Point(method, entry, changes, timed="not timed here")
     record, line = found
-    said = f"{line.tokens:,} tokens, {_how(line)}, {line.dtype}, {record.device_kind}"
+    how = "computed by masks over all pairs, which saves nothing" if line.path == MASKED else f"by {line.path}"
+    how = f"K={line.groups}, {line.assignment} groups" if line.of == "speed" else how
+    said = f"{line.tokens:,} tokens, {how}, {line.dtype}, {record.device_kind}"
     return Point(method, entry, changes, line.value, said, line.tokens, record)
 
 
@@ -101,28 +96,18 @@ def _timed(entry: Entry, scored: Line, runs: Runs) -> tuple[Record, Line] | None
     return found[ranks.index(max(ranks))] if found else None
 
 
-def _how(line: Line) -> str:
-    if line.of == "speed":
-        return f"K={line.groups}, {line.assignment} groups"
-    return "computed by masks over all pairs, which saves nothing" if line.path == MASKED else f"by {line.path}"
-
-
-def paper_speeds() -> dict[str, float]:
-    """Method of table 1 -> its speed, where the paper prints a number or where it is full attention itself."""
-    return {"pretrained": 1.0, "full_finetune": 1.0, "focus": paper_speedups(GROUPS)[LENGTH]}
-
-
-def paper_change(method: str) -> float:
-    """By how much the paper's perplexity of a method of table 1 is above its base's [%]."""
+def printed() -> dict[str, tuple[float, float | None]]:
+    """Method of table 1 -> the paper's change of perplexity [%], and its speed if one is printed, or follows."""
     table = paper_tables()["table1_retrofit"]
-    return table.cell(table.paper[method], CHANGE) or 0.0
+    speeds = {"pretrained": 1.0, "full_finetune": 1.0, "focus": paper_speedups(GROUPS)[LENGTH]}
+    return {name: (table.cell(row, CHANGE) or 0.0, speeds.get(name)) for name, row in table.paper.items()}
 
 
 def pareto_table(found: list[Point]) -> Table:
     """The points of the figure and what they come from; a method that was not timed here stays without a speed."""
     rows, values = [], []
     for point in found:
-        entry, (theirs, speed) = point.entry, point.printed
+        entry, (theirs, speed) = point.entry, printed().get(point.method, (None, None))
         last = entry.runs[-1] if entry.runs else None
         made = entry.made_by(last) if last else entry.place.command
         if last and point.timer not in (None, last.record):
@@ -189,11 +174,11 @@ def _figure(found: list[Point]) -> Figure | None:
         axes.annotate(text, at, (7, -15 if several else 5), textcoords="offset points", fontsize=9)
     best = front([(point.ratio, cost) for point, cost in measured if point.ratio and point.causal])
     timed.plot(*zip(*best, strict=True), color=COLOURS[0], alpha=0.4, zorder=0, label="not beaten in both")
-    printed = [(speed, paper_change(method)) for method, speed in paper_speeds().items()]
+    theirs = [(speed, cost) for cost, speed in printed().values() if speed]
     claim = f"paper: K = {GROUPS}, {LENGTH:,} tokens, H100"
-    timed.plot(*zip(*printed, strict=True), "s", color="0.35", markerfacecolor="none", markersize=11, label=claim)
+    timed.plot(*zip(*theirs, strict=True), "s", color="0.35", markerfacecolor="none", markersize=11, label=claim)
     untimed.set(xlabel="not timed here", xticks=[], xlim=(-0.1, 1), ylabel="change of perplexity [%]")
-    ratios = [speed for speed, _ in printed] + [point.ratio for point, _ in measured if point.ratio]
+    ratios = [speed for speed, _ in theirs] + [point.ratio for point, _ in measured if point.ratio]
     limits = 0.8 * min(ratios), 4 * max(ratios)
     timed.set(xlabel="ratio to full attention (above 1: faster)", xscale="log", xlim=limits)
     timed.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
@@ -202,7 +187,7 @@ def _figure(found: list[Point]) -> Figure | None:
     timed.axvline(1, color="black", linestyle=":", linewidth=1)
     for axes in (untimed, timed):
         axes.axhline(0, color="black", linestyle=":", linewidth=1)
-    lowest = min([cost for _, cost in measured] + [cost for _, cost in printed])
+    lowest = min([cost for _, cost in measured] + [cost for _, cost in theirs])
     timed.set_ylim(edge + 3, lowest - 3)  # inverted: better is higher
     timed.legend(frameon=False, loc="upper right")
     return figure
