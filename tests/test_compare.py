@@ -274,3 +274,5 @@ def test_nothing_is_compared_with_an_arm_that_has_no_number():
     said = all_findings(found)
     assert "focus failed: RuntimeError: none" in said
     assert any("focus has no perplexity" in line for line in said)
+    alone = comparison_of(row("focus", kind="hard", delta_nll=None))
+    assert "focus: perplexity 20.09, - against the base." in all_findings(alone)

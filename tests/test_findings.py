@@ -22,11 +22,11 @@ def entries(monkeypatch):
 
     def replace(content):
         monkeypatch.setattr(specs, "read_yaml", lambda name: content)
-        sentences._entries.cache_clear()
+        sentences.entries.cache_clear()
 
     yield replace
     monkeypatch.undo()
-    sentences._entries.cache_clear()
+    sentences.entries.cache_clear()
 
 
 def test_every_committed_record_has_its_findings():
@@ -37,12 +37,10 @@ def test_every_committed_record_has_its_findings():
 
 def test_every_sentence_is_asked_for_and_every_rule_can_be_read():
     code = "".join((REPORTING / name).read_text() for name in ("findings.yaml", *_modules()))
-    for name in {**sentences.sentences(), **sentences.topics()}:
+    for name, entry in sentences.entries().items():
         assert re.search(rf"""["']{name}["']""", code), f"nobody says {name}"
-    for text in sentences.sentences().values():
-        assert sentences._template(text)
-    for rules in sentences.topics().values():
-        assert all(sentences._template(rule.say) and specs.expression(rule.when) for rule in rules)
+        for rule in [sentences.Rule(entry)] if isinstance(entry, str) else entry:
+            assert sentences._template(rule.say) and specs.expression(rule.when)
 
 
 def _modules():

@@ -111,7 +111,6 @@ def fit_values(row: GroupLayer) -> dict[str, Any]:
     return {f"{name}_{fit.router}": getattr(fit, name) for fit in row.fits for name in ("purity", "nmi", "ami")}
 
 
-ASSIGNMENTS = {"balanced": "balanced", "trained": "trained router"}
 # of a row, in a CSV
 PHASE_VALUES = ("perplexity", "perplexity_low", "perplexity_high", "nll", "delta_nll", "largest_group", "causal")
 CASE_VALUES = (

@@ -14,7 +14,7 @@ from focus_exp.reporting.gather import Runs, seeds_text
 from focus_exp.reporting.measures import BASE, FULL, measurements
 from focus_exp.reporting.notes import where
 from focus_exp.reporting.paper import Column, PaperTable, Place
-from focus_exp.reporting.selection import Line, lines_of, matches, select
+from focus_exp.reporting.selection import Line, check, lines_of, matches, select
 from focus_exp.reporting.specs import expression
 
 ANYTHING = Column(heading="", text="")
@@ -191,6 +191,8 @@ def _rank(line: Line) -> tuple[bool, bool]:
 def entries_of(table: PaperTable, runs: Runs) -> list[Entry]:
     """The rows of the paper, each at every place and set-up where there is something, then arms it does not have."""
     found = []
+    for cells in [*(one.select for one in table.columns), *(place.select for place in table.everywhere)]:
+        check(f"paper_map.yaml: {table.name}", cells, "")
     rows = [(paper, table.places(name)) for name, paper in table.paper.items()]
     for paper, places in [*rows, *_extras(table, runs)]:
         here = [entry for place in places for entry in _at(Entry(table, paper, place), runs)]
@@ -211,7 +213,7 @@ def _at(entry: Entry, runs: Runs) -> list[Entry]:
 
 def _extras(table: PaperTable, runs: Runs) -> list[tuple[dict[str, Any], list[Place]]]:
     """Arms of the table's experiments that the paper does not have, or pairs of them, at places of their own."""
-    places = [place for places in table.rows.values() for place in places]
+    places = table.everywhere
     mapped, half = {name for place in places for name in place.names}, "_focus" if table.extra == "pair" else ""
     found: dict[str, Place] = {}
     for run in finished(runs, *(name for place in places for name in place.experiments)) if table.extra else []:

@@ -18,9 +18,8 @@ from focus_exp.records.answers import (
 from focus_exp.records.benchmarks import BenchmarkRow, telling
 from focus_exp.records.record import Record
 from focus_exp.records.rows import ENGAGED, Arm, Row
-from focus_exp.reporting.formats import difference_word
 from focus_exp.reporting.group_findings import group_findings
-from focus_exp.reporting.sentences import say, tell, than, vs_hard
+from focus_exp.reporting.sentences import BETTER, WORSE, say, tell, than, vs_hard
 from focus_exp.reporting.speed_findings import method_findings, speed_findings
 
 SAME_DENSITY = 0.02
@@ -72,7 +71,8 @@ def _configured(record: Record, hard: Row) -> Iterator[str]:
 
 def _against(hard: Row, control: Row, window: int) -> str:
     if control.delta_vs_hard is not None:
-        word = difference_word(*vs_hard(control), ("worse than", "better than"))
+        # the difference is the control's, the word the hard row's
+        word = {BETTER: WORSE, WORSE: BETTER}.get(found := than(*vs_hard(control)), found)
         how = say("control_paired", row=control)
     else:
         word, how = _unpaired(hard, control)
@@ -84,7 +84,7 @@ def _against(hard: Row, control: Row, window: int) -> str:
 
 
 def _unpaired(hard: Row, control: Row) -> tuple[str, str]:
-    word = "better than" if (hard.nll or 0.0) < (control.nll or 0.0) else "worse than"
+    word = BETTER if (hard.nll or 0.0) < (control.nll or 0.0) else WORSE
     if hard.delta_low is None or hard.delta_high is None or control.delta_low is None or control.delta_high is None:
         return word, say("no_intervals")
     if hard.delta_low <= control.delta_high and control.delta_low <= hard.delta_high:
@@ -161,7 +161,7 @@ def _against_first(first: Arm, own: Row | None, others: list[tuple[Arm, Row]]) -
     else:
         yield say("first", first=first, row=own)
         compared = [row for _, row in others if row.delta_vs_hard is not None and row.causal]
-        for word in ("better than", "worse than", "indistinguishable from"):
+        for word in (BETTER, WORSE, "indistinguishable from"):
             if rows := [row for row in compared if than(*vs_hard(row)) == word]:
                 yield say("against_first", word=word, first=first, rows=rows)
     # of the arms that train about as many numbers on as many tokens the best, chosen on these tokens

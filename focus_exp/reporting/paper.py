@@ -109,6 +109,10 @@ class PaperTable:
         rows: list[dict[str, Any]] = paper_rows(self.name)
         return {" ".join(key_text(row[key]) for key in self.key if row[key] is not None): row for row in rows}
 
+    @property
+    def everywhere(self) -> list[Place]:
+        return [place for places in self.rows.values() for place in places]
+
     def places(self, row: str) -> list[Place]:
         """Where a row is measured; the first has the command."""
         return next(places for pattern, places in self.rows.items() if fnmatchcase(row, pattern))

@@ -14,7 +14,8 @@ from focus_exp.records.rows import Row
 from focus_exp.reporting.formats import change_text, difference_word, listed_text
 from focus_exp.reporting.specs import environment, expression, read_specs
 
-Difference = tuple[float, float | None, float | None]
+Difference = tuple[float | None, float | None, float | None]
+BETTER, WORSE = "better than", "worse than"
 
 
 @dataclass(frozen=True)
@@ -27,12 +28,16 @@ class Rule:
 
 def say(name: str, /, **facts: Any) -> str:
     """The sentence of that name. A fact that it asks for and is not given is an error."""
-    return _template(sentences()[name]).render(facts)
+    sentence = entries()[name]
+    assert isinstance(sentence, str), f"{name} is a topic"
+    return _template(sentence).render(facts)
 
 
 def tell(topic: str, /, **facts: Any) -> Iterator[str]:
     """The sentences of a topic that are true of these facts."""
-    for rule in topics()[topic]:
+    rules = entries()[topic]
+    assert isinstance(rules, list), f"{topic} is a sentence"
+    for rule in rules:
         if expression(rule.when)(**facts):
             yield _template(rule.say).render(facts)
 
@@ -49,12 +54,12 @@ def all_of(name: str, rows: Iterable[Any]) -> str:
 
 def vs_base(row: Row) -> Difference:
     """The difference of losses from the base, with its interval."""
-    return row.delta_nll or 0.0, row.delta_low, row.delta_high
+    return row.delta_nll, row.delta_low, row.delta_high
 
 
 def vs_hard(row: Row) -> Difference:
     """The difference of losses from the hard row, or from the first arm's row, with its interval."""
-    return row.delta_vs_hard or 0.0, row.delta_vs_hard_low, row.delta_vs_hard_high
+    return row.delta_vs_hard, row.delta_vs_hard_low, row.delta_vs_hard_high
 
 
 def cost_of(cost: ClassCost) -> Difference:
@@ -62,25 +67,18 @@ def cost_of(cost: ClassCost) -> Difference:
     return cost.delta, cost.delta_low, cost.delta_high
 
 
-def than(delta: float, low: float | None, high: float | None) -> str:
+def than(delta: float | None, low: float | None, high: float | None) -> str:
     """Whether losses that differ by `delta` are better or worse than others, or neither beyond the interval."""
-    return difference_word(delta, low, high, ("better than", "worse than"))
+    assert delta is not None
+    return difference_word(delta, low, high, (BETTER, WORSE))
 
 
-def paired(delta: float, low: float | None, high: float | None) -> str:
+def paired(delta: float | None, low: float | None, high: float | None) -> str:
     return change_text(delta, low, high) + (", no interval" if low is None or high is None else "")
 
 
-def sentences() -> dict[str, str]:
-    return {name: entry for name, entry in _entries().items() if isinstance(entry, str)}
-
-
-def topics() -> dict[str, list[Rule]]:
-    return {name: entry for name, entry in _entries().items() if not isinstance(entry, str)}
-
-
 @cache
-def _entries() -> dict[str, str | list[Rule]]:
+def entries() -> dict[str, str | list[Rule]]:
     return read_specs("findings", dict[str, str | list[Rule]])
 
 

@@ -14,10 +14,9 @@ from focus_exp.records.record import Record
 from focus_exp.reporting.canvas import COLOURS, canvas
 from focus_exp.reporting.formats import perplexity_text, share_text
 from focus_exp.reporting.notes import title
-from focus_exp.reporting.speed import by_top_k, quality_row, setting, timed
+from focus_exp.reporting.speed import ASSIGNMENTS, by_top_k, quality_row, setting, timed
 
 MARKERS = {"": "o", "query_topk": "D", "share": "^"}
-ASSIGNMENTS = {"balanced": "balanced", "trained": "trained router"}
 
 
 def speed_quality(record: Record) -> Figure | None:

@@ -14,6 +14,7 @@ from focus_exp.records.speed import SpeedRow
 
 # clocks whose ratio is bounded by the pairs that Focus keeps; a whole model does more than attend
 ATTENTION_CLOCKS = ("kernels", "attention", "attention step", "decode")
+ASSIGNMENTS = {"balanced": "balanced", "trained": "trained router"}
 
 
 class Setting(NamedTuple):
