@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from focus_exp.errors import UserError
-    from focus_exp.models.adapter import load_adapter, save_adapter
+    from focus_exp.models.adapter import load_adapter, push_to_hub, save_adapter
     from focus_exp.models.attach import attach, detach
     from focus_exp.models.attached import disabled, freeze, is_causal, set_routing
 
@@ -15,6 +15,7 @@ __version__ = "0.1.0"
 _HOMES = {
     "UserError": "focus_exp.errors",
     "load_adapter": "focus_exp.models.adapter",
+    "push_to_hub": "focus_exp.models.adapter",
     "save_adapter": "focus_exp.models.adapter",
     "attach": "focus_exp.models.attach",
     "detach": "focus_exp.models.attach",
@@ -31,6 +32,7 @@ __all__ = [
     "freeze",
     "is_causal",
     "load_adapter",
+    "push_to_hub",
     "save_adapter",
     "set_routing",
 ]

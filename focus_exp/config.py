@@ -9,9 +9,13 @@ from dataclasses import asdict, dataclass, field, fields, is_dataclass
 from pathlib import Path
 from typing import Any, get_type_hints
 
+from hydra._internal.sources_registry import SourcesRegistry
 from hydra.core.config_store import ConfigStore
-from omegaconf import MISSING
+from omegaconf import MISSING, OmegaConf
 
+from focus_exp.attention.focus_options import FocusOptions
+from focus_exp.attention.options import PAIR_RULES, option
+from focus_exp.config_attention import AttentionConfig, FocusConfig, MethodSource, attention_of
 from focus_exp.config_jobs import (
     AnalyzeConfig,
     BenchConfig,
@@ -23,6 +27,11 @@ from focus_exp.config_jobs import (
     ScaleConfig,
 )
 
+# each a module of that name in jobs/, with a function of that name
+JOBS = (
+    *("train", "evaluate", "bench", "generate", "compare", "analyze"),
+    *("plan", "report", "dashboard", "reproduce", "sweep_status", "build_tasks"),
+)
 # keys that change where or how a run is reported, but not what it computes
 NOT_HASHED = (
     *("job", "arm", "overwrite", "runs_dir", "cache_dir", "logger", "adapter"),
@@ -40,90 +49,48 @@ class ModelConfig:
     name: str = MISSING
     hub_id: str | None = None
     revision: str | None = None
-    # a folder that save_pretrained wrote; comes before hub_id
-    path: str | None = None
-    # transformers config fields with model_type; without hub_id and path the weights are random, drawn from `seed`
-    architecture: dict[str, Any] = field(default_factory=dict)
-    # overrides of the run here whose trained weights these are; it is run first if it is not finished
-    trained_by: list[str] = field(default_factory=list)
-    quantization: str = "none"  # int8 or nf4: of a frozen base, by bitsandbytes
-    dtype: str | None = None  # of the weights as the hub stores them, which decides what a download takes
-    paper: list[str] = field(default_factory=list)  # overrides: the setting in which the paper trains it
-
-
-@dataclass
-class AttentionConfig:
-    name: str = MISSING
-    method: str = MISSING
-    groups: int = 4  # K
-    routing_dim: int = 16  # d_g
-    temperature: float = 0.1  # tau
-    normalize: bool = True  # compare tokens and centroids by cosine
-    assignment: str = "balanced"
-    sinkhorn_iterations: int = 10  # N
-    balance_momentum: float = 0.9
-    gate: str = "log"
-    gate_steepness: float = 10.0  # lambda
-    gate_threshold: float = 0.5
-    window: int = 128  # w
-    sinks: int = 4
-    top_k: int = 1
-    pair_rule: str = "query_topk"
-    train_with: str = "soft"  # soft gates on all pairs, or the hard groups' pairs alone
-    backend: str = "auto"  # what computes hard groups: the masked path, or the sparse path on a kernel
-    # how its router is trained, in any regime that trains it
-    gate_steepness_start: float | None = None  # at a phase's first step, growing linearly to gate_steepness
-    warm_start_blocks: int = 0  # blocks of text whose full attention the routers are fitted to first
-    warm_start_steps: int = 100
-    calibration_blocks: int = 0  # blocks of text on which the balance is set at the end
-    # what the paper tried against group dominance (T8)
-    balance_loss: float = 0.0  # weight of the loss that is least where groups have equal mass
-    entropy_loss: float = 0.0  # weight of the mean entropy of a token's assignment
-    detach_inputs: bool = False  # no gradient from the router into the hidden states
-    centroid_update: str = "gradient"  # or ema of their tokens with centroid_decay, or recluster by k-means
-    recluster_every: int = 100  # steps
-    # of the published methods alone
-    global_tokens: int = 64  # longformer
-    dilation: int = 1
-    dilated_heads: int = 2
-    features: int = 256  # performer
-    tokens_per_group: int | None = None  # routing_transformer; null: an equal share of the sequence
-    centroid_decay: float = 0.999
-    components: int | None = None  # sparq: r; null: half of a head
-    tokens_kept: int = 32  # k
-    reallocate: bool = False  # the mass of what is not kept, to the mean value
-    recent_tokens: int = 8  # sparq, magicpig: always kept, the query's own among them
-    hash_bits: int = 10  # magicpig: K
-    hash_tables: int = 150  # L
+    path: str | None = option(None, "a folder that save_pretrained wrote; comes before hub_id")
+    architecture: dict[str, Any] = option(
+        {},
+        "transformers config fields with model_type; without hub_id and path the weights are random, drawn from `seed`",
+    )
+    trained_by: list[str] = option(
+        [], "overrides of the run here whose trained weights these are; it is run first if it is not finished"
+    )
+    quantization: str = option(
+        "none", "int8 or nf4: of a frozen base, by bitsandbytes", choices=("none", "int8", "nf4")
+    )
+    dtype: str | None = option(None, "of the weights as the hub stores them, which decides what a download takes")
+    paper: list[str] = option([], "overrides: the setting in which the paper trains it")
 
 
 @dataclass
 class PhaseConfig:
-    train: str = "router"  # or lora, or all
-    steps: int = MISSING
-    learning_rate: float = MISSING
-    weight_decay: float = 0.0
-    warmup_steps: int = 5
+    train: str = option("router", "what this phase trains", choices=("router", "lora", "all"))
+    steps: int = option(MISSING, least=1)
+    learning_rate: float = option(MISSING, above=0)
+    weight_decay: float = option(0.0, least=0)
+    warmup_steps: int = option(5, least=0)
 
 
 @dataclass
 class LoraConfig:
-    rank: int | None = 4  # null: the one whose parameters come closest in number to those of a router
-    alpha: int | None = None  # null: twice the rank
+    rank: int | None = option(4, "null: the one whose parameters come closest in number to those of a router", least=1)
+    router_groups: int = option(FocusOptions.groups, "of that router", least=1)
+    alpha: int | None = option(None, "null: twice the rank", least=1)
     dora: bool = False
-    # linear layers by the ends of their names; empty: those usual for the model's family
-    target_modules: list[str] = field(default_factory=list)
+    target_modules: list[str] = option(
+        [], "linear layers by the ends of their names; empty: those usual for the model's family"
+    )
 
 
 @dataclass
 class RegimeConfig:
     name: str = MISSING
     from_scratch: bool = False
-    # what the phases take that are not given their own
-    steps: int | None = None
-    warmup_steps: int = 5
-    # in the order in which they run
-    phases: dict[str, PhaseConfig] = field(default_factory=dict)
+    steps: int | None = option(None, "what the phases take that are not given their own", least=1)
+    warmup_steps: int = option(5, least=0)
+    phases: dict[str, PhaseConfig] = option({}, "in the order in which they run")
     # for phases that train it
     lora: LoraConfig = field(default_factory=LoraConfig)
 
@@ -135,69 +102,76 @@ class RegimeConfig:
 @dataclass
 class DataConfig:
     name: str = MISSING
-    source: str = MISSING
+    source: str = option(MISSING, choices=("hub", "files", "books"))
     hub_id: str | None = None
     subset: str | None = None
     revision: str | None = None
     text_column: str = "text"
-    # a folder or a glob of UTF-8 text files, split by file
-    files: str | None = None
-    block_size: int = 1024
-    # tokens kept of a split; null keeps all
-    max_train_tokens: int | None = None
-    max_test_tokens: int | None = None
-    workers: int = 0
+    files: str | None = option(None, "a folder or a glob of UTF-8 text files, split by file")
+    block_size: int = option(1024, least=2)
+    max_train_tokens: int | None = option(None, "tokens kept of a split; null keeps all", least=1)
+    max_test_tokens: int | None = option(None, least=1)
+    workers: int = option(0, least=0)
 
 
 @dataclass
 class EvalConfig:
     name: str = MISSING
-    split: str = "test"
-    window: int = 1024  # tokens a prediction may look back on, at most
-    stride: int | None = None  # null: disjoint windows
-    max_windows: int | None = None  # spread over the split; null: all
-    batch_size: int = 1
-    bootstrap_samples: int = 1000
+    split: str = option("test", choices=("validation", "test"))
+    window: int = option(1024, "tokens a prediction may look back on, at most", least=2)
+    stride: int | None = option(None, "null: disjoint windows", least=1)
+    max_windows: int | None = option(None, "spread over the split; null: all", least=1)
+    batch_size: int = option(1, least=1)
+    bootstrap_samples: int = option(1000, least=1)
     controls: bool = True
-    # groups that a query reaches, measured beside attention.top_k; empty: all of them
-    top_k: Numbers = field(default_factory=Numbers)
-    # rules measured beside attention.pair_rule
-    pair_rules: list[str] = field(default_factory=list)
-    # measured after these windows: tasks of lm-eval, of the long-range suite (passkey, or passkey@1024 with passages of
-    # that many words), or perplexity@4096 in windows of that many tokens
-    tasks: list[str] = field(default_factory=list)
-    limit: int | None = None  # documents of a task, from its start
-    num_fewshot: int | None = None  # null: each task's own
-    request_batch_size: int = 8
-    suite_window: int | None = None  # tokens that the long-range suite looks beyond; null: attention.window
-    allow_truncation: bool = False  # cut requests that the model is too short for
+    top_k: Numbers = option(
+        [], "groups that a query reaches, measured beside attention.top_k; empty: all of them", least=1
+    )
+    pair_rules: list[str] = option([], "rules measured beside attention.pair_rule", choices=PAIR_RULES)
+    tasks: list[str] = option(
+        [],
+        "measured after these windows: tasks of lm-eval, of the long-range suite (passkey, or passkey@1024 "
+        "with passages of that many words), or perplexity@4096 in windows of that many tokens",
+    )
+    limit: int | None = option(None, "documents of a task, from its start", least=1)
+    num_fewshot: int | None = option(None, "null: each task's own", least=0)
+    request_batch_size: int = option(8, least=1)
+    suite_window: int | None = option(
+        None, "tokens that the long-range suite looks beyond; null: attention.window", least=1
+    )
+    allow_truncation: bool = option(False, "cut requests that the model is too short for")
 
 
 @dataclass
 class TrainerConfig:
     name: str = MISSING
-    accelerator: str = "auto"
-    precision: str = "auto"
-    batch_size: int = 1
-    accumulate: int = 1
-    gradient_clip: float = 1.0
+    accelerator: str = option("auto", choices=("auto", "cpu", "gpu"))
+    precision: str = option("auto", choices=("auto", "bf16", "float32"))
+    batch_size: int = option(1, least=1)
+    accumulate: int = option(1, least=1)
+    gradient_clip: float = option(1.0, above=0)
     gradient_checkpointing: bool = False
-    checkpoint_every: int = 25  # optimiser steps
-    keep_checkpoints: bool = False  # when a run is finished; its adapter and its model stay in any case
-    log_every: int = 1
-    probe_every: int | None = None  # steps between looks at a router's groups; null: a twentieth of a phase; 0: never
+    checkpoint_every: int = option(25, "optimiser steps", least=1)
+    keep_checkpoints: bool = option(False, "when a run is finished; its adapter and its model stay in any case")
+    log_every: int = option(1, least=1)
+    probe_every: int | None = option(
+        None, "steps between looks at a router's groups; null: a twentieth of a phase; 0: never", least=0
+    )
     progress: bool = True
-    # processes: auto is one where devices and num_nodes are 1, else ddp; fsdp shards the base, the router is replicated
-    strategy: str = "auto"
-    devices: int = 1  # of a node
-    num_nodes: int = 1
-    cpu_offload: bool = False  # with fsdp: parameters wait in main memory
+    strategy: str = option(
+        "auto",
+        "of processes: auto is one where devices and num_nodes are 1, else ddp; fsdp shards all but the router",
+        choices=("auto", "single", "ddp", "fsdp"),
+    )
+    devices: int = option(1, "of a node", least=1)
+    num_nodes: int = option(1, least=1)
+    cpu_offload: bool = option(False, "with fsdp: parameters wait in main memory")
 
 
 @dataclass
 class LoggerConfig:
     name: str = MISSING
-    wandb: str = "auto"
+    wandb: str = option("auto", choices=("auto", "online", "offline", "disabled"))
     wandb_project: str = "focus_exp"
     wandb_entity: str | None = None
     csv: bool = False
@@ -205,21 +179,22 @@ class LoggerConfig:
 
 @dataclass
 class Config:
-    job: str = "train"
+    job: str = option("train", choices=JOBS)
     experiment: str = "adhoc"
-    assets: str = "auto"
-    seed: int = 0
+    assets: str = option("auto", choices=("auto", "hub", "embedded"))
+    seed: int = option(0, least=0)
     overwrite: bool = False
     runs_dir: str = "runs"
-    # downloads and tokens; null: $FOCUS_EXP_CACHE or ~/.cache/focus_exp
-    cache_dir: str | None = None
-    # an adapter folder, for job=evaluate
-    adapter: str | None = None
-    # for job=compare: name -> the settings in which that run differs; the others are compared with the first
-    arms: dict[str, list[str]] = field(default_factory=dict)
-    arm: str | None = None  # the only one to run
-    every_arm: list[str] = field(default_factory=list)  # settings of all of them
-    sweep: str | None = None  # a sweep's folder, for job=sweep_status
+    cache_dir: str | None = option(None, "downloads and tokens; null: $FOCUS_EXP_CACHE or ~/.cache/focus_exp")
+    adapter: str | None = option(
+        None, "an adapter's folder, or owner/name[@revision] of one on the hub, for job=evaluate"
+    )
+    arms: dict[str, list[str]] = option(
+        {}, "for job=compare: name -> the settings in which that run differs; the others are compared with the first"
+    )
+    arm: str | None = option(None, "the only one to run")
+    every_arm: list[str] = option([], "settings of all of them")
+    sweep: str | None = option(None, "a sweep's folder, for job=sweep_status")
     model: ModelConfig = MISSING
     attention: AttentionConfig = MISSING
     regime: RegimeConfig = MISSING
@@ -235,6 +210,17 @@ class Config:
     trainer: TrainerConfig = MISSING
     logger: LoggerConfig = MISSING
 
+    @property
+    def has_router(self) -> bool:
+        """Whether the attention has a router to train."""
+        return isinstance(self.attention, FocusConfig)
+
+    @property
+    def focus(self) -> FocusConfig:
+        """attention.* where it has a router."""
+        assert isinstance(self.attention, FocusConfig), self.attention
+        return self.attention
+
 
 GROUPS = {key: schema for key, schema in get_type_hints(Config).items() if is_dataclass(schema)}
 
@@ -244,13 +230,22 @@ def register_schemas() -> None:
     store = ConfigStore.instance()
     store.store(name="base_config", node=Config)
     for group, schema in GROUPS.items():
-        store.store(group=group, name=f"base_{group}", node=schema)
+        if group != "attention":  # its schema is its method's
+            store.store(group=group, name=f"base_{group}", node=schema)
+    SourcesRegistry.instance().register(MethodSource)
+
+
+def structured(values: Any) -> Any:
+    """Plain values, such as those of a run's config.yaml, under the schema, which refuses what it does not have."""
+    given = OmegaConf.create(values)
+    given.attention = attention_of(given.attention)
+    return OmegaConf.merge(OmegaConf.structured(Config), given)
 
 
 def phases_of(config: Config) -> list[tuple[str, PhaseConfig]]:
     """The named phases that this configuration really runs: without a router there is no router to train."""
     phases = config.regime.phases.items()
-    return [(name, p) for name, p in phases if p.train != "router" or config.attention.method == "focus"]
+    return [(name, p) for name, p in phases if p.train != "router" or config.has_router]
 
 
 def to_dict(config: Config) -> dict[str, Any]:
@@ -266,6 +261,8 @@ def config_hash(config: Config) -> str:
     values = {key: value for key, value in chosen(config).items() if key not in NOT_HASHED}
     values["model"] = {key: value for key, value in values["model"].items() if key not in MODEL_NOT_HASHED}
     values["trainer"] = {key: value for key, value in values["trainer"].items() if key not in TRAINER_NOT_HASHED}
+    if values["attention"].get("seed") == config.seed:
+        del values["attention"]["seed"]
     if config.adapter:  # whose place says nothing of what is in it
         values["adapter"] = [hashlib.sha256(p.read_bytes()).hexdigest() for p in Path(config.adapter).glob("*.safe*")]
     return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()[:8]

@@ -6,6 +6,8 @@ from dataclasses import dataclass, field
 
 from omegaconf import MISSING
 
+from focus_exp.attention.options import option
+
 Numbers = list[int]
 Names = list[str]
 
@@ -13,69 +15,72 @@ Names = list[str]
 @dataclass
 class BenchConfig:
     name: str = MISSING
-    lengths: Numbers = field(default_factory=Numbers)  # tokens; empty: 1K to 64K on a CPU, to 1M on a GPU
-    prefill_lengths: Numbers = field(default_factory=Numbers)
-    step_lengths: Numbers = field(default_factory=Numbers)
-    decode_lengths: Numbers = field(default_factory=Numbers)  # tokens before the one that is timed
-    groups: Numbers = field(default_factory=lambda: [4, 8])  # K of balanced groups
-    methods: Names = field(default_factory=Names)  # other attention, a layer of each timed at `lengths` too
-    top_k: Numbers = field(default_factory=lambda: [1])
-    dtype: str = "bf16"  # of the attention clocks; the model's own take trainer.precision
-    repeats: int = 7  # at most, fewer where one takes long
-    routed_tokens: int = 16_384  # held-out tokens whose groups a trained router is timed with
-    quality: bool = False  # perplexity at every k too
-    list: bool = False  # only say which kernels there are
+    lengths: Numbers = option([], "tokens; empty: 1K to 64K on a CPU, to 1M on a GPU", least=1)
+    prefill_lengths: Numbers = option([], least=1)
+    step_lengths: Numbers = option([], least=1)
+    decode_lengths: Numbers = option([], "tokens before the one that is timed", least=1)
+    groups: Numbers = option([4, 8], "K of balanced groups", least=1)
+    methods: Names = option([], "other attention, a layer of each timed at `lengths` too")
+    top_k: Numbers = option([1], least=1)
+    dtype: str = option(
+        "bf16", "of the attention clocks; the model's own take trainer.precision", choices=("bf16", "float32")
+    )
+    repeats: int = option(7, "at most, fewer where one takes long", least=1)
+    routed_tokens: int = option(16_384, "held-out tokens whose groups a trained router is timed with", least=2)
+    quality: bool = option(False, "perplexity at every k too")
+    list: bool = option(False, "only say which kernels there are")
 
 
 @dataclass
 class GenerateConfig:
     name: str = MISSING
-    prompts: int = 4  # spread over the held-out text
-    prompt_tokens: int = 384
-    new_tokens: int = 128
-    top_k: Numbers = field(default_factory=Numbers)  # groups that a query reaches; empty: 1 to attention.groups
+    prompts: int = option(4, "spread over the held-out text", least=1)
+    prompt_tokens: int = option(384, least=1)
+    new_tokens: int = option(128, least=1)
+    top_k: Numbers = option([], "groups that a query reaches; empty: 1 to attention.groups")
     do_sample: bool = False
-    temperature: float = 1.0
-    top_p: float = 1.0
+    temperature: float = option(1.0, above=0)
+    top_p: float = option(1.0, least=0, most=1)
 
 
 @dataclass
 class ReportConfig:
     name: str = MISSING
-    folder: str | None = None  # null: report, in runs_dir
-    check: bool = False  # only say which published tables no longer follow from their records
+    folder: str | None = option(None, "null: report, in runs_dir")
+    check: bool = option(False, "only say which published tables no longer follow from their records")
 
 
 @dataclass
 class PlanConfig:
     name: str = MISSING
-    gpu: str = "h100"  # a name of planning/hardware
-    gpus: int | None = None  # at most; null: as many as it takes
-    hours: float | None = None  # refuse what takes longer
-    utilization: float = 0.4  # of the peak arithmetic of the GPU
-    models: list[str] = field(default_factory=list)  # of conf/model, each planned in turn; empty: model alone
-    paper: bool = False  # each of `models` in the setting in which the paper trains it
+    gpu: str = option("h100", "a name of planning/hardware")
+    gpus: int | None = option(None, "at most; null: as many as it takes", least=1)
+    hours: float | None = option(None, "refuse what takes longer")
+    utilization: float = option(0.4, "of the peak arithmetic of the GPU", above=0)
+    models: list[str] = option([], "of conf/model, each planned in turn; empty: model alone")
+    paper: bool = option(False, "each of `models` in the setting in which the paper trains it")
 
 
 @dataclass
 class AnalyzeConfig:
     name: str = MISSING
-    tokens: int = 16_384  # held out, whose groups are described
-    passage_tokens: int = 512  # shown on the page, coloured
-    pairs: int = 20  # long-range ones listed of a layer
-    # adapters of other seeds, whose groups are compared with these
-    others: list[str] = field(default_factory=list)
+    tokens: int = option(16_384, "held out, whose groups are described", least=2)
+    passage_tokens: int = option(512, "shown on the page, coloured", least=2)
+    pairs: int = option(20, "long-range ones listed of a layer", least=0)
+    others: list[str] = option([], "adapters of other seeds, whose groups are compared with these")
 
 
 @dataclass
 class ReproduceConfig:
     name: str = MISSING
-    # in the order in which they run: table -> overrides of the command that makes it; of these, `adapter=@name` takes
-    # the adapter that the table `name` left
-    tables: dict[str, list[str]] = field(default_factory=dict)
-    minutes: dict[str, float] = field(default_factory=dict)  # about, at scale=embedded on 2 CPU cores
-    only: list[str] = field(default_factory=list)  # of these tables; empty: all
-    publish: bool = False  # then copy their records to runs_dir/records, in place of those they supersede
+    tables: dict[str, list[str]] = option(
+        {},
+        "in the order in which they run: table -> overrides of the command that makes it; of these, "
+        "`adapter=@name` takes the adapter that the table `name` left",
+    )
+    minutes: dict[str, float] = option({}, "about, at scale=embedded on 2 CPU cores")
+    only: list[str] = option([], "of these tables; empty: all")
+    publish: bool = option(False, "then copy their records to runs_dir/records, in place of those they supersede")
 
 
 @dataclass
@@ -83,12 +88,12 @@ class ScaleConfig:
     """How much of everything a table takes: experiments refer to these."""
 
     name: str = MISSING
-    tables: list[str] = field(default_factory=list)  # of those that are reproduced; empty: all
+    tables: list[str] = option([], "of those that are reproduced; empty: all")
     steps: int = MISSING
     warmup_steps: int = MISSING
-    long_steps: int = MISSING  # of a run that stands alone
+    long_steps: int = option(MISSING, "of a run that stands alone")
     alignment_steps: int = MISSING
-    small_steps: int = MISSING  # of many runs with small_model
+    small_steps: int = option(MISSING, "of many runs with small_model")
     scratch_steps: int = MISSING
     warm_start_blocks: int = 12
     warm_start_steps: int = 100
@@ -97,25 +102,24 @@ class ScaleConfig:
     test_tokens: int | None = None
     windows: int | None = None
     long_windows: int | None = None
-    context_windows: int | None = None  # of 1,024 tokens, where contexts are long
+    context_windows: int | None = option(None, "of 1,024 tokens, where contexts are long")
     context_tasks: list[str] = field(
         default_factory=lambda: ["perplexity@1024", "perplexity@2048", "perplexity@4096", "perplexity@8192"]
     )
-    limit: int | None = None  # documents of a task
-    top_k: Numbers = field(default_factory=Numbers)  # that a router is measured with, where it stands alone; empty: all
+    limit: int | None = option(None, "documents of a task")
+    top_k: Numbers = option([], "that a router is measured with, where it stands alone; empty: all")
     analyze_tokens: int = 16_384
-    # of the clocks; lengths empty: all that the device is for
-    lengths: Numbers = field(default_factory=Numbers)
+    lengths: Numbers = option([], "of the clocks; lengths empty: all that the device is for")
     method_lengths: Numbers = field(default_factory=Numbers)
     quality_lengths: Numbers = field(default_factory=lambda: [2048, 8192])
     model_lengths: Numbers = field(default_factory=Numbers)
     step_lengths: Numbers = field(default_factory=Numbers)
     decode_lengths: Numbers = field(default_factory=Numbers)
     prompts: int = MISSING
-    # settings of every arm: for tables of many long runs, and for twins from scratch
-    small_model: list[str] = field(default_factory=list)
-    small_windows: Numbers = field(default_factory=Numbers)  # a sixteenth, a quarter and a half of its text
+    small_model: list[str] = option(
+        [], "settings of every arm: for tables of many long runs, and for twins from scratch"
+    )
+    small_windows: Numbers = option([], "a sixteenth, a quarter and a half of its text")
     scratch: list[str] = field(default_factory=list)
-    # arms: name -> settings
-    models: dict[str, list[str]] = field(default_factory=dict)
+    models: dict[str, list[str]] = option({}, "arms: name -> settings")
     domains: dict[str, list[str]] = field(default_factory=dict)

@@ -1,5 +1,25 @@
 """Settings that no run can be made of: what is added to a tiny run, and what the one error must say."""
 
+from dataclasses import fields, is_dataclass
+from typing import get_type_hints
+
+from focus_exp.config import Config
+from focus_exp.config_attention import FocusConfig
+
+
+def choices_of(schema: type, prefix: str = "") -> dict[str, tuple[str, ...]]:
+    """Dotted key -> what it may name, of every key that may name only some things."""
+    found, hints = {}, get_type_hints(schema) | {"attention": FocusConfig}
+    for item in fields(schema):
+        if is_dataclass(inner := hints[item.name]):
+            found |= choices_of(inner, f"{item.name}.")
+        elif inner is str and (names := item.metadata.get("choices")):
+            found[prefix + item.name] = names
+    return found
+
+
+CHOICES = choices_of(Config)
+
 BAD_INPUT = {
     "attention.group=4": ["group", "did you mean groups"],
     "+attention.widow=4": ["attention.widow", "did you mean window"],
@@ -19,7 +39,7 @@ BAD_INPUT = {
     "attention.backend=torch-flash": ["attention.backend=torch-flash cannot serve here", "CUDA", "use auto"],
     "attention.gate=multiplicative": ["attention.gate_threshold=0.5", "set it to 0"],
     "attention=full": ["regime=retrofit", "attention=full", "regime=none"],
-    "eval.pair_rules=[any]": ["eval.pair_rules", "any", "query_topk or share"],
+    "eval.pair_rules=[any]": ["eval.pair_rules", "any", "query_topk, share"],
     "regime.phases.router.learning_rate=inf": ["learning_rate=inf", "above 0"],
     "regime.phases.router.steps=0": ["regime.phases.router.steps=0", "1 or more"],
     "data.block_size=1024": ["data.block_size=1024", "512 positions of tiny_llama", "use 512 or less"],

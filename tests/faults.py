@@ -15,11 +15,10 @@ from tempfile import TemporaryDirectory
 
 import fault_rows as faults
 from bad_files import bad_files, refused
-from bad_input import BAD_INPUT
+from bad_input import BAD_INPUT, CHOICES
 from fault_rows import Bench, Row
 from stopped import CALLS, STAGES
 
-from focus_exp.checks import CHOICES
 from focus_exp.records.environment import environment
 
 AT_ONCE = 2

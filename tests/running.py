@@ -7,7 +7,7 @@ import json
 import random
 import signal
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -15,6 +15,8 @@ import pytest
 import torch
 
 from focus_exp import __main__ as command_line
+from focus_exp.attention.registry import METHODS
+from focus_exp.config_attention import AttentionConfig, schema_of
 from focus_exp.errors import STOP_SIGNALS
 from focus_exp.records.metrics import read_metrics
 from focus_exp.records.record import Record
@@ -46,6 +48,22 @@ def run(*arguments: str) -> Result:
         for signum, handler in handlers.items():
             signal.signal(signum, handler)
     return Result(code, out.getvalue(), err.getvalue())
+
+
+def fitting(*arguments: str) -> list[str]:
+    """The arguments without those options of Focus, which `tiny` sets, that the chosen attention has not."""
+    given = dict(argument.split("=", 1) for argument in arguments if "=" in argument)
+    chosen = given.get("attention", "full" if given.get("regime") in ("lora", "dora") else "focus")
+    method = next((name for name in ("full", *METHODS) if chosen.startswith(name)), "focus")
+    known, all_known = ({f"attention.{item.name}" for item in fields(schema_of(m))} for m in (method, "focus"))
+    return [part for part in arguments if part.partition("=")[0] not in all_known - known]
+
+
+def attention_of(method: str, **options: Any) -> AttentionConfig:
+    """attention.* of a method, with those of the options that it has."""
+    schema = schema_of(method)
+    known = {item.name for item in fields(schema)}
+    return schema(name=method, method=method, **{key: value for key, value in options.items() if key in known})
 
 
 def write_texts(folder: Path, words: int = 150) -> Path:

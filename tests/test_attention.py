@@ -227,7 +227,7 @@ def test_sharpened_balance_evens_the_counts_of_the_hard_assignment(seed, groups)
 @settings(max_examples=10, deadline=None)
 def test_balanced_groups_follow_each_batch_in_training_and_the_token_alone_afterwards(seed, shift):
     torch.manual_seed(seed)
-    method, h = Focus(SHAPE, sinkhorn_iterations=100), torch.randn(2, 60, 8)
+    method, h = Focus.of(SHAPE, sinkhorn_iterations=100), torch.randn(2, 60, 8)
     sequence, changed = Sequence.plain(2, 60), torch.cat([h[:, :shift], torch.randn(2, 60 - shift, 8)], 1)
     with torch.no_grad():
         torch.testing.assert_close(method.assign(h, sequence).mean((0, 1)), torch.full((4,), 0.25), atol=1e-2, rtol=0)
@@ -246,7 +246,7 @@ def test_balanced_groups_follow_each_batch_in_training_and_the_token_alone_after
 @settings(max_examples=30, deadline=None)
 def test_random_groups_meet_their_shares(seed, raw, layer, top_k):
     shares = torch.tensor(raw) / sum(raw)
-    method = RandomGroups(LayerShape(8, 2, 4, layer), groups=len(raw), seed=seed, shares=shares, top_k=top_k)
+    method = RandomGroups.of(LayerShape(8, 2, 4, layer), groups=len(raw), seed=seed, shares=shares, top_k=top_k)
     groups = method.route(torch.zeros(1, 4000, 8), Sequence.plain(1, 4000)).key_groups
     assert groups.sum(-1).eq(1).all()
     torch.testing.assert_close(groups[0].float().mean(0), shares, atol=0.04, rtol=0)
@@ -254,7 +254,7 @@ def test_random_groups_meet_their_shares(seed, raw, layer, top_k):
 
 def first_groups(h: Tensor, start: int = 0, layer: int = 0, seed: int = 0) -> Tensor:
     sequence = Sequence(torch.full(h.shape[:2], start))
-    return RandomGroups(LayerShape(8, 2, 4, layer), seed=seed).route(h, sequence).key_groups[0]
+    return RandomGroups.of(LayerShape(8, 2, 4, layer), seed=seed).route(h, sequence).key_groups[0]
 
 
 def test_random_groups_depend_on_position_layer_and_seed_but_not_on_the_text_or_what_follows():
@@ -268,7 +268,7 @@ def test_random_groups_depend_on_position_layer_and_seed_but_not_on_the_text_or_
 
 
 def test_random_groups_reach_k_groups_their_own_among_them():
-    method = RandomGroups(SHAPE, groups=5, top_k=3)
+    method = RandomGroups.of(SHAPE, groups=5, top_k=3)
     selection = method.route(torch.zeros(1, 200, 8), Sequence.plain(1, 200))
     assert selection.query_groups.sum(-1).eq(3).all() and (selection.query_groups | ~selection.key_groups).all()
     method.pair_rule = "share"

@@ -1,7 +1,7 @@
 """Models trained by a run here: made once, found again, named by the run that made them."""
 
 import pytest
-from running import run, tiny
+from running import fitting, run, tiny
 
 from focus_exp.jobs import base as base_module
 from focus_exp.records.record import Record
@@ -12,12 +12,13 @@ SMALL = ["regime.steps=2", "regime.warmup_steps=1", "regime.phases.everything.le
 def base(folder):
     """Overrides of a run that trains a tiny model from scratch; where it lies is not theirs to say."""
     places = ("runs_dir", "cache_dir", "logger")
-    return [*(s for s in tiny(folder) if not s.startswith(places)), "regime=scratch", "attention=full", *SMALL]
+    settings = fitting(*tiny(folder), "regime=scratch", "attention=full", *SMALL)
+    return [setting for setting in settings if not setting.startswith(places)]
 
 
 def measure(folder, trained_by, *others):
     quoted = ",".join(map(repr, trained_by))
-    return run(*tiny(folder), "attention=window", "regime=none", f"model.trained_by=[{quoted}]", *others)
+    return run(*fitting(*tiny(folder), "attention=window", "regime=none", f"model.trained_by=[{quoted}]", *others))
 
 
 def records(folder):

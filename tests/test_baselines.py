@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 import torch
 from conftest import FAMILIES
+from hydra import compose, initialize_config_dir
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from omegaconf import OmegaConf
 from problems import random_sequence
 from torch import Tensor
 from transformers import PreTrainedModel
@@ -28,10 +28,9 @@ from focus_exp.attention.baselines.window import WindowOnly
 from focus_exp.attention.method import AttentionMethod, LayerShape
 from focus_exp.attention.registry import METHODS, build
 from focus_exp.attention.selection import PairCounts, Selection, Sequence
-from focus_exp.checks import CHOICES
-from focus_exp.config import AttentionConfig
-from focus_exp.config_jobs import ScaleConfig
-from focus_exp.jobs.train import method_options
+from focus_exp.checks import parse
+from focus_exp.config import AttentionConfig, register_schemas
+from focus_exp.config_attention import method_options
 from focus_exp.models.modules import attached_methods
 
 CONF = Path(__file__).parent.parent / "conf" / "attention"
@@ -376,18 +375,20 @@ def test_a_later_token_changes_no_earlier_output(way, length):
 
 def test_longformer_with_a_window_as_long_as_the_text_is_full_attention():
     tensors = problem(50)
-    torch.testing.assert_close(attended(Longformer(shape(), window=50), tensors), full(tensors))
-    assert distance(attended(Longformer(shape(), window=9, global_tokens=4), tensors), full(tensors)) > 0.1
+    torch.testing.assert_close(attended(Longformer.of(shape(), window=50), tensors), full(tensors))
+    assert distance(attended(Longformer.of(shape(), window=9, global_tokens=4), tensors), full(tensors)) > 0.1
 
 
 def test_longformer_without_dilation_is_window_and_sinks():
     tensors = problem(50)
-    ours = Longformer(shape(), window=7, global_tokens=3)
-    control = WindowOnly(shape(), window=7, sinks=3)
+    ours = Longformer.of(shape(), window=7, global_tokens=3)
+    control = WindowOnly.of(shape(), window=7, sinks=3)
     assert torch.equal(attended(ours, tensors), attended(control, tensors))
     sequence = Sequence.plain(1, 50)
     assert ours.count_pairs(Selection(), sequence) == control.count_pairs(Selection(), sequence)
-    assert distance(attended(Longformer(shape(), window=7, global_tokens=3, dilation=2), tensors), full(tensors)) > 0.1
+    assert (
+        distance(attended(Longformer.of(shape(), window=7, global_tokens=3, dilation=2), tensors), full(tensors)) > 0.1
+    )
 
 
 def test_performer_converges_to_softmax_with_the_number_of_features():
@@ -395,7 +396,7 @@ def test_performer_converges_to_softmax_with_the_number_of_features():
     tensors = [0.4 * q, 0.4 * k, v]  # the variance grows with exp(|q + k|^2)
     exact, errors = full(tensors), []
     for features in (16, 256, 4096):
-        outputs = [attended(Performer(shape(), features=features, seed=seed), tensors) for seed in range(6)]
+        outputs = [attended(Performer.of(shape(), features=features, seed=seed), tensors) for seed in range(6)]
         errors.append(sum(distance(out, exact) for out in outputs) / 6)
     assert errors[0] > 2 * errors[1] > 4 * errors[2]
     assert errors[2] < 0.05
@@ -426,7 +427,7 @@ def test_performer_is_finite_where_exponentials_are_not(dtype, scale):
     """Logits of a hundred and of ten thousand: outputs, among the values seen, and gradients stay finite."""
     q, k, v = (t.to(dtype) for t in problem(300))
     leaves = [(scale * q).requires_grad_(), (scale * k).requires_grad_(), v.requires_grad_()]
-    out = attended(Performer(shape(), features=32), leaves)
+    out = attended(Performer.of(shape(), features=32), leaves)
     out.float().square().sum().backward()
     assert out.isfinite().all() and all(leaf.grad.isfinite().all() for leaf in leaves)
     assert out.abs().max() <= v.abs().max() * 1.01
@@ -436,13 +437,13 @@ def test_performer_is_finite_where_exponentials_are_not(dtype, scale):
 
 def test_performer_refuses_a_softcap():
     with pytest.raises(ValueError, match="softcap=50"):
-        Performer(shape()).attend(*problem(5), Selection(), Sequence.plain(1, 5), scaling=1.0, softcap=50.0)
+        Performer.of(shape()).attend(*problem(5), Selection(), Sequence.plain(1, 5), scaling=1.0, softcap=50.0)
 
 
 def test_performers_two_paths_are_one_function():
     tensors, sequence = problem(300), Sequence.plain(1, 300)
     mask = torch.ones(300, 300, dtype=torch.bool).tril()[None, None]
-    method, outputs = Performer(shape(), features=40), []
+    method, outputs = Performer.of(shape(), features=40), []
     for where, path in ((sequence, "prefix sums"), (Sequence(sequence.start, allowed=mask), "masked")):
         outputs.append(method.attend(*tensors, Selection(), where, scaling=0.25))
         assert method.path == path
@@ -453,15 +454,15 @@ def test_routing_transformer_with_one_centroid_and_room_for_all_is_full_attentio
     tensors, h = problem(50), torch.randn(1, 50, WIDTH)
     options = {"groups": 1, "window": 2, "sinks": 1}
     for count in (None, 50, 80):
-        method = RoutingTransformer(shape(), tokens_per_group=count, **options).eval()
+        method = RoutingTransformer.of(shape(), tokens_per_group=count, **options).eval()
         torch.testing.assert_close(attended(method, tensors, h), full(tensors))
-    small = RoutingTransformer(shape(), tokens_per_group=10, **options).eval()
+    small = RoutingTransformer.of(shape(), tokens_per_group=10, **options).eval()
     assert distance(attended(small, tensors, h), full(tensors)) > 0.1
 
 
 def test_routing_transformer_is_not_causal():
     """A later token takes a place among the tokens of a centroid."""
-    method = RoutingTransformer(shape(), groups=2, tokens_per_group=5, window=1, sinks=0).eval()
+    method = RoutingTransformer.of(shape(), groups=2, tokens_per_group=5, window=1, sinks=0).eval()
     assert not method.causal
     tensors, h = problem(40), torch.randn(1, 40, WIDTH)
     later = torch.cat([h[:, :30], method.centroids[:1].expand(10, -1)[None]], 1)
@@ -479,7 +480,7 @@ def clusters(count: int, length: int) -> tuple[Tensor, Tensor]:
 def test_routing_transformers_centroids_find_clusters_by_moving_averages():
     torch.manual_seed(3)
     h, which = clusters(3, 60)
-    method = RoutingTransformer(shape(), groups=3, centroid_decay=0.5, window=0, sinks=0)
+    method = RoutingTransformer.of(shape(), groups=3, centroid_decay=0.5, window=0, sinks=0)
     method.centroids.copy_(torch.nn.functional.layer_norm(h[0, :3], (WIDTH,)) / 4 + 0.1 * torch.randn(3, WIDTH))
     units = torch.nn.functional.normalize(h[0] - h[0].mean(-1, keepdim=True), dim=-1)
     means = torch.stack([units[which == c].mean(0) for c in range(3)])
@@ -497,7 +498,7 @@ def test_routing_transformers_centroids_find_clusters_by_moving_averages():
 
 
 def test_routing_transformers_centroids_do_not_move_for_padding_or_without_tokens():
-    method = RoutingTransformer(shape(), groups=3, tokens_per_group=7, centroid_decay=0.0).train()
+    method = RoutingTransformer.of(shape(), groups=3, tokens_per_group=7, centroid_decay=0.0).train()
     before, h = method.centroids.clone(), before_and_padding(method.centroids[1])
     valid = torch.arange(8)[None] < 5
     selection = method.route(h, Sequence(torch.zeros(1, 8, dtype=torch.long), valid=valid))
@@ -515,9 +516,9 @@ def before_and_padding(direction: Tensor) -> Tensor:
 @pytest.mark.parametrize("mean", [False, True])
 def test_sparq_that_keeps_all_tokens_is_full_attention(mean):
     tensors = problem(50)
-    whole = SparQ(shape(), components=3, tokens_kept=50, recent_tokens=1, reallocate=mean)
+    whole = SparQ.of(shape(), components=3, tokens_kept=50, recent_tokens=1, reallocate=mean)
     torch.testing.assert_close(attended(whole, tensors), full(tensors))
-    few = SparQ(shape(), components=3, tokens_kept=8, recent_tokens=1, reallocate=mean)
+    few = SparQ.of(shape(), components=3, tokens_kept=8, recent_tokens=1, reallocate=mean)
     assert distance(attended(few, tensors), full(tensors)) > 0.1
 
 
@@ -529,7 +530,7 @@ def test_sparq_with_all_components_is_exact_top_k():
     least = s.topk(7, dim=-1).values[..., -1:]
     s = torch.where(s >= least, s, -math.inf)
     s.diagonal(dim1=-2, dim2=-1).sub_(100)
-    exact = SparQ(shape(2), components=16, tokens_kept=7, recent_tokens=1)
+    exact = SparQ.of(shape(2), components=16, tokens_kept=7, recent_tokens=1)
     torch.testing.assert_close(attended(exact, [q, k, v]), s.softmax(-1) @ v)
 
 
@@ -537,7 +538,7 @@ def test_sparq_reallocates_what_the_estimate_leaves_out():
     """With values that are all the same either way gives them; with few tokens kept the mean helps on average."""
     q, k, v = problem(200)
     options = {"components": 8, "tokens_kept": 6, "recent_tokens": 2}
-    plain, mean = (SparQ(shape(), reallocate=r, **options) for r in (False, True))
+    plain, mean = (SparQ.of(shape(), reallocate=r, **options) for r in (False, True))
     same = torch.ones_like(v)
     for method in (plain, mean):
         torch.testing.assert_close(attended(method, [q, k, same]), torch.ones_like(q))
@@ -552,7 +553,7 @@ def test_magicpigs_tokens_are_sampled_with_the_probability_it_weighs_them_by():
     q[..., 0] = 1
     k = torch.stack([cosine, (1 - cosine**2).sqrt()], -1)[None, None, None]
     trials, hits = 4000, torch.zeros(4, dtype=torch.float64)
-    method = MagicPIG(shape(size=2), hash_bits=3, hash_tables=5)
+    method = MagicPIG.of(shape(size=2), hash_bits=3, hash_tables=5)
     for _ in range(trials):
         method.directions.copy_(torch.randn(method.directions.shape, generator=generator))
         hits += agree_twice(method.codes(q), method.codes(k))[0, 0, 0, 0].double()
@@ -577,18 +578,21 @@ def test_magicpigs_mean_over_seeds_approaches_full_attention():
     exact, bias, spread = full(tensors), [], []
     for tables in (4, 16, 64):
         options = {"hash_bits": 3, "hash_tables": tables, "recent_tokens": 2, "sinks": 1}
-        outputs = [attended(MagicPIG(shape(2, 8), seed=seed, **options), tensors) for seed in range(60)]
+        outputs = [attended(MagicPIG.of(shape(2, 8), seed=seed, **options), tensors) for seed in range(60)]
         bias.append(distance(torch.stack(outputs).mean(0), exact))
         spread.append(sum(distance(out, exact) for out in outputs) / 60)
     assert spread[0] > 1.5 * spread[1] > 3 * spread[2]
     assert bias[0] > bias[1] > bias[2] and bias[1] < 0.5 * spread[1] and bias[2] < 0.05
-    near_only = attended(WindowOnly(shape(2, 8), window=1, sinks=1), tensors)
+    near_only = attended(WindowOnly.of(shape(2, 8), window=1, sinks=1), tensors)
     assert bias[0] < 0.5 * distance(near_only, exact)
 
 
 def test_magicpigs_gradient_is_that_of_full_attention_as_samples_grow():
     gradients = []
-    for method in (MagicPIG(shape(), hash_bits=1, hash_tables=200, recent_tokens=2), WindowOnly(shape(), window=99)):
+    for method in (
+        MagicPIG.of(shape(), hash_bits=1, hash_tables=200, recent_tokens=2),
+        WindowOnly.of(shape(), window=99),
+    ):
         leaves = [t.requires_grad_() for t in problem(30)]
         attended(method, leaves).square().sum().backward()
         gradients.append(torch.cat([leaf.grad.flatten() for leaf in leaves]))
@@ -605,7 +609,7 @@ def test_random_methods_are_set_by_seed_and_layer(name):
 
 
 def test_magicpig_counts_only_what_it_has_sampled():
-    method, sequence = MagicPIG(shape()), Sequence.plain(1, 10)
+    method, sequence = MagicPIG.of(shape()), Sequence.plain(1, 10)
     for selection in (Selection(), Sampled()):
         with pytest.raises(RuntimeError, match="once it has attended"):
             method.count_pairs(selection, sequence)
@@ -614,9 +618,9 @@ def test_magicpig_counts_only_what_it_has_sampled():
 @pytest.mark.parametrize(
     ("name", "options", "message"),
     [
-        ("sparq", {"components": 17}, "components=17 must be 1 to 16"),
-        ("sparq", {"recent_tokens": 9, "tokens_kept": 8}, "recent_tokens=9 must be 1 to tokens_kept=8"),
-        ("magicpig", {"hash_bits": 16}, "hash_bits=16 must be 1 to 15"),
+        ("sparq", {"components": 17}, "components=17 exceeds 16, the size of a head"),
+        ("sparq", {"recent_tokens": 9, "tokens_kept": 8}, "recent_tokens=9 exceeds tokens_kept=8; use 1 to 8"),
+        ("magicpig", {"hash_bits": 16}, "hash_bits=16 is impossible; use a number from 1 to 15"),
         ("magicpig", {"hash_tables": 1}, "hash_tables=1"),
         ("magicpig", {"recent_tokens": 0}, "recent_tokens=0"),
     ],
@@ -765,44 +769,35 @@ def test_what_is_loaded_is_what_was_saved(tiny_model, attached, tmp_path, way):
 # configuration
 
 
-def composed(name: str) -> AttentionConfig:
-    overlay = OmegaConf.load(CONF / f"{name}.yaml")
-    del overlay["defaults"]
-    whole = OmegaConf.create(
-        {"attention": OmegaConf.structured(AttentionConfig), "scale": OmegaConf.structured(ScaleConfig)}
-    )
-    return OmegaConf.to_object(OmegaConf.merge(whole, {"attention": overlay}).attention)
+def composed(name: str, *settings: str) -> AttentionConfig:
+    register_schemas()
+    with initialize_config_dir(str(CONF.parent), version_base="1.3"):
+        return parse(compose("config", [f"attention={name}", "regime=none", *settings])).attention
 
 
 @pytest.mark.parametrize("name", sorted(path.stem for path in CONF.glob("*.yaml") if path.stem != "full"))
 def test_every_configuration_builds_its_method(name):
-    config = composed(name)
-    options = method_options(config, 0)
-    assert config.name == name
+    config = composed(name, "seed=5")
+    options = method_options(config)
+    assert config.name == name and options.get("seed", 5) == 5
     assert type(build(config.method, shape(size=64), **options)) is METHODS[config.method]
-    assert all(value == getattr(config, key, 0) for key, value in options.items())  # and the seed
 
 
 @pytest.mark.parametrize(
     ("name", "taken"),
     [
         ("window", {"window", "sinks"}),
-        ("random_groups", {"groups", "window", "sinks", "top_k", "pair_rule", "seed"}),
+        ("random_groups", {"groups", "window", "sinks", "top_k", "pair_rule", "seed", "shares"}),
         ("sparq_mean", {"components", "tokens_kept", "recent_tokens", "reallocate"}),
         ("magicpig", {"hash_bits", "hash_tables", "recent_tokens", "sinks", "seed"}),
     ],
 )
 def test_a_method_gets_the_options_that_it_takes(name, taken):
-    assert set(method_options(composed(name), 0)) == taken
+    assert set(method_options(composed(name))) == taken
 
 
 def test_what_a_configuration_says_reaches_the_method():
-    config = composed("sparq_mean")
-    config.tokens_kept = 21
-    method = build(config.method, shape(size=64), **method_options(config, 0))
+    config = composed("sparq_mean", "attention.tokens_kept=21")
+    method = build(config.method, shape(size=64), **method_options(config))
     assert isinstance(method, SparQ) and method.reallocate and method.tokens_kept == 21
-    assert not build("sparq", shape(size=64), **method_options(composed("sparq"), 0)).reallocate
-
-
-def test_every_method_can_be_asked_for_by_name():
-    assert set(CHOICES["attention.method"]) == {"full", *METHODS}
+    assert not build("sparq", shape(size=64), **method_options(composed("sparq"))).reallocate

@@ -9,14 +9,13 @@ import sys
 import pytest
 import pytorch_lightning as pl
 import torch
-from bad_input import BAD_INPUT
-from running import only_run, record_of, router_steps, run, tiny
+from bad_input import BAD_INPUT, CHOICES
+from running import fitting, only_run, record_of, router_steps, run, tiny
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 from transformers import PreTrainedModel
 
 from focus_exp import assets
-from focus_exp.checks import CHOICES
 from focus_exp.jobs import run as run_module
 from focus_exp.models import adapter as adapter_module
 from focus_exp.training.module import LanguageModelTask
@@ -59,7 +58,7 @@ def refused(*arguments):
 
 @pytest.mark.parametrize("override", BAD_INPUT)
 def test_bad_input_is_one_error_that_names_key_value_and_fix(tmp_path, override):
-    message = refused(*tiny(tmp_path), override)
+    message = refused(*fitting(*tiny(tmp_path), override))
     for part in BAD_INPUT[override]:
         assert part in message
 
@@ -71,7 +70,7 @@ def test_a_choice_that_does_not_exist_is_answered_with_those_that_do(tmp_path, k
 
 
 SHOWN = {
-    "--help": ["attention: ", "focus_paper", "+experiment=", "key=value"],
+    "--help": ["attention= ", "focus_paper", "+experiment=", "key=value"],
     "--cfg job": ["job: train", "groups: 4"],
 }
 

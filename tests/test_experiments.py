@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
-from running import run, tiny
+from running import fitting, run, tiny
 
 from focus_exp.checks import parse
 from focus_exp.config import GROUPS, register_schemas
@@ -37,7 +37,7 @@ def test_option_fits_its_schema(group, name):
     # what the option cannot do without: routers are of no use to attention=full, and files have to be named
     others = ["regime=none"] if group == "attention" else ["data.files=texts"] if name == "files" else []
     config = parse(composed(f"{group}={name}", *others))
-    assert type(getattr(config, group)) is GROUPS[group]
+    assert isinstance(getattr(config, group), GROUPS[group])
     assert getattr(config, group).name == name
 
 
@@ -68,7 +68,7 @@ def test_experiment_runs_on_a_tiny_model(tmp_path, name, model):
     # benchmarks have tests of their own; arms that name a model or a text of theirs are this one
     arms = [f"arms.{arm}={changed(settings)}" for arm, settings in plain.arms.items() if changed(settings) != settings]
     small = [*tiny(tmp_path), f"model={model}", "attention.groups=4", "regime.steps=2", "eval.tasks=[]"]
-    result = run(f"+experiment={name}", *small, *arms)
+    result = run(f"+experiment={name}", *fitting(*small, f"attention={plain.attention.name}"), *arms)
     assert result.code == 0, result.err
     assert {path.relative_to(tmp_path / "runs").parts[0] for path in tmp_path.rglob("record.json")} == {name}
     records = [Record.load(path) for path in tmp_path.rglob("record.json")]

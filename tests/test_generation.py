@@ -4,7 +4,7 @@ import signal
 
 import pytest
 import torch
-from running import only_run, record_of, run, tiny
+from running import fitting, only_run, record_of, run, tiny
 
 from focus_exp.evaluation import generation
 from focus_exp.evaluation.generation import Generation, agreement
@@ -84,7 +84,7 @@ def test_samples_follow_from_the_seed(tmp_path):
     ids=str,
 )
 def test_bad_settings_are_one_message(tmp_path, settings, said):
-    result = run(*tiny(tmp_path), *JOB, *settings)
+    result = run(*fitting(*tiny(tmp_path), *JOB, *settings))
     assert result.code == 2 and said in result.err and "Traceback" not in result.err
 
 

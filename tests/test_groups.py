@@ -15,7 +15,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from problems import random_assignment
-from running import only_run, record_of, router_steps, run, tiny
+from running import fitting, only_run, record_of, router_steps, run, tiny
 from sklearn.metrics import adjusted_mutual_info_score
 
 from focus_exp import attach, detach, set_routing
@@ -386,7 +386,7 @@ def test_an_interrupted_analysis_goes_on_with_the_next_router(tmp_path, monkeypa
     ids=str,
 )
 def test_bad_settings_are_one_message(tmp_path, settings, said):
-    result = run(*tiny(tmp_path), *JOB, *settings)
+    result = run(*fitting(*tiny(tmp_path), *JOB, *settings))
     assert result.code == 2 and said in result.err and "Traceback" not in result.err
 
 

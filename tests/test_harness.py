@@ -15,6 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from lm_eval.models.huggingface import HFLM
 from lm_eval.tasks import TaskManager
+from running import attention_of
 from torch import nn
 
 from focus_exp import attach, disabled, set_routing
@@ -96,7 +97,7 @@ def make_config(names: list[str], method: str = "focus", **settings: Any) -> sch
     return schema.Config(
         assets="embedded",
         model=schema.ModelConfig(name="tiny"),
-        attention=schema.AttentionConfig(name=method, method=method, groups=GROUPS, window=WINDOW, sinks=SINKS),
+        attention=attention_of(method, groups=GROUPS, window=WINDOW, sinks=SINKS),
         regime=schema.RegimeConfig(name="none"),
         data=schema.DataConfig(name="random", source="files"),
         eval=schema.EvalConfig(

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from omegaconf import OmegaConf
 from peft import PeftModel
 from peft.tuners.lora import LoraLayer
-from running import metrics_of, only_run, outcome, record_of, router_steps, run, tiny
+from running import fitting, metrics_of, only_run, outcome, record_of, router_steps, run, tiny
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -254,13 +254,8 @@ def test_a_full_disk_leaves_the_older_adapter_whole(tiny_model, tmp_path, monkey
 
 
 def command(folder, name, *more):
-    return [
-        *tiny(folder, name),
-        "trainer.checkpoint_every=2",
-        "trainer.keep_checkpoints=true",
-        "eval.max_windows=2",
-        *more,
-    ]
+    kept = ("trainer.checkpoint_every=2", "trainer.keep_checkpoints=true", "eval.max_windows=2")
+    return fitting(*tiny(folder, name), *kept, *more)
 
 
 @pytest.fixture(scope="module")
@@ -328,7 +323,7 @@ def test_rows_and_counts_say_what_was_trained(folder, seen):
 
 
 def test_the_number_of_parameters_is_announced(folder):
-    result = run(*command(folder, "announced", *LORA, "regime.lora.rank=null", "attention.groups=4"))
+    result = run(*command(folder, "announced", *LORA, "regime.lora.rank=null", "regime.lora.router_groups=4"))
     assert "LoRA r=5 on q_proj, v_proj: 2,240 numbers to train, where a router of 4 groups has 2,176" in result.out
 
 
@@ -400,7 +395,7 @@ def test_a_loss_that_is_not_finite_leaves_the_last_good_adapter(tmp_path, monkey
         return step(self, batch, index)
 
     monkeypatch.setattr(LanguageModelTask, "training_step", poisoned)
-    result = run(*tiny(tmp_path), *LORA)
+    result = run(*fitting(*tiny(tmp_path), *LORA))
     kept = only_run(tmp_path) / "adapter"
     assert result.code == 2 and f"the last good state is in {kept}" in result.err
     saved = load_file(kept / "adapter_model.safetensors")
@@ -410,7 +405,7 @@ def test_a_loss_that_is_not_finite_leaves_the_last_good_adapter(tmp_path, monkey
 
 
 def test_learning_rates_are_a_sweep_from_one_start(tmp_path):
-    assert run("-m", *tiny(tmp_path), *LORA, "regime.phases.lora.learning_rate=1e-3,1e-2").code == 0
+    assert run("-m", *fitting(*tiny(tmp_path), *LORA, "regime.phases.lora.learning_rate=1e-3,1e-2")).code == 0
     records = [Record.load(path) for path in tmp_path.rglob("record.json")]
     first, second = ([row.nll for row in record.rows] for record in records)
     assert len(records) == 2 and first[0] == second[0] and first[1] != second[1]
@@ -427,13 +422,13 @@ BAD = {
     ],
     "regime.phases.lora.train=lorra": ["regime.phases.lora.train=lorra", "router, lora, all"],
     "regime.from_scratch=true": ["regime=lora starts from random weights", "train: all"],
-    "regime.lora.rnk=8": ["Key 'rnk' not in 'LoraConfig'"],
+    "regime.lora.rnk=8": ["there is no key regime.lora.rnk", "did you mean rank"],
 }
 
 
 @pytest.mark.parametrize("override", BAD)
 def test_bad_input_is_one_error_that_names_key_value_and_fix(tmp_path, override):
-    result = run(*tiny(tmp_path), "regime=lora", *override.split())
+    result = run(*fitting(*tiny(tmp_path), "regime=lora", *override.split()))
     assert result.code == 2 and result.err.startswith("error: ") and result.err.count("error:") == 1
     for part in BAD[override]:
         assert part in result.err
@@ -441,5 +436,5 @@ def test_bad_input_is_one_error_that_names_key_value_and_fix(tmp_path, override)
 
 def test_the_regime_brings_full_attention_unless_another_is_asked_for(tmp_path):
     one_step = ("regime=lora", "regime.phases.lora.steps=1")
-    assert run(*tiny(tmp_path), *one_step).code == 0
+    assert run(*fitting(*tiny(tmp_path), *one_step)).code == 0
     assert record_of(tmp_path).config["attention"]["name"] == "full"

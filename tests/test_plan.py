@@ -13,11 +13,10 @@ from conftest import ZOO
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from omegaconf import OmegaConf
-from running import run
+from running import attention_of, fitting, run
 from torch.utils.data import Dataset
 
 from focus_exp.config import (
-    AttentionConfig,
     Config,
     DataConfig,
     EvalConfig,
@@ -85,7 +84,7 @@ class Case:
         phase = PhaseConfig(train=TRAINS[self.regime], steps=2, learning_rate=1e-4, warmup_steps=0)
         return Config(
             model=ModelConfig(name=self.architecture, architecture=ARCHITECTURES[self.architecture]),
-            attention=AttentionConfig(name=method, method=method),
+            attention=attention_of(method),
             regime=RegimeConfig(name=self.regime, phases={"phase": phase}),
             data=DataConfig(name="text", source="files", block_size=self.length),
             eval=EvalConfig(name="eval"),
@@ -418,7 +417,7 @@ def test_without_training_a_forward_pass_is_planned():
     ],
 )
 def test_bad_plans_are_refused(changes, message):
-    result = run(*TINY, *changes)
+    result = run(*fitting(*TINY, *changes))
     assert result.code == 2 and message in result.err
 
 

@@ -5,6 +5,7 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 import torch
+from running import attention_of
 
 from focus_exp import config as schema
 from focus_exp import set_routing
@@ -29,7 +30,7 @@ def make_config(method: str = "focus", train: str | None = None, **attention) ->
     phases = {train: schema.PhaseConfig(train=train, steps=1, learning_rate=1e-3)} if train else {}
     return schema.Config(
         model=schema.ModelConfig(name="tiny"),
-        attention=schema.AttentionConfig(name=method, method=method, **options),
+        attention=attention_of(method, **options),
         regime=schema.RegimeConfig(name="regime", phases=phases),
         data=schema.DataConfig(name="random", source="files"),
         eval=schema.EvalConfig(name="eval", window=T, max_windows=5, batch_size=2, bootstrap_samples=50),

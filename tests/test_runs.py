@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 from omegaconf import OmegaConf
-from running import metrics_of, only_run, outcome, record_of, router_steps, run, tiny
+from running import fitting, metrics_of, only_run, outcome, record_of, router_steps, run, tiny
 from transformers import AutoModelForCausalLM
 
-from focus_exp.config import Config
+from focus_exp.config import structured
 from focus_exp.records.record import Record
 
 STEPS = router_steps(4)
@@ -61,7 +61,7 @@ def test_run_folder_holds_config_metrics_adapter_record_tables_and_figures(folde
         *("adapter/focus_adapter.safetensors", "adapter/focus_adapter.json"),
         *("figures/loss_curve.png", "figures/perplexity_by_position.png", "figures/group_sizes.png"),
     }
-    config = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(Config), OmegaConf.load(place / "config.yaml")))
+    config = OmegaConf.to_object(structured(OmegaConf.load(place / "config.yaml")))
     assert config.attention.window == 8 and config.regime.phases["router"].steps == 4
     assert [line["step"] for line in metrics_of(folder / "retrofit")] == [1, 2, 3, 4]
     table = list(csv.DictReader(io.StringIO((place / "quality.csv").read_text())))
@@ -111,7 +111,7 @@ def test_evaluating_the_adapter_gives_the_numbers_of_training(folder, retrofit):
 
 
 def test_a_sweep_goes_on_after_a_job_that_fails(tmp_path):
-    swept = run("-m", *tiny(tmp_path), *MEASURE, "attention=window", "attention.groups=0,2")
+    swept = run("-m", *fitting(*tiny(tmp_path), *MEASURE, "attention=random_groups", "attention.groups=0,2"))
     assert swept.code == 2
     assert swept.err.count("error:") == 1 and "attention.groups=0" in swept.err
     assert record_of(tmp_path / "runs").config["attention"]["groups"] == 2
@@ -120,7 +120,7 @@ def test_a_sweep_goes_on_after_a_job_that_fails(tmp_path):
 
 @pytest.mark.parametrize("attention", ["full", "window", "random_groups", "focus"])
 def test_regime_none_measures_without_training(tmp_path, attention):
-    assert run(*tiny(tmp_path), *MEASURE, f"attention={attention}", "attention.window=8").code == 0
+    assert run(*fitting(*tiny(tmp_path), *MEASURE, f"attention={attention}", "attention.window=8")).code == 0
     record = record_of(tmp_path)
     assert (record.status, record.steps, record.tokens_seen) == ("finished", 0, 0)
     assert record.method["trainable_parameters"] == 0
@@ -153,7 +153,7 @@ def test_finetuned_model_and_adapter_can_be_used_again(folder, finetuned):
     ids=["finetune", "scratch"],
 )
 def test_full_attention_can_be_trained_for_comparison(tmp_path, settings):
-    assert run(*tiny(tmp_path), *settings).code == 0
+    assert run(*fitting(*tiny(tmp_path), *settings)).code == 0
     record, place = record_of(tmp_path), only_run(tmp_path)
     assert kinds(record) == {"base", "trained"} and record.steps == 3
     assert (place / "model" / "model.safetensors").exists() and not (place / "adapter").exists()

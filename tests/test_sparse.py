@@ -237,8 +237,8 @@ def test_auto_takes_the_sparse_path_where_sequences_are_long_enough(tiny_model):
 @pytest.mark.parametrize(
     "method",
     [
-        WindowOnly(LayerShape(16, 4, 8, 0), window=9, sinks=2),
-        Longformer(LayerShape(16, 4, 8, 0), window=7, global_tokens=5),
+        WindowOnly.of(LayerShape(16, 4, 8, 0), window=9, sinks=2),
+        Longformer.of(LayerShape(16, 4, 8, 0), window=7, global_tokens=5),
     ],
     ids=["window", "longformer"],
 )

@@ -8,7 +8,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from running import only_run, record_of, router_steps, run, tiny
+from running import fitting, only_run, record_of, router_steps, run, tiny
 
 from focus_exp import attach, set_routing
 from focus_exp.attention.baselines.performer import Performer
@@ -276,5 +276,5 @@ def test_kernels_are_listed_with_reasons(tmp_path):
     ],
 )
 def test_what_cannot_be_timed_is_refused(tmp_path, arguments, named):
-    result = run(*tiny(tmp_path), "job=bench", *arguments)
+    result = run(*fitting(*tiny(tmp_path), "job=bench", *arguments))
     assert result.code == 2 and named in result.err

@@ -17,6 +17,7 @@ from test_training import ALL, FLOAT32, ROUTER, T, focus, routers
 from focus_exp import config as schema
 from focus_exp.attention.mitigations import balance_loss, entropy_loss, follow_means, kmeans
 from focus_exp.attention.selection import Sequence
+from focus_exp.config_attention import FocusConfig
 from focus_exp.data import Blocks, TokenStream
 from focus_exp.models.modules import attached_methods
 from focus_exp.records.answers import phases
@@ -61,7 +62,7 @@ def attached(model, options):
 def train(model, phase, folder, options=None, probed=None, **trainer):
     config = schema.Config(
         model=schema.ModelConfig(name="tiny"),
-        attention=schema.AttentionConfig(name="focus", method="focus", **options or {}),
+        attention=FocusConfig(name="focus", method="focus", **options or {}),
         regime=schema.RegimeConfig(name="regime", phases={"phase": phase}),
         data=schema.DataConfig(name="random", source="files", block_size=T),
         eval=schema.EvalConfig(name="eval"),
@@ -235,7 +236,7 @@ def test_reclustering_comes_every_so_many_steps_and_not_at_the_last(tiny_model, 
 
 def test_all_processes_move_their_centroids_alike(tiny_model):
     model = attached(tiny_model("llama"), {"centroid_update": "ema"})
-    update = CentroidUpdates(model, schema.AttentionConfig(name="f", method="focus", centroid_update="ema"))
+    update = CentroidUpdates(model, FocusConfig(name="f", method="focus", centroid_update="ema"))
     tokens = torch.randn(2, 10, 16)  # of two processes
 
     class Module:

@@ -10,7 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from running import only_run, record_of, router_steps, run, tiny
+from running import fitting, only_run, record_of, router_steps, run, tiny
 from safetensors import SafetensorError
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerBase
 
@@ -175,7 +175,7 @@ def test_two_comparisons_at_once_are_refused_before_any_arm(tmp_path, monkeypatc
 
 
 def test_weights_of_a_finetune_are_whole_or_not_there(tmp_path, monkeypatch):
-    command = [*tiny(tmp_path), "regime=finetune", "attention=full", "regime.phases.everything.steps=1"]
+    command = fitting(*tiny(tmp_path), "regime=finetune", "attention=full", "regime.phases.everything.steps=1")
     save = PreTrainedTokenizerBase.save_pretrained
 
     def full(self, folder, **options):

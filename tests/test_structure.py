@@ -14,14 +14,15 @@ TOP_LEVEL = {
     *("conf", "focus_exp", "runs", "tests", ".ci"),
     *("Makefile", "pyproject.toml", "constraints.txt", "README.md", "LICENSE", ".gitignore"),
 }
-FOUNDATION = {"errors", "storage", "assets", "config", "config_jobs", "checks"}
+FOUNDATION = {"errors", "storage", "assets", "config", "config_attention", "config_jobs", "checks"}
 MAY_IMPORT = {
     "attention": set(),
     "errors": set(),
     "storage": {"errors"},
     "assets": FOUNDATION,
-    "config": FOUNDATION,
-    "config_jobs": set(),
+    "config": {*FOUNDATION, "attention"},
+    "config_attention": {"errors", "attention"},
+    "config_jobs": {"attention"},
     "checks": {*FOUNDATION, "attention"},
     "records": FOUNDATION,
     "reporting": {*FOUNDATION, "records"},
@@ -47,7 +48,8 @@ MAY_IMPORT = {
         "sweeps",
     },
     "__init__": {"errors", "models"},
-    "__main__": {*FOUNDATION, "jobs", "sweeps"},
+    "help": FOUNDATION,
+    "__main__": {*FOUNDATION, "attention", "help", "jobs", "sweeps"},
 }
 
 

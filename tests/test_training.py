@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from focus_exp import attach
 from focus_exp import config as schema
 from focus_exp.attention.method import AttentionMethod
+from focus_exp.config_attention import FocusConfig
 from focus_exp.data import Blocks, TokenStream
 from focus_exp.errors import UserError
 from focus_exp.models.attached import observed
@@ -41,7 +42,7 @@ def train(model, phase: schema.PhaseConfig, folder: Path, attention: dict | None
     stream = TokenStream("random", tokens, np.array([0, len(tokens)]), ["text"])
     config = schema.Config(
         model=schema.ModelConfig(name="tiny"),
-        attention=schema.AttentionConfig(name="focus", method="focus", **attention or {}),
+        attention=FocusConfig(name="focus", method="focus", **attention or {}),
         regime=schema.RegimeConfig(name="regime", phases={"phase": phase}),
         data=schema.DataConfig(name="random", source="files", block_size=T),
         eval=schema.EvalConfig(name="eval"),

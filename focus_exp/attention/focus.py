@@ -8,19 +8,15 @@ import torch
 from torch import Tensor
 
 from focus_exp.attention.blocked import blocked_attention
+from focus_exp.attention.focus_options import FocusOptions
 from focus_exp.attention.method import AttentionMethod, LayerShape
 from focus_exp.attention.mitigations import balance_loss, entropy_loss
 from focus_exp.attention.recompute import Forwards, in_backward
 from focus_exp.attention.routing import Router, balance_potential, sinkhorn
-from focus_exp.attention.selection import PAIR_RULES, PairCounts, Selection, Sequence, count_pairs, keeps_all, select
-
-ASSIGNMENTS = ("balanced", "sinkhorn", "softmax")
-GATES = ("log", "multiplicative")
-TRAIN_WITH = ("soft", "hard")
-CENTROID_UPDATES = ("gradient", "ema", "recluster")
+from focus_exp.attention.selection import PairCounts, Selection, Sequence, count_pairs, keeps_all, select
 
 
-class Focus(AttentionMethod):
+class Focus(AttentionMethod, name="focus", options=FocusOptions):
     """Learned grouping (paper section 2). Assignments:
 
     balanced: g = softmax(S / tau + b); in training mode b balances each batch exactly and its running average is
@@ -38,57 +34,28 @@ class Focus(AttentionMethod):
     parts the processes hold, from this one's part, and which of them is this one's. All are balanced in their order.
     """
 
-    def __init__(
-        self,
-        shape: LayerShape,
-        *,
-        groups: int = 4,
-        routing_dim: int = 16,
-        temperature: float = 0.1,
-        normalize: bool = True,
-        assignment: str = "balanced",
-        sinkhorn_iterations: int = 10,
-        balance_momentum: float = 0.9,
-        gate: str = "log",
-        gate_steepness: float = 10.0,
-        gate_threshold: float = 0.5,
-        train_with: str = "soft",
-        window: int = 128,
-        sinks: int = 4,
-        top_k: int = 1,
-        pair_rule: str = "query_topk",
-        balance_loss: float = 0.0,
-        entropy_loss: float = 0.0,
-        detach_inputs: bool = False,
-        centroid_update: str = "gradient",
-    ) -> None:
-        super().__init__(shape, window, sinks)
-        for name, value, choices in (
-            ("assignment", assignment, ASSIGNMENTS),
-            ("gate", gate, GATES),
-            ("train_with", train_with, TRAIN_WITH),
-            ("pair_rule", pair_rule, PAIR_RULES),
-            ("centroid_update", centroid_update, CENTROID_UPDATES),
-        ):
-            if value not in choices:
-                raise ValueError(f"{name}={value!r} is not one of {', '.join(choices)}")
-        self.router = Router(shape.width, groups, routing_dim, normalize, trained_centroids=centroid_update != "ema")
-        self.groups = groups
-        self.temperature = temperature
-        self.assignment = assignment
-        self.sinkhorn_iterations = sinkhorn_iterations
-        self.balance_momentum = balance_momentum
-        self.gate = gate
-        self.gate_steepness = gate_steepness
-        self.gate_threshold = gate_threshold
-        self.train_with = train_with
+    def __init__(self, shape: LayerShape, options: FocusOptions) -> None:
+        super().__init__(shape, options.window, options.sinks)
+        trained_centroids = options.centroid_update != "ema"
+        self.router = Router(
+            shape.width, options.groups, options.routing_dim, options.normalize, trained_centroids=trained_centroids
+        )
+        self.groups = options.groups
+        self.temperature = options.temperature
+        self.assignment = options.assignment
+        self.sinkhorn_iterations = options.sinkhorn_iterations
+        self.balance_momentum = options.balance_momentum
+        self.gate = options.gate
+        self.gate_steepness = options.gate_steepness
+        self.gate_threshold = options.gate_threshold
+        self.train_with = options.train_with
         self.hard = False
-        self.top_k = top_k
-        self.pair_rule = pair_rule
+        self.top_k = options.top_k
+        self.pair_rule = options.pair_rule
         self.forwards = Forwards()
-        self.balance_loss = balance_loss
-        self.entropy_loss = entropy_loss
-        self.detach_inputs = detach_inputs
+        self.balance_loss = options.balance_loss
+        self.entropy_loss = options.entropy_loss
+        self.detach_inputs = options.detach_inputs
         self.losses: list[Tensor] | None = None  # of the forward passes, while somebody gathers them
         self.projected: list[Tensor] | None = None  # tokens `[N, R]`, likewise
         self.together: Callable[[Tensor], tuple[list[Tensor], int]] | None = None

@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import count
-from typing import ClassVar
+from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor, nn
 
 from focus_exp.attention.blocked import blocked_attention, full_attention
 from focus_exp.attention.kernels import KERNELS, CannotServe, Demand, Kernel, choose
+from focus_exp.attention.options import Options
 from focus_exp.attention.selection import PairCounts, Selection, Sequence, count_pairs, mask_of, nothing_shared
 from focus_exp.attention.sparse import sparse_attention
 
@@ -36,10 +37,34 @@ class LayerShape:
     index: int
 
 
+# those that have declared a name
+METHODS: dict[str, type[AttentionMethod]] = {}
+
+
 class AttentionMethod(nn.Module):
-    """Sees hidden states `[B, T, E]` in `route`, replaces the layer's attention in `attend`."""
+    """Sees hidden states `[B, T, E]` in `route`, replaces the layer's attention in `attend`.
+
+    A method declares in its class statement the dataclass of its options, which its constructor takes beside the
+    layer's shape, and, if it is part of this package, its name:
+
+        class Mean(AttentionMethod, options=MeanOptions):
+            def __init__(self, shape: LayerShape, options: MeanOptions) -> None:
+    """
 
     causal: ClassVar[bool] = True
+    options: ClassVar[type[Options]] = Options
+
+    def __init_subclass__(cls, *, name: str | None = None, options: type[Options] | None = None) -> None:
+        super().__init_subclass__()
+        cls.options = options or cls.options
+        if name is not None:
+            METHODS[name] = cls
+
+    @classmethod
+    def of(cls, shape: LayerShape, **options: Any) -> Self:
+        """For one layer, with its options by name; ValueError for one that it has not, or a value that it refuses."""
+        make: Any = cls
+        return make(shape, cls.options.of(**options))
 
     def __init__(self, shape: LayerShape, window: int = 128, sinks: int = 4) -> None:
         super().__init__()

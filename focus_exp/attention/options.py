@@ -1,57 +1,102 @@
-"""What the options of attention methods may be, wherever they come from: Python, a configuration, an adapter's file."""
+"""Options as methods declare them: a dataclass beside the class, every field with its limits and a sentence.
+
+Nothing here needs torch, so that a configuration is shown and refused without waiting for it.
+"""
 
 from __future__ import annotations
 
 import difflib
-import inspect
 import math
+from dataclasses import dataclass, field, fields, is_dataclass
 from types import UnionType
-from typing import Any, get_args, get_type_hints
+from typing import Any, Self, Union, get_args, get_origin, get_type_hints
 
-AT_LEAST = {
-    "groups": 1,
-    "routing_dim": 1,
-    "sinkhorn_iterations": 1,
-    "window": 0,
-    "sinks": 0,
-    "top_k": 1,
-    "balance_loss": 0,
-    "entropy_loss": 0,
-    "global_tokens": 0,
-    "dilation": 1,
-    "dilated_heads": 0,
-    "features": 1,
-    "tokens_per_group": 1,
-    "components": 1,
-    "tokens_kept": 1,
-    "recent_tokens": 1,
-    "hash_bits": 1,
-    "hash_tables": 2,
-}
-ABOVE_ZERO = ("temperature", "gate_steepness")
+PAIR_RULES = ("query_topk", "share")
 KINDS = {int: "a whole number", float: "a number", bool: "True or False", str: "a name", type(None): "None"}
-SHARES = ("balance_momentum", "gate_threshold", "centroid_decay")
 
 
-def check_options(method: Any, options: dict[str, Any]) -> None:
-    """ValueError that names the option, its value and what it may be; for the keyword arguments of a method's class."""
-    hints = {name: hint for name, hint in get_type_hints(method.__init__).items() if name not in ("shape", "return")}
-    for name, value in options.items():
-        if name not in hints:
-            close = difflib.get_close_matches(name, hints, n=1)
-            meant = f"did you mean {close[0]}?" if close else f"there are {', '.join(hints)}"
-            raise ValueError(f"there is no option {name}; {meant}")
-        kinds = get_args(hints[name]) if isinstance(hints[name], UnionType) else (hints[name],)
+def option(
+    default: Any,
+    meaning: str = "",
+    *,
+    least: float | None = None,
+    most: float | str | None = None,
+    above: float | None = None,
+    choices: tuple[str, ...] = (),
+) -> Any:
+    """A field of a dataclass of options. Its metadata are these arguments, for programs to read; None is no limit.
+
+    least and most are allowed, `above` itself is not; most may be the name of another option. The limits of a list are
+    those of everything in it.
+    """
+    known = {"meaning": meaning, "least": least, "most": most, "above": above, "choices": choices}
+    if isinstance(default, (list, dict)):
+        return field(default_factory=default.copy, metadata=known)
+    return field(default=default, metadata=known)
+
+
+@dataclass
+class Options:
+    """What the options of every method descend from."""
+
+    @classmethod
+    def of(cls, **given: Any) -> Self:
+        """These options, the others at their defaults; ValueError for one that there is not, and as `check` has it."""
+        names = [item.name for item in fields(cls)]
+        for name in given:
+            if name not in names:
+                raise ValueError(f"there is no option {name}{instead(name, names)}")
+        options = cls(**given)
+        check(options)
+        return options
+
+
+@dataclass
+class NearOptions(Options):
+    """Of the methods that keep the tokens around a query, and the first ones."""
+
+    window: int = option(128, "w, tokens before a query that it always sees", least=0)
+    sinks: int = option(4, "first tokens of a text that every query sees", least=0)
+
+
+@dataclass
+class GroupOptions(NearOptions):
+    """Of the methods that keep the distant pairs inside groups of tokens."""
+
+    groups: int = option(4, "K, groups of tokens", least=1)
+    top_k: int = option(1, "groups that a query reaches", least=1, most="groups")
+    pair_rule: str = option(
+        "query_topk", "whether a pair shares one of the query's groups, or of both tokens' groups", choices=PAIR_RULES
+    )
+
+
+def instead(name: str, names: list[str]) -> str:
+    """What to write in place of `name`, as the end of a sentence: the nearest of `names`, or all where none is near."""
+    close = difflib.get_close_matches(name, names, n=3, cutoff=0.6)
+    return f"; did you mean {' or '.join(close)}?" if close else f"; there are {', '.join(names)}"
+
+
+def check(options: Any, prefix: str = "") -> None:
+    """ValueError for what a dataclass, or one in it, may not hold: names the option, its value and what it may be."""
+    hints = get_type_hints(type(options))
+    for item in fields(options):
+        name, value, limits = prefix + item.name, getattr(options, item.name), item.metadata
+        for key, inner in (value if isinstance(value, dict) else {"": value}).items():
+            if is_dataclass(inner):
+                check(inner, f"{name}.{key}." if key else f"{name}.")
+        hint = hints[item.name]
+        kinds = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
         if not any(fits(value, kind) for kind in kinds):
             raise ValueError(f"{name}={value!r} is not {' or '.join(KINDS.get(kind, str(kind)) for kind in kinds)}")
-        check_range(name, value)
-    given = inspect.signature(method.__init__).bind_partial(None, **options)
-    given.apply_defaults()
-    if "top_k" in hints and given.arguments["top_k"] > given.arguments["groups"]:
-        raise ValueError(
-            f"top_k={given.arguments['top_k']} exceeds groups={given.arguments['groups']}; "
-            f"use 1 to {given.arguments['groups']}"
-        )
+        if not limits or value is None:
+            continue
+        for each in value if isinstance(value, list) else [value]:
+            shown = f"{name} holds {each}, which" if isinstance(value, list) else f"{name}={each}"
+            check_limits(shown, each, limits)
+        if isinstance(limits["most"], str) and value > (bound := getattr(options, limits["most"])):
+            raise ValueError(
+                f"{name}={value} exceeds {prefix}{limits['most']}={bound}; use {limits['least']} to {bound}"
+            )
 
 
 def fits(value: Any, kind: Any) -> bool:
@@ -61,13 +106,14 @@ def fits(value: Any, kind: Any) -> bool:
     return isinstance(value, kind) if kind in (str, bool, type(None)) else True
 
 
-def check_range(name: str, value: Any) -> None:
-    """ValueError for a number out of the range of the option called `name`."""
-    if value is None:
-        return
-    if name in AT_LEAST and not value >= AT_LEAST[name]:
-        raise ValueError(f"{name}={value} is impossible; use {AT_LEAST[name]} or more")
-    if name in ABOVE_ZERO and not 0 < value < math.inf:
-        raise ValueError(f"{name}={value} is impossible; use a number above 0")
-    if name in SHARES and not 0 <= value <= 1:
-        raise ValueError(f"{name}={value} is impossible; use a number from 0 to 1")
+def check_limits(shown: str, value: Any, limits: Any) -> None:
+    least, most, above, choices = (limits[key] for key in ("least", "most", "above", "choices"))
+    if choices and value not in choices:
+        raise ValueError(f"{shown} is not one of {', '.join(choices)}")
+    if isinstance(most, (int, float)):
+        if not least <= value <= most:
+            raise ValueError(f"{shown} is impossible; use a number from {least} to {most}")
+    elif least is not None and not value >= least:
+        raise ValueError(f"{shown} is impossible; use {least} or more")
+    if above is not None and not above < value < math.inf:
+        raise ValueError(f"{shown} is impossible; use a number above {above}")

@@ -77,13 +77,13 @@ class Benchmarks:
                 with self.full_attention():
                     name = lora or "full attention, trained weights"
                     self.add(BenchmarkRow(attention=name, kind="trained", task=task))
-            if attention.method == "focus":
+            if self.config.has_router:
                 self.measure_focus(task)
             elif attention.method != "full":
                 self.add(replace(row, task=task, causal=is_causal(self.model)))
 
     def measure_focus(self, task: str) -> None:
-        attention, model = self.config.attention, self.model
+        attention, model = self.config.focus, self.model
         set_routing(model, hard=True, top_k=attention.top_k, pair_rule=attention.pair_rule)
         name = hard_name(attention.top_k, attention.pair_rule)
         row = BenchmarkRow(attention=name, kind="hard", task=task, method="focus", causal=is_causal(model))

@@ -7,7 +7,7 @@ from transformers import PreTrainedModel
 from focus_exp.attention.baselines.random_groups import RandomGroups
 from focus_exp.attention.baselines.window import WindowOnly
 from focus_exp.attention.method import AttentionMethod
-from focus_exp.config import AttentionConfig
+from focus_exp.config_attention import FocusConfig
 from focus_exp.models.modules import attached_methods
 
 BASE = "base, full attention"
@@ -22,16 +22,19 @@ def hard_name(top_k: int, pair_rule: str) -> str:
 
 def window_only(model: PreTrainedModel, window: int, sinks: int) -> dict[int, AttentionMethod]:
     """Per attached layer: the window and the sinks, no distant pair."""
-    return {index: WindowOnly(method.shape, window, sinks) for index, method in attached_methods(model).items()}
+    return {
+        index: WindowOnly.of(method.shape, window=window, sinks=sinks)
+        for index, method in attached_methods(model).items()
+    }
 
 
 def random_groups(
-    model: PreTrainedModel, shares: list[list[float]], attention: AttentionConfig, seed: int
+    model: PreTrainedModel, shares: list[list[float]], attention: FocusConfig, seed: int
 ) -> dict[int, AttentionMethod]:
     """Per attached layer: groups that ignore the text, as large as `shares` `[layers][K]` says, so equally dense."""
     methods = attached_methods(model).items()
     return {
-        index: RandomGroups(
+        index: RandomGroups.of(
             method.shape, groups=attention.groups, window=attention.window, sinks=attention.sinks,
             top_k=attention.top_k, pair_rule=attention.pair_rule, seed=seed, shares=layer_shares,
         )

@@ -57,7 +57,7 @@ class Generation:
     def rows(self) -> Iterator[Continuation]:
         """Prompt by prompt: the book, full attention, every k."""
         settings = self.config.generate
-        reach = settings.top_k or range(1, self.config.attention.groups + 1)
+        reach = settings.top_k or range(1, self.config.focus.groups + 1)
         cases: list[int | None] = [None, *reach]
         with tqdm(total=len(self.indices) * len(cases), desc="texts", unit="text", leave=False, disable=None) as bar:
             for number, index in enumerate(self.indices):
@@ -89,7 +89,7 @@ class Generation:
 
     @torch.no_grad()
     def write(self, number: int, prompt: Tensor, top_k: int | None) -> tuple[Continuation, list[int]]:
-        attention = self.config.attention
+        attention = self.config.focus
         name = "full attention"
         where: AbstractContextManager[Any] = disabled(self.model)
         if top_k is not None:

@@ -76,7 +76,7 @@ class GroupAnalysis:
 
     def report(self) -> GroupReport:
         """Everything, and the passage for the page into `folder`."""
-        attention, settings = self.config.attention, self.config.analyze
+        attention, settings = self.config.focus, self.config.analyze
         set_routing(self.model, hard=True, top_k=attention.top_k, pair_rule=attention.pair_rule)
         trained = self.kept("trained", partial(self.observe, "trained router"))
         base = self.kept("base", self.observe_base)
@@ -139,7 +139,7 @@ class GroupAnalysis:
             raise UserError(f"analyze.others holds {folder}, whose method {method} has no router; leave it out")
         detach(self.model)
         load_adapter(self.model, folder)
-        attention = self.config.attention
+        attention = self.config.focus
         set_routing(self.model, hard=True, top_k=attention.top_k, pair_rule=attention.pair_rule)
         return self.observe(name_of(folder))
 
@@ -150,7 +150,7 @@ class GroupAnalysis:
         return GroupLayer(
             layer=layer,
             confidence=float(confidence.mean()),
-            groups=[self.group(number, groups == number, confidence) for number in range(self.config.attention.groups)],
+            groups=[self.group(number, groups == number, confidence) for number in range(self.config.focus.groups)],
             fits=[
                 GroupFit(router="trained", **vars(fit(groups, self.labels))),
                 GroupFit(router="untrained", **vars(fit(random, self.labels))),
@@ -176,7 +176,7 @@ class GroupAnalysis:
         """By class of the token that is predicted, all classes first; of those that every window has."""
         bootstrap = Bootstrap(len(full), self.config.eval.bootstrap_samples, self.config.seed)
         # only from there on has a query anything to lose
-        beyond = np.arange(full.shape[1]) > self.config.attention.window + self.config.attention.sinks
+        beyond = np.arange(full.shape[1]) > self.config.focus.window + self.config.focus.sinks
         rows = []
         for number, name in [(None, "all"), *enumerate(CLASSES)]:
             of_class = beyond & ((self.classes == number) if number is not None else True)

@@ -73,7 +73,7 @@ class Quality:
         own = replace(self, folder=self.folder / f"after-{phase}")
         own.base = self.base
         own.measure_soft(phase)
-        own.measure_hard(self.config.attention.top_k, self.config.attention.pair_rule, phase)
+        own.measure_hard(self.config.focus.top_k, self.config.focus.pair_rule, phase)
         self.between += own.rows
 
     def measure_attached(self) -> None:
@@ -84,7 +84,7 @@ class Quality:
             with self.full_attention():
                 name = lora or "full attention, trained weights"
                 self.add(Row(name=name, kind="trained", method="full", causal=True))
-        if attention.method == "focus":
+        if self.config.has_router:
             self.measure_focus()
         elif attention.method != "full":
             self.add(Row(name=attention.name, kind="control", method=attention.method, causal=is_causal(self.model)))
@@ -94,7 +94,7 @@ class Quality:
         return disabled(self.model) if attached else nullcontext()
 
     def measure_focus(self) -> None:
-        attention = self.config.attention
+        attention = self.config.focus
         soft = self.measure_soft()
         self.soft = soft.nll if soft else None
         configured: Scores | None = None
@@ -128,12 +128,12 @@ class Quality:
 
     def reached(self) -> list[int]:
         """The numbers of groups that a query reaches, in the rows of hard groups."""
-        attention, asked = self.config.attention, self.config.eval.top_k
+        attention, asked = self.config.focus, self.config.eval.top_k
         return [k for k in range(1, attention.groups + 1) if not asked or k in (*asked, attention.top_k)]
 
     def measure_twins(self) -> None:
         """The same router where a token's groups depend on that token alone: what it gains by reading the future."""
-        top_k, rule = self.config.attention.top_k, self.config.attention.pair_rule
+        top_k, rule = self.config.focus.top_k, self.config.focus.pair_rule
         with causal_assignment(self.model):
             set_routing(self.model, hard=False)
             self.add(Row(name="same router, causal, soft", kind="twin", method="focus", causal=True))
@@ -143,7 +143,7 @@ class Quality:
 
     def measure_controls(self, pairs: PairShares) -> None:
         """The same window without routing, a window widened to as many pairs, and random groups of the same sizes."""
-        attention, model = self.config.attention, self.model
+        attention, model = self.config.focus, self.model
         self.distant_share = pairs.distant / pairs.total
         wide = equal_density_window(pairs, attention.sinks, self.layer_sequences())
         narrow_methods = window_only(model, attention.window, attention.sinks)

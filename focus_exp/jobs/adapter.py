@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from focus_exp.checks import validate
-from focus_exp.config import AttentionConfig, Config, RegimeConfig
+from focus_exp.config import Config, RegimeConfig
+from focus_exp.config_attention import FocusConfig, attention_of, schema_of
 from focus_exp.errors import UserError, first_line
 from focus_exp.models.adapter import read_description
 
@@ -16,13 +18,11 @@ from focus_exp.models.adapter import read_description
 def with_adapter(config: Config) -> Config:
     """The configuration with the adapter's own method in place of attention.*, and nothing to train."""
     description = read_description(str(config.adapter))
-    options = description["options"]
-    chosen = {key: getattr(config.attention, key) for key in ("top_k", "pair_rule", "backend")}
-    named = {"name": config.attention.name, "method": description["method"]}
+    chosen = {"name": config.attention.name, "method": description["method"], "backend": config.attention.backend}
     try:
-        # by OmegaConf, which knows the types
-        attention = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(AttentionConfig), options, chosen, named))
-        assert isinstance(attention, AttentionConfig)
+        if config.has_router and issubclass(schema_of(description["method"]), FocusConfig):
+            chosen |= {"top_k": config.focus.top_k, "pair_rule": config.focus.pair_rule}
+        attention: Any = OmegaConf.to_object(attention_of(description["options"] | chosen))
         merged = replace(config, attention=attention, regime=RegimeConfig(name="none"))
         validate(merged)
     except (OmegaConfBaseException, UserError) as error:

@@ -19,7 +19,7 @@ def analyze(config: Config) -> None:
     """Describe the groups of the adapter's router, or of one trained first as the regime says."""
     if config.adapter:
         config = with_adapter(config)
-    if config.attention.method != "focus":
+    if not config.has_router:
         raise UserError(f"job=analyze describes the groups of Focus, not attention={config.attention.name}")
     if already_finished(config):
         return
@@ -35,7 +35,7 @@ def analyze(config: Config) -> None:
         loaded, corpus = load(run, precision)
         model, evaluation, blocks = prepare(run, loaded, corpus, precision)
         put_router(run, model, blocks, precision, config.eval.window)
-        calibration = sample_blocks(blocks, config.attention.calibration_blocks or CALIBRATION_BLOCKS, config.seed + 2)
+        calibration = sample_blocks(blocks, config.focus.calibration_blocks or CALIBRATION_BLOCKS, config.seed + 2)
         windows = evaluation.quality.blocks
         analysis = GroupAnalysis(
             model, loaded.tokenizer, windows, calibration, config, precision, run.folder / "groups"

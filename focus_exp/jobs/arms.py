@@ -25,8 +25,7 @@ def compose_arm(config: Config, name: str | None, command_line: list[str]) -> Co
     With an adapter it is measured, not trained. UserError where the arm asks for another method than the adapter's, or
     for no more than the base.
     """
-    settings = [*config.every_arm, *(config.arms[name] if name else [])]
-    composed = parse(compose("config", [*command_line, *settings]))
+    composed = compose_shared([*command_line, *config.every_arm], config.arms[name] if name else [])
     arm = replace(composed, job="evaluate" if composed.adapter else "train", arm=name, arms={}, every_arm=[])
     if name and arm.attention.method == "full" and not phases_of(arm):
         raise UserError(
@@ -41,3 +40,12 @@ def compose_arm(config: Config, name: str | None, command_line: list[str]) -> Co
             f"{merged.attention.method}; leave the arm out with ~arms.{name}, or the adapter"
         )
     return merged
+
+
+def compose_shared(shared: list[str], own: list[str]) -> Config:
+    """What several share, and one's own settings. Its attention takes of the shared options those that it has."""
+    others = [setting for setting in shared if not setting.startswith("attention.")]
+    if len(others) < len(shared) and any(setting.startswith(("attention=", "regime=")) for setting in own):
+        known = compose("config", [*others, *own]).attention
+        shared = [s for s in shared if s in others or s.partition("=")[0].removeprefix("attention.") in known]
+    return parse(compose("config", [*shared, *own]))

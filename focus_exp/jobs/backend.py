@@ -39,8 +39,8 @@ def set_backend(model: PreTrainedModel, config: Config, precision: Precision, lo
     dtype = torch.bfloat16 if precision.autocast else model.dtype
     if choose(demand_of(model, dtype)) is None:
         return None  # every length takes the masked path
-    layer = Layer(shape_of(model), attention.window, attention.sinks, dtype, precision.device)
-    found = break_even(layer, attention.groups, device_name(precision.device), cache_root(config.cache_dir))
+    layer = Layer(shape_of(model), attention.window, config.focus.sinks, dtype, precision.device)
+    found = break_even(layer, config.focus.groups, device_name(precision.device), cache_root(config.cache_dir))
     for method in attached_methods(model).values():
         method.sparse_from = found.sparse_from
     print(found.sentence())
@@ -49,8 +49,7 @@ def set_backend(model: PreTrainedModel, config: Config, precision: Precision, lo
 
 def dense_training(model: PreTrainedModel, config: Config) -> str | None:
     """Why training with hard groups computes all pairs here, and what to do; None where it need not."""
-    attention = config.attention
-    hard = attention.method == "focus" and attention.train_with == "hard" and attention.backend != "masked"
+    hard = config.has_router and config.focus.train_with == "hard" and config.focus.backend != "masked"
     dropped = dict(attention_dropout(model.config.get_text_config().to_dict()))
     if not (hard and dropped and config.regime.trains("all")):  # a frozen base drops nothing
         return None

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from hydra import compose
 from hydra.core.hydra_config import HydraConfig
 
-from focus_exp.checks import parse
 from focus_exp.config import Config
+from focus_exp.config_attention import method_options
 from focus_exp.errors import UserError
 from focus_exp.jobs.adapter import with_adapter
+from focus_exp.jobs.arms import compose_shared
 from focus_exp.jobs.backend import list_kernels
 from focus_exp.jobs.router import put_router
 from focus_exp.jobs.run import already_finished, open_run, run_folder
-from focus_exp.jobs.train import check_length, describe, headline, load, method_options, prepare
+from focus_exp.jobs.train import check_length, describe, headline, load, prepare
 from focus_exp.models.attached import set_routing
 from focus_exp.speed.methods import Methods
 from focus_exp.speed.suite import Suite
@@ -26,7 +26,7 @@ def bench(config: Config) -> None:
         return
     if config.adapter:
         config = with_adapter(config)
-    if config.attention.method != "focus":
+    if not config.has_router:
         raise UserError(f"job=bench times Focus, not attention={config.attention.name}; use attention=focus")
     methods = other_methods(config)
     if already_finished(config):
@@ -43,7 +43,7 @@ def bench(config: Config) -> None:
         if config.bench.quality:
             evaluation.measure_base()
         trained = put_router(run, model, blocks, precision, longest)
-        set_routing(model, hard=True, top_k=config.attention.top_k, pair_rule=config.attention.pair_rule)
+        set_routing(model, hard=True, top_k=config.focus.top_k, pair_rule=config.focus.pair_rule)
         suite = Suite(config, model, evaluation.quality.blocks, precision, run.folder, trained, methods)
         for row in suite.rows():
             run.record.speed.append(row)
@@ -60,10 +60,8 @@ def other_methods(config: Config) -> Methods:
     """`bench.methods`, each a name of conf/attention, with its options. UserError for one that has no layer to time."""
     found = {}
     for name in config.bench.methods:
-        attention = parse(
-            compose("config", [*HydraConfig.get().overrides.task, f"attention={name}", "regime=none"])
-        ).attention
+        attention = compose_shared(HydraConfig.get().overrides.task, [f"attention={name}", "regime=none"]).attention
         if attention.method in ("full", "focus"):
             raise UserError(f"bench.methods={name}: full attention and Focus are timed by every bench; name others")
-        found[name] = (attention.method, method_options(attention, config.seed))
+        found[name] = (attention.method, method_options(attention))
     return found

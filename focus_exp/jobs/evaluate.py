@@ -18,13 +18,14 @@ from focus_exp.training.precision import Precision, choose_precision
 def evaluate(config: Config) -> None:
     """Measure `config.adapter` as `config.eval` says; attention is the adapter's, save top_k, pair_rule, backend."""
     if not config.adapter:
-        raise UserError("job=evaluate needs adapter=<folder that save_adapter wrote>, such as <run folder>/adapter")
+        raise UserError("job=evaluate needs adapter=<run folder>/adapter, or owner/name of one on the hub")
     config = with_adapter(config)
     if already_finished(config):
         return
     precision = choose_precision(config.trainer.precision, config.trainer.accelerator, trains_base=False)
     attention = config.attention
-    kept = f"{attention.method}, K={attention.groups}, window {attention.window}"
+    groups = f", K={config.focus.groups}" if config.has_router else ""
+    kept = f"{attention.method}{groups}, window {attention.window}"
     print(f"evaluation of {config.adapter} ({kept}: the adapter's own) on {config.data.name}; {describe(precision)}")
     print(f"run folder: {run_folder(config)}")
     with open_run(config, describe(precision)) as run:

@@ -9,7 +9,7 @@ import sys
 
 from omegaconf import OmegaConf
 
-from focus_exp.config import Config
+from focus_exp.config import Config, structured
 from focus_exp.errors import Interrupted, UserError
 from focus_exp.jobs.train import train
 from focus_exp.training.exchange import LostProcess, leave_group
@@ -19,7 +19,7 @@ from focus_exp.training.processes import follow_input
 def main() -> int:
     """Take part in the run whose configuration is the first line of standard input; exit codes as of the command."""
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
-    config = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(Config), json.loads(sys.stdin.readline())))
+    config = OmegaConf.to_object(structured(json.loads(sys.stdin.readline())))
     assert isinstance(config, Config)
     follow_input()
     try:

@@ -7,12 +7,13 @@ from hydra.core.hydra_config import HydraConfig
 from rich.console import Console
 from transformers import PreTrainedModel
 
+from focus_exp.attention.focus_options import FocusOptions
 from focus_exp.checks import parse
 from focus_exp.config import Config, phases_of
+from focus_exp.config_attention import method_options
 from focus_exp.errors import UserError
 from focus_exp.jobs.arms import compose_arms
 from focus_exp.jobs.run import TABLE_WIDTH
-from focus_exp.jobs.train import method_options
 from focus_exp.models.attach import attach
 from focus_exp.models.attached import set_routing
 from focus_exp.models.lora import add_lora, router_parameters
@@ -82,10 +83,11 @@ def preparation(config: Config) -> Prepare:
     def prepare(model: PreTrainedModel) -> PreTrainedModel:
         attention = config.attention
         if attention.method != "full":
-            attach(model, attention.method, **method_options(attention, config.seed))
+            attach(model, attention.method, **method_options(attention))
             set_routing(model, hard=not phases_of(config), backend="masked")
         if config.regime.trains("lora"):
-            add_lora(model, config.regime.lora, router_parameters(model, attention.groups, attention.routing_dim))
+            lora = config.regime.lora
+            add_lora(model, lora, router_parameters(model, lora.router_groups, FocusOptions.routing_dim))
         return model
 
     return prepare

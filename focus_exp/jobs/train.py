@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import inspect
 import json
 import sys
 import time
-from dataclasses import asdict
-from typing import Any
 
 import pytorch_lightning as pl
 import torch
@@ -15,8 +12,9 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from focus_exp.assets import cache_root
-from focus_exp.attention.registry import METHODS
-from focus_exp.config import AttentionConfig, Config, phases_of, to_dict
+from focus_exp.attention.focus_options import FocusOptions
+from focus_exp.config import Config, phases_of, to_dict
+from focus_exp.config_attention import method_options
 from focus_exp.data import Blocks, Corpus, bos_of, load_corpus
 from focus_exp.errors import UserError
 from focus_exp.evaluation.benchmarks import Benchmarks
@@ -127,24 +125,18 @@ def check_length(model: PreTrainedModel, key: str, length: int, name: str) -> No
 def attach_method(model: PreTrainedModel, config: Config, precision: Precision) -> None:
     if config.attention.method != "full":
         pl.seed_everything(config.seed, verbose=False)
-        attach(model, config.attention.method, **method_options(config.attention, config.seed))
+        attach(model, config.attention.method, **method_options(config.attention))
         set_backend(model, config, precision, max(config.eval.window, config.data.block_size))
     if config.regime.trains("lora"):
-        budget = router_parameters(model, config.attention.groups, config.attention.routing_dim)
+        budget = router_parameters(model, config.regime.lora.router_groups, FocusOptions.routing_dim)
         pl.seed_everything(config.seed, verbose=False)
         add_lora(model, config.regime.lora, budget)
         added = describe_lora(model)
         print(
             f"{added['name']} on {', '.join(added['target_modules'])}: {trained_parameters(model, config):,} numbers "
-            f"to train, where a router of {config.attention.groups} groups has {budget:,}"
+            f"to train, where a router of {config.regime.lora.router_groups} groups has {budget:,}"
         )
     place_added(model, precision.device)
-
-
-def method_options(attention: AttentionConfig, seed: int) -> dict[str, Any]:
-    """The options of attention.* that the method itself takes, and the seed where it draws anything."""
-    taken = inspect.signature(METHODS[attention.method]).parameters
-    return {key: value for key, value in (asdict(attention) | {"seed": seed}).items() if key in taken}
 
 
 def fit(run: Run, model: PreTrainedModel, blocks: Blocks, precision: Precision, quality: Quality | None = None) -> None:
@@ -153,17 +145,17 @@ def fit(run: Run, model: PreTrainedModel, blocks: Blocks, precision: Precision, 
     With `quality` routers are watched on its text while they are trained, and measured between phases.
     """
     config, record = run.config, run.record
-    phases, routed = phases_of(config), config.attention.method == "focus"
+    phases, routed = phases_of(config), config.has_router
     if is_main():
         for sentence in mend(run.folder / CHECKPOINTS):
             run.warn(sentence)
     begun = agreed(any(checkpoint_of(run.folder / CHECKPOINTS, name).exists() for name, _ in phases[:1]))
-    if routed and phases and config.attention.warm_start_blocks and not begun:
-        sample = sample_blocks(blocks, config.attention.warm_start_blocks, config.seed + 1)
+    if routed and phases and config.focus.warm_start_blocks and not begun:
+        sample = sample_blocks(blocks, config.focus.warm_start_blocks, config.seed + 1)
         began = time.perf_counter()
-        alone(model, lambda: warm_start(model, sample, config.attention.warm_start_steps, precision, config.seed))
+        alone(model, lambda: warm_start(model, sample, config.focus.warm_start_steps, precision, config.seed))
         print(f"routers fitted to the attention in {len(sample)} blocks ({time.perf_counter() - began:.0f} s)")
-    balancing = sample_blocks(blocks, config.attention.calibration_blocks, config.seed + 2)
+    balancing = sample_blocks(blocks, config.focus.calibration_blocks, config.seed + 2) if routed else []
 
     def measure(phase: str) -> None:
         assert quality is not None
@@ -201,7 +193,7 @@ def fit(run: Run, model: PreTrainedModel, blocks: Blocks, precision: Precision, 
     if routed:
         alone(model, lambda: calibrate(model, balancing, precision))
         record.layers = attachment_of(model).layers
-        record.method |= method_options(config.attention, config.seed)
+        record.method |= method_options(config.attention)
     if any(method.state_dict() for method in attached_methods(model).values()):
         extra = {"trained_with": config.model.name, "substitution": record.model.get("substitution")}
         extra |= {"steps": trained.steps, "tokens": trained.tokens}

@@ -1,27 +1,29 @@
-"""The trained part alone, on disk: safetensors for the numbers, JSON for what they belong to."""
+"""The trained part alone, on disk and on the hub: safetensors for the numbers, JSON for what they belong to."""
 
 from __future__ import annotations
 
-import inspect
 import json
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
+from huggingface_hub import HfApi
+from huggingface_hub.errors import HfHubHTTPError, LocalTokenNotFoundError
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from focus_exp.attention.registry import METHODS
-from focus_exp.errors import UserError
+from focus_exp.assets import ADAPTER_FILES, adapter_folder
+from focus_exp.attention.registry import find
+from focus_exp.errors import UserError, first_line
 from focus_exp.models.attach import attach, detach
 from focus_exp.models.attached import attachment_of, is_causal, set_routing
 from focus_exp.models.load import fingerprint
 from focus_exp.models.modules import attached_methods
 from focus_exp.storage import aside
 
-WEIGHTS = "focus_adapter.safetensors"
-DESCRIPTION = "focus_adapter.json"
+WEIGHTS, DESCRIPTION, CARD = ADAPTER_FILES
 FORMAT = 1
 FIELDS = {
     "method": str, "options": dict, "layers": list, "causal": bool, "trainable_parameters": int, "base_model": dict,
@@ -68,9 +70,25 @@ def save_adapter(
     return folder
 
 
+def push_to_hub(folder: str | Path, repo_id: str, *, private: bool = False, token: str | None = None) -> str:
+    """Upload what `save_adapter` wrote, and the card beside it, to `repo_id` (owner/name), made if need be; its URL.
+
+    UserError without an adapter in `folder`, and where the hub refuses.
+    """
+    read_description(folder)
+    hub = HfApi(token=token)
+    try:
+        hub.create_repo(repo_id, private=private, exist_ok=True)
+        return str(hub.upload_folder(repo_id=repo_id, folder_path=folder, allow_patterns=[*ADAPTER_FILES]))
+    except LocalTokenNotFoundError as error:
+        raise UserError(f"the hub does not know who uploads {repo_id}; run: hf auth login") from error
+    except (HfHubHTTPError, OSError, ValueError) as error:
+        raise UserError(f"{folder} was not uploaded to {repo_id}: {first_line(error)}") from error
+
+
 def read_description(folder: str | Path) -> dict[str, Any]:
-    """The JSON of an adapter; UserError when it is missing, damaged or of a newer format."""
-    path = Path(folder) / DESCRIPTION
+    """The JSON of an adapter, in a folder or on the hub; UserError when it is missing, damaged or of a newer format."""
+    path = adapter_folder(folder) / DESCRIPTION
     try:
         description: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
         if (found := description["format"]) != FORMAT:
@@ -83,13 +101,15 @@ def read_description(folder: str | Path) -> dict[str, Any]:
         raise UserError(f"{folder} holds no {DESCRIPTION}; give a folder that save_adapter wrote") from None
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise UserError(f"{path} is damaged ({error}); copy the adapter again") from None
-    if method := METHODS.get(description["method"]):
-        known = set(inspect.signature(method).parameters) - {"shape"}
-        if unknown := sorted(set(description["options"]) - known):
-            raise UserError(
-                f"{path}: method {description['method']} has no options {', '.join(unknown)}; copy the adapter again, "
-                "or use the version of focus_exp that wrote it"
-            )
+    try:
+        method = find(description["method"], imports=False)
+    except ValueError as error:
+        raise UserError(f"{path}: {error}") from error
+    if unknown := sorted(set(description["options"]) - {item.name for item in fields(method.options)}):
+        raise UserError(
+            f"{path}: method {description['method']} has no options {', '.join(unknown)}; copy the adapter again, "
+            "or use the version of focus_exp that wrote it"
+        )
     return description
 
 
@@ -103,9 +123,10 @@ def check_types(values: dict[str, Any], kinds: dict[str, type]) -> None:
 def load_adapter(model: PreTrainedModel, folder: str | Path, *, hard: bool = True) -> PreTrainedModel:
     """Attach what `save_adapter` wrote, ready for use with hard groups (or soft gates with hard=False).
 
+    `folder` may be an adapter on the hub: owner/name, or owner/name@revision.
     UserError when the adapter was trained for other base weights, or its files are damaged; then nothing is attached.
     """
-    folder = Path(folder)
+    folder = adapter_folder(folder)
     description = read_description(folder)
     wanted, found = description["base_model"], fingerprint(model)
     if wanted["fingerprint"] != found:

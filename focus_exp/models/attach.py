@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from focus_exp.attention.method import LayerShape
-from focus_exp.attention.registry import METHODS, build
+from focus_exp.attention.registry import find
 from focus_exp.errors import UserError
 from focus_exp.models.attached import Attachment, attachment_of, is_causal
 from focus_exp.models.cache import FocusCache, cache_for
@@ -28,7 +28,7 @@ from focus_exp.models.modules import attached_methods, attention_modules, decode
 def attach(
     model: PreTrainedModel, method: str = "focus", *, layers: list[int] | None = None, **options: Any
 ) -> PreTrainedModel:
-    """Attach `method` with its options to all layers of `model` (or to `layers`), in place.
+    """Attach `method`, a name or the dotted path of a class, with its options to all layers of `model` or to `layers`.
 
     The base weights are left as they are; freeze them with `freeze` before training. With hard groups `generate()`
     keeps keys and values by group (`FocusCache`). UserError for an unknown method, option or layer, a model already
@@ -36,8 +36,10 @@ def attach(
     """
     if getattr(model, "focus_attachment", None) is not None:
         raise UserError("the model already has an attention method attached; call detach(model) first")
-    if method not in METHODS:
-        raise UserError(f"attention method {method!r} is not known; choose from {', '.join(METHODS)}")
+    try:
+        declared = find(method)
+    except ValueError as error:
+        raise UserError(str(error)) from error
     modules = attention_modules(model)
     wanted = list(modules) if layers is None else list(layers)
     if missing := sorted(set(wanted) - set(modules)):
@@ -50,7 +52,7 @@ def attach(
     added = {}
     for index in wanted:
         try:
-            added[index] = build(method, layer_shape(model, modules[index], index), **options)
+            added[index] = declared.of(layer_shape(model, modules[index], index), **options)
         except ValueError as error:
             raise UserError(f"attention method {method!r}: {error}") from None
         if getattr(modules[index], "is_causal", True) is False:

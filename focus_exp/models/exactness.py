@@ -78,7 +78,7 @@ def compare(model: PreTrainedModel) -> None:
     ):
         refused = f"{name} cannot take an attached method {way}"
         everything: dict[int, AttentionMethod] = {
-            index: WindowOnly(method.shape, window=LENGTH, sinks=0) for index, method in methods.items()
+            index: WindowOnly.of(method.shape, window=LENGTH, sinks=0) for index, method in methods.items()
         }
         with swapped(model, everything):
             for method in everything.values():

@@ -105,9 +105,9 @@ class Estimate:
     @cached_property
     def warm_start(self) -> Trace | None:
         """Of reading the attention that routers are fitted to first, if they are."""
-        blocks, length = self.config.attention.warm_start_blocks, self.config.data.block_size
-        if not self.phases or self.config.attention.method != "focus" or not blocks:
+        if not (self.phases and self.config.has_router and self.config.focus.warm_start_blocks):
             return None
+        blocks, length = self.config.focus.warm_start_blocks, self.config.data.block_size
         return self.whole(lambda model: trace_warm_start(model, length, blocks, self.autocast))
 
     def whole(self, trace: Callable[[PreTrainedModel], Trace]) -> Trace:

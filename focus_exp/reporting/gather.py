@@ -6,6 +6,7 @@ from collections.abc import Hashable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from focus_exp.config_attention import FocusConfig
 from focus_exp.records.comparison import load_run
 from focus_exp.records.record import Record
 from focus_exp.records.rows import Arm
@@ -72,7 +73,8 @@ def is_quick(record: Record) -> bool:
 
 def setup(record: Record) -> Hashable:
     """What records of several seeds have in common: the model, the text, the attention, how much was trained."""
-    attention = tuple(record.setting("attention", key) for key in ATTENTION)
+    # a record from before methods had options of their own holds those of Focus, whatever its method
+    attention = tuple(record.setting("attention", key, getattr(FocusConfig, key)) for key in ATTENTION)
     evaluation = record.setting("eval", "window"), record.setting("eval", "max_windows")
     trained = record.setting("regime", "name"), record.steps, record.tokens_seen
     return _sources(record), attention, evaluation, trained

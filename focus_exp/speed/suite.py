@@ -60,7 +60,7 @@ class Suite:
         `methods` are others to time a layer of."""
         self.config, self.settings, self.model, self.held_out = config, config.bench, model, held_out
         self.precision, self.folder, self.trained = precision, folder, trained
-        attention = config.attention
+        attention = config.focus
         self.layer = Layer(
             shape_of(model), attention.window, attention.sinks, DTYPES[self.settings.dtype], precision.device,
             "auto" if attention.backend == "masked" else attention.backend, self.settings.repeats,
@@ -144,7 +144,7 @@ class Suite:
             return self.keep(f"{clock.replace(' ', '_')}-{length}", SpeedRow, measure)
         except (RuntimeError, torch.OutOfMemoryError) as error:
             reason = f"{type(error).__name__}: {first_line(error)}"
-            groups = self.config.attention.groups
+            groups = self.config.focus.groups
             return [SpeedRow(clock=clock, tokens=length, groups=groups, assignment="balanced", error=reason)]
 
     def keep(self, name: str, kind: type[Timed], measure: Callable[[], Iterable[Timed]]) -> list[Timed]:
@@ -163,7 +163,7 @@ class Suite:
 
     def groupings(self, length: int) -> list[Groups]:
         """Balanced groups of every K, those of the router, each at every k."""
-        attention, found = self.config.attention, []
+        attention, found = self.config.focus, []
         for top_k in self.settings.top_k:
             found += [balanced(k, length, top_k, attention.pair_rule) for k in self.settings.groups if top_k <= k]
             if self.trained and top_k <= attention.groups:

@@ -93,7 +93,7 @@ def balanced(groups: int, length: int, top_k: int = 1, pair_rule: str = "query_t
 
 def layer_method(shape: Shape, groups: Groups, window: int, sinks: int, backend: str, device: torch.device) -> Focus:
     """A Focus layer with hard groups on the sparse path."""
-    method = Focus(
+    method = Focus.of(
         LayerShape(shape.width, shape.heads, shape.head_dim, 0), groups=groups.count, window=window, sinks=sinks,
         top_k=groups.top_k, pair_rule=groups.pair_rule, train_with="hard",
     )  # fmt: skip

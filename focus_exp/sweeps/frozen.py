@@ -24,7 +24,7 @@ from omegaconf import DictConfig, OmegaConf
 from yaml import YAMLError
 
 from focus_exp.checks import parse
-from focus_exp.config import Config
+from focus_exp.config import Config, structured
 from focus_exp.errors import UserError, first_line
 from focus_exp.records.environment import environment
 from focus_exp.records.runs import finished_record, run_folder
@@ -132,9 +132,7 @@ def load_config(place: Path) -> Config:
         frozen = OmegaConf.load(path)
     except (OSError, ValueError, YAMLError) as error:
         raise UserError(f"{path} is damaged ({first_line(error)}); submit the sweep again") from error
-    merged = OmegaConf.merge(OmegaConf.structured(Config), frozen)
-    assert isinstance(merged, DictConfig)
-    return parse(merged)
+    return parse(structured(frozen))
 
 
 class FrozenJob:

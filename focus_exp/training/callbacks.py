@@ -14,7 +14,7 @@ import torch
 from pytorch_lightning.callbacks import Callback
 from tqdm import tqdm
 
-from focus_exp.config import AttentionConfig
+from focus_exp.config_attention import FocusConfig
 from focus_exp.errors import STOP_SIGNALS, Interrupted
 from focus_exp.models.attached import routers_of
 from focus_exp.records.metrics import read_metrics, write_metrics
@@ -131,7 +131,7 @@ class GateAnnealing(Callback):
     A shallow gate lets gradients see the pairs it would drop; a steep one is the hard mask that is used in the end.
     """
 
-    def __init__(self, attention: AttentionConfig) -> None:
+    def __init__(self, attention: FocusConfig) -> None:
         self.final = attention.gate_steepness
         self.start = self.final if attention.gate_steepness_start is None else attention.gate_steepness_start
 

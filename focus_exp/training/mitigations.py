@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from focus_exp.attention.focus import Focus
 from focus_exp.attention.mitigations import follow_means, kmeans
-from focus_exp.config import AttentionConfig
+from focus_exp.config_attention import FocusConfig
 from focus_exp.models.attached import routers_of
 
 
@@ -36,7 +36,7 @@ class CentroidUpdates(Callback):
     steps to where k-means puts them ("recluster"), with the average length that they had. Whole steps count, all
     processes' tokens together."""
 
-    def __init__(self, model: nn.Module, attention: AttentionConfig) -> None:
+    def __init__(self, model: nn.Module, attention: FocusConfig) -> None:
         self.update = attention.centroid_update
         self.decay = attention.centroid_decay
         self.every = attention.recluster_every

@@ -122,10 +122,10 @@ def train_phase(
         logger=loggers or False,
         callbacks=[
             *([Metrics(folder / METRICS, name, settings.log_every, tokens_per_step(config))] if is_main() else []),
-            CentroidUpdates(model, config.attention),
+            *([CentroidUpdates(model, config.focus)] if config.has_router else []),
             *probes(model, config, phase, name, precision, folder, probed),
             Checkpoint(checkpoint, settings.checkpoint_every),
-            GateAnnealing(config.attention),
+            *([GateAnnealing(config.focus)] if config.has_router else []),
             *([Progress(name)] if settings.progress and is_main() else []),
         ],
         plugins=[LightningEnvironment(), Checkpoints()],

@@ -55,9 +55,9 @@ def check_strategy(config: Config, device: torch.device) -> None:
         raise UserError(f"trainer.cpu_offload=true goes with trainer.strategy=fsdp, not {chosen}; use fsdp")
     if settings.cpu_offload and device.type != "cuda":
         raise UserError("trainer.cpu_offload=true relieves a GPU, and there is none; use trainer.cpu_offload=false")
-    if config.attention.balance_loss and count > 1:
+    if config.has_router and config.focus.balance_loss and count > 1:
         raise UserError(
-            f"attention.balance_loss={config.attention.balance_loss} is of a whole batch, of which each of {count} "
+            f"attention.balance_loss={config.focus.balance_loss} is of a whole batch, of which each of {count} "
             "processes would see a part; use trainer.devices=1"
         )
     if config.regime.lora.dora and config.regime.trains("lora") and chosen == "fsdp":

@@ -2,15 +2,26 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
 from focus_exp.attention.baselines.blocks import kept_attention
 from focus_exp.attention.method import AttentionMethod, LayerShape
+from focus_exp.attention.options import Options, option
 from focus_exp.attention.selection import PairCounts, Selection, Sequence, always_visible, real_pairs, row_blocks
 
 
-class Longformer(AttentionMethod):
+@dataclass
+class LongformerOptions(Options):
+    window: int = option(128, "tokens before a query that it sees", least=0)
+    global_tokens: int = option(64, "first tokens of a text that every query sees", least=0)
+    dilation: int = option(1, "distance of the tokens that a dilated head sees", least=1)
+    dilated_heads: int = option(2, "the last heads, dilated where dilation is above 1", least=0)
+
+
+class Longformer(AttentionMethod, name="longformer", options=LongformerOptions):
     """softmax(q k^T) over {j : i - j <= window} and {j among the first `global_tokens` tokens of i's sequence}.
 
     The last `dilated_heads` heads see the tokens i - m * dilation, m = 0 .. window, in place of the window ("dilated
@@ -23,18 +34,10 @@ class Longformer(AttentionMethod):
     - No parameters are added: what is trained is the base.
     """
 
-    def __init__(
-        self,
-        shape: LayerShape,
-        *,
-        window: int = 128,
-        global_tokens: int = 64,
-        dilation: int = 1,
-        dilated_heads: int = 2,
-    ) -> None:
-        super().__init__(shape, window, sinks=global_tokens)
-        self.dilation = dilation
-        self.dilated_heads = dilated_heads
+    def __init__(self, shape: LayerShape, options: LongformerOptions) -> None:
+        super().__init__(shape, options.window, sinks=options.global_tokens)
+        self.dilation = options.dilation
+        self.dilated_heads = options.dilated_heads
 
     @property
     def dilates(self) -> bool:

@@ -11,9 +11,8 @@ from torch import Tensor
 
 from focus_exp.attention.baselines.blocks import grouped, query_blocks, refuse_sink_logits
 from focus_exp.attention.method import AttentionMethod, LayerShape
+from focus_exp.attention.options import Options, option
 from focus_exp.attention.selection import PairCounts, Selection, Sequence, always_visible, real_pairs
-
-MOST_BITS = 15  # of a code in int16
 
 
 @dataclass(frozen=True)
@@ -23,7 +22,16 @@ class Sampled(Selection):
     counts: list[PairCounts] = field(default_factory=list)
 
 
-class MagicPIG(AttentionMethod):
+@dataclass
+class MagicPIGOptions(Options):
+    hash_bits: int = option(10, "K, signs of a code", least=1, most=15)  # in int16
+    hash_tables: int = option(150, "L, codes of a token, of which a sampled one shares two", least=2)
+    recent_tokens: int = option(64, "latest tokens that are kept, the query's own among them", least=1)
+    sinks: int = option(4, "first tokens that are kept", least=0)
+    seed: int = option(0, "of the random projections")
+
+
+class MagicPIG(AttentionMethod, name="magicpig", options=MagicPIGOptions):
     """Token selection at inference by sampling; nothing is trained.
 
     A key is sampled for a query if their codes, `hash_bits` (K) signs of random projections, agree in two or more of
@@ -41,30 +49,14 @@ class MagicPIG(AttentionMethod):
       samples what tables would and saves nothing.
     """
 
-    def __init__(
-        self,
-        shape: LayerShape,
-        *,
-        hash_bits: int = 10,
-        hash_tables: int = 150,
-        recent_tokens: int = 64,
-        sinks: int = 4,
-        seed: int = 0,
-    ) -> None:
-        if not 0 < hash_bits <= MOST_BITS:
-            raise ValueError(f"hash_bits={hash_bits} must be 1 to {MOST_BITS}")
-        if hash_tables < 2:
-            raise ValueError(f"hash_tables={hash_tables} must be 2 or more: a sampled token agrees in two")
-        if recent_tokens < 1:
-            raise ValueError(f"recent_tokens={recent_tokens} must be 1 or more: a token always sees itself")
-        super().__init__(shape, window=recent_tokens - 1, sinks=sinks)
-        self.hash_bits = hash_bits
-        self.hash_tables = hash_tables
-        generator = torch.Generator().manual_seed(seed * 1_000 + shape.index)
+    def __init__(self, shape: LayerShape, options: MagicPIGOptions) -> None:
+        super().__init__(shape, window=options.recent_tokens - 1, sinks=options.sinks)
+        self.hash_bits = options.hash_bits
+        self.hash_tables = options.hash_tables
+        generator = torch.Generator().manual_seed(options.seed * 1_000 + shape.index)
         self.directions: Tensor
-        self.register_buffer(
-            "directions", torch.randn(hash_tables, shape.head_dim, hash_bits, generator=generator, device="cpu")
-        )
+        codes = (self.hash_tables, shape.head_dim, self.hash_bits)
+        self.register_buffer("directions", torch.randn(codes, generator=generator, device="cpu"))
 
     def route(self, h: Tensor, sequence: Sequence) -> Selection:
         return Sampled()

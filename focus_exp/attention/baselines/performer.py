@@ -2,15 +2,24 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
 from focus_exp.attention.baselines.blocks import BLOCK, grouped, refuse_sink_logits
 from focus_exp.attention.method import AttentionMethod, LayerShape
+from focus_exp.attention.options import Options, option
 from focus_exp.attention.selection import PairCounts, Selection, Sequence, count_pairs, permitted_or_self, row_blocks
 
 
-class Performer(AttentionMethod):
+@dataclass
+class PerformerOptions(Options):
+    features: int = option(256, "random features of the softmax", least=1)
+    seed: int = option(0, "of their directions")
+
+
+class Performer(AttentionMethod, name="performer", options=PerformerOptions):
     """Causal FAVOR+: exp(q . k) is the mean over random w of phi(q) phi(k), phi(x) = exp(w . x - |x|^2 / 2) (lemma 1).
 
     out_i = phi(q_i) . sum_{j <= i} phi(k_j) v_j^T / phi(q_i) . sum_{j <= i} phi(k_j)    (prefix sums, appendix B.1)
@@ -26,11 +35,11 @@ class Performer(AttentionMethod):
     A softcap is no kernel with such features: ValueError.
     """
 
-    def __init__(self, shape: LayerShape, *, features: int = 256, seed: int = 0) -> None:
+    def __init__(self, shape: LayerShape, options: PerformerOptions) -> None:
         super().__init__(shape)
-        generator = torch.Generator().manual_seed(seed * 1_000 + shape.index)
+        generator = torch.Generator().manual_seed(options.seed * 1_000 + shape.index)
         self.directions: Tensor
-        self.register_buffer("directions", orthogonal_directions(features, shape.head_dim, generator))
+        self.register_buffer("directions", orthogonal_directions(options.features, shape.head_dim, generator))
 
     def attend(
         self,

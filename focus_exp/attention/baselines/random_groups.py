@@ -2,40 +2,38 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
 from focus_exp.attention.method import AttentionMethod, LayerShape
+from focus_exp.attention.options import GroupOptions, option
 from focus_exp.attention.selection import Selection, Sequence, select
 
 
-class RandomGroups(AttentionMethod):
+@dataclass
+class RandomGroupsOptions(GroupOptions):
+    seed: int = option(0, "of the draw")
+    shares: list[float] | None = option(None, "expected sizes of the groups; None: equal ones")
+
+
+class RandomGroups(AttentionMethod, name="random_groups", options=RandomGroupsOptions):
     """Groups follow from (seed, layer, position) alone, so that they are causal and do not depend on padding.
 
     `shares` `[K]` are the groups' expected sizes: those of a trained router make the control as dense as it is under
     either pair rule. A token's `top_k` groups are drawn without replacement, the first of them by these shares.
     """
 
-    def __init__(
-        self,
-        shape: LayerShape,
-        *,
-        groups: int = 4,
-        window: int = 128,
-        sinks: int = 4,
-        top_k: int = 1,
-        pair_rule: str = "query_topk",
-        seed: int = 0,
-        shares: list[float] | Tensor | None = None,
-    ) -> None:
-        super().__init__(shape, window, sinks)
-        self.groups = groups
-        self.top_k = top_k
-        self.pair_rule = pair_rule
-        self.seed = seed
+    def __init__(self, shape: LayerShape, options: RandomGroupsOptions) -> None:
+        super().__init__(shape, options.window, options.sinks)
+        self.groups = options.groups
+        self.top_k = options.top_k
+        self.pair_rule = options.pair_rule
+        self.seed = options.seed
         self.shares: Tensor
-        expected = torch.full((groups,), 1 / groups) if shares is None else torch.as_tensor(shares).float().clone()
-        self.register_buffer("shares", expected)
+        shares = [1 / self.groups] * self.groups if options.shares is None else options.shares
+        self.register_buffer("shares", torch.as_tensor(shares).float().clone())
 
     def refuses_cache(self) -> None:
         return None

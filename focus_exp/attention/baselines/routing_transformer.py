@@ -2,17 +2,27 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from focus_exp.attention.baselines.blocks import kept_attention
 from focus_exp.attention.method import AttentionMethod, LayerShape
+from focus_exp.attention.options import NearOptions, option
 from focus_exp.attention.recompute import Forwards
 from focus_exp.attention.selection import Selection, Sequence, always_visible, same_group
 
 
-class RoutingTransformer(AttentionMethod):
+@dataclass
+class RoutingTransformerOptions(NearOptions):
+    groups: int = option(4, "k, centroids", least=1)
+    tokens_per_group: int | None = option(None, "w; None: an equal share of the sequence", least=1)
+    centroid_decay: float = option(0.999, "of the centroids' average over their tokens, per batch", least=0, most=1)
+
+
+class RoutingTransformer(AttentionMethod, name="routing_transformer", options=RoutingTransformerOptions):
     """A pair is kept if i - j <= window, if j is a sink, or if both tokens are members of one centroid (algorithm 1).
 
     Every centroid takes the `tokens_per_group` tokens nearest to it (w; default n / k), so a token may have several
@@ -29,22 +39,13 @@ class RoutingTransformer(AttentionMethod):
 
     causal = False
 
-    def __init__(
-        self,
-        shape: LayerShape,
-        *,
-        groups: int = 4,
-        tokens_per_group: int | None = None,
-        centroid_decay: float = 0.999,
-        window: int = 128,
-        sinks: int = 4,
-    ) -> None:
-        super().__init__(shape, window, sinks)
-        self.groups = groups
-        self.tokens_per_group = tokens_per_group
-        self.centroid_decay = centroid_decay
+    def __init__(self, shape: LayerShape, options: RoutingTransformerOptions) -> None:
+        super().__init__(shape, options.window, options.sinks)
+        self.groups = options.groups
+        self.tokens_per_group = options.tokens_per_group
+        self.centroid_decay = options.centroid_decay
         self.centroids: Tensor
-        self.register_buffer("centroids", F.normalize(torch.randn(groups, shape.width), dim=-1))
+        self.register_buffer("centroids", F.normalize(torch.randn(self.groups, shape.width), dim=-1))
         self.forwards = Forwards()
 
     @torch.no_grad()

@@ -2,15 +2,26 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
 from focus_exp.attention.baselines.blocks import QueryBlock, query_blocks, refuse_sink_logits
 from focus_exp.attention.method import AttentionMethod, LayerShape
+from focus_exp.attention.options import Options, option
 from focus_exp.attention.selection import PairCounts, Selection, Sequence, always_visible, real_pairs, row_blocks
 
 
-class SparQ(AttentionMethod):
+@dataclass
+class SparQOptions(Options):
+    components: int | None = option(None, "r, numbers of a query that the estimate reads; None: half", least=1)
+    tokens_kept: int = option(32, "k, tokens that a query attends to", least=1)
+    recent_tokens: int = option(8, "l of them, the latest, the query's own among them", least=1, most="tokens_kept")
+    reallocate: bool = option(False, "the mass of what is not kept, to the mean value")
+
+
+class SparQ(AttentionMethod, name="sparq", options=SparQOptions):
     """Token selection at inference, in the three steps of the paper's algorithm 1; nothing is trained.
 
     1. Estimate: s^_i = softmax(q_[I] . K_[I]^T / sqrt(D * |q_[I]|_1 / |q|_1)), I the `components` (r; by default D / 2)
@@ -24,24 +35,13 @@ class SparQ(AttentionMethod):
     query selects, prompt included, as perplexity wants it, and nothing is saved.
     """
 
-    def __init__(
-        self,
-        shape: LayerShape,
-        *,
-        components: int | None = None,
-        tokens_kept: int = 32,
-        recent_tokens: int = 8,
-        reallocate: bool = False,
-    ) -> None:
-        components = shape.head_dim // 2 if components is None else components
-        if not 0 < components <= shape.head_dim:
-            raise ValueError(f"components={components} must be 1 to {shape.head_dim}, the size of a head")
-        if not 0 < recent_tokens <= tokens_kept:
-            raise ValueError(f"recent_tokens={recent_tokens} must be 1 to tokens_kept={tokens_kept}")
-        super().__init__(shape, window=recent_tokens - 1, sinks=0)
-        self.components = components
-        self.tokens_kept = tokens_kept
-        self.reallocate = reallocate
+    def __init__(self, shape: LayerShape, options: SparQOptions) -> None:
+        super().__init__(shape, window=options.recent_tokens - 1, sinks=0)
+        self.components = options.components or shape.head_dim // 2
+        self.tokens_kept = options.tokens_kept
+        self.reallocate = options.reallocate
+        if self.components > shape.head_dim:
+            raise ValueError(f"components={self.components} exceeds {shape.head_dim}, the size of a head")
 
     def attend(
         self,

@@ -1,0 +1,120 @@
+"""python -m focus_exp --help: one screen; --help group=choice: what that choice is and the keys it takes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import fields, is_dataclass
+from pathlib import Path
+from textwrap import fill
+from typing import Any
+
+from hydra import compose, initialize_config_dir
+from omegaconf import DictConfig, OmegaConf
+
+from focus_exp.config import GROUPS, JOBS, Config
+from focus_exp.errors import UserError
+
+WIDTH, KEYS = 100, 38  # characters of a line, and of a key with its value
+FIRST = ("model", "attention", "regime", "data", "eval", "scale", "trainer")  # groups that most runs choose from
+SCREEN = """\
+focus_exp: learned sparse attention for frozen language models
+
+  python -m focus_exp +experiment=retrofit_124m                 the main job: train a router
+  python -m focus_exp +experiment=retrofit_124m seed=1          with other settings
+  python -m focus_exp +experiment=retrofit_124m data=files data.files='texts/*.txt'  your text
+  python -m focus_exp -m +experiment=retrofit_124m seed=0,1,2   a sweep (hydra/launcher=slurm)
+  python -m focus_exp job=evaluate adapter=<run folder>/adapter measure it again
+  python -m focus_exp job=report                                all runs beside the paper's claims
+
+{groups}
+
+Any key of the configuration is changed by key=value. Where to look next:
+  --help attention=sparq        the keys of a choice, what they mean and what they are
+  --help +experiment=compare    what an experiment does, how long it takes, what it sets
+  --help job=train              the keys of the run itself: seed, folders, arms of a comparison
+  --cfg job                     with a command: its whole configuration; nothing is run
+"""
+
+
+def asked(arguments: list[str]) -> bool:
+    return bool({"-h", "--help"} & set(arguments))
+
+
+def text(arguments: list[str], conf: Path) -> str:
+    """The page that these command-line arguments ask for. UserError for a choice that there is not."""
+    chosen = [argument.lstrip("+").partition("=") for argument in arguments if "=" in argument]
+    pages = [(group, name) for group, _, name in chosen if group == "job" or (conf / group).is_dir()]
+    if not pages:
+        return screen(conf)
+    return "\n".join(choice(group, name, conf) for group, name in pages)
+
+
+def screen(conf: Path) -> str:
+    named = {"job=": JOBS, "+experiment=": choices("experiment", conf)}
+    named |= {f"{group}=": choices(group, conf) for group in FIRST}
+    others = [f"{group}={'|'.join(choices(group, conf))}" for group in GROUPS if group not in FIRST]
+    lines = [wrapped(f"  {group:<13}", ", ".join(names)) for group, names in named.items()]
+    return SCREEN.format(groups="\n".join([*lines, wrapped("  and ", " ".join(others))]))
+
+
+def choices(group: str, conf: Path) -> list[str]:
+    """The names of a group's files, without the schemas under them."""
+    return sorted(path.stem for path in (conf / group).glob("*.yaml") if not path.stem.startswith("base_"))
+
+
+def choice(group: str, name: str, conf: Path) -> str:
+    if group == "job":
+        return f"job={name}\n\n" + "\n".join(keys(OmegaConf.structured(Config))) + "\n"
+    path = conf / group / f"{name}.yaml"
+    if not path.is_file():
+        raise UserError(f"there is no {group}={name}; choose from {', '.join(choices(group, conf))}")
+    lines = path.read_text(encoding="utf-8").splitlines()
+    head = [line.removeprefix("#").strip() for line in lines if line.startswith("#") and "@package" not in line]
+    if group == "experiment":
+        body = "\n".join(f"  {line}" for line in lines if line and not line.startswith("#"))
+        return f"+experiment={name}\n\n" + "\n".join(head) + f"\n\nIt sets:\n{body}\n"
+    with initialize_config_dir(str(conf.resolve()), version_base="1.3"):
+        values = compose("config", [f"{group}={name}"])[group]
+    return f"{group}={name}\n\n" + "\n".join(head) + "\n\n" + "\n".join(keys(values, group)) + "\n"
+
+
+def keys(values: DictConfig, prefix: str = "") -> Iterator[str]:
+    """A line for every key below `prefix`: its value in this choice, what it means, what it may be."""
+    schema: Any = OmegaConf.get_type(values)
+    for item in fields(schema):
+        if item.name == "name" or OmegaConf.is_missing(values, item.name):
+            continue
+        value, key = values[item.name], f"{prefix}.{item.name}".lstrip(".")
+        parts = {key: value} if structured(value) else {f"{key}.{name}": part for name, part in items(value)}
+        if parts and all(map(structured, parts.values())):
+            for place, part in parts.items():
+                yield from keys(part, place)
+            continue
+        said = "; ".join(filter(None, (item.metadata.get("meaning", ""), allowed(item.metadata))))
+        shown = "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
+        yield wrapped(f"  {f'{key}={shown}':<{KEYS}} ", said)
+
+
+def structured(value: Any) -> bool:
+    return isinstance(value, DictConfig) and is_dataclass(OmegaConf.get_type(value))
+
+
+def items(value: Any) -> Any:
+    return value.items() if isinstance(value, DictConfig) else ()
+
+
+def allowed(limits: Any) -> str:
+    """What a value may be, in words; "" where everything is."""
+    least, most, above = (limits.get(name) for name in ("least", "most", "above"))
+    if limits.get("choices"):
+        return f"one of {', '.join(limits['choices'])}"
+    if most is not None:
+        return f"{least} to {most}"
+    return f"above {above}" if above is not None else f"{least} or more" if least is not None else ""
+
+
+def wrapped(head: str, said: str) -> str:
+    """`said` beside `head`, or below it where that is long."""
+    if len(head) > KEYS + 3:
+        return f"{head.rstrip()}\n{wrapped(' ' * (KEYS + 3), said)}".rstrip()
+    return fill(said, WIDTH, initial_indent=head, subsequent_indent=" " * len(head)) if said else head.rstrip()

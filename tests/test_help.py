@@ -1,0 +1,58 @@
+"""--help: one screen, and a page for every choice with the keys that it takes."""
+
+import re
+from dataclasses import fields
+from pathlib import Path
+
+import pytest
+from running import run
+
+from focus_exp.__main__ import conf_dir
+from focus_exp.config import Config
+from focus_exp.config_attention import schema_of
+
+CONF = Path(conf_dir())
+CHOICES = sorted(
+    f"{path.parent.name}={path.stem}" for path in CONF.glob("*/*.yaml") if not path.stem.startswith("base_")
+)
+
+
+def help_on(*choices):
+    result = run("--help", *choices)
+    assert result.code == 0, result.err
+    return result.out
+
+
+def test_help_is_one_screen():
+    lines = help_on().splitlines()
+    assert len(lines) <= 40 and max(map(len, lines)) <= 100
+    named = set(re.findall(r"[\w]+", "\n".join(lines)))
+    assert {choice.partition("=")[2] for choice in CHOICES} <= named and not any("base_" in name for name in named)
+
+
+@pytest.mark.parametrize("group", sorted({choice.partition("=")[0] for choice in CHOICES}))
+def test_every_choice_has_a_page(group):
+    for choice in (choice for choice in CHOICES if choice.startswith(f"{group}=")):
+        page = help_on(choice)
+        head = (CONF / f"{choice.replace('=', '/')}.yaml").read_text().replace("# @package _global_\n", "")
+        assert choice in page and head.splitlines()[0].removeprefix("# ") in page
+
+
+@pytest.mark.parametrize("method", ["focus", "sparq", "full"])
+def test_the_keys_of_a_choice_are_those_that_it_takes(method):
+    named = set(re.findall(r"^  attention\.(\w+)=", help_on(f"attention={method}"), re.MULTILINE))
+    assert named == {item.name for item in fields(schema_of(method))} - {"name"}
+
+
+def test_a_key_stands_with_its_meaning_its_value_and_what_it_may_be():
+    page = " ".join(help_on("attention=sparq").split())
+    assert "attention.tokens_kept=32 k, tokens that a query attends to; 1 or more" in page
+    assert "regime.phases.lora.learning_rate=" in help_on("regime=lora")
+    assert {item.name for item in fields(Config) if item.name in ("seed", "arms")} <= set(
+        re.findall(r"^  (\w+)=", help_on("job=train"), re.MULTILINE)
+    )
+
+
+def test_a_choice_that_there_is_not_is_one_error():
+    result = run("--help", "attention=spark")
+    assert result.code == 2 and "sparq" in result.err and not result.out

@@ -1,0 +1,124 @@
+"""Adapters on the hub: what is pushed comes back, by huggingface_hub's own protocol, from a hub on this machine."""
+
+import base64
+import json
+import subprocess
+import sys
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import ClassVar
+
+import pytest
+from running import run, tiny
+
+from focus_exp import UserError, attach, load_adapter, push_to_hub, save_adapter
+from focus_exp.models.adapter import ADAPTER_FILES, CARD, DESCRIPTION, WEIGHTS
+
+REPO, COMMIT = "someone/focus-tiny", "0" * 39 + "1"
+
+
+class Hub(BaseHTTPRequestHandler):
+    """One repository: made, committed to, listed, read."""
+
+    files: ClassVar[dict[str, bytes]] = {}
+
+    def do_POST(self):
+        length = int(self.headers.get("Content-Length") or 0)
+        lines = [json.loads(line) for line in self.rfile.read(length).splitlines() if line]
+        if self.path.endswith("/preupload/main"):
+            asked = [{"path": file["path"], "uploadMode": "regular"} for file in lines[0]["files"]]
+            return self.answer({"files": [{**file, "shouldIgnore": False} for file in asked]})
+        if self.path.endswith("/commit/main"):
+            sent = [line["value"] for line in lines if line["key"] == "file"]
+            self.files.update({file["path"]: base64.b64decode(file["content"]) for file in sent})
+            url = f"http://{self.headers['Host']}/{REPO}/commit/{COMMIT}"
+            return self.answer({"success": True, "commitOid": COMMIT, "commitUrl": url})
+        return self.answer({"url": f"http://{self.headers['Host']}/{REPO}", "id": REPO, "name": REPO})
+
+    def do_GET(self):
+        if self.path.startswith(f"/api/models/{REPO}/tree/"):
+            listed = [
+                {"type": "file", "path": name, "size": len(content), "oid": "1" * 40}
+                for name, content in self.files.items()
+            ]
+            return self.answer(listed)
+        if self.path.startswith(f"/api/models/{REPO}"):
+            return self.answer({"id": REPO, "sha": COMMIT, "siblings": [{"rfilename": name} for name in self.files]})
+        if self.path.startswith(f"/{REPO}/resolve/") and (name := self.path.rpartition("/")[2]) in self.files:
+            return self.send(200, self.files[name], {"ETag": f'"{name}"', "X-Repo-Commit": COMMIT})
+        return self.send(404, b"", {"X-Error-Code": "RepoNotFound"})
+
+    do_HEAD = do_GET
+
+    def answer(self, content):
+        self.send(200, json.dumps(content).encode(), {"Content-Type": "application/json"})
+
+    def send(self, code, body, headers):
+        self.send_response(code)
+        for name, value in {**headers, "Content-Length": str(len(body))}.items():
+            self.send_header(name, value)
+        self.end_headers()
+        if self.command != "HEAD":
+            self.wfile.write(body)
+
+    def log_message(self, *_):
+        pass
+
+
+@pytest.fixture
+def endpoint():
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Hub)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    yield f"http://127.0.0.1:{server.server_port}"
+    server.shutdown()
+    Hub.files.clear()
+
+
+def with_hub(endpoint, cache, code):
+    """What `code` prints where the hub can be reached: it reads its settings when it is imported."""
+    settings = {"HF_ENDPOINT": endpoint, "HF_HUB_OFFLINE": "0", "HF_HOME": str(cache), "HF_HUB_DISABLE_XET": "1"}
+    lines = ["import os", f"os.environ |= {settings!r}", "from focus_exp import *", *code]
+    done = subprocess.run([sys.executable, "-c", "\n".join(lines)], capture_output=True, text=True, timeout=120)
+    return done.stdout + done.stderr
+
+
+def test_what_is_pushed_comes_back_from_the_hub(tiny_model, tmp_path, endpoint):
+    folder = save_adapter(attach(tiny_model("llama"), groups=4), tmp_path / "adapter")
+    (folder / CARD).write_text("# a router\n")
+    (folder / "notes.txt").write_text("not meant for others\n")
+    pushed = [f"print(push_to_hub({str(folder)!r}, {REPO!r}, token='hf_x'))"]
+    fetched = ["from focus_exp.assets import adapter_folder", f"print(adapter_folder({REPO!r}))"]
+    said = with_hub(endpoint, tmp_path / "hub", [*pushed, *fetched])
+    assert REPO in said, said
+    assert set(Hub.files) == set(ADAPTER_FILES)
+    (weights,) = (tmp_path / "hub").rglob(f"snapshots/*/{WEIGHTS}")
+    assert weights.parent.as_posix() == said.splitlines()[1]
+    assert weights.read_bytes() == (folder / WEIGHTS).read_bytes()
+    load_adapter(tiny_model("llama"), weights.parent)
+
+    unknown = ["try:", "    adapter_folder('no/body')", "except UserError as error:", "    print(error)"]
+    said = with_hub(endpoint, tmp_path / "hub", [fetched[0], *unknown])
+    assert "no/body is no folder here, nor to be had from the hub" in said and "Traceback" not in said
+
+
+def test_only_an_adapter_is_pushed(tmp_path):
+    with pytest.raises(UserError, match=DESCRIPTION):
+        push_to_hub(tmp_path, REPO)
+
+
+@pytest.mark.parametrize("name", ["no/such-adapter", "no/such-adapter@v2"])
+def test_without_a_network_the_hub_is_named(tiny_model, name):
+    with pytest.raises(UserError, match="no folder here, nor to be had from the hub"):
+        load_adapter(tiny_model("llama"), name)
+
+
+def test_a_longer_path_is_a_folder(tiny_model):
+    with pytest.raises(UserError, match=f"runs/x/adapter holds no {DESCRIPTION}"):
+        load_adapter(tiny_model("llama"), "runs/x/adapter")
+
+
+def test_the_command_line_takes_an_adapter_from_the_hub_as_from_a_folder(tmp_path, monkeypatch):
+    fetched = []
+    monkeypatch.setattr("focus_exp.assets.snapshot_download", lambda name, **_: fetched.append(name) or tmp_path)
+    result = run(*tiny(tmp_path), "job=evaluate", f"adapter={REPO}@v1")
+    assert fetched == [REPO] and f"{tmp_path} holds no {DESCRIPTION}" in result.err and result.code == 2

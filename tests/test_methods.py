@@ -1,0 +1,160 @@
+"""Options that methods declare, and a method from outside: one Python file and one YAML file."""
+
+import sys
+from dataclasses import MISSING, fields
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from omegaconf import OmegaConf
+from running import fitting, record_of, run, tiny
+
+from focus_exp import UserError, attach, load_adapter, save_adapter
+from focus_exp.attention.focus_options import FocusOptions, RouterTraining
+from focus_exp.attention.method import BACKENDS
+from focus_exp.attention.options import check
+from focus_exp.attention.registry import METHODS, find
+from focus_exp.config_attention import AttentionConfig, schema_of
+
+OPTIONS = [*(method.options for method in METHODS.values()), RouterTraining]
+
+PYTHON = '''
+from dataclasses import dataclass
+
+import torch
+
+from focus_exp.attention.method import AttentionMethod
+from focus_exp.attention.options import Options, option
+
+
+@dataclass
+class MeanOptions(Options):
+    share: float = option(0.5, "of the output that is the mean of all values before", least=0, most=1)
+
+
+class Mean(AttentionMethod, options=MeanOptions):
+    """A window of 128 tokens, mixed with the mean of all values before."""
+
+    def __init__(self, shape, options):
+        super().__init__(shape)
+        self.share = options.share
+
+    def attend(self, q, k, v, selection, sequence, *, scaling, **others):
+        near = super().attend(q, k, v, selection, sequence, scaling=scaling, **others)
+        steps = torch.arange(1, v.shape[2] + 1, device=v.device)[:, None]
+        mean = (v.cumsum(2) / steps).repeat_interleave(q.shape[1] // v.shape[1], 1)
+        return (1 - self.share) * near + self.share * mean
+'''
+YAML = "# Mine\ndefaults: [my_methods.Mean, _self_]\nname: mine\nshare: 0.25\n"
+
+
+@pytest.fixture
+def outside(tmp_path, monkeypatch):
+    """A folder outside of the package with a method and its configuration."""
+    (tmp_path / "my_methods.py").write_text(PYTHON)
+    (tmp_path / "conf" / "attention").mkdir(parents=True)
+    (tmp_path / "conf" / "attention" / "mine.yaml").write_text(YAML)
+    monkeypatch.syspath_prepend(tmp_path)
+    yield tmp_path
+    sys.modules.pop("my_methods", None)
+    schema_of.cache_clear()
+
+
+def mine(folder, *more):
+    return [f"--config-dir={folder / 'conf'}", *fitting(*tiny(folder), "attention=full"), "attention=mine", *more]
+
+
+def test_a_method_from_outside_is_a_python_file_and_a_yaml_file(outside):
+    result = run(*mine(outside, "regime=none"))
+    assert result.code == 0, result.err
+    record = record_of(outside)
+    base, row = record.rows
+    assert (record.status, row.method, row.error) == ("finished", "my_methods.Mean", None) and row.nll != base.nll
+    assert record.config["attention"] == {
+        **{"name": "mine", "method": "my_methods.Mean", "window": 8, "backend": "auto", "share": 0.25}
+    }
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        (["attention.shares=1"], "Mean has no option attention.shares; did you mean share?"),
+        (["attention.groups=2"], "Mean has no option attention.groups; there are name, method, window, backend, share"),
+        (["attention.share=2"], "attention.share=2.0 is impossible; use a number from 0 to 1"),
+        (["attention.method=sparq"], "attention.method=sparq does not go with attention=mine"),
+    ],
+)
+def test_its_options_are_checked_as_any_others(outside, settings, said):
+    result = run(*mine(outside, "regime=none", *settings))
+    assert (result.code, result.out) == (2, "") and result.err.startswith(f"error: {said}")
+
+
+@pytest.mark.parametrize(
+    ("path", "said"),
+    [
+        ("my_methods.Median", "'my_methods.Median' cannot be imported"),
+        ("no_methods.Mean", "is the folder of no_methods on PYTHONPATH?"),
+        ("my_methods.MeanOptions", "'my_methods.MeanOptions' is no subclass of AttentionMethod"),
+    ],
+)
+def test_what_is_no_method_is_named(outside, path, said):
+    (outside / "conf" / "attention" / "mine.yaml").write_text(YAML.replace("my_methods.Mean", path))
+    result = run(*mine(outside, "regime=none"))
+    assert result.code == 2 and result.err.startswith("error: ") and said in result.err
+
+
+def test_an_adapter_runs_no_module_that_nobody_asked_for(outside, tiny_model):
+    model = attach(tiny_model("llama"), "my_methods.Mean", share=1.0)
+    save_adapter(model, outside / "adapter")
+    loaded = load_adapter(tiny_model("llama"), outside / "adapter")
+    assert loaded.focus_attachment.options == {"share": 1.0}
+    del sys.modules["my_methods"]
+    with pytest.raises(UserError, match="'my_methods.Mean' is not of focus_exp; import my_methods"):
+        load_adapter(tiny_model("llama"), outside / "adapter")
+
+
+def test_every_option_says_what_it_means_and_its_default_is_allowed():
+    for options in (*OPTIONS, AttentionConfig):
+        for item in fields(options):
+            assert item.default is not MISSING
+            assert item.metadata or item.name in ("name", "method")
+        check(options())
+
+
+def test_the_backends_of_the_configuration_are_those_there_are():
+    (backend,) = [item for item in fields(AttentionConfig) if item.name == "backend"]
+    assert backend.metadata["choices"] == BACKENDS
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_the_schema_of_a_method_has_its_options_and_what_all_have(name):
+    schema = schema_of(name)
+    names = {item.name for item in fields(schema)}
+    own = {item.name for item in fields(find(name).options)} | {item.name for item in fields(AttentionConfig)}
+    assert names == own | ({item.name for item in fields(RouterTraining)} if name == "focus" else set())
+    assert OmegaConf.structured(schema).window == 128
+
+
+@given(groups=st.integers(-2, 20), top_k=st.integers(-2, 20))
+def test_one_option_bounds_another(groups, top_k):
+    allowed = 1 <= top_k <= groups
+    try:
+        options = FocusOptions.of(groups=groups, top_k=top_k)
+    except ValueError as error:
+        assert not allowed and ("groups=" in str(error) or "top_k=" in str(error))
+    else:
+        assert allowed and (options.groups, options.top_k) == (groups, top_k)
+
+
+@given(value=st.floats() | st.integers())
+def test_a_share_is_a_number_from_0_to_1(value):
+    try:
+        FocusOptions.of(gate_threshold=value)
+    except ValueError as error:
+        assert not 0 <= value <= 1 and "use a number from 0 to 1" in str(error)
+    else:
+        assert 0 <= value <= 1
+
+
+def test_methods_named_the_same_way_are_found_once():
+    assert find("sparq") is find("focus_exp.attention.baselines.sparq.SparQ")
