@@ -38,6 +38,7 @@ class Selection:
     query_groups, key_groups: `[B, T, K]` bool memberships for hard selection, or None to gate softly.
     group: `[B, T]` int where a token has one group alone, as query and as key.
     keeps_all: the memberships leave out no pair, whatever the tokens.
+    most: at most so many groups of a token as query and as key; None where it may be all.
     """
 
     assignment: Tensor | None = None
@@ -45,6 +46,7 @@ class Selection:
     key_groups: Tensor | None = None
     group: Tensor | None = None
     keeps_all: bool = False
+    most: tuple[int, int] | None = None
 
 
 def starts(first: Tensor, past: int = 0, before: Tensor | int = 0) -> Tensor:
@@ -79,7 +81,9 @@ def select(assignment: Tensor, top_k: int, pair_rule: str) -> Selection:
         return Selection(assignment, first, first, group, keeps_all=assignment.shape[-1] == 1)
     query_groups = top_k_groups(assignment, top_k)
     key_groups = query_groups if pair_rule == "share" else first
-    return Selection(assignment, query_groups, key_groups, keeps_all=keeps_all(assignment.shape[-1], top_k, pair_rule))
+    most = (top_k, top_k if pair_rule == "share" else 1)
+    everything = keeps_all(assignment.shape[-1], top_k, pair_rule)
+    return Selection(assignment, query_groups, key_groups, keeps_all=everything, most=most)
 
 
 def keeps_all(groups: int, top_k: int, pair_rule: str) -> bool:

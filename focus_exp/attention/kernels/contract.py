@@ -14,6 +14,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from focus_exp.attention.selection import Selection, Sequence
+
 Gradients = tuple[Tensor, Tensor, Tensor]
 
 
@@ -63,19 +65,46 @@ class Whole:
     lse: Tensor
 
 
-class Kernel(ABC):
+class Backend(ABC):
+    """What computes the sparse path."""
+
+    name: str
+
+    @abstractmethod
+    def refuses(self, demand: Demand) -> str | None:
+        """Why it cannot serve here, or None."""
+
+
+class Fused(Backend):
+    """Kernels that compute a layer's attention as a whole, without parts."""
+
+    @abstractmethod
+    def attention(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        selection: Selection,
+        sequence: Sequence,
+        *,
+        window: int,
+        sinks: int,
+        scaling: float,
+        softcap: float | None = None,
+        surrogate: float | None = None,
+        sink_logits: Tensor | None = None,
+    ) -> Tensor:
+        """What `sparse_attention` says."""
+
+
+class Kernel(Backend):
     """One exact attention kernel.
 
     takes: the meetings it knows. "segments": many of them in one call, also with a window. "blocks": single segments
         and blocks with dropped pairs. "predicate": any rule.
     """
 
-    name: str
     takes: Literal["segments", "blocks", "predicate"]
-
-    @abstractmethod
-    def refuses(self, demand: Demand) -> str | None:
-        """Why it cannot serve here, or None."""
 
     @abstractmethod
     def forward(

@@ -1,0 +1,79 @@
+"""Which keys a query meets in its groups, as lists for kernel B: memberships, a counting sort, offsets.
+
+Nothing waits for the device: sizes follow from the batch's shape and the number of groups a token may have, and what is
+in no group stands in a last segment that nobody reads. So a layer can be captured in a CUDA graph, once a first call
+outside the capture has tuned the kernels' blocks, and `lists` can be compiled as one graph (`torch.compile`, fullgraph).
+The counting sort is torch's stable sort of 16-bit keys, which on CUDA is a radix sort.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Lists:
+    """Tokens of a batch `[n = B * T]` by sequence and group, in the order of time within.
+
+    queries: `[R, n]` int32 tokens; the r-th list has every token once, by the r-th of its groups.
+    first, stop: `[R, n]` int32; the query at a place of its list sees `keys[first:stop]`: those of its group that lie
+        before its window.
+    keys: `[n * S]` int32 slots: token * S + s for the s-th group of a token.
+    segments: `[R, n]`, `[n * S]` int64, by which the lists are sorted: (sequence, group) * T + time.
+    lower: `[R, n]` int64, the query's groups below that of the list, as bits, and bits: `[n]` int64, those of the keys;
+        None where two tokens share one group at most.
+    """
+
+    queries: Tensor
+    first: Tensor
+    stop: Tensor
+    keys: Tensor
+    segments: tuple[Tensor, Tensor]
+    lower: Tensor | None
+    bits: Tensor | None
+
+
+def group_ids(members: Tensor, most: int) -> Tensor:
+    """`[B, T, most]` int, the groups of memberships `[B, T, K]`, ascending, then K for none."""
+    groups = members.shape[-1]
+    return groups - (members * torch.arange(groups, 0, -1, device=members.device)).topk(most).values
+
+
+def lists(query_ids: Tensor, key_ids: Tensor, groups: int, length: int, window: int) -> Lists:
+    """Of the groups `[B, T, R]` that queries ask and those `[B, T, S]` that keys are in; `groups` stands for none."""
+    batch, _, slots = key_ids.shape
+    sequence = torch.arange(batch, device=key_ids.device)[:, None, None] * (groups + 1)
+    narrow = torch.int16 if batch * (groups + 1) < 2**15 else torch.int32
+    asked, queries = (sequence + query_ids).permute(2, 0, 1).flatten(1).to(narrow).contiguous().sort(stable=True)
+    member, keys = (sequence + key_ids).flatten().to(narrow).sort(stable=True)
+    asked, member = asked.long(), member.long()
+    time = queries % length
+    by_query, by_key = asked * length + time, member * length + keys // slots % length
+    first = torch.searchsorted(by_key, asked * length, out_int32=True)
+    stop = torch.searchsorted(by_key, asked * length + (time - window).clamp(min=0), out_int32=True)
+    none = asked % (groups + 1) == groups
+    lower = bits = None
+    if slots > 1 and len(queries) > 1:
+        bits, below = bits_of(key_ids, groups), bits_of(query_ids, groups)
+        lower = below[queries] & ((1 << (asked % (groups + 1))) - 1)
+    stop = torch.where(none, first, stop)
+    return Lists(queries.int(), first, stop, keys.int(), (by_query, by_key), lower, bits)
+
+
+def bits_of(ids: Tensor, groups: int) -> Tensor:
+    """`[n]` int64 with a bit for every group of `ids` `[B, T, S]`."""
+    return ((ids < groups).long() << ids).sum(-1).flatten()
+
+
+def seen_by(found: Lists, groups: int, length: int, window: int) -> tuple[Tensor, Tensor]:
+    """`[R, n * S]` int32 twice: the key at a place of its list is seen by `queries[r, first:stop]`."""
+    by_query, by_key = found.segments
+    segment, time = by_key // length, by_key % length
+    ends = (segment * length + (time + window + 1).clamp(max=length), (segment + 1) * length)
+    first, stop = (
+        torch.searchsorted(by_query, x.expand(len(by_query), -1).contiguous(), out_int32=True) for x in ends
+    )
+    return first, torch.where(segment % (groups + 1) == groups, first, stop)
