@@ -31,7 +31,9 @@ CHOICES = {
     "attention.centroid_update": ("gradient", "ema", "recluster"),
     "model.quantization": ("none", "int8", "nf4"),
     "attention.train_with": ("soft", "hard"),
-    "attention.backend": ("auto", "masked", "flash-attn", "torch-flash", "cpu-flash", "flex", "math"),
+    "attention.backend": (
+        *("auto", "masked", "triton", "flash-attn", "torch-flash", "torch-fa3", "torch-fa4", "cpu-flash", "math"),
+    ),
     "data.source": ("hub", "files", "books"),
     "bench.dtype": ("bf16", "float32"),
     "eval.split": ("validation", "test"),

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from focus_exp.attention.kernels import Kernel, Whole
+from focus_exp.attention.kernels import Backend, Fused, Kernel, Whole
 from focus_exp.attention.parts import Part, Rows, Stretches, Tokens, parts, rows_of, ungated_parts
 from focus_exp.attention.selection import Selection, Sequence
 
@@ -39,7 +39,7 @@ def sparse_attention(
     v: Tensor,
     selection: Selection,
     sequence: Sequence,
-    kernel: Kernel,
+    kernel: Backend,
     *,
     window: int,
     sinks: int,
@@ -54,6 +54,12 @@ def sparse_attention(
     `surrogate`: slope of the gate that stands in for the hard groups in the gradient of `selection.assignment`.
     `sink_logits` `[H]`: the score of one more key that all queries see and that has no value.
     """
+    if isinstance(kernel, Fused):
+        return kernel.attention(
+            q, k, v, selection, sequence,
+            window=window, sinks=sinks, scaling=scaling, softcap=softcap, surrogate=surrogate, sink_logits=sink_logits,
+        )  # fmt: skip
+    assert isinstance(kernel, Kernel)
     with torch.no_grad():
         plan = Plan(Tokens.of(selection, sequence, sinks), kernel, window, scaling, softcap, surrogate)
     packed = [x.transpose(1, 2).flatten(0, 1) for x in (q, k, v)]

@@ -11,7 +11,9 @@ import torch
 from torch import Tensor
 
 from focus_exp.attention.focus import Focus
-from focus_exp.attention.kernels import Kernel
+from focus_exp.attention.kernels import Backend, Kernel
+from focus_exp.attention.kernels.fused import Call, Triton
+from focus_exp.attention.kernels.layout import Plan
 from focus_exp.attention.parts import Tokens, parts
 from focus_exp.attention.selection import Selection, Sequence
 from focus_exp.attention.sparse import operands
@@ -50,7 +52,7 @@ class Contender:
     method: Focus
     selection: Selection
     sequence: Sequence
-    kernel: Kernel
+    kernel: Backend
 
     @staticmethod
     def of(layer: Layer, groups: Groups, tensors: Tensors) -> Contender:
@@ -79,17 +81,19 @@ class Contender:
         return self.method.attend(tensors.q, tensors.k, tensors.v, selection, self.sequence, scaling=self.layer.scaling)
 
     def kernels(self, tensors: Tensors) -> Work:
-        """The exact attention calls alone, on tokens that are gathered already."""
+        """The exact attention calls alone, with lists made, or tokens gathered for what reads no lists."""
+        window, sinks, scaling = self.layer.window, self.layer.sinks, self.layer.scaling
+        if isinstance(self.kernel, Triton):
+            plan = Plan.of(self.selection, self.sequence, window, sinks)
+            return partial(self.kernel.planned, tensors.q, tensors.k, tensors.v, plan, Call(scaling))
+        assert isinstance(self.kernel, Kernel)
         q, k, v = (x.transpose(1, 2).flatten(0, 1) for x in (tensors.q, tensors.k, tensors.v))
-        tokens = Tokens.of(self.selection, self.sequence, self.layer.sinks)
-        calls = [
-            (part, operands(part, q, k, v))
-            for part in parts(tokens, self.kernel, self.layer.window, self.layer.scaling)
-        ]
+        tokens = Tokens.of(self.selection, self.sequence, sinks)
+        calls = [(part, operands(part, q, k, v)) for part in parts(tokens, self.kernel, window, scaling)]
 
         def work() -> None:
             for part, gathered in calls:
-                part.kernel.forward(*gathered, part.meeting, self.layer.scaling, None)
+                part.kernel.forward(*gathered, part.meeting, scaling, None)
 
         return work
 

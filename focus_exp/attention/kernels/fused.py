@@ -11,61 +11,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from focus_exp.attention.kernels.contract import CannotServe, Demand, Fused
-from focus_exp.attention.kernels.layout import Lists, group_ids, lists, seen_by
+from focus_exp.attention.kernels.contract import Demand, Fused
+from focus_exp.attention.kernels.layout import Lists, Plan, seen_by
 from focus_exp.attention.selection import Selection, Sequence
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 SINK_CHUNK = 2048  # queries whose share of the sinks' gradients one program adds up
 LARGEST_HEAD = 256
-MOST_BITS = 63
-
-
-@dataclass(frozen=True)
-class Plan:
-    """What does not depend on q, k and v; see `lists`. begins: `[B]` int32, where the sequences begin.
-
-    tags: `[n]` int32 twice, the groups of queries and of keys, -1 for sinks; where a token is in one group.
-    """
-
-    batch: int
-    length: int
-    groups: int
-    lists: Lists
-    begins: Tensor
-    valid: Tensor | None
-    tags: tuple[Tensor, Tensor] | None
-    window: int
-    sinks: int
-
-    @staticmethod
-    def of(selection: Selection, sequence: Sequence, window: int, sinks: int) -> Plan:
-        """CannotServe where tokens share several of more groups than there are bits."""
-        members, asked = selection.key_groups, selection.query_groups
-        assert members is not None and asked is not None
-        batch, length, groups = members.shape
-        start, valid = sequence.start, sequence.valid
-        real = start if valid is None else start.masked_fill(~valid, length)
-        begins = real.amin(1, keepdim=True).int()
-        time = torch.arange(length, device=start.device)
-        sink = (time >= begins) & (time < begins + sinks)
-        outside = sink if valid is None else sink | ~valid
-        tags = None
-        if selection.group is not None:
-            ids = (selection.group[..., None], selection.group[..., None])
-            tags = (selection.group.flatten().int(), selection.group.masked_fill(sink, -1).flatten().int())
-        else:
-            most = selection.most or (groups, groups)
-            if min(most) > 1 and groups > MOST_BITS:
-                raise CannotServe(
-                    f"the Triton kernels take up to {MOST_BITS} groups where keys are in several, not {groups}; "
-                    "use backend=masked"
-                )
-            ids = (group_ids(asked, most[0]), group_ids(members, most[1]))
-        ids = tuple(x.masked_fill(outside[..., None], groups) for x in ids)
-        found = lists(*ids, groups, length, window)
-        real_tokens = None if valid is None else valid.flatten().to(torch.uint8)
-        return Plan(batch, length, groups, found, begins[:, 0], real_tokens, tags, window, sinks)
 
 
 @dataclass(frozen=True)
@@ -96,7 +48,8 @@ class Triton(Fused):
             return f"does not take {str(demand.dtype).removeprefix('torch.')}"
         if demand.head_dim > LARGEST_HEAD:
             return f"takes head sizes up to {LARGEST_HEAD}, not {demand.head_dim}"
-        return too_old() or (None if found("triton") is None else f"needs the package triton: {found('triton')}")
+        missing = found("triton")
+        return too_old((8, 0)) or (missing and f"needs the package triton: {missing}")
 
     def attention(
         self,
@@ -196,7 +149,8 @@ def window_forward(
     place, other_out, other_lse = (plan.begins, out, lse) if others is None else (others[2], *others[:2])
     tags = plan.tags if others is not None and plan.tags is not None else (plan.begins, plan.begins)
     kernels().window_forward[tiles(plan.length, "BM", q.shape[1], plan.batch)](
-        q, k, v, out, lse, plan.begins, real(plan), *tags, place, other_out, other_lse, lse if logits is None else logits,
+        q, k, v, out, lse, plan.begins, real(plan), *tags, place, other_out, other_lse,
+        lse if logits is None else logits,
         len(q), plan.length, plan.window, plan.sinks, **common(q, k, v, call),
         BS=sink_block(plan.sinks), VALID=plan.valid is not None, OTHERS=others is not None, LOGITS=logits is not None,
     )  # fmt: skip
@@ -204,9 +158,9 @@ def window_forward(
 
 def window_backward(whole: tuple[Tensor, ...], dq: Tensor, dk: Tensor, dv: Tensor, plan: Plan, call: Call) -> None:
     """Writes dq and the first slots of dk and dv `[n, S, G, D]`."""
-    q, k = whole[0], whole[1]
+    q, k, v = whole[:3]
     (length, batch), (heads, groups), slots = (plan.length, plan.batch), (q.shape[1], k.shape[1]), dk.shape[1]
-    settings = common(*whole[:3], call) | {"unit": call.scaling, "VALID": plan.valid is not None}
+    settings = common(q, k, v, call) | {"unit": call.scaling, "VALID": plan.valid is not None}
     block = sink_block(plan.sinks)
     kernels().window_backward_queries[tiles(length, "BM", heads, batch)](
         *whole, dq, plan.begins, real(plan), len(q), length, plan.window, plan.sinks, BS=block, **settings
@@ -235,15 +189,15 @@ def groups_backward(
     Straight through: that of slope * g_i . g_j added to the scores of pairs that are not always visible. These are the
     pairs of kernel B, which adds up sum_j dS_ij g_j and sum_i dS_ij g_i beside dQ and dK.
     """
-    q, k, found = whole[0], whole[1], plan.lists
+    (q, k, v), found = whole[:3], plan.lists
     (ranks, n), slots, groups = found.queries.shape, dk.shape[1], k.shape[1]
     g = q.new_zeros(1, dtype=torch.float32) if gate is None else gate.float().contiguous()
     width = 1 if gate is None else g.shape[1]
     of_queries = g.new_zeros(n if gate is not None else 1, groups, width)
     of_keys = g.new_zeros(n * slots if gate is not None else 1, groups, width)
-    settings = common(*whole[:3], call) | {
-        "unit": call.scaling, "slope": call.surrogate or 0.0, "SHARED": found.bits is not None, "GATED": gate is not None,
-        "K": width, "BK": max(16, power_of_two(width)),
+    settings = common(q, k, v, call) | {
+        "unit": call.scaling, "slope": call.surrogate or 0.0,
+        "SHARED": found.bits is not None, "GATED": gate is not None, "K": width, "BK": max(16, power_of_two(width)),
     }  # fmt: skip
     for rank in range(ranks):
         kernels().groups_backward_queries[tiles(n, "BM", groups)](
@@ -301,15 +255,17 @@ def kernels() -> Any:
 
 @cache
 def found(package: str) -> str | None:
-    """Why a package cannot be imported, None if it can."""
+    """Why a package cannot be imported, None if it can; asked once: a search that fails costs as much as a layer."""
     try:
         importlib.import_module(package)
-    except ImportError as error:
+    except (ImportError, OSError, RuntimeError) as error:
         return str(error)
     return None
 
 
-def too_old() -> str | None:
-    if not torch.cuda.is_available() or (capability := torch.cuda.get_device_capability()) >= (8, 0):
+def too_old(needed: tuple[int, int]) -> str | None:
+    """Why the device's compute capability is not enough."""
+    if not torch.cuda.is_available() or torch.cuda.get_device_capability() >= needed:
         return None
-    return f"needs compute capability 8.0 (Ampere) or later, {torch.cuda.get_device_name()} has {capability[0]}.{capability[1]}"
+    has = ".".join(map(str, torch.cuda.get_device_capability()))
+    return f"needs compute capability {'.'.join(map(str, needed))}, {torch.cuda.get_device_name()} has {has}"

@@ -47,7 +47,7 @@ def groups_forward(
         row = tl.load(queries + place, inside, 0).to(tl.int64)
         x = rows(q, row, q_row, h * q_head, inside, D, BD)
         m = tl.load(lse + h * n + row, inside, float("-inf")) / LN2
-        l = tl.where(m == float("-inf"), 0.0, 1.0)  # noqa: E741
+        mass = tl.where(m == float("-inf"), 0.0, 1.0)
         acc = rows(out, row, heads * D, h * D, inside, D, BD).to(tl.float32)
         kh, vh = (h // HG) * k_head, (h // HG) * v_head
         earlier = row
@@ -57,7 +57,7 @@ def groups_forward(
             token = tl.load(keys + begin + tl.arange(0, BN)).to(tl.int64) // slots
             there = token >= 0
             y, w = rows(k, token, k_row, kh, there, D, BD), rows(v, token, v_row, vh, there, D, BD)
-            m, l, acc = attend(x, y, w, True, m, l, acc, scale, cap, False, SOFTCAP, PRECISION)  # noqa: E741
+            m, mass, acc = attend(x, y, w, True, m, mass, acc, scale, cap, False, SOFTCAP, PRECISION)
         for begin in range(middle, high, BN):
             j = begin + tl.arange(0, BN)
             token = tl.load(keys + j, j < high, 0).to(tl.int64) // slots
@@ -65,9 +65,9 @@ def groups_forward(
             seen = (j[None] >= a[:, None]) & (j[None] < b[:, None])
             if SHARED:  # counted in the first of the groups that both are in
                 seen &= (earlier[:, None] & tl.load(bits + token)[None]) == 0
-            m, l, acc = attend(x, y, w, seen, m, l, acc, scale, cap, True, SOFTCAP, PRECISION)  # noqa: E741
-        put(out, row, heads * D, h * D, inside, acc / tl.where(l > 0, l, 1.0)[:, None], D, BD)
-        tl.store(lse + h * n + row, (m + tl.log2(tl.where(l > 0, l, 1.0))) * LN2, inside)
+            m, mass, acc = attend(x, y, w, seen, m, mass, acc, scale, cap, True, SOFTCAP, PRECISION)
+        put(out, row, heads * D, h * D, inside, acc / tl.where(mass > 0, mass, 1.0)[:, None], D, BD)
+        tl.store(lse + h * n + row, (m + tl.log2(tl.where(mass > 0, mass, 1.0))) * LN2, inside)
 
 
 @tuned("backward", restore=("dq", "dgate"))
@@ -82,7 +82,7 @@ def groups_backward_queries(
     """Adds to dQ `[n, H, D]` and with GATED to `dgate` `[n, G, K]`: sum_j dS_ij g_j; grid (tiles of `queries`, G)."""
     g = tl.program_id(1)
     place = tl.program_id(0) * BM + tl.arange(0, BM)
-    a, b, low, _, high = stretches(first, stop, place, n, True, BN)
+    a, b, low, _middle, high = stretches(first, stop, place, n, True, BN)
     if low < high:
         inside = place < n
         row = tl.load(queries + place, inside, 0).to(tl.int64)
@@ -104,7 +104,7 @@ def groups_backward_queries(
                 seen = (j[None] >= a[:, None]) & (j[None] < b[:, None])
                 if SHARED:
                     seen &= (earlier[:, None] & tl.load(bits + token)[None]) == 0
-                _, ds = derivatives(x, y, u, w, seen, whole, dots, scale, cap, True, SOFTCAP, PRECISION)
+                _p, ds = derivatives(x, y, u, w, seen, whole, dots, scale, cap, True, SOFTCAP, PRECISION)
                 total += tl.dot(ds.to(y.dtype), y, input_precision=PRECISION)
                 if GATED:
                     of_gates += tl.dot(ds, rows(gate, token, K, 0, there, K, BK), input_precision=PRECISION)
@@ -125,7 +125,7 @@ def groups_backward_keys(
     BM: tl.constexpr, BN: tl.constexpr,
     SOFTCAP: tl.constexpr, SHARED: tl.constexpr, GATED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Adds to dK, dV `[n * slots, G, D]` and to `dgate` `[n * slots, G, K]`: sum_i dS_ij g_i; grid (tiles of `keys`, G).
+    """Adds to dK, dV `[n * slots, G, D]` and to `dgate` `[n * slots, G, K]`: sum_i dS_ij g_i; grid (key tiles, G).
 
     `first` and `stop` `[ranks, n * slots]` are stretches of `queries` `[ranks, n]` that see each key.
     """
@@ -142,7 +142,9 @@ def groups_backward_keys(
     of_values = tl.zeros((BN, BD), tl.float32)
     of_gates = tl.zeros((BN, BK), tl.float32)
     for rank in range(ranks):
-        a, b, low, _, high = stretches(first + rank * n * slots, stop + rank * n * slots, place, n * slots, True, BM)
+        a, b, low, _middle, high = stretches(
+            first + rank * n * slots, stop + rank * n * slots, place, n * slots, True, BM
+        )
         for head in range(HG):
             h = g * HG + head
             for begin in range(low, high, BM):

@@ -2,7 +2,7 @@
 
 Nothing waits for the device: sizes follow from the batch's shape and the number of groups a token may have, and what is
 in no group stands in a last segment that nobody reads. So a layer can be captured in a CUDA graph, once a first call
-outside the capture has tuned the kernels' blocks, and `lists` can be compiled as one graph (`torch.compile`, fullgraph).
+outside the capture has tuned the kernels' blocks; `lists` can be compiled as one graph (`torch.compile`, fullgraph).
 The counting sort is torch's stable sort of 16-bit keys, which on CUDA is a radix sort.
 """
 
@@ -12,6 +12,11 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+
+from focus_exp.attention.kernels.contract import CannotServe
+from focus_exp.attention.selection import Selection, Sequence
+
+MOST_BITS = 63
 
 
 @dataclass(frozen=True)
@@ -34,6 +39,53 @@ class Lists:
     segments: tuple[Tensor, Tensor]
     lower: Tensor | None
     bits: Tensor | None
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What does not depend on q, k and v; see `lists`. begins: `[B]` int32, where the sequences begin.
+
+    tags: `[n]` int32 twice, the groups of queries and of keys, -1 for sinks; where a token is in one group.
+    """
+
+    batch: int
+    length: int
+    groups: int
+    lists: Lists
+    begins: Tensor
+    valid: Tensor | None
+    tags: tuple[Tensor, Tensor] | None
+    window: int
+    sinks: int
+
+    @staticmethod
+    def of(selection: Selection, sequence: Sequence, window: int, sinks: int) -> Plan:
+        """CannotServe where tokens share several of more groups than there are bits."""
+        members, asked = selection.key_groups, selection.query_groups
+        assert members is not None and asked is not None
+        batch, length, groups = members.shape
+        start, valid = sequence.start, sequence.valid
+        real = start if valid is None else start.masked_fill(~valid, length)
+        begins = real.amin(1, keepdim=True).int()
+        time = torch.arange(length, device=start.device)
+        sink = (time >= begins) & (time < begins + sinks)
+        outside = sink if valid is None else sink | ~valid
+        tags = None
+        if selection.group is not None:
+            ids = [selection.group[..., None]] * 2
+            tags = (selection.group.flatten().int(), selection.group.masked_fill(sink, -1).flatten().int())
+        else:
+            most = selection.most or (groups, groups)
+            if min(most) > 1 and groups > MOST_BITS:
+                raise CannotServe(
+                    f"the Triton kernels take up to {MOST_BITS} groups where keys are in several, not {groups}; "
+                    "use backend=masked"
+                )
+            ids = [group_ids(asked, most[0]), group_ids(members, most[1])]
+        query_ids, key_ids = (x.masked_fill(outside[..., None], groups) for x in ids)
+        found = lists(query_ids, key_ids, groups, length, window)
+        real_tokens = None if valid is None else valid.flatten().to(torch.uint8)
+        return Plan(batch, length, groups, found, begins[:, 0], real_tokens, tags, window, sinks)
 
 
 def group_ids(members: Tensor, most: int) -> Tensor:
@@ -73,7 +125,5 @@ def seen_by(found: Lists, groups: int, length: int, window: int) -> tuple[Tensor
     by_query, by_key = found.segments
     segment, time = by_key // length, by_key % length
     ends = (segment * length + (time + window + 1).clamp(max=length), (segment + 1) * length)
-    first, stop = (
-        torch.searchsorted(by_query, x.expand(len(by_query), -1).contiguous(), out_int32=True) for x in ends
-    )
+    first, stop = (torch.searchsorted(by_query, x.expand(len(by_query), -1).contiguous(), out_int32=True) for x in ends)
     return first, torch.where(segment % (groups + 1) == groups, first, stop)

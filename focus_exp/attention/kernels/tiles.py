@@ -1,6 +1,6 @@
 """What both Triton kernels do with one tile of scores, forward and backward.
 
-Scores are in units of ln 2, so that exp is exp2. The state (m, l, acc) of a running softmax is the largest score, the
+Scores are in units of ln 2, so that exp is exp2. The state (m, mass, acc) of a softmax is the largest score so far, the
 sum of exp2(score - m) and the same sum of values; (lse, 1, out) of other pairs is such a state too, which is how parts
 are merged without a pass of their own.
 """
@@ -29,24 +29,26 @@ def products(x, y, scale, cap, SOFTCAP: tl.constexpr, PRECISION: tl.constexpr):
 
 
 @triton.jit
-def attend(q, k, v, seen, m, l, acc, scale, cap, MASKED: tl.constexpr, SOFTCAP: tl.constexpr, PRECISION: tl.constexpr):  # noqa: E741
+def attend(
+    q, k, v, seen, m, mass, acc, scale, cap, MASKED: tl.constexpr, SOFTCAP: tl.constexpr, PRECISION: tl.constexpr
+):
     """The state after keys and values `[N, D]` that the queries `[M, D]` see where `seen` `[M, N]` says so."""
-    s, _ = products(q, k, scale, cap, SOFTCAP, PRECISION)
+    s, _slope = products(q, k, scale, cap, SOFTCAP, PRECISION)
     if MASKED:
         s = tl.where(seen, s, float("-inf"))
-    m, l, acc, top = rescaled(m, l, acc, tl.max(s, 1))
+    m, mass, acc, top = rescaled(m, mass, acc, tl.max(s, 1))
     p = tl.exp2(s - top[:, None])
     acc += tl.dot(p.to(v.dtype), v, input_precision=PRECISION)
-    return m, l + tl.sum(p, 1), acc
+    return m, mass + tl.sum(p, 1), acc
 
 
 @triton.jit
-def rescaled(m, l, acc, largest):  # noqa: E741
+def rescaled(m, mass, acc, largest):
     """The state under a maximum that counts `largest` in, and that maximum, 0 where there is no key yet."""
     new = tl.maximum(m, largest)
     top = tl.where(new == float("-inf"), 0.0, new)
     keep = tl.exp2(m - top)
-    return new, l * keep, acc * keep[:, None], top
+    return new, mass * keep, acc * keep[:, None], top
 
 
 @triton.jit
@@ -68,11 +70,17 @@ def derivatives(
 def rows(x, row, stride, head_offset, there, D: tl.constexpr, BD: tl.constexpr):
     """`[N, BD]`, rows of x for one head, 0 beyond D and where nothing is there."""
     d = tl.arange(0, BD)
-    return tl.load(x + head_offset + row[:, None] * stride + d, there[:, None] & (d < D), 0.0)
+    mask = there[:, None]
+    if D != BD:
+        mask = mask & (d < D)
+    return tl.load(x + head_offset + row[:, None] * stride + d, mask, 0.0)
 
 
 @triton.jit
 def put(x, row, stride, head_offset, there, values, D: tl.constexpr, BD: tl.constexpr):
     """Write what `rows` reads."""
     d = tl.arange(0, BD)
-    tl.store(x + head_offset + row[:, None] * stride + d, values.to(x.dtype.element_ty), there[:, None] & (d < D))
+    mask = there[:, None]
+    if D != BD:
+        mask = mask & (d < D)
+    tl.store(x + head_offset + row[:, None] * stride + d, values.to(x.dtype.element_ty), mask)

@@ -54,18 +54,18 @@ def window_forward(
     queries = rows(q, base + i, q_row, h * q_head, inside, D, BD)
     kh, vh = (h // HG) * k_head, (h // HG) * v_head
     m = tl.full((BM,), float("-inf"), tl.float32)
-    l = tl.zeros((BM,), tl.float32)  # noqa: E741
+    mass = tl.zeros((BM,), tl.float32)
     acc = tl.zeros((BM, BD), tl.float32)
     if OTHERS:
         where = tl.load(place + base + i, inside, -1).to(tl.int64)
         found = where >= 0
         m = tl.load(other_lse + h * n + where, found, float("-inf")) / LN2
-        l = tl.where(m == float("-inf"), 0.0, 1.0)  # noqa: E741
+        mass = tl.where(m == float("-inf"), 0.0, 1.0)
         acc = rows(other_out, where, heads * D, h * D, found, D, BD).to(tl.float32)
     if LOGITS:
         logit = tl.load(sink_logits + b * heads + h) / LN2
-        m, l, acc, top = rescaled(m, l, acc, tl.zeros((BM,), tl.float32) + logit)  # noqa: E741
-        l += tl.exp2(logit - top)  # noqa: E741
+        m, mass, acc, top = rescaled(m, mass, acc, tl.zeros((BM,), tl.float32) + logit)
+        mass += tl.exp2(logit - top)
 
     first = tl.load(begins + b)
     if tl.program_id(0) * BM + BM - 1 - window > first:
@@ -74,16 +74,16 @@ def window_forward(
         keys = rows(k, base + first + s, k_row, kh, there, D, BD)
         values = rows(v, base + first + s, v_row, vh, there, D, BD)
         seen = distant_sinks(i[:, None], s[None], first, sinks, window, length, valid, base, VALID)
-        m, l, acc = attend(queries, keys, values, seen, m, l, acc, scale, cap, True, SOFTCAP, PRECISION)  # noqa: E741
+        m, mass, acc = attend(queries, keys, values, seen, m, mass, acc, scale, cap, True, SOFTCAP, PRECISION)
     lowest = tl.maximum(tl.program_id(0) * BM - window, 0)
     for begin in range(lowest, tl.minimum(tl.program_id(0) * BM + BM, length), BN):
         j = begin + tl.arange(0, BN)
         keys = rows(k, base + j, k_row, kh, j < length, D, BD)
         values = rows(v, base + j, v_row, vh, j < length, D, BD)
         seen = near(i[:, None], j[None], window, length, valid, tags_q, tags_k, base, VALID, OTHERS)
-        m, l, acc = attend(queries, keys, values, seen, m, l, acc, scale, cap, True, SOFTCAP, PRECISION)  # noqa: E741
-    put(out, base + i, heads * D, h * D, inside, acc / tl.where(l > 0, l, 1.0)[:, None], D, BD)
-    tl.store(lse + h * n + base + i, (m + tl.log2(tl.where(l > 0, l, 1.0))) * LN2, inside)
+        m, mass, acc = attend(queries, keys, values, seen, m, mass, acc, scale, cap, True, SOFTCAP, PRECISION)
+    put(out, base + i, heads * D, h * D, inside, acc / tl.where(mass > 0, mass, 1.0)[:, None], D, BD)
+    tl.store(lse + h * n + base + i, (m + tl.log2(tl.where(mass > 0, mass, 1.0))) * LN2, inside)
 
 
 @tuned("backward")
@@ -112,7 +112,7 @@ def window_backward_queries(
         keys = rows(k, base + first + s, k_row, kh, there, D, BD)
         values = rows(v, base + first + s, v_row, vh, there, D, BD)
         seen = distant_sinks(i[:, None], s[None], first, sinks, window, length, valid, base, VALID)
-        _, ds = derivatives(queries, keys, grads, values, seen, whole, dots, scale, cap, True, SOFTCAP, PRECISION)
+        _p, ds = derivatives(queries, keys, grads, values, seen, whole, dots, scale, cap, True, SOFTCAP, PRECISION)
         total += tl.dot(ds.to(keys.dtype), keys, input_precision=PRECISION)
     lowest = tl.maximum(tl.program_id(0) * BM - window, 0)
     for begin in range(lowest, tl.minimum(tl.program_id(0) * BM + BM, length), BN):
@@ -120,7 +120,7 @@ def window_backward_queries(
         keys = rows(k, base + j, k_row, kh, j < length, D, BD)
         values = rows(v, base + j, v_row, vh, j < length, D, BD)
         seen = near(i[:, None], j[None], window, length, valid, valid, valid, base, VALID, False)
-        _, ds = derivatives(queries, keys, grads, values, seen, whole, dots, scale, cap, True, SOFTCAP, PRECISION)
+        _p, ds = derivatives(queries, keys, grads, values, seen, whole, dots, scale, cap, True, SOFTCAP, PRECISION)
         total += tl.dot(ds.to(keys.dtype), keys, input_precision=PRECISION)
     put(dq, base + i, heads * D, h * D, inside, total * unit, D, BD)
 
