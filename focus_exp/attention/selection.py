@@ -177,35 +177,43 @@ def count_pairs(
     """
     if sequence.allowed is None and sequence.valid is None and not bool(sequence.start.any()):
         return count_plain_pairs(selection, sequence, window, sinks)
-    total = distant = kept = 0
+    counts = torch.zeros(3, dtype=torch.long, device=sequence.start.device)  # read once, for a GPU is waited for
     for rows in row_blocks(sequence.start.shape[1], block):
         seen = real_pairs(sequence, rows)
         far = seen & ~always_visible(sequence, rows, rows.stop, window, sinks)
-        total += int(seen.sum())
-        distant += int(far.sum())
-        if selection is None:
-            kept += int(far.sum())
-        elif selection.query_groups is not None:
-            kept += int((far & same_group(selection, rows, rows.stop)).sum())
-    return PairCounts(total, distant, kept)
+        kept = far if selection is None else torch.zeros_like(far)
+        if selection is not None and selection.query_groups is not None:
+            kept = far & same_group(selection, rows, rows.stop)
+        counts += torch.stack([seen.sum(), far.sum(), kept.sum()])
+    return PairCounts(*counts.tolist())
 
 
 def count_plain_pairs(selection: Selection | None, sequence: Sequence, window: int, sinks: int) -> PairCounts:
-    """The same for plain causal sequences, in time O(T * (window + sinks + distinct memberships of keys))."""
+    """The same for plain causal sequences, in time O(T * (sinks + distinct memberships of keys))."""
     batch, length = sequence.start.shape
     total = batch * length * (length + 1) // 2
-    offsets = range(min(window + 1, length))
+    width = min(window + 1, length)
     far_sinks = [(s, max(length - s - window - 1, 0)) for s in range(min(sinks, length))]
-    distant = total - batch * (sum(length - d for d in offsets) + sum(count for _, count in far_sinks))
+    near = sum(length - d for d in range(width)) + sum(count for _, count in far_sinks)
+    distant = total - batch * near
     if selection is None:
         return PairCounts(total, distant, distant)
     if selection.query_groups is None or selection.key_groups is None:
         return PairCounts(total, distant, 0)
     queries, keys = selection.query_groups, selection.key_groups
-    kept = 0
-    for members in keys.flatten(0, 1).unique(dim=0):
+    kept = torch.zeros((), dtype=torch.long, device=keys.device)
+    for members in memberships(selection):
         seen = (keys == members).all(-1).cumsum(1)  # [B, T] keys of this kind up to each query
-        kept += int((seen * (queries & members).any(-1)).sum())
-    kept -= sum(int((queries[:, d:] & keys[:, : length - d]).any(-1).sum()) for d in offsets)
-    kept -= sum(int((queries[:, length - count :] & keys[:, s, None]).any(-1).sum()) for s, count in far_sinks)
-    return PairCounts(total, distant, kept)
+        kept += (seen[:, : length - width] * (queries[:, width:] & members).any(-1)).sum()
+    for s, count in far_sinks:
+        kept -= (queries[:, length - count :] & keys[:, s, None]).any(-1).sum()
+    return PairCounts(total, distant, int(kept))
+
+
+def memberships(selection: Selection) -> Tensor:
+    """`[kinds, K]` bool, the memberships that keys have."""
+    keys = selection.key_groups
+    assert keys is not None
+    if selection.group is not None or (selection.most is not None and selection.most[1] == 1):
+        return torch.eye(keys.shape[-1], dtype=torch.bool, device=keys.device)
+    return keys.flatten(0, 1).unique(dim=0)
