@@ -137,9 +137,10 @@ def masked_attention(
     gate_needs_grad = log_gate is not None and log_gate.requires_grad
     if softcap is None and sink_logits is None and not multiplicative and not gate_needs_grad:
         mask = keep if log_gate is None else log_gate.to(q.dtype).masked_fill(~keep, float("-inf"))
-        grouped = q.shape[1] != k.shape[1]
+        if q.is_cuda and q.shape[1] != k.shape[1]:  # with a mask these go to the kernel that builds every score
+            k, v = of_every_head(q, k, v)
         return F.scaled_dot_product_attention(
-            q, k, v, attn_mask=mask, dropout_p=dropout, scale=scaling, enable_gqa=grouped
+            q, k, v, attn_mask=mask, dropout_p=dropout, scale=scaling, enable_gqa=q.shape[1] != k.shape[1]
         )
 
     heads, groups = q.shape[1], k.shape[1]
@@ -159,3 +160,9 @@ def masked_attention(
     s = s.add_(bias.masked_fill(~keep, float("-inf")).unsqueeze(2).to(s.dtype))
     p = weights(s.flatten(1, 2), sink_logits).to(v.dtype).unflatten(1, (groups, -1))
     return (F.dropout(p, dropout) @ v.unsqueeze(2)).flatten(1, 2)
+
+
+def of_every_head(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    """Keys and values `[B, H, S, D]` of the heads of q, from those `[B, G, S, D]` that heads share."""
+    share = q.shape[1] // k.shape[1]
+    return k.repeat_interleave(share, dim=1), v.repeat_interleave(share, dim=1)

@@ -19,7 +19,16 @@ from focus_exp.attention.selection import Selection, Sequence
 from focus_exp.attention.sparse import operands
 from focus_exp.reporting.rows import Clock, SpeedRow
 from focus_exp.speed.timing import PeakMemory, Work, alternate, clock, in_fresh_process
-from focus_exp.speed.workload import Groups, Shape, Tensors, full_attention, largest_group, layer_method, pairs_kept
+from focus_exp.speed.workload import (
+    Groups,
+    Shape,
+    Tensors,
+    full_attention,
+    full_step,
+    largest_group,
+    layer_method,
+    pairs_kept,
+)
 
 ROUND_SECONDS = 20.0  # where a round takes longer than its share of this, there are fewer rounds
 LEAST_REPEATS = 3
@@ -146,12 +155,6 @@ def attention_step_rows(layer: Layer, length: int, groupings: list[Groups]) -> I
             "attention step", length, full_kernel=name, repeats=repeats, full_seconds=seconds["full"],
             focus_seconds=seconds[str(number)], full_peak_bytes=peaks[0], focus_peak_bytes=peaks[1 + number],
         )  # fmt: skip
-
-
-def full_step(forward: Work, tensors: Tensors) -> None:
-    out = forward()
-    assert isinstance(out, Tensor)
-    torch.autograd.grad(out, (tensors.q, tensors.k, tensors.v), torch.ones_like(out))
 
 
 def peaks_of(layer: Layer, length: int, groupings: list[Groups], backward: bool) -> list[int | None]:
