@@ -18,7 +18,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from focus_exp.attention.kernels import KERNELS, CannotServe, Demand, fused
 from focus_exp.attention.kernels.cuda import FlashGroups
 from focus_exp.attention.kernels.fused import Call, Triton
-from focus_exp.attention.kernels.layout import Plan, group_ids, lists, seen_by
+from focus_exp.attention.kernels.layout import Plan, group_ids, laid_out, lists, seen_by
 from focus_exp.attention.reference import reference_attention, scores
 from focus_exp.attention.selection import Selection, Sequence, nothing_shared, permitted, same_group, select
 from focus_exp.attention.selection import always_visible as visible
@@ -208,11 +208,8 @@ def test_the_layout_waits_for_nothing_and_is_one_graph(top_k, rule, padding):
         valid = None if sequence.valid is None else mode.from_tensor(sequence.valid)
         fake = replace(sequence, start=mode.from_tensor(sequence.start), valid=valid)
         Plan.of(select(mode.from_tensor(g), top_k, rule), fake, window=5, sinks=2)
-    selection = select(g, top_k, rule)
-    most = selection.most or (1, 1)
-    ids = group_ids(selection.query_groups, most[0]), group_ids(selection.key_groups, most[1])
-    compiled = torch.compile(lists, fullgraph=True, backend="eager", dynamic=True)
-    one, other = compiled(*ids, 4, 30, 5), lists(*ids, 4, 30, 5)
+    compiled = torch.compile(laid_out, fullgraph=True, backend="eager", dynamic=True)
+    one, other = (make(select(g, top_k, rule), sequence, 5, 2).lists for make in (compiled, laid_out))
     assert all(torch.equal(getattr(one, name), getattr(other, name)) for name in ("queries", "first", "stop", "keys"))
 
 
@@ -242,7 +239,8 @@ def test_what_serves_on_a_gpu_and_what_is_missing(monkeypatch):
     assert KERNELS["torch-flash"].refuses(plain) is None
     assert "one group each" in KERNELS["torch-flash"].refuses(replace(plain, one_group=False))
     assert "needs FA3: No module named" in KERNELS["torch-fa3"].refuses(plain)
-    assert "torch 2.6 to 2.10: No module named 'flash_attn'" in KERNELS["flash-attn"].refuses(plain)
+    assert "wheels are for torch 2.6 to 2.10" in KERNELS["flash-attn"].refuses(plain)
+    assert "No module named 'flash_attn'" in KERNELS["flash-attn"].refuses(plain)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (7, 5))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "T4")

@@ -80,7 +80,10 @@ class TorchFlash(FlashGroups):
 
 
 class FlashAttn(FlashGroups):
-    """The package flash-attn (2.7 and later), which knows softcap; its wheels are for torch 2.6 to 2.10."""
+    """The package flash-attn (2.7 and later), which knows softcap.
+
+    Its wheels are for torch 2.6 to 2.10, others build it from source; without it the Triton kernels serve all it does.
+    """
 
     name = "flash-attn"
     softcap = True
@@ -89,7 +92,10 @@ class FlashAttn(FlashGroups):
         if reason := super().refuses(demand):
             return reason
         missing = found("flash_attn.flash_attn_interface")
-        return missing and f"needs the package flash-attn, whose wheels are for torch 2.6 to 2.10: {missing}"
+        return missing and (
+            f"needs the package flash-attn, whose wheels are for torch 2.6 to 2.10 (this is {torch.__version__}; "
+            f"backend=triton does the same): {missing}"
+        )
 
     def segments(self, q: Tensor, k: Tensor, v: Tensor, offsets: Tensor, call: Call) -> tuple[Tensor, Tensor]:
         out, lse, *_ = flash_attn()._flash_attn_varlen_forward(

@@ -18,6 +18,7 @@ from focus_exp.attention.selection import Selection, Sequence
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 SINK_CHUNK = 2048  # queries whose share of the sinks' gradients one program adds up
 LARGEST_HEAD = 256
+LONG_FROM = 2**13  # tokens of a batch; above, blocks are chosen anew
 
 
 @dataclass(frozen=True)
@@ -218,7 +219,8 @@ def common(q: Tensor, k: Tensor, v: Tensor, call: Call) -> dict[str, Any]:
     return call.units() | {
         "q_row": q.stride(0), "q_head": q.stride(1), "k_row": k.stride(0), "k_head": k.stride(1),
         "v_row": v.stride(0), "v_head": v.stride(1), "heads": heads, "HG": heads // k.shape[1],
-        "D": size, "BD": max(16, power_of_two(size)), "PRECISION": "ieee" if q.dtype == torch.float32 else "tf32",
+        "D": size, "BD": max(16, power_of_two(size)), "LONG": len(q) > LONG_FROM,
+        "PRECISION": "ieee" if q.dtype == torch.float32 else "tf32",
     }  # fmt: skip
 
 

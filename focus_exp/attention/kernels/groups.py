@@ -36,7 +36,7 @@ def groups_forward(
     q, k, v, out, lse, queries, first, stop, keys, lower, bits,
     n, slots, scale, cap, q_row, q_head, k_row, k_head, v_row, v_head, heads,
     HG: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
-    SOFTCAP: tl.constexpr, SHARED: tl.constexpr, PRECISION: tl.constexpr,
+    SOFTCAP: tl.constexpr, SHARED: tl.constexpr, PRECISION: tl.constexpr, LONG: tl.constexpr,
 ):  # fmt: skip
     """Goes on from the (out, lse) that stand there; grid (tiles of `queries`, heads)."""
     h = tl.program_id(1)
@@ -77,7 +77,7 @@ def groups_backward_queries(
     n, slots, scale, cap, unit, slope, q_row, q_head, k_row, k_head, v_row, v_head, heads,
     HG: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, K: tl.constexpr, BK: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr,
-    SOFTCAP: tl.constexpr, SHARED: tl.constexpr, GATED: tl.constexpr, PRECISION: tl.constexpr,
+    SOFTCAP: tl.constexpr, SHARED: tl.constexpr, GATED: tl.constexpr, PRECISION: tl.constexpr, LONG: tl.constexpr,
 ):  # fmt: skip
     """Adds to dQ `[n, H, D]` and with GATED to `dgate` `[n, G, K]`: sum_j dS_ij g_j; grid (tiles of `queries`, G)."""
     g = tl.program_id(1)
@@ -123,7 +123,7 @@ def groups_backward_keys(
     n, slots, ranks, scale, cap, unit, slope, q_row, q_head, k_row, k_head, v_row, v_head, heads,
     HG: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, K: tl.constexpr, BK: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr,
-    SOFTCAP: tl.constexpr, SHARED: tl.constexpr, GATED: tl.constexpr, PRECISION: tl.constexpr,
+    SOFTCAP: tl.constexpr, SHARED: tl.constexpr, GATED: tl.constexpr, PRECISION: tl.constexpr, LONG: tl.constexpr,
 ):  # fmt: skip
     """Adds to dK, dV `[n * slots, G, D]` and to `dgate` `[n * slots, G, K]`: sum_i dS_ij g_i; grid (key tiles, G).
 

@@ -10,10 +10,10 @@ import triton
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 SIZES = {
-    "forward": [(128, 128, 8, 2), (128, 64, 8, 3), (128, 64, 4, 2), (64, 64, 4, 3), (64, 32, 4, 2)],
-    "backward": [(64, 128, 8, 2), (64, 64, 8, 2), (32, 64, 8, 2), (64, 32, 8, 2), (64, 64, 4, 2), (32, 32, 4, 2)],
+    "forward": [(128, 128, 8, 2), (128, 64, 8, 3), (64, 64, 4, 3), (64, 32, 4, 2)],
+    "backward": [(64, 128, 8, 2), (64, 64, 8, 2), (32, 64, 8, 2), (64, 32, 8, 2), (32, 32, 4, 2)],
 }  # queries and keys of a tile, warps, stages
-KEY = {"D", "HG", "SOFTCAP", "SHARED", "GATED", "OTHERS", "PRECISION"}
+KEY = {"LONG", "D", "HG", "SOFTCAP", "SHARED", "GATED", "OTHERS", "PRECISION"}
 
 
 def tuned(which: str, restore: tuple[str, ...] = ()) -> Callable[[Any], Any]:

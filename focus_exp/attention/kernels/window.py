@@ -45,6 +45,7 @@ def window_forward(
     n, length, window, sinks, scale, cap, q_row, q_head, k_row, k_head, v_row, v_head, heads,
     HG: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BS: tl.constexpr,
     SOFTCAP: tl.constexpr, VALID: tl.constexpr, OTHERS: tl.constexpr, LOGITS: tl.constexpr, PRECISION: tl.constexpr,
+    LONG: tl.constexpr,
 ):  # fmt: skip
     """Grid (tiles of a sequence, heads, sequences). With OTHERS the state begins with what `place` finds elsewhere."""
     h, b = tl.program_id(1), tl.program_id(2).to(tl.int64)
@@ -92,7 +93,7 @@ def window_backward_queries(
     q, k, v, dout, lse, delta, dq, begins, valid,
     n, length, window, sinks, scale, cap, unit, q_row, q_head, k_row, k_head, v_row, v_head, heads,
     HG: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BS: tl.constexpr,
-    SOFTCAP: tl.constexpr, VALID: tl.constexpr, PRECISION: tl.constexpr,
+    SOFTCAP: tl.constexpr, VALID: tl.constexpr, PRECISION: tl.constexpr, LONG: tl.constexpr,
 ):  # fmt: skip
     """dQ `[n, H, D]`; the grid of the forward."""
     h, b = tl.program_id(1), tl.program_id(2).to(tl.int64)
@@ -131,7 +132,7 @@ def window_backward_keys(
     q, k, v, dout, lse, delta, dk, dv, valid,
     n, length, window, scale, cap, unit, q_row, q_head, k_row, k_head, v_row, v_head, heads, slots,
     HG: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
-    SOFTCAP: tl.constexpr, VALID: tl.constexpr, PRECISION: tl.constexpr,
+    SOFTCAP: tl.constexpr, VALID: tl.constexpr, PRECISION: tl.constexpr, LONG: tl.constexpr,
 ):  # fmt: skip
     """dK, dV of the window `[n, slots, G, D]`, into the first slot; grid (tiles of a sequence, G, sequences)."""
     g, b = tl.program_id(1), tl.program_id(2).to(tl.int64)
@@ -166,7 +167,7 @@ def sinks_backward(
     q, k, v, dout, lse, delta, dk, dv, begins, valid,
     n, length, window, sinks, chunk, scale, cap, unit, q_row, q_head, k_row, k_head, v_row, v_head, heads,
     HG: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BS: tl.constexpr,
-    SOFTCAP: tl.constexpr, VALID: tl.constexpr, PRECISION: tl.constexpr,
+    SOFTCAP: tl.constexpr, VALID: tl.constexpr, PRECISION: tl.constexpr, LONG: tl.constexpr,
 ):  # fmt: skip
     """dK, dV of the sinks by chunks of queries beyond their window `[B, chunks, G, BS, D]`; grid (chunks, G, B)."""
     g, b = tl.program_id(1), tl.program_id(2).to(tl.int64)
