@@ -230,6 +230,13 @@ def test_too_many_shared_groups_are_refused_by_name():
     Plan.of(select(torch.rand(1, 9, 70), 2, "query_topk"), Sequence.plain(1, 9), 1, 0)
 
 
+def test_values_of_another_size_are_refused_by_name():
+    q, k, v = torch.randn(1, 2, 9, 8), torch.randn(1, 2, 9, 8), torch.randn(1, 2, 9, 4)
+    with pytest.raises(CannotServe, match="values of the queries' head size"):
+        selection = nothing_shared(Sequence.plain(1, 9))
+        Triton().attention(q, k, v, selection, Sequence.plain(1, 9), window=1, sinks=0, scaling=1.0)
+
+
 def test_what_serves_on_a_gpu_and_what_is_missing(monkeypatch):
     bf16, float32 = (Demand("cuda", dtype, 256, softcap=True) for dtype in (torch.bfloat16, torch.float32))
     assert KERNELS["triton"].refuses(bf16) is None and KERNELS["triton"].refuses(float32) is None

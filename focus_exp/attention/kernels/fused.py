@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from focus_exp.attention.kernels.contract import Demand, Fused
+from focus_exp.attention.kernels.contract import CannotServe, Demand, Fused
 from focus_exp.attention.kernels.layout import Lists, Plan, seen_by
 from focus_exp.attention.selection import Selection, Sequence
 
@@ -82,7 +82,9 @@ class Triton(Fused):
         assignment: Tensor | None = None,
         sink_logits: Tensor | None = None,
     ) -> Tensor:
-        """`attention` where the plan is made: the kernels alone."""
+        """`attention` where the plan is made: the kernels alone. CannotServe where values have a size of their own."""
+        if v.shape[-1] != q.shape[-1]:
+            raise CannotServe(f"backend={self.name} takes values of the queries' head size; use backend=masked")
         packed = [x.transpose(1, 2).flatten(0, 1) for x in (q, k, v)]
         packed = [x if x.stride(-1) == 1 else x.contiguous() for x in packed]
         logits = None if sink_logits is None else sink_logits.float().expand(plan.batch, q.shape[1])
