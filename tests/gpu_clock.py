@@ -125,12 +125,13 @@ class Clock:
         seconds = alternate(works, 1 if length > 64 * KILO or self.tiny else REPEATS, self.device)
         for label, (kernel, contender) in found.items():
             kept = pairs_kept(contender.selection, length, computed.WINDOW, computed.SINKS)
+            plan = Plan.of(contender.selection, contender.sequence, computed.WINDOW, computed.SINKS)
             row = {
                 "layer": name, "tokens": length, "K": contender.groups.count, "k": contender.groups.top_k,
                 "kernel": kernel, "full kernel": best[name], "full [s]": seconds["full"], "focus [s]": seconds[label],
                 "kernels [s]": seconds[f"{label} kernels"], "captured [s]": seconds.get(f"{label} captured"),
                 "ratio": seconds["full"] / seconds[label], "bound by pairs": 1 / kept,
-                "bound by blocks": blocks_bound(contender, length),
+                "bound by blocks": length * (length + 1) / 2 / plan.pairs_in_tiles(),
             }  # fmt: skip
             if row["captured [s]"]:
                 row["captured ratio"] = seconds["full"] / seconds[f"{label} captured"]
@@ -178,20 +179,6 @@ def captured(work: Work) -> Work:
     with torch.cuda.graph(graph):
         work()
     return graph.replay
-
-
-def blocks_bound(contender: Contender, length: int, block: int = 128) -> float:
-    """Causal pairs over those in the tiles of 128 queries and keys that the kernels compute."""
-    plan = Plan.of(contender.selection, contender.sequence, computed.WINDOW, computed.SINKS)
-    tiles = length * (computed.WINDOW + block + 16)
-    for first, stop in zip(plan.lists.first, plan.lists.stop, strict=True):
-        missing = -len(first) % block
-        empty = first == stop
-        low = torch.nn.functional.pad(first.masked_fill(empty, 2**31 - 1), (0, missing), value=2**31 - 1)
-        high = torch.nn.functional.pad(stop.masked_fill(empty, 0), (0, missing))
-        seen = (high.view(-1, block).amax(1) - low.view(-1, block).amin(1)).clamp(min=0)
-        tiles += int(((seen + block - 1) // block).sum()) * block**2
-    return length * (length + 1) / 2 / tiles
 
 
 def break_even(rows: list[dict[str, Any]]) -> dict[str, int | None]:

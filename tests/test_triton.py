@@ -58,12 +58,14 @@ class Problem:
     options: dict[str, float | None]
 
     def run(self, attention, dtype: torch.dtype) -> list[Tensor]:
-        """The output on real tokens and the gradients of all tensors and of the assignment."""
+        """The output on real tokens and the gradients of all tensors and of the assignments."""
         leaves = [x.to(dtype, copy=True).requires_grad_() for x in self.tensors]
         gates = torch.promote_types(dtype, torch.float32)
-        leaves.append(self.selection.assignment.to(gates, copy=True).requires_grad_())
-        options = self.options | ({"sink_logits": leaves[3]} if len(leaves) == 5 else {})
-        out = attention(*leaves[:3], replace(self.selection, assignment=leaves[-1]), self.sequence, **options)
+        gate = ("assignment",) if self.selection.key_assignment is None else ("assignment", "key_assignment")
+        leaves += [getattr(self.selection, name).to(gates, copy=True).requires_grad_() for name in gate]
+        options = self.options | ({"sink_logits": leaves[3]} if len(self.tensors) == 4 else {})
+        selection = replace(self.selection, **dict(zip(gate, leaves[len(self.tensors) :], strict=True)))
+        out = attention(*leaves[:3], selection, self.sequence, **options)
         weights = torch.randn(out.shape, generator=torch.Generator().manual_seed(0))
         if self.sequence.valid is not None:
             weights = weights * self.sequence.valid[:, None, :, None]
@@ -80,8 +82,9 @@ def selections(draw: st.DrawFn, batch: int, length: int) -> Selection:
     found = select(g, top_k, draw(st.sampled_from(["query_topk", "share"])))
     if not draw(st.booleans()):
         return found
-    keys = select(random_assignment("spread", batch, length, groups), draw(st.integers(1, top_k)), "share").key_groups
-    return Selection(g, found.query_groups, keys, most=(top_k, top_k))
+    h = random_assignment("spread", batch, length, groups)
+    keys = select(h, draw(st.integers(1, top_k)), "share").key_groups
+    return Selection(g, found.query_groups, keys, key_assignment=h, most=(top_k, top_k))
 
 
 @st.composite

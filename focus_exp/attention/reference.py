@@ -64,7 +64,8 @@ def reference_attention(
     g = None if selection.assignment is None else selection.assignment.double()
     added: Tensor | float = 0.0
     if g is not None and selection.query_groups is not None and surrogate is not None:
-        added = straight_through(g @ g.transpose(-1, -2), visible, surrogate)[:, None]
+        g_keys = selection.assignment_of_keys.double()
+        added = straight_through(g @ g_keys.transpose(-1, -2), visible, surrogate)[:, None]
     s = scores(q, k, scaling, softcap, added)
 
     if g is not None and selection.query_groups is None:

@@ -69,8 +69,10 @@ class Triton(Fused):
     ) -> Tensor:
         with torch.no_grad():
             plan = Plan.of(selection, sequence, window, sinks)
-        assignment = selection.assignment if surrogate else None
-        return self.planned(q, k, v, plan, Call(scaling, softcap, surrogate), assignment, sink_logits)
+        gates = None
+        if surrogate and selection.assignment is not None:
+            gates = (selection.assignment, selection.assignment_of_keys)
+        return self.planned(q, k, v, plan, Call(scaling, softcap, surrogate), gates, sink_logits)
 
     def planned(
         self,
@@ -79,7 +81,7 @@ class Triton(Fused):
         v: Tensor,
         plan: Plan,
         call: Call,
-        assignment: Tensor | None = None,
+        gates: tuple[Tensor, Tensor] | None = None,
         sink_logits: Tensor | None = None,
     ) -> Tensor:
         """`attention` where the plan is made: the kernels alone. CannotServe where values have a size of their own."""
@@ -88,8 +90,8 @@ class Triton(Fused):
         packed = [x.transpose(1, 2).flatten(0, 1) for x in (q, k, v)]
         packed = [x if x.stride(-1) == 1 else x.contiguous() for x in packed]
         logits = None if sink_logits is None else sink_logits.float().expand(plan.batch, q.shape[1])
-        gate = None if assignment is None else assignment.flatten(0, 1)
-        out: Tensor = FusedAttention.apply(*packed, gate, logits, self, plan, call)
+        asks, answers = (None, None) if gates is None else (g.flatten(0, 1) for g in gates)
+        out: Tensor = FusedAttention.apply(*packed, asks, answers, logits, self, plan, call)
         return out.unflatten(0, (plan.batch, plan.length)).transpose(1, 2)
 
     def forward(
@@ -114,18 +116,18 @@ class FusedAttention(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, gate: Tensor | None, logits: Tensor | None,
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, asks: Tensor | None, answers: Tensor | None, logits: Tensor | None,
         kernel: Triton, plan: Plan, call: Call,
     ) -> Tensor:  # fmt: skip
         logits = None if logits is None else logits.contiguous()
         out, lse = kernel.forward(q, k, v, logits, plan, call)
-        ctx.save_for_backward(q, k, v, gate, logits, out, lse)
+        ctx.save_for_backward(q, k, v, asks, answers, logits, out, lse)
         ctx.plan, ctx.call = plan, call
         return out
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        q, k, v, gate, logits, out, lse = ctx.saved_tensors
+        q, k, v, asks, answers, logits, out, lse = ctx.saved_tensors
         plan: Plan = ctx.plan
         dout = grads[0].contiguous()
         delta = (dout.float() * out.float()).sum(-1).T.contiguous()  # [H, n]
@@ -134,13 +136,14 @@ class FusedAttention(torch.autograd.Function):
         dq = torch.empty(q.shape, dtype=torch.float32, device=q.device)
         dk, dv = (torch.zeros(len(k), slots, *k.shape[1:], device=k.device) for _ in range(2))
         window_backward(whole, dq, dk, dv, plan, ctx.call)
-        dgate = groups_backward(whole, dq, dk, dv, gate if ctx.needs_input_grad[3] else None, plan, ctx.call)
+        gates = (asks, answers) if any(ctx.needs_input_grad[3:5]) else None
+        dgates = groups_backward(whole, dq, dk, dv, gates, plan, ctx.call)
         dlogits = None
         if logits is not None:  # p * (dP - delta), where dP is 0: it has no value
             split = (len(lse), plan.batch, plan.length)
             weights = torch.exp(logits.T[..., None] - lse.view(split))
             dlogits = -(weights * delta.view(split)).sum(-1).T
-        return dq.to(q.dtype), dk.sum(1).to(k.dtype), dv.sum(1).to(v.dtype), dgate, dlogits, None, None, None
+        return dq.to(q.dtype), dk.sum(1).to(k.dtype), dv.sum(1).to(v.dtype), *dgates, dlogits, None, None, None
 
 
 def window_forward(
@@ -185,34 +188,41 @@ def window_backward(whole: tuple[Tensor, ...], dq: Tensor, dk: Tensor, dv: Tenso
 
 
 def groups_backward(
-    whole: tuple[Tensor, ...], dq: Tensor, dk: Tensor, dv: Tensor, gate: Tensor | None, plan: Plan, call: Call
-) -> Tensor | None:
-    """Adds to dq, dk and dv, and returns the gradient of the gate g `[n, K]`.
+    whole: tuple[Tensor, ...],
+    dq: Tensor,
+    dk: Tensor,
+    dv: Tensor,
+    gates: tuple[Tensor, Tensor] | None,
+    plan: Plan,
+    call: Call,
+) -> tuple[Tensor | None, Tensor | None]:
+    """Adds to dq, dk and dv, and returns the gradients of the gates `[n, K]`: g of queries and h of keys.
 
-    Straight through: that of slope * g_i . g_j added to the scores of pairs that are not always visible. These are the
-    pairs of kernel B, which adds up sum_j dS_ij g_j and sum_i dS_ij g_i beside dQ and dK.
+    Straight through: that of slope * g_i . h_j added to the scores of pairs that are not always visible. These are the
+    pairs of kernel B, which adds up sum_j dS_ij h_j and sum_i dS_ij g_i beside dQ and dK.
     """
     (q, k, v), found = whole[:3], plan.lists
     (ranks, n), slots, groups = found.queries.shape, dk.shape[1], k.shape[1]
-    g = q.new_zeros(1, dtype=torch.float32) if gate is None else gate.float().contiguous()
-    width = 1 if gate is None else g.shape[1]
-    of_queries = g.new_zeros(n if gate is not None else 1, groups, width)
-    of_keys = g.new_zeros(n * slots if gate is not None else 1, groups, width)
+    asks, answers = (x.float().contiguous() for x in gates or [dq.new_zeros(1, 1)] * 2)
+    width = asks.shape[1]
+    of_queries, of_keys = (asks.new_zeros(len(asks) * times, groups, width) for times in (1, slots))
     settings = common(q, k, v, call) | {
         "unit": call.scaling, "slope": call.surrogate or 0.0,
-        "SHARED": found.bits is not None, "GATED": gate is not None, "K": width, "BK": max(16, power_of_two(width)),
+        "SHARED": found.bits is not None, "GATED": gates is not None, "K": width, "BK": max(16, power_of_two(width)),
     }  # fmt: skip
     for rank in range(ranks):
         kernels().groups_backward_queries[tiles(n, "BM", groups)](
-            *whole, dq, of_queries, g, found.queries[rank], found.first[rank], found.stop[rank], found.keys,
+            *whole, dq, of_queries, answers, found.queries[rank], found.first[rank], found.stop[rank], found.keys,
             *shared(found, rank), n, slots, **settings,
         )  # fmt: skip
     first, stop = seen_by(found, plan.groups, plan.length, plan.window)
     kernels().groups_backward_keys[tiles(n * slots, "BN", groups)](
-        *whole, dk, dv, of_keys, g, found.queries, first, stop, found.keys, *shared(found, slice(None)),
+        *whole, dk, dv, of_keys, asks, found.queries, first, stop, found.keys, *shared(found, slice(None)),
         n, slots, ranks, **settings,
     )  # fmt: skip
-    return None if gate is None else (of_queries.sum(1) + of_keys.view(n, -1, width).sum(1)).to(gate.dtype)
+    if gates is None:
+        return None, None
+    return of_queries.sum(1).to(gates[0].dtype), of_keys.view(n, -1, width).sum(1).to(gates[1].dtype)
 
 
 def common(q: Tensor, k: Tensor, v: Tensor, call: Call) -> dict[str, Any]:

@@ -79,7 +79,7 @@ def groups_backward_queries(
     BM: tl.constexpr, BN: tl.constexpr,
     SOFTCAP: tl.constexpr, SHARED: tl.constexpr, GATED: tl.constexpr, PRECISION: tl.constexpr, LONG: tl.constexpr,
 ):  # fmt: skip
-    """Adds to dQ `[n, H, D]` and with GATED to `dgate` `[n, G, K]`: sum_j dS_ij g_j; grid (tiles of `queries`, G)."""
+    """Adds to dQ `[n, H, D]` and with GATED to `dgate` `[n, G, K]`: sum_j dS_ij h_j; grid (tiles of `queries`, G)."""
     g = tl.program_id(1)
     place = tl.program_id(0) * BM + tl.arange(0, BM)
     a, b, low, _middle, high = stretches(first, stop, place, n, True, BN)

@@ -13,12 +13,14 @@ from dataclasses import dataclass
 from functools import cache
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from focus_exp.attention.kernels.contract import CannotServe
 from focus_exp.attention.selection import Selection, Sequence
 
 MOST_BITS = 63
+LARGEST = 2**31 - 1
 
 
 @dataclass(frozen=True)
@@ -73,6 +75,16 @@ class Plan:
             )
         make = compiled() if members.is_cuda and not torch.compiler.is_compiling() else laid_out
         return make(selection, sequence, window, sinks)
+
+    def pairs_in_tiles(self, block: int = 128) -> int:
+        """Pairs that the kernels compute in tiles of `block` queries and keys, those that they drop with them."""
+        pairs = self.batch * self.length * (self.window + block + 16)
+        for first, stop in zip(self.lists.first, self.lists.stop, strict=True):
+            ends = ((first.masked_fill(first == stop, LARGEST), LARGEST), (stop.masked_fill(first == stop, 0), 0))
+            low, high = (F.pad(x, (0, -len(x) % block), value=value).view(-1, block) for x, value in ends)
+            seen = (high.amax(1) - low.amin(1)).clamp(min=0)
+            pairs += int(((seen + block - 1) // block).sum()) * block**2
+        return pairs
 
 
 @cache
