@@ -38,6 +38,7 @@ class Selection:
     query_groups, key_groups: `[B, T, K]` bool memberships for hard selection, or None to gate softly.
     group: `[B, T]` int where a token has one group alone, as query and as key.
     keeps_all: the memberships leave out no pair, whatever the tokens.
+    key_assignment: of a token as key, where that is another than the one as query.
     """
 
     assignment: Tensor | None = None
@@ -45,6 +46,14 @@ class Selection:
     key_groups: Tensor | None = None
     group: Tensor | None = None
     keeps_all: bool = False
+    key_assignment: Tensor | None = None
+
+    @property
+    def assignment_of_keys(self) -> Tensor:
+        """`[B, T, K]`; that of queries where there is one for both."""
+        both = self.assignment if self.key_assignment is None else self.key_assignment
+        assert both is not None
+        return both
 
 
 def starts(first: Tensor, past: int = 0, before: Tensor | int = 0) -> Tensor:
