@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import chain
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -45,23 +46,24 @@ class Stretches:
 Rows = Tensor | slice | Stretches
 
 
-@dataclass(frozen=True)
-class Block:
-    """One call of a kernel.
+class Call(NamedTuple):
+    """Which of a block's queries meet which of a part's keys. drop: `[blocks, t, s]` bool, the pairs not seen."""
 
-    queries: rows of the flattened batch, `t` for each of the blocks of keys.
-    keys: which of the part's.
-    drop: `[blocks, t, s]` bool, the pairs that are not seen; None where all are.
-    """
+    queries: slice
+    keys: slice
+    drop: Tensor | None
+
+
+class Block(NamedTuple):
+    """Queries as rows of the flattened batch, `t` for each block of keys, and their calls; the first has them all."""
 
     queries: Tensor | slice
-    keys: slice
-    drop: Tensor | None = None
+    calls: list[Call]
 
 
 @dataclass(frozen=True)
 class Part:
-    """Keys, as rows of the flattened batch `[B * T]`, that are gathered once, and the calls that read them.
+    """Keys, as rows of the flattened batch `[B * T]`, that are gathered once, and the queries that read them.
 
     fresh: it has its queries first, so that there is nothing to merge with.
     gated: it holds the pairs that share a group and are not always visible.
@@ -168,7 +170,7 @@ def near_part(tokens: Tokens, window: int, queries: slice, keys: Stretches, met:
     drop = (~drop if met else drop).logical_or_((distance < 0) | (distance > window))  # the same in all blocks
     if tokens.valid is not None:
         drop = drop | ~keys.view(tokens.valid)[:, None, :]
-    return Part(keys, [Block(queries, EVERY, drop)], fresh=True)
+    return Part(keys, [Block(queries, [Call(EVERY, EVERY, drop)])], fresh=True)
 
 
 def group_parts(tokens: Tokens) -> Iterator[Part]:
@@ -201,19 +203,22 @@ def staircase(
     ends = torch.searchsorted(keys, queries, right=True)  # of the keys that a query sees
     stops = ends.tolist()
 
-    def block(rows: slice, seen: slice, drop: Tensor | None) -> Block:
+    def call(rows: slice, seen: slice, drop: Tensor | None, first: int) -> Call:
         if earlier.stop:
             counted = share(tokens.query_groups[queries[rows], earlier], tokens.key_groups[keys[seen], earlier])
             drop = counted if drop is None else drop | counted
-        return Block(queries[rows], seen, None if drop is None else drop[None])
+        return Call(slice(rows.start - first, rows.stop - first), seen, None if drop is None else drop[None])
 
     for first in range(0, len(stops), SEEN_BLOCK):
         rows, seen = slice(first, min(first + SEEN_BLOCK, len(stops))), max(stops[first], begin)
-        if seen > begin:
-            yield block(rows, slice(begin, seen), None)
+        calls = [call(rows, slice(begin, seen), None, first)] if seen > begin else []
         for start in range(first, rows.stop, DIAGONAL_BLOCK):
             few = slice(start, min(start + DIAGONAL_BLOCK, rows.stop))
-            stop = stops[few.stop - 1]
-            if stop > seen:
+            if (stop := stops[few.stop - 1]) > seen:
                 later = torch.arange(seen, stop, device=keys.device) >= ends[few, None]
-                yield block(few, slice(seen, stop), later)
+                if calls:
+                    calls.append(call(few, slice(seen, stop), later, first))
+                else:
+                    yield Block(queries[few], [call(few, slice(seen, stop), later, start)])
+        if calls:
+            yield Block(queries[rows], calls)

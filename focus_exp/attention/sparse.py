@@ -87,12 +87,21 @@ class SparseAttention(torch.autograd.Function):
         lse = torch.empty(rows, heads, dtype=precision, device=q.device)
         for part in plan.parts():
             keys, values = rows_of(k, part.keys), rows_of(v, part.keys)
-            for block in part.blocks:
-                o, part_lse = plan.kernel.forward(
-                    blocks_of(q, block.queries, len(keys)), keys[:, block.keys], values[:, block.keys],
-                    Meeting(drop=block.drop), plan.scaling, plan.softcap,
-                )  # fmt: skip
-                merge(out, lse, block.queries, o.flatten(0, 1), part_lse.flatten(0, 1), part.fresh)
+            for queries, calls in part.blocks:
+                asking, of_block = blocks_of(q, queries, len(keys)), None
+                for rows, seen, drop in calls:
+                    o, part_lse = plan.kernel.forward(
+                        asking[:, rows], keys[:, seen], values[:, seen], Meeting(drop=drop), plan.scaling, plan.softcap
+                    )
+                    found = o.flatten(0, 1).to(precision), part_lse.flatten(0, 1).to(precision)
+                    if of_block is None:
+                        of_block = found
+                    else:
+                        merge(*of_block, rows, *found)
+                if part.fresh:
+                    out[queries], lse[queries] = of_block
+                else:
+                    merge(out, lse, queries, *of_block)
         if plan.tokens.valid is not None:  # padding has nothing to say, whatever a kernel made of it
             padding = ~plan.tokens.valid[:, None]
             out.masked_fill_(padding[..., None], 0.0)
@@ -113,7 +122,9 @@ class SparseAttention(torch.autograd.Function):
         lse = lse.masked_fill(lse == float("-inf"), float("inf"))
         gated = asks is not None and any(ctx.needs_input_grad[3:5])
         own, added, every = slice(0, size), slice(size, None), slice(None)
-        tensors = widened(q, k, v, grad, out, asks, answers) if gated else (q, k, v, grad, out)
+        tensors, sink = (q, k, v, grad, out), plan.tokens.sink[:, None]
+        if gated:
+            tensors = widened(*tensors, asks, answers.masked_fill(sink, 0.0))
         sums = [torch.zeros(x.shape, dtype=lse.dtype, device=x.device) for x in tensors[:3]]
         backward = Backward(plan, *tensors, lse, sums)
         for part in plan.parts():
@@ -124,8 +135,9 @@ class SparseAttention(torch.autograd.Function):
             for part in near_parts(plan.tokens, plan.window, met=True):
                 backward.add(part, every, added, sign=-1)
             slope = plan.surrogate / plan.scaling  # kernels multiply the coordinates' product by the scaling
-            halves = sums[0][..., added].chunk(2, -1)[0], sums[1][..., added].chunk(2, -1)[1]
-            dg = [half.sum(1).mul_(slope).to(asks.dtype) for half in halves]
+            of_asks, of_answers = sums[0][..., added].chunk(2, -1)[0], sums[1][..., added].chunk(2, -1)[1]
+            dg = [(x.sum(1) * slope).to(asks.dtype) for x in (of_asks, of_answers)]
+            dg[1].masked_fill_(sink, 0.0)
         dsink = None
         if sink_logits is not None:  # p * (dP - sum_d dO O), where dP is 0: it has no value
             dsink = -torch.exp(sink_logits - lse) * (grad.to(lse.dtype) * out).sum(-1)
@@ -138,7 +150,7 @@ def widened(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """With 2K coordinates more, which carry the straight-through gradient of the assignments g, g' `[n, K]`.
 
-    It is that of a gate slope * g_i . g'_j added to the scores. With q' = [q, 0, g_i] and k' = [k, g'_j, 0] the
+    It is that of a gate slope * g_i . g'_j added to the scores, where g' of a sink is 0. With q' = [q, 0, g_i] and k' = [k, g'_j, 0] the
     scores are those of q and k, and a kernel's gradients of what is added are sum_j dS_ij g'_j and sum_i dS_ij g_i.
     """
     groups = asks.shape[-1]
@@ -168,18 +180,23 @@ class Backward:
         plan = self.plan
         keys, values = (rows_of(x[..., given], part.keys) for x in (self.k, self.v))
         of_keys, of_values = (torch.zeros_like(x, dtype=self.lse.dtype) for x in (keys, values))
-        for block in part.blocks:
+        for rows, calls in part.blocks:
             queries, grad, out, lse = (
-                blocks_of(x, block.queries, len(keys))
+                blocks_of(x, rows, len(keys))
                 for x in (self.q[..., given], self.grad[..., given], self.out[..., given], self.lse)
             )
-            dq, dk, dv = plan.kernel.backward(
-                queries, keys[:, block.keys], values[:, block.keys], Whole(grad, out, lse),
-                Meeting(drop=block.drop), plan.scaling, plan.softcap,
-            )  # fmt: skip
-            add(self.sums[0][..., wanted], block.queries, dq[..., wanted], sign)
-            of_keys[:, block.keys] += dk
-            of_values[:, block.keys] += dv
+            of_queries = torch.zeros_like(queries, dtype=self.lse.dtype)
+            for few, seen, drop in calls:
+                whole = Whole(grad[:, few], out[:, few], lse[:, few])
+                gradients = plan.kernel.backward(
+                    queries[:, few], keys[:, seen], values[:, seen], whole, Meeting(drop=drop),
+                    plan.scaling, plan.softcap,
+                )  # fmt: skip
+                for total, index, gradient in zip(
+                    (of_queries, of_keys, of_values), (few, seen, seen), gradients, strict=True
+                ):
+                    total[:, index] += gradient
+            add(self.sums[0][..., wanted], rows, of_queries[..., wanted], sign)
         for total, gradient in zip(self.sums[1:], (of_keys, of_values), strict=True):
             add(total[..., wanted], part.keys, gradient[..., wanted], sign)
 
@@ -198,20 +215,12 @@ def add(x: Tensor, rows: Rows, values: Tensor, sign: int) -> None:
         x.index_add_(0, rows.index(x.device) if isinstance(rows, Stretches) else rows, values, alpha=sign)
 
 
-def merge(out: Tensor, lse: Tensor, rows: Tensor | slice, o: Tensor, part_lse: Tensor, fresh: bool) -> None:
-    """Put a part's result into `rows`: weights exp(logsumexp), nothing from empty sets."""
-    part_lse = part_lse.to(lse.dtype)
-    if not fresh:
-        old_out, old = rows_of(out, rows)[0], rows_of(lse, rows)[0]
-        # the share of this part: 1 / (1 + e^(old - new)); two empty sets are empty
-        share = torch.sigmoid(part_lse - old).nan_to_num_(0.0)[..., None]
-        o, part_lse = torch.lerp(old_out, o.to(out.dtype), share), torch.logaddexp(old, part_lse)
-    put(out, rows, o)
-    put(lse, rows, part_lse)
-
-
-def put(x: Tensor, rows: Tensor | slice, values: Tensor) -> None:
-    if isinstance(rows, slice):
-        x[rows] = values
-    else:
-        x.index_copy_(0, rows, values)
+def merge(out: Tensor, lse: Tensor, rows: Tensor | slice, o: Tensor, part_lse: Tensor) -> None:
+    """Merge a part's result into `rows`: weights exp(logsumexp), nothing from empty sets."""
+    old_out, old = rows_of(out, rows)[0], rows_of(lse, rows)[0]
+    # the share of this part: 1 / (1 + e^(old - new)); two empty sets are empty
+    old_out.lerp_(o, torch.sigmoid(part_lse - old).nan_to_num_(0.0)[..., None])
+    torch.logaddexp(old, part_lse, out=old)
+    if isinstance(rows, Tensor):  # a slice is a view
+        out.index_copy_(0, rows, old_out)
+        lse.index_copy_(0, rows, old)
