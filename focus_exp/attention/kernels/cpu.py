@@ -25,18 +25,11 @@ class CpuFlash(Kernel):
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, meeting: Meeting, scaling: float, softcap: float | None
     ) -> tuple[Tensor, Tensor]:
-        bias, share = meeting.bias(q.dtype), q.shape[2] // k.shape[2]
-        folded = share > 1 and len(q) == 1 and q.dtype.itemsize < 4
-        if folded:  # the heads of a key as so many queries: in half precision the kernel prepares keys for each head
-            q = q.unflatten(2, (-1, share)).transpose(2, 3).reshape(1, -1, k.shape[2], q.shape[-1])
-            bias = None if bias is None else bias.repeat_interleave(share, 1)
+        share = heads_to_fold(q, k)
         o, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-            *(x.transpose(1, 2) for x in (q, k, v)),
-            attn_mask=None if bias is None else bias[:, None], scale=scaling,
-        )  # fmt: skip
-        o, lse = o.transpose(1, 2), lse.transpose(1, 2)
-        if folded:
-            o, lse = (x.unflatten(1, (-1, share)).transpose(2, 3).flatten(2, 3) for x in (o, lse))
+            *(x.transpose(1, 2) for x in (folded(q, share), k, v)), attn_mask=bias(meeting, q, share), scale=scaling
+        )
+        o, lse = (unfolded(x.transpose(1, 2), share) for x in (o, lse))
         if meeting.drop is not None and bool((lse == 0).any()):  # the kernel says (0, 0) of a row without keys
             lse = lse.masked_fill(meeting.drop.all(-1)[..., None], float("-inf"))
         return o, lse
@@ -44,9 +37,31 @@ class CpuFlash(Kernel):
     def backward(
         self, q: Tensor, k: Tensor, v: Tensor, whole: Whole, meeting: Meeting, scaling: float, softcap: float | None
     ) -> Gradients:
-        bias = meeting.bias(q.dtype)
+        share = heads_to_fold(q, k)
+        grad, queries, out, lse = (folded(x, share) for x in (whole.grad, q, whole.out, whole.lse))
         dq, dk, dv = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
-            *(x.transpose(1, 2) for x in (whole.grad, q, k, v, whole.out)), whole.lse.transpose(1, 2), 0.0, False,
-            attn_mask=None if bias is None else bias[:, None], scale=scaling,
+            *(x.transpose(1, 2) for x in (grad, queries, k, v, out, lse)), 0.0, False,
+            attn_mask=bias(meeting, q, share), scale=scaling,
         )  # fmt: skip
-        return dq.transpose(1, 2), dk.transpose(1, 2), dv.transpose(1, 2)
+        return unfolded(dq.transpose(1, 2), share), dk.transpose(1, 2), dv.transpose(1, 2)
+
+
+def heads_to_fold(q: Tensor, k: Tensor) -> int:
+    """How many heads of q become as many queries: in half precision the kernel prepares the keys for each head."""
+    return q.shape[2] // k.shape[2] if len(q) == 1 and q.dtype.itemsize < 4 else 1
+
+
+def folded(x: Tensor, share: int) -> Tensor:
+    """`[1, t, G * share, ...]` -> `[1, t * share, G, ...]`."""
+    return x if share == 1 else x.unflatten(2, (-1, share)).transpose(2, 3).flatten(1, 2)
+
+
+def unfolded(x: Tensor, share: int) -> Tensor:
+    """`[1, t * share, G, ...]` -> `[1, t, G * share, ...]`."""
+    return x if share == 1 else x.unflatten(1, (-1, share)).transpose(2, 3).flatten(2, 3)
+
+
+def bias(meeting: Meeting, q: Tensor, share: int) -> Tensor | None:
+    """`[blocks, 1, t * share, s]`."""
+    added = meeting.bias(q.dtype)
+    return None if added is None else added.repeat_interleave(share, 1)[:, None] if share > 1 else added[:, None]
