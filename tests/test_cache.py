@@ -13,7 +13,7 @@ from transformers import DynamicCache, StaticCache, StoppingCriteria
 from focus_exp import attach, detach, disabled, set_routing
 from focus_exp.assets import cache_root
 from focus_exp.attention.selection import always_visible, causal, same_group
-from focus_exp.attention.stores import LEAST, Store
+from focus_exp.attention.stores import LEAST, Pool
 from focus_exp.config import ModelConfig
 from focus_exp.errors import UserError
 from focus_exp.models.attached import observed
@@ -306,36 +306,39 @@ def test_all_tokens_are_kept_once_beside_the_window(tiny_model):
     model = attached(tiny_model("llama"), 2, "share")
     _, cache = stepped(model, tokens(2, 60), [25] + [1] * 35)
     for grouped in cache.grouped:
-        for sequence in grouped.sequences:
-            index = torch.cat([store.index for store in (sequence.sinks, *sequence.buckets.values())])
-            assert index.sort().values.tolist() == list(range(60))
-            assert sequence.recent.index[-6:].tolist() == list(range(54, 60))
-            for members, bucket in sequence.buckets.items():
-                assert (bucket.members == torch.tensor(members)).all()
+        near, members = grouped.near.tensors[2:]
+        for row, buckets in enumerate(grouped.pool.buckets):
+            pooled = {kind: grouped.pool.tensors[2][b.begin : b.end].tolist() for kind, b in buckets.items()}
+            assert sorted(near[row, :2].tolist() + sum(pooled.values(), [])) == list(range(60))
+            assert all(places == sorted(places) for places in pooled.values())
+            assert sorted(near[row, 2:].tolist()) == list(range(53, 60))
+            for place, groups in zip(near[row, 2:].tolist(), members[row, 2:], strict=True):
+                assert place in pooled[tuple(groups.nonzero()[:, 0].tolist())]
 
 
-def store(count):
-    return Store(
-        torch.randn(2, count, 4), torch.randn(2, count, 4), torch.arange(count), torch.ones(count, 3, dtype=torch.bool)
-    )  # fmt: skip
-
-
-def test_a_store_grows_by_copying_now_and_then():
-    found, expected = store(3), [store(1) for _ in range(1000)]
-    rooms = set()
-    for token in expected:
-        found.append(*token.tokens)
-        rooms.add(found.parts[0].shape[1])
-    assert found.count == 1003 and len(rooms) < 14
-    assert found.parts[0].shape[1] <= 1003 * 1.25 + LEAST
-    assert found.keys[:, 3:].equal(torch.cat([token.keys for token in expected], 1))
+def test_a_pool_grows_by_copying_now_and_then():
+    keys = torch.randn(1, 1003, 2, 4)
+    pool, rooms = Pool(keys), set()
+    for begin, stop in ((0, 3), *((place, place + 1) for place in range(3, 1003))):
+        for kind, some in (((0,), slice(begin, stop, 3)), ((1, 2), slice(begin + 1, stop, 3))):
+            index = torch.arange(1003)[some]
+            if len(index):
+                pool.append({(0, kind): [keys[0, some], -keys[0, some], index]}, window=5)
+        rooms.add(len(pool.tensors[0]))
+    assert len(rooms) < 25
+    held = sum(bucket.count for bucket in pool.buckets[0].values())
+    assert len(pool.tensors[0]) <= held * 1.25 + 2 * LEAST
+    for bucket in pool.buckets[0].values():
+        found, negative, index = (x[bucket.begin : bucket.end] for x in pool.tensors)
+        assert found.equal(keys[0, index]) and negative.equal(-found) and len(index) == len(set(index.tolist()))
+        assert bucket.before(900) == slice(bucket.begin, bucket.begin + int((index < 900).sum()))
 
 
 def test_what_is_held_grows_with_the_tokens_alone(tiny_model):
     model = attached(tiny_model("llama"), 1)
     _, cache = stepped(model, tokens(1, 100), [100])
-    keys, layers = cache.grouped[0].sequences[0].recent.keys, len(cache.grouped)
-    token = 2 * keys.shape[0] * keys.shape[2] * 4 + 8 + 4  # keys and values, place, groups
+    (_, heads, size), layers = cache.grouped[0].pool.tensors[0].shape, len(cache.grouped)
+    token = 2 * heads * size * 4 + 8  # keys and values, place
     for length in (200, 400, 800):
         steps = length - cache.get_seq_length()
         _, cache = stepped(model, tokens(1, steps), [1] * steps, cache=cache)

@@ -29,10 +29,19 @@ class Sequence:
     def plain(batch: int, length: int, device: torch.device | str = "cpu") -> Sequence:
         return Sequence(start=torch.zeros(batch, length, dtype=torch.long, device=device))
 
+    def repeated(self, times: int) -> Sequence:
+        """Every row so many times, one after the other."""
+        start, valid, allowed = (
+            x if x is None or len(x) < len(self.start) else x.repeat_interleave(times, 0)
+            for x in (self.start, self.valid, self.allowed)
+        )
+        assert start is not None
+        return Sequence(start, valid, allowed)
+
 
 @dataclass(frozen=True)
 class Selection:
-    """What a method selected for one layer.
+    """What a method selected for one layer. Each tensor may have a dimension of key/value heads too, `[B, G, T, ...]`.
 
     assignment: `[B, T, K]` soft distribution over groups, or None for a method without routing.
     query_groups, key_groups: `[B, T, K]` bool memberships for hard selection, or None to gate softly.
