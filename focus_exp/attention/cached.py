@@ -28,6 +28,7 @@ class GroupedCache:
         self.heads = 1  # key/value heads with groups of their own, so many rows of the stores for each sequence
         self.length = 0
         self.start: Tensor | None = None  # `[B]`, where the sequence of each row's last token begins
+        self.placed = -1  # the last token that stands among the near ones since it was attended from
         self.pairs_read = 0  # by the last call of `attend`, in each key/value head
 
     @property
@@ -47,18 +48,21 @@ class GroupedCache:
         """
         start, count = sequence.start[:, -1] + self.length, k.shape[2]
         selection, sequence, self.heads = by_head(selection, sequence)
-        k, v = (x.detach().unflatten(1, (self.heads, -1)).flatten(0, 1).transpose(1, 2) for x in (k, v))
+        if self.heads > 1:
+            k, v = (x.unflatten(1, (self.heads, -1)).flatten(0, 1) for x in (k, v))
+        k, v = (x.detach().transpose(1, 2) for x in (k, v))
         members = members_of(selection, k)
         if self.near is None or self.pool is None:
             self.near, self.pool = Near(k, members, self.window, self.sinks), Pool(k)
         index = torch.arange(self.length, self.length + count, device=k.device).expand(len(k), count)
         tokens, real = [k, v, index, members], self.put_sinks([k, v, index, members], sequence)
         recent = slice(max(count - self.window - 1, 0), count)
-        near = [x[:, recent] for x in tokens]
+        near = [x[:, recent] for x in tokens] if recent.start else list(tokens)
         if real is not None:
             near[2] = near[2].where(real[:, recent], -1)
             self.near.complete = False
-        self.near.put(self.length + recent.start, near)
+        if real is not None or count > 1 or self.placed != self.length:
+            self.near.put(self.length + recent.start, near)
         self.pool.append(by_bucket(tokens, real), self.window)
         self.start = start
         self.length += count
@@ -118,34 +122,41 @@ class GroupedCache:
         sink_logits: Tensor | None,
     ) -> Tensor:
         """The same for one grouping a row."""
+        assert self.pool is not None
+        batch, heads, count, _ = q.shape
+        share = heads // k.shape[1]
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+        if count == 1:  # the heads of a key are as many queries, so that it is read once
+            q = q[:, 0].unflatten(1, (-1, share)).transpose(1, 2)
         near, new = self.near_and_new(k, v, members_of(selection, k))
+        precision = torch.promote_types(q.dtype, torch.float32)
         outputs = []
-        for rows in row_blocks(q.shape[1], BLOCK):
-            queries = q[:, rows]
-            stop = near[2].shape[1] - new + (rows.stop if new else 0)
-            keys, values, index, members = (x[:, :stop] for x in near)
+        for rows in row_blocks(count, BLOCK):
+            queries = q if count == 1 else q[:, rows]
+            size = queries.shape[1]
+            keys, values, index, members = (x[:, : x.shape[1] - new + rows.stop] for x in near) if new else near
             keep = self.keep(index, members, rows, selection, sequence)
-            drop = None if keep is None else ~keep
-            o, lse = kernel.forward(queries, keys, values, Meeting(drop=drop), scaling, softcap)
-            precision = torch.promote_types(o.dtype, torch.float32)
-            out, lse = o.flatten(0, 1).to(precision), lse.flatten(0, 1).to(precision)
-            reads = len(keys) * stop if keep is None else int(keep.any(1).sum())
-            self.pairs_read += queries.shape[1] * reads
+            drop = None if keep is None else ~keep.expand(-1, size, -1)
+            o, part = kernel.forward(queries, keys, values, Meeting(drop=drop), scaling, softcap)
+            out, lse = o.flatten(0, 1).to(precision), part.flatten(0, 1).to(precision)
+            read = index.numel() if keep is None else int(keep.any(1).sum())
             for row, reading, far in self.far(rows, selection):
-                assert self.pool is not None
                 keys, values, index = (x[far] for x in self.pool.tensors)
                 drop = None
                 if sequence.allowed is not None:
                     allowed = sequence.allowed[row if len(sequence.allowed) > 1 else 0, 0, rows]
-                    drop = ~allowed[reading][:, index][None]
-                asking = queries[row, reading][None]
-                o, part = kernel.forward(asking, keys[None], values[None], Meeting(drop=drop), scaling, softcap)
-                begin = row * queries.shape[1]
-                where = slice(begin, begin + queries.shape[1]) if isinstance(reading, slice) else begin + reading
+                    drop = ~allowed[reading][None, :, index].expand(-1, size if count == 1 else -1, -1)
+                o, part = kernel.forward(
+                    queries[row : row + 1, reading], keys[None], values[None], Meeting(drop=drop), scaling, softcap
+                )
+                begin = row * size
+                where = slice(begin, begin + size) if isinstance(reading, slice) else begin + reading
                 merge(out, lse, where, o[0].to(precision), part[0].to(precision))
-                self.pairs_read += asking.shape[1] * len(keys)
-            out, lse = (x.unflatten(0, queries.shape[:2]) for x in (out, lse))
+                read += len(index)
+            self.pairs_read += read * (rows.stop - rows.start)
+            out, lse = (x.unflatten(0, (batch, size)) for x in (out, lse))
+            if count == 1:
+                out, lse = (x.transpose(1, 2).flatten(1, 2)[:, None] for x in (out, lse))
             if sink_logits is not None:
                 out = out * torch.sigmoid(lse - sink_logits[..., None, :])[..., None]
             outputs.append(out.to(q.dtype))
@@ -159,6 +170,7 @@ class GroupedCache:
         new = [k.detach(), v.detach(), index, members]
         if k.shape[1] == 1:  # it takes the place of one that it does not see
             self.near.put(self.length, new)
+            self.placed = self.length
             return self.near.tensors, 0
         tensors = [torch.cat(pair, 1) for pair in zip(self.near.tensors, new, strict=True)]
         if self.length >= self.near.ring:
@@ -211,7 +223,7 @@ class GroupedCache:
         """Keep the sequences `rows`, in that order, a sequence as often as it is named."""
         if self.near is None or self.pool is None or self.start is None:
             return
-        rows = rows.to(self.start.device)
+        rows, self.placed = rows.to(self.start.device), -1
         self.start = self.start[rows]
         rows = (rows[:, None] * self.heads + torch.arange(self.heads, device=rows.device)).flatten()
         self.near.choose(rows)
@@ -219,7 +231,7 @@ class GroupedCache:
 
     def crop(self, length: int) -> None:
         """Forget the tokens from place `length` on; the last ones are then found in the buckets again."""
-        self.length = min(self.length, length)
+        self.length, self.placed = min(self.length, length), -1
         if self.near is None or self.pool is None or self.start is None:
             return
         self.start = self.start.clamp(max=length)

@@ -217,7 +217,7 @@ def add(x: Tensor, rows: Rows, values: Tensor, sign: int) -> None:
 
 def merge(out: Tensor, lse: Tensor, rows: Tensor | slice, o: Tensor, part_lse: Tensor) -> None:
     """Merge a part's result into `rows`: weights exp(logsumexp), nothing from empty sets."""
-    old_out, old = rows_of(out, rows)[0], rows_of(lse, rows)[0]
+    old_out, old = (x[rows] if isinstance(rows, slice) else x.index_select(0, rows) for x in (out, lse))
     # the share of this part: 1 / (1 + e^(old - new)); two empty sets are empty
     old_out.lerp_(o, torch.sigmoid(part_lse - old).nan_to_num_(0.0)[..., None])
     torch.logaddexp(old, part_lse, out=old)

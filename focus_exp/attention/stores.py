@@ -132,7 +132,10 @@ class Pool:
                 needed = bucket.count + counts.get((row, kind), 0)
                 moves.append((bucket, total, needed + needed // GROWTH + LEAST))
                 total += moves[-1][2]
-        old, self.tensors = self.tensors, [x.new_empty(total, *x.shape[1:]) for x in self.tensors]
+        old, (keys, values, index) = self.tensors, self.tensors
+        # head by head in memory, as they are read
+        keys, values = (x.new_empty(x.shape[1], total, x.shape[2]).transpose(0, 1) for x in (keys, values))
+        self.tensors = [keys, values, index.new_empty(total)]
         for bucket, begin, room in moves:
             for new, x in zip(self.tensors, old, strict=True):
                 new[begin : begin + bucket.count] = x[bucket.begin : bucket.end]

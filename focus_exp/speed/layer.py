@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 
 from focus_exp.attention.focus import Focus
-from focus_exp.attention.kernels import Kernel
-from focus_exp.attention.parts import Tokens, parts
+from focus_exp.attention.kernels import Kernel, Meeting
+from focus_exp.attention.parts import Tokens, parts, rows_of
 from focus_exp.attention.selection import Selection, Sequence
-from focus_exp.attention.sparse import operands
+from focus_exp.attention.sparse import blocks_of
 from focus_exp.reporting.rows import Clock, SpeedRow
 from focus_exp.speed.timing import PeakMemory, Work, alternate, clock, in_fresh_process
 from focus_exp.speed.workload import Groups, Shape, Tensors, full_attention, largest_group, layer_method, pairs_kept
@@ -82,14 +82,18 @@ class Contender:
         """The exact attention calls alone, on tokens that are gathered already."""
         q, k, v = (x.transpose(1, 2).flatten(0, 1) for x in (tensors.q, tensors.k, tensors.v))
         tokens = Tokens.of(self.selection, self.sequence, self.layer.sinks)
-        calls = [
-            (part, operands(part, q, k, v))
-            for part in parts(tokens, self.kernel, self.layer.window, self.layer.scaling)
+        gathered = [
+            (asking[:, some], keys[:, seen], values[:, seen], Meeting(drop=drop))
+            for part in parts(tokens, self.layer.window)
+            for keys, values in [(rows_of(k, part.keys), rows_of(v, part.keys))]
+            for queries, calls in part.blocks
+            for asking in [blocks_of(q, queries, len(keys))]
+            for some, seen, drop in calls
         ]
 
         def work() -> None:
-            for part, gathered in calls:
-                part.kernel.forward(*gathered, part.meeting, self.layer.scaling, None)
+            for call in gathered:
+                self.kernel.forward(*call, self.layer.scaling, None)
 
         return work
 
