@@ -21,7 +21,7 @@ from focus_exp.attention.kernels.plain import Math
 from focus_exp.attention.method import SPARSE_FROM, LayerShape
 from focus_exp.attention.parts import Tokens, parts, rows_of
 from focus_exp.attention.reference import reference_attention
-from focus_exp.attention.selection import Selection, Sequence, count_pairs, nothing_shared, select
+from focus_exp.attention.selection import Selection, Sequence, by_head, count_pairs, nothing_shared, select
 from focus_exp.attention.sparse import sparse_attention
 from focus_exp.config import ModelConfig
 from focus_exp.data.books import read_books
@@ -58,14 +58,16 @@ class Problem:
     def run(self, attention, dtype: torch.dtype, *kernel) -> list[Tensor]:
         """The output on real tokens and the gradients of q, k, v, and of the base's sinks where it has some."""
         leaves = [x.to(dtype, copy=True).requires_grad_() for x in (self.q, self.k, self.v)]
-        selection, assignment = self.selection, self.selection.assignment
+        selection = self.selection
         options = dict(self.options)
         if self.sink_logits is not None:
             leaves.append(self.sink_logits.to(dtype, copy=True).requires_grad_())
             options["sink_logits"] = leaves[-1]
         if self.options.get("surrogate"):
-            leaves.append(assignment.to(torch.promote_types(dtype, torch.float32), copy=True).requires_grad_())
-            selection = replace(selection, assignment=leaves[-1])
+            for name in ("assignment", "key_assignment"):
+                if (x := getattr(selection, name)) is not None:
+                    leaves.append(x.to(torch.promote_types(dtype, torch.float32), copy=True).requires_grad_())
+                    selection = replace(selection, **{name: leaves[-1]})
         out = attention(*leaves[:3], selection, self.sequence, *kernel, **options)
         assert torch.isfinite(out).all()
         weights = torch.randn(out.shape, generator=torch.Generator().manual_seed(0))
@@ -82,8 +84,20 @@ def problems(draw: st.DrawFn, nothing: bool = False) -> Problem:
     heads, share, size = draw(st.integers(1, 2)), draw(st.integers(1, 3)), draw(st.sampled_from([8, 20, 64, 256]))
     q = torch.randn(batch, heads * share, length, size, dtype=torch.float64)
     k, v = torch.randn(2, batch, heads, length, size, dtype=torch.float64)
-    g = random_assignment(draw(st.sampled_from(["spread", "giant", "empty", "tied"])), batch, length, groups)
-    selection = select(g, draw(st.integers(1, min(3, groups))), draw(st.sampled_from(["query_topk", "share"])))
+
+    def assigned() -> Tensor:
+        """`[B, T, K]`, or `[B, 1 or G, T, K]`."""
+        own = draw(st.sampled_from([None, 1, heads]))
+        kind = draw(st.sampled_from(["spread", "giant", "empty", "tied"]))
+        g = random_assignment(kind, batch * (own or 1), length, groups)
+        return g if own is None else g.unflatten(0, (batch, own))
+
+    rule = draw(st.sampled_from(["query_topk", "share"]))
+    selection = select(assigned(), draw(st.integers(1, min(3, groups))), rule)
+    if draw(st.booleans()):  # groups of their own for keys
+        keys = assigned()
+        members = select(keys, draw(st.integers(1, min(2, groups))), rule).key_groups
+        selection = replace(selection, key_groups=members, group=None, key_assignment=keys)
     sequence = random_sequence(draw(st.sampled_from(["plain", "left", "right"])), batch, length)
     if nothing:
         selection = nothing_shared(sequence)
@@ -119,7 +133,7 @@ def test_the_routers_gradient_is_that_of_a_gate_on_the_kept_distant_pairs(attent
     function, *kernel = attention
     ours = problem.run(function, torch.float64, *kernel)
     truth = problem.run(reference_attention, torch.float64)
-    assert len(ours) == 5 + (problem.sink_logits is not None)
+    assert len(ours) == 5 + (problem.sink_logits is not None) + (problem.selection.key_assignment is not None)
     for mine, exact in zip(ours, truth, strict=True):
         torch.testing.assert_close(mine, exact, atol=1e-9, rtol=1e-9)
 
@@ -137,8 +151,9 @@ def test_softcap_is_the_oracles_too(problem):
 @settings(max_examples=60, deadline=None)
 def test_every_kept_pair_is_in_one_call(problem):
     window, sinks = problem.options["window"], problem.options["sinks"]
-    tokens = Tokens.of(problem.selection, problem.sequence, sinks)
-    rows = problem.sequence.start.numel()
+    selection, sequence, _ = by_head(problem.selection, problem.sequence)
+    tokens = Tokens.of(selection, sequence, sinks)
+    rows = sequence.start.numel()
     seen, index = torch.zeros(rows, rows), torch.arange(rows)
     for part in parts(tokens, window):
         keys = rows_of(index, part.keys)
@@ -149,8 +164,8 @@ def test_every_kept_pair_is_in_one_call(problem):
                     pairs = torch.ones(len(i), len(j)) if drop is None else (~drop[number]).float()
                     seen.index_put_((i[:, None], j[None]), pairs, accumulate=True)
     assert seen.max() <= 1
-    if problem.sequence.valid is not None:
-        seen *= problem.sequence.valid.flatten()[:, None]
+    if sequence.valid is not None:
+        seen *= sequence.valid.flatten()[:, None]
     counts = count_pairs(problem.selection, problem.sequence, window, sinks)
     assert seen.sum() == counts.total - counts.distant + counts.distant_kept
 

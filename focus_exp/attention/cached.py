@@ -7,10 +7,10 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from focus_exp.attention.heads import by_head, for_each_head
+from focus_exp.attention.heads import for_each_head
 from focus_exp.attention.kernels import KERNELS, Demand, Kernel, Meeting
 from focus_exp.attention.parts import share
-from focus_exp.attention.selection import Selection, Sequence, near_or_sink, row_blocks
+from focus_exp.attention.selection import Selection, Sequence, by_head, near_or_sink, row_blocks
 from focus_exp.attention.sparse import merge
 from focus_exp.attention.stores import Kind, Near, Pool
 

@@ -3,28 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from functools import wraps
 
 from torch import Tensor
 
-from focus_exp.attention.selection import Selection, Sequence
-
-
-def by_head(selection: Selection, sequence: Sequence) -> tuple[Selection, Sequence, int]:
-    """`[B, G, T, ...]` memberships as those of B * G rows, and G; what is shared by all heads stays as it is, G is 1."""
-    tensors = {name: x for name, x in vars(selection).items() if isinstance(x, Tensor)}
-    own = {name for name, x in tensors.items() if x.ndim == (3 if name == "group" else 4)}
-    heads = max((tensors[name].shape[1] for name in own), default=1)
-    if not own:
-        return selection, sequence, 1
-
-    def rows(name: str, x: Tensor) -> Tensor:
-        x = x if name in own else x[:, None]
-        return x.expand(-1, heads, *x.shape[2:]).flatten(0, 1)
-
-    selection = replace(selection, **{name: rows(name, x) for name, x in tensors.items()})
-    return selection, sequence if heads == 1 else sequence.repeated(heads), heads
+from focus_exp.attention.selection import Selection, Sequence, by_head
 
 
 def for_each_head(attention: Callable[..., Tensor]) -> Callable[..., Tensor]:

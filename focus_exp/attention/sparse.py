@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from focus_exp.attention.heads import for_each_head
 from focus_exp.attention.kernels import Kernel, Meeting, Whole
 from focus_exp.attention.parts import Part, Rows, Stretches, Tokens, near_parts, parts, rows_of
 from focus_exp.attention.selection import Selection, Sequence
@@ -33,6 +34,7 @@ class Plan:
         return parts(self.tokens, self.window)
 
 
+@for_each_head
 def sparse_attention(
     q: Tensor,
     k: Tensor,
