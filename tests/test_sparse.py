@@ -19,7 +19,7 @@ from focus_exp.attention.blocked import blocked_attention
 from focus_exp.attention.kernels import KERNELS, Demand, Kernel, available, choose
 from focus_exp.attention.kernels.plain import Math
 from focus_exp.attention.method import SPARSE_FROM, LayerShape
-from focus_exp.attention.parts import Tokens, parts, rows_of
+from focus_exp.attention.parts import Tokens, pairs_computed, parts, rows_of
 from focus_exp.attention.reference import reference_attention
 from focus_exp.attention.selection import Selection, Sequence, by_head, count_pairs, nothing_shared, select
 from focus_exp.attention.sparse import sparse_attention
@@ -168,6 +168,27 @@ def test_every_kept_pair_is_in_one_call(problem):
         seen *= sequence.valid.flatten()[:, None]
     counts = count_pairs(problem.selection, problem.sequence, window, sinks)
     assert seen.sum() == counts.total - counts.distant + counts.distant_kept
+
+
+@given(problem=problems())
+@settings(max_examples=30, deadline=None)
+def test_the_kernels_bound_counts_what_its_calls_compute(problem):
+    window, sinks = problem.options["window"], problem.options["sinks"]
+    calls = []
+
+    class Counted(Math):
+        def forward(self, q, k, v, meeting, scaling, softcap):
+            calls.append(q.shape[0] * q.shape[1] * k.shape[1])
+            return super().forward(q, k, v, meeting, scaling, softcap)
+
+    sparse_attention(problem.q, problem.k, problem.v, problem.selection, problem.sequence, Counted(), **problem.options)
+    selection, sequence, _ = by_head(problem.selection, problem.sequence)
+    batch, length = sequence.start.shape
+    share = pairs_computed(problem.selection, problem.sequence, window, sinks)
+    assert share == pytest.approx(sum(calls) / (batch * length * (length + 1) / 2))
+    if problem.sequence.valid is None:
+        counts = count_pairs(problem.selection, problem.sequence, window, sinks)
+        assert share >= counts.share_kept
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from focus_exp.attention.selection import Selection, Sequence
+from focus_exp.attention.selection import Selection, Sequence, by_head
 
 NEAR_BLOCK = 32  # at least so many queries share a stretch of keys
 NEAR_CHUNK = 1024  # queries of one call: what it touches should fit into a cache
@@ -171,6 +171,20 @@ def near_part(tokens: Tokens, window: int, queries: slice, keys: Stretches, met:
     if tokens.valid is not None:
         drop = drop | ~keys.view(tokens.valid)[:, None, :]
     return Part(keys, [Block(queries, [Call(EVERY, EVERY, drop)])], fresh=True)
+
+
+def pairs_computed(selection: Selection, sequence: Sequence, window: int, sinks: int) -> float:
+    """The pairs of all calls, those that masks drop included, over the causal pairs: what the blocks leave to gain."""
+    selection, sequence, _ = by_head(selection, sequence)
+    tokens = Tokens.of(selection, sequence, sinks)
+    rows = torch.arange(tokens.batch * tokens.length, device=tokens.sink.device)
+    computed = 0
+    for part in parts(tokens, window):
+        keys = rows_of(rows, part.keys)
+        for queries, calls in part.blocks:
+            asking = rows_of(rows, queries).view(len(keys), -1)
+            computed += sum(asking[:, some].numel() * keys[0, seen].numel() for some, seen, _ in calls)
+    return computed / (tokens.batch * tokens.length * (tokens.length + 1) // 2)
 
 
 def group_parts(tokens: Tokens) -> Iterator[Part]:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from focus_exp.attention.focus import Focus
 from focus_exp.attention.kernels import Kernel, Meeting
-from focus_exp.attention.parts import Tokens, parts, rows_of
+from focus_exp.attention.parts import Tokens, pairs_computed, parts, rows_of
 from focus_exp.attention.selection import Selection, Sequence
 from focus_exp.attention.sparse import blocks_of
 from focus_exp.reporting.rows import Clock, SpeedRow
@@ -98,12 +98,14 @@ class Contender:
         return work
 
     def row(self, clock: Clock, length: int, **numbers: Any) -> SpeedRow:
+        layout = self.selection, self.sequence, self.layer.window, self.layer.sinks
         return SpeedRow(
             clock=clock, tokens=length, groups=self.groups.count, assignment=self.groups.assignment,
             top_k=self.groups.top_k, pair_rule=self.groups.pair_rule, window=self.layer.window,
             layer=str(self.layer.shape),
             dtype=str(self.layer.dtype).removeprefix("torch."), path=self.kernel.name,
             pairs_kept=pairs_kept(self.selection, length, self.layer.window, self.layer.sinks),
+            pairs_computed=pairs_computed(*layout) if self.kernel.takes == "blocks" else None,
             largest_group=largest_group(self.selection), **numbers,
         )  # fmt: skip
 
