@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -29,10 +29,19 @@ class Sequence:
     def plain(batch: int, length: int, device: torch.device | str = "cpu") -> Sequence:
         return Sequence(start=torch.zeros(batch, length, dtype=torch.long, device=device))
 
+    def repeated(self, times: int) -> Sequence:
+        """Every row so many times, one after the other."""
+        start, valid, allowed = (
+            x if x is None or len(x) < len(self.start) else x.repeat_interleave(times, 0)
+            for x in (self.start, self.valid, self.allowed)
+        )
+        assert start is not None
+        return Sequence(start, valid, allowed)
+
 
 @dataclass(frozen=True)
 class Selection:
-    """What a method selected for one layer.
+    """What a method selected for one layer. Each tensor may have a dimension of key/value heads too, `[B, G, T, ...]`.
 
     assignment: `[B, T, K]` soft distribution over groups, or None for a method without routing.
     query_groups, key_groups: `[B, T, K]` bool memberships for hard selection, or None to gate softly.
@@ -56,6 +65,22 @@ class Selection:
         both = self.assignment if self.key_assignment is None else self.key_assignment
         assert both is not None
         return both
+
+
+def by_head(selection: Selection, sequence: Sequence) -> tuple[Selection, Sequence, int]:
+    """`[B, G, T, ...]` memberships as those of B * G rows, and G; what is shared by all heads stays as it is, G is 1."""
+    tensors = {name: x for name, x in vars(selection).items() if isinstance(x, Tensor)}
+    own = {name for name, x in tensors.items() if x.ndim == (3 if name == "group" else 4)}
+    if not own:
+        return selection, sequence, 1
+    heads = max(tensors[name].shape[1] for name in own)
+
+    def rows(name: str, x: Tensor) -> Tensor:
+        x = x if name in own else x[:, None]
+        return x.expand(-1, heads, *x.shape[2:]).flatten(0, 1)
+
+    selection = replace(selection, **{name: rows(name, x) for name, x in tensors.items()})
+    return selection, sequence if heads == 1 else sequence.repeated(heads), heads
 
 
 def starts(first: Tensor, past: int = 0, before: Tensor | int = 0) -> Tensor:
@@ -182,8 +207,11 @@ def count_pairs(
 ) -> PairCounts:
     """Counts over a batch, padding left out, by the same predicates as the attention itself.
 
-    A selection without memberships (window only) keeps no distant pair; None keeps them all.
+    A selection without memberships (window only) keeps no distant pair; None keeps them all. Where key/value heads have
+    memberships of their own, pairs count for each of those heads.
     """
+    if selection is not None:
+        selection, sequence, _ = by_head(selection, sequence)
     if sequence.allowed is None and sequence.valid is None and not bool(sequence.start.any()):
         return count_plain_pairs(selection, sequence, window, sinks)
     counts = torch.zeros(3, dtype=torch.long, device=sequence.start.device)  # read once, for a GPU is waited for

@@ -11,12 +11,12 @@ import torch
 from torch import Tensor
 
 from focus_exp.attention.focus import Focus
-from focus_exp.attention.kernels import Backend, Kernel
+from focus_exp.attention.kernels import Backend, Kernel, Meeting
 from focus_exp.attention.kernels.fused import Call, Triton
 from focus_exp.attention.kernels.layout import Plan
-from focus_exp.attention.parts import Tokens, parts
+from focus_exp.attention.parts import Tokens, pairs_computed, parts, rows_of
 from focus_exp.attention.selection import Selection, Sequence
-from focus_exp.attention.sparse import operands
+from focus_exp.attention.sparse import blocks_of
 from focus_exp.reporting.rows import Clock, SpeedRow
 from focus_exp.speed.timing import PeakMemory, Work, alternate, clock, in_fresh_process
 from focus_exp.speed.workload import (
@@ -97,12 +97,19 @@ class Contender:
             return partial(self.kernel.planned, tensors.q, tensors.k, tensors.v, plan, Call(scaling))
         assert isinstance(self.kernel, Kernel)
         q, k, v = (x.transpose(1, 2).flatten(0, 1) for x in (tensors.q, tensors.k, tensors.v))
-        tokens = Tokens.of(self.selection, self.sequence, sinks)
-        calls = [(part, operands(part, q, k, v)) for part in parts(tokens, self.kernel, window, scaling)]
+        tokens, kernel = Tokens.of(self.selection, self.sequence, sinks), self.kernel
+        gathered = [
+            (asking[:, some], keys[:, seen], values[:, seen], Meeting(drop=drop))
+            for part in parts(tokens, window)
+            for keys, values in [(rows_of(k, part.keys), rows_of(v, part.keys))]
+            for queries, calls in part.blocks
+            for asking in [blocks_of(q, queries, len(keys))]
+            for some, seen, drop in calls
+        ]
 
         def work() -> None:
-            for part, gathered in calls:
-                part.kernel.forward(*gathered, part.meeting, scaling, None)
+            for call in gathered:
+                kernel.forward(*call, scaling, None)
 
         return work
 
@@ -113,8 +120,16 @@ class Contender:
             layer=str(self.layer.shape),
             dtype=str(self.layer.dtype).removeprefix("torch."), path=self.kernel.name,
             pairs_kept=pairs_kept(self.selection, length, self.layer.window, self.layer.sinks),
+            pairs_computed=self.pairs_computed(length),
             largest_group=largest_group(self.selection), **numbers,
         )  # fmt: skip
+
+    def pairs_computed(self, length: int) -> float | None:
+        """Share of the causal pairs that the kernel's blocks compute, where those are known."""
+        layout = self.selection, self.sequence, self.layer.window, self.layer.sinks
+        if self.kernel.name == "triton":
+            return Plan.of(*layout).pairs_in_tiles() / (length * (length + 1) / 2)
+        return pairs_computed(*layout) if isinstance(self.kernel, Kernel) else None
 
 
 def attention_rows(layer: Layer, length: int, groupings: list[Groups]) -> Iterator[SpeedRow]:
