@@ -11,7 +11,7 @@ GPU_BENCH := +experiment=speed model=smollm2_135m model.hub_id=null data=files d
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help install browser retrofit reproduce-embedded report test test-fast architectures faults smoke slurm gpu lint format types clean
+.PHONY: help install browser retrofit reproduce-embedded report test test-fast architectures faults smoke slurm gpu gpu-models lint format types clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  %-19s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
@@ -56,10 +56,12 @@ slurm: $(STAMP) ## sweeps on a SLURM cluster of this one machine; as root also i
 	tests/slurm_cluster.sh install || test $$? = 3
 	$(RUN) pytest -m slurm -rs $(ARGS)
 
-gpu: $(STAMP) ## tests and benchmarks that need a CUDA device
-	@$(VENV)/bin/python -c 'import sys, torch; sys.exit(None if torch.cuda.is_available() else "make gpu: torch sees no CUDA device")'
-	$(RUN) pytest -m gpu $(ARGS)
-	$(RUN) focus_exp $(GPU_BENCH) $(ARGS)
+gpu: ## kernels checked and timed in ten minutes, with torch and triton alone: runs/gpu/gpu.json; without CUDA computed
+	PYTHONPATH=. $(if $(wildcard $(STAMP)),$(VENV)/bin/python,$(PYTHON)) tests/gpu_clock.py $(ARGS)
+
+gpu-models: $(STAMP) ## tests and benchmarks of whole models that need a CUDA device
+	TRITON_INTERPRET=0 $(RUN) pytest -m gpu $(ARGS)
+	$(RUN) focus_exp $(GPU_BENCH)
 
 lint: $(STAMP) ## ruff: rules and formatting
 	$(RUN) ruff check .

@@ -14,7 +14,7 @@ from focus_exp.attention.focus_options import FocusOptions, RouterTraining
 from focus_exp.attention.options import Options, option
 from focus_exp.errors import UserError
 
-BACKENDS = ("auto", "masked", "flash-attn", "torch-flash", "cpu-flash", "flex", "math")
+BACKENDS = (*("auto", "masked", "triton", "flash-attn", "torch-flash", "torch-fa3", "torch-fa4", "cpu-flash", "math"),)
 
 
 @dataclass

@@ -5,6 +5,7 @@ import os
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("WANDB_MODE", "disabled")
+os.environ.setdefault("TRITON_INTERPRET", "1")  # read when triton is imported; `make gpu-models` sets it to 0
 
 from collections.abc import Callable
 from pathlib import Path

@@ -2,18 +2,22 @@
 
 import copy
 import gc
+from dataclasses import replace
 
 import pytest
 import torch
 from conftest import FAMILIES, build
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from problems import random_sequence
 from transformers import DynamicCache, StaticCache, StoppingCriteria
 
 from focus_exp import attach, detach, disabled, set_routing
 from focus_exp.assets import cache_root
-from focus_exp.attention.selection import always_visible, causal, same_group
-from focus_exp.attention.stores import LEAST, Store
+from focus_exp.attention.cached import GroupedCache
+from focus_exp.attention.reference import reference_attention
+from focus_exp.attention.selection import Sequence, always_visible, causal, same_group, select
+from focus_exp.attention.stores import LEAST, Pool
 from focus_exp.config import ModelConfig
 from focus_exp.errors import UserError
 from focus_exp.models.attached import observed
@@ -104,6 +108,66 @@ def test_any_split_of_a_padded_batch_gives_the_same_logits(sizes, padding, rule,
     real = mask.bool()
     torch.testing.assert_close(found[real], expected[real], rtol=1e-4, atol=1e-5)
     assert torch.isfinite(found).all()
+
+
+@given(data=st.data(), sizes=st.lists(st.integers(1, 9), min_size=2, max_size=9))
+@settings(max_examples=60, deadline=None)
+def test_steps_of_any_groups_are_the_oracle(data, sizes):
+    """Groups of each key/value head's own and of keys' own too, rows of different lengths, rows chosen anew."""
+    torch.manual_seed(data.draw(st.integers(0, 10_000)))
+    batch, heads, share, groups = (data.draw(st.integers(1, most)) for most in (3, 2, 2, 5))
+    length, own = sum(sizes), data.draw(st.sampled_from([None, heads]))
+    q = torch.randn(batch, heads * share, length, 8)
+    k, v = torch.randn(2, batch, heads, length, 8)
+    shape = (batch, length, groups) if own is None else (batch, own, length, groups)
+    top_k = data.draw(st.integers(1, min(2, groups)))
+    rule = data.draw(st.sampled_from(["query_topk", "share"]))
+    selection = select(torch.rand(shape), top_k, rule)
+    if data.draw(st.booleans()):
+        selection = replace(selection, key_groups=select(torch.rand(shape), 1, rule).key_groups, group=None)
+    sequence = random_sequence(data.draw(st.sampled_from(["plain", "left"])), batch, length)
+    window, sinks = data.draw(st.integers(0, 7)), data.draw(st.integers(0, 3))
+    sink_logits = torch.randn(heads * share) if data.draw(st.booleans()) else None
+    softcap = data.draw(st.sampled_from([None, 2.0]))
+    options = {"scaling": 0.4, "softcap": softcap, "sink_logits": sink_logits}
+    chosen = torch.randint(batch, (batch,)) if data.draw(st.booleans()) else torch.arange(batch)
+    cache, begin, found = GroupedCache(window, sinks), 0, []
+    for size in sizes:
+        new = slice(begin, begin + size)
+        valid = None if sequence.valid is None else sequence.valid[:, new]
+        some = Sequence(sequence.start[:, new] - begin, valid)
+        selected = replace(
+            selection, **{name: x.narrow(-1 if name == "group" else -2, begin, size)
+                          for name, x in vars(selection).items() if isinstance(x, torch.Tensor)},
+        )  # fmt: skip
+        if begin:
+            found.append(cache.attend(q[:, :, new], k[:, :, new], v[:, :, new], selected, some, **options))
+        cache.append(k[:, :, new], v[:, :, new], selected, some)
+        begin += size
+        if begin == sizes[0]:
+            cache.choose(chosen)  # as beams do; what follows goes on from the chosen rows
+            q, k, v, selection, sequence = rows_chosen(chosen, sizes[0], q, k, v, selection, sequence)
+    exact = reference_attention(q, k, v, selection, sequence, window=window, sinks=sinks, **options)[:, :, sizes[0] :]
+    found = torch.cat(found, 2)
+    if sequence.valid is not None:
+        found, exact = (x * sequence.valid[:, None, sizes[0] :, None] for x in (found, exact))
+    torch.testing.assert_close(found.double(), exact, atol=1e-5, rtol=1e-5)
+
+
+def rows_chosen(rows, length, q, k, v, selection, sequence):
+    """The same, where the tokens before `length` are those of the chosen rows; the padding of all tokens too."""
+
+    def chosen(x, dimension):
+        return torch.cat(
+            [x[rows].narrow(dimension, 0, length), x.narrow(dimension, length, x.shape[dimension] - length)], dimension
+        )
+
+    tensors = {
+        name: chosen(x, x.ndim - 1 if name == "group" else x.ndim - 2)
+        for name, x in vars(selection).items() if isinstance(x, torch.Tensor)
+    }  # fmt: skip
+    valid = None if sequence.valid is None else sequence.valid[rows]
+    return *(chosen(x, 2) for x in (q, k, v)), replace(selection, **tensors), Sequence(sequence.start[rows], valid)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -306,36 +370,39 @@ def test_all_tokens_are_kept_once_beside_the_window(tiny_model):
     model = attached(tiny_model("llama"), 2, "share")
     _, cache = stepped(model, tokens(2, 60), [25] + [1] * 35)
     for grouped in cache.grouped:
-        for sequence in grouped.sequences:
-            index = torch.cat([store.index for store in (sequence.sinks, *sequence.buckets.values())])
-            assert index.sort().values.tolist() == list(range(60))
-            assert sequence.recent.index[-6:].tolist() == list(range(54, 60))
-            for members, bucket in sequence.buckets.items():
-                assert (bucket.members == torch.tensor(members)).all()
+        near, members = grouped.near.tensors[2:]
+        for row, buckets in enumerate(grouped.pool.buckets):
+            pooled = {kind: grouped.pool.tensors[2][b.begin : b.end].tolist() for kind, b in buckets.items()}
+            assert sorted(near[row, :2].tolist() + sum(pooled.values(), [])) == list(range(60))
+            assert all(places == sorted(places) for places in pooled.values())
+            assert sorted(near[row, 2:].tolist()) == list(range(53, 60))
+            for place, groups in zip(near[row, 2:].tolist(), members[row, 2:], strict=True):
+                assert place in pooled[tuple(groups.nonzero()[:, 0].tolist())]
 
 
-def store(count):
-    return Store(
-        torch.randn(2, count, 4), torch.randn(2, count, 4), torch.arange(count), torch.ones(count, 3, dtype=torch.bool)
-    )  # fmt: skip
-
-
-def test_a_store_grows_by_copying_now_and_then():
-    found, expected = store(3), [store(1) for _ in range(1000)]
-    rooms = set()
-    for token in expected:
-        found.append(*token.tokens)
-        rooms.add(found.parts[0].shape[1])
-    assert found.count == 1003 and len(rooms) < 14
-    assert found.parts[0].shape[1] <= 1003 * 1.25 + LEAST
-    assert found.keys[:, 3:].equal(torch.cat([token.keys for token in expected], 1))
+def test_a_pool_grows_by_copying_now_and_then():
+    keys = torch.randn(1, 1003, 2, 4)
+    pool, rooms = Pool(keys), set()
+    for begin, stop in ((0, 3), *((place, place + 1) for place in range(3, 1003))):
+        for kind, some in (((0,), slice(begin, stop, 3)), ((1, 2), slice(begin + 1, stop, 3))):
+            index = torch.arange(1003)[some]
+            if len(index):
+                pool.append({(0, kind): [keys[0, some], -keys[0, some], index]}, window=5)
+        rooms.add(len(pool.tensors[0]))
+    assert len(rooms) < 25
+    held = sum(bucket.count for bucket in pool.buckets[0].values())
+    assert len(pool.tensors[0]) <= held * 1.25 + 2 * LEAST
+    for bucket in pool.buckets[0].values():
+        found, negative, index = (x[bucket.begin : bucket.end] for x in pool.tensors)
+        assert found.equal(keys[0, index]) and negative.equal(-found) and len(index) == len(set(index.tolist()))
+        assert bucket.before(900) == slice(bucket.begin, bucket.begin + int((index < 900).sum()))
 
 
 def test_what_is_held_grows_with_the_tokens_alone(tiny_model):
     model = attached(tiny_model("llama"), 1)
     _, cache = stepped(model, tokens(1, 100), [100])
-    keys, layers = cache.grouped[0].sequences[0].recent.keys, len(cache.grouped)
-    token = 2 * keys.shape[0] * keys.shape[2] * 4 + 8 + 4  # keys and values, place, groups
+    (_, heads, size), layers = cache.grouped[0].pool.tensors[0].shape, len(cache.grouped)
+    token = 2 * heads * size * 4 + 8  # keys and values, place
     for length in (200, 400, 800):
         steps = length - cache.get_seq_length()
         _, cache = stepped(model, tokens(1, steps), [1] * steps, cache=cache)

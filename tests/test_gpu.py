@@ -5,13 +5,9 @@ import sys
 import pytest
 import torch
 from conftest import FAMILIES
-from problems import random_assignment, random_sequence
+from gpu_checks import CASES
 
 from focus_exp import __main__, attach, set_routing
-from focus_exp.attention.kernels import KERNELS, Demand, choose
-from focus_exp.attention.reference import reference_attention
-from focus_exp.attention.selection import select
-from focus_exp.attention.sparse import sparse_attention
 from focus_exp.records.record import Record
 
 pytestmark = pytest.mark.gpu
@@ -76,59 +72,8 @@ def test_a_run_on_the_gpu_trains_and_evaluates_there(tmp_path, monkeypatch, regi
     assert record.device.startswith(torch.cuda.get_device_name())
 
 
-def tensors_on_gpu(dtype, length, heads=6, kv_heads=2, size=64):
-    torch.manual_seed(length)
-    return [torch.randn(2, n, length, size).to("cuda", dtype).requires_grad_() for n in (heads, kv_heads, kv_heads)]
-
-
-def moved(sequence):
-    return type(sequence)(**{k: v.cuda() if isinstance(v, torch.Tensor) else v for k, v in vars(sequence).items()})
-
-
-@pytest.mark.parametrize("padding", ["plain", "left", "right"])
-@pytest.mark.parametrize("kind", ["spread", "giant", "empty", "tied"])
-@pytest.mark.parametrize(("top_k", "rule"), [(1, "query_topk"), (2, "query_topk"), (2, "share")])
-@pytest.mark.parametrize("name", ["flash-attn", "torch-flash", "flex", "math"])
-def test_kernels_on_the_gpu_are_the_oracle_in_outputs_and_gradients(name, top_k, rule, kind, padding):
-    dtype = torch.float32 if name == "math" else torch.bfloat16
-    if reason := KERNELS[name].refuses(Demand("cuda", dtype, 64)):
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_kernels_on_the_gpu_are_the_oracle_in_outputs_and_gradients(case):
+    if reason := case.refused():
         pytest.skip(reason)
-    length, options = 333, {"window": 37, "sinks": 3, "scaling": 0.125, "surrogate": 5.0}
-    q, k, v = tensors_on_gpu(dtype, length)
-    assignment = random_assignment(kind, 2, length, 8).float().cuda()
-    sequence = moved(random_sequence(padding, 2, length))
-    outputs = []
-    for exact in (False, True):
-        leaves = [x.detach().double() if exact else x.detach() for x in (q, k, v)] + [assignment.clone()]
-        leaves = [leaf.requires_grad_() for leaf in leaves]
-        selection = select(leaves[3], top_k, rule)
-        if exact:
-            out = reference_attention(*leaves[:3], selection, sequence, **options)
-        else:
-            out = sparse_attention(*leaves[:3], selection, sequence, KERNELS[name], **options)
-        if sequence.valid is not None:
-            out = out * sequence.valid[:, None, :, None]
-        weights = torch.randn(out.shape, generator=torch.Generator().manual_seed(0)).cuda()
-        gradients = torch.autograd.grad((out * weights.to(out.dtype)).sum(), leaves)
-        outputs.append([x.double() for x in (out, *gradients)])
-    for ours, truth in zip(*outputs, strict=True):
-        assert torch.isfinite(ours).all()
-        assert (ours - truth).norm() <= (1e-5 if name == "math" else 1e-2) * truth.norm().clamp(min=1e-3)
-
-
-@pytest.mark.parametrize("size", [64, 128, 256])
-def test_every_head_size_is_served_on_the_gpu(size):
-    q, k, v = tensors_on_gpu(torch.bfloat16, 200, size=size)
-    kernel = choose(Demand("cuda", torch.bfloat16, size))
-    selection = select(torch.rand(2, 200, 4, device="cuda"), 1, "share")
-    options = {"window": 16, "sinks": 2, "scaling": size**-0.5}
-    sequence = moved(random_sequence("plain", 2, 200))
-    ours = sparse_attention(q, k, v, selection, sequence, kernel, **options).double()
-    truth = reference_attention(q, k, v, selection, sequence, **options)
-    assert (ours - truth).norm() <= 1e-2 * truth.norm()
-
-
-def test_several_groups_a_token_go_to_flex_attention():
-    assert choose(Demand("cuda", torch.bfloat16, 64, one_group=False)).name == "flex"
-    assert choose(Demand("cuda", torch.float32, 64)).name == "flex"
-    assert choose(Demand("cuda", torch.bfloat16, 64)).name in ("flash-attn", "torch-flash")
+    assert case.errors() == {}

@@ -17,13 +17,11 @@ from focus_exp.attention.baselines.longformer import Longformer
 from focus_exp.attention.baselines.window import WindowOnly
 from focus_exp.attention.blocked import blocked_attention
 from focus_exp.attention.kernels import KERNELS, Demand, Kernel, available, choose
-from focus_exp.attention.kernels.contract import Meeting
-from focus_exp.attention.kernels.flex import Flex
 from focus_exp.attention.kernels.plain import Math
 from focus_exp.attention.method import SPARSE_FROM, LayerShape
-from focus_exp.attention.parts import Part, Tokens, parts, rows_of
+from focus_exp.attention.parts import Tokens, pairs_computed, parts, rows_of
 from focus_exp.attention.reference import reference_attention
-from focus_exp.attention.selection import Selection, Sequence, count_pairs, nothing_shared, select
+from focus_exp.attention.selection import Selection, Sequence, by_head, count_pairs, nothing_shared, select
 from focus_exp.attention.sparse import sparse_attention
 from focus_exp.config import ModelConfig
 from focus_exp.data.books import read_books
@@ -32,32 +30,18 @@ from focus_exp.models.load import load_model
 from focus_exp.models.modules import attached_methods
 
 
-class SegmentsOnly(Math):
-    """A kernel that has causal and windowed segments alone, as the flash kernels on CUDA."""
-
-    name = "segments-only"
-    takes = "segments"
-
-
-class AnyRule(Flex):
-    """FlexAttention's backward, which is CUDA's alone, around a forward that autograd follows everywhere."""
-
-    name = "any-rule"
-
-    def forward(self, q, k, v, meeting, scaling, softcap):
-        index = torch.arange(q.shape[1])
-        return Math().forward(q, k, v, Meeting(drop=~meeting.keep(index[:, None], index)[None]), scaling, softcap)
-
-
 def name_of(kernel: Kernel) -> str:
     return kernel.name
 
 
 @pytest.fixture(autouse=True, scope="module")
 def poisoned_memory() -> Iterator[None]:
-    """torch.empty holds NaN, so that a number nobody computed shows."""
+    """torch.empty holds NaN, so that a number nobody computed shows; blocks are small, so that there are several."""
     torch.use_deterministic_algorithms(True)
-    yield
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("focus_exp.attention.parts.SEEN_BLOCK", 24)
+        patch.setattr("focus_exp.attention.parts.DIAGONAL_BLOCK", 10)
+        yield
     torch.use_deterministic_algorithms(False)
 
 
@@ -74,14 +58,16 @@ class Problem:
     def run(self, attention, dtype: torch.dtype, *kernel) -> list[Tensor]:
         """The output on real tokens and the gradients of q, k, v, and of the base's sinks where it has some."""
         leaves = [x.to(dtype, copy=True).requires_grad_() for x in (self.q, self.k, self.v)]
-        selection, assignment = self.selection, self.selection.assignment
+        selection = self.selection
         options = dict(self.options)
         if self.sink_logits is not None:
             leaves.append(self.sink_logits.to(dtype, copy=True).requires_grad_())
             options["sink_logits"] = leaves[-1]
         if self.options.get("surrogate"):
-            leaves.append(assignment.to(torch.promote_types(dtype, torch.float32), copy=True).requires_grad_())
-            selection = replace(selection, assignment=leaves[-1])
+            for name in ("assignment", "key_assignment"):
+                if (x := getattr(selection, name)) is not None:
+                    leaves.append(x.to(torch.promote_types(dtype, torch.float32), copy=True).requires_grad_())
+                    selection = replace(selection, **{name: leaves[-1]})
         out = attention(*leaves[:3], selection, self.sequence, *kernel, **options)
         assert torch.isfinite(out).all()
         weights = torch.randn(out.shape, generator=torch.Generator().manual_seed(0))
@@ -98,8 +84,20 @@ def problems(draw: st.DrawFn, nothing: bool = False) -> Problem:
     heads, share, size = draw(st.integers(1, 2)), draw(st.integers(1, 3)), draw(st.sampled_from([8, 20, 64, 256]))
     q = torch.randn(batch, heads * share, length, size, dtype=torch.float64)
     k, v = torch.randn(2, batch, heads, length, size, dtype=torch.float64)
-    g = random_assignment(draw(st.sampled_from(["spread", "giant", "empty", "tied"])), batch, length, groups)
-    selection = select(g, draw(st.integers(1, min(3, groups))), draw(st.sampled_from(["query_topk", "share"])))
+
+    def assigned() -> Tensor:
+        """`[B, T, K]`, or `[B, 1 or G, T, K]`."""
+        own = draw(st.sampled_from([None, 1, heads]))
+        kind = draw(st.sampled_from(["spread", "giant", "empty", "tied"]))
+        g = random_assignment(kind, batch * (own or 1), length, groups)
+        return g if own is None else g.unflatten(0, (batch, own))
+
+    rule = draw(st.sampled_from(["query_topk", "share"]))
+    selection = select(assigned(), draw(st.integers(1, min(3, groups))), rule)
+    if draw(st.booleans()):  # groups of their own for keys
+        keys = assigned()
+        members = select(keys, draw(st.integers(1, min(2, groups))), rule).key_groups
+        selection = replace(selection, key_groups=members, group=None, key_assignment=keys)
     sequence = random_sequence(draw(st.sampled_from(["plain", "left", "right"])), batch, length)
     if nothing:
         selection = nothing_shared(sequence)
@@ -113,7 +111,7 @@ def problems(draw: st.DrawFn, nothing: bool = False) -> Problem:
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 1e-2)], ids=["f32", "bf16"])
-@pytest.mark.parametrize("kernel", [KERNELS["cpu-flash"], KERNELS["math"], SegmentsOnly(), AnyRule()], ids=name_of)
+@pytest.mark.parametrize("kernel", [KERNELS["cpu-flash"], KERNELS["math"]], ids=name_of)
 @given(problem=st.one_of(problems(), problems(nothing=True)))
 @settings(max_examples=60, deadline=None)
 def test_parts_merged_are_the_oracle(kernel, dtype, tolerance, problem):
@@ -125,9 +123,9 @@ def test_parts_merged_are_the_oracle(kernel, dtype, tolerance, problem):
         assert (mine - exact).norm() <= tolerance * max(exact.norm(), least)
 
 
-@pytest.mark.parametrize("attention", [(sparse_attention, KERNELS["cpu-flash"]), (sparse_attention, SegmentsOnly()),
-                                       (sparse_attention, AnyRule()), (blocked_attention,)],
-                         ids=["cpu-flash", "segments-only", "any-rule", "masked"])  # fmt: skip
+@pytest.mark.parametrize(
+    "attention", [(sparse_attention, KERNELS["cpu-flash"]), (blocked_attention,)], ids=["cpu-flash", "masked"]
+)
 @given(problem=problems())
 @settings(max_examples=60, deadline=None)
 def test_the_routers_gradient_is_that_of_a_gate_on_the_kept_distant_pairs(attention, problem):
@@ -135,72 +133,62 @@ def test_the_routers_gradient_is_that_of_a_gate_on_the_kept_distant_pairs(attent
     function, *kernel = attention
     ours = problem.run(function, torch.float64, *kernel)
     truth = problem.run(reference_attention, torch.float64)
-    assert len(ours) == 5 + (problem.sink_logits is not None)
+    assert len(ours) == 5 + (problem.sink_logits is not None) + (problem.selection.key_assignment is not None)
     for mine, exact in zip(ours, truth, strict=True):
         torch.testing.assert_close(mine, exact, atol=1e-9, rtol=1e-9)
 
 
-@given(problem=problems(), softcap=st.sampled_from([None, 1.5]))
-@settings(max_examples=10, deadline=None)
-def test_flex_attention_itself_is_the_oracle(problem, softcap):
-    problem.options["softcap"] = softcap
-    q, k, v = (x.float() for x in (problem.q, problem.k, problem.v))
-    with torch.no_grad():
-        ours = sparse_attention(q, k, v, problem.selection, problem.sequence, Flex(), **problem.options)
-        truth = reference_attention(q, k, v, problem.selection, problem.sequence, **problem.options)
-    if problem.sequence.valid is not None:
-        ours, truth = (x * problem.sequence.valid[:, None, :, None] for x in (ours, truth))
-    torch.testing.assert_close(ours.double(), truth, atol=1e-5, rtol=1e-4)
-
-
-@pytest.mark.parametrize("kernel", [SegmentsOnly(), AnyRule()], ids=name_of)
 @given(problem=problems())
 @settings(max_examples=60, deadline=None)
-def test_softcap_is_the_oracles_too(kernel, problem):
+def test_softcap_is_the_oracles_too(problem):
     problem.options |= {"softcap": 1.5, "surrogate": 2.5}
-    ours = problem.run(sparse_attention, torch.float64, kernel)
+    ours = problem.run(sparse_attention, torch.float64, Math())
     for mine, exact in zip(ours, problem.run(reference_attention, torch.float64), strict=True):
         torch.testing.assert_close(mine, exact, atol=1e-9, rtol=1e-9)
 
 
-@pytest.mark.parametrize("kernel", [Math(), SegmentsOnly(), AnyRule()], ids=name_of)
 @given(problem=problems())
 @settings(max_examples=60, deadline=None)
-def test_every_kept_pair_is_in_one_part(kernel, problem):
+def test_every_kept_pair_is_in_one_call(problem):
     window, sinks = problem.options["window"], problem.options["sinks"]
-    tokens = Tokens.of(problem.selection, problem.sequence, sinks)
-    rows = problem.sequence.start.numel()
-    seen, index = torch.zeros(rows + 1, rows), torch.arange(rows)
-    for part in parts(tokens, kernel, window, 1.0):
+    selection, sequence, _ = by_head(problem.selection, problem.sequence)
+    tokens = Tokens.of(selection, sequence, sinks)
+    rows = sequence.start.numel()
+    seen, index = torch.zeros(rows, rows), torch.arange(rows)
+    for part in parts(tokens, window):
         keys = rows_of(index, part.keys)
-        targets = rows_of(index, part.queries) if part.targets is None else part.targets
-        for i, j, pairs in zip(targets.reshape(len(keys), -1), keys, pairs_of(part, tokens), strict=True):
-            seen.index_put_((i[:, None], j[None]), pairs.float(), accumulate=True)
-    seen = seen[:-1]
+        for queries, calls in part.blocks:
+            asking = rows_of(index, queries).reshape(len(keys), -1)
+            for few, some, drop in calls:
+                for number, (i, j) in enumerate(zip(asking[:, few], keys[:, some], strict=True)):
+                    pairs = torch.ones(len(i), len(j)) if drop is None else (~drop[number]).float()
+                    seen.index_put_((i[:, None], j[None]), pairs, accumulate=True)
     assert seen.max() <= 1
-    if problem.sequence.valid is not None:
-        seen *= problem.sequence.valid.flatten()[:, None]
+    if sequence.valid is not None:
+        seen *= sequence.valid.flatten()[:, None]
     counts = count_pairs(problem.selection, problem.sequence, window, sinks)
     assert seen.sum() == counts.total - counts.distant + counts.distant_kept
 
 
-def pairs_of(part: Part, tokens: Tokens) -> Tensor:
-    """`[blocks, t, s]` bool: what the part's kernel sees."""
-    if part.meeting.drop is not None:
-        return ~part.meeting.drop
-    if part.meeting.keep is not None:
-        index = torch.arange(len(part.queries))
-        return part.meeting.keep(index[:, None], index)[None]
-    lengths = part.meeting.lengths
-    segment = torch.arange(len(lengths)).repeat_interleave(lengths)
-    distance = torch.arange(len(segment))[:, None] - torch.arange(len(segment))
-    keep = (segment[:, None] == segment) & (distance >= 0)
-    if part.meeting.window is not None:
-        keep = keep & (distance <= part.meeting.window)
-    if part.marks is None:
-        return keep[None]
-    real = True if tokens.valid is None else tokens.valid[part.keys]
-    return keep & real & ~tokens.meet(part.queries, part.keys)
+@given(problem=problems())
+@settings(max_examples=30, deadline=None)
+def test_the_kernels_bound_counts_what_its_calls_compute(problem):
+    window, sinks = problem.options["window"], problem.options["sinks"]
+    calls = []
+
+    class Counted(Math):
+        def forward(self, q, k, v, meeting, scaling, softcap):
+            calls.append(q.shape[0] * q.shape[1] * k.shape[1])
+            return super().forward(q, k, v, meeting, scaling, softcap)
+
+    sparse_attention(problem.q, problem.k, problem.v, problem.selection, problem.sequence, Counted(), **problem.options)
+    selection, sequence, _ = by_head(problem.selection, problem.sequence)
+    batch, length = sequence.start.shape
+    share = pairs_computed(problem.selection, problem.sequence, window, sinks)
+    assert share == pytest.approx(sum(calls) / (batch * length * (length + 1) / 2))
+    if problem.sequence.valid is None:
+        counts = count_pairs(problem.selection, problem.sequence, window, sinks)
+        assert share >= counts.share_kept
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -260,7 +248,7 @@ def test_methods_that_reach_nothing_distant_skip_it(method, where):
 def test_kernels_say_why_they_cannot_serve():
     reasons = available(Demand("cpu", torch.float32, 64))
     assert reasons["cpu-flash"] is None and reasons["math"] is None
-    assert all("CUDA" in reasons[name] for name in ("torch-flash", "flash-attn", "flex"))
+    assert all("CUDA" in reasons[name] for name in ("triton", "torch-flash", "flash-attn"))
     assert choose(Demand("cpu", torch.bfloat16, 64)).name == "cpu-flash"
     assert choose(Demand("cpu", torch.float32, 64, softcap=True)) is None
     assert "bfloat16" in available(Demand("cuda", torch.float32, 64))["torch-flash"]

@@ -259,7 +259,7 @@ def test_layers_of_other_methods_are_timed_and_a_failure_says_why(tmp_path, monk
 def test_kernels_are_listed_with_reasons(tmp_path):
     result = run("job=bench", "bench.list=true", f"cache_dir={tmp_path}")
     assert result.code == 0 and not list(tmp_path.rglob("record.json"))
-    for name in ("flash-attn", "torch-flash", "cpu-flash", "flex", "math"):
+    for name in ("triton", "flash-attn", "torch-flash", "cpu-flash", "math"):
         assert name in result.out
     assert "break-even" in result.out
 

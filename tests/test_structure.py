@@ -75,11 +75,11 @@ def test_imports_go_one_way(path):
     assert used <= MAY_IMPORT[own] | {own}
 
 
-def test_attention_imports_torch_and_itself_alone():
+def test_attention_imports_torch_triton_and_itself_alone():
     for path in FILES:
         if part_of(path) == "attention":
             packages = {name.split(".")[0] for name in imports(path)}
-            assert packages <= {"torch", "focus_exp"} | sys.stdlib_module_names, path
+            assert packages <= {"torch", "triton", "focus_exp"} | sys.stdlib_module_names, path
 
 
 @pytest.mark.parametrize("package", ["records", "reporting"])

@@ -6,6 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from focus_exp.attention.heads import for_each_head
 from focus_exp.attention.reference import straight_through, weights
 from focus_exp.attention.selection import (
     Selection,
@@ -19,6 +20,7 @@ from focus_exp.attention.selection import (
 )
 
 
+@for_each_head
 def blocked_attention(
     q: Tensor,
     k: Tensor,
@@ -42,12 +44,13 @@ def blocked_attention(
     soft = selection.assignment is not None and selection.query_groups is None
     hard_gate = not soft and surrogate is not None
     g = selection.assignment if soft or hard_gate else None
+    g_keys = None if g is None else selection.assignment_of_keys
     outputs = []
     for rows in row_blocks(q.shape[2], block):
         length = rows.stop
         visible = always_visible(sequence, rows, length, window, sinks)
         keep = permitted_or_self(sequence, rows, length)
-        affinity = None if g is None else g[:, rows] @ g[:, :length].transpose(-1, -2)
+        affinity = None if g is None or g_keys is None else g[:, rows] @ g_keys[:, :length].transpose(-1, -2)
         log_gate = None
         if soft and affinity is not None:
             log_gate = torch.where(visible, 0.0, F.logsigmoid(gate_steepness * (affinity - gate_threshold)))
@@ -131,15 +134,16 @@ def masked_attention(
 ) -> Tensor:
     """One block of queries under a mask `[B, 1, t, S]` and an optional gate; torch's kernels where they can.
 
-    sink_logits: `[H]`, the score of one more key that all queries see and that has no value.
+    sink_logits: `[H]` or `[B, H]`, the score of one more key that all queries see and that has no value.
     """
     multiplicative = log_gate is not None and gate_kind == "multiplicative"
     gate_needs_grad = log_gate is not None and log_gate.requires_grad
     if softcap is None and sink_logits is None and not multiplicative and not gate_needs_grad:
         mask = keep if log_gate is None else log_gate.to(q.dtype).masked_fill(~keep, float("-inf"))
-        grouped = q.shape[1] != k.shape[1]
+        if q.is_cuda and q.shape[1] != k.shape[1]:  # with a mask these go to the kernel that builds every score
+            k, v = of_every_head(q, k, v)
         return F.scaled_dot_product_attention(
-            q, k, v, attn_mask=mask, dropout_p=dropout, scale=scaling, enable_gqa=grouped
+            q, k, v, attn_mask=mask, dropout_p=dropout, scale=scaling, enable_gqa=q.shape[1] != k.shape[1]
         )
 
     heads, groups = q.shape[1], k.shape[1]
@@ -159,3 +163,9 @@ def masked_attention(
     s = s.add_(bias.masked_fill(~keep, float("-inf")).unsqueeze(2).to(s.dtype))
     p = weights(s.flatten(1, 2), sink_logits).to(v.dtype).unflatten(1, (groups, -1))
     return (F.dropout(p, dropout) @ v.unsqueeze(2)).flatten(1, 2)
+
+
+def of_every_head(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    """Keys and values `[B, H, S, D]` of the heads of q, from those `[B, G, S, D]` that heads share."""
+    share = q.shape[1] // k.shape[1]
+    return k.repeat_interleave(share, dim=1), v.repeat_interleave(share, dim=1)

@@ -7,8 +7,12 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from focus_exp.attention.selection import Selection, Sequence, near_or_sink, row_blocks
-from focus_exp.attention.stores import CachedSequence, Store, joined
+from focus_exp.attention.heads import for_each_head
+from focus_exp.attention.kernels import KERNELS, Demand, Kernel, Meeting
+from focus_exp.attention.parts import share
+from focus_exp.attention.selection import Selection, Sequence, by_head, near_or_sink, row_blocks
+from focus_exp.attention.sparse import merge
+from focus_exp.attention.stores import Kind, Near, Pool
 
 BLOCK = 256  # queries at a time
 
@@ -19,42 +23,63 @@ class GroupedCache:
     def __init__(self, window: int, sinks: int) -> None:
         self.window = window
         self.sinks = sinks
-        self.sequences: list[CachedSequence] = []
+        self.near: Near | None = None
+        self.pool: Pool | None = None
+        self.heads = 1  # key/value heads with groups of their own, so many rows of the stores for each sequence
         self.length = 0
         self.start: Tensor | None = None  # `[B]`, where the sequence of each row's last token begins
+        self.placed = -1  # the last token that stands among the near ones since it was attended from
         self.pairs_read = 0  # by the last call of `attend`, in each key/value head
 
     @property
+    def batch(self) -> int:
+        return 0 if self.start is None else len(self.start)
+
+    @property
     def bytes(self) -> int:
-        return sum(store.bytes for sequence in self.sequences for store in sequence.stores)
+        """What it holds, the room for tokens to come included."""
+        tensors = [] if self.near is None or self.pool is None else self.near.tensors + self.pool.tensors
+        return sum(x.numel() * x.element_size() for x in tensors)
 
     def append(self, k: Tensor, v: Tensor, selection: Selection, sequence: Sequence) -> None:
         """Add the tokens of k and v `[B, G, n, D]`; padding is not kept. `sequence` starts where the cache ends.
 
         No gradient flows into what is kept.
         """
-        k, v = k.detach(), v.detach()
-        batch, _, count, _ = k.shape
+        start, count = sequence.start[:, -1] + self.length, k.shape[2]
+        selection, sequence, self.heads = by_head(selection, sequence)
+        if self.heads > 1:
+            k, v = (x.unflatten(1, (self.heads, -1)).flatten(0, 1) for x in (k, v))
+        k, v = (x.detach().transpose(1, 2) for x in (k, v))
         members = members_of(selection, k)
-        if not self.sequences:
-            self.sequences = [CachedSequence.empty(k[row], members[row], self.window) for row in range(batch)]
-        local = torch.arange(count, device=k.device)
-        place = local - sequence.start  # [B, n]
-        sink = (place >= 0) & (place < self.sinks)
-        sinks = bool(sink.any())
-        padded = sequence.valid is not None and not bool(sequence.valid.all())
-        for row, cached in enumerate(self.sequences):
-            tokens = Store(k[row], v[row], local + self.length, members[row])
-            real = sequence.valid[row] if padded and sequence.valid is not None else None
-            if sinks:
-                cached.sinks.append(*tokens.taken(sink[row] if real is None else sink[row] & real).tokens)
-                real = ~sink[row] if real is None else real & ~sink[row]
-            if real is not None:
-                tokens = tokens.taken(real)
-            if tokens.count:
-                cached.append(tokens)
-        self.start = sequence.start[:, -1] + self.length
+        if self.near is None or self.pool is None:
+            self.near, self.pool = Near(k, members, self.window, self.sinks), Pool(k)
+        index = torch.arange(self.length, self.length + count, device=k.device).expand(len(k), count)
+        tokens, real = [k, v, index, members], self.put_sinks([k, v, index, members], sequence)
+        recent = slice(max(count - self.window - 1, 0), count)
+        near = [x[:, recent] for x in tokens] if recent.start else list(tokens)
+        if real is not None:
+            near[2] = near[2].where(real[:, recent], -1)
+            self.near.complete = False
+        if real is not None or count > 1 or self.placed != self.length:
+            self.near.put(self.length + recent.start, near)
+        self.pool.append(by_bucket(tokens, real), self.window)
+        self.start = start
         self.length += count
+
+    def put_sinks(self, tokens: list[Tensor], sequence: Sequence) -> Tensor | None:
+        """Keep the sinks among the tokens; which of them are neither sinks nor padding, `[R, n]` bool, None if all."""
+        assert self.near is not None
+        count, real = tokens[2].shape[1], sequence.valid
+        if real is not None and bool(real.all()):
+            real = None
+        if int(sequence.start.max()) + self.sinks <= 0:  # all began before these tokens
+            return real
+        place = torch.arange(count, device=sequence.start.device) - sequence.start
+        sink = (place >= 0) & (place < self.sinks)
+        rows, columns = (sink if real is None else sink & real).nonzero(as_tuple=True)
+        self.near.put_apart(rows, place[rows, columns], [x[rows, columns] for x in tokens])
+        return ~sink if real is None else real & ~sink
 
     def attend(
         self,
@@ -74,151 +99,180 @@ class GroupedCache:
         `start` may be negative); `allowed` is `[B or 1, 1, n, length + n]`. For `sink_logits` see `AttentionMethod`.
         """
         self.pairs_read = 0
-        members = members_of(selection, k)
-        out = torch.empty_like(q)
-        for row, cached in enumerate(self.sequences):
-            new = Store(
-                k[row], v[row], torch.arange(self.length, self.length + k.shape[2], device=k.device), members[row]
-            )
-            near = joined([cached.sinks, cached.recent.after(self.length - self.window), new])
-            for rows in row_blocks(q.shape[2], BLOCK):
-                seen = near.taken(slice(0, near.count - new.count + rows.stop))
-                groups = None if selection.query_groups is None else selection.query_groups[row, rows]
-                allowed = None
-                if sequence.allowed is not None:
-                    allowed = sequence.allowed[row if len(sequence.allowed) > 1 else 0, 0, rows]  # [t, length + n]
-                merged = Merged(q[row, :, rows], scaling, softcap)
-                merged.add(seen.keys, seen.values, self.keep(seen, row, rows, groups, sequence, allowed), slice(None))
-                for far, reading in read(cached.buckets, groups, self.length - self.window):
-                    merged.add(
-                        far.keys, far.values, None if allowed is None else allowed[reading][:, far.index], reading
-                    )
-                out[row, :, rows] = merged.result(sink_logits)
-                self.pairs_read += merged.pairs
+        kernel = KERNELS["cpu-flash"]
+        if kernel.refuses(Demand(q.device.type, q.dtype, q.shape[-1], softcap is not None)):
+            kernel = KERNELS["math"]
+        out = for_each_head(self.attend_rows)(
+            q, k, v, selection, sequence, kernel, scaling=scaling, softcap=softcap, sink_logits=sink_logits
+        )
+        self.pairs_read //= self.heads
         return out
 
+    def attend_rows(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        selection: Selection,
+        sequence: Sequence,
+        kernel: Kernel,
+        *,
+        scaling: float,
+        softcap: float | None,
+        sink_logits: Tensor | None,
+    ) -> Tensor:
+        """The same for one grouping a row."""
+        assert self.pool is not None
+        batch, heads, count, _ = q.shape
+        share = heads // k.shape[1]
+        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+        if count == 1:  # the heads of a key are as many queries, so that it is read once
+            q = q[:, 0].unflatten(1, (-1, share)).transpose(1, 2)
+        near, new = self.near_and_new(k, v, members_of(selection, k))
+        precision = torch.promote_types(q.dtype, torch.float32)
+        outputs = []
+        for rows in row_blocks(count, BLOCK):
+            queries = q if count == 1 else q[:, rows]
+            size = queries.shape[1]
+            keys, values, index, members = (x[:, : x.shape[1] - new + rows.stop] for x in near) if new else near
+            keep = self.keep(index, members, rows, selection, sequence)
+            drop = None if keep is None else ~keep.expand(-1, size, -1)
+            o, part = kernel.forward(queries, keys, values, Meeting(drop=drop), scaling, softcap)
+            out, lse = o.flatten(0, 1).to(precision), part.flatten(0, 1).to(precision)
+            read = index.numel() if keep is None else int(keep.any(1).sum())
+            for row, reading, far in self.far(rows, selection):
+                keys, values, index = (x[far] for x in self.pool.tensors)
+                drop = None
+                if sequence.allowed is not None:
+                    allowed = sequence.allowed[row if len(sequence.allowed) > 1 else 0, 0, rows]
+                    drop = ~allowed[reading][None, :, index].expand(-1, size if count == 1 else -1, -1)
+                o, part = kernel.forward(
+                    queries[row : row + 1, reading], keys[None], values[None], Meeting(drop=drop), scaling, softcap
+                )
+                begin = row * size
+                where = slice(begin, begin + size) if isinstance(reading, slice) else begin + reading
+                merge(out, lse, where, o[0].to(precision), part[0].to(precision))
+                read += len(index)
+            self.pairs_read += read * (rows.stop - rows.start)
+            out, lse = (x.unflatten(0, (batch, size)) for x in (out, lse))
+            if count == 1:
+                out, lse = (x.transpose(1, 2).flatten(1, 2)[:, None] for x in (out, lse))
+            if sink_logits is not None:
+                out = out * torch.sigmoid(lse - sink_logits[..., None, :])[..., None]
+            outputs.append(out.to(q.dtype))
+        return (outputs[0] if len(outputs) == 1 else torch.cat(outputs, 1)).transpose(1, 2)
+
+    def near_and_new(self, k: Tensor, v: Tensor, members: Tensor) -> tuple[list[Tensor], int]:
+        """Keys, values, places and groups of the sinks, the window of the first new token and the new ones; and how
+        many of these stand at the end."""
+        assert self.near is not None
+        index = torch.arange(self.length, self.length + k.shape[1], device=k.device).expand(len(k), -1)
+        new = [k.detach(), v.detach(), index, members]
+        if k.shape[1] == 1:  # it takes the place of one that it does not see
+            self.near.put(self.length, new)
+            self.placed = self.length
+            return self.near.tensors, 0
+        tensors = [torch.cat(pair, 1) for pair in zip(self.near.tensors, new, strict=True)]
+        if self.length >= self.near.ring:
+            tensors[2][:, self.sinks + self.length % self.near.ring] = -1
+        return tensors, k.shape[1]
+
     def keep(
-        self, near: Store, row: int, rows: slice, groups: Tensor | None, sequence: Sequence, allowed: Tensor | None
+        self, index: Tensor, members: Tensor, rows: slice, selection: Selection, sequence: Sequence
     ) -> Tensor | None:
-        """`[t, s]` bool: which of the near tokens a query keeps; None if all. Near are the sinks, the tokens that are
-        in the first query's window, and the new ones."""
-        if rows.stop == 1 and allowed is None:
+        """`[R, t, s]` bool: which of the near tokens at places `index` `[R, s]` a query keeps; None if all."""
+        assert self.near is not None
+        allowed = sequence.allowed
+        if sequence.start.shape[1] == 1 and allowed is None and self.near.is_complete():
             return None
-        start = sequence.start[row, rows, None] + self.length
+        start = sequence.start[:, rows, None] + self.length
         i = torch.arange(rows.start, rows.stop, device=start.device)[:, None] + self.length
-        j = near.index
+        j = index[:, None]
         keep = near_or_sink(i, j, start, self.window, self.sinks)
-        if groups is not None:
-            keep = keep | (groups.float() @ near.members.float().T > 0)
+        if selection.query_groups is not None:
+            keep = keep | share(selection.query_groups[:, rows], members)
         if allowed is not None:
-            keep = keep & allowed[:, j]
+            seen = allowed[:, 0, rows].expand(len(index), -1, -1)
+            keep = keep & seen.gather(2, j.clamp(min=0).expand(-1, seen.shape[1], -1))
         else:
             keep = keep & (j <= i)
             if sequence.valid is not None:
-                real = sequence.valid[row]
-                keep = keep & ((j < self.length) | real[(j - self.length).clamp(min=0)])
-        return keep | (i == j)
+                real = sequence.valid.gather(1, (index - self.length).clamp(min=0))
+                keep = keep & ((index < self.length) | real)[:, None]
+        return (keep & (j >= 0)) | (i == j)
+
+    def far(self, rows: slice, selection: Selection) -> Iterator[tuple[int, Tensor | slice, slice]]:
+        """Sequence, queries and what they read of the pool: beyond the window of the first new token."""
+        if selection.query_groups is None:
+            return
+        assert self.pool is not None
+        groups = selection.query_groups[:, rows]
+        asked: list[set[int]] = [set() for _ in groups]
+        pairs = (groups if groups.shape[1] == 1 else groups.any(1, keepdim=True)).nonzero()
+        for row, _, group in pairs.tolist():
+            asked[row].add(group)
+        for row, mine in enumerate(asked):
+            for kind, bucket in self.pool.meeting(row, mine):
+                far = bucket.before(self.length - self.window)
+                if far.start < far.stop and groups.shape[1] == 1:
+                    yield row, slice(None), far
+                elif far.start < far.stop:
+                    yield row, groups[row][:, list(kind)].any(1).nonzero()[:, 0], far
 
     def choose(self, rows: Tensor) -> None:
         """Keep the sequences `rows`, in that order, a sequence as often as it is named."""
-        seen: set[int] = set()
-        chosen = []
-        for row in rows.tolist():
-            chosen.append(self.sequences[row].copy() if row in seen else self.sequences[row])
-            seen.add(row)
-        self.sequences = chosen
-        if self.start is not None:
-            self.start = self.start[rows.to(self.start.device)]
+        if self.near is None or self.pool is None or self.start is None:
+            return
+        rows, self.placed = rows.to(self.start.device), -1
+        self.start = self.start[rows]
+        rows = (rows[:, None] * self.heads + torch.arange(self.heads, device=rows.device)).flatten()
+        self.near.choose(rows)
+        self.pool.choose(rows.tolist())
 
     def crop(self, length: int) -> None:
-        for sequence in self.sequences:
-            sequence.crop(length)
-        self.length = min(self.length, length)
-        if self.start is not None:
-            self.start = self.start.clamp(max=self.length)
+        """Forget the tokens from place `length` on; the last ones are then found in the buckets again."""
+        self.length, self.placed = min(self.length, length), -1
+        if self.near is None or self.pool is None or self.start is None:
+            return
+        self.start = self.start.clamp(max=length)
+        self.near.forget(length)
+        self.pool.crop(length, self.window)
+        for row, buckets in enumerate(self.pool.buckets):
+            for kind, bucket in buckets.items():
+                last = slice(max(bucket.begin, bucket.end - self.near.ring), bucket.end)
+                keys, values, index = (x[last] for x in self.pool.tensors)
+                late = index >= self.length - self.near.ring
+                keys, values, index = (x[late] for x in (keys, values, index))
+                members = self.near.tensors[3].new_zeros(len(index), self.near.tensors[3].shape[-1])
+                members[:, list(kind)] = True
+                place = self.sinks + index % self.near.ring
+                self.near.put_apart(torch.full_like(index, row), place, [keys, values, index, members])
 
 
 def members_of(selection: Selection, k: Tensor) -> Tensor:
-    """`[B, n, K]` bool; of a method without groups one that no query has."""
+    """`[R, n, K]` bool for k `[R, n, G, D]`; of a method without groups one that no query has."""
     if selection.key_groups is not None:
         return selection.key_groups
-    return torch.zeros(k.shape[0], k.shape[2], 1, dtype=torch.bool, device=k.device)
+    return torch.zeros(*k.shape[:2], 1, dtype=torch.bool, device=k.device)
 
 
-def read(
-    buckets: dict[tuple[bool, ...], Store], groups: Tensor | None, end: int
-) -> Iterator[tuple[Store, Tensor | slice]]:
-    """What lies before place `end` in the buckets that meet the groups `[t, K]` of any query, and which queries."""
-    if groups is None:
-        return
-    mine = groups[0].tolist() if len(groups) == 1 else None
-    for members, bucket in buckets.items():
-        if mine is not None and not any(a and b for a, b in zip(mine, members, strict=True)):
-            continue
-        far = bucket.before(end)
-        if not far.count:
-            continue
-        if mine is not None:
-            yield far, slice(None)
-            continue
-        assert groups is not None
-        reading = (groups & bucket.members[0]).any(-1).nonzero()[:, 0]
-        if len(reading):
-            yield far, reading
-
-
-class Merged:
-    """Attention of queries `[H, t, D]` over sets of keys, one after the other, by the logsumexp of each."""
-
-    def __init__(self, q: Tensor, scaling: float, softcap: float | None) -> None:
-        self.q = q
-        self.scaling = scaling
-        self.softcap = softcap
-        self.out: Tensor | None = None
-        self.lse: Tensor | None = None  # [H, t]
-        self.pairs = 0
-
-    def result(self, sink_logits: Tensor | None) -> Tensor:
-        assert self.out is not None and self.lse is not None
-        if sink_logits is None:
-            return self.out
-        return self.out * torch.sigmoid(self.lse - sink_logits[:, None])[..., None].to(self.out.dtype)
-
-    def add(self, keys: Tensor, values: Tensor, keep: Tensor | None, rows: Tensor | slice) -> None:
-        """Keys and values `[G, s, D]` for the queries `rows`, of which `keep` `[rows, s]` keeps some.
-
-        The first set is for all queries, and each keeps something of it.
-        """
-        q = self.q[:, rows]
-        self.pairs += q.shape[1] * keys.shape[1]
-        o, lse = attention(q, keys, values, keep, self.scaling, self.softcap)
-        if self.out is None or self.lse is None:
-            self.out, self.lse = o, lse
-            return
-        # the share of this set: 1 / (1 + e^(old - new))
-        share = torch.sigmoid(lse - self.lse[:, rows])[..., None].to(o.dtype)
-        self.out[:, rows] = torch.lerp(self.out[:, rows], o, share)
-        self.lse[:, rows] = torch.logaddexp(self.lse[:, rows], lse)
-
-
-def attention(
-    q: Tensor, k: Tensor, v: Tensor, keep: Tensor | None, scaling: float, softcap: float | None
-) -> tuple[Tensor, Tensor]:
-    """Output `[H, t, D]` and logsumexp `[H, t]` of q `[H, t, D]` over k and v `[G, s, D]`, kept where `[t, s]` says."""
-    heads = q.shape[0]
-    q = q.reshape(k.shape[0], -1, q.shape[-1])  # [G, H/G * t, D]: the heads of a key share it, and it is read once
-    if q.device.type == "cpu" and softcap is None and keep is None:
-        o, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-            q[None], k[None], v[None], 0.0, False, attn_mask=None, scale=scaling
-        )
-        return o[0].reshape(heads, -1, v.shape[-1]), lse[0].reshape(heads, -1)
-    s = (q @ k.transpose(-1, -2)).unflatten(1, (heads // len(k), -1)) * scaling  # [G, H/G, t, s]
-    s = s.to(torch.promote_types(s.dtype, torch.float32))
-    if softcap is not None:
-        s = softcap * torch.tanh(s / softcap)
-    if keep is not None:
-        s = s.masked_fill(~keep, float("-inf"))
-    lse = s.logsumexp(-1)
-    # a set of which nothing is kept has weight 0
-    p = torch.exp(s - lse.masked_fill(lse == float("-inf"), 0.0)[..., None]).to(v.dtype)
-    return (p.flatten(1, 2) @ v).reshape(heads, -1, v.shape[-1]), lse.flatten(0, 1)
+def by_bucket(tokens: list[Tensor], real: Tensor | None) -> dict[tuple[int, Kind], list[Tensor]]:
+    """The `real` ones of tokens `[R, n, ...]` by sequence and groups, their groups being the last of the tensors."""
+    *tokens, members = tokens
+    found: dict[tuple[int, Kind], list[Tensor]] = {}
+    if members.shape[1] == 1:
+        groups: list[list[int]] = [[] for _ in members]
+        for row, _, group in members.nonzero().tolist():
+            groups[row].append(group)
+        kept = [True] * len(members) if real is None else real[:, 0].tolist()
+        return {(row, tuple(groups[row])): [x[row] for x in tokens] for row in range(len(members)) if kept[row]}
+    kinds, kind = members.flatten(0, 1).unique(dim=0, return_inverse=True)
+    kind = kind.view(members.shape[:2])
+    names = [tuple(x.nonzero()[:, 0].tolist()) for x in kinds]
+    for row in range(len(members)):
+        for number, name in enumerate(names):
+            mine = kind[row] == number
+            some = (mine if real is None else mine & real[row]).nonzero()[:, 0]
+            if len(some):
+                found[row, name] = [x[row, some] for x in tokens]
+    return found

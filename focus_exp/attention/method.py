@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from focus_exp.attention.blocked import blocked_attention, full_attention
-from focus_exp.attention.kernels import KERNELS, CannotServe, Demand, Kernel, choose
+from focus_exp.attention.kernels import KERNELS, Backend, CannotServe, Demand, choose
 from focus_exp.attention.options import Options
 from focus_exp.attention.selection import PairCounts, Selection, Sequence, count_pairs, mask_of, nothing_shared
 from focus_exp.attention.sparse import sparse_attention
@@ -141,7 +141,7 @@ class AttentionMethod(nn.Module):
 
     def sparse_kernel(
         self, q: Tensor, selection: Selection, sequence: Sequence, softcap: float | None, dropout: float
-    ) -> Kernel | None:
+    ) -> Backend | None:
         """The kernel of the sparse path for this call; None where the masked path is to be taken."""
         soft = selection.query_groups is None and selection.assignment is not None
         if self.backend == "masked" or soft or sequence.allowed is not None or dropout:

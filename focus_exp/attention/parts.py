@@ -1,25 +1,26 @@
-"""The kept pairs of hard Focus attention as disjoint parts, each one call of an exact kernel.
+"""The kept pairs of hard Focus attention as disjoint parts, each some calls of an exact kernel.
 
 They are the union of two sets: same group and causal | other group, within the window. A sink is a key of every group,
-which puts its pairs into the first set and takes them out of the second. No part is n x n.
+which puts its pairs into the first set and takes them out of the second. No call is n x n.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from functools import cached_property
+from itertools import chain
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from focus_exp.attention.kernels import Kernel, Math, Meeting
-from focus_exp.attention.selection import Selection, Sequence
+from focus_exp.attention.selection import Selection, Sequence, by_head
 
 NEAR_BLOCK = 32  # at least so many queries share a stretch of keys
 NEAR_CHUNK = 1024  # queries of one call: what it touches should fit into a cache
-STAIRCASE_BLOCK = 256
-FORBIDDEN = 1e4  # what a score of two marked tokens loses: exp(-1e4) is 0 in every float
+SEEN_BLOCK = 512  # queries that meet the keys before them all in one call without a mask
+DIAGONAL_BLOCK = 128  # queries of a call with a mask, half of which is wasted
+EVERY, NONE = slice(None), slice(0, 0)
 
 
 @dataclass(frozen=True)
@@ -45,24 +46,32 @@ class Stretches:
 Rows = Tensor | slice | Stretches
 
 
+class Call(NamedTuple):
+    """Which of a block's queries meet which of a part's keys. drop: `[blocks, t, s]` bool, the pairs not seen."""
+
+    queries: slice
+    keys: slice
+    drop: Tensor | None
+
+
+class Block(NamedTuple):
+    """Queries as rows of the flattened batch, `t` for each block of keys, and their calls; the first has them all."""
+
+    queries: Tensor | slice
+    calls: list[Call]
+
+
 @dataclass(frozen=True)
 class Part:
-    """One kernel call on rows of the flattened batch `[B * T]`.
+    """Keys, as rows of the flattened batch `[B * T]`, that are gathered once, and the queries that read them.
 
-    queries, keys: whose q, and whose k and v.
-    targets: where the results go if not to `queries`; row B * T takes those that nobody wants.
-    fresh: no earlier part had these targets, so there is nothing to merge with.
-    marks: coordinates `[blocks, t, M]`, `[blocks, s, M]` appended to q and k, whose product takes pairs out.
+    fresh: it has its queries first, so that there is nothing to merge with.
     gated: it holds the pairs that share a group and are not always visible.
     """
 
-    queries: Tensor | slice
     keys: Rows
-    meeting: Meeting
-    kernel: Kernel
-    targets: Tensor | None = None
+    blocks: Iterable[Block]
     fresh: bool = False
-    marks: tuple[Tensor, Tensor] | None = None
     gated: bool = False
 
 
@@ -71,9 +80,8 @@ class Tokens:
     """A batch of hard selections, flattened.
 
     query_groups, key_groups: `[B * T, K]` bool, where a sink is a key of every group.
-    group: `[B * T]` int where every token is in one group, else None.
+    group: `[B * T]` int where a token is in one group, as query and as key, else None.
     sink: `[B * T]` bool.
-    sinks: how many of them a sequence has at most.
     sinks_end: no sink stands there in a row, or after it.
     """
 
@@ -84,7 +92,6 @@ class Tokens:
     group: Tensor | None
     valid: Tensor | None
     sink: Tensor
-    sinks: int
     sinks_end: int
 
     @staticmethod
@@ -98,36 +105,14 @@ class Tokens:
         query_groups = selection.query_groups.flatten(0, 1)
         key_groups = selection.key_groups.flatten(0, 1) | sink[:, None]
         end = sinks if valid is None else int(sequence.start.max()) + sinks
-        return Tokens(batch, length, query_groups, key_groups, group, valid, sink, sinks, end)
+        return Tokens(batch, length, query_groups, key_groups, group, valid, sink, end)
 
-    @property
-    def groups(self) -> int:
-        return self.query_groups.shape[-1]
-
-    @cached_property
-    def segments(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Rows sorted by sequence and group, where their results go, and the segments' lengths `[B * K]`.
-
-        Within a segment tokens keep their order in time. A sink stands in all of them; elsewhere than in its own its
-        results are nobody's.
-        """
-        assert self.group is not None
-        device, rows, groups = self.group.device, self.batch * self.length, self.groups
-        index = torch.arange(rows, device=device)
-        if self.valid is None:
-            split = index.view(self.batch, self.length)
-            sinks, others = split[:, : self.sinks].flatten(), split[:, self.sinks :].flatten()
-        else:
-            sinks, others = index[self.sink], index[self.valid & ~self.sink]
-        every = torch.arange(groups, device=device)
-        # sinks come first, so that a stable sort leaves every segment in the order of time
-        own = self.group[sinks][:, None] == every
-        source = torch.cat([sinks.repeat_interleave(groups), others])
-        target = torch.cat([torch.where(own, sinks[:, None], rows).flatten(), others])
-        member = torch.cat([every.repeat(len(sinks)), self.group[others]])
-        segment = (source // self.length * groups + member).to(torch.int32)
-        order = segment.argsort(stable=True)
-        return source[order], target[order], torch.bincount(segment, minlength=self.batch * groups)
+    def members(self, groups: Tensor) -> list[Tensor]:
+        """Rows of the members of every sequence's groups `[B * T, K]` in the order of time, padding left out."""
+        groups = groups if self.valid is None else groups & self.valid[:, None]
+        split = groups.unflatten(0, (self.batch, self.length)).transpose(1, 2).contiguous()  # [B, K, T]
+        place = split.nonzero()
+        return list((place[:, 0] * self.length + place[:, 2]).split(split.sum(-1).flatten().tolist()))
 
     def meet(self, queries: Rows, keys: Rows) -> Tensor:
         """`[blocks, t, s]` bool: in the first set, if the key is not after the query."""
@@ -135,8 +120,12 @@ class Tokens:
             same = rows_of(self.group, queries)[..., :, None] == rows_of(self.group, keys)[..., None, :]
             sinks_among = not isinstance(keys, Stretches) or keys.first % self.length < self.sinks_end
             return same | rows_of(self.sink, keys)[..., None, :] if sinks_among else same
-        a, b = rows_of(self.query_groups, queries).float(), rows_of(self.key_groups, keys).float()
-        return a @ b.transpose(-1, -2) > 0
+        return share(rows_of(self.query_groups, queries), rows_of(self.key_groups, keys))
+
+
+def share(queries: Tensor, keys: Tensor) -> Tensor:
+    """`[..., t, s]` bool: whether memberships `[..., t, K]` and `[..., s, K]` have a group in common."""
+    return queries.float() @ keys.float().transpose(-1, -2) > 0
 
 
 def rows_of(x: Tensor, rows: Rows) -> Tensor:
@@ -146,61 +135,13 @@ def rows_of(x: Tensor, rows: Rows) -> Tensor:
     return (x[rows] if isinstance(rows, slice) else x.index_select(0, rows))[None]
 
 
-def parts(tokens: Tokens, kernel: Kernel, window: int, scaling: float, softcap: float | None = None) -> Iterator[Part]:
-    """All parts of the kept pairs, each pair once; of the same targets the `fresh` one first."""
-    if kernel.takes == "predicate":
-        yield whole_part(tokens, kernel, window)
-        return
-    with_bias = kernel if kernel.takes == "blocks" else Math()
-    if tokens.group is not None:
-        yield from same_group_parts(tokens, kernel)
-    else:
-        yield from staircase_parts(tokens, with_bias)
-    if kernel.takes == "blocks" or softcap is not None:  # a softcap would lift the marked pairs back up
-        yield from near_parts(tokens, with_bias, window)
-    else:
-        yield window_part(tokens, kernel, window, scaling)
+def parts(tokens: Tokens, window: int) -> Iterator[Part]:
+    """All parts of the kept pairs, each pair once. Those near come first, and have every query once."""
+    yield from near_parts(tokens, window)
+    yield from group_parts(tokens)
 
 
-def same_group_parts(tokens: Tokens, kernel: Kernel) -> Iterator[Part]:
-    """Groups as causal segments."""
-    source, target, lengths = tokens.segments
-    if kernel.takes == "segments":
-        yield Part(source, source, Meeting(lengths=lengths), kernel, targets=target, fresh=True, gated=True)
-        return
-    sizes = lengths.tolist()
-    for queries, targets in zip(source.split(sizes), target.split(sizes), strict=True):
-        if len(queries):  # one at a time: less memory, and the CPU has no variable-length call
-            meeting = Meeting(lengths=torch.tensor([len(queries)]))
-            yield Part(queries, queries, meeting, kernel, targets=targets, fresh=True, gated=True)
-
-
-def staircase_parts(tokens: Tokens, kernel: Kernel) -> Iterator[Part]:
-    """Queries that reach a group meet the keys that are in it; a pair that shares several groups counts in the first.
-
-    Causal order is that of the original positions: the keys of a block of queries end where its last query stands.
-    """
-    row = torch.arange(tokens.batch * tokens.length, device=tokens.query_groups.device) // tokens.length
-    for b in range(tokens.batch):
-        here = row == b if tokens.valid is None else (row == b) & tokens.valid
-        for g in range(tokens.groups):
-            queries = (here & tokens.query_groups[:, g]).nonzero()[:, 0]
-            keys = (here & tokens.key_groups[:, g]).nonzero()[:, 0]
-            for block in queries.split(STAIRCASE_BLOCK):
-                seen = keys[: int(torch.searchsorted(keys, block[-1], right=True))] if len(block) else keys[:0]
-                if len(seen):
-                    counted = tokens.query_groups[block, :g].float() @ tokens.key_groups[seen, :g].float().T > 0
-                    drop = (seen > block[:, None]) | counted
-                    yield Part(run_of(block), seen, Meeting(drop=drop[None]), kernel, fresh=g == 0, gated=True)
-
-
-def run_of(rows: Tensor) -> Tensor | slice:
-    """Rows without a gap as a slice, which nothing has to be gathered for."""
-    first, last = int(rows[0]), int(rows[-1])
-    return slice(first, last + 1) if last - first + 1 == len(rows) else rows
-
-
-def near_parts(tokens: Tokens, kernel: Kernel, window: int, met: bool = False) -> Iterator[Part]:
+def near_parts(tokens: Tokens, window: int, met: bool = False) -> Iterator[Part]:
     """Pairs in the window that do not meet in a group, by blocks of queries with one stretch of keys each.
 
     With `met` those that do.
@@ -213,61 +154,83 @@ def near_parts(tokens: Tokens, kernel: Kernel, window: int, met: bool = False) -
         for begin in (*range(0, reach, block), *range(reach + blocks * block, tokens.length, block)):
             queries = slice(row + begin, row + min(begin + block, tokens.length))
             first = max(queries.start - window, row)
-            yield near_part(tokens, kernel, window, queries, Stretches(first, 1, 1, queries.stop - first), met)
+            yield near_part(tokens, window, queries, Stretches(first, 1, 1, queries.stop - first), met)
         for begin in range(0, blocks, chunk):
             count, start = min(chunk, blocks - begin), row + reach + begin * block
             keys = Stretches(start - window, count, block, block + window)
-            yield near_part(tokens, kernel, window, slice(start, start + count * block), keys, met)
+            yield near_part(tokens, window, slice(start, start + count * block), keys, met)
 
 
-def near_part(tokens: Tokens, kernel: Kernel, window: int, queries: slice, keys: Stretches, met: bool) -> Part:
+def near_part(tokens: Tokens, window: int, queries: slice, keys: Stretches, met: bool) -> Part:
     """One call of `near_parts`: as many blocks of queries as there are stretches of keys."""
     device, size = tokens.query_groups.device, (queries.stop - queries.start) // keys.blocks
     i = queries.start + torch.arange(size, device=device)
     distance = i[:, None] - (keys.first + torch.arange(keys.size, device=device))
-    outside = ((distance < 0) | (distance > window))[None]  # the same in all blocks
-    meet = tokens.meet(Stretches(queries.start, keys.blocks, size, size), keys)
-    drop = outside | (~meet if met else meet)
+    drop = tokens.meet(Stretches(queries.start, keys.blocks, size, size), keys)
+    drop = (~drop if met else drop).logical_or_((distance < 0) | (distance > window))  # the same in all blocks
     if tokens.valid is not None:
         drop = drop | ~keys.view(tokens.valid)[:, None, :]
-    return Part(queries, keys, Meeting(drop=drop), kernel)
+    return Part(keys, [Block(queries, [Call(EVERY, EVERY, drop)])], fresh=True)
 
 
-def ungated_parts(tokens: Tokens, kernel: Kernel, window: int) -> Iterator[Part]:
-    """What the gated parts hold beside the gated pairs: those in the window."""
-    with_bias = kernel if kernel.takes == "blocks" else Math()
-    yield from near_parts(tokens, with_bias, window, met=True)
-    if kernel.takes == "predicate":
-        yield from near_parts(tokens, with_bias, window)
+def pairs_computed(selection: Selection, sequence: Sequence, window: int, sinks: int) -> float:
+    """The pairs of all calls, those that masks drop included, over the causal pairs: what the blocks leave to gain."""
+    selection, sequence, _ = by_head(selection, sequence)
+    tokens = Tokens.of(selection, sequence, sinks)
+    rows = torch.arange(tokens.batch * tokens.length, device=tokens.sink.device)
+    computed = 0
+    for part in parts(tokens, window):
+        keys = rows_of(rows, part.keys)
+        for queries, calls in part.blocks:
+            asking = rows_of(rows, queries).view(len(keys), -1)
+            computed += sum(asking[:, some].numel() * keys[0, seen].numel() for some, seen, _ in calls)
+    return computed / (tokens.batch * tokens.length * (tokens.length + 1) // 2)
 
 
-def window_part(tokens: Tokens, kernel: Kernel, window: int, scaling: float) -> Part:
-    """The window by a standard windowed call: group coordinates with a large negative product take pairs out."""
-    index = torch.arange(tokens.batch * tokens.length, device=tokens.query_groups.device)
-    lengths = torch.full((tokens.batch,), tokens.length, device=index.device)
-    queries, keys = tokens.query_groups, tokens.key_groups
-    if tokens.valid is not None:
-        # padding stays where it is, for the window counts places; as a key it is in one more group, that all ask
-        queries = torch.cat([queries, torch.ones_like(queries[:, :1])], 1)
-        keys = torch.cat([keys, ~tokens.valid[:, None]], 1)
-    size = (FORBIDDEN / scaling) ** 0.5
-    marks = (queries[None] * size, keys[None] * -size)
-    return Part(index, index, Meeting(lengths=lengths, window=window), kernel, marks=marks)
+def group_parts(tokens: Tokens) -> Iterator[Part]:
+    """Queries that reach a group meet the keys that are in it; a pair that shares several groups counts in the first.
+
+    So sinks, which are in all groups, are keys of those queries alone whose first group it is.
+    """
+    count = tokens.query_groups.shape[1]
+    own = tokens.key_groups & ~tokens.sink[:, None]
+    disjoint = tokens.group is not None or int(own.sum(1).max()) < 2
+    first = torch.zeros_like(own).scatter_(1, tokens.query_groups.byte().argmax(1, keepdim=True), True)
+    first, further = first & tokens.query_groups, tokens.query_groups & ~first
+    lists = zip(*(tokens.members(groups) for groups in (own, first, further)), strict=True)
+    sinks = tokens.members(tokens.sink[:, None])
+    for number, (members, firsts, others) in enumerate(lists):
+        sink = sinks[number // count]
+        keys = torch.cat([sink, members])  # in the order of time
+        earlier = slice(0, 0 if disjoint else number % count)
+        blocks = chain(staircase(tokens, firsts, keys), staircase(tokens, others, keys, len(sink), earlier))
+        yield Part(keys, blocks, gated=True)
 
 
-def whole_part(tokens: Tokens, kernel: Kernel, window: int) -> Part:
-    """All kept pairs by one predicate, tokens sorted by group so that those of one group stand in few blocks."""
-    index = torch.arange(tokens.batch * tokens.length, device=tokens.query_groups.device)
-    if tokens.valid is not None:
-        index = index[tokens.valid]
-    first = tokens.query_groups[index].to(torch.int16).argmax(1)
-    index = index[(index // tokens.length * tokens.groups + first).argsort(stable=True)]
-    row, bits = index // tokens.length, 2 ** torch.arange(tokens.groups, device=index.device)
-    reached, member = ((x[index] * bits).sum(1) for x in (tokens.query_groups, tokens.key_groups))
+def staircase(tokens: Tokens, queries: Tensor, keys: Tensor, begin: int = 0, earlier: slice = NONE) -> Iterator[Block]:
+    """Queries and keys in the order of time: what all queries of a block see without a mask, the rest with one.
 
-    def keep(i: Tensor, j: Tensor) -> Tensor:
-        distance = index[i] - index[j]
-        seen = (row[i] == row[j]) & (distance >= 0)
-        return seen & ((distance <= window) | (reached[i] & member[j] != 0))
+    Keys before `begin` and pairs that share one of the `earlier` groups are left out.
+    """
+    ends = torch.searchsorted(keys, queries, right=True)  # of the keys that a query sees
+    stops = ends.tolist()
 
-    return Part(index, index, Meeting(keep=keep), kernel, fresh=True, gated=True)
+    def call(rows: slice, seen: slice, drop: Tensor | None, first: int) -> Call:
+        if earlier.stop:
+            counted = share(tokens.query_groups[queries[rows], earlier], tokens.key_groups[keys[seen], earlier])
+            drop = counted if drop is None else drop | counted
+        return Call(slice(rows.start - first, rows.stop - first), seen, None if drop is None else drop[None])
+
+    for first in range(0, len(stops), SEEN_BLOCK):
+        rows, seen = slice(first, min(first + SEEN_BLOCK, len(stops))), max(stops[first], begin)
+        calls = [call(rows, slice(begin, seen), None, first)] if seen > begin else []
+        for start in range(first, rows.stop, DIAGONAL_BLOCK):
+            few = slice(start, min(start + DIAGONAL_BLOCK, rows.stop))
+            if (stop := stops[few.stop - 1]) > seen:
+                later = torch.arange(seen, stop, device=keys.device) >= ends[few, None]
+                if calls:
+                    calls.append(call(few, slice(seen, stop), later, first))
+                else:
+                    yield Block(queries[few], [call(few, slice(seen, stop), later, start)])
+        if calls:
+            yield Block(queries[rows], calls)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from focus_exp.attention.selection import Selection, Sequence, always_visible, permitted, same_group
+from focus_exp.attention.selection import Selection, Sequence, always_visible, permitted
 
 
 def scores(q: Tensor, k: Tensor, scaling: float, softcap: float | None, added: Tensor | float = 0.0) -> Tensor:
@@ -17,10 +17,10 @@ def scores(q: Tensor, k: Tensor, scaling: float, softcap: float | None, added: T
 
 def weights(s: Tensor, sink_logits: Tensor | None = None) -> Tensor:
     """softmax over the last dimension of scores s `[B, H, t, S]`, in float32 at least; the base model's learned
-    attention sinks `[H]` are one more score, whose weight falls away."""
+    attention sinks `[H]` or `[B, H]` are one more score, whose weight falls away."""
     length = s.shape[-1]
     if sink_logits is not None:
-        s = torch.cat([s, sink_logits.to(s.dtype)[None, :, None, None].expand(*s.shape[:-1], 1)], dim=-1)
+        s = torch.cat([s, sink_logits.to(s.dtype)[..., None, None].expand(*s.shape[:-1], 1)], dim=-1)
     return torch.softmax(s, dim=-1, dtype=torch.promote_types(s.dtype, torch.float32))[..., :length]
 
 
@@ -57,23 +57,32 @@ def reference_attention(
     `sink_logits` `[H]`: the base model's attention sinks, one more score in every softmax, whose key has no value.
     """
     q, k, v = q.double(), k.double(), v.double()
-    length = q.shape[2]
+    heads, length = q.shape[1:3]
     rows = slice(0, length)
-    visible = always_visible(sequence, rows, length, window, sinks)
-    keep = permitted(sequence, rows, length) | torch.eye(length, dtype=torch.bool, device=q.device)
-    g = None if selection.assignment is None else selection.assignment.double()
+    visible = always_visible(sequence, rows, length, window, sinks)[:, None]
+    keep = (permitted(sequence, rows, length) | torch.eye(length, dtype=torch.bool, device=q.device))[:, None]
+    affinity = None
+    if selection.assignment is not None:
+        of_queries, of_keys = selection.assignment.double(), selection.assignment_of_keys.double()
+        affinity = of_head(of_queries, heads) @ of_head(of_keys, heads).transpose(-1, -2)
     added: Tensor | float = 0.0
-    if g is not None and selection.query_groups is not None and surrogate is not None:
-        added = straight_through(g @ g.transpose(-1, -2), visible, surrogate)[:, None]
+    if affinity is not None and selection.query_groups is not None and surrogate is not None:
+        added = straight_through(affinity, visible, surrogate)
     s = scores(q, k, scaling, softcap, added)
 
-    if g is not None and selection.query_groups is None:
-        gates = gate(g @ g.transpose(-1, -2), visible, gate_steepness, gate_threshold)[:, None]
+    if affinity is not None and selection.query_groups is None:
+        gates = gate(affinity, visible, gate_steepness, gate_threshold)
         s = s * gates if gate_kind == "multiplicative" else s + torch.log(gates)
-    elif selection.query_groups is None:
+    elif selection.query_groups is None or selection.key_groups is None:
         keep = keep & visible
     else:
-        keep = keep & (visible | same_group(selection, rows, length))
+        asking, asked = (of_head(x, heads).double() for x in (selection.query_groups, selection.key_groups))
+        keep = keep & (visible | (asking @ asked.transpose(-1, -2) > 0))
 
-    p = weights(s.masked_fill(~keep[:, None], float("-inf")), sink_logits)
-    return p @ v.repeat_interleave(q.shape[1] // v.shape[1], dim=1)
+    p = weights(s.masked_fill(~keep, float("-inf")), sink_logits)
+    return p @ v.repeat_interleave(heads // v.shape[1], dim=1)
+
+
+def of_head(x: Tensor, heads: int) -> Tensor:
+    """`[B, T, K]` for all heads or `[B, G, T, K]` for those of each key -> `[B, 1 or H, T, K]`."""
+    return x[:, None] if x.ndim == 3 else x.repeat_interleave(heads // x.shape[1], 1)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -24,6 +25,7 @@ class Router(nn.Module):
     ) -> None:
         super().__init__()
         self.normalize = normalize
+        self.kept: tuple[Tensor, int, Tensor] | None = None
         self.projection = nn.Parameter(torch.empty(width, routing_dim))
         self.centroids: Tensor
         if trained_centroids:
@@ -46,6 +48,7 @@ class Router(nn.Module):
             y = fn(x)
             return x.to(y.device) if y.dtype in (torch.float16, torch.bfloat16) else y
 
+        self.kept = None
         return super()._apply(moved, recurse)
 
     def forward(self, h: Tensor) -> Tensor:
@@ -57,14 +60,29 @@ class Router(nn.Module):
         with torch.autocast(h.device.type, enabled=False):
             # a few rows at a time: a copy of h in the router's precision would be the layer's largest tensor
             rows = max(1, CAST_ELEMENTS // h.shape[-1])
-            tokens = torch.cat([part.to(self.projection.dtype) @ self.projection for part in h.split(rows, 1)], 1)
+            parts = [part.to(self.projection.dtype) @ self.projection for part in h.split(rows, 1)]
+            tokens = parts[0] if len(parts) == 1 else torch.cat(parts, 1)
             return F.normalize(tokens, dim=-1) if self.normalize else tokens
 
     def compare(self, tokens: Tensor) -> Tensor:
         """Scores `[B, T, K]` of projected tokens `[B, T, R]`."""
         with torch.autocast(tokens.device.type, enabled=False):
-            centroids = F.normalize(self.centroids, dim=-1) if self.normalize else self.centroids
-            return tokens @ centroids.T
+            return tokens @ self.directions().T
+
+    def directions(self) -> Tensor:
+        """The centroids as they are compared; of length 1 with `normalize`, kept from call to call where no gradient
+        is wanted and nobody has changed them."""
+        if not self.normalize:
+            return self.centroids
+        if self.training or torch.is_grad_enabled() or torch.compiler.is_compiling():
+            return F.normalize(self.centroids, dim=-1)
+        source, version = self.centroids, self.centroids._version
+        if self.kept is None or self.kept[0] is not source or self.kept[1] != version:
+            self.kept = source, version, F.normalize(source, dim=-1)
+        return self.kept[2]
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__ | {"kept": None}  # a copy's centroids count their versions anew
 
 
 def sinkhorn(logits: Tensor, iterations: int, valid: Tensor | None = None) -> Tensor:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -29,15 +29,26 @@ class Sequence:
     def plain(batch: int, length: int, device: torch.device | str = "cpu") -> Sequence:
         return Sequence(start=torch.zeros(batch, length, dtype=torch.long, device=device))
 
+    def repeated(self, times: int) -> Sequence:
+        """Every row so many times, one after the other."""
+        start, valid, allowed = (
+            x if x is None or len(x) < len(self.start) else x.repeat_interleave(times, 0)
+            for x in (self.start, self.valid, self.allowed)
+        )
+        assert start is not None
+        return Sequence(start, valid, allowed)
+
 
 @dataclass(frozen=True)
 class Selection:
-    """What a method selected for one layer.
+    """What a method selected for one layer. Each tensor may have a dimension of key/value heads too, `[B, G, T, ...]`.
 
     assignment: `[B, T, K]` soft distribution over groups, or None for a method without routing.
     query_groups, key_groups: `[B, T, K]` bool memberships for hard selection, or None to gate softly.
     group: `[B, T]` int where a token has one group alone, as query and as key.
     keeps_all: the memberships leave out no pair, whatever the tokens.
+    key_assignment: of a token as key, where that is another than the one as query.
+    most: at most so many groups of a token as query and as key; None where it may be all.
     """
 
     assignment: Tensor | None = None
@@ -45,6 +56,31 @@ class Selection:
     key_groups: Tensor | None = None
     group: Tensor | None = None
     keeps_all: bool = False
+    key_assignment: Tensor | None = None
+    most: tuple[int, int] | None = None
+
+    @property
+    def assignment_of_keys(self) -> Tensor:
+        """`[B, T, K]`; that of queries where there is one for both."""
+        both = self.assignment if self.key_assignment is None else self.key_assignment
+        assert both is not None
+        return both
+
+
+def by_head(selection: Selection, sequence: Sequence) -> tuple[Selection, Sequence, int]:
+    """`[B, G, T, ...]` memberships as those of B * G rows, and G; what is shared by all heads stays as it is, G is 1."""
+    tensors = {name: x for name, x in vars(selection).items() if isinstance(x, Tensor)}
+    own = {name for name, x in tensors.items() if x.ndim == (3 if name == "group" else 4)}
+    if not own:
+        return selection, sequence, 1
+    heads = max(tensors[name].shape[1] for name in own)
+
+    def rows(name: str, x: Tensor) -> Tensor:
+        x = x if name in own else x[:, None]
+        return x.expand(-1, heads, *x.shape[2:]).flatten(0, 1)
+
+    selection = replace(selection, **{name: rows(name, x) for name, x in tensors.items()})
+    return selection, sequence if heads == 1 else sequence.repeated(heads), heads
 
 
 def starts(first: Tensor, past: int = 0, before: Tensor | int = 0) -> Tensor:
@@ -79,7 +115,9 @@ def select(assignment: Tensor, top_k: int, pair_rule: str) -> Selection:
         return Selection(assignment, first, first, group, keeps_all=assignment.shape[-1] == 1)
     query_groups = top_k_groups(assignment, top_k)
     key_groups = query_groups if pair_rule == "share" else first
-    return Selection(assignment, query_groups, key_groups, keeps_all=keeps_all(assignment.shape[-1], top_k, pair_rule))
+    most = (top_k, top_k if pair_rule == "share" else 1)
+    everything = keeps_all(assignment.shape[-1], top_k, pair_rule)
+    return Selection(assignment, query_groups, key_groups, keeps_all=everything, most=most)
 
 
 def keeps_all(groups: int, top_k: int, pair_rule: str) -> bool:
@@ -169,39 +207,50 @@ def count_pairs(
 ) -> PairCounts:
     """Counts over a batch, padding left out, by the same predicates as the attention itself.
 
-    A selection without memberships (window only) keeps no distant pair; None keeps them all.
+    A selection without memberships (window only) keeps no distant pair; None keeps them all. Where key/value heads have
+    memberships of their own, pairs count for each of those heads.
     """
+    if selection is not None:
+        selection, sequence, _ = by_head(selection, sequence)
     if sequence.allowed is None and sequence.valid is None and not bool(sequence.start.any()):
         return count_plain_pairs(selection, sequence, window, sinks)
-    total = distant = kept = 0
+    counts = torch.zeros(3, dtype=torch.long, device=sequence.start.device)  # read once, for a GPU is waited for
     for rows in row_blocks(sequence.start.shape[1], block):
         seen = real_pairs(sequence, rows)
         far = seen & ~always_visible(sequence, rows, rows.stop, window, sinks)
-        total += int(seen.sum())
-        distant += int(far.sum())
-        if selection is None:
-            kept += int(far.sum())
-        elif selection.query_groups is not None:
-            kept += int((far & same_group(selection, rows, rows.stop)).sum())
-    return PairCounts(total, distant, kept)
+        kept = far if selection is None else torch.zeros_like(far)
+        if selection is not None and selection.query_groups is not None:
+            kept = far & same_group(selection, rows, rows.stop)
+        counts += torch.stack([seen.sum(), far.sum(), kept.sum()])
+    return PairCounts(*counts.tolist())
 
 
 def count_plain_pairs(selection: Selection | None, sequence: Sequence, window: int, sinks: int) -> PairCounts:
-    """The same for plain causal sequences, in time O(T * (window + sinks + distinct memberships of keys))."""
+    """The same for plain causal sequences, in time O(T * (sinks + distinct memberships of keys))."""
     batch, length = sequence.start.shape
     total = batch * length * (length + 1) // 2
-    offsets = range(min(window + 1, length))
+    width = min(window + 1, length)
     far_sinks = [(s, max(length - s - window - 1, 0)) for s in range(min(sinks, length))]
-    distant = total - batch * (sum(length - d for d in offsets) + sum(count for _, count in far_sinks))
+    near = sum(length - d for d in range(width)) + sum(count for _, count in far_sinks)
+    distant = total - batch * near
     if selection is None:
         return PairCounts(total, distant, distant)
     if selection.query_groups is None or selection.key_groups is None:
         return PairCounts(total, distant, 0)
     queries, keys = selection.query_groups, selection.key_groups
-    kept = 0
-    for members in keys.flatten(0, 1).unique(dim=0):
+    kept = torch.zeros((), dtype=torch.long, device=keys.device)
+    for members in memberships(selection):
         seen = (keys == members).all(-1).cumsum(1)  # [B, T] keys of this kind up to each query
-        kept += int((seen * (queries & members).any(-1)).sum())
-    kept -= sum(int((queries[:, d:] & keys[:, : length - d]).any(-1).sum()) for d in offsets)
-    kept -= sum(int((queries[:, length - count :] & keys[:, s, None]).any(-1).sum()) for s, count in far_sinks)
-    return PairCounts(total, distant, kept)
+        kept += (seen[:, : length - width] * (queries[:, width:] & members).any(-1)).sum()
+    for s, count in far_sinks:
+        kept -= (queries[:, length - count :] & keys[:, s, None]).any(-1).sum()
+    return PairCounts(total, distant, int(kept))
+
+
+def memberships(selection: Selection) -> Tensor:
+    """`[kinds, K]` bool, the memberships that keys have."""
+    keys = selection.key_groups
+    assert keys is not None
+    if selection.group is not None or (selection.most is not None and selection.most[1] == 1):
+        return torch.eye(keys.shape[-1], dtype=torch.bool, device=keys.device)
+    return keys.flatten(0, 1).unique(dim=0)

@@ -1,172 +1,157 @@
-"""What a cache keeps of a sequence: growing stores of keys and values, apart by group."""
+"""What a cache keeps of its sequences: the sinks and the last tokens in fixed places, all others apart by group."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections import deque
+from collections.abc import Iterable
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
-LEAST = 64  # tokens that a store makes room for at first
-GROWTH = 4  # then by a quarter of what it holds
+LEAST = 64  # tokens that a bucket has room for beyond those that it holds
+GROWTH = 4  # and a quarter of those
+
+# the groups of a key, ascending
+Kind = tuple[int, ...]
 
 
-class Store:
-    """Tokens in order of arrival, appended in amortised constant time.
+class Near:
+    """The sinks of R sequences and their last tokens, as many as a window and the token that sees it.
 
-    keys, values `[G, n, D]`; index `[n]`, each token's place in its sequence; members `[n, K]` bool, its groups as key.
+    keys, values `[R, sinks + n, G, D]`: after the sinks a token stands where its place modulo window + 1 says.
+    index `[R, sinks + n]` int: the place of each token in its sequence, -1 where none is.
+    members `[R, sinks + n, K]` bool: their groups as keys.
     """
 
-    def __init__(self, keys: Tensor, values: Tensor, index: Tensor, members: Tensor) -> None:
-        self.count = index.shape[0]
-        self.parts = [keys, values, index, members]
+    def __init__(self, k: Tensor, members: Tensor, window: int, sinks: int) -> None:
+        """For tokens like those of k `[R, n, G, D]` and members `[R, n, K]`."""
+        self.ring, self.sinks = window + 1, sinks
+        keys = k.new_zeros(len(k), sinks, *k.shape[2:])
+        index = torch.full(keys.shape[:2], -1, device=k.device)
+        self.tensors = [keys, keys.clone(), index, members.new_zeros(*index.shape, members.shape[-1])]
+        self.complete = False
 
-    @property
-    def keys(self) -> Tensor:
-        return self.parts[0][:, : self.count]
+    def put(self, place: int, tokens: list[Tensor]) -> None:
+        """The tokens that follow, at most window + 1: k, v `[R, n, G, D]`, index, members, the first at `place`."""
+        count = tokens[2].shape[1]
+        self.make_room(min(place + count, self.ring))
+        first = place % self.ring
+        fit = min(count, self.ring - first)
+        for held, new in zip(self.tensors, tokens, strict=True):
+            held[:, self.sinks + first : self.sinks + first + fit] = new[:, :fit]
+            if fit < count:
+                held[:, self.sinks : self.sinks + count - fit] = new[:, fit:]
 
-    @property
-    def values(self) -> Tensor:
-        return self.parts[1][:, : self.count]
+    def put_apart(self, rows: Tensor, places: Tensor, tokens: list[Tensor]) -> None:
+        """Tokens `[m, ...]` of the sequences `rows` at `places` of the tensors."""
+        for held, new in zip(self.tensors, tokens, strict=True):
+            held[rows, places] = new
 
-    @property
-    def index(self) -> Tensor:
-        return self.parts[2][: self.count]
+    def make_room(self, places: int) -> None:
+        held = self.tensors[2].shape[1] - self.sinks
+        if places > held:
+            more = min(max(places, 2 * held), self.ring) - held
+            empty = [x.new_full((len(x), more, *x.shape[2:]), -1 if x.ndim == 2 else 0) for x in self.tensors]
+            self.tensors = [torch.cat(pair, 1) for pair in zip(self.tensors, empty, strict=True)]
 
-    @property
-    def members(self) -> Tensor:
-        return self.parts[3][: self.count]
+    def is_complete(self) -> bool:
+        """Whether no place is empty."""
+        if not self.complete and self.tensors[2].shape[1] == self.sinks + self.ring:
+            self.complete = bool((self.tensors[2] >= 0).all())
+        return self.complete
 
-    @property
-    def tokens(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        return self.keys, self.values, self.index, self.members
+    def choose(self, rows: Tensor) -> None:
+        self.tensors = [x.index_select(0, rows) for x in self.tensors]
+        self.complete = False
 
-    @property
-    def bytes(self) -> int:
-        """What it holds, the room for tokens to come included."""
-        return sum(part.numel() * part.element_size() for part in self.parts)
-
-    def append(self, *tokens: Tensor) -> None:
-        count = self.count + tokens[2].shape[0]
-        room = self.parts[2].shape[0]
-        if count > room:
-            self.make_room(max(count, room + max(LEAST, room // GROWTH)))
-        for part, new in zip(self.parts, tokens, strict=True):
-            (part[:, self.count : count] if part.ndim == 3 else part[self.count : count]).copy_(new)
-        self.count = count
-
-    def make_room(self, room: int) -> None:
-        for number, held in enumerate(self.tokens):
-            dimension = 1 if held.ndim == 3 else 0
-            size = list(held.shape)
-            size[dimension] = room
-            grown = held.new_empty(size)
-            grown.narrow(dimension, 0, self.count).copy_(held)
-            self.parts[number] = grown
-
-    def last(self, count: int) -> Store:
-        """A view of the last `count` tokens."""
-        return self.taken(slice(max(0, self.count - count), self.count))
-
-    def before(self, place: int) -> Store:
-        """A view of the tokens before `place`."""
-        return self.taken(slice(0, int(torch.searchsorted(self.index, place))))
-
-    def after(self, place: int) -> Store:
-        """A view of the tokens from `place` on."""
-        return self.taken(slice(int(torch.searchsorted(self.index, place)), self.count))
-
-    def taken(self, rows: Tensor | slice) -> Store:
-        keys, values, index, members = self.tokens
-        return Store(keys[:, rows], values[:, rows], index[rows], members[rows])
-
-    def copy(self) -> Store:
-        return Store(*(part.clone() for part in self.tokens))
-
-    def crop(self, length: int) -> None:
-        """Forget the tokens from place `length` on."""
-        self.count = int(torch.searchsorted(self.index, length))
-
-
-class Recent(Store):
-    """The last `window` tokens, together in memory; what is older is dropped now and then."""
-
-    def __init__(self, window: int, *tokens: Tensor) -> None:
-        super().__init__(*tokens)
-        self.window = window
-        self.shorten()
-
-    def append(self, *tokens: Tensor) -> None:
-        if self.count + tokens[2].shape[0] > self.parts[2].shape[0] and self.count > self.window:
-            self.shorten()
-            self.make_room(2 * self.window + LEAST)
-        super().append(*tokens)
-
-    def shorten(self) -> None:
-        kept = self.last(self.window)
-        self.parts, self.count = [part.clone() for part in kept.tokens], kept.count
-
-    def copy(self) -> Recent:
-        return Recent(self.window, *self.tokens)
-
-
-def joined(stores: list[Store]) -> Store:
-    """All their tokens, one store after the other."""
-    keys, values, index, members = (list(parts) for parts in zip(*(store.tokens for store in stores), strict=True))
-    return Store(torch.cat(keys, 1), torch.cat(values, 1), torch.cat(index), torch.cat(members))
+    def forget(self, length: int) -> None:
+        """All but the sinks before place `length`."""
+        index = self.tensors[2]
+        index[:, self.sinks :] = -1
+        index.masked_fill_(index >= length, -1)
+        self.complete = False
 
 
 @dataclass
-class CachedSequence:
-    """One sequence of a batch: its sinks, its last tokens, and all tokens but the sinks by their groups as keys.
+class Bucket:
+    """Where it lies in the pool. recent: the places of its last tokens, at least of those in the window."""
 
-    A token lies in one bucket, that of exactly its groups; a query reads the buckets that meet its own groups.
-    """
-
-    sinks: Store
-    recent: Recent
-    buckets: dict[tuple[bool, ...], Store]
-
-    @staticmethod
-    def empty(keys: Tensor, members: Tensor, window: int) -> CachedSequence:
-        """For tokens like those of `keys` `[G, n, D]` and `members` `[n, K]`."""
-        none = slice(0, 0)
-        index = torch.empty(0, dtype=torch.long, device=keys.device)
-        nothing = (keys[:, none], keys[:, none], index, members[none])
-        return CachedSequence(Store(*(x.clone() for x in nothing)), Recent(window, *nothing), {})
+    begin: int = 0
+    room: int = 0
+    count: int = 0
+    recent: deque[int] = field(default_factory=deque)
 
     @property
-    def stores(self) -> list[Store]:
-        return [self.sinks, self.recent, *self.buckets.values()]
+    def end(self) -> int:
+        return self.begin + self.count
 
-    def append(self, tokens: Store) -> None:
-        """Add tokens in order, none of them a sink."""
-        self.recent.append(*tokens.last(self.recent.window).tokens)
-        if tokens.count == 1:
-            self.put(tokens)
-            return
-        kinds, kind = tokens.members.unique(dim=0, return_inverse=True)
-        for number in range(len(kinds)):
-            self.put(tokens.taken((kind == number).nonzero()[:, 0]))
+    def before(self, place: int) -> slice:
+        """Its tokens before `place`, as rows of the pool; from one call to the next `place` only grows."""
+        while self.recent and self.recent[0] < place:
+            self.recent.popleft()
+        return slice(self.begin, self.end - len(self.recent))
 
-    def put(self, tokens: Store) -> None:
-        """Add tokens of the same groups."""
-        key = tuple(tokens.members[0].tolist())
-        if key in self.buckets:
-            self.buckets[key].append(*tokens.tokens)
-        else:
-            self.buckets[key] = tokens.copy()
 
-    def crop(self, length: int) -> None:
-        """Forget the tokens from place `length` on; the recent ones are then found in the buckets again."""
-        for store in [self.sinks, *self.buckets.values()]:
-            store.crop(length)
-        window = self.recent.window
-        if self.buckets:
-            tails = joined([bucket.last(window) for bucket in self.buckets.values()])
-            order = tails.index.argsort()
-            self.recent = Recent(window, *tails.taken(order[len(order) - min(window, len(order)) :]).tokens)
+class Pool:
+    """All tokens of R sequences but their sinks, a bucket for each sequence and each set of groups that keys have.
 
-    def copy(self) -> CachedSequence:
-        buckets = {key: bucket.copy() for key, bucket in self.buckets.items()}
-        return CachedSequence(self.sinks.copy(), self.recent.copy(), buckets)
+    keys, values `[room, G, D]`, index `[room]` int: the place of each token, ascending within a bucket.
+    """
+
+    def __init__(self, k: Tensor) -> None:
+        """For tokens like those of k `[R, n, G, D]`."""
+        keys = k.new_empty(0, *k.shape[2:])
+        self.tensors = [keys, keys.clone(), torch.empty(0, dtype=torch.long, device=k.device)]
+        self.buckets: list[dict[Kind, Bucket]] = [{} for _ in k]
+
+    def meeting(self, row: int, groups: Iterable[int]) -> list[tuple[Kind, Bucket]]:
+        """The buckets of a sequence whose keys are in one of the groups."""
+        asked = set(groups)
+        return [(kind, bucket) for kind, bucket in self.buckets[row].items() if not asked.isdisjoint(kind)]
+
+    def append(self, tokens: dict[tuple[int, Kind], list[Tensor]], window: int) -> None:
+        """k, v `[m, G, D]` and index `[m]`, in order, by sequence and groups."""
+        for row, kind in tokens:
+            self.buckets[row].setdefault(kind, Bucket())
+        counts = {key: len(new[2]) for key, new in tokens.items()}
+        if any(self.buckets[r][kind].count + n > self.buckets[r][kind].room for (r, kind), n in counts.items()):
+            self.make_room(counts)
+        for (row, kind), new in tokens.items():
+            bucket = self.buckets[row][kind]
+            for held, x in zip(self.tensors, new, strict=True):
+                held[bucket.end : bucket.end + len(x)] = x
+            bucket.count += len(new[2])
+            bucket.recent.extend(new[2][-window:].tolist() if window else [])
+
+    def make_room(self, counts: dict[tuple[int, Kind], int]) -> None:
+        """Move all buckets to a larger pool, where so many more tokens have room in some."""
+        moves, total = [], 0
+        for row, buckets in enumerate(self.buckets):
+            for kind, bucket in buckets.items():
+                needed = bucket.count + counts.get((row, kind), 0)
+                moves.append((bucket, total, needed + needed // GROWTH + LEAST))
+                total += moves[-1][2]
+        old, (keys, values, index) = self.tensors, self.tensors
+        # head by head in memory, as they are read
+        keys, values = (x.new_empty(x.shape[1], total, x.shape[2]).transpose(0, 1) for x in (keys, values))
+        self.tensors = [keys, values, index.new_empty(total)]
+        for bucket, begin, room in moves:
+            for new, x in zip(self.tensors, old, strict=True):
+                new[begin : begin + bucket.count] = x[bucket.begin : bucket.end]
+            bucket.begin, bucket.room = begin, room
+
+    def choose(self, rows: list[int]) -> None:
+        self.buckets = [
+            {kind: Bucket(b.begin, b.room, b.count, b.recent.copy()) for kind, b in self.buckets[row].items()}
+            for row in rows
+        ]
+        self.make_room({})
+
+    def crop(self, length: int, window: int) -> None:
+        """Forget the tokens from place `length` on."""
+        for buckets in self.buckets:
+            for bucket in buckets.values():
+                index = self.tensors[2][bucket.begin : bucket.end]
+                bucket.count = int(torch.searchsorted(index, length))
+                bucket.recent = deque(self.tensors[2][max(bucket.begin, bucket.end - window) : bucket.end].tolist())

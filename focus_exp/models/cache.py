@@ -71,10 +71,10 @@ class FocusLayer(CacheLayerMixin):
         self.grouped.choose(beam_idx)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
-        self.grouped.choose(torch.arange(len(self.grouped.sequences)).repeat_interleave(repeats))
+        self.grouped.choose(torch.arange(self.grouped.batch).repeat_interleave(repeats))
 
     def batch_select_indices(self, indices: Tensor) -> None:
-        self.grouped.choose(torch.arange(len(self.grouped.sequences))[indices.cpu()])
+        self.grouped.choose(torch.arange(self.grouped.batch)[indices.cpu()])
 
 
 class FocusHybridLayer(FocusLayer, LinearAttentionAndFullAttentionLayer):

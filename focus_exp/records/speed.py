@@ -22,6 +22,8 @@ class SpeedRow:
         peaks what the caches hold.
     Times are medians over `repeats` in seconds, peaks are bytes held at most, inputs included.
     pairs_kept: share 0..1 of the causal pairs; 1 / pairs_kept bounds the ratio of an attention clock.
+    pairs_computed: likewise those that the kernel's blocks compute, with what they drop; 1 / pairs_computed is the
+        bound of this kernel.
     layer: heads and head size, in words.
     *_bytes_read: keys and values that a decode step reads.
     *_attention_seconds: the part of a prefill that was spent in routing and attention.
@@ -49,6 +51,7 @@ class SpeedRow:
     full_bytes_read: int | None = None
     focus_bytes_read: int | None = None
     pairs_kept: float | None = None
+    pairs_computed: float | None = None
     largest_group: float | None = None
     error: str | None = None
 
@@ -63,6 +66,11 @@ class SpeedRow:
     def bound(self) -> float | None:
         """The arithmetic bound of `ratio`: pairs of full attention over pairs of Focus."""
         return 1 / self.pairs_kept if self.pairs_kept else None
+
+    @property
+    def kernel_bound(self) -> float | None:
+        """The bound of `ratio` by the kernel's blocks, where those are known."""
+        return 1 / self.pairs_computed if self.pairs_computed else None
 
 
 @dataclass(kw_only=True)

@@ -63,22 +63,22 @@ class Decoding:
         self.layer, self.groups, self.new = layer, groups, new
         self.method = layer_method(layer.shape, groups, layer.window, layer.sinks, "masked", layer.device)
         self.selection = groups.selection(tensors.length + STEPS, layer.device)
+        places = range(tensors.length, tensors.length + STEPS)
+        self.selected = [part(self.selection, slice(place, place + 1)) for place in places]
         self.cache = GroupedCache(layer.window, layer.sinks)
         before = part(self.selection, slice(0, tensors.length))
         self.cache.append(tensors.k, tensors.v, before, Sequence.plain(1, tensors.length, layer.device))
         self.held = self.cache.bytes
         self.reads: list[int] = []
-        self.length = tensors.length
 
     def steps(self) -> None:
         """STEPS tokens: routing, attention over what each reads, and its place in the cache."""
-        for step in range(STEPS):
+        for step, selection in enumerate(self.selected):
             one = slice(step, step + 1)
             q, k, v = (x[:, :, one] for x in (self.new.q, self.new.k, self.new.v))
             start = torch.full((1, 1), -self.cache.length, device=q.device)
             sequence = Sequence(start)
             self.method.route(self.new.hidden[:, one], sequence)
-            selection = part(self.selection, slice(self.length + step, self.length + step + 1))
             self.cache.attend(q, k, v, selection, sequence, scaling=self.layer.scaling)
             self.reads.append(self.cache.pairs_read)
             self.cache.append(k, v, selection, sequence)

@@ -11,13 +11,24 @@ import torch
 from torch import Tensor
 
 from focus_exp.attention.focus import Focus
-from focus_exp.attention.kernels import Kernel
-from focus_exp.attention.parts import Tokens, parts
+from focus_exp.attention.kernels import Backend, Kernel, Meeting
+from focus_exp.attention.kernels.fused import Call, Triton
+from focus_exp.attention.kernels.layout import Plan
+from focus_exp.attention.parts import Tokens, pairs_computed, parts, rows_of
 from focus_exp.attention.selection import Selection, Sequence
-from focus_exp.attention.sparse import operands
+from focus_exp.attention.sparse import blocks_of
 from focus_exp.records.speed import Clock, SpeedRow
 from focus_exp.speed.timing import PeakMemory, Work, alternate, clock, in_fresh_process
-from focus_exp.speed.workload import Groups, Shape, Tensors, full_attention, largest_group, layer_method, pairs_kept
+from focus_exp.speed.workload import (
+    Groups,
+    Shape,
+    Tensors,
+    full_attention,
+    full_step,
+    largest_group,
+    layer_method,
+    pairs_kept,
+)
 
 ROUND_SECONDS = 20.0  # where a round takes longer than its share of this, there are fewer rounds
 LEAST_REPEATS = 3
@@ -50,7 +61,7 @@ class Contender:
     method: Focus
     selection: Selection
     sequence: Sequence
-    kernel: Kernel
+    kernel: Backend
 
     @staticmethod
     def of(layer: Layer, groups: Groups, tensors: Tensors) -> Contender:
@@ -79,17 +90,26 @@ class Contender:
         return self.method.attend(tensors.q, tensors.k, tensors.v, selection, self.sequence, scaling=self.layer.scaling)
 
     def kernels(self, tensors: Tensors) -> Work:
-        """The exact attention calls alone, on tokens that are gathered already."""
+        """The exact attention calls alone, with lists made, or tokens gathered for what reads no lists."""
+        window, sinks, scaling = self.layer.window, self.layer.sinks, self.layer.scaling
+        if isinstance(self.kernel, Triton):
+            plan = Plan.of(self.selection, self.sequence, window, sinks)
+            return partial(self.kernel.planned, tensors.q, tensors.k, tensors.v, plan, Call(scaling))
+        assert isinstance(self.kernel, Kernel)
         q, k, v = (x.transpose(1, 2).flatten(0, 1) for x in (tensors.q, tensors.k, tensors.v))
-        tokens = Tokens.of(self.selection, self.sequence, self.layer.sinks)
-        calls = [
-            (part, operands(part, q, k, v))
-            for part in parts(tokens, self.kernel, self.layer.window, self.layer.scaling)
+        tokens, kernel = Tokens.of(self.selection, self.sequence, sinks), self.kernel
+        gathered = [
+            (asking[:, some], keys[:, seen], values[:, seen], Meeting(drop=drop))
+            for part in parts(tokens, window)
+            for keys, values in [(rows_of(k, part.keys), rows_of(v, part.keys))]
+            for queries, calls in part.blocks
+            for asking in [blocks_of(q, queries, len(keys))]
+            for some, seen, drop in calls
         ]
 
         def work() -> None:
-            for part, gathered in calls:
-                part.kernel.forward(*gathered, part.meeting, self.layer.scaling, None)
+            for call in gathered:
+                kernel.forward(*call, scaling, None)
 
         return work
 
@@ -100,8 +120,16 @@ class Contender:
             layer=str(self.layer.shape),
             dtype=str(self.layer.dtype).removeprefix("torch."), path=self.kernel.name,
             pairs_kept=pairs_kept(self.selection, length, self.layer.window, self.layer.sinks),
+            pairs_computed=self.pairs_computed(length),
             largest_group=largest_group(self.selection), **numbers,
         )  # fmt: skip
+
+    def pairs_computed(self, length: int) -> float | None:
+        """Share of the causal pairs that the kernel's blocks compute, where those are known."""
+        layout = self.selection, self.sequence, self.layer.window, self.layer.sinks
+        if self.kernel.name == "triton":
+            return Plan.of(*layout).pairs_in_tiles() / (length * (length + 1) / 2)
+        return pairs_computed(*layout) if isinstance(self.kernel, Kernel) else None
 
 
 def attention_rows(layer: Layer, length: int, groupings: list[Groups]) -> Iterator[SpeedRow]:
@@ -142,12 +170,6 @@ def attention_step_rows(layer: Layer, length: int, groupings: list[Groups]) -> I
             "attention step", length, full_kernel=name, repeats=repeats, full_seconds=seconds["full"],
             focus_seconds=seconds[str(number)], full_peak_bytes=peaks[0], focus_peak_bytes=peaks[1 + number],
         )  # fmt: skip
-
-
-def full_step(forward: Work, tensors: Tensors) -> None:
-    out = forward()
-    assert isinstance(out, Tensor)
-    torch.autograd.grad(out, (tensors.q, tensors.k, tensors.v), torch.ones_like(out))
 
 
 def peaks_of(layer: Layer, length: int, groupings: list[Groups], backward: bool) -> list[int | None]:

@@ -4,20 +4,24 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from focus_exp.attention.blocked import of_every_head
 from focus_exp.attention.focus import Focus
-from focus_exp.attention.kernels.cuda import flash_attn
+from focus_exp.attention.kernels.cuda import PACKAGES, activate, flash_attn
+from focus_exp.attention.kernels.fused import found
 from focus_exp.attention.method import LayerShape
 from focus_exp.attention.selection import Selection, Sequence, count_plain_pairs, select
 from focus_exp.records.speed import Assignment
 from focus_exp.speed.timing import Work, alternate
 
 FUSED = {"sdpa-flash": SDPBackend.FLASH_ATTENTION, "sdpa-cudnn": SDPBackend.CUDNN_ATTENTION}
+SLOWEST = "sdpa-math"
 
 
 @dataclass(frozen=True)
@@ -115,38 +119,67 @@ def largest_group(selection: Selection) -> float:
 
 
 def full_attention(tensors: Tensors, device: torch.device) -> tuple[str, Work]:
-    """Causal full attention by the fastest kernel there is, and its name."""
+    """Causal full attention by the fastest kernel there is, and its name; of those with a backward, where q wants one.
+
+    RuntimeError where torch has none for these tensors.
+    """
     works = full_attention_kernels(tensors)
     if len(works) == 1:
         return next(iter(works.items()))
+    for candidates in ({name: work for name, work in works.items() if name != SLOWEST}, {SLOWEST: works[SLOWEST]}):
+        if seconds := served(candidates, tensors, device):
+            best = min(seconds, key=lambda name: seconds[name])
+            return best, works[best]
+    raise RuntimeError(f"torch has no full attention for {tensors.q.dtype} on {device}")
+
+
+def served(works: dict[str, Work], tensors: Tensors, device: torch.device) -> dict[str, float]:
+    """Seconds of the works that take these tensors."""
     seconds = {}
     for name, work in works.items():
+        timed = partial(full_step, work, tensors) if tensors.q.requires_grad else work
         try:
-            with torch.no_grad():
-                seconds[name] = alternate({name: work}, 2, device)[name]
-        except RuntimeError:  # a kernel that does not take these tensors
+            with torch.set_grad_enabled(tensors.q.requires_grad):
+                seconds[name] = alternate({name: timed}, 2, device)[name]
+        except RuntimeError:
             continue
-    best = min(seconds, key=lambda name: seconds[name])
-    return best, works[best]
+    return seconds
+
+
+def full_step(forward: Work, tensors: Tensors) -> None:
+    """Forward and backward, down to q, k and v."""
+    out = forward()
+    assert isinstance(out, Tensor)
+    torch.autograd.grad(out, (tensors.q, tensors.k, tensors.v), torch.ones_like(out))
 
 
 def full_attention_kernels(tensors: Tensors) -> dict[str, Work]:
+    """On CUDA all that might serve; `SLOWEST` builds every score."""
     q, k, v = tensors.q, tensors.k, tensors.v
     grouped = q.shape[1] != k.shape[1]
 
     def sdpa() -> Tensor:
         return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=grouped)
 
-    def fused(backend: SDPBackend) -> Work:
+    def fused(backend: SDPBackend, impl: str | None = None) -> Work:
         def work() -> Tensor:
+            activate(impl)
             with sdpa_kernel(backend):
                 return sdpa()
 
         return work
 
+    def efficient() -> Tensor:  # which has no grouped heads
+        with sdpa_kernel(SDPBackend.EFFICIENT_ATTENTION):
+            return F.scaled_dot_product_attention(q, *of_every_head(q, k, v), is_causal=True)
+
     if not q.is_cuda:
         return {"sdpa": sdpa}
     works = {name: fused(backend) for name, backend in FUSED.items()}
+    works |= {
+        f"sdpa-{impl}": fused(FUSED["sdpa-flash"], impl) for impl, package in PACKAGES.items() if not found(package)
+    }
+    works |= {"sdpa-efficient": efficient, SLOWEST: fused(SDPBackend.MATH)}
     package = flash_attn()
     if package is not None:
         works["flash-attn"] = lambda: package.flash_attn_func(*(x.transpose(1, 2) for x in (q, k, v)), causal=True)

@@ -5,11 +5,14 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from focus_exp.attention.kernels.contract import Demand, Gradients, Kernel, Meeting, Whole, segments
+from focus_exp.attention.kernels.contract import Demand, Gradients, Kernel, Meeting, Whole
 
 
 class CpuFlash(Kernel):
-    """Takes grouped heads, gives the logsumexp, adds a bias."""
+    """Takes grouped heads, gives the logsumexp, adds a bias.
+
+    Its own causal mode is not used: it computes whole blocks of 512 keys, half of a call with 1,024 tokens for nothing.
+    """
 
     name = "cpu-flash"
     takes = "blocks"
@@ -22,30 +25,43 @@ class CpuFlash(Kernel):
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, meeting: Meeting, scaling: float, softcap: float | None
     ) -> tuple[Tensor, Tensor]:
-        bias = meeting.bias(q.dtype)
-        outputs = []
-        for rows in [slice(None)] if bias is not None else segments(meeting):
-            o, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-                *(x[:, rows].transpose(1, 2) for x in (q, k, v)),
-                0.0, bias is None, attn_mask=None if bias is None else bias[:, None], scale=scaling,
-            )  # fmt: skip
-            outputs.append((o.transpose(1, 2), lse.transpose(1, 2)))
-        o, lse = outputs[0] if len(outputs) == 1 else (torch.cat(x, 1) for x in zip(*outputs, strict=True))
-        if meeting.drop is not None:  # the kernel says (0, 0) of a row without keys
+        share = heads_to_fold(q, k)
+        o, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+            *(x.transpose(1, 2) for x in (folded(q, share), k, v)), attn_mask=bias(meeting, q, share), scale=scaling
+        )
+        o, lse = (unfolded(x.transpose(1, 2), share) for x in (o, lse))
+        if meeting.drop is not None and bool((lse == 0).any()):  # the kernel says (0, 0) of a row without keys
             lse = lse.masked_fill(meeting.drop.all(-1)[..., None], float("-inf"))
         return o, lse
 
     def backward(
         self, q: Tensor, k: Tensor, v: Tensor, whole: Whole, meeting: Meeting, scaling: float, softcap: float | None
     ) -> Gradients:
-        bias = meeting.bias(q.dtype)
-        gradients = []
-        for rows in [slice(None)] if bias is not None else segments(meeting):
-            parts = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
-                *(x[:, rows].transpose(1, 2) for x in (whole.grad, q, k, v, whole.out)),
-                whole.lse[:, rows].transpose(1, 2),
-                0.0, bias is None, attn_mask=None if bias is None else bias[:, None], scale=scaling,
-            )  # fmt: skip
-            gradients.append([part.transpose(1, 2) for part in parts])
-        dq, dk, dv = (parts[0] if len(parts) == 1 else torch.cat(parts, 1) for parts in zip(*gradients, strict=True))
-        return dq, dk, dv
+        share = heads_to_fold(q, k)
+        grad, queries, out, lse = (folded(x, share) for x in (whole.grad, q, whole.out, whole.lse))
+        dq, dk, dv = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+            *(x.transpose(1, 2) for x in (grad, queries, k, v, out, lse)), 0.0, False,
+            attn_mask=bias(meeting, q, share), scale=scaling,
+        )  # fmt: skip
+        return unfolded(dq.transpose(1, 2), share), dk.transpose(1, 2), dv.transpose(1, 2)
+
+
+def heads_to_fold(q: Tensor, k: Tensor) -> int:
+    """How many heads of q become as many queries: in half precision the kernel prepares the keys for each head."""
+    return q.shape[2] // k.shape[2] if len(q) == 1 and q.dtype.itemsize < 4 else 1
+
+
+def folded(x: Tensor, share: int) -> Tensor:
+    """`[1, t, G * share, ...]` -> `[1, t * share, G, ...]`."""
+    return x if share == 1 else x.unflatten(2, (-1, share)).transpose(2, 3).flatten(1, 2)
+
+
+def unfolded(x: Tensor, share: int) -> Tensor:
+    """`[1, t * share, G, ...]` -> `[1, t, G * share, ...]`."""
+    return x if share == 1 else x.unflatten(1, (-1, share)).transpose(2, 3).flatten(2, 3)
+
+
+def bias(meeting: Meeting, q: Tensor, share: int) -> Tensor | None:
+    """`[blocks, 1, t * share, s]`."""
+    added = meeting.bias(q.dtype)
+    return None if added is None else added.repeat_interleave(share, 1)[:, None] if share > 1 else added[:, None]

@@ -1,0 +1,229 @@
+"""Check and time the kernels on a CUDA device, with torch and triton alone: python tests/gpu_clock.py [--out FOLDER].
+
+Takes what it finds, says what it skips, and ends in runs/gpu/gpu.json. Without a CUDA device it writes what is computed
+instead of measured, runs/records/speed_computed.md; --tiny runs everything at toy sizes, without a device under
+TRITON_INTERPRET=1.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import sys
+import time
+from collections.abc import Iterator
+from functools import partial
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import torch
+from gpu_checks import CASES, Case
+
+from focus_exp.attention.kernels import KERNELS, Demand, fused
+from focus_exp.attention.kernels.layout import Plan
+from focus_exp.speed import computed
+from focus_exp.speed.layer import Contender, Layer
+from focus_exp.speed.timing import Work, alternate, device_name, synchronize
+from focus_exp.speed.workload import (
+    Shape,
+    Tensors,
+    balanced,
+    full_attention,
+    full_attention_kernels,
+    full_step,
+    pairs_kept,
+)
+
+KILO = 1024
+# tokens, then K and k; the shortest first, so that what the time does not suffice for is the longest
+CLOCKS = [
+    *((length * KILO, [(8, 1), (4, 2)]) for length in (1, 2, 4, 8, 16)),
+    *((length * KILO, [(8, 1), (32, 1), (4, 2)]) for length in (64, 256)),
+    (1024 * KILO, [(8, 1), (32, 1)]),
+]
+TINY_LAYER, TINY_CLOCKS = {"tiny": Shape(32, 2, 1, 16)}, [(48, [(2, 1), (4, 2)])]
+KERNEL_NAMES = ("triton", "flash-attn", "torch-flash", "torch-fa3", "torch-fa4")
+BEST_AT = 16 * KILO  # tokens at which the kernels of full attention are compared
+REPEATS = 5
+
+
+class Clock:
+    """Everything that is found, on one device, until the time is up."""
+
+    def __init__(self, seconds: float, tiny: bool) -> None:
+        self.tiny, self.device = tiny, torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        self.dtype = torch.bfloat16 if self.device.type == "cuda" else torch.float16  # which the interpreter has
+        self.until = time.monotonic() + seconds
+        self.skipped: list[str] = []
+
+    def skip(self, what: str) -> None:
+        print(f"skipped: {what}", flush=True)
+        self.skipped.append(what)
+
+    def checks(self) -> dict[str, Any]:
+        """Every case of the oracle, with the kernels' least blocks, so that none has to be tuned."""
+        cases = CASES
+        if self.tiny:
+            cases = [Case("triton", dtype=torch.float16, length=20, size=16)]
+        wrong, refused, passed = {}, {}, 0
+        for name in dir(kernels := fused.kernels()):
+            if hasattr(kernel := getattr(kernels, name), "configs"):
+                kernel.configs, kernel.all_configs = kernel.configs[-1:], kernel.configs
+        for case in cases:
+            if self.device.type == "cuda" and (reason := case.refused()):
+                refused[case.kernel] = reason
+            elif found := case.errors(self.device.type):
+                wrong[str(case)] = found
+            else:
+                passed += 1
+        for name in dir(kernels):
+            if hasattr(kernel := getattr(kernels, name), "all_configs"):
+                kernel.configs = kernel.all_configs
+        for name, reason in refused.items():
+            self.skip(f"{name}: {reason}")
+        print(f"checks: {passed} right, {len(wrong)} wrong {wrong or ''}", flush=True)
+        return {"right": passed, "wrong": wrong}
+
+    def rows(self) -> Iterator[dict[str, Any]]:
+        best: dict[str, str] = {}
+        for length, groupings in TINY_CLOCKS if self.tiny else CLOCKS:
+            for name, shape in (TINY_LAYER if self.tiny else computed.LAYERS).items():
+                if time.monotonic() > self.until or (name == "Mistral 7B" and length > 256 * KILO):
+                    self.skip(f"{name} at {length:,} tokens")
+                    continue
+                try:
+                    yield from self.measured(name, shape, length, groupings, best)
+                    if self.tiny or length == BEST_AT:
+                        yield self.step(name, shape, length, *groupings[0])
+                except RuntimeError as error:
+                    self.skip(f"{name} at {length:,} tokens: {str(error).splitlines()[0]}")
+
+    @torch.no_grad()
+    def measured(
+        self, name: str, shape: Shape, length: int, groupings: list[tuple[int, int]], best: dict[str, str]
+    ) -> Iterator[dict[str, Any]]:
+        """Full attention by the fastest kernel, and every kernel that serves beside it: latency, and captured."""
+        tensors = Tensors.random(shape, length, self.dtype, self.device)
+        if length <= BEST_AT:
+            best[name] = full_attention(tensors, self.device)[0]
+        works: dict[str, Work] = {"full": full_attention_kernels(tensors)[best[name]]}
+        found: dict[str, tuple[str, Contender]] = {}
+        for groups, top_k in groupings:
+            for kernel in KERNEL_NAMES:
+                demand = Demand("cuda", self.dtype, shape.head_dim, one_group=top_k == 1)
+                if (self.device.type == "cpu" and kernel != "triton") or KERNELS[kernel].refuses(demand):
+                    continue
+                layer = Layer(shape, computed.WINDOW, computed.SINKS, self.dtype, self.device, kernel)
+                contender = contender_of(layer, balanced(groups, length, top_k), tensors, kernel)
+                label = f"{kernel} K={groups} k={top_k}"
+                works[label], found[label] = partial(contender.attention, tensors), (kernel, contender)
+                works[f"{label} kernels"] = contender.kernels(tensors)
+                if kernel == "triton" and self.device.type == "cuda":
+                    works[f"{label} captured"] = captured(works[label])
+        seconds = alternate(works, 1 if length > 64 * KILO or self.tiny else REPEATS, self.device)
+        for label, (kernel, contender) in found.items():
+            kept = pairs_kept(contender.selection, length, computed.WINDOW, computed.SINKS)
+            plan = Plan.of(contender.selection, contender.sequence, computed.WINDOW, computed.SINKS)
+            row = {
+                "layer": name, "tokens": length, "K": contender.groups.count, "k": contender.groups.top_k,
+                "kernel": kernel, "full kernel": best[name], "full [s]": seconds["full"], "focus [s]": seconds[label],
+                "kernels [s]": seconds[f"{label} kernels"], "captured [s]": seconds.get(f"{label} captured"),
+                "ratio": seconds["full"] / seconds[label], "bound by pairs": 1 / kept,
+                "bound by blocks": length * (length + 1) / 2 / plan.pairs_in_tiles(),
+            }  # fmt: skip
+            if row["captured [s]"]:
+                row["captured ratio"] = seconds["full"] / seconds[f"{label} captured"]
+            print("measured:", json.dumps(row), flush=True)
+            yield row
+
+    def step(self, name: str, shape: Shape, length: int, groups: int, top_k: int) -> dict[str, Any]:
+        """Forward and backward, the router's gradient included."""
+        tensors = Tensors.random(shape, length, self.dtype, self.device).with_grad()
+        full_kernel, full = full_attention(tensors, self.device)
+        layer = Layer(shape, computed.WINDOW, computed.SINKS, self.dtype, self.device, "triton")
+        contender = contender_of(layer, balanced(groups, length, top_k), tensors, "triton")
+        works = {"full": partial(full_step, full, tensors), "focus": partial(contender.step, tensors)}
+        seconds = alternate(works, 1 if self.tiny else REPEATS, self.device)
+        row = {
+            "layer": name, "tokens": length, "K": groups, "k": top_k, "kernel": "triton, step",
+            "full kernel": full_kernel, "full [s]": seconds["full"], "focus [s]": seconds["focus"],
+            "ratio": seconds["full"] / seconds["focus"],
+        }  # fmt: skip
+        print("measured:", json.dumps(row), flush=True)
+        return row
+
+
+def triton_version() -> str | None:
+    try:
+        return version("triton")
+    except PackageNotFoundError:
+        return None
+
+
+def contender_of(layer: Layer, groups: Any, tensors: Tensors, kernel: str) -> Contender:
+    """Also where the interpreter runs a kernel that is for CUDA."""
+    if layer.device.type == "cuda":
+        return Contender.of(layer, groups, tensors)
+    masked = Contender.of(Layer(layer.shape, layer.window, layer.sinks, layer.dtype, layer.device), groups, tensors)
+    masked.method.sparse_kernel = lambda *_: KERNELS[kernel]  # type: ignore[method-assign]
+    return Contender(layer, groups, masked.method, masked.selection, masked.sequence, KERNELS[kernel])
+
+
+def captured(work: Work) -> Work:
+    """The work as one CUDA graph, tuned and compiled before; raises where something in it waits for the device."""
+    for _ in range(2):
+        work()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        work()
+    return graph.replay
+
+
+def break_even(rows: list[dict[str, Any]]) -> dict[str, int | None]:
+    """The least measured length from which on a setting is faster at all of them."""
+    won: dict[str, int | None] = {}
+    for row in sorted(rows, key=lambda row: row["tokens"]):
+        setting = f"{row['layer']} {row['kernel']} K={row['K']} k={row['k']}"
+        faster = max(row["ratio"], row.get("captured ratio", 0)) > 1
+        won[setting] = (won.get(setting) or row["tokens"]) if faster else None
+    return won
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--out", type=Path)
+    parser.add_argument("--minutes", type=float, default=9.0)
+    parser.add_argument("--tiny", action="store_true")
+    options = parser.parse_args()
+    clock = Clock(options.minutes * 60, options.tiny)
+    computes = clock.device.type == "cpu" and not options.tiny
+    folder = options.out or Path("runs", "records" if computes else "gpu")
+    folder.mkdir(parents=True, exist_ok=True)
+    if computes:
+        path = folder / "speed_computed.md"
+        path.write_text(computed.table(), encoding="utf-8")
+        print(f"torch sees no CUDA device: nothing is checked or timed; {path} holds what is computed")
+        return
+    began = time.monotonic()
+    record: dict[str, Any] = {
+        "device": device_name(clock.device), "torch": torch.__version__, "triton": triton_version(),
+        "python": platform.python_version(), "checks": clock.checks(),
+    }  # fmt: skip
+    record["rows"] = list(clock.rows())
+    record |= {
+        "break_even": break_even(record["rows"]),
+        "skipped": clock.skipped,
+        "computed": computed.computed_speed(),
+    }
+    synchronize(clock.device)
+    record["seconds"] = time.monotonic() - began
+    (folder / "gpu.json").write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+    print(f"break-even: {record['break_even']}\n{options.out / 'gpu.json'}: {record['seconds']:.0f} s")
+    if record["checks"]["wrong"]:
+        sys.exit("some checks were wrong")
+
+
+if __name__ == "__main__":
+    main()

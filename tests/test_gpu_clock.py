@@ -1,0 +1,33 @@
+"""The script for GPU machines runs with torch and triton alone, and ends in a record."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from focus_exp.speed import computed
+
+BLOCKED = ("hydra", "omegaconf", "transformers", "pytorch_lightning", "datasets", "pytest", "hypothesis", "tqdm")
+
+
+def test_the_script_needs_torch_and_triton_alone_and_ends_in_a_record(tmp_path):
+    pytest.importorskip("triton")
+    code = f"import sys; sys.modules.update(dict.fromkeys({BLOCKED})); import gpu_clock; gpu_clock.main()"
+    arguments, tests = [sys.executable, "-c", code, "--tiny", "--out", str(tmp_path)], Path(__file__).parent
+    environment = os.environ | {"PYTHONPATH": f"{tests}:{tests.parent}:{os.environ.get('PYTHONPATH', '')}"}
+    done = subprocess.run(arguments, capture_output=True, text=True, env=environment)
+    assert done.returncode == 0, done.stderr[-2000:]
+    record = json.loads((tmp_path / "gpu.json").read_text())
+    assert record["checks"] == {"right": 1, "wrong": {}} and record["device"].startswith("cpu")
+    assert [(row["K"], row["k"]) for row in record["rows"]] == [(2, 1), (4, 2), (2, 1)]
+    assert all(row["bound by pairs"] >= row["bound by blocks"] > 0 for row in record["rows"][:2])
+
+
+def test_what_is_computed_waits_for_nothing_and_stays_below_the_bounds():
+    rows = computed.computed_speed()
+    assert all(row["waits"] == 0 and 0 < row["launches"] < 100 for row in rows)
+    assert all(row["times faster"] < row["bound by blocks"] < row["bound by pairs"] for row in rows)
+    assert "computed, not measured" in computed.table()

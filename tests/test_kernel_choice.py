@@ -1,0 +1,62 @@
+"""Which kernels compute full attention, and what a mask does to grouped heads."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from focus_exp.attention.blocked import masked_attention
+from focus_exp.speed import workload
+from focus_exp.speed.workload import Shape, Tensors, full_attention, full_step
+
+CPU = torch.device("cpu")
+SHAPE = Shape(width=8, heads=2, kv_heads=1, head_dim=8)
+
+
+def refused() -> None:
+    raise RuntimeError("No available kernel")
+
+
+def test_full_attention_builds_scores_where_no_fused_kernel_takes_the_tensors(monkeypatch):
+    """As float32 on a GPU did: nothing that might be fastest served, and the choice among none failed."""
+    tensors = Tensors.random(SHAPE, 8, torch.float32, CPU)
+    works = {"sdpa-flash": refused, "sdpa-cudnn": refused, workload.SLOWEST: lambda: tensors.q}
+    monkeypatch.setattr(workload, "full_attention_kernels", lambda _: works)
+    assert full_attention(tensors, CPU)[0] == workload.SLOWEST
+    works |= {"sdpa-efficient": lambda: tensors.k}
+    assert full_attention(tensors, CPU)[0] == "sdpa-efficient"
+    works |= {"sdpa-efficient": refused, workload.SLOWEST: refused}
+    with pytest.raises(RuntimeError, match="torch has no full attention for torch.float32 on cpu"):
+        full_attention(tensors, CPU)
+
+
+def test_a_kernel_without_a_backward_is_not_chosen_for_steps(monkeypatch):
+    tensors = Tensors.random(SHAPE, 8, torch.float32, CPU).with_grad()
+
+    def exact() -> torch.Tensor:
+        return F.scaled_dot_product_attention(tensors.q, tensors.k, tensors.v, is_causal=True, enable_gqa=True)
+
+    works = {"forward alone": lambda: exact().detach(), "both": exact, workload.SLOWEST: refused}
+    monkeypatch.setattr(workload, "full_attention_kernels", lambda _: works)
+    name, work = full_attention(tensors, CPU)
+    assert name == "both"
+    full_step(work, tensors)
+
+
+def test_on_cuda_a_mask_finds_every_query_head_with_keys_of_its_own(monkeypatch):
+    class OnCuda(torch.Tensor):
+        is_cuda = True
+
+    q, (k, v) = torch.randn(1, 4, 6, 8), torch.randn(2, 1, 2, 6, 8)
+    keep = torch.ones(6, 6, dtype=torch.bool).tril()[None, None]
+    options = {"scaling": 0.3, "softcap": None, "gate_kind": "log", "dropout": 0.0}
+    expected = masked_attention(q, k, v, keep, None, **options)
+    kernel, asked = F.scaled_dot_product_attention, []
+
+    def watched(q, k, v, **options):
+        asked.append((k.shape[1], options["enable_gqa"]))
+        return kernel(q, k, v, **options)
+
+    monkeypatch.setattr(F, "scaled_dot_product_attention", watched)
+    found = masked_attention(q.as_subclass(OnCuda), k, v, keep, None, **options)
+    assert asked == [(4, False)]
+    torch.testing.assert_close(found.as_subclass(torch.Tensor), expected)
