@@ -95,4 +95,3 @@ class Kernel(ABC):
         self, q: Tensor, k: Tensor, v: Tensor, whole: Whole, meeting: Meeting, scaling: float, softcap: float | None
     ) -> Gradients:
         """Gradients of q, k, v, given what the whole rows left."""
-
