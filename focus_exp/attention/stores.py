@@ -43,6 +43,14 @@ class Near:
             if fit < count:
                 held[:, self.sinks : self.sinks + count - fit] = new[:, fit:]
 
+    def put_one(self, place: int, k: Tensor, v: Tensor, members: Tensor | None) -> None:
+        """A token `[R, G, D]` of each sequence in the place of one that it does not see; there is room."""
+        where = self.sinks + place % self.ring
+        self.tensors[0][:, where], self.tensors[1][:, where] = k.detach(), v.detach()
+        self.tensors[2][:, where] = place
+        if members is not None:
+            self.tensors[3][:, where] = members
+
     def put_apart(self, rows: Tensor, places: Tensor, tokens: list[Tensor]) -> None:
         """Tokens `[m, ...]` of the sequences `rows` at `places` of the tensors."""
         for held, new in zip(self.tensors, tokens, strict=True):
