@@ -125,7 +125,7 @@ def decoding_model(length: int, repeats: int, clock: Callable[[], float]) -> str
     )  # fmt: skip
     model = set_routing(attach(AutoModelForCausalLM.from_config(config).eval(), "focus", groups=8), hard=True)
     tokens = torch.randint(49152, (1, length))
-    precision = Precision("32-true", DEVICE)
+    precision = Precision(DEVICE, torch.float32, autocast=False, reason="")
     focus = Continuation(model, tokens, precision)
     with disabled(model):
         full = Continuation(model, tokens, precision)

@@ -198,7 +198,7 @@ class GroupedCache:
         after how many those stand."""
         assert self.near is not None
         index = torch.arange(self.length, self.length + k.shape[1], device=k.device).expand(len(k), -1)
-        held = self.near.tensors[2].shape[1]
+        held = self.near.index.shape[1]
         pairs = zip(self.near.tensors, (k.detach(), v.detach(), index, members), strict=True)
         tensors = [torch.cat(pair, 1) for pair in pairs]
         if self.length >= self.near.ring:  # the first new token does not see it
