@@ -3,6 +3,7 @@
 import copy
 import gc
 from dataclasses import replace
+from itertools import chain
 
 import pytest
 import torch
@@ -373,7 +374,7 @@ def test_all_tokens_are_kept_once_beside_the_window(tiny_model):
         near, members = grouped.near.tensors[2:]
         for row, buckets in enumerate(grouped.pool.buckets):
             pooled = {kind: grouped.pool.tensors[2][b.begin : b.end].tolist() for kind, b in buckets.items()}
-            assert sorted(near[row, :2].tolist() + sum(pooled.values(), [])) == list(range(60))
+            assert sorted([*near[row, :2].tolist(), *chain(*pooled.values())]) == list(range(60))
             assert all(places == sorted(places) for places in pooled.values())
             assert sorted(near[row, 2:].tolist()) == list(range(53, 60))
             for place, groups in zip(near[row, 2:].tolist(), members[row, 2:], strict=True):

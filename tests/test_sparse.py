@@ -182,7 +182,7 @@ def test_the_kernels_bound_counts_what_its_calls_compute(problem):
             return super().forward(q, k, v, meeting, scaling, softcap)
 
     sparse_attention(problem.q, problem.k, problem.v, problem.selection, problem.sequence, Counted(), **problem.options)
-    selection, sequence, _ = by_head(problem.selection, problem.sequence)
+    _, sequence, _ = by_head(problem.selection, problem.sequence)
     batch, length = sequence.start.shape
     share = pairs_computed(problem.selection, problem.sequence, window, sinks)
     assert share == pytest.approx(sum(calls) / (batch * length * (length + 1) / 2))

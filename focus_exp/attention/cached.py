@@ -15,6 +15,7 @@ from focus_exp.attention.sparse import merge
 from focus_exp.attention.stores import Kind, Near, Pool
 
 BLOCK = 256  # queries at a time
+ALL_SEEN = Meeting()
 
 
 class GroupedCache:
@@ -122,69 +123,91 @@ class GroupedCache:
         sink_logits: Tensor | None,
     ) -> Tensor:
         """The same for one grouping a row."""
-        assert self.pool is not None
-        batch, heads, count, _ = q.shape
-        share = heads // k.shape[1]
+        assert self.near is not None and self.pool is not None
+        if q.shape[2] == 1 and sequence.allowed is None and self.near.is_complete():
+            return self.step(q, k, v, selection, kernel, scaling, softcap, sink_logits)
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-        if count == 1:  # the heads of a key are as many queries, so that it is read once
-            q = q[:, 0].unflatten(1, (-1, share)).transpose(1, 2)
         near, new = self.near_and_new(k, v, members_of(selection, k))
         precision = torch.promote_types(q.dtype, torch.float32)
         outputs = []
-        for rows in row_blocks(count, BLOCK):
-            queries = q if count == 1 else q[:, rows]
+        for rows in row_blocks(q.shape[1], BLOCK):
+            queries = q[:, rows]
             size = queries.shape[1]
-            keys, values, index, members = (x[:, : x.shape[1] - new + rows.stop] for x in near) if new else near
+            keys, values, index, members = (x[:, : new + rows.stop] for x in near)
             keep = self.keep(index, members, rows, selection, sequence)
-            drop = None if keep is None else ~keep.expand(-1, size, -1)
-            o, part = kernel.forward(queries, keys, values, Meeting(drop=drop), scaling, softcap)
+            o, part = kernel.forward(queries, keys, values, Meeting(drop=~keep), scaling, softcap)
             out, lse = o.flatten(0, 1).to(precision), part.flatten(0, 1).to(precision)
-            read = index.numel() if keep is None else int(keep.any(1).sum())
-            for row, reading, far in self.far(rows, selection):
+            read = int(keep.any(1).sum())
+            for row, kind, far in self.far(rows, selection):
+                assert selection.query_groups is not None
+                reading = selection.query_groups[row, rows][:, list(kind)].any(1).nonzero()[:, 0]
                 keys, values, index = (x[far] for x in self.pool.tensors)
                 drop = None
                 if sequence.allowed is not None:
                     allowed = sequence.allowed[row if len(sequence.allowed) > 1 else 0, 0, rows]
-                    drop = ~allowed[reading][None, :, index].expand(-1, size if count == 1 else -1, -1)
-                o, part = kernel.forward(
-                    queries[row : row + 1, reading], keys[None], values[None], Meeting(drop=drop), scaling, softcap
-                )
-                begin = row * size
-                where = slice(begin, begin + size) if isinstance(reading, slice) else begin + reading
-                merge(out, lse, where, o[0].to(precision), part[0].to(precision))
+                    drop = ~allowed[reading][None, :, index]
+                asking = queries[row, reading][None]
+                o, part = kernel.forward(asking, keys[None], values[None], Meeting(drop=drop), scaling, softcap)
+                merge(out, lse, row * size + reading, o[0].to(precision), part[0].to(precision))
                 read += len(index)
-            self.pairs_read += read * (rows.stop - rows.start)
-            out, lse = (x.unflatten(0, (batch, size)) for x in (out, lse))
-            if count == 1:
-                out, lse = (x.transpose(1, 2).flatten(1, 2)[:, None] for x in (out, lse))
+            self.pairs_read += read * size
             if sink_logits is not None:
-                out = out * torch.sigmoid(lse - sink_logits[..., None, :])[..., None]
-            outputs.append(out.to(q.dtype))
-        return (outputs[0] if len(outputs) == 1 else torch.cat(outputs, 1)).transpose(1, 2)
+                of_row = sink_logits.expand(len(queries), -1).repeat_interleave(size, 0)
+                out = out * torch.sigmoid(lse - of_row)[..., None]
+            outputs.append(out.unflatten(0, queries.shape[:2]).to(q.dtype))
+        return torch.cat(outputs, 1).transpose(1, 2)
+
+    def step(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        selection: Selection,
+        kernel: Kernel,
+        scaling: float,
+        softcap: float | None,
+        sink_logits: Tensor | None,
+    ) -> Tensor:
+        """The same for a single token that sees all that is near: nothing is gathered, copied or masked."""
+        assert self.near is not None and self.pool is not None
+        share = q.shape[1] // k.shape[1]
+        queries = q[:, :, 0].unflatten(1, (-1, share)).transpose(1, 2)  # the heads of a key as so many queries
+        self.near.put_one(
+            self.length, k[:, :, 0], v[:, :, 0], None if selection.key_groups is None else selection.key_groups[:, 0]
+        )
+        self.placed = self.length
+        keys, values, index, _ = self.near.tensors
+        out, lse = kernel.forward(queries, keys, values, ALL_SEEN, scaling, softcap)
+        out = out.to(lse.dtype)
+        read = index.numel()
+        for row, _, far in self.far(slice(0, 1), selection):
+            keys, values, index = self.pool.tensors
+            o, part = kernel.forward(
+                queries[row : row + 1], keys[None, far], values[None, far], ALL_SEEN, scaling, softcap
+            )
+            merge(out[row], lse[row], slice(None), o[0].to(lse.dtype), part[0])
+            read += far.stop - far.start
+        self.pairs_read += read
+        out = out.transpose(1, 2).flatten(1, 2)  # [R, H, D]
+        if sink_logits is not None:
+            out = out * torch.sigmoid(lse.transpose(1, 2).flatten(1, 2) - sink_logits)[..., None]
+        return out.to(q.dtype)[:, :, None]
 
     def near_and_new(self, k: Tensor, v: Tensor, members: Tensor) -> tuple[list[Tensor], int]:
-        """Keys, values, places and groups of the sinks, the window of the first new token and the new ones; and how
-        many of these stand at the end."""
+        """Keys, values, places and groups of the sinks, the window of the first new token, and then the new ones; and
+        after how many those stand."""
         assert self.near is not None
         index = torch.arange(self.length, self.length + k.shape[1], device=k.device).expand(len(k), -1)
-        new = [k.detach(), v.detach(), index, members]
-        if k.shape[1] == 1:  # it takes the place of one that it does not see
-            self.near.put(self.length, new)
-            self.placed = self.length
-            return self.near.tensors, 0
-        tensors = [torch.cat(pair, 1) for pair in zip(self.near.tensors, new, strict=True)]
-        if self.length >= self.near.ring:
+        held = self.near.index.shape[1]
+        pairs = zip(self.near.tensors, (k.detach(), v.detach(), index, members), strict=True)
+        tensors = [torch.cat(pair, 1) for pair in pairs]
+        if self.length >= self.near.ring:  # the first new token does not see it
             tensors[2][:, self.sinks + self.length % self.near.ring] = -1
-        return tensors, k.shape[1]
+        return tensors, held
 
-    def keep(
-        self, index: Tensor, members: Tensor, rows: slice, selection: Selection, sequence: Sequence
-    ) -> Tensor | None:
-        """`[R, t, s]` bool: which of the near tokens at places `index` `[R, s]` a query keeps; None if all."""
-        assert self.near is not None
+    def keep(self, index: Tensor, members: Tensor, rows: slice, selection: Selection, sequence: Sequence) -> Tensor:
+        """`[R, t, s]` bool: which of the near tokens at places `index` `[R, s]` a query keeps."""
         allowed = sequence.allowed
-        if sequence.start.shape[1] == 1 and allowed is None and self.near.is_complete():
-            return None
         start = sequence.start[:, rows, None] + self.length
         i = torch.arange(rows.start, rows.stop, device=start.device)[:, None] + self.length
         j = index[:, None]
@@ -201,23 +224,20 @@ class GroupedCache:
                 keep = keep & ((index < self.length) | real)[:, None]
         return (keep & (j >= 0)) | (i == j)
 
-    def far(self, rows: slice, selection: Selection) -> Iterator[tuple[int, Tensor | slice, slice]]:
-        """Sequence, queries and what they read of the pool: beyond the window of the first new token."""
+    def far(self, rows: slice, selection: Selection) -> Iterator[tuple[int, Kind, slice]]:
+        """Sequence, groups and rows of the pool that its queries read: beyond the window of the first new token."""
         if selection.query_groups is None:
             return
         assert self.pool is not None
         groups = selection.query_groups[:, rows]
         asked: list[set[int]] = [set() for _ in groups]
-        pairs = (groups if groups.shape[1] == 1 else groups.any(1, keepdim=True)).nonzero()
-        for row, _, group in pairs.tolist():
+        for row, _, group in groups.nonzero().tolist():
             asked[row].add(group)
         for row, mine in enumerate(asked):
             for kind, bucket in self.pool.meeting(row, mine):
                 far = bucket.before(self.length - self.window)
-                if far.start < far.stop and groups.shape[1] == 1:
-                    yield row, slice(None), far
-                elif far.start < far.stop:
-                    yield row, groups[row][:, list(kind)].any(1).nonzero()[:, 0], far
+                if far.start < far.stop:
+                    yield row, kind, far
 
     def choose(self, rows: Tensor) -> None:
         """Keep the sequences `rows`, in that order, a sequence as often as it is named."""

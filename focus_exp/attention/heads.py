@@ -1,4 +1,4 @@
-"""Memberships of their own for every key/value head: the heads become rows of the batch, and all code stays as is."""
+"""Groups of their own for every key/value head: the heads become rows of the batch, and all code stays as it is."""
 
 from __future__ import annotations
 

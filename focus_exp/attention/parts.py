@@ -19,6 +19,7 @@ from focus_exp.attention.selection import Selection, Sequence, by_head
 NEAR_BLOCK = 32  # at least so many queries share a stretch of keys
 NEAR_CHUNK = 1024  # queries of one call: what it touches should fit into a cache
 SEEN_BLOCK = 512  # queries that meet the keys before them all in one call without a mask
+SEEN_LEAST = 128  # keys that such a call pays for
 DIAGONAL_BLOCK = 128  # queries of a call with a mask, half of which is wasted
 EVERY, NONE = slice(None), slice(0, 0)
 
@@ -221,11 +222,13 @@ def staircase(tokens: Tokens, queries: Tensor, keys: Tensor, begin: int = 0, ear
             drop = counted if drop is None else drop | counted
         return Call(slice(rows.start - first, rows.stop - first), seen, None if drop is None else drop[None])
 
-    for first in range(0, len(stops), SEEN_BLOCK):
-        rows, seen = slice(first, min(first + SEEN_BLOCK, len(stops))), max(stops[first], begin)
+    scale = max(1, len(queries) // max(len(keys), 1))  # where keys are few, so that a call meets as many of them
+    for first in range(0, len(stops), SEEN_BLOCK * scale):
+        rows = slice(first, min(first + SEEN_BLOCK * scale, len(stops)))
+        seen = stops[first] if stops[first] - begin >= SEEN_LEAST else begin
         calls = [call(rows, slice(begin, seen), None, first)] if seen > begin else []
-        for start in range(first, rows.stop, DIAGONAL_BLOCK):
-            few = slice(start, min(start + DIAGONAL_BLOCK, rows.stop))
+        for start in range(first, rows.stop, DIAGONAL_BLOCK * scale):
+            few = slice(start, min(start + DIAGONAL_BLOCK * scale, rows.stop))
             if (stop := stops[few.stop - 1]) > seen:
                 later = torch.arange(seen, stop, device=keys.device) >= ends[few, None]
                 if calls:

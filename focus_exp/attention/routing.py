@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -57,7 +58,7 @@ class Router(nn.Module):
 
     def project(self, h: Tensor) -> Tensor:
         """Tokens `[B, T, R]` in routing space, of length 1 with `normalize`."""
-        with torch.autocast(h.device.type, enabled=False):
+        with own_precision(h):
             # a few rows at a time: a copy of h in the router's precision would be the layer's largest tensor
             rows = max(1, CAST_ELEMENTS // h.shape[-1])
             parts = [part.to(self.projection.dtype) @ self.projection for part in h.split(rows, 1)]
@@ -66,7 +67,7 @@ class Router(nn.Module):
 
     def compare(self, tokens: Tensor) -> Tensor:
         """Scores `[B, T, K]` of projected tokens `[B, T, R]`."""
-        with torch.autocast(tokens.device.type, enabled=False):
+        with own_precision(tokens):
             return tokens @ self.directions().T
 
     def directions(self) -> Tensor:
@@ -83,6 +84,12 @@ class Router(nn.Module):
 
     def __getstate__(self) -> dict[str, Any]:
         return self.__dict__ | {"kept": None}  # a copy's centroids count their versions anew
+
+
+def own_precision(x: Tensor) -> AbstractContextManager[object]:
+    """Without autocast, which takes longer to be told so than a token to be routed."""
+    kind = x.device.type
+    return torch.autocast(kind, enabled=False) if torch.is_autocast_enabled(kind) else nullcontext()
 
 
 def sinkhorn(logits: Tensor, iterations: int, valid: Tensor | None = None) -> Tensor:

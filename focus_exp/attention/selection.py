@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -68,7 +69,7 @@ class Selection:
 
 
 def by_head(selection: Selection, sequence: Sequence) -> tuple[Selection, Sequence, int]:
-    """`[B, G, T, ...]` memberships as those of B * G rows, and G; what is shared by all heads stays as it is, G is 1."""
+    """Groups `[B, G, T, ...]` of each key/value head as those of B * G rows, and G; 1 where all heads share theirs."""
     tensors = {name: x for name, x in vars(selection).items() if isinstance(x, Tensor)}
     own = {name for name, x in tensors.items() if x.ndim == (3 if name == "group" else 4)}
     if not own:
@@ -79,7 +80,8 @@ def by_head(selection: Selection, sequence: Sequence) -> tuple[Selection, Sequen
         x = x if name in own else x[:, None]
         return x.expand(-1, heads, *x.shape[2:]).flatten(0, 1)
 
-    selection = replace(selection, **{name: rows(name, x) for name, x in tensors.items()})
+    of_rows: dict[str, Any] = {name: rows(name, x) for name, x in tensors.items()}
+    selection = replace(selection, **of_rows)
     return selection, sequence if heads == 1 else sequence.repeated(heads), heads
 
 

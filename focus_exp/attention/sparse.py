@@ -96,20 +96,16 @@ class SparseAttention(torch.autograd.Function):
         for part in plan.parts():
             keys, values = rows_of(k, part.keys), rows_of(v, part.keys)
             for queries, calls in part.blocks:
-                asking, of_block = blocks_of(q, queries, len(keys)), None
-                for rows, seen, drop in calls:
-                    o, part_lse = plan.kernel.forward(
-                        asking[:, rows], keys[:, seen], values[:, seen], Meeting(drop=drop), plan.scaling, plan.softcap
-                    )
-                    found = o.flatten(0, 1).to(precision), part_lse.flatten(0, 1).to(precision)
-                    if of_block is None:
-                        of_block = found
-                    else:
-                        merge(*of_block, rows, *found)
+                asking = blocks_of(q, queries, len(keys))
+                first, *others = (
+                    of_call(plan, asking[:, some], keys[:, seen], values[:, seen], drop) for some, seen, drop in calls
+                )
+                for (some, _, _), found in zip(calls[1:], others, strict=True):
+                    merge(*first, some, *found)
                 if part.fresh:
-                    out[queries], lse[queries] = of_block
+                    out[queries], lse[queries] = first
                 else:
-                    merge(out, lse, queries, *of_block)
+                    merge(out, lse, queries, *first)
         if plan.tokens.valid is not None:  # padding has nothing to say, whatever a kernel made of it
             padding = ~plan.tokens.valid[:, None]
             out.masked_fill_(padding[..., None], 0.0)
@@ -137,15 +133,15 @@ class SparseAttention(torch.autograd.Function):
         backward = Backward(plan, *tensors, lse, sums)
         for part in plan.parts():
             backward.add(part, *((every, every) if part.gated else (own, own)))
-        dg = [None, None]
+        dg: list[Tensor | None] = [None, None]
         if gated:
             # the gated parts hold pairs in the window, which have no gate
             for part in near_parts(plan.tokens, plan.window, met=True):
                 backward.add(part, every, added, sign=-1)
             slope = plan.surrogate / plan.scaling  # kernels multiply the coordinates' product by the scaling
             of_asks, of_answers = sums[0][..., added].chunk(2, -1)[0], sums[1][..., added].chunk(2, -1)[1]
+            of_answers = of_answers.masked_fill(sink[..., None], 0.0)
             dg = [(x.sum(1) * slope).to(asks.dtype) for x in (of_asks, of_answers)]
-            dg[1].masked_fill_(sink, 0.0)
         dsink = None
         if sink_logits is not None:  # p * (dP - sum_d dO O), where dP is 0: it has no value
             dsink = -torch.exp(sink_logits - lse) * (grad.to(lse.dtype) * out).sum(-1)
@@ -153,13 +149,20 @@ class SparseAttention(torch.autograd.Function):
         return dq, dk, dv, *dg, dsink, None
 
 
+def of_call(plan: Plan, q: Tensor, k: Tensor, v: Tensor, drop: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Output `[rows, H, D]` and logsumexp `[rows, H]` of one call, float32 at least."""
+    o, lse = plan.kernel.forward(q, k, v, Meeting(drop=drop), plan.scaling, plan.softcap)
+    return o.flatten(0, 1).to(lse.dtype), lse.flatten(0, 1)
+
+
 def widened(
     q: Tensor, k: Tensor, v: Tensor, grad: Tensor, out: Tensor, asks: Tensor, answers: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """With 2K coordinates more, which carry the straight-through gradient of the assignments g, g' `[n, K]`.
 
-    It is that of a gate slope * g_i . g'_j added to the scores, where g' of a sink is 0. With q' = [q, 0, g_i] and k' = [k, g'_j, 0] the
-    scores are those of q and k, and a kernel's gradients of what is added are sum_j dS_ij g'_j and sum_i dS_ij g_i.
+    It is that of a gate slope * g_i . g'_j added to the scores, where g' of a sink is 0. With q' = [q, 0, g_i] and
+    k' = [k, g'_j, 0] the scores are those of q and k, and a kernel's gradients of what is added are
+    sum_j dS_ij g'_j and sum_i dS_ij g_i.
     """
     groups = asks.shape[-1]
     asking, asked = (

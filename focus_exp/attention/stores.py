@@ -32,6 +32,10 @@ class Near:
         self.tensors = [keys, keys.clone(), index, members.new_zeros(*index.shape, members.shape[-1])]
         self.complete = False
 
+    @property
+    def index(self) -> Tensor:
+        return self.tensors[2]
+
     def put(self, place: int, tokens: list[Tensor]) -> None:
         """The tokens that follow, at most window + 1: k, v `[R, n, G, D]`, index, members, the first at `place`."""
         count = tokens[2].shape[1]
@@ -43,13 +47,21 @@ class Near:
             if fit < count:
                 held[:, self.sinks : self.sinks + count - fit] = new[:, fit:]
 
+    def put_one(self, place: int, k: Tensor, v: Tensor, members: Tensor | None) -> None:
+        """A token `[R, G, D]` of each sequence in the place of one that it does not see; there is room."""
+        where = self.sinks + place % self.ring
+        keys, values, index, held = self.tensors
+        keys[:, where], values[:, where], index[:, where] = k.detach(), v.detach(), place
+        if members is not None:
+            held[:, where] = members
+
     def put_apart(self, rows: Tensor, places: Tensor, tokens: list[Tensor]) -> None:
         """Tokens `[m, ...]` of the sequences `rows` at `places` of the tensors."""
         for held, new in zip(self.tensors, tokens, strict=True):
             held[rows, places] = new
 
     def make_room(self, places: int) -> None:
-        held = self.tensors[2].shape[1] - self.sinks
+        held = self.index.shape[1] - self.sinks
         if places > held:
             more = min(max(places, 2 * held), self.ring) - held
             empty = [x.new_full((len(x), more, *x.shape[2:]), -1 if x.ndim == 2 else 0) for x in self.tensors]
@@ -57,8 +69,8 @@ class Near:
 
     def is_complete(self) -> bool:
         """Whether no place is empty."""
-        if not self.complete and self.tensors[2].shape[1] == self.sinks + self.ring:
-            self.complete = bool((self.tensors[2] >= 0).all())
+        if not self.complete and self.index.shape[1] == self.sinks + self.ring:
+            self.complete = bool((self.index >= 0).all())
         return self.complete
 
     def choose(self, rows: Tensor) -> None:
@@ -67,9 +79,8 @@ class Near:
 
     def forget(self, length: int) -> None:
         """All but the sinks before place `length`."""
-        index = self.tensors[2]
-        index[:, self.sinks :] = -1
-        index.masked_fill_(index >= length, -1)
+        self.index[:, self.sinks :] = -1
+        self.index.masked_fill_(self.index >= length, -1)
         self.complete = False
 
 
