@@ -226,13 +226,13 @@ def groups_backward(
 
 
 def common(q: Tensor, k: Tensor, v: Tensor, call: Call) -> dict[str, Any]:
-    """Arguments of every kernel: strides, head sizes, how scores are made, and whether products are rounded."""
+    """Arguments of every kernel: strides, head sizes, how scores are made, and how float32 is multiplied."""
     heads, size = q.shape[1:]
     return call.units() | {
         "q_row": q.stride(0), "q_head": q.stride(1), "k_row": k.stride(0), "k_head": k.stride(1),
         "v_row": v.stride(0), "v_head": v.stride(1), "heads": heads, "HG": heads // k.shape[1],
         "D": size, "BD": max(16, power_of_two(size)), "LONG": len(q) > LONG_FROM,
-        "PRECISION": "ieee" if q.dtype == torch.float32 else "tf32",
+        "PRECISION": "tf32x3" if q.dtype == torch.float32 else "tf32",
     }  # fmt: skip
 
 
