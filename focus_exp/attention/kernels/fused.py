@@ -6,6 +6,7 @@ import importlib
 import math
 from dataclasses import dataclass
 from functools import cache
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -264,7 +265,7 @@ def kernels() -> Any:
     """The Triton kernels, imported where they are first needed."""
     groups = importlib.import_module("focus_exp.attention.kernels.groups")
     window = importlib.import_module("focus_exp.attention.kernels.window")
-    return type("Kernels", (), {**vars(groups), **vars(window)})
+    return SimpleNamespace(**{**vars(groups), **vars(window)})
 
 
 @cache
@@ -277,6 +278,7 @@ def found(package: str) -> str | None:
     return None
 
 
+@cache
 def too_old(needed: tuple[int, int]) -> str | None:
     """Why the device's compute capability is not enough."""
     if not torch.cuda.is_available() or torch.cuda.get_device_capability() >= needed:
