@@ -251,10 +251,12 @@ def test_what_serves_on_a_gpu_and_what_is_missing(monkeypatch):
     assert "needs FA3: No module named" in KERNELS["torch-fa3"].refuses(plain)
     assert "wheels are for torch 2.6 to 2.10" in KERNELS["flash-attn"].refuses(plain)
     assert "No module named 'flash_attn'" in KERNELS["flash-attn"].refuses(plain)
+    fused.too_old.cache_clear()
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (7, 5))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "T4")
     assert KERNELS["triton"].refuses(bf16) == "needs compute capability 8.0, T4 has 7.5"
+    fused.too_old.cache_clear()
 
 
 def test_a_package_that_is_not_there_is_searched_for_once(monkeypatch):

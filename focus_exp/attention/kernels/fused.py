@@ -6,6 +6,7 @@ import importlib
 import math
 from dataclasses import dataclass
 from functools import cache
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -226,13 +227,13 @@ def groups_backward(
 
 
 def common(q: Tensor, k: Tensor, v: Tensor, call: Call) -> dict[str, Any]:
-    """Arguments of every kernel: strides, head sizes, how scores are made, and whether products are rounded."""
+    """Arguments of every kernel: strides, head sizes, how scores are made, and how float32 is multiplied."""
     heads, size = q.shape[1:]
     return call.units() | {
         "q_row": q.stride(0), "q_head": q.stride(1), "k_row": k.stride(0), "k_head": k.stride(1),
         "v_row": v.stride(0), "v_head": v.stride(1), "heads": heads, "HG": heads // k.shape[1],
         "D": size, "BD": max(16, power_of_two(size)), "LONG": len(q) > LONG_FROM,
-        "PRECISION": "ieee" if q.dtype == torch.float32 else "tf32",
+        "PRECISION": "tf32x3" if q.dtype == torch.float32 else "tf32",
     }  # fmt: skip
 
 
@@ -264,7 +265,7 @@ def kernels() -> Any:
     """The Triton kernels, imported where they are first needed."""
     groups = importlib.import_module("focus_exp.attention.kernels.groups")
     window = importlib.import_module("focus_exp.attention.kernels.window")
-    return type("Kernels", (), {**vars(groups), **vars(window)})
+    return SimpleNamespace(**{**vars(groups), **vars(window)})
 
 
 @cache
@@ -277,6 +278,7 @@ def found(package: str) -> str | None:
     return None
 
 
+@cache
 def too_old(needed: tuple[int, int]) -> str | None:
     """Why the device's compute capability is not enough."""
     if not torch.cuda.is_available() or torch.cuda.get_device_capability() >= needed:
