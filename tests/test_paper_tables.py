@@ -87,6 +87,15 @@ def test_what_no_measurement_has_is_not_selected():
         beside(replace(found, columns=(replace(found.columns[0], select={"mesure": "nll"}),)), Runs())
 
 
+def test_changes_are_from_full_attention(monkeypatch):
+    tables = paper_map()["tables"]
+    wrong = tables["table_dg"] | {"changes": {"ppl": {"from": "768", "heading": "PPL vs 768"}}}
+    changed = paper_map() | {"tables": tables | {"table_dg": wrong}}
+    monkeypatch.setattr("focus_exp.reporting.paper.paper_map", lambda: changed)
+    with pytest.raises(UserError, match="table_dg: changes: ppl: 768 is not full attention"):
+        paper_tables.__wrapped__()
+
+
 def test_proposed_experiments_are_there():
     there = {path.stem for path in (RECORDS.parent.parent / "conf" / "experiment").glob("*.yaml")}
     places = [place for found in paper_tables().values() for place in found.everywhere]

@@ -156,6 +156,8 @@ def paper_tables() -> dict[str, PaperTable]:
         columns: list[Column] = []
         for source in [source for source in paper_rows(name)[0] if source not in table.key]:
             rule = table.changes.get(source)
+            if rule and any(place.arm != "base" for place in table.rows.get(rule["from"], [])):
+                raise UserError(f"paper_map.yaml: {name}: changes: {source}: {rule['from']} is not full attention")
             columns += [replace(known[source], source=source)]
             columns += [change(source, rule["from"], rule["heading"])] if rule else []
         tables[name] = replace(table, name=name, columns=tuple(columns))
