@@ -9,6 +9,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import ClassVar
 
 import pytest
+from huggingface_hub import ModelCard
 from running import run, tiny
 
 from focus_exp import UserError, attach, load_adapter, push_to_hub, save_adapter
@@ -122,3 +123,12 @@ def test_the_command_line_takes_an_adapter_from_the_hub_as_from_a_folder(tmp_pat
     monkeypatch.setattr("focus_exp.assets.snapshot_download", lambda name, **_: fetched.append(name) or tmp_path)
     result = run(*tiny(tmp_path), "job=evaluate", f"adapter={REPO}@v1")
     assert fetched == [REPO] and f"{tmp_path} holds no {DESCRIPTION}" in result.err and result.code == 2
+
+
+def test_a_card_is_written_beside_an_adapter(tmp_path):
+    assert run(*tiny(tmp_path), "regime.steps=2").code == 0
+    (path,) = (tmp_path / "runs").rglob(f"adapter/{CARD}")
+    card = ModelCard.load(path)
+    assert card.data.library_name == "focus_exp" and card.data.base_model is None  # which no hub has
+    assert "| Focus hard k=1 |" in card.text and "not touched" in card.text and "groups 2" in card.text
+    assert run(*tiny(tmp_path), "job=evaluate", f"adapter={path.parent}", "eval.window=24").code == 0

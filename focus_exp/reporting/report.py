@@ -23,6 +23,8 @@ from focus_exp.reporting.tables import Table, all_tables
 from focus_exp.storage import replace_file
 
 __all__ = ["Report", "all_findings", "all_tables", "write_report"]
+ADAPTER, CARD = "adapter", "README.md"
+UNTOLD = ("name", "backend", "warm_start_blocks", "warm_start_steps", "calibration_blocks", "recluster_every")
 CONTINUATIONS, PASSAGE = "continuations.md", "passage.html"
 MEASURED = "groups/passage.json"
 DATA = re.compile(r'<script type="application/json" id="data">(.*?)</script>', re.DOTALL)
@@ -54,9 +56,28 @@ def write_report(record: Record, metrics: list[dict[str, Any]], folder: Path) ->
         files[CONTINUATIONS] = render(CONTINUATIONS, title=title(record), prompts=prompts)
     if record.groups:
         files[PASSAGE] = passage_page(record, measured_passage(folder))
+    if (folder / ADAPTER).is_dir():
+        files[f"{ADAPTER}/{CARD}"] = card(record)
     for name, text in files.items():
         replace_file(folder / name, text.encode())
     return Report(all_findings(record), all_tables(record), write_figures(record, metrics, folder / "figures"))
+
+
+def card(record: Record) -> str:
+    """What the hub shows of an adapter, and who is handed it reads first."""
+    attention = {key: value for key, value in record.config["attention"].items() if key not in UNTOLD}
+    return render(
+        "card.md",
+        title=title(record),
+        base=record.model,
+        hub_id=record.model.get("requested") if record.model.get("source") in ("hub", "hub_cache") else None,
+        data=record.data,
+        attention=attention,
+        trained=any(phase["train"] == "all" for phase in (record.setting("regime", "phases") or {}).values()),
+        causal=record.method.get("causal", True),
+        findings=all_findings(record),
+        tables=all_tables(record)[:1],
+    )
 
 
 def measured_passage(folder: Path) -> dict[str, Any]:
