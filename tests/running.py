@@ -143,6 +143,6 @@ def outcome(folder: Path) -> dict[str, Any]:
     record = json.loads((only_run(folder) / "record.json").read_text(encoding="utf-8"))
     for row in record["rows"]:
         del row["seconds"]
-    kept = ("status", "config_hash", "model", "method", "rows", "findings", "group_shares", "steps", "tokens_seen")
+    kept = ("status", "config_hash", "model", "method", "rows", "group_shares", "steps", "tokens_seen")
     weights = {path.name: path.read_bytes() for path in only_run(folder).rglob("*.safetensors")}
     return {"metrics": metrics_of(folder), "weights": weights, **{key: record[key] for key in kept}}
