@@ -18,9 +18,9 @@ from focus_exp.attention.selection import Selection, Sequence, by_head
 
 NEAR_BLOCK = 32  # at least so many queries share a stretch of keys
 NEAR_CHUNK = 1024  # queries of one call: what it touches should fit into a cache
-SEEN_BLOCK = 512  # queries that meet the keys before them all in one call without a mask
+SEEN_BLOCK = 768  # queries that meet the keys before them all in one call without a mask
 SEEN_LEAST = 128  # keys that such a call pays for
-DIAGONAL_BLOCK = 128  # queries of a call with a mask, half of which is wasted
+DIAGONAL_BLOCK = 192  # queries of a call with a mask, half of which is wasted
 EVERY, NONE = slice(None), slice(0, 0)
 
 

@@ -11,7 +11,7 @@ from focus_exp.attention.kernels.contract import Demand, Gradients, Kernel, Meet
 class CpuFlash(Kernel):
     """Takes grouped heads, gives the logsumexp, adds a bias.
 
-    Its own causal mode is not used: it computes whole blocks of 512 keys, half of a call with 1,024 tokens for nothing.
+    Its own causal mode is not used: it computes whole blocks of 512 keys, half as much again for 1,024 tokens.
     """
 
     name = "cpu-flash"
