@@ -177,9 +177,9 @@ def test_the_kernels_bound_counts_what_its_calls_compute(problem):
     calls = []
 
     class Counted(Math):
-        def forward(self, q, k, v, meeting, scaling, softcap):
+        def forward(self, q, k, v, drop, scaling, softcap):
             calls.append(q.shape[0] * q.shape[1] * k.shape[1])
-            return super().forward(q, k, v, meeting, scaling, softcap)
+            return super().forward(q, k, v, drop, scaling, softcap)
 
     sparse_attention(problem.q, problem.k, problem.v, problem.selection, problem.sequence, Counted(), **problem.options)
     _, sequence, _ = by_head(problem.selection, problem.sequence)

@@ -8,14 +8,13 @@ import torch
 from torch import Tensor
 
 from focus_exp.attention.heads import for_each_head
-from focus_exp.attention.kernels import KERNELS, Demand, Kernel, Meeting
+from focus_exp.attention.kernels import KERNELS, Demand, Kernel
 from focus_exp.attention.parts import share
 from focus_exp.attention.selection import Selection, Sequence, by_head, near_or_sink, row_blocks
 from focus_exp.attention.sparse import merge
 from focus_exp.attention.stores import Kind, Near, Pool
 
 BLOCK = 256  # queries at a time
-ALL_SEEN = Meeting()
 
 
 class GroupedCache:
@@ -135,7 +134,7 @@ class GroupedCache:
             size = queries.shape[1]
             keys, values, index, members = (x[:, : new + rows.stop] for x in near)
             keep = self.keep(index, members, rows, selection, sequence)
-            o, part = kernel.forward(queries, keys, values, Meeting(drop=~keep), scaling, softcap)
+            o, part = kernel.forward(queries, keys, values, ~keep, scaling, softcap)
             out, lse = o.flatten(0, 1).to(precision), part.flatten(0, 1).to(precision)
             read = int(keep.any(1).sum())
             for row, kind, far in self.far(rows, selection):
@@ -147,7 +146,7 @@ class GroupedCache:
                     allowed = sequence.allowed[row if len(sequence.allowed) > 1 else 0, 0, rows]
                     drop = ~allowed[reading][None, :, index]
                 asking = queries[row, reading][None]
-                o, part = kernel.forward(asking, keys[None], values[None], Meeting(drop=drop), scaling, softcap)
+                o, part = kernel.forward(asking, keys[None], values[None], drop, scaling, softcap)
                 merge(out, lse, row * size + reading, o[0].to(precision), part[0].to(precision))
                 read += len(index)
             self.pairs_read += read * size
@@ -177,14 +176,12 @@ class GroupedCache:
         )
         self.placed = self.length
         keys, values, index, _ = self.near.tensors
-        out, lse = kernel.forward(queries, keys, values, ALL_SEEN, scaling, softcap)
+        out, lse = kernel.forward(queries, keys, values, None, scaling, softcap)
         out = out.to(lse.dtype)
         read = index.numel()
         for row, _, far in self.far(slice(0, 1), selection):
             keys, values, index = self.pool.tensors
-            o, part = kernel.forward(
-                queries[row : row + 1], keys[None, far], values[None, far], ALL_SEEN, scaling, softcap
-            )
+            o, part = kernel.forward(queries[row : row + 1], keys[None, far], values[None, far], None, scaling, softcap)
             merge(out[row], lse[row], slice(None), o[0].to(lse.dtype), part[0])
             read += far.stop - far.start
         self.pairs_read += read

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from focus_exp.attention.heads import for_each_head
-from focus_exp.attention.kernels import Backend, Fused, Kernel, Meeting, Whole
+from focus_exp.attention.kernels import Backend, Fused, Kernel, Whole
 from focus_exp.attention.parts import Part, Rows, Stretches, Tokens, near_parts, parts, rows_of
 from focus_exp.attention.selection import Selection, Sequence
 
@@ -151,7 +151,7 @@ class SparseAttention(torch.autograd.Function):
 
 def of_call(plan: Plan, q: Tensor, k: Tensor, v: Tensor, drop: Tensor | None) -> tuple[Tensor, Tensor]:
     """Output `[rows, H, D]` and logsumexp `[rows, H]` of one call, float32 at least."""
-    o, lse = plan.kernel.forward(q, k, v, Meeting(drop=drop), plan.scaling, plan.softcap)
+    o, lse = plan.kernel.forward(q, k, v, drop, plan.scaling, plan.softcap)
     return o.flatten(0, 1).to(lse.dtype), lse.flatten(0, 1)
 
 
@@ -200,7 +200,7 @@ class Backward:
             for few, seen, drop in calls:
                 whole = Whole(grad[:, few], out[:, few], lse[:, few])
                 gradients = plan.kernel.backward(
-                    queries[:, few], keys[:, seen], values[:, seen], whole, Meeting(drop=drop),
+                    queries[:, few], keys[:, seen], values[:, seen], whole, drop,
                     plan.scaling, plan.softcap,
                 )  # fmt: skip
                 for total, index, gradient in zip(

@@ -115,6 +115,7 @@ def fit_values(row: GroupLayer) -> dict[str, Any]:
 PHASE_VALUES = ("perplexity", "perplexity_low", "perplexity_high", "nll", "delta_nll", "largest_group", "causal")
 CASE_VALUES = (
     *("clock", "tokens", "groups", "assignment", "top_k", "pair_rule", "window", "dtype", "pairs_kept", "bound"),
+    *("pairs_computed", "kernel_bound"),
 )
 TIMED_VALUES = (
     *("largest_group", "full_kernel", "path", "repeats", "full_seconds", "focus_seconds", "ratio"),

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from focus_exp.attention.focus import Focus
-from focus_exp.attention.kernels import Backend, Kernel, Meeting
+from focus_exp.attention.kernels import Backend, Kernel
 from focus_exp.attention.kernels.fused import Call, Triton
 from focus_exp.attention.kernels.layout import Plan
 from focus_exp.attention.parts import Tokens, pairs_computed, parts, rows_of
@@ -99,7 +99,7 @@ class Contender:
         q, k, v = (x.transpose(1, 2).flatten(0, 1) for x in (tensors.q, tensors.k, tensors.v))
         tokens, kernel = Tokens.of(self.selection, self.sequence, sinks), self.kernel
         gathered = [
-            (asking[:, some], keys[:, seen], values[:, seen], Meeting(drop=drop))
+            (asking[:, some], keys[:, seen], values[:, seen], drop)
             for part in parts(tokens, window)
             for keys, values in [(rows_of(k, part.keys), rows_of(v, part.keys))]
             for queries, calls in part.blocks

@@ -1,13 +1,13 @@
 """Kernels of the sparse path: which there are, and which one serves."""
 
-from focus_exp.attention.kernels.contract import Backend, CannotServe, Demand, Fused, Kernel, Meeting, Whole
+from focus_exp.attention.kernels.contract import Backend, CannotServe, Demand, Fused, Kernel, Whole
 from focus_exp.attention.kernels.cpu import CpuFlash
 from focus_exp.attention.kernels.cuda import FlashAttn, TorchFlash
 from focus_exp.attention.kernels.fused import Triton
 from focus_exp.attention.kernels.plain import Math
 
 __all__ = [
-    "KERNELS", "Backend", "CannotServe", "Demand", "Fused", "Kernel", "Math", "Meeting", "Whole", "available", "choose",
+    "KERNELS", "Backend", "CannotServe", "Demand", "Fused", "Kernel", "Math", "Whole", "available", "choose",
 ]  # fmt: skip
 
 # in the order in which "auto" prefers them; math is there to be compared with

@@ -5,31 +5,30 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from focus_exp.attention.kernels.contract import Demand, Gradients, Kernel, Meeting, Whole
+from focus_exp.attention.kernels.contract import Demand, Gradients, Kernel, Whole
 
 
 class Math(Kernel):
     """For every device, dtype and softcap; a part's scores stand in memory."""
 
     name = "math"
-    takes = "blocks"
 
     def refuses(self, demand: Demand) -> str | None:
         return None
 
     def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, meeting: Meeting, scaling: float, softcap: float | None
+        self, q: Tensor, k: Tensor, v: Tensor, drop: Tensor | None, scaling: float, softcap: float | None
     ) -> tuple[Tensor, Tensor]:
-        s, _ = self.scores(q, k, meeting, scaling, softcap)
+        s, _ = self.scores(q, k, drop, scaling, softcap)
         lse = s.logsumexp(-1)  # [blocks, G, H/G, t]
         p = torch.exp(s - lse.masked_fill(lse == float("-inf"), 0.0)[..., None])
         o = p.to(v.dtype) @ v.transpose(1, 2)[:, :, None]
         return o.flatten(1, 2).transpose(1, 2), lse.flatten(1, 2).transpose(1, 2)
 
     def backward(
-        self, q: Tensor, k: Tensor, v: Tensor, whole: Whole, meeting: Meeting, scaling: float, softcap: float | None
+        self, q: Tensor, k: Tensor, v: Tensor, whole: Whole, drop: Tensor | None, scaling: float, softcap: float | None
     ) -> Gradients:
-        s, slope = self.scores(q, k, meeting, scaling, softcap)
+        s, slope = self.scores(q, k, drop, scaling, softcap)
         split = (k.shape[2], -1)
         g, o, queries = (x.transpose(1, 2).unflatten(1, split).to(s.dtype) for x in (whole.grad, whole.out, q))
         keys, values = (x.transpose(1, 2)[:, :, None].to(s.dtype) for x in (k, v))
@@ -41,7 +40,7 @@ class Math(Kernel):
         return dq.transpose(1, 2), dk.transpose(1, 2), dv.transpose(1, 2)
 
     def scores(
-        self, q: Tensor, k: Tensor, meeting: Meeting, scaling: float, softcap: float | None
+        self, q: Tensor, k: Tensor, drop: Tensor | None, scaling: float, softcap: float | None
     ) -> tuple[Tensor, Tensor | float]:
         """Scores `[blocks, G, H/G, t, s]`, -inf where masked, and their slope under the softcap."""
         precision = torch.promote_types(q.dtype, torch.float32)
@@ -51,4 +50,4 @@ class Math(Kernel):
         if softcap is not None:
             squashed = torch.tanh(s / softcap)
             s, slope = softcap * squashed, 1 - squashed**2
-        return s if meeting.drop is None else s.masked_fill(meeting.drop[:, None, None], float("-inf")), slope
+        return s if drop is None else s.masked_fill(drop[:, None, None], float("-inf")), slope
