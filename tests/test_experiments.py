@@ -10,7 +10,7 @@ from running import fitting, run, tiny
 
 from focus_exp.checks import parse
 from focus_exp.config import GROUPS, register_schemas
-from focus_exp.records.record import Record
+from focus_exp.records.comparison import load_run
 
 CONF = Path(__file__).parent.parent / "conf"
 EXPERIMENTS = sorted(path.stem for path in (CONF / "experiment").glob("*.yaml"))
@@ -71,7 +71,7 @@ def test_experiment_runs_on_a_tiny_model(tmp_path, name, model):
     result = run(f"+experiment={name}", *fitting(*small, f"attention={plain.attention.name}"), *arms)
     assert result.code == 0, result.err
     assert {path.relative_to(tmp_path / "runs").parts[0] for path in tmp_path.rglob("record.json")} == {name}
-    records = [Record.load(path) for path in tmp_path.rglob("record.json")]
+    records = [load_run(path.parent) for path in tmp_path.rglob("record.json")]
     assert len(records) == 1 + len(plain.arms)
     for record in records:
         assert (record.status, record.experiment) == ("finished", name)
