@@ -14,7 +14,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from running import Result, full_disk_at, metrics_of, only_run, outcome, record_of, router_steps, run, tiny
+from running import Result, fitting, full_disk_at, metrics_of, only_run, outcome, record_of, router_steps, run, tiny
 from safetensors.numpy import load_file
 
 from focus_exp.data import ResumableLoader
@@ -114,9 +114,12 @@ def pair(folder):
         with pytest.MonkeyPatch.context() as patch:
             stop_at(patch, phase, step)
             assert (
-                run(*tiny(folder, name), *commands[name][0], "trainer.num_nodes=1", "trainer.strategy=auto").code == 143
+                run(
+                    *fitting(*tiny(folder, name), *commands[name][0]), "trainer.num_nodes=1", "trainer.strategy=auto"
+                ).code
+                == 143
             )
-    both = launch([([*tiny(folder, name), *job], stop) for name, (job, stop) in commands.items()])
+    both = launch([(fitting(*tiny(folder, name), *job), stop) for name, (job, stop) in commands.items()])
     return dict(zip(commands, zip(*both, strict=True), strict=True))
 
 
@@ -127,7 +130,7 @@ def one(folder):
 
     def runs(name):
         if name not in done:
-            assert run(*tiny(folder, f"{name}-one"), *JOBS[name]).code == 0
+            assert run(*fitting(*tiny(folder, f"{name}-one"), *JOBS[name])).code == 0
             done[name] = folder / f"{name}-one"
         return done[name]
 
@@ -294,7 +297,7 @@ def test_a_step_that_cannot_be_split_is_refused(pair):
     ],
 )
 def test_settings_that_exclude_each_other_are_refused(tmp_path, asked, message):
-    refused = run(*tiny(tmp_path), *asked)
+    refused = run(*fitting(*tiny(tmp_path), *asked))
     assert refused.code == 2 and message in refused.err
 
 
@@ -314,8 +317,8 @@ GPU = ("trainer.accelerator=gpu", "trainer.devices=1")
 @pytest.mark.parametrize("more", [(), ("trainer.cpu_offload=true",)], ids=["on the GPU", "offloaded"])
 @pytest.mark.parametrize("job", ["retrofit", "finetune"])
 def test_a_sharded_model_on_one_gpu_computes_what_a_whole_one_does(tmp_path, job, more):
-    assert run(*tiny(tmp_path, "whole"), *JOBS[job], *GPU).code == 0
-    assert run(*tiny(tmp_path, "sharded"), *JOBS[job], *GPU, "trainer.strategy=fsdp", *more).code == 0
+    assert run(*fitting(*tiny(tmp_path, "whole"), *JOBS[job]), *GPU).code == 0
+    assert run(*fitting(*tiny(tmp_path, "sharded"), *JOBS[job]), *GPU, "trainer.strategy=fsdp", *more).code == 0
     losses, expected = ([line["loss"] for line in metrics_of(tmp_path / name)] for name in ("sharded", "whole"))
     assert losses == pytest.approx(expected, abs=1e-4)
 

@@ -409,7 +409,7 @@ def test_any_router_is_described_and_one_that_reads_the_future_is_named(tmp_path
     result = run(*tiny(tmp_path), *JOB, "attention.groups=5", *settings)
     assert result.code == 0, result.err
     assert ("Warning: this router reads the future" in result.out) == future
-    assert (only_run(tmp_path) / "table.md").read_text().count("reads the future") == future
+    assert ("reads the future" in (only_run(tmp_path) / "table.md").read_text()) == future
     for layer in json.loads((only_run(tmp_path) / "groups" / "passage.json").read_text())["layers"]:
         assert len(layer["query_groups"]) == len(layer["key_groups"]) == 24
 

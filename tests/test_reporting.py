@@ -121,7 +121,7 @@ def test_nan_survives_in_strict_json(tmp_path):
     [
         (lambda text: text[:-20], "not a readable record"),
         (lambda text: "[]", "schema version list"),
-        (lambda text: text.replace('"schema_version": 1', '"schema_version": 99'), "schema version 99"),
+        (lambda text: text.replace('"schema_version": 2', '"schema_version": 99'), "schema version 99"),
         (lambda text: text.replace('"seed"', '"sead"'), "sead: Unexpected keyword"),
         (
             lambda text: text.replace('"causal": true', '"causal": "yes"'),
@@ -293,7 +293,7 @@ def test_an_offline_run_holds_the_table_and_the_scalars(tmp_path, monkeypatch):
 
     for name in ("WANDB_DIR", "WANDB_CACHE_DIR", "WANDB_CONFIG_DIR", "WANDB_DATA_DIR"):
         monkeypatch.setenv(name, str(tmp_path))
-    record = make_record(make_row(), FAILED, findings=["worse"], seed=7)
+    record = make_record(make_row(), FAILED, seed=7)
     table = table_of(record, "quality")
     options = logging.init_options(CONFIG)
     assert options == {

@@ -7,7 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from focus_exp.config import Config
+from focus_exp.reporting.figure1 import points, write_pareto
 from focus_exp.reporting.gather import gather
+from focus_exp.reporting.tables import all_tables
 from focus_exp.reporting.wandb import log_tables, wandb_mode
 from focus_exp.reporting.whole_report import require_records, sections
 from focus_exp.reporting.workspace import REPORT, need_library, push, report, workspaces, write_specs
@@ -21,14 +23,12 @@ def dashboard(config: Config) -> None:
     top = Path(config.runs_dir)
     folder = Path(config.report.folder or top / "report") / "dashboard"
     runs = require_records(gather(top, config.scale.name), top)
-    shown = sections(runs, top, folder)
-    parts = [part for part in shown if part.part != "Runs"]
-    tables = [table for part in parts for table in part.tables]
+    tables = [table for part in sections(runs, top, folder) for table in part.tables]
     experiments: dict[str, list[str]] = {}
-    for (_, record), part in zip(runs.found, [part for part in shown if part.part == "Runs"], strict=True):
+    for record in runs.records:
         names = experiments.setdefault(record.experiment, [])
-        names += [table.name for table in part.tables if table.name not in names]
-    figures = {path.stem: path for part in parts for path in part.figures}
+        names += [table.name for table in all_tables(record) if table.name not in names]
+    figures = write_pareto(points(runs), folder / "figures")
     mode, project = wandb_mode(config.logger.wandb), config.logger.wandb_project
     entity = config.logger.wandb_entity or (default_entity() if mode == "online" else NOWHERE)
     views = workspaces(entity, project)

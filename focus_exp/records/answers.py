@@ -80,8 +80,3 @@ def phases(record: Record) -> Iterator[Phase]:
             hard = rows.get("hard") or (row_of(record, arm.name) if len(last) == 1 else None)
             trains = trained.get(name, {}).get("train", name)
             yield Phase(arm, name, trains, probe, rows.get("soft"), hard)
-
-
-def phase_of(record: Record, arm: str, *, full: bool) -> Phase | None:
-    """The phase of `arm` that trained everything, or the router alone."""
-    return next((phase for phase in phases(record) if phase.arm.name == arm and phase.full == full), None)

@@ -96,8 +96,8 @@ def renew(top: Path) -> None:
     """Write tables, figures and the report below `top` anew from the numbers of their records."""
     for folder, record in _published(top):
         write_report(record, load_metrics(folder, record), folder)
-        for picture in (folder / "figures").glob("*.png"):  # the same as the SVG beside it
-            picture.unlink()
     if (top / NAME).is_dir():
         with aside(top / NAME) as new:  # without the tables of runs that are gone
             write_report_of(top, new)
+    for picture in top.rglob("figures/*.png"):  # the same as the SVG beside it
+        picture.unlink()
