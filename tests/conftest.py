@@ -13,10 +13,13 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import settings
 from omegaconf import OmegaConf
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 torch.set_num_threads(1)
+settings.register_profile("untimed", deadline=None)
+settings.load_profile("untimed")
 
 ZOO = Path(__file__).parent.parent / "conf" / "model"
 FAMILIES = ["gpt2", "llama", "mistral", "qwen2", "olmo2", "gemma2", "gemma3"]

@@ -85,7 +85,7 @@ def cases(draw: st.DrawFn) -> Case:
     ids=["float64", "float32", "bfloat16"],
 )
 @given(case=cases())
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 def test_blocked_attention_and_its_gradients_are_the_oracles(dtype, tolerance, of_gradients, case):
     case.tensors = [t.to(dtype).double() for t in case.tensors]
     fast = case.run(blocked_attention, dtype, block=case.block)
@@ -113,7 +113,7 @@ def distances_to_hard(gate_kind: str, threshold: float, one_hot: Tensor) -> list
 
 
 @given(seed=SEEDS, groups=st.integers(2, 6))
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 def test_log_gate_becomes_the_hard_mask_and_the_papers_gate_does_not(seed, groups):
     """Trap 2: a multiplied score of 0 still weighs e^0, and at threshold 0 the score is only halved."""
     torch.manual_seed(seed)
@@ -126,7 +126,7 @@ def test_log_gate_becomes_the_hard_mask_and_the_papers_gate_does_not(seed, group
 
 
 @given(seed=SEEDS, groups=st.integers(2, 8), data=st.data())
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 def test_query_topk_keeps_exactly_k_of_K_when_key_groups_are_balanced(seed, groups, data):
     top_k = data.draw(st.integers(1, groups))
     torch.manual_seed(seed)
@@ -141,7 +141,7 @@ def test_query_topk_keeps_exactly_k_of_K_when_key_groups_are_balanced(seed, grou
 
 
 @given(seed=SEEDS, groups=st.integers(2, 8), data=st.data())
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 def test_share_keeps_every_pair_once_2k_exceeds_K(seed, groups, data):
     """Trap 3: k = 3 of 4 is full attention under another name; so is k = K under either rule."""
     torch.manual_seed(seed)
@@ -155,7 +155,7 @@ def test_share_keeps_every_pair_once_2k_exceeds_K(seed, groups, data):
 
 
 @given(case=cases(), block=st.sampled_from([1, 5, 512]))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_pair_counts_are_those_of_counting_one_by_one(case, block):
     sequence, window, sinks = case.sequence, case.options["window"], case.options["sinks"]
     batch, length = sequence.start.shape
@@ -185,7 +185,7 @@ def test_ties_go_to_the_lowest_index():
 
 
 @given(seed=SEEDS, groups=st.integers(2, 8), normalize=st.booleans())
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 def test_router_holds_ER_plus_KR_numbers_and_scores_in_float32(seed, groups, normalize):
     router = Router(48, groups, 16, normalize)
     assert sum(p.numel() for p in router.parameters()) == 48 * 16 + groups * 16
@@ -195,7 +195,7 @@ def test_router_holds_ER_plus_KR_numbers_and_scores_in_float32(seed, groups, nor
 
 
 @given(seed=SEEDS, groups=st.integers(2, 8), spread=st.floats(0.1, 2))
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 def test_balance_is_what_sinkhorn_converges_to_and_ignores_padding(seed, groups, spread):
     torch.manual_seed(seed)
     logits = spread * torch.randn(1, 200, groups, dtype=torch.float64) + 2 * torch.randn(groups, dtype=torch.float64)
@@ -214,7 +214,7 @@ def test_balance_is_what_sinkhorn_converges_to_and_ignores_padding(seed, groups,
 
 
 @given(seed=SEEDS, groups=st.integers(2, 8))
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 def test_sharpened_balance_evens_the_counts_of_the_hard_assignment(seed, groups):
     torch.manual_seed(seed)
     logits = torch.randn(1, 800, groups) + 2 * torch.randn(groups)
@@ -224,7 +224,7 @@ def test_sharpened_balance_evens_the_counts_of_the_hard_assignment(seed, groups)
 
 
 @given(seed=SEEDS, shift=st.integers(1, 30))
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=10)
 def test_balanced_groups_follow_each_batch_in_training_and_the_token_alone_afterwards(seed, shift):
     torch.manual_seed(seed)
     method, h = Focus.of(SHAPE, sinkhorn_iterations=100), torch.randn(2, 60, 8)
@@ -243,7 +243,7 @@ def test_balanced_groups_follow_each_batch_in_training_and_the_token_alone_after
     seed=SEEDS, raw=st.lists(st.floats(0.1, 1), min_size=2, max_size=6), layer=st.integers(0, 40),
     top_k=st.integers(1, 2),
 )  # fmt: skip
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 def test_random_groups_meet_their_shares(seed, raw, layer, top_k):
     shares = torch.tensor(raw) / sum(raw)
     method = RandomGroups.of(LayerShape(8, 2, 4, layer), groups=len(raw), seed=seed, shares=shares, top_k=top_k)

@@ -94,7 +94,7 @@ def test_long_chunks_after_a_long_past(tiny_model, family):
     sinks=st.integers(0, 3),
     family=st.sampled_from(["gpt2", "llama", "gemma2"]),
 )
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 def test_any_split_of_a_padded_batch_gives_the_same_logits(sizes, padding, rule, window, sinks, family):
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
@@ -112,7 +112,7 @@ def test_any_split_of_a_padded_batch_gives_the_same_logits(sizes, padding, rule,
 
 
 @given(data=st.data(), sizes=st.lists(st.integers(1, 9), min_size=2, max_size=9))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_steps_of_any_groups_are_the_oracle(data, sizes):
     """Groups of each key/value head's own and of keys' own too, rows of different lengths, rows chosen anew."""
     torch.manual_seed(data.draw(st.integers(0, 10_000)))

@@ -27,7 +27,7 @@ def stream_of(lengths: list[int]) -> TokenStream:
 
 
 @given(st.lists(st.integers(1, 40), min_size=1, max_size=8), st.integers(2, 12), st.booleans())
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_training_blocks_hold_every_token_once_in_order(lengths, block_size, with_bos):
     stream = stream_of(lengths)
     text = block_size - with_bos
@@ -47,7 +47,7 @@ def test_training_blocks_hold_every_token_once_in_order(lengths, block_size, wit
 
 
 @given(st.lists(st.integers(1, 60), min_size=1, max_size=6), st.integers(3, 12), st.integers(1, 11), st.booleans())
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 def test_evaluation_scores_each_token_once(lengths, block_size, stride, with_bos):
     stream = stream_of(lengths)
     text = block_size - with_bos

@@ -348,7 +348,7 @@ def test_routers_are_trained_on_a_quantised_base(tmp_path, tiny_model, quantizat
     blocks=st.integers(1, 80),
     seed=st.integers(0, 9),
 )
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 def test_every_step_has_the_same_blocks_over_any_number_of_processes(batch_size, accumulate, world_size, blocks, seed):
     step = batch_size * accumulate
     if blocks < step:
@@ -379,7 +379,7 @@ def test_every_step_has_the_same_blocks_over_any_number_of_processes(batch_size,
 
 
 @given(worlds=st.tuples(st.sampled_from([1, 2, 4]), st.sampled_from([1, 2, 4])), steps=st.integers(0, 4))
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 def test_another_number_of_processes_goes_on_with_the_next_step(worlds, steps):
     before, after = worlds
 

@@ -48,7 +48,7 @@ def random_losses(windows: int, length: int, seed: int) -> np.ndarray:
 
 
 @given(stride=st.integers(1, 15), with_bos=st.booleans(), batch_size=st.integers(1, 5), seed=SEEDS)
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=12)
 def test_each_token_is_scored_once_by_the_cross_entropy_given_its_window_so_far(
     tiny, stride, with_bos, batch_size, seed
 ):
@@ -132,7 +132,6 @@ def test_the_mean_of_no_tokens_is_none():
 
 
 @given(length=st.integers(2, 5000), window=st.integers(0, 6000), seed=SEEDS)
-@settings(deadline=None)
 def test_position_bins_partition_the_scored_tokens(length, window, seed):
     nll = random_losses(2, length, seed)
     bins = by_position(nll, window)
@@ -157,7 +156,6 @@ def test_a_position_bin_begins_where_the_attention_window_ends(length, window):
 
 
 @given(windows=st.integers(2, 30), seed=SEEDS)
-@settings(deadline=None)
 def test_the_bootstrap_interval_contains_the_mean_and_follows_from_the_seed(windows, seed):
     sums, counts = window_sums(random_losses(windows, 20, seed))
     low, high = Bootstrap(windows, 400, seed).interval(sums, counts)
@@ -185,7 +183,7 @@ def test_the_bootstrap_interval_shrinks_with_the_root_of_the_windows():
 
 
 @given(seed=SEEDS)
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 def test_resamples_are_shared_so_that_a_constant_difference_has_no_width(seed):
     nll = random_losses(9, 12, seed)
     bootstrap = Bootstrap(9, 50, seed)

@@ -50,7 +50,7 @@ def entropy(*columns: np.ndarray) -> float:
 
 
 @given(labelled)
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 def test_purity_and_mutual_information_are_what_they_are_defined_as(problem):
     groups, labels = problem
     most = [Counter(labels[groups == g].tolist()).most_common(1)[0][1] for g in set(groups.tolist())]
@@ -72,14 +72,14 @@ def test_adjusted_information_takes_off_what_every_order_of_the_groups_would_giv
 
 
 @given(labelled, st.permutations(range(5)))
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 def test_agreement_does_not_hang_on_the_names_of_groups(problem, names):
     groups, _ = problem
     assert agreement(groups, np.array(names)[groups]) == pytest.approx(1.0)
 
 
 @given(labelled, st.integers(0, 9))
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 def test_chance_has_the_same_sizes(problem, seed):
     groups, labels = problem
     drawn = shuffled(groups, seed)
@@ -97,7 +97,7 @@ def test_what_stands_out_adds_up_to_the_divergence():
 
 
 @given(st.text(alphabet=st.characters(exclude_categories=["Cs"]), min_size=1, max_size=40))
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 def test_pieces_are_the_text_and_characters_stand_at_their_last_byte(text):
     tokenizer = byte_tokenizer()
     tokens = tokenizer(text)["input_ids"]
@@ -211,7 +211,7 @@ def test_attention_that_was_cut_is_the_bases_own(tiny_model, family):
 
 
 @given(st.data())
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 def test_listed_pairs_are_the_highest_with_no_key_twice(data):
     length, number = data.draw(st.integers(1, 12)), data.draw(st.integers(0, 6))
     values = st.lists(st.sampled_from([-1.0, 0.0, 0.1, 0.2, 0.5, 0.9]), min_size=length, max_size=length)

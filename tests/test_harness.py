@@ -205,7 +205,7 @@ def test_lm_eval_left_to_itself_pads_without_a_mask(tiny_model):
 
 
 @given(REQUESTS)
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 def test_answers_are_those_of_every_request_by_itself(requests):
     model = MODEL()
     lm = live(model, batch_size=3)
@@ -532,7 +532,6 @@ def tokenizers_with_bos():
     return tokenizer
 
 
-@settings(deadline=None)
 @given(st.lists(st.tuples(st.sampled_from([0.0, 1.0]), st.sampled_from([0.0, 1.0])), min_size=3, max_size=30))
 def test_differences_of_hits_never_claim_certainty(pairs):
     ours, theirs = ({str(i): float(pair[side]) for i, pair in enumerate(pairs)} for side in (0, 1))

@@ -55,7 +55,7 @@ def places(words: list[str], wanted: list[str]) -> list[int]:
 
 
 @given(SHAPES)
-@settings(max_examples=8, deadline=None)
+@settings(max_examples=8)
 def test_the_last_word_stands_in_the_passage_but_not_within_the_window(shape):
     items = items_of("last_word", shape)
     assert items
@@ -69,7 +69,7 @@ def test_the_last_word_stands_in_the_passage_but_not_within_the_window(shape):
 
 
 @given(SHAPES)
-@settings(max_examples=8, deadline=None)
+@settings(max_examples=8)
 def test_only_the_right_continuation_goes_on_where_the_passage_ends(shape):
     items = items_of("continuation", shape)
     assert len(items) == ITEMS and {item["answer"] for item in items} == set(range(CHOICES))
@@ -84,7 +84,7 @@ def test_only_the_right_continuation_goes_on_where_the_passage_ends(shape):
 
 
 @given(SHAPES)
-@settings(max_examples=8, deadline=None)
+@settings(max_examples=8)
 def test_keys_are_told_once_beyond_the_window_at_every_depth(shape):
     items = items_of("passkey", shape)
     assert [item["depth"] for item in items[: len(DEPTHS)]] == list(DEPTHS)
@@ -98,7 +98,7 @@ def test_keys_are_told_once_beyond_the_window_at_every_depth(shape):
 
 
 @given(SHAPES)
-@settings(max_examples=8, deadline=None)
+@settings(max_examples=8)
 def test_the_right_choice_is_the_key_of_who_is_asked_for(shape):
     items = items_of("multi_key", shape)
     # neither the order of the choices nor the place of the key gives the other away
@@ -112,7 +112,7 @@ def test_the_right_choice_is_the_key_of_who_is_asked_for(shape):
 
 
 @given(SHAPES)
-@settings(max_examples=8, deadline=None)
+@settings(max_examples=8)
 def test_what_is_to_be_copied_stands_beyond_the_window(shape):
     for item in items_of("copying", shape):
         words, target = item["context"].split(), item["target"].split()
@@ -122,7 +122,7 @@ def test_what_is_to_be_copied_stands_beyond_the_window(shape):
 
 
 @given(SHAPES)
-@settings(max_examples=8, deadline=None)
+@settings(max_examples=8)
 def test_induction_asks_for_what_followed_the_same_words_before(shape):
     for item in items_of("induction", shape):
         words = item["context"].split()

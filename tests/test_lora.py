@@ -139,7 +139,7 @@ def test_it_computes_the_papers_equation(tiny_model, family, rank, alpha, dora):
 
 @pytest.mark.parametrize("family", ["gpt2", "llama"])
 @given(data=st.data(), rank=st.integers(1, 6), dora=st.booleans())
-@settings(deadline=None, max_examples=15)
+@settings(max_examples=15)
 def test_as_many_numbers_as_the_formula_says(family, data, rank, dora):
     targets = data.draw(st.lists(st.sampled_from(LINEAR[family]), min_size=1, unique=True))
     model = build(f"tiny_{family}")
@@ -149,7 +149,7 @@ def test_as_many_numbers_as_the_formula_says(family, data, rank, dora):
 
 @pytest.mark.parametrize("family", ["gpt2", "llama", "gemma3"])
 @given(budget=st.integers(0, 30_000), dora=st.booleans())
-@settings(deadline=None, max_examples=10)
+@settings(max_examples=10)
 def test_without_a_rank_no_other_comes_closer_to_the_budget(family, budget, dora):
     model = adapted(build(f"tiny_{family}"), budget, rank=None, dora=dora)
     rank = describe_lora(model)["rank"]

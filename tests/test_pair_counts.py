@@ -41,7 +41,7 @@ def selections(draw, batch, length):
 
 
 @given(st.integers(1, 2), st.integers(1, 40), st.integers(0, 50), st.integers(0, 5), st.data())
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 def test_pairs_are_those_of_the_masks(batch, length, window, sinks, data):
     selection = data.draw(selections(batch, length))
     sequence = random_sequence(data.draw(st.sampled_from(["plain", "left", "right", "packed"])), batch, length)

@@ -253,7 +253,7 @@ def trained():
 
 
 @given(st.sampled_from(["retrofit", "finetune"]), st.integers(1, 6))
-@settings(deadline=None, max_examples=15)
+@settings(max_examples=15)
 def test_sharding_leaves_each_gpu_less(trained, regime, power):
     estimate, gpus = trained[regime], 2**power
     single, ddp, sharded, wider, offloaded = (

@@ -53,7 +53,7 @@ def test_peak_memory_sees_what_a_work_holds():
 
 
 @given(st.integers(1, 200), st.sampled_from([1, 2, 5]), st.integers(1, 2), st.sampled_from(["query_topk", "share"]))
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 def test_balanced_groups_are_equal_in_size_and_their_pairs_counted(length, groups, top_k, rule):
     top_k = min(top_k, groups)
     selection = balanced(groups, length, top_k, rule).selection(length, CPU)

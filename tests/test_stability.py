@@ -86,7 +86,6 @@ distributions = st.integers(2, 8).flatmap(
 
 
 @given(distributions)
-@settings(deadline=None)
 def test_losses_are_least_at_balance_and_at_certainty(logits):
     g = torch.tensor(logits, dtype=torch.float64).softmax(-1)
     k = g.shape[-1]
@@ -172,7 +171,7 @@ def test_centroids_follow_the_means_of_their_tokens():
 
 
 @given(st.integers(1, 6), st.integers(0, 10_000))
-@settings(deadline=None, max_examples=30)
+@settings(max_examples=30)
 def test_kmeans_finds_clusters_that_are_there(groups, seed):
     generator = torch.Generator().manual_seed(seed)
     centres = 100 * torch.eye(8)[torch.randperm(8, generator=generator)[:groups]]
@@ -316,7 +315,6 @@ def test_the_probe_measures_what_it_says():
 
 
 @given(st.lists(st.integers(0, K - 1), min_size=1, max_size=30), st.permutations(range(K)), st.integers(0, 99))
-@settings(deadline=None)
 def test_renaming_groups_costs_no_stability(groups, names, seed):
     now = torch.tensor([groups])
     renamed = torch.tensor(names)[now]

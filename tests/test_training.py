@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from focus_exp import attach
@@ -158,7 +158,6 @@ def test_gates_steepen_from_the_first_step_to_the_last(tiny_model, tmp_path, sta
 
 
 @given(warmup=st.integers(0, 40), steps=st.integers(1, 200))
-@settings(deadline=None)
 def test_the_learning_rate_warms_up_to_its_peak_and_falls_to_a_tenth(warmup, steps):
     phase = schema.PhaseConfig(steps=warmup + steps, learning_rate=1.0, warmup_steps=warmup)
     scales = [learning_rate_scale(step, phase) for step in range(phase.steps + 1)]

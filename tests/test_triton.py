@@ -115,13 +115,13 @@ def check(problem: Problem, kernel: Triton, dtype: torch.dtype = torch.float32, 
 
 
 @given(problem=problems())
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=10)
 def test_the_kernels_are_the_oracle_in_outputs_and_gradients(problem):
     check(problem, Triton())
 
 
 @given(problem=problems(one_group=True))
-@settings(max_examples=4, deadline=None)
+@settings(max_examples=4)
 def test_so_are_groups_by_a_flash_kernel_and_the_window_beside_them(problem):
     check(problem, GroupsOnTheCPU())
 
@@ -157,7 +157,7 @@ def test_a_key_value_head_can_have_groups_of_its_own(monkeypatch):
 
 
 @given(problem=problems())
-@settings(max_examples=5, deadline=None)
+@settings(max_examples=5)
 def test_the_logsumexp_is_that_of_all_kept_pairs(problem):
     problem.options["softcap"] = None
     q, k, v, *_ = problem.tensors
@@ -174,7 +174,7 @@ def test_the_logsumexp_is_that_of_all_kept_pairs(problem):
 
 
 @given(st.integers(1, 3), st.integers(1, 40), st.data())
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_the_lists_name_every_distant_pair_of_a_group_once(batch, length, data):
     torch.manual_seed(data.draw(st.integers(0, 10_000)))
     groups, window = data.draw(st.integers(1, 6)), data.draw(st.sampled_from([0, 3, 50]))

@@ -13,12 +13,11 @@ from urllib.parse import SplitResult, urlsplit
 
 from focus_exp.errors import UserError
 from focus_exp.records.record import Record
+from focus_exp.reporting.findings import all_findings
+from focus_exp.reporting.tables import Table
 
 if TYPE_CHECKING:
     from wandb import Run
-
-    from focus_exp.reporting.findings import all_findings
-from focus_exp.reporting.tables import Table
 
 MODES = ("online", "offline", "disabled", "shared")
 ROW_SCALARS = (
