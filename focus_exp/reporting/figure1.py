@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 
 from matplotlib.figure import Figure
@@ -56,6 +57,7 @@ class Point:
         return all(map(self.entry.causal, self.entry.runs))
 
 
+@lru_cache(maxsize=2)
 def points(runs: Runs) -> list[Point]:
     """Every method of table 1, then Focus with more groups a query as table 7 has it."""
     one, seven = (paper_tables()[name] for name in ("table1_retrofit", "table7_topk"))

@@ -13,7 +13,7 @@ from focus_exp.records.metrics import read_metrics, write_metrics
 from focus_exp.records.record import Record
 from focus_exp.reporting.gather import gather
 from focus_exp.reporting.report import table_files, write_report
-from focus_exp.reporting.whole_report import NAME, report_files, write_report_of
+from focus_exp.reporting.whole_report import NAME, report_files, sections, write_report_of
 from focus_exp.storage import aside
 
 # of a run that is not an arm; a comparison has its arms' tables, figures and curves
@@ -80,7 +80,7 @@ def stale(top: Path, scale: str = "") -> list[str]:
         expected = table_files(record)
         said += [f"{folder / name} does not follow from its record" for name in _differing(folder, expected)]
     if (published := top / NAME).is_dir():
-        expected = report_files(gather(top, scale), top, published)
+        expected = report_files(sections(gather(top, scale), top, published), published)
         said += [f"{published / name} does not follow from the records" for name in _differing(published, expected)]
     return said
 

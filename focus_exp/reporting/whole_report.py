@@ -55,17 +55,17 @@ def write_report_of(top: Path, folder: Path, scale: str = "") -> tuple[Table, li
     """Write the report, a CSV of each table and the measurements into `folder`; returns the ledger and the files."""
     runs = require_records(gather(top, scale), top)
     write_pareto(points(runs), folder / "figures")
-    written = report_files(runs, top, folder)
+    parts = sections(runs, top, folder)
+    written = report_files(parts, folder)
     if top.name != "records":  # what is committed can be made from the records
         written["measurements.csv"] = measurements(runs).to_csv(index=False)
     for name, text in written.items():
         replace_file(folder / name, text.encode())
-    return claim_table(runs), [folder / name for name in written]
+    return parts[0].tables[0], [folder / name for name in written]
 
 
-def report_files(runs: Runs, top: Path, folder: Path) -> dict[str, str]:
+def report_files(parts: list[Section], folder: Path) -> dict[str, str]:
     """Name -> text of the report in `folder`, and of a CSV of each of its tables."""
-    parts = sections(runs, top, folder)
     tables = [table for part in parts for table in part.tables]
     pages = {"md": markdown(parts, folder), "tex": latex_document(parts), "html": page(parts, folder)}
     return {f"{NAME}.{kind}": text for kind, text in pages.items()} | {f"{t.name}.csv": t.to_csv() for t in tables}
