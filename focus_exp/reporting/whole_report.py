@@ -22,7 +22,7 @@ NAME = "report"
 def sections(runs: Runs, top: Path, folder: Path) -> list[Section]:
     """What the report in `folder` holds, in its order. top: what the runs lie below."""
     found = points(runs)
-    figures = [folder / "figures" / FIGURE] if found else []
+    figures = [folder / "figures" / FIGURE] if any(point.change is not None for point in found) else []
     seeds = seeds_table(runs)
     tables = [*paper_report(runs), pareto_table(found)]
     beside = [
