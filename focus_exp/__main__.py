@@ -84,9 +84,9 @@ def main() -> int:
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
     os.environ["HYDRA_FULL_ERROR"] = "1"  # errors come here instead of to hydra's own printer
     register_schemas()
+    sys.path.append(str(Path(__file__).parent / "plugins"))
     if asked(sys.argv[1:]):
         return guarded(lambda: print(text(sys.argv[1:], Path(conf_dir())), end="")).code
-    sys.path.append(str(Path(__file__).parent / "plugins"))
     sys.argv[1:] = map(escaped, sys.argv[1:])
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(line_buffering=True)  # in order with the progress bars, also in a log file
