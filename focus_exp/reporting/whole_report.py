@@ -17,6 +17,7 @@ from focus_exp.reporting.trust import seeds_table, traps_table
 from focus_exp.storage import replace_file
 
 NAME = "report"
+COMPUTED = "speed_computed.md"
 
 
 def sections(runs: Runs, top: Path, folder: Path) -> list[Section]:
@@ -32,6 +33,7 @@ def sections(runs: Runs, top: Path, folder: Path) -> list[Section]:
     return [
         Section("Claims", "The ledger", [claim_table(runs)]),
         *beside,
+        *(Section("Speed on a GPU", "Computed, not measured", [], tables_in=path) for path in top.rglob(COMPUTED)),
         Section("How far to trust it", "Traps", [traps_table(runs)]),
         *([Section("How far to trust it", "Seeds", [seeds])] if seeds else []),
         *(
