@@ -1,6 +1,7 @@
 """One thread, no network, and one small random model per family."""
 
 import os
+import sys
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -20,6 +21,9 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 torch.set_num_threads(1)
 settings.register_profile("untimed", deadline=None)
 settings.load_profile("untimed")
+
+# as the command line does before hydra looks for plugins, which it does once a process
+sys.path.append(str(Path(__file__).parent.parent / "focus_exp" / "plugins"))
 
 ZOO = Path(__file__).parent.parent / "conf" / "model"
 FAMILIES = ["gpt2", "llama", "mistral", "qwen2", "olmo2", "gemma2", "gemma3"]
