@@ -17,8 +17,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import huggingface_hub.constants
-from huggingface_hub import snapshot_download
-from huggingface_hub.errors import HfHubHTTPError
 
 from focus_exp.errors import UserError, first_line
 from focus_exp.storage import aside, clear_aside, held
@@ -65,9 +63,11 @@ def adapter_folder(adapter: str | Path) -> Path:
         return Path(adapter)
     repo_id, _, revision = str(adapter).partition("@")
     try:
-        return Path(snapshot_download(repo_id, revision=revision or None, allow_patterns=[*ADAPTER_FILES]))
-    except (HfHubHTTPError, OSError, ValueError) as error:
+        # by the module, which imports its parts when they are asked for: few commands fetch an adapter
+        fetched = huggingface_hub.snapshot_download(repo_id, revision=revision or None, allow_patterns=[*ADAPTER_FILES])
+    except (huggingface_hub.errors.HfHubHTTPError, OSError, ValueError) as error:
         raise UserError(f"{adapter} is no folder here, nor to be had from the hub: {first_line(error)}") from error
+    return Path(fetched)
 
 
 def cache_root(override: str | None = None) -> Path:

@@ -120,7 +120,7 @@ def test_a_longer_path_is_a_folder(tiny_model):
 
 def test_the_command_line_takes_an_adapter_from_the_hub_as_from_a_folder(tmp_path, monkeypatch):
     fetched = []
-    monkeypatch.setattr("focus_exp.assets.snapshot_download", lambda name, **_: fetched.append(name) or tmp_path)
+    monkeypatch.setattr("huggingface_hub.snapshot_download", lambda name, **_: fetched.append(name) or tmp_path)
     result = run(*tiny(tmp_path), "job=evaluate", f"adapter={REPO}@v1")
     assert fetched == [REPO] and f"{tmp_path} holds no {DESCRIPTION}" in result.err and result.code == 2
 
