@@ -9,8 +9,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-PAIR_RULES = ("query_topk", "share")
-
 
 @dataclass(frozen=True)
 class Sequence:

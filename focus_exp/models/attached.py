@@ -13,8 +13,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from focus_exp.attention.focus import Focus
 from focus_exp.attention.method import BACKENDS, AttentionMethod, Observer
-from focus_exp.attention.options import fits
-from focus_exp.attention.selection import PAIR_RULES
+from focus_exp.attention.options import PAIR_RULES, fits
 from focus_exp.errors import UserError
 from focus_exp.models.modules import attached_methods, attention_modules, method_of
 

@@ -92,14 +92,15 @@ class Record:
     def load(cls, path: str | Path) -> Record:
         """Read a record. Raises UserError for a missing or corrupt file, another schema, unknown keys, wrong types."""
         try:
-            values = json.loads(Path(path).read_text(encoding="utf-8"))
+            text = Path(path).read_text(encoding="utf-8")
+            values = json.loads(text)
         except (OSError, ValueError) as error:
             raise UserError(f"{path}: not a readable record ({error}); remove it and run the job again") from error
         if not isinstance(values, dict) or values.get("schema_version") != SCHEMA_VERSION:
             found = values.get("schema_version") if isinstance(values, dict) else type(values).__name__
             raise UserError(f"{path}: schema version {found}, this code reads {SCHEMA_VERSION}; run the job again")
         try:
-            return _decode(values)
+            return _decode(text)
         except ValidationError as error:
             wrong = error.errors()[0]
             place = ".".join(map(str, wrong["loc"]))
@@ -111,14 +112,15 @@ def _reader() -> TypeAdapter[Record]:
     return TypeAdapter(with_config(ConfigDict(extra="forbid", strict=True))(Record))
 
 
-def _decode(values: Any) -> Record:
+def _decode(text: str) -> Record:
     try:
-        return _reader().validate_json(json.dumps(values))
+        return _reader().validate_json(text)
     except ValidationError as error:
         # numbers that JSON cannot write stand there as words
         words = [wrong["loc"] for wrong in error.errors() if wrong["input"] in NON_FINITE]
         if not words:
             raise
+    values = json.loads(text)
     for *place, name in words:
         holder = reduce(lambda part, key: part[key], place, values)
         holder[name] = float(holder[name])

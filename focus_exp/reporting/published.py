@@ -12,7 +12,7 @@ from focus_exp.records.environment import unknown_commit
 from focus_exp.records.metrics import read_metrics, write_metrics
 from focus_exp.records.record import Record
 from focus_exp.reporting.gather import gather
-from focus_exp.reporting.report import table_files, write_report
+from focus_exp.reporting.report import all_findings, all_tables, table_files, write_report
 from focus_exp.reporting.whole_report import NAME, report_files, sections, write_report_of
 from focus_exp.storage import aside
 
@@ -77,7 +77,7 @@ def stale(top: Path, scale: str = "") -> list[str]:
     of them if there is one in `top`/report."""
     said = []
     for folder, record in _published(top):
-        expected = table_files(record)
+        expected = table_files(all_findings(record), all_tables(record))
         said += [f"{folder / name} does not follow from its record" for name in _differing(folder, expected)]
     if (published := top / NAME).is_dir():
         expected = report_files(sections(gather(top, scale), top, published), published)

@@ -39,10 +39,9 @@ class Report:
     figures: dict[str, Path]
 
 
-def table_files(record: Record) -> dict[str, str]:
+def table_files(findings: list[str], tables: list[Table]) -> dict[str, str]:
     """Name -> text of table.md, in which the findings stand above the tables, and of a CSV a table."""
-    tables = all_tables(record)
-    said = "".join(f"- {finding}\n" for finding in all_findings(record))
+    said = "".join(f"- {finding}\n" for finding in findings)
     together = "\n".join([*([said] if said else []), *(table.to_markdown() for table in tables)])
     return {"table.md": together} | {f"{table.name}.csv": table.to_csv() for table in tables}
 
@@ -50,20 +49,21 @@ def table_files(record: Record) -> dict[str, str]:
 def write_report(record: Record, metrics: list[dict[str, Any]], folder: Path) -> Report:
     """Write tables, figures and pages into `folder`; `metrics` are the lines of metrics.jsonl, in a comparison those of
     all arms, each with its `arm`."""
-    files = table_files(record)
+    findings, tables = all_findings(record), all_tables(record)
+    files = table_files(findings, tables)
     if record.continuations:
         prompts = grouped(record.continuations, "prompt")
         files[CONTINUATIONS] = render(CONTINUATIONS, title=title(record), prompts=prompts)
     if record.groups:
         files[PASSAGE] = passage_page(record, measured_passage(folder))
     if (folder / ADAPTER).is_dir():
-        files[f"{ADAPTER}/{CARD}"] = card(record)
+        files[f"{ADAPTER}/{CARD}"] = card(record, findings, tables[:1])
     for name, text in files.items():
         replace_file(folder / name, text.encode())
-    return Report(all_findings(record), all_tables(record), write_figures(record, metrics, folder / "figures"))
+    return Report(findings, tables, write_figures(record, metrics, folder / "figures"))
 
 
-def card(record: Record) -> str:
+def card(record: Record, findings: list[str], tables: list[Table]) -> str:
     """What the hub shows of an adapter, and who is handed it reads first."""
     attention = {key: value for key, value in record.config["attention"].items() if key not in UNTOLD}
     return render(
@@ -75,8 +75,8 @@ def card(record: Record) -> str:
         attention=attention,
         trained=any(phase["train"] == "all" for phase in (record.setting("regime", "phases") or {}).values()),
         causal=record.method.get("causal", True),
-        findings=all_findings(record),
-        tables=all_tables(record)[:1],
+        findings=findings,
+        tables=tables,
     )
 
 
