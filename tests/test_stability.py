@@ -22,7 +22,7 @@ from focus_exp.data import Blocks, TokenStream
 from focus_exp.models.modules import attached_methods
 from focus_exp.records.answers import phases
 from focus_exp.records.comparison import load_run
-from focus_exp.records.metrics import read_metrics
+from focus_exp.records.metrics import METRICS, read_metrics
 from focus_exp.records.record import Record
 from focus_exp.records.rows import Arm, ProbeRow, Row
 from focus_exp.reporting.claims import judged
@@ -37,7 +37,7 @@ from focus_exp.training import mitigations
 from focus_exp.training.callbacks import Checkpoint
 from focus_exp.training.mitigations import CentroidUpdates, auxiliary_losses
 from focus_exp.training.probe import PROBES, describe, look, probe_tokens, renamed_stability
-from focus_exp.training.regimes import METRICS, train_phase
+from focus_exp.training.regimes import train_phase
 
 K = 4
 LOSSES = {"balance_loss": 0.5, "entropy_loss": 0.1}

@@ -10,26 +10,26 @@ from focus_exp.evaluation.outcomes import slug
 from focus_exp.evaluation.quality import read_scores
 from focus_exp.evaluation.statistics import Bootstrap, paired
 from focus_exp.records.answers import answer
+from focus_exp.records.comparison import arm_folder, arm_record
 from focus_exp.records.record import Record
 from focus_exp.records.rows import Difference
 
 
-def compare_arms(record: Record) -> None:
-    """Fill in a comparison's differences from the folders of its arms.
+def compare_arms(record: Record, folder: Path) -> None:
+    """Fill in the differences of the comparison in `folder` from the folders of its arms.
 
     Model and data are those of the first arm that has a base. Arms of another model or text are paired with nothing.
     """
     bootstrap: Bootstrap | None = None
     reference: np.ndarray | None = None
     for arm in record.arms:
-        folder = Path(arm.folder)
-        if not (folder / "record.json").exists():
+        found = arm_record(folder, arm)
+        if found is None:
             continue
-        found = Record.load(folder / "record.json")
         if not record.model and found.base:
             record.model, record.data = found.model, found.data
         row = answer(found)
-        scores = read_scores(folder / "evaluation" / f"{slug(row.name)}.npz") if row else None
+        scores = read_scores(arm_folder(folder, arm) / "evaluation" / f"{slug(row.name)}.npz") if row else None
         if scores is None:
             continue
         if arm is record.arms[0]:

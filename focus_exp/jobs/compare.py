@@ -55,7 +55,7 @@ def compare_all(config: Config, configs: dict[str, Config]) -> None:
         run.record.arms = [
             describe_arm(name, arm, config.arms[name], errors.get(name)) for name, arm in configs.items()
         ]
-        compare_arms(run.record)
+        compare_arms(run.record, run.folder)
 
 
 def run_arms(configs: dict[str, Config]) -> dict[str, str]:

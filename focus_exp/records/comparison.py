@@ -9,11 +9,11 @@ from typing import Any
 from focus_exp.errors import UserError
 from focus_exp.records.answers import answer
 from focus_exp.records.benchmarks import BenchmarkRow
-from focus_exp.records.metrics import read_metrics
+from focus_exp.records.metrics import METRICS, read_metrics
 from focus_exp.records.record import Record
 from focus_exp.records.rows import Arm, Row
 
-RECORD, METRICS = "record.json", "metrics.jsonl"
+RECORD = "record.json"
 
 
 def load_run(folder: Path) -> Record:

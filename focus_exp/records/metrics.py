@@ -9,6 +9,8 @@ from typing import Any
 from focus_exp.errors import UserError
 from focus_exp.storage import replace_file
 
+METRICS = "metrics.jsonl"
+
 
 def read_metrics(path: str | Path) -> list[dict[str, Any]]:
     """The lines of a metrics.jsonl; [] if there is no file. A torn last line is dropped, any other is a UserError."""

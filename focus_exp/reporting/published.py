@@ -7,9 +7,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from focus_exp.errors import UserError
-from focus_exp.records.comparison import METRICS, RECORD, arm_folder, load_metrics, load_run
+from focus_exp.records.comparison import RECORD, arm_folder, load_metrics, load_run
 from focus_exp.records.environment import unknown_commit
-from focus_exp.records.metrics import read_metrics, write_metrics
+from focus_exp.records.metrics import METRICS, read_metrics, write_metrics
 from focus_exp.records.record import Record
 from focus_exp.reporting.gather import gather
 from focus_exp.reporting.report import all_findings, all_tables, table_files, write_report

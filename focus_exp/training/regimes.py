@@ -19,7 +19,7 @@ from focus_exp.config import Config, PhaseConfig, phases_of
 from focus_exp.data import Blocks, ResumableLoader
 from focus_exp.models.attached import routers_of
 from focus_exp.models.modules import attached_methods
-from focus_exp.records.metrics import read_metrics, write_metrics
+from focus_exp.records.metrics import METRICS, read_metrics, write_metrics
 from focus_exp.training.callbacks import Checkpoint, GateAnnealing, Metrics, Progress
 from focus_exp.training.checkpoints import Checkpoints, checkpoint_of
 from focus_exp.training.exchange import agreed, is_main, rank, world_size
@@ -29,7 +29,6 @@ from focus_exp.training.precision import Precision
 from focus_exp.training.probe import PROBES, TIMES, Probe
 from focus_exp.training.strategies import balanced_together, lightning_strategy, to_device
 
-METRICS = "metrics.jsonl"
 CHECKPOINTS = "checkpoints"
 
 
