@@ -167,6 +167,7 @@ def contender_of(layer: Layer, groups: Any, tensors: Tensors, kernel: str) -> Co
     if layer.device.type == "cuda":
         return Contender.of(layer, groups, tensors)
     masked = Contender.of(Layer(layer.shape, layer.window, layer.sinks, layer.dtype, layer.device), groups, tensors)
+    # on a CPU the kernels refuse by their own rule, and the interpreter runs them all the same
     masked.method.sparse_kernel = lambda *_: KERNELS[kernel]  # type: ignore[method-assign]
     return Contender(layer, groups, masked.method, masked.selection, masked.sequence, KERNELS[kernel])
 

@@ -23,7 +23,7 @@ from focus_exp.attention.reference import reference_attention, scores
 from focus_exp.attention.selection import Selection, Sequence, nothing_shared, permitted, same_group, select
 from focus_exp.attention.selection import always_visible as visible
 
-pytest.importorskip("triton")
+pytest.importorskip("triton", reason="Triton is there on Linux alone")
 pytestmark = pytest.mark.skipif(os.environ["TRITON_INTERPRET"] != "1", reason="the kernels run on the GPU")
 
 
