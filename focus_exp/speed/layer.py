@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -120,12 +120,14 @@ class Contender:
             layer=str(self.layer.shape),
             dtype=str(self.layer.dtype).removeprefix("torch."), path=self.kernel.name,
             pairs_kept=pairs_kept(self.selection, length, self.layer.window, self.layer.sinks),
-            pairs_computed=self.pairs_computed(length),
+            pairs_computed=self.pairs_computed,
             largest_group=largest_group(self.selection), **numbers,
         )  # fmt: skip
 
-    def pairs_computed(self, length: int) -> float | None:
+    @cached_property  # several clocks' rows have it, and it lays all blocks out
+    def pairs_computed(self) -> float | None:
         """Share of the causal pairs that the kernel's blocks compute, where those are known."""
+        length = self.sequence.start.shape[1]
         layout = self.selection, self.sequence, self.layer.window, self.layer.sinks
         if self.kernel.name == "triton":
             return Plan.of(*layout).pairs_in_tiles() / (length * (length + 1) / 2)
