@@ -1,7 +1,5 @@
 """Which rows of a record stand for its run, for an arm, for a phase of an arm."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from math import isclose

@@ -1,7 +1,5 @@
 """One score of one attention on one benchmark, with the ledger of what the mask did on that benchmark's requests."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass, field
 from typing import Literal

@@ -1,7 +1,5 @@
 """A comparison's record refers to those of its arms; here they are read together."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 from typing import Any

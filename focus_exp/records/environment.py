@@ -1,7 +1,5 @@
 """Where a record was made: commit, versions, machine."""
 
-from __future__ import annotations
-
 import platform
 import subprocess
 from importlib import metadata

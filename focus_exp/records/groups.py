@@ -1,7 +1,5 @@
 """What is known of the groups of a run: their members, how they go with word classes, and what they cut."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from typing import Literal
 

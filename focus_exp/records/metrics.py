@@ -1,7 +1,5 @@
 """The lines that a run writes while it trains."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """The typed record of one run: every number with its birth certificate, as JSON on disk."""
 
-from __future__ import annotations
-
 import json
 import math
 from dataclasses import asdict, dataclass, field
@@ -89,7 +87,7 @@ class Record:
         replace_file(path, (text + "\n").encode())
 
     @classmethod
-    def load(cls, path: str | Path) -> Record:
+    def load(cls, path: str | Path) -> "Record":
         """Read a record. Raises UserError for a missing or corrupt file, another schema, unknown keys, wrong types."""
         try:
             text = Path(path).read_text(encoding="utf-8")

@@ -1,7 +1,5 @@
 """The rows of a record: the quality of one attention, an arm, a probe of the groups, a continuation."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass, field
 from typing import Literal

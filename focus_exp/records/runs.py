@@ -1,7 +1,5 @@
 """Where a run lives, and what it left there."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from focus_exp.config import Config, config_hash

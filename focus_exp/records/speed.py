@@ -1,7 +1,5 @@
 """What a clock measured: one attention beside full attention, at one length."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Literal
 

@@ -1,7 +1,5 @@
 """What all figures share: palette, canvas, and files that are never half written."""
 
-from __future__ import annotations
-
 import io
 from math import log2
 from pathlib import Path

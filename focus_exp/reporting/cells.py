@@ -1,7 +1,5 @@
 """What an expression of tables.yaml may call beside the texts of numbers."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from math import isclose

@@ -1,7 +1,5 @@
 """What the figures of figures.yaml draw: lines and intervals out of a record and the metrics of its training."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields

@@ -1,7 +1,5 @@
 """Figures of a record: lines and intervals as figures.yaml declares them, and those that are drawn by hand."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cache

@@ -1,7 +1,5 @@
 """What the rows of a record show: which sentences of findings.yaml are true of quality, benchmarks, arms, texts."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from statistics import mean
 

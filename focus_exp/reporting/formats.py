@@ -1,7 +1,5 @@
 """Every text of a number, and the words of the report, each once."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable, Sequence
 from typing import Any

@@ -1,7 +1,5 @@
 """The records below a folder, the arms of their comparisons, and which of them differ in nothing but the seed."""
 
-from __future__ import annotations
-
 from collections.abc import Hashable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path

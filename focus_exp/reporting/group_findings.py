@@ -1,7 +1,5 @@
 """What the groups of a record show: the facts that the topic `groups` of findings.yaml tells of."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Iterator
 from statistics import mean

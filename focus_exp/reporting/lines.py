@@ -1,7 +1,5 @@
 """What tables of one record have a line for, where it is more than a row of the record."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from statistics import mean, median

@@ -1,7 +1,5 @@
 """What is said of any record: what was measured on what, what stood in for what, where a line comes from."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from focus_exp.records.benchmarks import BenchmarkRow

@@ -1,7 +1,5 @@
 """The records that are committed: copied from finished runs, checked against their numbers, written anew from them."""
 
-from __future__ import annotations
-
 import shutil
 from collections.abc import Iterator
 from pathlib import Path

@@ -1,7 +1,5 @@
 """All that is shown of one record: tables, figures and sentences, from the record alone."""
 
-from __future__ import annotations
-
 import json
 import re
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Lines of the measurements: how an entry of a data file chooses them, and what it may say of them."""
 
-from __future__ import annotations
-
 from fnmatch import fnmatchcase
 from functools import cache
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """The sentences of findings.yaml, filled in."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cache

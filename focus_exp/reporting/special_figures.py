@@ -1,7 +1,5 @@
 """Figures with a logic of their own: perplexity against ratio by k, the shares of the groups."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from math import isfinite
 from typing import Any

@@ -1,7 +1,5 @@
 """The data files of this package: entries as dataclasses; expressions and pages by Jinja, failing on unknown names."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import cache
 from importlib.resources import files

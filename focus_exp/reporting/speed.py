@@ -1,7 +1,5 @@
 """Timings that differ in length alone, as one series: where it is faster, why above its bound, what a k is worth."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass

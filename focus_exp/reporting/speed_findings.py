@@ -1,7 +1,5 @@
 """What a speed record shows: from which length on Focus pays, how much, and where it does not."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 from focus_exp.records.record import Record

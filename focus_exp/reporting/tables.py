@@ -1,7 +1,5 @@
 """Tables: of one record as tables.yaml declares them; Markdown to read, CSV to compute with, the console to look at."""
 
-from __future__ import annotations
-
 import csv
 import io
 from dataclasses import dataclass, field

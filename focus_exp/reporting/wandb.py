@@ -1,23 +1,18 @@
 """Weights & Biases: decide between online and offline without hanging, and log a record. wandb is imported late."""
 
-from __future__ import annotations
-
 import http.client
 import math
 import netrc
 import os
 import threading
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from urllib.parse import SplitResult, urlsplit
 
 from focus_exp.errors import UserError
 from focus_exp.records.record import Record
 from focus_exp.reporting.findings import all_findings
 from focus_exp.reporting.tables import Table
-
-if TYPE_CHECKING:
-    from wandb import Run
 
 MODES = ("online", "offline", "disabled", "shared")
 ROW_SCALARS = (
@@ -86,14 +81,14 @@ def init_options(config: dict[str, Any]) -> dict[str, Any]:
     return {"group": config.get("experiment"), "job_type": kind, "tags": [*tags, f"seed:{config.get('seed')}"]}
 
 
-def log_record(run: Run, record: Record, tables: list[Table], figures: dict[str, Path]) -> None:
+def log_record(run: Any, record: Record, tables: list[Table], figures: dict[str, Path]) -> None:
     """Log the tables (unrounded), the figures, the findings and one scalar per row and metric to a live run."""
     log_tables(run, tables, figures)
     run.tags = tuple(dict.fromkeys((*(run.tags or ()), *init_options(record.config)["tags"], record.status)))
     run.summary.update(_scalars(record))
 
 
-def log_tables(run: Run, tables: list[Table], figures: dict[str, Path]) -> None:
+def log_tables(run: Any, tables: list[Table], figures: dict[str, Path]) -> None:
     """Tables as W&B tables under their names, unrounded where they have such values, and figures as images."""
     import wandb
 
