@@ -84,7 +84,7 @@ def test_without_a_server_it_is_written_and_described(tmp_path, monkeypatch):
     }  # fmt: skip
     assert "wandb sync" in result.out and "WANDB_API_KEY" in result.out and "your-entity" in result.out
     tables = {path.name.split("_0_")[0] for path in folder.glob("wandb/offline-run-*/files/media/table/*.json")}
-    assert {"claims", "traps", "seeds", "paper_table1_retrofit", "figure1"} <= tables
+    assert {"claims", "traps", "seeds", "paper_table1_retrofit", "paper_figure1"} <= tables
 
 
 def test_disabled_writes_the_views_alone(tmp_path):

@@ -16,7 +16,7 @@ from focus_exp.records.benchmarks import BenchmarkRow
 from focus_exp.records.record import Record
 from focus_exp.records.rows import Arm, ProbeRow, Row
 from focus_exp.records.speed import MethodSpeedRow, SpeedRow
-from focus_exp.reporting.figure1 import front, pareto_table, points, printed, write_pareto
+from focus_exp.reporting.figure1 import front, points, printed, write_pareto
 from focus_exp.reporting.formats import NOT_HERE, NOT_RUN, difference_word, number_text
 from focus_exp.reporting.gather import Runs, gather, run_of, setup
 from focus_exp.reporting.measures import ITSELF
@@ -433,28 +433,36 @@ def test_figure_1_needs_both_quality_and_speed(tmp_path):
         status="finished", experiment="speed", seed=0, config=CONFIG, model=fingerprint,
         speed=[timed(4096, 1.5), timed(65_536, 3.7), timed(65_536, 6.9, groups=8)],
     )  # fmt: skip
-    found = points(runs_of(record, speed))
-    shown = {line["method"]: line for line in lines(pareto_table(found))}
-    assert shown["focus"]["speed: here"] == "3.70" and shown["focus"]["speed: paper"] == "3.0"
+    shown = {line["method"]: line for line in lines(table("figure1", record, speed))}
+    assert shown["focus"]["speed: here"].startswith("3.70 (65,536 tokens, K=4, balanced groups, ")
+    assert shown["focus"]["speed: paper"] == "3"
     # where other methods were timed, Focus is taken at the same length
     others = replace(speed, experiment="speed_methods", speed=[], method_speed=[method_timed("longformer", 4096, 2.2)])
-    beside = {line["method"]: line for line in lines(pareto_table(points(runs_of(record, speed, others))))}
-    assert (beside["longformer"]["speed: here"], beside["focus"]["speed: here"]) == ("2.20", "1.50")
-    assert "by cpu-flash" in beside["longformer"]["timed"]
-    assert shown["longformer"]["speed: here"] == "-" and shown["longformer"]["timed"] == "not timed here"
-    assert shown["pretrained"]["speed: here"] == "1.00" and shown["performer"]["run"] == "performer"
-    assert printed()["focus"][0] == pytest.approx(100 * (36.2 / 42.8 - 1))
-    other = points(runs_of(record, replace(speed, model={"fingerprint": "2"})))
-    assert {line["method"]: line for line in lines(pareto_table(other))}["focus"]["speed: here"] == "-"
-    assert sorted(path.name for path in write_pareto(found, tmp_path).values()) == ["figure1.png"]
+    beside = {line["method"]: line for line in lines(table("figure1", record, speed, others))}
+    assert beside["longformer"]["speed: here"].startswith("2.20 (4,096 tokens, by cpu-flash, ")
+    assert beside["focus"]["speed: here"].startswith("1.50 (4,096 tokens, ")
+    assert shown["longformer"]["speed: here"] == "not timed here" and shown["performer"]["run"] == "-"
+    assert shown["pretrained"]["speed: here"] == "1.00 (the same attention as the base)"
+    other = lines(table("figure1", record, replace(speed, model={"fingerprint": "2"})))
+    assert {line["method"]: line for line in other}["focus"]["speed: here"] == "not timed here"
+    assert sorted(path.name for path in write_pareto(points(runs_of(record, speed)), tmp_path).values()) == [
+        "figure1.png"
+    ]
     assert (tmp_path / "figure1.svg").exists() and write_pareto(points(Runs()), tmp_path) == {}
+
+
+def test_figure_1_takes_the_papers_numbers_from_its_tables():
+    costs = {row["method"]: row["ppl"] for row in paper_rows("table1_retrofit")}
+    assert {row["method"]: row["ppl"] for row in paper_rows("figure1") if row["ppl"]} == costs
+    speeds = {row["tokens"]: row["speedup_K4"] for row in paper_rows("table6_speed")}
+    assert (speeds[65_536], pytest.approx(100 * (36.2 / 42.8 - 1))) in printed()
 
 
 def test_ledger_table_and_figure_quote_one_speed_of_k():
     """The trained router's, at the longest length that all k share; others were timed longer, with balanced groups."""
     claims, seven, figure = (
         list(csv.DictReader((RECORDS / "report" / f"{name}.csv").open(encoding="utf-8")))
-        for name in ("claims", "paper_table7_topk", "figure1")
+        for name in ("claims", "paper_table7_topk", "paper_figure1")
     )
     table = {line["top_k"]: line["here_claimed_speedup"] for line in seven if line["model"] == "gpt2_124m"}
     drawn = {line["method"]: line["here_speed"] for line in figure}

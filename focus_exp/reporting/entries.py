@@ -1,7 +1,5 @@
 """What was measured beside a row of the paper: its numbers with their marks, and the runs that they come from."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
@@ -9,10 +7,11 @@ from statistics import fmean
 from typing import Any
 
 from focus_exp.records.record import Record
-from focus_exp.reporting.formats import ABSENT, NOT_ENGAGED, NOT_RUN, READS_FUTURE, share_text
+from focus_exp.records.speed import MASKED
+from focus_exp.reporting.formats import ABSENT, NOT_ENGAGED, NOT_HERE, NOT_RUN, READS_FUTURE, share_text
 from focus_exp.reporting.gather import Runs, seeds_text
 from focus_exp.reporting.measures import BASE, FULL, measurements
-from focus_exp.reporting.notes import where
+from focus_exp.reporting.notes import command_of, where
 from focus_exp.reporting.paper import Column, PaperTable, Place
 from focus_exp.reporting.selection import Line, check, lines_of, matches, select
 from focus_exp.reporting.specs import expression
@@ -63,15 +62,21 @@ def _all(runs: Runs) -> list[Run]:
 
 @dataclass(frozen=True)
 class Entry:
-    """A row of the paper at a place, and what was run there: the latest run of each seed of one set-up."""
+    """A row of the paper at a place, and what was run there: the latest run of each seed of one set-up.
+
+    others: every finished run.
+    """
 
     table: PaperTable
     paper: dict[str, Any]
     place: Place
+    others: list[Run]
     runs: list[Run] = field(default_factory=list)
 
     def found(self, run: Run, column: Column) -> Value | str:
         """The number that stands in a column, or why there is none."""
+        if column.elsewhere:
+            return self._speed(run)
         line = self.measured(run, column)
         value = self._value(line, column) if line else None
         if not column.origin:
@@ -121,6 +126,37 @@ class Entry:
         failed = [f"failed: {one.error}" for one in run.select({"of": "arms", "arm": arm}) if one.error]
         return next(iter([f"not measured: {one.error}" for one in lost if one.error] + failed), NOT_RUN)
 
+    def _speed(self, run: Run) -> Value | str:
+        if all(line.kind in (BASE, "trained") for line in self.behind(run)[:1]):
+            return Value(1.0, mark="the same attention as the base")
+        if (found := self.timed(run)) is None:
+            return "not timed here"
+        timer, line = found
+        how = "computed by masks over all pairs, which saves nothing" if line.path == MASKED else f"by {line.path}"
+        how = f"K={line.groups}, {line.assignment} groups" if line.of == "speed" else how
+        made = f"{timer.device_kind}; {command_of(timer)}"
+        return Value(line.value, mark=f"{line.tokens:,} tokens, {how}, {line.dtype}, {made}")
+
+    def timed(self, run: Run) -> tuple[Record, Line] | None:
+        """A layer as this run has it, timed on the same model: at the length of other methods, or else the longest.
+
+        Of several groups a query the one timing that is quoted of them.
+        """
+        same = [
+            one for one in self.others if one.record.model.get("fingerprint") == run.record.model.get("fingerprint")
+        ]
+        common = max((line.tokens for one in same for line in one.select({"of": "method_speed"})), default=0)
+        scored, cells = self.behind(run)[0], {"measure": "ratio", "clock": "attention"}
+        if scored.method == "focus":
+            k = scored.top_k or 1
+            cells |= {"of": "speed", "groups": scored.K, "top_k": k}
+            cells |= {"pair_rule": scored.pair_rule, "answer": True} if k > 1 else {}
+        else:
+            cells |= {"of": "method_speed", "method": scored.method}
+        found = [(one.record, line) for one in same for line in one.select(cells) if line.value]
+        rank = [(line.tokens == common, line.tokens, line.assignment == "balanced") for _, line in found]
+        return found[rank.index(max(rank))] if found else None
+
     def behind(self, run: Run) -> list[Line]:
         """What was scored or timed for a line, each once; full attention only where there is nothing else."""
         columns = [one for one in self.table.columns if one.name.startswith(("ppl", "speedup")) and not one.origin]
@@ -138,6 +174,11 @@ class Entry:
     @property
     def records(self) -> list[Record]:
         return [run.record for run in self.runs]
+
+    @property
+    def missing(self) -> str:
+        """What stands where nothing was run."""
+        return NOT_HERE if self.place.needs else NOT_RUN
 
     def own(self, run: Run) -> list[Record]:
         """The records that numbers come from: of the arms, or the run's own."""
@@ -190,13 +231,13 @@ def _rank(line: Line) -> tuple[bool, bool]:
 
 def entries_of(table: PaperTable, runs: Runs) -> list[Entry]:
     """The rows of the paper, each at every place and set-up where there is something, then arms it does not have."""
-    found = []
+    found, there = [], finished(runs)
     for cells in [*(one.select for one in table.columns), *(place.select for place in table.everywhere)]:
         check(f"paper_map.yaml: {table.name}", cells, "")
     rows = [(paper, table.places(name)) for name, paper in table.paper.items()]
     for paper, places in [*rows, *_extras(table, runs)]:
-        here = [entry for place in places for entry in _at(Entry(table, paper, place), runs)]
-        found += here or [Entry(table, paper, places[0])]
+        here = [entry for place in places for entry in _at(Entry(table, paper, place, there), runs)]
+        found += here or [Entry(table, paper, places[0], there)]
     return found
 
 

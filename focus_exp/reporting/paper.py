@@ -1,7 +1,5 @@
 """The tables of arXiv 2604.03260 v2: what they print (paper_tables.yaml), and where it is measured (paper_map.yaml)."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from functools import cache
@@ -51,6 +49,7 @@ class Column:
     mark: str = "''"
     source: str = ""
     origin: str = ""
+    elsewhere: bool = False
 
     @property
     def name(self) -> str:
@@ -97,6 +96,7 @@ class PaperTable:
     rows: dict[str, list[Place]]
     changes: dict[str, dict[Literal["heading", "from"], str]] = field(default_factory=dict)
     extra: Literal["", "arm", "pair"] = ""
+    notes: tuple[str, ...] = ()
     name: str = ""
     columns: tuple[Column, ...] = ()
 

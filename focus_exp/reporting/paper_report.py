@@ -1,11 +1,9 @@
 """Every table of the paper with what was measured here beside it, and for each line the runs that made it."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from focus_exp.reporting.entries import Entry, Value, entries_of, mean, shown
-from focus_exp.reporting.formats import ABSENT, NOT_HERE, NOT_RUN
+from focus_exp.reporting.formats import ABSENT, NOT_RUN
 from focus_exp.reporting.gather import WANTED, Runs, seeds_of
 from focus_exp.reporting.notes import caveats, failures
 from focus_exp.reporting.paper import PaperTable, key_text, paper_map, paper_tables
@@ -29,7 +27,7 @@ def beside(table: PaperTable, runs: Runs) -> Table:
         rows=list(cells),
         name=f"paper_{table.name.replace('.', '_')}",
         title=f"{table.label}: {table.title}",
-        notes=_notes(entries),
+        notes=[*_notes(entries), *table.notes],
         values=list(values),
         kinds=column_kinds(headings),
     )
@@ -44,7 +42,7 @@ def _cells(entry: Entry) -> tuple[list[str], dict[str, Any]]:
         cells.append(table.printed(paper, column))
         values[f"paper_{column.name}"] = table.cell(paper, column)
         if column.select:
-            found = [entry.found(run, column) for run in entry.runs] or [NOT_HERE if place.needs else NOT_RUN]
+            found = [entry.found(run, column) for run in entry.runs] or [entry.missing]
             cells.append(shown(column, found))
             numbers = [value for value in found if isinstance(value, Value)]
             low, high = (numbers[0].low, numbers[0].high) if len(numbers) == 1 else (None, None)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from focus_exp.errors import UserError
 from focus_exp.reporting.claims import claim_table
-from focus_exp.reporting.figure1 import FIGURE, pareto_table, points, write_pareto
+from focus_exp.reporting.figure1 import FIGURE, points, write_pareto
 from focus_exp.reporting.gather import Runs, gather
 from focus_exp.reporting.measures import measurements
 from focus_exp.reporting.pages import Section, latex_document, markdown, page
@@ -22,10 +22,9 @@ COMPUTED = "speed_computed.md"
 
 def sections(runs: Runs, top: Path, folder: Path) -> list[Section]:
     """What the report in `folder` holds, in its order. top: what the runs lie below."""
-    found = points(runs)
-    figures = [folder / "figures" / FIGURE] if any(point.change is not None for point in found) else []
+    figures = [folder / "figures" / FIGURE] if points(runs) else []
     seeds = seeds_table(runs)
-    tables = [*paper_report(runs), pareto_table(found)]
+    tables = paper_report(runs)
     beside = [
         Section("The paper's tables", table.title, [table], figures=figures if table is tables[-1] else [])
         for table in tables
