@@ -1,4 +1,4 @@
-"""What the figures of figures.yaml draw: lines and intervals out of a record and the metrics of its training."""
+"""What the figures of figures.yaml draw: lines out of a record and the metrics of its training."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -9,8 +9,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from focus_exp.records.answers import row_of
-from focus_exp.records.benchmarks import telling
 from focus_exp.records.record import Record
 from focus_exp.records.rows import ProbeRow, Row
 from focus_exp.reporting.canvas import COLOURS
@@ -33,20 +31,6 @@ class Line(NamedTuple):
     style: Mapping[str, Any] = {}
 
 
-class Interval(NamedTuple):
-    """Value, low and high, None where it failed, in the row of `label`; of several `hue`s one above another.
-
-    hollow: its mask did not act.
-    """
-
-    panel: int
-    label: str
-    value: Sequence[float | None]
-    hue: str = ""
-    causal: bool = True
-    hollow: bool = False
-
-
 class Mark(NamedTuple):
     """A vertical line, unless it is where the axes begin, and a text at the head of the first panel."""
 
@@ -58,10 +42,9 @@ class Mark(NamedTuple):
 
 @dataclass(frozen=True)
 class Drawing:
-    """Lines or intervals; the facts that headings and axes name."""
+    """The facts are those that headings and axes name."""
 
-    lines: list[Line] = field(default_factory=list)
-    intervals: list[Interval] = field(default_factory=list)
+    lines: list[Line]
     marks: list[Mark] = field(default_factory=list)
     facts: dict[str, Any] = field(default_factory=dict)
 
@@ -97,25 +80,20 @@ def phases_of(metrics: Metrics) -> dict[str, dict[str, Points]]:
         phase = str(line.get("phase", "train"))
         if phase not in phases and line["step"] < last:
             offset = last
-        last = max(last, offset + line["step"])
+        step = offset + line["step"]
+        last = max(last, step)
         curves = phases.setdefault(phase, {})
         for name in ("loss", "val_loss"):
-            if line.get(name) is not None and math.isfinite(line[name]):
-                curves.setdefault(name, {})[offset + line["step"]] = line[name]
-    found: dict[str, dict[str, Points]] = {}
-    for phase, curves in phases.items():
-        found[phase] = {name: sorted(points.items()) for name, points in curves.items()}
-        if "loss" in curves:
-            found[phase]["smooth"] = smooth(found[phase]["loss"])
-    return found
+            if (value := line.get(name)) is not None and math.isfinite(value):
+                curves.setdefault(name, {})[step] = value
+    found = {phase: {name: sorted(points.items()) for name, points in own.items()} for phase, own in phases.items()}
+    return {phase: own | ({"smooth": smooth(own["loss"])} if "loss" in own else {}) for phase, own in found.items()}
 
 
 def smooth(points: Points) -> Points:
     """Centred mean over a tenth of the curve."""
     steps, values = np.array(points).T
     window = np.ones(max(1, len(values) // 10) | 1)
-    if len(window) > len(values):
-        return points
     means = np.convolve(values, window, "same") / np.convolve(np.ones_like(values), window, "same")
     return list(zip(steps, means, strict=True))
 
@@ -189,26 +167,3 @@ def ratios(record: Record, metrics: Metrics) -> Drawing | None:
         shown = [point for point in paper_speedups(groups).items() if min(lengths) <= point[0] <= max(lengths)]
         lines.append(Line("", {"paper": shown}, {"color": colours[key]}))
     return Drawing(lines, facts={"rows": rows, "k": keys[0].top_k}) if lines else None
-
-
-def arms(record: Record, metrics: Metrics) -> Drawing | None:
-    """Each arm's change from the base: of perplexity in per cent, of accuracies in points."""
-    if not any(row.arm and row.delta_nll is not None for row in record.rows):
-        return None
-    labels, intervals = {}, []
-    for arm in record.arms:
-        row = row_of(record, arm.name)
-        label = labels[arm.name] = arm.name if row is None or row.causal else f"{arm.name} ({READS_FUTURE})"
-        if row is None or not row.scored:
-            intervals.append(Interval(0, label, (None, None, None)))
-            continue
-        deltas = (row.delta_nll, row.delta_low, row.delta_high)
-        changes = [None if delta is None else 100 * math.expm1(min(delta, 50.0)) for delta in deltas]
-        intervals.append(Interval(0, label, changes, causal=row.causal, hollow=row.engaged is False))
-    rows = telling([row for row in record.benchmarks if row.difference is not None and row.is_share])
-    for task in dict.fromkeys(row.task for row in rows):
-        for found in (row for row in rows if row.task == task and row.attention in labels):
-            shares = (found.difference, found.difference_low, found.difference_high)
-            points = [None if share is None else 100 * share for share in shares]
-            intervals.append(Interval(1, labels[found.attention], points, hue=task, hollow=found.engaged is False))
-    return Drawing(intervals=intervals)

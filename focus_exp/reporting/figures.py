@@ -1,4 +1,4 @@
-"""Figures of a record: lines and intervals as figures.yaml declares them, and those that are drawn by hand."""
+"""Figures of a record: lines as figures.yaml declares them, and those that are drawn by hand."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -15,7 +15,7 @@ from matplotlib.ticker import FuncFormatter, MaxNLocator
 from focus_exp.records.record import Record
 from focus_exp.reporting import curves
 from focus_exp.reporting.canvas import COLOURS, canvas, log_axes, save_figures
-from focus_exp.reporting.curves import Drawing, Interval, Mark, Metrics
+from focus_exp.reporting.curves import Drawing, Mark, Metrics
 from focus_exp.reporting.notes import title
 from focus_exp.reporting.special_figures import SPECIAL
 from focus_exp.reporting.specs import read_specs, template
@@ -37,11 +37,10 @@ class Layer:
 
 @dataclass(frozen=True)
 class Panel:
-    """One axes. widest: a value beyond it is written at the edge instead of drawn; level: a line across."""
+    """One axes. level: a line across."""
 
     axes: dict[str, Any]
-    layers: list[Layer] = field(default_factory=list)
-    widest: float = float("inf")
+    layers: list[Layer]
     whole_steps: bool = False
     plain_y: bool = False
     log: bool = False
@@ -50,7 +49,7 @@ class Panel:
 
 @dataclass(frozen=True)
 class FigureSpec:
-    draws: Literal["losses", "losses_of_arms", "positions", "probes", "ratios", "arms"]
+    draws: Literal["losses", "losses_of_arms", "positions", "probes", "ratios"]
     heading: str
     height: list[float]
     panels: list[Panel]
@@ -87,31 +86,25 @@ def figures(record: Record, metrics: Metrics) -> dict[str, Figure | None]:
 
 
 def draw(spec: FigureSpec, record: Record, drawing: Drawing | None) -> Figure | None:
-    """Lines in panels one above the other, or intervals in panels side by side."""
+    """Lines in panels one above the other."""
     if drawing is None:
         return None
     facts = {"record": record, "title": title(record), **drawing.facts}
-    across = bool(drawing.intervals)
-    shown = spec.panels[: 1 + max(each.panel for each in drawing.intervals)] if across else spec.panels
-    grid = {"ncols": len(shown), "sharey": True} if across else {"nrows": len(shown), "sharex": True}
     inches, *more = spec.height
-    rows = len({each.label for each in drawing.intervals} or drawing.lines)
-    heading = _filled(spec.heading, facts)
-    figure, panels = canvas(heading, inches + sum(more) * rows, squeeze=False, **grid, **spec.grid)
-    for number, (axes, panel) in enumerate(zip(panels.flat, shown, strict=True)):
-        if across:
-            _intervals(axes, panel, number, drawing.intervals)
-        else:
-            _lines(axes, panel, drawing)
+    height = inches + sum(more) * len(drawing.lines)
+    grid = {"squeeze": False, "nrows": len(spec.panels), "sharex": True, **spec.grid}
+    figure, panels = canvas(_filled(spec.heading, facts), height, **grid)
+    for number, (axes, panel) in enumerate(zip(panels.flat, spec.panels, strict=True)):
+        _lines(axes, panel, drawing)
         axes.set(**{key: _filled(value, facts) for key, value in panel.axes.items()})
         _scale(axes, panel)
         for mark in drawing.marks:
             _mark(axes, mark, named=number == 0)
     labels = [label for axes in panels.flat for label in axes.get_legend_handles_labels()[1]]
     if spec.legend is not None and labels:
-        holder, columns = figure if "loc" in spec.legend else panels[0, 0], {"ncols": len(labels)} if across else {}
-        holder.legend(**columns, **spec.legend, frameon=False)
-    _legend_of_layers(figure, drawing, [layer for panel in shown for layer in panel.layers if layer.named])
+        holder = figure if "loc" in spec.legend else panels[0, 0]
+        holder.legend(**spec.legend, frameon=False)
+    _legend_of_layers(figure, drawing, [layer for panel in spec.panels for layer in panel.layers if layer.named])
     return figure
 
 
@@ -160,34 +153,3 @@ def _lines(axes: Axes, panel: Panel, drawing: Drawing) -> None:
 
 def _styles() -> Iterator[dict[str, Any]]:
     return cycle([{"color": colour, "linestyle": dash} for dash in DASHES for colour in COLOURS])
-
-
-def _intervals(axes: Axes, panel: Panel, panel_number: int, intervals: list[Interval]) -> None:
-    """Those of a panel: a row a label, from above; beside each other the hues of a row."""
-    places = {label: -number for number, label in enumerate(dict.fromkeys(each.label for each in intervals))}
-    own = [each for each in intervals if each.panel == panel_number]
-    hues = list(dict.fromkeys(each.hue for each in own))
-    for number, hue in enumerate(hues):
-        shift = 0.6 * ((number + 0.5) / len(hues) - 0.5)
-        for each in (each for each in own if each.hue == hue):
-            colour = COLOURS[number % len(COLOURS)] if each.causal else COLOURS[1]
-            _interval(axes, panel, each, places[each.label] - shift, colour)
-        if hue:
-            axes.plot([], [], "o", color=COLOURS[number % len(COLOURS)], label=hue)
-    axes.axvline(0, color="black", linewidth=1)
-    if hues == [""]:
-        axes.set_yticks(list(places.values()), list(places))
-
-
-def _interval(axes: Axes, panel: Panel, each: Interval, place: float, colour: str) -> None:
-    value, low, high = each.value
-    if value is None:
-        axes.annotate("failed", (0, place), (6, 0), textcoords="offset points", color=COLOURS[1], va="center")
-    elif value > panel.widest:
-        # at the edge of the axes, which end where the others do
-        edge, text = axes.get_yaxis_transform(), f"+{value:,.0f} % →"
-        axes.annotate(text, (1, place), xycoords=edge, color=COLOURS[1], ha="right", va="center")
-    else:
-        if low is not None and high is not None:
-            axes.plot([low, high], [place, place], color=colour, linewidth=1.4)
-        axes.plot(value, place, "o", color=colour, markersize=5, markerfacecolor="white" if each.hollow else colour)
