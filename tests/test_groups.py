@@ -32,9 +32,8 @@ from focus_exp.models.random import byte_tokenizer
 from focus_exp.records.groups import PUNCTUATION, GroupFit
 from focus_exp.records.record import Record
 from focus_exp.reporting.claims import judged
-from focus_exp.reporting.findings import all_findings
+from focus_exp.reporting.findings import all_findings, group_findings
 from focus_exp.reporting.formats import NOT_REPRODUCED, NOT_RUN, REPRODUCED
-from focus_exp.reporting.group_findings import group_findings
 from focus_exp.reporting.report import measured_passage, passage_page
 from focus_exp.training.precision import choose_precision
 

@@ -1,6 +1,6 @@
 """Which rows of a record stand for its run, for an arm, for a phase of an arm."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from math import isclose
 
@@ -14,12 +14,10 @@ DOMINANT, COLLAPSED = 0.5, 0.9
 def answer(record: Record) -> Row | None:
     """The row that stands for a run: its hard groups as configured, its attention method, or its trained weights."""
     method = record.setting("attention", "method", "full")
-    choices: list[Callable[[Row], bool]] = [
-        lambda row: is_configured(record, row),
-        lambda row: row.kind == "control" and row.method == method,
-        lambda row: row.kind == "trained",
-    ]
-    return next((row for chosen in choices for row in record.rows if chosen(row)), None)
+    configured = [row for row in record.rows if is_configured(record, row)]
+    controls = [row for row in record.rows if (row.kind, row.method) == ("control", method)]
+    trained = [row for row in record.rows if row.kind == "trained"]
+    return next(iter([*configured, *controls, *trained]), None)
 
 
 def configured_row(record: Record) -> Row | None:
@@ -62,10 +60,6 @@ class Phase:
     probe: ProbeRow
     soft: Row | None
     hard: Row | None
-
-    @property
-    def full(self) -> bool:
-        return self.trains == "all"
 
 
 def phases(record: Record) -> Iterator[Phase]:

@@ -93,11 +93,8 @@ def telling(rows: list[BenchmarkRow]) -> list[BenchmarkRow]:
 
     A loss in any metric is a loss: that nothing is lost has to be hard to claim.
     """
-    chosen: dict[tuple[str, str], BenchmarkRow] = {}
-    for row in sorted(rows, key=lambda row: (OUTCOMES.index(row.outcome), _rank(row))):
-        chosen.setdefault((row.task, row.attention), row)
+    usual = {metric: rank for rank, metric in enumerate(PRIMARY)}
+    ranked = sorted(rows, key=lambda row: (OUTCOMES.index(row.outcome), usual.get(row.metric, len(usual))))
+    # of those of one task and attention the first is left
+    chosen = {(row.task, row.attention): row for row in reversed(ranked)}
     return [row for row in rows if chosen[row.task, row.attention] is row]
-
-
-def _rank(row: BenchmarkRow) -> int:
-    return PRIMARY.index(row.metric) if row.metric in PRIMARY else len(PRIMARY)

@@ -8,8 +8,8 @@ from typing import Any
 
 from focus_exp.records.record import Record
 from focus_exp.records.speed import MASKED
-from focus_exp.reporting.formats import ABSENT, NOT_ENGAGED, NOT_HERE, NOT_RUN, READS_FUTURE, share_text
-from focus_exp.reporting.gather import Runs, seeds_text
+from focus_exp.reporting.formats import ABSENT, NOT_ENGAGED, NOT_HERE, NOT_RUN, READS_FUTURE, seeds_text, share_text
+from focus_exp.reporting.gather import Runs, seeds_of
 from focus_exp.reporting.measures import BASE, FULL, measurements
 from focus_exp.reporting.notes import command_of, where
 from focus_exp.reporting.paper import Column, PaperTable, Place
@@ -142,11 +142,11 @@ class Entry:
 
         Of several groups a query the one timing that is quoted of them.
         """
-        same = [
-            one for one in self.others if one.record.model.get("fingerprint") == run.record.model.get("fingerprint")
-        ]
+        model = run.record.model.get("fingerprint")
+        same = [other for other in self.others if other.record.model.get("fingerprint") == model]
         common = max((line.tokens for one in same for line in one.select({"of": "method_speed"})), default=0)
-        scored, cells = self.behind(run)[0], {"measure": "ratio", "clock": "attention"}
+        scored = self.behind(run)[0]
+        cells: dict[str, Any] = {"measure": "ratio", "clock": "attention"}
         if scored.method == "focus":
             k = scored.top_k or 1
             cells |= {"of": "speed", "groups": scored.K, "top_k": k}
@@ -220,7 +220,7 @@ class Entry:
         idle = f" ({NOT_ENGAGED})" if any(one.engaged is False for one in behind) else ""
         made = "; ".join(dict.fromkeys(map(self.made_by, self.runs)))
         what = ": ".join(filter(None, [last.record.experiment, self.what(last)]))
-        return [(" / ".join(removed) or ABSENT) + idle, what, self.setting(), seeds_text(self.records), made]
+        return [(" / ".join(removed) or ABSENT) + idle, what, self.setting(), seeds_text(seeds_of(self.records)), made]
 
 
 def _rank(line: Line) -> tuple[bool, bool]:

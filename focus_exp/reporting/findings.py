@@ -1,7 +1,10 @@
-"""What the rows of a record show: which sentences of findings.yaml are true of quality, benchmarks, arms, texts."""
+"""What a record shows: which sentences of findings.yaml are true of its quality, benchmarks, arms, groups, texts."""
 
+from collections import Counter
 from collections.abc import Iterator
+from functools import partial
 from statistics import mean
+from typing import Any
 
 from focus_exp.records.answers import (
     COLLAPSED,
@@ -14,9 +17,11 @@ from focus_exp.records.answers import (
     row_of,
 )
 from focus_exp.records.benchmarks import BenchmarkRow, telling
+from focus_exp.records.groups import distant_mass_kept
 from focus_exp.records.record import Record
 from focus_exp.records.rows import ENGAGED, Arm, Row
-from focus_exp.reporting.group_findings import group_findings
+from focus_exp.reporting.lines import average, fit_means
+from focus_exp.reporting.paper import paper_rows
 from focus_exp.reporting.sentences import BETTER, WORSE, say, tell, than, vs_hard
 from focus_exp.reporting.speed_findings import method_findings, speed_findings
 
@@ -42,15 +47,12 @@ def quality_findings(record: Record) -> Iterator[str]:
     facts = {"record": record, "method": method, "parameters": record.method.get("trainable_parameters") or 0}
     trained = any(row.kind == "trained" for row in record.rows)
     yield from tell("run", trained=trained, configured=any(is_configured(record, r) for r in record.rows), **facts)
-    for row in record.rows if record.base else []:
-        yield from tell("adapted", row=row, **facts)
+    yield from tell("adapted", record.rows if record.base else [], **facts)
     if hard is not None:
         yield from _configured(record, hard)
-    for row in record.rows:
-        yield from tell("twins", row=row)
+    yield from tell("twins", record.rows)
     yield from _dominance(record)
-    for row in record.rows:
-        yield from tell("rows", row=row, record=record, keeps_everything=keeps_everything(row))
+    yield from tell("rows", record.rows, record=record, keeps_everything=keeps_everything)
 
 
 def _configured(record: Record, hard: Row) -> Iterator[str]:
@@ -113,11 +115,9 @@ def benchmark_findings(rows: list[BenchmarkRow]) -> Iterator[str]:
     windows = [row for row in scored if row.kind == "control" and row.method == "window" and row.task in acted]
     if easy := [row.task for row in windows if row.outcome == "indistinguishable"]:
         yield say("easy", tasks=easy)
-    for row in scored:
-        if row.kind == "hard" and row.distant_share:
-            yield from tell("broken_tasks", row=row, dominant=DOMINANT)
-    for row in rows:
-        yield from tell("failed_tasks", row=row)
+    hard = [row for row in scored if row.kind == "hard" and row.distant_share]
+    yield from tell("broken_tasks", hard, dominant=DOMINANT)
+    yield from tell("failed_tasks", rows)
 
 
 def _on_tasks(attention: str, rows: list[BenchmarkRow]) -> Iterator[str]:
@@ -138,16 +138,12 @@ def comparison_findings(record: Record) -> Iterator[str]:
     """Who is better and worse than the first arm, what was lost on benchmarks, and what cannot be told."""
     for arm in record.arms:
         yield from tell("arms", arm=arm)
-    for row in record.rows:
-        yield from tell("arm_rows", row=row)
-    first, *others = record.arms
-    found = [(arm, own) for arm in others if (own := row_of(record, arm.name))]
-    yield from _against_first(first, row_of(record, first.name), found)
+    yield from tell("arm_rows", record.rows)
+    found = [(arm, own) for arm in record.arms if (own := row_of(record, arm.name))]
+    first = record.arms[0]
+    yield from _against_first(first, row_of(record, first.name), [(arm, own) for arm, own in found if arm is not first])
     yield from _arms_on_tasks(record)
-    for arm in record.arms:
-        own = row_of(record, arm.name)
-        if own is not None and own.scored:
-            yield from tell("spoiled_arms", row=own)
+    yield from tell("spoiled_arms", [own for _, own in found if own.scored])
     tokens = sorted({arm.tokens_seen for arm in record.arms if arm.steps})
     if len(tokens) > 1:
         yield say("unequal_tokens", tokens=", ".join(f"{count:,}" for count in tokens))
@@ -200,6 +196,45 @@ def stability_findings(record: Record) -> Iterator[str]:
         yield say("fates", phase=name, fates=[say(fate, rows=rows) for fate, rows in fates.items() if rows])
 
 
+def group_findings(record: Record) -> Iterator[str]:
+    """What the groups are made of, how evenly they hold the tokens, what they keep, cut and cost."""
+    report = record.groups
+    assert report is not None
+    layers = report.layers
+    mean_of = partial(average, layers)
+    least, largest = ({row.layer: end(row.shares) for row in layers} for end in (min, max))
+    on_one_key = [row for row in layers if (row.cut_key_share or 0.0) > 0.5]
+    kept_pairs, kept_mass = mean_of("distant_pairs_kept"), distant_mass_kept(layers)
+    facts: dict[str, Any] = {
+        "nmi": fit_means(layers, "nmi"),
+        "purity": fit_means(layers, "purity"),
+        "higher": sum(row.fit("trained").nmi > row.fit("untrained").nmi for row in layers),
+        "common": max(report.class_shares.items(), key=lambda item: item[1]),
+        "members": [group for group in report.closest.groups if group.purity is not None],
+        "marks": [group.purity for _, group in report.punctuation if group.purity is not None],
+        "least": least,
+        "largest": largest,
+        "dominated": [layer for layer, share in largest.items() if share > DOMINANT],
+        "empty": [layer for layer, share in least.items() if not share],
+        "agreement": mean_of("agreement_seeds"),
+        "other_agreement": say(
+            "other_agreement", untrained=mean_of("agreement_untrained"), chance=mean_of("agreement_chance")
+        ),
+        "kept_pairs": kept_pairs,
+        "kept_mass": kept_mass,
+        "cut": kept_pairs and kept_mass is not None,
+        "most_cut": max(layers, key=lambda row: row.cut_mass or 0.0),
+        "on_one_key": on_one_key,
+        "sink": next(iter(Counter((row.cut_key, row.cut_key_word) for row in on_one_key).most_common(1)), None),
+        "median": mean_of("affinity_median"),
+        "affinities": sorted(float(str(row["affinity"])) for row in paper_rows("groups_section5.pairs")),
+        "overall": next((cost for cost in report.costs if cost.word_class == "all"), None),
+        "classes": sorted((cost for cost in report.costs if cost.word_class != "all"), key=lambda cost: cost.delta),
+        "paper": {row["quantity"]: row["value"] for row in paper_rows("groups_section5")},
+    }
+    yield from tell("groups", record=record, report=report, layers=layers, mean=mean, mean_of=mean_of, **facts)
+
+
 def continuation_findings(record: Record) -> Iterator[str]:
     """What the texts are worth under the base, against full attention's own."""
     losses: dict[tuple[str, str], list[float]] = {}
@@ -210,5 +245,4 @@ def continuation_findings(record: Record) -> Iterator[str]:
     for (kind, name), found in losses.items():
         if kind == "hard" and full is not None:
             yield say("continued", name=name, loss=mean(found), full=full)
-    for row in record.continuations:
-        yield from tell("continuations", row=row)
+    yield from tell("continuations", record.continuations)

@@ -8,7 +8,6 @@ from focus_exp.config_attention import FocusConfig
 from focus_exp.records.comparison import load_run
 from focus_exp.records.record import Record
 from focus_exp.records.rows import Arm
-from focus_exp.reporting import formats
 
 QUICK = "quick"
 RANDOM = "random"  # source of weights that the seed draws
@@ -94,8 +93,3 @@ def _sources(record: Record) -> Hashable:
 
 def seeds_of(records: Iterable[Record]) -> list[int]:
     return sorted({record.seed for record in records if record.seed is not None})
-
-
-def seeds_text(records: Iterable[Record]) -> str:
-    """How many seeds, and which."""
-    return formats.seeds_text(seeds_of(records))

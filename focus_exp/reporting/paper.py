@@ -59,11 +59,6 @@ class Column:
         return str(expression(self.text)(value=number))
 
 
-def change(source: str, origin: str, heading: str) -> Column:
-    select = {"measure": "delta"}
-    return Column(heading=heading, text="signed(value)", unit=" %", select=select, source=source, origin=origin)
-
-
 @dataclass(frozen=True, kw_only=True)
 class Place:
     """What in the records stands beside a row of the paper."""
@@ -158,8 +153,10 @@ def paper_tables() -> dict[str, PaperTable]:
             rule = table.changes.get(source)
             if rule and any(place.arm != "base" for place in table.rows.get(rule["from"], [])):
                 raise UserError(f"paper_map.yaml: {name}: changes: {source}: {rule['from']} is not full attention")
-            columns += [replace(known[source], source=source)]
-            columns += [change(source, rule["from"], rule["heading"])] if rule else []
+            columns.append(replace(known[source], source=source))
+            if rule:
+                changed = Column(heading=rule["heading"], text="signed(value)", unit=" %", select={"measure": "delta"})
+                columns.append(replace(changed, source=source, origin=rule["from"]))
         tables[name] = replace(table, name=name, columns=tuple(columns))
     return tables
 

@@ -64,18 +64,9 @@ def write_report(record: Record, metrics: list[dict[str, Any]], folder: Path) ->
 def card(record: Record, findings: list[str], tables: list[Table]) -> str:
     """What the hub shows of an adapter, and who is handed it reads first."""
     attention = {key: value for key, value in record.config["attention"].items() if key not in UNTOLD}
-    return render(
-        "card.md",
-        title=title(record),
-        base=record.model,
-        hub_id=record.model.get("requested") if record.model.get("source") in ("hub", "hub_cache") else None,
-        data=record.data,
-        attention=attention,
-        trained=any(phase["train"] == "all" for phase in (record.setting("regime", "phases") or {}).values()),
-        causal=record.method.get("causal", True),
-        findings=findings,
-        tables=tables,
-    )
+    trains = [phase["train"] for phase in (record.setting("regime", "phases") or {}).values()]
+    facts = {"title": title(record), "record": record, "attention": attention, "trains": trains}
+    return render("card.md", **facts, findings=findings, tables=tables)
 
 
 def measured_passage(folder: Path) -> dict[str, Any]:

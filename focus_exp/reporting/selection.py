@@ -33,10 +33,7 @@ class Line(SimpleNamespace):
         bounds = {"difference": self.value, "difference_low": self.low, "difference_high": self.high}
         return difference_text(BenchmarkRow(attention="", kind="hard", task="", metric=self.metric, **bounds))
 
-    @property
-    def score_name(self) -> str:
-        """Task and metric, the metric once."""
-        return self.task if self.task.startswith(self.metric) else f"{self.task} {self.metric}"
+    score_name: Any = BenchmarkRow.scored_as
 
 
 def lines_of(table: pd.DataFrame) -> list[Line]:

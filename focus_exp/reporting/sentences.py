@@ -31,13 +31,12 @@ def say(name: str, /, **facts: Any) -> str:
     return _template(sentence).render(facts)
 
 
-def tell(topic: str, /, **facts: Any) -> Iterator[str]:
-    """The sentences of a topic that are true of these facts."""
+def tell(topic: str, /, rows: Iterable[Any] = (None,), **facts: Any) -> Iterator[str]:
+    """The sentences of a topic that are true of these facts, for every `row` of the rows."""
     rules = entries()[topic]
     assert isinstance(rules, list), f"{topic} is a sentence"
-    for rule in rules:
-        if expression(rule.when)(**facts):
-            yield _template(rule.say).render(facts)
+    for known in ({"row": row} | facts for row in rows):
+        yield from (_template(rule.say).render(known) for rule in rules if expression(rule.when)(known))
 
 
 def each(name: str, rows: Iterable[Any], between: str = ", ") -> str:

@@ -30,9 +30,8 @@ def speed_findings(record: Record) -> Iterator[str]:
         yield from tell("pace", series=each, opening=OPENINGS[each.clock])
     for each in found:
         for row in each.timed:
-            other, slowdown = quickest(row, each.timed) or (None, None)
-            facts = {"row": row, "other": other, "slowdown": slowdown}
-            yield from tell("above_bound", series=each, opening=OPENINGS[each.clock], **facts)
+            other, slow = quickest(row, each.timed) or (None, None)
+            yield from tell("above_bound", [row], series=each, opening=OPENINGS[each.clock], other=other, slowdown=slow)
     longest = {setting(line.case): line for line in timings(record, "attention") if line.overhead is not None}
     for key, line in longest.items():
         yield say("overhead", line=line, name=label(record, key))
