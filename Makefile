@@ -14,7 +14,7 @@ GPU_BENCH := +experiment=speed model=smollm2_135m model.hub_id=null data=files d
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help install browser retrofit reproduce-embedded report test test-fast architectures faults smoke slurm gpu gpu-models lint format types clean
+.PHONY: help install browser retrofit reproduce-embedded report readme test test-fast architectures faults smoke slurm gpu gpu-models lint format types clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  %-19s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
@@ -29,7 +29,7 @@ install-%: $(STAMP)-% ;
 define install
 	@echo "installing $(1) into $(VENV) ..."
 	@set -o pipefail; began=$$SECONDS; \
-		$(RUN) pip install --editable '$(2)' --constraint constraints.txt | awk '\
+		PYTHONUNBUFFERED=1 $(RUN) pip install --editable '$(2)' --constraint constraints.txt | awk '\
 			/^ *Downloading .*[MG]B\)/ {print "  " $$2, $$3, $$4; fflush()} \
 			/^Successfully installed/ {print "  " NF - 2 " packages"}' \
 		&& echo "... $$((SECONDS - began)) s"
@@ -58,6 +58,9 @@ reproduce-embedded: $(STAMP)-evaluation ## every table at small scale, resumable
 
 report: $(STAMP) ## all records and the paper's claims as runs/report/report.md, .tex and .html
 	$(RUN) focus_exp job=report $(ARGS)
+
+readme: $(STAMP) ## README.md anew from its template and the committed records
+	$(RUN) focus_exp.reporting.readme
 
 test: $(TESTED) ## every test that needs neither a GPU nor SLURM
 	$(RUN) pytest -n $(JOBS) -m 'not gpu and not slurm' $(ARGS)
