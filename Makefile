@@ -2,26 +2,48 @@ PYTHON ?= python3
 VENV ?= .venv
 JOBS ?= 2
 ARGS ?=
+SHELL := bash
 
 RUN := $(VENV)/bin/python -m
+# what the main job needs; and, with the names of extras of pyproject.toml behind it, what they add
 STAMP := $(VENV)/.installed
+TESTED := $(STAMP)-evaluation,slurm,dashboard,dev
 # needs no network: the architecture's own shape, random weights, this repository's files as text
 GPU_BENCH := +experiment=speed model=smollm2_135m model.hub_id=null data=files data.files='focus_exp/**/*.py' \
 	regime.phases.router.steps=5 bench.groups=[4,8,32]
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help install browser retrofit reproduce-embedded report test test-fast architectures faults smoke slurm gpu gpu-models lint format types clean
+.PHONY: help install browser retrofit reproduce-embedded report readme test test-fast architectures faults smoke slurm gpu gpu-models lint format types clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  %-19s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
 
-install: $(STAMP) ## create the environment in VENV (.venv) with PYTHON (python3)
+install: $(STAMP) ## what the main job needs, in VENV (.venv) with PYTHON (python3); install-<extra> adds an extra
+
+install-%: $(STAMP)-% ;
+
+.PRECIOUS: $(STAMP)-%
+
+# said before, while packages of megabytes come, and after; the stamp is last, so that a broken attempt is taken up again
+define install
+	@echo "installing $(1) into $(VENV) ..."
+	@set -o pipefail; began=$$SECONDS; \
+		PYTHONUNBUFFERED=1 $(RUN) pip install --editable '$(2)' --constraint constraints.txt | awk '\
+			/^ *Downloading .*[MG]B\)/ {print "  " $$2, $$3, $$4; fflush()} \
+			/^Successfully installed/ {print "  " NF - 2 " packages"}' \
+		&& echo "... $$((SECONDS - began)) s"
+	@touch $@
+endef
 
 $(STAMP): pyproject.toml constraints.txt
-	$(PYTHON) -m venv $(VENV)
-	$(RUN) pip install --quiet --editable '.[dev,slurm,dashboard]' --constraint constraints.txt
-	@touch $@
+	@$(PYTHON) -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))' \
+		|| { echo "focus_exp runs on Python 3.11 to 3.13; name one: make PYTHON=python3.12 $(MAKECMDGOALS)"; exit 2; }
+	@$(RUN) pip --version >/dev/null 2>&1 || { echo "creating $(VENV)"; $(PYTHON) -m venv --clear $(VENV); }
+	$(call install,the packages of the main job (torch among them),.)
+
+$(STAMP)-%: $(STAMP)
+	$(call install,what the extras $* add,.[$*])
 
 browser: ## install Chromium, which tests of pages need, if it is missing and apt can be used; else say so
 	@command -v chromium chromium-browser google-chrome >/dev/null \
@@ -31,47 +53,50 @@ browser: ## install Chromium, which tests of pages need, if it is missing and ap
 retrofit: $(STAMP) ## train Focus routers on a frozen GPT-2 124M; more overrides in ARGS
 	$(RUN) focus_exp +experiment=retrofit_124m $(ARGS)
 
-reproduce-embedded: $(STAMP) ## every table at small scale, resumable, then the report; ARGS=scale=quick: within 40 minutes
+reproduce-embedded: $(STAMP)-evaluation ## every table at small scale, resumable, then the report; ARGS=scale=quick: within 40 minutes
 	$(RUN) focus_exp job=reproduce assets=embedded $(ARGS)
 
 report: $(STAMP) ## all records and the paper's claims as runs/report/report.md, .tex and .html
 	$(RUN) focus_exp job=report $(ARGS)
 
-test: $(STAMP) ## every test that needs neither a GPU nor SLURM
+readme: $(STAMP) ## README.md anew from its template and the committed records
+	$(RUN) focus_exp.reporting.readme
+
+test: $(TESTED) ## every test that needs neither a GPU nor SLURM
 	$(RUN) pytest -n $(JOBS) -m 'not gpu and not slurm' $(ARGS)
 
-test-fast: $(STAMP) ## the same without pretrained weights and slow tests
+test-fast: $(TESTED) ## the same without pretrained weights and slow tests
 	$(RUN) pytest -n $(JOBS) -m 'not gpu and not slurm and not real and not slow' $(ARGS)
 
-architectures: $(STAMP) ## Focus on every causal language model that transformers has, tiny; ARGS=llama: that one alone
+architectures: $(STAMP)-dev ## Focus on every causal language model that transformers has, tiny; ARGS=llama: that one alone
 	$(VENV)/bin/python tests/architectures.py $(ARGS)
 
-faults: $(STAMP) ## kill, fill and damage tiny runs in over 100 ways: runs/records/faults.md
+faults: $(TESTED) ## kill, fill and damage tiny runs in over 100 ways: runs/records/faults.md
 	$(VENV)/bin/python tests/faults.py runs/records/faults.md
 
-smoke: $(STAMP) ## every experiment file on a tiny random model
+smoke: $(TESTED) ## every experiment file on a tiny random model
 	$(RUN) pytest -n $(JOBS) tests/test_experiments.py -m 'not gpu' $(ARGS)
 
-slurm: $(STAMP) ## sweeps on a SLURM cluster of this one machine; as root also installs it
+slurm: $(TESTED) ## sweeps on a SLURM cluster of this one machine; as root also installs it
 	tests/slurm_cluster.sh install || test $$? = 3
 	$(RUN) pytest -m slurm -rs $(ARGS)
 
 gpu: ## kernels checked and timed in ten minutes, with torch and triton alone: runs/gpu/gpu.json; without CUDA computed
 	PYTHONPATH=. $(if $(wildcard $(STAMP)),$(VENV)/bin/python,$(PYTHON)) tests/gpu_clock.py $(ARGS)
 
-gpu-models: $(STAMP) ## tests and benchmarks of whole models that need a CUDA device
+gpu-models: $(TESTED) ## tests and benchmarks of whole models that need a CUDA device
 	TRITON_INTERPRET=0 $(RUN) pytest -m gpu $(ARGS)
 	$(RUN) focus_exp $(GPU_BENCH)
 
-lint: $(STAMP) ## ruff: rules and formatting
+lint: $(STAMP)-dev ## ruff: rules and formatting
 	$(RUN) ruff check .
 	$(RUN) ruff format --check .
 
-format: $(STAMP) ## let ruff rewrite
+format: $(STAMP)-dev ## let ruff rewrite
 	$(RUN) ruff check --fix .
 	$(RUN) ruff format .
 
-types: $(STAMP) ## mypy on focus_exp
+types: $(TESTED) ## mypy on focus_exp
 	$(RUN) mypy
 
 clean: ## remove caches and build leftovers; keep .venv and runs

@@ -1,4 +1,31 @@
-"""Focus: sparse attention by learned token groups, added to a frozen Hugging Face language model."""
+"""Focus: sparse attention by learned token groups, added to a frozen Hugging Face language model.
+
+    model = AutoModelForCausalLM.from_pretrained("openai-community/gpt2")
+    attach(model, "focus", groups=4, window=128)
+    freeze(model, "router")                      # train what is left in your own loop
+    set_routing(model, hard=True, top_k=1)       # hard groups for use, soft gates for training
+    with disabled(model): ...                    # the base model, bit for bit
+    save_adapter(model, "my-adapter")            # safetensors and JSON
+    push_to_hub("my-adapter", "me/focus-gpt2")   # the adapter/ of a run has a card beside it
+    load_adapter(detach(model), "me/focus-gpt2") # or its folder; refuses another base model
+
+`attach` first runs two short texts through the model with every pair kept, by masks, by the sparse path and through the
+cache, and refuses it in one sentence unless that gives the base model's logits. `generate()`: see `models.cache`.
+
+attention   tensors alone: routing, selection, the oracle (reference), its blocked twin, the sparse path (disjoint parts
+            of the kept pairs, exact kernels, merged by logsumexp), the cache by group, baselines; to add one: `method`
+models      load, attach, its check (exactness), what an attached model calls, what one does with it, cache, adapter
+data        corpora, tokens, packing, resumable order
+training    the Lightning module, phases, warm start and balance, callbacks, several processes
+evaluation  perplexity with intervals, lm-eval on the live model, the ledger of what the mask removed, groups
+speed       clocks, memory, break-even: Focus and full attention in turn
+planning    memory, arithmetic and layouts of a run that is not started
+sweeps      frozen jobs, local processes and SLURM arrays, their state
+records     what a run leaves on disk: facts, typed; no sentence, no torch
+reporting   from records to claims, tables, figures, pages, W&B; never imports torch. Its YAML says what is shown: an
+            entry in claims, tables, figures or findings adds one, and is checked when it is loaded
+jobs        one module a job=
+"""
 
 import importlib
 from typing import TYPE_CHECKING, Any

@@ -23,7 +23,7 @@ from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBase
 from focus_exp.attention.options import instead
 from focus_exp.checks import no_such_key, parse
 from focus_exp.config import Config, register_schemas
-from focus_exp.errors import STOP_SIGNALS, Interrupted, UserError, first_line
+from focus_exp.errors import EXTRAS, STOP_SIGNALS, Interrupted, UserError, first_line, not_installed
 from focus_exp.help import asked, text
 from focus_exp.sweeps.frozen import FrozenJob
 
@@ -113,6 +113,10 @@ def guarded(work: Callable[[], None]) -> Ended:
     except Interrupted as stop:
         print(f"{stop}; the same command goes on from here", file=sys.stderr)
         return Ended(128 + stop.signum, str(stop))
+    except ModuleNotFoundError as error:
+        if error.name not in EXTRAS:
+            raise
+        return complain(not_installed(error.name))
     except BrokenPipeError as error:  # the reader of our output has left: `--help | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return Ended(128 + signal.SIGPIPE, str(error))

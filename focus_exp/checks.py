@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import fields, is_dataclass
+from importlib.util import find_spec
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
@@ -11,7 +12,9 @@ from focus_exp.assets import adapter_folder
 from focus_exp.attention.options import check, instead
 from focus_exp.config import Config
 from focus_exp.config_attention import AttentionConfig, schema_of
-from focus_exp.errors import UserError
+from focus_exp.errors import UserError, not_installed
+
+PERPLEXITY = "perplexity"  # perplexity@<tokens>: the one task that is not lm-eval's
 
 
 def parse(composed: DictConfig) -> Config:
@@ -53,6 +56,10 @@ def validate(config: Config) -> None:
     except ValueError as error:
         raise UserError(str(error)) from None
     validate_tasks(config.eval.tasks)
+    measured = config.eval.tasks if config.job in ("train", "evaluate", "compare") else []
+    # before the hours of training, not after
+    if any(not task.startswith(f"{PERPLEXITY}@") for task in measured) and find_spec("lm_eval") is None:
+        raise UserError(f"eval.tasks: {not_installed('lm_eval')}")
     if config.job == "compare" and not config.arms:
         raise UserError("job=compare needs arms: a name and its settings each, as +experiment=compare has them")
     if config.job == "compare" and config.arm is not None and config.arm not in config.arms:
@@ -75,7 +82,7 @@ def validate(config: Config) -> None:
 def validate_tasks(tasks: list[str]) -> None:
     for task in tasks:
         kind, at, length = task.partition("@")
-        if (at or kind == "perplexity") and (not length.isdecimal() or int(length) < 2):
+        if (at or kind == PERPLEXITY) and (not length.isdecimal() or int(length) < 2):
             raise UserError(f"eval.tasks holds {task}; give its length as a whole number, such as {kind}@1024")
         if tasks.count(task) > 1:
             raise UserError(f"eval.tasks holds {task} more than once; leave it out once")

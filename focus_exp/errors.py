@@ -5,6 +5,9 @@ import signal
 # each ends a run at the next place from which it can go on; SLURM sends USR2 before it takes the machine away
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR2)
 
+# what is imported of packages that only an extra of pyproject.toml brings, and its name
+EXTRAS = {"lm_eval": "evaluation", "sklearn": "evaluation", "textblob": "evaluation"}
+
 
 class UserError(Exception):
     """Bad input: what is wrong, where, and what to do. The command line prints it and exits with 2."""
@@ -19,6 +22,12 @@ class Interrupted(BaseException):
     def __init__(self, signum: int, where: str) -> None:
         super().__init__(f"stopped by {signal.Signals(signum).name} {where}")
         self.signum = signum
+
+
+def not_installed(module: str) -> str:
+    """That a module of EXTRAS is missing, and how it is had."""
+    extra = EXTRAS[module]
+    return f"this needs {module}: make install-{extra}, or pip install 'focus_exp[{extra}]'"
 
 
 def first_line(error: BaseException) -> str:

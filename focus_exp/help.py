@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import ast
 from collections.abc import Iterator
 from dataclasses import fields, is_dataclass
+from itertools import takewhile
 from pathlib import Path
 from textwrap import fill
 from typing import Any
@@ -14,6 +16,7 @@ from omegaconf import DictConfig, OmegaConf
 from focus_exp.config import GROUPS, JOBS, Config
 from focus_exp.errors import UserError
 
+PACKAGE = Path(__file__).parent
 WIDTH, KEYS = 100, 38  # characters of a line, and of a key with its value
 FIRST = ("model", "attention", "regime", "data", "eval", "scale", "trainer")  # groups that most runs choose from
 SCREEN = """\
@@ -31,7 +34,7 @@ focus_exp: learned sparse attention for frozen language models
 Any key of the configuration is changed by key=value. Where to look next:
   --help attention=sparq        the keys of a choice, what they mean and what they are
   --help +experiment=compare    what an experiment does, how long it takes, what it sets
-  --help job=train              the keys of the run itself: seed, folders, arms of a comparison
+  --help job=report             what a job does and leaves behind, and the keys of every run
   --cfg job                     with a command: its whole configuration; nothing is run
 """
 
@@ -63,19 +66,23 @@ def choices(group: str, conf: Path) -> list[str]:
 
 
 def choice(group: str, name: str, conf: Path) -> str:
-    if group == "job":
-        return f"job={name}\n\n" + "\n".join(keys(OmegaConf.structured(Config))) + "\n"
+    if group == "job" and name in JOBS:
+        said = ast.get_docstring(ast.parse((PACKAGE / "jobs" / f"{name}.py").read_text(encoding="utf-8")))
+        own = f"Its own keys: --help {name}={choices(name, conf)[0]}\n\n" if name in GROUPS else ""
+        return f"{said}\n\n{own}" + "\n".join(keys(OmegaConf.structured(Config))) + "\n"
     path = conf / group / f"{name}.yaml"
     if not path.is_file():
-        raise UserError(f"there is no {group}={name}; choose from {', '.join(choices(group, conf))}")
-    lines = path.read_text(encoding="utf-8").splitlines()
-    head = [line.removeprefix("#").strip() for line in lines if line.startswith("#") and "@package" not in line]
-    if group == "experiment":
-        body = "\n".join(f"  {line}" for line in lines if line and not line.startswith("#"))
-        return f"+experiment={name}\n\n" + "\n".join(head) + f"\n\nIt sets:\n{body}\n"
+        there = JOBS if group == "job" else choices(group, conf)
+        raise UserError(f"there is no {group}={name}; choose from {', '.join(there)}")
+    text = path.read_text(encoding="utf-8").removeprefix("# @package _global_\n")
+    comments = takewhile(lambda line: line.startswith("#"), text.splitlines())
+    head = "\n".join(line.removeprefix("#").removeprefix(" ") for line in comments)
+    if group == "experiment" or "/" in group:  # a launcher's keys are hydra's
+        sets = [f"  {line}" for line in text.splitlines()[head.count("\n") + 1 :] if line]
+        return f"{'+' * (group == 'experiment')}{group}={name}\n\n{head}\n\nIt sets:\n" + "\n".join(sets) + "\n"
     with initialize_config_dir(str(conf.resolve()), version_base="1.3"):
         values = compose("config", [f"{group}={name}"])[group]
-    return f"{group}={name}\n\n" + "\n".join(head) + "\n\n" + "\n".join(keys(values, group)) + "\n"
+    return f"{group}={name}\n\n{head}\n\n" + "\n".join(keys(values, group)) + "\n"
 
 
 def keys(values: DictConfig, prefix: str = "") -> Iterator[str]:

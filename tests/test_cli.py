@@ -16,6 +16,7 @@ from safetensors.torch import load_file
 from transformers import PreTrainedModel
 
 from focus_exp import assets
+from focus_exp.errors import EXTRAS
 from focus_exp.jobs import run as run_module
 from focus_exp.models import adapter as adapter_module
 from focus_exp.training.module import LanguageModelTask
@@ -54,6 +55,19 @@ def refused(*arguments):
     assert "Traceback" not in result.err
     assert result.err.count("error:") == 1 and result.err.startswith("error: ")
     return result.err
+
+
+def test_a_package_of_an_extra_that_is_missing_is_asked_for_before_anything_runs(tmp_path, monkeypatch):
+    with monkeypatch.context() as without:
+        without.setattr("focus_exp.checks.find_spec", lambda name: None)
+        assert "install-evaluation" in refused(*tiny(tmp_path), "job=train", "eval.tasks=[lambada_openai]")
+        assert run(*tiny(tmp_path), "job=plan", "eval.tasks=[lambada_openai]", "--cfg", "job").code == 0
+    for name in [name for name in sys.modules if name in ("focus_exp.jobs.analyze", "focus_exp.evaluation.groups")]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "focus_exp.evaluation.groups_words", None)
+    monkeypatch.setitem(EXTRAS, "focus_exp.evaluation.groups_words", "evaluation")
+    assert "focus_exp[evaluation]" in refused(*tiny(tmp_path), "job=analyze")
+    assert not (tmp_path / "runs").exists()
 
 
 @pytest.mark.parametrize("override", BAD_INPUT)

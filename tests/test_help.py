@@ -8,7 +8,7 @@ import pytest
 from running import run
 
 from focus_exp.__main__ import conf_dir
-from focus_exp.config import Config
+from focus_exp.config import JOBS, Config
 from focus_exp.config_attention import schema_of
 
 CONF = Path(conf_dir())
@@ -53,6 +53,19 @@ def test_a_key_stands_with_its_meaning_its_value_and_what_it_may_be():
     )
 
 
-def test_a_choice_that_there_is_not_is_one_error():
-    result = run("--help", "attention=spark")
-    assert result.code == 2 and "sparq" in result.err and not result.out
+def test_every_job_says_what_it_does_and_where_its_keys_are():
+    for job in JOBS:
+        assert help_on(f"job={job}").startswith(f"job={job}: ")
+    assert "--help reproduce=embedded" in help_on("job=reproduce")
+
+
+def test_a_launcher_has_a_page_with_its_comments_in_their_places():
+    page = help_on("hydra/launcher=slurm").splitlines()
+    limit = next(number for number, line in enumerate(page) if line.startswith("  timeout_min:"))
+    assert page[limit - 1].startswith("  # ") and "It sets:" in page[:limit]
+
+
+@pytest.mark.parametrize(("choice", "instead"), [("attention=spark", "sparq"), ("job=evaluation", "evaluate")])
+def test_a_choice_that_there_is_not_is_one_error(choice, instead):
+    result = run("--help", choice)
+    assert result.code == 2 and instead in result.err and not result.out

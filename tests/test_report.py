@@ -309,23 +309,10 @@ def test_cells_are_escaped():
     )
 
 
-def test_the_readmes_comparison_and_its_count_of_verdicts_are_those_of_the_records():
-    readme = (RECORDS.parent.parent / "README.md").read_text()
-    (link,) = set(re.findall(r"\((runs/records/compare/[^)]+/table\.md)\)", readme))
-    published = (RECORDS.parent.parent / link).read_text().splitlines()
-    shown = readme.partition("| arm | trained parameters | perplexity, vs base [95 %] | pairs removed |")[2]
-    rows = [line.strip("| ").split(" | ")[1:] for line in shown.split("\n\n")[0].splitlines()[2:]]
-    assert len(rows) > 5
-    for cells in rows:
-        assert any(all(f"| {cell} |" in line or f"| {cell} (" in line for cell in cells) for line in published), cells
-    verdicts = [verdict for _, verdict in judged(gather(RECORDS).records)]
-    for verdict in verdicts:
+def test_a_verdict_says_nothing_twice():
+    for _, verdict in judged(gather(RECORDS).records):
         sentences = verdict.why.split("; ")
         assert len(sentences) == len(set(sentences)), verdict.why
-    words = [verdict.word for verdict in verdicts]
-    counts = [words.count(word) for word in (REPRODUCED, NOT_REPRODUCED, UNDECIDED, NOT_HERE)]
-    said = "of {}, {} are reproduced, {} are not, {} are undecided, {} need a GPU or the hub"
-    assert said.format(len(words), *counts) in " ".join(readme.split())
 
 
 @pytest.mark.parametrize(

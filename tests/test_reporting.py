@@ -345,30 +345,3 @@ def test_reporting_imports_neither_torch_nor_wandb():
     code = f"import sys; {imports}; print([name for name in ('torch', 'wandb', 'transformers') if name in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
-
-
-def test_the_readmes_table_is_its_records():
-    text = (ROOT / "README.md").read_text(encoding="utf-8")
-    source = (ROOT / re.search(r"\((runs/records/\S+/table\.md)\)", text)[1]).read_text(encoding="utf-8")
-    printed = text[text.index("| attention | perplexity |") :].split("\n\n")[0].splitlines()
-    recorded = {line.split(" | ")[0]: line.split(" | ") for line in source.splitlines()}
-    assert len(printed) > 6
-    for line in printed[2:]:
-        cells = line.removesuffix(" |").split(" | ")
-        assert [cell.split(" [")[0] for cell in cells] == [cell.split(" [")[0] for cell in recorded[cells[0]][:5]]
-
-
-def pipe_table(text: str, first_column: str) -> list[dict[str, str]]:
-    """The first Markdown table whose header begins with `first_column`, a dict a row."""
-    lines = text[text.index(f"| {first_column} |") :].split("\n\n")[0].splitlines()
-    header, _, *rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
-    return [dict(zip(header, row, strict=True)) for row in rows]
-
-
-def test_the_readmes_speed_table_is_its_records():
-    text = (ROOT / "README.md").read_text(encoding="utf-8")
-    source = (ROOT / re.search(r"\((runs/records/speed/\S+/table\.md)\)", text)[1]).read_text(encoding="utf-8")
-    printed, recorded = pipe_table(text, "tokens"), pipe_table(source, "tokens")
-    assert len(printed) > 6
-    for row in printed:
-        assert any(row.items() <= other.items() for other in recorded), row

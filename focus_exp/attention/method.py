@@ -1,4 +1,10 @@
-"""The contract every attention method fits: one module per layer with two faces, `route` and `attend`."""
+"""The contract every attention method fits: one module per layer with two faces, `route` and `attend`.
+
+A method of one's own, here or outside of the package, is one Python file with a subclass of `AttentionMethod`
+(`route` sees the hidden states and selects, `attend` returns the output) and the dataclass of its options, and one
+YAML file that names the class, `defaults: [my_methods.Mean, _self_]`, as conf/attention/mean.yaml here or in a folder
+of one's own: `PYTHONPATH=. python -m focus_exp --config-dir=conf attention=mean`.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,9 @@
-"""job=analyze: what the groups of a router are made of, and what they cut; tables, and a page to look at."""
+"""job=analyze: what the groups of a router are made of, and what they cut; tables, and a page to look at.
+
+Word classes beside an untrained router and chance, agreement with the routers in analyze.others (other seeds),
+long-range pairs, what cutting costs. passage.html in the run folder shows a passage coloured by group, layer by
+layer; it opens from disk without a network.
+"""
 
 from __future__ import annotations
 

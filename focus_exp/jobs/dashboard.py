@@ -1,4 +1,7 @@
-"""job=dashboard: the report's tables and figures as a W&B run, with workspaces and a report that show them."""
+"""job=dashboard: the report's tables and figures as a W&B run, with workspaces and a report that show them.
+
+Needs make install-dashboard. The views are pushed where a server is reachable, else written to runs/report/dashboard.
+"""
 
 from __future__ import annotations
 

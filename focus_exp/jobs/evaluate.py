@@ -1,4 +1,8 @@
-"""job=evaluate: measure an adapter that was trained before, on any data, beside its base and the controls."""
+"""job=evaluate: measure an adapter that was trained before, on any data, beside its base and the controls.
+
+`eval=downstream` is lm-eval's tasks on the live model, with a ledger of what the mask removed of each request;
+`eval=long_range` the tasks whose answers lie beyond the window (both need make install-evaluation).
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""job=plan: what a run needs before anything is downloaded or allocated; refuses one that cannot fit."""
+"""job=plan: what a run needs before anything is downloaded or allocated; refuses one that cannot fit.
+
+From a trace of the run's own training step on tensors without data: memory, GPUs, hours. It names the settings under
+which a run that cannot fit would; plan=zoo is a table of every model.
+"""
 
 from __future__ import annotations
 

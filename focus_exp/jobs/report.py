@@ -1,4 +1,9 @@
-"""job=report: all records below runs_dir in one report, with a verdict on every claim of the paper."""
+"""job=report: all records below runs_dir in one report, with a verdict on every claim of the paper.
+
+Every table of the paper stands beside what was measured here, with intervals, seeds, command and commit of each line;
+a cell that nothing fills says why. report.check=true fails where a published table, or the README, no longer follows
+from its record.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,10 @@
-"""job=reproduce: every table in turn, each a command of its own that resumes; what fails is named, the rest goes on."""
+"""job=reproduce: every table in turn, each a command of its own that resumes; what fails is named, the rest goes on.
+
+An interrupted one goes on where it stopped; it ends with the report. scale=quick shows that all of it runs, and no
+number of it means anything; scale=paper gives every experiment the paper's models, texts and steps, from the hub;
+reproduce=seeds adds two seeds of tables that have one. reproduce.publish=true copies what is finished to
+runs/records, in place of what it supersedes, and writes report and README anew.
+"""
 
 from __future__ import annotations
 

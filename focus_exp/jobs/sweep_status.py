@@ -1,4 +1,10 @@
-"""job=sweep_status: what has become of the jobs of a sweep, and how to run those that are missing."""
+"""job=sweep_status: what has become of the jobs of a sweep, and how to run those that are missing.
+
+-m freezes every job of a sweep (configuration, command, code version) before the first one starts: it keeps the
+configuration of its submission whatever is edited since, and says in its record if other code ran it. One that is
+preempted or meets its time limit writes a checkpoint, is requeued and ends with the numbers of one that never
+stopped; one that fails leaves its reason, and the others go on.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,15 @@
-"""job=train: load, measure the base, attach, train, make hard, measure again, write it all down."""
+"""job=train: load, measure the base, attach, train, make hard, measure again, write it all down.
+
+A run lives in runs/<experiment>/<model>-<attention>-<regime>/seed=<n>-<hash of the configuration>: config.yaml,
+metrics.jsonl, probe.jsonl (largest group, dead groups and stability on the same held-out tokens while a router is
+trained), adapter/, record.json, table.md, quality.csv, figures/ and an offline W&B run. The same command on an
+interrupted run goes on where it stopped, to the same numbers; on a finished one it says so (overwrite=true repeats
+it).
+
+assets=auto|hub|embedded says which weights and text may be used; what stands in for what is said in the first lines
+and in every table. Hard groups below the break-even of the device, which is measured once and cached, go through
+masked attention, which computes the same and saves nothing.
+"""
 
 from __future__ import annotations
 

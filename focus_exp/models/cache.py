@@ -1,4 +1,10 @@
-"""The key/value cache of an attached model, as transformers' own code handles it: `generate()`, beams, crop, reset."""
+"""The key/value cache of an attached model, as transformers' own code handles it: `generate()`, beams, crop, reset.
+
+With hard groups keys and values are kept by group (`FocusCache`), so that a new token reads its own groups, the
+window and the sinks: token by token the logits of the whole sequence at once, in greedy search, sampling, beams, left
+padding, chunks, crop and prompt lookup. A method that reads the future refuses to generate; soft gates and the other
+published methods have no cache and say so (`use_cache=False` computes all tokens anew).
+"""
 
 from __future__ import annotations
 

@@ -10,6 +10,7 @@ from focus_exp.records.environment import unknown_commit
 from focus_exp.records.metrics import METRICS, read_metrics, write_metrics
 from focus_exp.records.record import Record
 from focus_exp.reporting.gather import gather
+from focus_exp.reporting.readme import readme, readme_of, write_readme
 from focus_exp.reporting.report import all_findings, all_tables, table_files, write_report
 from focus_exp.reporting.whole_report import NAME, report_files, sections, write_report_of
 from focus_exp.storage import aside
@@ -71,8 +72,8 @@ def _published(top: Path) -> Iterator[tuple[Path, Record]]:
 
 
 def stale(top: Path, scale: str = "") -> list[str]:
-    """What no longer follows from its record below `top`: published tables, as text and as CSV, and the report of all
-    of them if there is one in `top`/report."""
+    """What no longer follows from its record below `top`: published tables, as text and as CSV, the report of all of
+    them if there is one in `top`/report, and the project's README if `top` is in one."""
     said = []
     for folder, record in _published(top):
         expected = table_files(all_findings(record), all_tables(record))
@@ -80,6 +81,8 @@ def stale(top: Path, scale: str = "") -> list[str]:
     if (published := top / NAME).is_dir():
         expected = report_files(sections(gather(top, scale), top, published), published)
         said += [f"{published / name} does not follow from the records" for name in _differing(published, expected)]
+    if (page := readme_of(top)) and page.read_text(encoding="utf-8") != readme(top):
+        said.append(f"{page} does not follow from the records; make readme")
     return said
 
 
@@ -91,11 +94,12 @@ def _differing(folder: Path, expected: dict[str, str]) -> list[str]:
 
 
 def renew(top: Path) -> None:
-    """Write tables, figures and the report below `top` anew from the numbers of their records."""
+    """Write tables, figures and the report below `top`, and the project's README, anew from the numbers of records."""
     for folder, record in _published(top):
         write_report(record, load_metrics(folder, record), folder)
     if (top / NAME).is_dir():
         with aside(top / NAME) as new:  # without the tables of runs that are gone
             write_report_of(top, new)
+    write_readme(top)
     for picture in top.rglob("figures/*.png"):  # the same as the SVG beside it
         picture.unlink()
