@@ -1,4 +1,4 @@
-"""The page of a run and the list of all runs: what they say of runs that go on, ended, failed, were killed or broken."""
+"""The page of a run and the list of all runs: of runs that go on, ended, failed, were killed, are broken."""
 
 import json
 import re

@@ -97,17 +97,13 @@ def line_of(folder: Path, record: Record | None, problem: str, top: Path, compar
         blank = [Cell(ABSENT)] * (len(COLUMNS) - 4)
         return Line(folder / RECORD, State("broken", problem), [Cell(ABSENT), Cell(name, name), *blank, Cell(problem)])
     page, state = folder / PAGE, state_of(record, folder)
-    cells = [
-        Cell(record.started[:16].replace("T", " "), record.started),
-        Cell(name, name),
-        Cell(where(record)),
-        *numbers(record),
-    ]
+    begun = Cell(record.started[:16].replace("T", " "), record.started)
     said = state.reason or ("" if configured_row(record) else next(iter(all_findings(record)), ""))
     said = "at scale=quick: decides nothing" if is_quick(record) and not state.reason else said
     arm = bool(record.config.get("arm")) and folder.parent.parent in compared
     took = Cell(duration_text(record.wall_seconds), record.wall_seconds)
-    return Line(page if page.exists() else folder / RECORD, state, [*cells, took, Cell(said)], arm)
+    cells = [begun, Cell(name, name), Cell(where(record)), *numbers(record), took, Cell(said)]
+    return Line(page if page.exists() else folder / RECORD, state, cells, arm)
 
 
 def numbers(record: Record) -> list[Cell]:
