@@ -23,10 +23,11 @@ from focus_exp.evaluation.controls import BASE
 from focus_exp.evaluation.outcomes import slug
 from focus_exp.jobs.arms import compose_arm, compose_arms
 from focus_exp.jobs.evaluate import evaluate
-from focus_exp.jobs.run import claimed, finished_record, recorded, run_folder, seconds_text
+from focus_exp.jobs.run import Run, claimed, finished_record, judged, new_run, recorded, run_folder, seconds_text
 from focus_exp.jobs.train import describe, train
 from focus_exp.records.record import Record
 from focus_exp.records.rows import Arm
+from focus_exp.records.runs import NOT_ENDED
 from focus_exp.storage import InUse, aside
 from focus_exp.training.precision import choose_precision
 
@@ -51,20 +52,32 @@ def compare(config: Config) -> None:
 
 
 def compare_all(config: Config, configs: dict[str, Config]) -> None:
-    errors = run_arms(configs)
     shared = compose_arm(config, None, HydraConfig.get().overrides.task)
     precision = choose_precision(shared.trainer.precision, shared.trainer.accelerator, trains_base=False)
+    # what all arms share is what the comparison says of itself
+    said = to_dict(replace(shared, job="compare", arms=config.arms))
+    waiting = new_run(config, describe(precision))
+    waiting.record.config = said
+    waiting.record.arms = [
+        Arm(name=name, settings=config.arms[name], folder=str(run_folder(arm)), status="interrupted", error=NOT_ENDED)
+        for name, arm in configs.items()
+    ]
+    try:
+        with judged(waiting.record):
+            errors = run_arms(configs, waiting)
+    except BaseException:
+        waiting.save()
+        raise
     with recorded(config, describe(precision)) as run:
-        # what all arms share is what the comparison says of itself
-        run.record.config = to_dict(replace(shared, job="compare", arms=config.arms))
+        run.record.config = said
         run.record.arms = [
             describe_arm(name, arm, config.arms[name], errors.get(name)) for name, arm in configs.items()
         ]
         compare_arms(run.record, run.folder)
 
 
-def run_arms(configs: dict[str, Config]) -> dict[str, str]:
-    """Run each in turn; returns the reasons of those that failed."""
+def run_arms(configs: dict[str, Config], comparison: Run | None = None) -> dict[str, str]:
+    """Run each in turn, as the page of the `comparison` says; returns the reasons of those that failed."""
     errors: dict[str, str] = {}
     to_run = {name: config for name, config in configs.items() if config.overwrite or not finished_record(config)}
     if len(to_run) < len(configs):
@@ -73,6 +86,9 @@ def run_arms(configs: dict[str, Config]) -> dict[str, str]:
     for done, (name, config) in enumerate(to_run.items()):
         left = (time.perf_counter() - began) / done * (len(to_run) - done) if done else None
         print(f"\narm {done + 1} of {len(to_run)}: {name}" + (f", about {seconds_text(left)} left" if left else ""))
+        if comparison:
+            comparison.now = f"arm {done + 1} of {len(to_run)}: {name}"
+            comparison.save()
         share_base(config, [other for other in configs.values() if finished_record(other)])
         try:
             (evaluate if config.adapter else train)(config)

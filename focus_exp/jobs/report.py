@@ -14,6 +14,8 @@ from rich.console import Console
 from focus_exp.config import Config
 from focus_exp.errors import UserError
 from focus_exp.reporting.published import stale
+from focus_exp.reporting.run_index import write_pages
+from focus_exp.reporting.run_page import PAGE
 from focus_exp.reporting.whole_report import write_report_of
 
 
@@ -31,4 +33,6 @@ def report(config: Config) -> None:
     console = Console()
     console.width = max(console.width, 190)
     console.print(ledger.to_console())
+    write_pages(runs)
     print(f"{len(written)} files in {folder}, of them report.md, report.tex and report.html")
+    print(f"page: {runs / PAGE} lists all runs")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import math
 import resource
 import shlex
@@ -24,18 +25,26 @@ from rich.console import Console
 from focus_exp.assets import Provenance
 from focus_exp.config import Config, config_hash, to_dict
 from focus_exp.errors import Interrupted, first_line
-from focus_exp.records.comparison import load_metrics, with_arms
+from focus_exp.records.comparison import RECORD, load_metrics, with_arms
 from focus_exp.records.environment import environment
+from focus_exp.records.metrics import METRICS, read_metrics
 from focus_exp.records.record import Record
-from focus_exp.records.runs import finished_record, run_folder
+from focus_exp.records.runs import NOT_ENDED, finished_record, lock_of, run_folder
 from focus_exp.reporting.report import all_findings, write_report
+from focus_exp.reporting.run_index import write_index
+from focus_exp.reporting.run_page import PAGE, write_run_page
 from focus_exp.reporting.wandb import init_options, log_record, wandb_mode
 from focus_exp.storage import clear_aside, held, replace_file
 from focus_exp.sweeps.frozen import FrozenJob
+from focus_exp.sweeps.status import training_progress
 from focus_exp.training.exchange import is_main
 from focus_exp.training.regimes import CHECKPOINTS
 
 TABLE_WIDTH = 190
+# seconds from one page of a live run to the next: at least so many, and so many times what the page took to write
+LEAST, RATIO = 2.0, 100
+
+log = logging.getLogger(__name__)
 
 
 @dataclass
@@ -46,10 +55,36 @@ class Run:
     folder: Path
     record: Record
     loggers: list[Logger] = field(default_factory=list)
+    now: str = ""  # what it is at, where its training log does not say
+    next_page: float = 0.0  # on the monotonic clock
 
     def save(self) -> None:
         if is_main():
-            self.record.save(self.folder / "record.json")
+            self.record.save(self.folder / RECORD)
+            self.show()
+
+    def show(self) -> None:
+        """Renew the page, and when the run begins or ends the list of all runs; while it goes on, not too often.
+
+        A page is no reason to lose a run: what goes wrong with it is said, and the run goes on.
+        """
+        began, ended = time.monotonic(), self.record.error != NOT_ENDED
+        if not is_main() or (not ended and began < self.next_page):
+            return
+        first, top = not self.next_page, Path(self.config.runs_dir)
+        try:
+            write_run_page(self.record, self.folder, top, None if ended else self.progress())
+            took = time.monotonic() - began
+            if first or ended:
+                write_index(top)
+        except Exception as error:
+            log.warning("%s is not renewed: %s", self.folder / PAGE, first_line(error))
+            took = 0.0
+        self.next_page = time.monotonic() + max(LEAST, RATIO * took)
+
+    def progress(self) -> str:
+        lines = read_metrics(self.folder / METRICS)
+        return training_progress(self.config, lines) if lines else self.now
 
     def describe_model(self, provenance: Provenance, parameters: int) -> None:
         self.record.model = {"name": shown(provenance), **asdict(provenance), "parameters": parameters}
@@ -76,7 +111,7 @@ class Run:
         console.width = max(console.width, TABLE_WIDTH)
         for table in shown.tables:
             console.print(table.to_console())
-        print("\n".join(["", *shown.findings, "", f"run folder: {self.folder}"]))
+        print("\n".join(["", *shown.findings, "", f"run folder: {self.folder}", f"page: {self.folder / PAGE}"]))
 
 
 def already_finished(config: Config) -> bool:
@@ -87,13 +122,14 @@ def already_finished(config: Config) -> bool:
     folder = run_folder(config)
     said = all_findings(with_arms(record, folder))
     print("\n".join([*said, "", f"finished already, in {folder}; overwrite=true runs it again"]))
+    if (folder / PAGE).exists():
+        print(f"page: {folder / PAGE}")
     return True
 
 
 def claimed(folder: Path) -> AbstractContextManager[None]:
     """Within the block no other command writes to the run folder; InUse, naming it, where one does already."""
-    lock = folder.with_name(f".{folder.name}.lock")  # outside of what overwrite=true removes
-    return held(lock, f"the run folder {folder}") if is_main() else nullcontext()
+    return held(lock_of(folder), f"the run folder {folder}") if is_main() else nullcontext()
 
 
 @contextmanager
@@ -109,11 +145,45 @@ def recorded(config: Config, device: str) -> Iterator[Run]:
 
     Of several processes the first one alone writes.
     """
-    folder = run_folder(config)
+    run = new_run(config, device)
+    if not is_main():
+        yield run
+        return
+    record, folder, job = run.record, run.folder, FrozenJob.here()
+    resumed = job is not None and job.enter_run(folder)
+    if config.overwrite and folder.exists() and not resumed:
+        shutil.rmtree(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    clear_aside(folder)
+    replace_file(folder / "config.yaml", OmegaConf.to_yaml(OmegaConf.structured(config)).encode())
+    run.save()
+    began = time.perf_counter()
+    try:
+        with judged(record):
+            run.loggers = make_loggers(config, folder)
+            yield run
+        record.status, record.error = "finished", None
+    finally:
+        record.wall_seconds = time.perf_counter() - began
+        record.peak_memory_bytes = peak_memory()
+        if record.status == "finished":
+            run.report()
+        record.save(folder / RECORD)
+        if record.status == "finished" and not config.trainer.keep_checkpoints:
+            shutil.rmtree(folder / CHECKPOINTS, ignore_errors=True)
+        run.show()
+        for logger in run.loggers:
+            if isinstance(logger, WandbLogger):
+                with suppress(ConnectionError):  # its process may have had the signal too
+                    logger.experiment.finish(exit_code=0 if record.status == "finished" else 1)
+
+
+def new_run(config: Config, device: str) -> Run:
+    """A run of which nothing is on disk."""
     job = FrozenJob.here()
     record = Record(
         status="interrupted",
-        error="it is still running, or was killed",
+        error=NOT_ENDED,
         experiment=config.experiment,
         command=command_line(job.overrides if job else sys.argv[1:]),
         warnings=job.changed() if job else [],
@@ -124,40 +194,20 @@ def recorded(config: Config, device: str) -> Iterator[Run]:
         config_hash=config_hash(config),
         **environment(),
     )
-    run = Run(config, folder, record)
-    if not is_main():
-        yield run
-        return
-    resumed = job is not None and job.enter_run(folder)
-    if config.overwrite and folder.exists() and not resumed:
-        shutil.rmtree(folder)
-    folder.mkdir(parents=True, exist_ok=True)
-    clear_aside(folder)
-    replace_file(folder / "config.yaml", OmegaConf.to_yaml(OmegaConf.structured(config)).encode())
-    run.save()
-    began = time.perf_counter()
+    return Run(config, run_folder(config), record)
+
+
+@contextmanager
+def judged(record: Record) -> Iterator[None]:
+    """Note why the block ended early, if it did."""
     try:
-        run.loggers = make_loggers(config, folder)
-        yield run
-        record.status, record.error = "finished", None
+        yield
     except Interrupted as stop:
         record.error = str(stop)
         raise
     except BaseException as failure:
         record.status, record.error = "failed", f"{type(failure).__name__}: {first_line(failure)}"
         raise
-    finally:
-        record.wall_seconds = time.perf_counter() - began
-        record.peak_memory_bytes = peak_memory()
-        if record.status == "finished":
-            run.report()
-        run.save()
-        if record.status == "finished" and not config.trainer.keep_checkpoints:
-            shutil.rmtree(folder / CHECKPOINTS, ignore_errors=True)
-        for logger in run.loggers:
-            if isinstance(logger, WandbLogger):
-                with suppress(ConnectionError):  # its process may have had the signal too
-                    logger.experiment.finish(exit_code=0 if record.status == "finished" else 1)
 
 
 def make_loggers(config: Config, folder: Path) -> list[Logger]:

@@ -1,9 +1,22 @@
 """Where a run lives, and what it left there."""
 
+from dataclasses import dataclass
 from pathlib import Path
 
 from focus_exp.config import Config, config_hash
 from focus_exp.records.record import Record
+from focus_exp.storage import is_held
+
+# the reason in a record until its run has ended
+NOT_ENDED = "it is still running, or was killed"
+
+
+@dataclass(frozen=True)
+class State:
+    """`name` is running, finished, failed or interrupted; `reason`: of the last two."""
+
+    name: str
+    reason: str = ""
 
 
 def run_folder(config: Config) -> Path:
@@ -18,3 +31,17 @@ def finished_record(config: Config) -> Record | None:
     path = run_folder(config) / "record.json"
     record = Record.load(path) if path.exists() else None
     return record if record is not None and record.status == "finished" else None
+
+
+def lock_of(folder: Path) -> Path:
+    """What the command that writes to a run folder holds; outside of what overwrite=true removes."""
+    return folder.with_name(f".{folder.name}.lock")
+
+
+def state_of(record: Record, folder: Path) -> State:
+    """What has become of the run in `folder`: a record that nobody ended is of a run that goes on, or was killed."""
+    if record.error != NOT_ENDED:
+        return State(record.status, record.error or "")
+    if is_held(lock_of(folder)):
+        return State("running")
+    return State("interrupted", "it was killed; the same command goes on from its last checkpoint")

@@ -1,6 +1,7 @@
 """What all figures share: palette, canvas, and files that are never half written."""
 
 import io
+from collections.abc import Sequence
 from math import log2
 from pathlib import Path
 from textwrap import wrap
@@ -54,7 +55,9 @@ def _binary(value: float) -> str:
     return f"{value / 2 ** (10 * power):g}{('', 'K', 'M')[power]}"
 
 
-def save_figures(figures: dict[str, Figure | None], folder: str | Path) -> dict[str, Path]:
+def save_figures(
+    figures: dict[str, Figure | None], folder: str | Path, formats: Sequence[str] = tuple(FORMATS)
+) -> dict[str, Path]:
     """Write the figures there are as <folder>/<name>.png and .svg, each atomically; returns name -> the PNG.
 
     The same data give the same bytes.
@@ -63,10 +66,10 @@ def save_figures(figures: dict[str, Figure | None], folder: str | Path) -> dict[
     for name, figure in figures.items():
         if figure is None:
             continue
-        for suffix, options in FORMATS.items():
+        for suffix in formats:
             content = io.BytesIO()
             with rc_context({"svg.hashsalt": name, "svg.fonttype": "none"}):
-                figure.savefig(content, format=suffix, **options)
+                figure.savefig(content, format=suffix, **FORMATS[suffix])
             paths[f"{name}.{suffix}"] = Path(folder) / f"{name}.{suffix}"
             replace_file(paths[f"{name}.{suffix}"], content.getvalue())
     return {name.removesuffix(".png"): path for name, path in paths.items() if path.suffix == ".png"}

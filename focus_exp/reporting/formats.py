@@ -168,3 +168,12 @@ def line_text(text: str) -> str:
 def cell_text(text: str) -> str:
     """`text` as a cell of a Markdown table."""
     return line_text(text).replace("|", "\\|")
+
+
+def duration_text(seconds: float | None) -> str:
+    """40 s, 12 min, 3.4 h."""
+    if seconds is None:
+        return ABSENT
+    if seconds < 90:
+        return f"{seconds:.0f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"

@@ -23,7 +23,7 @@ from focus_exp.records.answers import configured_row
 from focus_exp.records.comparison import load_run
 from focus_exp.records.metrics import read_metrics
 from focus_exp.reporting.findings import all_findings
-from focus_exp.reporting.formats import change_text, perplexity_text
+from focus_exp.reporting.formats import change_text, duration_text, perplexity_text
 from focus_exp.reporting.tables import Table
 from focus_exp.storage import is_held
 from focus_exp.sweeps.frozen import Job, Sweep, load_config
@@ -106,16 +106,18 @@ def progress(place: Path, job: Job) -> str:
         lines = read_metrics(folder / "metrics.jsonl") if folder else []
     except UserError:
         return ""
-    if not lines:
-        return ""
-    config = load_config(place)
+    return training_progress(load_config(place), lines) if lines else ""
+
+
+def training_progress(config: Config, lines: list[dict[str, Any]]) -> str:
+    """The same of a run, by the lines of its training log."""
     done, planned = steps_done(config, lines[-1]), sum(phase.steps for _, phase in phases_of(config))
     if done == planned:
         return f"step {done} of {planned}, measuring"
     left = (planned - done) * statistics.median(
         line["tokens"] / line["step"] / line["tokens_per_second"] for line in lines[-10:]
     )
-    return f"step {done} of {planned}, {duration(left)} of training left"
+    return f"step {done} of {planned}, {duration_text(left)} of training left"
 
 
 def steps_done(config: Config, line: dict[str, Any]) -> int:
@@ -126,12 +128,6 @@ def steps_done(config: Config, line: dict[str, Any]) -> int:
             break
         before += phase.steps
     return before + line["step"]
-
-
-def duration(seconds: float) -> str:
-    if seconds < 90:
-        return f"{seconds:.0f} s"
-    return f"{seconds / 60:.0f} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"
 
 
 def headline(place: Path, job: Job) -> str:

@@ -6,6 +6,7 @@ import json
 import signal
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -25,14 +26,18 @@ from focus_exp.training.module import LanguageModelTask
 class Metrics(Callback):
     """One line of `path` (JSONL) per logged optimiser step: phase, step, loss, learning rate, tokens, speed.
 
-    `seconds` counts this process's training time; all else is a function of configuration and seed.
+    `seconds` counts this process's training time; all else is a function of configuration and seed. `written` is
+    called after every line.
     """
 
-    def __init__(self, path: Path, phase: str, log_every: int, tokens_per_step: int) -> None:
+    def __init__(
+        self, path: Path, phase: str, log_every: int, tokens_per_step: int, written: Callable[[], None]
+    ) -> None:
         self.path = path
         self.phase = phase
         self.log_every = log_every
         self.tokens_per_step = tokens_per_step
+        self.written = written
         self.losses: list[torch.Tensor] = []
 
     def state_dict(self) -> dict[str, Any]:
@@ -71,6 +76,7 @@ class Metrics(Callback):
             file.write(json.dumps(line) + "\n")
         for logger in trainer.loggers:
             logger.log_metrics({f"train/{k}": v for k, v in line.items() if k not in ("phase", "step")}, step)
+        self.written()
         self.losses, self.last, self.last_step = [], now, step
 
 

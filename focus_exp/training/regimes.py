@@ -50,14 +50,16 @@ def train_phases(
     *,
     probed: Tensor | None = None,
     between: Callable[[str], None] = lambda _: None,
+    logged: Callable[[], None] = lambda: None,
 ) -> Trained:
     """Run every phase in order; a phase that has a checkpoint in `folder` goes on from there.
 
-    Routers are watched on the tokens `probed` `[B, T]`; `between` is called with the name of every phase but the last.
+    Routers are watched on the tokens `probed` `[B, T]`; `between` is called with the name of every phase but the last,
+    `logged` after every line of the training log.
     """
     steps, phases = 0, phases_of(config)
     for index, (name, phase) in enumerate(phases):
-        train_phase(model, blocks, config, phase, name, config.seed + index, precision, folder, loggers, probed)
+        train_phase(model, blocks, config, phase, name, config.seed + index, precision, folder, loggers, probed, logged)
         steps += phase.steps
         if index + 1 < len(phases):
             between(name)
@@ -90,6 +92,7 @@ def train_phase(
     folder: Path,
     loggers: list[Logger],
     probed: Tensor | None = None,
+    logged: Callable[[], None] = lambda: None,
 ) -> None:
     settings = config.trainer
     quiet_lightning()
@@ -108,6 +111,7 @@ def train_phase(
     if settings.gradient_checkpointing:
         # re-entrant checkpointing would drop gradients that reach only the router
         model.activation_checkpointing_enable({"use_reentrant": False})
+    metrics = Metrics(folder / METRICS, name, settings.log_every, tokens_per_step(config), logged)
     trainer = pl.Trainer(
         accelerator="gpu" if precision.device.type == "cuda" else "cpu",
         strategy=lightning_strategy(settings),
@@ -120,7 +124,7 @@ def train_phase(
         gradient_clip_val=settings.gradient_clip,
         logger=loggers or False,
         callbacks=[
-            *([Metrics(folder / METRICS, name, settings.log_every, tokens_per_step(config))] if is_main() else []),
+            *([metrics] if is_main() else []),
             *([CentroidUpdates(model, config.focus)] if config.has_router else []),
             *probes(model, config, phase, name, precision, folder, probed),
             Checkpoint(checkpoint, settings.checkpoint_every),
