@@ -54,10 +54,12 @@ def train_phases(
     """Run every phase in order; a phase that has a checkpoint in `folder` goes on from there.
 
     Routers are watched on the tokens `probed` `[B, T]`; `between` is called with the name of every phase but the last.
+    In a phase of no steps nothing is trained: its router stays as it was fitted.
     """
     steps, phases = 0, phases_of(config)
     for index, (name, phase) in enumerate(phases):
-        train_phase(model, blocks, config, phase, name, config.seed + index, precision, folder, loggers, probed)
+        if phase.steps:
+            train_phase(model, blocks, config, phase, name, config.seed + index, precision, folder, loggers, probed)
         steps += phase.steps
         if index + 1 < len(phases):
             between(name)
