@@ -154,7 +154,9 @@ def test_finetuning_compares_with_the_base_before_training(folder, retrofit, fin
 def test_finetuned_model_and_adapter_can_be_used_again(folder, finetuned):
     saved = (f"model.path={finetuned / 'model'}", f"adapter={finetuned / 'adapter'}")
     assert run(*tiny(folder, "reused"), "job=evaluate", *saved).code == 0
-    before, after = rows(Record.load(finetuned / "record.json")), rows(record_of(folder / "reused"))
+    trained, reused = Record.load(finetuned / "record.json"), record_of(folder / "reused")
+    assert trained.model["fingerprint"] != trained.method["weights"] == reused.model["fingerprint"]
+    before, after = rows(trained), rows(reused)
     assert after["base, full attention"].nll == pytest.approx(before["full attention, trained weights"].nll, rel=1e-5)
     assert after["Focus hard k=1"].nll == pytest.approx(before["Focus hard k=1"].nll, rel=1e-5)
 

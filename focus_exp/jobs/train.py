@@ -27,7 +27,7 @@ from focus_exp.jobs.tune import tuned
 from focus_exp.models.adapter import save_adapter
 from focus_exp.models.attach import attach
 from focus_exp.models.attached import attachment_of, freeze, is_causal, is_trainable
-from focus_exp.models.load import LoadedModel, load_model, whole
+from focus_exp.models.load import LoadedModel, fingerprint, load_model, whole
 from focus_exp.models.lora import add_lora, describe_lora, router_parameters, save_lora
 from focus_exp.models.modules import attached_methods
 from focus_exp.records.metrics import read_metrics
@@ -75,6 +75,7 @@ def train(config: Config) -> None:
         fit(run, model, blocks, precision, evaluation.quality)
         if config.regime.trains("all"):
             save_weights(run, model, loaded.tokenizer)
+            run.record.method["weights"] = fingerprint(model)  # what a run with model.path= of them says it began with
         run.record.train_seconds = time.perf_counter() - began
         alone(model, evaluation.measure_attached)
         evaluation.write_into(run.record)

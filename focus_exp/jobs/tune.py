@@ -42,7 +42,7 @@ def tuned(config: Config, train: Callable[[Config], None]) -> tuple[Config, list
 
 
 def trial(config: Config, factor: float) -> Config:
-    """The run that tries `factor` of the last phase's learning rate; the same one whatever the seed and the experiment."""
+    """The run that tries `factor` of the last phase's learning rate; the same whatever the seed and the experiment."""
     tune = config.regime.tune
     drawn: dict[str, Any] = {"seed": tune.seed} if hasattr(config.attention, "seed") else {}
     attention = replace(config.attention, **drawn)
