@@ -23,7 +23,7 @@ from focus_exp.evaluation.quality import Quality
 from focus_exp.jobs.backend import check_backend, dense_training, set_backend
 from focus_exp.jobs.base import make_base, with_base
 from focus_exp.jobs.run import Run, already_finished, open_run
-from focus_exp.jobs.tune import tuned
+from focus_exp.jobs.tune import last_rate, tuned
 from focus_exp.models.adapter import save_adapter
 from focus_exp.models.attach import attach
 from focus_exp.models.attached import attachment_of, freeze, is_causal, is_trainable
@@ -64,6 +64,8 @@ def train(config: Config) -> None:
         run.config, run.record.config, run.record.tries = config, to_dict(config), tries
         print(f"{headline(config)}; {device}")
         print(f"run folder: {run.folder}")
+        if tries:
+            print(f"learning rate {last_rate(config.regime):g}, the best of {len(tries)} on validation text")
         with in_turns(config.trainer.devices):
             loaded, corpus = load(run, precision)
         model, evaluation, blocks = prepare(run, loaded, corpus, precision)

@@ -36,9 +36,7 @@ def tuned(config: Config, train: Callable[[Config], None]) -> tuple[Config, list
     scored = {one.nll: one.learning_rate for one in tries if one.nll is not None}
     if not scored:
         raise UserError(f"no learning rate of regime.tune led to a loss; {tries[0].learning_rate:g}: {tries[0].error}")
-    best = scored[min(scored)]
-    print(f"learning rate {best:g}, the best of {len(tries)} on validation text\n")
-    return replace(config, regime=with_rate(config.regime, best)), tries
+    return replace(config, regime=with_rate(config.regime, scored[min(scored)])), tries
 
 
 def trial(config: Config, factor: float) -> Config:
