@@ -67,7 +67,7 @@ class ModelConfig:
 @dataclass
 class PhaseConfig:
     train: str = option("router", "what this phase trains", choices=("router", "lora", "all"))
-    steps: int = option(MISSING, least=1)
+    steps: int = option(MISSING, "0: routers are fitted to the base's attention, and not trained", least=0)
     learning_rate: float = option(MISSING, above=0)
     weight_decay: float = option(0.0, least=0)
     warmup_steps: int = option(5, least=0)
@@ -85,12 +85,22 @@ class LoraConfig:
 
 
 @dataclass
+class TuneConfig:
+    """Runs that only differ in the learning rate of the last phase, scored on validation text; the best one is used."""
+
+    factors: list[float] = option([], "of that learning rate, one try each; empty: it is used as it is", above=0)
+    windows: int = option(16, "of eval.window tokens that a try is scored on", least=1)
+    seed: int = option(0, "of the tries, which runs of other seeds share", least=0)
+
+
+@dataclass
 class RegimeConfig:
     name: str = MISSING
     from_scratch: bool = False
-    steps: int | None = option(None, "what the phases take that are not given their own", least=1)
+    steps: int | None = option(None, "what the phases take that are not given their own", least=0)
     warmup_steps: int = option(5, least=0)
     phases: dict[str, PhaseConfig] = option({}, "in the order in which they run")
+    tune: TuneConfig = field(default_factory=TuneConfig)
     # for phases that train it
     lora: LoraConfig = field(default_factory=LoraConfig)
 
@@ -102,7 +112,7 @@ class RegimeConfig:
 @dataclass
 class DataConfig:
     name: str = MISSING
-    source: str = option(MISSING, choices=("hub", "files", "books"))
+    source: str = option(MISSING, choices=("hub", "files", "books", "addresses"))
     hub_id: str | None = None
     subset: str | None = None
     revision: str | None = None
@@ -134,6 +144,7 @@ class EvalConfig:
         "with passages of that many words), or perplexity@4096 in windows of that many tokens",
     )
     limit: int | None = option(None, "documents of a task, from its start", least=1)
+    suite_limit: int | None = option(None, "of the long-range suite's tasks; null: as limit", least=1)
     num_fewshot: int | None = option(None, "null: each task's own", least=0)
     request_batch_size: int = option(8, least=1)
     suite_window: int | None = option(
@@ -194,6 +205,7 @@ class Config:
     )
     arm: str | None = option(None, "the only one to run")
     every_arm: list[str] = option([], "settings of all of them")
+    against: list[str] = option([], "arms that the others are compared with too, beside the first one")
     sweep: str | None = option(None, "a sweep's folder, for job=sweep_status")
     model: ModelConfig = MISSING
     attention: AttentionConfig = MISSING

@@ -59,6 +59,8 @@ class PlanConfig:
     utilization: float = option(0.4, "of the peak arithmetic of the GPU", above=0)
     models: list[str] = option([], "of conf/model, each planned in turn; empty: model alone")
     paper: bool = option(False, "each of `models` in the setting in which the paper trains it")
+    experiments: list[str] = option([], "of conf/experiment, in place of this one: what training all their arms takes")
+    folder: str | None = option(None, "where the table of `experiments` is written; null: nowhere")
 
 
 @dataclass
@@ -93,7 +95,10 @@ class ScaleConfig:
     warmup_steps: int = MISSING
     long_steps: int = option(MISSING, "of a run that stands alone")
     alignment_steps: int = MISSING
-    small_steps: int = option(MISSING, "of many runs with small_model")
+    plain_steps: int = option(MISSING, "without a router: as many tokens as `steps` and its fitting and balancing read")
+    both_steps: int = option(MISSING, "likewise, where a router has `steps` of its own before those of everything")
+    small_steps: int = option(MISSING, "of many runs with small_model, their routers alone")
+    small_more_steps: int = option(MISSING, "of them, everything")
     scratch_steps: int = MISSING
     warm_start_blocks: int = 12
     warm_start_steps: int = 100
@@ -106,7 +111,9 @@ class ScaleConfig:
     context_tasks: list[str] = field(
         default_factory=lambda: ["perplexity@1024", "perplexity@2048", "perplexity@4096", "perplexity@8192"]
     )
+    rates: list[float] = option([], "tried on validation text, as factors of an arm's learning rate")
     limit: int | None = option(None, "documents of a task")
+    suite_limit: int | None = option(None, "of one of the long-range suite")
     top_k: Numbers = option([], "that a router is measured with, where it stands alone; empty: all")
     analyze_tokens: int = 16_384
     lengths: Numbers = option([], "of the clocks; lengths empty: all that the device is for")

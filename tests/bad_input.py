@@ -41,7 +41,7 @@ BAD_INPUT = {
     "attention=full": ["regime=retrofit", "attention=full", "regime=none"],
     "eval.pair_rules=[any]": ["eval.pair_rules", "any", "query_topk, share"],
     "regime.phases.router.learning_rate=inf": ["learning_rate=inf", "above 0"],
-    "regime.phases.router.steps=0": ["regime.phases.router.steps=0", "1 or more"],
+    "regime.phases.router.steps=-1": ["regime.phases.router.steps=-1", "0 or more"],
     "data.block_size=1024": ["data.block_size=1024", "512 positions of tiny_llama", "use 512 or less"],
     "eval.window=1024": ["eval.window=1024", "use 512 or less"],
     "data.files=nowhere": ["data.files=nowhere", "no such folder"],

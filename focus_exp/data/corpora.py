@@ -11,9 +11,9 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from focus_exp.assets import BOOKS, Provenance, build_once, choose_source, why_embedded
+from focus_exp.assets import Provenance, build_once, choose_source, why_embedded
 from focus_exp.config import DataConfig
-from focus_exp.data import books, files, hub
+from focus_exp.data import addresses, books, files, hub
 from focus_exp.data.tokens import (
     TOKEN_FORMAT,
     Document,
@@ -25,6 +25,8 @@ from focus_exp.data.tokens import (
 from focus_exp.errors import UserError, first_line
 
 SPLITS = ("train", "validation", "test")
+# corpora that a package carries; the first stands in for what the hub would have
+EMBEDDED = {"books": books, "addresses": addresses}
 
 
 @dataclass(frozen=True)
@@ -100,29 +102,29 @@ def _fingerprint(identity: dict[str, Any], cfg: DataConfig, tokenizer: PreTraine
 def _requested(cfg: DataConfig) -> str:
     if cfg.source == "hub":
         return f"{cfg.hub_id}/{cfg.subset}" if cfg.subset else str(cfg.hub_id)
-    return str(cfg.files) if cfg.source == "files" else books.NAME
+    return EMBEDDED[cfg.source].NAME if cfg.source in EMBEDDED else str(cfg.files)
 
 
 def _source(cfg: DataConfig, policy: str, cache: Path, tokenised: Callable[[Source], bool]) -> Source:
-    if cfg.source == "books":
-        return _books(cache)
+    if cfg.source in EMBEDDED:
+        return _embedded(cfg.source, cache)
     if cfg.source == "files":
         return _files(cfg)
     if cfg.source != "hub":
-        raise UserError(f"data.source={cfg.source} is unknown: choose hub, files or books.")
+        raise UserError(f"data.source={cfg.source} is unknown: choose hub, files, {' or '.join(EMBEDDED)}.")
     if not cfg.hub_id:
         raise UserError("data.source=hub needs data.hub_id, the data set's name on the hub.")
     requested = _requested(cfg)
     identity = {"hub": cfg.hub_id, "subset": cfg.subset, "revision": cfg.revision, "column": cfg.text_column}
     source = Source(identity, lambda: hub.open_dataset(cfg, requested, origin))
     origin = choose_source(policy, requested, lambda: tokenised(source) or hub.in_cache(cfg))
-    return _books(cache) if origin == "embedded" else source
+    return _embedded("books", cache) if origin == "embedded" else source
 
 
-def _books(cache: Path) -> Source:
-    provenance = Provenance(books.NAME, books.NAME, "embedded", BOOKS.version, licence=books.LICENCE)
-    identity = {"books": BOOKS.sha256, "works": books.WORKS}
-    return Source(identity, lambda: (provenance, lambda split: books.read_books(cache, split)))
+def _embedded(name: str, cache: Path) -> Source:
+    text = EMBEDDED[name]
+    provenance = Provenance(text.NAME, text.NAME, "embedded", text.PACKAGE.version, licence=text.LICENCE)
+    return Source(text.IDENTITY, lambda: (provenance, lambda split: text.read(cache, split)))
 
 
 def _files(cfg: DataConfig) -> Source:

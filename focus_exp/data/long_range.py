@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from focus_exp.assets import BOOKS, build_once
-from focus_exp.data.books import LICENCE, read_books
+from focus_exp.data.books import LICENCE
+from focus_exp.data.books import read as read_books
 from focus_exp.data.long_range_items import MAKERS, Book, Draws, Shape
 from focus_exp.errors import UserError
 

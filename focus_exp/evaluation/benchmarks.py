@@ -152,11 +152,12 @@ class Benchmarks:
         from focus_exp.evaluation.tasks import load_task
 
         loaded = load_task(task, self.config, cache_root(self.config.cache_dir))
+        limit = (loaded.suite and settings.suite_limit) or settings.limit
 
         def run(label: str) -> Outcome:
             outcome = run_task(
                 self.lm, task, loaded.tasks, label=label,
-                shots=settings.num_fewshot, limit=settings.limit, bootstrap=settings.bootstrap_samples,
+                shots=settings.num_fewshot, limit=limit, bootstrap=settings.bootstrap_samples,
             )  # fmt: skip
             return replace(outcome, source=loaded.source)
 

@@ -25,11 +25,13 @@ from focus_exp.evaluation.harness import strict_logging
 
 @dataclass(frozen=True)
 class LoadedTask:
-    """A task, or a group of them scored as one, ready to run; `source` says where its items came from."""
+    """A task, or a group of them scored as one, ready to run; `source` says where its items came from, `suite` whether
+    from the long-range suite."""
 
     name: str
     tasks: TaskDict
     source: str
+    suite: bool = False
 
 
 @functools.cache
@@ -57,7 +59,7 @@ def load_task(name: str, config: Config, cache: Path) -> LoadedTask:
     if kind in MAKERS:
         suite = build_suite(cache, config.eval.suite_window or config.attention.window, int(words) if words else None)
         loaded = _load(TaskManager(include_defaults=False), task_config(suite, kind, name))
-        return LoadedTask(name, loaded, f"long-range suite {suite.digest[:12]} of {suite.shape.words} words")
+        return LoadedTask(name, loaded, f"long-range suite {suite.digest[:12]} of {suite.shape.words} words", True)
     with reading(config.assets, cache) as sources:
         try:
             loaded = _load(official(), name)

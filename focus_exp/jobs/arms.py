@@ -26,7 +26,8 @@ def compose_arm(config: Config, name: str | None, command_line: list[str]) -> Co
     for no more than the base.
     """
     composed = compose_shared([*command_line, *config.every_arm], config.arms[name] if name else [])
-    arm = replace(composed, job="evaluate" if composed.adapter else "train", arm=name, arms={}, every_arm=[])
+    job = "evaluate" if composed.adapter else "train"
+    arm = replace(composed, job=job, arm=name, arms={}, every_arm=[], against=[])
     if name and arm.attention.method == "full" and not phases_of(arm):
         raise UserError(
             f"arm {name} is the base as it is, which every comparison measures; leave it out with ~arms.{name}"

@@ -1,7 +1,8 @@
-"""Models whose weights come from a run here (`model.trained_by`): find that run, or make it first."""
+"""The base of a run: weights that come from a run here (`model.trained_by`), and scores that another run has made."""
 
 from __future__ import annotations
 
+import shutil
 import subprocess
 import sys
 from dataclasses import replace
@@ -12,9 +13,12 @@ from hydra import compose
 from focus_exp.checks import parse
 from focus_exp.config import Config, ModelConfig
 from focus_exp.errors import UserError
+from focus_exp.evaluation.controls import BASE
+from focus_exp.evaluation.outcomes import slug
 from focus_exp.jobs.arms import compose_arm
 from focus_exp.jobs.run import finished_record, run_folder
-from focus_exp.storage import held
+from focus_exp.storage import aside, held
+from focus_exp.training.precision import choose_precision
 
 
 def base_overrides(config: Config) -> list[str]:
@@ -64,3 +68,33 @@ def with_base(config: Config) -> ModelConfig:
     if not needs_base(config):
         return config.model
     return replace(config.model, path=str(Path(run_folder(base_run(config))) / "model"))
+
+
+def share_base(config: Config, others: list[Config]) -> None:
+    """Spare a run the measurement of a base that another run has measured: the same numbers, from its folder."""
+    for other in others:
+        if config.regime.from_scratch or other.regime.from_scratch or same_base(config) != same_base(other):
+            continue
+        source, target = run_folder(other), run_folder(config)
+        for name in (f"evaluation/{slug(BASE)}.npz", f"benchmarks/{slug(BASE)}"):
+            if (source / name).exists() and not (target / name).exists():
+                copy(source / name, target / name)
+        return
+
+
+def same_base(config: Config) -> tuple[object, ...]:
+    """What the scores of a model with nothing attached depend on."""
+    evaluation = replace(config.eval, controls=True, top_k=[], pair_rules=[], request_batch_size=1, batch_size=1)
+    window = config.eval.suite_window or config.attention.window  # of the long-range suite
+    trainer = config.trainer
+    precision = choose_precision(trainer.precision, trainer.accelerator, config.regime.trains("all"))
+    return config.model, config.data, evaluation, window, precision, config.seed, config.assets
+
+
+def copy(source: Path, target: Path) -> None:
+    """A file or a folder, whole or not at all."""
+    with aside(target) as new:
+        if source.is_dir():
+            shutil.copytree(source, new)
+        else:
+            shutil.copyfile(source, new)

@@ -9,26 +9,23 @@ from __future__ import annotations
 
 import gc
 import logging
-import shutil
 import time
 from dataclasses import replace
-from pathlib import Path
 
 from hydra.core.hydra_config import HydraConfig
 
 from focus_exp.config import Config, to_dict
 from focus_exp.errors import UserError, first_line
 from focus_exp.evaluation.comparison import compare_arms
-from focus_exp.evaluation.controls import BASE
-from focus_exp.evaluation.outcomes import slug
 from focus_exp.jobs.arms import compose_arm, compose_arms
+from focus_exp.jobs.base import share_base
 from focus_exp.jobs.evaluate import evaluate
 from focus_exp.jobs.run import Run, claimed, finished_record, judged, new_run, recorded, run_folder, seconds_text
 from focus_exp.jobs.train import describe, train
 from focus_exp.records.record import Record
 from focus_exp.records.rows import Arm
 from focus_exp.records.runs import NOT_ENDED
-from focus_exp.storage import InUse, aside
+from focus_exp.storage import InUse
 from focus_exp.training.precision import choose_precision
 
 log = logging.getLogger(__name__)
@@ -55,7 +52,7 @@ def compare_all(config: Config, configs: dict[str, Config]) -> None:
     shared = compose_arm(config, None, HydraConfig.get().overrides.task)
     precision = choose_precision(shared.trainer.precision, shared.trainer.accelerator, trains_base=False)
     # what all arms share is what the comparison says of itself
-    said = to_dict(replace(shared, job="compare", arms=config.arms))
+    said = to_dict(replace(shared, job="compare", arms=config.arms, against=config.against))
     waiting = new_run(config, describe(precision))
     waiting.record.config = said
     waiting.record.arms = [
@@ -73,7 +70,7 @@ def compare_all(config: Config, configs: dict[str, Config]) -> None:
         run.record.arms = [
             describe_arm(name, arm, config.arms[name], errors.get(name)) for name, arm in configs.items()
         ]
-        compare_arms(run.record, run.folder)
+        compare_arms(run.record, run.folder, config.against)
 
 
 def run_arms(configs: dict[str, Config], comparison: Run | None = None) -> dict[str, str]:
@@ -102,36 +99,6 @@ def run_arms(configs: dict[str, Config], comparison: Run | None = None) -> dict[
     return errors
 
 
-def share_base(config: Config, others: list[Config]) -> None:
-    """Spare an arm the measurement of a base that another arm has measured: the same numbers, from its folder."""
-    for other in others:
-        if config.regime.from_scratch or other.regime.from_scratch or same_base(config) != same_base(other):
-            continue
-        source, target = run_folder(other), run_folder(config)
-        for name in (f"evaluation/{slug(BASE)}.npz", f"benchmarks/{slug(BASE)}"):
-            if (source / name).exists() and not (target / name).exists():
-                copy(source / name, target / name)
-        return
-
-
-def same_base(config: Config) -> tuple[object, ...]:
-    """What the scores of a model with nothing attached depend on."""
-    evaluation = replace(config.eval, controls=True, top_k=[], pair_rules=[], request_batch_size=1, batch_size=1)
-    window = config.eval.suite_window or config.attention.window  # of the long-range suite
-    trainer = config.trainer
-    precision = choose_precision(trainer.precision, trainer.accelerator, config.regime.trains("all"))
-    return config.model, config.data, evaluation, window, precision, config.seed, config.assets
-
-
-def copy(source: Path, target: Path) -> None:
-    """A file or a folder, whole or not at all."""
-    with aside(target) as new:
-        if source.is_dir():
-            shutil.copytree(source, new)
-        else:
-            shutil.copyfile(source, new)
-
-
 def describe_arm(name: str, config: Config, settings: list[str], error: str | None) -> Arm:
     folder = run_folder(config)
     arm = Arm(name=name, settings=settings, folder=str(folder))
@@ -139,13 +106,15 @@ def describe_arm(name: str, config: Config, settings: list[str], error: str | No
     if not path.exists():
         return replace(arm, status="failed", error=error or "it left no record")
     record = Record.load(path)
-    phases = list(config.regime.phases.values())
+    phases = list(record.setting("regime", "phases", {}).values())
     return replace(
         arm,
         status=record.status,
         error=error or record.error,
         trainable_parameters=record.method.get("trainable_parameters") or 0,
-        learning_rate=phases[-1].learning_rate if phases and record.steps else None,
+        learning_rate=phases[-1]["learning_rate"] if phases and record.steps else None,
+        tries=record.tries,
+        base=record.model.get("fingerprint", ""),
         steps=record.steps,
         tokens_seen=record.tokens_seen,
         train_seconds=record.train_seconds,

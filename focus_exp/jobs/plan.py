@@ -6,6 +6,10 @@ which a run that cannot fit would; plan=zoo is a table of every model.
 
 from __future__ import annotations
 
+from collections.abc import Hashable
+from dataclasses import replace
+from pathlib import Path
+
 from hydra import compose
 from hydra.core.hydra_config import HydraConfig
 from rich.console import Console
@@ -15,22 +19,26 @@ from focus_exp.attention.focus_options import FocusOptions
 from focus_exp.checks import parse
 from focus_exp.config import Config, phases_of
 from focus_exp.config_attention import method_options
-from focus_exp.errors import UserError
-from focus_exp.jobs.arms import compose_arms
+from focus_exp.errors import UserError, first_line
+from focus_exp.jobs.arms import compose_arm, compose_arms
 from focus_exp.jobs.run import TABLE_WIDTH
 from focus_exp.models.attach import attach
 from focus_exp.models.attached import set_routing
 from focus_exp.models.lora import add_lora, router_parameters
 from focus_exp.planning.estimate import Estimate, Prepare
-from focus_exp.planning.hardware import USABLE, gpu_named
-from focus_exp.planning.search import plan_run
-from focus_exp.planning.tables import layouts_table, runs_table
+from focus_exp.planning.hardware import USABLE, Gpu, gpu_named
+from focus_exp.planning.search import Planned, plan_run
+from focus_exp.planning.tables import ExperimentRow, PlanRow, experiments_table, layouts_table, runs_table
+from focus_exp.storage import replace_file
 from focus_exp.training.regimes import tokens_per_step
 
 
 def plan(config: Config) -> None:
     """Plan the run, each of its arms, or each of plan.models; UserError, after the table, for what cannot fit."""
     gpu, settings = gpu_named(config.plan.gpu), config.plan
+    if settings.experiments:
+        plan_experiments(config, gpu)
+        return
     configs = planned_configs(config)
     most = "as many GPUs as it takes" if settings.gpus is None else f"at most {settings.gpus}"
     limit = "" if settings.hours is None else f", at most {settings.hours:g} hours"
@@ -60,6 +68,54 @@ def plan(config: Config) -> None:
     print("\n".join(["", *(planned.finding for planned in found if planned.error is None), *unknown]))
     if refused := [row for row in rows if row.error]:
         raise UserError("\n  ".join(f"{row.run}: {row.error}" for row in refused))
+
+
+def plan_experiments(config: Config, gpu: Gpu) -> None:
+    """The table of what every experiment of `plan.experiments` trains; arms that need the same are traced once."""
+    command_line = [part for part in HydraConfig.get().overrides.task if not part.startswith("plan")]
+    kept: dict[Hashable, Planned | str] = {}
+    rows = []
+    for name in config.plan.experiments:
+        overrides = [f"+experiment={name}", *command_line]
+        composed = parse(compose("config", overrides))
+        arms = {arm: compose_arm(composed, arm, overrides) for arm in composed.arms} or {composed.model.name: composed}
+        planned: dict[Hashable, list[str]] = {}
+        for arm, each in arms.items():
+            if any(phase.steps for _, phase in phases_of(each)):
+                planned.setdefault(needs_of(each), []).append(arm)
+        for key, alike in planned.items():
+            if key not in kept:
+                kept[key] = planned_or_why(alike[0], replace(arms[alike[0]], plan=config.plan), gpu)
+            found, tries = kept[key], len(arms[alike[0]].regime.tune.factors)
+            row = found.row() if isinstance(found, Planned) else PlanRow(run=alike[0], error=found)
+            rows.append(ExperimentRow(experiment=name, arms=alike, runs=len(alike) * (1 + tries), each=row))
+            print(f"planned: {name}, {', '.join(alike)}")
+    table = experiments_table(rows, gpu.name, config.scale.name)
+    console = Console()
+    console.width = max(console.width, TABLE_WIDTH)
+    console.print(table.to_console())
+    if config.plan.folder:
+        for suffix, text in ((".md", table.to_markdown()), (".csv", table.to_csv())):
+            place = Path(config.plan.folder) / f"plans{suffix}"
+            replace_file(place, text.encode())
+            print(place)
+
+
+def planned_or_why(name: str, config: Config, gpu: Gpu) -> Planned | str:
+    """The plan of a run, or why there is none."""
+    try:
+        return plan_run(name, Estimate(config, preparation(config)), gpu)
+    except UserError as error:
+        return first_line(error)
+
+
+def needs_of(config: Config) -> Hashable:
+    """What a plan depends on, but for numbers of the attention that move it little: groups, widths, rates."""
+    trainer, phases = config.trainer, [(phase.train, phase.steps) for _, phase in phases_of(config)]
+    return (
+        config.model.name, config.attention.method, tuple(phases), config.data.block_size, trainer.batch_size,
+        trainer.accumulate,
+    )  # fmt: skip
 
 
 def planned_configs(config: Config) -> dict[str, Config]:

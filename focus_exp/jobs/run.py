@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import math
+import re
 import resource
 import shlex
 import shutil
@@ -45,6 +46,7 @@ TABLE_WIDTH = 190
 LEAST, RATIO = 2.0, 100
 
 log = logging.getLogger(__name__)
+COMMIT = re.compile("[0-9a-f]{40}")
 
 
 @dataclass
@@ -92,6 +94,12 @@ class Run:
 
     def describe_data(self, provenance: Provenance, tokens: dict[str, int]) -> None:
         self.record.data = {"name": shown(provenance), **asdict(provenance), "tokens": tokens}
+        asked = self.config.data.revision
+        if provenance.source.startswith("hub") and not COMMIT.fullmatch(asked or ""):
+            self.warn(
+                f"data.revision={asked} of {provenance.requested} can name another text tomorrow; before numbers are "
+                f"published pin it to a commit, such as {provenance.revision}"
+            )
         announce("data", provenance, ", ".join(f"{name} {count:,} tokens" for name, count in tokens.items()))
 
     def warn(self, sentence: str) -> None:

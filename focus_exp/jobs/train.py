@@ -33,11 +33,12 @@ from focus_exp.evaluation.evaluation import Evaluation
 from focus_exp.evaluation.quality import Quality
 from focus_exp.jobs.backend import check_backend, dense_training, set_backend
 from focus_exp.jobs.base import make_base, with_base
-from focus_exp.jobs.run import Run, already_finished, open_run, run_folder
+from focus_exp.jobs.run import Run, already_finished, open_run
+from focus_exp.jobs.tune import last_rate, tuned
 from focus_exp.models.adapter import save_adapter
 from focus_exp.models.attach import attach
 from focus_exp.models.attached import attachment_of, freeze, is_causal, is_trainable
-from focus_exp.models.load import LoadedModel, load_model, whole
+from focus_exp.models.load import LoadedModel, fingerprint, load_model, whole
 from focus_exp.models.lora import add_lora, describe_lora, router_parameters, save_lora
 from focus_exp.models.modules import attached_methods
 from focus_exp.records.metrics import read_metrics
@@ -65,13 +66,17 @@ def train(config: Config) -> None:
     precision = choose_precision(config.trainer.precision, config.trainer.accelerator, config.regime.trains("all"))
     check_strategy(config, precision.device)
     device = f"{describe(precision)}{describe_processes(config)}"
-    message = json.dumps(to_dict(config))
+    # what is asked names the run; from here on it has the learning rate that was best
+    asked, (config, tries) = config, tuned(config, train)
     with (
-        processes(config.trainer, precision.device.type, FOLLOWER, message),
-        open_run(config, device) as run,
+        processes(asked.trainer, precision.device.type, FOLLOWER, json.dumps(to_dict(asked))),
+        open_run(asked, device) as run,
     ):
+        run.config, run.record.config, run.record.tries = config, to_dict(config), tries
         print(f"{headline(config)}; {device}")
-        print(f"run folder: {run_folder(config)}")
+        print(f"run folder: {run.folder}")
+        if tries:
+            print(f"learning rate {last_rate(config.regime):g}, the best of {len(tries)} on validation text")
         with in_turns(config.trainer.devices):
             loaded, corpus = load(run, precision)
         model, evaluation, blocks = prepare(run, loaded, corpus, precision)
@@ -83,6 +88,7 @@ def train(config: Config) -> None:
         fit(run, model, blocks, precision, evaluation.quality)
         if config.regime.trains("all"):
             save_weights(run, model, loaded.tokenizer)
+            run.record.method["weights"] = fingerprint(model)  # what a run with model.path= of them says it began with
         run.record.train_seconds = time.perf_counter() - began
         alone(model, evaluation.measure_attached)
         evaluation.write_into(run.record)
@@ -161,11 +167,11 @@ def fit(run: Run, model: PreTrainedModel, blocks: Blocks, precision: Precision, 
         for sentence in mend(run.folder / CHECKPOINTS):
             run.warn(sentence)
     begun = agreed(any(checkpoint_of(run.folder / CHECKPOINTS, name).exists() for name, _ in phases[:1]))
-    if routed and phases and config.focus.warm_start_blocks and not begun:
-        sample = sample_blocks(blocks, config.focus.warm_start_blocks, config.seed + 1)
+    fitting = sample_blocks(blocks, config.focus.warm_start_blocks, config.seed + 1) if routed and phases else []
+    if fitting and not begun:
         began = time.perf_counter()
-        alone(model, lambda: warm_start(model, sample, config.focus.warm_start_steps, precision, config.seed))
-        print(f"routers fitted to the attention in {len(sample)} blocks ({time.perf_counter() - began:.0f} s)")
+        alone(model, lambda: warm_start(model, fitting, config.focus.warm_start_steps, precision, config.seed))
+        print(f"routers fitted to the attention in {len(fitting)} blocks ({time.perf_counter() - began:.0f} s)")
     balancing = sample_blocks(blocks, config.focus.calibration_blocks, config.seed + 2) if routed else []
 
     def measure(phase: str) -> None:
@@ -195,7 +201,8 @@ def fit(run: Run, model: PreTrainedModel, blocks: Blocks, precision: Precision, 
             f"{error}; training stopped, the last good state is in {kept}. "
             "Lower regime.phases.*.learning_rate or trainer.gradient_clip"
         ) from error
-    record.steps, record.tokens_seen = trained.steps, trained.tokens
+    record.steps = trained.steps
+    record.tokens_seen = trained.tokens + sum(tokens.numel() for tokens in (*fitting, *balancing))
     record.probes = [ProbeRow(**line) for line in read_metrics(run.folder / PROBES)]
     record.method = {
         "name": config.attention.name,

@@ -147,10 +147,13 @@ def plan_run(name: str, estimate: Estimate, gpu: Gpu) -> Planned:
             f"model.quantization={config.model.quantization} cannot be had on {most} GPUs: cpu_offload goes with fsdp, "
             "quantization with a frozen base that is not sharded; leave them at their defaults, or raise plan.gpus"
         )
-    tried = [needs(estimate, setting, gpu) for setting in own]
-    fitting = [need for need in tried if fits(estimate, need, gpu)]
+    tried = []
+    for setting in own:
+        tried.append(needs(estimate, setting, gpu))
+        if fits(estimate, tried[-1], gpu):  # the others would have to be traced for nothing
+            return Planned(name, estimate, gpu, tried[-1])
     closest = min(tried, key=lambda need: (max(need.total, gpu.usable), need.seconds))
-    return Planned(name, estimate, gpu, fitting[0] if fitting else closest)
+    return Planned(name, estimate, gpu, closest)
 
 
 def layouts(estimate: Estimate, gpu: Gpu, most: int) -> list[Needs]:

@@ -44,6 +44,20 @@ class PlanRow:
 
 
 @dataclass(kw_only=True)
+class ExperimentRow:
+    """The arms of an experiment that take the same: `runs` of them with their tries of learning rates."""
+
+    experiment: str
+    arms: list[str]
+    runs: int
+    each: PlanRow
+
+    @property
+    def gpu_hours(self) -> float:
+        return 0.0 if self.each.error else self.runs * self.each.gpus * self.each.hours
+
+
+@dataclass(kw_only=True)
 class LayoutRow:
     """One way to lay a run out, plain and with gradient checkpointing: GPUs, bytes on each, hours.
 
@@ -90,6 +104,41 @@ def cells(row: PlanRow) -> list[str]:
         f"{row.tokens:,}" if row.tokens else ABSENT,
         f"{row.flops / 1e15:,.4g}" if row.flops else ABSENT,
         time_text(row.hours),
+    ]
+
+
+def experiments_table(rows: list[ExperimentRow], gpu: str, scale: str) -> Table:
+    """A line for every kind of training run of an experiment; in the notes what all of an experiment's take."""
+    totals: dict[str, float] = {}
+    for row in rows:
+        totals[row.experiment] = totals.get(row.experiment, 0.0) + row.gpu_hours
+    sums = "; ".join(f"{name} {hours:,.1f}" for name, hours in totals.items())
+    return Table(
+        columns=["experiment", "arms", "runs", "each on", "each [GiB]", "tokens of each", "time of each", "GPU hours"],
+        rows=[[row.experiment, ", ".join(row.arms), str(row.runs), *experiment_cells(row)] for row in rows],
+        name="plans",
+        title=f"What training takes at scale={scale}: memory, time and number of {gpu}",
+        notes=[
+            f"GPU hours of one seed: {sums}; all {sum(totals.values()):,.1f}. Other seeds share the tries",
+            "runs: arms, and their tries of learning rates. Fitting routers, balancing and evaluation are not counted",
+            *(f"{row.experiment}, {', '.join(row.arms)}: {row.each.error}" for row in rows if row.each.error),
+        ],
+        values=[
+            {"experiment": row.experiment, "arms": " ".join(row.arms), "runs": row.runs, "gpu_hours": row.gpu_hours}
+            | asdict(row.each)
+            | {"held": row.each.total, "overrides": " ".join(row.each.overrides)}
+            for row in rows
+        ],
+    )
+
+
+def experiment_cells(row: ExperimentRow) -> list[str]:
+    each = row.each
+    if each.error:
+        return [ABSENT] * 5
+    return [
+        *(f"{each.gpus} x {each.setting}", gib_text(each.total), f"{each.tokens:,}", time_text(each.hours)),
+        f"{row.gpu_hours:,.1f}",
     ]
 
 

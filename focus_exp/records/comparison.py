@@ -53,7 +53,7 @@ def joined(comparison: Record, arms: dict[str, Record]) -> Record:
     The base is that of the first arm that has one, which all arms measured alike where they are of one model and text.
     """
     record = replace(comparison, rows=[], phases=[], probes=[], benchmarks=[])
-    differences = {difference.arm: difference for difference in comparison.differences}
+    differences = {each.arm: each for each in comparison.differences if each.against is None}
     for name, found in arms.items():
         if not record.rows and found.base:
             record.rows.append(found.base)

@@ -12,7 +12,7 @@ from pydantic import ConfigDict, TypeAdapter, ValidationError, with_config
 from focus_exp.errors import UserError
 from focus_exp.records.benchmarks import BenchmarkRow
 from focus_exp.records.groups import GroupReport
-from focus_exp.records.rows import Arm, Continuation, Difference, ProbeRow, Row
+from focus_exp.records.rows import Arm, Continuation, Difference, ProbeRow, Row, Try
 from focus_exp.records.speed import MethodSpeedRow, SpeedRow
 from focus_exp.storage import replace_file
 
@@ -24,7 +24,8 @@ NON_FINITE = ("nan", "inf", "-inf")
 class Record:
     """One run. Times are seconds, `started` is ISO 8601, `group_shares` [layers][groups] follows `layers`.
 
-    `phases` are the rows of soft gates and of hard groups as configured, after each of several phases.
+    `tokens_seen` are those of the steps and of the blocks that routers were fitted to and balanced on. `phases` are the
+    rows of soft gates and of hard groups as configured, after each of several phases. `tries` are of learning rates.
     """
 
     status: Literal["finished", "failed", "interrupted"]
@@ -51,12 +52,13 @@ class Record:
     group_shares: list[list[float]] | None = None
     rows: list[Row] = field(default_factory=list)
     phases: list[Row] = field(default_factory=list)
+    tries: list[Try] = field(default_factory=list)
     probes: list[ProbeRow] = field(default_factory=list)
     benchmarks: list[BenchmarkRow] = field(default_factory=list)
     speed: list[SpeedRow] = field(default_factory=list)
     method_speed: list[MethodSpeedRow] = field(default_factory=list)
     arms: list[Arm] = field(default_factory=list)
-    differences: list[Difference] = field(default_factory=list)  # of arms from the first
+    differences: list[Difference] = field(default_factory=list)  # between arms
     continuations: list[Continuation] = field(default_factory=list)
     groups: GroupReport | None = None
     warnings: list[str] = field(default_factory=list)  # of the run about itself

@@ -90,11 +90,22 @@ class Row:
 
 
 @dataclass(kw_only=True)
+class Try:
+    """A learning rate of a run's last phase and the loss [nats per token] that it led to on validation text; None, with
+    the reason, where it led to none."""
+
+    learning_rate: float
+    nll: float | None = None
+    error: str | None = None
+
+
+@dataclass(kw_only=True)
 class Arm:
     """One run of a comparison.
 
     settings: the overrides in which it differs from the others; folder: its own, where its record is, of the run that
-    was `started` then, "" if it left none; learning_rate: of its last phase, None where nothing was trained.
+    was `started` then, "" if it left none; learning_rate: of its last phase, None where nothing was trained, and the
+    best of its `tries` where there are any; base: the fingerprint of the weights it began with.
     """
 
     name: str
@@ -104,6 +115,8 @@ class Arm:
     error: str | None = None
     trainable_parameters: int = 0
     learning_rate: float | None = None
+    tries: list[Try] = field(default_factory=list)
+    base: str = ""
     steps: int = 0
     tokens_seen: int = 0
     train_seconds: float | None = None
@@ -114,13 +127,14 @@ class Arm:
 
 @dataclass(kw_only=True)
 class Difference:
-    """Losses of an arm's answer minus those of the first arm's, on the same tokens [nats per token], with its interval.
+    """Losses of an arm's answer minus those of another's, on the same tokens [nats per token], with its interval.
 
-    `low`, `high` are 95 % bootstrap bounds over windows.
+    `low`, `high` are 95 % bootstrap bounds over windows. against: None is the first arm.
     """
 
     arm: str
     value: float
+    against: str | None = None
     low: float | None = None
     high: float | None = None
 

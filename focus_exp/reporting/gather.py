@@ -80,10 +80,10 @@ def setup(record: Record) -> Hashable:
 def run_of(arm: Arm, own: Record | None = None) -> Hashable:
     """What an arm of the same name has in common in comparisons under several seeds, whatever benchmarks each ran.
 
-    own: its own record, by which it is known what lay under the path of its model.
+    own: its own record, by which it is known what lay under the path of its model; without it the arm tells.
     """
     settings = tuple(setting for setting in arm.settings if not setting.startswith(BENCHMARKS))
-    return arm.name, settings, arm.steps, arm.tokens_seen, _sources(own) if own else None
+    return arm.name, settings, arm.steps, arm.tokens_seen, _sources(own) if own else arm.base or None
 
 
 def _sources(record: Record) -> Hashable:

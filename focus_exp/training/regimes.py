@@ -55,11 +55,14 @@ def train_phases(
     """Run every phase in order; a phase that has a checkpoint in `folder` goes on from there.
 
     Routers are watched on the tokens `probed` `[B, T]`; `between` is called with the name of every phase but the last,
-    `logged` after every line of the training log.
+    `logged` after every line of the training log. In a phase of no steps nothing is trained: its router stays as it
+    was fitted.
     """
     steps, phases = 0, phases_of(config)
     for index, (name, phase) in enumerate(phases):
-        train_phase(model, blocks, config, phase, name, config.seed + index, precision, folder, loggers, probed, logged)
+        seed = config.seed + index
+        if phase.steps:
+            train_phase(model, blocks, config, phase, name, seed, precision, folder, loggers, probed, logged)
         steps += phase.steps
         if index + 1 < len(phases):
             between(name)

@@ -1,0 +1,82 @@
+"""Learning rates chosen on validation text: every run that asks for it makes as many tries, each a run of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import replace
+from typing import Any
+
+from focus_exp.config import Config, RegimeConfig, TuneConfig, phases_of
+from focus_exp.errors import UserError, first_line
+from focus_exp.jobs.base import share_base
+from focus_exp.jobs.run import finished_record, run_folder
+from focus_exp.records.answers import answer
+from focus_exp.records.rows import Try
+from focus_exp.storage import held
+
+TRIES = "tries"  # their experiment
+
+
+def tuned(config: Config, train: Callable[[Config], None]) -> tuple[Config, list[Try]]:
+    """`config` with the learning rate that led to the lowest validation loss, and all that were tried by `train`.
+
+    Tries that are finished are read. UserError where none led to a loss.
+    """
+    if not (config.regime.tune.factors and any(phase.steps for _, phase in phases_of(config)[-1:])):
+        return config, []  # nothing is trained
+    trials = [trial(config, factor) for factor in config.regime.tune.factors]
+    tries = []
+    for number, each in enumerate(trials):
+        rate = last_rate(each.regime)
+        if each.overwrite or not finished_record(each):
+            print(f"\nlearning rate {number + 1} of {len(trials)} on validation text: {rate:g}")
+            share_base(each, [other for other in trials if finished_record(other)])
+        tries.append(tried(each, rate, train))
+    scored = {one.nll: one.learning_rate for one in tries if one.nll is not None}
+    if not scored:
+        raise UserError(f"no learning rate of regime.tune led to a loss; {tries[0].learning_rate:g}: {tries[0].error}")
+    return replace(config, regime=with_rate(config.regime, scored[min(scored)])), tries
+
+
+def trial(config: Config, factor: float) -> Config:
+    """The run that tries `factor` of the last phase's learning rate; the same whatever the seed and the experiment."""
+    tune = config.regime.tune
+    drawn: dict[str, Any] = {"seed": tune.seed} if hasattr(config.attention, "seed") else {}
+    attention = replace(config.attention, **drawn)
+    top_k = [config.focus.top_k] if config.has_router else []
+    evaluation = replace(
+        config.eval, split="validation", max_windows=tune.windows, tasks=[], controls=False, top_k=top_k, pair_rules=[],
+        limit=None, suite_limit=None,
+    )  # fmt: skip
+    regime = with_rate(config.regime, factor * last_rate(config.regime))
+    name = config.arm or config.regime.name
+    return replace(
+        config, experiment=TRIES, arm=name, regime=regime, eval=evaluation, attention=attention, seed=tune.seed
+    )
+
+
+def tried(config: Config, rate: float, train: Callable[[Config], None]) -> Try:
+    """What a try led to. Commands that share it wait for each other, unless it runs in several processes."""
+    alone = config.trainer.devices * config.trainer.num_nodes == 1
+    folder = run_folder(config)
+    with held(folder.with_name(f".{folder.name}.making"), str(folder), wait=True) if alone else nullcontext():
+        try:
+            if config.overwrite or not finished_record(config):
+                train(config)
+        except UserError as error:
+            return Try(learning_rate=rate, error=first_line(error))
+    record = finished_record(config)
+    row = answer(record) if record else None
+    return Try(learning_rate=rate, nll=row.nll, error=row.error) if row else Try(learning_rate=rate, error="no result")
+
+
+def last_rate(regime: RegimeConfig) -> float:
+    return list(regime.phases.values())[-1].learning_rate
+
+
+def with_rate(regime: RegimeConfig, rate: float) -> RegimeConfig:
+    """Whose last phase has this learning rate, so that nothing is left to tune."""
+    *_, (name, phase) = regime.phases.items()
+    phases = {**regime.phases, name: replace(phase, learning_rate=rate)}
+    return replace(regime, phases=phases, tune=TuneConfig())

@@ -1,0 +1,88 @@
+"""Learning rates tried on validation text: each arm as often, the best one used, what is finished not repeated."""
+
+import pytest
+from running import run, tiny
+
+from focus_exp.errors import UserError
+from focus_exp.jobs import train as job
+from focus_exp.records.answers import answer
+from focus_exp.records.comparison import load_run
+from focus_exp.reporting.tables import table_of
+
+TUNED = ["regime.steps=2", "regime.tune.factors=[0.001,1]", "regime.tune.windows=2"]
+ARMS = {
+    "focus": [],
+    "lora": ["attention=full", "regime=lora"],
+    "window": ["attention=window", "regime=none"],
+    "fitted": ["regime.steps=0"],
+}
+
+
+def found_in(folder):
+    """Experiment and arm -> its records; the comparison's own is of no arm."""
+    found = {}
+    for path in sorted(folder.rglob("record.json")):
+        record = load_run(path.parent)
+        found.setdefault((record.experiment, record.config["arm"]), []).append(record)
+    return found
+
+
+def compared(folder, *more):
+    arms = [f"+arms.{name}=[{','.join(map(repr, values))}]" for name, values in ARMS.items()]
+    return run(*tiny(folder), *TUNED, "job=compare", *arms, *more)
+
+
+def test_every_trained_arm_takes_the_best_of_as_many_rates_by_its_loss_on_validation_text(tmp_path):
+    assert compared(tmp_path).code == 0
+    found = found_in(tmp_path)
+    (comparison,) = found["adhoc", None]
+    assert set(found) == {("adhoc", arm) for arm in (None, *ARMS)} | {("tries", "focus"), ("tries", "lora")}
+    for arm in comparison.arms[:2]:
+        tries = {rate_of(one): one for one in found["tries", arm.name]}
+        assert all(one.config["eval"]["split"] == "validation" and one.steps == 2 for one in tries.values())
+        assert {one.learning_rate: one.nll for one in arm.tries} == {rate: answer(r).nll for rate, r in tries.items()}
+        (own,) = found["adhoc", arm.name]
+        assert arm.learning_rate == rate_of(own) == min(arm.tries, key=lambda one: one.nll).learning_rate
+        assert own.config["eval"]["split"] == "test" and own.tries == arm.tries and len(arm.tries) == 2
+    assert all(arm.tries == [] for arm in comparison.arms[2:])
+    text = table_of(comparison, "comparison").to_markdown()
+    assert text.count("the best of 2 by the loss on validation text") == 2
+
+
+def rate_of(record):
+    (phase,) = record.config["regime"]["phases"].values()
+    return phase["learning_rate"]
+
+
+def test_other_seeds_share_the_tries_and_nothing_finished_is_repeated(tmp_path):
+    assert run(*tiny(tmp_path), *TUNED).code == 0
+    again = run(*tiny(tmp_path), *TUNED)
+    assert "finished already" in again.out and "on validation text" not in again.out
+    other = run(*tiny(tmp_path), *TUNED, "seed=1")
+    assert other.code == 0 and "learning rate 1 of 2" not in other.out and "the best of 2" in other.out
+    found = found_in(tmp_path)
+    first, second = found["adhoc", None]
+    assert len(found["tries", "retrofit"]) == 2 and {first.seed, second.seed} == {0, 1}
+    assert first.tries == second.tries
+
+
+def test_a_try_without_a_loss_is_on_record_and_the_others_are_chosen_from(tmp_path, monkeypatch):
+    fit = job.fit
+
+    def failing(run_, *arguments):
+        if run_.config.regime.phases["router"].learning_rate == 1e-5 and run_.config.experiment == "tries":
+            raise UserError("a loss is not finite")
+        fit(run_, *arguments)
+
+    monkeypatch.setattr(job, "fit", failing)
+    assert run(*tiny(tmp_path / "one"), *TUNED).code == 0
+    (record,) = found_in(tmp_path / "one")["adhoc", None]
+    assert [(one.learning_rate, one.error) for one in record.tries] == [(1e-5, "a loss is not finite"), (1e-2, None)]
+    none = run(*tiny(tmp_path / "none"), *TUNED, "regime.tune.factors=[0.001]")
+    assert none.code == 2 and "no learning rate" in none.err and "a loss is not finite" in none.err
+
+
+@pytest.mark.parametrize("factors", ["[0]", "[-1]"])
+def test_rates_that_are_none_are_refused(tmp_path, factors):
+    result = run(*tiny(tmp_path), f"regime.tune.factors={factors}")
+    assert result.code == 2 and "regime.tune.factors holds" in result.err
