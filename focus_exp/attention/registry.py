@@ -7,7 +7,8 @@ import pkgutil
 import sys
 from typing import Any
 
-import focus_exp.attention.focus  # noqa: F401  (declares itself)
+import focus_exp.attention.dual
+import focus_exp.attention.focus  # noqa: F401  (both declare themselves)
 from focus_exp.attention import baselines
 from focus_exp.attention.method import METHODS, AttentionMethod, LayerShape
 

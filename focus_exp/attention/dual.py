@@ -1,0 +1,165 @@
+"""Focus with two encoders: one says which group a token is in as a key, the other which groups it reads as a query."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from focus_exp.attention.method import AttentionMethod, LayerShape
+from focus_exp.attention.options import NearOptions, fits, option
+from focus_exp.attention.routing import OwnPrecision, cast, own_precision
+from focus_exp.attention.selection import Selection, Sequence, top_k_groups
+
+FULL, WINDOW = "full", "window"
+
+
+@dataclass
+class FocusDualOptions(NearOptions):
+    groups: int = option(32, "K, groups of keys", least=1)
+    top_k: int = option(4, "groups that a query reads", least=1, most="groups")
+    heads: str = option(
+        "kv", "whether key/value heads have encoders of their own or share them", choices=("kv", "layer")
+    )
+    rank: int = option(0, "of the encoders, whose heads then share a projection; 0: linear classifiers", least=0)
+    budget: list[Any] | None = option(
+        None, "of each layer of the model: full, window, the groups that a query reads, or a list of those by head"
+    )
+    gate_steepness: float = option(
+        10.0, "lambda, of the gate that stands in for hard groups in the routers' gradient", above=0
+    )
+
+    def refuse(self) -> str | None:
+        for layer, entry in enumerate(self.budget or []):
+            counts = entry if isinstance(entry, list) else [entry]
+            known = not isinstance(entry, list) and entry in (FULL, WINDOW)
+            if not known and not all(fits(k, int) and 0 <= k <= self.groups for k in counts):
+                return (
+                    f"budget holds {entry!r} for layer {layer}; give full, window, a number of groups from 0 to "
+                    f"groups={self.groups}, or a list of such numbers, one for each head"
+                )
+        return None
+
+
+class Encoder(nn.Module):
+    """A classifier of tokens into groups for each head; with a rank its heads see a shared projection of the token.
+
+    Holds n*K*(E + 1) trained numbers, or E*R + n*K*(R + 1).
+    """
+
+    def __init__(self, width: int, groups: int, heads: int, rank: int) -> None:
+        super().__init__()
+        size = rank or width
+        self.projection = nn.Parameter(torch.randn(width, rank) * width**-0.5) if rank else None
+        self.weight = nn.Parameter(torch.randn(heads, groups, size) * size**-0.5)
+        self.bias = nn.Parameter(torch.zeros(heads, groups))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Logits `[B, n, T, K]` of tokens `[B, T, E]`."""
+        x = x if self.projection is None else x @ self.projection
+        logits = x @ self.weight.flatten(0, 1).T + self.bias.flatten()
+        return logits.unflatten(-1, self.bias.shape).transpose(1, 2)
+
+
+class FocusDual(OwnPrecision, AttentionMethod, name="focus_dual", options=FocusDualOptions):
+    """A pair is kept if i - j <= window, if j is a sink, or if j's group is among those that i reads.
+
+    A key is in the group of its largest logit, a query reads those of its `top_k` largest; both depend on the token's
+    hidden state alone, so that it is causal. Whoever fits the encoders balances the groups by the keys' bias. Groups
+    are hard in training too, with the straight-through gradient of a gate on sum_g P(i reads g) P(j in g).
+
+    `budget` `[n]` is the layer's own number of groups that a query of each head reads, in place of `top_k`. Where it is
+    none or all for all heads there is nothing to train: the layer has its window alone, or the base's own attention.
+    """
+
+    def __init__(self, shape: LayerShape, options: FocusDualOptions) -> None:
+        super().__init__(shape, options.window, options.sinks)
+        self.groups = options.groups
+        self.top_k = options.top_k
+        self.gate_steepness = options.gate_steepness
+        self.heads = shape.kv_heads or shape.heads if options.heads == "kv" else 1
+        self.budget: list[int] | None = None
+        self.mean: Tensor
+        self.scale: Tensor
+        sizes = (shape.width, options.groups, self.heads, options.rank)
+        self.key_encoder, self.query_encoder = Encoder(*sizes), Encoder(*sizes)
+        self.register_buffer("mean", torch.zeros(shape.width))
+        self.register_buffer("scale", torch.ones(shape.width))
+        if options.budget is not None:
+            self.allot(options.budget)
+
+    def allot(self, budget: list[Any]) -> None:
+        """Take this layer's part of `budget` from here on; encoders that it does not need are dropped for good.
+
+        ValueError where it has no part of it, or needs encoders that were dropped.
+        """
+        self.budget = budget_of(self.shape.index, budget, self.groups, self.heads)
+        if self.routes and not hasattr(self, "mean"):
+            raise ValueError(
+                f"layer {self.shape.index} has no encoders any more, so that it can only be full or window"
+            )
+        if not self.routes:
+            for name in {*dict(self.named_children()), *dict(self.named_buffers(recurse=False))}:
+                delattr(self, name)
+
+    @property
+    def reach(self) -> list[int]:
+        """How many groups a query reads, by head `[n]`."""
+        return self.budget or [self.top_k] * self.heads
+
+    @property
+    def routes(self) -> bool:
+        """Whether the pairs depend on the tokens."""
+        return set(self.reach) not in ({0}, {self.groups})
+
+    def logits(self, h: Tensor) -> tuple[Tensor, Tensor]:
+        """Of queries and of keys `[B, n, T, K]`, from hidden states `[B, T, E]` in the encoders' precision."""
+        with own_precision(h):
+            found = []
+            for part in cast(h, self.mean.dtype):
+                x = (part - self.mean) / self.scale
+                found.append((self.query_encoder(x), self.key_encoder(x)))
+            queries, keys = (torch.cat(parts, 2) for parts in zip(*found, strict=True))
+            return queries, keys
+
+    def route(self, h: Tensor, sequence: Sequence) -> Selection:
+        reach = self.reach
+        if not self.routes:
+            return Selection(keeps_all=reach[0] > 0)
+        queries, keys = self.logits(h)
+        of_heads = [top_k_groups(x, k) for x, k in zip(queries.unbind(1), reach, strict=True)]
+        return Selection(
+            assignment=queries.softmax(-1),
+            key_assignment=keys.softmax(-1),
+            query_groups=torch.stack(of_heads, 1),
+            key_groups=top_k_groups(keys, 1),
+            most=(max(reach), 1),
+        )
+
+    def keeps_all(self) -> bool:
+        return set(self.reach) == {self.groups}
+
+    def groups_of_keys(self) -> tuple[object, ...]:
+        return (self.serial, self.routes)
+
+    def refuses_cache(self) -> None:
+        return None
+
+    def surrogate(self, selection: Selection) -> float | None:
+        """Half the steepness, as `Focus` has it."""
+        trained = selection.assignment is not None and selection.assignment.requires_grad
+        return self.gate_steepness / 2 if trained else None
+
+
+def budget_of(layer: int, budget: list[Any], groups: int, heads: int) -> list[int]:
+    """How many groups a query of each head reads, as the budget says of this layer; ValueError where it does not."""
+    if layer >= len(budget):
+        raise ValueError(f"budget has {len(budget)} entries, none for layer {layer}; give one for each layer")
+    entry = {FULL: groups, WINDOW: 0}.get(str(budget[layer]), budget[layer])
+    if not isinstance(entry, list):
+        return [entry] * heads
+    if len(entry) != heads:
+        raise ValueError(f"budget holds {entry} for layer {layer}, which has {heads} heads with groups of their own")
+    return entry
