@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from focus_exp.attention.method import AttentionMethod, LayerShape
 from focus_exp.attention.options import NearOptions, fits, option
 from focus_exp.attention.routing import OwnPrecision, cast, own_precision
-from focus_exp.attention.selection import Selection, Sequence, top_k_groups
+from focus_exp.attention.selection import PairCounts, Selection, Sequence, top_k_groups
 
 FULL, WINDOW = "full", "window"
 
@@ -32,6 +32,9 @@ class FocusDualOptions(NearOptions):
     )
 
     def refuse(self) -> str | None:
+        given: object = self.budget
+        if not (given is None or isinstance(given, list)):
+            return f"budget={given!r} is not a list with an entry for each layer"
         for layer, entry in enumerate(self.budget or []):
             counts = entry if isinstance(entry, list) else [entry]
             known = not isinstance(entry, list) and entry in (FULL, WINDOW)
@@ -88,18 +91,27 @@ class FocusDual(OwnPrecision, AttentionMethod, name="focus_dual", options=FocusD
         self.register_buffer("mean", torch.zeros(shape.width))
         self.register_buffer("scale", torch.ones(shape.width))
         if options.budget is not None:
-            self.allot(options.budget)
+            self.allot(self.part_of(options.budget))
 
-    def allot(self, budget: list[Any]) -> None:
-        """Take this layer's part of `budget` from here on; encoders that it does not need are dropped for good.
+    def part_of(self, budget: list[Any]) -> list[int]:
+        """How many groups a query of each head reads `[n]`, as `budget` says of this layer.
 
-        ValueError where it has no part of it, or needs encoders that were dropped.
+        ValueError where it does not, and where groups are to be told by encoders that were dropped.
         """
-        self.budget = budget_of(self.shape.index, budget, self.groups, self.heads)
-        if self.routes and not hasattr(self, "mean"):
-            raise ValueError(
-                f"layer {self.shape.index} has no encoders any more, so that it can only be full or window"
-            )
+        layer = self.shape.index
+        if layer >= len(budget):
+            raise ValueError(f"budget has {len(budget)} entries, none for layer {layer}; give one for each layer")
+        entry = {FULL: self.groups, WINDOW: 0}.get(str(budget[layer]), budget[layer])
+        part = entry if isinstance(entry, list) else [entry] * self.heads
+        if len(part) != self.heads:
+            raise ValueError(f"budget holds {entry} for layer {layer}, which has {self.heads} heads with groups")
+        if chooses(part, self.groups) and not hasattr(self, "mean"):
+            raise ValueError(f"layer {layer} has no encoders any more, so that it can only be full or window")
+        return part
+
+    def allot(self, part: list[int]) -> None:
+        """Let a query of each head read so many groups from here on; encoders without a use are dropped for good."""
+        self.budget = part
         if not self.routes:
             for name in {*dict(self.named_children()), *dict(self.named_buffers(recurse=False))}:
                 delattr(self, name)
@@ -112,7 +124,7 @@ class FocusDual(OwnPrecision, AttentionMethod, name="focus_dual", options=FocusD
     @property
     def routes(self) -> bool:
         """Whether the pairs depend on the tokens."""
-        return set(self.reach) not in ({0}, {self.groups})
+        return chooses(self.reach, self.groups)
 
     def logits(self, h: Tensor) -> tuple[Tensor, Tensor]:
         """Of queries and of keys `[B, n, T, K]`, from hidden states `[B, T, E]` in the encoders' precision."""
@@ -141,6 +153,13 @@ class FocusDual(OwnPrecision, AttentionMethod, name="focus_dual", options=FocusD
     def keeps_all(self) -> bool:
         return set(self.reach) == {self.groups}
 
+    @torch.no_grad()
+    def count_pairs(self, selection: Selection, sequence: Sequence) -> PairCounts:
+        """For each head with groups of its own, also where none has any: so layers of every kind weigh the same."""
+        counts = super().count_pairs(selection, sequence)
+        times = self.heads if selection.query_groups is None else 1
+        return PairCounts(*(times * count for count in (counts.total, counts.distant, counts.distant_kept)))
+
     def groups_of_keys(self) -> tuple[object, ...]:
         return (self.serial, self.routes)
 
@@ -153,13 +172,6 @@ class FocusDual(OwnPrecision, AttentionMethod, name="focus_dual", options=FocusD
         return self.gate_steepness / 2 if trained else None
 
 
-def budget_of(layer: int, budget: list[Any], groups: int, heads: int) -> list[int]:
-    """How many groups a query of each head reads, as the budget says of this layer; ValueError where it does not."""
-    if layer >= len(budget):
-        raise ValueError(f"budget has {len(budget)} entries, none for layer {layer}; give one for each layer")
-    entry = {FULL: groups, WINDOW: 0}.get(str(budget[layer]), budget[layer])
-    if not isinstance(entry, list):
-        return [entry] * heads
-    if len(entry) != heads:
-        raise ValueError(f"budget holds {entry} for layer {layer}, which has {heads} heads with groups of their own")
-    return entry
+def chooses(reach: list[int], groups: int) -> bool:
+    """Whether the pairs of a layer depend on its tokens: not where every head reads none of the groups, or all."""
+    return set(reach) not in ({0}, {groups})

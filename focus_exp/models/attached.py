@@ -127,17 +127,20 @@ def set_budget(model: PreTrainedModel, budget: list[Any]) -> PreTrainedModel:
     UserError for another method, and for a budget that does not fit the layers. What then has nothing to choose loses
     its encoders.
     """
-    attachment, methods = attachment_of(model), attached_methods(model)
+    attachment, methods, layers = attachment_of(model), attached_methods(model), len(attention_modules(model))
+    parts: list[tuple[FocusDual, list[int]]] = []
     try:
         options = FocusDualOptions.of(**attachment.options | {"budget": budget})
-        if len(budget) != len(attention_modules(model)):
-            raise ValueError(f"budget has {len(budget)} entries for {len(attention_modules(model))} layers")
+        if len(budget) != layers:
+            raise ValueError(f"budget has {len(budget)} entries for {layers} layers; give one for each")
         for method in methods.values():
             if not isinstance(method, FocusDual):
-                raise ValueError(f"attention method {attachment.method!r} has no budget of groups; attach focus_dual")
-            method.allot(budget)
+                raise ValueError(f"attention method {attachment.method} has no budget of groups; attach focus_dual")
+            parts.append((method, method.part_of(budget)))
     except ValueError as error:
         raise UserError(str(error)) from None
+    for method, part in parts:
+        method.allot(part)
     attachment.options["budget"] = options.budget
     return model
 
