@@ -120,5 +120,11 @@ def validate_regime(config: Config) -> None:
             f"regime={regime.name} trains only a router, but attention={config.attention.name} has none; "
             "use attention=focus, or regime=none to measure it as it is, or regime=finetune"
         )
+    for name, phase in regime.phases.items():
+        if phase.aim == "base" and phase.train != "router":
+            raise UserError(
+                f"regime.phases.{name}.aim=base compares with the model without its router, but the phase trains "
+                f"{phase.train}; use aim=text, or train: router"
+            )
     if regime.from_scratch and not regime.trains("all"):
         raise UserError(f"regime={regime.name} starts from random weights but no phase trains them; add train: all")

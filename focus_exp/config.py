@@ -67,6 +67,9 @@ class ModelConfig:
 @dataclass
 class PhaseConfig:
     train: str = option("router", "what this phase trains", choices=("router", "lora", "all"))
+    aim: str = option(
+        "text", "what predictions are to be: the text's next token, or the frozen base's own", choices=("text", "base")
+    )
     steps: int = option(MISSING, least=1)
     learning_rate: float = option(MISSING, above=0)
     weight_decay: float = option(0.0, least=0)

@@ -19,7 +19,7 @@ def allot(found: list[Curves], share: float) -> list[list[int]]:
     """
     reads = [[0] * len(curve.pairs) for curve in found]
     total = sum(curve.pairs[:, -1].sum().item() for curve in found)
-    left = share * total
+    left = share * total * (1 + 1e-9)  # of rounding
     heads = [(layer, head) for layer, curve in enumerate(found) for head in range(len(curve.pairs))]
     hulls = {(layer, head): hull(found[layer].pairs[head], found[layer].kept[head]) for layer, head in heads}
     queue: list[tuple[float, int, int, int]] = []

@@ -87,7 +87,8 @@ class ImportanceProbe(AttentionMethod):
             keys, share, total = (torch.cat(part, 1).transpose(0, 1).contiguous().cpu() for part in parts)
             self.observed = Observed(self.hidden.cpu(), k[0].transpose(0, 1).bfloat16().cpu(), keys, share, total)
 
-        output.register_hook(note)
+        if output.requires_grad:
+            output.register_hook(note)
         return output
 
 
