@@ -20,7 +20,7 @@ from focus_exp.models.attached import observed, swapped
 from focus_exp.models.modules import attached_methods
 from focus_exp.training import dual_fit
 from focus_exp.training.budget import allot, hull
-from focus_exp.training.dual_fit import duals_of, fit_dual
+from focus_exp.training.dual_fit import duals_of, fit_dual, rebalance
 from focus_exp.training.encoder_fit import Curves, block_of, curves, distant_sizes, fit_encoders
 from focus_exp.training.importance import ImportanceProbe, Observed, importance, observe, read
 from focus_exp.training.precision import choose_precision
@@ -194,6 +194,23 @@ def test_a_fit_is_kept_by_what_decides_it_and_goes_on_where_it_stopped(tiny_mode
         fit_dual(dual(tiny_model("llama")), blocks, options(pairs=0.2), FLOAT32, tmp_path / "again", 1)
 
 
+def test_groups_that_training_has_moved_are_made_even_again(tiny_model):
+    model = dual(tiny_model("llama"))
+    for method in duals_of(model).values():
+        with torch.no_grad():
+            method.key_encoder.bias[:, 0] += 1
+    blocks = random_blocks(8)
+    rebalance(model, blocks, FLOAT32)
+    largest = []
+
+    def observe_sizes(layer, method, selection, sequence):
+        largest.append(selection.key_groups.float().mean((0, 2)).max().item())
+
+    with torch.no_grad(), observed(model, observe_sizes):
+        model(torch.stack(blocks))
+    assert max(largest) < 0.3
+
+
 def test_a_run_fits_trains_towards_the_base_and_leaves_an_adapter(tmp_path):
     settings = ["attention=focus_dual", "attention.fit_blocks=3", "attention.fit_held_out=1", "attention.fit_steps=4"]
     settings += [
@@ -211,7 +228,7 @@ def test_a_run_fits_trains_towards_the_base_and_leaves_an_adapter(tmp_path):
     adapter = only_run(tmp_path / "runs") / "adapter"
     kept = json.loads((adapter / "focus_adapter.json").read_text(encoding="utf-8"))
     assert kept["options"]["budget"] == [fit.reads for fit in record.fits]
-    measured = run(*fitting(*tiny(tmp_path, "measured"), "attention=focus_dual", "job=evaluate", f"adapter={adapter}"))
+    measured = run(*fitting(*tiny(tmp_path, "measured"), *settings, "job=evaluate", f"adapter={adapter}"))
     assert measured.code == 0, measured.err
     rows = {row.method: row for row in record_of(tmp_path / "measured").rows}
     trained = {row.method: row for row in record.rows}

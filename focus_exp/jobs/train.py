@@ -34,7 +34,7 @@ from focus_exp.records.rows import FitRow, ProbeRow
 from focus_exp.speed.timing import device_name
 from focus_exp.storage import aside
 from focus_exp.training.checkpoints import checkpoint_of, mend
-from focus_exp.training.dual_fit import fit_dual
+from focus_exp.training.dual_fit import fit_dual, rebalance
 from focus_exp.training.exchange import agreed, alone, in_turns, is_main
 from focus_exp.training.module import NonFiniteError
 from focus_exp.training.precision import Precision, choose_precision
@@ -195,6 +195,9 @@ def fit(run: Run, model: PreTrainedModel, blocks: Blocks, precision: Precision, 
         "causal": is_causal(model),
         "trainable_parameters": trained_parameters(model, config),
     }
+    if config.dual and config.dual.fit_blocks and phases:
+        moved = sample_blocks(blocks, config.dual.fit_blocks, config.seed + 2)
+        alone(model, lambda: rebalance(model, moved, precision))
     if routed:
         alone(model, lambda: calibrate(model, balancing, precision))
         record.layers = attachment_of(model).layers

@@ -18,14 +18,16 @@ from tqdm import tqdm
 from transformers import PreTrainedModel
 
 from focus_exp.attention.dual import FocusDual
+from focus_exp.attention.method import AttentionMethod
+from focus_exp.attention.selection import Selection, Sequence
 from focus_exp.config_attention import DualConfig
-from focus_exp.models.attached import set_budget
+from focus_exp.models.attached import observed, set_budget
 from focus_exp.models.load import fingerprint
 from focus_exp.models.modules import attached_methods
 from focus_exp.records.rows import FitRow
 from focus_exp.storage import aside, clear_aside, held, remove
 from focus_exp.training.budget import allot
-from focus_exp.training.encoder_fit import Curves, curves, fit_encoders
+from focus_exp.training.encoder_fit import Curves, balance, curves, fit_encoders
 from focus_exp.training.encoder_fit import block_of as seen_by
 from focus_exp.training.importance import observe, read
 from focus_exp.training.precision import Precision
@@ -104,6 +106,22 @@ def fit_layers(
         found = Curves(*(tensors.pop(f"curves.{item.name}") for item in fields(Curves)))
         fits[layer] = Fit(tensors, found)
     return fits
+
+
+@torch.no_grad()
+def rebalance(model: PreTrainedModel, blocks: list[Tensor], precision: Precision) -> None:
+    """Make the hard groups of keys equally large on `blocks` of training text, from which training has moved them."""
+    logits: dict[int, list[Tensor]] = {layer: [] for layer in duals_of(model)}
+
+    def note(layer: int, method: AttentionMethod, selection: Selection, sequence: Sequence) -> None:
+        if layer in logits and selection.key_assignment is not None:
+            logits[layer].append(selection.key_assignment[0].clamp(min=1e-30).log())
+
+    with observed(model, note), precision.context():
+        for tokens in tqdm(blocks, desc="balancing groups", unit="block", leave=False, disable=None):
+            model(input_ids=tokens[None].to(model.device), use_cache=False, logits_to_keep=1)
+    for layer, method in duals_of(model).items():
+        balance(method, torch.cat(logits[layer], 1))
 
 
 def row(layer: int, found: Curves, reads: list[int]) -> FitRow:

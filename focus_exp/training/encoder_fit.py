@@ -55,8 +55,8 @@ def block_of(observed: Observed, method: FocusDual) -> Block:
     return Block(tokens[None], keys, share, total)
 
 
-def fit_encoders(method: FocusDual, observed: list[Observed], steps: int, generator: torch.Generator) -> list[Block]:
-    """Fit `method` to the blocks of one layer, which come back as it sees them."""
+def fit_encoders(method: FocusDual, observed: list[Observed], steps: int, generator: torch.Generator) -> None:
+    """Fit `method` to the blocks of one layer."""
     hidden = torch.cat([x.hidden for x in observed]).float()
     with torch.no_grad():
         method.mean.copy_(hidden.mean(0))
@@ -72,8 +72,8 @@ def fit_encoders(method: FocusDual, observed: list[Observed], steps: int, genera
         groups = [F.one_hot(x, method.groups).float() for x in labels.split([b.tokens.shape[1] for b in blocks], 1)]
         descend(method, blocks, steps // 4, generator, groups)
         descend(method, blocks, steps, generator)
-    balance(method, blocks)
-    return blocks
+    with torch.no_grad():
+        balance(method, torch.cat([method.key_encoder(block.tokens)[0] for block in blocks], 1).log_softmax(-1))
 
 
 def merged(vectors: Tensor) -> Tensor:
@@ -171,9 +171,8 @@ def update(optimizer: torch.optim.Optimizer, schedule: torch.optim.lr_scheduler.
 
 
 @torch.no_grad()
-def balance(method: FocusDual, blocks: list[Block]) -> None:
-    """Make the hard groups of keys equally large over `blocks`, by the bias of their encoder."""
-    logits = torch.cat([method.key_encoder(block.tokens)[0] for block in blocks], 1).log_softmax(-1)
+def balance(method: FocusDual, logits: Tensor) -> None:
+    """Make the hard groups of keys with these log-probabilities `[n, N, K]` equally large, by their encoder's bias."""
     method.key_encoder.bias.add_(even_potential(logits, 30, SHARPNESS))
 
 
