@@ -11,7 +11,8 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from focus_exp.attention.dual import FocusDual, FocusDualOptions
+from focus_exp.attention.dual import FocusDual
+from focus_exp.attention.dual_options import FocusDualOptions
 from focus_exp.attention.focus import Focus
 from focus_exp.attention.method import BACKENDS, AttentionMethod, Observer
 from focus_exp.attention.options import PAIR_RULES, fits

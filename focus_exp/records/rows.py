@@ -128,6 +128,23 @@ class Difference:
 
 
 @dataclass(kw_only=True)
+class FitRow:
+    """What the fit of a layer's two encoders keeps on held-out text. Shares are 0..1.
+
+    reads: groups that a query of each head reads. pairs: share of the distant pairs; kept: of the layer's importance,
+    which is the sum over those pairs of the squared change of the loss [nats^2]; best: of that which as many groups
+    could hold at most.
+    """
+
+    layer: int
+    reads: list[int]
+    pairs: float
+    kept: float
+    best: float
+    importance: float
+
+
+@dataclass(kw_only=True)
 class ProbeRow:
     """A router's groups on the same held-out tokens, after `step` steps of `phase`. Shares are 0..1.
 
