@@ -101,6 +101,16 @@ def validate_attention(config: Config) -> None:
             "set it to 0, or use attention.gate=log"
         )
 
+    dual = config.dual
+    if dual and 0 < dual.fit_blocks <= dual.fit_held_out:
+        raise UserError(
+            f"attention.fit_blocks={dual.fit_blocks} leaves no text to fit to beside "
+            f"attention.fit_held_out={dual.fit_held_out} blocks; give more blocks, or hold out fewer"
+        )
+    if dual and dual.pairs is not None and (dual.budget is not None or not dual.fit_blocks):
+        other = "attention.budget, which is a budget already" if dual.budget else "attention.fit_blocks=0"
+        raise UserError(f"attention.pairs={dual.pairs} does not go with {other}; leave one of them out")
+
 
 def validate_regime(config: Config) -> None:
     regime = config.regime
@@ -112,10 +122,16 @@ def validate_regime(config: Config) -> None:
     if regime.trains("lora") and regime.trains("all"):
         raise UserError(f"regime={regime.name} trains both LoRA and the weights under it; leave one of them out")
     trains_router_only = bool(regime.phases) and all(phase.train == "router" for phase in regime.phases.values())
-    if trains_router_only and not config.has_router:
+    if trains_router_only and not (config.has_router or config.dual):
         raise UserError(
             f"regime={regime.name} trains only a router, but attention={config.attention.name} has none; "
             "use attention=focus, or regime=none to measure it as it is, or regime=finetune"
         )
+    for name, phase in regime.phases.items():
+        if phase.aim == "base" and phase.train != "router":
+            raise UserError(
+                f"regime.phases.{name}.aim=base compares with the model without its router, but the phase trains "
+                f"{phase.train}; use aim=text, or train: router"
+            )
     if regime.from_scratch and not regime.trains("all"):
         raise UserError(f"regime={regime.name} starts from random weights but no phase trains them; add train: all")

@@ -15,7 +15,7 @@ from omegaconf import MISSING, OmegaConf
 
 from focus_exp.attention.focus_options import FocusOptions
 from focus_exp.attention.options import PAIR_RULES, option
-from focus_exp.config_attention import AttentionConfig, FocusConfig, MethodSource, attention_of
+from focus_exp.config_attention import AttentionConfig, DualConfig, FocusConfig, MethodSource, attention_of
 from focus_exp.config_jobs import (
     AnalyzeConfig,
     BenchConfig,
@@ -67,6 +67,9 @@ class ModelConfig:
 @dataclass
 class PhaseConfig:
     train: str = option("router", "what this phase trains", choices=("router", "lora", "all"))
+    aim: str = option(
+        "text", "what predictions are to be: the text's next token, or the frozen base's own", choices=("text", "base")
+    )
     steps: int = option(MISSING, "0: routers are fitted to the base's attention, and not trained", least=0)
     learning_rate: float = option(MISSING, above=0)
     weight_decay: float = option(0.0, least=0)
@@ -233,6 +236,11 @@ class Config:
         assert isinstance(self.attention, FocusConfig), self.attention
         return self.attention
 
+    @property
+    def dual(self) -> DualConfig | None:
+        """attention.* where it has two encoders."""
+        return self.attention if isinstance(self.attention, DualConfig) else None
+
 
 GROUPS = {key: schema for key, schema in get_type_hints(Config).items() if is_dataclass(schema)}
 
@@ -256,8 +264,8 @@ def structured(values: Any) -> Any:
 
 def phases_of(config: Config) -> list[tuple[str, PhaseConfig]]:
     """The named phases that this configuration really runs: without a router there is no router to train."""
-    phases = config.regime.phases.items()
-    return [(name, p) for name, p in phases if p.train != "router" or config.has_router]
+    phases, routed = config.regime.phases.items(), config.has_router or config.dual is not None
+    return [(name, p) for name, p in phases if p.train != "router" or routed]
 
 
 def to_dict(config: Config) -> dict[str, Any]:

@@ -10,6 +10,7 @@ from hydra.core.object_type import ObjectType
 from hydra.plugins.config_source import ConfigResult, ConfigSource
 from omegaconf import MISSING, OmegaConf
 
+from focus_exp.attention.dual_options import EncoderTraining, FocusDualOptions
 from focus_exp.attention.focus_options import FocusOptions, RouterTraining
 from focus_exp.attention.options import Options, option
 from focus_exp.errors import UserError
@@ -34,7 +35,12 @@ class FocusConfig(FocusOptions, RouterTraining, AttentionConfig):
     """Known without its method, because jobs read it by name, and --help shows it without waiting for torch."""
 
 
-KNOWN: dict[str, type[AttentionConfig]] = {"full": AttentionConfig, "focus": FocusConfig}
+@dataclass
+class DualConfig(FocusDualOptions, EncoderTraining, AttentionConfig):
+    """Likewise."""
+
+
+KNOWN: dict[str, type[AttentionConfig]] = {"full": AttentionConfig, "focus": FocusConfig, "focus_dual": DualConfig}
 
 
 @cache

@@ -54,7 +54,7 @@ def fitting(*arguments: str) -> list[str]:
     """The arguments without those options of Focus, which `tiny` sets, that the chosen attention has not."""
     given = dict(argument.split("=", 1) for argument in arguments if "=" in argument)
     chosen = given.get("attention", "full" if given.get("regime") in ("lora", "dora") else "focus")
-    method = next((name for name in ("full", *METHODS) if chosen.startswith(name)), "focus")
+    method = max((name for name in ("full", *METHODS) if chosen.startswith(name)), key=len, default="focus")
     known, all_known = ({f"attention.{item.name}" for item in fields(schema_of(m))} for m in (method, "focus"))
     return [part for part in arguments if part.partition("=")[0] not in all_known - known]
 

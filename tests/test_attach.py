@@ -10,14 +10,19 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from focus_exp import UserError, attach, detach, disabled, freeze, is_causal, set_routing
-from focus_exp.attention.selection import PairCounts
+from focus_exp.attention.selection import PairCounts, by_head
 from focus_exp.models.attached import observed
 from focus_exp.models.modules import attached_methods
 
 TINY = {"window": 2, "sinks": 1}
-EVERYTHING = {"focus": {"top_k": 4}, "random_groups": {"top_k": 4}, "window": {"window": 200}}
+EVERYTHING = {
+    "focus": {"top_k": 4},
+    "random_groups": {"top_k": 4},
+    "focus_dual": {"top_k": 32},
+    "window": {"window": 200},
+}
 families = pytest.mark.parametrize("family", FAMILIES)
-ways = pytest.mark.parametrize("way", ["soft", "hard", "share", "window", "random_groups"])
+ways = pytest.mark.parametrize("way", ["soft", "hard", "share", "window", "random_groups", "focus_dual"])
 
 
 @pytest.fixture
@@ -25,7 +30,7 @@ def attached(tiny_model) -> Callable[..., PreTrainedModel]:
     """attached(family, way, dtype, **options): a tiny model with a mask that matters at 40 tokens."""
 
     def factory(family: str, way: str = "hard", dtype: torch.dtype = torch.float32, **options) -> PreTrainedModel:
-        method = way if way in ("window", "random_groups") else "focus"
+        method = way if way in ("window", "random_groups", "focus_dual") else "focus"
         torch.manual_seed(1)
         model = attach(tiny_model(family, dtype), method, **TINY | options)
         return set_routing(model, hard=way != "soft", top_k=1, pair_rule="share" if way == "share" else "query_topk")
@@ -167,11 +172,12 @@ def test_pairs_are_kept_within_the_base_models_own_sliding_window(attached, fami
         reach = 8 if kinds[layer] == "sliding_attention" else 40
         seen = [(i, j) for i in range(40) for j in range(max(0, i - reach + 1), i + 1)]
         distant = [(i, j) for i, j in seen if i - j > 2 and j >= 1]
-        if selection.query_groups is not None:
-            kept = [(i, j) for i, j in distant if (selection.query_groups[0, i] & selection.key_groups[0, j]).any()]
-        else:
-            kept = distant if way == "soft" else []
-        expected[layer] = PairCounts(len(seen), len(distant), len(kept))
+        rows, _, heads = by_head(selection, sequence)
+        kept = distant if way == "soft" else []
+        if rows.query_groups is not None:
+            of_heads = list(zip(rows.query_groups, rows.key_groups, strict=True))
+            kept = [(i, j) for i, j in distant for asked, own in of_heads if (asked[i] & own[j]).any()]
+        expected[layer] = PairCounts(heads * len(seen), heads * len(distant), len(kept))
         counts[layer] = method.count_pairs(selection, sequence)
 
     with observed(model, count):
@@ -309,7 +315,7 @@ def test_observers_may_be_nested(attached):
 @pytest.mark.parametrize(
     ("wrong", "message"),
     [
-        ({"method": "flash"}, "'flash' is not known; choose from focus, longformer, "),
+        ({"method": "flash"}, "'flash' is not known; choose from focus, focus_dual, longformer, "),
         ({"method": "window", "groups": 4}, "there is no option groups; there are window, sinks"),
         ({"assignment": "sinkhron"}, "assignment.*sinkhron"),
         ({"gate": "linear"}, "gate.*linear"),

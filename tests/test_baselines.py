@@ -3,7 +3,7 @@
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,7 @@ from focus_exp.attention.baselines.magicpig import MagicPIG, Sampled, agree_twic
 from focus_exp.attention.baselines.performer import Performer, orthogonal_directions
 from focus_exp.attention.baselines.routing_transformer import RoutingTransformer
 from focus_exp.attention.baselines.sparq import SparQ
+from focus_exp.attention.baselines.top_tokens import BestTokens, TokenIndexer, TopTokens
 from focus_exp.attention.baselines.window import WindowOnly
 from focus_exp.attention.method import AttentionMethod, LayerShape
 from focus_exp.attention.registry import METHODS, build
@@ -43,6 +44,8 @@ TINY: dict[str, tuple[str, dict[str, Any]]] = {
     "sparq": ("sparq", {"components": 5, "tokens_kept": 6, "recent_tokens": 2}),
     "sparq mean": ("sparq", {"components": 5, "tokens_kept": 6, "recent_tokens": 2, "reallocate": True}),
     "magicpig": ("magicpig", {"hash_bits": 4, "hash_tables": 12, "recent_tokens": 3, "sinks": 1}),
+    "best_tokens": ("best_tokens", {"share": 0.2, "window": 2, "sinks": 1}),
+    "token_indexer": ("token_indexer", {"tokens_kept": 3, "window": 2, "sinks": 1}),
 }
 ways = pytest.mark.parametrize("way", TINY)
 families = pytest.mark.parametrize("family", FAMILIES)
@@ -152,12 +155,39 @@ def magicpig_formula(method: MagicPIG, x: Query, case: "Case", b: int) -> tuple[
     return x.mean(keys, torch.stack(weights)), keys
 
 
+def kept_of(method: TopTokens, x: Query, worth: Callable[[int], Tensor]) -> tuple[Tensor, list[int]]:
+    near = [j for j in x.keys if x.is_near(j, method.window, method.sinks)]
+    distant = sorted(set(x.keys) - set(near), key=lambda j: -worth(j).item())
+    number = int(len(distant) * method.share) if method.tokens_kept is None else method.tokens_kept
+    keys = sorted([*near, *distant[:number]])
+    return x.softmax(keys), keys
+
+
+def indexer_formula(method: TokenIndexer, x: Query, case: "Case", b: int) -> tuple[Tensor, list[int]]:
+    queries, keys = method.query_projection.double(), method.key_projection.double()
+    tokens = (case.h[b] - method.mean.double()) / method.scale.double()
+    return kept_of(method, x, lambda j: (tokens[x.i] @ queries) @ (tokens[j] @ keys))
+
+
+def best_formula(method: BestTokens, x: Query, case: "Case", b: int) -> tuple[Tensor, list[int]]:
+    def of_head(place: int) -> dict[int, Tensor]:
+        mate = replace(x, place=place)
+        p = torch.stack([mate.score(j) for j in x.keys]).softmax(0)
+        out = p @ x.v[x.keys]
+        return {j: weight * (x.v[j] - out).norm() for j, weight in zip(x.keys, p, strict=True)}
+
+    heads = [of_head(place) for place in range(len(x.mates))]
+    return kept_of(method, x, lambda j: sum(head[j] for head in heads))
+
+
 FORMULAS: dict[type[AttentionMethod], Callable[..., tuple[Tensor, list[int]]]] = {
     Longformer: longformer_formula,
     Performer: performer_formula,
     RoutingTransformer: routing_formula,
     SparQ: sparq_formula,
     MagicPIG: magicpig_formula,
+    TokenIndexer: indexer_formula,
+    BestTokens: best_formula,
 }
 
 
@@ -286,6 +316,17 @@ OPTIONS = {
             "seed": st.integers(0, 99),
         }
     ),
+    **dict.fromkeys(
+        ["best_tokens", "token_indexer"],
+        st.fixed_dictionaries(
+            {
+                "share": st.sampled_from([0.0, 0.3, 0.5, 1.0]),
+                "tokens_kept": st.sampled_from([None, 0, 1, 4, 99]),
+                "window": st.integers(0, 4),
+                "sinks": st.integers(0, 2),
+            }
+        ),
+    ),
 }
 
 
@@ -311,6 +352,21 @@ def test_outputs_gradients_and_counts_are_those_of_the_formula(name, data):
         assert all(leaf.grad.isfinite().all() for leaf in leaves)
     for mine, truth in zip(ours, theirs, strict=True):
         torch.testing.assert_close(mine.grad, truth.grad, atol=1e-8, rtol=1e-8)
+
+
+@given(layer=st.integers(0, 5), seed=st.integers(0, 9))
+@settings(max_examples=10)
+def test_random_groups_of_heads_are_drawn_apart_and_the_first_heads_are_the_layers(layer, seed):
+    shape, sequence = LayerShape(WIDTH, 6, SIZE, layer, 3), Sequence.plain(1, 400)
+    options = {"groups": 4, "top_k": 2, "seed": seed}
+    of_layer = build("random_groups", shape, **options).route(torch.zeros(1, 400, WIDTH), sequence)
+    of_heads = build("random_groups", shape, heads="kv", **options).route(torch.zeros(1, 400, WIDTH), sequence)
+    assert of_heads.key_groups.shape == (1, 3, 400, 4)
+    for name in ("query_groups", "key_groups"):
+        assert torch.equal(getattr(of_heads, name)[:, 0], getattr(of_layer, name))
+    for head in (1, 2):
+        same = (of_heads.key_groups[:, head] & of_layer.key_groups).sum() / 400
+        assert 0.15 < same < 0.35
 
 
 def shape(heads: int = 4, size: int = 16, index: int = 0) -> LayerShape:
@@ -716,17 +772,20 @@ def test_packed_texts_do_not_see_each_other(attached, family, way):
 
 @pytest.mark.parametrize("family", ["gpt2", "llama"])
 @ways
-def test_the_base_is_trained_through_it_and_it_has_no_parameters(attached, family, way):
+def test_the_base_is_trained_through_it_and_nothing_of_its_own(attached, family, way):
     model, tokens = attached(family, way).train(), tokens_of()
-    assert freeze(model, "router") == []
+    fitted = freeze(model, "router")  # to the base's own attention, not through the model
+    assert all(name.endswith("_projection") for name in fitted) and bool(fitted) == (way == "token_indexer")
     freeze(model, "all")
+    for name in fitted:
+        model.get_parameter(name).requires_grad_(False)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
     losses = []
     for _ in range(4):
         optimizer.zero_grad()
         loss = model(tokens, labels=tokens).loss
         loss.backward()
-        assert all(p.grad is not None and p.grad.isfinite().all() for p in model.parameters())
+        assert all(p.grad is not None and p.grad.isfinite().all() for p in model.parameters() if p.requires_grad)
         optimizer.step()
         losses.append(loss.item())
     assert losses[-1] < losses[0]

@@ -98,6 +98,9 @@ def problems(draw: st.DrawFn, nothing: bool = False) -> Problem:
         keys = assigned()
         members = select(keys, draw(st.integers(1, min(2, groups))), rule).key_groups
         selection = replace(selection, key_groups=members, group=None, key_assignment=keys)
+    if draw(st.booleans()):  # and some queries that ask none
+        asks = selection.query_groups & (torch.rand(selection.query_groups.shape[:-1]) < 0.7)[..., None]
+        selection = replace(selection, query_groups=asks, group=None)
     sequence = random_sequence(draw(st.sampled_from(["plain", "left", "right"])), batch, length)
     if nothing:
         selection = nothing_shared(sequence)

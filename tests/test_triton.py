@@ -80,6 +80,9 @@ def selections(draw: st.DrawFn, batch: int, length: int) -> Selection:
     kind, top_k = draw(st.sampled_from(["spread", "giant", "empty", "tied"])), draw(st.integers(1, min(3, groups)))
     g = random_assignment(kind, batch, length, groups)
     found = select(g, top_k, draw(st.sampled_from(["query_topk", "share"])))
+    if draw(st.booleans()):  # some queries ask no group
+        asks = found.query_groups & (torch.rand(batch, length, 1) < 0.7)
+        found = replace(found, query_groups=asks, group=None)
     if not draw(st.booleans()):
         return found
     h = random_assignment("spread", batch, length, groups)

@@ -35,12 +35,14 @@ Observer = Callable[[int, "AttentionMethod", Selection, Sequence], None]
 
 @dataclass(frozen=True)
 class LayerShape:
-    """What a method must know of the layer it joins: model width E, query heads H, head size D, position."""
+    """What a method must know of the layer it joins: model width E, query heads H, head size D, position, and the
+    key/value heads G, None where each query head has its own."""
 
     width: int
     heads: int
     head_dim: int
     index: int
+    kv_heads: int | None = None
 
 
 # those that have declared a name
@@ -164,4 +166,4 @@ class AttentionMethod(nn.Module):
     @torch.no_grad()
     def count_pairs(self, selection: Selection, sequence: Sequence) -> PairCounts:
         """How many pairs this layer kept for what it selected."""
-        return count_pairs(selection, sequence, self.window, self.sinks)
+        return count_pairs(None if selection.keeps_all else selection, sequence, self.window, self.sinks)

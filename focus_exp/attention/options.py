@@ -50,6 +50,10 @@ class Options:
         check(options)
         return options
 
+    def refuse(self) -> str | None:
+        """Why values that are allowed one by one do not go together; None where they do."""
+        return None
+
 
 @dataclass
 class NearOptions(Options):
@@ -97,6 +101,8 @@ def check(options: Any, prefix: str = "") -> None:
             raise ValueError(
                 f"{name}={value} exceeds {prefix}{limits['most']}={bound}; use {limits['least']} to {bound}"
             )
+    if isinstance(options, Options) and (why := options.refuse()):
+        raise ValueError(f"{prefix}{why}")
 
 
 def fits(value: Any, kind: Any) -> bool:

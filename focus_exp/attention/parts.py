@@ -105,6 +105,9 @@ class Tokens:
         group = None if selection.group is None else selection.group.flatten()
         query_groups = selection.query_groups.flatten(0, 1)
         key_groups = selection.key_groups.flatten(0, 1) | sink[:, None]
+        lone = ~query_groups.any(1, keepdim=True)
+        if bool(lone.any()):  # they see the sinks all the same: these are a group of their own besides
+            query_groups, key_groups = torch.cat([query_groups, lone], 1), torch.cat([key_groups, sink[:, None]], 1)
         end = sinks if valid is None else int(sequence.start.max()) + sinks
         return Tokens(batch, length, query_groups, key_groups, group, valid, sink, end)
 

@@ -7,7 +7,8 @@ import pkgutil
 import sys
 from typing import Any
 
-import focus_exp.attention.focus  # noqa: F401  (declares itself)
+import focus_exp.attention.dual
+import focus_exp.attention.focus  # noqa: F401  (both declare themselves)
 from focus_exp.attention import baselines
 from focus_exp.attention.method import METHODS, AttentionMethod, LayerShape
 
@@ -25,7 +26,7 @@ def find(method: str, *, imports: bool = True) -> type[AttentionMethod]:
         return METHODS[method]
     path, _, name = method.rpartition(".")
     if not path:
-        raise ValueError(f"attention method {method!r} is not known; choose from {', '.join(METHODS)}")
+        raise ValueError(f"attention method {method!r} is not known; choose from {', '.join(sorted(METHODS))}")
     if not imports and path not in sys.modules:
         raise ValueError(
             f"attention method {method!r} is not of focus_exp; import {path}, or choose it with attention=, first"

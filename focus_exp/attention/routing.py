@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import Any, Self
 
 import torch
 import torch.nn.functional as F
@@ -13,7 +13,18 @@ from torch import Tensor, nn
 CAST_ELEMENTS = 2**22
 
 
-class Router(nn.Module):
+class OwnPrecision(nn.Module):
+    """Moves follow the model; in half precision, as of `model.bfloat16()`, groups would be ties of rounding."""
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        def moved(x: Tensor) -> Tensor:
+            y = fn(x)
+            return x.to(y.device) if y.dtype in (torch.float16, torch.bfloat16) else y
+
+        return super()._apply(moved, recurse)
+
+
+class Router(OwnPrecision):
     """Routing scores of one layer, S = (h W_g) C^T.
 
     Holds E*R + K*R trainable numbers and one buffer, the balance potential `[K]`, which is averaged, not trained.
@@ -42,15 +53,9 @@ class Router(nn.Module):
         nn.init.normal_(self.centroids, std=self.centroids.shape[1] ** -0.5)
         nn.init.zeros_(self.potential)
 
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Router:
-        """Moves follow the model; in half precision, as of `model.bfloat16()`, groups would be ties of rounding."""
-
-        def moved(x: Tensor) -> Tensor:
-            y = fn(x)
-            return x.to(y.device) if y.dtype in (torch.float16, torch.bfloat16) else y
-
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         self.kept = None
-        return super()._apply(moved, recurse)
+        return super()._apply(fn, recurse)
 
     def forward(self, h: Tensor) -> Tensor:
         """Scores `[B, T, K]` of hidden states `[B, T, E]`, in the router's precision whatever the model's."""
@@ -59,9 +64,7 @@ class Router(nn.Module):
     def project(self, h: Tensor) -> Tensor:
         """Tokens `[B, T, R]` in routing space, of length 1 with `normalize`."""
         with own_precision(h):
-            # a few rows at a time: a copy of h in the router's precision would be the layer's largest tensor
-            rows = max(1, CAST_ELEMENTS // h.shape[-1])
-            parts = [part.to(self.projection.dtype) @ self.projection for part in h.split(rows, 1)]
+            parts = [part @ self.projection for part in cast(h, self.projection.dtype)]
             tokens = parts[0] if len(parts) == 1 else torch.cat(parts, 1)
             return F.normalize(tokens, dim=-1) if self.normalize else tokens
 
@@ -84,6 +87,12 @@ class Router(nn.Module):
 
     def __getstate__(self) -> dict[str, Any]:
         return self.__dict__ | {"kept": None}  # a copy's centroids count their versions anew
+
+
+def cast(h: Tensor, dtype: torch.dtype) -> Iterator[Tensor]:
+    """`[B, T, E]` some tokens at a time: a whole copy in the router's precision would be the layer's largest tensor."""
+    for part in h.split(max(1, CAST_ELEMENTS // h.shape[-1]), 1):
+        yield part.to(dtype)
 
 
 def own_precision(x: Tensor) -> AbstractContextManager[object]:

@@ -247,6 +247,14 @@ def count_plain_pairs(selection: Selection | None, sequence: Sequence, window: i
     return PairCounts(total, distant, int(kept))
 
 
+def group_sizes(selection: Selection, sequence: Sequence) -> Tensor:
+    """`[n, K]` int, tokens in each group as keys, padding left out, for each head with groups of its own."""
+    keys = selection.key_groups
+    assert keys is not None
+    keys = keys if keys.ndim == 4 else keys[:, None]
+    return (keys if sequence.valid is None else keys & sequence.valid[:, None, :, None]).sum((0, 2))
+
+
 def memberships(selection: Selection) -> Tensor:
     """`[kinds, K]` bool, the memberships that keys have."""
     keys = selection.key_groups

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -29,9 +29,6 @@ class Ledger:
 
     def observe(self, layer: int, method: AttentionMethod, selection: Selection, sequence: Sequence) -> None:
         """An observer for `focus_exp.models.attach.observed`."""
-        if selection.key_groups is not None and sequence.valid is not None:
-            # padding is in no group
-            selection = replace(selection, key_groups=selection.key_groups & sequence.valid[..., None])
         self.layers.setdefault(layer, PairShares()).observe(layer, method, selection, sequence)
 
     @property

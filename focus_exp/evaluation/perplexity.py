@@ -16,7 +16,7 @@ from tqdm import tqdm
 from transformers import PreTrainedModel
 
 from focus_exp.attention.method import AttentionMethod
-from focus_exp.attention.selection import Selection, Sequence
+from focus_exp.attention.selection import Selection, Sequence, group_sizes
 from focus_exp.data import Blocks
 from focus_exp.models.attached import observed
 from focus_exp.models.modules import attached_methods
@@ -31,7 +31,7 @@ class PairShares:
     """Pairs counted on the very tokens that were scored, summed over layers, and how the groups share the tokens.
 
     kept: share of the distant pairs (beyond window and sinks) that remain; removed: share of all causal pairs removed.
-    groups: per layer the share of tokens in each group `[layers][K]`.
+    groups: the share of tokens in each group `[layers][K]`; where heads have groups of their own a line for each head.
     """
 
     total: int = 0
@@ -45,7 +45,7 @@ class PairShares:
         self.distant += counts.distant
         self.kept_pairs += counts.distant_kept
         if selection.key_groups is not None:
-            sizes = selection.key_groups.sum((0, 1)).cpu()
+            sizes = group_sizes(selection, sequence).cpu()
             self.group_tokens[layer] = self.group_tokens.get(layer, torch.zeros_like(sizes)) + sizes
 
     @property
@@ -58,7 +58,8 @@ class PairShares:
 
     @property
     def groups(self) -> list[list[float]]:
-        return [(sizes / sizes.sum()).tolist() for _, sizes in sorted(self.group_tokens.items())]
+        layers = [torch.atleast_2d(sizes) for _, sizes in sorted(self.group_tokens.items())]
+        return [(sizes / sizes.sum()).tolist() for layer in layers for sizes in layer]
 
 
 @dataclass

@@ -42,10 +42,11 @@ from focus_exp.models.load import LoadedModel, fingerprint, load_model, whole
 from focus_exp.models.lora import add_lora, describe_lora, router_parameters, save_lora
 from focus_exp.models.modules import attached_methods
 from focus_exp.records.metrics import read_metrics
-from focus_exp.records.rows import ProbeRow
+from focus_exp.records.rows import FitRow, ProbeRow
 from focus_exp.speed.timing import device_name
 from focus_exp.storage import aside
 from focus_exp.training.checkpoints import checkpoint_of, mend
+from focus_exp.training.dual_fit import fit_dual, rebalance
 from focus_exp.training.exchange import agreed, alone, in_turns, is_main
 from focus_exp.training.module import NonFiniteError
 from focus_exp.training.precision import Precision, choose_precision
@@ -172,6 +173,10 @@ def fit(run: Run, model: PreTrainedModel, blocks: Blocks, precision: Precision, 
         began = time.perf_counter()
         alone(model, lambda: warm_start(model, fitting, config.focus.warm_start_steps, precision, config.seed))
         print(f"routers fitted to the attention in {len(fitting)} blocks ({time.perf_counter() - began:.0f} s)")
+    if config.dual and config.dual.fit_blocks:
+        sample = sample_blocks(blocks, config.dual.fit_blocks, config.seed + 1)
+        record.fits = fit_dual(model, sample, config.dual, precision, cache_root(config.cache_dir), config.seed)
+        print_fit(record.fits)
     balancing = sample_blocks(blocks, config.focus.calibration_blocks, config.seed + 2) if routed else []
 
     def measure(phase: str) -> None:
@@ -209,6 +214,9 @@ def fit(run: Run, model: PreTrainedModel, blocks: Blocks, precision: Precision, 
         "causal": is_causal(model),
         "trainable_parameters": trained_parameters(model, config),
     }
+    if config.dual and config.dual.fit_blocks and phases:
+        moved = sample_blocks(blocks, config.dual.fit_blocks, config.seed + 2)
+        alone(model, lambda: rebalance(model, moved, precision))
     if routed:
         alone(model, lambda: calibrate(model, balancing, precision))
         record.layers = attachment_of(model).layers
@@ -221,6 +229,14 @@ def fit(run: Run, model: PreTrainedModel, blocks: Blocks, precision: Precision, 
         record.method |= describe_lora(model)
         save_lora(model, run.folder / "adapter", is_main())
     model.eval()
+
+
+def print_fit(fits: list[FitRow]) -> None:
+    """By layer, what the encoders keep of held-out text."""
+    print("layer  groups read    distant pairs  change of the loss  at best in as many groups")
+    for fit in fits:
+        reads = ",".join(map(str, fit.reads))
+        print(f"{fit.layer:>5}  {reads:<13}  {fit.pairs:>13.1%}  {fit.lost:>18.1%}  {fit.least:>10.1%}")
 
 
 def trained_parameters(model: PreTrainedModel, config: Config) -> int:

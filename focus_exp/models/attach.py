@@ -128,7 +128,8 @@ def layer_shape(model: PreTrainedModel, module: nn.Module, index: int) -> LayerS
     heads, width = getattr(config, "num_attention_heads", None), getattr(config, "hidden_size", None)
     if heads is None or width is None:
         raise UserError(f"{type(config).__name__} says neither num_attention_heads nor hidden_size of its layers")
-    return LayerShape(width, heads, getattr(module, "head_dim", None) or width // heads, index)
+    kv_heads = heads // getattr(module, "num_key_value_groups", 1)
+    return LayerShape(width, heads, getattr(module, "head_dim", None) or width // heads, index, kv_heads)
 
 
 def detach(model: PreTrainedModel) -> PreTrainedModel:

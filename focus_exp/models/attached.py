@@ -11,6 +11,8 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedConfig, PreTrainedModel
 
+from focus_exp.attention.dual import FocusDual
+from focus_exp.attention.dual_options import FocusDualOptions
 from focus_exp.attention.focus import Focus
 from focus_exp.attention.method import BACKENDS, AttentionMethod, Observer
 from focus_exp.attention.options import PAIR_RULES, fits
@@ -117,6 +119,30 @@ def set_routing(
         for name, setting in chosen.items():
             if setting is not None and hasattr(method, name):
                 setattr(method, name, setting)
+    return model
+
+
+def set_budget(model: PreTrainedModel, budget: list[Any]) -> PreTrainedModel:
+    """Give every layer of a model with `focus_dual` its part of `budget`, see `FocusDualOptions`; an adapter saves it.
+
+    UserError for another method, and for a budget that does not fit the layers. What then has nothing to choose loses
+    its encoders.
+    """
+    attachment, methods, layers = attachment_of(model), attached_methods(model), len(attention_modules(model))
+    parts: list[tuple[FocusDual, list[int]]] = []
+    try:
+        options = FocusDualOptions.of(**attachment.options | {"budget": budget})
+        if len(budget) != layers:
+            raise ValueError(f"budget has {len(budget)} entries for {layers} layers; give one for each")
+        for method in methods.values():
+            if not isinstance(method, FocusDual):
+                raise ValueError(f"attention method {attachment.method} has no budget of groups; attach focus_dual")
+            parts.append((method, method.part_of(budget)))
+    except ValueError as error:
+        raise UserError(str(error)) from None
+    for method, part in parts:
+        method.allot(part)
+    attachment.options["budget"] = options.budget
     return model
 
 

@@ -12,7 +12,7 @@ from pydantic import ConfigDict, TypeAdapter, ValidationError, with_config
 from focus_exp.errors import UserError
 from focus_exp.records.benchmarks import BenchmarkRow
 from focus_exp.records.groups import GroupReport
-from focus_exp.records.rows import Arm, Continuation, Difference, ProbeRow, Row, Try
+from focus_exp.records.rows import Arm, Continuation, Difference, FitRow, ProbeRow, Row, Try
 from focus_exp.records.speed import MethodSpeedRow, SpeedRow
 from focus_exp.storage import replace_file
 
@@ -53,6 +53,7 @@ class Record:
     rows: list[Row] = field(default_factory=list)
     phases: list[Row] = field(default_factory=list)
     tries: list[Try] = field(default_factory=list)
+    fits: list[FitRow] = field(default_factory=list)
     probes: list[ProbeRow] = field(default_factory=list)
     benchmarks: list[BenchmarkRow] = field(default_factory=list)
     speed: list[SpeedRow] = field(default_factory=list)

@@ -140,6 +140,23 @@ class Difference:
 
 
 @dataclass(kw_only=True)
+class FitRow:
+    """What the fit of a layer's two encoders keeps on held-out text. Shares are 0..1.
+
+    reads: groups that a query of each head reads. pairs: share of the distant pairs. importance: squared change of the
+    loss, to first order, where all of them go [nats^2]; lost: the share of it where those of the other groups go;
+    least: likewise if a query read those of as many groups that change most.
+    """
+
+    layer: int
+    reads: list[int]
+    pairs: float
+    lost: float
+    least: float
+    importance: float
+
+
+@dataclass(kw_only=True)
 class ProbeRow:
     """A router's groups on the same held-out tokens, after `step` steps of `phase`. Shares are 0..1.
 

@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 
 from focus_exp.config import PhaseConfig
 from focus_exp.errors import UserError
-from focus_exp.models.attached import freeze, is_trainable
+from focus_exp.models.attached import disabled, freeze, is_trainable
 from focus_exp.training.exchange import gathered, mean_of, rank
 from focus_exp.training.mitigations import auxiliary_losses
 from focus_exp.training.strategies import average_gradients, global_norm, is_sharded
@@ -43,11 +43,17 @@ class LanguageModelTask(pl.LightningModule):
         self.remember()
 
     def training_step(self, batch: dict[str, Tensor], index: int) -> Tensor:
-        """Mean next-token loss of `batch["input_ids"]` `[B, T]` [nats per token], and the routers' own losses."""
+        """Mean next-token loss of `batch["input_ids"]` `[B, T]`, or divergence from the base's own predictions, as the
+        phase aims at [nats per token], and the routers' own losses."""
         tokens = batch["input_ids"]
         with auxiliary_losses(self.model) as auxiliary:
             logits = self.model(input_ids=tokens, use_cache=False).logits
-        loss = F.cross_entropy(logits[:, :-1].flatten(0, 1).float(), tokens[:, 1:].flatten())
+        predicted = logits[:, :-1].flatten(0, 1).float()
+        if self.phase.aim == "base":
+            loss = F.kl_div(predicted.log_softmax(-1), self.base_predictions(tokens), log_target=True, reduction="none")
+            loss = loss.sum(-1).mean()
+        else:
+            loss = F.cross_entropy(predicted, tokens[:, 1:].flatten())
         mean = mean_of(loss.detach())
         if not torch.isfinite(mean):
             self.model.load_state_dict(self.last_good, strict=False)
@@ -55,6 +61,13 @@ class LanguageModelTask(pl.LightningModule):
         # what Lightning hands to callbacks is divided by the accumulated batches
         self.last_loss = mean
         return loss + torch.stack(auxiliary).sum() if auxiliary else loss
+
+    @torch.no_grad()
+    def base_predictions(self, tokens: Tensor) -> Tensor:
+        """Log-probabilities `[B * (T - 1), V]` that the model without what is attached gives the tokens after these."""
+        with disabled(self.model):
+            logits = self.model(input_ids=tokens, use_cache=False).logits
+        return logits[:, :-1].flatten(0, 1).float().log_softmax(-1)
 
     def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Refuse an update that would spoil the weights, which are then still those of the last good step."""

@@ -60,6 +60,11 @@ def check_strategy(config: Config, device: torch.device) -> None:
             f"attention.balance_loss={config.focus.balance_loss} is of a whole batch, of which each of {count} "
             "processes would see a part; use trainer.devices=1"
         )
+    if config.dual and config.dual.fit_blocks and chosen == "fsdp":
+        raise UserError(
+            "attention=focus_dual is fitted by a whole model, which trainer.strategy=fsdp has sharded; use "
+            "trainer.strategy=ddp, or attention.fit_blocks=0 with the adapter of a run that fitted it"
+        )
     if config.regime.lora.dora and config.regime.trains("lora") and chosen == "fsdp":
         raise UserError(
             "regime.lora.dora=true starts from the lengths of whole weights, which trainer.strategy=fsdp has sharded; "

@@ -16,10 +16,11 @@ from focus_exp.attention.selection import Selection, Sequence, select
 class RandomGroupsOptions(GroupOptions):
     seed: int = option(0, "of the draw")
     shares: list[float] | None = option(None, "expected sizes of the groups; None: equal ones")
+    heads: str = option("layer", "what has groups of its own: a layer, or a key/value head", choices=("layer", "kv"))
 
 
 class RandomGroups(AttentionMethod, name="random_groups", options=RandomGroupsOptions):
-    """Groups follow from (seed, layer, position) alone, so that they are causal and do not depend on padding.
+    """Groups follow from (seed, layer, head, position) alone, so that they are causal and do not depend on padding.
 
     `shares` `[K]` are the groups' expected sizes: those of a trained router make the control as dense as it is under
     either pair rule. A token's `top_k` groups are drawn without replacement, the first of them by these shares.
@@ -31,6 +32,7 @@ class RandomGroups(AttentionMethod, name="random_groups", options=RandomGroupsOp
         self.top_k = options.top_k
         self.pair_rule = options.pair_rule
         self.seed = options.seed
+        self.heads = shape.kv_heads or shape.heads if options.heads == "kv" else None
         self.shares: Tensor
         shares = [1 / self.groups] * self.groups if options.shares is None else options.shares
         self.register_buffer("shares", torch.as_tensor(shares).float().clone())
@@ -40,8 +42,10 @@ class RandomGroups(AttentionMethod, name="random_groups", options=RandomGroupsOp
 
     def route(self, h: Tensor, sequence: Sequence) -> Selection:
         position = torch.arange(h.shape[1], device=h.device) - sequence.start
-        stream = (self.seed * 1_000 + self.shape.index) * 1_000
-        uniform = torch.stack([hashed_uniform(position, stream + group) for group in range(self.groups)], dim=-1)
+        stream, count = (self.seed * 1_000 + self.shape.index) * 1_000, self.groups * (self.heads or 1)
+        uniform = torch.stack([hashed_uniform(position, stream + number) for number in range(count)], dim=-1)
+        if self.heads is not None:
+            uniform = uniform.unflatten(-1, (self.heads, self.groups)).transpose(1, 2)
         # the largest of these keys is group g with probability shares[g] (Efraimidis and Spirakis, 2006)
         return select(uniform.log() / self.shares.to(h.device), self.top_k, self.pair_rule)
 

@@ -1,0 +1,144 @@
+"""Focus with two encoders: one says which group a token is in as a key, the other which groups it reads as a query."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from focus_exp.attention.dual_options import FULL, WINDOW, FocusDualOptions
+from focus_exp.attention.method import AttentionMethod, LayerShape
+from focus_exp.attention.routing import OwnPrecision, cast, own_precision
+from focus_exp.attention.selection import PairCounts, Selection, Sequence, top_k_groups
+
+
+class Encoder(nn.Module):
+    """A classifier of tokens into groups for each head; with a rank its heads see a shared projection of the token.
+
+    Holds n*K*(E + 1) trained numbers, or E*R + n*K*(R + 1).
+    """
+
+    def __init__(self, width: int, groups: int, heads: int, rank: int) -> None:
+        super().__init__()
+        size = rank or width
+        self.projection = nn.Parameter(torch.randn(width, rank) * width**-0.5) if rank else None
+        self.weight = nn.Parameter(torch.randn(heads, groups, size) * size**-0.5)
+        self.bias = nn.Parameter(torch.zeros(heads, groups))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Logits `[B, n, T, K]` of tokens `[B, T, E]`."""
+        x = x if self.projection is None else x @ self.projection
+        logits = x @ self.weight.flatten(0, 1).T + self.bias.flatten()
+        return logits.unflatten(-1, self.bias.shape).transpose(1, 2)
+
+
+class FocusDual(OwnPrecision, AttentionMethod, name="focus_dual", options=FocusDualOptions):
+    """A pair is kept if i - j <= window, if j is a sink, or if j's group is among those that i reads.
+
+    A key is in the group of its largest logit, a query reads those of its `top_k` largest; both depend on the token's
+    hidden state alone, so that it is causal. Whoever fits the encoders balances the groups by the keys' bias. Groups
+    are hard in training too, with the straight-through gradient of a gate on sum_g P(i reads g) P(j in g).
+
+    `budget` `[n]` is the layer's own number of groups that a query of each head reads, in place of `top_k`. Where it is
+    none or all for all heads there is nothing to train: the layer has its window alone, or the base's own attention.
+    """
+
+    def __init__(self, shape: LayerShape, options: FocusDualOptions) -> None:
+        super().__init__(shape, options.window, options.sinks)
+        self.groups = options.groups
+        self.top_k = options.top_k
+        self.gate_steepness = options.gate_steepness
+        self.heads = shape.kv_heads or shape.heads if options.heads == "kv" else 1
+        self.budget: list[int] | None = None
+        self.mean: Tensor
+        self.scale: Tensor
+        sizes = (shape.width, options.groups, self.heads, options.rank)
+        self.key_encoder, self.query_encoder = Encoder(*sizes), Encoder(*sizes)
+        self.register_buffer("mean", torch.zeros(shape.width))
+        self.register_buffer("scale", torch.ones(shape.width))
+        if options.budget is not None:
+            self.allot(self.part_of(options.budget))
+
+    def part_of(self, budget: list[Any]) -> list[int]:
+        """How many groups a query of each head reads `[n]`, as `budget` says of this layer.
+
+        ValueError where it does not, and where groups are to be told by encoders that were dropped.
+        """
+        layer = self.shape.index
+        if layer >= len(budget):
+            raise ValueError(f"budget has {len(budget)} entries, none for layer {layer}; give one for each layer")
+        entry = {FULL: self.groups, WINDOW: 0}.get(str(budget[layer]), budget[layer])
+        part = entry if isinstance(entry, list) else [entry] * self.heads
+        if len(part) != self.heads:
+            raise ValueError(f"budget holds {entry} for layer {layer}, which has {self.heads} heads with groups")
+        if chooses(part, self.groups) and not hasattr(self, "mean"):
+            raise ValueError(f"layer {layer} has no encoders any more, so that it can only be full or window")
+        return part
+
+    def allot(self, part: list[int]) -> None:
+        """Let a query of each head read so many groups from here on; encoders without a use are dropped for good."""
+        self.budget = part
+        if not self.routes:
+            for name in {*dict(self.named_children()), *dict(self.named_buffers(recurse=False))}:
+                delattr(self, name)
+
+    @property
+    def reach(self) -> list[int]:
+        """How many groups a query reads, by head `[n]`."""
+        return self.budget or [self.top_k] * self.heads
+
+    @property
+    def routes(self) -> bool:
+        """Whether the pairs depend on the tokens."""
+        return chooses(self.reach, self.groups)
+
+    def logits(self, h: Tensor) -> tuple[Tensor, Tensor]:
+        """Of queries and of keys `[B, n, T, K]`, from hidden states `[B, T, E]` in the encoders' precision."""
+        with own_precision(h):
+            found = []
+            for part in cast(h, self.mean.dtype):
+                x = (part - self.mean) / self.scale
+                found.append((self.query_encoder(x), self.key_encoder(x)))
+            queries, keys = (torch.cat(parts, 2) for parts in zip(*found, strict=True))
+            return queries, keys
+
+    def route(self, h: Tensor, sequence: Sequence) -> Selection:
+        reach = self.reach
+        if not self.routes:
+            return Selection(keeps_all=reach[0] > 0)
+        queries, keys = self.logits(h)
+        of_heads = [top_k_groups(x, k) for x, k in zip(queries.unbind(1), reach, strict=True)]
+        return Selection(
+            assignment=queries.softmax(-1),
+            key_assignment=keys.softmax(-1),
+            query_groups=torch.stack(of_heads, 1),
+            key_groups=top_k_groups(keys, 1),
+            most=(max(reach), 1),
+        )
+
+    def keeps_all(self) -> bool:
+        return set(self.reach) == {self.groups}
+
+    @torch.no_grad()
+    def count_pairs(self, selection: Selection, sequence: Sequence) -> PairCounts:
+        """For each head with groups of its own, also where none has any: so layers of every kind weigh the same."""
+        counts = super().count_pairs(selection, sequence)
+        times = self.heads if selection.query_groups is None else 1
+        return PairCounts(*(times * count for count in (counts.total, counts.distant, counts.distant_kept)))
+
+    def groups_of_keys(self) -> tuple[object, ...]:
+        return (self.serial, self.routes)
+
+    def refuses_cache(self) -> None:
+        return None
+
+    def surrogate(self, selection: Selection) -> float | None:
+        """Half the steepness, as `Focus` has it."""
+        trained = selection.assignment is not None and selection.assignment.requires_grad
+        return self.gate_steepness / 2 if trained else None
+
+
+def chooses(reach: list[int], groups: int) -> bool:
+    """Whether the pairs of a layer depend on its tokens: not where every head reads none of the groups, or all."""
+    return set(reach) not in ({0}, {groups})

@@ -1,0 +1,53 @@
+"""What `focus_dual` may be told; apart from the method itself, as its configuration is read without torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from focus_exp.attention.options import NearOptions, Options, fits, option
+
+FULL, WINDOW = "full", "window"
+
+
+@dataclass
+class FocusDualOptions(NearOptions):
+    groups: int = option(32, "K, groups of keys", least=1)
+    top_k: int = option(4, "groups that a query reads", least=1, most="groups")
+    heads: str = option(
+        "kv", "whether key/value heads have encoders of their own or share them", choices=("kv", "layer")
+    )
+    rank: int = option(0, "of the encoders, whose heads then share a projection; 0: linear classifiers", least=0)
+    budget: list[Any] | None = option(
+        None, "of each layer of the model: full, window, the groups that a query reads, or a list of those by head"
+    )
+    gate_steepness: float = option(
+        10.0, "lambda, of the gate that stands in for hard groups in the routers' gradient", above=0
+    )
+
+    def refuse(self) -> str | None:
+        given: object = self.budget
+        if not (given is None or isinstance(given, list)):
+            return f"budget={given!r} is not a list with an entry for each layer"
+        for layer, entry in enumerate(self.budget or []):
+            counts = entry if isinstance(entry, list) else [entry]
+            known = not isinstance(entry, list) and entry in (FULL, WINDOW)
+            if not known and not all(fits(k, int) and 0 <= k <= self.groups for k in counts):
+                return (
+                    f"budget holds {entry!r} for layer {layer}; give full, window, a number of groups from 0 to "
+                    f"groups={self.groups}, or a list of such numbers, one for each head"
+                )
+        return None
+
+
+@dataclass
+class EncoderTraining(Options):
+    """How the encoders are fitted before any phase trains them; the method itself takes none of it."""
+
+    fit_blocks: int = option(16, "blocks of text whose pairs the encoders are fitted to first; 0: none", least=0)
+    fit_held_out: int = option(4, "of those, blocks on which the fit is measured and the budget decided", least=1)
+    fit_steps: int = option(300, "steps of a layer's fit", least=4)
+    pairs: float | None = option(
+        None, "share of the distant pairs for which layers and heads get their budgets; null: top_k for all",
+        least=0, most=1,
+    )  # fmt: skip

@@ -1,0 +1,131 @@
+"""The fit of `focus_dual` as a run sees it: read what pairs are worth, fit each layer, give each its budget.
+
+It is kept in the cache by all that decides it, so that runs which differ in their budget alone share one fit, and an
+interrupted one goes on at the block or the layer where it stopped.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import asdict, fields
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from tqdm import tqdm
+from transformers import PreTrainedModel
+
+from focus_exp.attention.dual import FocusDual
+from focus_exp.attention.method import AttentionMethod
+from focus_exp.attention.selection import Selection, Sequence
+from focus_exp.config_attention import DualConfig
+from focus_exp.models.attached import observed, set_budget
+from focus_exp.models.load import fingerprint
+from focus_exp.models.modules import attached_methods
+from focus_exp.records.rows import FitRow
+from focus_exp.storage import aside, clear_aside, held, remove
+from focus_exp.training.budget import allot
+from focus_exp.training.curves import Curves, measure_curves
+from focus_exp.training.encoder_fit import balance, fit_encoders
+from focus_exp.training.importance import observe, read
+from focus_exp.training.precision import Precision
+
+FORMAT = 1  # raise it when the same inputs give another fit
+# what the fit does not depend on
+NOT_FITTED = ("name", "method", "backend", "top_k", "budget", "pairs", "gate_steepness")
+
+
+def duals_of(model: PreTrainedModel) -> dict[int, FocusDual]:
+    """The methods with two encoders to fit, by layer."""
+    return {i: m for i, m in attached_methods(model).items() if isinstance(m, FocusDual) and m.routes}
+
+
+def fit_dual(
+    model: PreTrainedModel, blocks: list[Tensor], options: DualConfig, precision: Precision, cache: Path, seed: int
+) -> list[FitRow]:
+    """Fit the encoders of every layer to `blocks`, each `[T]` token ids, the last `fit_held_out` of which only measure
+    and decide the budget; what each layer got."""
+    methods = duals_of(model)
+    folder = cache / "fits" / identity(model, blocks, options, sorted(methods), seed)
+    with held(folder / "lock", str(folder), wait=True):
+        clear_aside(folder)
+        found = fit_layers(model, methods, blocks, options, precision, folder, seed)
+    reads = [method.reach for method in methods.values()]
+    if options.pairs is not None:
+        reads = allot(list(found.values()), options.pairs)
+        whole = {layer: [0] for layer in attached_methods(model)} | dict(zip(methods, reads, strict=True))
+        set_budget(model, [whole[layer] for layer in sorted(whole)])
+    return [row(layer, curve, part) for (layer, curve), part in zip(found.items(), reads, strict=True)]
+
+
+def identity(model: PreTrainedModel, blocks: list[Tensor], options: DualConfig, layers: list[int], seed: int) -> str:
+    """Sixteen hex digits of all that decides a fit."""
+    chosen = {key: value for key, value in asdict(options).items() if key not in NOT_FITTED}
+    text = hashlib.sha256(torch.stack(blocks).cpu().numpy().tobytes()).hexdigest()
+    key = json.dumps([FORMAT, fingerprint(model), text, chosen, layers, seed], sort_keys=True)
+    return hashlib.sha256(key.encode()).hexdigest()[:16]
+
+
+def fit_layers(
+    model: PreTrainedModel,
+    methods: dict[int, FocusDual],
+    blocks: list[Tensor],
+    options: DualConfig,
+    precision: Precision,
+    folder: Path,
+    seed: int,
+) -> dict[int, Curves]:
+    """Leave `methods` fitted; what they keep of the blocks held out."""
+    shown, held_out = blocks[: -options.fit_held_out], blocks[-options.fit_held_out :]
+    paths = {layer: folder / f"layer-{layer:03d}.safetensors" for layer in methods}
+    todo = [layer for layer in methods if not paths[layer].exists()]
+    if todo:
+        observed = observe(model, methods, shown, precision, folder / "observed")
+        for layer in tqdm(todo, desc="fitting encoders", unit="layer", leave=False, disable=None):
+            generator = torch.Generator().manual_seed(seed + layer)
+            fit_encoders(methods[layer], read(observed, layer), options.fit_steps, generator)
+            with aside(paths[layer]) as new:
+                save_file(methods[layer].state_dict(), new)
+        remove(folder / "observed")
+    for layer, path in paths.items():
+        methods[layer].load_state_dict(load_file(path))
+    measured = folder / "curves.safetensors"
+    if not measured.exists():
+        found = measure_curves(model, methods, held_out, precision)
+        with aside(measured) as new:
+            save_file({f"{layer}.{k}": v for layer, curve in found.items() for k, v in vars(curve).items()}, new)
+    tensors = load_file(measured)
+    return {layer: Curves(*(tensors[f"{layer}.{item.name}"] for item in fields(Curves))) for layer in methods}
+
+
+@torch.no_grad()
+def rebalance(model: PreTrainedModel, blocks: list[Tensor], precision: Precision) -> None:
+    """Make the hard groups of keys equally large on `blocks` of training text, from which training has moved them."""
+    logits: dict[int, list[Tensor]] = {layer: [] for layer in duals_of(model)}
+
+    def note(layer: int, method: AttentionMethod, selection: Selection, sequence: Sequence) -> None:
+        if layer in logits and selection.key_assignment is not None:
+            logits[layer].append(selection.key_assignment[0].clamp(min=1e-30).log())
+
+    with observed(model, note), precision.context():
+        for tokens in tqdm(blocks, desc="balancing groups", unit="block", leave=False, disable=None):
+            model(input_ids=tokens[None].to(model.device), use_cache=False, logits_to_keep=1)
+    for layer, method in duals_of(model).items():
+        balance(method, torch.cat(logits[layer], 1))
+
+
+def row(layer: int, found: Curves, reads: list[int]) -> FitRow:
+    """What a layer keeps where its heads read so many groups."""
+    k = torch.tensor(reads)[:, None]
+    pairs, lost, least = (x.gather(1, k).sum().item() for x in (found.pairs, found.lost, found.least))
+    distant, importance = max(found.pairs[:, -1].sum().item(), 1.0), max(found.lost[:, 0].sum().item(), 1e-30)
+    return FitRow(
+        layer=layer,
+        reads=reads,
+        pairs=pairs / distant,
+        lost=lost / importance,
+        least=least / importance,
+        importance=importance,
+    )

@@ -1,0 +1,294 @@
+"""Focus with two encoders: its rule against the oracle, heads with groups of their own, budgets, and training."""
+
+from typing import Any
+
+import pytest
+import torch
+from conftest import FAMILIES
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from problems import random_sequence
+from test_architectures import KEPT
+from tiny_architectures import tiny_model as tiny
+from torch import Tensor
+
+from focus_exp import UserError, attach, detach, freeze, load_adapter, save_adapter, set_routing
+from focus_exp.attention.dual import FocusDual
+from focus_exp.attention.method import LayerShape
+from focus_exp.attention.reference import reference_attention
+from focus_exp.attention.selection import Sequence, always_visible, permitted
+from focus_exp.models.attached import observed, set_budget
+from focus_exp.models.modules import attached_methods
+
+WIDTH, SIZE = 12, 8
+TOKENS = torch.arange(80).view(2, 40) * 7 % 256
+NEAR = {"window": 5, "sinks": 2}
+
+
+@st.composite
+def layers(draw: st.DrawFn, most: int = 40) -> tuple[FocusDual, Tensor, list[Tensor], Sequence]:
+    """A layer in float64 with hidden states, q, k and v, and where the tokens lie."""
+    torch.manual_seed(draw(st.integers(0, 10_000)))
+    kv_heads, share, groups = draw(st.sampled_from([1, 2, 3])), draw(st.integers(1, 2)), draw(st.integers(2, 6))
+    options: dict[str, Any] = {"groups": groups, "heads": draw(st.sampled_from(["kv", "layer"]))}
+    options |= {"rank": draw(st.sampled_from([0, 3])), "top_k": draw(st.integers(1, groups))}
+    if draw(st.booleans()):
+        heads = kv_heads if options["heads"] == "kv" else 1
+        reach = st.integers(0, groups)
+        options["budget"] = [draw(st.one_of(reach, st.lists(reach, min_size=heads, max_size=heads)))]
+    shape = LayerShape(WIDTH, kv_heads * share, SIZE, 0, kv_heads)
+    near = {"window": draw(st.integers(0, 9)), "sinks": draw(st.integers(0, 3))}
+    method = FocusDual.of(shape, **options, **near).double()
+    if hasattr(method, "mean"):
+        method.mean.normal_()
+        method.scale.uniform_(0.5, 2)
+        torch.nn.init.normal_(method.key_encoder.bias)
+    batch, length = draw(st.integers(1, 2)), draw(st.integers(1, most))
+    heads = (kv_heads * share, kv_heads, kv_heads)
+    tensors = [torch.randn(batch, n, length, SIZE, dtype=torch.float64) for n in heads]
+    sequence = random_sequence(draw(st.sampled_from(["plain", "left", "right"])), batch, length)
+    return method, torch.randn(batch, length, WIDTH, dtype=torch.float64), tensors, sequence
+
+
+def logits_by_hand(encoder: Any, token: Tensor, head: int) -> list[float]:
+    x = token if encoder.projection is None else encoder.projection.T @ token
+    return (encoder.weight[head] @ x + encoder.bias[head]).tolist()
+
+
+def kept_by_hand(method: FocusDual, h: Tensor, head: int) -> Tensor:
+    """`[B, T, T]` bool: whether j is in a group that i reads."""
+    kept = torch.zeros(*h.shape[:2], h.shape[1], dtype=torch.bool)
+    reach = method.reach[head]
+    if reach == 0 or method.keeps_all():
+        return ~kept if reach else kept
+    for row, tokens in enumerate((h - method.mean) / method.scale):
+        asked, of_key = [], []
+        for token in tokens:
+            logits = logits_by_hand(method.query_encoder, token, head)
+            asked.append(sorted(range(len(logits)), key=lambda g, logits=logits: -logits[g])[:reach])
+            keys = logits_by_hand(method.key_encoder, token, head)
+            of_key.append(keys.index(max(keys)))
+        kept[row] = torch.tensor([[group in some for group in of_key] for some in asked])
+    return kept
+
+
+@given(layer=layers(20))
+@settings(max_examples=60)
+def test_a_key_is_in_its_first_group_and_a_query_reads_its_first_k(layer):
+    method, h, (q, k, v), sequence = layer
+    length, share = h.shape[1], q.shape[1] // method.heads
+    every = slice(0, length)
+    seen = permitted(sequence, every, length) | torch.eye(length, dtype=torch.bool)
+    near = always_visible(sequence, every, length, method.window, method.sinks)
+    with torch.no_grad():
+        selection = method.route(h, sequence)
+        out = method.attend(q, k, v, selection, sequence, scaling=0.3)
+    kept = [kept_by_hand(method, h, head) for head in range(method.heads)]
+    for head in range(q.shape[1]):
+        mask = seen & (near | kept[head // share])
+        of_key = head * k.shape[1] // q.shape[1]
+        scores = (q[:, head] @ k[:, of_key].transpose(-1, -2) * 0.3).masked_fill(~mask, float("-inf"))
+        truth = scores.softmax(-1) @ v[:, of_key]
+        real = slice(None) if sequence.valid is None else sequence.valid
+        torch.testing.assert_close(out[:, head][real], truth[real])
+    real = torch.ones_like(near) if sequence.valid is None else sequence.valid[:, :, None] & sequence.valid[:, None]
+    seen, far = seen & real & torch.ones_like(near), seen & ~near & real
+    counts = method.count_pairs(selection, sequence)
+    assert (counts.total, counts.distant) == (method.heads * int(seen.sum()), method.heads * int(far.sum()))
+    assert counts.distant_kept == sum(int((far & mask).sum()) for mask in kept)
+
+
+def outcome(method: FocusDual, h: Tensor, tensors: list[Tensor], sequence: Sequence, attend: Any) -> list[Tensor]:
+    """The output on real tokens, and the gradients of h, q, k, v and of everything that is trained."""
+    leaves = [x.clone().requires_grad_() for x in (h, *tensors)]
+    out = attend(*leaves[1:], method.route(leaves[0], sequence), sequence)
+    weights = torch.randn(out.shape, generator=torch.Generator().manual_seed(0), dtype=out.dtype)
+    if sequence.valid is not None:
+        weights = weights * sequence.valid[:, None, :, None]
+    wanted = [*leaves, *method.parameters()]
+    gradients = torch.autograd.grad((out * weights).sum(), wanted, allow_unused=True, materialize_grads=True)
+    return [out.detach() * (weights != 0), *gradients]
+
+
+@pytest.mark.parametrize("backend", ["masked", "cpu-flash"])
+@given(layer=layers())
+@settings(max_examples=40)
+def test_both_paths_are_the_oracle_in_outputs_and_in_every_gradient(backend, layer):
+    method, h, tensors, sequence = layer
+    method.backend = backend
+
+    def fast(q, k, v, selection, sequence):
+        return method.attend(q, k, v, selection, sequence, scaling=0.3)
+
+    def exact(q, k, v, selection, sequence):
+        return reference_attention(
+            q, k, v, selection, sequence, window=h.shape[1] if method.keeps_all() else method.window,
+            sinks=method.sinks, scaling=0.3, surrogate=method.surrogate(selection),
+        )  # fmt: skip
+
+    ours, truth = (outcome(method, h, tensors, sequence, way) for way in (fast, exact))
+    assert method.path == ("full" if method.keeps_all() else backend)
+    for mine, theirs in zip(ours, truth, strict=True):
+        torch.testing.assert_close(mine, theirs, atol=1e-9, rtol=1e-9)
+
+
+@given(layer=layers(), data=st.data())
+@settings(max_examples=30)
+def test_the_groups_of_a_token_depend_on_that_token_alone(layer, data):
+    method, h, _, sequence = layer
+    selection = method.route(h, sequence)
+    if selection.key_groups is None:
+        return
+    assert selection.key_groups.sum(-1).eq(1).all()
+    assert selection.query_groups.sum(-1).eq(torch.tensor(method.reach)[:, None]).all()
+    place = data.draw(st.integers(0, h.shape[1] - 1))
+    alone = method.route(h[:, place, None], Sequence.plain(len(h), 1))
+    for name in ("assignment", "key_assignment", "query_groups", "key_groups"):
+        found, whole = getattr(alone, name), getattr(selection, name)[:, :, place, None]
+        torch.testing.assert_close(found, whole)
+
+
+def test_the_numbers_of_a_layer_have_the_names_and_shapes_that_a_fit_gives_them():
+    shape = LayerShape(WIDTH, 6, SIZE, 0, 3)
+    for heads, n in (("kv", 3), ("layer", 1)):
+        linear = FocusDual.of(shape, groups=5, heads=heads).state_dict()
+        assert {name: tuple(x.shape) for name, x in linear.items()} == {
+            "key_encoder.weight": (n, 5, WIDTH), "key_encoder.bias": (n, 5),
+            "query_encoder.weight": (n, 5, WIDTH), "query_encoder.bias": (n, 5),
+            "mean": (WIDTH,), "scale": (WIDTH,),
+        }  # fmt: skip
+    narrow = FocusDual.of(shape, groups=5, rank=2)
+    assert narrow.key_encoder.projection.shape == (WIDTH, 2) and narrow.query_encoder.weight.shape == (3, 5, 2)
+
+
+def attached(model, **options):
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(1)
+        return attach(model, "focus_dual", **{"groups": 6, "top_k": 2} | NEAR | options)
+
+
+@torch.no_grad()
+def logits_of(model, tokens=TOKENS) -> Tensor:
+    return model(tokens, use_cache=False).logits
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_layers_are_full_or_window_alone_where_the_budget_says_so(tiny_model, family):
+    base, window = tiny_model(family), attach(tiny_model(family), "window", **NEAR)
+    model = attached(tiny_model(family))
+    routed = logits_of(model)
+    for every, truth in (("full", base), ("window", window), (6, base), (0, window)):
+        same = attached(tiny_model(family), budget=[every] * 2)
+        torch.testing.assert_close(logits_of(same), logits_of(truth), atol=2e-5, rtol=1e-5)
+        assert freeze(same) == []
+    model = set_budget(model, [[2] * attached_methods(model)[0].heads, 2])
+    assert torch.equal(logits_of(model), routed)
+    half = set_budget(model, ["full", 1])
+    counted = {}
+    with observed(half, lambda layer, method, *seen: counted.update({layer: method.count_pairs(*seen)})):
+        logits_of(half)
+    assert counted[0].distant_kept == counted[0].distant and 0 < counted[1].distant_kept < counted[1].distant
+    if family in ("gpt2", "llama"):  # of the others some layers slide
+        assert counted[0].total == counted[1].total
+    assert all(".layers.1." in name or ".h.1." in name for name in freeze(half)) and freeze(half)
+
+
+@pytest.mark.parametrize("options", [{}, {"heads": "layer"}, {"rank": 3}, {"budget": ["full", 3]}, {"budget": [0, 2]}])
+def test_an_adapter_brings_back_encoders_and_budget(tiny_model, tmp_path, options):
+    model = attached(tiny_model("llama"), **options)
+    for method in attached_methods(model).values():
+        if hasattr(method, "mean"):
+            method.mean.normal_()
+    folder = save_adapter(model, tmp_path / "adapter")
+    loaded = load_adapter(tiny_model("llama"), folder)
+    assert torch.equal(logits_of(loaded), logits_of(model))
+    assert torch.equal(logits_of(detach(loaded)), logits_of(tiny_model("llama")))
+
+
+def test_an_adapter_has_the_budget_that_was_set_and_no_encoder_beside_it(tiny_model, tmp_path):
+    model = set_budget(attached(tiny_model("llama")), [1, "window"])
+    loaded = load_adapter(tiny_model("llama"), save_adapter(model, tmp_path / "adapter"))
+    assert torch.equal(logits_of(loaded), logits_of(model))
+    assert loaded.focus_attachment.options["budget"] == [1, "window"]
+    assert sum(p.numel() for p in attached_methods(loaded)[1].parameters()) == 0
+
+
+@pytest.mark.parametrize(
+    ("budget", "said"),
+    [
+        (["full"], "budget has 1 entries, none for layer 1"),
+        (["full", 7], "budget holds 7 for layer 1; give full, window, a number of groups from 0 to groups=6"),
+        (["full", "some"], "budget holds 'some' for layer 1"),
+        ([True, 1], "budget holds True for layer 0"),
+        ([[1, 2, 3], 1], r"budget holds \[1, 2, 3\] for layer 0, which has 2 heads with groups"),
+        ([[1, -1], 1], r"budget holds \[1, -1\] for layer 0"),
+        ("full", "budget='full' is not"),
+    ],
+)
+def test_a_budget_that_does_not_fit_is_refused(tiny_model, budget, said):
+    with pytest.raises(UserError, match=said):
+        attached(tiny_model("llama"), budget=budget)
+    model = attached(tiny_model("llama"))
+    with pytest.raises(UserError, match=said.replace(", none for layer 1", " for 2 layers")):
+        set_budget(model, budget)
+
+
+def test_a_budget_belongs_to_focus_dual_and_dropped_encoders_are_gone(tiny_model):
+    with pytest.raises(UserError, match="window"):
+        set_budget(attach(tiny_model("llama"), "window"), ["full", "full"])
+    model = set_budget(attached(tiny_model("llama")), ["window", 2])
+    with pytest.raises(UserError, match="layer 0 has no encoders any more"):
+        set_budget(model, [2, 2])
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("options", [{}, {"heads": "layer"}, {"budget": ["window", [1, 4]]}, {"budget": [3, "full"]}])
+def test_token_by_token_it_writes_what_recomputing_writes(tiny_model, family, options):
+    if options.get("budget") == ["window", [1, 4]] and family == "gpt2":
+        options = {"budget": ["window", [1, 4, 0, 6]]}
+    model = attached(tiny_model(family), **options)
+    said = {"max_new_tokens": 25, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
+    for prompt in (TOKENS[:, :3], TOKENS[:, :30]):
+        assert model.generate(prompt, **said).equal(model.generate(prompt, use_cache=False, **said))
+
+
+def test_in_half_precision_the_encoders_stay_in_float32(tiny_model):
+    model = attached(tiny_model("llama")).bfloat16()
+    for method in attached_methods(model).values():
+        assert {x.dtype for x in (*method.parameters(), *method.buffers())} == {torch.float32}
+    assert logits_of(model).dtype == torch.bfloat16
+
+
+def test_training_through_the_model_lowers_its_loss(tiny_model):
+    """Straight through hard groups: the base is frozen, the encoders alone are told what to keep."""
+    model = attached(tiny_model("llama"), window=2)
+    freeze(model)
+    with torch.no_grad():
+        truth = tiny_model("llama")(TOKENS).logits.log_softmax(-1)
+    optimizer = torch.optim.Adam([p for p in model.parameters() if p.requires_grad], lr=0.02)
+    losses = []
+    for _ in range(25):
+        loss = (truth.exp() * (truth - model(TOKENS, use_cache=False).logits.log_softmax(-1))).sum(-1).mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    assert min(losses[-5:]) < 0.9 * losses[0]
+
+
+@pytest.mark.parametrize("name", KEPT)
+def test_heads_with_groups_of_their_own_are_the_models_key_value_heads(monkeypatch, name):
+    model, found = tiny(name), []
+
+    def note(self, q, k, v, selection, sequence, **options):
+        found.append((self.heads, k.shape[1]))
+        return super(FocusDual, self).attend(q, k, v, selection, sequence, **options)
+
+    monkeypatch.setattr(FocusDual, "attend", note)
+    try:
+        attached(model)
+    except UserError:
+        return
+    set_routing(model, hard=True)
+    logits_of(model)
+    assert found and all(heads == of_keys for heads, of_keys in found)

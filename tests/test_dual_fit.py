@@ -1,0 +1,288 @@
+"""What pairs are worth, encoders that find it, budgets that spend pairs where they matter, and a fit that goes on."""
+
+import json
+from itertools import product
+
+import pytest
+import torch
+from conftest import FAMILIES
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from running import fitting, only_run, record_of, router_steps, run, tiny
+from torch import Tensor
+
+from focus_exp import attach
+from focus_exp.attention.dual import FocusDual
+from focus_exp.attention.method import LayerShape
+from focus_exp.attention.selection import Sequence, always_visible, permitted, top_k_groups
+from focus_exp.config_attention import DualConfig
+from focus_exp.models.attached import observed, swapped
+from focus_exp.models.modules import attached_methods
+from focus_exp.training import dual_fit
+from focus_exp.training.budget import allot, hull
+from focus_exp.training.curves import Curves, distant_sizes, lost, measure_curves
+from focus_exp.training.dual_fit import duals_of, fit_dual, rebalance
+from focus_exp.training.encoder_fit import block_of, fit_encoders
+from focus_exp.training.importance import ImportanceProbe, Observed, changes_of_loss, observe, read
+from focus_exp.training.precision import choose_precision
+
+T, WINDOW, SINKS, GROUPS = 64, 8, 2, 4
+FLOAT32 = choose_precision("float32", "cpu", trains_base=False)
+
+
+def options(**changes) -> DualConfig:
+    given = {"groups": GROUPS, "top_k": 1, "window": WINDOW, "sinks": SINKS, "fit_blocks": 3, "fit_held_out": 1}
+    return DualConfig(name="focus_dual", method="focus_dual", **given | {"fit_steps": 8} | changes)
+
+
+def dual(model, **changes):
+    torch.manual_seed(1)
+    given = {"groups": GROUPS, "top_k": 1, "window": WINDOW, "sinks": SINKS}
+    return attach(model, "focus_dual", **given | changes)
+
+
+def random_blocks(count: int, seed: int = 0) -> list[Tensor]:
+    return list(torch.randint(256, (count, T), generator=torch.Generator().manual_seed(seed)))
+
+
+@pytest.mark.parametrize("softcap", [None, 2.0])
+@pytest.mark.parametrize("with_sinks", [False, True])
+def test_the_change_of_the_loss_is_its_gradient_by_the_weight_of_a_pair(softcap, with_sinks):
+    torch.manual_seed(0)
+    heads, groups, length, size = 6, 2, 12, 8
+    q, target = torch.randn(2, 1, heads, length, size, dtype=torch.float64)
+    k, v = torch.randn(2, 1, groups, length, size, dtype=torch.float64)
+    sink_logits = torch.randn(heads, dtype=torch.float64) if with_sinks else None
+    seen = permitted(Sequence.plain(1, length), slice(0, length), length)
+    present = torch.ones(1, heads, length, length, dtype=torch.float64, requires_grad=True)  # of each pair in each head
+    s = q @ k.repeat_interleave(3, 1).transpose(-1, -2) * 0.5
+    s = s if softcap is None else softcap * torch.tanh(s / softcap)
+    e = s.exp() * seen[:, None] * present
+    rest = 0.0 if sink_logits is None else sink_logits.exp()[:, None, None]
+    o = (e @ v.repeat_interleave(3, 1)) / (e.sum(-1, keepdim=True) + rest)
+    o.retain_grad()
+    (o * target).sum().sin().backward()
+    _, found = changes_of_loss(q, k, v, o.grad, seen, 0.5, softcap, sink_logits)
+    torch.testing.assert_close(found.flatten(1, 2), -present.grad)
+
+
+@pytest.mark.parametrize("heads", [1, 2])
+def test_what_is_lost_is_the_change_of_the_loss_without_the_groups_that_are_not_read(heads):
+    torch.manual_seed(0)
+    length, size, groups = 20, 8, 3
+    q, gradient = torch.randn(2, 1, 4, length, size, dtype=torch.float64) / 2
+    k, v = torch.randn(2, 1, 2, length, size, dtype=torch.float64) / 2
+    seen = permitted(Sequence.plain(1, length), slice(0, length), length)
+    distant = ~always_visible(Sequence.plain(1, length), slice(0, length), length, WINDOW, SINKS)[0]
+    members = torch.eye(groups, dtype=torch.float64)[torch.randint(groups, (heads, length))]
+    order = torch.rand(heads, length, groups).argsort(-1)
+    p, change = (x[0] * distant for x in changes_of_loss(q, k, v, gradient, seen, 1.0))
+    of_heads = members[:, None].expand(2 if heads > 1 else 1, -1, -1, -1)
+    found = lost(change @ of_heads, p @ of_heads, order, heads)
+    best = lost(change @ of_heads, p @ of_heads, None, heads)
+    s = q @ k.repeat_interleave(2, 1).transpose(-1, -2)
+    full = s.masked_fill(~seen[:, None], float("-inf")).softmax(-1) @ v.repeat_interleave(2, 1)
+    for count in range(groups + 1):
+        read = torch.zeros(heads, length, groups, dtype=torch.float64).scatter(-1, order[..., :count], 1.0)
+        keep = seen & (~distant | (read @ members.transpose(-1, -2) > 0))
+        keep = keep.repeat_interleave(4 // heads, 0)[None]
+        o = s.masked_fill(~keep, float("-inf")).softmax(-1) @ v.repeat_interleave(2, 1)
+        changed = ((o - full) * gradient).sum(-1)[0].unflatten(0, (heads, -1)).sum(1).double().square().sum(1)
+        torch.testing.assert_close(found[:, count], changed)
+    torch.testing.assert_close(best[:, [0, -1]], found[:, [0, -1]])
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_observing_leaves_the_model_as_it_is_and_sees_distant_pairs_alone(family, tiny_model, tmp_path):
+    model = dual(tiny_model(family), window=3)  # of sliding layers, too
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    (block,) = random_blocks(1)
+    (path,) = observe(model, dict(duals_of(model)), [block], FLOAT32, tmp_path)
+    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+    assert all(p.grad is None for p in model.parameters())
+    seen = 0.0
+    for layer in duals_of(model):
+        (found,) = read([path], layer)
+        lag = torch.arange(T)[:, None, None] - found.keys
+        worth = found.share.float() > 0
+        assert (lag.expand_as(worth)[worth] > 3).all() and (found.keys[worth] >= SINKS).all()
+        share = found.share.float().sum(-1)
+        assert (share[found.total > 0] <= 1.01).all() and (found.total >= 0).all()
+        seen += found.total.sum().item()
+    assert seen > 0
+
+
+def planted(blocks: int, seed: int) -> list[Observed]:
+    """Tokens of 4 kinds; in head 0 kind a asks for kind a + 1, in head 1 for a + 2, all else is worth nothing."""
+    generator = torch.Generator().manual_seed(seed)
+    kinds = torch.eye(16)[:4] * 4
+    found = []
+    for _ in range(blocks):
+        kind = torch.randint(4, (T,), generator=generator)
+        hidden = kinds[kind] + 0.3 * torch.randn(T, 16, generator=generator)
+        lag = torch.arange(T)[:, None] - torch.arange(T)
+        distant = (lag > WINDOW) & (torch.arange(T) >= SINKS)
+        wanted = torch.stack([(kind[None] == (kind[:, None] + shift) % 4) & distant for shift in (1, 2)], 1)
+        keys = wanted.float().topk(16, -1).indices.int()
+        share = wanted.float().gather(-1, keys.long())
+        total = share.sum(-1)
+        share = share / total.clamp(min=1)[..., None]
+        vectors = torch.randn(T, 2, 8, generator=generator)
+        found.append(Observed(hidden.bfloat16(), vectors.bfloat16(), keys, share.half(), total))
+    return found
+
+
+def test_a_fit_finds_what_was_planted_with_even_groups():
+    method = FocusDual.of(LayerShape(16, 4, 8, 0, 2), groups=4, top_k=1, window=WINDOW, sinks=SINKS)
+    fit_encoders(method, planted(24, seed=0), 600, torch.Generator().manual_seed(0))
+    for observed_block in planted(4, seed=1):
+        block = block_of(observed_block, method)
+        groups = top_k_groups(method.key_encoder(block.tokens)[0], 1).float()
+        asked = top_k_groups(method.query_encoder(block.tokens)[0], 1)
+        assert ((block.worth(groups) * asked).sum() / block.worth(groups).sum()) > 0.9
+        assert groups.mean(1).max() < 0.45
+
+
+@pytest.mark.parametrize("heads", ["kv", "layer"])
+def test_curves_count_what_the_attached_method_keeps(heads, tiny_model):
+    model = dual(tiny_model("llama"), heads=heads, top_k=2)
+    blocks, counts = random_blocks(2), {}
+
+    def count(layer, method, selection, sequence):
+        pairs = method.count_pairs(selection, sequence)
+        counts[layer] = float(pairs.distant_kept) / float(pairs.distant)
+
+    found = measure_curves(model, duals_of(model), blocks, FLOAT32)
+    with torch.no_grad(), observed(model, count):
+        model(torch.stack(blocks))
+    for layer, method in duals_of(model).items():
+        curves = found[layer]
+        assert curves.pairs.shape == curves.lost.shape == (method.heads, GROUPS + 1)
+        assert (curves.lost[:, -1] == 0).all() and (curves.pairs[:, 0] == 0).all()
+    # tokens of the first layer do not depend on what others read
+    assert found[0].pairs[:, 2].sum() / found[0].pairs[:, -1].sum() == pytest.approx(counts[0], abs=1e-6)
+
+
+@given(st.integers(0, 12), st.integers(0, 4), st.integers(0, 10**6))
+@settings(max_examples=25)
+def test_distant_sizes_are_counted(window, sinks, seed):
+    members = torch.randint(2, (2, 15, 3), generator=torch.Generator().manual_seed(seed)).double()
+    found = distant_sizes(members, window, sinks)
+    for head, i, group in product(range(2), range(15), range(3)):
+        keys = [j for j in range(sinks, 15) if i - j > window]
+        assert found[head, i, group] == sum(members[head, j, group] for j in keys)
+
+
+@given(st.integers(0, 10**6), st.floats(0, 1))
+@settings(max_examples=40)
+def test_a_budget_is_never_exceeded_and_spends_where_a_pair_saves_most(seed, share):
+    generator = torch.Generator().manual_seed(seed)
+    found = []
+    for _ in range(3):
+        steps = torch.rand(2, 2, 4, generator=generator, dtype=torch.float64)
+        pairs, kept = (torch.nn.functional.pad(x.cumsum(-1), (1, 0)) for x in steps)
+        lost = kept[..., -1:] - kept
+        found.append(Curves(pairs, lost, lost))
+    reads = allot(found, share)
+    heads = list(product(range(3), range(2)))
+    total = sum(found[layer].pairs[head, -1] for layer, head in heads)
+    assert sum(found[layer].pairs[head, reads[layer][head]] for layer, head in heads) <= share * total + 1e-9
+    assert all(reads[layer][head] in hull(found[layer].pairs[head], -found[layer].lost[head]) for layer, head in heads)
+    assert allot(found, 1.0) == [[4, 4]] * 3
+    assert allot(found, 0.0) == [[0, 0]] * 3
+
+
+def test_a_fit_is_kept_by_what_decides_it_and_goes_on_where_it_stopped(tiny_model, tmp_path, monkeypatch):
+    blocks = random_blocks(3)
+    whole = fit_dual(dual(tiny_model("llama")), blocks, options(pairs=0.5), FLOAT32, tmp_path / "whole", 0)
+
+    stopped, fitted = dual_fit.fit_encoders, []
+
+    def stops(*args):
+        if fitted:
+            raise KeyboardInterrupt
+        fitted.append(stopped(*args))
+
+    monkeypatch.setattr(dual_fit, "fit_encoders", stops)
+    with pytest.raises(KeyboardInterrupt):
+        fit_dual(dual(tiny_model("llama")), blocks, options(pairs=0.5), FLOAT32, tmp_path / "again", 0)
+    (torn,) = (tmp_path / "again").rglob("block-00001.safetensors")
+    torn.unlink()
+    monkeypatch.setattr(dual_fit, "fit_encoders", stopped)
+    model = dual(tiny_model("llama"))
+    assert fit_dual(model, blocks, options(pairs=0.5), FLOAT32, tmp_path / "again", 0) == whole
+    assert not list((tmp_path / "again").rglob("block-*"))
+    pairs = sum(row.pairs for row in whole) / len(whole)
+    assert 0 < pairs <= 0.5
+
+    monkeypatch.setattr(dual_fit, "observe", None)  # another budget needs no other fit
+    other = fit_dual(dual(tiny_model("llama")), blocks, options(pairs=0.2), FLOAT32, tmp_path / "again", 0)
+    assert sum(row.pairs for row in other) < sum(row.pairs for row in whole)
+    with pytest.raises(TypeError):
+        fit_dual(dual(tiny_model("llama")), blocks, options(pairs=0.2), FLOAT32, tmp_path / "again", 1)
+
+
+def test_groups_that_training_has_moved_are_made_even_again(tiny_model):
+    model = dual(tiny_model("llama"))
+    for method in duals_of(model).values():
+        with torch.no_grad():
+            method.key_encoder.bias[:, 0] += 1
+    blocks = random_blocks(8)
+    rebalance(model, blocks, FLOAT32)
+    largest = []
+
+    def observe_sizes(layer, method, selection, sequence):
+        largest.append(selection.key_groups.float().mean((0, 2)).max().item())
+
+    with torch.no_grad(), observed(model, observe_sizes):
+        model(torch.stack(blocks))
+    assert max(largest) < 0.3
+
+
+def test_a_run_fits_trains_towards_the_base_and_leaves_an_adapter(tmp_path):
+    settings = ["attention=focus_dual", "attention.fit_blocks=3", "attention.fit_held_out=1", "attention.fit_steps=4"]
+    settings += [
+        "attention.pairs=0.4",
+        "attention.top_k=1",
+        "attention.groups=6",
+        router_steps(2),
+        "regime.phases.router.aim=base",
+    ]
+    found = run(*fitting(*tiny(tmp_path), *settings, "regime=retrofit"))
+    assert found.code == 0, found.err
+    assert "at best in as many groups" in found.out
+    record = record_of(tmp_path / "runs")
+    assert len(record.fits) == 2 and all(0 <= fit.pairs <= 1 and fit.lost >= 0 for fit in record.fits)
+    adapter = only_run(tmp_path / "runs") / "adapter"
+    kept = json.loads((adapter / "focus_adapter.json").read_text(encoding="utf-8"))
+    assert kept["options"]["budget"] == [fit.reads for fit in record.fits]
+    measured = run(*fitting(*tiny(tmp_path, "measured"), *settings, "job=evaluate", f"adapter={adapter}"))
+    assert measured.code == 0, measured.err
+    rows = {row.method: row for row in record_of(tmp_path / "measured").rows}
+    trained = {row.method: row for row in record.rows}
+    assert rows["focus_dual"].nll == pytest.approx(trained["focus_dual"].nll, abs=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("settings", "sentence"),
+    [
+        (["attention.fit_blocks=2", "attention.fit_held_out=2"], "leaves no text to fit to"),
+        (["attention.pairs=0.2", "attention.fit_blocks=0"], "leave one of them out"),
+        (["regime.phases.router.aim=base", "regime.phases.router.train=all"], "use aim=text, or train: router"),
+    ],
+)
+def test_what_does_not_go_together_is_refused(tmp_path, settings, sentence):
+    chosen = ["attention=focus_dual", "attention.top_k=1", "regime=retrofit", router_steps(1), *settings]
+    found = run(*fitting(*tiny(tmp_path), *chosen))
+    assert found.code == 2
+    assert sentence in found.err
+
+
+def test_the_probe_is_the_base_models_own_attention(tiny_model):
+    model = tiny_model("llama")
+    tokens = torch.stack(random_blocks(1))
+    expected = model(tokens).logits
+    dual(model)
+    probes = {i: ImportanceProbe(m.shape, m.window, m.sinks) for i, m in attached_methods(model).items()}
+    with torch.no_grad(), swapped(model, probes):
+        torch.testing.assert_close(model(tokens).logits, expected, rtol=1e-5, atol=1e-5)
