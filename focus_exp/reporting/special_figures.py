@@ -14,6 +14,7 @@ from focus_exp.records.benchmarks import telling
 from focus_exp.records.record import Record
 from focus_exp.reporting.canvas import COLOURS, canvas
 from focus_exp.reporting.formats import READS_FUTURE, perplexity_text, share_text
+from focus_exp.reporting.frontier import frontier
 from focus_exp.reporting.notes import title
 from focus_exp.reporting.speed import ASSIGNMENTS, by_top_k, quality_row, setting, timed
 
@@ -138,5 +139,5 @@ def group_sizes(record: Record) -> Figure | None:
 
 
 SPECIAL: dict[str, Callable[[Record], Figure | None]] = {
-    figure.__name__: figure for figure in (comparison, speed_quality, group_sizes)
+    figure.__name__: figure for figure in (comparison, frontier, speed_quality, group_sizes)
 }
