@@ -2,6 +2,7 @@
 
 import platform
 import subprocess
+from contextlib import suppress
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -18,10 +19,8 @@ def environment() -> dict[str, Any]:
     """The Record fields `commit` (see `commit`), `versions` and `machine`."""
     versions = {"python": platform.python_version()}
     for package in PACKAGES:
-        try:
+        with suppress(metadata.PackageNotFoundError):
             versions[package] = metadata.version(package)
-        except metadata.PackageNotFoundError:
-            continue
     return {
         "commit": commit(),
         "versions": versions,

@@ -64,13 +64,13 @@ def _all(runs: Runs) -> list[Run]:
 class Entry:
     """A row of the paper at a place, and what was run there: the latest run of each seed of one set-up.
 
-    others: every finished run.
+    timers: every finished run that timed something.
     """
 
     table: PaperTable
     paper: dict[str, Any]
     place: Place
-    others: list[Run]
+    timers: list[Run]
     runs: list[Run] = field(default_factory=list)
 
     def found(self, run: Run, column: Column) -> Value | str:
@@ -143,7 +143,7 @@ class Entry:
         Of several groups a query the one timing that is quoted of them.
         """
         model = run.record.model.get("fingerprint")
-        same = [other for other in self.others if other.record.model.get("fingerprint") == model]
+        same = [timer for timer in self.timers if timer.record.model.get("fingerprint") == model]
         common = max((line.tokens for one in same for line in one.select({"of": "method_speed"})), default=0)
         scored = self.behind(run)[0]
         cells: dict[str, Any] = {"measure": "ratio", "clock": "attention"}
@@ -231,13 +231,13 @@ def _rank(line: Line) -> tuple[bool, bool]:
 
 def entries_of(table: PaperTable, runs: Runs) -> list[Entry]:
     """The rows of the paper, each at every place and set-up where there is something, then arms it does not have."""
-    found, there = [], finished(runs)
+    found, timers = [], [run for run in finished(runs) if run.record.speed or run.record.method_speed]
     for cells in [*(one.select for one in table.columns), *(place.select for place in table.everywhere)]:
         check(f"paper_map.yaml: {table.name}", cells, "")
     rows = [(paper, table.places(name)) for name, paper in table.paper.items()]
     for paper, places in [*rows, *_extras(table, runs)]:
-        here = [entry for place in places for entry in _at(Entry(table, paper, place, there), runs)]
-        found += here or [Entry(table, paper, places[0], there)]
+        here = [entry for place in places for entry in _at(Entry(table, paper, place, timers), runs)]
+        found += here or [Entry(table, paper, places[0], timers)]
     return found
 
 

@@ -202,7 +202,6 @@ def group_findings(record: Record) -> Iterator[str]:
     assert report is not None
     layers = report.layers
     mean_of = partial(average, layers)
-    least, largest = ({row.layer: end(row.shares) for row in layers} for end in (min, max))
     on_one_key = [row for row in layers if (row.cut_key_share or 0.0) > 0.5]
     kept_pairs, kept_mass = mean_of("distant_pairs_kept"), distant_mass_kept(layers)
     facts: dict[str, Any] = {
@@ -212,10 +211,8 @@ def group_findings(record: Record) -> Iterator[str]:
         "common": max(report.class_shares.items(), key=lambda item: item[1]),
         "members": [group for group in report.closest.groups if group.purity is not None],
         "marks": [group.purity for _, group in report.punctuation if group.purity is not None],
-        "least": least,
-        "largest": largest,
-        "dominated": [layer for layer, share in largest.items() if share > DOMINANT],
-        "empty": [layer for layer, share in least.items() if not share],
+        "dominated": [row.layer for row in layers if row.largest > DOMINANT],
+        "empty": [row.layer for row in layers if not row.least],
         "agreement": mean_of("agreement_seeds"),
         "other_agreement": say(
             "other_agreement", untrained=mean_of("agreement_untrained"), chance=mean_of("agreement_chance")

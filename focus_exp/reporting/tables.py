@@ -95,6 +95,9 @@ class TableSpec:
         parts = self.columns if isinstance(self.columns, list) else [self.columns]
         return [cell for part in parts for cell in part.items()]
 
+    def kind(self, heading: str) -> str:
+        return " ".join(["paper"] * (heading in self.paper) + ["number"] * (heading not in self.words))
+
 
 @cache
 def table_specs() -> dict[str, TableSpec]:
@@ -144,12 +147,8 @@ def _made(record: Record, name: str, spec: TableSpec) -> Table | None:
         title=template(spec.title).render(known),
         notes=[line for note in spec.notes for line in template(note).render(known).splitlines()],
         values=[expression(spec.values)(known, line=line) for line in expression(spec.values_of)(known)],
-        kinds={heading: _kind(spec, heading) for heading in columns},
+        kinds={heading: spec.kind(heading) for heading in columns},
     )
-
-
-def _kind(spec: TableSpec, heading: str) -> str:
-    return " ".join(["paper"] * (heading in spec.paper) + ["number"] * (heading not in spec.words))
 
 
 def _pivoted(pivot: Pivot, lines: list[Any], cells: list[list[str]]) -> tuple[list[str], list[list[str]]]:
