@@ -29,17 +29,20 @@ install-%: $(STAMP)-% ;
 define install
 	@echo "installing $(1) into $(VENV) ..."
 	@set -o pipefail; began=$$SECONDS; \
-		PYTHONUNBUFFERED=1 $(RUN) pip install --editable '$(2)' --constraint constraints.txt | awk '\
-			/^ *Downloading .*[MG]B\)/ {print "  " $$2, $$3, $$4; fflush()} \
-			/^Successfully installed/ {print "  " NF - 2 " packages"}' \
-		&& echo "... $$((SECONDS - began)) s"
+		PYTHONUNBUFFERED=1 $(RUN) pip install --editable '$(2)' --constraint constraints.txt | while read -r line; do \
+			case $$line in \
+				Downloading*[MG]B\)) echo "  $${line#* }" ;; \
+				"Successfully installed"*) set -- $$line; echo "  $$(($$# - 2)) packages" ;; \
+			esac; \
+		done && echo "... $$((SECONDS - began)) s"
 	@touch $@
 endef
 
 $(STAMP): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))' \
 		|| { echo "focus_exp runs on Python 3.11 to 3.13; name one: make PYTHON=python3.12 $(MAKECMDGOALS)"; exit 2; }
-	@$(RUN) pip --version >/dev/null 2>&1 || { echo "creating $(VENV)"; $(PYTHON) -m venv --clear $(VENV); }
+	@$(RUN) pip --version >/dev/null 2>&1 \
+		|| { echo "creating $(VENV)"; $(PYTHON) -m venv $(if $(wildcard $(VENV)/pyvenv.cfg),--clear) $(VENV); }
 	$(call install,the packages of the main job (torch among them),.)
 
 $(STAMP)-%: $(STAMP)

@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM
 from focus_exp.__main__ import conf_dir, escaped
 from focus_exp.checks import parse
 from focus_exp.errors import UserError
-from focus_exp.reporting.readme import readme, readme_of
+from focus_exp.reporting.readme import readme, readme_of, write_readme
 
 ROOT = Path(__file__).parent.parent
 RECORDS = ROOT / "runs" / "records"
@@ -55,10 +55,8 @@ def test_no_number_of_the_readme_is_written_by_hand():
 
 
 def test_a_readme_that_its_records_do_not_bear_out_is_refused(tmp_path):
-    (tmp_path / "README.md").touch()
     records = tmp_path / "runs" / "records"
     records.mkdir(parents=True)
-    assert readme_of(records) == tmp_path / "README.md" and readme_of(tmp_path) is None
     with pytest.raises(UserError, match=r"README.md.j2: no finished record has .*retrofit_124m"):
         readme(records)
     for experiment in ("compare", "leak", "long_context", "speed", "speed_methods"):
@@ -71,6 +69,14 @@ def test_a_readme_that_its_records_do_not_bear_out_is_refused(tmp_path):
         (records / path.parent.name / "record.json").write_text(json.dumps(record))
     with pytest.raises(UserError, match="do not say any more that 'It drops most pairs, for a price'"):
         readme(records)
+
+
+def test_no_other_readme_is_touched(tmp_path):
+    records, page = tmp_path / "runs" / "records", tmp_path / "README.md"
+    assert readme_of(RECORDS) == ROOT / "README.md" and readme_of(records) is None
+    page.write_text("# Somebody's own project")
+    write_readme(records)
+    assert readme_of(records) is None and page.read_text() == "# Somebody's own project"
 
 
 def test_the_links_lead_somewhere():

@@ -21,12 +21,13 @@ from focus_exp.reporting.speed import break_even
 from focus_exp.storage import replace_file
 
 PAGE = "README.md"
+MARK = "<!-- made by `make readme` from focus_exp/reporting/templates/README.md.j2 -->"
 
 
 def readme_of(records: Path) -> Path | None:
-    """The README of the project that `records` are committed in, None where they are a folder of their own."""
+    """The README of the project that `records` are committed in, None where it is not made from them."""
     path = records.absolute().parent.parent / PAGE
-    return path if path.exists() else None
+    return path if path.exists() and path.read_text(encoding="utf-8").startswith(MARK) else None
 
 
 def readme(records: Path) -> str:
@@ -45,8 +46,8 @@ def readme(records: Path) -> str:
 
     try:
         return render(
-            PAGE, lines=lines, link=link, if_so=if_so, verdicts=verdicts(runs), steps_of_paper=steps_of_paper,
-            record=lambda line: runs.named[line.run],
+            PAGE, mark=MARK, lines=lines, link=link, if_so=if_so, verdicts=verdicts(runs),
+            record=lambda line: runs.named[line.run], steps_of_paper=steps_of_paper,
             break_even=lambda found: break_even([(line.tokens, line.value) for line in found]).tokens,
             paper_row=lambda name, **cells: next(row for row in paper_rows(name) if cells.items() <= row.items()),
         )  # fmt: skip
