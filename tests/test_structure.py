@@ -49,7 +49,8 @@ MAY_IMPORT = {
     },
     "__init__": {"errors", "models"},
     "help": FOUNDATION,
-    "__main__": {*FOUNDATION, "attention", "help", "jobs", "sweeps"},
+    "explain": {*FOUNDATION, "attention"},
+    "__main__": {*FOUNDATION, "explain", "help", "jobs", "sweeps"},
 }
 
 

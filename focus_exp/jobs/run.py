@@ -25,7 +25,7 @@ from rich.console import Console
 
 from focus_exp.assets import Provenance
 from focus_exp.config import Config, config_hash, to_dict
-from focus_exp.errors import Interrupted, first_line
+from focus_exp.errors import Interrupted, UserError, first_line
 from focus_exp.records.comparison import RECORD, load_metrics, with_arms
 from focus_exp.records.environment import environment
 from focus_exp.records.metrics import METRICS, read_metrics
@@ -227,16 +227,21 @@ def make_loggers(config: Config, folder: Path) -> list[Logger]:
     if mode != "disabled":
         import wandb
 
-        live = wandb.init(
-            name=folder.relative_to(config.runs_dir).as_posix(),
-            project=config.logger.wandb_project,
-            entity=config.logger.wandb_entity,
-            dir=folder,
-            mode=mode,
-            config=to_dict(config),
-            settings=wandb.Settings(silent=True),
-            **init_options(to_dict(config)),
-        )
+        try:
+            live = wandb.init(
+                name=folder.relative_to(config.runs_dir).as_posix(),
+                project=config.logger.wandb_project,
+                entity=config.logger.wandb_entity,
+                dir=folder,
+                mode=mode,
+                config=to_dict(config),
+                settings=wandb.Settings(silent=True),
+                **init_options(to_dict(config)),
+            )
+        except wandb.Error as error:
+            raise UserError(
+                f"W&B does not take the run: {first_line(error)}; run wandb login, or use logger.wandb=offline"
+            ) from error
         loggers.append(WandbLogger(experiment=live))
     return loggers
 

@@ -207,6 +207,11 @@ def _pretrained(auto: Any, place: Place, **options: Any) -> Any:
     except torch.OutOfMemoryError:
         raise
     except Exception as error:  # of a damaged file every reader says something else
+        if "Unrecognized configuration class" in str(error):
+            raise UserError(
+                f"{place.provenance.requested} is a {options['config'].model_type} and does not predict the next "
+                "token; give a causal language model with model.hub_id or model.path"
+            ) from error
         raise _missing(f"the {PARTS[auto]} of {place.provenance.requested}", error) from error
 
 

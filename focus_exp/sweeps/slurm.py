@@ -65,7 +65,10 @@ def submit(sweep: Sweep, jobs: list[Job], settings: dict[str, Any]) -> None:
         executor.update_parameters(**named)
         submitted = executor.submit_array(tasks)
     except (FailedJobError, RuntimeError, OSError) as error:
-        raise UserError(f"SLURM does not take the sweep: {error}; see hydra.launcher.partition and .account") from error
+        raise UserError(
+            f"SLURM does not take the sweep: {error}; see hydra.launcher.partition and .account, or run it on this "
+            "machine with hydra/launcher=local"
+        ) from error
     for job, there in zip(jobs, submitted, strict=True):
         job.slurm_id, job.log = there.job_id, str(there.paths.stdout)
     sweep.save()

@@ -1,0 +1,98 @@
+"""What the command line is told in a form that it cannot take: put in order, or answered with what to type."""
+
+from __future__ import annotations
+
+import re
+from collections import deque
+from dataclasses import is_dataclass
+from pathlib import Path
+
+from hydra._internal.utils import get_args_parser
+from hydra.errors import OverrideParseException
+from omegaconf.errors import ConfigAttributeError, ConfigKeyError
+
+from focus_exp.attention.options import instead
+from focus_exp.checks import no_such_key
+from focus_exp.errors import UserError, first_line
+
+# lines of hydra's messages that help nobody, or mislead
+NOISE = ("To append to your config", "reference_type=", "object_type=", "Config search path", "provider=", "See https")
+QUOTED = """'+arms.mine=["attention.groups=16"]'"""
+# hydra's message -> what is wrong and what to type, filled in with its groups
+SENTENCES = {
+    r"To append to your default list use \+(?P<group>\S+?)=(?P<name>\S+)": (
+        "{group} is no part of every run: it is added with a plus, +{group}={name}"
+    ),
+    r"Ambiguous value for argument '(?P<given>(?P<key>[^=]+)=(?P<values>[^']*))'": (
+        "{given} holds several values: add -m to run each as a job of its own, or write {key}=[{values}] for a list"
+    ),
+    r"An item is already at '(?P<key>[^']+)'": "{key} is a key of every run: write it without the plus, {key}=...",
+    r"Could not override 'arms\.(?P<arm>[^']+)'": "there is no arm {arm}; one is added with a plus, in quotes: "
+    + QUOTED,
+    r"Error merging override \+*(?P<key>arms\.\S+?)=[\s\S]*is not a ListConfig": (
+        "{key} is a list of settings, written in quotes: " + QUOTED
+    ),
+    r"Cannot find primary config '(?P<name>[^']+)'": (
+        "--config-name={name}: leave the option out; an experiment is +experiment=<name>, and YAML files of yours are "
+        "found with --config-dir=<folder>"
+    ),
+    r"Additional config directory '(?P<folder>[^']+)' not found": "--config-dir={folder}: there is no such folder",
+    r"launcher/submitit_slurm": (
+        "hydra/launcher=slurm needs the package hydra-submitit-launcher: pip install 'focus_exp[slurm]'"
+    ),
+}
+
+
+def arranged(arguments: list[str], conf: Path) -> list[str]:
+    """The arguments with options such as -m first, wherever they were typed. UserError for what is neither option nor
+    setting. conf: the folder of the YAML files."""
+    known = get_args_parser()._option_string_actions
+    options, settings, rest = list[str](), list[str](), deque(arguments)
+    while rest:
+        given = rest.popleft()
+        name, _, value = given.partition("=")
+        if not given.startswith("-"):
+            settings.append(checked(given, conf))
+            continue
+        if name not in known:
+            raise UserError(f"there is no option {name}; settings have no dashes: {name.lstrip('-')}={value or '...'}")
+        options.append(given)
+        takes = known[name].nargs != 0 and given == name
+        if takes and rest and (known[name].nargs is None or rest[0] in (known[name].choices or ())):
+            options.append(rest.popleft())
+    return [*options, *settings]
+
+
+def checked(given: str, conf: Path) -> str:
+    """A setting; UserError for an argument that is none."""
+    if "=" in given.strip("=") or given.startswith("~"):
+        return given
+    name = Path(given).stem
+    if (conf / "experiment" / f"{name}.yaml").is_file():
+        raise UserError(f"{given} is no setting; the experiment is +experiment={name}")
+    if given.endswith((".yaml", ".yml")):
+        raise UserError(f"{given}: a YAML file is not given by its path but chosen by name, with --config-dir=<folder>")
+    raise UserError(f"{given} is no setting; write key=value, without spaces, such as attention=focus")
+
+
+def explain(error: Exception) -> str:
+    """What to type instead, where that is known, else hydra's message, its cause, and the nearest name that exists."""
+    if isinstance(error, OverrideParseException):
+        return (
+            f"{error.override} cannot be read ({first_line(error)}): put it in single quotes, and each setting in a "
+            f"list in double ones, as in {QUOTED}"
+        )
+    lines = [line.strip() for part in (error, error.__cause__) if part for line in str(part).splitlines()]
+    message = "\n  ".join(dict.fromkeys(line for line in lines if line and not line.startswith(NOISE)))
+    for pattern, sentence in SENTENCES.items():
+        if found := re.search(pattern, message):
+            return sentence.format(**found.groupdict())
+    cause = error.__cause__ or error
+    if isinstance(cause, ConfigAttributeError | ConfigKeyError) and is_dataclass(cause.object_type):
+        return no_such_key(str(cause.full_key), cause.object_type)
+    if found := re.search(r"Could not find '([^']+)'\s+Available options in '([^']+)':", message):
+        group, name = found[2], found[1].removeprefix(f"{found[2]}/")
+        choices = [choice for choice in message[found.end() :].split() if not choice.startswith("base_")]
+        other = "; any causal model of the hub is model.hub_id=owner/name" if group == "model" else ""
+        return f"there is no {group}/{name}{instead(name, choices)}{other}"
+    return message

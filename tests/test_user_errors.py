@@ -1,0 +1,180 @@
+"""What users of Hydra, Hugging Face and SLURM get wrong in their first hour: one sentence that says what to type."""
+
+import re
+from pathlib import Path
+
+import pytest
+import torch
+import wandb
+from running import fitting, run, tiny
+from transformers import T5Config
+
+from focus_exp import __main__ as command_line
+from focus_exp.__main__ import conf_dir
+from focus_exp.assets import ADAPTER_FILES, adapter_folder
+from focus_exp.errors import UserError
+from focus_exp.explain import arranged
+from focus_exp.models.random import byte_tokenizer
+
+PLUS_ARM = """'+arms.mine=["attention.groups=16"]'"""
+
+# what is typed after the settings of a tiny run -> what the one error says
+TYPED = {
+    "experiment=retrofit_124m": ["added with a plus, +experiment=retrofit_124m"],
+    "+attention.groups=8": ["write it without the plus, attention.groups=..."],
+    "modle=gpt2_124m": ["no key modle", "did you mean model"],
+    "model=gpt-2": ["no model/gpt-2", "gpt2_124m", "model.hub_id=owner/name"],
+    "model=gpt2": ["no model/gpt2", "did you mean", "model.hub_id=owner/name"],
+    "model=openai-community/gpt2": ["no model/openai-community/gpt2", "gpt2_124m", "model.hub_id=owner/name"],
+    "attention=lora": ["no attention/lora", "focus"],
+    "hydra/launcher=slrum": ["no hydra/launcher/slrum", "did you mean slurm"],
+    "+experiment=conf/experiment/smoke": ["no experiment/conf/experiment/smoke", "smoke"],
+    "seed=0,1": ["seed=0,1 holds several values", "add -m", "seed=[0,1]"],
+    "batch_size=8": ["no key batch_size", "trainer.batch_size"],
+    "groups=8": ["no key groups", "did you mean attention.groups"],
+    "learning_rate=1": ["no key learning_rate", "did you mean regime.phases.<phase>.learning_rate"],
+    "window=64": ["no key window", "attention.window"],
+    "+arms.mine=[attention.groups=16]": ["+arms.mine=[attention.groups=16] cannot be read", "single quotes", PLUS_ARM],
+    "+arms.mine=attention.groups=16": ["arms.mine is a list of settings", PLUS_ARM],
+    'arms.mine=["attention.groups=16"]': ["no arm mine", "with a plus", PLUS_ARM],
+    "hydra.run.dir=elsewhere": ["hydra.run.dir=elsewhere moves nothing", "runs_dir=elsewhere"],
+    "--config-name=retrofit_124m": ["leave the option out", "+experiment="],
+    "--config-dir=/nowhere": ["--config-dir=/nowhere", "no such folder"],
+    "--seed=1": ["no option --seed", "seed=1"],
+    "retrofit_124m": ["retrofit_124m is no setting", "+experiment=retrofit_124m"],
+    "conf/experiment/smoke.yaml": ["+experiment=smoke"],
+    "conf/config.yaml": ["chosen by name", "--config-dir="],
+    "attention": ["attention is no setting", "without spaces"],
+    "=": ["key=value, without spaces"],
+    "seed=": ["seed"],
+    "trainer.precision=fp16": ["trainer.precision=fp16", "bf16"],
+    "trainer.accelerator=gpu": ["trainer.accelerator=gpu", "no CUDA device", "trainer.accelerator=auto"],
+    "data.files=texts/*.nothing": ["data.files=texts/*.nothing", "no file matches"],
+    "eval.tasks=[hellaswagg@x]": ["hellaswagg@x", "whole number"],
+    "job=sweep_status": ["sweep"],
+}
+
+
+def refused(*arguments: str) -> str:
+    """The one error of a command that ends with code 2."""
+    result = run(*arguments)
+    assert result.code == 2 and "Traceback" not in result.err
+    assert result.err.startswith("error: ") and result.err.count("error:") == 1, result.err
+    return result.err
+
+
+@pytest.fixture(scope="module")
+def settings(tmp_path_factory):
+    return tiny(tmp_path_factory.mktemp("typed"))
+
+
+@pytest.mark.parametrize("typed", TYPED)
+def test_a_mistake_is_answered_with_what_to_type(settings, tmp_path, monkeypatch, typed):
+    monkeypatch.chdir(tmp_path)
+    if "accelerator=gpu" in typed and torch.cuda.is_available():
+        pytest.skip("there is a GPU")
+    message = refused(*fitting(*settings, typed))
+    for part in TYPED[typed]:
+        assert part in message, message
+    # nothing of Hydra's own workings
+    assert not re.search(r"In 'config'|base_\w+|object_type|in struct|full_key", message), message
+
+
+ADAPTERS = {
+    "runs/nowhere/at/all": ["runs/nowhere/at/all", "holds no focus_adapter.json", "no such folder"],
+    "./my/adapter": ["./my/adapter", "no such folder"],
+    "~/nowhere": [f"{Path.home()}/nowhere", "no such folder"],
+    "my/adapter": ["my/adapter is no folder here, nor to be had from the hub", "HF_HUB_OFFLINE"],
+}
+
+
+@pytest.mark.parametrize("adapter", ADAPTERS)
+def test_an_adapter_that_is_not_there_is_named_as_it_was_typed(settings, adapter):
+    message = refused(*settings, "job=evaluate", f"adapter={adapter}")
+    assert all(part in message for part in ADAPTERS[adapter]), message
+
+
+def test_an_adapter_is_named_by_its_run_its_folder_or_a_file_in_it(tmp_path):
+    adapter = tmp_path / "run" / "adapter"
+    adapter.mkdir(parents=True)
+    (adapter / ADAPTER_FILES[0]).write_text("")
+    for name in (tmp_path / "run", adapter, adapter / ADAPTER_FILES[0]):
+        assert adapter_folder(name) == adapter
+
+
+def test_options_may_stand_anywhere():
+    conf = Path(conf_dir())
+    said = ["seed=0,1", "-m", "job=report", "--cfg", "job", "--config-dir=x", "-i", "defaults", "~data", "a=b=c"]
+    expected = ["-m", "--cfg", "job", "--config-dir=x", "-i", "defaults", "seed=0,1", "job=report", "~data", "a=b=c"]
+    assert arranged(said, conf) == expected == arranged(expected, conf)
+    assert arranged(["-i", "a=b"], conf) == ["-i", "a=b"]
+
+
+def test_a_sweep_without_slurm_is_one_error(settings, tmp_path, monkeypatch):
+    pytest.importorskip("submitit")
+    monkeypatch.setenv("PATH", str(tmp_path))
+    message = refused(*settings, "seed=0,1", "-m", "hydra/launcher=slurm", f"runs_dir={tmp_path / 'runs'}")
+    assert "SLURM does not take the sweep" in message and "hydra/launcher=local" in message
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.\nGPU 0 has"),
+        RuntimeError("[enforce fail at alloc_cpu.cpp:121] DefaultCPUAllocator: can't allocate memory"),
+        MemoryError(),
+    ],
+)
+def test_too_little_memory_is_one_error(settings, monkeypatch, error):
+    def full(config):
+        raise error
+
+    monkeypatch.setattr(command_line, "execute", full)
+    message = refused(*settings)
+    assert "out of memory" in message and "trainer.batch_size=1" in message and "job=plan" in message
+
+
+def test_other_errors_keep_their_stack_trace(settings, monkeypatch):
+    def wrong(config):
+        raise RuntimeError("shapes do not fit")
+
+    monkeypatch.setattr(command_line, "execute", wrong)
+    with pytest.raises(RuntimeError, match="shapes do not fit"):
+        run(*settings)
+
+
+def test_a_model_that_predicts_no_next_token_is_refused_by_its_kind(settings, tmp_path):
+    T5Config(d_model=8, d_ff=8, num_layers=1, num_heads=1, vocab_size=300).save_pretrained(tmp_path)
+    byte_tokenizer().save_pretrained(tmp_path)
+    message = refused(*settings, f"model.path={tmp_path}")
+    assert "is a t5" in message and "does not predict the next token" in message and "model.path" in message
+
+
+def test_the_hub_that_may_not_be_asked_is_named(settings):
+    message = refused(*settings, "model.hub_id=no-one/nothing", "assets=hub")
+    assert "no-one/nothing" in message and "HF_HUB_OFFLINE is set" in message and "assets=auto" in message
+
+
+def test_who_is_not_logged_in_to_wandb_is_told_how(settings, monkeypatch):
+    def refuses(**options):
+        raise wandb.errors.UsageError("No API key configured. Use `wandb login` to log in.")
+
+    monkeypatch.setattr(wandb, "init", refuses)
+    message = refused(*settings, "logger.wandb=online")
+    assert "No API key" in message and "wandb login" in message and "logger.wandb=offline" in message
+
+
+def test_help_finds_the_choices_of_another_folder(tmp_path):
+    (tmp_path / "attention").mkdir()
+    (tmp_path / "attention" / "narrow.yaml").write_text("# Sixteen back\ndefaults: [focus, _self_]\nwindow: 16\n")
+    for option in ([f"--config-dir={tmp_path}"], ["--config-dir", str(tmp_path)], ["-cd", str(tmp_path)]):
+        result = run("--help", "attention=narrow", *option)
+        assert result.code == 0, result.err
+        assert "Sixteen back" in result.out and "attention.window=16" in result.out
+    assert "narrow" in run("--help", f"--config-dir={tmp_path}").out
+    assert "no such folder" in refused("--help", "--config-dir=/nowhere")
+
+
+def test_user_errors_are_ordinary_exceptions():
+    with pytest.raises(UserError, match="without spaces"):
+        arranged(["attention", "=", "focus"], Path(conf_dir()))
