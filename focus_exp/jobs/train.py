@@ -219,10 +219,10 @@ def fit(run: Run, model: PreTrainedModel, blocks: Blocks, precision: Precision, 
 
 def print_fit(fits: list[FitRow]) -> None:
     """By layer, what the encoders keep of held-out text."""
-    print("layer  groups read  distant pairs  importance kept  at best in as many groups")
+    print("layer  groups read    distant pairs  change of the loss  at best in as many groups")
     for fit in fits:
         reads = ",".join(map(str, fit.reads))
-        print(f"{fit.layer:>5}  {reads:<11}  {fit.pairs:>13.1%}  {fit.kept:>15.1%}  {fit.best:>10.1%}")
+        print(f"{fit.layer:>5}  {reads:<13}  {fit.pairs:>13.1%}  {fit.lost:>18.1%}  {fit.least:>10.1%}")
 
 
 def trained_parameters(model: PreTrainedModel, config: Config) -> int:

@@ -131,16 +131,16 @@ class Difference:
 class FitRow:
     """What the fit of a layer's two encoders keeps on held-out text. Shares are 0..1.
 
-    reads: groups that a query of each head reads. pairs: share of the distant pairs; kept: of the layer's importance,
-    which is the sum over those pairs of the squared change of the loss [nats^2]; best: of that which as many groups
-    could hold at most.
+    reads: groups that a query of each head reads. pairs: share of the distant pairs. importance: squared change of the
+    loss, to first order, where all of them go [nats^2]; lost: the share of it where those of the other groups go;
+    least: likewise if a query read those of as many groups that change most.
     """
 
     layer: int
     reads: list[int]
     pairs: float
-    kept: float
-    best: float
+    lost: float
+    least: float
     importance: float
 
 

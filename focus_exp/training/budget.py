@@ -6,30 +6,30 @@ import heapq
 
 from torch import Tensor
 
-from focus_exp.training.encoder_fit import Curves
+from focus_exp.training.curves import Curves
 
 
 def allot(found: list[Curves], share: float) -> list[list[int]]:
-    """By layer and head the number of groups to read, of `found` by layer, so that the most importance is kept with at
-    most `share` of all distant pairs.
+    """By layer and head the number of groups to read, of `found` by layer, so that the least is lost with at most
+    `share` of all distant pairs.
 
-    Importances are squared changes of one loss, so they compare across layers. Each step goes to the head whose next
-    stretch of groups keeps most for a pair; stretches are those of the upper hull of its curve, on which a head's
-    first groups are worth no less than those that follow.
+    What is lost is the squared change of one loss, so that it compares across layers. Each step goes to the head whose
+    next stretch of groups saves most for a pair; stretches are those of the hull of its curve, on which a head's first
+    groups save no less than those that follow.
     """
     reads = [[0] * len(curve.pairs) for curve in found]
     total = sum(curve.pairs[:, -1].sum().item() for curve in found)
     left = share * total * (1 + 1e-9)  # of rounding
     heads = [(layer, head) for layer, curve in enumerate(found) for head in range(len(curve.pairs))]
-    hulls = {(layer, head): hull(found[layer].pairs[head], found[layer].kept[head]) for layer, head in heads}
+    hulls = {(layer, head): hull(found[layer].pairs[head], -found[layer].lost[head]) for layer, head in heads}
     queue: list[tuple[float, int, int, int]] = []
 
     def offer(layer: int, head: int, corner: int) -> None:
         corners = hulls[layer, head]
         if corner < len(corners):
-            pairs, kept = (x[head] for x in (found[layer].pairs, found[layer].kept))
+            pairs, lost = found[layer].pairs[head], found[layer].lost[head]
             before, after = corners[corner - 1], corners[corner]
-            gain = (kept[after] - kept[before]) / (pairs[after] - pairs[before]).clamp(min=1)
+            gain = (lost[before] - lost[after]) / (pairs[after] - pairs[before]).clamp(min=1)
             heapq.heappush(queue, (-gain.item(), layer, head, corner))
 
     for layer, head in heads:
@@ -46,7 +46,7 @@ def allot(found: list[Curves], share: float) -> list[list[int]]:
 
 
 def hull(pairs: Tensor, kept: Tensor) -> list[int]:
-    """Numbers of groups at the corners of the upper concave hull of kept `[K + 1]` over pairs `[K + 1]`."""
+    """Numbers of groups at the corners of the upper hull of what is kept `[K + 1]` over pairs `[K + 1]`."""
     corners: list[int] = []
     for k in range(len(pairs)):
         while len(corners) > 1 and rises(pairs, kept, corners[-2], corners[-1], k):

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, fields
 from pathlib import Path
 
 import torch
@@ -27,22 +27,14 @@ from focus_exp.models.modules import attached_methods
 from focus_exp.records.rows import FitRow
 from focus_exp.storage import aside, clear_aside, held, remove
 from focus_exp.training.budget import allot
-from focus_exp.training.encoder_fit import Curves, balance, curves, fit_encoders
-from focus_exp.training.encoder_fit import block_of as seen_by
+from focus_exp.training.curves import Curves, measure_curves
+from focus_exp.training.encoder_fit import balance, fit_encoders
 from focus_exp.training.importance import observe, read
 from focus_exp.training.precision import Precision
 
 FORMAT = 1  # raise it when the same inputs give another fit
 # what the fit does not depend on
 NOT_FITTED = ("name", "method", "backend", "top_k", "budget", "pairs", "gate_steepness")
-
-
-@dataclass
-class Fit:
-    """One layer's encoders, and what they keep of held-out text."""
-
-    state: dict[str, Tensor]
-    curves: Curves
 
 
 def duals_of(model: PreTrainedModel) -> dict[int, FocusDual]:
@@ -60,15 +52,12 @@ def fit_dual(
     with held(folder / "lock", str(folder), wait=True):
         clear_aside(folder)
         found = fit_layers(model, methods, blocks, options, precision, folder, seed)
-    for layer, fit in found.items():
-        methods[layer].load_state_dict(fit.state)
+    reads = [method.reach for method in methods.values()]
     if options.pairs is not None:
-        reads = allot([found[layer].curves for layer in methods], options.pairs)
+        reads = allot(list(found.values()), options.pairs)
         whole = {layer: [0] for layer in attached_methods(model)} | dict(zip(methods, reads, strict=True))
         set_budget(model, [whole[layer] for layer in sorted(whole)])
-    else:
-        reads = [method.reach for method in methods.values()]
-    return [row(layer, fit.curves, part) for (layer, fit), part in zip(found.items(), reads, strict=True)]
+    return [row(layer, curve, part) for (layer, curve), part in zip(found.items(), reads, strict=True)]
 
 
 def identity(model: PreTrainedModel, blocks: list[Tensor], options: DualConfig, layers: list[int], seed: int) -> str:
@@ -87,25 +76,28 @@ def fit_layers(
     precision: Precision,
     folder: Path,
     seed: int,
-) -> dict[int, Fit]:
+) -> dict[int, Curves]:
+    """Leave `methods` fitted; what they keep of the blocks held out."""
+    shown, held_out = blocks[: -options.fit_held_out], blocks[-options.fit_held_out :]
     paths = {layer: folder / f"layer-{layer:03d}.safetensors" for layer in methods}
-    if not all(path.exists() for path in paths.values()):
-        observed = observe(model, dict(methods), blocks, precision, folder / "observed")
-        todo = [layer for layer in methods if not paths[layer].exists()]
+    todo = [layer for layer in methods if not paths[layer].exists()]
+    if todo:
+        observed = observe(model, methods, shown, precision, folder / "observed")
         for layer in tqdm(todo, desc="fitting encoders", unit="layer", leave=False, disable=None):
-            method, generator = methods[layer], torch.Generator().manual_seed(seed + layer)
-            texts = read(observed, layer)
-            fit_encoders(method, texts[: -options.fit_held_out], options.fit_steps, generator)
-            found = curves(method, [seen_by(text, method) for text in texts[-options.fit_held_out :]])
+            generator = torch.Generator().manual_seed(seed + layer)
+            fit_encoders(methods[layer], read(observed, layer), options.fit_steps, generator)
             with aside(paths[layer]) as new:
-                save_file(method.state_dict() | {f"curves.{k}": v for k, v in vars(found).items()}, new)
+                save_file(methods[layer].state_dict(), new)
         remove(folder / "observed")
-    fits = {}
     for layer, path in paths.items():
-        tensors = load_file(path)
-        found = Curves(*(tensors.pop(f"curves.{item.name}") for item in fields(Curves)))
-        fits[layer] = Fit(tensors, found)
-    return fits
+        methods[layer].load_state_dict(load_file(path))
+    measured = folder / "curves.safetensors"
+    if not measured.exists():
+        found = measure_curves(model, methods, held_out, precision)
+        with aside(measured) as new:
+            save_file({f"{layer}.{k}": v for layer, curve in found.items() for k, v in vars(curve).items()}, new)
+    tensors = load_file(measured)
+    return {layer: Curves(*(tensors[f"{layer}.{item.name}"] for item in fields(Curves))) for layer in methods}
 
 
 @torch.no_grad()
@@ -125,15 +117,15 @@ def rebalance(model: PreTrainedModel, blocks: list[Tensor], precision: Precision
 
 
 def row(layer: int, found: Curves, reads: list[int]) -> FitRow:
-    """What a layer keeps of its distant pairs and of their importance where its heads read so many groups."""
+    """What a layer keeps where its heads read so many groups."""
     k = torch.tensor(reads)[:, None]
-    pairs, kept, best = (x.gather(1, k).sum().item() for x in (found.pairs, found.kept, found.best))
-    distant, importance = (max(x[:, -1].sum().item(), 1e-30) for x in (found.pairs, found.kept))
+    pairs, lost, least = (x.gather(1, k).sum().item() for x in (found.pairs, found.lost, found.least))
+    distant, importance = max(found.pairs[:, -1].sum().item(), 1.0), max(found.lost[:, 0].sum().item(), 1e-30)
     return FitRow(
         layer=layer,
         reads=reads,
         pairs=pairs / distant,
-        kept=kept / importance,
-        best=best / importance,
+        lost=lost / importance,
+        least=least / importance,
         importance=importance,
     )

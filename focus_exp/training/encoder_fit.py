@@ -14,7 +14,6 @@ from torch import Tensor, nn
 
 from focus_exp.attention.dual import FocusDual
 from focus_exp.attention.routing import balance_potential
-from focus_exp.attention.selection import top_k_groups
 from focus_exp.training.importance import Observed
 
 CLUSTERED = 8192  # tokens
@@ -174,36 +173,3 @@ def update(optimizer: torch.optim.Optimizer, schedule: torch.optim.lr_scheduler.
 def balance(method: FocusDual, logits: Tensor) -> None:
     """Make the hard groups of keys with these log-probabilities `[n, N, K]` equally large, by their encoder's bias."""
     method.key_encoder.bias.add_(even_potential(logits, 30, SHARPNESS))
-
-
-@dataclass
-class Curves:
-    """What reading the k groups that a query asks first keeps on held-out text, k = 0 to K, by head.
-
-    pairs, kept, best: `[n, K + 1]`: distant pairs, importance [nats^2], and that of the k groups which hold most of it.
-    """
-
-    pairs: Tensor
-    kept: Tensor
-    best: Tensor
-
-
-@torch.no_grad()
-def curves(method: FocusDual, blocks: list[Block]) -> Curves:
-    """Sums over `blocks`, whose text the encoders have not seen."""
-    found = []
-    for block in blocks:
-        members = top_k_groups(method.key_encoder(block.tokens)[0], 1).double()
-        worth = block.worth(members) * block.total[..., None]
-        order = method.query_encoder(block.tokens)[0].argsort(-1, descending=True)
-        sizes = distant_sizes(members, method.window, method.sinks)
-        ordered = sizes.gather(-1, order), worth.gather(-1, order), worth.sort(-1, descending=True).values
-        found.append([F.pad(x.sum(1).cumsum(-1), (1, 0)) for x in ordered])
-    return Curves(*(torch.stack(parts).sum(0).cpu() for parts in zip(*found, strict=True)))
-
-
-def distant_sizes(members: Tensor, window: int, sinks: int) -> Tensor:
-    """How many distant keys each group holds for every query `[n, T, K]`, of memberships `[n, T, K]`."""
-    members = members.clone()
-    members[:, :sinks] = 0
-    return F.pad(members.cumsum(1), (0, 0, window + 1, 0))[:, : members.shape[1]]

@@ -1,11 +1,12 @@
-"""What the distant pairs of a frozen model are worth: the squared change of the loss if one were removed.
+"""What the distant pairs of a frozen model are worth, read from one pass forward and one back through a text.
 
 To first order, taking key j from query i moves the output o_i of a head by -P_ij (v_j - o_i), and the loss by
-P_ij (o_i - v_j) . dL/do_i. One pass forward and one back through a block of text give it for all pairs of all layers.
+P_ij (o_i - v_j) . dL/do_i. Its square is the pair's importance.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
 
@@ -17,7 +18,7 @@ from torch import Tensor
 from tqdm import tqdm
 from transformers import PreTrainedModel
 
-from focus_exp.attention.method import AttentionMethod, LayerShape
+from focus_exp.attention.method import AttentionMethod
 from focus_exp.attention.reference import scores, weights
 from focus_exp.attention.selection import Selection, Sequence, always_visible, permitted, row_blocks
 from focus_exp.models.attached import swapped
@@ -44,15 +45,11 @@ class Observed:
     total: Tensor
 
 
-class ImportanceProbe(AttentionMethod):
-    """Full attention that notes its `Observed` when the loss of a single text is propagated back through it."""
-
-    def __init__(self, shape: LayerShape, window: int, sinks: int) -> None:
-        super().__init__(shape, window, sinks)
-        self.observed: Observed | None = None
+class LossProbe(AttentionMethod):
+    """Full attention whose `note` is given the changes of the loss when that is propagated back through it."""
 
     def route(self, h: Tensor, sequence: Sequence) -> Selection:
-        self.hidden = h[0].detach().to(torch.bfloat16)
+        self.hidden = h.detach()
         return Selection()
 
     def attend(
@@ -74,25 +71,49 @@ class ImportanceProbe(AttentionMethod):
         )  # fmt: skip
         q, k, v = (x.detach().float() for x in (q, k, v))
 
-        def note(gradient: Tensor) -> None:
-            found = []
+        def changes(gradient: Tensor) -> Iterator[Changes]:
             for rows in row_blocks(q.shape[2], ROWS):
-                of_pairs = importance(
+                p, loss = changes_of_loss(
                     q[:, :, rows], k[:, :, : rows.stop], v[:, :, : rows.stop], gradient[:, :, rows].float(),
                     permitted(sequence, rows, rows.stop), scaling, softcap, sink_logits,
                 )  # fmt: skip
-                distant = ~always_visible(sequence, rows, rows.stop, self.window, self.sinks)
-                found.append(strongest((of_pairs * distant[:, None])[0], min(KEPT, q.shape[2])))
-            parts = zip(*found, strict=True)
-            keys, share, total = (torch.cat(part, 1).transpose(0, 1).contiguous().cpu() for part in parts)
-            self.observed = Observed(self.hidden.cpu(), k[0].transpose(0, 1).bfloat16().cpu(), keys, share, total)
+                distant = ~always_visible(sequence, rows, rows.stop, self.window, self.sinks)[0]
+                yield Changes(rows, p[0] * distant, loss[0] * distant)
 
         if output.requires_grad:
-            output.register_hook(note)
+            output.register_hook(lambda gradient: self.note(k[0], changes(gradient)))
         return output
 
+    def note(self, k: Tensor, changes: Iterator[Changes]) -> None:
+        """Of keys `[G, T, D]` and the distant pairs' changes, some queries at a time."""
+        raise NotImplementedError
 
-def importance(
+
+@dataclass
+class Changes:
+    """Of the queries `rows` of a text: attention on distant pairs, and the change of the loss [nats] if each were
+    removed, both `[G, H / G, t, S]`, by key/value head and the query heads that read it."""
+
+    rows: slice
+    attention: Tensor
+    loss: Tensor
+
+
+class ImportanceProbe(LossProbe):
+    """Notes its `Observed`."""
+
+    observed: Observed
+
+    def note(self, k: Tensor, changes: Iterator[Changes]) -> None:
+        length = k.shape[1]
+        found = [strongest(part.loss.square().sum(1), min(KEPT, length)) for part in changes]
+        parts = zip(*found, strict=True)
+        keys, share, total = (torch.cat(part, 1).transpose(0, 1).contiguous().cpu() for part in parts)
+        hidden = self.hidden[0].to(torch.bfloat16).cpu()
+        self.observed = Observed(hidden, k.transpose(0, 1).bfloat16().cpu(), keys, share, total)
+
+
+def changes_of_loss(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -101,8 +122,9 @@ def importance(
     scaling: float,
     softcap: float | None = None,
     sink_logits: Tensor | None = None,
-) -> Tensor:
-    """(P_ij (v_j - o_i) . dL/do_i)^2 summed over the query heads of a key/value head `[B, G, t, S]`, in [nats^2].
+) -> tuple[Tensor, Tensor]:
+    """Attention P_ij, and the first-order change of the loss without the pair, P_ij (o_i - v_j) . dL/do_i, both
+    `[B, G, H / G, t, S]`.
 
     q, gradient: `[B, H, t, D]`; k, v: `[B, G, S, D]`; seen: `[B, t, S]`, what a query sees of the keys.
     """
@@ -110,8 +132,9 @@ def importance(
     p = weights(s.masked_fill(~seen[:, None], float("-inf")), sink_logits)
     values = v.repeat_interleave(q.shape[1] // v.shape[1], dim=1)
     output = p @ values
-    change = p * (gradient @ values.transpose(-1, -2) - (gradient * output).sum(-1, keepdim=True))
-    return change.square().unflatten(1, (v.shape[1], -1)).sum(2)
+    change = p * ((gradient * output).sum(-1, keepdim=True) - gradient @ values.transpose(-1, -2))
+    groups = (v.shape[1], -1)
+    return p.unflatten(1, groups), change.unflatten(1, groups)
 
 
 def strongest(pairs: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -124,9 +147,18 @@ def strongest(pairs: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor]:
     return keys.int(), (values / total.clamp(min=torch.finfo(total.dtype).tiny)[..., None]).half(), total
 
 
+def propagate(model: PreTrainedModel, probes: Mapping[int, LossProbe], block: Tensor, precision: Precision) -> None:
+    """One pass of the text `block` `[T]` forward and back, with `probes` in their layers; no weight gets a gradient."""
+    with swapped(model, dict(probes)), precision.context(), torch.enable_grad():
+        embedded = model.get_input_embeddings()(block[None].to(model.device)).detach().requires_grad_(True)
+        logits = model(inputs_embeds=embedded, use_cache=False).logits[0, :-1]
+        loss = F.cross_entropy(logits.float(), block[1:].to(logits.device), reduction="sum")
+        torch.autograd.grad(loss, embedded)
+
+
 def observe(
     model: PreTrainedModel,
-    methods: dict[int, AttentionMethod],
+    methods: Mapping[int, AttentionMethod],
     blocks: list[Tensor],
     precision: Precision,
     folder: Path,
@@ -137,11 +169,7 @@ def observe(
     todo = [(path, block) for path, block in zip(paths, blocks, strict=True) if not path.exists()]
     for path, block in tqdm(todo, desc="reading what pairs are worth", unit="block", leave=False, disable=None):
         probes = {i: ImportanceProbe(m.shape, m.window, m.sinks) for i, m in methods.items()}
-        with swapped(model, dict(probes)), precision.context(), torch.enable_grad():
-            embedded = model.get_input_embeddings()(block[None].to(model.device)).detach().requires_grad_(True)
-            logits = model(inputs_embeds=embedded, use_cache=False).logits[0, :-1]
-            loss = F.cross_entropy(logits.float(), block[1:].to(logits.device), reduction="sum")
-            torch.autograd.grad(loss, embedded)  # the hooks note; no weight gets a gradient
+        propagate(model, probes, block, precision)
         tensors = {
             f"{index}.{item.name}": getattr(probe.observed, item.name)
             for index, probe in probes.items()
