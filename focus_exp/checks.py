@@ -9,7 +9,7 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 
 from focus_exp.assets import adapter_folder
-from focus_exp.attention.options import check, instead
+from focus_exp.attention.options import FitOptions, check, instead
 from focus_exp.config import GROUPS, Config, PhaseConfig
 from focus_exp.config_attention import AttentionConfig, FocusConfig, schema_of
 from focus_exp.errors import UserError, not_installed
@@ -105,12 +105,12 @@ def validate_attention(config: Config) -> None:
             "set it to 0, or use attention.gate=log"
         )
 
-    dual = config.dual
-    if dual and 0 < dual.fit_blocks <= dual.fit_held_out:
+    if isinstance(attention, FitOptions) and 0 < attention.fit_blocks <= attention.fit_held_out:
         raise UserError(
-            f"attention.fit_blocks={dual.fit_blocks} leaves no text to fit to beside "
-            f"attention.fit_held_out={dual.fit_held_out} blocks; give more blocks, or hold out fewer"
+            f"attention.fit_blocks={attention.fit_blocks} leaves no text to fit to beside "
+            f"attention.fit_held_out={attention.fit_held_out} blocks; give more blocks, or hold out fewer"
         )
+    dual = config.dual
     if dual and dual.pairs is not None and (dual.budget is not None or not dual.fit_blocks):
         other = "attention.budget, which is a budget already" if dual.budget else "attention.fit_blocks=0"
         raise UserError(f"attention.pairs={dual.pairs} does not go with {other}; leave one of them out")

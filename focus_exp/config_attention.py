@@ -54,7 +54,8 @@ def schema_of(method: str) -> type[AttentionConfig]:
         found = find(method)
     except ValueError as error:
         raise UserError(str(error)) from error
-    return make_dataclass(f"{found.__name__}Config", [], bases=(found.options, AttentionConfig))
+    bases = (found.options, *filter(None, [found.fitting]), AttentionConfig)
+    return make_dataclass(f"{found.__name__}Config", [], bases=bases)
 
 
 def attention_of(values: Any) -> Any:

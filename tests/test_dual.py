@@ -8,8 +8,9 @@ from conftest import FAMILIES
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from problems import random_sequence
+from running import fitting, only_run, run, tiny
 from test_architectures import KEPT
-from tiny_architectures import tiny_model as tiny
+from tiny_architectures import tiny_model as tiny_architecture
 from torch import Tensor
 
 from focus_exp import UserError, attach, detach, freeze, load_adapter, save_adapter, set_routing
@@ -19,6 +20,10 @@ from focus_exp.attention.reference import reference_attention
 from focus_exp.attention.selection import Sequence, always_visible, permitted
 from focus_exp.models.attached import observed, set_budget
 from focus_exp.models.modules import attached_methods
+from focus_exp.records.record import Record
+from focus_exp.speed.layer import Layer
+from focus_exp.speed.methods import method_rows
+from focus_exp.speed.workload import Shape
 
 WIDTH, SIZE = 12, 8
 TOKENS = torch.arange(80).view(2, 40) * 7 % 256
@@ -278,7 +283,7 @@ def test_training_through_the_model_lowers_its_loss(tiny_model):
 
 @pytest.mark.parametrize("name", KEPT)
 def test_heads_with_groups_of_their_own_are_the_models_key_value_heads(monkeypatch, name):
-    model, found = tiny(name), []
+    model, found = tiny_architecture(name), []
 
     def note(self, q, k, v, selection, sequence, **options):
         found.append((self.heads, k.shape[1]))
@@ -292,3 +297,31 @@ def test_heads_with_groups_of_their_own_are_the_models_key_value_heads(monkeypat
     set_routing(model, hard=True)
     logits_of(model)
     assert found and all(heads == of_keys for heads, of_keys in found)
+
+
+def test_an_adapter_is_measured_at_any_number_of_groups_and_named_by_its_method(tmp_path):
+    chosen = fitting(*tiny(tmp_path), "attention=focus_dual", "regime=none", "attention.fit_blocks=0")
+    groups = ["attention.groups=6", "attention.top_k=2"]
+    assert run(*chosen, *groups).code == 0
+    adapter = only_run(tmp_path) / "adapter"
+    evaluated = [part for part in chosen if not part.startswith("regime")]
+    for reads in (2, 6):
+        result = run(*evaluated, "attention.groups=6", f"attention.top_k={reads}", "job=evaluate", f"adapter={adapter}")
+        assert result.code == 0, result.err
+    assert run(*fitting(*tiny(tmp_path)), "job=evaluate", f"adapter={adapter}").code == 0
+    records = [Record.load(path) for path in tmp_path.rglob("record.json")]
+    rows = {
+        (r.setting("attention", "name"), r.setting("attention", "top_k"), r.config["job"]): r.rows[1] for r in records
+    }
+    assert set(rows) == {("focus_dual", 2, "train"), ("focus_dual", 2, "evaluate"), ("focus_dual", 6, "evaluate")}
+    trained, again, whole = (rows["focus_dual", k, job] for k, job in ((2, "train"), (2, "evaluate"), (6, "evaluate")))
+    assert trained.nll == again.nll and 1 / 6 <= trained.largest_group <= 1
+    assert whole.distant_pairs_kept == 1 and whole.nll == pytest.approx(records[0].rows[0].nll)
+
+
+def test_a_layer_is_timed_beside_full_attention():
+    layer = Layer(
+        Shape(WIDTH, 6, 3, SIZE), window=8, sinks=2, dtype=torch.float32, device=torch.device("cpu"), repeats=1
+    )
+    (row,) = method_rows(layer, 64, {"focus_dual": ("focus_dual", {"groups": 4, "top_k": 2})})
+    assert row.error is None and row.path == "cpu-flash" and row.seconds

@@ -10,13 +10,13 @@ from omegaconf import OmegaConf
 from running import fitting, record_of, run, tiny
 
 from focus_exp import UserError, attach, load_adapter, save_adapter
-from focus_exp.attention.focus_options import FocusOptions, RouterTraining
+from focus_exp.attention.focus_options import FocusOptions
 from focus_exp.attention.method import BACKENDS
 from focus_exp.attention.options import check
 from focus_exp.attention.registry import METHODS, find
 from focus_exp.config_attention import AttentionConfig, schema_of
 
-OPTIONS = [*(method.options for method in METHODS.values()), RouterTraining]
+OPTIONS = [*(kind for method in METHODS.values() for kind in (method.options, method.fitting) if kind)]
 
 PYTHON = '''
 from dataclasses import dataclass
@@ -130,8 +130,8 @@ def test_the_backends_of_the_configuration_are_those_there_are():
 def test_the_schema_of_a_method_has_its_options_and_what_all_have(name):
     schema = schema_of(name)
     names = {item.name for item in fields(schema)}
-    own = {item.name for item in fields(find(name).options)} | {item.name for item in fields(AttentionConfig)}
-    assert names == own | ({item.name for item in fields(RouterTraining)} if name == "focus" else set())
+    parts = [find(name).options, find(name).fitting, AttentionConfig]
+    assert names == {item.name for part in parts if part for item in fields(part)}
     assert OmegaConf.structured(schema).window == 128
 
 

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from focus_exp.attention.dual_options import FULL, WINDOW, FocusDualOptions
+from focus_exp.attention.dual_options import FULL, WINDOW, EncoderTraining, FocusDualOptions
 from focus_exp.attention.method import AttentionMethod, LayerShape
 from focus_exp.attention.routing import OwnPrecision, cast, own_precision
 from focus_exp.attention.selection import PairCounts, Selection, Sequence, top_k_groups
@@ -43,6 +43,8 @@ class FocusDual(OwnPrecision, AttentionMethod, name="focus_dual", options=FocusD
     `budget` `[n]` is the layer's own number of groups that a query of each head reads, in place of `top_k`. Where it is
     none or all for all heads there is nothing to train: the layer has its window alone, or the base's own attention.
     """
+
+    fitting = EncoderTraining
 
     def __init__(self, shape: LayerShape, options: FocusDualOptions) -> None:
         super().__init__(shape, options.window, options.sinks)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from focus_exp.attention.options import NearOptions, Options, fits, option
+from focus_exp.attention.options import FitOptions, NearOptions, fits, option
 
 FULL, WINDOW = "full", "window"
 
@@ -41,12 +41,7 @@ class FocusDualOptions(NearOptions):
 
 
 @dataclass
-class EncoderTraining(Options):
-    """How the encoders are fitted before any phase trains them; the method itself takes none of it."""
-
-    fit_blocks: int = option(16, "blocks of text whose pairs the encoders are fitted to first; 0: none", least=0)
-    fit_held_out: int = option(4, "of those, blocks on which the fit is measured and the budget decided", least=1)
-    fit_steps: int = option(300, "steps of a layer's fit", least=4)
+class EncoderTraining(FitOptions):
     pairs: float | None = option(
         None, "share of the distant pairs for which layers and heads get their budgets; null: top_k for all",
         least=0, most=1,

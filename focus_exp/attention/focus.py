@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from focus_exp.attention.blocked import blocked_attention
-from focus_exp.attention.focus_options import FocusOptions
+from focus_exp.attention.focus_options import FocusOptions, RouterTraining
 from focus_exp.attention.method import AttentionMethod, LayerShape
 from focus_exp.attention.mitigations import balance_loss, entropy_loss
 from focus_exp.attention.recompute import Forwards, in_backward
@@ -33,6 +33,8 @@ class Focus(AttentionMethod, name="focus", options=FocusOptions):
     `together` is set where several processes train: it gives the batches, of those computed at the same time, whose
     parts the processes hold, from this one's part, and which of them is this one's. All are balanced in their order.
     """
+
+    fitting = RouterTraining
 
     def __init__(self, shape: LayerShape, options: FocusOptions) -> None:
         super().__init__(shape, options.window, options.sinks)

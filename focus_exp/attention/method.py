@@ -61,6 +61,7 @@ class AttentionMethod(nn.Module):
 
     causal: ClassVar[bool] = True
     options: ClassVar[type[Options]] = Options
+    fitting: ClassVar[type[Options] | None] = None  # options of attention.* beside its own: how it is fitted
 
     def __init_subclass__(cls, *, name: str | None = None, options: type[Options] | None = None) -> None:
         super().__init_subclass__()

@@ -64,6 +64,15 @@ class NearOptions(Options):
 
 
 @dataclass
+class FitOptions(Options):
+    """How a method is fitted to the base model before any phase trains it; the method itself takes none of it."""
+
+    fit_blocks: int = option(16, "blocks of text whose pairs it is fitted to first; 0: none", least=0)
+    fit_held_out: int = option(4, "of those, blocks on which the fit is measured, and a budget decided", least=1)
+    fit_steps: int = option(300, "steps of a layer's fit", least=4)
+
+
+@dataclass
 class GroupOptions(NearOptions):
     """Of the methods that keep the distant pairs inside groups of tokens."""
 

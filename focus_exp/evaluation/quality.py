@@ -87,6 +87,8 @@ class Quality:
         if self.config.has_router:
             self.measure_focus()
         elif attention.method != "full":
+            if self.config.dual:  # an adapter may be measured at another number of groups
+                set_routing(self.model, hard=True, top_k=self.config.dual.top_k)
             self.add(Row(name=attention.name, kind="control", method=attention.method, causal=is_causal(self.model)))
 
     def full_attention(self) -> AbstractContextManager[Any]:
@@ -218,7 +220,7 @@ class Quality:
         if row.window is not None and self.distant_share:
             # distant means the same for every row: beyond the configured window
             row.distant_pairs_kept = 1 - row.pairs_removed / self.distant_share
-        if scores.pairs and row.top_k is not None and row.method == "focus":
+        if scores.pairs and row.method in ("focus", "focus_dual"):
             row.largest_group = max((max(shares) for shares in scores.pairs.groups), default=None)
 
 

@@ -18,10 +18,14 @@ from focus_exp.models.adapter import read_description
 def with_adapter(config: Config) -> Config:
     """The configuration with the adapter's own method in place of attention.*, and nothing to train."""
     description = read_description(str(config.adapter))
-    chosen = {"name": config.attention.name, "method": description["method"], "backend": config.attention.backend}
+    method = description["method"]
+    name = config.attention.name if config.attention.method == method else method
+    chosen = {"name": name, "method": method, "backend": config.attention.backend}
     try:
-        if config.has_router and issubclass(schema_of(description["method"]), FocusConfig):
+        if config.has_router and issubclass(schema_of(method), FocusConfig):
             chosen |= {"top_k": config.focus.top_k, "pair_rule": config.focus.pair_rule}
+        if config.dual and method == "focus_dual":
+            chosen["top_k"] = config.dual.top_k
         attention: Any = OmegaConf.to_object(attention_of(description["options"] | chosen))
         merged = replace(config, attention=attention, regime=RegimeConfig(name="none"))
         validate(merged)

@@ -24,6 +24,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from focus_exp.assets import cache_root
 from focus_exp.attention.focus_options import FocusOptions
+from focus_exp.attention.options import FitOptions
 from focus_exp.config import Config, phases_of, to_dict
 from focus_exp.config_attention import method_options
 from focus_exp.data import Blocks, Corpus, bos_of, load_corpus
@@ -48,6 +49,7 @@ from focus_exp.storage import aside
 from focus_exp.training.checkpoints import checkpoint_of, mend
 from focus_exp.training.dual_fit import fit_dual, rebalance
 from focus_exp.training.exchange import agreed, alone, in_turns, is_main
+from focus_exp.training.indexer_fit import fit_indexers
 from focus_exp.training.module import NonFiniteError
 from focus_exp.training.precision import Precision, choose_precision
 from focus_exp.training.probe import PROBES, probe_tokens
@@ -177,6 +179,9 @@ def fit(run: Run, model: PreTrainedModel, blocks: Blocks, precision: Precision, 
         sample = sample_blocks(blocks, config.dual.fit_blocks, config.seed + 1)
         record.fits = fit_dual(model, sample, config.dual, precision, cache_root(config.cache_dir), config.seed)
         print_fit(record.fits)
+    elif isinstance(config.attention, FitOptions) and config.attention.fit_blocks:
+        sample = sample_blocks(blocks, config.attention.fit_blocks, config.seed + 1)
+        fit_indexers(model, sample, config.attention, precision, cache_root(config.cache_dir), config.seed)
     balancing = sample_blocks(blocks, config.focus.calibration_blocks, config.seed + 2) if routed else []
 
     def measure(phase: str) -> None:

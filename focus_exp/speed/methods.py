@@ -55,7 +55,7 @@ def method_rows(layer: Layer, length: int, methods: Methods) -> Iterator[MethodS
 def layer_of(layer: Layer, method: str, options: dict[str, Any]) -> AttentionMethod:
     """A layer of the method, on the sparse path where it has one."""
     shape = layer.shape
-    found = build(method, LayerShape(shape.width, shape.heads, shape.head_dim, 0), **options)
+    found = build(method, LayerShape(shape.width, shape.heads, shape.head_dim, 0, shape.kv_heads), **options)
     found.backend, found.sparse_from = layer.backend, 0
     return found.to(layer.device).eval()
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from focus_exp.attention.baselines.blocks import QueryBlock, query_blocks, refuse_sink_logits
 from focus_exp.attention.method import AttentionMethod, LayerShape
-from focus_exp.attention.options import NearOptions, option
+from focus_exp.attention.options import FitOptions, NearOptions, option
 from focus_exp.attention.routing import OwnPrecision, cast, own_precision
 from focus_exp.attention.selection import PairCounts, Selection, Sequence, always_visible, real_pairs, row_blocks
 
@@ -59,16 +59,10 @@ class TopTokens(AttentionMethod):
                 with torch.no_grad():
                     visible = always_visible(sequence, block.rows, block.rows.stop, self.window, self.sinks)
                     distant = block.seen & ~visible[:, None, None]
-                    kept = (block.seen & ~distant) | self.best(self.importance(block, scores, selection), distant)
+                    wanted = self.number(distant.sum(-1, keepdim=True))
+                    kept = (block.seen & ~distant) | best(self.importance(block, scores, selection), distant, wanted)
                 outputs.append(block.weigh(scores.masked_fill(~kept, float("-inf")), dropout))
         return torch.cat(outputs, dim=3).flatten(1, 2).to(v.dtype)
-
-    def best(self, importance: Tensor, distant: Tensor) -> Tensor:
-        """Which pairs are kept of the distant ones, bool as both are."""
-        wanted = self.number(distant.sum(-1, keepdim=True))
-        order = importance.masked_fill(~distant, float("-inf")).topk(int(wanted.max()), dim=-1).indices
-        chosen = torch.arange(order.shape[-1], device=order.device) < wanted
-        return torch.zeros_like(importance, dtype=torch.bool).scatter_(-1, order, chosen.expand_as(order))
 
     def number(self, distant: Tensor) -> Tensor:
         """How many tokens a query keeps that has so many `distant` ones before it."""
@@ -82,6 +76,13 @@ class TopTokens(AttentionMethod):
             far = (seen & ~always_visible(sequence, rows, rows.stop, self.window, self.sinks)).sum(-1)
             counts += torch.stack([seen.sum(), far.sum(), self.number(far).sum()])
         return PairCounts(*counts.tolist())
+
+
+def best(importance: Tensor, distant: Tensor, wanted: Tensor) -> Tensor:
+    """Which of the distant pairs `[..., t, S]` are kept, where each query wants so many, `[..., t, 1]`; bool."""
+    order = importance.masked_fill(~distant, float("-inf")).topk(int(wanted.max()), dim=-1).indices
+    chosen = torch.arange(order.shape[-1], device=order.device) < wanted
+    return torch.zeros_like(importance, dtype=torch.bool).scatter_(-1, order, chosen.expand_as(order))
 
 
 class BestTokens(TopTokens, name="best_tokens", options=TopTokensOptions):
@@ -116,6 +117,8 @@ class TokenIndexer(OwnPrecision, TopTokens, name="token_indexer", options=TokenI
     indexer of DeepSeek-V3.2 (arXiv 2512.02556) with one head, which has no gate then, and without its rotation.
     """
 
+    fitting = FitOptions
+
     def __init__(self, shape: LayerShape, options: TokenIndexerOptions) -> None:
         super().__init__(shape, options)
         self.query_projection = nn.Parameter(torch.randn(shape.width, options.size) * shape.width**-0.5)
@@ -126,13 +129,15 @@ class TokenIndexer(OwnPrecision, TopTokens, name="token_indexer", options=TokenI
         self.register_buffer("scale", torch.ones(shape.width))
 
     def route(self, h: Tensor, sequence: Sequence) -> Selection:
+        both = torch.cat([self.query_projection, self.key_projection], 1)
         with own_precision(h):
-            parts = [(part - self.mean) / self.scale for part in cast(h, self.mean.dtype)]
-            queries, keys = (
-                torch.cat([part @ projection for part in parts], 1)
-                for projection in (self.query_projection, self.key_projection)
-            )
+            found = torch.cat([(part - self.mean) / self.scale @ both for part in cast(h, self.mean.dtype)], 1)
+        queries, keys = found.chunk(2, -1)
         return Indexed(queries=queries, keys=keys)
+
+    def scores(self, queries: Tensor, keys: Tensor) -> Tensor:
+        """`[t, S]`, by which tokens are found, of standardised hidden states `[t, E]` and `[S, E]`."""
+        return (queries @ self.query_projection) @ (keys @ self.key_projection).T
 
     def importance(self, block: QueryBlock, scores: Tensor, selection: Selection) -> Tensor:
         assert isinstance(selection, Indexed) and selection.queries is not None and selection.keys is not None

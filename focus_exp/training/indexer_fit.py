@@ -1,0 +1,127 @@
+"""Fit the token indexer of each layer to what its pairs are worth, from the same observations as `focus_dual`."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from tqdm import tqdm
+from transformers import PreTrainedModel
+
+from focus_exp.attention.baselines.top_tokens import TokenIndexer, best
+from focus_exp.attention.options import FitOptions
+from focus_exp.attention.selection import Sequence, always_visible, causal
+from focus_exp.models.load import fingerprint
+from focus_exp.models.modules import attached_methods
+from focus_exp.storage import aside, clear_aside, held, remove
+from focus_exp.training.encoder_fit import HEAVIEST, adam, update
+from focus_exp.training.importance import Observed, observe, read
+from focus_exp.training.precision import Precision
+
+FORMAT = 1  # raise it when the same inputs give another fit
+SHARES = (0.05, 0.1, 0.2, 0.3)  # of the distant pairs, at which a fit is measured
+QUERIES = 512  # of a step
+RATE = 0.005
+
+
+def fit_indexers(
+    model: PreTrainedModel, blocks: list[Tensor], options: FitOptions, precision: Precision, cache: Path, seed: int
+) -> None:
+    """Fit the indexers of all layers to `blocks`, each `[T]` token ids, the last `fit_held_out` of which only measure.
+
+    It is kept in `cache` by all that decides it; an interrupted one goes on at the block or the layer where it stopped.
+    """
+    methods = {layer: m for layer, m in attached_methods(model).items() if isinstance(m, TokenIndexer)}
+    folder = cache / "fits" / identity(model, methods, blocks, options, seed)
+    paths = {layer: folder / f"layer-{layer:03d}.safetensors" for layer in methods}
+    with held(folder / "lock", str(folder), wait=True):
+        clear_aside(folder)
+        if todo := [layer for layer, path in paths.items() if not path.exists()]:
+            observed = observe(model, dict(methods), blocks, precision, folder / "observed")
+            for layer in tqdm(todo, desc="fitting indexers", unit="layer", leave=False, disable=None):
+                texts, generator = read(observed, layer), torch.Generator().manual_seed(seed + layer)
+                fit_indexer(methods[layer], texts[: -options.fit_held_out], options.fit_steps, generator)
+                sums = measured(methods[layer], texts[-options.fit_held_out :])
+                with aside(paths[layer]) as new:
+                    save_file(methods[layer].state_dict() | {"measured": sums}, new)
+            remove(folder / "observed")
+    sums = torch.zeros(len(SHARES), 3, dtype=torch.float64)
+    for layer, path in paths.items():
+        tensors = load_file(path)
+        sums += tensors.pop("measured")
+        methods[layer].load_state_dict(tensors)
+    print("indexers fitted; of what the distant pairs of held-out text are worth they keep")
+    for share, (worth, kept, most) in zip(SHARES, sums.tolist(), strict=True):
+        print(f"  {kept / worth:.1%} with {share:.0%} of the pairs ({most / worth:.1%} with the best ones)")
+
+
+def identity(
+    model: PreTrainedModel, methods: dict[int, TokenIndexer], blocks: list[Tensor], options: FitOptions, seed: int
+) -> str:
+    """Sixteen hex digits of all that decides a fit."""
+    shapes = {layer: [method.window, method.sinks, *method.key_projection.shape] for layer, method in methods.items()}
+    fit = [options.fit_held_out, options.fit_steps, seed]
+    text = hashlib.sha256(torch.stack(blocks).cpu().numpy().tobytes()).hexdigest()
+    key = json.dumps(["indexer", FORMAT, fingerprint(model), text, shapes, fit])
+    return hashlib.sha256(key.encode()).hexdigest()[:16]
+
+
+def fit_indexer(method: TokenIndexer, observed: list[Observed], steps: int, generator: torch.Generator) -> None:
+    """Lower the cross-entropy of the softmax of a query's scores over its distant tokens to where their worth lies."""
+    hidden = torch.cat([x.hidden for x in observed]).float()
+    with torch.no_grad():
+        method.mean.copy_(hidden.mean(0))
+        method.scale.copy_(hidden.std(0) + 1e-4)
+    tokens = [tokens_of(x, method) for x in observed]
+    worths = [worth_of(x).to(method.mean.device) for x in observed]
+    mean = torch.stack([worth.sum() for worth in worths]).sum() / sum(map(len, worths))
+    parameters = list(method.parameters())
+    optimizer, schedule = adam(parameters, RATE, steps)
+    with torch.enable_grad():
+        for _ in range(steps):
+            text = int(torch.randint(len(tokens), (), generator=generator))
+            x, worth = tokens[text], worths[text]
+            rows = torch.randperm(len(x), generator=generator)[:QUERIES].to(x.device)
+            scores = method.scores(x[rows], x)
+            log_p = scores.masked_fill(~distant(method, len(x), x.device)[rows], -1e9).log_softmax(-1)
+            total = worth[rows].sum(-1, keepdim=True)
+            weight = (total / mean.clamp(min=1e-30)).clamp(max=HEAVIEST)
+            share = worth[rows] / total.clamp(min=1e-30)
+            update(optimizer, schedule, -(weight * share * log_p).sum() / weight.sum().clamp(min=1e-6))
+
+
+@torch.no_grad()
+def measured(method: TokenIndexer, observed: list[Observed]) -> Tensor:
+    """`[SHARES, 3]` over texts that it has not seen: what their distant pairs are worth, what those are worth that it
+    keeps where each query has that share of them, and what the best ones are."""
+    sums = torch.zeros(len(SHARES), 3, dtype=torch.float64)
+    for text in observed:
+        x, worth = tokens_of(text, method), worth_of(text).to(method.mean.device)
+        far, scores = distant(method, len(x), x.device), method.scores(x, x)
+        for place, share in enumerate(SHARES):
+            wanted = (far.sum(-1, keepdim=True) * share).long()
+            found = [worth, worth * best(scores, far, wanted), worth * best(worth, far, wanted)]
+            sums[place] += torch.stack([part.sum(dtype=torch.float64) for part in found]).cpu()
+    return sums
+
+
+def tokens_of(observed: Observed, method: TokenIndexer) -> Tensor:
+    """`[T, E]` standardised."""
+    return (observed.hidden.float().to(method.mean.device) - method.mean) / method.scale
+
+
+def worth_of(observed: Observed) -> Tensor:
+    """`[T, T]`, the importance of each pair in all heads."""
+    worth = (observed.share.float() * observed.total[..., None]).flatten(1)
+    return torch.zeros(len(worth), len(worth)).scatter_add_(1, observed.keys.flatten(1).long(), worth)
+
+
+def distant(method: TokenIndexer, length: int, device: torch.device) -> Tensor:
+    """`[T, T]` bool, the pairs that it chooses from."""
+    every = slice(0, length)
+    visible = always_visible(Sequence.plain(1, length, device), every, length, method.window, method.sinks)[0]
+    return causal(every, length, device) & ~visible
