@@ -43,11 +43,11 @@ from focus_exp.models.load import LoadedModel, fingerprint, load_model, whole
 from focus_exp.models.lora import add_lora, describe_lora, router_parameters, save_lora
 from focus_exp.models.modules import attached_methods
 from focus_exp.records.metrics import read_metrics
-from focus_exp.records.rows import FitRow, ProbeRow
+from focus_exp.records.rows import ProbeRow
 from focus_exp.speed.timing import device_name
 from focus_exp.storage import aside
 from focus_exp.training.checkpoints import checkpoint_of, mend
-from focus_exp.training.dual_fit import fit_dual, rebalance
+from focus_exp.training.dual_fit import fit_dual, rebalance, table_of
 from focus_exp.training.exchange import agreed, alone, in_turns, is_main
 from focus_exp.training.indexer_fit import fit_indexers
 from focus_exp.training.module import NonFiniteError
@@ -170,19 +170,9 @@ def fit(run: Run, model: PreTrainedModel, blocks: Blocks, precision: Precision, 
         for sentence in mend(run.folder / CHECKPOINTS):
             run.warn(sentence)
     begun = agreed(any(checkpoint_of(run.folder / CHECKPOINTS, name).exists() for name, _ in phases[:1]))
-    fitting = sample_blocks(blocks, config.focus.warm_start_blocks, config.seed + 1) if routed and phases else []
-    if fitting and not begun:
-        began = time.perf_counter()
-        alone(model, lambda: warm_start(model, fitting, config.focus.warm_start_steps, precision, config.seed))
-        print(f"routers fitted to the attention in {len(fitting)} blocks ({time.perf_counter() - began:.0f} s)")
-    if config.dual and config.dual.fit_blocks:
-        sample = sample_blocks(blocks, config.dual.fit_blocks, config.seed + 1)
-        record.fits = fit_dual(model, sample, config.dual, precision, cache_root(config.cache_dir), config.seed)
-        print_fit(record.fits)
-    elif isinstance(config.attention, FitOptions) and config.attention.fit_blocks:
-        sample = sample_blocks(blocks, config.attention.fit_blocks, config.seed + 1)
-        fit_indexers(model, sample, config.attention, precision, cache_root(config.cache_dir), config.seed)
+    fitting = fit_first(run, model, blocks, precision, begun)
     balancing = sample_blocks(blocks, config.focus.calibration_blocks, config.seed + 2) if routed else []
+    moved = sample_blocks(blocks, config.dual.fit_blocks, config.seed + 2) if config.dual and phases else []
 
     def measure(phase: str) -> None:
         assert quality is not None
@@ -212,15 +202,14 @@ def fit(run: Run, model: PreTrainedModel, blocks: Blocks, precision: Precision, 
             "Lower regime.phases.*.learning_rate or trainer.gradient_clip"
         ) from error
     record.steps = trained.steps
-    record.tokens_seen = trained.tokens + sum(tokens.numel() for tokens in (*fitting, *balancing))
+    record.tokens_seen = trained.tokens + sum(tokens.numel() for tokens in (*fitting, *balancing, *moved))
     record.probes = [ProbeRow(**line) for line in read_metrics(run.folder / PROBES)]
     record.method = {
         "name": config.attention.name,
         "causal": is_causal(model),
         "trainable_parameters": trained_parameters(model, config),
     }
-    if config.dual and config.dual.fit_blocks and phases:
-        moved = sample_blocks(blocks, config.dual.fit_blocks, config.seed + 2)
+    if moved:
         alone(model, lambda: rebalance(model, moved, precision))
     if routed:
         alone(model, lambda: calibrate(model, balancing, precision))
@@ -236,12 +225,26 @@ def fit(run: Run, model: PreTrainedModel, blocks: Blocks, precision: Precision, 
     model.eval()
 
 
-def print_fit(fits: list[FitRow]) -> None:
-    """By layer, what the encoders keep of held-out text."""
-    print("layer  groups read    distant pairs  change of the loss  at best in as many groups")
-    for fit in fits:
-        reads = ",".join(map(str, fit.reads))
-        print(f"{fit.layer:>5}  {reads:<13}  {fit.pairs:>13.1%}  {fit.lost:>18.1%}  {fit.least:>10.1%}")
+def fit_first(run: Run, model: PreTrainedModel, blocks: Blocks, precision: Precision, begun: bool) -> list[Tensor]:
+    """Fit what is attached to the frozen base before any phase; the blocks of text that this took."""
+    config, cache = run.config, cache_root(run.config.cache_dir)
+    attention, seed = config.attention, config.seed
+    if config.has_router and phases_of(config) and config.focus.warm_start_blocks:
+        sample = sample_blocks(blocks, config.focus.warm_start_blocks, seed + 1)
+        if not begun:
+            began = time.perf_counter()
+            alone(model, lambda: warm_start(model, sample, config.focus.warm_start_steps, precision, seed))
+            print(f"routers fitted to the attention in {len(sample)} blocks ({time.perf_counter() - began:.0f} s)")
+        return sample
+    if not isinstance(attention, FitOptions) or not attention.fit_blocks:
+        return []
+    sample = sample_blocks(blocks, attention.fit_blocks, seed + 1)
+    if config.dual:
+        run.record.fits = fit_dual(model, sample, config.dual, precision, cache, seed)
+        print(table_of(run.record.fits))
+    else:
+        fit_indexers(model, sample, attention, precision, cache, seed)
+    return sample
 
 
 def trained_parameters(model: PreTrainedModel, config: Config) -> int:

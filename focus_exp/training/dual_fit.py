@@ -129,3 +129,12 @@ def row(layer: int, found: Curves, reads: list[int]) -> FitRow:
         least=least / importance,
         importance=importance,
     )
+
+
+def table_of(fits: list[FitRow]) -> str:
+    """By layer, what the encoders keep of held-out text."""
+    lines = ["layer  groups read    distant pairs  change of the loss  at best in as many groups"]
+    for fit in fits:
+        reads = ",".join(map(str, fit.reads))
+        lines.append(f"{fit.layer:>5}  {reads:<13}  {fit.pairs:>13.1%}  {fit.lost:>18.1%}  {fit.least:>10.1%}")
+    return "\n".join(lines)
