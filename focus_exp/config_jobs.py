@@ -103,6 +103,9 @@ class ScaleConfig:
     warm_start_blocks: int = 12
     warm_start_steps: int = 100
     calibration_blocks: int = 8
+    fit_blocks: int = 20
+    fit_held_out: int = 4
+    fit_steps: int = 240
     train_tokens: int | None = None
     test_tokens: int | None = None
     windows: int | None = None

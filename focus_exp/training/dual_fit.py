@@ -38,8 +38,8 @@ NOT_FITTED = ("name", "method", "backend", "top_k", "budget", "pairs", "gate_ste
 
 
 def duals_of(model: PreTrainedModel) -> dict[int, FocusDual]:
-    """The methods with two encoders to fit, by layer."""
-    return {i: m for i, m in attached_methods(model).items() if isinstance(m, FocusDual) and m.routes}
+    """The methods with two encoders to fit, by layer: where a budget has left them."""
+    return {i: m for i, m in attached_methods(model).items() if isinstance(m, FocusDual) and hasattr(m, "mean")}
 
 
 def fit_dual(
@@ -48,6 +48,8 @@ def fit_dual(
     """Fit the encoders of every layer to `blocks`, each `[T]` token ids, the last `fit_held_out` of which only measure
     and decide the budget; what each layer got."""
     methods = duals_of(model)
+    if not methods:
+        return []
     folder = cache / "fits" / identity(model, blocks, options, sorted(methods), seed)
     with held(folder / "lock", str(folder), wait=True):
         clear_aside(folder)
@@ -55,8 +57,7 @@ def fit_dual(
     reads = [method.reach for method in methods.values()]
     if options.pairs is not None:
         reads = allot(list(found.values()), options.pairs)
-        whole = {layer: [0] for layer in attached_methods(model)} | dict(zip(methods, reads, strict=True))
-        set_budget(model, [whole[layer] for layer in sorted(whole)])
+        set_budget(model, [dict(zip(methods, reads, strict=True))[layer] for layer in sorted(methods)])
     return [row(layer, curve, part) for (layer, curve), part in zip(found.items(), reads, strict=True)]
 
 
@@ -113,7 +114,8 @@ def rebalance(model: PreTrainedModel, blocks: list[Tensor], precision: Precision
         for tokens in tqdm(blocks, desc="balancing groups", unit="block", leave=False, disable=None):
             model(input_ids=tokens[None].to(model.device), use_cache=False, logits_to_keep=1)
     for layer, method in duals_of(model).items():
-        balance(method, torch.cat(logits[layer], 1))
+        if logits[layer]:  # none where a query reads all groups
+            balance(method, torch.cat(logits[layer], 1))
 
 
 def row(layer: int, found: Curves, reads: list[int]) -> FitRow:
