@@ -4,13 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import numpy as np
-
-from focus_exp.evaluation.outcomes import slug
-from focus_exp.evaluation.quality import read_scores
-from focus_exp.evaluation.statistics import Bootstrap, paired
 from focus_exp.records.answers import answer
 from focus_exp.records.comparison import arm_folder, arm_record
+from focus_exp.records.losses import LOSSES, TEXT, Losses, read_losses
 from focus_exp.records.record import Record
 from focus_exp.records.rows import Difference
 
@@ -20,24 +16,23 @@ def compare_arms(record: Record, folder: Path) -> None:
 
     Model and data are those of the first arm that has a base. Arms of another model or text are paired with nothing.
     """
-    bootstrap: Bootstrap | None = None
-    reference: np.ndarray | None = None
+    reference: tuple[Losses, str] | None = None
     for arm in record.arms:
         found = arm_record(folder, arm)
         if found is None:
             continue
         if not record.model and found.base:
-            record.model, record.data = found.model, found.data
+            record.model, record.data, record.units = found.model, found.data, found.units
         row = answer(found)
-        scores = read_scores(arm_folder(folder, arm) / "evaluation" / f"{slug(row.name)}.npz") if row else None
-        if scores is None:
+        losses = read_losses(arm_folder(folder, arm) / LOSSES).get(TEXT)
+        if row is None or losses is None or row.name not in losses.nll:
             continue
         if arm is record.arms[0]:
-            reference = scores.nll
-            bootstrap = Bootstrap(len(reference), record.config["eval"]["bootstrap_samples"], record.seed or 0)
-        elif bootstrap is not None and reference is not None and same_tokens(found, record):
-            value, low, high = paired(scores.nll, reference, bootstrap)
-            record.differences.append(Difference(arm=arm.name, value=value, low=low, high=high))
+            reference = losses, row.name
+        elif reference is not None and losses.units == reference[0].units and same_tokens(found, record):
+            difference = losses.difference(row.name, *reference)
+            low, high = difference.bounds
+            record.differences.append(Difference(arm=arm.name, value=difference.value, low=low, high=high))
 
 
 def same_tokens(arm: Record, record: Record) -> bool:

@@ -74,7 +74,7 @@ def train(config: Config) -> None:
             save_weights(run, model, loaded.tokenizer)
         run.record.train_seconds = time.perf_counter() - began
         alone(model, evaluation.measure_attached)
-        evaluation.write_into(run.record)
+        evaluation.write_into(run.record, run.folder)
 
 
 def load(run: Run, precision: Precision) -> tuple[LoadedModel, Corpus]:
