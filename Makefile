@@ -14,7 +14,7 @@ GPU_BENCH := +experiment=speed model=smollm2_135m model.hub_id=null data=files d
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help install browser retrofit reproduce-embedded report readme test test-fast architectures faults smoke slurm gpu gpu-models lint format types clean
+.PHONY: help install browser retrofit reproduce-embedded report readme test test-fast architectures faults coverage smoke slurm gpu gpu-models lint format types clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  %-19s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
@@ -76,6 +76,9 @@ architectures: $(STAMP)-dev ## Focus on every causal language model that transfo
 
 faults: $(TESTED) ## kill, fill and damage tiny runs in over 100 ways: runs/records/faults.md
 	$(VENV)/bin/python tests/faults.py runs/records/faults.md
+
+coverage: $(STAMP)-dev ## how often the 95 % intervals hold the truth, simulated: runs/records/coverage.md
+	$(VENV)/bin/python tests/interval_coverage.py runs/records/coverage.md
 
 smoke: $(TESTED) ## every experiment file on a tiny random model
 	$(RUN) pytest -n $(JOBS) tests/test_experiments.py -m 'not gpu' $(ARGS)

@@ -12,12 +12,13 @@ from test_compare import compared, comparison_of, row
 
 from focus_exp import UserError
 from focus_exp.records.benchmarks import BenchmarkRow
+from focus_exp.records.intervals import NORMAL, Estimate, over_seeds
 from focus_exp.records.record import Record
-from focus_exp.records.rows import Row
+from focus_exp.records.rows import ProbeRow, Row
 from focus_exp.reporting import claims as ledger
 from focus_exp.reporting import specs, trust
 from focus_exp.reporting.comparators import below
-from focus_exp.reporting.formats import NOT_HERE, NOT_REPRODUCED, NOT_RUN, REPRODUCED, UNDECIDED
+from focus_exp.reporting.formats import NOT_HERE, NOT_REPRODUCED, NOT_RUN, OTHER_METHOD, REPRODUCED, UNDECIDED
 from focus_exp.reporting.gather import Runs, gather
 from focus_exp.reporting.measures import COLUMNS, measurements
 from focus_exp.reporting.selection import Line, select
@@ -91,12 +92,21 @@ def test_what_failed_is_a_line_without_a_value():
 
 def test_an_entry_is_a_claim(entries):
     entries(CLAIM, {"table": "T2", "says": "more", "paper": "7.6", "needs": "needs a GPU"})
-    ((claim, verdict), (_, needs)) = ledger.judged([arms(seed=0), arms(-0.2, seed=1)])
+    records = [arms(delta, seed=seed) for seed, delta in enumerate((-0.20, -0.21, -0.22))]
+    ((claim, verdict), (_, needs)) = ledger.judged(records)
     assert (claim.says, claim.paper, verdict.word) == ("Focus is better than lora", "36.2", REPRODUCED)
-    assert verdict.ours.startswith("seed 0: focus: -9.52 % [") and verdict.why == "k=1"
-    assert verdict.numbers == pytest.approx({"value": -0.15, "low": -0.21, "high": -0.09, "unit": "nats"})
+    assert verdict.ours.startswith("focus: -18.94 % [") and verdict.why == "k=1"
+    low, high = over_seeds([Estimate(delta, 0.01 / NORMAL, math.inf) for delta in (-0.20, -0.21, -0.22)]).bounds
+    assert verdict.numbers == pytest.approx({"value": -0.21, "low": low, "high": high, "unit": "nats"})
     assert (needs.word, needs.why) == (NOT_HERE, "needs a GPU")
     assert ledger.judged([])[0][1].why == "python -m focus_exp +experiment=compare"
+
+
+def test_what_is_measured_otherwise_than_the_papers_is_another_method(entries):
+    entries(CLAIM | {"like": {"top_k": 2}}, CLAIM | {"like": {"top_k": 1}}, CLAIM | {"other": "a router of ours"})
+    unlike, alike, other = (verdict for _, verdict in ledger.judged([arms(seed=0)]))
+    assert (unlike.word, alike.word, other.word) == (OTHER_METHOD, REPRODUCED, OTHER_METHOD)
+    assert unlike.why == "nothing here has top_k 2; under it: reproduced; k=1" and "a router of ours" in other.why
 
 
 @pytest.mark.parametrize(
@@ -125,7 +135,7 @@ def test_a_wrong_entry_is_one_message(entries, changes, said):
 
 def test_every_text_of_every_entry_is_rendered_on_the_committed_records(runs):
     for claim, verdict in ledger.judged_runs(runs):
-        assert verdict.word == NOT_HERE if claim.needs else verdict.word not in (NOT_RUN, NOT_HERE), claim.says
+        assert verdict.word == NOT_HERE if claim.needs else verdict.word != NOT_RUN, claim.says
         assert verdict.why and "{" not in verdict.ours + verdict.why + claim.says + claim.paper
     shown = trust.traps_table(runs)
     assert {line[0] for line in shown.rows} == {trap.trap for trap in specs.read_specs("traps", list[trust.Trap])}
@@ -134,18 +144,43 @@ def test_every_text_of_every_entry_is_rendered_on_the_committed_records(runs):
 
 @given(st.lists(st.tuples(st.floats(-1, 1), st.floats(0.001, 0.5)), min_size=1, max_size=4), st.floats(-0.5, 0.5))
 def test_below_is_what_the_intervals_say(found, limit):
-    lines = [Line(value=v, low=v - half, high=v + half, reads_future=None) for v, half in found]
+    facts = {"arm": "focus", "name": "hard", "of": "rows", "deviation": None, "deviation_of_seeds": None, "seeds": [0]}
+    lines = [Line(value=v, low=v - half, high=v + half, reads_future=None, **facts) for v, half in found]
     said = below(lines, limit).word
     assert (said == REPRODUCED) == all(line.high < limit for line in lines)
     assert (said == NOT_REPRODUCED) == any(line.low > limit for line in lines)
-    for spoiled in ({"reads_future": "lora"}, {"low": None}):
-        assert below([*lines, Line(**vars(lines[0]) | spoiled)], limit).word == UNDECIDED
+    if said == UNDECIDED:
+        assert below(lines, limit).needs.startswith("3 seeds for ")
+    spoiled = Line(**vars(lines[0]) | {"low": None, "high": None})
+    assert below([*lines, spoiled], limit).word == (said if said == NOT_REPRODUCED else UNDECIDED)
+
+
+@pytest.mark.parametrize(
+    ("value", "reader", "word"),
+    [(0.2, "focus", NOT_REPRODUCED), (-0.2, "focus", NOT_HERE), (0.2, "lora", NOT_HERE), (-0.2, "lora", REPRODUCED)],
+)
+def test_who_reads_the_future_can_only_lose(value, reader, word):
+    line = Line(value=value, low=value - 0.1, high=value + 0.1, reads_future=reader, arm="focus", name="hard")
+    assert below([line], 0).word == word
 
 
 def test_a_benchmark_without_a_difference_is_a_line_that_decides_nothing():
     score = BenchmarkRow(attention="focus", kind="hard", task="perplexity@64", metric="perplexity", value=9.0)
     found = select(measurements(runs_of(replace(arms(), benchmarks=[score]))), {"measure": "score_delta"})
     assert found.value.isna().all() and found.tokens.tolist() == [64]
+
+
+def test_confidence_is_that_of_the_papers_own_assignment_at_its_last_step():
+    def at(step, confidence):
+        shares = {"dominance": 0.3, "dominance_worst": 0.5, "dead_groups": 0.0, "dead_groups_worst": 0.0}
+        return ProbeRow(phase="router", step=step, confidence=confidence, entropy=0.1, **shares)
+
+    for last, word in ((0.88, REPRODUCED), (0.5, NOT_REPRODUCED)):
+        record = Record(
+            status="finished", experiment="leak", probes=[at(0, 0.9), at(60, last)], config={"attention": {}}
+        )
+        (found,) = [verdict for claim, verdict in ledger.judged([record]) if "sure of their group" in claim.says]
+        assert found.word == word and found.ours.startswith(f"{last:.2f}") and "at step 60" in found.why
 
 
 def test_measurements_are_written_beside_a_report_but_not_committed(tmp_path):

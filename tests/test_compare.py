@@ -6,13 +6,14 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from running import only_run, run, tiny, write_texts
+from scipy import stats
 
 from focus_exp.evaluation import quality
-from focus_exp.evaluation.quality import read_scores
 from focus_exp.jobs import compare as job
 from focus_exp.records.answers import answer
 from focus_exp.records.benchmarks import BenchmarkRow
 from focus_exp.records.comparison import load_run
+from focus_exp.records.losses import read_losses, remade
 from focus_exp.records.record import Record
 from focus_exp.records.rows import Arm, Row
 from focus_exp.reporting.figures import figures
@@ -65,17 +66,25 @@ def test_every_arm_is_a_run_and_a_line_of_the_table(tmp_path):
 def test_differences_from_the_first_arm_and_from_others_are_those_of_the_losses(tmp_path):
     run(*settings(tmp_path), "against=[lora,gone]")
     comparison = records(tmp_path)[None]
-    losses = {}
+    losses, published = {}, {}
     for arm in comparison.arms:
         folder = tmp_path / "runs" / "adhoc" / arm.name
         row = next(row for row in comparison.rows if row.arm == arm.name)
         (path,) = [p for p in folder.rglob("*.npz") if p.stem == quality.slug(row.name)]
-        losses[arm.name] = read_scores(path).nll.astype(np.float64)
+        with np.load(path) as scores:
+            losses[arm.name] = scores["nll"].astype(np.float64)
+        (kept,) = folder.rglob("losses.csv")
+        published[arm.name] = read_losses(kept)["text"].nll[row.name]
+        assert remade(Record.load(kept.with_name("record.json")), read_losses(kept)) == []
+    assert comparison.units.windows == len(published["focus"])
     for row in comparison.rows[2:]:
-        assert row.delta_vs_hard == pytest.approx(np.nanmean(losses[row.arm] - losses["focus"]), abs=1e-9)
-        assert row.delta_vs_hard_low <= row.delta_vs_hard <= row.delta_vs_hard_high
+        assert row.delta_vs_hard == pytest.approx(np.nanmean(losses[row.arm] - losses["focus"]), abs=1e-7)
+        # what is published is enough to make the interval again: windows of one document, all of the same length
+        low, high = stats.ttest_rel(published[row.arm], published["focus"]).confidence_interval()
+        assert (row.delta_vs_hard_low, row.delta_vs_hard_high) == pytest.approx((low, high), abs=1e-6)
     others = {each.arm: each.value for each in comparison.differences if each.against == "lora"}
-    assert others == {arm: pytest.approx(np.nanmean(losses[arm] - losses["lora"])) for arm in ("focus", "window")}
+    expected = {arm: np.nanmean(losses[arm] - losses["lora"]) for arm in ("focus", "window")}
+    assert others == {arm: pytest.approx(value, abs=1e-7) for arm, value in expected.items()}
     assert {each.against for each in comparison.differences} == {None, "lora"}
     bases = {record.model["fingerprint"] for arm, record in records(tmp_path).items() if arm}
     assert {arm.base for arm in comparison.arms} == bases and len(bases) == 1

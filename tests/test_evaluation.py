@@ -1,7 +1,5 @@
 """Perplexity is every token's float32 loss, each token the same weight; intervals and bins are what they say."""
 
-from itertools import pairwise
-
 import numpy as np
 import pytest
 import torch
@@ -14,7 +12,7 @@ from focus_exp import attach, disabled, set_routing
 from focus_exp.data import Blocks, TokenStream
 from focus_exp.evaluation import perplexity
 from focus_exp.evaluation.perplexity import score, token_losses
-from focus_exp.evaluation.statistics import BINS, Bootstrap, by_position, mean, window_sums
+from focus_exp.evaluation.statistics import BINS, by_position, mean, window_means, window_sums
 from focus_exp.training.precision import choose_precision
 
 BOS = 256
@@ -124,6 +122,7 @@ def test_the_mean_gives_every_scored_token_the_same_weight(windows, length, seed
     sums, counts = window_sums(nll)
     assert mean(nll) == pytest.approx(np.nanmean(nll.astype(np.float64)))
     assert counts.sum() == np.isfinite(nll).sum()
+    assert np.average(window_means(nll), weights=counts) == pytest.approx(mean(nll))
     assert sums.dtype == np.float64 and sums.sum() == pytest.approx(mean(nll) * counts.sum())
 
 
@@ -153,46 +152,3 @@ def test_a_position_bin_begins_where_the_attention_window_ends(length, window):
     bins = by_position(np.ones((1, length)), window)
     assert window in [part["start"] for part in bins]
     assert 5 <= len(bins) <= BINS + 1 or length < 2 * window
-
-
-@given(windows=st.integers(2, 30), seed=SEEDS)
-def test_the_bootstrap_interval_contains_the_mean_and_follows_from_the_seed(windows, seed):
-    sums, counts = window_sums(random_losses(windows, 20, seed))
-    low, high = Bootstrap(windows, 400, seed).interval(sums, counts)
-    assert low - 1e-9 <= sums.sum() / counts.sum() <= high + 1e-9
-    assert (low, high) == Bootstrap(windows, 400, seed).interval(sums, counts)
-    assert not np.array_equal(Bootstrap(windows, 400, seed).weights, Bootstrap(windows, 400, seed + 1).weights)
-
-
-def test_the_bootstrap_interval_is_that_of_windows_drawn_by_brute_force():
-    nll = random_losses(12, 20, seed=3)
-    rng = np.random.default_rng(1)
-    means = [np.nanmean(nll[rng.integers(0, 12, 12)]) for _ in range(4000)]
-    low, high = Bootstrap(12, 4000, seed=0).interval(*window_sums(nll))
-    expected = np.quantile(means, [0.025, 0.975])
-    np.testing.assert_allclose([low, high], expected, rtol=0, atol=0.08 * (high - low))
-
-
-def test_the_bootstrap_interval_shrinks_with_the_root_of_the_windows():
-    widths = []
-    for windows in (16, 256, 4096):
-        low, high = Bootstrap(windows, 500, seed=0).interval(*window_sums(random_losses(windows, 8, seed=0)))
-        widths.append(high - low)
-    for wide, narrow in pairwise(widths):
-        assert 2.5 < wide / narrow < 6  # four times as narrow, give or take the draw
-
-
-@given(seed=SEEDS)
-@settings(max_examples=20)
-def test_resamples_are_shared_so_that_a_constant_difference_has_no_width(seed):
-    nll = random_losses(9, 12, seed)
-    bootstrap = Bootstrap(9, 50, seed)
-    same = bootstrap.interval(*window_sums(nll - nll))
-    shifted = bootstrap.interval(*window_sums((nll + 0.5) - nll))
-    assert same == (0, 0)
-    assert shifted == pytest.approx((0.5, 0.5), abs=1e-5)
-    assert bootstrap.interval(*window_sums(nll))[0] < bootstrap.interval(*window_sums(nll))[1]
-
-
-def test_one_window_has_no_interval():
-    assert Bootstrap(1, 50, seed=0).interval(*window_sums(random_losses(1, 8, seed=0))) == (None, None)

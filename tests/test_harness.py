@@ -32,13 +32,14 @@ from focus_exp.evaluation.benchmarks import Benchmarks
 from focus_exp.evaluation.controls import BASE, RANDOM_GROUPS, WINDOW_ONLY
 from focus_exp.evaluation.harness import evaluating, run_task
 from focus_exp.evaluation.live_model import LiveModel, prefix_token
-from focus_exp.evaluation.outcomes import Metric, Outcome, paired_difference, read_outcome, student, write_outcome
+from focus_exp.evaluation.outcomes import Metric, Outcome, paired_difference, read_outcome, write_outcome
 from focus_exp.evaluation.perplexity import score
 from focus_exp.evaluation.tasks import LoadedTask
 from focus_exp.models.attached import observed
 from focus_exp.models.modules import attached_methods
 from focus_exp.models.random import byte_tokenizer
 from focus_exp.records.benchmarks import BenchmarkRow
+from focus_exp.records.intervals import student
 from focus_exp.training.precision import choose_precision
 
 WINDOW, SINKS, GROUPS = 6, 2, 3
@@ -379,18 +380,17 @@ def test_rows_follow_from_the_method_and_from_what_is_trained(tiny_model, tmp_pa
 
 def test_perplexity_of_a_length_is_that_of_its_windows(measure):
     result = measure(["perplexity@32", "perplexity@64", "perplexity@999"])
-    scores = score(result.model, BLOCKS, [0, 3, 6, 9], 2, PRECISION, "")
+    scores = score(result.model, BLOCKS, BLOCKS.spread(4), 2, PRECISION, "")
     hard = found(result, HARD, "perplexity@32", "perplexity")
     assert hard.n == 4 and hard.value == pytest.approx(np.exp(np.nanmean(scores.nll)), rel=1e-5)
     assert hard.pairs_removed == pytest.approx(scores.pairs.removed)
     losses = np.nanmean(scores.nll, axis=1)
     assert hard.stderr == pytest.approx(hard.value * losses.std(ddof=1) / 2, rel=1e-4)
-    longer = score(
-        result.model, Blocks(BLOCKS.stream, 64, bos=BLOCKS.bos, cross_documents=False), [0, 4], 1, PRECISION, ""
-    )
+    windows = Blocks(BLOCKS.stream, 64, bos=BLOCKS.bos, cross_documents=False)
+    longer = score(result.model, windows, windows.spread(2), 1, PRECISION, "")
     long = found(result, HARD, "perplexity@64", "perplexity")
-    # as many tokens, half as many windows, each of them two parts: an interval at any length
-    assert long.n == 4 and long.value == pytest.approx(np.exp(np.nanmean(longer.nll)), rel=1e-5)
+    # as many tokens, half as many windows; parts of a window are no units of their own
+    assert long.n == long.requests == 2 and long.value == pytest.approx(np.exp(np.nanmean(longer.nll)), rel=1e-5)
     assert long.difference_low < long.difference < long.difference_high
     assert "exceed the 512 positions" in found(result, "", "perplexity@999", "").error
 
@@ -532,9 +532,14 @@ def tokenizers_with_bos():
     return tokenizer
 
 
+def items(scores):
+    """Of documents that are one item each."""
+    return {(name, 0, 1): score for name, score in scores.items()}
+
+
 @given(st.lists(st.tuples(st.sampled_from([0.0, 1.0]), st.sampled_from([0.0, 1.0])), min_size=3, max_size=30))
 def test_differences_of_hits_never_claim_certainty(pairs):
-    ours, theirs = ({str(i): float(pair[side]) for i, pair in enumerate(pairs)} for side in (0, 1))
+    ours, theirs = (items({str(i): float(pair[side]) for i, pair in enumerate(pairs)}) for side in (0, 1))
     mean, low, high = paired_difference(ours, theirs)
     assert (
         mean == pytest.approx(np.mean([a - b for a, b in pairs]))
@@ -550,17 +555,21 @@ def test_differences_of_hits_never_claim_certainty(pairs):
 
 
 def test_differences_of_other_numbers():
-    ours, theirs = {"a": -3.0, "b": -1.0, "c": -2.5, "d": 9.0}, {"c": -1.0, "b": -2.0, "a": -1.5}
+    ours, theirs = items({"a": -3.0, "b": -1.0, "c": -2.5, "d": 9.0}), items({"c": -1.0, "b": -2.0, "a": -1.5})
     differences = np.array([-1.5, 1.0, -1.5])
     mean, low, high = paired_difference(ours, theirs, sign=-1)
     half = student(2) * differences.std(ddof=1) / math.sqrt(3)
     assert (mean, low, high) == pytest.approx((2 / 3, 2 / 3 - half, 2 / 3 + half))
-    assert paired_difference({"a": 1.0, "b": 3}, {"a": 2.0, "b": 3}) == (None, None, None) == paired_difference({}, {})
+    assert paired_difference({}, {}) == (None, None, None)
+    assert paired_difference(items({"a": 1.5}), items({"a": 2.0})) == (-0.5, None, None)
 
 
-@pytest.mark.parametrize(("freedom", "factor"), [(2, 4.303), (4, 2.776), (9, 2.262), (30, 2.042), (10_000, 1.960)])
-def test_few_documents_make_wide_intervals(freedom, factor):
-    assert student(freedom) == pytest.approx(factor, rel=0.04)
+def test_the_windows_of_a_document_are_one_unit_of_its_difference():
+    ours = {("a", 0, 10): 1.0, ("a", 10, 10): 3.0, ("b", 0, 20): 5.0, ("c", 0, 20): 9.0}
+    theirs = dict.fromkeys(ours, 0.5)
+    assert paired_difference(ours, theirs) == pytest.approx(
+        paired_difference(items({"a": 2.0, "b": 5.0, "c": 9.0}), items(dict.fromkeys("abc", 0.5)))
+    )
 
 
 def test_an_outcome_comes_back_from_disk(tmp_path):

@@ -23,7 +23,7 @@ from focus_exp.reporting.measures import ITSELF
 from focus_exp.reporting.paper import Column, paper_map, paper_rows, paper_tables
 from focus_exp.reporting.paper_report import beside, paper_report
 from focus_exp.reporting.specs import checked, read_yaml
-from focus_exp.reporting.trust import DISAGREE, seeds_table, traps_table
+from focus_exp.reporting.trust import seeds_table, traps_table
 
 RECORDS = Path(__file__).parent.parent / "runs" / "records"
 CONFIG = {
@@ -293,19 +293,20 @@ def test_speeds_stand_at_their_lengths_and_k():
         ((0.2, 0.3, 0.25), "worse than"),
         ((-0.2, -0.3, -0.25), "better than"),
         ((0.0, 0.005, 0.0), "indistinguishable from"),
-        ((0.2, 0.3, 0.0), DISAGREE),
-        ((0.2, -0.3, 0.2), DISAGREE),
-        ((0.2, 0.3), "worse than, by 2 of 3 seeds"),
+        ((0.2, 0.3, 0.0), "indistinguishable from"),
+        ((0.2, -0.3, 0.2), "indistinguishable from"),
+        ((0.2, 0.21), "worse than, by 2 of 3 seeds"),
+        ((0.2, 0.3), "indistinguishable from, by 2 of 3 seeds"),
     ],
 )
-def test_a_difference_is_one_if_all_seeds_say_so(deltas, word):
+def test_a_difference_is_one_if_text_and_seeds_together_say_so(deltas, word):
     records = [
         named("seeds", row("focus", kind="hard"), row("lora", kind="trained", **compared(delta)), seed=seed)
         for seed, delta in enumerate(deltas)
     ]
     (line,) = [line for line in lines(seeds_table(runs_of(*records))) if line["against"] == "focus"]
     assert line["in words"] == word and line["what"] == "lora"
-    assert line["each seed [95 %]"].count("[") == len(deltas)
+    assert line["each seed"].count(": ") == len(deltas) and "[" in line["mean change [95 %]"]
 
 
 def test_every_line_of_the_seeds_is_told_from_the_others(committed):

@@ -12,9 +12,8 @@ from focus_exp.errors import UserError
 from focus_exp.records.comparison import load_run
 from focus_exp.records.environment import unknown_commit
 from focus_exp.records.record import Record
-from focus_exp.reporting.gather import gather
 from focus_exp.reporting.published import publish, renew, stale
-from focus_exp.reporting.whole_report import claim_table, write_report_of
+from focus_exp.reporting.whole_report import write_report_of
 
 LARGEST = 2 * 2**20  # bytes: a page of a passage
 RECORDS = Path(__file__).parent.parent / "runs" / "records"
@@ -27,6 +26,7 @@ def test_published_runs_supersede_those_that_no_table_makes_any_more(tmp_path, m
     (path,) = runs.rglob("record.json")
     place = path.parent.relative_to(runs)
     record = Record.load(path)
+    record.units = None  # of those that are no runs there are no losses
     names = ("old", "new", "seed", "gpu")
     older, current, seed_1, elsewhere = (records / record.experiment / name / "seed=0-01" for name in names)
     for folder in (older, current):
@@ -42,9 +42,18 @@ def test_published_runs_supersede_those_that_no_table_makes_any_more(tmp_path, m
         assert not older.parent.exists()
         assert all((folder / "record.json").exists() for folder in (current, seed_1, elsewhere))
         kept = {file.relative_to(records / place).as_posix() for file in (records / place).rglob("*")}
-        assert {"record.json", "table.md", "quality.csv", "metrics.jsonl", "figures/loss_curve.svg"} <= kept
+        expected = {"record.json", "table.md", "quality.csv", "losses.csv", "metrics.jsonl", "figures/loss_curve.svg"}
+        assert expected <= kept
         assert not any(name.endswith((".safetensors", ".ckpt", ".npz", ".png", ".yaml")) for name in kept)
         assert stale(records) == []
+
+    losses = records / place / "losses.csv"
+    head, first, *others = losses.read_text().splitlines()
+    *cells, last = first.split(",")
+    losses.write_text("\n".join([head, ",".join([*cells, str(float(last) + 0.01)]), *others]))
+    assert any("record.json: " in said and "does not follow from losses.csv" in said for said in stale(records))
+    losses.unlink()
+    assert any("does not follow from losses.csv" in said for said in stale(records))
 
 
 @pytest.mark.parametrize("commit", [None, "", "0" * 40, "0" * 40 + "-dirty"])
@@ -129,4 +138,3 @@ def test_what_does_not_follow_is_renewed(tmp_path):
 
 def test_every_committed_table_follows_from_its_record():
     assert stale(RECORDS) == []
-    assert claim_table(gather(RECORDS)).rows

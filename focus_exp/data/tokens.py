@@ -147,6 +147,7 @@ class Blocks(Dataset):
         index_in_span = np.arange(len(firsts)) - firsts
         self.is_first = index_in_span == 0
         self.starts = np.repeat(edges[:-1], counts) + index_in_span * stride
+        self.document = np.searchsorted(stream.starts, self.starts, side="right") - 1  # in which each begins
         if not len(self.starts):
             what = "do not fill" if cross_documents else "have no document that fills"
             raise UserError(
@@ -156,6 +157,24 @@ class Blocks(Dataset):
 
     def __len__(self) -> int:
         return len(self.starts)
+
+    def places(self, indices: list[int]) -> list[tuple[str, int]]:
+        """Of every block the document in which it begins, and the tokens of that document before it."""
+        found = self.document[indices]
+        offsets = self.starts[indices] - self.stream.starts[found]
+        return [(self.stream.documents[one], int(offset)) for one, offset in zip(found, offsets, strict=True)]
+
+    def spread(self, count: int | None) -> list[int]:
+        """`count` blocks (default: all), of every document as many as of any other while it has them, evenly spaced."""
+        if count is None or count >= len(self):
+            return list(range(len(self)))
+        blocks = [np.flatnonzero(self.document == document) for document in np.unique(self.document)]
+        taken = np.zeros(len(blocks), dtype=np.int64)
+        while left := count - taken.sum():
+            more = [number for number, own in enumerate(blocks) if taken[number] < len(own)]
+            taken[[more[i * len(more) // left] for i in range(left)] if left < len(more) else more] += 1
+        middles = (((np.arange(n) + 0.5) * len(own) / n).astype(int) for own, n in zip(blocks, taken, strict=True))
+        return sorted(int(own[i]) for own, chosen in zip(blocks, middles, strict=True) for i in chosen)
 
     def __getitem__(self, index: int) -> dict[str, Any]:
         start = int(self.starts[index])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -11,6 +12,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from focus_exp.assets import cache_root
@@ -19,10 +21,11 @@ from focus_exp.data import Blocks
 from focus_exp.errors import UserError, first_line
 from focus_exp.evaluation import long_context
 from focus_exp.evaluation.controls import BASE, RANDOM_GROUPS, WINDOW_ONLY, hard_name, random_groups, window_only
-from focus_exp.evaluation.outcomes import Outcome, read_outcome, slug, write_outcome
+from focus_exp.evaluation.outcomes import Outcome, Unit, read_outcome, slug, write_outcome
 from focus_exp.models.attached import disabled, is_causal, set_routing, swapped
 from focus_exp.models.lora import describe_lora
 from focus_exp.records.benchmarks import BenchmarkRow
+from focus_exp.records.losses import Losses
 from focus_exp.training.precision import Precision
 
 if TYPE_CHECKING:  # lm-eval takes seconds to import
@@ -48,6 +51,7 @@ class Benchmarks:
     precision: Precision
     folder: Path
     rows: list[BenchmarkRow] = field(default_factory=list)
+    losses: dict[str, Losses] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.bases: dict[str, Outcome] = {}
@@ -115,9 +119,17 @@ class Benchmarks:
             write_outcome(folder, outcome)
         rows = list(outcome.rows(row, None if row.kind == "base" else self.bases.get(row.task)))
         self.rows += rows
+        for filled, metric in zip(rows, outcome.metrics, strict=True):
+            self.keep(filled, metric.parts(outcome.samples))
         numbers = ", ".join(f"{filled.metric} {filled.value:.4g}" for filled in rows)
         print(f"measured: {row.attention:<32} {row.task:<16} {numbers} ({outcome.seconds:.0f} s)")
         return outcome
+
+    def keep(self, row: BenchmarkRow, parts: dict[Unit, float]) -> None:
+        """Scores of items, losses of windows, for whoever makes the interval again."""
+        losses = self.losses.setdefault(row.scored_as, Losses(list(parts)))
+        sign = -1 if row.is_perplexity else 1
+        losses.nll[row.attention] = np.array([sign * parts.get(unit, math.nan) for unit in losses.units])
 
     def run(self, row: BenchmarkRow) -> Outcome | None:
         try:
@@ -145,9 +157,7 @@ class Benchmarks:
         if is_perplexity(task):
             length = int(task.partition("@")[2])
             windows, indices = long_context.windows_of(length, self.blocks, self.model, settings)
-            return lambda label: long_context.run_perplexity(
-                self.model, windows, indices, settings.window, self.precision, label
-            )
+            return lambda label: long_context.run_perplexity(self.model, windows, indices, self.precision, label)
         from focus_exp.evaluation.harness import run_task
         from focus_exp.evaluation.tasks import load_task
 

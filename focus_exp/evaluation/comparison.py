@@ -4,15 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import numpy as np
-
-from focus_exp.evaluation.outcomes import slug
-from focus_exp.evaluation.quality import read_scores
-from focus_exp.evaluation.statistics import Bootstrap, paired
 from focus_exp.records.answers import answer
 from focus_exp.records.comparison import arm_folder, arm_record
+from focus_exp.records.losses import LOSSES, TEXT, Losses, read_losses
 from focus_exp.records.record import Record
-from focus_exp.records.rows import Arm, Difference
+from focus_exp.records.rows import Difference
 
 
 def compare_arms(record: Record, folder: Path, against: list[str]) -> None:
@@ -21,32 +17,28 @@ def compare_arms(record: Record, folder: Path, against: list[str]) -> None:
 
     Model and data are those of the first arm that has a base. Arms of another model or text are paired with nothing.
     """
-    losses: dict[str, np.ndarray] = {}
+    scored: dict[str, tuple[Losses, str]] = {}
     for arm in record.arms:
         found = arm_record(folder, arm)
         if found is None:
             continue
         if not record.model and found.base:
-            record.model, record.data = found.model, found.data
-        scored = losses_of(found, folder, arm)
-        if scored is not None and (arm is record.arms[0] or same_tokens(found, record)):
-            losses[arm.name] = scored
+            record.model, record.data, record.units = found.model, found.data, found.units
+        row = answer(found)
+        losses = read_losses(arm_folder(folder, arm) / LOSSES).get(TEXT)
+        if row is None or losses is None or row.name not in losses.nll:
+            continue
+        if arm is record.arms[0] or same_tokens(found, record):
+            scored[arm.name] = losses, row.name
     first = record.arms[0].name
     for other in dict.fromkeys([first, *against]):
-        if other not in losses:
-            continue
-        bootstrap = Bootstrap(len(losses[other]), record.config["eval"]["bootstrap_samples"], record.seed or 0)
-        for name in [name for name in losses if name != other]:
-            value, low, high = paired(losses[name], losses[other], bootstrap)
+        for name, (losses, row_name) in scored.items():
+            if name == other or other not in scored or losses.units != scored[other][0].units:
+                continue
+            difference = losses.difference(row_name, *scored[other])
+            low, high = difference.bounds
             named = None if other == first else other
-            record.differences.append(Difference(arm=name, value=value, low=low, high=high, against=named))
-
-
-def losses_of(found: Record, folder: Path, arm: Arm) -> np.ndarray | None:
-    """The losses `[windows, T]` of what stands for an arm, if they are there."""
-    row = answer(found)
-    scores = read_scores(arm_folder(folder, arm) / "evaluation" / f"{slug(row.name)}.npz") if row else None
-    return scores.nll if scores else None
+            record.differences.append(Difference(arm=name, value=difference.value, low=low, high=high, against=named))
 
 
 def same_tokens(arm: Record, record: Record) -> bool:

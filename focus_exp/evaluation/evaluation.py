@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 from focus_exp.evaluation.benchmarks import Benchmarks
 from focus_exp.evaluation.quality import Quality
 from focus_exp.records.answers import is_configured
+from focus_exp.records.losses import LOSSES, TEXT, write_losses
 from focus_exp.records.record import Record
+from focus_exp.training.exchange import is_main
 
 
 @dataclass(frozen=True)
@@ -24,10 +27,16 @@ class Evaluation:
         self.quality.measure_attached()
         self.benchmarks.measure_attached()
 
-    def write_into(self, record: Record) -> None:
+    def write_into(self, record: Record, folder: Path) -> None:
+        """The rows into the record of the run in `folder`, and there the losses that their intervals follow from."""
         record.rows, record.group_shares = self.quality.rows, self.quality.group_shares
         if between := self.quality.between:
             *_, last = self.quality.config.regime.phases
             final = [row for row in record.rows if row.kind == "soft" or is_configured(record, row)]
             record.phases = [*between, *(replace(row, phase=last) for row in final)]
         record.benchmarks = self.benchmarks.rows
+        text = self.quality.losses
+        record.units = text.summary() if text else None
+        losses = ({TEXT: text} if text else {}) | self.benchmarks.losses
+        if losses and is_main():
+            write_losses(folder / LOSSES, losses)

@@ -24,12 +24,14 @@ from focus_exp.evaluation.groups_observe import Observed, observe, read_observed
 from focus_exp.evaluation.groups_pairs import describe_cut, write_passage
 from focus_exp.evaluation.groups_passage import cut_passage
 from focus_exp.evaluation.groups_words import CLASSES, TAGGER, read_passage, shown
-from focus_exp.evaluation.statistics import Bootstrap, paired, window_sums
+from focus_exp.evaluation.statistics import window_means, window_sums
 from focus_exp.models.adapter import load_adapter, read_description
 from focus_exp.models.attach import detach
 from focus_exp.models.attached import attachment_of, disabled, set_routing, swapped
 from focus_exp.models.modules import attached_methods
 from focus_exp.records.groups import ClassCost, GroupFit, GroupLayer, GroupReport, TokenGroup
+from focus_exp.records.intervals import estimate
+from focus_exp.records.losses import Losses
 from focus_exp.training.precision import Precision
 from focus_exp.training.warm_start import calibrate
 
@@ -59,8 +61,9 @@ class GroupAnalysis:
                 f"analyze.passage_tokens={settings.passage_tokens} exceeds eval.window={length}, of which the passage "
                 "is a part; use less, or a longer window"
             )
-        count = min(-(-settings.tokens // length), len(self.blocks))
-        self.indices = [int(i) for i in np.linspace(0, len(self.blocks) - 1, count).round()]
+        self.indices = self.blocks.spread(-(-settings.tokens // length))
+        # the first token of a window is not scored
+        self.scored = Losses([(*place, length - 1) for place in self.blocks.places(self.indices)])
         self.windows: list[Tensor] = [self.blocks[i]["input_ids"] for i in self.indices]
         read = [read_passage(self.tokenizer, window.tolist()) for window in self.windows]
         # what a tokenizer puts before every window is no part of the text
@@ -174,7 +177,6 @@ class GroupAnalysis:
 
     def costs(self, full: np.ndarray, hard: np.ndarray) -> list[ClassCost]:
         """By class of the token that is predicted, all classes first; of those that every window has."""
-        bootstrap = Bootstrap(len(full), self.config.eval.bootstrap_samples, self.config.seed)
         # only from there on has a query anything to lose
         beyond = np.arange(full.shape[1]) > self.config.focus.window + self.config.focus.sinks
         rows = []
@@ -184,12 +186,13 @@ class GroupAnalysis:
             sums, counts = window_sums(nll_full)
             if not counts.all():
                 continue
-            delta, low, high = paired(nll_hard, nll_full, bootstrap)
+            found = estimate(window_means(nll_hard) - window_means(nll_full), counts, self.scored.documents)
+            low, high = found.bounds
             nll = float(sums.sum() / counts.sum())
             rows.append(
                 ClassCost(
-                    word_class=name, tokens=int(counts.sum()), nll_full=nll, nll_hard=nll + delta,
-                    delta=delta, delta_low=low, delta_high=high,
+                    word_class=name, tokens=int(counts.sum()), nll_full=nll, nll_hard=nll + found.value,
+                    delta=found.value, delta_low=low, delta_high=high,
                 )
             )  # fmt: skip
         return rows

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-import numpy as np
+import math
+from typing import Any
+
 import torch
 from tqdm import tqdm
 from transformers import PreTrainedModel
@@ -14,6 +16,7 @@ from focus_exp.evaluation.ledger import Ledger
 from focus_exp.evaluation.outcomes import NO_FILTER, Metric, Outcome
 from focus_exp.evaluation.perplexity import token_losses
 from focus_exp.models.attached import observed
+from focus_exp.records.intervals import estimate
 from focus_exp.training.precision import Precision
 
 KIND = "perplexity"
@@ -33,38 +36,36 @@ def windows_of(
     wanted = len(windows)
     if eval_config.max_windows is not None:
         wanted = max(1, eval_config.max_windows * eval_config.window // length)
-    count = min(wanted, len(windows))
-    return windows, [int(index) for index in np.linspace(0, len(windows) - 1, count).round()]
+    return windows, windows.spread(wanted)
 
 
 @torch.no_grad()
 def run_perplexity(
-    model: PreTrainedModel, windows: Blocks, indices: list[int], part: int, precision: Precision, label: str
+    model: PreTrainedModel, windows: Blocks, indices: list[int], precision: Precision, label: str
 ) -> Outcome:
-    """Perplexity over the windows `indices`, its standard error by the delta method.
+    """Perplexity over the windows `indices`, its standard error by the delta method, over documents.
 
-    A document is about `part` tokens of a window: a few long windows are as many documents as many short ones, or there
-    would be no interval where texts are longest. RuntimeError when a loss is not finite.
+    RuntimeError when a loss is not finite.
     """
     ledger = Ledger()
-    losses: list[float] = []
-    documents: list[str] = []
+    samples: list[dict[str, Any]] = []
     with precision.context(), observed(model, ledger.observe):
-        for index in tqdm(indices, desc=f"{label:<28}", unit="window", leave=False, disable=None):
+        places = zip(indices, windows.places(indices), strict=True)
+        progress = tqdm(places, f"{label:<28}", len(indices), unit="window", leave=False, disable=None)
+        for index, (document, offset) in progress:
             item = windows[index]
             scored = token_losses(model, item["input_ids"][None].to(model.device))[0, item["scored_from"] :]
             if not scored.isfinite().all():
                 raise RuntimeError("a loss is not finite")
-            parts = scored.double().tensor_split(-(-windows.block_size // part))
-            # parts differ by a token: scaled so that their mean is that of the tokens
-            losses += [len(parts) * loss.sum().item() / len(scored) for loss in parts]
-            documents += [f"window/{index}/{number}" for number in range(len(parts))]
+            loss = scored.double().mean().item()
+            place = {"document": document, "offset": offset, "tokens": len(scored)}
+            samples.append(place | {"filter": NO_FILTER, "scores": {KIND: -loss}})
             ledger.lengths.append(windows.block_size)
-    value = float(np.exp(np.mean(losses)))
-    stderr = value * float(np.std(losses, ddof=1)) / len(losses) ** 0.5 if len(losses) > 1 else None
+    losses, tokens, documents = zip(
+        *((-sample["scores"][KIND], sample["tokens"], sample["document"]) for sample in samples), strict=True
+    )
+    found = estimate(losses, tokens, documents)
+    value = math.exp(found.value)
+    stderr = None if found.stderr is None else value * found.stderr
     metric = Metric(KIND, NO_FILTER, value, stderr, higher_is_better=False)
-    samples = [
-        {"document": document, "filter": NO_FILTER, "scores": {KIND: -loss}}
-        for document, loss in zip(documents, losses, strict=True)
-    ]
     return Outcome([metric], samples, ledger.summary(), ledger.groups, source=windows.stream.name)

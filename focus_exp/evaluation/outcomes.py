@@ -12,11 +12,12 @@ from typing import Any
 import numpy as np
 
 from focus_exp.records.benchmarks import BenchmarkRow
+from focus_exp.records.intervals import NORMAL, estimate, units_of
 from focus_exp.storage import replace_file
 
+# document, offset of the first token in it, scored tokens; of an item 0 and 1
+Unit = tuple[str, int, int]
 NO_FILTER = "none"
-# of the normal distribution, for 95 %
-Z = 1.959964
 SAMPLES, RESULT = "samples.jsonl", "result.json"
 
 
@@ -39,10 +40,10 @@ class Metric:
         """Of a document's part: a perplexity's is its log-likelihood, which falls where the perplexity rises."""
         return -1 if self.key.endswith("perplexity") else 1
 
-    def parts(self, samples: list[dict[str, Any]]) -> dict[str, float]:
-        """Document -> its part in this metric."""
+    def parts(self, samples: list[dict[str, Any]]) -> dict[Unit, float]:
+        """Item, or window of a document -> its part in this metric."""
         return {
-            sample["document"]: sample["scores"][self.key]
+            (sample["document"], sample.get("offset", 0), sample.get("tokens", 1)): sample["scores"][self.key]
             for sample in samples
             if sample["filter"] == self.filter and self.key in sample["scores"]
         }
@@ -52,7 +53,8 @@ class Metric:
 class Outcome:
     """A task's result under one attention.
 
-    samples: per document (and filter) what was asked and answered, and `scores`, its part in each metric.
+    samples: per item (and filter) what was asked and answered, and `scores`, its part in each metric; of a window its
+        document, the `offset` in it and the scored `tokens`.
     ledger: the fields of `BenchmarkRow` that `Ledger.summary` gives. groups: shares of the tokens `[layers][K]`.
     """
 
@@ -75,38 +77,33 @@ class Outcome:
             if base is not None:
                 difference, low, high = paired_difference(parts, metric.parts(base.samples), metric.sign)
             yield replace(
-                row, metric=metric.name, value=metric.value, stderr=metric.stderr, n=len(parts) or None,
+                row, metric=metric.name, value=metric.value, stderr=metric.stderr,
+                n=len(set(units_of([document for document, _, _ in parts]).tolist())) or None,
                 higher_is_better=metric.higher_is_better, difference=difference, difference_low=low,
                 difference_high=high, **facts, **self.ledger,
             )  # fmt: skip
 
 
 def paired_difference(
-    ours: dict[str, float], theirs: dict[str, float], sign: int = 1
-) -> tuple[float, float, float] | tuple[None, None, None]:
-    """Mean difference over the documents in both, and its 95 % interval by Student's t; of under three nothing is said.
+    ours: dict[Unit, float], theirs: dict[Unit, float], sign: int = 1
+) -> tuple[float, float | None, float | None] | tuple[None, None, None]:
+    """Mean difference over the items in both, and its 95 % interval by Student's t over documents.
 
     For parts of 0 or 1 one document won and one lost is added before the interval is taken (Bonett and Price, 2012):
     otherwise ten documents of equal score would be proof of no difference at all.
     """
     both = sorted(ours.keys() & theirs.keys())
-    pairs = np.array([[ours[document], theirs[document]] for document in both], dtype=np.float64).reshape(-1, 2)
-    if len(pairs) < 3 or not np.isfinite(pairs).all():
+    pairs = np.array([[ours[unit], theirs[unit]] for unit in both], dtype=np.float64).reshape(-1, 2)
+    if not len(pairs) or not np.isfinite(pairs).all():
         return None, None, None
     differences = sign * (pairs[:, 0] - pairs[:, 1])
-    mean = float(differences.mean())
     if np.isin(pairs, (0, 1)).all():
         padded = np.append(differences, [1, -1])
-        centre, half = padded.mean(), Z * padded.std() / len(padded) ** 0.5
-    else:
-        centre, half = mean, student(len(pairs) - 1) * differences.std(ddof=1) / len(pairs) ** 0.5
-    return mean, float(centre - half), float(centre + half)
-
-
-def student(freedom: int) -> float:
-    """The factor in place of Z for few degrees of freedom, 2 or more (Abramowitz and Stegun, 26.7.5)."""
-    terms = (Z**3 + Z) / 4, (5 * Z**5 + 16 * Z**3 + 3 * Z) / 96, (3 * Z**7 + 19 * Z**5 + 17 * Z**3 - 15 * Z) / 384
-    return Z + sum(term / freedom**power for power, term in enumerate(terms, start=1))
+        half = NORMAL * padded.std() / len(padded) ** 0.5
+        return float(differences.mean()), float(padded.mean() - half), float(padded.mean() + half)
+    documents, _, tokens = zip(*both, strict=True)
+    found = estimate(differences, tokens, documents)
+    return (found.value, *found.bounds)
 
 
 def write_outcome(folder: Path, outcome: Outcome) -> None:

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import time
+import zipfile
+import zlib
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -20,6 +23,7 @@ from focus_exp.attention.selection import Selection, Sequence, group_sizes
 from focus_exp.data import Blocks
 from focus_exp.models.attached import observed
 from focus_exp.models.modules import attached_methods
+from focus_exp.storage import aside
 from focus_exp.training.precision import Precision
 
 # rows of logits made float32 at a time: a vocabulary of 50 thousand takes 0.2 MB a row
@@ -115,3 +119,33 @@ def token_losses(model: PreTrainedModel, tokens: Tensor) -> Tensor:
 
 def observing(model: PreTrainedModel, observer: Any) -> AbstractContextManager[None]:
     return nullcontext() if observer is None else observed(model, observer)
+
+
+def write_scores(path: Path, scores: Scores, windows: list[int]) -> None:
+    """Losses and pair counts of one row, and of which windows they are."""
+    pairs = scores.pairs
+    counts = (pairs.total, pairs.distant, pairs.kept_pairs) if pairs else ()
+    sizes = {f"groups_{i}": t.numpy() for i, t in pairs.group_tokens.items()} if pairs else {}
+    arrays = {
+        "nll": scores.nll, "seconds": np.array(scores.seconds), "counts": np.array(counts, dtype=np.int64),
+        "path": np.array(scores.path), "windows": np.array(windows),
+    }  # fmt: skip
+    with aside(path) as new, new.open("wb") as file:  # given a name, numpy would add its own ending
+        np.savez_compressed(file, allow_pickle=False, **arrays, **sizes)
+
+
+def read_scores(path: Path, windows: list[int]) -> Scores | None:
+    """What `write_scores` wrote; None where there is nothing whole, or of other windows."""
+    try:
+        with np.load(path, allow_pickle=False) as data:
+            if data["windows"].tolist() != windows:
+                return None
+            counts = data["counts"].tolist()
+            groups = {
+                int(k.removeprefix("groups_")): torch.from_numpy(data[k]) for k in data if k.startswith("groups_")
+            }
+            pairs = PairShares(counts[0], counts[1], counts[2], groups) if counts else None
+            return Scores(data["nll"], float(data["seconds"]), pairs, str(data["path"]))
+    # every way in which a damaged archive has been seen to fail
+    except (OSError, EOFError, ValueError, KeyError, IndexError, RuntimeError, zipfile.BadZipFile, zlib.error):
+        return None

@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import logging
 import math
-import zipfile
-import zlib
 from collections import Counter
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from transformers import PreTrainedModel
 
@@ -29,12 +26,12 @@ from focus_exp.evaluation.controls import (
     window_only,
 )
 from focus_exp.evaluation.outcomes import slug
-from focus_exp.evaluation.perplexity import PairShares, Scores, score
-from focus_exp.evaluation.statistics import Bootstrap, by_position, mean, paired, window_sums
+from focus_exp.evaluation.perplexity import PairShares, Scores, read_scores, score, write_scores
+from focus_exp.evaluation.statistics import by_position, mean, window_means, window_sums
 from focus_exp.models.attached import causal_assignment, disabled, is_causal, observed, set_routing, swapped
 from focus_exp.models.lora import describe_lora
+from focus_exp.records.losses import Losses
 from focus_exp.records.rows import Row
-from focus_exp.storage import aside
 from focus_exp.training.precision import Precision
 
 log = logging.getLogger(__name__)
@@ -51,16 +48,13 @@ class Quality:
     folder: Path
 
     def __post_init__(self) -> None:
-        limit = self.config.eval.max_windows or len(self.blocks)
-        # spread over the whole split, so that every work has its part
-        count = min(limit, len(self.blocks))
-        self.indices = [int(i) for i in np.linspace(0, len(self.blocks) - 1, count).round()]
-        self.bootstrap = Bootstrap(count, self.config.eval.bootstrap_samples, self.config.seed)
+        self.indices = self.blocks.spread(self.config.eval.max_windows)
+        self.losses: Losses | None = None
         self.rows: list[Row] = []
         self.between: list[Row] = []
-        self.base: np.ndarray | None = None
-        self.soft: np.ndarray | None = None
-        self.hard: np.ndarray | None = None
+        self.base: str | None = None
+        self.soft: str | None = None
+        self.hard: str | None = None
         self.group_shares: list[list[float]] | None = None
         self.distant_share = 0.0
 
@@ -71,7 +65,7 @@ class Quality:
     def measure_between(self, phase: str) -> None:
         """Soft gates and the configured hard groups, after a phase that others follow."""
         own = replace(self, folder=self.folder / f"after-{phase}")
-        own.base = self.base
+        own.base, own.losses = self.base, self.losses
         own.measure_soft(phase)
         own.measure_hard(self.config.focus.top_k, self.config.focus.pair_rule, phase)
         self.between += own.rows
@@ -98,7 +92,7 @@ class Quality:
     def measure_focus(self) -> None:
         attention = self.config.focus
         soft = self.measure_soft()
-        self.soft = soft.nll if soft else None
+        self.soft = column(self.rows[-1]) if soft else None
         configured: Scores | None = None
         for rule in dict.fromkeys([attention.pair_rule, *self.config.eval.pair_rules]):
             for k in self.reached():
@@ -106,7 +100,7 @@ class Quality:
                     continue  # with one group a token both rules are the same
                 scores = self.measure_hard(k, rule)
                 if scores and k == attention.top_k and rule == attention.pair_rule:
-                    configured, self.hard = scores, scores.nll
+                    configured, self.hard = scores, column(self.rows[-1])
                     assert scores.pairs is not None
                     self.group_shares = scores.pairs.groups
         set_routing(self.model, hard=True, top_k=attention.top_k, pair_rule=attention.pair_rule)
@@ -173,7 +167,7 @@ class Quality:
         """Score one row, or read its scores if they are on disk; a row that fails stays as a row with its reason."""
         self.rows.append(row)
         path = self.folder / f"{slug(row.name)}.npz"
-        scores = read_scores(path)
+        scores = read_scores(path, self.indices)
         if scores is None:
             if row.kind == "base":
                 with self.full_attention():
@@ -181,7 +175,7 @@ class Quality:
             else:
                 scores = self.score(row)
             if scores is not None:
-                write_scores(path, scores)
+                write_scores(path, scores, self.indices)
         if scores is not None:
             self.fill(row, scores)
             by = f", {row.path}" if row.path else ""
@@ -198,11 +192,15 @@ class Quality:
 
     def fill(self, row: Row, scores: Scores) -> None:
         """Numbers of a row from its losses, paired with the base's and the configured hard row's."""
-        nll, window = scores.nll, self.config.attention.window
+        nll, window, name = scores.nll, self.config.attention.window, column(row)
+        _, counts = window_sums(nll)
+        if self.losses is None:
+            places = self.blocks.places(self.indices)
+            self.losses = Losses([(*place, int(count)) for place, count in zip(places, counts, strict=True)])
+        self.losses.nll[name] = window_means(nll)
         if row.kind == "base":
-            self.base = nll
-        sums, counts = window_sums(nll)
-        low, high = self.bootstrap.interval(sums, counts)
+            self.base = name
+        low, high = self.losses.estimate(name).bounds
         row.tokens, row.nll, row.seconds = int(counts.sum()), mean(nll), scores.seconds
         row.path = scores.path or None
         assert row.nll is not None
@@ -211,10 +209,10 @@ class Quality:
         row.perplexity_inside_window = perplexity(mean(nll[:, :window]))
         row.perplexity_beyond_window = perplexity(mean(nll[:, window:]))
         if self.base is not None:
-            row.delta_nll, row.delta_low, row.delta_high = paired(nll, self.base, self.bootstrap)
+            row.delta_nll, row.delta_low, row.delta_high = self.difference(name, self.base)
         reference = self.soft if row.kind == "twin" and row.top_k is None else self.hard
         if reference is not None and row.kind in ("control", "twin"):
-            row.delta_vs_hard, row.delta_vs_hard_low, row.delta_vs_hard_high = paired(nll, reference, self.bootstrap)
+            row.delta_vs_hard, row.delta_vs_hard_low, row.delta_vs_hard_high = self.difference(name, reference)
         row.distant_pairs_kept = scores.pairs.kept if scores.pairs else 1.0
         row.pairs_removed = scores.pairs.removed if scores.pairs else 0.0
         if row.window is not None and self.distant_share:
@@ -222,6 +220,16 @@ class Quality:
             row.distant_pairs_kept = 1 - row.pairs_removed / self.distant_share
         if scores.pairs and row.method in ("focus", "focus_dual"):
             row.largest_group = max((max(shares) for shares in scores.pairs.groups), default=None)
+
+    def difference(self, name: str, against: str) -> tuple[float, float | None, float | None]:
+        assert self.losses is not None
+        found = self.losses.difference(name, self.losses, against)
+        return (found.value, *found.bounds)
+
+
+def column(row: Row) -> str:
+    """The name of a row among the losses."""
+    return f"{row.name}, after {row.phase}" if row.phase else row.name
 
 
 def control(name: str, method: str, **fields: Any) -> Row:
@@ -247,31 +255,3 @@ def equal_density_window(pairs: PairShares, sinks: int, layers: list[Sequence]) 
         width = (low + high) // 2
         low, high = (low, width) if removed(width) <= pairs.removed else (width + 1, high)
     return low
-
-
-def write_scores(path: Path, scores: Scores) -> None:
-    """Losses and pair counts of one row."""
-    pairs = scores.pairs
-    counts = (pairs.total, pairs.distant, pairs.kept_pairs) if pairs else ()
-    sizes = {f"groups_{i}": t.numpy() for i, t in pairs.group_tokens.items()} if pairs else {}
-    arrays = {
-        "nll": scores.nll, "seconds": np.array(scores.seconds), "counts": np.array(counts, dtype=np.int64),
-        "path": np.array(scores.path),
-    }  # fmt: skip
-    with aside(path) as new, new.open("wb") as file:  # given a name, numpy would add its own ending
-        np.savez_compressed(file, allow_pickle=False, **arrays, **sizes)
-
-
-def read_scores(path: Path) -> Scores | None:
-    """What `write_scores` wrote; None where there is nothing whole."""
-    try:
-        with np.load(path, allow_pickle=False) as data:
-            counts = data["counts"].tolist()
-            groups = {
-                int(k.removeprefix("groups_")): torch.from_numpy(data[k]) for k in data if k.startswith("groups_")
-            }
-            pairs = PairShares(counts[0], counts[1], counts[2], groups) if counts else None
-            return Scores(data["nll"], float(data["seconds"]), pairs, str(data["path"]))
-    # every way in which a damaged archive has been seen to fail
-    except (OSError, EOFError, ValueError, KeyError, IndexError, RuntimeError, zipfile.BadZipFile, zlib.error):
-        return None

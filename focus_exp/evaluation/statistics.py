@@ -1,4 +1,4 @@
-"""Token-weighted means, bootstrap intervals over windows, and paired differences, on losses `[windows, T]`."""
+"""Token-weighted means of losses `[windows, T]`: all together, by window, by position."""
 
 from __future__ import annotations
 
@@ -8,31 +8,13 @@ import numpy as np
 
 from focus_exp.records.rows import PositionBin
 
-LEVEL = 0.95
 BINS = 16
 
 
-class Bootstrap:
-    """One set of resampled windows, shared by all rows, so that differences are paired."""
-
-    def __init__(self, windows: int, samples: int, seed: int) -> None:
-        draws = np.random.default_rng(seed).integers(0, windows, (samples, windows))
-        self.weights = np.stack([np.bincount(draw, minlength=windows) for draw in draws])  # [samples, windows]
-
-    def interval(self, sums: np.ndarray, counts: np.ndarray) -> tuple[float, float] | tuple[None, None]:
-        """Bounds of sum(sums) / sum(counts), both per window; of one window nothing can be said."""
-        if len(sums) < 2:
-            return None, None
-        means = (self.weights @ sums) / (self.weights @ counts)
-        low, high = np.quantile(means, [(1 - LEVEL) / 2, (1 + LEVEL) / 2])
-        return float(low), float(high)
-
-
-def paired(nll: np.ndarray, other: np.ndarray, bootstrap: Bootstrap) -> tuple[float, float | None, float | None]:
-    """Mean difference per token of losses on the same tokens, and its interval."""
-    sums, counts = window_sums(nll - other)
-    low, high = bootstrap.interval(sums, counts)
-    return float(sums.sum() / counts.sum()), low, high
+def window_means(nll: np.ndarray) -> np.ndarray:
+    """Mean loss of each window's scored tokens; every window has some."""
+    sums, counts = window_sums(nll)
+    return sums / counts
 
 
 def window_sums(nll: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

@@ -59,7 +59,7 @@ def bench(config: Config) -> None:
             run.save()
         if config.bench.quality:
             evaluation.measure_attached()
-            evaluation.write_into(run.record)
+            evaluation.write_into(run.record, run.folder)
 
 
 def other_methods(config: Config) -> Methods:

@@ -38,7 +38,7 @@ def evaluate(config: Config) -> None:
         put_adapter(run, model, precision, config.eval.window)
         evaluation.measure_base()
         evaluation.measure_attached()
-        evaluation.write_into(run.record)
+        evaluation.write_into(run.record, run.folder)
 
 
 def put_adapter(run: Run, model: PreTrainedModel, precision: Precision, longest: int) -> None:

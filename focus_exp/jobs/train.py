@@ -94,7 +94,7 @@ def train(config: Config) -> None:
             run.record.method["weights"] = fingerprint(model)  # what a run with model.path= of them says it began with
         run.record.train_seconds = time.perf_counter() - began
         alone(model, evaluation.measure_attached)
-        evaluation.write_into(run.record)
+        evaluation.write_into(run.record, run.folder)
 
 
 def load(run: Run, precision: Precision) -> tuple[LoadedModel, Corpus]:

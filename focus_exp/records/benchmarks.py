@@ -17,7 +17,8 @@ OUTCOMES = ("worse", "better", "indistinguishable", "")
 class BenchmarkRow:
     """One metric of one task under one attention.
 
-    value, stderr: as lm-eval gives them (accuracies 0..1); n: documents; version: of the task, or the suite's hash.
+    value, stderr: as lm-eval gives them (accuracies 0..1); n: independent documents or
+        items; version: of the task, or the suite's hash.
     difference: this row minus full attention, paired per document, with its 95 % interval: in units of the metric, of a
         perplexity the difference of its logarithm.
     requests: inputs of the model, of which `truncated` were cut from the left because the model is too short.

@@ -109,7 +109,7 @@ class GroupLayer:
 @dataclass(kw_only=True)
 class ClassCost:
     """Mean losses [nats] of the tokens of a class that are predicted from beyond the window, and their paired
-    difference, hard groups minus full attention, with its 95 % bootstrap interval over windows."""
+    difference, hard groups minus full attention, with its 95 % interval."""
 
     word_class: str
     tokens: int

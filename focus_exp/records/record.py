@@ -12,7 +12,7 @@ from pydantic import ConfigDict, TypeAdapter, ValidationError, with_config
 from focus_exp.errors import UserError
 from focus_exp.records.benchmarks import BenchmarkRow
 from focus_exp.records.groups import GroupReport
-from focus_exp.records.rows import Arm, Continuation, Difference, FitRow, ProbeRow, Row, Try
+from focus_exp.records.rows import Arm, Continuation, Difference, FitRow, ProbeRow, Row, Try, Units
 from focus_exp.records.speed import MethodSpeedRow, SpeedRow
 from focus_exp.storage import replace_file
 
@@ -26,6 +26,8 @@ class Record:
 
     `tokens_seen` are those of the steps and of the blocks that routers were fitted to and balanced on. `phases` are the
     rows of soft gates and of hard groups as configured, after each of several phases. `tries` are of learning rates.
+    `units`: what the intervals of the rows are over; None in a record from before they were Student's t, which has
+    percentile bootstraps over windows and no losses to make others from.
     """
 
     status: Literal["finished", "failed", "interrupted"]
@@ -50,6 +52,7 @@ class Record:
     peak_memory_bytes: int | None = None
     layers: list[int] = field(default_factory=list)
     group_shares: list[list[float]] | None = None
+    units: Units | None = None
     rows: list[Row] = field(default_factory=list)
     phases: list[Row] = field(default_factory=list)
     tries: list[Try] = field(default_factory=list)

@@ -29,10 +29,22 @@ class PositionBin(TypedDict):
 
 
 @dataclass(kw_only=True)
+class Units:
+    """The independent units of the rows' intervals by Student's t: `count` documents or windows, from `windows` scored
+    windows. freedom: of a mean over them, below count - 1 where they are of different lengths.
+    """
+
+    kind: Literal["document", "window"]
+    count: int
+    windows: int
+    freedom: float | None
+
+
+@dataclass(kw_only=True)
 class Row:
     """One attention pattern scored on the same tokens as the base row.
 
-    Losses are nats per token; `*_low`, `*_high` are 95 % bootstrap bounds over windows. `delta_nll` is paired
+    Losses are nats per token; `*_low`, `*_high` are 95 % bounds over the record's `units`. `delta_nll` is paired
     against the base, `delta_vs_hard` against the configured hard row (this row minus the hard one). Shares are
     0..1. In a comparison `arm` names the run that the row stands for, and the hard row is the first arm's answer.
     `phase` is the one after which the row was measured, where it is one of several.
@@ -129,7 +141,7 @@ class Arm:
 class Difference:
     """Losses of an arm's answer minus those of another's, on the same tokens [nats per token], with its interval.
 
-    `low`, `high` are 95 % bootstrap bounds over windows. against: None is the first arm.
+    `low`, `high` are 95 % bounds over the record's `units`. against: None is the first arm.
     """
 
     arm: str

@@ -8,7 +8,6 @@ from collections import Counter
 from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
-from statistics import fmean
 from string import Template
 from typing import Any, Literal
 
@@ -19,13 +18,14 @@ from focus_exp.errors import UserError
 from focus_exp.records.answers import COLLAPSED, DOMINANT
 from focus_exp.records.record import Record
 from focus_exp.reporting.comparators import TESTS, Judged
-from focus_exp.reporting.formats import ABSENT, NOT_HERE, NOT_RUN, RAN, UNDECIDED, VERDICTS
-from focus_exp.reporting.gather import QUICK, WANTED, Runs, is_quick, seeds_of
+from focus_exp.reporting.formats import ABSENT, NOT_HERE, NOT_RUN, OTHER_METHOD, RAN, VERDICTS, commit_text
+from focus_exp.reporting.gather import Runs, is_quick, seeds_of
 from focus_exp.reporting.measures import measurements
 from focus_exp.reporting.paper import paper_rows, paper_speedups
-from focus_exp.reporting.selection import Line, check, lines_of, select
+from focus_exp.reporting.selection import Line, check, lines_of, matches, select
 from focus_exp.reporting.specs import expression, read_specs, template
 from focus_exp.reporting.tables import Table
+from focus_exp.reporting.together import together
 
 NUMBERS = ("value", "low", "high", "unit")
 KNOWN = {"log": math.log, "speedups": paper_speedups, "COLLAPSED": COLLAPSED, "DOMINANT": DOMINANT}
@@ -44,6 +44,8 @@ class Claim:
     select: dict[str, Any] = field(default_factory=dict)
     where: str = ""
     pick: Literal["all", "least", "longest"] = "all"
+    like: dict[str, Any] = field(default_factory=dict)
+    other: str = ""
     test: dict[str, dict[str, Any]] = field(default_factory=dict)
     ours: str = ""
     why: str = ""
@@ -55,26 +57,29 @@ class Claim:
         return KNOWN | {name: _paper_row(*cells) for name, cells in self.rows.items()}
 
     def judge(self, lines: list[Line]) -> Judged:
-        """The verdict on the lines of one record."""
+        """The verdict on the lines of all records: seeds together, then those that are measured as the paper's are."""
         ((test, asked),) = self.test.items()
         limits = {key: expression(one)(**self.known) if isinstance(one, str) else one for key, one in asked.items()}
-        said = TESTS[test](_picked(lines, self.pick), **limits) if lines else Judged(NOT_RUN, [])
+        found = together(lines)
+        alike = [line for line in found if all(matches(getattr(line, name), of) for name, of in self.like.items())]
+        said = TESTS[test](_picked(alike or found, self.pick), **limits) if found else Judged(NOT_RUN, [])
         if said.word == NOT_RUN:
             missing = ", ".join(f"{column} {cell}" for column, cell in self.select.items())
             return replace(said, word=NOT_HERE if self.needs else NOT_RUN, why=self.needs or f"no line with {missing}")
         by = {line.measure: line for line in said.lines}
-        known = self.known | {"lines": said.lines, "line": said.lines[0], "by": by, "found": lines, "limits": limits}
-        return replace(
-            said, ours=said.ours or template(self.ours).render(known), why=said.why or template(self.why).render(known)
-        )
+        known = self.known | {"lines": said.lines, "line": said.lines[0], "by": by, "found": found, "limits": limits}
+        ours, why = said.ours or template(self.ours).render(known), template(self.why).render(known)
+        if self.other or not alike:
+            other = self.other or "nothing here has " + ", ".join(f"{name} {cell}" for name, cell in self.like.items())
+            why, said = f"{other}; under it: {said.word}; {why}", replace(said, word=OTHER_METHOD)
+        return replace(said, ours=ours, why="; ".join(filter(None, (said.why, why))))
 
 
 @dataclass(frozen=True)
 class Verdict:
     """What the records say of a claim: `ours` is the value, `why` the sentence, `records` what they follow from.
 
-    numbers: the `value` on which it hangs, the mean of several records'; `low`, `high`, the outermost ends of their
-    intervals, or of the values themselves; their `unit`. {} where records have none, or of several units.
+    needs: what would decide it. numbers: `value`, `low`, `high` and `unit` of what it hangs on; {} where of nothing.
     """
 
     word: str
@@ -82,6 +87,8 @@ class Verdict:
     why: str = ""
     records: list[Record] = field(default_factory=list)
     numbers: dict[str, Any] = field(default_factory=dict)
+    needs: str = ""
+    line: Line | None = None
 
 
 @cache
@@ -105,7 +112,7 @@ def _claim(entry: Claim, values: dict[str, Any]) -> Claim:
 
     claim = Claim(**{key: filled(part) for key, part in vars(entry).items() if key != "each"})
     place = f"claims.yaml: {claim.table}, {claim.says}"
-    check(place, claim.select, claim.where)
+    check(place, claim.select | claim.like, claim.where)
     try:
         says, paper, *_ = (template(part) for part in (claim.says, claim.paper, claim.ours, claim.why))
         claim = replace(claim, says=says.render(claim.known), paper=paper.render(claim.known))
@@ -132,11 +139,12 @@ def _paper_row(table: str, *cells: Any) -> dict[str, Any]:
 def _picked(lines: list[Line], pick: str) -> list[Line]:
     if pick == "least":
         return sorted(lines, key=lambda line: line.value)[:1]
-    return sorted(lines, key=lambda line: line.tokens)[-1:] if pick == "longest" else lines
+    longest = max((line.tokens or 0 for line in lines), default=0)
+    return [line for line in lines if line.tokens == longest] if pick == "longest" else lines
 
 
 def judged(records: list[Record]) -> list[tuple[Claim, Verdict]]:
-    """Every claim with its verdict, from the finished records alone; seeds and settings have to agree on it."""
+    """Every claim with its verdict, from the finished records alone."""
     return judged_runs(Runs([(Path(str(number)), record) for number, record in enumerate(records)]))
 
 
@@ -148,46 +156,21 @@ def judged_runs(runs: Runs) -> list[tuple[Claim, Verdict]]:
 def _verdict(claim: Claim, table: pd.DataFrame, runs: Runs) -> Verdict:
     if not claim.select:
         return Verdict(NOT_HERE, why=claim.needs)
-    records = {run: runs.named[run] for run in table.run[table.experiment.isin(claim.experiments)].unique()}
-    if not records:
+    table = table[table.experiment.isin(claim.experiments)]
+    if table.empty:
         return Verdict(NOT_RUN, why=f"python -m focus_exp +experiment={claim.experiments[0]}")
-    found = lines_of(select(table, {"experiment": claim.experiments, **claim.select}, claim.where))
-    said = [(record, claim.judge([line for line in found if line.run == run])) for run, record in records.items()]
-    return _together([(record, one) for record, one in said if one.word not in (NOT_RUN, NOT_HERE)] or said[:1])
+    said = claim.judge(lines_of(select(table, claim.select, claim.where)))
+    names = dict.fromkeys(one.run for line in said.lines for one in line.found)
+    records = [runs.named[name] for name in names]
+    word, line = (RAN if any(map(is_quick, records)) else said.word), said.hangs_on
+    numbers = {name: getattr(line, name) for name in NUMBERS} if line is not None and line.value is not None else {}
+    return Verdict(word, said.ours, said.why, records, numbers, said.needs, line)
 
 
-def _together(said: list[tuple[Record, Judged]]) -> Verdict:
-    """One verdict for several records: theirs if they agree."""
-    records = [record for record, one in said if one.word != NOT_HERE]
-    words = {one.word for _, one in said}
-    word = words.pop() if len(words) == 1 else UNDECIDED
-    named = len({record.seed for record in records}) > 1
-    ours = [f"seed {record.seed}: {one.ours}" if named else one.ours for record, one in said if one.ours]
-    return Verdict(
-        RAN if word != NOT_RUN and any(map(is_quick, records)) else word,
-        "; ".join(dict.fromkeys(ours)),
-        "; ".join(filter(None, dict.fromkeys(one.why for _, one in said))),
-        records,
-        _numbers([one.hangs_on for _, one in said if one.hangs_on], len(said)),
-    )
-
-
-def _numbers(lines: list[Line], wanted: int) -> dict[str, Any]:
-    if len(lines) < wanted or len({line.unit for line in lines}) != 1 or any(line.value is None for line in lines):
-        return {}
-    low, high = lines[0].low, lines[0].high
-    if len(lines) > 1:
-        low = min(line.value if line.low is None else line.low for line in lines)
-        high = max(line.value if line.high is None else line.high for line in lines)
-    return {"value": fmean(line.value for line in lines), "low": low, "high": high, "unit": lines[0].unit}
-
-
-def claim_table(runs: Runs) -> Table:
+def claim_table(ledger: list[tuple[Claim, Verdict]], runs: Runs) -> Table:
     """The ledger: one line a claim."""
-    lines = judged_runs(runs)
-    counts = Counter(verdict.word for _, verdict in lines)
-    quick = [f"{RAN}: scale={QUICK} shows that everything runs; no number of it means anything"] if counts[RAN] else []
-    values = [_values(claim, verdict, runs) for claim, verdict in lines]
+    counts = Counter(verdict.word for _, verdict in ledger)
+    values = [_values(claim, verdict, runs) for claim, verdict in ledger]
     columns = [column for column in values[0] if column not in NUMBERS]
     return Table(
         columns=columns,
@@ -196,25 +179,38 @@ def claim_table(runs: Runs) -> Table:
         title="Claims of arXiv 2604.03260, and what was found here",
         notes=[
             ", ".join(f"{counts[word]} {word}" for word in VERDICTS if counts[word]),
-            *quick,
-            "here: another base model, other text and a small budget wherever SUBSTITUTE stands under a table",
-            "undecided: the interval includes no difference, or the records disagree; not engaged: the mask removed "
-            "under 5 % of the pairs",
-            f"several records of a claim have to agree on it; {WANTED} seeds are wanted, and with one the verdict is "
-            "that seed's; cost: the time of the runs behind a verdict, all their arms included",
+            "here: another base model, other text and a small budget wherever SUBSTITUTE stands under a table; Focus: "
+            "the causal router of this project, but where it is said to read the future",
+            "[ ]: 95 % by Student's t, text and seeds together: Var = text + seeds / number of seeds, for every seed "
+            "scores the same text (freedom by Satterthwaite); under one seed by the text alone. Until a record is "
+            "measured anew its error by the text is that of a percentile bootstrap over windows, and too small where "
+            "windows of one work resemble each other",
+            "needs: units and seeds, each as if the other were no limit, that show the paper's own difference, or one "
+            "of 1 % where there are enough for that, with 80 % power at 5 %, two-sided",
+            "cost: the time of the runs behind a verdict, all their arms included",
         ],
         values=values,
         kinds={"paper": "paper"},
     )
 
 
+def verdicts_table(ledger: list[tuple[Claim, Verdict]]) -> Table:
+    """What the words of the ledger mean, and how often they stand there."""
+    counts = Counter(verdict.word for _, verdict in ledger)
+    rows = [[word, str(counts[word]), means] for word, means in VERDICTS.items() if counts[word] or word != RAN]
+    columns = ["verdict", "claims", "it means"]
+    values = [dict(zip(columns, row, strict=True)) for row in rows]
+    return Table(columns=columns, rows=rows, name="verdicts", title="What a verdict means", values=values)
+
+
 def _values(claim: Claim, verdict: Verdict, runs: Runs) -> dict[str, Any]:
     records = verdict.records
-    by = (f"{r.experiment} {r.config_hash}, seed {r.seed}, {(r.commit or 'no commit')[:7]}" for r in records)
+    by = (f"{r.experiment} {r.config_hash}, seed {r.seed}, {commit_text(r.commit)}" for r in records)
     return {
         **{"table": claim.table, "the paper says": claim.says, "paper": claim.paper, "here": verdict.ours or ABSENT},
         **(dict.fromkeys(NUMBERS) | verdict.numbers),
-        **{"verdict": verdict.word, "because": verdict.why or ABSENT, "seeds": str(len(seeds_of(records)) or ABSENT)},
+        **{"verdict": verdict.word, "needs": verdict.needs or ABSENT, "because": verdict.why or ABSENT},
+        "seeds": str(len(seeds_of(records)) or ABSENT),
         "cost": f"{sum(map(runs.seconds, records)) / 60:,.0f} min" if records else ABSENT,
         "by": "; ".join(by) or ABSENT,
     }

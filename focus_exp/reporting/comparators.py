@@ -2,67 +2,146 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from focus_exp.records.answers import DOMINANT
-from focus_exp.reporting.formats import NOT_ENGAGED, NOT_REPRODUCED, NOT_RUN, REPRODUCED, UNDECIDED, share_text
+from focus_exp.reporting.formats import (
+    NOT_ENGAGED,
+    NOT_HERE,
+    NOT_REPRODUCED,
+    NOT_RUN,
+    REPRODUCED,
+    SAME_DIRECTION,
+    UNDECIDED,
+    count_text,
+    share_text,
+)
 from focus_exp.reporting.selection import Line
+from focus_exp.reporting.together import wanting
+
+SHOWN, REFUTED, OPEN = 1, -1, 0
 
 
 @dataclass(frozen=True)
 class Judged:
-    """A word; the lines that it is said of, that on which it hangs first; what the comparator itself says."""
+    """A word; the lines that it is said of, that on which it hangs first; what the comparator itself says, and asks."""
 
     word: str
     lines: list[Line]
     hangs_on: Line | None = None
     ours: str = ""
     why: str = ""
+    needs: str = ""
 
 
-def below(lines: list[Line], limit: float) -> Judged:
-    """Whether every line is below `limit`, by its whole interval."""
-    highest = max(lines, key=lambda line: math.inf if line.high is None else line.high)
-    if future := next((line.reads_future for line in lines if line.reads_future), None):
-        return Judged(UNDECIDED, lines, why=f"{future} reads the future: its perplexity is not one")
-    if any(line.low is None or line.high is None for line in lines):
-        return Judged(UNDECIDED, lines, highest, why="too few texts for an interval")
-    word = REPRODUCED if highest.high < limit else UNDECIDED
-    return Judged(NOT_REPRODUCED if any(line.low > limit for line in lines) else word, lines, highest)
+def below(lines: list[Line], limit: float, size: float | None = None) -> Judged:
+    """Whether every line is below `limit`, by its whole interval; `size`: the paper's own number.
+
+    Who reads the future has an advantage: if it loses all the same it loses, otherwise its perplexity says nothing.
+    """
+    sides = [_side(line, limit) for line in lines]
+    if REFUTED in sides:
+        worst = lines[sides.index(REFUTED)]
+        return Judged(NOT_REPRODUCED, lines, worst)
+    worst = max(lines, key=lambda line: (line.value is None, line.high is None, line.high or line.value or 0.0))
+    reader = next((line for line, side in zip(lines, sides, strict=True) if line.reads_future and side != SHOWN), None)
+    if reader:
+        return Judged(NOT_HERE, lines, why=f"{reader.reads_future} reads the future: its perplexity is not one")
+    if OPEN in sides:
+        why = "too few texts for an interval" if worst.high is None else ""
+        return Judged(UNDECIDED, lines, worst, why=why, needs=wanting(worst, limit if size is None else size - limit))
+    return Judged(REPRODUCED if size is None or worst.high >= size >= worst.low else SAME_DIRECTION, lines, worst)
 
 
-def at_least(lines: list[Line], wanted: float | Mapping[int, float], times: float = 1.0, minus: float = 0.0) -> Judged:
-    """Whether every line reaches what is wanted at its length; the first one, where a single number is wanted."""
-    if not isinstance(wanted, Mapping):
-        reached = lines[0].value >= times * wanted - minus
-        return Judged(REPRODUCED if reached else NOT_REPRODUCED, lines, lines[0])
-    lines = sorted((line for line in lines if line.tokens in wanted), key=lambda line: line.tokens)
-    reached = all(line.value >= times * wanted[line.tokens] - minus for line in lines)
-    return Judged(REPRODUCED if reached else NOT_REPRODUCED, lines, lines[-1]) if lines else Judged(NOT_RUN, [])
+def _side(line: Line, limit: float) -> int:
+    """On which side of a limit a difference is; who reads the future can only lose."""
+    ours_reads = line.reads_future is not None and line.reads_future in (line.arm, line.name)
+    if line.high is not None and line.high < limit:
+        return OPEN if ours_reads else SHOWN
+    if line.low is not None and line.low > limit:
+        return OPEN if line.reads_future and not ours_reads else REFUTED
+    return OPEN
+
+
+def at_least(
+    lines: list[Line], wanted: float | Mapping[int, float], times: float = 1.0, minus: float = 0.0, gpu: bool = False
+) -> Judged:
+    """Whether every line reaches what is wanted at its length, by its whole interval where it has one.
+
+    Faster than full attention, but not as fast, or not on a GPU where the paper has one (`gpu`), is the
+    same direction; some that reach it and some that do not decide nothing.
+    """
+    limits = wanted if isinstance(wanted, Mapping) else {line.tokens: wanted for line in lines}
+    lines = sorted((line for line in lines if line.tokens in limits), key=lambda line: line.tokens or 0)
+    if not lines:
+        return Judged(NOT_RUN, [])
+    ends = [(line, times * limits[line.tokens] - minus) for line in lines]
+    reached = [line for line, limit in ends if _low(line) >= limit]
+    failed = [line for line, limit in ends if _high(line) < limit]
+    if len(reached) == len(lines):
+        elsewhere = gpu and any((line.device or "").startswith("cpu") for line in lines)
+        return Judged(SAME_DIRECTION if elsewhere else REPRODUCED, lines, lines[-1])
+    if len(failed) < len(lines):
+        needs = "runs that agree" if lines[-1].measure == "ratio" else wanting(lines[-1])
+        return Judged(UNDECIDED, lines, lines[-1], needs=needs)
+    faster = all(line.measure == "ratio" and line.value > 1 for line in lines)
+    return Judged(SAME_DIRECTION if faster else NOT_REPRODUCED, lines, lines[-1])
 
 
 def within(lines: list[Line], least: float, most: float, margin: float) -> Judged:
-    inside = all(least - margin <= line.value <= most + margin for line in lines)
-    return Judged(REPRODUCED if inside else NOT_REPRODUCED, lines)
+    """Whether every line lies between the two, give or take the margin; by its whole interval, where it has one."""
+    if all(_low(line) >= least - margin and _high(line) <= most + margin for line in lines):
+        return Judged(REPRODUCED, lines)
+    outside = any(_high(line) < least - margin or _low(line) > most + margin for line in lines)
+    return Judged(NOT_REPRODUCED, lines) if outside else Judged(UNDECIDED, lines, needs=wanting(lines[0]))
 
 
-def takes_over(lines: list[Line], share: float, dead: float) -> Judged:
-    """Whether one group has this share of the tokens, or this share of the groups is dead."""
-    by = {line.measure: line for line in lines}
-    largest, gone = by["dominance"], by["dead_groups"].value / by["dead_groups"].K
-    if largest.value >= share or gone >= dead:
-        return Judged(REPRODUCED, lines, largest)
-    return Judged(UNDECIDED if max(largest.value, gone) > DOMINANT else NOT_REPRODUCED, lines, largest)
+def takes_over(lines: list[Line], share: float, dead: float, steps: int) -> Judged:
+    """Whether one group has this share of the tokens, or this share of the groups is dead, within so many steps."""
+
+    def side(largest: Line, gone: Line) -> int:
+        if largest.value >= share or gone.value / gone.K >= dead:
+            return SHOWN
+        return REFUTED if max(_high(largest), gone.value / gone.K) <= DOMINANT else OPEN
+
+    return _of_groups(lines, side, steps, happened=SHOWN)
 
 
-def stays_even(lines: list[Line], share: float) -> Judged:
-    """Whether the largest group stays below this share of the tokens and no group dies."""
-    by = {line.measure: line for line in lines}
-    largest, gone = by["dominance"], by["dead_groups"].value
-    word = NOT_REPRODUCED if largest.value > share else REPRODUCED if gone < 1 else UNDECIDED
-    return Judged(word, lines, largest)
+def stays_even(lines: list[Line], share: float, steps: int) -> Judged:
+    """Whether the largest group stays below this share of the tokens and no group dies, for so many steps."""
+
+    def side(largest: Line, gone: Line) -> int:
+        if _low(largest) > share:
+            return REFUTED
+        return SHOWN if _high(largest) < share and gone.value < 1 else OPEN
+
+    return _of_groups(lines, side, steps, happened=REFUTED)
+
+
+def _of_groups(lines: list[Line], side: Callable[[Line, Line], int], steps: int, happened: int) -> Judged:
+    """Of several set-ups all have to agree; what has not happened may still do so until `steps` are done."""
+    by: dict[str, dict[str, Line]] = {}
+    for line in lines:
+        by.setdefault(line.setup, {})[line.measure] = line
+    sides = {side(one["dominance"], one["dead_groups"]) for one in by.values()}
+    largest, ran = (one["dominance"] for one in by.values()), min(line.step or 0 for line in lines)
+    widest = max(largest, key=lambda line: line.value)
+    if sides != {happened} and ran < steps:
+        why = f"only {count_text(ran)} steps with everything trained"
+        return Judged(UNDECIDED, lines, widest, why=why, needs=f"{count_text(steps)} steps")
+    if sides not in ({SHOWN}, {REFUTED}):
+        return Judged(UNDECIDED, lines, widest, needs=wanting(widest))
+    return Judged(REPRODUCED if sides == {SHOWN} else NOT_REPRODUCED, lines, widest)
+
+
+def _low(line: Line) -> float:
+    """The lower end of what a line says; of one run its value."""
+    return float(line.value if line.low is None else line.low)
+
+
+def _high(line: Line) -> float:
+    return float(line.value if line.high is None else line.high)
 
 
 def no_loss(lines: list[Line]) -> Judged:
@@ -71,26 +150,21 @@ def no_loss(lines: list[Line]) -> Judged:
     idle = ", ".join(f"{line.task} ({share_text(line.pairs_removed)})" for line in lines if line.engaged is False)
     if not acted:
         return Judged(NOT_ENGAGED, lines, why=f"pairs removed: {idle}")
-    lost = any(line.outcome == "worse" for line in acted)
-    losses = [-100 * line.low for line in acted if line.unit == "share" and line.low is not None]
-    limit = f"losses of up to {max(losses):.1f} points cannot be excluded" if losses else ""
-    if not losses and any(line.low is None for line in acted):
-        limit = "too few texts to compare"
-    why = [f"not engaged on {idle}"] if idle else []
-    return Judged(
-        NOT_REPRODUCED if lost else UNDECIDED, acted, acted[0] if len(acted) == 1 else None,
-        "; ".join(f"{line.score_name} {line.score}" for line in acted),
-        "; ".join(why if lost or not limit else [limit, *why]),
-    )  # fmt: skip
-
-
-def some_loss(lines: list[Line]) -> Judged:
-    lost = [line for line in lines if line.outcome == "worse"]
+    lost = [line for line in acted if line.low is not None and (line.low > 0 if line.unit == "nats" else line.high < 0)]
+    ours = "; ".join(f"{line.score_name} {line.score}" for line in acted)
+    why = f"not engaged on {idle}" if idle else ""
     if lost:
+        return Judged(NOT_REPRODUCED, acted, lost[0], ours, why)
+    return Judged(UNDECIDED, acted, acted[0], ours, why, needs=wanting(acted[0]))
+
+
+def some_loss(lines: list[Line], size: float) -> Judged:
+    """Whether a score is lost by a method that keeps every pair; size: what the paper lost most."""
+    if lost := [line for line in lines if line.high is not None and line.high < 0]:
         ours = "; ".join(f"{line.arm} on {line.task} {line.score}" for line in lost)
         return Judged(REPRODUCED, lost, lost[0], ours, f"{len(lost)} of {len(lines)} scores beyond the interval")
-    items = max(line.n or 0 for line in lines)
-    return Judged(UNDECIDED, lines, None, "no score is worse beyond its interval", f"{items} items a task")
+    items, ours = max(line.n or 0 for line in lines), "no score is worse beyond its interval"
+    return Judged(UNDECIDED, lines, lines[0], ours, f"{items} items a task", wanting(lines[0], size))
 
 
 TESTS: dict[str, Callable[..., Judged]] = {

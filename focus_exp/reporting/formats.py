@@ -23,10 +23,22 @@ class Word(str):
         return self.replace(" ", "-")
 
 
-REPRODUCED, NOT_REPRODUCED, UNDECIDED = map(Word, ("reproduced", "not reproduced", "undecided"))
-NOT_ENGAGED, NOT_RUN, NOT_HERE = map(Word, ("not engaged", "not run", "not testable here"))
+REPRODUCED, SAME_DIRECTION, NOT_REPRODUCED = map(Word, ("reproduced", "same direction", "not reproduced"))
+UNDECIDED, OTHER_METHOD, NOT_ENGAGED = map(Word, ("too little to decide", "another method", "not engaged"))
+NOT_RUN, NOT_HERE = map(Word, ("not run", "not testable"))
 RAN = Word("ran, decides nothing")  # at scale=quick
-VERDICTS = (RAN, REPRODUCED, NOT_REPRODUCED, UNDECIDED, NOT_ENGAGED, NOT_RUN, NOT_HERE)
+# word -> what it means, in the order of the ledger's counts
+VERDICTS = {
+    RAN: "at scale=quick, which shows that everything runs; no number of it means anything",
+    REPRODUCED: "the whole interval, or every timing, is on the claim's side, and the paper's own number in it",
+    SAME_DIRECTION: "the whole interval is on the claim's side, but the size, or the kind of machine, is another one",
+    NOT_REPRODUCED: "the whole interval is on the other side",
+    UNDECIDED: "the interval includes the limit, or the run ended too early; needs: how much more it takes",
+    OTHER_METHOD: "measured under a rule or a router of this project, not under the one that the paper's number is of",
+    NOT_ENGAGED: "the mask removed under 5 % of the pairs, so equal scores are so by construction",
+    NOT_RUN: "there is no record yet",
+    NOT_HERE: "it takes a model, data or a machine that are not here, or what was measured is no perplexity",
+}
 
 
 def count_text(value: float | None) -> str:
@@ -163,6 +175,12 @@ def seeds_text(seeds: Sequence[int]) -> str:
 def line_text(text: str) -> str:
     """`text` in one line."""
     return " ".join(text.split())
+
+
+def commit_text(commit: str | None) -> str:
+    """A commit's first digits, and whether the code differed from it."""
+    digits, dirty, _ = (commit or "no commit").partition("-dirty")
+    return (digits[:7] if commit else digits) + dirty
 
 
 def cell_text(text: str) -> str:

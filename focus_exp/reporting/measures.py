@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator
 from functools import lru_cache
 from hashlib import sha256
-from statistics import fmean
+from statistics import fmean, median
 from typing import Any, NamedTuple
 
 import pandas as pd
@@ -17,28 +17,32 @@ from focus_exp.records.record import Record
 from focus_exp.records.rows import Arm, Row
 from focus_exp.reporting.gather import Runs, run_of, setup
 from focus_exp.reporting.speed import speed_of_k
+from focus_exp.reporting.uncertainty import error_of, error_of_score
 
 BASE, SOFT_GATE, FULL = "base", "soft gate", "full attention"
 ITSELF = "itself, reading the future"
 LONG_TEXT = "perplexity@"  # a task at so many tokens
 RUN = (
     "run", "experiment", "seed", "started", "commit", "command", "config_hash", "status", "device", "number_format",
-    "scale", "is_arm", "first", "first_parameters", "setup",
+    "scale", "is_arm", "first", "first_parameters", "setup", "unit_kind",
 )  # fmt: skip
 # of the arm's own run, where a line of a comparison is about one
 OWN = (
     "arm", "asked", "model", "data", "T", "window", "K", "attention", "gate", "regime", "tokens_seen", "parameters",
-    "model_parameters", "own_commit", "arm_setup",
+    "model_parameters", "own_commit", "arm_setup", "steps",
 )  # fmt: skip
 SUBJECT = (
     "name", "kind", "method", "top_k", "pair_rule", "task", "metric", "n", "clock", "tokens", "groups", "assignment",
     "pairs_kept", "dtype", "path", "distant_pairs_kept", "pairs_removed", "engaged", "outcome", "causal", "error",
 )  # fmt: skip
-MARKS = ("phase", "trains", "reads_future", "answer", "telling")
+MARKS = ("phase", "step", "trains", "reads_future", "answer", "telling", "tokens_against", "removed_against")
 
 
 class Number(NamedTuple):
-    """A measure of a subject. level, level_against: the two sides of a difference; before: its value a phase before."""
+    """A measure of a subject. level, level_against: the two sides of a difference; before: its value a phase before.
+
+    stderr: by the text, of `units` documents or windows, with `freedom` degrees.
+    """
 
     measure: str
     value: float | None
@@ -50,13 +54,16 @@ class Number(NamedTuple):
     level_against: float | None = None
     before: float | None = None
     stderr: float | None = None
+    freedom: float | None = None
+    units: int | None = None
 
 
 COLUMNS = (*RUN, "of", *OWN, *SUBJECT, *MARKS, *Number._fields)
 TYPES = {
-    "Float64": ["value", "low", "high", "level", "level_against", "before", "stderr", "parameters", "first_parameters",
-                "pairs_kept", "pairs_removed", "distant_pairs_kept"],
-    "Int64": ["seed", "T", "window", "K", "tokens_seen", "model_parameters", "top_k", "n", "tokens", "groups"],
+    "Float64": ["value", "low", "high", "level", "level_against", "before", "stderr", "freedom", "parameters",
+                "first_parameters", "pairs_kept", "pairs_removed", "removed_against", "distant_pairs_kept"],
+    "Int64": ["seed", "T", "window", "K", "tokens_seen", "tokens_against", "steps", "model_parameters", "top_k", "n",
+              "tokens", "groups", "step", "units"],
     "boolean": ["is_arm", "engaged", "causal", "answer", "telling"],
 }  # fmt: skip
 Subjects = Iterator[tuple[dict[str, Any], list[Number]]]
@@ -69,8 +76,8 @@ def measurements(runs: Runs) -> pd.DataFrame:
     `of`: the list of the record. `delta`: a difference of losses [nats a token], ours minus theirs, which between two
     arms stands in both directions, with both perplexities in `level` and `level_against`; `score_delta`: one of scores.
     What failed, or could not be compared, is a line without a value. `setup`, `arm_setup`: what lines of several seeds
-    share. `answer`: of the row that stands for its run or arm, of the one timing that is quoted of a k; `telling`: of
-    the metric that decides a benchmark; `reads_future`: who of the two does.
+    share. `*_against`: of the arm that it is against. `answer`: of the row that stands for its run or arm, of the one
+    timing that is quoted of a k; `telling`: of the metric that decides a benchmark; `reads_future`: who of both does.
     """
     found = [line for name, record in runs.named.items() for line in _lines(name, record, runs)]
     known = {column: kind for kind, columns in TYPES.items() for column in columns}
@@ -83,12 +90,14 @@ def _lines(name: str, record: Record, runs: Runs) -> Iterator[dict[str, Any]]:
         "run": name,
         "scale": record.setting("scale", "name"),
         "is_arm": bool(record.config.get("arm")),
+        "unit_kind": f"{record.units.kind}s" if record.units else "windows",
         "first": first.name if first else None,
         "first_parameters": first.trainable_parameters if first else None,
         "setup": _digest((setup(record), run_of(first, runs.own(first)) if first else record.experiment)),
     }
     own: dict[str | None, dict[str, Any]] = {None: {"arm": record.config.get("arm")} | _own(record)}
     own |= {arm.name: _own_of(arm, runs.own(arm), record) for arm in record.arms}
+    removed = {row.arm: row.pairs_removed for row in record.rows if row.arm}
     parts = {
         "rows": _quality(record, record.rows), "phases": _quality(record, record.phases), "probes": _probes(record),
         "benchmarks": _benchmarks(record), "speed": _speed(record), "method_speed": _method_speed(record),
@@ -98,7 +107,13 @@ def _lines(name: str, record: Record, runs: Runs) -> Iterator[dict[str, Any]]:
         for subject, numbers in subjects:
             common = {**shared, "of": part, **own.get(subject.get("arm"), own[None]), **subject}
             there = [number for number in numbers if number.value is not None or number.measure == "score_delta"]
-            yield from (common | number._asdict() for number in there or numbers[:1])
+            for number in there or numbers[:1]:
+                other = own.get(number.against or "", {})
+                of_other = {
+                    "tokens_against": other.get("tokens_seen"),
+                    "removed_against": removed.get(number.against or ""),
+                }
+                yield common | of_other | number._asdict()
 
 
 def _own(record: Record) -> dict[str, Any]:
@@ -112,6 +127,7 @@ def _own(record: Record) -> dict[str, Any]:
         "attention": record.setting("attention", "method"),
         "regime": record.setting("regime", "name"),
         "tokens_seen": record.tokens_seen,
+        "steps": record.steps,
         "model_parameters": record.model.get("parameters"),
         "own_commit": record.commit,
     }
@@ -120,7 +136,8 @@ def _own(record: Record) -> dict[str, Any]:
 def _own_of(arm: Arm, own: Record | None, comparison: Record) -> dict[str, Any]:
     """Of an arm of a comparison, by its own record where that is there."""
     groups = dict(setting.partition("=")[::2] for setting in arm.settings).get("attention.groups")
-    known = {"arm": arm.name, "tokens_seen": arm.tokens_seen, "parameters": arm.trainable_parameters}
+    known = {"arm": arm.name, "tokens_seen": arm.tokens_seen, "steps": arm.steps}
+    known |= {"parameters": arm.trainable_parameters}
     known |= {"arm_setup": _digest(run_of(arm, own))} | ({"K": int(groups)} if groups else {})
     return _own(own or comparison) | known
 
@@ -147,7 +164,7 @@ def _quality(record: Record, rows: list[Row]) -> Subjects:
             reads_future=None if row.causal else row.arm or row.name,
         )  # fmt: skip
         reference = first.arm if first else ITSELF if row.kind == "twin" else hard.name if hard else None
-        versus = _delta(row, reference, row.delta_vs_hard, row.delta_vs_hard_low, row.delta_vs_hard_high)
+        versus = _delta(record, row, reference, row.delta_vs_hard, row.delta_vs_hard_low, row.delta_vs_hard_high)
         gap = None if soft is None or row.kind != "hard" or row.nll is None else row.nll - (soft.nll or 0.0)
         yield (
             subject,
@@ -156,8 +173,8 @@ def _quality(record: Record, rows: list[Row]) -> Subjects:
                 Number("nll", row.nll, unit="nats"),
                 Number("largest_group", row.largest_group, unit="share"),
                 Number("parameters", 0 if row.kind == BASE else None),
-                _delta(row, BASE, None if row.kind == "base" else row.delta_nll, row.delta_low, row.delta_high),
-                _delta(row, SOFT_GATE, gap),
+                _delta(record, row, BASE, None if row.kind == "base" else row.delta_nll, row.delta_low, row.delta_high),
+                _delta(record, row, SOFT_GATE, gap),
                 *([versus] if reference and not first else []),
             ],
         )
@@ -168,16 +185,24 @@ def _quality(record: Record, rows: list[Row]) -> Subjects:
 
 
 def _delta(
-    row: Row, against: str | None, value: float | None, low: float | None = None, high: float | None = None
+    record: Record,
+    row: Row,
+    against: str | None,
+    value: float | None,
+    low: float | None = None,
+    high: float | None = None,
 ) -> Number:
     other = None if row.nll is None or value is None else math.exp(min(row.nll - value, 700.0))
-    return Number("delta", value, low, high, "nats", against, row.perplexity, other)
+    return Number(
+        "delta", value, low, high, "nats", against, row.perplexity, other, None, *error_of(record, row, low, high)
+    )
 
 
 def _turned(delta: Number, against: str | None) -> Number:
     """Theirs minus ours."""
     value, low, high = (None if bound is None else -bound for bound in (delta.value, delta.high, delta.low))
-    return Number("delta", value, low, high, "nats", against, delta.level_against, delta.level)
+    delta = delta._replace(value=value, low=low, high=high, against=against)
+    return delta._replace(level=delta.level_against, level_against=delta.level)
 
 
 def _benchmarks(record: Record) -> Subjects:
@@ -191,7 +216,8 @@ def _benchmarks(record: Record) -> Subjects:
             tokens=int(row.task.removeprefix(LONG_TEXT)) if row.task.startswith(LONG_TEXT) else None,
         ), [
             Number("score", row.value, unit="" if row.is_perplexity else unit, stderr=row.stderr),
-            *([Number("score_delta", *bounds, unit, FULL, row.value, full)] if row.scored and row.kind != BASE else []),
+            *([Number("score_delta", *bounds, unit, FULL, row.value, full, None, *error_of_score(row))]
+              if row.scored and row.kind != BASE else []),
         ]  # fmt: skip
 
 
@@ -222,26 +248,34 @@ def _probes(record: Record) -> Subjects:
     """The last of every phase of every arm."""
     before: dict[tuple[str, str], float | None] = {}
     units = {"dominance": "share", "dominance_worst": "share", "dead_groups": "groups", "stability": "share"}
-    for phase in phases(record):
-        arm, values = phase.arm.name, {name: getattr(phase.probe, name) for name in units}
+    units |= {"confidence": "share"}
+    found = [({"arm": p.arm.name, "phase": p.name, "trains": p.trains}, p.probe) for p in phases(record)]
+    last = {probe.phase: probe for probe in record.probes if not record.arms}
+    found += [({"phase": name, "trains": name}, probe) for name, probe in last.items()]
+    for subject, probe in found:
+        arm, values = subject.get("arm", ""), {name: getattr(probe, name) for name in units}
         numbers = [Number(name, values[name], unit=units[name], before=before.get((arm, name))) for name in units]
         before |= {(arm, name): value for name, value in values.items()}
-        yield {"arm": arm, "phase": phase.name, "trains": phase.trains}, numbers
+        yield subject | {"step": probe.step}, numbers
 
 
 def _groups(record: Record) -> Subjects:
-    """Of all layers together."""
+    """Of the layer in the middle: the paper does not name its layers, and of many some are anything."""
     layers = record.groups.layers if record.groups else []
-    if groups := [group for layer in layers for group in layer.groups]:
-        pure = [group.purity or 0.0 for group in groups if group.word_class == "punctuation"]
+    if layers:
+        purest = [
+            max((group.purity or 0.0 for group in layer.groups if group.word_class == "punctuation"), default=0.0)
+            for layer in layers
+        ]
+        sizes = [sorted(group.share for group in layer.groups) for layer in layers]
         yield (
             {},
             [
-                Number("punctuation_purity", max(pure, default=0.0), unit="share"),
-                Number("punctuation_purity_mean", fmean(pure) if pure else None, unit="share"),
+                Number("punctuation_purity", median(purest), unit="share"),
+                Number("punctuation_purity_best", max(purest), unit="share"),
                 Number("group_confidence", fmean(layer.confidence for layer in layers), unit="share"),
-                Number("smallest_group", min(group.share for group in groups), unit="share"),
-                Number("largest_group", max(group.share for group in groups), unit="share"),
+                Number("smallest_group", median(size[0] for size in sizes), unit="share"),
+                Number("largest_group", median(size[-1] for size in sizes), unit="share"),
                 Number("affinity", max((pair.affinity for layer in layers for pair in layer.pairs), default=None)),
             ],
         )

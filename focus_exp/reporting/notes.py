@@ -4,6 +4,7 @@ from typing import Any
 
 from focus_exp.records.benchmarks import BenchmarkRow
 from focus_exp.records.record import Record
+from focus_exp.reporting.formats import commit_text
 
 
 def title(record: Record) -> str:
@@ -66,4 +67,4 @@ def command_of(record: Record) -> str:
     """What made a record, and at which commit."""
     name = record.config.get("arm") or ""
     alone = f" arm={name}" if name and f"arm={name}" not in record.command.split() else ""
-    return f"{record.command}{alone}, {(record.commit or 'no commit')[:7]}"
+    return f"{record.command}{alone}, {commit_text(record.commit)}"

@@ -7,6 +7,7 @@ from pathlib import Path
 from focus_exp.errors import UserError
 from focus_exp.records.comparison import RECORD, arm_folder, load_metrics, load_run
 from focus_exp.records.environment import unknown_commit
+from focus_exp.records.losses import LOSSES, read_losses, remade
 from focus_exp.records.metrics import METRICS, read_metrics, write_metrics
 from focus_exp.records.record import Record
 from focus_exp.reporting.gather import gather
@@ -16,6 +17,7 @@ from focus_exp.reporting.whole_report import NAME, report_files, sections, write
 from focus_exp.storage import aside
 
 # of a run that is not an arm; a comparison has its arms' tables, figures and curves
+OF_ARMS = (LOSSES,)
 FILES = ("table.md", "*.csv", "figures/*.svg", "continuations.md", "passage.html")
 CURVES = ("figures/loss_curve.svg", "figures/training.svg")
 DRAWN = ("phase", "step", "loss", "val_loss", "tokens_per_second")  # of a run's metrics, by its curves
@@ -34,7 +36,7 @@ def publish(places: list[Path], current: set[Path], runs: Path, records: Path) -
         raise UserError(f"not published, for nobody could repeat it: {'; '.join(unknown)}; commit, and run it again")
     for place, record in found.items():
         with aside(records / place) as new:
-            patterns = () if record.config.get("arm") else FILES
+            patterns = OF_ARMS if record.config.get("arm") else FILES
             for file in [file for pattern in patterns for file in sorted((runs / place).glob(pattern))]:
                 copy = new / file.relative_to(runs / place)
                 copy.parent.mkdir(parents=True, exist_ok=True)
@@ -72,9 +74,13 @@ def _published(top: Path) -> Iterator[tuple[Path, Record]]:
 
 
 def stale(top: Path, scale: str = "") -> list[str]:
-    """What no longer follows from its record below `top`: published tables, as text and as CSV, the report of all of
-    them if there is one in `top`/report, and the project's README if `top` is in one."""
+    """What no longer follows below `top`: published tables, as text and as CSV, from their record, its intervals from
+    the losses beside it, the report, if there is one in `top`/report, from all of them, and the project's README if
+    `top` is in one."""
     said = []
+    for path in sorted(top.rglob(RECORD)):
+        wrong = remade(Record.load(path), read_losses(path.parent / LOSSES))
+        said += [f"{path}: {name} does not follow from {LOSSES}" for name in wrong]
     for folder, record in _published(top):
         expected = table_files(all_findings(record), all_tables(record))
         said += [f"{folder / name} does not follow from its record" for name in _differing(folder, expected)]

@@ -14,12 +14,12 @@ from rich.text import Text
 from focus_exp.errors import UserError
 from focus_exp.records import answers, benchmarks, groups
 from focus_exp.records.record import Record
-from focus_exp.reporting import lines, notes, speed
+from focus_exp.reporting import lines, notes, speed, uncertainty
 from focus_exp.reporting.formats import ABSENT
 from focus_exp.reporting.notes import identity, title
 from focus_exp.reporting.specs import SpecError, expression, public, read_specs, render, template
 
-VOCABULARY = public(answers, benchmarks, groups, speed, lines, notes)
+VOCABULARY = public(answers, benchmarks, groups, speed, lines, notes, uncertainty)
 
 
 @dataclass

@@ -8,6 +8,7 @@ from typing import Any
 
 import pandas as pd
 
+from focus_exp.records.intervals import needed, student
 from focus_exp.records.record import Record
 from focus_exp.reporting.formats import (
     ABSENT,
@@ -24,12 +25,16 @@ from focus_exp.reporting.notes import caveats, command_of, where
 from focus_exp.reporting.selection import Line, check, lines_of, select
 from focus_exp.reporting.specs import read_specs, template
 from focus_exp.reporting.tables import Table
+from focus_exp.reporting.together import SMALL, together
 
-DISAGREE = "the seeds disagree"
 IDENTICAL = 1e-3  # nats a token: what float32 and another order of sums leave
 GROUPED = ("focus", "random_groups")  # methods that have K groups
-KEY = ["setup", "arm_setup", "what", "against"]
-SEEDS = ["experiment", "K", "what", "against", "seeds", "mean change", "least to most", "each seed [95 %]", "in words"]
+SEEDS = ["experiment", "K", "what", "against", "seeds", "mean change [95 %]", "each seed", "in words", "versions"]
+POWER = [
+    *("experiment", "comparison", "units", "mean change [95 %]", "SD of a unit", "SD of seeds"),
+    *("± by the text", "± by the seeds", "units for 1 %", "seeds for 1 %"),
+]
+ENDS = (("low", "low"), ("high", "high"))
 NUMBERS = {"difference": "value", "low": "low", "high": "high", "unit": "unit"}
 TRAPS = ["trap", "what was measured", "value", "difference [95 %]", "in words", "model and text", "made by"]
 
@@ -46,60 +51,100 @@ def seeds_table(runs: Runs) -> Table | None:
     found = found[told & (found.against != SOFT_GATE)]
     if found.empty:
         return None
-    found = found.assign(what=found.arm.fillna(found["name"]), arm_setup=found.arm_setup.fillna(""))
-    alone = found.groupby(KEY).seed.transform("nunique") < 2
-    groups: dict[tuple[Any, ...], dict[int, Line]] = {}
-    for line in lines_of(found[~alone]):
-        # the latest of a seed
-        groups.setdefault(tuple(getattr(line, name) for name in KEY), {})[line.seed] = line
-    several = [[by_seed[seed] for seed in sorted(by_seed)] for by_seed in groups.values()]
-    formats = sorted({line.number_format for lines in several for line in lines})
+    lines = together(lines_of(found))
+    several = [line for line in lines if len(line.seeds) > 1]
+    formats = sorted({one.number_format for line in several for one in line.found})
+    versions = {one.own_commit or one.commit for line in several for one in line.found}
+    measured = {run for line in several for run in line.runs}
     return Table(
         columns=SEEDS,
-        rows=[_line(lines)[0] for lines in several],
+        rows=[_line(line)[0] for line in several],
         name="seeds",
         title="The same differences under several seeds",
         notes=[
-            *_few(found[found.run.isin(set(found.run) - set(found.run[~alone]))]),
-            f"a difference is called one only where the intervals of all seeds say so; {WANTED} seeds are wanted",
-            "change of perplexity, paired on the same tokens within each seed; the seed draws the initial routers and "
-            "adapters, the order of the text and the bootstrap",
+            *_few(found[~found.run.isin(measured)]),
+            f"change of perplexity, paired on the same tokens within each seed; {WANTED} seeds are wanted; [ ]: text "
+            "and seeds together, as under the ledger",
+            "the seed draws the initial routers and adapters, and the order of the text",
+            *(f"records of {len(versions)} versions of the code are compared here" for _ in [*versions][1:2]),
             *(f"seeds were computed in {' or '.join(formats)}: see the device of each record" for _ in formats[1:2]),
         ],
-        values=[_line(lines)[1] for lines in several],
-        kinds=dict.fromkeys(("K", "mean change", "least to most"), "number"),
+        values=[_line(line)[1] for line in several],
+        kinds=dict.fromkeys(("K", "mean change [95 %]", "versions"), "number"),
     )
 
 
-def _line(lines: list[Line]) -> tuple[list[str], dict[str, Any]]:
+def _line(line: Line) -> tuple[list[str], dict[str, Any]]:
     """Of a difference under several seeds: to read, and unrounded."""
-    deltas, said, first = [line.value for line in lines], verdict(lines), lines[0]
-    experiments, seeds, commits = (
-        list(dict.fromkeys(getattr(line, column) for line in lines)) for column in ("experiment", "seed", "commit")
+    said = verdict(line)
+    experiments, commits = (
+        list(dict.fromkeys(getattr(one, column) for one in line.found)) for column in ("experiment", "commit")
     )
-    groups = first.K if first.attention in GROUPED else None
-    what = [", ".join(experiments), count_text(groups), first.what, first.against]
-    cells = [
-        *(*what, seeds_text(seeds), change_text(fmean(deltas))),
-        f"{change_text(min(deltas))} to {change_text(max(deltas))}",
-        *("; ".join(f"{line.seed}: {line.change}" for line in lines), said),
-    ]
+    groups = line.K if line.attention in GROUPED else None
+    what = [", ".join(experiments), count_text(groups), line.arm or line.name, line.against]
+    each = "; ".join(f"{one.seed}: {change_text(one.value)}" for one in line.found)
+    cells = [*what, seeds_text(line.seeds), line.change, each, said, str(len(commits))]
     values = {
         **dict(zip(SEEDS, what, strict=False)),
         "K": groups,
-        **{"seeds": " ".join(map(str, seeds)), "mean_delta_nll": fmean(deltas), "least_delta_nll": min(deltas)},
-        **{"most_delta_nll": max(deltas), "in_words": said, "commits": " ".join(commit or "" for commit in commits)},
+        "seeds": " ".join(map(str, line.seeds)),
+        **{f"{name}_delta_nll": getattr(line, column) for name, column in (("mean", "value"), *ENDS)},
+        **{"in_words": said, "versions": len(commits), "commits": " ".join(commit or "" for commit in commits)},
     }
     return cells, values
 
 
-def verdict(lines: list[Line]) -> str:
-    """In the words of a single difference, if all seeds use the same."""
-    if not all(line.causal for line in lines):
+def verdict(line: Line) -> str:
+    """In the words of a single difference, by the interval of text and seeds."""
+    if not all(one.causal for one in line.found):
         return f"{READS_FUTURE}: compared with nothing"
-    words = {difference_word(line.value, line.low, line.high, ("better than", "worse than")) for line in lines}
-    said = words.pop() if len(words) == 1 else DISAGREE
-    return said if len(lines) >= WANTED else f"{said}, by {len(lines)} of {WANTED} seeds"
+    said = difference_word(line.value, line.low, line.high, ("better than", "worse than"))
+    return said if len(line.seeds) >= WANTED else f"{said}, by {len(line.seeds)} of {WANTED} seeds"
+
+
+def power_table(judged: list[tuple[str, Line]]) -> Table:
+    """What the differences behind the ledger could show: how text and seeds vary, and how much would show 1 %."""
+    values = [_power(says, line) for says, line in judged if line.of == "rows" and line.deviation]
+    return Table(
+        columns=POWER,
+        rows=[
+            [
+                *(str(value[name]) for name in POWER[:3]),
+                value["mean change [95 %]"],
+                *(ABSENT if value[name] is None else f"{100 * value[name]:.2f} %" for name in POWER[4:8]),
+                *(count_text(value[name]) for name in POWER[8:]),
+            ]
+            for value in values
+        ],
+        name="power",
+        title="What the measurements can show",
+        notes=[
+            "SD: standard deviation of the paired difference of losses, 0.01 nats a token being 1 %; ±: half of a 95 % "
+            "interval by each of the two alone",
+            "for 1 %: with 80 % power at 5 %, two-sided, each as if the other were no limit; SDs of three seeds are "
+            "themselves uncertain by a factor of two",
+        ],
+        values=values,
+        kinds=dict.fromkeys(POWER[2:], "number"),
+    )
+
+
+def _power(says: str, line: Line) -> dict[str, Any]:
+    seeds, spread = len(line.seeds), line.deviation_of_seeds
+    text = [one.stderr * student(one.freedom) for one in line.found if one.stderr is not None]
+    return {
+        "experiment": ", ".join(dict.fromkeys(one.experiment for one in line.found)),
+        "comparison": f"{line.arm or line.name} against {line.against}",
+        "units": f"{line.units} {line.unit_kind}",
+        "mean change [95 %]": line.change,
+        "SD of a unit": line.deviation,
+        "SD of seeds": spread,
+        "± by the text": fmean(text),
+        "± by the seeds": spread and student(seeds - 1) * spread / seeds**0.5,
+        "units for 1 %": needed(line.deviation, SMALL),
+        "seeds for 1 %": spread and needed(spread, SMALL),
+        "claim": says,
+    }
 
 
 def _few(alone: pd.DataFrame) -> list[str]:

@@ -5,15 +5,16 @@ from __future__ import annotations
 from pathlib import Path
 
 from focus_exp.errors import UserError
-from focus_exp.reporting.claims import claim_table
+from focus_exp.reporting.claims import claim_table, judged_runs, verdicts_table
 from focus_exp.reporting.figure1 import FIGURE, points, write_pareto
 from focus_exp.reporting.gather import Runs, gather
 from focus_exp.reporting.measures import measurements
 from focus_exp.reporting.pages import Section, latex_document, markdown, page
 from focus_exp.reporting.paper_report import paper_report
 from focus_exp.reporting.report import all_findings
+from focus_exp.reporting.summary import summary
 from focus_exp.reporting.tables import Table
-from focus_exp.reporting.trust import seeds_table, traps_table
+from focus_exp.reporting.trust import power_table, seeds_table, traps_table
 from focus_exp.storage import replace_file
 
 NAME = "report"
@@ -23,17 +24,20 @@ COMPUTED = "speed_computed.md"
 def sections(runs: Runs, top: Path, folder: Path) -> list[Section]:
     """What the report in `folder` holds, in its order. top: what the runs lie below."""
     figures = [folder / "figures" / FIGURE] if points(runs) else []
-    seeds = seeds_table(runs)
+    seeds, ledger = seeds_table(runs), judged_runs(runs)
+    differences = [(claim.says, verdict.line) for claim, verdict in ledger if verdict.line is not None]
     tables = paper_report(runs)
     beside = [
         Section("The paper's tables", table.title, [table], figures=figures if table is tables[-1] else [])
         for table in tables
     ]
     return [
-        Section("Claims", "The ledger", [claim_table(runs)]),
+        Section("Claims", "In short", [], summary(runs, ledger)),
+        Section("Claims", "The ledger", [verdicts_table(ledger), claim_table(ledger, runs)]),
         *beside,
         *(Section("Speed on a GPU", "Computed, not measured", [], tables_in=path) for path in top.rglob(COMPUTED)),
         Section("How far to trust it", "Traps", [traps_table(runs)]),
+        Section("How far to trust it", "Power", [power_table(differences)]),
         *([Section("How far to trust it", "Seeds", [seeds])] if seeds else []),
         *(
             Section(
@@ -62,7 +66,7 @@ def write_report_of(top: Path, folder: Path, scale: str = "") -> tuple[Table, li
         written["measurements.csv"] = measurements(runs).to_csv(index=False)
     for name, text in written.items():
         replace_file(folder / name, text.encode())
-    return parts[0].tables[0], [folder / name for name in written]
+    return parts[1].tables[-1], [folder / name for name in written]
 
 
 def report_files(parts: list[Section], folder: Path) -> dict[str, str]:

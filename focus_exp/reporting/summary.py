@@ -1,0 +1,64 @@
+"""The one screen at the top of the report, from summary.yaml."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from focus_exp.reporting.claims import Claim, Verdict
+from focus_exp.reporting.formats import VERDICTS, difference_word
+from focus_exp.reporting.gather import Runs
+from focus_exp.reporting.measures import measurements
+from focus_exp.reporting.selection import Line, check, lines_of, select
+from focus_exp.reporting.specs import read_specs, template
+from focus_exp.reporting.together import together
+
+
+@dataclass(frozen=True)
+class Chosen:
+    """Lines of the measurements, as in claims.yaml."""
+
+    experiments: list[str]
+    select: dict[str, Any]
+    where: str = ""
+
+
+@dataclass(frozen=True)
+class Sentence:
+    """An entry of summary.yaml, which says what its keys are."""
+
+    say: str
+    lines: dict[str, Chosen] = field(default_factory=dict)
+    without: str = ""
+
+
+def summary(runs: Runs, ledger: list[tuple[Claim, Verdict]]) -> list[str]:
+    """Does it work, for what, at what price, how sure, what is not known."""
+    records = [record for record in runs.named.values() if record.status == "finished"]
+    bounded = [record for record in records if any(row.delta_low is not None for row in record.rows)]
+    known = {
+        "record": lambda line: runs.named[line.run],
+        "told": lambda line: difference_word(line.value, line.low, line.high, ("lower than", "higher than")),
+        "seeds": lambda seeds: len(seeds),
+        "versions": len({record.commit for record in records}),
+        "old": sum(record.units is None for record in bounded),
+        "all": len(bounded),
+        "claims": len(ledger),
+        "verdicts": {word: [one for one in ledger if one[1].word == word] for word in VERDICTS},
+    }
+    return [*_said(runs, known)]
+
+
+def _said(runs: Runs, known: dict[str, Any]) -> Iterator[str]:
+    table = select(measurements(runs), {"status": "finished", "is_arm": False}, "error.isna() and value.notna()")
+    for sentence in read_specs("summary", list[Sentence]):
+        lines: dict[str, Line | None] = {}
+        for name, chosen in sentence.lines.items():
+            check(f"summary.yaml: {name}", chosen.select, chosen.where)
+            cells = {"experiment": chosen.experiments, **chosen.select}
+            lines[name] = next(iter(together(lines_of(select(table, cells, chosen.where)))), None)
+        if all(lines.values()):
+            yield template(sentence.say).render(known | lines)
+        elif sentence.without:
+            yield sentence.without

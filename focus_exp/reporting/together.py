@@ -1,0 +1,81 @@
+"""What several seeds say together: one line for what was measured under each, with both errors, and what is wanting."""
+
+from __future__ import annotations
+
+import re
+from statistics import fmean
+
+from focus_exp.records.intervals import Estimate, needed, over_seeds, seed_deviation
+from focus_exp.reporting.formats import count_text, decimals_text, listed_text
+from focus_exp.reporting.gather import WANTED
+from focus_exp.reporting.selection import Line
+
+# what lines of other seeds have in common; a run's name and place are its own
+SAME = (
+    "of", "measure", "setup", "arm_setup", "arm", "against", "kind", "K", "top_k", "pair_rule", "task", "metric",
+    "clock", "tokens", "groups", "assignment", "phase",
+)  # fmt: skip
+SMALL = 0.01  # nats a token, or of a share: about 1 %
+
+
+def together(lines: list[Line]) -> list[Line]:
+    """One line for each subject, with the interval by text and seeds, in the order of the first ones.
+
+    A combined line has `found`, of every seed the latest, and their `seeds`; `runs`, all of them; `deviation`, a unit's
+    of the text, and `deviation_of_seeds`.
+    """
+    by: dict[tuple[object, ...], list[Line]] = {}
+    for line in lines:
+        by.setdefault(subject(line), []).append(line)
+    return [_combined(own) for own in by.values()]
+
+
+def subject(line: Line) -> tuple[object, ...]:
+    # a window as wide as a router keeps pairs is another one under every seed
+    name = re.sub(r"\d+", "N", line.name or "") if line.method == "window" else line.name
+    return (name, *(getattr(line, column) for column in SAME))
+
+
+def _combined(lines: list[Line]) -> Line:
+    latest = {line.seed: line for line in lines}
+    found = [latest[seed] for seed in sorted(latest, key=lambda seed: seed or 0)]
+    first = found[0]
+    known = [one for one in found if one.value is not None]
+    estimates = [Estimate(one.value, one.stderr, one.freedom) for one in known]
+    total = over_seeds(estimates) if estimates else Estimate(float("nan"))
+    several = len(estimates) > 1
+    low, high = total.bounds if several or total.stderr is not None else (first.low, first.high)
+    errors = [one.stderr for one in found if one.stderr is not None and one.units]
+    values = {
+        "value": total.value if estimates else None, "low": low, "high": high, "stderr": total.stderr,
+        "freedom": total.freedom, "found": found, "runs": {line.run for line in lines},
+        "seeds": [one.seed for one in known],
+        "deviation": fmean(errors) * first.units**0.5 if errors else None,
+        "deviation_of_seeds": seed_deviation(estimates) if several else None,
+    }  # fmt: skip
+    for level in ("level", "level_against", "before"):
+        there = [getattr(one, level) for one in found if getattr(one, level) is not None]
+        values[level] = fmean(there) if there else None
+    return Line(**vars(first) | values)
+
+
+def wanting(line: Line, size: float | None = None) -> str:
+    """How many units of text, or seeds, would show a difference of `size`, or one of 1 % where there are enough."""
+    for wanted in filter(None, (abs(size) if size else None, SMALL)):
+        needs = []
+        if line.deviation and (units := needed(line.deviation, wanted)) > (line.units or 0):
+            needs.append(f"{count_text(units)} {unit_of(line)}")
+        if line.deviation_of_seeds and (seeds := needed(line.deviation_of_seeds, wanted)) > len(line.seeds):
+            needs.append(f"{count_text(seeds)} seeds")
+        elif len(line.seeds) < 2:
+            needs.append(f"{WANTED} seeds")
+        if needs:
+            return f"{listed_text(needs)} for {decimals_text(100 * wanted, 1)} %"
+    return "a difference nearer to the limit than 1 %"
+
+
+def unit_of(line: Line) -> str:
+    """What the text is counted in."""
+    if line.of == "benchmarks":
+        return "texts" if (line.task or "").startswith("perplexity@") else "items"
+    return line.unit_kind or "windows"

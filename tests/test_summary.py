@@ -1,0 +1,123 @@
+"""The one screen at the top of the report, the words of the ledger above it, and what the measurements can show."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from test_compare import compared, comparison_of, row
+
+from focus_exp.records.record import Record
+from focus_exp.records.rows import Row, Units
+from focus_exp.reporting.claims import judged_runs, verdicts_table
+from focus_exp.reporting.formats import UNDECIDED, VERDICTS, commit_text
+from focus_exp.reporting.gather import Runs, gather
+from focus_exp.reporting.measures import measurements
+from focus_exp.reporting.selection import lines_of, select
+from focus_exp.reporting.summary import summary
+from focus_exp.reporting.together import together, wanting
+from focus_exp.reporting.trust import power_table
+from focus_exp.reporting.uncertainty import intervals_text
+
+RECORDS = Path(__file__).parent.parent / "runs" / "records"
+
+
+def runs_of(*records):
+    return Runs([(Path(str(number)), record) for number, record in enumerate(records)])
+
+
+def routed(seed, delta, random=0.04, half=0.01, units=None):
+    """A router beside its base and random groups, of 12 windows of 31 scored tokens."""
+    known = {"tokens": 12 * 31, "causal": True, "pairs_removed": 0.5, "nll": 3.0 + delta, "perplexity": 20.0}
+    bounds = {"delta_nll": delta, "delta_low": delta - half, "delta_high": delta + half}
+    versus = {"delta_vs_hard": random, "delta_vs_hard_low": random - half, "delta_vs_hard_high": random + half}
+    rows = [
+        Row(name="base, full attention", kind="base", method="full", causal=True, nll=3.0, perplexity=20.0),
+        Row(name="Focus hard k=1", kind="hard", method="focus", top_k=1, **known, **bounds),
+        Row(name="random groups, same sizes", kind="control", method="random_groups", top_k=1, **known, **versus),
+        Row(name="window 9 + sinks, as many pairs", kind="control", method="window", window=9, **known, **versus),
+    ]
+    config = {"attention": {"method": "focus", "top_k": 1, "groups": 4}, "eval": {"window": 32}}
+    facts = {"model": {"name": "m", "revision": "4-bit"}, "data": {"name": "d", "tokens": {"test": 999}}}
+    return Record(
+        status="finished", experiment="retrofit_124m", seed=seed, rows=rows, config=config, units=units, **facts
+    )  # fmt: skip
+
+
+def said(*records):
+    runs = runs_of(*records)
+    return summary(runs, judged_runs(runs))
+
+
+@pytest.mark.parametrize(
+    ("delta", "random", "word"), [(0.03, 0.04, "At a price"), (-0.03, 0.04, "Yes"), (0.03, 0.0, "That is not shown")]
+)
+def test_whether_it_works_follows_from_the_measurements(delta, random, word):
+    first, *_ = said(*(routed(seed, delta + seed / 1000, random) for seed in range(3)))
+    assert first.startswith(f"Does it work? {word}: on one model (m, 4-bit)") and "removes 50.0 % of the pairs" in first
+
+
+def test_without_records_every_question_says_what_would_answer_it():
+    sentences = said()
+    assert sentences[0] == "Does it work? Not measured: python -m focus_exp +experiment=retrofit_124m"
+    assert sum("+experiment=" in sentence for sentence in sentences) == 5
+
+
+def test_the_screen_is_said_of_the_committed_records_and_counts_as_the_ledger_does():
+    runs = gather(RECORDS)
+    ledger = judged_runs(runs)
+    sentences = summary(runs, ledger)
+    assert not any("python -m" in sentence or "{" in sentence for sentence in sentences)
+    assert 5 < len(sentences) < 10 and len(" ".join(sentences)) < 6000
+    words = [verdict.word for _, verdict in ledger]
+    assert [int(count) for _, count, _ in verdicts_table(ledger).rows] == [words.count(w) for w in [*VERDICTS][1:]]
+    assert all(verdict.needs for _, verdict in ledger if verdict.word == UNDECIDED)
+    lines = power_table([(claim.says, verdict.line) for claim, verdict in ledger if verdict.line]).values
+    by = {line["comparison"]: line for line in lines}
+    assert len(lines) > 8 and by["focus against full"]["seeds for 1 %"] > by["lora_1e-2 against focus"]["seeds for 1 %"]
+
+
+def test_an_old_interval_is_widened_to_student_and_a_new_one_is_what_it_says():
+    def error(record):
+        (line,) = lines_of(select(measurements(runs_of(record)), {"against": "base", "kind": "hard"}))
+        return line.stderr, line.freedom, line.units
+
+    stderr, freedom, units = error(routed(0, 0.1))
+    assert (freedom, units) == (11, 12) and stderr == pytest.approx(0.01 / 1.959964 * (12 / 11) ** 0.5)
+    new = routed(0, 0.1, units=Units(kind="document", count=6, windows=12, freedom=4.5))
+    assert error(new) == (pytest.approx(0.01 / 2.66, rel=0.01), 4.5, 6)
+    assert "percentile bootstrap over 12 windows, too narrow" in intervals_text(routed(0, 0.1))
+    assert "Student's t over 6 documents of 12 windows" in intervals_text(new)
+
+
+def test_of_a_seed_the_latest_counts_and_other_set_ups_stay_apart():
+    records = [routed(0, 0.9), routed(0, 0.03), routed(1, 0.04), routed(2, 0.05)]
+    table = select(measurements(runs_of(*records)), {"against": "base", "kind": "hard"})
+    (line,) = together(lines_of(table))
+    assert line.value == pytest.approx(0.04) and line.seeds == [0, 1, 2] and len(line.runs) == 4
+    assert line.high - line.value > 0.01 and line.deviation_of_seeds == pytest.approx(0.01)
+    other = replace(records[0], model={"name": "m", "fingerprint": "another"})
+    assert (
+        len(together(lines_of(select(measurements(runs_of(*records, other)), {"kind": "hard", "against": "base"}))))
+        == 2
+    )
+
+
+def test_what_is_wanting_is_what_limits():
+    noisy = [routed(seed, delta, half=0.001) for seed, delta in enumerate((0.0, 0.05, 0.1))]
+    (line,) = together(lines_of(select(measurements(runs_of(*noisy)), {"against": "base", "kind": "hard"})))
+    assert wanting(line) == "197 seeds for 1.0 %" and wanting(line, 0.05) == "8 seeds for 5.0 %"
+    (alone,) = together(lines_of(select(measurements(runs_of(noisy[0])), {"against": "base", "kind": "hard"})))
+    assert wanting(alone) == "3 seeds for 1.0 %"
+
+
+def test_a_dirty_commit_is_shown_as_one():
+    assert (
+        commit_text("b3ebe21" + "0" * 33 + "-dirty") == "b3ebe21-dirty"
+        and commit_text("b3ebe21" + "0" * 33) == "b3ebe21"
+    )
+    assert commit_text(None) == "no commit"
+
+
+def test_a_comparison_says_what_its_intervals_are_over():
+    found = comparison_of(row("focus", kind="hard", tokens=6 * 31), row("lora", kind="trained", **compared(0.1)))
+    assert "over 6 windows" in intervals_text(found)
