@@ -11,7 +11,7 @@ GPU_BENCH := +experiment=speed model=smollm2_135m model.hub_id=null data=files d
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help install browser retrofit reproduce-embedded report test test-fast architectures faults smoke slurm gpu gpu-models lint format types clean
+.PHONY: help install browser retrofit reproduce-embedded report test test-all mutations architectures faults smoke slurm gpu gpu-models lint format types clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  %-19s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
@@ -37,11 +37,14 @@ reproduce-embedded: $(STAMP) ## every table at small scale, resumable, then the 
 report: $(STAMP) ## all records and the paper's claims as runs/report/report.md, .tex and .html
 	$(RUN) focus_exp job=report $(ARGS)
 
-test: $(STAMP) ## every test that needs neither a GPU nor SLURM
-	$(RUN) pytest -n $(JOBS) -m 'not gpu and not slurm' $(ARGS)
+test: $(STAMP) ## the tests of five minutes, which need neither a GPU nor SLURM
+	$(RUN) pytest -n $(JOBS) --dist loadfile -m 'not gpu and not slurm and not slow' $(ARGS)
 
-test-fast: $(STAMP) ## the same without pretrained weights and slow tests
-	$(RUN) pytest -n $(JOBS) -m 'not gpu and not slurm and not real and not slow' $(ARGS)
+test-all: $(STAMP) ## the same with those that take long
+	$(RUN) pytest -n $(JOBS) --dist loadfile -m 'not gpu and not slurm' $(ARGS)
+
+mutations: $(STAMP) ## break the package in many places, one at a time; which test notices: runs/records/mutations.md
+	$(VENV)/bin/python tests/mutations.py runs/records/mutations.md
 
 architectures: $(STAMP) ## Focus on every causal language model that transformers has, tiny; ARGS=llama: that one alone
 	$(VENV)/bin/python tests/architectures.py $(ARGS)

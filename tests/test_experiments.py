@@ -10,11 +10,14 @@ from running import fitting, run, tiny
 
 from focus_exp.checks import parse
 from focus_exp.config import GROUPS, register_schemas
+from focus_exp.jobs import compare
 from focus_exp.records.comparison import load_run
 
 CONF = Path(__file__).parent.parent / "conf"
 EXPERIMENTS = sorted(path.stem for path in (CONF / "experiment").glob("*.yaml"))
 OPTIONS = sorted((group, path.stem) for group in GROUPS for path in (CONF / group).glob("*.yaml"))
+# of more than five arms, which `make test-all` runs
+LARGE = ("ablation", "compare", "domains", "model_scale", "seeds", "stability")
 
 
 def has_arms(name):
@@ -58,17 +61,35 @@ def test_experiment_names_its_claim_its_command_and_its_time(name):
     assert composed(f"+experiment={name}").experiment == name
 
 
+def command(folder, name, model="tiny_llama"):
+    """The experiment in small; benchmarks have tests of their own."""
+    plain = composed(f"+experiment={name}")
+    # arms that name a model or a text of theirs are this one
+    arms = [f"arms.{arm}={changed(settings)}" for arm, settings in plain.arms.items() if changed(settings) != settings]
+    small = [*tiny(folder), f"model={model}", "attention.groups=4", "regime.steps=2", "eval.tasks=[]"]
+    return [f"+experiment={name}", *fitting(*small, f"attention={plain.attention.name}"), *arms]
+
+
+@pytest.mark.parametrize("name", LARGE)
+def test_arms_of_a_large_comparison_are_possible(tmp_path, monkeypatch, name):
+    monkeypatch.setattr(compare, "compare_all", lambda config, configs: print(*configs))
+    result = run(*command(tmp_path, name))
+    assert result.code == 0, result.err
+    assert result.out.split("\n")[1].split() == list(composed(f"+experiment={name}").arms)
+
+
 # of many arms on one of the families, the others on both
 @pytest.mark.parametrize(
     ("name", "model"),
-    [(name, model) for name in EXPERIMENTS for model in ("tiny_llama", *(() if has_arms(name) else ("tiny_gpt2",)))],
+    [
+        pytest.param(name, model, marks=pytest.mark.slow if name in LARGE else ())
+        for name in EXPERIMENTS
+        for model in ("tiny_llama", *(() if has_arms(name) else ("tiny_gpt2",)))
+    ],
 )
 def test_experiment_runs_on_a_tiny_model(tmp_path, name, model):
     plain = composed(f"+experiment={name}")
-    # benchmarks have tests of their own; arms that name a model or a text of theirs are this one
-    arms = [f"arms.{arm}={changed(settings)}" for arm, settings in plain.arms.items() if changed(settings) != settings]
-    small = [*tiny(tmp_path), f"model={model}", "attention.groups=4", "regime.steps=2", "eval.tasks=[]"]
-    result = run(f"+experiment={name}", *fitting(*small, f"attention={plain.attention.name}"), *arms)
+    result = run(*command(tmp_path, name, model))
     assert result.code == 0, result.err
     assert {path.relative_to(tmp_path / "runs").parts[0] for path in tmp_path.rglob("record.json")} == {name}
     records = [load_run(path.parent) for path in tmp_path.rglob("record.json")]
