@@ -14,7 +14,7 @@ GPU_BENCH := +experiment=speed model=smollm2_135m model.hub_id=null data=files d
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help install browser retrofit reproduce-embedded report readme test test-fast architectures faults coverage smoke slurm gpu gpu-models lint format types clean
+.PHONY: help install browser retrofit reproduce-embedded report readme test test-all mutations architectures faults coverage smoke slurm gpu gpu-models lint format types clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  %-19s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
@@ -65,11 +65,14 @@ report: $(STAMP) ## all records and the paper's claims as runs/report/report.md,
 readme: $(STAMP) ## README.md anew from its template and the committed records
 	$(RUN) focus_exp.reporting.readme
 
-test: $(TESTED) ## every test that needs neither a GPU nor SLURM
-	$(RUN) pytest -n $(JOBS) -m 'not gpu and not slurm' $(ARGS)
+test: $(TESTED) ## the tests of five minutes, which need neither a GPU nor SLURM
+	$(RUN) pytest -n $(JOBS) --dist loadfile -m 'not gpu and not slurm and not slow' $(ARGS)
 
-test-fast: $(TESTED) ## the same without pretrained weights and slow tests
-	$(RUN) pytest -n $(JOBS) -m 'not gpu and not slurm and not real and not slow' $(ARGS)
+test-all: $(TESTED) ## the same with those that take long
+	$(RUN) pytest -n $(JOBS) --dist loadfile -m 'not gpu and not slurm' $(ARGS)
+
+mutations: $(TESTED) ## break the package in many places, one at a time; which test notices: runs/records/mutations.md
+	$(VENV)/bin/python tests/mutations.py runs/records/mutations.md
 
 architectures: $(STAMP)-dev ## Focus on every causal language model that transformers has, tiny; ARGS=llama: that one alone
 	$(VENV)/bin/python tests/architectures.py $(ARGS)

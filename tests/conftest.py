@@ -19,7 +19,7 @@ from omegaconf import OmegaConf
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 torch.set_num_threads(1)
-settings.register_profile("untimed", deadline=None)
+settings.register_profile("untimed", deadline=None, max_examples=50)
 settings.load_profile("untimed")
 
 # as the command line does before hydra looks for plugins, which it does once a process

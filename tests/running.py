@@ -6,13 +6,19 @@ import io
 import json
 import random
 import signal
+import subprocess
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, BinaryIO
 
 import pytest
 import torch
+from hydra._internal.hydra import Hydra
+from hydra.core.global_hydra import GlobalHydra
+from hydra.core.hydra_config import HydraConfig
+from matplotlib.figure import Figure
 
 from focus_exp import __main__ as command_line
 from focus_exp.attention.registry import METHODS
@@ -33,21 +39,44 @@ class Result:
     err: str
 
 
-def run(*arguments: str) -> Result:
-    """`python -m focus_exp *arguments`; what that would print as a stack trace is raised."""
+def run(*arguments: str, drawn: bool = False, apart: bool = False) -> Result:
+    """`python -m focus_exp *arguments`; what that would print as a stack trace is raised.
+
+    Figures are files without a picture unless `drawn`: to draw them takes longer than the rest of a tiny run. Commands
+    that this one waits for run in this process, too, unless `apart`: another one first imports for seconds.
+    """
     out, err = io.StringIO(), io.StringIO()
-    argv, handlers = sys.argv, {signum: signal.getsignal(signum) for signum in STOP_SIGNALS}
-    sys.argv = ["focus_exp", *arguments]
+    handlers = {signum: signal.getsignal(signum) for signum in STOP_SIGNALS}
     try:
-        with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+            patch.setattr(sys, "argv", ["focus_exp", *arguments])
+            patch.setattr(Hydra, "get_mode", lambda *_, **__: None)  # it composes all to learn that none is set
+            if not drawn:
+                patch.setattr(Figure, "savefig", lambda _, file, **__: file.write(b"not drawn"))
+            if not apart:
+                patch.setattr(subprocess, "run", waited_for(subprocess.run))
             code = command_line.main()
     except SystemExit as stop:
         code = stop.code
     finally:
-        sys.argv = argv
         for signum, handler in handlers.items():
             signal.signal(signum, handler)
     return Result(code, out.getvalue(), err.getvalue())
+
+
+def waited_for(start: Callable[..., subprocess.CompletedProcess]) -> Callable[..., subprocess.CompletedProcess]:
+    """`subprocess.run` that runs our own commands here."""
+
+    def here(command: list[str], **options: Any) -> subprocess.CompletedProcess:
+        if command[:3] != [sys.executable, "-m", "focus_exp"]:
+            return start(command, **options)
+        hydra, configuration = GlobalHydra.instance().hydra, HydraConfig.instance().cfg
+        GlobalHydra.instance().clear()
+        code = run(*command[3:]).code
+        GlobalHydra.instance().hydra, HydraConfig.instance().cfg = hydra, configuration
+        return subprocess.CompletedProcess(command, code)
+
+    return here
 
 
 def fitting(*arguments: str) -> list[str]:

@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from problems import random_assignment, random_sequence
 from torch import Tensor
+from torch.nn.functional import logsigmoid
 
 from focus_exp.attention.baselines.random_groups import RandomGroups, hashed_uniform
 from focus_exp.attention.blocked import blocked_attention
@@ -85,7 +86,7 @@ def cases(draw: st.DrawFn) -> Case:
     ids=["float64", "float32", "bfloat16"],
 )
 @given(case=cases())
-@settings(max_examples=150)
+@settings(max_examples=60)
 def test_blocked_attention_and_its_gradients_are_the_oracles(dtype, tolerance, of_gradients, case):
     case.tensors = [t.to(dtype).double() for t in case.tensors]
     fast = case.run(blocked_attention, dtype, block=case.block)
@@ -182,6 +183,22 @@ def test_ties_go_to_the_lowest_index():
     tied = torch.tensor([[[0.25, 0.25, 0.25, 0.25], [0.1, 0.4, 0.1, 0.4]]])
     assert top_k_groups(tied, 1).int().tolist() == [[[1, 0, 0, 0], [0, 1, 0, 0]]]
     assert top_k_groups(tied, 3).int().tolist() == [[[1, 1, 1, 0], [1, 1, 0, 1]]]
+
+
+def test_centroids_that_change_are_compared_as_they_are():
+    router, h = Router(8, groups=3, routing_dim=4, normalize=True).eval(), torch.randn(1, 5, 8)
+    with torch.no_grad():
+        before = router(h)
+        router.centroids.neg_()
+        torch.testing.assert_close(router(h), -before)
+
+
+def test_hard_groups_are_trained_by_the_slope_of_a_gate_that_is_half_open():
+    method, affinity = Focus.of(SHAPE, gate_steepness=6.0), torch.zeros(1, requires_grad=True)
+    logsigmoid(method.gate_steepness * affinity).backward()
+    assignment = torch.full((1, 3, 2), 0.5)
+    assert method.surrogate(Selection(assignment.clone().requires_grad_())) == affinity.grad.item()
+    assert method.surrogate(Selection(assignment)) is None
 
 
 @given(seed=SEEDS, groups=st.integers(2, 8), normalize=st.booleans())

@@ -16,9 +16,10 @@ def base(folder):
     return [setting for setting in settings if not setting.startswith(places)]
 
 
-def measure(folder, trained_by, *others):
+def measure(folder, trained_by, *others, **options):
     quoted = ",".join(map(repr, trained_by))
-    return run(*fitting(*tiny(folder), "attention=window", "regime=none", f"model.trained_by=[{quoted}]", *others))
+    trained = f"model.trained_by=[{quoted}]"
+    return run(*fitting(*tiny(folder), "attention=window", "regime=none", trained, *others), **options)
 
 
 def records(folder):
@@ -48,7 +49,7 @@ def test_the_base_is_trained_first_and_once(tmp_path, as_arm):
 
 
 def test_a_base_that_cannot_be_trained_says_so(tmp_path):
-    result = measure(tmp_path, [*base(tmp_path), "data.files=nowhere"])
+    result = measure(tmp_path, [*base(tmp_path), "data.files=nowhere"], apart=True)
     assert result.code == 2
     assert "could not be trained" in result.err and "model.path=" in result.err
 

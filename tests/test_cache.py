@@ -445,6 +445,7 @@ def test_ten_thousand_tokens_hold_what_the_cache_holds(tiny_model):
     assert abs(last[2] - first[2]) < 200
 
 
+@pytest.mark.slow
 @pytest.mark.real
 def test_the_real_model_generates_the_text_of_recomputing():
     loaded = load_model(

@@ -10,6 +10,7 @@ from running import fitting, run, tiny
 
 from focus_exp.checks import parse
 from focus_exp.config import GROUPS, phases_of, register_schemas
+from focus_exp.jobs import compare
 from focus_exp.jobs.arms import compose_arm
 from focus_exp.records.comparison import load_run
 from focus_exp.training.regimes import tokens_per_step
@@ -21,6 +22,15 @@ OPTIONS = sorted((group, path.stem) for group in GROUPS for path in (CONF / grou
 
 def has_arms(name):
     return "job: compare" in (CONF / "experiment" / f"{name}.yaml").read_text(encoding="utf-8")
+
+
+def is_large(name):
+    arms = OmegaConf.to_container(OmegaConf.load(CONF / "experiment" / f"{name}.yaml")).get("arms", {})
+    return isinstance(arms, str) or len(arms) > 5  # a scale names those of some
+
+
+# `make test-all` runs them
+LARGE = [name for name in EXPERIMENTS if is_large(name)]
 
 
 def composed(*overrides):
@@ -109,17 +119,35 @@ def tokens_read(config):
     return steps + blocks * config.data.block_size
 
 
+def command(folder, name, model="tiny_llama"):
+    """The experiment in small; benchmarks have tests of their own."""
+    plain = composed(f"+experiment={name}")
+    # arms that name a model or a text of theirs are this one
+    arms = [f"arms.{arm}={changed(settings)}" for arm, settings in plain.arms.items() if changed(settings) != settings]
+    small = [*tiny(folder), f"model={model}", "attention.groups=4", "regime.steps=2", "eval.tasks=[]"]
+    return [f"+experiment={name}", *fitting(*small, f"attention={plain.attention.name}"), *arms]
+
+
+@pytest.mark.parametrize("name", LARGE)
+def test_arms_of_a_large_comparison_are_possible(tmp_path, monkeypatch, name):
+    monkeypatch.setattr(compare, "compare_all", lambda config, configs: print(*configs))
+    result = run(*command(tmp_path, name))
+    assert result.code == 0, result.err
+    assert result.out.split("\n")[1].split() == list(composed(f"+experiment={name}").arms)
+
+
 # of many arms on one of the families, the others on both
 @pytest.mark.parametrize(
     ("name", "model"),
-    [(name, model) for name in EXPERIMENTS for model in ("tiny_llama", *(() if has_arms(name) else ("tiny_gpt2",)))],
+    [
+        pytest.param(name, model, marks=pytest.mark.slow if name in LARGE else ())
+        for name in EXPERIMENTS
+        for model in ("tiny_llama", *(() if has_arms(name) else ("tiny_gpt2",)))
+    ],
 )
 def test_experiment_runs_on_a_tiny_model(tmp_path, name, model):
     plain = composed(f"+experiment={name}")
-    # benchmarks have tests of their own; arms that name a model or a text of theirs are this one
-    arms = [f"arms.{arm}={changed(settings)}" for arm, settings in plain.arms.items() if changed(settings) != settings]
-    small = [*tiny(tmp_path), f"model={model}", "attention.groups=4", "regime.steps=2", "eval.tasks=[]"]
-    result = run(f"+experiment={name}", *fitting(*small, f"attention={plain.attention.name}"), *arms)
+    result = run(*command(tmp_path, name, model))
     assert result.code == 0, result.err
     assert {path.relative_to(tmp_path / "runs").parts[0] for path in tmp_path.rglob("record.json")} == {name}
     records = [load_run(path.parent) for path in tmp_path.rglob("record.json")]

@@ -404,8 +404,9 @@ def test_a_loss_that_is_not_finite_leaves_the_last_good_adapter(tmp_path, monkey
         assert torch.equal(saved[f"base_model.model.{name.replace('.default', '')}"], tensor)
 
 
-def test_learning_rates_are_a_sweep_from_one_start(tmp_path):
-    assert run("-m", *fitting(*tiny(tmp_path), *LORA, "regime.phases.lora.learning_rate=1e-3,1e-2")).code == 0
+def test_learning_rates_lead_apart_from_one_start(tmp_path):
+    for rate in ("1e-3", "1e-2"):
+        assert run(*fitting(*tiny(tmp_path), *LORA, f"regime.phases.lora.learning_rate={rate}")).code == 0
     records = [Record.load(path) for path in tmp_path.rglob("record.json")]
     first, second = ([row.nll for row in record.rows] for record in records)
     assert len(records) == 2 and first[0] == second[0] and first[1] != second[1]

@@ -55,7 +55,7 @@ def runs(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("pages")
     short = [*tiny(folder), router_steps(2), "eval.controls=false", "eval.top_k=[1]"]
     for settings in ([], ["job=analyze"], ["job=report"]):
-        result = run(*short, *settings)
+        result = run(*short, *settings, drawn=True)
         assert result.code == 0, result.err
     return folder / "runs"
 

@@ -82,7 +82,7 @@ def test_kill_in_mid_training_changes_nothing(folder, uninterrupted):
     assert outcome(folder / "killed") == uninterrupted
 
 
-@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGUSR2])
+@pytest.mark.parametrize("signum", [signal.SIGTERM, pytest.param(signal.SIGUSR2, marks=pytest.mark.slow)])
 def test_a_signal_leaves_a_checkpoint_and_says_so(folder, uninterrupted, signum):
     runs = signum.name
     code, err = send_while_training(folder, runs, signum, lines=8)
@@ -96,8 +96,20 @@ def test_a_signal_leaves_a_checkpoint_and_says_so(folder, uninterrupted, signum)
     assert outcome(folder / runs) == uninterrupted
 
 
-@pytest.mark.parametrize("phase, step", [("router", 1), ("router", 3), ("everything", 1), ("everything", 5)])
-@pytest.mark.parametrize("politely", [True, False])
+@pytest.mark.parametrize(
+    "phase, step, politely",
+    [
+        ("router", 3, True),
+        ("everything", 1, False),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in (
+                *(("router", 1, True), ("router", 1, False), ("router", 3, False)),
+                *(("everything", 1, True), ("everything", 5, True), ("everything", 5, False)),
+            )
+        ),
+    ],
+)
 def test_every_phase_goes_on_where_it_was(folder, uninterrupted_finetuning, monkeypatch, phase, step, politely):
     runs = f"{phase}-{step}-{politely}"
     stop_at(monkeypatch, phase, step, politely)

@@ -111,14 +111,6 @@ def test_evaluating_the_adapter_gives_the_numbers_of_training(folder, retrofit):
     assert len(list((folder / "evaluated").rglob("record.json"))) == 2
 
 
-def test_a_sweep_goes_on_after_a_job_that_fails(tmp_path):
-    swept = run("-m", *fitting(*tiny(tmp_path), *MEASURE, "attention=random_groups", "attention.groups=0,2"))
-    assert swept.code == 2
-    assert swept.err.count("error:") == 1 and "attention.groups=0" in swept.err
-    assert record_of(tmp_path / "runs").config["attention"]["groups"] == 2
-    assert record_of(tmp_path / "runs").status == "finished"
-
-
 def test_without_steps_routers_are_fitted_and_measured(tmp_path):
     untrained, fitted = [*tiny(tmp_path, "untrained"), "regime=none"], [*tiny(tmp_path, "fitted"), "regime.steps=0"]
     assert run(*untrained).code == run(*fitted).code == 0

@@ -116,7 +116,7 @@ def problems(draw: st.DrawFn, nothing: bool = False) -> Problem:
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 1e-2)], ids=["f32", "bf16"])
 @pytest.mark.parametrize("kernel", [KERNELS["cpu-flash"], KERNELS["math"]], ids=name_of)
 @given(problem=st.one_of(problems(), problems(nothing=True)))
-@settings(max_examples=60)
+@settings(max_examples=40)
 def test_parts_merged_are_the_oracle(kernel, dtype, tolerance, problem):
     problem.q, problem.k, problem.v = (x.to(dtype).double() for x in (problem.q, problem.k, problem.v))
     ours = problem.run(sparse_attention, dtype, kernel)
@@ -130,7 +130,7 @@ def test_parts_merged_are_the_oracle(kernel, dtype, tolerance, problem):
     "attention", [(sparse_attention, KERNELS["cpu-flash"]), (blocked_attention,)], ids=["cpu-flash", "masked"]
 )
 @given(problem=problems())
-@settings(max_examples=60)
+@settings(max_examples=40)
 def test_the_routers_gradient_is_that_of_a_gate_on_the_kept_distant_pairs(attention, problem):
     problem.options["surrogate"] = 2.5
     function, *kernel = attention
@@ -142,7 +142,7 @@ def test_the_routers_gradient_is_that_of_a_gate_on_the_kept_distant_pairs(attent
 
 
 @given(problem=problems())
-@settings(max_examples=60)
+@settings(max_examples=40)
 def test_softcap_is_the_oracles_too(problem):
     problem.options |= {"softcap": 1.5, "surrogate": 2.5}
     ours = problem.run(sparse_attention, torch.float64, Math())
@@ -151,7 +151,7 @@ def test_softcap_is_the_oracles_too(problem):
 
 
 @given(problem=problems())
-@settings(max_examples=60)
+@settings(max_examples=40)
 def test_every_kept_pair_is_in_one_call(problem):
     window, sinks = problem.options["window"], problem.options["sinks"]
     selection, sequence, _ = by_head(problem.selection, problem.sequence)
