@@ -150,7 +150,9 @@ def test_an_interrupted_comparison_goes_on_with_the_arm_it_was_at(tmp_path, monk
 
     monkeypatch.setattr(job, "train", stopping)
     assert run(*settings(tmp_path)).code == 128 + signal.SIGTERM
-    assert set(records(tmp_path)) == {"focus"}
+    stopped = records(tmp_path)
+    assert set(stopped) == {None, "focus"} and stopped["focus"].status == "finished"
+    assert stopped[None].status == "interrupted" and "stopped by SIGTERM" in stopped[None].error
     monkeypatch.setattr(job, "train", real)
     result = run(*settings(tmp_path))
     assert result.code == 0 and "arm 1 of 2: lora" in result.out

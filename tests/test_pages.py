@@ -3,11 +3,16 @@
 import re
 import shutil
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 from running import router_steps, run, tiny
+
+from focus_exp.records.record import Record
+from focus_exp.records.rows import Arm, Row
+from focus_exp.reporting.run_index import write_index
 
 playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
 pytestmark = pytest.mark.browser
@@ -164,3 +169,26 @@ def test_every_figure_opens(open_page, runs):
         page = open_page(path)
         drawn = page.locator("img, svg").first
         assert drawn.is_visible() and drawn.bounding_box()["width"] > 300, path
+
+
+def test_the_list_of_runs_sorts_by_any_column_and_shows_arms_when_asked(open_page, tmp_path):
+    settings = {"attention": {"method": "focus"}}
+    for name, perplexity in {"middle": 20.0, "best": 3.0, "worst": 100.0, "none": None}.items():
+        row = Row(name=name, kind="hard", method="focus", causal=True, nll=1.0, perplexity=perplexity)
+        record = Record(
+            status="finished", experiment=name, started=name, config=settings, rows=[row] * bool(perplexity)
+        )
+        record.save(tmp_path / name / "run" / "record.json")
+    arm = replace(record, config={"arm": "one"}, experiment="none", started="arm")
+    arm.save(tmp_path / "none" / "one" / "seed=0" / "record.json")
+    both = Arm(name="one", settings=[], folder="runs/none/one/seed=0", started="arm")
+    replace(record, arms=[both]).save(tmp_path / "none" / "compare" / "seed=0" / "record.json")
+    page = open_page(write_index(tmp_path))
+    runs = lambda: [text.split("/")[0] for text in page.locator("tbody tr:visible td:nth-child(3)").all_inner_texts()]  # noqa: E731
+    assert "none/one/seed=0" not in page.inner_text("tbody")
+    page.get_by_role("button", name="perplexity").click()
+    assert runs()[:3] == ["best", "middle", "worst"]
+    page.get_by_role("button", name="perplexity").click()
+    assert runs()[:3] == ["worst", "middle", "best"] and runs()[-1] == "none"
+    page.locator("#arms").check()
+    assert "none/one/seed=0" in page.inner_text("tbody")
