@@ -104,4 +104,8 @@ def seed_deviation(found: Sequence[Estimate]) -> float:
 
 def needed(deviation: float, size: float) -> int:
     """Units, or seeds, of this standard deviation that show a difference of `size` with 80 % power, two-sided 5 %."""
-    return max(2, math.ceil(EFFORT * (deviation / size) ** 2))
+    count = max(2, math.ceil(EFFORT * (deviation / size) ** 2))
+    # of few, Student's t asks for more than the normal distribution does
+    while count < (student(count - 1) + float(stdtrit(count - 1, POWER))) ** 2 * (deviation / size) ** 2:
+        count += 1
+    return count
