@@ -93,6 +93,6 @@ def explain(error: Exception) -> str:
     if found := re.search(r"Could not find '([^']+)'\s+Available options in '([^']+)':", message):
         group, name = found[2], found[1].removeprefix(f"{found[2]}/")
         choices = [choice for choice in message[found.end() :].split() if not choice.startswith("base_")]
-        other = "; any causal model of the hub is model.hub_id=owner/name" if group == "model" else ""
+        other = " (any causal model of the hub is model.hub_id=owner/name)" if group == "model" else ""
         return f"there is no {group}/{name}{instead(name, choices)}{other}"
     return message

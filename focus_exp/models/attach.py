@@ -56,7 +56,10 @@ def attach(
         except ValueError as error:
             raise UserError(f"attention method {method!r}: {error}") from None
         if getattr(modules[index], "is_causal", True) is False:
-            raise UserError(f"{type(modules[index]).__name__} sees later tokens; attention methods here are causal")
+            raise UserError(
+                f"{type(modules[index]).__name__} sees later tokens; attention methods here are causal: give a causal "
+                "language model"
+            )
     names = {index: parameters_of(modules[index]) for index in wanted}
     for index, built in added.items():
         module = modules[index]

@@ -65,8 +65,9 @@ def submit(sweep: Sweep, jobs: list[Job], settings: dict[str, Any]) -> None:
         executor.update_parameters(**named)
         submitted = executor.submit_array(tasks)
     except (FailedJobError, RuntimeError, OSError) as error:
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[-1]
         raise UserError(
-            f"SLURM does not take the sweep: {error}; see hydra.launcher.partition and .account, or run it on this "
+            f"SLURM does not take the sweep: {reason}; see hydra.launcher.partition and .account, or run it on this "
             "machine with hydra/launcher=local"
         ) from error
     for job, there in zip(jobs, submitted, strict=True):
