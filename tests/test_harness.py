@@ -689,6 +689,7 @@ def test_the_items_are_the_official_ones():
     assert set(load_benchmark("aps/super_glue", "boolq", cache)["validation"]["label"]) == {0, 1}
 
 
+@pytest.mark.slow
 @pytest.mark.real
 def test_official_tasks_run_on_the_real_items(tiny_model, tmp_path):
     names = [
