@@ -252,6 +252,7 @@ def test_a_run_fits_trains_towards_the_base_and_leaves_an_adapter(tmp_path):
     assert found.code == 0, found.err
     assert "at best in as many groups" in found.out
     record = record_of(tmp_path / "runs")
+    assert record.method["trainable_parameters"] > 0 and record.tokens_seen > 2 * 2 * 2 * 32
     assert len(record.fits) == 2 and all(0 <= fit.pairs <= 1 and fit.lost >= 0 for fit in record.fits)
     adapter = only_run(tmp_path / "runs") / "adapter"
     kept = json.loads((adapter / "focus_adapter.json").read_text(encoding="utf-8"))

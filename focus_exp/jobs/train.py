@@ -248,8 +248,9 @@ def fit_first(run: Run, model: PreTrainedModel, blocks: Blocks, precision: Preci
 
 
 def trained_parameters(model: PreTrainedModel, config: Config) -> int:
-    """Numbers trained in any phase, by the same predicate that freezes."""
-    parts = {phase.train for _, phase in phases_of(config)}
+    """Numbers trained in any phase or fitted before, by the same predicate that freezes."""
+    fitted = isinstance(config.attention, FitOptions) and config.attention.fit_blocks
+    parts = {phase.train for _, phase in phases_of(config)} | ({"router"} if fitted else set())
     return sum(p.numel() for name, p in model.named_parameters() if any(is_trainable(name, part) for part in parts))
 
 
