@@ -442,7 +442,7 @@ def compared(experiment="stability", **courses):
     )  # fmt: skip
 
 
-DEFAULTS = {("window", 128), ("temperature", 0.1)}  # beside K = 8
+DEFAULTS = {("window", 128), ("temperature", 0.1), ("sinkhorn_iterations", 10)}  # beside K = 8
 EVEN, HALF, GONE = (0.16, 0.0), (0.6, 3.0), (0.994, 7.0)
 
 
