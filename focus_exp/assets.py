@@ -59,15 +59,13 @@ HUB_ID = re.compile(r"\w[\w.-]*/\w[\w.-]*(@[\w./-]+)?")  # owner/name, maybe wit
 
 def adapter_folder(adapter: str | Path) -> Path:
     """Where the files of an adapter lie: its folder, also named by its run's or by a file in it, or those of
-    owner/name[@revision] fetched from the hub. UserError where there is none."""
+    owner/name[@revision] fetched from the hub, UserError where it has none. A folder may be made before it is read."""
     path = Path(adapter).expanduser()
     if path.exists():
         inside = path / "adapter"
         return path.parent if path.is_file() else inside if inside.is_dir() else path
     if not HUB_ID.fullmatch(str(adapter)):
-        raise UserError(
-            f"{adapter} holds no {ADAPTER_FILES[1]}: there is no such folder; give a run's, or its adapter/"
-        )
+        return path.absolute()  # ./owner/name is no name on the hub
     repo_id, _, revision = str(adapter).partition("@")
     try:
         # by the module, which imports its parts when they are asked for: few commands fetch an adapter

@@ -57,9 +57,7 @@ class ModelConfig:
     trained_by: list[str] = option(
         [], "overrides of the run here whose trained weights these are; it is run first if it is not finished"
     )
-    quantization: str = option(
-        "none", "int8 or nf4: of a frozen base, by bitsandbytes", choices=("none", "int8", "nf4")
-    )
+    quantization: str = option("none", "of a frozen base, by bitsandbytes", choices=("none", "int8", "nf4"))
     dtype: str | None = option(None, "of the weights as the hub stores them, which decides what a download takes")
     paper: list[str] = option([], "overrides: the setting in which the paper trains it")
 
@@ -67,9 +65,7 @@ class ModelConfig:
 @dataclass
 class PhaseConfig:
     train: str = option("router", "what this phase trains", choices=("router", "lora", "all"))
-    aim: str = option(
-        "text", "what predictions are to be: the text's next token, or the frozen base's own", choices=("text", "base")
-    )
+    aim: str = option("text", "predictions to learn: the text's, or the frozen base's own", choices=("text", "base"))
     steps: int = option(MISSING, "0: routers are fitted to the base's attention, and not trained", least=0)
     learning_rate: float = option(MISSING, above=0)
     weight_decay: float = option(0.0, least=0)

@@ -315,7 +315,7 @@ def test_observers_may_be_nested(attached):
 @pytest.mark.parametrize(
     ("wrong", "message"),
     [
-        ({"method": "flash"}, "'flash' is not known; choose from focus, focus_dual, longformer, "),
+        ({"method": "flash"}, "'flash' is not known; choose from best_tokens, focus, focus_dual, "),
         ({"method": "window", "groups": 4}, "there is no option groups; there are window, sinks"),
         ({"assignment": "sinkhron"}, "assignment.*sinkhron"),
         ({"gate": "linear"}, "gate.*linear"),

@@ -846,7 +846,7 @@ def test_every_configuration_builds_its_method(name):
     ("name", "taken"),
     [
         ("window", {"window", "sinks"}),
-        ("random_groups", {"groups", "window", "sinks", "top_k", "pair_rule", "seed", "shares"}),
+        ("random_groups", {"groups", "window", "sinks", "top_k", "pair_rule", "seed", "shares", "heads"}),
         ("sparq_mean", {"components", "tokens_kept", "recent_tokens", "reallocate"}),
         ("magicpig", {"hash_bits", "hash_tables", "recent_tokens", "sinks", "seed"}),
     ],

@@ -64,7 +64,7 @@ def test_a_comparison_whose_arms_share_settings_is_found_again(tmp_path):
     assert "2 runs published" in published.out and "0 superseded" in published.out
     records = tmp_path / "runs" / "records"
     arm, whole = (records / Path(place).relative_to(tmp_path / "runs") for place in (found.arms[0].folder, folder))
-    assert {file.name for file in arm.iterdir()} == {"record.json"}
+    assert {file.name for file in arm.iterdir()} == {"record.json", "losses.csv"}
     assert (whole / "comparison.csv").exists()
 
     # as if a file of conf/ that an arm names now said something else

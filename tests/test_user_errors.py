@@ -82,7 +82,7 @@ def test_a_mistake_is_answered_with_what_to_type(settings, tmp_path, monkeypatch
 
 ADAPTERS = {
     "runs/nowhere/at/all": ["runs/nowhere/at/all", "holds no focus_adapter.json", "no such folder"],
-    "./my/adapter": ["./my/adapter", "no such folder"],
+    "./my/adapter": ["/my/adapter holds no focus_adapter.json", "no such folder"],
     "~/nowhere": [f"{Path.home()}/nowhere", "no such folder"],
     "my/adapter": ["my/adapter is no folder here, nor to be had from the hub", "HF_HUB_OFFLINE"],
 }

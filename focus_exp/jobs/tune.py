@@ -33,10 +33,10 @@ def tuned(config: Config, train: Callable[[Config], None]) -> tuple[Config, list
             print(f"\nlearning rate {number + 1} of {len(trials)} on validation text: {rate:g}")
             share_base(each, [other for other in trials if finished_record(other)])
         tries.append(tried(each, rate, train))
-    scored = {one.nll: one.learning_rate for one in tries if one.nll is not None}
+    scored = [(one.nll, one.learning_rate) for one in tries if one.nll is not None]
     if not scored:
         raise UserError(f"no learning rate of regime.tune led to a loss; {tries[0].learning_rate:g}: {tries[0].error}")
-    return replace(config, regime=with_rate(config.regime, scored[min(scored)])), tries
+    return replace(config, regime=with_rate(config.regime, min(scored)[1])), tries
 
 
 def trial(config: Config, factor: float) -> Config:

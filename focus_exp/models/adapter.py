@@ -98,7 +98,8 @@ def read_description(folder: str | Path) -> dict[str, Any]:
         for layer in description["layers"]:
             check_types({"layers": layer}, {"layers": int})
     except FileNotFoundError:
-        raise UserError(f"{folder} holds no {DESCRIPTION}; give a folder that save_adapter wrote") from None
+        there = "" if Path(folder).is_dir() else ": there is no such folder"
+        raise UserError(f"{folder} holds no {DESCRIPTION}{there}; give a run's folder, or its adapter/") from None
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise UserError(f"{path} is damaged ({error}); copy the adapter again") from None
     try:
