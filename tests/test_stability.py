@@ -483,7 +483,7 @@ def test_the_papers_numbers_stand_beside_ours():
     assert lines[0][-1] == f"largest group {balance['dominance_centroid']} %, stability {balance['stability_centroid']}"
     assert f"largest group {balance['dominance_full_ft']} %" in lines[1][-1] and "step 600" in lines[3][-1]
     nine = {(row["parameter"], row["value"]): row for row in paper_rows("table9_ablation")}
-    lines = table_of(compared("ablation", default=(EVEN, EVEN), N_3=(GONE, GONE)), "stability").rows
+    lines = table_of(compared("ablation", paper=(EVEN, EVEN), N_3=(GONE, GONE)), "stability").rows
     for line, key, (perplexity, share) in (
         (lines[0], ("groups", 8), ("ppl_centroid", "dominance_centroid")),
         (lines[3], ("sinkhorn_iterations", 3), ("ppl_finetuned", "dominance_full_ft")),
