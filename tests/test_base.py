@@ -48,6 +48,7 @@ def test_the_base_is_trained_first_and_once(tmp_path, as_arm):
     assert weights.stat().st_mtime_ns == before
 
 
+@pytest.mark.slow
 def test_a_base_that_cannot_be_trained_says_so(tmp_path):
     result = measure(tmp_path, [*base(tmp_path), "data.files=nowhere"], apart=True)
     assert result.code == 2

@@ -90,6 +90,7 @@ def test_differences_from_the_first_arm_and_from_others_are_those_of_the_losses(
     assert {arm.base for arm in comparison.arms} == bases and len(bases) == 1
 
 
+@pytest.mark.slow
 def test_arms_of_another_text_or_model_are_compared_with_their_own_base_alone(tmp_path):
     other = write_texts(tmp_path / "others", words=170)
     fixed = ["attention=window", "regime=none"]
@@ -122,6 +123,7 @@ def test_a_mistake_in_any_arm_is_found_before_the_first_one_runs(tmp_path):
     assert unknown.code == 2 and "focus, lora, window" in unknown.err
 
 
+@pytest.mark.slow
 def test_with_an_adapter_arms_measure_it_and_none_is_trained(tmp_path):
     assert run(*tiny(tmp_path / "router"), "regime.steps=2", "regime.warmup_steps=1").code == 0
     adapter = only_run(tmp_path / "router") / "adapter"
@@ -159,6 +161,7 @@ def test_an_interrupted_comparison_goes_on_with_the_arm_it_was_at(tmp_path, monk
     assert all(arm.status == "finished" for arm in records(tmp_path)[None].arms)
 
 
+@pytest.mark.slow
 def test_arms_of_a_sweep_are_those_of_the_comparison(tmp_path):
     swept = run("-m", *settings(tmp_path), "arm=focus,lora,window", "hydra/launcher=basic")
     assert swept.code == 0, swept.err
@@ -169,6 +172,7 @@ def test_arms_of_a_sweep_are_those_of_the_comparison(tmp_path):
     assert [row.nll for row in records(tmp_path)[None].rows[1:]] == [answer(alone[name]).nll for name in ARMS]
 
 
+@pytest.mark.slow
 def test_the_base_is_measured_once_for_all_arms_that_share_it(tmp_path, monkeypatch):
     real, scored = quality.score, []
 

@@ -219,6 +219,7 @@ def test_two_processes_go_on_where_one_was_stopped(folder, pair, one, name, job)
     assert_equal(folder / name, one(job))
 
 
+@pytest.mark.slow
 def test_killing_a_process_ends_the_run_and_changes_nothing(folder, pair, monkeypatch):
     started = recorded(monkeypatch)
     command = [*tiny(folder, "killed"), *RETROFIT, *HERE["ddp"]]

@@ -138,7 +138,7 @@ def command(folder, name, model="tiny_llama"):
 @pytest.mark.parametrize(
     ("name", "model"),
     [
-        pytest.param(name, model, marks=pytest.mark.slow if name in LARGE else ())
+        pytest.param(name, model, marks=pytest.mark.slow if name in LARGE or model == "tiny_gpt2" else ())
         for name in EXPERIMENTS
         for model in ("tiny_llama", *(() if has_arms(name) else ("tiny_gpt2",)))
     ],

@@ -162,6 +162,7 @@ def test_the_report_shows_its_tables_and_figures(open_page, runs):
     assert sizes and min(sizes) > 300
 
 
+@pytest.mark.slow
 def test_every_figure_opens(open_page, runs):
     figures = [path for kind in ("png", "svg") for path in runs.rglob(f"figures/*.{kind}")]
     assert len(figures) >= 3

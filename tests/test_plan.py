@@ -163,6 +163,7 @@ MEASURED = [
 
 @pytest.mark.skipif(PeakMemory(CPU).before is None, reason="the resident set is not known here")
 @pytest.mark.parametrize("case", MEASURED)
+@pytest.mark.slow
 def test_planned_memory_is_what_a_run_takes(case):
     measured = in_fresh_process(measure, case)
     planned = needs(estimate_of(case, gpu=False), Setting(checkpointing=case.checkpointing), H100).total
@@ -386,6 +387,7 @@ def test_plan_refuses_with_exit_code_2(monkeypatch):
     assert "plan of retrofit_124m" in result.out  # with its table, which says what it would take
 
 
+@pytest.mark.slow
 def test_every_arm_has_a_line():
     result = run("+experiment=full_training", *TINY)
     assert result.code == 0, result.err

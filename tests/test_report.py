@@ -32,7 +32,7 @@ from focus_exp.reporting.formats import (
 )
 from focus_exp.reporting.gather import Runs, gather
 from focus_exp.reporting.pages import Section, latex_document, latex_text, markdown, page
-from focus_exp.reporting.tables import Table
+from focus_exp.reporting.table import Table
 from focus_exp.reporting.whole_report import write_report_of
 
 RECORDS = Path(__file__).parent.parent / "runs" / "records"

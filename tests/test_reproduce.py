@@ -52,6 +52,7 @@ def test_tables_are_made_in_turn_and_what_fails_is_named(tmp_path):
     assert "2 tables, 2 finished already" in again.out and "[1/2]" not in again.out
 
 
+@pytest.mark.slow
 def test_a_comparison_whose_arms_share_settings_is_found_again(tmp_path):
     arms = ["job=compare", "every_arm=['attention.window=6']", "+arms.window=['attention=window','regime=none']"]
     assert reproduce(tmp_path, compared=arms).code == 0
@@ -72,6 +73,7 @@ def test_a_comparison_whose_arms_share_settings_is_found_again(tmp_path):
     assert "1 tables, 0 finished already" in reproduce(tmp_path, compared=arms).out
 
 
+@pytest.mark.slow
 def test_a_comparison_of_an_adapter_is_found_again_and_published(tmp_path):
     tables = {
         "router": ROUTER,
@@ -82,6 +84,7 @@ def test_a_comparison_of_an_adapter_is_found_again_and_published(tmp_path):
     assert "2 tables, 2 finished already" in published.out and "4 runs published" in published.out
 
 
+@pytest.mark.slow
 def test_a_record_that_a_table_still_makes_stays_though_its_run_is_gone(tmp_path):
     tables = {"router": ROUTER, "longer": ["regime.steps=3", "regime.warmup_steps=1"]}
     assert "2 runs published" in reproduce(tmp_path, "reproduce.publish=true", **tables).out
@@ -117,7 +120,7 @@ def test_the_estimate_follows_the_pace():
 
 
 @pytest.mark.parametrize("name", [path.stem for path in CONF.glob("reproduce/*.yaml")])
-@pytest.mark.parametrize("scale", ["embedded", "quick"])
+@pytest.mark.parametrize("scale", ["embedded", pytest.param("quick", marks=pytest.mark.slow)])
 def test_every_table_of_the_lists_composes_and_says_its_minutes(name, scale):
     register_schemas()
     with initialize_config_dir(str(CONF), version_base="1.3"):

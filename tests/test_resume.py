@@ -73,6 +73,7 @@ def send_while_training(folder, runs, signum, lines):
     return process.returncode, err
 
 
+@pytest.mark.slow
 def test_kill_in_mid_training_changes_nothing(folder, uninterrupted):
     code, _ = send_while_training(folder, "killed", signal.SIGKILL, lines=12)
     assert code == -signal.SIGKILL

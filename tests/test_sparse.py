@@ -259,6 +259,7 @@ def test_kernels_say_why_they_cannot_serve():
 
 
 @pytest.mark.real
+@pytest.mark.slow
 def test_the_real_model_gives_the_same_log_likelihoods_by_both_paths():
     config, cache = ModelConfig(name="smollm2", hub_id="owner/absent"), cache_root(None)
     loaded = load_model(config, assets="embedded", cache=cache, seed=0, dtype=torch.float32, from_scratch=False)

@@ -197,6 +197,7 @@ def test_a_decode_step_reads_its_share_of_what_is_cached(tmp_path):
     assert "one attention layer, one more token" in text and "Focus [tokens/s]" in text
 
 
+@pytest.mark.slow
 def test_an_adapters_router_is_timed_without_training(tmp_path):
     assert run(*tiny(tmp_path, runs="first"), *BENCH).code == 0
     adapter = only_run(tmp_path / "first") / "adapter"
@@ -241,6 +242,7 @@ def test_a_length_that_fails_is_a_row_with_its_reason(tmp_path, monkeypatch):
     assert "out of everything" in row.error and row.ratio is None
 
 
+@pytest.mark.slow
 def test_layers_of_other_methods_are_timed_and_a_failure_says_why(tmp_path, monkeypatch):
     monkeypatch.setattr(Performer, "route", lambda *_: (_ for _ in ()).throw(RuntimeError("no features")))
     methods = ["window", "longformer", "performer", "routing_transformer", "sparq", "magicpig", "random_groups"]

@@ -145,6 +145,7 @@ def test_a_second_command_in_a_run_folder_is_refused_and_disturbs_nothing(tmp_pa
     assert [path.name for path in folder.parent.iterdir()] == [folder.name]
 
 
+@pytest.mark.slow
 def test_a_comparison_stops_at_an_arm_that_another_command_runs(tmp_path):
     arms = [f"+arms.{name}=['attention=window','regime=none']" for name in ("one", "two")]
     command = [*tiny(tmp_path), "job=compare", *arms]

@@ -12,11 +12,11 @@ from focus_exp.reporting.claims import judged_runs, verdicts_table
 from focus_exp.reporting.formats import UNDECIDED, VERDICTS, commit_text
 from focus_exp.reporting.gather import Runs, gather
 from focus_exp.reporting.measures import measurements
+from focus_exp.reporting.notes import intervals_text
 from focus_exp.reporting.selection import lines_of, select
 from focus_exp.reporting.summary import summary
 from focus_exp.reporting.together import together, wanting
 from focus_exp.reporting.trust import power_table
-from focus_exp.reporting.uncertainty import intervals_text
 
 RECORDS = Path(__file__).parent.parent / "runs" / "records"
 

@@ -225,6 +225,7 @@ def test_an_error_that_a_signal_brings_about_is_an_interruption(tmp_path, monkey
     assert record_of(tmp_path).status == "interrupted"
 
 
+@pytest.mark.slow
 def test_a_signal_to_a_sweep_stops_its_jobs_and_they_go_on_later(tmp_path):
     command = [sys.executable, "-m", "focus_exp", "-m", *tiny(tmp_path), router_steps(3000), "seed=0,1"]
     process = subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, field
 
 from focus_exp.reporting.formats import ABSENT
-from focus_exp.reporting.tables import Table
+from focus_exp.reporting.table import Table
 
 GIB = 2**30
 

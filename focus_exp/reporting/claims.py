@@ -24,7 +24,7 @@ from focus_exp.reporting.measures import measurements
 from focus_exp.reporting.paper import paper_rows, paper_speedups
 from focus_exp.reporting.selection import Line, check, lines_of, matches, select
 from focus_exp.reporting.specs import expression, read_specs, template
-from focus_exp.reporting.tables import Table
+from focus_exp.reporting.table import Table
 from focus_exp.reporting.together import together
 
 NUMBERS = ("value", "low", "high", "unit")

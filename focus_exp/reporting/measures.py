@@ -15,9 +15,9 @@ from focus_exp.records.answers import answer, configured_row, phases, row_of
 from focus_exp.records.benchmarks import telling
 from focus_exp.records.record import Record
 from focus_exp.records.rows import Arm, Row
+from focus_exp.records.uncertainty import error_of, error_of_score
 from focus_exp.reporting.gather import Runs, run_of, setup
 from focus_exp.reporting.speed import speed_of_k
-from focus_exp.reporting.uncertainty import error_of, error_of_score
 
 BASE, SOFT_GATE, FULL = "base", "soft gate", "full attention"
 ITSELF = "itself, reading the future"

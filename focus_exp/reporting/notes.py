@@ -4,6 +4,7 @@ from typing import Any
 
 from focus_exp.records.benchmarks import BenchmarkRow
 from focus_exp.records.record import Record
+from focus_exp.records.uncertainty import bootstrapped
 from focus_exp.reporting.formats import commit_text
 
 
@@ -68,3 +69,16 @@ def command_of(record: Record) -> str:
     name = record.config.get("arm") or ""
     alone = f" arm={name}" if name and f"arm={name}" not in record.command.split() else ""
     return f"{record.command}{alone}, {commit_text(record.commit)}"
+
+
+def intervals_text(record: Record) -> str:
+    """What the 95 % of a record's rows mean."""
+    units = record.units
+    if units is not None:
+        of = "" if units.count == units.windows else f" of {units.windows} windows"
+        kept = ", from losses.csv" if record.rows else ""
+        alone = " (too few documents: they speak of this text alone)" if units.kind == "window" else ""
+        return f"95 %: Student's t over {units.count} {units.kind}s{of}{alone}, paired{kept}"
+    counted = [bootstrapped(record, row) for row in record.rows] + [record.groups.windows if record.groups else None]
+    windows = next(filter(None, counted), None)
+    return f"95 %: percentile bootstrap over {windows or 'the'} windows, too narrow (coverage.md); losses were not kept"

@@ -15,7 +15,7 @@ from markupsafe import Markup
 from focus_exp.reporting.formats import Word, line_text
 from focus_exp.reporting.lines import grouped
 from focus_exp.reporting.specs import render
-from focus_exp.reporting.tables import Table
+from focus_exp.reporting.table import Table
 
 TITLE = "focus_exp: report"
 # notes that must not be folded away

@@ -7,7 +7,7 @@ from focus_exp.reporting.formats import ABSENT, NOT_RUN
 from focus_exp.reporting.gather import WANTED, Runs, seeds_of
 from focus_exp.reporting.notes import caveats, failures
 from focus_exp.reporting.paper import PaperTable, key_text, paper_map, paper_tables
-from focus_exp.reporting.tables import Table, column_kinds
+from focus_exp.reporting.table import Table, column_kinds
 
 RUN = ("pairs removed", "run", "model and text", "seeds", "made by")
 

@@ -17,7 +17,8 @@ from focus_exp.reporting.formats import facts_text
 from focus_exp.reporting.lines import grouped
 from focus_exp.reporting.notes import caveats, title
 from focus_exp.reporting.specs import render
-from focus_exp.reporting.tables import Table, all_tables
+from focus_exp.reporting.table import Table
+from focus_exp.reporting.tables import all_tables
 from focus_exp.storage import replace_file
 
 __all__ = ["Report", "all_findings", "all_tables", "write_report"]

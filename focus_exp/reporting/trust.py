@@ -24,7 +24,7 @@ from focus_exp.reporting.measures import BASE, SOFT_GATE, measurements
 from focus_exp.reporting.notes import caveats, command_of, where
 from focus_exp.reporting.selection import Line, check, lines_of, select
 from focus_exp.reporting.specs import read_specs, template
-from focus_exp.reporting.tables import Table
+from focus_exp.reporting.table import Table
 from focus_exp.reporting.together import SMALL, together
 
 IDENTICAL = 1e-3  # nats a token: what float32 and another order of sums leave

@@ -12,7 +12,7 @@ from urllib.parse import SplitResult, urlsplit
 from focus_exp.errors import UserError
 from focus_exp.records.record import Record
 from focus_exp.reporting.findings import all_findings
-from focus_exp.reporting.tables import Table
+from focus_exp.reporting.table import Table
 
 MODES = ("online", "offline", "disabled", "shared")
 ROW_SCALARS = (

@@ -13,7 +13,7 @@ from focus_exp.reporting.pages import Section, latex_document, markdown, page
 from focus_exp.reporting.paper_report import paper_report
 from focus_exp.reporting.report import all_findings
 from focus_exp.reporting.summary import summary
-from focus_exp.reporting.tables import Table
+from focus_exp.reporting.table import Table
 from focus_exp.reporting.trust import power_table, seeds_table, traps_table
 from focus_exp.storage import replace_file
 

@@ -24,7 +24,7 @@ from focus_exp.records.comparison import load_run
 from focus_exp.records.metrics import read_metrics
 from focus_exp.reporting.findings import all_findings
 from focus_exp.reporting.formats import change_text, duration_text, perplexity_text
-from focus_exp.reporting.tables import Table
+from focus_exp.reporting.table import Table
 from focus_exp.storage import is_held
 from focus_exp.sweeps.frozen import Job, Sweep, load_config
 

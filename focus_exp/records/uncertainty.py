@@ -1,4 +1,4 @@
-"""What the intervals of a record are over, and the standard errors behind them, of old records as far as they tell."""
+"""The standard errors behind the intervals of a record, of old records as far as they tell."""
 
 from __future__ import annotations
 
@@ -10,19 +10,6 @@ from focus_exp.records.record import Record
 from focus_exp.records.rows import Row
 
 Error = tuple[float | None, float | None, int | None]
-
-
-def intervals_text(record: Record) -> str:
-    """What the 95 % of a record's rows mean."""
-    units = record.units
-    if units is not None:
-        of = "" if units.count == units.windows else f" of {units.windows} windows"
-        kept = ", from losses.csv" if record.rows else ""
-        alone = " (too few documents: they speak of this text alone)" if units.kind == "window" else ""
-        return f"95 %: Student's t over {units.count} {units.kind}s{of}{alone}, paired{kept}"
-    counted = [bootstrapped(record, row) for row in record.rows] + [record.groups.windows if record.groups else None]
-    windows = next(filter(None, counted), None)
-    return f"95 %: percentile bootstrap over {windows or 'the'} windows, too narrow (coverage.md); losses were not kept"
 
 
 def error_of(record: Record, row: Row, low: float | None, high: float | None) -> Error:
