@@ -18,7 +18,7 @@ from focus_exp.attention.selection import Sequence, always_visible, permitted, t
 from focus_exp.config_attention import DualConfig
 from focus_exp.models.attached import observed, swapped
 from focus_exp.models.modules import attached_methods
-from focus_exp.training import dual_fit
+from focus_exp.training import dual_fit, kept_fit
 from focus_exp.training.budget import allot, hull
 from focus_exp.training.curves import Curves, distant_sizes, lost, measure_curves
 from focus_exp.training.dual_fit import duals_of, fit_dual, rebalance
@@ -215,7 +215,7 @@ def test_a_fit_is_kept_by_what_decides_it_and_goes_on_where_it_stopped(tiny_mode
     pairs = sum(row.pairs for row in whole) / len(whole)
     assert 0 < pairs <= 0.5
 
-    monkeypatch.setattr(dual_fit, "observe", None)  # another budget needs no other fit
+    monkeypatch.setattr(kept_fit, "observe", None)  # another budget needs no other fit
     other = fit_dual(dual(tiny_model("llama")), blocks, options(pairs=0.2), FLOAT32, tmp_path / "again", 0)
     assert sum(row.pairs for row in other) < sum(row.pairs for row in whole)
     with pytest.raises(TypeError):

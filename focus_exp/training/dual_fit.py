@@ -1,13 +1,10 @@
 """The fit of `focus_dual` as a run sees it: read what pairs are worth, fit each layer, give each its budget.
 
-It is kept in the cache by all that decides it, so that runs which differ in their budget alone share one fit, and an
-interrupted one goes on at the block or the layer where it stopped.
+Runs which differ in their budget alone share one fit.
 """
 
 from __future__ import annotations
 
-import hashlib
-import json
 from dataclasses import asdict, fields
 from pathlib import Path
 
@@ -22,17 +19,16 @@ from focus_exp.attention.method import AttentionMethod
 from focus_exp.attention.selection import Selection, Sequence
 from focus_exp.config_attention import DualConfig
 from focus_exp.models.attached import observed, set_budget
-from focus_exp.models.load import fingerprint
 from focus_exp.models.modules import attached_methods
 from focus_exp.records.rows import FitRow
-from focus_exp.storage import aside, clear_aside, held, remove
+from focus_exp.storage import aside
 from focus_exp.training.budget import allot
 from focus_exp.training.curves import Curves, measure_curves
 from focus_exp.training.encoder_fit import balance, fit_encoders
-from focus_exp.training.importance import observe, read
+from focus_exp.training.importance import Observed
+from focus_exp.training.kept_fit import fit_layers, kept_fit
 from focus_exp.training.precision import Precision
 
-FORMAT = 1  # raise it when the same inputs give another fit
 # what the fit does not depend on
 NOT_FITTED = ("name", "method", "backend", "top_k", "budget", "pairs", "gate_steepness")
 
@@ -50,10 +46,9 @@ def fit_dual(
     methods = duals_of(model)
     if not methods:
         return []
-    folder = cache / "fits" / identity(model, blocks, options, sorted(methods), seed)
-    with held(folder / "lock", str(folder), wait=True):
-        clear_aside(folder)
-        found = fit_layers(model, methods, blocks, options, precision, folder, seed)
+    chosen = {key: value for key, value in asdict(options).items() if key not in NOT_FITTED}
+    with kept_fit(cache, model, blocks, [], chosen, sorted(methods), seed) as folder:
+        found = fit_all(model, methods, blocks, options, precision, folder, seed)
     reads = [method.reach for method in methods.values()]
     if options.pairs is not None:
         reads = allot(list(found.values()), options.pairs)
@@ -61,15 +56,7 @@ def fit_dual(
     return [row(layer, curve, part) for (layer, curve), part in zip(found.items(), reads, strict=True)]
 
 
-def identity(model: PreTrainedModel, blocks: list[Tensor], options: DualConfig, layers: list[int], seed: int) -> str:
-    """Sixteen hex digits of all that decides a fit."""
-    chosen = {key: value for key, value in asdict(options).items() if key not in NOT_FITTED}
-    text = hashlib.sha256(torch.stack(blocks).cpu().numpy().tobytes()).hexdigest()
-    key = json.dumps([FORMAT, fingerprint(model), text, chosen, layers, seed], sort_keys=True)
-    return hashlib.sha256(key.encode()).hexdigest()[:16]
-
-
-def fit_layers(
+def fit_all(
     model: PreTrainedModel,
     methods: dict[int, FocusDual],
     blocks: list[Tensor],
@@ -80,18 +67,13 @@ def fit_layers(
 ) -> dict[int, Curves]:
     """Leave `methods` fitted; what they keep of the blocks held out."""
     shown, held_out = blocks[: -options.fit_held_out], blocks[-options.fit_held_out :]
-    paths = {layer: folder / f"layer-{layer:03d}.safetensors" for layer in methods}
-    todo = [layer for layer in methods if not paths[layer].exists()]
-    if todo:
-        observed = observe(model, methods, shown, precision, folder / "observed")
-        for layer in tqdm(todo, desc="fitting encoders", unit="layer", leave=False, disable=None):
-            generator = torch.Generator().manual_seed(seed + layer)
-            fit_encoders(methods[layer], read(observed, layer), options.fit_steps, generator)
-            with aside(paths[layer]) as new:
-                save_file(methods[layer].state_dict(), new)
-        remove(folder / "observed")
-    for layer, path in paths.items():
-        methods[layer].load_state_dict(load_file(path))
+
+    def fit(method: FocusDual, texts: list[Observed], generator: torch.Generator) -> dict[str, Tensor]:
+        fit_encoders(method, texts, options.fit_steps, generator)
+        return method.state_dict()
+
+    for layer, state in fit_layers(model, methods, shown, precision, folder, seed, fit).items():
+        methods[layer].load_state_dict(state)
     measured = folder / "curves.safetensors"
     if not measured.exists():
         found = measure_curves(model, methods, held_out, precision)

@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from focus_exp.attention.baselines.top_tokens import TokenIndexer
 from focus_exp.attention.dual import FocusDual
 from focus_exp.attention.routing import balance_potential
 from focus_exp.training.importance import Observed
@@ -43,8 +44,21 @@ class Block:
         )
 
 
+@torch.no_grad()
+def standardise(method: FocusDual | TokenIndexer, observed: list[Observed]) -> None:
+    """Let `method` see the tokens of these texts with mean 0 and deviation 1."""
+    hidden = torch.cat([x.hidden for x in observed]).float()
+    method.mean.copy_(hidden.mean(0))
+    method.scale.copy_(hidden.std(0) + 1e-4)
+
+
+def tokens_of(observed: Observed, method: FocusDual | TokenIndexer) -> Tensor:
+    """`[T, E]` standardised."""
+    return (observed.hidden.float().to(method.mean.device) - method.mean) / method.scale
+
+
 def block_of(observed: Observed, method: FocusDual) -> Block:
-    tokens = (observed.hidden.float().to(method.mean.device) - method.mean) / method.scale
+    tokens = tokens_of(observed, method)
     keys, share, total = observed.keys.long(), observed.share.float(), observed.total
     if method.heads == 1 and total.shape[1] > 1:
         of_all = total.sum(1, keepdim=True)
@@ -56,11 +70,7 @@ def block_of(observed: Observed, method: FocusDual) -> Block:
 
 def fit_encoders(method: FocusDual, observed: list[Observed], steps: int, generator: torch.Generator) -> None:
     """Fit `method` to the blocks of one layer."""
-    hidden = torch.cat([x.hidden for x in observed]).float()
-    with torch.no_grad():
-        method.mean.copy_(hidden.mean(0))
-        method.scale.copy_(hidden.std(0) + 1e-4)
-    del hidden
+    standardise(method, observed)
     blocks = [block_of(x, method) for x in observed]
     vectors = torch.cat([x.vectors for x in observed]).float().transpose(0, 1).to(method.mean.device)
     labels = balanced_clusters(vectors if method.heads > 1 else merged(vectors), method.groups, generator)

@@ -6,6 +6,7 @@ P_ij (o_i - v_j) . dL/do_i. Its square is the pair's importance.
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -84,9 +85,9 @@ class LossProbe(AttentionMethod):
             output.register_hook(lambda gradient: self.note(k[0], changes(gradient)))
         return output
 
+    @abstractmethod
     def note(self, k: Tensor, changes: Iterator[Changes]) -> None:
         """Of keys `[G, T, D]` and the distant pairs' changes, some queries at a time."""
-        raise NotImplementedError
 
 
 @dataclass

@@ -2,27 +2,21 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 from pathlib import Path
 
 import torch
-from safetensors.torch import load_file, save_file
 from torch import Tensor
-from tqdm import tqdm
 from transformers import PreTrainedModel
 
 from focus_exp.attention.baselines.top_tokens import TokenIndexer, best
 from focus_exp.attention.options import FitOptions
 from focus_exp.attention.selection import Sequence, always_visible, causal
-from focus_exp.models.load import fingerprint
 from focus_exp.models.modules import attached_methods
-from focus_exp.storage import aside, clear_aside, held, remove
-from focus_exp.training.encoder_fit import HEAVIEST, adam, update
-from focus_exp.training.importance import Observed, observe, read
+from focus_exp.training.encoder_fit import HEAVIEST, adam, standardise, tokens_of, update
+from focus_exp.training.importance import Observed
+from focus_exp.training.kept_fit import fit_layers, kept_fit
 from focus_exp.training.precision import Precision
 
-FORMAT = 1  # raise it when the same inputs give another fit
 SHARES = (0.05, 0.1, 0.2, 0.3)  # of the distant pairs, at which a fit is measured
 QUERIES = 512  # of a step
 RATE = 0.005
@@ -31,27 +25,20 @@ RATE = 0.005
 def fit_indexers(
     model: PreTrainedModel, blocks: list[Tensor], options: FitOptions, precision: Precision, cache: Path, seed: int
 ) -> None:
-    """Fit the indexers of all layers to `blocks`, each `[T]` token ids, the last `fit_held_out` of which only measure.
-
-    It is kept in `cache` by all that decides it; an interrupted one goes on at the block or the layer where it stopped.
-    """
+    """Fit the indexers of all layers to `blocks`, each `[T]` token ids, the last `fit_held_out` of which only
+    measure."""
     methods = {layer: m for layer, m in attached_methods(model).items() if isinstance(m, TokenIndexer)}
-    folder = cache / "fits" / identity(model, methods, blocks, options, seed)
-    paths = {layer: folder / f"layer-{layer:03d}.safetensors" for layer in methods}
-    with held(folder / "lock", str(folder), wait=True):
-        clear_aside(folder)
-        if todo := [layer for layer, path in paths.items() if not path.exists()]:
-            observed = observe(model, dict(methods), blocks, precision, folder / "observed")
-            for layer in tqdm(todo, desc="fitting indexers", unit="layer", leave=False, disable=None):
-                texts, generator = read(observed, layer), torch.Generator().manual_seed(seed + layer)
-                fit_indexer(methods[layer], texts[: -options.fit_held_out], options.fit_steps, generator)
-                sums = measured(methods[layer], texts[-options.fit_held_out :])
-                with aside(paths[layer]) as new:
-                    save_file(methods[layer].state_dict() | {"measured": sums}, new)
-            remove(folder / "observed")
+    shapes = {layer: [method.window, method.sinks, *method.key_projection.shape] for layer, method in methods.items()}
+
+    def fit(method: TokenIndexer, texts: list[Observed], generator: torch.Generator) -> dict[str, Tensor]:
+        fit_indexer(method, texts[: -options.fit_held_out], options.fit_steps, generator)
+        return method.state_dict() | {"measured": measured(method, texts[-options.fit_held_out :])}
+
+    decide = shapes, [options.fit_held_out, options.fit_steps, seed]
+    with kept_fit(cache, model, blocks, ["indexer"], *decide) as folder:
+        found = fit_layers(model, methods, blocks, precision, folder, seed, fit)
     sums = torch.zeros(len(SHARES), 3, dtype=torch.float64)
-    for layer, path in paths.items():
-        tensors = load_file(path)
+    for layer, tensors in found.items():
         sums += tensors.pop("measured")
         methods[layer].load_state_dict(tensors)
     print("indexers fitted; of what the distant pairs of held-out text are worth they keep")
@@ -59,23 +46,9 @@ def fit_indexers(
         print(f"  {kept / worth:.1%} with {share:.0%} of the pairs ({most / worth:.1%} with the best ones)")
 
 
-def identity(
-    model: PreTrainedModel, methods: dict[int, TokenIndexer], blocks: list[Tensor], options: FitOptions, seed: int
-) -> str:
-    """Sixteen hex digits of all that decides a fit."""
-    shapes = {layer: [method.window, method.sinks, *method.key_projection.shape] for layer, method in methods.items()}
-    fit = [options.fit_held_out, options.fit_steps, seed]
-    text = hashlib.sha256(torch.stack(blocks).cpu().numpy().tobytes()).hexdigest()
-    key = json.dumps(["indexer", FORMAT, fingerprint(model), text, shapes, fit])
-    return hashlib.sha256(key.encode()).hexdigest()[:16]
-
-
 def fit_indexer(method: TokenIndexer, observed: list[Observed], steps: int, generator: torch.Generator) -> None:
     """Lower the cross-entropy of the softmax of a query's scores over its distant tokens to where their worth lies."""
-    hidden = torch.cat([x.hidden for x in observed]).float()
-    with torch.no_grad():
-        method.mean.copy_(hidden.mean(0))
-        method.scale.copy_(hidden.std(0) + 1e-4)
+    standardise(method, observed)
     tokens = [tokens_of(x, method) for x in observed]
     worths = [worth_of(x).to(method.mean.device) for x in observed]
     mean = torch.stack([worth.sum() for worth in worths]).sum() / sum(map(len, worths))
@@ -107,11 +80,6 @@ def measured(method: TokenIndexer, observed: list[Observed]) -> Tensor:
             found = [worth, worth * best(scores, far, wanted), worth * best(worth, far, wanted)]
             sums[place] += torch.stack([part.sum(dtype=torch.float64) for part in found]).cpu()
     return sums
-
-
-def tokens_of(observed: Observed, method: TokenIndexer) -> Tensor:
-    """`[T, E]` standardised."""
-    return (observed.hidden.float().to(method.mean.device) - method.mean) / method.scale
 
 
 def worth_of(observed: Observed) -> Tensor:

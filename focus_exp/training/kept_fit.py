@@ -1,0 +1,61 @@
+"""Fits that are kept in the cache by all that decides them, and go on at the block or the layer where they stopped."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from tqdm import tqdm
+from transformers import PreTrainedModel
+
+from focus_exp.attention.method import AttentionMethod
+from focus_exp.models.load import fingerprint
+from focus_exp.storage import aside, clear_aside, held, remove
+from focus_exp.training.importance import Observed, observe, read
+from focus_exp.training.precision import Precision
+
+Method = TypeVar("Method", bound=AttentionMethod)
+
+FORMAT = 1  # raise it when the same inputs give another fit
+
+
+@contextmanager
+def kept_fit(
+    cache: Path, model: PreTrainedModel, blocks: list[Tensor], kind: list[str], *decide: Any
+) -> Iterator[Path]:
+    """The folder of the fit of `kind` to `model` on `blocks`, each `[T]` token ids, that these values decide; no other
+    process has it within the block."""
+    text = hashlib.sha256(torch.stack(blocks).cpu().numpy().tobytes()).hexdigest()
+    key = json.dumps([*kind, FORMAT, fingerprint(model), text, *decide], sort_keys=True)
+    folder = cache / "fits" / hashlib.sha256(key.encode()).hexdigest()[:16]
+    with held(folder / "lock", str(folder), wait=True):
+        clear_aside(folder)
+        yield folder
+
+
+def fit_layers(
+    model: PreTrainedModel,
+    methods: Mapping[int, Method],
+    blocks: list[Tensor],
+    precision: Precision,
+    folder: Path,
+    seed: int,
+    fit: Callable[[Method, list[Observed], torch.Generator], dict[str, Tensor]],
+) -> dict[int, dict[str, Tensor]]:
+    """What `fit` returns of each layer, given what it was observed to be on every block; from `folder` where it is."""
+    paths = {layer: folder / f"layer-{layer:03d}.safetensors" for layer in methods}
+    if todo := [layer for layer, path in paths.items() if not path.exists()]:
+        observed = observe(model, methods, blocks, precision, folder / "observed")
+        for layer in tqdm(todo, desc="fitting layers", unit="layer", leave=False, disable=None):
+            found = fit(methods[layer], read(observed, layer), torch.Generator().manual_seed(seed + layer))
+            with aside(paths[layer]) as new:
+                save_file(found, new)
+        remove(folder / "observed")
+    return {layer: load_file(path) for layer, path in paths.items()}
