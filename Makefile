@@ -56,7 +56,7 @@ browser: ## install Chromium, which tests of pages need, if it is missing and ap
 retrofit: $(STAMP) ## train Focus routers on a frozen GPT-2 124M; more overrides in ARGS
 	$(RUN) focus_exp +experiment=retrofit_124m $(ARGS)
 
-reproduce-embedded: $(STAMP)-evaluation ## every table at small scale, resumable, then the report; ARGS=scale=quick: within 40 minutes
+reproduce-embedded: $(STAMP)-evaluation ## every table at small scale, resumable, then the report; ARGS=scale=quick: only that all of it runs
 	$(RUN) focus_exp job=reproduce assets=embedded $(ARGS)
 
 report: $(STAMP) ## all records and the paper's claims as runs/report/report.md, .tex and .html
@@ -65,7 +65,7 @@ report: $(STAMP) ## all records and the paper's claims as runs/report/report.md,
 readme: $(STAMP) ## README.md anew from its template and the committed records
 	$(RUN) focus_exp.reporting.readme
 
-test: $(TESTED) ## the tests of five minutes, which need neither a GPU nor SLURM
+test: $(TESTED) ## the quick tests, which need neither a GPU nor SLURM
 	$(RUN) pytest -n $(JOBS) --dist loadfile -m 'not gpu and not slurm and not slow' $(ARGS)
 
 test-all: $(TESTED) ## the same with those that take long
