@@ -9,11 +9,14 @@ os.environ.setdefault("WANDB_MODE", "disabled")
 os.environ.setdefault("TRITON_INTERPRET", "1")  # read when triton is imported; `make gpu-models` sets it to 0
 
 from collections.abc import Callable
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from hydra._internal.config_repository import ConfigRepository
+from hydra.plugins.config_source import ConfigResult
 from hypothesis import settings
 from omegaconf import OmegaConf
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
@@ -24,6 +27,23 @@ settings.load_profile("untimed")
 
 # as the command line does before hydra looks for plugins, which it does once a process
 sys.path.append(str(Path(__file__).parent.parent / "focus_exp" / "plugins"))
+
+# every command composes forty files, which the tests hardly ever change
+loaded: dict[tuple[object, ...], ConfigResult | None] = {}
+load_config = ConfigRepository.load_config
+
+
+def load_once(self: ConfigRepository, config_path: str) -> ConfigResult | None:
+    """What hydra reads of a configuration file, which is read again when it has changed."""
+    files = [Path(source.path, config_path).with_suffix(".yaml") for source in self.sources]
+    stamps = [(str(file), file.stat().st_mtime_ns if file.exists() else 0) for file in files]
+    key = (config_path, *stamps)
+    if key not in loaded:
+        loaded[key] = load_config(self, config_path)
+    return deepcopy(loaded[key])
+
+
+ConfigRepository.load_config = load_once  # type: ignore[method-assign]
 
 ZOO = Path(__file__).parent.parent / "conf" / "model"
 FAMILIES = ["gpt2", "llama", "mistral", "qwen2", "olmo2", "gemma2", "gemma3"]
