@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 import torch
-from hydra._internal.config_repository import ConfigRepository
+from hydra._internal.core_plugins.file_config_source import FileConfigSource
 from hydra.plugins.config_source import ConfigResult
 from hypothesis import settings
 from omegaconf import OmegaConf
@@ -29,21 +29,20 @@ settings.load_profile("untimed")
 sys.path.append(str(Path(__file__).parent.parent / "focus_exp" / "plugins"))
 
 # every command composes forty files, which the tests hardly ever change
-loaded: dict[tuple[object, ...], ConfigResult | None] = {}
-load_config = ConfigRepository.load_config
+loaded: dict[tuple[str, int], ConfigResult] = {}
+load_config = FileConfigSource.load_config
 
 
-def load_once(self: ConfigRepository, config_path: str) -> ConfigResult | None:
+def load_once(self: FileConfigSource, config_path: str) -> ConfigResult:
     """What hydra reads of a configuration file, which is read again when it has changed."""
-    files = [Path(source.path, config_path).with_suffix(".yaml") for source in self.sources]
-    stamps = [(str(file), file.stat().st_mtime_ns if file.exists() else 0) for file in files]
-    key = (config_path, *stamps)
+    file = Path(self.path, config_path).with_suffix(".yaml")
+    key = (str(file), file.stat().st_mtime_ns)
     if key not in loaded:
         loaded[key] = load_config(self, config_path)
     return deepcopy(loaded[key])
 
 
-ConfigRepository.load_config = load_once  # type: ignore[method-assign]
+FileConfigSource.load_config = load_once  # type: ignore[method-assign]
 
 ZOO = Path(__file__).parent.parent / "conf" / "model"
 FAMILIES = ["gpt2", "llama", "mistral", "qwen2", "olmo2", "gemma2", "gemma3"]

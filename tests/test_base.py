@@ -27,7 +27,7 @@ def records(folder):
     return {record.config["regime"]["name"]: record for record in found}
 
 
-@pytest.mark.parametrize("as_arm", [False, True])
+@pytest.mark.parametrize("as_arm", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_the_base_is_trained_first_and_once(tmp_path, as_arm):
     settings = base(tmp_path)
     if as_arm:

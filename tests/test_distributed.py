@@ -41,11 +41,12 @@ HERE, NODES = (
 # one sequence in a batch: two batches of a step at the same time; three steps in an epoch
 SMALL_BATCHES = (*RETROFIT, *QUICK, "data.max_train_tokens=400", "trainer.batch_size=1", "trainer.accumulate=4")
 JOBS = {"retrofit": RETROFIT, "finetune": FINETUNE, "lora": LORA, "small": SMALL_BATCHES}
-DONE = [
-    *((job, strategy) for job in ("retrofit", "finetune") for strategy in ("ddp", "fsdp")),
-    ("lora", "fsdp"),
-]
+QUICK_DONE, SLOW_DONE = (
+    [("retrofit", "ddp"), ("finetune", "fsdp")],
+    [("finetune", "ddp"), ("retrofit", "fsdp"), ("lora", "fsdp")],
+)
 STOP = ("everything", 2)
+slow = pytest.mark.slow
 
 # runs the commands that it is given one after the other, in a process as torchrun starts it
 PROGRAM = """
@@ -98,18 +99,31 @@ def folder(tmp_path_factory):
     return tmp_path_factory.mktemp("distributed")
 
 
+def stopped(strategy):
+    return {f"stopped-{strategy}": ([*FINETUNE, *NODES[strategy]], STOP)}
+
+
+def begun(strategy):
+    return {f"begun-{strategy}": ([*FINETUNE, *NODES[strategy]], None)}
+
+
 @pytest.fixture(scope="module")
 def pair(folder):
     """name -> what both processes saw of a run in `folder / name`; single processes have begun some of them."""
-    commands = {}
-    for job, strategy in DONE:
-        commands[f"{job}-{strategy}"] = ([*JOBS[job], *NODES[strategy]], None)
-    for strategy, two in NODES.items():
-        commands[f"stopped-{strategy}"] = ([*FINETUNE, *two], STOP)
-        commands[f"begun-{strategy}"] = ([*FINETUNE, *two], None)
-    commands["begun-small"] = ([*SMALL_BATCHES, *NODES["ddp"]], None)
-    commands["uneven"] = ([*RETROFIT, *NODES["ddp"], "trainer.batch_size=3", "trainer.accumulate=1"], None)
-    for name in ("begun-ddp", "begun-fsdp", "begun-small"):
+    uneven = ([*RETROFIT, *NODES["ddp"], "trainer.batch_size=3", "trainer.accumulate=1"], None)
+    return seen_by_both(folder, QUICK_DONE, stopped("fsdp") | begun("ddp") | {"uneven": uneven})
+
+
+@pytest.fixture(scope="module")
+def more(folder):
+    """The same of what takes longer."""
+    small = ([*SMALL_BATCHES, *NODES["ddp"]], None)
+    return seen_by_both(folder, SLOW_DONE, stopped("ddp") | begun("fsdp") | {"begun-small": small})
+
+
+def seen_by_both(folder, done, others):
+    commands = {f"{job}-{strategy}": ([*JOBS[job], *NODES[strategy]], None) for job, strategy in done} | others
+    for name in (name for name in commands if name.startswith("begun")):
         phase, step = ("router", 3) if name == "begun-small" else STOP
         with pytest.MonkeyPatch.context() as patch:
             stop_at(patch, phase, step)
@@ -173,15 +187,23 @@ def assert_equal(folder, other):
 # what is computed
 
 
-@pytest.mark.parametrize(("job", "strategy"), DONE)
-def test_two_processes_compute_what_one_does(folder, pair, one, job, strategy):
-    assert [result.code for result in pair[f"{job}-{strategy}"]] == [0, 0]
+def on_two(name, fixture):
+    """The runs of this name, which this fixture has made."""
+    return pytest.param(*name, fixture, marks=slow if fixture == "more" else ())
+
+
+@pytest.mark.parametrize(
+    ("job", "strategy", "made"),
+    [*(on_two(name, "pair") for name in QUICK_DONE), *(on_two(name, "more") for name in SLOW_DONE)],
+)
+def test_two_processes_compute_what_one_does(folder, request, one, job, strategy, made):
+    assert [result.code for result in request.getfixturevalue(made)[f"{job}-{strategy}"]] == [0, 0]
     assert_equal(folder / f"{job}-{strategy}", one(job))
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
-def test_one_process_writes_and_prints(folder, pair, strategy):
-    main, other = pair[f"retrofit-{strategy}"]
+@pytest.mark.parametrize(("strategy", "made"), [on_two(["ddp"], "pair"), on_two(["fsdp"], "more")])
+def test_one_process_writes_and_prints(folder, request, strategy, made):
+    main, other = request.getfixturevalue(made)[f"retrofit-{strategy}"]
     assert "measured: base" in main.out and "run folder" in main.out
     assert other.out == ""
     record = record_of(folder / f"retrofit-{strategy}")
@@ -190,7 +212,8 @@ def test_one_process_writes_and_prints(folder, pair, strategy):
     assert files == [] and len(metrics_of(folder / f"retrofit-{strategy}")) == 6
 
 
-def test_the_adapter_of_a_sharded_base_fits_the_base(folder, pair):
+@slow
+def test_the_adapter_of_a_sharded_base_fits_the_base(folder, more):
     adapter = only_run(folder / "retrofit-fsdp") / "adapter"
     assert run(*tiny(folder, "evaluated"), "eval.max_windows=2", "job=evaluate", f"adapter={adapter}").code == 0
     trained, evaluated = (
@@ -202,9 +225,9 @@ def test_the_adapter_of_a_sharded_base_fits_the_base(folder, pair):
 # what is interrupted
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
-def test_one_process_goes_on_where_two_were_stopped(folder, pair, one, strategy):
-    assert [result.code for result in pair[f"stopped-{strategy}"]] == [143, 143]
+@pytest.mark.parametrize(("strategy", "made"), [on_two(["fsdp"], "pair"), on_two(["ddp"], "more")])
+def test_one_process_goes_on_where_two_were_stopped(folder, request, one, strategy, made):
+    assert [result.code for result in request.getfixturevalue(made)[f"stopped-{strategy}"]] == [143, 143]
     name = f"stopped-{strategy}"
     assert record_of(folder / name).status == "interrupted"
     assert run(*tiny(folder, name), *FINETUNE).code == 0
@@ -212,14 +235,19 @@ def test_one_process_goes_on_where_two_were_stopped(folder, pair, one, strategy)
 
 
 @pytest.mark.parametrize(
-    ("name", "job"), [("begun-ddp", "finetune"), ("begun-fsdp", "finetune"), ("begun-small", "small")]
+    ("name", "job", "made"),
+    [
+        on_two(["begun-ddp", "finetune"], "pair"),
+        on_two(["begun-fsdp", "finetune"], "more"),
+        on_two(["begun-small", "small"], "more"),
+    ],
 )
-def test_two_processes_go_on_where_one_was_stopped(folder, pair, one, name, job):
-    assert [result.code for result in pair[name]] == [0, 0]
+def test_two_processes_go_on_where_one_was_stopped(folder, request, one, name, job, made):
+    assert [result.code for result in request.getfixturevalue(made)[name]] == [0, 0]
     assert_equal(folder / name, one(job))
 
 
-@pytest.mark.slow
+@slow
 def test_killing_a_process_ends_the_run_and_changes_nothing(folder, pair, monkeypatch):
     started = recorded(monkeypatch)
     command = [*tiny(folder, "killed"), *RETROFIT, *HERE["ddp"]]
@@ -245,8 +273,8 @@ def recorded(monkeypatch):
     return children
 
 
-@pytest.mark.slow
-def test_a_full_disk_ends_every_process_and_changes_nothing(folder, pair, monkeypatch):
+@slow
+def test_a_full_disk_ends_every_process_and_changes_nothing(folder, more, monkeypatch):
     started = recorded(monkeypatch)
     command = [*tiny(folder, "full"), *RETROFIT, *HERE["fsdp"]]
     with pytest.MonkeyPatch.context() as patch:
@@ -258,7 +286,7 @@ def test_a_full_disk_ends_every_process_and_changes_nothing(folder, pair, monkey
     assert outcome(folder / "full") == outcome(folder / "retrofit-fsdp")
 
 
-@pytest.mark.slow
+@slow
 def test_killing_the_first_process_ends_the_others(folder):
     watched = "import os, sys; from focus_exp.training import processes as p; p.GRACE = 0; p.follow_input(); input()"
     code = (

@@ -1,6 +1,7 @@
 """Every file under conf/ composes, and every experiment runs, on a tiny random model."""
 
 import re
+from itertools import zip_longest
 from pathlib import Path
 
 import pytest
@@ -43,13 +44,25 @@ def test_every_group_has_files_and_every_file_a_group():
     assert {path.parent.name for path in CONF.rglob("*.yaml")} <= {"conf", "experiment", "launcher", *GROUPS}
 
 
-@pytest.mark.parametrize("group, name", OPTIONS, ids="/".join)
-def test_option_fits_its_schema(group, name):
-    # what the option cannot do without: routers are of no use to attention=full, and files have to be named
-    others = ["regime=none"] if group == "attention" else ["data.files=texts"] if name == "files" else []
-    config = parse(composed(f"{group}={name}", *others))
-    assert isinstance(getattr(config, group), GROUPS[group])
-    assert getattr(config, group).name == name
+def choices():
+    """Every option once, those of different groups in one command; of methods and regimes one alone."""
+    of_group = {group: [name for other, name in OPTIONS if other == group] for group in GROUPS}
+    for group in ("attention", "regime"):
+        for name in of_group.pop(group):
+            yield {group: name}
+    for row in zip_longest(*of_group.values()):
+        yield {group: name for group, name in zip(of_group, row, strict=True) if name}
+
+
+@pytest.mark.parametrize("chosen", choices(), ids=lambda chosen: "-".join(chosen.values()))
+def test_options_fit_their_schemas(chosen):
+    # what they cannot do without: routers are of no use to attention=full, and files have to be named
+    others = ["regime=none"] if "attention" in chosen else []
+    others += ["data.files=texts"] if chosen.get("data") == "files" else []
+    config = parse(composed(*(f"{group}={name}" for group, name in chosen.items()), *others))
+    for group, name in chosen.items():
+        assert isinstance(getattr(config, group), GROUPS[group])
+        assert getattr(config, group).name == name
 
 
 @pytest.mark.parametrize("path", sorted(CONF.rglob("*.yaml")), ids=lambda path: str(path.relative_to(CONF)))
@@ -91,7 +104,11 @@ def compose_all(name, *overrides):
 ALIKE = ("compare", "full_training", "from_scratch")
 
 
-@pytest.mark.parametrize("name", EXPERIMENTS)
+def slow_if_large(names):
+    return [pytest.param(name, marks=pytest.mark.slow if name in LARGE else ()) for name in names]
+
+
+@pytest.mark.parametrize("name", slow_if_large(EXPERIMENTS))
 def test_experiment_and_its_arms_compose_at_the_scale_of_the_paper(name):
     config, arms = compose_all(name, "scale=paper")
     assert config.scale.name == "paper"
@@ -100,7 +117,7 @@ def test_experiment_and_its_arms_compose_at_the_scale_of_the_paper(name):
         arms_read_as_many_tokens(arms)
 
 
-@pytest.mark.parametrize("name", ALIKE)
+@pytest.mark.parametrize("name", slow_if_large(ALIKE))
 def test_arms_that_are_trained_read_as_many_tokens(name):
     arms_read_as_many_tokens(compose_all(name)[1])
 

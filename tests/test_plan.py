@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 from dataclasses import dataclass, replace
+from itertools import product
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -194,9 +195,18 @@ def tiny_estimate(family, regime="retrofit", layers=None, **changes):
     return Estimate(config, lambda model: prepare(model, regime))
 
 
-@pytest.mark.parametrize("regime", TRAINS)
-@pytest.mark.parametrize(("family", "layers"), [("gpt2", 5), ("llama", 4), ("gemma2", 7)])
-@pytest.mark.parametrize("checkpointing", [False, True])
+EXTRAPOLATED = list(product([("gpt2", 5), ("llama", 4), ("gemma2", 7)], TRAINS, [False, True]))
+# each family, regime and way to hold activations once; all of them in `make test-all`
+QUICK = [EXTRAPOLATED[index] for index in (0, 3, 8, 12, 21)]
+
+
+@pytest.mark.parametrize(
+    ("family", "layers", "regime", "checkpointing"),
+    [
+        pytest.param(*family, *others, marks=() if (family, *others) in QUICK else pytest.mark.slow)
+        for family, *others in EXTRAPOLATED
+    ],
+)
 def test_a_few_layers_say_what_all_of_them_take(monkeypatch, family, layers, regime, checkpointing):
     few = tiny_estimate(family, regime, layers)
     assert sample(layers, getattr(few.architecture, "layer_types", None))[1] < layers

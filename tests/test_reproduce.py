@@ -107,6 +107,11 @@ def test_quick_runs_are_not_published(tmp_path):
     assert result.code == 2 and "leave one of the two out" in result.err and not list(tmp_path.rglob("record.json"))
 
 
+def test_a_table_that_there_is_not_is_refused(tmp_path):
+    result = reproduce(tmp_path, "reproduce.only=[longest]", longer=ROUTER)
+    assert result.code == 2 and "reproduce.only holds longest" in result.err and "did you mean longer?" in result.err
+
+
 def test_an_adapter_of_no_table_is_refused_before_anything_runs(tmp_path):
     result = reproduce(tmp_path, router=ROUTER, again=["job=evaluate", "adapter=@nothing"])
     assert result.code == 2 and "no table nothing" in result.err
@@ -119,8 +124,14 @@ def test_the_estimate_follows_the_pace():
     assert estimate({}, 1.0) == estimate({"b": 1.0}, None) == ""
 
 
-@pytest.mark.parametrize("name", [path.stem for path in CONF.glob("reproduce/*.yaml")])
-@pytest.mark.parametrize("scale", ["embedded", pytest.param("quick", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("name", "scale"),
+    [
+        pytest.param(name, scale, marks=pytest.mark.slow if (name, scale) != ("embedded", "embedded") else ())
+        for name in (path.stem for path in CONF.glob("reproduce/*.yaml"))
+        for scale in ("embedded", "quick")
+    ],
+)
 def test_every_table_of_the_lists_composes_and_says_its_minutes(name, scale):
     register_schemas()
     with initialize_config_dir(str(CONF), version_base="1.3"):

@@ -330,7 +330,7 @@ def test_squeue_is_asked_for_the_jobs_of_this_user(tmp_path, monkeypatch):
 
 
 @pytest.mark.filterwarnings("ignore:.*found in sys.modules")
-@pytest.mark.parametrize("refuses", [False, True])
+@pytest.mark.parametrize("refuses", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_a_task_of_slurm_stops_with_a_checkpoint_and_is_requeued(tmp_path, monkeypatch, refuses):
     submitit = pytest.importorskip("submitit")
     from focus_exp.sweeps.slurm import Task

@@ -271,6 +271,7 @@ def test_a_package_that_is_not_there_is_searched_for_once(monkeypatch):
     fused.found.cache_clear()
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="Triton brings its compiler on Linux alone")
 def test_the_compiler_takes_every_kernel():
     """The interpreter runs what it would refuse: a variable of a loop that changes its type, a sum of other shapes."""

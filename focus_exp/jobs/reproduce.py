@@ -18,6 +18,7 @@ from pathlib import Path
 
 from hydra import compose
 
+from focus_exp.attention.options import instead
 from focus_exp.checks import parse
 from focus_exp.config import Config
 from focus_exp.errors import Interrupted, UserError
@@ -44,6 +45,10 @@ def reproduce(config: Config) -> None:
         raise UserError(
             f"reproduce.publish=true keeps records that anybody can repeat, and this code is {why}; commit it"
         )
+    for name in config.reproduce.only or []:
+        if name not in config.reproduce.tables:
+            known = instead(name, list(config.reproduce.tables))
+            raise UserError(f"reproduce.only holds {name}, and reproduce={config.reproduce.name} has no such table{known}")
     tables = {
         name: table
         for name, table in config.reproduce.tables.items()
