@@ -1,6 +1,7 @@
 """One thread, no network, and one small random model per family."""
 
 import os
+import pickle
 import sys
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -9,14 +10,14 @@ os.environ.setdefault("WANDB_MODE", "disabled")
 os.environ.setdefault("TRITON_INTERPRET", "1")  # read when triton is imported; `make gpu-models` sets it to 0
 
 from collections.abc import Callable
-from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from hydra._internal.core_plugins.file_config_source import FileConfigSource
-from hydra.plugins.config_source import ConfigResult
+from hydra._internal.sources_registry import SourcesRegistry
+from hydra.core.plugins import Plugins
+from hydra.plugins.config_source import ConfigResult, ConfigSource
 from hypothesis import settings
 from omegaconf import OmegaConf
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
@@ -29,20 +30,22 @@ settings.load_profile("untimed")
 sys.path.append(str(Path(__file__).parent.parent / "focus_exp" / "plugins"))
 
 # every command composes forty files, which the tests hardly ever change
-loaded: dict[tuple[str, int], ConfigResult] = {}
-load_config = FileConfigSource.load_config
+Plugins.instance()
+FILES = SourcesRegistry.instance().resolve("file")
+loaded: dict[tuple[str, int], bytes] = {}
+load_config = FILES.load_config
 
 
-def load_once(self: FileConfigSource, config_path: str) -> ConfigResult:
+def load_once(self: ConfigSource, config_path: str) -> ConfigResult:
     """What hydra reads of a configuration file, which is read again when it has changed."""
     file = Path(self.path, config_path).with_suffix(".yaml")
     key = (str(file), file.stat().st_mtime_ns)
     if key not in loaded:
-        loaded[key] = load_config(self, config_path)
-    return deepcopy(loaded[key])
+        loaded[key] = pickle.dumps(load_config(self, config_path))
+    return pickle.loads(loaded[key])  # quicker than a deep copy
 
 
-FileConfigSource.load_config = load_once  # type: ignore[method-assign]
+FILES.load_config = load_once
 
 ZOO = Path(__file__).parent.parent / "conf" / "model"
 FAMILIES = ["gpt2", "llama", "mistral", "qwen2", "olmo2", "gemma2", "gemma3"]

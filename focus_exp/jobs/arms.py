@@ -6,6 +6,8 @@ from dataclasses import replace
 
 from hydra import compose
 from hydra.core.hydra_config import HydraConfig
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from omegaconf import OmegaConf
 
 from focus_exp.checks import parse
 from focus_exp.config import Config, phases_of
@@ -45,8 +47,12 @@ def compose_arm(config: Config, name: str | None, command_line: list[str]) -> Co
 
 def compose_shared(shared: list[str], own: list[str]) -> Config:
     """What several share, and one's own settings. Its attention takes of the shared options those that it has."""
-    others = [setting for setting in shared if not setting.startswith("attention.")]
-    if len(others) < len(shared) and any(setting.startswith(("attention=", "regime=")) for setting in own):
-        known = compose("config", [*others, *own]).attention
-        shared = [s for s in shared if s in others or s.partition("=")[0].removeprefix("attention.") in known]
-    return parse(compose("config", [*shared, *own]))
+    chooses = any(setting.startswith(("attention=", "regime=")) for setting in own)
+    options = [setting for setting in shared if chooses and setting.startswith("attention.")]
+    composed = compose("config", [*(setting for setting in shared if setting not in options), *own])
+    given = {setting.partition("=")[0] for setting in own}
+    for option in OverridesParser.create().parse_overrides(options):
+        key = option.get_key_element()
+        if key not in given and key.removeprefix("attention.") in composed.attention:
+            OmegaConf.update(composed, key, option.value())
+    return parse(composed)
