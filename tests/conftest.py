@@ -80,3 +80,7 @@ def pytest_collection_finish() -> None:
     """What was imported stays to the end: collections need not look at a million of its objects each time."""
     gc.collect()
     gc.freeze()
+
+
+def pytest_sessionfinish() -> None:
+    gc.unfreeze()

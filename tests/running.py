@@ -67,16 +67,20 @@ def run(*arguments: str, drawn: bool = False, apart: bool = False) -> Result:
 def waited_for(start: Callable[..., subprocess.CompletedProcess]) -> Callable[..., subprocess.CompletedProcess]:
     """`subprocess.run` that runs our own commands here."""
 
-    def here(command: list[str], **options: Any) -> subprocess.CompletedProcess:
-        if command[:3] != [sys.executable, "-m", "focus_exp"]:
-            return start(command, **options)
-        hydra, configuration = GlobalHydra.instance().hydra, HydraConfig.instance().cfg
-        GlobalHydra.instance().clear()
-        code = run(*command[3:]).code
-        GlobalHydra.instance().hydra, HydraConfig.instance().cfg = hydra, configuration
-        return subprocess.CompletedProcess(command, code)
+    def started(command: list[str], **options: Any) -> subprocess.CompletedProcess:
+        ours = command[:3] == [sys.executable, "-m", "focus_exp"]
+        return here(command) if ours else start(command, **options)
 
-    return here
+    return started
+
+
+def here(command: list[str]) -> subprocess.CompletedProcess:
+    """`python -m focus_exp ...`, run within another such command of this process."""
+    hydra, configuration = GlobalHydra.instance().hydra, HydraConfig.instance().cfg
+    GlobalHydra.instance().clear()
+    code = run(*command[3:]).code
+    GlobalHydra.instance().hydra, HydraConfig.instance().cfg = hydra, configuration
+    return subprocess.CompletedProcess(command, code)
 
 
 def fitting(*arguments: str) -> list[str]:

@@ -26,6 +26,7 @@ def bench(tmp_path_factory):
         yield bench
 
 
+@pytest.mark.slow
 def test_a_kill_in_the_middle_of_a_checkpoint_is_survived(bench):
     row = faults.stopped(bench, "a checkpoint is written", signal.SIGKILL)
     assert (row.problems, row.survived, row.equal) == ([], True, True)

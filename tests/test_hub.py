@@ -89,16 +89,14 @@ def test_what_is_pushed_comes_back_from_the_hub(tiny_model, tmp_path, endpoint):
     (folder / "notes.txt").write_text("not meant for others\n")
     pushed = [f"print(push_to_hub({str(folder)!r}, {REPO!r}, token='hf_x'))"]
     fetched = ["from focus_exp.assets import adapter_folder", f"print(adapter_folder({REPO!r}))"]
-    said = with_hub(endpoint, tmp_path / "hub", [*pushed, *fetched])
+    unknown = ["try:", "    adapter_folder('no/body')", "except UserError as error:", "    print(error)"]
+    said = with_hub(endpoint, tmp_path / "hub", [*pushed, *fetched, *unknown])
     assert REPO in said, said
     assert set(Hub.files) == set(ADAPTER_FILES)
     (weights,) = (tmp_path / "hub").rglob(f"snapshots/*/{WEIGHTS}")
     assert weights.parent.as_posix() == said.splitlines()[1]
     assert weights.read_bytes() == (folder / WEIGHTS).read_bytes()
     load_adapter(tiny_model("llama"), weights.parent)
-
-    unknown = ["try:", "    adapter_folder('no/body')", "except UserError as error:", "    print(error)"]
-    said = with_hub(endpoint, tmp_path / "hub", [fetched[0], *unknown])
     assert "no/body is no folder here, nor to be had from the hub" in said and "Traceback" not in said
 
 

@@ -83,7 +83,8 @@ def test_kill_in_mid_training_changes_nothing(folder, uninterrupted):
     assert outcome(folder / "killed") == uninterrupted
 
 
-@pytest.mark.parametrize("signum", [signal.SIGTERM, pytest.param(signal.SIGUSR2, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGUSR2])
 def test_a_signal_leaves_a_checkpoint_and_says_so(folder, uninterrupted, signum):
     runs = signum.name
     code, err = send_while_training(folder, runs, signum, lines=8)

@@ -12,10 +12,11 @@ import sys
 import time
 from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from omegaconf import OmegaConf
-from running import metrics_of, only_run, outcome, record_of, router_steps, run, tiny
+from running import here, metrics_of, only_run, outcome, record_of, router_steps, run, tiny
 
 import focus_exp
 from focus_exp.__main__ import conf_dir
@@ -38,8 +39,22 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def swept(folder):
-    """A finished sweep of processes, two at a time."""
-    return run("-m", *tiny(folder), *POINTS, "hydra.launcher.processes=2")
+    """A finished sweep, whose jobs ran in this process."""
+
+    def start(self, sweep, job):
+        ended = here(sweep.command_of(job))
+        return SimpleNamespace(poll=lambda: ended.returncode)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(launchers().LocalLauncher, "start", start)
+        return run("-m", *tiny(folder), *POINTS, "hydra.launcher.processes=2")
+
+
+@pytest.mark.slow
+def test_jobs_are_processes_of_their_own(tmp_path):
+    done = run("-m", *tiny(tmp_path), STEPS, "seed=0,1", "hydra.launcher.processes=2")
+    assert done.code == 0 and "2 done" in done.out
+    assert all("measured: " in Path(job.log).read_text() for job in sweep_of(tmp_path).jobs)
 
 
 def sweep_of(folder, runs="runs"):

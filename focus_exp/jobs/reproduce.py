@@ -48,7 +48,9 @@ def reproduce(config: Config) -> None:
     for name in config.reproduce.only or []:
         if name not in config.reproduce.tables:
             known = instead(name, list(config.reproduce.tables))
-            raise UserError(f"reproduce.only holds {name}, and reproduce={config.reproduce.name} has no such table{known}")
+            raise UserError(
+                f"reproduce.only holds {name}, and reproduce={config.reproduce.name} has no such table{known}"
+            )
     tables = {
         name: table
         for name, table in config.reproduce.tables.items()
