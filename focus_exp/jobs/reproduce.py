@@ -45,12 +45,9 @@ def reproduce(config: Config) -> None:
         raise UserError(
             f"reproduce.publish=true keeps records that anybody can repeat, and this code is {why}; commit it"
         )
-    for name in config.reproduce.only or []:
-        if name not in config.reproduce.tables:
-            known = instead(name, list(config.reproduce.tables))
-            raise UserError(
-                f"reproduce.only holds {name}, and reproduce={config.reproduce.name} has no such table{known}"
-            )
+    for name in set(config.reproduce.only) - set(config.reproduce.tables):
+        nearest = instead(name, list(config.reproduce.tables))
+        raise UserError(f"reproduce={config.reproduce.name} has no table {name}, which reproduce.only holds{nearest}")
     tables = {
         name: table
         for name, table in config.reproduce.tables.items()
