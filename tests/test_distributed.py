@@ -321,6 +321,11 @@ def test_a_step_that_cannot_be_split_is_refused(pair):
         (("trainer.cpu_offload=true",), "trainer.cpu_offload=true goes with trainer.strategy=fsdp, not single"),
         (("trainer.cpu_offload=true", "trainer.strategy=fsdp"), "relieves a GPU, and there is none"),
         (("regime=dora", "trainer.strategy=fsdp"), "use trainer.strategy=ddp, or regime=lora"),
+        (
+            ("attention=focus_dual", "attention.top_k=1", "trainer.strategy=fsdp"),
+            "attention=focus_dual is fitted by a whole model",
+        ),
+        (("attention=token_indexer", "regime=none", "trainer.strategy=fsdp"), "token_indexer is fitted by a whole"),
         (("model.quantization=nf4",), "model.quantization=nf4 needs a CUDA GPU; use model.quantization=none"),
         (("model.quantization=int8", "job=bench"), "model.quantization=int8 is for pretrained weights"),
     ],

@@ -17,7 +17,7 @@ from focus_exp import UserError, attach, detach, freeze, load_adapter, save_adap
 from focus_exp.attention.dual import FocusDual
 from focus_exp.attention.method import LayerShape
 from focus_exp.attention.reference import reference_attention
-from focus_exp.attention.selection import Sequence, always_visible, permitted
+from focus_exp.attention.selection import Selection, Sequence, always_visible, permitted
 from focus_exp.models.attached import observed, set_budget
 from focus_exp.models.modules import attached_methods
 from focus_exp.records.record import Record
@@ -137,6 +137,12 @@ def test_both_paths_are_the_oracle_in_outputs_and_in_every_gradient(backend, lay
         torch.testing.assert_close(mine, theirs, atol=1e-9, rtol=1e-9)
 
 
+def test_training_has_the_slope_of_a_gate_that_is_half_open():
+    method, half = FocusDual.of(LayerShape(WIDTH, 6, SIZE, 0, 3), gate_steepness=6.0), torch.full((1, 3, 2), 0.5)
+    assert method.surrogate(Selection(half.clone().requires_grad_())) == 3.0
+    assert method.surrogate(Selection(half)) is None
+
+
 @given(layer=layers(), data=st.data())
 @settings(max_examples=30)
 def test_the_groups_of_a_token_depend_on_that_token_alone(layer, data):
@@ -221,7 +227,8 @@ def test_an_adapter_has_the_budget_that_was_set_and_no_encoder_beside_it(tiny_mo
 @pytest.mark.parametrize(
     ("budget", "said"),
     [
-        (["full"], "budget has 1 entries, none for layer 1"),
+        (["full"], "budget has 1 entries for 2 layers"),
+        (["full"] * 3, "budget has 3 entries for 2 layers"),
         (["full", 7], "budget holds 7 for layer 1; give full, window, a number of groups from 0 to groups=6"),
         (["full", "some"], "budget holds 'some' for layer 1"),
         ([True, 1], "budget holds True for layer 0"),

@@ -26,7 +26,7 @@ def has_arms(name):
 
 def is_large(name):
     arms = OmegaConf.to_container(OmegaConf.load(CONF / "experiment" / f"{name}.yaml")).get("arms", {})
-    return isinstance(arms, str) or len(arms) > 5  # a scale names those of some
+    return isinstance(arms, str) or len(arms) > 2  # a scale names those of some
 
 
 # `make test-all` runs them

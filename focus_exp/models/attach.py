@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 from focus_exp.attention.method import LayerShape
 from focus_exp.attention.registry import find
 from focus_exp.errors import UserError
-from focus_exp.models.attached import Attachment, attachment_of, is_causal
+from focus_exp.models.attached import Attachment, attachment_of, check_length, is_causal
 from focus_exp.models.cache import FocusCache, cache_for
 from focus_exp.models.exactness import check_exact
 from focus_exp.models.interface import IMPLEMENTATION, route_hidden_states
@@ -52,6 +52,8 @@ def attach(
     added = {}
     for index in wanted:
         try:
+            if isinstance(budget := options.get("budget"), list):
+                check_length(budget, len(modules))
             added[index] = declared.of(layer_shape(model, modules[index], index), **options)
         except ValueError as error:
             raise UserError(f"attention method {method!r}: {error}") from None

@@ -132,8 +132,7 @@ def set_budget(model: PreTrainedModel, budget: list[Any]) -> PreTrainedModel:
     parts: list[tuple[FocusDual, list[int]]] = []
     try:
         options = FocusDualOptions.of(**attachment.options | {"budget": budget})
-        if len(budget) != layers:
-            raise ValueError(f"budget has {len(budget)} entries for {layers} layers; give one for each")
+        check_length(budget, layers)
         for method in methods.values():
             if not isinstance(method, FocusDual):
                 raise ValueError(f"attention method {attachment.method} has no budget of groups; attach focus_dual")
@@ -144,6 +143,12 @@ def set_budget(model: PreTrainedModel, budget: list[Any]) -> PreTrainedModel:
         method.allot(part)
     attachment.options["budget"] = options.budget
     return model
+
+
+def check_length(budget: list[Any], layers: int) -> None:
+    """ValueError unless the budget has an entry for each layer of the model, whatever layers are attached."""
+    if len(budget) != layers:
+        raise ValueError(f"budget has {len(budget)} entries for {layers} layers; give one for each")
 
 
 def freeze(model: PreTrainedModel, train: str = "router") -> list[str]:

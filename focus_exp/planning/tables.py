@@ -112,14 +112,14 @@ def experiments_table(rows: list[ExperimentRow], gpu: str, scale: str) -> Table:
     totals: dict[str, float] = {}
     for row in rows:
         totals[row.experiment] = totals.get(row.experiment, 0.0) + row.gpu_hours
-    sums = "; ".join(f"{name} {hours:,.1f}" for name, hours in totals.items())
+    sums = "; ".join(f"{name} {hours_text(hours)}" for name, hours in totals.items())
     return Table(
         columns=["experiment", "arms", "runs", "each on", "each [GiB]", "tokens of each", "time of each", "GPU hours"],
         rows=[[row.experiment, ", ".join(row.arms), str(row.runs), *experiment_cells(row)] for row in rows],
         name="plans",
         title=f"What training takes at scale={scale}: memory, time and number of {gpu}",
         notes=[
-            f"GPU hours of one seed: {sums}; all {sum(totals.values()):,.1f}. Other seeds share the tries",
+            f"GPU hours of one seed: {sums}; all {hours_text(sum(totals.values()))}. Other seeds share the tries",
             "runs: arms, and their tries of learning rates. Fitting routers, balancing and evaluation are not counted",
             *(f"{row.experiment}, {', '.join(row.arms)}: {row.each.error}" for row in rows if row.each.error),
         ],
@@ -132,13 +132,17 @@ def experiments_table(rows: list[ExperimentRow], gpu: str, scale: str) -> Table:
     )
 
 
+def hours_text(hours: float) -> str:
+    return f"{hours:,.0f}" if hours >= 10 else f"{hours:.2g}"
+
+
 def experiment_cells(row: ExperimentRow) -> list[str]:
     each = row.each
     if each.error:
         return [ABSENT] * 5
     return [
         *(f"{each.gpus} x {each.setting}", gib_text(each.total), f"{each.tokens:,}", time_text(each.hours)),
-        f"{row.gpu_hours:,.1f}",
+        hours_text(row.gpu_hours),
     ]
 
 

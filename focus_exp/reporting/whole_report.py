@@ -18,7 +18,11 @@ from focus_exp.reporting.trust import power_table, seeds_table, traps_table
 from focus_exp.storage import replace_file
 
 NAME = "report"
-COMPUTED = "speed_computed.md"
+# tables of no record: which part of the report names them, and as what
+MADE_APART = {
+    "speed_computed.md": ("Speed on a GPU", "Computed, not measured"),
+    "plans.md": ("At the paper's scale", "What training takes, planned"),
+}
 
 
 def sections(runs: Runs, top: Path, folder: Path) -> list[Section]:
@@ -35,7 +39,7 @@ def sections(runs: Runs, top: Path, folder: Path) -> list[Section]:
         Section("Claims", "In short", [], summary(runs, ledger)),
         Section("Claims", "The ledger", [verdicts_table(ledger), claim_table(ledger, runs)]),
         *beside,
-        *(Section("Speed on a GPU", "Computed, not measured", [], tables_in=path) for path in top.rglob(COMPUTED)),
+        *(Section(*says, [], tables_in=path) for name, says in MADE_APART.items() for path in top.rglob(name)),
         Section("How far to trust it", "Traps", [traps_table(runs)]),
         Section("How far to trust it", "Power", [power_table(differences)]),
         *([Section("How far to trust it", "Seeds", [seeds])] if seeds else []),

@@ -22,6 +22,7 @@ from torch.optim import Optimizer
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
+from focus_exp.attention.options import FitOptions
 from focus_exp.config import Config, TrainerConfig
 from focus_exp.data.loader import Share, share_of
 from focus_exp.errors import UserError
@@ -60,10 +61,10 @@ def check_strategy(config: Config, device: torch.device) -> None:
             f"attention.balance_loss={config.focus.balance_loss} is of a whole batch, of which each of {count} "
             "processes would see a part; use trainer.devices=1"
         )
-    if config.dual and config.dual.fit_blocks and chosen == "fsdp":
+    if isinstance(config.attention, FitOptions) and config.attention.fit_blocks and chosen == "fsdp":
         raise UserError(
-            "attention=focus_dual is fitted by a whole model, which trainer.strategy=fsdp has sharded; use "
-            "trainer.strategy=ddp, or attention.fit_blocks=0 with the adapter of a run that fitted it"
+            f"attention={config.attention.name} is fitted by a whole model, which trainer.strategy=fsdp has sharded; "
+            "use trainer.strategy=ddp, or attention.fit_blocks=0 with the adapter of a run that fitted it"
         )
     if config.regime.lora.dora and config.regime.trains("lora") and chosen == "fsdp":
         raise UserError(
