@@ -19,12 +19,14 @@ import torch
 from hydra._internal.sources_registry import SourcesRegistry
 from hydra.core.plugins import Plugins
 from hydra.plugins.config_source import ConfigResult, ConfigSource
-from hypothesis import settings
+from hypothesis import Phase, settings
 from omegaconf import OmegaConf
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 torch.set_num_threads(1)
 settings.register_profile("untimed", deadline=None, max_examples=50)
+# of a fault that is sought nobody reads the smallest example
+settings.register_profile("unshrunk", deadline=None, max_examples=50, phases=set(Phase) - {Phase.shrink, Phase.explain})
 settings.load_profile("untimed")
 
 # as the command line does before hydra looks for plugins, which it does once a process

@@ -105,9 +105,8 @@ def examine(copy: Path, tests: tuple[str, ...], sender: Connection) -> None:
     os.environ |= {"PYTHONPATH": os.pathsep.join(paths), "PYTHONDONTWRITEBYTECODE": "1"}
     sys.dont_write_bytecode = True  # of a fault it would outlive the fault
     first = FirstFailure()
-    code = pytest.main(
-        ["-x", "-q", "-p", "no:cacheprovider", "-m", QUICK, *(f"tests/{test}" for test in tests)], [first]
-    )
+    options = ["-x", "-q", "-p", "no:cacheprovider", "--hypothesis-profile=unshrunk", "-m", QUICK]
+    code = pytest.main([*options, *(f"tests/{test}" for test in tests)], [first])
     sender.send((int(code), first.name))
 
 
