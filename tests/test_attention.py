@@ -1,7 +1,7 @@
 """Attention on tensors: the fast path is the oracle, the gates, the pair rules, the balance and the random control."""
 
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import combinations, pairwise
 from typing import Any
 
 import pytest
@@ -23,6 +23,7 @@ from focus_exp.attention.selection import (
     Selection,
     Sequence,
     count_pairs,
+    keeps_all,
     permitted,
     select,
     top_k_groups,
@@ -199,6 +200,15 @@ def test_hard_groups_are_trained_by_the_slope_of_a_gate_that_is_half_open():
     assignment = torch.full((1, 3, 2), 0.5)
     assert method.surrogate(Selection(assignment.clone().requires_grad_())) == affinity.grad.item()
     assert method.surrogate(Selection(assignment)) is None
+
+
+@pytest.mark.parametrize("pair_rule", ["share", "query_topk"])
+def test_all_pairs_are_kept_only_where_no_choice_of_groups_could_drop_one(pair_rule):
+    for groups in range(1, 7):
+        for k in range(1, groups + 1):
+            chosen = [set(some) for some in combinations(range(groups), k)]
+            firsts = chosen if pair_rule == "share" else [{group} for group in range(groups)]
+            assert keeps_all(groups, k, pair_rule) == all(asked & kept for asked in chosen for kept in firsts)
 
 
 @given(seed=SEEDS, groups=st.integers(2, 8), normalize=st.booleans())

@@ -17,8 +17,16 @@ from focus_exp.records.record import Record
 from focus_exp.records.rows import ProbeRow, Row
 from focus_exp.reporting import claims as ledger
 from focus_exp.reporting import specs, trust
-from focus_exp.reporting.comparators import below
-from focus_exp.reporting.formats import NOT_HERE, NOT_REPRODUCED, NOT_RUN, OTHER_METHOD, REPRODUCED, UNDECIDED
+from focus_exp.reporting.comparators import at_least, below
+from focus_exp.reporting.formats import (
+    NOT_HERE,
+    NOT_REPRODUCED,
+    NOT_RUN,
+    OTHER_METHOD,
+    REPRODUCED,
+    SAME_DIRECTION,
+    UNDECIDED,
+)
 from focus_exp.reporting.gather import Runs, gather
 from focus_exp.reporting.measures import COLUMNS, measurements
 from focus_exp.reporting.selection import Line, select
@@ -162,6 +170,22 @@ def test_below_is_what_the_intervals_say(found, limit):
 def test_who_reads_the_future_can_only_lose(value, reader, word):
     line = Line(value=value, low=value - 0.1, high=value + 0.1, reads_future=reader, arm="focus", name="hard")
     assert below([line], 0).word == word
+
+
+@pytest.mark.parametrize(
+    ("ratios", "gpu", "word"),
+    [
+        ((2.0, 5.0), False, REPRODUCED),
+        ((2.0, 5.0), True, SAME_DIRECTION),  # on a CPU, where the paper has a GPU
+        ((2.0, 3.0), False, UNDECIDED),
+        ((1.5, 3.0), False, SAME_DIRECTION),
+        ((0.9, 3.0), False, NOT_REPRODUCED),
+    ],
+)
+def test_at_least_is_asked_at_every_length(ratios, gpu, word):
+    facts = {"low": None, "high": None, "measure": "ratio", "device": "cpu, 2 threads"}
+    lines = [Line(value=ratio, tokens=tokens, **facts) for ratio, tokens in zip(ratios, (8192, 1024), strict=True)]
+    assert at_least(lines, {1024: 4.0, 8192: 2.0}, gpu=gpu).word == word
 
 
 def test_a_benchmark_without_a_difference_is_a_line_that_decides_nothing():

@@ -191,6 +191,16 @@ def test_a_single_file_is_cut_in_three_and_caps_hold(tmp_path):
     assert "90/5/5" in corpus.provenance.used
 
 
+def test_other_caps_are_other_tokens_and_texts_of_blanks_are_none(tmp_path):
+    for number in range(3):
+        (tmp_path / f"{number}.txt").write_text(f"{number}" * 50)
+    (tmp_path / "blank.txt").write_text(" \n" * 20)
+    whole, capped = (load(files_config(tmp_path, max_train_tokens=cap), tmp_path / "cache") for cap in (None, 7))
+    assert len(capped.train) == 7 < len(whole.train)
+    names = [name for stream in (whole.train, whole.validation, whole.test) for name in stream.documents]
+    assert len(names) == 3 and not any("blank" in name for name in names)
+
+
 def test_file_errors(tmp_path):
     with pytest.raises(UserError, match="no such folder"):
         load(files_config(tmp_path / "absent"), tmp_path)

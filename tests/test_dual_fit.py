@@ -14,16 +14,16 @@ from torch import Tensor
 from focus_exp import attach
 from focus_exp.attention.dual import FocusDual
 from focus_exp.attention.method import LayerShape
-from focus_exp.attention.selection import Sequence, always_visible, permitted, top_k_groups
+from focus_exp.attention.selection import Selection, Sequence, always_visible, permitted, top_k_groups
 from focus_exp.config_attention import DualConfig
 from focus_exp.models.attached import observed, swapped
 from focus_exp.models.modules import attached_methods
-from focus_exp.training import dual_fit, kept_fit
+from focus_exp.training import dual_fit, importance, kept_fit
 from focus_exp.training.budget import allot, hull
 from focus_exp.training.curves import Curves, distant_sizes, lost, measure_curves
 from focus_exp.training.dual_fit import duals_of, fit_dual, rebalance
 from focus_exp.training.encoder_fit import block_of, fit_encoders
-from focus_exp.training.importance import ImportanceProbe, Observed, changes_of_loss, observe, read
+from focus_exp.training.importance import ImportanceProbe, LossProbe, Observed, changes_of_loss, observe, read
 from focus_exp.training.precision import choose_precision
 
 T, WINDOW, SINKS, GROUPS = 64, 8, 2, 4
@@ -64,6 +64,28 @@ def test_the_change_of_the_loss_is_its_gradient_by_the_weight_of_a_pair(softcap,
     (o * target).sum().sin().backward()
     _, found = changes_of_loss(q, k, v, o.grad, seen, 0.5, softcap, sink_logits)
     torch.testing.assert_close(found.flatten(1, 2), -present.grad)
+
+
+def test_a_probe_notes_every_distant_pair_some_queries_at_a_time():
+    noted = []
+
+    class Noting(LossProbe):
+        def note(self, k, changes):
+            noted.extend(changes)
+
+    torch.manual_seed(0)
+    length, probe = importance.ROWS + 20, Noting(LayerShape(8, 4, 8, 0, 2), WINDOW, SINKS)
+    q, k, v = (torch.randn(1, heads, length, 8, requires_grad=True) for heads in (4, 2, 2))
+    gradient, sequence, every = torch.randn(1, 4, length, 8), Sequence.plain(1, length), slice(0, length)
+    (probe.attend(q, k, v, Selection(), sequence, scaling=0.5) * gradient).sum().backward()
+    seen = permitted(sequence, every, length)
+    far = seen[0] & ~always_visible(sequence, every, length, WINDOW, SINKS)[0]
+    with torch.no_grad():
+        whole = changes_of_loss(q, k, v, gradient, seen, 0.5)
+    for part in noted:
+        for found, wanted in zip((part.attention, part.loss), whole, strict=True):
+            torch.testing.assert_close(found, (wanted[0] * far)[:, :, part.rows, : part.rows.stop])
+    assert [part.rows.stop for part in noted] == [importance.ROWS, length]
 
 
 @pytest.mark.parametrize("heads", [1, 2])

@@ -109,6 +109,22 @@ def test_as_many_units_as_are_needed_show_the_difference_four_times_in_five():
     assert np.mean(abs(t) > student(count - 1)) == pytest.approx(0.8, abs=0.03)
 
 
+@pytest.mark.parametrize("ratio", [0.2, 0.5, 1.0, 2.0])
+def test_no_fewer_units_are_enough_by_students_t(ratio):
+    def enough(n):
+        return math.sqrt(n) >= (stats.t.ppf(0.975, n - 1) + stats.t.ppf(0.8, n - 1)) * ratio
+
+    assert needed(ratio, 1.0) == next(n for n in range(2, 100) if enough(n))
+
+
+def test_a_document_weighs_as_many_tokens_as_it_has():
+    losses = Losses(
+        [("a", 0, 10), ("b", 0, 30), ("c", 0, 60)], {"base": np.ones(3), "Focus": np.array([1.1, 1.2, 1.3])}
+    )
+    assert losses.difference("Focus", losses, "base").value == pytest.approx(0.01 + 0.06 + 0.18)
+    assert losses.estimate("Focus").value == pytest.approx(1.25)
+
+
 @given(seed=SEEDS)
 def test_losses_are_read_as_they_were_written(seed, tmp_path_factory):
     rng, path = np.random.default_rng(seed), tmp_path_factory.mktemp("losses") / "losses.csv"

@@ -101,13 +101,13 @@ def test_a_signal_leaves_a_checkpoint_and_says_so(folder, uninterrupted, signum)
 @pytest.mark.parametrize(
     "phase, step, politely",
     [
-        ("router", 3, True),
-        ("everything", 1, False),
+        ("router", 3, False),
+        ("everything", 5, True),  # whose next steps draw random numbers
         *(
             pytest.param(*case, marks=pytest.mark.slow)
             for case in (
-                *(("router", 1, True), ("router", 1, False), ("router", 3, False)),
-                *(("everything", 1, True), ("everything", 5, True), ("everything", 5, False)),
+                *(("router", 1, True), ("router", 1, False), ("router", 3, True)),
+                *(("everything", 1, True), ("everything", 1, False), ("everything", 5, False)),
             )
         ),
     ],
