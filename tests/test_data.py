@@ -25,6 +25,7 @@ from focus_exp.data import (
     load_corpus,
 )
 from focus_exp.data.books import WORKS, clean
+from focus_exp.data.tokens import read_stream, write_stream
 from focus_exp.errors import UserError
 from focus_exp.models.random import byte_tokenizer
 
@@ -199,6 +200,12 @@ def test_other_caps_are_other_tokens_and_texts_of_blanks_are_none(tmp_path):
     assert len(capped.train) == 7 < len(whole.train)
     names = [name for stream in (whole.train, whole.validation, whole.test) for name in stream.documents]
     assert len(names) == 3 and not any("blank" in name for name in names)
+
+
+def test_a_document_of_blanks_is_left_out(tmp_path):
+    documents = [("first", "some text"), ("blank", " \n\t"), ("last", "more")]
+    tokens = write_stream(tmp_path, "train", documents, byte_tokenizer(), None)
+    assert read_stream(tmp_path, "train", "x").documents == ["first", "last"] and tokens == 9 + 4 + 2
 
 
 def test_file_errors(tmp_path):

@@ -1,5 +1,7 @@
 """The records that are committed: copied from finished runs, checked against their numbers, written anew from them."""
 
+import json
+import re
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -42,6 +44,7 @@ def publish(places: list[Path], current: set[Path], runs: Path, records: Path) -
                 copy.parent.mkdir(parents=True, exist_ok=True)
                 shutil.copyfile(file, copy)
             record.save(new / RECORD)
+            anywhere(new / RECORD, runs)
     for place, record in found.items():
         if any((runs / place / curve).exists() for curve in CURVES):
             for folder in [arm_folder(runs / place, arm) for arm in record.arms] or [runs / place]:
@@ -60,6 +63,15 @@ def publish(places: list[Path], current: set[Path], runs: Path, records: Path) -
     (records / NAME).mkdir(exist_ok=True)
     renew(records)
     return removed
+
+
+def anywhere(path: Path, runs: Path) -> None:
+    """Leave the folders of this machine out of the record at `path`: none decides a number, and `runs` is runs/."""
+    text = path.read_text(encoding="utf-8").replace(f"{runs}/", "runs/")
+    for name, there in (("runs_dir", "runs"), ("cache_dir", None)):
+        text = re.sub(rf' {name}=[^\s"]+', "", text)
+        text = re.sub(rf'"{name}": "[^"]*"', f'"{name}": {json.dumps(there)}', text)
+    path.write_text(text, encoding="utf-8")
 
 
 def _purpose(record: Record) -> tuple[str, int | None, str]:
