@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from omegaconf import MISSING
 
-from focus_exp.attention.options import option
+from focus_exp.attention.options import FitOptions, option
 
 Numbers = list[int]
 Names = list[str]
@@ -103,9 +103,9 @@ class ScaleConfig:
     warm_start_blocks: int = 12
     warm_start_steps: int = 100
     calibration_blocks: int = 8
-    fit_blocks: int = 20
-    fit_held_out: int = 4
-    fit_steps: int = 240
+    fit_blocks: int = FitOptions.fit_blocks
+    fit_held_out: int = FitOptions.fit_held_out
+    fit_steps: int = FitOptions.fit_steps
     train_tokens: int | None = None
     test_tokens: int | None = None
     windows: int | None = None

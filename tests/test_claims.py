@@ -28,8 +28,9 @@ from focus_exp.reporting.formats import (
     UNDECIDED,
 )
 from focus_exp.reporting.gather import Runs, gather
+from focus_exp.reporting.measured import Line
 from focus_exp.reporting.measures import COLUMNS, measurements
-from focus_exp.reporting.selection import Line, select
+from focus_exp.reporting.selection import select
 from focus_exp.reporting.whole_report import write_report_of
 
 RECORDS = Path(__file__).parent.parent / "runs" / "records"

@@ -12,7 +12,7 @@ from focus_exp.errors import UserError
 from focus_exp.records.comparison import load_run
 from focus_exp.records.environment import unknown_commit
 from focus_exp.records.record import Record
-from focus_exp.reporting.published import publish, renew, stale
+from focus_exp.reporting.published import anywhere, publish, renew, stale
 from focus_exp.reporting.whole_report import write_report_of
 
 LARGEST = 2 * 2**20  # bytes: a page of a passage
@@ -37,8 +37,11 @@ def test_published_runs_supersede_those_that_no_table_makes_any_more(tmp_path, m
     record.device = "NVIDIA H200, 1 device, bfloat16"
     record.save(elsewhere / "record.json")
 
+    made = {place, current.relative_to(records)}
+    awaited = current.relative_to(records).with_name("seed=0-02")  # what may stand in the place of the older one
+    assert publish([place], {*made, awaited}, runs, records) == []
     for removed in ([older], []):
-        assert publish([place], {place, current.relative_to(records)}, runs, records) == removed
+        assert publish([place], made, runs, records) == removed
         assert not older.parent.exists()
         assert all((folder / "record.json").exists() for folder in (current, seed_1, elsewhere))
         kept = {file.relative_to(records / place).as_posix() for file in (records / place).rglob("*")}
@@ -106,6 +109,20 @@ def test_no_committed_record_names_a_folder_of_the_machine_that_made_it():
     for path in RECORDS.rglob("*"):
         if path.suffix in (".json", ".yaml", ".md", ".csv", ".html", ".tex", ".jsonl"):
             assert not re.search(r"""["' =:(]/(home|root|tmp|work|Users|mnt|data)/""", path.read_text()), path
+
+
+@pytest.mark.parametrize("runs", ["/home/me/runs", "out"])
+def test_a_record_is_published_without_the_folders_of_its_machine(runs):
+    record = {
+        "command": f"python -m focus_exp adapter={runs}/a/adapter runs_dir={runs} cache_dir=/big/cache seed=1",
+        "arms": [{"folder": f"{runs}/layout/a"}],
+        "config": {"runs_dir": runs, "cache_dir": "/big/cache"},
+    }
+    assert json.loads(anywhere(json.dumps(record), Path(runs))) == {
+        "command": "python -m focus_exp adapter=runs/a/adapter seed=1",
+        "arms": [{"folder": "runs/layout/a"}],
+        "config": {"runs_dir": "runs", "cache_dir": None},
+    }
 
 
 def test_a_published_table_that_does_not_follow_is_named(tmp_path):

@@ -201,9 +201,9 @@ def newest(runs: Path) -> Sweep:
 def test_two_tasks_of_one_job_train_one_model_and_are_requeued_together(cluster, folder):
     if importlib.util.find_spec("focus_exp.training.processes") is None:
         pytest.skip("trainer.devices is one here: runs of several processes are not in this version")
-    steps = router_steps(60)
+    steps = router_steps(150)
     pair = Submission(folder, "pair", steps, "trainer.devices=2")
-    until(lambda: pair.steps(0) >= 8)
+    until(lambda: pair.steps(0) >= 3)
     (job,) = pair.sweep.jobs
     subprocess.run(["scancel", "--signal=USR2", job.slurm_id], check=True)
     until(pair.ended)

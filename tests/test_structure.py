@@ -4,6 +4,7 @@ import ast
 import subprocess
 import sys
 from collections.abc import Iterator
+from graphlib import TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -89,6 +90,15 @@ def test_records_and_reporting_never_load_torch(package):
     assert len(modules) > 1
     code = f"import sys, {', '.join(modules)}; sys.exit('torch' in sys.modules)".replace(".__init__", "")
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT).returncode == 0
+
+
+def test_reporting_is_a_house_of_eight_floors_without_a_circle():
+    paths = {f"focus_exp.reporting.{path.stem}": path for path in FILES if part_of(path) == "reporting"}
+    below = {name: {used.rpartition(".")[0] for used in imports(path)} & set(paths) for name, path in paths.items()}
+    height: dict[str, int] = {}
+    for name in TopologicalSorter(below).static_order():  # CycleError, were there a circle
+        height[name] = 1 + max((height[other] for other in below[name]), default=0)
+    assert max(height.values()) <= 8
 
 
 def test_files_are_small_and_folders_two_deep():

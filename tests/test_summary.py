@@ -11,9 +11,10 @@ from focus_exp.records.rows import Row, Units
 from focus_exp.reporting.claims import judged_runs, verdicts_table
 from focus_exp.reporting.formats import UNDECIDED, VERDICTS, commit_text
 from focus_exp.reporting.gather import Runs, gather
+from focus_exp.reporting.measured import lines_of
 from focus_exp.reporting.measures import measurements
 from focus_exp.reporting.notes import intervals_text
-from focus_exp.reporting.selection import lines_of, select
+from focus_exp.reporting.selection import select
 from focus_exp.reporting.summary import summary
 from focus_exp.reporting.together import together, wanting
 from focus_exp.reporting.trust import power_table
@@ -54,6 +55,13 @@ def said(*records):
 def test_whether_it_works_follows_from_the_measurements(delta, random, word):
     first, *_ = said(*(routed(seed, delta + seed / 1000, random) for seed in range(3)))
     assert first.startswith(f"Does it work? {word}: on one model (m, 4-bit)") and "removes 50.0 % of the pairs" in first
+
+
+def test_of_several_set_ups_the_one_measured_on_most_text_is_said():
+    few, many = routed(0, 0.01), routed(0, 0.05)
+    few.rows[1:] = [replace(row, tokens=6 * 31) for row in few.rows[1:]]
+    many.config["eval"] = {"window": 32, "max_windows": 9}
+    assert all("+5.13 %" in said(*records)[0] for records in ([few, many], [many, few]))
 
 
 def test_without_records_every_question_says_what_would_answer_it():

@@ -47,12 +47,13 @@ def compose_arm(config: Config, name: str | None, command_line: list[str]) -> Co
 
 def compose_shared(shared: list[str], own: list[str]) -> Config:
     """What several share, and one's own settings. Its attention takes of the shared options those that it has."""
-    chooses = any(setting.startswith(("attention=", "regime=")) for setting in own)
+    parser = OverridesParser.create()
+    given = {setting.key_or_group for setting in parser.parse_overrides(own)}
+    chooses = given & {"attention", "regime"}
     options = [setting for setting in shared if chooses and setting.startswith("attention.")]
     composed = compose("config", [*(setting for setting in shared if setting not in options), *own])
-    given = {setting.partition("=")[0] for setting in own}
-    for option in OverridesParser.create().parse_overrides(options):
-        key = option.get_key_element()
+    for option in parser.parse_overrides(options):
+        key = option.key_or_group
         if key not in given and key.removeprefix("attention.") in composed.attention:
             OmegaConf.update(composed, key, option.value())
     return parse(composed)

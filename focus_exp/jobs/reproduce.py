@@ -45,14 +45,13 @@ def reproduce(config: Config) -> None:
         raise UserError(
             f"reproduce.publish=true keeps records that anybody can repeat, and this code is {why}; commit it"
         )
-    for name in set(config.reproduce.only) - set(config.reproduce.tables):
-        nearest = instead(name, list(config.reproduce.tables))
-        raise UserError(f"reproduce={config.reproduce.name} has no table {name}, which reproduce.only holds{nearest}")
-    tables = {
-        name: table
-        for name, table in config.reproduce.tables.items()
-        if not config.reproduce.only or name in config.reproduce.only
-    }
+    listed, only = config.reproduce.tables, config.reproduce.only
+    if missing := next((name for name in only if name not in listed), None):
+        nearest = instead(missing, list(listed))
+        raise UserError(
+            f"reproduce={config.reproduce.name} has no table {missing}, which reproduce.only holds{nearest}"
+        )
+    tables = {name: table for name, table in listed.items() if not only or name in only}
     commands = {name: overrides_of(table, config) for name, table in tables.items()}
     minutes = {name: config.reproduce.minutes.get(name, 1.0) for name in tables if not finished(commands[name])}
     known = 1.0 if config.scale.name == TIMED else None

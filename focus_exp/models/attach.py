@@ -49,14 +49,13 @@ def attach(
     configs: dict[int, Any] = {id(part.config): part.config for part in (decoder, *modules.values())}
     implementations = [(config, config._attn_implementation) for config in configs.values()]
     attachment = Attachment(method, options, wanted, implementations)
-    added = {}
+    try:
+        if isinstance(budget := options.get("budget"), list):
+            check_length(budget, len(modules))
+        added = {index: declared.of(layer_shape(model, modules[index], index), **options) for index in wanted}
+    except ValueError as error:
+        raise UserError(f"attention method {method!r}: {error}") from None
     for index in wanted:
-        try:
-            if isinstance(budget := options.get("budget"), list):
-                check_length(budget, len(modules))
-            added[index] = declared.of(layer_shape(model, modules[index], index), **options)
-        except ValueError as error:
-            raise UserError(f"attention method {method!r}: {error}") from None
         if getattr(modules[index], "is_causal", True) is False:
             raise UserError(
                 f"{type(modules[index]).__name__} sees later tokens; attention methods here are causal: give a causal "

@@ -20,9 +20,10 @@ from focus_exp.records.record import Record
 from focus_exp.reporting.comparators import TESTS, Judged
 from focus_exp.reporting.formats import ABSENT, NOT_HERE, NOT_RUN, OTHER_METHOD, RAN, VERDICTS, commit_text
 from focus_exp.reporting.gather import Runs, is_quick, seeds_of
+from focus_exp.reporting.measured import Line, lines_of
 from focus_exp.reporting.measures import measurements
 from focus_exp.reporting.paper import paper_rows, paper_speedups
-from focus_exp.reporting.selection import Line, check, lines_of, matches, select
+from focus_exp.reporting.selection import check, matches, select
 from focus_exp.reporting.specs import expression, read_specs, template
 from focus_exp.reporting.table import Table
 from focus_exp.reporting.together import together

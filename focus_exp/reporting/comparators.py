@@ -17,7 +17,7 @@ from focus_exp.reporting.formats import (
     count_text,
     share_text,
 )
-from focus_exp.reporting.selection import Line
+from focus_exp.reporting.measured import Line
 from focus_exp.reporting.together import wanting
 
 SHOWN, REFUTED, OPEN = 1, -1, 0

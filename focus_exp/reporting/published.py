@@ -1,6 +1,5 @@
 """The records that are committed: copied from finished runs, checked against their numbers, written anew from them."""
 
-import json
 import re
 import shutil
 from collections.abc import Iterator
@@ -29,8 +28,9 @@ def publish(places: list[Path], current: set[Path], runs: Path, records: Path) -
     """Copy what is worth keeping of the finished runs at `places`, below `runs`, to the same places below `records`.
 
     Their experiments' records under the same seeds, from the same kind of device, that are not among `current`, the
-    places of runs that can still be made, are superseded: removed and returned. All below `records` is then renewed,
-    its report made. UserError, and nothing is copied, where the code that made a run cannot be had from its commit.
+    places of runs that can still be made, are superseded: removed and returned, once all of `current` that may stand in
+    their place are there. All below `records` is then renewed, its report made. UserError, and nothing is copied, where
+    the code that made a run cannot be had from its commit.
     """
     found = {place: Record.load(runs / place / RECORD) for place in places}
     said = {place: unknown_commit(record.commit) for place, record in found.items()}
@@ -43,8 +43,8 @@ def publish(places: list[Path], current: set[Path], runs: Path, records: Path) -
                 copy = new / file.relative_to(runs / place)
                 copy.parent.mkdir(parents=True, exist_ok=True)
                 shutil.copyfile(file, copy)
-            record.save(new / RECORD)
-            anywhere(new / RECORD, runs)
+            text = anywhere((runs / place / RECORD).read_text(encoding="utf-8"), runs)
+            (new / RECORD).write_text(text, encoding="utf-8")
     for place, record in found.items():
         if any((runs / place / curve).exists() for curve in CURVES):
             for folder in [arm_folder(runs / place, arm) for arm in record.arms] or [runs / place]:
@@ -52,7 +52,8 @@ def publish(places: list[Path], current: set[Path], runs: Path, records: Path) -
                 if lines:
                     write_metrics(records / folder.relative_to(runs) / METRICS, lines)
     removed = []
-    published = {_purpose(record) for record in found.values()}
+    awaited = {_experiment_and_seed(place) for place in current if not (records / place / RECORD).exists()}
+    published = {_purpose(record) for place, record in found.items() if _experiment_and_seed(place) not in awaited}
     for path in sorted(records.rglob(RECORD)):
         folder = path.parent
         if _purpose(Record.load(path)) in published and folder.relative_to(records) not in current:
@@ -65,13 +66,17 @@ def publish(places: list[Path], current: set[Path], runs: Path, records: Path) -
     return removed
 
 
-def anywhere(path: Path, runs: Path) -> None:
-    """Leave the folders of this machine out of the record at `path`: none decides a number, and `runs` is runs/."""
-    text = path.read_text(encoding="utf-8").replace(f"{runs}/", "runs/")
-    for name, there in (("runs_dir", "runs"), ("cache_dir", None)):
-        text = re.sub(rf' {name}=[^\s"]+', "", text)
-        text = re.sub(rf'"{name}": "[^"]*"', f'"{name}": {json.dumps(there)}', text)
-    path.write_text(text, encoding="utf-8")
+def anywhere(text: str, runs: Path) -> str:
+    """A record's text without the folders of this machine, of which none decides a number: `runs` is runs/."""
+    text = re.sub(rf"(?<![\w./-]){re.escape(str(runs))}/", "runs/", text)
+    text = re.sub(r' (runs|cache)_dir=[^\s"]+', "", text)
+    text = re.sub(r'"runs_dir": "[^"]*"', '"runs_dir": "runs"', text)
+    return re.sub(r'"cache_dir": "[^"]*"', '"cache_dir": null', text)
+
+
+def _experiment_and_seed(place: Path) -> tuple[str, str]:
+    """Of a run's folder."""
+    return place.parts[0], place.name.partition("-")[0]
 
 
 def _purpose(record: Record) -> tuple[str, int | None, str]:

@@ -12,10 +12,11 @@ from focus_exp.records.record import Record
 from focus_exp.reporting.claims import judged_runs
 from focus_exp.reporting.formats import VERDICTS, listed_text
 from focus_exp.reporting.gather import Runs, gather
+from focus_exp.reporting.measured import Line, lines_of
 from focus_exp.reporting.measures import measurements
 from focus_exp.reporting.pages import relative
 from focus_exp.reporting.paper import paper_rows
-from focus_exp.reporting.selection import Line, lines_of, select
+from focus_exp.reporting.selection import select
 from focus_exp.reporting.specs import render
 from focus_exp.reporting.speed import break_even
 from focus_exp.storage import replace_file

@@ -9,8 +9,9 @@ from typing import Any
 from focus_exp.reporting.claims import Claim, Verdict
 from focus_exp.reporting.formats import VERDICTS, difference_word
 from focus_exp.reporting.gather import Runs
+from focus_exp.reporting.measured import Line, lines_of
 from focus_exp.reporting.measures import measurements
-from focus_exp.reporting.selection import Line, check, lines_of, select
+from focus_exp.reporting.selection import check, select
 from focus_exp.reporting.specs import read_specs, template
 from focus_exp.reporting.together import together
 
@@ -57,7 +58,8 @@ def _said(runs: Runs, known: dict[str, Any]) -> Iterator[str]:
         for name, chosen in sentence.lines.items():
             check(f"summary.yaml: {name}", chosen.select, chosen.where)
             cells = {"experiment": chosen.experiments, **chosen.select}
-            lines[name] = next(iter(together(lines_of(select(table, cells, chosen.where)))), None)
+            found = together(lines_of(select(table, cells, chosen.where)))
+            lines[name] = max(found, key=lambda line: line.tokens or 0, default=None)
         if all(lines.values()):
             yield template(sentence.say).render(known | lines)
         elif sentence.without:

@@ -8,7 +8,7 @@ from statistics import fmean
 from focus_exp.records.intervals import Estimate, needed, over_seeds, seed_deviation
 from focus_exp.reporting.formats import count_text, decimals_text, listed_text
 from focus_exp.reporting.gather import WANTED
-from focus_exp.reporting.selection import Line
+from focus_exp.reporting.measured import Line
 
 # what lines of other seeds have in common; a run's name and place are its own
 SAME = (

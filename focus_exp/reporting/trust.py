@@ -20,9 +20,10 @@ from focus_exp.reporting.formats import (
     seeds_text,
 )
 from focus_exp.reporting.gather import WANTED, Runs
+from focus_exp.reporting.measured import Line, lines_of
 from focus_exp.reporting.measures import BASE, SOFT_GATE, measurements
 from focus_exp.reporting.notes import caveats, command_of, where
-from focus_exp.reporting.selection import Line, check, lines_of, select
+from focus_exp.reporting.selection import check, select
 from focus_exp.reporting.specs import read_specs, template
 from focus_exp.reporting.table import Table
 from focus_exp.reporting.together import SMALL, together

@@ -20,6 +20,7 @@ from focus_exp.training.importance import Observed
 CLUSTERED = 8192  # tokens
 HEAVIEST = 5.0  # times the mean importance of a query: a few would decide everything
 SHARPNESS = (1.0, 2.0, 4.0, 8.0, 16.0)
+DECAY = 1e-3  # of squared weights: what pairs are worth is noisy, and a classifier learns noise by heart
 
 
 @dataclass
@@ -162,7 +163,7 @@ def descend(
         weight = (block.total / block.total.mean(1, keepdim=True).clamp(min=1e-30)).clamp(max=HEAVIEST)
         loss = -(weight[..., None] * block.worth(members) * asked).sum() / weight.sum().clamp(min=1e-6)
         decay = sum(p.square().sum() for p in parameters if p.ndim > 2)
-        update(optimizer, schedule, loss + 1e-4 * decay)
+        update(optimizer, schedule, loss + DECAY * decay)
 
 
 def adam(
