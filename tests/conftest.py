@@ -11,16 +11,20 @@ os.environ.setdefault("WANDB_MODE", "disabled")
 os.environ.setdefault("TRITON_INTERPRET", "1")  # read when triton is imported; `make gpu-models` sets it to 0
 
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from hydra._internal.config_loader_impl import ConfigLoaderImpl
+from hydra._internal.config_repository import IConfigRepository
 from hydra._internal.sources_registry import SourcesRegistry
+from hydra.core.default_element import ResultDefault
 from hydra.core.plugins import Plugins
 from hydra.plugins.config_source import ConfigResult, ConfigSource
 from hypothesis import Phase, settings
-from omegaconf import OmegaConf
+from omegaconf import DictConfig, OmegaConf
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 torch.set_num_threads(1)
@@ -49,6 +53,26 @@ def load_once(self: ConfigSource, config_path: str) -> ConfigResult:
 
 
 FILES.load_config = load_once
+
+composed: dict[tuple, bytes] = {}
+compose = ConfigLoaderImpl._compose_config_from_defaults_list
+
+
+def compose_once(self: ConfigLoaderImpl, defaults: list[ResultDefault], repo: IConfigRepository) -> DictConfig:
+    """What hydra makes of its list of files before the command line's own values; again when one has changed."""
+    folders = [Path(source.path) for source in repo.get_sources() if source.scheme() == "file"]
+    names = [(default.config_path, default.package) for default in defaults]
+    files = [(folder / f"{name}.yaml") for name, _ in names for folder in folders]
+    key = (*names, *((str(file), file.stat().st_mtime_ns) for file in files if file.exists()))
+    if key in composed:
+        return pickle.loads(composed[key])
+    result = compose(self, defaults, repo)
+    with suppress(pickle.PicklingError):  # of a method whose schema is made from its options
+        composed[key] = pickle.dumps(result)
+    return result
+
+
+ConfigLoaderImpl._compose_config_from_defaults_list = compose_once
 
 ZOO = Path(__file__).parent.parent / "conf" / "model"
 FAMILIES = ["gpt2", "llama", "mistral", "qwen2", "olmo2", "gemma2", "gemma3"]
