@@ -70,6 +70,25 @@ def test_only_the_k_that_are_asked_for_are_measured_and_the_configured_one(measu
     assert found == [2, 3]
 
 
+def test_the_configured_groups_and_their_controls_are_measured_first_and_stand_in_their_place(measure, capsys):
+    config = make_config(top_k=2, pair_rule="share")
+    config.eval.pair_rules = ["query_topk"]
+    rows = [row.name for row in measure(config=config).rows]
+    printed = [line for line in capsys.readouterr().out.splitlines() if line.startswith("measured: ")]
+    measured = [line.removeprefix("measured: ").split("  ")[0] for line in printed]
+    wide = rows[-2]
+    assert rows[:-3] == [
+        BASE,
+        SOFT,
+        HARD,
+        *(f"Focus hard k={k}{rule}" for rule in (" (share)", " (query_topk)") for k in (2, 3)),
+    ]
+    assert rows[-3:] == [WINDOW_ONLY, wide, RANDOM]
+    assert measured[:5] == [BASE, "Focus hard k=2 (share)", WINDOW_ONLY, wide, RANDOM] and sorted(measured) == sorted(
+        rows
+    )
+
+
 def memberships(model, tokens) -> list[tuple[torch.Tensor, Sequence]]:
     """Each layer's group of every token `[B, T]`, and the sequence that the layer saw."""
     seen = []

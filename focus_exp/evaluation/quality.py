@@ -8,7 +8,7 @@ from collections import Counter
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import torch
 from transformers import PreTrainedModel
@@ -31,10 +31,12 @@ from focus_exp.evaluation.statistics import by_position, mean, window_means, win
 from focus_exp.models.attached import causal_assignment, disabled, is_causal, observed, set_routing, swapped
 from focus_exp.models.lora import describe_lora
 from focus_exp.records.losses import Losses
-from focus_exp.records.rows import Row
+from focus_exp.records.rows import Kind, Row
 from focus_exp.training.precision import Precision
 
 log = logging.getLogger(__name__)
+
+KINDS = get_args(Kind)
 
 
 @dataclass
@@ -90,24 +92,30 @@ class Quality:
         return disabled(self.model) if attached else nullcontext()
 
     def measure_focus(self) -> None:
-        attention = self.config.focus
-        soft = self.measure_soft()
-        self.soft = column(self.rows[-1]) if soft else None
-        configured: Scores | None = None
-        for rule in dict.fromkeys([attention.pair_rule, *self.config.eval.pair_rules]):
-            for k in self.reached():
-                if k == 1 and rule != attention.pair_rule:
-                    continue  # with one group a token both rules are the same
-                scores = self.measure_hard(k, rule)
-                if scores and k == attention.top_k and rule == attention.pair_rule:
-                    configured, self.hard = scores, column(self.rows[-1])
-                    assert scores.pairs is not None
-                    self.group_shares = scores.pairs.groups
-        set_routing(self.model, hard=True, top_k=attention.top_k, pair_rule=attention.pair_rule)
+        """The configured groups and their controls come first: they answer what a run asks. Rows end in table order."""
+        attention, own = self.config.focus, (self.config.focus.top_k, self.config.focus.pair_rule)
+        hard = self.hard_groups()
+        scores = self.measure_hard(*own)
+        if scores is not None and scores.pairs is not None:
+            self.hard, self.group_shares = column(self.rows[-1]), scores.pairs.groups
+            if self.config.eval.controls:
+                self.measure_controls(scores.pairs)
+        for groups in (groups for groups in hard if groups != own):
+            self.measure_hard(*groups)
+        self.soft = column(self.rows[-1]) if self.measure_soft() else None
         if not is_causal(self.model) and attention.calibration_blocks:
             self.measure_twins()
-        if configured is not None and configured.pairs is not None and self.config.eval.controls:
-            self.measure_controls(configured.pairs)
+        set_routing(self.model, hard=True, top_k=attention.top_k, pair_rule=attention.pair_rule)
+        places: dict[tuple[int | None, str | None], int] = {groups: place for place, groups in enumerate(hard)}
+        self.rows.sort(key=lambda row: (KINDS.index(row.kind), places.get((row.top_k, row.pair_rule), 0)))
+
+    def hard_groups(self) -> list[tuple[int, str]]:
+        """The numbers of groups that a query reaches, each with its rule of pairs, in the rows of hard groups."""
+        attention, asked = self.config.focus, self.config.eval.top_k
+        rules = dict.fromkeys([attention.pair_rule, *self.config.eval.pair_rules])
+        reached = [k for k in range(1, attention.groups + 1) if not asked or k in (*asked, attention.top_k)]
+        # with one group a token both rules are the same
+        return [(k, rule) for rule in rules for k in reached if k > 1 or rule == attention.pair_rule]
 
     def measure_soft(self, phase: str | None = None) -> Scores | None:
         set_routing(self.model, hard=False)
@@ -121,11 +129,6 @@ class Quality:
             phase=phase,
         )  # fmt: skip
         return self.add(row)
-
-    def reached(self) -> list[int]:
-        """The numbers of groups that a query reaches, in the rows of hard groups."""
-        attention, asked = self.config.focus, self.config.eval.top_k
-        return [k for k in range(1, attention.groups + 1) if not asked or k in (*asked, attention.top_k)]
 
     def measure_twins(self) -> None:
         """The same router where a token's groups depend on that token alone: what it gains by reading the future."""

@@ -40,6 +40,9 @@ class Units:
     freedom: float | None
 
 
+Kind = Literal["base", "trained", "soft", "hard", "twin", "control"]  # in the order of a table
+
+
 @dataclass(kw_only=True)
 class Row:
     """One attention pattern scored on the same tokens as the base row.
@@ -55,7 +58,7 @@ class Row:
     """
 
     name: str
-    kind: Literal["base", "trained", "soft", "hard", "control", "twin"]
+    kind: Kind
     method: str
     causal: bool
     top_k: int | None = None
