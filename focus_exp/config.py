@@ -14,7 +14,7 @@ from hydra.core.config_store import ConfigStore
 from omegaconf import MISSING, OmegaConf
 
 from focus_exp.attention.focus_options import FocusOptions
-from focus_exp.attention.options import PAIR_RULES, option
+from focus_exp.attention.options import PAIR_RULES, FitOptions, option
 from focus_exp.config_attention import AttentionConfig, DualConfig, FocusConfig, MethodSource, attention_of
 from focus_exp.config_jobs import (
     AnalyzeConfig,
@@ -236,6 +236,11 @@ class Config:
     def dual(self) -> DualConfig | None:
         """attention.* where it has two encoders."""
         return self.attention if isinstance(self.attention, DualConfig) else None
+
+    @property
+    def fitting(self) -> FitOptions | None:
+        """attention.* where that is fitted to the base, without a pass through the model, before any phase."""
+        return self.attention if isinstance(self.attention, FitOptions) and self.attention.fit_blocks else None
 
 
 GROUPS = {key: schema for key, schema in get_type_hints(Config).items() if is_dataclass(schema)}

@@ -284,6 +284,8 @@ def test_a_run_fits_trains_towards_the_base_and_leaves_an_adapter(tmp_path):
     rows = {row.method: row for row in record_of(tmp_path / "measured").rows}
     trained = {row.method: row for row in record.rows}
     assert rows["focus_dual"].nll == pytest.approx(trained["focus_dual"].nll, abs=1e-6)
+    fitted = run(*fitting(*tiny(tmp_path, "fitted"), *(s for s in settings if "phases" not in s), "regime=none"))
+    assert "Fitted to 96 tokens; nothing was trained through the model." in fitted.out
 
 
 @pytest.mark.parametrize(

@@ -31,6 +31,22 @@ def test_texts_of_every_attention_stand_under_their_prompt(tmp_path):
     assert "2 prompts of 20 tokens, each continued by 12" in result.out
 
 
+@pytest.mark.parametrize("budget", [["attention.top_k=2"], ["attention.pairs=0.5"]])
+def test_two_encoders_write_too_fitted_here_or_read_from_an_adapter(tmp_path, budget):
+    fit = ["attention.fit_blocks=2", "attention.fit_held_out=1", "attention.fit_steps=4", "attention.groups=4", *budget]
+    dual = fitting(*tiny(tmp_path), "attention=focus_dual", "regime=none", *fit)
+    result = run(*dual, "job=generate")
+    assert result.code == 0, result.err
+    rows = record_of(tmp_path).continuations
+    assert [row.attention for row in rows] == ["the book", "full attention", "focus_dual"] * 2
+    assert all(row.error is None and row.tokens == 12 for row in rows)
+    assert rows[2].read < rows[1].read
+
+    adapter = only_run(tmp_path) / "adapter"
+    assert run(*tiny(tmp_path, "read"), "job=generate", f"adapter={adapter}").code == 0
+    assert [row.text for row in record_of(tmp_path / "read").continuations] == [row.text for row in rows]
+
+
 def test_the_bases_loss_is_that_of_the_text(tmp_path, monkeypatch):
     real, seen = Generation.base_nll, []
 
@@ -51,16 +67,17 @@ def test_the_bases_loss_is_that_of_the_text(tmp_path, monkeypatch):
 def test_an_interrupted_run_goes_on_with_the_next_text(tmp_path, monkeypatch):
     real, calls = Generation.write, []
 
-    def stopping(self, number, prompt, top_k):
-        calls.append((number, top_k))
+    def stopping(self, number, prompt, name):
+        calls.append((number, name))
         if len(calls) == 4:
             signal.raise_signal(signal.SIGTERM)
-        return real(self, number, prompt, top_k)
+        return real(self, number, prompt, name)
 
     monkeypatch.setattr(Generation, "write", stopping)
     assert run(*tiny(tmp_path), *JOB).code == 128 + signal.SIGTERM
     assert run(*tiny(tmp_path), *JOB).code == 0
-    assert calls == [(0, None), (0, 1), (0, 2), (1, None), (1, None), (1, 1), (1, 2)]
+    full, *hard = ["full attention", "Focus hard k=1", "Focus hard k=2 (query_topk)"]
+    assert calls == [(number, name) for number in (0, 1) for name in [full] * (1 + number) + hard]
     assert len(record_of(tmp_path).continuations) == 8
 
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass
+from functools import cached_property
 from pathlib import Path
 from statistics import mean
 from typing import Any
@@ -22,11 +23,14 @@ from focus_exp.config import Config
 from focus_exp.data import Blocks
 from focus_exp.errors import UserError, first_line
 from focus_exp.evaluation.controls import hard_name
+from focus_exp.evaluation.outcomes import slug
 from focus_exp.models.attached import disabled, set_routing
 from focus_exp.models.cache import FocusCache
 from focus_exp.records.rows import Continuation
 from focus_exp.storage import replace_file
 from focus_exp.training.precision import Precision
+
+FULL = "full attention"
 
 
 @dataclass
@@ -55,68 +59,74 @@ class Generation:
         self.greedy: dict[int, list[int]] = {}
 
     def rows(self) -> Iterator[Continuation]:
-        """Prompt by prompt: the book, full attention, every k."""
+        """Prompt by prompt: the book, full attention, every k; of two encoders what each head was given."""
         settings = self.config.generate
-        reach = settings.top_k or range(1, self.config.focus.groups + 1)
-        cases: list[int | None] = [None, *reach]
-        with tqdm(total=len(self.indices) * len(cases), desc="texts", unit="text", leave=False, disable=None) as bar:
+        with tqdm(
+            total=len(self.indices) * (1 + len(self.hard)), desc="texts", unit="text", leave=False, disable=None
+        ) as bar:
             for number, index in enumerate(self.indices):
                 tokens = self.blocks[index]["input_ids"]
                 prompt, rest = tokens[: settings.prompt_tokens], tokens[settings.prompt_tokens :]
                 yield self.book(number, prompt, rest[: settings.new_tokens])
-                for top_k in cases:
-                    yield self.kept(number, prompt, top_k)
+                for name in (FULL, *self.hard):
+                    yield self.kept(number, prompt, name)
                     bar.update()
+
+    @cached_property
+    def hard(self) -> dict[str, int | None]:
+        """The groups that a query asks, by the name of the row."""
+        if dual := self.config.dual:
+            return {dual.name: None if dual.budget or dual.pairs else dual.top_k}
+        attention = self.config.focus
+        reach = self.config.generate.top_k or range(1, attention.groups + 1)
+        return {hard_name(k, attention.pair_rule): k for k in reach}
 
     def book(self, number: int, prompt: Tensor, rest: Tensor) -> Continuation:
         row = self.row(number, prompt, rest.tolist(), "the book", "book")
         row.base_nll = self.base_nll(prompt, rest)
         return row
 
-    def kept(self, number: int, prompt: Tensor, top_k: int | None) -> Continuation:
+    def kept(self, number: int, prompt: Tensor, name: str) -> Continuation:
         """What an interrupted run wrote before, or what is written now."""
-        path = self.folder / f"{number}-{'full' if top_k is None else f'k={top_k}'}.json"
+        path = self.folder / f"{number}-{slug(name)}.json"
         try:
             found = json.loads(path.read_text(encoding="utf-8"))
             row, new = Continuation(**found["row"]), found["tokens"]
         except (OSError, ValueError, TypeError, KeyError):
-            row, new = self.write(number, prompt, top_k)
+            row, new = self.write(number, prompt, name)
             if row.error is None:
                 replace_file(path, json.dumps({"row": asdict(row), "tokens": new}).encode())
-        if top_k is None:
+        if name == FULL:
             self.greedy[number] = new
         return row
 
     @torch.no_grad()
-    def write(self, number: int, prompt: Tensor, top_k: int | None) -> tuple[Continuation, list[int]]:
-        attention = self.config.focus
-        name = "full attention"
-        where: AbstractContextManager[Any] = disabled(self.model)
-        if top_k is not None:
-            set_routing(self.model, hard=True, top_k=top_k, pair_rule=attention.pair_rule)
-            name, where = hard_name(top_k, attention.pair_rule), nullcontext()
+    def write(self, number: int, prompt: Tensor, name: str) -> tuple[Continuation, list[int]]:
+        kind, top_k = ("base", None) if name == FULL else ("hard", self.hard[name])
+        if kind == "hard":
+            set_routing(self.model, hard=True, top_k=top_k, pair_rule=getattr(self.config.attention, "pair_rule", None))
         settings = self.config.generate
         sampling = {"temperature": settings.temperature, "top_p": settings.top_p} if settings.do_sample else {}
         torch.manual_seed(self.config.seed + number)  # every attention draws the same numbers
         model: Any = self.model
         began = time.perf_counter()
         try:
-            with where, self.precision.context():
+            with disabled(self.model) if kind == "base" else nullcontext(), self.precision.context():
                 out = model.generate(
                     input_ids=prompt[None].to(self.model.device), max_new_tokens=settings.new_tokens,
                     do_sample=settings.do_sample, use_cache=True, return_dict_in_generate=True, eos_token_id=None,
                     pad_token_id=0, **sampling,
                 )  # fmt: skip
         except (RuntimeError, UserError) as error:
-            row = self.row(number, prompt, [], name, "hard" if top_k else "base")
+            row = self.row(number, prompt, [], name, kind)
             row.error = f"{type(error).__name__}: {first_line(error)}"
             return row, []
         new = out.sequences[0, len(prompt) :].tolist()
-        row = self.row(number, prompt, new, name, "hard" if top_k else "base")
+        row = self.row(number, prompt, new, name, kind)
         row.top_k, row.seconds = top_k, time.perf_counter() - began
         row.base_nll = self.base_nll(prompt, torch.tensor(new))
         row.read, row.cache_bytes = read_and_held(out.past_key_values)
-        if top_k is not None and number in self.greedy:
+        if kind == "hard" and number in self.greedy:
             row.agrees = agreement(new, self.greedy[number])
         return row, new
 

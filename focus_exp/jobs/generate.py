@@ -18,7 +18,7 @@ def generate(config: Config) -> None:
     """Write what `config.generate` asks for with the adapter's router, or with one trained first as the regime says."""
     if config.adapter:
         config = with_adapter(config)
-    if not config.has_router:
+    if not (config.has_router or config.dual):
         raise UserError(f"job=generate compares Focus with its base, not attention={config.attention.name}")
     if already_finished(config):
         return

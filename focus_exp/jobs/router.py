@@ -1,4 +1,4 @@
-"""The router of a job that uses one: an adapter's, or one that is trained first."""
+"""The router of a job that uses one: an adapter's, or one that is trained or fitted first."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from focus_exp.training.precision import Precision
 
 
 def put_router(run: Run, model: PreTrainedModel, blocks: Blocks, precision: Precision, longest: int) -> bool:
-    """Attach the adapter's router, or train one if the regime does; whether there is a trained one now."""
+    """Attach the adapter's router, or train one as regime and method say; whether there is a trained one now."""
     config = run.config
     if config.adapter:
         put_adapter(run, model, precision, longest)
@@ -22,6 +22,7 @@ def put_router(run: Run, model: PreTrainedModel, blocks: Blocks, precision: Prec
     attach_method(model, config, precision)
     run.record.method = {"name": config.attention.name, "causal": is_causal(model)}
     run.record.layers = attachment_of(model).layers
-    if phases_of(config):
+    trained = bool(config.fitting or phases_of(config))
+    if trained:
         fit(run, model, blocks, precision)
-    return bool(phases_of(config))
+    return trained

@@ -24,7 +24,6 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from focus_exp.assets import cache_root
 from focus_exp.attention.focus_options import FocusOptions
-from focus_exp.attention.options import FitOptions
 from focus_exp.config import Config, phases_of, to_dict
 from focus_exp.config_attention import method_options
 from focus_exp.data import Blocks, Corpus, bos_of, load_corpus
@@ -215,7 +214,8 @@ def fit(run: Run, model: PreTrainedModel, blocks: Blocks, precision: Precision, 
         alone(model, lambda: calibrate(model, balancing, precision))
         record.layers = attachment_of(model).layers
         record.method |= method_options(config.attention)
-    if any(method.state_dict() for method in attached_methods(model).values()):
+    # a budget may leave no encoder anywhere, and is what a layer reads nevertheless
+    if config.dual or any(method.state_dict() for method in attached_methods(model).values()):
         extra = {"trained_with": config.model.name, "substitution": record.model.get("substitution")}
         extra |= {"steps": trained.steps, "tokens": trained.tokens}
         save_adapter(model, run.folder / "adapter", extra, is_main())
@@ -228,7 +228,7 @@ def fit(run: Run, model: PreTrainedModel, blocks: Blocks, precision: Precision, 
 def fit_first(run: Run, model: PreTrainedModel, blocks: Blocks, precision: Precision, begun: bool) -> list[Tensor]:
     """Fit what is attached to the frozen base before any phase; the blocks of text that this took."""
     config, cache = run.config, cache_root(run.config.cache_dir)
-    attention, seed = config.attention, config.seed
+    seed = config.seed
     if config.has_router and phases_of(config) and config.focus.warm_start_blocks:
         sample = sample_blocks(blocks, config.focus.warm_start_blocks, seed + 1)
         if not begun:
@@ -236,21 +236,20 @@ def fit_first(run: Run, model: PreTrainedModel, blocks: Blocks, precision: Preci
             alone(model, lambda: warm_start(model, sample, config.focus.warm_start_steps, precision, seed))
             print(f"routers fitted to the attention in {len(sample)} blocks ({time.perf_counter() - began:.0f} s)")
         return sample
-    if not isinstance(attention, FitOptions) or not attention.fit_blocks:
+    if config.fitting is None:
         return []
-    sample = sample_blocks(blocks, attention.fit_blocks, seed + 1)
+    sample = sample_blocks(blocks, config.fitting.fit_blocks, seed + 1)
     if config.dual:
         run.record.fits = fit_dual(model, sample, config.dual, precision, cache, seed)
         print(table_of(run.record.fits))
     else:
-        fit_indexers(model, sample, attention, precision, cache, seed)
+        fit_indexers(model, sample, config.fitting, precision, cache, seed)
     return sample
 
 
 def trained_parameters(model: PreTrainedModel, config: Config) -> int:
     """Numbers trained in any phase or fitted before, by the same predicate that freezes."""
-    fitted = isinstance(config.attention, FitOptions) and config.attention.fit_blocks
-    parts = {phase.train for _, phase in phases_of(config)} | ({"router"} if fitted else set())
+    parts = {phase.train for _, phase in phases_of(config)} | ({"router"} if config.fitting else set())
     return sum(p.numel() for name, p in model.named_parameters() if any(is_trainable(name, part) for part in parts))
 
 
