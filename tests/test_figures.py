@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 
 import pytest
 
 from focus_exp.errors import UserError
+from focus_exp.records.benchmarks import BenchmarkRow
 from focus_exp.records.comparison import load_metrics, load_run
 from focus_exp.records.record import Record
-from focus_exp.records.rows import ProbeRow
+from focus_exp.records.rows import Arm, ProbeRow, Row
 from focus_exp.reporting import curves, specs
 from focus_exp.reporting.figures import FigureSpec, draw, figure_specs
+from focus_exp.reporting.frontier import frontier, points
 from focus_exp.reporting.specs import checked
 
 RECORDS = Path(__file__).parent.parent / "runs" / "records"
@@ -49,6 +52,40 @@ def test_a_new_figure_is_an_entry():
     assert [(line.get_label(), list(line.get_ydata())) for line in axes.lines] == [("a", [0.2, 0.9]), ("b", [0.3, 0.4])]
     assert axes.get_ylabel() == "confidence" and len({line.get_color() for line in axes.lines}) == 2
     assert draw(spec, record, curves.probes(Record(status="finished", experiment="none"), [])) is None
+
+
+def test_the_frontier_has_every_arm_at_every_length_against_one_share_of_distant_pairs():
+    def task(tokens, arm, removed, distant, difference):
+        return BenchmarkRow(
+            attention=arm, kind="control", task=f"perplexity@{tokens}", metric="perplexity", pairs_removed=removed,
+            distant_share=distant, difference=difference, difference_low=difference - 0.01,
+            difference_high=difference + 0.01,
+        )  # fmt: skip
+
+    def row(arm, removed, kept, delta):
+        return Row(
+            name=arm, kind="control", method=arm, causal=True, arm=arm, pairs_removed=removed, distant_pairs_kept=kept,
+            delta_nll=delta, delta_low=delta - 0.01, delta_high=delta + 0.01,
+        )  # fmt: skip
+
+    arms = [Arm(name="dual_5", settings=[]), Arm(name="dual_20", settings=[])]
+    arms.append(Arm(name="wide", settings=["attention.window=512"]))
+    record = Record(
+        status="finished", experiment="frontier", arms=arms,
+        config={"eval": {"window": 64}, "attention": {"window": 8}},
+        rows=[row("dual_5", 0.45, 0.1, 0.05), row("dual_20", 0.4, 0.2, 0.01)],
+        benchmarks=[
+            task(128, "dual_5", 0.72, 0.8, 0.06), task(128, "dual_20", 0.64, 0.8, 0.02),
+            task(128, "wide", 0.4, 0.4, 0.1),
+        ],
+    )  # fmt: skip
+    found = {(point.tokens, point.arm): point for point in points(record)}
+    assert found[64, "dual_20"].distant == pytest.approx(0.5) and len(found) == 5
+    short, long = frontier(record).axes
+    assert (short.get_title(), long.get_title()) == ("64 tokens", "128 tokens")
+    dual, wide = (container.lines[0] for container in long.containers)
+    assert dual.get_xdata() == pytest.approx([10, 20]) and wide.get_xdata() == pytest.approx([50])
+    assert dual.get_ydata() == pytest.approx([100 * (math.exp(x) - 1) for x in (0.06, 0.02)])
 
 
 @pytest.mark.parametrize("wrong", [{"draws": "nothing"}, {"colour": "red"}, {"panels": [{"axis": {}}]}])
