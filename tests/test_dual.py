@@ -166,7 +166,7 @@ def test_the_numbers_of_a_layer_have_the_names_and_shapes_that_a_fit_gives_them(
         assert {name: tuple(x.shape) for name, x in linear.items()} == {
             "key_encoder.weight": (n, 5, WIDTH), "key_encoder.bias": (n, 5),
             "query_encoder.weight": (n, 5, WIDTH), "query_encoder.bias": (n, 5),
-            "mean": (WIDTH,), "scale": (WIDTH,),
+            "mean": (WIDTH,), "scale": (WIDTH,), "worth": (n, WIDTH), "worth_bias": (n,), "thresholds": (n, 4),
         }  # fmt: skip
     narrow = FocusDual.of(shape, groups=5, rank=2)
     assert narrow.key_encoder.projection.shape == (WIDTH, 2) and narrow.query_encoder.weight.shape == (3, 5, 2)

@@ -12,6 +12,8 @@ from focus_exp.attention.method import AttentionMethod, LayerShape
 from focus_exp.attention.routing import OwnPrecision, cast, own_precision
 from focus_exp.attention.selection import PairCounts, Selection, Sequence, top_k_groups
 
+UNSET = torch.finfo(torch.float32).max  # a threshold before any fit: as many groups as were asked for are read
+
 
 class Encoder(nn.Module):
     """A classifier of tokens into groups for each head; with a rank its heads see a shared projection of the token.
@@ -40,6 +42,10 @@ class FocusDual(OwnPrecision, AttentionMethod, name="focus_dual", options=FocusD
     hidden state alone, so that it is causal. Whoever fits the encoders balances the groups by the keys' bias. Groups
     are hard in training too, with the straight-through gradient of a gate on sum_g P(i reads g) P(j in g).
 
+    Once a fit has set the `thresholds`, and unless `counts` says otherwise, a query reads the groups whose promise
+    passes the one at which `top_k` are read on average: some need many groups and most hardly any. The promise is
+    log P(i reads g) plus the log of what the distant keys of i are worth together, which is linear in the token.
+
     `budget` `[n]` is the layer's own number of groups that a query of each head reads, in place of `top_k`. Where it is
     none or all for all heads there is nothing to train: the layer has its window alone, or the base's own attention.
     """
@@ -53,12 +59,21 @@ class FocusDual(OwnPrecision, AttentionMethod, name="focus_dual", options=FocusD
         self.gate_steepness = options.gate_steepness
         self.heads = shape.kv_heads or shape.heads if options.heads == "kv" else 1
         self.budget: list[int] | None = None
+        self.by_query = options.counts == "query"
         self.mean: Tensor
         self.scale: Tensor
+        self.worth: Tensor
+        self.worth_bias: Tensor
+        self.thresholds: Tensor
         sizes = (shape.width, options.groups, self.heads, options.rank)
         self.key_encoder, self.query_encoder = Encoder(*sizes), Encoder(*sizes)
         self.register_buffer("mean", torch.zeros(shape.width))
         self.register_buffer("scale", torch.ones(shape.width))
+        # of a query's distant keys together: log of what they are worth, to each head
+        self.register_buffer("worth", torch.zeros(self.heads, shape.width))
+        self.register_buffer("worth_bias", torch.zeros(self.heads))
+        # what a group has to promise for queries to read k = 1 to K - 1 on average
+        self.register_buffer("thresholds", torch.full((self.heads, options.groups - 1), UNSET))
         if options.budget is not None:
             self.allot(self.part_of(options.budget))
 
@@ -95,28 +110,44 @@ class FocusDual(OwnPrecision, AttentionMethod, name="focus_dual", options=FocusD
         """Whether the pairs depend on the tokens."""
         return chooses(self.reach, self.groups)
 
+    def promises(self, x: Tensor) -> Tensor:
+        """How much queries expect of each group `[B, n, T, K]`, from standardised tokens `[B, T, E]`."""
+        worth = x @ self.worth.T + self.worth_bias
+        return self.query_encoder(x).log_softmax(-1) + worth.transpose(1, 2)[..., None]
+
     def logits(self, h: Tensor) -> tuple[Tensor, Tensor]:
-        """Of queries and of keys `[B, n, T, K]`, from hidden states `[B, T, E]` in the encoders' precision."""
+        """Promises to queries and logits of keys `[B, n, T, K]`, from hidden states `[B, T, E]`, in the encoders'
+        precision."""
         with own_precision(h):
             found = []
             for part in cast(h, self.mean.dtype):
                 x = (part - self.mean) / self.scale
-                found.append((self.query_encoder(x), self.key_encoder(x)))
+                found.append((self.promises(x), self.key_encoder(x)))
             queries, keys = (torch.cat(parts, 2) for parts in zip(*found, strict=True))
             return queries, keys
+
+    def read_by(self, promises: Tensor) -> Tensor:
+        """Which groups queries read `[B, n, T, K]` bool, by their promises."""
+        found = []
+        for of_head, thresholds, k in zip(promises.unbind(1), self.thresholds, self.reach, strict=True):
+            read = top_k_groups(of_head, k)
+            if self.by_query and 0 < k < self.groups:
+                least = thresholds[k - 1]
+                read = torch.where(least == UNSET, read, of_head > least)
+            found.append(read)
+        return torch.stack(found, 1)
 
     def route(self, h: Tensor, sequence: Sequence) -> Selection:
         reach = self.reach
         if not self.routes:
             return Selection(keeps_all=reach[0] > 0)
         queries, keys = self.logits(h)
-        of_heads = [top_k_groups(x, k) for x, k in zip(queries.unbind(1), reach, strict=True)]
         return Selection(
             assignment=queries.softmax(-1),
             key_assignment=keys.softmax(-1),
-            query_groups=torch.stack(of_heads, 1),
+            query_groups=self.read_by(queries),
             key_groups=top_k_groups(keys, 1),
-            most=(max(reach), 1),
+            most=(self.groups if self.by_query else max(reach), 1),
         )
 
     def keeps_all(self) -> bool:

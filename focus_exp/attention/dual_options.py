@@ -17,6 +17,10 @@ class FocusDualOptions(NearOptions):
     heads: str = option(
         "kv", "whether key/value heads have encoders of their own or share them", choices=("kv", "layer")
     )
+    counts: str = option(
+        "query", "query: each reads the groups that promise enough, top_k on average, where a fit has set how much "
+        "that is; head: all queries of a head read as many", choices=("query", "head"),
+    )  # fmt: skip
     rank: int = option(0, "of the encoders, whose heads then share a projection; 0: linear classifiers", least=0)
     budget: list[Any] | None = option(
         None, "of each layer of the model: full, window, the groups that a query reads, or a list of those by head"

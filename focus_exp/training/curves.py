@@ -11,7 +11,7 @@ from torch import Tensor
 from tqdm import tqdm
 from transformers import PreTrainedModel
 
-from focus_exp.attention.dual import FocusDual
+from focus_exp.attention.dual import UNSET, FocusDual
 from focus_exp.attention.selection import top_k_groups
 from focus_exp.training.importance import Changes, LossProbe, propagate
 from focus_exp.training.precision import Precision
@@ -19,7 +19,8 @@ from focus_exp.training.precision import Precision
 
 @dataclass
 class Curves:
-    """Sums over the queries of held-out text, where each reads k = 0 to K groups, by head with groups of its own.
+    """Sums over the queries of held-out text, which read k = 0 to K groups, each or on average, by head with groups of
+    its own.
 
     pairs: `[n, K + 1]`, distant pairs kept. lost, least: `[n, K + 1]` [nats^2], the squared change of the loss, to
     first order, where all other distant pairs go at once; in the order of the query's encoder, and by the groups that
@@ -47,23 +48,34 @@ class CurveProbe(LossProbe):
         (method,) = self.method
         queries, keys = method.logits(self.hidden)
         members = top_k_groups(keys[0], 1).float()
-        order = queries[0].argsort(-1, descending=True)
+        promises, order = queries[0].sort(-1, descending=True)
+        counts = read_counts(method, promises)
         sizes = distant_sizes(members, method.window, method.sinks).gather(-1, order)
+        pairs = F.pad(sizes.double().cumsum(-1), (1, 0)).gather(-1, counts)
         for part in changes:
             rows, width = part.rows, part.loss.shape[-1]
             of_heads = members[:, None, :width].expand(part.loss.shape[0] if method.heads > 1 else 1, -1, -1, -1)
             # all query heads of a head with groups lose the same pairs: their changes add up
             changed, attention = (x @ of_heads for x in (part.loss, part.attention))
-            found = []
-            for chosen in (order[:, rows], None):
-                found.append(lost(changed, attention, chosen, method.heads))
-            curves = Curves(F.pad(sizes[:, rows].double().sum(1).cumsum(-1), (1, 0)), *found)
+            found = lost(changed, attention, order[:, rows], method.heads).gather(-1, counts[:, rows])
+            least = lost(changed, attention, None, method.heads)
+            curves = Curves(pairs[:, rows].sum(1), found.sum(1), least.sum(1))
             self.curves = curves if self.curves is None else self.curves + curves
 
 
+def read_counts(method: FocusDual, promises: Tensor) -> Tensor:
+    """How many groups queries with these promises `[n, T, K]`, largest first, read for k = 0 to K `[n, T, K + 1]`."""
+    least = method.thresholds[:, None].expand(-1, promises.shape[1], -1)
+    fixed = torch.arange(method.groups + 1, device=promises.device).repeat(*promises.shape[:2], 1)
+    if method.by_query:
+        passed = torch.searchsorted(-promises.contiguous(), -least.contiguous())
+        fixed[..., 1:-1] = torch.where(least == UNSET, fixed[..., 1:-1], passed)
+    return fixed
+
+
 def lost(changed: Tensor, attention: Tensor, order: Tensor | None, heads: int) -> Tensor:
-    """Squared change of the loss where a query reads the first k groups of `order` `[n, t, K]`, summed over queries
-    `[n, K + 1]`; without an order those first whose change is largest.
+    """Squared change of the loss of queries that read the first k groups of `order` `[n, t, K]`, `[n, t, K + 1]`;
+    without an order those first whose change is largest.
 
     changed, attention: `[G, H / G, t, K]`, of removing each group from each query head. What remains of a softmax
     without a mass m weighs 1 / (1 - m) as much, and so does its change.
@@ -76,7 +88,7 @@ def lost(changed: Tensor, attention: Tensor, order: Tensor | None, heads: int) -
     gone, mass = (F.pad(x.gather(-1, chosen).flip(-1).cumsum(-1).flip(-1), (0, 1)) for x in (changed, attention))
     change = (gone / (1 - mass).clamp(min=1e-3)).sum(1)
     change = change if heads > 1 else change.sum(0, keepdim=True)
-    return change.double().square().sum(1)
+    return change.double().square()
 
 
 def distant_sizes(members: Tensor, window: int, sinks: int) -> Tensor:

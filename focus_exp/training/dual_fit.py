@@ -5,32 +5,32 @@ Runs which differ in their budget alone share one fit.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import asdict, fields
 from pathlib import Path
 
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+from torch.nn import Module
 from tqdm import tqdm
 from transformers import PreTrainedModel
 
 from focus_exp.attention.dual import FocusDual
-from focus_exp.attention.method import AttentionMethod
-from focus_exp.attention.selection import Selection, Sequence
 from focus_exp.config_attention import DualConfig
-from focus_exp.models.attached import observed, set_budget
+from focus_exp.models.attached import set_budget
 from focus_exp.models.modules import attached_methods
 from focus_exp.records.rows import FitRow
 from focus_exp.storage import aside
 from focus_exp.training.budget import allot
 from focus_exp.training.curves import Curves, measure_curves
-from focus_exp.training.encoder_fit import balance, fit_encoders
+from focus_exp.training.encoder_fit import balance, fit_encoders, set_thresholds
 from focus_exp.training.importance import Observed
 from focus_exp.training.kept_fit import fit_layers, kept_fit
 from focus_exp.training.precision import Precision
 
 # what the fit does not depend on
-NOT_FITTED = ("name", "method", "backend", "top_k", "budget", "pairs", "gate_steepness")
+NOT_FITTED = ("name", "method", "backend", "top_k", "counts", "budget", "pairs", "gate_steepness")
 
 
 def duals_of(model: PreTrainedModel) -> dict[int, FocusDual]:
@@ -74,7 +74,7 @@ def fit_all(
 
     for layer, state in fit_layers(model, methods, shown, precision, folder, seed, fit).items():
         methods[layer].load_state_dict(state)
-    measured = folder / "curves.safetensors"
+    measured = folder / f"curves-by-{options.counts}.safetensors"
     if not measured.exists():
         found = measure_curves(model, methods, held_out, precision)
         with aside(measured) as new:
@@ -85,19 +85,28 @@ def fit_all(
 
 @torch.no_grad()
 def rebalance(model: PreTrainedModel, blocks: list[Tensor], precision: Precision) -> None:
-    """Make the hard groups of keys equally large on `blocks` of training text, from which training has moved them."""
-    logits: dict[int, list[Tensor]] = {layer: [] for layer in duals_of(model)}
+    """Make the hard groups of keys equally large on `blocks` of training text, and let queries read as many as they are
+    to read, from both of which training has moved them."""
+    found: dict[int, tuple[list[Tensor], list[Tensor]]] = {layer: ([], []) for layer in duals_of(model)}
 
-    def note(layer: int, method: AttentionMethod, selection: Selection, sequence: Sequence) -> None:
-        if layer in logits and selection.key_assignment is not None:
-            logits[layer].append(selection.key_assignment[0].clamp(min=1e-30).log())
+    def noting(layer: int, method: FocusDual) -> Callable[[Module, tuple[Tensor], Tensor], None]:
+        def note(_: Module, tokens: tuple[Tensor], logits: Tensor) -> None:
+            keys, promises = found[layer]
+            keys.append(logits[0].log_softmax(-1))
+            promises.append(method.promises(*tokens)[0])
 
-    with observed(model, note), precision.context():
+        return note
+
+    hooks = [m.key_encoder.register_forward_hook(noting(layer, m)) for layer, m in duals_of(model).items()]
+    with precision.context():
         for tokens in tqdm(blocks, desc="balancing groups", unit="block", leave=False, disable=None):
             model(input_ids=tokens[None].to(model.device), use_cache=False, logits_to_keep=1)
+    for hook in hooks:
+        hook.remove()
     for layer, method in duals_of(model).items():
-        if logits[layer]:  # none where a query reads all groups
-            balance(method, torch.cat(logits[layer], 1))
+        keys, promises = (torch.cat(parts, 1) for parts in found[layer])
+        balance(method, keys)
+        set_thresholds(method, promises)
 
 
 def row(layer: int, found: Curves, reads: list[int]) -> FitRow:

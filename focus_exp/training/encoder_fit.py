@@ -19,6 +19,7 @@ from focus_exp.training.importance import Observed
 
 CLUSTERED = 8192  # tokens
 HEAVIEST = 5.0  # times the mean importance of a query: a few would decide everything
+WORTHIEST, WORTH_DECAY = 50.0, 0.1  # the same of what a query is worth, which few numbers are to tell
 SHARPNESS = (1.0, 2.0, 4.0, 8.0, 16.0)
 DECAY = 1e-3  # of squared weights: what pairs are worth is noisy, and a classifier learns noise by heart
 
@@ -82,8 +83,10 @@ def fit_encoders(method: FocusDual, observed: list[Observed], steps: int, genera
         groups = [F.one_hot(x, method.groups).float() for x in labels.split([b.tokens.shape[1] for b in blocks], 1)]
         descend(method, blocks, steps // 4, generator, groups)
         descend(method, blocks, steps, generator)
+        expect(method, blocks, steps)
     with torch.no_grad():
         balance(method, torch.cat([method.key_encoder(block.tokens)[0] for block in blocks], 1).log_softmax(-1))
+        set_thresholds(method, torch.cat([method.promises(block.tokens)[0] for block in blocks], 1))
 
 
 def merged(vectors: Tensor) -> Tensor:
@@ -164,6 +167,29 @@ def descend(
         loss = -(weight[..., None] * block.worth(members) * asked).sum() / weight.sum().clamp(min=1e-6)
         decay = sum(p.square().sum() for p in parameters if p.ndim > 2)
         update(optimizer, schedule, loss + DECAY * decay)
+
+
+def expect(method: FocusDual, blocks: list[Block], steps: int) -> None:
+    """Fit what a query's distant keys are worth together, against their mean, by Poisson regression on its token."""
+    weight, bias = (nn.Parameter(torch.zeros_like(x)) for x in (method.worth, method.worth_bias))
+    totals = torch.cat([block.total for block in blocks], 1)
+    scale = totals.mean(1, keepdim=True).clamp(min=torch.finfo(totals.dtype).tiny)
+    optimizer, schedule = adam([weight, bias], 0.01, steps)
+    for step in range(steps):
+        block = blocks[step % len(blocks)]
+        worth = (block.total / scale).clamp(max=WORTHIEST)
+        expected = (block.tokens[0] @ weight.T + bias).T.clamp(-8, 8)
+        loss = (expected.exp() - worth * expected).mean()
+        update(optimizer, schedule, loss + WORTH_DECAY * weight.square().sum() / len(weight))
+    method.worth.copy_(weight.detach())
+    method.worth_bias.copy_(bias.detach())
+
+
+@torch.no_grad()
+def set_thresholds(method: FocusDual, promises: Tensor) -> None:
+    """Let queries with these promises `[n, N, K]` read k groups on average where they are to read k, for every k."""
+    ranked = promises.flatten(1).sort(-1, descending=True).values
+    method.thresholds.copy_(ranked[:, torch.arange(1, method.groups, device=ranked.device) * promises.shape[1]])
 
 
 def adam(
