@@ -14,7 +14,7 @@ from tiny_architectures import tiny_model as tiny_architecture
 from torch import Tensor
 
 from focus_exp import UserError, attach, detach, freeze, load_adapter, save_adapter, set_routing
-from focus_exp.attention.dual import FocusDual
+from focus_exp.attention.dual import UNSET, FocusDual
 from focus_exp.attention.method import LayerShape
 from focus_exp.attention.reference import reference_attention
 from focus_exp.attention.selection import Selection, Sequence, always_visible, permitted
@@ -24,6 +24,7 @@ from focus_exp.records.record import Record
 from focus_exp.speed.layer import Layer
 from focus_exp.speed.methods import method_rows
 from focus_exp.speed.workload import Shape
+from focus_exp.training.encoder_fit import set_thresholds
 
 WIDTH, SIZE = 12, 8
 TOKENS = torch.arange(80).view(2, 40) * 7 % 256
@@ -37,6 +38,7 @@ def layers(draw: st.DrawFn, most: int = 40) -> tuple[FocusDual, Tensor, list[Ten
     kv_heads, share, groups = draw(st.sampled_from([1, 2, 3])), draw(st.integers(1, 2)), draw(st.integers(2, 6))
     options: dict[str, Any] = {"groups": groups, "heads": draw(st.sampled_from(["kv", "layer"]))}
     options |= {"rank": draw(st.sampled_from([0, 3])), "top_k": draw(st.integers(1, groups))}
+    options["counts"] = draw(st.sampled_from(["query", "query", "head"]))
     if draw(st.booleans()):
         heads = kv_heads if options["heads"] == "kv" else 1
         reach = st.integers(0, groups)
@@ -48,11 +50,22 @@ def layers(draw: st.DrawFn, most: int = 40) -> tuple[FocusDual, Tensor, list[Ten
         method.mean.normal_()
         method.scale.uniform_(0.5, 2)
         torch.nn.init.normal_(method.key_encoder.bias)
+        if draw(st.booleans()):
+            set_counts(method)
     batch, length = draw(st.integers(1, 2)), draw(st.integers(1, most))
     heads = (kv_heads * share, kv_heads, kv_heads)
     tensors = [torch.randn(batch, n, length, SIZE, dtype=torch.float64) for n in heads]
     sequence = random_sequence(draw(st.sampled_from(["plain", "left", "right"])), batch, length)
     return method, torch.randn(batch, length, WIDTH, dtype=torch.float64), tensors, sequence
+
+
+def set_counts(method: FocusDual) -> None:
+    """As a fit does: what queries are worth differs, and with it how many groups they read."""
+    method.worth.normal_()
+    method.worth_bias.normal_()
+    tokens = torch.randn(1, 200, len(method.mean), dtype=method.mean.dtype)
+    with torch.no_grad():
+        set_thresholds(method, method.promises(tokens)[0])
 
 
 def logits_by_hand(encoder: Any, token: Tensor, head: int) -> list[float]:
@@ -70,7 +83,12 @@ def kept_by_hand(method: FocusDual, h: Tensor, head: int) -> Tensor:
         asked, of_key = [], []
         for token in tokens:
             logits = logits_by_hand(method.query_encoder, token, head)
-            asked.append(sorted(range(len(logits)), key=lambda g, logits=logits: -logits[g])[:reach])
+            least = method.thresholds[head][reach - 1] if 0 < reach < method.groups else UNSET
+            if method.by_query and least != UNSET:
+                norm = torch.tensor(logits).logsumexp(0) - method.worth[head] @ token - method.worth_bias[head]
+                asked.append([g for g, logit in enumerate(logits) if logit - norm > least])
+            else:
+                asked.append(sorted(range(len(logits)), key=lambda g, logits=logits: -logits[g])[:reach])
             keys = logits_by_hand(method.key_encoder, token, head)
             of_key.append(keys.index(max(keys)))
         kept[row] = torch.tensor([[group in some for group in of_key] for some in asked])
@@ -79,7 +97,7 @@ def kept_by_hand(method: FocusDual, h: Tensor, head: int) -> Tensor:
 
 @given(layer=layers(20))
 @settings(max_examples=60)
-def test_a_key_is_in_its_first_group_and_a_query_reads_its_first_k(layer):
+def test_a_key_is_in_its_first_group_and_a_query_reads_its_first_k_or_what_promises_enough(layer):
     method, h, (q, k, v), sequence = layer
     length, share = h.shape[1], q.shape[1] // method.heads
     every = slice(0, length)
@@ -151,7 +169,9 @@ def test_the_groups_of_a_token_depend_on_that_token_alone(layer, data):
     if selection.key_groups is None:
         return
     assert selection.key_groups.sum(-1).eq(1).all()
-    assert selection.query_groups.sum(-1).eq(torch.tensor(method.reach)[:, None]).all()
+    reads = selection.query_groups.sum(-1)
+    fixed = (method.thresholds == UNSET).all() or not method.by_query
+    assert (reads == torch.tensor(method.reach)[:, None]).all() if fixed else (reads <= selection.most[0]).all()
     place = data.draw(st.integers(0, h.shape[1] - 1))
     alone = method.route(h[:, place, None], Sequence.plain(len(h), 1))
     for name in ("assignment", "key_assignment", "query_groups", "key_groups"):
@@ -172,10 +192,29 @@ def test_the_numbers_of_a_layer_have_the_names_and_shapes_that_a_fit_gives_them(
     assert narrow.key_encoder.projection.shape == (WIDTH, 2) and narrow.query_encoder.weight.shape == (3, 5, 2)
 
 
-def attached(model, **options):
+def attached(model, fitted=False, **options):
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(1)
-        return attach(model, "focus_dual", **{"groups": 6, "top_k": 2} | NEAR | options)
+        attach(model, "focus_dual", **{"groups": 6, "top_k": 2} | NEAR | options)
+        for method in attached_methods(model).values():
+            if fitted and hasattr(method, "mean"):
+                set_counts(method)
+    return model
+
+
+def test_queries_read_k_groups_on_average_of_the_tokens_that_set_it_and_each_its_own_number():
+    method = FocusDual.of(LayerShape(WIDTH, 6, SIZE, 0, 3), groups=5)
+    torch.manual_seed(0)
+    method.worth.normal_()
+    tokens = torch.randn(1, 400, WIDTH)
+    set_thresholds(method, method.promises(tokens)[0].detach())
+    for k in (1, 2, 4):
+        method.top_k = k
+        reads = method.route(tokens, Sequence.plain(1, 400)).query_groups.sum(-1).float()
+        torch.testing.assert_close(reads.mean(-1), torch.full((1, 3), float(k)))
+        assert reads.std(-1).min() > 0.3
+    method.top_k, method.by_query = 2, False
+    assert method.route(tokens, Sequence.plain(1, 400)).query_groups.sum(-1).eq(2).all()
 
 
 @torch.no_grad()
@@ -204,7 +243,10 @@ def test_layers_are_full_or_window_alone_where_the_budget_says_so(tiny_model, fa
     assert all(".layers.1." in name or ".h.1." in name for name in freeze(half)) and freeze(half)
 
 
-@pytest.mark.parametrize("options", [{}, {"heads": "layer"}, {"rank": 3}, {"budget": ["full", 3]}, {"budget": [0, 2]}])
+@pytest.mark.parametrize(
+    "options",
+    [{"fitted": True}, {"heads": "layer"}, {"rank": 3}, {"budget": ["full", 3], "fitted": True}, {"counts": "head"}],
+)
 def test_an_adapter_brings_back_encoders_and_budget(tiny_model, tmp_path, options):
     model = attached(tiny_model("llama"), **options)
     for method in attached_methods(model).values():
@@ -254,10 +296,13 @@ def test_a_budget_belongs_to_focus_dual_and_dropped_encoders_are_gone(tiny_model
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("options", [{}, {"heads": "layer"}, {"budget": ["window", [1, 4]]}, {"budget": [3, "full"]}])
+@pytest.mark.parametrize(
+    "options",
+    [{"fitted": True}, {"heads": "layer"}, {"budget": ["window", [1, 4]], "fitted": True}, {"budget": [3, "full"]}],
+)
 def test_token_by_token_it_writes_what_recomputing_writes(tiny_model, family, options):
     if options.get("budget") == ["window", [1, 4]] and family == "gpt2":
-        options = {"budget": ["window", [1, 4, 0, 6]]}
+        options = options | {"budget": ["window", [1, 4, 0, 6]]}
     model = attached(tiny_model(family), **options)
     said = {"max_new_tokens": 25, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
     for prompt in (TOKENS[:, :3], TOKENS[:, :30]):

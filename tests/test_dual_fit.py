@@ -22,7 +22,7 @@ from focus_exp.training import dual_fit, importance, kept_fit
 from focus_exp.training.budget import allot, hull
 from focus_exp.training.curves import Curves, distant_sizes, lost, measure_curves
 from focus_exp.training.dual_fit import duals_of, fit_dual, rebalance
-from focus_exp.training.encoder_fit import block_of, fit_encoders
+from focus_exp.training.encoder_fit import block_of, fit_encoders, set_thresholds
 from focus_exp.training.importance import ImportanceProbe, LossProbe, Observed, changes_of_loss, observe, read
 from focus_exp.training.precision import choose_precision
 
@@ -165,10 +165,29 @@ def test_a_fit_finds_what_was_planted_with_even_groups():
         assert groups.mean(1).max() < 0.45
 
 
+def test_what_the_keys_of_a_query_are_worth_is_expected_of_its_token():
+    def weighed(blocks):
+        for found in blocks:  # the first kind asks for ten times as much
+            found.total = found.total * torch.where(found.hidden.float().argmax(-1) == 0, 10, 1)[:, None]
+        return blocks
+
+    method = FocusDual.of(LayerShape(16, 4, 8, 0, 2), groups=4, top_k=1, window=WINDOW, sinks=SINKS)
+    fit_encoders(method, weighed(planted(24, seed=0)), 600, torch.Generator().manual_seed(0))
+    (found,) = weighed(planted(1, seed=1))
+    promises = method.promises(block_of(found, method).tokens)[0]
+    first = found.hidden.float().argmax(-1) == 0
+    worth = promises.logsumexp(-1)
+    assert (worth[:, first].mean(-1) - worth[:, ~first].mean(-1) > 1).all()
+
+
 @pytest.mark.parametrize("heads", ["kv", "layer"])
-def test_curves_count_what_the_attached_method_keeps(heads, tiny_model):
+@pytest.mark.parametrize("fitted", [False, True])
+def test_curves_count_what_the_attached_method_keeps(heads, fitted, tiny_model):
     model = dual(tiny_model("llama"), heads=heads, top_k=2)
     blocks, counts = random_blocks(2), {}
+    for method in duals_of(model).values() if fitted else ():
+        method.worth.normal_()
+        set_thresholds(method, method.promises(torch.randn(1, 99, len(method.mean)))[0].detach())
 
     def count(layer, method, selection, sequence):
         pairs = method.count_pairs(selection, sequence)
@@ -251,14 +270,17 @@ def test_groups_that_training_has_moved_are_made_even_again(tiny_model):
             method.key_encoder.bias[:, 0] += 1
     blocks = random_blocks(8)
     rebalance(model, blocks, FLOAT32)
-    largest = []
+    largest, reads = [], []
 
     def observe_sizes(layer, method, selection, sequence):
         largest.append(selection.key_groups.float().mean((0, 2)).max().item())
+        reads.append(selection.query_groups.float().sum(-1).mean((0, 2)))
 
     with torch.no_grad(), observed(model, observe_sizes):
         model(torch.stack(blocks))
     assert max(largest) < 0.3
+    # in the first layer the tokens are the same
+    torch.testing.assert_close(reads[0], torch.ones_like(reads[0]), atol=0.02, rtol=0)
 
 
 def test_a_run_fits_trains_towards_the_base_and_leaves_an_adapter(tmp_path):
