@@ -183,13 +183,13 @@ def test_the_base_is_measured_once_for_all_arms_that_share_it(tmp_path, monkeypa
     monkeypatch.setattr(quality, "score", counting)
     # what is asked of the routed model alone is no reason to measure the base again
     wider, longer = [*ARMS["focus"], "eval.top_k=[2]"], [*ARMS["window"], "eval.window=48"]
-    other = {**ARMS, "wider": wider, "longer": longer}
+    other = {**ARMS, "wider": wider, "narrow": [*ARMS["window"], "attention.window=4"], "longer": longer}
     run(*settings(tmp_path, **other))
     assert scored.count("base, full attention") == 2
     comparison = records(tmp_path)[None]
     assert comparison.rows[-1].arm == "longer" and comparison.rows[-1].delta_vs_hard is None
     overwritten = run(*settings(tmp_path, **other), "overwrite=true")
-    assert "arm 5 of 5: longer" in overwritten.out
+    assert "arm 6 of 6: longer" in overwritten.out
 
 
 def row(arm, kind="control", nll=3.0, **fields):

@@ -13,6 +13,7 @@ from hydra import compose
 from focus_exp.checks import parse
 from focus_exp.config import Config, ModelConfig
 from focus_exp.errors import UserError
+from focus_exp.evaluation.benchmarks import is_perplexity
 from focus_exp.evaluation.controls import BASE
 from focus_exp.evaluation.outcomes import slug
 from focus_exp.jobs.arms import compose_arm
@@ -85,7 +86,9 @@ def share_base(config: Config, others: list[Config]) -> None:
 def same_base(config: Config) -> tuple[object, ...]:
     """What the scores of a model with nothing attached depend on."""
     evaluation = replace(config.eval, controls=True, top_k=[], pair_rules=[], request_batch_size=1, batch_size=1)
-    window = config.eval.suite_window or config.attention.window  # of the long-range suite
+    # of the long-range suite, which other tasks than perplexity may be of
+    asked = any(not is_perplexity(task) for task in config.eval.tasks)
+    window = (config.eval.suite_window or config.attention.window) if asked else None
     trainer = config.trainer
     precision = choose_precision(trainer.precision, trainer.accelerator, config.regime.trains("all"))
     return config.model, config.data, evaluation, window, precision, config.seed, config.assets
