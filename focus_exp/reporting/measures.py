@@ -285,5 +285,5 @@ def _arms(record: Record) -> Subjects:
     for arm in record.arms:
         yield (
             {"arm": arm.name, "error": arm.error},
-            [Number("parameters", arm.trainable_parameters if arm.steps else 0)],
+            [Number("parameters", arm.trainable_parameters if arm.tokens_seen else 0)],
         )
