@@ -15,7 +15,7 @@ TOP_LEVEL = {
     *("conf", "focus_exp", "runs", "tests", ".ci"),
     *("Makefile", "pyproject.toml", "constraints.txt", "README.md", "LICENSE", ".gitignore"),
 }
-FOUNDATION = {"errors", "storage", "assets", "config", "config_attention", "config_jobs", "checks"}
+FOUNDATION = {"errors", "storage", "assets", "config", "config_attention", "config_jobs", "config_hash", "checks"}
 MAY_IMPORT = {
     "attention": set(),
     "errors": set(),
@@ -24,6 +24,7 @@ MAY_IMPORT = {
     "config": {*FOUNDATION, "attention"},
     "config_attention": {"errors", "attention"},
     "config_jobs": {"attention"},
+    "config_hash": {"config"},
     "checks": {*FOUNDATION, "attention"},
     "records": FOUNDATION,
     "reporting": {*FOUNDATION, "records"},

@@ -11,7 +11,8 @@ from omegaconf import OmegaConf
 from transformers import PreTrainedModel
 
 from focus_exp.checks import parse
-from focus_exp.config import config_hash, register_schemas
+from focus_exp.config import register_schemas
+from focus_exp.config_hash import config_hash
 from focus_exp.models.attach import attach
 from focus_exp.models.attached import is_trainable
 from focus_exp.models.modules import attached_methods

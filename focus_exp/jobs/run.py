@@ -24,7 +24,8 @@ from pytorch_lightning.loggers import CSVLogger, Logger, WandbLogger
 from rich.console import Console
 
 from focus_exp.assets import Provenance
-from focus_exp.config import Config, config_hash, to_dict
+from focus_exp.config import Config, to_dict
+from focus_exp.config_hash import config_hash
 from focus_exp.errors import Interrupted, UserError, first_line
 from focus_exp.records.comparison import RECORD, load_metrics, with_arms
 from focus_exp.records.environment import environment

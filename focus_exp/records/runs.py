@@ -3,7 +3,8 @@
 from dataclasses import dataclass
 from pathlib import Path
 
-from focus_exp.config import Config, config_hash
+from focus_exp.config import Config
+from focus_exp.config_hash import config_hash
 from focus_exp.records.record import Record
 from focus_exp.storage import is_held
 

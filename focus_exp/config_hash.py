@@ -1,0 +1,53 @@
+"""The name of a configuration: what two runs share that compute the same."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import MISSING, fields, is_dataclass
+from pathlib import Path
+from typing import Any
+
+from focus_exp.config import Config
+
+# keys that change where or how a run is reported, but not what it computes
+NOT_HASHED = (
+    *("job", "arm", "overwrite", "runs_dir", "cache_dir", "logger", "adapter"),
+    *("report", "plan", "reproduce", "scale", "sweep"),
+)
+MODEL_NOT_HASHED = ("dtype", "paper")
+TRAINER_NOT_HASHED = (
+    *("name", "log_every", "progress", "checkpoint_every", "keep_checkpoints", "probe_every"),
+    *("strategy", "devices", "num_nodes", "cpu_offload"),
+)
+
+
+def config_hash(config: Config) -> str:
+    """Eight hex digits of everything that decides what the run computes.
+
+    What stands at the schema's default is left out, so a key that is new tomorrow leaves the runs of today their names;
+    for the same reason a default, once released, must not change its meaning.
+    """
+    values = {key: value for key, value in chosen(config).items() if key not in NOT_HASHED}
+    values["model"] = {key: value for key, value in values["model"].items() if key not in MODEL_NOT_HASHED}
+    values["trainer"] = {key: value for key, value in values["trainer"].items() if key not in TRAINER_NOT_HASHED}
+    if values["attention"].get("seed") == config.seed:
+        del values["attention"]["seed"]
+    if config.adapter:  # whose place says nothing of what is in it
+        values["adapter"] = [hashlib.sha256(p.read_bytes()).hexdigest() for p in Path(config.adapter).glob("*.safe*")]
+    return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()[:8]
+
+
+def chosen(config: Any) -> dict[str, Any]:
+    """The values that differ from their schema's defaults."""
+    values = {}
+    for item in fields(config):
+        value = getattr(config, item.name)
+        default = item.default if item.default_factory is MISSING else item.default_factory()
+        if is_dataclass(value):
+            values[item.name] = chosen(value)
+        elif isinstance(value, dict):
+            values[item.name] = {key: chosen(part) if is_dataclass(part) else part for key, part in value.items()}
+        elif value != default:
+            values[item.name] = value
+    return {key: value for key, value in values.items() if value != {}}
