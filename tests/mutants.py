@@ -30,7 +30,8 @@ FAULTS: dict[str, list[tuple[str, ...]]] = {
         ("self.gather(tokens, assignment, sequence)", "pass", "stability"),
     ],
     "attention/dual.py": [
-        ("query_groups=torch.stack(of_heads, 1)", "query_groups=torch.stack(of_heads[::-1], 1)", "dual"),
+        ("return torch.stack(found, 1)", "return torch.stack(found[::-1], 1)", "dual"),
+        ("least = thresholds[k - 1]", "least = thresholds[k - 2]", "dual"),
         ("x = (part - self.mean) / self.scale", "x = part - self.mean", "dual dual_fit"),
         ("times = self.heads if selection.query_groups is None else 1", "times = 1", "dual"),
         ("self.gate_steepness / 2 if trained", "self.gate_steepness if trained", "dual"),
@@ -155,8 +156,13 @@ FAULTS: dict[str, list[tuple[str, ...]]] = {
         ),
     ],
     "training/curves.py": [
+        ("if method.by_query:", "if False:", "dual_fit"),
         ("gone / (1 - mass).clamp(min=1e-3)", "gone", "dual_fit"),
         ("members[:, :sinks] = 0", "pass", "dual_fit"),
+    ],
+    "training/encoder_fit.py": [
+        ("loss = (expected.exp() - worth * expected).mean()", "loss = (expected.exp() - expected).mean()", "dual_fit"),
+        ("* promises.shape[1]]", "* (promises.shape[1] // 2)]", "dual"),
     ],
     "training/budget.py": [("if cost <= left:", "if True:", "dual_fit")],
     "storage.py": [
