@@ -333,3 +333,10 @@ def test_the_probe_is_the_base_models_own_attention(tiny_model):
     probes = {i: ImportanceProbe(m.shape, m.window, m.sinks) for i, m in attached_methods(model).items()}
     with torch.no_grad(), swapped(model, probes):
         torch.testing.assert_close(model(tokens).logits, expected, rtol=1e-5, atol=1e-5)
+
+
+def test_where_a_query_reads_all_groups_there_is_nothing_to_make_even(tiny_model):
+    model = dual(tiny_model("llama"), top_k=GROUPS)
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    rebalance(model, random_blocks(1), FLOAT32)
+    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())

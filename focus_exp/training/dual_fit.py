@@ -104,9 +104,10 @@ def rebalance(model: PreTrainedModel, blocks: list[Tensor], precision: Precision
     for hook in hooks:
         hook.remove()
     for layer, method in duals_of(model).items():
-        keys, promises = (torch.cat(parts, 1) for parts in found[layer])
-        balance(method, keys)
-        set_thresholds(method, promises)
+        keys, promises = found[layer]
+        if keys:  # none where a query reads all groups
+            balance(method, torch.cat(keys, 1))
+            set_thresholds(method, torch.cat(promises, 1))
 
 
 def row(layer: int, found: Curves, reads: list[int]) -> FitRow:
