@@ -67,8 +67,8 @@ class NearOptions(Options):
 class FitOptions(Options):
     """How a method is fitted to the base model before any phase trains it; the method itself takes none of it."""
 
-    fit_blocks: int = option(44, "blocks of text whose pairs it is fitted to first; 0: none", least=0)
-    fit_held_out: int = option(4, "of those, blocks on which the fit is measured, and a budget decided", least=1)
+    fit_blocks: int = option(64, "blocks of text whose pairs it is fitted to first; 0: none", least=0)
+    fit_held_out: int = option(16, "of those, blocks on which the fit is measured, and a budget decided", least=1)
     fit_steps: int = option(600, "steps of a layer's fit", least=4)
 
 
