@@ -72,9 +72,7 @@ def validate(config: Config) -> None:
         raise UserError(f"adapter={config.adapter} is for job=evaluate; add job=evaluate, or leave adapter out")
     validate_attention(config)
     validate_regime(config)
-    for k in config.generate.top_k if config.has_router else []:
-        if not 1 <= k <= config.focus.groups:
-            raise UserError(f"generate.top_k holds {k}; use 1 to attention.groups={config.focus.groups}")
+    validate_generate(config)
     if config.data.source == "files" and not config.data.files:
         raise UserError("data=files needs data.files=<folder or glob of text files>")
     if config.data.source == "hub" and not config.data.hub_id:
@@ -90,6 +88,19 @@ def validate_tasks(tasks: list[str]) -> None:
             raise UserError(f"eval.tasks holds {task}; give its length as a whole number, such as {kind}@1024")
         if tasks.count(task) > 1:
             raise UserError(f"eval.tasks holds {task} more than once; leave it out once")
+
+
+def validate_generate(config: Config) -> None:
+    dual, asked = config.dual, config.generate.top_k
+    if asked and dual and (dual.budget is not None or dual.pairs is not None):
+        raise UserError(
+            f"generate.top_k={asked} does not go with a budget, which says how many groups each head reads; leave "
+            "generate.top_k empty, or attention.pairs and attention.budget out"
+        )
+    groups = dual.groups if dual else config.focus.groups if config.has_router else None
+    for k in asked if groups else []:
+        if not 1 <= k <= groups:
+            raise UserError(f"generate.top_k holds {k}; use 1 to attention.groups={groups}")
 
 
 def validate_attention(config: Config) -> None:

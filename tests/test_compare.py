@@ -161,26 +161,32 @@ def test_an_interrupted_comparison_goes_on_with_the_arm_it_was_at(tmp_path, monk
     assert all(arm.status == "finished" for arm in records(tmp_path)[None].arms)
 
 
+@pytest.fixture
+def scored(monkeypatch):
+    """What was scored, by its name."""
+    real, labels = quality.score, []
+
+    def counting(model, blocks, indices, batch_size, precision, label):
+        labels.append(label)
+        return real(model, blocks, indices, batch_size, precision, label)
+
+    monkeypatch.setattr(quality, "score", counting)
+    return labels
+
+
 @pytest.mark.slow
-def test_arms_of_a_sweep_are_those_of_the_comparison(tmp_path):
+def test_arms_of_a_sweep_are_those_of_the_comparison(tmp_path, scored):
     swept = run("-m", *settings(tmp_path), "arm=focus,lora,window", "hydra/launcher=basic")
     assert swept.code == 0, swept.err
     alone = records(tmp_path)
-    assert set(alone) == set(ARMS)
+    assert set(alone) == set(ARMS) and scored.count("base, full attention") == 1
     gathered = run(*settings(tmp_path))
     assert "finished already: focus, lora, window" in gathered.out
     assert [row.nll for row in records(tmp_path)[None].rows[1:]] == [answer(alone[name]).nll for name in ARMS]
 
 
 @pytest.mark.slow
-def test_the_base_is_measured_once_for_all_arms_that_share_it(tmp_path, monkeypatch):
-    real, scored = quality.score, []
-
-    def counting(model, blocks, indices, batch_size, precision, label):
-        scored.append(label)
-        return real(model, blocks, indices, batch_size, precision, label)
-
-    monkeypatch.setattr(quality, "score", counting)
+def test_the_base_is_measured_once_for_all_arms_that_share_it(tmp_path, scored):
     # what is asked of the routed model alone is no reason to measure the base again
     wider, longer = [*ARMS["focus"], "eval.top_k=[2]"], [*ARMS["window"], "eval.window=48"]
     other = {**ARMS, "wider": wider, "narrow": [*ARMS["window"], "attention.window=4"], "longer": longer}

@@ -47,6 +47,19 @@ def test_two_encoders_write_too_fitted_here_or_read_from_an_adapter(tmp_path, bu
     assert [row.text for row in record_of(tmp_path / "read").continuations] == [row.text for row in rows]
 
 
+def test_two_encoders_write_with_other_numbers_of_groups_too(tmp_path):
+    fit = ["attention.fit_blocks=2", "attention.fit_held_out=1", "attention.fit_steps=4", "attention.groups=4"]
+    dual = fitting(*tiny(tmp_path), "attention=focus_dual", "regime=none", *fit, "generate.top_k=[1,4]")
+    assert run(*dual, "job=generate").code == 0
+    _, full, one, everything = record_of(tmp_path).continuations[:4]
+    assert (one.attention, everything.attention) == ("focus_dual k=1", "focus_dual k=4")
+    assert everything.text == full.text and one.read < everything.read == full.read
+
+    for setting, said in (("generate.top_k=[5]", "use 1 to"), ("attention.pairs=0.2", "does not go with a budget")):
+        refused = run(*dual, "job=generate", setting)
+        assert refused.code == 2 and said in refused.err
+
+
 def test_the_bases_loss_is_that_of_the_text(tmp_path, monkeypatch):
     real, seen = Generation.base_nll, []
 

@@ -74,11 +74,12 @@ class Generation:
 
     @cached_property
     def hard(self) -> dict[str, int | None]:
-        """The groups that a query asks, by the name of the row."""
+        """The groups that a query asks, by the name of the row; None: what each head was given."""
+        reach = self.config.generate.top_k
         if dual := self.config.dual:
-            return {dual.name: None if dual.budget or dual.pairs else dual.top_k}
+            return {f"{dual.name} k={k}": k for k in reach} or {dual.name: None}
         attention = self.config.focus
-        reach = self.config.generate.top_k or range(1, attention.groups + 1)
+        reach = reach or list(range(1, attention.groups + 1))
         return {hard_name(k, attention.pair_rule): k for k in reach}
 
     def book(self, number: int, prompt: Tensor, rest: Tensor) -> Continuation:

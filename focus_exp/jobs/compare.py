@@ -40,7 +40,7 @@ def compare(config: Config) -> None:
     configs = compose_arms(config)
     print(f"{config.experiment}: {len(configs)} arms, seed {config.seed}: {', '.join(configs)}")
     if config.arm:
-        errors = run_arms(configs)
+        errors = run_arms(configs, others=compose_arms(replace(config, arm=None)))
         if config.arm in errors:
             raise UserError(f"arm {config.arm} failed: {errors[config.arm]}")
         return
@@ -73,8 +73,14 @@ def compare_all(config: Config, configs: dict[str, Config]) -> None:
         compare_arms(run.record, run.folder, config.against)
 
 
-def run_arms(configs: dict[str, Config], comparison: Run | None = None) -> dict[str, str]:
-    """Run each in turn, as the page of the `comparison` says; returns the reasons of those that failed."""
+def run_arms(
+    configs: dict[str, Config], comparison: Run | None = None, others: dict[str, Config] | None = None
+) -> dict[str, str]:
+    """Run each in turn, as the page of the `comparison` says; returns the reasons of those that failed.
+
+    They take the scores of the base from one another, or from `others`.
+    """
+    others = configs if others is None else others
     errors: dict[str, str] = {}
     to_run = {name: config for name, config in configs.items() if config.overwrite or not finished_record(config)}
     if len(to_run) < len(configs):
@@ -86,7 +92,7 @@ def run_arms(configs: dict[str, Config], comparison: Run | None = None) -> dict[
         if comparison:
             comparison.now = f"arm {done + 1} of {len(to_run)}: {name}"
             comparison.save()
-        share_base(config, [other for other in configs.values() if finished_record(other)])
+        share_base(config, [other for other in others.values() if finished_record(other)])
         try:
             (evaluate if config.adapter else train)(config)
         except (OSError, InUse):  # a full disk fails every arm; who holds one arm's folder may run the others too

@@ -32,7 +32,8 @@ def speed_findings(record: Record) -> Iterator[str]:
         for row in each.timed:
             other, slow = quickest(row, each.timed) or (None, None)
             yield from tell("above_bound", [row], series=each, opening=OPENINGS[each.clock], other=other, slowdown=slow)
-    longest = {setting(line.case): line for line in timings(record, "attention") if line.overhead is not None}
+    split = [line for line in timings(record, "attention") if line.overhead is not None]
+    longest = {setting(line.case): line for line in split if not keeps_every_pair(line.case)}
     for key, line in longest.items():
         yield say("overhead", line=line, name=label(record, key))
     yield from _memory(record)

@@ -6,6 +6,7 @@ Runs which differ in their budget alone share one fit.
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import asdict, fields
 from pathlib import Path
 
@@ -97,12 +98,11 @@ def rebalance(model: PreTrainedModel, blocks: list[Tensor], precision: Precision
 
         return note
 
-    hooks = [m.key_encoder.register_forward_hook(noting(layer, m)) for layer, m in duals_of(model).items()]
-    with precision.context():
+    with ExitStack() as hooks, precision.context():
+        for layer, method in duals_of(model).items():
+            hooks.callback(method.key_encoder.register_forward_hook(noting(layer, method)).remove)
         for tokens in tqdm(blocks, desc="balancing groups", unit="block", leave=False, disable=None):
             model(input_ids=tokens[None].to(model.device), use_cache=False, logits_to_keep=1)
-    for hook in hooks:
-        hook.remove()
     for layer, method in duals_of(model).items():
         keys, promises = found[layer]
         if keys:  # none where a query reads all groups
