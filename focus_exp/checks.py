@@ -97,7 +97,7 @@ def validate_generate(config: Config) -> None:
             f"generate.top_k={asked} does not go with a budget, which says how many groups each head reads; leave "
             "generate.top_k empty, or attention.pairs and attention.budget out"
         )
-    groups = dual.groups if dual else config.focus.groups if config.has_router else None
+    groups = dual.groups if dual else config.focus.groups if config.has_router else 0
     for k in asked if groups else []:
         if not 1 <= k <= groups:
             raise UserError(f"generate.top_k holds {k}; use 1 to attention.groups={groups}")
