@@ -123,6 +123,9 @@ class EvalConfig:
         [], "groups that a query reaches, measured beside attention.top_k; empty: all of them", least=1
     )
     pair_rules: list[str] = option([], "rules measured beside attention.pair_rule", choices=PAIR_RULES)
+    adapters: list[str] = option(
+        [], "of other runs, or owner/name on the hub: measured on the same windows as a router, as rows beside it"
+    )
     tasks: list[str] = option(
         [],
         "measured after these windows: tasks of lm-eval, of the long-range suite (passkey, or passkey@1024 "

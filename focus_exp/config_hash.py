@@ -33,9 +33,16 @@ def config_hash(config: Config) -> str:
     values["trainer"] = {key: value for key, value in values["trainer"].items() if key not in TRAINER_NOT_HASHED}
     if values["attention"].get("seed") == config.seed:
         del values["attention"]["seed"]
-    if config.adapter:  # whose place says nothing of what is in it
-        values["adapter"] = [hashlib.sha256(p.read_bytes()).hexdigest() for p in Path(config.adapter).glob("*.safe*")]
+    if config.adapter:
+        values["adapter"] = content(config.adapter)
+    if config.eval.adapters:
+        values["eval"]["adapters"] = [content(adapter) for adapter in config.eval.adapters]
     return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()[:8]
+
+
+def content(adapter: str) -> list[str]:
+    """What an adapter holds, of which its place says nothing."""
+    return [hashlib.sha256(path.read_bytes()).hexdigest() for path in Path(adapter).glob("*.safe*")]
 
 
 def chosen(config: Any) -> dict[str, Any]:

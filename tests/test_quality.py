@@ -1,11 +1,12 @@
 """The quality table's rows: what each keeps, what it is compared with, and that an interruption loses nothing."""
 
+import shutil
 from collections.abc import Callable
 
 import numpy as np
 import pytest
 import torch
-from running import attention_of
+from running import attention_of, fitting, only_run, record_of, router_steps, run, tiny
 
 from focus_exp import config as schema
 from focus_exp import set_routing
@@ -18,6 +19,8 @@ from focus_exp.jobs.train import attach_method
 from focus_exp.models.attached import observed
 from focus_exp.models.modules import attached_methods
 from focus_exp.records.answers import keeps_everything
+from focus_exp.records.record import Record
+from focus_exp.records.rows import Row
 from focus_exp.training.precision import choose_precision
 
 T, WINDOW, SINKS, GROUPS = 96, 6, 2, 3
@@ -275,3 +278,39 @@ def test_a_method_that_reads_the_future_is_named_so(measure):
 
 def test_windows_are_spread_over_the_split(measure):
     assert measure().indices == [1, 3, 5, 7, 9]
+
+
+def test_adapters_of_other_runs_are_rows_of_the_same_table(tmp_path):
+    fit = ["attention.fit_blocks=2", "attention.fit_held_out=1", "attention.fit_steps=4", "attention.groups=4"]
+    dual = fitting(*tiny(tmp_path, "other"), "attention=focus_dual", "regime=none", *fit)
+    assert run(*dual).code == 0
+    other = Record.load(next((tmp_path / "other").rglob("record.json")))
+    (beside,) = (tmp_path / "other").rglob("adapter")
+    retrofit = [*tiny(tmp_path), router_steps(2), "eval.top_k=[1]", f"eval.adapters=['{beside}','{beside}']"]
+    assert run(*retrofit).code == 0
+    rows = {row.name: row for row in record_of(tmp_path / "runs").rows}
+    expected = {row.name: row for row in other.rows}
+    for name in ("focus_dual", f"focus_dual, {beside.parent.name}"):
+        found = rows[name]
+        assert (found.kind, found.nll, found.pairs_removed) == ("control", *of(expected["focus_dual"]))
+        assert found.delta_vs_hard is not None and found.delta_vs_hard != 0
+    assert rows["base, full attention"].nll == expected["base, full attention"].nll
+    # what stood there before stands there again
+    assert list(rows)[1:3] == ["Focus soft", "Focus hard k=1"]
+
+    # the place of an adapter is no part of a run's name, what it holds is
+    moved = tmp_path / "moved"
+    shutil.copytree(beside, moved)
+    assert run(*retrofit[:-1], f"eval.adapters=['{moved}','{moved}']").code == 0
+    assert only_run(tmp_path / "runs")
+
+
+def of(row: Row) -> tuple[float | None, float | None]:
+    return row.nll, row.pairs_removed
+
+
+def test_an_adapter_of_another_base_is_refused_before_anything_is_trained(tmp_path):
+    assert run(*tiny(tmp_path, "other"), router_steps(1), "seed=1").code == 0
+    (beside,) = (tmp_path / "other").rglob("adapter")
+    refused = run(*tiny(tmp_path), f"eval.adapters=['{beside}']")
+    assert refused.code == 2 and "belongs to" in refused.err and "steps" not in refused.out.split("run folder")[1]

@@ -25,7 +25,7 @@ from focus_exp.evaluation.groups_pairs import describe_cut, write_passage
 from focus_exp.evaluation.groups_passage import cut_passage
 from focus_exp.evaluation.groups_words import CLASSES, TAGGER, read_passage, shown
 from focus_exp.evaluation.statistics import window_means, window_sums
-from focus_exp.models.adapter import load_adapter, read_description
+from focus_exp.models.adapter import load_adapter, name_of, read_description
 from focus_exp.models.attach import detach
 from focus_exp.models.attached import attachment_of, disabled, set_routing, swapped
 from focus_exp.models.modules import attached_methods
@@ -201,9 +201,3 @@ class GroupAnalysis:
 def letter(number: int) -> str:
     """A to Z, then A1 and so on: groups have no order, and a number would suggest one."""
     return string.ascii_uppercase[number % 26] + (str(number // 26) if number >= 26 else "")
-
-
-def name_of(folder: str) -> str:
-    """Of the run that an adapter comes from."""
-    path = Path(folder)
-    return path.parent.name if path.name == "adapter" else path.name

@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 from focus_exp.attention.selection import Selection, Sequence, count_pairs
 from focus_exp.config import Config
 from focus_exp.data import Blocks
-from focus_exp.errors import first_line
+from focus_exp.errors import UserError, first_line
 from focus_exp.evaluation.controls import (
     BASE,
     RANDOM_GROUPS,
@@ -28,6 +28,7 @@ from focus_exp.evaluation.controls import (
 from focus_exp.evaluation.outcomes import slug
 from focus_exp.evaluation.perplexity import PairShares, Scores, read_scores, score, write_scores
 from focus_exp.evaluation.statistics import by_position, mean, window_means, window_sums
+from focus_exp.models.adapter import methods_of_adapter, name_of, read_description
 from focus_exp.models.attached import causal_assignment, disabled, is_causal, observed, set_routing, swapped
 from focus_exp.models.lora import describe_lora
 from focus_exp.records.losses import Losses
@@ -100,6 +101,7 @@ class Quality:
             self.hard, self.group_shares = column(self.rows[-1]), scores.pairs.groups
             if self.config.eval.controls:
                 self.measure_controls(scores.pairs)
+        self.measure_adapters()
         for groups in (groups for groups in hard if groups != own):
             self.measure_hard(*groups)
         self.soft = column(self.rows[-1]) if self.measure_soft() else None
@@ -156,6 +158,21 @@ class Quality:
         for row, replacements in controls:
             with swapped(self.model, replacements):
                 self.add(row)
+
+    def measure_adapters(self) -> None:
+        """What other runs left, in place of the router."""
+        for folder in self.config.eval.adapters:
+            method = read_description(folder)["method"]
+            named = any(row.name == method for row in self.rows)
+            row = control(f"{method}, {name_of(folder)}" if named else method, method)
+            try:
+                methods = methods_of_adapter(self.model, folder)
+            except UserError as error:  # of a base that was trained meanwhile
+                self.rows.append(replace(row, error=first_line(error)))
+                continue
+            with swapped(self.model, methods):
+                set_routing(self.model, hard=True)
+                self.add(replace(row, causal=is_causal(self.model)))
 
     @torch.no_grad()
     def layer_sequences(self) -> list[Sequence]:

@@ -85,7 +85,9 @@ def share_base(config: Config, others: list[Config]) -> None:
 
 def same_base(config: Config) -> tuple[object, ...]:
     """What the scores of a model with nothing attached depend on."""
-    evaluation = replace(config.eval, controls=True, top_k=[], pair_rules=[], request_batch_size=1, batch_size=1)
+    evaluation = replace(
+        config.eval, controls=True, top_k=[], pair_rules=[], adapters=[], request_batch_size=1, batch_size=1
+    )
     # of the long-range suite, which other tasks than perplexity may be of
     asked = any(not is_perplexity(task) for task in config.eval.tasks)
     window = (config.eval.suite_window or config.attention.window) if asked else None

@@ -35,7 +35,7 @@ from focus_exp.jobs.backend import check_backend, dense_training, set_backend
 from focus_exp.jobs.base import make_base, with_base
 from focus_exp.jobs.run import Run, already_finished, open_run
 from focus_exp.jobs.tune import last_rate, tuned
-from focus_exp.models.adapter import save_adapter
+from focus_exp.models.adapter import read_adapter, save_adapter
 from focus_exp.models.attach import attach
 from focus_exp.models.attached import attachment_of, freeze, is_causal, is_trainable
 from focus_exp.models.load import LoadedModel, fingerprint, load_model, whole
@@ -129,6 +129,8 @@ def prepare(
     blocks = Blocks(corpus.train, config.data.block_size, bos=bos, cross_documents=True)
     check_backend(model, config.attention.backend)
     freeze(model, "router")
+    for adapter in config.eval.adapters:  # what is wrong with them is known before the hours of training
+        read_adapter(model, adapter)
     quality = Quality(model, windows, config, precision, run.folder / "evaluation")
     benchmarks = Benchmarks(model, loaded.tokenizer, windows, config, precision, run.folder / "benchmarks")
     return model, Evaluation(quality, benchmarks), blocks

@@ -15,7 +15,8 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from focus_exp.assets import ADAPTER_FILES, adapter_folder
-from focus_exp.attention.registry import find
+from focus_exp.attention.method import AttentionMethod
+from focus_exp.attention.registry import build, find
 from focus_exp.errors import UserError, first_line
 from focus_exp.models.attach import attach, detach
 from focus_exp.models.attached import attachment_of, is_causal, set_routing
@@ -114,6 +115,12 @@ def read_description(folder: str | Path) -> dict[str, Any]:
     return description
 
 
+def name_of(folder: str | Path) -> str:
+    """Of the run that an adapter comes from."""
+    path = Path(folder)
+    return path.parent.name if path.name == "adapter" else path.name
+
+
 def check_types(values: dict[str, Any], kinds: dict[str, type]) -> None:
     """KeyError or TypeError where a value is missing, or not exactly of its type."""
     for name, kind in kinds.items():
@@ -127,6 +134,35 @@ def load_adapter(model: PreTrainedModel, folder: str | Path, *, hard: bool = Tru
     `folder` may be an adapter on the hub: owner/name, or owner/name@revision.
     UserError when the adapter was trained for other base weights, or its files are damaged; then nothing is attached.
     """
+    description, tensors = read_adapter(model, folder)
+    try:
+        attach(model, description["method"], layers=description["layers"], **description["options"])
+    except UserError as error:
+        raise UserError(f"the adapter in {folder} cannot be attached: {error}") from error
+    try:
+        fill(attached_methods(model), tensors, folder)
+    except UserError:
+        detach(model)
+        raise
+    return set_routing(model, hard=hard)
+
+
+def methods_of_adapter(model: PreTrainedModel, folder: str | Path) -> dict[int, AttentionMethod]:
+    """What `save_adapter` wrote, by layer, to stand where another method is attached to `model`.
+
+    UserError as of `load_adapter`, and where the adapter is of other layers than the attached method.
+    """
+    description, tensors = read_adapter(model, folder)
+    attached = attached_methods(model)
+    if sorted(description["layers"]) != sorted(attached):
+        raise UserError(f"the adapter in {folder} is of other layers than {attachment_of(model).method} is attached to")
+    methods = {i: build(description["method"], m.shape, **description["options"]).eval() for i, m in attached.items()}
+    fill(methods, tensors, folder)
+    return methods
+
+
+def read_adapter(model: PreTrainedModel, folder: str | Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """Description and numbers of an adapter of this base."""
     folder = adapter_folder(folder)
     description = read_description(folder)
     wanted, found = description["base_model"], fingerprint(model)
@@ -143,18 +179,18 @@ def load_adapter(model: PreTrainedModel, folder: str | Path, *, hard: bool = Tru
             raise ValueError(f"{spoilt[0]} holds NaN")
     except (OSError, ValueError, SafetensorError) as error:
         raise UserError(f"{path} is missing or damaged ({error}); copy the adapter again") from None
+    return description, tensors
+
+
+def fill(methods: dict[int, AttentionMethod], tensors: dict[str, Tensor], folder: str | Path) -> None:
+    """Give methods by layer their numbers; UserError unless each finds its own, and none is left."""
     try:
-        attach(model, description["method"], layers=description["layers"], **description["options"])
-    except UserError as error:
-        raise UserError(f"the adapter in {folder} cannot be attached: {error}") from error
-    try:
-        for index, method in attached_methods(model).items():
+        for index, method in methods.items():
             prefix = f"layers.{index}."
             names = [name for name in tensors if name.startswith(prefix)]
             method.load_state_dict({name.removeprefix(prefix): tensors.pop(name) for name in names})
         if tensors:
             raise RuntimeError(f"unexpected {', '.join(tensors)}")
     except RuntimeError as error:
-        detach(model)
+        path = adapter_folder(folder) / WEIGHTS
         raise UserError(f"{path} does not fit its own description ({error}); copy the adapter again") from None
-    return set_routing(model, hard=hard)
