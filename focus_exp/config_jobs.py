@@ -78,7 +78,7 @@ class ReproduceConfig:
     tables: dict[str, list[str]] = option(
         {},
         "in the order in which they run: table -> overrides of the command that makes it; of these, "
-        "`adapter=@name` takes the adapter that the table `name` left",
+        "`adapter=@name` takes the adapter that the table `name` left, or @name.arm that of an arm",
     )
     minutes: dict[str, float] = option({}, "about, at scale=embedded on 2 CPU cores")
     only: list[str] = option([], "of these tables; empty: all")

@@ -85,6 +85,22 @@ def test_a_comparison_of_an_adapter_is_found_again_and_published(tmp_path):
 
 
 @pytest.mark.slow
+def test_an_arm_leaves_an_adapter_for_other_tables(tmp_path):
+    tables = {
+        "compared": ["job=compare", "+arms.k_1=[]", "+arms.window=['attention=window','regime=none']", *ROUTER],
+        "beside": [*ROUTER, "attention.sinks=2", "eval.adapters=[@compared.k_1]"],
+    }
+    assert reproduce(tmp_path, **tables).code == 0
+    (record,) = [
+        found
+        for path in (tmp_path / "runs").rglob("record.json")
+        if (found := Record.load(path)).setting("attention", "sinks") == 2
+    ]
+    assert [row.error for row in record.rows if row.name == "focus"] == [None]
+    assert "2 tables, 2 finished already" in reproduce(tmp_path, **tables).out
+
+
+@pytest.mark.slow
 def test_a_record_that_a_table_still_makes_stays_though_its_run_is_gone(tmp_path):
     tables = {"router": ROUTER, "longer": ["regime.steps=3", "regime.warmup_steps=1"]}
     assert "2 runs published" in reproduce(tmp_path, "reproduce.publish=true", **tables).out
@@ -112,9 +128,10 @@ def test_a_table_that_there_is_not_is_refused(tmp_path):
     assert result.code == 2 and "has no table longest" in result.err and "did you mean longer?" in result.err
 
 
-def test_an_adapter_of_no_table_is_refused_before_anything_runs(tmp_path):
-    result = reproduce(tmp_path, router=ROUTER, again=["job=evaluate", "adapter=@nothing"])
-    assert result.code == 2 and "no table nothing" in result.err
+@pytest.mark.parametrize(("asked", "said"), [("nothing", "no table nothing"), ("router.arm", "router has no arm arm")])
+def test_an_adapter_of_no_table_is_refused_before_anything_runs(tmp_path, asked, said):
+    result = reproduce(tmp_path, router=ROUTER, again=["job=evaluate", f"adapter=@{asked}"])
+    assert result.code == 2 and said in result.err
     assert not list(tmp_path.rglob("record.json"))
 
 

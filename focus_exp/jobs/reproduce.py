@@ -30,7 +30,7 @@ from focus_exp.records.environment import commit, unknown_commit
 from focus_exp.reporting.gather import QUICK
 from focus_exp.reporting.published import publish
 
-OF_TABLE = re.compile(r"@(\w+)")
+OF_TABLE = re.compile(r"@(\w+)(?:\.(\w+))?")  # a table, or an arm of it
 TIMED = "embedded"  # the scale whose minutes the configuration says
 
 
@@ -94,10 +94,14 @@ def overrides_of(table: list[str], config: Config) -> list[str]:
     ]
 
     def adapter(found: re.Match[str]) -> str:
-        source = config.reproduce.tables.get(found[1])
-        if source is None:
-            raise UserError(f"reproduce.tables has no table {found[1]}, whose adapter {found[0]} asks for")
-        folder = run_folder(composed(overrides_of(source, config)))
+        table, arm = found.groups()
+        if table not in config.reproduce.tables:
+            raise UserError(f"reproduce.tables has no table {table}, whose adapter {found[0]} asks for")
+        overrides = overrides_of(config.reproduce.tables[table], config)
+        made = composed(overrides)
+        if arm is not None and arm not in made.arms:
+            raise UserError(f"table {table} has no arm {arm}, whose adapter {found[0]} asks for")
+        folder = run_folder(made if arm is None else compose_arm(made, arm, overrides))
         return f"{folder}/adapter".replace("=", "\\=")
 
     return [*(OF_TABLE.sub(adapter, override) for override in table), *shared]
