@@ -126,6 +126,20 @@ def test_parts_merged_are_the_oracle(kernel, dtype, tolerance, problem):
         assert (mine - exact).norm() <= tolerance * max(exact.norm(), least)
 
 
+@pytest.mark.parametrize("kernel", [KERNELS["cpu-flash"], KERNELS["math"]], ids=name_of)
+@given(problem=problems())
+@settings(max_examples=20)
+def test_several_threads_give_the_very_numbers_of_one(kernel, problem):
+    problem.options["surrogate"] = 1.0
+    alone = problem.run(sparse_attention, torch.float32, kernel)
+    torch.set_num_threads(3)
+    try:
+        together = problem.run(sparse_attention, torch.float32, kernel)
+    finally:
+        torch.set_num_threads(1)
+    assert all(map(torch.equal, together, alone))
+
+
 @pytest.mark.parametrize(
     "attention", [(sparse_attention, KERNELS["cpu-flash"]), (blocked_attention,)], ids=["cpu-flash", "masked"]
 )
@@ -160,7 +174,7 @@ def test_every_kept_pair_is_in_one_call(problem):
     seen, index = torch.zeros(rows, rows), torch.arange(rows)
     for part in parts(tokens, window):
         keys = rows_of(index, part.keys)
-        for queries, calls in part.blocks:
+        for queries, calls, _ in part.blocks:
             asking = rows_of(index, queries).reshape(len(keys), -1)
             for few, some, drop in calls:
                 for number, (i, j) in enumerate(zip(asking[:, few], keys[:, some], strict=True)):

@@ -56,15 +56,20 @@ class Call(NamedTuple):
 
 
 class Block(NamedTuple):
-    """Queries as rows of the flattened batch, `t` for each block of keys, and their calls; the first has them all."""
+    """Queries as rows of the flattened batch, `t` for each block of keys, and their calls; the first has them all.
+
+    first: no part of a group before this one has any of its queries.
+    """
 
     queries: Tensor | slice
     calls: list[Call]
+    first: bool = False
 
 
 @dataclass(frozen=True)
 class Part:
-    """Keys, as rows of the flattened batch `[B * T]`, that are gathered once, and the queries that read them.
+    """Keys, as rows of the flattened batch `[B * T]`, that are gathered once, and the queries that read them, which are
+    laid out as they are asked for.
 
     fresh: it has its queries first, so that there is nothing to merge with.
     gated: it holds the pairs that share a group and are not always visible.
@@ -167,14 +172,18 @@ def near_parts(tokens: Tokens, window: int, met: bool = False) -> Iterator[Part]
 
 def near_part(tokens: Tokens, window: int, queries: slice, keys: Stretches, met: bool) -> Part:
     """One call of `near_parts`: as many blocks of queries as there are stretches of keys."""
-    device, size = tokens.query_groups.device, (queries.stop - queries.start) // keys.blocks
-    i = queries.start + torch.arange(size, device=device)
-    distance = i[:, None] - (keys.first + torch.arange(keys.size, device=device))
-    drop = tokens.meet(Stretches(queries.start, keys.blocks, size, size), keys)
-    drop = (~drop if met else drop).logical_or_((distance < 0) | (distance > window))  # the same in all blocks
-    if tokens.valid is not None:
-        drop = drop | ~keys.view(tokens.valid)[:, None, :]
-    return Part(keys, [Block(queries, [Call(EVERY, EVERY, drop)])], fresh=True)
+
+    def blocks() -> Iterator[Block]:
+        device, size = tokens.query_groups.device, (queries.stop - queries.start) // keys.blocks
+        i = queries.start + torch.arange(size, device=device)
+        distance = i[:, None] - (keys.first + torch.arange(keys.size, device=device))
+        drop = tokens.meet(Stretches(queries.start, keys.blocks, size, size), keys)
+        drop = (~drop if met else drop).logical_or_((distance < 0) | (distance > window))  # the same in all blocks
+        if tokens.valid is not None:
+            drop = drop | ~keys.view(tokens.valid)[:, None, :]
+        yield Block(queries, [Call(EVERY, EVERY, drop)])
+
+    return Part(keys, blocks(), fresh=True)
 
 
 def pairs_computed(selection: Selection, sequence: Sequence, window: int, sinks: int) -> float:
@@ -185,7 +194,7 @@ def pairs_computed(selection: Selection, sequence: Sequence, window: int, sinks:
     computed = 0
     for part in parts(tokens, window):
         keys = rows_of(rows, part.keys)
-        for queries, calls in part.blocks:
+        for queries, calls, _ in part.blocks:
             asking = rows_of(rows, queries).view(len(keys), -1)
             computed += sum(asking[:, some].numel() * keys[0, seen].numel() for some, seen, _ in calls)
     return computed / (tokens.batch * tokens.length * (tokens.length + 1) // 2)
@@ -207,8 +216,8 @@ def group_parts(tokens: Tokens) -> Iterator[Part]:
         sink = sinks[number // count]
         keys = torch.cat([sink, members])  # in the order of time
         earlier = slice(0, 0 if disjoint else number % count)
-        blocks = chain(staircase(tokens, firsts, keys), staircase(tokens, others, keys, len(sink), earlier))
-        yield Part(keys, blocks, gated=True)
+        met = (block._replace(first=True) for block in staircase(tokens, firsts, keys))
+        yield Part(keys, chain(met, staircase(tokens, others, keys, len(sink), earlier)), gated=True)
 
 
 def staircase(tokens: Tokens, queries: Tensor, keys: Tensor, begin: int = 0, earlier: slice = NONE) -> Iterator[Block]:

@@ -5,7 +5,7 @@ Nothing is ever n x n, and nothing is subtracted in logsumexp space.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,8 +15,9 @@ from torch import Tensor
 
 from focus_exp.attention.heads import for_each_head
 from focus_exp.attention.kernels import Backend, Fused, Kernel, Whole
-from focus_exp.attention.parts import Part, Rows, Stretches, Tokens, near_parts, parts, rows_of
+from focus_exp.attention.parts import Block, Part, Rows, Stretches, Tokens, group_parts, near_parts, parts, rows_of
 from focus_exp.attention.selection import Selection, Sequence
+from focus_exp.attention.side_by_side import side_by_side
 
 
 @dataclass(frozen=True)
@@ -29,9 +30,6 @@ class Plan:
     scaling: float
     softcap: float | None
     surrogate: float | None
-
-    def parts(self) -> Iterator[Part]:
-        return parts(self.tokens, self.window)
 
 
 @for_each_head
@@ -93,19 +91,23 @@ class SparseAttention(torch.autograd.Function):
         precision = torch.promote_types(q.dtype, torch.float32)
         out = torch.empty(rows, heads, size, dtype=precision, device=q.device)
         lse = torch.empty(rows, heads, dtype=precision, device=q.device)
-        for part in plan.parts():
-            keys, values = rows_of(k, part.keys), rows_of(v, part.keys)
-            for queries, calls in part.blocks:
-                asking = blocks_of(q, queries, len(keys))
-                first, *others = (
-                    of_call(plan, asking[:, some], keys[:, seen], values[:, seen], drop) for some, seen, drop in calls
-                )
-                for (some, _, _), found in zip(calls[1:], others, strict=True):
-                    merge(*first, some, *found)
+
+        def attended(part: Part) -> list[tuple[Tensor | slice, Tensor, Tensor]]:
+            """What is left to merge, queries with output and logsumexp: those that a part before this one had too."""
+            left = []
+            for block, o, part_lse in of_part(plan, q, k, v, part):
                 if part.fresh:
-                    out[queries], lse[queries] = first
+                    out[block.queries], lse[block.queries] = o, part_lse
+                elif block.first:
+                    merge(out, lse, block.queries, o, part_lse)
                 else:
-                    merge(out, lse, queries, *first)
+                    left.append((block.queries, o, part_lse))
+            return left
+
+        for stage in (near_parts(plan.tokens, plan.window), group_parts(plan.tokens)):
+            for left in side_by_side(attended, stage, q.device):
+                for found in left:
+                    merge(out, lse, *found)
         if plan.tokens.valid is not None:  # padding has nothing to say, whatever a kernel made of it
             padding = ~plan.tokens.valid[:, None]
             out.masked_fill_(padding[..., None], 0.0)
@@ -131,13 +133,11 @@ class SparseAttention(torch.autograd.Function):
             tensors = widened(*tensors, asks, answers.masked_fill(sink, 0.0))
         sums = [torch.zeros(x.shape, dtype=lse.dtype, device=x.device) for x in tensors[:3]]
         backward = Backward(plan, *tensors, lse, sums)
-        for part in plan.parts():
-            backward.add(part, *((every, every) if part.gated else (own, own)))
+        backward.add(parts(plan.tokens, plan.window), lambda part: (every, every) if part.gated else (own, own))
         dg: list[Tensor | None] = [None, None]
         if gated:
             # the gated parts hold pairs in the window, which have no gate
-            for part in near_parts(plan.tokens, plan.window, met=True):
-                backward.add(part, every, added, sign=-1)
+            backward.add(near_parts(plan.tokens, plan.window, met=True), lambda part: (every, added), sign=-1)
             slope = plan.surrogate / plan.scaling  # kernels multiply the coordinates' product by the scaling
             of_asks, of_answers = sums[0][..., added].chunk(2, -1)[0], sums[1][..., added].chunk(2, -1)[1]
             of_answers = of_answers.masked_fill(sink[..., None], 0.0)
@@ -147,6 +147,19 @@ class SparseAttention(torch.autograd.Function):
             dsink = -torch.exp(sink_logits - lse) * (grad.to(lse.dtype) * out).sum(-1)
         dq, dk, dv = (total[..., own].to(x.dtype) for total, x in zip(sums, (q, k, v), strict=True))
         return dq, dk, dv, *dg, dsink, None
+
+
+def of_part(plan: Plan, q: Tensor, k: Tensor, v: Tensor, part: Part) -> Iterator[tuple[Block, Tensor, Tensor]]:
+    """Of every block of a part the output and logsumexp by the part's keys."""
+    keys, values = rows_of(k, part.keys), rows_of(v, part.keys)
+    for block in part.blocks:
+        asking = blocks_of(q, block.queries, len(keys))
+        first, *others = (
+            of_call(plan, asking[:, some], keys[:, seen], values[:, seen], drop) for some, seen, drop in block.calls
+        )
+        for (some, _, _), found in zip(block.calls[1:], others, strict=True):
+            merge(*first, some, *found)
+        yield block, *first
 
 
 def of_call(plan: Plan, q: Tensor, k: Tensor, v: Tensor, drop: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -186,12 +199,23 @@ class Backward:
     lse: Tensor
     sums: list[Tensor]
 
-    def add(self, part: Part, given: slice, wanted: slice, sign: int = 1) -> None:
-        """From the coordinates `given` of all tensors to the gradients of those `wanted`."""
+    def add(self, parts: Iterable[Part], of: Callable[[Part], tuple[slice, slice]], sign: int = 1) -> None:
+        """From the coordinates of all tensors that are given to the gradients of those wanted, both as `of` says."""
+
+        def found(part: Part) -> list[tuple[Tensor, Rows, Tensor]]:
+            given, wanted = of(part)
+            return [(total[..., wanted], rows, x[..., wanted]) for total, rows, x in self.of_part(part, given)]
+
+        for gradients in side_by_side(found, parts, self.q.device):
+            for gradient in gradients:
+                add(*gradient, sign)
+
+    def of_part(self, part: Part, given: slice) -> Iterator[tuple[Tensor, Rows, Tensor]]:
+        """To which of `sums`, and which of its rows, a part adds what, from the coordinates `given`."""
         plan = self.plan
         keys, values = (rows_of(x[..., given], part.keys) for x in (self.k, self.v))
         of_keys, of_values = (torch.zeros_like(x, dtype=self.lse.dtype) for x in (keys, values))
-        for rows, calls in part.blocks:
+        for rows, calls, _ in part.blocks:
             queries, grad, out, lse = (
                 blocks_of(x, rows, len(keys))
                 for x in (self.q[..., given], self.grad[..., given], self.out[..., given], self.lse)
@@ -207,9 +231,9 @@ class Backward:
                     (of_queries, of_keys, of_values), (few, seen, seen), gradients, strict=True
                 ):
                     total[:, index] += gradient
-            add(self.sums[0][..., wanted], rows, of_queries[..., wanted], sign)
-        for total, gradient in zip(self.sums[1:], (of_keys, of_values), strict=True):
-            add(total[..., wanted], part.keys, gradient[..., wanted], sign)
+            yield self.sums[0], rows, of_queries
+        yield self.sums[1], part.keys, of_keys
+        yield self.sums[2], part.keys, of_values
 
 
 def blocks_of(x: Tensor, rows: Tensor | slice, blocks: int) -> Tensor:

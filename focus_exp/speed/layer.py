@@ -14,8 +14,9 @@ from focus_exp.attention.focus import Focus
 from focus_exp.attention.kernels import Backend, Kernel
 from focus_exp.attention.kernels.fused import Call, Triton
 from focus_exp.attention.kernels.layout import Plan
-from focus_exp.attention.parts import Tokens, pairs_computed, parts, rows_of
+from focus_exp.attention.parts import Part, Tokens, pairs_computed, parts, rows_of
 from focus_exp.attention.selection import Selection, Sequence
+from focus_exp.attention.side_by_side import side_by_side
 from focus_exp.attention.sparse import blocks_of
 from focus_exp.records.speed import Clock, SpeedRow
 from focus_exp.speed.timing import PeakMemory, Work, alternate, clock, in_fresh_process
@@ -98,18 +99,25 @@ class Contender:
         assert isinstance(self.kernel, Kernel)
         q, k, v = (x.transpose(1, 2).flatten(0, 1) for x in (tensors.q, tensors.k, tensors.v))
         tokens, kernel = Tokens.of(self.selection, self.sequence, sinks), self.kernel
-        gathered = [
-            (asking[:, some], keys[:, seen], values[:, seen], drop)
-            for part in parts(tokens, window)
-            for keys, values in [(rows_of(k, part.keys), rows_of(v, part.keys))]
-            for queries, calls in part.blocks
-            for asking in [blocks_of(q, queries, len(keys))]
-            for some, seen, drop in calls
-        ]
+
+        def gathered(part: Part) -> list[tuple[Tensor, Tensor, Tensor, Tensor | None]]:
+            keys, values = rows_of(k, part.keys), rows_of(v, part.keys)
+            return [
+                (asking[:, some], keys[:, seen], values[:, seen], drop)
+                for queries, calls, _ in part.blocks
+                for asking in [blocks_of(q, queries, len(keys))]
+                for some, seen, drop in calls
+            ]
+
+        def computed(calls: list[tuple[Tensor, Tensor, Tensor, Tensor | None]]) -> None:
+            for call in calls:
+                kernel.forward(*call, scaling, None)
+
+        laid_out = [gathered(part) for part in parts(tokens, window)]
 
         def work() -> None:
-            for call in gathered:
-                kernel.forward(*call, scaling, None)
+            for _ in side_by_side(computed, laid_out, q.device):
+                pass
 
         return work
 
