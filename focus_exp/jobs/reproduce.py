@@ -30,7 +30,7 @@ from focus_exp.records.environment import commit, unknown_commit
 from focus_exp.reporting.gather import QUICK
 from focus_exp.reporting.published import publish
 
-OF_TABLE = re.compile(r"@(\w+)(?:\.(\w+))?")  # a table, or an arm of it
+OF_TABLE = re.compile(r"(?<!\w)@(\w+)(?:\.(\w+))?")  # a table, or an arm of it, not perplexity@1024
 TIMED = "embedded"  # the scale whose minutes the configuration says
 
 
