@@ -114,6 +114,7 @@ class ScaleConfig:
     context_tasks: list[str] = field(
         default_factory=lambda: ["perplexity@1024", "perplexity@2048", "perplexity@4096", "perplexity@8192"]
     )
+    frontier_tasks: Names = field(default_factory=lambda: ["perplexity@4096", "perplexity@8192"])
     rates: list[float] = option([], "tried on validation text, as factors of an arm's learning rate")
     limit: int | None = option(None, "documents of a task")
     suite_limit: int | None = option(None, "of one of the long-range suite")
