@@ -8,8 +8,10 @@ from contextlib import contextmanager
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
-from focus_exp.attention.side_by_side import side_by_side
+from focus_exp.attention.side_by_side import side_by_side, workers_for
 
 CPU = torch.device("cpu")
 
@@ -31,7 +33,7 @@ def test_what_is_found_comes_in_the_order_of_the_items():
         return item**2
 
     with threads(3):
-        assert list(side_by_side(slow_at_first, iter(range(20)), CPU)) == [item**2 for item in range(20)]
+        assert list(side_by_side(slow_at_first, range(20), CPU)) == [item**2 for item in range(20)]
 
 
 def test_several_threads_of_one_each_without_gradients():
@@ -71,6 +73,21 @@ def test_an_error_is_raised_where_its_turn_is_and_the_threads_are_as_before():
                 found.append(item)
         assert found == [0, 1]
         assert list(side_by_side(abs, range(3), CPU)) == [0, 1, 2]
+
+
+@given(st.integers(1, 200), st.integers(1, 64))
+def test_more_workers_with_fewer_threads_each_but_never_threads_without_work(items, threads):
+    workers = workers_for(items, threads)
+    assert 1 <= workers <= max(1, min(items, threads))
+    if items >= threads and items % threads == 0:
+        assert workers == threads
+    if threads % items == 0:
+        assert workers == items
+
+
+def test_where_there_are_fewer_items_than_threads_each_has_several():
+    with threads(4):
+        assert list(side_by_side(lambda _: torch.get_num_threads(), range(2), CPU)) == [2, 2]
 
 
 def squares() -> None:

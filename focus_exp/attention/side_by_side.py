@@ -1,4 +1,4 @@
-"""Many small computations on a CPU: one thread for each, rather than all threads for one after the other.
+"""Many small computations on a CPU: a few threads for each, rather than all threads for one after the other.
 
 A part of the sparse path is too small for all threads, and what lies between its kernel's calls has one thread anyway.
 """
@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import lru_cache
 from threading import Barrier
@@ -19,26 +19,27 @@ Item = TypeVar("Item")
 Found = TypeVar("Found")
 
 
-def side_by_side(compute: Callable[[Item], Found], items: Iterable[Item], device: torch.device) -> Iterator[Found]:
+def side_by_side(compute: Callable[[Item], Found], items: Sequence[Item], device: torch.device) -> Iterator[Found]:
     """`compute(item)` without gradients, in the order of `items`: so what is summed of them does not depend on threads.
 
-    To be exhausted: until then this thread has one thread of torch's as well.
+    To be exhausted: until then this thread has one thread of torch's alone.
     """
     threads = torch.get_num_threads()
+    workers = workers_for(len(items), threads) if device.type == "cpu" else 1
 
     @torch.no_grad()
     def alone(item: Item) -> Found:
         return compute(item)
 
-    if device.type != "cpu" or threads == 1:
+    if workers == 1:
         yield from map(alone, items)
         return
-    pool, pending = pool_of(threads), deque[Future[Found]]()
+    pool, pending = pool_of(workers, threads // workers), deque[Future[Found]]()
     torch.set_num_threads(1)  # those that wait for more work would spin
     try:
         for item in items:
             pending.append(pool.submit(alone, item))
-            if len(pending) > 2 * threads:  # what is found waits in memory
+            if len(pending) > 2 * workers:  # what is found waits in memory
                 yield pending.popleft().result()
         while pending:
             yield pending.popleft().result()
@@ -48,13 +49,23 @@ def side_by_side(compute: Callable[[Item], Found], items: Iterable[Item], device
         torch.set_num_threads(threads)
 
 
+def workers_for(items: int, threads: int) -> int:
+    """How many computations at a time: all threads are to be busy, each computation with as few as that allows."""
+    return min(range(1, threads + 1), key=lambda workers: (-(-items // workers) / (threads // workers), -workers))
+
+
 @lru_cache
-def pool_of(threads: int) -> ThreadPoolExecutor:
-    """So many threads, each with one of torch's. They are all there when it returns: what they set is global in part,
-    and set again by who asked."""
-    there = Barrier(threads)
-    pool = ThreadPoolExecutor(threads, "focus", initializer=torch.set_num_threads, initargs=(1,))
-    for waiting in [pool.submit(there.wait) for _ in range(threads)]:
+def pool_of(workers: int, threads: int) -> ThreadPoolExecutor:
+    """So many workers, each with so many of torch's threads. All are there when it returns: what they set is global
+    in part, and set again by who asked."""
+    there = Barrier(workers)
+
+    def start() -> None:
+        torch.get_num_threads()  # a thread's first use takes over what is set globally
+        torch.set_num_threads(threads)
+
+    pool = ThreadPoolExecutor(workers, "focus", initializer=start)
+    for waiting in [pool.submit(there.wait) for _ in range(workers)]:
         waiting.result()
     return pool
 

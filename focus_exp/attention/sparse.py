@@ -105,7 +105,7 @@ class SparseAttention(torch.autograd.Function):
             return left
 
         for stage in (near_parts(plan.tokens, plan.window), group_parts(plan.tokens)):
-            for left in side_by_side(attended, stage, q.device):
+            for left in side_by_side(attended, list(stage), q.device):
                 for found in left:
                     merge(out, lse, *found)
         if plan.tokens.valid is not None:  # padding has nothing to say, whatever a kernel made of it
@@ -206,7 +206,7 @@ class Backward:
             given, wanted = of(part)
             return [(total[..., wanted], rows, x[..., wanted]) for total, rows, x in self.of_part(part, given)]
 
-        for gradients in side_by_side(found, parts, self.q.device):
+        for gradients in side_by_side(found, list(parts), self.q.device):
             for gradient in gradients:
                 add(*gradient, sign)
 
