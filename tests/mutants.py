@@ -60,7 +60,7 @@ FAULTS: dict[str, list[tuple[str, ...]]] = {
         ("torch.sigmoid(part_lse - old)", "torch.sigmoid(old - part_lse)", "sparse"),
         ("torch.logaddexp(old, part_lse, out=old)", "torch.maximum(old, part_lse, out=old)", "sparse"),
         ("dsink = -torch.exp", "dsink = torch.exp", "sparse"),
-        ("every, added, sign=-1)", "every, added)", "sparse"),
+        ("(every, added), sign=-1)", "(every, added))", "sparse"),
         ("asks, answers.masked_fill(sink, 0.0))", "asks, answers)", "sparse"),
         ("plan.surrogate / plan.scaling", "plan.surrogate", "sparse"),
     ],
