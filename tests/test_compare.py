@@ -198,6 +198,11 @@ def test_the_base_is_measured_once_for_all_arms_that_share_it(tmp_path, scored):
     assert "arm 6 of 6: longer" in overwritten.out
 
 
+def test_an_arm_runs_alone_whatever_is_wrong_with_the_others(tmp_path):
+    wrong = {"unknown": ["attention=nothing"], "impossible": ["attention.groups=0"]}
+    assert run(*settings(tmp_path, focus=ARMS["focus"], **wrong), "arm=focus").code == 0
+
+
 def row(arm, kind="control", nll=3.0, **fields):
     values = {"name": kind, "method": "focus" if kind == "hard" else "window", "causal": True, "pairs_removed": 0.5}
     numbers = {"nll": nll, "perplexity": float(np.exp(nll)), "delta_nll": nll - 3.0}

@@ -55,6 +55,12 @@ def test_two_encoders_write_with_other_numbers_of_groups_too(tmp_path):
     assert (one.attention, everything.attention) == ("focus_dual k=1", "focus_dual k=4")
     assert everything.text == full.text and one.read < everything.read == full.read
 
+    # an adapter too takes the number of groups of the command line
+    (adapter,) = (tmp_path / "runs").rglob("adapter")
+    given = fitting(*tiny(tmp_path, "read"), "attention=focus_dual", "attention.groups=4", "attention.top_k=4")
+    assert run(*given, "job=generate", f"adapter={adapter}").code == 0
+    assert [row.read for row in record_of(tmp_path / "read").continuations[1:3]] == [full.read] * 2
+
     for setting, said in (("generate.top_k=[5]", "use 1 to"), ("attention.pairs=0.2", "does not go with a budget")):
         refused = run(*dual, "job=generate", setting)
         assert refused.code == 2 and said in refused.err

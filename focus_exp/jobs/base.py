@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 import subprocess
 import sys
+from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 
@@ -71,7 +72,7 @@ def with_base(config: Config) -> ModelConfig:
     return replace(config.model, path=str(Path(run_folder(base_run(config))) / "model"))
 
 
-def share_base(config: Config, others: list[Config]) -> None:
+def share_base(config: Config, others: Iterable[Config]) -> None:
     """Spare a run the measurement of a base that another run has measured: the same numbers, from its folder."""
     for other in others:
         if config.regime.from_scratch or other.regime.from_scratch or same_base(config) != same_base(other):

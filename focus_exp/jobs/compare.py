@@ -10,9 +10,13 @@ from __future__ import annotations
 import gc
 import logging
 import time
+from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from dataclasses import replace
 
 from hydra.core.hydra_config import HydraConfig
+from hydra.errors import HydraException
+from omegaconf.errors import OmegaConfBaseException
 
 from focus_exp.config import Config, to_dict
 from focus_exp.errors import UserError, first_line
@@ -40,7 +44,7 @@ def compare(config: Config) -> None:
     configs = compose_arms(config)
     print(f"{config.experiment}: {len(configs)} arms, seed {config.seed}: {', '.join(configs)}")
     if config.arm:
-        errors = run_arms(configs, others=compose_arms(replace(config, arm=None)))
+        errors = run_arms(configs, others=finished_arms(config))
         if config.arm in errors:
             raise UserError(f"arm {config.arm} failed: {errors[config.arm]}")
         return
@@ -74,13 +78,12 @@ def compare_all(config: Config, configs: dict[str, Config]) -> None:
 
 
 def run_arms(
-    configs: dict[str, Config], comparison: Run | None = None, others: dict[str, Config] | None = None
+    configs: dict[str, Config], comparison: Run | None = None, others: Iterable[Config] | None = None
 ) -> dict[str, str]:
     """Run each in turn, as the page of the `comparison` says; returns the reasons of those that failed.
 
-    They take the scores of the base from one another, or from `others`.
+    They take the scores of the base from one another, or from `others` that are finished.
     """
-    others = configs if others is None else others
     errors: dict[str, str] = {}
     to_run = {name: config for name, config in configs.items() if config.overwrite or not finished_record(config)}
     if len(to_run) < len(configs):
@@ -92,7 +95,7 @@ def run_arms(
         if comparison:
             comparison.now = f"arm {done + 1} of {len(to_run)}: {name}"
             comparison.save()
-        share_base(config, [other for other in others.values() if finished_record(other)])
+        share_base(config, others or [other for other in configs.values() if finished_record(other)])
         try:
             (evaluate if config.adapter else train)(config)
         except (OSError, InUse):  # a full disk fails every arm; who holds one arm's folder may run the others too
@@ -103,6 +106,14 @@ def run_arms(
             log.error("arm %s failed: %s; the others go on", name, errors[name])
         gc.collect()
     return errors
+
+
+def finished_arms(config: Config) -> Iterator[Config]:
+    """Those of the command line's comparison, composed as they are asked for; what is wrong with one is not said."""
+    for name in config.arms:
+        with suppress(UserError, HydraException, OmegaConfBaseException):
+            if finished_record(arm := compose_arm(config, name, HydraConfig.get().overrides.task)):
+                yield arm
 
 
 def describe_arm(name: str, config: Config, settings: list[str], error: str | None) -> Arm:
