@@ -57,9 +57,9 @@ def test_two_encoders_write_with_other_numbers_of_groups_too(tmp_path):
 
     # an adapter too takes the number of groups of the command line
     (adapter,) = (tmp_path / "runs").rglob("adapter")
-    given = fitting(*tiny(tmp_path, "read"), "attention=focus_dual", "attention.groups=4", "attention.top_k=4")
+    given = fitting(*tiny(tmp_path, "read"), "attention=focus_dual", "attention.groups=4", "attention.top_k=1")
     assert run(*given, "job=generate", f"adapter={adapter}").code == 0
-    assert [row.read for row in record_of(tmp_path / "read").continuations[1:3]] == [full.read] * 2
+    assert [row.text for row in record_of(tmp_path / "read").continuations[1:3]] == [full.text, one.text]
 
     for setting, said in (("generate.top_k=[5]", "use 1 to"), ("attention.pairs=0.2", "does not go with a budget")):
         refused = run(*dual, "job=generate", setting)
