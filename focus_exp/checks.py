@@ -110,12 +110,16 @@ def validate_attention(config: Config) -> None:
             f"attention.method={attention.method} does not go with attention={attention.name}, which is of another "
             "method; choose one with attention=<name>"
         )
+    if config.eval.adapters and attention.method == "full":
+        raise UserError(
+            f"eval.adapters={config.eval.adapters} are measured in place of a method, and attention={attention.name} "
+            "attaches none; leave eval.adapters empty, or measure one as the run itself with job=evaluate adapter=..."
+        )
     if config.has_router and config.focus.gate == "multiplicative" and config.focus.gate_threshold != 0:
         raise UserError(
             f"attention.gate_threshold={config.focus.gate_threshold} goes with attention.gate=log alone; "
             "set it to 0, or use attention.gate=log"
         )
-
     if isinstance(attention, FitOptions) and 0 < attention.fit_blocks <= attention.fit_held_out:
         raise UserError(
             f"attention.fit_blocks={attention.fit_blocks} leaves no text to fit to beside "

@@ -298,6 +298,14 @@ def test_adapters_of_other_runs_are_rows_of_the_same_table(tmp_path):
     # what stood there before stands there again
     assert list(rows)[1:3] == ["Focus soft", "Focus hard k=1"]
 
+    # beside any method that is attached
+    window = fitting(*tiny(tmp_path, "window"), "attention=window", "regime=none", f"eval.adapters=['{beside}']")
+    assert run(*window).code == 0
+    found = {row.name: row for row in record_of(tmp_path / "window").rows}["focus_dual"]
+    assert of(found) == of(expected["focus_dual"])
+    refused = run(*fitting(*tiny(tmp_path), "attention=full", "regime=none", f"eval.adapters=['{beside}']"))
+    assert refused.code == 2 and "attention=full attaches none" in refused.err
+
     # the place of an adapter is no part of a run's name, what it holds is
     moved = tmp_path / "moved"
     shutil.copytree(beside, moved)

@@ -199,14 +199,14 @@ class Backward:
     lse: Tensor
     sums: list[Tensor]
 
-    def add(self, parts: Iterable[Part], of: Callable[[Part], tuple[slice, slice]], sign: int = 1) -> None:
+    def add(self, chosen: Iterable[Part], of: Callable[[Part], tuple[slice, slice]], sign: int = 1) -> None:
         """From the coordinates of all tensors that are given to the gradients of those wanted, both as `of` says."""
 
         def found(part: Part) -> list[tuple[Tensor, Rows, Tensor]]:
             given, wanted = of(part)
             return [(total[..., wanted], rows, x[..., wanted]) for total, rows, x in self.of_part(part, given)]
 
-        for gradients in side_by_side(found, list(parts), self.q.device):
+        for gradients in side_by_side(found, list(chosen), self.q.device):
             for gradient in gradients:
                 add(*gradient, sign)
 

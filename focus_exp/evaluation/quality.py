@@ -87,6 +87,7 @@ class Quality:
             if self.config.dual:  # an adapter may be measured at another number of groups
                 set_routing(self.model, hard=True, top_k=self.config.dual.top_k)
             self.add(Row(name=attention.name, kind="control", method=attention.method, causal=is_causal(self.model)))
+            self.measure_adapters()
 
     def full_attention(self) -> AbstractContextManager[Any]:
         attached = getattr(self.model, "focus_attachment", None) is not None
