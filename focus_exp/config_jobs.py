@@ -105,7 +105,8 @@ class ScaleConfig:
     calibration_blocks: int = 8
     fit_blocks: int = FitOptions.fit_blocks
     fit_held_out: int = FitOptions.fit_held_out
-    fit_steps: int = FitOptions.fit_steps
+    # not the methods' own default: what differs from that names a run, and the runs of fewer steps have names already
+    fit_steps: int = 1200
     train_tokens: int | None = None
     test_tokens: int | None = None
     windows: int | None = None
