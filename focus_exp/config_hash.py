@@ -8,7 +8,7 @@ from dataclasses import MISSING, fields, is_dataclass
 from pathlib import Path
 from typing import Any
 
-from focus_exp.config import Config
+from focus_exp.config import Config, to_dict
 
 # keys that change where or how a run is reported, but not what it computes
 NOT_HASHED = (
@@ -38,6 +38,28 @@ def config_hash(config: Config) -> str:
     if config.eval.adapters:
         values["eval"]["adapters"] = [content(adapter) for adapter in config.eval.adapters]
     return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()[:8]
+
+
+def moved_defaults(config: Config, recorded: dict[str, Any]) -> dict[str, Any]:
+    """What a run of the same name was given, its settings `recorded`, where this one has a default that is another."""
+    now, named = leaves(json.loads(json.dumps(to_dict(config)))), leaves(chosen(config))
+    then = leaves(recorded)
+    left_out = {key for key in now.keys() & then.keys() if key not in named and decides(key)}
+    return {".".join(key): then[key] for key in sorted(left_out) if then[key] != now[key]}
+
+
+def leaves(values: dict[str, Any], *above: str) -> dict[tuple[str, ...], Any]:
+    """The values of nested dicts by the keys that lead to them."""
+    found = {}
+    for key, value in values.items():
+        found |= leaves(value, *above, key) if isinstance(value, dict) else {(*above, key): value}
+    return found
+
+
+def decides(key: tuple[str, ...]) -> bool:
+    """Whether it is part of a run's name where it is no default."""
+    apart = {"model": MODEL_NOT_HASHED, "trainer": TRAINER_NOT_HASHED, "attention": ("seed",)}
+    return key[0] not in NOT_HASHED and not (len(key) > 1 and key[1] in apart.get(key[0], ()))
 
 
 def content(adapter: str) -> list[str]:

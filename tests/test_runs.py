@@ -68,6 +68,22 @@ def test_run_folder_holds_config_metrics_adapter_record_tables_and_figures(folde
     assert len(table) == len(record.rows)
 
 
+def test_a_run_with_another_default_does_not_pass_for_this_one(tmp_path):
+    """A run's name leaves out what is a default, so that the folder is the same where a default has moved."""
+    command = [*tiny(tmp_path), *MEASURE]
+    assert run(*command).code == 0
+    path = only_run(tmp_path / "runs") / "record.json"
+    record = path.read_text()
+    for status in ("finished", "failed"):
+        older = record.replace('"finished"', f'"{status}"').replace('"gate_steepness": 10.0', '"gate_steepness": 8.0')
+        assert older.count(status) and older.count('"gate_steepness": 8.0')
+        path.write_text(older)
+        refused = run(*command)
+        assert refused.code == 2 and "attention.gate_steepness=8.0" in refused.err and "overwrite=true" in refused.err
+        assert path.read_text() == older
+    assert run(*command, "overwrite=true").code == 0 and run(*command).code == 0
+
+
 def test_record_carries_the_birth_certificate(folder, retrofit):
     record = record_of(folder / "retrofit")
     assert (record.status, record.error, record.seed, record.steps) == ("finished", None, 0, 4)

@@ -4,7 +4,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from focus_exp.config import Config
-from focus_exp.config_hash import config_hash
+from focus_exp.config_hash import config_hash, moved_defaults
+from focus_exp.errors import UserError
 from focus_exp.records.record import Record
 from focus_exp.storage import is_held
 
@@ -28,10 +29,20 @@ def run_folder(config: Config) -> Path:
 
 
 def finished_record(config: Config) -> Record | None:
-    """The record of this configuration, if it came to its end before."""
+    """The record of this configuration, if it came to its end before.
+
+    UserError where its folder holds a run, finished or not, that had other defaults.
+    """
     path = run_folder(config) / "record.json"
     record = Record.load(path) if path.exists() else None
-    return record if record is not None and record.status == "finished" else None
+    if record is None:
+        return None
+    if moved := {} if record.tries else moved_defaults(config, record.config):  # a tuned run has another rate
+        raise UserError(
+            f"{path.parent} holds a run with {', '.join(f'{key}={value}' for key, value in moved.items())}, which was "
+            "the default when it was made; overwrite=true makes it anew, another runs_dir leaves it alone"
+        )
+    return record if record.status == "finished" else None
 
 
 def lock_of(folder: Path) -> Path:
