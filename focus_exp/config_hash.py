@@ -50,7 +50,7 @@ def moved_defaults(config: Config, recorded: dict[str, Any]) -> dict[str, Any]:
 
 def leaves(values: dict[str, Any], *above: str) -> dict[tuple[str, ...], Any]:
     """The values of nested dicts by the keys that lead to them."""
-    found = {}
+    found: dict[tuple[str, ...], Any] = {}
     for key, value in values.items():
         found |= leaves(value, *above, key) if isinstance(value, dict) else {(*above, key): value}
     return found
