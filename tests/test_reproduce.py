@@ -54,7 +54,11 @@ def test_tables_are_made_in_turn_and_what_fails_is_named(tmp_path):
 
 @pytest.mark.slow
 def test_a_comparison_whose_arms_share_settings_is_found_again(tmp_path):
-    arms = ["job=compare", "every_arm=['attention.window=6']", "+arms.window=['attention=window','regime=none']"]
+    arms = [
+        "job=compare",
+        "every_arm=['attention.window=6','eval.batch_size=2']",
+        "+arms.window=['attention=window','regime=none']",
+    ]
     assert reproduce(tmp_path, compared=arms).code == 0
     assert "1 tables, 1 finished already" in reproduce(tmp_path, compared=arms).out
     loaded = {path.parent: Record.load(path) for path in (tmp_path / "runs").rglob("record.json")}

@@ -37,7 +37,9 @@ def finished_record(config: Config) -> Record | None:
     record = Record.load(path) if path.exists() else None
     if record is None:
         return None
-    if moved := {} if record.tries else moved_defaults(config, record.config):  # a tuned run has another rate
+    # a tuned run has another rate, a comparison what its arms share; they are looked at one by one
+    apart = bool(record.tries or config.arms)
+    if moved := {} if apart else moved_defaults(config, record.config):
         raise UserError(
             f"{path.parent} holds a run with {', '.join(f'{key}={value}' for key, value in moved.items())}, which was "
             "the default when it was made; overwrite=true makes it anew, another runs_dir leaves it alone"
