@@ -28,9 +28,9 @@ def config_hash(config: Config) -> str:
     What stands at the schema's default is left out, so a key that is new tomorrow leaves the runs of today their names;
     for the same reason a default, once released, must not change its meaning.
     """
-    values = {key: value for key, value in chosen(config).items() if key not in NOT_HASHED}
-    values["model"] = {key: value for key, value in values["model"].items() if key not in MODEL_NOT_HASHED}
-    values["trainer"] = {key: value for key, value in values["trainer"].items() if key not in TRAINER_NOT_HASHED}
+    values = {key: value for key, value in chosen(config).items() if decides((key,))}
+    for part in ("model", "trainer"):
+        values[part] = {key: value for key, value in values[part].items() if decides((part, key))}
     if values["attention"].get("seed") == config.seed:
         del values["attention"]["seed"]
     if config.adapter:
