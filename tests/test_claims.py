@@ -111,6 +111,15 @@ def test_an_entry_is_a_claim(entries):
     assert ledger.judged([])[0][1].why == "python -m focus_exp +experiment=compare"
 
 
+def test_under_two_set_ups_the_sentence_is_of_the_one_that_the_verdict_hangs_on(entries):
+    entries(CLAIM)
+    better, open_ = arms(-0.2, seed=0), arms(-0.001, seed=1)
+    open_ = replace(open_, arms=[replace(arm, tokens_seen=123) for arm in open_.arms])
+    ((_, verdict),) = ledger.judged([better, open_])
+    assert verdict.word == UNDECIDED and verdict.numbers["value"] == pytest.approx(-0.001)
+    assert verdict.ours.startswith("focus: -0.10 % [")
+
+
 def test_what_is_measured_otherwise_than_the_papers_is_another_method(entries):
     entries(CLAIM | {"like": {"top_k": 2}}, CLAIM | {"like": {"top_k": 1}}, CLAIM | {"other": "a router of ours"})
     unlike, alike, other = (verdict for _, verdict in ledger.judged([arms(seed=0)]))

@@ -68,7 +68,8 @@ class Claim:
             missing = ", ".join(f"{column} {cell}" for column, cell in self.select.items())
             return replace(said, word=NOT_HERE if self.needs else NOT_RUN, why=self.needs or f"no line with {missing}")
         by = {line.measure: line for line in said.lines}
-        known = self.known | {"lines": said.lines, "line": said.lines[0], "by": by, "found": found, "limits": limits}
+        told = {"lines": said.lines, "line": said.hangs_on or said.lines[0], "by": by, "found": found, "limits": limits}
+        known = self.known | told
         ours, why = said.ours or template(self.ours).render(known), template(self.why).render(known)
         if self.other or not alike:
             other = self.other or "nothing here has " + ", ".join(f"{name} {cell}" for name, cell in self.like.items())
