@@ -22,7 +22,7 @@ from focus_exp.training import dual_fit, importance, kept_fit
 from focus_exp.training.budget import allot, hull
 from focus_exp.training.curves import Curves, distant_sizes, lost, measure_curves
 from focus_exp.training.dual_fit import duals_of, fit_dual, rebalance
-from focus_exp.training.encoder_fit import block_of, fit_encoders, set_thresholds
+from focus_exp.training.encoder_fit import Block, block_of, fit_encoders, set_thresholds
 from focus_exp.training.importance import ImportanceProbe, LossProbe, Observed, changes_of_loss, observe, read
 from focus_exp.training.precision import choose_precision
 
@@ -152,6 +152,20 @@ def planted(blocks: int, seed: int) -> list[Observed]:
         vectors = torch.randn(T, 2, 8, generator=generator)
         found.append(Observed(hidden.bfloat16(), vectors.bfloat16(), keys, share.half(), total))
     return found
+
+
+def test_worth_and_its_gradient_are_those_of_a_matrix():
+    """Also of keys that no query has, and of queries without any."""
+    generator = torch.Generator().manual_seed(0)
+    keys, share = torch.randint(T // 2, (2, T, 5), generator=generator), torch.rand(2, T, 5, generator=generator)
+    share[:, :WINDOW] = 0
+    memberships = torch.randn(2, T, 3, generator=generator, dtype=torch.float64, requires_grad=True)
+    whole = torch.zeros(2, T, T, dtype=torch.float64).scatter_add(-1, keys, share.double())
+    block = Block(torch.empty(1, T, 4), keys, share, share.sum(-1))
+    torch.testing.assert_close(block.worth(memberships), whole @ memberships)
+    towards = torch.randn(2, T, 3, generator=generator, dtype=torch.float64)
+    (gradient,) = torch.autograd.grad((block.worth(memberships) * towards).sum(), memberships)
+    torch.testing.assert_close(gradient, whole.transpose(-1, -2) @ towards)
 
 
 def test_a_fit_finds_what_was_planted_with_even_groups():

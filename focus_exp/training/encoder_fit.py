@@ -7,6 +7,8 @@ over groups is to be that of its important keys, whose groups are soft and kept 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -38,12 +40,50 @@ class Block:
 
     def worth(self, memberships: Tensor) -> Tensor:
         """Share of each query's importance in every group `[n, T, K]`, by the keys' memberships `[n, T, K]`."""
-        return torch.stack(
-            [
-                F.embedding_bag(keys, groups, per_sample_weights=share, mode="sum")
-                for keys, share, groups in zip(self.keys, self.share.to(memberships.dtype), memberships, strict=True)
-            ]
-        )
+        return torch.stack([WeightedSums.apply(*both) for both in zip(memberships, *self.lists, strict=True)])
+
+    @cached_property
+    def lists(self) -> tuple[list[Lists], list[Lists]]:
+        """By head, each query's keys with their shares; and each key's queries with theirs."""
+        by_query, by_key = [], []
+        for keys, share in zip(self.keys, self.share, strict=True):
+            queries, _ = torch.nonzero(share, as_tuple=True)
+            keys, share = keys[share > 0], share[share > 0]
+            by_query.append(lists_of(queries, keys, share, len(self.keys[0])))
+            order = keys.argsort(stable=True)
+            by_key.append(lists_of(keys[order], queries[order], share[order], len(self.keys[0])))
+        return by_query, by_key
+
+
+class Lists(NamedTuple):
+    """Of each of T rows, the rows of another matrix `[L]` that it adds up, by their weights `[L]`, and where its list
+    starts `[T]`."""
+
+    rows: Tensor
+    starts: Tensor
+    weights: Tensor
+
+    def sums(self, x: Tensor) -> Tensor:
+        """Of the rows of x `[T, K]`, `[T, K]`."""
+        return F.embedding_bag(self.rows, x, self.starts, per_sample_weights=self.weights.to(x.dtype), mode="sum")
+
+
+def lists_of(owners: Tensor, rows: Tensor, weights: Tensor, count: int) -> Lists:
+    """The lists of `count` owners, of entries in the order of their owners, all `[L]`."""
+    return Lists(rows, torch.searchsorted(owners, torch.arange(count, device=owners.device)), weights)
+
+
+class WeightedSums(torch.autograd.Function):
+    """`Lists.sums` forward and, by the transposed lists, back: torch's own gradient sorts the list at every step."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, lists: Lists, transposed: Lists) -> Tensor:
+        ctx.transposed = transposed
+        return lists.sums(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        return ctx.transposed.sums(gradient.contiguous()), None, None
 
 
 @torch.no_grad()
