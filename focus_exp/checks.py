@@ -92,7 +92,7 @@ def validate_tasks(tasks: list[str]) -> None:
 
 def validate_generate(config: Config) -> None:
     dual, asked = config.dual, config.generate.top_k
-    if asked and dual and (dual.budget is not None or dual.pairs is not None):
+    if asked and dual and dual.budgeted:
         raise UserError(
             f"generate.top_k={asked} does not go with a budget, which says how many groups each head reads; leave "
             "generate.top_k empty, or attention.pairs and attention.budget out"

@@ -39,6 +39,11 @@ class FocusConfig(FocusOptions, RouterTraining, AttentionConfig):
 class DualConfig(FocusDualOptions, EncoderTraining, AttentionConfig):
     """Likewise."""
 
+    @property
+    def budgeted(self) -> bool:
+        """Whether a budget says how many groups each head reads, rather than `top_k`."""
+        return self.budget is not None or self.pairs is not None
+
 
 KNOWN: dict[str, type[AttentionConfig]] = {"full": AttentionConfig, "focus": FocusConfig, "focus_dual": DualConfig}
 

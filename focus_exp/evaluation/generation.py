@@ -77,8 +77,7 @@ class Generation:
         """The groups that a query asks, by the name of the row; None: what each head was given."""
         reach = self.config.generate.top_k
         if dual := self.config.dual:
-            given = dual.budget is not None or dual.pairs is not None
-            return {f"{dual.name} k={k}": k for k in reach} or {dual.name: None if given else dual.top_k}
+            return {f"{dual.name} k={k}": k for k in reach} or {dual.name: None if dual.budgeted else dual.top_k}
         attention = self.config.focus
         reach = reach or list(range(1, attention.groups + 1))
         return {hard_name(k, attention.pair_rule): k for k in reach}
