@@ -19,6 +19,7 @@ from focus_exp.reporting.paper import paper_rows
 from focus_exp.reporting.selection import select
 from focus_exp.reporting.specs import render
 from focus_exp.reporting.speed import break_even
+from focus_exp.reporting.together import together
 from focus_exp.storage import replace_file
 
 PAGE = "README.md"
@@ -47,7 +48,7 @@ def readme(records: Path) -> str:
 
     try:
         return render(
-            PAGE, mark=MARK, lines=lines, link=link, if_so=if_so, verdicts=verdicts(runs),
+            PAGE, mark=MARK, lines=lines, together=together, link=link, if_so=if_so, verdicts=verdicts(runs),
             record=lambda line: runs.named[line.run], steps_of_paper=steps_of_paper,
             break_even=lambda found: break_even([(line.tokens, line.value) for line in found]).tokens,
             paper_row=lambda name, **cells: next(row for row in paper_rows(name) if cells.items() <= row.items()),
