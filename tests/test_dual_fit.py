@@ -277,6 +277,23 @@ def test_a_fit_is_kept_by_what_decides_it_and_goes_on_where_it_stopped(tiny_mode
         fit_dual(dual(tiny_model("llama")), blocks, options(pairs=0.2), FLOAT32, tmp_path / "again", 1)
 
 
+def test_a_fit_to_attention_sees_what_queries_attend_to(tiny_model, tmp_path, monkeypatch):
+    seen = []
+    monkeypatch.setattr(dual_fit, "fit_encoders", lambda method, texts, *_: seen.append(texts[0]))
+    blocks, model = random_blocks(3), tiny_model("llama")
+    model.set_attn_implementation("eager")
+    of_model = model(blocks[0][None], output_attentions=True).attentions
+    fit_dual(dual(model), blocks, options(fit_to="attention"), FLOAT32, tmp_path, 0)
+    lag = torch.arange(T)[:, None] - torch.arange(T)
+    distant = (lag > WINDOW) & (torch.arange(T) >= SINKS)
+    for found, whole in zip(seen, of_model, strict=True):
+        wanted = (whole[0] * distant).unflatten(0, (found.total.shape[1], -1)).sum(1)
+        torch.testing.assert_close(found.total.T, wanted.sum(-1), rtol=1e-3, atol=1e-4)
+        keys, share = found.keys.long().transpose(0, 1), found.share.float().transpose(0, 1)
+        attended = share * found.total.T[..., None]
+        torch.testing.assert_close(attended, wanted.gather(-1, keys) * (share > 0), rtol=1e-2, atol=1e-3)
+
+
 def test_groups_that_training_has_moved_are_made_even_again(tiny_model):
     model = dual(tiny_model("llama"))
     for method in duals_of(model).values():

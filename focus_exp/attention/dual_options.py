@@ -50,3 +50,7 @@ class EncoderTraining(FitOptions):
         None, "share of the distant pairs for which layers and heads get their budgets; null: top_k for all",
         least=0, most=1,
     )  # fmt: skip
+    fit_to: str = option(
+        "loss", "what a pair is worth: the squared change of the loss without it, or its attention",
+        choices=("loss", "attention"),
+    )  # fmt: skip

@@ -73,7 +73,7 @@ def fit_all(
         fit_encoders(method, texts, options.fit_steps, generator)
         return method.state_dict()
 
-    for layer, state in fit_layers(model, methods, shown, precision, folder, seed, fit).items():
+    for layer, state in fit_layers(model, methods, shown, precision, folder, seed, fit, options.fit_to).items():
         methods[layer].load_state_dict(state)
     measured = folder / f"curves-by-{options.counts}.safetensors"
     if not measured.exists():

@@ -7,7 +7,7 @@ P_ij (o_i - v_j) . dL/do_i. Its square is the pair's importance.
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
 
@@ -19,7 +19,7 @@ from torch import Tensor
 from tqdm import tqdm
 from transformers import PreTrainedModel
 
-from focus_exp.attention.method import AttentionMethod
+from focus_exp.attention.method import AttentionMethod, LayerShape
 from focus_exp.attention.reference import scores, weights
 from focus_exp.attention.selection import Selection, Sequence, always_visible, permitted, row_blocks
 from focus_exp.models.attached import swapped
@@ -44,6 +44,16 @@ class Observed:
     keys: Tensor
     share: Tensor
     total: Tensor
+
+
+@dataclass
+class Changes:
+    """Of the queries `rows` of a text: attention on distant pairs, and the change of the loss [nats] if each were
+    removed, both `[G, H / G, t, S]`, by key/value head and the query heads that read it."""
+
+    rows: slice
+    attention: Tensor
+    loss: Tensor
 
 
 class LossProbe(AttentionMethod):
@@ -90,24 +100,25 @@ class LossProbe(AttentionMethod):
         """Of keys `[G, T, D]` and the distant pairs' changes, some queries at a time."""
 
 
-@dataclass
-class Changes:
-    """Of the queries `rows` of a text: attention on distant pairs, and the change of the loss [nats] if each were
-    removed, both `[G, H / G, t, S]`, by key/value head and the query heads that read it."""
-
-    rows: slice
-    attention: Tensor
-    loss: Tensor
+# what pairs are worth `[G, t, S]` to all heads that read a key
+WORTH: dict[str, Callable[[Changes], Tensor]] = {
+    "loss": lambda pairs: pairs.loss.square().sum(1),
+    "attention": lambda pairs: pairs.attention.sum(1),
+}
 
 
 class ImportanceProbe(LossProbe):
-    """Notes its `Observed`."""
+    """Notes its `Observed`, by what WORTH says of pairs under this name."""
 
     observed: Observed
 
+    def __init__(self, shape: LayerShape, window: int, sinks: int, worth: str = "loss") -> None:
+        super().__init__(shape, window, sinks)
+        self.worth = worth
+
     def note(self, k: Tensor, changes: Iterator[Changes]) -> None:
         length = k.shape[1]
-        found = [strongest(part.loss.square().sum(1), min(KEPT, length)) for part in changes]
+        found = [strongest(WORTH[self.worth](part), min(KEPT, length)) for part in changes]
         parts = zip(*found, strict=True)
         keys, share, total = (torch.cat(part, 1).transpose(0, 1).contiguous().cpu() for part in parts)
         hidden = self.hidden[0].to(torch.bfloat16).cpu()
@@ -163,13 +174,14 @@ def observe(
     blocks: list[Tensor],
     precision: Precision,
     folder: Path,
+    worth: str = "loss",
 ) -> list[Path]:
     """Observe the layers of `methods` on each block `[T]` of token ids; one file of `folder` a block, which is read
     rather than made again."""
     paths = [folder / f"block-{index:05d}.safetensors" for index in range(len(blocks))]
     todo = [(path, block) for path, block in zip(paths, blocks, strict=True) if not path.exists()]
     for path, block in tqdm(todo, desc="reading what pairs are worth", unit="block", leave=False, disable=None):
-        probes = {i: ImportanceProbe(m.shape, m.window, m.sinks) for i, m in methods.items()}
+        probes = {i: ImportanceProbe(m.shape, m.window, m.sinks, worth) for i, m in methods.items()}
         propagate(model, probes, block, precision)
         tensors = {
             f"{index}.{item.name}": getattr(probe.observed, item.name)

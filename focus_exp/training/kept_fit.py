@@ -48,11 +48,12 @@ def fit_layers(
     folder: Path,
     seed: int,
     fit: Callable[[Method, list[Observed], torch.Generator], dict[str, Tensor]],
+    worth: str = "loss",
 ) -> dict[int, dict[str, Tensor]]:
     """What `fit` returns of each layer, given what it was observed to be on every block; from `folder` where it is."""
     paths = {layer: folder / f"layer-{layer:03d}.safetensors" for layer in methods}
     if todo := [layer for layer, path in paths.items() if not path.exists()]:
-        observed = observe(model, methods, blocks, precision, folder / "observed")
+        observed = observe(model, methods, blocks, precision, folder / "observed", worth)
         for layer in tqdm(todo, desc="fitting layers", unit="layer", leave=False, disable=None):
             found = fit(methods[layer], read(observed, layer), torch.Generator().manual_seed(seed + layer))
             with aside(paths[layer]) as new:
