@@ -38,7 +38,7 @@ def layers(draw: st.DrawFn, most: int = 40) -> tuple[FocusDual, Tensor, list[Ten
     kv_heads, share, groups = draw(st.sampled_from([1, 2, 3])), draw(st.integers(1, 2)), draw(st.integers(2, 6))
     options: dict[str, Any] = {"groups": groups, "heads": draw(st.sampled_from(["kv", "layer"]))}
     options |= {"rank": draw(st.sampled_from([0, 3])), "top_k": draw(st.integers(1, groups))}
-    options["counts"] = draw(st.sampled_from(["query", "query", "head"]))
+    options |= {"counts": draw(st.sampled_from(["query", "query", "head"])), "encoders": draw(st.sampled_from([1, 2]))}
     if draw(st.booleans()):
         heads = kv_heads if options["heads"] == "kv" else 1
         reach = st.integers(0, groups)
@@ -82,7 +82,7 @@ def kept_by_hand(method: FocusDual, h: Tensor, head: int) -> Tensor:
     for row, tokens in enumerate((h - method.mean) / method.scale):
         asked, of_key = [], []
         for token in tokens:
-            logits = logits_by_hand(method.query_encoder, token, head)
+            logits = logits_by_hand(method.asking, token, head)
             least = method.thresholds[head][reach - 1] if 0 < reach < method.groups else UNSET
             if method.by_query and least != UNSET:
                 norm = torch.tensor(logits).logsumexp(0) - method.worth[head] @ token - method.worth_bias[head]
@@ -188,6 +188,7 @@ def test_the_numbers_of_a_layer_have_the_names_and_shapes_that_a_fit_gives_them(
             "query_encoder.weight": (n, 5, WIDTH), "query_encoder.bias": (n, 5),
             "mean": (WIDTH,), "scale": (WIDTH,), "worth": (n, WIDTH), "worth_bias": (n,), "thresholds": (n, 4),
         }  # fmt: skip
+    assert not [name for name in FocusDual.of(shape, encoders=1).state_dict() if name.startswith("query_encoder")]
     narrow = FocusDual.of(shape, groups=5, rank=2)
     assert narrow.key_encoder.projection.shape == (WIDTH, 2) and narrow.query_encoder.weight.shape == (3, 5, 2)
 

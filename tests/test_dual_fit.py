@@ -277,6 +277,19 @@ def test_a_fit_is_kept_by_what_decides_it_and_goes_on_where_it_stopped(tiny_mode
         fit_dual(dual(tiny_model("llama")), blocks, options(pairs=0.2), FLOAT32, tmp_path / "again", 1)
 
 
+def test_one_encoder_is_fitted_to_what_its_keys_ask(tiny_model, tmp_path):
+    model, blocks = dual(tiny_model("llama"), encoders=1), random_blocks(3)
+    before = [method.key_encoder.weight.clone() for method in duals_of(model).values()]
+    fits = fit_dual(model, blocks, options(encoders=1), FLOAT32, tmp_path, 0)
+    assert len(fits) == len(before) and all(0 <= fit.lost <= 1 for fit in fits)
+    for method, weight in zip(duals_of(model).values(), before, strict=True):
+        assert not torch.equal(method.key_encoder.weight, weight)
+        assert (
+            sum(p.numel() for p in method.parameters())
+            == method.key_encoder.weight.numel() + method.key_encoder.bias.numel()
+        )
+
+
 def test_a_fit_to_attention_sees_what_queries_attend_to(tiny_model, tmp_path, monkeypatch):
     seen = []
     monkeypatch.setattr(dual_fit, "fit_encoders", lambda method, texts, *_: seen.append(texts[0]))

@@ -66,7 +66,9 @@ class FocusDual(OwnPrecision, AttentionMethod, name="focus_dual", options=FocusD
         self.worth_bias: Tensor
         self.thresholds: Tensor
         sizes = (shape.width, options.groups, self.heads, options.rank)
-        self.key_encoder, self.query_encoder = Encoder(*sizes), Encoder(*sizes)
+        self.key_encoder = Encoder(*sizes)
+        if options.encoders > 1:
+            self.query_encoder = Encoder(*sizes)
         self.register_buffer("mean", torch.zeros(shape.width))
         self.register_buffer("scale", torch.ones(shape.width))
         # of a query's distant keys together: log of what they are worth, to each head
@@ -101,6 +103,11 @@ class FocusDual(OwnPrecision, AttentionMethod, name="focus_dual", options=FocusD
                 delattr(self, name)
 
     @property
+    def asking(self) -> nn.Module:
+        """The encoder of queries."""
+        return self.query_encoder if hasattr(self, "query_encoder") else self.key_encoder
+
+    @property
     def reach(self) -> list[int]:
         """How many groups a query reads, by head `[n]`."""
         return self.budget or [self.top_k] * self.heads
@@ -113,7 +120,7 @@ class FocusDual(OwnPrecision, AttentionMethod, name="focus_dual", options=FocusD
     def promises(self, x: Tensor) -> Tensor:
         """How much queries expect of each group `[B, n, T, K]`, from standardised tokens `[B, T, E]`."""
         worth = x @ self.worth.T + self.worth_bias
-        return self.query_encoder(x).log_softmax(-1) + worth.transpose(1, 2)[..., None]
+        return self.asking(x).log_softmax(-1) + worth.transpose(1, 2)[..., None]
 
     def logits(self, h: Tensor) -> tuple[Tensor, Tensor]:
         """Promises to queries and logits of keys `[B, n, T, K]`, from hidden states `[B, T, E]`, in the encoders'

@@ -21,6 +21,7 @@ class FocusDualOptions(NearOptions):
         "query", "query: each reads the groups that promise enough, top_k on average, where a fit has set how much "
         "that is; head: all queries of a head read as many", choices=("query", "head"),
     )  # fmt: skip
+    encoders: int = option(2, "2: of queries and of keys; 1: a query reads by what it is as a key", least=1, most=2)
     rank: int = option(0, "of the encoders, whose heads then share a projection; 0: linear classifiers", least=0)
     budget: list[Any] | None = option(
         None, "of each layer of the model: full, window, the groups that a query reads, or a list of those by head"

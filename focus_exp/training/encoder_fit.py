@@ -185,7 +185,7 @@ def descend(
 ) -> None:
     """Lower the cross-entropy of queries' group distributions to where their importance lies, by the queries' encoder
     and, unless memberships `groups` `[n, T, K]` are given, the keys'."""
-    encoders = [method.query_encoder] if groups else [method.query_encoder, method.key_encoder]
+    encoders = [method.asking] if groups else dict.fromkeys([method.asking, method.key_encoder])
     parameters = [p for encoder in encoders for p in encoder.parameters()]
     optimizer, schedule = adam(parameters, 0.02 if groups else 0.005, steps)
     potential: Tensor | None = None
@@ -202,7 +202,7 @@ def descend(
             members = (logits + (potential * sharpness)[:, None]).softmax(-1)
         else:
             members = groups[index]
-        asked = method.query_encoder(block.tokens)[0].log_softmax(-1)
+        asked = method.asking(block.tokens)[0].log_softmax(-1)
         weight = (block.total / block.total.mean(1, keepdim=True).clamp(min=1e-30)).clamp(max=HEAVIEST)
         loss = -(weight[..., None] * block.worth(members) * asked).sum() / weight.sum().clamp(min=1e-6)
         decay = sum(p.square().sum() for p in parameters if p.ndim > 2)
