@@ -86,8 +86,8 @@ def fit_all(
 
 @torch.no_grad()
 def rebalance(model: PreTrainedModel, blocks: list[Tensor], precision: Precision) -> None:
-    """Make the hard groups of keys equally large on `blocks` of training text, and let queries read as many as they are
-    to read, from both of which training has moved them."""
+    """Make the groups of keys alike in size on `blocks` of training text, and let queries read as many as they are to
+    read, from both of which training has moved them."""
     found: dict[int, tuple[list[Tensor], list[Tensor]]] = {layer: ([], []) for layer in duals_of(model)}
 
     def noting(layer: int, method: FocusDual) -> Callable[[Module, tuple[Tensor], Tensor], None]:

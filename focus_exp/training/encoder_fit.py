@@ -155,7 +155,7 @@ def evenly(x: Tensor, centres: Tensor) -> Tensor:
 
 
 def even_potential(logits: Tensor, rounds: int, sharpness: tuple[float, ...]) -> Tensor:
-    """`[n, K]`: what makes groups of logits `[n, N, K]` equally large, the more exactly the sharper."""
+    """`[n, K]`: what gives groups of logits `[n, N, K]` equal shares, of hard groups the more exactly the sharper."""
     potentials = []
     for of_head in logits:
         potential = torch.zeros_like(of_head[0])
@@ -248,5 +248,8 @@ def update(optimizer: torch.optim.Optimizer, schedule: torch.optim.lr_scheduler.
 
 @torch.no_grad()
 def balance(method: FocusDual, logits: Tensor) -> None:
-    """Make the hard groups of keys with these log-probabilities `[n, N, K]` equally large, by their encoder's bias."""
+    """Make the groups of keys with these log-probabilities `[n, N, K]` alike in size, by their encoder's bias.
+
+    Not the hard ones: the largest still holds about five times the mean. Evener ones keep less of what matters.
+    """
     method.key_encoder.bias.add_(even_potential(logits, 30, SHARPNESS))
