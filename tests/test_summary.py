@@ -57,6 +57,15 @@ def test_whether_it_works_follows_from_the_measurements(delta, random, word):
     assert first.startswith(f"Does it work? {word}: on one model (m, 4-bit)") and "removes 50.0 % of the pairs" in first
 
 
+def test_what_seeds_kept_is_said_as_their_mean():
+    def removing(seed, share):
+        record = routed(seed, 0.03)
+        return replace(record, rows=[replace(row, pairs_removed=share) if row.method else row for row in record.rows])
+
+    first, *_ = said(removing(0, 0.5), removing(1, 0.6), removing(2, 0.64))
+    assert "removes 58.0 % of the pairs" in first
+
+
 def test_of_several_set_ups_the_one_measured_on_most_text_is_said():
     few, many = routed(0, 0.01), routed(0, 0.05)
     few.rows[1:] = [replace(row, tokens=6 * 31) for row in few.rows[1:]]

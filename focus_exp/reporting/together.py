@@ -15,6 +15,8 @@ SAME = (
     "of", "measure", "setup", "arm_setup", "arm", "against", "kind", "K", "top_k", "pair_rule", "task", "metric",
     "clock", "tokens", "groups", "assignment", "phase",
 )  # fmt: skip
+# what is the mean of the seeds
+LEVELS = ("level", "level_against", "before", "pairs_kept", "pairs_removed", "removed_against", "distant_pairs_kept")
 SMALL = 0.01  # nats a token, or of a share: about 1 %
 
 
@@ -53,8 +55,8 @@ def _combined(lines: list[Line]) -> Line:
         "deviation": fmean(errors) * first.units**0.5 if errors else None,
         "deviation_of_seeds": seed_deviation(estimates) if several else None,
     }  # fmt: skip
-    for level in ("level", "level_against", "before"):
-        there = [getattr(one, level) for one in found if getattr(one, level) is not None]
+    for level in LEVELS:
+        there = [getattr(one, level) for one in found if getattr(one, level, None) is not None]
         values[level] = fmean(there) if there else None
     return Line(**vars(first) | values)
 
