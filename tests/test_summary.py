@@ -76,7 +76,7 @@ def test_of_several_set_ups_the_one_measured_on_most_text_is_said():
 def test_without_records_every_question_says_what_would_answer_it():
     sentences = said()
     assert sentences[0] == "Does it work? Not measured: python -m focus_exp +experiment=retrofit_124m"
-    assert sum("+experiment=" in sentence for sentence in sentences) == 5
+    assert sum("+experiment=" in sentence for sentence in sentences) == 6
 
 
 def test_the_screen_is_said_of_the_committed_records_and_counts_as_the_ledger_does():
