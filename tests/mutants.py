@@ -32,6 +32,7 @@ FAULTS: dict[str, list[tuple[str, ...]]] = {
     "attention/dual.py": [
         ("return torch.stack(found, 1)", "return torch.stack(found[::-1], 1)", "dual"),
         ("least = thresholds[k - 1]", "least = thresholds[k - 2]", "dual"),
+        ("if options.encoders > 1:", "if True:", "dual"),
         ("x = (part - self.mean) / self.scale", "x = part - self.mean", "dual dual_fit"),
         ("times = self.heads if selection.query_groups is None else 1", "times = 1", "dual"),
         ("self.gate_steepness / 2 if trained", "self.gate_steepness if trained", "dual"),
@@ -154,6 +155,7 @@ FAULTS: dict[str, list[tuple[str, ...]]] = {
             "permitted(sequence, rows, rows.stop), scaling", "permitted(sequence, rows, rows.stop) | True, scaling",
             "dual_fit",
         ),
+        ('"attention": lambda pairs: pairs.attention', '"attention": lambda pairs: pairs.loss', "dual_fit"),
     ],
     "training/curves.py": [
         ("if method.by_query:", "if False:", "dual_fit"),
@@ -163,6 +165,7 @@ FAULTS: dict[str, list[tuple[str, ...]]] = {
     "training/encoder_fit.py": [
         ("loss = (expected.exp() - worth * expected).mean()", "loss = (expected.exp() - expected).mean()", "dual_fit"),
         ("* promises.shape[1]]", "* (promises.shape[1] // 2)]", "dual"),
+        ("return ctx.transposed.sums(gradient", "return ctx.transposed.sums(2 * gradient", "dual_fit"),
     ],
     "training/budget.py": [("if cost <= left:", "if True:", "dual_fit")],
     "storage.py": [
