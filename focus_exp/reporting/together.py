@@ -56,7 +56,7 @@ def _combined(lines: list[Line]) -> Line:
         "deviation_of_seeds": seed_deviation(estimates) if several else None,
     }  # fmt: skip
     for level in LEVELS:
-        there = [getattr(one, level) for one in found if getattr(one, level, None) is not None]
+        there = [getattr(one, level) for one in found if getattr(one, level) is not None]
         values[level] = fmean(there) if there else None
     return Line(**vars(first) | values)
 
