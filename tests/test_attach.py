@@ -283,6 +283,24 @@ def test_a_model_in_half_precision_keeps_its_routers_in_float32(attached):
     assert logits_of(model, tokens_of()).dtype == torch.bfloat16
 
 
+@pytest.mark.parametrize("family", [family for family in FAMILIES if family != "gemma2"])
+@pytest.mark.parametrize("way", ["hard", "focus_dual"])
+def test_under_autocast_both_paths_compute_the_same(attached, family, way):
+    """A base that is trained stays in float32, and with rotary positions q and k do too, beside v in bfloat16."""
+    found = []
+    for backend in ("masked", "cpu-flash"):
+        model = set_routing(attached(family, way, layers=[0]), hard=True, backend=backend)
+        with torch.autocast("cpu", torch.bfloat16):
+            out = model(tokens_of(), labels=tokens_of(), use_cache=False)
+        out.loss.backward()
+        with torch.autocast("cpu", torch.bfloat16), torch.no_grad():
+            step = model(tokens_of()[:, :1], past_key_values=model(tokens_of()).past_key_values)
+        gradient = torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
+        found.append([out.logits.float().flatten(), gradient, step.logits.float().flatten()])
+    for masked, sparse in zip(*found, strict=True):
+        assert (masked - sparse).norm() < 0.05 * masked.norm()
+
+
 def test_torch_compile_sees_one_graph(tiny_model):
     model = set_routing(attach(tiny_model("llama", num_hidden_layers=1), **TINY), hard=True, backend="cpu-flash")
     with torch.no_grad():

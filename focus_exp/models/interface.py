@@ -184,7 +184,7 @@ def routed_attention(
     if attention_mask is None and not is_causal and query.shape[2] > 1 and routed is not None:
         raise UserError("the base model's attention sees later tokens; attention methods here are causal")
     size = value.shape[-1]
-    query, key, value = of_one_size(query, key, value)
+    query, key, value = of_one_size(*of_one_precision(query, key, value))
     scores: dict[str, Any] = {"scaling": scaling, "softcap": softcap, "sink_logits": s_aux}
     if routed is None:
         out = full_attention(query, key, value, pairs_seen(attention_mask), is_causal, dropout=dropout, **scores)
@@ -225,6 +225,15 @@ def attend(
     if cache is not None:
         cache.append(k, v, selection, sequence)
     return out
+
+
+def of_one_precision(*tensors: Tensor) -> list[Tensor]:
+    """What torch's own attention makes of its arguments under autocast: a layer that rotates q and k leaves these in
+    float32 beside v in bfloat16."""
+    kind = tensors[0].device.type
+    if not torch.is_autocast_enabled(kind):
+        return list(tensors)
+    return [x.to(torch.get_autocast_dtype(kind)) for x in tensors]
 
 
 def of_one_size(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
