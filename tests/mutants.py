@@ -35,6 +35,7 @@ FAULTS: dict[str, list[tuple[str, ...]]] = {
         ("if options.encoders > 1:", "if True:", "dual"),
         ("x = (part - self.mean) / self.scale", "x = part - self.mean", "dual dual_fit"),
         ("times = self.heads if selection.query_groups is None else 1", "times = 1", "dual"),
+        ("(position - self.window - self.sinks)", "(position - self.window)", "dual"),
         ("self.gate_steepness / 2 if trained", "self.gate_steepness if trained", "dual"),
     ],
     "attention/recompute.py": [("if in_backward() and self.noted:", "if False:", "attach")],
@@ -158,7 +159,7 @@ FAULTS: dict[str, list[tuple[str, ...]]] = {
         ('"attention": lambda pairs: pairs.attention', '"attention": lambda pairs: pairs.loss', "dual_fit"),
     ],
     "training/curves.py": [
-        ("if method.by_query:", "if False:", "dual_fit"),
+        ('if method.counts != "head":', "if False:", "dual_fit"),
         ("gone / (1 - mass).clamp(min=1e-3)", "gone", "dual_fit"),
         ("members[:, :sinks] = 0", "pass", "dual_fit"),
     ],

@@ -1,5 +1,6 @@
 """Focus with two encoders: its rule against the oracle, heads with groups of their own, budgets, and training."""
 
+import math
 from typing import Any
 
 import pytest
@@ -24,7 +25,7 @@ from focus_exp.records.record import Record
 from focus_exp.speed.layer import Layer
 from focus_exp.speed.methods import method_rows
 from focus_exp.speed.workload import Shape
-from focus_exp.training.encoder_fit import set_thresholds
+from focus_exp.training.encoder_fit import thresholds
 
 WIDTH, SIZE = 12, 8
 TOKENS = torch.arange(80).view(2, 40) * 7 % 256
@@ -38,7 +39,7 @@ def layers(draw: st.DrawFn, most: int = 40) -> tuple[FocusDual, Tensor, list[Ten
     kv_heads, share, groups = draw(st.sampled_from([1, 2, 3])), draw(st.integers(1, 2)), draw(st.integers(2, 6))
     options: dict[str, Any] = {"groups": groups, "heads": draw(st.sampled_from(["kv", "layer"]))}
     options |= {"rank": draw(st.sampled_from([0, 3])), "top_k": draw(st.integers(1, groups))}
-    options |= {"counts": draw(st.sampled_from(["query", "query", "head"])), "encoders": draw(st.sampled_from([1, 2]))}
+    options |= {"counts": draw(st.sampled_from(["query", "pair", "head"])), "encoders": draw(st.sampled_from([1, 2]))}
     if draw(st.booleans()):
         heads = kv_heads if options["heads"] == "kv" else 1
         reach = st.integers(0, groups)
@@ -65,7 +66,8 @@ def set_counts(method: FocusDual) -> None:
     method.worth_bias.normal_()
     tokens = torch.randn(1, 200, len(method.mean), dtype=method.mean.dtype)
     with torch.no_grad():
-        set_thresholds(method, method.promises(tokens)[0])
+        promises, _ = method.logits(tokens, torch.arange(200)[None])
+        method.thresholds.copy_(thresholds(promises[0]))
 
 
 def logits_by_hand(encoder: Any, token: Tensor, head: int) -> list[float]:
@@ -73,7 +75,7 @@ def logits_by_hand(encoder: Any, token: Tensor, head: int) -> list[float]:
     return (encoder.weight[head] @ x + encoder.bias[head]).tolist()
 
 
-def kept_by_hand(method: FocusDual, h: Tensor, head: int) -> Tensor:
+def kept_by_hand(method: FocusDual, h: Tensor, sequence: Sequence, head: int) -> Tensor:
     """`[B, T, T]` bool: whether j is in a group that i reads."""
     kept = torch.zeros(*h.shape[:2], h.shape[1], dtype=torch.bool)
     reach = method.reach[head]
@@ -81,11 +83,13 @@ def kept_by_hand(method: FocusDual, h: Tensor, head: int) -> Tensor:
         return ~kept if reach else kept
     for row, tokens in enumerate((h - method.mean) / method.scale):
         asked, of_key = [], []
-        for token in tokens:
+        for place, token in enumerate(tokens):
             logits = logits_by_hand(method.asking, token, head)
             least = method.thresholds[head][reach - 1] if 0 < reach < method.groups else UNSET
-            if method.by_query and least != UNSET:
+            if method.counts != "head" and least != UNSET:
                 norm = torch.tensor(logits).logsumexp(0) - method.worth[head] @ token - method.worth_bias[head]
+                distant = range(int(sequence.start[row, place]) + method.sinks, place - method.window)
+                norm += math.log(1 + len(distant)) if method.counts == "pair" else 0
                 asked.append([g for g, logit in enumerate(logits) if logit - norm > least])
             else:
                 asked.append(sorted(range(len(logits)), key=lambda g, logits=logits: -logits[g])[:reach])
@@ -106,7 +110,7 @@ def test_a_key_is_in_its_first_group_and_a_query_reads_its_first_k_or_what_promi
     with torch.no_grad():
         selection = method.route(h, sequence)
         out = method.attend(q, k, v, selection, sequence, scaling=0.3)
-    kept = [kept_by_hand(method, h, head) for head in range(method.heads)]
+    kept = [kept_by_hand(method, h, sequence, head) for head in range(method.heads)]
     for head in range(q.shape[1]):
         mask = seen & (near | kept[head // share])
         of_key = head * k.shape[1] // q.shape[1]
@@ -163,17 +167,17 @@ def test_training_has_the_slope_of_a_gate_that_is_half_open():
 
 @given(layer=layers(), data=st.data())
 @settings(max_examples=30)
-def test_the_groups_of_a_token_depend_on_that_token_alone(layer, data):
+def test_the_groups_of_a_token_depend_on_that_token_and_its_place_alone(layer, data):
     method, h, _, sequence = layer
     selection = method.route(h, sequence)
     if selection.key_groups is None:
         return
     assert selection.key_groups.sum(-1).eq(1).all()
     reads = selection.query_groups.sum(-1)
-    fixed = (method.thresholds == UNSET).all() or not method.by_query
+    fixed = (method.thresholds == UNSET).all() or method.counts == "head"
     assert (reads == torch.tensor(method.reach)[:, None]).all() if fixed else (reads <= selection.most[0]).all()
     place = data.draw(st.integers(0, h.shape[1] - 1))
-    alone = method.route(h[:, place, None], Sequence.plain(len(h), 1))
+    alone = method.route(h[:, place, None], Sequence(sequence.start[:, place, None] - place))
     for name in ("assignment", "key_assignment", "query_groups", "key_groups"):
         found, whole = getattr(alone, name), getattr(selection, name)[:, :, place, None]
         torch.testing.assert_close(found, whole)
@@ -208,13 +212,13 @@ def test_queries_read_k_groups_on_average_of_the_tokens_that_set_it_and_each_its
     torch.manual_seed(0)
     method.worth.normal_()
     tokens = torch.randn(1, 400, WIDTH)
-    set_thresholds(method, method.promises(tokens)[0].detach())
+    method.thresholds.copy_(thresholds(method.promises(tokens)[0].detach()))
     for k in (1, 2, 4):
         method.top_k = k
         reads = method.route(tokens, Sequence.plain(1, 400)).query_groups.sum(-1).float()
         torch.testing.assert_close(reads.mean(-1), torch.full((1, 3), float(k)))
         assert reads.std(-1).min() > 0.3
-    method.top_k, method.by_query = 2, False
+    method.top_k, method.counts = 2, "head"
     assert method.route(tokens, Sequence.plain(1, 400)).query_groups.sum(-1).eq(2).all()
 
 
@@ -246,7 +250,14 @@ def test_layers_are_full_or_window_alone_where_the_budget_says_so(tiny_model, fa
 
 @pytest.mark.parametrize(
     "options",
-    [{"fitted": True}, {"heads": "layer"}, {"rank": 3}, {"budget": ["full", 3], "fitted": True}, {"counts": "head"}],
+    [
+        {"fitted": True},
+        {"fitted": True, "counts": "pair"},
+        {"heads": "layer"},
+        {"rank": 3},
+        {"budget": ["full", 3], "fitted": True},
+        {"counts": "head"},
+    ],
 )
 def test_an_adapter_brings_back_encoders_and_budget(tiny_model, tmp_path, options):
     model = attached(tiny_model("llama"), **options)
@@ -299,7 +310,13 @@ def test_a_budget_belongs_to_focus_dual_and_dropped_encoders_are_gone(tiny_model
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize(
     "options",
-    [{"fitted": True}, {"heads": "layer"}, {"budget": ["window", [1, 4]], "fitted": True}, {"budget": [3, "full"]}],
+    [
+        {"fitted": True},
+        {"fitted": True, "counts": "pair"},
+        {"heads": "layer"},
+        {"budget": [3, "full"]},
+        {"budget": ["window", [1, 4]], "fitted": True},
+    ],
 )
 def test_token_by_token_it_writes_what_recomputing_writes(tiny_model, family, options):
     if options.get("budget") == ["window", [1, 4]] and family == "gpt2":

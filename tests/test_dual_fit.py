@@ -22,7 +22,7 @@ from focus_exp.training import dual_fit, importance, kept_fit
 from focus_exp.training.budget import allot, hull
 from focus_exp.training.curves import Curves, distant_sizes, lost, measure_curves
 from focus_exp.training.dual_fit import duals_of, fit_dual, rebalance
-from focus_exp.training.encoder_fit import Block, block_of, fit_encoders, set_thresholds
+from focus_exp.training.encoder_fit import Block, block_of, fit_encoders, thresholds
 from focus_exp.training.importance import ImportanceProbe, LossProbe, Observed, changes_of_loss, observe, read
 from focus_exp.training.precision import choose_precision
 
@@ -195,13 +195,14 @@ def test_what_the_keys_of_a_query_are_worth_is_expected_of_its_token():
 
 
 @pytest.mark.parametrize("heads", ["kv", "layer"])
-@pytest.mark.parametrize("fitted", [False, True])
-def test_curves_count_what_the_attached_method_keeps(heads, fitted, tiny_model):
-    model = dual(tiny_model("llama"), heads=heads, top_k=2)
+@pytest.mark.parametrize("counts", ["head", "query", "pair"])
+def test_curves_count_what_the_attached_method_keeps(heads, counts, tiny_model):
+    model = dual(tiny_model("llama"), heads=heads, top_k=2, counts=counts)
     blocks, counts = random_blocks(2), {}
-    for method in duals_of(model).values() if fitted else ():
+    for method in duals_of(model).values():
         method.worth.normal_()
-        set_thresholds(method, method.promises(torch.randn(1, 99, len(method.mean)))[0].detach())
+        promises, _ = method.logits(torch.randn(1, T, len(method.mean)), torch.arange(T)[None])
+        method.thresholds.copy_(thresholds(promises[0].detach()))
 
     def count(layer, method, selection, sequence):
         pairs = method.count_pairs(selection, sequence)
@@ -304,8 +305,9 @@ def test_a_fit_to_attention_sees_what_queries_attend_to(tiny_model, tmp_path, mo
         torch.testing.assert_close(attended, wanted.gather(-1, keys) * (share > 0), rtol=1e-2, atol=1e-3)
 
 
-def test_groups_that_training_has_moved_are_made_even_again(tiny_model):
-    model = dual(tiny_model("llama"))
+@pytest.mark.parametrize("changes", [{}, {"counts": "pair"}, {"encoders": 1}])
+def test_groups_that_training_has_moved_are_made_even_again(changes, tiny_model):
+    model = dual(tiny_model("llama"), **changes)
     for method in duals_of(model).values():
         with torch.no_grad():
             method.key_encoder.bias[:, 0] += 1

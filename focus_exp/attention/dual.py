@@ -42,9 +42,10 @@ class FocusDual(OwnPrecision, AttentionMethod, name="focus_dual", options=FocusD
     hidden state alone, so that it is causal. Whoever fits the encoders balances the groups by the keys' bias. Groups
     are hard in training too, with the straight-through gradient of a gate on sum_g P(i reads g) P(j in g).
 
-    Once a fit has set the `thresholds`, and unless `counts` says otherwise, a query reads the groups whose promise
-    passes the one at which `top_k` are read on average: some need many groups and most hardly any. The promise is
-    log P(i reads g) plus the log of what the distant keys of i are worth together, which is linear in the token.
+    Once a fit has set the `thresholds`, and unless `counts` is head, a query reads the groups whose promise passes the
+    one at which `top_k` are read on average: some need many groups and most hardly any. The promise is log P(i reads g)
+    plus the log of what the distant keys of i are worth together, which is linear in the token; where `counts` is pair,
+    less the log of their number, as groups are the larger the more text there is before i.
 
     `budget` `[n]` is the layer's own number of groups that a query of each head reads, in place of `top_k`. Where it is
     none or all for all heads there is nothing to train: the layer has its window alone, or the base's own attention.
@@ -59,7 +60,7 @@ class FocusDual(OwnPrecision, AttentionMethod, name="focus_dual", options=FocusD
         self.gate_steepness = options.gate_steepness
         self.heads = shape.kv_heads or shape.heads if options.heads == "kv" else 1
         self.budget: list[int] | None = None
-        self.by_query = options.counts == "query"
+        self.counts = options.counts
         self.mean: Tensor
         self.scale: Tensor
         self.worth: Tensor
@@ -122,23 +123,30 @@ class FocusDual(OwnPrecision, AttentionMethod, name="focus_dual", options=FocusD
         worth = x @ self.worth.T + self.worth_bias
         return self.asking(x).log_softmax(-1) + worth.transpose(1, 2)[..., None]
 
-    def logits(self, h: Tensor) -> tuple[Tensor, Tensor]:
-        """Promises to queries and logits of keys `[B, n, T, K]`, from hidden states `[B, T, E]`, in the encoders'
-        precision."""
+    def weighed(self, counts: str, promises: Tensor, position: Tensor) -> Tensor:
+        """Promises `[B, n, T, K]` to queries at `position` `[B, T]` as `counts` compares them with thresholds."""
+        if counts != "pair":
+            return promises
+        distant = (position - self.window - self.sinks).clamp(min=0)
+        return promises - distant.to(promises.dtype).log1p()[:, None, :, None]
+
+    def logits(self, h: Tensor, position: Tensor) -> tuple[Tensor, Tensor]:
+        """Promises to queries and logits of keys `[B, n, T, K]`, from hidden states `[B, T, E]` and the tokens' places
+        `[B, T]` in their texts, in the encoders' precision."""
         with own_precision(h):
             found = []
             for part in cast(h, self.mean.dtype):
                 x = (part - self.mean) / self.scale
                 found.append((self.promises(x), self.key_encoder(x)))
             queries, keys = (torch.cat(parts, 2) for parts in zip(*found, strict=True))
-            return queries, keys
+            return self.weighed(self.counts, queries, position), keys
 
     def read_by(self, promises: Tensor) -> Tensor:
         """Which groups queries read `[B, n, T, K]` bool, by their promises."""
         found = []
         for of_head, thresholds, k in zip(promises.unbind(1), self.thresholds, self.reach, strict=True):
             read = top_k_groups(of_head, k)
-            if self.by_query and 0 < k < self.groups:
+            if self.counts != "head" and 0 < k < self.groups:
                 least = thresholds[k - 1]
                 read = torch.where(least == UNSET, read, of_head > least)
             found.append(read)
@@ -148,13 +156,14 @@ class FocusDual(OwnPrecision, AttentionMethod, name="focus_dual", options=FocusD
         reach = self.reach
         if not self.routes:
             return Selection(keeps_all=reach[0] > 0)
-        queries, keys = self.logits(h)
+        position = torch.arange(h.shape[1], device=h.device) - sequence.start
+        queries, keys = self.logits(h, position)
         return Selection(
             assignment=queries.softmax(-1),
             key_assignment=keys.softmax(-1),
             query_groups=self.read_by(queries),
             key_groups=top_k_groups(keys, 1),
-            most=(self.groups if self.by_query else max(reach), 1),
+            most=(max(reach) if self.counts == "head" else self.groups, 1),
         )
 
     def keeps_all(self) -> bool:

@@ -19,7 +19,8 @@ class FocusDualOptions(NearOptions):
     )
     counts: str = option(
         "query", "query: each reads the groups that promise enough, top_k on average, where a fit has set how much "
-        "that is; head: all queries of a head read as many", choices=("query", "head"),
+        "that is; pair: that promise enough for each distant key; head: all queries of a head read as many",
+        choices=("query", "pair", "head"),
     )  # fmt: skip
     encoders: int = option(2, "2: of queries and of keys; 1: a query reads by what it is as a key", least=1, most=2)
     rank: int = option(0, "of the encoders, whose heads then share a projection; 0: linear classifiers", least=0)

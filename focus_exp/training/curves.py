@@ -46,7 +46,7 @@ class CurveProbe(LossProbe):
     @torch.no_grad()
     def note(self, k: Tensor, changes: Iterator[Changes]) -> None:
         (method,) = self.method
-        queries, keys = method.logits(self.hidden)
+        queries, keys = method.logits(self.hidden, torch.arange(self.hidden.shape[1], device=k.device)[None])
         members = top_k_groups(keys[0], 1).float()
         promises, order = queries[0].sort(-1, descending=True)
         counts = read_counts(method, promises)
@@ -67,7 +67,7 @@ def read_counts(method: FocusDual, promises: Tensor) -> Tensor:
     """How many groups queries with these promises `[n, T, K]`, largest first, read for k = 0 to K `[n, T, K + 1]`."""
     least = method.thresholds[:, None].expand(-1, promises.shape[1], -1)
     fixed = torch.arange(method.groups + 1, device=promises.device).repeat(*promises.shape[:2], 1)
-    if method.by_query:
+    if method.counts != "head":
         passed = torch.searchsorted(-promises.contiguous(), -least.contiguous())
         fixed[..., 1:-1] = torch.where(least == UNSET, fixed[..., 1:-1], passed)
     return fixed

@@ -13,7 +13,6 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from torch.nn import Module
 from tqdm import tqdm
 from transformers import PreTrainedModel
 
@@ -25,11 +24,12 @@ from focus_exp.records.rows import FitRow
 from focus_exp.storage import aside
 from focus_exp.training.budget import allot
 from focus_exp.training.curves import Curves, measure_curves
-from focus_exp.training.encoder_fit import balance, fit_encoders, set_thresholds
+from focus_exp.training.encoder_fit import balance, fit_encoders, thresholds, thresholds_by
 from focus_exp.training.importance import Observed
 from focus_exp.training.kept_fit import fit_layers, kept_fit
 from focus_exp.training.precision import Precision
 
+BY_PROMISE = ("query", "pair")  # of `counts`, those that need thresholds
 # what the fit does not depend on
 NOT_FITTED = ("name", "method", "backend", "top_k", "counts", "budget", "pairs", "gate_steepness")
 
@@ -71,10 +71,12 @@ def fit_all(
 
     def fit(method: FocusDual, texts: list[Observed], generator: torch.Generator) -> dict[str, Tensor]:
         fit_encoders(method, texts, options.fit_steps, generator)
-        return method.state_dict()
+        rules = {f"thresholds.{counts}": thresholds_by(method, counts, texts) for counts in BY_PROMISE}
+        return method.state_dict() | rules
 
     for layer, state in fit_layers(model, methods, shown, precision, folder, seed, fit, options.fit_to).items():
-        methods[layer].load_state_dict(state)
+        rules = {counts: state.pop(f"thresholds.{counts}") for counts in BY_PROMISE}
+        methods[layer].load_state_dict(state | {"thresholds": rules.get(options.counts, state["thresholds"])})
     measured = folder / f"curves-by-{options.counts}.safetensors"
     if not measured.exists():
         found = measure_curves(model, methods, held_out, precision)
@@ -88,26 +90,38 @@ def fit_all(
 def rebalance(model: PreTrainedModel, blocks: list[Tensor], precision: Precision) -> None:
     """Make the groups of keys alike in size on `blocks` of training text, and let queries read as many as they are to
     read, from both of which training has moved them."""
-    found: dict[int, tuple[list[Tensor], list[Tensor]]] = {layer: ([], []) for layer in duals_of(model)}
+    for method, (_, keys) in logits_on(model, blocks, precision, "balancing groups").items():
+        balance(method, keys.log_softmax(-1))
+    # once more, as queries may be told by the same encoder
+    for method, (promises, _) in logits_on(model, blocks, precision, "counting groups").items():
+        method.thresholds.copy_(thresholds(promises))
 
-    def noting(layer: int, method: FocusDual) -> Callable[[Module, tuple[Tensor], Tensor], None]:
-        def note(_: Module, tokens: tuple[Tensor], logits: Tensor) -> None:
-            keys, promises = found[layer]
-            keys.append(logits[0].log_softmax(-1))
-            promises.append(method.promises(*tokens)[0])
+
+def logits_on(
+    model: PreTrainedModel, blocks: list[Tensor], precision: Precision, doing: str
+) -> dict[FocusDual, tuple[Tensor, Tensor]]:
+    """What layers that route promise to queries, and logits of keys, `[n, N, K]` of the N tokens of `blocks`."""
+    found: dict[FocusDual, list[tuple[Tensor, Tensor]]] = {m: [] for m in duals_of(model).values() if m.routes}
+
+    def noting(method: FocusDual) -> Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]:
+        logits = method.logits
+
+        def note(h: Tensor, position: Tensor) -> tuple[Tensor, Tensor]:
+            found[method].append(logits(h, position))
+            return found[method][-1]
 
         return note
 
-    with ExitStack() as hooks, precision.context():
-        for layer, method in duals_of(model).items():
-            hooks.callback(method.key_encoder.register_forward_hook(noting(layer, method)).remove)
-        for tokens in tqdm(blocks, desc="balancing groups", unit="block", leave=False, disable=None):
+    with ExitStack() as unnoted, precision.context():
+        for method in found:
+            vars(method)["logits"] = noting(method)
+            unnoted.callback(vars(method).pop, "logits")
+        for tokens in tqdm(blocks, desc=doing, unit="block", leave=False, disable=None):
             model(input_ids=tokens[None].to(model.device), use_cache=False, logits_to_keep=1)
-    for layer, method in duals_of(model).items():
-        keys, promises = found[layer]
-        if keys:  # none where a query reads all groups
-            balance(method, torch.cat(keys, 1))
-            set_thresholds(method, torch.cat(promises, 1))
+    return {
+        method: (torch.cat([x[0] for x, _ in of_blocks], 1), torch.cat([x[0] for _, x in of_blocks], 1))
+        for method, of_blocks in found.items()
+    }
 
 
 def row(layer: int, found: Curves, reads: list[int]) -> FitRow:

@@ -126,7 +126,6 @@ def fit_encoders(method: FocusDual, observed: list[Observed], steps: int, genera
         expect(method, blocks, steps)
     with torch.no_grad():
         balance(method, torch.cat([method.key_encoder(block.tokens)[0] for block in blocks], 1).log_softmax(-1))
-        set_thresholds(method, torch.cat([method.promises(block.tokens)[0] for block in blocks], 1))
 
 
 def merged(vectors: Tensor) -> Tensor:
@@ -226,10 +225,20 @@ def expect(method: FocusDual, blocks: list[Block], steps: int) -> None:
 
 
 @torch.no_grad()
-def set_thresholds(method: FocusDual, promises: Tensor) -> None:
-    """Let queries with these promises `[n, N, K]` read k groups on average where they are to read k, for every k."""
+def thresholds(promises: Tensor) -> Tensor:
+    """What groups have to promise `[n, K - 1]` that queries with these promises `[n, N, K]` read k of them on average,
+    for k = 1 to K - 1."""
     ranked = promises.flatten(1).sort(-1, descending=True).values
-    method.thresholds.copy_(ranked[:, torch.arange(1, method.groups, device=ranked.device) * promises.shape[1]])
+    return ranked[:, torch.arange(1, promises.shape[2], device=ranked.device) * promises.shape[1]]
+
+
+@torch.no_grad()
+def thresholds_by(method: FocusDual, counts: str, observed: list[Observed]) -> Tensor:
+    """The thresholds of a fitted `method` for queries that read as `counts` says."""
+    texts = [tokens_of(x, method)[None] for x in observed]
+    places = [torch.arange(x.shape[1], device=x.device)[None] for x in texts]
+    promises = [method.weighed(counts, method.promises(x), place)[0] for x, place in zip(texts, places, strict=True)]
+    return thresholds(torch.cat(promises, 1))
 
 
 def adam(

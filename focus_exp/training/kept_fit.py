@@ -23,7 +23,7 @@ from focus_exp.training.precision import Precision
 
 Method = TypeVar("Method", bound=AttentionMethod)
 
-FORMAT = 4  # raise it when the same inputs give another fit
+FORMAT = 5  # raise it when the same inputs give another fit
 
 
 @contextmanager
