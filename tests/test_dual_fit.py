@@ -250,7 +250,7 @@ def test_a_budget_is_never_exceeded_and_spends_where_a_pair_saves_most(seed, sha
 
 def test_a_fit_is_kept_by_what_decides_it_and_goes_on_where_it_stopped(tiny_model, tmp_path, monkeypatch):
     blocks = random_blocks(3)
-    whole = fit_dual(dual(tiny_model("llama")), blocks, options(pairs=0.5), FLOAT32, tmp_path / "whole", 0)
+    whole = fit_dual(dual(tiny_model("llama")), blocks, options(pairs=0.5), FLOAT32, tmp_path / "whole", 0).rows
 
     stopped, fitted = dual_fit.fit_encoders, []
 
@@ -266,13 +266,15 @@ def test_a_fit_is_kept_by_what_decides_it_and_goes_on_where_it_stopped(tiny_mode
     torn.unlink()
     monkeypatch.setattr(dual_fit, "fit_encoders", stopped)
     model = dual(tiny_model("llama"))
-    assert fit_dual(model, blocks, options(pairs=0.5), FLOAT32, tmp_path / "again", 0) == whole
+    assert fit_dual(model, blocks, options(pairs=0.5), FLOAT32, tmp_path / "again", 0).rows == whole
     assert not list((tmp_path / "again").rglob("block-*"))
     pairs = sum(row.pairs for row in whole) / len(whole)
     assert 0 < pairs <= 0.5
 
     monkeypatch.setattr(kept_fit, "observe", None)  # another budget needs no other fit
-    other = fit_dual(dual(tiny_model("llama")), blocks, options(pairs=0.2), FLOAT32, tmp_path / "again", 0)
+    seconds = {path: path.read_text() for path in (tmp_path / "again").rglob("seconds*")}
+    other, spent = fit_dual(dual(tiny_model("llama")), blocks, options(pairs=0.2), FLOAT32, tmp_path / "again", 0)
+    assert len(seconds) == 2 and spent == pytest.approx(sum(map(float, seconds.values())))
     assert sum(row.pairs for row in other) < sum(row.pairs for row in whole)
     with pytest.raises(TypeError):
         fit_dual(dual(tiny_model("llama")), blocks, options(pairs=0.2), FLOAT32, tmp_path / "again", 1)
@@ -281,7 +283,7 @@ def test_a_fit_is_kept_by_what_decides_it_and_goes_on_where_it_stopped(tiny_mode
 def test_one_encoder_is_fitted_to_what_its_keys_ask(tiny_model, tmp_path):
     model, blocks = dual(tiny_model("llama"), encoders=1), random_blocks(3)
     before = [method.key_encoder.weight.clone() for method in duals_of(model).values()]
-    fits = fit_dual(model, blocks, options(encoders=1), FLOAT32, tmp_path, 0)
+    fits, _ = fit_dual(model, blocks, options(encoders=1), FLOAT32, tmp_path, 0)
     assert len(fits) == len(before) and all(0 <= fit.lost <= 1 for fit in fits)
     for method, weight in zip(duals_of(model).values(), before, strict=True):
         assert not torch.equal(method.key_encoder.weight, weight)
@@ -351,6 +353,9 @@ def test_a_run_fits_trains_towards_the_base_and_leaves_an_adapter(tmp_path):
     assert rows["focus_dual"].nll == pytest.approx(trained["focus_dual"].nll, abs=1e-6)
     fitted = run(*fitting(*tiny(tmp_path, "fitted"), *(s for s in settings if "phases" not in s), "regime=none"))
     assert "Fitted to 96 tokens; nothing was trained through the model." in fitted.out
+    again = record_of(tmp_path / "fitted")  # its fit came from the cache, and took what it took there
+    assert again.fit_seconds == record.fit_seconds > 0
+    assert again.train_seconds >= again.fit_seconds - 1e-6 and record.train_seconds > record.fit_seconds
 
 
 @pytest.mark.parametrize(

@@ -135,6 +135,7 @@ def describe_arm(name: str, config: Config, settings: list[str], error: str | No
         steps=record.steps,
         tokens_seen=record.tokens_seen,
         train_seconds=record.train_seconds,
+        fit_seconds=record.fit_seconds,
         commit=record.commit,
         config_hash=record.config_hash,
         started=record.started,

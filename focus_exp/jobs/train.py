@@ -91,7 +91,7 @@ def train(config: Config) -> None:
         if config.regime.trains("all"):
             save_weights(run, model, loaded.tokenizer)
             run.record.method["weights"] = fingerprint(model)  # what a run with model.path= of them says it began with
-        run.record.train_seconds = time.perf_counter() - began
+        run.record.train_seconds = (run.record.train_seconds or 0.0) + time.perf_counter() - began
         alone(model, evaluation.measure_attached)
         evaluation.write_into(run.record, run.folder)
 
@@ -241,11 +241,15 @@ def fit_first(run: Run, model: PreTrainedModel, blocks: Blocks, precision: Preci
     if config.fitting is None:
         return []
     sample = sample_blocks(blocks, config.fitting.fit_blocks, seed + 1)
+    began = time.perf_counter()
     if config.dual:
-        run.record.fits = fit_dual(model, sample, config.dual, precision, cache, seed)
+        run.record.fits, seconds = fit_dual(model, sample, config.dual, precision, cache, seed)
         print(table_of(run.record.fits))
     else:
-        fit_indexers(model, sample, config.fitting, precision, cache, seed)
+        seconds = fit_indexers(model, sample, config.fitting, precision, cache, seed)
+    run.record.fit_seconds = seconds
+    # what other runs spent on it belongs to what this one would have taken alone
+    run.record.train_seconds = max(0.0, seconds - (time.perf_counter() - began))
     return sample
 
 

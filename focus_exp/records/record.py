@@ -49,6 +49,7 @@ class Record:
     steps: int = 0
     wall_seconds: float | None = None
     train_seconds: float | None = None
+    fit_seconds: float | None = None  # of these, before any phase, in whichever run the fit was made
     peak_memory_bytes: int | None = None
     layers: list[int] = field(default_factory=list)
     group_shares: list[list[float]] | None = None

@@ -135,6 +135,7 @@ class Arm:
     steps: int = 0
     tokens_seen: int = 0
     train_seconds: float | None = None
+    fit_seconds: float | None = None
     commit: str | None = None
     config_hash: str = ""
     started: str = ""

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import asdict, fields
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from safetensors.torch import load_file, save_file
@@ -26,12 +27,19 @@ from focus_exp.training.budget import allot
 from focus_exp.training.curves import Curves, measure_curves
 from focus_exp.training.encoder_fit import balance, fit_encoders, thresholds, thresholds_by
 from focus_exp.training.importance import Observed
-from focus_exp.training.kept_fit import fit_layers, kept_fit
+from focus_exp.training.kept_fit import SECONDS, fit_layers, kept_fit, seconds_in, timed
 from focus_exp.training.precision import Precision
 
 BY_PROMISE = ("query", "pair")  # of `counts`, those that need thresholds
 # what the fit does not depend on
 NOT_FITTED = ("name", "method", "backend", "top_k", "counts", "budget", "pairs", "gate_steepness")
+
+
+class Fitted(NamedTuple):
+    """What each layer got, and how long that took, in whichever runs it was made."""
+
+    rows: list[FitRow]
+    seconds: float
 
 
 def duals_of(model: PreTrainedModel) -> dict[int, FocusDual]:
@@ -41,20 +49,22 @@ def duals_of(model: PreTrainedModel) -> dict[int, FocusDual]:
 
 def fit_dual(
     model: PreTrainedModel, blocks: list[Tensor], options: DualConfig, precision: Precision, cache: Path, seed: int
-) -> list[FitRow]:
+) -> Fitted:
     """Fit the encoders of every layer to `blocks`, each `[T]` token ids, the last `fit_held_out` of which only measure
-    and decide the budget; what each layer got."""
+    and decide the budget."""
     methods = duals_of(model)
     if not methods:
-        return []
+        return Fitted([], 0.0)
     chosen = {key: value for key, value in asdict(options).items() if key not in NOT_FITTED}
     with kept_fit(cache, model, blocks, [], chosen, sorted(methods), seed) as folder:
         found = fit_all(model, methods, blocks, options, precision, folder, seed)
+        seconds = seconds_in(folder / SECONDS, folder / f"{SECONDS}-{options.counts}")
     reads = [method.reach for method in methods.values()]
     if options.pairs is not None:
         reads = allot(list(found.values()), options.pairs)
         set_budget(model, [dict(zip(methods, reads, strict=True))[layer] for layer in sorted(methods)])
-    return [row(layer, curve, part) for (layer, curve), part in zip(found.items(), reads, strict=True)]
+    rows = [row(layer, curve, part) for (layer, curve), part in zip(found.items(), reads, strict=True)]
+    return Fitted(rows, seconds)
 
 
 def fit_all(
@@ -79,7 +89,8 @@ def fit_all(
         methods[layer].load_state_dict(state | {"thresholds": rules.get(options.counts, state["thresholds"])})
     measured = folder / f"curves-by-{options.counts}.safetensors"
     if not measured.exists():
-        found = measure_curves(model, methods, held_out, precision)
+        with timed(folder / f"{SECONDS}-{options.counts}"):
+            found = measure_curves(model, methods, held_out, precision)
         with aside(measured) as new:
             save_file({f"{layer}.{k}": v for layer, curve in found.items() for k, v in vars(curve).items()}, new)
     tensors = load_file(measured)

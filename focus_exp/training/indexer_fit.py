@@ -14,7 +14,7 @@ from focus_exp.attention.selection import Sequence, always_visible, causal
 from focus_exp.models.modules import attached_methods
 from focus_exp.training.encoder_fit import HEAVIEST, adam, standardise, tokens_of, update
 from focus_exp.training.importance import Observed
-from focus_exp.training.kept_fit import fit_layers, kept_fit
+from focus_exp.training.kept_fit import SECONDS, fit_layers, kept_fit, seconds_in
 from focus_exp.training.precision import Precision
 
 SHARES = (0.05, 0.1, 0.2, 0.3)  # of the distant pairs, at which a fit is measured
@@ -24,9 +24,9 @@ RATE = 0.005
 
 def fit_indexers(
     model: PreTrainedModel, blocks: list[Tensor], options: FitOptions, precision: Precision, cache: Path, seed: int
-) -> None:
+) -> float:
     """Fit the indexers of all layers to `blocks`, each `[T]` token ids, the last `fit_held_out` of which only
-    measure."""
+    measure; the seconds that it took, in whichever runs it was made."""
     methods = {layer: m for layer, m in attached_methods(model).items() if isinstance(m, TokenIndexer)}
     shapes = {layer: [method.window, method.sinks, *method.key_projection.shape] for layer, method in methods.items()}
 
@@ -37,6 +37,7 @@ def fit_indexers(
     decide = shapes, [options.fit_held_out, options.fit_steps, seed]
     with kept_fit(cache, model, blocks, ["indexer"], *decide) as folder:
         found = fit_layers(model, methods, blocks, precision, folder, seed, fit)
+        seconds = seconds_in(folder / SECONDS)
     sums = torch.zeros(len(SHARES), 3, dtype=torch.float64)
     for layer, tensors in found.items():
         sums += tensors.pop("measured")
@@ -44,6 +45,7 @@ def fit_indexers(
     print("indexers fitted; of what the distant pairs of held-out text are worth they keep")
     for share, (worth, kept, most) in zip(SHARES, sums.tolist(), strict=True):
         print(f"  {kept / worth:.1%} with {share:.0%} of the pairs ({most / worth:.1%} with the best ones)")
+    return seconds
 
 
 def fit_indexer(method: TokenIndexer, observed: list[Observed], steps: int, generator: torch.Generator) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -23,6 +24,7 @@ from focus_exp.training.precision import Precision
 
 Method = TypeVar("Method", bound=AttentionMethod)
 
+SECONDS = "seconds"  # that the layers took, in all processes that worked on them
 FORMAT = 5  # raise it when the same inputs give another fit
 
 
@@ -53,10 +55,27 @@ def fit_layers(
     """What `fit` returns of each layer, given what it was observed to be on every block; from `folder` where it is."""
     paths = {layer: folder / f"layer-{layer:03d}.safetensors" for layer in methods}
     if todo := [layer for layer, path in paths.items() if not path.exists()]:
-        observed = observe(model, methods, blocks, precision, folder / "observed", worth)
-        for layer in tqdm(todo, desc="fitting layers", unit="layer", leave=False, disable=None):
-            found = fit(methods[layer], read(observed, layer), torch.Generator().manual_seed(seed + layer))
-            with aside(paths[layer]) as new:
-                save_file(found, new)
+        with timed(folder / SECONDS):
+            observed = observe(model, methods, blocks, precision, folder / "observed", worth)
+            for layer in tqdm(todo, desc="fitting layers", unit="layer", leave=False, disable=None):
+                found = fit(methods[layer], read(observed, layer), torch.Generator().manual_seed(seed + layer))
+                with aside(paths[layer]) as new:
+                    save_file(found, new)
         remove(folder / "observed")
     return {layer: load_file(path) for layer, path in paths.items()}
+
+
+@contextmanager
+def timed(path: Path) -> Iterator[None]:
+    """Add the seconds of the block, however it ends, to those in the file `path`."""
+    began = time.perf_counter()
+    try:
+        yield
+    finally:
+        spent = seconds_in(path) + time.perf_counter() - began
+        with aside(path) as new:
+            new.write_text(f"{spent:.3f}")
+
+
+def seconds_in(*paths: Path) -> float:
+    return sum(float(path.read_text()) for path in paths if path.exists())
