@@ -15,6 +15,7 @@ from transformers import DynamicCache, StaticCache, StoppingCriteria
 
 from focus_exp import attach, detach, disabled, set_routing
 from focus_exp.assets import cache_root
+from focus_exp.attention import cached
 from focus_exp.attention.cached import GroupedCache
 from focus_exp.attention.reference import reference_attention
 from focus_exp.attention.selection import Sequence, always_visible, causal, same_group, select
@@ -132,22 +133,25 @@ def test_steps_of_any_groups_are_the_oracle(data, sizes):
     softcap = data.draw(st.sampled_from([None, 2.0]))
     options = {"scaling": 0.4, "softcap": softcap, "sink_logits": sink_logits}
     chosen = torch.randint(batch, (batch,)) if data.draw(st.booleans()) else torch.arange(batch)
+    copied = data.draw(st.sampled_from([0, 3, cached.COPIED]))
     cache, begin, found = GroupedCache(window, sinks), 0, []
-    for size in sizes:
-        new = slice(begin, begin + size)
-        valid = None if sequence.valid is None else sequence.valid[:, new]
-        some = Sequence(sequence.start[:, new] - begin, valid)
-        selected = replace(
-            selection, **{name: x.narrow(-1 if name == "group" else -2, begin, size)
-                          for name, x in vars(selection).items() if isinstance(x, torch.Tensor)},
-        )  # fmt: skip
-        if begin:
-            found.append(cache.attend(q[:, :, new], k[:, :, new], v[:, :, new], selected, some, **options))
-        cache.append(k[:, :, new], v[:, :, new], selected, some)
-        begin += size
-        if begin == sizes[0]:
-            cache.choose(chosen)  # as beams do; what follows goes on from the chosen rows
-            q, k, v, selection, sequence = rows_chosen(chosen, sizes[0], q, k, v, selection, sequence)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(cached, "COPIED", copied)
+        for size in sizes:
+            new = slice(begin, begin + size)
+            valid = None if sequence.valid is None else sequence.valid[:, new]
+            some = Sequence(sequence.start[:, new] - begin, valid)
+            selected = replace(
+                selection, **{name: x.narrow(-1 if name == "group" else -2, begin, size)
+                              for name, x in vars(selection).items() if isinstance(x, torch.Tensor)},
+            )  # fmt: skip
+            if begin:
+                found.append(cache.attend(q[:, :, new], k[:, :, new], v[:, :, new], selected, some, **options))
+            cache.append(k[:, :, new], v[:, :, new], selected, some)
+            begin += size
+            if begin == sizes[0]:
+                cache.choose(chosen)  # as beams do; what follows goes on from the chosen rows
+                q, k, v, selection, sequence = rows_chosen(chosen, sizes[0], q, k, v, selection, sequence)
     exact = reference_attention(q, k, v, selection, sequence, window=window, sinks=sinks, **options)[:, :, sizes[0] :]
     found = torch.cat(found, 2)
     if sequence.valid is not None:

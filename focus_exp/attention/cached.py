@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,9 +13,10 @@ from focus_exp.attention.kernels import KERNELS, Demand, Kernel
 from focus_exp.attention.parts import share
 from focus_exp.attention.selection import Selection, Sequence, by_head, near_or_sink, row_blocks
 from focus_exp.attention.sparse import merge
-from focus_exp.attention.stores import Kind, Near, Pool
+from focus_exp.attention.stores import Kind, Near, Pool, by_bucket
 
 BLOCK = 256  # queries at a time
+COPIED = 1024  # distant keys that are put behind the near ones rather than attended to in calls of their own
 
 
 class GroupedCache:
@@ -54,7 +56,7 @@ class GroupedCache:
         members = members_of(selection, k)
         if self.near is None or self.pool is None:
             self.near, self.pool = Near(k, members, self.window, self.sinks), Pool(k)
-        index = torch.arange(self.length, self.length + count, device=k.device).expand(len(k), count)
+        index = torch.arange(self.length, self.length + count, device=k.device).expand(k.shape[0], count)
         tokens, real = [k, v, index, members], self.put_sinks([k, v, index, members], sequence)
         recent = slice(max(count - self.window - 1, 0), count)
         near = [x[:, recent] for x in tokens] if recent.start else list(tokens)
@@ -102,8 +104,8 @@ class GroupedCache:
         kernel = KERNELS["cpu-flash"]
         if kernel.refuses(Demand(q.device.type, q.dtype, q.shape[-1], softcap is not None)):
             kernel = KERNELS["math"]
-        out = for_each_head(self.attend_rows)(
-            q, k, v, selection, sequence, kernel, scaling=scaling, softcap=softcap, sink_logits=sink_logits
+        out = of_rows(
+            q, k, v, selection, sequence, kernel, cache=self, scaling=scaling, softcap=softcap, sink_logits=sink_logits
         )
         self.pairs_read //= self.heads
         return out
@@ -167,7 +169,7 @@ class GroupedCache:
         softcap: float | None,
         sink_logits: Tensor | None,
     ) -> Tensor:
-        """The same for a single token that sees all that is near: nothing is gathered, copied or masked."""
+        """The same for a single token that sees all that is near: nothing is masked, and only few keys are copied."""
         assert self.near is not None and self.pool is not None
         share = q.shape[1] // k.shape[1]
         queries = q[:, :, 0].unflatten(1, (-1, share)).transpose(1, 2)  # the heads of a key as so many queries
@@ -175,16 +177,30 @@ class GroupedCache:
             self.length, k[:, :, 0], v[:, :, 0], None if selection.key_groups is None else selection.key_groups[:, 0]
         )
         self.placed = self.length
-        keys, values, index, _ = self.near.tensors
-        out, lse = kernel.forward(queries, keys, values, None, scaling, softcap)
-        out = out.to(lse.dtype)
-        read = index.numel()
-        for row, _, far in self.far(slice(0, 1), selection):
-            keys, values, index = self.pool.tensors
-            o, part = kernel.forward(queries[row : row + 1], keys[None, far], values[None, far], None, scaling, softcap)
-            merge(out[row], lse[row], slice(None), o[0].to(lse.dtype), part[0])
-            read += far.stop - far.start
-        self.pairs_read += read
+        far: list[list[slice]] = [[] for _ in range(queries.shape[0])]
+        for row, _, some in self.far(slice(0, 1), selection):
+            far[row].append(some)
+        counts = [sum(some.stop - some.start for some in slices) for slices in far]
+        self.pairs_read += self.near.index.numel() + sum(counts)
+        (near_keys, near_values), (keys, values) = self.near.tensors[:2], self.pool.tensors[:2]
+
+        def seen(row: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+            return kernel.forward(queries[row : row + 1], k[None], v[None], None, scaling, softcap)
+
+        if 0 < max(counts) <= COPIED:
+            found = []
+            for row, slices in enumerate(far):
+                k_row = torch.cat([near_keys[row], *(keys[some] for some in slices)])
+                v_row = torch.cat([near_values[row], *(values[some] for some in slices)])
+                found.append(seen(row, k_row, v_row))
+            out, lse = (x[0] if len(x) == 1 else torch.cat(x) for x in zip(*found, strict=True))
+        else:
+            out, lse = kernel.forward(queries, near_keys, near_values, None, scaling, softcap)
+            out = out.to(lse.dtype)
+            for row, slices in enumerate(far):
+                for some in slices:
+                    o, part = seen(row, keys[some], values[some])
+                    merge(out[row], lse[row], slice(None), o[0].to(lse.dtype), part[0])
         out = out.transpose(1, 2).flatten(1, 2)  # [R, H, D]
         if sink_logits is not None:
             out = out * torch.sigmoid(lse.transpose(1, 2).flatten(1, 2) - sink_logits)[..., None]
@@ -227,7 +243,7 @@ class GroupedCache:
             return
         assert self.pool is not None
         groups = selection.query_groups[:, rows]
-        asked: list[set[int]] = [set() for _ in groups]
+        asked: list[set[int]] = [set() for _ in range(groups.shape[0])]
         for row, _, group in groups.nonzero().tolist():
             asked[row].add(group)
         for row, mine in enumerate(asked):
@@ -266,30 +282,13 @@ class GroupedCache:
                 self.near.put_apart(torch.full_like(index, row), place, [keys, values, index, members])
 
 
+@for_each_head
+def of_rows(*new: Any, cache: GroupedCache, **options: Any) -> Tensor:
+    return cache.attend_rows(*new, **options)
+
+
 def members_of(selection: Selection, k: Tensor) -> Tensor:
     """`[R, n, K]` bool for k `[R, n, G, D]`; of a method without groups one that no query has."""
     if selection.key_groups is not None:
         return selection.key_groups
     return torch.zeros(*k.shape[:2], 1, dtype=torch.bool, device=k.device)
-
-
-def by_bucket(tokens: list[Tensor], real: Tensor | None) -> dict[tuple[int, Kind], list[Tensor]]:
-    """The `real` ones of tokens `[R, n, ...]` by sequence and groups, their groups being the last of the tensors."""
-    *tokens, members = tokens
-    found: dict[tuple[int, Kind], list[Tensor]] = {}
-    if members.shape[1] == 1:
-        groups: list[list[int]] = [[] for _ in members]
-        for row, _, group in members.nonzero().tolist():
-            groups[row].append(group)
-        kept = [True] * len(members) if real is None else real[:, 0].tolist()
-        return {(row, tuple(groups[row])): [x[row] for x in tokens] for row in range(len(members)) if kept[row]}
-    kinds, kind = members.flatten(0, 1).unique(dim=0, return_inverse=True)
-    kind = kind.view(members.shape[:2])
-    names = [tuple(x.nonzero()[:, 0].tolist()) for x in kinds]
-    for row in range(len(members)):
-        for number, name in enumerate(names):
-            mine = kind[row] == number
-            some = (mine if real is None else mine & real[row]).nonzero()[:, 0]
-            if len(some):
-                found[row, name] = [x[row, some] for x in tokens]
-    return found

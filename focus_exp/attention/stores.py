@@ -125,14 +125,15 @@ class Pool:
         """k, v `[m, G, D]` and index `[m]`, in order, by sequence and groups."""
         for row, kind in tokens:
             self.buckets[row].setdefault(kind, Bucket())
-        counts = {key: len(new[2]) for key, new in tokens.items()}
+        counts = {key: new[2].shape[0] for key, new in tokens.items()}  # len() of a tensor takes ten times as long
         if any(self.buckets[r][kind].count + n > self.buckets[r][kind].room for (r, kind), n in counts.items()):
             self.make_room(counts)
         for (row, kind), new in tokens.items():
-            bucket = self.buckets[row][kind]
+            bucket, count = self.buckets[row][kind], counts[row, kind]
+            added = slice(bucket.end, bucket.end + count)
             for held, x in zip(self.tensors, new, strict=True):
-                held[bucket.end : bucket.end + len(x)] = x
-            bucket.count += len(new[2])
+                held[added] = x
+            bucket.count += count
             bucket.recent.extend(new[2][-window:].tolist() if window else [])
 
     def make_room(self, counts: dict[tuple[int, Kind], int]) -> None:
@@ -166,3 +167,26 @@ class Pool:
                 index = self.tensors[2][bucket.begin : bucket.end]
                 bucket.count = int(torch.searchsorted(index, length))
                 bucket.recent = deque(self.tensors[2][max(bucket.begin, bucket.end - window) : bucket.end].tolist())
+
+
+def by_bucket(tokens: list[Tensor], real: Tensor | None) -> dict[tuple[int, Kind], list[Tensor]]:
+    """The `real` ones of tokens `[R, n, ...]` by sequence and groups, their groups being the last of the tensors."""
+    *tokens, members = tokens
+    found: dict[tuple[int, Kind], list[Tensor]] = {}
+    if members.shape[1] == 1:
+        count = members.shape[0]
+        groups: list[list[int]] = [[] for _ in range(count)]
+        for row, _, group in members.nonzero().tolist():
+            groups[row].append(group)
+        kept = [True] * count if real is None else real[:, 0].tolist()
+        return {(row, tuple(groups[row])): [x[row] for x in tokens] for row in range(count) if kept[row]}
+    kinds, kind = members.flatten(0, 1).unique(dim=0, return_inverse=True)
+    kind = kind.view(members.shape[:2])
+    names = [tuple(x.nonzero()[:, 0].tolist()) for x in kinds]
+    for row in range(len(members)):
+        for number, name in enumerate(names):
+            mine = kind[row] == number
+            some = (mine if real is None else mine & real[row]).nonzero()[:, 0]
+            if len(some):
+                found[row, name] = [x[row, some] for x in tokens]
+    return found
