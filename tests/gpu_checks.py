@@ -49,7 +49,7 @@ class Case:
     def results(self, leaves: list[Tensor], sequence: Sequence, device: str, exact: bool) -> dict[str, Tensor]:
         """Output on real tokens, and gradients, in float64."""
         leaves = [(x.double() if exact else x).to(device).requires_grad_() for x in leaves]
-        moved = {name: x.to(device) if isinstance(x, Tensor) else x for name, x in vars(sequence).items()}
+        moved = {name: x.to(device) for name, x in vars(sequence).items() if isinstance(x, Tensor)}
         selection, sequence = select(leaves[3], self.top_k, self.rule), replace(sequence, **moved)
         options = {
             "window": 37, "sinks": 3, "scaling": self.size**-0.5, "surrogate": 5.0, "softcap": self.softcap,

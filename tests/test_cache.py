@@ -254,6 +254,19 @@ def test_crop_reset_and_choice_of_rows_are_as_if_the_rest_had_never_been(tiny_mo
     torch.testing.assert_close(found, whole(model, ids), rtol=1e-4, atol=1e-5)
 
 
+def test_the_same_place_after_other_rows_were_chosen_begins_where_those_do(tiny_model):
+    """Layers share what is said of their tokens; without a mask it is the cache that knows where texts begin."""
+    model, ids, mask = attached(tiny_model("llama"), 2), tokens(2, 12), torch.ones(2, 12, dtype=torch.long)
+    mask[0, :5] = 0
+    _, cache = stepped(model, ids, [12], mask)
+    new = tokens(2, 3, seed=3)
+    first, _ = stepped(model, new, [3], cache=cache)
+    cache.crop(-3)
+    cache.reorder_cache(torch.tensor([1, 0]))
+    swapped, _ = stepped(model, new.flip(0), [3], cache=cache)
+    torch.testing.assert_close(swapped.flip(0), first, rtol=1e-4, atol=1e-5)
+
+
 def test_repeated_and_selected_rows(tiny_model):
     model = attached(tiny_model("gpt2"), 1)
     ids, more = tokens(2, 20), tokens(4, 5, seed=2)

@@ -31,6 +31,7 @@ class GroupedCache:
         self.length = 0
         self.start: Tensor | None = None  # `[B]`, where the sequence of each row's last token begins
         self.placed = -1  # the last token that stands among the near ones since it was attended from
+        self.changes = 0  # of what is kept, other than by appending
         self.pairs_read = 0  # by the last call of `attend`, in each key/value head
 
     @property
@@ -75,7 +76,7 @@ class GroupedCache:
         count, real = tokens[2].shape[1], sequence.valid
         if real is not None and bool(real.all()):
             real = None
-        if int(sequence.start.max()) + self.sinks <= 0:  # all began before these tokens
+        if sequence.last_start + self.sinks <= 0:  # all began before these tokens
             return real
         place = torch.arange(count, device=sequence.start.device) - sequence.start
         sink = (place >= 0) & (place < self.sinks)
@@ -254,6 +255,7 @@ class GroupedCache:
 
     def choose(self, rows: Tensor) -> None:
         """Keep the sequences `rows`, in that order, a sequence as often as it is named."""
+        self.changes += 1
         if self.near is None or self.pool is None or self.start is None:
             return
         rows, self.placed = rows.to(self.start.device), -1
@@ -264,7 +266,7 @@ class GroupedCache:
 
     def crop(self, length: int) -> None:
         """Forget the tokens from place `length` on; the last ones are then found in the buckets again."""
-        self.length, self.placed = min(self.length, length), -1
+        self.length, self.placed, self.changes = min(self.length, length), -1, self.changes + 1
         if self.near is None or self.pool is None or self.start is None:
             return
         self.start = self.start.clamp(max=length)

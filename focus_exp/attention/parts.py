@@ -113,7 +113,7 @@ class Tokens:
         lone = ~query_groups.any(1, keepdim=True)
         if bool(lone.any()):  # they see the sinks all the same: these are a group of their own besides
             query_groups, key_groups = torch.cat([query_groups, lone], 1), torch.cat([key_groups, sink[:, None]], 1)
-        end = sinks if valid is None else int(sequence.start.max()) + sinks
+        end = sinks if valid is None else sequence.last_start + sinks
         return Tokens(batch, length, query_groups, key_groups, group, valid, sink, end)
 
     def members(self, groups: Tensor) -> list[Tensor]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -23,6 +24,11 @@ class Sequence:
     start: Tensor
     valid: Tensor | None = None
     allowed: Tensor | None = None
+
+    @cached_property
+    def last_start(self) -> int:
+        """Of the sequences; all layers ask for it, and a device is waited for once."""
+        return int(self.start.max())
 
     @staticmethod
     def plain(batch: int, length: int, device: torch.device | str = "cpu") -> Sequence:

@@ -8,7 +8,7 @@ published methods have no cache and say so (`use_cache=False` computes all token
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -24,6 +24,7 @@ from transformers.cache_utils import (
 
 from focus_exp.attention.cached import GroupedCache
 from focus_exp.attention.method import AttentionMethod
+from focus_exp.attention.selection import Sequence
 from focus_exp.errors import UserError
 
 
@@ -114,6 +115,19 @@ class FocusCache(Cache):
 
     def __init__(self, layers: list[Any]) -> None:
         super().__init__(layers=layers)
+        self.described: dict[tuple[object, ...], tuple[object, Sequence]] = {}
+
+    def of_all(self, mask: object, tokens: tuple[object, ...], describe: Callable[[], Sequence]) -> Sequence:
+        """What `describe` says under a layer's `mask` of new `tokens`: what is before them, their shape, their device.
+
+        It is asked by the first of the layers that have the same.
+        """
+        key = (id(mask), *tokens)  # as long as the mask is kept here, no other one has its id
+        if key not in self.described:
+            if any(tokens != other[1:] for other in self.described):
+                self.described.clear()
+            self.described[key] = mask, describe()
+        return self.described[key][1]
 
     def serve(self, method: AttentionMethod) -> GroupedCache | None:
         """What is kept of the layer of `method`, which is about to attend; None where the model's own code keeps it."""

@@ -126,7 +126,11 @@ def route_hidden_states(
     if grouped is None and method.keeps_all() and tokens_before(cache, method.shape.index, h.shape[1]) > 0:
         method.path = "full"  # as the base model does, with the base model's cache
         return None
-    sequence = describe_sequence(h, mask, grouped)
+    if grouped is not None and isinstance(cache, FocusCache):  # layers mostly see the same tokens
+        tokens = (grouped.length, grouped.changes, *h.shape[:2], h.device)
+        sequence = cache.of_all(mask, tokens, lambda: describe_sequence(h, mask, grouped))
+    else:
+        sequence = describe_sequence(h, mask)
     past = 0 if grouped is None else grouped.length
     routed = Routed(sequence, method.route(h, sequence), mask, grouped, past, frozenset(given))
     return args, kwargs | {"routed": routed}
