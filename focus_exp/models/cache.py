@@ -122,12 +122,14 @@ class FocusCache(Cache):
 
         It is asked by the first of the layers that have the same.
         """
-        key = (id(mask), *tokens)  # as long as the mask is kept here, no other one has its id
-        if key not in self.described:
+        key = (id(mask), *tokens)
+        of, sequence = self.described.get(key, (None, None))
+        if sequence is None or of is not mask:
             if any(tokens != other[1:] for other in self.described):
                 self.described.clear()
-            self.described[key] = mask, describe()
-        return self.described[key][1]
+            sequence = describe()
+            self.described[key] = mask, sequence
+        return sequence
 
     def serve(self, method: AttentionMethod) -> GroupedCache | None:
         """What is kept of the layer of `method`, which is about to attend; None where the model's own code keeps it."""
