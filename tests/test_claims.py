@@ -115,8 +115,11 @@ def test_under_two_set_ups_the_sentence_is_of_the_one_that_the_verdict_hangs_on(
     entries(CLAIM)
     better, open_ = arms(-0.2, seed=0), arms(-0.001, seed=1)
     open_ = replace(open_, arms=[replace(arm, tokens_seen=123) for arm in open_.arms])
-    ((_, verdict),) = ledger.judged([better, open_])
+    runs = Runs([(Path(str(number)), record) for number, record in enumerate([better, open_])])
+    ((claim, verdict),) = ledger.judged_runs(runs)
     assert verdict.word == UNDECIDED and verdict.numbers["value"] == pytest.approx(-0.001)
+    (row,) = ledger.claim_table([(claim, verdict)], runs).values
+    assert row["seeds"] == "1" and len(verdict.records) == 2
     assert verdict.ours.startswith("focus: -0.10 % [")
 
 

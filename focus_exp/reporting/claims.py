@@ -212,7 +212,7 @@ def _values(claim: Claim, verdict: Verdict, runs: Runs) -> dict[str, Any]:
         **{"table": claim.table, "the paper says": claim.says, "paper": claim.paper, "here": verdict.ours or ABSENT},
         **(dict.fromkeys(NUMBERS) | verdict.numbers),
         **{"verdict": verdict.word, "needs": verdict.needs or ABSENT, "because": verdict.why or ABSENT},
-        "seeds": str(len(seeds_of(records)) or ABSENT),
+        "seeds": str(len(set(verdict.line.seeds) if verdict.line else seeds_of(records)) or ABSENT),
         "cost": f"{sum(map(runs.seconds, records)) / 60:,.0f} min" if records else ABSENT,
         "by": "; ".join(by) or ABSENT,
     }
