@@ -99,8 +99,12 @@ def decoding(length: int, dtype: torch.dtype, repeats: int, clock: Callable[[], 
     tensors = Tensors.random(SHAPE, length, dtype, DEVICE)
     new = Tensors.random(SHAPE, STEPS, dtype, DEVICE, seed=1)
     works: Works = {"static": static_steps(tensors, new), "dynamic": dynamic_steps(tensors, new)}
-    cases = {"K=8, k=1": balanced(8, length), "K=4, k=2": balanced(4, length, 2)}
-    works |= {name: Decoding(layer, groups, tensors, new).steps for name, groups in cases.items()}
+    cases = {
+        "K=8, k=1": (balanced(8, length), None),
+        "K=4, k=2": (balanced(4, length, 2), None),
+        "K=32, k=4 per kv head": (balanced(32, length, 4), own_groups(length + STEPS, 32, 4)),
+    }
+    works |= {name: Decoding(layer, groups, tensors, new, own).steps for name, (groups, own) in cases.items()}
     seconds = alternated(works, 3 * repeats, clock)
     best = min(("static", "dynamic"), key=lambda name: statistics.median(seconds[name]))
     for name in cases:

@@ -59,10 +59,13 @@ def decode_rows(layer: Layer, length: int, groupings: list[Groups]) -> Iterator[
 class Decoding:
     """A Focus layer that has read some tokens and now gets one after the other."""
 
-    def __init__(self, layer: Layer, groups: Groups, tensors: Tensors, new: Tensors) -> None:
+    def __init__(
+        self, layer: Layer, groups: Groups, tensors: Tensors, new: Tensors, selection: Selection | None = None
+    ) -> None:
+        """`selection`: of all tokens, in place of what `groups` make of them."""
         self.layer, self.groups, self.new = layer, groups, new
         self.method = layer_method(layer.shape, groups, layer.window, layer.sinks, "masked", layer.device)
-        self.selection = groups.selection(tensors.length + STEPS, layer.device)
+        self.selection = selection or groups.selection(tensors.length + STEPS, layer.device)
         places = range(tensors.length, tensors.length + STEPS)
         self.selected = [part(self.selection, slice(place, place + 1)) for place in places]
         self.cache = GroupedCache(layer.window, layer.sinks)
@@ -86,7 +89,10 @@ class Decoding:
 
 def part(selection: Selection, rows: slice) -> Selection:
     """Of these tokens alone."""
-    parts: dict[str, Any] = {name: x[:, rows] for name, x in vars(selection).items() if isinstance(x, Tensor)}
+    parts: dict[str, Any] = {
+        name: x[..., rows] if name == "group" else x[..., rows, :]
+        for name, x in vars(selection).items() if isinstance(x, Tensor)
+    }  # fmt: skip
     return replace(selection, **parts)
 
 
