@@ -101,6 +101,7 @@ FAULTS: dict[str, list[tuple[str, ...]]] = {
         ("self.recent[0] < place:", "self.recent[0] <= place:", "cache"),
     ],
     "models/cache.py": [("layer.groups_of != method.groups_of_keys()", "False", "exactness cache")],
+    "models/interface.py": [("if not torch.is_autocast_enabled(kind):", "if True:", "attach")],
     "models/adapter.py": [
         ('wanted["fingerprint"] != found', "False", "adapter"),
         ("if tensor.isnan().any()", "if False", "adapter"),
@@ -159,6 +160,11 @@ FAULTS: dict[str, list[tuple[str, ...]]] = {
         ),
         ('"attention": lambda pairs: pairs.attention', '"attention": lambda pairs: pairs.loss', "dual_fit"),
     ],
+    "training/kept_fit.py": [("spent = seconds_in(path) +", "spent =", "dual_fit")],
+    "training/dual_fit.py": [
+        ("rules.get(options.counts, state", "rules.get(None, state", "dual_fit"),
+        ("seconds = seconds_in(folder / SECONDS, ", "seconds = seconds_in(", "dual_fit"),
+    ],
     "training/curves.py": [
         ('if method.counts != "head":', "if False:", "dual_fit"),
         ("gone / (1 - mass).clamp(min=1e-3)", "gone", "dual_fit"),
@@ -205,6 +211,7 @@ FAULTS: dict[str, list[tuple[str, ...]]] = {
         ('file.read_text(encoding="utf-8") != expected[name]', "False", "records"),
         (" and folder.relative_to(records) not in current", "", "records"),
     ],
+    "reporting/claims.py": [("if verdict.line else seeds_of(records)", "if False else seeds_of(records)", "claims")],
     "reporting/comparators.py": [
         ("line.high is not None and line.high < limit", "line.low is not None and line.low < limit", "claims"),
         ("if REFUTED in sides:", "if set(sides) == {REFUTED}:", "claims"),

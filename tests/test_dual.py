@@ -183,6 +183,14 @@ def test_the_groups_of_a_token_depend_on_that_token_and_its_place_alone(layer, d
         torch.testing.assert_close(found, whole)
 
 
+def test_a_promise_for_each_pair_is_less_by_the_number_of_distant_keys():
+    method, length = FocusDual.of(LayerShape(WIDTH, 6, SIZE, 0, 3), groups=4, counts="pair", **NEAR), 15
+    found = method.weighed("pair", torch.zeros(1, 3, length, 4), torch.arange(length)[None])
+    for i in range(length):
+        distant = [j for j in range(NEAR["sinks"], length) if i - j > NEAR["window"]]
+        torch.testing.assert_close(found[0, :, i], torch.full((3, 4), -math.log(1 + len(distant))))
+
+
 def test_the_numbers_of_a_layer_have_the_names_and_shapes_that_a_fit_gives_them():
     shape = LayerShape(WIDTH, 6, SIZE, 0, 3)
     for heads, n in (("kv", 3), ("layer", 1)):

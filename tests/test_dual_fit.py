@@ -264,10 +264,13 @@ def test_a_fit_is_kept_by_what_decides_it_and_goes_on_where_it_stopped(tiny_mode
         fit_dual(dual(tiny_model("llama")), blocks, options(pairs=0.5), FLOAT32, tmp_path / "again", 0)
     (torn,) = (tmp_path / "again").rglob("block-00001.safetensors")
     torn.unlink()
+    (spent,) = (tmp_path / "again").rglob("seconds")
+    spent.write_text("1000")
     monkeypatch.setattr(dual_fit, "fit_encoders", stopped)
     model = dual(tiny_model("llama"))
     assert fit_dual(model, blocks, options(pairs=0.5), FLOAT32, tmp_path / "again", 0).rows == whole
     assert not list((tmp_path / "again").rglob("block-*"))
+    assert float(spent.read_text()) > 1000
     pairs = sum(row.pairs for row in whole) / len(whole)
     assert 0 < pairs <= 0.5
 
@@ -278,6 +281,21 @@ def test_a_fit_is_kept_by_what_decides_it_and_goes_on_where_it_stopped(tiny_mode
     assert sum(row.pairs for row in other) < sum(row.pairs for row in whole)
     with pytest.raises(TypeError):
         fit_dual(dual(tiny_model("llama")), blocks, options(pairs=0.2), FLOAT32, tmp_path / "again", 1)
+
+
+@pytest.mark.parametrize("counts", ["query", "pair"])
+def test_fitted_queries_read_as_many_groups_on_average_as_they_are_to(counts, tiny_model, tmp_path):
+    model, blocks, reads = dual(tiny_model("llama"), counts=counts), random_blocks(3), {}
+    fit_dual(model, blocks, options(counts=counts), FLOAT32, tmp_path, 0)
+
+    def count(layer, method, selection, sequence):
+        reads[layer] = selection.query_groups.float().sum(-1)
+
+    with torch.no_grad(), observed(model, count):
+        model(torch.stack(blocks[:-1]))
+    # the tokens of the first layer are those that it was fitted to
+    torch.testing.assert_close(reads[0].mean((0, 2)), torch.ones(reads[0].shape[1]), atol=0.02, rtol=0)
+    assert reads[0].std() > 0
 
 
 def test_one_encoder_is_fitted_to_what_its_keys_ask(tiny_model, tmp_path):
