@@ -34,7 +34,7 @@ from focus_exp.records.record import Record
 from focus_exp.reporting.claims import judged
 from focus_exp.reporting.findings import all_findings, group_findings
 from focus_exp.reporting.formats import NOT_REPRODUCED, NOT_RUN, REPRODUCED
-from focus_exp.reporting.report import measured_passage, passage_page
+from focus_exp.reporting.report import DATA, measured_passage, passage_page, unpacked
 from focus_exp.training.precision import choose_precision
 
 JOB = ["job=analyze", "regime.steps=2"]
@@ -415,7 +415,7 @@ def test_any_router_is_described_and_one_that_reads_the_future_is_named(tmp_path
 
 
 def data_of(text: str) -> dict:
-    return json.loads(re.search(r'<script type="application/json" id="data">(.*?)</script>', text, re.DOTALL)[1])
+    return unpacked(DATA.search(text)[1])
 
 
 ODD = [

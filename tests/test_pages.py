@@ -45,6 +45,8 @@ def open_page(browser) -> Iterator[Callable[..., Any]]:
         page.on("requestfailed", lambda request: said.append(f"failed: {request.url}"))
         page.on("request", lambda request: said.append(request.url) if request.url.startswith("http") else None)
         page.goto(path.resolve().as_uri())
+        if path.name == "passage.html":  # unpacks its data first
+            page.wait_for_selector("[data-token]")
         pages.append(page)
         return page
 

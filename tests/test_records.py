@@ -15,7 +15,7 @@ from focus_exp.records.record import Record
 from focus_exp.reporting.published import anywhere, publish, renew, stale
 from focus_exp.reporting.whole_report import write_report_of
 
-LARGEST = 2 * 2**20  # bytes: a page of a passage
+LARGEST = 3 * 2**19  # bytes: an adapter
 RECORDS = Path(__file__).parent.parent / "runs" / "records"
 
 
@@ -57,6 +57,24 @@ def test_published_runs_supersede_those_that_no_table_makes_any_more(tmp_path, m
     assert any("record.json: " in said and "does not follow from losses.csv" in said for said in stale(records))
     losses.unlink()
     assert any("does not follow from losses.csv" in said for said in stale(records))
+
+
+def test_the_adapter_that_a_published_run_measured_is_published_beside_the_run_that_made_it(tmp_path, monkeypatch):
+    monkeypatch.setattr("focus_exp.reporting.published.unknown_commit", lambda commit: "")
+    runs, records = tmp_path / "runs", tmp_path / "runs" / "records"
+    assert run(*tiny(tmp_path), "regime.steps=2").code == 0
+    (made,) = (path.parent.relative_to(runs) for path in runs.rglob("record.json"))
+    adapter = str(runs / made / "adapter").replace("=", "\\=")
+    assert run(*tiny(tmp_path), "job=evaluate", f"adapter={adapter}").code == 0
+    (other,) = {path.parent.relative_to(runs) for path in runs.rglob("record.json")} - {made}
+    publish([made], {made, other}, runs, records)
+    assert not (records / made / "adapter").exists()
+    publish([other], {made, other}, runs, records)
+    assert (records / made / "adapter" / "focus_adapter.safetensors").exists()
+    assert stale(records) == []
+    monkeypatch.setattr("focus_exp.reporting.published.LARGEST", 100)
+    publish([made, other], {made, other}, runs, records)
+    assert not (records / made / "adapter").exists()
 
 
 @pytest.mark.parametrize("commit", [None, "", "0" * 40, "0" * 40 + "-dirty"])

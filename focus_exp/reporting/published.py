@@ -21,11 +21,13 @@ from focus_exp.storage import aside
 OF_ARMS = (LOSSES,)
 FILES = ("table.md", "*.csv", "figures/*.svg", "continuations.md", "passage.html")
 CURVES = ("figures/loss_curve.svg", "figures/training.svg")
+LARGEST = 3 * 2**19  # bytes of an adapter; larger ones are made again by their command
 DRAWN = ("phase", "step", "loss", "val_loss", "tokens_per_second")  # of a run's metrics, by its curves
 
 
 def publish(places: list[Path], current: set[Path], runs: Path, records: Path) -> list[Path]:
-    """Copy what is worth keeping of the finished runs at `places`, below `runs`, to the same places below `records`.
+    """Copy what is worth keeping of the finished runs at `places`, below `runs`, to the same places below `records`,
+    and the adapters that they measured.
 
     Their experiments' records under the same seeds, from the same kind of device, that are not among `current`, the
     places of runs that can still be made, are superseded: removed and returned, once all of `current` that may stand in
@@ -51,6 +53,10 @@ def publish(places: list[Path], current: set[Path], runs: Path, records: Path) -
                 lines = [{key: line[key] for key in DRAWN if key in line} for line in read_metrics(folder / METRICS)]
                 if lines:
                     write_metrics(records / folder.relative_to(runs) / METRICS, lines)
+    for adapter in {adapter for record in found.values() for adapter in measured(record, runs)}:
+        if (records / adapter.parent / RECORD).exists() and bytes_in(runs / adapter) <= LARGEST:
+            with aside(records / adapter) as new:
+                shutil.copytree(runs / adapter, new)
     removed = []
     awaited = {_experiment_and_seed(place) for place in current if not (records / place / RECORD).exists()}
     published = {_purpose(record) for place, record in found.items() if _experiment_and_seed(place) not in awaited}
@@ -72,6 +78,18 @@ def anywhere(text: str, runs: Path) -> str:
     text = re.sub(r' (runs|cache)_dir=[^\s"]+', "", text)
     text = re.sub(r'"runs_dir": "[^"]*"', '"runs_dir": "runs"', text)
     return re.sub(r'"cache_dir": "[^"]*"', '"cache_dir": null', text)
+
+
+def measured(record: Record, runs: Path) -> Iterator[Path]:
+    """The adapters of other runs that the numbers of `record` are of, from `runs` on."""
+    others = [*(record.setting("eval", "adapters") or []), *(record.setting("analyze", "others") or [])]
+    for adapter in map(Path.absolute, map(Path, filter(None, [record.config.get("adapter"), *others]))):
+        if adapter.is_dir() and adapter.is_relative_to(runs.absolute()):
+            yield adapter.relative_to(runs.absolute())
+
+
+def bytes_in(folder: Path) -> int:
+    return sum(file.stat().st_size for file in folder.iterdir())
 
 
 def _experiment_and_seed(place: Path) -> tuple[str, str]:

@@ -1,12 +1,12 @@
 """All that is shown of one record: tables, figures and sentences, from the record alone."""
 
+import base64
+import gzip
 import json
 import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-
-from markupsafe import Markup
 
 from focus_exp.errors import UserError
 from focus_exp.records.groups import GroupLayer
@@ -26,7 +26,7 @@ ADAPTER, CARD = "adapter", "README.md"
 UNTOLD = ("name", "backend", "warm_start_blocks", "warm_start_steps", "calibration_blocks", "recluster_every")
 CONTINUATIONS, PASSAGE = "continuations.md", "passage.html"
 MEASURED = "groups/passage.json"
-DATA = re.compile(r'<script type="application/json" id="data">(.*?)</script>', re.DOTALL)
+DATA = re.compile(r'<script type="application/gzip" id="data">(.*?)</script>')  # base64
 
 
 @dataclass(frozen=True)
@@ -74,7 +74,7 @@ def measured_passage(folder: Path) -> dict[str, Any]:
     """What the analysis of groups left in the run's folder, or the page itself. UserError if both are missing."""
     try:
         if not (folder / MEASURED).exists() and (found := DATA.search((folder / PASSAGE).read_text(encoding="utf-8"))):
-            return dict(json.loads(found[1]))
+            return unpacked(found[1])
         return dict(json.loads((folder / MEASURED).read_text(encoding="utf-8")))
     except (OSError, ValueError) as error:
         raise UserError(f"{folder / MEASURED}: not readable ({error}); run job=analyze again") from error
@@ -97,7 +97,7 @@ def passage_page(record: Record, measured: dict[str, Any]) -> str:
         "origin": facts_text({"commit": record.commit, "seed": record.seed, "config": record.config_hash}),
         "layers": [layer | _legend(rows[layer["layer"]]) for layer in measured["layers"]],
     }
-    return render(PASSAGE, title=title(record), data=data, script=script_json)
+    return render(PASSAGE, title=title(record), data=packed(data))
 
 
 def _legend(row: GroupLayer) -> dict[str, Any]:
@@ -116,7 +116,11 @@ def _legend(row: GroupLayer) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def script_json(content: Any) -> Markup:
-    """JSON that no text in it can end early, whatever the tokens are, as a script element holds it."""
+def packed(content: dict[str, Any]) -> str:
+    """JSON as a page holds it: compressed, in base64, so that no text in it ends the script element."""
     text = json.dumps(content, ensure_ascii=False, separators=(",", ":"))
-    return Markup(text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026"))
+    return base64.b64encode(gzip.compress(text.encode(), mtime=0)).decode()
+
+
+def unpacked(text: str) -> dict[str, Any]:
+    return dict(json.loads(gzip.decompress(base64.b64decode(text))))
