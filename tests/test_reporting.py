@@ -221,6 +221,15 @@ def test_findings_say(rows, sentence):
     assert sentence in "\n".join(all_findings(make_record(*rows)))
 
 
+@pytest.mark.parametrize(("groups", "share", "dominates"), [(2, 0.6, False), (2, 0.8, True), (3, 0.6, True)])
+def test_the_larger_of_two_groups_does_not_dominate_by_having_half(groups, share, dominates):
+    record = make_record(make_row(largest_group=share))
+    record.config["attention"]["groups"] = groups
+    record.group_shares, record.layers = [[share, 1 - share, *[0.0] * (groups - 2)]], [0]
+    said = "\n".join(all_findings(record))
+    assert said.count("one group holds more than half") == 2 * dominates
+
+
 def test_findings_without_a_verdict():
     assert not any("the base" in said for said in all_findings(make_record(make_row(causal=False))))
     assert not any("engaged" in said for said in all_findings(make_record(make_row())))

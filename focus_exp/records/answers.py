@@ -11,6 +11,18 @@ from focus_exp.records.rows import Arm, ProbeRow, Row
 DOMINANT, COLLAPSED = 0.5, 0.9
 
 
+def dominates(share: float, groups: int | None) -> bool:
+    """Whether a group with this share of the tokens dominates so many: the larger of two always has half."""
+    return share > max(DOMINANT, 1.5 / (groups or 3))
+
+
+def groups_of(record: Record, name: str | None = None) -> int | None:
+    """The number of groups of a run, or of the arm `name` of a comparison."""
+    own = [setting for arm in record.arms if arm.name == name for setting in arm.settings]
+    changed = dict(setting.partition("=")[::2] for setting in [*record.config.get("every_arm", []), *own])
+    return int(changed.get("attention.groups") or record.setting("attention", "groups") or 0) or None
+
+
 def answer(record: Record) -> Row | None:
     """The row that stands for a run: its hard groups as configured, its attention method, or its trained weights."""
     method = record.setting("attention", "method", "full")

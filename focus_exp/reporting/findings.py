@@ -10,6 +10,8 @@ from focus_exp.records.answers import (
     COLLAPSED,
     DOMINANT,
     configured_row,
+    dominates,
+    groups_of,
     is_comparable,
     is_configured,
     keeps_everything,
@@ -93,11 +95,12 @@ def _unpaired(hard: Row, control: Row) -> tuple[str, str]:
 
 
 def _dominance(record: Record) -> Iterator[str]:
-    if rows := [row for row in record.rows if row.largest_group is not None and row.largest_group > DOMINANT]:
+    told = [row for row in record.rows if row.largest_group is not None]
+    if rows := [row for row in told if dominates(row.largest_group or 0.0, groups_of(record, row.arm))]:
         yield say("dominated", rows=rows)
     shares = [max(groups, default=0.0) for groups in record.group_shares or []]
     largest = dict(zip(record.layers or range(len(shares)), shares, strict=False))
-    if dominated := [layer for layer, share in largest.items() if share > DOMINANT]:
+    if dominated := [layer for layer, share in largest.items() if dominates(share, groups_of(record))]:
         worst = max(dominated, key=lambda layer: largest[layer])
         yield say("dominated_layers", layers=len(dominated), of=len(largest), worst=worst, largest=largest[worst])
 
@@ -187,12 +190,12 @@ def stability_findings(record: Record) -> Iterator[str]:
     """Who collapsed in which phase, and who kept all groups."""
     found = list(phases(record))
     for name in dict.fromkeys(phase.name for phase in found):
-        own = [(phase, phase.probe.dominance) for phase in found if phase.name == name]
-        fates = {
-            "collapsed": [phase for phase, share in own if share >= COLLAPSED],
-            "dominating": [phase for phase, share in own if DOMINANT < share < COLLAPSED],
-            "alive": [phase for phase, share in own if share <= DOMINANT],
-        }
+        own = [phase for phase in found if phase.name == name]
+        collapsed = [phase for phase in own if phase.probe.dominance >= COLLAPSED]
+        left = [phase for phase in own if phase not in collapsed]
+        dominating = [x for x in left if dominates(x.probe.dominance, groups_of(record, x.arm.name))]
+        alive = [phase for phase in left if phase not in dominating]
+        fates = {"collapsed": collapsed, "dominating": dominating, "alive": alive}
         yield say("fates", phase=name, fates=[say(fate, rows=rows) for fate, rows in fates.items() if rows])
 
 
@@ -211,7 +214,7 @@ def group_findings(record: Record) -> Iterator[str]:
         "common": max(report.class_shares.items(), key=lambda item: item[1]),
         "members": [group for group in report.closest.groups if group.purity is not None],
         "marks": [group.purity for _, group in report.punctuation if group.purity is not None],
-        "dominated": [row.layer for row in layers if row.largest > DOMINANT],
+        "dominated": [row.layer for row in layers if dominates(row.largest, len(row.groups))],
         "empty": [row.layer for row in layers if not row.least],
         "agreement": mean_of("agreement_seeds"),
         "other_agreement": say(

@@ -9,7 +9,7 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from focus_exp.records.answers import DOMINANT, row_of
+from focus_exp.records.answers import dominates, row_of
 from focus_exp.records.benchmarks import telling
 from focus_exp.records.record import Record
 from focus_exp.reporting.canvas import COLOURS, canvas
@@ -127,7 +127,7 @@ def group_sizes(record: Record) -> Figure | None:
     for rank in range(groups):
         colours: Any = str(0.55 + 0.35 * rank / groups)
         if rank == 0:
-            colours = [COLOURS[1] if share > DOMINANT else COLOURS[0] for share in ordered[:, 0]]
+            colours = [COLOURS[1] if dominates(share, groups) else COLOURS[0] for share in ordered[:, 0]]
         axes.barh(names, ordered[:, rank], left=starts[:, rank], color=colours, edgecolor="white", height=0.8)
     for index, share in enumerate(ordered[:, 0]):
         axes.text(0.005, index, share_text(share), color="white", va="center", fontsize=8)
