@@ -75,6 +75,13 @@ def test_the_adapter_that_a_published_run_measured_is_published_beside_the_run_t
     monkeypatch.setattr("focus_exp.reporting.published.LARGEST", 100)
     publish([made, other], {made, other}, runs, records)
     assert not (records / made / "adapter").exists()
+    monkeypatch.undo()
+    monkeypatch.setattr("focus_exp.reporting.published.unknown_commit", lambda commit: "")
+    again = Record.load(runs / made / "record.json")
+    again.started = "later"  # another run of the same settings, whose adapter is another one
+    again.save(runs / made / "record.json")
+    publish([other], {made, other}, runs, records)
+    assert not (records / made / "adapter").exists()
 
 
 @pytest.mark.parametrize("commit", [None, "", "0" * 40, "0" * 40 + "-dirty"])

@@ -54,7 +54,7 @@ def publish(places: list[Path], current: set[Path], runs: Path, records: Path) -
                 if lines:
                     write_metrics(records / folder.relative_to(runs) / METRICS, lines)
     for adapter in {adapter for record in found.values() for adapter in measured(record, runs)}:
-        if (records / adapter.parent / RECORD).exists() and bytes_in(runs / adapter) <= LARGEST:
+        if same_run(runs / adapter.parent, records / adapter.parent) and bytes_in(runs / adapter) <= LARGEST:
             with aside(records / adapter) as new:
                 shutil.copytree(runs / adapter, new)
     removed = []
@@ -86,6 +86,12 @@ def measured(record: Record, runs: Path) -> Iterator[Path]:
     for adapter in map(Path.absolute, map(Path, filter(None, [record.config.get("adapter"), *others]))):
         if adapter.is_dir() and adapter.is_relative_to(runs.absolute()):
             yield adapter.relative_to(runs.absolute())
+
+
+def same_run(here: Path, there: Path) -> bool:
+    """Whether these two folders are of one run, not of its repetition."""
+    paths = here / RECORD, there / RECORD
+    return all(path.exists() for path in paths) and len({Record.load(path).started for path in paths}) == 1
 
 
 def bytes_in(folder: Path) -> int:
