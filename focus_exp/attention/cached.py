@@ -10,13 +10,13 @@ from torch import Tensor
 
 from focus_exp.attention.heads import for_each_head
 from focus_exp.attention.kernels import KERNELS, Demand, Kernel
+from focus_exp.attention.one_token import attend_slices
 from focus_exp.attention.parts import share
 from focus_exp.attention.selection import Selection, Sequence, by_head, near_or_sink, row_blocks
 from focus_exp.attention.sparse import merge
 from focus_exp.attention.stores import Kind, Near, Pool, by_bucket
 
 BLOCK = 256  # queries at a time
-COPIED = 1024  # distant keys that are put behind the near ones rather than attended to in calls of their own
 
 
 class GroupedCache:
@@ -58,13 +58,15 @@ class GroupedCache:
         if self.near is None or self.pool is None:
             self.near, self.pool = Near(k, members, self.window, self.sinks), Pool(k)
         index = torch.arange(self.length, self.length + count, device=k.device).expand(k.shape[0], count)
-        tokens, real = [k, v, index, members], self.put_sinks([k, v, index, members], sequence)
-        recent = slice(max(count - self.window - 1, 0), count)
-        near = [x[:, recent] for x in tokens] if recent.start else list(tokens)
-        if real is not None:
-            near[2] = near[2].where(real[:, recent], -1)
-            self.near.complete = False
-        if real is not None or count > 1 or self.placed != self.length:
+        tokens: list[Tensor] = [k, v, index, members]
+        real = None
+        if sequence.valid is not None or self.placed != self.length or count > 1:
+            real = self.put_sinks(tokens, sequence)
+            recent = slice(max(count - self.window - 1, 0), count)
+            near = [x[:, recent] for x in tokens]
+            if real is not None:
+                near[2] = near[2].where(real[:, recent], -1)
+                self.near.complete = False
             self.near.put(self.length + recent.start, near)
         self.pool.append(by_bucket(tokens, real), self.window)
         self.start = start
@@ -170,7 +172,7 @@ class GroupedCache:
         softcap: float | None,
         sink_logits: Tensor | None,
     ) -> Tensor:
-        """The same for a single token that sees all that is near: nothing is masked, and only few keys are copied."""
+        """The same for a single token that sees all that is near: nothing is masked."""
         assert self.near is not None and self.pool is not None
         share = q.shape[1] // k.shape[1]
         queries = q[:, :, 0].unflatten(1, (-1, share)).transpose(1, 2)  # the heads of a key as so many queries
@@ -178,34 +180,17 @@ class GroupedCache:
             self.length, k[:, :, 0], v[:, :, 0], None if selection.key_groups is None else selection.key_groups[:, 0]
         )
         self.placed = self.length
-        far: list[list[slice]] = [[] for _ in range(queries.shape[0])]
-        for row, _, some in self.far(slice(0, 1), selection):
-            far[row].append(some)
-        counts = [sum(some.stop - some.start for some in slices) for slices in far]
-        self.pairs_read += self.near.index.numel() + sum(counts)
         (near_keys, near_values), (keys, values) = self.near.tensors[:2], self.pool.tensors[:2]
-
-        def seen(row: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-            return kernel.forward(queries[row : row + 1], k[None], v[None], None, scaling, softcap)
-
-        if 0 < max(counts) <= COPIED:
-            found = []
-            for row, slices in enumerate(far):
-                k_row = torch.cat([near_keys[row], *(keys[some] for some in slices)])
-                v_row = torch.cat([near_values[row], *(values[some] for some in slices)])
-                found.append(seen(row, k_row, v_row))
-            out, lse = (x[0] if len(x) == 1 else torch.cat(x) for x in zip(*found, strict=True))
-        else:
-            out, lse = kernel.forward(queries, near_keys, near_values, None, scaling, softcap)
-            out = out.to(lse.dtype)
-            for row, slices in enumerate(far):
-                for some in slices:
-                    o, part = seen(row, keys[some], values[some])
-                    merge(out[row], lse[row], slice(None), o[0].to(lse.dtype), part[0])
-        out = out.transpose(1, 2).flatten(1, 2)  # [R, H, D]
-        if sink_logits is not None:
-            out = out * torch.sigmoid(lse.transpose(1, 2).flatten(1, 2) - sink_logits)[..., None]
-        return out.to(q.dtype)[:, :, None]
+        slices = [[pair] for pair in zip(near_keys, near_values, strict=True)]
+        for row, _, some in self.far(slice(0, 1), selection):
+            slices[row].append((keys[some], values[some]))
+        self.pairs_read += sum(seen.shape[0] for of_row in slices for seen, _ in of_row)
+        sinks = [None] * len(slices) if sink_logits is None else sink_logits.expand(len(slices), -1)
+        rows = [
+            attend_slices(queries[row], of_row, kernel, scaling=scaling, softcap=softcap, sink_logits=sinks[row])
+            for row, of_row in enumerate(slices)
+        ]
+        return torch.stack(rows)[:, :, None]
 
     def near_and_new(self, k: Tensor, v: Tensor, members: Tensor) -> tuple[list[Tensor], int]:
         """Keys, values, places and groups of the sinks, the window of the first new token, and then the new ones; and

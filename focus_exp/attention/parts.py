@@ -8,10 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from itertools import chain
+from functools import cached_property
+from itertools import chain, islice
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from focus_exp.attention.selection import Selection, Sequence, by_head
@@ -56,14 +58,10 @@ class Call(NamedTuple):
 
 
 class Block(NamedTuple):
-    """Queries as rows of the flattened batch, `t` for each block of keys, and their calls; the first has them all.
-
-    first: no part of a group before this one has any of its queries.
-    """
+    """Queries as rows of the flattened batch, `t` for each block of keys, and their calls; the first has them all."""
 
     queries: Tensor | slice
     calls: list[Call]
-    first: bool = False
 
 
 @dataclass(frozen=True)
@@ -116,12 +114,30 @@ class Tokens:
         end = sinks if valid is None else sequence.last_start + sinks
         return Tokens(batch, length, query_groups, key_groups, group, valid, sink, end)
 
-    def members(self, groups: Tensor) -> list[Tensor]:
-        """Rows of the members of every sequence's groups `[B * T, K]` in the order of time, padding left out."""
+    @cached_property
+    def own_groups(self) -> Tensor:
+        """`[B * T, K]`: of keys, sinks left out."""
+        return self.key_groups & ~self.sink[:, None]
+
+    @cached_property
+    def disjoint(self) -> bool:
+        """Whether a key that is no sink is in one group."""
+        return self.group is not None or int(self.own_groups.sum(1).max()) < 2
+
+    @cached_property
+    def apart(self) -> bool:
+        """Whether a query asks several groups, so that sinks are not keys of one."""
+        return self.group is None and int(self.query_groups.sum(1).max()) > 1
+
+    def members(self, groups: Tensor, stretch: int) -> list[list[list[Tensor]]]:
+        """Rows of the members of groups `[B * T, K]` by sequence, group and stretch of so many tokens, in the order of
+        time, padding left out."""
         groups = groups if self.valid is None else groups & self.valid[:, None]
         split = groups.unflatten(0, (self.batch, self.length)).transpose(1, 2).contiguous()  # [B, K, T]
-        place = split.nonzero()
-        return list((place[:, 0] * self.length + place[:, 2]).split(split.sum(-1).flatten().tolist()))
+        sequence, _, place = split.nonzero(as_tuple=True)
+        counts = F.pad(split, (0, -self.length % stretch)).unflatten(2, (-1, stretch)).sum(-1)
+        members = iter((sequence * self.length + place).split(counts.flatten().tolist()))
+        return [[list(islice(members, counts.shape[2])) for _ in of_row] for of_row in counts]
 
     def meet(self, queries: Rows, keys: Rows) -> Tensor:
         """`[blocks, t, s]` bool: in the first set, if the key is not after the query."""
@@ -145,29 +161,44 @@ def rows_of(x: Tensor, rows: Rows) -> Tensor:
 
 
 def parts(tokens: Tokens, window: int) -> Iterator[Part]:
-    """All parts of the kept pairs, each pair once. Those near come first, and have every query once."""
-    yield from near_parts(tokens, window)
-    yield from group_parts(tokens)
+    """All parts of the kept pairs, each pair once."""
+    return chain.from_iterable(found for _, found in parts_by_stretch(tokens, window, tokens.length))
 
 
-def near_parts(tokens: Tokens, window: int, met: bool = False) -> Iterator[Part]:
-    """Pairs in the window that do not meet in a group, by blocks of queries with one stretch of keys each.
+def parts_by_stretch(tokens: Tokens, window: int, stretch: int) -> Iterator[tuple[slice, list[Part]]]:
+    """The same by the queries of so many neighbouring tokens of a row: first those near, of every query once."""
+    asking, asked = (tokens.members(groups, stretch) for groups in (tokens.query_groups, tokens.own_groups))
+    sinks = tokens.members(tokens.sink[:, None], tokens.length)
+    for row, (of_queries, of_keys, ((sink,),)) in enumerate(zip(asking, asked, sinks, strict=True)):
+        for number, begin in enumerate(range(0, tokens.length, stretch)):
+            some = slice(row * tokens.length + begin, row * tokens.length + min(begin + stretch, tokens.length))
+            groups = [
+                (queries[number], torch.cat(keys[: number + 1]))
+                for queries, keys in zip(of_queries, of_keys, strict=True)
+            ]
+            yield some, [*near_parts(tokens, window, row, some), *group_parts(tokens, some, groups, sink)]
+
+
+def near_parts(tokens: Tokens, window: int, row: int, some: slice, met: bool = False) -> Iterator[Part]:
+    """Pairs of `some` queries of a row in the window that do not meet in a group, by blocks of queries with one stretch
+    of keys each.
 
     With `met` those that do.
     """
+    zero = row * tokens.length
     block = min(max(NEAR_BLOCK, window // 4), tokens.length)
-    reach = min(-(-window // block) * block, tokens.length)  # from here on every block's stretch is whole
-    blocks = (tokens.length - reach) // block
+    reach = zero + min(-(-window // block) * block, tokens.length)  # from here on every block's stretch is whole
+    whole = max(some.start, min(reach, some.stop))
+    blocks = (some.stop - whole) // block
     chunk = max(NEAR_CHUNK // block, 1)
-    for row in range(0, tokens.batch * tokens.length, tokens.length):
-        for begin in (*range(0, reach, block), *range(reach + blocks * block, tokens.length, block)):
-            queries = slice(row + begin, row + min(begin + block, tokens.length))
-            first = max(queries.start - window, row)
-            yield near_part(tokens, window, queries, Stretches(first, 1, 1, queries.stop - first), met)
-        for begin in range(0, blocks, chunk):
-            count, start = min(chunk, blocks - begin), row + reach + begin * block
-            keys = Stretches(start - window, count, block, block + window)
-            yield near_part(tokens, window, slice(start, start + count * block), keys, met)
+    for begin in (*range(some.start, whole, block), *range(whole + blocks * block, some.stop, block)):
+        queries = slice(begin, min(begin + block, whole if begin < whole else some.stop))
+        first = max(begin - window, zero)
+        yield near_part(tokens, window, queries, Stretches(first, 1, 1, queries.stop - first), met)
+    for begin in range(0, blocks, chunk):
+        count, start = min(chunk, blocks - begin), whole + begin * block
+        keys = Stretches(start - window, count, block, block + window)
+        yield near_part(tokens, window, slice(start, start + count * block), keys, met)
 
 
 def near_part(tokens: Tokens, window: int, queries: slice, keys: Stretches, met: bool) -> Part:
@@ -194,36 +225,32 @@ def pairs_computed(selection: Selection, sequence: Sequence, window: int, sinks:
     computed = 0
     for part in parts(tokens, window):
         keys = rows_of(rows, part.keys)
-        for queries, calls, _ in part.blocks:
+        for queries, calls in part.blocks:
             asking = rows_of(rows, queries).view(len(keys), -1)
             computed += sum(asking[:, some].numel() * keys[0, seen].numel() for some, seen, _ in calls)
     return computed / (tokens.batch * tokens.length * (tokens.length + 1) // 2)
 
 
-def group_parts(tokens: Tokens) -> Iterator[Part]:
-    """Queries that reach a group meet the keys that are in it; a pair that shares several groups counts in the first.
+def group_parts(tokens: Tokens, some: slice, groups: list[tuple[Tensor, Tensor]], sink: Tensor) -> Iterator[Part]:
+    """Queries of each group meet the keys that are in it; a pair that shares several groups counts in the first.
 
-    So sinks, which are in all groups, are keys of those queries alone whose first group it is.
+    Sinks, which are in all groups, are keys of a query's only group, or a part of their own.
     """
-    count = tokens.query_groups.shape[1]
-    own = tokens.key_groups & ~tokens.sink[:, None]
-    disjoint = tokens.group is not None or int(own.sum(1).max()) < 2
-    first = torch.zeros_like(own).scatter_(1, tokens.query_groups.byte().argmax(1, keepdim=True), True)
-    first, further = first & tokens.query_groups, tokens.query_groups & ~first
-    lists = zip(*(tokens.members(groups) for groups in (own, first, further)), strict=True)
-    sinks = tokens.members(tokens.sink[:, None])
-    for number, (members, firsts, others) in enumerate(lists):
-        sink = sinks[number // count]
-        keys = torch.cat([sink, members])  # in the order of time
-        earlier = slice(0, 0 if disjoint else number % count)
-        met = (block._replace(first=True) for block in staircase(tokens, firsts, keys))
-        yield Part(keys, chain(met, staircase(tokens, others, keys, len(sink), earlier)), gated=True)
+    for number, (queries, keys) in enumerate(groups):
+        seen = keys if tokens.apart else torch.cat([sink, keys])  # in the order of time
+        earlier = slice(0, 0 if tokens.disjoint else number)
+        yield Part(seen, staircase(tokens, queries, seen, earlier), gated=True)
+    if tokens.apart and len(sink):
+        later = None
+        if some.start % tokens.length < tokens.sinks_end:
+            later = (sink > torch.arange(some.start, some.stop, device=sink.device)[:, None])[None]
+        yield Part(sink, [Block(some, [Call(EVERY, EVERY, later)])], gated=True)
 
 
-def staircase(tokens: Tokens, queries: Tensor, keys: Tensor, begin: int = 0, earlier: slice = NONE) -> Iterator[Block]:
+def staircase(tokens: Tokens, queries: Tensor, keys: Tensor, earlier: slice = NONE) -> Iterator[Block]:
     """Queries and keys in the order of time: what all queries of a block see without a mask, the rest with one.
 
-    Keys before `begin` and pairs that share one of the `earlier` groups are left out.
+    Pairs that share one of the `earlier` groups are left out.
     """
     ends = torch.searchsorted(keys, queries, right=True)  # of the keys that a query sees
     stops = ends.tolist()
@@ -237,8 +264,8 @@ def staircase(tokens: Tokens, queries: Tensor, keys: Tensor, begin: int = 0, ear
     scale = max(1, len(queries) // max(len(keys), 1))  # where keys are few, so that a call meets as many of them
     for first in range(0, len(stops), SEEN_BLOCK * scale):
         rows = slice(first, min(first + SEEN_BLOCK * scale, len(stops)))
-        seen = stops[first] if stops[first] - begin >= SEEN_LEAST else begin
-        calls = [call(rows, slice(begin, seen), None, first)] if seen > begin else []
+        seen = stops[first] if stops[first] >= SEEN_LEAST else 0
+        calls = [call(rows, slice(0, seen), None, first)] if seen else []
         for start in range(first, rows.stop, DIAGONAL_BLOCK * scale):
             few = slice(start, min(start + DIAGONAL_BLOCK * scale, rows.stop))
             if (stop := stops[few.stop - 1]) > seen:

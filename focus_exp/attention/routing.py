@@ -91,7 +91,8 @@ class Router(OwnPrecision):
 
 def cast(h: Tensor, dtype: torch.dtype) -> Iterator[Tensor]:
     """`[B, T, E]` some tokens at a time: a whole copy in the router's precision would be the layer's largest tensor."""
-    for part in h.split(max(1, CAST_ELEMENTS // h.shape[-1]), 1):
+    size = max(1, CAST_ELEMENTS // h.shape[-1])
+    for part in (h,) if h.shape[1] <= size else h.split(size, 1):
         yield part.to(dtype)
 
 

@@ -5,8 +5,10 @@ Nothing is ever n x n, and nothing is subtracted in logsumexp space.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import torch
@@ -15,9 +17,21 @@ from torch import Tensor
 
 from focus_exp.attention.heads import for_each_head
 from focus_exp.attention.kernels import Backend, Fused, Kernel, Whole
-from focus_exp.attention.parts import Block, Part, Rows, Stretches, Tokens, group_parts, near_parts, parts, rows_of
+from focus_exp.attention.parts import (
+    Block,
+    Part,
+    Rows,
+    Stretches,
+    Tokens,
+    near_parts,
+    parts,
+    parts_by_stretch,
+    rows_of,
+)
 from focus_exp.attention.selection import Selection, Sequence
 from focus_exp.attention.side_by_side import side_by_side
+
+STRETCH_LEAST = 512  # queries, so that a group has enough of them for a call
 
 
 @dataclass(frozen=True)
@@ -89,33 +103,31 @@ class SparseAttention(torch.autograd.Function):
     ) -> Tensor:
         rows, heads, size = q.shape
         precision = torch.promote_types(q.dtype, torch.float32)
-        out = torch.empty(rows, heads, size, dtype=precision, device=q.device)
-        lse = torch.empty(rows, heads, dtype=precision, device=q.device)
+        out, lse = torch.empty_like(q), q.new_empty(rows, heads, dtype=precision)
 
-        def attended(part: Part) -> list[tuple[Tensor | slice, Tensor, Tensor]]:
-            """What is left to merge, queries with output and logsumexp: those that a part before this one had too."""
-            left = []
-            for block, o, part_lse in of_part(plan, q, k, v, part):
-                if part.fresh:
-                    out[block.queries], lse[block.queries] = o, part_lse
-                elif block.first:
-                    merge(out, lse, block.queries, o, part_lse)
-                else:
-                    left.append((block.queries, o, part_lse))
-            return left
+        def attended(item: tuple[slice, list[Part]]) -> None:
+            """What some queries see, merged where it is computed."""
+            some, found = item
+            own, own_lse = q.new_empty(some.stop - some.start, heads, size, dtype=precision), lse[some]
+            for part in found:
+                for block, o, part_lse in of_part(plan, q, k, v, part):
+                    queries = shifted(block.queries, -some.start)
+                    if part.fresh:
+                        own[queries], own_lse[queries] = o, part_lse
+                    else:
+                        merge(own, own_lse, queries, o, part_lse)
+            if plan.tokens.valid is not None:  # padding has nothing to say, whatever a kernel made of it
+                padding = ~plan.tokens.valid[some, None]
+                own.masked_fill_(padding[..., None], 0.0)
+                own_lse.masked_fill_(padding, float("-inf"))
+            if sink_logits is not None:
+                own *= torch.sigmoid(own_lse - sink_logits[some])[..., None]
+                torch.logaddexp(own_lse, sink_logits[some], out=own_lse)
+            out[some] = own
 
-        for stage in (near_parts(plan.tokens, plan.window), group_parts(plan.tokens)):
-            for left in side_by_side(attended, list(stage), q.device):
-                for found in left:
-                    merge(out, lse, *found)
-        if plan.tokens.valid is not None:  # padding has nothing to say, whatever a kernel made of it
-            padding = ~plan.tokens.valid[:, None]
-            out.masked_fill_(padding[..., None], 0.0)
-            lse.masked_fill_(padding, float("-inf"))
-        if sink_logits is not None:
-            out *= torch.sigmoid(lse - sink_logits)[..., None]
-            lse = torch.logaddexp(lse, sink_logits)
-        out = out.to(q.dtype)
+        stretch = stretch_of(plan.tokens) if q.device.type == "cpu" else plan.tokens.length
+        stretches = list(parts_by_stretch(plan.tokens, plan.window, stretch))
+        deque(side_by_side(attended, stretches[::-1], q.device), maxlen=0)  # the last ones see most
         ctx.save_for_backward(q, k, v, asks, answers, sink_logits, out, lse)
         ctx.plan = plan
         return out
@@ -137,7 +149,12 @@ class SparseAttention(torch.autograd.Function):
         dg: list[Tensor | None] = [None, None]
         if gated:
             # the gated parts hold pairs in the window, which have no gate
-            backward.add(near_parts(plan.tokens, plan.window, met=True), lambda part: (every, added), sign=-1)
+            length = plan.tokens.length
+            near = (
+                near_parts(plan.tokens, plan.window, row, slice(row * length, (row + 1) * length), met=True)
+                for row in range(plan.tokens.batch)
+            )
+            backward.add(chain.from_iterable(near), lambda part: (every, added), sign=-1)
             slope = plan.surrogate / plan.scaling  # kernels multiply the coordinates' product by the scaling
             of_asks, of_answers = sums[0][..., added].chunk(2, -1)[0], sums[1][..., added].chunk(2, -1)[1]
             of_answers = of_answers.masked_fill(sink[..., None], 0.0)
@@ -147,6 +164,17 @@ class SparseAttention(torch.autograd.Function):
             dsink = -torch.exp(sink_logits - lse) * (grad.to(lse.dtype) * out).sum(-1)
         dq, dk, dv = (total[..., own].to(x.dtype) for total, x in zip(sums, (q, k, v), strict=True))
         return dq, dk, dv, *dg, dsink, None
+
+
+def stretch_of(tokens: Tokens) -> int:
+    """Queries that one of torch's threads attends from at a time: two stretches a thread, for the last see most."""
+    threads = torch.get_num_threads()
+    count = 1 if threads == 1 else -(-2 * threads // tokens.batch)
+    return max(-(-tokens.length // count), STRETCH_LEAST)
+
+
+def shifted(rows: Tensor | slice, by: int) -> Tensor | slice:
+    return slice(rows.start + by, rows.stop + by) if isinstance(rows, slice) else rows + by
 
 
 def of_part(plan: Plan, q: Tensor, k: Tensor, v: Tensor, part: Part) -> Iterator[tuple[Block, Tensor, Tensor]]:
@@ -215,7 +243,7 @@ class Backward:
         plan = self.plan
         keys, values = (rows_of(x[..., given], part.keys) for x in (self.k, self.v))
         of_keys, of_values = (torch.zeros_like(x, dtype=self.lse.dtype) for x in (keys, values))
-        for rows, calls, _ in part.blocks:
+        for rows, calls in part.blocks:
             queries, grad, out, lse = (
                 blocks_of(x, rows, len(keys))
                 for x in (self.q[..., given], self.grad[..., given], self.out[..., given], self.lse)

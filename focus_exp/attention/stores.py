@@ -134,7 +134,8 @@ class Pool:
             for held, x in zip(self.tensors, new, strict=True):
                 held[added] = x
             bucket.count += count
-            bucket.recent.extend(new[2][-window:].tolist() if window else [])
+            if window:
+                bucket.recent.extend(new[2][-window:].tolist() if count > 1 else [int(new[2])])
 
     def make_room(self, counts: dict[tuple[int, Kind], int]) -> None:
         """Move all buckets to a larger pool, where so many more tokens have room in some."""

@@ -104,7 +104,7 @@ class Contender:
             keys, values = rows_of(k, part.keys), rows_of(v, part.keys)
             return [
                 (asking[:, some], keys[:, seen], values[:, seen], drop)
-                for queries, calls, _ in part.blocks
+                for queries, calls in part.blocks
                 for asking in [blocks_of(q, queries, len(keys))]
                 for some, seen, drop in calls
             ]

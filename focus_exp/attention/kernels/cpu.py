@@ -31,8 +31,10 @@ class CpuFlash(Kernel):
             *(x.transpose(1, 2) for x in (folded(q, share), k, v)), attn_mask=bias(drop, q, share), scale=scaling
         )
         o, lse = (unfolded(x.transpose(1, 2), share) for x in (o, lse))
-        if drop is not None and bool((lse == 0).any()):  # the kernel says (0, 0) of a row without keys
-            lse = lse.masked_fill(drop.all(-1)[..., None], float("-inf"))
+        if drop is not None:
+            rows = (lse == 0).any(-1).nonzero(as_tuple=True)
+            if len(rows[0]):  # the kernel says (0, 0) of a row without keys
+                lse[rows] = lse[rows].masked_fill(drop[rows].all(-1, keepdim=True), float("-inf"))
         return o, lse
 
     def backward(

@@ -1,0 +1,71 @@
+"""One token's attention over keys and values that lie in several places."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from focus_exp.attention.kernels import Kernel
+from focus_exp.attention.sparse import merge
+
+COPIED = 1024  # keys that are put behind each other rather than attended to in calls of their own
+
+
+def attend_slices(
+    q: Tensor,
+    slices: list[tuple[Tensor, Tensor]],
+    kernel: Kernel,
+    *,
+    scaling: float,
+    softcap: float | None,
+    sink_logits: Tensor | None,
+) -> Tensor:
+    """Output `[H, D]` of q `[H / G, G, D]` over all keys and values `[n, G, D]`. sink_logits: `[H]`.
+
+    In half precision by a kernel, for the scores of a product would be rounded.
+    """
+    of_all = by_products if q.dtype.itemsize >= 4 else by_kernel
+    return of_all(q, slices, kernel, scaling, softcap, sink_logits)
+
+
+def by_products(
+    q: Tensor,
+    slices: list[tuple[Tensor, Tensor]],
+    kernel: Kernel,
+    scaling: float,
+    softcap: float | None,
+    sink_logits: Tensor | None,
+) -> Tensor:
+    """Keys and values are read where they lie: nothing is copied, and nothing merged."""
+    q = q.transpose(0, 1) * scaling
+    scores = [torch.bmm(q, keys.permute(1, 2, 0)) for keys, _ in slices]
+    if softcap is not None:
+        scores = [softcap * torch.tanh(s / softcap) for s in scores]
+    if sink_logits is not None:
+        scores.append(sink_logits.to(q.dtype).view(len(q), -1, 1))
+    p = torch.cat(scores, -1).softmax(-1).split([s.shape[-1] for s in scores], -1)
+    out = torch.bmm(p[0], slices[0][1].transpose(0, 1))
+    for weights, (_, values) in zip(p[1:], slices[1:], strict=False):
+        out.baddbmm_(weights, values.transpose(0, 1))
+    return out.flatten(0, 1)
+
+
+def by_kernel(
+    q: Tensor,
+    slices: list[tuple[Tensor, Tensor]],
+    kernel: Kernel,
+    scaling: float,
+    softcap: float | None,
+    sink_logits: Tensor | None,
+) -> Tensor:
+    """One call where there are few keys beside those of the first slice, else one for each."""
+    if 0 < sum(keys.shape[0] for keys, _ in slices[1:]) <= COPIED:
+        keys, values = zip(*slices, strict=True)
+        slices = [(torch.cat(keys), torch.cat(values))]
+    found = [kernel.forward(q[None], keys[None], values[None], None, scaling, softcap) for keys, values in slices]
+    out, lse = found[0][0][0].to(found[0][1].dtype), found[0][1][0]
+    for o, part in found[1:]:
+        merge(out, lse, slice(None), o[0].to(lse.dtype), part[0])
+    if sink_logits is not None:
+        out = out * torch.sigmoid(lse - sink_logits.view(q.shape[1], -1).T)[..., None]
+    return out.to(q.dtype).transpose(0, 1).flatten(0, 1)
