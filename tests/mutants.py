@@ -68,12 +68,14 @@ FAULTS: dict[str, list[tuple[str, ...]]] = {
     ],
     "attention/parts.py": [
         ("searchsorted(keys, queries, right=True)", "searchsorted(keys, queries)", "sparse"),
-        ("slice(0, 0 if disjoint else number % count)", "slice(0, 0)", "sparse"),
+        ("slice(0, 0 if tokens.disjoint else number)", "slice(0, 0)", "sparse"),
         (
             "sink if valid is None else sink & valid", "sink", "sparse",
             "padding is left out of every group again, where parts are cut",
         ),
-        ("tokens.query_groups & ~first", "tokens.query_groups & first", "sparse"),
+        ("keys if tokens.apart else torch.cat([sink, keys])", "torch.cat([sink, keys])", "sparse"),
+        ("whole if begin < whole else some.stop", "some.stop", "sparse"),
+        ("torch.cat(keys[: number + 1])", "torch.cat(keys[:number])", "sparse"),
     ],
     "attention/blocked.py": [("s = softcap * torch.tanh(s / softcap)", "s = torch.tanh(s / softcap)", "attention")],
     "attention/kernels/window.py": [
@@ -86,15 +88,21 @@ FAULTS: dict[str, list[tuple[str, ...]]] = {
     ],
     "attention/kernels/layout.py": [("(begin, by_query - window)", "(begin, by_query - window + 1)", "triton")],
     "attention/kernels/plain.py": [("squashed, 1 - squashed**2", "squashed, 1.0", "sparse")],
-    "attention/kernels/cpu.py": [("lse.masked_fill(drop.all(-1)[..., None], float(\"-inf\"))", "lse", "sparse cache")],
+    "attention/kernels/cpu.py": [("if len(rows[0]):", "if False:", "sparse cache")],
     "attention/cached.py": [
         ("(i, j, start, self.window, self.sinks)", "(i, j, start, self.window + 1, self.sinks)", "cache"),
         ("self.length - self.window)", "self.length - self.window - 1)", "cache"),
         ("self.start = self.start[rows]", "pass", "cache"),
-        ("self.near.index.numel() + sum(counts)", "self.near.index.numel()", "cache"),
-        ("*(values[some] for some in slices)", "*(keys[some] for some in slices)", "cache"),
+        ("for of_row in slices for seen, _ in of_row)", "for of_row in slices for seen, _ in of_row[:1])", "cache"),
+        ("slices[row].append((keys[some], values[some]))", "slices[row].append((keys[some], keys[some]))", "cache"),
+        ("or self.placed != self.length or count > 1:", "or count > 1:", "cache"),
         ("(place >= 0) & (place < self.sinks)", "(place >= 0) & (place < self.sinks - 1)", "cache"),
         ("near[2] = near[2].where(real[:, recent], -1)", "pass", "cache"),
+    ],
+    "attention/one_token.py": [
+        ("q.transpose(0, 1) * scaling", "q.transpose(0, 1)", "cache"),
+        ("zip(p[1:], slices[1:], strict=False)", "zip(p[1:], slices[:-1], strict=False)", "cache"),
+        ("merge(out, lse, slice(None), o[0].to(lse.dtype), part[0])", "pass", "cache"),
     ],
     "attention/stores.py": [
         ("int(torch.searchsorted(index, length))", "int(torch.searchsorted(index, length + 1))", "cache"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -10,7 +11,7 @@ from torch import Tensor
 
 from focus_exp.attention.heads import for_each_head
 from focus_exp.attention.kernels import KERNELS, Demand, Kernel
-from focus_exp.attention.one_token import attend_slices
+from focus_exp.attention.one_token import by_kernel, by_products
 from focus_exp.attention.parts import share
 from focus_exp.attention.selection import Selection, Sequence, by_head, near_or_sink, row_blocks
 from focus_exp.attention.sparse import merge
@@ -186,10 +187,8 @@ class GroupedCache:
             slices[row].append((keys[some], values[some]))
         self.pairs_read += sum(seen.shape[0] for of_row in slices for seen, _ in of_row)
         sinks = [None] * len(slices) if sink_logits is None else sink_logits.expand(len(slices), -1)
-        rows = [
-            attend_slices(queries[row], of_row, kernel, scaling=scaling, softcap=softcap, sink_logits=sinks[row])
-            for row, of_row in enumerate(slices)
-        ]
+        attend = by_products if q.dtype.itemsize >= 4 else partial(by_kernel, kernel)
+        rows = [attend(queries[row], each, scaling, softcap, sinks[row]) for row, each in enumerate(slices)]
         return torch.stack(rows)[:, :, None]
 
     def near_and_new(self, k: Tensor, v: Tensor, members: Tensor) -> tuple[list[Tensor], int]:

@@ -9,34 +9,13 @@ from focus_exp.attention.kernels import Kernel
 from focus_exp.attention.sparse import merge
 
 COPIED = 1024  # keys that are put behind each other rather than attended to in calls of their own
+Slices = list[tuple[Tensor, Tensor]]
 
 
-def attend_slices(
-    q: Tensor,
-    slices: list[tuple[Tensor, Tensor]],
-    kernel: Kernel,
-    *,
-    scaling: float,
-    softcap: float | None,
-    sink_logits: Tensor | None,
-) -> Tensor:
-    """Output `[H, D]` of q `[H / G, G, D]` over all keys and values `[n, G, D]`. sink_logits: `[H]`.
-
-    In half precision by a kernel, for the scores of a product would be rounded.
+def by_products(q: Tensor, slices: Slices, scaling: float, softcap: float | None, sink_logits: Tensor | None) -> Tensor:
+    """Output `[H, D]` of q `[H / G, G, D]` over all keys and values `[n, G, D]`, read where they lie. sink_logits:
+    `[H]`. Not in half precision, in which a product rounds the scores.
     """
-    of_all = by_products if q.dtype.itemsize >= 4 else by_kernel
-    return of_all(q, slices, kernel, scaling, softcap, sink_logits)
-
-
-def by_products(
-    q: Tensor,
-    slices: list[tuple[Tensor, Tensor]],
-    kernel: Kernel,
-    scaling: float,
-    softcap: float | None,
-    sink_logits: Tensor | None,
-) -> Tensor:
-    """Keys and values are read where they lie: nothing is copied, and nothing merged."""
     q = q.transpose(0, 1) * scaling
     scores = [torch.bmm(q, keys.permute(1, 2, 0)) for keys, _ in slices]
     if softcap is not None:
@@ -51,14 +30,9 @@ def by_products(
 
 
 def by_kernel(
-    q: Tensor,
-    slices: list[tuple[Tensor, Tensor]],
-    kernel: Kernel,
-    scaling: float,
-    softcap: float | None,
-    sink_logits: Tensor | None,
+    kernel: Kernel, q: Tensor, slices: Slices, scaling: float, softcap: float | None, sink_logits: Tensor | None
 ) -> Tensor:
-    """One call where there are few keys beside those of the first slice, else one for each."""
+    """The same by one call where there are few keys beside those of the first slice, else by one for each."""
     if 0 < sum(keys.shape[0] for keys, _ in slices[1:]) <= COPIED:
         keys, values = zip(*slices, strict=True)
         slices = [(torch.cat(keys), torch.cat(values))]
