@@ -66,16 +66,15 @@ FAULTS: dict[str, list[tuple[str, ...]]] = {
         ("asks, answers.masked_fill(sink, 0.0))", "asks, answers)", "sparse"),
         ("plan.surrogate / plan.scaling", "plan.surrogate", "sparse"),
     ],
+    "attention/side_by_side.py": [("while self.next in self.waiting:", "if self.next in self.waiting:", "side_by_side")],
     "attention/parts.py": [
         ("searchsorted(keys, queries, right=True)", "searchsorted(keys, queries)", "sparse"),
-        ("slice(0, 0 if tokens.disjoint else number)", "slice(0, 0)", "sparse"),
+        ("slice(0, 0 if disjoint else number)", "slice(0, 0)", "sparse"),
         (
             "sink if valid is None else sink & valid", "sink", "sparse",
             "padding is left out of every group again, where parts are cut",
         ),
-        ("keys if tokens.apart else torch.cat([sink, keys])", "torch.cat([sink, keys])", "sparse"),
-        ("whole if begin < whole else some.stop", "some.stop", "sparse"),
-        ("torch.cat(keys[: number + 1])", "torch.cat(keys[:number])", "sparse"),
+        ("keys if apart else torch.cat([sink, keys])", "torch.cat([sink, keys])", "sparse"),
     ],
     "attention/blocked.py": [("s = softcap * torch.tanh(s / softcap)", "s = torch.tanh(s / softcap)", "attention")],
     "attention/kernels/window.py": [

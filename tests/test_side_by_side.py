@@ -11,7 +11,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from focus_exp.attention.side_by_side import side_by_side, workers_for
+from focus_exp.attention.side_by_side import InTurn, side_by_side, workers_for
 
 CPU = torch.device("cpu")
 
@@ -102,3 +102,16 @@ def test_a_forked_process_has_threads_of_its_own():
     child.start()
     child.join(timeout=60)
     assert child.exitcode == 0
+
+
+def test_an_item_more_does_not_give_all_threads_to_one_computation():
+    assert [workers_for(items, 2) for items in (2, 3, 41, 123)] == [2, 1, 2, 2]
+
+
+@given(st.permutations(range(7)))
+def test_what_is_given_in_any_order_is_put_in_turn(order):
+    found = []
+    turn = InTurn(lambda number, other: found.append((number, other)))
+    for number in order:
+        turn.give(number, [(number, 0), (number, 1)] if number % 2 else [])
+    assert found == [(number, other) for number in (1, 3, 5) for other in (0, 1)]

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from unittest import mock
+from itertools import chain
 
 import pytest
 import torch
@@ -14,14 +14,13 @@ from torch import Tensor
 
 from focus_exp import attach, set_routing
 from focus_exp.assets import cache_root
-from focus_exp.attention import sparse
 from focus_exp.attention.baselines.longformer import Longformer
 from focus_exp.attention.baselines.window import WindowOnly
 from focus_exp.attention.blocked import blocked_attention
 from focus_exp.attention.kernels import KERNELS, Demand, Kernel, available, choose
 from focus_exp.attention.kernels.plain import Math
 from focus_exp.attention.method import SPARSE_FROM, LayerShape
-from focus_exp.attention.parts import Tokens, pairs_computed, parts_by_stretch, rows_of
+from focus_exp.attention.parts import Tokens, pairs_computed, parts, rows_of
 from focus_exp.attention.reference import reference_attention
 from focus_exp.attention.selection import Selection, Sequence, by_head, count_pairs, nothing_shared, select
 from focus_exp.attention.sparse import sparse_attention
@@ -117,12 +116,11 @@ def problems(draw: st.DrawFn, nothing: bool = False) -> Problem:
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 1e-2)], ids=["f32", "bf16"])
 @pytest.mark.parametrize("kernel", [KERNELS["cpu-flash"], KERNELS["math"]], ids=name_of)
-@given(problem=st.one_of(problems(), problems(nothing=True)), stretch=st.sampled_from([1, 7, 40, 1000]))
+@given(problem=st.one_of(problems(), problems(nothing=True)))
 @settings(max_examples=40)
-def test_parts_merged_are_the_oracle(kernel, dtype, tolerance, problem, stretch):
+def test_parts_merged_are_the_oracle(kernel, dtype, tolerance, problem):
     problem.q, problem.k, problem.v = (x.to(dtype).double() for x in (problem.q, problem.k, problem.v))
-    with mock.patch.object(sparse, "stretch_of", lambda tokens: stretch):
-        ours = problem.run(sparse_attention, dtype, kernel)
+    ours = problem.run(sparse_attention, dtype, kernel)
     truth = problem.run(reference_attention, torch.float64)
     scale = max(x.norm() for x in truth[1:])  # a gradient can be all cancellation
     for mine, exact, least in zip(ours, truth, [0.0, *[scale] * (len(truth) - 1)], strict=True):
@@ -137,8 +135,7 @@ def test_several_threads_give_the_same_numbers_every_time(kernel, problem):
     alone = problem.run(sparse_attention, torch.float32, kernel)
     torch.set_num_threads(3)
     try:
-        with mock.patch.object(sparse, "STRETCH_LEAST", 5):
-            together, again = (problem.run(sparse_attention, torch.float32, kernel) for _ in range(2))
+        together, again = (problem.run(sparse_attention, torch.float32, kernel) for _ in range(2))
     finally:
         torch.set_num_threads(1)
     assert all(map(torch.equal, together, again))
@@ -170,26 +167,22 @@ def test_softcap_is_the_oracles_too(problem):
         torch.testing.assert_close(mine, exact, atol=1e-9, rtol=1e-9)
 
 
-@given(problem=problems(), stretch=st.sampled_from([1, 7, 40, 1000]))
+@given(problem=problems())
 @settings(max_examples=40)
-def test_every_kept_pair_is_in_one_call(problem, stretch):
+def test_every_kept_pair_is_in_one_call(problem):
     window, sinks = problem.options["window"], problem.options["sinks"]
     selection, sequence, _ = by_head(problem.selection, problem.sequence)
     tokens = Tokens.of(selection, sequence, sinks)
     rows = sequence.start.numel()
     seen, index = torch.zeros(rows, rows), torch.arange(rows)
-    blocks = (
-        (own, part, block)
-        for own, found in parts_by_stretch(tokens, window, stretch) for part in found for block in part.blocks
-    )  # fmt: skip
-    for own, part, (queries, calls) in blocks:
-        keys, asking = rows_of(index, part.keys), rows_of(index, queries)
-        assert asking.min() >= own.start and asking.max() < own.stop
-        asking = asking.reshape(len(keys), -1)
-        for few, some, drop in calls:
-            for number, (i, j) in enumerate(zip(asking[:, few], keys[:, some], strict=True)):
-                pairs = torch.ones(len(i), len(j)) if drop is None else (~drop[number]).float()
-                seen.index_put_((i[:, None], j[None]), pairs, accumulate=True)
+    for part in chain.from_iterable(parts(tokens, window)):
+        keys = rows_of(index, part.keys)
+        for queries, calls in part.blocks:
+            asking = rows_of(index, queries).reshape(len(keys), -1)
+            for few, some, drop in calls:
+                for number, (i, j) in enumerate(zip(asking[:, few], keys[:, some], strict=True)):
+                    pairs = torch.ones(len(i), len(j)) if drop is None else (~drop[number]).float()
+                    seen.index_put_((i[:, None], j[None]), pairs, accumulate=True)
     assert seen.max() <= 1
     if sequence.valid is not None:
         seen *= sequence.valid.flatten()[:, None]

@@ -8,12 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from functools import cached_property
-from itertools import chain, islice
+from itertools import chain
 from typing import NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from focus_exp.attention.selection import Selection, Sequence, by_head
@@ -23,7 +21,7 @@ NEAR_CHUNK = 1024  # queries of one call: what it touches should fit into a cach
 SEEN_BLOCK = 768  # queries that meet the keys before them all in one call without a mask
 SEEN_LEAST = 128  # keys that such a call pays for
 DIAGONAL_BLOCK = 192  # queries of a call with a mask, half of which is wasted
-EVERY, NONE = slice(None), slice(0, 0)
+EVERY = slice(None)
 
 
 @dataclass(frozen=True)
@@ -69,7 +67,7 @@ class Part:
     """Keys, as rows of the flattened batch `[B * T]`, that are gathered once, and the queries that read them, which are
     laid out as they are asked for.
 
-    fresh: it has its queries first, so that there is nothing to merge with.
+    fresh: none before it has its queries, so that there is nothing to merge with.
     gated: it holds the pairs that share a group and are not always visible.
     """
 
@@ -114,30 +112,14 @@ class Tokens:
         end = sinks if valid is None else sequence.last_start + sinks
         return Tokens(batch, length, query_groups, key_groups, group, valid, sink, end)
 
-    @cached_property
-    def own_groups(self) -> Tensor:
-        """`[B * T, K]`: of keys, sinks left out."""
-        return self.key_groups & ~self.sink[:, None]
-
-    @cached_property
-    def disjoint(self) -> bool:
-        """Whether a key that is no sink is in one group."""
-        return self.group is not None or int(self.own_groups.sum(1).max()) < 2
-
-    @cached_property
-    def apart(self) -> bool:
-        """Whether a query asks several groups, so that sinks are not keys of one."""
-        return self.group is None and int(self.query_groups.sum(1).max()) > 1
-
-    def members(self, groups: Tensor, stretch: int) -> list[list[list[Tensor]]]:
-        """Rows of the members of groups `[B * T, K]` by sequence, group and stretch of so many tokens, in the order of
-        time, padding left out."""
+    def members(self, groups: Tensor) -> Iterator[list[Tensor]]:
+        """By sequence the rows of each group's members `[B * T, K]` in the order of time, padding left out."""
         groups = groups if self.valid is None else groups & self.valid[:, None]
         split = groups.unflatten(0, (self.batch, self.length)).transpose(1, 2).contiguous()  # [B, K, T]
-        sequence, _, place = split.nonzero(as_tuple=True)
-        counts = F.pad(split, (0, -self.length % stretch)).unflatten(2, (-1, stretch)).sum(-1)
-        members = iter((sequence * self.length + place).split(counts.flatten().tolist()))
-        return [[list(islice(members, counts.shape[2])) for _ in of_row] for of_row in counts]
+        place = split.nonzero()
+        count = groups.shape[1]
+        members = (place[:, 0] * self.length + place[:, 2]).split(split.sum(-1).flatten().tolist())
+        return (list(members[first : first + count]) for first in range(0, len(members), count))
 
     def meet(self, queries: Rows, keys: Rows) -> Tensor:
         """`[blocks, t, s]` bool: in the first set, if the key is not after the query."""
@@ -160,43 +142,28 @@ def rows_of(x: Tensor, rows: Rows) -> Tensor:
     return (x[rows] if isinstance(rows, slice) else x.index_select(0, rows))[None]
 
 
-def parts(tokens: Tokens, window: int) -> Iterator[Part]:
-    """All parts of the kept pairs, each pair once."""
-    return chain.from_iterable(found for _, found in parts_by_stretch(tokens, window, tokens.length))
+def parts(tokens: Tokens, window: int) -> Iterator[list[Part]]:
+    """By sequence all parts of the kept pairs, each pair once. Those near come first, and have every query once."""
+    for row, of_groups in enumerate(group_parts(tokens)):
+        yield [*near_parts(tokens, window, row), *of_groups]
 
 
-def parts_by_stretch(tokens: Tokens, window: int, stretch: int) -> Iterator[tuple[slice, list[Part]]]:
-    """The same by the queries of so many neighbouring tokens of a row: first those near, of every query once."""
-    asking, asked = (tokens.members(groups, stretch) for groups in (tokens.query_groups, tokens.own_groups))
-    sinks = tokens.members(tokens.sink[:, None], tokens.length)
-    for row, (of_queries, of_keys, ((sink,),)) in enumerate(zip(asking, asked, sinks, strict=True)):
-        for number, begin in enumerate(range(0, tokens.length, stretch)):
-            some = slice(row * tokens.length + begin, row * tokens.length + min(begin + stretch, tokens.length))
-            groups = [
-                (queries[number], torch.cat(keys[: number + 1]))
-                for queries, keys in zip(of_queries, of_keys, strict=True)
-            ]
-            yield some, [*near_parts(tokens, window, row, some), *group_parts(tokens, some, groups, sink)]
-
-
-def near_parts(tokens: Tokens, window: int, row: int, some: slice, met: bool = False) -> Iterator[Part]:
-    """Pairs of `some` queries of a row in the window that do not meet in a group, by blocks of queries with one stretch
-    of keys each.
+def near_parts(tokens: Tokens, window: int, row: int, met: bool = False) -> Iterator[Part]:
+    """Pairs in the window that do not meet in a group, by blocks of queries with one stretch of keys each.
 
     With `met` those that do.
     """
     zero = row * tokens.length
     block = min(max(NEAR_BLOCK, window // 4), tokens.length)
-    reach = zero + min(-(-window // block) * block, tokens.length)  # from here on every block's stretch is whole
-    whole = max(some.start, min(reach, some.stop))
-    blocks = (some.stop - whole) // block
+    reach = min(-(-window // block) * block, tokens.length)  # from here on every block's stretch is whole
+    blocks = (tokens.length - reach) // block
     chunk = max(NEAR_CHUNK // block, 1)
-    for begin in (*range(some.start, whole, block), *range(whole + blocks * block, some.stop, block)):
-        queries = slice(begin, min(begin + block, whole if begin < whole else some.stop))
-        first = max(begin - window, zero)
+    for begin in (*range(0, reach, block), *range(reach + blocks * block, tokens.length, block)):
+        queries = slice(zero + begin, zero + min(begin + block, tokens.length))
+        first = max(queries.start - window, zero)
         yield near_part(tokens, window, queries, Stretches(first, 1, 1, queries.stop - first), met)
     for begin in range(0, blocks, chunk):
-        count, start = min(chunk, blocks - begin), whole + begin * block
+        count, start = min(chunk, blocks - begin), zero + reach + begin * block
         keys = Stretches(start - window, count, block, block + window)
         yield near_part(tokens, window, slice(start, start + count * block), keys, met)
 
@@ -223,7 +190,7 @@ def pairs_computed(selection: Selection, sequence: Sequence, window: int, sinks:
     tokens = Tokens.of(selection, sequence, sinks)
     rows = torch.arange(tokens.batch * tokens.length, device=tokens.sink.device)
     computed = 0
-    for part in parts(tokens, window):
+    for part in chain.from_iterable(parts(tokens, window)):
         keys = rows_of(rows, part.keys)
         for queries, calls in part.blocks:
             asking = rows_of(rows, queries).view(len(keys), -1)
@@ -231,23 +198,29 @@ def pairs_computed(selection: Selection, sequence: Sequence, window: int, sinks:
     return computed / (tokens.batch * tokens.length * (tokens.length + 1) // 2)
 
 
-def group_parts(tokens: Tokens, some: slice, groups: list[tuple[Tensor, Tensor]], sink: Tensor) -> Iterator[Part]:
-    """Queries of each group meet the keys that are in it; a pair that shares several groups counts in the first.
+def group_parts(tokens: Tokens) -> Iterator[list[Part]]:
+    """By sequence: queries that reach a group meet the keys in it; a pair that shares several counts in the first.
 
-    Sinks, which are in all groups, are keys of a query's only group, or a part of their own.
+    Sinks, which are in all groups, are keys of a query's only group, or where it has several a part of their own.
     """
-    for number, (queries, keys) in enumerate(groups):
-        seen = keys if tokens.apart else torch.cat([sink, keys])  # in the order of time
-        earlier = slice(0, 0 if tokens.disjoint else number)
-        yield Part(seen, staircase(tokens, queries, seen, earlier), gated=True)
-    if tokens.apart and len(sink):
-        later = None
-        if some.start % tokens.length < tokens.sinks_end:
-            later = (sink > torch.arange(some.start, some.stop, device=sink.device)[:, None])[None]
-        yield Part(sink, [Block(some, [Call(EVERY, EVERY, later)])], gated=True)
+    own = tokens.key_groups & ~tokens.sink[:, None]
+    disjoint = tokens.group is not None or int(own.sum(1).max()) < 2
+    apart = tokens.group is None and int(tokens.query_groups.sum(1).max()) > 1
+    lists = zip(*map(tokens.members, (tokens.query_groups, own, tokens.sink[:, None])), strict=True)
+    for row, (asking, asked, (sink,)) in enumerate(lists):
+        found = []
+        for number, (queries, keys) in enumerate(zip(asking, asked, strict=True)):
+            seen = keys if apart else torch.cat([sink, keys])  # in the order of time
+            earlier = slice(0, 0 if disjoint else number)
+            found.append(Part(seen, staircase(tokens, queries, seen, earlier), gated=True))
+        every = slice(row * tokens.length, (row + 1) * tokens.length)
+        if apart and len(sink):
+            later = sink > torch.arange(every.start, every.stop, device=sink.device)[:, None]
+            found.append(Part(sink, [Block(every, [Call(EVERY, EVERY, later[None])])], gated=True))
+        yield found
 
 
-def staircase(tokens: Tokens, queries: Tensor, keys: Tensor, earlier: slice = NONE) -> Iterator[Block]:
+def staircase(tokens: Tokens, queries: Tensor, keys: Tensor, earlier: slice) -> Iterator[Block]:
     """Queries and keys in the order of time: what all queries of a block see without a mask, the rest with one.
 
     Pairs that share one of the `earlier` groups are left out.

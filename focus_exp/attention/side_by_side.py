@@ -10,11 +10,12 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import lru_cache
-from threading import Barrier
-from typing import TypeVar
+from threading import Barrier, Lock
+from typing import Any, TypeVar
 
 import torch
 
+GAIN = 0.8  # so many threads to this power are what a computation gains from them
 Item = TypeVar("Item")
 Found = TypeVar("Found")
 
@@ -49,9 +50,27 @@ def side_by_side(compute: Callable[[Item], Found], items: Sequence[Item], device
         torch.set_num_threads(threads)
 
 
+class InTurn:
+    """What several compute is put where it belongs in the order of its numbers, from 0, by whoever has the next one."""
+
+    def __init__(self, put: Callable[..., None]) -> None:
+        self.put, self.lock = put, Lock()
+        self.next, self.waiting = 0, dict[int, list[tuple[Any, ...]]]()
+
+    def give(self, number: int, found: list[tuple[Any, ...]]) -> None:
+        """`put(*each)` of what was found, at once or when all before it is there."""
+        with self.lock:
+            self.waiting[number] = found
+            while self.next in self.waiting:
+                for each in self.waiting.pop(self.next):
+                    self.put(*each)
+                self.next += 1
+
+
 def workers_for(items: int, threads: int) -> int:
-    """How many computations at a time: all threads are to be busy, each computation with as few as that allows."""
-    return min(range(1, threads + 1), key=lambda workers: (-(-items // workers) / (threads // workers), -workers))
+    """How many computations at a time: all threads are to be busy, each computation with as few as that allows, for
+    what lies between its kernel's calls does not gain from more."""
+    return min(range(1, max(1, min(items, threads)) + 1), key=lambda w: (-(-items // w) / (threads // w) ** GAIN, -w))
 
 
 @lru_cache

@@ -17,21 +17,9 @@ from torch import Tensor
 
 from focus_exp.attention.heads import for_each_head
 from focus_exp.attention.kernels import Backend, Fused, Kernel, Whole
-from focus_exp.attention.parts import (
-    Block,
-    Part,
-    Rows,
-    Stretches,
-    Tokens,
-    near_parts,
-    parts,
-    parts_by_stretch,
-    rows_of,
-)
+from focus_exp.attention.parts import Part, Rows, Stretches, Tokens, near_parts, parts, rows_of
 from focus_exp.attention.selection import Selection, Sequence
-from focus_exp.attention.side_by_side import side_by_side
-
-STRETCH_LEAST = 512  # queries, so that a group has enough of them for a call
+from focus_exp.attention.side_by_side import InTurn, side_by_side
 
 
 @dataclass(frozen=True)
@@ -103,31 +91,30 @@ class SparseAttention(torch.autograd.Function):
     ) -> Tensor:
         rows, heads, size = q.shape
         precision = torch.promote_types(q.dtype, torch.float32)
-        out, lse = torch.empty_like(q), q.new_empty(rows, heads, dtype=precision)
+        out = torch.empty(rows, heads, size, dtype=precision, device=q.device)
+        lse = torch.empty(rows, heads, dtype=precision, device=q.device)
 
-        def attended(item: tuple[slice, list[Part]]) -> None:
-            """What some queries see, merged where it is computed."""
-            some, found = item
-            own, own_lse = q.new_empty(some.stop - some.start, heads, size, dtype=precision), lse[some]
-            for part in found:
-                for block, o, part_lse in of_part(plan, q, k, v, part):
-                    queries = shifted(block.queries, -some.start)
-                    if part.fresh:
-                        own[queries], own_lse[queries] = o, part_lse
-                    else:
-                        merge(own, own_lse, queries, o, part_lse)
-            if plan.tokens.valid is not None:  # padding has nothing to say, whatever a kernel made of it
-                padding = ~plan.tokens.valid[some, None]
-                own.masked_fill_(padding[..., None], 0.0)
-                own_lse.masked_fill_(padding, float("-inf"))
-            if sink_logits is not None:
-                own *= torch.sigmoid(own_lse - sink_logits[some])[..., None]
-                torch.logaddexp(own_lse, sink_logits[some], out=own_lse)
-            out[some] = own
+        def attended(item: tuple[InTurn, int, Part]) -> None:
+            turn, number, part = item
+            turn.give(number, [(part.fresh, *found) for found in of_part(plan, q, k, v, part)])
 
-        stretch = stretch_of(plan.tokens) if q.device.type == "cpu" else plan.tokens.length
-        stretches = list(parts_by_stretch(plan.tokens, plan.window, stretch))
-        deque(side_by_side(attended, stretches[::-1], q.device), maxlen=0)  # the last ones see most
+        def put(fresh: bool, queries: Tensor | slice, o: Tensor, part_lse: Tensor) -> None:
+            if fresh:
+                out[queries], lse[queries] = o, part_lse
+            else:
+                merge(out, lse, queries, o, part_lse)
+
+        rows_of_parts = [(InTurn(put), row) for row in parts(plan.tokens, plan.window)]
+        items = [(turn, number, part) for turn, row in rows_of_parts for number, part in enumerate(row)]
+        deque(side_by_side(attended, items, q.device), maxlen=0)
+        if plan.tokens.valid is not None:  # padding has nothing to say, whatever a kernel made of it
+            padding = ~plan.tokens.valid[:, None]
+            out.masked_fill_(padding[..., None], 0.0)
+            lse.masked_fill_(padding, float("-inf"))
+        if sink_logits is not None:
+            out *= torch.sigmoid(lse - sink_logits)[..., None]
+            lse = torch.logaddexp(lse, sink_logits)
+        out = out.to(q.dtype)
         ctx.save_for_backward(q, k, v, asks, answers, sink_logits, out, lse)
         ctx.plan = plan
         return out
@@ -145,15 +132,12 @@ class SparseAttention(torch.autograd.Function):
             tensors = widened(*tensors, asks, answers.masked_fill(sink, 0.0))
         sums = [torch.zeros(x.shape, dtype=lse.dtype, device=x.device) for x in tensors[:3]]
         backward = Backward(plan, *tensors, lse, sums)
-        backward.add(parts(plan.tokens, plan.window), lambda part: (every, every) if part.gated else (own, own))
+        every_part = chain.from_iterable(parts(plan.tokens, plan.window))
+        backward.add(every_part, lambda part: (every, every) if part.gated else (own, own))
         dg: list[Tensor | None] = [None, None]
         if gated:
             # the gated parts hold pairs in the window, which have no gate
-            length = plan.tokens.length
-            near = (
-                near_parts(plan.tokens, plan.window, row, slice(row * length, (row + 1) * length), met=True)
-                for row in range(plan.tokens.batch)
-            )
+            near = (near_parts(plan.tokens, plan.window, row, met=True) for row in range(plan.tokens.batch))
             backward.add(chain.from_iterable(near), lambda part: (every, added), sign=-1)
             slope = plan.surrogate / plan.scaling  # kernels multiply the coordinates' product by the scaling
             of_asks, of_answers = sums[0][..., added].chunk(2, -1)[0], sums[1][..., added].chunk(2, -1)[1]
@@ -166,28 +150,17 @@ class SparseAttention(torch.autograd.Function):
         return dq, dk, dv, *dg, dsink, None
 
 
-def stretch_of(tokens: Tokens) -> int:
-    """Queries that one of torch's threads attends from at a time: two stretches a thread, for the last see most."""
-    threads = torch.get_num_threads()
-    count = 1 if threads == 1 else -(-2 * threads // tokens.batch)
-    return max(-(-tokens.length // count), STRETCH_LEAST)
-
-
-def shifted(rows: Tensor | slice, by: int) -> Tensor | slice:
-    return slice(rows.start + by, rows.stop + by) if isinstance(rows, slice) else rows + by
-
-
-def of_part(plan: Plan, q: Tensor, k: Tensor, v: Tensor, part: Part) -> Iterator[tuple[Block, Tensor, Tensor]]:
-    """Of every block of a part the output and logsumexp by the part's keys."""
+def of_part(plan: Plan, q: Tensor, k: Tensor, v: Tensor, part: Part) -> Iterator[tuple[Tensor | slice, Tensor, Tensor]]:
+    """Of every block of a part its queries, their output and logsumexp by the part's keys."""
     keys, values = rows_of(k, part.keys), rows_of(v, part.keys)
-    for block in part.blocks:
-        asking = blocks_of(q, block.queries, len(keys))
+    for queries, calls in part.blocks:
+        asking = blocks_of(q, queries, len(keys))
         first, *others = (
-            of_call(plan, asking[:, some], keys[:, seen], values[:, seen], drop) for some, seen, drop in block.calls
+            of_call(plan, asking[:, some], keys[:, seen], values[:, seen], drop) for some, seen, drop in calls
         )
-        for (some, _, _), found in zip(block.calls[1:], others, strict=True):
+        for (some, _, _), found in zip(calls[1:], others, strict=True):
             merge(*first, some, *found)
-        yield block, *first
+        yield queries, *first
 
 
 def of_call(plan: Plan, q: Tensor, k: Tensor, v: Tensor, drop: Tensor | None) -> tuple[Tensor, Tensor]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
+from itertools import chain
 from typing import Any
 
 import torch
@@ -113,7 +114,7 @@ class Contender:
             for call in calls:
                 kernel.forward(*call, scaling, None)
 
-        laid_out = [gathered(part) for part in parts(tokens, window)]
+        laid_out = [gathered(part) for part in chain.from_iterable(parts(tokens, window))]
 
         def work() -> None:
             for _ in side_by_side(computed, laid_out, q.device):
