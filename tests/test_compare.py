@@ -124,7 +124,7 @@ def test_a_mistake_in_any_arm_is_found_before_the_first_one_runs(tmp_path):
 
 
 @pytest.mark.slow
-def test_with_an_adapter_arms_measure_it_and_none_is_trained(tmp_path):
+def test_with_an_adapter_arms_measure_it_and_none_is_trained(tmp_path, scored):
     assert run(*tiny(tmp_path / "router"), "regime.steps=2", "regime.warmup_steps=1").code == 0
     adapter = only_run(tmp_path / "router") / "adapter"
     command = [*tiny(tmp_path), "job=compare", f"adapter={adapter}"]
@@ -133,6 +133,10 @@ def test_with_an_adapter_arms_measure_it_and_none_is_trained(tmp_path):
     assert result.code == 0, result.err
     found = records(tmp_path)
     assert [record.steps for record in found.values()] == [0, 0, 0] and "training" not in result.err
+    # beside the scores of the run that trained it: soft gates are the same whatever k
+    assert [scored.count(name) for name in ("base, full attention", "Focus soft")] == [2, 2]
+    soft = [next(row for row in found[name].rows if row.kind == "soft") for name in MEASURED]
+    assert soft[0] == soft[1]
     hard = {name: answer(found[name]) for name in MEASURED}
     assert hard["k_1"].pairs_removed > hard["k_2"].pairs_removed == 0  # of two groups
     assert [row.top_k for row in found[None].rows[1:]] == [1, 2]

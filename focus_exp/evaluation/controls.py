@@ -11,6 +11,7 @@ from focus_exp.config_attention import FocusConfig
 from focus_exp.models.modules import attached_methods
 
 BASE = "base, full attention"
+SOFT = "Focus soft"
 WINDOW_ONLY = "window + sinks only"
 RANDOM_GROUPS = "random groups, same sizes"
 

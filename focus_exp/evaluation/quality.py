@@ -20,6 +20,7 @@ from focus_exp.errors import UserError, first_line
 from focus_exp.evaluation.controls import (
     BASE,
     RANDOM_GROUPS,
+    SOFT,
     WINDOW_ONLY,
     hard_name,
     random_groups,
@@ -123,7 +124,7 @@ class Quality:
     def measure_soft(self, phase: str | None = None) -> Scores | None:
         set_routing(self.model, hard=False)
         causal = is_causal(self.model)
-        return self.add(Row(name="Focus soft", kind="soft", method="focus", causal=causal, phase=phase))
+        return self.add(Row(name=SOFT, kind="soft", method="focus", causal=causal, phase=phase))
 
     def measure_hard(self, k: int, rule: str, phase: str | None = None) -> Scores | None:
         set_routing(self.model, hard=True, top_k=k, pair_rule=rule)

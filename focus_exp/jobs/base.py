@@ -15,7 +15,7 @@ from focus_exp.checks import parse
 from focus_exp.config import Config, ModelConfig
 from focus_exp.errors import UserError
 from focus_exp.evaluation.benchmarks import is_perplexity
-from focus_exp.evaluation.controls import BASE
+from focus_exp.evaluation.controls import BASE, SOFT
 from focus_exp.evaluation.outcomes import slug
 from focus_exp.jobs.arms import compose_arm
 from focus_exp.jobs.run import finished_record, run_folder
@@ -72,16 +72,27 @@ def with_base(config: Config) -> ModelConfig:
     return replace(config.model, path=str(Path(run_folder(base_run(config))) / "model"))
 
 
-def share_base(config: Config, others: Iterable[Config]) -> None:
-    """Spare a run the measurement of a base that another run has measured: the same numbers, from its folder."""
+def share_scores(config: Config, others: Iterable[Config]) -> None:
+    """Spare a run what another one has measured, the same numbers from its folder: its base, and the soft gates of the
+    same adapter, to which it makes no difference how many groups a query reads."""
+    wanted = [f"evaluation/{slug(BASE)}.npz", f"benchmarks/{slug(BASE)}"]
+    soft = f"evaluation/{slug(SOFT)}.npz"
     for other in others:
         if config.regime.from_scratch or other.regime.from_scratch or same_base(config) != same_base(other):
             continue
         source, target = run_folder(other), run_folder(config)
-        for name in (f"evaluation/{slug(BASE)}.npz", f"benchmarks/{slug(BASE)}"):
+        for name in [*wanted, soft] if same_router(config, other) else wanted:
             if (source / name).exists() and not (target / name).exists():
                 copy(source / name, target / name)
-        return
+        if not config.adapter or (target / soft).exists():
+            return
+
+
+def same_router(config: Config, other: Config) -> bool:
+    """Whether both measure one adapter of centroids, by whatever number of groups a query."""
+    if not config.adapter or not config.has_router or config.adapter != other.adapter:
+        return False
+    return replace(other.focus, top_k=config.focus.top_k, pair_rule=config.focus.pair_rule) == config.focus
 
 
 def same_base(config: Config) -> tuple[object, ...]:

@@ -22,7 +22,7 @@ from focus_exp.config import Config, to_dict
 from focus_exp.errors import UserError, first_line
 from focus_exp.evaluation.comparison import compare_arms
 from focus_exp.jobs.arms import compose_arm, compose_arms
-from focus_exp.jobs.base import share_base
+from focus_exp.jobs.base import share_scores
 from focus_exp.jobs.evaluate import evaluate
 from focus_exp.jobs.run import Run, claimed, finished_record, judged, new_run, recorded, run_folder, seconds_text
 from focus_exp.jobs.train import describe, train
@@ -82,7 +82,7 @@ def run_arms(
 ) -> dict[str, str]:
     """Run each in turn, as the page of the `comparison` says; returns the reasons of those that failed.
 
-    They take the scores of the base from one another, or from `others` that are finished.
+    They take the scores that they share from one another, or from `others` that are finished.
     """
     errors: dict[str, str] = {}
     to_run = {name: config for name, config in configs.items() if config.overwrite or not finished_record(config)}
@@ -95,7 +95,7 @@ def run_arms(
         if comparison:
             comparison.now = f"arm {done + 1} of {len(to_run)}: {name}"
             comparison.save()
-        share_base(config, others or [other for other in configs.values() if finished_record(other)])
+        share_scores(config, others or [other for other in configs.values() if finished_record(other)])
         try:
             (evaluate if config.adapter else train)(config)
         except (OSError, InUse):  # a full disk fails every arm; who holds one arm's folder may run the others too

@@ -9,7 +9,7 @@ from typing import Any
 
 from focus_exp.config import Config, RegimeConfig, TuneConfig, phases_of
 from focus_exp.errors import UserError, first_line
-from focus_exp.jobs.base import share_base
+from focus_exp.jobs.base import share_scores
 from focus_exp.jobs.run import finished_record, run_folder
 from focus_exp.records.answers import answer
 from focus_exp.records.rows import Try
@@ -31,7 +31,7 @@ def tuned(config: Config, train: Callable[[Config], None]) -> tuple[Config, list
         rate = last_rate(each.regime)
         if each.overwrite or not finished_record(each):
             print(f"\nlearning rate {number + 1} of {len(trials)} on validation text: {rate:g}")
-            share_base(each, [other for other in trials if finished_record(other)])
+            share_scores(each, [other for other in trials if finished_record(other)])
         tries.append(tried(each, rate, train))
     scored = [(one.nll, one.learning_rate) for one in tries if one.nll is not None]
     if not scored:
