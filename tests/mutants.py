@@ -66,7 +66,7 @@ FAULTS: dict[str, list[tuple[str, ...]]] = {
         ("asks, answers.masked_fill(sink, 0.0))", "asks, answers)", "sparse"),
         ("plan.surrogate / plan.scaling", "plan.surrogate", "sparse"),
     ],
-    "attention/side_by_side.py": [("while self.next in self.waiting", "if self.next in self.waiting", "side_by_side")],
+    "attention/side_by_side.py": [("if self.now != stage:", "if False:", "side_by_side")],
     "attention/parts.py": [
         ("searchsorted(keys, queries, right=True)", "searchsorted(keys, queries)", "sparse"),
         ("slice(0, 0 if disjoint else number)", "slice(0, 0)", "sparse"),

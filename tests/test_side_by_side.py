@@ -11,7 +11,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from focus_exp.attention.side_by_side import InTurn, side_by_side, workers_for
+from focus_exp.attention.side_by_side import Stages, side_by_side, workers_for
 
 CPU = torch.device("cpu")
 
@@ -108,10 +108,22 @@ def test_an_item_more_does_not_give_all_threads_to_one_computation():
     assert [workers_for(items, 2) for items in (2, 3, 41, 123)] == [2, 1, 2, 2]
 
 
-@given(st.permutations(range(7)))
-def test_what_is_given_in_any_order_is_put_in_turn(order):
+@given(st.permutations([0, 0, 1, 1, 1, 2, 4]))
+def test_what_is_given_in_any_order_is_put_stage_by_stage(order):
     found = []
-    turn = InTurn(lambda number, other: found.append((number, other)))
-    for number in order:
-        turn.give(number, [(number, 0), (number, 1)] if number % 2 else [])
-    assert found == [(number, other) for number in (1, 3, 5) for other in (0, 1)]
+    stages = Stages(lambda stage, other: found.append((stage, other)), order)
+    for stage in order:
+        stages.give(stage, [(stage, 0), (stage, 1)])
+    assert [stage for stage, _ in found] == sorted(2 * order)
+
+
+def test_what_is_given_while_others_compute_is_put_once_and_in_stages():
+    found: list[int] = []
+    stages = Stages(found.append, [0] * 40 + [1] * 40 + [2] * 40)
+
+    def given(stage: int) -> None:
+        stages.give(stage, ((stage,) for _ in range(5) if not time.sleep(0.0001)))
+
+    with threads(4):
+        list(side_by_side(given, [0, 1, 2] * 40, CPU))
+    assert found == [0] * 200 + [1] * 200 + [2] * 200

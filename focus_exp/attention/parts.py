@@ -67,13 +67,13 @@ class Part:
     """Keys, as rows of the flattened batch `[B * T]`, that are gathered once, and the queries that read them, which are
     laid out as they are asked for.
 
-    fresh: none before it has its queries, so that there is nothing to merge with.
+    stage: parts of a sequence that have queries in common have another one; those of stage 0 have every query.
     gated: it holds the pairs that share a group and are not always visible.
     """
 
     keys: Rows
     blocks: Iterable[Block]
-    fresh: bool = False
+    stage: int = 0
     gated: bool = False
 
 
@@ -181,7 +181,7 @@ def near_part(tokens: Tokens, window: int, queries: slice, keys: Stretches, met:
             drop = drop | ~keys.view(tokens.valid)[:, None, :]
         yield Block(queries, [Call(EVERY, EVERY, drop)])
 
-    return Part(keys, blocks(), fresh=True)
+    return Part(keys, blocks())
 
 
 def pairs_computed(selection: Selection, sequence: Sequence, window: int, sinks: int) -> float:
@@ -212,11 +212,11 @@ def group_parts(tokens: Tokens) -> Iterator[list[Part]]:
         for number, (queries, keys) in enumerate(zip(asking, asked, strict=True)):
             seen = keys if apart else torch.cat([sink, keys])  # in the order of time
             earlier = slice(0, 0 if disjoint else number)
-            found.append(Part(seen, staircase(tokens, queries, seen, earlier), gated=True))
+            found.append(Part(seen, staircase(tokens, queries, seen, earlier), 1 + number * apart, gated=True))
         every = slice(row * tokens.length, (row + 1) * tokens.length)
         if apart and len(sink):
             later = sink > torch.arange(every.start, every.stop, device=sink.device)[:, None]
-            found.append(Part(sink, [Block(every, [Call(EVERY, EVERY, later[None])])], gated=True))
+            found.append(Part(sink, [Block(every, [Call(EVERY, EVERY, later[None])])], 1 + len(found), gated=True))
         yield found
 
 

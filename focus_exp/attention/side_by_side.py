@@ -6,8 +6,8 @@ A part of the sparse path is too small for all threads, and what lies between it
 from __future__ import annotations
 
 import os
-from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import lru_cache
 from threading import Barrier, Lock
@@ -18,6 +18,7 @@ import torch
 GAIN = 0.8  # so many threads to this power are what a computation gains from them
 Item = TypeVar("Item")
 Found = TypeVar("Found")
+Held = deque[tuple[Any, ...]]
 
 
 def side_by_side(compute: Callable[[Item], Found], items: Sequence[Item], device: torch.device) -> Iterator[Found]:
@@ -50,21 +51,41 @@ def side_by_side(compute: Callable[[Item], Found], items: Sequence[Item], device
         torch.set_num_threads(threads)
 
 
-class InTurn:
-    """What several compute is put where it belongs in the order of its numbers, from 0, by whoever has the next one."""
+class Stages:
+    """What several compute is put where it belongs stage by stage, at once where its stage has come; within a stage in
+    any order, for there nothing is put where anything else is."""
 
-    def __init__(self, put: Callable[..., None]) -> None:
+    def __init__(self, put: Callable[..., None], stages: Iterable[int]) -> None:
+        """`stages`: of all that will be given."""
         self.put, self.lock = put, Lock()
-        self.next, self.waiting = 0, dict[int, list[tuple[Any, ...]]]()
+        self.left = Counter(stages)
+        self.now, self.waiting = 0, dict[int, list[Held]]()
 
-    def give(self, number: int, found: list[tuple[Any, ...]]) -> None:
-        """`put(*each)` of what was found, at once or when all before it is there."""
+    def give(self, stage: int, found: Iterable[tuple[Any, ...]]) -> None:
+        """`put(*each)` of what is found: at once, or when all of the stages before is there."""
+        held: Held = deque()
+        for each in found:
+            held.append(each)
+            if self.now == stage:  # and remains so until this is done
+                self.put_all(held)
         with self.lock:
-            self.waiting[number] = found
-            while self.next in self.waiting:
-                for each in self.waiting.pop(self.next):
-                    self.put(*each)
-                self.next += 1
+            if self.now != stage:
+                self.waiting.setdefault(stage, []).append(held)
+                return
+        ready = [held]
+        while ready:
+            for waiting in ready:
+                self.put_all(waiting)
+            with self.lock:
+                self.left[self.now] -= len(ready)
+                ready = []
+                while self.now <= max(self.left) and not self.left[self.now] and not ready:
+                    self.now += 1
+                    ready = self.waiting.pop(self.now, [])
+
+    def put_all(self, held: Held) -> None:
+        while held:
+            self.put(*held.popleft())
 
 
 def workers_for(items: int, threads: int) -> int:

@@ -19,7 +19,7 @@ from focus_exp.attention.heads import for_each_head
 from focus_exp.attention.kernels import Backend, Fused, Kernel, Whole
 from focus_exp.attention.parts import Part, Rows, Stretches, Tokens, near_parts, parts, rows_of
 from focus_exp.attention.selection import Selection, Sequence
-from focus_exp.attention.side_by_side import InTurn, side_by_side
+from focus_exp.attention.side_by_side import Stages, side_by_side
 
 
 @dataclass(frozen=True)
@@ -94,18 +94,18 @@ class SparseAttention(torch.autograd.Function):
         out = torch.empty(rows, heads, size, dtype=precision, device=q.device)
         lse = torch.empty(rows, heads, dtype=precision, device=q.device)
 
-        def attended(item: tuple[InTurn, int, Part]) -> None:
-            turn, number, part = item
-            turn.give(number, [(part.fresh, *found) for found in of_part(plan, q, k, v, part)])
-
-        def put(fresh: bool, queries: Tensor | slice, o: Tensor, part_lse: Tensor) -> None:
-            if fresh:
-                out[queries], lse[queries] = o, part_lse
-            else:
+        def put(stage: int, queries: Tensor | slice, o: Tensor, part_lse: Tensor) -> None:
+            if stage:
                 merge(out, lse, queries, o, part_lse)
+            else:
+                out[queries], lse[queries] = o, part_lse
 
-        rows_of_parts = [(InTurn(put), row) for row in parts(plan.tokens, plan.window)]
-        items = [(turn, number, part) for turn, row in rows_of_parts for number, part in enumerate(row)]
+        def attended(item: tuple[Stages, Part]) -> None:
+            stages, part = item
+            stages.give(part.stage, ((part.stage, *found) for found in of_part(plan, q, k, v, part)))
+
+        rows_of_parts = [(Stages(put, (part.stage for part in row)), row) for row in parts(plan.tokens, plan.window)]
+        items = [(stages, part) for stages, row in rows_of_parts for part in row]
         deque(side_by_side(attended, items, q.device), maxlen=0)
         if plan.tokens.valid is not None:  # padding has nothing to say, whatever a kernel made of it
             padding = ~plan.tokens.valid[:, None]
