@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 from test_compare import compared, comparison_of, row
 
+from focus_exp.records.benchmarks import BenchmarkRow
 from focus_exp.records.record import Record
 from focus_exp.records.rows import Row, Units
 from focus_exp.reporting.claims import judged_runs, verdicts_table
@@ -71,6 +72,26 @@ def test_of_several_set_ups_the_one_measured_on_most_text_is_said():
     few.rows[1:] = [replace(row, tokens=6 * 31) for row in few.rows[1:]]
     many.config["eval"] = {"window": 32, "max_windows": 9}
     assert all("+5.13 %" in said(*records)[0] for records in ([few, many], [many, few]))
+
+
+def test_of_texts_of_one_length_the_most_are_said_and_what_they_are():
+    def far(seed, difference, texts, units=None):
+        bounds = {"difference": difference, "difference_low": difference - 0.01, "difference_high": difference + 0.01}
+        rows = [
+            BenchmarkRow(
+                attention=arm, kind="hard", task=f"perplexity@{length}", metric="perplexity", value=20.0,
+                higher_is_better=False, n=texts, requests=texts, **bounds,
+            )
+            for arm in ("k_2_share", "k_2") for length in (1024, 8192)
+        ]  # fmt: skip
+        found = comparison_of(row("k_2_share", kind="hard"), row("k_2", kind="hard"), benchmarks=rows)
+        config = {"attention": {"method": "focus"}, "eval": {"max_windows": texts}}
+        return replace(found, experiment="long_context", seed=seed, config=config, units=units)
+
+    few, many = far(1, 0.1, 2), far(0, 0.05, 6, Units(kind="document", count=6, windows=8, freedom=5.0))
+    for records in ([few, many], [many, few]):
+        (price,) = [sentence for sentence in said(*records) if sentence.startswith("The price by length")]
+        assert "at 8,192 (6 documents)" in price and price.count("+5.13 %") == 3 and "+10.52 %" not in price
 
 
 def test_without_records_every_question_says_what_would_answer_it():

@@ -59,7 +59,7 @@ def _said(runs: Runs, known: dict[str, Any]) -> Iterator[str]:
             check(f"summary.yaml: {name}", chosen.select, chosen.where)
             cells = {"experiment": chosen.experiments, **chosen.select}
             found = together(lines_of(select(table, cells, chosen.where)))
-            lines[name] = max(found, key=lambda line: line.tokens or 0, default=None)
+            lines[name] = max(found, key=lambda line: (line.tokens or 0, line.units or 0), default=None)
         if all(lines.values()):
             yield template(sentence.say).render(known | lines)
         elif sentence.without:
