@@ -13,9 +13,11 @@ Slices = list[tuple[Tensor, Tensor]]
 
 
 def by_products(q: Tensor, slices: Slices, scaling: float, softcap: float | None, sink_logits: Tensor | None) -> Tensor:
-    """Output `[H, D]` of q `[H / G, G, D]` over all keys and values `[n, G, D]`, read where they lie. sink_logits:
-    `[H]`. Not in half precision, in which a product rounds the scores.
+    """Output `[H, D]` of q `[H / G, G, D]` over all keys and values `[n, G, D]`, read where they lie, or where they
+    are few and in many places copied. sink_logits: `[H]`. Not in half precision, in which a product rounds the scores.
     """
+    if len(slices) > 2:  # small products take longer to begin than a few keys to copy
+        slices = [slices[0], *joined(slices[1:])]
     q = q.transpose(0, 1) * scaling
     scores = [torch.bmm(q, keys.permute(1, 2, 0)) for keys, _ in slices]
     if softcap is not None:
@@ -33,9 +35,7 @@ def by_kernel(
     kernel: Kernel, q: Tensor, slices: Slices, scaling: float, softcap: float | None, sink_logits: Tensor | None
 ) -> Tensor:
     """The same by one call where there are few keys beside those of the first slice, else by one for each."""
-    if 0 < sum(keys.shape[0] for keys, _ in slices[1:]) <= COPIED:
-        keys, values = zip(*slices, strict=True)
-        slices = [(torch.cat(keys), torch.cat(values))]
+    slices = joined(slices, beside=slices[0][0].shape[0])
     found = [kernel.forward(q[None], keys[None], values[None], None, scaling, softcap) for keys, values in slices]
     out, lse = found[0][0][0].to(found[0][1].dtype), found[0][1][0]
     for o, part in found[1:]:
@@ -43,3 +43,11 @@ def by_kernel(
     if sink_logits is not None:
         out = out * torch.sigmoid(lse - sink_logits.view(q.shape[1], -1).T)[..., None]
     return out.to(q.dtype).transpose(0, 1).flatten(0, 1)
+
+
+def joined(slices: Slices, beside: int = 0) -> Slices:
+    """As one where they hold few keys, those of the first that are `beside` these not counted; else as they are."""
+    if len(slices) < 2 or sum(keys.shape[0] for keys, _ in slices) - beside > COPIED:
+        return slices
+    keys, values = zip(*slices, strict=True)
+    return [(torch.cat(keys), torch.cat(values))]
