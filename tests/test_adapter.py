@@ -109,6 +109,13 @@ def test_the_description_tells_what_the_weights_are(tiny_model, trained, tmp_pat
     assert sorted(path.name for path in tmp_path.iterdir()) == [DESCRIPTION, WEIGHTS]
 
 
+@pytest.mark.parametrize(("place", "name"), [("/home/me/models/mine", "mine"), ("owner/name", "owner/name")])
+def test_no_folder_of_this_machine_goes_out_with_an_adapter(tmp_path, trained, place, name):
+    model = trained("llama")
+    model.config.name_or_path = place
+    assert json.loads((save_adapter(model, tmp_path) / DESCRIPTION).read_text())["base_model"]["name"] == name
+
+
 def test_only_routers_and_their_balance_are_saved(saved):
     assert {name: tuple(tensor.shape) for name, tensor in load_file(saved / WEIGHTS).items()} == {
         f"layers.{layer}.router.{name}": shape

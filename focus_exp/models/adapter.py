@@ -56,7 +56,7 @@ def save_adapter(
         "causal": is_causal(model),
         "trainable_parameters": sum(p.numel() for method in methods.values() for p in method.parameters()),
         "base_model": {
-            "name": model.config.name_or_path or type(model).__name__.removeprefix("FSDP"),
+            "name": base_name(model),
             "model_type": model.config.model_type,
             "revision": getattr(model.config, "_commit_hash", None),
             "fingerprint": fingerprint(model),
@@ -69,6 +69,12 @@ def save_adapter(
         save_file(tensors, weights)
         text.write_text(json.dumps(description, indent=2, default=Tensor.tolist) + "\n", encoding="utf-8")
     return folder
+
+
+def base_name(model: PreTrainedModel) -> str:
+    """Its name on the hub; of a folder the last part, for an adapter goes to other machines."""
+    name: str = model.config.name_or_path or type(model).__name__.removeprefix("FSDP")
+    return Path(name).name if Path(name).is_absolute() else name
 
 
 def push_to_hub(folder: str | Path, repo_id: str, *, private: bool = False, token: str | None = None) -> str:
