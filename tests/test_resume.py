@@ -7,12 +7,16 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 from running import full_disk_at, metrics_of, only_run, outcome, record_of, router_steps, run, tiny
 
+from focus_exp.errors import Interrupted
 from focus_exp.evaluation import quality
+from focus_exp.training import callbacks
 from focus_exp.training.callbacks import Checkpoint
 from focus_exp.training.checkpoints import PARTS, Checkpoints, mend, read
 
@@ -234,3 +238,21 @@ def test_a_run_goes_on_from_what_is_whole(folder, uninterrupted, monkeypatch, le
     assert again.code == 0 and f"WARNING: the checkpoint {newest} is damaged" in again.err and said in again.err
     assert record_of(folder / runs).warnings[0] in again.err
     assert outcome(folder / runs) == uninterrupted
+
+
+def test_a_signal_that_comes_while_processes_agree_is_not_lost(monkeypatch, tmp_path):
+    checkpoint, saved = callbacks.Checkpoint(tmp_path / "last.ckpt", every=100), []
+
+    def agreeing(received):
+        checkpoint._receive(signal.SIGUSR2, None)  # after what this process has to say was asked
+        return received
+
+    monkeypatch.setattr(callbacks, "any_of", agreeing)
+    fit_loop = SimpleNamespace(_should_accumulate=lambda: False)
+    trainer: Any = SimpleNamespace(fit_loop=fit_loop, global_step=3, max_steps=9, save_checkpoint=saved.append)
+    module: Any = None
+    checkpoint.on_train_batch_end(trainer, module, None, None, 0)
+    assert saved == []  # the others know nothing of it yet
+    with pytest.raises(Interrupted, match="at step 3 of 9"):
+        checkpoint.on_train_batch_end(trainer, module, None, None, 1)
+    assert saved == [tmp_path / "last.ckpt"]

@@ -109,12 +109,14 @@ class Checkpoint(Callback):
     ) -> None:
         if trainer.fit_loop._should_accumulate():
             return
-        self.received = any_of(self.received)
+        # not into self.received: a signal that comes while processes agree would be lost
+        agreed = any_of(self.received)
         done = trainer.global_step == trainer.max_steps
-        if self.received is not None or done or trainer.global_step % self.every == 0:
+        if agreed is not None or done or trainer.global_step % self.every == 0:
             trainer.save_checkpoint(self.path)
-        if self.received is not None and not done:
-            raise Interrupted(self.received, f"at step {trainer.global_step} of {trainer.max_steps}")
+        if agreed is not None and not done:
+            self.received = agreed
+            raise Interrupted(agreed, f"at step {trainer.global_step} of {trainer.max_steps}")
 
     def on_train_end(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
         self._restore()
