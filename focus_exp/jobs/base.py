@@ -84,7 +84,7 @@ def share_scores(config: Config, others: Iterable[Config]) -> None:
         for name in [*wanted, soft] if same_router(config, other) else wanted:
             if (source / name).exists() and not (target / name).exists():
                 copy(source / name, target / name)
-        if not config.adapter or (target / soft).exists():
+        if not same_router(config, config) or (target / soft).exists():  # there is nothing more to share
             return
 
 
