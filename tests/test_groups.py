@@ -24,9 +24,9 @@ from focus_exp.attention.reference import reference_attention
 from focus_exp.attention.selection import Sequence, select
 from focus_exp.evaluation.groups import GroupAnalysis, letter
 from focus_exp.evaluation.groups_metrics import agreement, counts, fit, purity, shuffled, standing_out
-from focus_exp.evaluation.groups_observe import Observed, read_observed, write_observed
+from focus_exp.evaluation.groups_observe import Grouping, Observed, groupings, read_observed, write_observed
 from focus_exp.evaluation.groups_pairs import best_pairs, cut_cost, layer_content
-from focus_exp.evaluation.groups_passage import LISTED, Cut, CutProbe, cut_passage
+from focus_exp.evaluation.groups_passage import LISTED, Cut, CutMass, CutProbe, cut_passage
 from focus_exp.evaluation.groups_words import CLASSES, Passage, find_words, read_passage, shown, text_pieces
 from focus_exp.models.random import byte_tokenizer
 from focus_exp.records.groups import PUNCTUATION, GroupFit
@@ -137,13 +137,14 @@ def test_mass_and_pairs_are_those_of_the_definition(kind, top_k):
     length, window, sinks = 23, 4, 2
     q, k, v = (torch.randn(1, heads, length, 8, dtype=torch.float64) for heads in (4, 2, 2))
     selection = select(random_assignment(kind, 1, length, 4), top_k, "share")
-    probe = CutProbe(LayerShape(32, 4, 8, 0), window, sinks, selection)
+    probe = CutProbe(LayerShape(32, 4, 8, 0), window, sinks, groupings(0, selection))
     sequence = Sequence.plain(1, length)
     out = probe.attend(q, k, v, selection, sequence, scaling=0.3)
     everything = select(torch.ones(1, length, 1, dtype=torch.float64), 1, "share")
     torch.testing.assert_close(
         out, reference_attention(q, k, v, everything, sequence, window=window, sinks=sinks, scaling=0.3)
     )
+    lies = probe.masses[Grouping(0)]
     scores = 0.3 * q[0] @ k[0].repeat_interleave(2, 0).transpose(-1, -2)
     mass = torch.stack([s.tril().masked_fill(~torch.ones_like(s).tril().bool(), -math.inf) for s in scores])
     mass = mass.softmax(-1).mean(0)
@@ -157,9 +158,9 @@ def test_mass_and_pairs_are_those_of_the_definition(kind, top_k):
             distant += part != "near"
             affinities += [float(g[i] @ g[j])] if part == "kept" else []
         for name, found in parts.items():
-            assert float(getattr(probe, name)[i]) == pytest.approx(sum(m for m, _ in found), abs=1e-12)
+            assert float(getattr(lies, name)[i]) == pytest.approx(sum(m for m, _ in found), abs=1e-12)
         for name in ("kept", "cut"):
-            indices, masses, affinity = (part[i] for part in getattr(probe, f"{name}_keys"))
+            indices, masses, affinity = (part[i] for part in getattr(lies, f"{name}_keys"))
             heaviest = sorted(parts[name], reverse=True)[:LISTED]
             assert [
                 (pytest.approx(m), j) for m, j in zip(masses.tolist(), indices.tolist(), strict=True) if m
@@ -167,21 +168,22 @@ def test_mass_and_pairs_are_those_of_the_definition(kind, top_k):
             for (_, j), a in zip(heaviest, affinity.tolist(), strict=False):
                 assert a == pytest.approx(float(g[i] @ g[j]))
         closest = max((float(g[i] @ g[j]) for _, j in parts["kept"]), default=-1.0)
-        assert float(probe.close_keys[2][i, 0]) == pytest.approx(closest)
+        assert float(lies.close_keys[2][i, 0]) == pytest.approx(closest)
         for _, j in parts["cut"]:
             lost[j] += float(mass[i, j])
-    assert probe.cut_by_key.tolist() == pytest.approx(lost)
-    assert probe.distant_pairs == distant
-    assert sorted(probe.kept_affinities.tolist()) == pytest.approx(sorted(affinities))
+    assert lies.cut_by_key.tolist() == pytest.approx(lost)
+    assert lies.distant_pairs == distant
+    assert sorted(lies.kept_affinities.tolist()) == pytest.approx(sorted(affinities))
 
 
+@pytest.mark.parametrize("method", ["focus", "focus_dual"])
 @pytest.mark.parametrize("family", ["llama", "gpt2", "qwen2", "gemma2"])
-def test_attention_that_was_cut_is_the_bases_own(tiny_model, family):
+def test_attention_that_was_cut_is_the_bases_own(tiny_model, family, method):
     """Against the weights that transformers itself gives."""
     model = tiny_model(family, torch.float64)
     tokens = torch.randint(256, (40,), generator=torch.Generator().manual_seed(1))
     torch.manual_seed(2)
-    attach(model, "focus", groups=3, window=6, sinks=1)
+    attach(model, method, groups=3, window=6, sinks=1, **({"top_k": 2} if method == "focus_dual" else {}))
     set_routing(model, hard=True)
     precision = choose_precision("float32", "cpu", False)
     cut = cut_passage(model, tokens, precision)
@@ -194,19 +196,20 @@ def test_attention_that_was_cut_is_the_bases_own(tiny_model, family):
     for losses, logits in ((cut.nll_full, base.logits[0]), (cut.nll_hard, hard)):
         logs = logits.log_softmax(-1)[:-1]
         torch.testing.assert_close(losses[1:].double(), -logs[torch.arange(39), tokens[1:]], atol=1e-4, rtol=1e-4)
-    for index, probe in cut.probes.items():
-        mass = base.attentions[index][0].mean(0)
-        groups = cut.selections[index].group[0]
+    config = model.config.get_text_config()
+    heads = getattr(config, "num_key_value_heads", config.num_attention_heads) if method == "focus_dual" else 1
+    assert len(cut.masses) == heads * config.num_hidden_layers
+    for (layer, head), lies in cut.masses.items():
+        assert (head is None) == (heads == 1)
+        mass = base.attentions[layer][0].unflatten(0, (heads, -1)).mean(1)[head or 0]
+        selection = cut.selections[Grouping(layer, head)]
+        shared = (selection.query_groups[0].int() @ selection.key_groups[0].int().T) > 0
         i, j = torch.arange(40)[:, None], torch.arange(40)
         far = (i - j > 6) & (j >= 1)
-        torch.testing.assert_close(
-            probe.cut, (mass * (far & (groups[:, None] != groups))).sum(-1), atol=1e-6, rtol=1e-5
-        )
-        torch.testing.assert_close(
-            probe.kept, (mass * (far & (groups[:, None] == groups))).sum(-1), atol=1e-6, rtol=1e-5
-        )
-        torch.testing.assert_close(probe.near + probe.kept + probe.cut, torch.ones(40, dtype=torch.float64))
-    assert any(float(probe.cut.max()) > 0 for probe in cut.probes.values())
+        torch.testing.assert_close(lies.cut, (mass * (far & ~shared)).sum(-1), atol=1e-6, rtol=1e-5)
+        torch.testing.assert_close(lies.kept, (mass * (far & shared)).sum(-1), atol=1e-6, rtol=1e-5)
+        torch.testing.assert_close(lies.near + lies.kept + lies.cut, torch.ones(40, dtype=torch.float64))
+    assert any(float(lies.cut.max()) > 0 for lies in cut.masses.values())
 
 
 @given(st.data())
@@ -229,29 +232,28 @@ def test_listed_pairs_are_the_highest_with_no_key_twice(data):
         assert all(pair.query_word == f"w{pair.query}" and pair.by == by for pair in pairs)
 
 
-def probe_with(cut: torch.Tensor) -> CutProbe:
-    probe = CutProbe(LayerShape(8, 1, 8, 0), 1, 0, select(torch.ones(1, len(cut), 1), 1, "share"))
-    probe.cut = cut
-    return probe
+def losing(cut: torch.Tensor) -> CutMass:
+    nothing = (torch.zeros(0),) * 3
+    return CutMass(1 - cut, 0 * cut, cut, nothing, nothing, nothing, torch.zeros(0), 0, torch.zeros(0))
 
 
 def test_the_correlation_pairs_a_query_with_the_token_it_predicts():
     lost = torch.tensor([0.0, 0.1, 0.2, 0.3, 0.4, 0.9])
     rise = torch.tensor([9.0, 9.0, 1.0, 2.0, 3.0, 4.0])  # query i predicts token i + 1
-    cut = Cut(torch.zeros(6), rise, {}, {0: probe_with(lost)})
+    cut = Cut(torch.zeros(6), rise, {}, {Grouping(0): losing(lost)})
     assert cut_cost(cut) == pytest.approx(1.0)
-    assert cut_cost(Cut(torch.zeros(6), -rise, {}, {0: probe_with(lost)})) == pytest.approx(-1.0)
-    assert cut_cost(Cut(torch.zeros(6), torch.zeros(6), {}, {0: probe_with(torch.zeros(6))})) is None
+    assert cut_cost(Cut(torch.zeros(6), -rise, {}, {Grouping(0): losing(lost)})) == pytest.approx(-1.0)
+    assert cut_cost(Cut(torch.zeros(6), torch.zeros(6), {}, {Grouping(0): losing(torch.zeros(6))})) is None
 
 
 def test_groups_that_a_query_reaches_beyond_its_own_are_on_the_page():
     torch.manual_seed(0)
     for top_k in (1, 2):
         selection = select(random_assignment("plain", 1, 9, 4), top_k, "query_topk")
-        probe = CutProbe(LayerShape(8, 1, 8, 0), 1, 0, selection)
+        probe = CutProbe(LayerShape(8, 1, 8, 0), 1, 0, groupings(0, selection))
         q = torch.randn(1, 1, 9, 8)
         probe.attend(q, q, q, selection, Sequence.plain(1, 9), scaling=1.0)
-        content = layer_content(0, Cut(torch.zeros(9), torch.zeros(9), {0: selection}, {0: probe}), probe)
+        content = layer_content(Grouping(0), Cut(torch.zeros(9), torch.zeros(9), probe.selections, probe.masses))
         assert ("query_groups" in content) == (top_k == 2)
         if top_k == 2:
             assert all(len(groups) == 2 for groups in content["query_groups"])
@@ -259,12 +261,14 @@ def test_groups_that_a_query_reaches_beyond_its_own_are_on_the_page():
 
 
 def test_what_was_observed_is_read_back_or_not_at_all(tmp_path):
-    found = Observed(np.zeros((1, 2, 3), np.int16), np.ones((1, 2, 3), np.float32), np.zeros((2, 3)), [7])
+    places = [Grouping(7), Grouping(8, 1)]
+    found = Observed(np.zeros((2, 2, 3), np.int16), np.ones((2, 2, 3), np.float32), np.zeros((2, 3)), places)
     path = tmp_path / "trained.npz"
     assert read_observed(path) is None
     write_observed(path, found)
     again = read_observed(path)
-    assert again.layers == [7] and (again.groups_of(7) == 0).all() and (again.confidence_of(7) == 1).all()
+    assert again.groupings == places
+    assert all((again.groups_of(own) == 0).all() and (again.confidence_of(own) == 1).all() for own in places)
     path.write_bytes(path.read_bytes()[:-20])
     assert read_observed(path) is None
 
@@ -292,9 +296,9 @@ def test_the_record_holds_what_the_tables_say(analyzed):
     assert [row.layer for row in groups.layers] == record.layers
     observed = read_observed(only_run(analyzed / "runs") / "groups" / "trained.npz")
     for row in groups.layers:
-        members = observed.groups_of(row.layer).ravel()
+        members = observed.groups_of(Grouping(row.layer)).ravel()
         assert [group.share for group in row.groups] == pytest.approx([(members == g).mean() for g in range(2)])
-        assert row.confidence == pytest.approx(observed.confidence_of(row.layer).mean())
+        assert row.confidence == pytest.approx(observed.confidence_of(Grouping(row.layer)).mean())
         # the other router is the same one
         assert row.agreement == [pytest.approx(1.0)]
         assert row.agreement_untrained < 0.9 and abs(row.agreement_chance) < 0.2
@@ -334,7 +338,7 @@ def test_findings_follow_from_the_numbers(analyzed):
     said = " ".join(group_findings(record))
     assert "In 2 of 2 layers more than half of what was cut lay on one key alone, in 2 of them on 'the' (3)" in said
     assert "no more than chance and no more than an untrained router" in said
-    assert "more than half of the tokens in layers 0, 1" in said and "a group is empty in layers 0, 1" in said
+    assert "more than half of the tokens in layers 0; 1" in said and "a group is empty in layers 0; 1" in said
 
 
 def test_claims_on_groups_are_judged_by_the_analysis(analyzed):
@@ -412,6 +416,31 @@ def test_any_router_is_described_and_one_that_reads_the_future_is_named(tmp_path
     assert ("reads the future" in (only_run(tmp_path) / "table.md").read_text()) == future
     for layer in json.loads((only_run(tmp_path) / "groups" / "passage.json").read_text())["layers"]:
         assert len(layer["query_groups"]) == len(layer["key_groups"]) == 24
+
+
+def test_heads_with_groups_of_their_own_are_described_each(tmp_path):
+    fitted = ["attention=focus_dual", "regime=none", "attention.fit_blocks=4", "attention.fit_held_out=2"]
+    fitted += ["attention.fit_steps=8", "attention.groups=3", "attention.top_k=1", "attention.budget=[1,[0,2]]"]
+    result = run(*fitting(*tiny(tmp_path), "job=analyze", *fitted))
+    assert result.code == 0, result.err
+    record, folder = record_of(tmp_path), only_run(tmp_path)
+    assert [(row.layer, row.head) for row in record.groups.layers] == [(0, 0), (0, 1), (1, 0), (1, 1)]
+    # a head that reads no group loses all of its distant attention
+    lost = record.groups.layers[2]
+    assert lost.kept_mass == 0 and lost.distant_pairs_kept == 0 and lost.cut_mass > 0
+    assert all(0 < row.distant_pairs_kept < 1 for i, row in enumerate(record.groups.layers) if i != 2)
+    content = data_of((folder / "passage.html").read_text())
+    assert [layer["name"] for layer in content["layers"]][:2] == ["0, head 0", "0, head 1"]
+    assert all(groups == [] for groups in content["layers"][2]["query_groups"])
+    table = (folder / "table.md").read_text()
+    assert "| 1, head 0" in table and "section 5" not in table and "means of 4 heads" in table
+
+
+def test_a_budget_that_leaves_no_groups_is_one_message(tmp_path):
+    settings = ["attention=focus_dual", "regime=none", "attention.fit_blocks=0", "attention.top_k=1"]
+    settings.append("attention.budget=[full,window]")
+    result = run(*fitting(*tiny(tmp_path), "job=analyze", *settings))
+    assert result.code == 2 and "leaves no layer with groups" in result.err and "Traceback" not in result.err
 
 
 def data_of(text: str) -> dict:

@@ -17,10 +17,11 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from focus_exp.attention.method import AttentionMethod
 from focus_exp.attention.registry import build
 from focus_exp.config import Config
+from focus_exp.config_attention import DualConfig, FocusConfig
 from focus_exp.data import Blocks
 from focus_exp.errors import UserError
 from focus_exp.evaluation.groups_metrics import agreement, fit, shuffled, standing_out
-from focus_exp.evaluation.groups_observe import Observed, observe, read_observed, write_observed
+from focus_exp.evaluation.groups_observe import Grouping, Observed, observe, read_observed, write_observed
 from focus_exp.evaluation.groups_pairs import describe_cut, write_passage
 from focus_exp.evaluation.groups_passage import cut_passage
 from focus_exp.evaluation.groups_words import CLASSES, TAGGER, read_passage, shown
@@ -32,10 +33,12 @@ from focus_exp.models.modules import attached_methods
 from focus_exp.records.groups import ClassCost, GroupFit, GroupLayer, GroupReport, TokenGroup
 from focus_exp.records.intervals import estimate
 from focus_exp.records.losses import Losses
+from focus_exp.training.dual_fit import rebalance
 from focus_exp.training.precision import Precision
 from focus_exp.training.warm_start import calibrate
 
 TOP_TOKENS = 12
+STANDARD = ("mean", "scale")  # of the tokens, by which two encoders see them
 
 
 @dataclass
@@ -79,9 +82,14 @@ class GroupAnalysis:
 
     def report(self) -> GroupReport:
         """Everything, and the passage for the page into `folder`."""
-        attention, settings = self.config.focus, self.config.analyze
-        set_routing(self.model, hard=True, top_k=attention.top_k, pair_rule=attention.pair_rule)
+        settings = self.config.analyze
+        self.use_hard_groups()
         trained = self.kept("trained", partial(self.observe, "trained router"))
+        if not trained.groupings:
+            raise UserError(
+                f"attention.budget={attachment_of(self.model).options['budget']} leaves no layer with groups: there is "
+                "nothing to describe"
+            )
         base = self.kept("base", self.observe_base)
         middle = len(self.indices) // 2
         item = self.blocks[self.indices[middle]]
@@ -100,7 +108,7 @@ class GroupAnalysis:
             tagger=TAGGER,
             class_shares={name: float(share) for name, share in zip(CLASSES, shares, strict=True) if share},
             others=[name_of(folder) for folder in settings.others],
-            layers=[self.layer(layer, trained, untrained, others) for layer in trained.layers],
+            layers=[self.layer(grouping, trained, untrained, others) for grouping in trained.groupings],
             costs=self.costs(base.nll, trained.nll),
         )
         describe_cut(report, cut, read, settings.pairs)
@@ -116,6 +124,15 @@ class GroupAnalysis:
         print(f"observed: {name:<12} {observed.nll.size:,} tokens, {np.nanmean(observed.nll):.4f} nats per token")
         return observed
 
+    def use_hard_groups(self) -> None:
+        attention = self.config.attention
+        pair_rule = attention.pair_rule if isinstance(attention, FocusConfig) else None
+        set_routing(self.model, hard=True, top_k=self.groups.top_k, pair_rule=pair_rule)
+
+    @property
+    def groups(self) -> FocusConfig | DualConfig:
+        return self.config.dual or self.config.focus
+
     def observe(self, label: str) -> Observed:
         return observe(self.model, self.windows, self.precision, label)
 
@@ -127,33 +144,35 @@ class GroupAnalysis:
         """A router as it is before training, of another seed than the trained one's, balanced on the same text."""
         attachment = attachment_of(self.model)
         torch.manual_seed(self.config.seed + 1)
-        fresh: dict[int, AttentionMethod] = {
-            index: build(attachment.method, method.shape, **attachment.options).eval()
-            for index, method in attached_methods(self.model).items()
-        }
+        fresh: dict[int, AttentionMethod] = {}
+        for index, method in attached_methods(self.model).items():
+            fresh[index] = build(attachment.method, method.shape, **attachment.options).eval()
+            # what tells the tokens apart is not a part of the router
+            fresh[index].load_state_dict({k: v for k, v in method.state_dict().items() if k in STANDARD}, strict=False)
         with swapped(self.model, fresh):
-            calibrate(self.model, self.calibration, self.precision)
+            (rebalance if self.config.dual else calibrate)(self.model, self.calibration, self.precision)
             set_routing(self.model, hard=True)
             return self.observe("untrained router")
 
     def observe_other(self, folder: str) -> Observed:
         """The router in another adapter, which stays attached."""
-        if (method := read_description(folder)["method"]) != "focus":
-            raise UserError(f"analyze.others holds {folder}, whose method {method} has no router; leave it out")
+        own = attachment_of(self.model).method
+        if (method := read_description(folder)["method"]) != own:
+            raise UserError(f"analyze.others holds {folder}, whose method is {method}, not {own}; leave it out")
         detach(self.model)
         load_adapter(self.model, folder)
-        attention = self.config.focus
-        set_routing(self.model, hard=True, top_k=attention.top_k, pair_rule=attention.pair_rule)
+        self.use_hard_groups()
         return self.observe(name_of(folder))
 
-    def layer(self, layer: int, trained: Observed, untrained: Observed, others: list[Observed]) -> GroupLayer:
-        groups, confidence = self.flat(trained.groups_of(layer)), self.flat(trained.confidence_of(layer))
-        other_seeds = [self.flat(other.groups_of(layer)) for other in others if layer in other.layers]
-        random, chance = self.flat(untrained.groups_of(layer)), shuffled(groups, self.config.seed)
+    def layer(self, own: Grouping, trained: Observed, untrained: Observed, others: list[Observed]) -> GroupLayer:
+        groups, confidence = self.flat(trained.groups_of(own)), self.flat(trained.confidence_of(own))
+        other_seeds = [self.flat(other.groups_of(own)) for other in others if own in other.groupings]
+        random, chance = self.flat(untrained.groups_of(own)), shuffled(groups, self.config.seed)
         return GroupLayer(
-            layer=layer,
+            layer=own.layer,
+            head=own.head,
             confidence=float(confidence.mean()),
-            groups=[self.group(number, groups == number, confidence) for number in range(self.config.focus.groups)],
+            groups=[self.group(number, groups == number, confidence) for number in range(self.groups.groups)],
             fits=[
                 GroupFit(router="trained", **vars(fit(groups, self.labels))),
                 GroupFit(router="untrained", **vars(fit(random, self.labels))),
@@ -178,7 +197,7 @@ class GroupAnalysis:
     def costs(self, full: np.ndarray, hard: np.ndarray) -> list[ClassCost]:
         """By class of the token that is predicted, all classes first; of those that every window has."""
         # only from there on has a query anything to lose
-        beyond = np.arange(full.shape[1]) > self.config.focus.window + self.config.focus.sinks
+        beyond = np.arange(full.shape[1]) > self.groups.window + self.groups.sinks
         rows = []
         for number, name in [(None, "all"), *enumerate(CLASSES)]:
             of_class = beyond & ((self.classes == number) if number is not None else True)

@@ -24,8 +24,8 @@ def analyze(config: Config) -> None:
     """Describe the groups of the adapter's router, or of one trained first as the regime says."""
     if config.adapter:
         config = with_adapter(config)
-    if not config.has_router:
-        raise UserError(f"job=analyze describes the groups of Focus, not attention={config.attention.name}")
+    if not (config.has_router or config.dual):
+        raise UserError(f"job=analyze describes the groups of a router, not attention={config.attention.name}")
     if already_finished(config):
         return
     settings = config.analyze
@@ -40,7 +40,8 @@ def analyze(config: Config) -> None:
         loaded, corpus = load(run, precision)
         model, evaluation, blocks = prepare(run, loaded, corpus, precision)
         put_router(run, model, blocks, precision, config.eval.window)
-        calibration = sample_blocks(blocks, config.focus.calibration_blocks or CALIBRATION_BLOCKS, config.seed + 2)
+        balancing = config.focus.calibration_blocks if config.has_router else 0
+        calibration = sample_blocks(blocks, balancing or CALIBRATION_BLOCKS, config.seed + 2)
         windows = evaluation.quality.blocks
         analysis = GroupAnalysis(
             model, loaded.tokenizer, windows, calibration, config, precision, run.folder / "groups"

@@ -56,7 +56,8 @@ class DistantPair:
 
 @dataclass(kw_only=True)
 class GroupLayer:
-    """One layer. agreement: adjusted mutual information of its groups with those of other routers on the same tokens.
+    """One layer, or one of its key/value heads where those have groups of their own. agreement: adjusted mutual
+    information of its groups with those of other routers on the same tokens.
 
     Of the passage: distant_pairs_kept, the share of the pairs beyond window and sinks that share a group; and how the
     base's attention lies on it, near_mass + kept_mass + cut_mass = 1; cut_key: the key that loses most of it, with its
@@ -64,6 +65,7 @@ class GroupLayer:
     """
 
     layer: int
+    head: int | None = None
     confidence: float
     groups: list[TokenGroup]
     fits: list[GroupFit]
@@ -79,6 +81,10 @@ class GroupLayer:
     cut_key_share: float | None = None
     affinity_median: float | None = None
     pairs: list[DistantPair] = field(default_factory=list)
+
+    @property
+    def name(self) -> str:
+        return str(self.layer) if self.head is None else f"{self.layer}, head {self.head}"
 
     @property
     def shares(self) -> list[float]:

@@ -208,14 +208,15 @@ def group_findings(record: Record) -> Iterator[str]:
     on_one_key = [row for row in layers if (row.cut_key_share or 0.0) > 0.5]
     kept_pairs, kept_mass = mean_of("distant_pairs_kept"), distant_mass_kept(layers)
     facts: dict[str, Any] = {
+        "kind": "layers" if layers[0].head is None else "heads",
         "nmi": fit_means(layers, "nmi"),
         "purity": fit_means(layers, "purity"),
         "higher": sum(row.fit("trained").nmi > row.fit("untrained").nmi for row in layers),
         "common": max(report.class_shares.items(), key=lambda item: item[1]),
         "members": [group for group in report.closest.groups if group.purity is not None],
         "marks": [group.purity for _, group in report.punctuation if group.purity is not None],
-        "dominated": [row.layer for row in layers if dominates(row.largest, len(row.groups))],
-        "empty": [row.layer for row in layers if not row.least],
+        "dominated": [row.name for row in layers if dominates(row.largest, len(row.groups))],
+        "empty": [row.name for row in layers if not row.least],
         "agreement": mean_of("agreement_seeds"),
         "other_agreement": say(
             "other_agreement", untrained=mean_of("agreement_untrained"), chance=mean_of("agreement_chance")

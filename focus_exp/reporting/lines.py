@@ -115,15 +115,15 @@ def alone_and_together(layers: list[GroupLayer]) -> list[list[GroupLayer]]:
     return [*([layer] for layer in layers), layers] if layers else []
 
 
-def members(layers: Iterable[GroupLayer], name: str) -> list[tuple[int, Any]]:
+def members(layers: Iterable[GroupLayer], name: str) -> list[tuple[GroupLayer, Any]]:
     """The groups or the pairs of all layers, each with its layer."""
-    return [(layer.layer, member) for layer in layers for member in getattr(layer, name)]
+    return [(layer, member) for layer in layers for member in getattr(layer, name)]
 
 
 def section5(record: Record) -> Iterator[dict[str, Any]]:
     """Every number of the paper's section 5 beside ours, `value` unrounded."""
     report = record.groups
-    if report is None:
+    if report is None or record.setting("attention", "temperature") is None:  # of a router that the paper does not have
         return
     paper = {str(row["quantity"]): row["value"] for row in paper_rows("groups_section5")}
     marks = report.punctuation

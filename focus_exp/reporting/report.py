@@ -84,7 +84,7 @@ def passage_page(record: Record, measured: dict[str, Any]) -> str:
     """A passage coloured by group, layer by layer, with what was cut; one file that needs no network."""
     report = record.groups
     assert report is not None
-    rows = {row.layer: row for row in report.layers}
+    rows = {(row.layer, row.head): row for row in report.layers}
     data = measured | {
         "title": title(record),
         "from": report.passage_from,
@@ -95,13 +95,14 @@ def passage_page(record: Record, measured: dict[str, Any]) -> str:
         "sinks": record.setting("attention", "sinks"),
         "findings": all_findings(record),
         "origin": facts_text({"commit": record.commit, "seed": record.seed, "config": record.config_hash}),
-        "layers": [layer | _legend(rows[layer["layer"]]) for layer in measured["layers"]],
+        "layers": [layer | _legend(rows[layer["layer"], layer.get("head")]) for layer in measured["layers"]],
     }
     return render(PASSAGE, title=title(record), data=packed(data))
 
 
 def _legend(row: GroupLayer) -> dict[str, Any]:
     return {
+        "name": row.name,
         "nmi": row.fit("trained").nmi,
         "cut_mass": row.cut_mass,
         "pairs_kept": row.distant_pairs_kept,
