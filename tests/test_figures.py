@@ -14,7 +14,8 @@ from focus_exp.records.record import Record
 from focus_exp.records.rows import Arm, ProbeRow, Row
 from focus_exp.reporting import curves, specs
 from focus_exp.reporting.figures import FigureSpec, draw, figure_specs
-from focus_exp.reporting.frontier import frontier, points
+from focus_exp.reporting.findings import comparison_findings
+from focus_exp.reporting.frontier import frontier, points, ways
 from focus_exp.reporting.specs import checked
 
 RECORDS = Path(__file__).parent.parent / "runs" / "records"
@@ -86,6 +87,31 @@ def test_the_frontier_has_every_arm_at_every_length_against_one_share_of_distant
     dual, wide = (container.lines[0] for container in long.containers)
     assert dual.get_xdata() == pytest.approx([10, 20]) and wide.get_xdata() == pytest.approx([50])
     assert dual.get_ydata() == pytest.approx([100 * (math.exp(x) - 1) for x in (0.06, 0.02)])
+
+
+def test_how_far_it_is_from_the_published_form_to_the_limit_is_said_where_all_three_are_measured():
+    def task(arm, method, removed, difference, tokens=4096):
+        return BenchmarkRow(
+            attention=arm, kind="hard", method=method, task=f"perplexity@{tokens}", metric="perplexity",
+            pairs_removed=removed, distant_share=0.8, difference=difference, difference_low=difference - 0.01,
+            difference_high=difference + 0.01,
+        )  # fmt: skip
+
+    rows = [task("dual", "focus_dual", 0.64, 0.02), task("dual_trained", "focus_dual", 0.64, 0.0)]
+    rows += [task("published", "focus", 0.6, 0.07), task("best", "best_tokens", 0.64, 0.01)]
+    rows += [task("dual", "focus_dual", 0.64, 0.02, 8192), task("published", "focus", 0.6, 0.07, 8192)]
+    record = Record(
+        status="finished", experiment="frontier", arms=[Arm(name="dual", settings=[])], benchmarks=rows,
+        config={"eval": {"window": 64}, "attention": {"window": 8}},
+    )  # fmt: skip
+    (way,) = ways(record)
+    assert way["covered"] == pytest.approx(5 / 6) and way["own"].kept == pytest.approx(0.2)
+    said = [text for text in comparison_findings(record) if "of the way" in text]
+    assert said == [
+        "At 4,096 tokens dual covers 83.3 % of the way in loss from the published form to the limit of its kind: "
+        "published +7.25 % with 25.0 % of the distant pairs, dual +2.02 % with 20.0 % of the distant pairs, "
+        "best +1.01 % with 20.0 % of the distant pairs."
+    ]
 
 
 @pytest.mark.parametrize("wrong", [{"draws": "nothing"}, {"colour": "red"}, {"panels": [{"axis": {}}]}])

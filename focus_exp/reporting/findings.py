@@ -22,6 +22,7 @@ from focus_exp.records.benchmarks import BenchmarkRow, telling
 from focus_exp.records.groups import distant_mass_kept
 from focus_exp.records.record import Record
 from focus_exp.records.rows import ENGAGED, Arm, Row
+from focus_exp.reporting.frontier import ways
 from focus_exp.reporting.lines import average, fit_means
 from focus_exp.reporting.paper import paper_rows
 from focus_exp.reporting.sentences import BETTER, WORSE, say, tell, than, vs_hard
@@ -146,6 +147,8 @@ def comparison_findings(record: Record) -> Iterator[str]:
     first = record.arms[0]
     yield from _against_first(first, row_of(record, first.name), [(arm, own) for arm, own in found if arm is not first])
     yield from _arms_on_tasks(record)
+    for way in ways(record):
+        yield say("way", **way)
     yield from tell("spoiled_arms", [own for _, own in found if own.scored])
     tokens = sorted({arm.tokens_seen for arm in record.arms if arm.steps})
     if len(tokens) > 1:

@@ -2,8 +2,10 @@
 
 import math
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import cycle
+from typing import Any
 
 import numpy as np
 from matplotlib.figure import Figure
@@ -27,15 +29,26 @@ class Point:
 
     tokens: int
     arm: str
+    method: str
     removed: float
     distant: float
     change: tuple[float, float, float]
+
+    @property
+    def kept(self) -> float:
+        """Share of the distant pairs."""
+        return 1 - self.removed / self.distant if self.distant else 1.0
+
+    @property
+    def loss(self) -> float:
+        """Above full attention [nats]."""
+        return math.log1p(self.change[0] / 100)
 
 
 def points(record: Record) -> list[Point]:
     """Of every arm at the evaluation's own length and at those of perplexity@<tokens>."""
     found = [
-        Point(int(task[1]), row.attention, row.pairs_removed, row.distant_share or 0.0, change)
+        Point(int(task[1]), row.attention, row.method, row.pairs_removed, row.distant_share or 0.0, change)
         for row in record.benchmarks
         if (task := TASK.fullmatch(row.task)) and row.pairs_removed is not None
         and (change := percent(row.difference, row.difference_low, row.difference_high))
@@ -43,12 +56,24 @@ def points(record: Record) -> list[Point]:
     window = record.setting("eval", "window")
     if window not in {point.tokens for point in found}:
         found += [
-            Point(window, row.arm, removed, removed / (1 - kept) if kept < 1 else 0.0, change)
+            Point(window, row.arm, row.method, removed, removed / (1 - kept) if kept < 1 else 0.0, change)
             for row in record.rows
             if row.arm and (removed := row.pairs_removed) is not None and (kept := row.distant_pairs_kept) is not None
             and (change := percent(row.delta_nll, row.delta_low, row.delta_high))
         ]  # fmt: skip
     return found
+
+
+def ways(record: Record) -> Iterator[dict[str, Any]]:
+    """At each length, what share of the loss of the published form the first arm with two encoders wins back, of what
+    the best choice of tokens would, which is the limit of its kind."""
+    found = points(record)
+    for length in sorted({point.tokens for point in found}):
+        first = {point.method: point for point in reversed(found) if point.tokens == length}
+        own, published, limit = (first.get(method) for method in ("focus_dual", "focus", "best_tokens"))
+        if own and published and limit and published.loss > limit.loss:
+            share = (published.loss - own.loss) / (published.loss - limit.loss)
+            yield {"own": own, "published": published, "limit": limit, "covered": share}
 
 
 def frontier(record: Record) -> Figure | None:
