@@ -113,6 +113,8 @@ FAULTS: dict[str, list[tuple[str, ...]]] = {
         ('wanted["fingerprint"] != found', "False", "adapter"),
         ("if tensor.isnan().any()", "if False", "adapter"),
     ],
+    "evaluation/groups_observe.py": [("x[index : index + 1]", "x[:1]", "groups")],
+    "evaluation/groups_passage.py": [("selection.assignment_of_keys[:, :length]", "g[:, :length]", "groups")],
     "training/warm_start.py": [
         ("loss = -((mass @ g) * g)", "loss = ((mass @ g) * g)", "warm_start"),
         ("method.router.potential += change", "pass", "warm_start"),

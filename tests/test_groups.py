@@ -209,6 +209,10 @@ def test_attention_that_was_cut_is_the_bases_own(tiny_model, family, method):
         torch.testing.assert_close(lies.cut, (mass * (far & ~shared)).sum(-1), atol=1e-6, rtol=1e-5)
         torch.testing.assert_close(lies.kept, (mass * (far & shared)).sum(-1), atol=1e-6, rtol=1e-5)
         torch.testing.assert_close(lies.near + lies.kept + lies.cut, torch.ones(40, dtype=torch.float64))
+        affinity = selection.assignment[0] @ selection.assignment_of_keys[0].T
+        # where a sliding layer sees nothing there is no pair
+        closest = affinity.masked_fill(~(far & shared & (mass > 0)), -1.0).max(-1).values
+        torch.testing.assert_close(lies.close_keys[2][:, 0], closest)
     assert any(float(lies.cut.max()) > 0 for lies in cut.masses.values())
 
 
