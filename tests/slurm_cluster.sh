@@ -2,7 +2,7 @@
 # A SLURM cluster of one node for the tests: this machine. As root; it changes nothing outside of its folder.
 #   tests/slurm_cluster.sh install   the Debian packages, where apt-get and root are there
 #   tests/slurm_cluster.sh start     prints the line that makes a shell use it
-#   tests/slurm_cluster.sh kick      jobs that SLURM holds back after a requeue (two minutes) may start
+#   tests/slurm_cluster.sh kick      jobs that SLURM holds back after a requeue start after ten seconds, not two minutes
 #   tests/slurm_cluster.sh stop      cancels the jobs and ends what start began
 # The folder is $FOCUS_EXP_SLURM (default: focus_exp-slurm in the folder for temporary files), short enough for a socket.
 set -euo pipefail
@@ -93,9 +93,12 @@ start() {
   fail "the node does not come up"
 }
 
+# a job that starts in the second in which its last life was killed is taken for the killed one, and fails
 kick() {
-  squeue --noheader --states=PENDING --format='%i %r' | while read -r job reason; do
-    [ "$reason" != BeginTime ] || scontrol update jobid="$job" StartTime=now
+  squeue --noheader --states=PENDING --format='%i %r %S' | while read -r job reason begin; do
+    if [ "$reason" = BeginTime ] && [ $(($(date --date="$begin" +%s) - $(date +%s))) -lt 110 ]; then
+      scontrol update jobid="$job" StartTime=now
+    fi
   done
 }
 

@@ -92,10 +92,13 @@ def until(what, patience=180):
         time.sleep(0.2)
 
 
-def known(slurm_id: str, what: str) -> str:
+def described(slurm_id: str) -> str:
     """What SLURM says of a job."""
-    shown = subprocess.run(["scontrol", "show", "job", slurm_id], capture_output=True, text=True, check=True).stdout
-    return shown.split(f"{what}=")[1].split()[0]
+    return subprocess.run(["scontrol", "show", "job", slurm_id], capture_output=True, text=True, check=True).stdout
+
+
+def known(slurm_id: str, what: str) -> str:
+    return described(slurm_id).split(f"{what}=")[1].split()[0]
 
 
 def suspend(process: int) -> None:
@@ -175,10 +178,10 @@ def test_preempted_and_requeued_jobs_had_more_than_one_life(submissions):
 def test_a_job_that_meets_its_time_limit_goes_on_to_the_same_end(folder, submissions):
     _, long = submissions
     code, _, err = long.result()
-    assert code == 0, err
     (job,) = long.sweep.jobs
-    assert known(job.slurm_id, "Restarts") != "0"
     log = Path(job.log).read_text()
+    assert code == 0, f"{err}\n{log}\n{described(job.slurm_id)}"
+    assert known(job.slurm_id, "Restarts") != "0"
     assert "Caught signal SIGUSR2" in log and "CANCELLED" in log and "DUE TO TIME LIMIT" not in log
     assert run(*tiny(folder, "long-alone"), *LONG).code == 0
     assert outcome(folder / "long") == outcome(folder / "long-alone")

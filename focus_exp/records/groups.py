@@ -39,7 +39,7 @@ class GroupFit:
 @dataclass(kw_only=True)
 class DistantPair:
     """A kept pair beyond window and sinks; positions in the passage, affinity g_i . g_j, mass: the base's attention
-    from query to key, averaged over heads. `by`: the measure that put it on the list."""
+    from query to key, averaged over the heads that share the groups. `by`: the measure that put it on the list."""
 
     query: int
     key: int
