@@ -30,6 +30,7 @@ from focus_exp.reporting.speed_findings import method_findings, speed_findings
 
 SAME_DENSITY = 0.02
 SAME_BUDGET = 0.1  # of the number of trained parameters
+MOST_GROUPS = 8  # that one sentence describes
 
 
 def all_findings(record: Record) -> list[str]:
@@ -209,6 +210,8 @@ def group_findings(record: Record) -> Iterator[str]:
     layers = report.layers
     mean_of = partial(average, layers)
     on_one_key = [row for row in layers if (row.cut_key_share or 0.0) > 0.5]
+    described = [group for group in report.closest.groups if group.purity is not None]
+    purest = sorted(described, key=lambda group: -(group.purity or 0.0))[:MOST_GROUPS]
     kept_pairs, kept_mass = mean_of("distant_pairs_kept"), distant_mass_kept(layers)
     facts: dict[str, Any] = {
         "kind": "layers" if layers[0].head is None else "heads",
@@ -216,7 +219,8 @@ def group_findings(record: Record) -> Iterator[str]:
         "purity": fit_means(layers, "purity"),
         "higher": sum(row.fit("trained").nmi > row.fit("untrained").nmi for row in layers),
         "common": max(report.class_shares.items(), key=lambda item: item[1]),
-        "members": [group for group in report.closest.groups if group.purity is not None],
+        "members": [group for group in described if group in purest],
+        "described": described,
         "marks": [group.purity for _, group in report.punctuation if group.purity is not None],
         "dominated": [row.name for row in layers if dominates(row.largest, len(row.groups))],
         "empty": [row.name for row in layers if not row.least],
