@@ -364,6 +364,7 @@ def test_a_run_fits_trains_towards_the_base_and_leaves_an_adapter(tmp_path):
     adapter = only_run(tmp_path / "runs") / "adapter"
     kept = json.loads((adapter / "focus_adapter.json").read_text(encoding="utf-8"))
     assert kept["options"]["budget"] == [fit.reads for fit in record.fits]
+    assert kept["tokens"] == record.tokens_seen
     measured = run(*fitting(*tiny(tmp_path, "measured"), *settings, "job=evaluate", f"adapter={adapter}"))
     assert measured.code == 0, measured.err
     rows = {row.method: row for row in record_of(tmp_path / "measured").rows}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,9 +12,10 @@ from jinja2 import UndefinedError
 from focus_exp.errors import UserError
 from focus_exp.records.comparison import load_run
 from focus_exp.reporting import sentences, specs
-from focus_exp.reporting.findings import all_findings
+from focus_exp.reporting.findings import MOST_GROUPS, all_findings
 
 REPORTING = Path(sentences.__file__).parent
+RECORDS = REPORTING.parent.parent / "runs" / "records"
 
 
 @pytest.fixture
@@ -30,9 +32,29 @@ def entries(monkeypatch):
 
 
 def test_every_committed_record_has_its_findings():
-    for path in (REPORTING.parent.parent / "runs" / "records").rglob("table.md"):
+    for path in RECORDS.rglob("table.md"):
         said = all_findings(load_run(path.parent))
         assert said and all(line.endswith(".") and "  " not in line and line == line.strip() for line in said), path
+        assert not any(" on 0 tokens" in line for line in said), path
+
+
+def test_of_many_groups_the_purest_are_described():
+    record = load_run(next((RECORDS / "groups").rglob("record.json")).parent)
+    groups = record.groups.closest.groups
+    names = [group.name for group in groups]
+    assert len(names) == MOST_GROUPS and described(record) == ("", names)
+    last = min(groups, key=lambda group: group.purity)
+    groups.append(replace(last, name="Z", purity=1.0))
+    names.remove(last.name)
+    assert described(record) == (f"the purest of its {MOST_GROUPS + 1} groups", [*names, "Z"])
+
+
+def described(record):
+    """How a record's groups that are closest to word classes are introduced, and their names."""
+    said = next(line for line in all_findings(record) if line.startswith("Closest to word classes"))
+    head, groups = said.split(": ")
+    _, the, chosen = head.partition("the purest")
+    return the + chosen, [group.split()[0] for group in groups.split(", ")]
 
 
 def test_every_sentence_is_asked_for_and_every_rule_can_be_read():
