@@ -126,8 +126,9 @@ def sparq_formula(method: SparQ, x: Query, case: "Case", b: int) -> tuple[Tensor
         s = s if x.softcap is None else x.softcap * torch.tanh(s / x.softcap)
         estimates.append(s.softmax(0))
     together = sum(estimates)
+    recent = sum(x.i - j <= method.window for j in x.keys)
     order = sorted(range(len(x.keys)), key=lambda n: (x.i - x.keys[n] > method.window, -together[n]))
-    kept = sorted(order[: method.tokens_kept])
+    kept = sorted(order[: recent + number_of(method, len(x.keys) - recent)])
     keys = [x.keys[n] for n in kept]
     out = x.softmax(keys)
     if method.reallocate:
@@ -155,11 +156,14 @@ def magicpig_formula(method: MagicPIG, x: Query, case: "Case", b: int) -> tuple[
     return x.mean(keys, torch.stack(weights)), keys
 
 
+def number_of(method: TopTokens, distant: int) -> int:
+    return int(distant * method.share) if method.distant_kept is None else method.distant_kept
+
+
 def kept_of(method: TopTokens, x: Query, worth: Callable[[int], Tensor]) -> tuple[Tensor, list[int]]:
     near = [j for j in x.keys if x.is_near(j, method.window, method.sinks)]
     distant = sorted(set(x.keys) - set(near), key=lambda j: -worth(j).item())
-    number = int(len(distant) * method.share) if method.tokens_kept is None else method.tokens_kept
-    keys = sorted([*near, *distant[:number]])
+    keys = sorted([*near, *distant[: number_of(method, len(distant))]])
     return x.softmax(keys), keys
 
 
@@ -302,7 +306,8 @@ OPTIONS = {
     "sparq": st.fixed_dictionaries(
         {
             "components": st.integers(1, SIZE),
-            "tokens_kept": st.integers(3, 6),
+            "tokens_kept": st.sampled_from([None, 3, 4, 6]),
+            "share": st.sampled_from([0.0, 0.3, 0.5, 1.0]),
             "recent_tokens": st.integers(1, 3),
             "reallocate": st.booleans(),
         }
@@ -847,7 +852,7 @@ def test_every_configuration_builds_its_method(name):
     [
         ("window", {"window", "sinks"}),
         ("random_groups", {"groups", "window", "sinks", "top_k", "pair_rule", "seed", "shares", "heads"}),
-        ("sparq_mean", {"components", "tokens_kept", "recent_tokens", "reallocate"}),
+        ("sparq_mean", {"components", "tokens_kept", "share", "recent_tokens", "reallocate"}),
         ("magicpig", {"hash_bits", "hash_tables", "recent_tokens", "sinks", "seed"}),
     ],
 )
@@ -858,5 +863,5 @@ def test_a_method_gets_the_options_that_it_takes(name, taken):
 def test_what_a_configuration_says_reaches_the_method():
     config = composed("sparq_mean", "attention.tokens_kept=21")
     method = build(config.method, shape(size=64), **method_options(config))
-    assert isinstance(method, SparQ) and method.reallocate and method.tokens_kept == 21
+    assert isinstance(method, SparQ) and method.reallocate and method.distant_kept == 21 - 8
     assert not build("sparq", shape(size=64), **method_options(composed("sparq"))).reallocate

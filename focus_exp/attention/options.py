@@ -106,7 +106,8 @@ def check(options: Any, prefix: str = "") -> None:
         for each in value if isinstance(value, list) else [value]:
             shown = f"{name} holds {each}, which" if isinstance(value, list) else f"{name}={each}"
             check_limits(shown, each, limits)
-        if isinstance(limits["most"], str) and value > (bound := getattr(options, limits["most"])):
+        bound = getattr(options, limits["most"]) if isinstance(limits["most"], str) else None
+        if bound is not None and value > bound:
             raise ValueError(
                 f"{name}={value} exceeds {prefix}{limits['most']}={bound}; use {limits['least']} to {bound}"
             )

@@ -57,7 +57,7 @@ def refuse_sink_logits(method: str, sink_logits: Tensor | None) -> None:
 class QueryBlock:
     """A block of queries and the keys up to its end, heads by the key head they share, in float32 at least.
 
-    q `[B, G, H/G, t, D]`; k, v `[B, G, 1, S, D]`; seen `[B or 1, 1, 1, t, S]` bool.
+    q `[B, G, H/G, t, D]`, times the scaling of scores; k, v `[B, G, 1, S, D]`; seen `[B or 1, 1, 1, t, S]` bool.
     """
 
     rows: slice
@@ -65,11 +65,12 @@ class QueryBlock:
     k: Tensor
     v: Tensor
     seen: Tensor
+    softcap: float | None
 
-    def scores(self, q: Tensor, scaling: float | Tensor, softcap: float | None) -> Tensor:
-        """s_ij `[B, G, H/G, t, S]` of queries q, minus infinity where nothing is seen."""
-        s = (q @ self.k.transpose(-1, -2)) * scaling
-        s = s if softcap is None else softcap * torch.tanh(s / softcap)
+    def scores(self, q: Tensor) -> Tensor:
+        """s_ij `[B, G, H/G, t, S]` of scaled queries q, minus infinity where nothing is seen."""
+        s = q @ self.k.transpose(-1, -2)
+        s = s if self.softcap is None else self.softcap * torch.tanh(s / self.softcap)
         return s.masked_fill(~self.seen, float("-inf"))
 
     def weigh(self, scores: Tensor, dropout: float) -> Tensor:
@@ -77,15 +78,15 @@ class QueryBlock:
         return F.dropout(scores.softmax(-1), dropout) @ self.v
 
 
-def query_blocks(q: Tensor, k: Tensor, v: Tensor, sequence: Sequence) -> Iterator[QueryBlock]:
+def query_blocks(
+    q: Tensor, k: Tensor, v: Tensor, sequence: Sequence, scaling: float, softcap: float | None
+) -> Iterator[QueryBlock]:
     """Blocks of q `[B, H, T, D]` with what they see of k and v `[B, G, T, D]`."""
     precision = torch.promote_types(q.dtype, torch.float32)
-    q, k, v = grouped(q, k.shape[1]).to(precision), k.unsqueeze(2).to(precision), v.unsqueeze(2).to(precision)
+    q, k, v = grouped(q, k.shape[1]).to(precision) * scaling, k.unsqueeze(2).to(precision), v.unsqueeze(2).to(precision)
     for rows in row_blocks(q.shape[3], BLOCK):
-        keys, values = k[..., : rows.stop, :], v[..., : rows.stop, :]
-        yield QueryBlock(
-            rows, q[..., rows, :], keys, values, permitted_or_self(sequence, rows, rows.stop)[:, None, None]
-        )
+        seen = permitted_or_self(sequence, rows, rows.stop)[:, None, None]
+        yield QueryBlock(rows, q[..., rows, :], k[..., : rows.stop, :], v[..., : rows.stop, :], seen, softcap)
 
 
 def grouped(q: Tensor, groups: int) -> Tensor:

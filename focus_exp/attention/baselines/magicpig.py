@@ -84,7 +84,7 @@ class MagicPIG(AttentionMethod, name="magicpig", options=MagicPIGOptions):
                 centred = self.centre(k.to(precision), sequence).unsqueeze(2)  # [B, G, 1, T, D]
                 query_codes = self.codes(grouped(q, k.shape[1]).to(precision))
                 key_codes = self.codes(centred)
-            for block in query_blocks(q, k, v, sequence):
+            for block in query_blocks(q, k, v, sequence, scaling, softcap):
                 rows = block.rows
                 with torch.no_grad():
                     near = always_visible(sequence, rows, rows.stop, self.window, self.sinks)[:, None, None]
@@ -94,7 +94,7 @@ class MagicPIG(AttentionMethod, name="magicpig", options=MagicPIGOptions):
                     total += int(pairs.sum()) * self.shape.heads
                     distant += int((pairs & ~near).sum()) * self.shape.heads
                     kept += int((pairs & ~near & keep).sum())
-                s = block.scores(block.q, scaling, softcap) - probability.log()
+                s = block.scores(block.q) - probability.log()
                 outputs.append(block.weigh(s.masked_fill(~keep, float("-inf")), dropout))
         if isinstance(selection, Sampled):
             selection.counts.append(PairCounts(total, distant, kept))

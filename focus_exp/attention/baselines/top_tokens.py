@@ -31,7 +31,7 @@ class TopTokens(AttentionMethod):
     def __init__(self, shape: LayerShape, options: TopTokensOptions) -> None:
         super().__init__(shape, options.window, options.sinks)
         self.share = options.share
-        self.tokens_kept = options.tokens_kept
+        self.distant_kept = options.tokens_kept
 
     @abstractmethod
     def importance(self, block: QueryBlock, scores: Tensor, selection: Selection) -> Tensor:
@@ -54,19 +54,24 @@ class TopTokens(AttentionMethod):
         self.path = "masked"
         outputs = []
         with torch.autocast(q.device.type, enabled=False):
-            for block in query_blocks(q, k, v, sequence):
-                scores = block.scores(block.q, scaling, softcap)
+            for block in query_blocks(q, k, v, sequence, scaling, softcap):
+                scores = block.scores(block.q)
                 with torch.no_grad():
                     visible = always_visible(sequence, block.rows, block.rows.stop, self.window, self.sinks)
                     distant = block.seen & ~visible[:, None, None]
                     wanted = self.number(distant.sum(-1, keepdim=True))
                     kept = (block.seen & ~distant) | best(self.importance(block, scores, selection), distant, wanted)
-                outputs.append(block.weigh(scores.masked_fill(~kept, float("-inf")), dropout))
+                out = block.weigh(scores.masked_fill(~kept, float("-inf")), dropout)
+                outputs.append(self.completed(out, block, kept))
         return torch.cat(outputs, dim=3).flatten(1, 2).to(v.dtype)
+
+    def completed(self, out: Tensor, block: QueryBlock, kept: Tensor) -> Tensor:
+        """The attention `out` `[B, G, H/G, t, D]` to the `kept` pairs, with what stands for the others."""
+        return out
 
     def number(self, distant: Tensor) -> Tensor:
         """How many tokens a query keeps that has so many `distant` ones before it."""
-        return (distant * self.share).long() if self.tokens_kept is None else distant.clamp(max=self.tokens_kept)
+        return (distant * self.share).long() if self.distant_kept is None else distant.clamp(max=self.distant_kept)
 
     @torch.no_grad()
     def count_pairs(self, selection: Selection, sequence: Sequence) -> PairCounts:
