@@ -49,7 +49,7 @@ def test_the_keys_of_a_choice_are_those_that_it_takes(method):
 
 def test_a_key_stands_with_its_meaning_its_value_and_what_it_may_be():
     page = " ".join(help_on("attention=sparq").split())
-    assert "attention.tokens_kept=32 k, tokens that a query attends to; null: the recent ones and a share of those before" in page
+    assert "attention.tokens_kept=32 k, tokens that a query attends to; null: the recent ones" in page
     assert "regime.phases.lora.learning_rate=" in help_on("regime=lora")
     assert {item.name for item in fields(Config) if item.name in ("seed", "arms")} <= set(
         re.findall(r"^  (\w+)=", help_on("job=train"), re.MULTILINE)

@@ -145,7 +145,8 @@ def test_break_even_is_measured_once_and_again_where_its_file_is_damaged(tmp_pat
     known = json.loads(path.read_text()) | {"than_masked": 48, "than_full": None}
     path.write_text(json.dumps(known))
     assert break_even(LAYER, 2, "this device", tmp_path).sparse_from == 48
-    assert "from 48 tokens" in break_even(LAYER, 2, "this device", tmp_path).sentence()
+    assert "from 48 tokens" in (sentence := break_even(LAYER, 2, "this device", tmp_path).sentence())
+    assert f"measured {first.measured}" in sentence
     path.write_text("{")
     assert break_even(LAYER, 2, "this device", tmp_path).setting == first.setting
     assert len(list(tmp_path.rglob("*.json"))) == 1
@@ -154,7 +155,8 @@ def test_break_even_is_measured_once_and_again_where_its_file_is_damaged(tmp_pat
 
 
 def test_where_the_sparse_path_never_wins_auto_never_takes_it():
-    never = BreakEven(None, None, {"256": {}}, {"device": "d", "dtype": "float32", "groups": 2, "kernel": "cpu-flash"})
+    setting = {"device": "d", "dtype": "float32", "groups": 2, "kernel": "cpu-flash"}
+    never = BreakEven(None, None, {"256": {}}, setting, "")
     assert never.sparse_from > 10**9 and "not faster up to 256" in never.sentence()
 
 

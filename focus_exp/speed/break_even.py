@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from dataclasses import asdict, dataclass
+from datetime import date
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -27,12 +28,14 @@ class BreakEven:
 
     than_masked: than the masked path, which computes the same function: where backend=auto changes over.
     than_full: than full attention, which keeps every pair.
+    measured: the day, as another run than the one that reads it may have measured it.
     """
 
     than_masked: int | None
     than_full: int | None
     seconds: dict[str, dict[str, float]]
     setting: dict[str, Any]
+    measured: str
 
     @property
     def sparse_from(self) -> int:
@@ -49,7 +52,8 @@ class BreakEven:
     def sentence(self) -> str:
         """What backend=auto does here, in words."""
         setting = self.setting
-        where = f"{setting['device']}, {setting['dtype']}, K={setting['groups']}, {setting['kernel']}"
+        where = f"one layer, {setting['device']}, {setting['dtype']}, K={setting['groups']}, {setting['kernel']}"
+        where += f", measured {self.measured}"
         if self.than_masked is None:
             longest = max(map(int, self.seconds))
             return f"hard groups take the masked path: the sparse one is not faster up to {longest:,} tokens ({where})"
@@ -98,7 +102,8 @@ def measure(layer: Layer, groups: int, setting: dict[str, Any]) -> BreakEven:
         seconds[str(length)] = alternate(works, REPEATS, layer.device)
         if sparse_wins(seconds, "full"):
             break
-    return BreakEven(sparse_wins(seconds, "masked"), sparse_wins(seconds, "full"), seconds, setting)
+    than_masked, than_full = (sparse_wins(seconds, other) for other in ("masked", "full"))
+    return BreakEven(than_masked, than_full, seconds, setting, date.today().isoformat())
 
 
 def sparse_wins(seconds: dict[str, dict[str, float]], other: str) -> int | None:
