@@ -88,14 +88,14 @@ class MagicPIG(AttentionMethod, name="magicpig", options=MagicPIGOptions):
                 rows = block.rows
                 with torch.no_grad():
                     near = always_visible(sequence, rows, rows.stop, self.window, self.sinks)[:, None, None]
-                    keep = near | agree_twice(query_codes[..., rows], key_codes[..., : rows.stop])
-                    probability = self.probability(block.q, centred[..., : rows.stop, :]).masked_fill(near, 1.0)
+                    sampled = agree_twice(query_codes[..., rows], key_codes[..., : rows.stop]) & ~near & block.seen
+                    rarity = self.rarity(block.q, centred[..., : rows.stop, :], sampled)
                     pairs = real_pairs(sequence, rows)[:, None, None]
-                    total += int(pairs.sum()) * self.shape.heads
-                    distant += int((pairs & ~near).sum()) * self.shape.heads
-                    kept += int((pairs & ~near & keep).sum())
-                s = block.scores(block.q) - probability.log()
-                outputs.append(block.weigh(s.masked_fill(~keep, float("-inf")), dropout))
+                    total += int(pairs.count_nonzero()) * self.shape.heads
+                    distant += int((pairs & ~near).count_nonzero()) * self.shape.heads
+                    kept += int((pairs & sampled).count_nonzero())
+                s = (block.scores(block.q) + rarity).masked_fill(~(near | sampled), float("-inf"))
+                outputs.append(block.weigh(s, dropout))
         if isinstance(selection, Sampled):
             selection.counts.append(PairCounts(total, distant, kept))
         return torch.cat(outputs, dim=3).flatten(1, 2).to(v.dtype)
@@ -114,14 +114,18 @@ class MagicPIG(AttentionMethod, name="magicpig", options=MagicPIGOptions):
         return k - total / count.clamp(min=1)[:, None, :, None]
 
     def codes(self, x: Tensor) -> Tensor:
-        """Codes `[L, B, G, *, T]` int16 of vectors `[B, G, *, T, D]`."""
+        """Codes `[L, B, G, *, T]`, in bytes where they fit, of vectors `[B, G, *, T, D]`."""
         powers = 2.0 ** torch.arange(self.hash_bits, device=x.device, dtype=x.dtype)
-        return torch.stack([((x @ table > 0).to(x.dtype) @ powers).short() for table in self.directions.to(x.dtype)])
+        small = self.hash_bits <= 8 and self.hash_tables < 256  # `agree_twice` counts tables in the codes' dtype
+        kind = torch.uint8 if small else torch.int16
+        return torch.stack([((x @ table > 0).to(x.dtype) @ powers).to(kind) for table in self.directions.to(x.dtype)])
 
-    def probability(self, q: Tensor, k: Tensor) -> Tensor:
-        """u `[B, G, H/G, t, S]` of queries `[B, G, H/G, t, D]` and centred keys `[B, G, 1, S, D]`."""
+    def rarity(self, q: Tensor, k: Tensor, sampled: Tensor) -> Tensor:
+        """-log u `[B, G, H/G, t, S]` of the `sampled` pairs of queries `[B, G, H/G, t, D]` and centred keys
+        `[B, G, 1, S, D]`, 0 of all others."""
         cosine = F.normalize(q, dim=-1) @ F.normalize(k, dim=-1).transpose(-1, -2)
-        return sampling_probability(cosine, self.hash_bits, self.hash_tables)
+        u = sampling_probability(cosine[sampled], self.hash_bits, self.hash_tables)
+        return torch.zeros_like(cosine).masked_scatter_(sampled, -u.log())
 
     @torch.no_grad()
     def count_pairs(self, selection: Selection, sequence: Sequence) -> PairCounts:
@@ -133,7 +137,7 @@ class MagicPIG(AttentionMethod, name="magicpig", options=MagicPIGOptions):
 
 def agree_twice(queries: Tensor, keys: Tensor) -> Tensor:
     """`[B, G, H/G, t, S]` bool: codes `[L, B, G, H/G, t]` and `[L, B, G, 1, S]` are equal in two tables or more."""
-    # this loop is most of the method's time: in place, and equal in the codes' own dtype, which a CPU fills in vectors
+    # this loop is much of the method's time: in place, and equal in the codes' own dtype, which a CPU fills in vectors
     equal = torch.empty(*queries.shape[1:], keys.shape[-1], dtype=queries.dtype, device=queries.device)
     times = torch.zeros_like(equal)
     for query, key in zip(queries, keys, strict=True):
