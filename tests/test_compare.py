@@ -231,6 +231,14 @@ def compared(delta, half=0.01):
     return {"delta_vs_hard": delta, "delta_vs_hard_low": delta - half, "delta_vs_hard_high": delta + half}
 
 
+def test_what_a_choice_of_pairs_has_read_is_said():
+    found = comparison_of(row("f", kind="hard"), row("s", method="sparq"), row("b", method="best_tokens"))
+    said = [note for note in table_of(found, "comparison").notes if "to choose its pairs" in note]
+    assert [note.split(" before")[0] for note in said] == [
+        "sparq has read a part of the numbers of every key", "best_tokens has read every key and value",
+    ]  # fmt: skip
+
+
 def test_broken_routers_are_seen():
     found = comparison_of(
         row("focus", kind="hard", nll=3.02),
