@@ -251,6 +251,7 @@ def test_broken_routers_are_seen():
     said = "\n".join(all_findings(found))
     assert "one_group was not engaged: it removes 0.0 %" in said
     assert "worse than focus's: window (+32.31 % [" in said
+    assert "better than focus's: one_group (-1.98 % [-2.96, -1.00], not engaged)" in said
     assert "seer reads the future" in said and "seer (" not in said.partition("seer reads")[0]
 
 

@@ -100,6 +100,14 @@ def test_without_records_every_question_says_what_would_answer_it():
     assert sum("+experiment=" in sentence for sentence in sentences) == 6
 
 
+def test_a_sentence_does_without_what_is_optional():
+    measured = [run for run in gather(RECORDS).named.values() if any(row.arm == "sparq" for row in run.rows)]
+    whole = next(run for run in measured if run.experiment == "frontier")
+    fewer = replace(whole, benchmarks=[row for row in whole.benchmarks if row.attention != "sparq"])
+    (long,), (short,) = ([text for text in said(run) if "focus_dual" in text] for run in (whole, fewer))
+    assert long.startswith(short.rstrip(".")) and "SparQ" in long and "SparQ" not in short
+
+
 def test_the_screen_is_said_of_the_committed_records_and_counts_as_the_ledger_does():
     runs = gather(RECORDS)
     ledger = judged_runs(runs)

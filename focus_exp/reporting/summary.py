@@ -23,6 +23,7 @@ class Chosen:
     experiments: list[str]
     select: dict[str, Any]
     where: str = ""
+    optional: bool = False
 
 
 @dataclass(frozen=True)
@@ -60,7 +61,7 @@ def _said(runs: Runs, known: dict[str, Any]) -> Iterator[str]:
             cells = {"experiment": chosen.experiments, **chosen.select}
             found = together(lines_of(select(table, cells, chosen.where)))
             lines[name] = max(found, key=lambda line: (line.tokens or 0, line.units or 0), default=None)
-        if all(lines.values()):
+        if all(lines[name] or chosen.optional for name, chosen in sentence.lines.items()):
             yield template(sentence.say).render(known | lines)
         elif sentence.without:
             yield sentence.without
