@@ -574,6 +574,14 @@ def before_and_padding(direction: Tensor) -> Tensor:
     return torch.cat([direction.expand(5, -1), -direction.expand(3, -1)])[None]
 
 
+@pytest.mark.parametrize("name", ["performer", "sparq", "magicpig", "best_tokens", "token_indexer"])
+def test_a_method_without_a_place_for_learned_sinks_says_so_by_its_name(name):
+    q, k, v = problem(8)
+    sequence = Sequence.plain(1, 8)
+    with pytest.raises(ValueError, match=f"^{name} has no place for the base model's learned attention sinks"):
+        build(name, shape()).attend(q, k, v, Selection(), sequence, scaling=1.0, sink_logits=torch.zeros(q.shape[1]))
+
+
 @pytest.mark.parametrize("mean", [False, True])
 def test_sparq_that_keeps_all_tokens_is_full_attention(mean):
     tensors = problem(50)
@@ -605,6 +613,18 @@ def test_sparq_reallocates_what_the_estimate_leaves_out():
         torch.testing.assert_close(attended(method, [q, k, same]), torch.ones_like(q))
     exact = full([q, k, v])
     assert distance(attended(mean, [q, k, v]), exact) < distance(attended(plain, [q, k, v]), exact)
+
+
+@pytest.mark.parametrize(
+    ("bits", "tables", "kind"), [(8, 255, torch.uint8), (9, 5, torch.int16), (8, 256, torch.int16)]
+)
+def test_magicpigs_codes_are_bytes_where_they_and_the_number_of_tables_fit(bits, tables, kind):
+    method = MagicPIG.of(shape(), hash_bits=bits, hash_tables=tables)
+    x = torch.randn(1, 1, 1, 40, 16, generator=torch.Generator().manual_seed(0))
+    codes = method.codes(x)
+    signs = x @ method.directions[:, None, None, None] > 0
+    assert codes.dtype == kind and torch.equal(codes.long(), (signs * 2 ** torch.arange(bits)).sum(-1))
+    assert agree_twice(codes, codes)[0, 0, 0].diagonal().all()
 
 
 def test_magicpigs_tokens_are_sampled_with_the_probability_it_weighs_them_by():

@@ -59,12 +59,14 @@ class AttentionMethod(nn.Module):
             def __init__(self, shape: LayerShape, options: MeanOptions) -> None:
     """
 
+    name: ClassVar[str]  # that it has declared, else its class's
     causal: ClassVar[bool] = True
     options: ClassVar[type[Options]] = Options
     fitting: ClassVar[type[Options] | None] = None  # options of attention.* beside its own: how it is fitted
 
     def __init_subclass__(cls, *, name: str | None = None, options: type[Options] | None = None) -> None:
         super().__init_subclass__()
+        cls.name = name or cls.__name__
         cls.options = options or cls.options
         if name is not None:
             METHODS[name] = cls

@@ -52,8 +52,8 @@ class BreakEven:
     def sentence(self) -> str:
         """What backend=auto does here, in words."""
         setting = self.setting
-        where = f"one layer, {setting['device']}, {setting['dtype']}, K={setting['groups']}, {setting['kernel']}"
-        where += f", measured {self.measured}"
+        named = f"{setting['device']}, {setting['dtype']}, K={setting['groups']}, {setting['kernel']}"
+        where = f"one layer, {named}, measured {self.measured}"
         if self.than_masked is None:
             longest = max(map(int, self.seconds))
             return f"hard groups take the masked path: the sparse one is not faster up to {longest:,} tokens ({where})"

@@ -74,7 +74,7 @@ class MagicPIG(AttentionMethod, name="magicpig", options=MagicPIGOptions):
         dropout: float = 0.0,
         sink_logits: Tensor | None = None,
     ) -> Tensor:
-        refuse_sink_logits("magicpig", sink_logits)
+        refuse_sink_logits(self.name, sink_logits)
         self.path = "masked"
         total = distant = kept = 0
         outputs = []

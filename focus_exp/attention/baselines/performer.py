@@ -54,7 +54,7 @@ class Performer(AttentionMethod, name="performer", options=PerformerOptions):
         dropout: float = 0.0,
         sink_logits: Tensor | None = None,
     ) -> Tensor:
-        refuse_sink_logits("performer", sink_logits)
+        refuse_sink_logits(self.name, sink_logits)
         if softcap is not None:
             raise ValueError(f"performer cannot approximate a softcap (softcap={softcap}); use another method")
         pairwise = sequence.allowed is not None

@@ -50,7 +50,7 @@ class TopTokens(AttentionMethod):
         dropout: float = 0.0,
         sink_logits: Tensor | None = None,
     ) -> Tensor:
-        refuse_sink_logits(type(self).__name__, sink_logits)
+        refuse_sink_logits(self.name, sink_logits)
         self.path = "masked"
         outputs = []
         with torch.autocast(q.device.type, enabled=False):
