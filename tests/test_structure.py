@@ -15,11 +15,15 @@ TOP_LEVEL = {
     *("conf", "focus_exp", "runs", "tests", ".ci"),
     *("Makefile", "pyproject.toml", "constraints.txt", "README.md", "LICENSE", ".gitignore"),
 }
-FOUNDATION = {"errors", "storage", "assets", "config", "config_attention", "config_jobs", "config_hash", "checks"}
+FOUNDATION = {
+    *("errors", "storage", "progress", "assets"),
+    *("config", "config_attention", "config_jobs", "config_hash", "checks"),
+}
 MAY_IMPORT = {
     "attention": set(),
     "errors": set(),
     "storage": {"errors"},
+    "progress": set(),
     "assets": FOUNDATION,
     "config": {*FOUNDATION, "attention"},
     "config_attention": {"errors", "attention"},

@@ -12,10 +12,10 @@ from typing import Any
 import numpy as np
 import torch
 from torch.utils.data import Dataset
-from tqdm import tqdm
 from transformers import PreTrainedTokenizerBase
 
 from focus_exp.errors import UserError
+from focus_exp.progress import ProgressBar
 
 TOKEN_FORMAT = 1
 BATCH_CHARACTERS = 1_000_000
@@ -62,7 +62,7 @@ def write_stream(
         raise UserError("The tokenizer has no end-of-text token to put between documents: set eos_token in its config.")
     names: list[str] = []
     starts, total = [0], 0
-    progress = tqdm(total=limit, desc=f"tokenising {split}", unit="token", unit_scale=True, delay=2, disable=None)
+    progress = ProgressBar(total=limit, desc=f"tokenising {split}", unit="token", unit_scale=True, delay=2)
     with progress, (folder / f"{split}.bin").open("wb") as file:
         for name, ids in _tokenised(documents, tokenizer):
             kept = ids if limit is None else ids[: limit - total]

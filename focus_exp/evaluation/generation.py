@@ -15,7 +15,6 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from tqdm import tqdm
 from transformers import DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.cache_utils import DynamicLayer
 
@@ -26,6 +25,7 @@ from focus_exp.evaluation.controls import hard_name
 from focus_exp.evaluation.outcomes import slug
 from focus_exp.models.attached import disabled, set_routing
 from focus_exp.models.cache import FocusCache
+from focus_exp.progress import ProgressBar
 from focus_exp.records.rows import Continuation
 from focus_exp.storage import replace_file
 from focus_exp.training.precision import Precision
@@ -61,9 +61,7 @@ class Generation:
     def rows(self) -> Iterator[Continuation]:
         """Prompt by prompt: the book, full attention, every k; of two encoders what each head was given."""
         settings = self.config.generate
-        with tqdm(
-            total=len(self.indices) * (1 + len(self.hard)), desc="texts", unit="text", leave=False, disable=None
-        ) as bar:
+        with ProgressBar(total=len(self.indices) * (1 + len(self.hard)), desc="texts", unit="text") as bar:
             for number, index in enumerate(self.indices):
                 tokens = self.blocks[index]["input_ids"]
                 prompt, rest = tokens[: settings.prompt_tokens], tokens[settings.prompt_tokens :]

@@ -11,13 +11,13 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from torch import Tensor
-from tqdm import tqdm
 from transformers import PreTrainedModel
 
 from focus_exp.attention.method import AttentionMethod
 from focus_exp.attention.selection import Selection, Sequence, by_head
 from focus_exp.evaluation.perplexity import token_losses
 from focus_exp.models.attached import observed
+from focus_exp.progress import ProgressBar
 from focus_exp.storage import replace_file
 from focus_exp.training.precision import Precision
 
@@ -81,7 +81,7 @@ def observe(model: PreTrainedModel, windows: list[Tensor], precision: Precision,
             found.setdefault(grouping, []).append(torch.stack(own.assignment_of_keys[0].max(-1)[::-1]).cpu())
 
     with precision.context(), observed(model, note):
-        for tokens in tqdm(windows, desc=f"{label:<28}", unit="window", leave=False, disable=None):
+        for tokens in ProgressBar(windows, desc=f"{label:<28}", unit="window"):
             losses.append(token_losses(model, tokens[None].to(model.device))[0].cpu())
     nll = torch.stack(losses).numpy()
     nll[:, 0] = np.nan

@@ -10,7 +10,6 @@ import torch
 from lm_eval.models.huggingface import HFLM
 from lm_eval.models.utils_hf import stop_sequences_criteria
 from torch import Tensor
-from tqdm import tqdm
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from focus_exp.data import bos_of
@@ -18,6 +17,7 @@ from focus_exp.errors import UserError
 from focus_exp.evaluation.ledger import Ledger
 from focus_exp.models.cache import refusal
 from focus_exp.models.modules import attached_methods
+from focus_exp.progress import ProgressBar
 from focus_exp.training.precision import Precision
 
 END_OF_TEXT = "<|endoftext|>"
@@ -67,7 +67,7 @@ class LiveModel(HFLM):
         self.ledger.lengths += map(len, fitted)
         answers: list[tuple[float, bool]] = [(0.0, False)] * len(requests)
         begins = range(0, len(inputs), self.batch_size)
-        for begin in tqdm(begins, desc=f"{self.label:<28}", unit="batch", leave=False, disable=disable_tqdm or None):
+        for begin in ProgressBar(begins, desc=f"{self.label:<28}", unit="batch", disable=disable_tqdm):
             batch = slice(begin, begin + self.batch_size)
             asking = [askers[tokens] for tokens in inputs[batch]]
             counts = [max(len(requests[index][2]) for index in indices) for indices in asking]

@@ -6,7 +6,6 @@ import math
 from typing import Any
 
 import torch
-from tqdm import tqdm
 from transformers import PreTrainedModel
 
 from focus_exp.config import EvalConfig
@@ -16,6 +15,7 @@ from focus_exp.evaluation.ledger import Ledger
 from focus_exp.evaluation.outcomes import NO_FILTER, Metric, Outcome
 from focus_exp.evaluation.perplexity import token_losses
 from focus_exp.models.attached import observed
+from focus_exp.progress import ProgressBar
 from focus_exp.records.intervals import estimate
 from focus_exp.training.precision import Precision
 
@@ -51,7 +51,7 @@ def run_perplexity(
     samples: list[dict[str, Any]] = []
     with precision.context(), observed(model, ledger.observe):
         places = zip(indices, windows.places(indices), strict=True)
-        progress = tqdm(places, f"{label:<28}", len(indices), unit="window", leave=False, disable=None)
+        progress = ProgressBar(places, f"{label:<28}", len(indices), unit="window")
         for index, (document, offset) in progress:
             item = windows[index]
             scored = token_losses(model, item["input_ids"][None].to(model.device))[0, item["scored_from"] :]

@@ -15,7 +15,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.data import DataLoader
-from tqdm import tqdm
 from transformers import PreTrainedModel
 
 from focus_exp.attention.method import AttentionMethod
@@ -23,6 +22,7 @@ from focus_exp.attention.selection import Selection, Sequence, group_sizes
 from focus_exp.data import Blocks
 from focus_exp.models.attached import observed
 from focus_exp.models.modules import attached_methods
+from focus_exp.progress import ProgressBar
 from focus_exp.storage import aside
 from focus_exp.training.precision import Precision
 
@@ -89,7 +89,7 @@ def score(
     losses: list[Tensor] = []
     began = time.perf_counter()
     attached = getattr(model, "focus_attachment", None) is not None
-    batches = tqdm(DataLoader(subset, batch_size), desc=f"{label:<28}", unit="batch", leave=False, disable=None)
+    batches = ProgressBar(DataLoader(subset, batch_size), desc=f"{label:<28}", unit="batch")
     with precision.context(), observing(model, pairs.observe if attached else None):
         for batch in batches:
             tokens = batch["input_ids"].to(model.device)

@@ -12,7 +12,6 @@ from typing import TypeVar
 
 import torch
 from torch import Tensor
-from tqdm import tqdm
 from transformers import PreTrainedModel
 
 from focus_exp.attention.focus import Focus
@@ -22,6 +21,7 @@ from focus_exp.config import Config
 from focus_exp.data import Blocks
 from focus_exp.errors import first_line
 from focus_exp.models.attached import observed
+from focus_exp.progress import ProgressBar
 from focus_exp.records.speed import Clock, MethodSpeedRow, SpeedRow
 from focus_exp.speed.decode import decode_model_row, decode_rows
 from focus_exp.speed.layer import Layer, attention_rows, attention_step_rows
@@ -71,7 +71,7 @@ class Suite:
     def rows(self) -> Iterator[SpeedRow]:
         """All rows, each printed as it comes; shortest first, what takes longest last."""
         tasks = self.tasks()
-        for clock, length, measure in tqdm(tasks, desc="speed", unit="length", leave=False, disable=None):
+        for clock, length, measure in ProgressBar(tasks, desc="speed", unit="length"):
             for row in self.kept(clock, length, measure):
                 say(row)
                 yield row
@@ -102,9 +102,7 @@ class Suite:
 
     def method_rows(self) -> Iterator[MethodSpeedRow]:
         """A layer of each of `methods` at every length, each printed as it comes."""
-        for length in tqdm(
-            self.lengths if self.methods else [], desc="methods", unit="length", leave=False, disable=None
-        ):
+        for length in ProgressBar(self.lengths if self.methods else [], desc="methods", unit="length"):
             measure = partial(method_rows, self.layer, length, self.methods)
             for row in self.keep(f"methods-{length}", MethodSpeedRow, measure):
                 print(
@@ -186,7 +184,7 @@ class Suite:
                 found.setdefault(layer, []).append(selection.assignment[0].cpu())
 
         with observed(self.model, observe), self.precision.context():
-            for index in tqdm(range(count), desc="groups of held-out text", unit="window", leave=False, disable=None):
+            for index in ProgressBar(range(count), desc="groups of held-out text", unit="window"):
                 tokens = self.held_out[index]["input_ids"][None].to(self.precision.device)
                 self.model(input_ids=tokens, use_cache=False, logits_to_keep=1)
         scores = {layer: torch.cat(parts) for layer, parts in found.items()}

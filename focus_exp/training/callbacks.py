@@ -13,11 +13,11 @@ from typing import Any
 import pytorch_lightning as pl
 import torch
 from pytorch_lightning.callbacks import Callback
-from tqdm import tqdm
 
 from focus_exp.config_attention import FocusConfig
 from focus_exp.errors import STOP_SIGNALS, Interrupted
 from focus_exp.models.attached import routers_of
+from focus_exp.progress import ProgressBar
 from focus_exp.records.metrics import read_metrics, write_metrics
 from focus_exp.training.exchange import any_of
 from focus_exp.training.module import LanguageModelTask
@@ -156,17 +156,15 @@ class GateAnnealing(Callback):
 
 
 class Progress(Callback):
-    """One bar for the whole phase: loss, tokens/s and the time left; on a pipe a line every ten seconds."""
+    """One bar for the whole phase: loss, tokens/s and the time left."""
 
     def __init__(self, phase: str) -> None:
         self.phase = phase
 
     def on_train_start(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
-        interval = 0.2 if sys.stderr.isatty() else 10.0
-        self.bar = tqdm(
-            total=trainer.max_steps, initial=trainer.global_step, desc=f"training {self.phase}", unit="step",
-            mininterval=interval, dynamic_ncols=True,
-        )  # fmt: skip
+        self.bar = ProgressBar(
+            total=trainer.max_steps, initial=trainer.global_step, desc=f"training {self.phase}", unit="step", leave=True
+        )
 
     def on_train_batch_end(
         self, trainer: pl.Trainer, module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int

@@ -8,11 +8,11 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from tqdm import tqdm
 from transformers import PreTrainedModel
 
 from focus_exp.attention.dual import UNSET, FocusDual
 from focus_exp.attention.selection import top_k_groups
+from focus_exp.progress import ProgressBar
 from focus_exp.training.importance import Changes, LossProbe, propagate
 from focus_exp.training.precision import Precision
 
@@ -103,7 +103,7 @@ def measure_curves(
 ) -> dict[int, Curves]:
     """By layer, over `blocks` `[T]` of token ids that the encoders have not seen."""
     probes = {layer: CurveProbe(method) for layer, method in methods.items()}
-    for block in tqdm(blocks, desc="measuring what groups keep", unit="block", leave=False, disable=None):
+    for block in ProgressBar(blocks, desc="measuring what groups keep", unit="block"):
         propagate(model, probes, block, precision)
     found = {}
     for layer, probe in probes.items():

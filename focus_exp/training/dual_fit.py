@@ -14,13 +14,13 @@ from typing import NamedTuple
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from tqdm import tqdm
 from transformers import PreTrainedModel
 
 from focus_exp.attention.dual import FocusDual
 from focus_exp.config_attention import DualConfig
 from focus_exp.models.attached import set_budget
 from focus_exp.models.modules import attached_methods
+from focus_exp.progress import ProgressBar
 from focus_exp.records.rows import FitRow
 from focus_exp.storage import aside
 from focus_exp.training.budget import allot
@@ -127,7 +127,7 @@ def logits_on(
         for method in found:
             vars(method)["logits"] = noting(method)
             unnoted.callback(vars(method).pop, "logits")
-        for tokens in tqdm(blocks, desc=doing, unit="block", leave=False, disable=None):
+        for tokens in ProgressBar(blocks, desc=doing, unit="block"):
             model(input_ids=tokens[None].to(model.device), use_cache=False, logits_to_keep=1)
     return {
         method: (torch.cat([x[0] for x, _ in of_blocks], 1), torch.cat([x[0] for _, x in of_blocks], 1))

@@ -16,13 +16,13 @@ import torch.nn.functional as F
 from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
-from tqdm import tqdm
 from transformers import PreTrainedModel
 
 from focus_exp.attention.method import AttentionMethod, LayerShape
 from focus_exp.attention.reference import scores, weights
 from focus_exp.attention.selection import Selection, Sequence, always_visible, permitted, row_blocks
 from focus_exp.models.attached import swapped
+from focus_exp.progress import ProgressBar
 from focus_exp.storage import aside
 from focus_exp.training.precision import Precision
 
@@ -180,7 +180,7 @@ def observe(
     rather than made again."""
     paths = [folder / f"block-{index:05d}.safetensors" for index in range(len(blocks))]
     todo = [(path, block) for path, block in zip(paths, blocks, strict=True) if not path.exists()]
-    for path, block in tqdm(todo, desc="reading what pairs are worth", unit="block", leave=False, disable=None):
+    for path, block in ProgressBar(todo, desc="reading what pairs are worth", unit="block"):
         probes = {i: ImportanceProbe(m.shape, m.window, m.sinks, worth) for i, m in methods.items()}
         propagate(model, probes, block, precision)
         tensors = {

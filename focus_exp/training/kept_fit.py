@@ -13,11 +13,11 @@ from typing import Any, TypeVar
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from tqdm import tqdm
 from transformers import PreTrainedModel
 
 from focus_exp.attention.method import AttentionMethod
 from focus_exp.models.load import fingerprint
+from focus_exp.progress import ProgressBar
 from focus_exp.storage import aside, clear_aside, held, remove
 from focus_exp.training.importance import Observed, observe, read
 from focus_exp.training.precision import Precision
@@ -57,7 +57,7 @@ def fit_layers(
     if todo := [layer for layer, path in paths.items() if not path.exists()]:
         with timed(folder / SECONDS):
             observed = observe(model, methods, blocks, precision, folder / "observed", worth)
-            for layer in tqdm(todo, desc="fitting layers", unit="layer", leave=False, disable=None):
+            for layer in ProgressBar(todo, desc="fitting layers", unit="layer"):
                 found = fit(methods[layer], read(observed, layer), torch.Generator().manual_seed(seed + layer))
                 with aside(paths[layer]) as new:
                     save_file(found, new)

@@ -12,7 +12,6 @@ from contextlib import contextmanager
 
 import torch
 from torch import Tensor
-from tqdm import tqdm
 from transformers import PreTrainedModel
 
 from focus_exp.attention.focus import Focus
@@ -21,6 +20,7 @@ from focus_exp.attention.reference import scores, weights
 from focus_exp.attention.routing import balance_potential
 from focus_exp.attention.selection import Selection, Sequence, always_visible, permitted, row_blocks
 from focus_exp.models.attached import causal_assignment, observed, routers_of, set_routing, swapped
+from focus_exp.progress import ProgressBar
 from focus_exp.training.precision import Precision
 
 BATCH = 2
@@ -74,12 +74,10 @@ def warm_start(model: PreTrainedModel, blocks: list[Tensor], steps: int, precisi
     methods = routers_of(model)
     probes = {i: AttentionProbe(m.shape, m.window, m.sinks) for i, m in methods.items()}
     with torch.no_grad(), swapped(model, dict(probes)), precision.context():
-        for tokens in tqdm(blocks, desc="warm start: reading attention", unit="block", leave=False, disable=None):
+        for tokens in ProgressBar(blocks, desc="warm start: reading attention", unit="block"):
             model(input_ids=tokens[None].to(model.device), use_cache=False, logits_to_keep=1)
     generator = torch.Generator().manual_seed(seed)
-    for index, method in tqdm(
-        methods.items(), desc="warm start: fitting routers", unit="layer", leave=False, disable=None
-    ):
+    for index, method in ProgressBar(methods.items(), desc="warm start: fitting routers", unit="layer"):
         fit_router(method, probes.pop(index), steps, generator)
 
 
@@ -125,7 +123,7 @@ def calibrate(model: PreTrainedModel, blocks: list[Tensor], precision: Precision
     model.eval()
     set_routing(model, hard=True)
     with causal_assignment(model), observed(model, observe), precision.context():
-        for tokens in tqdm(blocks, desc="calibrating balance", unit="block", leave=False, disable=None):
+        for tokens in ProgressBar(blocks, desc="calibrating balance", unit="block"):
             model(input_ids=tokens[None].to(model.device), use_cache=False, logits_to_keep=1)
     for index, method in methods.items():
         logits = torch.cat(log_assignments[index])

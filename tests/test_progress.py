@@ -1,0 +1,69 @@
+"""Long work says how far it is: a bar on a terminal, whole lines in a log, and none for what is soon done."""
+
+import io
+import sys
+
+import pytest
+
+from focus_exp.progress import LOG_SECONDS, ProgressBar
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def stderr(monkeypatch, kind=io.StringIO):
+    monkeypatch.setattr(sys, "stderr", kind())  # in a fixture pytest's own would replace it again
+    return sys.stderr
+
+
+@pytest.mark.parametrize("kind", [io.StringIO, Terminal])
+def test_it_passes_on_what_it_counts(kind, monkeypatch):
+    stderr(monkeypatch, kind)
+    assert list(ProgressBar(range(7), desc="reading")) == list(range(7))
+    with ProgressBar(total=7) as bar:
+        bar.update(3)
+        assert bar.n == 3
+
+
+def test_a_log_gets_whole_lines_and_no_more_than_one_in_its_interval(monkeypatch):
+    log = stderr(monkeypatch)
+    bar = ProgressBar(total=10, desc="reading", unit="block")
+    bar.start_t = bar.last_print_t = now = 0.0
+    bar._time = lambda: now
+    for _ in range(10):
+        now += LOG_SECONDS / 4
+        bar.update()
+    bar.close()
+    lines = log.getvalue().splitlines(keepends=True)
+    assert [line.split("%")[0] for line in lines] == ["reading:  40", "reading:  80"]
+    assert all("block" in line and line.endswith("\n") and "\r" not in line for line in lines)
+
+
+def test_a_log_is_spared_what_takes_less_than_its_interval(monkeypatch):
+    log = stderr(monkeypatch)
+    list(ProgressBar(range(100), desc="reading"))
+    assert log.getvalue() == ""
+
+
+def test_a_bar_that_stays_leaves_its_last_state_in_a_log(monkeypatch):
+    log = stderr(monkeypatch)
+    list(ProgressBar(range(100), desc="training", leave=True))
+    assert log.getvalue().startswith("training: 100%|")
+    assert log.getvalue().count("\n") == 1
+
+
+@pytest.mark.parametrize("leave", [False, True])
+def test_a_terminal_has_its_bar_at_once(leave, monkeypatch):
+    terminal = stderr(monkeypatch, Terminal)
+    bar = ProgressBar(total=2, desc="reading", leave=leave)
+    assert "reading:   0%" in terminal.getvalue()
+    bar.close()
+    assert terminal.getvalue().endswith("\n" if leave else "\r")
+
+
+def test_a_bar_that_is_off_is_off(monkeypatch):
+    log = stderr(monkeypatch)
+    assert list(ProgressBar(range(3), leave=True, disable=True)) == [0, 1, 2]
+    assert log.getvalue() == ""
