@@ -421,6 +421,18 @@ def test_the_front_is_what_nothing_beats(found):
         assert ((ratio, cost) in best) == (not beaten)
 
 
+@pytest.mark.parametrize(("full", "said"), [(0.5, "the score says something"), (0.0, "nothing that could be lost")])
+def test_a_score_that_full_attention_does_not_have_cannot_be_lost(full, said):
+    kinds = [("base, full attention", "base", full, {}), ("hard k=1", "hard", 0.0, {"difference": -full})]
+    scores = [
+        BenchmarkRow(attention=name, kind=kind, task="gsm8k", method="focus", metric="acc", value=value, n=9,
+                     pairs_removed=0.5, **changes)
+        for name, kind, value, changes in kinds
+    ]  # fmt: skip
+    (found,) = [x for x in lines(traps_table(runs_of(trapped(benchmarks=scores)))) if "gsm8k" in x["what was measured"]]
+    assert found["in words"].startswith("engaged") and found["in words"].endswith(said)
+
+
 def test_arms_that_the_paper_does_not_have_are_named_too():
     arms = [row("focus_k2", kind="hard"), row("lora_1e-5", kind="trained"), row("lora_1e-2", kind="trained")]
     runs = [line["run"] for line in lines(table("table4_alignment", named("alignment", *arms))) if line["run"] != "-"]

@@ -210,7 +210,9 @@ def _benchmarks(record: Record) -> Subjects:
     for row in record.benchmarks:
         unit = "share" if row.is_share else "nats" if row.is_perplexity else row.metric
         bounds = row.difference, row.difference_low, row.difference_high
-        full = None if row.difference is None else (row.value or 0.0) - row.difference
+        full = None
+        if row.value is not None and row.difference is not None:
+            full = row.value * math.exp(-row.difference) if row.is_perplexity else row.value - row.difference
         yield _of(
             row, row.attention, telling=id(row) in told, reads_future=None if row.causal else row.attention,
             tokens=int(row.task.removeprefix(LONG_TEXT)) if row.task.startswith(LONG_TEXT) else None,
