@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from typing import Any
 
@@ -14,14 +15,16 @@ class ProgressBar(tqdm):
     """tqdm whose bar goes away when the work is done, unless `leave`.
 
     Where stderr is no terminal, as in a SLURM log, it writes whole lines, one in `LOG_SECONDS`: work that takes less
-    says nothing there.
+    says nothing there. Of several processes of a run the first alone writes.
     """
 
     def __init__(self, *args: Any, leave: bool = False, **settings: Any) -> None:
         self.logged = not sys.stderr.isatty()
         if self.logged:
             # miniters: else tqdm's monitor writes in between
-            settings |= {"mininterval": LOG_SECONDS, "maxinterval": LOG_SECONDS, "miniters": 1, "delay": LOG_SECONDS}
+            settings |= {"mininterval": LOG_SECONDS, "miniters": 1, "delay": LOG_SECONDS}
+        if os.environ.get("RANK", "0") != "0":
+            settings["disable"] = True
         super().__init__(*args, leave=leave and not self.logged, dynamic_ncols=not self.logged, **settings)
         self.closing_line = self.logged and leave and not self.disable
 

@@ -67,3 +67,12 @@ def test_a_bar_that_is_off_is_off(monkeypatch):
     log = stderr(monkeypatch)
     assert list(ProgressBar(range(3), leave=True, disable=True)) == [0, 1, 2]
     assert log.getvalue() == ""
+
+
+@pytest.mark.parametrize("kind", [io.StringIO, Terminal])
+@pytest.mark.parametrize("process", ["0", "1"])
+def test_of_several_processes_the_first_alone_writes(kind, process, monkeypatch):
+    written = stderr(monkeypatch, kind)
+    monkeypatch.setenv("RANK", process)
+    assert list(ProgressBar(range(3), desc="training", leave=True)) == [0, 1, 2]
+    assert ("training: 100%" in written.getvalue()) == (process == "0")
