@@ -13,12 +13,13 @@ from running import fitting, only_run, record_of, router_steps, run, tiny
 from focus_exp import attach, set_routing
 from focus_exp.attention.baselines.performer import Performer
 from focus_exp.attention.selection import Sequence, count_pairs
+from focus_exp.models.attached import observed
 from focus_exp.models.modules import attached_methods, attention_modules
 from focus_exp.speed import break_even as calibration
 from focus_exp.speed import suite
 from focus_exp.speed.break_even import BreakEven, break_even, sparse_wins
 from focus_exp.speed.layer import Contender, Layer, attention_rows, attention_step_rows
-from focus_exp.speed.model import attention_clock, model_step_row, prefill_row
+from focus_exp.speed.model import attention_clock, method_prefill_row, model_step_row, prefill_row
 from focus_exp.speed.timing import PeakMemory, alternate
 from focus_exp.speed.workload import Shape, Tensors, balanced, full_attention, largest_group, pairs_kept
 from focus_exp.training.precision import Precision
@@ -30,6 +31,8 @@ FLOAT32 = Precision(CPU, torch.float32, False, "test")
 BENCH = ["+experiment=speed", "bench.lengths=[48,80]",
          "bench.groups=[2,4]", "bench.top_k=[1]", router_steps(2)]  # fmt: skip
 
+DUAL = ["attention=focus_dual", "regime=none", "attention.groups=4", "attention.top_k=1"]
+PREFILLS = ["bench.lengths=[]", "bench.step_lengths=[]", "bench.decode_lengths=[]", "bench.prefill_lengths=[32,48]"]
 NO_MODEL_CLOCKS = ["bench.prefill_lengths=[]", "bench.step_lengths=[]", "bench.decode_lengths=[]"]
 
 
@@ -260,6 +263,34 @@ def test_layers_of_other_methods_are_timed_and_a_failure_says_why(tmp_path, monk
     assert "At 48 tokens" in result.out and "failed: RuntimeError: no features" in result.out
 
 
+def test_a_fitted_router_with_two_encoders_is_timed_in_a_prefill(tmp_path):
+    settings = ["attention.pairs=0.3", "attention.fit_blocks=3", "attention.fit_held_out=1", "attention.fit_steps=4"]
+    result = run(*fitting(*tiny(tmp_path), "job=bench", *DUAL, *settings, *PREFILLS))
+    assert result.code == 0, result.err
+    record = record_of(tmp_path)
+    assert not record.speed and not record.rows
+    assert [(row.clock, row.method, row.tokens) for row in record.method_speed] == [
+        ("prefill", "focus_dual", 32), ("prefill", "focus_dual", 48)
+    ]  # fmt: skip
+    for row in record.method_speed:
+        assert row.ratio and 0 < row.pairs_kept < 1
+        assert 0 < row.attention_seconds < row.seconds and 0 < row.full_attention_seconds < row.full_seconds
+    assert "time of full attention over that of focus_dual:" in " ".join(result.out.split())
+    table = (only_run(tmp_path) / "speed_methods_prefill.csv").read_text()
+    assert table.count("focus_dual") >= 2 and "speed_methods.csv" not in {p.name for p in only_run(tmp_path).iterdir()}
+
+
+def test_a_prefill_of_another_method_is_that_of_the_attached_model(tiny_model):
+    model = attach(tiny_model("llama"), "focus_dual", groups=4, top_k=1, window=8, sinks=1).eval()
+    tokens = torch.randint(0, 96, (1, 40), generator=torch.Generator().manual_seed(0))
+    row = method_prefill_row("focus_dual", model, tokens, FLOAT32, 1)
+    counts = []
+    with observed(model, lambda _, method, selection, sequence: counts.append(method.count_pairs(selection, sequence))):
+        model(tokens)
+    assert row.pairs_kept == pytest.approx(sum(count.share_kept for count in counts) / len(counts))
+    assert row.path == "masked" and row.tokens == 40 and row.dtype == "float32"
+
+
 def test_kernels_are_listed_with_reasons(tmp_path):
     result = run("job=bench", "bench.list=true", f"cache_dir={tmp_path}")
     assert result.code == 0 and not list(tmp_path.rglob("record.json"))
@@ -277,6 +308,9 @@ def test_kernels_are_listed_with_reasons(tmp_path):
         (["bench.dtype=int4"], "bench.dtype"),
         (["bench.methods=[full]"], "bench.methods=full"),
         (["bench.methods=[nothing]"], "nothing"),
+        ([*DUAL, *PREFILLS, "bench.prefill_lengths=[]"], "bench.prefill_lengths"),
+        ([*DUAL, *PREFILLS, "bench.methods=[window]"], "bench.methods"),
+        ([*DUAL, *PREFILLS, "attention.fit_blocks=0"], "attention.fit_blocks"),
     ],
 )
 def test_what_cannot_be_timed_is_refused(tmp_path, arguments, named):

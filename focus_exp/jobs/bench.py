@@ -1,4 +1,4 @@
-"""job=bench: Focus against full attention on this device, by the clock.
+"""job=bench: Focus against full attention on this device, by the clock; of focus_dual the prefill of a whole model.
 
 bench.list=true only says which kernels there are here, and why others are not. For one group a token torch's flash,
 FlashAttention 3 or 4 or flash-attn may take the place of Triton's for the groups. They are tested in Triton's
@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from hydra.core.hydra_config import HydraConfig
 
-from focus_exp.config import Config
+from focus_exp.config import Config, phases_of
 from focus_exp.config_attention import method_options
 from focus_exp.errors import UserError
 from focus_exp.jobs.adapter import with_adapter
@@ -32,14 +32,14 @@ def bench(config: Config) -> None:
         return
     if config.adapter:
         config = with_adapter(config)
-    if not config.has_router:
-        raise UserError(f"job=bench times Focus, not attention={config.attention.name}; use attention=focus")
+    refuse_untimed(config)
     methods = other_methods(config)
     if already_finished(config):
         return
     precision = choose_precision(config.trainer.precision, config.trainer.accelerator, trains_base=False)
     router = f"the router in {config.adapter}" if config.adapter else headline(config)
-    print(f"speed of Focus against full attention; {router}; {describe(precision)}")
+    timed = "Focus" if config.has_router else config.attention.name
+    print(f"speed of {timed} against full attention; {router}; {describe(precision)}")
     print(f"run folder: {run_folder(config)}")
     with open_run(config, describe(precision)) as run:
         loaded, corpus = load(run, precision)
@@ -49,7 +49,8 @@ def bench(config: Config) -> None:
         if config.bench.quality:
             evaluation.measure_base()
         trained = put_router(run, model, blocks, precision, longest)
-        set_routing(model, hard=True, top_k=config.focus.top_k, pair_rule=config.focus.pair_rule)
+        if config.has_router:
+            set_routing(model, hard=True, top_k=config.focus.top_k, pair_rule=config.focus.pair_rule)
         suite = Suite(config, model, evaluation.quality.blocks, precision, run.folder, trained, methods)
         for row in suite.rows():
             run.record.speed.append(row)
@@ -60,6 +61,22 @@ def bench(config: Config) -> None:
         if config.bench.quality:
             evaluation.measure_attached()
             evaluation.write_into(run.record, run.folder)
+
+
+def refuse_untimed(config: Config) -> None:
+    """UserError for what no clock is for: no router, or two encoders otherwise than fitted and in a prefill."""
+    name, settings = config.attention.name, config.bench
+    if config.has_router:
+        return
+    if not config.dual:
+        raise UserError(f"job=bench times routers, not attention={name}; use attention=focus or attention=focus_dual")
+    for key in ("lengths", "step_lengths", "decode_lengths", "methods"):
+        if getattr(settings, key):
+            raise UserError(f"bench.{key} is for attention=focus; of attention={name} a prefill is timed: leave it out")
+    if not settings.prefill_lengths:
+        raise UserError(f"attention={name} is timed in a prefill of the whole model; give bench.prefill_lengths=[4096]")
+    if not (config.adapter or config.fitting or phases_of(config)):
+        raise UserError(f"attention={name} is timed once it is fitted; give adapter=, or attention.fit_blocks above 0")
 
 
 def other_methods(config: Config) -> Methods:

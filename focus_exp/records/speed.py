@@ -73,12 +73,17 @@ class SpeedRow:
 
 @dataclass(kw_only=True)
 class MethodSpeedRow:
-    """One layer of another method, routing included, and full attention, alternated in one run on the same tensors.
+    """Another method and full attention, alternated in one run on the same tensors.
 
+    clock: "attention" is one layer, routing included, on random tensors; "prefill" the whole model's forward pass with
+        what is attached to it, the router as it was fitted or trained, on held-out text.
     path: how the method is computed here; "masked" computes every pair and saves nothing.
-    Times are medians over `repeats` in seconds. A row that failed carries `error` and no times.
+    pairs_kept, largest_group: shares 0..1, by layer on average, where a whole model is timed.
+    *attention_seconds: the part of a prefill that was spent in routing and attention.
+    Times are medians over `repeats` in seconds, peaks are bytes. A row that failed carries `error` and no times.
     """
 
+    clock: Clock = "attention"
     method: str
     tokens: int
     layer: str
@@ -88,9 +93,21 @@ class MethodSpeedRow:
     repeats: int = 0
     full_seconds: float | None = None
     seconds: float | None = None
+    full_attention_seconds: float | None = None
+    attention_seconds: float | None = None
+    full_peak_bytes: int | None = None
+    peak_bytes: int | None = None
+    pairs_kept: float | None = None
+    largest_group: float | None = None
     error: str | None = None
 
     @property
     def ratio(self) -> float | None:
         """How many times faster than full attention."""
         return self.full_seconds / self.seconds if self.full_seconds and self.seconds else None
+
+    @property
+    def attention_ratio(self) -> float | None:
+        """The same of the attention layers alone."""
+        own, full = self.attention_seconds, self.full_attention_seconds
+        return full / own if own and full else None

@@ -145,9 +145,10 @@ class Entry:
         """
         model = run.record.model.get("fingerprint")
         same = [timer for timer in self.timers if timer.record.model.get("fingerprint") == model]
-        common = max((line.tokens for one in same for line in one.select({"of": "method_speed"})), default=0)
-        scored = self.behind(run)[0]
         cells: dict[str, Any] = {"measure": "ratio", "clock": "attention"}
+        others = cells | {"of": "method_speed"}
+        common = max((line.tokens for one in same for line in one.select(others)), default=0)
+        scored = self.behind(run)[0]
         if scored.method == "focus":
             k = scored.top_k or 1
             cells |= {"of": "speed", "groups": scored.K, "top_k": k}

@@ -238,9 +238,10 @@ def _speed(record: Record) -> Subjects:
 def _method_speed(record: Record) -> Subjects:
     for row in record.method_speed:
         yield (
-            _of(row, None, clock="attention"),
+            _of(row, None),
             [
                 Number("ratio", row.ratio, unit="times", against=FULL),
+                Number("attention_ratio", row.attention_ratio, unit="times", against=FULL),
                 Number("seconds", row.seconds, unit="seconds", against=FULL, level_against=row.full_seconds),
             ],
         )

@@ -61,9 +61,13 @@ def _memory(record: Record) -> Iterator[str]:
 
 
 def method_findings(record: Record) -> Iterator[str]:
-    """The ratios of other methods' layers at each length, those of masks over all pairs apart."""
-    for tokens in dict.fromkeys(row.tokens for row in record.method_speed):
-        rows = [row for row in record.method_speed if row.tokens == tokens and row.ratio]
+    """The ratios of other methods at each length, those of layers by masks over all pairs apart."""
+    layers = [row for row in record.method_speed if row.clock == "attention"]
+    for tokens in dict.fromkeys(row.tokens for row in layers):
+        rows = [row for row in layers if row.tokens == tokens and row.ratio]
         parts = {"unmasked": [r for r in rows if r.path != MASKED], "masked": [r for r in rows if r.path == MASKED]}
         if rows:
             yield say("methods", tokens=tokens, parts=[say(part, rows=found) for part, found in parts.items() if found])
+    wholes = [row for row in record.method_speed if row.clock == "prefill" and row.ratio]
+    for name in dict.fromkeys(row.method for row in wholes):
+        yield say("method_prefill", name=name, rows=[row for row in wholes if row.method == name])

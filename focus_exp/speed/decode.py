@@ -22,7 +22,7 @@ from focus_exp.models.cache import FocusCache
 from focus_exp.models.modules import attached_methods
 from focus_exp.records.speed import SpeedRow
 from focus_exp.speed.layer import Layer
-from focus_exp.speed.model import attention_dtype, attention_name, setting_of, shape_of
+from focus_exp.speed.model import attention_dtype, attention_name, number_format, setting_of, shape_of
 from focus_exp.speed.timing import Work, alternate
 from focus_exp.speed.workload import Groups, Tensors, largest_group, layer_method
 from focus_exp.training.precision import Precision
@@ -146,7 +146,7 @@ def decode_model_row(model: PreTrainedModel, tokens: Tensor, precision: Precisio
         full_seconds=seconds["full"] / MODEL_STEPS, focus_seconds=seconds["focus"] / MODEL_STEPS,
         full_peak_bytes=layers * length * token_bytes, focus_peak_bytes=held,
         full_bytes_read=layers * length * token_bytes, focus_bytes_read=read * token_bytes,
-        pairs_kept=read / (layers * length), **setting_of(model, precision),
+        pairs_kept=read / (layers * length), **setting_of(model), **number_format(model, precision),
     )  # fmt: skip
 
 

@@ -19,7 +19,7 @@ from focus_exp.attention.method import AttentionMethod
 from focus_exp.attention.selection import PairCounts, Selection, Sequence
 from focus_exp.models.attached import disabled, freeze, observed, routers_of
 from focus_exp.models.modules import attached_methods, attention_modules
-from focus_exp.records.speed import SpeedRow
+from focus_exp.records.speed import MethodSpeedRow, SpeedRow
 from focus_exp.speed.timing import PeakMemory, Work, alternate, clock, synchronize
 from focus_exp.speed.workload import Shape, largest_group
 from focus_exp.training.precision import Precision
@@ -40,29 +40,57 @@ def prefill(model: PreTrainedModel, tokens: Tensor, precision: Precision) -> Non
         model(input_ids=tokens, use_cache=False, logits_to_keep=1)
 
 
-def prefill_row(model: PreTrainedModel, tokens: Tensor, precision: Precision, repeats: int) -> SpeedRow:
-    """Clock "prefill": logits of the token after `tokens` `[1, T]`, attached and hard against `disabled`."""
+@dataclass(frozen=True)
+class Prefill:
+    """Medians in seconds, the part of them that is attention, and peak bytes, of "full" and of "own"."""
+
+    seconds: dict[str, float]
+    attention: dict[str, float]
+    peaks: dict[str, int | None]
+
+
+def timed_prefill(model: PreTrainedModel, tokens: Tensor, precision: Precision, repeats: int) -> Prefill:
+    """Logits of the token after `tokens` `[1, T]`, attached and hard against `disabled`, in turn."""
     memory = PeakMemory(precision.device)
 
-    focus = partial(prefill, model, tokens, precision)
+    own = partial(prefill, model, tokens, precision)
 
     def full() -> None:
         with disabled(model):
-            focus()
+            own()
 
-    works: dict[str, Work] = {"full": full, "focus": focus}
+    works: dict[str, Work] = {"full": full, "own": own}
     seconds = alternate(works, repeats, precision.device)
     peaks = {name: memory.of(work) for name, work in works.items()}
-    shares = {}
+    attention = {}
     for name, work in works.items():
         with attention_clock(model) as attended:
             whole = clock(work, precision.device)
-        shares[name] = attended.seconds / whole * seconds[name]
+        attention[name] = attended.seconds / whole * seconds[name]
+    return Prefill(seconds, attention, peaks)
+
+
+def prefill_row(model: PreTrainedModel, tokens: Tensor, precision: Precision, repeats: int) -> SpeedRow:
+    """Clock "prefill" of Focus."""
+    found = timed_prefill(model, tokens, precision, repeats)
     return SpeedRow(
-        clock="prefill", tokens=tokens.shape[1], repeats=repeats, full_seconds=seconds["full"],
-        focus_seconds=seconds["focus"], full_attention_seconds=shares["full"],
-        focus_attention_seconds=shares["focus"], full_peak_bytes=peaks["full"], focus_peak_bytes=peaks["focus"],
-        **describe(model, tokens, precision),
+        clock="prefill", tokens=tokens.shape[1], repeats=repeats, full_seconds=found.seconds["full"],
+        focus_seconds=found.seconds["own"], full_attention_seconds=found.attention["full"],
+        focus_attention_seconds=found.attention["own"], full_peak_bytes=found.peaks["full"],
+        focus_peak_bytes=found.peaks["own"], **setting_of(model), **ran(model, tokens, precision),
+    )  # fmt: skip
+
+
+def method_prefill_row(
+    name: str, model: PreTrainedModel, tokens: Tensor, precision: Precision, repeats: int
+) -> MethodSpeedRow:
+    """Clock "prefill" of the method that is attached to the model, whatever it is."""
+    found = timed_prefill(model, tokens, precision, repeats)
+    return MethodSpeedRow(
+        clock="prefill", method=name, tokens=tokens.shape[1], repeats=repeats, full_seconds=found.seconds["full"],
+        seconds=found.seconds["own"], full_attention_seconds=found.attention["full"],
+        attention_seconds=found.attention["own"], full_peak_bytes=found.peaks["full"], peak_bytes=found.peaks["own"],
+        **ran(model, tokens, precision),
     )  # fmt: skip
 
 
@@ -111,12 +139,12 @@ def model_step_row(model: PreTrainedModel, tokens: Tensor, precision: Precision)
     return SpeedRow(
         clock="model step", tokens=tokens.shape[1], repeats=1, full_seconds=seconds["full"],
         focus_seconds=seconds["focus"], full_peak_bytes=peaks["full"], focus_peak_bytes=peaks["focus"],
-        **describe(model, tokens, precision),
+        **setting_of(model), **ran(model, tokens, precision),
     )  # fmt: skip
 
 
-def describe(model: PreTrainedModel, tokens: Tensor, precision: Precision) -> dict[str, Any]:
-    """The fields of a row that say what ran: the routers' groups on these tokens, pairs kept, kernels."""
+def ran(model: PreTrainedModel, tokens: Tensor, precision: Precision) -> dict[str, Any]:
+    """The fields of a row that say what ran on these tokens: shapes, kernels, pairs kept, the groups' sizes."""
     counts: list[PairCounts] = []
     largest: list[float] = []
 
@@ -128,7 +156,7 @@ def describe(model: PreTrainedModel, tokens: Tensor, precision: Precision) -> di
     with observed(model, observe):
         prefill(model, tokens, precision)
     return {
-        **setting_of(model, precision),
+        **number_format(model, precision),
         "full_kernel": attention_name(model),
         "path": ", ".join(sorted({m.path or "" for m in attached_methods(model).values()})),
         "pairs_kept": mean(pairs.share_kept for pairs in counts),
@@ -136,8 +164,8 @@ def describe(model: PreTrainedModel, tokens: Tensor, precision: Precision) -> di
     }
 
 
-def setting_of(model: PreTrainedModel, precision: Precision) -> dict[str, Any]:
-    """The fields of a row that say what is attached to the model."""
+def setting_of(model: PreTrainedModel) -> dict[str, Any]:
+    """The fields of a row that say which Focus is attached to the model."""
     method = next(iter(routers_of(model).values()))
     return {
         "groups": method.groups,
@@ -145,9 +173,13 @@ def setting_of(model: PreTrainedModel, precision: Precision) -> dict[str, Any]:
         "pair_rule": method.pair_rule,
         "window": method.window,
         "assignment": "trained",
-        "layer": str(shape_of(model)),
-        "dtype": "bf16-mixed" if precision.autocast else str(model.dtype).removeprefix("torch."),
     }
+
+
+def number_format(model: PreTrainedModel, precision: Precision) -> dict[str, Any]:
+    """The fields of a row that say in what a model computes."""
+    dtype = "bf16-mixed" if precision.autocast else str(model.dtype).removeprefix("torch.")
+    return {"layer": str(shape_of(model)), "dtype": dtype}
 
 
 def attention_dtype(model: PreTrainedModel, precision: Precision) -> torch.dtype:

@@ -6,7 +6,7 @@ import json
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, replace
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import TypeVar
 
@@ -26,7 +26,7 @@ from focus_exp.records.speed import Clock, MethodSpeedRow, SpeedRow
 from focus_exp.speed.decode import decode_model_row, decode_rows
 from focus_exp.speed.layer import Layer, attention_rows, attention_step_rows
 from focus_exp.speed.methods import Methods, method_rows
-from focus_exp.speed.model import attention_dtype, model_step_row, prefill_row, shape_of
+from focus_exp.speed.model import attention_dtype, method_prefill_row, model_step_row, prefill_row, shape_of
 from focus_exp.speed.timing import device_name
 from focus_exp.speed.workload import Groups, balanced
 from focus_exp.storage import replace_file
@@ -59,14 +59,18 @@ class Suite:
         """`model` is attached, `held_out` text it was not trained on, `trained` says whether its routers were,
         `methods` are others to time a layer of."""
         self.config, self.settings, self.model, self.held_out = config, config.bench, model, held_out
-        self.precision, self.folder, self.trained = precision, folder, trained
-        attention = config.focus
-        self.layer = Layer(
-            shape_of(model), attention.window, attention.sinks, DTYPES[self.settings.dtype], precision.device,
-            "auto" if attention.backend == "masked" else attention.backend, self.settings.repeats,
-        )  # fmt: skip
-        self.methods = methods
+        self.precision, self.folder, self.trained, self.methods = precision, folder, trained, methods
         self.scores: Tensor | None = None
+
+    @cached_property
+    def layer(self) -> Layer:
+        """The attention layer that is timed, of the model's shape."""
+        attention = self.config.focus
+        return Layer(
+            shape_of(self.model), attention.window, attention.sinks, DTYPES[self.settings.dtype],
+            self.precision.device, "auto" if attention.backend == "masked" else attention.backend,
+            self.settings.repeats,
+        )  # fmt: skip
 
     def rows(self) -> Iterator[SpeedRow]:
         """All rows, each printed as it comes; shortest first, what takes longest last."""
@@ -77,6 +81,9 @@ class Suite:
                 yield row
 
     def tasks(self) -> list[Task]:
+        """The clocks of Focus; none where another method is attached."""
+        if not self.config.has_router:
+            return []
         steps, prefills = self.settings.step_lengths, self.settings.prefill_lengths
         decodes = self.settings.decode_lengths
         layer: list[Task] = [
@@ -101,15 +108,25 @@ class Suite:
         return self.settings.lengths or (ON_GPU if self.precision.device.type == "cuda" else ON_CPU)
 
     def method_rows(self) -> Iterator[MethodSpeedRow]:
-        """A layer of each of `methods` at every length, each printed as it comes."""
-        for length in ProgressBar(self.lengths if self.methods else [], desc="methods", unit="length"):
-            measure = partial(method_rows, self.layer, length, self.methods)
-            for row in self.keep(f"methods-{length}", MethodSpeedRow, measure):
+        """A layer of each of `methods` at every length, and the whole model where what is attached is not Focus, each
+        printed as it comes."""
+        layers = [(f"methods-{n}", partial(self.layers, n)) for n in (self.lengths if self.methods else [])]
+        prefills = [] if self.config.has_router else self.settings.prefill_lengths
+        wholes = [(f"methods_prefill-{n}", partial(self.method_prefill, n)) for n in prefills]
+        for name, measure in ProgressBar([*layers, *wholes], desc="methods", unit="length"):
+            for row in self.keep(name, MethodSpeedRow, measure):
                 print(
-                    f"measured: {row.method:<20} {row.tokens:>9,} tokens: "
+                    f"measured: {row.clock:<14} {row.tokens:>9,} tokens, {row.method}: "
                     + (f"{row.ratio:.2f}x full attention ({row.path})" if row.ratio else f"failed: {row.error}")
                 )
                 yield row
+
+    def layers(self, length: int) -> Iterable[MethodSpeedRow]:
+        return method_rows(self.layer, length, self.methods)
+
+    def method_prefill(self, length: int) -> Iterable[MethodSpeedRow]:
+        name, repeats = self.config.attention.name, min(PREFILL_REPEATS, self.settings.repeats)
+        return [method_prefill_row(name, self.model, self.text(length), self.precision, repeats)]
 
     def attention(self, length: int) -> Iterable[SpeedRow]:
         return attention_rows(self.layer, length, self.groupings(length))
