@@ -280,6 +280,19 @@ def test_a_fitted_router_with_two_encoders_is_timed_in_a_prefill(tmp_path):
     assert table.count("focus_dual") >= 2 and "speed_methods.csv" not in {p.name for p in only_run(tmp_path).iterdir()}
 
 
+def test_a_prefill_that_fails_is_a_row_with_its_reason(tmp_path, monkeypatch):
+    def failing(*_):
+        raise RuntimeError("out of everything")
+
+    monkeypatch.setattr(suite, "method_prefill_row", failing)
+    settings = ["attention.fit_blocks=3", "attention.fit_held_out=1", "attention.fit_steps=4"]
+    result = run(*fitting(*tiny(tmp_path), "job=bench", *DUAL, *settings, *PREFILLS))
+    assert result.code == 0, result.err
+    rows = record_of(tmp_path).method_speed
+    assert [row.tokens for row in rows] == [32, 48] and all("out of everything" in row.error for row in rows)
+    assert "failed" in (only_run(tmp_path) / "table.md").read_text()
+
+
 def test_a_prefill_of_another_method_is_that_of_the_attached_model(tiny_model):
     model = attach(tiny_model("llama"), "focus_dual", groups=4, top_k=1, window=8, sinks=1).eval()
     tokens = torch.randint(0, 96, (1, 40), generator=torch.Generator().manual_seed(0))

@@ -75,6 +75,11 @@ class Record:
         return next((row for row in self.rows if row.kind == "base" and row.scored), None)
 
     @property
+    def is_timed(self) -> bool:
+        """Whether a clock ran."""
+        return bool(self.speed or self.method_speed)
+
+    @property
     def device_kind(self) -> str:
         """`cpu` of `cpu, 2 threads, float32`."""
         return self.device.partition(",")[0]

@@ -233,7 +233,7 @@ def _rank(line: Line) -> tuple[bool, bool]:
 
 def entries_of(table: PaperTable, runs: Runs) -> list[Entry]:
     """The rows of the paper, each at every place and set-up where there is something, then arms it does not have."""
-    found, timers = [], [run for run in finished(runs) if run.record.speed or run.record.method_speed]
+    found, timers = [], [run for run in finished(runs) if run.record.is_timed]
     for cells in [*(one.select for one in table.columns), *(place.select for place in table.everywhere)]:
         check(f"paper_map.yaml: {table.name}", cells, "")
     rows = [(paper, table.places(name)) for name, paper in table.paper.items()]

@@ -41,7 +41,7 @@ def all_findings(record: Record) -> list[str]:
         return [*continuation_findings(record)]
     if record.groups:
         return [*group_findings(record)]
-    said = quality_findings(record) if record.rows or not (record.speed or record.method_speed) else []
+    said = quality_findings(record) if record.rows or not record.is_timed else []
     return [*said, *benchmark_findings(record.benchmarks), *speed_findings(record), *method_findings(record)]
 
 

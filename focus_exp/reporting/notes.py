@@ -60,7 +60,7 @@ def where(record: Record, model: str = "") -> str:
         name = asked if section == "model" and path else used.get("name") or asked
         parts.append(f"{name} (SUBSTITUTE)" if used.get("substitution") or (section == "model" and other) else name)
     shape = f"T = {record.setting('eval', 'window', 0):,}, w = {record.setting('attention', 'window')}"
-    device = f", {record.device_kind}" if record.speed or record.method_speed else ""
+    device = f", {record.device_kind}" if record.is_timed else ""
     return f"{' on '.join(parts)}, {shape}{device}"
 
 

@@ -49,7 +49,7 @@ def write_run_page(record: Record, folder: Path, top: Path, now: str | None = No
 def run_page(record: Record, folder: Path, top: Path, now: str | None = None) -> str:
     """The text of the page."""
     live = now is not None
-    measured = record.rows or record.speed or record.method_speed or record.groups or record.continuations
+    measured = record.rows or record.is_timed or record.groups or record.continuations
     state = State("running", now or "") if live else state_of(record, folder)
     tables = all_tables(record) if measured else []
     return render(

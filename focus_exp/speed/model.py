@@ -40,58 +40,42 @@ def prefill(model: PreTrainedModel, tokens: Tensor, precision: Precision) -> Non
         model(input_ids=tokens, use_cache=False, logits_to_keep=1)
 
 
-@dataclass(frozen=True)
-class Prefill:
-    """Medians in seconds, the part of them that is attention, and peak bytes, of "full" and of "own"."""
-
-    seconds: dict[str, float]
-    attention: dict[str, float]
-    peaks: dict[str, int | None]
-
-
-def timed_prefill(model: PreTrainedModel, tokens: Tensor, precision: Precision, repeats: int) -> Prefill:
-    """Logits of the token after `tokens` `[1, T]`, attached and hard against `disabled`, in turn."""
+def timed_prefill(
+    model: PreTrainedModel, tokens: Tensor, precision: Precision, repeats: int, own: str
+) -> dict[str, Any]:
+    """The fields of a row of clock "prefill": logits of the token after `tokens` `[1, T]`, attached and hard against
+    `disabled`, in turn; names of what is attached begin with `own`."""
     memory = PeakMemory(precision.device)
 
-    own = partial(prefill, model, tokens, precision)
+    attached = partial(prefill, model, tokens, precision)
 
     def full() -> None:
         with disabled(model):
-            own()
+            attached()
 
-    works: dict[str, Work] = {"full": full, "own": own}
+    works: dict[str, Work] = {"full_": full, own: attached}
     seconds = alternate(works, repeats, precision.device)
     peaks = {name: memory.of(work) for name, work in works.items()}
-    attention = {}
+    fields: dict[str, Any] = {"clock": "prefill", "tokens": tokens.shape[1], "repeats": repeats}
     for name, work in works.items():
         with attention_clock(model) as attended:
             whole = clock(work, precision.device)
-        attention[name] = attended.seconds / whole * seconds[name]
-    return Prefill(seconds, attention, peaks)
+        fields[f"{name}seconds"] = seconds[name]
+        fields[f"{name}attention_seconds"] = attended.seconds / whole * seconds[name]
+        fields[f"{name}peak_bytes"] = peaks[name]
+    return fields | ran(model, tokens, precision)
 
 
 def prefill_row(model: PreTrainedModel, tokens: Tensor, precision: Precision, repeats: int) -> SpeedRow:
     """Clock "prefill" of Focus."""
-    found = timed_prefill(model, tokens, precision, repeats)
-    return SpeedRow(
-        clock="prefill", tokens=tokens.shape[1], repeats=repeats, full_seconds=found.seconds["full"],
-        focus_seconds=found.seconds["own"], full_attention_seconds=found.attention["full"],
-        focus_attention_seconds=found.attention["own"], full_peak_bytes=found.peaks["full"],
-        focus_peak_bytes=found.peaks["own"], **setting_of(model), **ran(model, tokens, precision),
-    )  # fmt: skip
+    return SpeedRow(**setting_of(model), **timed_prefill(model, tokens, precision, repeats, "focus_"))
 
 
 def method_prefill_row(
     name: str, model: PreTrainedModel, tokens: Tensor, precision: Precision, repeats: int
 ) -> MethodSpeedRow:
     """Clock "prefill" of the method that is attached to the model, whatever it is."""
-    found = timed_prefill(model, tokens, precision, repeats)
-    return MethodSpeedRow(
-        clock="prefill", method=name, tokens=tokens.shape[1], repeats=repeats, full_seconds=found.seconds["full"],
-        seconds=found.seconds["own"], full_attention_seconds=found.attention["full"],
-        attention_seconds=found.attention["own"], full_peak_bytes=found.peaks["full"], peak_bytes=found.peaks["own"],
-        **ran(model, tokens, precision),
-    )  # fmt: skip
+    return MethodSpeedRow(method=name, **timed_prefill(model, tokens, precision, repeats, ""))
 
 
 def model_step_row(model: PreTrainedModel, tokens: Tensor, precision: Precision) -> SpeedRow:

@@ -76,7 +76,8 @@ class Suite:
         """All rows, each printed as it comes; shortest first, what takes longest last."""
         tasks = self.tasks()
         for clock, length, measure in ProgressBar(tasks, desc="speed", unit="length"):
-            for row in self.kept(clock, length, measure):
+            failed = partial(self.failed, clock, length)
+            for row in self.kept(f"{clock.replace(' ', '_')}-{length}", SpeedRow, measure, failed):
                 say(row)
                 yield row
 
@@ -110,11 +111,20 @@ class Suite:
     def method_rows(self) -> Iterator[MethodSpeedRow]:
         """A layer of each of `methods` at every length, and the whole model where what is attached is not Focus, each
         printed as it comes."""
-        layers = [(f"methods-{n}", partial(self.layers, n)) for n in (self.lengths if self.methods else [])]
         prefills = [] if self.config.has_router else self.settings.prefill_lengths
-        wholes = [(f"methods_prefill-{n}", partial(self.method_prefill, n)) for n in prefills]
-        for name, measure in ProgressBar([*layers, *wholes], desc="methods", unit="length"):
-            for row in self.keep(name, MethodSpeedRow, measure):
+        layers = [
+            partial(self.keep, f"methods-{n}", MethodSpeedRow, partial(self.layers, n))
+            for n in (self.lengths if self.methods else [])
+        ]
+        wholes = [
+            partial(
+                self.kept, f"methods_prefill-{n}", MethodSpeedRow, partial(self.method_prefill, n),
+                partial(self.method_failed, n),
+            )
+            for n in prefills
+        ]  # fmt: skip
+        for measured in ProgressBar([*layers, *wholes], desc="methods", unit="length"):
+            for row in measured():
                 print(
                     f"measured: {row.clock:<14} {row.tokens:>9,} tokens, {row.method}: "
                     + (f"{row.ratio:.2f}x full attention ({row.path})" if row.ratio else f"failed: {row.error}")
@@ -153,14 +163,22 @@ class Suite:
         """Tokens that the model has positions for."""
         return getattr(self.model.config.get_text_config(), "max_position_embeddings", None) or sys.maxsize
 
-    def kept(self, clock: Clock, length: int, measure: Callable[[], Iterable[SpeedRow]]) -> list[SpeedRow]:
+    def failed(self, clock: Clock, length: int, reason: str) -> SpeedRow:
+        groups = self.config.focus.groups
+        return SpeedRow(clock=clock, tokens=length, groups=groups, assignment="balanced", error=reason)
+
+    def method_failed(self, length: int, reason: str) -> MethodSpeedRow:
+        name = self.config.attention.name
+        return MethodSpeedRow(clock="prefill", method=name, tokens=length, layer="", dtype="", error=reason)
+
+    def kept(
+        self, name: str, kind: type[Timed], measure: Callable[[], Iterable[Timed]], failed: Callable[[str], Timed]
+    ) -> list[Timed]:
         """What one clock says of a length; a failure is a row too, and is tried again by the next run."""
         try:
-            return self.keep(f"{clock.replace(' ', '_')}-{length}", SpeedRow, measure)
+            return self.keep(name, kind, measure)
         except (RuntimeError, torch.OutOfMemoryError) as error:
-            reason = f"{type(error).__name__}: {first_line(error)}"
-            groups = self.config.focus.groups
-            return [SpeedRow(clock=clock, tokens=length, groups=groups, assignment="balanced", error=reason)]
+            return [failed(f"{type(error).__name__}: {first_line(error)}")]
 
     def keep(self, name: str, kind: type[Timed], measure: Callable[[], Iterable[Timed]]) -> list[Timed]:
         """What was measured on this device before the run was interrupted, or what is measured now."""
