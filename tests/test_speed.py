@@ -13,6 +13,7 @@ from running import fitting, only_run, record_of, router_steps, run, tiny
 from focus_exp import attach, set_routing
 from focus_exp.attention.baselines.performer import Performer
 from focus_exp.attention.selection import Sequence, count_pairs
+from focus_exp.jobs import backend
 from focus_exp.models.attached import observed
 from focus_exp.models.modules import attached_methods, attention_modules
 from focus_exp.speed import break_even as calibration
@@ -154,6 +155,15 @@ def test_break_even_is_measured_once_and_again_where_its_file_is_damaged(tmp_pat
     assert break_even(LAYER, 2, "this device", tmp_path).setting == first.setting
     assert len(list(tmp_path.rglob("*.json"))) == 1
     break_even(LAYER, 3, "this device", tmp_path)
+    assert len(list(tmp_path.rglob("*.json"))) == 2
+
+
+def test_break_even_of_another_cpu_is_another(tmp_path, monkeypatch):
+    monkeypatch.setattr(calibration, "LENGTHS", (32,))
+    for name in ("a fast cpu", "a slow cpu", "a fast cpu"):
+        monkeypatch.setattr(backend, "cpu_name", lambda name=name: name)
+        device = backend.measured_device(torch.device("cpu"))
+        assert name in break_even(LAYER, 2, device, tmp_path).sentence()
     assert len(list(tmp_path.rglob("*.json"))) == 2
 
 

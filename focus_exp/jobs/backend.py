@@ -14,6 +14,7 @@ from focus_exp.config import Config
 from focus_exp.errors import UserError
 from focus_exp.models.attached import routers_of, set_routing
 from focus_exp.models.modules import attached_methods
+from focus_exp.records.environment import cpu_name
 from focus_exp.speed.break_even import LENGTHS, BreakEven, break_even
 from focus_exp.speed.layer import Layer
 from focus_exp.speed.model import shape_of
@@ -40,11 +41,17 @@ def set_backend(model: PreTrainedModel, config: Config, precision: Precision, lo
     if choose(demand_of(model, dtype)) is None:
         return None  # every length takes the masked path
     layer = Layer(shape_of(model), attention.window, config.focus.sinks, dtype, precision.device)
-    found = break_even(layer, config.focus.groups, device_name(precision.device), cache_root(config.cache_dir))
+    found = break_even(layer, config.focus.groups, measured_device(precision.device), cache_root(config.cache_dir))
     for method in attached_methods(model).values():
         method.sparse_from = found.sparse_from
     print(found.sentence())
     return found
+
+
+def measured_device(device: torch.device) -> str:
+    """The device as the cache knows it: machines of several kinds may share one home folder."""
+    name = device_name(device)
+    return name if device.type == "cuda" else f"{name} of {cpu_name()} ({torch.backends.cpu.get_cpu_capability()})"
 
 
 def dense_training(model: PreTrainedModel, config: Config) -> str | None:

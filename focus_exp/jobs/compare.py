@@ -1,7 +1,7 @@
 """job=compare: run the arms of a comparison on the same tokens, then put what they found side by side.
 
 An arm is an ordinary run that differs in a few settings: '+arms.mine=["attention.groups=16"]' adds one,
-~arms.performer leaves one out, arm=lora_1e-3 runs it alone, and -m with arm=<names> runs them as jobs of their own.
+~arms.performer leaves one out, arm=lora_r16 runs it alone, and -m with arm=<names> runs them as jobs of their own.
 The command without `arm` runs what is left and writes the table, in which a failed arm keeps its reason.
 """
 

@@ -24,7 +24,7 @@ def environment() -> dict[str, Any]:
     return {
         "commit": commit(),
         "versions": versions,
-        "machine": {"platform": platform.platform(), "cpu": _cpu_name()},
+        "machine": {"platform": platform.platform(), "cpu": cpu_name()},
     }
 
 
@@ -54,7 +54,7 @@ def _git(*arguments: str) -> str:
         return ""
 
 
-def _cpu_name() -> str:
+def cpu_name() -> str:
     info = Path("/proc/cpuinfo")
     lines = info.read_text().splitlines() if info.exists() else []
     return next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), platform.machine())
