@@ -6,14 +6,18 @@ from dataclasses import replace
 
 import pytest
 import torch
+from hydra import initialize_config_dir
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from running import fitting, only_run, record_of, router_steps, run, tiny
 
 from focus_exp import attach, set_routing
+from focus_exp.__main__ import conf_dir
 from focus_exp.attention.baselines.performer import Performer
 from focus_exp.attention.selection import Sequence, count_pairs
+from focus_exp.config import register_schemas
 from focus_exp.jobs import backend
+from focus_exp.jobs.reproduce import composed
 from focus_exp.models.attached import observed
 from focus_exp.models.modules import attached_methods, attention_modules
 from focus_exp.speed import break_even as calibration
@@ -143,18 +147,25 @@ def test_the_sparse_path_wins_from_where_it_wins_for_good(pairs):
 
 def test_break_even_is_measured_once_and_again_where_its_file_is_damaged(tmp_path, monkeypatch):
     monkeypatch.setattr(calibration, "LENGTHS", (32, 64))
-    first = break_even(LAYER, 2, "this device", tmp_path)
+    groups = {"groups": 2, "top_k": 1, "window": 8, "sinks": 2}
+
+    def found(**options):
+        return break_even(LAYER, "focus", groups | options, "this device", tmp_path)
+
+    before = torch.get_rng_state()
+    first = found()
+    assert torch.equal(torch.get_rng_state(), before)
     assert set(first.seconds) <= {"32", "64"} and first.setting["kernel"] == "cpu-flash"
     (path,) = tmp_path.rglob("*.json")
     known = json.loads(path.read_text()) | {"than_masked": 48, "than_full": None}
     path.write_text(json.dumps(known))
-    assert break_even(LAYER, 2, "this device", tmp_path).sparse_from == 48
-    assert "from 48 tokens" in (sentence := break_even(LAYER, 2, "this device", tmp_path).sentence())
+    assert found().sparse_from == 48
+    assert "from 48 tokens" in (sentence := found().sentence())
     assert f"measured {first.measured}" in sentence
     path.write_text("{")
-    assert break_even(LAYER, 2, "this device", tmp_path).setting == first.setting
+    assert found().setting == first.setting
     assert len(list(tmp_path.rglob("*.json"))) == 1
-    break_even(LAYER, 3, "this device", tmp_path)
+    found(groups=3)
     assert len(list(tmp_path.rglob("*.json"))) == 2
 
 
@@ -163,13 +174,32 @@ def test_break_even_of_another_cpu_is_another(tmp_path, monkeypatch):
     for name in ("a fast cpu", "a slow cpu", "a fast cpu"):
         monkeypatch.setattr(backend, "cpu_name", lambda name=name: name)
         device = backend.measured_device(torch.device("cpu"))
-        assert name in break_even(LAYER, 2, device, tmp_path).sentence()
+        assert name in break_even(LAYER, "focus", {"groups": 2, "top_k": 1}, device, tmp_path).sentence()
     assert len(list(tmp_path.rglob("*.json"))) == 2
 
 
+@pytest.mark.parametrize("budget, k", [(None, 1), ([[3, 2], "window", "full"], 2)])
+def test_break_even_of_a_router_with_two_encoders_is_that_of_its_typical_head(
+    tiny_model, tmp_path, monkeypatch, budget, k
+):
+    monkeypatch.setattr(calibration, "LENGTHS", (32,))
+    monkeypatch.setattr(backend, "LENGTHS", (32,))
+    model = tiny_model("llama")
+    layers = len(attention_modules(model))
+    budget = budget and (budget * layers)[:layers]
+    attach(model, "focus_dual", groups=4, top_k=1, budget=budget)
+    overrides = ["attention=focus_dual", "attention.groups=4", "attention.top_k=1", f"cache_dir={tmp_path}"]
+    register_schemas()
+    with initialize_config_dir(conf_dir(), version_base="1.3"):
+        config = composed(overrides)
+    found = backend.set_backend(model, config, FLOAT32, 64)
+    assert found.method == f"focus_dual, K=4, k={k}" and found.setting["kernel"] == "cpu-flash"
+    assert {method.sparse_from for method in attached_methods(model).values()} == {found.sparse_from}
+
+
 def test_where_the_sparse_path_never_wins_auto_never_takes_it():
-    setting = {"device": "d", "dtype": "float32", "groups": 2, "kernel": "cpu-flash"}
-    never = BreakEven(None, None, {"256": {}}, setting, "")
+    setting = {"device": "d", "dtype": "float32", "kernel": "cpu-flash"}
+    never = BreakEven("focus", None, None, {"256": {}}, setting, "")
     assert never.sparse_from > 10**9 and "not faster up to 256" in never.sentence()
 
 

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from statistics import fmean
 from typing import Any
 
 import torch
 from transformers import PreTrainedModel
 
 from focus_exp.assets import cache_root
+from focus_exp.attention.dual import FocusDual
 from focus_exp.attention.kernels import KERNELS, Demand, available, choose
 from focus_exp.config import Config
+from focus_exp.config_attention import method_options
 from focus_exp.errors import UserError
 from focus_exp.models.attached import routers_of, set_routing
 from focus_exp.models.modules import attached_methods
@@ -33,19 +36,30 @@ def set_backend(model: PreTrainedModel, config: Config, precision: Precision, lo
 
     `longest` sequence to come: below the shortest length that would be measured there is nothing to choose.
     """
-    attention, routed = config.attention, list(routers_of(model).values())
+    attention = config.attention
     set_routing(model, hard=False, backend=attention.backend)
-    if attention.backend != "auto" or not routed or longest < LENGTHS[0]:
+    options = typical_options(model, config)
+    if attention.backend != "auto" or options is None or longest < LENGTHS[0]:
         return None
     dtype = torch.bfloat16 if precision.autocast else model.dtype
     if choose(demand_of(model, dtype)) is None:
         return None  # every length takes the masked path
-    layer = Layer(shape_of(model), attention.window, config.focus.sinks, dtype, precision.device)
-    found = break_even(layer, config.focus.groups, measured_device(precision.device), cache_root(config.cache_dir))
+    layer = Layer(shape_of(model), attention.window, options["sinks"], dtype, precision.device)
+    device = measured_device(precision.device)
+    found = break_even(layer, attention.method, options, device, cache_root(config.cache_dir))
     for method in attached_methods(model).values():
         method.sparse_from = found.sparse_from
     print(found.sentence())
     return found
+
+
+def typical_options(model: PreTrainedModel, config: Config) -> dict[str, Any] | None:
+    """Of a layer that stands for all that have groups, whose heads read as many of them on average; None without."""
+    options = method_options(config.attention) if config.attention.method != "full" else {}
+    reach = [k for m in attached_methods(model).values() if isinstance(m, FocusDual) and m.routes for k in m.reach]
+    if reach:
+        return options | {"budget": None, "top_k": max(1, round(fmean(reach)))}
+    return options if routers_of(model) else None
 
 
 def measured_device(device: torch.device) -> str:

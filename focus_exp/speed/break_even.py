@@ -12,13 +12,13 @@ from typing import Any
 
 import torch
 
-from focus_exp.speed.layer import Contender, Layer
-from focus_exp.speed.timing import Work, alternate
-from focus_exp.speed.workload import Tensors, balanced, full_attention
+from focus_exp.speed.layer import Layer, affordable
+from focus_exp.speed.methods import attention, layer_of
+from focus_exp.speed.timing import Work, alternate, clock
+from focus_exp.speed.workload import Tensors, full_attention
 from focus_exp.storage import replace_file
 
 LENGTHS = (256, 512, 1024, 2048, 4096, 8192)
-REPEATS = 5
 NEVER = 1 << 40  # tokens
 
 
@@ -28,9 +28,11 @@ class BreakEven:
 
     than_masked: than the masked path, which computes the same function: where backend=auto changes over.
     than_full: than full attention, which keeps every pair.
+    method: whose layer, in words; its router was a random one.
     measured: the day, as another run than the one that reads it may have measured it.
     """
 
+    method: str
     than_masked: int | None
     than_full: int | None
     seconds: dict[str, dict[str, float]]
@@ -52,8 +54,8 @@ class BreakEven:
     def sentence(self) -> str:
         """What backend=auto does here, in words."""
         setting = self.setting
-        named = f"{setting['device']}, {setting['dtype']}, K={setting['groups']}, {setting['kernel']}"
-        where = f"one layer, {named}, measured {self.measured}"
+        named = f"one layer, {self.method}, {setting['device']}, {setting['dtype']}, {setting['kernel']}"
+        where = f"{named}, measured {self.measured}"
         if self.than_masked is None:
             longest = max(map(int, self.seconds))
             return f"hard groups take the masked path: the sparse one is not faster up to {longest:,} tokens ({where})"
@@ -64,46 +66,48 @@ class BreakEven:
         )
 
 
-def break_even(layer: Layer, groups: int, device_name: str, cache: Path) -> BreakEven:
-    """Read from the cache, or measured in some seconds and kept there."""
+def break_even(layer: Layer, method: str, options: dict[str, Any], device_name: str, cache: Path) -> BreakEven:
+    """Of a layer of the method with these options: read from the cache, or measured in some seconds and kept there."""
     setting = {
         "device": device_name,
         "torch": torch.__version__,
         "dtype": str(layer.dtype).removeprefix("torch."),
         **asdict(layer.shape),
-        "window": layer.window,
-        "sinks": layer.sinks,
-        "groups": groups,
+        "method": method,
+        **options,
         "kernel": layer.backend,
     }
     name = hashlib.sha256(json.dumps(setting, sort_keys=True).encode()).hexdigest()[:16]
     path = cache / "break_even" / f"{name}.json"
     found = BreakEven.read(path)
     if found is None:
-        found = measure(layer, groups, setting)
+        print("measuring from how many tokens the sparse path pays here: once, in less than a minute")
+        found = measure(layer, method, options, setting)
         replace_file(path, (json.dumps(asdict(found), indent=2) + "\n").encode())
     return found
 
 
 @torch.no_grad()
-def measure(layer: Layer, groups: int, setting: dict[str, Any]) -> BreakEven:
+def measure(layer: Layer, method: str, options: dict[str, Any], setting: dict[str, Any]) -> BreakEven:
+    with torch.random.fork_rng(devices=[]):  # a run draws the same numbers whether it measures or reads
+        sparse, masked = (layer_of(layer, method, options) for _ in range(2))
+    masked.backend = "masked"
     seconds: dict[str, dict[str, float]] = {}
     for length in LENGTHS:
         tensors = Tensors.random(layer.shape, length, layer.dtype, layer.device)
-        sparse = Contender.of(layer, balanced(groups, length), tensors)
-        masked = Contender.of(layer, balanced(groups, length), tensors)
-        masked.method.backend = "masked"
-        setting = setting | {"kernel": sparse.kernel.name}
         works: dict[str, Work] = {
             "full": full_attention(tensors, layer.device)[1],
-            "masked": partial(masked.attention, tensors),
-            "sparse": partial(sparse.attention, tensors),
+            "masked": partial(attention, masked, tensors, layer.scaling),
+            "sparse": partial(attention, sparse, tensors, layer.scaling),
         }
-        seconds[str(length)] = alternate(works, REPEATS, layer.device)
+        round_seconds = sum(clock(work, layer.device) for work in works.values())
+        seconds[str(length)] = alternate(works, affordable(round_seconds, layer), layer.device)
         if sparse_wins(seconds, "full"):
             break
     than_masked, than_full = (sparse_wins(seconds, other) for other in ("masked", "full"))
-    return BreakEven(than_masked, than_full, seconds, setting, date.today().isoformat())
+    words = f"{method}, K={options['groups']}, k={options['top_k']}"
+    setting = setting | {"kernel": sparse.path}
+    return BreakEven(words, than_masked, than_full, seconds, setting, date.today().isoformat())
 
 
 def sparse_wins(seconds: dict[str, dict[str, float]], other: str) -> int | None:

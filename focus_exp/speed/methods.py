@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from focus_exp.attention.focus import Focus
 from focus_exp.attention.method import AttentionMethod, LayerShape
 from focus_exp.attention.registry import build
 from focus_exp.attention.selection import Sequence
@@ -53,10 +54,12 @@ def method_rows(layer: Layer, length: int, methods: Methods) -> Iterator[MethodS
 
 
 def layer_of(layer: Layer, method: str, options: dict[str, Any]) -> AttentionMethod:
-    """A layer of the method, on the sparse path where it has one."""
+    """A layer of the method, with hard groups and on the sparse path where it has them."""
     shape = layer.shape
     found = build(method, LayerShape(shape.width, shape.heads, shape.head_dim, 0, shape.kv_heads), **options)
     found.backend, found.sparse_from = layer.backend, 0
+    if isinstance(found, Focus):
+        found.hard = True
     return found.to(layer.device).eval()
 
 
