@@ -111,9 +111,9 @@ def test_only_tasks_on_which_the_mask_acted_are_evidence():
     ]  # fmt: skip
     verdict, idle = benchmark_findings(rows)
     assert verdict == (
-        "Focus hard k=1: of 3 tasks on which its mask acted, 1 worse than full attention (passkey acc -20.0 [-25.0, "
-        "-15.0] points); 1 better than full attention (induction acc +30.0 [+25.0, +35.0] points); 1 indistinguishable "
-        "from it, where losses of up to 4.0 points cannot be excluded."
+        "Focus hard k=1: of 3 tasks on which its mask acted, each by its own interval, 1 worse than full attention "
+        "(passkey acc -20.0 [-25.0, -15.0] points); 1 better than full attention (induction acc +30.0 [+25.0, +35.0] "
+        "points); 1 indistinguishable from it, where losses of up to 4.0 points cannot be excluded."
     )
     assert idle.startswith("Focus hard k=1 was not engaged on hellaswag (1.0 %), piqa (1.0 %): under 5 %")
     assert "no evidence of zero degradation" in idle

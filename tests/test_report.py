@@ -108,6 +108,21 @@ def test_equal_scores_count_only_where_the_mask_acted(scores, word):
     assert find(found, "T1", "stay as they are").word == word
 
 
+@pytest.mark.parametrize(("tasks", "words"), [(1, (NOT_REPRODUCED, REPRODUCED)), (4, (UNDECIDED, UNDECIDED))])
+def test_the_worst_of_several_scores_is_judged_as_such(tasks, words):
+    # -11 points +- 10: beyond its own interval, not beyond those that hold for four together
+    names = ["hellaswag", "arc_easy", "piqa", "lambada_openai"][:tasks]
+    differences = [-0.11, 0.0, 0.0, 0.0]
+    scores = [
+        benchmark(arm, by, kind=kind, task=task, removed=0.5 if arm == "focus" else 0.0)
+        for arm, kind in (("focus", "hard"), ("lora", "trained"))
+        for task, by in zip(names, differences, strict=False)
+    ]
+    lora = row("lora", kind="trained", **compared(-0.1))
+    found = verdicts(compare(row("focus", kind="hard"), lora, benchmarks=scores))
+    assert (find(found, "T1", "stay as they are").word, find(found, "T3", "loses on benchmarks").word) == words
+
+
 def test_rivals_are_judged_by_their_paired_differences():
     lora = row("lora_1e-3", kind="trained", nll=2.9, **compared(-0.1, half=0.03))
     found = verdicts(

@@ -38,9 +38,9 @@ class Estimate:
         return self.value - half, self.value + half
 
 
-def student(freedom: float) -> float:
-    """Half of a 95 % interval in standard errors."""
-    return float(stdtrit(freedom, (1 + LEVEL) / 2))
+def student(freedom: float, together: int = 1) -> float:
+    """Half of a 95 % interval in standard errors; of each of several where all are to hold `together` (Bonferroni)."""
+    return float(stdtrit(freedom, 1 - (1 - LEVEL) / 2 / together))
 
 
 def units_of(documents: Sequence[Hashable]) -> np.ndarray:

@@ -44,6 +44,7 @@ class Claim:
     experiments: list[str] = field(default_factory=list)
     select: dict[str, Any] = field(default_factory=dict)
     where: str = ""
+    beside: dict[str, Any] = field(default_factory=dict)
     pick: Literal["all", "least", "longest"] = "all"
     like: dict[str, Any] = field(default_factory=dict)
     other: str = ""
@@ -57,8 +58,11 @@ class Claim:
         """What its texts and limits may name."""
         return KNOWN | {name: _paper_row(*cells) for name, cells in self.rows.items()}
 
-    def judge(self, lines: list[Line]) -> Judged:
-        """The verdict on the lines of all records: seeds together, then those that are measured as the paper's are."""
+    def judge(self, lines: list[Line], beside: list[Line]) -> Judged:
+        """The verdict on the lines of all records: seeds together, then those that are measured as the paper's are.
+
+        The texts may name what stands `beside` them, which decides nothing.
+        """
         ((test, asked),) = self.test.items()
         limits = {key: expression(one)(**self.known) if isinstance(one, str) else one for key, one in asked.items()}
         found = together(lines)
@@ -69,7 +73,7 @@ class Claim:
             return replace(said, word=NOT_HERE if self.needs else NOT_RUN, why=self.needs or f"no line with {missing}")
         by = {line.measure: line for line in said.lines}
         told = {"lines": said.lines, "line": said.hangs_on or said.lines[0], "by": by, "found": found, "limits": limits}
-        known = self.known | told
+        known = self.known | told | {"beside": together(beside)}
         ours, why = said.ours or template(self.ours).render(known), template(self.why).render(known)
         if self.other or not alike:
             other = self.other or "nothing here has " + ", ".join(f"{name} {cell}" for name, cell in self.like.items())
@@ -114,7 +118,7 @@ def _claim(entry: Claim, values: dict[str, Any]) -> Claim:
 
     claim = Claim(**{key: filled(part) for key, part in vars(entry).items() if key != "each"})
     place = f"claims.yaml: {claim.table}, {claim.says}"
-    check(place, claim.select | claim.like, claim.where)
+    check(place, claim.select | claim.like | claim.beside, claim.where)
     try:
         says, paper, *_ = (template(part) for part in (claim.says, claim.paper, claim.ours, claim.why))
         claim = replace(claim, says=says.render(claim.known), paper=paper.render(claim.known))
@@ -161,7 +165,8 @@ def _verdict(claim: Claim, table: pd.DataFrame, runs: Runs) -> Verdict:
     table = table[table.experiment.isin(claim.experiments)]
     if table.empty:
         return Verdict(NOT_RUN, why=f"python -m focus_exp +experiment={claim.experiments[0]}")
-    said = claim.judge(lines_of(select(table, claim.select, claim.where)))
+    lines, beside = (lines_of(select(table, cells, claim.where)) for cells in (claim.select, claim.beside))
+    said = claim.judge(lines, beside if claim.beside else [])
     names = dict.fromkeys(one.run for line in said.lines for one in line.found)
     records = [runs.named[name] for name in names]
     word, line = (RAN if any(map(is_quick, records)) else said.word), said.hangs_on
@@ -187,6 +192,8 @@ def claim_table(ledger: list[tuple[Claim, Verdict]], runs: Runs) -> Table:
             "scores the same text (freedom by Satterthwaite); under one seed by the text alone. Until a record is "
             "measured anew its error by the text is that of a percentile bootstrap over windows, and too small where "
             "windows of one work resemble each other",
+            "where one of several scores decides, their intervals are widened until all of them hold together in 95 % "
+            "of the cases (Bonferroni); the brackets are each score's own",
             "needs: units and seeds, each as if the other were no limit, that show the paper's own difference, or one "
             "of 1 % where there are enough for that, with 80 % power at 5 %, two-sided",
             "cost: the time of the runs behind a verdict, all their arms included",
