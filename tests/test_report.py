@@ -124,7 +124,7 @@ def test_the_worst_of_several_scores_is_judged_as_such(tasks, words):
 
 
 def test_rivals_are_judged_by_their_paired_differences():
-    lora = row("lora_1e-3", kind="trained", nll=2.9, **compared(-0.1, half=0.03))
+    lora = row("lora", kind="trained", nll=2.9, **compared(-0.1, half=0.03))
     found = verdicts(
         compare(
             row("focus", kind="hard"),
@@ -133,7 +133,7 @@ def test_rivals_are_judged_by_their_paired_differences():
             row("performer", **compared(-0.2)),
             row("routing_transformer", causal=False, **compared(-0.5)),
             row("sparq", **compared(0.0)),
-            benchmarks=[benchmark("lora_1e-3", -0.3, removed=0.0, kind="trained")],
+            benchmarks=[benchmark("lora", -0.3, removed=0.0, kind="trained")],
         )
     )
     assert find(found, "T1", "than longformer").word == REPRODUCED

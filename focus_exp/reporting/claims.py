@@ -45,7 +45,7 @@ class Claim:
     select: dict[str, Any] = field(default_factory=dict)
     where: str = ""
     beside: dict[str, Any] = field(default_factory=dict)
-    pick: Literal["all", "least", "longest"] = "all"
+    pick: Literal["all", "longest"] = "all"
     like: dict[str, Any] = field(default_factory=dict)
     other: str = ""
     test: dict[str, dict[str, Any]] = field(default_factory=dict)
@@ -143,8 +143,6 @@ def _paper_row(table: str, *cells: Any) -> dict[str, Any]:
 
 
 def _picked(lines: list[Line], pick: str) -> list[Line]:
-    if pick == "least":
-        return sorted(lines, key=lambda line: line.value)[:1]
     longest = max((line.tokens or 0 for line in lines), default=0)
     return [line for line in lines if line.tokens == longest] if pick == "longest" else lines
 
