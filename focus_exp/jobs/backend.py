@@ -18,7 +18,7 @@ from focus_exp.errors import UserError
 from focus_exp.models.attached import routers_of, set_routing
 from focus_exp.models.modules import attached_methods
 from focus_exp.records.environment import cpu_name
-from focus_exp.speed.break_even import LENGTHS, BreakEven, break_even
+from focus_exp.speed.break_even import LENGTHS, REPEATS, BreakEven, break_even
 from focus_exp.speed.layer import Layer
 from focus_exp.speed.model import shape_of
 from focus_exp.speed.timing import device_name
@@ -44,7 +44,7 @@ def set_backend(model: PreTrainedModel, config: Config, precision: Precision, lo
     dtype = torch.bfloat16 if precision.autocast else model.dtype
     if choose(demand_of(model, dtype)) is None:
         return None  # every length takes the masked path
-    layer = Layer(shape_of(model), attention.window, options["sinks"], dtype, precision.device)
+    layer = Layer(shape_of(model), attention.window, options["sinks"], dtype, precision.device, repeats=REPEATS)
     device = measured_device(precision.device)
     found = break_even(layer, attention.method, options, device, cache_root(config.cache_dir))
     for method in attached_methods(model).values():
@@ -55,11 +55,12 @@ def set_backend(model: PreTrainedModel, config: Config, precision: Precision, lo
 
 def typical_options(model: PreTrainedModel, config: Config) -> dict[str, Any] | None:
     """Of a layer that stands for all that have groups, whose heads read as many of them on average; None without."""
-    options = method_options(config.attention) if config.attention.method != "full" else {}
+    if routers_of(model):
+        return method_options(config.attention)
     reach = [k for m in attached_methods(model).values() if isinstance(m, FocusDual) and m.routes for k in m.reach]
-    if reach:
-        return options | {"budget": None, "top_k": max(1, round(fmean(reach)))}
-    return options if routers_of(model) else None
+    if not reach:
+        return None
+    return method_options(config.attention) | {"budget": None, "top_k": max(1, round(fmean(reach)))}
 
 
 def measured_device(device: torch.device) -> str:

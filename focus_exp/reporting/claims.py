@@ -72,8 +72,10 @@ class Claim:
             missing = ", ".join(f"{column} {cell}" for column, cell in self.select.items())
             return replace(said, word=NOT_HERE if self.needs else NOT_RUN, why=self.needs or f"no line with {missing}")
         by = {line.measure: line for line in said.lines}
-        told = {"lines": said.lines, "line": said.hangs_on or said.lines[0], "by": by, "found": found, "limits": limits}
-        known = self.known | told | {"beside": together(beside)}
+        known = self.known | {
+            "lines": said.lines, "line": said.hangs_on or said.lines[0], "by": by, "found": found,
+            "beside": together(beside), "limits": limits,
+        }  # fmt: skip
         ours, why = said.ours or template(self.ours).render(known), template(self.why).render(known)
         if self.other or not alike:
             other = self.other or "nothing here has " + ", ".join(f"{name} {cell}" for name, cell in self.like.items())
@@ -163,8 +165,8 @@ def _verdict(claim: Claim, table: pd.DataFrame, runs: Runs) -> Verdict:
     table = table[table.experiment.isin(claim.experiments)]
     if table.empty:
         return Verdict(NOT_RUN, why=f"python -m focus_exp +experiment={claim.experiments[0]}")
-    lines, beside = (lines_of(select(table, cells, claim.where)) for cells in (claim.select, claim.beside))
-    said = claim.judge(lines, beside if claim.beside else [])
+    beside = lines_of(select(table, claim.beside, claim.where)) if claim.beside else []
+    said = claim.judge(lines_of(select(table, claim.select, claim.where)), beside)
     names = dict.fromkeys(one.run for line in said.lines for one in line.found)
     records = [runs.named[name] for name in names]
     word, line = (RAN if any(map(is_quick, records)) else said.word), said.hangs_on

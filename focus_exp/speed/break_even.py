@@ -19,6 +19,7 @@ from focus_exp.speed.workload import Tensors, full_attention
 from focus_exp.storage import replace_file
 
 LENGTHS = (256, 512, 1024, 2048, 4096, 8192)
+REPEATS = 5
 NEVER = 1 << 40  # tokens
 
 

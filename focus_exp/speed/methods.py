@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from focus_exp.attention.focus import Focus
 from focus_exp.attention.method import AttentionMethod, LayerShape
 from focus_exp.attention.registry import build
 from focus_exp.attention.selection import Sequence
@@ -17,7 +16,7 @@ from focus_exp.errors import first_line
 from focus_exp.records.speed import MethodSpeedRow
 from focus_exp.speed.layer import Layer, affordable
 from focus_exp.speed.timing import Work, alternate, clock
-from focus_exp.speed.workload import Tensors, full_attention
+from focus_exp.speed.workload import Tensors, full_attention, on_sparse_path
 
 # name -> the method as the registry knows it, and its options
 Methods = dict[str, tuple[str, dict[str, Any]]]
@@ -54,13 +53,9 @@ def method_rows(layer: Layer, length: int, methods: Methods) -> Iterator[MethodS
 
 
 def layer_of(layer: Layer, method: str, options: dict[str, Any]) -> AttentionMethod:
-    """A layer of the method, with hard groups and on the sparse path where it has them."""
     shape = layer.shape
     found = build(method, LayerShape(shape.width, shape.heads, shape.head_dim, 0, shape.kv_heads), **options)
-    found.backend, found.sparse_from = layer.backend, 0
-    if isinstance(found, Focus):
-        found.hard = True
-    return found.to(layer.device).eval()
+    return on_sparse_path(found, layer.backend, layer.device)
 
 
 def attention(method: AttentionMethod, tensors: Tensors, scaling: float) -> Tensor:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from functools import partial
+from typing import TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -15,13 +16,14 @@ from focus_exp.attention.blocked import of_every_head
 from focus_exp.attention.focus import Focus
 from focus_exp.attention.kernels.cuda import PACKAGES, activate, flash_attn
 from focus_exp.attention.kernels.fused import found
-from focus_exp.attention.method import LayerShape
+from focus_exp.attention.method import AttentionMethod, LayerShape
 from focus_exp.attention.selection import Selection, Sequence, count_plain_pairs, select
 from focus_exp.records.speed import Assignment
 from focus_exp.speed.timing import Work, alternate
 
 FUSED = {"sdpa-flash": SDPBackend.FLASH_ATTENTION, "sdpa-cudnn": SDPBackend.CUDNN_ATTENTION}
 SLOWEST = "sdpa-math"
+Method = TypeVar("Method", bound=AttentionMethod)
 
 
 @dataclass(frozen=True)
@@ -101,7 +103,14 @@ def layer_method(shape: Shape, groups: Groups, window: int, sinks: int, backend:
         LayerShape(shape.width, shape.heads, shape.head_dim, 0), groups=groups.count, window=window, sinks=sinks,
         top_k=groups.top_k, pair_rule=groups.pair_rule, train_with="hard",
     )  # fmt: skip
-    method.hard, method.backend, method.sparse_from = True, backend, 0
+    return on_sparse_path(method, backend, device)
+
+
+def on_sparse_path(method: Method, backend: str, device: torch.device) -> Method:
+    """The method in use, with hard groups and on the sparse path at every length, where it has them."""
+    if isinstance(method, Focus):
+        method.hard = True
+    method.backend, method.sparse_from = backend, 0
     return method.to(device).eval()
 
 
