@@ -17,7 +17,7 @@ from focus_exp.records.record import Record
 from focus_exp.records.rows import ProbeRow, Row
 from focus_exp.reporting import claims as ledger
 from focus_exp.reporting import specs, trust
-from focus_exp.reporting.comparators import at_least, below
+from focus_exp.reporting.comparators import at_least, below, stays_even
 from focus_exp.reporting.formats import (
     NOT_HERE,
     NOT_REPRODUCED,
@@ -183,6 +183,29 @@ def test_below_is_what_the_intervals_say(found, limit):
 def test_who_reads_the_future_can_only_lose(value, reader, word):
     line = Line(value=value, low=value - 0.1, high=value + 0.1, reads_future=reader, arm="focus", name="hard")
     assert below([line], 0).word == word
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "word"),
+    [
+        (-0.3, -0.1, REPRODUCED),
+        (-0.5, -0.1, SAME_DIRECTION),  # the paper's number, and twice that number
+        (-0.19, -0.1, SAME_DIRECTION),
+        (-0.5, -0.21, SAME_DIRECTION),
+        (-0.3, 0.1, UNDECIDED),
+    ],
+)
+def test_an_interval_too_wide_to_tell_the_papers_size_from_twice_it_does_not_reproduce_it(low, high, word):
+    facts = {"reads_future": None, "arm": "focus", "name": "hard", "deviation": None, "deviation_of_seeds": None}
+    line = Line(value=(low + high) / 2, low=low, high=high, seeds=[0], **facts)
+    assert below([line], 0, size=-0.2).word == word
+
+
+@pytest.mark.parametrize(("largest", "word"), [(0.15, REPRODUCED), (0.4, SAME_DIRECTION), (0.6, NOT_REPRODUCED)])
+def test_groups_less_even_than_the_papers_are_the_same_direction(largest, word):
+    facts = {"setup": "", "step": 600, "K": 8, "low": None, "high": None}
+    lines = [Line(measure="dominance", value=largest, **facts), Line(measure="dead_groups", value=0.0, **facts)]
+    assert stays_even(lines, share=0.5, steps=600, size=0.16).word == word
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from focus_exp.records.answers import DOMINANT
 from focus_exp.records.intervals import student
@@ -40,6 +40,7 @@ class Judged:
 def below(lines: list[Line], limit: float, size: float | None = None) -> Judged:
     """Whether every line is below `limit`, by its whole interval; `size`: the paper's own number.
 
+    An interval that holds the paper's number holds it by its width alone where it holds twice the difference as well.
     Who reads the future has an advantage: if it loses all the same it loses, otherwise its perplexity says nothing.
     """
     sides = [_side(line, limit) for line in lines]
@@ -53,7 +54,11 @@ def below(lines: list[Line], limit: float, size: float | None = None) -> Judged:
     if OPEN in sides:
         why = "too few texts for an interval" if worst.high is None else ""
         return Judged(UNDECIDED, lines, worst, why=why, needs=wanting(worst, limit if size is None else size - limit))
-    return Judged(REPRODUCED if size is None or worst.high >= size >= worst.low else SAME_DIRECTION, lines, worst)
+    if size is None:
+        return Judged(REPRODUCED, lines, worst)
+    twice = limit + 2 * (size - limit)
+    agrees = worst.low <= size <= worst.high and not worst.low <= twice <= worst.high
+    return Judged(REPRODUCED if agrees else SAME_DIRECTION, lines, worst)
 
 
 def _side(line: Line, limit: float) -> int:
@@ -110,15 +115,20 @@ def takes_over(lines: list[Line], share: float, dead: float, steps: int) -> Judg
     return _of_groups(lines, side, steps, happened=SHOWN)
 
 
-def stays_even(lines: list[Line], share: float, steps: int) -> Judged:
-    """Whether the largest group stays below this share of the tokens and no group dies, for so many steps."""
+def stays_even(lines: list[Line], share: float, steps: int, size: float) -> Judged:
+    """Whether the largest group stays below this share of the tokens and no group dies, for so many steps.
+
+    Less even than the paper's, whose largest group has `size` of the tokens, is the same direction.
+    """
 
     def side(largest: Line, gone: Line) -> int:
         if _low(largest) > share:
             return REFUTED
         return SHOWN if _high(largest) < share and gone.value < 1 else OPEN
 
-    return _of_groups(lines, side, steps, happened=REFUTED)
+    said = _of_groups(lines, side, steps, happened=REFUTED)
+    less_even = said.word == REPRODUCED and said.hangs_on is not None and _low(said.hangs_on) > size
+    return replace(said, word=SAME_DIRECTION) if less_even else said
 
 
 def _of_groups(lines: list[Line], side: Callable[[Line, Line], int], steps: int, happened: int) -> Judged:

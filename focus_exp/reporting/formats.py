@@ -30,8 +30,10 @@ RAN = Word("ran, decides nothing")  # at scale=quick
 # word -> what it means, in the order of the ledger's counts
 VERDICTS = {
     RAN: "at scale=quick, which shows that everything runs; no number of it means anything",
-    REPRODUCED: "the whole interval, or every timing, is on the claim's side, and the paper's own number in it",
-    SAME_DIRECTION: "the whole interval is on the claim's side, but the size, or the kind of machine, is another one",
+    REPRODUCED: "the whole interval, or every timing, is on the claim's side, and a size that is claimed is in it, "
+    "without twice that size: so wide an interval holds it by its width",
+    SAME_DIRECTION: "the whole interval is on the claim's side, but the size is another one or open, or the kind of "
+    "machine is another one",
     NOT_REPRODUCED: "the whole interval is on the other side",
     UNDECIDED: "the interval includes the limit, or the run ended too early; needs: how much more it takes",
     OTHER_METHOD: "measured under a rule or a router of this project, not under the one that the paper's number is of",

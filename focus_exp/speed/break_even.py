@@ -29,11 +29,10 @@ class BreakEven:
 
     than_masked: than the masked path, which computes the same function: where backend=auto changes over.
     than_full: than full attention, which keeps every pair.
-    method: whose layer, in words; its router was a random one.
+    setting: of the layer, whose router was a random one, and of the machine.
     measured: the day, as another run than the one that reads it may have measured it.
     """
 
-    method: str
     than_masked: int | None
     than_full: int | None
     seconds: dict[str, dict[str, float]]
@@ -55,8 +54,9 @@ class BreakEven:
     def sentence(self) -> str:
         """What backend=auto does here, in words."""
         setting = self.setting
-        named = f"one layer, {self.method}, {setting['device']}, {setting['dtype']}, {setting['kernel']}"
-        where = f"{named}, measured {self.measured}"
+        method = f"{setting['method']}, K={setting['groups']}, k={setting['top_k']}"
+        named = f"one layer with a random router, {method}, {setting['device']}, {setting['dtype']}"
+        where = f"{named}, {setting['kernel']}, measured {self.measured}"
         if self.than_masked is None:
             longest = max(map(int, self.seconds))
             return f"hard groups take the masked path: the sparse one is not faster up to {longest:,} tokens ({where})"
@@ -106,9 +106,8 @@ def measure(layer: Layer, method: str, options: dict[str, Any], setting: dict[st
         if sparse_wins(seconds, "full"):
             break
     than_masked, than_full = (sparse_wins(seconds, other) for other in ("masked", "full"))
-    words = f"{method}, K={options['groups']}, k={options['top_k']}"
     setting = setting | {"kernel": sparse.path}
-    return BreakEven(words, than_masked, than_full, seconds, setting, date.today().isoformat())
+    return BreakEven(than_masked, than_full, seconds, setting, date.today().isoformat())
 
 
 def sparse_wins(seconds: dict[str, dict[str, float]], other: str) -> int | None:
