@@ -12,11 +12,11 @@ from focus_exp.reporting.formats import (
     NOT_ENGAGED,
     NOT_HERE,
     NOT_REPRODUCED,
-    NOT_RUN,
     REPRODUCED,
     SAME_DIRECTION,
     UNDECIDED,
     count_text,
+    listed_text,
     share_text,
 )
 from focus_exp.reporting.measured import Line
@@ -44,9 +44,8 @@ def below(lines: list[Line], limit: float, size: float | None = None) -> Judged:
     Who reads the future has an advantage: if it loses all the same it loses, otherwise its perplexity says nothing.
     """
     sides = [_side(line, limit) for line in lines]
-    if REFUTED in sides:
-        worst = lines[sides.index(REFUTED)]
-        return Judged(NOT_REPRODUCED, lines, worst)
+    if refuted := [line for line, side in zip(lines, sides, strict=True) if side == REFUTED]:
+        return Judged(NOT_REPRODUCED, lines, max(refuted, key=lambda line: (len(line.seeds), line.units or 0)))
     worst = max(lines, key=lambda line: (line.value is None, line.high is None, line.high or line.value or 0.0))
     reader = next((line for line, side in zip(lines, sides, strict=True) if line.reads_future and side != SHOWN), None)
     if reader:
@@ -74,26 +73,29 @@ def _side(line: Line, limit: float) -> int:
 def at_least(
     lines: list[Line], wanted: float | Mapping[int, float], times: float = 1.0, minus: float = 0.0, gpu: bool = False
 ) -> Judged:
-    """Whether every line reaches what is wanted at its length, by its whole interval where it has one.
+    """Whether every line reaches what is wanted, at every length for which it is, by its whole interval if it has one.
 
     Faster than full attention, but not as fast, or not on a GPU where the paper has one (`gpu`), is the
-    same direction; some that reach it and some that do not decide nothing.
+    same direction; runs of one length of which some reach it and some do not decide nothing.
     """
     limits = wanted if isinstance(wanted, Mapping) else {line.tokens: wanted for line in lines}
-    lines = sorted((line for line in lines if line.tokens in limits), key=lambda line: line.tokens or 0)
-    if not lines:
-        return Judged(NOT_RUN, [])
-    ends = [(line, times * limits[line.tokens] - minus) for line in lines]
-    reached = [line for line, limit in ends if _low(line) >= limit]
-    failed = [line for line, limit in ends if _high(line) < limit]
-    if len(reached) == len(lines):
-        elsewhere = gpu and any((line.device or "").startswith("cpu") for line in lines)
-        return Judged(SAME_DIRECTION if elsewhere else REPRODUCED, lines, lines[-1])
-    if len(failed) < len(lines):
-        needs = "runs that agree" if lines[-1].measure == "ratio" else wanting(lines[-1])
-        return Judged(UNDECIDED, lines, lines[-1], needs=needs)
-    faster = all(line.measure == "ratio" and line.value > 1 for line in lines)
-    return Judged(SAME_DIRECTION if faster else NOT_REPRODUCED, lines, lines[-1])
+    asked = sorted((line for line in lines if line.tokens in limits), key=lambda line: line.tokens or 0)
+    sides: dict[int | None, set[int]] = {}  # of each length those of all its runs
+    for line in asked:
+        limit = times * limits[line.tokens] - minus
+        side = SHOWN if _low(line) >= limit else REFUTED if _high(line) < limit else OPEN
+        sides.setdefault(line.tokens, set()).add(side)
+    if lost := [line for line in asked if sides[line.tokens] == {REFUTED}]:
+        faster = all(line.measure == "ratio" and line.value > 1 for line in lost)
+        return Judged(SAME_DIRECTION if faster else NOT_REPRODUCED, asked, lost[-1])
+    if missing := [count_text(tokens) for tokens in sorted(limits.keys() - sides.keys())]:
+        there = asked or lines
+        return Judged(UNDECIDED, there, there[-1], needs=f"timings at {listed_text(missing)} tokens")
+    if any(side != {SHOWN} for side in sides.values()):
+        needs = "runs that agree" if asked[-1].measure == "ratio" else wanting(asked[-1])
+        return Judged(UNDECIDED, asked, asked[-1], needs=needs)
+    elsewhere = gpu and any((line.device or "").startswith("cpu") for line in asked)
+    return Judged(SAME_DIRECTION if elsewhere else REPRODUCED, asked, asked[-1])
 
 
 def within(lines: list[Line], least: float, most: float, margin: float) -> Judged:
@@ -133,9 +135,9 @@ def stays_even(lines: list[Line], share: float, steps: int, size: float) -> Judg
 
 def _of_groups(lines: list[Line], side: Callable[[Line, Line], int], steps: int, happened: int) -> Judged:
     """Of several set-ups all have to agree; what has not happened may still do so until `steps` are done."""
-    by: dict[str, dict[str, Line]] = {}
+    by: dict[tuple[str, str], dict[str, Line]] = {}
     for line in lines:
-        by.setdefault(line.setup, {})[line.measure] = line
+        by.setdefault((line.setup, line.arm), {})[line.measure] = line
     sides = {side(one["dominance"], one["dead_groups"]) for one in by.values()}
     largest, ran = (one["dominance"] for one in by.values()), min(line.step or 0 for line in lines)
     widest = max(largest, key=lambda line: line.value)
@@ -178,7 +180,10 @@ def some_loss(lines: list[Line], size: float) -> Judged:
     if lost := [line for line in lines if _lost(line, len(lines))]:
         ours = "; ".join(f"{line.arm} on {line.task} {line.score}" for line in lost)
         return Judged(REPRODUCED, lost, lost[0], ours, why)
-    return Judged(UNDECIDED, lines, lines[0], "no score is worse beyond its interval", why, wanting(lines[0], size))
+    hardest = max(lines, key=lambda line: line.deviation or 0.0)
+    return Judged(
+        UNDECIDED, lines, hardest, "no score is worse once their intervals hold together", why, wanting(hardest, size)
+    )
 
 
 def _lost(line: Line, together: int) -> bool:

@@ -1,5 +1,6 @@
 """The tables of arXiv 2604.03260 v2: what they print (paper_tables.yaml), and where it is measured (paper_map.yaml)."""
 
+import math
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from functools import cache
@@ -23,10 +24,11 @@ def paper_rows(table: str) -> list[dict[str, Cell]]:
     return [dict(zip(tables[table]["columns"], row, strict=True)) for row in tables[table]["rows"]]
 
 
-def paper_speedups(groups: int) -> dict[int, float]:
+def paper_speedups(groups: int, least: float = 0, most: float = math.inf) -> dict[int, float]:
     """Table 6: tokens -> time of FlashAttention over time of Focus (k = 1) on an H100; {} for a K it does not have."""
     rows: list[Any] = paper_rows("table6_speed")
-    return {row["tokens"]: row[f"speedup_K{groups}"] for row in rows if f"speedup_K{groups}" in row}
+    column = f"speedup_K{groups}"
+    return {row["tokens"]: row[column] for row in rows if column in row and least <= row["tokens"] <= most}
 
 
 @cache

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from statistics import fmean
+from statistics import fmean, geometric_mean
 
 from focus_exp.records.intervals import Estimate, needed, over_seeds, seed_deviation
 from focus_exp.reporting.formats import count_text, decimals_text, listed_text
@@ -16,7 +16,8 @@ SAME = (
     "clock", "tokens", "groups", "assignment", "phase",
 )  # fmt: skip
 # what is the mean of the seeds
-LEVELS = ("level", "level_against", "before", "pairs_kept", "pairs_removed", "removed_against", "distant_pairs_kept")
+PERPLEXITIES = ("level", "level_against")  # of a difference in nats, whose mean is that of their logarithms
+LEVELS = (*PERPLEXITIES, "before", "pairs_kept", "pairs_removed", "removed_against", "distant_pairs_kept")
 SMALL = 0.01  # nats a token, or of a share: about 1 %
 
 
@@ -35,7 +36,8 @@ def together(lines: list[Line]) -> list[Line]:
 def subject(line: Line) -> tuple[object, ...]:
     # a window as wide as a router keeps pairs is another one under every seed
     name = re.sub(r"\d+", "N", line.name or "") if line.method == "window" else line.name
-    return (name, *(getattr(line, column) for column in SAME))
+    clocked = (line.method, line.device, line.dtype) if line.clock else ()
+    return (name, *clocked, *(getattr(line, column) for column in SAME))
 
 
 def _combined(lines: list[Line]) -> Line:
@@ -46,7 +48,9 @@ def _combined(lines: list[Line]) -> Line:
     estimates = [Estimate(one.value, one.stderr, one.freedom) for one in known]
     total = over_seeds(estimates) if estimates else Estimate(float("nan"))
     several = len(estimates) > 1
-    low, high = total.bounds if several or total.stderr is not None else (first.low, first.high)
+    # under one seed that of a share is its own, whose middle is another one (intervals.py)
+    again = several or (total.stderr is not None and first.unit != "share")
+    low, high = total.bounds if again else (first.low, first.high)
     errors = [one.stderr for one in found if one.stderr is not None and one.units]
     values = {
         "value": total.value if estimates else None, "low": low, "high": high, "stderr": total.stderr,
@@ -57,7 +61,8 @@ def _combined(lines: list[Line]) -> Line:
     }  # fmt: skip
     for level in LEVELS:
         there = [getattr(one, level) for one in found if getattr(one, level) is not None]
-        values[level] = fmean(there) if there else None
+        mean = geometric_mean if first.unit == "nats" and level in PERPLEXITIES else fmean
+        values[level] = mean(there) if there else None
     return Line(**vars(first) | values)
 
 

@@ -79,7 +79,7 @@ def _line(line: Line) -> tuple[list[str], dict[str, Any]]:
     """Of a difference under several seeds: to read, and unrounded."""
     said = verdict(line)
     experiments, commits = (
-        list(dict.fromkeys(getattr(one, column) for one in line.found)) for column in ("experiment", "commit")
+        list(dict.fromkeys(getattr(one, column) for one in line.found)) for column in ("experiment", "own_commit")
     )
     groups = line.K if line.attention in GROUPED else None
     what = [", ".join(experiments), count_text(groups), line.arm or line.name, line.against]
