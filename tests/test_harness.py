@@ -578,9 +578,11 @@ def test_an_outcome_comes_back_from_disk(tmp_path):
     outcome = Outcome(
         metrics, samples, {"requests": 3, "request_tokens": [1, 2, 3, 4, 5]}, [[0.5, 0.5]], "1", 2, 3, "here", 1.5
     )
-    assert read_outcome(tmp_path) is None
+    outcome.precision = "bfloat16"
+    assert read_outcome(tmp_path, "bfloat16") is None
     write_outcome(tmp_path, outcome)
-    assert read_outcome(tmp_path) == outcome
+    assert read_outcome(tmp_path, "bfloat16") == outcome
+    assert read_outcome(tmp_path, "float32") is None
     rows = outcome.rows(BenchmarkRow(attention="a", kind="base", task="t"), None)
     assert [row.metric for row in rows] == ["acc", "exact_match (strict)"]
 

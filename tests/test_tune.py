@@ -5,8 +5,10 @@ from running import run, tiny
 
 from focus_exp.errors import UserError
 from focus_exp.jobs import train as job
-from focus_exp.records.answers import answer
+from focus_exp.records.answers import answer, trained_row
 from focus_exp.records.comparison import load_run
+from focus_exp.records.record import Record
+from focus_exp.records.rows import Row
 from focus_exp.reporting.tables import table_of
 
 TUNED = ["regime.steps=2", "regime.tune.factors=[0.001,1]", "regime.tune.windows=2"]
@@ -40,13 +42,25 @@ def test_every_trained_arm_takes_the_best_of_as_many_rates_by_its_loss_on_valida
     for arm in comparison.arms[:2]:
         tries = {rate_of(one): one for one in found["tries", arm.name]}
         assert all(one.config["eval"]["split"] == "validation" and one.steps == 2 for one in tries.values())
-        assert {one.learning_rate: one.nll for one in arm.tries} == {rate: answer(r).nll for rate, r in tries.items()}
+        by_rate = {rate: trained_row(one).nll for rate, one in tries.items()}
+        assert {one.learning_rate: one.nll for one in arm.tries} == by_rate
         (own,) = found["adhoc", arm.name]
         assert arm.learning_rate == rate_of(own) == min((one.nll, one.learning_rate) for one in arm.tries)[1]
         assert own.config["eval"]["split"] == "test" and own.tries == arm.tries and len(arm.tries) == 2
     assert all(arm.tries == [] for arm in comparison.arms[2:])
     text = table_of(comparison, "comparison").to_markdown()
     assert text.count("the best of 2 by the loss on validation text") == 2
+    assert text.count("nothing was tried beyond the best one") == 2
+
+
+def test_a_rate_is_chosen_by_the_loss_of_what_is_trained_and_not_by_how_little_its_groups_drop():
+    soft = Row(name="Focus soft", kind="soft", method="focus", causal=True, nll=3.0)
+    hard = Row(name="Focus hard k=1", kind="hard", method="focus", causal=True, nll=2.0, top_k=1)
+    record = Record(status="finished", experiment="tries", rows=[hard, soft])
+    record.config = {"attention": {"method": "focus", "top_k": 1}}
+    assert trained_row(record) is soft and answer(record) is hard
+    record.rows = [hard]
+    assert trained_row(record) is hard
 
 
 def rate_of(record):

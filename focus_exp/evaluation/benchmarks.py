@@ -111,11 +111,12 @@ class Benchmarks:
         if row.task in self.missing:
             return None
         folder = self.folder / slug(row.attention) / slug(row.task)
-        outcome = read_outcome(folder)
+        outcome = read_outcome(folder, self.precision.name)
         if outcome is None:
             outcome = self.run(row)
             if outcome is None:
                 return None
+            outcome.precision = self.precision.name
             write_outcome(folder, outcome)
         rows = list(outcome.rows(row, None if row.kind == "base" else self.bases.get(row.task)))
         self.rows += rows

@@ -67,6 +67,7 @@ class Outcome:
     seed: int | None = None
     source: str = ""
     seconds: float = 0.0
+    precision: str = ""
 
     def rows(self, row: BenchmarkRow, base: Outcome | None) -> Iterator[BenchmarkRow]:
         """`row` filled in, once per metric, paired with the same documents under full attention."""
@@ -114,12 +115,12 @@ def write_outcome(folder: Path, outcome: Outcome) -> None:
     replace_file(folder / RESULT, json.dumps(rest, indent=1).encode())
 
 
-def read_outcome(folder: Path) -> Outcome | None:
-    """What `write_outcome` wrote; None where there is nothing whole."""
+def read_outcome(folder: Path, precision: str) -> Outcome | None:
+    """What `write_outcome` wrote; None where there is nothing whole, or of another precision."""
     try:
         rest = json.loads((folder / RESULT).read_text(encoding="utf-8"))
         samples = [json.loads(line) for line in (folder / SAMPLES).read_text(encoding="utf-8").split("\n") if line]
-        if len(samples) != rest["samples"]:
+        if len(samples) != rest["samples"] or rest["precision"] != precision:
             return None
         return Outcome(**rest | {"samples": samples, "metrics": [Metric(**metric) for metric in rest["metrics"]]})
     except (OSError, ValueError, KeyError, TypeError):

@@ -189,7 +189,7 @@ class Quality:
         """Score one row, or read its scores if they are on disk; a row that fails stays as a row with its reason."""
         self.rows.append(row)
         path = self.folder / f"{slug(row.name)}.npz"
-        scores = read_scores(path, self.indices)
+        scores = read_scores(path, self.indices, self.precision)
         if scores is None:
             if row.kind == "base":
                 with self.full_attention():
@@ -197,7 +197,7 @@ class Quality:
             else:
                 scores = self.score(row)
             if scores is not None:
-                write_scores(path, scores, self.indices)
+                write_scores(path, scores, self.indices, self.precision)
         if scores is not None:
             self.fill(row, scores)
             by = f", {row.path}" if row.path else ""

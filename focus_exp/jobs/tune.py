@@ -11,7 +11,7 @@ from focus_exp.config import Config, RegimeConfig, TuneConfig, phases_of
 from focus_exp.errors import UserError, first_line
 from focus_exp.jobs.base import share_scores
 from focus_exp.jobs.run import finished_record, run_folder
-from focus_exp.records.answers import answer
+from focus_exp.records.answers import trained_row
 from focus_exp.records.rows import Try
 from focus_exp.storage import held
 
@@ -19,7 +19,7 @@ TRIES = "tries"  # their experiment
 
 
 def tuned(config: Config, train: Callable[[Config], None]) -> tuple[Config, list[Try]]:
-    """`config` with the learning rate that led to the lowest validation loss, and all that were tried by `train`.
+    """`config` with the learning rate that led to the lowest validation loss of what is trained, and all tries.
 
     Tries that are finished are read. UserError where none led to a loss.
     """
@@ -67,7 +67,7 @@ def tried(config: Config, rate: float, train: Callable[[Config], None]) -> Try:
         except UserError as error:
             return Try(learning_rate=rate, error=first_line(error))
     record = finished_record(config)
-    row = answer(record) if record else None
+    row = trained_row(record) if record else None
     return Try(learning_rate=rate, nll=row.nll, error=row.error) if row else Try(learning_rate=rate, error="no result")
 
 

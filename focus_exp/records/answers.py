@@ -32,6 +32,11 @@ def answer(record: Record) -> Row | None:
     return next(iter([*configured, *controls, *trained]), None)
 
 
+def trained_row(record: Record) -> Row | None:
+    """The row of what is trained: soft gates before their hard groups, whose loss also falls where they drop less."""
+    return next((row for row in record.rows if row.kind == "soft" and row.scored), None) or answer(record)
+
+
 def configured_row(record: Record) -> Row | None:
     """The scored hard row at the config's method, top_k and pair rule, if it can be compared with the base."""
     return next((row for row in record.rows if is_configured(record, row) and is_comparable(row)), None)

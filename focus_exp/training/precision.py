@@ -24,6 +24,11 @@ class Precision:
     reason: str
 
     @property
+    def name(self) -> str:
+        """What numbers that were computed in it may be compared with."""
+        return f"{str(self.weights).removeprefix('torch.')}{' under autocast' if self.autocast else ''}"
+
+    @property
     def lightning(self) -> Literal["bf16-mixed", "32-true"]:
         return "bf16-mixed" if self.autocast else "32-true"
 
