@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from contextlib import suppress
 from dataclasses import MISSING, fields, is_dataclass
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ TRAINER_NOT_HASHED = (
     *("name", "log_every", "progress", "checkpoint_every", "keep_checkpoints", "probe_every"),
     *("strategy", "devices", "num_nodes", "cpu_offload"),
 )
+ADAPTER = ("method", "options", "layers")  # of its description, those that decide what it does
 
 
 def config_hash(config: Config) -> str:
@@ -62,9 +64,16 @@ def decides(key: tuple[str, ...]) -> bool:
     return key[0] not in NOT_HASHED and not (len(key) > 1 and key[1] in apart.get(key[0], ()))
 
 
-def content(adapter: str) -> list[str]:
-    """What an adapter holds, of which its place says nothing."""
-    return [hashlib.sha256(path.read_bytes()).hexdigest() for path in Path(adapter).glob("*.safe*")]
+def content(adapter: str) -> list[Any]:
+    """What an adapter holds, of which its place says nothing: its tensors, and with which options they are used."""
+    folder = Path(adapter)
+    tensors = [hashlib.sha256(path.read_bytes()).hexdigest() for path in sorted(folder.glob("*.safe*"))]
+    described = []
+    for path in sorted(folder.glob("*.json")):
+        with suppress(ValueError):  # whoever loads it says what is wrong with it
+            whole = json.loads(path.read_text(encoding="utf-8"))
+            described.append({key: whole[key] for key in ADAPTER if key in whole})
+    return [*tensors, *described]
 
 
 def chosen(config: Any) -> dict[str, Any]:

@@ -13,6 +13,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from focus_exp import UserError, attach, detach, load_adapter, save_adapter, set_routing
+from focus_exp.config_hash import content
 from focus_exp.models import adapter
 from focus_exp.models.adapter import DESCRIPTION, WEIGHTS
 from focus_exp.models.load import fingerprint
@@ -81,6 +82,22 @@ def test_controls_are_saved_with_all_that_makes_them(tiny_model, trained, tmp_pa
     loaded = load_adapter(tiny_model("llama"), save_adapter(model, tmp_path))
     assert torch.equal(logits_of(loaded), logits_of(model))
     assert not torch.equal(logits_of(loaded), logits_of(tiny_model("llama")))
+
+
+def test_an_adapter_knows_how_many_groups_a_query_was_set_to_reach(tiny_model, tmp_path):
+    model = attach(tiny_model("llama"), "focus", groups=4)
+    set_routing(model, hard=True, top_k=2, pair_rule="share")
+    again = load_adapter(tiny_model("llama"), save_adapter(model, tmp_path / "adapter"))
+    assert {(m.top_k, m.pair_rule) for m in attached_methods(again).values()} == {(2, "share")}
+
+
+def test_adapters_of_the_same_numbers_under_other_options_are_other_ones(tiny_model, tmp_path):
+    model = attach(tiny_model("llama"), "focus", groups=4)
+    found = []
+    for top_k in (1, 2, 1):
+        set_routing(model, hard=True, top_k=top_k)
+        found.append(content(save_adapter(model, tmp_path / f"{len(found)}")))
+    assert found[0] == found[2] != found[1]
 
 
 def test_hard_groups_are_what_an_adapter_is_loaded_for(tiny_model, saved):

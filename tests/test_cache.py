@@ -339,9 +339,37 @@ def test_a_cache_that_others_filled_is_refused_and_an_empty_one_replaced(tiny_mo
         model(input_ids=ids[:, :1], past_key_values=filled)
     for empty in (DynamicCache(config=model.config), StaticCache(config=model.config, max_cache_len=64)):
         assert isinstance(model(input_ids=ids, past_key_values=empty).past_key_values, FocusCache)
+    static = StaticCache(config=model.config, max_cache_len=64)
+    with pytest.raises(UserError, match="attention_mask has 40 columns for 0 tokens in the cache and 1 new"):
+        model(input_ids=ids[:, :1], past_key_values=static, attention_mask=torch.ones(1, 40, dtype=torch.long))
     with pytest.raises(UserError, match="attention_mask has 3 columns for 40 tokens in the cache and 1 new"):
         cache = stepped(model, ids, [40])[1]
         model(input_ids=ids[:, :1], past_key_values=cache, attention_mask=torch.ones(1, 3, dtype=torch.long))
+
+
+def test_a_loop_may_go_on_with_the_empty_cache_that_it_gave(tiny_model):
+    model = attached(tiny_model("llama"))
+    ids, cache = tokens(), DynamicCache(config=model.config)
+    with torch.no_grad():
+        whole = model(input_ids=ids, use_cache=False).logits
+        parts = [model(input_ids=part, past_key_values=cache).logits for part in ids.split(1, dim=1)]
+    assert cache.get_seq_length() == ids.shape[1] and isinstance(cache, FocusCache)
+    torch.testing.assert_close(torch.cat(parts, 1), whole)
+
+
+def test_a_cache_of_hard_groups_does_not_serve_soft_gates(tiny_model):
+    model = attached(tiny_model("llama"))
+    cache = model(input_ids=tokens(), use_cache=True).past_key_values
+    set_routing(model, hard=False)
+    with pytest.raises(UserError, match="filled by hard groups, and there is none for soft gates"):
+        model(input_ids=tokens()[:, :1], past_key_values=cache)
+
+
+def test_a_mask_that_adds_to_scores_is_refused(tiny_model):
+    model, mask = attached(tiny_model("llama")), torch.zeros(1, 1, 40, 40)
+    mask[..., 3] = -1.0
+    with pytest.raises(UserError, match="attention_mask adds to scores"):
+        model(input_ids=tokens(), attention_mask=mask, use_cache=False)
 
 
 def test_the_base_generates_with_its_own_cache(tiny_model):

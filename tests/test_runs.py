@@ -50,6 +50,15 @@ def base_nll(record):
     return record.base.nll
 
 
+def test_a_finished_run_of_another_text_is_not_taken_for_this_one(tmp_path):
+    command = [*tiny(tmp_path, "changed"), *MEASURE, "eval.tasks=[]"]
+    assert run(*command).code == 0
+    text = next((tmp_path / "texts").glob("*.txt"))
+    text.write_text(text.read_text(encoding="utf-8") + "more", encoding="utf-8")
+    again = run(*command)
+    assert again.code == 2 and "holds another text than when" in again.err
+
+
 def test_run_folder_holds_config_metrics_adapter_record_tables_and_figures(folder, retrofit):
     place = only_run(folder / "retrofit")
     record = record_of(folder / "retrofit")

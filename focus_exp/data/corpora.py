@@ -131,6 +131,6 @@ def _files(cfg: DataConfig) -> Source:
     found = files.find_texts(cfg.files)
     rule = "split by file" if len(found) >= 3 else "each text split 90/5/5 from its start to its end"
     used = f"{cfg.files} ({len(found)} text file{'s' * (len(found) > 1)}, {rule})"
-    provenance = Provenance(str(cfg.files), used, "local")
+    provenance = Provenance(str(cfg.files), used, "local", revision=files.revision_of(found))
     identity = {"files": [[text.name, text.digest] for text in found]}
     return Source(identity, lambda: (provenance, lambda split: files.read_texts(found, split)))

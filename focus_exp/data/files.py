@@ -61,6 +61,11 @@ def find_texts(pattern: str | None) -> list[TextFile]:
     return [texts[digest] for digest in sorted(texts)]
 
 
+def revision_of(texts: list[TextFile]) -> str:
+    """Twelve hex digits of what all of them hold, in whatever place."""
+    return hashlib.sha256("".join(text.digest for text in texts).encode()).hexdigest()[:12]
+
+
 def in_package(pattern: str) -> Path:
     """The path that package:<name>/<path> stands for. UserError where there is no such package."""
     name, _, below = pattern.removeprefix(PACKAGE).partition("/")

@@ -51,6 +51,8 @@ def bench(config: Config) -> None:
         trained = put_router(run, model, blocks, precision, longest)
         if config.has_router:
             set_routing(model, hard=True, top_k=config.focus.top_k, pair_rule=config.focus.pair_rule)
+        elif config.dual:  # an adapter may be timed at another number of groups
+            set_routing(model, hard=True, top_k=config.dual.top_k)
         suite = Suite(config, model, evaluation.quality.blocks, precision, run.folder, trained, methods)
         for row in suite.rows():
             run.record.speed.append(row)

@@ -26,12 +26,14 @@ from rich.console import Console
 from focus_exp.assets import Provenance
 from focus_exp.config import Config, to_dict
 from focus_exp.config_hash import config_hash
+from focus_exp.data.files import find_texts, revision_of
 from focus_exp.errors import Interrupted, UserError, first_line
+from focus_exp.records import runs
 from focus_exp.records.comparison import RECORD, load_metrics, with_arms
 from focus_exp.records.environment import environment
 from focus_exp.records.metrics import METRICS, read_metrics
 from focus_exp.records.record import Record
-from focus_exp.records.runs import NOT_ENDED, finished_record, lock_of, run_folder
+from focus_exp.records.runs import NOT_ENDED, lock_of, run_folder
 from focus_exp.reporting.report import all_findings, write_report
 from focus_exp.reporting.run_index import write_index
 from focus_exp.reporting.run_page import PAGE, write_run_page
@@ -121,6 +123,27 @@ class Run:
         for table in shown.tables:
             console.print(table.to_console())
         print("\n".join(["", *shown.findings, "", f"run folder: {self.folder}", f"page: {self.folder / PAGE}"]))
+
+
+def finished_record(config: Config) -> Record | None:
+    """The record of this configuration, if it came to its end before.
+
+    UserError where it had other defaults (`records.runs`), and where the text files have changed since.
+    """
+    record = runs.finished_record(config)
+    read = record.data.get("revision") if record and config.data.source == "files" else None
+    if read is None:
+        return record
+    try:
+        there = revision_of(find_texts(config.data.files))
+    except UserError:
+        return record  # what it read is gone, what it found is not
+    if there != read:
+        raise UserError(
+            f"data.files={config.data.files} holds another text than when {run_folder(config)} was made ({there}, then "
+            f"{read}); overwrite=true makes it anew, another runs_dir leaves it alone"
+        )
+    return record
 
 
 def already_finished(config: Config) -> bool:

@@ -13,7 +13,7 @@ from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
-from transformers import PreTrainedModel
+from transformers import DynamicCache, PreTrainedModel
 
 from focus_exp.attention.method import LayerShape
 from focus_exp.attention.registry import find
@@ -21,8 +21,10 @@ from focus_exp.errors import UserError
 from focus_exp.models.attached import Attachment, attachment_of, check_length, is_causal
 from focus_exp.models.cache import FocusCache, cache_for
 from focus_exp.models.exactness import check_exact
-from focus_exp.models.interface import IMPLEMENTATION, route_hidden_states
+from focus_exp.models.interface import IMPLEMENTATION, has_numbers, route_hidden_states
 from focus_exp.models.modules import attached_methods, attention_modules, decoder_of
+
+HIDDEN = -1e4  # the largest number by which masks are known to hide a key
 
 
 def attach(
@@ -91,19 +93,22 @@ def parameters_of(module: nn.Module) -> tuple[str, ...]:
 def prepare_decoder(decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
     """Put a cache by group in place of the empty one that transformers made or would make, and look at given masks."""
     assert isinstance(decoder, PreTrainedModel)
-    mask, given = kwargs.get("attention_mask"), kwargs.get("past_key_values")
-    if isinstance(mask, Tensor) and (given is None or isinstance(given, FocusCache)):
-        tokens = next(x for x in (*args, kwargs.get("input_ids"), kwargs.get("inputs_embeds")) if x is not None)
-        past = 0 if given is None else given.get_seq_length()
-        check_mask(mask, tokens.shape[1], past)
-    wanted = kwargs.get("use_cache")
+    given, wanted = kwargs.get("past_key_values"), kwargs.get("use_cache")
     if wanted is None:
         wanted = getattr(decoder.config.get_text_config(), "use_cache", False)
     if (wanted or given is not None) and not isinstance(given, FocusCache):
         methods = {i: m for i, m in attached_methods(decoder).items() if m.enabled and not m.keeps_all()}
         if methods:
-            kwargs["past_key_values"] = cache_for(decoder.config, methods, given)
-            kwargs["use_cache"] = kwargs["past_key_values"] is not None
+            cache = cache_for(decoder.config, methods, given)
+            if type(given) is DynamicCache:  # whose owner may go on with this very object
+                given.__dict__, given.__class__ = vars(cache), FocusCache  # type: ignore[assignment]
+            else:
+                given = cache
+            kwargs["past_key_values"], kwargs["use_cache"] = given, given is not None
+    mask = kwargs.get("attention_mask")
+    if isinstance(mask, Tensor) and (given is None or isinstance(given, FocusCache)):
+        tokens = next(x for x in (*args, kwargs.get("input_ids"), kwargs.get("inputs_embeds")) if x is not None)
+        check_mask(mask, tokens.shape[1], 0 if given is None else given.get_seq_length())
     return args, kwargs
 
 
@@ -116,6 +121,13 @@ def check_mask(mask: Tensor, tokens: int, past: int) -> None:
         )
     if mask.ndim == 4 and mask.shape[2] != tokens:
         raise UserError(f"attention_mask has shape {tuple(mask.shape)}; give [batch, T] or [batch, 1, T, T]")
+    if (
+        mask.ndim == 4
+        and mask.is_floating_point()
+        and has_numbers(mask)
+        and bool(((mask != 0) & (mask > HIDDEN)).any())
+    ):
+        raise UserError("attention_mask adds to scores; attention methods here know only 0 and what hides a key")
 
 
 def refuse_generation(*_: Any, **__: Any) -> None:

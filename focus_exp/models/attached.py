@@ -102,7 +102,10 @@ def set_routing(
     sparse_from: int | None = None,
 ) -> PreTrainedModel:
     """Choose soft gates or hard groups, how many groups a query reaches, and the path that computes hard groups:
-    "auto", "masked" or a kernel's name, all of the same result. "auto" is masked below `sparse_from` tokens."""
+    "auto", "masked" or a kernel's name, all of the same result. "auto" is masked below `sparse_from` tokens.
+
+    What a method does not have is left alone; an adapter saves `top_k` and `pair_rule`. UserError for a wrong value.
+    """
     for name, value, choices in (("pair_rule", pair_rule, PAIR_RULES), ("backend", backend, BACKENDS)):
         if value is not None and value not in choices:
             raise UserError(f"{name}={value!r} is not one of {', '.join(choices)}")
@@ -112,13 +115,15 @@ def set_routing(
     )
     if top_k is not None and not (fits(top_k, int) and 1 <= top_k <= (groups or 1)):
         raise UserError(f"top_k={top_k!r} is impossible; use 1 to {groups}, the number of groups")
-    for method in methods:
-        chosen = {
-            "hard": hard, "top_k": top_k, "pair_rule": pair_rule, "backend": backend, "sparse_from": sparse_from,
-        }  # fmt: skip
-        for name, setting in chosen.items():
-            if setting is not None and hasattr(method, name):
-                setattr(method, name, setting)
+    chosen = {"hard": hard, "top_k": top_k, "pair_rule": pair_rule, "backend": backend, "sparse_from": sparse_from}
+    attachment: Attachment | None = getattr(model, "focus_attachment", None)
+    for name, setting in chosen.items():
+        for method in methods if setting is not None else []:
+            if not hasattr(method, name):
+                continue
+            setattr(method, name, setting)
+            if attachment is not None and hasattr(method.options, name) and name in ("top_k", "pair_rule"):
+                attachment.options[name] = setting
     return model
 
 

@@ -135,6 +135,8 @@ class FocusCache(Cache):
         """What is kept of the layer of `method`, which is about to attend; None where the model's own code keeps it."""
         layer = self.layers[method.shape.index]
         if isinstance(layer, FocusLayer):
+            if reason := method.refuses_cache():
+                raise UserError(f"this key/value cache was filled by hard groups, and there is none for {reason}")
             if layer.groups_of != method.groups_of_keys():
                 raise UserError(
                     "this key/value cache was filled with other groups (by another attached method or pair rule); "
