@@ -209,7 +209,7 @@ def test_an_interval_too_wide_to_tell_the_papers_size_from_twice_it_does_not_rep
 def test_groups_less_even_than_the_papers_are_the_same_direction(largest, word):
     facts = {"setup": "", "arm": "sinkhorn", "step": 600, "K": 8, "low": None, "high": None}
     lines = [Line(measure="dominance", value=largest, **facts), Line(measure="dead_groups", value=0.0, **facts)]
-    assert stays_even(lines, share=0.5, steps=600, size=0.16).word == word
+    assert stays_even(lines, share=0.5, steps=600, size=0.16, margin=0.05).word == word
 
 
 @pytest.mark.parametrize(

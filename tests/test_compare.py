@@ -302,8 +302,10 @@ def test_benchmarks_count_where_the_mask_acted():
         ],
     )
     said = "\n".join(all_findings(found))
-    assert "worse than full attention beyond the interval: focus on long acc" in said and "lora on short acc" in said
-    assert "better than full attention beyond the interval: lora on long acc" in said
+    assert (
+        "worse than full attention, each by its own interval: focus on long acc" in said and "lora on short acc" in said
+    )
+    assert "better than full attention, each by its own interval: lora on long acc" in said
     assert "focus was not engaged on short; it acted on long" in said
     changes = table_of(found, "benchmark_changes")
     assert changes.columns == ["arm", "short", "long"]

@@ -33,7 +33,7 @@ from focus_exp.records.groups import PUNCTUATION, GroupFit
 from focus_exp.records.record import Record
 from focus_exp.reporting.claims import judged
 from focus_exp.reporting.findings import all_findings, group_findings
-from focus_exp.reporting.formats import NOT_REPRODUCED, NOT_RUN, REPRODUCED
+from focus_exp.reporting.formats import NOT_REPRODUCED, NOT_RUN, OTHER_METHOD, REPRODUCED
 from focus_exp.reporting.report import DATA, measured_passage, passage_page, unpacked
 from focus_exp.training.precision import choose_precision
 
@@ -350,7 +350,9 @@ def test_claims_on_groups_are_judged_by_the_analysis(analyzed):
     record.experiment = "groups"
 
     def words(record):
-        return [verdict.word for claim, verdict in judged([record]) if claim.experiments == ["groups"]]
+        found = [verdict for claim, verdict in judged([record]) if claim.experiments == ["groups"]]
+        assert {verdict.word for verdict in found} <= {OTHER_METHOD, NOT_RUN}
+        return [verdict.why.partition("under it: ")[2].partition(";")[0] or NOT_RUN for verdict in found]
 
     for row in record.groups.layers:
         for group in row.groups:

@@ -117,10 +117,11 @@ def takes_over(lines: list[Line], share: float, dead: float, steps: int) -> Judg
     return _of_groups(lines, side, steps, happened=SHOWN)
 
 
-def stays_even(lines: list[Line], share: float, steps: int, size: float) -> Judged:
+def stays_even(lines: list[Line], share: float, steps: int, size: float, margin: float) -> Judged:
     """Whether the largest group stays below this share of the tokens and no group dies, for so many steps.
 
-    Less even than the paper's, whose largest group has `size` of the tokens, is the same direction.
+    Less even than the paper's, whose largest group has `size` of the tokens, by more than the margin is the same
+    direction.
     """
 
     def side(largest: Line, gone: Line) -> int:
@@ -129,7 +130,7 @@ def stays_even(lines: list[Line], share: float, steps: int, size: float) -> Judg
         return SHOWN if _high(largest) < share and gone.value < 1 else OPEN
 
     said = _of_groups(lines, side, steps, happened=REFUTED)
-    less_even = said.word == REPRODUCED and said.hangs_on is not None and _low(said.hangs_on) > size
+    less_even = said.word == REPRODUCED and said.hangs_on is not None and _low(said.hangs_on) > size + margin
     return replace(said, word=SAME_DIRECTION) if less_even else said
 
 
