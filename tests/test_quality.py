@@ -214,7 +214,7 @@ def test_rows_on_disk_are_read_and_damaged_ones_scored_again(measure, monkeypatc
     middle[whole.index(b"nll.npy") + 200] ^= 255
     elsewhere = io.BytesIO()
     with np.load(io.BytesIO(whole)) as arrays:
-        np.savez(elsewhere, **{**arrays, "precision": np.array("bfloat16 under autocast")})
+        np.savez(elsewhere, **{**arrays, "precision": np.array("bf16-mixed")})
     damages = (b"", b"not an archive", whole[: len(whole) // 2], whole[:-1], bytes(middle), elsewhere.getvalue())
     for damaged in damages:
         path.write_bytes(damaged)

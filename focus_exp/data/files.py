@@ -6,6 +6,7 @@ import glob
 import hashlib
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -50,11 +51,9 @@ def find_texts(pattern: str | None) -> list[TextFile]:
     if found := sorted(path for path in paths if path.is_file()):
         missing = f"data.files={pattern}: no text in {found[0]} or any other file there; give files that hold some."
     for path in found:
-        data = path.read_bytes()
-        _check_utf8(path, data)
-        if data.strip():
+        state = path.stat()
+        if digest := _digest(path, state.st_size, state.st_mtime_ns):
             name = str(path.relative_to(root)) if root.is_dir() else path.name
-            digest = hashlib.sha256(data).hexdigest()
             texts.setdefault(digest, TextFile(path, name, digest))
     if not texts:
         raise UserError(missing)
@@ -73,6 +72,14 @@ def in_package(pattern: str) -> Path:
     if spec is None or spec.origin is None:
         raise UserError(f"data.files={pattern}: the package {name} is not installed.")
     return Path(spec.origin).parent / below
+
+
+@cache
+def _digest(path: Path, size: int, modified: int) -> str | None:
+    """The sha256 of its bytes, None where they are blank; read again where `size` or the time `modified` changed."""
+    data = path.read_bytes()
+    _check_utf8(path, data)
+    return hashlib.sha256(data).hexdigest() if data.strip() else None
 
 
 def _check_utf8(path: Path, data: bytes) -> None:

@@ -295,5 +295,4 @@ def describe_processes(config: Config) -> str:
 
 
 def describe(precision: Precision) -> str:
-    numbers = "bf16-mixed" if precision.autocast else str(precision.weights).removeprefix("torch.")
-    return f"{device_name(precision.device)}, {numbers} ({precision.reason})"
+    return f"{device_name(precision.device)}, {precision.name} ({precision.reason})"

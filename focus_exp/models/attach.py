@@ -13,7 +13,7 @@ from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
-from transformers import DynamicCache, PreTrainedModel
+from transformers import PreTrainedModel
 
 from focus_exp.attention.method import LayerShape
 from focus_exp.attention.registry import find
@@ -99,11 +99,7 @@ def prepare_decoder(decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str,
     if (wanted or given is not None) and not isinstance(given, FocusCache):
         methods = {i: m for i, m in attached_methods(decoder).items() if m.enabled and not m.keeps_all()}
         if methods:
-            cache = cache_for(decoder.config, methods, given)
-            if type(given) is DynamicCache:  # whose owner may go on with this very object
-                given.__dict__, given.__class__ = vars(cache), FocusCache  # type: ignore[assignment]
-            else:
-                given = cache
+            given = cache_for(decoder.config, methods, given)
             kwargs["past_key_values"], kwargs["use_cache"] = given, given is not None
     mask = kwargs.get("attention_mask")
     if isinstance(mask, Tensor) and (given is None or isinstance(given, FocusCache)):

@@ -116,14 +116,14 @@ def set_routing(
     if top_k is not None and not (fits(top_k, int) and 1 <= top_k <= (groups or 1)):
         raise UserError(f"top_k={top_k!r} is impossible; use 1 to {groups}, the number of groups")
     chosen = {"hard": hard, "top_k": top_k, "pair_rule": pair_rule, "backend": backend, "sparse_from": sparse_from}
+    for method in methods:
+        for name, setting in chosen.items():
+            if setting is not None and hasattr(method, name):
+                setattr(method, name, setting)
     attachment: Attachment | None = getattr(model, "focus_attachment", None)
-    for name, setting in chosen.items():
-        for method in methods if setting is not None else []:
-            if not hasattr(method, name):
-                continue
-            setattr(method, name, setting)
-            if attachment is not None and hasattr(method.options, name) and name in ("top_k", "pair_rule"):
-                attachment.options[name] = setting
+    if attachment is not None:
+        saved = {name for method in methods for name in ("top_k", "pair_rule") if hasattr(method.options, name)}
+        attachment.options |= {name: chosen[name] for name in saved if chosen[name] is not None}
     return model
 
 

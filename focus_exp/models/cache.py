@@ -176,6 +176,7 @@ def refusal(methods: Iterable[AttentionMethod]) -> str | None:
 def cache_for(config: PreTrainedConfig, methods: dict[int, AttentionMethod], given: Cache | None) -> Cache | None:
     """A cache by group in place of `given`, the empty one that transformers made; None where none can be had.
 
+    A given DynamicCache becomes that cache itself, since its owner may go on with this very object.
     methods: what leaves out pairs, by layer index. UserError where a cache was given all the same: somebody,
     `generate()` most likely, counts on it.
     """
@@ -186,7 +187,12 @@ def cache_for(config: PreTrainedConfig, methods: dict[int, AttentionMethod], giv
     if given is not None and given.get_seq_length():
         raise UserError("this key/value cache was filled without the attached method; begin with an empty one")
     own = DynamicCache(config=config).layers
-    return FocusCache([cache_layer(layer, methods.get(index)) for index, layer in enumerate(own)])
+    cache = FocusCache([cache_layer(layer, methods.get(index)) for index, layer in enumerate(own)])
+    if type(given) is not DynamicCache:
+        return cache
+    given.__dict__ = vars(cache)
+    given.__class__ = FocusCache  # type: ignore[assignment]  # mypy takes an object's class to be fixed
+    return given
 
 
 def cache_layer(own: Any, method: AttentionMethod | None) -> Any:

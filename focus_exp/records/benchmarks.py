@@ -1,8 +1,9 @@
 """One score of one attention on one benchmark, with the ledger of what the mask did on that benchmark's requests."""
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 from focus_exp.records.rows import acted
 
@@ -94,8 +95,18 @@ def telling(rows: list[BenchmarkRow]) -> list[BenchmarkRow]:
 
     A loss in any metric is a loss: that nothing is lost has to be hard to claim.
     """
-    usual = {metric: rank for rank, metric in enumerate(PRIMARY)}
-    ranked = sorted(rows, key=lambda row: (OUTCOMES.index(row.outcome), usual.get(row.metric, len(usual))))
-    # of those of one task and attention the first is left
-    chosen = {(row.task, row.attention): row for row in reversed(ranked)}
+    return _first_of_each(rows, lambda row: (OUTCOMES.index(row.outcome), _place(row)))
+
+
+def usual(rows: list[BenchmarkRow]) -> list[BenchmarkRow]:
+    """Of every task and attention the row that stands for the task whatever came of it, which the paper prints."""
+    return _first_of_each(rows, _place)
+
+
+def _place(row: BenchmarkRow) -> int:
+    return PRIMARY.index(row.metric) if row.metric in PRIMARY else len(PRIMARY)
+
+
+def _first_of_each(rows: list[BenchmarkRow], rank: Callable[[BenchmarkRow], Any]) -> list[BenchmarkRow]:
+    chosen = {(row.task, row.attention): row for row in reversed(sorted(rows, key=rank))}
     return [row for row in rows if chosen[row.task, row.attention] is row]

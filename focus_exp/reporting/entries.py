@@ -228,7 +228,7 @@ class Entry:
 def _rank(line: Line) -> tuple[bool, bool]:
     """An accuracy first, normalised where there is such a one, else the metric that tells."""
     share = line.unit == "share"
-    return not share, "acc_norm" not in (line.metric or "") if share else not line.telling
+    return not share, not (line.usual if share else line.telling)
 
 
 def entries_of(table: PaperTable, runs: Runs) -> list[Entry]:

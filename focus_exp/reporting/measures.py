@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import pandas as pd
 
 from focus_exp.records.answers import answer, configured_row, phases, row_of
-from focus_exp.records.benchmarks import telling
+from focus_exp.records.benchmarks import telling, usual
 from focus_exp.records.record import Record
 from focus_exp.records.rows import Arm, Row
 from focus_exp.records.uncertainty import error_of, error_of_score
@@ -35,7 +35,7 @@ SUBJECT = (
     "name", "kind", "method", "top_k", "pair_rule", "task", "metric", "n", "clock", "tokens", "groups", "assignment",
     "pairs_kept", "dtype", "path", "distant_pairs_kept", "pairs_removed", "engaged", "outcome", "causal", "error",
 )  # fmt: skip
-MARKS = ("phase", "step", "trains", "reads_future", "answer", "telling", "tokens_against", "removed_against")
+MARKS = ("phase", "step", "trains", "reads_future", "answer", "telling", "usual", "tokens_against", "removed_against")
 
 
 class Number(NamedTuple):
@@ -64,7 +64,7 @@ TYPES = {
                 "first_parameters", "pairs_kept", "pairs_removed", "removed_against", "distant_pairs_kept"],
     "Int64": ["seed", "T", "window", "K", "tokens_seen", "tokens_against", "steps", "model_parameters", "top_k", "n",
               "tokens", "groups", "step", "units"],
-    "boolean": ["is_arm", "engaged", "causal", "answer", "telling"],
+    "boolean": ["is_arm", "engaged", "causal", "answer", "telling", "usual"],
 }  # fmt: skip
 Subjects = Iterator[tuple[dict[str, Any], list[Number]]]
 
@@ -77,7 +77,8 @@ def measurements(runs: Runs) -> pd.DataFrame:
     arms stands in both directions, with both perplexities in `level` and `level_against`; `score_delta`: one of scores.
     What failed, or could not be compared, is a line without a value. `setup`, `arm_setup`: what lines of several seeds
     share. `*_against`: of the arm that it is against. `answer`: of the row that stands for its run or arm, of the one
-    timing that is quoted of a k; `telling`: of the metric that decides a benchmark; `reads_future`: who of both does.
+    timing that is quoted of a k; `telling`: of the metric that decides a benchmark; `usual`: of the one that stands for
+    it whatever came of it; `reads_future`: who of both does.
     """
     found = [line for name, record in runs.named.items() for line in _lines(name, record, runs)]
     known = {column: kind for kind, columns in TYPES.items() for column in columns}
@@ -206,7 +207,8 @@ def _turned(delta: Number, against: str | None) -> Number:
 
 
 def _benchmarks(record: Record) -> Subjects:
-    told = {id(row) for row in telling([row for row in record.benchmarks if row.scored])}
+    scored = [row for row in record.benchmarks if row.scored]
+    told, stand = ({id(row) for row in rows} for rows in (telling(scored), usual(scored)))
     for row in record.benchmarks:
         unit = "share" if row.is_share else "nats" if row.is_perplexity else row.metric
         bounds = row.difference, row.difference_low, row.difference_high
@@ -214,7 +216,8 @@ def _benchmarks(record: Record) -> Subjects:
         if row.value is not None and row.difference is not None:
             full = row.value * math.exp(-row.difference) if row.is_perplexity else row.value - row.difference
         yield _of(
-            row, row.attention, telling=id(row) in told, reads_future=None if row.causal else row.attention,
+            row, row.attention, telling=id(row) in told, usual=id(row) in stand,
+            reads_future=None if row.causal else row.attention,
             tokens=int(row.task.removeprefix(LONG_TEXT)) if row.task.startswith(LONG_TEXT) else None,
         ), [
             Number("score", row.value, unit="" if row.is_perplexity else unit, stderr=row.stderr),

@@ -25,8 +25,8 @@ class Precision:
 
     @property
     def name(self) -> str:
-        """What numbers that were computed in it may be compared with."""
-        return f"{str(self.weights).removeprefix('torch.')}{' under autocast' if self.autocast else ''}"
+        """As records name it; numbers of one name may be compared."""
+        return "bf16-mixed" if self.autocast else str(self.weights).removeprefix("torch.")
 
     @property
     def lightning(self) -> Literal["bf16-mixed", "32-true"]:
