@@ -15,8 +15,10 @@ from focus_exp.records.benchmarks import BenchmarkRow
 from focus_exp.records.comparison import load_run
 from focus_exp.records.losses import read_losses, remade
 from focus_exp.records.record import Record
-from focus_exp.records.rows import Arm, Row
+from focus_exp.records.rows import Arm, Difference, Row
 from focus_exp.reporting.figures import figures
+from focus_exp.reporting.gather import gather
+from focus_exp.reporting.measures import measurements
 from focus_exp.reporting.report import all_findings
 from focus_exp.reporting.tables import table_of
 
@@ -91,13 +93,28 @@ def test_differences_from_the_first_arm_and_from_others_are_those_of_the_losses(
 
 
 @pytest.mark.slow
-def test_arms_of_another_text_or_model_are_compared_with_their_own_base_alone(tmp_path):
+def test_arms_are_paired_with_the_first_of_their_own_text_and_model(tmp_path):
     other = write_texts(tmp_path / "others", words=170)
-    fixed = ["attention=window", "regime=none"]
-    arms = {"here": fixed, "there": [*fixed, f"data.files={other}"], "larger": [*fixed, "model=tiny_gpt2"]}
-    assert run(*settings(tmp_path, **arms)).code == 0
-    for row in records(tmp_path)[None].rows[2:]:
+    fixed, random = ["attention=window", "regime=none"], ["attention=random_groups", "regime=none"]
+    arms = {
+        "here": fixed, "there": [*fixed, f"data.files={other}"], "larger": [*fixed, "model=tiny_gpt2"],
+        "there_too": [*random, f"data.files={other}"],
+    }  # fmt: skip
+    assert run(*settings(tmp_path, **arms), "against=[there_too,larger]").code == 0
+    comparison = records(tmp_path)[None]
+    for row in comparison.rows[2:]:
         assert row.delta_nll is not None and row.delta_vs_hard is None, row.arm
+    rows = {row.arm: row for row in comparison.rows}
+    found = {(each.arm, each.against): each.value for each in comparison.differences}
+    expected = pytest.approx(rows["there_too"].nll - rows["there"].nll, abs=1e-6)
+    assert found[("there_too", "there")] == expected and found[("there", "there_too")] == -found[("there_too", "there")]
+    assert len(found) == 2
+    assert any("there's: there_too (" in line for line in all_findings(comparison))
+    table = measurements(gather(tmp_path / "runs"))
+    told = table[(table.measure == "delta") & (table.against == "there") & table.value.notna()]
+    (line,) = told[~told.is_arm].itertuples()
+    own = next(record for arm, record in records(tmp_path).items() if arm == "there_too")
+    assert (line.arm, line.units) == ("there_too", own.units.count)
 
 
 def test_a_failed_arm_stays_with_its_reason_and_is_run_again(tmp_path):
@@ -221,8 +238,13 @@ def comparison_of(*rows, benchmarks=(), **arms):
         for name in names
     ]  # fmt: skip
     base = row(None, kind="base", name="base, full attention", method="full", pairs_removed=0.0)
+    differences = [
+        Difference(arm=each.arm, value=each.delta_vs_hard, low=each.delta_vs_hard_low, high=each.delta_vs_hard_high)
+        for each in rows if each.arm and each.delta_vs_hard is not None
+    ]  # fmt: skip
     return Record(
         status="finished", experiment="pair", arms=described, rows=[base, *rows], benchmarks=list(benchmarks),
+        differences=differences,
         config={"attention": {"window": 8, "sinks": 1}, "eval": {"window": 32}},
     )  # fmt: skip
 

@@ -19,10 +19,10 @@ from focus_exp.records.speed import MethodSpeedRow, SpeedRow
 from focus_exp.reporting.figure1 import front, points, printed, write_pareto
 from focus_exp.reporting.formats import NOT_HERE, NOT_RUN, difference_word
 from focus_exp.reporting.gather import Runs, gather, run_of, setup
-from focus_exp.reporting.measures import ITSELF
 from focus_exp.reporting.paper import Column, paper_map, paper_rows, paper_tables
 from focus_exp.reporting.paper_report import beside, paper_report
 from focus_exp.reporting.specs import checked, read_yaml
+from focus_exp.reporting.subjects import ITSELF
 from focus_exp.reporting.trust import seeds_table, traps_table
 
 RECORDS = Path(__file__).parent.parent / "runs" / "records"

@@ -1,4 +1,4 @@
-"""The arms of a comparison, each paired with the first one, and with others, on the same tokens."""
+"""The arms of a comparison, each paired with the first one of its text and model, and with others."""
 
 from __future__ import annotations
 
@@ -12,12 +12,13 @@ from focus_exp.records.rows import Difference
 
 
 def compare_arms(record: Record, folder: Path, against: list[str]) -> None:
-    """Fill in the differences of the comparison in `folder` from the folders of its arms: from the first, and from
-    those named in `against`.
+    """Fill in the differences of the comparison in `folder` from the folders of its arms.
 
-    Model and data are those of the first arm that has a base. Arms of another model or text are paired with nothing.
+    Each from the first one that scored the same tokens under the same base model, and from those of `against` that did.
+
+    Model and data are those of the first arm that has a base.
     """
-    scored: dict[str, tuple[Losses, str]] = {}
+    scored: dict[str, tuple[Losses, str, list[object]]] = {}
     for arm in record.arms:
         found = arm_record(folder, arm)
         if found is None:
@@ -26,24 +27,21 @@ def compare_arms(record: Record, folder: Path, against: list[str]) -> None:
             record.model, record.data, record.units = found.model, found.data, found.units
         row = answer(found)
         losses = read_losses(arm_folder(folder, arm) / LOSSES).get(TEXT)
-        if row is None or losses is None or row.name not in losses.nll:
-            continue
-        if arm is record.arms[0] or same_tokens(found, record):
-            scored[arm.name] = losses, row.name
-    first = record.arms[0].name
-    for other in dict.fromkeys([first, *against]):
-        for name, (losses, row_name) in scored.items():
-            if name == other or other not in scored or losses.units != scored[other][0].units:
+        if row is not None and losses is not None and row.name in losses.nll:
+            scored[arm.name] = losses, row.name, scored_by(found)
+    firsts: list[str] = []
+    for name, (_, _, tokens) in scored.items():
+        if all(scored[first][2] != tokens for first in firsts):
+            firsts.append(name)
+    for other in dict.fromkeys([*firsts, *(name for name in against if name in scored)]):
+        theirs, their_row, tokens = scored[other]
+        for name, (losses, row_name, own) in scored.items():
+            if name == other or own != tokens or losses.units != theirs.units:
                 continue
-            difference = losses.difference(row_name, *scored[other])
+            difference = losses.difference(row_name, theirs, their_row)
             low, high = difference.bounds
-            named = None if other == first else other
+            named = None if other == record.arms[0].name else other
             record.differences.append(Difference(arm=name, value=difference.value, low=low, high=high, against=named))
-
-
-def same_tokens(arm: Record, record: Record) -> bool:
-    """Whether an arm scored the tokens of the first one under the same base model."""
-    return scored_by(arm) == scored_by(record)
 
 
 def scored_by(record: Record) -> list[object]:

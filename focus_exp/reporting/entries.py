@@ -11,11 +11,12 @@ from focus_exp.records.speed import MASKED
 from focus_exp.reporting.formats import ABSENT, NOT_ENGAGED, NOT_HERE, NOT_RUN, READS_FUTURE, seeds_text, share_text
 from focus_exp.reporting.gather import Runs, seeds_of
 from focus_exp.reporting.measured import Line, lines_of
-from focus_exp.reporting.measures import BASE, FULL, measurements
+from focus_exp.reporting.measures import measurements
 from focus_exp.reporting.notes import command_of, where
 from focus_exp.reporting.paper import Column, PaperTable, Place
 from focus_exp.reporting.selection import check, matches, select
 from focus_exp.reporting.specs import expression
+from focus_exp.reporting.subjects import BASE, FULL
 
 ANYTHING = Column(heading="", text="")
 LARGEST = 50.0  # nats of a change that are written out

@@ -12,8 +12,8 @@ from focus_exp.reporting.canvas import COLOURS, canvas, save_figures
 from focus_exp.reporting.entries import Value, entries_of
 from focus_exp.reporting.formats import READS_FUTURE
 from focus_exp.reporting.gather import Runs
-from focus_exp.reporting.measures import BASE
 from focus_exp.reporting.paper import paper_tables
+from focus_exp.reporting.subjects import BASE
 
 NAME = "figure1"
 FIGURE = f"{NAME}.svg"

@@ -28,6 +28,7 @@ from focus_exp.reporting.paper import paper_rows
 from focus_exp.reporting.sentences import BETTER, WORSE, say, tell, than, vs_hard
 from focus_exp.reporting.speed_findings import method_findings, speed_findings
 
+WORDS = (BETTER, WORSE, "indistinguishable from")
 SAME_DENSITY = 0.02
 SAME_BUDGET = 0.1  # of the number of trained parameters
 MOST_GROUPS = 8  # that one sentence describes
@@ -147,6 +148,7 @@ def comparison_findings(record: Record) -> Iterator[str]:
     found = [(arm, own) for arm in record.arms if (own := row_of(record, arm.name))]
     first = record.arms[0]
     yield from _against_first(first, row_of(record, first.name), [(arm, own) for arm, own in found if arm is not first])
+    yield from _against_others(record)
     yield from _arms_on_tasks(record)
     for way in ways(record):
         yield say("way", **way)
@@ -162,7 +164,7 @@ def _against_first(first: Arm, own: Row | None, others: list[tuple[Arm, Row]]) -
     else:
         yield say("first", first=first, row=own)
         compared = [row for _, row in others if row.delta_vs_hard is not None and row.causal]
-        for word in (BETTER, WORSE, "indistinguishable from"):
+        for word in WORDS:
             if rows := [row for row in compared if than(*vs_hard(row)) == word]:
                 yield say("against_first", word=word, first=first, rows=rows)
     # of the arms that train about as many numbers on as many tokens the best, chosen on these tokens
@@ -177,6 +179,17 @@ def _against_first(first: Arm, own: Row | None, others: list[tuple[Arm, Row]]) -
     if rivals:
         best, removed = min(rivals, key=lambda row: row.nll or 0.0), own.pairs_removed if own else None
         yield say("equal_budget", first=first, best=best, rivals=len(rivals), removed=removed)
+
+
+def _against_others(record: Record) -> Iterator[str]:
+    """Who is better and worse than the arms that are named as another reference, or are the first of their text."""
+    causal = {row.arm for row in record.rows if row.causal} - {record.arms[0].name}
+    found = [each for each in record.differences if each.against and {each.arm, each.against} <= causal]
+    for against in dict.fromkeys(each.against for each in found):
+        for word in WORDS:
+            rows = [each for each in found if each.against == against and than(each.value, each.low, each.high) == word]
+            if rows:
+                yield say("against_other", word=word, against=against, rows=rows)
 
 
 def _arms_on_tasks(record: Record) -> Iterator[str]:

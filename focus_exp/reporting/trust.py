@@ -21,10 +21,11 @@ from focus_exp.reporting.formats import (
 )
 from focus_exp.reporting.gather import WANTED, Runs
 from focus_exp.reporting.measured import Line, lines_of
-from focus_exp.reporting.measures import BASE, SOFT_GATE, measurements
+from focus_exp.reporting.measures import measurements
 from focus_exp.reporting.notes import caveats, command_of, where
 from focus_exp.reporting.selection import check, select
 from focus_exp.reporting.specs import read_specs, template
+from focus_exp.reporting.subjects import SOFT_GATE
 from focus_exp.reporting.table import Table
 from focus_exp.reporting.together import SMALL, together
 
@@ -43,13 +44,11 @@ TRAPS = ["trap", "what was measured", "value", "difference [95 %]", "in words", 
 def seeds_table(runs: Runs) -> Table | None:
     """A line for every difference measured under several seeds; which experiments have one alone is in the notes.
 
-    Every row against the base; in a comparison against the first arm too, else against the configured hard row, and a
-    causal twin against the router that it is the twin of.
+    Every row against the base; in a comparison against the arms that it names too, else against the configured hard
+    row, and a causal twin against the router that it is the twin of.
     """
     found = select(measurements(runs), {"of": "rows", "measure": "delta", "status": "finished", "is_arm": False})
-    # between two arms it stands in both directions
-    told = (found.against == BASE) | (found.arm != found["first"]).fillna(True)
-    found = found[told & (found.against != SOFT_GATE)]
+    found = found[~found.turned.fillna(False) & (found.against != SOFT_GATE)]
     if found.empty:
         return None
     lines = together(lines_of(found))
