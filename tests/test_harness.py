@@ -540,13 +540,14 @@ def items(scores):
 @given(st.lists(st.tuples(st.sampled_from([0.0, 1.0]), st.sampled_from([0.0, 1.0])), min_size=3, max_size=30))
 def test_differences_of_hits_never_claim_certainty(pairs):
     ours, theirs = (items({str(i): float(pair[side]) for i, pair in enumerate(pairs)}) for side in (0, 1))
-    mean, low, high = paired_difference(ours, theirs)
+    mean, low, high, freedom = paired_difference(ours, theirs)
+    assert freedom is None
     assert (
         mean == pytest.approx(np.mean([a - b for a, b in pairs]))
         and low <= mean <= high
         and high - low > 1 / len(pairs)
     )
-    assert paired_difference(theirs, ours) == pytest.approx((-mean, -high, -low))
+    assert paired_difference(theirs, ours)[:3] == pytest.approx((-mean, -high, -low))
     # Bonett and Price's interval (2012), from the counts of documents won and lost
     n, won, lost = len(pairs), *(sum(a > b for a, b in side) for side in (pairs, [(b, a) for a, b in pairs]))
     p, q = (won + 1) / (n + 2), (lost + 1) / (n + 2)
@@ -557,11 +558,11 @@ def test_differences_of_hits_never_claim_certainty(pairs):
 def test_differences_of_other_numbers():
     ours, theirs = items({"a": -3.0, "b": -1.0, "c": -2.5, "d": 9.0}), items({"c": -1.0, "b": -2.0, "a": -1.5})
     differences = np.array([-1.5, 1.0, -1.5])
-    mean, low, high = paired_difference(ours, theirs, sign=-1)
+    mean, low, high, freedom = paired_difference(ours, theirs, sign=-1)
     half = student(2) * differences.std(ddof=1) / math.sqrt(3)
-    assert (mean, low, high) == pytest.approx((2 / 3, 2 / 3 - half, 2 / 3 + half))
-    assert paired_difference({}, {}) == (None, None, None)
-    assert paired_difference(items({"a": 1.5}), items({"a": 2.0})) == (-0.5, None, None)
+    assert (mean, low, high, freedom) == pytest.approx((2 / 3, 2 / 3 - half, 2 / 3 + half, 2))
+    assert paired_difference({}, {}) == (None, None, None, None)
+    assert paired_difference(items({"a": 1.5}), items({"a": 2.0})) == (-0.5, None, None, None)
 
 
 def test_the_windows_of_a_document_are_one_unit_of_its_difference():
@@ -570,6 +571,17 @@ def test_the_windows_of_a_document_are_one_unit_of_its_difference():
     assert paired_difference(ours, theirs) == pytest.approx(
         paired_difference(items({"a": 2.0, "b": 5.0, "c": 9.0}), items(dict.fromkeys("abc", 0.5)))
     )
+
+
+def test_hits_of_the_items_of_a_book_are_one_unit_of_their_difference():
+    """Thirty items of each of six books, of which one loses all of them: no more than six units say so."""
+    books = {(book, item, 1): 1.0 for book in "abcdef" for item in range(30)}
+    lost = books | {unit: 0.0 for unit in books if unit[0] == "a"}
+    mean, _, high, freedom = paired_difference(lost, books)
+    alone = paired_difference(*(items({f"{b}{i}": hit for (b, i, _), hit in of.items()}) for of in (lost, books)))
+    assert mean == pytest.approx(-1 / 6) and alone[2] < 0 < high and freedom < 8
+    same = paired_difference(books, books)
+    assert same[0] == 0 and same[1] < 0 < same[2]
 
 
 def test_an_outcome_comes_back_from_disk(tmp_path):

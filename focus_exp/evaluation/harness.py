@@ -68,10 +68,15 @@ def metrics_of(found: dict[str, Any], higher_is_better: dict[str, bool | None]) 
 
 
 def slim(task: str, sample: dict[str, Any]) -> dict[str, Any]:
-    """A sample without its prompts, which follow from the document; their hash stays."""
+    """A sample without its prompts, which follow from the document; their hash stays.
+
+    Items of one book are of one document, for they resemble each other; the others are documents of their own.
+    """
     scores = {key: float(sample[key]) for key in sample["metrics"] if isinstance(sample[key], (bool, int, float))}
     kept = {key: sample[key] for key in ("doc_id", "filter", "doc", "target", "filtered_resps", "prompt_hash")}
-    return {"document": f"{task}/{sample['doc_id']}", "scores": scores, **kept}
+    number, book = sample["doc_id"], sample["doc"].get("book")
+    place = {"document": f"{task}/{book}", "offset": number} if book else {"document": f"{task}/{number}"}
+    return {**place, "scores": scores, **kept}
 
 
 @contextmanager

@@ -74,37 +74,41 @@ class Outcome:
         facts = {key: getattr(self, key) for key in ("version", "shots", "seed", "source", "seconds")}
         for metric in self.metrics:
             parts = metric.parts(self.samples)
-            low = high = difference = None
+            difference = low = high = freedom = None
             if base is not None:
-                difference, low, high = paired_difference(parts, metric.parts(base.samples), metric.sign)
+                difference, low, high, freedom = paired_difference(parts, metric.parts(base.samples), metric.sign)
             yield replace(
                 row, metric=metric.name, value=metric.value, stderr=metric.stderr,
                 n=len(set(units_of([document for document, _, _ in parts]).tolist())) or None,
                 higher_is_better=metric.higher_is_better, difference=difference, difference_low=low,
-                difference_high=high, **facts, **self.ledger,
+                difference_high=high, freedom=freedom, **facts, **self.ledger,
             )  # fmt: skip
 
 
 def paired_difference(
     ours: dict[Unit, float], theirs: dict[Unit, float], sign: int = 1
-) -> tuple[float, float | None, float | None] | tuple[None, None, None]:
-    """Mean difference over the items in both, and its 95 % interval by Student's t over documents.
+) -> tuple[float | None, float | None, float | None, float | None]:
+    """Mean difference over the items in both, its 95 % interval by Student's t over documents, and t's freedom.
 
-    For parts of 0 or 1 one document won and one lost is added before the interval is taken (Bonett and Price, 2012):
-    otherwise ten documents of equal score would be proof of no difference at all.
+    For parts of 0 or 1 one document won and one lost is added before the interval is taken: otherwise ten documents of
+    equal score would be proof of no difference at all. Of items without a common document it is a normal one then
+    (Bonett and Price, 2012).
     """
     both = sorted(ours.keys() & theirs.keys())
     pairs = np.array([[ours[unit], theirs[unit]] for unit in both], dtype=np.float64).reshape(-1, 2)
     if not len(pairs) or not np.isfinite(pairs).all():
-        return None, None, None
+        return None, None, None, None
     differences = sign * (pairs[:, 0] - pairs[:, 1])
-    if np.isin(pairs, (0, 1)).all():
-        padded = np.append(differences, [1, -1])
-        half = NORMAL * padded.std() / len(padded) ** 0.5
-        return float(differences.mean()), float(padded.mean() - half), float(padded.mean() + half)
-    documents, _, tokens = zip(*both, strict=True)
-    found = estimate(differences, tokens, documents)
-    return (found.value, *found.bounds)
+    mean, (documents, _, tokens) = float(differences.mean()), zip(*both, strict=True)
+    if not np.isin(pairs, (0, 1)).all():
+        found = estimate(differences, tokens, documents)
+        return (found.value, *found.bounds, found.freedom)
+    padded = np.append(differences, [1, -1])
+    if len(set(documents)) < len(documents):
+        found = estimate(padded, (*tokens, 1, 1), (*documents, "won", "lost"))
+        return (mean, *found.bounds, found.freedom)
+    half = NORMAL * padded.std() / len(padded) ** 0.5
+    return mean, float(padded.mean() - half), float(padded.mean() + half), None
 
 
 def write_outcome(folder: Path, outcome: Outcome) -> None:

@@ -21,7 +21,7 @@ class BenchmarkRow:
     value, stderr: as lm-eval gives them (accuracies 0..1); n: independent documents or
         items; version: of the task, or the suite's hash.
     difference: this row minus full attention, paired per document, with its 95 % interval: in units of the metric, of a
-        perplexity the difference of its logarithm.
+        perplexity the difference of its logarithm. freedom: of that interval, None where it is a normal one.
     requests: inputs of the model, of which `truncated` were cut from the left because the model is too short.
     request_tokens: least, 10 %, median, 90 % and most tokens of a request. Shares are 0..1, counted on these requests:
         distant_share of all causal pairs lie beyond window and sinks, distant_pairs_kept of those are kept,
@@ -46,6 +46,7 @@ class BenchmarkRow:
     difference: float | None = None
     difference_low: float | None = None
     difference_high: float | None = None
+    freedom: float | None = None
     requests: int = 0
     truncated: int = 0
     request_tokens: list[int] = field(default_factory=list)

@@ -35,13 +35,16 @@ def bootstrapped(record: Record, row: Row) -> int | None:
 
 
 def error_of_score(row: BenchmarkRow) -> Error:
-    """Of the difference of a score: shares have a normal interval, others Student's t over items or documents.
+    """Of the difference of a score: shares of items have a normal interval, others Student's t over documents.
 
-    More documents than windows are parts of windows, which older records took for documents: the windows count.
+    Older records do not say with which freedom. More documents than windows are parts of windows, which they took for
+    documents: the windows count.
     """
     low, high, n = row.difference_low, row.difference_high, row.n or 0
     if low is None or high is None or n < 2:
         return None, None, row.n
+    if row.freedom is not None:
+        return (high - low) / 2 / student(row.freedom), row.freedom, n
     if row.is_share:
         return (high - low) / 2 / NORMAL, math.inf, n
     stderr, count = (high - low) / 2 / student(n - 1), min(n, row.requests or n)
