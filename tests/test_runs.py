@@ -50,9 +50,12 @@ def base_nll(record):
     return record.base.nll
 
 
-def test_a_finished_run_of_another_text_is_not_taken_for_this_one(tmp_path):
+@pytest.mark.parametrize("status", ["finished", "interrupted"])
+def test_a_run_of_another_text_is_not_taken_for_this_one(tmp_path, status):
     command = [*tiny(tmp_path, "changed"), *MEASURE, "eval.tasks=[]"]
     assert run(*command).code == 0
+    path = only_run(tmp_path / "changed") / "record.json"
+    path.write_text(path.read_text().replace('"finished"', f'"{status}"'))
     text = next((tmp_path / "texts").glob("*.txt"))
     text.write_text(text.read_text(encoding="utf-8") + "more", encoding="utf-8")
     again = run(*command)

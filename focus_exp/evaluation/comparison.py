@@ -19,6 +19,7 @@ def compare_arms(record: Record, folder: Path, against: list[str]) -> None:
     Model and data are those of the first arm that has a base.
     """
     scored: dict[str, tuple[Losses, str, list[object]]] = {}
+    record.model = {}
     for arm in record.arms:
         found = arm_record(folder, arm)
         if found is None:

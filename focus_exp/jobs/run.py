@@ -128,22 +128,23 @@ class Run:
 def finished_record(config: Config) -> Record | None:
     """The record of this configuration, if it came to its end before.
 
-    UserError where it had other defaults (`records.runs`), and where the text files have changed since.
+    UserError where it had other defaults (`records.runs`), and where the text files have changed since it began.
     """
-    record = runs.finished_record(config)
+    record = runs.earlier_record(config)
+    finished = record if record and record.status == "finished" else None
     read = record.data.get("revision") if record and config.data.source == "files" else None
     if read is None:
-        return record
+        return finished
     try:
         there = revision_of(find_texts(config.data.files))
     except UserError:
-        return record  # what it read is gone, what it found is not
+        return finished  # what it read is gone, what it found is not
     if there != read:
         raise UserError(
             f"data.files={config.data.files} holds another text than when {run_folder(config)} was made ({there}, then "
             f"{read}); overwrite=true makes it anew, another runs_dir leaves it alone"
         )
-    return record
+    return finished
 
 
 def already_finished(config: Config) -> bool:
@@ -185,6 +186,8 @@ def recorded(config: Config, device: str) -> Iterator[Run]:
     resumed = job is not None and job.enter_run(folder)
     if config.overwrite and folder.exists() and not resumed:
         shutil.rmtree(folder)
+    if earlier := runs.earlier_record(config):
+        record.data = earlier.data  # until it is read again: a run that goes on is one of the same text
     folder.mkdir(parents=True, exist_ok=True)
     clear_aside(folder)
     replace_file(folder / "config.yaml", OmegaConf.to_yaml(OmegaConf.structured(config)).encode())

@@ -29,10 +29,13 @@ def run_folder(config: Config) -> Path:
 
 
 def finished_record(config: Config) -> Record | None:
-    """The record of this configuration, if it came to its end before.
+    """The record of this configuration, if it came to its end before. UserError as `earlier_record`."""
+    record = earlier_record(config)
+    return record if record and record.status == "finished" else None
 
-    UserError where its folder holds a run, finished or not, that had other defaults.
-    """
+
+def earlier_record(config: Config) -> Record | None:
+    """What its folder holds, of a run that came to its end or not. UserError where that run had other defaults."""
     path = run_folder(config) / "record.json"
     record = Record.load(path) if path.exists() else None
     if record is None:
@@ -44,7 +47,7 @@ def finished_record(config: Config) -> Record | None:
             f"{path.parent} holds a run with {', '.join(f'{key}={value}' for key, value in moved.items())}, which was "
             "the default when it was made; overwrite=true makes it anew, another runs_dir leaves it alone"
         )
-    return record if record.status == "finished" else None
+    return record
 
 
 def lock_of(folder: Path) -> Path:
