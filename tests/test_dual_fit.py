@@ -1,6 +1,7 @@
 """What pairs are worth, encoders that find it, budgets that spend pairs where they matter, and a fit that goes on."""
 
 import json
+from dataclasses import replace
 from itertools import product
 
 import pytest
@@ -279,8 +280,9 @@ def test_a_fit_is_kept_by_what_decides_it_and_goes_on_where_it_stopped(tiny_mode
     other, spent = fit_dual(dual(tiny_model("llama")), blocks, options(pairs=0.2), FLOAT32, tmp_path / "again", 0)
     assert len(seconds) == 2 and spent == pytest.approx(sum(map(float, seconds.values())))
     assert sum(row.pairs for row in other) < sum(row.pairs for row in whole)
-    with pytest.raises(TypeError):
-        fit_dual(dual(tiny_model("llama")), blocks, options(pairs=0.2), FLOAT32, tmp_path / "again", 1)
+    for precision, seed in ((FLOAT32, 1), (replace(FLOAT32, autocast=True), 0)):
+        with pytest.raises(TypeError):
+            fit_dual(dual(tiny_model("llama")), blocks, options(pairs=0.2), precision, tmp_path / "again", seed)
 
 
 @pytest.mark.parametrize("counts", ["query", "pair"])

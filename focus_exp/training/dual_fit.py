@@ -56,7 +56,7 @@ def fit_dual(
     if not methods:
         return Fitted([], 0.0)
     chosen = {key: value for key, value in asdict(options).items() if key not in NOT_FITTED}
-    with kept_fit(cache, model, blocks, [], chosen, sorted(methods), seed) as folder:
+    with kept_fit(cache, model, blocks, precision, [], chosen, sorted(methods), seed) as folder:
         found = fit_all(model, methods, blocks, options, precision, folder, seed)
         seconds = seconds_in(folder / SECONDS, folder / f"{SECONDS}-{options.counts}")
     reads = [method.reach for method in methods.values()]

@@ -35,7 +35,7 @@ def fit_indexers(
         return method.state_dict() | {"measured": measured(method, texts[-options.fit_held_out :])}
 
     decide = shapes, [options.fit_held_out, options.fit_steps, seed]
-    with kept_fit(cache, model, blocks, ["indexer"], *decide) as folder:
+    with kept_fit(cache, model, blocks, precision, ["indexer"], *decide) as folder:
         found = fit_layers(model, methods, blocks, precision, folder, seed, fit)
         seconds = seconds_in(folder / SECONDS)
     sums = torch.zeros(len(SHARES), 3, dtype=torch.float64)

@@ -30,12 +30,12 @@ FORMAT = 5  # raise it when the same inputs give another fit
 
 @contextmanager
 def kept_fit(
-    cache: Path, model: PreTrainedModel, blocks: list[Tensor], kind: list[str], *decide: Any
+    cache: Path, model: PreTrainedModel, blocks: list[Tensor], precision: Precision, kind: list[str], *decide: Any
 ) -> Iterator[Path]:
-    """The folder of the fit of `kind` to `model` on `blocks`, each `[T]` token ids, that these values decide; no other
-    process has it within the block."""
+    """The folder of the fit of `kind` to `model` on `blocks`, each `[T]` token ids, that `precision` and these values
+    decide; no other process has it within the block."""
     text = hashlib.sha256(torch.stack(blocks).cpu().numpy().tobytes()).hexdigest()
-    key = json.dumps([*kind, FORMAT, fingerprint(model), text, *decide], sort_keys=True)
+    key = json.dumps([*kind, FORMAT, precision.name, fingerprint(model), text, *decide], sort_keys=True)
     folder = cache / "fits" / hashlib.sha256(key.encode()).hexdigest()[:16]
     with held(folder / "lock", str(folder), wait=True):
         clear_aside(folder)
