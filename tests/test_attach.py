@@ -320,6 +320,18 @@ def test_a_copy_is_attached_and_independent(tiny_model, attached):
     assert traces(twin) == traces(tiny_model("llama"))
 
 
+def test_disabled_layers_call_nothing_of_ours(tiny_model, attached):
+    model, tokens = attached("llama"), tokens_of()
+    expected, base = logits_of(model, tokens), logits_of(tiny_model("llama"), tokens)
+    for twin in (model, copy.deepcopy(model)):
+        with disabled(twin):
+            with disabled(twin):
+                assert torch.equal(logits_of(twin, tokens), base)
+            assert not any(module._forward_pre_hooks for module in twin.modules())
+            assert torch.equal(logits_of(twin, tokens), base)
+        assert torch.equal(logits_of(twin, tokens), expected)
+
+
 def test_observers_may_be_nested(attached):
     model, outer, inner = attached("llama"), [], []
     with observed(model, lambda layer, *_: outer.append(layer)):

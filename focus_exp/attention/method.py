@@ -82,7 +82,6 @@ class AttentionMethod(nn.Module):
         self.shape = shape
         self.window = window
         self.sinks = sinks
-        self.enabled = True
         self.backend = "auto"
         self.sparse_from = SPARSE_FROM
         self.path: str | None = None  # which one the last call took

@@ -15,8 +15,8 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from focus_exp.data import bos_of
 from focus_exp.errors import UserError
 from focus_exp.evaluation.ledger import Ledger
+from focus_exp.models.attached import acting_methods
 from focus_exp.models.cache import refusal
-from focus_exp.models.modules import attached_methods
 from focus_exp.progress import ProgressBar
 from focus_exp.training.precision import Precision
 
@@ -134,7 +134,7 @@ class LiveModel(HFLM):
                 max_length=max_length,
                 stopping_criteria=stop_sequences_criteria(self.tokenizer, stop, context.shape[1], context.shape[0]),
                 pad_token_id=self.tokenizer.pad_token_id,
-                use_cache=refusal(m for m in attached_methods(self.model).values() if m.enabled) is None,
+                use_cache=refusal(acting_methods(self.model).values()) is None,
                 **options,
             )
 

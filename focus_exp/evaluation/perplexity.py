@@ -20,8 +20,7 @@ from transformers import PreTrainedModel
 from focus_exp.attention.method import AttentionMethod
 from focus_exp.attention.selection import Selection, Sequence, group_sizes
 from focus_exp.data import Blocks
-from focus_exp.models.attached import observed
-from focus_exp.models.modules import attached_methods
+from focus_exp.models.attached import acting_methods, observed
 from focus_exp.progress import ProgressBar
 from focus_exp.storage import aside
 from focus_exp.training.precision import Precision
@@ -99,8 +98,7 @@ def score(
             if not torch.isfinite(loss[scored]).all():
                 raise RuntimeError("a loss is not finite")
             losses.append(loss.masked_fill(~scored, float("nan")).cpu())
-    methods = attached_methods(model).values() if attached else ()
-    paths = sorted({m.path for m in methods if m.enabled and m.path is not None})
+    paths = sorted({m.path for m in acting_methods(model).values() if m.path is not None})
     return Scores(
         torch.cat(losses).numpy(), time.perf_counter() - began, pairs if pairs.total else None, ", ".join(paths)
     )

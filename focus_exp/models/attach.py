@@ -21,7 +21,7 @@ from focus_exp.errors import UserError
 from focus_exp.models.attached import Attachment, attachment_of, check_length, is_causal
 from focus_exp.models.cache import FocusCache, cache_for
 from focus_exp.models.exactness import check_exact
-from focus_exp.models.interface import IMPLEMENTATION, has_numbers, route_hidden_states
+from focus_exp.models.interface import has_numbers, route_hidden_states
 from focus_exp.models.modules import attached_methods, attention_modules, decoder_of
 
 HIDDEN = -1e4  # the largest number by which masks are known to hide a key
@@ -67,13 +67,12 @@ def attach(
     for index, built in added.items():
         module = modules[index]
         module.focus = built.to(next(module.parameters()).device).train(module.training)
-        hook = partial(route_hidden_states, names=names[index])
-        attachment.handles.append(module.register_forward_pre_hook(hook, with_kwargs=True))
-    attachment.handles.append(decoder.register_forward_pre_hook(prepare_decoder, with_kwargs=True))
+        attachment.hooks.append((module, partial(route_hidden_states, names=names[index])))
+    attachment.hooks.append((decoder, prepare_decoder))
     if not is_causal(model):
         model.prepare_inputs_for_generation = refuse_generation  # type: ignore[assignment]
     model.focus_attachment = attachment  # type: ignore[assignment]
-    attachment.set_implementation(IMPLEMENTATION)
+    attachment.switch(True)
     try:
         check_exact(model)
     except UserError:
@@ -97,7 +96,7 @@ def prepare_decoder(decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str,
     if wanted is None:
         wanted = getattr(decoder.config.get_text_config(), "use_cache", False)
     if (wanted or given is not None) and not isinstance(given, FocusCache):
-        methods = {i: m for i, m in attached_methods(decoder).items() if m.enabled and not m.keeps_all()}
+        methods = {i: m for i, m in attached_methods(decoder).items() if not m.keeps_all()}
         if methods:
             given = cache_for(decoder.config, methods, given)
             kwargs["past_key_values"], kwargs["use_cache"] = given, given is not None
@@ -147,12 +146,10 @@ def layer_shape(model: PreTrainedModel, module: nn.Module, index: int) -> LayerS
 def detach(model: PreTrainedModel) -> PreTrainedModel:
     """Undo `attach`: hooks, modules and settings are gone, the base model is as it was."""
     attachment = attachment_of(model)
-    for handle in attachment.handles:
-        handle.remove()
+    attachment.switch(False)
     for module in attention_modules(model).values():
         if hasattr(module, "focus"):
             del module.focus
     vars(model).pop("prepare_inputs_for_generation", None)
-    attachment.set_implementation()
     del model.focus_attachment
     return model

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -17,6 +17,7 @@ from focus_exp.attention.focus import Focus
 from focus_exp.attention.method import BACKENDS, AttentionMethod, Observer
 from focus_exp.attention.options import PAIR_RULES, fits
 from focus_exp.errors import UserError
+from focus_exp.models.interface import IMPLEMENTATION
 from focus_exp.models.modules import attached_methods, attention_modules, method_of
 
 # what every name of a trained part has in it; the second is PEFT's
@@ -28,37 +29,48 @@ class Attachment:
     """What `attach` did to a model, so that `detach` can undo it and an adapter can name it.
 
     implementations: the configurations that say which attention function is called, each with the base model's.
+    hooks: forward pre-hooks that modules get while it acts, of which `handles` tell.
     """
 
     method: str
     options: dict[str, Any]
     layers: list[int]
     implementations: list[tuple[PreTrainedConfig, str]]
+    hooks: list[tuple[nn.Module, Callable[..., Any]]] = field(default_factory=list)
     handles: list[RemovableHandle] = field(default_factory=list)
 
-    def set_implementation(self, name: str | None = None) -> None:
-        """Have the layers call the attention function of this name; None: the base model's."""
+    @property
+    def acts(self) -> bool:
+        return bool(self.handles)
+
+    def switch(self, on: bool) -> None:
+        """Have the layers call the attached method, or be those of the base model, which then pays for no hook."""
+        if on == self.acts:
+            return
+        for handle in self.handles:
+            handle.remove()
+        self.handles = [module.register_forward_pre_hook(hook, with_kwargs=True) for module, hook in self.hooks if on]
         for config, own in self.implementations:
             # not through the model, whose other parts (an encoder of images) keep theirs
-            config._attn_implementation_internal = own if name is None else name
+            config._attn_implementation_internal = IMPLEMENTATION if on else own
 
 
 @contextmanager
 def disabled(model: PreTrainedModel) -> Iterator[PreTrainedModel]:
     """Within the block the model is the base model, by the base model's own attention kernel."""
-    attachment, methods = attachment_of(model), attached_methods(model)
-    before = {index: method.enabled for index, method in methods.items()}
-    (config, _), *_ = attachment.implementations
-    implementation = config._attn_implementation
-    for method in methods.values():
-        method.enabled = False
-    attachment.set_implementation()
+    attachment = attachment_of(model)
+    before = attachment.acts
+    attachment.switch(False)
     try:
         yield model
     finally:
-        for index, method in methods.items():
-            method.enabled = before[index]
-        attachment.set_implementation(implementation)
+        attachment.switch(before)
+
+
+def acting_methods(model: PreTrainedModel) -> dict[int, AttentionMethod]:
+    """The attached methods by layer, none while they are disabled or where nothing is attached."""
+    attachment: Attachment | None = getattr(model, "focus_attachment", None)
+    return attached_methods(model) if attachment and attachment.acts else {}
 
 
 def attachment_of(model: PreTrainedModel) -> Attachment:

@@ -116,8 +116,6 @@ def route_hidden_states(
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
     """The hook of an attached layer, whose `forward` has parameters of these `names`."""
     method = method_of(module)
-    if not method.enabled:
-        return None
     given = dict(zip(names, args, strict=False)) | kwargs
     h = given[names[0]]
     mask = given.get("attention_mask")
