@@ -175,6 +175,11 @@ def seeds_text(seeds: Sequence[int]) -> str:
     return f"{len(seeds)} ({', '.join(map(str, seeds))})" if seeds else ABSENT
 
 
+def rates_text(tries: int | None) -> str:
+    """How a learning rate was come by."""
+    return f"at the best of {tries} learning rates" if tries else "at one learning rate, not tuned"
+
+
 def line_text(text: str) -> str:
     """`text` in one line."""
     return " ".join(text.split())

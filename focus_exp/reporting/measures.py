@@ -21,7 +21,7 @@ RUN = (
 # of the arm's own run, where a line of a comparison is about one
 OWN = (
     "arm", "asked", "model", "data", "T", "window", "K", "attention", "gate", "regime", "tokens_seen", "parameters",
-    "model_parameters", "own_commit", "arm_setup", "steps",
+    "model_parameters", "own_commit", "arm_setup", "steps", "tries",
 )  # fmt: skip
 MARKS = (
     "phase", "step", "trains", "reads_future", "answer", "telling", "usual", "turned", "tokens_against",
@@ -31,7 +31,7 @@ COLUMNS = (*RUN, "of", *OWN, *SUBJECT, *MARKS, *Number._fields)
 TYPES = {
     "Float64": ["value", "low", "high", "level", "level_against", "before", "stderr", "freedom", "parameters",
                 "first_parameters", "pairs_kept", "pairs_removed", "removed_against", "distant_pairs_kept"],
-    "Int64": ["seed", "T", "window", "K", "tokens_seen", "tokens_against", "steps", "model_parameters", "top_k", "n",
+    "Int64": ["seed", "T", "window", "K", "tokens_seen", "tokens_against", "steps", "tries", "model_parameters", "top_k", "n",
               "tokens", "groups", "step", "units"],
     "boolean": ["is_arm", "engaged", "causal", "answer", "telling", "usual", "turned"],
 }  # fmt: skip
@@ -92,6 +92,7 @@ def _own(record: Record) -> dict[str, Any]:
         "regime": record.setting("regime", "name"),
         "tokens_seen": record.tokens_seen,
         "steps": record.steps,
+        "tries": len(record.tries),
         "model_parameters": record.model.get("parameters"),
         "own_commit": record.commit,
     }
@@ -100,7 +101,7 @@ def _own(record: Record) -> dict[str, Any]:
 def _own_of(arm: Arm, own: Record | None, comparison: Record) -> dict[str, Any]:
     """Of an arm of a comparison, by its own record where that is there."""
     groups = dict(setting.partition("=")[::2] for setting in arm.settings).get("attention.groups")
-    known = {"arm": arm.name, "tokens_seen": arm.tokens_seen, "steps": arm.steps}
+    known = {"arm": arm.name, "tokens_seen": arm.tokens_seen, "steps": arm.steps, "tries": len(arm.tries)}
     known |= {"parameters": arm.trainable_parameters}
     known |= {"arm_setup": _digest(run_of(arm, own))} | ({"K": int(groups)} if groups else {})
     return _own(own or comparison) | known
