@@ -14,7 +14,7 @@ GPU_BENCH := +experiment=speed model=smollm2_135m model.hub_id=null data=files d
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help install browser retrofit reproduce-embedded report readme test test-all mutations architectures faults coverage smoke slurm gpu gpu-models lint format types clean
+.PHONY: help install browser retrofit reproduce-embedded report readme test test-all mutations architectures faults coverage replications smoke slurm gpu gpu-models lint format types clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  %-19s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
@@ -82,6 +82,9 @@ faults: $(TESTED) ## kill, fill and damage tiny runs in over 100 ways: runs/reco
 
 coverage: $(STAMP)-dev ## how often the 95 % intervals hold the truth, simulated: runs/records/coverage.md
 	$(VENV)/bin/python tests/interval_coverage.py runs/records/coverage.md
+
+replications: $(STAMP) ## published runs that runs/ has from another commit, loss by loss: runs/records/replications.md
+	$(VENV)/bin/python tests/replications.py runs/records/replications.md runs runs/records
 
 smoke: $(TESTED) ## every experiment file on a tiny random model
 	$(RUN) pytest -n $(JOBS) tests/test_experiments.py -m 'not gpu' $(ARGS)

@@ -2,10 +2,12 @@
 
 import json
 import re
+import shutil
 import subprocess
 from pathlib import Path
 
 import pytest
+from replications import main as replicate
 from running import run, tiny
 
 from focus_exp.errors import UserError
@@ -180,3 +182,30 @@ def test_what_does_not_follow_is_renewed(tmp_path):
 
 def test_every_committed_table_follows_from_its_record():
     assert stale(RECORDS) == []
+
+
+def test_a_published_run_that_was_made_again_is_compared_loss_by_loss(tmp_path):
+    """And stays in the file when its folder is gone."""
+    assert run(*tiny(tmp_path), "regime.steps=2").code == 0
+    runs, records, told = tmp_path / "runs", tmp_path / "runs" / "records", tmp_path / "replications.md"
+    (path,) = runs.rglob("record.json")
+    published = records / path.parent.relative_to(runs)
+    shutil.copytree(path.parent, published)
+    for folder, commit in ((path.parent, "b" * 40), (published, "a" * 40)):
+        record = Record.load(folder / "record.json")
+        record.commit = commit
+        record.save(folder / "record.json")
+    replicate(told, runs, records)
+    key = f"| {path.parent.relative_to(runs).as_posix()} | aaaaaaa | bbbbbbb |"
+    (line,) = (line for line in told.read_text().splitlines() if line.startswith(key))
+    assert line.endswith("| 0 | 0 |")
+
+    head, *lines = (published / "losses.csv").read_text().splitlines()
+    cells = lines[0].split(",")
+    cells[-1] = f"{float(cells[-1]) + 0.25:.9g}"
+    (published / "losses.csv").write_text("\n".join([head, ",".join(cells), *lines[1:]]))
+    replicate(told, runs, records)
+    shutil.rmtree(path.parent)
+    replicate(told, runs, records)
+    (line,) = (line for line in told.read_text().splitlines() if line.startswith(key))
+    assert line.endswith("| 0 | 0.2 |")

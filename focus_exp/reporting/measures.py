@@ -31,8 +31,8 @@ COLUMNS = (*RUN, "of", *OWN, *SUBJECT, *MARKS, *Number._fields)
 TYPES = {
     "Float64": ["value", "low", "high", "level", "level_against", "before", "stderr", "freedom", "parameters",
                 "first_parameters", "pairs_kept", "pairs_removed", "removed_against", "distant_pairs_kept"],
-    "Int64": ["seed", "T", "window", "K", "tokens_seen", "tokens_against", "steps", "tries", "model_parameters", "top_k", "n",
-              "tokens", "groups", "step", "units"],
+    "Int64": ["seed", "T", "window", "K", "tokens_seen", "tokens_against", "steps", "tries", "model_parameters",
+              "top_k", "n", "tokens", "groups", "step", "units"],
     "boolean": ["is_arm", "engaged", "causal", "answer", "telling", "usual", "turned"],
 }  # fmt: skip
 

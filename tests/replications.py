@@ -1,0 +1,65 @@
+"""python tests/replications.py FILE RUNS RECORDS: published runs that were made again by another version of the code.
+
+Where every window's loss is the same, the versions between the two have not changed what the record says.
+"""
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+
+from focus_exp.records.losses import LOSSES, read_losses
+from focus_exp.records.record import Record
+
+HEAD = """\
+# Published runs made again
+
+Made by `make replications`, of runs below `runs/` whose configuration is published from another commit: the largest
+difference of a window's (or an item's) loss in nats a token, under the base and under what the run is about. 0: every
+digit is the same, so what was changed in the code between the two commits has not changed the record.
+
+| run | published at | made again at | losses | base | run itself |
+| --- | --- | --- | --- | --- | --- |
+"""
+
+
+def replications(runs: Path, records: Path) -> Iterator[tuple[str, str]]:
+    """A key and a line for every run that there is twice."""
+    for path in sorted(runs.glob("*/*/*/record.json")):
+        place = path.parent.relative_to(runs)
+        published = records / place
+        if not (published / LOSSES).exists() or not (path.parent / LOSSES).exists():
+            continue
+        old, new = Record.load(published / "record.json"), Record.load(path)
+        commits = f"{(old.commit or 'unknown')[:7]} | {(new.commit or 'unknown')[:7]}"
+        if new.status != "finished" or old.commit == new.commit or "dirty" in commits:
+            continue
+        base, own, count = differences(published / LOSSES, path.parent / LOSSES, old.base.name if old.base else "")
+        key = f"| {place.as_posix()} | {commits} |"
+        yield key, f"{key} {count} | {base:.1g} | {own:.1g} |\n"
+
+
+def differences(published: Path, again: Path, base: str) -> tuple[float, float, int]:
+    """Largest difference of a loss under `base`, and under anything else, and how many losses are in both."""
+    old, new = read_losses(published), read_losses(again)
+    largest, count = {True: 0.0, False: 0.0}, 0
+    for of in old.keys() & new.keys():
+        if old[of].units != new[of].units:
+            raise SystemExit(f"{again} scored other windows of {of} than {published}")
+        for name in old[of].nll.keys() & new[of].nll.keys():
+            found = np.abs(old[of].nll[name] - new[of].nll[name])
+            largest[name == base] = max(largest[name == base], float(np.nanmax(found)))
+            count += int(np.isfinite(found).sum())
+    return largest[True], largest[False], count
+
+
+def main(path: Path, runs: Path, records: Path) -> None:
+    """What the file tells of runs that are no longer there stays in it."""
+    known = path.read_text(encoding="utf-8").removeprefix(HEAD).splitlines(keepends=True) if path.exists() else []
+    lines = {" | ".join(line.split(" | ")[:3]) + " |": line for line in known} | dict(replications(runs, records))
+    path.write_text(HEAD + "".join(lines[key] for key in sorted(lines)), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main(*map(Path, sys.argv[1:4]))
