@@ -1,7 +1,7 @@
 """python tests/interval_coverage.py FILE: how often 95 % intervals hold the truth, by simulation.
 
 Student's t over units is what focus_exp.records.intervals makes. Beside it a percentile bootstrap over windows, which
-older records have: its 95 % are fewer.
+records had before: its 95 % are fewer.
 """
 
 import sys

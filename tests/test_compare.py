@@ -15,7 +15,7 @@ from focus_exp.records.benchmarks import BenchmarkRow
 from focus_exp.records.comparison import load_run
 from focus_exp.records.losses import read_losses, remade
 from focus_exp.records.record import Record
-from focus_exp.records.rows import Arm, Difference, Row
+from focus_exp.records.rows import Arm, Difference, Row, Units
 from focus_exp.reporting.figures import figures
 from focus_exp.reporting.gather import gather
 from focus_exp.reporting.measures import measurements
@@ -244,7 +244,7 @@ def comparison_of(*rows, benchmarks=(), **arms):
     ]  # fmt: skip
     return Record(
         status="finished", experiment="pair", arms=described, rows=[base, *rows], benchmarks=list(benchmarks),
-        differences=differences,
+        differences=differences, units=Units(kind="document", count=600, windows=600, freedom=1e6),
         config={"attention": {"window": 8, "sinks": 1}, "eval": {"window": 32}},
     )  # fmt: skip
 

@@ -91,12 +91,7 @@ def read_losses(path: Path) -> dict[str, Losses]:
 
 
 def remade(record: Record, found: dict[str, Losses]) -> list[str]:
-    """The differences from full attention in a record, and their intervals, that do not follow from these losses.
-
-    [] for a record from before they were kept.
-    """
-    if record.units is None:
-        return []
+    """The differences from full attention in a record, and their intervals, that do not follow from these losses."""
     base = record.base.name if record.base else ""
     bases = {one.scored_as: one.attention for one in record.benchmarks if one.kind == "base"}
     said = [(TEXT, row.name, base, (row.delta_nll, row.delta_low, row.delta_high)) for row in record.rows if row.scored]

@@ -26,8 +26,7 @@ class Record:
 
     `tokens_seen` are those of the steps and of the blocks that routers were fitted to and balanced on. `phases` are the
     rows of soft gates and of hard groups as configured, after each of several phases. `tries` are of learning rates.
-    `units`: what the intervals of the rows are over; None in a record from before they were Student's t, which has
-    percentile bootstraps over windows and no losses to make others from.
+    `units`: what the intervals of the rows, or of the groups, are over.
     """
 
     status: Literal["finished", "failed", "interrupted"]

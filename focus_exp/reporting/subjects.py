@@ -123,9 +123,7 @@ def _delta(
     high: float | None = None,
 ) -> Number:
     other = None if row.nll is None or value is None else math.exp(min(row.nll - value, 700.0))
-    return Number(
-        "delta", value, low, high, "nats", against, row.perplexity, other, None, *error_of(record, row, low, high)
-    )
+    return Number("delta", value, low, high, "nats", against, row.perplexity, other, None, *error_of(record, low, high))
 
 
 def _turned(delta: Number, against: str | None) -> Number:

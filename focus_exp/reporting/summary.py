@@ -38,14 +38,11 @@ class Sentence:
 def summary(runs: Runs, ledger: list[tuple[Claim, Verdict]]) -> list[str]:
     """Does it work, for what, at what price, how sure, what is not known."""
     records = [record for record in runs.named.values() if record.status == "finished"]
-    bounded = [record for record in records if any(row.delta_low is not None for row in record.rows)]
     known = {
         "record": lambda line: runs.named[line.run],
         "told": lambda line: difference_word(line.value, line.low, line.high, ("lower than", "higher than")),
         "seeds": lambda seeds: len(seeds),
         "versions": len({record.commit for record in records}),
-        "old": sum(record.units is None for record in bounded),
-        "all": len(bounded),
         "claims": len(ledger),
         "verdicts": {word: [one for one in ledger if one[1].word == word] for word in VERDICTS},
     }
