@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from pathlib import Path
 
 from focus_exp.records.answers import answer
@@ -15,11 +16,9 @@ def compare_arms(record: Record, folder: Path, against: list[str]) -> None:
     """Fill in the differences of the comparison in `folder` from the folders of its arms.
 
     Each from the first one that scored the same tokens under the same base model, and from those of `against` that did.
-
     Model and data are those of the first arm that has a base.
     """
-    scored: dict[str, tuple[Losses, str, list[object]]] = {}
-    record.model = {}
+    scored: dict[str, tuple[Losses, str, Hashable]] = {}
     for arm in record.arms:
         found = arm_record(folder, arm)
         if found is None:
@@ -30,11 +29,10 @@ def compare_arms(record: Record, folder: Path, against: list[str]) -> None:
         losses = read_losses(arm_folder(folder, arm) / LOSSES).get(TEXT)
         if row is not None and losses is not None and row.name in losses.nll:
             scored[arm.name] = losses, row.name, scored_by(found)
-    firsts: list[str] = []
+    firsts: dict[Hashable, str] = {}
     for name, (_, _, tokens) in scored.items():
-        if all(scored[first][2] != tokens for first in firsts):
-            firsts.append(name)
-    for other in dict.fromkeys([*firsts, *(name for name in against if name in scored)]):
+        firsts.setdefault(tokens, name)
+    for other in dict.fromkeys([*firsts.values(), *(name for name in against if name in scored)]):
         theirs, their_row, tokens = scored[other]
         for name, (losses, row_name, own) in scored.items():
             if name == other or own != tokens or losses.units != theirs.units:
@@ -45,6 +43,7 @@ def compare_arms(record: Record, folder: Path, against: list[str]) -> None:
             record.differences.append(Difference(arm=name, value=difference.value, low=low, high=high, against=named))
 
 
-def scored_by(record: Record) -> list[object]:
-    windows = [record.setting("eval", key) for key in ("window", "stride", "max_windows", "split")]
-    return [*windows, *((part.get("used"), part.get("fingerprint")) for part in (record.model, record.data))]
+def scored_by(record: Record) -> Hashable:
+    """What arms have to have in common for their losses to be of the same tokens under the same base model."""
+    windows = (record.setting("eval", key) for key in ("window", "stride", "max_windows", "split"))
+    return (*windows, *((part.get("used"), part.get("fingerprint")) for part in (record.model, record.data)))
