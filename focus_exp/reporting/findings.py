@@ -163,7 +163,7 @@ def _against_first(first: Arm, own: Row | None, others: list[tuple[Arm, Row]]) -
         yield say("no_first", first=first)
     else:
         yield say("first", first=first, row=own)
-        compared = [row for _, row in others if row.delta_vs_hard is not None and row.causal]
+        compared = [row for _, row in others if row.delta_vs_hard is not None and row.causal and own.causal]
         for word in WORDS:
             if rows := [row for row in compared if than(*vs_hard(row)) == word]:
                 yield say("against_first", word=word, first=first, rows=rows)
