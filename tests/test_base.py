@@ -1,8 +1,14 @@
 """Models trained by a run here: made once, found again, named by the run that made them."""
 
+from dataclasses import replace
+
 import pytest
+from hydra import compose, initialize_config_dir
 from running import fitting, run, tiny
 
+from focus_exp.__main__ import conf_dir
+from focus_exp.checks import parse
+from focus_exp.config import register_schemas
 from focus_exp.jobs import base as base_module
 from focus_exp.records.record import Record
 
@@ -46,6 +52,17 @@ def test_the_base_is_trained_first_and_once(tmp_path, as_arm):
     second = measure(tmp_path, settings, "attention.window=6")
     assert second.code == 0 and "trained here first" not in second.out
     assert weights.stat().st_mtime_ns == before
+
+
+def test_no_rate_of_a_base_is_searched_for():
+    register_schemas()
+    from_scratch = ["+experiment=from_scratch", "arm=full"]
+    with initialize_config_dir(conf_dir(), version_base="1.3"):
+        config = parse(compose("config", [*from_scratch, "scale=embedded"]))
+        assert config.regime.tune.factors
+        for more, searched in (([], []), (["regime.tune.factors=[1,3]"], [1, 3])):
+            made_by = replace(config, model=replace(config.model, trained_by=[*from_scratch, *more]))
+            assert base_module.base_run(made_by).regime.tune.factors == searched
 
 
 @pytest.mark.slow

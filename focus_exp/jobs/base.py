@@ -24,8 +24,12 @@ from focus_exp.training.precision import choose_precision
 
 
 def base_overrides(config: Config) -> list[str]:
-    """The command that trains the base: as `trained_by` says, at this scale, in these folders."""
+    """The command that trains the base: as `trained_by` says, at this scale, in these folders.
+
+    Its learning rate is searched for only where `trained_by` says so: a base needs to be the same, not the best.
+    """
     return [
+        "regime.tune.factors=[]",
         *config.model.trained_by,
         f"scale={config.scale.name}",
         f"assets={config.assets}",
