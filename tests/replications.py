@@ -4,7 +4,7 @@ Where every window's loss is the same, the versions between the two have not cha
 """
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 
 import numpy as np
@@ -17,7 +17,9 @@ HEAD = """\
 
 Made by `make replications`, of runs below `runs/` whose configuration is published from another commit: the largest
 difference of a window's (or an item's) loss in nats a token, under the base and under what the run is about. 0: every
-digit is the same, so what was changed in the code between the two commits has not changed the record.
+digit is the same, so what was changed in the code between the two commits has not changed the record. A base that
+differs was scored in another number format before, for which the run was made again. Timings have no losses and are not
+among them.
 
 | run | published at | made again at | losses | base | run itself |
 | --- | --- | --- | --- | --- | --- |
@@ -56,9 +58,21 @@ def differences(published: Path, again: Path, base: str) -> tuple[float, float, 
 
 def main(path: Path, runs: Path, records: Path) -> None:
     """What the file tells of runs that are no longer there stays in it."""
-    known = path.read_text(encoding="utf-8").removeprefix(HEAD).splitlines(keepends=True) if path.exists() else []
-    lines = {" | ".join(line.split(" | ")[:3]) + " |": line for line in known} | dict(replications(runs, records))
-    path.write_text(HEAD + "".join(lines[key] for key in sorted(lines)), encoding="utf-8")
+    known = path.read_text(encoding="utf-8").splitlines(keepends=True)[HEAD.count("\n") :] if path.exists() else []
+    told = [line for line in known if line.startswith("| ")]
+    lines = {" | ".join(line.split(" | ")[:3]) + " |": line for line in told} | dict(replications(runs, records))
+    path.write_text(HEAD + "".join(lines[key] for key in sorted(lines)) + in_all(lines.values()), encoding="utf-8")
+
+
+def in_all(lines: Collection[str]) -> str:
+    """A sentence under the table."""
+    cells = [[cell.strip() for cell in line.split("|")[1:-1]] for line in lines]
+    experiments = {run.partition("/")[0] for run, *_ in cells}
+    same = sum(float(own) == 0 for *_, own in cells)
+    return (
+        f"\nIn all {len(cells)} runs of {len(experiments)} experiments ({', '.join(sorted(experiments))}); "
+        f"{same} of them with the same losses to the last digit.\n"
+    )
 
 
 if __name__ == "__main__":

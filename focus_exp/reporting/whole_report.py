@@ -22,6 +22,7 @@ NAME = "report"
 MADE_APART = {
     "speed_computed.md": ("Speed on a GPU", "Computed, not measured"),
     "plans.md": ("At the paper's scale", "What training takes, planned"),
+    "replications.md": ("How far to trust it", "Published runs made again by another version of the code"),
 }
 
 
