@@ -239,10 +239,13 @@ def test_confidence_is_that_of_the_papers_own_assignment_at_its_last_step():
         shares = {"dominance": 0.3, "dominance_worst": 0.5, "dead_groups": 0.0, "dead_groups_worst": 0.0}
         return ProbeRow(phase="router", step=step, confidence=confidence, entropy=0.1, **shares)
 
-    for last, word in ((0.88, REPRODUCED), (0.5, NOT_REPRODUCED)):
+    for last, groups, word in (
+        (0.88, 8, REPRODUCED), (0.99, 8, SAME_DIRECTION), (0.5, 8, NOT_REPRODUCED), (0.88, 4, OTHER_METHOD),
+    ):  # fmt: skip
         record = Record(
-            status="finished", experiment="leak", probes=[at(0, 0.9), at(60, last)], config={"attention": {}}
-        )
+            status="finished", experiment="leak", probes=[at(0, 0.9), at(60, last)],
+            config={"attention": {"groups": groups}},
+        )  # fmt: skip
         (found,) = [verdict for claim, verdict in ledger.judged([record]) if "sure of their group" in claim.says]
         assert found.word == word and found.ours.startswith(f"{last:.2f}") and "at step 60" in found.why
 

@@ -22,7 +22,7 @@ from focus_exp.jobs.train import check_length, describe, headline, load, prepare
 from focus_exp.models.attached import set_routing
 from focus_exp.speed.methods import Methods
 from focus_exp.speed.suite import Suite
-from focus_exp.training.precision import choose_precision
+from focus_exp.training.precision import choose_precision, native_bf16
 
 
 def bench(config: Config) -> None:
@@ -42,6 +42,10 @@ def bench(config: Config) -> None:
     print(f"speed of {timed} against full attention; {router}; {describe(precision)}")
     print(f"run folder: {run_folder(config)}")
     with open_run(config, describe(precision)) as run:
+        if config.has_router and config.bench.dtype == "bf16" and not native_bf16(precision.device):
+            run.warn(
+                "bench.dtype=bf16 is emulated on this CPU, so its times of a layer say nothing; use bench.dtype=float32"
+            )
         loaded, corpus = load(run, precision)
         model, evaluation, blocks = prepare(run, loaded, corpus, precision)
         longest = max([config.eval.window, *config.bench.prefill_lengths, *config.bench.step_lengths])

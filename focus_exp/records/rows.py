@@ -6,7 +6,7 @@ from typing import Literal
 
 from typing_extensions import TypedDict
 
-# a mask that removes a smaller share of the pairs is not engaged: the score is full attention's by construction
+# a mask that removes a smaller share of the pairs is not engaged: an equal score says nothing
 ENGAGED = 0.05
 # methods that weigh every pair otherwise, and remove none
 WITHOUT_MASK = ("performer",)

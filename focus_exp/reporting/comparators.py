@@ -19,6 +19,7 @@ from focus_exp.reporting.formats import (
     listed_text,
     share_text,
 )
+from focus_exp.reporting.gather import WANTED
 from focus_exp.reporting.measured import Line
 from focus_exp.reporting.together import wanting
 
@@ -71,11 +72,16 @@ def _side(line: Line, limit: float) -> int:
 
 
 def at_least(
-    lines: list[Line], wanted: float | Mapping[int, float], times: float = 1.0, minus: float = 0.0, gpu: bool = False
+    lines: list[Line],
+    wanted: float | Mapping[int, float],
+    times: float = 1.0,
+    minus: float = 0.0,
+    gpu: bool = False,
+    most: float = math.inf,
 ) -> Judged:
     """Whether every line reaches what is wanted, at every length for which it is, by its whole interval if it has one.
 
-    Faster than full attention, but not as fast, or not on a GPU where the paper has one (`gpu`), is the
+    Faster than full attention, but not as fast, not on a GPU where the paper has one (`gpu`), or more than `most`, is the
     same direction; runs of one length of which some reach it and some do not decide nothing.
     """
     limits = wanted if isinstance(wanted, Mapping) else {line.tokens: wanted for line in lines}
@@ -95,7 +101,8 @@ def at_least(
         needs = "runs that agree" if asked[-1].measure == "ratio" else wanting(asked[-1])
         return Judged(UNDECIDED, asked, asked[-1], needs=needs)
     elsewhere = gpu and any((line.device or "").startswith("cpu") for line in asked)
-    return Judged(SAME_DIRECTION if elsewhere else REPRODUCED, asked, asked[-1])
+    another_size = elsewhere or any(_low(line) > most for line in asked)
+    return Judged(SAME_DIRECTION if another_size else REPRODUCED, asked, asked[-1])
 
 
 def within(lines: list[Line], least: float, most: float, margin: float) -> Judged:
@@ -107,7 +114,10 @@ def within(lines: list[Line], least: float, most: float, margin: float) -> Judge
 
 
 def takes_over(lines: list[Line], share: float, dead: float, steps: int) -> Judged:
-    """Whether one group has this share of the tokens, or this share of the groups is dead, within so many steps."""
+    """Whether one group has this share of the tokens, or this share of the groups is dead, within so many steps.
+
+    Up to half of both it does not, between that and these shares it is open.
+    """
 
     def side(largest: Line, gone: Line) -> int:
         if largest.value >= share or gone.value / gone.K >= dead:
@@ -146,7 +156,8 @@ def _of_groups(lines: list[Line], side: Callable[[Line, Line], int], steps: int,
         why = f"only {count_text(ran)} steps with everything trained"
         return Judged(UNDECIDED, lines, widest, why=why, needs=f"{count_text(steps)} steps")
     if sides not in ({SHOWN}, {REFUTED}):
-        return Judged(UNDECIDED, lines, widest, needs=wanting(widest))
+        needs = f"{WANTED} seeds" if len(widest.seeds) < WANTED else "longer training"
+        return Judged(UNDECIDED, lines, widest, needs=needs)
     return Judged(REPRODUCED if sides == {SHOWN} else NOT_REPRODUCED, lines, widest)
 
 

@@ -140,7 +140,8 @@ class Entry:
         return Value(line.value, mark=f"{line.tokens:,} tokens, {how}, {line.dtype}, {made}")
 
     def timed(self, run: Run) -> tuple[Record, Line] | None:
-        """A layer as this run has it, timed on the same model: at the length of other methods, or else the longest.
+        """A layer as this run has it, timed on the same model: at the length of other methods, beside them if it was, or
+        else the longest.
 
         Of several groups a query the one timing that is quoted of them.
         """
@@ -156,9 +157,14 @@ class Entry:
             cells |= {"pair_rule": scored.pair_rule, "answer": True} if k > 1 else {}
         else:
             cells |= {"of": "method_speed", "method": scored.method}
-        found = [(one.record, line) for one in same for line in one.select(cells) if line.value]
-        rank = [(line.tokens == common, line.tokens, line.assignment == "balanced") for _, line in found]
-        return found[rank.index(max(rank))] if found else None
+        found = [(one, line) for one in same for line in one.select(cells) if line.value]
+        # beside other methods, in the same run
+        rank = [
+            (line.tokens == common, line.tokens, line.assignment == "balanced", bool(one.select(others)))
+            for one, line in found
+        ]
+        best = found[rank.index(max(rank))] if found else None
+        return best and (best[0].record, best[1])
 
     def behind(self, run: Run) -> list[Line]:
         """What was scored or timed for a line, each once; full attention only where there is nothing else."""
