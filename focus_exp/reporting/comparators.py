@@ -81,7 +81,7 @@ def at_least(
 ) -> Judged:
     """Whether every line reaches what is wanted, at every length for which it is, by its whole interval if it has one.
 
-    Faster than full attention, but not as fast, not on a GPU where the paper has one (`gpu`), or more than `most`, is the
+    Faster than full attention, but not as fast, not on a GPU where the paper has one (`gpu`), or more than `most` is the
     same direction; runs of one length of which some reach it and some do not decide nothing.
     """
     limits = wanted if isinstance(wanted, Mapping) else {line.tokens: wanted for line in lines}

@@ -140,8 +140,8 @@ class Entry:
         return Value(line.value, mark=f"{line.tokens:,} tokens, {how}, {line.dtype}, {made}")
 
     def timed(self, run: Run) -> tuple[Record, Line] | None:
-        """A layer as this run has it, timed on the same model: at the length of other methods, beside them if it was, or
-        else the longest.
+        """A layer as this run has it, timed on the same model: at the length of other methods, beside them if it was,
+        or else the longest.
 
         Of several groups a query the one timing that is quoted of them.
         """
