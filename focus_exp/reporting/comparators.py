@@ -81,8 +81,8 @@ def at_least(
 ) -> Judged:
     """Whether every line reaches what is wanted, at every length for which it is, by its whole interval if it has one.
 
-    Faster than full attention, but not as fast, not on a GPU where the paper has one (`gpu`), or more than `most` is the
-    same direction; runs of one length of which some reach it and some do not decide nothing.
+    Faster than full attention, but not as fast, not on a GPU where the paper has one (`gpu`), or more than `most`: the
+    same direction. Runs of one length of which some reach it and some do not decide nothing.
     """
     limits = wanted if isinstance(wanted, Mapping) else {line.tokens: wanted for line in lines}
     asked = sorted((line for line in lines if line.tokens in limits), key=lambda line: line.tokens or 0)
