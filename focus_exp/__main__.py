@@ -17,6 +17,7 @@ from typing import Any
 import hydra
 from hydra.core.hydra_config import HydraConfig
 from hydra.errors import HydraException
+from hydra.types import RunMode
 from omegaconf import DictConfig
 from omegaconf.errors import OmegaConfBaseException
 
@@ -25,21 +26,13 @@ from focus_exp.config import Config, register_schemas
 from focus_exp.errors import EXTRAS, STOP_SIGNALS, Interrupted, UserError, first_line, not_installed
 from focus_exp.explain import arranged, explain
 from focus_exp.help import asked, text
+from focus_exp.shipped import conf_dir
 from focus_exp.sweeps.frozen import FrozenJob
 
 FULL_DISK = (errno.ENOSPC, errno.EDQUOT)
 # the last two: a file stands where a folder is to be made
 READ_ONLY = (errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOTDIR, errno.EEXIST)
 OUT_OF_MEMORY = ("out of memory", "can't allocate memory")  # of a GPU, and of the machine
-
-
-def conf_dir() -> str:
-    """The folder conf/: beside the package in a source tree, inside it when installed."""
-    here = Path(__file__).resolve().parent
-    for folder in (here.parent / "conf", here / "conf"):
-        if (folder / "config.yaml").is_file():
-            return str(folder)
-    raise FileNotFoundError("conf/ is neither beside the package nor in it; install focus_exp again")
 
 
 @dataclass(frozen=True)
@@ -63,7 +56,15 @@ def fresh(composed: DictConfig) -> Config:
     """The configuration of a job that no sweep has frozen."""
     if (folder := HydraConfig.get().run.dir) != ".":
         raise UserError(f"hydra.run.dir={folder} moves nothing: runs name their own folders; write runs_dir={folder}")
-    return parse(composed)
+    launcher = next((given for given in HydraConfig.get().overrides.hydra if given.startswith("hydra/launcher=")), None)
+    if launcher and HydraConfig.get().mode is RunMode.RUN:
+        raise UserError(f"{launcher} launches what -m asks for, be it one job; add -m")
+    config = parse(composed)
+    if config.arm is not None and not config.arms:
+        raise UserError(
+            f"arm={config.arm} is one of a comparison's; add an +experiment= that has arms, or leave it out"
+        )
+    return config
 
 
 def run_frozen(job: FrozenJob) -> Ended:
@@ -101,7 +102,7 @@ def answer() -> None:
     """Say what was asked, or run the job."""
     conf = Path(conf_dir())
     arguments = arranged(sys.argv[1:], conf)
-    if asked(arguments):
+    if not arguments or asked(arguments):
         print(text(arguments, conf), end="")
         return
     sys.argv[1:] = map(escaped, arguments)

@@ -118,10 +118,11 @@ def _go_offline() -> None:
         sys.modules["datasets"].config.HF_HUB_OFFLINE = True
 
 
-def choose_source(policy: str, name: str, cached: Callable[[], bool]) -> str:
+def choose_source(policy: str, name: str, cached: Callable[[], bool], replaceable: bool = True) -> str:
     """Where hub asset `name` comes from under the policy `auto`, `hub` or `embedded`.
 
-    Returns "hub_cache", "hub" or "embedded"; raises UserError when `hub` is demanded and nothing can be had.
+    Returns "hub_cache", "hub" or "embedded"; raises UserError when nothing can be had and `hub` is demanded, or nothing
+    may stand in for it unasked: a model or a text of the user's own.
     """
     if policy == "embedded":
         return "embedded"
@@ -129,11 +130,11 @@ def choose_source(policy: str, name: str, cached: Callable[[], bool]) -> str:
         return "hub_cache"
     if hub_reachable():
         return "hub"
-    if policy == "hub":
+    if policy == "hub" or not replaceable:
         why = " (HF_HUB_OFFLINE is set)" if os.environ.get("HF_HUB_OFFLINE", "0") != "0" else ""
         raise UserError(
             f"{name}: the Hugging Face hub cannot be reached{why} and its cache has no complete copy.\n"
-            "Copy it into the folder that HF_HOME names, or allow a substitute with assets=auto or assets=embedded."
+            "Copy it into the folder that HF_HOME names, or have what is embedded stand in for it with assets=embedded."
         )
     return "embedded"
 

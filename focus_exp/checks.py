@@ -13,6 +13,7 @@ from focus_exp.attention.options import FitOptions, check, instead
 from focus_exp.config import GROUPS, Config, PhaseConfig
 from focus_exp.config_attention import AttentionConfig, FocusConfig, schema_of
 from focus_exp.errors import UserError, not_installed
+from focus_exp.shipped import own
 
 PERPLEXITY = "perplexity"  # perplexity@<tokens>: the one task that is not lm-eval's
 
@@ -24,6 +25,7 @@ def parse(composed: DictConfig) -> Config:
         raise UserError(f"{missing[0]} has no value; give it as {missing[0]}=...")
     config = OmegaConf.to_object(composed)
     assert isinstance(config, Config)
+    config.model, config.data = own("model", config.model), own("data", config.data)
     validate(config)
     if config.adapter:  # a folder from here on: what is in it decides the name of the run
         config.adapter = str(adapter_folder(config.adapter))
@@ -70,9 +72,16 @@ def validate(config: Config) -> None:
         raise UserError(f"arm={config.arm} is not one of {', '.join(config.arms)}")
     if config.adapter and config.job == "train":
         raise UserError(f"adapter={config.adapter} is for job=evaluate; add job=evaluate, or leave adapter out")
+    if config.job == "analyze" and config.analyze.passage_tokens > config.eval.window:
+        raise UserError(
+            f"analyze.passage_tokens={config.analyze.passage_tokens} exceeds eval.window={config.eval.window}, of "
+            "which the passage is a part; use less, or a longer window"
+        )
     validate_attention(config)
     validate_regime(config)
     validate_generate(config)
+    if config.data.files and config.data.source != "files":
+        raise UserError(f"data.files={config.data.files} is read with data=files alone; add data=files")
     if config.data.source == "files" and not config.data.files:
         raise UserError("data=files needs data.files=<folder or glob of text files>")
     if config.data.source == "hub" and not config.data.hub_id:
@@ -91,13 +100,20 @@ def validate_tasks(tasks: list[str]) -> None:
 
 
 def validate_generate(config: Config) -> None:
-    dual, asked = config.dual, config.generate.top_k
+    dual, asked, prompt = config.dual, config.generate.top_k, config.generate.prompt_tokens
+    if config.job == "generate" and prompt >= config.eval.window:
+        raise UserError(
+            f"generate.prompt_tokens={prompt} leaves nothing of eval.window={config.eval.window} to go on with; use "
+            "less, or a longer window"
+        )
     if asked and dual and dual.budgeted:
         raise UserError(
             f"generate.top_k={asked} does not go with a budget, which says how many groups each head reads; leave "
             "generate.top_k empty, or attention.pairs and attention.budget out"
         )
     groups = dual.groups if dual else config.focus.groups if config.has_router else 0
+    if config.has_router and config.eval.top_k and not any(1 <= k <= groups for k in config.eval.top_k):
+        raise UserError(f"eval.top_k={config.eval.top_k} is impossible; use 1 to attention.groups={groups}")
     for k in asked if groups else []:
         if not 1 <= k <= groups:
             raise UserError(f"generate.top_k holds {k}; use 1 to attention.groups={groups}")
@@ -114,11 +130,6 @@ def validate_attention(config: Config) -> None:
         raise UserError(
             f"eval.adapters={config.eval.adapters} are measured in place of a method, and attention={attention.name} "
             "attaches none; leave eval.adapters empty, or measure one as the run itself with job=evaluate adapter=..."
-        )
-    if config.has_router and config.focus.gate == "multiplicative" and config.focus.gate_threshold != 0:
-        raise UserError(
-            f"attention.gate_threshold={config.focus.gate_threshold} goes with attention.gate=log alone; "
-            "set it to 0, or use attention.gate=log"
         )
     if isinstance(attention, FitOptions) and 0 < attention.fit_blocks <= attention.fit_held_out:
         raise UserError(

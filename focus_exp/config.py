@@ -186,7 +186,7 @@ class Config:
     runs_dir: str = "runs"
     cache_dir: str | None = option(None, "downloads and tokens; null: $FOCUS_EXP_CACHE or ~/.cache/focus_exp")
     adapter: str | None = option(
-        None, "an adapter's folder, or owner/name[@revision] of one on the hub, for job=evaluate"
+        None, "an adapter's folder, or owner/name[@revision] of one on the hub; measured, not trained"
     )
     arms: dict[str, list[str]] = option(
         {}, "for job=compare: name -> the settings in which that run differs; the others are compared with the first"
@@ -228,7 +228,7 @@ class Config:
 
     @property
     def fitting(self) -> FitOptions | None:
-        """attention.* where that is fitted to the base, without a pass through the model, before any phase."""
+        """attention.* where that is fitted to the base, layer by layer, before any phase."""
         return self.attention if isinstance(self.attention, FitOptions) and self.attention.fit_blocks else None
 
 

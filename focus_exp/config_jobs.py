@@ -55,7 +55,7 @@ class PlanConfig:
     name: str = MISSING
     gpu: str = option("h100", "a name of planning/hardware")
     gpus: int | None = option(None, "at most; null: as many as it takes", least=1)
-    hours: float | None = option(None, "refuse what takes longer")
+    hours: float | None = option(None, "refuse what takes longer", above=0)
     utilization: float = option(0.4, "of the peak arithmetic of the GPU", above=0)
     models: list[str] = option([], "of conf/model, each planned in turn; empty: model alone")
     paper: bool = option(False, "each of `models` in the setting in which the paper trains it")

@@ -32,6 +32,9 @@ SENTENCES = {
     r"Error merging override \+*(?P<key>arms\.\S+?)=[\s\S]*is not a ListConfig": (
         "{key} is a list of settings, written in quotes: " + QUOTED
     ),
+    r"Error merging override (?P<key>(?!arms\.)\S+?)=(?P<value>[^\n]*)\n[\s\S]*is not a ListConfig": (
+        "{key} is a list: {key}=[{value}]"
+    ),
     r"Cannot find primary config '(?P<name>[^']+)'": (
         "--config-name={name}: leave the option out; an experiment is +experiment=<name>, and YAML files of yours are "
         "found with --config-dir=<folder>"

@@ -19,6 +19,7 @@ from focus_exp.models import embedded
 from focus_exp.models.load import fingerprint, load_model
 from focus_exp.models.random import byte_tokenizer, model_on_meta
 
+GPT2 = "openai-community/gpt2"
 TINY = {
     "model_type": "llama",
     "hidden_size": 32,
@@ -106,17 +107,24 @@ def test_policy_order(monkeypatch):
 
 
 def test_substitute_says_so(unreachable, tmp_path):
-    loaded = load(ModelConfig(name="gpt2", hub_id="owner/absent"), tmp_path)
-    assert loaded.provenance.source == "embedded" and loaded.provenance.requested == "owner/absent"
+    loaded = load(ModelConfig(name="gpt2", hub_id=GPT2), tmp_path)
+    assert loaded.provenance.source == "embedded" and loaded.provenance.requested == GPT2
     assert loaded.provenance.substitution == (
-        "embedded SmolLM2-135M-Instruct stands in for owner/absent: the Hugging Face hub cannot be reached"
+        f"embedded SmolLM2-135M-Instruct stands in for {GPT2}: the Hugging Face hub cannot be reached"
     )
-    with pytest.raises(UserError, match="assets=auto or assets=embedded"):
-        load(ModelConfig(name="gpt2", hub_id="owner/absent"), tmp_path, policy="hub")
+    with pytest.raises(UserError, match="stand in for it with assets=embedded"):
+        load(ModelConfig(name="gpt2", hub_id=GPT2), tmp_path, policy="hub")
+
+
+def test_nothing_stands_in_unasked_for_a_model_of_the_users(unreachable, tmp_path):
+    own = ModelConfig(name="mine", hub_id="owner/absent")
+    with pytest.raises(UserError, match=r"(?s)owner/absent.*stand in for it with assets=embedded"):
+        load(own, tmp_path)
+    assert load(own, tmp_path, policy="embedded").provenance.source == "embedded"
 
 
 def test_from_scratch_keeps_the_shape_and_says_what_it_replaced(unreachable, tmp_path):
-    cfg = ModelConfig(name="gpt2", hub_id="owner/absent")
+    cfg = ModelConfig(name="gpt2", hub_id=GPT2)
     loaded = load(cfg, tmp_path, from_scratch=True)
     assert loaded.provenance.source == "random" and loaded.model.config.hidden_size == 32
     cfg.architecture = {**TINY, "hidden_size": 16}

@@ -362,6 +362,9 @@ def test_observers_may_be_nested(attached):
         ({"gate_threshold": 2.0}, "gate_threshold=2.0 is impossible; use a number from 0 to 1"),
         ({"tempreature": 0.1}, "there is no option tempreature; did you mean temperature"),
         ({"layers": [1, 2]}, r"layers \[2\] do not exist; the model has layers 0 to 1"),
+        ({"layers": 1}, "layers=1 is no list of layers"),
+        ({"layers": []}, r"layers=\[\] is no list of layers"),
+        ({"gate": "multiplicative"}, "gate_threshold=0.5 goes with gate=log alone; set it to 0"),
     ],
 )
 def test_what_cannot_be_attached_is_refused_and_leaves_no_trace(tiny_model, wrong, message):
@@ -383,11 +386,30 @@ def test_a_kernel_asked_for_by_name_that_cannot_serve_says_why(attached):
         logits_of(model, tokens_of())
 
 
+def test_another_attention_function_is_not_put_in_the_place_of_the_method(attached):
+    model = attached("llama")
+    model.set_attn_implementation("sdpa")
+    with pytest.raises(UserError, match="set to sdpa on a model with a method attached"):
+        logits_of(model, tokens_of())
+    with disabled(model):
+        base = logits_of(model, tokens_of())
+    assert torch.equal(base, logits_of(detach(model), tokens_of()))
+
+
 def test_attach_once_and_detach_only_what_is_attached(tiny_model, attached):
     with pytest.raises(UserError, match="already has"):
         attach(attached("llama"))
     with pytest.raises(UserError, match="'any' is not one of query_topk, share"):
         set_routing(attached("llama"), hard=True, pair_rule="any")
-    for use in (detach, lambda model: disabled(model).__enter__()):
+    with pytest.raises(UserError, match="hard='yes' is not True or False"):
+        set_routing(attached("llama"), hard="yes")
+    with pytest.raises(UserError, match="sparse_from='a' is not a whole number"):
+        set_routing(attached("llama"), hard=True, sparse_from="a")
+    with pytest.raises(UserError, match="train='routers' is not one of router, lora, all"):
+        freeze(attached("llama"), "routers")
+    with pytest.raises(UserError, match="a model of transformers, not 'gpt2'"):
+        attach("gpt2")
+    unrouted = (detach, freeze, lambda model: set_routing(model, hard=True), lambda model: disabled(model).__enter__())
+    for use in unrouted:
         with pytest.raises(UserError, match="no attention method attached"):
             use(tiny_model("llama"))

@@ -184,7 +184,7 @@ def test_a_full_disk_when_weights_are_saved_is_one_error(tmp_path, monkeypatch, 
 def test_hub_assets_without_a_network_are_refused(tmp_path, monkeypatch):
     monkeypatch.setattr(assets, "hub_reachable", lambda: False)
     message = refused(*tiny(tmp_path), "model.hub_id=no-one/nothing", "assets=hub")
-    assert "no-one/nothing" in message and "cannot be reached" in message and "assets=auto" in message
+    assert "no-one/nothing" in message and "cannot be reached" in message and "assets=embedded" in message
 
 
 def test_a_loss_that_is_not_finite_stops_the_run_at_its_last_good_state(tmp_path, monkeypatch):

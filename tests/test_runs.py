@@ -6,11 +6,14 @@ from math import isfinite
 from pathlib import Path
 
 import pytest
+import torch
+from conftest import build
 from omegaconf import OmegaConf
 from running import fitting, metrics_of, only_run, outcome, record_of, router_steps, run, tiny
 from transformers import AutoModelForCausalLM
 
 from focus_exp.config import structured
+from focus_exp.models.random import byte_tokenizer
 from focus_exp.records.record import Record
 
 STEPS = router_steps(4)
@@ -60,6 +63,20 @@ def test_a_run_of_another_text_is_not_taken_for_this_one(tmp_path, status):
     text.write_text(text.read_text(encoding="utf-8") + "more", encoding="utf-8")
     again = run(*command)
     assert again.code == 2 and "holds another text than when" in again.err
+
+
+def test_a_run_of_other_weights_is_not_taken_for_this_one(tmp_path):
+    weights = tmp_path / "weights"
+    model = build("tiny_llama")
+    for each in (model, byte_tokenizer()):
+        each.save_pretrained(weights)
+    command = [*tiny(tmp_path, "weights-changed"), *MEASURE, "eval.tasks=[]", f"model.path={weights}"]
+    assert run(*command).code == 0 and "finished already" in run(*command).out
+    with torch.no_grad():
+        model.model.norm.weight.mul_(2)
+    model.save_pretrained(weights)
+    again = run(*command)
+    assert again.code == 2 and f"model.path={weights} holds another model than when" in again.err
 
 
 def test_run_folder_holds_config_metrics_adapter_record_tables_and_figures(folder, retrofit):

@@ -37,6 +37,7 @@ TYPED = {
     "+arms.mine=[attention.groups=16]": ["+arms.mine=[attention.groups=16] cannot be read", "single quotes", PLUS_ARM],
     "+arms.mine=attention.groups=16": ["arms.mine is a list of settings", PLUS_ARM],
     'arms.mine=["attention.groups=16"]': ["no arm mine", "with a plus", PLUS_ARM],
+    "hydra/launcher=local": ["hydra/launcher=local", "add -m"],
     "hydra.run.dir=elsewhere": ["hydra.run.dir=elsewhere moves nothing", "runs_dir=elsewhere"],
     "--config-name=retrofit_124m": ["leave the option out", "+experiment="],
     "--config-dir=/nowhere": ["--config-dir=/nowhere", "no such folder"],
@@ -152,7 +153,7 @@ def test_a_model_that_predicts_no_next_token_is_refused_by_its_kind(settings, tm
 
 def test_the_hub_that_may_not_be_asked_is_named(settings):
     message = refused(*settings, "model.hub_id=no-one/nothing", "assets=hub")
-    assert "no-one/nothing" in message and "HF_HUB_OFFLINE is set" in message and "assets=auto" in message
+    assert "no-one/nothing" in message and "HF_HUB_OFFLINE is set" in message and "assets=embedded" in message
 
 
 def test_who_is_not_logged_in_to_wandb_is_told_how(settings, monkeypatch):

@@ -34,6 +34,11 @@ class FocusOptions(GroupOptions):
         choices=("gradient", "ema", "recluster"),
     )
 
+    def refuse(self) -> str | None:
+        if self.gate == "multiplicative" and self.gate_threshold != 0:
+            return f"gate_threshold={self.gate_threshold} goes with gate=log alone; set it to 0, or use gate=log"
+        return None
+
 
 @dataclass
 class RouterTraining(Options):

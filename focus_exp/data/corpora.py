@@ -23,6 +23,7 @@ from focus_exp.data.tokens import (
     write_stream,
 )
 from focus_exp.errors import UserError, first_line
+from focus_exp.shipped import is_shipped
 
 SPLITS = ("train", "validation", "test")
 # corpora that a package carries; the first stands in for what the hub would have
@@ -117,7 +118,8 @@ def _source(cfg: DataConfig, policy: str, cache: Path, tokenised: Callable[[Sour
     requested = _requested(cfg)
     identity = {"hub": cfg.hub_id, "subset": cfg.subset, "revision": cfg.revision, "column": cfg.text_column}
     source = Source(identity, lambda: hub.open_dataset(cfg, requested, origin))
-    origin = choose_source(policy, requested, lambda: tokenised(source) or hub.in_cache(cfg))
+    known = is_shipped("data", cfg.hub_id)
+    origin = choose_source(policy, requested, lambda: tokenised(source) or hub.in_cache(cfg), known)
     return _embedded("books", cache) if origin == "embedded" else source
 
 

@@ -48,13 +48,7 @@ class Generation:
     folder: Path
 
     def __post_init__(self) -> None:
-        settings, length = self.config.generate, self.blocks.block_size
-        if settings.prompt_tokens >= length:
-            raise UserError(
-                f"generate.prompt_tokens={settings.prompt_tokens} leaves nothing of eval.window={length} to go on "
-                "with; use less, or a longer window"
-            )
-        count = min(settings.prompts, len(self.blocks))
+        count = min(self.config.generate.prompts, len(self.blocks))
         self.indices = [int(i) for i in np.linspace(0, len(self.blocks) - 1, count + 2)[1:-1].round()]
         self.greedy: dict[int, list[int]] = {}
 

@@ -59,11 +59,6 @@ class GroupAnalysis:
 
     def __post_init__(self) -> None:
         settings, length = self.config.analyze, self.blocks.block_size
-        if settings.passage_tokens > length:
-            raise UserError(
-                f"analyze.passage_tokens={settings.passage_tokens} exceeds eval.window={length}, of which the passage "
-                "is a part; use less, or a longer window"
-            )
         self.indices = self.blocks.spread(-(-settings.tokens // length))
         # the first token of a window is not scored
         self.scored = Losses([(*place, length - 1) for place in self.blocks.places(self.indices)])

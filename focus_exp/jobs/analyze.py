@@ -14,6 +14,7 @@ from focus_exp.jobs.adapter import with_adapter
 from focus_exp.jobs.router import put_router
 from focus_exp.jobs.run import already_finished, open_run, run_folder
 from focus_exp.jobs.train import describe, headline, load, prepare, sample_blocks
+from focus_exp.models.adapter import read_adapter
 from focus_exp.training.precision import choose_precision
 
 # for the untrained router, where the trained one comes from an adapter that does not say
@@ -39,6 +40,8 @@ def analyze(config: Config) -> None:
     with open_run(config, describe(precision)) as run:
         loaded, corpus = load(run, precision)
         model, evaluation, blocks = prepare(run, loaded, corpus, precision)
+        for other in settings.others:  # what is wrong with them is known before a router is trained
+            read_adapter(model, other)
         put_router(run, model, blocks, precision, config.eval.window)
         balancing = config.focus.calibration_blocks if config.has_router else 0
         calibration = sample_blocks(blocks, balancing or CALIBRATION_BLOCKS, config.seed + 2)

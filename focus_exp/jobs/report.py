@@ -13,10 +13,11 @@ from rich.console import Console
 
 from focus_exp.config import Config
 from focus_exp.errors import UserError
+from focus_exp.reporting.gather import gather
 from focus_exp.reporting.published import stale
 from focus_exp.reporting.run_index import write_pages
 from focus_exp.reporting.run_page import PAGE
-from focus_exp.reporting.whole_report import write_report_of
+from focus_exp.reporting.whole_report import require_records, write_report_of
 
 
 def report(config: Config) -> None:
@@ -24,6 +25,7 @@ def report(config: Config) -> None:
     runs = Path(config.runs_dir)
     if config.report.check:
         published = runs / "records" if (runs / "records").is_dir() else runs
+        require_records(gather(published, config.scale.name), published)
         if wrong := stale(published, config.scale.name):
             raise UserError("\n  ".join([f"{len(wrong)} things do not follow from their records:", *wrong]))
         print(f"every published table below {published} follows from its record")

@@ -26,8 +26,8 @@ from rich.console import Console
 from focus_exp.assets import Provenance
 from focus_exp.config import Config, to_dict
 from focus_exp.config_hash import config_hash
-from focus_exp.data.files import find_texts, revision_of
 from focus_exp.errors import Interrupted, UserError, first_line
+from focus_exp.jobs.inputs import refuse_other_inputs
 from focus_exp.records import runs
 from focus_exp.records.comparison import RECORD, load_metrics, with_arms
 from focus_exp.records.environment import environment
@@ -128,23 +128,12 @@ class Run:
 def finished_record(config: Config) -> Record | None:
     """The record of this configuration, if it came to its end before.
 
-    UserError where it had other defaults (`records.runs`), and where the text files have changed since it began.
+    UserError where it had other defaults (`records.runs`), and where files that it read have changed since it began.
     """
     record = runs.earlier_record(config)
-    finished = record if record and record.status == "finished" else None
-    read = record.data.get("revision") if record and config.data.source == "files" else None
-    if read is None:
-        return finished
-    try:
-        there = revision_of(find_texts(config.data.files))
-    except UserError:
-        return finished  # what it read is gone, what it found is not
-    if there != read:
-        raise UserError(
-            f"data.files={config.data.files} holds another text than when {run_folder(config)} was made ({there}, then "
-            f"{read}); overwrite=true makes it anew, another runs_dir leaves it alone"
-        )
-    return finished
+    if record is not None:
+        refuse_other_inputs(config, record)
+    return record if record and record.status == "finished" else None
 
 
 def already_finished(config: Config) -> bool:

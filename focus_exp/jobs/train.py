@@ -37,7 +37,7 @@ from focus_exp.jobs.run import Run, already_finished, open_run
 from focus_exp.jobs.tune import last_rate, tuned
 from focus_exp.models.adapter import read_adapter, save_adapter
 from focus_exp.models.attach import attach
-from focus_exp.models.attached import attachment_of, freeze, is_causal, is_trainable
+from focus_exp.models.attached import attachment_of, is_causal, is_trainable
 from focus_exp.models.load import LoadedModel, fingerprint, load_model, whole
 from focus_exp.models.lora import add_lora, describe_lora, router_parameters, save_lora
 from focus_exp.models.modules import attached_methods
@@ -128,7 +128,7 @@ def prepare(
     windows = Blocks(held_out, config.eval.window, stride=config.eval.stride, bos=bos, cross_documents=False)
     blocks = Blocks(corpus.train, config.data.block_size, bos=bos, cross_documents=True)
     check_backend(model, config.attention.backend)
-    freeze(model, "router")
+    model.requires_grad_(False)
     for adapter in config.eval.adapters:  # what is wrong with them is known before the hours of training
         read_adapter(model, adapter)
     quality = Quality(model, windows, config, precision, run.folder / "evaluation")

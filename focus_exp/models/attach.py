@@ -21,7 +21,7 @@ from focus_exp.errors import UserError
 from focus_exp.models.attached import Attachment, attachment_of, check_length, is_causal
 from focus_exp.models.cache import FocusCache, cache_for
 from focus_exp.models.exactness import check_exact
-from focus_exp.models.interface import has_numbers, route_hidden_states
+from focus_exp.models.interface import IMPLEMENTATION, has_numbers, route_hidden_states
 from focus_exp.models.modules import attached_methods, attention_modules, decoder_of
 
 HIDDEN = -1e4  # the largest number by which masks are known to hide a key
@@ -33,9 +33,12 @@ def attach(
     """Attach `method`, a name or the dotted path of a class, with its options to all layers of `model` or to `layers`.
 
     The base weights are left as they are; freeze them with `freeze` before training. With hard groups `generate()`
-    keeps keys and values by group (`FocusCache`). UserError for an unknown method, option or layer, a model already
-    attached, and one that would not give its base's logits with every pair kept (`check_exact`); then nothing is left.
+    keeps keys and values by group (`FocusCache`). UserError for what is no model of transformers, an unknown method,
+    option or layer, a model already attached, and one that would not give its base's logits with every pair kept
+    (`check_exact`); then nothing is left.
     """
+    if not isinstance(model, PreTrainedModel):
+        raise UserError(f"attach takes a model of transformers, not {model!r:.80}")
     if getattr(model, "focus_attachment", None) is not None:
         raise UserError("the model already has an attention method attached; call detach(model) first")
     try:
@@ -43,6 +46,8 @@ def attach(
     except ValueError as error:
         raise UserError(str(error)) from error
     modules = attention_modules(model)
+    if isinstance(layers, int | str) or (layers is not None and not list(layers)):
+        raise UserError(f"layers={layers!r} is no list of layers; give their numbers, or None for all")
     wanted = list(modules) if layers is None else list(layers)
     if missing := sorted(set(wanted) - set(modules)):
         raise UserError(f"layers {missing} do not exist; the model has layers {min(modules)} to {max(modules)}")
@@ -92,6 +97,11 @@ def parameters_of(module: nn.Module) -> tuple[str, ...]:
 def prepare_decoder(decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
     """Put a cache by group in place of the empty one that transformers made or would make, and look at given masks."""
     assert isinstance(decoder, PreTrainedModel)
+    if decoder.config._attn_implementation != IMPLEMENTATION:
+        raise UserError(
+            f"attention was set to {decoder.config._attn_implementation} on a model with a method attached, which is "
+            "not called any more; use disabled(model), or call detach(model) before set_attn_implementation"
+        )
     given, wanted = kwargs.get("past_key_values"), kwargs.get("use_cache")
     if wanted is None:
         wanted = getattr(decoder.config.get_text_config(), "use_cache", False)

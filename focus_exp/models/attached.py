@@ -15,7 +15,7 @@ from focus_exp.attention.dual import FocusDual
 from focus_exp.attention.dual_options import FocusDualOptions
 from focus_exp.attention.focus import Focus
 from focus_exp.attention.method import BACKENDS, AttentionMethod, Observer
-from focus_exp.attention.options import PAIR_RULES, fits
+from focus_exp.attention.options import KINDS, PAIR_RULES, fits
 from focus_exp.errors import UserError
 from focus_exp.models.interface import IMPLEMENTATION
 from focus_exp.models.modules import attached_methods, attention_modules, method_of
@@ -116,8 +116,13 @@ def set_routing(
     """Choose soft gates or hard groups, how many groups a query reaches, and the path that computes hard groups:
     "auto", "masked" or a kernel's name, all of the same result. "auto" is masked below `sparse_from` tokens.
 
-    What a method does not have is left alone; an adapter saves `top_k` and `pair_rule`. UserError for a wrong value.
+    Hard groups act in `model.eval()` alone: routers in training mode are as `train_with` says. What a method does not
+    have is left alone; an adapter saves `top_k` and `pair_rule`. UserError for a wrong value, and without a method.
     """
+    attachment = attachment_of(model)
+    for name, given, kind in (("hard", hard, bool), ("sparse_from", sparse_from, int)):
+        if given is not None and not fits(given, kind):
+            raise UserError(f"{name}={given!r} is not {KINDS[kind]}")
     for name, value, choices in (("pair_rule", pair_rule, PAIR_RULES), ("backend", backend, BACKENDS)):
         if value is not None and value not in choices:
             raise UserError(f"{name}={value!r} is not one of {', '.join(choices)}")
@@ -132,10 +137,8 @@ def set_routing(
         for name, setting in chosen.items():
             if setting is not None and hasattr(method, name):
                 setattr(method, name, setting)
-    attachment: Attachment | None = getattr(model, "focus_attachment", None)
-    if attachment is not None:
-        saved = {name for method in methods for name in ("top_k", "pair_rule") if hasattr(method.options, name)}
-        attachment.options |= {name: chosen[name] for name in saved if chosen[name] is not None}
+    saved = {name for method in methods for name in ("top_k", "pair_rule") if hasattr(method.options, name)}
+    attachment.options |= {name: chosen[name] for name in saved if chosen[name] is not None}
     return model
 
 
@@ -169,7 +172,14 @@ def check_length(budget: list[Any], layers: int) -> None:
 
 
 def freeze(model: PreTrainedModel, train: str = "router") -> list[str]:
-    """Make exactly the trainable set require gradients; returns its names. The one predicate of the project."""
+    """Make exactly the trainable set require gradients: "router", "lora" or "all"; returns its names.
+
+    The one predicate of the project. UserError for another word, and for routers of a model without a method.
+    """
+    if train not in TRAINED:
+        raise UserError(f"train={train!r} is not one of {', '.join(TRAINED)}")
+    if train == "router":
+        attachment_of(model)
     names = []
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(is_trainable(name, train))

@@ -31,8 +31,10 @@ from focus_exp.config import ModelConfig
 from focus_exp.errors import UserError
 from focus_exp.models import embedded
 from focus_exp.models.random import architecture_config, byte_tokenizer, random_model
+from focus_exp.shipped import is_shipped
 
 FINGERPRINT_SAMPLES = 64
+PAGE, MEBIBYTE = 4096, 2**20
 PARTS = {AutoConfig: "config", AutoTokenizer: "tokenizer", AutoModelForCausalLM: "weights"}
 
 
@@ -121,6 +123,20 @@ def fingerprint(model: PreTrainedModel) -> str:
     return digest.hexdigest()
 
 
+def revision_of_weights(path: str) -> str:
+    """Twelve hex digits of a folder's configuration and of a page of every mebibyte of its weights."""
+    digest = hashlib.sha256()
+    folder = Path(path).expanduser()
+    for file in sorted([folder / "config.json", *folder.glob("*.safetensors"), *folder.glob("*.bin")]):
+        size = file.stat().st_size
+        digest.update(f"{file.name} {size} ".encode())
+        with file.open("rb") as content:
+            for begin in range(0, size, MEBIBYTE):
+                content.seek(begin)
+                digest.update(content.read(PAGE))
+    return digest.hexdigest()[:12]
+
+
 def quantized(cfg: ModelConfig, dtype: torch.dtype) -> dict[str, Any]:
     """What `from_pretrained` is told of `cfg.quantization`: by bitsandbytes, onto this process's GPU.
 
@@ -154,11 +170,12 @@ def _locate(cfg: ModelConfig, assets: str, cache: Path) -> Place | None:
                 f"model.path={cfg.path}: no such folder, or it has no config.json; "
                 "give the folder that save_pretrained wrote."
             )
-        return Place(str(Path(cfg.path).expanduser()), {}, Provenance(cfg.path, cfg.path, "local"))
+        local = Provenance(cfg.path, cfg.path, "local", revision_of_weights(cfg.path))
+        return Place(str(Path(cfg.path).expanduser()), {}, local)
     if not cfg.hub_id:
         return None
     commit = _cached_revision(cfg.hub_id, cfg.revision)
-    origin = choose_source(assets, cfg.hub_id, lambda: commit is not None)
+    origin = choose_source(assets, cfg.hub_id, lambda: commit is not None, is_shipped("model", cfg.hub_id))
     if origin == "embedded":
         provenance = Provenance(
             cfg.hub_id,

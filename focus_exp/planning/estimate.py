@@ -6,6 +6,7 @@ import copy
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
+from pathlib import Path
 
 import torch
 from torch import nn
@@ -14,7 +15,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, Pre
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from focus_exp.config import Config, phases_of
-from focus_exp.errors import UserError
+from focus_exp.errors import UserError, first_line
 from focus_exp.models.attach import layer_shape
 from focus_exp.models.attached import is_trainable
 from focus_exp.models.lora import Linear
@@ -140,10 +141,14 @@ def configured(config: Config) -> PreTrainedConfig:
     if model.architecture:
         architecture = architecture_config(model)
     elif model.path:
-        architecture = AutoConfig.from_pretrained(model.path, local_files_only=True)
+        try:
+            architecture = AutoConfig.from_pretrained(Path(model.path).expanduser(), local_files_only=True)
+        except (OSError, ValueError) as error:
+            raise UserError(f"model.path={model.path} has no config.json to plan with: {first_line(error)}") from error
     else:
         raise UserError(
-            f"model {model.name}: job=plan downloads nothing, and model.architecture is empty; give its config fields"
+            f"model {model.name}: job=plan downloads nothing and does not know its architecture; give the folder of "
+            "its config.json as model.path"
         )
     return architecture.get_text_config()
 

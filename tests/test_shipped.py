@@ -1,0 +1,44 @@
+"""What a file of conf/ says of its own weights or text is not taken for what is true of the user's."""
+
+from dataclasses import replace
+
+import pytest
+from hydra import compose, initialize_config_dir
+
+from focus_exp.checks import parse
+from focus_exp.config import register_schemas
+from focus_exp.jobs.base import needs_base
+from focus_exp.shipped import conf_dir, is_shipped, own, shipped
+
+
+def composed(*overrides):
+    register_schemas()
+    with initialize_config_dir(conf_dir(), version_base="1.3"):
+        return parse(compose("config", list(overrides)))
+
+
+def test_a_files_own_place_keeps_everything():
+    gpt2 = composed("model=gpt2_124m").model
+    assert gpt2.revision == shipped("model")["gpt2_124m"]["revision"] and gpt2.architecture["n_layer"] == 12
+    assert own("model", gpt2) is gpt2
+    assert needs_base(composed("model=books_6m")) and composed("model=tiny_llama").model.architecture
+
+
+@pytest.mark.parametrize("place", ["model.hub_id=owner/mine", "model.path=weights"])
+@pytest.mark.parametrize("model", ["gpt2_124m", "books_6m", "tiny_llama"])
+def test_weights_of_the_users_own_have_neither_revision_nor_architecture_of_the_file(model, place):
+    config = composed(f"model={model}", place, "model.name=mine")
+    assert config.model.revision is None and config.model.architecture == {} and not needs_base(config)
+    assert composed(f"model={model}", place, "model.revision=v2").model.revision == "v2"
+
+
+def test_a_text_of_the_users_own_has_no_revision_of_the_file():
+    assert composed("data=pg19").data.revision
+    assert composed("data=pg19", "data.hub_id=owner/text").data.revision is None
+    wiki = composed("data=wikitext103").data
+    assert wiki.subset and own("data", replace(wiki, hub_id="owner/text")).subset is None
+
+
+def test_what_stands_in_unasked_is_known():
+    assert is_shipped("model", "openai-community/gpt2") and is_shipped("data", "emozilla/pg19")
+    assert not is_shipped("model", "owner/mine")
