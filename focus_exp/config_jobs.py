@@ -117,6 +117,7 @@ class ScaleConfig:
     )
     frontier_tasks: Names = field(default_factory=lambda: ["perplexity@4096", "perplexity@8192"])
     rates: list[float] = option([], "tried on validation text, as factors of an arm's learning rate")
+    scratch_rates: list[float] = option([], "the same of models that are trained from scratch")
     limit: int | None = option(None, "documents of a task")
     suite_limit: int | None = option(None, "of one of the long-range suite")
     top_k: Numbers = option([], "that a router is measured with, where it stands alone; empty: all")
