@@ -260,11 +260,14 @@ def test_books_stand_in_for_an_unreachable_hub(tmp_path, monkeypatch):
     monkeypatch.setattr(assets, "hub_reachable", lambda: False)
     monkeypatch.setattr(hub, "in_cache", lambda cfg: False)
     monkeypatch.setattr(corpora.books, "read", lambda cache, split: [(split, f"text of {split} " * 10)])
-    corpus = load(HUB, tmp_path)
-    assert corpus.provenance.source == "embedded" and corpus.provenance.requested == "owner/texts"
-    assert "stands in for owner/texts: the Hugging Face hub cannot be reached" in str(corpus.provenance.substitution)
+    shipped = replace(HUB, hub_id="emozilla/pg19")
+    corpus = load(shipped, tmp_path)
+    assert corpus.provenance.source == "embedded" and corpus.provenance.requested == "emozilla/pg19"
+    assert "stands in for emozilla/pg19: the Hugging Face hub cannot be reached" in str(corpus.provenance.substitution)
     with pytest.raises(UserError, match="HF_HOME"):
-        load(HUB, tmp_path, "hub")
+        load(shipped, tmp_path, "hub")
+    with pytest.raises(UserError, match="owner/texts"):  # a text of the user's own
+        load(HUB, tmp_path)
     asked = DataConfig(name="books", source="books")
     assert load(asked, tmp_path).provenance.substitution is None
 

@@ -382,7 +382,9 @@ def test_plan_downloads_and_writes_nothing(tmp_path, monkeypatch):
 
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("socket.socket.connect", refuse)
-    result = run("+experiment=retrofit_124m", *TINY, "model.hub_id=nobody/nothing")
+    unknown = run("+experiment=retrofit_124m", *TINY, "model.hub_id=nobody/nothing")
+    assert unknown.code == 2 and "give the folder of its config.json as model.path" in unknown.err
+    result = run("+experiment=retrofit_124m", *TINY)
     assert result.code == 0, result.err
     first, *lines = result.out.splitlines()
     assert first.startswith("plan of retrofit_124m: retrofit of tiny_llama with focus, 60 steps (router)")
@@ -469,7 +471,7 @@ def test_experiments_are_planned_in_one_table_that_is_written(tmp_path):
     assert result.code == 0, result.err
     text = (tmp_path / "runs" / "records" / "plans.csv").read_text(encoding="utf-8")
     found = {(line["experiment"], line["arms"]): line for line in csv.DictReader(io.StringIO(text))}
-    assert [name for name, _ in found] == ["retrofit_124m", "full_training", "full_training", "full_training"]
+    assert [name for name, _ in found] == ["retrofit_124m", *["full_training"] * 4]
     for line in found.values():
         hours = int(line["runs"]) * int(line["gpus"]) * float(line["hours"])
         assert line["error"] == "" and float(line["gpu_hours"]) == pytest.approx(hours) and float(line["held"]) > 0

@@ -17,7 +17,7 @@ TOP_LEVEL = {
 }
 FOUNDATION = {
     *("errors", "storage", "progress", "assets"),
-    *("config", "config_attention", "config_jobs", "config_hash", "checks"),
+    *("config", "config_attention", "config_jobs", "config_hash", "shipped", "checks"),
 }
 MAY_IMPORT = {
     "attention": set(),
@@ -29,6 +29,7 @@ MAY_IMPORT = {
     "config_attention": {"errors", "attention"},
     "config_jobs": {"attention"},
     "config_hash": {"config"},
+    "shipped": {"config"},
     "checks": {*FOUNDATION, "attention"},
     "records": FOUNDATION,
     "reporting": {*FOUNDATION, "records"},

@@ -95,11 +95,11 @@ def test_vectors_are_not_decayed(tiny_model):
     }
 
 
-@pytest.mark.parametrize("method", [None, "window"])
-def test_a_router_phase_without_a_router_is_refused(tiny_model, method):
-    model = tiny_model("llama") if method is None else attach(tiny_model("llama"), method, window=4)
+def test_a_router_phase_without_a_router_is_refused(tiny_model):
+    with pytest.raises(UserError, match="the model has no attention method attached"):
+        LanguageModelTask(tiny_model("llama"), ROUTER, "first")
     with pytest.raises(UserError, match="phase first trains the router, but the model has no such parameters"):
-        LanguageModelTask(model, ROUTER, "first")
+        LanguageModelTask(attach(tiny_model("llama"), "window", window=4), ROUTER, "first")
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma2"])

@@ -124,14 +124,14 @@ def fingerprint(model: PreTrainedModel) -> str:
 
 
 def revision_of_weights(path: str) -> str:
-    """Twelve hex digits of a folder's configuration and of a page of every mebibyte of its weights."""
+    """Twelve hex digits of a folder's configuration and weights; of a large file, of a page of every mebibyte."""
     digest = hashlib.sha256()
     folder = Path(path).expanduser()
     for file in sorted([folder / "config.json", *folder.glob("*.safetensors"), *folder.glob("*.bin")]):
         size = file.stat().st_size
         digest.update(f"{file.name} {size} ".encode())
         with file.open("rb") as content:
-            for begin in range(0, size, MEBIBYTE):
+            for begin in range(0, size, PAGE if size < 64 * MEBIBYTE else MEBIBYTE):
                 content.seek(begin)
                 digest.update(content.read(PAGE))
     return digest.hexdigest()[:12]
