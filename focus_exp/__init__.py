@@ -3,7 +3,7 @@
     model = AutoModelForCausalLM.from_pretrained("openai-community/gpt2")
     attach(model, "focus", groups=4, window=128)
     freeze(model, "router")                      # train what is left in your own loop
-    set_routing(model, hard=True, top_k=1)       # hard groups for use, soft gates for training
+    set_routing(model.eval(), hard=True, top_k=1)  # hard groups for use; in training mode gates are soft
     with disabled(model): ...                    # the base model, bit for bit
     save_adapter(model, "my-adapter")            # safetensors and JSON
     push_to_hub("my-adapter", "me/focus-gpt2")   # the adapter/ of a run has a card beside it

@@ -11,7 +11,7 @@ from omegaconf import DictConfig, OmegaConf
 from focus_exp.assets import adapter_folder
 from focus_exp.attention.options import FitOptions, check, instead
 from focus_exp.config import GROUPS, Config, PhaseConfig
-from focus_exp.config_attention import AttentionConfig, FocusConfig, schema_of
+from focus_exp.config_attention import KNOWN, AttentionConfig, FocusConfig, schema_of
 from focus_exp.errors import UserError, not_installed
 from focus_exp.shipped import own
 
@@ -50,6 +50,9 @@ def no_such_key(key: str, schema: Any) -> str:
     lacks = f"{method} has no option" if group == "attention" else "there is no key"
     homes = GROUPS | {"attention": FocusConfig, "regime.phases.<phase>": PhaseConfig}
     elsewhere = [f"{home}.{name}" for home, part in homes.items() if name in (item.name for item in fields(part))]
+    owners = [method for method, known in KNOWN.items() if name in (item.name for item in fields(known))]
+    if group == "attention" and owners:
+        return f"{lacks} {key}; it is one of attention={' and attention='.join(owners)}"
     if not group and elsewhere:
         return f"{lacks} {key}; did you mean {' or '.join(elsewhere)}?"
     return f"{lacks} {key}{instead(name, [item.name for item in fields(schema)])}"

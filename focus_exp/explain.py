@@ -24,7 +24,7 @@ SENTENCES = {
         "{group} is no part of every run: it is added with a plus, +{group}={name}"
     ),
     r"Ambiguous value for argument '(?P<given>(?P<key>[^=]+)=(?P<values>[^']*))'": (
-        "{given} holds several values: add -m to run each as a job of its own, or write {key}=[{values}] for a list"
+        "{given} holds several values: add -m to run each as a job of its own; a key of a list takes {key}=[{values}]"
     ),
     r"An item is already at '(?P<key>[^']+)'": "{key} is a key of every run: write it without the plus, {key}=...",
     r"Could not override 'arms\.(?P<arm>[^']+)'": "there is no arm {arm}; one is added with a plus, in quotes: "

@@ -26,6 +26,7 @@ TYPED = {
     "model=gpt-2": ["no model/gpt-2", "gpt2_124m", "model.hub_id=owner/name"],
     "model=gpt2": ["no model/gpt2", "did you mean", "model.hub_id=owner/name"],
     "model=openai-community/gpt2": ["no model/openai-community/gpt2", "gpt2_124m", "model.hub_id=owner/name"],
+    "attention.pairs=0.2": ["Focus has no option attention.pairs", "it is one of attention=focus_dual"],
     "attention=lora": ["no attention/lora", "focus"],
     "hydra/launcher=slrum": ["no hydra/launcher/slrum", "did you mean slurm"],
     "+experiment=conf/experiment/smoke": ["no experiment/conf/experiment/smoke", "smoke"],
