@@ -79,7 +79,7 @@ def test_a_method_from_outside_is_a_python_file_and_a_yaml_file(outside):
     ("settings", "said"),
     [
         (["attention.shares=1"], "Mean has no option attention.shares; did you mean share?"),
-        (["attention.groups=2"], "Mean has no option attention.groups; it is one of attention=focus and attention=focus_dual"),
+        (["attention.groups=2"], "Mean has no option attention.groups; it is one of attention=focus and attention="),
         (["attention.share=2"], "attention.share=2.0 is impossible; use a number from 0 to 1"),
         (["attention.method=sparq"], "attention.method=sparq does not go with attention=mine"),
     ],
