@@ -11,6 +11,7 @@ import numpy as np
 
 from focus_exp.records.losses import LOSSES, read_losses
 from focus_exp.records.record import Record
+from focus_exp.reporting.formats import listed_text
 
 HEAD = """\
 # Published runs made again
@@ -21,8 +22,8 @@ digit is the same, so what was changed in the code between the two commits has n
 differs was scored in another number format before, for which the run was made again. Timings have no losses and are not
 among them.
 
-| run | published at | made again at | losses | base | run itself |
-| --- | --- | --- | --- | --- | --- |
+| run | published at | made again at | processors | losses | base | run itself |
+| --- | --- | --- | --- | --- | --- | --- |
 """
 
 
@@ -39,7 +40,8 @@ def replications(runs: Path, records: Path) -> Iterator[tuple[str, str]]:
             continue
         base, own, count = differences(published / LOSSES, path.parent / LOSSES, old.base.name if old.base else "")
         key = f"| {place.as_posix()} | {commits} |"
-        yield key, f"{key} {count} | {base:.1g} | {own:.1g} |\n"
+        processors = listed_text(list(dict.fromkeys(record.machine.get("cpu", "unknown") for record in (old, new))))
+        yield key, f"{key} {processors} | {count} | {base:.1g} | {own:.1g} |\n"
 
 
 def differences(published: Path, again: Path, base: str) -> tuple[float, float, int]:

@@ -65,6 +65,19 @@ def test_every_arm_is_a_run_and_a_line_of_the_table(tmp_path):
     assert found["lora"].tokens_seen == found["focus"].tokens_seen - fitted_and_balanced > 0
 
 
+def test_arms_of_several_processors_are_said_to_be(tmp_path):
+    command = settings(tmp_path, window=ARMS["window"], near=[*ARMS["window"], "attention.window=4"])
+    assert run(*command).code == 0
+    (path,) = (tmp_path / "runs" / "adhoc" / "near").glob("*/record.json")
+    record = Record.load(path)
+    record.machine["cpu"] = "another processor"
+    record.save(path)
+    (compared,) = (path for path in (tmp_path / "runs").rglob("record.json") if load_run(path.parent).arms)
+    assert Record.load(compared).warnings == []
+    compared.unlink()
+    assert "another processor: near" in run(*command).err
+
+
 def test_differences_from_the_first_arm_and_from_others_are_those_of_the_losses(tmp_path):
     run(*settings(tmp_path), "against=[lora,gone]")
     comparison = records(tmp_path)[None]

@@ -75,6 +75,18 @@ def compare_all(config: Config, configs: dict[str, Config]) -> None:
             describe_arm(name, arm, config.arms[name], errors.get(name)) for name, arm in configs.items()
         ]
         compare_arms(run.record, run.folder, config.against)
+        if len(processors := processors_of(configs)) > 1:
+            named = "; ".join(f"{cpu}: {', '.join(names)}" for cpu, names in processors.items())
+            run.warn(f"arms were trained on several processors, whose rounding training magnifies ({named})")
+
+
+def processors_of(configs: dict[str, Config]) -> dict[str, list[str]]:
+    """The arms that are on record by the processor that they ran on."""
+    found: dict[str, list[str]] = {}
+    for name, config in configs.items():
+        if (path := run_folder(config) / "record.json").exists():
+            found.setdefault(Record.load(path).machine.get("cpu", "unknown"), []).append(name)
+    return found
 
 
 def run_arms(
