@@ -116,13 +116,15 @@ def within(lines: list[Line], least: float, most: float, margin: float) -> Judge
 def takes_over(lines: list[Line], share: float, dead: float, steps: int) -> Judged:
     """Whether one group has this share of the tokens, or this share of the groups is dead, within so many steps.
 
-    Up to half of both it does not, between that and these shares it is open.
+    It does not where the intervals of several seeds lie below both; what has no interval, up to half of both.
     """
 
     def side(largest: Line, gone: Line) -> int:
         if largest.value >= share or gone.value / gone.K >= dead:
             return SHOWN
-        return REFUTED if max(_high(largest), gone.value / gone.K) <= DOMINANT else OPEN
+        if largest.high is None or gone.high is None:
+            return REFUTED if max(largest.value, gone.value / gone.K) <= DOMINANT else OPEN
+        return REFUTED if largest.high < share and gone.high / gone.K < dead else OPEN
 
     return _of_groups(lines, side, steps, happened=SHOWN)
 

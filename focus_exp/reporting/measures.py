@@ -70,6 +70,8 @@ def _lines(name: str, record: Record, runs: Runs) -> Iterator[dict[str, Any]]:
     for part, subjects in subjects_of(record, runs).items():
         for subject, numbers in subjects:
             common = {**shared, "of": part, **own.get(subject.get("arm"), own[None]), **subject}
+            if part == "probes":  # which are compared with no first arm
+                common["setup"] = _digest(setup(record))
             there = [number for number in numbers if number.value is not None or number.measure == "score_delta"]
             for number in there or numbers[:1]:
                 other = own.get(number.against or "", {})
