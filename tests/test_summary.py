@@ -119,7 +119,7 @@ def test_the_screen_is_said_of_the_committed_records_and_counts_as_the_ledger_do
     assert all(verdict.needs for _, verdict in ledger if verdict.word == UNDECIDED)
     lines = power_table([(claim.says, verdict.line) for claim, verdict in ledger if verdict.line]).values
     by = {line["comparison"]: line for line in lines}
-    assert len(lines) > 8 and by["focus against full"]["seeds for 1 %"] > by["lora against focus"]["seeds for 1 %"]
+    assert len(lines) > 8 and by["focus against performer"]["seeds for 1 %"] > by["lora against focus"]["seeds for 1 %"]
 
 
 def test_an_interval_is_as_wide_as_its_units_say():
