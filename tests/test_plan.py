@@ -403,12 +403,12 @@ def test_plan_refuses_with_exit_code_2(monkeypatch):
 def test_every_arm_has_a_line():
     result = run("+experiment=full_training", *TINY)
     assert result.code == 0, result.err
-    assert "plan of full_training: 3 runs" in result.out
+    assert "plan of full_training: 4 runs" in result.out
     lines = [line.split() for line in result.out.splitlines() if line.startswith("│")]
-    assert [line[1] for line in lines] == ["focus", "full", "focus_paper"]
+    assert [line[1] for line in lines] == ["focus", "full", "full_same_steps", "focus_paper"]
     shared = run("+experiment=full_training", *TINY, "every_arm=['model=tiny_gpt2']")
     others = [line.split() for line in shared.out.splitlines() if line.startswith("│")]
-    assert len(others) == 3 and all(a[3] != b[3] for a, b in zip(lines, others, strict=True))  # parameters
+    assert len(others) == 4 and all(a[3] != b[3] for a, b in zip(lines, others, strict=True))  # parameters
 
 
 def test_models_are_planned_in_the_setting_of_the_paper():
