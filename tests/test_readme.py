@@ -15,6 +15,7 @@ from transformers import AutoModelForCausalLM
 
 from focus_exp.__main__ import conf_dir, escaped
 from focus_exp.checks import parse
+from focus_exp.config import register_schemas
 from focus_exp.errors import UserError
 from focus_exp.reporting.readme import readme, readme_of, write_readme
 
@@ -95,6 +96,7 @@ def test_the_commands_can_be_given(command, tmp_path):
     if "--help" in arguments:
         assert run(*arguments).code == 0
         return
+    register_schemas()
     sweep = "-m" in arguments
     overrides = [argument.partition(",")[0] if sweep else argument for argument in arguments if argument != "-m"]
     with initialize_config_dir(conf_dir(), version_base="1.3"):

@@ -6,6 +6,7 @@ import hashlib
 import json
 import sys
 from dataclasses import dataclass, replace
+from functools import cache
 from importlib.util import find_spec
 from itertools import chain
 from pathlib import Path
@@ -125,16 +126,21 @@ def fingerprint(model: PreTrainedModel) -> str:
 
 def revision_of_weights(path: str) -> str:
     """Twelve hex digits of a folder's configuration and weights; of a large file, of a page of every mebibyte."""
-    digest = hashlib.sha256()
     folder = Path(path).expanduser()
-    for file in sorted([folder / "config.json", *folder.glob("*.safetensors"), *folder.glob("*.bin")]):
-        size = file.stat().st_size
-        digest.update(f"{file.name} {size} ".encode())
-        with file.open("rb") as content:
-            for begin in range(0, size, PAGE if size < 64 * MEBIBYTE else MEBIBYTE):
-                content.seek(begin)
-                digest.update(content.read(PAGE))
-    return digest.hexdigest()[:12]
+    files = sorted([folder / "config.json", *folder.glob("*.safetensors"), *folder.glob("*.bin")])
+    held = [f"{file.name} {_sampled(file, (of := file.stat()).st_size, of.st_mtime_ns)}" for file in files]
+    return hashlib.sha256(" ".join(held).encode()).hexdigest()[:12]
+
+
+@cache
+def _sampled(path: Path, size: int, modified: int) -> str:
+    """The sha256 of its size and pages; read again where `size` or the time `modified` changed."""
+    digest = hashlib.sha256(str(size).encode())
+    with path.open("rb") as content:
+        for begin in range(0, size, PAGE if size < 64 * MEBIBYTE else MEBIBYTE):
+            content.seek(begin)
+            digest.update(content.read(PAGE))
+    return digest.hexdigest()
 
 
 def quantized(cfg: ModelConfig, dtype: torch.dtype) -> dict[str, Any]:

@@ -156,7 +156,9 @@ def judged(records: list[Record]) -> list[tuple[Claim, Verdict]]:
 
 def judged_runs(runs: Runs) -> list[tuple[Claim, Verdict]]:
     table = select(measurements(runs), {"status": "finished", "is_arm": False}, "error.isna()")
-    return [(claim, _verdict(claim, table, runs)) for claim in claims()]
+    # a time of emulated arithmetic is the emulation's
+    emulated = table["dtype"].eq("bfloat16") & table.device.str.contains("no native bfloat16")
+    return [(claim, _verdict(claim, table[~emulated.fillna(False)], runs)) for claim in claims()]
 
 
 def _verdict(claim: Claim, table: pd.DataFrame, runs: Runs) -> Verdict:

@@ -158,12 +158,12 @@ class Entry:
         else:
             cells |= {"of": "method_speed", "method": scored.method}
         found = [(one, line) for one in same for line in one.select(cells) if line.value]
-        # beside other methods, in the same run
-        rank = [
-            (line.tokens == common, line.tokens, line.assignment == "balanced", bool(one.select(others)))
-            for one, line in found
-        ]
-        best = found[rank.index(max(rank))] if found else None
+
+        def rank(timed: tuple[Run, Line]) -> tuple[object, ...]:
+            one, line = timed
+            return line.tokens == common, line.tokens, line.assignment == "balanced", bool(one.select(others))
+
+        best = max(found, key=rank, default=None)
         return best and (best[0].record, best[1])
 
     def behind(self, run: Run) -> list[Line]:

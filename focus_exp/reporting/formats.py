@@ -175,6 +175,11 @@ def seeds_text(seeds: Sequence[int]) -> str:
     return f"{len(seeds)} ({', '.join(map(str, seeds))})" if seeds else ABSENT
 
 
+def each_rate_text(rates: int) -> str:
+    """How many learning rates the same was trained at."""
+    return f"at {rates} learning rates, all of which have to agree" if rates > 1 else rates_text(None)
+
+
 def rates_text(tries: int | None) -> str:
     """How a learning rate was come by."""
     return f"at the best of {tries} learning rates" if tries else "at one learning rate, not tuned"
