@@ -215,6 +215,12 @@ def test_scale_quick_has_no_verdict():
     assert "no number of it means anything" in verdicts_table(judged_runs(runs)).rows[0][2]
 
 
+def under_it(verdict):
+    """What is said of another method, and what its numbers would be."""
+    assert verdict.word == OTHER_METHOD
+    return re.search(r"the router of .*?under it: [^;]*", verdict.why)[0]
+
+
 def test_claims_on_other_sizes():
     at_most = find(verdicts(), "T2", "cost no model more")
     assert at_most.word == NOT_RUN and "experiment=model_scale" in at_most.why
@@ -222,16 +228,18 @@ def test_claims_on_other_sizes():
     def scaled(delta, rule="share"):
         bounds = {"delta_low": delta - 0.01, "delta_high": delta + 0.01}
         part = row("small", kind="hard", pair_rule=rule, delta_nll=delta, **bounds)
-        return find(verdicts(replace(comparison_of(part), experiment="model_scale")), "T2", "cost no model more").word
+        return find(verdicts(replace(comparison_of(part), experiment="model_scale")), "T2", "cost no model more")
 
-    assert [scaled(delta) for delta in (0.02, 0.085, 0.3)] == [REPRODUCED, UNDECIDED, NOT_REPRODUCED]
-    assert scaled(0.02, "query_topk") == OTHER_METHOD
+    for delta, word in ((0.02, REPRODUCED), (0.085, UNDECIDED), (0.3, NOT_REPRODUCED)):
+        assert under_it(scaled(delta)) == f"the router of this project; under it: {word}"
+    assert "nothing here has pair_rule share; under it" in scaled(0.02, "query_topk").why
 
     def twins(delta):
         found = comparison_of(row("full", kind="trained"), row("focus", kind="hard", **compared(delta, half=0.005)))
         return find(verdicts(replace(found, experiment="from_scratch")), "T5", "from scratch Focus").word
 
-    assert [twins(delta) for delta in (-0.05, 0.0, 0.012, 0.05)] == [REPRODUCED, REPRODUCED, UNDECIDED, NOT_REPRODUCED]
+    words = {-0.05: SAME_DIRECTION, -0.005: REPRODUCED, 0.012: UNDECIDED, 0.05: NOT_REPRODUCED}
+    assert {delta: twins(delta) for delta in words} == words
 
 
 @pytest.mark.skipif(shutil.which("pdflatex") is None, reason="there is no pdflatex")
@@ -378,14 +386,15 @@ def test_the_longest_texts_decide_and_without_an_interval_nothing_is_decided():
     def word(*rows):
         arms = [row(arm, kind="hard") for arm in ("k_2", "k_2_share")]
         found = replace(comparison_of(*arms, benchmarks=rows), experiment="long_context")
-        return find(verdicts(found), "long", "cost little").word
+        return under_it(find(verdicts(found), "long", "cost little"))
 
-    assert word(at(8192, 0.02), at(1024, 0.9)) == REPRODUCED
-    assert word(at(4096, 0.02), at(8192, 0.2)) == NOT_REPRODUCED
-    assert word(at(4096, 0.02), at(8192, None)) == UNDECIDED
+    ours = "the router of this project; under it: "
+    assert word(at(8192, 0.02), at(1024, 0.9)) == ours + REPRODUCED
+    assert word(at(4096, 0.02), at(8192, 0.2)) == ours + NOT_REPRODUCED
+    assert word(at(4096, 0.02), at(8192, None)) == ours + UNDECIDED
     # the paper's number is of its own rule
-    assert word(at(8192, 0.02, "k_2")) == OTHER_METHOD
-    assert word(at(8192, 0.9, "k_2"), at(8192, 0.02)) == REPRODUCED
+    assert "nothing here has arm k_2_share" in word(at(8192, 0.02, "k_2"))
+    assert word(at(8192, 0.9, "k_2"), at(8192, 0.02)) == ours + REPRODUCED
 
 
 def test_a_cell_is_shown_as_its_column_says_or_as_the_word_it_is():

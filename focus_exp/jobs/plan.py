@@ -90,7 +90,7 @@ def plan_experiments(config: Config, gpu: Gpu) -> None:
             row = found.row() if isinstance(found, Planned) else PlanRow(run=alike[0], error=found)
             rows.append(ExperimentRow(experiment=name, arms=alike, runs=len(alike) * (1 + tries), each=row))
             print(f"planned: {name}, {', '.join(alike)}")
-    table = experiments_table(rows, gpu.name, config.scale.name)
+    table = experiments_table(rows, gpu.name, config.scale.name, config.plan.utilization)
     console = Console()
     console.width = max(console.width, TABLE_WIDTH)
     console.print(table.to_console())

@@ -107,7 +107,7 @@ def cells(row: PlanRow) -> list[str]:
     ]
 
 
-def experiments_table(rows: list[ExperimentRow], gpu: str, scale: str) -> Table:
+def experiments_table(rows: list[ExperimentRow], gpu: str, scale: str, utilization: float) -> Table:
     """A line for every kind of training run of an experiment; in the notes what all of an experiment's take."""
     totals: dict[str, float] = {}
     for row in rows:
@@ -121,6 +121,8 @@ def experiments_table(rows: list[ExperimentRow], gpu: str, scale: str) -> Table:
         notes=[
             f"GPU hours of one seed: {sums}; all {hours_text(sum(totals.values()))}. Other seeds share the tries",
             "runs: arms, and their tries of learning rates. Fitting routers, balancing and evaluation are not counted",
+            f"time: arithmetic at {100 * utilization:.0f} % of the card's peak (plan.utilization), a lower bound for "
+            "small models, whose steps of one text wait for kernels to be launched",
             *(f"{row.experiment}, {', '.join(row.arms)}: {row.each.error}" for row in rows if row.each.error),
         ],
         values=[

@@ -22,7 +22,7 @@ from focus_exp.reporting.formats import ABSENT, NOT_HERE, NOT_RUN, OTHER_METHOD,
 from focus_exp.reporting.gather import Runs, is_quick, seeds_of
 from focus_exp.reporting.measured import Line, lines_of
 from focus_exp.reporting.measures import measurements
-from focus_exp.reporting.paper import paper_rows, paper_speedups
+from focus_exp.reporting.paper import paper_row, paper_speedups
 from focus_exp.reporting.selection import check, matches, select
 from focus_exp.reporting.specs import expression, read_specs, template
 from focus_exp.reporting.table import Table
@@ -56,7 +56,7 @@ class Claim:
     @property
     def known(self) -> dict[str, Any]:
         """What its texts and limits may name."""
-        return KNOWN | {name: _paper_row(*cells) for name, cells in self.rows.items()}
+        return KNOWN | {name: paper_row(*cells) for name, cells in self.rows.items()}
 
     def judge(self, lines: list[Line], beside: list[Line]) -> Judged:
         """The verdict on the lines of all records: seeds together, then those that are measured as the paper's are.
@@ -78,7 +78,8 @@ class Claim:
         }  # fmt: skip
         ours, why = said.ours or template(self.ours).render(known), template(self.why).render(known)
         if self.other or not alike:
-            other = self.other or "nothing here has " + ", ".join(f"{name} {cell}" for name, cell in self.like.items())
+            unlike = "nothing here has " + ", ".join(f"{name} {cell}" for name, cell in self.like.items())
+            other = "; ".join(filter(None, (self.other, "" if alike else unlike)))
             why, said = f"{other}; under it: {said.word}; {why}", replace(said, word=OTHER_METHOD)
         return replace(said, ours=ours, why="; ".join(filter(None, (said.why, why))))
 
@@ -134,14 +135,6 @@ def _claim(entry: Claim, values: dict[str, Any]) -> Claim:
         except (KeyError, TypeError) as error:
             raise UserError(f"{place}: test: {name}: {error}; there are {', '.join(TESTS)}") from error
     return claim
-
-
-def _paper_row(table: str, *cells: Any) -> dict[str, Any]:
-    """The row of a table of the paper that begins with `cells`."""
-    rows = (row for row in paper_rows(table) if list(row.values())[: len(cells)] == list(cells))
-    if (found := next(rows, None)) is None:
-        raise UserError(f"{table} of the paper has no row {' '.join(map(str, cells))}")
-    return found
 
 
 def _picked(lines: list[Line], pick: str) -> list[Line]:

@@ -3,7 +3,7 @@
 import math
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
-from statistics import fmean
+from statistics import fmean, geometric_mean
 from typing import Any
 
 from focus_exp.records.record import Record
@@ -274,8 +274,13 @@ def _extras(table: PaperTable, runs: Runs) -> list[tuple[dict[str, Any], list[Pl
     return [({table.key[0]: f"{stem} (not in the paper)"}, [place]) for stem, place in found.items()]
 
 
-def mean(numbers: list[Value]) -> float | None:
-    return fmean(value.number for value in numbers) if numbers else None
+def mean(column: Column, values: list[Value]) -> float | None:
+    """Of several seeds: of perplexities and of their changes that of the logarithms, as in the ledger."""
+    numbers = [value.number for value in values]
+    if numbers and column.origin:
+        return 100 * (geometric_mean(1 + number / 100 for number in numbers) - 1)
+    middle = geometric_mean if column.text.startswith("perplexity") else fmean
+    return middle(numbers) if numbers else None
 
 
 def shown(column: Column, found: list[Value | str]) -> str:
@@ -284,7 +289,7 @@ def shown(column: Column, found: list[Value | str]) -> str:
     if not values:
         return next(text for text in found if isinstance(text, str))
     one, numbers = values[0], sorted(value.number for value in values)
-    least, middle, most = map(column.written, (numbers[0], fmean(numbers), numbers[-1]))
+    least, middle, most = map(column.written, (numbers[0], mean(column, values), numbers[-1]))
     text = f"{column.before}{middle}{column.unit}"
     if len(values) > 1:
         text += f" ({least} to {most})" if least != most else ""

@@ -36,8 +36,8 @@ VERDICTS = {
     "machine is another one",
     NOT_REPRODUCED: "the whole interval is on the other side",
     UNDECIDED: "the interval includes the limit, or the run ended too early; needs: how much more it takes",
-    OTHER_METHOD: "a sentence on the router itself or on pairs, measured on this project's router or by its rule for "
-    "pairs; where Focus is compared with something it is this project's, which reads no future token",
+    OTHER_METHOD: "a sentence on the router itself, what it costs, or pairs, measured on this project's router or by "
+    "its rule for pairs; where Focus is compared with something it is this project's, which reads no future token",
     NOT_ENGAGED: "the mask removed under 5 % of the pairs, so equal scores say nothing",
     NOT_RUN: "there is no record yet",
     NOT_HERE: "it takes a model, data or a machine that are not here, or what was measured is no perplexity",

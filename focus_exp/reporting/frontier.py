@@ -66,7 +66,7 @@ def points(record: Record) -> list[Point]:
 
 def ways(record: Record) -> Iterator[dict[str, Any]]:
     """At each length, what share of the loss of the published form the first arm with two encoders wins back, of what
-    the best choice of tokens would, which is the limit of its kind."""
+    a choice of as many tokens by the base's own scores would."""
     found = points(record)
     for length in sorted({point.tokens for point in found}):
         first = {point.method: point for point in reversed(found) if point.tokens == length}

@@ -24,6 +24,14 @@ def paper_rows(table: str) -> list[dict[str, Cell]]:
     return [dict(zip(tables[table]["columns"], row, strict=True)) for row in tables[table]["rows"]]
 
 
+def paper_row(table: str, *cells: Cell) -> dict[str, Any]:
+    """The row of a table that begins with `cells`; UserError where there is none."""
+    rows = (row for row in paper_rows(table) if list(row.values())[: len(cells)] == list(cells))
+    if (found := next(rows, None)) is None:
+        raise UserError(f"{table} of the paper has no row {' '.join(map(str, cells))}")
+    return found
+
+
 def paper_speedups(groups: int, least: float = 0, most: float = math.inf) -> dict[int, float]:
     """Table 6: tokens -> time of FlashAttention over time of Focus (k = 1) on an H100; {} for a K it does not have."""
     rows: list[Any] = paper_rows("table6_speed")

@@ -6,7 +6,8 @@ from focus_exp.reporting.entries import Entry, Value, entries_of, mean, shown
 from focus_exp.reporting.formats import ABSENT, NOT_RUN
 from focus_exp.reporting.gather import WANTED, Runs, seeds_of
 from focus_exp.reporting.notes import caveats, failures
-from focus_exp.reporting.paper import PaperTable, key_text, paper_map, paper_tables
+from focus_exp.reporting.paper import PaperTable, key_text, paper_map, paper_row, paper_tables
+from focus_exp.reporting.specs import template
 from focus_exp.reporting.table import Table, column_kinds
 
 RUN = ("pairs removed", "run", "model and text", "seeds", "made by")
@@ -27,7 +28,7 @@ def beside(table: PaperTable, runs: Runs) -> Table:
         rows=list(cells),
         name=f"paper_{table.name.replace('.', '_')}",
         title=f"{table.label}: {table.title}",
-        notes=[*_notes(entries), *table.notes],
+        notes=[*_notes(entries), *(template(note).render(paper=paper_row) for note in table.notes)],
         values=list(values),
         kinds=column_kinds(headings),
     )
@@ -46,7 +47,7 @@ def _cells(entry: Entry) -> tuple[list[str], dict[str, Any]]:
             cells.append(shown(column, found))
             numbers = [value for value in found if isinstance(value, Value)]
             low, high = (numbers[0].low, numbers[0].high) if len(numbers) == 1 else (None, None)
-            said = {"": mean(numbers), "_low": low, "_high": high, "_seeds": len(numbers)}
+            said = {"": mean(column, numbers), "_low": low, "_high": high, "_seeds": len(numbers)}
             values |= {f"here_{column.name}{part}": number for part, number in said.items()}
     needs = f"needs {place.needs}: " if place.needs else ""
     ran = entry.ran() if entry.runs else [ABSENT] * 4 + [needs + place.command]

@@ -15,7 +15,7 @@ from focus_exp.reporting.gather import Runs, gather
 from focus_exp.reporting.measured import Line, lines_of
 from focus_exp.reporting.measures import measurements
 from focus_exp.reporting.pages import relative
-from focus_exp.reporting.paper import paper_rows
+from focus_exp.reporting.paper import paper_row
 from focus_exp.reporting.selection import select
 from focus_exp.reporting.specs import render
 from focus_exp.reporting.speed import break_even
@@ -51,7 +51,7 @@ def readme(records: Path) -> str:
             PAGE, mark=MARK, lines=lines, together=together, link=link, if_so=if_so, verdicts=verdicts(runs),
             record=lambda line: runs.named[line.run], steps_of_paper=steps_of_paper,
             break_even=lambda found: break_even([(line.tokens, line.value) for line in found]).tokens,
-            paper_row=lambda name, **cells: next(row for row in paper_rows(name) if cells.items() <= row.items()),
+            paper_row=paper_row,
         )  # fmt: skip
     except (TemplateError, UserError) as error:
         raise UserError(f"{PAGE}.j2: {error}") from error

@@ -27,7 +27,7 @@ from focus_exp.reporting.selection import check, select
 from focus_exp.reporting.specs import read_specs, template
 from focus_exp.reporting.subjects import SOFT_GATE
 from focus_exp.reporting.table import Table
-from focus_exp.reporting.together import SMALL, together
+from focus_exp.reporting.together import SMALL, subject, together
 
 IDENTICAL = 1e-3  # nats a token: what float32 and another order of sums leave
 GROUPED = ("focus", "random_groups")  # methods that have K groups
@@ -104,7 +104,8 @@ def verdict(line: Line) -> str:
 
 def power_table(judged: list[tuple[str, Line]]) -> Table:
     """What the differences behind the ledger could show: how text and seeds vary, and how much would show 1 %."""
-    values = [_power(says, line) for says, line in judged if line.of == "rows" and line.deviation]
+    told = {(subject(line), line.run): (says, line) for says, line in judged if line.of == "rows" and line.deviation}
+    values = [_power(says, line) for says, line in told.values()]
     return Table(
         columns=POWER,
         rows=[
