@@ -60,7 +60,8 @@ def test_a_readme_that_its_records_do_not_bear_out_is_refused(tmp_path):
     records.mkdir(parents=True)
     with pytest.raises(UserError, match=r"README.md.j2: no finished record has .*retrofit_124m"):
         readme(records)
-    for experiment in ("compare", "decode", "frontier", "full_training", "leak", "long_context", "speed", "speed_methods"):
+    first = "compare", "decode", "frontier", "full_training", "leak", "long_context", "speed", "speed_methods"
+    for experiment in first:
         shutil.copytree(RECORDS / experiment, records / experiment)
     for path in (RECORDS / "retrofit_124m").rglob("record.json"):
         record = json.loads(path.read_text())
