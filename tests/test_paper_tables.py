@@ -16,6 +16,7 @@ from focus_exp.records.benchmarks import BenchmarkRow
 from focus_exp.records.record import Record
 from focus_exp.records.rows import Arm, ProbeRow, Row
 from focus_exp.records.speed import MethodSpeedRow, SpeedRow
+from focus_exp.reporting.entries import Value, mean
 from focus_exp.reporting.figure1 import front, points, printed, write_pareto
 from focus_exp.reporting.formats import NOT_HERE, NOT_RUN, difference_word
 from focus_exp.reporting.gather import Runs, gather, run_of, setup
@@ -431,6 +432,23 @@ def test_a_score_that_full_attention_does_not_have_cannot_be_lost(full, said):
     ]  # fmt: skip
     (found,) = [x for x in lines(traps_table(runs_of(trapped(benchmarks=scores)))) if "gsm8k" in x["what was measured"]]
     assert found["in words"].startswith("engaged") and found["in words"].endswith(said)
+
+
+def test_seeds_are_averaged_as_in_the_ledger():
+    """Perplexities and their changes by their logarithms, scores as they are."""
+    table = paper_tables()["table1_retrofit"]
+    change = next(column for column in table.columns if column.origin)
+    for column, numbers, middle in (
+        (table.column("ppl"), (100, 400), 200), (change, (0, 300), 100), (table.column("piqa"), (40, 60), 50),
+    ):  # fmt: skip
+        assert mean(column, list(map(Value, numbers))) == pytest.approx(middle)
+    assert mean(change, []) is None
+
+
+def test_a_note_of_a_table_quotes_the_papers_own_rows():
+    notes = {table.name: " ".join(table.notes) for table in paper_report(Runs([]))}
+    four = "it prints 36.2 here, 34.2 in T2 and T3, 34.5 under d_g and 41.3 in T7 (k = 2)"
+    assert four in notes["paper_table1_retrofit"] and "{{" not in " ".join(notes.values())
 
 
 def test_arms_that_the_paper_does_not_have_are_named_too():
