@@ -17,13 +17,13 @@ HEAD = """\
 # Published runs made again
 
 Made by `make replications`, of runs below `runs/` whose configuration is published from another commit: the largest
-difference of a window's (or an item's) loss in nats a token, under the base and under what the run is about. 0: every
-digit is the same, so what was changed in the code between the two commits has not changed the record. A base that
-differs was scored in another number format before, for which the run was made again. Timings have no losses and are not
-among them.
+difference of a window's (or an item's) loss in nats a token, under the base and under what the run is about, and that of
+the latter's mean. 0: every digit is the same, so what was changed in the code between the two commits has not changed
+the record. A base that differs was scored in another number format before, for which the run was made again, or on
+another processor. Timings have no losses and are not among them.
 
-| run | published at | made again at | processors | losses | base | run itself |
-| --- | --- | --- | --- | --- | --- | --- |
+| run | published at | made again at | processors | losses | base | run itself | its mean |
+| --- | --- | --- | --- | --- | --- | --- | --- |
 """
 
 
@@ -38,27 +38,31 @@ def replications(runs: Path, records: Path) -> Iterator[tuple[str, str]]:
         commits = f"{(old.commit or 'unknown')[:7]} | {(new.commit or 'unknown')[:7]}"
         if new.status != "finished" or old.commit == new.commit or "dirty" in commits:
             continue
-        base, own, count = differences(published / LOSSES, path.parent / LOSSES, old.base.name if old.base else "")
+        base, own, mean, count = differences(
+            published / LOSSES, path.parent / LOSSES, old.base.name if old.base else ""
+        )
         key = f"| {place.as_posix()} | {commits} |"
         processors = listed_text(list(dict.fromkeys(record.machine.get("cpu", "unknown") for record in (old, new))))
-        yield key, f"{key} {processors} | {count} | {base:.1g} | {own:.1g} |\n"
+        yield key, f"{key} {processors} | {count} | {base:.1g} | {own:.1g} | {mean:.1g} |\n"
 
 
-def differences(published: Path, again: Path, base: str) -> tuple[float, float, int]:
-    """Largest difference of a loss under `base`, and under anything else, and how many losses are in both.
+def differences(published: Path, again: Path, base: str) -> tuple[float, float, float, int]:
+    """Largest difference of a loss under `base`, and under anything else, of the latter's means, and how many losses are
+    in both.
 
     What is counted in other units now is left out.
     """
     old, new = read_losses(published), read_losses(again)
-    largest, count = {True: 0.0, False: 0.0}, 0
+    largest, mean, count = {True: 0.0, False: 0.0}, 0.0, 0
     for of in old.keys() & new.keys():
         if old[of].units != new[of].units:
             continue
         for name in old[of].nll.keys() & new[of].nll.keys():
-            found = np.abs(old[of].nll[name] - new[of].nll[name])
-            largest[name == base] = max(largest[name == base], float(np.nanmax(found)))
+            found = new[of].nll[name] - old[of].nll[name]
+            largest[name == base] = max(largest[name == base], float(np.nanmax(np.abs(found))))
+            mean = mean if name == base else max(mean, float(np.abs(np.nanmean(found))))
             count += int(np.isfinite(found).sum())
-    return largest[True], largest[False], count
+    return largest[True], largest[False], mean, count
 
 
 def main(path: Path, runs: Path, records: Path) -> None:
@@ -73,7 +77,7 @@ def in_all(lines: Collection[str]) -> str:
     """A sentence under the table."""
     cells = [[cell.strip() for cell in line.split("|")[1:-1]] for line in lines]
     experiments = {run.partition("/")[0] for run, *_ in cells}
-    same = sum(float(own) == 0 for *_, own in cells)
+    same = sum(float(own) == 0 for *_, own, _ in cells)
     return (
         f"\nIn all {len(cells)} runs of {len(experiments)} experiments ({', '.join(sorted(experiments))}); "
         f"{same} of them with the same losses to the last digit.\n"
