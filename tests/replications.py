@@ -19,8 +19,8 @@ HEAD = """\
 Made by `make replications`, of runs below `runs/` whose configuration is published from another commit: the largest
 difference of a window's (or an item's) loss in nats a token, under the base and under what the run is about, and that
 of the latter's mean. 0: every digit is the same, so what was changed in the code between the two commits has not
-changed the record. A base that differs was scored in another number format before, for which the run was made again, or on
-another processor. Timings have no losses and are not among them.
+changed the record. A base that differs was scored in another number format before, for which the run was made again,
+or on another processor. Timings have no losses and are not among them.
 
 | run | published at | made again at | processors | losses | base | run itself | its mean |
 | --- | --- | --- | --- | --- | --- | --- | --- |
