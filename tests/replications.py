@@ -16,11 +16,11 @@ from focus_exp.reporting.formats import listed_text
 HEAD = """\
 # Published runs made again
 
-Made by `make replications`, of runs below `runs/` whose configuration is published from another commit: the largest
-difference of a window's (or an item's) loss in nats a token, under the base and under what the run is about, and that
-of the latter's mean. 0: every digit is the same, so what was changed in the code between the two commits has not
-changed the record. A base that differs was scored in another number format before, for which the run was made again,
-or on another processor. Timings have no losses and are not among them.
+Made by `make replications`, of runs below `runs/` whose configuration is published from another commit (some tried
+other learning rates beside their own): the largest difference of a window's (or an item's) loss in nats a token, under
+the base and under what the run is about, and that of the latter's mean. 0: every digit is the same, so what was changed
+in the code between the two commits has not changed the record. A base that differs was scored in another number format
+before, for which the run was made again, or on another processor. Timings have no losses and are not among them.
 
 | run | published at | made again at | processors | losses | base | run itself | its mean |
 | --- | --- | --- | --- | --- | --- | --- | --- |
