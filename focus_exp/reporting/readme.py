@@ -35,11 +35,11 @@ def readme_of(records: Path) -> Path | None:
 def readme(records: Path) -> str:
     """The text of it. UserError where the records lack a number that it gives, or contradict a sentence of it."""
     runs = gather(records.absolute())
-    table = select(measurements(runs), {"status": "finished", "is_arm": False})
+    table = select(measurements(runs), {"status": "finished"})
 
     def lines(**cells: Any) -> list[Line]:
-        """The lines of the measurements with these cells, by their seeds."""
-        if found := sorted(lines_of(select(table, cells)), key=lambda line: line.seed):
+        """The lines of the measurements with these cells, by their seeds; of arms those of their comparisons."""
+        if found := sorted(lines_of(select(table, {"is_arm": False} | cells)), key=lambda line: line.seed):
             return found
         raise UserError(f"no finished record has a line with {cells}")
 
