@@ -274,13 +274,13 @@ def _extras(table: PaperTable, runs: Runs) -> list[tuple[dict[str, Any], list[Pl
     return [({table.key[0]: f"{stem} (not in the paper)"}, [place]) for stem, place in found.items()]
 
 
-def mean(column: Column, values: list[Value]) -> float | None:
+def mean(column: Column, values: list[Value]) -> float:
     """Of several seeds: of perplexities and of their changes that of the logarithms, as in the ledger."""
     numbers = [value.number for value in values]
-    if numbers and column.origin:
+    if column.origin:
         return 100 * (geometric_mean(1 + number / 100 for number in numbers) - 1)
     middle = geometric_mean if column.text.startswith("perplexity") else fmean
-    return middle(numbers) if numbers else None
+    return middle(numbers)
 
 
 def shown(column: Column, found: list[Value | str]) -> str:

@@ -47,7 +47,7 @@ def _cells(entry: Entry) -> tuple[list[str], dict[str, Any]]:
             cells.append(shown(column, found))
             numbers = [value for value in found if isinstance(value, Value)]
             low, high = (numbers[0].low, numbers[0].high) if len(numbers) == 1 else (None, None)
-            said = {"": mean(column, numbers), "_low": low, "_high": high, "_seeds": len(numbers)}
+            said = {"": mean(column, numbers) if numbers else None, "_low": low, "_high": high, "_seeds": len(numbers)}
             values |= {f"here_{column.name}{part}": number for part, number in said.items()}
     needs = f"needs {place.needs}: " if place.needs else ""
     ran = entry.ran() if entry.runs else [ABSENT] * 4 + [needs + place.command]
