@@ -403,12 +403,12 @@ def test_plan_refuses_with_exit_code_2(monkeypatch):
 def test_every_arm_has_a_line():
     result = run("+experiment=full_training", *TINY)
     assert result.code == 0, result.err
-    assert "plan of full_training: 4 runs" in result.out
+    assert "plan of full_training: 5 runs" in result.out
     lines = [line.split() for line in result.out.splitlines() if line.startswith("│")]
-    assert [line[1] for line in lines] == ["focus", "full", "full_same_steps", "focus_paper"]
+    assert [line[1] for line in lines] == ["focus", "full", "full_same_steps", "random_same_steps", "focus_paper"]
     shared = run("+experiment=full_training", *TINY, "every_arm=['model=tiny_gpt2']")
     others = [line.split() for line in shared.out.splitlines() if line.startswith("│")]
-    assert len(others) == 4 and all(a[3] != b[3] for a, b in zip(lines, others, strict=True))  # parameters
+    assert len(others) == 5 and all(a[3] != b[3] for a, b in zip(lines, others, strict=True))  # parameters
 
 
 def test_models_are_planned_in_the_setting_of_the_paper():
@@ -471,7 +471,7 @@ def test_experiments_are_planned_in_one_table_that_is_written(tmp_path):
     assert result.code == 0, result.err
     text = (tmp_path / "runs" / "records" / "plans.csv").read_text(encoding="utf-8")
     found = {(line["experiment"], line["arms"]): line for line in csv.DictReader(io.StringIO(text))}
-    assert [name for name, _ in found] == ["retrofit_124m", *["full_training"] * 4]
+    assert [name for name, _ in found] == ["retrofit_124m", *["full_training"] * 5]
     for line in found.values():
         hours = int(line["runs"]) * int(line["gpus"]) * float(line["hours"])
         assert line["error"] == "" and float(line["gpu_hours"]) == pytest.approx(hours) and float(line["held"]) > 0
