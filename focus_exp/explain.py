@@ -17,6 +17,7 @@ from focus_exp.errors import UserError, first_line
 
 # lines of hydra's messages that help nobody, or mislead
 NOISE = ("To append to your config", "reference_type=", "object_type=", "Config search path", "provider=", "See https")
+COMPLETION = re.compile(r"(install|uninstall|query)=(bash|zsh|fish)")
 QUOTED = """'+arms.mine=["attention.groups=16"]'"""
 # hydra's message -> what is wrong and what to type, filled in with its groups
 SENTENCES = {
@@ -26,6 +27,7 @@ SENTENCES = {
     r"Ambiguous value for argument '(?P<given>(?P<key>[^=]+)=(?P<values>[^']*))'": (
         "{given} holds several values: add -m to run each as a job of its own; a key of a list takes {key}=[{values}]"
     ),
+    r"Multiple values for (?P<group>\w+)\.": "{group} is chosen twice: once is a run, and -m +{group}=a,b is a sweep",
     r"An item is already at '(?P<key>[^']+)'": "{key} is a key of every run: write it without the plus, {key}=...",
     r"Could not override 'arms\.(?P<arm>[^']+)'": "there is no arm {arm}; one is added with a plus, in quotes: "
     + QUOTED,
@@ -63,6 +65,8 @@ def arranged(arguments: list[str], conf: Path) -> list[str]:
         takes = known[name].nargs != 0 and given == name
         if takes and rest and (known[name].nargs is None or rest[0] in (known[name].choices or ())):
             options.append(rest.popleft())
+    if {"-sc", "--shell-completion"} & set(options) and not any(map(COMPLETION.fullmatch, settings)):
+        raise UserError("--shell-completion takes a shell: install=bash, install=zsh or install=fish, run through eval")
     return [*options, *settings]
 
 

@@ -51,8 +51,16 @@ def text(arguments: list[str], conf: Path) -> str:
     if own and not Path(own).is_dir():
         raise UserError(f"--config-dir={own}: there is no such folder")
     folders = [*([Path(own).resolve()] if own else []), conf.resolve()]
-    chosen = [argument.lstrip("+").partition("=") for argument in arguments if "=" in argument]
+    chosen = [argument.lstrip("+").partition("=") for argument in arguments if "=" in argument and argument[0] != "-"]
     pages = [(group, name) for group, _, name in chosen if group == "job" or choices(group, folders)]
+    if chosen and not pages:
+        key, _, value = chosen[0]
+        group = key.partition(".")[0]
+        of_group = f"--help {group}=<one of {', '.join(choices(group, folders))}>" if group in GROUPS else ""
+        raise UserError(
+            f"--help explains choices such as attention=focus, and {key}={value} is none; keys are in "
+            + (of_group or "--help job=train")
+        )
     if not pages:
         return screen(folders)
     return "\n".join(choice(group, name, folders) for group, name in pages)

@@ -42,6 +42,9 @@ TYPED = {
     "hydra.run.dir=elsewhere": ["hydra.run.dir=elsewhere moves nothing", "runs_dir=elsewhere"],
     "--config-name=retrofit_124m": ["leave the option out", "+experiment="],
     "--config-dir=/nowhere": ["--config-dir=/nowhere", "no such folder"],
+    "+experiment=leak +experiment=speed": ["experiment is chosen twice", "-m +experiment=a,b"],
+    "--shell-completion": ["install=bash"],
+    "--shell-completion install=tcsh": ["install=bash", "install=zsh"],
     "--seed=1": ["no option --seed", "seed=1"],
     "retrofit_124m": ["retrofit_124m is no setting", "+experiment=retrofit_124m"],
     "conf/experiment/smoke.yaml": ["+experiment=smoke"],
@@ -75,7 +78,7 @@ def test_a_mistake_is_answered_with_what_to_type(settings, tmp_path, monkeypatch
     monkeypatch.chdir(tmp_path)
     if "accelerator=gpu" in typed and torch.cuda.is_available():
         pytest.skip("there is a GPU")
-    message = refused(*fitting(*settings, typed))
+    message = refused(*fitting(*settings, *typed.split()))
     for part in TYPED[typed]:
         assert part in message, message
     # nothing of Hydra's own workings
@@ -164,6 +167,11 @@ def test_who_is_not_logged_in_to_wandb_is_told_how(settings, monkeypatch):
     monkeypatch.setattr(wandb, "init", refuses)
     message = refused(*settings, "logger.wandb=online")
     assert "No API key" in message and "wandb login" in message and "logger.wandb=offline" in message
+
+
+def test_help_of_what_is_no_choice_says_where_keys_are():
+    assert "nonsense=x is none; keys are in --help job=train" in refused("--help", "nonsense=x")
+    assert "--help attention=<one of best_tokens, focus" in refused("--help", "attention.groups=4")
 
 
 def test_help_finds_the_choices_of_another_folder(tmp_path):
