@@ -15,8 +15,8 @@ from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
 
 from focus_exp.storage import replace_file
 
-# Okabe and Ito's colour-blind-safe palette; black is kept for the base, wine replaces yellow, too pale for a line
-COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#882255")
+# Okabe and Ito's colour-blind-safe palette; black is kept for the base, wine and olive replace yellow, too pale a line
+COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#882255", "#999933")
 LINE = 108  # characters of a heading that fit into the width
 # a date or a version in the file would change it without its data having changed
 FORMATS: dict[str, dict[str, Any]] = {
