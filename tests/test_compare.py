@@ -357,4 +357,10 @@ def test_nothing_is_compared_with_an_arm_that_has_no_number():
     assert "focus failed: RuntimeError: none" in said
     assert any("focus has no perplexity" in line for line in said)
     alone = comparison_of(row("focus", kind="hard", delta_nll=None))
-    assert "focus: perplexity 20.09, - against the base." in all_findings(alone)
+    assert "focus: perplexity 20.09." in all_findings(alone)
+
+
+def test_an_arm_that_reads_the_future_is_not_compared_with_the_base_either():
+    said = all_findings(comparison_of(row("paper", kind="hard", causal=False, **compared(-0.1))))
+    assert "paper: perplexity 20.09." in said
+    assert any("reads the future: its perplexity is not one" in line for line in said)
