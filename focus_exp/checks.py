@@ -29,6 +29,7 @@ def parse(composed: DictConfig) -> Config:
     validate(config)
     if config.adapter:  # a folder from here on: what is in it decides the name of the run
         config.adapter = str(adapter_folder(config.adapter))
+    config.eval.adapters = [str(adapter_folder(adapter)) for adapter in config.eval.adapters]
     return config
 
 

@@ -242,7 +242,7 @@ FAULTS: dict[str, list[tuple[str, ...]]] = {
     "evaluation/quality.py": [
         ('row.kind in ("control", "twin")', 'row.kind in ("twin",)', "quality"),
         (
-            "scores = read_scores(path, self.indices, self.precision)", "scores = None",
+            "scores = read_scores(path, self.indices, self.precision, self.weights)", "scores = None",
             "quality resume::stopped_evaluation_keeps_its_whole_rows",
         ),
         ("removed(width) <= pairs.removed", "removed(width) < pairs.removed", "quality"),

@@ -590,11 +590,12 @@ def test_an_outcome_comes_back_from_disk(tmp_path):
     outcome = Outcome(
         metrics, samples, {"requests": 3, "request_tokens": [1, 2, 3, 4, 5]}, [[0.5, 0.5]], "1", 2, 3, "here", 1.5
     )
-    outcome.precision = "bfloat16"
-    assert read_outcome(tmp_path, "bfloat16") is None
+    outcome.precision, outcome.weights = "bfloat16", "w"
+    assert read_outcome(tmp_path, "bfloat16", "w") is None
     write_outcome(tmp_path, outcome)
-    assert read_outcome(tmp_path, "bfloat16") == outcome
-    assert read_outcome(tmp_path, "float32") is None
+    assert read_outcome(tmp_path, "bfloat16", "w") == outcome
+    assert read_outcome(tmp_path, "float32", "w") is None
+    assert read_outcome(tmp_path, "bfloat16", "other") is None
     rows = outcome.rows(BenchmarkRow(attention="a", kind="base", task="t"), None)
     assert [row.metric for row in rows] == ["acc", "exact_match (strict)"]
 

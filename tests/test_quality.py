@@ -14,7 +14,7 @@ from focus_exp import set_routing
 from focus_exp.attention.selection import Selection, Sequence, count_pairs
 from focus_exp.data import Blocks, TokenStream
 from focus_exp.evaluation import quality
-from focus_exp.evaluation.perplexity import PairShares
+from focus_exp.evaluation.perplexity import PairShares, Scores, read_scores, write_scores
 from focus_exp.evaluation.quality import Quality, equal_density_window
 from focus_exp.jobs.train import attach_method
 from focus_exp.models.attached import observed
@@ -23,6 +23,8 @@ from focus_exp.records.answers import keeps_everything
 from focus_exp.records.record import Record
 from focus_exp.records.rows import Row
 from focus_exp.training.precision import choose_precision
+
+FLOAT32 = choose_precision("float32", "cpu", trains_base=False)
 
 T, WINDOW, SINKS, GROUPS = 96, 6, 2, 3
 BASE, SOFT, HARD = "base, full attention", "Focus soft", "Focus hard k=1"
@@ -291,11 +293,11 @@ def test_adapters_of_other_runs_are_rows_of_the_same_table(tmp_path):
     assert run(*dual).code == 0
     other = Record.load(next((tmp_path / "other").rglob("record.json")))
     (beside,) = (tmp_path / "other").rglob("adapter")
-    retrofit = [*tiny(tmp_path), router_steps(2), "eval.top_k=[1]", f"eval.adapters=['{beside}','{beside}']"]
+    retrofit = [*tiny(tmp_path), router_steps(2), "eval.top_k=[1]", f"eval.adapters=['{beside}','{beside}','{beside}']"]
     assert run(*retrofit).code == 0
     rows = {row.name: row for row in record_of(tmp_path / "runs").rows}
     expected = {row.name: row for row in other.rows}
-    for name in ("focus_dual", f"focus_dual, {beside.parent.name}"):
+    for name in ("focus_dual", f"focus_dual, {beside.parent.name}", f"focus_dual, {beside.parent.name} (2)"):
         found = rows[name]
         assert (found.kind, found.nll, found.pairs_removed) == ("control", *of(expected["focus_dual"]))
         assert found.delta_vs_hard is not None and found.delta_vs_hard != 0
@@ -314,8 +316,16 @@ def test_adapters_of_other_runs_are_rows_of_the_same_table(tmp_path):
     # the place of an adapter is no part of a run's name, what it holds is
     moved = tmp_path / "moved"
     shutil.copytree(beside, moved)
-    assert run(*retrofit[:-1], f"eval.adapters=['{moved}','{moved}']").code == 0
+    assert run(*retrofit[:-1], f"eval.adapters=['{moved}','{moved}','{beside.parent}']").code == 0
     assert only_run(tmp_path / "runs")
+
+
+def test_scores_of_other_windows_precision_or_weights_are_not_read(tmp_path):
+    path, scores = tmp_path / "row.npz", Scores(np.ones((2, 3)), 1.5, None, "math")
+    write_scores(path, scores, [0, 4], FLOAT32, "a")
+    assert read_scores(path, [0, 4], FLOAT32, "a").seconds == 1.5
+    for other in (([0, 5], FLOAT32, "a"), ([0, 4], choose_precision("bf16", "cpu", trains_base=False), "a"), ([0, 4], FLOAT32, "b")):
+        assert read_scores(path, *other) is None
 
 
 def of(row: Row) -> tuple[float | None, float | None]:

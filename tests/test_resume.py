@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,8 +15,10 @@ import pytest
 import torch
 from running import full_disk_at, metrics_of, only_run, outcome, record_of, router_steps, run, tiny
 
-from focus_exp.errors import Interrupted
+from focus_exp.errors import Interrupted, UserError
 from focus_exp.evaluation import quality
+from focus_exp.jobs.inputs import refuse_another, take_over
+from focus_exp.records.record import Record
 from focus_exp.training import callbacks
 from focus_exp.training.callbacks import Checkpoint
 from focus_exp.training.checkpoints import PARTS, Checkpoints, mend, read
@@ -256,3 +259,27 @@ def test_a_signal_that_comes_while_processes_agree_is_not_lost(monkeypatch, tmp_
     with pytest.raises(Interrupted, match="at step 3 of 9"):
         checkpoint.on_train_batch_end(trainer, module, None, None, 1)
     assert saved == [tmp_path / "last.ckpt"]
+
+
+def test_a_run_takes_over_what_its_earlier_part_read_and_spent(tmp_path):
+    made = {"experiment": "mine", "machine": {"cpu": "one"}, "device": "cpu"}
+    earlier = Record(status="interrupted", commit="a", wall_seconds=3.0, train_seconds=2.0, warnings=["first"], **made)
+    earlier.model = {"fingerprint": "weights"}
+    record = Record(status="interrupted", commit="b", warnings=["second"], **made)
+    assert take_over(record, earlier, tmp_path) is None  # nothing is left of it that another commit has made
+    assert (record.wall_seconds, record.train_seconds, record.warnings) == (3.0, 2.0, ["first", "second"])
+    assert record.model == earlier.model
+    (tmp_path / "evaluation").mkdir()
+    assert take_over(record, earlier, tmp_path) == "begun with commit a (now b): its numbers are of both"
+    made_anew = Record(status="interrupted", commit="b", **made)
+    assert take_over(made_anew, replace(earlier, status="finished"), tmp_path) is None
+    assert made_anew.wall_seconds is None
+
+
+def test_a_run_does_not_go_on_with_other_weights_or_another_tokenizer(tmp_path):
+    refuse_another("model", {}, "b", tmp_path)
+    refuse_another("model", {"fingerprint": "b"}, "b", tmp_path)
+    with pytest.raises(UserError, match="the weights have changed since .* overwrite=true"):
+        refuse_another("model", {"fingerprint": "a"}, "b", tmp_path)
+    with pytest.raises(UserError, match="the text, or the tokenizer, has changed"):
+        refuse_another("data", {"fingerprint": "a"}, "b", tmp_path)

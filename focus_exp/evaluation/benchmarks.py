@@ -41,7 +41,7 @@ Runner = Callable[[str], Outcome]
 class Benchmarks:
     """Measures `config.eval.tasks`; results are kept in `folder`, so that an interrupted evaluation goes on.
 
-    blocks: windows of held-out text, of which perplexity@<tokens> takes the text.
+    blocks: windows of held-out text, of which perplexity@<tokens> takes the text. weights: the base's fingerprint.
     """
 
     model: PreTrainedModel
@@ -50,6 +50,7 @@ class Benchmarks:
     config: Config
     precision: Precision
     folder: Path
+    weights: str = ""
     rows: list[BenchmarkRow] = field(default_factory=list)
     losses: dict[str, Losses] = field(default_factory=dict)
 
@@ -111,12 +112,12 @@ class Benchmarks:
         if row.task in self.missing:
             return None
         folder = self.folder / slug(row.attention) / slug(row.task)
-        outcome = read_outcome(folder, self.precision.name)
+        outcome = read_outcome(folder, self.precision.name, self.weights)
         if outcome is None:
             outcome = self.run(row)
             if outcome is None:
                 return None
-            outcome.precision = self.precision.name
+            outcome.precision, outcome.weights = self.precision.name, self.weights
             write_outcome(folder, outcome)
         rows = list(outcome.rows(row, None if row.kind == "base" else self.bases.get(row.task)))
         self.rows += rows

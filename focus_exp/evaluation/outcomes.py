@@ -56,6 +56,7 @@ class Outcome:
     samples: per item (and filter) what was asked and answered, and `scores`, its part in each metric; of a window its
         document, the `offset` in it and the scored `tokens`.
     ledger: the fields of `BenchmarkRow` that `Ledger.summary` gives. groups: shares of the tokens `[layers][K]`.
+    weights: the fingerprint of the base.
     """
 
     metrics: list[Metric]
@@ -68,6 +69,7 @@ class Outcome:
     source: str = ""
     seconds: float = 0.0
     precision: str = ""
+    weights: str = ""
 
     def rows(self, row: BenchmarkRow, base: Outcome | None) -> Iterator[BenchmarkRow]:
         """`row` filled in, once per metric, paired with the same documents under full attention."""
@@ -119,12 +121,12 @@ def write_outcome(folder: Path, outcome: Outcome) -> None:
     replace_file(folder / RESULT, json.dumps(rest, indent=1).encode())
 
 
-def read_outcome(folder: Path, precision: str) -> Outcome | None:
-    """What `write_outcome` wrote; None where there is nothing whole, or of another precision."""
+def read_outcome(folder: Path, precision: str, weights: str) -> Outcome | None:
+    """What `write_outcome` wrote; None where there is nothing whole, or of another precision or other weights."""
     try:
         rest = json.loads((folder / RESULT).read_text(encoding="utf-8"))
         samples = [json.loads(line) for line in (folder / SAMPLES).read_text(encoding="utf-8").split("\n") if line]
-        if len(samples) != rest["samples"] or rest["precision"] != precision:
+        if (len(samples), precision, weights) != (rest["samples"], rest["precision"], rest["weights"]):
             return None
         return Outcome(**rest | {"samples": samples, "metrics": [Metric(**metric) for metric in rest["metrics"]]})
     except (OSError, ValueError, KeyError, TypeError):

@@ -120,25 +120,26 @@ def observing(model: PreTrainedModel, observer: Any) -> AbstractContextManager[N
     return nullcontext() if observer is None else observed(model, observer)
 
 
-def write_scores(path: Path, scores: Scores, windows: list[int], precision: Precision) -> None:
-    """Losses and pair counts of one row, of which windows they are and in what precision."""
+def write_scores(path: Path, scores: Scores, windows: list[int], precision: Precision, weights: str) -> None:
+    """Losses and pair counts of one row, of which windows and weights they are (a fingerprint), in what precision."""
     pairs = scores.pairs
     counts = (pairs.total, pairs.distant, pairs.kept_pairs) if pairs else ()
     sizes = {f"groups_{i}": t.numpy() for i, t in pairs.group_tokens.items()} if pairs else {}
     arrays = {
         "nll": scores.nll, "seconds": np.array(scores.seconds), "counts": np.array(counts, dtype=np.int64),
         "path": np.array(scores.path), "windows": np.array(windows),
-        "precision": np.array(precision.name),
+        "precision": np.array(precision.name), "weights": np.array(weights),
     }  # fmt: skip
     with aside(path) as new, new.open("wb") as file:  # given a name, numpy would add its own ending
         np.savez_compressed(file, allow_pickle=False, **arrays, **sizes)
 
 
-def read_scores(path: Path, windows: list[int], precision: Precision) -> Scores | None:
-    """What `write_scores` wrote; None where there is nothing whole, or of other windows or another precision."""
+def read_scores(path: Path, windows: list[int], precision: Precision, weights: str) -> Scores | None:
+    """What `write_scores` wrote; None where there is nothing whole, or of other windows, precision or weights."""
     try:
         with np.load(path, allow_pickle=False) as data:
-            if data["windows"].tolist() != windows or str(data["precision"]) != precision.name:
+            made = data["windows"].tolist(), str(data["precision"]), str(data["weights"])
+            if made != (windows, precision.name, weights):
                 return None
             counts = data["counts"].tolist()
             groups = {

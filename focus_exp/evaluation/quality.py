@@ -7,6 +7,7 @@ import math
 from collections import Counter
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
+from itertools import chain, count
 from pathlib import Path
 from typing import Any, get_args
 
@@ -43,13 +44,17 @@ KINDS = get_args(Kind)
 
 @dataclass
 class Quality:
-    """Scores rows one by one; each is kept in `folder`, so that an interrupted evaluation goes on where it stopped."""
+    """Scores rows one by one; each is kept in `folder`, so that an interrupted evaluation goes on where it stopped.
+
+    weights: the fingerprint of the base, without which another one's scores would be taken for its own.
+    """
 
     model: PreTrainedModel
     blocks: Blocks
     config: Config
     precision: Precision
     folder: Path
+    weights: str = ""
 
     def __post_init__(self) -> None:
         self.indices = self.blocks.spread(self.config.eval.max_windows)
@@ -165,8 +170,9 @@ class Quality:
         """What other runs left, in place of the router."""
         for folder in self.config.eval.adapters:
             method = read_description(folder)["method"]
-            named = any(row.name == method for row in self.rows)
-            row = control(f"{method}, {name_of(folder)}" if named else method, method)
+            full, taken = f"{method}, {name_of(folder)}", {slug(row.name) for row in self.rows}
+            names = chain((method, full), (f"{full} ({n})" for n in count(2)))
+            row = control(next(name for name in names if slug(name) not in taken), method)
             try:
                 methods = methods_of_adapter(self.model, folder)
             except UserError as error:  # of a base that was trained meanwhile
@@ -189,7 +195,7 @@ class Quality:
         """Score one row, or read its scores if they are on disk; a row that fails stays as a row with its reason."""
         self.rows.append(row)
         path = self.folder / f"{slug(row.name)}.npz"
-        scores = read_scores(path, self.indices, self.precision)
+        scores = read_scores(path, self.indices, self.precision, self.weights)
         if scores is None:
             if row.kind == "base":
                 with self.full_attention():
@@ -197,7 +203,7 @@ class Quality:
             else:
                 scores = self.score(row)
             if scores is not None:
-                write_scores(path, scores, self.indices, self.precision)
+                write_scores(path, scores, self.indices, self.precision, self.weights)
         if scores is not None:
             self.fill(row, scores)
             by = f", {row.path}" if row.path else ""

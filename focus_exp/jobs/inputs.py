@@ -1,6 +1,9 @@
-"""Whether what a run has read is still what its configuration names: texts and weights of the user's own."""
+"""Whether a run that goes on, or is finished, is still one of the same texts and weights, and what it takes over."""
 
 from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
 
 from focus_exp.config import Config
 from focus_exp.data.files import find_texts, revision_of
@@ -8,6 +11,7 @@ from focus_exp.errors import UserError
 from focus_exp.models.load import revision_of_weights
 from focus_exp.records.record import Record
 from focus_exp.records.runs import run_folder
+from focus_exp.training.regimes import CHECKPOINTS
 
 
 def refuse_other_inputs(config: Config, record: Record) -> None:
@@ -29,3 +33,32 @@ def refuse_other_inputs(config: Config, record: Record) -> None:
                 f"{key}={place} holds another {what} than when {run_folder(config)} was made ({now}, then {then}); "
                 "overwrite=true makes it anew, another runs_dir leaves it alone"
             )
+
+
+def refuse_another(part: str, then: dict[str, Any], fingerprint: str, folder: Path) -> None:
+    """UserError where the run in `folder` began with another model or text, of which its checkpoints and scores are."""
+    if then.get("fingerprint") not in (None, fingerprint):
+        what = {"model": "the weights have", "data": "the text, or the tokenizer, has"}[part]
+        raise UserError(
+            f"{what} changed since {folder} was begun (fingerprint {fingerprint[:12]}, then "
+            f"{then['fingerprint'][:12]}); overwrite=true makes it anew, another runs_dir leaves it alone"
+        )
+
+
+def take_over(record: Record, earlier: Record, folder: Path) -> str | None:
+    """Give `record` what an earlier part of its run has read and spent; where that was made otherwise, how."""
+    record.data, record.model = earlier.data, earlier.model  # until they are read again
+    if earlier.status == "finished":
+        return None
+    record.wall_seconds, record.train_seconds = earlier.wall_seconds, earlier.train_seconds
+    record.warnings = list(dict.fromkeys([*earlier.warnings, *record.warnings]))
+    made = {
+        "commit": (earlier.commit, record.commit),
+        "processor": (earlier.machine.get("cpu"), record.machine.get("cpu")),
+        "device": (earlier.device, record.device),
+        "torch": (earlier.versions.get("torch"), record.versions.get("torch")),
+    }
+    changed = [f"{name} {then} (now {now})" for name, (then, now) in made.items() if then != now]
+    if not changed or not any((folder / part).exists() for part in (CHECKPOINTS, "evaluation", "benchmarks")):
+        return None
+    return f"begun with {', '.join(changed)}: its numbers are of both"

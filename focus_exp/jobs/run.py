@@ -7,7 +7,6 @@ import logging
 import math
 import re
 import resource
-import shlex
 import shutil
 import sys
 import time
@@ -27,10 +26,10 @@ from focus_exp.assets import Provenance
 from focus_exp.config import Config, to_dict
 from focus_exp.config_hash import config_hash
 from focus_exp.errors import Interrupted, UserError, first_line
-from focus_exp.jobs.inputs import refuse_other_inputs
+from focus_exp.jobs.inputs import refuse_another, refuse_other_inputs, take_over
 from focus_exp.records import runs
 from focus_exp.records.comparison import RECORD, load_metrics, with_arms
-from focus_exp.records.environment import environment
+from focus_exp.records.environment import command_line, environment
 from focus_exp.records.metrics import METRICS, read_metrics
 from focus_exp.records.record import Record
 from focus_exp.records.runs import NOT_ENDED, lock_of, run_folder
@@ -91,11 +90,22 @@ class Run:
         lines = read_metrics(self.folder / METRICS)
         return training_progress(self.config, lines) if lines else self.now
 
+    @contextmanager
+    def training(self) -> Iterator[None]:
+        """Count the time of the block, and of earlier parts of the run, as that of training."""
+        began = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.record.train_seconds = (self.record.train_seconds or 0.0) + time.perf_counter() - began
+
     def describe_model(self, provenance: Provenance, parameters: int) -> None:
+        refuse_another("model", self.record.model, provenance.fingerprint, self.folder)
         self.record.model = {"name": shown(provenance), **asdict(provenance), "parameters": parameters}
         announce("model", provenance, f"{parameters:,} parameters")
 
     def describe_data(self, provenance: Provenance, tokens: dict[str, int]) -> None:
+        refuse_another("data", self.record.data, provenance.fingerprint, self.folder)
         self.record.data = {"name": shown(provenance), **asdict(provenance), "tokens": tokens}
         asked = self.config.data.revision
         if provenance.source.startswith("hub") and not COMMIT.fullmatch(asked or ""):
@@ -109,7 +119,8 @@ class Run:
         """Say it now, and below the tables."""
         if is_main():
             print(f"WARNING: {sentence}", file=sys.stderr)
-            self.record.warnings.append(sentence)
+            if sentence not in self.record.warnings:
+                self.record.warnings.append(sentence)
 
     def report(self) -> None:
         """Findings, tables and figures from the record alone."""
@@ -175,8 +186,8 @@ def recorded(config: Config, device: str) -> Iterator[Run]:
     resumed = job is not None and job.enter_run(folder)
     if config.overwrite and folder.exists() and not resumed:
         shutil.rmtree(folder)
-    if earlier := runs.earlier_record(config):
-        record.data = earlier.data  # until it is read again: a run that goes on is one of the same text
+    if (earlier := runs.earlier_record(config)) and (sentence := take_over(record, earlier, folder)):
+        run.warn(sentence)
     folder.mkdir(parents=True, exist_ok=True)
     clear_aside(folder)
     replace_file(folder / "config.yaml", OmegaConf.to_yaml(OmegaConf.structured(config)).encode())
@@ -188,7 +199,7 @@ def recorded(config: Config, device: str) -> Iterator[Run]:
             yield run
         record.status, record.error = "finished", None
     finally:
-        record.wall_seconds = time.perf_counter() - began
+        record.wall_seconds = (record.wall_seconds or 0.0) + time.perf_counter() - began
         record.peak_memory_bytes = peak_memory()
         if record.status == "finished":
             run.report()
@@ -271,10 +282,6 @@ def announce(what: str, provenance: Provenance, detail: str) -> None:
 
 def shown(provenance: Provenance) -> str:
     return provenance.used.split(" (")[0]
-
-
-def command_line(arguments: list[str]) -> str:
-    return shlex.join(["python", "-m", "focus_exp", *(part.replace("\\=", "=") for part in arguments)])
 
 
 def peak_memory() -> int:

@@ -85,13 +85,13 @@ def train(config: Config) -> None:
         if sentence := dense_training(model, config):
             run.warn(sentence)
         alone(model, evaluation.measure_base)
-        began = time.perf_counter()
-        attach_method(model, config, precision)
-        fit(run, model, blocks, precision, evaluation.quality)
-        if config.regime.trains("all"):
-            save_weights(run, model, loaded.tokenizer)
-            run.record.method["weights"] = fingerprint(model)  # what a run with model.path= of them says it began with
-        run.record.train_seconds = (run.record.train_seconds or 0.0) + time.perf_counter() - began
+        with run.training():
+            attach_method(model, config, precision)
+            fit(run, model, blocks, precision, evaluation.quality)
+            if config.regime.trains("all"):
+                save_weights(run, model, loaded.tokenizer)
+                # what a run with model.path= of them says it began with
+                run.record.method["weights"] = fingerprint(model)
         alone(model, evaluation.measure_attached)
         evaluation.write_into(run.record, run.folder)
 
@@ -131,8 +131,9 @@ def prepare(
     model.requires_grad_(False)
     for adapter in config.eval.adapters:  # what is wrong with them is known before the hours of training
         read_adapter(model, adapter)
-    quality = Quality(model, windows, config, precision, run.folder / "evaluation")
-    benchmarks = Benchmarks(model, loaded.tokenizer, windows, config, precision, run.folder / "benchmarks")
+    weights = loaded.provenance.fingerprint
+    quality = Quality(model, windows, config, precision, run.folder / "evaluation", weights)
+    benchmarks = Benchmarks(model, loaded.tokenizer, windows, config, precision, run.folder / "benchmarks", weights)
     return model, Evaluation(quality, benchmarks), blocks
 
 
@@ -248,8 +249,8 @@ def fit_first(run: Run, model: PreTrainedModel, blocks: Blocks, precision: Preci
     else:
         seconds = fit_indexers(model, sample, config.fitting, precision, cache, seed)
     run.record.fit_seconds = seconds
-    # what other runs spent on it belongs to what this one would have taken alone
-    run.record.train_seconds = max(0.0, seconds - (time.perf_counter() - began))
+    # what other runs spent on it belongs to what this one would have taken alone; an earlier part has counted its own
+    run.record.train_seconds = max(run.record.train_seconds or 0.0, seconds - (time.perf_counter() - began))
     return sample
 
 

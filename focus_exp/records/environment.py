@@ -1,6 +1,7 @@
-"""Where a record was made: commit, versions, machine."""
+"""Where and how a record was made: command, commit, versions, machine."""
 
 import platform
+import shlex
 import subprocess
 from contextlib import suppress
 from importlib import metadata
@@ -13,6 +14,10 @@ PACKAGES = (
 )  # fmt: skip
 
 DECIDES = (":/focus_exp", ":/conf")  # what the numbers of a run follow from
+
+
+def command_line(arguments: list[str]) -> str:
+    return shlex.join(["python", "-m", "focus_exp", *(part.replace("\\=", "=") for part in arguments)])
 
 
 def environment() -> dict[str, Any]:
