@@ -324,7 +324,8 @@ def test_scores_of_other_windows_precision_or_weights_are_not_read(tmp_path):
     path, scores = tmp_path / "row.npz", Scores(np.ones((2, 3)), 1.5, None, "math")
     write_scores(path, scores, [0, 4], FLOAT32, "a")
     assert read_scores(path, [0, 4], FLOAT32, "a").seconds == 1.5
-    for other in (([0, 5], FLOAT32, "a"), ([0, 4], choose_precision("bf16", "cpu", trains_base=False), "a"), ([0, 4], FLOAT32, "b")):
+    bfloat16 = choose_precision("bf16", "cpu", trains_base=False)
+    for other in (([0, 5], FLOAT32, "a"), ([0, 4], bfloat16, "a"), ([0, 4], FLOAT32, "b")):
         assert read_scores(path, *other) is None
 
 
