@@ -19,7 +19,7 @@ from focus_exp.errors import STOP_SIGNALS, Interrupted
 from focus_exp.models.attached import routers_of
 from focus_exp.progress import ProgressBar
 from focus_exp.records.metrics import read_metrics, write_metrics
-from focus_exp.training.exchange import any_of
+from focus_exp.training.exchange import any_of, is_main
 from focus_exp.training.module import LanguageModelTask
 
 
@@ -93,6 +93,8 @@ class Checkpoint(Callback):
         self.handlers: dict[int, Any] = {}
 
     def on_train_start(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
+        if is_main() and 0 < trainer.global_step < trainer.max_steps:
+            print(f"{self.path.stem}: going on from step {trainer.global_step} of {trainer.max_steps}")
         # after Lightning has put its own handlers in place
         for signum in STOP_SIGNALS:
             self.handlers[signum] = signal.signal(signum, self._receive)
