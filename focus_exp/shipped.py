@@ -42,7 +42,10 @@ def is_shipped(group: str, hub_id: str | None) -> bool:
 
 
 def own(group: str, part: Part) -> Part:
-    """`part` without what the file that it is composed from says of another place than the one that it names now."""
+    """`part` without what the file that it is composed from says of another place than the one that it names now.
+
+    Its name, if it is that of a file, becomes the last part of that place: nothing of the user's is called gpt2_124m.
+    """
 
     def place(values: dict[str, Any]) -> list[Any]:
         return [values.get(key) for key in PLACE]
@@ -55,4 +58,5 @@ def own(group: str, part: Part) -> Part:
         for key, nothing in OF_ITS_PLACE[group].items()
         if any(values.get(key) and values[key] == getattr(part, key) for values in files)
     }
-    return replace(part, **foreign)
+    last = next((Path(place).name for place in map(vars(part).get, PLACE) if place), part.name)
+    return replace(part, **foreign, name=last if part.name in shipped(group) else part.name)
