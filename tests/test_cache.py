@@ -3,6 +3,7 @@
 import copy
 import gc
 from dataclasses import replace
+from functools import partial
 from itertools import chain
 
 import pytest
@@ -347,9 +348,14 @@ def test_a_cache_that_others_filled_is_refused_and_an_empty_one_replaced(tiny_mo
         model(input_ids=ids[:, :1], past_key_values=cache, attention_mask=torch.ones(1, 3, dtype=torch.long))
 
 
-def test_a_loop_may_go_on_with_the_empty_cache_that_it_gave(tiny_model):
+class OwnCache(DynamicCache):
+    pass
+
+
+@pytest.mark.parametrize("kind", [DynamicCache, partial(StaticCache, max_cache_len=64), OwnCache])
+def test_a_loop_may_go_on_with_the_empty_cache_that_it_gave(tiny_model, kind):
     model = attached(tiny_model("llama"))
-    ids, cache = tokens(), DynamicCache(config=model.config)
+    ids, cache = tokens(), kind(config=model.config)
     with torch.no_grad():
         whole = model(input_ids=ids, use_cache=False).logits
         parts = [model(input_ids=part, past_key_values=cache).logits for part in ids.split(1, dim=1)]
