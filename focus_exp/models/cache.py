@@ -191,7 +191,7 @@ def cache_for(config: PreTrainedConfig, methods: dict[int, AttentionMethod], giv
     if given is None:
         return cache
     given.__dict__ = vars(cache)
-    given.__class__ = FocusCache  # type: ignore[assignment]  # mypy takes an object's class to be fixed
+    given.__class__ = FocusCache
     return given
 
 
