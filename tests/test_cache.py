@@ -325,6 +325,8 @@ def test_what_has_no_cache_says_why_and_generates_without(tiny_model):
         model.generate(tokens(), max_new_tokens=2)
     assert model(input_ids=tokens()).past_key_values is None
     assert model.generate(tokens(), max_new_tokens=2, use_cache=False, pad_token_id=0).shape[1] == 42
+    with pytest.raises(UserError, match="no key/value cache for routers in training mode, which put gates on every"):
+        model.train().generate(tokens(), max_new_tokens=2)
     detach(model)
     attach(model, "sparq")
     with pytest.raises(UserError, match="SparQ.*use_cache=False"):

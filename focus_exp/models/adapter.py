@@ -177,10 +177,11 @@ def read_adapter(model: PreTrainedModel, folder: str | Path) -> tuple[dict[str, 
     description = read_description(folder)
     wanted, found = description["base_model"], fingerprint(model)
     if wanted["fingerprint"] != found:
+        alike = ": same name, other weights; call load_adapter before resize_token_embeddings or merging"
         raise UserError(
             f"the adapter in {folder} belongs to {wanted['name']} (fingerprint {wanted['fingerprint'][:12]}), "
             f"but this model is {model.config.name_or_path or type(model).__name__} (fingerprint {found[:12]}); "
-            "load the adapter's own base model"
+            f"load the adapter's own base model{alike if wanted['name'] == base_name(model) else ''}"
         )
     # another version of transformers may know other names
     known, here = wanted.get("arithmetic", {}), arithmetic_of(model.config)
