@@ -7,8 +7,9 @@ import pytest
 import torch
 from conftest import FAMILIES, build
 from peft import LoraConfig, get_peft_model
+from safetensors.torch import load_file
 from torch import Tensor
-from transformers import LlamaForSequenceClassification, PreTrainedModel
+from transformers import LlamaForCausalLM, LlamaForSequenceClassification, PreTrainedModel
 
 from focus_exp import UserError, attach, detach, disabled, freeze, is_causal, set_routing
 from focus_exp.attention.selection import PairCounts, by_head
@@ -395,6 +396,26 @@ def test_another_attention_function_is_not_put_in_the_place_of_the_method(attach
     with disabled(model):
         base = logits_of(model, tokens_of())
     assert torch.equal(base, logits_of(detach(model), tokens_of()))
+
+
+def test_hard_groups_stay_while_other_parts_train(tiny_model, attached):
+    model = attached("llama")
+    for method in attached_methods(model).values():
+        method.eval().train = lambda mode=True: None
+    balance = [method.router.potential.clone() for method in attached_methods(model).values()]
+    expected = logits_of(model, tokens_of())
+    assert torch.equal(logits_of(model.train(), tokens_of()), expected)
+    assert all(map(torch.equal, balance, (method.router.potential for method in attached_methods(model).values())))
+
+
+def test_what_save_pretrained_wrote_comes_back_with_the_method(attached, tmp_path):
+    model = attached("llama")
+    model.save_pretrained(tmp_path)
+    other = LlamaForCausalLM.from_pretrained(tmp_path)
+    attach(other, "focus", **model.focus_attachment.options)
+    other.load_state_dict(load_file(tmp_path / "model.safetensors"))
+    set_routing(other, hard=True)
+    assert torch.equal(logits_of(other, tokens_of()), logits_of(model, tokens_of()))
 
 
 def test_attach_takes_a_causal_language_model_alone(tiny_model):
