@@ -12,6 +12,15 @@
 `attach` first runs two short texts through the model with every pair kept, by masks, by the sparse path and through the
 cache, and refuses it in one sentence unless that gives the base model's logits. `generate()`: see `models.cache`.
 
+In training mode gates are soft and the balance of routers moves, frozen or not. Before PEFT or a Trainer, which call
+`model.train()`, this keeps trained routers and their hard groups as they are:
+
+    from focus_exp.models.modules import attached_methods
+    for method in attached_methods(model).values(): method.eval().train = lambda mode=True: None
+
+`save_pretrained` keeps the routers' numbers, but not the method: use `save_adapter`, or attach with the same options to
+what `from_pretrained` gives, then `model.load_state_dict` of the saved file and `set_routing`.
+
 attention   tensors alone: routing, selection, the oracle (reference), its blocked twin, the sparse path (disjoint parts
             of the kept pairs, exact kernels, merged by logsumexp), the cache by group, baselines; to add one: `method`
 models      load, attach, its check (exactness), what an attached model calls, what one does with it, cache, adapter

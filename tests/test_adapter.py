@@ -16,7 +16,7 @@ from focus_exp import UserError, attach, detach, load_adapter, save_adapter, set
 from focus_exp.config_hash import content
 from focus_exp.models import adapter
 from focus_exp.models.adapter import DESCRIPTION, WEIGHTS
-from focus_exp.models.load import fingerprint
+from focus_exp.models.load import arithmetic_of, fingerprint
 from focus_exp.models.modules import attached_methods
 
 OPTIONS = {
@@ -120,6 +120,7 @@ def test_the_description_tells_what_the_weights_are(tiny_model, trained, tmp_pat
             "model_type": "llama",
             "revision": None,
             "fingerprint": fingerprint(tiny_model("llama")),
+            "arithmetic": arithmetic_of(tiny_model("llama").config),
         },
         "steps": 60,
     }
@@ -145,6 +146,21 @@ def test_an_adapter_of_a_float32_base_fits_the_same_base_in_bfloat16(tiny_model,
     assert logits_of(load_adapter(tiny_model("llama", torch.bfloat16), saved)).isfinite().all()
 
 
+def test_a_base_of_the_same_weights_and_other_arithmetic_is_told_of(tiny_model, saved, caplog):
+    load_adapter(tiny_model("llama", torch.bfloat16), saved)
+    assert not caplog.records
+    other = tiny_model("llama")
+    other.config.rope_parameters = {"rope_type": "default", "rope_theta": 500.0}
+    load_adapter(other, saved)
+    assert "trained on these weights under another rope_parameters" in caplog.text
+    description = json.loads((saved / DESCRIPTION).read_text())
+    del description["base_model"]["arithmetic"]  # as versions before wrote it
+    (saved / DESCRIPTION).write_text(json.dumps(description))
+    caplog.clear()
+    load_adapter(detach(other), saved)
+    assert not caplog.records
+
+
 def refuse(model: PreTrainedModel, folder: Path, message: str) -> None:
     """Loading says `message` and leaves the model as it was."""
     before = logits_of(model)
@@ -159,6 +175,14 @@ def test_another_base_is_refused_and_both_are_named(tiny_model, saved, other):
     family, seed = other
     model = tiny_model(family, seed=seed)
     refuse(model, saved, f"belongs to LlamaForCausalLM .*but this model is {type(model).__name__}")
+
+
+def test_the_same_base_with_other_weights_is_told_apart(tiny_model, saved):
+    model = tiny_model("llama")
+    model.resize_token_embeddings(model.config.vocab_size + 1, mean_resizing=False)
+    refuse(model, saved, "own base model: same name, other weights; call load_adapter before resize_token_embeddings")
+    with pytest.raises(UserError, match="own base model$"):
+        load_adapter(tiny_model("gpt2"), saved)
 
 
 def test_one_changed_weight_makes_another_base(tiny_model, saved):
@@ -197,6 +221,7 @@ def test_a_truncated_file_is_named(tiny_model, saved, file, kept):
         lambda d: d | {"layers": [False, True]},
         lambda d: d | {"base_model": d["base_model"] | {"fingerprint": 5}},
         lambda d: d | {"base_model": d["base_model"] | {"name": None}},
+        lambda d: d | {"base_model": d["base_model"] | {"arithmetic": 5}},
         lambda d: {k: v for k, v in d.items() if k != "trainable_parameters"},
         lambda d: "focus",
         lambda d: 1,

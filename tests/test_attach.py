@@ -6,8 +6,10 @@ from collections.abc import Callable
 import pytest
 import torch
 from conftest import FAMILIES, build
+from peft import LoraConfig, get_peft_model
+from safetensors.torch import load_file
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import LlamaForCausalLM, LlamaForSequenceClassification, PreTrainedModel
 
 from focus_exp import UserError, attach, detach, disabled, freeze, is_causal, set_routing
 from focus_exp.attention.selection import PairCounts, by_head
@@ -396,6 +398,35 @@ def test_another_attention_function_is_not_put_in_the_place_of_the_method(attach
     assert torch.equal(base, logits_of(detach(model), tokens_of()))
 
 
+def test_hard_groups_stay_while_other_parts_train(tiny_model, attached):
+    model = attached("llama")
+    for method in attached_methods(model).values():
+        method.eval().train = lambda mode=True: None
+    balance = [method.router.potential.clone() for method in attached_methods(model).values()]
+    expected = logits_of(model, tokens_of())
+    assert torch.equal(logits_of(model.train(), tokens_of()), expected)
+    assert all(map(torch.equal, balance, (method.router.potential for method in attached_methods(model).values())))
+
+
+def test_what_save_pretrained_wrote_comes_back_with_the_method(attached, tmp_path):
+    model = attached("llama")
+    model.save_pretrained(tmp_path)
+    other = LlamaForCausalLM.from_pretrained(tmp_path)
+    attach(other, "focus", **model.focus_attachment.options)
+    other.load_state_dict(load_file(tmp_path / "model.safetensors"))
+    set_routing(other, hard=True)
+    assert torch.equal(logits_of(other, tokens_of()), logits_of(model, tokens_of()))
+
+
+def test_attach_takes_a_causal_language_model_alone(tiny_model):
+    llama = tiny_model("llama")
+    for other in (llama.model, LlamaForSequenceClassification(llama.config), "llama"):
+        with pytest.raises(UserError, match=f"with AutoModelForCausalLM, and this is a {type(other).__name__}$"):
+            attach(other)
+    with pytest.raises(UserError, match=r"this is a PeftModel; attach first, .* or pass model.get_base_model\(\)"):
+        attach(get_peft_model(llama, LoraConfig(target_modules=["q_proj"])))
+
+
 def test_attach_once_and_detach_only_what_is_attached(tiny_model, attached):
     with pytest.raises(UserError, match="already has"):
         attach(attached("llama"))
@@ -407,7 +438,7 @@ def test_attach_once_and_detach_only_what_is_attached(tiny_model, attached):
         set_routing(attached("llama"), hard=True, sparse_from="a")
     with pytest.raises(UserError, match="train='routers' is not one of router, lora, all"):
         freeze(attached("llama"), "routers")
-    with pytest.raises(UserError, match="a model of transformers, not 'gpt2'"):
+    with pytest.raises(UserError, match="this is a str"):
         attach("gpt2")
     unrouted = (detach, freeze, lambda model: set_routing(model, hard=True), lambda model: disabled(model).__enter__())
     for use in unrouted:

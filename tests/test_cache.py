@@ -3,6 +3,7 @@
 import copy
 import gc
 from dataclasses import replace
+from functools import partial
 from itertools import chain
 
 import pytest
@@ -324,6 +325,8 @@ def test_what_has_no_cache_says_why_and_generates_without(tiny_model):
         model.generate(tokens(), max_new_tokens=2)
     assert model(input_ids=tokens()).past_key_values is None
     assert model.generate(tokens(), max_new_tokens=2, use_cache=False, pad_token_id=0).shape[1] == 42
+    with pytest.raises(UserError, match="no key/value cache for routers in training mode, which put gates on every"):
+        model.train().generate(tokens(), max_new_tokens=2)
     detach(model)
     attach(model, "sparq")
     with pytest.raises(UserError, match="SparQ.*use_cache=False"):
@@ -347,9 +350,14 @@ def test_a_cache_that_others_filled_is_refused_and_an_empty_one_replaced(tiny_mo
         model(input_ids=ids[:, :1], past_key_values=cache, attention_mask=torch.ones(1, 3, dtype=torch.long))
 
 
-def test_a_loop_may_go_on_with_the_empty_cache_that_it_gave(tiny_model):
+class OwnCache(DynamicCache):
+    pass
+
+
+@pytest.mark.parametrize("kind", [DynamicCache, partial(StaticCache, max_cache_len=64), OwnCache])
+def test_a_loop_may_go_on_with_the_empty_cache_that_it_gave(tiny_model, kind):
     model = attached(tiny_model("llama"))
-    ids, cache = tokens(), DynamicCache(config=model.config)
+    ids, cache = tokens(), kind(config=model.config)
     with torch.no_grad():
         whole = model(input_ids=ids, use_cache=False).logits
         parts = [model(input_ids=part, past_key_values=cache).logits for part in ids.split(1, dim=1)]

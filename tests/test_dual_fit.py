@@ -285,6 +285,17 @@ def test_a_fit_is_kept_by_what_decides_it_and_goes_on_where_it_stopped(tiny_mode
             fit_dual(dual(tiny_model("llama")), blocks, options(pairs=0.2), precision, tmp_path / "again", seed)
 
 
+def test_a_base_of_the_same_weights_and_other_arithmetic_has_a_fit_of_its_own(tiny_model, tmp_path):
+    def folder(**changes):
+        model = tiny_model("llama")
+        vars(model.config).update(changes)
+        with kept_fit.kept_fit(tmp_path, model, random_blocks(1), FLOAT32, []) as found:
+            return found
+
+    assert folder() == folder(_name_or_path="elsewhere", dtype=torch.bfloat16, use_cache=False)
+    assert folder() != folder(rope_parameters={"rope_type": "default", "rope_theta": 500.0})
+
+
 @pytest.mark.parametrize("counts", ["query", "pair"])
 def test_fitted_queries_read_as_many_groups_on_average_as_they_are_to(counts, tiny_model, tmp_path):
     model, blocks, reads = dual(tiny_model("llama"), counts=counts), random_blocks(3), {}

@@ -5,9 +5,10 @@ import signal
 import pytest
 import torch
 from running import fitting, only_run, record_of, run, tiny
+from transformers import LlamaForCausalLM
 
 from focus_exp.evaluation import generation
-from focus_exp.evaluation.generation import Generation, agreement
+from focus_exp.evaluation.generation import Generation, agreement, read_and_held
 
 JOB = ["job=generate", "regime.steps=2"]
 
@@ -122,6 +123,29 @@ def test_samples_follow_from_the_seed(tmp_path):
 def test_bad_settings_are_one_message(tmp_path, settings, said):
     result = run(*fitting(*tiny(tmp_path), *JOB, *settings))
     assert result.code == 2 and said in result.err and "Traceback" not in result.err
+
+
+def test_nothing_agrees_with_full_attention_that_failed(tmp_path, monkeypatch):
+    generate, calls = LlamaForCausalLM.generate, []
+
+    def failing_once(self, **options):
+        calls.append(1)
+        if len(calls) == 1:
+            raise torch.OutOfMemoryError("no room")
+        return generate(self, **options)
+
+    monkeypatch.setattr(LlamaForCausalLM, "generate", failing_once)
+    assert run(*tiny(tmp_path), *JOB, "regime.steps=1", "generate.prompts=1", "generate.top_k=[1]").code == 0
+    _, full, hard = record_of(tmp_path).continuations
+    assert "no room" in full.error and hard.tokens == 12 and hard.agrees is None
+
+
+def test_full_attention_reads_what_its_layers_hold(tiny_model):
+    model = tiny_model("qwen2")  # whose second layer slides over 8 tokens
+    out = model.generate(
+        torch.arange(3, 23)[None], max_new_tokens=5, eos_token_id=None, pad_token_id=0, return_dict_in_generate=True
+    )
+    assert read_and_held(out.past_key_values)[0] == (24 + 8) / 2
 
 
 def test_agreement_ends_where_texts_part():

@@ -27,10 +27,11 @@ from focus_exp.checks import validate_tasks
 from focus_exp.data import Blocks, TokenStream
 from focus_exp.data.benchmarks import MEMBERS, NAME, benchmark_folder, load_benchmark
 from focus_exp.errors import Interrupted, UserError
-from focus_exp.evaluation import benchmarks, tasks
+from focus_exp.evaluation import benchmarks, live_model, tasks
 from focus_exp.evaluation.benchmarks import Benchmarks
 from focus_exp.evaluation.controls import BASE, RANDOM_GROUPS, WINDOW_ONLY
 from focus_exp.evaluation.harness import evaluating, run_task
+from focus_exp.evaluation.ledger import Ledger
 from focus_exp.evaluation.live_model import LiveModel, prefix_token
 from focus_exp.evaluation.outcomes import Metric, Outcome, paired_difference, read_outcome, write_outcome
 from focus_exp.evaluation.perplexity import score
@@ -493,10 +494,34 @@ def test_generation_is_greedy_decoding_of_each_prompt_by_itself(tiny_model, fami
                 expected.append(tokenizer.decode(tokens[-6:]).split("\n\n")[0])
             outcome = run(model, "write")
             assert [sample["filtered_resps"][0] for sample in outcome.samples] == expected
-            assert (
-                sorted(len(tokenizer.encode(row["context"])) for row in WORDS[:3])[-1]
-                == outcome.ledger["request_tokens"][-1]
-            )
+
+
+@pytest.mark.parametrize("refused", [None, "a reason"], ids=["cached", "recomputed"])
+def test_the_ledger_of_a_generation_is_that_of_what_was_read(tiny_model, monkeypatch, refused):
+    model, tokenizer, expected = attached(tiny_model("llama")), byte_tokenizer(), Ledger()
+    texts = [" ".join(["left"] * n) for n in (2, 9)]
+    said = [" one", " two\n\n three"]  # one ends with a token, the other with a word before its batch does
+    read = [tokenizer.encode(texts[0] + " one"), tokenizer.encode(texts[1] + " two\n")]
+    expected.lengths = list(map(len, read))
+    with torch.no_grad(), observed(model, expected.observe):
+        for tokens in read:
+            model(torch.tensor([tokens]), use_cache=False)
+    lm, generate = live(model), model.generate
+
+    def saying(input_ids, use_cache, **options):
+        assert use_cache is (refused is None)
+        generate(input_ids=input_ids, use_cache=use_cache, **options)
+        new = [tokenizer.encode(text) for text in said]
+        width = max(map(len, new))
+        new = torch.tensor([row + [lm.tokenizer.pad_token_id] * (width - len(row)) for row in new])
+        return torch.cat([input_ids, new], 1)
+
+    monkeypatch.setattr(model, "generate", saying)
+    monkeypatch.setattr(live_model, "refusal", lambda methods: refused)
+    ids, mask = lm.tok_batch_encode(texts)
+    with observed(model, lm.ledger.observe):
+        lm._model_generate(ids, ids.shape[1] + 9, ["\n\n"], attention_mask=mask)
+    assert lm.ledger.summary() == expected.summary()
 
 
 def test_the_model_is_left_in_the_modes_it_was_in(tiny_model):

@@ -48,6 +48,7 @@ REGIMES = {
     "lora": LORA,
     "dora": (*LORA, "regime=dora", "regime.lora.rank=null"),
     "window": (*LORA, "attention=window"),
+    "routing": (*LORA, "attention=routing_transformer", "attention.centroid_decay=0.9"),
     "finetune": ("regime=finetune", "attention=full", ROUTER, EVERYTHING),
 }
 
@@ -297,7 +298,8 @@ def test_every_regime_is_compared_with_the_same_untouched_base(folder, seen, nam
     assert (base.nll, base.tokens) == (untouched.rows[0].nll, untouched.rows[0].tokens)
     assert (record.model["fingerprint"], record.data) == (untouched.model["fingerprint"], untouched.data)
     for row in record.rows:
-        assert row.error is None and row.tokens == base.tokens and row.causal
+        assert row.error is None and row.tokens == base.tokens
+        assert row.causal == (row.method != "routing_transformer")
         assert row.kind != "trained" or row.nll != base.nll
 
 
@@ -311,7 +313,8 @@ def test_rows_and_counts_say_what_was_trained(folder, seen):
     counts = {name: record.method["trainable_parameters"] for name, record in records.items()}
     # two layers of 64 x 64 and 64 x 32; a router has 2 (64 + 2) 16
     assert counts == {
-        **{"none": 0, "retrofit": 2112, "lora": 2 * 4 * 224, "window": 2 * 4 * 224, "dora": 2 * (4 * 224 + 96)},
+        **{"none": 0, "retrofit": 2112, "dora": 2 * (4 * 224 + 96)},
+        **dict.fromkeys(("lora", "window", "routing"), 2 * 4 * 224),
         **{"finetune": records["finetune"].model["parameters"]},
     }
     assert records["dora"].method | {"trainable_parameters": 0} == {
@@ -357,8 +360,8 @@ class Killed(BaseException):
 
 @pytest.mark.parametrize(
     ("name", "step", "politely"),
-    [("lora", 1, True), ("lora", 4, False), ("dora", 3, True), ("window", 3, False)],
-    ids=["lora-SIGTERM", "lora-killed", "dora-SIGTERM", "window-killed"],
+    [("lora", 1, True), ("lora", 4, False), ("dora", 3, True), ("window", 3, False), ("routing", 3, True)],
+    ids=["lora-SIGTERM", "lora-killed", "dora-SIGTERM", "window-killed", "routing-SIGTERM"],
 )
 def test_stopped_and_started_again_is_never_stopped(folder, seen, monkeypatch, name, step, politely):
     whole = Checkpoint.on_train_batch_end

@@ -150,7 +150,7 @@ class Focus(AttentionMethod, name="focus", options=FocusOptions):
         if not self.causal:
             return "Focus with assignment sinkhorn: a token's groups depend on later tokens; use assignment balanced"
         if self.training:
-            return "routers of a model in training mode are being trained, with gates on every token; call model.eval()"
+            return "routers in training mode, which put gates on every token; call model.eval()"
         if not self.hard:
             return "soft gates: every token would be read; choose hard groups with set_routing(model, hard=True)"
         return None

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
-from transformers.cache_utils import DynamicLayer
+from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from focus_exp.config import Config
 from focus_exp.data import Blocks
@@ -119,8 +119,8 @@ class Generation:
         row.top_k, row.seconds = top_k, time.perf_counter() - began
         row.base_nll = self.base_nll(prompt, torch.tensor(new))
         row.read, row.cache_bytes = read_and_held(out.past_key_values)
-        if kind == "hard" and number in self.greedy:
-            row.agrees = agreement(new, self.greedy[number])
+        if kind == "hard" and (full := self.greedy.get(number)):  # empty where full attention failed
+            row.agrees = agreement(new, full)
         return row, new
 
     def row(self, number: int, prompt: Tensor, new: list[int], name: str, kind: Any) -> Continuation:
@@ -149,6 +149,13 @@ def read_and_held(cache: Any) -> tuple[float | None, int | None]:
     if isinstance(cache, FocusCache):
         return mean(layer.pairs_read for layer in cache.grouped), cache.bytes
     if isinstance(cache, DynamicCache):
-        parts = [x for layer in cache.layers if isinstance(layer, DynamicLayer) for x in (layer.keys, layer.values)]
-        return float(cache.get_seq_length()), sum(x.numel() * x.element_size() for x in parts if x is not None)
+        layers: list[Any] = [x for x in cache.layers if isinstance(x, DynamicLayer) and x.keys is not None]
+        parts = [x for layer in layers for x in (layer.keys, layer.values)]
+        return float(mean(map(keys_read, layers))), sum(x.numel() * x.element_size() for x in parts)
     return None, None
+
+
+def keys_read(layer: DynamicLayer) -> int:
+    """Of the last step; a full sliding window dropped one of them after it."""
+    window = layer.sliding_window if isinstance(layer, DynamicSlidingWindowLayer) else layer.get_seq_length()
+    return min(int(window), int(layer.get_seq_length()))

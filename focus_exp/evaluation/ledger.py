@@ -19,6 +19,9 @@ COUNTS = ("total", "distant", "kept_pairs")
 class Ledger:
     """Filled while requests run. A request is one input of the model: answers that share it are one request.
 
+    Of a generation it is the prompt and what was generated but the last token, which nothing read, as one input. It is
+    counted in a pass of its own: a key/value cache sees the pairs of its steps never, recomputing sees them repeatedly.
+
     lengths: tokens per request. truncated: requests that were cut.
     layers: pairs per attached layer, padding left out; empty under full attention.
     """

@@ -15,7 +15,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from focus_exp.data import bos_of
 from focus_exp.errors import UserError
 from focus_exp.evaluation.ledger import Ledger
-from focus_exp.models.attached import acting_methods
+from focus_exp.models.attached import acting_methods, unobserved
 from focus_exp.models.cache import refusal
 from focus_exp.progress import ProgressBar
 from focus_exp.training.precision import Precision
@@ -120,23 +120,42 @@ class LiveModel(HFLM):
     ) -> tuple[Tensor, Tensor]:
         """Prompts of a generation, padded on the left."""
         ids, mask = super().tok_batch_encode(strings, padding_side, None, truncation)
-        lengths = [len(self.fitted(tuple(row), left_truncate_len or len(row))) for row in map(unpadded, ids, mask)]
-        self.ledger.lengths += lengths
-        return ids[:, -max(lengths) :], mask[:, -max(lengths) :]
+        width = max(len(self.fitted(tuple(row), left_truncate_len or len(row))) for row in map(unpadded, ids, mask))
+        return ids[:, -width:], mask[:, -width:]
 
-    def _model_generate(self, context: Tensor, max_length: int, stop: list[str], **options: Any) -> Tensor:
+    @torch.no_grad()
+    def _model_generate(
+        self, context: Tensor, max_length: int, stop: list[str], *, attention_mask: Tensor, **options: Any
+    ) -> Tensor:
         """Greedy unless the task says otherwise; with a key/value cache where what is attached has one."""
         if not options.setdefault("do_sample", False):
             options.pop("temperature", None)
-        with self.precision.context():
-            return self.model.generate(
+        with unobserved(self.model), self.precision.context():
+            found: Tensor = self.model.generate(
                 input_ids=context,
+                attention_mask=attention_mask,
                 max_length=max_length,
                 stopping_criteria=stop_sequences_criteria(self.tokenizer, stop, context.shape[1], context.shape[0]),
                 pad_token_id=self.tokenizer.pad_token_id,
                 use_cache=refusal(acting_methods(self.model).values()) is None,
                 **options,
             )
+        prompts, rows = map(unpadded, context, attention_mask), found[:, context.shape[1] :].tolist()
+        read = [(*prompt, *self.read_again(row, stop)) for prompt, row in zip(prompts, rows, strict=True)]
+        self.ledger.lengths += map(len, read)
+        if acting_methods(self.model):
+            self.last_logits(read, [1] * len(read))
+        return found
+
+    def read_again(self, tokens: list[int], stop: list[str]) -> list[int]:
+        """Those before the one that ended a continuation; what other rows of its batch wrote after that is cut off."""
+        ends = self.model.generation_config.eos_token_id
+        ends = {self.tokenizer.pad_token_id, *(ends if isinstance(ends, list) else [ends])}
+        for index, token in enumerate(tokens):
+            text = self.tokenizer.decode(tokens[: index + 1])
+            if token in ends or any(end in text for end in stop):
+                return tokens[:index]
+        return tokens[:-1]
 
 
 def likelihood(logits: Tensor, continuation: list[int]) -> tuple[float, bool]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -20,10 +21,11 @@ from focus_exp.attention.registry import build, find
 from focus_exp.errors import UserError, first_line
 from focus_exp.models.attach import attach, detach
 from focus_exp.models.attached import attachment_of, is_causal, set_routing
-from focus_exp.models.load import fingerprint
+from focus_exp.models.load import arithmetic_of, fingerprint
 from focus_exp.models.modules import attached_methods
 from focus_exp.storage import aside
 
+log = logging.getLogger(__name__)
 WEIGHTS, DESCRIPTION, CARD = ADAPTER_FILES
 FORMAT = 1
 FIELDS = {
@@ -36,9 +38,9 @@ def save_adapter(
 ) -> Path:
     """Write the attached method's weights and buffers and their description into `folder`.
 
-    The description names the base model by a hash of its weights, the method with its options, the parameter count
-    and whether the method is causal; `extra` adds to it. An error leaves an older adapter in `folder` as it was. Where
-    the base is sharded over processes all of them call this, and one may `write`.
+    The description names the base model by a hash of its weights and by its arithmetic, the method with its options,
+    the parameter count and whether the method is causal; `extra` adds to it. An error leaves an older adapter in
+    `folder` as it was. Where the base is sharded over processes all of them call this, and one may `write`.
     """
     folder = Path(folder)
     attachment = attachment_of(model)
@@ -60,6 +62,7 @@ def save_adapter(
             "model_type": model.config.model_type,
             "revision": getattr(model.config, "_commit_hash", None),
             "fingerprint": fingerprint(model),
+            "arithmetic": arithmetic_of(model.config),
         },
         **(extra or {}),
     }
@@ -101,7 +104,8 @@ def read_description(folder: str | Path) -> dict[str, Any]:
         if (found := description["format"]) != FORMAT:
             raise UserError(f"{path} has format {found}, this version reads format {FORMAT}")
         check_types(description, FIELDS)
-        check_types(description["base_model"], {"name": str, "fingerprint": str})
+        base = {"arithmetic": {}} | description["base_model"]  # adapters of before say nothing of it
+        check_types(base, {"name": str, "fingerprint": str, "arithmetic": dict})
         for layer in description["layers"]:
             check_types({"layers": layer}, {"layers": int})
     except FileNotFoundError:
@@ -173,11 +177,16 @@ def read_adapter(model: PreTrainedModel, folder: str | Path) -> tuple[dict[str, 
     description = read_description(folder)
     wanted, found = description["base_model"], fingerprint(model)
     if wanted["fingerprint"] != found:
+        alike = ": same name, other weights; call load_adapter before resize_token_embeddings or merging"
         raise UserError(
             f"the adapter in {folder} belongs to {wanted['name']} (fingerprint {wanted['fingerprint'][:12]}), "
             f"but this model is {model.config.name_or_path or type(model).__name__} (fingerprint {found[:12]}); "
-            "load the adapter's own base model"
+            f"load the adapter's own base model{alike if wanted['name'] == base_name(model) else ''}"
         )
+    # another version of transformers may know other names
+    known, here = wanted.get("arithmetic", {}), arithmetic_of(model.config)
+    if changed := sorted(name for name in known.keys() & here.keys() if known[name] != here[name]):
+        log.warning("the adapter in %s was trained on these weights under another %s", folder, ", ".join(changed))
     path = folder / WEIGHTS
     try:
         tensors = load_file(path)

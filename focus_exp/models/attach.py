@@ -33,12 +33,16 @@ def attach(
     """Attach `method`, a name or the dotted path of a class, with its options to all layers of `model` or to `layers`.
 
     The base weights are left as they are; freeze them with `freeze` before training. With hard groups `generate()`
-    keeps keys and values by group (`FocusCache`). UserError for what is no model of transformers, an unknown method,
-    option or layer, a model already attached, and one that would not give its base's logits with every pair kept
-    (`check_exact`); then nothing is left.
+    keeps keys and values by group (`FocusCache`). UserError for what is no causal language model of transformers, an
+    unknown method, option or layer, a model already attached, and one that would not give its base's logits with every
+    pair kept (`check_exact`); then nothing is left.
     """
-    if not isinstance(model, PreTrainedModel):
-        raise UserError(f"attach takes a model of transformers, not {model!r:.80}")
+    if not (isinstance(model, PreTrainedModel) and model.can_generate()):
+        within = "; attach first, then get_peft_model, or pass model.get_base_model()"
+        raise UserError(
+            "attach takes a causal language model, loaded with AutoModelForCausalLM, and this is a "
+            f"{type(model).__name__}{within if hasattr(model, 'get_base_model') else ''}"
+        )
     if getattr(model, "focus_attachment", None) is not None:
         raise UserError("the model already has an attention method attached; call detach(model) first")
     try:

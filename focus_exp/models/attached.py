@@ -207,6 +207,19 @@ def observed(model: PreTrainedModel, observer: Observer) -> Iterator[None]:
 
 
 @contextmanager
+def unobserved(model: PreTrainedModel) -> Iterator[None]:
+    """Within the block no attached layer is watched."""
+    watched = {method: method.observers for method in attached_methods(model).values()}
+    for method in watched:
+        method.observers = []
+    try:
+        yield
+    finally:
+        for method, observers in watched.items():
+            method.observers = observers
+
+
+@contextmanager
 def swapped(model: PreTrainedModel, methods: dict[int, AttentionMethod]) -> Iterator[PreTrainedModel]:
     """Within the block other methods stand in the attached layers, on the same backend: controls, probes."""
     modules = {index: module for index, module in attention_modules(model).items() if index in methods}

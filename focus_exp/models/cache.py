@@ -176,7 +176,7 @@ def refusal(methods: Iterable[AttentionMethod]) -> str | None:
 def cache_for(config: PreTrainedConfig, methods: dict[int, AttentionMethod], given: Cache | None) -> Cache | None:
     """A cache by group in place of `given`, the empty one that transformers made; None where none can be had.
 
-    A given DynamicCache becomes that cache itself, since its owner may go on with this very object.
+    A given cache of whatever class becomes that cache itself, since its owner may go on with this very object.
     methods: what leaves out pairs, by layer index. UserError where a cache was given all the same: somebody,
     `generate()` most likely, counts on it.
     """
@@ -188,10 +188,10 @@ def cache_for(config: PreTrainedConfig, methods: dict[int, AttentionMethod], giv
         raise UserError("this key/value cache was filled without the attached method; begin with an empty one")
     own = DynamicCache(config=config).layers
     cache = FocusCache([cache_layer(layer, methods.get(index)) for index, layer in enumerate(own)])
-    if type(given) is not DynamicCache:
+    if given is None:
         return cache
     given.__dict__ = vars(cache)
-    given.__class__ = FocusCache  # type: ignore[assignment]  # mypy takes an object's class to be fixed
+    given.__class__ = FocusCache
     return given
 
 

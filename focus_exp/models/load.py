@@ -35,6 +35,11 @@ from focus_exp.models.random import architecture_config, byte_tokenizer, random_
 from focus_exp.shipped import is_shipped
 
 FINGERPRINT_SAMPLES = 64
+NO_ARITHMETIC = {
+    *("_name_or_path", "architectures", "dtype", "id2label", "initializer_range", "label2id", "output_attentions"),
+    *("output_hidden_states", "problem_type", "return_dict", "transformers_version", "use_cache"),
+    *("bos_token_id", "eos_token_id", "pad_token_id"),
+}
 PAGE, MEBIBYTE = 4096, 2**20
 PARTS = {AutoConfig: "config", AutoTokenizer: "tokenizer", AutoModelForCausalLM: "weights"}
 
@@ -122,6 +127,20 @@ def fingerprint(model: PreTrainedModel) -> str:
         digest.update(f"{name} {tuple(parameter.shape)} ".encode())
         digest.update(sample.view(torch.int16).numpy().tobytes())
     return digest.hexdigest()
+
+
+def arithmetic_of(config: PreTrainedConfig) -> dict[str, Any]:
+    """The part of a configuration that decides what given weights compute, as JSON gives it back."""
+    found: dict[str, Any] = json.loads(json.dumps(config.to_dict(), default=str))
+    return without_names(found)
+
+
+def without_names(values: dict[str, Any]) -> dict[str, Any]:
+    return {
+        name: without_names(value) if isinstance(value, dict) else value
+        for name, value in values.items()
+        if name not in NO_ARITHMETIC
+    }
 
 
 def revision_of_weights(path: str) -> str:

@@ -16,7 +16,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from focus_exp.attention.method import AttentionMethod
-from focus_exp.models.load import fingerprint
+from focus_exp.models.load import arithmetic_of, fingerprint
 from focus_exp.progress import ProgressBar
 from focus_exp.storage import aside, clear_aside, held, remove
 from focus_exp.training.importance import Observed, observe, read
@@ -35,7 +35,8 @@ def kept_fit(
     """The folder of the fit of `kind` to `model` on `blocks`, each `[T]` token ids, that `precision` and these values
     decide; no other process has it within the block."""
     text = hashlib.sha256(torch.stack(blocks).cpu().numpy().tobytes()).hexdigest()
-    key = json.dumps([*kind, FORMAT, precision.name, fingerprint(model), text, *decide], sort_keys=True)
+    base = [fingerprint(model), arithmetic_of(model.config)]
+    key = json.dumps([*kind, FORMAT, precision.name, *base, text, *decide], sort_keys=True)
     folder = cache / "fits" / hashlib.sha256(key.encode()).hexdigest()[:16]
     with held(folder / "lock", str(folder), wait=True):
         clear_aside(folder)

@@ -22,8 +22,8 @@ from focus_exp.training.strategies import average_gradients, global_norm, is_sha
 class LanguageModelTask(pl.LightningModule):
     """Next-token prediction with the parameters that `phase.train` names; the others are frozen.
 
-    Checkpoints hold the trainable part and the methods' buffers alone, the optimiser and the random states. Losses are
-    means over all processes, so that a loss or gradient that is not finite stops all of them at the same step.
+    Checkpoints hold the trainable part and what is attached, the optimiser and the random states. Losses are means over
+    all processes, so that a loss or gradient that is not finite stops all of them at the same step.
     """
 
     def __init__(self, model: PreTrainedModel, phase: PhaseConfig, name: str) -> None:
@@ -105,7 +105,11 @@ class LanguageModelTask(pl.LightningModule):
         """
         if self.phase.train != "all":
             state = self.model.state_dict()
-            self.last_good = {name: state[name].clone() for name in state if is_trainable(name, self.phase.train)}
+            self.last_good = {name: state[name].clone() for name in state if self.changes(name)}
+
+    def changes(self, name: str) -> bool:
+        """Whether a step may change what is called `name`; methods move buffers of their own, whatever is trained."""
+        return is_trainable(name, self.phase.train) or is_trainable(name, "router")
 
     def trainable_parameters(self) -> list[torch.nn.Parameter]:
         return [p for p in self.model.parameters() if p.requires_grad]
@@ -126,9 +130,7 @@ class LanguageModelTask(pl.LightningModule):
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         prefix = "model."
         checkpoint["state_dict"] = {
-            name: tensor
-            for name, tensor in checkpoint["state_dict"].items()
-            if is_trainable(name.removeprefix(prefix), self.phase.train)
+            name: tensor for name, tensor in checkpoint["state_dict"].items() if self.changes(name.removeprefix(prefix))
         }
         state = {"cpu": torch.get_rng_state()}
         if torch.cuda.is_available():
