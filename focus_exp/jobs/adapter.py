@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+from hydra.core.hydra_config import HydraConfig
+from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
@@ -14,10 +16,18 @@ from focus_exp.config_attention import FocusConfig, attention_of, schema_of
 from focus_exp.errors import UserError, first_line
 from focus_exp.models.adapter import read_description
 
+FREE = ("top_k", "pair_rule", "backend")  # of attention.*, what an adapter may be measured under that is not its own
 
-def with_adapter(config: Config) -> Config:
-    """The configuration with the adapter's own method in place of attention.*, and nothing to train."""
+
+def with_adapter(config: Config, typed: list[str] | None = None) -> Config:
+    """The configuration with the adapter's own method in place of attention.*, and nothing to train.
+
+    UserError where an override that was typed, of the command line unless given, asks for what the adapter is not.
+    """
     description = read_description(str(config.adapter))
+    if typed is None:
+        typed = list(HydraConfig.get().overrides.task) if HydraConfig.initialized() else []
+    refuse_ignored(config, description, typed)
     method = description["method"]
     name = config.attention.name if config.attention.method == method else method
     chosen = {"name": name, "method": method, "backend": config.attention.backend}
@@ -32,3 +42,19 @@ def with_adapter(config: Config) -> Config:
     except (OmegaConfBaseException, UserError) as error:
         raise UserError(f"the adapter in {config.adapter} cannot be measured: {first_line(error)}") from error
     return merged
+
+
+def refuse_ignored(config: Config, description: dict[str, Any], typed: list[str]) -> None:
+    """UserError for attention.* that would change nothing: tables of other settings would hold the same numbers."""
+    own = {**description["options"], "method": description["method"]}
+    budgeted = own.get("pairs") is not None or own.get("budget") is not None
+    for setting in OverridesParser.create().parse_overrides(typed):
+        group, _, key = setting.key_or_group.partition(".")
+        if group != "attention" or key not in own or (key in FREE and not (budgeted and key == "top_k")):
+            continue
+        if setting.value() != own[key]:
+            has = "reads as many groups as its budget says" if key == "top_k" else f"has {key}={own[key]}"
+            raise UserError(
+                f"{setting.input_line}: the adapter in {config.adapter} {has}, which cannot be changed when it is "
+                f"measured; of attention.* {', '.join(FREE)} can"
+            )

@@ -36,7 +36,7 @@ def compose_arm(config: Config, name: str | None, command_line: list[str]) -> Co
         )
     if not arm.adapter:
         return arm
-    merged = with_adapter(arm)
+    merged = with_adapter(arm, [*command_line, *(config.arms[name] if name else [])])
     if merged.attention.method != arm.attention.method:
         raise UserError(
             f"arm {name} asks for attention={arm.attention.name}, but adapter={arm.adapter} holds "
