@@ -145,8 +145,8 @@ def _newlines(data: bytes) -> bytes:
 def _check(path: Path, data: bytes) -> None:
     if path.suffix.lower() in NO_TEXT:
         raise UserError(
-            f"{path}: {path.suffix} is not read; put its texts into a {LINES} file, under data.text_column in an object "
-            "a line, or leave it out with a glob in data.files."
+            f"{path}: {path.suffix} is not read; put its texts into a {LINES} file, an object a line, the text under "
+            "data.text_column, or leave it out with a glob in data.files."
         )
     if data.startswith(BYTE_ORDERS):
         raise UserError(f"{path}: UTF-16, not UTF-8; convert it (iconv -f utf-16 -t utf-8).")
