@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
@@ -48,6 +49,13 @@ class Metric:
             if sample["filter"] == self.filter and self.key in sample["scores"]
         }
 
+    def is_mean_of(self, parts: dict[Unit, float]) -> bool:
+        """Whether it is the mean of its parts over all tokens, as that of a group over its tasks, say, is not."""
+        if not parts:
+            return False
+        mean = self.sign * np.average([*parts.values()], weights=[tokens for *_, tokens in parts])
+        return math.isclose(mean, np.log(self.value) if self.sign < 0 else self.value, rel_tol=1e-6, abs_tol=1e-6)
+
 
 @dataclass
 class Outcome:
@@ -70,13 +78,17 @@ class Outcome:
     precision: str = ""
 
     def rows(self, row: BenchmarkRow, base: Outcome | None) -> Iterator[BenchmarkRow]:
-        """`row` filled in, once per metric, paired with the same documents under full attention."""
+        """`row` filled in, once per metric, paired with the same documents under full attention.
+
+        There is no difference of what is no mean of its documents' parts: theirs might be of the other sign.
+        """
         facts = {key: getattr(self, key) for key in ("version", "shots", "seed", "source", "seconds")}
         for metric in self.metrics:
             parts = metric.parts(self.samples)
             difference = low = high = freedom = None
-            if base is not None:
-                difference, low, high, freedom = paired_difference(parts, metric.parts(base.samples), metric.sign)
+            theirs = next((other for other in base.metrics if other.name == metric.name), None) if base else None
+            if base and theirs and metric.is_mean_of(parts) and theirs.is_mean_of(others := theirs.parts(base.samples)):
+                difference, low, high, freedom = paired_difference(parts, others, metric.sign)
             yield replace(
                 row, metric=metric.name, value=metric.value, stderr=metric.stderr,
                 n=len(set(units_of([document for document, _, _ in parts]).tolist())) or None,
