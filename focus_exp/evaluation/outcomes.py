@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from focus_exp.records.benchmarks import BenchmarkRow
-from focus_exp.records.intervals import NORMAL, estimate, units_of
+from focus_exp.records.intervals import FEWEST, NORMAL, estimate, units_of
 from focus_exp.storage import replace_file
 
 # document, offset of the first token in it, scored tokens; of an item 0 and 1
@@ -103,8 +103,8 @@ def paired_difference(
     """Mean difference over the items in both, its 95 % interval by Student's t over documents, and t's freedom.
 
     For parts of 0 or 1 one document won and one lost is added before the interval is taken: otherwise ten documents of
-    equal score would be proof of no difference at all. Of items without a common document it is a normal one then
-    (Bonett and Price, 2012).
+    equal score would be proof of no difference at all. Of items without a common document, or of too few documents to
+    be the units, it is a normal one then (Bonett and Price, 2012).
     """
     both = sorted(ours.keys() & theirs.keys())
     pairs = np.array([[ours[unit], theirs[unit]] for unit in both], dtype=np.float64).reshape(-1, 2)
@@ -116,7 +116,7 @@ def paired_difference(
         found = estimate(differences, tokens, documents)
         return (found.value, *found.bounds, found.freedom)
     padded = np.append(differences, [1, -1])
-    if len(set(documents)) < len(documents):
+    if FEWEST <= len(set(documents)) < len(documents):
         found = estimate(padded, (*tokens, 1, 1), (*documents, "won", "lost"))
         return (mean, *found.bounds, found.freedom)
     half = NORMAL * padded.std() / len(padded) ** 0.5
