@@ -1,5 +1,6 @@
 """Splits, token streams, blocks and the order of batches."""
 
+import json
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -21,6 +22,7 @@ from focus_exp.data import (
     books,
     bos_of,
     corpora,
+    files,
     hub,
     load_corpus,
 )
@@ -173,7 +175,8 @@ def test_files_are_split_by_file_and_tokenised_once(tmp_path, monkeypatch):
         for name, start, end in zip(stream.documents, stream.starts, stream.starts[1:], strict=False):
             assert stream.tokens[end - 1] == tokenizer.eos_token_id
             found[name] = tokenizer.decode(stream.tokens[start : end - 1].tolist())
-    assert list(found.values()).count(texts["0.txt"]) == 1 and set(found.values()) == set(texts.values())
+    read = {text.replace("\r\n", "\n") for text in texts.values()}
+    assert len(found) == 5 and set(found.values()) == read
     assert "5 text files" in corpus.provenance.used
 
     monkeypatch.setattr(corpora, "write_stream", lambda *_: pytest.fail("tokenised twice"))
@@ -217,6 +220,50 @@ def test_file_errors(tmp_path):
     (tmp_path / "texts" / "bad.txt").write_bytes(b"caf\xe9 au lait")
     with pytest.raises(UserError, match=r"bad.txt: not UTF-8 at byte 3 \(0xe9\)"):
         load(files_config(tmp_path / "texts"), tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("name", "data", "said"),
+    [
+        ("notes.txt", "text".encode("utf-16"), "UTF-16, not UTF-8; convert it (iconv -f utf-16 -t utf-8)"),
+        ("notes.txt", b"\xfe\xff\0t", "UTF-16, not UTF-8; convert it (iconv -f utf-16 -t utf-8)"),
+        ("notes.txt", b"text\0", "not text, for byte 4 is NUL"),
+        *((f"rows.{suffix}", b"text", f".{suffix} is not read") for suffix in ("json", "csv", "parquet")),
+        ("rows.jsonl", b'{"text": "a"}\nb', "line 2: not JSON"),
+        ("rows.jsonl", b'\n{"body": "a"}', "under 'text': set data.text_column to one of its columns (body)"),
+        ("rows.jsonl", b"[1]", "line 1: no text under 'text'"),
+    ],
+)  # fmt: skip
+def test_files_that_hold_no_plain_text_are_refused(tmp_path, name, data, said):
+    (tmp_path / name).write_bytes(data)
+    with pytest.raises(UserError) as refusal:
+        load(files_config(tmp_path / "*.*"), tmp_path / "cache")
+    assert f"{name}" in str(refusal.value) and said in str(refusal.value)
+
+
+@pytest.mark.parametrize(
+    ("pattern", "names"),
+    [("*/text.txt", ["a/text.txt", "b/text.txt"]), ("a/*", ["text.txt"]), ("**/*", ["a/text.txt", "b/text.txt"])],
+)
+def test_files_of_one_name_are_documents_of_their_own(tmp_path, pattern, names):
+    for folder in ("a", "b"):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "text.txt").write_text(f"text of {folder}")
+    assert sorted(text.name for text in files.find_texts(str(tmp_path / pattern))) == names
+
+
+def test_each_line_of_a_jsonl_file_is_a_document(tmp_path):
+    rows = [{"id": number, "body": f"text {number}\r\n" + "\u2028" * 9} for number in range(40)]
+    rows += [rows[0], {"id": 41, "body": ""}, {"id": 42, "body": None}]
+    (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    corpus = load(files_config(tmp_path, text_column="body"), tmp_path / "cache")
+    assert [len(split.documents) for split in (corpus.train, corpus.validation, corpus.test)] == [36, 2, 2]
+    text = byte_tokenizer().decode(corpus.test.tokens[: corpus.test.starts[1] - 1].tolist())
+    assert text in {row["body"].replace("\r\n", "\n") for row in rows[:40]}
+    (tmp_path / "notes.txt").write_text("a text beside it")
+    assert [text.name for text in files.find_texts(str(tmp_path))] == ["notes.txt"]
+    with pytest.raises(UserError, match="data.text_column"):
+        load(files_config(tmp_path / "*.jsonl"), tmp_path / "cache")
 
 
 def test_files_of_a_package_are_named_without_where_it_lies(tmp_path):

@@ -609,6 +609,34 @@ def test_hits_of_the_items_of_a_book_are_one_unit_of_their_difference():
     assert same[0] == 0 and same[1] < 0 < same[2]
 
 
+@pytest.mark.parametrize("books", ["a", "ab"])
+def test_hits_of_the_items_of_too_few_books_are_units_of_their_own(books):
+    ours = {(book, item, 1): float(item % 3 > 0) for book in books for item in range(30)}
+    theirs = {unit: float(unit[1] % 2) for unit in ours}
+    alone = (items({f"{book}{item}": hit for (book, item, _), hit in of.items()}) for of in (ours, theirs))
+    assert paired_difference(ours, theirs) == pytest.approx(paired_difference(*alone))
+
+
+def test_there_is_no_difference_of_what_is_no_mean_of_its_items():
+    """One task of ten items that loses one, one of two that gains one; the mean over tasks rises, that of items not."""
+    hits = {"base": [*[1.0] * 10, 0.0, 0.0], "ours": [*[1.0] * 9, 0.0, 1.0, 0.0]}
+
+    def outcome(name, value, key="acc"):
+        samples = [
+            {"document": f"{'big' if i < 10 else 'small'}/{i}", "filter": "none", "scores": {key: hit}}
+            for i, hit in enumerate(hits[name])
+        ]
+        return Outcome([Metric(key, "none", value, None, True)], samples, {}, [])
+
+    def difference(ours, base, **key):
+        row = BenchmarkRow(attention="a", kind="hard", task="t")
+        (found,) = outcome("ours", ours, **key).rows(row, outcome("base", base, **key))
+        return found.difference
+
+    assert difference(0.7, 0.5) is None and difference(10 / 12, 10 / 12) == 0
+    assert difference(math.exp(-10 / 12), math.exp(-10 / 12), key="perplexity") == 0
+
+
 def test_an_outcome_comes_back_from_disk(tmp_path):
     metrics = [Metric("acc", "none", 0.5, None, True), Metric("exact_match", "strict", 0.1, 0.2, True)]
     samples = [{"document": "t/0", "filter": "none", "scores": {"acc": 1.0}, "doc": {"text": "a\u2028b\nc"}}]

@@ -335,6 +335,29 @@ def test_weights_that_the_seed_draws_are_one_set_up():
     assert setup(started("hub", 1)) != setup(started("hub", 2))
 
 
+@pytest.mark.parametrize(
+    ("settings", "same"),
+    [
+        ({"regime": {"phases": {"router": {"learning_rate": 0.1}}}}, False),
+        ({"eval": {"split": "validation"}}, False),
+        ({"eval": {"stride": 8}}, False),
+        ({"trainer": {"batch_size": 4}}, False),
+        ({"attention": {"method": "focus", "pair_rule": "shared_group"}}, False),
+        ({"attention": {"method": "focus", "budget": [[1, 2]]}}, False),
+        ({"attention": {"method": "focus", "rank": 3}}, False),
+        ({"every_arm": ["regime.steps=9"]}, False),
+        ({"trainer": {"batch_size": 1}, "eval": {"stride": None}}, True),
+        ({"experiment": "seeds", "seed": 3, "runs_dir": "there", "assets": "embedded", "arms": {"a": ["b=c"]}}, True),
+        ({"eval": {"tasks": ["piqa"], "top_k": [1, 2], "adapters": ["runs/seed=3/adapter"]}}, True),
+        ({"every_arm": ["eval.tasks=[piqa]"], "trainer": {"precision": "bf16", "progress": False}}, True),
+        ({"adapter": "runs/seed=3/adapter", "attention": {"method": "focus", "budget": [[1, 2]]}}, True),
+    ],
+)
+def test_runs_of_other_settings_are_no_seeds_of_one(settings, same):
+    plain = Record(status="finished", experiment="compare", config={"attention": {"method": "focus"}})
+    assert (setup(plain) == setup(replace(plain, config=plain.config | settings))) is same
+
+
 @pytest.mark.parametrize(("lay", "told"), [(("a", "a"), ["base", "focus"]), (("a", "b"), [])])
 def test_two_models_under_one_path_are_not_one_set_up(lay, told):
     def comparison(seed, fingerprint):

@@ -210,6 +210,7 @@ FAILED = Row(name="focus hard k=1", kind="hard", method="focus", top_k=1, causal
             [make_row("focus k=3", top_k=3, pair_rule="share", distant_pairs_kept=1.0)],
             "k=3 of K=4 under the rule share keeps every pair: this is full attention, not a result",
         ),
+        ([make_row("focus k=3", top_k=3, distant_pairs_kept=1.0)], "k=3 of K=4 keeps every pair"),
         ([make_row(causal=False)], "reads the future and must not be compared"),
         ([make_row(largest_group=0.6)], "one group holds more than half of the tokens (60.0 % in focus hard k=1)"),
         ([make_row(nll=math.nan)], "has no finite loss (nan)"),
@@ -228,6 +229,23 @@ def test_the_larger_of_two_groups_does_not_dominate_by_having_half(groups, share
     record.group_shares, record.layers = [[share, 1 - share, *[0.0] * (groups - 2)]], [0]
     said = "\n".join(all_findings(record))
     assert said.count("one group holds more than half") == 2 * dominates
+
+
+@pytest.mark.parametrize(("length", "covered"), [(128, True), (133, True), (134, False)])
+def test_where_nothing_is_distant_it_is_the_window_that_is_blamed(length, covered):
+    rows = [make_row(f"focus k={k}", top_k=k, pair_rule="share", distant_pairs_kept=1.0) for k in (1, 2)]
+    said = "\n".join(all_findings(make_record(*rows, config=CONFIG | {"eval": {"window": length}})))
+    blamed = (
+        f"The window of 128 and 4 sinks covers all of T={length}: nothing is distant; use a smaller attention.window"
+    )
+    assert said.count(blamed) == covered and said.count("keeps every pair") == 2 * (not covered)
+
+
+@pytest.mark.parametrize(("layers", "said"), [([0, 1], False), ([1, 3], True), ([3], True)])
+def test_the_table_names_the_layers_where_they_are_some(layers, said):
+    shown = table_of(make_record(make_row(), layers=layers), "quality").to_markdown()
+    named = f"of the layers {', '.join(map(str, layers))} alone, to which the method is attached"
+    assert (named in shown) is said
 
 
 def test_findings_without_a_verdict():

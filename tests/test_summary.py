@@ -74,6 +74,25 @@ def test_of_several_set_ups_the_one_measured_on_most_text_is_said():
     assert all("+5.13 %" in said(*records)[0] for records in ([few, many], [many, few]))
 
 
+def test_controls_of_another_run_say_nothing_of_a_router():
+    alone, other = routed(0, 0.05), routed(0, 0.01)
+    alone.rows[1:] = [replace(alone.rows[1], tokens=99 * 31)]
+    other.model["name"] = "another"
+    first, *_ = said(alone, other)
+    assert "That is not shown" in first and "+5.13 %" in first and "andom" not in first and "window" not in first
+    controls = alone.rows[:2] + other.rows[3:]
+    first, *_ = said(replace(alone, rows=controls), other)
+    assert first.endswith("A window with as many pairs comes to +4.08 % [+3.05, +5.13] against it.")
+
+
+def test_versions_and_what_is_not_known_are_said_where_there_are_some():
+    runs = runs_of(routed(0, 0.03))
+    *_, sure, _, unknown = summary(runs, [])
+    assert sure.endswith("records are of 1 version of the code.") and unknown.startswith("Not engaged")
+    *_, sure, _, _ = summary(runs_of(routed(0, 0.03), replace(routed(1, 0.03), commit="b")), [], replicated=True)
+    assert "of 2 versions of the code, runs of which" in sure and sure.endswith("(replications.md).")
+
+
 def test_of_texts_of_one_length_the_most_are_said_and_what_they_are():
     def far(seed, difference, texts, units=None):
         bounds = {"difference": difference, "difference_low": difference - 0.01, "difference_high": difference + 0.01}

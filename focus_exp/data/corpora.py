@@ -132,7 +132,10 @@ def _embedded(name: str, cache: Path) -> Source:
 def _files(cfg: DataConfig) -> Source:
     found = files.find_texts(cfg.files)
     rule = "split by file" if len(found) >= 3 else "each text split 90/5/5 from its start to its end"
+    identity: dict[str, Any] = {"files": [[text.name, text.digest] for text in found]}
+    if any(text.has_lines for text in found):
+        rule = "split by document, one a line"
+        identity["column"] = cfg.text_column
     used = f"{cfg.files} ({len(found)} text file{'s' * (len(found) > 1)}, {rule})"
     provenance = Provenance(str(cfg.files), used, "local", revision=files.revision_of(found))
-    identity = {"files": [[text.name, text.digest] for text in found]}
-    return Source(identity, lambda: (provenance, lambda split: files.read_texts(found, split)))
+    return Source(identity, lambda: (provenance, lambda split: files.read_texts(found, split, cfg.text_column)))

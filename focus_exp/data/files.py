@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import glob
 import hashlib
+import json
+import os
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
@@ -14,50 +17,103 @@ from focus_exp.errors import UserError
 
 PACKAGE = "package:"
 SUFFIXES = (".txt", ".md")
+LINES = ".jsonl"
+NO_TEXT = (".json", ".csv", ".parquet")
+BYTE_ORDERS = (b"\xff\xfe", b"\xfe\xff")
 # one part of this many goes to validation, one to test
 HELD_OUT = 20
 
 
 @dataclass(frozen=True)
 class TextFile:
-    """A file that has been read once: its name below the folder and the sha256 of its bytes."""
+    """A file that has been read once: its name among the others and the sha256 of its bytes, \\r\\n there being \\n."""
 
     path: Path
     name: str
     digest: str
 
+    @property
+    def has_lines(self) -> bool:
+        """Whether each of its lines is a document."""
+        return self.path.suffix.lower() == LINES
+
     def read(self) -> str:
-        return self.path.read_bytes().decode("utf-8-sig")
+        return _newlines(self.path.read_bytes()).decode("utf-8-sig")
+
+    def lines(self, column: str) -> Iterator[Line]:
+        """The texts under `column` that are not blank. UserError for a line that has none."""
+        for number, line in enumerate(self.read().split("\n"), 1):
+            if not line.strip():
+                continue
+            try:
+                row = json.loads(line)
+            except ValueError as error:
+                raise UserError(f"{self.path}, line {number}: not JSON ({error})") from error
+            if not isinstance(row, dict) or not isinstance(text := row.get(column, 0), str | None):
+                columns = ", ".join(row) if isinstance(row, dict) else "none"
+                raise UserError(
+                    f"{self.path}, line {number}: no text under {column!r}: set data.text_column to one of its columns "
+                    f"({columns})."
+                )
+            if text and text.strip():
+                data = _newlines(text.encode("utf-8", "surrogatepass"))
+                yield Line(f"{self.name}:{number}", hashlib.sha256(data).hexdigest(), data.decode("utf-8", "replace"))
+
+
+@dataclass(frozen=True)
+class Line:
+    """The document on a line of a .jsonl file."""
+
+    name: str
+    digest: str
+    text: str
+
+    def read(self) -> str:
+        return self.text
 
 
 def find_texts(pattern: str | None) -> list[TextFile]:
-    """The non-empty text files of a folder (.txt and .md at any depth) or a glob; copies of a file count once.
+    """The non-empty text files of a folder or a glob; copies of a file count once.
 
+    Of a folder those in .txt and .md at any depth, or else in .jsonl, each line of which is a document. Files of one
+    name are told apart by the folders in which they lie. Windows newlines are read as \\n.
     package:<name>/<folder or glob> is below an installed package, wherever that lies.
 
     Sorted by content hash, so that the split does not depend on where the files lie. Raises UserError if there is no
-    text or a file is not UTF-8.
+    text, or a file is not UTF-8 or not text.
     """
     if not pattern:
         raise UserError("data.source=files needs data.files, a folder or a glob such as 'texts/*.txt'.")
     root = in_package(pattern) if pattern.startswith(PACKAGE) else Path(pattern).expanduser()
     if root.is_dir():
-        paths = [path for path in root.rglob("*") if path.suffix.lower() in SUFFIXES]
-        missing = f"data.files={pattern}: the folder has no {' or '.join(SUFFIXES)} file; name others with a glob."
+        below = [*root.rglob("*")]
+        paths = [path for path in below if path.suffix.lower() in SUFFIXES]
+        paths = paths or [path for path in below if path.suffix.lower() == LINES]
+        suffixes = " or ".join((*SUFFIXES, LINES))
+        missing = f"data.files={pattern}: the folder has no {suffixes} file; name others with a glob."
     else:
         paths = [Path(path) for path in glob.glob(str(root), recursive=True)]
         missing = f"data.files={pattern}: no such folder, and no file matches it as a glob; check the path."
-    texts: dict[str, TextFile] = {}
+    texts: dict[str, Path] = {}
     if found := sorted(path for path in paths if path.is_file()):
         missing = f"data.files={pattern}: no text in {found[0]} or any other file there; give files that hold some."
     for path in found:
         state = path.stat()
         if digest := _digest(path, state.st_size, state.st_mtime_ns):
-            name = str(path.relative_to(root)) if root.is_dir() else path.name
-            texts.setdefault(digest, TextFile(path, name, digest))
+            texts.setdefault(digest, path)
     if not texts:
         raise UserError(missing)
-    return [texts[digest] for digest in sorted(texts)]
+    names = _names(root, [*texts.values()])
+    return [TextFile(texts[digest], names[texts[digest]], digest) for digest in sorted(texts)]
+
+
+def _names(root: Path, paths: list[Path]) -> dict[Path, str]:
+    """Of a folder the paths below it; of a glob the files' names, or where some share one the paths below all."""
+    if not root.is_dir():
+        if max(Counter(path.name for path in paths).values()) == 1:
+            return {path: path.name for path in paths}
+        root = Path(os.path.commonpath([path.parent for path in paths]))
+    return {path: str(path.relative_to(root)) for path in paths}
 
 
 def revision_of(texts: list[TextFile]) -> str:
@@ -78,11 +134,24 @@ def in_package(pattern: str) -> Path:
 def _digest(path: Path, size: int, modified: int) -> str | None:
     """The sha256 of its bytes, None where they are blank; read again where `size` or the time `modified` changed."""
     data = path.read_bytes()
-    _check_utf8(path, data)
-    return hashlib.sha256(data).hexdigest() if data.strip() else None
+    _check(path, data)
+    return hashlib.sha256(_newlines(data)).hexdigest() if data.strip() else None
 
 
-def _check_utf8(path: Path, data: bytes) -> None:
+def _newlines(data: bytes) -> bytes:
+    return data.replace(b"\r\n", b"\n")
+
+
+def _check(path: Path, data: bytes) -> None:
+    if path.suffix.lower() in NO_TEXT:
+        raise UserError(
+            f"{path}: {path.suffix} is not read; put its texts into a {LINES} file, an object a line, the text under "
+            "data.text_column, or leave it out with a glob in data.files."
+        )
+    if data.startswith(BYTE_ORDERS):
+        raise UserError(f"{path}: UTF-16, not UTF-8; convert it (iconv -f utf-16 -t utf-8).")
+    if (place := data.find(b"\0")) >= 0:
+        raise UserError(f"{path}: not text, for byte {place} is NUL; leave it out with a glob in data.files.")
     try:
         data.decode("utf-8")
     except UnicodeDecodeError as error:
@@ -92,15 +161,24 @@ def _check_utf8(path: Path, data: bytes) -> None:
         ) from None
 
 
-def read_texts(texts: list[TextFile], split: str) -> Iterator[tuple[str, str]]:
-    """(name, text) of `split`. Three files or more are split by file; fewer are each cut 90/5/5 from start to end."""
-    if len(texts) < 3:
-        for file in texts:
-            text = file.read()
+def read_texts(texts: list[TextFile], split: str, column: str = "text") -> Iterator[tuple[str, str]]:
+    """(name, text) of `split`. Three documents or more are split whole; fewer are each cut 90/5/5 from start to end.
+
+    Those on the lines of .jsonl files, under `column`, are in the order of their hashes among the others.
+    """
+    found: dict[str, TextFile | Line] = {}
+    for file in texts:
+        for document in file.lines(column) if file.has_lines else [file]:
+            found.setdefault(document.digest, document)
+    documents = [found[digest] for digest in sorted(found)]
+    if len(documents) < 3:
+        for document in documents:
+            text = document.read()
             first, second = len(text) * 90 // 100, len(text) * 95 // 100
-            yield file.name, {"train": text[:first], "validation": text[first:second], "test": text[second:]}[split]
+            parts = {"train": text[:first], "validation": text[first:second], "test": text[second:]}
+            yield document.name, parts[split]
         return
-    held_out = max(1, len(texts) // HELD_OUT)
-    test, validation, train = texts[:held_out], texts[held_out : 2 * held_out], texts[2 * held_out :]
-    for file in {"train": train, "validation": validation, "test": test}[split]:
-        yield file.name, file.read()
+    held_out = max(1, len(documents) // HELD_OUT)
+    test, validation, train = documents[:held_out], documents[held_out : 2 * held_out], documents[2 * held_out :]
+    for document in {"train": train, "validation": validation, "test": test}[split]:
+        yield document.name, document.read()

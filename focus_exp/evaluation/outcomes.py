@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
@@ -12,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from focus_exp.records.benchmarks import BenchmarkRow
-from focus_exp.records.intervals import NORMAL, estimate, units_of
+from focus_exp.records.intervals import FEWEST, NORMAL, estimate, units_of
 from focus_exp.storage import replace_file
 
 # document, offset of the first token in it, scored tokens; of an item 0 and 1
@@ -48,6 +49,13 @@ class Metric:
             if sample["filter"] == self.filter and self.key in sample["scores"]
         }
 
+    def is_mean_of(self, parts: dict[Unit, float]) -> bool:
+        """Whether it is the mean of its parts over all tokens, as that of a group over its tasks, say, is not."""
+        if not parts:
+            return False
+        mean = self.sign * np.average([*parts.values()], weights=[tokens for *_, tokens in parts])
+        return math.isclose(mean, np.log(self.value) if self.sign < 0 else self.value, rel_tol=1e-6, abs_tol=1e-6)
+
 
 @dataclass
 class Outcome:
@@ -72,13 +80,17 @@ class Outcome:
     weights: str = ""
 
     def rows(self, row: BenchmarkRow, base: Outcome | None) -> Iterator[BenchmarkRow]:
-        """`row` filled in, once per metric, paired with the same documents under full attention."""
+        """`row` filled in, once per metric, paired with the same documents under full attention.
+
+        There is no difference of what is no mean of its documents' parts: theirs might be of the other sign.
+        """
         facts = {key: getattr(self, key) for key in ("version", "shots", "seed", "source", "seconds")}
         for metric in self.metrics:
             parts = metric.parts(self.samples)
             difference = low = high = freedom = None
-            if base is not None:
-                difference, low, high, freedom = paired_difference(parts, metric.parts(base.samples), metric.sign)
+            theirs = next((other for other in base.metrics if other.name == metric.name), None) if base else None
+            if base and theirs and metric.is_mean_of(parts) and theirs.is_mean_of(others := theirs.parts(base.samples)):
+                difference, low, high, freedom = paired_difference(parts, others, metric.sign)
             yield replace(
                 row, metric=metric.name, value=metric.value, stderr=metric.stderr,
                 n=len(set(units_of([document for document, _, _ in parts]).tolist())) or None,
@@ -93,8 +105,8 @@ def paired_difference(
     """Mean difference over the items in both, its 95 % interval by Student's t over documents, and t's freedom.
 
     For parts of 0 or 1 one document won and one lost is added before the interval is taken: otherwise ten documents of
-    equal score would be proof of no difference at all. Of items without a common document it is a normal one then
-    (Bonett and Price, 2012).
+    equal score would be proof of no difference at all. Of items without a common document, or of too few documents to
+    be the units, it is a normal one then (Bonett and Price, 2012).
     """
     both = sorted(ours.keys() & theirs.keys())
     pairs = np.array([[ours[unit], theirs[unit]] for unit in both], dtype=np.float64).reshape(-1, 2)
@@ -106,7 +118,7 @@ def paired_difference(
         found = estimate(differences, tokens, documents)
         return (found.value, *found.bounds, found.freedom)
     padded = np.append(differences, [1, -1])
-    if len(set(documents)) < len(documents):
+    if FEWEST <= len(set(documents)) < len(documents):
         found = estimate(padded, (*tokens, 1, 1), (*documents, "won", "lost"))
         return (mean, *found.bounds, found.freedom)
     half = NORMAL * padded.std() / len(padded) ** 0.5

@@ -51,13 +51,16 @@ def quality_findings(record: Record) -> Iterator[str]:
     method, hard = record.setting("attention", "method", "full"), configured_row(record)
     facts = {"record": record, "method": method, "parameters": record.method.get("trainable_parameters") or 0}
     trained = any(row.kind == "trained" for row in record.rows)
+    near = sum(record.setting("attention", part) or 0 for part in ("window", "sinks"))
+    everything, length = any(keeps_everything(row) for row in record.rows), record.setting("eval", "window")
+    facts["nothing_distant"] = everything and length is not None and near >= length - 1
     yield from tell("run", trained=trained, configured=any(is_configured(record, r) for r in record.rows), **facts)
     yield from tell("adapted", record.rows if record.base else [], **facts)
     if hard is not None:
         yield from _configured(record, hard)
     yield from tell("twins", record.rows)
     yield from _dominance(record)
-    yield from tell("rows", record.rows, record=record, keeps_everything=keeps_everything)
+    yield from tell("rows", record.rows, keeps_everything=keeps_everything, **facts)
 
 
 def _configured(record: Record, hard: Row) -> Iterator[str]:

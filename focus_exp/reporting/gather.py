@@ -1,10 +1,14 @@
 """The records below a folder, the arms of their comparisons, and which of them differ in nothing but the seed."""
 
 from collections.abc import Hashable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
+from functools import cache
 from pathlib import Path
+from typing import Any
 
-from focus_exp.config_attention import FocusConfig
+from focus_exp.config import Config, DataConfig, EvalConfig, ModelConfig, RegimeConfig, TrainerConfig
+from focus_exp.config_attention import KNOWN, AttentionConfig, FocusConfig
+from focus_exp.config_hash import decides, leaves
 from focus_exp.records.comparison import load_run
 from focus_exp.records.record import Record
 from focus_exp.records.rows import Arm
@@ -12,8 +16,23 @@ from focus_exp.records.rows import Arm
 QUICK = "quick"
 RANDOM = "random"  # source of weights that the seed draws
 WANTED = 3  # seeds, where a difference is claimed
-# of the attention that every arm starts from
-ATTENTION = ("method", "groups", "routing_dim", "temperature", "assignment", "gate", "window", "sinks", "top_k")
+# of what decides what a run computes, that in which runs of several seeds may differ: what is measured beside the rest,
+# the arithmetic, and from where the model and the text were had that their fingerprints tell
+FREE = {
+    **dict.fromkeys(("experiment", "seed", "assets", "arms", "against", "bench"), ()),
+    "model": ("name", "hub_id", "revision", "path", "trained_by"),
+    "data": (
+        *("name", "source", "hub_id", "subset", "revision", "text_column", "files"),
+        *("max_train_tokens", "max_test_tokens", "workers"),
+    ),
+    "attention": ("name", "backend"),
+    "eval": (
+        *("name", "bootstrap_samples", "batch_size", "request_batch_size", "controls", "top_k", "pair_rules"),
+        *("adapters", "tasks", "limit", "suite_limit"),
+    ),
+    "trainer": ("accelerator", "precision", "gradient_checkpointing"),
+    "analyze": ("others",),
+}
 BENCHMARKS = ("eval.tasks=", "eval.limit=")  # settings that choose what else is scored
 
 
@@ -69,12 +88,35 @@ def is_quick(record: Record) -> bool:
 
 
 def setup(record: Record) -> Hashable:
-    """What records of several seeds have in common: the model, the text, the attention, how much was trained."""
-    # a record from before methods had options of their own holds those of Focus, whatever its method
-    attention = tuple(record.setting("attention", key, getattr(FocusConfig, key)) for key in ATTENTION)
-    evaluation = record.setting("eval", "window"), record.setting("eval", "max_windows")
-    trained = record.setting("regime", "name"), record.steps, record.tokens_seen
-    return _sources(record), attention, evaluation, trained
+    """What records of several seeds have in common: the model, the text, every setting that the numbers depend on."""
+    usual = _defaults(str(record.setting("attention", "method")))
+    settings = leaves(record.config) | {("every_arm",): _unmeasured(record.config.get("every_arm", []))}
+    if record.config.get("adapter"):
+        settings.pop(("attention", "budget"), None)  # which its own run found
+    fixed = ((key, repr(value)) for key, value in settings.items() if _fixed(key) and value != usual.get(key))
+    return _sources(record), tuple(sorted(fixed)), record.steps, record.tokens_seen
+
+
+def _fixed(key: tuple[str, ...]) -> bool:
+    section, *below = key
+    return decides(key) and not (section in FREE and (not FREE[section] or below[0] in FREE[section]))
+
+
+@cache
+def _defaults(method: str) -> dict[tuple[str, ...], Any]:
+    """What a record has that is from before a setting; from before methods had their own it holds those of Focus."""
+    sections = (
+        *(("model", ModelConfig), ("data", DataConfig), ("eval", EvalConfig), ("trainer", TrainerConfig)),
+        *(("regime", RegimeConfig), ("attention", FocusConfig), ("attention", KNOWN.get(method, AttentionConfig))),
+    )
+    found = leaves(asdict(Config()))
+    for name, schema in sections:
+        found |= leaves(asdict(schema()), name)
+    return found
+
+
+def _unmeasured(settings: list[str]) -> list[str]:
+    return [setting for setting in settings if not setting.startswith(BENCHMARKS)]
 
 
 def run_of(arm: Arm, own: Record | None = None) -> Hashable:
@@ -82,8 +124,8 @@ def run_of(arm: Arm, own: Record | None = None) -> Hashable:
 
     own: its own record, by which it is known what lay under the path of its model; without it the arm tells.
     """
-    settings = tuple(setting for setting in arm.settings if not setting.startswith(BENCHMARKS))
-    return arm.name, settings, arm.steps, arm.tokens_seen, _sources(own) if own else arm.base or None
+    base = _sources(own) if own else arm.base or None
+    return arm.name, tuple(_unmeasured(arm.settings)), arm.steps, arm.tokens_seen, base
 
 
 def _sources(record: Record) -> Hashable:

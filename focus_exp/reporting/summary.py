@@ -23,6 +23,7 @@ class Chosen:
     experiments: list[str]
     select: dict[str, Any]
     where: str = ""
+    beside: str = ""
     optional: bool = False
 
 
@@ -35,14 +36,18 @@ class Sentence:
     without: str = ""
 
 
-def summary(runs: Runs, ledger: list[tuple[Claim, Verdict]]) -> list[str]:
-    """Does it work, for what, at what price, how sure, what is not known."""
+def summary(runs: Runs, ledger: list[tuple[Claim, Verdict]], replicated: bool = False) -> list[str]:
+    """Does it work, for what, at what price, how sure, what is not known.
+
+    replicated: whether there is a table of runs that were made again.
+    """
     records = [record for record in runs.named.values() if record.status == "finished"]
     known = {
         "record": lambda line: runs.named[line.run],
         "told": lambda line: difference_word(line.value, line.low, line.high, ("lower than", "higher than")),
         "seeds": lambda seeds: len(seeds),
         "versions": len({record.commit for record in records}),
+        "replicated": replicated,
         "claims": len(ledger),
         "verdicts": {word: [one for one in ledger if one[1].word == word] for word in VERDICTS},
     }
@@ -57,6 +62,9 @@ def _said(runs: Runs, known: dict[str, Any]) -> Iterator[str]:
             check(f"summary.yaml: {name}", chosen.select, chosen.where)
             cells = {"experiment": chosen.experiments, **chosen.select}
             found = together(lines_of(select(table, cells, chosen.where)))
+            if chosen.beside:
+                of = lines[chosen.beside]
+                found = [line for line in found if of and line.setup == of.setup]
             lines[name] = max(found, key=lambda line: (line.tokens or 0, line.units or 0), default=None)
         if all(lines[name] or chosen.optional for name, chosen in sentence.lines.items()):
             yield template(sentence.say).render(known | lines)
