@@ -20,6 +20,7 @@ from hydra.errors import HydraException
 from hydra.types import RunMode
 from omegaconf import DictConfig
 from omegaconf.errors import OmegaConfBaseException
+from yaml import YAMLError
 
 from focus_exp.checks import parse
 from focus_exp.config import Config, register_schemas
@@ -125,6 +126,8 @@ def guarded(work: Callable[[], None]) -> Ended:
         return complain(str(error))
     except (HydraException, OmegaConfBaseException) as error:
         return complain(explain(error))
+    except YAMLError as error:  # of a file that --config-dir holds; it names file, line and column
+        return complain(str(error))
     except Interrupted as stop:
         print(f"{stop}; the same command goes on from here", file=sys.stderr)
         return Ended(128 + stop.signum, str(stop))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import fields, is_dataclass
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
@@ -84,6 +85,9 @@ def validate(config: Config) -> None:
     validate_attention(config)
     validate_regime(config)
     validate_generate(config)
+    hub_id = config.model.hub_id or ""
+    if hub_id.startswith((".", "/", "~")) or hub_id.count("/") > 1 or (hub_id and Path(hub_id).is_dir()):
+        raise UserError(f"model.hub_id={hub_id} is a folder, not owner/name of the hub; write model.path={hub_id}")
     if config.data.files and config.data.source != "files":
         raise UserError(f"data.files={config.data.files} is read with data=files alone; add data=files")
     if config.data.source == "files" and not config.data.files:

@@ -92,6 +92,11 @@ def fitting(*arguments: str) -> list[str]:
     return [part for part in arguments if part.partition("=")[0] not in all_known - known]
 
 
+def without_attention(arguments: list[str]) -> list[str]:
+    """The arguments without options of a method: an adapter has its own."""
+    return [part for part in arguments if not part.startswith("attention.")]
+
+
 def attention_of(method: str, **options: Any) -> AttentionConfig:
     """attention.* of a method, with those of the options that it has."""
     schema = schema_of(method)

@@ -9,7 +9,7 @@ from conftest import FAMILIES
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from problems import random_sequence
-from running import fitting, only_run, run, tiny
+from running import fitting, only_run, run, tiny, without_attention
 from test_architectures import KEPT
 from tiny_architectures import tiny_model as tiny_architecture
 from torch import Tensor
@@ -386,7 +386,9 @@ def test_an_adapter_is_measured_at_any_number_of_groups_and_named_by_its_method(
     for reads in (2, 6):
         result = run(*evaluated, "attention.groups=6", f"attention.top_k={reads}", "job=evaluate", f"adapter={adapter}")
         assert result.code == 0, result.err
-    assert run(*fitting(*tiny(tmp_path)), "job=evaluate", f"adapter={adapter}").code == 0
+    assert run(*without_attention(tiny(tmp_path)), "job=evaluate", f"adapter={adapter}").code == 0
+    refused = run(*evaluated, "attention.groups=4", "job=evaluate", f"adapter={adapter}")
+    assert refused.code == 2 and "attention.groups=4" in refused.err and "has groups=6" in refused.err
     records = [Record.load(path) for path in tmp_path.rglob("record.json")]
     rows = {
         (r.setting("attention", "name"), r.setting("attention", "top_k"), r.config["job"]): r.rows[1] for r in records

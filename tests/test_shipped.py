@@ -37,7 +37,8 @@ def test_what_is_the_users_own_is_not_called_by_a_files_name():
     assert composed("model.hub_id=owner/mine", "model.path=my/weights/").model.name == "weights"
     assert composed("model.path=my/weights", "model.name=ours").model.name == "ours"
     assert composed("data=pg19", "data.hub_id=owner/text").data.name == "text"
-    assert composed("model=gpt2_124m").model.name == "gpt2_124m" and composed("data=files", "data.files=texts").data.name == "files"
+    assert composed("model=gpt2_124m").model.name == "gpt2_124m"
+    assert composed("data=files", "data.files=texts").data.name == "files"
 
 
 def test_a_text_of_the_users_own_has_no_revision_of_the_file():

@@ -1,10 +1,14 @@
 """Learning rates tried on validation text: each arm as often, the best one used, what is finished not repeated."""
 
+from types import SimpleNamespace
+
 import pytest
 from running import run, tiny
 
+from focus_exp.config import PhaseConfig, RegimeConfig
 from focus_exp.errors import UserError
 from focus_exp.jobs import train as job
+from focus_exp.jobs.tune import with_rate
 from focus_exp.records.answers import answer, trained_row
 from focus_exp.records.comparison import load_run
 from focus_exp.records.record import Record
@@ -100,3 +104,13 @@ def test_a_try_without_a_loss_is_on_record_and_the_others_are_chosen_from(tmp_pa
 def test_rates_that_are_none_are_refused(tmp_path, factors):
     result = run(*tiny(tmp_path), f"regime.tune.factors={factors}")
     assert result.code == 2 and "regime.tune.factors holds" in result.err
+
+
+def test_the_rate_that_is_tuned_is_that_of_the_last_phase_that_runs():
+    phases = {part: PhaseConfig(train=part, steps=1, learning_rate=0.1) for part in ("all", "router")}
+    for method, last in (("focus", "router"), ("longformer", "all")):
+        config = SimpleNamespace(
+            regime=RegimeConfig(name="mine", phases=phases), has_router=method == "focus", dual=None
+        )
+        changed = with_rate(config, 7.0).phases
+        assert [name for name, phase in changed.items() if phase.learning_rate == 7.0] == [last]

@@ -45,6 +45,7 @@ TYPED = {
     "+experiment=leak +experiment=speed": ["experiment is chosen twice", "-m +experiment=a,b"],
     "--shell-completion": ["install=bash"],
     "--shell-completion install=tcsh": ["install=bash", "install=zsh"],
+    "model.hub_id=./weights": ["model.hub_id=./weights is a folder", "model.path=./weights"],
     "--seed=1": ["no option --seed", "seed=1"],
     "retrofit_124m": ["retrofit_124m is no setting", "+experiment=retrofit_124m"],
     "conf/experiment/smoke.yaml": ["+experiment=smoke"],
@@ -167,6 +168,12 @@ def test_who_is_not_logged_in_to_wandb_is_told_how(settings, monkeypatch):
     monkeypatch.setattr(wandb, "init", refuses)
     message = refused(*settings, "logger.wandb=online")
     assert "No API key" in message and "wandb login" in message and "logger.wandb=offline" in message
+
+
+def test_a_file_of_the_users_that_is_no_yaml_is_named(tmp_path):
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "typo.yaml").write_text("name: [typo\n")
+    assert "typo.yaml" in refused("model=typo", f"--config-dir={tmp_path}")
 
 
 def test_help_of_what_is_no_choice_says_where_keys_are():

@@ -48,8 +48,9 @@ def refuse_ignored(config: Config, description: dict[str, Any], typed: list[str]
     """UserError for attention.* that would change nothing: tables of other settings would hold the same numbers."""
     own = {**description["options"], "method": description["method"]}
     budgeted = own.get("pairs") is not None or own.get("budget") is not None
-    for setting in OverridesParser.create().parse_overrides(typed):
-        group, _, key = setting.key_or_group.partition(".")
+    settings = {setting.key_or_group: setting for setting in OverridesParser.create().parse_overrides(typed)}
+    for name, setting in settings.items():
+        group, _, key = name.partition(".")
         if group != "attention" or key not in own or (key in FREE and not (budgeted and key == "top_k")):
             continue
         if setting.value() != own[key]:

@@ -18,7 +18,13 @@ from focus_exp.jobs.adapter import with_adapter
 def compose_arms(config: Config) -> dict[str, Config]:
     """Those of the command line's comparison: `config.arm` alone where it is given."""
     names = [config.arm] if config.arm else list(config.arms)
-    return {name: compose_arm(config, name, HydraConfig.get().overrides.task) for name in names}
+    found = {}
+    for name in names:
+        try:
+            found[name] = compose_arm(config, name, HydraConfig.get().overrides.task)
+        except UserError as error:
+            raise UserError(f"arm {name}: {error}") from error
+    return found
 
 
 def compose_arm(config: Config, name: str | None, command_line: list[str]) -> Config:

@@ -18,7 +18,7 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.errors import HydraException
 from omegaconf.errors import OmegaConfBaseException
 
-from focus_exp.config import Config, to_dict
+from focus_exp.config import Config, phases_of, to_dict
 from focus_exp.errors import UserError, first_line
 from focus_exp.evaluation.comparison import compare_arms
 from focus_exp.jobs.arms import compose_arm, compose_arms
@@ -135,7 +135,7 @@ def describe_arm(name: str, config: Config, settings: list[str], error: str | No
     if not path.exists():
         return replace(arm, status="failed", error=error or "it left no record")
     record = Record.load(path)
-    phases = list(record.setting("regime", "phases", {}).values())
+    phases = [record.setting("regime", "phases", {})[phase] for phase, _ in phases_of(config)]
     return replace(
         arm,
         status=record.status,

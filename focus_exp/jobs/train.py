@@ -78,7 +78,7 @@ def train(config: Config) -> None:
         print(f"{headline(config)}; {device}")
         print(f"run folder: {run.folder}")
         if tries:
-            print(f"learning rate {last_rate(config.regime):g}, the best of {len(tries)} on validation text")
+            print(f"learning rate {last_rate(config):g}, the best of {len(tries)} on validation text")
         with in_turns(config.trainer.devices):
             loaded, corpus = load(run, precision)
         model, evaluation, blocks = prepare(run, loaded, corpus, precision)

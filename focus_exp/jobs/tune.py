@@ -28,7 +28,7 @@ def tuned(config: Config, train: Callable[[Config], None]) -> tuple[Config, list
     trials = [trial(config, factor) for factor in config.regime.tune.factors]
     tries = []
     for number, each in enumerate(trials):
-        rate = last_rate(each.regime)
+        rate = last_rate(each)
         if each.overwrite or not finished_record(each):
             print(f"\nlearning rate {number + 1} of {len(trials)} on validation text: {rate:g}")
             share_scores(each, [other for other in trials if finished_record(other)])
@@ -36,7 +36,7 @@ def tuned(config: Config, train: Callable[[Config], None]) -> tuple[Config, list
     scored = [(one.nll, one.learning_rate) for one in tries if one.nll is not None]
     if not scored:
         raise UserError(f"no learning rate of regime.tune led to a loss; {tries[0].learning_rate:g}: {tries[0].error}")
-    return replace(config, regime=with_rate(config.regime, min(scored)[1])), tries
+    return replace(config, regime=with_rate(config, min(scored)[1])), tries
 
 
 def trial(config: Config, factor: float) -> Config:
@@ -49,7 +49,7 @@ def trial(config: Config, factor: float) -> Config:
         config.eval, split="validation", max_windows=tune.windows, tasks=[], controls=False, top_k=top_k, pair_rules=[],
         limit=None, suite_limit=None,
     )  # fmt: skip
-    regime = with_rate(config.regime, factor * last_rate(config.regime))
+    regime = with_rate(config, factor * last_rate(config))
     name = config.arm or config.regime.name
     return replace(
         config, experiment=TRIES, arm=name, regime=regime, eval=evaluation, attention=attention, seed=tune.seed
@@ -71,12 +71,13 @@ def tried(config: Config, rate: float, train: Callable[[Config], None]) -> Try:
     return Try(learning_rate=rate, nll=row.nll, error=row.error) if row else Try(learning_rate=rate, error="no result")
 
 
-def last_rate(regime: RegimeConfig) -> float:
-    return list(regime.phases.values())[-1].learning_rate
+def last_rate(config: Config) -> float:
+    """The learning rate of the last phase that runs."""
+    return phases_of(config)[-1][1].learning_rate
 
 
-def with_rate(regime: RegimeConfig, rate: float) -> RegimeConfig:
-    """Whose last phase has this learning rate, so that nothing is left to tune."""
-    *_, (name, phase) = regime.phases.items()
-    phases = {**regime.phases, name: replace(phase, learning_rate=rate)}
-    return replace(regime, phases=phases, tune=TuneConfig())
+def with_rate(config: Config, rate: float) -> RegimeConfig:
+    """Whose last phase that runs has this learning rate, so that nothing is left to tune."""
+    name, phase = phases_of(config)[-1]
+    phases = {**config.regime.phases, name: replace(phase, learning_rate=rate)}
+    return replace(config.regime, phases=phases, tune=TuneConfig())

@@ -84,6 +84,12 @@ def load_model(
         options |= {"output_loading_info": True, "ignore_mismatched_sizes": True}  # for a sentence of our own
         model, loading = _pretrained(AutoModelForCausalLM, place, **options)
         _check_weights(model.eval(), loading, place.provenance.requested)
+        vocabulary = config.get_text_config().vocab_size
+        if len(tokenizer) > vocabulary:
+            raise UserError(
+                f"{place.provenance.requested}: its tokenizer has {len(tokenizer)} tokens and the model {vocabulary}; "
+                "put the tokenizer of these weights beside them, or call resize_token_embeddings before saving them"
+            )
         provenance = place.provenance
     else:
         config = architecture_config(cfg) if cfg.architecture or place is None else _pretrained(AutoConfig, place)
