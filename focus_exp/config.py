@@ -102,7 +102,7 @@ class DataConfig:
     subset: str | None = None
     revision: str | None = None
     text_column: str = "text"
-    files: str | None = option(None, "a folder or a glob of UTF-8 text files, split by file; of .jsonl a line is a text")
+    files: str | None = option(None, "a folder or a glob of UTF-8 text files, split by file; of .jsonl each line")
     block_size: int = option(1024, least=2)
     max_train_tokens: int | None = option(None, "tokens kept of a split; null keeps all", least=1)
     max_test_tokens: int | None = option(None, least=1)
