@@ -187,8 +187,8 @@ def test_every_committed_table_follows_from_its_record():
 def test_replications_bear_out_what_the_ledger_says_of_one_draw():
     """T1: the paper's router, trained again on another processor, is as far from itself as its runs from each other."""
     lines = (RECORDS / "replications.md").read_text().splitlines()
-    (line,) = (line for line in lines if line.startswith("| model_scale/smollm2_135m_paper/"))
-    assert " and " in line and float(line.split("|")[-2]) > 0.03
+    again = [line for line in lines if line.startswith("| model_scale/smollm2_135m_paper/") and " and " in line]
+    assert again and all(float(line.split("|")[-2]) > 0.03 for line in again)
 
 
 def test_a_published_run_that_was_made_again_is_compared_loss_by_loss(tmp_path):
