@@ -47,13 +47,11 @@ def with_adapter(config: Config, typed: list[str] | None = None) -> Config:
 def refuse_ignored(config: Config, description: dict[str, Any], typed: list[str]) -> None:
     """UserError for attention.* that would change nothing: tables of other settings would hold the same numbers."""
     own = {**description["options"], "method": description["method"]}
-    budgeted = own.get("pairs") is not None or own.get("budget") is not None
+    free = {*FREE} if own.get("budget") is None else {*FREE} - {"top_k"}
     settings = {setting.key_or_group: setting for setting in OverridesParser.create().parse_overrides(typed)}
     for name, setting in settings.items():
         group, _, key = name.partition(".")
-        if group != "attention" or key not in own or (key in FREE and not (budgeted and key == "top_k")):
-            continue
-        if setting.value() != own[key]:
+        if group == "attention" and key in own and key not in free and setting.value() != own[key]:
             has = "reads as many groups as its budget says" if key == "top_k" else f"has {key}={own[key]}"
             raise UserError(
                 f"{setting.input_line}: the adapter in {config.adapter} {has}, which cannot be changed when it is "

@@ -30,6 +30,7 @@ MADE_APART = {
 def sections(runs: Runs, top: Path, folder: Path) -> list[Section]:
     """What the report in `folder` holds, in its order. top: what the runs lie below."""
     figures = [folder / "figures" / FIGURE] if points(runs) else []
+    apart = {name: [*top.rglob(name)] for name in MADE_APART}
     seeds, ledger = seeds_table(runs), judged_runs(runs)
     differences = [(claim.says, verdict.line) for claim, verdict in ledger if verdict.line is not None]
     tables = paper_report(runs)
@@ -38,10 +39,10 @@ def sections(runs: Runs, top: Path, folder: Path) -> list[Section]:
         for table in tables
     ]
     return [
-        Section("Claims", "In short", [], summary(runs, ledger, any(top.rglob(REPLICATIONS)))),
+        Section("Claims", "In short", [], summary(runs, ledger, bool(apart[REPLICATIONS]))),
         Section("Claims", "The ledger", [verdicts_table(ledger), claim_table(ledger, runs)]),
         *beside,
-        *(Section(*says, [], tables_in=path) for name, says in MADE_APART.items() for path in top.rglob(name)),
+        *(Section(*says, [], tables_in=path) for name, says in MADE_APART.items() for path in apart[name]),
         Section("How far to trust it", "Traps", [traps_table(runs)]),
         Section("How far to trust it", "Power", [power_table(differences)]),
         *([Section("How far to trust it", "Seeds", [seeds])] if seeds else []),
