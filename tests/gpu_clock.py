@@ -9,12 +9,15 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import platform
 import sys
 import time
 from collections.abc import Iterator
+from concurrent.futures import Future, ProcessPoolExecutor
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
@@ -63,27 +66,31 @@ class Clock:
         self.skipped.append(what)
 
     def checks(self) -> dict[str, Any]:
-        """Every case of the oracle, with the kernels' least blocks, so that none has to be tuned."""
-        cases = CASES
-        if self.tiny:
-            cases = [Case("triton", dtype=torch.float16, length=20, size=16)]
-        wrong, refused, passed = {}, {}, 0
-        for name in dir(kernels := fused.kernels()):
-            if hasattr(kernel := getattr(kernels, name), "configs"):
-                kernel.configs, kernel.all_configs = kernel.configs[-1:], kernel.configs
-        for case in cases:
-            if self.device.type == "cuda" and (reason := case.refused()):
-                refused[case.kernel] = reason
-            elif found := case.errors(self.device.type):
-                wrong[str(case)] = found
-            else:
-                passed += 1
-        for name in dir(kernels):
-            if hasattr(kernel := getattr(kernels, name), "all_configs"):
-                kernel.configs = kernel.all_configs
+        """Every case of the oracle; meanwhile what the clocks choose among is compiled, which takes longest."""
+        cases = [Case("triton", dtype=torch.float16, length=20, size=16)] if self.tiny else CASES
+        wrong: dict[str, dict[str, float] | str] = {}
+        refused, passed = {}, 0
+        workers = 1 if self.tiny else min(16, os.cpu_count() or 1)
+        with ProcessPoolExecutor(workers, mp_context=get_context("spawn")) as pool:
+            if not self.tiny:
+                compiled = {what: pool.submit(compile_all, *what, self.dtype) for what in compilations()}
+            served: dict[Case, Future[dict[str, float]]] = {}
+            for case in cases:
+                if self.device.type == "cuda" and (reason := case.refused()):
+                    refused[case.kernel] = reason
+                else:
+                    served[case] = pool.submit(errors_of, case, self.device.type)
+            for case, future in served.items():
+                if (error := future.exception()) or future.result():
+                    wrong[str(case)] = future.result() if error is None else str(error).strip()[-400:]
+                else:
+                    passed += 1
+            for what, future in ({} if self.tiny else compiled).items():
+                if error := future.exception():
+                    self.skip(f"compiling {what}: {str(error).strip()[-400:]}")
         for name, reason in refused.items():
             self.skip(f"{name}: {reason}")
-        print(f"checks: {passed} right, {len(wrong)} wrong {wrong or ''}", flush=True)
+        print(f"checks: {passed} right, {len(wrong)} wrong {json.dumps(wrong, indent=1) if wrong else ''}", flush=True)
         return {"right": passed, "wrong": wrong}
 
     def rows(self) -> Iterator[dict[str, Any]]:
@@ -155,6 +162,36 @@ class Clock:
         return row
 
 
+def errors_of(case: Case, device: str) -> dict[str, float]:
+    """In a process of its own, with the kernels' least blocks, so that none has to be tuned."""
+    for kernel in vars(fused.kernels()).values():
+        if hasattr(kernel, "configs"):
+            kernel.configs = kernel.configs[-1:]
+    return case.errors(device)
+
+
+def compilations() -> Iterator[tuple[str, int, int, int, bool]]:
+    """Layer, tokens, K, k and whether with a backward: below and above the length from which blocks are chosen anew."""
+    for name in computed.LAYERS:
+        yield name, BEST_AT, 8, 1, True
+        for length in (fused.LONG_FROM // 2, BEST_AT):
+            yield from ((name, length, *grouping, False) for grouping in ((8, 1), (4, 2)))
+
+
+def compile_all(name: str, length: int, groups: int, top_k: int, backward: bool, dtype: torch.dtype) -> None:
+    """Every block of what a clock runs into Triton's cache, in a process of its own; its timings are not kept."""
+    device, shape = torch.device("cuda"), computed.LAYERS[name]
+    tensors = Tensors.random(shape, length, dtype, device)
+    layer = Layer(shape, computed.WINDOW, computed.SINKS, dtype, device, "triton")
+    contender = Contender.of(layer, balanced(groups, length, top_k), tensors)
+    if backward:
+        contender.step(tensors.with_grad())
+    else:
+        with torch.no_grad():
+            contender.attention(tensors)
+    synchronize(device)
+
+
 def triton_version() -> str | None:
     try:
         return version("triton")
@@ -221,7 +258,7 @@ def main() -> None:
     synchronize(clock.device)
     record["seconds"] = time.monotonic() - began
     (folder / "gpu.json").write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
-    print(f"break-even: {record['break_even']}\n{options.out / 'gpu.json'}: {record['seconds']:.0f} s")
+    print(f"break-even: {record['break_even']}\n{folder / 'gpu.json'}: {record['seconds']:.0f} s")
     if record["checks"]["wrong"]:
         sys.exit("some checks were wrong")
 
