@@ -26,10 +26,12 @@ from gpu_checks import CASES, Case
 
 from focus_exp.attention.kernels import KERNELS, Demand, fused
 from focus_exp.attention.kernels.layout import Plan
+from focus_exp.records.environment import commit
 from focus_exp.speed import computed
 from focus_exp.speed.layer import Contender, Layer
 from focus_exp.speed.timing import Work, alternate, device_name, synchronize
 from focus_exp.speed.workload import (
+    FUSED,
     Shape,
     Tensors,
     balanced,
@@ -42,21 +44,22 @@ from focus_exp.speed.workload import (
 KILO = 1024
 # tokens, then K and k; the shortest first, so that what the time does not suffice for is the longest
 CLOCKS = [
-    *((length * KILO, [(8, 1), (4, 2)]) for length in (1, 2, 4, 8, 16)),
-    *((length * KILO, [(8, 1), (32, 1), (4, 2)]) for length in (64, 256)),
-    (1024 * KILO, [(8, 1), (32, 1)]),
+    *((length * KILO, [(8, 1), (4, 1), (4, 2)]) for length in (1, 2, 4, 8, 16)),
+    *((length * KILO, [(8, 1), (4, 1), (32, 1), (4, 2)]) for length in (32, 64, 256)),
+    (1024 * KILO, [(8, 1), (4, 1), (32, 1)]),
 ]
 TINY_LAYER, TINY_CLOCKS = {"tiny": Shape(32, 2, 1, 16)}, [(48, [(2, 1), (4, 2)])]
 KERNEL_NAMES = ("triton", "flash-attn", "torch-flash", "torch-fa3", "torch-fa4")
-BEST_AT = 16 * KILO  # tokens at which the kernels of full attention are compared
+STEP_AT = 16 * KILO  # tokens
 REPEATS = 5
 
 
 class Clock:
     """Everything that is found, on one device, until the time is up."""
 
-    def __init__(self, seconds: float, tiny: bool) -> None:
-        self.tiny, self.device = tiny, torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    def __init__(self, seconds: float, tiny: bool, steps: bool) -> None:
+        self.tiny, self.steps = tiny, steps
+        self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         self.dtype = torch.bfloat16 if self.device.type == "cuda" else torch.float16  # which the interpreter has
         self.until = time.monotonic() + seconds
         self.skipped: list[str] = []
@@ -73,7 +76,7 @@ class Clock:
         workers = 1 if self.tiny else min(16, os.cpu_count() or 1)
         with ProcessPoolExecutor(workers, mp_context=get_context("spawn")) as pool:
             if not self.tiny:
-                compiled = {what: pool.submit(compile_all, *what, self.dtype) for what in compilations()}
+                compiled = {what: pool.submit(compile_all, *what, self.dtype) for what in compilations(self.steps)}
             served: dict[Case, Future[dict[str, float]]] = {}
             for case in cases:
                 if self.device.type == "cuda" and (reason := case.refused()):
@@ -94,54 +97,57 @@ class Clock:
         return {"right": passed, "wrong": wrong}
 
     def rows(self) -> Iterator[dict[str, Any]]:
-        best: dict[str, str] = {}
         for length, groupings in TINY_CLOCKS if self.tiny else CLOCKS:
             for name, shape in (TINY_LAYER if self.tiny else computed.LAYERS).items():
                 if time.monotonic() > self.until or (name == "Mistral 7B" and length > 256 * KILO):
                     self.skip(f"{name} at {length:,} tokens")
                     continue
                 try:
-                    yield from self.measured(name, shape, length, groupings, best)
-                    if self.tiny or length == BEST_AT:
+                    yield from self.measured(name, shape, length, groupings)
+                    if self.steps and (self.tiny or length == STEP_AT):
                         yield self.step(name, shape, length, *groupings[0])
                 except RuntimeError as error:
                     self.skip(f"{name} at {length:,} tokens: {str(error).splitlines()[0]}")
 
     @torch.no_grad()
     def measured(
-        self, name: str, shape: Shape, length: int, groupings: list[tuple[int, int]], best: dict[str, str]
+        self, name: str, shape: Shape, length: int, groupings: list[tuple[int, int]]
     ) -> Iterator[dict[str, Any]]:
-        """Full attention by the fastest kernel, and every kernel that serves beside it: latency, and captured."""
+        """Full attention by each of its kernels, and every kernel of Focus: as called, and captured in a graph."""
         tensors = Tensors.random(shape, length, self.dtype, self.device)
-        if length <= BEST_AT:
-            best[name] = full_attention(tensors, self.device)[0]
-        works: dict[str, Work] = {"full": full_attention_kernels(tensors)[best[name]]}
+        on_gpu, every = self.device.type == "cuda", full_attention_kernels(tensors)
+        full = {f"full {kernel}": every[kernel] for kernel in (FUSED if on_gpu else every)}
+        works: dict[str, Work] = full | {f"{label} captured": captured(full[label]) for label in full if on_gpu}
         found: dict[str, tuple[str, Contender]] = {}
         for groups, top_k in groupings:
             for kernel in KERNEL_NAMES:
                 demand = Demand("cuda", self.dtype, shape.head_dim, one_group=top_k == 1)
-                if (self.device.type == "cpu" and kernel != "triton") or KERNELS[kernel].refuses(demand):
+                if (not on_gpu and kernel != "triton") or KERNELS[kernel].refuses(demand):
                     continue
                 layer = Layer(shape, computed.WINDOW, computed.SINKS, self.dtype, self.device, kernel)
                 contender = contender_of(layer, balanced(groups, length, top_k), tensors, kernel)
                 label = f"{kernel} K={groups} k={top_k}"
                 works[label], found[label] = partial(contender.attention, tensors), (kernel, contender)
                 works[f"{label} kernels"] = contender.kernels(tensors)
-                if kernel == "triton" and self.device.type == "cuda":
+                if kernel == "triton" and on_gpu:
                     works[f"{label} captured"] = captured(works[label])
         seconds = alternate(works, 1 if length > 64 * KILO or self.tiny else REPEATS, self.device)
+        best = min(full, key=lambda label: seconds[label])
+        best_captured = min((seconds[f"{label} captured"] for label in full if on_gpu), default=None)
         for label, (kernel, contender) in found.items():
             kept = pairs_kept(contender.selection, length, computed.WINDOW, computed.SINKS)
             plan = Plan.of(contender.selection, contender.sequence, computed.WINDOW, computed.SINKS)
             row = {
                 "layer": name, "tokens": length, "K": contender.groups.count, "k": contender.groups.top_k,
-                "kernel": kernel, "full kernel": best[name], "full [s]": seconds["full"], "focus [s]": seconds[label],
-                "kernels [s]": seconds[f"{label} kernels"], "captured [s]": seconds.get(f"{label} captured"),
-                "ratio": seconds["full"] / seconds[label], "bound by pairs": 1 / kept,
-                "bound by blocks": length * (length + 1) / 2 / plan.pairs_in_tiles(),
+                "kernel": kernel, "full kernel": best.removeprefix("full "),
+                "full [s]": seconds[best], "full captured [s]": best_captured,
+                "full by kernel [s]": {label.removeprefix("full "): seconds[label] for label in full},
+                "focus [s]": seconds[label], "kernels [s]": seconds[f"{label} kernels"],
+                "captured [s]": seconds.get(f"{label} captured"), "ratio": seconds[best] / seconds[label],
+                "bound by pairs": 1 / kept, "bound by blocks": length * (length + 1) / 2 / plan.pairs_in_tiles(),
             }  # fmt: skip
-            if row["captured [s]"]:
-                row["captured ratio"] = seconds["full"] / seconds[f"{label} captured"]
+            if best_captured and row["captured [s]"]:
+                row["captured ratio"] = best_captured / row["captured [s]"]
             print("measured:", json.dumps(row), flush=True)
             yield row
 
@@ -170,11 +176,12 @@ def errors_of(case: Case, device: str) -> dict[str, float]:
     return case.errors(device)
 
 
-def compilations() -> Iterator[tuple[str, int, int, int, bool]]:
+def compilations(steps: bool) -> Iterator[tuple[str, int, int, int, bool]]:
     """Layer, tokens, K, k and whether with a backward: below and above the length from which blocks are chosen anew."""
     for name in computed.LAYERS:
-        yield name, BEST_AT, 8, 1, True
-        for length in (fused.LONG_FROM // 2, BEST_AT):
+        if steps:
+            yield name, STEP_AT, 8, 1, True
+        for length in (fused.LONG_FROM // 2, STEP_AT):
             yield from ((name, length, *grouping, False) for grouping in ((8, 1), (4, 2)))
 
 
@@ -219,13 +226,13 @@ def captured(work: Work) -> Work:
     return graph.replay
 
 
-def break_even(rows: list[dict[str, Any]]) -> dict[str, int | None]:
+def break_even(rows: list[dict[str, Any]], ratio: str) -> dict[str, int | None]:
     """The least measured length from which on a setting is faster at all of them."""
     won: dict[str, int | None] = {}
     for row in sorted(rows, key=lambda row: row["tokens"]):
         setting = f"{row['layer']} {row['kernel']} K={row['K']} k={row['k']}"
-        faster = max(row["ratio"], row.get("captured ratio", 0)) > 1
-        won[setting] = (won.get(setting) or row["tokens"]) if faster else None
+        if ratio in row:
+            won[setting] = (won.get(setting) or row["tokens"]) if row[ratio] > 1 else None
     return won
 
 
@@ -234,8 +241,9 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     parser.add_argument("--minutes", type=float, default=9.0)
     parser.add_argument("--tiny", action="store_true")
+    parser.add_argument("--no-steps", action="store_true", help="no clocks of a training step, whose blocks take long")
     options = parser.parse_args()
-    clock = Clock(options.minutes * 60, options.tiny)
+    clock = Clock(options.minutes * 60, options.tiny, not options.no_steps)
     computes = clock.device.type == "cpu" and not options.tiny
     folder = options.out or Path("runs", "records" if computes else "gpu")
     folder.mkdir(parents=True, exist_ok=True)
@@ -246,19 +254,22 @@ def main() -> None:
         return
     began = time.monotonic()
     record: dict[str, Any] = {
-        "device": device_name(clock.device), "torch": torch.__version__, "triton": triton_version(),
+        "commit": commit(), "device": device_name(clock.device), "torch": torch.__version__, "triton": triton_version(),
         "python": platform.python_version(), "checks": clock.checks(),
     }  # fmt: skip
     record["rows"] = list(clock.rows())
     record |= {
-        "break_even": break_even(record["rows"]),
+        "break_even": break_even(record["rows"], "ratio"),
+        "break_even_captured": break_even(record["rows"], "captured ratio"),
         "skipped": clock.skipped,
         "computed": computed.computed_speed(),
     }
     synchronize(clock.device)
     record["seconds"] = time.monotonic() - began
     (folder / "gpu.json").write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
-    print(f"break-even: {record['break_even']}\n{folder / 'gpu.json'}: {record['seconds']:.0f} s")
+    print(f"break-even: {record['break_even']}")
+    print(f"break-even, captured: {record['break_even_captured']}")
+    print(f"{folder / 'gpu.json'}: {record['seconds']:.0f} s")
     if record["checks"]["wrong"]:
         sys.exit("some checks were wrong")
 
