@@ -26,6 +26,7 @@ from focus_exp.speed.workload import (
     Shape,
     Tensors,
     full_attention,
+    full_attention_kernels,
     full_step,
     largest_group,
     layer_method,
@@ -155,7 +156,7 @@ def attention_rows(layer: Layer, length: int, groupings: list[Groups]) -> Iterat
             works[f"{number} kernels"] = contender.kernels(tensors)
         repeats = affordable(clock(full, layer.device), layer)
         seconds = alternate(works, repeats, layer.device)
-        peaks = peaks_of(layer, length, groupings, backward=False)
+        peaks = peaks_of(layer, length, groupings, name, backward=False)
     for number, contender in enumerate(contenders):
         which: Clock
         for which in ("attention", "kernels"):
@@ -175,7 +176,7 @@ def attention_step_rows(layer: Layer, length: int, groupings: list[Groups]) -> I
     works |= {str(number): partial(contender.step, tensors) for number, contender in enumerate(contenders)}
     repeats = affordable(clock(works["full"], layer.device), layer)
     seconds = alternate(works, repeats, layer.device)
-    peaks = peaks_of(layer, length, groupings, backward=True)
+    peaks = peaks_of(layer, length, groupings, name, backward=True)
     for number, contender in enumerate(contenders):
         yield contender.row(
             "attention step", length, full_kernel=name, repeats=repeats, full_seconds=seconds["full"],
@@ -183,23 +184,25 @@ def attention_step_rows(layer: Layer, length: int, groupings: list[Groups]) -> I
         )  # fmt: skip
 
 
-def peaks_of(layer: Layer, length: int, groupings: list[Groups], backward: bool) -> list[int | None]:
-    """Peak bytes of full attention and of Focus with each grouping; unknown where it is too little to be told."""
+def peaks_of(layer: Layer, length: int, groupings: list[Groups], full: str, backward: bool) -> list[int | None]:
+    """Peak bytes of full attention by its kernel `full` and of Focus with each grouping; unknown where it is too
+    little to be told."""
     if length < MEMORY_FROM:
         return [None] * (1 + len(groupings))
     # a CPU's allocator keeps what others have freed, and hands out the pieces
     measure = partial(in_fresh_process, peak) if layer.device.type == "cpu" else peak
-    return [measure(layer, length, groups, backward) for groups in (None, *groupings)]
+    contenders: list[Groups | str] = [full, *groupings]
+    return [measure(layer, length, works, backward) for works in contenders]
 
 
-def peak(layer: Layer, length: int, groups: Groups | None, backward: bool) -> int | None:
-    """Peak bytes of one work, inputs included; `groups` None is full attention."""
+def peak(layer: Layer, length: int, works: Groups | str, backward: bool) -> int | None:
+    """Peak bytes of Focus with these groups, or of full attention by this kernel; inputs included."""
     with torch.set_grad_enabled(backward):
         # what libraries keep for good once they have run is not the work's
-        work_on(layer, random_tensors(layer, min(length, MEMORY_FROM), backward), groups, backward)()
+        work_on(layer, random_tensors(layer, min(length, MEMORY_FROM), backward), works, backward)()
         memory = PeakMemory(layer.device)
         tensors = random_tensors(layer, length, backward)
-        return memory.of(work_on(layer, tensors, groups, backward))
+        return memory.of(work_on(layer, tensors, works, backward))
 
 
 def random_tensors(layer: Layer, length: int, backward: bool) -> Tensors:
@@ -207,11 +210,11 @@ def random_tensors(layer: Layer, length: int, backward: bool) -> Tensors:
     return tensors.with_grad() if backward else tensors
 
 
-def work_on(layer: Layer, tensors: Tensors, groups: Groups | None, backward: bool) -> Work:
-    if groups is None:
-        full = full_attention(tensors, layer.device)[1]
+def work_on(layer: Layer, tensors: Tensors, works: Groups | str, backward: bool) -> Work:
+    if isinstance(works, str):
+        full = full_attention_kernels(tensors)[works]
         return partial(full_step, full, tensors) if backward else full
-    contender = Contender.of(layer, groups, tensors)
+    contender = Contender.of(layer, works, tensors)
     return partial(contender.step if backward else contender.attention, tensors)
 
 

@@ -19,10 +19,11 @@ from focus_exp.attention.kernels.fused import found
 from focus_exp.attention.method import AttentionMethod, LayerShape
 from focus_exp.attention.selection import Selection, Sequence, count_plain_pairs, select
 from focus_exp.records.speed import Assignment
-from focus_exp.speed.timing import Work, alternate
+from focus_exp.speed.timing import Work, alternate, clock
 
 FUSED = {"sdpa-flash": SDPBackend.FLASH_ATTENTION, "sdpa-cudnn": SDPBackend.CUDNN_ATTENTION}
 SLOWEST = "sdpa-math"
+LONG = 2.0  # seconds of a call that are not those of loading a kernel
 Method = TypeVar("Method", bound=AttentionMethod)
 
 
@@ -143,13 +144,14 @@ def full_attention(tensors: Tensors, device: torch.device) -> tuple[str, Work]:
 
 
 def served(works: dict[str, Work], tensors: Tensors, device: torch.device) -> dict[str, float]:
-    """Seconds of the works that take these tensors."""
+    """Seconds of the works that take these tensors; of one that takes long the first call tells enough."""
     seconds = {}
     for name, work in works.items():
         timed = partial(full_step, work, tensors) if tensors.q.requires_grad else work
         try:
             with torch.set_grad_enabled(tensors.q.requires_grad):
-                seconds[name] = alternate({name: timed}, 2, device)[name]
+                taken = clock(timed, device)
+                seconds[name] = taken if taken > LONG else alternate({name: timed}, 2, device)[name]
         except RuntimeError:
             continue
     return seconds
