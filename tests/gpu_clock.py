@@ -1,8 +1,8 @@
 """Check and time the kernels on a CUDA device, with torch and triton alone: python tests/gpu_clock.py [--out FOLDER].
 
-Takes what it finds, says what it skips, and ends in runs/gpu/gpu.json. Without a CUDA device it writes what is computed
-instead of measured, runs/records/speed_computed.md; --tiny runs everything at toy sizes, without a device under
-TRITON_INTERPRET=1.
+Takes what it finds, says what it skips, and ends in runs/gpu/gpu.json and speed_gpu.md. Without a CUDA device it writes
+what is computed instead of measured, runs/records/speed_computed.md; --tiny runs everything at toy sizes, without a
+device under TRITON_INTERPRET=1.
 """
 
 from __future__ import annotations
@@ -49,6 +49,18 @@ CLOCKS = [
     (1024 * KILO, [(8, 1), (4, 1), (32, 1)]),
 ]
 TINY_LAYER, TINY_CLOCKS = {"tiny": Shape(32, 2, 1, 16)}, [(48, [(2, 1), (4, 2)])]
+LAUNCHED_FROM = 16 * KILO  # tokens from which a launch is nothing to the time of full attention
+SHOWN = (
+    "layer", "tokens", "K", "k", "kernel", "full kernel", "full [ms]", "full captured [ms]", "focus [ms]",
+    "kernels [ms]", "captured [ms]", "times faster", "as graphs", "bound by pairs", "bound by blocks", "commit",
+)  # fmt: skip
+TABLE_NOTES = """
+One attention layer with balanced groups, a window of 128 and 4 sinks, bf16, one sequence, routing included, in turn
+with full attention by the fastest of torch's kernels. times faster: as called from Python, where each of a layer's many
+short calls costs more than the GPU takes for it; as graphs: both captured in a CUDA graph, or, where full attention was
+not captured, from 16,384 tokens on against its time as called. kernels: without routing and lists. torch-flash: the
+groups by torch's FlashAttention 2. step: forward and backward. The last two columns: what no such kernel can exceed.
+"""
 KERNEL_NAMES = ("triton", "flash-attn", "torch-flash", "torch-fa3", "torch-fa4")
 STEP_AT = 16 * KILO  # tokens
 REPEATS = 5
@@ -199,6 +211,31 @@ def compile_all(name: str, length: int, groups: int, top_k: int, backward: bool,
     synchronize(device)
 
 
+def table(records: list[dict[str, Any]]) -> str:
+    """Markdown: what all of them measured."""
+    lines = ["# Speed on a GPU, measured", "", *TABLE_NOTES.strip().splitlines(), ""]
+    for record in records:
+        checks = record["checks"]
+        lines.append(
+            f"- {record['device']}, torch {record['torch']}, Triton {record['triton']}, commit {record['commit'][:7]}: "
+            f"{checks['right']} of {checks['right'] + len(checks['wrong'])} cases of the kernels (outputs, gradients)"
+            " are within the tolerance of the slow twin in float64"
+        )
+    lines += ["", f"| {' | '.join(SHOWN)} |", "| --- " * len(SHOWN) + "|"]
+    rows = [row | {"commit": record["commit"][:7]} for record in records for row in record["rows"]]
+    for row in sorted(rows, key=lambda row: (row["layer"], row["K"], row["k"], row["tokens"], row["kernel"])):
+        full = row.get("full captured [s]") or (row["full [s]"] if row["tokens"] >= LAUNCHED_FROM else None)
+        graph = row.get("captured [s]")
+        shown = row | {"times faster": row["ratio"], "as graphs": full / graph if full and graph else None}
+        cells = (shown.get(name.replace("[ms]", "[s]")) for name in SHOWN)
+        texts = [
+            "-" if x is None else f"{x * 1e3 if '[ms]' in name else x:.3g}" if isinstance(x, float) else f"{x}"
+            for name, x in zip(SHOWN, cells, strict=True)
+        ]
+        lines.append(f"| {' | '.join(texts)} |")
+    return "\n".join(lines) + "\n"
+
+
 def triton_version() -> str | None:
     try:
         return version("triton")
@@ -241,8 +278,13 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     parser.add_argument("--minutes", type=float, default=9.0)
     parser.add_argument("--tiny", action="store_true")
+    parser.add_argument("--table", type=Path, help="only write speed_gpu.md of the records in this folder")
     parser.add_argument("--no-steps", action="store_true", help="no clocks of a training step, whose blocks take long")
     options = parser.parse_args()
+    if options.table:
+        records = [json.loads(path.read_text(encoding="utf-8")) for path in sorted(options.table.glob("*.json"))]
+        (options.table / "speed_gpu.md").write_text(table(records), encoding="utf-8")
+        return
     clock = Clock(options.minutes * 60, options.tiny, not options.no_steps)
     computes = clock.device.type == "cpu" and not options.tiny
     folder = options.out or Path("runs", "records" if computes else "gpu")
@@ -267,6 +309,7 @@ def main() -> None:
     synchronize(clock.device)
     record["seconds"] = time.monotonic() - began
     (folder / "gpu.json").write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+    (folder / "speed_gpu.md").write_text(table([record]), encoding="utf-8")
     print(f"break-even: {record['break_even']}")
     print(f"break-even, captured: {record['break_even_captured']}")
     print(f"{folder / 'gpu.json'}: {record['seconds']:.0f} s")

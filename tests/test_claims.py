@@ -228,6 +228,13 @@ def test_at_least_is_asked_at_every_length(ratios, gpu, word):
     assert at_least(lines, {1024: 4.0, 8192: 2.0}, gpu=gpu).word == word
 
 
+def test_what_was_timed_on_a_gpu_is_judged_where_the_paper_has_one():
+    facts = {"low": None, "high": None, "measure": "ratio", "tokens": 1024}
+    cpu, gpu = Line(value=5.0, device="cpu, 2 threads", **facts), Line(value=0.5, device="NVIDIA H200", **facts)
+    assert at_least([cpu, gpu], {1024: 4.0}, gpu=True).word == NOT_REPRODUCED
+    assert at_least([cpu], {1024: 4.0}, gpu=True).word == SAME_DIRECTION
+
+
 def test_a_benchmark_without_a_difference_is_a_line_that_decides_nothing():
     score = BenchmarkRow(attention="focus", kind="hard", task="perplexity@64", metric="perplexity", value=9.0)
     found = select(measurements(runs_of(replace(arms(), benchmarks=[score]))), {"measure": "score_delta"})

@@ -26,6 +26,18 @@ def test_the_script_needs_torch_and_triton_alone_and_ends_in_a_record(tmp_path):
     assert all(row["bound by pairs"] >= row["bound by blocks"] > 0 for row in record["rows"][:2])
 
 
+def test_the_committed_table_follows_from_the_records_beside_it(tmp_path):
+    committed = Path(__file__).parent.parent / "runs" / "records" / "gpu"
+    for path in committed.glob("*.json"):
+        (tmp_path / path.name).write_bytes(path.read_bytes())
+    script = [sys.executable, str(Path(__file__).parent / "gpu_clock.py"), "--table", str(tmp_path)]
+    paths = f"{Path(__file__).parent}:{Path(__file__).parent.parent}"
+    subprocess.run(script, check=True, env=os.environ | {"PYTHONPATH": paths})
+    table = (tmp_path / "speed_gpu.md").read_text()
+    assert table == (committed / "speed_gpu.md").read_text()
+    assert "51 of 51 cases" in table and "NVIDIA H200" in table
+
+
 def test_what_is_computed_waits_for_nothing_and_stays_below_the_bounds():
     rows = computed.computed_speed()
     assert all(row["waits"] == 0 and 0 < row["launches"] < 100 for row in rows)

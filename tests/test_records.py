@@ -14,6 +14,8 @@ from focus_exp.errors import UserError
 from focus_exp.records.comparison import load_run
 from focus_exp.records.environment import unknown_commit
 from focus_exp.records.record import Record
+from focus_exp.records.rows import Row
+from focus_exp.records.speed import SpeedRow
 from focus_exp.reporting.published import anywhere, publish, renew, stale
 from focus_exp.reporting.whole_report import write_report_of
 
@@ -216,3 +218,15 @@ def test_a_published_run_that_was_made_again_is_compared_loss_by_loss(tmp_path):
     replicate(told, runs, records)
     (line,) = (line for line in told.read_text().splitlines() if line.startswith(key))
     assert re.search(r"\| 0 \| 0\.2 \| 0\.\d+ \|$", line)
+
+
+@pytest.mark.parametrize(
+    ("status", "timed", "scored", "counts"),
+    [("finished", False, True, True), ("interrupted", True, False, True), ("interrupted", True, True, False),
+     ("interrupted", False, True, False), ("failed", True, False, False)],
+)  # fmt: skip
+def test_times_of_an_interrupted_run_count_and_scores_do_not(status, timed, scored, counts):
+    record = Record(status=status, experiment="speed")
+    record.speed = [SpeedRow(clock="attention", tokens=1024, groups=4, assignment="balanced")] if timed else []
+    record.rows = [Row(name="base", kind="base", method="full", causal=True)] if scored else []
+    assert record.counts == counts

@@ -101,7 +101,7 @@ def list_kernels(config: Config) -> None:
         for name, reason in available(Demand(device.type, dtype, 64)).items():
             note = " (the slow twin that the others are tested against; never taken by auto)" if name == "math" else ""
             print(f"    {name:<12} {'available' + note if reason is None else 'not here: it ' + reason}")
-    print("what triton should reach on a GPU is computed, not measured: python -m focus_exp.speed.computed")
+    print("what triton reached on an H200: runs/records/gpu; what it should reach: python -m focus_exp.speed.computed")
     folder = cache_root(config.cache_dir) / "break_even"
     print(f"break-even lengths measured so far, one file each in {folder}; without its file one is measured again:")
     found = [BreakEven.read(path) for path in sorted(folder.glob("*.json"))]

@@ -79,6 +79,11 @@ class Record:
         return bool(self.speed or self.method_speed)
 
     @property
+    def counts(self) -> bool:
+        """Whether its numbers are whole: it finished, or timed alone, where each time stands for itself."""
+        return self.status == "finished" or (self.status == "interrupted" and self.is_timed and not self.rows)
+
+    @property
     def device_kind(self) -> str:
         """`cpu` of `cpu, 2 threads, float32`."""
         return self.device.partition(",")[0]

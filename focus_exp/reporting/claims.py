@@ -143,12 +143,12 @@ def _picked(lines: list[Line], pick: str) -> list[Line]:
 
 
 def judged(records: list[Record]) -> list[tuple[Claim, Verdict]]:
-    """Every claim with its verdict, from the finished records alone."""
+    """Every claim with its verdict, from the records whose numbers are whole."""
     return judged_runs(Runs([(Path(str(number)), record) for number, record in enumerate(records)]))
 
 
 def judged_runs(runs: Runs) -> list[tuple[Claim, Verdict]]:
-    table = select(measurements(runs), {"status": "finished", "is_arm": False}, "error.isna()")
+    table = select(measurements(runs), {"counts": True, "is_arm": False}, "error.isna()")
     # a time of emulated arithmetic is the emulation's
     emulated = table["dtype"].eq("bfloat16") & table.device.str.contains("no native bfloat16")
     return [(claim, _verdict(claim, table[~emulated.fillna(False)], runs)) for claim in claims()]

@@ -49,7 +49,7 @@ class Run:
 
 def finished(runs: Runs, *experiments: str) -> list[Run]:
     """The finished runs of these experiments, or of all, that are not arms', oldest first."""
-    there = [run for run in _all(runs) if run.record.status == "finished"]
+    there = [run for run in _all(runs) if run.record.counts]
     return [run for run in there if not experiments or run.record.experiment in experiments]
 
 

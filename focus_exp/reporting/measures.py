@@ -15,8 +15,8 @@ from focus_exp.reporting.gather import Runs, run_of, setup
 from focus_exp.reporting.subjects import SUBJECT, Number, subjects_of
 
 RUN = (
-    "run", "experiment", "seed", "started", "commit", "command", "config_hash", "status", "device", "number_format",
-    "scale", "is_arm", "first", "first_parameters", "setup", "unit_kind",
+    "run", "experiment", "seed", "started", "commit", "command", "config_hash", "status", "counts", "device",
+    "number_format", "scale", "is_arm", "first", "first_parameters", "setup", "unit_kind",
 )  # fmt: skip
 # of the arm's own run, where a line of a comparison is about one
 OWN = (
@@ -33,7 +33,7 @@ TYPES = {
                 "first_parameters", "pairs_kept", "pairs_removed", "removed_against", "distant_pairs_kept"],
     "Int64": ["seed", "T", "window", "K", "tokens_seen", "tokens_against", "steps", "tries", "model_parameters",
               "top_k", "n", "tokens", "groups", "step", "units"],
-    "boolean": ["is_arm", "engaged", "causal", "answer", "telling", "usual", "turned"],
+    "boolean": ["is_arm", "counts", "engaged", "causal", "answer", "telling", "usual", "turned"],
 }  # fmt: skip
 
 

@@ -35,7 +35,7 @@ def readme_of(records: Path) -> Path | None:
 def readme(records: Path) -> str:
     """The text of it. UserError where the records lack a number that it gives, or contradict a sentence of it."""
     runs = gather(records.absolute())
-    table = select(measurements(runs), {"status": "finished"})
+    table = select(measurements(runs), {"counts": True})
 
     def lines(**cells: Any) -> list[Line]:
         """The lines of the measurements with these cells, by their seeds; of arms those of their comparisons."""

@@ -62,7 +62,7 @@ def run_page(record: Record, folder: Path, top: Path, now: str | None = None) ->
         about=about(record),
         facts=facts_of(record),
         caveats=[] if tables else caveats(replace(record, status="finished")),
-        findings=all_findings(record) if measured or record.status == "finished" else [],
+        findings=all_findings(record) if measured or record.counts else [],
         tables=tables,
         figures=sorted((folder / "figures").glob("*.svg")),
         arms=arms_table(record, folder),

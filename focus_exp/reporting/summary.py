@@ -41,7 +41,7 @@ def summary(runs: Runs, ledger: list[tuple[Claim, Verdict]], replicated: bool = 
 
     replicated: whether there is a table of runs that were made again.
     """
-    records = [record for record in runs.named.values() if record.status == "finished"]
+    records = [record for record in runs.named.values() if record.counts]
     known = {
         "record": lambda line: runs.named[line.run],
         "told": lambda line: difference_word(line.value, line.low, line.high, ("lower than", "higher than")),
@@ -55,7 +55,7 @@ def summary(runs: Runs, ledger: list[tuple[Claim, Verdict]], replicated: bool = 
 
 
 def _said(runs: Runs, known: dict[str, Any]) -> Iterator[str]:
-    table = select(measurements(runs), {"status": "finished", "is_arm": False}, "error.isna() and value.notna()")
+    table = select(measurements(runs), {"counts": True, "is_arm": False}, "error.isna() and value.notna()")
     for sentence in read_specs("summary", list[Sentence]):
         lines: dict[str, Line | None] = {}
         for name, chosen in sentence.lines.items():

@@ -47,7 +47,7 @@ def seeds_table(runs: Runs) -> Table | None:
     Every row against the base; in a comparison against the arms that it names too, else against the configured hard
     row, and a causal twin against the router that it is the twin of.
     """
-    found = select(measurements(runs), {"of": "rows", "measure": "delta", "status": "finished", "is_arm": False})
+    found = select(measurements(runs), {"of": "rows", "measure": "delta", "counts": True, "is_arm": False})
     found = found[~found.turned.fillna(False) & (found.against != SOFT_GATE)]
     if found.empty:
         return None
@@ -174,7 +174,7 @@ class Trap:
 def traps_table(runs: Runs) -> Table:
     """Traps 1, 2, 3 and 5; one that no record measures says which command would."""
     table = measurements(runs)
-    table = table[table.status == "finished"].sort_values("started", kind="stable")
+    table = table[table.counts].sort_values("started", kind="stable")
     values: list[dict[str, Any]] = []
     shown: list[Record] = []
     for trap in read_specs("traps", list[Trap]):

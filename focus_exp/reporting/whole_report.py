@@ -21,6 +21,7 @@ NAME = "report"
 REPLICATIONS = "replications.md"
 # tables of no record: which part of the report names them, and as what
 MADE_APART = {
+    "speed_gpu.md": ("Speed on a GPU", "Measured"),
     "speed_computed.md": ("Speed on a GPU", "Computed, not measured"),
     "plans.md": ("At the paper's scale", "What training takes, planned"),
     REPLICATIONS: ("How far to trust it", "Published runs made again by another version of the code"),
