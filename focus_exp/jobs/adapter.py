@@ -10,11 +10,14 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from focus_exp.assets import adapter_folder
 from focus_exp.checks import validate
 from focus_exp.config import Config, RegimeConfig
 from focus_exp.config_attention import FocusConfig, attention_of, schema_of
 from focus_exp.errors import UserError, first_line
 from focus_exp.models.adapter import read_description
+from focus_exp.records.comparison import RECORD
+from focus_exp.records.record import Record
 
 FREE = ("top_k", "pair_rule", "backend")  # of attention.*, what an adapter may be measured under that is not its own
 
@@ -45,15 +48,29 @@ def with_adapter(config: Config, typed: list[str] | None = None) -> Config:
 
 
 def refuse_ignored(config: Config, description: dict[str, Any], typed: list[str]) -> None:
-    """UserError for attention.* that would change nothing: tables of other settings would hold the same numbers."""
-    own = {**description["options"], "method": description["method"]}
+    """UserError for attention.* that would change nothing: tables of other settings would hold the same numbers.
+
+    How an adapter was fitted its description does not hold, the record beside it does.
+    """
+    own = {**made_with(config), **description["options"], "method": description["method"]}
     free = {*FREE} if own.get("budget") is None else {*FREE} - {"top_k"}
     settings = {setting.key_or_group: setting for setting in OverridesParser.create().parse_overrides(typed)}
     for name, setting in settings.items():
         group, _, key = name.partition(".")
-        if group == "attention" and key in own and key not in free and setting.value() != own[key]:
-            has = "reads as many groups as its budget says" if key == "top_k" else f"has {key}={own[key]}"
+        if group != "attention" or not key or key in free:
+            continue
+        if key not in own or setting.value() != own[key]:
+            has = f"has {key}={own[key]}" if key in own else f"is as it was fitted, whatever {key} was"
+            has = "reads as many groups as its budget says" if key == "top_k" else has
             raise UserError(
                 f"{setting.input_line}: the adapter in {config.adapter} {has}, which cannot be changed when it is "
                 f"measured; of attention.* {', '.join(FREE)} can"
             )
+
+
+def made_with(config: Config) -> dict[str, Any]:
+    """attention.* of the run that made the adapter, where its record is beside it."""
+    try:
+        return dict(Record.load(adapter_folder(str(config.adapter)).parent / RECORD).config["attention"])
+    except (KeyError, UserError):
+        return {}
