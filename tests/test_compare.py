@@ -145,10 +145,20 @@ def test_a_failed_arm_stays_with_its_reason_and_is_run_again(tmp_path):
 def test_a_mistake_in_any_arm_is_found_before_the_first_one_runs(tmp_path):
     result = run(*settings(tmp_path, focus=[], wrong=["attention.groops=3"]))
     assert result.code == 2 and "groops" in result.err and "did you mean" in result.err
+    assert result.err.startswith("error: arm wrong: ") and result.err.count("arm wrong") == 1
+    untrained = run(*settings(tmp_path, focus=[], bad=["attention=sparq"]))
+    assert untrained.code == 2 and untrained.err.startswith("error: arm bad: ")
+    named = run(*settings(tmp_path, base=[]))
+    assert named.code == 2 and "error: arm base: " in named.err and "another name" in named.err
     assert not (tmp_path / "runs").exists()
     assert run(*tiny(tmp_path), "job=compare").code == 2
     base = run(*settings(tmp_path, focus=[], nothing=["attention=full", "regime=none"]))
-    assert base.code == 2 and "~arms.nothing" in base.err and not (tmp_path / "runs").exists()
+    assert (
+        base.code == 2
+        and "~arms.nothing" in base.err
+        and base.err.count("arm nothing") == 1
+        and not (tmp_path / "runs").exists()
+    )
     unknown = run(*settings(tmp_path), "arm=lorra")
     assert unknown.code == 2 and "focus, lora, window" in unknown.err
 

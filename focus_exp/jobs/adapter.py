@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from hydra.core.hydra_config import HydraConfig
@@ -10,22 +11,23 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from focus_exp.assets import adapter_folder
 from focus_exp.checks import validate
-from focus_exp.config import Config, RegimeConfig
+from focus_exp.config import Config, ModelConfig, RegimeConfig
 from focus_exp.config_attention import FocusConfig, attention_of, schema_of
 from focus_exp.errors import UserError, first_line
 from focus_exp.models.adapter import read_description
 from focus_exp.records.comparison import RECORD
 from focus_exp.records.record import Record
 
+ADHOC = Config().experiment
 FREE = ("top_k", "pair_rule", "backend")  # of attention.*, what an adapter may be measured under that is not its own
 
 
 def with_adapter(config: Config, typed: list[str] | None = None) -> Config:
     """The configuration with the adapter's own method in place of attention.*, and nothing to train.
 
-    UserError where an override that was typed, of the command line unless given, asks for what the adapter is not.
+    Its base is the adapter's own where neither an experiment nor what was typed chooses one. UserError where an
+    override that was typed, of the command line unless given, asks for what the adapter is not.
     """
     description = read_description(str(config.adapter))
     if typed is None:
@@ -40,7 +42,9 @@ def with_adapter(config: Config, typed: list[str] | None = None) -> Config:
         if config.dual and method == "focus_dual":
             chosen["top_k"] = config.dual.top_k
         attention: Any = OmegaConf.to_object(attention_of(description["options"] | chosen))
-        merged = replace(config, attention=attention, regime=RegimeConfig(name="none"))
+        chooses = config.experiment != ADHOC or any(setting.lstrip("+").startswith("model") for setting in typed)
+        model = config.model if chooses else base_of(config, description)
+        merged = replace(config, attention=attention, model=model, regime=RegimeConfig(name="none"))
         validate(merged)
     except (OmegaConfBaseException, UserError) as error:
         raise UserError(f"the adapter in {config.adapter} cannot be measured: {first_line(error)}") from error
@@ -52,7 +56,9 @@ def refuse_ignored(config: Config, description: dict[str, Any], typed: list[str]
 
     How an adapter was fitted its description does not hold, the record beside it does.
     """
-    own = {**made_with(config), **description["options"], "method": description["method"]}
+    record = record_beside(config)
+    fitted = record.config["attention"] if record else {}
+    own = {**fitted, **description["options"], "method": description["method"]}
     free = {*FREE} if own.get("budget") is None else {*FREE} - {"top_k"}
     settings = {setting.key_or_group: setting for setting in OverridesParser.create().parse_overrides(typed)}
     for name, setting in settings.items():
@@ -68,9 +74,25 @@ def refuse_ignored(config: Config, description: dict[str, Any], typed: list[str]
             )
 
 
-def made_with(config: Config) -> dict[str, Any]:
-    """attention.* of the run that made the adapter, where its record is beside it."""
-    try:
-        return dict(Record.load(adapter_folder(str(config.adapter)).parent / RECORD).config["attention"])
-    except (KeyError, UserError):
-        return {}
+def base_of(config: Config, description: dict[str, Any]) -> ModelConfig:
+    """The model that the adapter belongs to, as far as it or the run that it lies in says; else that of `config`.
+
+    A folder is known to the run alone, for the adapter goes to other machines.
+    """
+    given, base, record = config.model, description["base_model"], record_beside(config)
+    trained = Path(str(config.adapter)).with_name("model")
+    if (trained / "config.json").is_file():
+        return replace(given, path=str(trained), architecture={}, trained_by=[])
+    if record:
+        made: Any = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(ModelConfig), record.config["model"]))
+        return made
+    if base.get("revision") and "/" in base["name"]:
+        hub = {"hub_id": base["name"], "revision": base["revision"]}
+        return replace(given, path=None, architecture={}, trained_by=[], **hub)
+    return given
+
+
+def record_beside(config: Config) -> Record | None:
+    """The record of the run that the adapter lies in."""
+    path = Path(str(config.adapter)).with_name(RECORD)
+    return Record.load(path) if path.exists() else None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +18,16 @@ from focus_exp.training.regimes import CHECKPOINTS
 def refuse_other_inputs(config: Config, record: Record) -> None:
     """UserError where files have changed since the run began; what is gone has not changed what it found."""
     texts = config.data.files if config.data.source == "files" else None
-    for key, place, read, look in (
-        ("data.files", texts, record.data, lambda place: revision_of(find_texts(place))),
-        ("model.path", config.model.path, record.model, revision_of_weights),
+    for key, place, read, look, before in (
+        ("data.files", texts, record.data, lambda place: revision_of(find_texts(place)), lambda _: None),
+        # until lately it said nothing of the tokenizer
+        (
+            "model.path",
+            config.model.path,
+            record.model,
+            revision_of_weights,
+            partial(revision_of_weights, without=True),
+        ),
     ):
         if place is None or (then := read.get("revision")) is None:
             continue
@@ -27,8 +35,8 @@ def refuse_other_inputs(config: Config, record: Record) -> None:
             now = look(place)
         except (UserError, OSError):
             continue
-        if now != then:
-            what = "text" if key == "data.files" else "model"
+        if then not in (now, before(place)):
+            what = "text" if key == "data.files" else "model or tokenizer"
             raise UserError(
                 f"{key}={place} holds another {what} than when {run_folder(config)} was made ({now}, then {then}); "
                 "overwrite=true makes it anew, another runs_dir leaves it alone"

@@ -181,7 +181,8 @@ def read_adapter(model: PreTrainedModel, folder: str | Path) -> tuple[dict[str, 
         raise UserError(
             f"the adapter in {folder} belongs to {wanted['name']} (fingerprint {wanted['fingerprint'][:12]}), "
             f"but this model is {model.config.name_or_path or type(model).__name__} (fingerprint {found[:12]}); "
-            f"load the adapter's own base model{alike if wanted['name'] == base_name(model) else ''}"
+            "load the adapter's own base model (model.path=<folder> or model.hub_id=<owner/name>)"
+            f"{alike if wanted['name'] == base_name(model) else ''}"
         )
     # another version of transformers may know other names
     known, here = wanted.get("arithmetic", {}), arithmetic_of(model.config)

@@ -149,10 +149,12 @@ def without_names(values: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def revision_of_weights(path: str) -> str:
-    """Twelve hex digits of a folder's configuration and weights; of a large file, of a page of every mebibyte."""
+def revision_of_weights(path: str, without: bool = False) -> str:
+    """Twelve hex digits of a folder's configuration, weights and, but where they are to be left out (`without`), of the
+    tokenizer's files; of a large file, of a page of every mebibyte."""
     folder = Path(path).expanduser()
-    files = sorted([folder / "config.json", *folder.glob("*.safetensors"), *folder.glob("*.bin")])
+    tokenizer = [] if without else [*folder.glob("tokenizer*"), *folder.glob("vocab.*"), *folder.glob("merges.txt")]
+    files = sorted([folder / "config.json", *folder.glob("*.safetensors"), *folder.glob("*.bin"), *tokenizer])
     held = [f"{file.name} {_sampled(file, (of := file.stat()).st_size, of.st_mtime_ns)}" for file in files]
     return hashlib.sha256(" ".join(held).encode()).hexdigest()[:12]
 
