@@ -143,6 +143,18 @@ def test_too_little_memory_is_one_error(settings, monkeypatch, error):
     assert "out of memory" in message and "trainer.batch_size=1" in message and "job=plan" in message
 
 
+def test_a_folder_that_cannot_be_made_is_said_and_an_input_that_is_missing_is_no_such_thing(
+    settings, tmp_path, monkeypatch
+):
+    place = tmp_path / "no" / "such"
+    monkeypatch.setattr(command_line, "execute", lambda _: place.mkdir())
+    message = refused(*settings)
+    assert f"cannot write {place}: No such file or directory" in message and "runs_dir=" in message
+    monkeypatch.setattr(command_line, "execute", lambda _: place.read_text())
+    with pytest.raises(FileNotFoundError, match="no/such"):
+        run(*settings)
+
+
 def test_other_errors_keep_their_stack_trace(settings, monkeypatch):
     def wrong(config):
         raise RuntimeError("shapes do not fit")

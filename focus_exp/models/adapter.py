@@ -32,6 +32,8 @@ FIELDS = {
     "method": str, "options": dict, "layers": list, "causal": bool, "trainable_parameters": int, "base_model": dict,
 }  # fmt: skip
 
+UNREACHED: Any = HfHubHTTPError.__bases__[0]  # what the client of the hub raises where there is no network
+
 
 def save_adapter(
     model: PreTrainedModel, folder: str | Path, extra: dict[str, Any] | None = None, write: bool = True
@@ -92,7 +94,7 @@ def push_to_hub(folder: str | Path, repo_id: str, *, private: bool = False, toke
         return str(hub.upload_folder(repo_id=repo_id, folder_path=folder, allow_patterns=[*ADAPTER_FILES]))
     except LocalTokenNotFoundError as error:
         raise UserError(f"the hub does not know who uploads {repo_id}; run: hf auth login") from error
-    except (HfHubHTTPError, OSError, ValueError) as error:
+    except (UNREACHED, HfHubHTTPError, OSError, ValueError) as error:
         raise UserError(f"{folder} was not uploaded to {repo_id}: {first_line(error)}") from error
 
 

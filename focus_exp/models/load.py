@@ -29,7 +29,7 @@ from transformers.utils import logging
 
 from focus_exp.assets import Provenance, choose_source, why_embedded
 from focus_exp.config import ModelConfig
-from focus_exp.errors import UserError
+from focus_exp.errors import UserError, first_line
 from focus_exp.models import embedded
 from focus_exp.models.random import architecture_config, byte_tokenizer, random_model
 from focus_exp.shipped import is_shipped
@@ -262,7 +262,12 @@ def _pretrained(auto: Any, place: Place, **options: Any) -> Any:
                 f"{place.provenance.requested} is a {options['config'].model_type} and does not predict the next "
                 "token; give a causal language model with model.hub_id or model.path"
             ) from error
-        raise _missing(f"the {PARTS[auto]} of {place.provenance.requested}", error) from error
+        if place.provenance.source != "local":
+            raise _missing(f"the {PARTS[auto]} of {place.provenance.requested}", error) from error
+        lacks = f"its {PARTS[auto]} cannot be read ({first_line(error)}); save the model there again"
+        if auto is AutoTokenizer and not any(Path(place.folder).glob("tokenizer*")):
+            lacks = "it has no tokenizer; save one there with tokenizer.save_pretrained"
+        raise UserError(f"model.path={place.provenance.requested}: {lacks}") from error
 
 
 def _with_dropout_of(config: PreTrainedConfig, cfg: ModelConfig) -> PreTrainedConfig:
@@ -289,8 +294,7 @@ def _check_tokenizer(tokenizer: PreTrainedTokenizerBase, name: str) -> None:
 
 
 def _missing(name: str, error: Exception) -> UserError:
-    reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
     return UserError(
-        f"{name}: {reason}\n"
-        "Check model.hub_id, model.revision or model.path; a gated model needs its terms accepted and `hf auth login`."
+        f"{name}: {first_line(error)}\n"
+        "Check model.hub_id and model.revision; a gated model needs its terms accepted and `hf auth login`."
     )
