@@ -63,10 +63,10 @@ def refuse_ignored(config: Config, description: dict[str, Any], typed: list[str]
     settings = {setting.key_or_group: setting for setting in OverridesParser.create().parse_overrides(typed)}
     for name, setting in settings.items():
         group, _, key = name.partition(".")
-        if group != "attention" or not key or key in free:
+        if group != "attention" or key in free or (key not in own and key != "pairs"):
             continue
         if key not in own or setting.value() != own[key]:
-            has = f"has {key}={own[key]}" if key in own else f"is as it was fitted, whatever {key} was"
+            has = f"has {key}={own[key]}" if key in own else "is as it was fitted"
             has = "reads as many groups as its budget says" if key == "top_k" else has
             raise UserError(
                 f"{setting.input_line}: the adapter in {config.adapter} {has}, which cannot be changed when it is "
