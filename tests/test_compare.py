@@ -8,8 +8,10 @@ import pytest
 from running import only_run, run, tiny, write_texts
 from scipy import stats
 
+from focus_exp.config import Config, ModelConfig
 from focus_exp.evaluation import quality
 from focus_exp.jobs import compare as job
+from focus_exp.jobs.compare import bases_of
 from focus_exp.records.answers import answer
 from focus_exp.records.benchmarks import BenchmarkRow
 from focus_exp.records.comparison import load_run
@@ -374,3 +376,11 @@ def test_an_arm_that_reads_the_future_is_not_compared_with_the_base_either():
     said = all_findings(comparison_of(row("paper", kind="hard", causal=False, **compared(-0.1))))
     assert "paper: perplexity 20.09." in said
     assert any("reads the future: its perplexity is not one" in line for line in said)
+
+
+def test_arms_of_one_model_with_other_weights_are_told_apart():
+    made = (("a", "01"), ("b", "02"), ("c", "01"), ("small", "03"), ("failed", ""))
+    arms = [Arm(name=name, settings=[], base=base) for name, base in made]
+    models = {"small": "tiny_gpt2"}
+    configs = {arm.name: Config(model=ModelConfig(name=models.get(arm.name, "tiny_llama"))) for arm in arms}
+    assert bases_of(arms, configs) == {"tiny_llama": {"01": ["a", "c"], "02": ["b"]}, "tiny_gpt2": {"03": ["small"]}}
