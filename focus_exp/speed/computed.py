@@ -4,6 +4,7 @@ Assumed: an H100 SXM; bf16; one sequence, balanced groups; memory at 2.8 TB/s; 5
 graph; full attention by the fastest kernel (cuDNN, FlashAttention 3) at 430 TFLOP/s for heads of 64 and 600 for heads
 of 128, less where sequences are short; Triton at 75 % of that rate, or at 60 %; the window at half of it; for groups by
 FlashAttention 3 (FA3) tokens are gathered. The last row of a setting is the least length at which it is faster.
+Measured since, on an H200 (gpu/speed_gpu.md): a launch from Python costs several times what is assumed here.
 """
 
 from __future__ import annotations
