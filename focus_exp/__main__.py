@@ -9,7 +9,6 @@ import logging
 import os
 import signal
 import sys
-import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -148,7 +147,7 @@ def guarded(work: Callable[[], None]) -> Ended:
             "job=plan with the same command says what it needs"
         )
     except OSError as error:
-        if error.errno not in FULL_DISK + READ_ONLY and not makes_a_folder(error):
+        if error.errno not in FULL_DISK + READ_ONLY:
             raise
         elsewhere = "choose a folder you may write to with runs_dir= or cache_dir="
         fix = "free some space" if error.errno in FULL_DISK else elsewhere
@@ -156,11 +155,6 @@ def guarded(work: Callable[[], None]) -> Ended:
             f"cannot write {error.filename or 'to disk'}: {error.strerror}; {fix}, the same command goes on"
         )
     return Ended()
-
-
-def makes_a_folder(error: OSError) -> bool:
-    """Whether that is what failed: where none can be made the system may say that its place does not exist."""
-    return traceback.extract_tb(error.__traceback__)[-1].name == "mkdir"
 
 
 def interrupt(signum: int, frame: Any) -> None:

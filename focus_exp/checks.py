@@ -16,8 +16,6 @@ from focus_exp.config_attention import KNOWN, AttentionConfig, FocusConfig, sche
 from focus_exp.errors import UserError, not_installed
 from focus_exp.shipped import own
 
-# keys under which others look for what is elsewhere
-ELSEWHERE = {"max_steps": "regime.steps", "learning_rate": "regime.phases.<phase>.learning_rate"}
 PERPLEXITY = "perplexity"  # perplexity@<tokens>: the one task that is not lm-eval's
 
 
@@ -59,8 +57,6 @@ def no_such_key(key: str, schema: Any) -> str:
         return f"{lacks} {key}; it is one of attention={' and attention='.join(owners)}"
     if not group and elsewhere:
         return f"{lacks} {key}; did you mean {' or '.join(elsewhere)}?"
-    if group in ("regime", "trainer", "") and name in ELSEWHERE:
-        return f"{lacks} {key}; did you mean {ELSEWHERE[name]}?"
     return f"{lacks} {key}{instead(name, [item.name for item in fields(schema)])}"
 
 

@@ -31,9 +31,6 @@ SENTENCES = {
     r"An item is already at '(?P<key>[^']+)'": "{key} is a key of every run: write it without the plus, {key}=...",
     r"Could not override 'arms\.(?P<arm>[^']+)'": "there is no arm {arm}; one is added with a plus, in quotes: "
     + QUOTED,
-    r"Could not override 'arms'\.[\s\S]*not in struct": "arms= replaces none: an arm is added with a plus, in quotes: "
-    + QUOTED
-    + "; ~arms leaves out those of the experiment",
     r"Error merging override \+*(?P<key>arms\.\S+?)=[\s\S]*is not a ListConfig": (
         "{key} is a list of settings, written in quotes: " + QUOTED
     ),
@@ -86,12 +83,7 @@ def checked(given: str, conf: Path) -> str:
 
 
 def explain(error: Exception) -> str:
-    """What to type instead, where that is known, else hydra's message, its cause, and the nearest name that exists;
-    before it what the error is noted to be of."""
-    return ": ".join([*getattr(error, "__notes__", []), _explained(error)])
-
-
-def _explained(error: Exception) -> str:
+    """What to type instead, where that is known, else hydra's message, its cause, and the nearest name that exists."""
     if isinstance(error, OverrideParseException):
         return (
             f"{error.override} cannot be read ({first_line(error)}): put it in single quotes, and each setting in a "

@@ -180,10 +180,8 @@ def test_another_base_is_refused_and_both_are_named(tiny_model, saved, other):
 def test_the_same_base_with_other_weights_is_told_apart(tiny_model, saved):
     model = tiny_model("llama")
     model.resize_token_embeddings(model.config.vocab_size + 1, mean_resizing=False)
-    refuse(
-        model, saved, "own base model .*: same name, other weights; call load_adapter before resize_token_embeddings"
-    )
-    with pytest.raises(UserError, match="model.hub_id=<owner/name>\\)$"):
+    refuse(model, saved, "own base model: same name, other weights; call load_adapter before resize_token_embeddings")
+    with pytest.raises(UserError, match="own base model$"):
         load_adapter(tiny_model("gpt2"), saved)
 
 

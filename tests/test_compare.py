@@ -8,10 +8,8 @@ import pytest
 from running import only_run, run, tiny, write_texts
 from scipy import stats
 
-from focus_exp.config import Config, ModelConfig
 from focus_exp.evaluation import quality
 from focus_exp.jobs import compare as job
-from focus_exp.jobs.compare import bases_of
 from focus_exp.records.answers import answer
 from focus_exp.records.benchmarks import BenchmarkRow
 from focus_exp.records.comparison import load_run
@@ -147,20 +145,10 @@ def test_a_failed_arm_stays_with_its_reason_and_is_run_again(tmp_path):
 def test_a_mistake_in_any_arm_is_found_before_the_first_one_runs(tmp_path):
     result = run(*settings(tmp_path, focus=[], wrong=["attention.groops=3"]))
     assert result.code == 2 and "groops" in result.err and "did you mean" in result.err
-    assert result.err.startswith("error: arm wrong: ") and result.err.count("arm wrong") == 1
-    untrained = run(*settings(tmp_path, focus=[], bad=["attention=sparq"]))
-    assert untrained.code == 2 and untrained.err.startswith("error: arm bad: ")
-    named = run(*settings(tmp_path, base=[]))
-    assert named.code == 2 and "error: arm base: " in named.err and "another name" in named.err
     assert not (tmp_path / "runs").exists()
     assert run(*tiny(tmp_path), "job=compare").code == 2
     base = run(*settings(tmp_path, focus=[], nothing=["attention=full", "regime=none"]))
-    assert (
-        base.code == 2
-        and "~arms.nothing" in base.err
-        and base.err.count("arm nothing") == 1
-        and not (tmp_path / "runs").exists()
-    )
+    assert base.code == 2 and "~arms.nothing" in base.err and not (tmp_path / "runs").exists()
     unknown = run(*settings(tmp_path), "arm=lorra")
     assert unknown.code == 2 and "focus, lora, window" in unknown.err
 
@@ -376,11 +364,3 @@ def test_an_arm_that_reads_the_future_is_not_compared_with_the_base_either():
     said = all_findings(comparison_of(row("paper", kind="hard", causal=False, **compared(-0.1))))
     assert "paper: perplexity 20.09." in said
     assert any("reads the future: its perplexity is not one" in line for line in said)
-
-
-def test_arms_of_one_model_with_other_weights_are_told_apart():
-    made = (("a", "01"), ("b", "02"), ("c", "01"), ("small", "03"), ("failed", ""))
-    arms = [Arm(name=name, settings=[], base=base) for name, base in made]
-    models = {"small": "tiny_gpt2"}
-    configs = {arm.name: Config(model=ModelConfig(name=models.get(arm.name, "tiny_llama"))) for arm in arms}
-    assert bases_of(arms, configs) == {"tiny_llama": {"01": ["a", "c"], "02": ["b"]}, "tiny_gpt2": {"03": ["small"]}}

@@ -1,7 +1,6 @@
 """Focus with two encoders: its rule against the oracle, heads with groups of their own, budgets, and training."""
 
 import math
-from shutil import copytree
 from typing import Any
 
 import pytest
@@ -398,20 +397,6 @@ def test_an_adapter_is_measured_at_any_number_of_groups_and_named_by_its_method(
     trained, again, whole = (rows["focus_dual", k, job] for k, job in ((2, "train"), (2, "evaluate"), (6, "evaluate")))
     assert trained.nll == again.nll and 1 / 6 <= trained.largest_group <= 1
     assert whole.distant_pairs_kept == 1 and whole.nll == pytest.approx(records[0].rows[0].nll)
-
-
-def test_pairs_that_an_adapter_was_not_fitted_to_are_refused(tmp_path):
-    sizes = ["attention.fit_blocks=2", "attention.fit_held_out=1", "attention.fit_steps=4", "attention.groups=6"]
-    chosen = fitting(*tiny(tmp_path), "attention=focus_dual", "regime=none", "data.max_train_tokens=2000", *sizes)
-    assert run(*chosen, "attention.pairs=0.3").code == 0
-    evaluated = [*(part for part in chosen if not part.startswith("regime")), "job=evaluate"]
-    adapter = only_run(tmp_path) / "adapter"
-    refused = run(*evaluated, f"adapter={adapter}", "attention.pairs=0.2")
-    assert refused.code == 2 and "attention.pairs=0.2" in refused.err and "has pairs=0.3" in refused.err
-    assert run(*evaluated, f"adapter={adapter}", "attention.pairs=0.3").code == 0
-    alone = copytree(adapter, tmp_path / "alone")  # as it comes from the hub
-    refused = run(*evaluated, f"adapter={alone}", "attention.pairs=0.3")
-    assert refused.code == 2 and "is as it was fitted" in refused.err
 
 
 def test_a_layer_is_timed_beside_full_attention():

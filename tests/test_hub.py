@@ -105,18 +105,6 @@ def test_only_an_adapter_is_pushed(tmp_path):
         push_to_hub(tmp_path, REPO)
 
 
-def test_without_a_network_nothing_is_pushed_and_one_sentence_says_so(tiny_model, tmp_path):
-    folder = save_adapter(attach(tiny_model("llama"), groups=4), tmp_path / "adapter")
-    code = [
-        "try:",
-        f"    push_to_hub({str(folder)!r}, {REPO!r}, token='hf_x')",
-        "except UserError as error:",
-        "    print(error)",
-    ]
-    said = with_hub("http://127.0.0.1:9", tmp_path / "hub", code)
-    assert f"{folder} was not uploaded to {REPO}: " in said and "Traceback" not in said
-
-
 @pytest.mark.parametrize("name", ["no/such-adapter", "no/such-adapter@v2"])
 def test_without_a_network_the_hub_is_named(tiny_model, name):
     with pytest.raises(UserError, match="no folder here, nor to be had from the hub"):

@@ -2,10 +2,8 @@
 
 import csv
 import io
-import json
 from math import isfinite
 from pathlib import Path
-from shutil import copyfile, copytree
 
 import pytest
 import torch
@@ -15,7 +13,6 @@ from running import fitting, metrics_of, only_run, outcome, record_of, router_st
 from transformers import AutoModelForCausalLM
 
 from focus_exp.config import structured
-from focus_exp.models.load import revision_of_weights
 from focus_exp.models.random import byte_tokenizer
 from focus_exp.records.record import Record
 
@@ -79,26 +76,7 @@ def test_a_run_of_other_weights_is_not_taken_for_this_one(tmp_path):
         model.model.norm.weight.mul_(2)
     model.save_pretrained(weights)
     again = run(*command)
-    assert again.code == 2 and f"model.path={weights} holds another model or tokenizer than when" in again.err
-
-
-def test_a_run_of_another_tokenizer_is_not_taken_for_this_one(tmp_path):
-    weights = tmp_path / "weights"
-    for each in (build("tiny_llama"), byte_tokenizer()):
-        each.save_pretrained(weights)
-    command = [*tiny(tmp_path, "tokens-changed"), *MEASURE, "eval.tasks=[]", f"model.path={weights}"]
-    assert run(*command).code == 0
-    place = only_run(tmp_path / "tokens-changed") / "record.json"
-    kept = place.read_text()
-    tokenizer = weights / "tokenizer.json"
-    tokenizer.write_text(tokenizer.read_text(encoding="utf-8") + " ", encoding="utf-8")
-    again = run(*command)
-    assert again.code == 2 and f"model.path={weights} holds another model or tokenizer than when" in again.err
-    # a run of before said nothing of the tokenizer
-    place.write_text(
-        kept.replace(json.loads(kept)["model"]["revision"], revision_of_weights(str(weights), without=True))
-    )
-    assert "finished already" in run(*command).out
+    assert again.code == 2 and f"model.path={weights} holds another model than when" in again.err
 
 
 def test_run_folder_holds_config_metrics_adapter_record_tables_and_figures(folder, retrofit):
@@ -218,17 +196,6 @@ def test_finetuned_model_and_adapter_can_be_used_again(folder, finetuned):
     before, after = rows(trained), rows(reused)
     assert after["base, full attention"].nll == pytest.approx(before["full attention, trained weights"].nll, rel=1e-5)
     assert after["Focus hard k=1"].nll == pytest.approx(before["Focus hard k=1"].nll, rel=1e-5)
-
-
-def test_an_adapter_is_measured_on_its_own_base_where_none_is_named(folder, finetuned, tmp_path):
-    unnamed = [setting for setting in tiny(folder, "unnamed") if not setting.startswith("model=")]
-    assert run(*unnamed, "job=evaluate", f"adapter={finetuned / 'adapter'}").code == 0
-    trained = Record.load(finetuned / "record.json").method["weights"]
-    assert record_of(folder / "unnamed").model["fingerprint"] == trained
-    alone = copytree(finetuned / "adapter", tmp_path / "adapter")  # with neither model/ nor a record beside it
-    copyfile(finetuned / "record.json", tmp_path / "record.json")
-    again = run(*unnamed, "job=evaluate", f"adapter={alone}")
-    assert again.code == 2 and "belongs to" in again.err and "model.path=<folder>" in again.err
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,6 @@ from graphlib import TopologicalSorter
 from pathlib import Path
 
 import pytest
-from mutants import MUTANTS
 
 ROOT = Path(__file__).parent.parent
 FILES = sorted((ROOT / "focus_exp").rglob("*.py"))
@@ -82,13 +81,6 @@ def test_imports_go_one_way(path):
     own = part_of(path)
     used = {name.split(".")[1] for name in imports(path) if name.startswith("focus_exp.")}
     assert used <= MAY_IMPORT[own] | {own}
-
-
-def test_every_fault_to_be_tried_still_has_its_place():
-    found = {
-        (fault.file, fault.old): (ROOT / "focus_exp" / fault.file).read_text(encoding="utf-8") for fault in MUTANTS
-    }
-    assert [place for place, text in found.items() if text.count(place[1]) != 1] == []
 
 
 def test_attention_imports_torch_triton_and_itself_alone():

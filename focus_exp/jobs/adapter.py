@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 from hydra.core.hydra_config import HydraConfig
@@ -12,22 +11,18 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from focus_exp.checks import validate
-from focus_exp.config import Config, ModelConfig, RegimeConfig
+from focus_exp.config import Config, RegimeConfig
 from focus_exp.config_attention import FocusConfig, attention_of, schema_of
 from focus_exp.errors import UserError, first_line
 from focus_exp.models.adapter import read_description
-from focus_exp.records.comparison import RECORD
-from focus_exp.records.record import Record
 
-ADHOC = Config().experiment
 FREE = ("top_k", "pair_rule", "backend")  # of attention.*, what an adapter may be measured under that is not its own
 
 
 def with_adapter(config: Config, typed: list[str] | None = None) -> Config:
     """The configuration with the adapter's own method in place of attention.*, and nothing to train.
 
-    Its base is the adapter's own where neither an experiment nor what was typed chooses one. UserError where an
-    override that was typed, of the command line unless given, asks for what the adapter is not.
+    UserError where an override that was typed, of the command line unless given, asks for what the adapter is not.
     """
     description = read_description(str(config.adapter))
     if typed is None:
@@ -42,9 +37,7 @@ def with_adapter(config: Config, typed: list[str] | None = None) -> Config:
         if config.dual and method == "focus_dual":
             chosen["top_k"] = config.dual.top_k
         attention: Any = OmegaConf.to_object(attention_of(description["options"] | chosen))
-        chooses = config.experiment != ADHOC or any(setting.lstrip("+").startswith("model") for setting in typed)
-        model = config.model if chooses else base_of(config, description)
-        merged = replace(config, attention=attention, model=model, regime=RegimeConfig(name="none"))
+        merged = replace(config, attention=attention, regime=RegimeConfig(name="none"))
         validate(merged)
     except (OmegaConfBaseException, UserError) as error:
         raise UserError(f"the adapter in {config.adapter} cannot be measured: {first_line(error)}") from error
@@ -52,47 +45,15 @@ def with_adapter(config: Config, typed: list[str] | None = None) -> Config:
 
 
 def refuse_ignored(config: Config, description: dict[str, Any], typed: list[str]) -> None:
-    """UserError for attention.* that would change nothing: tables of other settings would hold the same numbers.
-
-    How an adapter was fitted its description does not hold, the record beside it does.
-    """
-    record = record_beside(config)
-    fitted = record.config["attention"] if record else {}
-    own = {**fitted, **description["options"], "method": description["method"]}
+    """UserError for attention.* that would change nothing: tables of other settings would hold the same numbers."""
+    own = {**description["options"], "method": description["method"]}
     free = {*FREE} if own.get("budget") is None else {*FREE} - {"top_k"}
     settings = {setting.key_or_group: setting for setting in OverridesParser.create().parse_overrides(typed)}
     for name, setting in settings.items():
         group, _, key = name.partition(".")
-        if group != "attention" or key in free or (key not in own and key != "pairs"):
-            continue
-        if key not in own or setting.value() != own[key]:
-            has = f"has {key}={own[key]}" if key in own else "is as it was fitted"
-            has = "reads as many groups as its budget says" if key == "top_k" else has
+        if group == "attention" and key in own and key not in free and setting.value() != own[key]:
+            has = "reads as many groups as its budget says" if key == "top_k" else f"has {key}={own[key]}"
             raise UserError(
                 f"{setting.input_line}: the adapter in {config.adapter} {has}, which cannot be changed when it is "
                 f"measured; of attention.* {', '.join(FREE)} can"
             )
-
-
-def base_of(config: Config, description: dict[str, Any]) -> ModelConfig:
-    """The model that the adapter belongs to, as far as it or the run that it lies in says; else that of `config`.
-
-    A folder is known to the run alone, for the adapter goes to other machines.
-    """
-    given, base, record = config.model, description["base_model"], record_beside(config)
-    trained = Path(str(config.adapter)).with_name("model")
-    if (trained / "config.json").is_file():
-        return replace(given, path=str(trained), architecture={}, trained_by=[])
-    if record:
-        made: Any = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(ModelConfig), record.config["model"]))
-        return made
-    if base.get("revision") and "/" in base["name"]:
-        hub = {"hub_id": base["name"], "revision": base["revision"]}
-        return replace(given, path=None, architecture={}, trained_by=[], **hub)
-    return given
-
-
-def record_beside(config: Config) -> Record | None:
-    """The record of the run that the adapter lies in."""
-    path = Path(str(config.adapter)).with_name(RECORD)
-    return Record.load(path) if path.exists() else None

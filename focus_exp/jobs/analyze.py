@@ -11,7 +11,6 @@ from focus_exp.config import Config
 from focus_exp.errors import UserError
 from focus_exp.evaluation.groups import GroupAnalysis
 from focus_exp.jobs.adapter import with_adapter
-from focus_exp.jobs.inputs import held_in
 from focus_exp.jobs.router import put_router
 from focus_exp.jobs.run import already_finished, open_run, run_folder
 from focus_exp.jobs.train import describe, headline, load, prepare, sample_blocks
@@ -44,7 +43,6 @@ def analyze(config: Config) -> None:
         for other in settings.others:  # what is wrong with them is known before a router is trained
             read_adapter(model, other)
         put_router(run, model, blocks, precision, config.eval.window)
-        run.record.method["others"] = {other: held_in(other) for other in settings.others}
         balancing = config.focus.calibration_blocks if config.has_router else 0
         calibration = sample_blocks(blocks, balancing or CALIBRATION_BLOCKS, config.seed + 2)
         windows = evaluation.quality.blocks

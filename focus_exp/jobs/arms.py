@@ -7,16 +7,12 @@ from dataclasses import replace
 from hydra import compose
 from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.errors import HydraException
 from omegaconf import OmegaConf
-from omegaconf.errors import OmegaConfBaseException
 
 from focus_exp.checks import parse
 from focus_exp.config import Config, phases_of
 from focus_exp.errors import UserError
 from focus_exp.jobs.adapter import with_adapter
-
-BASE = "base"  # of a comparison's table
 
 
 def compose_arms(config: Config) -> dict[str, Config]:
@@ -28,9 +24,6 @@ def compose_arms(config: Config) -> dict[str, Config]:
             found[name] = compose_arm(config, name, HydraConfig.get().overrides.task)
         except UserError as error:
             raise UserError(f"arm {name}: {error}") from error
-        except (HydraException, OmegaConfBaseException) as error:
-            error.add_note(f"arm {name}")
-            raise
     return found
 
 
@@ -40,19 +33,19 @@ def compose_arm(config: Config, name: str | None, command_line: list[str]) -> Co
     With an adapter it is measured, not trained. UserError where the arm asks for another method than the adapter's, or
     for no more than the base.
     """
-    if name == BASE:
-        raise UserError(f"{BASE} is what all arms are compared with in the tables; give the arm another name")
     composed = compose_shared([*command_line, *config.every_arm], config.arms[name] if name else [])
     job = "evaluate" if composed.adapter else "train"
     arm = replace(composed, job=job, arm=name, arms={}, every_arm=[], against=[])
     if name and arm.attention.method == "full" and not phases_of(arm):
-        raise UserError(f"it is the base as it is, which every comparison measures; leave it out with ~arms.{name}")
+        raise UserError(
+            f"arm {name} is the base as it is, which every comparison measures; leave it out with ~arms.{name}"
+        )
     if not arm.adapter:
         return arm
     merged = with_adapter(arm, [*command_line, *(config.arms[name] if name else [])])
     if merged.attention.method != arm.attention.method:
         raise UserError(
-            f"it asks for attention={arm.attention.name}, but adapter={arm.adapter} holds "
+            f"arm {name} asks for attention={arm.attention.name}, but adapter={arm.adapter} holds "
             f"{merged.attention.method}; leave the arm out with ~arms.{name}, or the adapter"
         )
     return merged

@@ -78,10 +78,6 @@ def compare_all(config: Config, configs: dict[str, Config]) -> None:
         if len(processors := processors_of(configs)) > 1:
             named = "; ".join(f"{cpu}: {', '.join(names)}" for cpu, names in processors.items())
             run.warn(f"arms were trained on several processors, whose rounding training magnifies ({named})")
-        for model, bases in bases_of(run.record.arms, configs).items():
-            if len(bases) > 1:
-                named = "; ".join(", ".join(names) for names in bases.values())
-                run.warn(f"arms have {model} with different weights, and stand unpaired where these differ ({named})")
 
 
 def processors_of(configs: dict[str, Config]) -> dict[str, list[str]]:
@@ -90,15 +86,6 @@ def processors_of(configs: dict[str, Config]) -> dict[str, list[str]]:
     for name, config in configs.items():
         if (path := run_folder(config) / "record.json").exists():
             found.setdefault(Record.load(path).machine.get("cpu", "unknown"), []).append(name)
-    return found
-
-
-def bases_of(arms: list[Arm], configs: dict[str, Config]) -> dict[str, dict[str, list[str]]]:
-    """Of each model the arms that were made on it, by the weights that it had."""
-    found: dict[str, dict[str, list[str]]] = {}
-    for arm in arms:
-        if arm.base:
-            found.setdefault(configs[arm.name].model.name, {}).setdefault(arm.base, []).append(arm.name)
     return found
 
 

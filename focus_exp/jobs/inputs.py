@@ -2,15 +2,10 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
-from functools import partial
 from pathlib import Path
 from typing import Any
 
-from focus_exp.assets import adapter_folder
 from focus_exp.config import Config
-from focus_exp.config_hash import content
 from focus_exp.data.files import find_texts, revision_of
 from focus_exp.errors import UserError
 from focus_exp.models.load import revision_of_weights
@@ -21,23 +16,10 @@ from focus_exp.training.regimes import CHECKPOINTS
 
 def refuse_other_inputs(config: Config, record: Record) -> None:
     """UserError where files have changed since the run began; what is gone has not changed what it found."""
-    for other, then in record.method.get("others", {}).items():
-        if Path(other).expanduser().exists() and (now := held_in(other)) != then:
-            raise UserError(
-                f"analyze.others: {other} holds another adapter than when {run_folder(config)} was made ({now}, then "
-                f"{then}); overwrite=true makes it anew, another runs_dir leaves it alone"
-            )
     texts = config.data.files if config.data.source == "files" else None
-    for key, place, read, look, before in (
-        ("data.files", texts, record.data, lambda place: revision_of(find_texts(place)), lambda _: None),
-        # until lately it said nothing of the tokenizer
-        (
-            "model.path",
-            config.model.path,
-            record.model,
-            revision_of_weights,
-            partial(revision_of_weights, without=True),
-        ),
+    for key, place, read, look in (
+        ("data.files", texts, record.data, lambda place: revision_of(find_texts(place))),
+        ("model.path", config.model.path, record.model, revision_of_weights),
     ):
         if place is None or (then := read.get("revision")) is None:
             continue
@@ -45,17 +27,12 @@ def refuse_other_inputs(config: Config, record: Record) -> None:
             now = look(place)
         except (UserError, OSError):
             continue
-        if then not in (now, before(place)):
-            what = "text" if key == "data.files" else "model or tokenizer"
+        if now != then:
+            what = "text" if key == "data.files" else "model"
             raise UserError(
                 f"{key}={place} holds another {what} than when {run_folder(config)} was made ({now}, then {then}); "
                 "overwrite=true makes it anew, another runs_dir leaves it alone"
             )
-
-
-def held_in(adapter: str) -> str:
-    """Twelve hex digits of what an adapter holds."""
-    return hashlib.sha256(json.dumps(content(str(adapter_folder(adapter)))).encode()).hexdigest()[:12]
 
 
 def refuse_another(part: str, then: dict[str, Any], fingerprint: str, folder: Path) -> None:

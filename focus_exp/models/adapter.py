@@ -32,8 +32,6 @@ FIELDS = {
     "method": str, "options": dict, "layers": list, "causal": bool, "trainable_parameters": int, "base_model": dict,
 }  # fmt: skip
 
-UNREACHED: Any = HfHubHTTPError.__bases__[0]  # what the client of the hub raises where there is no network
-
 
 def save_adapter(
     model: PreTrainedModel, folder: str | Path, extra: dict[str, Any] | None = None, write: bool = True
@@ -94,7 +92,7 @@ def push_to_hub(folder: str | Path, repo_id: str, *, private: bool = False, toke
         return str(hub.upload_folder(repo_id=repo_id, folder_path=folder, allow_patterns=[*ADAPTER_FILES]))
     except LocalTokenNotFoundError as error:
         raise UserError(f"the hub does not know who uploads {repo_id}; run: hf auth login") from error
-    except (UNREACHED, HfHubHTTPError, OSError, ValueError) as error:
+    except (HfHubHTTPError, OSError, ValueError) as error:
         raise UserError(f"{folder} was not uploaded to {repo_id}: {first_line(error)}") from error
 
 
@@ -183,8 +181,7 @@ def read_adapter(model: PreTrainedModel, folder: str | Path) -> tuple[dict[str, 
         raise UserError(
             f"the adapter in {folder} belongs to {wanted['name']} (fingerprint {wanted['fingerprint'][:12]}), "
             f"but this model is {model.config.name_or_path or type(model).__name__} (fingerprint {found[:12]}); "
-            "load the adapter's own base model (model.path=<folder> or model.hub_id=<owner/name>)"
-            f"{alike if wanted['name'] == base_name(model) else ''}"
+            f"load the adapter's own base model{alike if wanted['name'] == base_name(model) else ''}"
         )
     # another version of transformers may know other names
     known, here = wanted.get("arithmetic", {}), arithmetic_of(model.config)

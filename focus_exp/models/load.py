@@ -29,7 +29,7 @@ from transformers.utils import logging
 
 from focus_exp.assets import Provenance, choose_source, why_embedded
 from focus_exp.config import ModelConfig
-from focus_exp.errors import UserError, first_line
+from focus_exp.errors import UserError
 from focus_exp.models import embedded
 from focus_exp.models.random import architecture_config, byte_tokenizer, random_model
 from focus_exp.shipped import is_shipped
@@ -149,12 +149,10 @@ def without_names(values: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def revision_of_weights(path: str, without: bool = False) -> str:
-    """Twelve hex digits of a folder's configuration, weights and, but where they are to be left out (`without`), of the
-    tokenizer's files; of a large file, of a page of every mebibyte."""
+def revision_of_weights(path: str) -> str:
+    """Twelve hex digits of a folder's configuration and weights; of a large file, of a page of every mebibyte."""
     folder = Path(path).expanduser()
-    tokenizer = [] if without else [*folder.glob("tokenizer*"), *folder.glob("vocab.*"), *folder.glob("merges.txt")]
-    files = sorted([folder / "config.json", *folder.glob("*.safetensors"), *folder.glob("*.bin"), *tokenizer])
+    files = sorted([folder / "config.json", *folder.glob("*.safetensors"), *folder.glob("*.bin")])
     held = [f"{file.name} {_sampled(file, (of := file.stat()).st_size, of.st_mtime_ns)}" for file in files]
     return hashlib.sha256(" ".join(held).encode()).hexdigest()[:12]
 
@@ -262,12 +260,7 @@ def _pretrained(auto: Any, place: Place, **options: Any) -> Any:
                 f"{place.provenance.requested} is a {options['config'].model_type} and does not predict the next "
                 "token; give a causal language model with model.hub_id or model.path"
             ) from error
-        if place.provenance.source != "local":
-            raise _missing(f"the {PARTS[auto]} of {place.provenance.requested}", error) from error
-        lacks = f"its {PARTS[auto]} cannot be read ({first_line(error)}); save the model there again"
-        if auto is AutoTokenizer and not any(Path(place.folder).glob("tokenizer*")):
-            lacks = "it has no tokenizer; save one there with tokenizer.save_pretrained"
-        raise UserError(f"model.path={place.provenance.requested}: {lacks}") from error
+        raise _missing(f"the {PARTS[auto]} of {place.provenance.requested}", error) from error
 
 
 def _with_dropout_of(config: PreTrainedConfig, cfg: ModelConfig) -> PreTrainedConfig:
@@ -294,7 +287,8 @@ def _check_tokenizer(tokenizer: PreTrainedTokenizerBase, name: str) -> None:
 
 
 def _missing(name: str, error: Exception) -> UserError:
+    reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
     return UserError(
-        f"{name}: {first_line(error)}\n"
-        "Check model.hub_id and model.revision; a gated model needs its terms accepted and `hf auth login`."
+        f"{name}: {reason}\n"
+        "Check model.hub_id, model.revision or model.path; a gated model needs its terms accepted and `hf auth login`."
     )
