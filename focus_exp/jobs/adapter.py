@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import Override
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
@@ -15,8 +18,8 @@ from focus_exp.config import Config, RegimeConfig
 from focus_exp.config_attention import FocusConfig, attention_of, schema_of
 from focus_exp.errors import UserError, first_line
 from focus_exp.models.adapter import read_description
-
-FREE = ("top_k", "pair_rule", "backend")  # of attention.*, what an adapter may be measured under that is not its own
+from focus_exp.records.comparison import RECORD
+from focus_exp.records.record import Record
 
 
 def with_adapter(config: Config, typed: list[str] | None = None) -> Config:
@@ -27,15 +30,15 @@ def with_adapter(config: Config, typed: list[str] | None = None) -> Config:
     description = read_description(str(config.adapter))
     if typed is None:
         typed = list(HydraConfig.get().overrides.task) if HydraConfig.initialized() else []
-    refuse_ignored(config, description, typed)
+    settings = {setting.key_or_group: setting for setting in OverridesParser.create().parse_overrides(typed)}
+    refuse_ignored(config, description, settings)
     method = description["method"]
-    name = config.attention.name if config.attention.method == method else method
-    chosen = {"name": name, "method": method, "backend": config.attention.backend}
+    alike = isinstance(config.attention, schema_of(method))
+    chosen = {"method": method, "name": config.attention.name if config.attention.method == method else method}
+    for key in free_of(description):
+        if key == "backend" or alike or f"attention.{key}" in settings:
+            chosen[key] = getattr(config.attention, key)
     try:
-        if config.has_router and issubclass(schema_of(method), FocusConfig):
-            chosen |= {"top_k": config.focus.top_k, "pair_rule": config.focus.pair_rule}
-        if config.dual and method == "focus_dual":
-            chosen["top_k"] = config.dual.top_k
         attention: Any = OmegaConf.to_object(attention_of(description["options"] | chosen))
         merged = replace(config, attention=attention, regime=RegimeConfig(name="none"))
         validate(merged)
@@ -44,16 +47,51 @@ def with_adapter(config: Config, typed: list[str] | None = None) -> Config:
     return merged
 
 
-def refuse_ignored(config: Config, description: dict[str, Any], typed: list[str]) -> None:
+def free_of(description: dict[str, Any]) -> list[str]:
+    """Of attention.*, what the adapter may be measured under that is not its own."""
+    if issubclass(schema_of(description["method"]), FocusConfig):
+        return ["top_k", "pair_rule", "backend"]
+    counted = description["method"] == "focus_dual" and description["options"].get("budget") is None
+    return ["top_k", "backend"] if counted else ["backend"]
+
+
+def refuse_ignored(config: Config, description: dict[str, Any], typed: dict[str, Override]) -> None:
     """UserError for attention.* that would change nothing: tables of other settings would hold the same numbers."""
-    own = {**description["options"], "method": description["method"]}
-    free = {*FREE} if own.get("budget") is None else {*FREE} - {"top_k"}
-    settings = {setting.key_or_group: setting for setting in OverridesParser.create().parse_overrides(typed)}
-    for name, setting in settings.items():
+    method, free = description["method"], free_of(description)
+    known, made = vars(schema_of(method)()), made_with(config, description)
+    for name, setting in typed.items():
         group, _, key = name.partition(".")
-        if group == "attention" and key in own and key not in free and setting.value() != own[key]:
-            has = "reads as many groups as its budget says" if key == "top_k" else f"has {key}={own[key]}"
-            raise UserError(
-                f"{setting.input_line}: the adapter in {config.adapter} {has}, which cannot be changed when it is "
-                f"measured; of attention.* {', '.join(FREE)} can"
-            )
+        if group != "attention" or key in ("", "name", *free) or not hasattr(config.attention, key):
+            continue
+        asked = setting.value()
+        if isinstance(asked, str) and "${" in asked:
+            asked = getattr(config.attention, key)
+        if key in made and asked == made[key]:
+            continue
+        kept = "which stays as it is when it is measured; leave it out, or train anew for another"
+        if key == "top_k" and made.get("budget") is not None:
+            why = f"reads as many groups as its budget says, {kept}"
+        elif key in made:
+            why = f"has {key}={made[key]}, {kept}"
+        else:
+            why = f"does not say its {key}, {kept}" if key in known else f"is of {method}, which has no {key}"
+        raise UserError(
+            f"{setting.input_line}: the adapter in {config.adapter} {why}; of attention.* {', '.join(free)} can be "
+            "chosen"
+        )
+
+
+def made_with(config: Config, description: dict[str, Any]) -> dict[str, Any]:
+    """attention.* under which the adapter was made, as far as it says, or the record of the run that it lies in."""
+    own = description["options"] | {"method": description["method"]}
+    record = record_beside(config)
+    if record is None or record.setting("attention", "method") != description["method"]:
+        return own
+    return vars(schema_of(description["method"])()) | record.config["attention"] | own
+
+
+def record_beside(config: Config) -> Record | None:
+    """Of the run that the adapter lies in, where there is one that can be read."""
+    with suppress(UserError):
+        return Record.load(Path(str(config.adapter)).with_name(RECORD))
+    return None

@@ -13,6 +13,7 @@ from focus_exp.checks import parse
 from focus_exp.config import Config, phases_of
 from focus_exp.errors import UserError
 from focus_exp.jobs.adapter import with_adapter
+from focus_exp.models.adapter import read_description
 
 
 def compose_arms(config: Config) -> dict[str, Config]:
@@ -42,13 +43,13 @@ def compose_arm(config: Config, name: str | None, command_line: list[str]) -> Co
         )
     if not arm.adapter:
         return arm
-    merged = with_adapter(arm, [*command_line, *(config.arms[name] if name else [])])
-    if merged.attention.method != arm.attention.method:
+    held = read_description(arm.adapter)["method"]
+    if name and held != arm.attention.method:
         raise UserError(
-            f"arm {name} asks for attention={arm.attention.name}, but adapter={arm.adapter} holds "
-            f"{merged.attention.method}; leave the arm out with ~arms.{name}, or the adapter"
+            f"arm {name} asks for attention={arm.attention.name}, but adapter={arm.adapter} holds {held}; leave the "
+            f"arm out with ~arms.{name}, or the adapter"
         )
-    return merged
+    return with_adapter(arm, [*command_line, *config.every_arm, *(config.arms[name] if name else [])])
 
 
 def compose_shared(shared: list[str], own: list[str]) -> Config:
