@@ -83,7 +83,12 @@ def checked(given: str, conf: Path) -> str:
 
 
 def explain(error: Exception) -> str:
-    """What to type instead, where that is known, else hydra's message, its cause, and the nearest name that exists."""
+    """What to type instead, after what was noted of the error: the arm of a comparison whose settings these are."""
+    return ": ".join([*getattr(error, "__notes__", []), instead_of(error)])
+
+
+def instead_of(error: Exception) -> str:
+    """The same where it is known, else hydra's message, its cause, and the nearest name that exists."""
     if isinstance(error, OverrideParseException):
         return (
             f"{error.override} cannot be read ({first_line(error)}): put it in single quotes, and each setting in a "
