@@ -31,6 +31,8 @@ SENTENCES = {
     r"An item is already at '(?P<key>[^']+)'": "{key} is a key of every run: write it without the plus, {key}=...",
     r"Could not override 'arms\.(?P<arm>[^']+)'": "there is no arm {arm}; one is added with a plus, in quotes: "
     + QUOTED,
+    r"Could not override 'arms'\.[\s\S]*not in struct": "arms= takes no arms in place of others: one is added with a "
+    f"plus, in quotes: {QUOTED}, and ~arms leaves out those of the experiment",
     r"Error merging override \+*(?P<key>arms\.\S+?)=[\s\S]*is not a ListConfig": (
         "{key} is a list of settings, written in quotes: " + QUOTED
     ),

@@ -150,6 +150,8 @@ def test_a_mistake_in_any_arm_is_found_before_the_first_one_runs(tmp_path):
     assert sparse.code == 2 and sparse.err.startswith("error: arm bad: regime=retrofit trains only a router")
     unread = run(*settings(tmp_path, focus=[], nothing=["attention=nothing"]))
     assert unread.code == 2 and unread.err.startswith("error: arm nothing: there is no attention/nothing")
+    same = run(*settings(tmp_path, focus=[], base=[]))
+    assert same.code == 2 and same.err.startswith("error: arm base: ") and "give the arm another" in same.err
     assert not (tmp_path / "runs").exists()
     assert run(*tiny(tmp_path), "job=compare").code == 2
     base = run(*settings(tmp_path, focus=[], nothing=["attention=full", "regime=none"]))

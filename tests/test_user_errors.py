@@ -38,6 +38,8 @@ TYPED = {
     "+arms.mine=[attention.groups=16]": ["+arms.mine=[attention.groups=16] cannot be read", "single quotes", PLUS_ARM],
     "+arms.mine=attention.groups=16": ["arms.mine is a list of settings", PLUS_ARM],
     'arms.mine=["attention.groups=16"]': ["no arm mine", "with a plus", PLUS_ARM],
+    'arms={one:[],two:["attention.groups=8"]}': ["arms= takes no arms in place", "with a plus", PLUS_ARM, "~arms"],
+    "arms={one:[]}": ["arms= takes no arms in place", "with a plus", PLUS_ARM, "~arms leaves out"],
     "hydra/launcher=local": ["hydra/launcher=local", "add -m"],
     "hydra.run.dir=elsewhere": ["hydra.run.dir=elsewhere moves nothing", "runs_dir=elsewhere"],
     "--config-name=retrofit_124m": ["leave the option out", "+experiment="],

@@ -17,6 +17,8 @@ from focus_exp.errors import UserError
 from focus_exp.jobs.adapter import with_adapter
 from focus_exp.models.adapter import read_description
 
+BASE = "base"  # in a comparison's tables the model with nothing attached
+
 
 def compose_arms(config: Config) -> dict[str, Config]:
     """Those of the command line's comparison: `config.arm` alone where it is given."""
@@ -42,7 +44,9 @@ def compose_arm(config: Config, name: str | None, command_line: list[str]) -> Co
 
 
 def composed_arm(config: Config, name: str | None, command_line: list[str]) -> Config:
-    """The same; UserError where the arm asks for another method than the adapter's, or for no more than the base."""
+    """The same; UserError for an arm that is called base, or is no more, and for another method than the adapter's."""
+    if name == BASE:
+        raise UserError("what all arms are compared with has that name in the tables; give the arm another")
     own = config.arms[name] if name else []
     composed = compose_shared([*command_line, *config.every_arm], own)
     job = "evaluate" if composed.adapter else "train"
