@@ -1,5 +1,7 @@
 """What users of Hydra, Hugging Face and SLURM get wrong in their first hour: one sentence that says what to type."""
 
+import errno
+import os
 import re
 from pathlib import Path
 
@@ -144,6 +146,26 @@ def test_too_little_memory_is_one_error(settings, monkeypatch, error):
     monkeypatch.setattr(command_line, "execute", full)
     message = refused(*settings)
     assert "out of memory" in message and "trainer.batch_size=1" in message and "job=plan" in message
+
+
+@pytest.mark.parametrize("number", [errno.ENOENT, errno.EACCES])
+def test_a_folder_that_cannot_be_made_is_one_error(settings, tmp_path, monkeypatch, number):
+    make, place = os.mkdir, tmp_path / "none"
+
+    def mkdir(path, mode=0o777):
+        if place in (Path(path), *Path(path).parents):
+            raise OSError(number, os.strerror(number), str(path))
+        make(path, mode)
+
+    monkeypatch.setattr(os, "mkdir", mkdir)
+    message = refused(*settings, f"runs_dir={place}")
+    assert f"cannot write {place}" in message and os.strerror(number) in message and "runs_dir=" in message
+
+
+def test_an_input_that_is_not_there_is_no_folder_that_cannot_be_made(settings, monkeypatch):
+    monkeypatch.setattr(command_line, "execute", lambda config: Path("/nowhere/text").read_text())
+    with pytest.raises(FileNotFoundError, match="/nowhere/text"):
+        run(*settings)
 
 
 def test_other_errors_keep_their_stack_trace(settings, monkeypatch):
