@@ -14,18 +14,20 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from focus_exp.checks import validate
-from focus_exp.config import Config, RegimeConfig
+from focus_exp.config import Config, ModelConfig, RegimeConfig
 from focus_exp.config_attention import FocusConfig, attention_of, schema_of
 from focus_exp.errors import UserError, first_line
-from focus_exp.models.adapter import read_description
+from focus_exp.models.adapter import GIVE_BASE, read_description
 from focus_exp.records.comparison import RECORD
 from focus_exp.records.record import Record
+from focus_exp.shipped import own
 
 
 def with_adapter(config: Config, typed: list[str] | None = None) -> Config:
     """The configuration with the adapter's own method in place of attention.*, and nothing to train.
 
-    UserError where an override that was typed, of the command line unless given, asks for what the adapter is not.
+    Its base is the adapter's own where neither an experiment nor an override chooses a model. UserError where one that
+    was typed, of the command line unless given, asks for what the adapter is not.
     """
     description = read_description(str(config.adapter))
     if typed is None:
@@ -38,9 +40,12 @@ def with_adapter(config: Config, typed: list[str] | None = None) -> Config:
     for key in free_of(description):
         if key == "backend" or alike or f"attention.{key}" in settings:
             chosen[key] = getattr(config.attention, key)
+    model = config.model
+    if config.experiment == Config.experiment and not any(key.partition(".")[0] == "model" for key in settings):
+        model = base_of(config, description)
     try:
         attention: Any = OmegaConf.to_object(attention_of(description["options"] | chosen))
-        merged = replace(config, attention=attention, regime=RegimeConfig(name="none"))
+        merged = replace(config, model=model, attention=attention, regime=RegimeConfig(name="none"))
         validate(merged)
     except (OmegaConfBaseException, UserError) as error:
         raise UserError(f"the adapter in {config.adapter} cannot be measured: {first_line(error)}") from error
@@ -83,11 +88,31 @@ def refuse_ignored(config: Config, description: dict[str, Any], typed: dict[str,
 
 def made_with(config: Config, description: dict[str, Any]) -> dict[str, Any]:
     """attention.* under which the adapter was made, as far as it says, or the record of the run that it lies in."""
-    own = description["options"] | {"method": description["method"]}
+    told = description["options"] | {"method": description["method"]}
     record = record_beside(config)
     if record is None or record.setting("attention", "method") != description["method"]:
-        return own
-    return vars(schema_of(description["method"])()) | record.config["attention"] | own
+        return told
+    return vars(schema_of(description["method"])()) | record.config["attention"] | told
+
+
+def base_of(config: Config, description: dict[str, Any]) -> ModelConfig:
+    """The model that the adapter belongs to, as the run in which it lies says, or else the adapter; where neither does,
+    that of `config`. UserError where it is a folder that is gone.
+
+    An adapter goes to other machines, so it names none of their folders; the run has them.
+    """
+    base, record = description["base_model"], record_beside(config)
+    trained = Path(str(config.adapter)).with_name("model")
+    found = config.model
+    if record and "name" in (kept := record.config.get("model", {})):
+        found = ModelConfig(**{key: kept[key] for key in vars(found) if key in kept})
+    elif base.get("revision") and "/" in base["name"]:
+        found = own("model", replace(found, path=None, hub_id=base["name"], revision=base["revision"]))
+    if (trained / "config.json").is_file():
+        return own("model", replace(found, path=str(trained)))
+    if found.path and not Path(found.path).expanduser().is_dir():
+        raise UserError(f"the adapter in {config.adapter} is of model.path={found.path}, which is gone; {GIVE_BASE}")
+    return found
 
 
 def record_beside(config: Config) -> Record | None:

@@ -28,6 +28,7 @@ from focus_exp.storage import aside
 log = logging.getLogger(__name__)
 WEIGHTS, DESCRIPTION, CARD = ADAPTER_FILES
 FORMAT = 1
+GIVE_BASE = "the command line takes it by model.path=<its folder> or model.hub_id=<owner/name>"
 FIELDS = {
     "method": str, "options": dict, "layers": list, "causal": bool, "trainable_parameters": int, "base_model": dict,
 }  # fmt: skip
@@ -181,7 +182,7 @@ def read_adapter(model: PreTrainedModel, folder: str | Path) -> tuple[dict[str, 
         raise UserError(
             f"the adapter in {folder} belongs to {wanted['name']} (fingerprint {wanted['fingerprint'][:12]}), "
             f"but this model is {model.config.name_or_path or type(model).__name__} (fingerprint {found[:12]}); "
-            f"load the adapter's own base model{alike if wanted['name'] == base_name(model) else ''}"
+            f"load the adapter's own base model{alike if wanted['name'] == base_name(model) else ''}; {GIVE_BASE}"
         )
     # another version of transformers may know other names
     known, here = wanted.get("arithmetic", {}), arithmetic_of(model.config)
