@@ -11,6 +11,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from focus_exp.errors import UserError, first_line
 
 TOKENIZER = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model")  # a tokenizer has one
+BESIDE_TOKENIZER = ("merges.txt", "added_tokens.json", "special_tokens_map.json", "tokenizer_config.json")
 NO_TOKENIZER = (
     f"it has no tokenizer: {', '.join(TOKENIZER[:-1])} or {TOKENIZER[-1]} is missing; put there what "
     "tokenizer.save_pretrained writes"

@@ -30,7 +30,7 @@ from focus_exp.assets import Provenance, choose_source, why_embedded
 from focus_exp.config import ModelConfig
 from focus_exp.errors import UserError
 from focus_exp.models import embedded
-from focus_exp.models.files import check_tokenizer, check_weights, missing, unreadable
+from focus_exp.models.files import BESIDE_TOKENIZER, TOKENIZER, check_tokenizer, check_weights, missing, unreadable
 from focus_exp.models.random import architecture_config, byte_tokenizer, random_model
 from focus_exp.shipped import is_shipped
 
@@ -152,7 +152,17 @@ def without_names(values: dict[str, Any]) -> dict[str, Any]:
 def revision_of_weights(path: str) -> str:
     """Twelve hex digits of a folder's configuration and weights; of a large file, of a page of every mebibyte."""
     folder = Path(path).expanduser()
-    files = sorted([folder / "config.json", *folder.glob("*.safetensors"), *folder.glob("*.bin")])
+    return _revision_of(sorted([folder / "config.json", *folder.glob("*.safetensors"), *folder.glob("*.bin")]))
+
+
+def revision_of_tokenizer(path: str) -> str | None:
+    """Twelve hex digits of those files of a folder that decide how text becomes tokens; None where there are none."""
+    files = [Path(path).expanduser() / name for name in (*TOKENIZER, *BESIDE_TOKENIZER)]
+    there = [file for file in files if file.is_file()]
+    return _revision_of(there) if there else None
+
+
+def _revision_of(files: list[Path]) -> str:
     held = [f"{file.name} {_sampled(file, (of := file.stat()).st_size, of.st_mtime_ns)}" for file in files]
     return hashlib.sha256(" ".join(held).encode()).hexdigest()[:12]
 
