@@ -105,6 +105,16 @@ def test_differences_from_the_first_arm_and_from_others_are_those_of_the_losses(
     assert {arm.base for arm in comparison.arms} == bases and len(bases) == 1
 
 
+def test_arms_of_several_base_models_are_said_to_be(tmp_path):
+    fixed = ["attention=window", "regime=none", "eval.tasks=[]"]
+    arms = {"one": fixed, "large": [*fixed, "model=tiny_gpt2"], "two": [*fixed, "attention.window=4"]}
+    result = run(*settings(tmp_path, **arms))
+    assert result.code == 0, result.err
+    (said,) = records(tmp_path)[None].warnings
+    assert said == "arms of different base models are not compared with each other (one, two; large)"
+    assert said in (only_run(tmp_path / "runs" / "adhoc" / "tiny_llama-focus-compare") / "table.md").read_text()
+
+
 @pytest.mark.slow
 def test_arms_are_paired_with_the_first_of_their_own_text_and_model(tmp_path):
     other = write_texts(tmp_path / "others", words=170)

@@ -78,6 +78,18 @@ def compare_all(config: Config, configs: dict[str, Config]) -> None:
         if len(processors := processors_of(configs)) > 1:
             named = "; ".join(f"{cpu}: {', '.join(names)}" for cpu, names in processors.items())
             run.warn(f"arms were trained on several processors, whose rounding training magnifies ({named})")
+        if len(bases := bases_of(run.record.arms)) > 1:
+            named = "; ".join(", ".join(names) for names in bases.values())
+            run.warn(f"arms of different base models are not compared with each other ({named})")
+
+
+def bases_of(arms: list[Arm]) -> dict[str, list[str]]:
+    """The arms that finished by the fingerprint of their base model."""
+    found: dict[str, list[str]] = {}
+    for arm in arms:
+        if arm.status == "finished" and arm.base:
+            found.setdefault(arm.base, []).append(arm.name)
+    return found
 
 
 def processors_of(configs: dict[str, Config]) -> dict[str, list[str]]:
