@@ -84,7 +84,7 @@ def base_name(model: PreTrainedModel) -> str:
 def push_to_hub(folder: str | Path, repo_id: str, *, private: bool = False, token: str | None = None) -> str:
     """Upload what `save_adapter` wrote, and the card beside it, to `repo_id` (owner/name), made if need be; its URL.
 
-    UserError without an adapter in `folder`, and where the hub refuses.
+    UserError without an adapter in `folder`, and where the hub refuses or cannot be reached.
     """
     read_description(folder)
     hub = HfApi(token=token)
@@ -95,6 +95,12 @@ def push_to_hub(folder: str | Path, repo_id: str, *, private: bool = False, toke
         raise UserError(f"the hub does not know who uploads {repo_id}; run: hf auth login") from error
     except (HfHubHTTPError, OSError, ValueError) as error:
         raise UserError(f"{folder} was not uploaded to {repo_id}: {first_line(error)}") from error
+    except Exception as error:  # without a network each client of HTTP has a class of its own
+        reason = f"{type(error).__name__}: {first_line(error)}"
+        raise UserError(
+            f"{folder} was not uploaded to {repo_id}, for the hub cannot be reached ({reason}); call push_to_hub again "
+            "where there is a network"
+        ) from error
 
 
 def read_description(folder: str | Path) -> dict[str, Any]:
