@@ -9,6 +9,7 @@ import logging
 import os
 import signal
 import sys
+import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -147,7 +148,7 @@ def guarded(work: Callable[[], None]) -> Ended:
             "job=plan with the same command says what it needs"
         )
     except OSError as error:
-        if error.errno not in FULL_DISK + READ_ONLY:
+        if error.errno not in FULL_DISK + READ_ONLY and not making_a_folder(error):
             raise
         elsewhere = "choose a folder you may write to with runs_dir= or cache_dir="
         fix = "free some space" if error.errno in FULL_DISK else elsewhere
@@ -155,6 +156,11 @@ def guarded(work: Callable[[], None]) -> Ended:
             f"cannot write {error.filename or 'to disk'}: {error.strerror}; {fix}, the same command goes on"
         )
     return Ended()
+
+
+def making_a_folder(error: OSError) -> bool:
+    """Whether that is what failed: where none can be made the system may say that its place does not exist."""
+    return traceback.extract_tb(error.__traceback__)[-1].name in ("mkdir", "makedirs")
 
 
 def interrupt(signum: int, frame: Any) -> None:

@@ -16,6 +16,8 @@ from focus_exp.config_attention import KNOWN, AttentionConfig, FocusConfig, sche
 from focus_exp.errors import UserError, not_installed
 from focus_exp.shipped import own
 
+# what others call a key
+ALSO_CALLED = {"max_steps": "steps", "lr": "learning_rate"}
 PERPLEXITY = "perplexity"  # perplexity@<tokens>: the one task that is not lm-eval's
 
 
@@ -51,11 +53,13 @@ def no_such_key(key: str, schema: Any) -> str:
     method = "full attention" if schema is AttentionConfig else schema.__name__.removesuffix("Config")
     lacks = f"{method} has no option" if group == "attention" else "there is no key"
     homes = GROUPS | {"attention": FocusConfig, "regime.phases.<phase>": PhaseConfig}
-    elsewhere = [f"{home}.{name}" for home, part in homes.items() if name in (item.name for item in fields(part))]
+    del homes["scale"]  # which only experiments read
+    ours = ALSO_CALLED.get(name, name)
+    elsewhere = [f"{home}.{ours}" for home, part in homes.items() if ours in (item.name for item in fields(part))]
     owners = [method for method, known in KNOWN.items() if name in (item.name for item in fields(known))]
     if group == "attention" and owners:
         return f"{lacks} {key}; it is one of attention={' and attention='.join(owners)}"
-    if not group and elsewhere:
+    if elsewhere:
         return f"{lacks} {key}; did you mean {' or '.join(elsewhere)}?"
     return f"{lacks} {key}{instead(name, [item.name for item in fields(schema)])}"
 

@@ -31,6 +31,8 @@ SENTENCES = {
     r"An item is already at '(?P<key>[^']+)'": "{key} is a key of every run: write it without the plus, {key}=...",
     r"Could not override 'arms\.(?P<arm>[^']+)'": "there is no arm {arm}; one is added with a plus, in quotes: "
     + QUOTED,
+    r"Could not override 'arms'\.[\s\S]*not in struct": "arms= takes no arms in place of others: one is added with a "
+    f"plus, in quotes: {QUOTED}, and ~arms leaves out those of the experiment",
     r"Error merging override \+*(?P<key>arms\.\S+?)=[\s\S]*is not a ListConfig": (
         "{key} is a list of settings, written in quotes: " + QUOTED
     ),
@@ -83,7 +85,12 @@ def checked(given: str, conf: Path) -> str:
 
 
 def explain(error: Exception) -> str:
-    """What to type instead, where that is known, else hydra's message, its cause, and the nearest name that exists."""
+    """What to type instead, after what was noted of the error: the arm of a comparison whose settings these are."""
+    return ": ".join([*getattr(error, "__notes__", []), instead_of(error)])
+
+
+def instead_of(error: Exception) -> str:
+    """The same where it is known, else hydra's message, its cause, and the nearest name that exists."""
     if isinstance(error, OverrideParseException):
         return (
             f"{error.override} cannot be read ({first_line(error)}): put it in single quotes, and each setting in a "

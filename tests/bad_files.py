@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 from conftest import build
 from fault_rows import Bench, Row, checked, launch
-from running import only_run, tiny
+from running import only_run, tiny, without_attention
 from safetensors.torch import load_file, save_file
 
 from focus_exp.models.random import byte_tokenizer
@@ -70,7 +70,10 @@ ADAPTERS = {f"{name} cut in half": cut(name) for name in ("focus_adapter.safeten
 
 
 def refused(bench: Bench, what: str, *settings: str) -> Row:
-    return checked(bench, what, [(launch([*tiny(bench.folder, "refused"), *settings]), 2)], None)
+    run = tiny(bench.folder, "refused")
+    if any(setting.startswith("adapter=") for setting in settings):
+        run = without_attention(run)
+    return checked(bench, what, [(launch([*run, *settings]), 2)], None)
 
 
 def bad_files(bench: Bench) -> list[Callable[[], Row]]:

@@ -197,7 +197,7 @@ FAULTS: dict[str, list[tuple[str, ...]]] = {
         ("return pairs_removed >= ENGAGED", "return pairs_removed > ENGAGED", "benchmark_reporting"),
     ],
     "records/intervals.py": [
-        ("float(stdtrit(freedom, (1 + LEVEL) / 2))", "NORMAL", "intervals"),
+        ("float(stdtrit(freedom, 1 - (1 - LEVEL) / 2 / together))", "NORMAL", "intervals"),
         ("if len(numbers) >= FEWEST else", "if len(numbers) > FEWEST else", "intervals"),
         ("c = w**2 / (1 - 2 * w + square)", "c = w**2", "intervals"),
         ("seed_deviation(found) ** 2 / len(found)", "seed_deviation(found) ** 2", "intervals"),
@@ -223,10 +223,10 @@ FAULTS: dict[str, list[tuple[str, ...]]] = {
     "reporting/claims.py": [("if verdict.line else seeds_of(records)", "if False else seeds_of(records)", "claims")],
     "reporting/comparators.py": [
         ("line.high is not None and line.high < limit", "line.low is not None and line.low < limit", "claims"),
-        ("if REFUTED in sides:", "if set(sides) == {REFUTED}:", "claims"),
-        ("if len(failed) < len(lines):", "if not failed:", "claims"),
+        ("if side == REFUTED]:", "if set(sides) == {REFUTED}]:", "claims"),
+        ("if sides[line.tokens] == {REFUTED}]", "if REFUTED in sides[line.tokens]]", "claims"),
     ],
-    "reporting/measures.py": [
+    "reporting/subjects.py": [
         ("(delta.value, delta.high, delta.low)", "(delta.value, delta.low, delta.high)", "claims"),
     ],
     "evaluation/statistics.py": [

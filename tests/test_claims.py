@@ -235,6 +235,12 @@ def test_what_was_timed_on_a_gpu_is_judged_where_the_paper_has_one():
     assert at_least([cpu], {1024: 4.0}, gpu=True).word == SAME_DIRECTION
 
 
+@pytest.mark.parametrize(("ratios", "word"), [((2.5, 1.5), UNDECIDED), ((1.9, 1.5), SAME_DIRECTION)])
+def test_runs_of_one_length_that_disagree_decide_nothing(ratios, word):
+    facts = {"low": None, "high": None, "measure": "ratio", "device": "cpu, 2 threads"}
+    assert at_least([Line(value=ratio, tokens=8192, **facts) for ratio in ratios], {8192: 2.0}).word == word
+
+
 def test_a_benchmark_without_a_difference_is_a_line_that_decides_nothing():
     score = BenchmarkRow(attention="focus", kind="hard", task="perplexity@64", metric="perplexity", value=9.0)
     found = select(measurements(runs_of(replace(arms(), benchmarks=[score]))), {"measure": "score_delta"})

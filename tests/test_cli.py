@@ -1,16 +1,19 @@
 """What a user sees: one clear error for bad input, and what a run leaves behind."""
 
+import errno
+import os
 import re
 import shutil
 import signal
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import pytorch_lightning as pl
 import torch
 from bad_input import BAD_INPUT, CHOICES
-from running import fitting, only_run, record_of, router_steps, run, tiny
+from running import fitting, only_run, record_of, router_steps, run, tiny, without_attention
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 from transformers import PreTrainedModel
@@ -126,9 +129,28 @@ def test_text_that_cannot_be_used_is_named(tmp_path):
     assert f"{latin}: not UTF-8 at byte 3" in message and "iconv" in message
 
 
+def test_wrong_texts_are_named_before_a_model_is_loaded(tmp_path, monkeypatch):
+    def loads(*_, **__):
+        raise AssertionError("a model was loaded")
+
+    def denied(path):
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+
+    monkeypatch.setattr("focus_exp.jobs.train.load_model", loads)
+    assert "no file matches" in refused(*tiny(tmp_path), f"data.files={tmp_path}/*.nothing")
+    with pytest.raises(AssertionError, match="a model was loaded"):
+        run(*tiny(tmp_path))
+    closed = tmp_path / "closed.txt"
+    closed.write_text("some words")
+    monkeypatch.setattr(Path, "read_bytes", denied)
+    message = refused(*tiny(tmp_path), f"data.files={closed}")
+    assert f"error: {closed}: it cannot be read (Permission denied)" in message and "data.files" in message
+
+
 def test_only_the_adapter_of_this_very_model_is_accepted(tmp_path, retrofit, adapter):
     def evaluate(place, *more):
-        return refused(*retrofit, f"runs_dir={tmp_path}", "job=evaluate", f"adapter={place}", *more)
+        command = [*without_attention(retrofit), f"runs_dir={tmp_path}", "job=evaluate"]
+        return refused(*command, f"adapter={place}", *more)
 
     message = evaluate(adapter, "seed=1")
     assert "belongs to" in message and str(adapter) in message

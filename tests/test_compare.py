@@ -105,6 +105,16 @@ def test_differences_from_the_first_arm_and_from_others_are_those_of_the_losses(
     assert {arm.base for arm in comparison.arms} == bases and len(bases) == 1
 
 
+def test_arms_of_several_base_models_are_said_to_be(tmp_path):
+    fixed = ["attention=window", "regime=none", "eval.tasks=[]"]
+    arms = {"one": fixed, "large": [*fixed, "model=tiny_gpt2"], "two": [*fixed, "attention.window=4"]}
+    result = run(*settings(tmp_path, **arms))
+    assert result.code == 0, result.err
+    (said,) = records(tmp_path)[None].warnings
+    assert said == "arms of different base models are not compared with each other (one, two; large)"
+    assert said in (only_run(tmp_path / "runs" / "adhoc" / "tiny_llama-focus-compare") / "table.md").read_text()
+
+
 @pytest.mark.slow
 def test_arms_are_paired_with_the_first_of_their_own_text_and_model(tmp_path):
     other = write_texts(tmp_path / "others", words=170)
@@ -145,10 +155,18 @@ def test_a_failed_arm_stays_with_its_reason_and_is_run_again(tmp_path):
 def test_a_mistake_in_any_arm_is_found_before_the_first_one_runs(tmp_path):
     result = run(*settings(tmp_path, focus=[], wrong=["attention.groops=3"]))
     assert result.code == 2 and "groops" in result.err and "did you mean" in result.err
+    assert result.err.startswith("error: arm wrong: Focus has no option attention.groops")
+    sparse = run(*settings(tmp_path, focus=[], bad=["attention=sparq"]))
+    assert sparse.code == 2 and sparse.err.startswith("error: arm bad: regime=retrofit trains only a router")
+    unread = run(*settings(tmp_path, focus=[], nothing=["attention=nothing"]))
+    assert unread.code == 2 and unread.err.startswith("error: arm nothing: there is no attention/nothing")
+    same = run(*settings(tmp_path, focus=[], base=[]))
+    assert same.code == 2 and same.err.startswith("error: arm base: ") and "give the arm another" in same.err
     assert not (tmp_path / "runs").exists()
     assert run(*tiny(tmp_path), "job=compare").code == 2
     base = run(*settings(tmp_path, focus=[], nothing=["attention=full", "regime=none"]))
     assert base.code == 2 and "~arms.nothing" in base.err and not (tmp_path / "runs").exists()
+    assert base.err.startswith("error: arm nothing: it is the base") and base.err.count("arm nothing") == 1
     unknown = run(*settings(tmp_path), "arm=lorra")
     assert unknown.code == 2 and "focus, lora, window" in unknown.err
 
@@ -174,6 +192,7 @@ def test_with_an_adapter_arms_measure_it_and_none_is_trained(tmp_path, scored):
 
     wrong = run(*command, "+arms.window=['attention=window','regime=none']")
     assert wrong.code == 2 and "~arms.window" in wrong.err and "holds focus" in wrong.err
+    assert wrong.err.startswith("error: arm window: it asks for attention=window")
 
 
 def test_an_interrupted_comparison_goes_on_with_the_arm_it_was_at(tmp_path, monkeypatch):

@@ -59,10 +59,23 @@ def test_damaged_weights_of_a_base_are_refused(base, tmp_path, change, said):
     assert said in result.err and not list(tmp_path.rglob("adapter"))
 
 
-def test_a_base_without_a_tokenizer_is_refused(base, tmp_path):
-    place = shutil.copytree(base, tmp_path / "model", ignore=shutil.ignore_patterns("tokenizer*"))
+@pytest.mark.parametrize("family", ["tiny_gpt2", "tiny_llama"])
+def test_a_base_without_a_tokenizer_is_refused(tmp_path, family):
+    """transformers makes an empty one for some, and none for others."""
+    place = tmp_path / "model"
+    build(family).save_pretrained(place)
     result = run(*tiny(tmp_path), f"model.path={place}", STEPS)
-    assert result.code == 2 and f"error: {place}: it has no tokenizer" in result.err
+    assert result.code == 2 and f"error: {place}: it has no tokenizer: tokenizer.json" in result.err
+    assert "is missing" in result.err and "hub" not in result.err
+
+
+@pytest.mark.parametrize("name", ["config.json", "tokenizer.json"])
+def test_a_base_with_half_a_file_is_refused(base, tmp_path, name):
+    place = shutil.copytree(base, tmp_path / "model")
+    (place / name).write_bytes((place / name).read_bytes()[:40])
+    result = run(*tiny(tmp_path), f"model.path={place}", STEPS)
+    assert result.code == 2 and f"error: {place}: its tokenizer cannot be read (" in result.err
+    assert "model.path=" in result.err and "hub" not in result.err
 
 
 @pytest.mark.parametrize("name", ["train.bin", "test.starts.npy", "test.documents.json", "provenance.json"])

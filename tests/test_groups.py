@@ -3,6 +3,7 @@
 import json
 import math
 import re
+import shutil
 import signal
 from collections import Counter
 from dataclasses import replace
@@ -16,6 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from problems import random_assignment
 from running import fitting, only_run, record_of, router_steps, run, tiny
+from safetensors.torch import load_file, save_file
 from sklearn.metrics import adjusted_mutual_info_score
 
 from focus_exp import attach, detach, set_routing
@@ -28,6 +30,7 @@ from focus_exp.evaluation.groups_observe import Grouping, Observed, groupings, r
 from focus_exp.evaluation.groups_pairs import best_pairs, cut_cost, layer_content
 from focus_exp.evaluation.groups_passage import LISTED, Cut, CutMass, CutProbe, cut_passage
 from focus_exp.evaluation.groups_words import CLASSES, Passage, find_words, read_passage, shown, text_pieces
+from focus_exp.models.adapter import WEIGHTS
 from focus_exp.models.random import byte_tokenizer
 from focus_exp.records.groups import PUNCTUATION, GroupFit
 from focus_exp.records.record import Record
@@ -322,6 +325,29 @@ def test_the_record_holds_what_the_tables_say(analyzed):
     assert {path.name for path in only_run(analyzed / "runs").glob("*.csv")} == {
         *("groups.csv", "group_members.csv", "section5.csv", "distant_pairs.csv", "cutting_cost.csv"),
     }
+
+
+def test_an_analysis_of_another_router_than_the_one_that_is_there_is_refused(analyzed, tmp_path):
+    adapter = only_run(analyzed / "trained") / "adapter"
+    other = shutil.copytree(adapter, tmp_path / "other")
+    command = [*tiny(tmp_path), "job=analyze", f"adapter={adapter}", f"analyze.others=['{other}']"]
+    assert run(*command).code == 0 and "finished already" in run(*command).out
+    path = only_run(tmp_path / "runs") / "record.json"
+    record = path.read_text()
+    weights = load_file(other / WEIGHTS)
+    save_file({name: 2 * tensor for name, tensor in weights.items()}, other / WEIGHTS)
+    for status in ("interrupted", "finished"):
+        path.write_text(record.replace('"finished"', f'"{status}"'))
+        refused = run(*command)
+        assert refused.code == 2 and f"analyze.others={other} holds another adapter than when" in refused.err
+    shutil.rmtree(other)
+    assert "finished already" in run(*command).out
+    shutil.copytree(adapter, other)
+    values = json.loads(record)
+    del values["method"]["others"]  # as versions before wrote it
+    path.write_text(json.dumps(values))
+    save_file({name: 2 * tensor for name, tensor in weights.items()}, other / WEIGHTS)
+    assert "finished already" in run(*command).out
 
 
 def test_findings_follow_from_the_numbers(analyzed):

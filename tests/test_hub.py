@@ -2,6 +2,7 @@
 
 import base64
 import json
+import socket
 import subprocess
 import sys
 import threading
@@ -103,6 +104,17 @@ def test_what_is_pushed_comes_back_from_the_hub(tiny_model, tmp_path, endpoint):
 def test_only_an_adapter_is_pushed(tmp_path):
     with pytest.raises(UserError, match=DESCRIPTION):
         push_to_hub(tmp_path, REPO)
+
+
+def test_a_push_without_a_network_is_one_sentence(tiny_model, tmp_path):
+    folder = save_adapter(attach(tiny_model("llama"), groups=4), tmp_path / "adapter")
+    with socket.socket() as taken:  # where nobody listens
+        taken.bind(("127.0.0.1", 0))
+        push = ["try:", f"    push_to_hub({str(folder)!r}, {REPO!r}, token='hf_x')"]
+        push += ["except UserError as error:", "    print(error)"]
+        said = with_hub(f"http://127.0.0.1:{taken.getsockname()[1]}", tmp_path / "hub", push)
+    assert f"{folder} was not uploaded to {REPO}, for the hub cannot be reached (" in said and "Traceback" not in said
+    assert "where there is a network" in said and said.count("\n") == 1, said
 
 
 @pytest.mark.parametrize("name", ["no/such-adapter", "no/such-adapter@v2"])

@@ -2,6 +2,7 @@
 
 import csv
 import io
+import json
 from math import isfinite
 from pathlib import Path
 
@@ -63,6 +64,26 @@ def test_a_run_of_another_text_is_not_taken_for_this_one(tmp_path, status):
     text.write_text(text.read_text(encoding="utf-8") + "more", encoding="utf-8")
     again = run(*command)
     assert again.code == 2 and "holds another text than when" in again.err
+
+
+def test_a_run_of_another_tokenizer_is_not_taken_for_this_one(tmp_path):
+    weights, tokenizer = tmp_path / "weights", byte_tokenizer()
+    for each in (build("tiny_llama"), tokenizer):
+        each.save_pretrained(weights)
+    command = [*tiny(tmp_path), *MEASURE, "eval.tasks=[]", f"model.path={weights}"]
+    assert run(*command).code == 0 and "finished already" in run(*command).out
+    path = only_run(tmp_path / "runs") / "record.json"
+    older = json.loads(path.read_text())
+    tokenizer.add_special_tokens({"eos_token": "e"})
+    tokenizer.save_pretrained(weights)
+    again = run(*command)
+    assert again.code == 2 and f"model.path={weights} holds another tokenizer than when" in again.err
+    weights.rename(tmp_path / "gone")
+    assert "finished already" in run(*command).out
+    (tmp_path / "gone").rename(weights)
+    del older["model"]["tokenizer"]  # as versions before wrote it
+    path.write_text(json.dumps(older))
+    assert "finished already" in run(*command).out
 
 
 def test_a_run_of_other_weights_is_not_taken_for_this_one(tmp_path):

@@ -8,6 +8,7 @@ from graphlib import TopologicalSorter
 from pathlib import Path
 
 import pytest
+from mutants import MUTANTS
 
 ROOT = Path(__file__).parent.parent
 FILES = sorted((ROOT / "focus_exp").rglob("*.py"))
@@ -119,3 +120,12 @@ def test_top_level_holds_only_what_the_design_names():
     listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
     names = {name.split("/")[0] for name in listed.split("\0") if name}
     assert names <= TOP_LEVEL and {"conf", "focus_exp", "tests"} <= names
+
+
+@pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: f"{mutant.file}: {mutant.old}")
+def test_every_fault_of_the_mutations_fits_one_place_and_tests_that_there_are(mutant):
+    assert (ROOT / "focus_exp" / mutant.file).read_text(encoding="utf-8").count(mutant.old) == 1
+    for test in mutant.tests:
+        file, _, name = test.partition("::")
+        text = (ROOT / "tests" / file).read_text(encoding="utf-8")
+        assert f"def {name}(" in text if name else text

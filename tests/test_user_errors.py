@@ -1,5 +1,7 @@
 """What users of Hydra, Hugging Face and SLURM get wrong in their first hour: one sentence that says what to type."""
 
+import errno
+import os
 import re
 from pathlib import Path
 
@@ -34,10 +36,16 @@ TYPED = {
     "batch_size=8": ["no key batch_size", "trainer.batch_size"],
     "groups=8": ["no key groups", "did you mean attention.groups"],
     "learning_rate=1": ["no key learning_rate", "did you mean regime.phases.<phase>.learning_rate"],
+    "regime.learning_rate=1": ["no key regime.learning_rate", "did you mean regime.phases.<phase>.learning_rate"],
+    "trainer.max_steps=9": ["no key trainer.max_steps", "did you mean regime.steps or regime.phases.<phase>.steps"],
+    "regime.phases.router.lr=1": ["no key regime.phases.router.lr", "regime.phases.<phase>.learning_rate"],
+    "attention.batch_size=8": ["no option attention.batch_size", "did you mean eval.batch_size or trainer.batch_size"],
     "window=64": ["no key window", "attention.window"],
     "+arms.mine=[attention.groups=16]": ["+arms.mine=[attention.groups=16] cannot be read", "single quotes", PLUS_ARM],
     "+arms.mine=attention.groups=16": ["arms.mine is a list of settings", PLUS_ARM],
     'arms.mine=["attention.groups=16"]': ["no arm mine", "with a plus", PLUS_ARM],
+    'arms={one:[],two:["attention.groups=8"]}': ["arms= takes no arms in place", "with a plus", PLUS_ARM, "~arms"],
+    "arms={one:[]}": ["arms= takes no arms in place", "with a plus", PLUS_ARM, "~arms leaves out"],
     "hydra/launcher=local": ["hydra/launcher=local", "add -m"],
     "hydra.run.dir=elsewhere": ["hydra.run.dir=elsewhere moves nothing", "runs_dir=elsewhere"],
     "--config-name=retrofit_124m": ["leave the option out", "+experiment="],
@@ -138,6 +146,26 @@ def test_too_little_memory_is_one_error(settings, monkeypatch, error):
     monkeypatch.setattr(command_line, "execute", full)
     message = refused(*settings)
     assert "out of memory" in message and "trainer.batch_size=1" in message and "job=plan" in message
+
+
+@pytest.mark.parametrize("number", [errno.ENOENT, errno.EACCES])
+def test_a_folder_that_cannot_be_made_is_one_error(settings, tmp_path, monkeypatch, number):
+    make, place = os.mkdir, tmp_path / "none"
+
+    def mkdir(path, mode=0o777):
+        if place in (Path(path), *Path(path).parents):
+            raise OSError(number, os.strerror(number), str(path))
+        make(path, mode)
+
+    monkeypatch.setattr(os, "mkdir", mkdir)
+    message = refused(*settings, f"runs_dir={place}")
+    assert f"cannot write {place}" in message and os.strerror(number) in message and "runs_dir=" in message
+
+
+def test_an_input_that_is_not_there_is_no_folder_that_cannot_be_made(settings, monkeypatch):
+    monkeypatch.setattr(command_line, "execute", lambda config: Path("/nowhere/text").read_text())
+    with pytest.raises(FileNotFoundError, match="/nowhere/text"):
+        run(*settings)
 
 
 def test_other_errors_keep_their_stack_trace(settings, monkeypatch):

@@ -13,7 +13,7 @@ from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
 
-from focus_exp.errors import UserError
+from focus_exp.errors import UserError, first_line
 
 PACKAGE = "package:"
 SUFFIXES = (".txt", ".md")
@@ -133,7 +133,11 @@ def in_package(pattern: str) -> Path:
 @cache
 def _digest(path: Path, size: int, modified: int) -> str | None:
     """The sha256 of its bytes, None where they are blank; read again where `size` or the time `modified` changed."""
-    data = path.read_bytes()
+    try:
+        data = path.read_bytes()
+    except OSError as error:
+        why = error.strerror or first_line(error)
+        raise UserError(f"{path}: it cannot be read ({why}); leave it out with a glob in data.files.") from error
     _check(path, data)
     return hashlib.sha256(_newlines(data)).hexdigest() if data.strip() else None
 

@@ -2,58 +2,121 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import Override
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from focus_exp.checks import validate
-from focus_exp.config import Config, RegimeConfig
+from focus_exp.config import Config, ModelConfig, RegimeConfig
 from focus_exp.config_attention import FocusConfig, attention_of, schema_of
 from focus_exp.errors import UserError, first_line
-from focus_exp.models.adapter import read_description
-
-FREE = ("top_k", "pair_rule", "backend")  # of attention.*, what an adapter may be measured under that is not its own
+from focus_exp.models.adapter import GIVE_BASE, read_description
+from focus_exp.records.comparison import RECORD
+from focus_exp.records.record import Record
+from focus_exp.shipped import own
 
 
 def with_adapter(config: Config, typed: list[str] | None = None) -> Config:
     """The configuration with the adapter's own method in place of attention.*, and nothing to train.
 
-    UserError where an override that was typed, of the command line unless given, asks for what the adapter is not.
+    Its base is the adapter's own where neither an experiment nor an override chooses a model. UserError where one that
+    was typed, of the command line unless given, asks for what the adapter is not.
     """
     description = read_description(str(config.adapter))
     if typed is None:
         typed = list(HydraConfig.get().overrides.task) if HydraConfig.initialized() else []
-    refuse_ignored(config, description, typed)
+    settings = {setting.key_or_group: setting for setting in OverridesParser.create().parse_overrides(typed)}
+    refuse_ignored(config, description, settings)
     method = description["method"]
-    name = config.attention.name if config.attention.method == method else method
-    chosen = {"name": name, "method": method, "backend": config.attention.backend}
+    alike = isinstance(config.attention, schema_of(method))
+    chosen = {"method": method, "name": config.attention.name if config.attention.method == method else method}
+    for key in free_of(description):
+        if key == "backend" or alike or f"attention.{key}" in settings:
+            chosen[key] = getattr(config.attention, key)
+    model = config.model
+    if config.experiment == Config.experiment and not any(key.partition(".")[0] == "model" for key in settings):
+        model = base_of(config, description)
     try:
-        if config.has_router and issubclass(schema_of(method), FocusConfig):
-            chosen |= {"top_k": config.focus.top_k, "pair_rule": config.focus.pair_rule}
-        if config.dual and method == "focus_dual":
-            chosen["top_k"] = config.dual.top_k
         attention: Any = OmegaConf.to_object(attention_of(description["options"] | chosen))
-        merged = replace(config, attention=attention, regime=RegimeConfig(name="none"))
+        merged = replace(config, model=model, attention=attention, regime=RegimeConfig(name="none"))
         validate(merged)
     except (OmegaConfBaseException, UserError) as error:
         raise UserError(f"the adapter in {config.adapter} cannot be measured: {first_line(error)}") from error
     return merged
 
 
-def refuse_ignored(config: Config, description: dict[str, Any], typed: list[str]) -> None:
+def free_of(description: dict[str, Any]) -> list[str]:
+    """Of attention.*, what the adapter may be measured under that is not its own."""
+    if issubclass(schema_of(description["method"]), FocusConfig):
+        return ["top_k", "pair_rule", "backend"]
+    counted = description["method"] == "focus_dual" and description["options"].get("budget") is None
+    return ["top_k", "backend"] if counted else ["backend"]
+
+
+def refuse_ignored(config: Config, description: dict[str, Any], typed: dict[str, Override]) -> None:
     """UserError for attention.* that would change nothing: tables of other settings would hold the same numbers."""
-    own = {**description["options"], "method": description["method"]}
-    free = {*FREE} if own.get("budget") is None else {*FREE} - {"top_k"}
-    settings = {setting.key_or_group: setting for setting in OverridesParser.create().parse_overrides(typed)}
-    for name, setting in settings.items():
+    method, free = description["method"], free_of(description)
+    known, made = vars(schema_of(method)()), made_with(config, description)
+    for name, setting in typed.items():
         group, _, key = name.partition(".")
-        if group == "attention" and key in own and key not in free and setting.value() != own[key]:
-            has = "reads as many groups as its budget says" if key == "top_k" else f"has {key}={own[key]}"
-            raise UserError(
-                f"{setting.input_line}: the adapter in {config.adapter} {has}, which cannot be changed when it is "
-                f"measured; of attention.* {', '.join(FREE)} can"
-            )
+        if group != "attention" or key in ("", "name", *free) or not hasattr(config.attention, key):
+            continue
+        asked = setting.value()
+        if isinstance(asked, str) and "${" in asked:
+            asked = getattr(config.attention, key)
+        if key in made and asked == made[key]:
+            continue
+        kept = "which stays as it is when it is measured; leave it out, or train anew for another"
+        if key == "top_k" and made.get("budget") is not None:
+            why = f"reads as many groups as its budget says, {kept}"
+        elif key in made:
+            why = f"has {key}={made[key]}, {kept}"
+        else:
+            why = f"does not say its {key}, {kept}" if key in known else f"is of {method}, which has no {key}"
+        raise UserError(
+            f"{setting.input_line}: the adapter in {config.adapter} {why}; of attention.* {', '.join(free)} can be "
+            "chosen"
+        )
+
+
+def made_with(config: Config, description: dict[str, Any]) -> dict[str, Any]:
+    """attention.* under which the adapter was made, as far as it says, or the record of the run that it lies in."""
+    told = description["options"] | {"method": description["method"]}
+    record = record_beside(config)
+    if record is None or record.setting("attention", "method") != description["method"]:
+        return told
+    return vars(schema_of(description["method"])()) | record.config["attention"] | told
+
+
+def base_of(config: Config, description: dict[str, Any]) -> ModelConfig:
+    """The model that the adapter belongs to, as the run in which it lies says, or else the adapter; where neither does,
+    that of `config`. UserError where it is a folder that is gone.
+
+    An adapter goes to other machines, so it names none of their folders; the run has them.
+    """
+    base, record = description["base_model"], record_beside(config)
+    trained = Path(str(config.adapter)).with_name("model")
+    found = config.model
+    if record and "name" in (kept := record.config.get("model", {})):
+        found = ModelConfig(**{key: kept[key] for key in vars(found) if key in kept})
+    elif base.get("revision") and "/" in base["name"]:
+        found = own("model", replace(found, path=None, hub_id=base["name"], revision=base["revision"]))
+    if (trained / "config.json").is_file():
+        return own("model", replace(found, path=str(trained)))
+    if found.path and not Path(found.path).expanduser().is_dir():
+        raise UserError(f"the adapter in {config.adapter} is of model.path={found.path}, which is gone; {GIVE_BASE}")
+    return found
+
+
+def record_beside(config: Config) -> Record | None:
+    """Of the run that the adapter lies in, where there is one that can be read."""
+    with suppress(UserError):
+        return Record.load(Path(str(config.adapter)).with_name(RECORD))
+    return None

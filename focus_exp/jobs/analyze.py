@@ -11,6 +11,7 @@ from focus_exp.config import Config
 from focus_exp.errors import UserError
 from focus_exp.evaluation.groups import GroupAnalysis
 from focus_exp.jobs.adapter import with_adapter
+from focus_exp.jobs.inputs import digest_of
 from focus_exp.jobs.router import put_router
 from focus_exp.jobs.run import already_finished, open_run, run_folder
 from focus_exp.jobs.train import describe, headline, load, prepare, sample_blocks
@@ -38,11 +39,14 @@ def analyze(config: Config) -> None:
     )
     print(f"run folder: {run_folder(config)}")
     with open_run(config, describe(precision)) as run:
+        others = {"others": [digest_of(other) for other in settings.others]} if settings.others else {}
+        run.record.method = dict(others)  # what an interrupted run has observed is theirs
         loaded, corpus = load(run, precision)
         model, evaluation, blocks = prepare(run, loaded, corpus, precision)
         for other in settings.others:  # what is wrong with them is known before a router is trained
             read_adapter(model, other)
         put_router(run, model, blocks, precision, config.eval.window)
+        run.record.method |= others
         balancing = config.focus.calibration_blocks if config.has_router else 0
         calibration = sample_blocks(blocks, balancing or CALIBRATION_BLOCKS, config.seed + 2)
         windows = evaluation.quality.blocks

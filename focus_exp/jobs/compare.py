@@ -23,7 +23,7 @@ from focus_exp.errors import UserError, first_line
 from focus_exp.evaluation.comparison import compare_arms
 from focus_exp.jobs.arms import compose_arm, compose_arms
 from focus_exp.jobs.base import share_scores
-from focus_exp.jobs.evaluate import evaluate
+from focus_exp.jobs.evaluate import measure
 from focus_exp.jobs.run import Run, claimed, finished_record, judged, new_run, recorded, run_folder, seconds_text
 from focus_exp.jobs.train import describe, train
 from focus_exp.records.record import Record
@@ -78,6 +78,18 @@ def compare_all(config: Config, configs: dict[str, Config]) -> None:
         if len(processors := processors_of(configs)) > 1:
             named = "; ".join(f"{cpu}: {', '.join(names)}" for cpu, names in processors.items())
             run.warn(f"arms were trained on several processors, whose rounding training magnifies ({named})")
+        if len(bases := bases_of(run.record.arms)) > 1:
+            named = "; ".join(", ".join(names) for names in bases.values())
+            run.warn(f"arms of different base models are not compared with each other ({named})")
+
+
+def bases_of(arms: list[Arm]) -> dict[str, list[str]]:
+    """The arms that finished by the fingerprint of their base model."""
+    found: dict[str, list[str]] = {}
+    for arm in arms:
+        if arm.status == "finished" and arm.base:
+            found.setdefault(arm.base, []).append(arm.name)
+    return found
 
 
 def processors_of(configs: dict[str, Config]) -> dict[str, list[str]]:
@@ -109,7 +121,7 @@ def run_arms(
             comparison.save()
         share_scores(config, others or [other for other in configs.values() if finished_record(other)])
         try:
-            (evaluate if config.adapter else train)(config)
+            (measure if config.adapter else train)(config)
         except (OSError, InUse):  # a full disk fails every arm; who holds one arm's folder may run the others too
             raise
         except Exception as error:  # whatever a method's code raises, the other arms go on

@@ -1,5 +1,6 @@
 """job=evaluate: measure an adapter that was trained before, on any data, beside its base and the controls.
 
+Its base is that of the run in which the adapter lies, or else of the hub, unless an experiment or model= chooses one.
 `eval=downstream` is lm-eval's tasks on the live model, with a ledger of what the mask removed of each request;
 `eval=long_range` the tasks whose answers lie beyond the window (both need make install-evaluation).
 """
@@ -23,7 +24,11 @@ def evaluate(config: Config) -> None:
     """Measure `config.adapter` as `config.eval` says; attention is the adapter's, save top_k, pair_rule, backend."""
     if not config.adapter:
         raise UserError("job=evaluate needs adapter=<run folder>/adapter, or owner/name of one on the hub")
-    config = with_adapter(config)
+    measure(with_adapter(config))
+
+
+def measure(config: Config) -> None:
+    """Measure `config.adapter`, of whose own method and base `config` is."""
     if already_finished(config):
         return
     precision = choose_precision(config.trainer.precision, config.trainer.accelerator, trains_base=False)

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from focus_exp.assets import adapter_folder
 from focus_exp.config import Config
+from focus_exp.config_hash import content
 from focus_exp.data.files import find_texts, revision_of
 from focus_exp.errors import UserError
-from focus_exp.models.load import revision_of_weights
+from focus_exp.models.adapter import read_description
+from focus_exp.models.load import revision_of_tokenizer, revision_of_weights
 from focus_exp.records.record import Record
 from focus_exp.records.runs import run_folder
 from focus_exp.training.regimes import CHECKPOINTS
@@ -17,22 +23,38 @@ from focus_exp.training.regimes import CHECKPOINTS
 def refuse_other_inputs(config: Config, record: Record) -> None:
     """UserError where files have changed since the run began; what is gone has not changed what it found."""
     texts = config.data.files if config.data.source == "files" else None
-    for key, place, read, look in (
-        ("data.files", texts, record.data, lambda place: revision_of(find_texts(place))),
-        ("model.path", config.model.path, record.model, revision_of_weights),
-    ):
-        if place is None or (then := read.get("revision")) is None:
+    looked_at: list[tuple[str, str, str | None, str | None, Callable[[str], str | None]]] = [
+        ("data.files", "text", texts, record.data.get("revision"), lambda place: revision_of(find_texts(place))),
+        ("model.path", "model", config.model.path, record.model.get("revision"), revision_of_weights),
+        ("model.path", "tokenizer", config.model.path, record.model.get("tokenizer"), revision_of_tokenizer),
+        *(
+            ("analyze.others", "adapter", other, then, digest_of)
+            for other, then in zip(config.analyze.others, record.method.get("others", []), strict=False)
+        ),
+    ]
+    for key, what, place, then, look in looked_at:
+        if place is None or then is None:
             continue
         try:
             now = look(place)
         except (UserError, OSError):
             continue
-        if now != then:
-            what = "text" if key == "data.files" else "model"
+        if now not in (None, then):
             raise UserError(
-                f"{key}={place} holds another {what} than when {run_folder(config)} was made ({now}, then {then}); "
-                "overwrite=true makes it anew, another runs_dir leaves it alone"
+                f"{key}={place} holds another {what} than when {run_folder(config)} was made ({now}, then "
+                f"{then}); overwrite=true makes it anew, another runs_dir leaves it alone"
             )
+
+
+def tokenizer_of(config: Config) -> dict[str, str | None]:
+    """What the record of a model in a folder of the user's says of the tokenizer there, beside the weights."""
+    return {"tokenizer": revision_of_tokenizer(config.model.path)} if config.model.path else {}
+
+
+def digest_of(adapter: str) -> str:
+    """Twelve hex digits of what an adapter holds, in whatever place. UserError where there is none."""
+    read_description(adapter)
+    return hashlib.sha256(json.dumps(content(str(adapter_folder(adapter)))).encode()).hexdigest()[:12]
 
 
 def refuse_another(part: str, then: dict[str, Any], fingerprint: str, folder: Path) -> None:

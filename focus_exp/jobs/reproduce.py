@@ -118,7 +118,7 @@ def made_by(overrides: list[str]) -> Iterator[Config]:
     """
     config = composed(overrides)
     # a comparison goes by its own settings, whatever the adapter that its arms measure
-    yield with_adapter(config) if config.adapter and config.job != "compare" else config
+    yield with_adapter(config, overrides) if config.adapter and config.job != "compare" else config
     for name in config.arms:
         yield compose_arm(config, name, overrides)
 

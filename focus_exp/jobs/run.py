@@ -26,7 +26,7 @@ from focus_exp.assets import Provenance
 from focus_exp.config import Config, to_dict
 from focus_exp.config_hash import config_hash
 from focus_exp.errors import Interrupted, UserError, first_line
-from focus_exp.jobs.inputs import refuse_another, refuse_other_inputs, take_over
+from focus_exp.jobs.inputs import refuse_another, refuse_other_inputs, take_over, tokenizer_of
 from focus_exp.records import runs
 from focus_exp.records.comparison import RECORD, load_metrics, with_arms
 from focus_exp.records.environment import command_line, environment
@@ -101,7 +101,8 @@ class Run:
 
     def describe_model(self, provenance: Provenance, parameters: int) -> None:
         refuse_another("model", self.record.model, provenance.fingerprint, self.folder)
-        self.record.model = {"name": shown(provenance), **asdict(provenance), "parameters": parameters}
+        told = {"parameters": parameters, **tokenizer_of(self.config)}
+        self.record.model = {"name": shown(provenance), **asdict(provenance), **told}
         announce("model", provenance, f"{parameters:,} parameters")
 
     def describe_data(self, provenance: Provenance, tokens: dict[str, int]) -> None:

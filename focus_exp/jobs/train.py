@@ -27,6 +27,7 @@ from focus_exp.attention.focus_options import FocusOptions
 from focus_exp.config import Config, phases_of, to_dict
 from focus_exp.config_attention import method_options
 from focus_exp.data import Blocks, Corpus, bos_of, load_corpus
+from focus_exp.data.files import find_texts
 from focus_exp.errors import UserError
 from focus_exp.evaluation.benchmarks import Benchmarks
 from focus_exp.evaluation.evaluation import Evaluation
@@ -99,15 +100,13 @@ def train(config: Config) -> None:
 def load(run: Run, precision: Precision) -> tuple[LoadedModel, Corpus]:
     """The model on its device and the corpus, both announced and on record."""
     config, cache = run.config, cache_root(run.config.cache_dir)
+    if config.data.source == "files":  # what is wrong with them is known before a model is fetched or trained
+        find_texts(config.data.files)
     make_base(config)
     loaded = load_model(
-        with_base(config),
-        assets=config.assets,
-        cache=cache,
-        seed=config.seed,
-        dtype=precision.weights,
+        with_base(config), assets=config.assets, cache=cache, seed=config.seed, dtype=precision.weights,
         from_scratch=config.regime.from_scratch,
-    )
+    )  # fmt: skip
     run.describe_model(loaded.provenance, sum(p.numel() for p in loaded.model.parameters()))
     place(loaded.model, config, precision.device)
     corpus = load_corpus(config.data, loaded.tokenizer, assets=config.assets, cache=cache)

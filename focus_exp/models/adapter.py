@@ -28,6 +28,7 @@ from focus_exp.storage import aside
 log = logging.getLogger(__name__)
 WEIGHTS, DESCRIPTION, CARD = ADAPTER_FILES
 FORMAT = 1
+GIVE_BASE = "the command line takes it by model.path=<its folder> or model.hub_id=<owner/name>"
 FIELDS = {
     "method": str, "options": dict, "layers": list, "causal": bool, "trainable_parameters": int, "base_model": dict,
 }  # fmt: skip
@@ -83,7 +84,7 @@ def base_name(model: PreTrainedModel) -> str:
 def push_to_hub(folder: str | Path, repo_id: str, *, private: bool = False, token: str | None = None) -> str:
     """Upload what `save_adapter` wrote, and the card beside it, to `repo_id` (owner/name), made if need be; its URL.
 
-    UserError without an adapter in `folder`, and where the hub refuses.
+    UserError without an adapter in `folder`, and where the hub refuses or cannot be reached.
     """
     read_description(folder)
     hub = HfApi(token=token)
@@ -94,6 +95,12 @@ def push_to_hub(folder: str | Path, repo_id: str, *, private: bool = False, toke
         raise UserError(f"the hub does not know who uploads {repo_id}; run: hf auth login") from error
     except (HfHubHTTPError, OSError, ValueError) as error:
         raise UserError(f"{folder} was not uploaded to {repo_id}: {first_line(error)}") from error
+    except Exception as error:  # without a network each client of HTTP has a class of its own
+        reason = f"{type(error).__name__}: {first_line(error)}"
+        raise UserError(
+            f"{folder} was not uploaded to {repo_id}, for the hub cannot be reached ({reason}); call push_to_hub again "
+            "where there is a network"
+        ) from error
 
 
 def read_description(folder: str | Path) -> dict[str, Any]:
@@ -181,7 +188,7 @@ def read_adapter(model: PreTrainedModel, folder: str | Path) -> tuple[dict[str, 
         raise UserError(
             f"the adapter in {folder} belongs to {wanted['name']} (fingerprint {wanted['fingerprint'][:12]}), "
             f"but this model is {model.config.name_or_path or type(model).__name__} (fingerprint {found[:12]}); "
-            f"load the adapter's own base model{alike if wanted['name'] == base_name(model) else ''}"
+            f"load the adapter's own base model{alike if wanted['name'] == base_name(model) else ''}; {GIVE_BASE}"
         )
     # another version of transformers may know other names
     known, here = wanted.get("arithmetic", {}), arithmetic_of(model.config)

@@ -8,7 +8,6 @@ import sys
 from dataclasses import dataclass, replace
 from functools import cache
 from importlib.util import find_spec
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +30,7 @@ from focus_exp.assets import Provenance, choose_source, why_embedded
 from focus_exp.config import ModelConfig
 from focus_exp.errors import UserError
 from focus_exp.models import embedded
+from focus_exp.models.files import BESIDE_TOKENIZER, TOKENIZER, check_tokenizer, check_weights, missing, unreadable
 from focus_exp.models.random import architecture_config, byte_tokenizer, random_model
 from focus_exp.shipped import is_shipped
 
@@ -77,13 +77,13 @@ def load_model(
         tokenizer: PreTrainedTokenizerBase = byte_tokenizer()
     else:
         tokenizer = _pretrained(AutoTokenizer, place)
-        _check_tokenizer(tokenizer, place.provenance.requested)
+        check_tokenizer(tokenizer, place.provenance.requested)
     if place is not None and not from_scratch:
         config = _with_dropout_of(_pretrained(AutoConfig, place), cfg)
         options = {"config": config, "dtype": dtype, **quantized(cfg, dtype)}
         options |= {"output_loading_info": True, "ignore_mismatched_sizes": True}  # for a sentence of our own
         model, loading = _pretrained(AutoModelForCausalLM, place, **options)
-        _check_weights(model.eval(), loading, place.provenance.requested)
+        check_weights(model.eval(), loading, place.provenance.requested)
         vocabulary = config.get_text_config().vocab_size
         if len(tokenizer) > vocabulary:
             raise UserError(
@@ -152,7 +152,17 @@ def without_names(values: dict[str, Any]) -> dict[str, Any]:
 def revision_of_weights(path: str) -> str:
     """Twelve hex digits of a folder's configuration and weights; of a large file, of a page of every mebibyte."""
     folder = Path(path).expanduser()
-    files = sorted([folder / "config.json", *folder.glob("*.safetensors"), *folder.glob("*.bin")])
+    return _revision_of(sorted([folder / "config.json", *folder.glob("*.safetensors"), *folder.glob("*.bin")]))
+
+
+def revision_of_tokenizer(path: str) -> str | None:
+    """Twelve hex digits of those files of a folder that decide how text becomes tokens; None where there are none."""
+    files = [Path(path).expanduser() / name for name in (*TOKENIZER, *BESIDE_TOKENIZER)]
+    there = [file for file in files if file.is_file()]
+    return _revision_of(there) if there else None
+
+
+def _revision_of(files: list[Path]) -> str:
     held = [f"{file.name} {_sampled(file, (of := file.stat()).st_size, of.st_mtime_ns)}" for file in files]
     return hashlib.sha256(" ".join(held).encode()).hexdigest()[:12]
 
@@ -223,7 +233,7 @@ def _locate(cfg: ModelConfig, assets: str, cache: Path) -> Place | None:
         try:
             info = model_info(cfg.hub_id, revision=cfg.revision)
         except (OSError, ValueError) as error:
-            raise _missing(cfg.hub_id, error) from error
+            raise missing(cfg.hub_id, error) from error
         revision, licence = info.sha, getattr(info.card_data, "license", None)
     options = {"revision": revision, "local_files_only": origin == "hub_cache"}
     return Place(cfg.hub_id, options, Provenance(cfg.hub_id, cfg.hub_id, origin, revision, licence=licence))
@@ -260,7 +270,9 @@ def _pretrained(auto: Any, place: Place, **options: Any) -> Any:
                 f"{place.provenance.requested} is a {options['config'].model_type} and does not predict the next "
                 "token; give a causal language model with model.hub_id or model.path"
             ) from error
-        raise _missing(f"the {PARTS[auto]} of {place.provenance.requested}", error) from error
+        if place.provenance.source != "local":
+            raise missing(f"the {PARTS[auto]} of {place.provenance.requested}", error) from error
+        raise unreadable(place.folder, PARTS[auto], error) from error
 
 
 def _with_dropout_of(config: PreTrainedConfig, cfg: ModelConfig) -> PreTrainedConfig:
@@ -269,26 +281,3 @@ def _with_dropout_of(config: PreTrainedConfig, cfg: ModelConfig) -> PreTrainedCo
         if "drop" in name and hasattr(config, name):
             setattr(config, name, rate)
     return config
-
-
-def _check_weights(model: PreTrainedModel, loading: dict[str, Any], name: str) -> None:
-    """UserError where some are missing, for which transformers draws random ones, or are no numbers."""
-    reasons = [f"{weight} is missing" for weight in sorted(loading["missing_keys"])]
-    reasons += [f"{weight} has another shape" for weight, *_ in sorted(loading["mismatched_keys"])]
-    spoilt = (f"{weight} holds NaN or infinity" for weight, p in model.named_parameters() if not p.isfinite().all())
-    if reason := next(chain(reasons, spoilt), None):
-        raise UserError(f"{name}: its weights are damaged ({reason}); get the model again, or give another model.path")
-
-
-def _check_tokenizer(tokenizer: PreTrainedTokenizerBase, name: str) -> None:
-    """UserError for one that knows no text: without its files transformers makes an empty one."""
-    if not set(tokenizer("The quick brown fox", add_special_tokens=False)["input_ids"]) - {tokenizer.unk_token_id}:
-        raise UserError(f"{name}: it has no tokenizer; put the tokenizer's files, such as tokenizer.json, beside it")
-
-
-def _missing(name: str, error: Exception) -> UserError:
-    reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
-    return UserError(
-        f"{name}: {reason}\n"
-        "Check model.hub_id, model.revision or model.path; a gated model needs its terms accepted and `hf auth login`."
-    )
