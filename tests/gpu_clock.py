@@ -14,7 +14,7 @@ import platform
 import sys
 import time
 from collections.abc import Iterator
-from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures import Future, ProcessPoolExecutor, ThreadPoolExecutor
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from multiprocessing import get_context
@@ -85,10 +85,10 @@ class Clock:
         cases = [Case("triton", dtype=torch.float16, length=20, size=16)] if self.tiny else CASES
         wrong: dict[str, dict[str, float] | str] = {}
         refused, passed = {}, 0
-        workers = 1 if self.tiny else min(16, os.cpu_count() or 1)
-        with ProcessPoolExecutor(workers, mp_context=get_context("spawn")) as pool:
-            if not self.tiny:
-                compiled = {what: pool.submit(compile_all, *what, self.dtype) for what in compilations(self.steps)}
+        workers = ThreadPoolExecutor(1) if self.tiny else ProcessPoolExecutor(os.cpu_count(), get_context("spawn"))
+        with workers as pool:
+            what_to_compile = [] if self.tiny else compilations(self.steps)
+            compiled = {what: pool.submit(compile_all, *what, self.dtype) for what in what_to_compile}
             served: dict[Case, Future[dict[str, float]]] = {}
             for case in cases:
                 if self.device.type == "cuda" and (reason := case.refused()):
@@ -100,7 +100,7 @@ class Clock:
                     wrong[str(case)] = future.result() if error is None else str(error).strip()[-400:]
                 else:
                     passed += 1
-            for what, future in ({} if self.tiny else compiled).items():
+            for what, future in compiled.items():
                 if error := future.exception():
                     self.skip(f"compiling {what}: {str(error).strip()[-400:]}")
         for name, reason in refused.items():
