@@ -85,7 +85,7 @@ class Clock:
         cases = [Case("triton", dtype=torch.float16, length=20, size=16)] if self.tiny else CASES
         wrong: dict[str, dict[str, float] | str] = {}
         refused, passed = {}, 0
-        workers = ThreadPoolExecutor(1) if self.tiny else ProcessPoolExecutor(os.cpu_count(), get_context("spawn"))
+        workers = ThreadPoolExecutor(1) if self.tiny else processes()
         with workers as pool:
             what_to_compile = [] if self.tiny else compilations(self.steps)
             compiled = {what: pool.submit(compile_all, *what, self.dtype) for what in what_to_compile}
@@ -180,6 +180,11 @@ class Clock:
         return row
 
 
+def processes() -> ProcessPoolExecutor:
+    """No more of them than fit on one GPU, each with a context of its own."""
+    return ProcessPoolExecutor(min(16, os.cpu_count() or 1), get_context("spawn"))
+
+
 def errors_of(case: Case, device: str) -> dict[str, float]:
     """In a process of its own, with the kernels' least blocks, so that none has to be tuned."""
     for kernel in vars(fused.kernels()).values():
@@ -213,27 +218,27 @@ def compile_all(name: str, length: int, groups: int, top_k: int, backward: bool,
 
 def table(records: list[dict[str, Any]]) -> str:
     """Markdown: what all of them measured."""
-    lines = ["# Speed on a GPU, measured", "", *TABLE_NOTES.strip().splitlines(), ""]
+    said, rows = ["# Speed on a GPU, measured", "", *TABLE_NOTES.strip().splitlines(), ""], []
     for record in records:
-        checks = record["checks"]
-        lines.append(
-            f"- {record['device']}, torch {record['torch']}, Triton {record['triton']}, commit {record['commit'][:7]}: "
+        made, checks = (record["commit"] or "unknown")[:7], record["checks"]
+        said.append(
+            f"- {record['device']}, torch {record['torch']}, Triton {record['triton']}, commit {made}: "
             f"{checks['right']} of {checks['right'] + len(checks['wrong'])} cases of the kernels (outputs, gradients)"
             " are within the tolerance of the slow twin in float64"
         )
-    lines += ["", f"| {' | '.join(SHOWN)} |", "| --- " * len(SHOWN) + "|"]
-    rows = [row | {"commit": record["commit"][:7]} for record in records for row in record["rows"]]
-    for row in sorted(rows, key=lambda row: (row["layer"], row["K"], row["k"], row["tokens"], row["kernel"])):
-        full = row.get("full captured [s]") or (row["full [s]"] if row["tokens"] >= LAUNCHED_FROM else None)
-        graph = row.get("captured [s]")
-        shown = row | {"times faster": row["ratio"], "as graphs": full / graph if full and graph else None}
-        cells = (shown.get(name.replace("[ms]", "[s]")) for name in SHOWN)
-        texts = [
-            "-" if x is None else f"{x * 1e3 if '[ms]' in name else x:.3g}" if isinstance(x, float) else f"{x}"
-            for name, x in zip(SHOWN, cells, strict=True)
-        ]
-        lines.append(f"| {' | '.join(texts)} |")
-    return "\n".join(lines) + "\n"
+        rows += [row | {"commit": made} for row in record["rows"]]
+    rows.sort(key=lambda row: (row["layer"], row["K"], row["k"], row["tokens"], row["kernel"]))
+    return "\n".join([*said, "", *computed.lines_of([shown(row) for row in rows])]) + "\n"
+
+
+def shown(row: dict[str, Any]) -> dict[str, Any]:
+    """Its columns in the table, in milliseconds."""
+    full = row.get("full captured [s]") or (row["full [s]"] if row["tokens"] >= LAUNCHED_FROM else None)
+    graph = row.get("captured [s]")
+    known = {name.replace("[s]", "[ms]"): x * 1e3 if name.endswith("[s]") and x is not None else x
+             for name, x in row.items() if name != "full by kernel [s]"}  # fmt: skip
+    known |= {"times faster": row["ratio"], "as graphs": full / graph if full and graph else None}
+    return {name: known.get(name) for name in SHOWN}
 
 
 def triton_version() -> str | None:

@@ -6,6 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import gpu_clock
 import pytest
 
 from focus_exp.speed import computed
@@ -36,6 +37,15 @@ def test_the_committed_table_follows_from_the_records_beside_it(tmp_path):
     table = (tmp_path / "speed_gpu.md").read_text()
     assert table == (committed / "speed_gpu.md").read_text()
     assert "51 of 51 cases" in table and "NVIDIA H200" in table
+
+
+def test_a_record_that_was_made_outside_of_git_has_its_table():
+    checks = {"right": 1, "wrong": {}}
+    facts = {"commit": None, "device": "NVIDIA H200", "torch": "2.11.0", "triton": "3.6.0", "checks": checks}
+    row = {"layer": "tiny", "tokens": 48, "K": 2, "k": 1, "kernel": "triton", "full [s]": 0.25, "ratio": 0.5}
+    lines = gpu_clock.table([facts | {"rows": [row]}]).splitlines()
+    assert any("commit unknown: 1 of 1 cases" in line for line in lines)
+    assert lines[-1].startswith("| tiny | 48 | 2 | 1 | triton | - | 250 | ") and lines[-1].endswith(" unknown |")
 
 
 def test_what_is_computed_waits_for_nothing_and_stays_below_the_bounds():

@@ -85,7 +85,8 @@ def at_least(
     not as fast, not on a GPU, or more than `most`: the same direction. Runs of one length of which some reach it and
     some do not decide nothing.
     """
-    lines = [line for line in lines if gpu and not _on_cpu(line)] or lines
+    if gpu:
+        lines = [line for line in lines if line.device_kind != "cpu"] or lines
     limits = wanted if isinstance(wanted, Mapping) else {line.tokens: wanted for line in lines}
     asked = sorted((line for line in lines if line.tokens in limits), key=lambda line: line.tokens or 0)
     sides: dict[int | None, set[int]] = {}  # of each length those of all its runs
@@ -102,7 +103,7 @@ def at_least(
     if any(side != {SHOWN} for side in sides.values()):
         needs = "runs that agree" if asked[-1].measure == "ratio" else wanting(asked[-1])
         return Judged(UNDECIDED, asked, asked[-1], needs=needs)
-    elsewhere = gpu and any(map(_on_cpu, asked))
+    elsewhere = gpu and any(line.device_kind == "cpu" for line in asked)
     another_size = elsewhere or any(_low(line) > most for line in asked)
     return Judged(SAME_DIRECTION if another_size else REPRODUCED, asked, asked[-1])
 
@@ -163,10 +164,6 @@ def _of_groups(lines: list[Line], side: Callable[[Line, Line], int], steps: int,
         needs = f"{WANTED} seeds" if len(widest.seeds) < WANTED else "longer training"
         return Judged(UNDECIDED, lines, widest, needs=needs)
     return Judged(REPRODUCED if sides == {SHOWN} else NOT_REPRODUCED, lines, widest)
-
-
-def _on_cpu(line: Line) -> bool:
-    return (line.device or "").startswith("cpu")
 
 
 def _low(line: Line) -> float:

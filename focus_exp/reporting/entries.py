@@ -36,7 +36,7 @@ class Value:
 
 @dataclass(frozen=True)
 class Run:
-    """A finished run with its measurements; `own`: the records of its arms, by their names."""
+    """A run with its measurements; `own`: the records of its arms, by their names."""
 
     record: Record
     lines: list[Line]
@@ -48,7 +48,7 @@ class Run:
 
 
 def finished(runs: Runs, *experiments: str) -> list[Run]:
-    """The finished runs of these experiments, or of all, that are not arms', oldest first."""
+    """The runs of these experiments, or of all, whose numbers are whole and that are not arms', oldest first."""
     there = [run for run in _all(runs) if run.record.counts]
     return [run for run in there if not experiments or run.record.experiment in experiments]
 

@@ -18,6 +18,11 @@ class Line(SimpleNamespace):
         return change_text(self.value, self.low, self.high)
 
     @property
+    def device_kind(self) -> str:
+        """`cpu` of `cpu, 2 threads, float32`, as of a record."""
+        return (self.device or "").partition(",")[0]
+
+    @property
     def turned(self) -> str:
         """The same the other way round: theirs from ours."""
         return change_text(*(None if bound is None else -bound for bound in (self.value, self.high, self.low)))

@@ -108,7 +108,7 @@ def _purpose(record: Record) -> tuple[str, int | None, str]:
 
 
 def _published(top: Path) -> Iterator[tuple[Path, Record]]:
-    """Finished runs with tables, which an arm's copy has not."""
+    """Runs whose numbers are whole, with tables, which an arm's copy has not."""
     for path in sorted(top.rglob(RECORD)):
         if (path.parent / "table.md").exists() and (record := load_run(path.parent)).counts:
             yield path.parent, record

@@ -112,13 +112,17 @@ def computed_speed() -> list[dict[str, Any]]:
 
 def table() -> str:
     """Markdown."""
-    rows = computed_speed()
-    lines = ["# Speed on a GPU: computed, not measured", "", (__doc__ or "").strip(), ""]
-    lines += [f"| {' | '.join(rows[0])} |", "| --- " * len(rows[0]) + "|"]
+    said = ["# Speed on a GPU: computed, not measured", "", (__doc__ or "").strip(), ""]
+    return "\n".join([*said, *lines_of(computed_speed())]) + "\n"
+
+
+def lines_of(rows: list[dict[str, Any]]) -> list[str]:
+    """Lines of a Markdown table whose columns are the keys of the first row."""
+    lines = [f"| {' | '.join(rows[0])} |", "| --- " * len(rows[0]) + "|"]
     for each in rows:
         cells = ("-" if x is None else f"{x:.3g}" if isinstance(x, float) else f"{x}" for x in each.values())
         lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join(lines) + "\n"
+    return lines
 
 
 if __name__ == "__main__":
