@@ -28,6 +28,7 @@ from focus_exp.storage import aside
 log = logging.getLogger(__name__)
 WEIGHTS, DESCRIPTION, CARD = ADAPTER_FILES
 FORMAT = 1
+HTTP_ERROR = HfHubHTTPError.__bases__[0]  # of the client that this version of the hub's package has
 GIVE_BASE = "the command line takes it by model.path=<its folder> or model.hub_id=<owner/name>"
 FIELDS = {
     "method": str, "options": dict, "layers": list, "causal": bool, "trainable_parameters": int, "base_model": dict,
@@ -95,7 +96,7 @@ def push_to_hub(folder: str | Path, repo_id: str, *, private: bool = False, toke
         raise UserError(f"the hub does not know who uploads {repo_id}; run: hf auth login") from error
     except (HfHubHTTPError, OSError, ValueError) as error:
         raise UserError(f"{folder} was not uploaded to {repo_id}: {first_line(error)}") from error
-    except Exception as error:  # without a network each client of HTTP has a class of its own
+    except HTTP_ERROR as error:
         reason = f"{type(error).__name__}: {first_line(error)}"
         raise UserError(
             f"{folder} was not uploaded to {repo_id}, for the hub cannot be reached ({reason}); call push_to_hub again "
