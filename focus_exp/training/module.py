@@ -77,6 +77,8 @@ class LanguageModelTask(pl.LightningModule):
         if not torch.isfinite(norm):
             raise NonFiniteError(f"the gradient is not finite at step {self.global_step + 1} of phase {self.name}")
         self.gradient_norm = norm.item()
+        # by the time the step is logged the schedule has gone on
+        self.learning_rate = optimizer.param_groups[0]["lr"]
         self.remember()
 
     def configure_gradient_clipping(
