@@ -265,11 +265,11 @@ def test_a_signal_that_comes_while_processes_agree_is_not_lost(monkeypatch, tmp_
 def test_a_run_takes_over_what_its_earlier_part_read_and_spent(tmp_path):
     made = {"experiment": "mine", "machine": {"cpu": "one"}, "device": "cpu"}
     earlier = Record(status="interrupted", commit="a", wall_seconds=3.0, train_seconds=2.0, warnings=["first"], **made)
-    earlier.model = {"fingerprint": "weights"}
+    earlier.model, earlier.peak_memory_bytes = {"fingerprint": "weights"}, 4
     record = Record(status="interrupted", commit="b", warnings=["second"], **made)
     assert take_over(record, earlier, tmp_path) is None  # nothing is left of it that another commit has made
     assert (record.wall_seconds, record.train_seconds, record.warnings) == (3.0, 2.0, ["first", "second"])
-    assert record.model == earlier.model
+    assert (record.model, record.peak_memory_bytes) == (earlier.model, 4)
     (tmp_path / "evaluation").mkdir()
     assert take_over(record, earlier, tmp_path) == "begun with commit a (now b): its numbers are of both"
     made_anew = Record(status="interrupted", commit="b", **made)

@@ -73,6 +73,7 @@ def take_over(record: Record, earlier: Record, folder: Path) -> str | None:
     if earlier.status == "finished":
         return None
     record.wall_seconds, record.train_seconds = earlier.wall_seconds, earlier.train_seconds
+    record.peak_memory_bytes = earlier.peak_memory_bytes
     record.warnings = list(dict.fromkeys([*earlier.warnings, *record.warnings]))
     made = {
         "commit": (earlier.commit, record.commit),
