@@ -102,6 +102,11 @@ def test_other_processes_of_a_run_are_told_its_rate_and_try_none(tmp_path, monke
     assert config.regime.phases["router"].learning_rate == rate_of(record)
 
 
+def test_what_rates_are_chosen_on_is_not_reported_as_held_out(tmp_path):
+    refused = run(*tiny(tmp_path), *TUNED, "eval.split=validation")
+    assert refused.code == 2 and "eval.split=validation would report as held out; use eval.split=test" in refused.err
+
+
 def test_a_try_without_a_loss_is_on_record_and_the_others_are_chosen_from(tmp_path, monkeypatch):
     fit = job.fit
 
