@@ -186,8 +186,9 @@ def recorded(config: Config, device: str) -> Iterator[Run]:
     resumed = job is not None and job.enter_run(folder)
     if config.overwrite and folder.exists() and not resumed:
         shutil.rmtree(folder)
-    if (earlier := runs.earlier_record(config)) and (sentence := take_over(record, earlier, folder)):
-        run.warn(sentence)
+    if earlier := runs.earlier_record(config):
+        for sentence in take_over(record, earlier, folder):
+            run.warn(sentence)
     folder.mkdir(parents=True, exist_ok=True)
     clear_aside(folder)
     replace_file(folder / "config.yaml", OmegaConf.to_yaml(OmegaConf.structured(config)).encode())
