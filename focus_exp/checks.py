@@ -175,5 +175,10 @@ def validate_regime(config: Config) -> None:
                 f"regime.phases.{name}.aim=base compares with the model without its router, but the phase trains "
                 f"{phase.train}; use aim=text, or train: router"
             )
+    if regime.tune.factors and config.eval.split == "validation":
+        raise UserError(
+            f"regime.tune.factors={regime.tune.factors} are chosen from by the loss on validation text, which "
+            "eval.split=validation would report as held out; use eval.split=test, or regime.tune.factors=[]"
+        )
     if regime.from_scratch and not regime.trains("all"):
         raise UserError(f"regime={regime.name} starts from random weights but no phase trains them; add train: all")

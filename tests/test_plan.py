@@ -37,6 +37,7 @@ from focus_exp.planning.estimate import Estimate, sample
 from focus_exp.planning.hardware import GIB, GPUS, gpu_named
 from focus_exp.planning.search import layouts, plan_run
 from focus_exp.planning.settings import Setting, candidates, needs, sequences, sizes
+from focus_exp.planning.trace import trace_inference
 from focus_exp.speed.timing import PeakMemory, in_fresh_process
 from focus_exp.training.callbacks import Checkpoint
 from focus_exp.training.precision import Precision
@@ -193,6 +194,19 @@ def tiny_estimate(family, regime="retrofit", layers=None, **changes):
     config = replace(case.config, model=ModelConfig(name=family, architecture=architecture))
     config = replace(config, trainer=replace(config.trainer, **changes))
     return Estimate(config, lambda model: prepare(model, regime))
+
+
+def test_a_phase_that_aims_at_the_base_computes_that_too():
+    traces = []
+    for aim in ("text", "base"):
+        estimate = tiny_estimate("llama")
+        estimate.phases = [(name, replace(phase, aim=aim)) for name, phase in estimate.phases]
+        traces += estimate.traces(1)
+    text, base = traces
+    own = tiny_estimate("llama", "full").whole(lambda model: trace_inference(model, (1, 64)))
+    assert base.flops == text.flops + own.flops
+    peaks = [max(sum(held.values()) for held in trace.peaks.values()) for trace in traces]
+    assert peaks[0] < peaks[1]
 
 
 EXTRAPOLATED = list(product([("gpt2", 5), ("llama", 4), ("gemma2", 7)], TRAINS, [False, True]))

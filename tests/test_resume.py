@@ -19,6 +19,7 @@ from focus_exp.errors import Interrupted, UserError
 from focus_exp.evaluation import quality
 from focus_exp.jobs.inputs import refuse_another, take_over
 from focus_exp.records.record import Record
+from focus_exp.records.runs import NOT_ENDED
 from focus_exp.training import callbacks
 from focus_exp.training.callbacks import Checkpoint
 from focus_exp.training.checkpoints import PARTS, Checkpoints, mend, read
@@ -265,15 +266,19 @@ def test_a_signal_that_comes_while_processes_agree_is_not_lost(monkeypatch, tmp_
 def test_a_run_takes_over_what_its_earlier_part_read_and_spent(tmp_path):
     made = {"experiment": "mine", "machine": {"cpu": "one"}, "device": "cpu"}
     earlier = Record(status="interrupted", commit="a", wall_seconds=3.0, train_seconds=2.0, warnings=["first"], **made)
-    earlier.model = {"fingerprint": "weights"}
+    earlier.model, earlier.peak_memory_bytes = {"fingerprint": "weights"}, 4
     record = Record(status="interrupted", commit="b", warnings=["second"], **made)
-    assert take_over(record, earlier, tmp_path) is None  # nothing is left of it that another commit has made
+    assert take_over(record, earlier, tmp_path) == []  # nothing is left of it that another commit has made
     assert (record.wall_seconds, record.train_seconds, record.warnings) == (3.0, 2.0, ["first", "second"])
-    assert record.model == earlier.model
+    assert (record.model, record.peak_memory_bytes) == (earlier.model, 4)
     (tmp_path / "evaluation").mkdir()
-    assert take_over(record, earlier, tmp_path) == "begun with commit a (now b): its numbers are of both"
+    assert take_over(record, earlier, tmp_path) == ["begun with commit a (now b): its numbers are of both"]
+    killed = replace(earlier, commit="b", error=NOT_ENDED)
+    assert [said.partition(":")[0] for said in take_over(record, killed, tmp_path)] == [
+        "an earlier part of it was killed"
+    ]
     made_anew = Record(status="interrupted", commit="b", **made)
-    assert take_over(made_anew, replace(earlier, status="finished"), tmp_path) is None
+    assert take_over(made_anew, replace(earlier, status="finished"), tmp_path) == []
     assert made_anew.wall_seconds is None
 
 

@@ -25,7 +25,7 @@ from focus_exp.speed import suite
 from focus_exp.speed.break_even import BreakEven, break_even, sparse_wins
 from focus_exp.speed.layer import Contender, Layer, attention_rows, attention_step_rows
 from focus_exp.speed.model import attention_clock, method_prefill_row, model_step_row, prefill_row
-from focus_exp.speed.timing import PeakMemory, alternate
+from focus_exp.speed.timing import PeakMemory, alternate, begin_peak, peak_memory
 from focus_exp.speed.workload import Shape, Tensors, balanced, full_attention, largest_group, pairs_kept
 from focus_exp.training.precision import Precision
 
@@ -58,6 +58,18 @@ def test_peak_memory_sees_what_a_work_holds():
     peak = memory.of(lambda: (torch.ones(16 << 20), torch.ones(8 << 20)))  # 64 and 32 MiB, held together
     assert 110 * 2**20 < peak < 140 * 2**20
     assert memory.of(lambda: kept.sum()) < 40 * 2**20
+
+
+@pytest.mark.skipif(PeakMemory(CPU).before is None, reason="the resident set is not known here")
+def test_the_peak_of_a_run_is_not_that_of_the_run_before_and_no_clock_forgets_it():
+    torch.ones(64 << 20)  # 256 MiB of another run
+    begin_peak()
+    begun = peak_memory()
+    PeakMemory(CPU).of(lambda: torch.ones(16 << 20))
+    PeakMemory(CPU).of(lambda: torch.ones(1))
+    assert begun + 50 * 2**20 < peak_memory() < begun + 100 * 2**20
+    begin_peak()
+    assert peak_memory() < begun + 20 * 2**20
 
 
 @given(st.integers(1, 200), st.sampled_from([1, 2, 5]), st.integers(1, 2), st.sampled_from(["query_topk", "share"]))

@@ -233,6 +233,19 @@ def test_reclustering_comes_every_so_many_steps_and_not_at_the_last(tiny_model, 
     assert torch.allclose(centroids.norm(dim=-1), centroids.norm(dim=-1).mean())  # scores are dot products
 
 
+@pytest.mark.parametrize("update", ["ema", "recluster"])
+def test_centroids_that_moved_are_those_that_tokens_are_compared_with(tiny_model, update):
+    model = attached(tiny_model("llama"), {"centroid_update": update})
+    moves = CentroidUpdates(model, FocusConfig(name="f", method="focus", centroid_update=update, centroid_decay=0.5))
+    method = attached_methods(model)[0]
+    router, h = method.router.eval(), torch.randn(1, T, method.shape.width)
+    with torch.no_grad():
+        before = router(h)  # as a probe does, which keeps the centroids at their length 1
+        moves._move(method, torch.randn(50, 16), seed=0)
+        assert not torch.allclose(router(h), before)
+        assert torch.equal(router(h), copy.deepcopy(router)(h))
+
+
 def test_all_processes_move_their_centroids_alike(tiny_model):
     model = attached(tiny_model("llama"), {"centroid_update": "ema"})
     update = CentroidUpdates(model, FocusConfig(name="f", method="focus", centroid_update="ema"))

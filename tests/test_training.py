@@ -182,6 +182,13 @@ def test_the_optimiser_uses_that_learning_rate(tiny_model):
     assert scheduler["interval"] == "step" and isinstance(optimizer, torch.optim.AdamW)
 
 
+def test_a_line_of_the_log_has_the_learning_rate_of_its_own_step(tiny_model, tmp_path):
+    phase = schema.PhaseConfig(steps=5, learning_rate=0.02, warmup_steps=2)
+    train(focus(tiny_model("llama")), phase, tmp_path, accumulate=2)
+    logged = [line["learning_rate"] for line in read_metrics(tmp_path / METRICS)]
+    assert logged == pytest.approx([0.02 * learning_rate_scale(step, phase) for step in range(5)])
+
+
 # which arithmetic
 
 

@@ -16,7 +16,7 @@ from focus_exp.errors import UserError
 from focus_exp.models.adapter import read_description
 from focus_exp.models.load import revision_of_tokenizer, revision_of_weights
 from focus_exp.records.record import Record
-from focus_exp.records.runs import run_folder
+from focus_exp.records.runs import NOT_ENDED, run_folder
 from focus_exp.training.regimes import CHECKPOINTS
 
 
@@ -67,13 +67,17 @@ def refuse_another(part: str, then: dict[str, Any], fingerprint: str, folder: Pa
         )
 
 
-def take_over(record: Record, earlier: Record, folder: Path) -> str | None:
-    """Give `record` what an earlier part of its run has read and spent; where that was made otherwise, how."""
+def take_over(record: Record, earlier: Record, folder: Path) -> list[str]:
+    """Give `record` what an earlier part of its run has read and spent; how that was made otherwise, and what of it is
+    not known."""
     record.data, record.model = earlier.data, earlier.model  # until they are read again
     if earlier.status == "finished":
-        return None
+        return []
     record.wall_seconds, record.train_seconds = earlier.wall_seconds, earlier.train_seconds
+    record.peak_memory_bytes = earlier.peak_memory_bytes
     record.warnings = list(dict.fromkeys([*earlier.warnings, *record.warnings]))
+    if not any((folder / part).exists() for part in (CHECKPOINTS, "evaluation", "benchmarks")):
+        return []
     made = {
         "commit": (earlier.commit, record.commit),
         "processor": (earlier.machine.get("cpu"), record.machine.get("cpu")),
@@ -81,6 +85,7 @@ def take_over(record: Record, earlier: Record, folder: Path) -> str | None:
         "torch": (earlier.versions.get("torch"), record.versions.get("torch")),
     }
     changed = [f"{name} {then} (now {now})" for name, (then, now) in made.items() if then != now]
-    if not changed or not any((folder / part).exists() for part in (CHECKPOINTS, "evaluation", "benchmarks")):
-        return None
-    return f"begun with {', '.join(changed)}: its numbers are of both"
+    said = [f"begun with {', '.join(changed)}: its numbers are of both"] if changed else []
+    if earlier.error == NOT_ENDED:
+        said.append("an earlier part of it was killed: its seconds and its memory are those of the others alone")
+    return said

@@ -6,7 +6,6 @@ import json
 import logging
 import math
 import re
-import resource
 import shutil
 import sys
 import time
@@ -17,7 +16,6 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-import torch
 from omegaconf import OmegaConf
 from pytorch_lightning.loggers import CSVLogger, Logger, WandbLogger
 from rich.console import Console
@@ -37,6 +35,7 @@ from focus_exp.reporting.report import all_findings, write_report
 from focus_exp.reporting.run_index import write_index
 from focus_exp.reporting.run_page import PAGE, write_run_page
 from focus_exp.reporting.wandb import init_options, log_record, wandb_mode
+from focus_exp.speed.timing import begin_peak, peak_memory
 from focus_exp.storage import clear_aside, held, replace_file
 from focus_exp.sweeps.frozen import FrozenJob
 from focus_exp.sweeps.status import training_progress
@@ -187,12 +186,14 @@ def recorded(config: Config, device: str) -> Iterator[Run]:
     resumed = job is not None and job.enter_run(folder)
     if config.overwrite and folder.exists() and not resumed:
         shutil.rmtree(folder)
-    if (earlier := runs.earlier_record(config)) and (sentence := take_over(record, earlier, folder)):
-        run.warn(sentence)
+    if earlier := runs.earlier_record(config):
+        for sentence in take_over(record, earlier, folder):
+            run.warn(sentence)
     folder.mkdir(parents=True, exist_ok=True)
     clear_aside(folder)
     replace_file(folder / "config.yaml", OmegaConf.to_yaml(OmegaConf.structured(config)).encode())
     run.save()
+    begin_peak()
     began = time.perf_counter()
     try:
         with judged(record):
@@ -201,7 +202,7 @@ def recorded(config: Config, device: str) -> Iterator[Run]:
         record.status, record.error = "finished", None
     finally:
         record.wall_seconds = (record.wall_seconds or 0.0) + time.perf_counter() - began
-        record.peak_memory_bytes = peak_memory()
+        record.peak_memory_bytes = max(record.peak_memory_bytes or 0, peak_memory())
         if record.status == "finished":
             run.report()
         record.save(folder / RECORD)
@@ -283,14 +284,6 @@ def announce(what: str, provenance: Provenance, detail: str) -> None:
 
 def shown(provenance: Provenance) -> str:
     return provenance.used.split(" (")[0]
-
-
-def peak_memory() -> int:
-    """Bytes: the most this process held, on the GPU where there is one."""
-    if torch.cuda.is_available():
-        return torch.cuda.max_memory_allocated()
-    unit = 1 if sys.platform == "darwin" else 1024
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 
 
 def seconds_text(seconds: float) -> str:

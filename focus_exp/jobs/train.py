@@ -43,7 +43,7 @@ from focus_exp.models.load import LoadedModel, fingerprint, load_model, whole
 from focus_exp.models.lora import add_lora, describe_lora, router_parameters, save_lora
 from focus_exp.models.modules import attached_methods
 from focus_exp.records.metrics import read_metrics
-from focus_exp.records.rows import ProbeRow
+from focus_exp.records.rows import ProbeRow, Try
 from focus_exp.speed.timing import device_name
 from focus_exp.storage import aside
 from focus_exp.training.checkpoints import checkpoint_of, mend
@@ -51,7 +51,7 @@ from focus_exp.training.dual_fit import fit_dual, rebalance, table_of
 from focus_exp.training.exchange import agreed, alone, in_turns, is_main
 from focus_exp.training.indexer_fit import fit_indexers
 from focus_exp.training.module import NonFiniteError
-from focus_exp.training.precision import Precision, choose_precision
+from focus_exp.training.precision import Precision, choose_device, choose_precision
 from focus_exp.training.probe import PROBES, probe_tokens
 from focus_exp.training.processes import processes
 from focus_exp.training.regimes import CHECKPOINTS, train_phases
@@ -64,17 +64,18 @@ FOLLOWER = [sys.executable, "-m", "focus_exp.jobs.follower"]
 
 def train(config: Config) -> None:
     """Run the experiment that `config` describes, or say that it is finished already."""
-    if already_finished(config):
-        return
+    if not already_finished(config):
+        check_strategy(config, choose_device(config.trainer.accelerator))
+        carry_out(config, *tuned(config, train))
+
+
+def carry_out(asked: Config, config: Config, tries: list[Try]) -> None:
+    """The run that `asked` names, with the learning rate of `config`, which was the best of the `tries`. The processes
+    that are started here are told it, for one that looked for it would repeat tries which the others do not."""
     precision = choose_precision(config.trainer.precision, config.trainer.accelerator, config.regime.trains("all"))
-    check_strategy(config, precision.device)
     device = f"{describe(precision)}{describe_processes(config)}"
-    # what is asked names the run; from here on it has the learning rate that was best
-    asked, (config, tries) = config, tuned(config, train)
-    with (
-        processes(asked.trainer, precision.device.type, FOLLOWER, json.dumps(to_dict(asked))),
-        open_run(asked, device) as run,
-    ):
+    told = json.dumps([to_dict(asked), to_dict(config)])
+    with processes(config.trainer, precision.device.type, FOLLOWER, told), open_run(asked, device) as run:
         run.config, run.record.config, run.record.tries = config, to_dict(config), tries
         print(f"{headline(config)}; {device}")
         print(f"run folder: {run.folder}")

@@ -200,7 +200,7 @@ def trace_training(
 
         allocations.enter("forward")
         with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
-            loss = next_token_loss(model, ids)
+            loss = task.loss(ids)
         if not accumulating:
             optimizer.zero_grad()
         allocations.enter("head backward")
@@ -209,11 +209,6 @@ def trace_training(
         allocations.enter("update")
         optimizer.step()
     return allocations.trace()
-
-
-def next_token_loss(model: PreTrainedModel, ids: Tensor) -> Tensor:
-    logits = model(input_ids=ids, use_cache=False).logits
-    return F.cross_entropy(logits[:, :-1].flatten(0, 1).float(), ids[:, 1:].flatten())
 
 
 def mark_last_layer(model: PreTrainedModel, reached: Callable[..., None]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import gc
+import resource
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -18,6 +19,8 @@ import torch
 
 Work = Callable[[], object]
 Result = TypeVar("Result")
+
+_earlier = 0  # bytes: the peak of the run until a clock set the high-water mark back
 
 
 def alternate(works: Mapping[str, Work], repeats: int, device: torch.device) -> dict[str, float]:
@@ -76,6 +79,7 @@ class PeakMemory:
     def of(self, work: Work) -> int | None:
         """The peak while `work` runs, what already exists included."""
         release()
+        keep_peak()
         if self.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self.device)
             work()
@@ -87,6 +91,29 @@ class PeakMemory:
             work()
             peak = resident("VmHWM")
         return None if peak is None else peak - self.before
+
+
+def begin_peak() -> None:
+    """Let `peak_memory` be of what comes now: a process may have had other runs before."""
+    global _earlier
+    release()
+    reset_high_water()
+    if torch.cuda.is_initialized():
+        torch.cuda.reset_peak_memory_stats()
+    _earlier = 0
+
+
+def keep_peak() -> None:
+    global _earlier
+    _earlier = peak_memory()
+
+
+def peak_memory() -> int:
+    """Bytes: the most this process has held since `begin_peak`, on the GPU where there is one."""
+    if torch.cuda.is_available():
+        return max(_earlier, torch.cuda.max_memory_allocated())
+    unit = 1 if sys.platform == "darwin" else 1024
+    return max(_earlier, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit)
 
 
 def held(device: torch.device) -> int | None:

@@ -65,7 +65,7 @@ class Metrics(Callback):
             "phase": self.phase,
             "step": step,
             "loss": torch.stack(self.losses).mean().item(),
-            "learning_rate": trainer.optimizers[0].param_groups[0]["lr"],
+            "learning_rate": module.learning_rate,
             "gradient_norm": module.gradient_norm,
             "tokens": step * self.tokens_per_step,
             "tokens_per_second": (step - self.last_step) * self.tokens_per_step / (now - self.last),

@@ -72,7 +72,7 @@ class CentroidUpdates(Callback):
             after = kmeans(tokens, len(before), seed)
             # scores are dot products: a longer centroid would take tokens that are nearer to another one
             after = nn.functional.normalize(after, dim=-1) * before.norm(dim=-1).mean()
-        before.data.copy_(after)
+        before.copy_(after)
 
     def on_train_end(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
         self._gather(None)

@@ -43,17 +43,9 @@ class LanguageModelTask(pl.LightningModule):
         self.remember()
 
     def training_step(self, batch: dict[str, Tensor], index: int) -> Tensor:
-        """Mean next-token loss of `batch["input_ids"]` `[B, T]`, or divergence from the base's own predictions, as the
-        phase aims at [nats per token], and the routers' own losses."""
-        tokens = batch["input_ids"]
+        """The loss of `batch["input_ids"]` `[B, T]` and the routers' own losses."""
         with auxiliary_losses(self.model) as auxiliary:
-            logits = self.model(input_ids=tokens, use_cache=False).logits
-        predicted = logits[:, :-1].flatten(0, 1).float()
-        if self.phase.aim == "base":
-            loss = F.kl_div(predicted.log_softmax(-1), self.base_predictions(tokens), log_target=True, reduction="none")
-            loss = loss.sum(-1).mean()
-        else:
-            loss = F.cross_entropy(predicted, tokens[:, 1:].flatten())
+            loss = self.loss(batch["input_ids"])
         mean = mean_of(loss.detach())
         if not torch.isfinite(mean):
             self.model.load_state_dict(self.last_good, strict=False)
@@ -61,6 +53,16 @@ class LanguageModelTask(pl.LightningModule):
         # what Lightning hands to callbacks is divided by the accumulated batches
         self.last_loss = mean
         return loss + torch.stack(auxiliary).sum() if auxiliary else loss
+
+    def loss(self, tokens: Tensor) -> Tensor:
+        """Mean next-token loss of `tokens` `[B, T]`, or divergence from the base's own predictions, as the phase aims
+        at [nats per token]."""
+        logits = self.model(input_ids=tokens, use_cache=False).logits
+        predicted = logits[:, :-1].flatten(0, 1).float()
+        if self.phase.aim != "base":
+            return F.cross_entropy(predicted, tokens[:, 1:].flatten())
+        loss = F.kl_div(predicted.log_softmax(-1), self.base_predictions(tokens), log_target=True, reduction="none")
+        return loss.sum(-1).mean()
 
     @torch.no_grad()
     def base_predictions(self, tokens: Tensor) -> Tensor:
@@ -77,6 +79,8 @@ class LanguageModelTask(pl.LightningModule):
         if not torch.isfinite(norm):
             raise NonFiniteError(f"the gradient is not finite at step {self.global_step + 1} of phase {self.name}")
         self.gradient_norm = norm.item()
+        # by the time the step is logged the schedule has gone on
+        self.learning_rate = optimizer.param_groups[0]["lr"]
         self.remember()
 
     def configure_gradient_clipping(
