@@ -24,8 +24,8 @@ END_OF_TEXT = "<|endoftext|>"
 
 
 class LiveModel(HFLM):
-    """The model as it is now, attachment included. Padding is masked and distinct inputs run once, so that a score
-    depends neither on the batch nor on the side that is padded."""
+    """The model as it is now, attachment included. Padding is masked and distinct inputs run once, so that a score does
+    not depend on the batch."""
 
     def __init__(
         self,
@@ -34,7 +34,6 @@ class LiveModel(HFLM):
         *,
         batch_size: int,
         precision: Precision,
-        padding_side: str = "right",
         allow_truncation: bool = False,
     ) -> None:
         super().__init__(
@@ -46,7 +45,6 @@ class LiveModel(HFLM):
             prefix_token_id=prefix_token(tokenizer),
         )
         self.precision = precision
-        self.padding_side = padding_side
         self.allow_truncation = allow_truncation
         self.label = ""
         self.ledger = Ledger()
@@ -81,23 +79,20 @@ class LiveModel(HFLM):
         width = max(map(len, inputs))
         ids = torch.full((len(inputs), width), self.tokenizer.pad_token_id, dtype=torch.long)
         mask = torch.zeros_like(ids)
-        ends = []
         for row, tokens in enumerate(inputs):
-            end = width if self.padding_side == "left" else len(tokens)
-            ids[row, end - len(tokens) : end] = torch.tensor(tokens)
-            mask[row, end - len(tokens) : end] = 1
-            ends.append(end)
-        first = min(end - count for end, count in zip(ends, counts, strict=True))
-        positions = (mask.cumsum(1) - 1).clamp(min=0)
+            ids[row, : len(tokens)] = torch.tensor(tokens)
+            mask[row, : len(tokens)] = 1
+        ends = [len(tokens) for tokens in inputs]
+        last = width - min(end - count for end, count in zip(ends, counts, strict=True))
         with self.precision.context():
             logits = self.model(
                 input_ids=ids.to(self.device),
                 attention_mask=mask.to(self.device),
-                position_ids=positions.to(self.device),
-                logits_to_keep=torch.arange(first, max(ends), device=self.device),
+                logits_to_keep=last,
                 use_cache=False,
-            ).logits  # [B, max(ends) - first, V]
-        return [logits[row, end - counts[row] - first : end - first].float() for row, end in enumerate(ends)]
+            ).logits[:, -last:]  # [B, last, V], also of a model that keeps all
+        spans = [slice(end - count - width + last, end - width + last) for end, count in zip(ends, counts, strict=True)]
+        return [of_row[span].float() for of_row, span in zip(logits, spans, strict=True)]
 
     def fitted(self, tokens: tuple[int, ...], limit: int) -> tuple[int, ...]:
         """The last `limit` tokens; UserError if that is not all of them and truncation is not allowed."""
