@@ -476,6 +476,13 @@ def test_truncation_is_an_error_unless_allowed(measure):
     assert (allowed.truncated, allowed.requests, allowed.request_tokens[-1]) == (1, 2, 512) and allowed.scored
 
 
+def test_an_answer_that_cannot_be_scored_whole_is_an_error(tiny_model):
+    lm = live(tiny_model("llama"), allow_truncation=True)
+    with pytest.raises(UserError, match=f"exceeds the {lm.max_length} that the model takes"):
+        likelihoods(lm, [([7], [8] * (lm.max_length + 1))])
+    assert likelihoods(lm, [([7, 7, 7], [8] * lm.max_length)])
+
+
 def test_a_document_that_can_only_be_wrong_is_an_error(measure):
     result = measure(["wrong_label", "words"])
     assert "label is not among its choices" in found(result, BASE, "wrong_label", "").error

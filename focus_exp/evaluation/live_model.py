@@ -69,6 +69,11 @@ class LiveModel(HFLM):
             batch = slice(begin, begin + self.batch_size)
             asking = [askers[tokens] for tokens in inputs[batch]]
             counts = [max(len(requests[index][2]) for index in indices) for indices in asking]
+            if max(counts) > self.max_length:
+                raise UserError(
+                    f"a continuation of {max(counts)} tokens exceeds the {self.max_length} that the model takes, and "
+                    "would not be scored whole; leave the task out of eval.tasks"
+                )
             for indices, logits in zip(asking, self.last_logits(fitted[batch], counts), strict=True):
                 for index in indices:
                     answers[index] = likelihood(logits, requests[index][2])
