@@ -563,13 +563,24 @@ def test_what_precedes_a_text_without_context():
     assert prefix_token(begins) == begins.bos_token_id != begins.eos_token_id
 
 
-def tokenizers_with_bos():
+@pytest.mark.parametrize(("template", "first"), [("$A <|endoftext|>", []), ("<s> $A <|endoftext|>", ["<s>"])])
+def test_nothing_stands_between_a_prompt_and_its_answer(tiny_model, template, first):
+    """Some tokenizers put a token behind every text: the answer's first token was cut off, and that one scored."""
+    tokenizer = tokenizers_with_bos(template)
+    lm = LiveModel(tiny_model("llama"), tokenizer, batch_size=4, precision=PRECISION)
+    begin = tokenizer.convert_tokens_to_ids(first)
+    assert lm._encode_pair("ab", " c") == ([*begin, *b"ab"], [*b" c"])
+    assert lm.tok_batch_encode(["ab", "abcd"])[0].tolist()[1] == [*begin, *b"abcd"]
+    assert tokenizer("ab")["input_ids"][-1] == tokenizer.eos_token_id
+
+
+def tokenizers_with_bos(template="<s> $A"):
     from tokenizers.processors import TemplateProcessing
 
     tokenizer = byte_tokenizer()
     tokenizer.add_special_tokens({"bos_token": "<s>"})
-    single = TemplateProcessing(single="<s> $A", special_tokens=[("<s>", tokenizer.bos_token_id)])
-    tokenizer.backend_tokenizer.post_processor = single
+    added = [("<s>", tokenizer.bos_token_id), ("<|endoftext|>", tokenizer.eos_token_id)]
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(single=template, special_tokens=added)
     return tokenizer
 
 

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from lm_eval.models.huggingface import HFLM
 from lm_eval.models.utils_hf import stop_sequences_criteria
+from tokenizers.processors import TemplateProcessing
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
@@ -39,8 +40,7 @@ class LiveModel(HFLM):
         super().__init__(
             pretrained=model,
             backend="causal",
-            # lm-eval gives it a padding token
-            tokenizer=copy.deepcopy(tokenizer),
+            tokenizer=unended(tokenizer),
             batch_size=batch_size,
             prefix_token_id=prefix_token(tokenizer),
         )
@@ -166,6 +166,17 @@ def likelihood(logits: Tensor, continuation: list[int]) -> tuple[float, bool]:
     if not torch.isfinite(total):
         raise RuntimeError("a log-likelihood is not finite")
     return total.item(), bool((logits.argmax(-1) == tokens).all())
+
+
+def unended(tokenizer: PreTrainedTokenizerBase) -> PreTrainedTokenizerBase:
+    """A copy, which lm-eval gives a padding token; it puts nothing behind a prompt, where the answer follows."""
+    tokenizer, first = copy.deepcopy(tokenizer), bos_of(tokenizer)
+    plain, full = (list(tokenizer("probe", add_special_tokens=added)["input_ids"]) for added in (False, True))
+    if full[-len(plain) :] != plain:
+        begin = [] if first is None else [(str(tokenizer.convert_ids_to_tokens(first)), first)]
+        template = TemplateProcessing(single=[*(token for token, _ in begin), "$A"], special_tokens=begin)
+        tokenizer.backend_tokenizer.post_processor = template
+    return tokenizer
 
 
 def unpadded(ids: Tensor, mask: Tensor) -> list[int]:
