@@ -146,6 +146,16 @@ def test_an_adapter_of_a_float32_base_fits_the_same_base_in_bfloat16(tiny_model,
     assert logits_of(load_adapter(tiny_model("llama", torch.bfloat16), saved)).isfinite().all()
 
 
+def test_routers_have_their_precision_where_half_is_the_default(tiny_model, saved):
+    model, expected = tiny_model("llama"), logits_of(load_adapter(tiny_model("llama"), saved, hard=False))
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        load_adapter(model, saved, hard=False)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert logits_of(model).equal(expected)
+
+
 def test_a_base_of_the_same_weights_and_other_arithmetic_is_told_of(tiny_model, saved, caplog):
     load_adapter(tiny_model("llama", torch.bfloat16), saved)
     assert not caplog.records

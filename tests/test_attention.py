@@ -190,7 +190,7 @@ def test_centroids_that_change_are_compared_as_they_are():
     router, h = Router(8, groups=3, routing_dim=4, normalize=True).eval(), torch.randn(1, 5, 8)
     with torch.no_grad():
         before = router(h)
-        router.centroids.neg_()
+        router.centroids.data.neg_()  # as averages of weights are written, which torch counts as no change
         torch.testing.assert_close(router(h), -before)
 
 

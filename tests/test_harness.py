@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from lm_eval.models.huggingface import HFLM
 from lm_eval.tasks import TaskManager
 from running import attention_of
+from tiny_architectures import tiny_model as architecture
 from torch import nn
 
 from focus_exp import attach, disabled, set_routing
@@ -181,7 +182,7 @@ REQUESTS = st.lists(
 
 @pytest.mark.parametrize("family", ["gpt2", "llama", "qwen2", "gemma2"])
 @pytest.mark.parametrize("assignment", ["balanced", "sinkhorn", None])
-def test_likelihoods_depend_on_neither_batch_nor_padding(tiny_model, family, assignment):
+def test_likelihoods_do_not_depend_on_the_batch(tiny_model, family, assignment):
     model = tiny_model(family)
     if assignment:
         attached(model, assignment=assignment)
@@ -190,9 +191,17 @@ def test_likelihoods_depend_on_neither_batch_nor_padding(tiny_model, family, ass
         (draws.integers(0, 256, n).tolist(), draws.integers(0, 256, 1 + n % 4).tolist()) for n in range(1, 60, 5)
     ]
     expected = [by_hand(model, *request) for request in requests]
-    for batch_size, side in ((1, "right"), (8, "right"), (8, "left"), (3, "left")):
-        answers = likelihoods(live(model, batch_size=batch_size, padding_side=side), requests)
+    for batch_size in (1, 8, 3):
+        answers = likelihoods(live(model, batch_size=batch_size), requests)
         np.testing.assert_allclose([total for total, _ in answers], expected, atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("name", ["roberta", "xlstm", "whisper"])
+def test_likelihoods_of_models_that_count_from_elsewhere_or_keep_all_logits(name):
+    model = architecture(name)
+    requests = [([7, 8, 9, 10, 11, 12, 13, 14, 15], [16, 17]), ([18, 19, 20], [21]), ([22, 23, 24, 25], [26, 27, 28])]
+    answers = likelihoods(live(model), requests)
+    assert [total for total, _ in answers] == [pytest.approx(by_hand(model, *each), abs=1e-4) for each in requests]
 
 
 def test_lm_eval_left_to_itself_pads_without_a_mask(tiny_model):
@@ -467,6 +476,13 @@ def test_truncation_is_an_error_unless_allowed(measure):
     assert (allowed.truncated, allowed.requests, allowed.request_tokens[-1]) == (1, 2, 512) and allowed.scored
 
 
+def test_an_answer_that_cannot_be_scored_whole_is_an_error(tiny_model):
+    lm = live(tiny_model("llama"), allow_truncation=True)
+    with pytest.raises(UserError, match=f"exceeds the {lm.max_length} that the model takes"):
+        likelihoods(lm, [([7], [8] * (lm.max_length + 1))])
+    assert likelihoods(lm, [([7, 7, 7], [8] * lm.max_length)])
+
+
 def test_a_document_that_can_only_be_wrong_is_an_error(measure):
     result = measure(["wrong_label", "words"])
     assert "label is not among its choices" in found(result, BASE, "wrong_label", "").error
@@ -547,13 +563,24 @@ def test_what_precedes_a_text_without_context():
     assert prefix_token(begins) == begins.bos_token_id != begins.eos_token_id
 
 
-def tokenizers_with_bos():
+@pytest.mark.parametrize(("template", "first"), [("$A <|endoftext|>", []), ("<s> $A <|endoftext|>", ["<s>"])])
+def test_nothing_stands_between_a_prompt_and_its_answer(tiny_model, template, first):
+    """Some tokenizers put a token behind every text: the answer's first token was cut off, and that one scored."""
+    tokenizer = tokenizers_with_bos(template)
+    lm = LiveModel(tiny_model("llama"), tokenizer, batch_size=4, precision=PRECISION)
+    begin = tokenizer.convert_tokens_to_ids(first)
+    assert lm._encode_pair("ab", " c") == ([*begin, *b"ab"], [*b" c"])
+    assert lm.tok_batch_encode(["ab", "abcd"])[0].tolist()[1] == [*begin, *b"abcd"]
+    assert tokenizer("ab")["input_ids"][-1] == tokenizer.eos_token_id
+
+
+def tokenizers_with_bos(template="<s> $A"):
     from tokenizers.processors import TemplateProcessing
 
     tokenizer = byte_tokenizer()
     tokenizer.add_special_tokens({"bos_token": "<s>"})
-    single = TemplateProcessing(single="<s> $A", special_tokens=[("<s>", tokenizer.bos_token_id)])
-    tokenizer.backend_tokenizer.post_processor = single
+    added = [("<s>", tokenizer.bos_token_id), ("<|endoftext|>", tokenizer.eos_token_id)]
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(single=template, special_tokens=added)
     return tokenizer
 
 

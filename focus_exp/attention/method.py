@@ -75,7 +75,12 @@ class AttentionMethod(nn.Module):
     def of(cls, shape: LayerShape, **options: Any) -> Self:
         """For one layer, with its options by name; ValueError for one that it has not, or a value that it refuses."""
         make: Any = cls
-        return make(shape, cls.options.of(**options))
+        before = torch.get_default_dtype()
+        torch.set_default_dtype(torch.promote_types(before, torch.float32))  # see OwnPrecision
+        try:
+            return make(shape, cls.options.of(**options))
+        finally:
+            torch.set_default_dtype(before)
 
     def __init__(self, shape: LayerShape, window: int = 128, sinks: int = 4) -> None:
         super().__init__()

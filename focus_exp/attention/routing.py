@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, Self
+from typing import Self
 
 import torch
 import torch.nn.functional as F
@@ -37,7 +37,6 @@ class Router(OwnPrecision):
     ) -> None:
         super().__init__()
         self.normalize = normalize
-        self.kept: tuple[Tensor, int, Tensor] | None = None
         self.projection = nn.Parameter(torch.empty(width, routing_dim))
         self.centroids: Tensor
         if trained_centroids:
@@ -53,10 +52,6 @@ class Router(OwnPrecision):
         nn.init.normal_(self.centroids, std=self.centroids.shape[1] ** -0.5)
         nn.init.zeros_(self.potential)
 
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
-        self.kept = None
-        return super()._apply(fn, recurse)
-
     def forward(self, h: Tensor) -> Tensor:
         """Scores `[B, T, K]` of hidden states `[B, T, E]`, in the router's precision whatever the model's."""
         return self.compare(self.project(h))
@@ -71,22 +66,7 @@ class Router(OwnPrecision):
     def compare(self, tokens: Tensor) -> Tensor:
         """Scores `[B, T, K]` of projected tokens `[B, T, R]`."""
         with own_precision(tokens):
-            return tokens @ self.directions().T
-
-    def directions(self) -> Tensor:
-        """The centroids as they are compared; of length 1 with `normalize`, kept from call to call where no gradient
-        is wanted and nobody has changed them."""
-        if not self.normalize:
-            return self.centroids
-        if self.training or torch.is_grad_enabled() or torch.compiler.is_compiling():
-            return F.normalize(self.centroids, dim=-1)
-        source, version = self.centroids, self.centroids._version
-        if self.kept is None or self.kept[0] is not source or self.kept[1] != version:
-            self.kept = source, version, F.normalize(source, dim=-1)
-        return self.kept[2]
-
-    def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__ | {"kept": None}  # a copy's centroids count their versions anew
+            return tokens @ (F.normalize(self.centroids, dim=-1) if self.normalize else self.centroids).T
 
 
 def cast(h: Tensor, dtype: torch.dtype) -> Iterator[Tensor]:

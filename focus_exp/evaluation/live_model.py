@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from lm_eval.models.huggingface import HFLM
 from lm_eval.models.utils_hf import stop_sequences_criteria
+from tokenizers.processors import TemplateProcessing
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
@@ -24,8 +25,8 @@ END_OF_TEXT = "<|endoftext|>"
 
 
 class LiveModel(HFLM):
-    """The model as it is now, attachment included. Padding is masked and distinct inputs run once, so that a score
-    depends neither on the batch nor on the side that is padded."""
+    """The model as it is now, attachment included. Padding is masked and distinct inputs run once, so that a score does
+    not depend on the batch."""
 
     def __init__(
         self,
@@ -34,19 +35,16 @@ class LiveModel(HFLM):
         *,
         batch_size: int,
         precision: Precision,
-        padding_side: str = "right",
         allow_truncation: bool = False,
     ) -> None:
         super().__init__(
             pretrained=model,
             backend="causal",
-            # lm-eval gives it a padding token
-            tokenizer=copy.deepcopy(tokenizer),
+            tokenizer=unended(tokenizer),
             batch_size=batch_size,
             prefix_token_id=prefix_token(tokenizer),
         )
         self.precision = precision
-        self.padding_side = padding_side
         self.allow_truncation = allow_truncation
         self.label = ""
         self.ledger = Ledger()
@@ -71,6 +69,11 @@ class LiveModel(HFLM):
             batch = slice(begin, begin + self.batch_size)
             asking = [askers[tokens] for tokens in inputs[batch]]
             counts = [max(len(requests[index][2]) for index in indices) for indices in asking]
+            if max(counts) > self.max_length:
+                raise UserError(
+                    f"a continuation of {max(counts)} tokens exceeds the {self.max_length} that the model takes, and "
+                    "would not be scored whole; leave the task out of eval.tasks"
+                )
             for indices, logits in zip(asking, self.last_logits(fitted[batch], counts), strict=True):
                 for index in indices:
                     answers[index] = likelihood(logits, requests[index][2])
@@ -81,23 +84,20 @@ class LiveModel(HFLM):
         width = max(map(len, inputs))
         ids = torch.full((len(inputs), width), self.tokenizer.pad_token_id, dtype=torch.long)
         mask = torch.zeros_like(ids)
-        ends = []
         for row, tokens in enumerate(inputs):
-            end = width if self.padding_side == "left" else len(tokens)
-            ids[row, end - len(tokens) : end] = torch.tensor(tokens)
-            mask[row, end - len(tokens) : end] = 1
-            ends.append(end)
-        first = min(end - count for end, count in zip(ends, counts, strict=True))
-        positions = (mask.cumsum(1) - 1).clamp(min=0)
+            ids[row, : len(tokens)] = torch.tensor(tokens)
+            mask[row, : len(tokens)] = 1
+        ends = [len(tokens) for tokens in inputs]
+        last = width - min(end - count for end, count in zip(ends, counts, strict=True))
         with self.precision.context():
             logits = self.model(
                 input_ids=ids.to(self.device),
                 attention_mask=mask.to(self.device),
-                position_ids=positions.to(self.device),
-                logits_to_keep=torch.arange(first, max(ends), device=self.device),
+                logits_to_keep=last,
                 use_cache=False,
-            ).logits  # [B, max(ends) - first, V]
-        return [logits[row, end - counts[row] - first : end - first].float() for row, end in enumerate(ends)]
+            ).logits[:, -last:]  # [B, last, V], also of a model that keeps all
+        spans = [slice(end - count - width + last, end - width + last) for end, count in zip(ends, counts, strict=True)]
+        return [of_row[span].float() for of_row, span in zip(logits, spans, strict=True)]
 
     def fitted(self, tokens: tuple[int, ...], limit: int) -> tuple[int, ...]:
         """The last `limit` tokens; UserError if that is not all of them and truncation is not allowed."""
@@ -166,6 +166,17 @@ def likelihood(logits: Tensor, continuation: list[int]) -> tuple[float, bool]:
     if not torch.isfinite(total):
         raise RuntimeError("a log-likelihood is not finite")
     return total.item(), bool((logits.argmax(-1) == tokens).all())
+
+
+def unended(tokenizer: PreTrainedTokenizerBase) -> PreTrainedTokenizerBase:
+    """A copy, which lm-eval gives a padding token; it puts nothing behind a prompt, where the answer follows."""
+    tokenizer, first = copy.deepcopy(tokenizer), bos_of(tokenizer)
+    plain, full = (list(tokenizer("probe", add_special_tokens=added)["input_ids"]) for added in (False, True))
+    if full[-len(plain) :] != plain:
+        begin = [] if first is None else [(str(tokenizer.convert_ids_to_tokens(first)), first)]
+        template = TemplateProcessing(single=[*(token for token, _ in begin), "$A"], special_tokens=begin)
+        tokenizer.backend_tokenizer.post_processor = template
+    return tokenizer
 
 
 def unpadded(ids: Tensor, mask: Tensor) -> list[int]:
