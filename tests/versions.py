@@ -1,0 +1,130 @@
+"""python tests/versions.py FILE RECORDS WORK: does the code of today do what the code of each published run did?
+
+Every published arm is run at `scale=quick`, once by the commit of its record and once by the one checked out, and the
+losses of both are compared. What is finished stays below WORK and is not run again.
+"""
+
+import json
+import os
+import re
+import shlex
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+from replications import differences
+
+from focus_exp.records.losses import LOSSES
+from focus_exp.records.record import Record
+
+HEAD = """\
+# Every published arm by the code of its record and by today's
+
+Made by `make versions`: each arm at `scale=quick` (one to ten steps, two windows, a fit and a warm start of ten steps,
+no other learning rates), once by the commit that its record names and once by `{commit}`, on one processor. The
+largest difference of a window's (or an item's) loss in nats a token, under the base and under what the run is about.
+0: every digit is the same. Runs that are published from several seeds of one commit stand once; timings have no losses.
+
+| run | published at | losses | base | run itself |
+| --- | --- | --- | --- | --- |
+"""
+# of a published command: what makes the run longer, where it goes, and what was said in other words
+LEFT_OUT = (
+    *("scale=", "assets=", "logger.", "arm=", "seed=", "overwrite=", "runs_dir=", "cache_dir="),
+    *("regime.steps=", "regime.warmup_steps=", "eval.suite_limit=", "bench.prefill_lengths="),
+)
+SHORT = ("scale=quick", "assets=embedded", "logger.wandb=disabled")
+
+
+@dataclass(frozen=True)
+class Published:
+    """One arm of one commit, `place` being its folder below the records."""
+
+    place: str
+    commit: str
+    overrides: tuple[str, ...]
+
+
+def published(records: Path) -> list[Published]:
+    """What has losses, each arm of a commit once."""
+    found: dict[tuple[str, ...], Published] = {}
+    for path in sorted(records.glob("*/*/*/record.json")):
+        if not (path.parent / LOSSES).exists():
+            continue
+        record, place = Record.load(path), path.parent.relative_to(records)
+        name, commit = place.parts[1], record.commit or "unknown"
+        given = [part for part in shlex.split(record.command)[3:] if not part.startswith(LEFT_OUT)]
+        arm = [] if name.startswith(f"{record.config['model']['name']}-") else [f"arm={name}"]
+        found.setdefault((commit, *given, *arm), Published(place.as_posix(), commit, (*given, *arm)))
+    return list(found.values())
+
+
+class ShortRuns:
+    """Runs by several commits below `work`, each made once."""
+
+    def __init__(self, work: Path, root: Path) -> None:
+        self.work, self.root, self.kept = work.resolve(), root, work / "made.json"
+        self.made: dict[str, str] = json.loads(self.kept.read_text()) if self.kept.exists() else {}
+
+    def folder(self, commit: str, overrides: tuple[str, ...]) -> Path:
+        """The folder of the run; RuntimeError with what it said where there is none."""
+        key = f"{commit} {shlex.join(overrides)}"
+        if key not in self.made:
+            self.made[key] = self._run(commit, overrides)
+            self.kept.write_text(json.dumps(self.made, indent=1))
+        if not self.made[key].startswith(str(self.work)):
+            raise RuntimeError(self.made[key])
+        return Path(self.made[key])
+
+    def _run(self, commit: str, overrides: tuple[str, ...]) -> str:
+        tree = self.work / "trees" / commit
+        if not tree.exists():
+            subprocess.run(["git", "worktree", "add", "--quiet", "--detach", tree, commit], check=True, cwd=self.root)
+        given = [self._with_adapter(part, tree) for part in overrides]
+        done = subprocess.run(
+            [sys.executable, "-m", "focus_exp", *given, *SHORT, f"cache_dir={self.work / 'cache' / commit}"],
+            cwd=tree,
+            env=os.environ | {"PYTHONPATH": str(tree)},
+            capture_output=True,
+            text=True,
+        )
+        if folders := re.findall(r"^run folder: (.*)$", done.stdout, flags=re.MULTILINE):
+            return str(tree / folders[-1])
+        return f"exit {done.returncode}: {(done.stderr or done.stdout).strip()[-300:]}"
+
+    def _with_adapter(self, override: str, tree: Path) -> str:
+        """The published adapter in place of the run folder that is named."""
+        below = re.search(r"runs/(?:records/)?([^'\"]*/adapter)", override)
+        if below is None:
+            return override
+        found = [path for top in (tree, self.root) if (path := top / "runs" / "records" / below[1]).exists()]
+        return override.replace(below[0], str(found[0])) if found else override
+
+
+def line(run: Published, today: str, short: ShortRuns) -> str:
+    said = f"| {run.place} | {run.commit[:7]} |"
+    try:
+        old, new = (short.folder(commit, run.overrides) for commit in (run.commit, today))
+    except RuntimeError as error:
+        return f"{said} - | - | {' '.join(str(error).split())} |\n"
+    base = Record.load(new / "record.json").base
+    largest, own, _, count = differences(old / LOSSES, new / LOSSES, base.name if base else "")
+    return f"{said} {count} | {largest:.1g} | {own:.1g} |\n"
+
+
+def main(path: Path, records: Path, work: Path) -> None:
+    today = subprocess.run(["git", "rev-parse", "HEAD"], check=True, capture_output=True, text=True).stdout.strip()
+    work.mkdir(parents=True, exist_ok=True)
+    short, lines = ShortRuns(work, Path.cwd()), []
+    runs = published(records)
+    for run in runs:
+        lines.append(line(run, today, short))
+        print(f"{len(lines)} of {len(runs)}: {lines[-1]}", end="", flush=True)
+    path.write_text(HEAD.format(commit=today[:7]) + "".join(lines), encoding="utf-8")
+    for tree in (work / "trees").iterdir():
+        subprocess.run(["git", "worktree", "remove", "--force", tree], check=True)
+
+
+if __name__ == "__main__":
+    main(*map(Path, sys.argv[1:4]))
