@@ -28,9 +28,7 @@ from focus_exp.storage import aside
 log = logging.getLogger(__name__)
 WEIGHTS, DESCRIPTION, CARD = ADAPTER_FILES
 FORMAT = 1
-HTTP_ERROR: type[BaseException] = HfHubHTTPError.__bases__[0]  # of the client that this version of it has
-    0
-]  # of the client that this version of the hub's package has
+HTTP_ERROR: type[BaseException] = HfHubHTTPError.__bases__[0]  # whichever client the hub's package has
 GIVE_BASE = "the command line takes it by model.path=<its folder> or model.hub_id=<owner/name>"
 FIELDS = {
     "method": str, "options": dict, "layers": list, "causal": bool, "trainable_parameters": int, "base_model": dict,
