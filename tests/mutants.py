@@ -21,7 +21,7 @@ FAULTS: dict[str, list[tuple[str, ...]]] = {
         ("F.normalize(tokens, dim=-1) if self.normalize else tokens", "tokens", "attention attach adapter"),
         ("logits - counted.logsumexp(-2", "logits - logits.logsumexp(-2", "attention attach"),
         ("logits[valid]", "logits.flatten(0, 1)", "attention attach"),
-        (" or self.kept[1] != version", "", "attention"),
+        ("F.normalize(self.centroids, dim=-1) if self.normalize else self.centroids", "self.centroids", "attention"),
     ],
     "attention/focus.py": [
         ("1 - self.balance_momentum)", "self.balance_momentum)", "warm_start"),
@@ -254,8 +254,8 @@ FAULTS: dict[str, list[tuple[str, ...]]] = {
     ],
     "evaluation/live_model.py": [
         (
-            "mask[row, end - len(tokens) : end] = 1", "mask[row] = 1",
-            "harness::likelihoods_depend_on_neither_batch_nor_padding",
+            "mask[row, : len(tokens)] = 1", "mask[row] = 1",
+            "harness::likelihoods_do_not_depend_on_the_batch",
         ),
         ("return tokens[-limit:]", "return tokens[:limit - 1]", "harness::truncation_is_an_error_unless_allowed"),
     ],

@@ -216,9 +216,13 @@ def test_all_pairs_are_kept_only_where_no_choice_of_groups_could_drop_one(pair_r
 def test_router_holds_ER_plus_KR_numbers_and_scores_in_float32(seed, groups, normalize):
     router = Router(48, groups, 16, normalize)
     assert sum(p.numel() for p in router.parameters()) == 48 * 16 + groups * 16
-    scores = router(1000 * torch.randn(2, 5, 48, dtype=torch.bfloat16))
+    h = 1000 * torch.randn(2, 5, 48, dtype=torch.bfloat16)
+    scores = router(h)
     assert scores.shape == (2, 5, groups) and scores.dtype == torch.float32
     assert (scores.abs().max() <= 1 + 1e-5) == normalize
+    with torch.no_grad():
+        router.centroids.mul_(3)
+    assert torch.allclose(router(h), scores, atol=1e-5) == normalize
 
 
 @given(seed=SEEDS, groups=st.integers(2, 8), spread=st.floats(0.1, 2))

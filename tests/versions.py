@@ -1,7 +1,7 @@
-"""python tests/versions.py FILE RECORDS WORK: does the code of today do what the code of each published run did?
+"""python tests/versions.py FILE RECORDS WORK [COMMIT]: does today's code do what the code of each published run did?
 
-Every published arm is run at `scale=quick`, once by the commit of its record and once by the one checked out, and the
-losses of both are compared. What is finished stays below WORK and is not run again.
+Every published arm is run at `scale=quick`, once by the commit of its record and once by COMMIT, the one checked out
+if none is given, and the losses of both are compared. What is finished stays below WORK and is not run again.
 """
 
 import json
@@ -56,7 +56,9 @@ def published(records: Path) -> list[Published]:
         name, commit = place.parts[1], record.commit or "unknown"
         given = [part for part in shlex.split(record.command)[3:] if not part.startswith(LEFT_OUT)]
         arm = [] if name.startswith(f"{record.config['model']['name']}-") else [f"arm={name}"]
-        found.setdefault((commit, *given, *arm), Published(place.as_posix(), commit, (*given, *arm)))
+        # with two encoders earlier versions took the sparse path always, later ones where it is measured to pay
+        path = ["attention.backend=cpu-flash"] if record.config["attention"]["method"] == "focus_dual" else []
+        found.setdefault((commit, *given, *arm), Published(place.as_posix(), commit, (*given, *arm, *path)))
     return list(found.values())
 
 
@@ -67,17 +69,17 @@ class ShortRuns:
         self.work, self.root, self.kept = work.resolve(), root, work / "made.json"
         self.made: dict[str, str] = json.loads(self.kept.read_text()) if self.kept.exists() else {}
 
-    def folder(self, commit: str, overrides: tuple[str, ...]) -> Path:
-        """The folder of the run; RuntimeError with what it said where there is none."""
+    def folder(self, commit: str, overrides: tuple[str, ...], place: str) -> Path:
+        """The folder of the run, which is published at `place`; RuntimeError with what it said where there is none."""
         key = f"{commit} {shlex.join(overrides)}"
         if key not in self.made:
-            self.made[key] = self._run(commit, overrides)
+            self.made[key] = self._run(commit, overrides, place)
             self.kept.write_text(json.dumps(self.made, indent=1))
         if not self.made[key].startswith(str(self.work)):
             raise RuntimeError(self.made[key])
         return Path(self.made[key])
 
-    def _run(self, commit: str, overrides: tuple[str, ...]) -> str:
+    def _run(self, commit: str, overrides: tuple[str, ...], place: str) -> str:
         tree = self.work / "trees" / commit
         if not tree.exists():
             subprocess.run(["git", "worktree", "add", "--quiet", "--detach", tree, commit], check=True, cwd=self.root)
@@ -89,23 +91,28 @@ class ShortRuns:
             capture_output=True,
             text=True,
         )
-        if folders := re.findall(r"^run folder: (.*)$", done.stdout, flags=re.MULTILINE):
+        folders = re.findall(r"^run folder: (.*)$", done.stdout, flags=re.MULTILINE)
+        if "finished already" in done.stdout:  # as what another arm starts from
+            folders = [*tree.glob(f"runs/{place.rpartition('/')[0]}/*")]
+        if folders:
             return str(tree / folders[-1])
         return f"exit {done.returncode}: {(done.stderr or done.stdout).strip()[-300:]}"
 
     def _with_adapter(self, override: str, tree: Path) -> str:
-        """The published adapter in place of the run folder that is named."""
+        """In place of the run folder that is named the published adapter, else that of the same arm's short run."""
         below = re.search(r"runs/(?:records/)?([^'\"]*/adapter)", override)
         if below is None:
             return override
+        arm = below[1].rpartition("/seed=")[0]
         found = [path for top in (tree, self.root) if (path := top / "runs" / "records" / below[1]).exists()]
+        found += tree.glob(f"runs/{arm}/*/adapter")
         return override.replace(below[0], str(found[0])) if found else override
 
 
 def line(run: Published, today: str, short: ShortRuns) -> str:
     said = f"| {run.place} | {run.commit[:7]} |"
     try:
-        old, new = (short.folder(commit, run.overrides) for commit in (run.commit, today))
+        old, new = (short.folder(commit, run.overrides, run.place) for commit in (run.commit, today))
     except RuntimeError as error:
         return f"{said} - | - | {' '.join(str(error).split())} |\n"
     base = Record.load(new / "record.json").base
@@ -113,8 +120,9 @@ def line(run: Published, today: str, short: ShortRuns) -> str:
     return f"{said} {count} | {largest:.1g} | {own:.1g} |\n"
 
 
-def main(path: Path, records: Path, work: Path) -> None:
-    today = subprocess.run(["git", "rev-parse", "HEAD"], check=True, capture_output=True, text=True).stdout.strip()
+def main(path: Path, records: Path, work: Path, commit: Path = Path("HEAD")) -> None:
+    named = ["git", "rev-parse", f"{commit}^{{commit}}"]
+    today = subprocess.run(named, check=True, capture_output=True, text=True).stdout.strip()
     work.mkdir(parents=True, exist_ok=True)
     short, lines = ShortRuns(work, Path.cwd()), []
     runs = published(records)
@@ -127,4 +135,4 @@ def main(path: Path, records: Path, work: Path) -> None:
 
 
 if __name__ == "__main__":
-    main(*map(Path, sys.argv[1:4]))
+    main(*map(Path, sys.argv[1:]))
