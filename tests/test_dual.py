@@ -235,6 +235,14 @@ def logits_of(model, tokens=TOKENS) -> Tensor:
     return model(tokens, use_cache=False).logits
 
 
+def test_another_number_of_groups_beside_a_budget_is_refused(tiny_model):
+    model = set_budget(attached(tiny_model("llama")), [1, 2])
+    given = attached_methods(model)[0].top_k
+    set_routing(model, hard=True, top_k=given)
+    with pytest.raises(UserError, match=f"top_k={given + 1} would change nothing: the budget says"):
+        set_routing(model, hard=True, top_k=given + 1)
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_layers_are_full_or_window_alone_where_the_budget_says_so(tiny_model, family):
     base, window = tiny_model(family), attach(tiny_model(family), "window", **NEAR)

@@ -117,7 +117,8 @@ def set_routing(
     "auto", "masked" or a kernel's name, all of the same result. "auto" is masked below `sparse_from` tokens.
 
     Hard groups act in `model.eval()` alone: routers in training mode are as `train_with` says. What a method does not
-    have is left alone; an adapter saves `top_k` and `pair_rule`. UserError for a wrong value, and without a method.
+    have is left alone; an adapter saves `top_k` and `pair_rule`. UserError for a wrong value, another `top_k` beside a
+    budget, and without a method.
     """
     attachment = attachment_of(model)
     for name, given, kind in (("hard", hard, bool), ("sparse_from", sparse_from, int)):
@@ -132,6 +133,8 @@ def set_routing(
     )
     if top_k is not None and not (fits(top_k, int) and 1 <= top_k <= (groups or 1)):
         raise UserError(f"top_k={top_k!r} is impossible; use 1 to {groups}, the number of groups")
+    if top_k is not None and any(getattr(m, "budget", None) is not None and m.top_k != top_k for m in methods):
+        raise UserError(f"top_k={top_k!r} would change nothing: the budget says what each head reads; use set_budget")
     chosen = {"hard": hard, "top_k": top_k, "pair_rule": pair_rule, "backend": backend, "sparse_from": sparse_from}
     for method in methods:
         for name, setting in chosen.items():
