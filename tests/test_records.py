@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from replications import main as replicate
 from running import run, tiny
+from versions import published as published_arms
 
 from focus_exp.errors import UserError
 from focus_exp.records.comparison import load_run
@@ -218,6 +219,17 @@ def test_a_published_run_that_was_made_again_is_compared_loss_by_loss(tmp_path):
     replicate(told, runs, records)
     (line,) = (line for line in told.read_text().splitlines() if line.startswith(key))
     assert re.search(r"\| 0 \| 0\.2 \| 0\.\d+ \|$", line)
+
+
+def test_a_published_arm_is_run_short_by_its_own_command():
+    arms = published_arms(RECORDS)
+    assert {arm.place.split("/")[0] for arm in arms} >= {"ablation", "compare", "frontier", "retrofit_124m"}
+    assert len({(arm.commit, arm.overrides) for arm in arms}) == len(arms)
+    for arm in arms:
+        experiment, name, _ = arm.place.split("/")
+        assert f"+experiment={experiment}" in arm.overrides and (RECORDS / arm.place / "losses.csv").exists()
+        assert f"arm={name}" in arm.overrides or name.startswith("gpt2_124m-"), arm
+        assert not any(part.startswith(("scale=", "seed=", "regime.steps=")) for part in arm.overrides)
 
 
 @pytest.mark.parametrize(

@@ -240,7 +240,7 @@ def test_centroids_that_moved_are_those_that_tokens_are_compared_with(tiny_model
     method = attached_methods(model)[0]
     router, h = method.router.eval(), torch.randn(1, T, method.shape.width)
     with torch.no_grad():
-        before = router(h)  # as a probe does, which keeps the centroids at their length 1
+        before = router(h)
         moves._move(method, torch.randn(50, 16), seed=0)
         assert not torch.allclose(router(h), before)
         assert torch.equal(router(h), copy.deepcopy(router)(h))

@@ -66,7 +66,9 @@ class ShortRuns:
     """Runs by several commits below `work`, each made once."""
 
     def __init__(self, work: Path, root: Path) -> None:
-        self.work, self.root, self.kept = work.resolve(), root, work / "made.json"
+        self.work, self.root = work.resolve(), root
+        self.trees, self.kept = self.work / "trees", self.work / "made.json"
+        self.trees.mkdir(parents=True, exist_ok=True)
         self.made: dict[str, str] = json.loads(self.kept.read_text()) if self.kept.exists() else {}
 
     def folder(self, commit: str, overrides: tuple[str, ...], place: str) -> Path:
@@ -80,7 +82,7 @@ class ShortRuns:
         return Path(self.made[key])
 
     def _run(self, commit: str, overrides: tuple[str, ...], place: str) -> str:
-        tree = self.work / "trees" / commit
+        tree = self.trees / commit
         if not tree.exists():
             subprocess.run(["git", "worktree", "add", "--quiet", "--detach", tree, commit], check=True, cwd=self.root)
         given = [self._with_adapter(part, tree) for part in overrides]
@@ -120,19 +122,18 @@ def line(run: Published, today: str, short: ShortRuns) -> str:
     return f"{said} {count} | {largest:.1g} | {own:.1g} |\n"
 
 
-def main(path: Path, records: Path, work: Path, commit: Path = Path("HEAD")) -> None:
+def main(path: str, records: str, work: str, commit: str = "HEAD") -> None:
     named = ["git", "rev-parse", f"{commit}^{{commit}}"]
     today = subprocess.run(named, check=True, capture_output=True, text=True).stdout.strip()
-    work.mkdir(parents=True, exist_ok=True)
-    short, lines = ShortRuns(work, Path.cwd()), []
-    runs = published(records)
+    short, lines = ShortRuns(Path(work), Path.cwd()), []
+    runs = published(Path(records))
     for run in runs:
         lines.append(line(run, today, short))
         print(f"{len(lines)} of {len(runs)}: {lines[-1]}", end="", flush=True)
-    path.write_text(HEAD.format(commit=today[:7]) + "".join(lines), encoding="utf-8")
-    for tree in (work / "trees").iterdir():
+    Path(path).write_text(HEAD.format(commit=today[:7]) + "".join(lines), encoding="utf-8")
+    for tree in short.trees.iterdir():
         subprocess.run(["git", "worktree", "remove", "--force", tree], check=True)
 
 
 if __name__ == "__main__":
-    main(*map(Path, sys.argv[1:]))
+    main(*sys.argv[1:])
