@@ -17,8 +17,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from omegaconf import OmegaConf
 from running import attention_of, fitting, run, tiny
+from test_experiments import composed
 from torch.utils.data import Dataset
 
+from focus_exp.checks import parse
 from focus_exp.config import (
     Config,
     DataConfig,
@@ -30,6 +32,7 @@ from focus_exp.config import (
     TrainerConfig,
 )
 from focus_exp.errors import UserError
+from focus_exp.jobs.plan import needs_of
 from focus_exp.models.attach import attach
 from focus_exp.models.lora import add_lora, router_parameters
 from focus_exp.models.random import architecture_config, random_model
@@ -493,3 +496,18 @@ def test_experiments_are_planned_in_one_table_that_is_written(tmp_path):
     steps = {name: int(line["tokens"]) for (_, name), line in found.items()}
     assert steps["full"] == 5 / 2 * steps["focus"]  # without the blocks of fitting and balancing
     assert "GPU hours of one seed" in (tmp_path / "runs" / "records" / "plans.md").read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize(
+    ("changes", "alike"),
+    [
+        ((), True),
+        (("attention.groups=8", "regime.phases.router.learning_rate=1"), True),
+        (("regime.phases.router.aim=base",), False),
+        (("regime.phases.router.steps=7",), False),
+        (("regime.tune.factors=[1,2,3]",), False),
+        (("trainer.precision=float32",), False),
+    ],
+)
+def test_arms_are_planned_once_if_they_need_the_same(changes, alike):
+    assert (needs_of(parse(composed(*changes))) == needs_of(parse(composed()))) is alike

@@ -2,6 +2,7 @@
 
 import contextlib
 import copy
+import csv
 import math
 import signal
 
@@ -354,8 +355,18 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def whole(folder):
-    assert run(*tiny(folder, "whole"), *TWO_PHASES).code == 0
+    assert run(*tiny(folder, "whole"), *TWO_PHASES, "logger.csv=true").code == 0
     return folder / "whole"
+
+
+def test_loggers_draw_one_curve_through_both_phases(whole):
+    lines = list(csv.DictReader((only_run(whole) / "csv" / "metrics.csv").open()))
+    trained, probed = ([line for line in lines if line[key]] for key in ("train/loss", "probe/dominance"))
+    assert [(line["train/phase"], int(line["step"])) for line in trained] == [
+        *(("router", step) for step in range(1, 5)), *(("everything", step) for step in range(5, 10)),
+    ]  # fmt: skip
+    assert {int(line["train/tokens"]) / int(line["step"]) for line in trained} == {2 * 2 * 16}
+    assert [int(line["step"]) for line in probed] == [0, 2, 4, 4, 6, 8, 9]
 
 
 @pytest.mark.parametrize(("phase", "step"), [("router", 1), ("router", 4), ("everything", 4)])

@@ -110,11 +110,11 @@ def planned_or_why(name: str, config: Config, gpu: Gpu) -> Planned | str:
 
 
 def needs_of(config: Config) -> Hashable:
-    """What a plan depends on, but for numbers of the attention that move it little: groups, widths, rates."""
-    trainer, phases = config.trainer, [(phase.train, phase.steps) for _, phase in phases_of(config)]
+    """What a plan depends on, but for numbers that move it little: groups, widths, ranks of LoRA, rates."""
+    trainer, phases = config.trainer, [(phase.train, phase.aim, phase.steps) for _, phase in phases_of(config)]
     return (
-        config.model.name, config.attention.method, tuple(phases), config.data.block_size, trainer.batch_size,
-        trainer.accumulate,
+        config.model.name, config.attention.method, tuple(phases), len(config.regime.tune.factors),
+        config.data.block_size, trainer.batch_size, trainer.accumulate, trainer.precision,
     )  # fmt: skip
 
 

@@ -189,7 +189,7 @@ def claim_table(ledger: list[tuple[Claim, Verdict]], runs: Runs) -> Table:
             "of the cases (Bonferroni); the brackets are each score's own",
             "needs: units and seeds, each as if the other were no limit, that show the paper's own difference, or one "
             "of 1 % where there are enough for that, with 80 % power at 5 %, two-sided",
-            "cost: the time of the runs behind a verdict, all their arms included",
+            "cost: the time of the runs behind a verdict, all their arms included, tries of learning rates not",
         ],
         values=values,
         kinds={"paper": "paper"},

@@ -26,15 +26,17 @@ from focus_exp.training.module import LanguageModelTask
 class Metrics(Callback):
     """One line of `path` (JSONL) per logged optimiser step: phase, step, loss, learning rate, tokens, speed.
 
-    `seconds` counts this process's training time; all else is a function of configuration and seed. `written` is
-    called after every line.
+    `seconds` counts this process's training time; all else is a function of configuration and seed. Steps and tokens
+    are those of the phase; loggers, who draw one curve, get those of the run, `before` steps of earlier phases
+    included. `written` is called after every line.
     """
 
     def __init__(
-        self, path: Path, phase: str, log_every: int, tokens_per_step: int, written: Callable[[], None]
+        self, path: Path, phase: str, before: int, log_every: int, tokens_per_step: int, written: Callable[[], None]
     ) -> None:
         self.path = path
         self.phase = phase
+        self.before = before
         self.log_every = log_every
         self.tokens_per_step = tokens_per_step
         self.written = written
@@ -74,8 +76,10 @@ class Metrics(Callback):
         module.log("tokens/s", line["tokens_per_second"], prog_bar=True, logger=False)
         with self.path.open("a", encoding="utf-8") as file:
             file.write(json.dumps(line) + "\n")
+        of_run = {name: value for name, value in line.items() if name != "step"}
+        of_run["tokens"] = (self.before + step) * self.tokens_per_step
         for logger in trainer.loggers:
-            logger.log_metrics({f"train/{k}": v for k, v in line.items() if k not in ("phase", "step")}, step)
+            logger.log_metrics({f"train/{name}": value for name, value in of_run.items()}, self.before + step)
         self.written()
         self.losses, self.last, self.last_step = [], now, step
 

@@ -45,12 +45,20 @@ class Probe(Callback):
     stability: share of the tokens whose group is the one it was at the probe before, null at a phase's first; the paper
     does not define its own. stability_renamed: the same, if groups may have changed their numbers in between.
     confidence, entropy: mean of a token's largest probability and of its entropy [nats].
+    Loggers get the steps of the run, `before` of earlier phases included.
     """
 
     def __init__(
-        self, path: Path, phase: str, every: int, model: PreTrainedModel, tokens: Tensor, precision: Precision
+        self,
+        path: Path,
+        phase: str,
+        before: int,
+        every: int,
+        model: PreTrainedModel,
+        tokens: Tensor,
+        precision: Precision,
     ) -> None:
-        self.path, self.phase, self.every = path, phase, every
+        self.path, self.phase, self.before, self.every = path, phase, before, every
         self.model, self.tokens, self.precision = model, tokens, precision
         self.groups: Tensor | None = None  # [layers, N] at the last probe
         self.last_step = -1
@@ -90,7 +98,8 @@ class Probe(Callback):
             with self.path.open("a", encoding="utf-8") as file:
                 file.write(json.dumps({"phase": self.phase, "step": step, **measured}) + "\n")
             for logger in trainer.loggers:
-                logger.log_metrics({f"probe/{k}": v for k, v in measured.items() if v is not None}, step)
+                found = {f"probe/{name}": value for name, value in measured.items() if value is not None}
+                logger.log_metrics(found, self.before + step)
 
 
 @torch.no_grad()

@@ -62,7 +62,7 @@ def train_phases(
     for index, (name, phase) in enumerate(phases):
         seed = config.seed + index
         if phase.steps:
-            train_phase(model, blocks, config, phase, name, seed, precision, folder, loggers, probed, logged)
+            train_phase(model, blocks, config, phase, name, seed, precision, folder, loggers, probed, logged, steps)
         steps += phase.steps
         if index + 1 < len(phases):
             between(name)
@@ -96,7 +96,9 @@ def train_phase(
     loggers: list[Logger],
     probed: Tensor | None = None,
     logged: Callable[[], None] = lambda: None,
+    before: int = 0,
 ) -> None:
+    """Train one phase, which `before` steps of other phases precede."""
     settings = config.trainer
     quiet_lightning()
     pl.seed_everything(seed + 1_000_003 * rank(), verbose=False)
@@ -114,7 +116,7 @@ def train_phase(
     if settings.gradient_checkpointing:
         # re-entrant checkpointing would drop gradients that reach only the router
         model.activation_checkpointing_enable({"use_reentrant": False})
-    metrics = Metrics(folder / METRICS, name, settings.log_every, tokens_per_step(config), logged)
+    metrics = Metrics(folder / METRICS, name, before, settings.log_every, tokens_per_step(config), logged)
     trainer = pl.Trainer(
         accelerator="gpu" if precision.device.type == "cuda" else "cpu",
         strategy=lightning_strategy(settings),
@@ -129,7 +131,7 @@ def train_phase(
         callbacks=[
             *([metrics] if is_main() else []),
             *([CentroidUpdates(model, config.focus)] if config.has_router else []),
-            *probes(model, config, phase, name, precision, folder, probed),
+            *probes(model, config, phase, name, before, precision, folder, probed),
             Checkpoint(checkpoint, settings.checkpoint_every),
             *([GateAnnealing(config.focus)] if config.has_router else []),
             *([Progress(name)] if settings.progress and is_main() else []),
@@ -157,6 +159,7 @@ def probes(
     config: Config,
     phase: PhaseConfig,
     name: str,
+    before: int,
     precision: Precision,
     folder: Path,
     tokens: Tensor | None,
@@ -166,7 +169,7 @@ def probes(
     if tokens is None or every == 0 or not routers_of(model):
         return []
     every = max(1, phase.steps // TIMES) if every is None else every
-    return [Probe(folder / PROBES, name, every, model, tokens, precision)]
+    return [Probe(folder / PROBES, name, before, every, model, tokens, precision)]
 
 
 def set_training_mode(model: PreTrainedModel, phase: PhaseConfig) -> None:
