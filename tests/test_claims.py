@@ -17,7 +17,7 @@ from focus_exp.records.record import Record
 from focus_exp.records.rows import ProbeRow, Row
 from focus_exp.reporting import claims as ledger
 from focus_exp.reporting import specs, trust
-from focus_exp.reporting.comparators import at_least, below, stays_even
+from focus_exp.reporting.comparators import at_least, below, stays_even, takes_over
 from focus_exp.reporting.formats import (
     NOT_HERE,
     NOT_REPRODUCED,
@@ -31,6 +31,7 @@ from focus_exp.reporting.gather import Runs, gather
 from focus_exp.reporting.measured import Line
 from focus_exp.reporting.measures import COLUMNS, measurements
 from focus_exp.reporting.selection import select
+from focus_exp.reporting.subjects import SOFT_GATE
 from focus_exp.reporting.whole_report import write_report_of
 
 RECORDS = Path(__file__).parent.parent / "runs" / "records"
@@ -205,6 +206,29 @@ def test_an_interval_too_wide_to_tell_the_papers_size_from_twice_it_does_not_rep
     assert below([line], 0, size=-0.2).word == word
 
 
+@pytest.mark.parametrize(
+    ("largest", "dead", "takes", "even"),
+    [
+        ((0.95, None, None), (0.0, None, None), REPRODUCED, NOT_REPRODUCED),
+        ((0.4, None, None), (0.0, None, None), NOT_REPRODUCED, REPRODUCED),
+        ((0.91, 0.65, 1.17), (0.0, 0.0, 0.0), UNDECIDED, NOT_REPRODUCED),
+        ((0.95, 0.92, 0.98), (0.0, 0.0, 0.0), REPRODUCED, NOT_REPRODUCED),
+        ((0.2, 0.15, 0.25), (6.5, 6.2, 6.8), REPRODUCED, UNDECIDED),
+        ((0.2, 0.15, 0.25), (6.5, 5.0, 8.0), UNDECIDED, UNDECIDED),
+        ((0.2, 0.15, 0.25), (0.9, -0.5, 2.9), NOT_REPRODUCED, UNDECIDED),
+        ((0.2, 0.15, 0.25), (0.0, 0.0, 0.0), NOT_REPRODUCED, REPRODUCED),
+    ],
+)
+def test_groups_die_or_live_by_whole_intervals(largest, dead, takes, even):
+    facts = {"setup": "", "arm": "softmax", "step": 600, "K": 8, "seeds": [0, 1, 2], "deviation_of_seeds": 0.1}
+    lines = [
+        Line(measure=measure, **dict(zip(("value", "low", "high"), numbers, strict=True)), **facts)
+        for measure, numbers in (("dominance", largest), ("dead_groups", dead))
+    ]
+    assert takes_over(lines, share=0.9, dead=0.75, steps=600).word == takes
+    assert stays_even(lines, share=0.5, steps=600, size=1.0, margin=0.05).word == even
+
+
 @pytest.mark.parametrize(("largest", "word"), [(0.15, REPRODUCED), (0.4, SAME_DIRECTION), (0.6, NOT_REPRODUCED)])
 def test_groups_less_even_than_the_papers_are_the_same_direction(largest, word):
     facts = {"setup": "", "arm": "sinkhorn", "step": 600, "K": 8, "low": None, "high": None}
@@ -261,6 +285,19 @@ def test_confidence_is_that_of_the_papers_own_assignment_at_its_last_step():
         )  # fmt: skip
         (found,) = [verdict for claim, verdict in ledger.judged([record]) if "sure of their group" in claim.says]
         assert found.word == word and found.ours.startswith(f"{last:.2f}") and "at step 60" in found.why
+
+
+def test_a_gap_to_soft_gates_is_of_its_own_phase():
+    phases = [
+        Row(name=f"Focus {kind}", kind=kind, method="focus", causal=True, phase=phase, nll=nll)
+        for phase, kind, nll in (
+            ("router", "soft", 3.5), ("router", "hard", 3.7), ("everything", "soft", 3.0), ("everything", "hard", 3.1),
+        )
+    ]  # fmt: skip
+    record = Record(status="finished", experiment="full_training", config={"attention": {}}, phases=phases)
+    found = select(measurements(runs_of(record)), {"of": "phases", "measure": "delta", "against": SOFT_GATE})
+    gaps = dict(zip(found.phase, found.value, strict=True))
+    assert gaps == {"router": pytest.approx(0.2), "everything": pytest.approx(0.1)}
 
 
 def test_measurements_are_written_beside_a_report_but_not_committed(tmp_path):

@@ -1,5 +1,6 @@
 """Splits, token streams, blocks and the order of batches."""
 
+import hashlib
 import json
 import re
 from dataclasses import replace
@@ -186,6 +187,19 @@ def test_files_are_split_by_file_and_tokenised_once(tmp_path, monkeypatch):
     with pytest.raises(pytest.fail.Exception):
         load(files_config(tmp_path), tmp_path / "cache")
     assert not list((tmp_path / "cache" / "tokens").glob(".*.????????"))
+
+
+def test_copies_of_a_file_are_not_both_trained_on_and_scored(tmp_path):
+    text = "one novel\nof two lines\n"
+    written = {
+        "plain": text.encode(), "windows": b"\xef\xbb\xbf" + text.replace("\n", "\r\n").encode(),
+        "longer": f"\n{text} \n".encode(), "other": b"another", "third": b"a third", "mark alone": b"\xef\xbb\xbf\n",
+    }  # fmt: skip
+    for name, data in written.items():
+        (tmp_path / f"{name}.txt").write_bytes(data)
+    found = files.find_texts(str(tmp_path))
+    assert sorted(each.path.stem for each in found) == ["longer", "other", "third"]
+    assert {each.digest for each in found} == {hashlib.sha256(written[each.path.stem]).hexdigest() for each in found}
 
 
 def test_a_single_file_is_cut_in_three_and_caps_hold(tmp_path):

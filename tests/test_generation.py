@@ -1,12 +1,15 @@
 """job=generate: every text is what the model writes there, and its numbers are those of the base."""
 
 import signal
+from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from running import fitting, only_run, record_of, run, tiny, without_attention
 from transformers import LlamaForCausalLM
 
+from focus_exp.data import Blocks, TokenStream
 from focus_exp.evaluation import generation
 from focus_exp.evaluation.generation import Generation, agreement, read_and_held
 
@@ -30,6 +33,16 @@ def test_texts_of_every_attention_stand_under_their_prompt(tmp_path):
     text = (only_run(tmp_path) / "continuations.md").read_text()
     assert text.count("**full attention**") == 2 and "## Prompt 1, 20 tokens" in text
     assert "2 prompts of 20 tokens, each continued by 12" in result.out
+
+
+@pytest.mark.parametrize("windows", [1, 2, 4, 5, 8, 40])
+def test_no_text_is_continued_twice_while_there_are_others(windows):
+    tokens = np.zeros(8 * windows, dtype=np.int32)
+    blocks = Blocks(TokenStream("text", tokens, np.array([0, len(tokens)]), ["text"]), 8, cross_documents=False)
+    config = SimpleNamespace(generate=SimpleNamespace(prompts=4))
+    found = Generation(None, None, blocks, config, None, None).indices
+    assert len(set(found)) == len(found) == min(4, windows) and found == sorted(found)
+    assert found == [8, 16, 23, 31] or windows < 40
 
 
 @pytest.mark.parametrize("budget", [["attention.top_k=2"], ["attention.pairs=0.5"]])

@@ -16,12 +16,12 @@ from focus_exp.records.benchmarks import BenchmarkRow
 from focus_exp.records.record import Record
 from focus_exp.records.rows import Arm, ProbeRow, Row
 from focus_exp.records.speed import MethodSpeedRow, SpeedRow
-from focus_exp.reporting.entries import Value, mean
+from focus_exp.reporting.entries import Value
 from focus_exp.reporting.figure1 import front, points, printed, write_pareto
 from focus_exp.reporting.formats import NOT_HERE, NOT_RUN, difference_word
 from focus_exp.reporting.gather import Runs, gather, run_of, setup
 from focus_exp.reporting.paper import Column, paper_map, paper_rows, paper_tables
-from focus_exp.reporting.paper_report import beside, paper_report
+from focus_exp.reporting.paper_report import beside, mean, paper_report
 from focus_exp.reporting.specs import checked, read_yaml
 from focus_exp.reporting.subjects import ITSELF
 from focus_exp.reporting.trust import seeds_table, traps_table
@@ -325,6 +325,47 @@ def test_an_arm_is_the_same_whatever_benchmarks_it_ran():
     both = ["seed=1", "eval.tasks=[piqa]", "eval.limit=3"], ["seed=1"]
     arms = [Arm(name="focus", settings=settings) for settings in both]
     assert run_of(arms[0]) == run_of(arms[1]) != run_of(replace(arms[0], settings=["attention.groups=8"]))
+
+
+def test_an_arm_of_one_name_is_what_its_settings_came_to():
+    arm = Arm(name="lora", settings=["regime=lora"])
+    own = [replace(trapped(), config=CONFIG | {"regime": {"lora": {"rank": rank}}}) for rank in (2, 2, 8)]
+    assert run_of(arm, own[0]) == run_of(arm, own[1]) != run_of(arm, own[2])
+
+
+def test_adapters_of_other_trainings_are_no_seeds_of_one():
+    def measured(seed, steps):
+        method = {"name": "focus", "trained": {"steps": steps, "tokens": 1024 * steps, "seed": seed}}
+        return trapped(method=method)
+
+    assert setup(measured(0, 60)) == setup(measured(1, 60)) != setup(measured(0, 4000))
+
+
+def test_an_arm_that_is_run_again_is_not_taken_for_the_older(tmp_path):
+    for top, started in (("records", "2026-01-01"), ("again", "2026-02-02")):
+        own = trapped(config_hash="one", started=started, commit=top)
+        own.config = CONFIG | {"arm": "focus"}
+        arm = Arm(name="focus", settings=[], folder="focus/seed=0-one", config_hash="one", started=started)
+        whole = Record(status="finished", experiment="retrofit_124m", config=CONFIG, arms=[arm], started=started)
+        for place, record in (("focus/seed=0-one", own), ("compare/seed=0-two", whole)):
+            (tmp_path / top / place).mkdir(parents=True)
+            record.save(tmp_path / top / place / "record.json")
+    runs = gather(tmp_path)
+    assert [runs.own(record.arms[0]).commit for record in runs.records] == ["records", "again"]
+    assert len(runs.named) == 4
+
+
+def test_what_failed_under_some_seeds_is_said_beside_the_mean_of_the_others():
+    def found(failing):
+        records = [compare(seed) for seed in range(3)]
+        for record in records[:failing]:
+            lost = {"nll": None, "perplexity": None, "delta_nll": None, "error": "a loss is not finite"}
+            record.rows[-1] = replace(record.rows[-1], **lost)
+        return next(line for line in lines(table("table1_retrofit", *records)) if line["method"] == "longformer")
+
+    assert "of 3 seeds" not in found(0)["PPL: here"]
+    assert "1 of 3 seeds, others failed: a loss is not finite" in found(2)["PPL: here"]
+    assert found(3)["PPL: here"] == "failed: a loss is not finite"
 
 
 def test_weights_that_the_seed_draws_are_one_set_up():

@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from focus_exp.errors import UserError
-from focus_exp.records.environment import environment
+from focus_exp.records.environment import commit, environment
 from focus_exp.records.metrics import read_metrics
 from focus_exp.records.record import Record
 from focus_exp.records.rows import Row
@@ -151,6 +151,24 @@ def test_read_metrics_drops_only_a_torn_last_line(tmp_path):
 def test_environment_names_versions_and_machine():
     found = Record(status="finished", experiment="x", **environment())
     assert found.versions["python"] and found.versions["torch"] and found.machine["cpu"]
+
+
+@pytest.mark.parametrize(
+    ("said", "known"),
+    [
+        (["file", "abc", ""], "abc"),
+        (["file", "abc", " M focus_exp/config.py"], "abc-dirty"),
+        (["file", "abc", None], "abc-dirty"),
+        (["file", None], None),
+        ([""], None),
+    ],
+)
+def test_the_commit_is_that_of_the_code_that_was_loaded(monkeypatch, said, known):
+    answers = iter(said)
+    monkeypatch.setattr("focus_exp.records.environment._git", lambda *_: next(answers))
+    commit.cache_clear()
+    assert [commit(), commit()] == [known, known]  # whatever is committed after the first time
+    commit.cache_clear()
 
 
 def test_table_marks_and_parses_back():

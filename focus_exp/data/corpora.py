@@ -134,7 +134,7 @@ def _files(cfg: DataConfig) -> Source:
     rule = "split by file" if len(found) >= 3 else "each text split 90/5/5 from its start to its end"
     identity: dict[str, Any] = {"files": [[text.name, text.digest] for text in found]}
     if any(text.has_lines for text in found):
-        rule = "split by document, one a line"
+        rule = "split by document, one a line, fewer than three each split 90/5/5"
         identity["column"] = cfg.text_column
     used = f"{cfg.files} ({len(found)} text file{'s' * (len(found) > 1)}, {rule})"
     provenance = Provenance(str(cfg.files), used, "local", revision=files.revision_of(found))

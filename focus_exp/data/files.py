@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import glob
 import hashlib
 import json
@@ -73,7 +74,8 @@ class Line:
 
 
 def find_texts(pattern: str | None) -> list[TextFile]:
-    """The non-empty text files of a folder or a glob; copies of a file count once.
+    """The non-empty text files of a folder or a glob; copies of a file count once, and so do such as differ in a
+    byte-order mark or in white space at their ends.
 
     Of a folder those in .txt and .md at any depth, or else in .jsonl, each line of which is a document. Files of one
     name are told apart by the folders in which they lie. Windows newlines are read as \\n.
@@ -94,17 +96,18 @@ def find_texts(pattern: str | None) -> list[TextFile]:
     else:
         paths = [Path(path) for path in glob.glob(str(root), recursive=True)]
         missing = f"data.files={pattern}: no such folder, and no file matches it as a glob; check the path."
-    texts: dict[str, Path] = {}
+    texts: dict[str, tuple[str, Path]] = {}  # by what copies share
     if found := sorted(path for path in paths if path.is_file()):
         missing = f"data.files={pattern}: no text in {found[0]} or any other file there; give files that hold some."
     for path in found:
         state = path.stat()
-        if digest := _digest(path, state.st_size, state.st_mtime_ns):
-            texts.setdefault(digest, path)
+        if digests := _digests(path, state.st_size, state.st_mtime_ns):
+            shared, digest = digests
+            texts.setdefault(shared, (digest, path))
     if not texts:
         raise UserError(missing)
-    names = _names(root, [*texts.values()])
-    return [TextFile(texts[digest], names[texts[digest]], digest) for digest in sorted(texts)]
+    names = _names(root, [path for _, path in texts.values()])
+    return [TextFile(path, names[path], digest) for digest, path in sorted(texts.values())]
 
 
 def _names(root: Path, paths: list[Path]) -> dict[Path, str]:
@@ -131,15 +134,20 @@ def in_package(pattern: str) -> Path:
 
 
 @cache
-def _digest(path: Path, size: int, modified: int) -> str | None:
-    """The sha256 of its bytes, None where they are blank; read again where `size` or the time `modified` changed."""
+def _digests(path: Path, size: int, modified: int) -> tuple[str, str] | None:
+    """The sha256 of what it has in common with its copies, and of all its bytes; None where they are blank.
+
+    Read again where `size` or the time `modified` changed.
+    """
     try:
         data = path.read_bytes()
     except OSError as error:
         why = error.strerror or first_line(error)
         raise UserError(f"{path}: it cannot be read ({why}); leave it out with a glob in data.files.") from error
     _check(path, data)
-    return hashlib.sha256(_newlines(data)).hexdigest() if data.strip() else None
+    whole = _newlines(data)
+    shared = whole.removeprefix(codecs.BOM_UTF8).strip()
+    return (hashlib.sha256(shared).hexdigest(), hashlib.sha256(whole).hexdigest()) if shared else None
 
 
 def _newlines(data: bytes) -> bytes:

@@ -49,7 +49,8 @@ class Generation:
 
     def __post_init__(self) -> None:
         count = min(self.config.generate.prompts, len(self.blocks))
-        self.indices = [int(i) for i in np.linspace(0, len(self.blocks) - 1, count + 2)[1:-1].round()]
+        between = dict.fromkeys(int(i) for i in np.linspace(0, len(self.blocks) - 1, count + 2)[1:-1].round())
+        self.indices = [*between] if len(between) == count else self.blocks.spread(count)
         self.greedy: dict[int, list[int]] = {}
 
     def rows(self) -> Iterator[Continuation]:

@@ -31,7 +31,9 @@ LOGIT_ROWS = 32
 
 @dataclass
 class PairShares:
-    """Pairs counted on the very tokens that were scored, summed over layers, and how the groups share the tokens.
+    """Pairs counted in the very windows that were scored, summed over layers, and how the groups share the tokens.
+
+    Of a stride below the window every query counts, that of tokens which are read again as context alone too.
 
     kept: share of the distant pairs (beyond window and sinks) that remain; removed: share of all causal pairs removed.
     groups: the share of tokens in each group `[layers][K]`; where heads have groups of their own a line for each head.

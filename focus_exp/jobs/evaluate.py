@@ -56,4 +56,10 @@ def put_adapter(run: Run, model: PreTrainedModel, precision: Precision, longest:
         "name": config.attention.name,
         "causal": is_causal(model),
         "trainable_parameters": description["trainable_parameters"],
+        "trained": {name: description[name] for name in ("steps", "tokens", "seed") if name in description},
     }
+    if description.get("seed", config.seed) != config.seed:
+        run.warn(
+            f"the adapter was trained under seed {description['seed']}, and this run is of seed {config.seed}: reports "
+            f"tell runs of several seeds apart by theirs; give it seed={description['seed']}"
+        )

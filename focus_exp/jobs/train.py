@@ -220,7 +220,7 @@ def fit(run: Run, model: PreTrainedModel, blocks: Blocks, precision: Precision, 
     # a budget may leave no encoder anywhere, and is what a layer reads nevertheless
     if config.dual or any(method.state_dict() for method in attached_methods(model).values()):
         extra = {"trained_with": config.model.name, "substitution": record.model.get("substitution")}
-        extra |= {"steps": trained.steps, "tokens": record.tokens_seen}
+        extra |= {"steps": trained.steps, "tokens": record.tokens_seen, "seed": config.seed}
         save_adapter(model, run.folder / "adapter", extra, is_main())
     if config.regime.trains("lora"):
         record.method |= describe_lora(model)

@@ -4,6 +4,7 @@ import platform
 import shlex
 import subprocess
 from contextlib import suppress
+from functools import cache
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -33,13 +34,15 @@ def environment() -> dict[str, Any]:
     }
 
 
+@cache
 def commit() -> str | None:
-    """Of the code that runs here; with "-dirty" where what numbers follow from differs from it; None outside git."""
+    """Of the code that runs here; with "-dirty" where what numbers follow from differs from it, or git does not say in
+    time whether it does; None outside git. What is committed while this process runs is not the code that it loaded.
+    """
     # an installed copy may lie in a virtual environment inside someone else's repository
-    if not _git("ls-files", Path(__file__).name):
+    if not _git("ls-files", Path(__file__).name) or not (head := _git("rev-parse", "HEAD")):
         return None
-    head = _git("rev-parse", "HEAD")
-    return f"{head}-dirty" if head and _git("status", "--porcelain", "--", *DECIDES) else head or None
+    return head if _git("status", "--porcelain", "--", *DECIDES) == "" else f"{head}-dirty"
 
 
 def unknown_commit(commit: str | None) -> str:
@@ -51,12 +54,13 @@ def unknown_commit(commit: str | None) -> str:
     return "" if _git("merge-base", "HEAD", commit) == commit else f"commit {commit[:7]} is not in the history here"
 
 
-def _git(*arguments: str) -> str:
+def _git(*arguments: str) -> str | None:
+    """What git prints; None where it fails, or says nothing in time."""
     command = ["git", "-C", str(Path(__file__).parent), *arguments]
     try:
         return subprocess.run(command, capture_output=True, text=True, check=True, timeout=10).stdout.strip()
     except (OSError, subprocess.SubprocessError):
-        return ""
+        return None
 
 
 def cpu_name() -> str:

@@ -119,11 +119,12 @@ def within(lines: list[Line], least: float, most: float, margin: float) -> Judge
 def takes_over(lines: list[Line], share: float, dead: float, steps: int) -> Judged:
     """Whether one group has this share of the tokens, or this share of the groups is dead, within so many steps.
 
-    It does not where the intervals of several seeds lie below both; what has no interval, up to half of both.
+    Several seeds show it by a whole interval, and that it does not happen by both; what has no interval shows it by its
+    value, and the contrary by at most half of both.
     """
 
     def side(largest: Line, gone: Line) -> int:
-        if largest.value >= share or gone.value / gone.K >= dead:
+        if _low(largest) >= share or _low(gone) / gone.K >= dead:
             return SHOWN
         if largest.high is None or gone.high is None:
             return REFUTED if max(largest.value, gone.value / gone.K) <= DOMINANT else OPEN
@@ -133,7 +134,8 @@ def takes_over(lines: list[Line], share: float, dead: float, steps: int) -> Judg
 
 
 def stays_even(lines: list[Line], share: float, steps: int, size: float, margin: float) -> Judged:
-    """Whether the largest group stays below this share of the tokens and no group dies, for so many steps.
+    """Whether the largest group stays below this share of the tokens and fewer than one group of a layer dies, in the
+    mean over layers, for so many steps.
 
     Less even than the paper's, whose largest group has `size` of the tokens, by more than the margin is the same
     direction.
@@ -142,7 +144,7 @@ def stays_even(lines: list[Line], share: float, steps: int, size: float, margin:
     def side(largest: Line, gone: Line) -> int:
         if _low(largest) > share:
             return REFUTED
-        return SHOWN if _high(largest) < share and gone.value < 1 else OPEN
+        return SHOWN if _high(largest) < share and _high(gone) < 1 else OPEN
 
     said = _of_groups(lines, side, steps, happened=REFUTED)
     less_even = said.word == REPRODUCED and said.hangs_on is not None and _low(said.hangs_on) > size + margin

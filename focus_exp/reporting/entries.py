@@ -3,7 +3,6 @@
 import math
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
-from statistics import fmean, geometric_mean
 from typing import Any
 
 from focus_exp.records.record import Record
@@ -272,29 +271,3 @@ def _extras(table: PaperTable, runs: Runs) -> list[tuple[dict[str, Any], list[Pl
             pair = Place(experiments=experiments, arms={"ppl_full": f"{stem}_full", "ppl_focus": name})
             found[stem] = pair if half else Place(experiments=experiments, arm=name)
     return [({table.key[0]: f"{stem} (not in the paper)"}, [place]) for stem, place in found.items()]
-
-
-def mean(column: Column, values: list[Value]) -> float:
-    """Of several seeds: of perplexities and of their changes that of the logarithms, as in the ledger."""
-    numbers = [value.number for value in values]
-    if column.origin:
-        return 100 * (geometric_mean(1 + number / 100 for number in numbers) - 1)
-    middle = geometric_mean if column.text.startswith("perplexity") else fmean
-    return middle(numbers)
-
-
-def shown(column: Column, found: list[Value | str]) -> str:
-    """One seed's number with its interval, or the mean of several with the least and the most of them."""
-    values = [value for value in found if isinstance(value, Value)]
-    if not values:
-        return next(text for text in found if isinstance(text, str))
-    one, numbers = values[0], sorted(value.number for value in values)
-    least, middle, most = map(column.written, (numbers[0], mean(column, values), numbers[-1]))
-    text = f"{column.before}{middle}{column.unit}"
-    if len(values) > 1:
-        text += f" ({least} to {most})" if least != most else ""
-    elif one.low is not None and one.high is not None:
-        text += f" [{column.written(one.low)}, {column.written(one.high)}]"
-    elif one.stderr is not None:
-        text += f" ± {column.written(one.stderr)}"
-    return text + "".join(f" ({mark})" for mark in dict.fromkeys(value.mark for value in values) if mark)

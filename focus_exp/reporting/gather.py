@@ -38,10 +38,12 @@ BENCHMARKS = ("eval.tasks=", "eval.limit=")  # settings that choose what else is
 
 @dataclass(frozen=True, eq=False)
 class Runs:
-    """found: folder and record of every run, oldest first; arms: the own records of comparisons' arms by their hash."""
+    """found: folder and record of every run, oldest first; arms: the records of comparisons' arms by their hash and
+    start, for a later comparison may have run the same again.
+    """
 
     found: list[tuple[Path, Record]] = field(default_factory=list)
-    arms: dict[str, Record] = field(default_factory=dict)
+    arms: dict[tuple[str, str], Record] = field(default_factory=dict)
 
     @property
     def records(self) -> list[Record]:
@@ -50,12 +52,12 @@ class Runs:
     @property
     def named(self) -> dict[str, Record]:
         """Every record, those of arms after the others, by a name of its own."""
-        arms = {f"{record.experiment}/{record.config.get('arm')}/{key}": record for key, record in self.arms.items()}
+        arms = {f"{own.experiment}/{own.config.get('arm')}/{'/'.join(key)}": own for key, own in self.arms.items()}
         return {folder.as_posix(): record for folder, record in self.found} | arms
 
     def own(self, arm: Arm) -> Record | None:
         """The record of an arm's own run, if it is below the folder too."""
-        return self.arms.get(arm.config_hash)
+        return self.arms.get((arm.config_hash, arm.started))
 
     def seconds(self, record: Record) -> float:
         """What a record took, its arms included."""
@@ -70,14 +72,14 @@ def gather(folder: Path, scale: str = "") -> Runs:
     At scale=quick nothing is measured, only run: such records are gathered by themselves or not at all.
     """
     found: dict[tuple[str, str, str], tuple[Path, Record]] = {}
-    arms: dict[str, Record] = {}
+    arms: dict[tuple[str, str], Record] = {}
     # committed copies first: they are what a report should point at
     for path in sorted(folder.rglob("record.json"), key=lambda path: ("records" not in path.parts, str(path))):
         record = load_run(path.parent)
         if is_quick(record) != (scale == QUICK):
             continue
         if record.config.get("arm"):
-            arms.setdefault(record.config_hash, record)
+            arms.setdefault((record.config_hash, record.started), record)
             continue
         found.setdefault((record.experiment, record.config_hash, record.started), (path.parent, record))
     return Runs(sorted(found.values(), key=lambda pair: pair[1].started), arms)
@@ -91,10 +93,12 @@ def setup(record: Record) -> Hashable:
     """What records of several seeds have in common: the model, the text, every setting that the numbers depend on."""
     usual = _defaults(str(record.setting("attention", "method")))
     settings = leaves(record.config) | {("every_arm",): _unmeasured(record.config.get("every_arm", []))}
+    adapter = {name: value for name, value in record.method.get("trained", {}).items() if name != "seed"}
     if record.config.get("adapter"):
         settings.pop(("attention", "budget"), None)  # which its own run found
     fixed = ((key, repr(value)) for key, value in settings.items() if _fixed(key) and value != usual.get(key))
-    return _sources(record), tuple(sorted(fixed)), record.steps, record.tokens_seen
+    trained = record.steps, record.tokens_seen, *sorted(adapter.items())
+    return _sources(record), tuple(sorted(fixed)), *trained
 
 
 def _fixed(key: tuple[str, ...]) -> bool:
@@ -122,9 +126,10 @@ def _unmeasured(settings: list[str]) -> list[str]:
 def run_of(arm: Arm, own: Record | None = None) -> Hashable:
     """What an arm of the same name has in common in comparisons under several seeds, whatever benchmarks each ran.
 
-    own: its own record, by which it is known what lay under the path of its model; without it the arm tells.
+    own: its own record, by which it is known what lay under the path of its model, what its settings came to and who
+    trained its adapter; without it the arm tells.
     """
-    base = _sources(own) if own else arm.base or None
+    base = setup(own) if own else arm.base or None
     return arm.name, tuple(_unmeasured(arm.settings)), arm.steps, arm.tokens_seen, base
 
 

@@ -1,12 +1,13 @@
 """Every table of the paper with what was measured here beside it, and for each line the runs that made it."""
 
+from statistics import fmean, geometric_mean
 from typing import Any
 
-from focus_exp.reporting.entries import Entry, Value, entries_of, mean, shown
-from focus_exp.reporting.formats import ABSENT, NOT_RUN
+from focus_exp.reporting.entries import Entry, Value, entries_of
+from focus_exp.reporting.formats import ABSENT, NOT_RUN, listed_text
 from focus_exp.reporting.gather import WANTED, Runs, seeds_of
 from focus_exp.reporting.notes import caveats, failures
-from focus_exp.reporting.paper import PaperTable, key_text, paper_map, paper_row, paper_tables
+from focus_exp.reporting.paper import Column, PaperTable, key_text, paper_map, paper_row, paper_tables
 from focus_exp.reporting.specs import template
 from focus_exp.reporting.table import Table, column_kinds
 
@@ -64,3 +65,35 @@ def _notes(entries: list[Entry]) -> list[str]:
     missing = [row for record in records for row in record.benchmarks if row.kind == "missing"]
     said = [note for entry in entries for note in entry.stand_ins] + [note for one in records for note in caveats(one)]
     return [*dict.fromkeys([*said, *failures(missing)]), *few, *paper_map()["notes"]]
+
+
+def mean(column: Column, values: list[Value]) -> float:
+    """Of several seeds: of perplexities and of their changes that of the logarithms, as in the ledger."""
+    numbers = [value.number for value in values]
+    if column.origin:
+        return 100 * (geometric_mean(1 + number / 100 for number in numbers) - 1)
+    middle = geometric_mean if column.text.startswith("perplexity") else fmean
+    return middle(numbers)
+
+
+def shown(column: Column, found: list[Value | str]) -> str:
+    """One seed's number with its interval, or the mean of several with the least and the most of them, and whether some
+    have none."""
+    values = [value for value in found if isinstance(value, Value)]
+    lost = list(dict.fromkeys(text for text in found if isinstance(text, str)))
+    if not values:
+        return lost[0]
+    one, numbers = values[0], sorted(value.number for value in values)
+    least, middle, most = map(column.written, (numbers[0], mean(column, values), numbers[-1]))
+    text = f"{column.before}{middle}{column.unit}"
+    if len(values) > 1:
+        text += f" ({least} to {most})" if least != most else ""
+    elif one.low is not None and one.high is not None:
+        text += f" [{column.written(one.low)}, {column.written(one.high)}]"
+    elif one.stderr is not None:
+        text += f" ± {column.written(one.stderr)}"
+    marks = [mark for mark in dict.fromkeys(value.mark for value in values) if mark]
+    if lost:
+        why = [text for text in lost if text != NOT_RUN]
+        marks.append(f"{len(values)} of {len(found)} seeds" + (f", others {listed_text(why)}" if why else ""))
+    return text + "".join(f" ({mark})" for mark in marks)

@@ -65,7 +65,7 @@ def _of(row: Any, arm: str | None, **marks: Any) -> dict[str, Any]:
 
 def _quality(record: Record, rows: list[Row], runs: Runs) -> Subjects:
     stands, hard = answer(record), configured_row(record)
-    soft = next((row for row in rows if row.kind == "soft" and row.scored and not record.arms), None)
+    soft = {row.phase: row.nll for row in reversed(rows) if row.kind == "soft" and row.scored and not record.arms}
     trained = record.setting("regime", "phases") or {}
     last: dict[str, Any] = next(reversed(trained.values()), {})
     for row in rows:
@@ -77,7 +77,8 @@ def _quality(record: Record, rows: list[Row], runs: Runs) -> Subjects:
         scored = _scored(record, row, runs)
         reference = None if record.arms else ITSELF if row.kind == "twin" else hard.name if hard else None
         versus = (row.delta_vs_hard, row.delta_vs_hard_low, row.delta_vs_hard_high)
-        gap = None if soft is None or row.kind != "hard" or row.nll is None else row.nll - (soft.nll or 0.0)
+        with_soft_gates = soft.get(row.phase)
+        gap = None if None in (with_soft_gates, row.nll) or row.kind != "hard" else row.nll - with_soft_gates
         yield (
             subject,
             [
