@@ -33,8 +33,10 @@ def config_hash(config: Config) -> str:
     values = {key: value for key, value in chosen(config).items() if decides((key,))}
     for part in ("model", "trainer"):
         values[part] = {key: value for key, value in values[part].items() if decides((part, key))}
-    if values["attention"].get("seed") == config.seed:
-        del values["attention"]["seed"]
+    own_seed = getattr(config.attention, "seed", config.seed)
+    values["attention"].pop("seed", None)
+    if own_seed != config.seed:  # be it the schema's default or not
+        values["attention"]["seed"] = own_seed
     if config.adapter:
         values["adapter"] = content(config.adapter)
     if config.eval.adapters:

@@ -1,5 +1,7 @@
 """Models trained by a run here: made once, found again, named by the run that made them."""
 
+import json
+import shutil
 from dataclasses import replace
 
 import pytest
@@ -52,6 +54,21 @@ def test_the_base_is_trained_first_and_once(tmp_path, as_arm):
     second = measure(tmp_path, settings, "attention.window=6")
     assert second.code == 0 and "trained here first" not in second.out
     assert weights.stat().st_mtime_ns == before
+
+
+def test_a_run_of_another_base_of_that_name_is_not_taken_for_this_one(tmp_path):
+    settings = base(tmp_path)
+    assert measure(tmp_path, settings).code == 0
+    assert "finished already" in measure(tmp_path, settings).out
+    (found,) = [path for path in (tmp_path / "runs").rglob("record.json") if '"weights"' in path.read_text()]
+    record = json.loads(found.read_text())
+    record["method"]["weights"] = "another"  # the same command, after what it stands for was changed
+    found.write_text(json.dumps(record))
+    again = measure(tmp_path, settings)
+    assert again.code == 2 and "was made with another tiny_llama" in again.err and "overwrite=true" in again.err
+    shutil.rmtree(found.parent)
+    again = measure(tmp_path, settings, "scale=quick")
+    assert again.code == 2 and "than scale=quick trains now" in again.err
 
 
 def test_no_rate_of_a_base_is_searched_for():

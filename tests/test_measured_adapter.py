@@ -78,6 +78,24 @@ def test_a_budget_is_the_one_that_it_was_made_with(tmp_path, dual):
     assert "has pairs=None" in refused(*without)
 
 
+def test_how_many_groups_a_query_reads_is_the_adapters_own_unless_asked(tmp_path, retrofit, dual):
+    place = shutil.copytree(retrofit, tmp_path / "share")
+    description = json.loads((place / DESCRIPTION).read_text())
+    description["options"] |= {"top_k": 2, "pair_rule": "share"}
+    (place / DESCRIPTION).write_text(json.dumps(description))
+
+    def read(adapter, *typed):
+        attention = configured(f"adapter={adapter}", *typed).attention
+        return attention.top_k, getattr(attention, "pair_rule", None)
+
+    assert read(place) == read(place, "attention=focus") == (2, "share")
+    assert read(place, "attention.top_k=1") == (1, "share")
+    assert read(place, "attention.top_k=1", "attention.pair_rule=query_topk") == (1, "query_topk")
+    assert read(retrofit, "+experiment=model_scale", "model=tiny_llama", "~arms") == (2, "share")  # which asks for it
+    assert read(dual["free"])[0] == read(dual["free"], "attention=focus_dual")[0] == 2
+    assert read(dual["free"], "attention=focus_dual", "attention.top_k=4")[0] == 4
+
+
 def test_every_arm_is_measured_under_the_adapters_settings(tmp_path, retrofit):
     compared = [*measured(tmp_path, retrofit), "job=compare"]
     assert "attention.window=32: the adapter in" in refused(*compared, "+arms.wide=['attention.window=32']")
@@ -86,12 +104,16 @@ def test_every_arm_is_measured_under_the_adapters_settings(tmp_path, retrofit):
     assert not (tmp_path / "runs").exists()
 
 
-def base_of(*arguments):
-    """The model with which the command would measure its adapter."""
+def configured(*arguments):
+    """What the command would measure its adapter with."""
     typed = ["job=evaluate", *map(escaped, arguments)]
     register_schemas()
     with initialize_config_dir(conf_dir(), version_base="1.3"):
-        return with_adapter(parse(compose("config", typed)), typed).model
+        return with_adapter(parse(compose("config", typed)), typed)
+
+
+def base_of(*arguments):
+    return configured(*arguments).model
 
 
 def test_the_base_is_that_of_the_run_in_which_the_adapter_lies(tmp_path, retrofit):

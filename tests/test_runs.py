@@ -3,19 +3,27 @@
 import csv
 import io
 import json
+import shutil
+from itertools import product
 from math import isfinite
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 from conftest import build
+from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 from running import fitting, metrics_of, only_run, outcome, record_of, router_steps, run, tiny
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
-from focus_exp.config import structured
+from focus_exp.checks import parse
+from focus_exp.config import register_schemas, structured
+from focus_exp.config_hash import config_hash
+from focus_exp.jobs.train import save_weights
 from focus_exp.models.random import byte_tokenizer
 from focus_exp.records.record import Record
+from focus_exp.shipped import conf_dir
 
 STEPS = router_steps(4)
 BOTH = ("regime=finetune", router_steps(3), "regime.phases.everything.steps=3")
@@ -118,6 +126,19 @@ def test_run_folder_holds_config_metrics_adapter_record_tables_and_figures(folde
     assert len(table) == len(record.rows)
 
 
+def test_a_whole_base_is_saved_with_the_head_that_it_does_not_tie(tmp_path, monkeypatch):
+    monkeypatch.setattr("focus_exp.jobs.train.is_sharded", lambda _: True)
+    monkeypatch.setattr("focus_exp.jobs.train.whole", lambda tensor: tensor)
+    for tied in (False, True):
+        model = LlamaForCausalLM(LlamaConfig(
+            vocab_size=64, hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2,
+            tie_word_embeddings=tied,
+        ))  # fmt: skip
+        save_weights(SimpleNamespace(folder=tmp_path / str(tied)), model, byte_tokenizer())
+        found = AutoModelForCausalLM.from_pretrained(tmp_path / str(tied) / "model")
+        assert torch.equal(found.lm_head.weight, model.lm_head.weight)
+
+
 def test_a_run_with_another_default_does_not_pass_for_this_one(tmp_path):
     """A run's name leaves out what is a default, so that the folder is the same where a default has moved."""
     command = [*tiny(tmp_path), *MEASURE]
@@ -132,6 +153,31 @@ def test_a_run_with_another_default_does_not_pass_for_this_one(tmp_path):
         assert refused.code == 2 and "attention.gate_steepness=8.0" in refused.err and "overwrite=true" in refused.err
         assert path.read_text() == older
     assert run(*command, "overwrite=true").code == 0 and run(*command).code == 0
+
+
+def test_a_run_of_the_same_phases_in_another_order_does_not_pass_for_this_one(folder, finetuned):
+    path = finetuned / "record.json"
+    record = json.loads(path.read_text())
+    phases = record["config"]["regime"]["phases"]
+    record["config"]["regime"]["phases"] = dict(reversed(phases.items()))
+    changed = folder / "reversed"
+    shutil.copytree(folder / "finetuned", changed)
+    (changed / path.relative_to(folder / "finetuned")).write_text(json.dumps(record))
+    result = run(*tiny(folder, "reversed"), *BOTH)
+    assert result.code == 2 and "regime.phases, everything, then router (now router, then everything)" in result.err
+
+
+@pytest.mark.parametrize("method", ["performer", "random_groups"])
+def test_a_seed_of_the_attention_alone_has_a_name_of_its_own(method):
+    register_schemas()
+    with initialize_config_dir(str(conf_dir()), version_base="1.3"):
+        names = {}
+        for seed, own in product((0, 1, 2), (None, 0, 1)):
+            asked = [f"attention={method}", "regime=none", f"seed={seed}"]
+            asked += [] if own is None else [f"attention.seed={own}"]
+            names[seed, own] = config_hash(parse(compose("config", asked)))
+    assert names[0, None] == names[0, 0] and names[1, None] == names[1, 1]
+    assert len({names[key] for key in ((1, None), (1, 0), (2, None), (2, 0), (2, 1))}) == 5
 
 
 def test_record_carries_the_birth_certificate(folder, retrofit):

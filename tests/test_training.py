@@ -1,5 +1,6 @@
 """A phase trains exactly what it names, in the arithmetic, with the schedule and over the batches it was told to."""
 
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 
@@ -8,6 +9,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from transformers import OPTConfig, OPTForCausalLM
 
 from focus_exp import attach
 from focus_exp import config as schema
@@ -21,7 +23,7 @@ from focus_exp.records.metrics import METRICS, read_metrics
 from focus_exp.training import precision as precisions
 from focus_exp.training.module import LanguageModelTask, learning_rate_scale
 from focus_exp.training.precision import choose_precision
-from focus_exp.training.regimes import train_phase
+from focus_exp.training.regimes import train_phase, unreached_rates
 
 T = 32
 FLOAT32 = choose_precision("float32", "cpu", trains_base=False)
@@ -147,6 +149,23 @@ def test_gradient_checkpointing_repeats_layers_and_changes_nothing_else(tiny_mod
     assert runs == [2 * phase.steps, 2 * 2 * phase.steps]
 
 
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_a_frozen_base_drops_nothing_where_a_layers_own_flag_decides(tmp_path, checkpointing):
+    def losses(dropout):
+        sizes = {"hidden_size": 32, "word_embed_proj_dim": 32, "ffn_dim": 64, "max_position_embeddings": T}
+        torch.manual_seed(0)
+        base = OPTForCausalLM(OPTConfig(vocab_size=256, num_hidden_layers=2, num_attention_heads=4, **sizes))
+        base.config.dropout = dropout
+        for layer in base.model.decoder.layers:
+            layer.dropout = dropout
+        model = focus(base.eval())
+        folders = ((phase, tmp_path / f"{phase.train} {dropout}") for phase in (ROUTER, ALL))
+        return [train(model, phase, folder, gradient_checkpointing=checkpointing) for phase, folder in folders]
+
+    (router, everything), (router_again, everything_again) = losses(0.0), losses(0.5)
+    assert router == router_again and everything != everything_again
+
+
 @pytest.mark.parametrize(("start", "expected"), [(2.0, [2, 4, 6, 8]), (None, [8] * 4), (12.0, [12, 32 / 3, 28 / 3, 8])])
 def test_gates_steepen_from_the_first_step_to_the_last(tiny_model, tmp_path, start, expected):
     model, seen = focus(tiny_model("llama"), gate_steepness=8.0), []
@@ -167,6 +186,15 @@ def test_the_learning_rate_warms_up_to_its_peak_and_falls_to_a_tenth(warmup, ste
     np.testing.assert_allclose(np.diff([0.0, *scales[: warmup + 1]]), 1 / (warmup + 1))
     assert (scales[warmup] + scales[-1]) / 2 == pytest.approx(scales[warmup + steps // 2]) or steps % 2
     assert learning_rate_scale(phase.steps + 99, phase) == pytest.approx(0.1)
+
+
+@pytest.mark.parametrize(("steps", "warmup", "said"), [(0, 5, []), (10, 9, []), (10, 20, ["comes to 0.476, not to 1"])])
+def test_a_phase_that_ends_before_its_warm_up_says_so(steps, warmup, said):
+    phase = schema.PhaseConfig(steps=steps, learning_rate=1.0, warmup_steps=warmup)
+    config = schema.Config(
+        regime=schema.RegimeConfig(name="regime", phases={"everything": replace(phase, train="all")})
+    )
+    assert [sentence.split("its rate ")[1] for sentence in unreached_rates(config)] == said
 
 
 def test_the_optimiser_uses_that_learning_rate(tiny_model):

@@ -37,8 +37,11 @@ def with_adapter(config: Config, typed: list[str] | None = None) -> Config:
     method = description["method"]
     alike = isinstance(config.attention, schema_of(method))
     chosen = {"method": method, "name": config.attention.name if config.attention.method == method else method}
+    usual = type(config.attention)()
     for key in free_of(description):
-        if key == "backend" or alike or f"attention.{key}" in settings:
+        # what nobody asks for, on the command line or in an experiment, is the adapter's own
+        asked = alike and getattr(config.attention, key) != getattr(usual, key)
+        if key == "backend" or asked or f"attention.{key}" in settings:
             chosen[key] = getattr(config.attention, key)
     model = config.model
     if config.experiment == Config.experiment and not any(key.partition(".")[0] == "model" for key in settings):

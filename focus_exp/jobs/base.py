@@ -19,6 +19,7 @@ from focus_exp.evaluation.controls import BASE, SOFT
 from focus_exp.evaluation.outcomes import slug
 from focus_exp.jobs.arms import compose_arm
 from focus_exp.jobs.run import finished_record, run_folder
+from focus_exp.records.record import Record
 from focus_exp.storage import aside, held
 from focus_exp.training.precision import choose_precision
 
@@ -74,6 +75,21 @@ def with_base(config: Config) -> ModelConfig:
     if not needs_base(config):
         return config.model
     return replace(config.model, path=str(Path(run_folder(base_run(config))) / "model"))
+
+
+def refuse_another_base(config: Config, record: Record) -> None:
+    """UserError where the run was made with another base than `config` has: a run's name tells the command of its base,
+    but neither the scale nor what that command's experiment was then."""
+    if not needs_base(config):
+        return
+    made, then = finished_record(base_run(config)), record.model.get("fingerprint")
+    same = made.method.get("weights", then) == then if made else record.setting("scale", "name") == config.scale.name
+    if then is not None and not same:
+        raise UserError(
+            f"{run_folder(config)} was made with another {config.model.name}, trained at "
+            f"scale={record.setting('scale', 'name')}, than scale={config.scale.name} trains now; overwrite=true makes "
+            "it anew, another runs_dir leaves it alone"
+        )
 
 
 def share_scores(config: Config, others: Iterable[Config]) -> None:

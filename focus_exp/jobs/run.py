@@ -139,11 +139,15 @@ class Run:
 def finished_record(config: Config) -> Record | None:
     """The record of this configuration, if it came to its end before.
 
-    UserError where it had other defaults (`records.runs`), and where files that it read have changed since it began.
+    UserError where it had other defaults (`records.runs`), and where files that it read, or the base that was trained
+    for it, have changed since it began.
     """
+    from focus_exp.jobs.base import refuse_another_base  # which asks for the record of the base's own run
+
     record = runs.earlier_record(config)
     if record is not None:
         refuse_other_inputs(config, record)
+        refuse_another_base(config, record)
     return record if record and record.status == "finished" else None
 
 

@@ -54,7 +54,7 @@ from focus_exp.training.module import NonFiniteError
 from focus_exp.training.precision import Precision, choose_device, choose_precision
 from focus_exp.training.probe import PROBES, probe_tokens
 from focus_exp.training.processes import processes
-from focus_exp.training.regimes import CHECKPOINTS, train_phases
+from focus_exp.training.regimes import CHECKPOINTS, train_phases, unreached_rates
 from focus_exp.training.strategies import check_strategy, is_sharded, place, place_added, share_added, strategy_name
 from focus_exp.training.warm_start import calibrate, calibrated, warm_start
 
@@ -84,7 +84,7 @@ def carry_out(asked: Config, config: Config, tries: list[Try]) -> None:
         with in_turns(config.trainer.devices):
             loaded, corpus = load(run, precision)
         model, evaluation, blocks = prepare(run, loaded, corpus, precision)
-        if sentence := dense_training(model, config):
+        for sentence in filter(None, [dense_training(model, config), *unreached_rates(config)]):
             run.warn(sentence)
         alone(model, evaluation.measure_base)
         with run.training():
@@ -262,7 +262,8 @@ def trained_parameters(model: PreTrainedModel, config: Config) -> int:
 
 def save_weights(run: Run, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
     """The whole trained base with its tokenizer, as model.path= takes it; the routers are in the adapter."""
-    tied = set(getattr(model, "_tied_weights_keys", None) or ()) if is_sharded(model) else set()
+    # of those that its family may tie the ones that this model does tie, for which a whole model's share their memory
+    tied = set(model.all_tied_weights_keys) if is_sharded(model) else set()
     state = {}
     for name, tensor in model.state_dict().items():
         if ".focus." not in name and name not in tied:

@@ -40,6 +40,12 @@ def earlier_record(config: Config) -> Record | None:
     record = Record.load(path) if path.exists() else None
     if record is None:
         return None
+    phases = list(config.regime.phases)
+    if (then := list(record.setting("regime", "phases") or phases)) != phases:  # a name tells all but their order
+        raise UserError(
+            f"{path.parent} holds a run of other regime.phases, {', then '.join(then)} (now {', then '.join(phases)}); "
+            "overwrite=true makes it anew, another runs_dir leaves it alone"
+        )
     # a tuned run has another rate, a comparison what its arms share; they are looked at one by one
     apart = bool(record.tries or config.arms)
     if moved := {} if apart else moved_defaults(config, record.config):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,6 +12,7 @@ import pytorch_lightning as pl
 from pytorch_lightning.loggers import Logger
 from pytorch_lightning.plugins.environments import LightningEnvironment
 from torch import Tensor
+from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
@@ -24,7 +25,7 @@ from focus_exp.training.callbacks import Checkpoint, GateAnnealing, Metrics, Pro
 from focus_exp.training.checkpoints import Checkpoints, checkpoint_of
 from focus_exp.training.exchange import agreed, is_main, rank, world_size
 from focus_exp.training.mitigations import CentroidUpdates
-from focus_exp.training.module import LanguageModelTask
+from focus_exp.training.module import LanguageModelTask, learning_rate_scale
 from focus_exp.training.precision import Precision
 from focus_exp.training.probe import PROBES, TIMES, Probe
 from focus_exp.training.strategies import balanced_together, lightning_strategy, to_device
@@ -78,6 +79,17 @@ def put_in_order(path: Path, phases: list[str]) -> None:
     ordered = sorted(lines, key=lambda line: phases.index(line["phase"]))
     if ordered != lines:
         write_metrics(path, ordered)
+
+
+def unreached_rates(config: Config) -> Iterator[str]:
+    """What is to be said of phases that are over before their warm-up is."""
+    for name, phase in phases_of(config):
+        if 0 < phase.steps <= phase.warmup_steps:
+            highest = phase.learning_rate * learning_rate_scale(phase.steps - 1, phase)
+            yield (
+                f"regime.phases.{name} has {phase.steps} steps and warmup_steps={phase.warmup_steps}: its rate "
+                f"comes to {highest:.3g}, not to {phase.learning_rate:g}"
+            )
 
 
 def tokens_per_step(config: Config) -> int:
@@ -143,10 +155,12 @@ def train_phase(
         use_distributed_sampler=False,
         default_root_dir=folder,
     )
-    set_training_mode(model, phase)
+    handles = set_training_mode(model, phase)
     begun = agreed(checkpoint.exists())
     with balanced_together(model, loader.share):
         trainer.fit(task, loader, ckpt_path=checkpoint if begun else None, weights_only=True)
+    for handle in handles:
+        handle.remove()
     if settings.gradient_checkpointing:
         model.activation_checkpointing_disable()
     # Lightning leaves the model on the CPU
@@ -172,14 +186,25 @@ def probes(
     return [Probe(folder / PROBES, name, before, every, model, tokens, precision)]
 
 
-def set_training_mode(model: PreTrainedModel, phase: PhaseConfig) -> None:
-    """Routers balance every batch while they are trained; a frozen base keeps its dropout off."""
+def set_training_mode(model: PreTrainedModel, phase: PhaseConfig) -> list[RemovableHandle]:
+    """Routers balance every batch while they are trained; a frozen base keeps its dropout off.
+
+    What is returned has to be removed before the base itself is trained.
+    """
     model.train(phase.train == "all")
+    handles = []
     for module in model.modules():
-        if isinstance(module, GradientCheckpointingLayer):
-            module.training = True  # the layer's own flag, which decides whether it checkpoints; no dropout hangs on it
+        if phase.train != "all" and isinstance(module, GradientCheckpointingLayer) and module.gradient_checkpointing:
+            # whether a layer checkpoints hangs on its own flag, on which in some families its dropout hangs too
+            module.training = True
+            handles += [
+                module.register_forward_pre_hook(lambda layer, _: setattr(layer, "training", False)),
+                # always: a recomputation ends early by an exception
+                module.register_forward_hook(lambda layer, *_: setattr(layer, "training", True), always_call=True),
+            ]
     for method in attached_methods(model).values():
         method.train()
+    return handles
 
 
 def quiet_lightning() -> None:
