@@ -20,6 +20,9 @@ from focus_exp.evaluation import quality
 from focus_exp.jobs.inputs import refuse_another, take_over
 from focus_exp.records.record import Record
 from focus_exp.records.runs import NOT_ENDED
+from focus_exp.records.speed import SpeedRow
+from focus_exp.speed import suite
+from focus_exp.speed.suite import Suite
 from focus_exp.training import callbacks
 from focus_exp.training.callbacks import Checkpoint
 from focus_exp.training.checkpoints import PARTS, Checkpoints, mend, read
@@ -280,6 +283,31 @@ def test_a_run_takes_over_what_its_earlier_part_read_and_spent(tmp_path):
     made_anew = Record(status="interrupted", commit="b", **made)
     assert take_over(made_anew, replace(earlier, status="finished"), tmp_path) == []
     assert made_anew.wall_seconds is None
+
+
+@pytest.mark.parametrize("part, mixed", [("continuations", True), ("groups", True), ("speed", False)])
+def test_a_run_whose_kept_parts_another_commit_made_says_so_unless_they_are_made_anew(tmp_path, part, mixed):
+    (tmp_path / part).mkdir()
+    killed = Record(status="interrupted", experiment="mine", commit="a", error=NOT_ENDED)
+    said = [each.partition(" ")[0] for each in take_over(replace(killed, commit="b"), killed, tmp_path)]
+    assert said == ["begun"] * mixed + ["an"]
+
+
+@pytest.mark.parametrize("other", ["commit", "cpu_name", "device_name"])
+def test_a_clock_is_kept_for_the_processor_and_the_commit_that_it_is_of(tmp_path, monkeypatch, other):
+    made: Any = SimpleNamespace(folder=tmp_path, precision=SimpleNamespace(device=torch.device("cpu")))
+    measured = []
+
+    def measure():
+        measured.append(SpeedRow(clock="attention", tokens=len(measured), groups=2, assignment="balanced"))
+        return measured[-1:]
+
+    for _ in range(2):
+        assert Suite.keep(made, "attention-48", SpeedRow, measure) == measured[:1]
+    monkeypatch.setattr(suite, other, lambda *_: "another")
+    for _ in range(2):
+        assert Suite.keep(made, "attention-48", SpeedRow, measure) == measured[1:]
+    assert len(measured) == 2
 
 
 def test_a_run_does_not_go_on_with_other_weights_or_another_tokenizer(tmp_path):

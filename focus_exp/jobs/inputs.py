@@ -76,7 +76,9 @@ def take_over(record: Record, earlier: Record, folder: Path) -> list[str]:
     record.wall_seconds, record.train_seconds = earlier.wall_seconds, earlier.train_seconds
     record.peak_memory_bytes = earlier.peak_memory_bytes
     record.warnings = list(dict.fromkeys([*earlier.warnings, *record.warnings]))
-    if not any((folder / part).exists() for part in (CHECKPOINTS, "evaluation", "benchmarks")):
+    parts = (CHECKPOINTS, "evaluation", "benchmarks", "continuations", "groups", "speed")
+    kept = [part for part in parts if (folder / part).exists()]
+    if not kept:
         return []
     made = {
         "commit": (earlier.commit, record.commit),
@@ -85,7 +87,8 @@ def take_over(record: Record, earlier: Record, folder: Path) -> list[str]:
         "torch": (earlier.versions.get("torch"), record.versions.get("torch")),
     }
     changed = [f"{name} {then} (now {now})" for name, (then, now) in made.items() if then != now]
-    said = [f"begun with {', '.join(changed)}: its numbers are of both"] if changed else []
+    # times that were made otherwise are measured anew
+    said = [f"begun with {', '.join(changed)}: its numbers are of both"] if changed and kept != ["speed"] else []
     if earlier.error == NOT_ENDED:
         said.append("an earlier part of it was killed: its seconds and its memory are those of the others alone")
     return said

@@ -22,6 +22,7 @@ from focus_exp.data import Blocks
 from focus_exp.errors import first_line
 from focus_exp.models.attached import observed
 from focus_exp.progress import ProgressBar
+from focus_exp.records.environment import commit, cpu_name
 from focus_exp.records.speed import Clock, MethodSpeedRow, SpeedRow
 from focus_exp.speed.decode import decode_model_row, decode_rows
 from focus_exp.speed.layer import Layer, attention_rows, attention_step_rows
@@ -181,17 +182,17 @@ class Suite:
             return [failed(f"{type(error).__name__}: {first_line(error)}")]
 
     def keep(self, name: str, kind: type[Timed], measure: Callable[[], Iterable[Timed]]) -> list[Timed]:
-        """What was measured on this device before the run was interrupted, or what is measured now."""
+        """What was measured under the same circumstances before the run was interrupted, or what is measured now."""
         path = self.folder / "speed" / f"{name}.json"
-        device = device_name(self.precision.device)
+        now = circumstances(self.precision.device)
         try:
             found = json.loads(path.read_text(encoding="utf-8"))
-            if found["device"] == device:
+            if {key: found[key] for key in now} == now:
                 return [kind(**row) for row in found["rows"]]
         except (OSError, ValueError, TypeError, KeyError):
             pass
         rows = list(measure())
-        replace_file(path, json.dumps({"device": device, "rows": [asdict(row) for row in rows]}).encode())
+        replace_file(path, json.dumps({**now, "rows": [asdict(row) for row in rows]}).encode())
         return rows
 
     def groupings(self, length: int) -> list[Groups]:
@@ -236,6 +237,11 @@ class Suite:
         """`[1, length]` held-out tokens."""
         windows = [self.held_out[i]["input_ids"] for i in range(-(-length // self.held_out.block_size))]
         return torch.cat(windows)[None, :length].to(self.precision.device)
+
+
+def circumstances(device: torch.device) -> dict[str, str | None]:
+    """What seconds hang on beside the work itself: those of one table are of one of each."""
+    return {"device": device_name(device), "processor": cpu_name(), "torch": torch.__version__, "commit": commit()}
 
 
 def say(row: SpeedRow) -> None:
