@@ -21,6 +21,7 @@ from running import here, metrics_of, only_run, outcome, record_of, router_steps
 import focus_exp
 from focus_exp.__main__ import conf_dir
 from focus_exp.records.record import Record
+from focus_exp.records.rows import Arm
 from focus_exp.storage import held
 from focus_exp.sweeps import status
 from focus_exp.sweeps.frozen import Job, Sweep
@@ -183,6 +184,17 @@ def test_arms_of_a_frozen_comparison_are_composed_of_the_frozen_files(tmp_path, 
     assert states(sweep)[0].name == "done" and "perplexity" in states(sweep)[0].detail
     (record,) = tmp_path.rglob("record.json")
     assert Record.load(record).config["attention"]["method"] == "window"
+
+
+def test_a_comparison_is_finished_before_only_with_all_its_arms(tmp_path, monkeypatch):
+    def found(config):
+        arm = Arm(name="window", settings=[], status="failed" if config.seed else "finished")
+        return Record(status="finished", experiment="mine", arms=[arm])
+
+    monkeypatch.setattr("focus_exp.sweeps.frozen.finished_record", found)
+    arms = ('+arms={window: ["attention=window", "regime=none"]}', "job=compare")
+    sweep = frozen(tmp_path, monkeypatch, *arms, "seed=0,1")
+    assert [job.finished_before for job in sweep.jobs] == [True, False]
 
 
 def test_the_same_run_twice_in_one_sweep_is_refused(tmp_path, monkeypatch):

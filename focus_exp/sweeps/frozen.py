@@ -113,7 +113,9 @@ def freeze(sweep: Sweep, number: int, overrides: list[str], composed: DictConfig
         config = parse(composed)
         if config.job in RECORDED and not config.adapter and not config.arm:
             job.run = str(run_folder(config).resolve())
-            job.finished_before = not config.overwrite and finished_record(config) is not None
+            record = None if config.overwrite else finished_record(config)
+            # a comparison is finished with arms that failed, which its command runs again
+            job.finished_before = record is not None and all(arm.status == "finished" for arm in record.arms)
         twins = [other.number for other in sweep.jobs if job.run and other.run == job.run]
         if twins:
             raise UserError(f"this is the run of job {twins[0]}: what differs does not change what is computed")
