@@ -10,11 +10,12 @@ from hydra import initialize_config_dir
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from running import fitting, only_run, record_of, router_steps, run, tiny
+from torch.nn.functional import one_hot
 
 from focus_exp import attach, set_routing
 from focus_exp.__main__ import conf_dir
 from focus_exp.attention.baselines.performer import Performer
-from focus_exp.attention.selection import Sequence, count_pairs
+from focus_exp.attention.selection import Selection, Sequence, count_pairs
 from focus_exp.config import register_schemas
 from focus_exp.jobs import backend
 from focus_exp.jobs.reproduce import composed
@@ -90,6 +91,14 @@ def test_groups_are_repeated_where_a_length_exceeds_them():
     long = groups.selection(25, CPU).group[0]
     assert torch.equal(long[:10], long[10:20]) and torch.equal(long[20:], long[:5])
     assert largest_group(groups.selection(10, CPU)) == pytest.approx(0.4)
+
+
+@given(st.integers(1, 3), st.integers(1, 30), st.integers(1, 4), st.integers(0, 10**6))
+@settings(max_examples=20)
+def test_the_largest_group_is_that_of_the_head_in_which_it_is_largest(heads, length, groups, seed):
+    group = torch.randint(groups, (1, heads, length), generator=torch.Generator().manual_seed(seed))
+    largest = max(of_head.bincount().max().item() for of_head in group[0]) / length
+    assert largest_group(Selection(key_groups=one_hot(group, groups).bool())) == pytest.approx(largest)
 
 
 @torch.no_grad()

@@ -123,9 +123,9 @@ def pairs_kept(selection: Selection, length: int, window: int, sinks: int) -> fl
 
 
 def largest_group(selection: Selection) -> float:
-    """Share of the keys in the group that has most of them."""
+    """Share of the tokens, as keys, in the group that has most of them, of any head with groups of its own."""
     assert selection.key_groups is not None
-    return float(selection.key_groups.float().mean((0, 1)).max())
+    return float(selection.key_groups.float().mean((0, -2)).max())
 
 
 def full_attention(tensors: Tensors, device: torch.device) -> tuple[str, Work]:
