@@ -35,7 +35,7 @@ def bench(config: Config) -> None:
     methods = other_methods(config)
     if already_finished(config):
         return
-    precision = choose_precision(config.trainer.precision, config.trainer.accelerator, trains_base=False)
+    precision = choose_precision(config.trainer.precision, config.trainer.accelerator, config.regime.trains("all"))
     router = f"the router in {config.adapter}" if config.adapter else headline(config)
     timed = "Focus" if config.has_router else config.attention.name
     print(f"speed of {timed} against full attention; {router}; {describe(precision)}")
