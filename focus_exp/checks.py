@@ -180,5 +180,10 @@ def validate_regime(config: Config) -> None:
             f"regime.tune.factors={regime.tune.factors} are chosen from by the loss on validation text, which "
             "eval.split=validation would report as held out; use eval.split=test, or regime.tune.factors=[]"
         )
+    if regime.tune.factors and config.job in ("analyze", "bench", "generate") and not config.adapter:
+        raise UserError(
+            f"regime.tune.factors={regime.tune.factors} are tried by job=train and job=compare, not by "
+            f"job={config.job}; use regime.tune.factors=[], or train first and give adapter=<run folder>/adapter"
+        )
     if regime.from_scratch and not regime.trains("all"):
         raise UserError(f"regime={regime.name} starts from random weights but no phase trains them; add train: all")

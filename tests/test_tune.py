@@ -107,6 +107,13 @@ def test_what_rates_are_chosen_on_is_not_reported_as_held_out(tmp_path):
     assert refused.code == 2 and "eval.split=validation would report as held out; use eval.split=test" in refused.err
 
 
+@pytest.mark.parametrize("job", ["analyze", "bench", "generate"])
+def test_a_job_that_would_try_none_of_the_rates_is_refused(tmp_path, job):
+    refused = run(*tiny(tmp_path), *TUNED, f"job={job}")
+    assert refused.code == 2 and "regime.tune.factors=[0.001, 1.0] are tried by job=train" in refused.err
+    assert f"not by job={job}; use regime.tune.factors=[]" in refused.err
+
+
 def test_a_try_without_a_loss_is_on_record_and_the_others_are_chosen_from(tmp_path, monkeypatch):
     fit = job.fit
 
