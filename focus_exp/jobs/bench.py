@@ -7,6 +7,8 @@ were checked and timed on an H200 (runs/records/gpu); FlashAttention 3, 4 and fl
 
 from __future__ import annotations
 
+from typing import Any
+
 from hydra.core.hydra_config import HydraConfig
 
 from focus_exp.config import Config, phases_of
@@ -19,6 +21,7 @@ from focus_exp.jobs.router import put_router
 from focus_exp.jobs.run import already_finished, open_run, run_folder
 from focus_exp.jobs.train import check_length, describe, headline, load, prepare
 from focus_exp.models.attached import set_routing
+from focus_exp.records.runs import earlier_record
 from focus_exp.speed.methods import Methods
 from focus_exp.speed.suite import Suite
 from focus_exp.training.precision import choose_precision, native_bf16
@@ -33,6 +36,7 @@ def bench(config: Config) -> None:
         config = with_adapter(config)
     refuse_untimed(config)
     methods = other_methods(config)
+    refuse_other_options(config, methods)
     if already_finished(config):
         return
     precision = choose_precision(config.trainer.precision, config.trainer.accelerator, config.regime.trains("all"))
@@ -45,6 +49,8 @@ def bench(config: Config) -> None:
             run.warn(
                 "bench.dtype=bf16 is emulated on this CPU, so its times of a layer say nothing; use bench.dtype=float32"
             )
+        timed_too = {"methods": recorded(methods)} if methods else {}
+        run.record.method = dict(timed_too)  # what an interrupted run has timed is theirs
         loaded, corpus = load(run, precision)
         model, evaluation, blocks = prepare(run, loaded, corpus, precision)
         longest = max([config.eval.window, *config.bench.prefill_lengths, *config.bench.step_lengths])
@@ -52,6 +58,7 @@ def bench(config: Config) -> None:
         if config.bench.quality:
             evaluation.measure_base()
         trained = put_router(run, model, blocks, precision, longest)
+        run.record.method |= timed_too
         if config.has_router:
             set_routing(model, hard=True, top_k=config.focus.top_k, pair_rule=config.focus.pair_rule)
         elif config.dual:  # an adapter may be timed at another number of groups
@@ -93,3 +100,21 @@ def other_methods(config: Config) -> Methods:
             raise UserError(f"bench.methods={name}: full attention and Focus are timed by every bench; name others")
         found[name] = (attention.method, method_options(attention))
     return found
+
+
+def recorded(methods: Methods) -> dict[str, dict[str, Any]]:
+    """The same as a record has them."""
+    return {name: {"method": method, **options} for name, (method, options) in methods.items()}
+
+
+def refuse_other_options(config: Config, methods: Methods) -> None:
+    """UserError where a run of this name, which tells of `bench.methods` the names alone, has timed other options."""
+    record = None if config.overwrite else earlier_record(config)
+    for name, then in (record.method.get("methods", {}) if record else {}).items():
+        now = recorded(methods)[name]
+        changed = [f"{key}={value}" for key, value in then.items() if now.get(key, value) != value]
+        if changed:
+            raise UserError(
+                f"bench.methods={name}: {run_folder(config)} was made with its {', '.join(changed)}; overwrite=true "
+                "makes it anew, another runs_dir leaves it alone"
+            )
