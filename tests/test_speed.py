@@ -19,11 +19,12 @@ from focus_exp.attention.selection import Selection, Sequence, count_pairs
 from focus_exp.config import register_schemas
 from focus_exp.jobs import backend
 from focus_exp.jobs.reproduce import composed
-from focus_exp.models.attached import observed
+from focus_exp.models.attached import disabled, observed
 from focus_exp.models.modules import attached_methods, attention_modules
 from focus_exp.speed import break_even as calibration
 from focus_exp.speed import suite
 from focus_exp.speed.break_even import BreakEven, break_even, sparse_wins
+from focus_exp.speed.decode import MODEL_STEPS, decode_model_row
 from focus_exp.speed.layer import Contender, Layer, attention_rows, attention_step_rows
 from focus_exp.speed.model import attention_clock, method_prefill_row, model_step_row, prefill_row
 from focus_exp.speed.timing import PeakMemory, alternate, begin_peak, peak_memory
@@ -262,6 +263,19 @@ def test_a_decode_step_reads_its_share_of_what_is_cached(tmp_path):
         assert row.path == "cached" and ("Cache" in row.full_kernel or "Layer" in row.full_kernel)
     text = (only_run(tmp_path) / "table.md").read_text()
     assert "one attention layer, one more token" in text and "Focus [tokens/s]" in text
+
+
+@pytest.mark.parametrize("groups", [1, 4])
+def test_a_sliding_layer_counts_as_what_its_own_cache_keeps_and_reads(groups, tiny_model):
+    model = set_routing(attach(tiny_model("gemma3"), "focus", groups=groups, window=4, sinks=1), hard=True)
+    row = decode_model_row(model, torch.randint(256, (1, 24)), FLOAT32, 1)
+    length = 24 + 2 * MODEL_STEPS  # one round before the one that counts
+    with torch.no_grad(), disabled(model):
+        cache = model(torch.randint(256, (1, length))).past_key_values
+    assert row.full_peak_bytes == sum(x.nbytes for layer in cache.layers for x in (layer.keys, layer.values))
+    assert row.full_bytes_read == (8 + length) * 2 * 2 * 16 * 4  # keys and values of two heads of 16 floats
+    assert row.pairs_kept == row.focus_bytes_read / row.full_bytes_read
+    assert (row.pairs_kept == 1) == (groups == 1)
 
 
 @pytest.mark.slow

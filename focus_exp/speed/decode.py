@@ -18,7 +18,7 @@ from transformers.cache_utils import Cache, DynamicLayer, StaticLayer
 from focus_exp.attention.cached import GroupedCache
 from focus_exp.attention.selection import Selection, Sequence
 from focus_exp.models.attached import disabled
-from focus_exp.models.cache import FocusCache
+from focus_exp.models.cache import FocusLayer
 from focus_exp.models.modules import attached_methods
 from focus_exp.records.speed import SpeedRow
 from focus_exp.speed.layer import Layer
@@ -134,19 +134,16 @@ def decode_model_row(model: PreTrainedModel, tokens: Tensor, precision: Precisio
             full.steps()
 
     seconds = alternate({"full": full_steps, "focus": focus.steps}, repeats, precision.device)
-    shape, cache = shape_of(model), focus.cache
+    shape = shape_of(model)
     token_bytes = 2 * shape.kv_heads * shape.head_dim * attention_dtype(model, precision).itemsize
-    layers, length = len(attached_methods(model)), focus.length
-    read, held = layers * length, layers * length * token_bytes
-    if isinstance(cache, FocusCache):  # without, every pair is kept, and by the model's own cache
-        read, held = sum(layer.pairs_read for layer in cache.grouped), cache.bytes
+    (full_read, full_held), (read, held) = full.read_and_held(), focus.read_and_held()
     return SpeedRow(
         clock="decode model", tokens=tokens.shape[1], repeats=repeats, path="cached",
         full_kernel=f"DynamicCache, {attention_name(model)}",
         full_seconds=seconds["full"] / MODEL_STEPS, focus_seconds=seconds["focus"] / MODEL_STEPS,
-        full_peak_bytes=layers * length * token_bytes, focus_peak_bytes=held,
-        full_bytes_read=layers * length * token_bytes, focus_bytes_read=read * token_bytes,
-        pairs_kept=read / (layers * length), **setting_of(model), **number_format(model, precision),
+        full_peak_bytes=full_held, focus_peak_bytes=held,
+        full_bytes_read=full_read * token_bytes, focus_bytes_read=read * token_bytes,
+        pairs_kept=read / full_read, **setting_of(model), **number_format(model, precision),
     )  # fmt: skip
 
 
@@ -157,16 +154,29 @@ class Continuation:
         self.model, self.precision = model, precision
         self.cache: Cache | None = None
         self.token = tokens
-        self.length = 0
         self.step()
 
     @torch.no_grad()
     def step(self) -> None:
         with self.precision.context():
             out = self.model(input_ids=self.token, past_key_values=self.cache, use_cache=True, logits_to_keep=1)
-        self.length += self.token.shape[1]
         self.cache, self.token = out.past_key_values, out.logits[:, -1:].argmax(-1)
 
     def steps(self) -> None:
         for _ in range(MODEL_STEPS):
             self.step()
+
+    def read_and_held(self) -> tuple[int, int]:
+        """Keys that the last step read and bytes of those that are kept with their values, over the attached layers."""
+        assert self.cache is not None
+        attached = attached_methods(self.model)
+        layers = [read_and_held(layer) for index, layer in enumerate(self.cache.layers) if index in attached]
+        return sum(read for read, _ in layers), sum(held for _, held in layers)
+
+
+def read_and_held(layer: Any) -> tuple[int, int]:
+    """Of one layer of a cache: by group, or the model's own, which keeps one token less than a sliding window sees."""
+    if isinstance(layer, FocusLayer):
+        return layer.grouped.pairs_read, layer.grouped.bytes
+    length = layer.get_seq_length()
+    return min(getattr(layer, "sliding_window", length), length), layer.keys.nbytes + layer.values.nbytes
