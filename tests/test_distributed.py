@@ -17,12 +17,17 @@ from hypothesis import strategies as st
 from running import Result, fitting, full_disk_at, metrics_of, only_run, outcome, record_of, router_steps, run, tiny
 from safetensors.numpy import load_file
 
+from focus_exp.config import LoraConfig, PhaseConfig
 from focus_exp.data import ResumableLoader
 from focus_exp.data.loader import share_of
 from focus_exp.errors import UserError
+from focus_exp.models.attach import attach
+from focus_exp.models.lora import add_lora
 from focus_exp.models.random import byte_tokenizer
 from focus_exp.training import processes
 from focus_exp.training.callbacks import Checkpoint
+from focus_exp.training.module import LanguageModelTask
+from focus_exp.training.strategies import ShardedStrategy
 
 QUICK = ("eval.max_windows=2", "eval.top_k=[1]", "eval.controls=false")
 RETROFIT = (router_steps(6), "trainer.checkpoint_every=2", "eval.max_windows=2")
@@ -245,6 +250,15 @@ def test_one_process_goes_on_where_two_were_stopped(folder, request, one, strate
 def test_two_processes_go_on_where_one_was_stopped(folder, request, one, name, job, made):
     assert [result.code for result in request.getfixturevalue(made)[name]] == [0, 0]
     assert_equal(folder / name, one(job))
+
+
+def test_a_checkpoint_of_a_sharded_phase_holds_what_a_method_moves_by_itself(tiny_model):
+    model = add_lora(attach(tiny_model("llama"), "routing_transformer", groups=2), LoraConfig(), budget=0)
+    task = LanguageModelTask(model, PhaseConfig(train="lora", steps=1, learning_rate=1.0), "phase")
+    strategy = ShardedStrategy()
+    strategy.connect(task)
+    kept = {name.removeprefix("model.") for name in strategy.lightning_module_state_dict()}
+    assert kept == {name for name in model.state_dict() if task.changes(name)} > set(task.trainable_names)
 
 
 @slow

@@ -142,8 +142,8 @@ class ShardedStrategy(ModelParallelStrategy):
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
         module: Any = self.lightning_module
-        state, trained = module.model.state_dict(), module.phase.train
-        return {f"model.{name}": whole(state[name]).cpu() for name in state if is_trainable(name, trained)}
+        state = module.model.state_dict()
+        return {f"model.{name}": whole(state[name]).cpu() for name in state if module.changes(name)}
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
         return read(Path(checkpoint_path), mmap=True)
