@@ -50,16 +50,17 @@ class CurveProbe(LossProbe):
         members = top_k_groups(keys[0], 1).float()
         promises, order = queries[0].sort(-1, descending=True)
         counts = read_counts(method, promises)
-        sizes = distant_sizes(members, method.window, method.sinks).gather(-1, order)
-        pairs = F.pad(sizes.double().cumsum(-1), (1, 0)).gather(-1, counts)
         for part in changes:
             rows, width = part.rows, part.loss.shape[-1]
+            # counts stay whole numbers: autocast leaves float64 as it is
+            sizes = (part.distant.double() @ members[:, :width].double()).gather(-1, order[:, rows])
+            pairs = F.pad(sizes.cumsum(-1), (1, 0)).gather(-1, counts[:, rows])
             of_heads = members[:, None, :width].expand(part.loss.shape[0] if method.heads > 1 else 1, -1, -1, -1)
             # all query heads of a head with groups lose the same pairs: their changes add up
             changed, attention = (x @ of_heads for x in (part.loss, part.attention))
             found = lost(changed, attention, order[:, rows], method.heads).gather(-1, counts[:, rows])
             least = lost(changed, attention, None, method.heads)
-            curves = Curves(pairs[:, rows].sum(1), found.sum(1), least.sum(1))
+            curves = Curves(pairs.sum(1), found.sum(1), least.sum(1))
             self.curves = curves if self.curves is None else self.curves + curves
 
 
@@ -89,13 +90,6 @@ def lost(changed: Tensor, attention: Tensor, order: Tensor | None, heads: int) -
     change = (gone / (1 - mass).clamp(min=1e-3)).sum(1)
     change = change if heads > 1 else change.sum(0, keepdim=True)
     return change.double().square()
-
-
-def distant_sizes(members: Tensor, window: int, sinks: int) -> Tensor:
-    """How many distant keys each group holds for every query `[n, T, K]`, of memberships `[n, T, K]`."""
-    members = members.clone()
-    members[:, :sinks] = 0
-    return F.pad(members.cumsum(1), (0, 0, window + 1, 0))[:, : members.shape[1]]
 
 
 def measure_curves(

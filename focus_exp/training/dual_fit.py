@@ -31,6 +31,7 @@ from focus_exp.training.kept_fit import SECONDS, fit_layers, kept_fit, seconds_i
 from focus_exp.training.precision import Precision
 
 BY_PROMISE = ("query", "pair")  # of `counts`, those that need thresholds
+CURVES = "curves-2"  # of a fit that is kept; raise the number when the same encoders give others
 # what the fit does not depend on
 NOT_FITTED = ("name", "method", "backend", "top_k", "counts", "budget", "pairs", "gate_steepness")
 
@@ -58,7 +59,7 @@ def fit_dual(
     chosen = {key: value for key, value in asdict(options).items() if key not in NOT_FITTED}
     with kept_fit(cache, model, blocks, precision, [], chosen, sorted(methods), seed) as folder:
         found = fit_all(model, methods, blocks, options, precision, folder, seed)
-        seconds = seconds_in(folder / SECONDS, folder / f"{SECONDS}-{options.counts}")
+        seconds = seconds_in(folder / SECONDS, folder / f"{SECONDS}-{CURVES}-{options.counts}")
     reads = [method.reach for method in methods.values()]
     if options.pairs is not None:
         reads = allot(list(found.values()), options.pairs)
@@ -87,9 +88,9 @@ def fit_all(
     for layer, state in fit_layers(model, methods, shown, precision, folder, seed, fit, options.fit_to).items():
         rules = {counts: state.pop(f"thresholds.{counts}") for counts in BY_PROMISE}
         methods[layer].load_state_dict(state | {"thresholds": rules.get(options.counts, state["thresholds"])})
-    measured = folder / f"curves-by-{options.counts}.safetensors"
+    measured = folder / f"{CURVES}-by-{options.counts}.safetensors"
     if not measured.exists():
-        with timed(folder / f"{SECONDS}-{options.counts}"):
+        with timed(folder / f"{SECONDS}-{CURVES}-{options.counts}"):
             found = measure_curves(model, methods, held_out, precision)
         with aside(measured) as new:
             save_file({f"{layer}.{k}": v for layer, curve in found.items() for k, v in vars(curve).items()}, new)

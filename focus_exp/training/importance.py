@@ -48,10 +48,12 @@ class Observed:
 
 @dataclass
 class Changes:
-    """Of the queries `rows` of a text: attention on distant pairs, and the change of the loss [nats] if each were
-    removed, both `[G, H / G, t, S]`, by key/value head and the query heads that read it."""
+    """Of the queries `rows` of a text: which pairs are distant ones that the layer has `[t, S]` bool, attention on
+    those, and the change of the loss [nats] if each were removed, both `[G, H / G, t, S]`, by key/value head and the
+    query heads that read it."""
 
     rows: slice
+    distant: Tensor
     attention: Tensor
     loss: Tensor
 
@@ -84,12 +86,13 @@ class LossProbe(AttentionMethod):
 
         def changes(gradient: Tensor) -> Iterator[Changes]:
             for rows in row_blocks(q.shape[2], ROWS):
+                seen = permitted(sequence, rows, rows.stop)
                 p, loss = changes_of_loss(
                     q[:, :, rows], k[:, :, : rows.stop], v[:, :, : rows.stop], gradient[:, :, rows].float(),
-                    permitted(sequence, rows, rows.stop), scaling, softcap, sink_logits,
+                    seen, scaling, softcap, sink_logits,
                 )  # fmt: skip
-                distant = ~always_visible(sequence, rows, rows.stop, self.window, self.sinks)[0]
-                yield Changes(rows, p[0] * distant, loss[0] * distant)
+                distant = (seen & ~always_visible(sequence, rows, rows.stop, self.window, self.sinks))[0]
+                yield Changes(rows, distant, p[0] * distant, loss[0] * distant)
 
         if output.requires_grad:
             output.register_hook(lambda gradient: self.note(k[0], changes(gradient)))
