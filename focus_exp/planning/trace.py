@@ -20,7 +20,7 @@ from torch.autograd.graph import _engine_run_backward
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from torch.utils.flop_counter import flop_registry, sdpa_backward_flop, sdpa_flop
+from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 from transformers import PreTrainedModel, masking_utils
 
 from focus_exp.config import PhaseConfig
@@ -31,12 +31,6 @@ from focus_exp.training.regimes import set_training_mode
 from focus_exp.training.warm_start import AttentionProbe
 
 KINDS = ("weights", "gradients", "optimizer", "logits", "activations")
-# torch counts the arithmetic of the GPU's kernels; a trace takes the CPU's, which compute the same
-FLOPS = {
-    **flop_registry,
-    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: sdpa_flop,
-    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward: sdpa_backward_flop,
-}
 
 # what CUDA's autocast computes in float32 and a CPU's does not (docs of torch.amp), of what models here call
 FLOAT32_UNDER_CUDA = {
@@ -47,6 +41,35 @@ FLOAT32_UNDER_CUDA = {
 }
 
 Bytes = dict[str, float]
+
+
+def attention_flop(
+    query: Tensor, key: Tensor, value: Tensor, dropout_p: float = 0.0, is_causal: bool = False, **_: Any
+) -> float:
+    """Of two products, on the pairs that a causal kernel does not leave out."""
+    return seen(query, is_causal) * sdpa_flop_count(query.shape, key.shape, value.shape)
+
+
+def attention_backward_flop(
+    grad_out: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, logsumexp: Tensor, dropout_p: float,
+    is_causal: bool, **_: Any,
+) -> float:  # fmt: skip
+    """Of five, likewise."""
+    return seen(query, is_causal) * sdpa_backward_flop_count(grad_out.shape, query.shape, key.shape, value.shape)
+
+
+def seen(query: Tensor, is_causal: bool) -> float:
+    """Share of all pairs of the tokens of `query` `[B, H, T, D]`."""
+    length = query.shape[-2]
+    return (length + 1) / (2 * length) if is_causal else 1.0
+
+
+# torch counts all pairs, of the GPU's kernels; a trace takes the CPU's
+FLOPS = {
+    **flop_registry,
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: attention_flop,
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward: attention_backward_flop,
+}
 
 
 @dataclass(frozen=True)
