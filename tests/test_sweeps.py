@@ -29,8 +29,9 @@ from focus_exp.sweeps.status import state_of, states, sweep_table
 from focus_exp.training.callbacks import Checkpoint, Metrics
 
 STEPS = router_steps(4)
+WARM_UP = "regime.warmup_steps=1"  # a phase that is over before its own warns of it
 # one runs, one fails when it does, one is refused before
-POINTS = ("data.block_size=32,600,1", STEPS)
+POINTS = ("data.block_size=32,600,1", STEPS, WARM_UP)
 
 
 @pytest.fixture(scope="module")
@@ -161,7 +162,7 @@ def test_a_job_keeps_the_configuration_of_its_submission(tmp_path, monkeypatch):
 
 
 def test_a_job_that_starts_with_other_code_says_so(tmp_path, monkeypatch):
-    sweep = frozen(tmp_path, monkeypatch, STEPS)
+    sweep = frozen(tmp_path, monkeypatch, STEPS, WARM_UP)
     sweep.code |= {"source hash": "0", "torch": "1.0"}
     sweep.save()
     started = start(sweep)
