@@ -406,7 +406,7 @@ def test_two_models_under_one_path_are_not_one_set_up(lay, told):
         for arm in found.arms:
             arm.config_hash = f"{arm.name}-{seed}"
         model = {"name": "runs/there/model", "source": "local", "fingerprint": fingerprint}
-        return found, {f"local-{seed}": replace(trapped(model=model), status="failed")}
+        return found, {(f"local-{seed}", ""): replace(trapped(model=model), status="failed")}
 
     pairs = [comparison(seed, fingerprint) for seed, fingerprint in enumerate(lay)]
     runs = Runs(runs_of(*(record for record, _ in pairs)).found, pairs[0][1] | pairs[1][1])

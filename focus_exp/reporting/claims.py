@@ -28,6 +28,7 @@ from focus_exp.reporting.specs import expression, read_specs, template
 from focus_exp.reporting.table import Table
 from focus_exp.reporting.together import together
 
+MOST = {"longest": "tokens", "trained": "steps"}  # by what a claim picks those lines that have most of it
 NUMBERS = ("value", "low", "high", "unit")
 KNOWN = {"log": math.log, "speedups": paper_speedups, "COLLAPSED": COLLAPSED, "DOMINANT": DOMINANT}
 
@@ -45,7 +46,7 @@ class Claim:
     select: dict[str, Any] = field(default_factory=dict)
     where: str = ""
     beside: dict[str, Any] = field(default_factory=dict)
-    pick: Literal["all", "longest"] = "all"
+    pick: Literal["", "longest", "trained"] = ""
     like: dict[str, Any] = field(default_factory=dict)
     other: str = ""
     test: dict[str, dict[str, Any]] = field(default_factory=dict)
@@ -138,8 +139,10 @@ def _claim(entry: Claim, values: dict[str, Any]) -> Claim:
 
 
 def _picked(lines: list[Line], pick: str) -> list[Line]:
-    longest = max((line.tokens or 0 for line in lines), default=0)
-    return [line for line in lines if line.tokens == longest] if pick == "longest" else lines
+    if not pick:
+        return lines
+    measured = [getattr(line, MOST[pick]) or 0 for line in lines]
+    return [line for line, one in zip(lines, measured, strict=True) if one == max(measured)]
 
 
 def judged(records: list[Record]) -> list[tuple[Claim, Verdict]]:
