@@ -163,10 +163,8 @@ FAULTS: dict[str, list[tuple[str, ...]]] = {
     "data/files.py": [("len(text) * 95 // 100", "len(text) * 90 // 100", "data")],
     "training/importance.py": [
         ("(gradient * output).sum(-1, keepdim=True) - gradient", "-gradient", "dual_fit"),
-        (
-            "permitted(sequence, rows, rows.stop), scaling", "permitted(sequence, rows, rows.stop) | True, scaling",
-            "dual_fit",
-        ),
+        ("seen, scaling, softcap, sink_logits,", "seen | True, scaling, softcap, sink_logits,", "dual_fit"),
+        ("(seen & ~always_visible(", "(~always_visible(", "dual_fit"),
         ('"attention": lambda pairs: pairs.attention', '"attention": lambda pairs: pairs.loss', "dual_fit"),
     ],
     "training/kept_fit.py": [("spent = seconds_in(path) +", "spent =", "dual_fit")],
@@ -177,7 +175,7 @@ FAULTS: dict[str, list[tuple[str, ...]]] = {
     "training/curves.py": [
         ('if method.counts != "head":', "if False:", "dual_fit"),
         ("gone / (1 - mass).clamp(min=1e-3)", "gone", "dual_fit"),
-        ("members[:, :sinks] = 0", "pass", "dual_fit"),
+        ("part.distant.double() @", "torch.ones_like(part.distant).double() @", "dual_fit"),
     ],
     "training/encoder_fit.py": [
         ("loss = (expected.exp() - worth * expected).mean()", "loss = (expected.exp() - expected).mean()", "dual_fit"),

@@ -7,12 +7,12 @@ import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytorch_lightning as pl
 from pytorch_lightning.loggers import Logger
 from pytorch_lightning.plugins.environments import LightningEnvironment
 from torch import Tensor
-from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
@@ -155,12 +155,10 @@ def train_phase(
         use_distributed_sampler=False,
         default_root_dir=folder,
     )
-    handles = set_training_mode(model, phase)
+    set_training_mode(model, phase)
     begun = agreed(checkpoint.exists())
     with balanced_together(model, loader.share):
         trainer.fit(task, loader, ckpt_path=checkpoint if begun else None, weights_only=True)
-    for handle in handles:
-        handle.remove()
     if settings.gradient_checkpointing:
         model.activation_checkpointing_disable()
     # Lightning leaves the model on the CPU
@@ -186,25 +184,34 @@ def probes(
     return [Probe(folder / PROBES, name, before, every, model, tokens, precision)]
 
 
-def set_training_mode(model: PreTrainedModel, phase: PhaseConfig) -> list[RemovableHandle]:
-    """Routers balance every batch while they are trained; a frozen base keeps its dropout off.
-
-    What is returned has to be removed before the base itself is trained.
-    """
+def set_training_mode(model: PreTrainedModel, phase: PhaseConfig) -> None:
+    """Routers balance every batch while they are trained; a frozen base keeps its dropout off."""
     model.train(phase.train == "all")
-    handles = []
     for module in model.modules():
         if phase.train != "all" and isinstance(module, GradientCheckpointingLayer) and module.gradient_checkpointing:
-            # whether a layer checkpoints hangs on its own flag, on which in some families its dropout hangs too
-            module.training = True
-            handles += [
-                module.register_forward_pre_hook(lambda layer, _: setattr(layer, "training", False)),
-                # always: a recomputation ends early by an exception
-                module.register_forward_hook(lambda layer, *_: setattr(layer, "training", True), always_call=True),
-            ]
+            checkpoint_frozen(module)
     for method in attached_methods(model).values():
         method.train()
-    return handles
+
+
+def checkpoint_frozen(layer: GradientCheckpointingLayer) -> None:
+    """Let a layer checkpoint that is not trained, until checkpointing is enabled again.
+
+    Whether it does hangs on its own flag, on which in some families its dropout hangs too.
+    """
+    layer.training, checkpoint = True, layer._gradient_checkpointing_func
+
+    def checkpointed(forward: Callable[..., Any], *inputs: Any) -> Any:
+        def evaluated(*inputs: Any) -> Any:
+            layer.training = False
+            try:
+                return forward(*inputs)
+            finally:  # a recomputation ends early by an exception
+                layer.training = True
+
+        return checkpoint(evaluated, *inputs)
+
+    layer._gradient_checkpointing_func = checkpointed
 
 
 def quiet_lightning() -> None:
