@@ -77,8 +77,8 @@ def _quality(record: Record, rows: list[Row], runs: Runs) -> Subjects:
         scored = _scored(record, row, runs)
         reference = None if record.arms else ITSELF if row.kind == "twin" else hard.name if hard else None
         versus = (row.delta_vs_hard, row.delta_vs_hard_low, row.delta_vs_hard_high)
-        with_soft_gates = soft.get(row.phase)
-        gap = None if None in (with_soft_gates, row.nll) or row.kind != "hard" else row.nll - with_soft_gates
+        gates = soft.get(row.phase) if row.kind == "hard" else None
+        gap = None if row.nll is None or gates is None else row.nll - gates
         yield (
             subject,
             [

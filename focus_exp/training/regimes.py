@@ -199,7 +199,8 @@ def checkpoint_frozen(layer: GradientCheckpointingLayer) -> None:
 
     Whether it does hangs on its own flag, on which in some families its dropout hangs too.
     """
-    layer.training, checkpoint = True, layer._gradient_checkpointing_func
+    layer.training = True
+    checkpoint: Any = layer._gradient_checkpointing_func
 
     def checkpointed(forward: Callable[..., Any], *inputs: Any) -> Any:
         def evaluated(*inputs: Any) -> Any:
@@ -211,7 +212,7 @@ def checkpoint_frozen(layer: GradientCheckpointingLayer) -> None:
 
         return checkpoint(evaluated, *inputs)
 
-    layer._gradient_checkpointing_func = checkpointed
+    layer._gradient_checkpointing_func = checkpointed  # type: ignore[assignment]
 
 
 def quiet_lightning() -> None:
