@@ -132,9 +132,8 @@ def test_dropped_attention_is_found_whatever_it_is_called():
     "regime, dropout, warns", [("finetune", "0.1", True), ("retrofit", "0.1", False), ("finetune", "0", False)]
 )
 def test_hard_training_that_must_compute_all_pairs_says_so(base, tmp_path, regime, dropout, warns):
-    phases = ["regime.phases.router.steps=1"]
-    if regime == "finetune":
-        phases.append("regime.phases.everything.steps=1")
+    names = ["router", "everything"] if regime == "finetune" else ["router"]
+    phases = [f"regime.phases.{name}.{setting}" for name in names for setting in ("steps=1", "warmup_steps=0")]
     settings = [f"model.path={base}", f"regime={regime}", "attention.train_with=hard", *phases]
     if dropout == "0":  # as the warning says
         settings.append("++model.architecture.attn_pdrop=0")

@@ -194,7 +194,7 @@ def test_a_phase_that_ends_before_its_warm_up_says_so(steps, warmup, said):
     config = schema.Config(
         regime=schema.RegimeConfig(name="regime", phases={"everything": replace(phase, train="all")})
     )
-    assert [sentence.split("its rate ")[1] for sentence in unreached_rates(config)] == said
+    assert [sentence.split("learning rate ")[1] for sentence in unreached_rates(config)] == said
 
 
 def test_the_optimiser_uses_that_learning_rate(tiny_model):

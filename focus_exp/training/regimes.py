@@ -87,8 +87,8 @@ def unreached_rates(config: Config) -> Iterator[str]:
         if 0 < phase.steps <= phase.warmup_steps:
             highest = phase.learning_rate * learning_rate_scale(phase.steps - 1, phase)
             yield (
-                f"regime.phases.{name} has {phase.steps} steps and warmup_steps={phase.warmup_steps}: its rate "
-                f"comes to {highest:.3g}, not to {phase.learning_rate:g}"
+                f"regime.phases.{name} has warmup_steps={phase.warmup_steps} and ends after {phase.steps}: the "
+                f"learning rate comes to {highest:.3g}, not to {phase.learning_rate:g}"
             )
 
 
