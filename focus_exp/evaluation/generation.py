@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
-from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
+from transformers.cache_utils import DynamicLayer
 
 from focus_exp.config import Config
 from focus_exp.data import Blocks
@@ -24,7 +24,7 @@ from focus_exp.errors import UserError, first_line
 from focus_exp.evaluation.controls import hard_name
 from focus_exp.evaluation.outcomes import slug
 from focus_exp.models.attached import disabled, set_routing
-from focus_exp.models.cache import FocusCache
+from focus_exp.models.cache import FocusCache, keys_and_bytes
 from focus_exp.progress import ProgressBar
 from focus_exp.records.rows import Continuation
 from focus_exp.storage import replace_file
@@ -150,13 +150,6 @@ def read_and_held(cache: Any) -> tuple[float | None, int | None]:
     if isinstance(cache, FocusCache):
         return mean(layer.pairs_read for layer in cache.grouped), cache.bytes
     if isinstance(cache, DynamicCache):
-        layers: list[Any] = [x for x in cache.layers if isinstance(x, DynamicLayer) and x.keys is not None]
-        parts = [x for layer in layers for x in (layer.keys, layer.values)]
-        return float(mean(map(keys_read, layers))), sum(x.numel() * x.element_size() for x in parts)
+        layers = [keys_and_bytes(x) for x in cache.layers if isinstance(x, DynamicLayer) and x.keys is not None]
+        return float(mean(read for read, _ in layers)), sum(held for _, held in layers)
     return None, None
-
-
-def keys_read(layer: DynamicLayer) -> int:
-    """Of the last step; a full sliding window dropped one of them after it."""
-    window = layer.sliding_window if isinstance(layer, DynamicSlidingWindowLayer) else layer.get_seq_length()
-    return min(int(window), int(layer.get_seq_length()))

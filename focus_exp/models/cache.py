@@ -159,6 +159,16 @@ class FocusCache(Cache):
         return sum(layer.bytes for layer in self.grouped)
 
 
+def keys_and_bytes(layer: Any) -> tuple[int, int]:
+    """Keys that the last step read in a layer of a cache, by group or the model's own, and the bytes of keys and values
+    that it keeps: a full sliding window dropped one of those after it."""
+    if isinstance(layer, FocusLayer):
+        return layer.grouped.pairs_read, layer.grouped.bytes
+    length = int(layer.get_seq_length())
+    window = int(layer.sliding_window) if isinstance(layer, DynamicSlidingWindowLayer) else length
+    return min(window, length), layer.keys.nbytes + layer.values.nbytes
+
+
 def tokens_before(cache: Cache | None, index: int, new: int) -> int:
     """How many tokens a layer's own cache of the model holds before it is given `new` ones."""
     layers: list[Any] = [] if cache is None else getattr(cache, "self_attention_cache", cache).layers

@@ -18,7 +18,7 @@ from transformers.cache_utils import Cache, DynamicLayer, StaticLayer
 from focus_exp.attention.cached import GroupedCache
 from focus_exp.attention.selection import Selection, Sequence
 from focus_exp.models.attached import disabled
-from focus_exp.models.cache import FocusLayer
+from focus_exp.models.cache import keys_and_bytes
 from focus_exp.models.modules import attached_methods
 from focus_exp.records.speed import SpeedRow
 from focus_exp.speed.layer import Layer
@@ -170,13 +170,5 @@ class Continuation:
         """Keys that the last step read and bytes of those that are kept with their values, over the attached layers."""
         assert self.cache is not None
         attached = attached_methods(self.model)
-        layers = [read_and_held(layer) for index, layer in enumerate(self.cache.layers) if index in attached]
+        layers = [keys_and_bytes(layer) for index, layer in enumerate(self.cache.layers) if index in attached]
         return sum(read for read, _ in layers), sum(held for _, held in layers)
-
-
-def read_and_held(layer: Any) -> tuple[int, int]:
-    """Of one layer of a cache: by group, or the model's own, which keeps one token less than a sliding window sees."""
-    if isinstance(layer, FocusLayer):
-        return layer.grouped.pairs_read, layer.grouped.bytes
-    length = layer.get_seq_length()
-    return min(getattr(layer, "sliding_window", length), length), layer.keys.nbytes + layer.values.nbytes

@@ -194,13 +194,12 @@ def set_training_mode(model: PreTrainedModel, phase: PhaseConfig) -> None:
         method.train()
 
 
-def checkpoint_frozen(layer: GradientCheckpointingLayer) -> None:
-    """Let a layer checkpoint that is not trained, until checkpointing is enabled again.
+def checkpoint_frozen(layer: Any) -> None:
+    """Let a GradientCheckpointingLayer checkpoint that is not trained, until checkpointing is enabled again.
 
     Whether it does hangs on its own flag, on which in some families its dropout hangs too.
     """
-    layer.training = True
-    checkpoint: Any = layer._gradient_checkpointing_func
+    layer.training, checkpoint = True, layer._gradient_checkpointing_func
 
     def checkpointed(forward: Callable[..., Any], *inputs: Any) -> Any:
         def evaluated(*inputs: Any) -> Any:
@@ -212,7 +211,7 @@ def checkpoint_frozen(layer: GradientCheckpointingLayer) -> None:
 
         return checkpoint(evaluated, *inputs)
 
-    layer._gradient_checkpointing_func = checkpointed  # type: ignore[assignment]
+    layer._gradient_checkpointing_func = checkpointed
 
 
 def quiet_lightning() -> None:
