@@ -4,6 +4,7 @@ import json
 import re
 import shutil
 import subprocess
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -62,6 +63,21 @@ def test_published_runs_supersede_those_that_no_table_makes_any_more(tmp_path, m
     assert any("record.json: " in said and "does not follow from losses.csv" in said for said in stale(records))
     losses.unlink()
     assert any("does not follow from losses.csv" in said for said in stale(records))
+
+
+def test_times_of_another_kind_of_device_are_published_beside_those_that_are_there(tmp_path, monkeypatch):
+    monkeypatch.setattr("focus_exp.reporting.published.unknown_commit", lambda commit: "")
+    runs, records, place = tmp_path / "runs", tmp_path / "records", Path("speed", "focus-bench", "seed=0-01")
+    row = SpeedRow(clock="attention", tokens=1024, groups=4, assignment="balanced", full_seconds=1.0, pairs_kept=0.5)
+    (runs / place).mkdir(parents=True)
+    (runs / place / "table.md").write_text("")
+    homes = [records / place, records / place.with_name("seed=0-01-nvidia_h200")]
+    for device, seconds in (("cpu, 2 threads, float32", 0.5), ("NVIDIA H200, bfloat16", 0.25)) * 2:
+        timed = replace(row, focus_seconds=seconds)
+        Record(status="finished", experiment="speed", device=device, speed=[timed]).save(runs / place / "record.json")
+        assert publish([place], {place}, runs, records) == []
+    assert [Record.load(home / "record.json").speed[0].focus_seconds for home in homes] == [0.5, 0.25]
+    assert all((home / "table.md").exists() for home in homes) and stale(records) == []
 
 
 def test_the_adapter_that_a_published_run_measured_is_published_beside_the_run_that_made_it(tmp_path, monkeypatch):

@@ -32,7 +32,7 @@ largest difference of a window's (or an item's) loss in nats a token, under the 
 # of a published command: what makes the run longer, where it goes, and what was said in other words
 LEFT_OUT = (
     *("scale=", "assets=", "logger.", "arm=", "seed=", "overwrite=", "runs_dir=", "cache_dir="),
-    *("regime.steps=", "regime.warmup_steps=", "eval.suite_limit=", "bench.prefill_lengths="),
+    *("regime.steps=", "regime.warmup_steps=", "eval.suite_limit=", "eval.tasks="),
 )
 SHORT = ("scale=quick", "assets=embedded", "logger.wandb=disabled")
 
@@ -54,11 +54,12 @@ def published(records: Path) -> list[Published]:
             continue
         record, place = Record.load(path), path.parent.relative_to(records)
         name, commit = place.parts[1], record.commit or "unknown"
-        given = [part for part in shlex.split(record.command)[3:] if not part.startswith(LEFT_OUT)]
+        said = [part for part in shlex.split(record.command)[3:] if not part.startswith(LEFT_OUT)]
+        given = [re.sub(r"(?<=^bench.prefill_lengths=).*", "[1024]", part) for part in said]
         arm = [] if name.startswith(f"{record.config['model']['name']}-") else [f"arm={name}"]
         # with two encoders earlier versions took the sparse path always, later ones where it is measured to pay
-        path = ["attention.backend=cpu-flash"] if record.config["attention"]["method"] == "focus_dual" else []
-        found.setdefault((commit, *given, *arm), Published(place.as_posix(), commit, (*given, *arm, *path)))
+        backend = ["attention.backend=cpu-flash"] if record.config["attention"]["method"] == "focus_dual" else []
+        found.setdefault((commit, *given, *arm), Published(place.as_posix(), commit, (*given, *arm, *backend)))
     return list(found.values())
 
 
@@ -85,7 +86,8 @@ class ShortRuns:
         tree = self.trees / commit
         if not tree.exists():
             subprocess.run(["git", "worktree", "add", "--quiet", "--detach", tree, commit], check=True, cwd=self.root)
-        given = [self._with_adapter(part, tree) for part in overrides]
+        path = tuple(part for part in overrides if part.startswith("attention.backend="))
+        given = [self._with_adapter(part, tree, path) for part in overrides]
         done = subprocess.run(
             [sys.executable, "-m", "focus_exp", *given, *SHORT, f"cache_dir={self.work / 'cache' / commit}"],
             cwd=tree,
@@ -100,15 +102,17 @@ class ShortRuns:
             return str(tree / folders[-1])
         return f"exit {done.returncode}: {(done.stderr or done.stdout).strip()[-300:]}"
 
-    def _with_adapter(self, override: str, tree: Path) -> str:
+    def _with_adapter(self, override: str, tree: Path, path: tuple[str, ...]) -> str:
         """In place of the run folder that is named the published adapter, else that of the same arm's short run."""
         below = re.search(r"runs/(?:records/)?([^'\"]*/adapter)", override)
         if below is None:
             return override
-        arm = below[1].rpartition("/seed=")[0]
-        found = [path for top in (tree, self.root) if (path := top / "runs" / "records" / below[1]).exists()]
-        found += tree.glob(f"runs/{arm}/*/adapter")
-        return override.replace(below[0], str(found[0])) if found else override
+        experiment, arm, _ = below[1].split("/", 2)
+        for top in (tree, self.root):
+            if (published := top / "runs" / "records" / below[1]).exists():
+                return override.replace(below[0], str(published))
+        made = self.folder(tree.name, (f"+experiment={experiment}", f"arm={arm}", *path), below[1].rpartition("/")[0])
+        return override.replace(below[0], str(made / "adapter"))
 
 
 def line(run: Published, today: str, short: ShortRuns) -> str:
@@ -119,7 +123,7 @@ def line(run: Published, today: str, short: ShortRuns) -> str:
         return f"{said} - | - | {' '.join(str(error).split())} |\n"
     base = Record.load(new / "record.json").base
     largest, own, _, count = differences(old / LOSSES, new / LOSSES, base.name if base else "")
-    return f"{said} {count} | {largest:.1g} | {own:.1g} |\n"
+    return f"{said} {count} | {largest:.1g} | {own:.1g} |\n" if count else f"{said} 0 | - | - |\n"
 
 
 def main(path: str, records: str, work: str, commit: str = "HEAD") -> None:

@@ -158,7 +158,7 @@ def already_finished(config: Config) -> bool:
         return False
     folder = run_folder(config)
     said = all_findings(with_arms(record, folder))
-    print("\n".join([*said, "", f"finished already, in {folder}; overwrite=true runs it again"]))
+    print("\n".join([*said, "", f"finished already on {record.device}, in {folder}; overwrite=true runs it again"]))
     if (folder / PAGE).exists():
         print(f"page: {folder / PAGE}")
     return True

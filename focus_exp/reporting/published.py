@@ -27,7 +27,7 @@ DRAWN = ("phase", "step", "loss", "val_loss", "tokens_per_second")  # of a run's
 
 def publish(places: list[Path], current: set[Path], runs: Path, records: Path) -> list[Path]:
     """Copy what is worth keeping of the finished runs at `places`, below `runs`, to the same places below `records`,
-    and the adapters that they measured.
+    and the adapters that they measured. Times of another kind of device are kept beside those that are there.
 
     Their experiments' records under the same seeds, from the same kind of device, that are not among `current`, the
     places of runs that can still be made, are superseded: removed and returned, once all of `current` that may stand in
@@ -38,8 +38,9 @@ def publish(places: list[Path], current: set[Path], runs: Path, records: Path) -
     said = {place: unknown_commit(record.commit) for place, record in found.items()}
     if unknown := [f"{place} ({why})" for place, why in said.items() if why]:
         raise UserError(f"not published, for nobody could repeat it: {'; '.join(unknown)}; commit, and run it again")
+    homes = {place: records / _home(place, record, records) for place, record in found.items()}
     for place, record in found.items():
-        with aside(records / place) as new:
+        with aside(homes[place]) as new:
             patterns = OF_ARMS if record.config.get("arm") else FILES
             for file in [file for pattern in patterns for file in sorted((runs / place).glob(pattern))]:
                 copy = new / file.relative_to(runs / place)
@@ -52,7 +53,8 @@ def publish(places: list[Path], current: set[Path], runs: Path, records: Path) -
             for folder in [arm_folder(runs / place, arm) for arm in record.arms] or [runs / place]:
                 lines = [{key: line[key] for key in DRAWN if key in line} for line in read_metrics(folder / METRICS)]
                 if lines:
-                    write_metrics(records / folder.relative_to(runs) / METRICS, lines)
+                    home = homes[place] if folder == runs / place else records / folder.relative_to(runs)
+                    write_metrics(home / METRICS, lines)
     for adapter in {adapter for record in found.values() for adapter in measured(record, runs)}:
         if same_run(runs / adapter.parent, records / adapter.parent) and bytes_in(runs / adapter) <= LARGEST:
             with aside(records / adapter) as new:
@@ -62,7 +64,8 @@ def publish(places: list[Path], current: set[Path], runs: Path, records: Path) -
     published = {_purpose(record) for place, record in found.items() if _experiment_and_seed(place) not in awaited}
     for path in sorted(records.rglob(RECORD)):
         folder = path.parent
-        if _purpose(Record.load(path)) in published and folder.relative_to(records) not in current:
+        kept = folder in homes.values() or folder.relative_to(records) in current
+        if _purpose(Record.load(path)) in published and not kept:
             shutil.rmtree(folder)
             removed.append(folder)
             if not any(folder.parent.iterdir()):
@@ -101,6 +104,14 @@ def bytes_in(folder: Path) -> int:
 def _experiment_and_seed(place: Path) -> tuple[str, str]:
     """Of a run's folder."""
     return place.parts[0], place.name.partition("-")[0]
+
+
+def _home(place: Path, record: Record, records: Path) -> Path:
+    """Where a run is published: a configuration does not name the device, but times are of one."""
+    there = records / place / RECORD
+    if not record.is_timed or not there.exists() or Record.load(there).device_kind == record.device_kind:
+        return place
+    return place.with_name(f"{place.name}-{record.device_kind.lower().replace(' ', '_')}")
 
 
 def _purpose(record: Record) -> tuple[str, int | None, str]:
