@@ -31,7 +31,10 @@ from focus_exp.reporting.together import SMALL, subject, together
 
 IDENTICAL = 1e-3  # nats a token: what float32 and another order of sums leave
 GROUPED = ("focus", "random_groups")  # methods that have K groups
-SEEDS = ["experiment", "K", "what", "against", "seeds", "mean change [95 %]", "each seed", "in words", "versions"]
+SEEDS = [
+    *("experiment", "K", "steps", "what", "against"),
+    *("seeds", "mean change [95 %]", "each seed", "in words", "versions"),
+]
 POWER = [
     *("experiment", "comparison", "units", "mean change [95 %]", "SD of a unit", "SD of seeds"),
     *("± by the text", "± by the seeds", "units for 1 %", "seeds for 1 %"),
@@ -70,7 +73,7 @@ def seeds_table(runs: Runs) -> Table | None:
             *(f"seeds were computed in {' or '.join(formats)}: see the device of each record" for _ in formats[1:2]),
         ],
         values=[_line(line)[1] for line in several],
-        kinds=dict.fromkeys(("K", "mean change [95 %]", "versions"), "number"),
+        kinds=dict.fromkeys(("K", "steps", "mean change [95 %]", "versions"), "number"),
     )
 
 
@@ -81,12 +84,12 @@ def _line(line: Line) -> tuple[list[str], dict[str, Any]]:
         list(dict.fromkeys(getattr(one, column) for one in line.found)) for column in ("experiment", "own_commit")
     )
     groups = line.K if line.attention in GROUPED else None
-    what = [", ".join(experiments), count_text(groups), line.arm or line.name, line.against]
+    what = [", ".join(experiments), count_text(groups), count_text(line.steps), line.arm or line.name, line.against]
     each = "; ".join(f"{one.seed}: {change_text(one.value)}" for one in line.found)
     cells = [*what, seeds_text(line.seeds), line.change, each, said, str(len(commits))]
     values = {
         **dict(zip(SEEDS, what, strict=False)),
-        "K": groups,
+        **{"K": groups, "steps": line.steps},
         "seeds": " ".join(map(str, line.seeds)),
         **{f"{name}_delta_nll": getattr(line, column) for name, column in (("mean", "value"), *ENDS)},
         **{"in_words": said, "versions": len(commits), "commits": " ".join(commit or "" for commit in commits)},
