@@ -14,7 +14,7 @@ from focus_exp.attention.options import FitOptions, check, instead
 from focus_exp.config import GROUPS, Config, PhaseConfig
 from focus_exp.config_attention import KNOWN, AttentionConfig, FocusConfig, schema_of
 from focus_exp.errors import UserError, not_installed
-from focus_exp.shipped import own
+from focus_exp.shipped import own, shipped
 
 # what others call a key
 ALSO_CALLED = {"max_steps": "steps", "lr": "learning_rate"}
@@ -89,6 +89,7 @@ def validate(config: Config) -> None:
     validate_attention(config)
     validate_regime(config)
     validate_generate(config)
+    validate_architecture(config)
     hub_id = config.model.hub_id or ""
     if hub_id.startswith((".", "/", "~")) or hub_id.count("/") > 1 or (hub_id and Path(hub_id).is_dir()):
         raise UserError(f"model.hub_id={hub_id} is a folder, not owner/name of the hub; write model.path={hub_id}")
@@ -100,6 +101,21 @@ def validate(config: Config) -> None:
         raise UserError("data.source=hub needs data.hub_id")
     if not (config.model.path or config.model.hub_id or config.model.architecture or config.model.trained_by):
         raise UserError(f"model {config.model.name} has neither path, nor hub_id, nor architecture")
+
+
+def validate_architecture(config: Config) -> None:
+    """UserError where weights that are there are to have another architecture than theirs; dropout is no part of it."""
+    model = config.model
+    place = model.path or model.hub_id
+    if not place or config.regime.from_scratch or config.job == "plan":
+        return
+    known = [{}, *(values.get("architecture", {}) for values in shipped("model").values())]
+    given = [{key for key, value in model.architecture.items() if value != of.get(key)} for of in known]
+    if changed := sorted(key for key in min(given, key=len) if "drop" not in key):
+        raise UserError(
+            f"model.architecture.{changed[0]}={model.architecture[changed[0]]} is for random weights, and those of "
+            f"{place} have an architecture of their own; leave it out, or use model.hub_id=null model.path=null"
+        )
 
 
 def validate_tasks(tasks: list[str]) -> None:

@@ -248,6 +248,16 @@ def test_a_published_arm_is_run_short_by_its_own_command():
         assert not any(part.startswith(("scale=", "seed=", "regime.steps=")) for part in arm.overrides)
 
 
+def test_every_arm_of_the_versions_that_were_compared_was_compared():
+    rows = [[cell.strip() for cell in line.split("|")] for line in (RECORDS / "versions.md").read_text().splitlines()]
+    compared = {(place, commit): own for _, place, commit, _, _, own, _ in (row for row in rows if len(row) == 7)}
+    commits = {commit for _, commit in compared}
+    for arm in published_arms(RECORDS):
+        assert (arm.place, arm.commit[:7]) in compared or arm.commit[:7] not in commits, arm
+    differ = {place for (place, _), own in compared.items() if own != "0"} - {"run", "---"}
+    assert all(place.startswith(("frontier/dual_", "long_context/k_")) for place in differ), differ
+
+
 @pytest.mark.parametrize(
     ("status", "timed", "scored", "counts"),
     [("finished", False, True, True), ("interrupted", True, False, True), ("interrupted", True, True, False),

@@ -7,6 +7,7 @@ from hydra import compose, initialize_config_dir
 
 from focus_exp.checks import parse
 from focus_exp.config import register_schemas
+from focus_exp.errors import UserError
 from focus_exp.jobs.base import needs_base
 from focus_exp.shipped import conf_dir, is_shipped, own, shipped
 
@@ -30,6 +31,17 @@ def test_weights_of_the_users_own_have_neither_revision_nor_architecture_of_the_
     config = composed(f"model={model}", place, "model.name=mine")
     assert config.model.revision is None and config.model.architecture == {} and not needs_base(config)
     assert composed(f"model={model}", place, "model.revision=v2").model.revision == "v2"
+
+
+@pytest.mark.parametrize("place", ["model=gpt2_124m", "model.path=my/weights"])
+def test_weights_that_are_there_are_not_given_another_architecture(place):
+    """Which was ignored, and yet told two runs apart."""
+    with pytest.raises(UserError, match=r"model.architecture.n_layer=6 is for random weights.*leave it out"):
+        composed(place, "model.architecture.n_layer=6")
+    for fine in ("++model.architecture.attn_pdrop=0", "regime=scratch", "job=plan"):
+        layers = [] if "pdrop" in fine else ["model.architecture.n_layer=6"]
+        assert composed(place, fine, *layers).model.architecture
+    assert composed("model=tiny_gpt2", "model.architecture.n_layer=3").model.architecture["n_layer"] == 3
 
 
 def test_what_is_the_users_own_is_not_called_by_a_files_name():

@@ -89,7 +89,7 @@ def test_versions_and_what_is_not_known_are_said_where_there_are_some():
     runs = runs_of(routed(0, 0.03))
     *_, sure, _, unknown = summary(runs, [])
     assert sure.endswith("records are of 1 version of the code.") and unknown.startswith("Not engaged")
-    *_, sure, _, _ = summary(runs_of(routed(0, 0.03), replace(routed(1, 0.03), commit="b")), [], replicated=True)
+    *_, sure, _, _ = summary(runs_of(routed(0, 0.03), replace(routed(1, 0.03), commit="b")), [], ["replications.md"])
     assert "of 2 versions of the code, runs of which" in sure and sure.endswith("(replications.md).")
 
 

@@ -19,12 +19,13 @@ from focus_exp.records.losses import LOSSES
 from focus_exp.records.record import Record
 
 HEAD = """\
-# Every published arm by the code of its record and by today's
+# Published arms by the code of their records and by a later version
 
-Made by `make versions`: each arm at `scale=quick` (one to ten steps, two windows, a fit and a warm start of ten steps,
-no other learning rates), once by the commit that its record names and once by `{commit}`, on one processor. The
-largest difference of a window's (or an item's) loss in nats a token, under the base and under what the run is about.
-0: every digit is the same. Runs that are published from several seeds of one commit stand once; timings have no losses.
+Made by `make versions`, of every arm that was published then: at `scale=quick` (one to ten steps, two windows, a fit
+and a warm start of ten steps, no other learning rates), once by the commit that its record names and once by
+`{commit}`, on one processor. The largest difference of a window's (or an item's) loss in nats a token, under the base
+and under what the run is about. 0: every digit is the same. Runs that are published from several seeds of one commit
+stand once; timings have no losses.
 
 | run | published at | losses | base | run itself |
 | --- | --- | --- | --- | --- |
@@ -126,6 +127,13 @@ def line(run: Published, today: str, short: ShortRuns) -> str:
     return f"{said} {count} | {largest:.1g} | {own:.1g} |\n" if count else f"{said} 0 | - | - |\n"
 
 
+def in_all(lines: list[str]) -> str:
+    """A sentence under the table."""
+    cells = [[cell.strip() for cell in line.split("|")[1:-1]] for line in lines]
+    commits, same = {commit for _, commit, *_ in cells}, sum(base == own == "0" for *_, base, own in cells)
+    return f"\nIn all {len(cells)} arms, by {len(commits)} commits; {same} with the same losses to the last digit.\n"
+
+
 def main(path: str, records: str, work: str, commit: str = "HEAD") -> None:
     named = ["git", "rev-parse", f"{commit}^{{commit}}"]
     today = subprocess.run(named, check=True, capture_output=True, text=True).stdout.strip()
@@ -134,7 +142,7 @@ def main(path: str, records: str, work: str, commit: str = "HEAD") -> None:
     for run in runs:
         lines.append(line(run, today, short))
         print(f"{len(lines)} of {len(runs)}: {lines[-1]}", end="", flush=True)
-    Path(path).write_text(HEAD.format(commit=today[:7]) + "".join(lines), encoding="utf-8")
+    Path(path).write_text(HEAD.format(commit=today[:7]) + "".join(lines) + in_all(lines), encoding="utf-8")
     for tree in short.trees.iterdir():
         subprocess.run(["git", "worktree", "remove", "--force", tree], check=True)
 

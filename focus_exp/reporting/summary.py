@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -36,10 +36,10 @@ class Sentence:
     without: str = ""
 
 
-def summary(runs: Runs, ledger: list[tuple[Claim, Verdict]], replicated: bool = False) -> list[str]:
+def summary(runs: Runs, ledger: list[tuple[Claim, Verdict]], apart: Collection[str] = ()) -> list[str]:
     """Does it work, for what, at what price, how sure, what is not known.
 
-    replicated: whether there is a table of runs that were made again.
+    apart: the files of tables of no record that there are.
     """
     records = [record for record in runs.named.values() if record.counts]
     known = {
@@ -47,7 +47,7 @@ def summary(runs: Runs, ledger: list[tuple[Claim, Verdict]], replicated: bool = 
         "told": lambda line: difference_word(line.value, line.low, line.high, ("lower than", "higher than")),
         "seeds": lambda seeds: len(seeds),
         "versions": len({record.commit for record in records}),
-        "replicated": replicated,
+        "apart": apart,
         "claims": len(ledger),
         "verdicts": {word: [one for one in ledger if one[1].word == word] for word in VERDICTS},
     }

@@ -18,13 +18,13 @@ from focus_exp.reporting.trust import power_table, seeds_table, traps_table
 from focus_exp.storage import replace_file
 
 NAME = "report"
-REPLICATIONS = "replications.md"
 # tables of no record: which part of the report names them, and as what
 MADE_APART = {
     "speed_gpu.md": ("Speed on a GPU", "Measured"),
     "speed_computed.md": ("Speed on a GPU", "Computed, not measured"),
     "plans.md": ("At the paper's scale", "What training takes, planned"),
-    REPLICATIONS: ("How far to trust it", "Published runs made again by another version of the code"),
+    "replications.md": ("How far to trust it", "Published runs made again by another version of the code"),
+    "versions.md": ("How far to trust it", "Published arms by the code of their records and by a later version"),
 }
 
 
@@ -40,7 +40,7 @@ def sections(runs: Runs, top: Path, folder: Path) -> list[Section]:
         for table in tables
     ]
     return [
-        Section("Claims", "In short", [], summary(runs, ledger, bool(apart[REPLICATIONS]))),
+        Section("Claims", "In short", [], summary(runs, ledger, [name for name, paths in apart.items() if paths])),
         Section("Claims", "The ledger", [verdicts_table(ledger), claim_table(ledger, runs)]),
         *beside,
         *(Section(*says, [], tables_in=path) for name, says in MADE_APART.items() for path in apart[name]),
