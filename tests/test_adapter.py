@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from conftest import FAMILIES
+from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import PreTrainedModel
@@ -307,3 +308,16 @@ def test_an_interrupted_write_leaves_the_old_adapter(tiny_model, trained, saved,
     assert torch.equal(
         logits_of(load_adapter(tiny_model("llama"), save_adapter(other, saved), hard=False)), logits_of(other)
     )
+
+
+@pytest.mark.parametrize("saved_of", ["wrapper", "base"])
+def test_an_adapter_beside_those_of_peft_belongs_to_the_same_base(tiny_model, trained, tmp_path, saved_of):
+    model, base = set_routing(trained("llama"), hard=True), tiny_model("llama")
+    name, expected = adapter.base_name(base), logits_of(model)
+    options = LoraConfig(target_modules=["q_proj", "v_proj"], use_dora=True, modules_to_save=["lm_head"])
+    wrapped = get_peft_model(model, options)
+    with pytest.raises(UserError, match=r"PeftModel wraps the model .* get_base_model\(\)"):
+        detach(wrapped)
+    save_adapter(wrapped if saved_of == "wrapper" else wrapped.get_base_model(), tmp_path)
+    assert json.loads((tmp_path / DESCRIPTION).read_text())["base_model"]["name"] == name
+    assert torch.equal(logits_of(set_routing(load_adapter(base, tmp_path), hard=True)), expected)

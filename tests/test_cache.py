@@ -244,6 +244,11 @@ def test_crop_reset_and_choice_of_rows_are_as_if_the_rest_had_never_been(tiny_mo
         found, _ = stepped(model, other, [5] + [1] * 7, cache=cache)
         expected = whole(model, torch.cat([ids[:, :kept], other], 1))[:, kept:]
         torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+    _, cache = stepped(model, ids, [40])
+    cache.crop(-50)  # more than there are
+    assert cache.get_seq_length() == 0
+    found, _ = stepped(model, other, [12], cache=cache)
+    torch.testing.assert_close(found, whole(model, other), rtol=1e-4, atol=1e-5)
     rows = torch.tensor([2, 0, 0, 1])
     _, cache = stepped(model, ids, [40])
     cache.reorder_cache(rows)

@@ -163,6 +163,11 @@ def load(cfg: DataConfig, cache: Path, policy: str = "auto") -> corpora.Corpus:
     return load_corpus(cfg, byte_tokenizer(), assets=policy, cache=cache)
 
 
+def texts_of(stream: TokenStream) -> list[str]:
+    spans = zip(stream.starts, stream.starts[1:], strict=False)
+    return [byte_tokenizer().decode(stream.tokens[start : end - 1].tolist()) for start, end in spans]
+
+
 def test_files_are_split_by_file_and_tokenised_once(tmp_path, monkeypatch):
     texts = {f"{i}.txt": f"text number {i} – ü\r\n" * 5 for i in range(5)}
     for name, text in texts.items():
@@ -200,6 +205,33 @@ def test_copies_of_a_file_are_not_both_trained_on_and_scored(tmp_path):
     found = files.find_texts(str(tmp_path))
     assert sorted(each.path.stem for each in found) == ["longer", "other", "third"]
     assert {each.digest for each in found} == {hashlib.sha256(written[each.path.stem]).hexdigest() for each in found}
+
+
+def test_copies_on_lines_are_not_both_trained_on_and_scored(tmp_path):
+    """Of one another, and of files."""
+    rows = [text for number in range(40) for text in (f"text {number}", f" text {number}\n", f"\ufefftext {number}")]
+    (tmp_path / "rows.jsonl").write_text("\n".join(json.dumps({"text": text}) for text in rows))
+    (tmp_path / "one.txt").write_text("text 7\n\n")
+    corpus = load(files_config(tmp_path / "*.*"), tmp_path / "cache")
+    streams = (corpus.train, corpus.validation, corpus.test)
+    read = [text.strip(" \n\ufeff") for stream in streams for text in texts_of(stream)]
+    assert len(read) == len(set(read)) == 40
+
+
+def test_what_editors_keep_beside_a_text_is_not_read(tmp_path):
+    (tmp_path / ".ipynb_checkpoints").mkdir()
+    for name in ("1.md", "2.md", "3.md", ".ipynb_checkpoints/1-checkpoint.md", ".3.md"):
+        (tmp_path / name).write_text(f"a text, {name}")
+    assert sorted(text.name for text in files.find_texts(str(tmp_path))) == ["1.md", "2.md", "3.md"]
+    assert [text.name for text in files.find_texts(str(tmp_path / ".ipynb_checkpoints"))] == ["1-checkpoint.md"]
+
+
+def test_documents_too_short_to_be_scored_are_told_of():
+    lengths = np.array([30, 5, 5, 12, 0])
+    stream = TokenStream("texts", np.zeros(52, np.int32), np.concatenate([[0], lengths.cumsum()]), [*"abcde"])
+    assert [*Blocks(stream, 5, cross_documents=False).left_out("eval.window")] == []
+    (said,) = Blocks(stream, 10, cross_documents=False).left_out("eval.window")
+    assert said.startswith("2 of 4 held-out documents, 19% of the tokens, are shorter than eval.window=10")
 
 
 def test_a_single_file_is_cut_in_three_and_caps_hold(tmp_path):

@@ -12,6 +12,7 @@ from transformers import LlamaForCausalLM
 from focus_exp.data import Blocks, TokenStream
 from focus_exp.evaluation import generation
 from focus_exp.evaluation.generation import Generation, agreement, read_and_held
+from focus_exp.jobs import train
 
 JOB = ["job=generate", "regime.steps=2"]
 
@@ -33,6 +34,25 @@ def test_texts_of_every_attention_stand_under_their_prompt(tmp_path):
     text = (only_run(tmp_path) / "continuations.md").read_text()
     assert text.count("**full attention**") == 2 and "## Prompt 1, 20 tokens" in text
     assert "2 prompts of 20 tokens, each continued by 12" in result.out
+
+
+def test_a_models_own_wishes_for_texts_do_not_decide_them(tmp_path, monkeypatch):
+    """Such as a penalty of repetitions in its generation_config.json, of which no record tells."""
+    texts = []
+    for place, penalty in (("without", 1.0), ("with", 5.0)):
+        (tmp_path / place).mkdir()
+        load = train.load_model
+
+        def penal(*args, load=load, penalty=penalty, **options):
+            loaded = load(*args, **options)
+            loaded.model.generation_config.repetition_penalty = penalty
+            return loaded
+
+        with monkeypatch.context() as patch:
+            patch.setattr(train, "load_model", penal)
+            assert run(*tiny(tmp_path / place), *JOB).code == 0
+        texts.append([row.text for row in record_of(tmp_path / place).continuations])
+    assert texts[0] == texts[1]
 
 
 @pytest.mark.parametrize("windows", [1, 2, 4, 5, 8, 40])

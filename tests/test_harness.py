@@ -496,6 +496,14 @@ def test_examples_that_are_not_there_are_an_error(tiny_model):
         run_task(live(tiny_model("llama")), "choice", loaded, label="", shots=3, limit=None, bootstrap=0)
 
 
+def test_examples_that_a_task_does_not_take_are_told_of(tiny_model, capsys):
+    loaded = load("choice")
+    loaded["tasks"]["choice"].set_config(key="num_fewshot", value=0)
+    given = {"label": "", "limit": 1, "bootstrap": 0}
+    assert run_task(live(tiny_model("llama")), "choice", loaded, shots=3, **given).shots == 0
+    assert "choice: eval.num_fewshot=3 is not used" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
 def test_generation_is_greedy_decoding_of_each_prompt_by_itself(tiny_model, family):
     model, tokenizer = attached(tiny_model(family)), byte_tokenizer()

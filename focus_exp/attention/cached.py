@@ -250,7 +250,8 @@ class GroupedCache:
 
     def crop(self, length: int) -> None:
         """Forget the tokens from place `length` on; the last ones are then found in the buckets again."""
-        self.length, self.placed, self.changes = min(self.length, length), -1, self.changes + 1
+        length = max(0, min(self.length, length))
+        self.length, self.placed, self.changes = length, -1, self.changes + 1
         if self.near is None or self.pool is None or self.start is None:
             return
         self.start = self.start.clamp(max=length)

@@ -135,7 +135,7 @@ def _files(cfg: DataConfig) -> Source:
     identity: dict[str, Any] = {"files": [[text.name, text.digest] for text in found]}
     if any(text.has_lines for text in found):
         rule = "split by document, one a line, fewer than three each split 90/5/5"
-        identity["column"] = cfg.text_column
+        identity |= {"column": cfg.text_column, "copies": "but for white space at their ends"}
     used = f"{cfg.files} ({len(found)} text file{'s' * (len(found) > 1)}, {rule})"
     provenance = Provenance(str(cfg.files), used, "local", revision=files.revision_of(found))
     return Source(identity, lambda: (provenance, lambda split: files.read_texts(found, split, cfg.text_column)))

@@ -27,11 +27,15 @@ HELD_OUT = 20
 
 @dataclass(frozen=True)
 class TextFile:
-    """A file that has been read once: its name among the others and the sha256 of its bytes, \\r\\n there being \\n."""
+    """A file that has been read once: its name among the others and the sha256 of its bytes, \\r\\n there being \\n.
+
+    shared: the sha256 of what it has in common with its copies.
+    """
 
     path: Path
     name: str
     digest: str
+    shared: str
 
     @property
     def has_lines(self) -> bool:
@@ -58,7 +62,8 @@ class TextFile:
                 )
             if text and text.strip():
                 data = _newlines(text.encode("utf-8", "surrogatepass"))
-                yield Line(f"{self.name}:{number}", hashlib.sha256(data).hexdigest(), data.decode("utf-8", "replace"))
+                digest, text = hashlib.sha256(data).hexdigest(), data.decode("utf-8", "replace")
+                yield Line(f"{self.name}:{number}", digest, _shared(data), text)
 
 
 @dataclass(frozen=True)
@@ -67,6 +72,7 @@ class Line:
 
     name: str
     digest: str
+    shared: str
     text: str
 
     def read(self) -> str:
@@ -77,7 +83,8 @@ def find_texts(pattern: str | None) -> list[TextFile]:
     """The non-empty text files of a folder or a glob; copies of a file count once, and so do such as differ in a
     byte-order mark or in white space at their ends.
 
-    Of a folder those in .txt and .md at any depth, or else in .jsonl, each line of which is a document. Files of one
+    Of a folder those in .txt and .md at any depth, or else in .jsonl, each line of which is a document, but of no
+    hidden one, in which editors keep older versions of files; a glob does not match those either. Files of one
     name are told apart by the folders in which they lie. Windows newlines are read as \\n.
     package:<name>/<folder or glob> is below an installed package, wherever that lies.
 
@@ -88,7 +95,7 @@ def find_texts(pattern: str | None) -> list[TextFile]:
         raise UserError("data.source=files needs data.files, a folder or a glob such as 'texts/*.txt'.")
     root = in_package(pattern) if pattern.startswith(PACKAGE) else Path(pattern).expanduser()
     if root.is_dir():
-        below = [*root.rglob("*")]
+        below = [path for path in root.rglob("*") if not any(map(_is_hidden, path.relative_to(root).parts))]
         paths = [path for path in below if path.suffix.lower() in SUFFIXES]
         paths = paths or [path for path in below if path.suffix.lower() == LINES]
         suffixes = " or ".join((*SUFFIXES, LINES))
@@ -107,7 +114,15 @@ def find_texts(pattern: str | None) -> list[TextFile]:
     if not texts:
         raise UserError(missing)
     names = _names(root, [path for _, path in texts.values()])
-    return [TextFile(path, names[path], digest) for digest, path in sorted(texts.values())]
+    return sorted((TextFile(path, names[path], digest, shared) for shared, (digest, path) in texts.items()), key=_order)
+
+
+def _is_hidden(name: str) -> bool:
+    return name.startswith(".")
+
+
+def _order(document: TextFile | Line) -> str:
+    return document.digest
 
 
 def _names(root: Path, paths: list[Path]) -> dict[Path, str]:
@@ -146,8 +161,12 @@ def _digests(path: Path, size: int, modified: int) -> tuple[str, str] | None:
         raise UserError(f"{path}: it cannot be read ({why}); leave it out with a glob in data.files.") from error
     _check(path, data)
     whole = _newlines(data)
-    shared = whole.removeprefix(codecs.BOM_UTF8).strip()
-    return (hashlib.sha256(shared).hexdigest(), hashlib.sha256(whole).hexdigest()) if shared else None
+    blank = not whole.removeprefix(codecs.BOM_UTF8).strip()
+    return None if blank else (_shared(whole), hashlib.sha256(whole).hexdigest())
+
+
+def _shared(data: bytes) -> str:
+    return hashlib.sha256(data.removeprefix(codecs.BOM_UTF8).strip()).hexdigest()
 
 
 def _newlines(data: bytes) -> bytes:
@@ -181,8 +200,8 @@ def read_texts(texts: list[TextFile], split: str, column: str = "text") -> Itera
     found: dict[str, TextFile | Line] = {}
     for file in texts:
         for document in file.lines(column) if file.has_lines else [file]:
-            found.setdefault(document.digest, document)
-    documents = [found[digest] for digest in sorted(found)]
+            found.setdefault(document.shared, document)
+    documents = sorted(found.values(), key=_order)
     if len(documents) < 3:
         for document in documents:
             text = document.read()

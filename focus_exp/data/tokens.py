@@ -18,6 +18,7 @@ from focus_exp.errors import UserError
 from focus_exp.progress import ProgressBar
 
 TOKEN_FORMAT = 1
+LEFT_OUT = 0.05  # of the tokens: so many are not passed over without a word
 BATCH_CHARACTERS = 1_000_000
 
 # a document's name and text
@@ -157,6 +158,16 @@ class Blocks(Dataset):
 
     def __len__(self) -> int:
         return len(self.starts)
+
+    def left_out(self, key: str) -> Iterator[str]:
+        """That many tokens are of documents shorter than a block, which `key` sets, where blocks stay inside one."""
+        lengths = np.diff(self.stream.starts)
+        short = np.delete(lengths, np.unique(self.document))
+        if (share := short.sum() / len(self.stream)) > LEFT_OUT:
+            yield (
+                f"{np.count_nonzero(short)} of {np.count_nonzero(lengths)} held-out documents, {share:.0%} of the tokens, are "
+                f"shorter than {key}={self.block_size} and are not scored; a smaller one scores more of them"
+            )
 
     def places(self, indices: list[int]) -> list[tuple[str, int]]:
         """Of every block the document in which it begins, and the tokens of that document before it."""

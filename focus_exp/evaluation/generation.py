@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from transformers import DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import DynamicCache, GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.cache_utils import DynamicLayer
 
 from focus_exp.config import Config
@@ -103,6 +103,8 @@ class Generation:
         sampling = {"temperature": settings.temperature, "top_p": settings.top_p} if settings.do_sample else {}
         torch.manual_seed(self.config.seed + number)  # every attention draws the same numbers
         model: Any = self.model
+        # what is on record is all that decides a text; a model's own may ask for a penalty of repetitions
+        model.generation_config = GenerationConfig()
         began = time.perf_counter()
         try:
             with disabled(self.model) if kind == "base" else nullcontext(), self.precision.context():

@@ -38,6 +38,8 @@ def run_task(
         own = task.get_config("num_fewshot")
         # a task that fixes 0 has its examples in the prompt already
         wanted = (own or 0) if shots is None or own == 0 else shots
+        if shots and not wanted:
+            print(f"{name}: eval.num_fewshot={shots} is not used, for the prompt of the task has its own examples")
         if wanted and not task.sampler.df:
             raise UserError(f"{name} has no items to take {wanted} examples from; use assets=hub or eval.num_fewshot=0")
         task.set_config(key="num_fewshot", value=wanted)

@@ -123,6 +123,8 @@ class Quality:
         attention, asked = self.config.focus, self.config.eval.top_k
         rules = dict.fromkeys([attention.pair_rule, *self.config.eval.pair_rules])
         reached = [k for k in range(1, attention.groups + 1) if not asked or k in (*asked, attention.top_k)]
+        if left := sorted({*asked} - {*reached}):
+            print(f"eval.top_k: no row for {', '.join(map(str, left))}, for attention.groups={attention.groups}")
         # with one group a token both rules are the same
         return [(k, rule) for rule in rules for k in reached if k > 1 or rule == attention.pair_rule]
 

@@ -26,7 +26,7 @@ from focus_exp.assets import cache_root
 from focus_exp.attention.focus_options import FocusOptions
 from focus_exp.config import Config, phases_of, to_dict
 from focus_exp.config_attention import method_options
-from focus_exp.data import Blocks, Corpus, bos_of, load_corpus
+from focus_exp.data import SPLITS, Blocks, Corpus, bos_of, load_corpus
 from focus_exp.data.files import find_texts
 from focus_exp.errors import UserError
 from focus_exp.evaluation.benchmarks import Benchmarks
@@ -111,8 +111,7 @@ def load(run: Run, precision: Precision) -> tuple[LoadedModel, Corpus]:
     run.describe_model(loaded.provenance, sum(p.numel() for p in loaded.model.parameters()))
     place(loaded.model, config, precision.device)
     corpus = load_corpus(config.data, loaded.tokenizer, assets=config.assets, cache=cache)
-    streams = {"train": corpus.train, "validation": corpus.validation, "test": corpus.test}
-    run.describe_data(corpus.provenance, {name: len(stream) for name, stream in streams.items()})
+    run.describe_data(corpus.provenance, {name: len(getattr(corpus, name)) for name in SPLITS})
     run.save()
     return loaded, corpus
 
@@ -126,14 +125,16 @@ def prepare(
     bos = bos_of(loaded.tokenizer)
     held_out = corpus.validation if config.eval.split == "validation" else corpus.test
     windows = Blocks(held_out, config.eval.window, stride=config.eval.stride, bos=bos, cross_documents=False)
+    for sentence in windows.left_out("eval.window"):
+        run.warn(sentence)
     blocks = Blocks(corpus.train, config.data.block_size, bos=bos, cross_documents=True)
     check_backend(model, config.attention.backend)
     model.requires_grad_(False)
     for adapter in config.eval.adapters:  # what is wrong with them is known before the hours of training
         read_adapter(model, adapter)
-    weights = loaded.provenance.fingerprint
-    quality = Quality(model, windows, config, precision, run.folder / "evaluation", weights)
-    benchmarks = Benchmarks(model, loaded.tokenizer, windows, config, precision, run.folder / "benchmarks", weights)
+    weights, folder = loaded.provenance.fingerprint, run.folder
+    quality = Quality(model, windows, config, precision, folder / "evaluation", weights)
+    benchmarks = Benchmarks(model, loaded.tokenizer, windows, config, precision, folder / "benchmarks", weights)
     return model, Evaluation(quality, benchmarks), blocks
 
 
@@ -190,8 +191,7 @@ def fit(run: Run, model: PreTrainedModel, blocks: Blocks, precision: Precision, 
         trained = train_phases(
             model, blocks, config, precision, run.folder, run.loggers,
             probed=probe_tokens(quality.blocks) if quality else None,
-            between=between,
-            logged=run.show,
+            between=between, logged=run.show,
         )  # fmt: skip
     except NonFiniteError as error:
         kept = run.folder / CHECKPOINTS

@@ -78,7 +78,8 @@ def save_adapter(
 
 def base_name(model: PreTrainedModel) -> str:
     """Its name on the hub; of a folder the last part, for an adapter goes to other machines."""
-    name: str = model.config.name_or_path or type(model).__name__.removeprefix("FSDP")
+    base = getattr(model, "get_base_model", lambda: model)()  # below PEFT's
+    name: str = model.config.name_or_path or type(base).__name__.removeprefix("FSDP")
     return Path(name).name if Path(name).is_absolute() else name
 
 

@@ -160,6 +160,8 @@ def layer_shape(model: PreTrainedModel, module: nn.Module, index: int) -> LayerS
 def detach(model: PreTrainedModel) -> PreTrainedModel:
     """Undo `attach`: hooks, modules and settings are gone, the base model is as it was."""
     attachment = attachment_of(model)
+    if "focus_attachment" not in vars(model):
+        raise UserError(f"{type(model).__name__} wraps the model that attach was given; detach that, get_base_model()")
     attachment.switch(False)
     for module in attention_modules(model).values():
         if hasattr(module, "focus"):

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 import sys
 from dataclasses import dataclass, replace
 from functools import cache
 from importlib.util import find_spec
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +37,9 @@ from focus_exp.models.random import architecture_config, byte_tokenizer, random_
 from focus_exp.shipped import is_shipped
 
 FINGERPRINT_SAMPLES = 64
+# of parameters' names: what attaching and PEFT add, and what PEFT puts into those of the base
+ADDED = re.compile(r"\.(focus|lora_\w+|modules_to_save)\.")
+OF_PEFT = re.compile(r"^base_model\.model\.|\.base_layer(?=\.)|\.original_module(?=\.)")
 NO_ARITHMETIC = {
     *("_name_or_path", "architectures", "dtype", "id2label", "initializer_range", "label2id", "output_attentions"),
     *("output_hidden_states", "problem_type", "return_dict", "transformers_version", "use_cache"),
@@ -121,12 +126,12 @@ def load_model(
 def fingerprint(model: PreTrainedModel) -> str:
     """sha256 over the base model's parameter names, shapes and 64 elements of each, rounded to bfloat16.
 
-    The same for float32 and bfloat16 loads, with or without a method attached (names with ".focus." are skipped).
+    The same for float32 and bfloat16 loads, with or without a method attached (names with ".focus." are skipped), and
+    with or without the adapters of PEFT, which have names of their own and change those of the base.
     """
-    digest = hashlib.sha256()
-    for name, parameter in sorted(model.named_parameters()):
-        if ".focus." in name:
-            continue
+    digest, found = hashlib.sha256(), model.named_parameters()
+    kept = [(OF_PEFT.sub("", name), parameter) for name, parameter in found if not ADDED.search(name)]
+    for name, parameter in sorted(kept, key=itemgetter(0)):
         flat = whole(parameter.detach()).reshape(-1)
         places = torch.linspace(0, flat.numel() - 1, FINGERPRINT_SAMPLES, dtype=torch.float64).long()
         sample = flat[places.to(flat.device)].to(torch.bfloat16).cpu()
