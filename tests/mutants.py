@@ -223,7 +223,7 @@ FAULTS: dict[str, list[tuple[str, ...]]] = {
     "reporting/comparators.py": [
         ("line.high is not None and line.high < limit", "line.low is not None and line.low < limit", "claims"),
         ("if side == REFUTED]:", "if set(sides) == {REFUTED}]:", "claims"),
-        ("if sides[line.tokens] == {REFUTED}]", "if REFUTED in sides[line.tokens]]", "claims"),
+        ("if sides.get(line.tokens) == {REFUTED}]", "if REFUTED in sides.get(line.tokens, ())]", "claims"),
     ],
     "reporting/subjects.py": [
         ("(delta.value, delta.high, delta.low)", "(delta.value, delta.low, delta.high)", "claims"),

@@ -14,7 +14,7 @@ from focus_exp import UserError
 from focus_exp.records.benchmarks import BenchmarkRow
 from focus_exp.records.intervals import NORMAL, Estimate, over_seeds
 from focus_exp.records.record import Record
-from focus_exp.records.rows import ProbeRow, Row
+from focus_exp.records.rows import Arm, ProbeRow, Row
 from focus_exp.reporting import claims as ledger
 from focus_exp.reporting import specs, trust
 from focus_exp.reporting.comparators import at_least, below, stays_even, takes_over
@@ -27,11 +27,12 @@ from focus_exp.reporting.formats import (
     SAME_DIRECTION,
     UNDECIDED,
 )
-from focus_exp.reporting.gather import Runs, gather
+from focus_exp.reporting.gather import Runs, gather, setup
 from focus_exp.reporting.measured import Line
 from focus_exp.reporting.measures import COLUMNS, measurements
 from focus_exp.reporting.selection import select
 from focus_exp.reporting.subjects import SOFT_GATE
+from focus_exp.reporting.together import together
 from focus_exp.reporting.whole_report import write_report_of
 
 RECORDS = Path(__file__).parent.parent / "runs" / "records"
@@ -190,6 +191,40 @@ def test_who_reads_the_future_can_only_lose(value, reader, word):
     assert below([line], 0).word == word
 
 
+def seed_of(seed, **cells):
+    facts = dict.fromkeys(COLUMNS) | {"of": "benchmarks", "status": "finished", "value": 0.1, "unit": "share"}
+    return Line(**facts | {"seed": seed, "run": f"run {seed}", "name": "hard", "freedom": 23.0} | cells)
+
+
+@pytest.mark.parametrize("order", [1, -1])
+def test_what_seeds_say_together_does_not_hang_on_which_came_first(order):
+    few = {"engaged": False, "units": 24, "stderr": 0.1}
+    many = {"engaged": True, "units": 2400, "stderr": 0.01}
+    (line,) = together([seed_of(seed, **cells) for seed, cells in enumerate((few, many)[::order])])
+    assert line.engaged and line.deviation == pytest.approx(0.1 * 24**0.5)
+
+
+def test_a_finished_run_of_a_seed_stands_before_a_later_one_that_was_interrupted():
+    finished, part = seed_of(0, value=0.3), seed_of(0, value=0.1, status="interrupted")
+    assert [together(lines)[0].value for lines in ([finished, part], [part])] == [0.3, 0.1]
+    assert together([finished, seed_of(0, value=0.2)])[0].value == 0.2
+
+
+def test_seeds_of_two_kinds_of_device_are_not_taken_together():
+    cpu, other, gpu = (
+        Record(status="finished", experiment="retrofit_124m", seed=seed, device=device)
+        for seed, device in enumerate(("cpu, 2 threads, bfloat16", "cpu, 1 threads, bfloat16", "NVIDIA H200, bfloat16"))
+    )
+    assert setup(cpu) == setup(other) != setup(gpu)
+
+
+@pytest.mark.parametrize("value", [0.2, -0.2])
+def test_between_two_who_read_the_future_nothing_is_decided(value):
+    line = Line(value=value, low=value - 0.1, high=value + 0.1, reads_future="focus and lora", arm="focus", name="hard")
+    found = below([line], 0)
+    assert found.word == NOT_HERE and "focus and lora read the future" in found.why
+
+
 @pytest.mark.parametrize(
     ("low", "high", "word"),
     [
@@ -220,10 +255,10 @@ def test_an_interval_too_wide_to_tell_the_papers_size_from_twice_it_does_not_rep
     ],
 )
 def test_groups_die_or_live_by_whole_intervals(largest, dead, takes, even):
-    facts = {"setup": "", "arm": "softmax", "step": 600, "K": 8, "seeds": [0, 1, 2], "deviation_of_seeds": 0.1}
+    facts = {"setup": "", "arm": "softmax", "phase": "all", "step": 600, "K": 8, "seeds": [0, 1, 2]}
     lines = [
         Line(measure=measure, **dict(zip(("value", "low", "high"), numbers, strict=True)), **facts)
-        for measure, numbers in (("dominance", largest), ("dead_groups", dead))
+        for measure, numbers in (("dominance_most", largest), ("dead_groups_most", dead))
     ]
     assert takes_over(lines, share=0.9, dead=0.75, steps=600).word == takes
     assert stays_even(lines, share=0.5, steps=600, size=1.0, margin=0.05).word == even
@@ -231,9 +266,52 @@ def test_groups_die_or_live_by_whole_intervals(largest, dead, takes, even):
 
 @pytest.mark.parametrize(("largest", "word"), [(0.15, REPRODUCED), (0.4, SAME_DIRECTION), (0.6, NOT_REPRODUCED)])
 def test_groups_less_even_than_the_papers_are_the_same_direction(largest, word):
-    facts = {"setup": "", "arm": "sinkhorn", "step": 600, "K": 8, "low": None, "high": None}
-    lines = [Line(measure="dominance", value=largest, **facts), Line(measure="dead_groups", value=0.0, **facts)]
+    facts = {"setup": "", "arm": "sinkhorn", "phase": "all", "step": 600, "K": 8, "low": None, "high": None}
+    most = {"dominance_most": largest, "dead_groups_most": 0.0}
+    lines = [Line(measure=measure, value=value, **facts) for measure, value in most.items()]
     assert stays_even(lines, share=0.5, steps=600, size=0.16, margin=0.05).word == word
+
+
+def probes_of(arm, phase, *shares):
+    facts = dict.fromkeys(("dead_groups", "dead_groups_worst", "entropy"), 0.0) | {"confidence": 0.5}
+    return [
+        ProbeRow(phase=phase, step=300 * at, dominance=share, dominance_worst=share, arm=arm, **facts)
+        for at, share in enumerate(shares)
+    ]
+
+
+def collapses(probes, said="softmax with a balance loss collapses", trains="all", **arms):
+    record = Record(
+        status="finished", experiment="stability", probes=probes, seed=0,
+        arms=[Arm(name=name, settings=[], error=error) for name, error in arms.items()],
+        config={"attention": {"groups": 8}, "regime": {"phases": {"one": {"train": trains}, "two": {"train": trains}}}},
+    )  # fmt: skip
+    (found,) = [verdict for claim, verdict in ledger.judged([record]) if said in claim.says]
+    return found
+
+
+@pytest.mark.parametrize(
+    ("shares", "word"),
+    [((0.2, 0.2, 0.2), NOT_REPRODUCED), ((0.2, 0.99, 0.2), REPRODUCED), ((0.99, 0.2, 0.2), NOT_REPRODUCED)],
+)
+def test_groups_that_a_router_lost_on_the_way_were_lost(shares, word):
+    """Though it ends evenly; what it began with is of the phase before."""
+    found = collapses(probes_of("balance", "one", *shares), balance=None)
+    assert found.word == word and f"on the way at most {100 * max(shares[1:]):.1f} %" in found.ours
+    found = collapses(probes_of("sinkhorn", "one", *shares), said="under Sinkhorn no group", sinkhorn=None)
+    assert found.word == {REPRODUCED: NOT_REPRODUCED, NOT_REPRODUCED: REPRODUCED}[word]
+
+
+def test_what_happens_in_one_of_two_phases_happens():
+    probes = probes_of("balance", "one", 0.2, 0.99, 0.99) + probes_of("balance", "two", 0.2, 0.2, 0.2)
+    assert collapses(probes, balance=None).word == REPRODUCED
+
+
+def test_what_failed_is_told_of_and_shows_nothing():
+    probes = probes_of("balance", "one", 0.2, 0.2, 0.2)
+    found = collapses(probes, balance=None, balance_rate_x10="loss is not finite", ema="another arm")
+    assert found.word == UNDECIDED and found.needs == "balance_rate_x10 to its end"
+    assert "balance_rate_x10, seed 0, failed: loss is not finite" in found.why and "another arm" not in found.why
 
 
 @pytest.mark.parametrize(
@@ -250,6 +328,14 @@ def test_at_least_is_asked_at_every_length(ratios, gpu, word):
     facts = {"low": None, "high": None, "measure": "ratio", "device": "cpu, 2 threads"}
     lines = [Line(value=ratio, tokens=tokens, **facts) for ratio, tokens in zip(ratios, (8192, 1024), strict=True)]
     assert at_least(lines, {1024: 4.0, 8192: 2.0}, gpu=gpu).word == word
+
+
+def test_a_slowdown_that_the_paper_prints_does_not_decide():
+    facts = {"low": None, "high": None, "measure": "ratio", "device": "NVIDIA H100"}
+    lines = [Line(value=ratio, tokens=tokens, **facts) for ratio, tokens in ((0.1, 1024), (6.0, 65_536))]
+    found = at_least(lines, {1024: 0.2, 65_536: 3.0}, times=0.95, gpu=True)
+    assert found.word == REPRODUCED and found.lines == lines
+    assert at_least(lines[:1], {1024: 0.2, 65_536: 3.0}, gpu=True).word == UNDECIDED
 
 
 def test_what_was_timed_on_a_gpu_is_judged_where_the_paper_has_one():

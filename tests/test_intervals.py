@@ -102,11 +102,12 @@ def test_seeds_alone_are_a_t_over_seeds_and_one_seed_is_its_own():
     assert over_seeds([Estimate(1.0, 0.1, 5), Estimate(1.0)]).bounds == (None, None)
 
 
-def test_as_many_units_as_are_needed_show_the_difference_four_times_in_five():
-    count, rng = needed(2.0, 1.0), np.random.default_rng(0)
+@pytest.mark.parametrize("several", [1, 4])
+def test_as_many_units_as_are_needed_show_the_difference_four_times_in_five(several):
+    count, rng = needed(2.0, 1.0, several), np.random.default_rng(0)
     x = rng.normal(1.0, 2.0, (4000, count))
     t = x.mean(1) / (x.std(1, ddof=1) / math.sqrt(count))
-    assert np.mean(abs(t) > student(count - 1)) == pytest.approx(0.8, abs=0.03)
+    assert np.mean(abs(t) > student(count - 1, several)) == pytest.approx(0.8, abs=0.03)
 
 
 @pytest.mark.parametrize("ratio", [0.2, 0.5, 1.0, 2.0])

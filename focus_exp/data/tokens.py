@@ -165,8 +165,8 @@ class Blocks(Dataset):
         short = np.delete(lengths, np.unique(self.document))
         if (share := short.sum() / len(self.stream)) > LEFT_OUT:
             yield (
-                f"{np.count_nonzero(short)} of {np.count_nonzero(lengths)} held-out documents, {share:.0%} of the tokens, are "
-                f"shorter than {key}={self.block_size} and are not scored; a smaller one scores more of them"
+                f"{np.count_nonzero(short)} of {np.count_nonzero(lengths)} held-out documents, {share:.0%} of the "
+                f"tokens, are shorter than {key}={self.block_size} and not scored; a smaller one scores more of them"
             )
 
     def places(self, indices: list[int]) -> list[tuple[str, int]]:

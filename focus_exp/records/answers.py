@@ -1,6 +1,6 @@
 """Which rows of a record stand for its run, for an arm, for a phase of an arm."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from math import isclose
 
@@ -69,23 +69,35 @@ def row_of(record: Record, arm: str) -> Row | None:
 
 @dataclass(frozen=True)
 class Phase:
-    """A phase of an arm: its last probe, and its rows where they were measured. `trains`: router or all."""
+    """A phase of an arm: its probes, and its rows where they were measured. `trains`: router or all."""
 
     arm: Arm
     name: str
     trains: str
-    probe: ProbeRow
+    probes: list[ProbeRow]
     soft: Row | None
     hard: Row | None
+
+    @property
+    def probe(self) -> ProbeRow:
+        """The last one."""
+        return self.probes[-1]
 
 
 def phases(record: Record) -> Iterator[Phase]:
     """Every phase of every arm that was probed, in order."""
     trained = record.setting("regime", "phases", {})
     for arm in record.arms:
-        last = {probe.phase: probe for probe in record.probes if probe.arm == arm.name}
-        for name, probe in last.items():
+        probes = by_phase(probe for probe in record.probes if probe.arm == arm.name)
+        for name, own in probes.items():
             rows = {row.kind: row for row in record.phases if (row.arm, row.phase) == (arm.name, name)}
-            hard = rows.get("hard") or (row_of(record, arm.name) if len(last) == 1 else None)
+            hard = rows.get("hard") or (row_of(record, arm.name) if len(probes) == 1 else None)
             trains = trained.get(name, {}).get("train", name)
-            yield Phase(arm, name, trains, probe, rows.get("soft"), hard)
+            yield Phase(arm, name, trains, own, rows.get("soft"), hard)
+
+
+def by_phase(probes: Iterable[ProbeRow]) -> dict[str, list[ProbeRow]]:
+    found: dict[str, list[ProbeRow]] = {}
+    for probe in probes:
+        found.setdefault(probe.phase, []).append(probe)
+    return found

@@ -17,8 +17,6 @@ from scipy.special import ndtri, stdtrit
 LEVEL, POWER = 0.95, 0.80
 FEWEST = 3  # documents, from which on they are the units
 NORMAL = float(ndtri((1 + LEVEL) / 2))
-# (z of the level + z of the power)^2: units of variance s^2 that show a difference d are this times (s / d)^2
-EFFORT = float(ndtri((1 + LEVEL) / 2) + ndtri(POWER)) ** 2
 
 
 @dataclass(frozen=True)
@@ -102,10 +100,13 @@ def seed_deviation(found: Sequence[Estimate]) -> float:
     return float(np.std([one.value for one in found], ddof=1))
 
 
-def needed(deviation: float, size: float) -> int:
-    """Units, or seeds, of this standard deviation that show a difference of `size` with 80 % power, two-sided 5 %."""
-    count = max(2, math.ceil(EFFORT * (deviation / size) ** 2))
+def needed(deviation: float, size: float, together: int = 1) -> int:
+    """Units, or seeds, of this standard deviation that show a difference of `size` with 80 % power, two-sided 5 %; of
+    each of several differences where all intervals are to hold `together`."""
+    # units of variance s^2 that show a difference d are this times (s / d)^2
+    effort = (float(ndtri(1 - (1 - LEVEL) / 2 / together)) + float(ndtri(POWER))) ** 2
+    count = max(2, math.ceil(effort * (deviation / size) ** 2))
     # of few, Student's t asks for more than the normal distribution does
-    while count < (student(count - 1) + float(stdtrit(count - 1, POWER))) ** 2 * (deviation / size) ** 2:
+    while count < (student(count - 1, together) + float(stdtrit(count - 1, POWER))) ** 2 * (deviation / size) ** 2:
         count += 1
     return count

@@ -18,7 +18,19 @@ from focus_exp.errors import UserError
 from focus_exp.records.answers import COLLAPSED, DOMINANT
 from focus_exp.records.record import Record
 from focus_exp.reporting.comparators import TESTS, Judged
-from focus_exp.reporting.formats import ABSENT, NOT_HERE, NOT_RUN, OTHER_METHOD, RAN, VERDICTS, commit_text
+from focus_exp.reporting.formats import (
+    ABSENT,
+    NOT_HERE,
+    NOT_REPRODUCED,
+    NOT_RUN,
+    OTHER_METHOD,
+    RAN,
+    REPRODUCED,
+    SAME_DIRECTION,
+    UNDECIDED,
+    VERDICTS,
+    commit_text,
+)
 from focus_exp.reporting.gather import Runs, is_quick, seeds_of
 from focus_exp.reporting.measured import Line, lines_of
 from focus_exp.reporting.measures import measurements
@@ -164,12 +176,32 @@ def _verdict(claim: Claim, table: pd.DataFrame, runs: Runs) -> Verdict:
     if table.empty:
         return Verdict(NOT_RUN, why=f"python -m focus_exp +experiment={claim.experiments[0]}")
     beside = lines_of(select(table, claim.beside, claim.where)) if claim.beside else []
-    said = claim.judge(lines_of(select(table, claim.select, claim.where)), beside)
+    lines = lines_of(select(table, claim.select, claim.where))
+    said = _with_failures(claim.judge(lines, beside), claim, lines, runs)
     names = dict.fromkeys(one.run for line in said.lines for one in line.found)
     records = [runs.named[name] for name in names]
     word, line = (RAN if any(map(is_quick, records)) else said.word), said.hangs_on
     numbers = {name: getattr(line, name) for name in NUMBERS} if line is not None and line.value is not None else {}
     return Verdict(word, said.ours, said.why, records, numbers, said.needs, line)
+
+
+def _with_failures(said: Judged, claim: Claim, lines: list[Line], runs: Runs) -> Judged:
+    """What a claim on arms says of those that failed; where one has no line at all nothing is shown of all of them."""
+    if not lines or not ("arm" in claim.select or "arm.notna()" in claim.where):
+        return said
+    there = {(line.arm, line.seed) for line in lines}
+    failed = {
+        (arm.name, record.seed): arm.error
+        for record in runs.records
+        if record.counts and record.experiment in claim.experiments
+        for arm in record.arms
+        if arm.error and matches(arm.name, claim.select.get("arm", "*")) and (arm.name, record.seed) not in there
+    }
+    told = "; ".join(f"{arm}, seed {seed}, failed: {error}" for (arm, seed), error in failed.items())
+    lost = {arm for arm, _ in failed} - {arm for arm, _ in there}
+    word = UNDECIDED if lost and said.word in (REPRODUCED, SAME_DIRECTION, NOT_REPRODUCED) else said.word
+    needs = said.needs or (f"{', '.join(sorted(lost))} to its end" if word == UNDECIDED and lost else "")
+    return replace(said, word=word, needs=needs, why="; ".join(filter(None, (said.why, told))))
 
 
 def claim_table(ledger: list[tuple[Claim, Verdict]], runs: Runs) -> Table:

@@ -21,9 +21,11 @@ from focus_exp.reporting.formats import (
 )
 from focus_exp.reporting.gather import WANTED
 from focus_exp.reporting.measured import Line
+from focus_exp.reporting.subjects import BOTH
 from focus_exp.reporting.together import wanting
 
 SHOWN, REFUTED, OPEN = 1, -1, 0
+ONE_READS = "reads the future: its perplexity is not one"
 
 
 @dataclass(frozen=True)
@@ -50,7 +52,8 @@ def below(lines: list[Line], limit: float, size: float | None = None) -> Judged:
     worst = max(lines, key=lambda line: (line.value is None, line.high is None, line.high or line.value or 0.0))
     reader = next((line for line, side in zip(lines, sides, strict=True) if line.reads_future and side != SHOWN), None)
     if reader:
-        return Judged(NOT_HERE, lines, why=f"{reader.reads_future} reads the future: its perplexity is not one")
+        said = "read the future: their perplexities are none" if BOTH in reader.reads_future else ONE_READS
+        return Judged(NOT_HERE, lines, why=f"{reader.reads_future} {said}")
     if OPEN in sides:
         why = "too few texts for an interval" if worst.high is None else ""
         return Judged(UNDECIDED, lines, worst, why=why, needs=wanting(worst, limit if size is None else size - limit))
@@ -62,12 +65,13 @@ def below(lines: list[Line], limit: float, size: float | None = None) -> Judged:
 
 
 def _side(line: Line, limit: float) -> int:
-    """On which side of a limit a difference is; who reads the future can only lose."""
-    ours_reads = line.reads_future is not None and line.reads_future in (line.arm, line.name)
+    """On which side of a limit a difference is; who reads the future can only lose, unless both do."""
+    readers = line.reads_future.split(BOTH) if line.reads_future else []
+    ours_read = any(reader in (line.arm, line.name) for reader in readers)
     if line.high is not None and line.high < limit:
-        return OPEN if ours_reads else SHOWN
+        return OPEN if ours_read else SHOWN
     if line.low is not None and line.low > limit:
-        return OPEN if line.reads_future and not ours_reads else REFUTED
+        return OPEN if len(readers) > ours_read else REFUTED
     return OPEN
 
 
@@ -83,21 +87,24 @@ def at_least(
 
     Where the paper has a GPU (`gpu`) what was timed on one is judged, if anything was. Faster than full attention, but
     not as fast, not on a GPU, or more than `most`: the same direction. Runs of one length of which some reach it and
-    some do not decide nothing.
+    some do not decide nothing, nor does a length at which the paper is slower, where at others it is faster.
     """
     if gpu:
         lines = [line for line in lines if line.device_kind != "cpu"] or lines
     limits = wanted if isinstance(wanted, Mapping) else {line.tokens: wanted for line in lines}
     asked = sorted((line for line in lines if line.tokens in limits), key=lambda line: line.tokens or 0)
+    slow = {tokens for tokens, limit in limits.items() if limit < 1 < max(limits.values())}
     sides: dict[int | None, set[int]] = {}  # of each length those of all its runs
     for line in asked:
+        if line.tokens in slow:
+            continue
         limit = times * limits[line.tokens] - minus
         side = SHOWN if _low(line) >= limit else REFUTED if _high(line) < limit else OPEN
         sides.setdefault(line.tokens, set()).add(side)
-    if lost := [line for line in asked if sides[line.tokens] == {REFUTED}]:
+    if lost := [line for line in asked if sides.get(line.tokens) == {REFUTED}]:
         faster = all(line.measure == "ratio" and line.value > 1 for line in lost)
         return Judged(SAME_DIRECTION if faster else NOT_REPRODUCED, asked, lost[-1])
-    if missing := [count_text(tokens) for tokens in sorted(limits.keys() - sides.keys())]:
+    if missing := [count_text(tokens) for tokens in sorted(limits.keys() - {line.tokens for line in asked})]:
         there = asked or lines
         return Judged(UNDECIDED, there, there[-1], needs=f"timings at {listed_text(missing)} tokens")
     if any(side != {SHOWN} for side in sides.values()):
@@ -152,18 +159,21 @@ def stays_even(lines: list[Line], share: float, steps: int, size: float, margin:
 
 
 def _of_groups(lines: list[Line], side: Callable[[Line, Line], int], steps: int, happened: int) -> Judged:
-    """Of several set-ups all have to agree; what has not happened may still do so until `steps` are done."""
-    by: dict[tuple[str, str], dict[str, Line]] = {}
+    """By what was most in any phase. Of several set-ups all have to agree; what has not happened may still do so until
+    `steps` are done."""
+    by: dict[tuple[str, str], dict[str, dict[str, Line]]] = {}
     for line in lines:
-        by.setdefault((line.setup, line.arm), {})[line.measure] = line
-    sides = {side(one["dominance"], one["dead_groups"]) for one in by.values()}
-    largest, ran = (one["dominance"] for one in by.values()), min(line.step or 0 for line in lines)
+        by.setdefault((line.setup, line.arm), {}).setdefault(line.phase, {})[line.measure] = line
+    found = [{side(one["dominance_most"], one["dead_groups_most"]) for one in own.values()} for own in by.values()]
+    sides = {next(one for one in (happened, OPEN, -happened) if one in own) for own in found}
+    largest, ran = (line for line in lines if line.measure == "dominance_most"), min(line.step or 0 for line in lines)
     widest = max(largest, key=lambda line: line.value)
     if sides != {happened} and ran < steps:
         why = f"only {count_text(ran)} steps with everything trained"
         return Judged(UNDECIDED, lines, widest, why=why, needs=f"{count_text(steps)} steps")
     if sides not in ({SHOWN}, {REFUTED}):
-        needs = f"{WANTED} seeds" if len(widest.seeds) < WANTED else "longer training"
+        few = any(len(line.seeds) < WANTED for line in lines)
+        needs = f"{WANTED} seeds of each" if few else "longer training"
         return Judged(UNDECIDED, lines, widest, needs=needs)
     return Judged(REPRODUCED if sides == {SHOWN} else NOT_REPRODUCED, lines, widest)
 
@@ -188,7 +198,7 @@ def no_loss(lines: list[Line]) -> Judged:
     why = f"not engaged on {idle}" if idle else ""
     if lost:
         return Judged(NOT_REPRODUCED, acted, lost[0], ours, why)
-    return Judged(UNDECIDED, acted, acted[0], ours, why, needs=wanting(acted[0]))
+    return Judged(UNDECIDED, acted, acted[0], ours, why, needs=wanting(acted[0], several=len(acted)))
 
 
 def some_loss(lines: list[Line], size: float) -> Judged:
@@ -200,9 +210,8 @@ def some_loss(lines: list[Line], size: float) -> Judged:
         ours = "; ".join(f"{line.arm} on {line.task} {line.score}" for line in lost)
         return Judged(REPRODUCED, lost, lost[0], ours, why)
     hardest = max(lines, key=lambda line: line.deviation or 0.0)
-    return Judged(
-        UNDECIDED, lines, hardest, "no score is worse once their intervals hold together", why, wanting(hardest, size)
-    )
+    needs = wanting(hardest, size, len(lines))
+    return Judged(UNDECIDED, lines, hardest, "no score is worse once their intervals hold together", why, needs)
 
 
 def _lost(line: Line, together: int) -> bool:

@@ -91,7 +91,7 @@ def is_quick(record: Record) -> bool:
 
 def setup(record: Record) -> Hashable:
     """What records of several seeds have in common: the model, the text, every setting that the numbers depend on, and
-    for times the kind of device."""
+    the kind of device."""
     usual = _defaults(str(record.setting("attention", "method")))
     settings = leaves(record.config) | {("every_arm",): _unmeasured(record.config.get("every_arm", []))}
     adapter = {name: value for name, value in record.method.get("trained", {}).items() if name != "seed"}
@@ -99,7 +99,7 @@ def setup(record: Record) -> Hashable:
         settings.pop(("attention", "budget"), None)  # which its own run found
     fixed = ((key, repr(value)) for key, value in settings.items() if _fixed(key) and value != usual.get(key))
     trained = record.steps, record.tokens_seen, *sorted(adapter.items())
-    return _sources(record), tuple(sorted(fixed)), record.device_kind if record.is_timed else None, *trained
+    return _sources(record), tuple(sorted(fixed)), record.device_kind, *trained
 
 
 def _fixed(key: tuple[str, ...]) -> bool:

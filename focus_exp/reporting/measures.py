@@ -15,7 +15,7 @@ from focus_exp.reporting.gather import Runs, run_of, setup
 from focus_exp.reporting.subjects import SUBJECT, Number, subjects_of
 
 RUN = (
-    "run", "experiment", "seed", "started", "commit", "command", "config_hash", "counts", "device",
+    "run", "experiment", "seed", "started", "status", "commit", "command", "config_hash", "counts", "device",
     "number_format", "scale", "is_arm", "first", "first_parameters", "setup", "unit_kind",
 )  # fmt: skip
 # of the arm's own run, where a line of a comparison is about one

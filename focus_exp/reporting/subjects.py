@@ -8,7 +8,7 @@ from itertools import chain
 from statistics import fmean, median
 from typing import Any, NamedTuple
 
-from focus_exp.records.answers import answer, configured_row, phases, row_of
+from focus_exp.records.answers import answer, by_phase, configured_row, phases, row_of
 from focus_exp.records.benchmarks import telling, usual
 from focus_exp.records.record import Record
 from focus_exp.records.rows import Row
@@ -17,6 +17,7 @@ from focus_exp.reporting.gather import Runs
 from focus_exp.reporting.speed import speed_of_k
 
 BASE, SOFT_GATE, FULL = "base", "soft gate", "full attention"
+BOTH = " and "  # of two arms that read the future
 ITSELF = "itself, reading the future"
 LONG_TEXT = "perplexity@"  # a task at so many tokens
 SUBJECT = (
@@ -103,7 +104,7 @@ def _between(record: Record, runs: Runs) -> Subjects:
             continue
         told.add(pair)
         own, other = rows[each.arm], rows[against]
-        future = next((row.arm for row in (own, other) if not row.causal), None)
+        future = BOTH.join(row.arm or "" for row in (own, other) if not row.causal) or None
         delta = _delta(_scored(record, own, runs), own, against, each.value, each.low, each.high)
         yield _of(own, own.arm, reads_future=future), [delta]
         yield _of(other, other.arm, reads_future=future, turned=True), [_turned(delta, own.arm)]
@@ -179,17 +180,20 @@ def _method_speed(record: Record) -> Subjects:
 
 
 def _probes(record: Record) -> Subjects:
-    """The last of every phase of every arm."""
+    """The last of every phase of every arm, and after the first step the most of what can grow and recede again."""
     before: dict[tuple[str, str], float | None] = {}
     units = {"dominance": "share", "dominance_worst": "share", "dead_groups": "groups", "stability": "share"}
     units |= {"confidence": "share"}
-    found = [({"arm": p.arm.name, "phase": p.name, "trains": p.trains}, p.probe) for p in phases(record)]
-    last = {probe.phase: probe for probe in record.probes if not record.arms}
-    found += [({"phase": name, "trains": name}, probe) for name, probe in last.items()]
-    for subject, probe in found:
+    found = [({"arm": p.arm.name, "phase": p.name, "trains": p.trains}, p.probes) for p in phases(record)]
+    own = by_phase(record.probes if not record.arms else [])
+    found += [({"phase": name, "trains": name}, probes) for name, probes in own.items()]
+    for subject, probes in found:
+        probe, trained = probes[-1], [one for one in probes if one.step] or probes
         arm, values = subject.get("arm", ""), {name: getattr(probe, name) for name in units}
         numbers = [Number(name, values[name], unit=units[name], before=before.get((arm, name))) for name in units]
         before |= {(arm, name): value for name, value in values.items()}
+        most = {f"{name}_most": max(getattr(one, name) for one in trained) for name in ("dominance", "dead_groups")}
+        numbers += [Number(name, value, unit=units[name.removesuffix("_most")]) for name, value in most.items()]
         yield subject | {"step": probe.step}, numbers
 
 

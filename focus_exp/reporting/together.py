@@ -24,8 +24,8 @@ SMALL = 0.01  # nats a token, or of a share: about 1 %
 def together(lines: list[Line]) -> list[Line]:
     """One line for each subject, with the interval by text and seeds, in the order of the first ones.
 
-    A combined line has `found`, of every seed the latest, and their `seeds`; `runs`, all of them; `deviation`, a unit's
-    of the text, and `deviation_of_seeds`.
+    A combined line has `found`, of every seed the latest that finished, else the latest, and their `seeds`; `runs`, all
+    of them; `deviation`, a unit's of the text, and `deviation_of_seeds`.
     """
     by: dict[tuple[object, ...], list[Line]] = {}
     for line in lines:
@@ -41,7 +41,8 @@ def subject(line: Line) -> tuple[object, ...]:
 
 
 def _combined(lines: list[Line]) -> Line:
-    latest = {line.seed: line for line in lines}
+    whole = {line.seed for line in lines if line.status == "finished"}  # whose times are of one run
+    latest = {line.seed: line for line in lines if line.status == "finished" or line.seed not in whole}
     found = [latest[seed] for seed in sorted(latest, key=lambda seed: seed or 0)]
     first = found[0]
     known = [one for one in found if one.value is not None]
@@ -51,12 +52,13 @@ def _combined(lines: list[Line]) -> Line:
     # under one seed that of a share is its own, whose middle is another one (intervals.py)
     again = several or (total.stderr is not None and first.unit != "share")
     low, high = total.bounds if again else (first.low, first.high)
-    errors = [one.stderr for one in found if one.stderr is not None and one.units]
+    deviations = [one.stderr * one.units**0.5 for one in found if one.stderr is not None and one.units]
     values = {
         "value": total.value if estimates else None, "low": low, "high": high, "stderr": total.stderr,
         "freedom": total.freedom, "found": found, "runs": {line.run for line in lines},
         "seeds": [one.seed for one in known],
-        "deviation": fmean(errors) * first.units**0.5 if errors else None,
+        "deviation": fmean(deviations) if deviations else None,
+        "engaged": next((one.engaged for one in found if one.engaged), first.engaged),
         "deviation_of_seeds": seed_deviation(estimates) if several else None,
     }  # fmt: skip
     for level in LEVELS:
@@ -66,13 +68,14 @@ def _combined(lines: list[Line]) -> Line:
     return Line(**vars(first) | values)
 
 
-def wanting(line: Line, size: float | None = None) -> str:
-    """How many units of text, or seeds, would show a difference of `size`, or one of 1 % where there are enough."""
+def wanting(line: Line, size: float | None = None, several: int = 1) -> str:
+    """How many units of text, or seeds, would show a difference of `size`, or one of 1 % where there are enough; of one
+    of `several` whose intervals are to hold together."""
     for wanted in filter(None, (abs(size) if size else None, SMALL)):
         needs = []
-        if line.deviation and (units := needed(line.deviation, wanted)) > (line.units or 0):
+        if line.deviation and (units := needed(line.deviation, wanted, several)) > (line.units or 0):
             needs.append(f"{count_text(units)} {unit_of(line)}")
-        if line.deviation_of_seeds and (seeds := needed(line.deviation_of_seeds, wanted)) > len(line.seeds):
+        if line.deviation_of_seeds and (seeds := needed(line.deviation_of_seeds, wanted, several)) > len(line.seeds):
             needs.append(f"{count_text(seeds)} seeds")
         elif len(line.seeds) < 2:
             needs.append(f"{WANTED} seeds")
