@@ -64,10 +64,10 @@ def cases() -> Iterator[Case]:
             yield Case(f"{count} documents of one window, {name}", draw, (1,) * count)
         yield Case(f"6 documents of 6 windows, clustered, {name}", draw, (6,) * 6, SHARED)
         yield Case(f"6 documents of {min(WORKS)} to {max(WORKS)} windows, clustered, {name}", draw, WORKS, SHARED)
-    for seeds in (3, 5):
-        for deviation in (0.5, 1.0, 3.0):
-            name = f"12 documents, {seeds} seeds of SD {deviation}"
-            yield Case(name, normal, (1,) * 12, seeds=seeds, seed_deviation=deviation)
+    for documents, seeds in ((12, 3), (12, 5), (6, 2), (6, 3)):
+        for deviation in (0.5, 1.0, 3.0, 6.0):
+            name = f"{documents} documents, {seeds} seeds of SD {deviation}"
+            yield Case(name, normal, (1,) * documents, seeds=seeds, seed_deviation=deviation)
 
 
 def student(found: np.ndarray, documents: list[int]) -> Estimate:

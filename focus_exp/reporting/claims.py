@@ -219,7 +219,7 @@ def claim_table(ledger: list[tuple[Claim, Verdict]], runs: Runs) -> Table:
             "here: another base model, other text and a small budget wherever SUBSTITUTE stands under a table; Focus: "
             "the causal router of this project, but where it is said to read the future",
             "[ ]: 95 % by Student's t, text and seeds together: Var = text + seeds / number of seeds, for every seed "
-            "scores the same text (freedom by Satterthwaite); under one seed by the text alone",
+            "scores the same text (t by Cochran and Cox); under one seed by the text alone",
             "where one of several scores decides, their intervals are widened until all of them hold together in 95 % "
             "of the cases (Bonferroni); the brackets are each score's own",
             "needs: units and seeds, each as if the other were no limit, that show the paper's own difference, or one "

@@ -8,7 +8,7 @@ from typing import Any
 
 import pandas as pd
 
-from focus_exp.records.intervals import needed, student
+from focus_exp.records.intervals import deviation_bounds, needed, student
 from focus_exp.records.record import Record
 from focus_exp.reporting.formats import (
     ABSENT,
@@ -125,8 +125,13 @@ def power_table(judged: list[tuple[str, Line]]) -> Table:
         notes=[
             "SD: standard deviation of the paired difference of losses, 0.01 nats a token being 1 %; ±: half of a 95 % "
             "interval by each of the two alone",
-            "for 1 %: with 80 % power at 5 %, two-sided, each as if the other were no limit; SDs of three seeds are "
-            "themselves uncertain by a factor of two",
+            "for 1 %: with 80 % power at 5 %, two-sided, each as if the other were no limit",
+            *(
+                "an SD of {} seeds may be {:.2g} to {:.2g} times as large (95 %)".format(
+                    count, *deviation_bounds(count)
+                )
+                for count in sorted({len(line.seeds) for _, line in told.values()} - {0, 1})
+            ),
         ],
         values=values,
         kinds=dict.fromkeys(POWER[2:], "number"),
