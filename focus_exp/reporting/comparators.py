@@ -173,7 +173,7 @@ def _of_groups(lines: list[Line], side: Callable[[Line, Line], int], steps: int,
         return Judged(UNDECIDED, lines, widest, why=why, needs=f"{count_text(steps)} steps")
     if sides not in ({SHOWN}, {REFUTED}):
         few = any(len(line.seeds) < WANTED for line in lines)
-        needs = f"{WANTED} seeds of each" if few else "longer training"
+        needs = f"{WANTED} seeds of each" if few else "more seeds, or longer training"
         return Judged(UNDECIDED, lines, widest, needs=needs)
     return Judged(REPRODUCED if sides == {SHOWN} else NOT_REPRODUCED, lines, widest)
 
