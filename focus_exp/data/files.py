@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
 from importlib.util import find_spec
+from operator import attrgetter
 from pathlib import Path
 
 from focus_exp.errors import UserError, first_line
@@ -62,8 +63,9 @@ class TextFile:
                 )
             if text and text.strip():
                 data = _newlines(text.encode("utf-8", "surrogatepass"))
-                digest, text = hashlib.sha256(data).hexdigest(), data.decode("utf-8", "replace")
-                yield Line(f"{self.name}:{number}", digest, _shared(data), text)
+                yield Line(
+                    f"{self.name}:{number}", _sha256(data), _sha256(_core(data)), data.decode("utf-8", "replace")
+                )
 
 
 @dataclass(frozen=True)
@@ -114,15 +116,12 @@ def find_texts(pattern: str | None) -> list[TextFile]:
     if not texts:
         raise UserError(missing)
     names = _names(root, [path for _, path in texts.values()])
-    return sorted((TextFile(path, names[path], digest, shared) for shared, (digest, path) in texts.items()), key=_order)
+    distinct = (TextFile(path, names[path], digest, shared) for shared, (digest, path) in texts.items())
+    return sorted(distinct, key=attrgetter("digest"))
 
 
 def _is_hidden(name: str) -> bool:
     return name.startswith(".")
-
-
-def _order(document: TextFile | Line) -> str:
-    return document.digest
 
 
 def _names(root: Path, paths: list[Path]) -> dict[Path, str]:
@@ -161,12 +160,17 @@ def _digests(path: Path, size: int, modified: int) -> tuple[str, str] | None:
         raise UserError(f"{path}: it cannot be read ({why}); leave it out with a glob in data.files.") from error
     _check(path, data)
     whole = _newlines(data)
-    blank = not whole.removeprefix(codecs.BOM_UTF8).strip()
-    return None if blank else (_shared(whole), hashlib.sha256(whole).hexdigest())
+    core = _core(whole)
+    return (_sha256(core), _sha256(whole)) if core else None
 
 
-def _shared(data: bytes) -> str:
-    return hashlib.sha256(data.removeprefix(codecs.BOM_UTF8).strip()).hexdigest()
+def _core(data: bytes) -> bytes:
+    """What a text has in common with its copies."""
+    return data.removeprefix(codecs.BOM_UTF8).strip()
+
+
+def _sha256(data: bytes) -> str:
+    return hashlib.sha256(data).hexdigest()
 
 
 def _newlines(data: bytes) -> bytes:
@@ -201,7 +205,7 @@ def read_texts(texts: list[TextFile], split: str, column: str = "text") -> Itera
     for file in texts:
         for document in file.lines(column) if file.has_lines else [file]:
             found.setdefault(document.shared, document)
-    documents = sorted(found.values(), key=_order)
+    documents = sorted(found.values(), key=attrgetter("digest"))
     if len(documents) < 3:
         for document in documents:
             text = document.read()

@@ -58,7 +58,7 @@ def _combined(lines: list[Line]) -> Line:
         "freedom": total.freedom, "found": found, "runs": {line.run for line in lines},
         "seeds": [one.seed for one in known],
         "deviation": fmean(deviations) if deviations else None,
-        "engaged": next((one.engaged for one in found if one.engaged), first.engaged),
+        "engaged": any(one.engaged for one in found) or first.engaged,
         "deviation_of_seeds": seed_deviation(estimates) if several else None,
     }  # fmt: skip
     for level in LEVELS:

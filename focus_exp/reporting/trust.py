@@ -89,7 +89,8 @@ def _line(line: Line) -> tuple[list[str], dict[str, Any]]:
     cells = [*what, seeds_text(line.seeds), line.change, each, said, str(len(commits))]
     values = {
         **dict(zip(SEEDS, what, strict=False)),
-        **{"K": groups, "steps": line.steps},
+        "K": groups,
+        "steps": line.steps,
         "seeds": " ".join(map(str, line.seeds)),
         **{f"{name}_delta_nll": getattr(line, column) for name, column in (("mean", "value"), *ENDS)},
         **{"in_words": said, "versions": len(commits), "commits": " ".join(commit or "" for commit in commits)},
