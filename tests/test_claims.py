@@ -84,7 +84,7 @@ def test_a_difference_between_arms_stands_in_both_directions(table):
     assert len(both) == len(between) == between[key].drop_duplicates().shape[0] > 180
     for column in ("value", "low", "high"):
         assert (both[column] == -both[f"{column}_turned"]).all()
-    assert (both.reads_future.fillna("") == both.reads_future_turned.fillna("")).all()
+    assert (both.causal == both.against_causal_turned).all() and (both.against_causal == both.causal_turned).all()
 
 
 def test_a_delta_is_the_logarithm_of_its_two_levels(table):
@@ -169,9 +169,9 @@ def test_every_text_of_every_entry_is_rendered_on_the_committed_records(runs):
 def test_below_is_what_the_intervals_say(found, limit):
     facts = {
         "arm": "focus", "name": "hard", "of": "rows", "deviation": None, "deviation_of_seeds": None, "seeds": [0],
-        "units": 6,
+        "units": 6, "causal": True, "against": "lora", "against_causal": True,
     }  # fmt: skip
-    lines = [Line(value=v, low=v - half, high=v + half, reads_future=None, **facts) for v, half in found]
+    lines = [Line(value=v, low=v - half, high=v + half, **facts) for v, half in found]
     said = below(lines, limit).word
     assert (said == REPRODUCED) == all(line.high < limit for line in lines)
     assert (said == NOT_REPRODUCED) == any(line.low > limit for line in lines)
@@ -186,8 +186,9 @@ def test_below_is_what_the_intervals_say(found, limit):
     [(0.2, "focus", NOT_REPRODUCED), (-0.2, "focus", NOT_HERE), (0.2, "lora", NOT_HERE), (-0.2, "lora", REPRODUCED)],
 )
 def test_who_reads_the_future_can_only_lose(value, reader, word):
-    facts = {"arm": "focus", "name": "hard", "seeds": [0], "units": 6}
-    line = Line(value=value, low=value - 0.1, high=value + 0.1, reads_future=reader, **facts)
+    facts = {"arm": "focus", "name": "hard", "against": "lora", "seeds": [0], "units": 6}
+    facts |= {"causal": reader != "focus", "against_causal": reader != "lora"}
+    line = Line(value=value, low=value - 0.1, high=value + 0.1, **facts)
     assert below([line], 0).word == word
 
 
@@ -220,7 +221,8 @@ def test_seeds_of_two_kinds_of_device_are_not_taken_together():
 
 @pytest.mark.parametrize("value", [0.2, -0.2])
 def test_between_two_who_read_the_future_nothing_is_decided(value):
-    line = Line(value=value, low=value - 0.1, high=value + 0.1, reads_future="focus and lora", arm="focus", name="hard")
+    facts = {"arm": "focus", "name": "hard", "against": "lora", "causal": False, "against_causal": False}
+    line = Line(value=value, low=value - 0.1, high=value + 0.1, **facts)
     found = below([line], 0)
     assert found.word == NOT_HERE and "focus and lora read the future" in found.why
 
@@ -236,7 +238,8 @@ def test_between_two_who_read_the_future_nothing_is_decided(value):
     ],
 )
 def test_an_interval_too_wide_to_tell_the_papers_size_from_twice_it_does_not_reproduce_it(low, high, word):
-    facts = {"reads_future": None, "arm": "focus", "name": "hard", "deviation": None, "deviation_of_seeds": None}
+    facts = {"arm": "focus", "name": "hard", "deviation": None, "deviation_of_seeds": None}
+    facts |= {"causal": True, "against": "base", "against_causal": None}
     line = Line(value=(low + high) / 2, low=low, high=high, seeds=[0], **facts)
     assert below([line], 0, size=-0.2).word == word
 

@@ -21,11 +21,11 @@ from focus_exp.reporting.formats import (
 )
 from focus_exp.reporting.gather import WANTED
 from focus_exp.reporting.measured import Line
-from focus_exp.reporting.subjects import BOTH
 from focus_exp.reporting.together import wanting
 
 SHOWN, REFUTED, OPEN = 1, -1, 0
 ONE_READS = "reads the future: its perplexity is not one"
+BOTH_READ = "read the future: their perplexities are none"
 
 
 @dataclass(frozen=True)
@@ -50,10 +50,10 @@ def below(lines: list[Line], limit: float, size: float | None = None) -> Judged:
     if refuted := [line for line, side in zip(lines, sides, strict=True) if side == REFUTED]:
         return Judged(NOT_REPRODUCED, lines, max(refuted, key=lambda line: (len(line.seeds), line.units or 0)))
     worst = max(lines, key=lambda line: (line.value is None, line.high is None, line.high or line.value or 0.0))
-    reader = next((line for line, side in zip(lines, sides, strict=True) if line.reads_future and side != SHOWN), None)
-    if reader:
-        said = "read the future: their perplexities are none" if BOTH in reader.reads_future else ONE_READS
-        return Judged(NOT_HERE, lines, why=f"{reader.reads_future} {said}")
+    left = (_readers(line) for line, side in zip(lines, sides, strict=True) if side != SHOWN)
+    readers: list[str] = next(filter(None, left), [])
+    if readers:
+        return Judged(NOT_HERE, lines, why=f"{listed_text(readers)} {BOTH_READ if len(readers) > 1 else ONE_READS}")
     if OPEN in sides:
         why = "too few texts for an interval" if worst.high is None else ""
         return Judged(UNDECIDED, lines, worst, why=why, needs=wanting(worst, limit if size is None else size - limit))
@@ -66,13 +66,17 @@ def below(lines: list[Line], limit: float, size: float | None = None) -> Judged:
 
 def _side(line: Line, limit: float) -> int:
     """On which side of a limit a difference is; who reads the future can only lose, unless both do."""
-    readers = line.reads_future.split(BOTH) if line.reads_future else []
-    ours_read = any(reader in (line.arm, line.name) for reader in readers)
     if line.high is not None and line.high < limit:
-        return OPEN if ours_read else SHOWN
+        return OPEN if line.causal is False else SHOWN
     if line.low is not None and line.low > limit:
-        return OPEN if len(readers) > ours_read else REFUTED
+        return OPEN if line.against_causal is False else REFUTED
     return OPEN
+
+
+def _readers(line: Line) -> list[str]:
+    """Who of the two sides of a difference reads the future."""
+    sides = ((line.causal, line.arm or line.name), (line.against_causal, line.against))
+    return [name for causal, name in sides if causal is False]
 
 
 def at_least(

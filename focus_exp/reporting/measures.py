@@ -24,7 +24,7 @@ OWN = (
     "model_parameters", "own_commit", "arm_setup", "steps", "tries",
 )  # fmt: skip
 MARKS = (
-    "phase", "step", "trains", "reads_future", "answer", "telling", "usual", "turned", "tokens_against",
+    "phase", "step", "trains", "against_causal", "answer", "telling", "usual", "turned", "tokens_against",
     "removed_against",
 )  # fmt: skip
 COLUMNS = (*RUN, "of", *OWN, *SUBJECT, *MARKS, *Number._fields)
@@ -33,7 +33,7 @@ TYPES = {
                 "first_parameters", "pairs_kept", "pairs_removed", "removed_against", "distant_pairs_kept"],
     "Int64": ["seed", "T", "window", "K", "tokens_seen", "tokens_against", "steps", "tries", "model_parameters",
               "top_k", "n", "tokens", "groups", "step", "units"],
-    "boolean": ["is_arm", "counts", "engaged", "causal", "answer", "telling", "usual", "turned"],
+    "boolean": ["is_arm", "counts", "engaged", "causal", "against_causal", "answer", "telling", "usual", "turned"],
 }  # fmt: skip
 
 
@@ -46,7 +46,8 @@ def measurements(runs: Runs) -> pd.DataFrame:
     What failed, or could not be compared, is a line without a value. `setup`, `arm_setup`: what lines of several seeds
     share. `*_against`: of the arm that it is against. `answer`: of the row that stands for its run or arm, of the one
     timing that is quoted of a k; `telling`: of the metric that decides a benchmark; `usual`: of the one that stands for
-    it whatever came of it; `reads_future`: who of both does; `turned`: the other direction, of what stands above it.
+    it whatever came of it; `causal`: false of who reads the future; `turned`: the other direction, of what stands above
+    it.
     """
     found = [line for name, record in runs.named.items() for line in _lines(name, record, runs)]
     known = {column: kind for kind, columns in TYPES.items() for column in columns}

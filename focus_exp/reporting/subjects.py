@@ -17,7 +17,6 @@ from focus_exp.reporting.gather import Runs
 from focus_exp.reporting.speed import speed_of_k
 
 BASE, SOFT_GATE, FULL = "base", "soft gate", "full attention"
-BOTH = " and "  # of two arms that read the future
 ITSELF = "itself, reading the future"
 LONG_TEXT = "perplexity@"  # a task at so many tokens
 SUBJECT = (
@@ -73,7 +72,6 @@ def _quality(record: Record, rows: list[Row], runs: Runs) -> Subjects:
         subject = _of(
             row, row.arm, phase=row.phase, trains=trained.get(row.phase, last).get("train", row.phase),
             answer=row_of(record, row.arm) is row if row.arm else row is stands,
-            reads_future=None if row.causal else row.arm or row.name,
         )  # fmt: skip
         scored = _scored(record, row, runs)
         reference = None if record.arms else ITSELF if row.kind == "twin" else hard.name if hard else None
@@ -104,10 +102,9 @@ def _between(record: Record, runs: Runs) -> Subjects:
             continue
         told.add(pair)
         own, other = rows[each.arm], rows[against]
-        future = BOTH.join(row.arm or "" for row in (own, other) if not row.causal) or None
         delta = _delta(_scored(record, own, runs), own, against, each.value, each.low, each.high)
-        yield _of(own, own.arm, reads_future=future), [delta]
-        yield _of(other, other.arm, reads_future=future, turned=True), [_turned(delta, own.arm)]
+        yield _of(own, own.arm, against_causal=other.causal), [delta]
+        yield _of(other, other.arm, against_causal=own.causal, turned=True), [_turned(delta, own.arm)]
 
 
 def _scored(record: Record, row: Row, runs: Runs) -> Record:
@@ -146,7 +143,6 @@ def _benchmarks(record: Record) -> Subjects:
             full = row.value * math.exp(-row.difference) if row.is_perplexity else row.value - row.difference
         yield _of(
             row, row.attention, telling=id(row) in told, usual=id(row) in stand,
-            reads_future=None if row.causal else row.attention,
             tokens=int(row.task.removeprefix(LONG_TEXT)) if row.task.startswith(LONG_TEXT) else None,
         ), [
             Number("score", row.value, unit="" if row.is_perplexity else unit, stderr=row.stderr),
