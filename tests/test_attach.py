@@ -13,6 +13,7 @@ from transformers import LlamaForCausalLM, LlamaForSequenceClassification, PreTr
 
 from focus_exp import UserError, attach, detach, disabled, freeze, is_causal, set_routing
 from focus_exp.attention.selection import PairCounts, by_head
+from focus_exp.models import interface
 from focus_exp.models.attached import observed
 from focus_exp.models.modules import attached_methods
 
@@ -416,6 +417,15 @@ def test_what_save_pretrained_wrote_comes_back_with_the_method(attached, tmp_pat
     other.load_state_dict(load_file(tmp_path / "model.safetensors"))
     set_routing(other, hard=True)
     assert torch.equal(logits_of(other, tokens_of()), logits_of(model, tokens_of()))
+
+
+def test_who_asks_for_attention_weights_is_told_that_there_are_none(attached, monkeypatch):
+    said: list[str] = []
+    monkeypatch.setattr(interface.log, "warning_once", said.append)
+    model = attached("gpt2")
+    model(tokens_of())
+    assert not said
+    assert model(tokens_of(), output_attentions=True).attentions == () and "detach(model)" in said[0]
 
 
 def test_attach_takes_a_causal_language_model_alone(tiny_model):

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from transformers import AttentionInterface, AttentionMaskInterface, Cache
 from transformers.masking_utils import causal_mask_function, prepare_padding_mask, sdpa_mask
+from transformers.utils import logging
 
 from focus_exp.attention.blocked import full_attention
 from focus_exp.attention.cached import GroupedCache
@@ -21,6 +22,8 @@ from focus_exp.attention.selection import Selection, Sequence, starts
 from focus_exp.errors import UserError
 from focus_exp.models.cache import FocusCache, tokens_before
 from focus_exp.models.modules import method_of
+
+log = logging.get_logger(__name__)
 
 IMPLEMENTATION = "focus_exp"
 # what attention functions are told beside the tensors and is heeded, or says nothing of the scores: a mask has the
@@ -182,6 +185,8 @@ def routed_attention(
     `s_aux` `[H]` are attention sinks that the base model learned. Value heads may differ in size from the others.
     """
     scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
+    if others.get("output_attentions"):
+        log.warning_once("no attention weights are returned while a method is attached; detach(model) for them")
     is_causal = others.get("is_causal", getattr(module, "is_causal", True)) is not False
     if attention_mask is None and not is_causal and query.shape[2] > 1 and routed is not None:
         raise UserError("the base model's attention sees later tokens; attention methods here are causal")
