@@ -422,7 +422,7 @@ def test_what_save_pretrained_wrote_comes_back_with_the_method(attached, tmp_pat
 def test_who_asks_for_attention_weights_is_told_that_there_are_none(attached, monkeypatch):
     said: list[str] = []
     monkeypatch.setattr(interface.log, "warning_once", said.append)
-    model = attached("gpt2")
+    model = attached("llama")
     model(tokens_of())
     assert not said
     assert model(tokens_of(), output_attentions=True).attentions == () and "detach(model)" in said[0]
