@@ -12,7 +12,7 @@ from transformers import LlamaForCausalLM
 from focus_exp.data import Blocks, TokenStream
 from focus_exp.evaluation import generation
 from focus_exp.evaluation.generation import Generation, agreement, read_and_held
-from focus_exp.jobs import train
+from focus_exp.jobs import prepare
 
 JOB = ["job=generate", "regime.steps=2"]
 
@@ -41,7 +41,7 @@ def test_a_models_own_wishes_for_texts_do_not_decide_them(tmp_path, monkeypatch)
     texts = []
     for place, penalty in (("without", 1.0), ("with", 5.0)):
         (tmp_path / place).mkdir()
-        load = train.load_model
+        load = prepare.load_model
 
         def penal(*args, load=load, penalty=penalty, **options):
             loaded = load(*args, **options)
@@ -49,7 +49,7 @@ def test_a_models_own_wishes_for_texts_do_not_decide_them(tmp_path, monkeypatch)
             return loaded
 
         with monkeypatch.context() as patch:
-            patch.setattr(train, "load_model", penal)
+            patch.setattr(prepare, "load_model", penal)
             assert run(*tiny(tmp_path / place), *JOB).code == 0
         texts.append([row.text for row in record_of(tmp_path / place).continuations])
     assert texts[0] == texts[1]

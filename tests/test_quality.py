@@ -16,7 +16,7 @@ from focus_exp.data import Blocks, TokenStream
 from focus_exp.evaluation import quality
 from focus_exp.evaluation.perplexity import PairShares, Scores, read_scores, write_scores
 from focus_exp.evaluation.quality import Quality, equal_density_window
-from focus_exp.jobs.train import attach_method
+from focus_exp.jobs.fit import attach_method
 from focus_exp.models.attached import observed
 from focus_exp.models.modules import attached_methods
 from focus_exp.records.answers import keeps_everything

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 from torch.utils.data import Dataset
 from transformers import PreTrainedTokenizerBase
 
@@ -186,6 +187,11 @@ class Blocks(Dataset):
             taken[[more[i * len(more) // left] for i in range(left)] if left < len(more) else more] += 1
         middles = (((np.arange(n) + 0.5) * len(own) / n).astype(int) for own, n in zip(blocks, taken, strict=True))
         return sorted(int(own[i]) for own, chosen in zip(blocks, middles, strict=True) for i in chosen)
+
+    def sample(self, count: int, seed: int) -> list[Tensor]:
+        """The input_ids of up to `count` blocks, drawn without replacement."""
+        chosen = torch.randperm(len(self), generator=torch.Generator().manual_seed(seed))[:count]
+        return [self[int(i)]["input_ids"] for i in chosen]
 
     def __getitem__(self, index: int) -> dict[str, Any]:
         start = int(self.starts[index])

@@ -12,9 +12,9 @@ from focus_exp.errors import UserError
 from focus_exp.evaluation.groups import GroupAnalysis
 from focus_exp.jobs.adapter import with_adapter
 from focus_exp.jobs.inputs import digest_of
+from focus_exp.jobs.prepare import describe, headline, load, prepare
 from focus_exp.jobs.router import put_router
 from focus_exp.jobs.run import already_finished, open_run, run_folder
-from focus_exp.jobs.train import describe, headline, load, prepare, sample_blocks
 from focus_exp.models.adapter import read_adapter
 from focus_exp.training.precision import choose_precision
 
@@ -48,7 +48,7 @@ def analyze(config: Config) -> None:
         put_router(run, model, blocks, precision, config.eval.window)
         run.record.method |= others
         balancing = config.focus.calibration_blocks if config.has_router else 0
-        calibration = sample_blocks(blocks, balancing or CALIBRATION_BLOCKS, config.seed + 2)
+        calibration = blocks.sample(balancing or CALIBRATION_BLOCKS, config.seed + 2)
         windows = evaluation.quality.blocks
         analysis = GroupAnalysis(
             model, loaded.tokenizer, windows, calibration, config, precision, run.folder / "groups"

@@ -24,8 +24,9 @@ from focus_exp.evaluation.comparison import compare_arms
 from focus_exp.jobs.arms import compose_arm, compose_arms
 from focus_exp.jobs.base import share_scores
 from focus_exp.jobs.evaluate import measure
+from focus_exp.jobs.prepare import describe
 from focus_exp.jobs.run import Run, claimed, finished_record, judged, new_run, recorded, run_folder, seconds_text
-from focus_exp.jobs.train import describe, train
+from focus_exp.jobs.train import train
 from focus_exp.records.record import Record
 from focus_exp.records.rows import Arm
 from focus_exp.records.runs import NOT_ENDED

@@ -6,9 +6,9 @@ from focus_exp.config import Config
 from focus_exp.errors import UserError
 from focus_exp.evaluation.generation import Generation
 from focus_exp.jobs.adapter import with_adapter
+from focus_exp.jobs.prepare import check_length, describe, headline, load, prepare
 from focus_exp.jobs.router import put_router
 from focus_exp.jobs.run import already_finished, open_run, run_folder
-from focus_exp.jobs.train import check_length, describe, headline, load, prepare
 from focus_exp.models.attached import is_causal
 from focus_exp.records.rows import Continuation
 from focus_exp.training.precision import choose_precision

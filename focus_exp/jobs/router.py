@@ -7,8 +7,8 @@ from transformers import PreTrainedModel
 from focus_exp.config import phases_of
 from focus_exp.data import Blocks
 from focus_exp.jobs.evaluate import put_adapter
+from focus_exp.jobs.fit import attach_method, fit
 from focus_exp.jobs.run import Run
-from focus_exp.jobs.train import attach_method, fit
 from focus_exp.models.attached import attachment_of, is_causal
 from focus_exp.training.precision import Precision
 

@@ -1,0 +1,151 @@
+"""The part of a run that trains: attach, fit, train, calibrate, and write down what was added."""
+
+from __future__ import annotations
+
+import time
+
+import pytorch_lightning as pl
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from focus_exp.assets import cache_root
+from focus_exp.attention.focus_options import FocusOptions
+from focus_exp.config import Config, phases_of
+from focus_exp.config_attention import method_options
+from focus_exp.data import Blocks
+from focus_exp.errors import UserError
+from focus_exp.evaluation.quality import Quality
+from focus_exp.jobs.backend import set_backend
+from focus_exp.jobs.run import Run
+from focus_exp.models.adapter import save_adapter
+from focus_exp.models.attach import attach
+from focus_exp.models.attached import attachment_of, is_causal, is_trainable
+from focus_exp.models.lora import add_lora, describe_lora, router_parameters, save_lora
+from focus_exp.models.modules import attached_methods
+from focus_exp.records.metrics import read_metrics
+from focus_exp.records.rows import ProbeRow
+from focus_exp.training.checkpoints import checkpoint_of, mend
+from focus_exp.training.dual_fit import fit_dual, rebalance, table_of
+from focus_exp.training.exchange import agreed, alone, is_main
+from focus_exp.training.indexer_fit import fit_indexers
+from focus_exp.training.module import NonFiniteError
+from focus_exp.training.precision import Precision
+from focus_exp.training.probe import PROBES, probe_tokens
+from focus_exp.training.regimes import CHECKPOINTS, train_phases
+from focus_exp.training.strategies import place_added, share_added
+from focus_exp.training.warm_start import calibrate, calibrated, warm_start
+
+
+def attach_method(model: PreTrainedModel, config: Config, precision: Precision) -> None:
+    if config.attention.method != "full":
+        pl.seed_everything(config.seed, verbose=False)
+        attach(model, config.attention.method, **method_options(config.attention))
+        set_backend(model, config, precision, max(config.eval.window, config.data.block_size))
+    if config.regime.trains("lora"):
+        budget = router_parameters(model, config.regime.lora.router_groups, FocusOptions.routing_dim)
+        pl.seed_everything(config.seed, verbose=False)
+        add_lora(model, config.regime.lora, budget)
+        added = describe_lora(model)
+        print(
+            f"{added['name']} on {', '.join(added['target_modules'])}: {trained_parameters(model, config):,} numbers "
+            f"to train, where a router of {config.regime.lora.router_groups} groups has {budget:,}"
+        )
+    place_added(model, precision.device)
+
+
+def fit(run: Run, model: PreTrainedModel, blocks: Blocks, precision: Precision, quality: Quality | None = None) -> None:
+    """Warm start, phases, calibration; what was added is on disk when it returns, and after a non-finite loss too.
+
+    With `quality` routers are watched on its text while they are trained, and measured between phases.
+    """
+    config, record = run.config, run.record
+    phases, routed = phases_of(config), config.has_router
+    if is_main():
+        for sentence in mend(run.folder / CHECKPOINTS):
+            run.warn(sentence)
+    begun = agreed(any(checkpoint_of(run.folder / CHECKPOINTS, name).exists() for name, _ in phases[:1]))
+    fitting = fit_first(run, model, blocks, precision, begun)
+    balancing = blocks.sample(config.focus.calibration_blocks, config.seed + 2) if routed else []
+    moved = blocks.sample(config.dual.fit_blocks, config.seed + 2) if config.dual and phases else []
+
+    def measure(phase: str) -> None:
+        assert quality is not None
+        with calibrated(model, balancing, precision):
+            quality.measure_between(phase)
+
+    def between(phase: str) -> None:
+        if quality and routed:
+            alone(model, lambda: measure(phase))
+
+    share_added(model)
+    try:
+        trained = train_phases(
+            model, blocks, config, precision, run.folder, run.loggers,
+            probed=probe_tokens(quality.blocks) if quality else None,
+            between=between, logged=run.show,
+        )  # fmt: skip
+    except NonFiniteError as error:
+        kept = run.folder / CHECKPOINTS
+        if config.regime.trains("lora"):
+            kept = save_lora(model, run.folder / "adapter", is_main())
+        elif routed and not config.regime.trains("all"):
+            kept = save_adapter(model, run.folder / "adapter", {"note": f"the last good state: {error}"}, is_main())
+        raise UserError(
+            f"{error}; training stopped, the last good state is in {kept}. "
+            "Lower regime.phases.*.learning_rate or trainer.gradient_clip"
+        ) from error
+    record.steps = trained.steps
+    record.tokens_seen = trained.tokens + sum(tokens.numel() for tokens in (*fitting, *balancing, *moved))
+    record.probes = [ProbeRow(**line) for line in read_metrics(run.folder / PROBES)]
+    record.method = {
+        "name": config.attention.name,
+        "causal": is_causal(model),
+        "trainable_parameters": trained_parameters(model, config),
+    }
+    if moved:
+        alone(model, lambda: rebalance(model, moved, precision))
+    if routed:
+        alone(model, lambda: calibrate(model, balancing, precision))
+        record.layers = attachment_of(model).layers
+        record.method |= method_options(config.attention)
+    # a budget may leave no encoder anywhere, and is what a layer reads nevertheless
+    if config.dual or any(method.state_dict() for method in attached_methods(model).values()):
+        extra = {"trained_with": config.model.name, "substitution": record.model.get("substitution")}
+        extra |= {"steps": trained.steps, "tokens": record.tokens_seen, "seed": config.seed}
+        save_adapter(model, run.folder / "adapter", extra, is_main())
+    if config.regime.trains("lora"):
+        record.method |= describe_lora(model)
+        save_lora(model, run.folder / "adapter", is_main())
+    model.eval()
+
+
+def fit_first(run: Run, model: PreTrainedModel, blocks: Blocks, precision: Precision, begun: bool) -> list[Tensor]:
+    """Fit what is attached to the frozen base before any phase; the blocks of text that this took."""
+    config, cache = run.config, cache_root(run.config.cache_dir)
+    seed = config.seed
+    if config.has_router and phases_of(config) and config.focus.warm_start_blocks:
+        sample = blocks.sample(config.focus.warm_start_blocks, seed + 1)
+        if not begun:
+            began = time.perf_counter()
+            alone(model, lambda: warm_start(model, sample, config.focus.warm_start_steps, precision, seed))
+            print(f"routers fitted to the attention in {len(sample)} blocks ({time.perf_counter() - began:.0f} s)")
+        return sample
+    if config.fitting is None:
+        return []
+    sample = blocks.sample(config.fitting.fit_blocks, seed + 1)
+    began = time.perf_counter()
+    if config.dual:
+        run.record.fits, seconds = fit_dual(model, sample, config.dual, precision, cache, seed)
+        print(table_of(run.record.fits))
+    else:
+        seconds = fit_indexers(model, sample, config.fitting, precision, cache, seed)
+    run.record.fit_seconds = seconds
+    # what other runs spent on it belongs to what this one would have taken alone; an earlier part has counted its own
+    run.record.train_seconds = max(run.record.train_seconds or 0.0, seconds - (time.perf_counter() - began))
+    return sample
+
+
+def trained_parameters(model: PreTrainedModel, config: Config) -> int:
+    """Numbers trained in any phase or fitted before, by the same predicate that freezes."""
+    parts = {phase.train for _, phase in phases_of(config)} | ({"router"} if config.fitting else set())
+    return sum(p.numel() for name, p in model.named_parameters() if any(is_trainable(name, part) for part in parts))

@@ -1,0 +1,88 @@
+"""What every job with a model does first: say what is about to run, load model and text, see what fits them."""
+
+from __future__ import annotations
+
+from transformers import PreTrainedModel
+
+from focus_exp.assets import cache_root
+from focus_exp.config import Config, phases_of
+from focus_exp.data import SPLITS, Blocks, Corpus, bos_of, load_corpus
+from focus_exp.data.files import find_texts
+from focus_exp.errors import UserError
+from focus_exp.evaluation.benchmarks import Benchmarks
+from focus_exp.evaluation.evaluation import Evaluation
+from focus_exp.evaluation.quality import Quality
+from focus_exp.jobs.backend import check_backend
+from focus_exp.jobs.base import make_base, with_base
+from focus_exp.jobs.run import Run
+from focus_exp.models.adapter import read_adapter
+from focus_exp.models.load import LoadedModel, load_model
+from focus_exp.speed.timing import device_name
+from focus_exp.training.precision import Precision
+from focus_exp.training.strategies import place, strategy_name
+
+
+def headline(config: Config) -> str:
+    """One line on what is about to run."""
+    run = f"{config.experiment}, {config.arm}" if config.arm else config.experiment
+    what = f"{run}: {config.regime.name} of {config.model.name} with {config.attention.name}"
+    tokens = config.trainer.batch_size * config.trainer.accumulate * config.data.block_size
+    phases = ", then ".join(f"{p.steps} steps of {tokens:,} tokens ({p.train})" for _, p in phases_of(config))
+    return f"{what} on {config.data.name}, seed {config.seed}: {phases or 'no training'}"
+
+
+def describe_processes(config: Config) -> str:
+    count = config.trainer.devices * config.trainer.num_nodes
+    return "" if count == 1 else f", {strategy_name(config.trainer)} over {count} processes"
+
+
+def describe(precision: Precision) -> str:
+    return f"{device_name(precision.device)}, {precision.name} ({precision.reason})"
+
+
+def load(run: Run, precision: Precision) -> tuple[LoadedModel, Corpus]:
+    """The model on its device and the corpus, both announced and on record."""
+    config, cache = run.config, cache_root(run.config.cache_dir)
+    if config.data.source == "files":  # what is wrong with them is known before a model is fetched or trained
+        find_texts(config.data.files)
+    make_base(config)
+    loaded = load_model(
+        with_base(config), assets=config.assets, cache=cache, seed=config.seed, dtype=precision.weights,
+        from_scratch=config.regime.from_scratch,
+    )  # fmt: skip
+    run.describe_model(loaded.provenance, sum(p.numel() for p in loaded.model.parameters()))
+    place(loaded.model, config, precision.device)
+    corpus = load_corpus(config.data, loaded.tokenizer, assets=config.assets, cache=cache)
+    run.describe_data(corpus.provenance, {name: len(getattr(corpus, name)) for name in SPLITS})
+    run.save()
+    return loaded, corpus
+
+
+def prepare(
+    run: Run, loaded: LoadedModel, corpus: Corpus, precision: Precision
+) -> tuple[PreTrainedModel, Evaluation, Blocks]:
+    """The frozen base, what scores it on held-out text, and the blocks to train on; UserError where they do not fit."""
+    config, model = run.config, loaded.model
+    check_length(model, "data.block_size", config.data.block_size, config.model.name)
+    check_length(model, "eval.window", config.eval.window, config.model.name)
+    bos = bos_of(loaded.tokenizer)
+    held_out = corpus.validation if config.eval.split == "validation" else corpus.test
+    windows = Blocks(held_out, config.eval.window, stride=config.eval.stride, bos=bos, cross_documents=False)
+    for sentence in windows.left_out("eval.window"):
+        run.warn(sentence)
+    blocks = Blocks(corpus.train, config.data.block_size, bos=bos, cross_documents=True)
+    check_backend(model, config.attention.backend)
+    model.requires_grad_(False)
+    for adapter in config.eval.adapters:  # what is wrong with them is known before the hours of training
+        read_adapter(model, adapter)
+    weights, folder = loaded.provenance.fingerprint, run.folder
+    quality = Quality(model, windows, config, precision, folder / "evaluation", weights)
+    benchmarks = Benchmarks(model, loaded.tokenizer, windows, config, precision, folder / "benchmarks", weights)
+    return model, Evaluation(quality, benchmarks), blocks
+
+
+def check_length(model: PreTrainedModel, key: str, length: int, name: str) -> None:
+    """UserError where the model has no position for so many tokens."""
+    longest = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    if longest is not None and length > longest:
+        raise UserError(f"{key}={length} exceeds the {longest} positions of {name}; use {longest} or less")
