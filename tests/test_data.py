@@ -306,8 +306,10 @@ def test_each_line_of_a_jsonl_file_is_a_document(tmp_path):
     assert [len(split.documents) for split in (corpus.train, corpus.validation, corpus.test)] == [36, 2, 2]
     text = byte_tokenizer().decode(corpus.test.tokens[: corpus.test.starts[1] - 1].tolist())
     assert text in {row["body"].replace("\r\n", "\n") for row in rows[:40]}
-    (tmp_path / "notes.txt").write_text("a text beside it")
-    assert [text.name for text in files.find_texts(str(tmp_path))] == ["notes.txt"]
+    (tmp_path / "README.md").write_text("what the texts are")
+    with pytest.raises(UserError, match=r"README.md and rows.jsonl, .*such as '.*/\*\*/\*.jsonl'"):
+        files.find_texts(f"{tmp_path}/")
+    assert [text.name for text in files.find_texts(f"{tmp_path}/**/*.jsonl")] == ["rows.jsonl"]
     with pytest.raises(UserError, match="data.text_column"):
         load(files_config(tmp_path / "*.jsonl"), tmp_path / "cache")
 

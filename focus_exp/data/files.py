@@ -85,21 +85,27 @@ def find_texts(pattern: str | None) -> list[TextFile]:
     """The non-empty text files of a folder or a glob; copies of a file count once, and so do such as differ in a
     byte-order mark or in white space at their ends.
 
-    Of a folder those in .txt and .md at any depth, or else in .jsonl, each line of which is a document, but of no
+    Of a folder those in .txt and .md at any depth, or those in .jsonl, each line of which is a document, but of no
     hidden one, in which editors keep older versions of files; a glob does not match those either. Files of one
     name are told apart by the folders in which they lie. Windows newlines are read as \\n.
     package:<name>/<folder or glob> is below an installed package, wherever that lies.
 
     Sorted by content hash, so that the split does not depend on where the files lie. Raises UserError if there is no
-    text, or a file is not UTF-8 or not text.
+    text, a file is not UTF-8 or not text, or a folder has files of both kinds.
     """
     if not pattern:
         raise UserError("data.source=files needs data.files, a folder or a glob such as 'texts/*.txt'.")
     root = in_package(pattern) if pattern.startswith(PACKAGE) else Path(pattern).expanduser()
     if root.is_dir():
         below = [path for path in root.rglob("*") if not any(map(_is_hidden, path.relative_to(root).parts))]
-        paths = [path for path in below if path.suffix.lower() in SUFFIXES]
-        paths = paths or [path for path in below if path.suffix.lower() == LINES]
+        whole = [path for path in below if path.suffix.lower() in SUFFIXES]
+        lined = [path for path in below if path.suffix.lower() == LINES]
+        if whole and lined:  # such as a data set and the README.md about it
+            raise UserError(
+                f"data.files={pattern}: it has {min(whole).name} and {min(lined).name}, texts and lines that are texts; "
+                f"name those meant with a glob, such as '{pattern.rstrip('/')}/**/*{LINES}'."
+            )
+        paths = whole or lined
         suffixes = " or ".join((*SUFFIXES, LINES))
         missing = f"data.files={pattern}: the folder has no {suffixes} file; name others with a glob."
     else:
