@@ -102,8 +102,8 @@ def find_texts(pattern: str | None) -> list[TextFile]:
         lined = [path for path in below if path.suffix.lower() == LINES]
         if whole and lined:  # such as a data set and the README.md about it
             raise UserError(
-                f"data.files={pattern}: it has {min(whole).name} and {min(lined).name}, texts and lines that are texts; "
-                f"name those meant with a glob, such as '{pattern.rstrip('/')}/**/*{LINES}'."
+                f"data.files={pattern}: it has {min(whole).name} and {min(lined).name}, texts and lines that are "
+                f"texts; name those meant with a glob, such as '{pattern.rstrip('/')}/**/*{LINES}'."
             )
         paths = whole or lined
         suffixes = " or ".join((*SUFFIXES, LINES))
