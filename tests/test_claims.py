@@ -14,11 +14,12 @@ from focus_exp import UserError
 from focus_exp.records.benchmarks import BenchmarkRow
 from focus_exp.records.intervals import NORMAL, Estimate, over_seeds
 from focus_exp.records.record import Record
-from focus_exp.records.rows import Arm, ProbeRow, Row
+from focus_exp.records.rows import Arm, Difference, ProbeRow, Row
 from focus_exp.reporting import claims as ledger
 from focus_exp.reporting import specs, trust
 from focus_exp.reporting.comparators import at_least, below, stays_even, takes_over
 from focus_exp.reporting.formats import (
+    NOT_ENGAGED,
     NOT_HERE,
     NOT_REPRODUCED,
     NOT_RUN,
@@ -28,7 +29,7 @@ from focus_exp.reporting.formats import (
     UNDECIDED,
 )
 from focus_exp.reporting.gather import Runs, gather, setup
-from focus_exp.reporting.measured import Line
+from focus_exp.reporting.measured import Line, lines_of
 from focus_exp.reporting.measures import COLUMNS, measurements
 from focus_exp.reporting.selection import select
 from focus_exp.reporting.subjects import SOFT_GATE
@@ -64,6 +65,10 @@ def entries(monkeypatch):
 
     yield write
     ledger.claims.cache_clear()
+
+
+def line_of(**cells):
+    return Line(**dict.fromkeys(COLUMNS) | dict.fromkeys(("deviation", "deviation_of_seeds")) | {"seeds": [0]} | cells)
 
 
 def runs_of(*records):
@@ -167,17 +172,14 @@ def test_every_text_of_every_entry_is_rendered_on_the_committed_records(runs):
 
 @given(st.lists(st.tuples(st.floats(-1, 1), st.floats(0.001, 0.5)), min_size=1, max_size=4), st.floats(-0.5, 0.5))
 def test_below_is_what_the_intervals_say(found, limit):
-    facts = {
-        "arm": "focus", "name": "hard", "of": "rows", "deviation": None, "deviation_of_seeds": None, "seeds": [0],
-        "units": 6, "causal": True, "against": "lora", "against_causal": True,
-    }  # fmt: skip
-    lines = [Line(value=v, low=v - half, high=v + half, **facts) for v, half in found]
+    facts = {"arm": "focus", "of": "rows", "units": 6, "causal": True, "against": "lora", "against_causal": True}
+    lines = [line_of(value=v, low=v - half, high=v + half, **facts) for v, half in found]
     said = below(lines, limit).word
     assert (said == REPRODUCED) == all(line.high < limit for line in lines)
     assert (said == NOT_REPRODUCED) == any(line.low > limit for line in lines)
     if said == UNDECIDED:
         assert below(lines, limit).needs.startswith("3 seeds for ")
-    spoiled = Line(**vars(lines[0]) | {"low": None, "high": None})
+    spoiled = line_of(**vars(lines[0]) | {"low": None, "high": None})
     assert below([*lines, spoiled], limit).word == (said if said == NOT_REPRODUCED else UNDECIDED)
 
 
@@ -186,9 +188,8 @@ def test_below_is_what_the_intervals_say(found, limit):
     [(0.2, "focus", NOT_REPRODUCED), (-0.2, "focus", NOT_HERE), (0.2, "lora", NOT_HERE), (-0.2, "lora", REPRODUCED)],
 )
 def test_who_reads_the_future_can_only_lose(value, reader, word):
-    facts = {"arm": "focus", "name": "hard", "against": "lora", "seeds": [0], "units": 6}
-    facts |= {"causal": reader != "focus", "against_causal": reader != "lora"}
-    line = Line(value=value, low=value - 0.1, high=value + 0.1, **facts)
+    facts = {"arm": "focus", "against": "lora", "causal": reader != "focus", "against_causal": reader != "lora"}
+    line = line_of(value=value, low=value - 0.1, high=value + 0.1, **facts)
     assert below([line], 0).word == word
 
 
@@ -221,8 +222,8 @@ def test_seeds_of_two_kinds_of_device_are_not_taken_together():
 
 @pytest.mark.parametrize("value", [0.2, -0.2])
 def test_between_two_who_read_the_future_nothing_is_decided(value):
-    facts = {"arm": "focus", "name": "hard", "against": "lora", "causal": False, "against_causal": False}
-    line = Line(value=value, low=value - 0.1, high=value + 0.1, **facts)
+    facts = {"arm": "focus", "against": "lora", "causal": False, "against_causal": False}
+    line = line_of(value=value, low=value - 0.1, high=value + 0.1, **facts)
     found = below([line], 0)
     assert found.word == NOT_HERE and "focus and lora read the future" in found.why
 
@@ -238,9 +239,7 @@ def test_between_two_who_read_the_future_nothing_is_decided(value):
     ],
 )
 def test_an_interval_too_wide_to_tell_the_papers_size_from_twice_it_does_not_reproduce_it(low, high, word):
-    facts = {"arm": "focus", "name": "hard", "deviation": None, "deviation_of_seeds": None}
-    facts |= {"causal": True, "against": "base", "against_causal": None}
-    line = Line(value=(low + high) / 2, low=low, high=high, seeds=[0], **facts)
+    line = line_of(value=(low + high) / 2, low=low, high=high, arm="focus", causal=True, against="base")
     assert below([line], 0, size=-0.2).word == word
 
 
@@ -260,7 +259,7 @@ def test_an_interval_too_wide_to_tell_the_papers_size_from_twice_it_does_not_rep
 def test_groups_die_or_live_by_whole_intervals(largest, dead, takes, even):
     facts = {"setup": "", "arm": "softmax", "phase": "all", "step": 600, "K": 8, "seeds": [0, 1, 2]}
     lines = [
-        Line(measure=measure, **dict(zip(("value", "low", "high"), numbers, strict=True)), **facts)
+        line_of(measure=measure, **dict(zip(("value", "low", "high"), numbers, strict=True)), **facts)
         for measure, numbers in (("dominance_most", largest), ("dead_groups_most", dead))
     ]
     assert takes_over(lines, share=0.9, dead=0.75, steps=600).word == takes
@@ -269,9 +268,9 @@ def test_groups_die_or_live_by_whole_intervals(largest, dead, takes, even):
 
 @pytest.mark.parametrize(("largest", "word"), [(0.15, REPRODUCED), (0.4, SAME_DIRECTION), (0.6, NOT_REPRODUCED)])
 def test_groups_less_even_than_the_papers_are_the_same_direction(largest, word):
-    facts = {"setup": "", "arm": "sinkhorn", "phase": "all", "step": 600, "K": 8, "low": None, "high": None}
+    facts = {"setup": "", "arm": "sinkhorn", "phase": "all", "step": 600, "K": 8}
     most = {"dominance_most": largest, "dead_groups_most": 0.0}
-    lines = [Line(measure=measure, value=value, **facts) for measure, value in most.items()]
+    lines = [line_of(measure=measure, value=value, **facts) for measure, value in most.items()]
     assert stays_even(lines, share=0.5, steps=600, size=0.16, margin=0.05).word == word
 
 
@@ -315,6 +314,122 @@ def test_what_failed_is_told_of_and_shows_nothing():
     found = collapses(probes, balance=None, balance_rate_x10="loss is not finite", ema="another arm")
     assert found.word == UNDECIDED and found.needs == "balance_rate_x10 to its end"
     assert "balance_rate_x10, seed 0, failed: loss is not finite" in found.why and "another arm" not in found.why
+
+
+def compared_arms(*names, seed=0, failed=None, **arms):
+    """A comparison whose first arm is a hundredth of a nat better than every other one, and at last words.
+
+    failed: of an arm the error of its row; arms: what else there is of one.
+    """
+    rows = [row(name, kind="hard", error=(failed or {}).get(name)) for name in names]
+    known = {"task": "last_word@500", "metric": "perplexity", "n": 6, "pairs_removed": 0.5, "freedom": 5.0}
+    bounds = {"difference": -0.01, "difference_low": -0.02, "difference_high": 0.0}
+    scores = [BenchmarkRow(attention=name, kind="hard", method="focus", value=9.0, **known, **bounds) for name in names]
+    found = comparison_of(*rows, benchmarks=scores)
+    broken = {*(failed or {}), *(name for name, arm in arms.items() if "error" in arm)}
+    differences = [
+        Difference(arm=name, value=-0.01, low=-0.02, high=-0.005) for name in names[1:] if not broken & {name, names[0]}
+    ]
+    changed = [replace(arm, **arms.get(arm.name, {})) for arm in found.arms]
+    return replace(
+        found, experiment="compare", arms=changed, differences=differences, seed=seed, started=str(seed)
+    )  # fmt: skip
+
+
+def verdict_on(says, *records):
+    (found,) = [verdict for claim, verdict in ledger.judged(list(records)) if says in claim.says]
+    return found
+
+
+def test_without_focus_nothing_is_said_of_it():
+    """By `~arms.focus`: what comes first then is another method."""
+    record = compared_arms("lora", "magicpig", "longformer")
+    for says in ("a score on which the mask acts", "than magicpig with 32 tokens", "stay as they are"):
+        assert verdict_on(says, record).word == NOT_RUN
+    assert verdict_on("a score on which the mask acts", compared_arms("focus", "magicpig")).word != NOT_RUN
+
+
+def test_an_arm_that_failed_is_told_of_on_either_side():
+    says, error = "than magicpig with 32 tokens", "CUDA out of memory"
+    whole = compared_arms("magicpig", "focus")
+    assert verdict_on(says, whole).word == SAME_DIRECTION
+    for name in ("focus", "magicpig"):
+        broken = compared_arms("magicpig", "focus", seed=1, **{name: {"error": error, "status": "failed"}})
+        found = verdict_on(says, whole, broken)
+        assert found.word == SAME_DIRECTION and f"{name}, seed 1, failed: {error}" in found.why
+        alone = verdict_on(says, broken)
+        assert alone.word == UNDECIDED and alone.needs == f"{name} to its end" and error in alone.why
+        again = replace(whole, seed=1, started="2")
+        assert error not in verdict_on(says, whole, broken, again).why
+        row_failed = compared_arms("magicpig", "focus", seed=1, failed={name: error})
+        assert f"{name}, seed 1, failed: {error}" in verdict_on(says, whole, row_failed).why
+
+
+def test_a_score_that_failed_is_told_of_where_it_is_asked_for():
+    record = compared_arms("focus", "magicpig")
+    lost = [replace(record.benchmarks[0], value=None, difference=None, error="no memory"), *record.benchmarks[1:]]
+    broken = replace(record, benchmarks=lost, seed=1, started="1")
+    found = verdict_on("a score on which the mask acts", record, broken)
+    assert "focus, last_word@500, seed 1, failed: no memory" in found.why
+    assert "no memory" not in verdict_on("than magicpig with 32 tokens", record, broken).why
+
+
+def test_what_failed_and_left_probes_is_told_of():
+    probes = probes_of("balance", "one", 0.2, 0.2, 0.2)
+    assert "balance, seed 0, failed: loss is not finite" in collapses(probes, balance="loss is not finite").why
+
+
+def test_a_reference_that_was_trained_otherwise_is_another_set_up():
+    usual, other = {"steps": 2, "tokens_seen": 64}, {"steps": 1, "tokens_seen": 32}
+    records = [
+        compared_arms("magicpig", "focus", "lora", seed=seed, lora=lora)
+        for seed, lora in enumerate((usual, other, usual))
+    ]
+    differences = [*records[0].differences, Difference(arm="focus", value=0.1, low=0.0, high=0.2, against="lora")]
+    records = [replace(record, differences=differences) for record in records]
+    lines = lines_of(select(measurements(runs_of(*records)), {"arm": "focus", "against": "lora"}))
+    assert sorted(tuple(line.seeds) for line in together(lines)) == [(0, 2), (1,)]
+
+
+def test_scores_of_other_items_are_not_taken_together():
+    assert len(together([seed_of(0, n=6), seed_of(1, n=6)])) == 1
+    assert len(together([seed_of(0, n=6), seed_of(1, n=5)])) == 2
+    assert len(together([seed_of(0, version="a"), seed_of(1, version="b")])) == 2
+
+
+@pytest.mark.parametrize("order", [1, -1])
+def test_a_collapse_in_one_of_two_set_ups_of_an_arm_is_one_whichever_came_first(order):
+    facts = {"setup": "", "arm": "sinkhorn", "phase": "all", "step": 600, "K": 8}
+    lines = [
+        line_of(measure=measure, value=value, arm_setup=made, **facts)
+        for made, largest in (("usual", 0.2), ("other", 0.99))[::order]
+        for measure, value in (("dominance_most", largest), ("dead_groups_most", 0.0))
+    ]
+    assert stays_even(lines, share=0.5, steps=600, size=1.0, margin=0.05).word != REPRODUCED
+    assert takes_over(lines, share=0.9, dead=0.75, steps=600).word == UNDECIDED
+
+
+def test_a_mask_that_removes_nothing_shows_nothing():
+    acting = line_of(value=0.01, low=0.0, high=0.02, arm="a", engaged=True, pairs_removed=0.5)
+    idle = line_of(value=0.0, low=-0.01, high=0.01, arm="b", engaged=False, pairs_removed=0.001)
+    assert below([acting], 0.1).word == REPRODUCED and below([idle], 0.1).word == NOT_ENGAGED
+    found = below([acting, idle], 0.1)
+    assert found.word == REPRODUCED and found.lines == [acting] and "b removes 0.1 % of the pairs" in found.why
+    assert below([idle], -0.1).word == NOT_REPRODUCED
+
+
+def test_the_router_of_this_project_is_no_other_method_and_reads_the_past_alone():
+    own = Row(
+        name="Focus hard k=1", kind="hard", method="focus", causal=True, top_k=1, nll=3.0, perplexity=20.0,
+        delta_nll=-0.1, delta_low=-0.2, delta_high=-0.05, pairs_removed=0.5,
+    )  # fmt: skip
+    says = "a router that reads the past alone"
+    config = {"attention": {"method": "focus", "top_k": 1, "groups": 4}}
+    record = Record(status="finished", experiment="retrofit_124m", seed=0, rows=[own], config=config)
+    assert verdict_on(says, record).word == OTHER_METHOD
+    assert verdict_on(says, replace(record, rows=[replace(own, causal=False)])).word == NOT_RUN
+    lora = replace(own, name="LoRA, trained", kind="trained", method="full", top_k=None)
+    assert verdict_on(says, replace(record, rows=[lora], config={"attention": {"method": "full"}})).word == NOT_RUN
 
 
 @pytest.mark.parametrize(

@@ -486,7 +486,7 @@ def test_claims_on_dominance_are_judged_by_the_last_probe(after, collapse, even)
     record = compared(steps=600, **arms)
     found = verdict(record, "softmax with a balance loss collapses")
     assert found.word == collapse and found.ours.startswith("16.0 % to ")
-    assert verdict(record, "under Sinkhorn no group takes over").word == even
+    assert verdict(record, "under Sinkhorn no group gets half").word == even
     assert verdict(record, "five times as strong").word == NOT_REPRODUCED
     assert verdict(compared(softmax=(EVEN, after)), "five times as strong").word == NOT_RUN
     early = verdict(compared(**arms), "five times as strong")

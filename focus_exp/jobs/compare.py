@@ -20,13 +20,13 @@ from omegaconf.errors import OmegaConfBaseException
 
 from focus_exp.config import Config, phases_of, to_dict
 from focus_exp.errors import UserError, first_line
-from focus_exp.evaluation.comparison import compare_arms
 from focus_exp.jobs.arms import compose_arm, compose_arms
 from focus_exp.jobs.base import share_scores
 from focus_exp.jobs.evaluate import measure
 from focus_exp.jobs.prepare import describe
 from focus_exp.jobs.run import Run, claimed, finished_record, judged, new_run, recorded, run_folder, seconds_text
 from focus_exp.jobs.train import train
+from focus_exp.records.differences import compare_arms
 from focus_exp.records.record import Record
 from focus_exp.records.rows import Arm
 from focus_exp.records.runs import NOT_ENDED

@@ -15,7 +15,7 @@ import numpy as np
 from focus_exp.errors import UserError
 from focus_exp.records.intervals import FEWEST, Estimate, estimate, units_of
 from focus_exp.records.record import Record
-from focus_exp.records.rows import Units
+from focus_exp.records.rows import Row, Units
 from focus_exp.storage import replace_file
 
 LOSSES, TEXT = "losses.csv", "text"
@@ -91,7 +91,8 @@ def read_losses(path: Path) -> dict[str, Losses]:
 
 
 def remade(record: Record, found: dict[str, Losses]) -> list[str]:
-    """The differences from full attention in a record, and their intervals, that do not follow from these losses."""
+    """The perplexities and differences from full attention in a record, with their intervals, that do not follow from
+    these losses."""
     base = record.base.name if record.base else ""
     bases = {one.scored_as: one.attention for one in record.benchmarks if one.kind == "base"}
     said = [(TEXT, row.name, base, (row.delta_nll, row.delta_low, row.delta_high)) for row in record.rows if row.scored]
@@ -100,7 +101,17 @@ def remade(record: Record, found: dict[str, Losses]) -> list[str]:
         for one in record.benchmarks
         if one.is_perplexity and one.difference is not None
     ]
-    return [f"{name} on {of}" for of, name, other, bounds in said if not _follows(found.get(of), name, other, bounds)]
+    wrong = [f"{name} on {of}" for of, name, other, bounds in said if not _follows(found.get(of), name, other, bounds)]
+    return wrong + [f"perplexity of {row.name}" for row in record.rows if row.scored and not _is_mean(row, found)]
+
+
+def _is_mean(row: Row, found: dict[str, Losses]) -> bool:
+    """Whether a row's loss is that of its windows, and its perplexity that of its loss."""
+    losses = found.get(TEXT)
+    if row.nll is None or row.perplexity is None or losses is None or row.name not in losses.nll:
+        return False
+    mean = math.isclose(row.nll, losses.estimate(row.name).value, abs_tol=DIGITS)
+    return mean and math.isclose(row.perplexity, math.exp(row.nll), rel_tol=1e-9)
 
 
 def _follows(losses: Losses | None, name: str, base: str, said: tuple[float | None, ...]) -> bool:

@@ -42,6 +42,7 @@ from focus_exp.reporting.together import together
 
 MOST = {"longest": "tokens", "trained": "steps"}  # by what a claim picks those lines that have most of it
 NUMBERS = ("value", "low", "high", "unit")
+UNKNOWN = "not known"
 KNOWN = {"log": math.log, "speedups": paper_speedups, "COLLAPSED": COLLAPSED, "DOMINANT": DOMINANT}
 
 
@@ -163,10 +164,11 @@ def judged(records: list[Record]) -> list[tuple[Claim, Verdict]]:
 
 
 def judged_runs(runs: Runs) -> list[tuple[Claim, Verdict]]:
-    table = select(measurements(runs), {"counts": True, "is_arm": False}, "error.isna()")
+    table = select(measurements(runs), {"counts": True, "is_arm": False})
     # a time of emulated arithmetic is the emulation's
     emulated = table["dtype"].eq("bfloat16") & table.device.str.contains("no native bfloat16")
-    return [(claim, _verdict(claim, table[~emulated.fillna(False)], runs)) for claim in claims()]
+    table = table[~emulated.fillna(False)]
+    return [(claim, _verdict(claim, table, runs)) for claim in claims()]
 
 
 def _verdict(claim: Claim, table: pd.DataFrame, runs: Runs) -> Verdict:
@@ -175,9 +177,10 @@ def _verdict(claim: Claim, table: pd.DataFrame, runs: Runs) -> Verdict:
     table = table[table.experiment.isin(claim.experiments)]
     if table.empty:
         return Verdict(NOT_RUN, why=f"python -m focus_exp +experiment={claim.experiments[0]}")
+    failed, table = lines_of(table[table.error.notna()]), table[table.error.isna()]
     beside = lines_of(select(table, claim.beside, claim.where)) if claim.beside else []
     lines = lines_of(select(table, claim.select, claim.where))
-    said = _with_failures(claim.judge(lines, beside), claim, lines, runs)
+    said = _with_failures(claim.judge(lines, beside), claim, lines, failed)
     names = dict.fromkeys(one.run for line in said.lines for one in line.found)
     records = [runs.named[name] for name in names]
     word, line = (RAN if any(map(is_quick, records)) else said.word), said.hangs_on
@@ -185,23 +188,31 @@ def _verdict(claim: Claim, table: pd.DataFrame, runs: Runs) -> Verdict:
     return Verdict(word, said.ours, said.why, records, numbers, said.needs, line)
 
 
-def _with_failures(said: Judged, claim: Claim, lines: list[Line], runs: Runs) -> Judged:
-    """What a claim on arms says of those that failed; where one has no line at all nothing is shown of all of them."""
-    if not lines or not ("arm" in claim.select or "arm.notna()" in claim.where):
+def _with_failures(said: Judged, claim: Claim, lines: list[Line], failed: list[Line]) -> Judged:
+    """What a claim on arms says of what failed; where an arm has no line at all nothing is shown of all of them."""
+    asked, task = [claim.select[side] for side in ("arm", "against") if side in claim.select], claim.select.get("task")
+
+    def concerned(one: Line) -> bool:
+        """Of an arm that is asked for all of it, or what is asked of it: scores of a task, or else its rows."""
+        part = one.of == "arms" or (matches(one.task, task) if task else one.of == "rows")
+        return part and matches(one.arm, asked)
+
+    failed = [one for one in failed if concerned(one)]
+    broken = {(one.arm, one.run) for one in failed}
+    sides = [(arm, line) for line in lines for arm in (line.arm, line.against)]
+    whole = {(arm, line.seed) for arm, line in sides if (arm, line.run) not in broken}
+    left = [one for one in failed if (one.arm, one.seed) not in whole]
+    told = dict.fromkeys(
+        f"{', '.join(filter(None, (one.arm, one.task)))}, seed {one.seed}, failed: {one.error}" for one in left
+    )
+    lost = {one.arm for one in left} - {arm for arm, _ in sides}
+    if not told:
         return said
-    there = {(line.arm, line.seed) for line in lines}
-    failed = {
-        (arm.name, record.seed): arm.error
-        for record in runs.records
-        if record.counts and record.experiment in claim.experiments
-        for arm in record.arms
-        if arm.error and matches(arm.name, claim.select.get("arm", "*")) and (arm.name, record.seed) not in there
-    }
-    told = "; ".join(f"{arm}, seed {seed}, failed: {error}" for (arm, seed), error in failed.items())
-    lost = {arm for arm, _ in failed} - {arm for arm, _ in there}
-    word = UNDECIDED if lost and said.word in (REPRODUCED, SAME_DIRECTION, NOT_REPRODUCED) else said.word
+    decided = said.word in (REPRODUCED, SAME_DIRECTION, NOT_REPRODUCED, OTHER_METHOD, NOT_RUN, NOT_HERE)
+    word = UNDECIDED if lost and decided else said.word
     needs = said.needs or (f"{', '.join(sorted(lost))} to its end" if word == UNDECIDED and lost else "")
-    return replace(said, word=word, needs=needs, why="; ".join(filter(None, (said.why, told))))
+    why = "" if said.word == NOT_RUN else said.why
+    return replace(said, word=word, needs=needs, why="; ".join(filter(None, (why, *told))))
 
 
 def claim_table(ledger: list[tuple[Claim, Verdict]], runs: Runs) -> Table:
@@ -242,12 +253,13 @@ def verdicts_table(ledger: list[tuple[Claim, Verdict]]) -> Table:
 
 def _values(claim: Claim, verdict: Verdict, runs: Runs) -> dict[str, Any]:
     records = verdict.records
+    spent = [runs.seconds(record) for record in records]
     by = (f"{r.experiment} {r.config_hash}, seed {r.seed}, {commit_text(r.commit)}" for r in records)
     return {
         **{"table": claim.table, "the paper says": claim.says, "paper": claim.paper, "here": verdict.ours or ABSENT},
         **(dict.fromkeys(NUMBERS) | verdict.numbers),
         **{"verdict": verdict.word, "needs": verdict.needs or ABSENT, "because": verdict.why or ABSENT},
         "seeds": str(len(set(verdict.line.seeds) if verdict.line else seeds_of(records)) or ABSENT),
-        "cost": f"{sum(map(runs.seconds, records)) / 60:,.0f} min" if records else ABSENT,
+        "cost": ABSENT if not records else UNKNOWN if None in spent else f"{sum(filter(None, spent)) / 60:,.0f} min",
         "by": "; ".join(by) or ABSENT,
     }

@@ -44,7 +44,8 @@ def below(lines: list[Line], limit: float, size: float | None = None) -> Judged:
     """Whether every line is below `limit`, by its whole interval; `size`: the paper's own number.
 
     An interval that holds the paper's number holds it by its width alone where it holds twice the difference as well.
-    Who reads the future has an advantage: if it loses all the same it loses, otherwise its perplexity says nothing.
+    Who reads the future has an advantage: if it loses all the same it loses, otherwise its perplexity says nothing; and
+    so does one under a mask that removes hardly any pairs.
     """
     sides = [_side(line, limit) for line in lines]
     if refuted := [line for line, side in zip(lines, sides, strict=True) if side == REFUTED]:
@@ -54,6 +55,12 @@ def below(lines: list[Line], limit: float, size: float | None = None) -> Judged:
     readers: list[str] = next(filter(None, left), [])
     if readers:
         return Judged(NOT_HERE, lines, why=f"{listed_text(readers)} {BOTH_READ if len(readers) > 1 else ONE_READS}")
+    if idle := [line for line in lines if line.engaged is False]:
+        why = f"{NOT_ENGAGED}: {listed_text([_removed(line) for line in idle])}"
+        if len(idle) == len(lines):
+            return Judged(NOT_ENGAGED, lines, worst, why=why)
+        said = below([line for line in lines if line not in idle], limit, size)
+        return replace(said, why="; ".join(filter(None, (said.why, why))))
     if OPEN in sides:
         why = "too few texts for an interval" if worst.high is None else ""
         return Judged(UNDECIDED, lines, worst, why=why, needs=wanting(worst, limit if size is None else size - limit))
@@ -71,6 +78,10 @@ def _side(line: Line, limit: float) -> int:
     if line.low is not None and line.low > limit:
         return OPEN if line.against_causal is False else REFUTED
     return OPEN
+
+
+def _removed(line: Line) -> str:
+    return f"{line.task or line.arm or line.name} removes {share_text(line.pairs_removed)} of the pairs"
 
 
 def _readers(line: Line) -> list[str]:
@@ -165,9 +176,9 @@ def stays_even(lines: list[Line], share: float, steps: int, size: float, margin:
 def _of_groups(lines: list[Line], side: Callable[[Line, Line], int], steps: int, happened: int) -> Judged:
     """By what was most in any phase. Of several set-ups all have to agree; what has not happened may still do so until
     `steps` are done."""
-    by: dict[tuple[str, str], dict[str, dict[str, Line]]] = {}
+    by: dict[tuple[str, str, str], dict[str, dict[str, Line]]] = {}
     for line in lines:
-        by.setdefault((line.setup, line.arm), {}).setdefault(line.phase, {})[line.measure] = line
+        by.setdefault((line.setup, line.arm, line.arm_setup), {}).setdefault(line.phase, {})[line.measure] = line
     found = [{side(one["dominance_most"], one["dead_groups_most"]) for one in own.values()} for own in by.values()]
     sides = {next(one for one in (happened, OPEN, -happened) if one in own) for own in found}
     largest, ran = (line for line in lines if line.measure == "dominance_most"), min(line.step or 0 for line in lines)

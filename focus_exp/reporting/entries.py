@@ -3,6 +3,8 @@
 import math
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
+from itertools import zip_longest
+from statistics import fmean
 from typing import Any
 
 from focus_exp.records.record import Record
@@ -223,12 +225,18 @@ class Entry:
     def ran(self) -> list[str]:
         """What every line says of the runs behind it."""
         last = self.runs[-1]
-        behind = self.behind(last)
-        removed = [share_text(one.pairs_removed if one.pairs_kept is None else 1 - one.pairs_kept) for one in behind]
-        idle = f" ({NOT_ENGAGED})" if any(one.engaged is False for one in behind) else ""
+        behind = [list(filter(None, seeds)) for seeds in zip_longest(*map(self.behind, self.runs))]
+        removed = [share_text(_removed(seeds)) for seeds in behind]
+        idle = f" ({NOT_ENGAGED})" if any(one.engaged is False for seeds in behind for one in seeds) else ""
         made = "; ".join(dict.fromkeys(map(self.made_by, self.runs)))
         what = ": ".join(filter(None, [last.record.experiment, self.what(last)]))
         return [(" / ".join(removed) or ABSENT) + idle, what, self.setting(), seeds_text(seeds_of(self.records)), made]
+
+
+def _removed(seeds: list[Line]) -> float | None:
+    """Of the same under several seeds, the mean share of the pairs that is not kept."""
+    shares = [one.pairs_removed if one.pairs_kept is None else 1 - one.pairs_kept for one in seeds]
+    return fmean(shares) if shares and None not in shares else None
 
 
 def _rank(line: Line) -> tuple[bool, bool]:

@@ -59,11 +59,11 @@ class Runs:
         """The record of an arm's own run, if it is below the folder too."""
         return self.arms.get((arm.config_hash, arm.started))
 
-    def seconds(self, record: Record) -> float:
-        """What a record took, its arms included."""
-        own = [(arm, self.own(arm)) for arm in record.arms]
-        spent = [(run.wall_seconds if run else arm.train_seconds) or 0.0 for arm, run in own]
-        return sum(spent) + (record.wall_seconds or 0.0)
+    def seconds(self, record: Record) -> float | None:
+        """What a record took, its arms included; None where that is not known of one."""
+        own = [(arm, self.own(arm)) for arm in record.arms if arm.started]
+        spent = [record.wall_seconds, *(run.wall_seconds if run else arm.train_seconds for arm, run in own)]
+        return None if None in spent else sum(filter(None, spent))
 
 
 def gather(folder: Path, scale: str = "") -> Runs:

@@ -25,7 +25,7 @@ OWN = (
 )  # fmt: skip
 MARKS = (
     "phase", "step", "trains", "against_causal", "answer", "telling", "usual", "turned", "tokens_against",
-    "removed_against",
+    "removed_against", "against_setup",
 )  # fmt: skip
 COLUMNS = (*RUN, "of", *OWN, *SUBJECT, *MARKS, *Number._fields)
 TYPES = {
@@ -79,6 +79,7 @@ def _lines(name: str, record: Record, runs: Runs) -> Iterator[dict[str, Any]]:
                 of_other = {
                     "tokens_against": other.get("tokens_seen"),
                     "removed_against": removed.get(number.against or ""),
+                    "against_setup": other.get("arm_setup"),
                 }
                 yield common | of_other | number._asdict()
 

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from focus_exp.errors import UserError
 from focus_exp.records.comparison import RECORD, arm_folder, load_metrics, load_run
+from focus_exp.records.differences import remade_between
 from focus_exp.records.environment import unknown_commit
 from focus_exp.records.losses import LOSSES, read_losses, remade
 from focus_exp.records.metrics import METRICS, read_metrics, write_metrics
@@ -131,7 +132,8 @@ def stale(top: Path, scale: str = "") -> list[str]:
     `top` is in one."""
     said = []
     for path in sorted(top.rglob(RECORD)):
-        wrong = remade(Record.load(path), read_losses(path.parent / LOSSES))
+        record = Record.load(path)
+        wrong = remade(record, read_losses(path.parent / LOSSES)) + remade_between(record, path.parent)
         said += [f"{path}: {name} does not follow from {LOSSES}" for name in wrong]
     for folder, record in _published(top):
         expected = table_files(all_findings(record), all_tables(record))

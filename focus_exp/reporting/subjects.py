@@ -20,8 +20,9 @@ BASE, SOFT_GATE, FULL = "base", "soft gate", "full attention"
 ITSELF = "itself, reading the future"
 LONG_TEXT = "perplexity@"  # a task at so many tokens
 SUBJECT = (
-    "name", "kind", "method", "top_k", "pair_rule", "task", "metric", "n", "clock", "tokens", "groups", "assignment",
-    "pairs_kept", "dtype", "path", "distant_pairs_kept", "pairs_removed", "engaged", "outcome", "causal", "error",
+    "name", "kind", "method", "top_k", "pair_rule", "task", "version", "metric", "n", "clock", "tokens", "groups",
+    "assignment", "pairs_kept", "dtype", "path", "distant_pairs_kept", "pairs_removed", "engaged", "outcome", "causal",
+    "error",
 )  # fmt: skip
 
 

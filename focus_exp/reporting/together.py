@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from statistics import fmean, geometric_mean
 
@@ -12,8 +13,8 @@ from focus_exp.reporting.measured import Line
 
 # what lines of other seeds have in common; a run's name and place are its own
 SAME = (
-    "of", "measure", "setup", "arm_setup", "arm", "against", "kind", "K", "top_k", "pair_rule", "task", "metric",
-    "clock", "tokens", "groups", "assignment", "phase",
+    "of", "measure", "setup", "arm_setup", "arm", "against", "against_setup", "kind", "K", "top_k", "pair_rule", "task",
+    "version", "n", "metric", "clock", "tokens", "groups", "assignment", "phase",
 )  # fmt: skip
 # what is the mean of the seeds
 PERPLEXITIES = ("level", "level_against")  # of a difference in nats, whose mean is that of their logarithms
@@ -80,12 +81,14 @@ def wanting(line: Line, size: float | None = None, several: int = 1) -> str:
         elif len(line.seeds) < 2:
             needs.append(f"{WANTED} seeds")
         if needs:
-            return f"{listed_text(needs)} for {decimals_text(100 * wanted, 1)} %"
+            share = math.expm1(wanted) if line.unit == "nats" else wanted
+            return f"{listed_text(needs)} for {decimals_text(100 * share, 1)} %"
     return "a difference nearer to the limit than 1 %"
 
 
 def unit_of(line: Line) -> str:
     """What the text is counted in."""
     if line.of == "benchmarks":
-        return "texts" if (line.task or "").startswith("perplexity@") else "items"
+        documents = "texts" if (line.task or "").startswith("perplexity@") else "documents"
+        return documents if line.unit == "nats" else "items"
     return line.unit_kind or "windows"

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Hashable
+from dataclasses import replace
+from math import isclose
 from pathlib import Path
 
 from focus_exp.records.answers import answer
 from focus_exp.records.comparison import arm_folder, arm_record
-from focus_exp.records.losses import LOSSES, TEXT, Losses, read_losses
+from focus_exp.records.losses import DIGITS, LOSSES, TEXT, Losses, read_losses
 from focus_exp.records.record import Record
 from focus_exp.records.rows import Difference
 
@@ -41,6 +43,23 @@ def compare_arms(record: Record, folder: Path, against: list[str]) -> None:
             low, high = difference.bounds
             named = None if other == record.arms[0].name else other
             record.differences.append(Difference(arm=name, value=difference.value, low=low, high=high, against=named))
+
+
+def remade_between(record: Record, folder: Path) -> list[str]:
+    """The differences between arms in the record of a comparison in `folder` that do not follow from their losses."""
+    again = replace(record, differences=[])
+    compare_arms(again, folder, record.config.get("against", []))
+    made = {(one.arm, one.against): one for one in again.differences}
+    return [
+        f"{one.arm} against {one.against or record.arms[0].name}"
+        for one in record.differences
+        if (other := made.get((one.arm, one.against))) is None or not _alike(one, other)
+    ]
+
+
+def _alike(one: Difference, other: Difference) -> bool:
+    pairs = ((one.value, other.value), (one.low, other.low), (one.high, other.high))
+    return all(a == b or (a is not None and b is not None and isclose(a, b, abs_tol=DIGITS)) for a, b in pairs)
 
 
 def scored_by(record: Record) -> Hashable:
