@@ -13,6 +13,7 @@ from focus_exp.jobs import compare as job
 from focus_exp.records.answers import answer
 from focus_exp.records.benchmarks import BenchmarkRow
 from focus_exp.records.comparison import load_run
+from focus_exp.records.differences import remade_between
 from focus_exp.records.losses import read_losses, remade
 from focus_exp.records.record import Record
 from focus_exp.records.rows import Arm, Difference, Row, Units
@@ -90,13 +91,20 @@ def test_differences_from_the_first_arm_and_from_others_are_those_of_the_losses(
             losses[arm.name] = scores["nll"].astype(np.float64)
         (kept,) = folder.rglob("losses.csv")
         published[arm.name] = read_losses(kept)["text"].nll[row.name]
-        assert remade(Record.load(kept.with_name("record.json")), read_losses(kept)) == []
+        own = Record.load(kept.with_name("record.json"))
+        assert remade(own, read_losses(kept)) == []
+        own.rows[0].perplexity /= 2
+        assert remade(own, read_losses(kept)) == ["perplexity of base, full attention"]
     assert comparison.units.windows == len(published["focus"])
     for row in comparison.rows[2:]:
         assert row.delta_vs_hard == pytest.approx(np.nanmean(losses[row.arm] - losses["focus"]), abs=1e-7)
         # what is published is enough to make the interval again: windows of one document, all of the same length
         low, high = stats.ttest_rel(published[row.arm], published["focus"]).confidence_interval()
         assert (row.delta_vs_hard_low, row.delta_vs_hard_high) == pytest.approx((low, high), abs=1e-6)
+    (folder,) = (path.parent for path in (tmp_path / "runs").rglob("record.json") if Record.load(path).arms)
+    assert remade_between(comparison, folder) == []
+    comparison.differences[-1].low -= 0.001
+    assert remade_between(comparison, folder) == [f"{comparison.differences[-1].arm} against lora"]
     others = {each.arm: each.value for each in comparison.differences if each.against == "lora"}
     expected = {arm: np.nanmean(losses[arm] - losses["lora"]) for arm in ("focus", "window")}
     assert others == {arm: pytest.approx(value, abs=1e-7) for arm, value in expected.items()}
