@@ -92,7 +92,7 @@ def test_a_lower_perplexity_counts_where_its_interval_and_its_causality_allow(lo
     other = replace(record, rows=[base, turned], seed=1)
     assert find(verdicts(record, other), "T1", "lowers the perplexity").word == (UNDECIDED if causal else NOT_HERE)
     own = find(verdicts(replace(record, experiment="retrofit_124m")), "T1", "reads the past alone")
-    assert own.word == OTHER_METHOD and f"under it: {word}" in own.why
+    assert own.word == (OTHER_METHOD if causal else NOT_RUN) and (not causal or f"under it: {word}" in own.why)
 
 
 @pytest.mark.parametrize(
@@ -188,7 +188,7 @@ def test_seeds_of_several_experiments_are_a_second_level_of_one_interval():
     width = (agreed.numbers["high"] - agreed.numbers["low"]) / 2
     assert 4.3 * 0.05 / 3**0.5 > width > 1.96 * 0.05 / 3**0.5 > 0.01  # of the text alone
     split = find(verdicts(at(0, 0.2, "compare"), at(1, 0.02)), "T1", "than longformer")
-    assert split.word == UNDECIDED and "seeds for 7.2 %" in split.needs
+    assert split.word == UNDECIDED and "seeds for 7.5 %" in split.needs
 
 
 def test_records_at_scale_quick_stand_alone(tmp_path):

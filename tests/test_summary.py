@@ -165,7 +165,7 @@ def test_of_a_seed_the_latest_counts_and_other_set_ups_stay_apart():
 def test_what_is_wanting_is_what_limits():
     noisy = [routed(seed, delta, half=0.001) for seed, delta in enumerate((0.0, 0.05, 0.1))]
     (line,) = together(lines_of(select(measurements(runs_of(*noisy)), {"against": "base", "kind": "hard"})))
-    assert wanting(line) == "199 seeds for 1.0 %" and wanting(line, math.log(1.05)) == "10 seeds for 5.0 %"
+    assert wanting(line) == "199 seeds for 1.0 %" and wanting(line, math.log(1.05)) == "11 seeds for 5.0 %"
     (alone,) = together(lines_of(select(measurements(runs_of(noisy[0])), {"against": "base", "kind": "hard"})))
     assert wanting(alone) == "3 seeds for 1.0 %"
 
