@@ -18,6 +18,9 @@ In training mode gates are soft and the balance of routers moves, frozen or not.
     from focus_exp.models.modules import attached_methods
     for method in attached_methods(model).values(): method.eval().train = lambda mode=True: None
 
+Checkpoints of a Trainer with a PEFT model hold PEFT's numbers alone: where routers are trained beside LoRA keep them by
+`save_adapter` too, and load them before resuming.
+
 `save_pretrained` keeps the routers' numbers, but not the method: use `save_adapter`, or attach with the same options to
 what `from_pretrained` gives, then `model.load_state_dict` of the saved file and `set_routing`.
 

@@ -286,6 +286,13 @@ def test_a_model_in_half_precision_keeps_its_routers_in_float32(attached):
     assert logits_of(model, tokens_of()).dtype == torch.bfloat16
 
 
+@pytest.mark.parametrize("name", ["routing_transformer", "random_groups", "performer", "magicpig"])
+def test_what_a_method_remembers_stays_in_float32_whenever_the_model_is_halved(tiny_model, name):
+    model = attach(tiny_model("llama"), name).bfloat16()
+    remembered = [x for method in attached_methods(model).values() for x in method.buffers()]
+    assert {x.dtype for x in remembered if x.is_floating_point()} == {torch.float32}
+
+
 @pytest.mark.parametrize("family", [family for family in FAMILIES if family != "gemma2"])
 @pytest.mark.parametrize("way", ["hard", "focus_dual"])
 def test_under_autocast_both_paths_compute_the_same(attached, family, way):

@@ -1,6 +1,6 @@
 """Attention on tensors: the fast path is the oracle, the gates, the pair rules, the balance and the random control."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import combinations, pairwise
 from typing import Any
 
@@ -242,6 +242,16 @@ def test_balance_is_what_sinkhorn_converges_to_and_ignores_padding(seed, groups,
     potential = balance_potential(logits, torch.zeros(groups).double(), 200, valid)
     torch.testing.assert_close(potential, balance_potential(inside, torch.zeros(groups).double(), 200))
     torch.testing.assert_close((inside + potential).softmax(-1), assignment[:, :150], atol=1e-6, rtol=0)
+
+
+@pytest.mark.parametrize("assignment", ["balanced", "sinkhorn"])
+def test_a_text_of_padding_alone_spoils_neither_balance_nor_gradients(assignment):
+    method, h = Focus.of(SHAPE, assignment=assignment).train(), torch.randn(2, 12, 8)
+    nothing = torch.zeros(2, 12, dtype=torch.bool)
+    for valid in (nothing, nothing.index_fill(0, torch.tensor(1), True)):
+        method.assign(h, replace(Sequence.plain(2, 12), valid=valid)).square().sum().backward()
+    for x in (method.router.potential, method.router.projection.grad, method.router.centroids.grad):
+        assert torch.isfinite(x).all()
 
 
 @given(seed=SEEDS, groups=st.integers(2, 8))

@@ -1,5 +1,6 @@
 """Published methods: each against its formula query by query, its defining property, and on tiny models."""
 
+import copy
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -567,6 +568,22 @@ def test_routing_transformers_centroids_do_not_move_for_padding_or_without_token
     assert torch.equal(method.centroids[[0, 2]], before[[0, 2]])
     unit = torch.nn.functional.normalize(before[1] - before[1].mean(), dim=-1)
     torch.testing.assert_close(method.centroids[1], unit, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("padded", [False, True])
+def test_routing_transformers_centroids_follow_the_tokens_of_all_processes(padded):
+    alone = RoutingTransformer.of(shape(), groups=3, centroid_decay=0.5).train()
+    first, second = copy.deepcopy(alone), copy.deepcopy(alone)
+    h, start = torch.randn(2, 8, 12), torch.zeros(2, 8, dtype=torch.long)
+    valid = torch.arange(8) < torch.tensor([[5], [8]]) if padded else None
+    whole = alone.route(h, Sequence(start, valid=valid))
+    for rank, method in enumerate((first, second)):
+        tokens = torch.nn.functional.normalize(torch.nn.functional.layer_norm(h, (12,)), dim=-1)
+        method.together = lambda own, tokens=tokens: ([valid if own.dtype == torch.bool else tokens], 0)
+        part = slice(rank, rank + 1)
+        selection = method.route(h[part], Sequence(start[part], valid=None if valid is None else valid[part]))
+        assert torch.equal(selection.key_groups, whole.key_groups[part])
+        torch.testing.assert_close(method.centroids, alone.centroids)
 
 
 def before_and_padding(direction: Tensor) -> Tensor:

@@ -45,10 +45,20 @@ HERE, NODES = (
 )
 # one sequence in a batch: two batches of a step at the same time; three steps in an epoch
 SMALL_BATCHES = (*RETROFIT, *QUICK, "data.max_train_tokens=400", "trainer.batch_size=1", "trainer.accumulate=4")
-JOBS = {"retrofit": RETROFIT, "finetune": FINETUNE, "lora": LORA, "small": SMALL_BATCHES}
+# what moves with the tokens of all processes, without any gradient
+RECLUSTER = (*RETROFIT, *QUICK, "attention.centroid_update=recluster", "attention.recluster_every=2")
+ROUTING = ("regime=finetune", "attention=routing_transformer", "attention.centroid_decay=0.5", *QUICK)
+ROUTING = (*ROUTING, "regime.phases.everything.steps=4", "regime.phases.everything.learning_rate=1e-3")
+JOBS = {
+    "retrofit": RETROFIT, "finetune": FINETUNE, "lora": LORA, "small": SMALL_BATCHES, "recluster": RECLUSTER,
+    "routing": ROUTING,
+}  # fmt: skip
 QUICK_DONE, SLOW_DONE = (
     [("retrofit", "ddp"), ("finetune", "fsdp")],
-    [("finetune", "ddp"), ("retrofit", "fsdp"), ("lora", "fsdp")],
+    [
+        *(("finetune", "ddp"), ("retrofit", "fsdp"), ("lora", "fsdp")),
+        *(("recluster", "ddp"), ("routing", "ddp"), ("routing", "fsdp")),
+    ],
 )
 STOP = ("everything", 2)
 slow = pytest.mark.slow

@@ -265,6 +265,17 @@ def test_methods_that_reach_nothing_distant_skip_it(method, where):
     torch.testing.assert_close(*found)
 
 
+@pytest.mark.parametrize("kernel", [KERNELS["cpu-flash"], KERNELS["math"]], ids=name_of)
+def test_a_gradient_of_gradients_is_refused(kernel):
+    """The backward pass is exact, and no function of its own that autograd could follow."""
+    q, k, v = torch.randn(3, 1, 2, 40, 8).requires_grad_()
+    selection = select(random_assignment("spread", 1, 40, 3), 1, "query_topk")
+    out = sparse_attention(q, k, v, selection, Sequence.plain(1, 40), kernel, window=4, sinks=1, scaling=0.3)
+    (gradient,) = torch.autograd.grad(out.square().sum(), v, create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        gradient.square().sum().backward()
+
+
 def test_kernels_say_why_they_cannot_serve():
     reasons = available(Demand("cpu", torch.float32, 64))
     assert reasons["cpu-flash"] is None and reasons["math"] is None

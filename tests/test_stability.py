@@ -247,29 +247,36 @@ def test_centroids_that_moved_are_those_that_tokens_are_compared_with(tiny_model
         assert torch.equal(router(h), copy.deepcopy(router)(h))
 
 
-def test_all_processes_move_their_centroids_alike(tiny_model):
-    model = attached(tiny_model("llama"), {"centroid_update": "ema"})
-    update = CentroidUpdates(model, FocusConfig(name="f", method="focus", centroid_update="ema"))
-    tokens = torch.randn(2, 10, 16)  # of two processes
+@pytest.mark.parametrize("how", ["ema", "recluster"])
+def test_centroids_are_those_that_one_process_would_have(tiny_model, how):
+    options = {"centroid_update": how, "recluster_every": 1}
+    model = attached(tiny_model("llama"), options)
+    alone = copy.deepcopy(model)
+    tokens = torch.randn(2, 3, 10, 16)  # of two processes the batches of one step, of which each has a half
 
-    class Module:
-        @staticmethod
-        def all_gather(own):
-            assert torch.equal(own, tokens[0])
-            return tokens
+    def moved(model, own, gathered):
+        class Module:
+            @staticmethod
+            def all_gather(found):
+                assert torch.equal(found, own)
+                return gathered
 
-    class Trainer:
-        global_step, max_steps = 0, 9
+        class Trainer:
+            global_step, max_steps = 0, 9
 
-    update.on_train_start(Trainer, Module)
-    for method in attached_methods(model).values():
-        method.projected = [tokens[0, :4], tokens[0, 4:]]
-    before = copy.deepcopy(attached_methods(model)[0].router)
-    Trainer.global_step = 1
-    update.on_train_batch_end(Trainer, Module, None, None, 0)
-    both = tokens.flatten(0, 1)
-    expected = follow_means(before.centroids, both, before.compare(both).argmax(-1), 0.999)
-    torch.testing.assert_close(attached_methods(model)[0].router.centroids, expected)
+        update = CentroidUpdates(model, FocusConfig(name="f", method="focus", **options))
+        update.on_train_start(Trainer, Module)
+        for method in attached_methods(model).values():
+            method.projected = list(own)
+        Trainer.global_step = 1
+        update.on_train_batch_end(Trainer, Module, None, None, 0)
+        return attached_methods(model)[0].router.centroids
+
+    whole = tokens.transpose(0, 1).flatten(1, 2)
+    before = attached_methods(model)[0].router.centroids.clone()
+    expected = moved(alone, whole, whole)
+    assert not torch.allclose(expected, before)
+    torch.testing.assert_close(moved(model, tokens[0], tokens), expected)
 
 
 @pytest.mark.parametrize("options", TRIED)

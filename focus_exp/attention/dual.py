@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from focus_exp.attention.dual_options import FULL, WINDOW, EncoderTraining, FocusDualOptions
 from focus_exp.attention.method import AttentionMethod, LayerShape
-from focus_exp.attention.routing import OwnPrecision, cast, own_precision
+from focus_exp.attention.routing import cast, own_precision
 from focus_exp.attention.selection import PairCounts, Selection, Sequence, top_k_groups
 
 UNSET = torch.finfo(torch.float32).max  # a threshold before any fit: as many groups as were asked for are read
@@ -35,7 +35,7 @@ class Encoder(nn.Module):
         return logits.unflatten(-1, self.bias.shape).transpose(1, 2)
 
 
-class FocusDual(OwnPrecision, AttentionMethod, name="focus_dual", options=FocusDualOptions):
+class FocusDual(AttentionMethod, name="focus_dual", options=FocusDualOptions):
     """A pair is kept if i - j <= window, if j is a sink, or if j's group is among those that i reads.
 
     A key is in the group of its largest logit, a query reads those of its `top_k` largest; both depend on the token's

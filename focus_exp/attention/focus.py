@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 from torch import Tensor
 
@@ -29,9 +27,6 @@ class Focus(AttentionMethod, name="focus", options=FocusOptions):
 
     The last four options are those that the paper tried against dominance. Whoever trains with them gathers `losses`
     in the forward pass (`auxiliary_losses` does), and moves the centroids between steps (`CentroidUpdates` does).
-
-    `together` is set where several processes train: it gives the batches, of those computed at the same time, whose
-    parts the processes hold, from this one's part, and which of them is this one's. All are balanced in their order.
     """
 
     fitting = RouterTraining
@@ -60,7 +55,6 @@ class Focus(AttentionMethod, name="focus", options=FocusOptions):
         self.detach_inputs = options.detach_inputs
         self.losses: list[Tensor] | None = None  # of the forward passes, while somebody gathers them
         self.projected: list[Tensor] | None = None  # tokens `[N, R]`, likewise
-        self.together: Callable[[Tensor], tuple[list[Tensor], int]] | None = None
 
     @property
     def causal(self) -> bool:  # type: ignore[override]
@@ -100,10 +94,9 @@ class Focus(AttentionMethod, name="focus", options=FocusOptions):
 
     def balance(self, logits: Tensor, valid: Tensor | None) -> Tensor:
         """The potential `[K]` that balances this batch; the running average takes in every batch."""
-        batches, own = self.together(logits) if self.together else ([logits], 0)
-        masks = self.together(valid)[0] if self.together and valid is not None else [valid] * len(batches)
+        batches, own = self.batches(logits, valid)
         average, potentials = self.router.potential, []
-        for batch, mask in zip(batches, masks, strict=True):
+        for batch, mask in batches:
             potentials.append(balance_potential(batch, average, self.sinkhorn_iterations, mask))
             average.lerp_(potentials[-1], 1 - self.balance_momentum)
         return potentials[own]

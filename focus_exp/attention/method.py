@@ -49,7 +49,18 @@ class LayerShape:
 METHODS: dict[str, type[AttentionMethod]] = {}
 
 
-class AttentionMethod(nn.Module):
+class OwnPrecision(nn.Module):
+    """Moves follow the model; in half precision, as of `model.bfloat16()`, groups would be ties of rounding."""
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        def moved(x: Tensor) -> Tensor:
+            y = fn(x)
+            return x.to(y.device) if y.dtype in (torch.float16, torch.bfloat16) else y
+
+        return super()._apply(moved, recurse)
+
+
+class AttentionMethod(OwnPrecision):
     """Sees hidden states `[B, T, E]` in `route`, replaces the layer's attention in `attend`.
 
     A method declares in its class statement the dataclass of its options, which its constructor takes beside the
@@ -57,6 +68,9 @@ class AttentionMethod(nn.Module):
 
         class Mean(AttentionMethod, options=MeanOptions):
             def __init__(self, shape: LayerShape, options: MeanOptions) -> None:
+
+    `together` is set where several processes train: it gives the batches, of those computed at the same time, whose
+    parts the processes hold, from this one's part, and which of them is this one's.
     """
 
     name: ClassVar[str]  # that it has declared, else its class's
@@ -92,6 +106,15 @@ class AttentionMethod(nn.Module):
         self.path: str | None = None  # which one the last call took
         self.observers: list[Observer] = []
         self.serial = next(SERIALS)
+        self.together: Callable[[Tensor], tuple[list[Tensor], int]] | None = None
+
+    def batches(self, rows: Tensor, valid: Tensor | None) -> tuple[list[tuple[Tensor, Tensor | None]], int]:
+        """The batches that a single process would see in turn, each with its mask, and which of them is this one's."""
+        if self.together is None:
+            return [(rows, valid)], 0
+        found, own = self.together(rows)
+        masks = [None] * len(found) if valid is None else self.together(valid)[0]
+        return list(zip(found, masks, strict=True)), own
 
     def route(self, h: Tensor, sequence: Sequence) -> Selection:
         """What this layer selects for hidden states `[B, T, E]`; methods without routing select nothing."""

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
-from typing import Self
 
 import torch
 import torch.nn.functional as F
@@ -13,18 +12,7 @@ from torch import Tensor, nn
 CAST_ELEMENTS = 2**22
 
 
-class OwnPrecision(nn.Module):
-    """Moves follow the model; in half precision, as of `model.bfloat16()`, groups would be ties of rounding."""
-
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
-        def moved(x: Tensor) -> Tensor:
-            y = fn(x)
-            return x.to(y.device) if y.dtype in (torch.float16, torch.bfloat16) else y
-
-        return super()._apply(moved, recurse)
-
-
-class Router(OwnPrecision):
+class Router(nn.Module):
     """Routing scores of one layer, S = (h W_g) C^T.
 
     Holds E*R + K*R trainable numbers and one buffer, the balance potential `[K]`, which is averaged, not trained.
@@ -87,6 +75,8 @@ def sinkhorn(logits: Tensor, iterations: int, valid: Tensor | None = None) -> Te
 
     Not causal: the column sums run over the whole sequence. `valid` `[B, T]` leaves padding out of them.
     """
+    if valid is not None:  # where all of a text is padding there would be nothing to sum
+        valid = valid | ~valid.any(-1, keepdim=True)
     for _ in range(iterations):
         counted = logits if valid is None else logits.masked_fill(~valid[..., None], float("-inf"))
         logits = logits - counted.logsumexp(-2, keepdim=True)
@@ -105,7 +95,7 @@ def balance_potential(
     """
     rows = logits.reshape(-1, logits.shape[-1]) if valid is None else logits[valid]
     potential = start
-    for _ in range(iterations):
+    for _ in range(iterations if len(rows) else 0):
         mass = ((rows + potential) * sharpness).log_softmax(-1).logsumexp(0) - torch.log(torch.tensor(float(len(rows))))
         # the step is damped by the sharpness: a potential moves sharpened masses that much faster
         potential = potential - (mass + torch.log(torch.tensor(float(rows.shape[-1])))) / sharpness

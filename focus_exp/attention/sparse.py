@@ -14,6 +14,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from focus_exp.attention.heads import for_each_head
 from focus_exp.attention.kernels import Backend, Fused, Kernel, Whole
@@ -120,6 +121,7 @@ class SparseAttention(torch.autograd.Function):
         return out
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, asks, answers, sink_logits, out, lse = ctx.saved_tensors
         plan, size, (grad,) = ctx.plan, q.shape[-1], grads

@@ -126,6 +126,8 @@ class Checkpoint(Callback):
 
     def on_train_end(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
         self._restore()
+        if (agreed := any_of(self.received)) is not None:
+            raise Interrupted(agreed, f"after the last of {trainer.max_steps} steps")
 
     def on_exception(self, trainer: pl.Trainer, module: pl.LightningModule, exception: BaseException) -> None:
         self._restore()

@@ -58,8 +58,10 @@ class CentroidUpdates(Callback):
         due = self.update == "ema" or (step % self.every == 0 and step < trainer.max_steps)
         for layer, method in self.methods.items() if due else ():
             assert method.projected is not None
-            tokens = module.all_gather(torch.cat(method.projected))
+            tokens = module.all_gather(torch.stack(method.projected))  # [batches, N, R], of several processes each
             assert isinstance(tokens, Tensor)
+            if tokens.ndim > 3:  # to where a single process would see them: k-means begins with some of them
+                tokens = tokens.transpose(0, 1)
             self._move(method, tokens.flatten(0, -2), seed=step + 1_000_003 * layer)
         self._gather([])
 

@@ -28,7 +28,7 @@ from focus_exp.training.mitigations import CentroidUpdates
 from focus_exp.training.module import LanguageModelTask, learning_rate_scale
 from focus_exp.training.precision import Precision
 from focus_exp.training.probe import PROBES, TIMES, Probe
-from focus_exp.training.strategies import balanced_together, lightning_strategy, to_device
+from focus_exp.training.strategies import batches_together, lightning_strategy, to_device
 
 CHECKPOINTS = "checkpoints"
 
@@ -157,7 +157,7 @@ def train_phase(
     )
     set_training_mode(model, phase)
     begun = agreed(checkpoint.exists())
-    with balanced_together(model, loader.share):
+    with batches_together(model, loader.share):
         trainer.fit(task, loader, ckpt_path=checkpoint if begun else None, weights_only=True)
     if settings.gradient_checkpointing:
         model.activation_checkpointing_disable()

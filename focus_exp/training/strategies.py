@@ -26,7 +26,7 @@ from focus_exp.attention.options import FitOptions
 from focus_exp.config import Config, TrainerConfig
 from focus_exp.data.loader import Share, share_of
 from focus_exp.errors import UserError
-from focus_exp.models.attached import is_trainable, routers_of
+from focus_exp.models.attached import is_trainable
 from focus_exp.models.load import whole
 from focus_exp.models.modules import attached_methods
 from focus_exp.training.checkpoints import read
@@ -221,8 +221,8 @@ def global_norm(gradients: list[Tensor]) -> Tensor:
 
 
 @contextmanager
-def balanced_together(model: PreTrainedModel, share: Share) -> Iterator[None]:
-    """Within the block routers balance the batches that a single process would see, in their order."""
+def batches_together(model: PreTrainedModel, share: Share) -> Iterator[None]:
+    """Within the block what moves with its batches sees those that a single process would see, in their order."""
     split = world_size() // share.parallel
 
     def together(rows: Tensor) -> tuple[list[Tensor], int]:
@@ -230,7 +230,7 @@ def balanced_together(model: PreTrainedModel, share: Share) -> Iterator[None]:
         dist.all_gather(parts, rows.contiguous())
         return [torch.cat(parts[i : i + split]) for i in range(0, world_size(), split)], rank() // split
 
-    methods = routers_of(model).values() if world_size() > 1 else ()
+    methods = attached_methods(model).values() if world_size() > 1 else ()
     for method in methods:
         method.together = together
     try:

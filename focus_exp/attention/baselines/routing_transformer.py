@@ -10,6 +10,7 @@ from torch import Tensor
 
 from focus_exp.attention.baselines.blocks import kept_attention
 from focus_exp.attention.method import AttentionMethod, LayerShape
+from focus_exp.attention.mitigations import follow_means
 from focus_exp.attention.options import NearOptions, option
 from focus_exp.attention.recompute import Forwards
 from focus_exp.attention.selection import Selection, Sequence, always_visible, same_group
@@ -63,13 +64,14 @@ class RoutingTransformer(AttentionMethod, name="routing_transformer", options=Ro
 
     def update(self, tokens: Tensor, valid: Tensor | None) -> Tensor:
         """Move every centroid towards the mean of the unit vectors `[B, T, E]` that are nearest to it; what it was."""
-        tokens = tokens.flatten(0, -2) if valid is None else tokens[valid]
-        centroids = self.centroids.to(tokens.dtype, copy=True)
-        nearest = F.one_hot((tokens @ F.normalize(centroids, dim=-1).T).argmax(-1), self.groups).to(tokens.dtype)
-        count = nearest.sum(0)[:, None]
-        means = nearest.T @ tokens / count.clamp(min=1)
-        self.centroids.copy_(torch.where(count > 0, torch.lerp(means, centroids, self.centroid_decay), centroids))
-        return centroids
+        batches, own = self.batches(tokens, valid)
+        before = []
+        for batch, mask in batches:
+            rows = batch.flatten(0, -2) if mask is None else batch[mask]
+            before.append(self.centroids.to(rows.dtype, copy=True))
+            nearest = (rows @ F.normalize(before[-1], dim=-1).T).argmax(-1)
+            self.centroids.copy_(follow_means(before[-1], rows, nearest, self.centroid_decay))
+        return before[own]
 
     def attend(
         self,

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from focus_exp.attention.baselines.blocks import QueryBlock, query_blocks, refuse_sink_logits
 from focus_exp.attention.method import AttentionMethod, LayerShape
 from focus_exp.attention.options import FitOptions, NearOptions, option
-from focus_exp.attention.routing import OwnPrecision, cast, own_precision
+from focus_exp.attention.routing import cast, own_precision
 from focus_exp.attention.selection import PairCounts, Selection, Sequence, always_visible, real_pairs, row_blocks
 
 
@@ -115,7 +115,7 @@ class Indexed(Selection):
     keys: Tensor | None = None
 
 
-class TokenIndexer(OwnPrecision, TopTokens, name="token_indexer", options=TokenIndexerOptions):
+class TokenIndexer(TopTokens, name="token_indexer", options=TokenIndexerOptions):
     """One indexer a layer: importance is the product of `size` numbers of the query's token and of the key's.
 
     They are linear in the layer's standardised hidden state, as the encoders of `focus_dual` are. As the lightning

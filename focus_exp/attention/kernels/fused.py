@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from focus_exp.attention.kernels.contract import CannotServe, Demand, Fused
 from focus_exp.attention.kernels.layout import Lists, Plan, seen_by
@@ -127,6 +128,7 @@ class FusedAttention(torch.autograd.Function):
         return out
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, asks, answers, logits, out, lse = ctx.saved_tensors
         plan: Plan = ctx.plan
