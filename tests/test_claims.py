@@ -200,8 +200,8 @@ def seed_of(seed, **cells):
 
 @pytest.mark.parametrize("order", [1, -1])
 def test_what_seeds_say_together_does_not_hang_on_which_came_first(order):
-    few = {"engaged": False, "units": 24, "stderr": 0.1}
-    many = {"engaged": True, "units": 2400, "stderr": 0.01}
+    few = {"engaged": False, "pairs_removed": 0.04, "units": 24, "stderr": 0.1}
+    many = {"engaged": True, "pairs_removed": 0.5, "units": 2400, "stderr": 0.01}
     (line,) = together([seed_of(seed, **cells) for seed, cells in enumerate((few, many)[::order])])
     assert line.engaged and line.deviation == pytest.approx(0.1 * 24**0.5)
 
@@ -374,6 +374,83 @@ def test_a_score_that_failed_is_told_of_where_it_is_asked_for():
     assert "no memory" not in verdict_on("than magicpig with 32 tokens", record, broken).why
 
 
+def test_an_arm_that_decides_nothing_is_missed_by_nobody():
+    says = "two of four groups a query cost no model more"
+    record = compared_arms("small", "paper", "code")
+    record.config["attention"]["groups"] = 4
+    rows = [
+        replace(one, top_k=2, pair_rule="share", delta_nll=0.01, delta_low=0.0, delta_high=0.02) for one in record.rows
+    ]
+    rows[-1] = replace(rows[-1], nll=None, perplexity=None, error="no memory")
+    found = verdict_on(says, replace(record, experiment="model_scale", rows=rows))
+    assert found.word == OTHER_METHOD and "code, seed 0, failed: no memory" in found.why
+    lost = {"entropy_balance": "no memory"}
+    alone = collapses(probes_of("balance", "one", 0.2, 0.2, 0.2), balance=None)
+    told = collapses(probes_of("balance", "one", 0.2, 0.2, 0.2), balance=None, **lost)
+    assert told.word == alone.word == NOT_REPRODUCED and "entropy_balance, seed 0, failed: no memory" in told.why
+
+
+def test_what_is_refuted_stays_so_whatever_failed():
+    rows = [
+        row("a_full", kind="trained"),
+        row("a_focus", kind="hard"),
+        row("b_full", kind="trained", error="no memory"),
+    ]
+    record = comparison_of(*rows)
+    worse = [Difference(arm="a_focus", value=0.3, low=0.2, high=0.4, against="a_full")]
+    record = replace(record, experiment="domains", differences=worse, seed=0)
+    found = verdict_on("on other texts too", record)
+    assert found.word == NOT_REPRODUCED and "b_full, seed 0, failed: no memory" in found.why
+
+
+def test_seeds_of_which_most_are_idle_are_idle():
+    shares = (0.06, 0.01, 0.012)
+    (line,) = together([seed_of(n, engaged=share >= 0.05, pairs_removed=share) for n, share in enumerate(shares)])
+    assert line.engaged is False
+
+
+def test_seeds_of_an_arm_are_one_set_up_whatever_came_first():
+    facts = {"method": "focus", "top_k": 1, "delta_nll": 0.1, "delta_low": 0.05, "delta_high": 0.15}
+    records = []
+    for seed, names in enumerate((("other", "focus"), ("focus",))):
+        rows = [row(name, kind="hard", **facts if name == "focus" else {}) for name in names]
+        records.append(replace(comparison_of(*rows), seed=seed, started=str(seed), experiment="stability"))
+    lines = lines_of(select(measurements(runs_of(*records)), {"arm": "focus", "measure": "delta", "against": "base"}))
+    assert [line.seeds for line in together(lines)] == [[0, 1]]
+
+
+def test_what_stands_beside_a_claim_is_of_its_own_set_up():
+    records = []
+    for model in ("ours", "another"):
+        found = compared_arms("full_finetuning", "longformer", "focus", seed=0)
+        against = Difference(arm="focus", value=0.1, low=0.05, high=0.15, against="longformer")
+        known = {"model": {"name": model}, "started": model, "differences": [*found.differences, against]}
+        records.append(replace(found, **known))
+    records[1].differences.pop()
+    found = verdict_on("than longformer with all weights", *records)
+    assert found.why.count("focus -1.00 %") == 1
+
+
+def test_the_papers_own_gpu_is_judged_before_another():
+    def timed(device, value):
+        return line_of(measure="ratio", tokens=65_536, value=value, device=device)
+
+    found = at_least(
+        [timed("NVIDIA H200, bfloat16", 1.0), timed("NVIDIA H100 80GB HBM3, bfloat16", 5.0)], {65_536: 4.7}, gpu=True
+    )
+    assert found.word == REPRODUCED and len(found.lines) == 1
+
+
+def test_the_gap_to_soft_gates_has_the_interval_of_its_losses(runs, table):
+    gaps = select(table, {"against": SOFT_GATE, "of": "rows"}, "value.notna()")
+    assert gaps.low.notna().mean() > 0.9
+    line = next(line for line in lines_of(gaps) if line.low is not None and not line.is_arm)
+    losses, record = runs.losses(runs.named[line.run]), runs.named[line.run]
+    soft = next(one.name for one in record.rows if one.kind == "soft")
+    found = losses.difference(line.name, losses, soft)
+    assert (line.value, line.low, line.high) == pytest.approx((found.value, *found.bounds), abs=1e-5)
+
+
 def test_what_failed_and_left_probes_is_told_of():
     probes = probes_of("balance", "one", 0.2, 0.2, 0.2)
     assert "balance, seed 0, failed: loss is not finite" in collapses(probes, balance="loss is not finite").why
@@ -488,7 +565,7 @@ def test_confidence_is_that_of_the_papers_own_assignment_at_its_last_step():
             config={"attention": {"groups": groups}},
         )  # fmt: skip
         (found,) = [verdict for claim, verdict in ledger.judged([record]) if "sure of their group" in claim.says]
-        assert found.word == word and found.ours.startswith(f"{last:.2f}") and "at step 60" in found.why
+        assert found.word == word and found.ours.startswith(f"{last:.2f}, K={groups} after 60 steps")
 
 
 def test_a_gap_to_soft_gates_is_of_its_own_phase():

@@ -225,14 +225,17 @@ def test_claims_on_other_sizes():
     at_most = find(verdicts(), "T2", "cost no model more")
     assert at_most.word == NOT_RUN and "experiment=model_scale" in at_most.why
 
-    def scaled(delta, rule="share"):
+    def scaled(delta, rule="share", groups=4):
         bounds = {"delta_low": delta - 0.01, "delta_high": delta + 0.01}
-        part = row("small", kind="hard", pair_rule=rule, delta_nll=delta, **bounds)
-        return find(verdicts(replace(comparison_of(part), experiment="model_scale")), "T2", "cost no model more")
+        part = row("small", kind="hard", pair_rule=rule, top_k=2, delta_nll=delta, **bounds)
+        found = comparison_of(part)
+        found.config["attention"]["groups"] = groups
+        return find(verdicts(replace(found, experiment="model_scale")), "T2", "cost no model more")
 
     for delta, word in ((0.02, REPRODUCED), (0.085, UNDECIDED), (0.3, NOT_REPRODUCED)):
         assert under_it(scaled(delta)) == f"the router of this project; under it: {word}"
     assert "nothing here has pair_rule share; under it" in scaled(0.02, "query_topk").why
+    assert scaled(0.02, groups=8).word == NOT_RUN
 
     def twins(delta):
         found = comparison_of(row("full", kind="trained"), row("focus", kind="hard", **compared(delta, half=0.005)))

@@ -114,9 +114,20 @@ def test_of_texts_of_one_length_the_most_are_said_and_what_they_are():
         assert "at 8,192 (6 documents)" in price and price.count("+5.13 %") == 3 and "+10.52 %" not in price
 
 
+def test_a_longer_run_of_another_model_or_text_is_no_longer_run_of_this_one():
+    records = [routed(seed, 0.03) for seed in range(3)]
+    for changed in ({"model": {"name": "other", "revision": "1"}}, {"data": {"name": "other", "tokens": {"test": 9}}}):
+        longer = [replace(routed(seed, -0.1), steps=4000, **changed) for seed in range(3)]
+        first, *_ = said(*records, *longer)
+        assert "after 4000 it is lower" not in first
+    assert (
+        "after 4000 it is lower" in said(*records, *(replace(routed(seed, -0.1), steps=4000) for seed in range(3)))[0]
+    )
+
+
 def test_without_records_every_question_says_what_would_answer_it():
     sentences = said()
-    assert sentences[0] == "Does it work? Not measured: python -m focus_exp +experiment=retrofit_124m"
+    assert sentences[0] == "Does it work? Not measured with 4 groups: python -m focus_exp +experiment=retrofit_124m"
     assert sum("+experiment=" in sentence for sentence in sentences) == 6
 
 

@@ -105,13 +105,13 @@ class Quality:
         hard = self.hard_groups()
         scores = self.measure_hard(*own)
         if scores is not None and scores.pairs is not None:
-            self.hard, self.group_shares = column(self.rows[-1]), scores.pairs.groups
+            self.hard, self.group_shares = self.rows[-1].losses, scores.pairs.groups
             if self.config.eval.controls:
                 self.measure_controls(scores.pairs)
         self.measure_adapters()
         for groups in (groups for groups in hard if groups != own):
             self.measure_hard(*groups)
-        self.soft = column(self.rows[-1]) if self.measure_soft() else None
+        self.soft = self.rows[-1].losses if self.measure_soft() else None
         if not is_causal(self.model) and attention.calibration_blocks:
             self.measure_twins()
         set_routing(self.model, hard=True, top_k=attention.top_k, pair_rule=attention.pair_rule)
@@ -222,7 +222,7 @@ class Quality:
 
     def fill(self, row: Row, scores: Scores) -> None:
         """Numbers of a row from its losses, paired with the base's and the configured hard row's."""
-        nll, window, name = scores.nll, self.config.attention.window, column(row)
+        nll, window, name = scores.nll, self.config.attention.window, row.losses
         _, counts = window_sums(nll)
         if self.losses is None:
             places = self.blocks.places(self.indices)
@@ -255,11 +255,6 @@ class Quality:
         assert self.losses is not None
         found = self.losses.difference(name, self.losses, against)
         return (found.value, *found.bounds)
-
-
-def column(row: Row) -> str:
-    """The name of a row among the losses."""
-    return f"{row.name}, after {row.phase}" if row.phase else row.name
 
 
 def control(name: str, method: str, **fields: Any) -> Row:

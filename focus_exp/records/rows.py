@@ -94,6 +94,11 @@ class Row:
         return None if unmasked else acted(self.method, self.pairs_removed)
 
     @property
+    def losses(self) -> str:
+        """Its name among the losses."""
+        return f"{self.name}, after {self.phase}" if self.phase else self.name
+
+    @property
     def soft(self) -> bool:
         """Whether its gates weigh every pair."""
         return self.kind == "soft" or (self.kind == "twin" and self.top_k is None)

@@ -35,7 +35,7 @@ from focus_exp.reporting.gather import Runs, is_quick, seeds_of
 from focus_exp.reporting.measured import Line, lines_of
 from focus_exp.reporting.measures import measurements
 from focus_exp.reporting.paper import paper_row, paper_speedups
-from focus_exp.reporting.selection import check, matches, select
+from focus_exp.reporting.selection import check, matches, said_of_runs, select
 from focus_exp.reporting.specs import expression, read_specs, template
 from focus_exp.reporting.table import Table
 from focus_exp.reporting.together import together
@@ -83,12 +83,14 @@ class Claim:
         alike = [line for line in found if all(matches(getattr(line, name), of) for name, of in self.like.items())]
         said = TESTS[test](_picked(alike or found, self.pick), **limits) if found else Judged(NOT_RUN, [])
         if said.word == NOT_RUN:
-            missing = ", ".join(f"{column} {cell}" for column, cell in self.select.items())
+            cells = [*(f"{column} {cell}" for column, cell in self.select.items()), *filter(None, [self.where])]
+            missing = ", ".join(cells)
             return replace(said, word=NOT_HERE if self.needs else NOT_RUN, why=self.needs or f"no line with {missing}")
         by = {line.measure: line for line in said.lines}
         known = self.known | {
             "lines": said.lines, "line": said.hangs_on or said.lines[0], "by": by, "found": found,
-            "beside": together(beside), "limits": limits,
+            "beside": [line for line in together(beside) if line.setup in {one.setup for one in said.lines}],
+            "limits": limits,
         }  # fmt: skip
         ours, why = said.ours or template(self.ours).render(known), template(self.why).render(known)
         if self.other or not alike:
@@ -164,10 +166,7 @@ def judged(records: list[Record]) -> list[tuple[Claim, Verdict]]:
 
 
 def judged_runs(runs: Runs) -> list[tuple[Claim, Verdict]]:
-    table = select(measurements(runs), {"counts": True, "is_arm": False})
-    # a time of emulated arithmetic is the emulation's
-    emulated = table["dtype"].eq("bfloat16") & table.device.str.contains("no native bfloat16")
-    table = table[~emulated.fillna(False)]
+    table = said_of_runs(measurements(runs))
     return [(claim, _verdict(claim, table, runs)) for claim in claims()]
 
 
@@ -191,6 +190,8 @@ def _verdict(claim: Claim, table: pd.DataFrame, runs: Runs) -> Verdict:
 def _with_failures(said: Judged, claim: Claim, lines: list[Line], failed: list[Line]) -> Judged:
     """What a claim on arms says of what failed; where an arm has no line at all nothing is shown of all of them."""
     asked, task = [claim.select[side] for side in ("arm", "against") if side in claim.select], claim.select.get("task")
+    # whoever may be anybody is missed by nobody, and so is who would not be judged
+    named = [one for one in (claim.like.get("arm", claim.select.get("arm")), claim.select.get("against")) if one != "*"]
 
     def concerned(one: Line) -> bool:
         """Of an arm that is asked for all of it, or what is asked of it: scores of a task, or else its rows."""
@@ -205,11 +206,11 @@ def _with_failures(said: Judged, claim: Claim, lines: list[Line], failed: list[L
     told = dict.fromkeys(
         f"{', '.join(filter(None, (one.arm, one.task)))}, seed {one.seed}, failed: {one.error}" for one in left
     )
-    lost = {one.arm for one in left} - {arm for arm, _ in sides}
+    lost = {one.arm for one in left if matches(one.arm, named)} - {arm for arm, _ in sides}
     if not told:
         return said
     decided = said.word in (REPRODUCED, SAME_DIRECTION, NOT_REPRODUCED, OTHER_METHOD, NOT_RUN, NOT_HERE)
-    word = UNDECIDED if lost and decided else said.word
+    word = UNDECIDED if lost and decided and not said.stands else said.word
     needs = said.needs or (f"{', '.join(sorted(lost))} to its end" if word == UNDECIDED and lost else "")
     why = "" if said.word == NOT_RUN else said.why
     return replace(said, word=word, needs=needs, why="; ".join(filter(None, (why, *told))))

@@ -30,7 +30,10 @@ BOTH_READ = "read the future: their perplexities are none"
 
 @dataclass(frozen=True)
 class Judged:
-    """A word; the lines that it is said of, that on which it hangs first; what the comparator itself says, and asks."""
+    """A word; the lines that it is said of, that on which it hangs first; what the comparator itself says, and asks.
+
+    stands: whatever else there might be to judge.
+    """
 
     word: str
     lines: list[Line]
@@ -38,6 +41,7 @@ class Judged:
     ours: str = ""
     why: str = ""
     needs: str = ""
+    stands: bool = False
 
 
 def below(lines: list[Line], limit: float, size: float | None = None) -> Judged:
@@ -49,7 +53,8 @@ def below(lines: list[Line], limit: float, size: float | None = None) -> Judged:
     """
     sides = [_side(line, limit) for line in lines]
     if refuted := [line for line, side in zip(lines, sides, strict=True) if side == REFUTED]:
-        return Judged(NOT_REPRODUCED, lines, max(refuted, key=lambda line: (len(line.seeds), line.units or 0)))
+        most = max(refuted, key=lambda line: (len(line.seeds), line.units or 0))
+        return Judged(NOT_REPRODUCED, lines, most, stands=True)
     worst = max(lines, key=lambda line: (line.value is None, line.high is None, line.high or line.value or 0.0))
     left = (_readers(line) for line, side in zip(lines, sides, strict=True) if side != SHOWN)
     readers: list[str] = next(filter(None, left), [])
@@ -100,12 +105,14 @@ def at_least(
 ) -> Judged:
     """Whether every line reaches what is wanted, at every length for which it is, by its whole interval if it has one.
 
-    Where the paper has a GPU (`gpu`) what was timed on one is judged, if anything was. Faster than full attention, but
-    not as fast, not on a GPU, or more than `most`: the same direction. Runs of one length of which some reach it and
-    some do not decide nothing, nor does a length at which the paper is slower, where at others it is faster.
+    Where the paper has a GPU (`gpu`) what was timed on its kind, or on any, is judged, if anything was. Faster than
+    full attention, but not as fast, not on a GPU, or more than `most`: the same direction. Runs of one length of which
+    some reach it and some do not decide nothing, nor does a length at which the paper is slower, where at others it is
+    faster.
     """
     if gpu:
-        lines = [line for line in lines if line.device_kind != "cpu"] or lines
+        papers = [line for line in lines if "H100" in line.device_kind]
+        lines = papers or [line for line in lines if line.device_kind != "cpu"] or lines
     limits = wanted if isinstance(wanted, Mapping) else {line.tokens: wanted for line in lines}
     asked = sorted((line for line in lines if line.tokens in limits), key=lambda line: line.tokens or 0)
     slow = {tokens for tokens, limit in limits.items() if limit < 1 < max(limits.values())}
@@ -118,7 +125,7 @@ def at_least(
         sides.setdefault(line.tokens, set()).add(side)
     if lost := [line for line in asked if sides.get(line.tokens) == {REFUTED}]:
         faster = all(line.measure == "ratio" and line.value > 1 for line in lost)
-        return Judged(SAME_DIRECTION if faster else NOT_REPRODUCED, asked, lost[-1])
+        return Judged(SAME_DIRECTION if faster else NOT_REPRODUCED, asked, lost[-1], stands=not faster)
     if missing := [count_text(tokens) for tokens in sorted(limits.keys() - {line.tokens for line in asked})]:
         there = asked or lines
         return Judged(UNDECIDED, there, there[-1], needs=f"timings at {listed_text(missing)} tokens")
@@ -212,7 +219,7 @@ def no_loss(lines: list[Line]) -> Judged:
     ours = "; ".join(f"{line.score_name} {line.score}" for line in acted)
     why = f"not engaged on {idle}" if idle else ""
     if lost:
-        return Judged(NOT_REPRODUCED, acted, lost[0], ours, why)
+        return Judged(NOT_REPRODUCED, acted, lost[0], ours, why, stands=True)
     return Judged(UNDECIDED, acted, acted[0], ours, why, needs=wanting(acted[0], several=len(acted)))
 
 
@@ -223,7 +230,7 @@ def some_loss(lines: list[Line], size: float) -> Judged:
     )
     if lost := [line for line in lines if _lost(line, len(lines))]:
         ours = "; ".join(f"{line.arm} on {line.task} {line.score}" for line in lost)
-        return Judged(REPRODUCED, lost, lost[0], ours, why)
+        return Judged(REPRODUCED, lost, lost[0], ours, why, stands=True)
     hardest = max(lines, key=lambda line: line.deviation or 0.0)
     needs = wanting(hardest, size, len(lines))
     return Judged(UNDECIDED, lines, hardest, "no score is worse once their intervals hold together", why, needs)

@@ -65,7 +65,7 @@ def points(record: Record) -> list[Point]:
 
 
 def ways(record: Record) -> Iterator[dict[str, Any]]:
-    """At each length, what share of the loss of the published form the first arm with two encoders wins back, of what
+    """At each length, what share of the loss of the first router the first arm with two encoders wins back, of what
     a choice of as many tokens by the base's own scores would."""
     found = points(record)
     for length in sorted({point.tokens for point in found}):

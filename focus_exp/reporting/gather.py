@@ -10,6 +10,7 @@ from focus_exp.config import Config, DataConfig, EvalConfig, ModelConfig, Regime
 from focus_exp.config_attention import KNOWN, AttentionConfig, FocusConfig
 from focus_exp.config_hash import decides, leaves
 from focus_exp.records.comparison import load_run
+from focus_exp.records.losses import LOSSES, TEXT, Losses, read_losses
 from focus_exp.records.record import Record
 from focus_exp.records.rows import Arm
 
@@ -39,11 +40,12 @@ BENCHMARKS = ("eval.tasks=", "eval.limit=")  # settings that choose what else is
 @dataclass(frozen=True, eq=False)
 class Runs:
     """found: folder and record of every run, oldest first; arms: the records of comparisons' arms by their hash and
-    start, for a later comparison may have run the same again.
+    start, for a later comparison may have run the same again. folders: where what has losses lies, likewise.
     """
 
     found: list[tuple[Path, Record]] = field(default_factory=list)
     arms: dict[tuple[str, str], Record] = field(default_factory=dict)
+    folders: dict[tuple[str, str], Path] = field(default_factory=dict)
 
     @property
     def records(self) -> list[Record]:
@@ -59,6 +61,11 @@ class Runs:
         """The record of an arm's own run, if it is below the folder too."""
         return self.arms.get((arm.config_hash, arm.started))
 
+    def losses(self, record: Record) -> Losses | None:
+        """Of the held-out text, where they lie beside the record."""
+        folder = self.folders.get((record.config_hash, record.started))
+        return read_losses(folder / LOSSES).get(TEXT) if folder else None
+
     def seconds(self, record: Record) -> float | None:
         """What a record took, its arms included; None where that is not known of one."""
         own = [(arm, self.own(arm)) for arm in record.arms if arm.started]
@@ -73,16 +80,18 @@ def gather(folder: Path, scale: str = "") -> Runs:
     """
     found: dict[tuple[str, str, str], tuple[Path, Record]] = {}
     arms: dict[tuple[str, str], Record] = {}
+    folders: dict[tuple[str, str], Path] = {}
     # committed copies first: they are what a report should point at
     for path in sorted(folder.rglob("record.json"), key=lambda path: ("records" not in path.parts, str(path))):
         record = load_run(path.parent)
         if is_quick(record) != (scale == QUICK):
             continue
+        folders.setdefault((record.config_hash, record.started), path.parent)
         if record.config.get("arm"):
             arms.setdefault((record.config_hash, record.started), record)
             continue
         found.setdefault((record.experiment, record.config_hash, record.started), (path.parent, record))
-    return Runs(sorted(found.values(), key=lambda pair: pair[1].started), arms)
+    return Runs(sorted(found.values(), key=lambda pair: pair[1].started), arms, folders)
 
 
 def is_quick(record: Record) -> bool:

@@ -25,12 +25,13 @@ OWN = (
 )  # fmt: skip
 MARKS = (
     "phase", "step", "trains", "against_causal", "answer", "telling", "usual", "turned", "tokens_against",
-    "removed_against", "against_setup",
+    "removed_against", "parameters_against", "against_setup",
 )  # fmt: skip
 COLUMNS = (*RUN, "of", *OWN, *SUBJECT, *MARKS, *Number._fields)
 TYPES = {
     "Float64": ["value", "low", "high", "level", "level_against", "before", "stderr", "freedom", "parameters",
-                "first_parameters", "pairs_kept", "pairs_removed", "removed_against", "distant_pairs_kept"],
+                "first_parameters", "parameters_against", "pairs_kept", "pairs_removed", "removed_against",
+                "distant_pairs_kept"],
     "Int64": ["seed", "T", "window", "K", "tokens_seen", "tokens_against", "steps", "tries", "model_parameters",
               "top_k", "n", "tokens", "groups", "step", "units"],
     "boolean": ["is_arm", "counts", "engaged", "causal", "against_causal", "answer", "telling", "usual", "turned"],
@@ -63,7 +64,7 @@ def _lines(name: str, record: Record, runs: Runs) -> Iterator[dict[str, Any]]:
         "unit_kind": f"{record.units.kind}s" if record.units else "windows",
         "first": first.name if first else None,
         "first_parameters": first.trainable_parameters if first else None,
-        "setup": _digest((setup(record), run_of(first, runs.own(first)) if first else record.experiment)),
+        "setup": _digest((setup(record), None if first else record.experiment)),
     }
     own: dict[str | None, dict[str, Any]] = {None: {"arm": record.config.get("arm")} | _own(record)}
     own |= {arm.name: _own_of(arm, runs.own(arm), record) for arm in record.arms}
@@ -71,14 +72,13 @@ def _lines(name: str, record: Record, runs: Runs) -> Iterator[dict[str, Any]]:
     for part, subjects in subjects_of(record, runs).items():
         for subject, numbers in subjects:
             common = {**shared, "of": part, **own.get(subject.get("arm"), own[None]), **subject}
-            if part == "probes":  # which are compared with no first arm
-                common["setup"] = _digest(setup(record))
             there = [number for number in numbers if number.value is not None or number.measure == "score_delta"]
             for number in there or numbers[:1]:
                 other = own.get(number.against or "", {})
                 of_other = {
                     "tokens_against": other.get("tokens_seen"),
                     "removed_against": removed.get(number.against or ""),
+                    "parameters_against": other.get("parameters"),
                     "against_setup": other.get("arm_setup"),
                 }
                 yield common | of_other | number._asdict()

@@ -19,6 +19,14 @@ def select(table: pd.DataFrame, cells: dict[str, Any], where: str = "") -> pd.Da
     return table.query(where, engine="python") if where else table
 
 
+def said_of_runs(table: pd.DataFrame) -> pd.DataFrame:
+    """The lines on which claims are judged and sentences rest: of runs whose numbers are whole, not of their arms."""
+    table = select(table, {"counts": True, "is_arm": False})
+    # a time of emulated arithmetic is the emulation's
+    emulated = table["dtype"].eq("bfloat16") & table.device.str.contains("no native bfloat16")
+    return table[~emulated.fillna(False)]
+
+
 def check(place: str, cells: dict[str, Any], where: str) -> None:
     """UserError for a column that is none and a condition that cannot be asked."""
     if unknown := sorted(set(cells) - set(COLUMNS)):

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 from focus_exp.records.answers import answer, by_phase, configured_row, phases, row_of
 from focus_exp.records.benchmarks import telling, usual
+from focus_exp.records.losses import Losses
 from focus_exp.records.record import Record
 from focus_exp.records.rows import Row
 from focus_exp.records.uncertainty import error_of, error_of_score
@@ -66,7 +67,8 @@ def _of(row: Any, arm: str | None, **marks: Any) -> dict[str, Any]:
 
 def _quality(record: Record, rows: list[Row], runs: Runs) -> Subjects:
     stands, hard = answer(record), configured_row(record)
-    soft = {row.phase: row.nll for row in reversed(rows) if row.kind == "soft" and row.scored and not record.arms}
+    soft = {row.phase: row for row in reversed(rows) if row.kind == "soft" and row.scored and not record.arms}
+    losses = runs.losses(record) if soft else None
     trained = record.setting("regime", "phases") or {}
     last: dict[str, Any] = next(reversed(trained.values()), {})
     for row in rows:
@@ -78,7 +80,8 @@ def _quality(record: Record, rows: list[Row], runs: Runs) -> Subjects:
         reference = None if record.arms else ITSELF if row.kind == "twin" else hard.name if hard else None
         versus = (row.delta_vs_hard, row.delta_vs_hard_low, row.delta_vs_hard_high)
         gates = soft.get(row.phase) if row.kind == "hard" else None
-        gap = None if row.nll is None or gates is None else row.nll - gates
+        gap = None if row.nll is None or gates is None or gates.nll is None else row.nll - gates.nll
+        apart = _bounds(losses, row, gates) if gates and row.scored else (None, None)
         yield (
             subject,
             [
@@ -87,10 +90,17 @@ def _quality(record: Record, rows: list[Row], runs: Runs) -> Subjects:
                 Number("largest_group", row.largest_group, unit="share"),
                 Number("parameters", 0 if row.kind == BASE else None),
                 _delta(scored, row, BASE, None if row.kind == "base" else row.delta_nll, row.delta_low, row.delta_high),
-                _delta(scored, row, SOFT_GATE, gap),
+                _delta(scored, row, SOFT_GATE, gap, *apart),
                 *([_delta(scored, row, reference, *versus)] if reference else []),
             ],
         )
+
+
+def _bounds(losses: Losses | None, row: Row, other: Row) -> tuple[float | None, float | None]:
+    """The interval of the difference of two rows of a run."""
+    if losses is None or not {row.losses, other.losses} <= losses.nll.keys():
+        return None, None
+    return losses.difference(row.losses, losses, other.losses).bounds
 
 
 def _between(record: Record, runs: Runs) -> Subjects:

@@ -11,7 +11,7 @@ from focus_exp.reporting.formats import VERDICTS, difference_word
 from focus_exp.reporting.gather import Runs
 from focus_exp.reporting.measured import Line, lines_of
 from focus_exp.reporting.measures import measurements
-from focus_exp.reporting.selection import check, select
+from focus_exp.reporting.selection import check, said_of_runs, select
 from focus_exp.reporting.specs import read_specs, template
 from focus_exp.reporting.together import together
 
@@ -24,6 +24,7 @@ class Chosen:
     select: dict[str, Any]
     where: str = ""
     beside: str = ""
+    alike: str = ""
     optional: bool = False
 
 
@@ -55,7 +56,7 @@ def summary(runs: Runs, ledger: list[tuple[Claim, Verdict]], apart: Collection[s
 
 
 def _said(runs: Runs, known: dict[str, Any]) -> Iterator[str]:
-    table = select(measurements(runs), {"counts": True, "is_arm": False}, "error.isna() and value.notna()")
+    table = select(said_of_runs(measurements(runs)), {}, "error.isna() and value.notna()")
     for sentence in read_specs("summary", list[Sentence]):
         lines: dict[str, Line | None] = {}
         for name, chosen in sentence.lines.items():
@@ -65,6 +66,9 @@ def _said(runs: Runs, known: dict[str, Any]) -> Iterator[str]:
             if chosen.beside:
                 of = lines[chosen.beside]
                 found = [line for line in found if of and line.setup == of.setup]
+            if chosen.alike:
+                of = lines[chosen.alike]
+                found = [line for line in found if of and (line.model, line.data) == (of.model, of.data)]
             lines[name] = max(found, key=lambda line: (line.tokens or 0, line.units or 0), default=None)
         if all(lines[name] or chosen.optional for name, chosen in sentence.lines.items()):
             yield template(sentence.say).render(known | lines)

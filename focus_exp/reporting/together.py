@@ -7,6 +7,7 @@ import re
 from statistics import fmean, geometric_mean
 
 from focus_exp.records.intervals import Estimate, needed, over_seeds, seed_deviation
+from focus_exp.records.rows import ENGAGED
 from focus_exp.reporting.formats import count_text, decimals_text, listed_text
 from focus_exp.reporting.gather import WANTED
 from focus_exp.reporting.measured import Line
@@ -59,13 +60,15 @@ def _combined(lines: list[Line]) -> Line:
         "freedom": total.freedom, "found": found, "runs": {line.run for line in lines},
         "seeds": [one.seed for one in known],
         "deviation": fmean(deviations) if deviations else None,
-        "engaged": any(one.engaged for one in found) or first.engaged,
         "deviation_of_seeds": seed_deviation(estimates) if several else None,
     }  # fmt: skip
     for level in LEVELS:
         there = [getattr(one, level) for one in found if getattr(one, level) is not None]
         mean = geometric_mean if first.unit == "nats" and level in PERPLEXITIES else fmean
         values[level] = mean(there) if there else None
+    shares = [one.pairs_removed for one in found if one.engaged is not None and one.pairs_removed is not None]
+    if shares:
+        values["engaged"] = fmean(shares) >= ENGAGED
     return Line(**vars(first) | values)
 
 

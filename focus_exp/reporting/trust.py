@@ -56,12 +56,13 @@ def seeds_table(runs: Runs) -> Table | None:
         return None
     lines = together(lines_of(found))
     several = [line for line in lines if len(line.seeds) > 1]
+    mixed = len({(line.model, line.data) for line in several}) > 1
     formats = sorted({one.number_format for line in several for one in line.found})
     versions = {one.own_commit or one.commit for line in several for one in line.found}
     measured = {run for line in several for run in line.runs}
     return Table(
         columns=SEEDS,
-        rows=[_line(line)[0] for line in several],
+        rows=[_line(line, mixed)[0] for line in several],
         name="seeds",
         title="The same differences under several seeds",
         notes=[
@@ -72,19 +73,26 @@ def seeds_table(runs: Runs) -> Table | None:
             *(f"records of {len(versions)} versions of the code are compared here" for _ in [*versions][1:2]),
             *(f"seeds were computed in {' or '.join(formats)}: see the device of each record" for _ in formats[1:2]),
         ],
-        values=[_line(line)[1] for line in several],
+        values=[_line(line, mixed)[1] for line in several],
         kinds=dict.fromkeys(("K", "steps", "mean change [95 %]", "versions"), "number"),
     )
 
 
-def _line(line: Line) -> tuple[list[str], dict[str, Any]]:
-    """Of a difference under several seeds: to read, and unrounded."""
+def _line(line: Line, mixed: bool) -> tuple[list[str], dict[str, Any]]:
+    """Of a difference under several seeds: to read, and unrounded. `mixed`: there are other models or texts beside."""
     said = verdict(line)
     experiments, commits = (
         list(dict.fromkeys(getattr(one, column) for one in line.found)) for column in ("experiment", "own_commit")
     )
     groups = line.K if line.attention in GROUPED else None
-    what = [", ".join(experiments), count_text(groups), count_text(line.steps), line.arm or line.name, line.against]
+    where = f" ({line.model} on {line.data})" if mixed else ""
+    what = [
+        ", ".join(experiments) + where,
+        count_text(groups),
+        count_text(line.steps),
+        line.arm or line.name,
+        line.against,
+    ]
     each = "; ".join(f"{one.seed}: {change_text(one.value)}" for one in line.found)
     cells = [*what, seeds_text(line.seeds), line.change, each, said, str(len(commits))]
     values = {

@@ -59,6 +59,8 @@ def sections(runs: Runs, top: Path, folder: Path) -> list[Section]:
 
 def require_records(runs: Runs, top: Path) -> Runs:
     """UserError where there are none."""
+    if runs.arms and not runs.found:
+        raise UserError(f"all records below {top} are of arms; run their comparison, without arm=")
     if not runs.found:
         raise UserError(f"there is no record.json below {top}; run an experiment first, or give runs_dir=")
     return runs
