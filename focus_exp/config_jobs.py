@@ -25,7 +25,7 @@ class BenchConfig:
     dtype: str = option(
         "bf16", "of the attention clocks; the model's own take trainer.precision", choices=("bf16", "float32")
     )
-    repeats: int = option(7, "at most, fewer where one takes long", least=1)
+    repeats: int = option(7, "at most, fewer where one takes long, but always 3", least=1)
     routed_tokens: int = option(16_384, "held-out tokens whose groups a trained router is timed with", least=2)
     quality: bool = option(False, "perplexity at every k too")
     list: bool = option(False, "only say which kernels there are")
@@ -56,7 +56,7 @@ class PlanConfig:
     gpu: str = option("h100", "a name of planning/hardware")
     gpus: int | None = option(None, "at most; null: as many as it takes", least=1)
     hours: float | None = option(None, "refuse what takes longer", above=0)
-    utilization: float = option(0.4, "of the peak arithmetic of the GPU", above=0)
+    utilization: float = option(0.4, "of the peak arithmetic of the GPU", least=0.01, most=1)
     models: list[str] = option([], "of conf/model, each planned in turn; empty: model alone")
     paper: bool = option(False, "each of `models` in the setting in which the paper trains it")
     experiments: list[str] = option([], "of conf/experiment, in place of this one: what training all their arms takes")

@@ -293,6 +293,15 @@ def compared(delta, half=0.01):
     return {"delta_vs_hard": delta, "delta_vs_hard_low": delta - half, "delta_vs_hard_high": delta + half}
 
 
+def test_a_comparison_of_several_texts_says_so():
+    found = comparison_of(row("f", kind="hard"), row("g", kind="hard"))
+    title = table_of(found, "comparison").title
+    found.arms[1].settings.append("data=files")
+    several = table_of(found, "comparison")
+    assert "by arm" not in title and "and others, by arm" in several.title
+    assert any("600 documents of the first arm's text, of others over theirs" in note for note in several.notes)
+
+
 def test_what_a_choice_of_pairs_has_read_is_said():
     found = comparison_of(row("f", kind="hard"), row("s", method="sparq"), row("b", method="best_tokens"))
     said = [note for note in table_of(found, "comparison").notes if "to choose its pairs" in note]

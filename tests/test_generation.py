@@ -27,6 +27,7 @@ def test_texts_of_every_attention_stand_under_their_prompt(tmp_path):
     by_name = {(row.prompt, row.attention): row for row in rows}
     for prompt in (0, 1):
         full, everything = by_name[prompt, "full attention"], by_name[prompt, names[-1]]
+        assert full.read_share == 1 and full.read == 20 + 12 - 1
         # two of two groups are full attention
         assert everything.text == full.text and everything.agrees == 12
         assert everything.base_nll == pytest.approx(full.base_nll, abs=1e-5)
@@ -150,6 +151,7 @@ def test_samples_follow_from_the_seed(tmp_path):
         (["generate.prompt_tokens=32"], "generate.prompt_tokens=32 leaves nothing of eval.window=32"),
         (["generate.top_k=[3]"], "generate.top_k holds 3; use 1 to attention.groups=2"),
         (["generate.new_tokens=0"], "generate.new_tokens=0"),
+        (["generate.new_tokens=500"], "generate.prompt_tokens + generate.new_tokens=520 exceeds the 512 positions"),
     ],
     ids=str,
 )

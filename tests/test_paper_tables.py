@@ -17,7 +17,7 @@ from focus_exp.records.record import Record
 from focus_exp.records.rows import Arm, ProbeRow, Row
 from focus_exp.records.speed import MethodSpeedRow, SpeedRow
 from focus_exp.reporting.entries import Value
-from focus_exp.reporting.figure1 import front, points, printed, write_pareto
+from focus_exp.reporting.figure1 import front, mean_change, points, printed, write_pareto
 from focus_exp.reporting.formats import NOT_HERE, NOT_RUN, difference_word
 from focus_exp.reporting.gather import Runs, gather, run_of, setup
 from focus_exp.reporting.paper import Column, paper_map, paper_rows, paper_tables
@@ -518,6 +518,10 @@ def test_arms_that_the_paper_does_not_have_are_named_too():
     arms = [row("focus_k2", kind="hard"), row("lora_1e-5", kind="trained"), row("lora_1e-2", kind="trained")]
     runs = [line["run"] for line in lines(table("table4_alignment", named("alignment", *arms))) if line["run"] != "-"]
     assert {run.split(": ")[-1] for run in runs} == {"base", "focus_k2", "lora_1e-5", "lora_1e-2"}
+
+
+def test_figure_1_takes_the_mean_of_seeds_as_its_table_does():
+    assert mean_change([623.04, 422.15]) == pytest.approx(100 * (math.sqrt(7.2304 * 5.2215) - 1))
 
 
 def test_figure_1_needs_both_quality_and_speed(tmp_path):

@@ -24,7 +24,7 @@ from focus_exp.errors import UserError
 from focus_exp.records.environment import commit, environment
 from focus_exp.records.metrics import read_metrics
 from focus_exp.records.record import Record
-from focus_exp.records.rows import Row
+from focus_exp.records.rows import ProbeRow, Row
 from focus_exp.reporting import wandb as logging
 from focus_exp.reporting.figures import write_figures
 from focus_exp.reporting.report import all_findings
@@ -247,6 +247,28 @@ def test_the_larger_of_two_groups_does_not_dominate_by_having_half(groups, share
     record.group_shares, record.layers = [[share, 1 - share, *[0.0] * (groups - 2)]], [0]
     said = "\n".join(all_findings(record))
     assert said.count("one group holds more than half") == 2 * dominates
+
+
+@pytest.mark.parametrize(("rule", "shown", "warned"), [("share", "99.8 %", True), ("query_topk", "49.9 %", False)])
+def test_a_group_in_which_nearly_all_tokens_are_is_not_said_to_hold_half_of_them(rule, shown, warned):
+    """Under the rule share a token is in k groups, and no group can have more than 1/k of the memberships."""
+    record = make_record(make_row(top_k=2, pair_rule=rule, largest_group=0.499))
+    record.config["attention"] |= {"top_k": 2, "pair_rule": rule}
+    record.group_shares, record.layers = [[0.499, 0.301, 0.1, 0.1]], [0]
+    table = table_of(record, "quality")
+    assert table.rows[-1][table.columns.index("largest group")] == shown
+    assert any("each is in k groups" in note for note in table.notes) == warned
+    said = "\n".join(all_findings(record))
+    assert said.count("one group holds more than half") == 2 * warned
+
+
+@pytest.mark.parametrize("share", [0.3, 0.872])
+def test_a_run_says_that_a_group_took_over_as_a_comparison_does(share):
+    probe = {"dominance_worst": 0.999, "dead_groups": 1.9, "dead_groups_worst": 2.0, "entropy": 0.1, "confidence": 0.9}
+    record = make_record(make_row())
+    record.probes = [ProbeRow(phase="router", step=step, dominance=share, **probe) for step in (0, 60)]
+    said = [line for line in all_findings(record) if "is the first of" in line]
+    assert len(said) == (share > 0.5) and all("after phase router" in line and "87.2 %" in line for line in said)
 
 
 @pytest.mark.parametrize(("length", "covered"), [(128, True), (133, True), (134, False)])

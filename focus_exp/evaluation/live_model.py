@@ -105,7 +105,7 @@ class LiveModel(HFLM):
             return tokens
         if not self.allow_truncation:
             raise UserError(
-                f"a request of {len(tokens)} tokens exceeds the {limit} that the model takes and would have to be cut; "
+                f"a request of {len(tokens)} tokens exceeds the {limit} that fit and would have to be cut; "
                 "set eval.allow_truncation=true to allow it, or leave the task out of eval.tasks"
             )
         self.ledger.truncated += 1

@@ -33,7 +33,8 @@ def generate(config: Config) -> None:
     with open_run(config, describe(precision)) as run:
         loaded, corpus = load(run, precision)
         model, evaluation, blocks = prepare(run, loaded, corpus, precision)
-        check_length(model, "eval.window", config.eval.window, config.model.name)
+        written = settings.prompt_tokens + settings.new_tokens
+        check_length(model, "generate.prompt_tokens + generate.new_tokens", written, config.model.name)
         put_router(run, model, blocks, precision, config.eval.window)
         if not is_causal(model):
             raise UserError("this attention reads the future and cannot generate; use attention=focus")

@@ -67,7 +67,8 @@ class Planned:
             changes = need.setting.overrides(config)
             if not any(fewer <= set(changes) for fewer in told):
                 told.append(set(changes))
-                yield " ".join([*([f"plan.gpus={need.setting.gpus}"] if need.setting.gpus > most else []), *changes])
+                found_at = [f"plan.gpus={need.setting.gpus}"] if need.setting.gpus > most else []
+                yield " ".join([*found_at, *changes]) + self.as_much(need, " ({})")
 
     def row(self) -> PlanRow:
         estimate, chosen, config = self.estimate, self.chosen, self.estimate.config
@@ -127,12 +128,15 @@ class Planned:
                 f"{share_text(chosen.pair_flops / chosen.flops)} of the arithmetic is on pairs of tokens"
             )
         if needed := setting.overrides(config):
-            words.append(f"Add {' '.join(needed)}")
-            blocks, own = sequences(config, setting.gpus), config.trainer.batch_size * config.trainer.accumulate
-            if blocks > own:
-                times = f"{blocks / own:g}"
-                words.append(f"That is {blocks} blocks a step instead of {own}: regime.steps / {times} reads as much")
+            words.append(f"Add {' '.join(needed)}" + self.as_much(chosen, ". That is {}"))
         return ". ".join(words) + "."
+
+    def as_much(self, need: Needs, said: str) -> str:
+        """What becomes of the tokens where a layout takes more blocks a step than are configured; "" where not."""
+        config = self.estimate.config
+        blocks, own = sequences(config, need.setting.gpus), config.trainer.batch_size * config.trainer.accumulate
+        fewer = f"{blocks} blocks a step instead of {own}: regime.steps / {blocks / own:g} reads as much"
+        return said.format(fewer) if blocks > own else ""
 
 
 def plan_run(name: str, estimate: Estimate, gpu: Gpu) -> Planned:

@@ -11,9 +11,16 @@ from focus_exp.records.rows import Arm, ProbeRow, Row
 DOMINANT, COLLAPSED = 0.5, 0.9
 
 
-def dominates(share: float, groups: int | None) -> bool:
-    """Whether a group with this share of the tokens dominates so many: the larger of two always has half."""
-    return share > max(DOMINANT, 1.5 / (groups or 3))
+def dominates(share: float, groups: int | None, memberships: int = 1) -> bool:
+    """Whether a group with this share of the tokens, each in so many groups, dominates: the larger of two always has
+    half."""
+    return share > max(DOMINANT, 1.5 * memberships / (groups or 3))
+
+
+def memberships(record: Record) -> int:
+    """How many groups a token is in, in the configured hard row, of which `group_shares` are."""
+    row = configured_row(record) or answer(record)
+    return row.memberships if row else 1
 
 
 def groups_of(record: Record, name: str | None = None) -> int | None:

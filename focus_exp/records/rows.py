@@ -94,6 +94,16 @@ class Row:
         return None if unmasked else acted(self.method, self.pairs_removed)
 
     @property
+    def memberships(self) -> int:
+        """How many groups a token is in: under the rule share as many as it reaches."""
+        return (self.top_k or 1) if self.pair_rule == "share" else 1
+
+    @property
+    def largest_share(self) -> float | None:
+        """The share of the tokens that are in the largest group; `largest_group` is one of all memberships."""
+        return None if self.largest_group is None else min(1.0, self.largest_group * self.memberships)
+
+    @property
     def losses(self) -> str:
         """Its name among the losses."""
         return f"{self.name}, after {self.phase}" if self.phase else self.name
@@ -205,7 +215,8 @@ class Continuation:
 
     base_nll: nats per token of the continuation under the base model with full attention, given the prompt.
     agrees: tokens from the start that are those of full attention. Times in seconds; read: keys of a layer that the
-    last step read, of `prompt_tokens` + `tokens` there were; cache_bytes: held at the end, in all layers.
+    last step read, of `prompt_tokens` + `tokens` - 1 there were, for nothing reads the last; cache_bytes: held at the
+    end, in all layers.
     """
 
     attention: str
@@ -226,7 +237,7 @@ class Continuation:
     @property
     def read_share(self) -> float | None:
         """Of the keys there were at the last step, the share that it read."""
-        return None if self.read is None else self.read / (self.prompt_tokens + self.tokens)
+        return None if self.read is None else self.read / (self.prompt_tokens + self.tokens - 1)
 
     @property
     def rate(self) -> float | None:

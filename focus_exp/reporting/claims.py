@@ -97,7 +97,8 @@ class Claim:
             unlike = "nothing here has " + ", ".join(f"{name} {cell}" for name, cell in self.like.items())
             other = "; ".join(filter(None, (self.other, "" if alike else unlike)))
             why, said = f"{other}; under it: {said.word}; {why}", replace(said, word=OTHER_METHOD)
-        return replace(said, ours=ours, why="; ".join(filter(None, (said.why, why))))
+        shown = tuple(found if self.pick or self.like else said.lines)
+        return replace(said, ours=ours, why="; ".join(filter(None, (said.why, why))), shown=shown)
 
 
 @dataclass(frozen=True)
@@ -180,7 +181,7 @@ def _verdict(claim: Claim, table: pd.DataFrame, runs: Runs) -> Verdict:
     beside = lines_of(select(table, claim.beside, claim.where)) if claim.beside else []
     lines = lines_of(select(table, claim.select, claim.where))
     said = _with_failures(claim.judge(lines, beside), claim, lines, failed)
-    names = dict.fromkeys(one.run for line in said.lines for one in line.found)
+    names = dict.fromkeys(one.run for line in said.shown for one in line.found)
     records = [runs.named[name] for name in names]
     word, line = (RAN if any(map(is_quick, records)) else said.word), said.hangs_on
     numbers = {name: getattr(line, name) for name in NUMBERS} if line is not None and line.value is not None else {}

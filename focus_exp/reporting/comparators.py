@@ -32,7 +32,7 @@ BOTH_READ = "read the future: their perplexities are none"
 class Judged:
     """A word; the lines that it is said of, that on which it hangs first; what the comparator itself says, and asks.
 
-    stands: whatever else there might be to judge.
+    stands: whatever else there might be to judge. shown: the lines that the texts may name, where they are more.
     """
 
     word: str
@@ -42,6 +42,7 @@ class Judged:
     why: str = ""
     needs: str = ""
     stands: bool = False
+    shown: tuple[Line, ...] = ()
 
 
 def below(lines: list[Line], limit: float, size: float | None = None) -> Judged:

@@ -1,5 +1,6 @@
 """Figure 1 of the paper: what each method costs in perplexity against the speed that was measured for it."""
 
+import math
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -50,8 +51,13 @@ def points(runs: Runs) -> list[Point]:
             name, causal = several or " / ".join(entry.place.names), all(map(entry.causal, entry.runs))
             timing = entry.timed(entry.runs[-1])
             ratio = numbers["speed"][-1] if numbers["speed"] else None
-            found.append(Point(name, fmean(changes), ratio, timing and timing[1].tokens, causal, bool(several)))
+            found.append(Point(name, mean_change(changes), ratio, timing and timing[1].tokens, causal, bool(several)))
     return found
+
+
+def mean_change(changes: list[float]) -> float:
+    """Of changes of perplexity [%], as of their logarithms everywhere else."""
+    return 100 * math.expm1(fmean(math.log1p(change / 100) for change in changes))
 
 
 def printed() -> list[tuple[float, float]]:

@@ -9,12 +9,14 @@ from typing import Any
 from focus_exp.records.answers import (
     COLLAPSED,
     DOMINANT,
+    by_phase,
     configured_row,
     dominates,
     groups_of,
     is_comparable,
     is_configured,
     keeps_everything,
+    memberships,
     phases,
     row_of,
 )
@@ -101,14 +103,18 @@ def _unpaired(hard: Row, control: Row) -> tuple[str, str]:
 
 
 def _dominance(record: Record) -> Iterator[str]:
-    told = [row for row in record.rows if row.largest_group is not None]
-    if rows := [row for row in told if dominates(row.largest_group or 0.0, groups_of(record, row.arm))]:
+    told = [row for row in record.rows if row.largest_share is not None]
+    if rows := [x for x in told if dominates(x.largest_share or 0.0, groups_of(record, x.arm), x.memberships)]:
         yield say("dominated", rows=rows)
-    shares = [max(groups, default=0.0) for groups in record.group_shares or []]
+    times = memberships(record)
+    shares = [min(1.0, times * max(groups, default=0.0)) for groups in record.group_shares or []]
     largest = dict(zip(record.layers or range(len(shares)), shares, strict=False))
-    if dominated := [layer for layer, share in largest.items() if dominates(share, groups_of(record))]:
+    if dominated := [layer for layer, share in largest.items() if dominates(share, groups_of(record), times)]:
         worst = max(dominated, key=lambda layer: largest[layer])
         yield say("dominated_layers", layers=len(dominated), of=len(largest), worst=worst, largest=largest[worst])
+    for phase, probes in by_phase([] if record.arms else record.probes).items():
+        if dominates(probes[-1].dominance, groups_of(record)):
+            yield say("taken_over", phase=phase, probe=probes[-1])
 
 
 def benchmark_findings(rows: list[BenchmarkRow]) -> Iterator[str]:

@@ -11,7 +11,15 @@ def title(record: Record) -> str:
     """What was measured on what: experiment, model, data, evaluation length T."""
     names = [getattr(record, part).get("name") or record.setting(part, "name", part) for part in ("model", "data")]
     substitute = " (substitute assets)" if substitutions(record) else ""
-    return f"{record.experiment}: {names[0]} on {names[1]}{substitute}, T = {record.setting('eval', 'window', '?')}"
+    others = " and others, by arm" if texts_differ(record) else ""
+    on, length = f"{names[1]}{others}{substitute}", record.setting("eval", "window", "?")
+    return f"{record.experiment}: {names[0]} on {on}, T = {length}"
+
+
+def texts_differ(record: Record) -> bool:
+    """Whether the arms of a comparison are of several texts, of which the record describes the first one's."""
+    asked = {tuple(one for one in arm.settings if one.startswith(("data=", "data.files="))) for arm in record.arms}
+    return len(asked) > 1
 
 
 def substitutions(record: Record) -> list[str]:
@@ -77,5 +85,6 @@ def intervals_text(record: Record) -> str:
         of = "" if units.count == units.windows else f" of {units.windows} windows"
         kept = ", from losses.csv" if record.rows else ""
         alone = " (too few documents: they speak of this text alone)" if units.kind == "window" else ""
-        return f"95 %: Student's t over {units.count} {units.kind}s{of}{alone}, paired{kept}"
+        first = " of the first arm's text, of others over theirs" if texts_differ(record) else ""
+        return f"95 %: Student's t over {units.count} {units.kind}s{of}{first}{alone}, paired{kept}"
     return ""

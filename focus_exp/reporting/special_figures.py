@@ -9,7 +9,7 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from focus_exp.records.answers import dominates, row_of
+from focus_exp.records.answers import dominates, memberships, row_of
 from focus_exp.records.benchmarks import telling
 from focus_exp.records.record import Record
 from focus_exp.reporting.canvas import COLOURS, canvas
@@ -116,23 +116,26 @@ def group_sizes(record: Record) -> Figure | None:
     if not record.group_shares:
         return None
     groups = max(len(shares) for shares in record.group_shares)
-    subject = "share of held-out tokens in each group, largest first (orange: above one half)"
+    times = memberships(record)
+    several = f", each in {times}" if times > 1 else ""
+    subject = f"share of held-out tokens{several} in each group, largest first (orange: one dominates)"
     figure, axes = canvas(f"{title(record)}\n{subject}", 1.8 + 0.3 * len(record.group_shares))
     # a group's number means nothing across layers, so the bars are stacked by size
-    ordered = np.array(
-        [sorted(shares, reverse=True) + [0.0] * (groups - len(shares)) for shares in record.group_shares]
-    )
+    ordered = (
+        np.array([sorted(shares, reverse=True) + [0.0] * (groups - len(shares)) for shares in record.group_shares])
+        * times
+    )  # of all memberships
     starts = np.cumsum(ordered, axis=1) - ordered
     names = [str(layer) for layer in (record.layers if len(record.layers) == len(ordered) else range(len(ordered)))]
     for rank in range(groups):
         colours: Any = str(0.55 + 0.35 * rank / groups)
         if rank == 0:
-            colours = [COLOURS[1] if dominates(share, groups) else COLOURS[0] for share in ordered[:, 0]]
+            colours = [COLOURS[1] if dominates(share, groups, times) else COLOURS[0] for share in ordered[:, 0]]
         axes.barh(names, ordered[:, rank], left=starts[:, rank], color=colours, edgecolor="white", height=0.8)
     for index, share in enumerate(ordered[:, 0]):
         axes.text(0.005, index, share_text(share), color="white", va="center", fontsize=8)
-    axes.axvline(1 / groups, color="black", linestyle="--", linewidth=1.2, label=f"balanced: 1/{groups}")
-    axes.set(xlabel="share of tokens", ylabel="layer", xlim=(0, 1), ylim=(len(names) - 0.5, -0.5))
+    axes.axvline(times / groups, color="black", linestyle="--", linewidth=1.2, label=f"balanced: {times}/{groups}")
+    axes.set(xlabel="share of tokens", ylabel="layer", xlim=(0, times), ylim=(len(names) - 0.5, -0.5))
     axes.grid(visible=False)
     figure.legend(loc="outside lower right", frameon=False)
     return figure

@@ -87,7 +87,7 @@ def _quality(record: Record, rows: list[Row], runs: Runs) -> Subjects:
             [
                 Number("perplexity", row.perplexity, row.perplexity_low, row.perplexity_high),
                 Number("nll", row.nll, unit="nats"),
-                Number("largest_group", row.largest_group, unit="share"),
+                Number("largest_group", row.largest_share, unit="share"),
                 Number("parameters", 0 if row.kind == BASE else None),
                 _delta(scored, row, BASE, None if row.kind == "base" else row.delta_nll, row.delta_low, row.delta_high),
                 _delta(scored, row, SOFT_GATE, gap, *apart),

@@ -59,7 +59,7 @@ def _combined(lines: list[Line]) -> Line:
         "value": total.value if estimates else None, "low": low, "high": high, "stderr": total.stderr,
         "freedom": total.freedom, "found": found, "runs": {line.run for line in lines},
         "seeds": [one.seed for one in known],
-        "deviation": fmean(deviations) if deviations else None,
+        "deviation": rms(deviations) if deviations else None,
         "deviation_of_seeds": seed_deviation(estimates) if several else None,
     }  # fmt: skip
     for level in LEVELS:
@@ -70,6 +70,11 @@ def _combined(lines: list[Line]) -> Line:
     if shares:
         values["engaged"] = fmean(shares) >= ENGAGED
     return Line(**vars(first) | values)
+
+
+def rms(errors: list[float]) -> float:
+    """As errors of several seeds are pooled: by the mean of their squares."""
+    return math.sqrt(fmean(error**2 for error in errors))
 
 
 def wanting(line: Line, size: float | None = None, several: int = 1) -> str:

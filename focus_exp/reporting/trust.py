@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from statistics import fmean
 from typing import Any
 
 import pandas as pd
@@ -27,7 +26,7 @@ from focus_exp.reporting.selection import check, select
 from focus_exp.reporting.specs import read_specs, template
 from focus_exp.reporting.subjects import SOFT_GATE
 from focus_exp.reporting.table import Table
-from focus_exp.reporting.together import SMALL, subject, together
+from focus_exp.reporting.together import SMALL, rms, subject, together
 
 IDENTICAL = 1e-3  # nats a token: what float32 and another order of sums leave
 GROUPED = ("focus", "random_groups")  # methods that have K groups
@@ -157,7 +156,7 @@ def _power(says: str, line: Line) -> dict[str, Any]:
         "mean change [95 %]": line.change,
         "SD of a unit": line.deviation,
         "SD of seeds": spread,
-        "± by the text": fmean(text),
+        "± by the text": rms(text),
         "± by the seeds": spread and student(seeds - 1) * spread / seeds**0.5,
         "units for 1 %": needed(line.deviation, SMALL),
         "seeds for 1 %": spread and needed(spread, SMALL),
