@@ -18,12 +18,12 @@ from focus_exp import __main__ as command_line
 BACK = "back"
 # stage -> a function and the number of its call after which the signal comes
 CALLS = {
-    "the model was loaded": ("focus_exp.jobs.train.load_model", 1),
+    "the model was loaded": ("focus_exp.jobs.prepare.load_model", 1),
     "the token cache is written": ("focus_exp.data.corpora.write_stream", 2),
-    "the routers are warm-started": ("focus_exp.jobs.train.warm_start", 1),
+    "the routers are warm-started": ("focus_exp.jobs.fit.warm_start", 1),
     "the first phase is trained": ("focus_exp.training.module.LanguageModelTask.training_step", 5),
     "the second phase is trained": ("focus_exp.training.module.LanguageModelTask.training_step", 17),
-    "the balance is calibrated": ("focus_exp.jobs.train.calibrate", 1),
+    "the balance is calibrated": ("focus_exp.jobs.fit.calibrate", 1),
     "the third row is measured": ("focus_exp.evaluation.quality.score", 3),
 }
 # stage -> the end of the name of what is written aside, half of it, and how many were renamed before

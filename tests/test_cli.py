@@ -137,7 +137,7 @@ def test_wrong_texts_are_named_before_a_model_is_loaded(tmp_path, monkeypatch):
     def denied(path):
         raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
 
-    monkeypatch.setattr("focus_exp.jobs.train.load_model", loads)
+    monkeypatch.setattr("focus_exp.jobs.prepare.load_model", loads)
     assert "no file matches" in refused(*tiny(tmp_path), f"data.files={tmp_path}/*.nothing")
     with pytest.raises(AssertionError, match="a model was loaded"):
         run(*tiny(tmp_path))
