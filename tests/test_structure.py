@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from mutants import MUTANTS
+from stopped import CALLS, resolve
 
 ROOT = Path(__file__).parent.parent
 FILES = sorted((ROOT / "focus_exp").rglob("*.py"))
@@ -129,3 +130,9 @@ def test_every_fault_of_the_mutations_fits_one_place_and_tests_that_there_are(mu
         file, _, name = test.partition("::")
         text = (ROOT / "tests" / file).read_text(encoding="utf-8")
         assert f"def {name}(" in text if name else text
+
+
+@pytest.mark.parametrize("name", sorted({name for name, _ in CALLS.values()}))
+def test_every_function_after_which_a_fault_comes_is_there(name):
+    owner, _, function = name.rpartition(".")
+    assert callable(getattr(resolve(owner), function))
