@@ -20,8 +20,15 @@ ENGAGED = {
 IDLE = {**ENGAGED, "distant_share": 0.02, "pairs_removed": 0.01, "removed_by_layer": [0.01, 0.01]}
 
 
-def benchmark_findings(rows):
-    return [*findings.benchmark_findings(rows)]
+def benchmark_findings(rows, groups=None):
+    return [*findings.benchmark_findings(rows, groups)]
+
+
+@pytest.mark.parametrize(("largest", "memberships", "warned"), [(0.488, 2, True), (0.488, 1, False), (0.3, 2, False)])
+def test_a_group_that_is_one_of_two_of_nearly_all_tokens_is_told_of(largest, memberships, warned):
+    row = replace(hard("perplexity@64", 0.0), largest_group=largest, memberships=memberships)
+    said = [line for line in benchmark_findings([base("perplexity@64"), row], 4) if "of a layer's tokens" in line]
+    assert len(said) == warned and all("97.6 %" in line for line in said)
 
 
 def base(task: str, metric: str = "acc", value: float = 0.5, **fields) -> BenchmarkRow:

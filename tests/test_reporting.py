@@ -230,7 +230,7 @@ FAILED = Row(name="focus hard k=1", kind="hard", method="focus", top_k=1, causal
         ),
         ([make_row("focus k=3", top_k=3, distant_pairs_kept=1.0)], "k=3 of K=4 keeps every pair"),
         ([make_row(causal=False)], "reads the future and must not be compared"),
-        ([make_row(largest_group=0.6)], "one group holds more than half of the tokens (60.0 % in focus hard k=1)"),
+        ([make_row(largest_group=0.6)], "in some layer one group holds most tokens (60.0 % in focus hard k=1)"),
         ([make_row(nll=math.nan)], "has no finite loss (nan)"),
         ([FAILED], "focus hard k=1 failed: no memory"),
         ([], "There is no row for focus at its configured k=1"),
@@ -242,24 +242,24 @@ def test_findings_say(rows, sentence):
 
 @pytest.mark.parametrize(("groups", "share", "dominates"), [(2, 0.6, False), (2, 0.8, True), (3, 0.6, True)])
 def test_the_larger_of_two_groups_does_not_dominate_by_having_half(groups, share, dominates):
-    record = make_record(make_row(largest_group=share))
-    record.config["attention"]["groups"] = groups
+    config = CONFIG | {"attention": CONFIG["attention"] | {"groups": groups}}
+    record = make_record(make_row(largest_group=share), config=config)
     record.group_shares, record.layers = [[share, 1 - share, *[0.0] * (groups - 2)]], [0]
     said = "\n".join(all_findings(record))
-    assert said.count("one group holds more than half") == 2 * dominates
+    assert said.count("in some layer one group holds most") == said.count("one group holds more than") == dominates
 
 
 @pytest.mark.parametrize(("rule", "shown", "warned"), [("share", "99.8 %", True), ("query_topk", "49.9 %", False)])
 def test_a_group_in_which_nearly_all_tokens_are_is_not_said_to_hold_half_of_them(rule, shown, warned):
     """Under the rule share a token is in k groups, and no group can have more than 1/k of the memberships."""
-    record = make_record(make_row(top_k=2, pair_rule=rule, largest_group=0.499))
-    record.config["attention"] |= {"top_k": 2, "pair_rule": rule}
+    config = CONFIG | {"attention": CONFIG["attention"] | {"groups": 4, "top_k": 2, "pair_rule": rule}}
+    record = make_record(make_row(top_k=2, pair_rule=rule, largest_group=0.499), config=config)
     record.group_shares, record.layers = [[0.499, 0.301, 0.1, 0.1]], [0]
     table = table_of(record, "quality")
-    assert table.rows[-1][table.columns.index("largest group")] == shown
+    assert table.rows[-1][table.columns.index("largest group (worst layer)")] == shown
     assert any("each is in k groups" in note for note in table.notes) == warned
     said = "\n".join(all_findings(record))
-    assert said.count("one group holds more than half") == 2 * warned
+    assert said.count("in some layer one group holds most") == said.count("holds more than 75.0 % of the") == warned
 
 
 @pytest.mark.parametrize("share", [0.3, 0.872])
@@ -268,7 +268,7 @@ def test_a_run_says_that_a_group_took_over_as_a_comparison_does(share):
     record = make_record(make_row())
     record.probes = [ProbeRow(phase="router", step=step, dominance=share, **probe) for step in (0, 60)]
     said = [line for line in all_findings(record) if "is the first of" in line]
-    assert len(said) == (share > 0.5) and all("after phase router" in line and "87.2 %" in line for line in said)
+    assert len(said) == (share > 0.5) and all("of phase router" in line and "87.2 %" in line for line in said)
 
 
 @pytest.mark.parametrize(("length", "covered"), [(128, True), (133, True), (134, False)])

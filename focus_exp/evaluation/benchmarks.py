@@ -92,7 +92,7 @@ class Benchmarks:
         set_routing(model, hard=True, top_k=attention.top_k, pair_rule=attention.pair_rule)
         name = hard_name(attention.top_k, attention.pair_rule)
         row = BenchmarkRow(attention=name, kind="hard", task=task, method="focus", causal=is_causal(model))
-        outcome = self.add(row)
+        outcome = self.add(replace(row, memberships=attention.top_k if attention.pair_rule == "share" else 1))
         if outcome is None or not self.config.eval.controls:
             return
         controls: list[tuple[str, str, dict[int, Any]]] = [

@@ -11,10 +11,13 @@ from focus_exp.records.rows import Arm, ProbeRow, Row
 DOMINANT, COLLAPSED = 0.5, 0.9
 
 
+def dominant(groups: int | None, memberships: int = 1) -> float:
+    """The share of the tokens, each in so many groups, above which one dominates: the larger of two always has half."""
+    return max(DOMINANT, 1.5 * memberships / (groups or 3))
+
+
 def dominates(share: float, groups: int | None, memberships: int = 1) -> bool:
-    """Whether a group with this share of the tokens, each in so many groups, dominates: the larger of two always has
-    half."""
-    return share > max(DOMINANT, 1.5 * memberships / (groups or 3))
+    return share > dominant(groups, memberships)
 
 
 def memberships(record: Record) -> int:

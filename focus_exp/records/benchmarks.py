@@ -26,6 +26,7 @@ class BenchmarkRow:
     request_tokens: least, 10 %, median, 90 % and most tokens of a request. Shares are 0..1, counted on these requests:
         distant_share of all causal pairs lie beyond window and sinks, distant_pairs_kept of those are kept,
         pairs_removed of all causal pairs are not; removed_by_layer follows the attached layers.
+    memberships: groups of the router that a token is in, of all of which largest_group is the largest one's share.
     A task that could not be had, or a run that failed, is a row with `error` and no numbers.
     """
 
@@ -55,8 +56,14 @@ class BenchmarkRow:
     pairs_removed: float | None = None
     removed_by_layer: list[float] = field(default_factory=list)
     largest_group: float | None = None
+    memberships: int = 1
     seconds: float | None = None
     error: str | None = None
+
+    @property
+    def largest_share(self) -> float | None:
+        """The share of the tokens that are in the largest group; `largest_group` is one of all memberships."""
+        return None if self.largest_group is None else min(1.0, self.largest_group * self.memberships)
 
     @property
     def scored(self) -> bool:

@@ -8,9 +8,9 @@ from typing import Any
 
 from focus_exp.records.answers import (
     COLLAPSED,
-    DOMINANT,
     by_phase,
     configured_row,
+    dominant,
     dominates,
     groups_of,
     is_comparable,
@@ -45,7 +45,12 @@ def all_findings(record: Record) -> list[str]:
     if record.groups:
         return [*group_findings(record)]
     said = quality_findings(record) if record.rows or not record.is_timed else []
-    return [*said, *benchmark_findings(record.benchmarks), *speed_findings(record), *method_findings(record)]
+    return [
+        *said,
+        *benchmark_findings(record.benchmarks, groups_of(record)),
+        *speed_findings(record),
+        *method_findings(record),
+    ]
 
 
 def quality_findings(record: Record) -> Iterator[str]:
@@ -111,13 +116,14 @@ def _dominance(record: Record) -> Iterator[str]:
     largest = dict(zip(record.layers or range(len(shares)), shares, strict=False))
     if dominated := [layer for layer, share in largest.items() if dominates(share, groups_of(record), times)]:
         worst = max(dominated, key=lambda layer: largest[layer])
-        yield say("dominated_layers", layers=len(dominated), of=len(largest), worst=worst, largest=largest[worst])
+        facts = {"layers": len(dominated), "of": len(largest), "worst": worst, "largest": largest[worst]}
+        yield say("dominated_layers", most=dominant(groups_of(record), times), times=times, **facts)
     for phase, probes in by_phase([] if record.arms else record.probes).items():
         if dominates(probes[-1].dominance, groups_of(record)):
             yield say("taken_over", phase=phase, probe=probes[-1])
 
 
-def benchmark_findings(rows: list[BenchmarkRow]) -> Iterator[str]:
+def benchmark_findings(rows: list[BenchmarkRow], groups: int | None = None) -> Iterator[str]:
     """Degradation where the mask acted, where it did not, the controls, and what went wrong."""
     scored = telling([row for row in rows if row.scored])
     routed = any(row.kind == "hard" for row in scored)
@@ -131,7 +137,7 @@ def benchmark_findings(rows: list[BenchmarkRow]) -> Iterator[str]:
     if easy := [row.task for row in windows if row.outcome == "indistinguishable"]:
         yield say("easy", tasks=easy)
     hard = [row for row in scored if row.kind == "hard" and row.distant_share]
-    yield from tell("broken_tasks", hard, dominant=DOMINANT)
+    yield from tell("broken_tasks", hard, most=lambda row: dominant(groups, row.memberships))
     yield from tell("failed_tasks", rows)
 
 
