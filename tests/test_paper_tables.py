@@ -16,12 +16,12 @@ from focus_exp.records.benchmarks import BenchmarkRow
 from focus_exp.records.record import Record
 from focus_exp.records.rows import Arm, ProbeRow, Row
 from focus_exp.records.speed import MethodSpeedRow, SpeedRow
-from focus_exp.reporting.entries import Value
-from focus_exp.reporting.figure1 import front, mean_change, points, printed, write_pareto
+from focus_exp.reporting.entries import Value, mean
+from focus_exp.reporting.figure1 import front, points, printed, write_pareto
 from focus_exp.reporting.formats import NOT_HERE, NOT_RUN, difference_word
 from focus_exp.reporting.gather import Runs, gather, run_of, setup
 from focus_exp.reporting.paper import Column, paper_map, paper_rows, paper_tables
-from focus_exp.reporting.paper_report import beside, mean, paper_report
+from focus_exp.reporting.paper_report import beside, paper_report
 from focus_exp.reporting.specs import checked, read_yaml
 from focus_exp.reporting.subjects import ITSELF
 from focus_exp.reporting.trust import seeds_table, traps_table
@@ -521,7 +521,13 @@ def test_arms_that_the_paper_does_not_have_are_named_too():
 
 
 def test_figure_1_takes_the_mean_of_seeds_as_its_table_does():
-    assert mean_change([623.04, 422.15]) == pytest.approx(100 * (math.sqrt(7.2304 * 5.2215) - 1))
+    low, high = math.log(7.2304), math.log(5.2215)
+    records = [
+        named("compare", row("performer", method="performer", nll=3.0 + delta, delta_nll=delta), seed=seed)
+        for seed, delta in enumerate((low, high))
+    ]
+    (point,) = (point for point in points(runs_of(*records)) if point.name == "performer")
+    assert point.change == pytest.approx(100 * (math.sqrt(7.2304 * 5.2215) - 1))
 
 
 def test_figure_1_needs_both_quality_and_speed(tmp_path):

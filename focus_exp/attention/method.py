@@ -49,18 +49,7 @@ class LayerShape:
 METHODS: dict[str, type[AttentionMethod]] = {}
 
 
-class OwnPrecision(nn.Module):
-    """Moves follow the model; in half precision, as of `model.bfloat16()`, groups would be ties of rounding."""
-
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
-        def moved(x: Tensor) -> Tensor:
-            y = fn(x)
-            return x.to(y.device) if y.dtype in (torch.float16, torch.bfloat16) else y
-
-        return super()._apply(moved, recurse)
-
-
-class AttentionMethod(OwnPrecision):
+class AttentionMethod(nn.Module):
     """Sees hidden states `[B, T, E]` in `route`, replaces the layer's attention in `attend`.
 
     A method declares in its class statement the dataclass of its options, which its constructor takes beside the
@@ -90,7 +79,7 @@ class AttentionMethod(OwnPrecision):
         """For one layer, with its options by name; ValueError for one that it has not, or a value that it refuses."""
         make: Any = cls
         before = torch.get_default_dtype()
-        torch.set_default_dtype(torch.promote_types(before, torch.float32))  # see OwnPrecision
+        torch.set_default_dtype(torch.promote_types(before, torch.float32))  # see _apply
         try:
             return make(shape, cls.options.of(**options))
         finally:
@@ -107,6 +96,15 @@ class AttentionMethod(OwnPrecision):
         self.observers: list[Observer] = []
         self.serial = next(SERIALS)
         self.together: Callable[[Tensor], tuple[list[Tensor], int]] | None = None
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        """Moves follow the model; in half precision, as of `model.bfloat16()`, groups would be ties of rounding."""
+
+        def moved(x: Tensor) -> Tensor:
+            y = fn(x)
+            return x.to(y.device) if y.dtype in (torch.float16, torch.bfloat16) else y
+
+        return super()._apply(moved, recurse)
 
     def batches(self, rows: Tensor, valid: Tensor | None) -> tuple[list[tuple[Tensor, Tensor | None]], int]:
         """The batches that a single process would see in turn, each with its mask, and which of them is this one's."""

@@ -63,8 +63,7 @@ def prepare(
 ) -> tuple[PreTrainedModel, Evaluation, Blocks]:
     """The frozen base, what scores it on held-out text, and the blocks to train on; UserError where they do not fit."""
     config, model = run.config, loaded.model
-    check_length(model, "data.block_size", config.data.block_size, config.model.name)
-    check_length(model, "eval.window", config.eval.window, config.model.name)
+    check_lengths(model, config)
     bos = bos_of(loaded.tokenizer)
     held_out = corpus.validation if config.eval.split == "validation" else corpus.test
     windows = Blocks(held_out, config.eval.window, stride=config.eval.stride, bos=bos, cross_documents=False)
@@ -79,6 +78,12 @@ def prepare(
     quality = Quality(model, windows, config, precision, folder / "evaluation", weights)
     benchmarks = Benchmarks(model, loaded.tokenizer, windows, config, precision, folder / "benchmarks", weights)
     return model, Evaluation(quality, benchmarks), blocks
+
+
+def check_lengths(model: PreTrainedModel, config: Config) -> None:
+    """Of what it is trained on and of what is scored."""
+    check_length(model, "data.block_size", config.data.block_size, config.model.name)
+    check_length(model, "eval.window", config.eval.window, config.model.name)
 
 
 def check_length(model: PreTrainedModel, key: str, length: int, name: str) -> None:

@@ -67,8 +67,8 @@ class Planned:
             changes = need.setting.overrides(config)
             if not any(fewer <= set(changes) for fewer in told):
                 told.append(set(changes))
-                found_at = [f"plan.gpus={need.setting.gpus}"] if need.setting.gpus > most else []
-                yield " ".join([*found_at, *changes]) + self.as_much(need, " ({})")
+                more = [f"plan.gpus={need.setting.gpus}"] if need.setting.gpus > most else []
+                yield " ".join([*more, *changes]) + self.as_much(need, " ({})")
 
     def row(self) -> PlanRow:
         estimate, chosen, config = self.estimate, self.chosen, self.estimate.config

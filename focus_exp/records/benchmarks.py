@@ -5,7 +5,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from focus_exp.records.rows import acted
+from focus_exp.records.rows import acted, of_tokens
 
 # metrics that are shares of the documents
 SHARES = ("acc", "exact_match", "em", "f1")
@@ -62,8 +62,8 @@ class BenchmarkRow:
 
     @property
     def largest_share(self) -> float | None:
-        """The share of the tokens that are in the largest group; `largest_group` is one of all memberships."""
-        return None if self.largest_group is None else min(1.0, self.largest_group * self.memberships)
+        """Of the tokens; `largest_group` is a share of all memberships."""
+        return of_tokens(self.largest_group, self.memberships)
 
     @property
     def scored(self) -> bool:

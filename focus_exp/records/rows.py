@@ -19,6 +19,11 @@ def acted(method: str, pairs_removed: float | None) -> bool | None:
     return pairs_removed >= ENGAGED
 
 
+def of_tokens(share: float | None, memberships: int) -> float | None:
+    """The share of the tokens that are in a group, each in so many, of that group's share of all memberships."""
+    return None if share is None else min(1.0, share * memberships)
+
+
 class PositionBin(TypedDict):
     """Mean loss of the tokens at positions start <= p < end of their window. nll: nats per token."""
 
@@ -100,8 +105,8 @@ class Row:
 
     @property
     def largest_share(self) -> float | None:
-        """The share of the tokens that are in the largest group; `largest_group` is one of all memberships."""
-        return None if self.largest_group is None else min(1.0, self.largest_group * self.memberships)
+        """Of the tokens; `largest_group` is a share of all memberships."""
+        return of_tokens(self.largest_group, self.memberships)
 
     @property
     def losses(self) -> str:

@@ -86,10 +86,10 @@ class Claim:
             cells = [*(f"{column} {cell}" for column, cell in self.select.items()), *filter(None, [self.where])]
             missing = ", ".join(cells)
             return replace(said, word=NOT_HERE if self.needs else NOT_RUN, why=self.needs or f"no line with {missing}")
-        by = {line.measure: line for line in said.lines}
+        by, setups = {line.measure: line for line in said.lines}, {line.setup for line in said.lines}
         known = self.known | {
             "lines": said.lines, "line": said.hangs_on or said.lines[0], "by": by, "found": found,
-            "beside": [line for line in together(beside) if line.setup in {one.setup for one in said.lines}],
+            "beside": [line for line in together(beside) if line.setup in setups],
             "limits": limits,
         }  # fmt: skip
         ours, why = said.ours or template(self.ours).render(known), template(self.why).render(known)

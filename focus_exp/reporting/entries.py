@@ -3,8 +3,7 @@
 import math
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
-from itertools import zip_longest
-from statistics import fmean
+from statistics import fmean, geometric_mean
 from typing import Any
 
 from focus_exp.records.record import Record
@@ -18,6 +17,7 @@ from focus_exp.reporting.paper import Column, PaperTable, Place
 from focus_exp.reporting.selection import check, matches, select
 from focus_exp.reporting.specs import expression
 from focus_exp.reporting.subjects import BASE, FULL
+from focus_exp.reporting.together import together
 
 ANYTHING = Column(heading="", text="")
 LARGEST = 50.0  # nats of a change that are written out
@@ -225,18 +225,21 @@ class Entry:
     def ran(self) -> list[str]:
         """What every line says of the runs behind it."""
         last = self.runs[-1]
-        behind = [list(filter(None, seeds)) for seeds in zip_longest(*map(self.behind, self.runs))]
-        removed = [share_text(_removed(seeds)) for seeds in behind]
-        idle = f" ({NOT_ENGAGED})" if any(one.engaged is False for seeds in behind for one in seeds) else ""
+        behind = together([line for run in self.runs for line in self.behind(run)])
+        removed = [share_text(one.pairs_removed if one.pairs_kept is None else 1 - one.pairs_kept) for one in behind]
+        idle = f" ({NOT_ENGAGED})" if any(seed.engaged is False for one in behind for seed in one.found) else ""
         made = "; ".join(dict.fromkeys(map(self.made_by, self.runs)))
         what = ": ".join(filter(None, [last.record.experiment, self.what(last)]))
         return [(" / ".join(removed) or ABSENT) + idle, what, self.setting(), seeds_text(seeds_of(self.records)), made]
 
 
-def _removed(seeds: list[Line]) -> float | None:
-    """Of the same under several seeds, the mean share of the pairs that is not kept."""
-    shares = [one.pairs_removed if one.pairs_kept is None else 1 - one.pairs_kept for one in seeds]
-    return fmean(shares) if shares and None not in shares else None
+def mean(column: Column, values: list[Value]) -> float:
+    """Of several seeds: of perplexities and of their changes that of the logarithms, as in the ledger."""
+    numbers = [value.number for value in values]
+    if column.origin:
+        return 100 * (geometric_mean(1 + number / 100 for number in numbers) - 1)
+    middle = geometric_mean if column.text.startswith("perplexity") else fmean
+    return middle(numbers)
 
 
 def _rank(line: Line) -> tuple[bool, bool]:

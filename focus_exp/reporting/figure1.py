@@ -1,16 +1,14 @@
 """Figure 1 of the paper: what each method costs in perplexity against the speed that was measured for it."""
 
-import math
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from statistics import fmean
 
 from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator, NullFormatter
 
 from focus_exp.reporting.canvas import COLOURS, canvas, save_figures
-from focus_exp.reporting.entries import Value, entries_of
+from focus_exp.reporting.entries import Value, entries_of, mean
 from focus_exp.reporting.formats import READS_FUTURE
 from focus_exp.reporting.gather import Runs
 from focus_exp.reporting.paper import paper_tables
@@ -41,23 +39,19 @@ def points(runs: Runs) -> list[Point]:
     """Every line of the table of the figure that has a perplexity."""
     table, found = paper_tables()[NAME], []
     for entry in entries_of(table, runs):
-        numbers = {
-            name: [value.number for run in entry.runs if isinstance(value := entry.found(run, column), Value)]
+        values = {
+            name: [value for run in entry.runs if isinstance(value := entry.found(run, column), Value)]
             for name, column in ((one.name, one) for one in table.columns)
         }
         # the base has no change from itself
-        if changes := numbers["ppl_change"] or [0.0 for _ in numbers["ppl"] if entry.place.arm == BASE]:
+        if changes := values["ppl_change"] or [Value(0.0) for _ in values["ppl"] if entry.place.arm == BASE]:
             several = entry.paper["method"].partition(", ")[2]
             name, causal = several or " / ".join(entry.place.names), all(map(entry.causal, entry.runs))
             timing = entry.timed(entry.runs[-1])
-            ratio = numbers["speed"][-1] if numbers["speed"] else None
-            found.append(Point(name, mean_change(changes), ratio, timing and timing[1].tokens, causal, bool(several)))
+            ratio = values["speed"][-1].number if values["speed"] else None
+            change = mean(table.column("ppl_change"), changes)
+            found.append(Point(name, change, ratio, timing and timing[1].tokens, causal, bool(several)))
     return found
-
-
-def mean_change(changes: list[float]) -> float:
-    """Of changes of perplexity [%], as of their logarithms everywhere else."""
-    return 100 * math.expm1(fmean(math.log1p(change / 100) for change in changes))
 
 
 def printed() -> list[tuple[float, float]]:

@@ -23,7 +23,7 @@ from focus_exp.records.answers import (
 from focus_exp.records.benchmarks import BenchmarkRow, telling
 from focus_exp.records.groups import distant_mass_kept
 from focus_exp.records.record import Record
-from focus_exp.records.rows import ENGAGED, Arm, Row
+from focus_exp.records.rows import ENGAGED, Arm, Row, of_tokens
 from focus_exp.reporting.frontier import ways
 from focus_exp.reporting.lines import average, fit_means
 from focus_exp.reporting.paper import paper_rows
@@ -112,7 +112,7 @@ def _dominance(record: Record) -> Iterator[str]:
     if rows := [x for x in told if dominates(x.largest_share or 0.0, groups_of(record, x.arm), x.memberships)]:
         yield say("dominated", rows=rows)
     times = memberships(record)
-    shares = [min(1.0, times * max(groups, default=0.0)) for groups in record.group_shares or []]
+    shares = [of_tokens(max(groups, default=0.0), times) or 0.0 for groups in record.group_shares or []]
     largest = dict(zip(record.layers or range(len(shares)), shares, strict=False))
     if dominated := [layer for layer, share in largest.items() if dominates(share, groups_of(record), times)]:
         worst = max(dominated, key=lambda layer: largest[layer])

@@ -1,9 +1,8 @@
 """Every table of the paper with what was measured here beside it, and for each line the runs that made it."""
 
-from statistics import fmean, geometric_mean
 from typing import Any
 
-from focus_exp.reporting.entries import Entry, Value, entries_of
+from focus_exp.reporting.entries import Entry, Value, entries_of, mean
 from focus_exp.reporting.formats import ABSENT, NOT_RUN, listed_text
 from focus_exp.reporting.gather import WANTED, Runs, seeds_of
 from focus_exp.reporting.notes import caveats, failures
@@ -65,15 +64,6 @@ def _notes(entries: list[Entry]) -> list[str]:
     missing = [row for record in records for row in record.benchmarks if row.kind == "missing"]
     said = [note for entry in entries for note in entry.stand_ins] + [note for one in records for note in caveats(one)]
     return [*dict.fromkeys([*said, *failures(missing)]), *few, *paper_map()["notes"]]
-
-
-def mean(column: Column, values: list[Value]) -> float:
-    """Of several seeds: of perplexities and of their changes that of the logarithms, as in the ledger."""
-    numbers = [value.number for value in values]
-    if column.origin:
-        return 100 * (geometric_mean(1 + number / 100 for number in numbers) - 1)
-    middle = geometric_mean if column.text.startswith("perplexity") else fmean
-    return middle(numbers)
 
 
 def shown(column: Column, found: list[Value | str]) -> str:

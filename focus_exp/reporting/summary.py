@@ -46,7 +46,7 @@ def summary(runs: Runs, ledger: list[tuple[Claim, Verdict]], apart: Collection[s
     known = {
         "record": lambda line: runs.named[line.run],
         "told": lambda line: difference_word(line.value, line.low, line.high, ("lower than", "higher than")),
-        "seeds": lambda seeds: len(seeds),
+        "seeds": lambda seeds: f"{len(seeds)} seed{'s' if len(seeds) > 1 else ''}",
         "versions": len({record.commit for record in records}),
         "apart": apart,
         "claims": len(ledger),
