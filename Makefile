@@ -14,7 +14,7 @@ GPU_BENCH := +experiment=speed model=smollm2_135m model.hub_id=null data=files d
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help install browser retrofit reproduce-embedded report readme test test-all mutations architectures faults coverage replications versions smoke slurm gpu gpu-models lint format types clean
+.PHONY: help install browser retrofit reproduce-embedded report readme test test-all architectures faults coverage replications versions smoke slurm gpu gpu-models lint format types clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  %-19s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
@@ -70,9 +70,6 @@ test: $(TESTED) ## the quick tests, which need neither a GPU nor SLURM
 
 test-all: $(TESTED) ## the same with those that take long
 	$(RUN) pytest -n $(JOBS) --dist loadfile -m 'not gpu and not slurm' $(ARGS)
-
-mutations: $(TESTED) ## break the package in many places, one at a time; which test notices: runs/records/mutations.md
-	$(VENV)/bin/python tests/mutations.py runs/records/mutations.md
 
 architectures: $(STAMP)-dev ## Focus on every causal language model that transformers has, tiny; ARGS=llama: that one alone
 	$(VENV)/bin/python tests/architectures.py $(ARGS)
