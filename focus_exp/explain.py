@@ -108,4 +108,6 @@ def instead_of(error: Exception) -> str:
         choices = [choice for choice in message[found.end() :].split() if not choice.startswith("base_")]
         other = " (any causal model of the hub is model.hub_id=owner/name)" if group == "model" else ""
         return f"there is no {group}/{name}{instead(name, choices)}{other}"
+    if found := re.search(r"Could not find 'variant/([^']+)'", message):
+        return f"+variant must be <experiment>/<name> of a file below conf/variant (got {found[1]})"
     return message

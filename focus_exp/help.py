@@ -50,6 +50,8 @@ def help_text(arguments: list[str], conf: Path) -> str:
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--config-dir", "-cd")
     own = parser.parse_known_args(arguments)[0].config_dir
+    if own and not Path(own).is_dir():
+        raise UserError(f"--config-dir={own}: no such folder")
     folders = [*([Path(own)] if own else []), conf]
     chosen = [
         argument.lstrip("+").partition("=")[::2] for argument in arguments if "=" in argument[1:] and argument[0] != "-"

@@ -5,7 +5,6 @@ import shutil
 from dataclasses import replace
 
 import pytest
-from builders import write_variants
 from hydra import compose, initialize_config_dir
 from running import fitting, run, tiny
 
@@ -40,11 +39,7 @@ def records(folder):
 def test_the_base_is_trained_first_and_once(tmp_path, as_arm):
     settings = base(tmp_path)
     if as_arm:
-        settings += [
-            "job=compare",
-            *write_variants(tmp_path / "conf", {"full": [], "other": ["attention.window=4"]}),
-            "+variant=adhoc/full",
-        ]
+        settings += ["job=compare", "variants=[ablation/paper,ablation/K_4]", "+variant=ablation/paper"]
     first = measure(tmp_path, settings)
     assert first.code == 0, first.err
     found = records(tmp_path)
