@@ -28,6 +28,7 @@ from focus_exp.config import Config, register_schemas
 from focus_exp.errors import EXTRAS, STOP_SIGNALS, Interrupted, UserError, first_line, not_installed
 from focus_exp.explain import arranged, explain
 from focus_exp.help import asked, text
+from focus_exp.overrides import quote_override
 from focus_exp.shipped import conf_dir
 from focus_exp.sweeps.frozen import FrozenJob
 
@@ -107,16 +108,9 @@ def answer() -> None:
     if not arguments or asked(arguments):
         print(text(arguments, conf), end="")
         return
-    sys.argv[1:] = map(escaped, arguments)
+    multirun = bool({"-m", "--multirun"} & set(arguments))
+    sys.argv[1:] = [quote_override(argument, multirun) for argument in arguments]
     run_job()
-
-
-def escaped(argument: str) -> str:
-    """key=value as hydra wants it: names of run folders have an equals sign in them, and shells leave key=~/x alone."""
-    key, _, value = argument.partition("=")
-    if not value or key.startswith("-") or set(value) & set("\\'\"()[]{}"):
-        return argument
-    return key + "=" + (os.path.expanduser(value) if value.startswith("~/") else value).replace("=", "\\=")
 
 
 def guarded(work: Callable[[], None]) -> Ended:

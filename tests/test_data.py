@@ -402,3 +402,20 @@ def test_addresses_are_split_by_president_and_share_no_more_than_quotations():
     assert sum(len(text.split()) > 6000 for text in splits["test"].values()) == 39
     held_out, train = runs_of_words(splits["test"]), runs_of_words(splits["train"])
     assert 0 < len(held_out & train) < 0.002 * len(held_out)
+
+
+def test_find_texts_folder_with_brackets_beside_its_glob_match_is_read_literally(tmp_path):
+    for name in ("br[1]", "br1"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "a.txt").write_text(f"text of {name}")
+        (tmp_path / name / "b*.txt").write_text(f"star of {name}")
+    (tmp_path / "br1" / "bc.txt").write_text("another")
+
+    def found(pattern):
+        return sorted(text.path.relative_to(tmp_path).as_posix() for text in files.find_texts(f"{tmp_path}/{pattern}"))
+
+    assert found("br[1]/a*.txt") == ["br[1]/a.txt"]
+    assert found("br[1]/a.txt") == ["br[1]/a.txt"]
+    assert found("br1/b*.txt") == ["br1/b*.txt"]
+    assert found("b[r]1/a.txt") == ["br1/a.txt"]
+    assert found("**/a.txt") == ["br1/a.txt", "br[1]/a.txt"]

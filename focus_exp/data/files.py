@@ -109,7 +109,7 @@ def find_texts(pattern: str | None) -> list[TextFile]:
         suffixes = " or ".join((*SUFFIXES, LINES))
         missing = f"data.files={pattern}: the folder has no {suffixes} file; name others with a glob."
     else:
-        paths = [Path(path) for path in glob.glob(str(root), recursive=True)]
+        paths = _matching(root)
         missing = f"data.files={pattern}: no such folder, and no file matches it as a glob; check the path."
     texts: dict[str, tuple[str, Path]] = {}  # by what copies share
     if found := sorted(path for path in paths if path.is_file()):
@@ -124,6 +124,15 @@ def find_texts(pattern: str | None) -> list[TextFile]:
     names = _names(root, [path for _, path in texts.values()])
     distinct = (TextFile(path, names[path], digest, shared) for shared, (digest, path) in texts.items())
     return sorted(distinct, key=attrgetter("digest"))
+
+
+def _matching(pattern: Path) -> list[Path]:
+    """Match a glob below the longest part of it that exists literally, such as a folder named br[1]."""
+    literal = next(path for path in (pattern, *pattern.parents) if path.exists() or path == path.parent)
+    if literal == pattern:
+        return [pattern]
+    rest = str(pattern.relative_to(literal))
+    return [literal / path for path in glob.glob(rest, root_dir=literal, recursive=True)]
 
 
 def _is_hidden(name: str) -> bool:

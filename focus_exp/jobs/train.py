@@ -1,6 +1,6 @@
 """job=train: load, measure the base, attach, train, make hard, measure again, write it all down.
 
-A run lives in runs/<experiment>/<model>-<attention>-<regime>/seed=<n>-<hash of the configuration>: config.yaml,
+A run lives in runs/<experiment>/<model>-<attention>-<regime>/seed<n>-<hash of the configuration>: config.yaml,
 metrics.jsonl, probe.jsonl (largest group, dead groups and stability on the same held-out tokens while a router is
 trained), adapter/, record.json, table.md, quality.csv, figures/ and an offline W&B run. The same command on an
 interrupted run goes on where it stopped, to the same numbers; on a finished one it says so (overwrite=true repeats

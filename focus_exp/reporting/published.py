@@ -107,7 +107,7 @@ def bytes_in(folder: Path) -> int:
 
 def _experiment_and_seed(place: Path) -> tuple[str, str]:
     """Of a run's folder."""
-    return place.parts[0], place.name.partition("-")[0]
+    return place.parts[0], place.name.replace("=", "").partition("-")[0]
 
 
 def _home(place: Path, record: Record, records: Path) -> Path:
