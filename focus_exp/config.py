@@ -102,6 +102,9 @@ class DataConfig:
     subset: str | None = None
     revision: str | None = None
     text_column: str = "text"
+    split_special_tokens: bool = option(
+        False, "a special token's string in the text, such as <|endoftext|>, is tokenised as any other text"
+    )
     files: str | None = option(None, "a folder or a glob of UTF-8 text files, split by file; of .jsonl each line")
     block_size: int = option(1024, least=2)
     max_train_tokens: int | None = option(None, "tokens kept of a split; null keeps all", least=1)

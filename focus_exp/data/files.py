@@ -14,6 +14,7 @@ from functools import cache
 from importlib.util import find_spec
 from operator import attrgetter
 from pathlib import Path
+from typing import Any
 
 from focus_exp.errors import UserError, first_line
 
@@ -55,13 +56,8 @@ class TextFile:
                 row = json.loads(line)
             except ValueError as error:
                 raise UserError(f"{self.path}, line {number}: not JSON ({error})") from error
-            if not isinstance(row, dict) or not isinstance(text := row.get(column, 0), str | None):
-                columns = ", ".join(row) if isinstance(row, dict) else "none"
-                raise UserError(
-                    f"{self.path}, line {number}: no text under {column!r}: set data.text_column to one of its columns "
-                    f"({columns})."
-                )
-            if text and text.strip():
+            text = text_of(row, column, f"{self.path}, line {number}")
+            if text.strip():
                 data = _newlines(text.encode("utf-8", "surrogatepass"))
                 yield Line(
                     f"{self.name}:{number}", _sha256(data), _sha256(_core(data)), data.decode("utf-8", "replace")
@@ -133,6 +129,23 @@ def _matching(pattern: Path) -> list[Path]:
         return [pattern]
     rest = str(pattern.relative_to(literal))
     return [literal / path for path in glob.glob(rest, root_dir=literal, recursive=True)]
+
+
+def text_of(row: Any, column: str, place: str) -> str:
+    """Return what `row` holds under `column`, "" for null; UserError, which begins with `place`, if that is no text."""
+    if not isinstance(row, dict):
+        raise UserError(f"{place}: must be an object with a text under {column!r} (got {_kind(row)}).")
+    if isinstance(text := row.get(column, 0), str | None):
+        return text or ""
+    others = [key for key, value in row.items() if isinstance(value, str)]
+    got = f"must be a string (got {_kind(row[column])})" if column in row else "is no column"
+    instead = f"Set data.text_column to {' or '.join(others)}" if others else "Write the text as a string"
+    raise UserError(f"{place}: {column!r} {got}. {instead}.")
+
+
+def _kind(value: Any) -> str:
+    names = {bool: "a boolean", int: "a number", float: "a number", str: "a string", list: "a list", dict: "an object"}
+    return names.get(type(value), type(value).__name__)
 
 
 def _is_hidden(name: str) -> bool:

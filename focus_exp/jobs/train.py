@@ -21,7 +21,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from focus_exp.config import Config, to_dict
 from focus_exp.jobs.backend import dense_training
 from focus_exp.jobs.fit import attach_method, fit
-from focus_exp.jobs.prepare import describe, describe_processes, headline, load, prepare
+from focus_exp.jobs.prepare import describe, describe_processes, headline, load, prepare, training_blocks
 from focus_exp.jobs.run import Run, already_finished, open_run
 from focus_exp.jobs.tune import last_rate, tuned
 from focus_exp.models.load import fingerprint, whole
@@ -58,7 +58,8 @@ def carry_out(asked: Config, config: Config, tries: list[Try]) -> None:
             print(f"learning rate {last_rate(config):g}, the best of {len(tries)} on validation text")
         with in_turns(config.trainer.devices):
             loaded, corpus = load(run, precision)
-        model, evaluation, blocks = prepare(run, loaded, corpus, precision)
+        model, evaluation = prepare(run, loaded, corpus, precision)
+        blocks = training_blocks(config, loaded, corpus)
         for sentence in filter(None, [dense_training(model, config), *unreached_rates(config)]):
             run.warn(sentence)
         alone(model, evaluation.measure_base)
