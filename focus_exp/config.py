@@ -10,7 +10,7 @@ from hydra.core.config_store import ConfigStore
 from omegaconf import MISSING, OmegaConf
 
 from focus_exp.attention.focus_options import FocusOptions
-from focus_exp.attention.options import PAIR_RULES, FitOptions, option
+from focus_exp.attention.options import MAX_SEED, PAIR_RULES, FitOptions, option
 from focus_exp.config_attention import AttentionConfig, DualConfig, FocusConfig, MethodSource, attention_of
 from focus_exp.config_jobs import (
     AnalyzeConfig,
@@ -68,7 +68,7 @@ class TuneConfig:
 
     factors: list[float] = option([], above=0)
     windows: int = option(16, least=1)
-    seed: int = option(0, least=0)
+    seed: int = option(0, least=0, most=MAX_SEED)
 
 
 @dataclass
@@ -95,6 +95,7 @@ class DataConfig:
     subset: str | None = None
     revision: str | None = None
     text_column: str = "text"
+    split_special_tokens: bool = False
     files: str | None = option(None)
     block_size: int = option(1024, least=2)
     max_train_tokens: int | None = option(None, least=1)
@@ -158,7 +159,7 @@ class Config:
     job: str = option("train", choices=JOBS)
     experiment: str = "adhoc"
     assets: str = option("auto", choices=("auto", "hub", "embedded"))
-    seed: int = option(0, least=0)
+    seed: int = option(0, least=0, most=MAX_SEED)
     overwrite: bool = False
     runs_dir: str = "runs"
     cache_dir: str | None = option(None)

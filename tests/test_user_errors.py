@@ -18,7 +18,6 @@ from focus_exp.errors import UserError
 from focus_exp.explain import arranged
 from focus_exp.models.random import byte_tokenizer
 
-
 # what is typed after the settings of a tiny run -> what the one error says
 TYPED = {
     "experiment=retrofit_124m": ["added with a plus, +experiment=retrofit_124m"],
@@ -40,6 +39,7 @@ TYPED = {
     "regime.phases.router.lr=1": ["no key regime.phases.router.lr", "regime.phases.<phase>.learning_rate"],
     "attention.batch_size=8": ["no option attention.batch_size", "did you mean eval.batch_size or trainer.batch_size"],
     "window=64": ["no key window", "attention.window"],
+    "regime.tune.factors=[1": ["regime.tune.factors=[1 cannot be read"],
     "hydra/launcher=local": ["hydra/launcher=local", "add -m"],
     "hydra.run.dir=elsewhere": ["hydra.run.dir=elsewhere moves nothing", "runs_dir=elsewhere"],
     "--config-name=retrofit_124m": ["leave the option out", "+experiment="],

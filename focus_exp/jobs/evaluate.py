@@ -39,7 +39,7 @@ def measure(config: Config) -> None:
     print(f"run folder: {run_folder(config)}")
     with open_run(config, describe(precision)) as run:
         loaded, corpus = load(run, precision)
-        model, evaluation, _ = prepare(run, loaded, corpus, precision)
+        model, evaluation = prepare(run, loaded, corpus, precision)
         put_adapter(run, model, precision, config.eval.window)
         evaluation.measure_base()
         evaluation.measure_attached()
