@@ -13,7 +13,7 @@ from hydra.core.override_parser.types import Quote, QuotedString
 from focus_exp.config import Config
 from focus_exp.config_attention import KNOWN
 
-PLAIN = re.compile(r"(?!(?:true|false|null|nan|inf)$)[a-z_./][\w./-]*", re.IGNORECASE | re.ASCII)
+PLAIN = re.compile(r"(?!(?:true|false|null|nan|inf)$)[a-z_./][\w./@-]*", re.IGNORECASE | re.ASCII)
 QUOTED = re.compile(r"'.*'|\".*\"", re.DOTALL)
 # left to Hydra: null, no value, interpolations
 RESERVED = re.compile(r"null|\?\?\?|.*\$\{.*", re.IGNORECASE | re.DOTALL)
