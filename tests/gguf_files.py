@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import Any
 
 import gguf
+import torch
 from conftest import build
 from transformers import PreTrainedModel
 
@@ -11,7 +12,8 @@ FULL = ["full_attention", "full_attention"]
 NAMES = {
     "model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output",
     "self_attn.q_proj": "attn_q", "self_attn.k_proj": "attn_k", "self_attn.v_proj": "attn_v",
-    "self_attn.o_proj": "attn_output", "mlp.gate_proj": "ffn_gate", "mlp.up_proj": "ffn_up", "mlp.down_proj": "ffn_down",
+    "self_attn.o_proj": "attn_output", "mlp.gate_proj": "ffn_gate", "mlp.up_proj": "ffn_up",
+    "mlp.down_proj": "ffn_down",
     "input_layernorm": "attn_norm", "post_attention_layernorm": "ffn_norm",
 }  # fmt: skip
 
@@ -24,7 +26,11 @@ def gguf_name(name: str) -> str:
 
 def plain_qwen2() -> PreTrainedModel:
     """Build the model that `write_gguf` writes: no sliding window, a vocabulary of 256 bytes, end of text and "th"."""
-    return build("tiny_qwen2", vocab_size=258, use_sliding_window=False, sliding_window=None, layer_types=FULL).eval()
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        return build(
+            "tiny_qwen2", vocab_size=258, use_sliding_window=False, sliding_window=None, layer_types=FULL
+        ).eval()
 
 
 def write_gguf(model: PreTrainedModel, path: Path, quantization: str = "F32", arch: str = "qwen2") -> Path:

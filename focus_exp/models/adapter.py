@@ -22,7 +22,7 @@ from focus_exp.attention.registry import build, find
 from focus_exp.errors import UserError, first_line
 from focus_exp.models.attach import attach, detach
 from focus_exp.models.attached import attachment_of, is_causal, set_routing
-from focus_exp.models.load import arithmetic_of, fingerprint, whole
+from focus_exp.models.load import arithmetic_of, fingerprint, materialized, whole
 from focus_exp.models.modules import attached_methods, unwrapped_state_dict
 from focus_exp.storage import aside
 
@@ -53,9 +53,9 @@ def save_adapter(
     methods = attached_methods(model)
     tensors, trainable = {}, 0
     for index, method in methods.items():
-        state = {
-            name: whole(tensor.detach()).cpu().contiguous() for name, tensor in unwrapped_state_dict(method).items()
-        }
+        with materialized(model, method):
+            found = unwrapped_state_dict(method).items()
+            state = {name: whole(tensor.detach()).cpu().contiguous() for name, tensor in found}
         with torch.random.fork_rng(devices=[]):
             built = build(attachment.method, method.shape, **attachment.options)
         check_loadable(state, built, method, index)

@@ -155,13 +155,13 @@ def explain_load_error(name: str, part: str, error: Exception, folder: str | Non
         )
     if isinstance(error, ImportError):
         return UserError(f"{name}: its {part} needs a package that is not installed ({first_line(error)}).")
-    if "does not recognize this architecture" in text:
+    if "does not recognize this architecture" in text and "`None`" not in text:
         return UserError(f"{name}: {first_line(error).split('. ')[0]}. Install a newer transformers, or give another.")
     if folder is None:
         return missing(f"the {part} of {name}", error)
     if part == "tokenizer" and not any((Path(folder) / file).exists() for file in TOKENIZER):
         return UserError(f"{name}: {NO_TOKENIZER}")
-    if "model_type" in text:
+    if "model_type" in text or "model type `None`" in text:
         return UserError(f"{name}: its config.json has no model_type. Put the config.json of these weights there.")
     if "no file named" in text:
         return UserError(f"{name}: it has no weights, such as model.safetensors. Put them there, or give another.")

@@ -7,7 +7,7 @@ import json
 import re
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import cache
 from importlib.util import find_spec
@@ -161,8 +161,10 @@ def fingerprint(model: PreTrainedModel) -> str:
         if is_packed(parameter):
             digest.update(f"{base_name} ".encode())
             continue
-        with loaded_parameter(model, name) as loaded:
-            flat = whole(loaded.detach()).reshape(-1)
+        owner, _, leaf = name.rpartition(".")
+        module = model.get_submodule(owner)
+        with materialized(model, module) if parameter.is_meta else nullcontext():
+            flat = whole(getattr(module, leaf).detach()).reshape(-1)
             places = torch.linspace(0, flat.numel() - 1, FINGERPRINT_SAMPLES, dtype=torch.float64).long()
             sample = flat[places.to(flat.device)].to(torch.bfloat16).cpu()
         digest.update(f"{base_name} {tuple(parameter.shape)} ".encode())
@@ -171,21 +173,23 @@ def fingerprint(model: PreTrainedModel) -> str:
 
 
 @contextmanager
-def loaded_parameter(model: nn.Module, name: str) -> Iterator[Tensor]:
-    """Within the block the parameter has its data, also where accelerate offloads its module.
+def materialized(model: nn.Module, module: nn.Module) -> Iterator[None]:
+    """Within the block `module`, a part of `model`, has its data, also where accelerate offloads it.
 
     Raises:
         UserError: the data is nowhere, as in a model built on the meta device.
     """
-    path, _, leaf = name.rpartition(".")
-    parts = path.split(".")
-    owners = [model.get_submodule(".".join(parts[:depth])) for depth in range(len(parts), -1, -1)]
-    offloaded = next((owner for owner in owners if has_offloaded_params(owner)), None)
-    with align_module_device(offloaded) if offloaded else nullcontext():
-        parameter = getattr(owners[0], leaf)
-        if parameter.is_meta:
-            raise UserError(f"{type(model).__name__} has no data for {name} (meta device); load its weights first")
-        yield parameter
+    inside = set(module.modules())
+    offloaded = [m for m in model.modules() if has_offloaded_params(m) and (m in inside or module in set(m.modules()))]
+    with ExitStack() as stack:
+        for part in offloaded:
+            stack.enter_context(align_module_device(part))
+        if name := next((name for name, tensor in module.state_dict().items() if tensor.is_meta), None):
+            raise UserError(
+                f"{type(model).__name__} has no data for {name} of {type(module).__name__} (meta device); load its "
+                "weights first"
+            )
+        yield
 
 
 def arithmetic_of(config: PreTrainedConfig) -> dict[str, Any]:
