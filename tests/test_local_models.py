@@ -10,7 +10,7 @@ import torch
 from conftest import build
 from gguf_files import plain_qwen2, write_gguf
 from hydra import compose, initialize_config_dir
-from running import record_of, router_steps, run, tiny
+from running import only_run, record_of, router_steps, run, tiny, without_attention
 from safetensors.torch import load_file, save_file
 from transformers import BertConfig, BertForMaskedLM, BertModel, LlamaConfig, LlamaForSequenceClassification
 
@@ -342,3 +342,19 @@ def test_load_model_hub_gguf_is_found_in_the_hubs_cache(monkeypatch, tmp_path):
     cfg = ModelConfig(name="mine", hub_id="owner/name-GGUF")
     loaded = load_model(cfg, assets="auto", cache=tmp_path / "cache", seed=0, dtype=torch.float32)
     assert (loaded.provenance.source, loaded.provenance.revision) == ("hub_cache", "c0ffee")
+
+
+def test_evaluate_check_base_false_measures_the_adapter_on_another_base(tmp_path):
+    bases = []
+    for seed in (0, 1):
+        torch.manual_seed(seed)
+        bases.append(tmp_path / f"base-{seed}")
+        build("tiny_llama").save_pretrained(bases[-1])
+        byte_tokenizer().save_pretrained(bases[-1])
+    assert run(*tiny(tmp_path, "trained"), f"model.path={bases[0]}", router_steps(2)).code == 0
+    adapter = only_run(tmp_path / "trained") / "adapter"
+    command = [*without_attention(tiny(tmp_path, "other")), "job=evaluate", f"adapter={adapter}", "eval.max_windows=2"]
+    refused = run(*command, f"model.path={bases[1]}")
+    assert refused.code == 2 and "check_base=false" in refused.err
+    assert run(*command, f"model.path={bases[1]}", "check_base=false", "overwrite=true").code == 0
+    assert any("check_base" in warning for warning in record_of(tmp_path / "other").warnings)

@@ -51,7 +51,8 @@ def save_adapter(
     folder = Path(folder)
     attachment = attachment_of(model)
     methods = attached_methods(model)
-    tensors, trainable = {}, 0
+    tensors: dict[str, Tensor] = {}
+    trainable = 0
     for index, method in methods.items():
         with materialized(model, method):
             found = unwrapped_state_dict(method).items()

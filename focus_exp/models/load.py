@@ -311,12 +311,12 @@ def _locate_hub(hub_id: str, wanted: str | None, assets: str, cache: Path) -> Pl
     elif snapshot:
         commit, names = snapshot.name, [str(path.relative_to(snapshot)) for path in snapshot.rglob("*.gguf")]
     provenance = Provenance(hub_id, hub_id, origin, commit, licence=licence)
-    options = {"revision": commit, "local_files_only": origin == "hub_cache"}
+    options: dict[str, Any] = {"revision": commit, "local_files_only": origin == "hub_cache"}
     if not variant and ("config.json" in names or not any(name.endswith(".gguf") for name in names)):
         return Place(repo_id, options, provenance)
     name = choose_gguf(names, repo_id, variant)
     try:
-        file = Path(hf_hub_download(repo_id, name, **options))
+        file = Path(str(hf_hub_download(repo_id, name, **options)))
     except (OSError, ValueError) as error:
         raise missing(hub_id, error) from error
     folder = converted_gguf(file, _revision_of([file]), cache)
