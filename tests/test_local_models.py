@@ -353,8 +353,8 @@ def test_evaluate_check_base_false_measures_the_adapter_on_another_base(tmp_path
         byte_tokenizer().save_pretrained(bases[-1])
     assert run(*tiny(tmp_path, "trained"), f"model.path={bases[0]}", router_steps(2)).code == 0
     adapter = only_run(tmp_path / "trained") / "adapter"
-    command = [*without_attention(tiny(tmp_path, "other")), "job=evaluate", f"adapter={adapter}", "eval.max_windows=2"]
-    refused = run(*command, f"model.path={bases[1]}")
+    options = ["job=evaluate", f"adapter={adapter}", "eval.max_windows=2", f"model.path={bases[1]}"]
+    refused = run(*without_attention(tiny(tmp_path, "refused")), *options)
     assert refused.code == 2 and "check_base=false" in refused.err
-    assert run(*command, f"model.path={bases[1]}", "check_base=false", "overwrite=true").code == 0
+    assert run(*without_attention(tiny(tmp_path, "other")), *options, "check_base=false").code == 0
     assert any("check_base" in warning for warning in record_of(tmp_path / "other").warnings)
