@@ -33,9 +33,9 @@ JOBS = (
 @dataclass
 class ModelConfig:
     name: str = MISSING
-    hub_id: str | None = None
+    hub_id: str | None = option(None, "owner/name, owner/name@revision, or owner/name:Q4_K_M of a GGUF repository")
     revision: str | None = None
-    path: str | None = option(None, "a folder that save_pretrained wrote; comes before hub_id")
+    path: str | None = option(None, "a folder that save_pretrained wrote, a .safetensors file in one, or a .gguf file")
     architecture: dict[str, Any] = option(
         {},
         "transformers config fields with model_type; without hub_id and path the weights are random, drawn from `seed`",
@@ -191,6 +191,7 @@ class Config:
     adapter: str | None = option(
         None, "an adapter's folder, or owner/name[@revision] of one on the hub; measured, not trained"
     )
+    check_base: bool = option(True, "false: adapters may be of other weights than this base's, e.g. a quantized copy")
     arms: dict[str, list[str]] = option(
         {}, "for job=compare: name -> the settings in which that run differs; the others are compared with the first"
     )
