@@ -95,6 +95,7 @@ def execute(config: Config) -> None:
 def main() -> int:
     """Compose, run, and return the exit code."""
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
+    logging.getLogger("focus_exp").setLevel(logging.INFO)  # what takes minutes says so
     os.environ["HYDRA_FULL_ERROR"] = "1"  # errors come here instead of to hydra's own printer
     register_schemas()
     sys.path.append(str(Path(__file__).parent / "plugins"))

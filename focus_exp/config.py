@@ -164,6 +164,7 @@ class Config:
     runs_dir: str = "runs"
     cache_dir: str | None = option(None)
     adapter: str | None = option(None)
+    check_base: bool = True
     variant: str | None = None
     variants: list[str] = option([])
     shared_variant: str | None = None

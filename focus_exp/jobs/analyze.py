@@ -45,7 +45,7 @@ def analyze(config: Config) -> None:
         model, evaluation = prepare(run, loaded, corpus, precision)
         blocks = training_blocks(config, loaded, corpus)
         for other in settings.others:  # what is wrong with them is known before a router is trained
-            read_adapter(model, other)
+            read_adapter(model, other, check_base=config.check_base)
         put_router(run, model, blocks, precision, config.eval.window)
         run.record.method |= others
         balancing = config.focus.calibration_blocks if config.has_router else 0

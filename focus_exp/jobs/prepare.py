@@ -75,7 +75,7 @@ def prepare(run: Run, loaded: LoadedModel, corpus: Corpus, precision: Precision)
     check_backend(model, config.attention.backend)
     model.requires_grad_(False)
     for adapter in config.eval.adapters:  # what is wrong with them is known before the hours of training
-        read_adapter(model, adapter)
+        read_adapter(model, adapter, check_base=config.check_base)
     weights, folder = loaded.provenance.fingerprint, run.folder
     quality = Quality(model, windows, config, precision, folder / "evaluation", weights)
     benchmarks = Benchmarks(model, loaded.tokenizer, windows, config, precision, folder / "benchmarks", weights)
