@@ -56,5 +56,5 @@ BAD_INPUT = {
     "regime.tune.seed=4294967296": ["regime.tune.seed=4294967296"],
     "adapter=somewhere": ["adapter=somewhere", "job=evaluate"],
     "job=evaluate": ["job=evaluate needs adapter="],
-    "model.path=nowhere": ["model.path=nowhere", "config.json"],
+    "model.path=nowhere": ["model.path=nowhere", "no such file"],
 }
