@@ -18,7 +18,7 @@ from focus_exp.attention.method import BACKENDS, AttentionMethod, Observer
 from focus_exp.attention.options import KINDS, PAIR_RULES, fits
 from focus_exp.errors import UserError
 from focus_exp.models.interface import IMPLEMENTATION
-from focus_exp.models.modules import attached_methods, attention_modules, method_of
+from focus_exp.models.modules import attached_methods, attention_modules, execution_device, method_of
 
 # what every name of a trained part has in it; the second is PEFT's
 TRAINED = {"router": ".focus.", "lora": ".lora_", "all": ""}
@@ -229,7 +229,7 @@ def swapped(model: PreTrainedModel, methods: dict[int, AttentionMethod]) -> Iter
     before = {index: method_of(module) for index, module in modules.items()}
     for index, module in modules.items():
         # where the one before it runs: a layer's weights may wait in main memory
-        method = methods[index].to(next(before[index].parameters(), next(module.parameters())).device)
+        method = methods[index].to(execution_device(before[index], module, model))
         method.backend, method.sparse_from = before[index].backend, before[index].sparse_from
         module.focus = method
     try:
