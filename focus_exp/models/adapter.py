@@ -12,7 +12,7 @@ from huggingface_hub import HfApi
 from huggingface_hub.errors import HfHubHTTPError, LocalTokenNotFoundError
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from focus_exp.assets import ADAPTER_FILES, adapter_folder
@@ -150,6 +150,7 @@ def check_types(values: dict[str, Any], kinds: dict[str, type]) -> None:
 def load_adapter(model: PreTrainedModel, folder: str | Path, *, hard: bool = True) -> PreTrainedModel:
     """Attach what `save_adapter` wrote, ready for use with hard groups (or soft gates with hard=False).
 
+    What is attached is in eval mode, whatever the model's; `model.train()` trains it further.
     `folder` may be an adapter on the hub: owner/name, or owner/name@revision.
     UserError when the adapter was trained for other base weights, or its files are damaged; then nothing is attached.
     """
@@ -163,6 +164,7 @@ def load_adapter(model: PreTrainedModel, folder: str | Path, *, hard: bool = Tru
     except UserError:
         detach(model)
         raise
+    nn.ModuleList(attached_methods(model).values()).eval()
     return set_routing(model, hard=hard)
 
 

@@ -10,13 +10,16 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
+from transformers.utils import logging
 
 from focus_exp.attention.baselines.window import WindowOnly
 from focus_exp.attention.method import AttentionMethod
 from focus_exp.errors import UserError, first_line
 from focus_exp.models.attached import disabled, swapped
 from focus_exp.models.interface import has_numbers
-from focus_exp.models.modules import attached_methods
+from focus_exp.models.modules import attached_methods, execution_device, offload_hooks
+
+log = logging.get_logger(__name__)
 
 LENGTH = 12
 PADDING = 3  # of the second text
@@ -24,6 +27,8 @@ STEPS = (LENGTH - 3, 2, 1)
 # relative; rounding in half precision adds up over the layers, a rule that was not understood shows in every token
 TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-3}
 COARSE = 0.1
+# what a configuration may ask for beside logits; experts' losses fail on any model when there are tokens in a cache
+PLAIN = {"output_router_logits": False, "output_attentions": False, "output_hidden_states": False, "return_dict": True}
 CHECKED: set[str] = set()  # architectures, by class and configuration
 
 
@@ -32,12 +37,18 @@ def check_exact(model: PreTrainedModel) -> None:
 
     Two short texts, one padded on the left, go through the base and through the attached model with every pair kept:
     by masks, by the sparse path and through the cache; once for an architecture. Then through the method itself. Not
-    where weights are not there yet (on the meta device, sharded).
+    where weights are not there yet (on the meta device, unless accelerate's hooks load them), nor where they are
+    sharded, which a warning says.
     """
     parameters, methods = list(model.parameters()), attached_methods(model)
-    if any(isinstance(p, DTensor) or not has_numbers(p) for p in parameters):
+    if any(isinstance(p, DTensor) for p in parameters):
+        log.warning_once("attach: sharded parameters, so exactness is not checked; attach before fully_shard to check")
         return
-    known = f"{type(model).__qualname__} {sorted(methods)} {parameters[0].dtype} {model.config}"
+    loaded = any(getattr(hook, "offload", False) for hook in offload_hooks(model))
+    if not loaded and not all(has_numbers(p) for p in parameters):
+        return
+    dtypes = sorted({str(p.dtype) for p in parameters})
+    known = f"{type(model).__qualname__} {sorted(methods)} {dtypes} {loaded} {model.config}"
     with torch.no_grad(), evaluating(model):
         if known not in CHECKED:
             compare(model)
@@ -103,18 +114,20 @@ def texts(model: PreTrainedModel) -> tuple[Tensor, Tensor]:
     tokens = torch.randint(size // 4, size // 2, (2, LENGTH), generator=torch.Generator().manual_seed(0))
     mask = torch.ones_like(tokens)
     mask[1, :PADDING] = 0
-    return tokens.to(model.device), mask.to(model.device)
+    device = execution_device(model)
+    return tokens.to(device), mask.to(device)
 
 
 def logits(model: PreTrainedModel, tokens: Tensor, mask: Tensor, steps: tuple[int, ...] | None = None) -> Tensor:
     """`[2, T, V]`, in one pass or in `steps` through a cache."""
+    options = {name: value for name, value in PLAIN.items() if getattr(model.config, name, value) != value}
     if steps is None:
-        found: Tensor = model(input_ids=tokens, attention_mask=mask, use_cache=False).logits
+        found: Tensor = model(input_ids=tokens, attention_mask=mask, use_cache=False, **options).logits
         return found
     cache, parts, end = None, [], 0
     for part in tokens.split(list(steps), 1):
         end += part.shape[1]
-        out = model(input_ids=part, attention_mask=mask[:, :end], past_key_values=cache, use_cache=True)
+        out = model(input_ids=part, attention_mask=mask[:, :end], past_key_values=cache, use_cache=True, **options)
         cache = out.get("past_key_values")
         if cache is None:
             raise UserError("it hands back no key/value cache")
