@@ -32,8 +32,8 @@ def dispatch(model: PreTrainedModel, folder: Path) -> None:
     """Put the second attention layer on disk, as `device_map="auto"` does where memory is short."""
     layers = attention_modules(model)
     second = next(name for name, module in model.named_modules() if module is layers[1]).rpartition(".")[0]
-    names = [name for name, module in model.named_modules() if name and not list(module.children())]
-    device_map = {name: "cpu" for name in names if not name.startswith(f"{second}.")} | {second: "disk"}
+    owners = {name.rpartition(".")[0] for name in model.state_dict()}
+    device_map = dict.fromkeys(sorted(x for x in owners if not x.startswith(f"{second}.")), "cpu") | {second: "disk"}
     dispatch_model(model, device_map, main_device="cpu", offload_dir=folder, force_hooks=True)
 
 
