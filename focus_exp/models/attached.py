@@ -146,7 +146,9 @@ def set_routing(
             if setting is not None and hasattr(method, name):
                 setattr(method, name, setting)
     if hard and any(method.training and getattr(method, "train_with", "hard") == "soft" for method in methods):
-        log.warning_once("set_routing: hard=True acts in eval mode, and routers are in training mode; call model.eval()")
+        log.warning_once(
+            "set_routing: hard=True acts in eval mode, and routers are in training mode; call model.eval()"
+        )
     saved = {name for method in methods for name in ("top_k", "pair_rule") if hasattr(method.options, name)}
     attachment.options |= {name: chosen[name] for name in saved if chosen[name] is not None}
     return model
