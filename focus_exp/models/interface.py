@@ -133,7 +133,7 @@ def route_hidden_states(
     else:
         sequence = describe_sequence(h, mask)
     past = 0 if grouped is None else grouped.length
-    routed = Routed(sequence, method.route(h, sequence), mask, grouped, past, frozenset(given))
+    routed = Routed(sequence, method("route", h, sequence), mask, grouped, past, frozenset(given))
     return args, kwargs | {"routed": routed}
 
 
@@ -224,7 +224,7 @@ def attend(
         out = cache.attend(q, k, v, selection, sequence, **scores)
     else:
         try:
-            out = method.attend(q, k, v, selection, sequence, dropout=dropout, **scores)
+            out = method("attend", q, k, v, selection, sequence, dropout=dropout, **scores)
         except CannotServe as error:
             raise UserError(str(error)) from None
         for observer in method.observers:  # now, because some methods choose their pairs while they attend
