@@ -24,7 +24,7 @@ from focus_exp.attention.stores import LEAST, Pool
 from focus_exp.config import ModelConfig
 from focus_exp.errors import UserError
 from focus_exp.models.attached import observed
-from focus_exp.models.cache import FocusCache, cache_for
+from focus_exp.models.cache import grouped_caches, is_grouped, prepare_cache
 from focus_exp.models.load import load_model
 from focus_exp.models.modules import attached_methods
 from focus_exp.speed.timing import resident
@@ -75,7 +75,7 @@ def test_steps_give_the_logits_of_the_whole(tiny_model, family, top_k, rule):
     expected = whole(model, ids)
     for sizes in ([1] * 40, [7] * 5 + [5], [4] + [1] * 36, [30] + [1] * 10, [128]):
         found, cache = stepped(model, ids, sizes)
-        assert isinstance(cache, DynamicCache if (top_k, rule) == (3, "share") else FocusCache)  # that keeps all pairs
+        assert is_grouped(cache) == ((top_k, rule) != (3, "share"))  # that keeps all pairs
         assert cache.get_seq_length() == 40
         torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
 
@@ -308,7 +308,7 @@ def test_layers_without_a_method_keep_all_their_tokens(tiny_model):
     ids = tokens(2)
     found, cache = stepped(model, ids, [9, 5] + [1] * 26)
     torch.testing.assert_close(found, whole(model, ids), rtol=1e-4, atol=1e-5)
-    assert len(cache.grouped) == 1 and cache.layers[0].keys.shape[2] == 40
+    assert len(grouped_caches(cache)) == 1 and cache.layers[0].keys.shape[2] == 40
 
 
 def test_what_reads_the_future_does_not_generate(tiny_model):
@@ -346,7 +346,7 @@ def test_a_cache_that_others_filled_is_refused_and_an_empty_one_replaced(tiny_mo
     with pytest.raises(UserError, match="filled without"):
         model(input_ids=ids[:, :1], past_key_values=filled)
     for empty in (DynamicCache(config=model.config), StaticCache(config=model.config, max_cache_len=64)):
-        assert isinstance(model(input_ids=ids, past_key_values=empty).past_key_values, FocusCache)
+        assert is_grouped(model(input_ids=ids, past_key_values=empty).past_key_values)
     static = StaticCache(config=model.config, max_cache_len=64)
     with pytest.raises(UserError, match="attention_mask has 40 columns for 0 tokens in the cache and 1 new"):
         model(input_ids=ids[:, :1], past_key_values=static, attention_mask=torch.ones(1, 40, dtype=torch.long))
@@ -366,7 +366,7 @@ def test_a_loop_may_go_on_with_the_empty_cache_that_it_gave(tiny_model, kind):
     with torch.no_grad():
         whole = model(input_ids=ids, use_cache=False).logits
         parts = [model(input_ids=part, past_key_values=cache).logits for part in ids.split(1, dim=1)]
-    assert cache.get_seq_length() == ids.shape[1] and isinstance(cache, FocusCache)
+    assert cache.get_seq_length() == ids.shape[1] and is_grouped(cache)
     torch.testing.assert_close(torch.cat(parts, 1), whole)
 
 
@@ -392,10 +392,10 @@ def test_the_base_generates_with_its_own_cache(tiny_model):
     attached(model)
     with disabled(model):
         found = model.generate(tokens(), **options)
-    assert found.sequences.equal(expected.sequences) and isinstance(found.past_key_values, DynamicCache)
-    assert isinstance(model.generate(tokens(), **options).past_key_values, FocusCache)
+    assert found.sequences.equal(expected.sequences) and not is_grouped(found.past_key_values)
+    assert is_grouped(model.generate(tokens(), **options).past_key_values)
     detach(model)
-    assert isinstance(model.generate(tokens(), **options).past_key_values, DynamicCache)
+    assert not is_grouped(model.generate(tokens(), **options).past_key_values)
 
 
 def test_a_copied_model_generates_by_itself(tiny_model):
@@ -423,14 +423,14 @@ def test_a_step_reads_the_pairs_that_it_keeps_and_no_others(tiny_model, top_k, r
     _, cache = stepped(model, ids, [37])
     for place in range(37, 60):
         _, cache = stepped(model, ids[:, place : place + 1], [1], cache=cache)
-        for layer, grouped in enumerate(cache.grouped):
+        for layer, grouped in enumerate(grouped_caches(cache)):
             assert grouped.pairs_read == kept[layer][0, place]
 
 
 def test_all_tokens_are_kept_once_beside_the_window(tiny_model):
     model = attached(tiny_model("llama"), 2, "share")
     _, cache = stepped(model, tokens(2, 60), [25] + [1] * 35)
-    for grouped in cache.grouped:
+    for grouped in grouped_caches(cache):
         near, members = grouped.near.tensors[2:]
         for row, buckets in enumerate(grouped.pool.buckets):
             pooled = {kind: grouped.pool.tensors[2][b.begin : b.end].tolist() for kind, b in buckets.items()}
@@ -462,13 +462,14 @@ def test_a_pool_grows_by_copying_now_and_then():
 def test_what_is_held_grows_with_the_tokens_alone(tiny_model):
     model = attached(tiny_model("llama"), 1)
     _, cache = stepped(model, tokens(1, 100), [100])
-    (_, heads, size), layers = cache.grouped[0].pool.tensors[0].shape, len(cache.grouped)
+    grouped = grouped_caches(cache)
+    (_, heads, size), layers = grouped[0].pool.tensors[0].shape, len(grouped)
     token = 2 * heads * size * 4 + 8  # keys and values, place
     for length in (200, 400, 800):
         steps = length - cache.get_seq_length()
         _, cache = stepped(model, tokens(1, steps), [1] * steps, cache=cache)
         room = length / 4 + 4 * LEAST + 2 * 6 + LEAST  # of the buckets, and of the window
-        assert layers * token * length <= cache.bytes <= layers * token * (length + room)
+        assert layers * token * length <= sum(x.bytes for x in grouped_caches(cache)) <= layers * token * (length + room)
 
 
 def sampled(model, length, seed, **options):
@@ -487,14 +488,14 @@ def test_samples_repeat_by_seed(tiny_model):
 @pytest.mark.slow
 def test_ten_thousand_tokens_hold_what_the_cache_holds(tiny_model):
     model = attached(tiny_model("llama", max_position_embeddings=16_384), 1)
-    cache = cache_for(model.config, attached_methods(model), None)
+    cache = prepare_cache(model.config, attached_methods(model), None)
     held: dict[int, tuple[int, int, int]] = {}
 
     class Watch(StoppingCriteria):
         def __call__(self, ids, scores, **kwargs):
             if ids.shape[1] in (2_000, 6_000, 10_000):
                 gc.collect()
-                held[ids.shape[1]] = (resident("VmRSS"), cache.bytes, len(gc.get_objects()))
+                held[ids.shape[1]] = (resident("VmRSS"), sum(x.bytes for x in grouped_caches(cache)), len(gc.get_objects()))
             return torch.zeros(1, dtype=torch.bool)
 
     text = sampled(model, 10_000, 11, past_key_values=cache, stopping_criteria=[Watch()])
