@@ -25,7 +25,7 @@ from focus_exp.models.attached import Attachment, acting_methods, attachment_of,
 from focus_exp.models.cache import is_grouped, prepare_cache
 from focus_exp.models.exactness import check_exact
 from focus_exp.models.interface import IMPLEMENTATION, has_numbers, route_hidden_states
-from focus_exp.models.modules import attached_methods, attention_modules, decoder_of
+from focus_exp.models.modules import attention_modules, decoder_of, method_of
 
 log = logging.get_logger(__name__)
 
@@ -82,7 +82,7 @@ def attach(
         module = modules[index]
         module.focus = built.to(next(module.parameters()).device).train(module.training)
         attachment.hooks.append((module, partial(route_hidden_states, names=names[index])))
-    attachment.hooks.append((decoder, prepare_decoder))
+    attachment.hooks.append((decoder, partial(prepare_decoder, modules={i: modules[i] for i in wanted})))
     if not is_causal(model):
         model.prepare_inputs_for_generation = refuse_generation  # type: ignore[assignment]
     own = getattr(model, "create_masks_for_generate", create_masks_for_generate)
@@ -106,8 +106,10 @@ def parameters_of(module: nn.Module) -> tuple[str, ...]:
     return tuple(parameters)[1:]
 
 
-def prepare_decoder(decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-    """Put a cache by group in place of the empty one that transformers made or would make, and look at given masks."""
+def prepare_decoder(
+    decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], modules: dict[int, nn.Module]
+) -> tuple[Any, dict[str, Any]]:
+    """Have the attached layers, `modules` by index, cache keys by group, and check the masks that are given."""
     assert isinstance(decoder, PreTrainedModel)
     if decoder.config._attn_implementation != IMPLEMENTATION:
         raise UserError(
@@ -118,7 +120,7 @@ def prepare_decoder(decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str,
     if wanted is None:
         wanted = getattr(decoder.config.get_text_config(), "use_cache", False)
     if (wanted or given is not None) and not is_grouped(given):
-        methods = {i: m for i, m in attached_methods(decoder).items() if not m.keeps_all()}
+        methods = {i: method_of(module) for i, module in modules.items() if not method_of(module).keeps_all()}
         if methods:
             given = prepare_cache(decoder.config, methods, given)
             kwargs["past_key_values"], kwargs["use_cache"] = given, given is not None

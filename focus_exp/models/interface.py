@@ -138,9 +138,7 @@ def route_hidden_states(
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
-def route_cached(
-    method: AttentionMethod, h: Tensor, mask: Any, layer: FocusLayer, given: frozenset[str]
-) -> Routed:
+def route_cached(method: AttentionMethod, h: Tensor, mask: Any, layer: FocusLayer, given: frozenset[str]) -> Routed:
     """Route new tokens after those of a grouped cache, whose sizes are Python numbers that no graph can hold."""
     cache = layer.grouped
     layer.expected = True
