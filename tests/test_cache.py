@@ -568,11 +568,12 @@ def test_automatic_compile_is_off_for_a_grouped_cache_and_on_for_the_base(tiny_m
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
     assert model.generate(prompt, **plain, compile_config=compiled).equal(expected)
-    assert not torch._dynamo.utils.counters["frames"]
+    assert not torch._dynamo.utils.counters["stats"]
     set_routing(model, hard=True, top_k=4)
     expected = base.generate(prompt, **plain, disable_compile=True)
     assert model.generate(prompt, **plain, compile_config=compiled).equal(expected)
-    assert torch._dynamo.utils.counters["frames"]["ok"] and not torch._dynamo.utils.counters["graph_break"]
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
+    assert not torch._dynamo.utils.counters["graph_break"]
     detach(model)
     assert "get_compiled_call" not in vars(model) and "create_masks_for_generate" not in vars(model)
 
@@ -698,8 +699,11 @@ def test_masked_places_inside_rows_give_each_row_its_own_logits(
             set_routing(attach(model, method, window=window, sinks=sinks), hard=True, backend=backend)
         set_routing(model, hard=hard, sparse_from=1)
     mask, ids = torch.tensor(rows).long(), tokens(len(rows), 30)
-    real = mask.bool()
-    torch.testing.assert_close(whole(model, ids, mask)[real], alone(model, ids, mask)[real], rtol=1e-4, atol=1e-5)
+    real, expected = mask.bool(), alone(model, ids, mask)
+    torch.testing.assert_close(whole(model, ids, mask)[real], expected[real], rtol=1e-4, atol=1e-5)
+    seen, positions = torch.ones(30, 30).tril().bool() & real[:, None], (mask.cumsum(1) - 1).clamp(min=0)
+    found = model(input_ids=ids, attention_mask=seen[:, None], position_ids=positions, use_cache=False).logits
+    torch.testing.assert_close(found[real], expected[real], rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("hard", [True, False])
@@ -717,6 +721,25 @@ def test_masked_places_inside_rows_give_each_row_its_own_gradients(tiny_model, h
         (out[:, real] if given_mask is not None else out).square().sum().backward()
         found.append(torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None]))
     torch.testing.assert_close(*found, rtol=1e-3, atol=1e-4)
+
+
+def test_compiled_layers_count_windows_by_tokens_in_one_graph(tiny_model):
+    model, ids, mask = attached(tiny_model("llama"), 1), tokens(2, 30), torch.ones(2, 30, dtype=torch.long)
+    mask[0, :3] = mask[0, 9:20] = mask[1, 25:] = 0
+    positions, real = (mask.cumsum(1) - 1).clamp(min=0), mask.bool()
+    torch._dynamo.reset()
+    with torch.no_grad():
+        compiled = torch.compile(model, backend="eager", fullgraph=True)
+        found = compiled(input_ids=ids, attention_mask=mask, position_ids=positions, use_cache=False).logits
+    torch.testing.assert_close(found[real], alone(model, ids, mask)[real], rtol=1e-4, atol=1e-5)
+
+
+def test_copied_cache_continues_by_itself(tiny_model):
+    model, ids = attached(tiny_model("llama"), 1), tokens(2, 30)
+    _, cache = stepped(model, ids[:, :20], [20])
+    expected = whole(model, ids)[:, 20:]
+    for one in (copy.deepcopy(cache), copy.deepcopy(cache), cache):
+        torch.testing.assert_close(stepped(model, ids[:, 20:], [4, 6], cache=one)[0], expected, rtol=1e-4, atol=1e-5)
 
 
 @given(data=st.data(), rule=st.sampled_from(RULES[:3]), window=st.integers(0, 9), sinks=st.integers(0, 3))
@@ -761,8 +784,12 @@ def test_any_history_of_a_cache_gives_each_row_its_own_logits(data, rule, window
         ids, mask = torch.cat([ids, tokens(batch, size, seed + step)], 1), torch.cat([mask, new], 1)
         with torch.no_grad():
             positions = (mask.cumsum(1) - 1).clamp(min=0)[:, past:]
+            seen = mask
+            if data.draw(st.booleans()) and action != "hide":
+                seen = torch.ones(ids.shape[1], ids.shape[1]).tril().bool()[past:] & mask.bool()[:, None]
+                seen = seen[:, None]
             out = model(
-                input_ids=ids[:, past:], attention_mask=mask, position_ids=positions, past_key_values=cache,
+                input_ids=ids[:, past:], attention_mask=seen, position_ids=positions, past_key_values=cache,
                 use_cache=True,
             )  # fmt: skip
         cache, real = out.past_key_values, new.bool()

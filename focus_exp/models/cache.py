@@ -28,6 +28,11 @@ from focus_exp.attention.method import AttentionMethod
 from focus_exp.attention.selection import Sequence
 from focus_exp.errors import UserError
 
+# its sizes are Python numbers that change with every token
+run_eagerly = torch.compiler.disable(
+    reason="a KV cache by group cannot be compiled; pass use_cache=False, or leave fullgraph=False"
+)
+
 
 class SequenceMemo:
     """The `Sequence`s of the current step, computed once for all layers with the same mask."""
@@ -77,11 +82,12 @@ class FocusLayer(DynamicLayer):
     def assemble(self, index: int) -> Tensor | None:
         if not self.grouped.length:
             return None
-        x = self.grouped.keys_and_values()[index]
+        x = self.grouped.keys_and_values()[index][..., : self.sizes[index]]
         return x if self.max_cache_len is None else F.pad(x, (0, 0, 0, max(self.max_cache_len - x.shape[2], 0)))
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         self.dtype, self.device = key_states.dtype, key_states.device
+        self.sizes = key_states.shape[-1], value_states.shape[-1]
         self.is_initialized = True
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
@@ -185,9 +191,8 @@ def find_layer(cache: Cache | None, method: AttentionMethod) -> FocusLayer | Non
     Raises:
         UserError: if the method cannot read what the cache holds.
     """
-    if cache is None or not is_grouped(cache):
-        return None
-    layer = layers_of(cache)[method.shape.index]
+    layers, index = layers_of(cache), method.shape.index
+    layer = layers[index] if index < len(layers) else None
     if isinstance(layer, FocusLayer):
         if reason := method.refuses_cache():
             raise UserError(f"this key/value cache was filled by hard groups, and there is none for {reason}")
@@ -197,7 +202,7 @@ def find_layer(cache: Cache | None, method: AttentionMethod) -> FocusLayer | Non
                 "begin with an empty one"
             )
         return layer
-    if not method.keeps_all():
+    if not method.keeps_all() and is_grouped(cache):
         raise UserError("this key/value cache was filled while every pair was kept; begin with an empty one")
     return None
 
@@ -228,7 +233,7 @@ def refusal(methods: Iterable[AttentionMethod]) -> str | None:
     return next((why for method in methods if (why := method.refuses_cache())), None)
 
 
-@torch.compiler.disable  # type: ignore[untyped-decorator]
+@run_eagerly
 def prepare_cache(config: PreTrainedConfig, methods: dict[int, AttentionMethod], cache: Cache | None) -> Cache | None:
     """Put `FocusLayer`s into an empty cache, or into a new `DynamicCache` where none is given.
 

@@ -20,7 +20,7 @@ from focus_exp.attention.kernels import CannotServe
 from focus_exp.attention.method import AttentionMethod
 from focus_exp.attention.selection import Selection, Sequence, order_by, starts, take
 from focus_exp.errors import UserError
-from focus_exp.models.cache import FocusLayer, find_layer, tokens_before
+from focus_exp.models.cache import FocusLayer, find_layer, run_eagerly, tokens_before
 from focus_exp.models.modules import method_of
 
 log = logging.get_logger(__name__)
@@ -50,7 +50,7 @@ def mask_of_pairs(
     batch_size: int,
     q_length: int,
     kv_length: int,
-    q_offset: int = 0,
+    q_offset: int | Tensor = 0,
     kv_offset: int = 0,
     mask_function: Callable[..., Any] = causal_mask_function,
     attention_mask: Tensor | None = None,
@@ -137,9 +137,9 @@ def route_hidden_states(
     return args, kwargs | {"routed": Routed(sequence, selection, mask, None, 0, frozenset(given))}
 
 
-@torch.compiler.disable  # type: ignore[untyped-decorator]
+@run_eagerly
 def route_cached(method: AttentionMethod, h: Tensor, mask: Any, layer: FocusLayer, given: frozenset[str]) -> Routed:
-    """Route new tokens after those of a grouped cache, whose sizes are Python numbers that no graph can hold."""
+    """Route new tokens after those of a grouped cache."""
     cache = layer.grouped
     layer.expected = True
     step = (cache.length, cache.changes, *h.shape[:2], h.device)
@@ -330,7 +330,7 @@ def attend_whole(
     return restore(out, sequence)
 
 
-@torch.compiler.disable  # type: ignore[untyped-decorator]
+@run_eagerly
 def attend_cached(
     method: AttentionMethod,
     q: Tensor,
@@ -355,11 +355,12 @@ def attend_cached(
         if sequence.kept is not None:
             cache.keep_only(sequence.kept)
         method.path = "cached"
-        moved = [take(x, sequence.order, 2) for x in (q, k, v)]
-        out = restore(cache.attend(*moved, selection, sequence, **scores), sequence)
+        q, new_k, new_v = (take(x, sequence.order, 2) for x in (q, k, v))
+        out = restore(cache.attend(q, new_k, new_v, selection, sequence, **scores), sequence)
     else:
         out = attend_whole(method, q, k, v, selection, sequence, dropout, scores)
-    cache.append(take(k, sequence.order, 2), take(v, sequence.order, 2), selection, sequence)
+        new_k, new_v = take(k, sequence.order, 2), take(v, sequence.order, 2)
+    cache.append(new_k, new_v, selection, sequence)
     return out
 
 
