@@ -50,7 +50,7 @@ def mask_of_pairs(
     batch_size: int,
     q_length: int,
     kv_length: int,
-    q_offset: int | Tensor = 0,
+    q_offset: Any = 0,  # a Tensor where the cache is static
     kv_offset: int = 0,
     mask_function: Callable[..., Any] = causal_mask_function,
     attention_mask: Tensor | None = None,
