@@ -17,7 +17,7 @@ from focus_exp.models.modules import attached_methods, attention_modules
 
 CPU = torch.device("cpu")
 OPTIONS = {
-    **dict.fromkeys(("focus", "focus_dual"), {"groups": 4, "window": 4, "sinks": 1}),
+    **{name: {"groups": 4, "window": 4, "sinks": 1} for name in ("focus", "focus_dual")},
     "token_indexer": {"window": 4, "sinks": 1},
     "random_groups": {"groups": 4, "window": 4, "sinks": 1},
     "routing_transformer": {"groups": 4, "window": 4, "sinks": 1},

@@ -153,7 +153,8 @@ class Focus(AttentionMethod, name="focus", options=FocusOptions):
         if not self.causal:
             return "Focus with assignment sinkhorn: a token's groups depend on later tokens; use assignment balanced"
         if self.training:
-            return "routers in training mode, which put gates on every token; call model.eval()"
+            does = "assign groups by the whole batch" if self.train_with == "hard" else "put gates on every token"
+            return f"routers in training mode, which {does}; call model.eval()"
         if not self.hard:
             return "soft gates: every token would be read; choose hard groups with set_routing(model, hard=True)"
         return None
