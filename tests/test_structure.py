@@ -17,7 +17,7 @@ TOP_LEVEL = {
 }
 FOUNDATION = {
     *("errors", "storage", "progress", "assets"),
-    *("config", "config_attention", "config_jobs", "config_hash", "shipped", "checks"),
+    *("config", "config_attention", "config_jobs", "config_hash", "shipped", "checks", "overrides"),
 }
 MAY_IMPORT = {
     "attention": set(),
@@ -31,6 +31,8 @@ MAY_IMPORT = {
     "config_hash": {"config"},
     "shipped": {"config"},
     "checks": {*FOUNDATION, "attention"},
+    "overrides": {"config", "config_attention"},
+    "launcher": {"errors"},
     "records": FOUNDATION,
     "reporting": {*FOUNDATION, "records"},
     "sweeps": {*FOUNDATION, "records", "reporting"},
@@ -57,7 +59,7 @@ MAY_IMPORT = {
     "__init__": {"errors", "models"},
     "help": {*FOUNDATION, "attention"},
     "explain": {*FOUNDATION, "attention"},
-    "__main__": {*FOUNDATION, "explain", "help", "jobs", "sweeps"},
+    "__main__": {*FOUNDATION, "explain", "help", "jobs", "launcher", "sweeps"},
 }
 
 
