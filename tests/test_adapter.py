@@ -52,7 +52,7 @@ def trained(tiny_model) -> Callable[..., PreTrainedModel]:
     def factory(family: str, method: str = "focus", seed: int = 3, **options: Any) -> PreTrainedModel:
         torch.manual_seed(seed)
         model = attach(tiny_model(family), method, **(options or OPTIONS)).train()
-        logits_of(model)  # moves the balance
+        model(TOKENS)  # moves the balance
         return model.eval()
 
     return factory

@@ -16,12 +16,9 @@ from focus_exp.models import exactness
 from focus_exp.models.modules import attached_methods, attention_modules
 
 CPU = torch.device("cpu")
-OPTIONS = {
-    **{name: {"groups": 4, "window": 4, "sinks": 1} for name in ("focus", "focus_dual")},
-    "token_indexer": {"window": 4, "sinks": 1},
-    "random_groups": {"groups": 4, "window": 4, "sinks": 1},
-    "routing_transformer": {"groups": 4, "window": 4, "sinks": 1},
-}
+NEAR = {"window": 4, "sinks": 1}
+GROUPED = ("focus", "focus_dual", "random_groups", "routing_transformer")
+OPTIONS = {"token_indexer": NEAR} | {method: NEAR | {"groups": 4} for method in GROUPED}
 
 
 def tokens_of() -> Tensor:
