@@ -7,6 +7,7 @@ from functools import partial
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from focus_exp.attention.heads import for_each_head
@@ -67,12 +68,12 @@ class GroupedCache:
                 self.shown = torch.cat([shown, torch.ones_like(shown[:, :1]).expand(-1, tokens[0].shape[1])], 1)
             return
         assert valid is not None and shown is not None
-        valid = valid.repeat_interleave(self.heads, 0)
+        valid, begins = valid.repeat_interleave(self.heads, 0), sequence.start + self.length
         if self.length:
             *before, kept = self.tokens()
             tokens = [torch.cat(pair, 1) for pair in zip(before, tokens, strict=True)]
-            valid = torch.cat([kept, valid], 1)
-        self.lay_out(tokens, valid, shown)
+            valid, begins = torch.cat([kept, valid], 1), torch.cat([self.begins(), begins], 1)
+        self.lay_out(tokens, valid, begins, shown)
 
     def append_rows(self, tokens: list[Tensor], sequence: Sequence) -> None:
         """Add tokens k, v `[R, n, G, D]` and members `[R, n, K]`, one grouping a row."""
@@ -93,22 +94,38 @@ class GroupedCache:
         self.pool.append(by_bucket(tokens, real), self.window)
         self.length += count
 
-    def lay_out(self, tokens: list[Tensor], kept: Tensor, shown: Tensor) -> None:
+    def lay_out(self, tokens: list[Tensor], kept: Tensor, begins: Tensor, shown: Tensor) -> None:
         """Store anew those of tokens k, v `[R, n, ...]`, members that are `kept` `[R, n]`, each row's last at the end.
 
+        begins: `[R, n]` int, where the sequence of each token begins, or less than 0.
         shown: `[B, length]` bool, which places of the rows, as the model counts them, they are.
         """
         length = shown.shape[1]
         order = order_by(kept)[:, kept.shape[1] - length :]
         valid = kept.gather(1, order)
-        start = length - valid.sum(1)
         self.near = self.pool = self.start = self.shown = None
         self.length, self.placed = 0, -1
         if not length:
             return
-        of_rows = Sequence(start[:, None].expand_as(valid), valid)
-        self.append_rows([take(x, order, 1) for x in tokens], of_rows)
-        self.start, self.shown = start[:: self.heads], shown
+        earlier = F.pad(kept.cumsum(1), (1, 0)).gather(1, begins.clamp(min=0))  # kept tokens of earlier sequences
+        begins = (length - kept.sum(1, keepdim=True) + earlier).where(begins >= 0, begins)
+        start = begins.gather(1, order)
+        self.append_rows([take(x, order, 1) for x in tokens], Sequence(start, valid))
+        self.start, self.shown = start[:: self.heads, -1].clamp(min=0), shown
+
+    def begins(self) -> Tensor:
+        """Return `[R, length]` int, where the sequence of each token begins; of earlier ones only that it is over."""
+        assert self.start is not None
+        start = self.start.repeat_interleave(self.heads)[:, None]
+        place = torch.arange(self.length, device=start.device)
+        return start.where(place >= start, -self.sinks - 1 - self.length).expand(-1, self.length)
+
+    def start_with(self, shown: Tensor) -> Tensor:
+        """Return `[B]`, where the last sequences will begin after `keep_only(shown)`."""
+        assert self.start is not None
+        kept = shown.gather(1, order_by(self.tokens_shown(shown)))
+        place = torch.arange(self.length, device=shown.device)
+        return self.length - (kept & (place >= self.start[:, None])).sum(1)
 
     def tokens(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Return k, v `[R, length, G, D]`, members `[R, length, K]` and which are there `[R, length]`, by place."""
@@ -154,7 +171,8 @@ class GroupedCache:
         order = order_by(self.tokens_shown(shown))  # place -> column of the mask
         *tokens, kept = self.tokens()
         self.changes += 1
-        self.lay_out(tokens, kept & shown.gather(1, order).repeat_interleave(self.heads, 0), shown)
+        kept = kept & shown.gather(1, order).repeat_interleave(self.heads, 0)
+        self.lay_out(tokens, kept, self.begins(), shown)
 
     def put_sinks(self, tokens: list[Tensor], sequence: Sequence) -> Tensor | None:
         """Keep the sinks among the tokens; which of them are neither sinks nor padding, `[R, n]` bool, None if all."""
@@ -340,7 +358,7 @@ class GroupedCache:
             *tokens, kept = self.tokens()
             left = shown.sum(1).repeat_interleave(self.heads)[:, None]
             self.changes += 1
-            self.lay_out(tokens, kept & (kept.cumsum(1) <= left), shown)
+            self.lay_out(tokens, kept & (kept.cumsum(1) <= left), self.begins(), shown)
             return
         self.length, self.placed, self.changes = length, -1, self.changes + 1
         if self.near is None or self.pool is None or self.start is None:

@@ -180,8 +180,8 @@ def describe_sequence(h: Tensor, mask: Tensor | None, cache: GroupedCache | None
         if whole:
             refuse_future(mask, past)
         mask, order, kept = move_padding(mask, batch, length, cache)
-        if kept is not None:
-            before = past - kept.sum(1)
+        if kept is not None and cache is not None:
+            before = cache.start_with(kept)
         first = mask[:, 0].byte().argmax(-1).expand(batch, length)
         if whole:
             allowed = mask
