@@ -130,24 +130,41 @@ class GroupedCache:
     def tokens(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Return k, v `[R, length, G, D]`, members `[R, length, K]` and which are there `[R, length]`, by place."""
         assert self.near is not None and self.pool is not None
-        keys, values, index, members = self.near.tensors
-        kept = index.new_zeros(len(keys), self.length, dtype=torch.bool)
-        found = [x.new_zeros(len(keys), self.length, *x.shape[2:]) for x in (keys, values, members)]
-        rows, columns = (index[:, : self.sinks] >= 0).nonzero(as_tuple=True)
-        places = index[rows, columns]
-        kept[rows, places] = True
-        for to, x in zip(found, (keys, values, members), strict=True):
-            to[rows, places] = x[rows, columns]
+        keys, values, _, members = self.near.tensors
+        found = [x.new_zeros(len(x), self.length, *x.shape[2:]) for x in (keys, values, members)]
+        for row, places, columns in self.sinks_held():
+            for to, x in zip(found, (keys, values, members), strict=True):
+                to[row, places] = x[row, columns]
+        for row, kind, some in self.buckets():
+            places = self.pool.tensors[2][some]
+            of_kind = members.new_zeros(members.shape[-1])
+            of_kind[list(kind)] = True
+            for to, x in zip(found, (*(x[some] for x in self.pool.tensors[:2]), of_kind), strict=True):
+                to[row, places] = x
+        return found[0], found[1], found[2], self.held()
+
+    def held(self) -> Tensor:
+        """Return `[R, length]` bool, the places that hold a token and no padding."""
+        assert self.near is not None and self.pool is not None
+        held = self.near.index.new_zeros(len(self.near.index), self.length, dtype=torch.bool)
+        for row, places, _ in self.sinks_held():
+            held[row, places] = True
+        for row, _, some in self.buckets():
+            held[row, self.pool.tensors[2][some]] = True
+        return held
+
+    def sinks_held(self) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+        """Yield the sinks: rows, their places, and their columns among the near tokens."""
+        assert self.near is not None
+        rows, columns = (self.near.index[:, : self.sinks] >= 0).nonzero(as_tuple=True)
+        yield rows, self.near.index[rows, columns], columns
+
+    def buckets(self) -> Iterator[tuple[int, Kind, slice]]:
+        """Yield row, groups and rows of the pool of every bucket."""
+        assert self.pool is not None
         for row, buckets in enumerate(self.pool.buckets):
             for kind, bucket in buckets.items():
-                some = slice(bucket.begin, bucket.end)
-                places = self.pool.tensors[2][some]
-                kept[row, places] = True
-                found[0][row, places], found[1][row, places] = (x[some] for x in self.pool.tensors[:2])
-                of_kind = members.new_zeros(members.shape[-1])
-                of_kind[list(kind)] = True
-                found[2][row, places] = of_kind
-        return found[0], found[1], found[2], kept
+                yield row, kind, slice(bucket.begin, bucket.end)
 
     def tokens_shown(self, like: Tensor) -> Tensor:
         """Return `[B, length]` bool: the places, as the model counts them, that hold a token and no padding."""
@@ -155,7 +172,7 @@ class GroupedCache:
             return self.shown
         if not self.length:
             return torch.ones(len(like), 0, dtype=torch.bool, device=like.device)
-        return self.tokens()[-1][:: self.heads]
+        return self.held()[:: self.heads]
 
     def keys_and_values(self) -> tuple[Tensor, Tensor]:
         """Return k, v `[B, G, length, D]` in the order of the model's tokens, zeros at padding."""
