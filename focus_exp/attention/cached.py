@@ -132,9 +132,9 @@ class GroupedCache:
         assert self.near is not None and self.pool is not None
         keys, values, _, members = self.near.tensors
         found = [x.new_zeros(len(x), self.length, *x.shape[2:]) for x in (keys, values, members)]
-        for row, places, columns in self.sinks_held():
+        for rows, places, columns in self.sinks_held():
             for to, x in zip(found, (keys, values, members), strict=True):
-                to[row, places] = x[row, columns]
+                to[rows, places] = x[rows, columns]
         for row, kind, some in self.buckets():
             places = self.pool.tensors[2][some]
             of_kind = members.new_zeros(members.shape[-1])
@@ -147,8 +147,8 @@ class GroupedCache:
         """Return `[R, length]` bool, the places that hold a token and no padding."""
         assert self.near is not None and self.pool is not None
         held = self.near.index.new_zeros(len(self.near.index), self.length, dtype=torch.bool)
-        for row, places, _ in self.sinks_held():
-            held[row, places] = True
+        for rows, places, _ in self.sinks_held():
+            held[rows, places] = True
         for row, _, some in self.buckets():
             held[row, self.pool.tensors[2][some]] = True
         return held
