@@ -25,10 +25,11 @@ from focus_exp.models.attached import Attachment, acting_methods, attachment_of,
 from focus_exp.models.cache import is_grouped, prepare_cache
 from focus_exp.models.exactness import check_exact
 from focus_exp.models.interface import IMPLEMENTATION, has_numbers, route_hidden_states
-from focus_exp.models.modules import attention_modules, decoder_of, method_of
+from focus_exp.models.modules import attention_modules, decoder_of, execution_device, method_of
 
 log = logging.get_logger(__name__)
 
+PACKS = "support_avx512bf16_for_cpu"  # what a 4-bit layer of bitsandbytes has set if it repacks
 HIDDEN = -1e4  # the largest number by which masks are known to hide a key
 
 
@@ -37,8 +38,9 @@ def attach(
 ) -> PreTrainedModel:
     """Attach `method`, a name or the dotted path of a class, with its options to all layers of `model` or to `layers`.
 
-    The base weights are left as they are; freeze them with `freeze` before training. With hard groups `generate()`
-    keeps keys and values by group (`FocusLayer`). UserError for what is no causal language model of transformers, an
+    The base weights are left as they are; freeze them with `freeze` before training. What is attached is in training
+    mode where the layer is; call `model.eval()` for hard groups. With hard groups `generate()` keeps keys and values
+    by group (`FocusLayer`). UserError for what is no causal language model of transformers, an
     unknown method, option or layer, a model already attached, and one that would not give its base's logits with every
     pair kept (`check_exact`); then nothing is left.
     """
@@ -80,7 +82,7 @@ def attach(
     names = {index: parameters_of(modules[index]) for index in wanted}
     for index, built in added.items():
         module = modules[index]
-        module.focus = built.to(next(module.parameters()).device).train(module.training)
+        module.focus = built.to(execution_device(module, model)).train(module.training)
         attachment.hooks.append((module, partial(route_hidden_states, names=names[index])))
     attachment.hooks.append((decoder, partial(prepare_decoder, modules={i: modules[i] for i in wanted})))
     if not is_causal(model):
@@ -89,6 +91,7 @@ def attach(
     model.create_masks_for_generate = partial(create_masks, model, own)  # type: ignore[assignment]
     model.get_compiled_call = partial(get_compiled_call, model)  # type: ignore[method-assign]
     model.focus_attachment = attachment  # type: ignore[assignment]
+    attachment.unpacked = keep_unpacked(model)
     attachment.switch(True)
     try:
         check_exact(model)
@@ -96,6 +99,19 @@ def attach(
         detach(model)
         raise
     return model
+
+
+def keep_unpacked(model: nn.Module) -> list[nn.Module]:
+    """Keep 4-bit layers of bitsandbytes from repacking their weights on a CPU, and return those that would have.
+
+    Without it the first pass in eval mode changes the base's weights for good, for a kernel that has no backward.
+    """
+    if any(getattr(getattr(p, "quant_state", None), "packing_format_for_cpu", False) for p in model.parameters()):
+        log.warning("attach: the base's 4-bit weights are packed for inference; load the model again to train on it")
+    layers = [module for module in model.modules() if getattr(module, PACKS, False)]
+    for layer in layers:
+        setattr(layer, PACKS, False)
+    return layers
 
 
 def parameters_of(module: nn.Module) -> tuple[str, ...]:
@@ -191,6 +207,8 @@ def detach(model: PreTrainedModel) -> PreTrainedModel:
     if "focus_attachment" not in vars(model):
         raise UserError(f"{type(model).__name__} wraps the model that attach was given; detach that, get_base_model()")
     attachment.switch(False)
+    for layer in attachment.unpacked:
+        setattr(layer, PACKS, True)
     for module in attention_modules(model).values():
         if hasattr(module, "focus"):
             del module.focus

@@ -133,7 +133,7 @@ def route_hidden_states(
         method.path = "full"
         return None
     sequence = describe_sequence(h, mask)
-    selection = method.route(take(h, sequence.order, 1), sequence)
+    selection = method("route", take(h, sequence.order, 1), sequence)
     return args, kwargs | {"routed": Routed(sequence, selection, mask, None, 0, frozenset(given))}
 
 
@@ -144,7 +144,7 @@ def route_cached(method: AttentionMethod, h: Tensor, mask: Any, layer: FocusLaye
     layer.expected = True
     step = (cache.length, cache.changes, *h.shape[:2], h.device)
     sequence = layer.memo.get(mask, step, lambda: describe_sequence(h, mask, cache))
-    selection = method.route(take(h, sequence.order, 1), sequence)
+    selection = method("route", take(h, sequence.order, 1), sequence)
     return Routed(sequence, selection, mask, cache, cache.length, given)
 
 
@@ -323,7 +323,7 @@ def attend_whole(
     """Compute an attached layer for whole sequences."""
     q, k, v = (take(x, sequence.order, 2) for x in (q, k, v))
     try:
-        out = method.attend(q, k, v, selection, sequence, dropout=dropout, **scores)
+        out = method("attend", q, k, v, selection, sequence, dropout=dropout, **scores)
     except CannotServe as error:
         raise UserError(str(error)) from None
     for observer in method.observers:  # now, because some methods choose their pairs while they attend
