@@ -7,6 +7,7 @@ from functools import partial
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from focus_exp.attention.heads import for_each_head
@@ -67,12 +68,12 @@ class GroupedCache:
                 self.shown = torch.cat([shown, torch.ones_like(shown[:, :1]).expand(-1, tokens[0].shape[1])], 1)
             return
         assert valid is not None and shown is not None
-        valid = valid.repeat_interleave(self.heads, 0)
+        valid, begins = valid.repeat_interleave(self.heads, 0), sequence.start + self.length
         if self.length:
             *before, kept = self.tokens()
             tokens = [torch.cat(pair, 1) for pair in zip(before, tokens, strict=True)]
-            valid = torch.cat([kept, valid], 1)
-        self.lay_out(tokens, valid, shown)
+            valid, begins = torch.cat([kept, valid], 1), torch.cat([self.begins(), begins], 1)
+        self.lay_out(tokens, valid, begins, shown)
 
     def append_rows(self, tokens: list[Tensor], sequence: Sequence) -> None:
         """Add tokens k, v `[R, n, G, D]` and members `[R, n, K]`, one grouping a row."""
@@ -93,44 +94,77 @@ class GroupedCache:
         self.pool.append(by_bucket(tokens, real), self.window)
         self.length += count
 
-    def lay_out(self, tokens: list[Tensor], kept: Tensor, shown: Tensor) -> None:
+    def lay_out(self, tokens: list[Tensor], kept: Tensor, begins: Tensor, shown: Tensor) -> None:
         """Store anew those of tokens k, v `[R, n, ...]`, members that are `kept` `[R, n]`, each row's last at the end.
 
+        begins: `[R, n]` int, where the sequence of each token begins, or less than 0.
         shown: `[B, length]` bool, which places of the rows, as the model counts them, they are.
         """
         length = shown.shape[1]
         order = order_by(kept)[:, kept.shape[1] - length :]
         valid = kept.gather(1, order)
-        start = length - valid.sum(1)
         self.near = self.pool = self.start = self.shown = None
         self.length, self.placed = 0, -1
         if not length:
             return
-        of_rows = Sequence(start[:, None].expand_as(valid), valid)
-        self.append_rows([take(x, order, 1) for x in tokens], of_rows)
-        self.start, self.shown = start[:: self.heads], shown
+        earlier = F.pad(kept.cumsum(1), (1, 0)).gather(1, begins.clamp(min=0))  # kept tokens of earlier sequences
+        begins = (length - kept.sum(1, keepdim=True) + earlier).where(begins >= 0, begins)
+        start = begins.gather(1, order)
+        self.append_rows([take(x, order, 1) for x in tokens], Sequence(start, valid))
+        self.start, self.shown = start[:: self.heads, -1].clamp(min=0), shown
+
+    def begins(self) -> Tensor:
+        """Return `[R, length]` int, where the sequence of each token begins; of earlier ones only that it is over."""
+        assert self.start is not None
+        start = self.start.repeat_interleave(self.heads)[:, None]
+        place = torch.arange(self.length, device=start.device)
+        return start.where(place >= start, -self.sinks - 1 - self.length).expand(-1, self.length)
+
+    def start_with(self, shown: Tensor) -> Tensor:
+        """Return `[B]`, where the last sequences will begin after `keep_only(shown)`."""
+        assert self.start is not None
+        kept = shown.gather(1, order_by(self.tokens_shown(shown)))
+        place = torch.arange(self.length, device=shown.device)
+        return self.length - (kept & (place >= self.start[:, None])).sum(1)
 
     def tokens(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Return k, v `[R, length, G, D]`, members `[R, length, K]` and which are there `[R, length]`, by place."""
         assert self.near is not None and self.pool is not None
-        keys, values, index, members = self.near.tensors
-        kept = index.new_zeros(len(keys), self.length, dtype=torch.bool)
-        found = [x.new_zeros(len(keys), self.length, *x.shape[2:]) for x in (keys, values, members)]
-        rows, columns = (index[:, : self.sinks] >= 0).nonzero(as_tuple=True)
-        places = index[rows, columns]
-        kept[rows, places] = True
-        for to, x in zip(found, (keys, values, members), strict=True):
-            to[rows, places] = x[rows, columns]
+        keys, values, _, members = self.near.tensors
+        found = [x.new_zeros(len(x), self.length, *x.shape[2:]) for x in (keys, values, members)]
+        for rows, places, columns in self.sinks_held():
+            for to, x in zip(found, (keys, values, members), strict=True):
+                to[rows, places] = x[rows, columns]
+        for row, kind, some in self.buckets():
+            places = self.pool.tensors[2][some]
+            of_kind = members.new_zeros(members.shape[-1])
+            of_kind[list(kind)] = True
+            for to, x in zip(found, (*(x[some] for x in self.pool.tensors[:2]), of_kind), strict=True):
+                to[row, places] = x
+        return found[0], found[1], found[2], self.held()
+
+    def held(self) -> Tensor:
+        """Return `[R, length]` bool, the places that hold a token and no padding."""
+        assert self.near is not None and self.pool is not None
+        held = self.near.index.new_zeros(len(self.near.index), self.length, dtype=torch.bool)
+        for rows, places, _ in self.sinks_held():
+            held[rows, places] = True
+        for row, _, some in self.buckets():
+            held[row, self.pool.tensors[2][some]] = True
+        return held
+
+    def sinks_held(self) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+        """Yield the sinks: rows, their places, and their columns among the near tokens."""
+        assert self.near is not None
+        rows, columns = (self.near.index[:, : self.sinks] >= 0).nonzero(as_tuple=True)
+        yield rows, self.near.index[rows, columns], columns
+
+    def buckets(self) -> Iterator[tuple[int, Kind, slice]]:
+        """Yield row, groups and rows of the pool of every bucket."""
+        assert self.pool is not None
         for row, buckets in enumerate(self.pool.buckets):
             for kind, bucket in buckets.items():
-                some = slice(bucket.begin, bucket.end)
-                places = self.pool.tensors[2][some]
-                kept[row, places] = True
-                found[0][row, places], found[1][row, places] = (x[some] for x in self.pool.tensors[:2])
-                of_kind = members.new_zeros(members.shape[-1])
-                of_kind[list(kind)] = True
-                found[2][row, places] = of_kind
-        return found[0], found[1], found[2], kept
+                yield row, kind, slice(bucket.begin, bucket.end)
 
     def tokens_shown(self, like: Tensor) -> Tensor:
         """Return `[B, length]` bool: the places, as the model counts them, that hold a token and no padding."""
@@ -138,7 +172,7 @@ class GroupedCache:
             return self.shown
         if not self.length:
             return torch.ones(len(like), 0, dtype=torch.bool, device=like.device)
-        return self.tokens()[-1][:: self.heads]
+        return self.held()[:: self.heads]
 
     def keys_and_values(self) -> tuple[Tensor, Tensor]:
         """Return k, v `[B, G, length, D]` in the order of the model's tokens, zeros at padding."""
@@ -154,7 +188,8 @@ class GroupedCache:
         order = order_by(self.tokens_shown(shown))  # place -> column of the mask
         *tokens, kept = self.tokens()
         self.changes += 1
-        self.lay_out(tokens, kept & shown.gather(1, order).repeat_interleave(self.heads, 0), shown)
+        kept = kept & shown.gather(1, order).repeat_interleave(self.heads, 0)
+        self.lay_out(tokens, kept, self.begins(), shown)
 
     def put_sinks(self, tokens: list[Tensor], sequence: Sequence) -> Tensor | None:
         """Keep the sinks among the tokens; which of them are neither sinks nor padding, `[R, n]` bool, None if all."""
@@ -340,7 +375,7 @@ class GroupedCache:
             *tokens, kept = self.tokens()
             left = shown.sum(1).repeat_interleave(self.heads)[:, None]
             self.changes += 1
-            self.lay_out(tokens, kept & (kept.cumsum(1) <= left), shown)
+            self.lay_out(tokens, kept & (kept.cumsum(1) <= left), self.begins(), shown)
             return
         self.length, self.placed, self.changes = length, -1, self.changes + 1
         if self.near is None or self.pool is None or self.start is None:

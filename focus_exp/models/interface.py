@@ -180,8 +180,8 @@ def describe_sequence(h: Tensor, mask: Tensor | None, cache: GroupedCache | None
         if whole:
             refuse_future(mask, past)
         mask, order, kept = move_padding(mask, batch, length, cache)
-        if kept is not None:
-            before = past - kept.sum(1)
+        if kept is not None and cache is not None:
+            before = cache.start_with(kept)
         first = mask[:, 0].byte().argmax(-1).expand(batch, length)
         if whole:
             allowed = mask
@@ -206,31 +206,32 @@ def move_padding(
     Returns:
         the mask by the places of the rearranged tokens; `order` and `kept` of the `Sequence`.
     """
-    past = 0 if cache is None else cache.length
+    past, whole = 0 if cache is None else cache.length, mask.shape[2] == length
     seen = shown_by(mask, past, length).expand(batch, -1)
     known = has_numbers(mask)
     if not known and not torch.compiler.is_compiling():
         return mask, None, None
-    if known:
-        begun = seen.cumsum(1) > 0
-        gap = begun & ~seen
-        if cache is None:  # what follows a text needs no care where no text follows again
-            gap = (gap.cumsum(1) > 0) & seen
-        if not bool(gap.any()) and (cache is None or cache.shown is None):
-            return mask, None, None
+    begun = seen.cumsum(1) > 0
+    gap = begun & ~seen
+    if cache is None:  # what follows a text needs no care where no text follows again
+        gap = (gap.cumsum(1) > 0) & seen
+    moves = not known or bool(gap.any()) or (cache is not None and cache.shown is not None)
     order, kept = order_by(~seen[:, past:]), None
     columns = past + order
-    if cache is not None and past:
+    if cache is not None and past and (moves or not whole):
         held = cache.tokens_shown(seen)
         hidden = held & ~seen[:, :past]
-        if mask.shape[2] == length:  # a window of the base's hides what is before it, too
+        if whole:  # a window of the base's hides what is before it, too
             hidden = hidden & begun[:, :past]
         held = held & ~hidden
-        kept = held if bool(hidden.any()) else None
+        if bool(hidden.any()):
+            moves, kept = True, held
         columns = torch.cat([order_by(held), columns], 1)
+    if not moves:
+        return mask, None, None
     mask = mask.expand(batch, -1, -1, -1)
     mask = mask.gather(-1, columns[:, None, None].expand_as(mask))
-    if mask.shape[2] == length:
+    if whole:
         mask = take(mask, order, 2)
     unmoved = known and bool(seen[:, past:].all())
     return mask, None if unmoved else order, kept
