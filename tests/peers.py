@@ -47,6 +47,8 @@ HELPER = "parameterized==0.9.0"
 SHARED = ["test_modeling_common.py", "test_configuration_common.py", "test_memory_cleanup_mixin.py"]
 CHECKOUT_PATHS = ["tests", "utils"]
 PEFT_CONFIGS = "LoraConfig and not (Ada or Gra or BD) or IA3Config or PromptTuning or PrefixTuning"
+# minutes each (compilation, training, a large vocabulary): for one family alone
+LONG = "compilation_all_outputs or compile_model_forward or training_overfit or bc_torch_dtype"
 # hub names in PEFT's tests -> model_type; random models of these types stand in for them
 HUB = {
     "hf-internal-testing/tiny-random-Gemma3ForCausalLM": "gemma3_text",
@@ -113,7 +115,12 @@ def write_hub(folder: Path) -> None:
         target = folder / f"models--{name.replace('/', '--')}"
         if target.exists():
             continue
-        sizes: dict[str, Any] = {"vocab_size": 1000, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
+        sizes: dict[str, Any] = {
+            "vocab_size": 1000,
+            "hidden_size": 32,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 4,
+        }
         if kind not in ("gpt2", "gptj"):
             sizes["max_position_embeddings"] = 512
         if kind == "opt":
@@ -174,6 +181,8 @@ class Plugin:
     def patch_loading(self) -> None:
         from transformers import PreTrainedModel
 
+        from focus_exp.models.attach import detach
+
         original, plugin = PreTrainedModel.from_pretrained.__func__, self
 
         def from_pretrained(cls: type, *args: Any, **kwargs: Any) -> Any:
@@ -188,6 +197,17 @@ class Plugin:
             return result
 
         PreTrainedModel.from_pretrained = classmethod(from_pretrained)
+        set_implementation = PreTrainedModel.set_attn_implementation
+
+        def set_attn_implementation(self: Any, *args: Any, **kwargs: Any) -> None:
+            attached = getattr(self, "focus_attachment", None) is not None
+            if attached:  # as the error message of an attached model says
+                detach(self)
+            set_implementation(self, *args, **kwargs)
+            if attached:
+                plugin.attach(self)
+
+        PreTrainedModel.set_attn_implementation = set_attn_implementation
 
     def pytest_configure(self, config: Any) -> None:
         import types
@@ -197,7 +217,11 @@ class Plugin:
         torch.set_num_threads(1)
         self.patch_loading()
         # tests on several processes are left out
-        for name, mixin in (("fsdp", "FSDP"), ("tensor_parallel", "TensorParallel"), ("expert_parallel", "ExpertParallel")):
+        for name, mixin in (
+            ("fsdp", "FSDP"),
+            ("tensor_parallel", "TensorParallel"),
+            ("expert_parallel", "ExpertParallel"),
+        ):
             module = types.ModuleType(f"tests.test_{name}_mixin")
             setattr(module, f"{mixin}TesterMixin", type(f"{mixin}TesterMixin", (), {}))
             sys.modules[module.__name__] = module
@@ -212,7 +236,9 @@ class Plugin:
         while todo:
             cls = todo.pop()
             todo += cls.__subclasses__()
-            if cls.__module__.startswith("transformers.models.") and cls.__name__.endswith(("ForCausalLM", "LMHeadModel")):
+            if cls.__module__.startswith("transformers.models.") and cls.__name__.endswith(
+                ("ForCausalLM", "LMHeadModel")
+            ):
                 self.patch_class(cls)
         items[:] = [item for item in items if self.only is None or item.nodeid in self.only]
 
@@ -248,9 +274,15 @@ def run_in_process(mode: str, suite: str, target: Path) -> int:
         only = {test for test, row in base.items() if row["outcome"] == "passed" and row["attached"]}
     files = ["tests/test_decoder_models.py", "-k", PEFT_CONFIGS]
     if suite != "peft":
-        files = [f"tests/models/{suite}/test_modeling_{suite}.py", "-k", "not Integration"]
+        chosen = "not Integration" if suite == "llama" else f"not (Integration or {LONG})"
+        files = [f"tests/models/{suite}/test_modeling_{suite}.py", "-k", chosen]
     plugin = Plugin(mode, suite, target, only)
-    return int(pytest.main(["-q", "--tb=short", "--durations=20", "-W", "ignore", "-p", "no:cacheprovider", "--rootdir=.", *files], plugins=[plugin]))
+    return int(
+        pytest.main(
+            ["-q", "--tb=short", "--durations=20", "-W", "ignore", "-p", "no:cacheprovider", "--rootdir=.", *files],
+            plugins=[plugin],
+        )
+    )
 
 
 # --- runs and report --------------------------------------------------------------------------------------------------
@@ -276,7 +308,10 @@ def run_suite(suite: str, mode: str) -> None:
         command = [sys.executable, str(HERE / "peers.py"), "--run", mode, str(target), suite]
         subprocess.run(command, cwd=folder, env=env, stdout=log, stderr=log)
     counts = Counter(row["outcome"] for row in json.loads(target.read_text()).values()) if target.exists() else "crash"
-    print(f"{suite} {mode}: {dict(counts) if counts != 'crash' else counts}, {time.monotonic() - started:.0f} s", flush=True)
+    print(
+        f"{suite} {mode}: {dict(counts) if counts != 'crash' else counts}, {time.monotonic() - started:.0f} s",
+        flush=True,
+    )
 
 
 def write_report(path: Path) -> int:
@@ -302,9 +337,16 @@ def write_report(path: Path) -> int:
         counts.append((suite, row))
         totals += row
     columns = ("base", "building", *MODES)
-    lines = ["# Peers' tests with Focus attached", "", (HERE / "peers.md.head").read_text().strip() if False else "", ""]
+    lines = [
+        "# Peers' tests with Focus attached",
+        "",
+        (HERE / "peers.md.head").read_text().strip() if False else "",
+        "",
+    ]
     lines += ["| suite | base | building a causal LM | kept | hard |", "|---|---|---|---|---|"]
-    lines += [f"| {suite} | " + " | ".join(str(row[c]) for c in columns) + " |" for suite, row in [*counts, ("all", totals)]]
+    lines += [
+        f"| {suite} | " + " | ".join(str(row[c]) for c in columns) + " |" for suite, row in [*counts, ("all", totals)]
+    ]
     path.write_text("\n".join(lines) + "\n")
     return len(groups["unexplained"])
 
