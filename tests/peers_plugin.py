@@ -16,6 +16,7 @@ import sys
 import time
 import types
 from collections import Counter
+from importlib.machinery import ModuleSpec
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,13 @@ from focus_exp.models.attach import attach, detach
 from focus_exp.models.attached import set_routing
 
 CACHE = Path(os.environ.get("PEERS_CACHE", "~/.cache/focus_exp/peers")).expanduser()
+# tests on several processes and of diffusion models are left out
+STUBS = {
+    "tests.test_fsdp_mixin": "FSDPTesterMixin",
+    "tests.test_tensor_parallel_mixin": "TensorParallelTesterMixin",
+    "tests.test_expert_parallel_mixin": "ExpertParallelTesterMixin",
+    "diffusers": "StableDiffusionPipeline",
+}
 CAUSAL_LM = ("ForCausalLM", "LMHeadModel")
 MODES = {"kept": {"groups": 4, "top_k": 4}, "hard": {"groups": 4, "top_k": 1}}
 NEAR = {"window": 2, "sinks": 1}  # the tests' sequences have 7 tokens
@@ -106,14 +114,6 @@ class Plugin:
 
         PreTrainedModel.set_attn_implementation = set_attn_implementation
 
-    def stub_distributed(self) -> None:
-        """Leave out tests on several processes."""
-        mixins = {"fsdp": "FSDP", "tensor_parallel": "TensorParallel", "expert_parallel": "ExpertParallel"}
-        for name, mixin in mixins.items():
-            module = types.ModuleType(f"tests.test_{name}_mixin")
-            setattr(module, f"{mixin}TesterMixin", type(f"{mixin}TesterMixin", (), {}))
-            sys.modules[module.__name__] = module
-
     def pytest_collection_modifyitems(self, config: Any, items: list[Any]) -> None:
         if self.suite == "peft":
             always = type("Always", (dict,), {"__contains__": lambda *_: True, "__missing__": lambda *_: 1})
@@ -158,7 +158,10 @@ def run_in_process(suite: str, modes: list[str]) -> None:
         files = [f"tests/models/{suite}/test_modeling_{suite}.py", "-k", chosen]
     plugin = Plugin(suite)
     plugin.patch_loading()
-    plugin.stub_distributed()
+    for module, name in STUBS.items():
+        sys.modules[module] = types.ModuleType(module)
+        sys.modules[module].__spec__ = ModuleSpec(module, None)
+        setattr(sys.modules[module], name, type(name, (), {}))
     for mode in modes:
         only, started = None, time.monotonic()
         if mode != "base":
