@@ -1,0 +1,267 @@
+"""The peers' tests that matter most (see tests/peers.py), reduced: an attached model behaves like any other model."""
+
+import copy
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from peft import IA3Config, LoraConfig, get_peft_model
+from torch import Tensor
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    DynamicCache,
+    PreTrainedModel,
+    StaticCache,
+)
+
+from focus_exp.models.attach import attach, detach
+from focus_exp.models.attached import disabled, set_routing
+
+MODES = {"kept": 4, "hard": 1}  # top_k of 4 groups
+
+
+def attach_focus(model: PreTrainedModel, mode: str) -> PreTrainedModel:
+    torch.manual_seed(0)
+    attach(model, "focus", groups=4, top_k=MODES[mode], window=2, sinks=1)
+    return set_routing(model, hard=True)
+
+
+@pytest.fixture(params=MODES)
+def mode(request: pytest.FixtureRequest) -> str:
+    return request.param
+
+
+@pytest.fixture
+def model(tiny_model: Callable[..., PreTrainedModel], mode: str) -> PreTrainedModel:
+    return attach_focus(tiny_model("llama"), mode)
+
+
+@pytest.fixture
+def tokens() -> Tensor:
+    return torch.randint(0, 250, (2, 9), generator=torch.Generator().manual_seed(1))
+
+
+def generate(model: PreTrainedModel, tokens: Tensor, new: int = 6, **kwargs: object) -> Tensor:
+    kwargs.setdefault("attention_mask", torch.ones(tokens.shape[:2], dtype=torch.long))
+    lengths = {"max_new_tokens": new, "min_new_tokens": new, "pad_token_id": 0}
+    return model.generate(tokens, do_sample=False, **lengths, **kwargs)
+
+
+def pad_left(tokens: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    padded = torch.cat([tokens.new_zeros(len(tokens), count), tokens], 1)
+    mask = torch.ones_like(padded)
+    mask[:, :count] = 0
+    return padded, mask
+
+
+@torch.no_grad()
+def logits(model: PreTrainedModel, tokens: Tensor, **kwargs: object) -> Tensor:
+    return model(tokens, **kwargs).logits
+
+
+def assert_close(found: Tensor, expected: Tensor) -> None:
+    torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)
+
+
+# --- generation -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("strategy", [{}, {"num_beams": 3}], ids=["greedy", "beam"])
+def test_generate_with_cache_equals_without_cache(model, tokens, strategy) -> None:
+    expected = generate(model, tokens, use_cache=False, **strategy)
+    assert torch.equal(generate(model, tokens, **strategy), expected)
+
+
+def test_generate_with_assistant_equals_greedy(model, tokens) -> None:
+    assistant = copy.deepcopy(model)
+    assert torch.equal(generate(model, tokens[:1], assistant_model=assistant), generate(model, tokens[:1]))
+
+
+@pytest.mark.parametrize("family", ["llama", "lfm2"])
+def test_generate_with_prompt_lookup_equals_greedy(tiny_model, mode, tokens, family) -> None:
+    model = attach_focus(tiny_model("llama") if family == "llama" else build_lfm2(), mode)
+    prompt = torch.cat([tokens, tokens[:, :5]], 1)[:1]
+    assert torch.equal(generate(model, prompt, prompt_lookup_num_tokens=2), generate(model, prompt))
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2", "mistral"])
+def test_generate_with_static_cache_equals_dynamic(tiny_model, mode, tokens, family) -> None:
+    model = attach_focus(tiny_model(family), mode)
+    options = {"cache_implementation": "static", "disable_compile": True}
+    assert torch.equal(generate(model, tokens, **options), generate(model, tokens))
+
+
+@pytest.mark.parametrize("cache", [None, "static"])
+def test_generate_with_left_padding_equals_row_alone(model, tokens, cache) -> None:
+    padded, mask = pad_left(tokens, 3)
+    options = {"cache_implementation": cache, "disable_compile": True}
+    assert torch.equal(generate(model, padded, attention_mask=mask, **options)[:, 3:], generate(model, tokens))
+
+
+def test_generate_from_inputs_embeds_equals_input_ids(model, tokens) -> None:
+    embeds = model.get_input_embeddings()(tokens)
+    lengths = {"max_new_tokens": 6, "min_new_tokens": 6, "pad_token_id": 0}
+    found = model.generate(inputs_embeds=embeds, do_sample=False, **lengths)
+    assert torch.equal(found, generate(model, tokens)[:, tokens.shape[1] :])
+
+
+def test_generate_continued_from_cache_equals_one_call(model, tokens) -> None:
+    expected = generate(model, tokens, new=8)
+    first = generate(model, tokens, new=4, return_dict_in_generate=True)
+    mask = torch.ones_like(first.sequences)
+    found = generate(model, first.sequences, new=4, past_key_values=first.past_key_values, attention_mask=mask)
+    assert torch.equal(found, expected)
+
+
+def test_generate_compiled_model_equals_eager(tiny_model, tokens) -> None:
+    model = attach_focus(tiny_model("llama", num_hidden_layers=1), "hard")
+    expected = generate(model, tokens, new=3)
+    model.compile(backend="eager")
+    assert torch.equal(generate(model, tokens, new=3), expected)
+
+
+# --- caches -----------------------------------------------------------------------------------------------------------
+
+
+def test_cache_returned_keeps_contract(model, tokens) -> None:
+    cache = model(tokens, use_cache=True).past_key_values
+    assert isinstance(cache, DynamicCache)
+    assert cache.get_seq_length() == tokens.shape[1]
+    assert len(cache.layers) == model.config.num_hidden_layers
+    for layer, (keys, values, *_) in zip(cache.layers, cache, strict=True):
+        assert layer.keys.shape == layer.values.shape == keys.shape == values.shape == (2, 2, tokens.shape[1], 16)
+
+
+def test_cache_given_keeps_class(model, tokens) -> None:
+    given = [DynamicCache(config=model.config), StaticCache(config=model.config, max_cache_len=16)]
+    for cache in given:
+        kind = type(cache)
+        model(tokens, past_key_values=cache, use_cache=True)
+        assert type(cache) is kind
+        assert cache.get_seq_length() == tokens.shape[1]
+
+
+# --- forward ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("implementation", ["eager", "sdpa"])
+def test_forward_kept_equals_base_implementation(tiny_model, tokens, implementation) -> None:
+    base = tiny_model("llama")
+    base.set_attn_implementation(implementation)
+    expected = logits(base, tokens)
+    assert_close(logits(attach_focus(base, "kept"), tokens), expected)
+
+
+def test_forward_batch_equals_rows(model, tokens) -> None:
+    rows = torch.cat([logits(model, row[None]) for row in tokens])
+    assert_close(logits(model, tokens), rows)
+
+
+def test_forward_4d_mask_equals_2d_mask(model, tokens) -> None:
+    padded, mask = pad_left(tokens, 3)
+    length = padded.shape[1]
+    causal = torch.ones(length, length, dtype=torch.bool).tril()
+    allowed = (causal & mask[:, None, None].bool()) | torch.eye(length, dtype=torch.bool)
+    positions = (mask.cumsum(1) - 1).clamp(min=0)
+    found = logits(model, padded, attention_mask=allowed, position_ids=positions)
+    assert_close(found[:, 3:], logits(model, padded, attention_mask=mask, position_ids=positions)[:, 3:])
+
+
+def test_forward_packed_positions_equal_rows(model, tokens) -> None:
+    packed, positions = tokens.reshape(1, -1), torch.arange(tokens.shape[1]).repeat(2)[None]
+    found = logits(model, packed, position_ids=positions, use_cache=False)
+    assert_close(found.reshape(2, tokens.shape[1], -1), logits(model, tokens))
+
+
+def test_forward_output_attentions_equals_sdpa(model, tokens) -> None:
+    with disabled(model):
+        expected = model(tokens, output_attentions=True).attentions
+    found = model(tokens, output_attentions=True).attentions
+    assert type(found) is type(expected)
+    assert len(found or ()) == len(expected or ())
+
+
+def test_forward_compiled_equals_eager(tiny_model, tokens) -> None:
+    model = attach_focus(tiny_model("llama", num_hidden_layers=1), "hard")
+    expected = logits(model, tokens, use_cache=False)
+    assert_close(logits(torch.compile(model, backend="eager"), tokens, use_cache=False), expected)
+
+
+# --- weights ----------------------------------------------------------------------------------------------------------
+
+
+def test_resize_token_embeddings_keeps_logits(model, tokens) -> None:
+    expected = logits(model, tokens)
+    model.resize_token_embeddings(expected.shape[-1] + 7)
+    assert_close(logits(model, tokens)[..., : expected.shape[-1]], expected)
+
+
+def test_save_pretrained_adds_router_keys_alone(tiny_model, model, tokens, tmp_path: Path) -> None:
+    added = set(model.state_dict()) - set(tiny_model("llama").state_dict())
+    assert added and all(".focus." in key for key in added)
+    with disabled(model):
+        expected = logits(model, tokens)
+        model.save_pretrained(tmp_path)
+    loaded, report = AutoModelForCausalLM.from_pretrained(tmp_path, output_loading_info=True)
+    assert set(report["unexpected_keys"]) == added
+    assert not report["missing_keys"]
+    assert torch.equal(logits(loaded.eval(), tokens), expected)
+
+
+def test_tied_weights_stay_tied(tiny_model, mode) -> None:
+    model = attach_focus(tiny_model("gpt2"), mode)
+    assert model.get_output_embeddings().weight is model.get_input_embeddings().weight
+    model.resize_token_embeddings(300)
+    assert model.get_output_embeddings().weight is model.get_input_embeddings().weight
+
+
+def test_gradient_checkpointing_keeps_gradients(model, tokens) -> None:
+    twin = copy.deepcopy(model)  # a step in training mode moves the router's balance
+    twin.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    for trained in (model, twin):
+        trained.train()(tokens, labels=tokens, use_cache=False).loss.backward()
+    for (name, parameter), other in zip(model.named_parameters(), twin.parameters(), strict=True):
+        assert parameter.grad is not None, name
+        assert_close(other.grad, parameter.grad)
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        LoraConfig(target_modules=["q_proj", "v_proj"], init_lora_weights=False),
+        IA3Config(target_modules=["k_proj", "down_proj"], feedforward_modules=["down_proj"], init_ia3_weights=False),
+    ],
+    ids=["lora", "ia3"],
+)
+def test_peft_merge_keeps_logits(model, tokens, config) -> None:
+    base = logits(model, tokens)
+    peft_model = get_peft_model(model, config).eval()
+    expected = logits(peft_model, tokens)
+    assert not torch.allclose(expected, base)
+    assert_close(logits(peft_model.merge_and_unload(), tokens), expected)
+
+
+def test_copy_and_detach_leave_original_attached(model, tokens) -> None:
+    expected = logits(model, tokens)
+    twin = copy.deepcopy(model)
+    assert torch.equal(logits(twin, tokens), expected)
+    detach(twin)
+    assert torch.equal(logits(model, tokens), expected)
+
+
+def test_attach_moe_with_router_logits_succeeds(mode, tokens) -> None:
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "vocab_size": 257}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "num_local_experts": 4}
+    config = AutoConfig.for_model("mixtral", **sizes, **heads, output_router_logits=True)
+    model = attach_focus(AutoModelForCausalLM.from_config(config).eval(), mode)
+    assert logits(model, tokens).shape == (*tokens.shape, 257)
+
+
+def build_lfm2() -> PreTrainedModel:
+    """A convolution hybrid: its cache holds states that are no keys and values."""
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "vocab_size": 257}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "layer_types": ["conv", "full_attention"]}
+    torch.manual_seed(0)
+    return AutoModelForCausalLM.from_config(AutoConfig.for_model("lfm2", **sizes, **heads)).eval()
