@@ -97,7 +97,7 @@ class Plugin:
             finally:
                 plugin.loading -= 1
             model = result[0] if isinstance(result, tuple) else result
-            if not plugin.loading and type(model) in plugin.classes:
+            if not plugin.loading and type(model).__name__.endswith(CAUSAL_LM):
                 plugin.attach(model)
             return result
 
