@@ -68,14 +68,14 @@ def _combine(rows: list[Row]) -> Row:
     latest = {row.seed: row for row in rows if row.status == "finished" or row.seed not in finished}
     members = [latest[seed] for seed in sorted(latest, key=lambda seed: seed or 0)]
     first, valued = members[0], [row for row in members if row.value is not None]
-    estimates = [Estimate(row.value, row.stderr, row.df) for row in valued]
+    estimates = [Estimate(row.value, row.stderr, row.dof) for row in valued]
     total = over_seeds(estimates) if estimates else Estimate(float("nan"))
     # the interval of a single fraction is not symmetric and is kept as measured
     recompute = len(estimates) > 1 or (total.stderr is not None and first.unit != "fraction")
     low, high = total.bounds if recompute else (first.low, first.high)
     deviations = [row.stderr * row.n_units**0.5 for row in members if row.stderr is not None and row.n_units]
     values: dict[str, Any] = {
-        "value": total.value if estimates else None, "low": low, "high": high, "stderr": total.stderr, "df": total.freedom,
+        "value": total.value if estimates else None, "low": low, "high": high, "stderr": total.stderr, "dof": total.freedom,
         "seeds": tuple(row.seed for row in valued), "members": members, "runs": list(dict.fromkeys(r.run for r in rows)),
         "deviation": root_mean_square(deviations) if deviations else None,
         "seed_deviation": seed_deviation(estimates) if len(estimates) > 1 else None,
@@ -119,8 +119,8 @@ def is_worse(row: Row, comparisons: int = 1) -> bool:
     """Return whether a score drops significantly after Bonferroni correction."""
     if row.low is None:
         return False
-    df = row.df or math.inf
-    half = student(df, comparisons) / student(df) * (row.high - row.low) / 2
+    dof = row.dof or math.inf
+    half = student(dof, comparisons) / student(dof) * (row.high - row.low) / 2
     center = (row.low + row.high) / 2
     return bool(center - half > 0 if row.unit == "nats" else center + half < 0)
 

@@ -33,6 +33,7 @@ VERDICTS = {
     OUT_OF_SCOPE: "model, data or device are not available, or the router is non-causal",
     NOT_RUN: "no run yet",
 }
+INTEGERS = ["seeds", "n_units", "tokens", "steps", "required_units", "required_seeds"]
 SHOWN, REFUTED, OPEN = 1, -1, 0
 BALANCED = 0.5  # largest group up to which a single run counts as balanced
 
@@ -107,16 +108,18 @@ def evaluate_claims(results: Results) -> pd.DataFrame:
         value, low, high: what decides, as a difference in nats per token, a ratio or a fraction (`unit`);
         effect, required_units, required_seeds: where the verdict is inconclusive;
         minutes: wall time of the runs behind it; runs: their folders.
+    `attrs["rows"]`: the measurement that decides each claim, by its id.
     """
     table = results.complete()
     emulated = table["dtype"].eq("bfloat16") & table["device"].str.contains("no native bfloat16")
     table = table[~emulated.fillna(False)]
-    return pd.DataFrame([_evaluate(claim, table, results) for claim in load_claims()]).astype(
-        {"seeds": "Int64", "n_units": "Int64", "required_units": "Int64", "required_seeds": "Int64"}
-    )
+    judged = [_evaluate(claim, table, results) for claim in load_claims()]
+    frame = pd.DataFrame([cells for cells, _ in judged]).astype(dict.fromkeys(INTEGERS, "Int64"))
+    frame.attrs["rows"] = {cells["id"]: row for cells, row in judged if row is not None}
+    return frame
 
 
-def _evaluate(claim: Claim, table: pd.DataFrame, results: Results) -> dict[str, Any]:
+def _evaluate(claim: Claim, table: pd.DataFrame, results: Results) -> tuple[dict[str, Any], Row | None]:
     table = table[table.experiment.isin(claim.experiments)]
     failed, table = to_rows(table[table.error.notna()]), table[table.error.isna()]
     selected = select(table, claim.select, claim.query)
@@ -129,7 +132,7 @@ def _evaluate(claim: Claim, table: pd.DataFrame, results: Results) -> dict[str, 
     row = judgement.row
     shown = rows if claim.pick or claim.matched else judgement.rows
     runs = list(dict.fromkeys(member.run for one in shown for member in one.members))
-    inconclusive = judgement.verdict == INCONCLUSIVE and row is not None
+    inconclusive = judgement.verdict == INCONCLUSIVE and row is not None and row.reference is not None
     needed = required_sample(row, judgement.effect, judgement.comparisons) if inconclusive else {}
 
     def cell(name: str) -> Any:
@@ -145,7 +148,7 @@ def _evaluate(claim: Claim, table: pd.DataFrame, results: Results) -> dict[str, 
         **{name: needed.get(name) for name in ("effect", "required_units", "required_seeds")},
         "minutes": results.minutes(runs),
         "runs": " ".join(runs),
-    }
+    }, row
 
 
 def has_failed(claim: Claim, selected: list[Row], failed: list[Row]) -> bool:
@@ -228,7 +231,7 @@ def at_least(
         side = SHOWN if _low(row) >= wanted else REFUTED if _high(row) < wanted else OPEN
         sides.setdefault(row.tokens, set()).add(side)
     if lost := [row for row in asked if sides.get(row.tokens) == {REFUTED}]:
-        faster = all(row.metric == "ratio" and row.value > 1 for row in lost)
+        faster = all(row.metric == "speedup" and row.value > 1 for row in lost)
         return Judgement(SAME_DIRECTION if faster else NOT_REPRODUCED, asked, lost[-1], final=not faster)
     if limits.keys() - {row.tokens for row in asked} or any(side != {SHOWN} for side in sides.values()):
         return Judgement(INCONCLUSIVE, asked or rows, (asked or rows)[-1])

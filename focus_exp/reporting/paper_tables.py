@@ -64,11 +64,11 @@ def perplexity(name: str = "ppl", label: str = "PPL", **cells: Any) -> Column:
 
 def change(name: str = "ppl", label: str = "ΔPPL [%]", origin: str = "pretrained") -> Column:
     """Return the column of changes from `origin`: a row of the paper, or a column."""
-    return Column(name, label, {"metric": "delta"}, origin=origin)
+    return Column(name, label, {"metric": "nll_change"}, origin=origin)
 
 
 def parameters() -> Column:
-    return Column("trainable_params", "trainable parameters", {"metric": "parameters"}, digits=0)
+    return Column("trainable_params", "parameters", {"metric": "parameters"}, digits=0)
 
 
 def accuracy(name: str, label: str, task: str = "", **options: Any) -> Column:
@@ -76,7 +76,7 @@ def accuracy(name: str, label: str, task: str = "", **options: Any) -> Column:
 
 
 def points(name: str, label: str, task: str) -> Column:
-    return Column(name, label, {"metric": "score_delta", "task": task}, scale=_percent, digits=1)
+    return Column(name, label, {"metric": "score_change", "task": task}, scale=_percent, digits=1)
 
 
 def dominance(name: str, label: str, trainable: str) -> Column:
@@ -130,6 +130,7 @@ class Spec:
     rows: dict[str, list[Source]]
     extra: str = ""
     note: str = ""
+    shown: bool = True  # in the Markdown report
 
 
 def sources(experiments: list[str], rows: dict[str, Any], **common: Any) -> dict[str, list[Source]]:
@@ -181,7 +182,7 @@ class Entry:
             subject = {"kind": BASE} if variant == BASE else {"variant": variant} if variant else {}
             cells = {**self.source.cells, **column.cells, **subject}
             if column.origin and cells.get("source") == "benchmarks":
-                cells |= {"metric": "score_delta", "reference": FULL}
+                cells |= {"metric": "score_change", "reference": FULL}
             elif column.origin:
                 cells["reference"] = self.source.variants.get(column.origin, BASE)
         return {key: self.paper[cell[1:]] if str(cell).startswith("$") else cell for key, cell in cells.items()}
@@ -247,7 +248,7 @@ class Measurements:
             return (1.0, None, None, behind[0]) if behind else None
         fingerprint = self.results.runs.model_fingerprint
         timers = [timer for timer in self.timers if fingerprint[timer] == fingerprint[run]]
-        cells: dict[str, Any] = {"metric": "ratio", "clock": "attention"}
+        cells: dict[str, Any] = {"metric": "speedup", "clock": "attention"}
         others = cells | {"source": "method_speed"}
         common = max((row.tokens for timer in timers for row in self.select(timer, others)), default=0)
         scored = behind[0]
@@ -274,7 +275,7 @@ class Measurements:
 def _metric_rank(row: Row) -> tuple[bool, bool]:
     """Order accuracies first, normalised ones before others."""
     is_fraction = row.unit == "fraction"
-    return not is_fraction, not (row.main_metric if is_fraction else row.decisive)
+    return not is_fraction, not (row.primary if is_fraction else row.deciding)
 
 
 def compare(results: Results, spec: Spec) -> pd.DataFrame:
@@ -371,17 +372,15 @@ def _provenance(entry: Entry, measurements: Measurements) -> dict[str, Any]:
         "sparsity": distinct("-" if one is None else f"{100 * one:.1f}" for one in densities),
         "variant": distinct(variants),
         "causal": all(row.causal is not False for row in last) if last else None,
-        "tokens": distinct(row.tokens for row in last if row.clock),
-        "model": distinct(row.model for row in flat),
-        "data": distinct(row.data for row in flat),
-        "seq_len": distinct(row.seq_len for row in flat),
+        "used_model": distinct(row.model for row in flat or runs),
+        "used_data": distinct(row.data for row in flat or runs),
         "train_tokens": distinct(row.train_tokens for row in flat),
         "device": distinct(run.device_kind for run in runs),
         "seeds": len({run.seed for run in runs}),
         "experiment": distinct(run.experiment for run in runs),
         "needs": "" if runs else entry.source.needs or f"+experiment={entry.source.experiments[0]}",
         "runs": " ".join(entry.runs),
-        "commits": distinct(str(row.variant_commit or "")[:7] for row in flat),
+        "commits": distinct(str(row.variant_commit or "")[:7] for row in flat or ()),
     }
 
 
@@ -427,7 +426,7 @@ def table2_scale(results: Results) -> pd.DataFrame:
     rows: dict[str, Any] = {name: {"variant": name, "needs": "the Hub"} for name in ("gpt2_124m", "gpt2_774m")}
     rows |= {name: [name, f"{name}_paper"] for name in paper_too}
     rows["llama2_70b"] = {"variant": "llama2_70b", "needs": "the Hub and several GPUs"}
-    base = Column("ppl_pretrained", "PPL base", {"metric": "delta", "reference": BASE}, attribute="reference_level")
+    base = Column("ppl_pretrained", "PPL base", {"metric": "nll_change", "reference": BASE}, attribute="reference_level")
     return compare(
         results,
         Spec(
@@ -440,7 +439,7 @@ def table2_scale(results: Results) -> pd.DataFrame:
 
 def table2_gsm8k(results: Results) -> pd.DataFrame:
     full = Column(
-        "gsm8k_full", "full attention [%]", {"metric": "score_delta", "task": "gsm8k_cot"},
+        "gsm8k_full", "full attention [%]", {"metric": "score_change", "task": "gsm8k_cot"},
         attribute="reference_level", scale=_percent, digits=1,
     )  # fmt: skip
     return compare(
@@ -538,7 +537,7 @@ def table_long_context(results: Results) -> pd.DataFrame:
 
 
 def table6_speed(results: Results) -> pd.DataFrame:
-    columns = [Column(f"speedup_K{k}", f"speedup, K = {k}", {"metric": "ratio", "groups": k}) for k in (4, 8)]
+    columns = [Column(f"speedup_K{k}", f"speedup, K = {k}", {"metric": "speedup", "groups": k}) for k in (4, 8)]
     cells = {"source": "speed", "clock": "attention", "assignment": "balanced", "top_k": 1, "tokens": "$tokens"}
     return compare(
         results,
@@ -561,7 +560,7 @@ def table7_topk(results: Results) -> pd.DataFrame:
     }  # fmt: skip
     columns = [
         perplexity(),
-        Column("claimed_speedup", "speedup", {"source": "speed", "kind": None, "metric": "ratio", "primary": True}),
+        Column("claimed_speedup", "speedup", {"source": "speed", "kind": None, "metric": "speedup", "primary": True}),
         Column(
             "pairs_retained_percent", "distant density [%]", {"metric": "perplexity"}, "distant_density", _percent, 1
         ),
@@ -690,7 +689,7 @@ def groups_pairs(results: Results) -> pd.DataFrame:
         results,
         Spec(
             "groups_section5_pairs", "section 5 pairs", "Distant pairs of one group", ("word", "other_word"), columns,
-            sources(["groups"], source), note="Ours: the highest affinity of any layer.",
+            sources(["groups"], source), shown=False,
         ),
     )  # fmt: skip
 
@@ -714,7 +713,7 @@ def figure1(results: Results) -> pd.DataFrame:
         Spec(
             "figure1", "Figure 1", "Perplexity and speed", ("method",), columns,
             sources(["compare", "seeds"], rows, model="gpt2_124m"),
-            note="Paper: table 6 at 65,536 tokens, K = 4. Ours: routing included, at the length in `timed_tokens`.",
+            shown=False,
         ),
     )  # fmt: skip
 

@@ -1,0 +1,380 @@
+"""Figures: one function for each, from the tables or the measurements."""
+
+from __future__ import annotations
+
+import io
+import math
+from collections.abc import Mapping
+from itertools import cycle
+from pathlib import Path
+from textwrap import wrap
+from typing import Any
+
+import numpy as np
+import pandas as pd
+from matplotlib import rc_context
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormatter, NullLocator
+
+from focus_exp.reporting.load import Results, select
+from focus_exp.reporting.paper_tables import BASE, paper_rows, paper_speedups
+from focus_exp.reporting.tables import FAMILIES
+from focus_exp.storage import replace_file
+
+# Okabe and Ito's palette, safe for colour-blind readers; black is the base model
+COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#882255", "#999933")
+STYLES = {"base": "-", "trained": "-.", "hard": "-", "soft": ":", "control": "--", "causal_counterpart": (0, (1, 3))}
+MAX_CHANGE = 100.0  # % of perplexity that is drawn
+# no dates or versions: the same data give the same bytes
+FORMATS: dict[str, dict[str, Any]] = {
+    "png": {"dpi": 150, "metadata": {"Software": None}},
+    "svg": {"metadata": {"Date": None, "Creator": None}},
+}
+
+
+def make_figure(title: str, height: float, **grid: Any) -> tuple[Figure, Any]:
+    """Return a figure of 9 inches width and its axes."""
+    figure = Figure(figsize=(9, height), layout="constrained")
+    figure.suptitle("\n".join(line for part in title.splitlines() for line in wrap(part, 105)), x=0.01, ha="left", fontsize=11)
+    axes = figure.subplots(**grid)
+    for ax in np.ravel(axes):
+        ax.spines[["top", "right"]].set_visible(False)
+        ax.grid(alpha=0.25)
+    return figure, axes
+
+
+def save_figures(figures: Mapping[str, Figure | None], folder: Path) -> dict[str, Path]:
+    """Write <name>.png and <name>.svg, each atomically; return the PNG of each figure."""
+    paths = {}
+    for name, figure in figures.items():
+        for suffix, options in FORMATS.items() if figure else ():
+            content = io.BytesIO()
+            with rc_context({"svg.hashsalt": name, "svg.fonttype": "none"}):
+                figure.savefig(content, format=suffix, **options)
+            replace_file(folder / f"{name}.{suffix}", content.getvalue())
+        if figure:
+            paths[name] = folder / f"{name}.png"
+    return paths
+
+
+def write_report_figures(results: Results, tables: Mapping[str, pd.DataFrame], folder: Path) -> dict[str, Path]:
+    """Write the figures of the report as SVG and PNG."""
+    figures = {
+        "frontier": frontier(tables["frontier"]),
+        "figure1": perplexity_and_speed(tables["paper_figure1"]),
+        "speed": speed_by_length(tables["speed"]),
+    }
+    return save_figures(figures, folder)
+
+
+# --- figures of the report ---
+
+
+def frontier(points: pd.DataFrame, lengths: tuple[int, ...] = (1024, 8192)) -> Figure | None:
+    """Perplexity change against density, one panel for each length, one labelled curve for each method."""
+    if points.empty:
+        return None
+    lengths = tuple(length for length in lengths if (points.tokens == length).any())
+    known = points[points.tokens.isin(lengths) & points.method.isin(FAMILIES) & (points.sparsity > 0)]
+    if known.empty:
+        return None
+    title = "Perplexity change against density of the causal QK pairs (95 % CI; lower left is better)"
+    figure, axes = make_figure(title, 4.8, ncols=len(lengths), sharey=True, squeeze=False)
+    colors = dict(zip(FAMILIES, COLORS, strict=False))
+    top = 1.2 * known.high.fillna(known.change).max()
+    axes.flat[0].set_yscale("symlog", linthresh=1)
+    axes.flat[0].set(ylabel="perplexity change [%]", ylim=(-0.1, top))
+    ticks = [tick for tick in (0, 0.5, 1, 2, 5, 10, 20, 50) if tick < top]
+    axes.flat[0].set_yticks(ticks, [f"+{tick:g}" if tick else "0" for tick in ticks])
+    axes.flat[0].yaxis.set_minor_locator(NullLocator())
+    curves: dict[Axes, list[tuple[str, str, float, float]]] = {}
+    for ax, length in zip(axes.flat, lengths, strict=True):
+        for method, color in colors.items():
+            curve = known[(known.tokens == length) & (known.method == method)].sort_values("density")
+            if curve.empty:
+                continue
+            x, y = 100 * curve.density.to_numpy(float), curve.change.to_numpy(float)
+            bars = np.abs(curve[["low", "high"]].to_numpy(float).T - y)
+            ax.errorbar(x, y, bars, color=color, marker="o", markersize=4.5, linewidth=1.5, elinewidth=0.8)
+            curves.setdefault(ax, []).append((method, color, x[-1], y[-1]))
+        ax.axhline(0, color="black", linewidth=1)
+        ax.set(title=f"{length:,} tokens", xlabel="density of the QK pairs [%]", xlim=(0, 145), xticks=range(0, 101, 20))
+    figure.draw_without_rendering()  # the layout decides where the labels go
+    for ax, names in curves.items():
+        _label_curves(ax, names)
+    return figure
+
+
+def _label_curves(ax: Axes, curves: list[tuple[str, str, float, float]]) -> None:
+    """Write the name of each curve to the right of its last point, apart from each other."""
+    points = 72 / ax.figure.dpi
+    used: list[tuple[float, float]] = []
+    for name, color, x, y in sorted(curves, key=lambda curve: curve[3]):
+        left, height = points * ax.transData.transform((x, y))
+        place = height
+        for other, taken in used:
+            if abs(other - left) < 110 and place - taken < 12:
+                place = taken + 12
+        used.append((left, place))
+        ax.annotate(name, (x, y), (7, place - height), textcoords="offset points", color=color, fontsize=9, va="center")
+
+
+def perplexity_and_speed(table: pd.DataFrame) -> Figure | None:
+    """Figure 1 of the paper: perplexity change against the measured speedup of one layer."""
+    rows = [row for row in table.to_dict("records") if row["ours_ppl_seeds"]]
+    if not rows:
+        return None
+    figure, (untimed, timed) = make_figure(
+        "Perplexity change and speedup of one attention layer (upper right is better)", 5.2, ncols=2, sharey=True,
+        width_ratios=(1, 3),
+    )  # fmt: skip
+    changes = [row["ours_ppl_change"] if row["ours_ppl_change_seeds"] else 0.0 for row in rows]
+    edge = min(20.0, max(changes) + 2)
+    for row, change in zip(rows, changes, strict=True):
+        speedup = row["ours_speed"] if row["ours_speed_seeds"] else None
+        ax, at = timed if speedup else untimed, (speedup or 0.0, min(change, edge))
+        causal = row["causal"] is not False
+        ax.plot(*at, "o", color=COLORS[0] if causal else COLORS[1], markersize=7)
+        name = row["method"].removeprefix("focus, ") if ", k" in row["method"] else row["variant"].replace("_", " ")
+        name += f" ({change:+,.0f} %)" if change > edge else ""
+        name += "" if causal else "\n(non-causal)"
+        ax.annotate(name, at, (7, -12 if ", k" in row["method"] else 5), textcoords="offset points", fontsize=9)
+    base = paper_rows("figure1")[0]["ppl"]
+    printed = [(row["speed"], 100 * (row["ppl"] / base - 1)) for row in paper_rows("figure1") if row["speed"]]
+    timed.plot(*zip(*printed, strict=True), "s", color="0.35", markerfacecolor="none", markersize=10, label="paper")
+    timed.axvline(1, color="black", linestyle=":", linewidth=1)
+    timed.set(xlabel="speedup over full attention", xscale="log", xlim=(0.3, 40))
+    timed.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    timed.xaxis.set_major_formatter("{x:g}")
+    timed.xaxis.set_minor_formatter(NullFormatter())
+    untimed.set(xlabel="not timed", xticks=[], xlim=(-0.1, 1), ylabel="perplexity change [%]")
+    for ax in (untimed, timed):
+        ax.axhline(0, color="black", linestyle=":", linewidth=1)
+    timed.set_ylim(edge + 3, min([*changes, *(change for _, change in printed)]) - 3)
+    timed.legend(frameon=False, loc="upper right")
+    return figure
+
+
+def speed_by_length(table: pd.DataFrame) -> Figure | None:
+    """Speedup of one attention layer by sequence length: with routing, kernels alone, bound, and the paper's."""
+    known = table[table.clock.isin(["attention", "kernels"]) & (table.method == "focus") & (table.top_k == 1)]
+    known = known[(known.metric == "speedup") & known.value.notna() & (known.assignment == "balanced")]
+    counts = known.groupby("run", sort=False).tokens.nunique()
+    runs = [run for run, count in counts.items() if count > 2]
+    if not runs:
+        return None
+    figure, axes = make_figure("Speedup of one attention layer over full attention, balanced groups, top-1", 4.2,
+                               ncols=len(runs), sharey=True, squeeze=False)  # fmt: skip
+    for ax, run in zip(axes.flat, runs, strict=True):
+        rows = known[known.run == run]
+        for groups, color in zip(sorted(rows.groups.dropna().unique()), COLORS, strict=False):
+            for clock, style, label in (("attention", "-", "with routing"), ("kernels", ":", "kernels only")):
+                curve = rows[(rows.groups == groups) & (rows.clock == clock)].sort_values("tokens")
+                ax.plot(curve.tokens, curve.value, style, color=color, marker="o", markersize=4,
+                        label=f"K = {groups}, {label}")  # fmt: skip
+            bound = rows[rows.groups == groups].drop_duplicates("tokens").sort_values("tokens")
+            ax.plot(bound.tokens, bound.bound, "--", color=color, linewidth=0.9, label=f"K = {groups}, bound")
+            paper = {t: s for t, s in paper_speedups(int(groups)).items() if rows.tokens.min() <= t <= rows.tokens.max()}
+            ax.plot(list(paper), list(paper.values()), "s", color=color, markerfacecolor="none",
+                    label=f"K = {groups}, paper (H100)")  # fmt: skip
+        ax.axhline(1, color="black", linewidth=1)
+        ax.set(title=str(rows.device.iloc[0]), xlabel="tokens", xscale="log", yscale="log")
+        _set_log_axes(ax)
+    axes.flat[0].set(ylabel="speedup (above 1: faster)")
+    handles = dict(zip(*reversed(axes.flat[0].get_legend_handles_labels()), strict=True))
+    figure.legend(handles.values(), handles.keys(), loc="outside lower center", ncols=4, frameon=False, fontsize=8)
+    return figure
+
+
+def _set_log_axes(ax: Axes) -> None:
+    ax.set_xscale("log", base=2)
+    ax.xaxis.set_major_locator(LogLocator(base=4, numticks=16))
+    ax.xaxis.set_minor_locator(NullLocator())
+    ax.xaxis.set_major_formatter(FuncFormatter(lambda value, _: _binary_prefix(value)))
+    ax.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    ax.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+    ax.yaxis.set_minor_locator(NullLocator())
+
+
+def _binary_prefix(value: float) -> str:
+    """Format 1024 as 1K and 2**20 as 1M."""
+    power = max(0, min(2, int(math.log2(value)) // 10))
+    return f"{value / 2 ** (10 * power):g}{('', 'K', 'M')[power]}"
+
+
+# --- figures of a run ---
+
+
+def loss_curves(log: list[dict[str, Any]], title: str = "") -> Figure | None:
+    """Training loss by step, smoothed, and validation loss; a curve for each variant, phases one after the other."""
+    variants = list(dict.fromkeys(line.get("variant") for line in log))
+    if not any("loss" in line for line in log) or len(variants) > len(COLORS):
+        return None
+    figure, ax = make_figure(f"{title}\nTraining loss", 4)
+    for variant, color in zip(variants, COLORS, strict=False):
+        offset = last = 0
+        phase, points, checks = None, {}, {}
+        for line in (line for line in log if line.get("variant") == variant):
+            if line.get("phase") != phase and line["step"] < last:
+                offset = last
+            phase, last = line.get("phase"), offset + line["step"]
+            for name, curve in (("loss", points), ("val_loss", checks)):
+                if (value := line.get(name)) is not None and math.isfinite(value):
+                    curve[last] = value
+        steps, losses = np.array(sorted(points.items())).T if points else (np.array([]), np.array([]))
+        window = np.ones(max(1, len(losses) // 10) | 1)
+        smooth = np.convolve(losses, window, "same") / np.convolve(np.ones_like(losses), window, "same") if points else []
+        ax.plot(steps, losses, color=color, linewidth=0.6, alpha=0.3)
+        ax.plot(steps, smooth, color=color, linewidth=1.8, label=variant or "training, smoothed")
+        label = None if variant else "validation"
+        ax.plot(list(checks), list(checks.values()), "o", color=color, markeredgecolor="black", label=label)
+    ax.set(xlabel="optimizer step", ylabel="loss [nats per token]")
+    ax.xaxis.set_major_locator(MaxNLocator(integer=True))
+    ax.legend(frameon=False)
+    return figure
+
+
+def perplexity_by_position(bins: pd.DataFrame, title: str = "", window: int | None = None) -> Figure | None:
+    """Perplexity by position in the evaluation window, and its ratio to the base model's.
+
+    bins: columns name, kind, start, end, value [nats per token].
+    """
+    if bins.empty:
+        return None
+    figure, (upper, lower) = make_figure(f"{title}\nPerplexity by position", 6.5, nrows=2, sharex=True,
+                                         height_ratios=(3, 2))  # fmt: skip
+    base = bins[bins.kind == BASE].set_index("start").value
+    colors = cycle(COLORS)
+    for name, rows in bins.groupby("name", sort=False):
+        rows, kind = rows.sort_values("start"), rows.kind.iloc[0]
+        style: dict[str, Any] = {"linestyle": STYLES.get(kind, "-"), "marker": "o", "markersize": 3}
+        style |= {"color": "black", "linewidth": 2.5} if kind == BASE else {"color": next(colors), "linewidth": 1.5}
+        center = (rows.start + rows.end) / 2
+        upper.plot(center, np.exp(rows.value), label=name, **style)
+        if len(base):
+            lower.plot(center, np.exp(rows.value.to_numpy() - base.reindex(rows.start).to_numpy()), **style)
+    upper.set(ylabel="perplexity", yscale="log")
+    upper.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+    upper.yaxis.set_minor_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+    lower.set(ylabel="ratio to the base", xlabel="position in the window [tokens]")
+    for ax in (upper, lower) if window else ():
+        ax.axvline(window, color="grey", linestyle="--", linewidth=1)
+    figure.legend(loc="outside lower center", ncols=3, frameon=False)
+    return figure
+
+
+def router_load(probes: pd.DataFrame, title: str = "") -> Figure | None:
+    """Largest group and empty groups on held-out tokens by training step, a curve for each variant.
+
+    probes: columns variant, phase, step, metric, value.
+    """
+    if probes.empty:
+        return None
+    figure, axes = make_figure(f"{title}\nGroups of held-out tokens, mean over layers", 6, nrows=2, sharex=True)
+    starts, end = {}, 0
+    for phase, rows in probes.groupby("phase", sort=False):
+        starts[phase] = end
+        end += int(rows.step.max())
+    styles = cycle([(color, dash) for dash in ("-", "--", ":") for color in COLORS])
+    for variant, rows in probes.groupby("variant", sort=False, dropna=False):
+        color, dash = next(styles)
+        for ax, metric, scale in zip(axes, ("dominance", "dead_groups"), (100, 1), strict=True):
+            curve = rows[rows.metric == metric]
+            steps = curve.step.astype(int) + curve.phase.map(starts).astype(int)
+            label = variant if ax is axes[0] and isinstance(variant, str) else None
+            ax.plot(steps, scale * curve.value, color=color, linestyle=dash, label=label)
+    for phase, start in starts.items() if len(starts) > 1 else ():
+        axes[0].text(start, 1, f" {phase}", color="grey", va="bottom", transform=axes[0].get_xaxis_transform())
+        for ax in axes:
+            ax.axvline(start, color="grey", linestyle="--", linewidth=1)
+    axes[0].set(ylabel="largest group [% of tokens]", ylim=(0, 102))
+    axes[1].set(ylabel="empty groups (under 1 %)", xlabel="optimizer step")
+    figure.legend(loc="outside lower center", ncols=4, frameon=False)
+    return figure
+
+
+def group_sizes(fractions: pd.DataFrame, title: str = "") -> Figure | None:
+    """Fraction of the held-out tokens in each group by layer, largest first.
+
+    fractions: columns layer, value.
+    """
+    if fractions.empty:
+        return None
+    layers = [sorted(rows.value, reverse=True) for _, rows in fractions.groupby("layer", sort=True)]
+    groups = max(map(len, layers))
+    total = max(1, round(max(map(sum, layers))))  # groups of a token
+    figure, ax = make_figure(f"{title}\nTokens in each group, largest first", 1.8 + 0.3 * len(layers))
+    sizes = np.array([layer + [0.0] * (groups - len(layer)) for layer in layers])
+    starts = np.cumsum(sizes, axis=1) - sizes
+    names = [str(layer) for layer in sorted(fractions.layer.unique())]
+    for rank in range(groups):
+        ax.barh(names, sizes[:, rank], left=starts[:, rank], edgecolor="white", height=0.8,
+                color=COLORS[0] if rank == 0 else str(0.55 + 0.35 * rank / groups))  # fmt: skip
+    ax.axvline(total / groups, color="black", linestyle="--", linewidth=1.2, label="balanced")
+    ax.set(xlabel="fraction of tokens", ylabel="layer", xlim=(0, total), ylim=(len(names) - 0.5, -0.5))
+    ax.grid(visible=False)
+    figure.legend(loc="outside lower right", frameon=False)
+    return figure
+
+
+def variant_changes(rows: pd.DataFrame, title: str = "") -> Figure | None:
+    """Perplexity change of each variant from the base model with its interval; hollow: mask inactive."""
+    rows = rows[rows.value.notna()]
+    if rows.empty:
+        return None
+    figure, ax = make_figure(f"{title}\nPerplexity change from the base model (hollow: mask inactive)",
+                             1.6 + 0.3 * len(rows))  # fmt: skip
+    for place, row in enumerate(rows.itertuples()):
+        change, low, high = (100 * np.expm1(min(x, 50.0)) if pd.notna(x) else np.nan for x in (row.value, row.low, row.high))
+        color = COLORS[0] if row.causal is not False and row.causal is not np.False_ else COLORS[1]
+        if change > MAX_CHANGE:
+            ax.annotate(f"{change:+,.0f} % →", (1, place), xycoords=ax.get_yaxis_transform(), ha="right", va="center")
+            continue
+        face = "white" if pd.notna(row.mask_active) and not row.mask_active else color
+        ax.plot([low, high], [place, place], color=color, linewidth=1.4)
+        ax.plot(change, place, "o", color=color, markersize=5, markerfacecolor=face)
+    ax.axvline(0, color="black", linewidth=1)
+    ax.set_yticks(range(len(rows)), [str(name) for name in rows.variant])
+    ax.invert_yaxis()
+    ax.set(xlabel="perplexity change [%]")
+    return figure
+
+
+def quality_and_speed(rows: pd.DataFrame, title: str = "") -> Figure | None:
+    """Perplexity against measured speedup by k.
+
+    rows: columns top_k, pair_rule, assignment, speedup, perplexity.
+    """
+    rows = rows[rows.speedup.notna() & rows.perplexity.notna()]
+    if rows.empty:
+        return None
+    figure, ax = make_figure(f"{title}\nPerplexity and speedup by k", 4.5)
+    markers = dict(zip(rows.pair_rule.fillna("top-1").unique(), "oD^v", strict=False))
+    for row in rows.itertuples():
+        rule = row.pair_rule if isinstance(row.pair_rule, str) else "top-1"
+        color = COLORS[0] if row.assignment == "balanced" else COLORS[1]
+        ax.plot(row.speedup, row.perplexity, markers[rule], color=color, markersize=8, label=f"{row.assignment}, {rule}")
+        ax.annotate(f"k = {row.top_k}", (row.speedup, row.perplexity), (0, 7), textcoords="offset points", ha="center")
+    ax.axvline(1, color="black", linestyle=":", linewidth=1)
+    ax.set(xlabel="speedup over full attention", ylabel="perplexity", xlim=(0, None))
+    handles = dict(zip(*reversed(ax.get_legend_handles_labels()), strict=True))
+    ax.legend(handles.values(), handles.keys(), frameon=False)
+    return figure
+
+
+def plot_measurements(table: pd.DataFrame, log: list[dict[str, Any]], title: str) -> dict[str, Figure | None]:
+    """Return the figures of one run by name, None where it has no data for one."""
+    window = table.window.dropna().astype(int)
+    probes = table[(table.source == "probes") & table.metric.isin(["dominance", "dead_groups"])]
+    changes = select(table, {"source": "rows", "metric": "nll_change", "reference": BASE})
+    is_comparison = bool((table.source == "variants").any())
+    return {
+        "loss_curve": loss_curves(log, title),
+        "perplexity_by_position": perplexity_by_position(
+            table[table.metric == "nll_at_position"], title, int(window.iloc[0]) if len(window) else None
+        ),
+        "router_load": router_load(probes, title),
+        "group_sizes": group_sizes(table[table.metric == "group_fraction"], title),
+        "variants": variant_changes(changes, title) if is_comparison else None,
+    }
