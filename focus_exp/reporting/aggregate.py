@@ -24,7 +24,7 @@ KEY = [
     *("top_k", "pair_rule", "task", "version", "n", "task_metric", "clock", "tokens", "groups", "assignment", "phase"),
 ]
 PERPLEXITIES = ("level", "reference_level")  # averaged in log space where the metric is in nats
-AVERAGED = (*PERPLEXITIES, "previous", "density", "sparsity", "reference_sparsity", "distant_density")
+AVERAGED = (*PERPLEXITIES, "density", "sparsity", "distant_density")
 
 
 def to_rows(frame: pd.DataFrame) -> list[Row]:

@@ -265,9 +265,7 @@ def router_collapses(rows: list[Row], limit: float, dead: float, steps: int) -> 
     return _judge_router(rows, side, steps, event=SHOWN)
 
 
-def router_stays_balanced(
-    rows: list[Row], limit: float, steps: int, paper_value: float, margin: float
-) -> Judgement:
+def router_stays_balanced(rows: list[Row], limit: float, steps: int, paper_value: float, margin: float) -> Judgement:
     """Test whether the largest group stays below `limit` and less than one group of a layer is empty.
 
     Less balanced than the paper's router by more than the margin: same direction.
@@ -290,7 +288,9 @@ def _judge_router(rows: list[Row], side: Callable[[Row, Row], int], steps: int, 
     for row in rows:
         setup = (row.setup, row.variant, row.variant_setup)
         phases.setdefault(setup, {}).setdefault(row.phase, {})[row.metric] = row
-    found = [{side(one["dominance_most"], one["dead_groups_most"]) for one in each.values()} for each in phases.values()]
+    found = [
+        {side(one["dominance_most"], one["dead_groups_most"]) for one in each.values()} for each in phases.values()
+    ]
     sides = {next(one for one in (event, OPEN, -event) if one in each) for each in found}
     widest = max((row for row in rows if row.metric == "dominance_most"), key=lambda row: row.value)
     too_short = sides != {event} and min(row.step or 0 for row in rows) < steps

@@ -15,6 +15,7 @@ import pandas as pd
 from matplotlib import rc_context
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.patheffects import withStroke
 from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormatter, NullLocator
 
 from focus_exp.reporting.load import Results, select
@@ -36,7 +37,9 @@ FORMATS: dict[str, dict[str, Any]] = {
 def make_figure(title: str, height: float, **grid: Any) -> tuple[Figure, Any]:
     """Return a figure of 9 inches width and its axes."""
     figure = Figure(figsize=(9, height), layout="constrained")
-    figure.suptitle("\n".join(line for part in title.splitlines() for line in wrap(part, 105)), x=0.01, ha="left", fontsize=11)
+    figure.suptitle(
+        "\n".join(line for part in title.splitlines() for line in wrap(part, 105)), x=0.01, ha="left", fontsize=11
+    )
     axes = figure.subplots(**grid)
     for ax in np.ravel(axes):
         ax.spines[["top", "right"]].set_visible(False)
@@ -99,7 +102,9 @@ def frontier(points: pd.DataFrame, lengths: tuple[int, ...] = (1024, 8192)) -> F
             ax.errorbar(x, y, bars, color=color, marker="o", markersize=4.5, linewidth=1.5, elinewidth=0.8)
             curves.setdefault(ax, []).append((method, color, x[-1], y[-1]))
         ax.axhline(0, color="black", linewidth=1)
-        ax.set(title=f"{length:,} tokens", xlabel="density of the QK pairs [%]", xlim=(0, 145), xticks=range(0, 101, 20))
+        ax.set(
+            title=f"{length:,} tokens", xlabel="density of the QK pairs [%]", xlim=(0, 145), xticks=range(0, 101, 20)
+        )
     figure.draw_without_rendering()  # the layout decides where the labels go
     for ax, names in curves.items():
         _label_curves(ax, names)
@@ -117,7 +122,11 @@ def _label_curves(ax: Axes, curves: list[tuple[str, str, float, float]]) -> None
             if abs(other - left) < 110 and place - taken < 12:
                 place = taken + 12
         used.append((left, place))
-        ax.annotate(name, (x, y), (7, place - height), textcoords="offset points", color=color, fontsize=9, va="center")
+        halo = [withStroke(linewidth=3, foreground="white")]
+        ax.annotate(
+            name, (x, y), (7, place - height), textcoords="offset points", color=color, fontsize=9, va="center",
+            path_effects=halo, zorder=5,
+        )  # fmt: skip
 
 
 def perplexity_and_speed(table: pd.DataFrame) -> Figure | None:
@@ -175,7 +184,9 @@ def speed_by_length(table: pd.DataFrame) -> Figure | None:
                         label=f"K = {groups}, {label}")  # fmt: skip
             bound = rows[rows.groups == groups].drop_duplicates("tokens").sort_values("tokens")
             ax.plot(bound.tokens, bound.bound, "--", color=color, linewidth=0.9, label=f"K = {groups}, bound")
-            paper = {t: s for t, s in paper_speedups(int(groups)).items() if rows.tokens.min() <= t <= rows.tokens.max()}
+            paper = {
+                t: s for t, s in paper_speedups(int(groups)).items() if rows.tokens.min() <= t <= rows.tokens.max()
+            }
             ax.plot(list(paper), list(paper.values()), "s", color=color, markerfacecolor="none",
                     label=f"K = {groups}, paper (H100)")  # fmt: skip
         ax.axhline(1, color="black", linewidth=1)
@@ -224,7 +235,9 @@ def loss_curves(log: list[dict[str, Any]], title: str = "") -> Figure | None:
                     curve[last] = value
         steps, losses = np.array(sorted(points.items())).T if points else (np.array([]), np.array([]))
         window = np.ones(max(1, len(losses) // 10) | 1)
-        smooth = np.convolve(losses, window, "same") / np.convolve(np.ones_like(losses), window, "same") if points else []
+        smooth = (
+            np.convolve(losses, window, "same") / np.convolve(np.ones_like(losses), window, "same") if points else []
+        )
         ax.plot(steps, losses, color=color, linewidth=0.6, alpha=0.3)
         ax.plot(steps, smooth, color=color, linewidth=1.8, label=variant or "training, smoothed")
         label = None if variant else "validation"
@@ -326,7 +339,9 @@ def variant_changes(rows: pd.DataFrame, title: str = "") -> Figure | None:
     figure, ax = make_figure(f"{title}\nPerplexity change from the base model (hollow: mask inactive)",
                              1.6 + 0.3 * len(rows))  # fmt: skip
     for place, row in enumerate(rows.itertuples()):
-        change, low, high = (100 * np.expm1(min(x, 50.0)) if pd.notna(x) else np.nan for x in (row.value, row.low, row.high))
+        change, low, high = (
+            100 * np.expm1(min(x, 50.0)) if pd.notna(x) else np.nan for x in (row.value, row.low, row.high)
+        )
         color = COLORS[0] if row.causal is not False and row.causal is not np.False_ else COLORS[1]
         if change > MAX_CHANGE:
             ax.annotate(f"{change:+,.0f} % →", (1, place), xycoords=ax.get_yaxis_transform(), ha="right", va="center")
@@ -354,7 +369,9 @@ def quality_and_speed(rows: pd.DataFrame, title: str = "") -> Figure | None:
     for row in rows.itertuples():
         rule = row.pair_rule if isinstance(row.pair_rule, str) else "top-1"
         color = COLORS[0] if row.assignment == "balanced" else COLORS[1]
-        ax.plot(row.speedup, row.perplexity, markers[rule], color=color, markersize=8, label=f"{row.assignment}, {rule}")
+        ax.plot(
+            row.speedup, row.perplexity, markers[rule], color=color, markersize=8, label=f"{row.assignment}, {rule}"
+        )
         ax.annotate(f"k = {row.top_k}", (row.speedup, row.perplexity), (0, 7), textcoords="offset points", ha="center")
     ax.axvline(1, color="black", linestyle=":", linewidth=1)
     ax.set(xlabel="speedup over full attention", ylabel="perplexity", xlim=(0, None))

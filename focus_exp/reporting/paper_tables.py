@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from functools import cache
@@ -58,8 +58,12 @@ def _percent(row: Row, value: float) -> float:
     return 100 * value
 
 
+PPL = {"metric": "perplexity"}
+TASKS = {"lambada": "lambada_openai"}  # column of the paper -> task of lm-eval, where they differ
+
+
 def perplexity(name: str = "ppl", label: str = "PPL", **cells: Any) -> Column:
-    return Column(name, label, {"metric": "perplexity"} | cells)
+    return Column(name, label, PPL | cells)
 
 
 def change(name: str = "ppl", label: str = "ΔPPL [%]", origin: str = "pretrained") -> Column:
@@ -71,8 +75,8 @@ def parameters() -> Column:
     return Column("trainable_params", "parameters", {"metric": "parameters"}, digits=0)
 
 
-def accuracy(name: str, label: str, task: str = "", **options: Any) -> Column:
-    return Column(name, label, {"metric": "score", "task": task or name}, scale=_percent, digits=1, **options)
+def accuracy(name: str, label: str, task: str = "") -> Column:
+    return Column(name, label, {"metric": "score", "task": task or name}, scale=_percent, digits=1)
 
 
 def points(name: str, label: str, task: str) -> Column:
@@ -88,10 +92,8 @@ def stability(name: str, label: str, trainable: str) -> Column:
 
 
 ACCURACIES = [
-    accuracy("hellaswag", "HellaSwag"),
-    accuracy("arc_easy", "ARC-E"),
-    accuracy("piqa", "PIQA"),
-    accuracy("lambada", "LAMBADA", "lambada_openai"),
+    accuracy(name, label, TASKS.get(name, name))
+    for name, label in (("hellaswag", "HellaSwag"), ("arc_easy", "ARC-E"), ("piqa", "PIQA"), ("lambada", "LAMBADA"))
 ]
 
 
@@ -103,14 +105,13 @@ class Source:
     """Where a row of the paper is measured.
 
     variant: of a comparison ("base": its full attention); variants: one for each column; cells: of measurements that
-    belong to no variant, $name stands for the paper's own cell; model: the paper's; needs: what a CPU cannot run.
+    belong to no variant, $name stands for the paper's own cell; needs: what a CPU without the Hub lacks.
     """
 
-    experiments: tuple[str, ...]
+    experiments: Sequence[str]
     variant: str = ""
     variants: Mapping[str, str] = field(default_factory=dict)
     cells: Mapping[str, Any] = field(default_factory=dict)
-    model: str = ""
     needs: str = ""
 
     @property
@@ -120,27 +121,17 @@ class Source:
 
 @dataclass(frozen=True)
 class Spec:
-    """A table of the paper: its key columns, columns, and the sources of each row by a pattern of its key."""
+    """A table of the paper: its key columns, its other columns, and the sources of each row by a pattern of its key."""
 
     name: str
     id: str
     title: str
-    key: tuple[str, ...]
-    columns: list[Column]
-    rows: dict[str, list[Source]]
+    key: Sequence[str]
+    columns: Sequence[Column]
+    rows: Mapping[str, list[Source]]
     extra: str = ""
     note: str = ""
     shown: bool = True  # in the Markdown report
-
-
-def sources(experiments: list[str], rows: dict[str, Any], **common: Any) -> dict[str, list[Source]]:
-    """Expand a mapping of paper rows to variants, one or several for each row."""
-    lists = {key: value if isinstance(value, list) else [value] for key, value in rows.items()}
-    template = Source(tuple(experiments), **common)
-    return {
-        key: [replace(template, variant=one) if isinstance(one, str) else replace(template, **one) for one in values]
-        for key, values in lists.items()
-    }
 
 
 @cache
@@ -156,7 +147,7 @@ def paper_speedups(groups: int) -> dict[int, float]:
     return {row["tokens"]: row[column] for row in paper_rows("table6_speed") if column in row}
 
 
-def key_of(row: dict[str, Any], names: tuple[str, ...]) -> str:
+def key_of(row: dict[str, Any], names: Sequence[str]) -> str:
     cells = (row[name] for name in names if row.get(name) is not None)
     return " ".join(f"{cell:g}" if isinstance(cell, float) else str(cell) for cell in cells)
 
@@ -278,18 +269,40 @@ def _metric_rank(row: Row) -> tuple[bool, bool]:
     return not is_fraction, not (row.primary if is_fraction else row.deciding)
 
 
-def compare(results: Results, spec: Spec) -> pd.DataFrame:
+def compare(
+    results: Results,
+    name: str,
+    id: str,
+    title: str,
+    key: Sequence[str],
+    columns: Sequence[Column],
+    experiments: Sequence[str],
+    rows: Mapping[str, Any],
+    needs: str = "",
+    cells: Mapping[str, Any] | None = None,
+    **options: Any,
+) -> pd.DataFrame:
     """Return a table of the paper with the measurements next to it, one row for each source and setup.
 
-    Columns: the key; paper_X, ours_X, ours_X_low, ours_X_high, ours_X_seeds for each column X; sparsity of the QK pairs
-    [%]; variant, model, data, runs and commands. `attrs` holds the spec. A row without runs is not measured.
+    Args:
+        rows: pattern of a row's key -> variant, fields of a Source, or a list of these.
+
+    Returns:
+        The key; paper_X, ours_X, ours_X_low, ours_X_high, ours_X_seeds for each column X; sparsity of the QK pairs [%];
+        variant, model, data, runs. `attrs["spec"]` holds the Spec. A row without runs is not measured.
     """
+    common = Source(experiments, cells=cells or {}, needs=needs)
+    sources = {
+        pattern: [replace(common, **({"variant": one} if isinstance(one, str) else one)) for one in places]
+        for pattern, places in ((k, v if isinstance(v, list) else [v]) for k, v in rows.items())
+    }
+    spec = Spec(name, id, title, key, columns, sources, **options)
     measurements = results.cached(Measurements)
-    rows = []
+    found = []
     for paper, places in [*_mapped(spec), *_extras(spec, measurements)]:
         entries = [entry for place in places for entry in measurements.entries(Entry(spec, paper, place))]
-        rows += [_row(entry, measurements) for entry in entries or [Entry(spec, paper, places[0])]]
-    frame = pd.DataFrame(rows)
+        found += [_row(entry, measurements) for entry in entries or [Entry(spec, paper, places[0])]]
+    frame = pd.DataFrame(found)
     frame.attrs["spec"] = spec
     return frame
 
@@ -386,106 +399,73 @@ def _provenance(entry: Entry, measurements: Measurements) -> dict[str, Any]:
 
 # --- the tables ---
 
+TUNED = {
+    "longformer": "longformer",
+    "performer": "performer",
+    "routing_transformer": "routing_transformer",
+    "full_finetune": "full_finetuning",
+}
+ROUTERS = ["focus", "focus_paper", "focus_paper_sinks"]
+BALANCED_NOTE = "balanced: this project's causal assignment in place of the non-causal Sinkhorn assignment."
+
 
 def table1_retrofit(results: Results) -> pd.DataFrame:
-    rows = {
-        "pretrained": BASE,
-        "longformer": "longformer",
-        "performer": "performer",
-        "routing_transformer": "routing_transformer",
-        "full_finetune": "full_finetuning",
-        "focus": ["focus", "focus_paper", "focus_paper_sinks"],
-    }
-    return compare(
-        results,
-        Spec(
-            "table1_retrofit", "T1", "Methods retrofitted onto GPT-2 124M, PG-19, 1,024 tokens", ("method",),
-            [parameters(), perplexity(), change(), *ACCURACIES],
-            sources(["compare", "seeds"], rows, model="gpt2_124m"),
-        ),
-    )  # fmt: skip
+    rows = {"pretrained": BASE, **TUNED, "focus": ROUTERS}
+    title = "Methods retrofitted onto GPT-2 124M, PG-19, 1,024 tokens"
+    columns = [parameters(), perplexity(), change(), *ACCURACIES]
+    return compare(results, "table1_retrofit", "T1", title, ["method"], columns, ["compare", "seeds"], rows)
 
 
 def table_dg(results: Results) -> pd.DataFrame:
-    share = Column(
-        "percent_of_model", "of the model [%]", {"metric": "parameters"},
-        scale=lambda row, value: 100 * value / row.model_params,
-    )  # fmt: skip
+    cells = {"metric": "parameters"}
+    fraction = Column(
+        "percent_of_model", "of the model [%]", cells, scale=lambda row, value: 100 * value / row.model_params
+    )
     rows = {"768": ["d_768", "paper_768"], "128": "d_128", "32": "d_32", "16": ["d_16", "paper_16"]}
-    return compare(
-        results,
-        Spec(
-            "table_dg", "d_g", "Width of the routing space, GPT-2 124M, PG-19, K = 4", ("d_g",),
-            [parameters(), share, perplexity()], sources(["routing_dim"], rows, model="gpt2_124m"),
-        ),
-    )  # fmt: skip
+    title, columns = "Width of the routing space, GPT-2 124M, PG-19, K = 4", [parameters(), fraction, perplexity()]
+    return compare(results, "table_dg", "d_g", title, ["d_g"], columns, ["routing_dim"], rows)
 
 
 def table2_scale(results: Results) -> pd.DataFrame:
-    paper_too = ("mistral_7b", "qwen2_5_7b", "olmo2_7b", "llama2_13b")
     rows: dict[str, Any] = {name: {"variant": name, "needs": "the Hub"} for name in ("gpt2_124m", "gpt2_774m")}
-    rows |= {name: [name, f"{name}_paper"] for name in paper_too}
+    rows |= {name: [name, f"{name}_paper"] for name in ("mistral_7b", "qwen2_5_7b", "olmo2_7b", "llama2_13b")}
     rows["llama2_70b"] = {"variant": "llama2_70b", "needs": "the Hub and several GPUs"}
-    base = Column("ppl_pretrained", "PPL base", {"metric": "nll_change", "reference": BASE}, attribute="reference_level")
+    base = Column("ppl_pretrained", "PPL base", {"metric": "nll_change", "reference": BASE}, "reference_level")
+    columns = [base, perplexity("ppl_focus", "PPL Focus"), change("ppl_focus", origin="ppl_pretrained"), *ACCURACIES]
     return compare(
-        results,
-        Spec(
-            "table2_scale", "T2", "Models of all sizes, PG-19, top-2", ("model",),
-            [base, perplexity("ppl_focus", "PPL Focus"), change("ppl_focus", origin="ppl_pretrained"), *ACCURACIES],
-            sources(["model_scale"], rows, needs="the Hub and a GPU"), extra="variant",
-        ),
+        results, "table2_scale", "T2", "Models of all sizes, PG-19, top-2", ["model"], columns, ["model_scale"], rows,
+        "the Hub and a GPU", extra="variant",
     )  # fmt: skip
 
 
 def table2_gsm8k(results: Results) -> pd.DataFrame:
-    full = Column(
-        "gsm8k_full", "full attention [%]", {"metric": "score_change", "task": "gsm8k_cot"},
-        attribute="reference_level", scale=_percent, digits=1,
-    )  # fmt: skip
+    cells = {"metric": "score_change", "task": "gsm8k_cot"}
+    full = Column("gsm8k_full", "full attention [%]", cells, "reference_level", _percent, 1)
     return compare(
-        results,
-        Spec(
-            "table2_scale_gsm8k_8shot_cot", "T2 GSM8K", "GSM8K, 8-shot chain of thought", ("model",),
-            [full, accuracy("gsm8k_focus", "Focus [%]", "gsm8k_cot")],
-            sources(["model_scale"], {"mistral_7b": "mistral_7b"}, needs="the Hub and a GPU"), extra="variant",
-        ),
+        results, "table2_scale_gsm8k_8shot_cot", "T2 GSM8K", "GSM8K, 8-shot chain of thought", ["model"],
+        [full, accuracy("gsm8k_focus", "Focus [%]", "gsm8k_cot")], ["model_scale"], {"mistral_7b": "mistral_7b"},
+        "the Hub and a GPU", extra="variant",
     )  # fmt: skip
 
 
 def table3_lora(results: Results) -> pd.DataFrame:
-    deltas = [
-        points("hellaswag_delta", "HellaSwag [points]", "hellaswag"),
-        points("arc_easy_delta", "ARC-E [points]", "arc_easy"),
-        points("lambada_delta", "LAMBADA [points]", "lambada_openai"),
-        points("piqa_delta", "PIQA [points]", "piqa"),
-    ]
+    tasks = {"HellaSwag": "hellaswag", "ARC-E": "arc_easy", "LAMBADA": "lambada", "PIQA": "piqa"}
+    deltas = [points(f"{task}_delta", f"{label} [points]", TASKS.get(task, task)) for label, task in tasks.items()]
     rows = {"lora_r4": "lora", "lora_r16": "lora_r16", "focus_dg16": "focus"}
     return compare(
-        results,
-        Spec(
-            "table3_lora", "T3", "LoRA and Focus, GPT-2 124M, PG-19", ("method",), [parameters(), perplexity(), *deltas],
-            sources(["compare", "seeds"], rows, model="gpt2_124m"),
-            note="lora_r4, ours: the rank that is size-matched to the router.",
-        ),
+        results, "table3_lora", "T3", "LoRA and Focus, GPT-2 124M, PG-19", ["method"],
+        [parameters(), perplexity(), *deltas], ["compare", "seeds"], rows,
+        note="lora_r4, ours: the rank that is size-matched to the router.",
     )  # fmt: skip
 
 
 def table4_alignment(results: Results) -> pd.DataFrame:
-    rows = {
-        "instruct": BASE,
-        "focus_k2": ["focus_k2", "paper_k2"],
-        "lora_r4 1e-05": "lora_1e-5",
-        "lora_r4 5e-05": "lora_5e-5",
-        "lora_r4 0.0001": "lora_1e-4",
-    }
+    loras = {f"lora_r4 {rate:g}": f"lora_{name}" for rate, name in ((1e-5, "1e-5"), (5e-5, "5e-5"), (1e-4, "1e-4"))}
+    rows = {"instruct": BASE, "focus_k2": ["focus_k2", "paper_k2"], **loras}
     scores = [accuracy("truthfulqa_mc1", "TruthfulQA MC1"), ACCURACIES[0], ACCURACIES[1], ACCURACIES[3]]
     return compare(
-        results,
-        Spec(
-            "table4_alignment", "T4", "Alignment, Mistral-7B-Instruct, 2,000 steps", ("method", "learning_rate"),
-            [parameters(), perplexity(), change(origin="instruct"), *scores],
-            sources(["alignment"], rows, model="mistral_7b_instruct"), extra="variant",
-        ),
+        results, "table4_alignment", "T4", "Alignment, Mistral-7B-Instruct, 2,000 steps", ["method", "learning_rate"],
+        [parameters(), perplexity(), change(origin="instruct"), *scores], ["alignment"], rows, extra="variant",
     )  # fmt: skip
 
 
@@ -493,28 +473,19 @@ def table5_full_training(results: Results) -> pd.DataFrame:
     def pair(stem: str, **options: Any) -> dict[str, Any]:
         return {"variants": {"ppl_full": f"{stem}full", "ppl_focus": f"{stem}focus"}, **options}
 
-    rows: dict[str, Any] = {
-        "gpt2_124m_pg19": [
-            pair("", model="gpt2_124m", experiments=("full_training",), needs=""),
-            pair("pg19_"),
-        ],
+    rows = {
+        "gpt2_124m_pg19": [pair("", experiments=["full_training"], needs=""), pair("pg19_")],
         "gpt2_774m_pg19": pair("gpt2_774m_"),
         "gpt2_xl_1_5b_pg19": pair("gpt2_1_5b_"),
         "gpt2_124m_wikitext103": pair("wikitext103_"),
         "gpt2_124m_openwebtext": pair("openwebtext_"),
-        "mistral_shape_7b_scratch_openwebtext_2b_tokens": pair(
-            "", model="mistral_7b", experiments=("from_scratch",), needs="the Hub and weeks of GPUs"
-        ),
+        "mistral_shape_7b_scratch*": pair("", experiments=["from_scratch"], needs="the Hub and weeks of GPUs"),
     }
     full = Column("ppl_full", "PPL full attention", {"metric": ["perplexity", "score"]})
     return compare(
-        results,
-        Spec(
-            "table5_full_training", "T5", "All weights trained, full attention and Focus", ("setting",),
-            [full, perplexity("ppl_focus", "PPL Focus"), change("ppl_focus", origin="ppl_full")],
-            sources(["domains"], rows, needs="the Hub and a GPU"), extra="pair",
-            note="From scratch, ours: a byte-level model of 6M parameters.",
-        ),
+        results, "table5_full_training", "T5", "All weights trained, full attention and Focus", ["setting"],
+        [full, perplexity("ppl_focus", "PPL Focus"), change("ppl_focus", origin="ppl_full")], ["domains"], rows,
+        "the Hub and a GPU", extra="pair", note="From scratch, ours: a byte-level model of 6M parameters.",
     )  # fmt: skip
 
 
@@ -526,52 +497,33 @@ def table_long_context(results: Results) -> pd.DataFrame:
         columns.append(Column(f"ppl_focus_k{k}", f"PPL top-{k}", {"metric": "score"}))
         columns.append(change(f"ppl_focus_k{k}", f"ΔPPL top-{k} [%]", origin="ppl_full"))
     return compare(
-        results,
-        Spec(
-            "table_long_context", "long context", "Routers trained at 1,024 tokens on longer contexts, Mistral 7B",
-            ("tokens",), columns,
-            sources(["long_context"], {"*": rows}, model="mistral_7b",
-                    cells={"source": "benchmarks", "tokens": "$tokens"}),
-        ),
+        results, "table_long_context", "long context", "Routers trained at 1,024 tokens on longer contexts, Mistral 7B",
+        ["tokens"], columns, ["long_context"], {"*": rows}, cells={"source": "benchmarks", "tokens": "$tokens"},
     )  # fmt: skip
 
 
 def table6_speed(results: Results) -> pd.DataFrame:
     columns = [Column(f"speedup_K{k}", f"speedup, K = {k}", {"metric": "speedup", "groups": k}) for k in (4, 8)]
     cells = {"source": "speed", "clock": "attention", "assignment": "balanced", "top_k": 1, "tokens": "$tokens"}
-    return compare(
-        results,
-        Spec(
-            "table6_speed", "T6", "Speedup over FlashAttention, one layer, H100", ("tokens",), columns,
-            sources(["speed"], {"*": {}}, cells=cells, needs="a GPU"),
-        ),
-    )  # fmt: skip
+    title = "Speedup over FlashAttention, one layer, H100"
+    return compare(results, "table6_speed", "T6", title, ["tokens"], columns, ["speed"], {"*": {}}, "a GPU", cells)
 
 
 def table7_topk(results: Results) -> pd.DataFrame:
-    hard = {"source": "rows", "kind": "hard", "num_groups": 4, "top_k": "$top_k"}
-    gpt2 = [
-        {"model": "gpt2_124m", "cells": hard | {"requested_model": "[!m]*", "pair_rule": [None, rule]}}
-        for rule in ("query_topk", "share")
-    ]
-    mistral = {
-        "model": "mistral_7b", "needs": "the Hub and a GPU",
-        "cells": hard | {"requested_model": "mistral_7b", "pair_rule": [None, "share"]},
-    }  # fmt: skip
-    columns = [
-        perplexity(),
-        Column("claimed_speedup", "speedup", {"source": "speed", "kind": None, "metric": "speedup", "primary": True}),
-        Column(
-            "pairs_retained_percent", "distant density [%]", {"metric": "perplexity"}, "distant_density", _percent, 1
-        ),
-    ]
+    def hard(model: str, rule: str) -> dict[str, Any]:
+        cells = {"source": "rows", "kind": "hard", "num_groups": 4, "top_k": "$top_k", "pair_rule": [None, rule]}
+        return {"cells": cells | {"requested_model": model}}
+
+    rows = {
+        "gpt2_124m *": [hard("[!m]*", "query_topk"), hard("[!m]*", "share")],
+        "mistral_7b *": hard("mistral_7b", "share") | {"needs": "the Hub and a GPU"},
+    }
+    timed = {"source": "speed", "kind": None, "metric": "speedup", "primary": True}
+    density = Column("pairs_retained_percent", "distant density [%]", PPL, "distant_density", _percent, 1)
     return compare(
-        results,
-        Spec(
-            "table7_topk", "T7", "Top-k at inference, K = 4, PG-19", ("model", "top_k"), columns,
-            sources(["speed_quality"], {"gpt2_124m *": gpt2, "mistral_7b *": mistral}),
-            note="The paper's speedup is K/k, not a measurement; ours is of the trained router.",
-        ),
+        results, "table7_topk", "T7", "Top-k at inference, K = 4, PG-19", ["model", "top_k"],
+        [perplexity(), Column("claimed_speedup", "speedup", timed), density], ["speed_quality"], rows,
+        note="The paper's speedup is K/k, not a measurement; ours is of the trained router.",
     )  # fmt: skip
 
 
@@ -584,18 +536,12 @@ def table8_dominance(results: Results) -> pd.DataFrame:
         "balance_x5": "balance_x5",
         "sinkhorn": ["sinkhorn", "balanced"],
     }
-    blocks = [Column(f"blocks_{name}", f"blocks {name}") for name in "ABC"]
-    columns = [*blocks, replace(dominance("outcome", "largest group [%]", "all"))]
+    columns = [Column(f"blocks_{name}", f"blocks {name}") for name in "ABC"]
+    columns += [dominance("outcome", "largest group [%]", "all")]
+    title = "Measures against router collapse"
     return compare(
-        results,
-        Spec(
-            "table8_dominance", "T8", "Measures against router collapse", ("mitigation",), columns,
-            sources(["stability"], rows, model="gpt2_124m"), note=BALANCED_NOTE,
-        ),
-    )  # fmt: skip
-
-
-BALANCED_NOTE = "balanced: this project's causal assignment in place of the non-causal Sinkhorn assignment."
+        results, "table8_dominance", "T8", title, ["mitigation"], columns, ["stability"], rows, note=BALANCED_NOTE
+    )
 
 
 def table8_two_phase(results: Results) -> pd.DataFrame:
@@ -607,11 +553,8 @@ def table8_two_phase(results: Results) -> pd.DataFrame:
     ]
     rows = {"softmax_balance_loss": ["balance", "entropy_balance"], "sinkhorn": ["sinkhorn", "balanced"]}
     return compare(
-        results,
-        Spec(
-            "table8_dominance_two_phase_K8", "T8 phases", "The router alone, then all weights, K = 8", ("method",),
-            columns, sources(["stability"], rows, model="gpt2_124m"), note=BALANCED_NOTE,
-        ),
+        results, "table8_dominance_two_phase_K8", "T8 phases", "The router alone, then all weights, K = 8", ["method"],
+        columns, ["stability"], rows, note=BALANCED_NOTE,
     )  # fmt: skip
 
 
@@ -632,26 +575,15 @@ def table9_ablation(results: Results) -> pd.DataFrame:
         dominance("dominance_centroid", "largest [%], router", "router"),
         dominance("dominance_full_ft", "largest [%], all", "all"),
     ]
-    return compare(
-        results,
-        Spec(
-            "table9_ablation", "T9", "Ablation around K = 8, w = 128, tau = 0.1, N = 10", ("parameter", "value"),
-            columns, sources(["ablation"], rows, model="gpt2_124m"),
-        ),
-    )  # fmt: skip
+    title = "Ablation around K = 8, w = 128, tau = 0.1, N = 10"
+    return compare(results, "table9_ablation", "T9", title, ["parameter", "value"], columns, ["ablation"], rows)
 
 
 def table10_token_selection(results: Results) -> pd.DataFrame:
-    rows = {
-        **{"pretrained": BASE, "sparq": "sparq", "sparq_mean_reallocation": "sparq_mean", "magicpig": "magicpig"},
-        "focus": ["focus", "focus_paper", "focus_paper_sinks"],
-    }
+    rows = {"pretrained": BASE, "sparq": "sparq", "sparq_mean_reallocation": "sparq_mean", "magicpig": "magicpig"}
     return compare(
-        results,
-        Spec(
-            "table10_token_selection", "T10", "Token selection, 32 tokens per query, GPT-2 124M", ("method",),
-            [perplexity(), change(), *ACCURACIES], sources(["compare", "seeds"], rows, model="gpt2_124m"),
-        ),
+        results, "table10_token_selection", "T10", "Token selection, 32 tokens per query, GPT-2 124M", ["method"],
+        [perplexity(), change(), *ACCURACIES], ["compare", "seeds"], rows | {"focus": ROUTERS},
     )  # fmt: skip
 
 
@@ -662,60 +594,35 @@ def groups_section5(results: Results) -> pd.DataFrame:
         "smallest_group_percent": "smallest_group",
         "largest_group_percent": "largest_group",
     }
-    rows = {
-        name: {"cells": {"source": "groups", "num_groups": 8, "metric": metric}} for name, metric in metrics.items()
-    }
-    value = Column(
-        "value", "value", {"source": "groups"},
-        scale=lambda row, value: value if row.metric == "group_confidence" else 100 * value,
-    )  # fmt: skip
+    rows = {key: {"cells": {"source": "groups", "num_groups": 8, "metric": metric}} for key, metric in metrics.items()}
+    factor = {"group_confidence": 1}
+    value = Column("value", "value", {"source": "groups"}, scale=lambda row, x: factor.get(row.metric, 100) * x)
     return compare(
-        results,
-        Spec(
-            "groups_section5", "section 5", "Groups, K = 8", ("quantity",), [value], sources(["groups"], rows),
-            note="Ours: median over layers of this project's router.",
-        ),
+        results, "groups_section5", "section 5", "Groups, K = 8", ["quantity"], [value], ["groups"], rows,
+        note="Ours: median over layers of this project's router.",
     )  # fmt: skip
 
 
 def groups_pairs(results: Results) -> pd.DataFrame:
-    columns = [
-        Column("position", "position"),
-        Column("other_position", "other position"),
-        Column("affinity", "affinity", {"metric": "affinity"}, digits=3),
-    ]
-    source = {"*": {"cells": {"source": "groups", "num_groups": 8, "metric": "affinity"}}}
+    columns = [Column("position", "position"), Column("other_position", "other position")]
+    columns += [Column("affinity", "affinity", {"metric": "affinity"}, digits=3)]
+    cells = {"source": "groups", "num_groups": 8, "metric": "affinity"}
     return compare(
-        results,
-        Spec(
-            "groups_section5_pairs", "section 5 pairs", "Distant pairs of one group", ("word", "other_word"), columns,
-            sources(["groups"], source), shown=False,
-        ),
+        results, "groups_section5_pairs", "section 5 pairs", "Distant pairs of one group", ["word", "other_word"],
+        columns, ["groups"], {"*": {"cells": cells}}, shown=False,
     )  # fmt: skip
 
 
 def figure1(results: Results) -> pd.DataFrame:
-    rows: dict[str, Any] = {
-        "pretrained": BASE,
-        "longformer": "longformer",
-        "performer": "performer",
-        "routing_transformer": "routing_transformer",
-        "full_finetune": "full_finetuning",
-        "focus": ["focus", "focus_paper"],
-    }
+    rows: dict[str, Any] = {"pretrained": BASE, **TUNED, "focus": ROUTERS[:2]}
     for k in (2, 3, 4):
-        hard = {"source": "rows", "kind": "hard", "num_groups": 4, "requested_model": "[!m]*", "top_k": k}
-        cells = hard | {"pair_rule": [None, "query_topk"]}
-        rows[f"focus, k = {k}"] = {"experiments": ("speed_quality",), "cells": cells}
+        cells = {"source": "rows", "kind": "hard", "num_groups": 4, "requested_model": "[!m]*", "top_k": k}
+        rows[f"focus, k = {k}"] = {
+            "experiments": ["speed_quality"], "cells": cells | {"pair_rule": [None, "query_topk"]},
+        }  # fmt: skip
     columns = [perplexity(), change(), Column("speed", "speedup, one layer", timed=True)]
-    return compare(
-        results,
-        Spec(
-            "figure1", "Figure 1", "Perplexity and speed", ("method",), columns,
-            sources(["compare", "seeds"], rows, model="gpt2_124m"),
-            shown=False,
-        ),
-    )  # fmt: skip
+    title = "Perplexity and speed"
+    return compare(results, "figure1", "Figure 1", title, ["method"], columns, ["compare", "seeds"], rows, shown=False)
 
 
 PAPER_TABLES: list[Callable[[Results], pd.DataFrame]] = [

@@ -154,7 +154,9 @@ def claim_value(row: dict[str, Any]) -> str:
     if unit == "x":
         at = "" if is_missing(row["tokens"]) else f" at {int(row['tokens']):,} tokens"
         return f"{format_significant(value)}x{at}"
-    return format_interval(_percent(value), _percent(low), _percent(high)) + (" points" if row["reference"] == "full attention" else " %")
+    return format_interval(_percent(value), _percent(low), _percent(high)) + (
+        " points" if row["reference"] == "full attention" else " %"
+    )
 
 
 def display_table(table: pd.DataFrame) -> pd.DataFrame:
