@@ -27,30 +27,33 @@ from focus_exp.results.measurement import MEASUREMENTS, Measurement, read_measur
 T = TypeVar("T")
 QUICK = "quick"
 LONG_TEXT = "perplexity@"  # benchmark: perplexity at a sequence length
-TYPES = {
-    "Float64": [
-        *("value", "low", "high", "level", "reference_level", "stderr", "dof", "trainable_params", "first_params"),
-        *("reference_params", "density", "sparsity", "distant_density"),
-    ],
-    "Int64": [
-        *("seed", "seq_len", "window", "num_groups", "train_tokens", "steps", "model_params", "top_k", "n", "tokens"),
-        *("groups", "step", "n_units", "start", "end", "layer", "head"),
-    ],
-    "boolean": [
-        *("is_variant", "complete", "mask_active", "causal", "reference_causal", "primary", "deciding", "reversed"),
-    ],
-    "string": [
-        *("run", "experiment", "started", "status", "device", "device_kind", "first_variant", "setup", "source"),
-        *("variant", "requested_model", "model", "data", "attention", "gate", "variant_commit", "variant_setup", "name"),
-        *("kind", "method", "pair_rule", "task", "version", "task_metric", "clock", "assignment", "dtype", "path"),
-        *("phase", "trainable", "reference_setup", "metric", "unit", "reference", "error", "subject", "detail"),
-    ],
+COLUMNS = {
+    **dict.fromkeys(
+        "value low high level reference_level stderr dof trainable_params first_params reference_params density sparsity "
+        "distant_density".split(),
+        "Float64",
+    ),
+    **dict.fromkeys(
+        "seed seq_len window num_groups train_tokens steps model_params top_k n tokens groups step n_units start end layer "
+        "head".split(),
+        "Int64",
+    ),
+    **dict.fromkeys(
+        "is_variant complete mask_active causal reference_causal primary deciding reversed".split(), "boolean"
+    ),
+    **dict.fromkeys(
+        "run experiment started status device device_kind first_variant setup source variant requested_model model data "
+        "attention gate variant_commit variant_setup name kind method pair_rule task version task_metric clock assignment "
+        "dtype path phase trainable reference_setup metric unit reference error subject".split(),
+        "string",
+    ),
 }
-COLUMNS = {column: kind for kind, columns in TYPES.items() for column in columns}
 # settings in which runs of several seeds may differ: what is evaluated besides, arithmetic, and paths
 IGNORED: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(("experiment", "seed", "assets", "arms", "against", "bench", "job", "arm", "overwrite"), ()),
-    **dict.fromkeys(("runs_dir", "cache_dir", "logger", "adapter", "report", "plan", "reproduce", "scale", "sweep"), ()),
+    **dict.fromkeys(
+        ("runs_dir", "cache_dir", "logger", "adapter", "report", "plan", "reproduce", "scale", "sweep"), ()
+    ),
     "model": ("name", "hub_id", "revision", "path", "trained_by", "dtype", "paper"),
     "data": (
         *("name", "source", "hub_id", "subset", "revision", "text_column", "files"),
@@ -241,13 +244,21 @@ def _run_rows(run: Run, name: str, details: bool) -> Iterator[dict[str, Any]]:
         return
     own = {arm["name"]: _variant_facts(run, arm) for arm in arms}
     rows: list[dict[str, Any]] = []
-    base: Run | None = next((v for v in run.variants.values() if v and any(r.variant == "base" for r in v.measurements)), None)
+    base: Run | None = next(
+        (v for v in run.variants.values() if v and any(r.variant == "base" for r in v.measurements)), None
+    )
     if base:
-        rows += [shared | row for row in _subjects(base, details) if row["kind"] == "base" and row["source"] != "phases"]
+        rows += [
+            shared | row for row in _subjects(base, details) if row["kind"] == "base" and row["source"] != "phases"
+        ]
     for variant, part in run.variants.items():
         rows += [shared | row | own[variant] for row in _variant_rows(part, details)] if part else []
     rows += [shared | own[arm["name"]] | row for arm in arms for row in _arm_rows(arm)]
-    primary = {row["variant"]: row for row in rows if row["source"] == "rows" and row["variant"] and row["metric"] == "perplexity"}
+    primary = {
+        row["variant"]: row
+        for row in rows
+        if row["source"] == "rows" and row["variant"] and row["metric"] == "perplexity"
+    }
     for row in _differences(run, primary, {row["variant"]: row for row in rows if row["metric"] == "nll_change"}):
         rows.append(shared | own[row["variant"]] | row)
     for row in rows:
@@ -339,7 +350,9 @@ def _differences(
             }  # fmt: skip
 
 
-def _row(source: str, metric: str, value: Any, low: Any = None, high: Any = None, unit: str = "", **cells: Any) -> dict[str, Any]:
+def _row(
+    source: str, metric: str, value: Any, low: Any = None, high: Any = None, unit: str = "", **cells: Any
+) -> dict[str, Any]:
     blank = dict.fromkeys(("kind", "reference", "primary", "subject", "dof", "n_units", "nll"))
     return blank | {"source": source, "metric": metric, "value": value, "low": low, "high": high, "unit": unit} | cells
 
@@ -454,7 +467,9 @@ def _probe_rows(rows: list[Measurement], details: bool) -> Iterator[dict[str, An
 
 
 def _benchmark_rows(rows: list[Measurement]) -> Iterator[dict[str, Any]]:
-    distant = {(one.variant, one.settings["task"]): one.value for one in rows if one.metric.startswith("distant_density:")}
+    distant = {
+        (one.variant, one.settings["task"]): one.value for one in rows if one.metric.startswith("distant_density:")
+    }
     scores = [one for one in rows if "kind" in one.settings and not one.reference]
     changes = {
         (one.variant, one.settings["task"], one.settings.get("lm_eval_metric")): one
@@ -503,16 +518,22 @@ def _speed_rows(rows: list[Measurement]) -> Iterator[dict[str, Any]]:
         keys = ("clock", "groups", "assignment", "top_k", "pair_rule", "dtype", "path", "error", "method")
         common = {
             **{key: facts.get(key) for key in keys}, "tokens": facts["seq_len"], "density": speedup.density,
-            "reference": "full attention", "detail": facts.get("window"), "name": None,
+            "reference": "full attention", "timed_window": facts.get("window"), "name": None,
         }  # fmt: skip
         own, full = ((metric, name) for metric in ("latency_ms",) for name in (speedup.variant, "full"))
         levels = [None if values.get(key) is None else values[key] / 1e3 for key in (own, full)]
-        case = _row(source, "speedup", speedup.value, unit="x") | common | dict(zip(("level", "reference_level"), levels, strict=True))
+        case = (
+            _row(source, "speedup", speedup.value, unit="x")
+            | common
+            | dict(zip(("level", "reference_level"), levels, strict=True))
+        )
         cases.append(case)
         peaks = [values.get(("peak_memory_bytes", name)) for name in (speedup.variant, "full")]
         if None not in peaks and peaks[1]:
             cases.append(
-                _row(source, "peak_memory", peaks[0] / peaks[1], unit="x") | common | {"level": peaks[0], "reference_level": peaks[1]}
+                _row(source, "peak_memory", peaks[0] / peaks[1], unit="x")
+                | common
+                | {"level": peaks[0], "reference_level": peaks[1]}
             )
         attention = values.get(("attention_speedup", speedup.variant))
         if attention is not None:
@@ -529,14 +550,16 @@ def _mark_primary_speed(cases: list[dict[str, Any]]) -> None:
 
     def series(case: dict[str, Any]) -> tuple[Any, ...]:
         rule = case["pair_rule"] if case["top_k"] > 1 else ""
-        return (case["groups"], case["assignment"], case["top_k"], rule, case["detail"], case["dtype"])
+        return (case["groups"], case["assignment"], case["top_k"], rule, case["timed_window"], case["dtype"])
 
     for clock in ("attention", "prefill"):
         own = [case for case in cases if case["clock"] == clock]
         if len({case["top_k"] for case in own}) < 2:
             continue
         timed = [case for case in own if case["value"] and math.isfinite(case["value"])]
-        lengths = [{case["tokens"] for case in timed if series(case) == key} for key in {series(case) for case in timed}]
+        lengths = [
+            {case["tokens"] for case in timed if series(case) == key} for key in {series(case) for case in timed}
+        ]
         common = max(set.intersection(*lengths), default=0) if lengths else 0
         marked = set()
         for case in sorted(timed, key=series):
@@ -549,7 +572,9 @@ def _mark_primary_speed(cases: list[dict[str, Any]]) -> None:
 
 def _group_rows(rows: list[Measurement]) -> Iterator[dict[str, Any]]:
     """Yield the analysis of the groups: medians over layers, since the paper does not name its layers."""
-    analyzed = [one for one in rows if "word_class" in one.settings or one.metric in ("layer_confidence", "pair_affinity")]
+    analyzed = [
+        one for one in rows if "word_class" in one.settings or one.metric in ("layer_confidence", "pair_affinity")
+    ]
     layers: dict[Any, list[Measurement]] = {}
     for one in analyzed:
         if one.variant == "router":
@@ -623,7 +648,9 @@ def setup_key(run: Run) -> Any:
         for key, value in settings.items()
         if value not in (None, False, [], {}) and LATER.get(key) != value and not _is_ignored(key)
     )
-    adapter = {key: value for key, value in ((record.get("method") or {}).get("trained") or {}).items() if key != "seed"}
+    adapter = {
+        key: value for key, value in ((record.get("method") or {}).get("trained") or {}).items() if key != "seed"
+    }
     model, data = record["model"], record["data"]
     weights = None if model.get("source") == "random" else model.get("fingerprint")
     identity = model.get("name"), weights, data.get("name"), data.get("fingerprint")

@@ -61,7 +61,10 @@ def publish(places: list[Path], current: set[Path], runs: Path, records: Path) -
                     home = homes[place] if folder == runs / place else records / folder.relative_to(runs)
                     write_metrics(home / METRICS, lines)
     for adapter in {adapter for record in found.values() for adapter in measured_adapters(record, runs)}:
-        if is_same_run(runs / adapter.parent, records / adapter.parent) and directory_bytes(runs / adapter) <= MAX_ADAPTER_BYTES:
+        if (
+            is_same_run(runs / adapter.parent, records / adapter.parent)
+            and directory_bytes(runs / adapter) <= MAX_ADAPTER_BYTES
+        ):
             with aside(records / adapter) as new:
                 shutil.copytree(runs / adapter, new)
     removed = []

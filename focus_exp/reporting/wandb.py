@@ -148,9 +148,7 @@ def build_report(entity: str, project: str, tables: list[str]) -> Any:
     panels = [*_table_panels(tables), wr.MediaBrowser(media_keys=["figures/frontier", "figures/figure1"])]
     blocks = [wr.H1("Claims and the paper's tables"), wr.PanelGrid(runsets=[runs], panels=panels)]
     title, description = "focus_exp", "Learned sparse attention: measurements next to the paper's numbers"
-    return wr.Report(
-        project=project, entity=entity, title=title, description=description, blocks=blocks, width="fluid"
-    )
+    return wr.Report(project=project, entity=entity, title=title, description=description, blocks=blocks, width="fluid")
 
 
 def _table_panels(names: Any) -> list[Any]:
