@@ -10,7 +10,7 @@ from hydra.core.config_store import ConfigStore
 from omegaconf import MISSING, OmegaConf
 
 from focus_exp.attention.focus_options import FocusOptions
-from focus_exp.attention.options import PAIR_RULES, FitOptions, option
+from focus_exp.attention.options import MAX_SEED, PAIR_RULES, FitOptions, option
 from focus_exp.config_attention import AttentionConfig, DualConfig, FocusConfig, MethodSource, attention_of
 from focus_exp.config_jobs import (
     AnalyzeConfig,
@@ -33,9 +33,9 @@ JOBS = (
 @dataclass
 class ModelConfig:
     name: str = MISSING
-    hub_id: str | None = None
+    hub_id: str | None = option(None, "owner/name, owner/name@revision, or owner/name:Q4_K_M of a GGUF repository")
     revision: str | None = None
-    path: str | None = option(None, "a folder that save_pretrained wrote; comes before hub_id")
+    path: str | None = option(None, "a folder that save_pretrained wrote, a .safetensors file in one, or a .gguf file")
     architecture: dict[str, Any] = option(
         {},
         "transformers config fields with model_type; without hub_id and path the weights are random, drawn from `seed`",
@@ -75,7 +75,7 @@ class TuneConfig:
 
     factors: list[float] = option([], "of that learning rate, one try each; empty: it is used as it is", above=0)
     windows: int = option(16, "of eval.window tokens that a try is scored on", least=1)
-    seed: int = option(0, "of the tries, which runs of other seeds share", least=0)
+    seed: int = option(0, "of the tries, which runs of other seeds share", least=0, most=MAX_SEED)
 
 
 @dataclass
@@ -102,6 +102,9 @@ class DataConfig:
     subset: str | None = None
     revision: str | None = None
     text_column: str = "text"
+    split_special_tokens: bool = option(
+        False, "a special token's string in the text, such as <|endoftext|>, is tokenised as any other text"
+    )
     files: str | None = option(None, "a folder or a glob of UTF-8 text files, split by file; of .jsonl each line")
     block_size: int = option(1024, least=2)
     max_train_tokens: int | None = option(None, "tokens kept of a split; null keeps all", least=1)
@@ -181,13 +184,14 @@ class Config:
     job: str = option("train", choices=JOBS)
     experiment: str = "adhoc"
     assets: str = option("auto", choices=("auto", "hub", "embedded"))
-    seed: int = option(0, least=0)
+    seed: int = option(0, least=0, most=MAX_SEED)
     overwrite: bool = False
     runs_dir: str = "runs"
     cache_dir: str | None = option(None, "downloads and tokens; null: $FOCUS_EXP_CACHE or ~/.cache/focus_exp")
     adapter: str | None = option(
         None, "an adapter's folder, or owner/name[@revision] of one on the hub; measured, not trained"
     )
+    check_base: bool = option(True, "false: adapters may be of other weights than this base's, e.g. a quantized copy")
     arms: dict[str, list[str]] = option(
         {}, "for job=compare: name -> the settings in which that run differs; the others are compared with the first"
     )

@@ -92,10 +92,7 @@ def explain(error: Exception) -> str:
 def instead_of(error: Exception) -> str:
     """The same where it is known, else hydra's message, its cause, and the nearest name that exists."""
     if isinstance(error, OverrideParseException):
-        return (
-            f"{error.override} cannot be read ({first_line(error)}): put it in single quotes, and each setting in a "
-            f"list in double ones, as in {QUOTED}"
-        )
+        return f"{error.override} cannot be read ({first_line(error)}); close every bracket and quote in it"
     lines = [line.strip() for part in (error, error.__cause__) if part for line in str(part).splitlines()]
     message = "\n  ".join(dict.fromkeys(line for line in lines if line and not line.startswith(NOISE)))
     for pattern, sentence in SENTENCES.items():

@@ -7,11 +7,11 @@ import pytest
 from hydra import compose, initialize_config_dir
 from running import fitting, only_run, record_of, run, tiny, without_attention
 
-from focus_exp.__main__ import escaped
 from focus_exp.checks import parse
 from focus_exp.config import register_schemas
 from focus_exp.jobs.adapter import with_adapter
 from focus_exp.models.adapter import DESCRIPTION
+from focus_exp.overrides import quote_override
 from focus_exp.records.comparison import RECORD
 from focus_exp.records.record import Record
 from focus_exp.shipped import conf_dir
@@ -106,7 +106,7 @@ def test_every_arm_is_measured_under_the_adapters_settings(tmp_path, retrofit):
 
 def configured(*arguments):
     """What the command would measure its adapter with."""
-    typed = ["job=evaluate", *map(escaped, arguments)]
+    typed = ["job=evaluate", *map(quote_override, arguments)]
     register_schemas()
     with initialize_config_dir(conf_dir(), version_base="1.3"):
         return with_adapter(parse(compose("config", typed)), typed)

@@ -41,7 +41,7 @@ TYPED = {
     "regime.phases.router.lr=1": ["no key regime.phases.router.lr", "regime.phases.<phase>.learning_rate"],
     "attention.batch_size=8": ["no option attention.batch_size", "did you mean eval.batch_size or trainer.batch_size"],
     "window=64": ["no key window", "attention.window"],
-    "+arms.mine=[attention.groups=16]": ["+arms.mine=[attention.groups=16] cannot be read", "single quotes", PLUS_ARM],
+    "regime.tune.factors=[1": ["regime.tune.factors=[1 cannot be read"],
     "+arms.mine=attention.groups=16": ["arms.mine is a list of settings", PLUS_ARM],
     'arms.mine=["attention.groups=16"]': ["no arm mine", "with a plus", PLUS_ARM],
     'arms={one:[],two:["attention.groups=8"]}': ["arms= takes no arms in place", "with a plus", PLUS_ARM, "~arms"],

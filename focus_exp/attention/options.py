@@ -12,6 +12,7 @@ from types import UnionType
 from typing import Any, Self, Union, get_args, get_origin, get_type_hints
 
 PAIR_RULES = ("query_topk", "share")
+MAX_SEED = 2**32 - 1  # NumPy's limit
 KINDS = {int: "a whole number", float: "a number", bool: "True or False", str: "a name", type(None): "None"}
 
 

@@ -16,6 +16,7 @@ from focus_exp.config import Config, phases_of
 from focus_exp.errors import UserError
 from focus_exp.jobs.adapter import with_adapter
 from focus_exp.models.adapter import read_description
+from focus_exp.overrides import quote_override
 
 BASE = "base"  # in a comparison's tables the model with nothing attached
 
@@ -47,8 +48,9 @@ def composed_arm(config: Config, name: str | None, command_line: list[str]) -> C
     """The same; UserError for an arm that is called base, or is no more, and for another method than the adapter's."""
     if name == BASE:
         raise UserError("what all arms are compared with has that name in the tables; give the arm another")
-    own = config.arms[name] if name else []
-    composed = compose_shared([*command_line, *config.every_arm], own)
+    own = [quote_override(setting) for setting in (config.arms[name] if name else [])]
+    shared = [*command_line, *(quote_override(setting) for setting in config.every_arm)]
+    composed = compose_shared(shared, own)
     job = "evaluate" if composed.adapter else "train"
     arm = replace(composed, job=job, arm=name, arms={}, every_arm=[], against=[])
     if name and arm.attention.method == "full" and not phases_of(arm):
@@ -61,7 +63,7 @@ def composed_arm(config: Config, name: str | None, command_line: list[str]) -> C
             f"it asks for attention={arm.attention.name}, but adapter={arm.adapter} holds {held}; leave the arm out "
             f"with ~arms.{name}, or the adapter"
         )
-    return with_adapter(arm, [*command_line, *config.every_arm, *own])
+    return with_adapter(arm, [*shared, *own])
 
 
 def compose_shared(shared: list[str], own: list[str]) -> Config:

@@ -19,6 +19,7 @@ from focus_exp.evaluation.controls import BASE, SOFT
 from focus_exp.evaluation.outcomes import slug
 from focus_exp.jobs.arms import compose_arm
 from focus_exp.jobs.run import finished_record, run_folder
+from focus_exp.overrides import quote_override
 from focus_exp.records.record import Record
 from focus_exp.storage import aside, held
 from focus_exp.training.precision import choose_precision
@@ -29,7 +30,7 @@ def base_overrides(config: Config) -> list[str]:
 
     Its learning rate is searched for only where `trained_by` says so: a base needs to be the same, not the best.
     """
-    return [
+    overrides = [
         "regime.tune.factors=[]",
         *config.model.trained_by,
         f"scale={config.scale.name}",
@@ -38,6 +39,7 @@ def base_overrides(config: Config) -> list[str]:
         f"cache_dir={config.cache_dir or 'null'}",
         f"logger.wandb={config.logger.wandb}",
     ]
+    return [quote_override(override) for override in overrides]
 
 
 def needs_base(config: Config) -> bool:

@@ -21,7 +21,7 @@ from focus_exp.config import Config, phases_of
 from focus_exp.config_attention import method_options
 from focus_exp.errors import UserError, first_line
 from focus_exp.jobs.arms import compose_arm, compose_arms
-from focus_exp.jobs.prepare import check_lengths
+from focus_exp.jobs.prepare import check_length
 from focus_exp.jobs.run import TABLE_WIDTH
 from focus_exp.models.attach import attach
 from focus_exp.models.attached import set_routing
@@ -142,7 +142,8 @@ def preparation(config: Config) -> Prepare:
     sort tokens by, and the masked path holds the most."""
 
     def prepare(model: PreTrainedModel) -> PreTrainedModel:
-        check_lengths(model, config)
+        check_length(model, "data.block_size", config.data.block_size, config.model.name)
+        check_length(model, "eval.window", config.eval.window, config.model.name)
         attention = config.attention
         if attention.method != "full":
             attach(model, attention.method, **method_options(attention))

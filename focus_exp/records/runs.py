@@ -22,10 +22,15 @@ class State:
 
 
 def run_folder(config: Config) -> Path:
-    """runs/<experiment>/<model>-<attention>-<regime>/seed=<n>-<config hash>; an arm's has its name there."""
+    """Return runs/<experiment>/<model>-<attention>-<regime>/seed<n>-<config hash>; an arm's has its name there.
+
+    A run that an earlier version made as seed=<n>-<config hash> stays there.
+    """
     regime = config.regime.name if config.job == "train" else config.job
     parts = config.arm or f"{config.model.name}-{config.attention.name}-{regime}"
-    return Path(config.runs_dir) / config.experiment / parts / f"seed={config.seed}-{config_hash(config)}"
+    parent, name = Path(config.runs_dir) / config.experiment / parts, f"{config.seed}-{config_hash(config)}"
+    earlier = parent / f"seed={name}"
+    return earlier if earlier.exists() else parent / f"seed{name}"
 
 
 def finished_record(config: Config) -> Record | None:
