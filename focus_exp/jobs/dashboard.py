@@ -48,4 +48,6 @@ def dashboard(config: Config) -> None:
     if mode == "online":
         print("\n".join(f"saved {view.save().url}" for view in views.values()))
     else:
-        print(f"W&B mode is {mode}: views are not saved. Set WANDB_API_KEY and run again with logger.wandb_entity=<you>.")
+        print(
+            f"W&B mode is {mode}: views are not saved. Set WANDB_API_KEY and run again with logger.wandb_entity=<you>."
+        )

@@ -3,75 +3,73 @@
 from __future__ import annotations
 
 import json
-import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from functools import cache
-from hashlib import sha256
 from importlib.resources import files
 from pathlib import Path
-from statistics import fmean, median
 from typing import Any, TypeVar
 
+import numpy as np
 import pandas as pd
 import yaml
+from scipy.special import stdtrit
 
 from focus_exp.errors import UserError
-from focus_exp.records.intervals import student
 from focus_exp.records.metrics import METRICS, read_metrics
-from focus_exp.records.rows import acted
+from focus_exp.records.rows import ENGAGED, WITHOUT_MASK
 from focus_exp.reporting.aggregate import Row, to_rows
-from focus_exp.results.measurement import MEASUREMENTS, Measurement, read_measurements
+from focus_exp.results.load import Results as Loaded
+from focus_exp.results.load import load_runs
 
 T = TypeVar("T")
 QUICK = "quick"
-LONG_TEXT = "perplexity@"  # benchmark: perplexity at a sequence length
+# columns of the measurements, by type
+NUMBERS = [
+    *(
+        "value",
+        "low",
+        "high",
+        "level",
+        "reference_level",
+        "stderr",
+        "dof",
+        "trainable_params",
+        "first_params",
+        "density",
+    ),
+    *("reference_params", "sparsity", "distant_density", "largest_group"),
+]
+INTEGERS = [
+    *("seed", "seq_len", "window", "num_groups", "train_tokens", "steps", "model_params", "top_k", "n", "tokens"),
+    *("groups", "step", "n_units", "layer", "head", "start", "end"),
+]
+FLAGS = ["is_variant", "complete", "mask_active", "causal", "reference_causal", "primary", "deciding", "reversed"]
+TEXTS = [
+    *("run", "experiment", "started", "status", "device", "device_kind", "first_variant", "setup", "source", "variant"),
+    *("requested_model", "model", "data", "attention", "gate", "variant_commit", "variant_setup", "name", "kind"),
+    *("method", "pair_rule", "task", "version", "task_metric", "clock", "assignment", "dtype", "path", "phase", "unit"),
+    *("trainable", "reference_setup", "metric", "reference", "error", "subject"),
+]
 COLUMNS = {
-    **dict.fromkeys(
-        "value low high level reference_level stderr dof trainable_params first_params reference_params density sparsity "
-        "distant_density".split(),
-        "Float64",
-    ),
-    **dict.fromkeys(
-        "seed seq_len window num_groups train_tokens steps model_params top_k n tokens groups step n_units start end layer "
-        "head".split(),
-        "Int64",
-    ),
-    **dict.fromkeys(
-        "is_variant complete mask_active causal reference_causal primary deciding reversed".split(), "boolean"
-    ),
-    **dict.fromkeys(
-        "run experiment started status device device_kind first_variant setup source variant requested_model model data "
-        "attention gate variant_commit variant_setup name kind method pair_rule task version task_metric clock assignment "
-        "dtype path phase trainable reference_setup metric unit reference error subject".split(),
-        "string",
-    ),
+    name: kind
+    for names, kind in ((NUMBERS, "Float64"), (INTEGERS, "Int64"), (FLAGS, "boolean"), (TEXTS, "string"))
+    for name in names
 }
-# settings in which runs of several seeds may differ: what is evaluated besides, arithmetic, and paths
-IGNORED: dict[str, tuple[str, ...]] = {
-    **dict.fromkeys(("experiment", "seed", "assets", "arms", "against", "bench", "job", "arm", "overwrite"), ()),
-    **dict.fromkeys(
-        ("runs_dir", "cache_dir", "logger", "adapter", "report", "plan", "reproduce", "scale", "sweep"), ()
-    ),
-    "model": ("name", "hub_id", "revision", "path", "trained_by", "dtype", "paper"),
-    "data": (
-        *("name", "source", "hub_id", "subset", "revision", "text_column", "files"),
-        *("max_train_tokens", "max_test_tokens", "workers"),
-    ),
-    "attention": ("name", "backend", "seed"),
-    "eval": (
-        *("name", "bootstrap_samples", "batch_size", "request_batch_size", "controls", "top_k", "pair_rules"),
-        *("adapters", "tasks", "limit", "suite_limit"),
-    ),
-    "trainer": (
-        *("name", "accelerator", "precision", "gradient_checkpointing", "log_every", "progress", "checkpoint_every"),
-        *("keep_checkpoints", "probe_every", "strategy", "devices", "num_nodes", "cpu_offload"),
-    ),
-    "analyze": ("others",),
-}
-EVALUATED = ("eval.tasks=", "eval.limit=")  # overrides that choose what else is scored
-LATER = {("attention", "fit_to"): "loss", ("attention", "encoders"): 2}  # defaults that older runs do not name
+LEVELS = {  # metrics that are columns of all rows of a variant
+    "perplexity": "row_perplexity", "nll": "row_nll", "distant_density": "distant_density",
+    "largest_group_fraction": "largest_group",
+}  # fmt: skip
+OF_RUN = {  # column -> of the comparison or single run
+    "experiment": "experiment", "seed": "seed", "started": "started", "status": "status", "device": "device",
+    "device_kind": "device_kind", "complete": "is_complete", "setup": "setup",
+}  # fmt: skip
+OF_VARIANT = {  # column -> of the variant's own run
+    "requested_model": "model_config", "model": "model", "data": "data", "seq_len": "seq_len", "window": "window",
+    "num_groups": "groups", "gate": "gate", "attention": "attention", "train_tokens": "tokens", "steps": "steps",
+    "model_params": "model_parameters", "variant_commit": "commit",
+}  # fmt: skip
 
 
 @dataclass(frozen=True, eq=False)
@@ -115,507 +113,346 @@ class Results:
 # --- reading ---
 
 
-class Run:
-    """A run directory: its record and its measurements."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        try:
-            self.record = json.loads((folder / "record.json").read_text(encoding="utf-8"))
-            self.measurements = read_measurements(folder / MEASUREMENTS)
-        except (OSError, ValueError) as error:
-            raise UserError(f"{folder}: not readable as a run ({error}). Remove it and run the job again.") from error
-        self.config: dict[str, Any] = self.record["config"]
-        self.key = (self.record["config_hash"], self.record["started"])
-        self.variants: dict[str, Run | None] = {}
-
-    def setting(self, section: str, name: str) -> Any:
-        return (self.config.get(section) or {}).get(name)
-
-    @property
-    def is_complete(self) -> bool:
-        """Return whether its numbers are whole: finished, or timings only, each of which stands for itself."""
-        timed = any("clock" in row.settings for row in self.measurements)
-        quality = any(row.metric == "nll" for row in self.measurements)
-        return self.record["status"] == "finished" or (self.record["status"] == "interrupted" and timed and not quality)
-
-
 def load_results(root: Path, scale: str = "") -> Results:
     """Load all runs below `root`. Raises UserError for an unreadable one.
 
     A run that was copied into records/ counts once. Runs of scale=quick are loaded by themselves or not at all.
     """
-    found: dict[tuple[str, str, str], Run] = {}
-    variants: dict[tuple[str, str], Run] = {}
-    for path in sorted(root.rglob("record.json"), key=lambda path: ("records" not in path.parts, str(path))):
-        run = Run(path.parent)
-        if (run.setting("scale", "name") == QUICK) != (scale == QUICK):
-            continue
-        if run.config.get("arm"):
-            variants.setdefault(run.key, run)
-        else:
-            found.setdefault((run.record["experiment"], *run.key), run)
-    runs = sorted(found.values(), key=lambda run: run.record["started"])
-    for run in runs:
-        run.variants = {arm["name"]: variants.get((arm["config_hash"], arm["started"])) for arm in _arms(run)}
-    return build_results([*runs, *variants.values()], root, scale == QUICK)
+    loaded = load_runs(root)
+    if loaded.runs.empty:
+        return Results(loaded.runs, pd.DataFrame(columns=list(COLUMNS)).astype(COLUMNS), scale == QUICK)
+    runs = loaded.runs[(loaded.runs.scale == QUICK).fillna(False) == (scale == QUICK)]
+    copies = runs.run.str.contains("(?:^|/)records/")
+    runs = runs.assign(copied=~copies).sort_values(["copied", "run"], kind="stable")
+    runs = runs.drop_duplicates(["experiment", "config_hash", "started"]).sort_values("started", kind="stable")
+    return build_results(loaded, runs, is_quick=scale == QUICK)
 
 
 def load_run(folder: Path) -> Results:
-    """Load one run, a comparison with its variants, including positions, probes, groups and continuations."""
-    run = Run(folder)
-    for arm in _arms(run):
-        own = folder.parent.parent.joinpath(*Path(arm["folder"]).parts[-2:])
-        run.variants[arm["name"]] = Run(own) if arm["started"] and (own / "record.json").exists() else None
-    return build_results([run], folder.parent, details=True)
+    """Load one run, or a comparison with its variants."""
+    folder = folder.absolute()
+    root = folder.parent.parent
+    loaded = load_runs(root)
+    name = folder.relative_to(root).as_posix()
+    own = loaded.variants[loaded.variants.comparison == name].run.tolist() if len(loaded.variants) else []
+    results = build_results(loaded, loaded.runs[loaded.runs.run.isin([name, *own])], details=True)
+    measurements = results.measurements
+    return Results(results.runs.loc[[name]], measurements[measurements.run == name])
 
 
 def read_log(folder: Path) -> list[dict[str, Any]]:
     """Return the training log of a run; of a comparison those of its variants, each with its `variant`."""
-    run = Run(folder)
     lines = read_metrics(folder / METRICS)
-    for arm in _arms(run):
-        own = folder.parent.parent.joinpath(*Path(arm["folder"]).parts[-2:])
-        lines += [{"variant": arm["name"], **line} for line in read_metrics(own / METRICS)]
+    loaded = load_runs(folder.absolute().parent.parent)
+    own = loaded.variants if len(loaded.variants) else pd.DataFrame(columns=["comparison", "variant", "run"])
+    for row in own[own.comparison == folder.absolute().relative_to(loaded.root).as_posix()].itertuples():
+        lines += [{"variant": row.variant, **line} for line in read_metrics(loaded.root / row.run / METRICS)]
     return lines
 
 
-def _arms(run: Run) -> list[dict[str, Any]]:
-    return run.record.get("arms") or []
+# --- one table ---
+
+GENERATED = [
+    *("generated_tokens", "continuation_nll", "agreeing_tokens", "generation_seconds", "keys_read", "cache_bytes"),
+]
 
 
-def build_results(runs: list[Run], root: Path, is_quick: bool = False, details: bool = False) -> Results:
-    """Return the tables of runs."""
-    names = {id(run): _name(run, root) for run in runs}
-    rows = [row for run in runs for row in _run_rows(run, names[id(run)], details)]
-    table = pd.DataFrame(rows, columns=list(COLUMNS)).astype(COLUMNS)
-    facts = pd.DataFrame([_run_facts(run, names[id(run)]) for run in runs])
-    return Results(facts.set_index("run") if len(facts) else facts, table, is_quick)
-
-
-def _name(run: Run, root: Path) -> str:
-    return run.folder.relative_to(root).as_posix() if run.folder.is_relative_to(root) else run.folder.as_posix()
-
-
-def _run_facts(run: Run, name: str) -> dict[str, Any]:
-    record, own = run.record, [variant for variant in run.variants.values() if variant]
-    seconds = [one.record.get("wall_seconds") for one in [run, *own]]
-    sources = [record["model"], record["data"]]
-    if not record["model"] and own:  # a comparison describes the model and data of its variants
-        sources = [own[0].record["model"], own[0].record["data"]]
-    keys = ("experiment", "seed", "status", "device", "steps", "started", "commit", "config_hash", "command")
-    return {
-        "run": name,
-        **{key: record.get(key) for key in keys},
-        **{key: value for key, value in _described(run).items() if key in ("model", "data", "seq_len", "train_tokens")},
-        "is_variant": bool(run.config.get("arm")),
-        "device_kind": record["device"].partition(",")[0],
-        "model_fingerprint": sources[0].get("fingerprint"),
-        "model_id": sources[0].get("requested") if sources[0].get("source") in ("hub", "hub_cache") else None,
-        "substitutions": [part["substitution"] for part in sources if part.get("substitution")],
-        "substituted": any(part.get("substitution") for part in sources),
-        "warnings": record.get("warnings") or [],
-        "causal": (record.get("method") or {}).get("causal", True),
-        "wall_seconds": record.get("wall_seconds"),
-        "total_seconds": None if None in seconds else sum(seconds),
-    }
-
-
-# --- rows of the table ---
-
-
-def _run_rows(run: Run, name: str, details: bool) -> Iterator[dict[str, Any]]:
-    record, arms = run.record, _arms(run)
-    first = arms[0] if arms else None
-    shared = {
-        "run": name,
-        **{key: record.get(key) for key in ("experiment", "seed", "started", "status", "device")},
-        "device_kind": record["device"].partition(",")[0],
-        "complete": run.is_complete,
-        "is_variant": bool(run.config.get("arm")),
-        "first_variant": first and first["name"],
-        "first_params": first and first.get("trainable_parameters"),
-        "setup": _digest((setup_key(run), None if first else record["experiment"])),
-        **_described(run),
-        "variant": run.config.get("arm"),
-    }
-    if not arms:
-        yield from (shared | row for row in _subjects(run, details))
-        return
-    own = {arm["name"]: _variant_facts(run, arm) for arm in arms}
-    rows: list[dict[str, Any]] = []
-    base: Run | None = next(
-        (v for v in run.variants.values() if v and any(r.variant == "base" for r in v.measurements)), None
+def build_results(loaded: Loaded, runs: pd.DataFrame, is_quick: bool = False, details: bool = False) -> Results:
+    """Return the tables of these runs: their own rows, and those of comparisons from their variants."""
+    variants = loaded.variants if len(loaded.variants) else pd.DataFrame(columns=["comparison", "variant", "run"])
+    variants = variants[variants.comparison.isin(runs.run)]
+    runs = _describe_runs(runs, variants)
+    raw = loaded.measurements[loaded.measurements.run.isin(runs.run)].reset_index(drop=True)
+    raw = raw.astype({"value": float, "low": float, "high": float, "density": float, "n": float, "dof": float})
+    raw["reference"] = raw.reference.replace("", None)
+    parts = [
+        _quality_rows(raw, runs),
+        _benchmark_rows(raw),
+        _probe_rows(raw, details),
+        _speed_rows(raw),
+        _group_rows(raw),
+    ]
+    rows = pd.concat([*parts, *([_details(raw)] if details else [])], ignore_index=True)
+    rows = rows.drop(columns=["window", "seq_len", "seed"])
+    facts = runs.rename(columns={source: name for name, source in {**OF_RUN, **OF_VARIANT}.items()})
+    of_run = facts[["run", *OF_RUN, "is_variant", "first_variant", "first_params", "copied_order"]]
+    of_variant = facts[["run", *OF_VARIANT]]
+    own = rows[~rows.run.isin(variants.comparison)].merge(of_variant, on="run")
+    names = own.run.map(runs.set_index("run").variant)
+    own["variant"] = names.where(
+        names.fillna("") != "", own.variant.where(own.source.isin(["benchmarks", "generation"]))
     )
-    if base:
-        rows += [
-            shared | row for row in _subjects(base, details) if row["kind"] == "base" and row["source"] != "phases"
-        ]
-    for variant, part in run.variants.items():
-        rows += [shared | row | own[variant] for row in _variant_rows(part, details)] if part else []
-    rows += [shared | own[arm["name"]] | row for arm in arms for row in _arm_rows(arm)]
-    primary = {
-        row["variant"]: row
-        for row in rows
-        if row["source"] == "rows" and row["variant"] and row["metric"] == "perplexity"
-    }
-    for row in _differences(run, primary, {row["variant"]: row for row in rows if row["metric"] == "nll_change"}):
-        rows.append(shared | own[row["variant"]] | row)
-    for row in rows:
-        other = own.get(row.get("reference") or "")
-        if other:
-            row |= {"reference_params": other["trainable_params"], "reference_setup": other["variant_setup"]}
-    yield from rows
+    joined = [_join_variants(rows, of_variant, variants)] if len(variants) else []
+    joined += [_differences(raw, joined[0])] if joined else []
+    table = pd.concat([own, *joined], ignore_index=True).merge(of_run, on="run")
+    table = table.sort_values("copied_order", kind="stable").reset_index(drop=True).reindex(columns=list(COLUMNS))
+    table = table.astype(object).where(lambda cells: cells.notna(), None).astype(COLUMNS)
+    return Results(facts.set_index("run"), table, is_quick)
 
 
-def _described(run: Run) -> dict[str, Any]:
-    """Return what ran: model, data, router and training."""
-    record = run.record
-    return {
-        "requested_model": run.setting("model", "name"),
-        "model": record["model"].get("name") or run.setting("model", "name"),
-        "data": record["data"].get("name") or run.setting("data", "name"),
-        "seq_len": run.setting("eval", "window"),
-        "window": run.setting("attention", "window"),
-        "num_groups": run.setting("attention", "groups"),
-        "gate": run.setting("attention", "gate"),
-        "attention": run.setting("attention", "method"),
-        "train_tokens": record.get("tokens_seen"),
-        "steps": record.get("steps"),
-        "model_params": record["model"].get("parameters"),
-        "variant_commit": record.get("commit"),
-    }
+def _describe_runs(runs: pd.DataFrame, variants: pd.DataFrame) -> pd.DataFrame:
+    """Add what the tables show of a run; of a comparison the first variant and the time of all variants."""
+    runs = runs.sort_values("started", kind="stable")
+    is_variant = runs.variant.fillna("") != ""
+    runs = pd.concat([runs[~is_variant], runs[is_variant]]).reset_index(drop=True)
+    first = variants.drop_duplicates("comparison").set_index("comparison")
+    seconds = variants.join(runs.set_index("run").seconds, on="run").groupby("comparison").seconds.agg(
+        lambda own: own.sum(skipna=False)
+    )  # fmt: skip
+    return runs.assign(
+        copied_order=range(len(runs)),
+        is_variant=runs.variant.fillna("") != "",
+        first_variant=runs.run.map(first.variant) if len(first) else None,
+        first_params=runs.run.map(first.trainable_parameters) if len(first) else None,
+        # a comparison may hold the same variants under another experiment, a single run may not
+        setup=runs.setup,
+        model=runs.model_name.combine_first(runs.model_config),
+        data=runs.data_name.combine_first(runs.data_config),
+        total_seconds=runs.seconds + (runs.run.map(seconds).fillna(0) if len(seconds) else 0),
+    )
 
 
-def _variant_facts(comparison: Run, arm: dict[str, Any]) -> dict[str, Any]:
-    own = comparison.variants[arm["name"]]
-    groups = dict(setting.partition("=")[::2] for setting in arm["settings"]).get("attention.groups")
-    settings = tuple(setting for setting in arm["settings"] if not setting.startswith(EVALUATED))
-    base = setup_key(own) if own else arm.get("base") or None
-    return _described(own or comparison) | {
-        "variant": arm["name"],
-        "train_tokens": arm["tokens_seen"],
-        "steps": arm["steps"],
-        "trainable_params": arm["trainable_parameters"],
-        "variant_setup": _digest((arm["name"], settings, arm["steps"], arm["tokens_seen"], base)),
-        **({"num_groups": int(groups)} if groups else {}),
-    }
+def _setting(rows: pd.DataFrame, name: str) -> pd.Series:
+    """Return a setting that is no column."""
+    return rows.settings.map(lambda text: json.loads(text).get(name) if text else None)
 
 
-def _variant_rows(run: Run, details: bool) -> Iterator[dict[str, Any]]:
-    """Yield the rows that stand for a variant in its comparison: primary quality, phases, probes, its benchmarks."""
-    rows = list(_subjects(run, details))
-    primary = next((row for row in rows if row["source"] == "rows" and row["primary"]), None)
-    for row in rows:
-        if row["source"] == "benchmarks":
-            same = primary and row["kind"] == primary["kind"]
-            if same and (row["kind"] != "control" or row["method"] == primary["method"]):
-                yield row
-        elif row["source"] == "rows":
-            if primary and row["subject"] == primary["subject"] and row["reference"] in (None, "base"):
-                yield row
-        elif row["source"] in ("phases", "probes", "probe_log"):
-            yield row
+def _mask_activity(rows: pd.DataFrame) -> pd.Series:
+    """Return whether the mask prunes at least 5 % of the QK pairs; None without a mask."""
+    soft = (rows.kind == "soft") | ((rows.kind == "causal_counterpart") & rows.top_k.isna())
+    masked = ~soft & ~rows.kind.isin(["base", "trained", "missing"]) & ~rows.method.isin(WITHOUT_MASK)
+    return (rows.sparsity >= ENGAGED).astype(object).where(masked & rows.sparsity.notna(), None)
 
 
-def _arm_rows(arm: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    trained = arm["trainable_parameters"] if arm["tokens_seen"] else 0
-    yield _row("variants", "parameters", trained, error=arm["error"])
+def _standard_errors(rows: pd.DataFrame) -> pd.Series:
+    return (rows.high - rows.low) / 2 / stdtrit(rows.dof.astype(float), 0.975)
 
 
-def _differences(
-    run: Run, primary: Mapping[str, dict[str, Any]], changes: Mapping[str, dict[str, Any]]
-) -> Iterator[dict[str, Any]]:
-    """Yield the paired changes between variants in both directions."""
-    seen: set[frozenset[str]] = set()
-    for one in run.measurements:
-        pair = frozenset((one.variant, one.reference))
-        if one.metric != "nll_change" or pair in seen or not pair <= primary.keys():
-            continue
-        seen.add(pair)
-        own, other = primary[one.variant], primary[one.reference]
-        dof, units = (changes[one.variant][key] for key in ("dof", "n_units"))
-        for mine, theirs, sign in ((own, other, 1), (other, own, -1)):
-            low, high = (one.low, one.high) if sign > 0 or one.low is None else (-one.high, -one.low)
-            levels = own["value"], None if own["nll"] is None else math.exp(min(own["nll"] - one.value, 700.0))
-            level, reference_level = levels if sign > 0 else levels[::-1]
-            keep = ("variant", "name", "kind", "method", "top_k", "pair_rule", "sparsity", "distant_density", "causal")
-            yield {
-                **{key: mine[key] for key in (*keep, "mask_active", "subject")},
-                **_row("rows", "nll_change", sign * one.value, low, high, "nats"),
-                "reference": theirs["variant"], "reference_causal": theirs["causal"], "reversed": sign < 0 or None,
-                "level": level, "reference_level": reference_level, "n_units": units, "dof": dof,
-                "stderr": _stderr(low, high, dof),
-                "primary": True if sign > 0 else None,
-            }  # fmt: skip
+def _quality_rows(raw: pd.DataFrame, runs: pd.DataFrame) -> pd.DataFrame:
+    """Perplexity, loss and its paired changes, for each routing, control and phase."""
+    rows = raw[raw.kind.notna() & raw.task.isna() & ~raw.metric.isin(GENERATED)].copy()
+    rows["name"], rows["source"] = rows.variant, np.where(rows.phase.isna(), "rows", "phases")
+    rows["subject"] = rows.variant + (", after " + rows.phase).fillna("")
+    levels = raw[raw.reference.isna() & raw.metric.isin(LEVELS) & raw.task.isna()]
+    levels = levels.assign(subject=levels.variant + (", after " + levels.phase).fillna(""))
+    levels = levels.drop_duplicates(["run", "subject", "metric"]).pivot(
+        index=["run", "subject"], columns="metric", values="value"
+    )
+    levels = levels.reindex(columns=list(LEVELS)).rename(columns=LEVELS).reset_index()
+    rows = rows.merge(levels, on=["run", "subject"], how="left")
+    rows["sparsity"] = 1 - rows.density
+    rows["mask_active"] = _mask_activity(rows)
+    rows = rows[rows.metric.isin(["perplexity", "nll", "nll_change"])]
+    change = rows.metric == "nll_change"
+    rows = rows[~(change & rows.value.isna())].assign(dof=rows.dof.fillna(1.0).where(change & rows.low.notna()))
+    rows["stderr"], rows["n_units"] = _standard_errors(rows), rows.n.where(rows.dof.notna())
+    rows["level"] = rows.row_perplexity.where(change)
+    rows["reference_level"] = np.exp((rows.row_nll - rows.value).clip(upper=700)).where(change)
+    counterpart = (rows.kind == "causal_counterpart") & (rows.reference != "base") & change
+    soft = (rows.kind == "hard") & rows.reference.str.endswith("_soft").fillna(False).astype(bool)
+    rows["reference"] = rows.reference.mask(counterpart, "non-causal counterpart").mask(soft, "soft")
+    rows["primary"] = rows.is_primary
+    # controls are trained as far as their run is
+    last = rows[rows.trainable.notna()].groupby("run").trainable.last()
+    rows["trainable"] = rows.trainable.fillna(rows.run.map(last))
+    base = rows[(rows.kind == "base") & (rows.metric == "perplexity")]
+    zero = base.assign(metric="parameters", value=0, low=None, high=None)
+    return pd.concat([rows, zero]).drop(columns=["row_perplexity", "n"])
 
 
-def _row(
-    source: str, metric: str, value: Any, low: Any = None, high: Any = None, unit: str = "", **cells: Any
-) -> dict[str, Any]:
-    blank = dict.fromkeys(("kind", "reference", "primary", "subject", "dof", "n_units", "nll"))
-    return blank | {"source": source, "metric": metric, "value": value, "low": low, "high": high, "unit": unit} | cells
+def _benchmark_rows(raw: pd.DataFrame) -> pd.DataFrame:
+    """Scores of tasks and their paired changes from full attention."""
+    rows = raw[raw.task.notna() & raw.kind.notna() & ~raw.metric.str.startswith("perplexity_change_pct")].copy()
+    rows["source"], rows["metric"] = "benchmarks", np.where(rows.reference.isna(), "score", "score_change")
+    rows["task_metric"], rows["version"] = _setting(rows, "lm_eval_metric"), _setting(rows, "task_version")
+    rows["subject"] = rows.variant + " " + rows.task + " " + rows.task_metric.fillna("")
+    rows["sparsity"], rows["tokens"] = 1 - rows.density, rows.seq_len
+    rows["mask_active"] = _mask_activity(rows)
+    rows = rows.rename(columns={"primary_metric": "primary", "deciding_metric": "deciding"})
+    density = raw[raw.metric.str.startswith("distant_density:")]
+    density = density.set_index(["run", "variant", "task"]).value.rename("distant_density")
+    scores = rows[rows.metric == "score"].set_index(["run", "subject"]).value.rename("score")
+    rows = rows.join(density, on=["run", "variant", "task"]).join(scores, on=["run", "subject"])
+    change, fraction = rows.metric == "score_change", rows.unit == "fraction"
+    dof = rows.dof.mask(rows.dof.isna() & fraction, np.inf)  # of a fraction the interval is normal
+    rows["dof"] = dof.where(change & rows.low.notna() & (rows.n > 1))
+    rows["stderr"] = _standard_errors(rows).fillna(rows.stderr.astype(float))
+    rows["n_units"], rows["level"] = rows.n.where(change), rows.score.where(change)
+    full = (rows.score * np.exp(-rows.value)).where(rows.unit == "nats", rows.score - rows.value)
+    rows["reference_level"] = full.where(change)
+    rows["reference"] = rows.reference.mask(change, "full attention")
+    return rows.drop(columns="score")
 
 
-def _stderr(low: float | None, high: float | None, dof: float | None) -> float | None:
-    return None if low is None or high is None or dof is None else (high - low) / 2 / student(dof)
+def _probe_rows(raw: pd.DataFrame, details: bool) -> pd.DataFrame:
+    """The last probe of each phase, the maximum after its first step, and with `details` all (source `probe_log`)."""
+    rows = raw[raw.step.notna()].copy()
+    rows["metric"] = rows.metric.replace({"assignment_overlap": "stability"})
+    rows["variant"], rows["name"] = None, "router"
+    steps = rows.groupby(["run", "phase"], sort=False).step
+    log = rows[rows.metric.isin(["dominance", "dead_groups"])].assign(source="probe_log")
+    last = rows[rows.step == steps.transform("max")].assign(source="probes")
+    trained = log[(log.step > 0) | (log.groupby(["run", "phase"]).step.transform("max") == 0)]
+    most = trained.sort_values("value").groupby(["run", "phase", "metric"], sort=False).tail(1)
+    most = most.assign(source="probes", metric=most.metric + "_most", step=steps.transform("max"))
+    return pd.concat([last, most, *([log] if details else [])])
 
 
-def _subjects(run: Run, details: bool) -> Iterator[dict[str, Any]]:
-    """Yield the rows of a run that is no comparison."""
-    quality = [one for one in run.measurements if "kind" in one.settings and "task" not in one.settings]
-    quality = [one for one in quality if one.metric not in ("generated_tokens",) and "prompt" not in one.settings]
-    yield from _quality_rows(run, quality)
-    yield from _probe_rows([one for one in run.measurements if "step" in one.settings], details)
-    yield from _benchmark_rows([one for one in run.measurements if "task" in one.settings])
-    yield from _speed_rows([one for one in run.measurements if "clock" in one.settings])
-    yield from _group_rows(run.measurements)
-    if details:
-        yield from _detail_rows(run.measurements)
+def _speed_rows(raw: pd.DataFrame) -> pd.DataFrame:
+    """Speedups, and the ratio of the peak memory, each with both sides."""
+    rows = raw[raw.clock.notna()].copy()
+    case = [
+        "run",
+        "clock",
+        "method",
+        "seq_len",
+        "groups",
+        "assignment",
+        "top_k",
+        "pair_rule",
+        "window",
+        "dtype",
+        "path",
+    ]
+    rows["case"] = rows.groupby(case, dropna=False, sort=False).ngroup()
+    sides = {}
+    for metric, factor in (("latency_ms", 1e-3), ("peak_memory_bytes", 1.0)):
+        for side, full in (("level", rows.variant == "full"), ("reference_level", rows.variant != "full")):
+            own = rows[(rows.metric == metric) & ~full].drop_duplicates("case").set_index("case")
+            sides[metric, side] = factor * own.value
+    speedups = rows[rows.metric.isin(["speedup", "attention_speedup"])].copy()
+    memory = rows[rows.metric == "speedup"].assign(metric="peak_memory", unit="x", value=None)
+    for part, metric in ((speedups, "latency_ms"), (memory, "peak_memory_bytes")):
+        for side in ("level", "reference_level"):
+            part[side] = part.case.map(sides[metric, side])
+    memory["value"] = memory.level / memory.reference_level
+    found = pd.concat([speedups, memory[memory.value.notna()]], ignore_index=True)
+    found["source"] = np.where(found.groups.notna(), "speed", "method_speed")
+    found["reference"], found["tokens"] = "full attention", found.seq_len
+    found["primary"] = _primary_speed(found)
+    return found.drop(columns=["variant", "n", "layer"])
 
 
-def _quality_rows(run: Run, rows: list[Measurement]) -> Iterator[dict[str, Any]]:
-    by_subject: dict[tuple[str, str | None], dict[tuple[str, str], Measurement]] = {}
-    for one in rows:
-        by_subject.setdefault((one.variant, one.settings.get("phase")), {})[one.metric, one.reference] = one
-    primary = _primary_subject(run, [key for key in by_subject if key[1] is None], by_subject)
-    phases = (run.config.get("regime") or {}).get("phases") or {}
-    last = next(reversed(phases.values()), {}).get("train")
-    for (variant, phase), metrics in by_subject.items():
-        level = metrics["perplexity", ""]
-        facts, kind = level.settings, level.settings["kind"]
-        values = {metric: one.value for (metric, _), one in metrics.items()}
-        soft = kind == "soft" or (kind == "causal_counterpart" and facts.get("top_k") is None)
-        sparsity = None if level.density is None else 1 - level.density
-        common = {
-            "name": variant,
-            "subject": f"{variant}, after {phase}" if phase else variant,
-            **{key: facts.get(key) for key in ("kind", "method", "top_k", "pair_rule", "path", "phase", "error")},
-            "trainable": facts.get("trainable") or last,
-            "causal": facts.get("causal") is not False,
-            "primary": (variant, phase) == primary,
-            "sparsity": sparsity,
-            "distant_density": values.get("distant_density"),
-            "mask_active": None if soft or kind in ("base", "trained") else acted(facts["method"], sparsity),
-            "nll": values.get("nll"),
-        }
-        source = "phases" if phase else "rows"
-        yield common | _row(source, "perplexity", level.value, level.low, level.high) | common
-        for metric, name, unit in (("nll", "nll", "nats"), ("largest_group_fraction", "largest_group", "fraction")):
-            if values.get(metric) is not None:
-                yield _row(source, name, values[metric], unit=unit) | common
-        if kind == "base":
-            yield _row(source, "parameters", 0) | common
-        for (metric, reference), one in metrics.items():
-            if metric != "nll_change" or one.value is None:
-                continue
-            dof = one.settings.get("dof") or 1.0
-            base = None if common["nll"] is None else math.exp(min(common["nll"] - one.value, 700.0))
-            yield _row(source, "nll_change", one.value, one.low, one.high, "nats") | common | {
-                "reference": _reference(kind, reference), "level": level.value, "reference_level": base,
-                "n_units": one.n if one.low is not None else None, "dof": dof if one.low is not None else None,
-                "stderr": _stderr(one.low, one.high, dof),
-            }  # fmt: skip
-
-
-def _reference(kind: str, reference: str) -> str:
-    if kind == "causal_counterpart" and reference != "base":
-        return "non-causal counterpart"
-    return "soft" if kind == "hard" and reference.endswith("_soft") else reference
-
-
-def _primary_subject(
-    run: Run, subjects: list[tuple[str, str | None]], rows: Mapping[tuple[str, str | None], Mapping[Any, Measurement]]
-) -> tuple[str, str | None] | None:
-    """Return what stands for a run: hard routing as configured, its method, or its trained weights."""
-    method, top_k, rule = (run.setting("attention", key) for key in ("method", "top_k", "pair_rule"))
-
-    def rank(subject: tuple[str, str | None]) -> int | None:
-        facts = rows[subject]["perplexity", ""].settings
-        if facts["kind"] == "hard" and facts["method"] == method and facts.get("top_k") in (None, top_k):
-            # with top-1 routing both pair rules keep the same pairs
-            return 0 if facts.get("top_k") == 1 or facts.get("pair_rule") in (None, rule) else None
-        if facts["kind"] == "control":
-            return 1 if facts["method"] == (method or "full") else None
-        return 2 if facts["kind"] == "trained" else None
-
-    ranked = [(place, index) for index, subject in enumerate(subjects) if (place := rank(subject)) is not None]
-    return subjects[min(ranked)[1]] if ranked else None
-
-
-def _probe_rows(rows: list[Measurement], details: bool) -> Iterator[dict[str, Any]]:
-    """Yield the last probe of each phase, and the maximum after its first step."""
-    names = {"dominance": "fraction", "dominance_worst": "fraction", "dead_groups": "groups", "confidence": "fraction"}
-    labels = {"assignment_overlap": "stability"}
-    phases: dict[str, list[Measurement]] = {}
-    for one in rows:
-        phases.setdefault(one.settings["phase"], []).append(one)
-    for phase, probes in phases.items():
-        last = max(one.settings["step"] for one in probes)
-        common = {"phase": phase, "trainable": probes[0].settings.get("trainable"), "step": last, "name": "router"}
-        for one in probes:
-            name = labels.get(one.metric, one.metric)
-            if one.settings["step"] == last and (name in names or name == "stability"):
-                yield _row("probes", name, one.value, unit=names.get(name, "fraction")) | common
-            if details and name in ("dominance", "dead_groups"):
-                yield _row("probe_log", name, one.value) | common | {"step": one.settings["step"]}
-        trained = [one for one in probes if one.settings["step"]] or probes
-        for name in ("dominance", "dead_groups"):
-            values = [one.value for one in trained if one.metric == name and one.value is not None]
-            if values:
-                yield _row("probes", f"{name}_most", max(values), unit=names[name]) | common
-
-
-def _benchmark_rows(rows: list[Measurement]) -> Iterator[dict[str, Any]]:
-    distant = {
-        (one.variant, one.settings["task"]): one.value for one in rows if one.metric.startswith("distant_density:")
-    }
-    scores = [one for one in rows if "kind" in one.settings and not one.reference]
-    changes = {
-        (one.variant, one.settings["task"], one.settings.get("lm_eval_metric")): one
-        for one in rows
-        if one.reference and not one.metric.startswith("perplexity_change_pct")
-    }
-    for one in scores:
-        facts, task = one.settings, one.settings["task"]
-        sparsity = None if one.density is None else 1 - one.density
-        unmasked = facts["kind"] in ("base", "trained", "missing")
-        common = {
-            "name": None, "variant": one.variant, "subject": f"{one.variant} {task} {facts.get('lm_eval_metric')}",
-            **{key: facts.get(key) for key in ("kind", "method", "task", "error", "primary", "deciding")},
-            "version": facts.get("task_version") or "", "task_metric": facts.get("lm_eval_metric") or "", "n": one.n,
-            "tokens": facts.get("seq_len"), "causal": facts.get("causal") is not False, "sparsity": sparsity,
-            "distant_density": distant.get((one.variant, task)),
-            "mask_active": None if unmasked else acted(facts["method"], sparsity),
-        }  # fmt: skip
-        yield _row("benchmarks", "score", one.value, unit=one.unit) | common | {"stderr": facts.get("stderr")}
-        if one.value is None or facts["kind"] == "base":
-            continue
-        change = changes.get((one.variant, task, facts.get("lm_eval_metric")))
-        if change is None or change.value is None:
-            yield _row("benchmarks", "score_change", None, unit=one.unit) | common
-            continue
-        is_perplexity = change.unit == "nats"
-        full = one.value * math.exp(-change.value) if is_perplexity else one.value - change.value
-        dof = change.settings.get("dof") or (math.inf if change.unit == "fraction" else None)
-        dof = dof if change.low is not None and (change.n or 0) > 1 else None
-        yield _row("benchmarks", "score_change", change.value, change.low, change.high, change.unit) | common | {
-            "reference": "full attention", "level": one.value, "reference_level": full, "dof": dof,
-            "stderr": _stderr(change.low, change.high, dof), "n_units": change.n,
-        }  # fmt: skip
-
-
-def _speed_rows(rows: list[Measurement]) -> Iterator[dict[str, Any]]:
-    described = {}
-    for one in rows:
-        facts = {key: value for key, value in one.settings.items() if key != "error"}
-        described.setdefault(json.dumps(facts, sort_keys=True), {})[one.metric, one.variant] = one
-    cases = []
-    for metrics in described.values():
-        speedup = next(one for (metric, _), one in metrics.items() if metric == "speedup")
-        facts, values = speedup.settings, {key: one.value for key, one in metrics.items()}
-        source = "speed" if "groups" in facts else "method_speed"
-        keys = ("clock", "groups", "assignment", "top_k", "pair_rule", "dtype", "path", "error", "method")
-        common = {
-            **{key: facts.get(key) for key in keys}, "tokens": facts["seq_len"], "density": speedup.density,
-            "reference": "full attention", "timed_window": facts.get("window"), "name": None,
-        }  # fmt: skip
-        own, full = ((metric, name) for metric in ("latency_ms",) for name in (speedup.variant, "full"))
-        levels = [None if values.get(key) is None else values[key] / 1e3 for key in (own, full)]
-        case = (
-            _row(source, "speedup", speedup.value, unit="x")
-            | common
-            | dict(zip(("level", "reference_level"), levels, strict=True))
-        )
-        cases.append(case)
-        peaks = [values.get(("peak_memory_bytes", name)) for name in (speedup.variant, "full")]
-        if None not in peaks and peaks[1]:
-            cases.append(
-                _row(source, "peak_memory", peaks[0] / peaks[1], unit="x")
-                | common
-                | {"level": peaks[0], "reference_level": peaks[1]}
-            )
-        attention = values.get(("attention_speedup", speedup.variant))
-        if attention is not None:
-            cases.append(_row(source, "attention_speedup", attention, unit="x") | common)
-    _mark_primary_speed([case for case in cases if case["metric"] == "speedup" and case["source"] == "speed"])
-    yield from cases
-
-
-def _mark_primary_speed(cases: list[dict[str, Any]]) -> None:
+def _primary_speed(rows: pd.DataFrame) -> pd.Series:
     """Mark for each k the timing of the trained router that stands next to its quality.
 
     That is at the longest length at which all series were timed, with routing, or else the prefill.
     """
-
-    def series(case: dict[str, Any]) -> tuple[Any, ...]:
-        rule = case["pair_rule"] if case["top_k"] > 1 else ""
-        return (case["groups"], case["assignment"], case["top_k"], rule, case["timed_window"], case["dtype"])
-
-    for clock in ("attention", "prefill"):
-        own = [case for case in cases if case["clock"] == clock]
-        if len({case["top_k"] for case in own}) < 2:
+    marks = pd.Series(None, rows.index, dtype=object)
+    timed = rows[(rows.metric == "speedup") & (rows.source == "speed") & rows.clock.isin(["attention", "prefill"])]
+    for _, run in timed.groupby("run"):
+        clocks = [own for clock in ("attention", "prefill") if (own := run[run.clock == clock]).top_k.nunique() > 1]
+        if not clocks:
             continue
-        timed = [case for case in own if case["value"] and math.isfinite(case["value"])]
-        lengths = [
-            {case["tokens"] for case in timed if series(case) == key} for key in {series(case) for case in timed}
-        ]
-        common = max(set.intersection(*lengths), default=0) if lengths else 0
-        marked = set()
-        for case in sorted(timed, key=series):
-            key = series(case)[2:4]
-            if case["tokens"] == common and case["assignment"] == "trained" and key not in marked:
-                marked.add(key)
-                case["primary"] = True
-        return
+        own = clocks[0][clocks[0].value > 0]
+        own = own.assign(rule=own.pair_rule.where(own.top_k > 1, ""))
+        series = own.groupby(["groups", "assignment", "top_k", "rule", "window", "dtype"]).tokens.agg(set)
+        common = max(set.intersection(*series), default=0) if len(series) else 0
+        marked = own[(own.tokens == common) & (own.assignment == "trained")].sort_values("groups", kind="stable")
+        marks[marked.drop_duplicates(["top_k", "rule"]).index] = True
+    return marks
 
 
-def _group_rows(rows: list[Measurement]) -> Iterator[dict[str, Any]]:
-    """Yield the analysis of the groups: medians over layers, since the paper does not name its layers."""
-    analyzed = [
-        one for one in rows if "word_class" in one.settings or one.metric in ("layer_confidence", "pair_affinity")
-    ]
-    layers: dict[Any, list[Measurement]] = {}
-    for one in analyzed:
-        if one.variant == "router":
-            layers.setdefault((one.settings.get("layer"), one.settings.get("head")), []).append(one)
-    if not any(one.metric == "layer_confidence" for one in analyzed):
-        return
-
-    def values(layer: list[Measurement], metric: str, word_class: str = "") -> list[float]:
-        own = [one for one in layer if one.metric == metric and one.value is not None]
-        return [one.value for one in own if not word_class or one.settings["word_class"] == word_class]
-
-    parts = list(layers.values())
-    purity = [max(values(part, "group_purity", "punctuation"), default=0.0) for part in parts]
-    sizes = [values(part, "group_fraction") for part in parts]
-    affinities = [value for part in parts for value in values(part, "pair_affinity")]
-    for metric, value in (
-        ("punctuation_purity", median(purity)),
-        ("group_confidence", fmean(value for part in parts for value in values(part, "layer_confidence"))),
-        ("smallest_group", median(map(min, sizes))),
-        ("largest_group", median(map(max, sizes))),
-        ("affinity", max(affinities, default=None)),
-    ):
-        if value is not None:
-            yield _row("groups", metric, value, unit="fraction")
+def _group_rows(raw: pd.DataFrame) -> pd.DataFrame:
+    """The analysis of the groups: medians over layers, since the paper does not name its layers."""
+    rows = raw[(raw.variant == "router") & raw.run.isin(raw.run[raw.metric == "layer_confidence"])]
+    rows = rows.assign(word_class=_setting(rows, "word_class"))
+    found = []
+    for run, own in rows.groupby("run"):
+        groups, layers = own[own.word_class.notna()], ["layer", "head"]
+        punctuation = groups[(groups.metric == "group_purity") & (groups.word_class == "punctuation")]
+        purity = punctuation.groupby(layers, dropna=False).value.max()
+        confidence = own[own.metric == "layer_confidence"]
+        missing = [0.0] * (len(confidence) - len(purity))
+        sizes = groups[groups.metric == "group_fraction"].groupby(layers, dropna=False).value
+        values = {
+            "punctuation_purity": np.median([*purity, *missing]),
+            "group_confidence": confidence.value.mean(),
+            "smallest_group": sizes.min().median(),
+            "largest_group": sizes.max().median(),
+            "affinity": own[own.metric == "pair_affinity"].value.max(),
+        }
+        found += [{"run": run, "source": "groups", "metric": name, "value": value} for name, value in values.items()]
+    return pd.DataFrame(found, columns=["run", "source", "metric", "value"]).assign(unit="fraction")
 
 
-def _detail_rows(rows: list[Measurement]) -> Iterator[dict[str, Any]]:
-    """Yield what only the figures and tables of a single run show: positions, group sizes, analysis, continuations."""
-    kinds = {one.variant: one.settings["kind"] for one in rows if one.metric == "perplexity" and "kind" in one.settings}
-    for one in rows:
-        facts = one.settings
-        place = {"name": one.variant, "layer": facts.get("layer"), "head": facts.get("head")}
-        if one.metric == "nll_at_position" and not facts.get("phase"):
-            bounds = {"start": facts["position_start"], "end": facts["position_end"], "kind": kinds.get(one.variant)}
-            yield _row("positions", one.metric, one.value) | place | bounds
-        elif one.metric == "group_fraction" and "word_class" not in facts:
-            yield _row("group_sizes", one.metric, one.value) | place
-        elif "router" in facts or one.metric in ("layer_confidence", "passage_distant_density"):
-            yield _row("analysis", " ".join(filter(None, [one.metric, facts.get("router")])), one.value) | place
-        elif "prompt" in facts:
-            yield _row("generation", one.metric, one.value) | place | {"variant": one.variant}
+def _details(raw: pd.DataFrame) -> pd.DataFrame:
+    """What only the figures and tables of a single run show: positions, group sizes, analysis, continuations."""
+    positions = raw[(raw.metric == "nll_at_position") & raw.phase.isna()]
+    kinds = raw[raw.metric == "perplexity"].drop_duplicates(["run", "variant"]).set_index(["run", "variant"]).kind
+    positions = positions.drop(columns="kind").join(kinds, on=["run", "variant"]).assign(source="positions")
+    ends = {"start": _setting(positions, "position_start"), "end": _setting(positions, "position_end")}
+    sizes = raw[(raw.metric == "group_fraction") & _setting(raw, "word_class").isna()].assign(source="group_sizes")
+    router = _setting(raw, "router")
+    analysis = raw[router.notna() | raw.metric.isin(["layer_confidence", "passage_distant_density"])]
+    names = analysis.metric + (" " + router[analysis.index].astype("string")).fillna("")
+    analysis = analysis.assign(source="analysis", metric=names)
+    generation = raw[raw.metric.isin(GENERATED)].assign(source="generation")
+    rows = pd.concat([positions.assign(**ends), sizes, analysis, generation])
+    return rows.assign(name=rows.variant, seed=None)
+
+
+# --- comparisons ---
+
+
+def _join_variants(rows: pd.DataFrame, described: pd.DataFrame, variants: pd.DataFrame) -> pd.DataFrame:
+    """Return the rows of comparisons: the base of their first variant, what stands for each variant, its parameters."""
+    facts = {
+        "comparison": "run", "variant": "variant", "run": "own_run", "trainable_parameters": "trainable_params",
+        "setup": "variant_setup", "tokens": "train_tokens", "steps": "steps", "error": "variant_error", "groups": "groups_set",
+    }  # fmt: skip
+    groups = variants.settings.str.extract(r"(?:^| )attention\.groups=(\d+)")[0].astype("Int64")
+    facts_of = variants.assign(groups=groups)[list(facts)].rename(columns=facts)
+    facts_of = facts_of.merge(
+        described.rename(columns={"run": "own_run"}).drop(columns=["train_tokens", "steps"]), on="own_run", how="left"
+    )
+    facts_of["num_groups"] = facts_of.groups_set.fillna(facts_of.num_groups)
+    parts = rows.rename(columns={"run": "own_run"}).drop(columns="variant").merge(facts_of, on="own_run")
+    primary = parts[parts.primary.eq(True) & (parts.source == "rows") & (parts.metric == "perplexity")]
+    primary = primary.drop_duplicates("own_run").set_index("own_run")[["subject", "kind", "method"]]
+    parts = parts.join(primary.add_prefix("primary_"), on="own_run")
+    quality = (parts.source == "rows") & (parts.subject == parts.primary_subject)
+    quality &= parts.reference.isna() | (parts.reference == "base")
+    same = (parts.kind == parts.primary_kind) & ((parts.kind != "control") | (parts.method == parts.primary_method))
+    kept = quality | ((parts.source == "benchmarks") & same) | parts.source.isin(["phases", "probes", "probe_log"])
+    first = parts[(parts.kind == "base") & (parts.source == "rows")].drop_duplicates("run")[["run", "own_run"]]
+    base = parts[parts.kind.isin(["base", "missing"]) & (parts.source != "phases")].merge(first, on=["run", "own_run"])
+    base = base.drop(columns=["variant_setup", "trainable_params"]).assign(variant=None)
+    params = facts_of.assign(
+        source="variants", metric="parameters", value=facts_of.trainable_params, error=facts_of.variant_error
+    )
+    return pd.concat([base, parts[kept.fillna(False)], params], ignore_index=True)
+
+
+def _differences(raw: pd.DataFrame, joined: pd.DataFrame) -> pd.DataFrame:
+    """Return the paired changes between variants of a comparison, in both directions."""
+    rows = joined[(joined.source == "rows") & joined.variant.notna()]
+    levels = rows[rows.metric == "perplexity"].set_index(["run", "variant"])
+    changes = rows[rows.metric == "nll_change"].set_index(["run", "variant"])
+    found, seen = [], set()
+    for one in to_rows(raw[(raw.metric == "nll_change") & raw.run.isin(joined.run)]):
+        pair = (one.run, frozenset((one.variant, one.reference)))
+        sides = [(one.run, one.variant), (one.run, one.reference)]
+        if pair in seen or not all(side in levels.index for side in sides):
+            continue
+        seen.add(pair)
+        own, other = (levels.loc[side].to_dict() | {"run": one.run, "variant": side[1]} for side in sides)
+        shown = own["value"], np.exp(min(own["row_nll"] - one.value, 700))
+        for sign, mine, theirs in ((1, own, other), (-1, other, own)):
+            cells = {
+                "metric": "nll_change", "unit": "nats", "value": sign * one.value, "reference": theirs["variant"],
+                **dict(zip(("low", "high"), sorted((sign * one.low, sign * one.high)), strict=True)),
+                **dict(zip(("level", "reference_level"), shown[::sign], strict=True)),
+                **changes.loc[sides[0]][["dof", "n_units"]].to_dict(),
+                **{f"reference_{name}": theirs[key] for name, key in REFERENCE.items()},
+                "primary": True if sign > 0 else None, "reversed": True if sign < 0 else None,
+            }  # fmt: skip
+            found.append(mine | cells)
+    frame = pd.DataFrame(found, columns=list(dict.fromkeys([*joined.columns, *(found[0] if found else ())])))
+    return frame.assign(stderr=_standard_errors(frame.astype({"low": float, "high": float})))
+
+
+REFERENCE = {"causal": "causal", "params": "trainable_params", "setup": "variant_setup"}
 
 
 # --- selection ---
@@ -634,44 +471,6 @@ def matches(cell: Any, wanted: Any) -> bool:
     if isinstance(wanted, list):
         return any(matches(cell, one) for one in wanted)
     return bool(cell == wanted) or (isinstance(cell, str) and isinstance(wanted, str) and fnmatchcase(cell, wanted))
-
-
-def setup_key(run: Run) -> Any:
-    """Return what runs of several seeds share: model, data, every setting that decides the numbers, and the device."""
-    record = run.record
-    settings = _leaves(run.config)
-    settings["every_arm",] = [one for one in run.config.get("every_arm") or [] if not one.startswith(EVALUATED)]
-    if run.config.get("adapter"):
-        settings.pop(("attention", "budget"), None)  # found by the adapter's own run
-    decisive = sorted(
-        (key, repr(value))
-        for key, value in settings.items()
-        if value not in (None, False, [], {}) and LATER.get(key) != value and not _is_ignored(key)
-    )
-    adapter = {
-        key: value for key, value in ((record.get("method") or {}).get("trained") or {}).items() if key != "seed"
-    }
-    model, data = record["model"], record["data"]
-    weights = None if model.get("source") == "random" else model.get("fingerprint")
-    identity = model.get("name"), weights, data.get("name"), data.get("fingerprint")
-    trained = record.get("steps"), record.get("tokens_seen"), *sorted(adapter.items())
-    return identity, tuple(decisive), record["device"].partition(",")[0], *trained
-
-
-def _leaves(values: Mapping[str, Any], *above: str) -> dict[tuple[str, ...], Any]:
-    found: dict[tuple[str, ...], Any] = {}
-    for key, value in values.items():
-        found |= _leaves(value, *above, key) if isinstance(value, Mapping) else {(*above, key): value}
-    return found
-
-
-def _is_ignored(key: tuple[str, ...]) -> bool:
-    section, *below = key
-    return section in IGNORED and (not IGNORED[section] or below[0] in IGNORED[section])
-
-
-def _digest(shared: Any) -> str:
-    return sha256(repr(shared).encode()).hexdigest()[:12]
 
 
 @cache

@@ -113,7 +113,11 @@ def setup_line(results: Results) -> str:
 
     steps = runs.steps[runs.steps > 0].astype(int)
     trained = f"{steps.min():,} to {steps.max():,} training steps (paper: 4,000)" if len(steps) else "no training"
-    substitute = " in place of the paper's models and PG-19" if runs.substituted.astype(bool).any() else ""
+    substitute = (
+        " in place of the paper's models and PG-19"
+        if (runs.is_model_substituted | runs.is_data_substituted).any()
+        else ""
+    )
     scale = " scale=quick: no number is meaningful." if results.is_quick else ""
     return (
         f"{most('model')} on {most('data')}{substitute}; {most('seq_len')}-token windows; {trained}; "

@@ -22,6 +22,7 @@ from focus_exp.reporting.format import (
 )
 from focus_exp.reporting.load import Results, load_run, read_log, select
 from focus_exp.reporting.paper_tables import BASE
+from focus_exp.results.load import read_record
 from focus_exp.storage import replace_file
 
 TABLE = "table.md"
@@ -56,7 +57,11 @@ def render_run(results: Results, tables: dict[str, pd.DataFrame]) -> str:
         "training tokens": run.train_tokens, "commit": run.commit, "config": run.config_hash,
     }  # fmt: skip
     parts = [f"# {title_of(results)}"]
-    parts += [f"Substitute: {text}" for text in run.substitutions] + [f"Warning: {text}" for text in run.warnings]
+    if run.is_model_substituted or run.is_data_substituted:
+        parts.append(
+            f"Substitute: {run.model_used} and {run.data_used}, in place of {run.model_requested} and {run.data_requested}."
+        )
+    parts += [f"Warnings: {run.warnings}"] if run.warnings else []
     for name, table in tables.items():
         parts += [f"## {name}", to_markdown(table).strip()]
     parts.append("; ".join(f"{name}: {value}" for name, value in facts.items() if not is_missing(value)))
@@ -102,7 +107,7 @@ def quality_table(table: pd.DataFrame) -> pd.DataFrame:
                 f"ΔPPL [%], {reference}"[:25]: change(reference),
                 "sparsity [%]": _percent(row.sparsity),
                 "distant density [%]": _percent(row.distant_density),
-                "largest group [%]": _percent(_of(rows, row.subject, "largest_group")),
+                "largest group [%]": _percent(row.largest_group),
                 "parameters": format_number(row.trainable_params if row.train_tokens else 0, 0),
                 "causal": "no" if row.causal is False else "yes",
             }
@@ -207,17 +212,26 @@ def _milliseconds(seconds: Any) -> str:
     return format_significant(None if is_missing(seconds) else 1e3 * float(seconds))
 
 
-def _of(rows: pd.DataFrame, subject: Any, metric: str) -> Any:
-    values = rows[(rows.subject == subject) & (rows.metric == metric)].value
-    return values.iloc[0] if len(values) else None
-
-
 def _drop_constant(frame: pd.DataFrame, name: str, other: str) -> pd.DataFrame:
     """Drop a column that equals another one."""
     return frame.drop(columns=name) if len(frame) and (frame[name] == frame[other]).all() else frame
 
 
-# --- passages and continuations ---
+# --- passages, continuations and the card of an adapter ---
+
+
+def write_run_extras(run_dir: Path) -> None:
+    """Write what some jobs leave: continuations.md, passage.html, and the README of a trained adapter."""
+    record, results = read_record(run_dir), load_run(run_dir)
+    title, passage = title_of(results), run_dir / "groups" / "passage.json"
+    if record.get("continuations"):
+        replace_file(run_dir / "continuations.md", render_continuations(record["continuations"], title).encode())
+    if passage.exists():
+        page = render_passage(json.loads(passage.read_text(encoding="utf-8")), title)
+        replace_file(run_dir / "passage.html", page.encode())
+    if (run_dir / "adapter").is_dir():
+        card = render_card(results, record["config"], run_tables(results.measurements))
+        replace_file(run_dir / "adapter" / "README.md", card.encode())
 
 
 def render_passage(passage: dict[str, Any], title: str) -> str:
@@ -252,13 +266,11 @@ def render_continuations(rows: list[dict[str, Any]], title: str) -> str:
     return "\n\n".join(parts) + "\n"
 
 
-# --- the card of an adapter ---
-
-
 def render_card(results: Results, config: dict[str, Any], tables: dict[str, pd.DataFrame]) -> str:
     """Return the README of an adapter, as the Hub shows it."""
     run = results.runs.iloc[-1]
-    base = f"base_model: {run.model_id}\n" if isinstance(run.model_id, str) else ""
+    hub_id = run.model_requested if run.model_source in ("hub", "hub_cache") else None
+    base = f"base_model: {hub_id}\n" if hub_id else ""
     attention = json.dumps(config.get("attention", {}), default=str)
     table = next(iter(tables.values()), pd.DataFrame())
     return f"""---
@@ -267,14 +279,14 @@ tags: [focus, sparse-attention]
 ---
 # {title_of(results)}
 
-A router for Focus attention: it assigns tokens to groups in every layer. A query attends to a local window, to the first
-tokens (sinks) and to distant tokens of its own groups. {"" if run.causal else "This router is non-causal and cannot generate."}
+A router for Focus attention: it assigns tokens to groups in every layer. A query attends to a local window, to the
+first tokens (sinks) and to distant tokens of its own groups.{"" if run.is_causal else " Non-causal: it cannot generate."}
 
 ```python
 from transformers import AutoModelForCausalLM
 from focus_exp import load_adapter
 
-model = AutoModelForCausalLM.from_pretrained("{run.model_id if base else "<base model>"}")
+model = AutoModelForCausalLM.from_pretrained("{hub_id or "<base model>"}")
 load_adapter(model, "<this folder or owner/name on the Hub>")  # checks the weights it was trained for
 ```
 

@@ -245,7 +245,7 @@ def pitfalls(results: Results) -> pd.DataFrame:
 def runs(results: Results) -> pd.DataFrame:
     """Return the list of runs: what ran, on which model, data and device, by which command and commit."""
     columns = [
-        *("experiment", "seed", "status", "model", "data", "device", "steps", "train_tokens", "wall_seconds"),
+        *("experiment", "seed", "status", "model", "data", "device", "steps", "train_tokens", "seconds"),
         *("started", "commit", "config_hash", "command"),
     ]
     frame = results.runs[~results.runs.is_variant.astype(bool)]

@@ -1,4 +1,4 @@
-"""Weights & Biases: choose the mode without hanging, log tables and figures, save a workspace. wandb is imported late."""
+"""Weights & Biases: choose the mode, log tables and figures, save a workspace. wandb is imported late."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ import pandas as pd
 
 from focus_exp.errors import UserError
 from focus_exp.reporting.format import is_missing
+from focus_exp.reporting.load import load_run
 from focus_exp.storage import replace_file
 
 MODES = ("online", "offline", "disabled", "shared")
@@ -28,8 +29,8 @@ CURVES = {
 PROBES = {"dominance": "largest group", "dead_groups": "empty groups", "stability": "assignment stability"}
 RUN_TABLES = ("Quality", "Benchmarks", "Speed", "Routing", "Groups", "Generation")
 FIGURES = ("loss_curve", "perplexity_by_position", "router_load", "group_sizes", "variants")
-RUN_FIELDS = ("status", "seed", "commit", "config_hash", "device", "train_tokens", "steps", "wall_seconds")
-SUMMARIZED = ("perplexity", "nll", "nll_change", "largest_group", "speedup")
+RUN_FIELDS = ("status", "seed", "commit", "config_hash", "device", "train_tokens", "steps", "seconds")
+SUMMARIZED = ("perplexity", "nll", "nll_change", "speedup")
 
 
 def wandb_mode(requested: str, timeout: float = 2.0) -> str:
@@ -96,13 +97,15 @@ def log_tables(run: Any, tables: Mapping[str, pd.DataFrame], figures: Mapping[st
     run.log(logged)
 
 
-def log_run(run: Any, facts: Mapping[str, Any], measurements: pd.DataFrame) -> None:
-    """Set the summary of a live run: its metadata and its main measurements."""
-    summary = {name: facts[name] for name in RUN_FIELDS if not is_missing(facts.get(name))}
-    for row in measurements[measurements.metric.isin(SUMMARIZED) & measurements.value.notna()].itertuples():
-        place = (row.variant, row.name, row.clock, row.tokens)
-        key = "/".join(str(part) for part in (*place, row.metric, row.reference) if not is_missing(part))
-        summary[key] = float(row.value)
+def log_run(run: Any, run_dir: Path, tables: Mapping[str, pd.DataFrame], figures: Mapping[str, Path]) -> None:
+    """Log a finished run: its tables and figures, and as summary its metadata and main measurements."""
+    log_tables(run, tables, figures)
+    results = load_run(run_dir)
+    facts, rows = results.runs.iloc[0], results.measurements
+    summary = {name: facts[name] for name in RUN_FIELDS if name in facts and not is_missing(facts[name])}
+    for row in rows[rows.metric.isin(SUMMARIZED) & rows.value.notna()].itertuples():
+        place = (row.variant, row.name, row.clock, row.tokens, row.metric, row.reference)
+        summary["/".join(str(part) for part in place if not is_missing(part))] = float(row.value)
     run.summary.update(summary)
 
 
