@@ -31,7 +31,7 @@ def dashboard(config: Config) -> None:
     folder = Path(config.report.folder or runs / "report") / "dashboard"
     results = load_results(runs, config.scale.name)
     tables = report_tables(results)
-    figures = write_report_figures(results, tables, folder / "figures")
+    figures = write_report_figures(tables, folder / "figures")
     mode: Any = wandb_mode(config.logger.wandb)
     entity = config.logger.wandb_entity or (str(wandb.Api().default_entity) if mode == "online" else "your-entity")
     project = config.logger.wandb_project

@@ -41,7 +41,7 @@ def aggregate_seeds(frame: pd.DataFrame) -> list[Row]:
 
     Returns:
         Rows with the columns of `frame` and
-        seeds: the seeds with a value; members: the row of each seed; runs: all runs of this setup;
+        seeds: the seeds with a value; members: the row of each seed;
         deviation: standard deviation of a unit (document, window or item); seed_deviation: of a seed.
     """
     return aggregate_rows(to_rows(frame))
@@ -75,8 +75,8 @@ def _combine(rows: list[Row]) -> Row:
     low, high = total.bounds if recompute else (first.low, first.high)
     deviations = [row.stderr * row.n_units**0.5 for row in members if row.stderr is not None and row.n_units]
     values: dict[str, Any] = {
-        "value": total.value if estimates else None, "low": low, "high": high, "stderr": total.stderr, "dof": total.freedom,
-        "seeds": tuple(row.seed for row in valued), "members": members, "runs": list(dict.fromkeys(r.run for r in rows)),
+        "value": total.value if estimates else None, "low": low, "high": high, "stderr": total.stderr,
+        "dof": total.freedom, "seeds": tuple(row.seed for row in valued), "members": members,
         "deviation": root_mean_square(deviations) if deviations else None,
         "seed_deviation": seed_deviation(estimates) if len(estimates) > 1 else None,
     }  # fmt: skip

@@ -18,7 +18,6 @@ from matplotlib.figure import Figure
 from matplotlib.patheffects import withStroke
 from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormatter, NullLocator
 
-from focus_exp.reporting.load import Results, select
 from focus_exp.reporting.paper_tables import BASE, paper_rows, paper_speedups
 from focus_exp.reporting.tables import FAMILIES
 from focus_exp.storage import replace_file
@@ -26,7 +25,6 @@ from focus_exp.storage import replace_file
 # Okabe and Ito's palette, safe for colour-blind readers; black is the base model
 COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#882255", "#999933")
 STYLES = {"base": "-", "trained": "-.", "hard": "-", "soft": ":", "control": "--", "causal_counterpart": (0, (1, 3))}
-MAX_CHANGE = 100.0  # % of perplexity that is drawn
 # no dates or versions: the same data give the same bytes
 FORMATS: dict[str, dict[str, Any]] = {
     "png": {"dpi": 150, "metadata": {"Software": None}},
@@ -61,7 +59,7 @@ def save_figures(figures: Mapping[str, Figure | None], folder: Path) -> dict[str
     return paths
 
 
-def write_report_figures(results: Results, tables: Mapping[str, pd.DataFrame], folder: Path) -> dict[str, Path]:
+def write_report_figures(tables: Mapping[str, pd.DataFrame], folder: Path) -> dict[str, Path]:
     """Write the figures of the report as SVG and PNG."""
     figures = {
         "frontier": frontier(tables["frontier"]),
@@ -307,91 +305,15 @@ def router_load(probes: pd.DataFrame, title: str = "") -> Figure | None:
     return figure
 
 
-def group_sizes(fractions: pd.DataFrame, title: str = "") -> Figure | None:
-    """Fraction of the held-out tokens in each group by layer, largest first.
-
-    fractions: columns layer, value.
-    """
-    if fractions.empty:
-        return None
-    layers = [sorted(rows.value, reverse=True) for _, rows in fractions.groupby("layer", sort=True)]
-    groups = max(map(len, layers))
-    total = max(1, round(max(map(sum, layers))))  # groups of a token
-    figure, ax = make_figure(f"{title}\nTokens in each group, largest first", 1.8 + 0.3 * len(layers))
-    sizes = np.array([layer + [0.0] * (groups - len(layer)) for layer in layers])
-    starts = np.cumsum(sizes, axis=1) - sizes
-    names = [str(layer) for layer in sorted(fractions.layer.unique())]
-    for rank in range(groups):
-        ax.barh(names, sizes[:, rank], left=starts[:, rank], edgecolor="white", height=0.8,
-                color=COLORS[0] if rank == 0 else str(0.55 + 0.35 * rank / groups))  # fmt: skip
-    ax.axvline(total / groups, color="black", linestyle="--", linewidth=1.2, label="balanced")
-    ax.set(xlabel="fraction of tokens", ylabel="layer", xlim=(0, total), ylim=(len(names) - 0.5, -0.5))
-    ax.grid(visible=False)
-    figure.legend(loc="outside lower right", frameon=False)
-    return figure
-
-
-def variant_changes(rows: pd.DataFrame, title: str = "") -> Figure | None:
-    """Perplexity change of each variant from the base model with its interval; hollow: mask inactive."""
-    rows = rows[rows.value.notna()]
-    if rows.empty:
-        return None
-    figure, ax = make_figure(f"{title}\nPerplexity change from the base model (hollow: mask inactive)",
-                             1.6 + 0.3 * len(rows))  # fmt: skip
-    for place, row in enumerate(rows.itertuples()):
-        change, low, high = (
-            100 * np.expm1(min(x, 50.0)) if pd.notna(x) else np.nan for x in (row.value, row.low, row.high)
-        )
-        color = COLORS[0] if row.causal is not False and row.causal is not np.False_ else COLORS[1]
-        if change > MAX_CHANGE:
-            ax.annotate(f"{change:+,.0f} % →", (1, place), xycoords=ax.get_yaxis_transform(), ha="right", va="center")
-            continue
-        face = "white" if pd.notna(row.mask_active) and not row.mask_active else color
-        ax.plot([low, high], [place, place], color=color, linewidth=1.4)
-        ax.plot(change, place, "o", color=color, markersize=5, markerfacecolor=face)
-    ax.axvline(0, color="black", linewidth=1)
-    ax.set_yticks(range(len(rows)), [str(name) for name in rows.variant])
-    ax.invert_yaxis()
-    ax.set(xlabel="perplexity change [%]")
-    return figure
-
-
-def quality_and_speed(rows: pd.DataFrame, title: str = "") -> Figure | None:
-    """Perplexity against measured speedup by k.
-
-    rows: columns top_k, pair_rule, assignment, speedup, perplexity.
-    """
-    rows = rows[rows.speedup.notna() & rows.perplexity.notna()]
-    if rows.empty:
-        return None
-    figure, ax = make_figure(f"{title}\nPerplexity and speedup by k", 4.5)
-    markers = dict(zip(rows.pair_rule.fillna("top-1").unique(), "oD^v", strict=False))
-    for row in rows.itertuples():
-        rule = row.pair_rule if isinstance(row.pair_rule, str) else "top-1"
-        color = COLORS[0] if row.assignment == "balanced" else COLORS[1]
-        ax.plot(
-            row.speedup, row.perplexity, markers[rule], color=color, markersize=8, label=f"{row.assignment}, {rule}"
-        )
-        ax.annotate(f"k = {row.top_k}", (row.speedup, row.perplexity), (0, 7), textcoords="offset points", ha="center")
-    ax.axvline(1, color="black", linestyle=":", linewidth=1)
-    ax.set(xlabel="speedup over full attention", ylabel="perplexity", xlim=(0, None))
-    handles = dict(zip(*reversed(ax.get_legend_handles_labels()), strict=True))
-    ax.legend(handles.values(), handles.keys(), frameon=False)
-    return figure
-
-
 def plot_measurements(table: pd.DataFrame, log: list[dict[str, Any]], title: str) -> dict[str, Figure | None]:
     """Return the figures of one run by name, None where it has no data for one."""
     window = table.window.dropna().astype(int)
-    probes = table[(table.source == "probes") & table.metric.isin(["dominance", "dead_groups"])]
-    changes = select(table, {"source": "rows", "metric": "nll_change", "reference": BASE})
-    is_comparison = bool((table.source == "variants").any())
+    probes = table[(table.source == "probe_log") & table.metric.isin(["dominance", "dead_groups"])]
+    positions = table[table.source == "positions"]
     return {
         "loss_curve": loss_curves(log, title),
         "perplexity_by_position": perplexity_by_position(
-            table[table.metric == "nll_at_position"], title, int(window.iloc[0]) if len(window) else None
+            positions, title, int(window.iloc[0]) if len(window) else None
         ),
         "router_load": router_load(probes, title),
-        "group_sizes": group_sizes(table[table.metric == "group_fraction"], title),
-        "variants": variant_changes(changes, title) if is_comparison else None,
     }

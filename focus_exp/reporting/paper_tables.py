@@ -519,7 +519,7 @@ def table7_topk(results: Results) -> pd.DataFrame:
         "mistral_7b *": hard("mistral_7b", "share") | {"needs": "the Hub and a GPU"},
     }
     timed = {"source": "speed", "kind": None, "metric": "speedup", "primary": True}
-    density = Column("pairs_retained_percent", "distant density [%]", PPL, "distant_density", _percent, 1)
+    density = Column("pairs_retained_percent", "far density [%]", PPL, "distant_density", _percent, 1)
     return compare(
         results, "table7_topk", "T7", "Top-k at inference, K = 4, PG-19", ["model", "top_k"],
         [perplexity(), Column("claimed_speedup", "speedup", timed), density], ["speed_quality"], rows,
@@ -546,9 +546,9 @@ def table8_dominance(results: Results) -> pd.DataFrame:
 
 def table8_two_phase(results: Results) -> pd.DataFrame:
     columns = [
-        dominance("dominance_centroid", "largest [%], router", "router"),
+        dominance("dominance_centroid", "max [%], router", "router"),
         stability("stability_centroid", "stability, router", "router"),
-        dominance("dominance_full_ft", "largest [%], all", "all"),
+        dominance("dominance_full_ft", "max [%], all", "all"),
         stability("stability_full_ft", "stability, all", "all"),
     ]
     rows = {"softmax_balance_loss": ["balance", "entropy_balance"], "sinkhorn": ["sinkhorn", "balanced"]}
@@ -572,8 +572,8 @@ def table9_ablation(results: Results) -> pd.DataFrame:
     columns = [
         perplexity("ppl_centroid", "PPL, router", trainable=["router", None], **scored),
         perplexity("ppl_finetuned", "PPL, all", trainable="all", **scored),
-        dominance("dominance_centroid", "largest [%], router", "router"),
-        dominance("dominance_full_ft", "largest [%], all", "all"),
+        dominance("dominance_centroid", "max [%], router", "router"),
+        dominance("dominance_full_ft", "max [%], all", "all"),
     ]
     title = "Ablation around K = 8, w = 128, tau = 0.1, N = 10"
     return compare(results, "table9_ablation", "T9", title, ["parameter", "value"], columns, ["ablation"], rows)

@@ -50,7 +50,7 @@ def write_report(results: Results, folder: Path) -> pd.DataFrame:
     content = report_tables(results)
     for name, text in report_files(results, content).items():
         replace_file(folder / name, text.encode())
-    write_report_figures(results, content, folder / "figures")
+    write_report_figures(content, folder / "figures")
     return content["claims"]
 
 
@@ -139,7 +139,7 @@ def verdict_table(claims: pd.DataFrame) -> pd.DataFrame:
             "sparsity [%]": [format_number(_percent(x), 1) for x in claims.sparsity],
             "seeds": [format_number(None if is_missing(x) else int(x), 0) for x in claims.seeds],
             "verdict": claims.verdict,
-            "run": [" ".join(filter(None, map(_text, cells))) for cells in zip(claims.experiment, claims.variant)],
+            "run": [f"{_text(row.experiment)} {_text(row.variant)}".strip() for row in claims.itertuples()],
         }
     ).map(lambda cell: cell[:MAX_CELL])
 

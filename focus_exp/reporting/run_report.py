@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import html
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pandas as pd
 
+from focus_exp.reporting.aggregate import to_rows
 from focus_exp.reporting.figures import COLORS, plot_measurements, save_figures
 from focus_exp.reporting.format import (
     ABSENT,
@@ -75,68 +76,64 @@ def run_tables(table: pd.DataFrame) -> dict[str, pd.DataFrame]:
         "Quality": quality_table(table),
         "Benchmarks": benchmark_table(table),
         "Speed": speed_table(table),
-        "Routing": routing_table(table),
-        "Groups": group_table(table),
-        "Generation": generation_table(table),
+        "Routing": pivot_table(table, "probes", ["variant", "phase", "step"]),
+        "Groups": pivot_table(table, "analysis", ["layer", "head"]),
+        "Generation": pivot_table(table, "generation", ["variant"]),
     }
     return {name: frame for name, frame in made.items() if not frame.empty}
 
 
 def quality_table(table: pd.DataFrame) -> pd.DataFrame:
     """Perplexity and its paired changes; one row for each routing, control or variant."""
-    rows = select(table, {"source": ["rows", "variants"]})
-    changes = select(rows, {"metric": "nll_change"})
-    primary = select(rows, {"primary": True})
-    first = primary.variant.dropna().iloc[0] if primary.variant.notna().any() else None
-    reference = first or (primary.name.iloc[0] if len(primary) else "")
+    rows = select(table, {"source": "rows"})
+    changes = rows[rows.metric == "nll_change"]
+    first = rows[rows.primary.fillna(False) & (rows.metric == "perplexity")]
+    reference = (first.variant.fillna(first.name).iloc[0]) if len(first) else BASE
     shown = []
-    for row in select(rows, {"metric": "perplexity"}).itertuples():
-        own = changes[(changes.subject == row.subject)]
-
-        def change(reference: Any, own: pd.DataFrame = own) -> str:
-            cells = own[own.reference == reference]
-            values = () if cells.empty else map(to_percent, cells.iloc[0][["value", "low", "high"]])
-            return format_interval(*values, sign=True) if len(cells) else ABSENT
-
+    for row in to_rows(rows[rows.metric == "perplexity"]):
+        own = changes[(changes.subject == row.subject) & (changes.variant.fillna("") == (row.variant or ""))]
         shown.append(
             {
-                "variant": row.variant if row.kind != BASE and isinstance(row.variant, str) else row.name,
+                "variant": row.variant or row.name,
                 "routing": row.name,
-                "perplexity": "failed" if isinstance(row.error, str) else format_number(row.value),
-                "ΔPPL [%], base": change(BASE),
-                f"ΔPPL [%], {reference}"[:25]: change(reference),
+                "perplexity": "failed" if row.error else format_number(row.value),
+                "ΔPPL [%], base": _change(own[own.reference == BASE]),
+                f"ΔPPL [%], {reference}"[:25]: _change(own[own.reference == reference]),
                 "sparsity [%]": _percent(row.sparsity),
                 "distant density [%]": _percent(row.distant_density),
                 "largest group [%]": _percent(row.largest_group),
-                "parameters": format_number(row.trainable_params if row.train_tokens else 0, 0),
                 "causal": "no" if row.causal is False else "yes",
             }
         )
-    return _drop_constant(pd.DataFrame(shown), "routing", "variant")
+    frame = pd.DataFrame(shown)
+    return frame.drop(columns="routing") if len(frame) and (frame.routing == frame.variant).all() else frame
+
+
+def _change(rows: pd.DataFrame, scale: Callable[[Any], float | None] = to_percent) -> str:
+    if rows.empty:
+        return ABSENT
+    return format_interval(*(scale(rows.iloc[0][name]) for name in ("value", "low", "high")), sign=True)
 
 
 def benchmark_table(table: pd.DataFrame) -> pd.DataFrame:
-    """Scores and their paired changes from full attention."""
+    """Scores and their paired changes from full attention; fractions in per cent and points."""
     rows = select(table, {"source": "benchmarks"})
-    scores, changes = (select(rows, {"metric": name}) for name in ("score", "score_change"))
+    changes = rows[rows.metric == "score_change"]
     shown = []
-    for row in scores.itertuples():
-        own = changes[changes.subject == row.subject]
-        scale = to_percent if row.unit != "fraction" else (lambda value: None if is_missing(value) else 100 * value)
-        interval = [scale(value) for value in own.iloc[0][["value", "low", "high"]]] if len(own) else [None] * 3
+    for row in to_rows(rows[rows.metric == "score"]):
+        fraction = row.unit == "fraction"
+        own = changes[(changes.subject == row.subject) & (changes.variant.fillna("") == (row.variant or ""))]
         shown.append(
             {
                 "task": row.task,
-                "metric": row.task_metric,
-                "variant": row.variant,
-                "score": "failed" if isinstance(row.error, str)
-                else _percent(row.value) + " %" if row.unit == "fraction" else format_number(row.value),
-                "change": format_interval(*interval, sign=True),
-                "unit": "points" if row.unit == "fraction" else "% of perplexity",
-                "sparsity [%]": _percent(row.sparsity) + ("" if row.mask_active is not False else " †"),
+                "metric": row.task_metric or ABSENT,
+                "variant": row.variant or ABSENT,
+                "score": "failed" if row.error else _percent(row.value) if fraction else format_number(row.value),
+                "change": _change(own, _hundredfold if fraction else to_percent),
+                "sparsity [%]": _percent(row.sparsity) + (" †" if row.mask_active is False else ""),
                 "items": format_number(row.n, 0),
             }
-        )  # fmt: skip
+        )
     return pd.DataFrame(shown)
 
 
@@ -145,76 +142,43 @@ def speed_table(table: pd.DataFrame) -> pd.DataFrame:
     shown = [
         {
             "clock": row.clock,
-            "method": row.method if isinstance(row.method, str) else "focus",
+            "method": row.method or "focus",
             "tokens": format_number(row.tokens, 0),
             "K": format_number(row.groups, 0),
             "k": format_number(row.top_k, 0),
-            "groups": row.assignment if isinstance(row.assignment, str) else ABSENT,
-            "full [ms]": _milliseconds(row.reference_level),
-            "ours [ms]": "failed" if isinstance(row.error, str) else _milliseconds(row.level),
+            "groups": row.assignment or ABSENT,
+            "full [ms]": format_significant(_milliseconds(row.reference_level)),
+            "ours [ms]": "failed" if row.error else format_significant(_milliseconds(row.level)),
             "speedup": format_significant(row.value),
-            "bound": format_significant(None if is_missing(row.density) else 1 / row.density),
-            "path": row.path if isinstance(row.path, str) else ABSENT,
+            "path": row.path or ABSENT,
         }
-        for row in select(table, {"metric": "speedup"}).itertuples()
+        for row in to_rows(select(table, {"metric": "speedup"}))
     ]
     return pd.DataFrame(shown)
 
 
-def routing_table(table: pd.DataFrame) -> pd.DataFrame:
-    """Groups of held-out tokens at the last probe of each phase."""
-    rows = select(table, {"source": "probes"})
-    shown = []
-    for (variant, phase), probes in rows.groupby(["variant", "phase"], dropna=False, sort=False):
-        last = probes[probes.step == probes.step.max()].drop_duplicates("metric").set_index("metric").value
-        shown.append(
-            {
-                "variant": variant if isinstance(variant, str) else ABSENT,
-                "phase": phase,
-                "step": format_number(probes.step.max(), 0),
-                "largest group [%]": _percent(last.get("dominance")),
-                "worst layer [%]": _percent(last.get("dominance_worst")),
-                "empty groups": format_number(last.get("dead_groups"), 1),
-                "stability": format_number(last.get("stability"), 3),
-                "confidence": format_number(last.get("confidence")),
-            }
-        )
-    return pd.DataFrame(shown)
-
-
-def group_table(table: pd.DataFrame) -> pd.DataFrame:
-    """The analysis of the groups, one row for each layer."""
-    rows = select(table, {"source": "analysis"})
+def pivot_table(table: pd.DataFrame, source: str, index: list[str]) -> pd.DataFrame:
+    """One row for each value of `index`, one column for each metric of a source; means over prompts."""
+    rows = select(table, {"source": source})
     if rows.empty:
-        return rows
-    wide = rows.pivot_table(index=["layer", "head"], columns="metric", values="value", aggfunc="first", dropna=False)
-    return wide.reset_index().map(lambda cell: _significant(cell)).astype(str)
+        return pd.DataFrame()
+    rows = rows.assign(
+        value=rows.value.astype(float), **{name: rows[name].astype("string").fillna("-") for name in index}
+    )
+    wide = rows.pivot_table(index=index, columns="metric", values="value", sort=False).reset_index()
+    return wide.map(lambda cell: cell if isinstance(cell, str) else format_significant(cell))
 
 
-def generation_table(table: pd.DataFrame) -> pd.DataFrame:
-    """Means over prompts of generated continuations."""
-    rows = select(table, {"source": "generation"})
-    if rows.empty:
-        return rows
-    wide = rows.pivot_table(index="variant", columns="metric", values="value", aggfunc="mean", sort=False)
-    return wide.reset_index().map(lambda cell: _significant(cell))
-
-
-def _significant(cell: Any) -> str:
-    return cell if isinstance(cell, str) else format_significant(cell)
+def _hundredfold(fraction: Any) -> float | None:
+    return None if is_missing(fraction) else 100 * float(fraction)
 
 
 def _percent(fraction: Any) -> str:
-    return format_number(None if is_missing(fraction) else 100 * float(fraction), 1)
+    return format_number(_hundredfold(fraction), 1)
 
 
-def _milliseconds(seconds: Any) -> str:
-    return format_significant(None if is_missing(seconds) else 1e3 * float(seconds))
-
-
-def _drop_constant(frame: pd.DataFrame, name: str, other: str) -> pd.DataFrame:
-    """Drop a column that equals another one."""
-    return frame.drop(columns=name) if len(frame) and (frame[name] == frame[other]).all() else frame
+def _milliseconds(seconds: Any) -> float | None:
+    return None if is_missing(seconds) else 1e3 * float(seconds)
 
 
 # --- passages, continuations and the card of an adapter ---

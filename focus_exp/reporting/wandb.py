@@ -28,7 +28,7 @@ CURVES = {
 }
 PROBES = {"dominance": "largest group", "dead_groups": "empty groups", "stability": "assignment stability"}
 RUN_TABLES = ("Quality", "Benchmarks", "Speed", "Routing", "Groups", "Generation")
-FIGURES = ("loss_curve", "perplexity_by_position", "router_load", "group_sizes", "variants")
+FIGURES = ("loss_curve", "perplexity_by_position", "router_load")
 RUN_FIELDS = ("status", "seed", "commit", "config_hash", "device", "train_tokens", "steps", "seconds")
 SUMMARIZED = ("perplexity", "nll", "nll_change", "speedup")
 
