@@ -27,11 +27,20 @@ from focus_exp.checks import parse
 from focus_exp.config import Config, register_schemas
 from focus_exp.errors import EXTRAS, STOP_SIGNALS, Interrupted, UserError, first_line, not_installed
 from focus_exp.explain import arranged, explain
-from focus_exp.help import asked, text
+from focus_exp.help import help_text, wants_help
+from focus_exp.launcher import check_launcher
+from focus_exp.overrides import quote_override
 from focus_exp.shipped import conf_dir
 from focus_exp.sweeps.frozen import FrozenJob
 
-FULL_DISK = (errno.ENOSPC, errno.EDQUOT)
+# what to do about a limit of the system that a write or an open has met
+LIMITS = {
+    errno.ENOSPC: "free some space",
+    errno.EDQUOT: "free some space of your quota",
+    errno.EFBIG: "raise the limit of a file's size (ulimit -f)",
+    errno.EMFILE: "raise the limit of open files (ulimit -n)",
+    errno.ENFILE: "raise the limit of open files (ulimit -n)",
+}
 # the last two: a file stands where a folder is to be made
 READ_ONLY = (errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOTDIR, errno.EEXIST)
 OUT_OF_MEMORY = ("out of memory", "can't allocate memory")  # of a GPU, and of the machine
@@ -62,10 +71,6 @@ def fresh(composed: DictConfig) -> Config:
     if launcher and HydraConfig.get().mode is RunMode.RUN:
         raise UserError(f"{launcher} launches what -m asks for, be it one job; add -m")
     config = parse(composed)
-    if config.arm is not None and not config.arms:
-        raise UserError(
-            f"arm={config.arm} is one of a comparison's; add an +experiment= that has arms, or leave it out"
-        )
     return config
 
 
@@ -90,6 +95,7 @@ def execute(config: Config) -> None:
 def main() -> int:
     """Compose, run, and return the exit code."""
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
+    logging.getLogger("focus_exp").setLevel(logging.INFO)  # what takes minutes says so
     os.environ["HYDRA_FULL_ERROR"] = "1"  # errors come here instead of to hydra's own printer
     register_schemas()
     sys.path.append(str(Path(__file__).parent / "plugins"))
@@ -104,19 +110,13 @@ def answer() -> None:
     """Say what was asked, or run the job."""
     conf = Path(conf_dir())
     arguments = arranged(sys.argv[1:], conf)
-    if not arguments or asked(arguments):
-        print(text(arguments, conf), end="")
+    if not arguments or wants_help(arguments):
+        print(help_text(arguments, conf), end="")
         return
-    sys.argv[1:] = map(escaped, arguments)
+    multirun = bool({"-m", "--multirun"} & set(arguments))
+    check_launcher()
+    sys.argv[1:] = [quote_override(argument, multirun) for argument in arguments]
     run_job()
-
-
-def escaped(argument: str) -> str:
-    """key=value as hydra wants it: names of run folders have an equals sign in them, and shells leave key=~/x alone."""
-    key, _, value = argument.partition("=")
-    if not value or key.startswith("-") or set(value) & set("\\'\"()[]{}"):
-        return argument
-    return key + "=" + (os.path.expanduser(value) if value.startswith("~/") else value).replace("=", "\\=")
 
 
 def guarded(work: Callable[[], None]) -> Ended:
@@ -148,10 +148,9 @@ def guarded(work: Callable[[], None]) -> Ended:
             "job=plan with the same command says what it needs"
         )
     except OSError as error:
-        if error.errno not in FULL_DISK + READ_ONLY and not making_a_folder(error):
+        if error.errno not in (*LIMITS, *READ_ONLY) and not making_a_folder(error):
             raise
-        elsewhere = "choose a folder you may write to with runs_dir= or cache_dir="
-        fix = "free some space" if error.errno in FULL_DISK else elsewhere
+        fix = LIMITS.get(error.errno or 0, "choose a folder you may write to with runs_dir= or cache_dir=")
         return complain(
             f"cannot write {error.filename or 'to disk'}: {error.strerror}; {fix}, the same command goes on"
         )

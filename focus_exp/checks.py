@@ -28,6 +28,8 @@ def parse(composed: DictConfig) -> Config:
         raise UserError(f"{missing[0]} has no value; give it as {missing[0]}=...")
     config = OmegaConf.to_object(composed)
     assert isinstance(config, Config)
+    if "@" in (config.model.hub_id or ""):
+        config.model.hub_id, _, config.model.revision = str(config.model.hub_id).partition("@")
     config.model, config.data = own("model", config.model), own("data", config.data)
     validate(config)
     if config.adapter:  # a folder from here on: what is in it decides the name of the run
@@ -75,10 +77,8 @@ def validate(config: Config) -> None:
     # before the hours of training, not after
     if any(not task.startswith(f"{PERPLEXITY}@") for task in measured) and find_spec("lm_eval") is None:
         raise UserError(f"eval.tasks: {not_installed('lm_eval')}")
-    if config.job == "compare" and not config.arms:
-        raise UserError("job=compare needs arms: a name and its settings each, as +experiment=compare has them")
-    if config.job == "compare" and config.arm is not None and config.arm not in config.arms:
-        raise UserError(f"arm={config.arm} is not one of {', '.join(config.arms)}")
+    if config.job == "compare" and not config.variants:
+        raise UserError("job=compare needs variants, such as those of +experiment=compare. Add variants=[...].")
     if config.adapter and config.job == "train":
         raise UserError(f"adapter={config.adapter} is for job=evaluate; add job=evaluate, or leave adapter out")
     if config.job == "analyze" and config.analyze.passage_tokens > config.eval.window:
@@ -91,7 +91,8 @@ def validate(config: Config) -> None:
     validate_generate(config)
     validate_architecture(config)
     hub_id = config.model.hub_id or ""
-    if hub_id.startswith((".", "/", "~")) or hub_id.count("/") > 1 or (hub_id and Path(hub_id).is_dir()):
+    too_deep = hub_id.partition(":")[0].count("/") > 1
+    if hub_id.startswith((".", "/", "~")) or too_deep or (hub_id and Path(hub_id).exists()):
         raise UserError(f"model.hub_id={hub_id} is a folder, not owner/name of the hub; write model.path={hub_id}")
     if config.data.files and config.data.source != "files":
         raise UserError(f"data.files={config.data.files} is read with data=files alone; add data=files")

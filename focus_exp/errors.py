@@ -3,7 +3,8 @@
 import signal
 
 # each ends a run at the next place from which it can go on; SLURM sends USR2 before it takes the machine away
-STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR2)
+# and XCPU where the limit of CPU time is reached
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR2, signal.SIGXCPU)
 
 # what is imported of packages that only an extra of pyproject.toml brings, and its name
 EXTRAS = {"lm_eval": "evaluation", "sklearn": "evaluation", "textblob": "evaluation"}

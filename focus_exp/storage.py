@@ -7,6 +7,7 @@ import fcntl
 import math
 import os
 import platform
+import re
 import shutil
 import time
 from collections.abc import Iterator
@@ -44,8 +45,9 @@ def aside(path: str | Path) -> Iterator[Path]:
         if new.is_dir() and path.is_dir():  # no rename replaces a folder that holds something
             path.rename(old)
         os.replace(new, path)
-    except SafetensorError as error:  # its name for a full disk
-        raise OSError(errno.ENOSPC, str(error).split(": ")[-1], str(path)) from error
+    except SafetensorError as error:  # its name for a failed write
+        code = re.search(r"os error (\d+)", str(error))
+        raise OSError(int(code[1]) if code else errno.EIO, str(error).split(": ")[-1], str(path)) from error
     except OSError as error:
         error.filename = error.filename or str(path)  # which a failed write does not tell
         raise

@@ -1,24 +1,32 @@
 """The trained part on disk: it comes back bit for bit, knows its base model, and damage is told, not guessed around."""
 
 import json
+import os
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from accelerate import cpu_offload, disk_offload
 from conftest import FAMILIES
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers import PreTrainedModel
+from torch.nn.utils.parametrize import register_parametrization
+from transformers import AutoModelForCausalLM, BitsAndBytesConfig, PreTrainedModel, TorchAoConfig
 
 from focus_exp import UserError, attach, detach, load_adapter, save_adapter, set_routing
+from focus_exp.attention.registry import build
 from focus_exp.config_hash import content
 from focus_exp.models import adapter
 from focus_exp.models.adapter import DESCRIPTION, WEIGHTS
+from focus_exp.models.attached import swapped
+from focus_exp.models.files import check_weights
 from focus_exp.models.load import arithmetic_of, fingerprint
-from focus_exp.models.modules import attached_methods
+from focus_exp.models.modules import attached_methods, attention_modules
 
 OPTIONS = {
     "groups": 6,
@@ -321,3 +329,225 @@ def test_an_adapter_beside_those_of_peft_belongs_to_the_same_base(tiny_model, tr
     save_adapter(wrapped if saved_of == "wrapper" else wrapped.get_base_model(), tmp_path)
     assert json.loads((tmp_path / DESCRIPTION).read_text())["base_model"]["name"] == name
     assert torch.equal(logits_of(set_routing(load_adapter(base, tmp_path), hard=True)), expected)
+
+
+# bases in other clothes: wrapped, sharded, quantized, offloaded
+
+
+def moved(model: PreTrainedModel) -> PreTrainedModel:
+    """`model` with other router parameters than those it was attached with, and hard groups."""
+    with torch.no_grad():
+        for method in attached_methods(model).values():
+            for parameter in method.parameters():
+                parameter.add_(torch.randn_like(parameter), alpha=0.1)
+    return set_routing(model, hard=True)
+
+
+@pytest.mark.parametrize("module", ["router", "focus"])
+def test_save_adapter_peft_modules_to_save_loads_with_the_trained_copy(tiny_model, trained, tmp_path, module):
+    model = trained("llama")
+    wrapped = get_peft_model(model, LoraConfig(target_modules=["q_proj"], modules_to_save=[module]))
+    before = logits_of(wrapped)
+    expected = logits_of(moved(model))
+    loaded = load_adapter(tiny_model("llama"), save_adapter(wrapped, tmp_path))
+    assert torch.equal(logits_of(loaded), expected) and not torch.equal(expected, before)
+    description = json.loads((tmp_path / DESCRIPTION).read_text())
+    assert description["trainable_parameters"] == 2 * (64 * 8 + 6 * 8)
+
+
+@pytest.mark.parametrize("whole_method", [False, True], ids=["router", "method"])
+def test_save_adapter_compiled_module_loads(tiny_model, trained, tmp_path, whole_method):
+    model = set_routing(trained("llama"), hard=True)
+    expected = logits_of(model)
+    for module in attention_modules(model).values():
+        if whole_method:
+            module.focus = torch.compile(module.focus)
+        else:
+            module.focus.router = torch.compile(module.focus.router)
+    assert torch.equal(logits_of(load_adapter(tiny_model("llama"), save_adapter(model, tmp_path))), expected)
+
+
+def parametrize_router(model: PreTrainedModel) -> PreTrainedModel:
+    register_parametrization(attached_methods(model)[1].router, "projection", torch.nn.Identity())
+    return model
+
+
+def lora_on_router(model: PreTrainedModel) -> PreTrainedModel:
+    return get_peft_model(model, LoraConfig(target_modules=["q_proj"], target_parameters=["router.projection"]))
+
+
+@pytest.mark.parametrize("wrap", [parametrize_router, lora_on_router])
+def test_save_adapter_what_would_not_load_is_refused_and_nothing_written(trained, tmp_path, wrap):
+    with pytest.raises(UserError, match=r"layer \d: the attached method cannot be saved"):
+        save_adapter(wrap(trained("llama")), tmp_path / "adapter")
+    assert not (tmp_path / "adapter").exists()
+
+
+def test_save_adapter_draws_no_random_numbers(trained, tmp_path):
+    model = trained("llama")
+    before = torch.get_rng_state()
+    save_adapter(model, tmp_path)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_swapped_puts_the_wrapper_back(trained):
+    model = trained("llama")
+    get_peft_model(model, LoraConfig(target_modules=["q_proj"], modules_to_save=["focus"]))
+    wrappers = [module.focus for module in attention_modules(model).values()]
+    shapes = {index: method.shape for index, method in attached_methods(model).items()}
+    with swapped(model, {index: build("window", shape, window=3) for index, shape in shapes.items()}):
+        assert {type(method).__name__ for method in attached_methods(model).values()} == {"WindowOnly"}
+    assert [module.focus for module in attention_modules(model).values()] == wrappers
+
+
+def test_load_adapter_check_base_off_takes_other_weights_and_warns(tiny_model, saved, caplog):
+    model = tiny_model("llama", seed=1)
+    with pytest.raises(UserError, match=r"check_base=False \(command line: check_base=false\)"):
+        load_adapter(model, saved)
+    assert logits_of(load_adapter(model, saved, check_base=False)).isfinite().all()
+    assert "check_base" in caplog.text
+
+
+def test_load_adapter_check_base_off_refuses_other_shapes(tiny_model, saved):
+    model = tiny_model("llama", hidden_size=32, head_dim=8)
+    with pytest.raises(UserError, match="does not fit"):
+        load_adapter(model, saved, check_base=False)
+    assert not attached_methods(model)
+
+
+class Packed(Tensor):
+    """A weight as torchao keeps it: it can be multiplied with, and neither viewed nor indexed."""
+
+    @classmethod
+    def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function in (Tensor.reshape, Tensor.view, Tensor.__getitem__, Tensor.isfinite):
+            raise NotImplementedError(f"{function} is not implemented for {cls.__name__}")
+        return super().__torch_function__(function, types, args, kwargs or {})
+
+
+def pack(model: PreTrainedModel, scale: float = 1.0) -> PreTrainedModel:
+    for layer in model.model.layers:
+        weight = (layer.mlp.up_proj.weight.detach() * scale).as_subclass(Packed)
+        layer.mlp.up_proj.weight = torch.nn.Parameter(weight, requires_grad=False)
+    return model
+
+
+def test_fingerprint_packed_weights_count_by_name(tiny_model):
+    full, packed = fingerprint(tiny_model("llama")), fingerprint(pack(tiny_model("llama")))
+    assert packed != full
+    assert packed == fingerprint(pack(tiny_model("llama"), scale=0.5))  # packed anew, as bitsandbytes does in use
+    assert packed != fingerprint(pack(tiny_model("llama", seed=1)))
+
+
+def test_check_weights_packed_weights_are_not_looked_into(tiny_model):
+    check_weights(pack(tiny_model("llama")), {"missing_keys": [], "mismatched_keys": []}, "mine")
+
+
+@pytest.mark.parametrize("kind", ["int8", "nf4", "torchao"])
+def test_load_adapter_quantized_base_and_back(tiny_model, saved, tmp_path, kind):
+    pytest.importorskip("torchao" if kind == "torchao" else "bitsandbytes")
+    tiny_model("llama").save_pretrained(tmp_path / "base")
+
+    def quantized() -> PreTrainedModel:
+        if kind == "torchao":
+            from torchao.quantization import Int8WeightOnlyConfig
+
+            config: Any = TorchAoConfig(Int8WeightOnlyConfig())
+        else:
+            options = {"int8": {"load_in_8bit": True}, "nf4": {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}}
+            config = BitsAndBytesConfig(**options[kind])
+        return AutoModelForCausalLM.from_pretrained(
+            tmp_path / "base", quantization_config=config, dtype=torch.bfloat16, device_map="cpu"
+        ).eval()
+
+    with pytest.raises(UserError, match="check_base"):
+        load_adapter(quantized(), saved)
+    model = load_adapter(quantized(), saved, check_base=False)
+    logits_of(model)  # bitsandbytes packs anew for the kernel that it finds
+    again = load_adapter(quantized(), save_adapter(model, tmp_path / "again"))
+    assert torch.equal(logits_of(again), logits_of(model))
+    load_adapter(tiny_model("llama"), tmp_path / "again", check_base=False)
+
+
+def offload(model: PreTrainedModel, kind: str, folder: Path) -> PreTrainedModel:
+    """`model` with its weights in main memory or on disk, brought in by accelerate's hooks."""
+    if kind == "cpu":
+        return cpu_offload(model, execution_device=torch.device("cpu"))
+    disk_offload(model, str(folder), execution_device=torch.device("cpu"))
+    return model
+
+
+@pytest.mark.parametrize("kind", ["cpu", "disk"])
+@pytest.mark.parametrize("family", ["llama", "gpt2"])  # the second ties its embeddings
+def test_fingerprint_offloaded_base_is_that_of_the_base(tiny_model, tmp_path, kind, family):
+    model = offload(tiny_model(family), kind, tmp_path)
+    assert any(parameter.is_meta for parameter in model.parameters())
+    assert fingerprint(model) == fingerprint(tiny_model(family))
+    assert any(parameter.is_meta for parameter in model.parameters())
+
+
+@pytest.mark.parametrize("kind", ["cpu", "disk"])
+def test_load_adapter_offloaded_base_works_or_is_refused(tiny_model, saved, tmp_path, kind):
+    model = offload(tiny_model("llama"), kind, tmp_path / "offload")
+    plain = logits_of(model)
+    try:
+        load_adapter(model, saved)
+    except UserError:
+        assert torch.equal(logits_of(model), plain)
+    else:
+        assert torch.equal(logits_of(model), logits_of(load_adapter(tiny_model("llama"), saved)))
+
+
+def test_save_adapter_offloaded_after_attach_equals_before(trained, tmp_path):
+    model = trained("llama")
+    expected = load_file(save_adapter(model, tmp_path / "before") / WEIGHTS)
+    found = load_file(save_adapter(offload(model, "cpu", tmp_path), tmp_path / "after") / WEIGHTS)
+    assert found.keys() == expected.keys() and all(torch.equal(found[name], expected[name]) for name in found)
+
+
+def test_load_adapter_base_on_meta_is_refused(tiny_model, saved):
+    with pytest.raises(UserError, match="load its weights first"):
+        load_adapter(tiny_model("llama").to("meta"), saved)
+
+
+SHARDED = """
+import sys
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from conftest import build
+from focus_exp import attach, save_adapter
+from focus_exp.models.modules import attached_methods, attention_modules
+
+folder, part = sys.argv[1:]
+dist.init_process_group("gloo")
+mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+torch.manual_seed(0)
+model = attach(build("tiny_llama"), "focus", groups=4)
+save_adapter(model, folder + "/whole", write=dist.get_rank() == 0)
+for method in attached_methods(model).values():
+    if part == "router":
+        fully_shard(method.router, mesh=mesh)
+for layer in model.model.layers:
+    fully_shard(layer, mesh=mesh)
+fully_shard(model, mesh=mesh)
+save_adapter(model, folder + "/sharded", write=dist.get_rank() == 0)
+dist.destroy_process_group()
+"""
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+@pytest.mark.parametrize("part", ["layers", "router"])
+def test_save_adapter_fully_sharded_is_saved_whole(tmp_path, processes, part):
+    (tmp_path / "sharded.py").write_text(SHARDED)
+    tests = Path(__file__).parent
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tests), str(tests.parent), *sys.path])}
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]
+    command = [*launcher, str(tmp_path / "sharded.py"), str(tmp_path), part]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stderr
+    whole, sharded = (tmp_path / name for name in ("whole", "sharded"))
+    assert (sharded / DESCRIPTION).read_bytes() == (whole / DESCRIPTION).read_bytes()
+    expected, found = load_file(whole / WEIGHTS), load_file(sharded / WEIGHTS)
+    assert found.keys() == expected.keys() and all(torch.equal(found[name], expected[name]) for name in found)

@@ -136,7 +136,7 @@ def test_from_scratch_keeps_the_shape_and_says_what_it_replaced(unreachable, tmp
 def test_a_local_folder_is_loaded_and_must_exist(unreachable, tmp_path):
     loaded = load(ModelConfig(name="stub", path=str(tmp_path / "stub")), tmp_path, policy="hub")
     assert loaded.provenance.source == "local" and loaded.tokenizer.eos_token_id == 256
-    with pytest.raises(UserError, match="no such folder"):
+    with pytest.raises(UserError, match="no such file or folder"):
         load(ModelConfig(name="stub", path=str(tmp_path / "none")), tmp_path)
 
 

@@ -74,7 +74,7 @@ def test_a_base_with_half_a_file_is_refused(base, tmp_path, name):
     place = shutil.copytree(base, tmp_path / "model")
     (place / name).write_bytes((place / name).read_bytes()[:40])
     result = run(*tiny(tmp_path), f"model.path={place}", STEPS)
-    assert result.code == 2 and f"error: {place}: its tokenizer cannot be read (" in result.err
+    assert result.code == 2 and f"error: {place}: its {name.split('.')[0]} cannot be read (" in result.err
     assert "model.path=" in result.err and "hub" not in result.err
 
 

@@ -1,8 +1,10 @@
 """Splits, token streams, blocks and the order of batches."""
 
+import errno
 import hashlib
 import json
 import re
+import resource
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,6 +13,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from transformers import ByT5Tokenizer
 
 import focus_exp
 from focus_exp import assets
@@ -253,8 +256,40 @@ def test_other_caps_are_other_tokens_and_texts_of_blanks_are_none(tmp_path):
 
 def test_a_document_of_blanks_is_left_out(tmp_path):
     documents = [("first", "some text"), ("blank", " \n\t"), ("last", "more")]
-    tokens = write_stream(tmp_path, "train", documents, byte_tokenizer(), None)
-    assert read_stream(tmp_path, "train", "x").documents == ["first", "last"] and tokens == 9 + 4 + 2
+    write_stream(tmp_path, "train", documents, byte_tokenizer(), None)
+    stream = read_stream(tmp_path, "train", "x")
+    assert stream.documents == ["first", "last"] and len(stream) == 9 + 4 + 2
+
+
+@pytest.mark.parametrize("tokenizer", [byte_tokenizer(), ByT5Tokenizer()], ids=["fast", "python"])
+def test_write_stream_strings_of_special_tokens_are_counted(tmp_path, tokenizer):
+    end = tokenizer.eos_token
+    documents = [("first", f"a{end}b{end}"), ("last", "plain é <unk>")]
+    assert write_stream(tmp_path, "train", documents, tokenizer, None) == 2
+    assert write_stream(tmp_path, "test", documents, tokenizer, None, split_special_tokens=True) == 0
+    merged, split = (read_stream(tmp_path, name, name).tokens.tolist() for name in ("train", "test"))
+    assert (merged.count(tokenizer.eos_token_id), split.count(tokenizer.eos_token_id)) == (4, 2)
+
+
+def test_load_corpus_split_special_tokens_is_another_corpus(tmp_path):
+    for number in range(3):
+        (tmp_path / f"{number}.txt").write_text(f"{number} <|endoftext|> and on")
+    whole, split, again = (
+        load(files_config(tmp_path, split_special_tokens=asked), tmp_path / "cache") for asked in (False, True, False)
+    )
+    assert (whole.special_tokens, split.special_tokens, again.special_tokens) == (3, 0, 3)
+    assert whole.provenance.fingerprint == again.provenance.fingerprint != split.provenance.fingerprint
+
+
+def test_write_stream_beyond_a_file_size_limit_has_the_errno(tmp_path):
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, hard))
+    try:
+        with pytest.raises(OSError) as caught:
+            write_stream(tmp_path, "train", [("a", "x" * 2000)], byte_tokenizer(), None)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert caught.value.errno == errno.EFBIG
 
 
 def test_file_errors(tmp_path):
@@ -276,8 +311,11 @@ def test_file_errors(tmp_path):
         ("notes.txt", b"text\0", "not text, for byte 4 is NUL"),
         *((f"rows.{suffix}", b"text", f".{suffix} is not read") for suffix in ("json", "csv", "parquet")),
         ("rows.jsonl", b'{"text": "a"}\nb', "line 2: not JSON"),
-        ("rows.jsonl", b'\n{"body": "a"}', "under 'text': set data.text_column to one of its columns (body)"),
-        ("rows.jsonl", b"[1]", "line 1: no text under 'text'"),
+        ("rows.jsonl", b'\n{"body": "a"}', "'text' is no column. Set data.text_column to body"),
+        ("rows.jsonl", b'{"text": 3, "body": "a", "id": 1}', "(got a number). Set data.text_column to body."),
+        ("rows.jsonl", b'{"text": 3}', "'text' must be a string (got a number). Write the text as a string."),
+        ("rows.jsonl", b'{"text": ["a"]}', "'text' must be a string (got a list)."),
+        ("rows.jsonl", b"[1]", "line 1: must be an object with a text under 'text' (got a list)"),
     ],
 )  # fmt: skip
 def test_files_that_hold_no_plain_text_are_refused(tmp_path, name, data, said):
@@ -347,8 +385,10 @@ def test_wikitext_lines_become_articles():
 
 
 def test_missing_column_is_named():
-    with pytest.raises(UserError, match="no column 'text': set data.text_column to one of body"):
+    with pytest.raises(UserError, match="'text' is no column. Set data.text_column to body"):
         list(hub.read_split({"test": [{"body": "x"}]}, "test", HUB))
+    with pytest.raises(UserError, match=r"'text' must be a string \(got a number\)"):
+        list(hub.read_split({"test": [{"text": 3}]}, "test", HUB))
 
 
 def test_books_stand_in_for_an_unreachable_hub(tmp_path, monkeypatch):
@@ -402,3 +442,20 @@ def test_addresses_are_split_by_president_and_share_no_more_than_quotations():
     assert sum(len(text.split()) > 6000 for text in splits["test"].values()) == 39
     held_out, train = runs_of_words(splits["test"]), runs_of_words(splits["train"])
     assert 0 < len(held_out & train) < 0.002 * len(held_out)
+
+
+def test_find_texts_folder_with_brackets_beside_its_glob_match_is_read_literally(tmp_path):
+    for name in ("br[1]", "br1"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "a.txt").write_text(f"text of {name}")
+        (tmp_path / name / "b*.txt").write_text(f"star of {name}")
+    (tmp_path / "br1" / "bc.txt").write_text("another")
+
+    def found(pattern):
+        return sorted(text.path.relative_to(tmp_path).as_posix() for text in files.find_texts(f"{tmp_path}/{pattern}"))
+
+    assert found("br[1]/a*.txt") == ["br[1]/a.txt"]
+    assert found("br[1]/a.txt") == ["br[1]/a.txt"]
+    assert found("br1/b*.txt") == ["br1/b*.txt"]
+    assert found("b[r]1/a.txt") == ["br1/a.txt"]
+    assert found("**/a.txt") == ["br1/a.txt", "br[1]/a.txt"]

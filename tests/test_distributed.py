@@ -360,8 +360,9 @@ def test_settings_that_exclude_each_other_are_refused(tmp_path, asked, message):
 
 
 def test_processes_that_nobody_asked_for_are_refused(tmp_path, monkeypatch):
-    monkeypatch.setenv("RANK", "0")
-    monkeypatch.setenv("WORLD_SIZE", "2")
+    group = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
+    for name, value in group.items():
+        monkeypatch.setenv(name, value)
     refused = run(*tiny(tmp_path), *RETROFIT)
     assert refused.code == 2 and "2 processes were started, but trainer.devices=1" in refused.err
 

@@ -18,6 +18,7 @@ from lm_eval.tasks import TaskManager
 from running import attention_of
 from tiny_architectures import tiny_model as architecture
 from torch import nn
+from transformers import ByT5Tokenizer
 
 from focus_exp import attach, disabled, set_routing
 from focus_exp import config as schema
@@ -580,6 +581,22 @@ def test_nothing_stands_between_a_prompt_and_its_answer(tiny_model, template, fi
     assert lm._encode_pair("ab", " c") == ([*begin, *b"ab"], [*b" c"])
     assert lm.tok_batch_encode(["ab", "abcd"])[0].tolist()[1] == [*begin, *b"abcd"]
     assert tokenizer("ab")["input_ids"][-1] == tokenizer.eos_token_id
+
+
+def test_live_model_tokenizer_written_in_python_is_scored(tiny_model):
+    lm = LiveModel(tiny_model("llama"), ByT5Tokenizer(), batch_size=4, precision=PRECISION)
+    context, answer = lm._encode_pair("ab", " c")
+    assert (context, answer) == ([100, 101], [35, 102])
+    assert lm.tok_batch_encode(["abcd"])[0].tolist() == [[100, 101, 102, 103]]
+    assert ByT5Tokenizer()("ab")["input_ids"][-1] == 1
+
+
+def test_benchmarks_without_any_score_are_an_error(measure):
+    OWN["long"] = described([{"context": "ab " * n, "target": "cd", "id": n} for n in (2, 300)], GREEDY, **LIKELY)
+    with pytest.raises(UserError, match="901 tokens"):
+        measure(["long"], folder="failed").require_score()
+    measure(["long", "choice"], folder="mixed").require_score()
+    measure([], folder="none").require_score()
 
 
 def tokenizers_with_bos(template="<s> $A"):

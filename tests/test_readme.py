@@ -13,10 +13,11 @@ from hydra import compose, initialize_config_dir
 from running import run
 from transformers import AutoModelForCausalLM
 
-from focus_exp.__main__ import conf_dir, escaped
+from focus_exp.__main__ import conf_dir
 from focus_exp.checks import parse
 from focus_exp.config import register_schemas
 from focus_exp.errors import UserError
+from focus_exp.overrides import quote_override
 from focus_exp.reporting.readme import readme, readme_of, write_readme
 
 ROOT = Path(__file__).parent.parent
@@ -101,7 +102,7 @@ def test_the_commands_can_be_given(command, tmp_path):
     sweep = "-m" in arguments
     overrides = [argument.partition(",")[0] if sweep else argument for argument in arguments if argument != "-m"]
     with initialize_config_dir(conf_dir(), version_base="1.3"):
-        assert parse(compose("config", list(map(escaped, overrides)))).experiment
+        assert parse(compose("config", list(map(quote_override, overrides)))).experiment
 
 
 def test_the_python_runs(tiny_model, tmp_path, monkeypatch):

@@ -18,7 +18,7 @@ from focus_exp.records.environment import unknown_commit
 from focus_exp.records.record import Record
 from focus_exp.records.rows import Row
 from focus_exp.records.speed import SpeedRow
-from focus_exp.reporting.published import anywhere, publish, renew, stale
+from focus_exp.reporting.published import agree, anywhere, publish, renew, stale
 from focus_exp.reporting.whole_report import write_report_of
 
 LARGEST = 3 * 2**19  # bytes: an adapter
@@ -85,7 +85,7 @@ def test_the_adapter_that_a_published_run_measured_is_published_beside_the_run_t
     runs, records = tmp_path / "runs", tmp_path / "runs" / "records"
     assert run(*tiny(tmp_path), "regime.steps=2").code == 0
     (made,) = (path.parent.relative_to(runs) for path in runs.rglob("record.json"))
-    adapter = str(runs / made / "adapter").replace("=", "\\=")
+    adapter = str(runs / made / "adapter")
     assert run(*tiny(tmp_path), "job=evaluate", f"adapter={adapter}").code == 0
     (other,) = {path.parent.relative_to(runs) for path in runs.rglob("record.json")} - {made}
     publish([made], {made, other}, runs, records)
@@ -197,6 +197,34 @@ def test_what_does_not_follow_is_renewed(tmp_path):
     assert set(said) == {*map(str, by_hand), str(report / "report.md")}
     renew(tmp_path / "runs")
     assert stale(tmp_path / "runs") == [] and path.read_bytes() == before
+
+
+@pytest.mark.parametrize(
+    ("text", "other", "expected"),
+    [
+        ("a,0.30000000000000004\nb,1e-17", "a,0.3\nb,2.5e-17", True),
+        ("PPL -1.25e-05 at 1,024", "PPL -1.2500000000000001e-05 at 1,024", True),
+        ("[-1e-17, 0.5]", "[1e-17, 0.5]", True),
+        ("1234567890123", "1234567890124", False),
+        ("a,0.3001", "a,0.3", False),
+        ("a,-0.3", "a,0.3", False),
+        ("a,0.3,0.3", "a,0.3", False),
+        ("commit 12e4567", "commit 13e4567", False),
+        ("1.2.3", "1.2.4", False),
+        ("a,nan", "a,0.3", False),
+    ],
+)
+def test_agree_numbers_have_a_relative_tolerance(text, other, expected):
+    assert agree(text, other) is expected
+
+
+def test_stale_last_digits_of_a_csv_are_accepted(tmp_path):
+    assert run(*tiny(tmp_path), "regime.steps=2").code == 0
+    (path,) = (tmp_path / "runs").rglob("quality.csv")
+    changed, replaced = re.subn(r"(?<=\d\.)\d{15,}", r"\g<0>1", path.read_text())
+    assert replaced
+    path.write_text(changed)
+    assert stale(tmp_path / "runs") == []
 
 
 def test_every_committed_table_follows_from_its_record():

@@ -3,7 +3,7 @@
 import shutil
 
 import pytest
-from running import only_run, run, tiny
+from running import only_run, record_of, run, tiny, without_attention
 
 from focus_exp.__main__ import conf_dir
 from focus_exp.errors import UserError
@@ -36,3 +36,43 @@ def test_a_bench_of_a_method_whose_options_were_others_is_refused(tmp_path):
     del record.method["methods"]  # as records had none
     record.save(path)
     assert run(*settings).out.count("finished already") == 1
+
+
+@pytest.fixture(scope="module")
+def adapter(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("router")
+    assert run(*tiny(folder), "regime.steps=2").code == 0
+    return only_run(folder / "runs") / "adapter"
+
+
+@pytest.mark.parametrize("job", ["evaluate", "generate"])
+def test_job_with_an_adapter_does_not_read_training_blocks(tmp_path, adapter, job):
+    settings = [*without_attention(tiny(tmp_path)), f"job={job}", f"adapter={adapter}", "data.block_size=100000"]
+    result = run(*settings)
+    assert result.code == 0, result.err
+    assert record_of(tmp_path).status == "finished"
+
+
+def test_job_bench_of_an_untrained_router_does_not_read_training_blocks(tmp_path):
+    assert run(*tiny(tmp_path), "job=bench", "regime=none", "data.block_size=100000").code == 0
+    result = run(*tiny(tmp_path), "job=bench", "data.block_size=100000")
+    assert result.code == 2 and "data.block_size=100000" in result.err
+
+
+def test_job_evaluate_without_any_score_of_its_tasks_fails(tmp_path, adapter):
+    settings = [*without_attention(tiny(tmp_path)), "job=evaluate", f"adapter={adapter}"]
+    result = run(*settings, "eval.tasks=[perplexity@400]", "data.max_test_tokens=60")
+    assert result.code == 2 and "eval.tasks" in result.err
+    record = record_of(tmp_path)
+    assert record.status == "failed" and record.rows and all(row.error for row in record.benchmarks)
+
+
+def test_job_train_strings_of_special_tokens_are_one_warning_with_their_count(tmp_path):
+    settings = tiny(tmp_path)
+    text = next((tmp_path / "texts").glob("*.txt"))
+    text.write_text(text.read_text() + "<|endoftext|> and <|endoftext|>.")
+    assert run(*settings, "regime.steps=1").code == 0
+    (warning,) = (sentence for sentence in record_of(tmp_path).warnings if "special tokens" in sentence)
+    assert warning.startswith("2 strings")
+    split = run(*settings, "regime.steps=1", "data.split_special_tokens=true")
+    assert split.code == 0 and "special tokens" not in split.err

@@ -56,7 +56,7 @@ MAY_IMPORT = {
         "sweeps",
     },
     "__init__": {"errors", "models"},
-    "help": FOUNDATION,
+    "help": {*FOUNDATION, "attention"},
     "explain": {*FOUNDATION, "attention"},
     "__main__": {*FOUNDATION, "explain", "help", "jobs", "sweeps"},
 }

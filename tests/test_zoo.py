@@ -29,6 +29,8 @@ PARAMETERS = {
     "gemma2_9b": 9_241_705_984,
     "llama2_13b": 13_015_864_320,
     "llama2_70b": 68_976_648_192,
+    "gemma3_270m": 268_098_176,
+    "qwen2_5_coder_0_5b": 494_032_768,
 }
 
 
@@ -47,6 +49,8 @@ ROUTERS = {
     "gemma2_9b": 2_411_136,
     "llama2_13b": 3_279_360,
     "llama2_70b": 10_490_880,
+    "gemma3_270m": 185_472,
+    "qwen2_5_coder_0_5b": 345_600,
 }
 
 
@@ -59,12 +63,15 @@ def routers(model: PreTrainedModel) -> int:
     return sum(parameter.numel() for name, parameter in model.named_parameters() if is_trainable(name, "router"))
 
 
+FILES = sorted(path for path in ZOO.glob("*.yaml") if path.stem != "base")
+
+
 def test_every_file_is_tested() -> None:
-    assert {path.stem for path in ZOO.glob("*.yaml")} == {*PARAMETERS, *OWN}
+    assert {path.stem for path in FILES} == {*PARAMETERS, *OWN}
     assert {*ROUTERS} == {*PARAMETERS}
 
 
-@pytest.mark.parametrize("path", sorted(ZOO.glob("*.yaml")), ids=lambda path: path.stem)
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
 def test_file_names_itself_and_its_revision(path) -> None:
     config = OmegaConf.load(path)
     assert config.name == path.stem

@@ -25,6 +25,7 @@ from focus_exp.data.tokens import (
 from focus_exp.errors import UserError, first_line
 from focus_exp.shipped import is_shipped
 
+SPECIAL_TOKENS = "special_tokens.json"
 SPLITS = ("train", "validation", "test")
 # corpora that a package carries; the first stands in for what the hub would have
 EMBEDDED = {"books": books, "addresses": addresses}
@@ -32,12 +33,16 @@ EMBEDDED = {"books": books, "addresses": addresses}
 
 @dataclass(frozen=True)
 class Corpus:
-    """The token streams of the three splits and where their text came from."""
+    """The token streams of the three splits and where their text came from.
+
+    special_tokens: how many tokens are special ones because the text holds their strings.
+    """
 
     train: TokenStream
     validation: TokenStream
     test: TokenStream
     provenance: Provenance
+    special_tokens: int = 0
 
 
 @dataclass(frozen=True)
@@ -68,7 +73,12 @@ def load_corpus(cfg: DataConfig, tokenizer: PreTrainedTokenizerBase, *, assets: 
     if provenance.source == "embedded" and cfg.source == "hub":
         provenance = replace(provenance, substitution=why_embedded(assets, books.NAME, provenance.requested))
     train, validation, test = (read_stream(folder, split, f"{split} split of {provenance.used}") for split in SPLITS)
-    return Corpus(train, validation, test, provenance)
+    return Corpus(train, validation, test, provenance, _special_tokens(folder))
+
+
+def _special_tokens(folder: Path) -> int:
+    path = folder / SPECIAL_TOKENS  # text that an earlier version tokenised has none
+    return int(path.read_text(encoding="utf-8")) if path.exists() else 0
 
 
 def _damage(folder: Path) -> str | None:
@@ -88,14 +98,16 @@ def _stored(folder: Path) -> Provenance:
 
 def _tokenise(source: Source, cfg: DataConfig, tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
     provenance, documents = source.open()
+    special = 0
     for split in SPLITS:
         limit = cfg.max_train_tokens if split == "train" else cfg.max_test_tokens
-        write_stream(folder, split, documents(split), tokenizer, limit)
+        special += write_stream(folder, split, documents(split), tokenizer, limit, cfg.split_special_tokens)
+    (folder / SPECIAL_TOKENS).write_text(json.dumps(special), encoding="utf-8")
     (folder / "provenance.json").write_text(json.dumps(asdict(provenance)), encoding="utf-8")
 
 
 def _fingerprint(identity: dict[str, Any], cfg: DataConfig, tokenizer: PreTrainedTokenizerBase) -> str:
-    caps = [cfg.max_train_tokens, cfg.max_test_tokens]
+    caps = [cfg.max_train_tokens, cfg.max_test_tokens, *(["split_special_tokens"] if cfg.split_special_tokens else [])]
     key = json.dumps([TOKEN_FORMAT, identity, tokenizer_fingerprint(tokenizer), caps], sort_keys=True)
     return hashlib.sha256(key.encode()).hexdigest()[:32]
 

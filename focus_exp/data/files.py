@@ -14,6 +14,7 @@ from functools import cache
 from importlib.util import find_spec
 from operator import attrgetter
 from pathlib import Path
+from typing import Any
 
 from focus_exp.errors import UserError, first_line
 
@@ -55,13 +56,8 @@ class TextFile:
                 row = json.loads(line)
             except ValueError as error:
                 raise UserError(f"{self.path}, line {number}: not JSON ({error})") from error
-            if not isinstance(row, dict) or not isinstance(text := row.get(column, 0), str | None):
-                columns = ", ".join(row) if isinstance(row, dict) else "none"
-                raise UserError(
-                    f"{self.path}, line {number}: no text under {column!r}: set data.text_column to one of its columns "
-                    f"({columns})."
-                )
-            if text and text.strip():
+            text = text_of(row, column, f"{self.path}, line {number}")
+            if text.strip():
                 data = _newlines(text.encode("utf-8", "surrogatepass"))
                 yield Line(
                     f"{self.name}:{number}", _sha256(data), _sha256(_core(data)), data.decode("utf-8", "replace")
@@ -109,7 +105,7 @@ def find_texts(pattern: str | None) -> list[TextFile]:
         suffixes = " or ".join((*SUFFIXES, LINES))
         missing = f"data.files={pattern}: the folder has no {suffixes} file; name others with a glob."
     else:
-        paths = [Path(path) for path in glob.glob(str(root), recursive=True)]
+        paths = _matching(root)
         missing = f"data.files={pattern}: no such folder, and no file matches it as a glob; check the path."
     texts: dict[str, tuple[str, Path]] = {}  # by what copies share
     if found := sorted(path for path in paths if path.is_file()):
@@ -124,6 +120,32 @@ def find_texts(pattern: str | None) -> list[TextFile]:
     names = _names(root, [path for _, path in texts.values()])
     distinct = (TextFile(path, names[path], digest, shared) for shared, (digest, path) in texts.items())
     return sorted(distinct, key=attrgetter("digest"))
+
+
+def _matching(pattern: Path) -> list[Path]:
+    """Match a glob below the longest part of it that exists literally, such as a folder named br[1]."""
+    literal = next(path for path in (pattern, *pattern.parents) if path.exists() or path == path.parent)
+    if literal == pattern:
+        return [pattern]
+    rest = str(pattern.relative_to(literal))
+    return [literal / path for path in glob.glob(rest, root_dir=literal, recursive=True)]
+
+
+def text_of(row: Any, column: str, place: str) -> str:
+    """Return what `row` holds under `column`, "" for null; UserError, which begins with `place`, if that is no text."""
+    if not isinstance(row, dict):
+        raise UserError(f"{place}: must be an object with a text under {column!r} (got {_kind(row)}).")
+    if isinstance(text := row.get(column, 0), str | None):
+        return text or ""
+    others = [key for key, value in row.items() if isinstance(value, str)]
+    got = f"must be a string (got {_kind(row[column])})" if column in row else "is no column"
+    instead = f"Set data.text_column to {' or '.join(others)}" if others else "Write the text as a string"
+    raise UserError(f"{place}: {column!r} {got}. {instead}.")
+
+
+def _kind(value: Any) -> str:
+    names = {bool: "a boolean", int: "a number", float: "a number", str: "a string", list: "a list", dict: "an object"}
+    return names.get(type(value), type(value).__name__)
 
 
 def _is_hidden(name: str) -> bool:

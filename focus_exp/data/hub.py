@@ -11,6 +11,7 @@ from huggingface_hub import dataset_info
 
 from focus_exp.assets import Provenance, hub_reachable
 from focus_exp.config import DataConfig
+from focus_exp.data.files import text_of
 from focus_exp.data.tokens import Document
 from focus_exp.errors import UserError
 
@@ -73,11 +74,7 @@ def read_split(dataset: Mapping[str, Iterable[dict[str, Any]]], split: str, cfg:
 
 def _texts(rows: Iterable[dict[str, Any]], cfg: DataConfig) -> Iterator[str]:
     for row in rows:
-        if cfg.text_column not in row:
-            raise UserError(
-                f"{cfg.hub_id} has no column {cfg.text_column!r}: set data.text_column to one of {', '.join(row)}."
-            )
-        yield row[cfg.text_column] or ""
+        yield text_of(row, cfg.text_column, str(cfg.hub_id))
 
 
 def _articles(lines: Iterable[str]) -> Iterator[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import io
 import json
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -57,33 +58,60 @@ def bos_of(tokenizer: PreTrainedTokenizerBase) -> int | None:
 
 
 def write_stream(
-    folder: Path, split: str, documents: Iterable[Document], tokenizer: PreTrainedTokenizerBase, limit: int | None
+    folder: Path,
+    split: str,
+    documents: Iterable[Document],
+    tokenizer: PreTrainedTokenizerBase,
+    limit: int | None,
+    split_special_tokens: bool = False,
 ) -> int:
-    """Tokenise `documents` into `folder` until `limit` tokens are there; returns the number of tokens."""
+    """Tokenise `documents` into `folder` until `limit` tokens are there.
+
+    Args:
+        split_special_tokens: as of transformers' tokenizers: the string of a special token becomes ordinary tokens.
+
+    Returns:
+        The number of special tokens that strings in the text became.
+    """
     if tokenizer.eos_token_id is None:
         raise UserError("The tokenizer has no end-of-text token to put between documents: set eos_token in its config.")
     names: list[str] = []
-    starts, total = [0], 0
+    starts, total, special = [0], 0, 0
+    ids_of_special = special_ids(tokenizer)
     progress = ProgressBar(total=limit, desc=f"tokenising {split}", unit="token", unit_scale=True, delay=2)
     with progress, (folder / f"{split}.bin").open("wb") as file:
-        for name, ids in _tokenised(documents, tokenizer):
+        for name, ids in _tokenised(documents, tokenizer, split_special_tokens):
             kept = ids if limit is None else ids[: limit - total]
-            np.asarray(kept, dtype=np.int32).tofile(file)
+            file.write(np.asarray(kept, dtype=np.int32).tobytes())  # tofile hides the reason of a failed write
             names.append(name)
             total += len(kept)
+            special += sum(token in ids_of_special for token in kept[:-1])
             starts.append(total)
             progress.update(len(kept))
             if total == limit:
                 break
-    np.save(folder / f"{split}.starts.npy", np.asarray(starts, dtype=np.int64))
+    content = io.BytesIO()
+    np.save(content, np.asarray(starts, dtype=np.int64))
+    (folder / f"{split}.starts.npy").write_bytes(content.getvalue())
     (folder / f"{split}.documents.json").write_text(json.dumps(names), encoding="utf-8")
-    return total
+    return special
 
 
-def _tokenised(documents: Iterable[Document], tokenizer: PreTrainedTokenizerBase) -> Iterator[tuple[str, list[int]]]:
+def special_ids(tokenizer: PreTrainedTokenizerBase) -> set[int]:
+    """Return the ids that stand for no text: all special tokens but the unknown one."""
+    added = {number for number, token in tokenizer.added_tokens_decoder.items() if token.special}
+    return (added | set(tokenizer.all_special_ids)) - {tokenizer.unk_token_id}
+
+
+def _tokenised(
+    documents: Iterable[Document], tokenizer: PreTrainedTokenizerBase, split_special_tokens: bool
+) -> Iterator[tuple[str, list[int]]]:
     for batch in _batches(documents):
         texts = [text for _, text in batch]
-        encoded = tokenizer(texts, add_special_tokens=False, return_attention_mask=False, verbose=False)
+        encoded = tokenizer(
+            texts, add_special_tokens=False, return_attention_mask=False, verbose=False,
+            split_special_tokens=split_special_tokens,
+        )  # fmt: skip
         for (name, _), ids in zip(batch, encoded["input_ids"], strict=True):
             yield name, [*ids, tokenizer.eos_token_id]
 

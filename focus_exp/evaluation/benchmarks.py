@@ -103,6 +103,12 @@ class Benchmarks:
             with swapped(model, methods):
                 self.add(BenchmarkRow(attention=name, kind="control", task=task, method=method))
 
+    def require_score(self) -> None:
+        """Raise UserError if there are tasks and none has a score."""
+        errors = [row.error for row in self.rows if row.error is not None]
+        if errors and len(errors) == len(self.rows):
+            raise UserError(f"all eval.tasks failed: {errors[0]}")
+
     def full_attention(self) -> AbstractContextManager[Any]:
         attached = getattr(self.model, "focus_attachment", None) is not None
         return disabled(self.model) if attached else nullcontext()

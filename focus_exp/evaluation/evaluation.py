@@ -28,7 +28,10 @@ class Evaluation:
         self.benchmarks.measure_attached()
 
     def write_into(self, record: Record, folder: Path) -> None:
-        """The rows into the record of the run in `folder`, and there the losses that their intervals follow from."""
+        """The rows into the record of the run in `folder`, and there the losses that their intervals follow from.
+
+        UserError, when all is written, if every one of eval.tasks failed.
+        """
         record.rows, record.group_shares = self.quality.rows, self.quality.group_shares
         if between := self.quality.between:
             *_, last = self.quality.config.regime.phases
@@ -40,3 +43,4 @@ class Evaluation:
         losses = ({TEXT: text} if text else {}) | self.benchmarks.losses
         if losses and is_main():
             write_losses(folder / LOSSES, losses)
+        self.benchmarks.require_score()

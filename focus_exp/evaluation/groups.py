@@ -155,7 +155,7 @@ class GroupAnalysis:
         if (method := read_description(folder)["method"]) != own:
             raise UserError(f"analyze.others holds {folder}, whose method is {method}, not {own}; leave it out")
         detach(self.model)
-        load_adapter(self.model, folder)
+        load_adapter(self.model, folder, check_base=self.config.check_base)
         self.use_hard_groups()
         return self.observe(name_of(folder))
 

@@ -11,7 +11,7 @@ from lm_eval.models.huggingface import HFLM
 from lm_eval.models.utils_hf import stop_sequences_criteria
 from tokenizers.processors import TemplateProcessing
 from torch import Tensor
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from focus_exp.data import bos_of
 from focus_exp.errors import UserError
@@ -174,8 +174,12 @@ def unended(tokenizer: PreTrainedTokenizerBase) -> PreTrainedTokenizerBase:
     plain, full = (list(tokenizer("probe", add_special_tokens=added)["input_ids"]) for added in (False, True))
     if full[-len(plain) :] != plain:
         begin = [] if first is None else [(str(tokenizer.convert_ids_to_tokens(first)), first)]
-        template = TemplateProcessing(single=[*(token for token, _ in begin), "$A"], special_tokens=begin)
-        tokenizer.backend_tokenizer.post_processor = template
+        if isinstance(tokenizer, PreTrainedTokenizerFast):
+            template = TemplateProcessing(single=[*(token for token, _ in begin), "$A"], special_tokens=begin)
+            tokenizer.backend_tokenizer.post_processor = template
+        else:  # written in Python, such as ByT5's
+            ids = [token for _, token in begin]
+            tokenizer.build_inputs_with_special_tokens = lambda tokens, pair=None: [*ids, *tokens, *(pair or [])]
     return tokenizer
 
 

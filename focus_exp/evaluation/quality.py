@@ -176,7 +176,7 @@ class Quality:
             names = chain((method, full), (f"{full} ({n})" for n in count(2)))
             row = control(next(name for name in names if slug(name) not in taken), method)
             try:
-                methods = methods_of_adapter(self.model, folder)
+                methods = methods_of_adapter(self.model, folder, check_base=self.config.check_base)
             except UserError as error:  # of a base that was trained meanwhile
                 self.rows.append(replace(row, error=first_line(error)))
                 continue

@@ -113,7 +113,7 @@ def base_of(config: Config, description: dict[str, Any]) -> ModelConfig:
         found = own("model", replace(found, path=None, hub_id=base["name"], revision=base["revision"]))
     if (trained / "config.json").is_file():
         return own("model", replace(found, path=str(trained)))
-    if found.path and not Path(found.path).expanduser().is_dir():
+    if found.path and not Path(found.path).expanduser().exists():
         raise UserError(f"the adapter in {config.adapter} is of model.path={found.path}, which is gone; {GIVE_BASE}")
     return found
 

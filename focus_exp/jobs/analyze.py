@@ -12,7 +12,7 @@ from focus_exp.errors import UserError
 from focus_exp.evaluation.groups import GroupAnalysis
 from focus_exp.jobs.adapter import with_adapter
 from focus_exp.jobs.inputs import digest_of
-from focus_exp.jobs.prepare import describe, headline, load, prepare
+from focus_exp.jobs.prepare import describe, headline, load, prepare, training_blocks
 from focus_exp.jobs.router import put_router
 from focus_exp.jobs.run import already_finished, open_run, run_folder
 from focus_exp.models.adapter import read_adapter
@@ -42,9 +42,10 @@ def analyze(config: Config) -> None:
         others = {"others": [digest_of(other) for other in settings.others]} if settings.others else {}
         run.record.method = dict(others)  # what an interrupted run has observed is theirs
         loaded, corpus = load(run, precision)
-        model, evaluation, blocks = prepare(run, loaded, corpus, precision)
+        model, evaluation = prepare(run, loaded, corpus, precision)
+        blocks = training_blocks(config, loaded, corpus)
         for other in settings.others:  # what is wrong with them is known before a router is trained
-            read_adapter(model, other)
+            read_adapter(model, other, check_base=config.check_base)
         put_router(run, model, blocks, precision, config.eval.window)
         run.record.method |= others
         balancing = config.focus.calibration_blocks if config.has_router else 0

@@ -15,11 +15,11 @@ from focus_exp.config import Config, phases_of
 from focus_exp.config_attention import method_options
 from focus_exp.errors import UserError
 from focus_exp.jobs.adapter import with_adapter
-from focus_exp.jobs.arms import compose_shared
 from focus_exp.jobs.backend import list_kernels
-from focus_exp.jobs.prepare import check_length, describe, headline, load, prepare
-from focus_exp.jobs.router import put_router
+from focus_exp.jobs.prepare import check_length, describe, headline, load, prepare, training_blocks
+from focus_exp.jobs.router import put_router, trains_router
 from focus_exp.jobs.run import already_finished, open_run, run_folder
+from focus_exp.jobs.variants import compose_shared
 from focus_exp.models.attached import set_routing
 from focus_exp.records.runs import earlier_record
 from focus_exp.speed.methods import Methods
@@ -52,7 +52,8 @@ def bench(config: Config) -> None:
         timed_too = {"methods": recorded(methods)} if methods else {}
         run.record.method = dict(timed_too)  # what an interrupted run has timed is theirs
         loaded, corpus = load(run, precision)
-        model, evaluation, blocks = prepare(run, loaded, corpus, precision)
+        model, evaluation = prepare(run, loaded, corpus, precision)
+        blocks = training_blocks(config, loaded, corpus) if trains_router(config) else None
         longest = max([config.eval.window, *config.bench.prefill_lengths, *config.bench.step_lengths])
         check_length(model, "bench.prefill_lengths or bench.step_lengths", longest, config.model.name)
         if config.bench.quality:

@@ -39,7 +39,7 @@ def measure(config: Config) -> None:
     print(f"run folder: {run_folder(config)}")
     with open_run(config, describe(precision)) as run:
         loaded, corpus = load(run, precision)
-        model, evaluation, _ = prepare(run, loaded, corpus, precision)
+        model, evaluation = prepare(run, loaded, corpus, precision)
         put_adapter(run, model, precision, config.eval.window)
         evaluation.measure_base()
         evaluation.measure_attached()
@@ -49,7 +49,7 @@ def measure(config: Config) -> None:
 def put_adapter(run: Run, model: PreTrainedModel, precision: Precision, longest: int) -> None:
     """Attach what `config.adapter` holds, for sequences of up to `longest` tokens, and put it on record."""
     config, description = run.config, read_description(str(run.config.adapter))
-    load_adapter(model, str(config.adapter))
+    load_adapter(model, str(config.adapter), check_base=config.check_base)
     set_backend(model, config, precision, longest)
     run.record.layers = description["layers"]
     run.record.method = {
@@ -58,6 +58,8 @@ def put_adapter(run: Run, model: PreTrainedModel, precision: Precision, longest:
         "trainable_parameters": description["trainable_parameters"],
         "trained": {name: description[name] for name in ("steps", "tokens", "seed") if name in description},
     }
+    if (then := description["base_model"]["fingerprint"]) != run.record.model.get("fingerprint"):
+        run.warn(f"check_base=false: the adapter was trained on other weights (fingerprint {then[:12]})")
     if description.get("seed", config.seed) != config.seed:
         run.warn(
             f"the adapter was trained under seed {description['seed']}, and this run is of seed {config.seed}: reports "

@@ -6,8 +6,8 @@ from focus_exp.config import Config
 from focus_exp.errors import UserError
 from focus_exp.evaluation.generation import Generation
 from focus_exp.jobs.adapter import with_adapter
-from focus_exp.jobs.prepare import check_length, describe, headline, load, prepare
-from focus_exp.jobs.router import put_router
+from focus_exp.jobs.prepare import check_length, describe, headline, load, prepare, training_blocks
+from focus_exp.jobs.router import put_router, trains_router
 from focus_exp.jobs.run import already_finished, open_run, run_folder
 from focus_exp.models.attached import is_causal
 from focus_exp.records.rows import Continuation
@@ -32,7 +32,8 @@ def generate(config: Config) -> None:
     print(f"run folder: {run_folder(config)}")
     with open_run(config, describe(precision)) as run:
         loaded, corpus = load(run, precision)
-        model, evaluation, blocks = prepare(run, loaded, corpus, precision)
+        model, evaluation = prepare(run, loaded, corpus, precision)
+        blocks = training_blocks(config, loaded, corpus) if trains_router(config) else None
         written = settings.prompt_tokens + settings.new_tokens
         check_length(model, "generate.prompt_tokens + generate.new_tokens", written, config.model.name)
         put_router(run, model, blocks, precision, config.eval.window)

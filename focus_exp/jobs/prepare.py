@@ -24,7 +24,7 @@ from focus_exp.training.strategies import place, strategy_name
 
 def headline(config: Config) -> str:
     """One line on what is about to run."""
-    run = f"{config.experiment}, {config.arm}" if config.arm else config.experiment
+    run = f"{config.experiment}, {config.variant}" if config.variant else config.experiment
     what = f"{run}: {config.regime.name} of {config.model.name} with {config.attention.name}"
     tokens = config.trainer.batch_size * config.trainer.accumulate * config.data.block_size
     phases = ", then ".join(f"{p.steps} steps of {tokens:,} tokens ({p.train})" for _, p in phases_of(config))
@@ -53,37 +53,39 @@ def load(run: Run, precision: Precision) -> tuple[LoadedModel, Corpus]:
     run.describe_model(loaded.provenance, sum(p.numel() for p in loaded.model.parameters()))
     place(loaded.model, config, precision.device)
     corpus = load_corpus(config.data, loaded.tokenizer, assets=config.assets, cache=cache)
+    if corpus.special_tokens:
+        run.warn(
+            f"{corpus.special_tokens:,} strings in the text, such as {loaded.tokenizer.eos_token}, became special "
+            "tokens; data.split_special_tokens=true tokenises them as text"
+        )
     run.describe_data(corpus.provenance, {name: len(getattr(corpus, name)) for name in SPLITS})
     run.save()
     return loaded, corpus
 
 
-def prepare(
-    run: Run, loaded: LoadedModel, corpus: Corpus, precision: Precision
-) -> tuple[PreTrainedModel, Evaluation, Blocks]:
-    """The frozen base, what scores it on held-out text, and the blocks to train on; UserError where they do not fit."""
+def prepare(run: Run, loaded: LoadedModel, corpus: Corpus, precision: Precision) -> tuple[PreTrainedModel, Evaluation]:
+    """The frozen base, and what scores it on held-out text; UserError where they do not fit."""
     config, model = run.config, loaded.model
-    check_lengths(model, config)
+    check_length(model, "eval.window", config.eval.window, config.model.name)
     bos = bos_of(loaded.tokenizer)
     held_out = corpus.validation if config.eval.split == "validation" else corpus.test
     windows = Blocks(held_out, config.eval.window, stride=config.eval.stride, bos=bos, cross_documents=False)
     for sentence in windows.left_out("eval.window"):
         run.warn(sentence)
-    blocks = Blocks(corpus.train, config.data.block_size, bos=bos, cross_documents=True)
     check_backend(model, config.attention.backend)
     model.requires_grad_(False)
     for adapter in config.eval.adapters:  # what is wrong with them is known before the hours of training
-        read_adapter(model, adapter)
+        read_adapter(model, adapter, check_base=config.check_base)
     weights, folder = loaded.provenance.fingerprint, run.folder
     quality = Quality(model, windows, config, precision, folder / "evaluation", weights)
     benchmarks = Benchmarks(model, loaded.tokenizer, windows, config, precision, folder / "benchmarks", weights)
-    return model, Evaluation(quality, benchmarks), blocks
+    return model, Evaluation(quality, benchmarks)
 
 
-def check_lengths(model: PreTrainedModel, config: Config) -> None:
-    """Of what it is trained on and of what is scored."""
-    check_length(model, "data.block_size", config.data.block_size, config.model.name)
-    check_length(model, "eval.window", config.eval.window, config.model.name)
+def training_blocks(config: Config, loaded: LoadedModel, corpus: Corpus) -> Blocks:
+    """Cut the training text into blocks; UserError where the model or the text is too short for one."""
+    check_length(loaded.model, "data.block_size", config.data.block_size, config.model.name)
+    return Blocks(corpus.train, config.data.block_size, bos=bos_of(loaded.tokenizer), cross_documents=True)
 
 
 def check_length(model: PreTrainedModel, key: str, length: int, name: str) -> None:

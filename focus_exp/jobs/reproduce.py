@@ -9,6 +9,7 @@ runs/records, in place of what it supersedes, and writes report and README anew.
 from __future__ import annotations
 
 import re
+import shlex
 import subprocess
 import sys
 import time
@@ -23,9 +24,10 @@ from focus_exp.checks import parse
 from focus_exp.config import Config
 from focus_exp.errors import Interrupted, UserError
 from focus_exp.jobs.adapter import with_adapter
-from focus_exp.jobs.arms import compose_arm
 from focus_exp.jobs.report import report
 from focus_exp.jobs.run import finished_record, run_folder, seconds_text
+from focus_exp.jobs.variants import compose_variant, variant_name
+from focus_exp.overrides import quote_override, quote_text
 from focus_exp.records.environment import commit, unknown_commit
 from focus_exp.reporting.gather import QUICK
 from focus_exp.reporting.published import publish
@@ -67,7 +69,7 @@ def reproduce(config: Config) -> None:
         left = {other: m for other, m in minutes.items() if other not in taken}
         pace = sum(taken.values()) / sum(minutes[other] for other in taken) if taken else known
         print(f"\n[{number}/{len(tables)}] {name}{estimate(left, pace)}")
-        print(f"python -m focus_exp {' '.join(overrides)}")
+        print(f"python -m focus_exp {shlex.join(overrides)}")
         began = time.perf_counter()
         code = subprocess.run([sys.executable, "-m", "focus_exp", *overrides]).returncode
         taken[name] = (time.perf_counter() - began) / 60
@@ -99,12 +101,12 @@ def overrides_of(table: list[str], config: Config) -> list[str]:
             raise UserError(f"reproduce.tables has no table {table}, whose adapter {found[0]} asks for")
         overrides = overrides_of(config.reproduce.tables[table], config)
         made = composed(overrides)
-        if arm is not None and arm not in made.arms:
-            raise UserError(f"table {table} has no arm {arm}, whose adapter {found[0]} asks for")
-        folder = run_folder(made if arm is None else compose_arm(made, arm, overrides))
-        return f"{folder}/adapter".replace("=", "\\=")
+        if arm is not None and arm not in map(variant_name, made.variants):
+            raise UserError(f"table {table} has no variant {arm}, whose adapter {found[0]} asks for")
+        folder = run_folder(made if arm is None else compose_variant(made, arm, overrides))
+        return quote_text(f"{folder}/adapter")
 
-    return [*(OF_TABLE.sub(adapter, override) for override in table), *shared]
+    return [quote_override(override) for override in [*(OF_TABLE.sub(adapter, one) for one in table), *shared]]
 
 
 def composed(overrides: list[str]) -> Config:
@@ -119,8 +121,8 @@ def made_by(overrides: list[str]) -> Iterator[Config]:
     config = composed(overrides)
     # a comparison goes by its own settings, whatever the adapter that its arms measure
     yield with_adapter(config, overrides) if config.adapter and config.job != "compare" else config
-    for name in config.arms:
-        yield compose_arm(config, name, overrides)
+    for name in map(variant_name, config.variants):
+        yield compose_variant(config, name, overrides)
 
 
 def finished(overrides: list[str]) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from transformers import PreTrainedModel
 
-from focus_exp.config import phases_of
+from focus_exp.config import Config, phases_of
 from focus_exp.data import Blocks
 from focus_exp.jobs.evaluate import put_adapter
 from focus_exp.jobs.fit import attach_method, fit
@@ -13,7 +13,12 @@ from focus_exp.models.attached import attachment_of, is_causal
 from focus_exp.training.precision import Precision
 
 
-def put_router(run: Run, model: PreTrainedModel, blocks: Blocks, precision: Precision, longest: int) -> bool:
+def trains_router(config: Config) -> bool:
+    """Whether the router is trained or fitted here, not an adapter's or left as it is."""
+    return not config.adapter and bool(config.fitting or phases_of(config))
+
+
+def put_router(run: Run, model: PreTrainedModel, blocks: Blocks | None, precision: Precision, longest: int) -> bool:
     """Attach the adapter's router, or train one as regime and method say; whether there is a trained one now."""
     config = run.config
     if config.adapter:
@@ -22,7 +27,8 @@ def put_router(run: Run, model: PreTrainedModel, blocks: Blocks, precision: Prec
     attach_method(model, config, precision)
     run.record.method = {"name": config.attention.name, "causal": is_causal(model)}
     run.record.layers = attachment_of(model).layers
-    trained = bool(config.fitting or phases_of(config))
-    if trained:
-        fit(run, model, blocks, precision)
-    return trained
+    if not trains_router(config):
+        return False
+    assert blocks is not None
+    fit(run, model, blocks, precision)
+    return True

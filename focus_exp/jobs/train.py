@@ -1,6 +1,6 @@
 """job=train: load, measure the base, attach, train, make hard, measure again, write it all down.
 
-A run lives in runs/<experiment>/<model>-<attention>-<regime>/seed=<n>-<hash of the configuration>: config.yaml,
+A run lives in runs/<experiment>/<model>-<attention>-<regime>/seed<n>-<hash of the configuration>: config.yaml,
 metrics.jsonl, probe.jsonl (largest group, dead groups and stability on the same held-out tokens while a router is
 trained), adapter/, record.json, table.md, quality.csv, figures/ and an offline W&B run. The same command on an
 interrupted run goes on where it stopped, to the same numbers; on a finished one it says so (overwrite=true repeats
@@ -21,7 +21,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from focus_exp.config import Config, to_dict
 from focus_exp.jobs.backend import dense_training
 from focus_exp.jobs.fit import attach_method, fit
-from focus_exp.jobs.prepare import describe, describe_processes, headline, load, prepare
+from focus_exp.jobs.prepare import describe, describe_processes, headline, load, prepare, training_blocks
 from focus_exp.jobs.run import Run, already_finished, open_run
 from focus_exp.jobs.tune import last_rate, tuned
 from focus_exp.models.load import fingerprint, whole
@@ -58,7 +58,8 @@ def carry_out(asked: Config, config: Config, tries: list[Try]) -> None:
             print(f"learning rate {last_rate(config):g}, the best of {len(tries)} on validation text")
         with in_turns(config.trainer.devices):
             loaded, corpus = load(run, precision)
-        model, evaluation, blocks = prepare(run, loaded, corpus, precision)
+        model, evaluation = prepare(run, loaded, corpus, precision)
+        blocks = training_blocks(config, loaded, corpus)
         for sentence in filter(None, [dense_training(model, config), *unreached_rates(config)]):
             run.warn(sentence)
         alone(model, evaluation.measure_base)

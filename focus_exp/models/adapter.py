@@ -8,11 +8,12 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
+import torch
 from huggingface_hub import HfApi
 from huggingface_hub.errors import HfHubHTTPError, LocalTokenNotFoundError
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from focus_exp.assets import ADAPTER_FILES, adapter_folder
@@ -21,8 +22,8 @@ from focus_exp.attention.registry import build, find
 from focus_exp.errors import UserError, first_line
 from focus_exp.models.attach import attach, detach
 from focus_exp.models.attached import attachment_of, is_causal, set_routing
-from focus_exp.models.load import arithmetic_of, fingerprint
-from focus_exp.models.modules import attached_methods
+from focus_exp.models.load import arithmetic_of, fingerprint, materialized, whole
+from focus_exp.models.modules import attached_methods, unwrapped_state_dict
 from focus_exp.storage import aside
 
 log = logging.getLogger(__name__)
@@ -42,23 +43,32 @@ def save_adapter(
 
     The description names the base model by a hash of its weights and by its arithmetic, the method with its options,
     the parameter count and whether the method is causal; `extra` adds to it. An error leaves an older adapter in
-    `folder` as it was. Where the base is sharded over processes all of them call this, and one may `write`.
+    `folder` as it was. Where base or method is sharded over processes all of them call this, and one may `write`.
+
+    Raises:
+        UserError: the method is wrapped so that `load_adapter` could not read what would be written.
     """
     folder = Path(folder)
     attachment = attachment_of(model)
     methods = attached_methods(model)
-    tensors = {
-        f"layers.{index}.{name}": tensor.detach().cpu().contiguous()
-        for index, method in methods.items()
-        for name, tensor in method.state_dict().items()
-    }
+    tensors: dict[str, Tensor] = {}
+    trainable = 0
+    for index, method in methods.items():
+        with materialized(model, method):
+            found = unwrapped_state_dict(method).items()
+            state = {name: whole(tensor.detach()).cpu().contiguous() for name, tensor in found}
+        with torch.random.fork_rng(devices=[]):
+            built = build(attachment.method, method.shape, **attachment.options)
+        check_loadable(state, built, method, index)
+        trainable += sum(parameter.numel() for parameter in built.parameters())
+        tensors |= {f"layers.{index}.{name}": tensor for name, tensor in state.items()}
     description = {
         "format": FORMAT,
         "method": attachment.method,
         "options": attachment.options,
         "layers": attachment.layers,
         "causal": is_causal(model),
-        "trainable_parameters": sum(p.numel() for method in methods.values() for p in method.parameters()),
+        "trainable_parameters": trainable,
         "base_model": {
             "name": base_name(model),
             "model_type": model.config.model_type,
@@ -74,6 +84,25 @@ def save_adapter(
         save_file(tensors, weights)
         text.write_text(json.dumps(description, indent=2, default=Tensor.tolist) + "\n", encoding="utf-8")
     return folder
+
+
+def check_loadable(state: dict[str, Tensor], built: AttentionMethod, method: AttentionMethod, index: int) -> None:
+    """UserError unless `state`, of the attached `method`, fits `built`, which `load_adapter` would make."""
+    shapes, wanted = ({name: tuple(t.shape) for name, t in values.items()} for values in (state, built.state_dict()))
+    if shapes == wanted:
+        return
+    name = min(name for name, _ in shapes.items() ^ wanted.items())
+    known = {type(module) for module in built.modules()}
+    kinds = {type(m).__name__ for m in method.modules() if type(m) not in known and not is_plain(m)}
+    raise UserError(
+        f"layer {index}: the attached method cannot be saved: {name} would not load again"
+        f"{' (wrapped by ' + ', '.join(sorted(kinds)) + ')' if kinds else ''}. Call "
+        "merge_and_unload(), or take the wrapper off, before save_adapter."
+    )
+
+
+def is_plain(module: nn.Module) -> bool:
+    return type(module).__module__.startswith("torch.nn.modules.")
 
 
 def base_name(model: PreTrainedModel) -> str:
@@ -147,13 +176,18 @@ def check_types(values: dict[str, Any], kinds: dict[str, type]) -> None:
             raise TypeError(f"{name}: expected {kind.__name__}, found {str(values[name])[:40]}")
 
 
-def load_adapter(model: PreTrainedModel, folder: str | Path, *, hard: bool = True) -> PreTrainedModel:
+def load_adapter(
+    model: PreTrainedModel, folder: str | Path, *, hard: bool = True, check_base: bool = True
+) -> PreTrainedModel:
     """Attach what `save_adapter` wrote, ready for use with hard groups (or soft gates with hard=False).
 
-    `folder` may be an adapter on the hub: owner/name, or owner/name@revision.
-    UserError when the adapter was trained for other base weights, or its files are damaged; then nothing is attached.
+    `folder` may be an adapter on the hub: owner/name, or owner/name@revision. With `check_base=False` the base may
+    have other weights than those the adapter was trained on, as a quantized copy has; its shapes must fit.
+
+    Raises:
+        UserError: the adapter was trained for other base weights, or its files are damaged; then nothing is attached.
     """
-    description, tensors = read_adapter(model, folder)
+    description, tensors = read_adapter(model, folder, check_base=check_base)
     try:
         attach(model, description["method"], layers=description["layers"], **description["options"])
     except UserError as error:
@@ -166,12 +200,14 @@ def load_adapter(model: PreTrainedModel, folder: str | Path, *, hard: bool = Tru
     return set_routing(model, hard=hard)
 
 
-def methods_of_adapter(model: PreTrainedModel, folder: str | Path) -> dict[int, AttentionMethod]:
+def methods_of_adapter(
+    model: PreTrainedModel, folder: str | Path, *, check_base: bool = True
+) -> dict[int, AttentionMethod]:
     """What `save_adapter` wrote, by layer, to stand where another method is attached to `model`.
 
     UserError as of `load_adapter`, and where the adapter is of other layers than the attached method.
     """
-    description, tensors = read_adapter(model, folder)
+    description, tensors = read_adapter(model, folder, check_base=check_base)
     attached = attached_methods(model)
     if sorted(description["layers"]) != sorted(attached):
         raise UserError(f"the adapter in {folder} is of other layers than {attachment_of(model).method} is attached to")
@@ -180,18 +216,26 @@ def methods_of_adapter(model: PreTrainedModel, folder: str | Path) -> dict[int, 
     return methods
 
 
-def read_adapter(model: PreTrainedModel, folder: str | Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """Description and numbers of an adapter of this base."""
+def read_adapter(
+    model: PreTrainedModel, folder: str | Path, *, check_base: bool = True
+) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """Read description and tensors of an adapter; UserError unless it belongs to this base, or `check_base` is off."""
     folder = adapter_folder(folder)
     description = read_description(folder)
     wanted, found = description["base_model"], fingerprint(model)
     if wanted["fingerprint"] != found:
-        alike = ": same name, other weights; call load_adapter before resize_token_embeddings or merging"
-        raise UserError(
+        named = base_name(model)
+        differ = (
             f"the adapter in {folder} belongs to {wanted['name']} (fingerprint {wanted['fingerprint'][:12]}), "
-            f"but this model is {model.config.name_or_path or type(model).__name__} (fingerprint {found[:12]}); "
-            f"load the adapter's own base model{alike if wanted['name'] == base_name(model) else ''}; {GIVE_BASE}"
+            f"but this model is {model.config.name_or_path or type(model).__name__} (fingerprint {found[:12]})"
         )
+        if check_base:
+            alike = ": same name, other weights; call load_adapter before resize_token_embeddings or merging"
+            raise UserError(
+                f"{differ}; load the adapter's own base model{alike if wanted['name'] == named else ''}; {GIVE_BASE}; "
+                "for a quantized copy of it check_base=False (command line: check_base=false)"
+            )
+        log.warning("check_base is off: %s", differ)
     # another version of transformers may know other names
     known, here = wanted.get("arithmetic", {}), arithmetic_of(model.config)
     if changed := sorted(name for name in known.keys() & here.keys() if known[name] != here[name]):
@@ -212,6 +256,11 @@ def fill(methods: dict[int, AttentionMethod], tensors: dict[str, Tensor], folder
         for index, method in methods.items():
             prefix = f"layers.{index}."
             names = [name for name in tensors if name.startswith(prefix)]
+            if any(parameter.is_meta for parameter in method.parameters()):
+                raise UserError(
+                    f"layer {index} is offloaded, and its attached method with it; load the adapter before accelerate "
+                    "moves the layers"
+                )
             method.load_state_dict({name.removeprefix(prefix): tensors.pop(name) for name in names})
         if tensors:
             raise RuntimeError(f"unexpected {', '.join(tensors)}")

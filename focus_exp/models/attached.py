@@ -227,6 +227,7 @@ def swapped(model: PreTrainedModel, methods: dict[int, AttentionMethod]) -> Iter
     """Within the block other methods stand in the attached layers, on the same backend: controls, probes."""
     modules = {index: module for index, module in attention_modules(model).items() if index in methods}
     before = {index: method_of(module) for index, module in modules.items()}
+    replaced = {index: module.focus for index, module in modules.items()}  # with its wrapper, if it has one
     for index, module in modules.items():
         # where the one before it runs: a layer's weights may wait in main memory
         method = methods[index].to(next(before[index].parameters(), next(module.parameters())).device)
@@ -236,4 +237,4 @@ def swapped(model: PreTrainedModel, methods: dict[int, AttentionMethod]) -> Iter
         yield model
     finally:
         for index, module in modules.items():
-            module.focus = before[index]
+            module.focus = replaced[index]

@@ -6,6 +6,8 @@ import hashlib
 import json
 import re
 import sys
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import cache
 from importlib.util import find_spec
@@ -14,8 +16,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from huggingface_hub import model_info, try_to_load_from_cache
-from torch import Tensor
+from accelerate.utils import align_module_device, has_offloaded_params
+from huggingface_hub import hf_hub_download, model_info, snapshot_download, try_to_load_from_cache
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from transformers import (
     AutoConfig,
@@ -32,7 +35,18 @@ from focus_exp.assets import Provenance, choose_source, why_embedded
 from focus_exp.config import ModelConfig
 from focus_exp.errors import UserError
 from focus_exp.models import embedded
-from focus_exp.models.files import BESIDE_TOKENIZER, TOKENIZER, check_tokenizer, check_weights, missing, unreadable
+from focus_exp.models.files import (
+    BESIDE_TOKENIZER,
+    TOKENIZER,
+    check_head,
+    check_tokenizer,
+    check_weights,
+    explain_load_error,
+    find_local_model,
+    is_packed,
+    missing,
+)
+from focus_exp.models.gguf import choose_gguf, converted_gguf, gguf_config
 from focus_exp.models.random import architecture_config, byte_tokenizer, random_model
 from focus_exp.shipped import is_shipped
 
@@ -60,11 +74,15 @@ class LoadedModel:
 
 @dataclass(frozen=True)
 class Place:
-    """What `from_pretrained` is given, and how it is described."""
+    """What `from_pretrained` is given, and how it is described.
+
+    weights: the one file of the folder to read, None for the usual names.
+    """
 
     folder: str
     options: dict[str, Any]
     provenance: Provenance
+    weights: str | None = None
 
 
 def load_model(
@@ -81,13 +99,17 @@ def load_model(
     if place is None:
         tokenizer: PreTrainedTokenizerBase = byte_tokenizer()
     else:
+        stored = _pretrained(AutoConfig, place)  # first: what it says of the model explains the rest
         tokenizer = _pretrained(AutoTokenizer, place)
         check_tokenizer(tokenizer, place.provenance.requested)
     if place is not None and not from_scratch:
-        config = _with_dropout_of(_pretrained(AutoConfig, place), cfg)
+        check_head(stored, place.provenance.requested)
+        config = _with_dropout_of(stored, cfg)
+        config.transformers_weights = place.weights
         options = {"config": config, "dtype": dtype, **quantized(cfg, dtype)}
         options |= {"output_loading_info": True, "ignore_mismatched_sizes": True}  # for a sentence of our own
         model, loading = _pretrained(AutoModelForCausalLM, place, **options)
+        model.config.__dict__.pop("transformers_weights", None)
         check_weights(model.eval(), loading, place.provenance.requested)
         vocabulary = config.get_text_config().vocab_size
         if len(tokenizer) > vocabulary:
@@ -97,7 +119,7 @@ def load_model(
             )
         provenance = place.provenance
     else:
-        config = architecture_config(cfg) if cfg.architecture or place is None else _pretrained(AutoConfig, place)
+        config = architecture_config(cfg) if cfg.architecture or place is None else stored
         substitution = place.provenance.substitution if place else None
         if substitution and cfg.architecture:
             substitution = f"tokenizer only: {substitution}"
@@ -126,18 +148,48 @@ def load_model(
 def fingerprint(model: PreTrainedModel) -> str:
     """sha256 over the base model's parameter names, shapes and 64 elements of each, rounded to bfloat16.
 
-    The same for float32 and bfloat16 loads, with or without a method attached (names with ".focus." are skipped), and
-    with or without the adapters of PEFT, which have names of their own and change those of the base.
+    Equal for float32 and bfloat16 loads, with or without a method attached (names with ".focus." are skipped), with
+    or without PEFT's adapters, and for layers that accelerate offloads. A weight that a quantization library packs
+    counts by its name alone: how it is packed depends on device, version and use, so int8 and nf4 copies of a model
+    share a fingerprint, which is not that of the model.
     """
-    digest, found = hashlib.sha256(), model.named_parameters()
-    kept = [(OF_PEFT.sub("", name), parameter) for name, parameter in found if not ADDED.search(name)]
-    for name, parameter in sorted(kept, key=itemgetter(0)):
-        flat = whole(parameter.detach()).reshape(-1)
-        places = torch.linspace(0, flat.numel() - 1, FINGERPRINT_SAMPLES, dtype=torch.float64).long()
-        sample = flat[places.to(flat.device)].to(torch.bfloat16).cpu()
-        digest.update(f"{name} {tuple(parameter.shape)} ".encode())
+    digest, tied = hashlib.sha256(), getattr(model, "all_tied_weights_keys", {})
+    kept = [(OF_PEFT.sub("", name), name, p) for name, p in model.named_parameters() if not ADDED.search(name)]
+    for base_name, name, parameter in sorted(kept, key=itemgetter(0)):
+        if parameter.is_meta and base_name in tied:  # offloaded copies of a tied weight are no longer one parameter
+            continue
+        if is_packed(parameter):
+            digest.update(f"{base_name} ".encode())
+            continue
+        owner, _, leaf = name.rpartition(".")
+        module = model.get_submodule(owner)
+        with materialized(model, module) if parameter.is_meta else nullcontext():
+            flat = whole(getattr(module, leaf).detach()).reshape(-1)
+            places = torch.linspace(0, flat.numel() - 1, FINGERPRINT_SAMPLES, dtype=torch.float64).long()
+            sample = flat[places.to(flat.device)].to(torch.bfloat16).cpu()
+        digest.update(f"{base_name} {tuple(parameter.shape)} ".encode())
         digest.update(sample.view(torch.int16).numpy().tobytes())
     return digest.hexdigest()
+
+
+@contextmanager
+def materialized(model: nn.Module, module: nn.Module) -> Iterator[None]:
+    """Within the block `module`, a part of `model`, has its data, also where accelerate offloads it.
+
+    Raises:
+        UserError: the data is nowhere, as in a model built on the meta device.
+    """
+    inside = set(module.modules())
+    offloaded = [m for m in model.modules() if has_offloaded_params(m) and (m in inside or module in set(m.modules()))]
+    with ExitStack() as stack:
+        for part in offloaded:
+            stack.enter_context(align_module_device(part))
+        if name := next((name for name, tensor in module.state_dict().items() if tensor.is_meta), None):
+            raise UserError(
+                f"{type(model).__name__} has no data for {name} of {type(module).__name__} (meta device); load its "
+                "weights first"
+            )
+        yield
 
 
 def arithmetic_of(config: PreTrainedConfig) -> dict[str, Any]:
@@ -155,14 +207,18 @@ def without_names(values: dict[str, Any]) -> dict[str, Any]:
 
 
 def revision_of_weights(path: str) -> str:
-    """Twelve hex digits of a folder's configuration and weights; of a large file, of a page of every mebibyte."""
-    folder = Path(path).expanduser()
-    return _revision_of(sorted([folder / "config.json", *folder.glob("*.safetensors"), *folder.glob("*.bin")]))
+    """Twelve hex digits of a model's configuration and weights; of a large file, of a page of every mebibyte.
+
+    Raises:
+        UserError: `path` is no local model, see `find_local_model`.
+    """
+    return _revision_of(find_local_model(path).hashed_files)
 
 
 def revision_of_tokenizer(path: str) -> str | None:
-    """Twelve hex digits of those files of a folder that decide how text becomes tokens; None where there are none."""
-    files = [Path(path).expanduser() / name for name in (*TOKENIZER, *BESIDE_TOKENIZER)]
+    """Twelve hex digits of the files that decide how text becomes tokens; None without such files, as of a GGUF."""
+    local = find_local_model(path)
+    files = [] if local.gguf else [local.folder / name for name in (*TOKENIZER, *BESIDE_TOKENIZER)]
     there = [file for file in files if file.is_file()]
     return _revision_of(there) if there else None
 
@@ -211,37 +267,70 @@ def whole(tensor: Tensor) -> Tensor:
 
 def _locate(cfg: ModelConfig, assets: str, cache: Path) -> Place | None:
     if cfg.path:
-        if not (Path(cfg.path).expanduser() / "config.json").is_file():
-            raise UserError(
-                f"model.path={cfg.path}: no such folder, or it has no config.json; "
-                "give the folder that save_pretrained wrote."
-            )
-        local = Provenance(cfg.path, cfg.path, "local", revision_of_weights(cfg.path))
-        return Place(str(Path(cfg.path).expanduser()), {}, local)
-    if not cfg.hub_id:
-        return None
-    commit = _cached_revision(cfg.hub_id, cfg.revision)
-    origin = choose_source(assets, cfg.hub_id, lambda: commit is not None, is_shipped("model", cfg.hub_id))
+        found = find_local_model(cfg.path)
+        revision = revision_of_weights(cfg.path)
+        local = Provenance(cfg.path, cfg.path, "local", revision)
+        folder = converted_gguf(found.gguf, revision, cache) if found.gguf else found.folder
+        return Place(str(folder), {}, local, found.weights)
+    return _locate_hub(cfg.hub_id, cfg.revision, assets, cache) if cfg.hub_id else None
+
+
+def local_config(path: str) -> PreTrainedConfig:
+    """Read the configuration of a local model without its weights; UserError as of `find_local_model`."""
+    found = find_local_model(path)
+    if found.gguf:
+        return gguf_config(found.gguf)
+    config: PreTrainedConfig = _pretrained(AutoConfig, Place(str(found.folder), {}, Provenance(path, path, "local")))
+    return config
+
+
+def _locate_hub(hub_id: str, wanted: str | None, assets: str, cache: Path) -> Place:
+    """Find `hub_id`: owner/name, or owner/name:file of a GGUF repository."""
+    repo_id, _, variant = hub_id.partition(":")
+    commit = None if variant else _cached_revision(repo_id, wanted)
+    snapshot = None if commit else _cached_ggufs(repo_id, wanted, variant)
+    origin = choose_source(assets, hub_id, lambda: bool(commit or snapshot), is_shipped("model", hub_id))
     if origin == "embedded":
         provenance = Provenance(
-            cfg.hub_id,
+            hub_id,
             embedded.NAME,
             "embedded",
             embedded.REVISION,
             licence=embedded.LICENCE,
-            substitution=why_embedded(assets, embedded.NAME, cfg.hub_id),
+            substitution=why_embedded(assets, embedded.NAME, hub_id),
         )
         return Place(str(embedded.embedded_folder(cache)), {}, provenance)
-    if origin == "hub_cache":
-        revision, licence = commit, None
-    else:
+    licence, names = None, []
+    if origin == "hub":
         try:
-            info = model_info(cfg.hub_id, revision=cfg.revision)
+            info = model_info(repo_id, revision=wanted)
         except (OSError, ValueError) as error:
-            raise missing(cfg.hub_id, error) from error
-        revision, licence = info.sha, getattr(info.card_data, "license", None)
-    options = {"revision": revision, "local_files_only": origin == "hub_cache"}
-    return Place(cfg.hub_id, options, Provenance(cfg.hub_id, cfg.hub_id, origin, revision, licence=licence))
+            raise missing(hub_id, error) from error
+        commit, licence = info.sha, getattr(info.card_data, "license", None)
+        names = [file.rfilename for file in info.siblings or []]
+    elif snapshot:
+        commit, names = snapshot.name, [str(path.relative_to(snapshot)) for path in snapshot.rglob("*.gguf")]
+    provenance = Provenance(hub_id, hub_id, origin, commit, licence=licence)
+    options: dict[str, Any] = {"revision": commit, "local_files_only": origin == "hub_cache"}
+    if not variant and ("config.json" in names or not any(name.endswith(".gguf") for name in names)):
+        return Place(repo_id, options, provenance)
+    name = choose_gguf(names, repo_id, variant)
+    try:
+        file = Path(str(hf_hub_download(repo_id, name, **options)))
+    except (OSError, ValueError) as error:
+        raise missing(hub_id, error) from error
+    folder = converted_gguf(file, _revision_of([file]), cache)
+    return Place(str(folder), {}, replace(provenance, used=f"{repo_id}/{name}"))
+
+
+def _cached_ggufs(repo_id: str, revision: str | None, variant: str) -> Path | None:
+    """The snapshot in the hub's local cache that has the GGUF file that is meant, if there is one."""
+    try:
+        snapshot = Path(snapshot_download(repo_id, revision=revision, local_files_only=True))
+        choose_gguf((str(path.relative_to(snapshot)) for path in snapshot.rglob("*.gguf")), repo_id, variant)
+    except (OSError, ValueError, UserError):
+        return None
+    return snapshot
 
 
 def _cached_revision(hub_id: str, revision: str | None) -> str | None:
@@ -265,19 +354,20 @@ def _cached_revision(hub_id: str, revision: str | None) -> str | None:
 
 
 def _pretrained(auto: Any, place: Place, **options: Any) -> Any:
+    """Call `auto.from_pretrained`, never with code of the model's own, and explain what goes wrong."""
+    requested = place.provenance.requested
     try:
-        return auto.from_pretrained(place.folder, **place.options, **options)
+        return auto.from_pretrained(place.folder, trust_remote_code=False, **place.options, **options)
     except torch.OutOfMemoryError:
         raise
     except Exception as error:  # of a damaged file every reader says something else
         if "Unrecognized configuration class" in str(error):
             raise UserError(
-                f"{place.provenance.requested} is a {options['config'].model_type} and does not predict the next "
+                f"{requested} is a {options['config'].model_type} and does not predict the next "
                 "token; give a causal language model with model.hub_id or model.path"
             ) from error
-        if place.provenance.source != "local":
-            raise missing(f"the {PARTS[auto]} of {place.provenance.requested}", error) from error
-        raise unreadable(place.folder, PARTS[auto], error) from error
+        folder = place.folder if place.provenance.source == "local" else None
+        raise explain_load_error(requested, PARTS[auto], error, folder) from error
 
 
 def _with_dropout_of(config: PreTrainedConfig, cfg: ModelConfig) -> PreTrainedConfig:

@@ -19,6 +19,7 @@ from focus_exp.config import LoraConfig
 from focus_exp.errors import UserError
 from focus_exp.models.attach import layer_shape
 from focus_exp.models.attached import is_trainable
+from focus_exp.models.load import whole
 from focus_exp.models.modules import attention_modules
 from focus_exp.storage import aside
 
@@ -113,14 +114,14 @@ def describe_lora(model: PreTrainedModel) -> dict[str, Any]:
 def save_lora(model: PreTrainedModel, folder: str | Path, write: bool = True) -> Path:
     """Write the adapter into `folder` in PEFT's own format, which `PeftModel.from_pretrained` reads.
 
-    An error leaves an older adapter in `folder` as it was.
+    An error leaves an older adapter in `folder` as it was. Of a sharded one all processes call this.
     """
     folder = Path(folder)
-    if not write:
-        return folder
     # told not to look for embeddings, PEFT need not ask the hub what the base model's were
     state = get_peft_model_state_dict(model, adapter_name=ADAPTER, save_embedding_layers=False)
-    tensors = {PREFIX + name: tensor.detach().cpu().contiguous() for name, tensor in state.items()}
+    tensors = {PREFIX + name: whole(tensor.detach()).cpu().contiguous() for name, tensor in state.items()}
+    if not write:
+        return folder
     description = cast(PeftLoraConfig, model.peft_config[ADAPTER]).to_dict()
     with aside(folder / FILES[0]) as weights, aside(folder / FILES[1]) as text:
         save_file(tensors, weights, metadata={"format": "pt"})

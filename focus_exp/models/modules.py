@@ -7,13 +7,15 @@ from collections.abc import Callable
 from functools import cache
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from focus_exp.attention.method import AttentionMethod
 from focus_exp.errors import UserError
 
 INTERFACE = "ALL_ATTENTION_FUNCTIONS"
+# what wrappers call the one module in them: torch.compile, FSDP, activation checkpointing, DistributedDataParallel
+INNER = ("_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module", "module")
 
 
 def attention_modules(model: nn.Module) -> dict[int, nn.Module]:
@@ -61,10 +63,38 @@ def uses_interface(forward: Callable[..., Any]) -> bool:
 
 
 def method_of(module: nn.Module) -> AttentionMethod:
-    """The method that is attached to an attention layer."""
-    method = module.focus
-    assert isinstance(method, AttentionMethod)
+    """Return the method attached to an attention layer, below any wrapper."""
+    assert isinstance(module.focus, nn.Module)
+    method = unwrap(module.focus)
+    if not isinstance(method, AttentionMethod):
+        raise UserError(
+            f"the attached method is wrapped by {type(method).__name__}, through which it cannot be reached; take the "
+            "wrapper off"
+        )
     return method
+
+
+def unwrap(module: nn.Module) -> nn.Module:
+    """Return the module that a wrapper calls: PEFT's modules_to_save (its active copy), compile, DDP, checkpointing."""
+    while True:
+        children: dict[str, nn.Module] = dict(module.named_children())
+        if children.keys() == {"original_module", "modules_to_save"}:
+            active: Any = [] if module.disable_adapters else module.active_adapters
+            copies: Any = children["modules_to_save"]
+            module = next((copies[name] for name in active if name in copies), children["original_module"])
+        elif len(children) == 1 and (inner := next((children[name] for name in INNER if name in children), None)):
+            module = inner
+        else:
+            return module
+
+
+def unwrapped_state_dict(module: nn.Module) -> dict[str, Tensor]:
+    """Return the state dict that `module` would have without any wrapper in it."""
+    module = unwrap(module)
+    state = {name: tensor for name, tensor in module.state_dict().items() if "." not in name}
+    for name, child in module.named_children():
+        state |= {f"{name}.{key}": tensor for key, tensor in unwrapped_state_dict(child).items()}
+    return state
 
 
 def attached_methods(model: nn.Module) -> dict[int, AttentionMethod]:

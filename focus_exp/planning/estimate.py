@@ -6,18 +6,18 @@ import copy
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
-from pathlib import Path
 
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from focus_exp.config import Config, phases_of
-from focus_exp.errors import UserError, first_line
+from focus_exp.errors import UserError
 from focus_exp.models.attach import layer_shape
 from focus_exp.models.attached import is_trainable
+from focus_exp.models.load import local_config
 from focus_exp.models.lora import Linear
 from focus_exp.models.modules import attention_modules
 from focus_exp.models.random import architecture_config
@@ -141,10 +141,7 @@ def configured(config: Config) -> PreTrainedConfig:
     if model.architecture:
         architecture = architecture_config(model)
     elif model.path:
-        try:
-            architecture = AutoConfig.from_pretrained(Path(model.path).expanduser(), local_files_only=True)
-        except (OSError, ValueError) as error:
-            raise UserError(f"model.path={model.path} has no config.json to plan with: {first_line(error)}") from error
+        architecture = local_config(model.path)
     else:
         raise UserError(
             f"model {model.name}: job=plan downloads nothing and does not know its architecture; give the folder of "

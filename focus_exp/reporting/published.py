@@ -1,5 +1,6 @@
 """The records that are committed: copied from finished runs, checked against their numbers, written anew from them."""
 
+import math
 import re
 import shutil
 from collections.abc import Iterator
@@ -23,6 +24,8 @@ OF_ARMS = (LOSSES,)
 FILES = ("table.md", "*.csv", "figures/*.svg", "continuations.md", "passage.html")
 CURVES = ("figures/loss_curve.svg", "figures/training.svg")
 LARGEST = 3 * 2**19  # bytes of an adapter; larger ones are made again by their command
+# a float by itself, not a part of a hash, a version or a word
+FLOAT = re.compile(r"(?<![\w.])([-+]?\d+(?:\.\d+(?:e[+-]\d+)?|e[+-]\d+))(?![\w.]*\w)")
 DRAWN = ("phase", "step", "loss", "val_loss", "tokens_per_second")  # of a run's metrics, by its curves
 
 
@@ -104,7 +107,7 @@ def bytes_in(folder: Path) -> int:
 
 def _experiment_and_seed(place: Path) -> tuple[str, str]:
     """Of a run's folder."""
-    return place.parts[0], place.name.partition("-")[0]
+    return place.parts[0], place.name.replace("=", "").partition("-")[0]
 
 
 def _home(place: Path, record: Record, records: Path) -> Path:
@@ -141,7 +144,7 @@ def stale(top: Path, scale: str = "") -> list[str]:
     if (published := top / NAME).is_dir():
         expected = report_files(sections(gather(top, scale), top, published), published)
         said += [f"{published / name} does not follow from the records" for name in _differing(published, expected)]
-    if (page := readme_of(top)) and page.read_text(encoding="utf-8") != readme(top):
+    if (page := readme_of(top)) and not agree(page.read_text(encoding="utf-8"), readme(top)):
         said.append(f"{page} does not follow from the records; make readme")
     return said
 
@@ -149,8 +152,25 @@ def stale(top: Path, scale: str = "") -> list[str]:
 def _differing(folder: Path, expected: dict[str, str]) -> list[str]:
     files = {name: folder / name for name in expected}
     return [
-        name for name, file in files.items() if not file.exists() or file.read_text(encoding="utf-8") != expected[name]
+        name
+        for name, file in files.items()
+        if not file.exists() or not agree(file.read_text(encoding="utf-8"), expected[name])
     ]
+
+
+def agree(text: str, other: str) -> bool:
+    """Compare two texts, their floats with a relative tolerance of 1e-9 (1e-12 absolute).
+
+    The last digits of a float differ between processors: libm and BLAS round differently.
+    """
+    if text == other:
+        return True
+    # re.split with one capturing group: text and floats alternate
+    parts, others = FLOAT.split(text), FLOAT.split(other)
+    if len(parts) != len(others) or parts[::2] != others[::2]:
+        return False
+    pairs = zip(parts[1::2], others[1::2], strict=True)
+    return all(a == b or math.isclose(float(a), float(b), rel_tol=1e-9, abs_tol=1e-12) for a, b in pairs)
 
 
 def renew(top: Path) -> None:

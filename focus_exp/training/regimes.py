@@ -16,6 +16,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
+from focus_exp.attention.options import MAX_SEED
 from focus_exp.config import Config, PhaseConfig, phases_of
 from focus_exp.data import Blocks, ResumableLoader
 from focus_exp.models.attached import routers_of
@@ -113,7 +114,7 @@ def train_phase(
     """Train one phase, which `before` steps of other phases precede."""
     settings = config.trainer
     quiet_lightning()
-    pl.seed_everything(seed + 1_000_003 * rank(), verbose=False)
+    pl.seed_everything((seed + 1_000_003 * rank()) % (MAX_SEED + 1), verbose=False)
     task = LanguageModelTask(model, phase, name)
     loader = ResumableLoader(
         blocks,

@@ -9,14 +9,14 @@ from torch import Tensor
 
 from focus_exp.attention.baselines.blocks import BLOCK, grouped, refuse_sink_logits
 from focus_exp.attention.method import AttentionMethod, LayerShape
-from focus_exp.attention.options import Options, option
+from focus_exp.attention.options import MAX_SEED, Options, option
 from focus_exp.attention.selection import PairCounts, Selection, Sequence, count_pairs, permitted_or_self, row_blocks
 
 
 @dataclass
 class PerformerOptions(Options):
-    features: int = option(256, "random features of the softmax", least=1)
-    seed: int = option(0, "of their directions")
+    features: int = option(256, least=1)
+    seed: int = option(0, least=0, most=MAX_SEED)
 
 
 class Performer(AttentionMethod, name="performer", options=PerformerOptions):

@@ -8,15 +8,15 @@ import torch
 from torch import Tensor
 
 from focus_exp.attention.method import AttentionMethod, LayerShape
-from focus_exp.attention.options import GroupOptions, option
+from focus_exp.attention.options import MAX_SEED, GroupOptions, option
 from focus_exp.attention.selection import Selection, Sequence, select
 
 
 @dataclass
 class RandomGroupsOptions(GroupOptions):
-    seed: int = option(0, "of the draw")
-    shares: list[float] | None = option(None, "expected sizes of the groups; None: equal ones")
-    heads: str = option("layer", "what has groups of its own: a layer, or a key/value head", choices=("layer", "kv"))
+    seed: int = option(0, least=0, most=MAX_SEED)
+    shares: list[float] | None = option(None)
+    heads: str = option("layer", choices=("layer", "kv"))
 
 
 class RandomGroups(AttentionMethod, name="random_groups", options=RandomGroupsOptions):

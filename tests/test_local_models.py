@@ -1,0 +1,360 @@
+"""Models from where people have them: folders, single files, GGUF, revisions; a refusal names what was found."""
+
+import json
+import shutil
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from conftest import build
+from gguf_files import plain_qwen2, write_gguf
+from hydra import compose, initialize_config_dir
+from running import only_run, record_of, router_steps, run, tiny, without_attention
+from safetensors.torch import load_file, save_file
+from transformers import BertConfig, BertForMaskedLM, BertModel, LlamaConfig, LlamaForSequenceClassification
+
+from focus_exp import assets
+from focus_exp.__main__ import conf_dir
+from focus_exp.checks import parse
+from focus_exp.config import ModelConfig, register_schemas
+from focus_exp.errors import UserError
+from focus_exp.models import gguf as gguf_module
+from focus_exp.models import load as load_module
+from focus_exp.models.files import find_local_model
+from focus_exp.models.gguf import choose_gguf
+from focus_exp.models.load import load_model, local_config, revision_of_tokenizer, revision_of_weights
+from focus_exp.models.random import byte_tokenizer
+
+TOKENS = torch.arange(40)[None]
+
+
+def load(path, cache, **options):
+    cfg = ModelConfig(name="mine", path=str(path), **options)
+    return load_model(cfg, assets="auto", cache=cache, seed=0, dtype=torch.float32)
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """A folder that save_pretrained wrote."""
+    place = tmp_path / "model"
+    build("tiny_llama").save_pretrained(place)
+    byte_tokenizer().save_pretrained(place)
+    return place
+
+
+def change_config(place: Path, **values):
+    path = place / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | values))
+
+
+# GGUF
+
+
+def test_load_model_gguf_equals_its_source(tmp_path):
+    model = plain_qwen2()
+    loaded = load(write_gguf(model, tmp_path / "mine.gguf"), tmp_path / "cache")
+    assert torch.equal(loaded.model(TOKENS).logits, model(TOKENS).logits)
+    assert loaded.tokenizer("the cat")["input_ids"][0] == 257 and loaded.tokenizer.eos_token_id == 256
+    assert loaded.provenance.source == "local" and len(loaded.provenance.revision) == 12
+
+
+def test_load_model_gguf_quantized_is_dequantized(tmp_path):
+    model = plain_qwen2()
+    loaded = load(write_gguf(model, tmp_path / "mine.gguf", "Q8_0"), tmp_path / "cache").model
+    assert {p.dtype for p in loaded.parameters()} == {torch.float32}
+    for ours, theirs in zip(loaded.parameters(), model.parameters(), strict=True):
+        assert torch.allclose(ours, theirs, atol=5e-3 * theirs.abs().max().item())
+
+
+def test_load_model_gguf_is_converted_once_and_again_when_changed(tmp_path, monkeypatch):
+    calls, convert = [], gguf_module.convert_gguf
+    monkeypatch.setattr(gguf_module, "convert_gguf", lambda *args: (calls.append(args), convert(*args)))
+    file = write_gguf(plain_qwen2(), tmp_path / "mine.gguf")
+    for count in (1, 1):
+        load(file, tmp_path / "cache")
+        assert len(calls) == count
+    write_gguf(plain_qwen2(), file, "Q8_0")
+    load(file, tmp_path / "cache")
+    assert len(calls) == 2 and len(list((tmp_path / "cache" / "models").iterdir())) == 2
+
+
+def test_load_model_gguf_conversion_is_logged_with_its_digest(tmp_path, caplog):
+    caplog.set_level("INFO", "focus_exp")
+    file = write_gguf(plain_qwen2(), tmp_path / "mine.gguf")
+    load(file, tmp_path / "cache")
+    assert revision_of_weights(str(file)) in caplog.text and "converted in" in caplog.text
+
+
+def test_run_gguf_is_trained_and_recorded(tmp_path):
+    file = write_gguf(plain_qwen2(), tmp_path / "mine.gguf", "Q8_0")
+    command = [*tiny(tmp_path), f"model.path={file}", router_steps(2)]
+    result = run(*command)
+    assert result.code == 0, result.err
+    record = record_of(tmp_path)
+    assert record.model["revision"] == revision_of_weights(str(file)) and record.model["used"] == str(file)
+    assert run(*command).code == 0  # finished, of the same file
+
+
+@pytest.mark.parametrize("keep", [3, 40, 0.5, 0.95])
+def test_load_model_gguf_truncated_is_refused(tmp_path, keep):
+    file = write_gguf(plain_qwen2(), tmp_path / "mine.gguf")
+    content = file.read_bytes()
+    file.write_bytes(content[: keep if isinstance(keep, int) else int(keep * len(content))])
+    with pytest.raises(UserError, match=r"mine\.gguf"):
+        load(file, tmp_path / "cache")
+    assert not list((tmp_path / "cache" / "models").glob("mine*"))
+
+
+def test_load_model_gguf_of_another_architecture_is_refused_by_name(tmp_path):
+    file = write_gguf(plain_qwen2(), tmp_path / "mine.gguf", arch="rwkv7")
+    with pytest.raises(UserError, match="rwkv7"):
+        load(file, tmp_path / "cache")
+
+
+def test_find_local_model_part_of_a_split_gguf_is_refused(tmp_path):
+    (tmp_path / "mine-00001-of-00002.gguf").touch()
+    with pytest.raises(UserError, match="llama-gguf-split --merge"):
+        find_local_model(str(tmp_path / "mine-00001-of-00002.gguf"))
+
+
+def test_local_config_gguf_has_the_shapes(tmp_path):
+    config = local_config(str(write_gguf(plain_qwen2(), tmp_path / "mine.gguf")))
+    assert (config.model_type, config.hidden_size, config.num_hidden_layers) == ("qwen2", 64, 2)
+
+
+# .safetensors
+
+
+def test_load_model_safetensors_file_is_its_folder(folder, tmp_path):
+    loaded = load(folder / "model.safetensors", tmp_path / "cache")
+    assert torch.equal(loaded.model(TOKENS).logits, load(folder, tmp_path / "cache").model(TOKENS).logits)
+    assert loaded.provenance.revision == load(folder, tmp_path / "cache").provenance.revision
+    assert revision_of_tokenizer(str(folder / "model.safetensors")) == revision_of_tokenizer(str(folder))
+
+
+def test_load_model_safetensors_named_file_is_the_one_that_is_read(folder, tmp_path):
+    tensors = load_file(folder / "model.safetensors")
+    tensors["lm_head.weight"] = tensors["lm_head.weight"] * 2
+    save_file(tensors, folder / "step_9.safetensors", metadata={"format": "pt"})
+    loaded, usual = load(folder / "step_9.safetensors", tmp_path), load(folder, tmp_path)
+    assert torch.equal(loaded.model.lm_head.weight, 2 * usual.model.lm_head.weight)
+    assert loaded.provenance.revision != usual.provenance.revision
+    assert "transformers_weights" not in loaded.model.config.to_dict()
+
+
+def test_load_model_safetensors_shard_is_its_folder(tmp_path):
+    build("tiny_llama").save_pretrained(tmp_path / "model", max_shard_size="50KB")
+    byte_tokenizer().save_pretrained(tmp_path / "model")
+    shard = sorted((tmp_path / "model").glob("*-of-*.safetensors"))[0]
+    assert load(shard, tmp_path).model.num_parameters() == build("tiny_llama").num_parameters()
+
+
+# refusals: what is there -> words that the one sentence must hold
+
+
+def without_config(place):
+    (place / "config.json").unlink()
+
+
+def only_gguf(place):
+    for path in place.iterdir():
+        path.unlink()
+    (place / "mine.gguf").touch()
+
+
+def nested(place):
+    inner = shutil.move(place, place.with_name("inner"))
+    place.mkdir()
+    shutil.move(inner, place / "inner")
+
+
+def peft_adapter(place):
+    without_config(place)
+    (place / "adapter_config.json").write_text("{}")
+
+
+def focus_adapter(place):
+    without_config(place)
+    (place / assets.ADAPTER_FILES[1]).write_text("{}")
+
+
+PLACES = {
+    "a folder without config.json": (without_config, "", ["has no config.json", "model.safetensors"]),
+    "a folder with a GGUF file": (only_gguf, "", ["model.path=", "mine.gguf"]),
+    "a folder above the model's": (nested, "", ["model.path=", "/model/inner"]),
+    "a PEFT adapter": (peft_adapter, "", ["PEFT adapter", "merge_and_unload()"]),
+    "a Focus adapter": (focus_adapter, "", ["Focus adapter", "adapter="]),
+    "a .safetensors file without config": (without_config, "/model.safetensors", ["has no config.json", "next to it"]),
+    "a file of another format": (lambda place: (place / "x.bin").touch(), "/x.bin", [".bin", ".safetensors", ".gguf"]),
+    "nothing": (shutil.rmtree, "", ["no such file or folder", ".gguf"]),
+    "no GGUF file": (lambda place: (place / "x.gguf").write_bytes(b"PK\3\4" * 9), "/x.gguf", ["is not a GGUF file"]),
+}
+
+
+@pytest.mark.parametrize("what", PLACES)
+def test_load_model_wrong_place_is_refused_with_what_to_type(folder, tmp_path, what):
+    change, file, words = PLACES[what]
+    change(folder)
+    with pytest.raises(UserError) as error:
+        load(f"{folder}{file}", tmp_path)
+    assert all(word in str(error.value) for word in words), str(error.value)
+
+
+def test_find_local_model_hub_name_as_path_is_told_of_hub_id():
+    with pytest.raises(UserError, match="model.hub_id=owner/absent"):
+        find_local_model("owner/absent")
+
+
+SMALL = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+
+
+def bert(place, kind=BertForMaskedLM):
+    kind(BertConfig(vocab_size=300, **SMALL)).save_pretrained(place)
+
+
+def custom_code(place):
+    change_config(place, model_type="mine", auto_map={"AutoConfig": "configuration.Mine"})
+    (place / "configuration.py").write_text("raise SystemExit('code of the model was run')")
+
+
+def custom_tokenizer(place):
+    path = place / "tokenizer_config.json"
+    values = json.loads(path.read_text()) | {"auto_map": {"AutoTokenizer": ["mine.Mine", None]}}
+    path.write_text(json.dumps(values | {"tokenizer_class": "Mine"}))
+
+
+def without_weights(place):
+    (place / "model.safetensors").unlink()
+
+
+FOLDERS = {
+    "a masked language model": (bert, ["BertForMaskedLM", "does not predict the next token"]),
+    "an encoder": (lambda place: bert(place, BertModel), ["BertModel", "without the head"]),
+    "a classifier": (
+        lambda place: LlamaForSequenceClassification(LlamaConfig(vocab_size=300, **SMALL)).save_pretrained(place),
+        ["LlamaForSequenceClassification", "does not predict the next token"],
+    ),
+    "custom code": (custom_code, ["config needs Python code of its own"]),
+    "a tokenizer with custom code": (custom_tokenizer, ["tokenizer needs Python code of its own"]),
+    "a missing GPTQ library": (
+        lambda place: change_config(place, quantization_config={"quant_method": "gptq", "bits": 4, "group_size": 128}),
+        ["needs a package that is not installed"],
+    ),
+    "an unknown architecture": (lambda place: change_config(place, model_type="future"), ["future", "transformers"]),
+    "no model_type": (lambda place: change_config(place, model_type=None), ["model_type"]),
+    "no weights": (without_weights, ["it has no weights"]),
+}
+
+
+@pytest.mark.parametrize("what", FOLDERS)
+def test_load_model_folder_is_refused_with_the_real_reason(folder, tmp_path, monkeypatch, what):
+    def prompt(*_):
+        raise AssertionError("asked at the terminal")
+
+    monkeypatch.setattr("builtins.input", prompt)
+    change, words = FOLDERS[what]
+    change(folder)
+    with pytest.raises(UserError) as error:
+        load(folder, tmp_path)
+    message = str(error.value)
+    assert all(word in message for word in words), message
+    assert "copy the folder again" not in message and "damaged" not in message and "\n" not in message
+
+
+# the hub
+
+
+def parsed(*overrides):
+    register_schemas()
+    with initialize_config_dir(conf_dir(), version_base="1.3"):
+        return parse(compose("config", list(overrides))).model
+
+
+def test_parse_hub_id_with_revision_is_split():
+    model = parsed("model.hub_id=owner/name@v1.0")
+    assert (model.hub_id, model.revision, model.name) == ("owner/name", "v1.0", "name")
+    shipped = parsed("model=gpt2_124m", "model.hub_id=openai-community/gpt2@main")
+    assert (shipped.name, shipped.revision) == ("gpt2_124m", "main")
+
+
+def test_parse_hub_id_of_a_gguf_repository_keeps_its_file():
+    assert parsed("model.hub_id=owner/name-GGUF:Q4_K_M@main").hub_id == "owner/name-GGUF:Q4_K_M"
+
+
+FILES = ["README.md", "mine-Q4_K_M.gguf", "mine-Q8_0.gguf", "big-00001-of-00002.gguf", "mmproj-mine-F16.gguf"]
+
+
+def test_choose_gguf_by_variant_name_or_only_file():
+    assert choose_gguf(FILES, "o/n", "q8_0") == "mine-Q8_0.gguf"
+    assert choose_gguf(FILES, "o/n", "mine-Q4_K_M.gguf") == "mine-Q4_K_M.gguf"
+    assert choose_gguf(["a/only.gguf"], "o/n", "") == "a/only.gguf"
+
+
+@pytest.mark.parametrize(
+    ("variant", "words"), [("", ["o/n:mine-Q4_K_M", "o/n:mine-Q8_0"]), ("Q2_K", ["o/n:mine-Q8_0"])]
+)
+def test_choose_gguf_unclear_is_refused_with_the_choices(variant, words):
+    with pytest.raises(UserError) as error:
+        choose_gguf(FILES, "o/n", variant)
+    assert all(word in str(error.value) for word in words)
+
+
+@pytest.fixture
+def gguf_hub(monkeypatch, tmp_path):
+    """A hub with one GGUF repository of two files; the downloads that were asked of it."""
+    asked = []
+
+    def download(repo_id, name, **options):
+        asked.append((repo_id, name, options["revision"], options["local_files_only"]))
+        return write_gguf(plain_qwen2(), tmp_path / name)
+
+    siblings = [SimpleNamespace(rfilename=name) for name in ("mine-Q4_K_M.gguf", "mine-Q8_0.gguf")]
+    info = SimpleNamespace(sha="c0ffee", siblings=siblings, card_data=None)
+    monkeypatch.setattr(assets, "hub_reachable", lambda: True)
+    monkeypatch.setattr(load_module, "model_info", lambda hub_id, revision=None: info)
+    monkeypatch.setattr(load_module, "hf_hub_download", download)
+    return asked
+
+
+def test_load_model_hub_gguf_downloads_the_named_file(gguf_hub, tmp_path):
+    cfg = ModelConfig(name="mine", hub_id="owner/name-GGUF:Q8_0")
+    loaded = load_model(cfg, assets="auto", cache=tmp_path / "cache", seed=0, dtype=torch.float32)
+    assert gguf_hub == [("owner/name-GGUF", "mine-Q8_0.gguf", "c0ffee", False)]
+    assert torch.equal(loaded.model(TOKENS).logits, plain_qwen2()(TOKENS).logits)
+    assert (loaded.provenance.used, loaded.provenance.revision) == ("owner/name-GGUF/mine-Q8_0.gguf", "c0ffee")
+
+
+def test_load_model_hub_gguf_without_a_file_name_is_refused_with_the_choices(gguf_hub, tmp_path):
+    cfg = ModelConfig(name="mine", hub_id="owner/name-GGUF")
+    with pytest.raises(UserError, match="owner/name-GGUF:mine-Q4_K_M"):
+        load_model(cfg, assets="auto", cache=tmp_path / "cache", seed=0, dtype=torch.float32)
+    assert gguf_hub == []
+
+
+def test_load_model_hub_gguf_is_found_in_the_hubs_cache(monkeypatch, tmp_path):
+    snapshot = tmp_path / "snapshots" / "c0ffee"
+    snapshot.mkdir(parents=True)
+    write_gguf(plain_qwen2(), snapshot / "mine.gguf")
+    monkeypatch.setattr(assets, "hub_reachable", lambda: False)
+    monkeypatch.setattr(load_module, "snapshot_download", lambda *_, **__: str(snapshot))
+    monkeypatch.setattr(load_module, "hf_hub_download", lambda repo_id, name, **_: str(snapshot / name))
+    cfg = ModelConfig(name="mine", hub_id="owner/name-GGUF")
+    loaded = load_model(cfg, assets="auto", cache=tmp_path / "cache", seed=0, dtype=torch.float32)
+    assert (loaded.provenance.source, loaded.provenance.revision) == ("hub_cache", "c0ffee")
+
+
+def test_evaluate_check_base_false_measures_the_adapter_on_another_base(tmp_path):
+    bases = []
+    for seed in (0, 1):
+        torch.manual_seed(seed)
+        bases.append(tmp_path / f"base-{seed}")
+        build("tiny_llama").save_pretrained(bases[-1])
+        byte_tokenizer().save_pretrained(bases[-1])
+    assert run(*tiny(tmp_path, "trained"), f"model.path={bases[0]}", router_steps(2)).code == 0
+    adapter = only_run(tmp_path / "trained") / "adapter"
+    options = ["job=evaluate", f"adapter={adapter}", "eval.max_windows=2", f"model.path={bases[1]}"]
+    refused = run(*without_attention(tiny(tmp_path, "refused")), *options)
+    assert refused.code == 2 and "check_base=false" in refused.err
+    assert run(*without_attention(tiny(tmp_path, "other")), *options, "check_base=false").code == 0
+    assert any("check_base" in warning for warning in record_of(tmp_path / "other").warnings)
