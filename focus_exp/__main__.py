@@ -27,7 +27,7 @@ from focus_exp.checks import parse
 from focus_exp.config import Config, register_schemas
 from focus_exp.errors import EXTRAS, STOP_SIGNALS, Interrupted, UserError, first_line, not_installed
 from focus_exp.explain import arranged, explain
-from focus_exp.help import asked, text
+from focus_exp.help import help_text, wants_help
 from focus_exp.launcher import check_launcher
 from focus_exp.overrides import quote_override
 from focus_exp.shipped import conf_dir
@@ -71,10 +71,6 @@ def fresh(composed: DictConfig) -> Config:
     if launcher and HydraConfig.get().mode is RunMode.RUN:
         raise UserError(f"{launcher} launches what -m asks for, be it one job; add -m")
     config = parse(composed)
-    if config.arm is not None and not config.arms:
-        raise UserError(
-            f"arm={config.arm} is one of a comparison's; add an +experiment= that has arms, or leave it out"
-        )
     return config
 
 
@@ -114,8 +110,8 @@ def answer() -> None:
     """Say what was asked, or run the job."""
     conf = Path(conf_dir())
     arguments = arranged(sys.argv[1:], conf)
-    if not arguments or asked(arguments):
-        print(text(arguments, conf), end="")
+    if not arguments or wants_help(arguments):
+        print(help_text(arguments, conf), end="")
         return
     multirun = bool({"-m", "--multirun"} & set(arguments))
     check_launcher()

@@ -77,10 +77,8 @@ def validate(config: Config) -> None:
     # before the hours of training, not after
     if any(not task.startswith(f"{PERPLEXITY}@") for task in measured) and find_spec("lm_eval") is None:
         raise UserError(f"eval.tasks: {not_installed('lm_eval')}")
-    if config.job == "compare" and not config.arms:
-        raise UserError("job=compare needs arms: a name and its settings each, as +experiment=compare has them")
-    if config.job == "compare" and config.arm is not None and config.arm not in config.arms:
-        raise UserError(f"arm={config.arm} is not one of {', '.join(config.arms)}")
+    if config.job == "compare" and not config.variants:
+        raise UserError("job=compare needs variants, such as those of +experiment=compare. Add variants=[...].")
     if config.adapter and config.job == "train":
         raise UserError(f"adapter={config.adapter} is for job=evaluate; add job=evaluate, or leave adapter out")
     if config.job == "analyze" and config.analyze.passage_tokens > config.eval.window:

@@ -33,26 +33,21 @@ JOBS = (
 @dataclass
 class ModelConfig:
     name: str = MISSING
-    hub_id: str | None = option(None, "owner/name, owner/name@revision, or owner/name:Q4_K_M of a GGUF repository")
+    hub_id: str | None = None
     revision: str | None = None
-    path: str | None = option(None, "a folder that save_pretrained wrote, a .safetensors file in one, or a .gguf file")
-    architecture: dict[str, Any] = option(
-        {},
-        "transformers config fields with model_type; without hub_id and path the weights are random, drawn from `seed`",
-    )
-    trained_by: list[str] = option(
-        [], "overrides of the run here whose trained weights these are; it is run first if it is not finished"
-    )
-    quantization: str = option("none", "of a frozen base, by bitsandbytes", choices=("none", "int8", "nf4"))
-    dtype: str | None = option(None, "of the weights as the hub stores them, which decides what a download takes")
-    paper: list[str] = option([], "overrides: the setting in which the paper trains it")
+    path: str | None = option(None)
+    architecture: dict[str, Any] = option({})
+    trained_by: list[str] = option([])
+    quantization: str = option("none", choices=("none", "int8", "nf4"))
+    dtype: str | None = option(None)
+    paper: list[str] = option([])
 
 
 @dataclass
 class PhaseConfig:
-    train: str = option("router", "what this phase trains", choices=("router", "lora", "all"))
-    aim: str = option("text", "predictions to learn: the text's, or the frozen base's own", choices=("text", "base"))
-    steps: int = option(MISSING, "0: routers are fitted to the base's attention, and not trained", least=0)
+    train: str = option("router", choices=("router", "lora", "all"))
+    aim: str = option("text", choices=("text", "base"))
+    steps: int = option(MISSING, least=0)
     learning_rate: float = option(MISSING, above=0)
     weight_decay: float = option(0.0, least=0)
     warmup_steps: int = option(5, least=0)
@@ -60,31 +55,29 @@ class PhaseConfig:
 
 @dataclass
 class LoraConfig:
-    rank: int | None = option(4, "null: the one whose parameters come closest in number to those of a router", least=1)
-    router_groups: int = option(FocusOptions.groups, "of that router", least=1)
-    alpha: int | None = option(None, "null: twice the rank", least=1)
+    rank: int | None = option(4, least=1)
+    router_groups: int = option(FocusOptions.groups, least=1)
+    alpha: int | None = option(None, least=1)
     dora: bool = False
-    target_modules: list[str] = option(
-        [], "linear layers by the ends of their names; empty: those usual for the model's family"
-    )
+    target_modules: list[str] = option([])
 
 
 @dataclass
 class TuneConfig:
     """Runs that only differ in the learning rate of the last phase, scored on validation text; the best one is used."""
 
-    factors: list[float] = option([], "of that learning rate, one try each; empty: it is used as it is", above=0)
-    windows: int = option(16, "of eval.window tokens that a try is scored on", least=1)
-    seed: int = option(0, "of the tries, which runs of other seeds share", least=0, most=MAX_SEED)
+    factors: list[float] = option([], above=0)
+    windows: int = option(16, least=1)
+    seed: int = option(0, least=0, most=MAX_SEED)
 
 
 @dataclass
 class RegimeConfig:
     name: str = MISSING
     from_scratch: bool = False
-    steps: int | None = option(None, "what the phases take that are not given their own", least=0)
+    steps: int | None = option(None, least=0)
     warmup_steps: int = option(5, least=0)
-    phases: dict[str, PhaseConfig] = option({}, "in the order in which they run")
+    phases: dict[str, PhaseConfig] = option({})
     tune: TuneConfig = field(default_factory=TuneConfig)
     # for phases that train it
     lora: LoraConfig = field(default_factory=LoraConfig)
@@ -102,12 +95,10 @@ class DataConfig:
     subset: str | None = None
     revision: str | None = None
     text_column: str = "text"
-    split_special_tokens: bool = option(
-        False, "a special token's string in the text, such as <|endoftext|>, is tokenised as any other text"
-    )
-    files: str | None = option(None, "a folder or a glob of UTF-8 text files, split by file; of .jsonl each line")
+    split_special_tokens: bool = False
+    files: str | None = option(None)
     block_size: int = option(1024, least=2)
-    max_train_tokens: int | None = option(None, "tokens kept of a split; null keeps all", least=1)
+    max_train_tokens: int | None = option(None, least=1)
     max_test_tokens: int | None = option(None, least=1)
     workers: int = option(0, least=0)
 
@@ -116,32 +107,22 @@ class DataConfig:
 class EvalConfig:
     name: str = MISSING
     split: str = option("test", choices=("validation", "test"))
-    window: int = option(1024, "tokens a prediction may look back on, at most", least=2)
-    stride: int | None = option(None, "null: disjoint windows", least=1)
-    max_windows: int | None = option(None, "spread over the split; null: all", least=1)
+    window: int = option(1024, least=2)
+    stride: int | None = option(None, least=1)
+    max_windows: int | None = option(None, least=1)
     batch_size: int = option(1, least=1)
     bootstrap_samples: int = option(1000, least=1)
     controls: bool = True
-    top_k: Numbers = option(
-        [], "groups that a query reaches, measured beside attention.top_k; empty: all of them", least=1
-    )
-    pair_rules: list[str] = option([], "rules measured beside attention.pair_rule", choices=PAIR_RULES)
-    adapters: list[str] = option(
-        [], "of other runs, or owner/name on the hub: measured on the same windows as a router, as rows beside it"
-    )
-    tasks: list[str] = option(
-        [],
-        "measured after these windows: tasks of lm-eval, of the long-range suite (passkey, or passkey@1024 "
-        "with passages of that many words), or perplexity@4096 in windows of that many tokens",
-    )
-    limit: int | None = option(None, "documents of a task, from its start", least=1)
-    suite_limit: int | None = option(None, "of the long-range suite's tasks; null: as limit", least=1)
-    num_fewshot: int | None = option(None, "null: each task's own", least=0)
+    top_k: Numbers = option([], least=1)
+    pair_rules: list[str] = option([], choices=PAIR_RULES)
+    adapters: list[str] = option([])
+    tasks: list[str] = option([])
+    limit: int | None = option(None, least=1)
+    suite_limit: int | None = option(None, least=1)
+    num_fewshot: int | None = option(None, least=0)
     request_batch_size: int = option(8, least=1)
-    suite_window: int | None = option(
-        None, "tokens that the long-range suite looks beyond; null: attention.window", least=1
-    )
-    allow_truncation: bool = option(False, "cut requests that the model is too short for")
+    suite_window: int | None = option(None, least=1)
+    allow_truncation: bool = option(False)
 
 
 @dataclass
@@ -153,21 +134,15 @@ class TrainerConfig:
     accumulate: int = option(1, least=1)
     gradient_clip: float = option(1.0, above=0)
     gradient_checkpointing: bool = False
-    checkpoint_every: int = option(25, "optimiser steps", least=1)
-    keep_checkpoints: bool = option(False, "when a run is finished; its adapter and its model stay in any case")
+    checkpoint_every: int = option(25, least=1)
+    keep_checkpoints: bool = option(False)
     log_every: int = option(1, least=1)
-    probe_every: int | None = option(
-        None, "steps between looks at a router's groups; null: a twentieth of a phase; 0: never", least=0
-    )
+    probe_every: int | None = option(None, least=0)
     progress: bool = True
-    strategy: str = option(
-        "auto",
-        "of processes: auto is one where devices and num_nodes are 1, else ddp; fsdp shards all but the router",
-        choices=("auto", "single", "ddp", "fsdp"),
-    )
-    devices: int = option(1, "of a node", least=1)
+    strategy: str = option("auto", choices=("auto", "single", "ddp", "fsdp"))
+    devices: int = option(1, least=1)
     num_nodes: int = option(1, least=1)
-    cpu_offload: bool = option(False, "with fsdp: parameters wait in main memory")
+    cpu_offload: bool = option(False)
 
 
 @dataclass
@@ -187,18 +162,14 @@ class Config:
     seed: int = option(0, least=0, most=MAX_SEED)
     overwrite: bool = False
     runs_dir: str = "runs"
-    cache_dir: str | None = option(None, "downloads and tokens; null: $FOCUS_EXP_CACHE or ~/.cache/focus_exp")
-    adapter: str | None = option(
-        None, "an adapter's folder, or owner/name[@revision] of one on the hub; measured, not trained"
-    )
-    check_base: bool = option(True, "false: adapters may be of other weights than this base's, e.g. a quantized copy")
-    arms: dict[str, list[str]] = option(
-        {}, "for job=compare: name -> the settings in which that run differs; the others are compared with the first"
-    )
-    arm: str | None = option(None, "the only one to run")
-    every_arm: list[str] = option([], "settings of all of them")
-    against: list[str] = option([], "arms that the others are compared with too, beside the first one")
-    sweep: str | None = option(None, "a sweep's folder, for job=sweep_status")
+    cache_dir: str | None = option(None)
+    adapter: str | None = option(None)
+    check_base: bool = True
+    variant: str | None = None
+    variants: list[str] = option([])
+    shared_variant: str | None = None
+    references: list[str] = option([])
+    sweep: str | None = option(None)
     model: ModelConfig = MISSING
     attention: AttentionConfig = MISSING
     regime: RegimeConfig = MISSING

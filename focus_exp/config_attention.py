@@ -24,10 +24,8 @@ class AttentionConfig(Options):
 
     name: str = MISSING
     method: str = MISSING
-    window: int = option(128, "w, tokens before a query; pairs beyond are distant, in every measurement", least=0)
-    backend: str = option(
-        "auto", "what computes hard groups: the masked path, or the sparse path on a kernel", choices=BACKENDS
-    )
+    window: int = option(128, least=0)
+    backend: str = option("auto", choices=BACKENDS)
 
 
 @dataclass

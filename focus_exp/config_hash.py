@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from contextlib import suppress
 from dataclasses import MISSING, fields, is_dataclass
 from pathlib import Path
@@ -13,7 +14,7 @@ from focus_exp.config import Config, to_dict
 
 # keys that change where or how a run is reported, but not what it computes
 NOT_HASHED = (
-    *("job", "arm", "overwrite", "runs_dir", "cache_dir", "logger", "adapter"),
+    *("job", "variant", "overwrite", "runs_dir", "cache_dir", "logger", "adapter"),
     *("report", "plan", "reproduce", "scale", "sweep"),
 )
 MODEL_NOT_HASHED = ("dtype", "paper")
@@ -33,6 +34,8 @@ def config_hash(config: Config) -> str:
     values = {key: value for key, value in chosen(config).items() if decides((key,))}
     for part in ("model", "trainer"):
         values[part] = {key: value for key, value in values[part].items() if decides((part, key))}
+    if trained_by := values["model"].get("trained_by"):  # as written before variants were files
+        values["model"]["trained_by"] = [re.sub(r"^\+variant=(?:.*/)?", "arm=", override) for override in trained_by]
     own_seed = getattr(config.attention, "seed", config.seed)
     values["attention"].pop("seed", None)
     if own_seed != config.seed:  # be it the schema's default or not

@@ -13,12 +13,14 @@ from omegaconf.errors import ConfigAttributeError, ConfigKeyError
 
 from focus_exp.attention.options import instead
 from focus_exp.checks import no_such_key
+from focus_exp.config import GROUPS, Config
+from focus_exp.config_attention import KNOWN
 from focus_exp.errors import UserError, first_line
 
 # lines of hydra's messages that help nobody, or mislead
 NOISE = ("To append to your config", "reference_type=", "object_type=", "Config search path", "provider=", "See https")
 COMPLETION = re.compile(r"(install|uninstall|query)=(bash|zsh|fish)")
-QUOTED = """'+arms.mine=["attention.groups=16"]'"""
+QUOTED = """'eval.adapters=["runs/a/adapter"]'"""
 # hydra's message -> what is wrong and what to type, filled in with its groups
 SENTENCES = {
     r"To append to your default list use \+(?P<group>\S+?)=(?P<name>\S+)": (
@@ -29,14 +31,7 @@ SENTENCES = {
     ),
     r"Multiple values for (?P<group>\w+)\.": "{group} is chosen twice: once is a run, and -m +{group}=a,b is a sweep",
     r"An item is already at '(?P<key>[^']+)'": "{key} is a key of every run: write it without the plus, {key}=...",
-    r"Could not override 'arms\.(?P<arm>[^']+)'": "there is no arm {arm}; one is added with a plus, in quotes: "
-    + QUOTED,
-    r"Could not override 'arms'\.[\s\S]*not in struct": "arms= takes no arms in place of others: one is added with a "
-    f"plus, in quotes: {QUOTED}, and ~arms leaves out those of the experiment",
-    r"Error merging override \+*(?P<key>arms\.\S+?)=[\s\S]*is not a ListConfig": (
-        "{key} is a list of settings, written in quotes: " + QUOTED
-    ),
-    r"Error merging override (?P<key>(?!arms\.)\S+?)=(?P<value>[^\n]*)\n[\s\S]*is not a ListConfig": (
+    r"Error merging override (?P<key>\S+?)=(?P<value>[^\n]*)\n[\s\S]*is not a ListConfig": (
         "{key} is a list: {key}=[{value}]"
     ),
     r"Cannot find primary config '(?P<name>[^']+)'": (
@@ -101,9 +96,15 @@ def instead_of(error: Exception) -> str:
     cause = error.__cause__ or error
     if isinstance(cause, ConfigAttributeError | ConfigKeyError) and is_dataclass(cause.object_type):
         return no_such_key(str(cause.full_key), cause.object_type)
+    if found := re.search(r"Key '\w+' not in '(\w+)'\s+full_key: (\S+)", message):  # of a file, not of the command line
+        schemas = {schema.__name__: schema for schema in (*GROUPS.values(), *KNOWN.values(), Config)}
+        if found[1] in schemas:
+            return no_such_key(found[2], schemas[found[1]])
     if found := re.search(r"Could not find '([^']+)'\s+Available options in '([^']+)':", message):
         group, name = found[2], found[1].removeprefix(f"{found[2]}/")
         choices = [choice for choice in message[found.end() :].split() if not choice.startswith("base_")]
         other = " (any causal model of the hub is model.hub_id=owner/name)" if group == "model" else ""
         return f"there is no {group}/{name}{instead(name, choices)}{other}"
+    if found := re.search(r"Could not find 'variant/([^']+)'", message):
+        return f"+variant must be <experiment>/<name> of a file below conf/variant (got {found[1]})"
     return message

@@ -68,7 +68,7 @@ def _split(values: str) -> list[str]:
 
 @cache
 def _text_keys() -> tuple[frozenset[str], frozenset[str]]:
-    """Find the keys whose value is a free text, and those of lists of texts (`arms.*`: of every key below)."""
+    """Find the keys whose value is a free text, and those of lists of texts (`tables.*`: of every key below)."""
     texts, lists = {"hydra.sweep.dir"}, set[str]()
 
     def walk(schema: Any, prefix: str) -> None:
@@ -87,4 +87,4 @@ def _text_keys() -> tuple[frozenset[str], frozenset[str]]:
     walk(Config, "")
     for schema in KNOWN.values():
         walk(schema, "attention.")
-    return frozenset(texts - {"experiment"}), frozenset(lists)  # +experiment= is a group's choice
+    return frozenset(texts - {"experiment", "variant"}), frozenset(lists)  # choices of groups

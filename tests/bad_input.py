@@ -48,7 +48,6 @@ BAD_INPUT = {
     "data=books": ["data.files=", "add data=files"],
     "eval.top_k=[9]": ["eval.top_k=[9]", "use 1 to attention.groups=2"],
     "eval.tasks=last_word@500": ["eval.tasks is a list", "eval.tasks=[last_word@500]"],
-    "arm=other": ["arm=other", "+experiment=", "leave it out"],
     "data.files=???": ["data.files has no value", "data.files=..."],
     "trainer.batch_size=1000": ["less than one step of 2 x 1000", "trainer.batch_size"],
     "seed=-1": ["seed=-1", "from 0 to 4294967295"],
@@ -57,5 +56,5 @@ BAD_INPUT = {
     "regime.tune.seed=4294967296": ["regime.tune.seed=4294967296"],
     "adapter=somewhere": ["adapter=somewhere", "job=evaluate"],
     "job=evaluate": ["job=evaluate needs adapter="],
-    "model.path=nowhere": ["model.path=nowhere", "config.json"],
+    "model.path=nowhere": ["model.path=nowhere", "no such file"],
 }

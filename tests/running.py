@@ -128,7 +128,7 @@ def tiny(folder: Path, runs: str = "runs") -> list[str]:
         *("analyze.tokens=96", "analyze.passage_tokens=24", "analyze.pairs=4"),
         *("attention.warm_start_blocks=1", "attention.warm_start_steps=3", "attention.calibration_blocks=1"),
         *("trainer.batch_size=2", "trainer.accumulate=2", "trainer.progress=false"),
-        *("trainer.accelerator=cpu", "trainer.precision=float32", "every_arm=[]"),
+        *("trainer.accelerator=cpu", "trainer.precision=float32", "shared_variant=null"),
     ]
 
 

@@ -39,7 +39,7 @@ def records(folder):
 def test_the_base_is_trained_first_and_once(tmp_path, as_arm):
     settings = base(tmp_path)
     if as_arm:
-        settings += ["job=compare", "+arms.full=[]", '+arms.other=["attention.window=4"]', "arm=full"]
+        settings += ["job=compare", "variants=[ablation/paper,ablation/K_4]", "+variant=ablation/paper"]
     first = measure(tmp_path, settings)
     assert first.code == 0, first.err
     found = records(tmp_path)
@@ -73,7 +73,7 @@ def test_a_run_of_another_base_of_that_name_is_not_taken_for_this_one(tmp_path):
 
 def test_no_rate_of_a_base_is_searched_for():
     register_schemas()
-    from_scratch = ["+experiment=from_scratch", "arm=full"]
+    from_scratch = ["+experiment=from_scratch", "+variant=from_scratch/full"]
     with initialize_config_dir(conf_dir(), version_base="1.3"):
         config = parse(compose("config", [*from_scratch, "scale=embedded"]))
         assert config.regime.tune.factors

@@ -88,7 +88,7 @@ def test_a_choice_that_does_not_exist_is_answered_with_those_that_do(tmp_path, k
 
 
 SHOWN = {
-    "--help": ["attention= ", "focus_paper", "+experiment=", "key=value"],
+    "--help": ["attention= ", "focus_paper", "+experiment=", "--cfg job"],
     "--cfg job": ["job: train", "groups: 4"],
 }
 

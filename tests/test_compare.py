@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from builders import write_variants
 from running import only_run, run, tiny, write_texts
 from scipy import stats
 
@@ -33,8 +34,7 @@ ARMS = {
 
 def settings(folder, **arms):
     chosen = arms or ARMS
-    written = [f"+arms.{name}=[{','.join(map(repr, values))}]" for name, values in chosen.items()]
-    return [*tiny(folder), "job=compare", *written]
+    return [*tiny(folder), "job=compare", *write_variants(folder / "conf", chosen)]
 
 
 def records(folder):
@@ -42,7 +42,7 @@ def records(folder):
     found = {}
     for path in (folder / "runs").rglob("record.json"):
         record = load_run(path.parent)
-        found[record.config["arm"]] = record
+        found[record.config["variant"]] = record
     return found
 
 
@@ -80,7 +80,7 @@ def test_arms_of_several_processors_are_said_to_be(tmp_path):
 
 
 def test_differences_from_the_first_arm_and_from_others_are_those_of_the_losses(tmp_path):
-    run(*settings(tmp_path), "against=[lora,gone]")
+    run(*settings(tmp_path), "references=[lora,gone]")
     comparison = records(tmp_path)[None]
     losses, published = {}, {}
     for arm in comparison.arms:
@@ -131,7 +131,7 @@ def test_arms_are_paired_with_the_first_of_their_own_text_and_model(tmp_path):
         "here": fixed, "there": [*fixed, f"data.files={other}"], "larger": [*fixed, "model=tiny_gpt2"],
         "there_too": [*random, f"data.files={other}"],
     }  # fmt: skip
-    assert run(*settings(tmp_path, **arms), "against=[there_too,larger]").code == 0
+    assert run(*settings(tmp_path, **arms), "references=[there_too,larger]").code == 0
     comparison = records(tmp_path)[None]
     for row in comparison.rows[2:]:
         assert row.delta_nll is not None and row.delta_vs_hard is None, row.arm
@@ -163,20 +163,20 @@ def test_a_failed_arm_stays_with_its_reason_and_is_run_again(tmp_path):
 def test_a_mistake_in_any_arm_is_found_before_the_first_one_runs(tmp_path):
     result = run(*settings(tmp_path, focus=[], wrong=["attention.groops=3"]))
     assert result.code == 2 and "groops" in result.err and "did you mean" in result.err
-    assert result.err.startswith("error: arm wrong: Focus has no option attention.groops")
+    assert result.err.startswith("error: variant wrong: Focus has no option attention.groops")
     sparse = run(*settings(tmp_path, focus=[], bad=["attention=sparq"]))
-    assert sparse.code == 2 and sparse.err.startswith("error: arm bad: regime=retrofit trains only a router")
+    assert sparse.code == 2 and sparse.err.startswith("error: variant bad: regime=retrofit trains only a router")
     unread = run(*settings(tmp_path, focus=[], nothing=["attention=nothing"]))
-    assert unread.code == 2 and unread.err.startswith("error: arm nothing: there is no attention/nothing")
+    assert unread.code == 2 and unread.err.startswith("error: variant nothing: there is no attention/nothing")
     same = run(*settings(tmp_path, focus=[], base=[]))
-    assert same.code == 2 and same.err.startswith("error: arm base: ") and "give the arm another" in same.err
+    assert same.code == 2 and same.err.startswith("error: variant base: ")
     assert not (tmp_path / "runs").exists()
     assert run(*tiny(tmp_path), "job=compare").code == 2
     base = run(*settings(tmp_path, focus=[], nothing=["attention=full", "regime=none"]))
-    assert base.code == 2 and "~arms.nothing" in base.err and not (tmp_path / "runs").exists()
-    assert base.err.startswith("error: arm nothing: it is the base") and base.err.count("arm nothing") == 1
-    unknown = run(*settings(tmp_path), "arm=lorra")
-    assert unknown.code == 2 and "focus, lora, window" in unknown.err
+    assert base.code == 2 and not (tmp_path / "runs").exists()
+    assert base.err.startswith("error: variant nothing: ") and base.err.count("variant nothing") == 1
+    unknown = run(*settings(tmp_path), "+variant=adhoc/lorra")
+    assert unknown.code == 2 and "+variant" in unknown.err and "adhoc/lorra" in unknown.err
 
 
 @pytest.mark.slow
@@ -184,7 +184,7 @@ def test_with_an_adapter_arms_measure_it_and_none_is_trained(tmp_path, scored):
     assert run(*tiny(tmp_path / "router"), "regime.steps=2", "regime.warmup_steps=1").code == 0
     adapter = only_run(tmp_path / "router") / "adapter"
     command = [*tiny(tmp_path), "job=compare", f"adapter={adapter}"]
-    command += [f"+arms.{name}=[{','.join(map(repr, settings))}]" for name, settings in MEASURED.items()]
+    command += write_variants(tmp_path / "conf", MEASURED)
     result = run(*command)
     assert result.code == 0, result.err
     found = records(tmp_path)
@@ -198,16 +198,16 @@ def test_with_an_adapter_arms_measure_it_and_none_is_trained(tmp_path, scored):
     assert [row.top_k for row in found[None].rows[1:]] == [1, 2]
     assert "finished already" in run(*command).out
 
-    wrong = run(*command, "+arms.window=['attention=window','regime=none']")
-    assert wrong.code == 2 and "~arms.window" in wrong.err and "holds focus" in wrong.err
-    assert wrong.err.startswith("error: arm window: it asks for attention=window")
+    another = write_variants(tmp_path / "conf", {**MEASURED, "window": ["attention=window", "regime=none"]})
+    wrong = run(*command, another[-1])
+    assert wrong.code == 2 and wrong.err.startswith("error: variant window: attention must be focus")
 
 
 def test_an_interrupted_comparison_goes_on_with_the_arm_it_was_at(tmp_path, monkeypatch):
     real = job.train
 
     def stopping(config):
-        if config.arm == "lora":
+        if config.variant == "lora":
             signal.raise_signal(signal.SIGTERM)
         real(config)
 
@@ -237,7 +237,7 @@ def scored(monkeypatch):
 
 @pytest.mark.slow
 def test_arms_of_a_sweep_are_those_of_the_comparison(tmp_path, scored):
-    swept = run("-m", *settings(tmp_path), "arm=focus,lora,window", "hydra/launcher=basic")
+    swept = run("-m", *settings(tmp_path), "+variant=adhoc/focus,adhoc/lora,adhoc/window", "hydra/launcher=basic")
     assert swept.code == 0, swept.err
     alone = records(tmp_path)
     assert set(alone) == set(ARMS) and scored.count("base, full attention") == 1
@@ -261,7 +261,7 @@ def test_the_base_is_measured_once_for_all_arms_that_share_it(tmp_path, scored):
 
 def test_an_arm_runs_alone_whatever_is_wrong_with_the_others(tmp_path):
     wrong = {"unknown": ["attention=nothing"], "impossible": ["attention.groups=0"]}
-    assert run(*settings(tmp_path, focus=ARMS["focus"], **wrong), "arm=focus").code == 0
+    assert run(*settings(tmp_path, focus=ARMS["focus"], **wrong), "+variant=adhoc/focus").code == 0
 
 
 def row(arm, kind="control", nll=3.0, **fields):

@@ -11,13 +11,16 @@ from running import fitting, run, tiny
 
 from focus_exp.checks import parse
 from focus_exp.config import GROUPS, phases_of, register_schemas
-from focus_exp.jobs.arms import compose_arm
+from focus_exp.jobs.variants import compose_variant, variant_name
 from focus_exp.records.comparison import load_run
 from focus_exp.training.regimes import tokens_per_step
 
 CONF = Path(__file__).parent.parent / "conf"
 EXPERIMENTS = sorted(path.stem for path in (CONF / "experiment").glob("*.yaml"))
-OPTIONS = sorted((group, path.stem) for group in GROUPS for path in (CONF / group).glob("*.yaml"))
+OPTIONS = sorted(
+    (group, path.stem) for group in GROUPS for path in (CONF / group).glob("*.yaml") if path.stem != "base"
+)
+VARIANT_FOLDERS = {path.name for path in (CONF / "variant").iterdir()}
 
 
 def has_arms(name):
@@ -25,8 +28,8 @@ def has_arms(name):
 
 
 def is_large(name):
-    arms = OmegaConf.to_container(OmegaConf.load(CONF / "experiment" / f"{name}.yaml")).get("arms", {})
-    return isinstance(arms, str) or len(arms) > 2  # a scale names those of some
+    variants = OmegaConf.to_container(OmegaConf.load(CONF / "experiment" / f"{name}.yaml")).get("variants", [])
+    return isinstance(variants, str) or len(variants) > 2  # a scale names those of some
 
 
 # `make test-all` runs them
@@ -41,7 +44,13 @@ def composed(*overrides):
 
 def test_every_group_has_files_and_every_file_a_group():
     assert {group for group, _ in OPTIONS} == set(GROUPS)
-    assert {path.parent.name for path in CONF.rglob("*.yaml")} <= {"conf", "experiment", "launcher", *GROUPS}
+    assert {path.parent.name for path in CONF.rglob("*.yaml")} <= {
+        "conf",
+        "experiment",
+        "launcher",
+        *VARIANT_FOLDERS,
+        *GROUPS,
+    }
 
 
 def choices():
@@ -82,22 +91,13 @@ def test_experiment_names_its_claim_its_command_and_its_time(name):
     assert composed(f"+experiment={name}").experiment == name
 
 
-def told_apart(arms):
-    """The arms that differ in more than a number, or in which model or text they name: those compose, see above."""
-    kinds = {}
-    for name, settings in arms.items():
-        kind = tuple(re.sub(r"^(model|data)=.*|(?<==)[\d.e-]+$", "#", setting) for setting in settings)
-        kinds.setdefault(kind, name)
-    return kinds.values()
-
-
 def compose_all(name, *overrides):
     """An experiment and its arms, as they would run."""
     register_schemas()
     with initialize_config_dir(str(CONF), version_base="1.3"):
         settings = [f"+experiment={name}", *overrides]
         config = parse(compose("config", settings))
-        return config, {arm: compose_arm(config, arm, settings) for arm in told_apart(config.arms)}
+        return config, {name: compose_variant(config, name, settings) for name in map(variant_name, config.variants)}
 
 
 # comparisons of what was trained differently; alignment's rates and budgets are those of the paper's rows, and
@@ -113,7 +113,7 @@ def slow_if_large(names):
 def test_experiment_and_its_arms_compose_at_the_scale_of_the_paper(name):
     config, arms = compose_all(name, "scale=paper")
     assert config.scale.name == "paper"
-    assert all(arm.scale.name == "paper" and not arm.arms for arm in arms.values())
+    assert all(arm.scale.name == "paper" and not arm.variants for arm in arms.values())
     if name in ALIKE:
         least, *_, most = read_by_arms(arms)
         assert least > 0.995 * most
@@ -141,8 +141,7 @@ def tokens_read(config):
 def command(folder, name, model="tiny_llama"):
     """The experiment in small; benchmarks have tests of their own."""
     plain = composed(f"+experiment={name}")
-    # arms that name a model or a text of theirs are this one
-    arms = [f"arms.{arm}={changed(settings)}" for arm, settings in plain.arms.items() if changed(settings) != settings]
+    variants = tiny_variants(folder, plain) if plain.variants else []
     small = [
         *tiny(folder),
         f"model={model}",
@@ -151,7 +150,7 @@ def command(folder, name, model="tiny_llama"):
         "eval.tasks=[]",
         "regime.tune.factors=[]",
     ]
-    return [f"+experiment={name}", *fitting(*small, f"attention={plain.attention.name}"), *arms]
+    return [f"+experiment={name}", *fitting(*small, f"attention={plain.attention.name}"), *variants]
 
 
 # of many arms on one of the families, the others on both
@@ -169,18 +168,29 @@ def test_experiment_runs_on_a_tiny_model(tmp_path, name, model):
     assert result.code == 0, result.err
     assert {path.relative_to(tmp_path / "runs").parts[0] for path in tmp_path.rglob("record.json")} == {name}
     records = [load_run(path.parent) for path in tmp_path.rglob("record.json")]
-    assert len(records) == 1 + len(plain.arms)
+    assert len(records) == 1 + len(plain.variants)
     for record in records:
         assert (record.status, record.experiment) == ("finished", name)
         rows = [*record.rows, *record.speed, *record.continuations]
         assert (rows or record.groups) and all(row.error is None for row in rows)
         assert all(arm.status == "finished" for arm in record.arms)
-    if not plain.arms:
+    if not plain.variants:
         assert records[0].steps == 2 * len(plain.regime.phases)
 
 
-def changed(settings):
-    return [setting for setting in settings if not setting.startswith(("model=", "data="))]
+def tiny_variants(folder, plain):
+    """Copies of an experiment's variants without a model or data of their own; returns arguments that choose them."""
+    for path in plain.variants:
+        source = CONF / "variant" / (path if "/" in path else f"{plain.experiment}/{path}")
+        overlay = OmegaConf.load(f"{source}.yaml")
+        overlay.defaults = [
+            item for item in overlay.get("defaults", []) if not {"override /model", "override /data"} & {*item}
+        ]
+        target = folder / "conf" / "variant" / "tiny" / f"{source.name}.yaml"
+        target.parent.mkdir(parents=True, exist_ok=True)
+        target.write_text("# @package _global_\n" + OmegaConf.to_yaml(overlay), encoding="utf-8")
+    names = ",".join(f"tiny/{variant_name(path)}" for path in plain.variants)
+    return ["--config-dir", str(folder / "conf"), f"variants=[{names}]"]
 
 
 def test_the_command_line_overrides_an_experiment_which_overrides_the_groups():

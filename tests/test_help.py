@@ -1,74 +1,91 @@
-"""--help: one screen, and a page for every choice with the keys that it takes."""
+"""--help, and the YAML files whose comments it prints."""
 
-import re
-from dataclasses import fields
+from dataclasses import fields, is_dataclass
 from pathlib import Path
 
 import pytest
+from omegaconf import OmegaConf
 from running import run
 
 from focus_exp.__main__ import conf_dir
-from focus_exp.config import JOBS, Config
+from focus_exp.config import GROUPS, JOBS, Config
 from focus_exp.config_attention import schema_of
 
 CONF = Path(conf_dir())
-CHOICES = sorted(
-    f"{path.parent.name}={path.stem}" for path in CONF.glob("*/*.yaml") if not path.stem.startswith("base_")
+
+
+def file_of_all_keys(group):
+    return next(path for name in ("base", "default") if (path := CONF / group / f"{name}.yaml").is_file())
+
+
+KEYS = [(group, file_of_all_keys(group), schema) for group, schema in GROUPS.items() if group != "attention"]
+KEYS += [
+    (f"attention={path.stem}", path, schema_of(OmegaConf.load(path)["method"]))
+    for path in sorted((CONF / "attention").glob("*.yaml"))
+]
+
+
+def commented_keys(path):
+    """Return the top-level keys of a YAML file that have a comment next to them or above them."""
+    keys, above = set(), False
+    for line in path.read_text(encoding="utf-8").splitlines():
+        key, colon, rest = line.partition(":")
+        if colon and key.isidentifier() and (above or " # " in rest):
+            keys.add(key)
+        above = line.startswith("#")
+    return keys
+
+
+@pytest.mark.parametrize(("group", "path", "schema"), KEYS, ids=[group for group, *_ in KEYS])
+def test_conf_every_key_stands_with_a_comment(group, path, schema):
+    assert commented_keys(path) - {"defaults"} == {item.name for item in fields(schema)}
+
+
+def test_conf_top_level_keys_stand_with_a_comment():
+    own = {item.name for item in fields(Config) if item.name not in GROUPS}
+    assert commented_keys(CONF / "config.yaml") - {"defaults", "hydra"} == own
+
+
+@pytest.mark.parametrize(
+    ("path", "schema"),
+    [(path, schema) for group, path, schema in KEYS if path.stem == "base"],
+    ids=[group for group, path, _ in KEYS if path.stem == "base"],
 )
+def test_conf_base_file_holds_the_schema_defaults(path, schema):
+    values = OmegaConf.load(path)
+    del values["defaults"]
+    for item in fields(schema):
+        if not OmegaConf.is_missing(values, item.name) and not is_dataclass(item.default_factory):
+            default = OmegaConf.structured(schema)[item.name]
+            assert values[item.name] == default
 
 
-def help_on(*choices):
-    result = run("--help", *choices)
-    assert result.code == 0, result.err
-    return result.out
+def test_help_screen_names_every_choice_in_one_screen():
+    result = run("--help")
+    assert result.code == 0
+    lines = result.out.splitlines()
+    assert len(lines) <= 42
+    assert max(map(len, lines)) <= 100
+    for group in ("experiment", "model", "attention", "regime", "data", "eval", "scale"):
+        for path in (CONF / group).glob("*.yaml"):
+            assert path.stem in result.out or path.stem == "base"
 
 
-def test_help_is_one_screen():
-    lines = help_on().splitlines()
-    assert len(lines) <= 40 and max(map(len, lines)) <= 100
-    named = set(re.findall(r"[\w]+", "\n".join(lines)))
-    assert {choice.partition("=")[2] for choice in CHOICES} <= named and not any("base_" in name for name in named)
+def test_help_of_a_choice_prints_its_file_and_every_key():
+    result = run("--help", "regime=lora")
+    assert result.code == 0
+    assert (CONF / "regime" / "lora.yaml").read_text(encoding="utf-8") in result.out
+    assert (CONF / "regime" / "base.yaml").read_text(encoding="utf-8") in result.out
 
 
-# of each group one, the others of it are slow
-FIRST = {choice.partition("=")[0]: choice for choice in reversed(CHOICES)}.values()
+@pytest.mark.parametrize("job", JOBS)
+def test_help_of_a_job_prints_what_it_does(job):
+    assert run("--help", f"job={job}").out.startswith(f"job={job}: ")
 
 
-@pytest.mark.parametrize("choice", [pytest.param(c, marks=() if c in FIRST else pytest.mark.slow) for c in CHOICES])
-def test_every_choice_has_a_page(choice):
-    page = help_on(choice)
-    head = (CONF / f"{choice.replace('=', '/')}.yaml").read_text().replace("# @package _global_\n", "")
-    assert choice in page and head.splitlines()[0].removeprefix("# ") in page
-
-
-@pytest.mark.parametrize("method", ["focus", "sparq", "full"])
-def test_the_keys_of_a_choice_are_those_that_it_takes(method):
-    named = set(re.findall(r"^  attention\.(\w+)=", help_on(f"attention={method}"), re.MULTILINE))
-    assert named == {item.name for item in fields(schema_of(method))} - {"name"}
-
-
-def test_a_key_stands_with_its_meaning_its_value_and_what_it_may_be():
-    page = " ".join(help_on("attention=sparq").split())
-    assert "attention.tokens_kept=32 k, tokens that a query attends to; null: the recent ones" in page
-    assert "regime.phases.lora.learning_rate=" in help_on("regime=lora")
-    assert {item.name for item in fields(Config) if item.name in ("seed", "arms")} <= set(
-        re.findall(r"^  (\w+)=", help_on("job=train"), re.MULTILINE)
-    )
-
-
-def test_every_job_says_what_it_does_and_where_its_keys_are():
-    for job in JOBS:
-        assert help_on(f"job={job}").startswith(f"job={job}: ")
-    assert "--help reproduce=embedded" in help_on("job=reproduce")
-
-
-def test_a_launcher_has_a_page_with_its_comments_in_their_places():
-    page = help_on("hydra/launcher=slurm").splitlines()
-    limit = next(number for number, line in enumerate(page) if line.startswith("  timeout_min:"))
-    assert page[limit - 1].startswith("  # ") and "It sets:" in page[:limit]
-
-
-@pytest.mark.parametrize(("choice", "instead"), [("attention=spark", "sparq"), ("job=evaluation", "evaluate")])
-def test_a_choice_that_there_is_not_is_one_error(choice, instead):
+@pytest.mark.parametrize(("choice", "nearest"), [("attention=spark", "sparq"), ("job=evaluation", "evaluate")])
+def test_help_of_an_unknown_choice_names_the_nearest(choice, nearest):
     result = run("--help", choice)
-    assert result.code == 2 and instead in result.err and not result.out
+    assert result.code == 2
+    assert nearest in result.err
+    assert not result.out

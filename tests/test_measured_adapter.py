@@ -4,6 +4,7 @@ import json
 import shutil
 
 import pytest
+from builders import write_variants
 from hydra import compose, initialize_config_dir
 from running import fitting, only_run, record_of, run, tiny, without_attention
 
@@ -91,16 +92,21 @@ def test_how_many_groups_a_query_reads_is_the_adapters_own_unless_asked(tmp_path
     assert read(place) == read(place, "attention=focus") == (2, "share")
     assert read(place, "attention.top_k=1") == (1, "share")
     assert read(place, "attention.top_k=1", "attention.pair_rule=query_topk") == (1, "query_topk")
-    assert read(retrofit, "+experiment=model_scale", "model=tiny_llama", "~arms") == (2, "share")  # which asks for it
+    assert read(retrofit, "+experiment=model_scale", "model=tiny_llama", "variants=[]") == (
+        2,
+        "share",
+    )  # which asks for it
     assert read(dual["free"])[0] == read(dual["free"], "attention=focus_dual")[0] == 2
     assert read(dual["free"], "attention=focus_dual", "attention.top_k=4")[0] == 4
 
 
 def test_every_arm_is_measured_under_the_adapters_settings(tmp_path, retrofit):
     compared = [*measured(tmp_path, retrofit), "job=compare"]
-    assert "attention.window=32: the adapter in" in refused(*compared, "+arms.wide=['attention.window=32']")
-    shared = "every_arm=['attention.window=32']"
-    assert "attention.window=32: the adapter in" in refused(*compared, "+arms.one=[]", shared)
+    conf = tmp_path / "conf"
+    wide = write_variants(conf, {"wide": ["attention.window=32"]})
+    assert "attention.window=32: the adapter in" in refused(*compared, *wide)
+    one = write_variants(conf, {"one": []})
+    assert "attention.window=32: the adapter in" in refused(*compared, *one, "shared_variant=adhoc/wide")
     assert not (tmp_path / "runs").exists()
 
 
@@ -127,9 +133,9 @@ def test_the_base_is_that_of_the_run_in_which_the_adapter_lies(tmp_path, retrofi
 
 def test_an_arm_that_chooses_a_model_keeps_it(tmp_path, retrofit):
     command = [part for part in measured(tmp_path, retrofit) if not part.startswith("model=")]
-    result = run(*command, "job=compare", "+arms.own=[]", "+arms.other=['model=tiny_gpt2']")
+    result = run(*command, "job=compare", *write_variants(tmp_path / "conf", {"own": [], "other": ["model=tiny_gpt2"]}))
     assert result.code == 0, result.err
-    arms = {record.config["arm"]: record for record in map(Record.load, (tmp_path / "runs").rglob("record.json"))}
+    arms = {record.config["variant"]: record for record in map(Record.load, (tmp_path / "runs").rglob("record.json"))}
     assert arms["own"].status == "finished" and arms["own"].setting("model", "name") == "tiny_llama"
     assert arms["other"].status == "failed" and "model.path=" in arms["other"].error
 

@@ -39,7 +39,7 @@ def test_quote_override_path_is_taken_literally(key, path):
 
 
 @pytest.mark.parametrize("path", [path for path in PATHS if "," not in path and path != " x"])
-@pytest.mark.parametrize("key", ["eval.adapters", "analyze.others", "+arms.mine"])
+@pytest.mark.parametrize("key", ["eval.adapters", "analyze.others", "+reproduce.tables.mine"])
 def test_quote_override_element_of_a_list_is_taken_literally(key, path):
     assert parsed(quote_override(f"{key}=[{path},runs/seed=0-x/adapter]")).value() == [path, "runs/seed=0-x/adapter"]
 
@@ -50,7 +50,7 @@ def test_quote_override_quoted_value_stays():
 
 
 def test_quote_override_brackets_in_a_setting_of_an_arm_are_one_element():
-    value = parsed(quote_override("+arms.mine=[attention.groups=16,eval.top_k=[1,2]]")).value()
+    value = parsed(quote_override("+reproduce.tables.mine=[attention.groups=16,eval.top_k=[1,2]]")).value()
     assert value == ["attention.groups=16", "eval.top_k=[1,2]"]
 
 

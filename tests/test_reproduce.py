@@ -54,11 +54,7 @@ def test_tables_are_made_in_turn_and_what_fails_is_named(tmp_path):
 
 @pytest.mark.slow
 def test_a_comparison_whose_arms_share_settings_is_found_again(tmp_path):
-    arms = [
-        "job=compare",
-        "every_arm=['attention.window=6','eval.batch_size=2']",
-        "+arms.window=['attention=window','regime=none']",
-    ]
+    arms = ["job=compare", "variants=[compare/window]", "attention.window=6", "eval.batch_size=2"]
     assert reproduce(tmp_path, compared=arms).code == 0
     assert "1 tables, 1 finished already" in reproduce(tmp_path, compared=arms).out
     loaded = {path.parent: Record.load(path) for path in (tmp_path / "runs").rglob("record.json")}
@@ -81,7 +77,11 @@ def test_a_comparison_whose_arms_share_settings_is_found_again(tmp_path):
 def test_a_comparison_of_an_adapter_is_found_again_and_published(tmp_path):
     tables = {
         "router": ROUTER,
-        "compared": ["job=compare", "adapter=@router", "+arms.k_1=[]", "+arms.k_2=['attention.top_k=2']"],
+        "compared": [
+            "job=compare",
+            "adapter=@router",
+            "variants=[ablation/paper,long_context/k_2]",
+        ],
     }
     assert reproduce(tmp_path, **tables).code == 0
     published = reproduce(tmp_path, "reproduce.publish=true", **tables)
@@ -91,8 +91,12 @@ def test_a_comparison_of_an_adapter_is_found_again_and_published(tmp_path):
 @pytest.mark.slow
 def test_an_arm_leaves_an_adapter_for_other_tables(tmp_path):
     tables = {
-        "compared": ["job=compare", "+arms.k_1=[]", "+arms.window=['attention=window','regime=none']", *ROUTER],
-        "beside": [*ROUTER, "attention.sinks=2", "eval.adapters=[@compared.k_1]"],
+        "compared": [
+            "job=compare",
+            *ROUTER,
+            "variants=[stability/softmax,compare/window]",
+        ],
+        "beside": [*ROUTER, "attention.sinks=2", "eval.adapters=[@compared.softmax]"],
     }
     assert reproduce(tmp_path, **tables).code == 0
     (record,) = [

@@ -32,7 +32,8 @@ MAY_IMPORT = {
     "shipped": {"config"},
     "checks": {*FOUNDATION, "attention"},
     "records": FOUNDATION,
-    "reporting": {*FOUNDATION, "records"},
+    "results": {*FOUNDATION, "records"},
+    "reporting": {*FOUNDATION, "records", "results"},
     "sweeps": {*FOUNDATION, "records", "reporting"},
     "plugins": {*FOUNDATION, "sweeps"},
     "data": FOUNDATION,
@@ -55,7 +56,7 @@ MAY_IMPORT = {
         "sweeps",
     },
     "__init__": {"errors", "models"},
-    "help": FOUNDATION,
+    "help": {*FOUNDATION, "attention"},
     "explain": {*FOUNDATION, "attention"},
     "__main__": {*FOUNDATION, "explain", "help", "jobs", "sweeps"},
 }

@@ -12,24 +12,14 @@ FULL, WINDOW = "full", "window"
 
 @dataclass
 class FocusDualOptions(NearOptions):
-    groups: int = option(32, "K, groups of keys", least=1)
-    top_k: int = option(4, "groups that a query reads", least=1, most="groups")
-    heads: str = option(
-        "kv", "whether key/value heads have encoders of their own or share them", choices=("kv", "layer")
-    )
-    counts: str = option(
-        "query", "query: each reads the groups that promise enough, top_k on average, where a fit has set how much "
-        "that is; pair: that promise enough for each distant key; head: all queries of a head read as many",
-        choices=("query", "pair", "head"),
-    )  # fmt: skip
-    encoders: int = option(2, "2: of queries and of keys; 1: a query reads by what it is as a key", least=1, most=2)
-    rank: int = option(0, "of the encoders, whose heads then share a projection; 0: linear classifiers", least=0)
-    budget: list[Any] | None = option(
-        None, "of each layer of the model: full, window, the groups that a query reads, or a list of those by head"
-    )
-    gate_steepness: float = option(
-        10.0, "lambda, of the gate that stands in for hard groups in the routers' gradient", above=0
-    )
+    groups: int = option(32, least=1)
+    top_k: int = option(4, least=1, most="groups")
+    heads: str = option("kv", choices=("kv", "layer"))
+    counts: str = option("query", choices=("query", "pair", "head"))
+    encoders: int = option(2, least=1, most=2)
+    rank: int = option(0, least=0)
+    budget: list[Any] | None = option(None)
+    gate_steepness: float = option(10.0, above=0)
 
     def refuse(self) -> str | None:
         given: object = self.budget
@@ -48,11 +38,5 @@ class FocusDualOptions(NearOptions):
 
 @dataclass
 class EncoderTraining(FitOptions):
-    pairs: float | None = option(
-        None, "share of the distant pairs for which layers and heads get their budgets; null: top_k for all",
-        least=0, most=1,
-    )  # fmt: skip
-    fit_to: str = option(
-        "loss", "what a pair is worth: the squared change of the loss without it, or its attention",
-        choices=("loss", "attention"),
-    )  # fmt: skip
+    pairs: float | None = option(None, least=0, most=1)
+    fit_to: str = option("loss", choices=("loss", "attention"))

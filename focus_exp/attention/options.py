@@ -18,22 +18,25 @@ KINDS = {int: "a whole number", float: "a number", bool: "True or False", str: "
 
 def option(
     default: Any,
-    meaning: str = "",
     *,
     least: float | None = None,
     most: float | str | None = None,
     above: float | None = None,
     choices: tuple[str, ...] = (),
 ) -> Any:
-    """A field of a dataclass of options. Its metadata are these arguments, for programs to read; None is no limit.
+    """Declare a dataclass field with its limits; its meaning stands in the YAML file of the method.
 
-    least and most are allowed, `above` itself is not; most may be the name of another option. The limits of a list are
-    those of everything in it.
+    Args:
+        default: default value; lists and dicts are copied.
+        least: smallest allowed value, of each entry of a list.
+        most: largest allowed value, or the name of another option that bounds it.
+        above: exclusive lower bound.
+        choices: allowed values.
     """
-    known = {"meaning": meaning, "least": least, "most": most, "above": above, "choices": choices}
+    limits = {"least": least, "most": most, "above": above, "choices": choices}
     if isinstance(default, (list, dict)):
-        return field(default_factory=default.copy, metadata=known)
-    return field(default=default, metadata=known)
+        return field(default_factory=default.copy, metadata=limits)
+    return field(default=default, metadata=limits)
 
 
 @dataclass
@@ -60,28 +63,26 @@ class Options:
 class NearOptions(Options):
     """Of the methods that keep the tokens around a query, and the first ones."""
 
-    window: int = option(128, "w, tokens before a query that it always sees", least=0)
-    sinks: int = option(4, "first tokens of a text that every query sees", least=0)
+    window: int = option(128, least=0)
+    sinks: int = option(4, least=0)
 
 
 @dataclass
 class FitOptions(Options):
     """How a method is fitted to the base model before any phase trains it; the method itself takes none of it."""
 
-    fit_blocks: int = option(64, "blocks of text whose pairs it is fitted to first; 0: none", least=0)
-    fit_held_out: int = option(16, "of those, blocks on which the fit is measured, and a budget decided", least=1)
-    fit_steps: int = option(600, "steps of a layer's fit", least=4)
+    fit_blocks: int = option(64, least=0)
+    fit_held_out: int = option(16, least=1)
+    fit_steps: int = option(600, least=4)
 
 
 @dataclass
 class GroupOptions(NearOptions):
     """Of the methods that keep the distant pairs inside groups of tokens."""
 
-    groups: int = option(4, "K, groups of tokens", least=1)
-    top_k: int = option(1, "groups that a query reaches", least=1, most="groups")
-    pair_rule: str = option(
-        "query_topk", "whether a pair shares one of the query's groups, or of both tokens' groups", choices=PAIR_RULES
-    )
+    groups: int = option(4, least=1)
+    top_k: int = option(1, least=1, most="groups")
+    pair_rule: str = option("query_topk", choices=PAIR_RULES)
 
 
 def instead(name: str, names: list[str]) -> str:

@@ -17,8 +17,8 @@ from focus_exp.errors import UserError
 from focus_exp.evaluation.benchmarks import is_perplexity
 from focus_exp.evaluation.controls import BASE, SOFT
 from focus_exp.evaluation.outcomes import slug
-from focus_exp.jobs.arms import compose_arm
 from focus_exp.jobs.run import finished_record, run_folder
+from focus_exp.jobs.variants import compose_variant
 from focus_exp.overrides import quote_override
 from focus_exp.records.record import Record
 from focus_exp.storage import aside, held
@@ -49,7 +49,7 @@ def needs_base(config: Config) -> bool:
 def base_run(config: Config) -> Config:
     """The configuration of the run that trains the base; of a comparison, that of the arm it names."""
     found = parse(compose("config", base_overrides(config)))
-    return found if found.arm is None else compose_arm(found, found.arm, base_overrides(config))
+    return found if found.variant is None else compose_variant(found, found.variant, base_overrides(config))
 
 
 def make_base(config: Config) -> None:

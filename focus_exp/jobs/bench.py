@@ -15,11 +15,11 @@ from focus_exp.config import Config, phases_of
 from focus_exp.config_attention import method_options
 from focus_exp.errors import UserError
 from focus_exp.jobs.adapter import with_adapter
-from focus_exp.jobs.arms import compose_shared
 from focus_exp.jobs.backend import list_kernels
 from focus_exp.jobs.prepare import check_length, describe, headline, load, prepare, training_blocks
 from focus_exp.jobs.router import put_router, trains_router
 from focus_exp.jobs.run import already_finished, open_run, run_folder
+from focus_exp.jobs.variants import compose_shared
 from focus_exp.models.attached import set_routing
 from focus_exp.records.runs import earlier_record
 from focus_exp.speed.methods import Methods

@@ -1,8 +1,8 @@
-"""job=compare: run the arms of a comparison on the same tokens, then put what they found side by side.
+"""job=compare: run the variants of a comparison on the same tokens and put their results into one table.
 
-An arm is an ordinary run that differs in a few settings: '+arms.mine=["attention.groups=16"]' adds one,
-~arms.performer leaves one out, arm=lora_r16 runs it alone, and -m with arm=<names> runs them as jobs of their own.
-The command without `arm` runs what is left and writes the table, in which a failed arm keeps its reason.
+A variant is an ordinary run that differs in a few settings, a file below conf/variant. `variants=[focus,lora]` chooses
+some, `+variant=compare/lora` runs one alone, `-m +variant=compare/lora,compare/sparq` runs them as jobs of their own.
+The command without `+variant` runs what is left and writes the table, in which a failed variant keeps its reason.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from omegaconf.errors import OmegaConfBaseException
 
 from focus_exp.config import Config, phases_of, to_dict
 from focus_exp.errors import UserError, first_line
-from focus_exp.jobs.arms import compose_arm, compose_arms
 from focus_exp.jobs.base import share_scores
 from focus_exp.jobs.evaluate import measure
 from focus_exp.jobs.prepare import describe
 from focus_exp.jobs.run import Run, claimed, finished_record, judged, new_run, recorded, run_folder, seconds_text
 from focus_exp.jobs.train import train
+from focus_exp.jobs.variants import compose_variant, compose_variants, variant_name, variant_settings
 from focus_exp.records.differences import compare_arms
 from focus_exp.records.record import Record
 from focus_exp.records.rows import Arm
@@ -37,31 +37,37 @@ log = logging.getLogger(__name__)
 
 
 def compare(config: Config) -> None:
-    """Every arm of `config.arms` that is not finished yet, then the table; of `config.arm` alone no table is made.
+    """Run every variant that is not finished yet, then write the table; `config.variant` alone makes no table.
 
-    With `config.adapter` arms measure it and none is trained. An arm that fails stays in the table with its reason.
+    With `config.adapter` variants measure it and none is trained. A failed variant stays in the table with its reason.
     """
     # all of them before the first one runs: a mistake in the last should not cost what the others take
-    configs = compose_arms(config)
+    configs = compose_variants(config)
     print(f"{config.experiment}: {len(configs)} arms, seed {config.seed}: {', '.join(configs)}")
-    if config.arm:
+    if config.variant:
         errors = run_arms(configs, others=finished_arms(config))
-        if config.arm in errors:
-            raise UserError(f"arm {config.arm} failed: {errors[config.arm]}")
+        if config.variant in errors:
+            raise UserError(f"variant {config.variant} failed: {errors[config.variant]}")
         return
     with claimed(run_folder(config)):
         compare_all(config, configs)
 
 
 def compare_all(config: Config, configs: dict[str, Config]) -> None:
-    shared = compose_arm(config, None, HydraConfig.get().overrides.task)
+    shared = compose_variant(config, None, HydraConfig.get().overrides.task)
     precision = choose_precision(shared.trainer.precision, shared.trainer.accelerator, trains_base=False)
     # what all arms share is what the comparison says of itself
-    said = to_dict(replace(shared, job="compare", arms=config.arms, against=config.against))
+    said = to_dict(replace(shared, job="compare", variants=config.variants, references=config.references))
     waiting = new_run(config, describe(precision))
     waiting.record.config = said
     waiting.record.arms = [
-        Arm(name=name, settings=config.arms[name], folder=str(run_folder(arm)), status="interrupted", error=NOT_ENDED)
+        Arm(
+            name=name,
+            settings=variant_settings(config, name),
+            folder=str(run_folder(arm)),
+            status="interrupted",
+            error=NOT_ENDED,
+        )
         for name, arm in configs.items()
     ]
     try:
@@ -73,9 +79,9 @@ def compare_all(config: Config, configs: dict[str, Config]) -> None:
     with recorded(config, describe(precision)) as run:
         run.record.config = said
         run.record.arms = [
-            describe_arm(name, arm, config.arms[name], errors.get(name)) for name, arm in configs.items()
+            describe_arm(name, arm, variant_settings(config, name), errors.get(name)) for name, arm in configs.items()
         ]
-        compare_arms(run.record, run.folder, config.against)
+        compare_arms(run.record, run.folder, config.references)
         if len(processors := processors_of(configs)) > 1:
             named = "; ".join(f"{cpu}: {', '.join(names)}" for cpu, names in processors.items())
             run.warn(f"arms were trained on several processors, whose rounding training magnifies ({named})")
@@ -134,9 +140,9 @@ def run_arms(
 
 def finished_arms(config: Config) -> Iterator[Config]:
     """Those of the command line's comparison, composed as they are asked for; what is wrong with one is not said."""
-    for name in config.arms:
+    for name in map(variant_name, config.variants):
         with suppress(UserError, HydraException, OmegaConfBaseException):
-            if finished_record(arm := compose_arm(config, name, HydraConfig.get().overrides.task)):
+            if finished_record(arm := compose_variant(config, name, HydraConfig.get().overrides.task)):
                 yield arm
 
 

@@ -20,9 +20,9 @@ from focus_exp.checks import parse
 from focus_exp.config import Config, phases_of
 from focus_exp.config_attention import method_options
 from focus_exp.errors import UserError, first_line
-from focus_exp.jobs.arms import compose_arm, compose_arms
 from focus_exp.jobs.prepare import check_length
 from focus_exp.jobs.run import TABLE_WIDTH
+from focus_exp.jobs.variants import compose_variant, compose_variants, variant_name
 from focus_exp.models.attach import attach
 from focus_exp.models.attached import set_routing
 from focus_exp.models.lora import add_lora, router_parameters
@@ -79,7 +79,9 @@ def plan_experiments(config: Config, gpu: Gpu) -> None:
     for name in config.plan.experiments:
         overrides = [f"+experiment={name}", *command_line]
         composed = parse(compose("config", overrides))
-        arms = {arm: compose_arm(composed, arm, overrides) for arm in composed.arms} or {composed.model.name: composed}
+        arms = {arm: compose_variant(composed, arm, overrides) for arm in map(variant_name, composed.variants)} or {
+            composed.model.name: composed
+        }
         planned: dict[Hashable, list[str]] = {}
         for arm, each in arms.items():
             if any(phase.steps for _, phase in phases_of(each)):
@@ -123,8 +125,8 @@ def planned_configs(config: Config) -> dict[str, Config]:
     """What is planned, by the name of its line."""
     if config.plan.models:
         return {name: compose_model(name, config.plan.paper) for name in config.plan.models}
-    if config.arms:
-        return compose_arms(config)
+    if config.variants:
+        return compose_variants(config)
     return {config.model.name: config}
 
 

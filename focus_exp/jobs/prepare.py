@@ -24,7 +24,7 @@ from focus_exp.training.strategies import place, strategy_name
 
 def headline(config: Config) -> str:
     """One line on what is about to run."""
-    run = f"{config.experiment}, {config.arm}" if config.arm else config.experiment
+    run = f"{config.experiment}, {config.variant}" if config.variant else config.experiment
     what = f"{run}: {config.regime.name} of {config.model.name} with {config.attention.name}"
     tokens = config.trainer.batch_size * config.trainer.accumulate * config.data.block_size
     phases = ", then ".join(f"{p.steps} steps of {tokens:,} tokens ({p.train})" for _, p in phases_of(config))

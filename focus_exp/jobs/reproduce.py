@@ -24,9 +24,9 @@ from focus_exp.checks import parse
 from focus_exp.config import Config
 from focus_exp.errors import Interrupted, UserError
 from focus_exp.jobs.adapter import with_adapter
-from focus_exp.jobs.arms import compose_arm
 from focus_exp.jobs.report import report
 from focus_exp.jobs.run import finished_record, run_folder, seconds_text
+from focus_exp.jobs.variants import compose_variant, variant_name
 from focus_exp.overrides import quote_override, quote_text
 from focus_exp.records.environment import commit, unknown_commit
 from focus_exp.reporting.load import QUICK
@@ -101,9 +101,9 @@ def overrides_of(table: list[str], config: Config) -> list[str]:
             raise UserError(f"reproduce.tables has no table {table}, whose adapter {found[0]} asks for")
         overrides = overrides_of(config.reproduce.tables[table], config)
         made = composed(overrides)
-        if arm is not None and arm not in made.arms:
-            raise UserError(f"table {table} has no arm {arm}, whose adapter {found[0]} asks for")
-        folder = run_folder(made if arm is None else compose_arm(made, arm, overrides))
+        if arm is not None and arm not in map(variant_name, made.variants):
+            raise UserError(f"table {table} has no variant {arm}, whose adapter {found[0]} asks for")
+        folder = run_folder(made if arm is None else compose_variant(made, arm, overrides))
         return quote_text(f"{folder}/adapter")
 
     return [quote_override(override) for override in [*(OF_TABLE.sub(adapter, one) for one in table), *shared]]
@@ -121,8 +121,8 @@ def made_by(overrides: list[str]) -> Iterator[Config]:
     config = composed(overrides)
     # a comparison goes by its own settings, whatever the adapter that its arms measure
     yield with_adapter(config, overrides) if config.adapter and config.job != "compare" else config
-    for name in config.arms:
-        yield compose_arm(config, name, overrides)
+    for name in map(variant_name, config.variants):
+        yield compose_variant(config, name, overrides)
 
 
 def finished(overrides: list[str]) -> bool:

@@ -50,9 +50,9 @@ def trial(config: Config, factor: float) -> Config:
         limit=None, suite_limit=None,
     )  # fmt: skip
     regime = with_rate(config, factor * last_rate(config))
-    name = config.arm or config.regime.name
+    name = config.variant or config.regime.name
     return replace(
-        config, experiment=TRIES, arm=name, regime=regime, eval=evaluation, attention=attention, seed=tune.seed
+        config, experiment=TRIES, variant=name, regime=regime, eval=evaluation, attention=attention, seed=tune.seed
     )
 
 

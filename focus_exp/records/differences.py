@@ -48,7 +48,7 @@ def compare_arms(record: Record, folder: Path, against: list[str]) -> None:
 def remade_between(record: Record, folder: Path) -> list[str]:
     """The differences between arms in the record of a comparison in `folder` that do not follow from their losses."""
     again = replace(record, differences=[])
-    compare_arms(again, folder, record.config.get("against", []))
+    compare_arms(again, folder, record.config.get("references", record.config.get("against", [])))
     made = {(one.arm, one.against): one for one in again.differences}
     return [
         f"{one.arm} against {one.against or record.arms[0].name}"

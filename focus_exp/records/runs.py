@@ -22,12 +22,12 @@ class State:
 
 
 def run_folder(config: Config) -> Path:
-    """Return runs/<experiment>/<model>-<attention>-<regime>/seed<n>-<config hash>; an arm's has its name there.
+    """Return runs/<experiment>/<model>-<attention>-<regime>/seed<n>-<config hash>; a variant's has its name there.
 
     A run that an earlier version made as seed=<n>-<config hash> stays there.
     """
     regime = config.regime.name if config.job == "train" else config.job
-    parts = config.arm or f"{config.model.name}-{config.attention.name}-{regime}"
+    parts = config.variant or f"{config.model.name}-{config.attention.name}-{regime}"
     parent, name = Path(config.runs_dir) / config.experiment / parts, f"{config.seed}-{config_hash(config)}"
     earlier = parent / f"seed={name}"
     return earlier if earlier.exists() else parent / f"seed{name}"
@@ -52,7 +52,7 @@ def earlier_record(config: Config) -> Record | None:
             "overwrite=true makes it anew, another runs_dir leaves it alone"
         )
     # a tuned run has another rate, a comparison what its arms share; they are looked at one by one
-    apart = bool(record.tries or config.arms)
+    apart = bool(record.tries or config.variants)
     if moved := {} if apart else moved_defaults(config, record.config):
         raise UserError(
             f"{path.parent} holds a run with {', '.join(f'{key}={value}' for key, value in moved.items())}, which was "

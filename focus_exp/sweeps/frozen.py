@@ -111,7 +111,7 @@ def freeze(sweep: Sweep, number: int, overrides: list[str], composed: DictConfig
     job = Job(number, overrides)
     try:
         config = parse(composed)
-        if config.job in RECORDED and not config.adapter and not config.arm:
+        if config.job in RECORDED and not config.adapter and not config.variant:
             job.run = str(run_folder(config).resolve())
             record = None if config.overwrite else finished_record(config)
             # a comparison is finished with arms that failed, which its command runs again

@@ -15,10 +15,10 @@ from focus_exp.attention.selection import PairCounts, Selection, Sequence, alway
 
 @dataclass
 class LongformerOptions(Options):
-    window: int = option(128, "tokens before a query that it sees", least=0)
-    global_tokens: int = option(64, "first tokens of a text that every query sees", least=0)
-    dilation: int = option(1, "distance of the tokens that a dilated head sees", least=1)
-    dilated_heads: int = option(2, "the last heads, dilated where dilation is above 1", least=0)
+    window: int = option(128, least=0)
+    global_tokens: int = option(64, least=0)
+    dilation: int = option(1, least=1)
+    dilated_heads: int = option(2, least=0)
 
 
 class Longformer(AttentionMethod, name="longformer", options=LongformerOptions):

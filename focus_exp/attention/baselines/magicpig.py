@@ -24,11 +24,11 @@ class Sampled(Selection):
 
 @dataclass
 class MagicPIGOptions(Options):
-    hash_bits: int = option(10, "K, signs of a code", least=1, most=15)  # in int16
-    hash_tables: int = option(150, "L, codes of a token, of which a sampled one shares two", least=2)
-    recent_tokens: int = option(64, "latest tokens that are kept, the query's own among them", least=1)
-    sinks: int = option(4, "first tokens that are kept", least=0)
-    seed: int = option(0, "of the random projections", least=0, most=MAX_SEED)
+    hash_bits: int = option(10, least=1, most=15)  # in int16
+    hash_tables: int = option(150, least=2)
+    recent_tokens: int = option(64, least=1)
+    sinks: int = option(4, least=0)
+    seed: int = option(0, least=0, most=MAX_SEED)
 
 
 class MagicPIG(AttentionMethod, name="magicpig", options=MagicPIGOptions):

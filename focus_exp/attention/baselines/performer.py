@@ -15,8 +15,8 @@ from focus_exp.attention.selection import PairCounts, Selection, Sequence, count
 
 @dataclass
 class PerformerOptions(Options):
-    features: int = option(256, "random features of the softmax", least=1)
-    seed: int = option(0, "of their directions", least=0, most=MAX_SEED)
+    features: int = option(256, least=1)
+    seed: int = option(0, least=0, most=MAX_SEED)
 
 
 class Performer(AttentionMethod, name="performer", options=PerformerOptions):

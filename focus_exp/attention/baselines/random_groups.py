@@ -14,9 +14,9 @@ from focus_exp.attention.selection import Selection, Sequence, select
 
 @dataclass
 class RandomGroupsOptions(GroupOptions):
-    seed: int = option(0, "of the draw", least=0, most=MAX_SEED)
-    shares: list[float] | None = option(None, "expected sizes of the groups; None: equal ones")
-    heads: str = option("layer", "what has groups of its own: a layer, or a key/value head", choices=("layer", "kv"))
+    seed: int = option(0, least=0, most=MAX_SEED)
+    shares: list[float] | None = option(None)
+    heads: str = option("layer", choices=("layer", "kv"))
 
 
 class RandomGroups(AttentionMethod, name="random_groups", options=RandomGroupsOptions):

@@ -18,9 +18,9 @@ from focus_exp.attention.selection import Selection, Sequence, always_visible, s
 
 @dataclass
 class RoutingTransformerOptions(NearOptions):
-    groups: int = option(4, "k, centroids", least=1)
-    tokens_per_group: int | None = option(None, "w; None: an equal share of the sequence", least=1)
-    centroid_decay: float = option(0.999, "of the centroids' average over their tokens, per batch", least=0, most=1)
+    groups: int = option(4, least=1)
+    tokens_per_group: int | None = option(None, least=1)
+    centroid_decay: float = option(0.999, least=0, most=1)
 
 
 class RoutingTransformer(AttentionMethod, name="routing_transformer", options=RoutingTransformerOptions):

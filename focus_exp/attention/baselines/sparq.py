@@ -16,13 +16,11 @@ from focus_exp.attention.selection import Selection
 
 @dataclass
 class SparQOptions(Options):
-    components: int | None = option(None, "r, numbers of a query that the estimate reads; None: half", least=1)
-    tokens_kept: int | None = option(
-        32, "k, tokens that a query attends to; null: the recent ones and a share of those before them", least=1
-    )
-    share: float = option(0.125, "of the tokens before the recent ones, rounded down, by that rule", least=0, most=1)
-    recent_tokens: int = option(8, "l, the latest tokens, the query's own among them", least=1, most="tokens_kept")
-    reallocate: bool = option(False, "the mass of what is not kept, to the mean value")
+    components: int | None = option(None, least=1)
+    tokens_kept: int | None = option(32, least=1)
+    share: float = option(0.125, least=0, most=1)
+    recent_tokens: int = option(8, least=1, most="tokens_kept")
+    reallocate: bool = option(False)
 
 
 class SparQ(TopTokens, name="sparq", options=SparQOptions):

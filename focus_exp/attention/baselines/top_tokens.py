@@ -17,10 +17,8 @@ from focus_exp.attention.selection import PairCounts, Selection, Sequence, alway
 
 @dataclass
 class TopTokensOptions(NearOptions):
-    share: float = option(
-        0.125, "of the distant tokens before a query, rounded down, that it attends to", least=0, most=1
-    )
-    tokens_kept: int | None = option(None, "distant tokens that a query attends to; None: share of them", least=0)
+    share: float = option(0.125, least=0, most=1)
+    tokens_kept: int | None = option(None, least=0)
 
 
 class TopTokens(AttentionMethod):
@@ -104,7 +102,7 @@ class BestTokens(TopTokens, name="best_tokens", options=TopTokensOptions):
 
 @dataclass
 class TokenIndexerOptions(TopTokensOptions):
-    size: int = option(16, "numbers of a token, as query and as key, that its importance is told by", least=1)
+    size: int = option(16, least=1)
 
 
 @dataclass(frozen=True)

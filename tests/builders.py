@@ -1,0 +1,31 @@
+"""Builders that several test files share."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from omegaconf import OmegaConf
+
+GROUPS = ("attention", "regime", "model", "data", "eval")
+
+
+def write_variants(folder: Path, variants: dict[str, list[str]], experiment: str = "adhoc") -> list[str]:
+    """Write variants as overlays below `folder`; returns the arguments of a command that compares them.
+
+    Args:
+        folder: becomes the --config-dir.
+        variants: name -> overrides, as they would be typed.
+        experiment: folder of the overlays below variant/.
+    """
+    for name, overrides in variants.items():
+        write_variant(folder / "variant" / experiment / f"{name}.yaml", overrides)
+    return ["--config-dir", str(folder), f"variants=[{','.join(f'{experiment}/{name}' for name in variants)}]"]
+
+
+def write_variant(path: Path, overrides: list[str]) -> None:
+    pairs = [override.partition("=")[::2] for override in overrides]
+    chosen = [{f"override /{key}": value} for key, value in pairs if key in GROUPS]
+    values = OmegaConf.from_dotlist([f"{key}={value}" for key, value in pairs if key not in GROUPS])
+    body = {"defaults": chosen, "variant": path.stem, **OmegaConf.to_container(values)}
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("# @package _global_\n" + OmegaConf.to_yaml(OmegaConf.create(body)), encoding="utf-8")

@@ -1,0 +1,95 @@
+"""Measurements: their file, the conversion of the published records, and loading them."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from focus_exp.results.convert import convert_run
+from focus_exp.results.load import Results, load_runs
+from focus_exp.results.measurement import (
+    MEASUREMENTS,
+    Measurement,
+    format_measurements,
+    loss_change,
+    read_measurements,
+    variant_name,
+)
+
+RECORDS = Path(__file__).parent.parent / "runs" / "records"
+
+
+@pytest.fixture(scope="module")
+def results() -> Results:
+    return load_runs(RECORDS)
+
+
+@pytest.mark.parametrize(
+    ("label", "name"),
+    [
+        ("base, full attention", "base"),
+        ("Focus hard k=1", "focus_hard"),
+        ("Focus hard k=2 (share)", "focus_hard_k2_share"),
+        ("same router, causal, hard k=2 (share)", "causal_counterpart_hard_k2_share"),
+        ("same router, causal, soft", "causal_counterpart_soft"),
+        ("window 255 + sinks, as many pairs", "window_density_matched"),
+        ("LoRA r=16, trained", "lora_r16"),
+        ("sparq_mean", "sparq_mean"),
+        ("focus_hard", "focus_hard"),
+    ],
+)
+def test_variant_name_known_label_is_standard(label: str, name: str) -> None:
+    assert variant_name(label) == name
+
+
+def test_measurements_written_and_read_are_equal(tmp_path: Path) -> None:
+    written = [
+        Measurement(variant="base", metric="perplexity", value=38.1637680671, n=6, seed=0, density=1.0),
+        Measurement(variant="sparq", metric="perplexity", value=float("inf"), settings={"phase": "router", "step": 3}),
+        Measurement(variant="sparq", metric="nll", value=None, settings={"error": "out of memory"}),
+        *loss_change("focus_hard", "base", (0.03, 0.02, 0.04), n=6),
+    ]
+    path = tmp_path / MEASUREMENTS
+    path.write_text(format_measurements(written), encoding="utf-8")
+    for before, after in zip(written, read_measurements(path), strict=True):
+        assert before.to_cells() == after.to_cells()
+
+
+def test_convert_published_records_equal_their_measurements() -> None:
+    for path in sorted(RECORDS.rglob("record.json")):
+        expected = path.with_name(MEASUREMENTS).read_text(encoding="utf-8")
+        assert format_measurements(convert_run(path.parent)) == expected, path
+
+
+def test_convert_published_rows_keep_every_loss(results: Results) -> None:
+    perplexity = results.measurements.query("metric == 'perplexity'")
+    count = 0
+    for path in RECORDS.rglob("record.json"):
+        record = json.loads(path.read_text(encoding="utf-8"))
+        count += len(record["rows"]) + len(record["phases"])
+    assert len(perplexity) == count
+
+
+def test_load_runs_every_variant_has_its_run(results: Results) -> None:
+    assert set(results.variants.run) <= set(results.runs.run)
+    assert results.runs.run.is_unique
+    assert results.runs.query("is_comparison").run.isin(results.variants.comparison).all()
+
+
+def test_load_runs_primary_is_one_a_trained_run(results: Results) -> None:
+    primary = results.measurements.query("is_primary and metric == 'perplexity'").groupby("run").size()
+    assert (primary == 1).all()
+    assert len(primary) == (results.runs.primary_variant != "").sum()
+
+
+def test_join_variants_base_is_of_one_run(results: Results) -> None:
+    joined = results.join_variants()
+    base = joined[(joined.variant == "base") & (joined.metric == "perplexity")]
+    assert base.groupby("run").variant_run.nunique().max() == 1
+
+
+def test_load_imports_no_torch() -> None:
+    code = "import sys, focus_exp.results.load; raise SystemExit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
