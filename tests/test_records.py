@@ -8,6 +8,8 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from focus_exp.reporting.published import agree, anywhere, publish, renew, stale
+from focus_exp.reporting.whole_report import write_report_of
 from replications import main as replicate
 from running import run, tiny
 from versions import published as published_arms
@@ -18,8 +20,6 @@ from focus_exp.records.environment import unknown_commit
 from focus_exp.records.record import Record
 from focus_exp.records.rows import Row
 from focus_exp.records.speed import SpeedRow
-from focus_exp.reporting.published import agree, anywhere, publish, renew, stale
-from focus_exp.reporting.whole_report import write_report_of
 
 LARGEST = 3 * 2**19  # bytes: an adapter
 RECORDS = Path(__file__).parent.parent / "runs" / "records"

@@ -32,7 +32,8 @@ from focus_exp.records.record import Record
 from focus_exp.records.runs import NOT_ENDED, lock_of, run_folder
 from focus_exp.reporting.run_report import TABLE, write_run_extras, write_run_figures, write_run_table
 from focus_exp.reporting.wandb import init_options, log_run, wandb_mode
-from focus_exp.results.convert import write_measurements
+from focus_exp.results.convert import convert_run
+from focus_exp.results.measurement import MEASUREMENTS, format_measurements
 from focus_exp.speed.timing import begin_peak, peak_memory
 from focus_exp.storage import clear_aside, held, replace_file
 from focus_exp.sweeps.frozen import FrozenJob
@@ -91,7 +92,8 @@ class Run:
 
     def report(self) -> None:
         """Write measurements, tables and figures; log them to W&B and print the tables."""
-        write_measurements(self.folder)
+        text = format_measurements(convert_run(self.folder))
+        replace_file(self.folder / MEASUREMENTS, text.encode())
         tables, figures = write_run_table(self.folder), write_run_figures(self.folder)
         write_run_extras(self.folder)
         for logger in self.loggers:

@@ -399,7 +399,8 @@ def _join_variants(rows: pd.DataFrame, described: pd.DataFrame, variants: pd.Dat
     """Return the rows of comparisons: the base of their first variant, what stands for each variant, its parameters."""
     facts = {
         "comparison": "run", "variant": "variant", "run": "own_run", "trainable_parameters": "trainable_params",
-        "setup": "variant_setup", "tokens": "train_tokens", "steps": "steps", "error": "variant_error", "groups": "groups_set",
+        "setup": "variant_setup", "tokens": "train_tokens", "steps": "steps", "error": "variant_error",
+        "groups": "groups_set",
     }  # fmt: skip
     groups = variants.settings.str.extract(r"(?:^| )attention\.groups=(\d+)")[0].astype("Int64")
     facts_of = variants.assign(groups=groups)[list(facts)].rename(columns=facts)

@@ -9,8 +9,9 @@ from pathlib import Path
 
 from focus_exp.errors import UserError
 from focus_exp.records.comparison import RECORD, arm_folder
+from focus_exp.records.differences import remade_between
 from focus_exp.records.environment import unknown_commit
-from focus_exp.records.losses import LOSSES
+from focus_exp.records.losses import LOSSES, read_losses, remade
 from focus_exp.records.metrics import METRICS, read_metrics, write_metrics
 from focus_exp.records.record import Record
 from focus_exp.reporting.load import load_results, load_run
@@ -130,10 +131,14 @@ def _purpose(record: Record) -> tuple[str, int | None, str]:
 def find_stale(records: Path, scale: str = "") -> list[str]:
     """Return what no longer follows from the measurements below `records`.
 
-    Checks the table of each run, the tables of the report (within a tolerance), and the marked numbers of the report,
-    README.md and docs/results.md.
+    Checks the intervals against the losses, the table of each run, the tables of the report (within a tolerance), and
+    the marked numbers of the report, README.md and docs/results.md.
     """
     wrong = []
+    for path in sorted(records.rglob(RECORD)):
+        record = Record.load(path)
+        changed = remade(record, read_losses(path.parent / LOSSES)) + remade_between(record, path.parent)
+        wrong += [f"{path}: {name} does not follow from {LOSSES}" for name in changed]
     for folder in _complete_runs(records):
         results = load_run(folder)
         if (folder / TABLE).read_text(encoding="utf-8") != render_run(results, run_tables(results.measurements)):

@@ -59,9 +59,8 @@ def render_run(results: Results, tables: dict[str, pd.DataFrame]) -> str:
     }  # fmt: skip
     parts = [f"# {title_of(results)}"]
     if run.is_model_substituted or run.is_data_substituted:
-        parts.append(
-            f"Substitute: {run.model_used} and {run.data_used}, in place of {run.model_requested} and {run.data_requested}."
-        )
+        requested = f"{run.model_requested} and {run.data_requested}"
+        parts.append(f"Substitute: {run.model_used} and {run.data_used}, in place of {requested}.")
     parts += [f"Warnings: {run.warnings}"] if run.warnings else []
     for name, table in tables.items():
         parts += [f"## {name}", to_markdown(table).strip()]
@@ -205,15 +204,18 @@ def render_passage(passage: dict[str, Any], title: str) -> str:
     ]
     for layer in passage["layers"]:
         head = "" if layer.get("head") is None else f", head {layer['head']}"
-        words = "".join(_colored(passage["pieces"], layer["groups"]))
+        groups = layer["groups"] if "groups" in layer else layer["key_groups"]
+        words = "".join(_colored(passage["pieces"], groups))
         parts.append(f"<details><summary>layer {layer['layer']}{head}</summary><p>{words}</p></details>")
     return "\n".join(parts) + "\n"
 
 
-def _colored(pieces: list[str], groups: list[int]) -> Iterator[str]:
+def _colored(pieces: list[str], groups: list[Any]) -> Iterator[str]:
+    """Yield each token in the colour of its first group; a router with two encoders has several groups for a key."""
     for piece, group in zip(pieces, groups, strict=True):
-        color = COLORS[group % len(COLORS)]
-        yield f'<span title="group {group}" style="background:{color}40">{html.escape(piece)}</span>'
+        first = (group[0] if group else None) if isinstance(group, list) else group
+        style = "" if first is None else f' style="background:{COLORS[first % len(COLORS)]}40"'
+        yield f'<span title="group {group}"{style}>{html.escape(piece)}</span>'
 
 
 def render_continuations(rows: list[dict[str, Any]], title: str) -> str:
@@ -244,7 +246,7 @@ tags: [focus, sparse-attention]
 # {title_of(results)}
 
 A router for Focus attention: it assigns tokens to groups in every layer. A query attends to a local window, to the
-first tokens (sinks) and to distant tokens of its own groups.{"" if run.is_causal else " Non-causal: it cannot generate."}
+first tokens (sinks) and to distant tokens of its own groups.{"" if run.is_causal else " It is non-causal."}
 
 ```python
 from transformers import AutoModelForCausalLM
