@@ -174,7 +174,7 @@ def build_results(loaded: Loaded, runs: pd.DataFrame, is_quick: bool = False, de
     ]
     rows = pd.concat([*parts, *([_details(raw)] if details else [])], ignore_index=True)
     rows = rows.drop(columns=["window", "seq_len", "seed"])
-    facts = runs.rename(columns={source: name for name, source in {**OF_RUN, **OF_VARIANT}.items()})
+    facts = runs.assign(**{name: runs[source] for name, source in {**OF_RUN, **OF_VARIANT}.items()})
     of_run = facts[["run", *OF_RUN, "is_variant", "first_variant", "first_params", "copied_order"]]
     of_variant = facts[["run", *OF_VARIANT]]
     own = rows[~rows.run.isin(variants.comparison)].merge(of_variant, on="run")
@@ -231,6 +231,8 @@ def _standard_errors(rows: pd.DataFrame) -> pd.Series:
 def _quality_rows(raw: pd.DataFrame, runs: pd.DataFrame) -> pd.DataFrame:
     """Perplexity, loss and its paired changes, for each routing, control and phase."""
     rows = raw[raw.kind.notna() & raw.task.isna() & ~raw.metric.isin(GENERATED)].copy()
+    if rows.empty:
+        return rows
     rows["name"], rows["source"] = rows.variant, np.where(rows.phase.isna(), "rows", "phases")
     rows["subject"] = rows.variant + (", after " + rows.phase).fillna("")
     levels = raw[raw.reference.isna() & raw.metric.isin(LEVELS) & raw.task.isna()]
@@ -263,6 +265,8 @@ def _quality_rows(raw: pd.DataFrame, runs: pd.DataFrame) -> pd.DataFrame:
 def _benchmark_rows(raw: pd.DataFrame) -> pd.DataFrame:
     """Scores of tasks and their paired changes from full attention."""
     rows = raw[raw.task.notna() & raw.kind.notna() & ~raw.metric.str.startswith("perplexity_change_pct")].copy()
+    if rows.empty:
+        return rows
     rows["source"], rows["metric"] = "benchmarks", np.where(rows.reference.isna(), "score", "score_change")
     rows["task_metric"], rows["version"] = _setting(rows, "lm_eval_metric"), _setting(rows, "task_version")
     rows["subject"] = rows.variant + " " + rows.task + " " + rows.task_metric.fillna("")
@@ -270,9 +274,11 @@ def _benchmark_rows(raw: pd.DataFrame) -> pd.DataFrame:
     rows["mask_active"] = _mask_activity(rows)
     rows = rows.rename(columns={"primary_metric": "primary", "deciding_metric": "deciding"})
     density = raw[raw.metric.str.startswith("distant_density:")]
-    density = density.set_index(["run", "variant", "task"]).value.rename("distant_density")
-    scores = rows[rows.metric == "score"].set_index(["run", "subject"]).value.rename("score")
-    rows = rows.join(density, on=["run", "variant", "task"]).join(scores, on=["run", "subject"])
+    density = density.set_index(["run", "variant", "task"]).value
+    scores = rows[rows.metric == "score"].set_index(["run", "subject"]).value
+    density_of, score_of = density.to_dict(), scores.to_dict()
+    rows["distant_density"] = [density_of.get(key) for key in zip(rows.run, rows.variant, rows.task, strict=True)]
+    rows["score"] = [score_of.get(key) for key in zip(rows.run, rows.subject, strict=True)]
     change, fraction = rows.metric == "score_change", rows.unit == "fraction"
     dof = rows.dof.mask(rows.dof.isna() & fraction, np.inf)  # of a fraction the interval is normal
     rows["dof"] = dof.where(change & rows.low.notna() & (rows.n > 1))
@@ -287,6 +293,8 @@ def _benchmark_rows(raw: pd.DataFrame) -> pd.DataFrame:
 def _probe_rows(raw: pd.DataFrame, details: bool) -> pd.DataFrame:
     """The last probe of each phase, the maximum after its first step, and with `details` all (source `probe_log`)."""
     rows = raw[raw.step.notna()].copy()
+    if rows.empty:
+        return rows
     rows["metric"] = rows.metric.replace({"assignment_overlap": "stability"})
     rows["variant"], rows["name"] = None, "router"
     steps = rows.groupby(["run", "phase"], sort=False).step
@@ -301,6 +309,8 @@ def _probe_rows(raw: pd.DataFrame, details: bool) -> pd.DataFrame:
 def _speed_rows(raw: pd.DataFrame) -> pd.DataFrame:
     """Speedups, and the ratio of the peak memory, each with both sides."""
     rows = raw[raw.clock.notna()].copy()
+    if rows.empty:
+        return rows
     case = [
         "run",
         "clock",
@@ -357,7 +367,7 @@ def _group_rows(raw: pd.DataFrame) -> pd.DataFrame:
     """The analysis of the groups: medians over layers, since the paper does not name its layers."""
     rows = raw[(raw.variant == "router") & raw.run.isin(raw.run[raw.metric == "layer_confidence"])]
     rows = rows.assign(word_class=_setting(rows, "word_class"))
-    found = []
+    found: list[dict[str, Any]] = []
     for run, own in rows.groupby("run"):
         groups, layers = own[own.word_class.notna()], ["layer", "head"]
         punctuation = groups[(groups.metric == "group_purity") & (groups.word_class == "punctuation")]
@@ -389,7 +399,7 @@ def _details(raw: pd.DataFrame) -> pd.DataFrame:
     analysis = analysis.assign(source="analysis", metric=names)
     generation = raw[raw.metric.isin(GENERATED)].assign(source="generation")
     rows = pd.concat([positions.assign(**ends), sizes, analysis, generation])
-    return rows.assign(name=rows.variant, seed=None)
+    return rows.assign(name=rows.variant, layer=pd.to_numeric(rows.layer, errors="coerce"))
 
 
 # --- comparisons ---
