@@ -15,9 +15,9 @@ from running import only_run, record_of, router_steps, run, tiny
 from focus_exp.jobs import run as job
 from focus_exp.records.record import Record
 from focus_exp.records.rows import Arm, Row
-from focus_exp.records.runs import NOT_ENDED, lock_of
 from focus_exp.reporting.run_index import index, write_pages
 from focus_exp.reporting.run_page import PAGE, run_page, write_run_page
+from focus_exp.results.run_dir import NOT_ENDED, lock_of
 from focus_exp.storage import held
 from focus_exp.training.module import LanguageModelTask
 

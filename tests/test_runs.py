@@ -112,7 +112,7 @@ def test_run_folder_holds_config_metrics_adapter_record_tables_and_figures(folde
     place = only_run(folder / "retrofit")
     record = record_of(folder / "retrofit")
     parts = place.relative_to(folder / "retrofit").parts
-    assert parts == ("adhoc", "tiny_llama-focus-retrofit", f"seed0-{record.config_hash}")
+    assert parts == ("adhoc", "tiny_llama-texts-cpu", f"focus-seed0-{record.config_hash}")
     files = {path.relative_to(place).as_posix() for path in place.rglob("*") if path.is_file()}
     assert files >= {
         *("config.yaml", "metrics.jsonl", "record.json", "table.md", "quality.csv"),

@@ -11,13 +11,13 @@ from focus_exp.errors import UserError
 from focus_exp.records.answers import answer, configured_row
 from focus_exp.records.comparison import RECORD, load_run
 from focus_exp.records.record import Record
-from focus_exp.records.runs import State, state_of
 from focus_exp.reporting.formats import ABSENT, change_text, duration_text, perplexity_text, share_text
 from focus_exp.reporting.gather import is_quick
 from focus_exp.reporting.notes import where
 from focus_exp.reporting.report import all_findings
 from focus_exp.reporting.run_page import PAGE, REFRESH, link, page_style, write_run_page
 from focus_exp.reporting.specs import render
+from focus_exp.results.run_dir import State, state_of
 from focus_exp.storage import held, replace_file
 
 COLUMNS = ("state", "begun", "run", "of what", "perplexity", "base", "change [95 %]", "pairs kept", "took", "found")

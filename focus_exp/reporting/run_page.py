@@ -14,7 +14,6 @@ from focus_exp.records.comparison import RECORD, arm_folder, with_arms
 from focus_exp.records.metrics import METRICS, read_metrics
 from focus_exp.records.record import Record
 from focus_exp.records.rows import Arm
-from focus_exp.records.runs import NOT_ENDED, State, state_of
 from focus_exp.reporting.canvas import save_figures
 from focus_exp.reporting.curves import losses
 from focus_exp.reporting.figures import draw, figure_specs
@@ -23,6 +22,7 @@ from focus_exp.reporting.notes import caveats, command_of, title
 from focus_exp.reporting.pages import marked, relative, split
 from focus_exp.reporting.report import CONTINUATIONS, PASSAGE, all_findings, all_tables
 from focus_exp.reporting.specs import render
+from focus_exp.results.run_dir import NOT_ENDED, State, state_of
 from focus_exp.storage import replace_file
 
 PAGE = "index.html"
