@@ -106,8 +106,8 @@ def bytes_in(folder: Path) -> int:
 
 
 def _experiment_and_seed(place: Path) -> tuple[str, str]:
-    """Of a run's folder."""
-    return place.parts[0], place.name.replace("=", "").partition("-")[0]
+    """Return experiment and seed of a run's directory."""
+    return place.parts[0], re.findall(r"seed=?(\d+)-", place.name)[-1]
 
 
 def _home(place: Path, record: Record, records: Path) -> Path:
