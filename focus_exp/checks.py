@@ -18,6 +18,13 @@ from focus_exp.shipped import own, shipped
 
 # what others call a key
 ALSO_CALLED = {"max_steps": "steps", "lr": "learning_rate"}
+# keys of earlier versions -> what to type now
+NOW_TYPED = {
+    "arm": "+variant=<experiment>/<name>",
+    "arms": "variants=[<names of files in conf/variant>]",
+    "every_arm": "shared_variant=<file in conf/variant>",
+    "against": "references=[...]",
+}
 PERPLEXITY = "perplexity"  # perplexity@<tokens>: the one task that is not lm-eval's
 
 
@@ -51,6 +58,8 @@ def refuse_unknown_keys(composed: DictConfig, prefix: str = "") -> None:
 
 def no_such_key(key: str, schema: Any) -> str:
     """That the schema has no such dotted key, and which come nearest, or have that name elsewhere."""
+    if key.partition(".")[0] in NOW_TYPED:
+        return f"{key.partition('.')[0]} is no longer a key. Type {NOW_TYPED[key.partition('.')[0]]}."
     group, _, name = key.rpartition(".")
     method = "full attention" if schema is AttentionConfig else schema.__name__.removesuffix("Config")
     lacks = f"{method} has no option" if group == "attention" else "there is no key"

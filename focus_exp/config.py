@@ -220,9 +220,35 @@ def register_schemas() -> None:
     SourcesRegistry.instance().register(MethodSource)
 
 
-def structured(values: Any) -> Any:
-    """Plain values, such as those of a run's config.yaml, under the schema, which refuses what it does not have."""
-    given = OmegaConf.create(values)
+# keys of earlier records -> their names today; None: no longer a key
+RENAMED = {
+    "arm": "variant",
+    "arms": None,
+    "every_arm": None,
+    "against": "references",
+    "scale.models": None,
+    "scale.domains": None,
+    "scale.small_model": None,
+    "scale.scratch": None,
+}
+
+
+def upgrade_keys(values: dict[str, Any]) -> dict[str, Any]:
+    """Return a recorded configuration under the keys of today (see RENAMED)."""
+    upgraded = {key: dict(value) if isinstance(value, dict) else value for key, value in values.items()}
+    for old, new in RENAMED.items():
+        group, _, key = old.rpartition(".")
+        part = upgraded.get(group, {}) if group else upgraded
+        if key in part:
+            value = part.pop(key)
+            if new is not None:
+                part[new] = value
+    return upgraded
+
+
+def structured(values: dict[str, Any]) -> Any:
+    """Return a recorded configuration under the schema, which refuses unknown keys."""
+    given = OmegaConf.create(upgrade_keys(values))
     given.attention = attention_of(given.attention)
     return OmegaConf.merge(OmegaConf.structured(Config), given)
 

@@ -53,7 +53,7 @@ def mass_inside_groups(model, attentions, hidden) -> list[float]:
     shares = []
     for layer, method in attached_methods(model).items():
         with torch.no_grad():
-            logits = method.router(hidden[layer]) / method.temperature
+            logits = method.router(hidden[layer]).scores / method.temperature
             g = (logits + method.router.potential).softmax(-1)
         a = attentions[layer].mean(1) * distant
         shares.append(((a * (g @ g.transpose(1, 2))).sum() / a.sum()).item())

@@ -108,8 +108,8 @@ def full_attention(
         keep = keep[:, :, rows] if keep.shape[2] == new else keep
         if causally:
             keep = keep & causal(places, length, q.device)
-        if is_causal:  # also padding, so that no row of a softmax is empty
-            keep = keep | itself(places, length, q.device)
+        if is_causal:  # so that no row of a softmax is empty
+            keep = keep | (itself(places, length, q.device) & ~keep.any(-1, keepdim=True))
         outputs.append(
             masked_attention(
                 q[:, :, rows], k, v, keep, None,

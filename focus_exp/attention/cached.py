@@ -13,7 +13,7 @@ from focus_exp.attention.heads import for_each_head
 from focus_exp.attention.kernels import KERNELS, Demand, Kernel
 from focus_exp.attention.one_token import by_kernel, by_products
 from focus_exp.attention.parts import share
-from focus_exp.attention.selection import Selection, Sequence, by_head, near_or_sink, row_blocks
+from focus_exp.attention.selection import Selection, Sequence, by_head, near_or_sink, order_by, row_blocks, take
 from focus_exp.attention.sparse import merge
 from focus_exp.attention.stores import Kind, Near, Pool, by_bucket
 
@@ -33,6 +33,7 @@ class GroupedCache:
         self.start: Tensor | None = None  # `[B]`, where the sequence of each row's last token begins
         self.placed = -1  # the last token that stands among the near ones since it was attended from
         self.changes = 0  # of what is kept, other than by appending
+        self.shown: Tensor | None = None  # `[B, length]` bool, tokens that are no padding; None where `start` says it
         self.pairs_read = 0  # by the last call of `attend`, in each key/value head
 
     @property
@@ -50,16 +51,36 @@ class GroupedCache:
 
         No gradient flows into what is kept.
         """
-        start, count = sequence.start[:, -1] + self.length, k.shape[2]
+        shown, start, order, valid = self.shown, sequence.start[:, -1] + self.length, sequence.order, sequence.valid
+        if order is not None:
+            valid = sequence.valid_or_all()
+            shown = torch.cat([self.tokens_shown(k), valid.gather(1, order.argsort(1))], 1)
         selection, sequence, self.heads = by_head(selection, sequence)
         if self.heads > 1:
             k, v = (x.unflatten(1, (self.heads, -1)).flatten(0, 1) for x in (k, v))
         k, v = (x.detach().transpose(1, 2) for x in (k, v))
-        members = members_of(selection, k)
+        tokens = [k, v, members_of(selection, k)]
+        if order is None:
+            self.append_rows(tokens, sequence)
+            self.start = start
+            if shown is not None:
+                self.shown = torch.cat([shown, torch.ones_like(shown[:, :1]).expand(-1, tokens[0].shape[1])], 1)
+            return
+        assert valid is not None and shown is not None
+        valid = valid.repeat_interleave(self.heads, 0)
+        if self.length:
+            *before, kept = self.tokens()
+            tokens = [torch.cat(pair, 1) for pair in zip(before, tokens, strict=True)]
+            valid = torch.cat([kept, valid], 1)
+        self.lay_out(tokens, valid, shown)
+
+    def append_rows(self, tokens: list[Tensor], sequence: Sequence) -> None:
+        """Add tokens k, v `[R, n, G, D]` and members `[R, n, K]`, one grouping a row."""
+        (k, v, members), count = tokens, tokens[0].shape[1]
         if self.near is None or self.pool is None:
             self.near, self.pool = Near(k, members, self.window, self.sinks), Pool(k)
         index = torch.arange(self.length, self.length + count, device=k.device).expand(k.shape[0], count)
-        tokens: list[Tensor] = [k, v, index, members]
+        tokens = [k, v, index, members]
         real = None
         if sequence.valid is not None or self.placed != self.length or count > 1:
             real = self.put_sinks(tokens, sequence)
@@ -70,8 +91,70 @@ class GroupedCache:
                 self.near.complete = False
             self.near.put(self.length + recent.start, near)
         self.pool.append(by_bucket(tokens, real), self.window)
-        self.start = start
         self.length += count
+
+    def lay_out(self, tokens: list[Tensor], kept: Tensor, shown: Tensor) -> None:
+        """Store anew those of tokens k, v `[R, n, ...]`, members that are `kept` `[R, n]`, each row's last at the end.
+
+        shown: `[B, length]` bool, which places of the rows, as the model counts them, they are.
+        """
+        length = shown.shape[1]
+        order = order_by(kept)[:, kept.shape[1] - length :]
+        valid = kept.gather(1, order)
+        start = length - valid.sum(1)
+        self.near = self.pool = self.start = self.shown = None
+        self.length, self.placed = 0, -1
+        if not length:
+            return
+        of_rows = Sequence(start[:, None].expand_as(valid), valid)
+        self.append_rows([take(x, order, 1) for x in tokens], of_rows)
+        self.start, self.shown = start[:: self.heads], shown
+
+    def tokens(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Return k, v `[R, length, G, D]`, members `[R, length, K]` and which are there `[R, length]`, by place."""
+        assert self.near is not None and self.pool is not None
+        keys, values, index, members = self.near.tensors
+        kept = index.new_zeros(len(keys), self.length, dtype=torch.bool)
+        found = [x.new_zeros(len(keys), self.length, *x.shape[2:]) for x in (keys, values, members)]
+        rows, columns = (index[:, : self.sinks] >= 0).nonzero(as_tuple=True)
+        places = index[rows, columns]
+        kept[rows, places] = True
+        for to, x in zip(found, (keys, values, members), strict=True):
+            to[rows, places] = x[rows, columns]
+        for row, buckets in enumerate(self.pool.buckets):
+            for kind, bucket in buckets.items():
+                some = slice(bucket.begin, bucket.end)
+                places = self.pool.tensors[2][some]
+                kept[row, places] = True
+                found[0][row, places], found[1][row, places] = (x[some] for x in self.pool.tensors[:2])
+                of_kind = members.new_zeros(members.shape[-1])
+                of_kind[list(kind)] = True
+                found[2][row, places] = of_kind
+        return found[0], found[1], found[2], kept
+
+    def tokens_shown(self, like: Tensor) -> Tensor:
+        """Return `[B, length]` bool: the places, as the model counts them, that hold a token and no padding."""
+        if self.shown is not None:
+            return self.shown
+        if not self.length:
+            return torch.ones(len(like), 0, dtype=torch.bool, device=like.device)
+        return self.tokens()[-1][:: self.heads]
+
+    def keys_and_values(self) -> tuple[Tensor, Tensor]:
+        """Return k, v `[B, G, length, D]` in the order of the model's tokens, zeros at padding."""
+        keys, values, *_ = self.tokens()
+        if self.shown is not None:  # they lie padding first
+            back = order_by(self.shown).argsort(1).repeat_interleave(self.heads, 0)
+            keys, values = take(keys, back, 1), take(values, back, 1)
+        keys, values = (x.transpose(1, 2).unflatten(0, (-1, self.heads)).flatten(1, 2) for x in (keys, values))
+        return keys, values
+
+    def keep_only(self, shown: Tensor) -> None:
+        """Forget the tokens at places that are not `shown` `[B, length]`: a later mask hides them."""
+        order = order_by(self.tokens_shown(shown))  # place -> column of the mask
+        *tokens, kept = self.tokens()
+        self.changes += 1
+        self.lay_out(tokens, kept & shown.gather(1, order).repeat_interleave(self.heads, 0), shown)
 
     def put_sinks(self, tokens: list[Tensor], sequence: Sequence) -> Tensor | None:
         """Keep the sinks among the tokens; which of them are neither sinks nor padding, `[R, n]` bool, None if all."""
@@ -244,6 +327,7 @@ class GroupedCache:
             return
         rows, self.placed = rows.to(self.start.device), -1
         self.start = self.start[rows]
+        self.shown = None if self.shown is None else self.shown[rows]
         rows = (rows[:, None] * self.heads + torch.arange(self.heads, device=rows.device)).flatten()
         self.near.choose(rows)
         self.pool.choose(rows.tolist())
@@ -251,6 +335,13 @@ class GroupedCache:
     def crop(self, length: int) -> None:
         """Forget the tokens from place `length` on; the last ones are then found in the buckets again."""
         length = max(0, min(self.length, length))
+        if self.shown is not None and length < self.length:
+            shown = self.shown[:, :length]
+            *tokens, kept = self.tokens()
+            left = shown.sum(1).repeat_interleave(self.heads)[:, None]
+            self.changes += 1
+            self.lay_out(tokens, kept & (kept.cumsum(1) <= left), shown)
+            return
         self.length, self.placed, self.changes = length, -1, self.changes + 1
         if self.near is None or self.pool is None or self.start is None:
             return

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 from torch import Tensor
 
@@ -10,15 +12,16 @@ from focus_exp.attention.focus_options import FocusOptions, RouterTraining
 from focus_exp.attention.method import AttentionMethod, LayerShape
 from focus_exp.attention.mitigations import balance_loss, entropy_loss
 from focus_exp.attention.recompute import Forwards, in_backward
-from focus_exp.attention.routing import Router, balance_potential, sinkhorn
+from focus_exp.attention.routing import Router, RouterOutput, balance_potential, sinkhorn
 from focus_exp.attention.selection import PairCounts, Selection, Sequence, count_pairs, keeps_all, select
 
 
 class Focus(AttentionMethod, name="focus", options=FocusOptions):
     """Learned grouping (paper section 2). Assignments:
 
-    balanced: g = softmax(S / tau + b); in training mode b balances each batch exactly and its running average is
-        kept; in evaluation mode the average is used, so a token's groups depend on the token alone.
+    balanced: g = softmax(S / tau + b); in training mode b balances each batch exactly, and where gradients are
+        enabled its running average is updated; in evaluation mode the average is used, so a token's groups depend on
+        the token alone.
     sinkhorn: the paper's, over the whole sequence: not causal.
     softmax: g = softmax(S / tau), nothing balances it.
 
@@ -62,22 +65,24 @@ class Focus(AttentionMethod, name="focus", options=FocusOptions):
 
     def assign(self, h: Tensor, sequence: Sequence) -> Tensor:
         """Distribution over groups `[B, T, K]`, float32 at least."""
-        tokens = self.router.project(h.detach() if self.detach_inputs else h)
-        assignment = self.distribute(self.router.compare(tokens) / self.temperature, sequence)
+        routed: RouterOutput = self.router(h.detach() if self.detach_inputs else h)
+        assignment = self.distribute(routed.scores / self.temperature, routed.potential, sequence)
         if self.training:
-            self.gather(tokens, assignment, sequence)
+            self.gather(routed.tokens, assignment, sequence)
         return assignment
 
-    def distribute(self, logits: Tensor, sequence: Sequence) -> Tensor:
-        """The assignment of tokens with the scores `logits` `[B, T, K]`."""
+    def distribute(self, logits: Tensor, average: Tensor, sequence: Sequence) -> Tensor:
+        """Assign tokens with the scores `logits` `(B, T, K)`; `average` `(K,)` is the running balance potential."""
         if self.assignment == "sinkhorn":
             return sinkhorn(logits, self.sinkhorn_iterations, sequence.valid)
         if self.assignment == "softmax":
             return logits.softmax(-1)
         if not self.training:
-            return (logits + self.router.potential).softmax(-1)
+            return (logits + average).softmax(-1)
         valid = sequence.valid
-        potential = self.forwards.value(logits, valid, lambda: self.balance(logits.detach(), valid))
+        potential = self.forwards.value(
+            logits, valid, lambda: self.balance(logits.detach(), average, valid), partial(self.move, average)
+        )
         return (logits + potential).softmax(-1)
 
     def gather(self, tokens: Tensor, assignment: Tensor, sequence: Sequence) -> None:
@@ -92,14 +97,19 @@ class Focus(AttentionMethod, name="focus", options=FocusOptions):
         if self.projected is not None and not in_backward():
             self.projected.append(tokens.detach()[real].flatten(0, -2))
 
-    def balance(self, logits: Tensor, valid: Tensor | None) -> Tensor:
-        """The potential `[K]` that balances this batch; the running average takes in every batch."""
+    def balance(self, logits: Tensor, average: Tensor, valid: Tensor | None) -> tuple[Tensor, list[Tensor]]:
+        """Return the potential `(K,)` that balances this batch, and those of all batches of the step."""
         batches, own = self.batches(logits, valid)
-        average, potentials = self.router.potential, []
+        average, potentials = average.clone(), []
         for batch, mask in batches:
             potentials.append(balance_potential(batch, average, self.sinkhorn_iterations, mask))
-            average.lerp_(potentials[-1], 1 - self.balance_momentum)
-        return potentials[own]
+            self.move(average, potentials[-1:])
+        return potentials[own], potentials
+
+    def move(self, average: Tensor, potentials: list[Tensor]) -> None:
+        """Move the running average in place towards each batch's potential."""
+        for potential in potentials:
+            average.lerp_(potential, 1 - self.balance_momentum)
 
     def route(self, h: Tensor, sequence: Sequence) -> Selection:
         assignment = self.assign(h, sequence)
@@ -143,7 +153,8 @@ class Focus(AttentionMethod, name="focus", options=FocusOptions):
         if not self.causal:
             return "Focus with assignment sinkhorn: a token's groups depend on later tokens; use assignment balanced"
         if self.training:
-            return "routers in training mode, which put gates on every token; call model.eval()"
+            does = "assign groups by the whole batch" if self.train_with == "hard" else "put gates on every token"
+            return f"routers in training mode, which {does}; call model.eval()"
         if not self.hard:
             return "soft gates: every token would be read; choose hard groups with set_routing(model, hard=True)"
         return None

@@ -114,6 +114,10 @@ class AttentionMethod(nn.Module):
         masks = [None] * len(found) if valid is None else self.together(valid)[0]
         return list(zip(found, masks, strict=True)), own
 
+    def forward(self, step: str, *args: Any, **kwargs: Any) -> Any:
+        """Call "route" or "attend" as a module, so that forward hooks (offload, FSDP2) provide its own tensors."""
+        return getattr(self, step)(*args, **kwargs)
+
     def route(self, h: Tensor, sequence: Sequence) -> Selection:
         """What this layer selects for hidden states `[B, T, E]`; methods without routing select nothing."""
         return Selection()

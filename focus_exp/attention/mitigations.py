@@ -39,9 +39,19 @@ def follow_means(centroids: Tensor, tokens: Tensor, groups: Tensor, decay: float
 
     c <- decay * c + (1 - decay) * mean; a centroid without tokens stays.
     """
-    members = F.one_hot(groups, len(centroids)).to(tokens.dtype)
-    count = members.sum(0)[:, None]
-    return torch.where(count > 0, torch.lerp(members.T @ tokens / count.clamp(min=1), centroids, decay), centroids)
+    return move_to_means(centroids, *group_means(tokens, groups, len(centroids)), decay)
+
+
+def group_means(tokens: Tensor, groups: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """Average the tokens `(N, R)` of each group; returns means `(K, R)` and the groups' sizes `(K, 1)`."""
+    members = F.one_hot(groups, count).to(tokens.dtype)
+    sizes = members.sum(0)[:, None]
+    return members.T @ tokens / sizes.clamp(min=1), sizes
+
+
+def move_to_means(centroids: Tensor, means: Tensor, sizes: Tensor, decay: float) -> Tensor:
+    """Move centroids `(K, R)` towards the means of their groups; those of empty groups stay."""
+    return torch.where(sizes > 0, torch.lerp(means, centroids, decay), centroids)
 
 
 def kmeans(tokens: Tensor, groups: int, seed: int) -> Tensor:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -12,8 +13,18 @@ from torch import Tensor, nn
 CAST_ELEMENTS = 2**22
 
 
+class RouterOutput(NamedTuple):
+    """Projected tokens `(B, T, R)`, scores `(B, T, K)` and the balance potential `(K,)`, the router's own buffer."""
+
+    tokens: Tensor
+    scores: Tensor
+    potential: Tensor
+
+
 class Router(nn.Module):
     """Routing scores of one layer, S = (h W_g) C^T.
+
+    Call the module: forward hooks (accelerate's offload, FSDP2) provide its parameters and buffers within `forward`.
 
     Holds E*R + K*R trainable numbers and one buffer, the balance potential `[K]`, which is averaged, not trained.
     With `normalize` the projected tokens and the centroids are compared by cosine, so that one temperature suits
@@ -40,9 +51,10 @@ class Router(nn.Module):
         nn.init.normal_(self.centroids, std=self.centroids.shape[1] ** -0.5)
         nn.init.zeros_(self.potential)
 
-    def forward(self, h: Tensor) -> Tensor:
-        """Scores `[B, T, K]` of hidden states `[B, T, E]`, in the router's precision whatever the model's."""
-        return self.compare(self.project(h))
+    def forward(self, h: Tensor) -> RouterOutput:
+        """Route hidden states `(B, T, E)` in the router's precision, whatever the model's."""
+        tokens = self.project(h)
+        return RouterOutput(tokens, self.compare(tokens), self.potential)
 
     def project(self, h: Tensor) -> Tensor:
         """Tokens `[B, T, R]` in routing space, of length 1 with `normalize`."""

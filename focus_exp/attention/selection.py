@@ -19,16 +19,25 @@ class Sequence:
     valid: `[B, T]` bool, False on padding; None when there is none.
     allowed: `[B or 1, 1, T, T]` bool, what the base model lets a query see, where that is not simply what is neither
         in the future nor padding (sliding layers, chunks, packed sequences).
+    order: `[B, T]` int, where each token stood before padding inside a row was moved behind its tokens; None if
+        nothing was moved. Windows and sinks then count the tokens of a row, as if the row were alone.
+    kept: `[B, past]` bool, which cached tokens the mask still shows; None if all.
     """
 
     start: Tensor
     valid: Tensor | None = None
     allowed: Tensor | None = None
+    order: Tensor | None = None
+    kept: Tensor | None = None
 
     @cached_property
     def last_start(self) -> int:
         """Of the sequences; all layers ask for it, and a device is waited for once."""
         return int(self.start.max())
+
+    def valid_or_all(self) -> Tensor:
+        """Return `valid`, all True where there is no padding."""
+        return torch.ones_like(self.start, dtype=torch.bool) if self.valid is None else self.valid
 
     @staticmethod
     def plain(batch: int, length: int, device: torch.device | str = "cpu") -> Sequence:
@@ -98,6 +107,20 @@ def starts(first: Tensor, past: int = 0, before: Tensor | int = 0) -> Tensor:
     place = torch.arange(past, past + first.shape[1], device=first.device)
     begun = torch.where(first == place, place, before)
     return begun.cummax(1).values
+
+
+def order_by(key: Tensor) -> Tensor:
+    """Return `[B, T]` int, the stable order of a bool key `[B, T]`: False first."""
+    return key.byte().argsort(dim=1, stable=True)
+
+
+def take(x: Tensor, order: Tensor | None, dim: int) -> Tensor:
+    """Reorder dimension `dim` of x `[B, ...]`, each row by its own `order` `[B, T]`."""
+    if order is None:
+        return x
+    shape = [1] * x.ndim
+    shape[0], shape[dim] = order.shape
+    return x.gather(dim, order.view(shape).expand(*x.shape[:dim], order.shape[1], *x.shape[dim + 1 :]))
 
 
 def nothing_shared(sequence: Sequence) -> Selection:

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from transformers import DynamicCache, GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import Cache, DynamicCache, GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.cache_utils import DynamicLayer
 
 from focus_exp.config import Config
@@ -24,7 +24,7 @@ from focus_exp.errors import UserError, first_line
 from focus_exp.evaluation.controls import hard_name
 from focus_exp.evaluation.outcomes import slug
 from focus_exp.models.attached import disabled, set_routing
-from focus_exp.models.cache import FocusCache, keys_and_bytes
+from focus_exp.models.cache import grouped_caches, keys_and_bytes
 from focus_exp.progress import ProgressBar
 from focus_exp.records.rows import Continuation
 from focus_exp.storage import replace_file
@@ -149,8 +149,8 @@ def agreement(tokens: list[int], others: list[int]) -> int:
 
 def read_and_held(cache: Any) -> tuple[float | None, int | None]:
     """Keys that the last step read in a layer, on average, and the bytes of keys and values of all layers."""
-    if isinstance(cache, FocusCache):
-        return mean(layer.pairs_read for layer in cache.grouped), cache.bytes
+    if isinstance(cache, Cache) and (grouped := grouped_caches(cache)):
+        return mean(layer.pairs_read for layer in grouped), sum(layer.bytes for layer in grouped)
     if isinstance(cache, DynamicCache):
         layers = [keys_and_bytes(x) for x in cache.layers if isinstance(x, DynamicLayer) and x.keys is not None]
         return float(mean(read for read, _ in layers)), sum(held for _, held in layers)

@@ -181,6 +181,7 @@ def load_adapter(
 ) -> PreTrainedModel:
     """Attach what `save_adapter` wrote, ready for use with hard groups (or soft gates with hard=False).
 
+    What is attached is in eval mode, whatever the model's; `model.train()` trains it further.
     `folder` may be an adapter on the hub: owner/name, or owner/name@revision. With `check_base=False` the base may
     have other weights than those the adapter was trained on, as a quantized copy has; its shapes must fit.
 
@@ -197,6 +198,7 @@ def load_adapter(
     except UserError:
         detach(model)
         raise
+    nn.ModuleList(attached_methods(model).values()).eval()
     return set_routing(model, hard=hard)
 
 

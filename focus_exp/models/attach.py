@@ -9,21 +9,27 @@ and nested calls behave.
 from __future__ import annotations
 
 import inspect
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
 from transformers import PreTrainedModel
+from transformers.masking_utils import create_masks_for_generate
+from transformers.utils import logging
 
 from focus_exp.attention.method import LayerShape
 from focus_exp.attention.registry import find
 from focus_exp.errors import UserError
-from focus_exp.models.attached import Attachment, attachment_of, check_length, is_causal
-from focus_exp.models.cache import FocusCache, cache_for
+from focus_exp.models.attached import Attachment, acting_methods, attachment_of, check_length, is_causal
+from focus_exp.models.cache import is_grouped, prepare_cache
 from focus_exp.models.exactness import check_exact
 from focus_exp.models.interface import IMPLEMENTATION, has_numbers, route_hidden_states
-from focus_exp.models.modules import attached_methods, attention_modules, decoder_of
+from focus_exp.models.modules import attention_modules, decoder_of, execution_device, method_of
 
+log = logging.get_logger(__name__)
+
+PACKS = "support_avx512bf16_for_cpu"  # what a 4-bit layer of bitsandbytes has set if it repacks
 HIDDEN = -1e4  # the largest number by which masks are known to hide a key
 
 
@@ -32,8 +38,9 @@ def attach(
 ) -> PreTrainedModel:
     """Attach `method`, a name or the dotted path of a class, with its options to all layers of `model` or to `layers`.
 
-    The base weights are left as they are; freeze them with `freeze` before training. With hard groups `generate()`
-    keeps keys and values by group (`FocusCache`). UserError for what is no causal language model of transformers, an
+    The base weights are left as they are; freeze them with `freeze` before training. What is attached is in training
+    mode where the layer is; call `model.eval()` for hard groups. With hard groups `generate()` keeps keys and values
+    by group (`FocusLayer`). UserError for what is no causal language model of transformers, an
     unknown method, option or layer, a model already attached, and one that would not give its base's logits with every
     pair kept (`check_exact`); then nothing is left.
     """
@@ -75,12 +82,16 @@ def attach(
     names = {index: parameters_of(modules[index]) for index in wanted}
     for index, built in added.items():
         module = modules[index]
-        module.focus = built.to(next(module.parameters()).device).train(module.training)
+        module.focus = built.to(execution_device(module, model)).train(module.training)
         attachment.hooks.append((module, partial(route_hidden_states, names=names[index])))
-    attachment.hooks.append((decoder, prepare_decoder))
+    attachment.hooks.append((decoder, partial(prepare_decoder, modules={i: modules[i] for i in wanted})))
     if not is_causal(model):
         model.prepare_inputs_for_generation = refuse_generation  # type: ignore[assignment]
+    own = getattr(model, "create_masks_for_generate", create_masks_for_generate)
+    model.create_masks_for_generate = partial(create_masks, model, own)  # type: ignore[assignment]
+    model.get_compiled_call = partial(get_compiled_call, model)  # type: ignore[method-assign]
     model.focus_attachment = attachment  # type: ignore[assignment]
+    attachment.unpacked = keep_unpacked(model)
     attachment.switch(True)
     try:
         check_exact(model)
@@ -88,6 +99,19 @@ def attach(
         detach(model)
         raise
     return model
+
+
+def keep_unpacked(model: nn.Module) -> list[nn.Module]:
+    """Keep 4-bit layers of bitsandbytes from repacking their weights on a CPU, and return those that would have.
+
+    Without it the first pass in eval mode changes the base's weights for good, for a kernel that has no backward.
+    """
+    if any(getattr(getattr(p, "quant_state", None), "packing_format_for_cpu", False) for p in model.parameters()):
+        log.warning("attach: the base's 4-bit weights are packed for inference; load the model again to train on it")
+    layers = [module for module in model.modules() if getattr(module, PACKS, False)]
+    for layer in layers:
+        setattr(layer, PACKS, False)
+    return layers
 
 
 def parameters_of(module: nn.Module) -> tuple[str, ...]:
@@ -98,8 +122,10 @@ def parameters_of(module: nn.Module) -> tuple[str, ...]:
     return tuple(parameters)[1:]
 
 
-def prepare_decoder(decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-    """Put a cache by group in place of the empty one that transformers made or would make, and look at given masks."""
+def prepare_decoder(
+    decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], modules: dict[int, nn.Module]
+) -> tuple[Any, dict[str, Any]]:
+    """Have the attached layers, `modules` by index, cache keys by group, and check the masks that are given."""
     assert isinstance(decoder, PreTrainedModel)
     if decoder.config._attn_implementation != IMPLEMENTATION:
         raise UserError(
@@ -109,13 +135,13 @@ def prepare_decoder(decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str,
     given, wanted = kwargs.get("past_key_values"), kwargs.get("use_cache")
     if wanted is None:
         wanted = getattr(decoder.config.get_text_config(), "use_cache", False)
-    if (wanted or given is not None) and not isinstance(given, FocusCache):
-        methods = {i: m for i, m in attached_methods(decoder).items() if not m.keeps_all()}
+    if (wanted or given is not None) and not is_grouped(given):
+        methods = {i: method_of(module) for i, module in modules.items() if not method_of(module).keeps_all()}
         if methods:
-            given = cache_for(decoder.config, methods, given)
+            given = prepare_cache(decoder.config, methods, given)
             kwargs["past_key_values"], kwargs["use_cache"] = given, given is not None
     mask = kwargs.get("attention_mask")
-    if isinstance(mask, Tensor) and (given is None or isinstance(given, FocusCache)):
+    if isinstance(mask, Tensor) and (given is None or is_grouped(given)):
         tokens = next(x for x in (*args, kwargs.get("input_ids"), kwargs.get("inputs_embeds")) if x is not None)
         check_mask(mask, tokens.shape[1], 0 if given is None else given.get_seq_length())
     return args, kwargs
@@ -137,6 +163,24 @@ def check_mask(mask: Tensor, tokens: int, past: int) -> None:
         and bool(((mask != 0) & (mask > HIDDEN)).any())
     ):
         raise UserError("attention_mask adds to scores; attention methods here know only 0 and what hides a key")
+
+
+def groups_keys(model: PreTrainedModel) -> bool:
+    """Return whether acting methods leave out pairs, so that their keys are cached by group."""
+    return any(not method.keeps_all() for method in acting_methods(model).values())
+
+
+def create_masks(model: PreTrainedModel, own: Callable[..., Any], **inputs: Any) -> Any:
+    """Leave it to the decoder to make the masks of `generate()`, once a static cache holds its keys by group."""
+    return inputs.get("attention_mask") if groups_keys(model) else own(**inputs)
+
+
+def get_compiled_call(model: PreTrainedModel, compile_config: Any) -> Any:
+    """Return what `generate()` calls for each token with a static cache: compiled unless keys are cached by group."""
+    if groups_keys(model):
+        log.warning_once("generate() runs without torch.compile: a KV cache by group has no static shapes")
+        return model.__call__
+    return type(model).get_compiled_call(model, compile_config)
 
 
 def refuse_generation(*_: Any, **__: Any) -> None:
@@ -163,9 +207,12 @@ def detach(model: PreTrainedModel) -> PreTrainedModel:
     if "focus_attachment" not in vars(model):
         raise UserError(f"{type(model).__name__} wraps the model that attach was given; detach that, get_base_model()")
     attachment.switch(False)
+    for layer in attachment.unpacked:
+        setattr(layer, PACKS, True)
     for module in attention_modules(model).values():
         if hasattr(module, "focus"):
             del module.focus
-    vars(model).pop("prepare_inputs_for_generation", None)
+    for name in ("prepare_inputs_for_generation", "create_masks_for_generate", "get_compiled_call"):
+        vars(model).pop(name, None)
     del model.focus_attachment
     return model

@@ -10,6 +10,7 @@ from typing import Any
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedConfig, PreTrainedModel
+from transformers.utils import logging
 
 from focus_exp.attention.dual import FocusDual
 from focus_exp.attention.dual_options import FocusDualOptions
@@ -18,7 +19,9 @@ from focus_exp.attention.method import BACKENDS, AttentionMethod, Observer
 from focus_exp.attention.options import KINDS, PAIR_RULES, fits
 from focus_exp.errors import UserError
 from focus_exp.models.interface import IMPLEMENTATION
-from focus_exp.models.modules import attached_methods, attention_modules, method_of
+from focus_exp.models.modules import attached_methods, attention_modules, execution_device, method_of
+
+log = logging.get_logger(__name__)
 
 # what every name of a trained part has in it; the second is PEFT's
 TRAINED = {"router": ".focus.", "lora": ".lora_", "all": ""}
@@ -30,6 +33,7 @@ class Attachment:
 
     implementations: the configurations that say which attention function is called, each with the base model's.
     hooks: forward pre-hooks that modules get while it acts, of which `handles` tell.
+    unpacked: the base's 4-bit layers that do not repack their weights until `detach`.
     """
 
     method: str
@@ -38,6 +42,7 @@ class Attachment:
     implementations: list[tuple[PreTrainedConfig, str]]
     hooks: list[tuple[nn.Module, Callable[..., Any]]] = field(default_factory=list)
     handles: list[RemovableHandle] = field(default_factory=list)
+    unpacked: list[nn.Module] = field(default_factory=list)
 
     @property
     def acts(self) -> bool:
@@ -140,6 +145,10 @@ def set_routing(
         for name, setting in chosen.items():
             if setting is not None and hasattr(method, name):
                 setattr(method, name, setting)
+    if hard and any(method.training and getattr(method, "train_with", "hard") == "soft" for method in methods):
+        log.warning_once(
+            "set_routing: hard=True acts in eval mode, and routers are in training mode; call model.eval()"
+        )
     saved = {name for method in methods for name in ("top_k", "pair_rule") if hasattr(method.options, name)}
     attachment.options |= {name: chosen[name] for name in saved if chosen[name] is not None}
     return model
@@ -230,7 +239,7 @@ def swapped(model: PreTrainedModel, methods: dict[int, AttentionMethod]) -> Iter
     replaced = {index: module.focus for index, module in modules.items()}  # with its wrapper, if it has one
     for index, module in modules.items():
         # where the one before it runs: a layer's weights may wait in main memory
-        method = methods[index].to(next(before[index].parameters(), next(module.parameters())).device)
+        method = methods[index].to(execution_device(before[index], module, model))
         method.backend, method.sparse_from = before[index].backend, before[index].sparse_from
         module.focus = method
     try:

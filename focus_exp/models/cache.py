@@ -1,9 +1,8 @@
-"""The key/value cache of an attached model, as transformers' own code handles it: `generate()`, beams, crop, reset.
+"""The KV cache of an attached model: `FocusLayer`s in whatever `Cache` transformers or the caller made.
 
-With hard groups keys and values are kept by group (`FocusCache`), so that a new token reads its own groups, the
-window and the sinks: token by token the logits of the whole sequence at once, in greedy search, sampling, beams, left
-padding, chunks, crop and prompt lookup. A method that reads the future refuses to generate; soft gates and the other
-published methods have no cache and say so (`use_cache=False` computes all tokens anew).
+With hard routing a layer stores keys and values by group, so that a new token reads only its own groups, the window
+and the sinks. The cache object keeps its class and its identity; only the attached entries of `cache.layers` change.
+Methods without a grouped cache say so (`use_cache=False` recomputes all tokens).
 """
 
 from __future__ import annotations
@@ -12,6 +11,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from transformers import Cache, DynamicCache, PreTrainedConfig
 from transformers.cache_utils import (
@@ -20,6 +20,7 @@ from transformers.cache_utils import (
     DynamicSlidingWindowLayer,
     LinearAttentionAndFullAttentionLayer,
     LinearAttentionLayer,
+    StaticLayer,
 )
 
 from focus_exp.attention.cached import GroupedCache
@@ -27,23 +28,66 @@ from focus_exp.attention.method import AttentionMethod
 from focus_exp.attention.selection import Sequence
 from focus_exp.errors import UserError
 
+# its sizes are Python numbers that change with every token
+run_eagerly = torch.compiler.disable(
+    reason="a KV cache by group cannot be compiled; pass use_cache=False, or leave fullgraph=False"
+)
 
-class FocusLayer(CacheLayerMixin):
-    """One attached layer. `update` hands the new tokens on; attention adds them when it knows their groups."""
+
+class SequenceMemo:
+    """The `Sequence`s of the current step, computed once for all layers with the same mask."""
+
+    def __init__(self) -> None:
+        self.entries: list[tuple[object, tuple[object, ...], Sequence]] = []
+
+    def get(self, mask: object, step: tuple[object, ...], describe: Callable[[], Sequence]) -> Sequence:
+        """Return the sequence for `mask` at `step` (cached length, shape, device); call `describe` on a miss."""
+        for known_mask, known_step, sequence in self.entries:
+            if known_mask is mask and known_step == step:
+                return sequence
+        self.entries = [entry for entry in self.entries if entry[1] == step]
+        sequence = describe()
+        self.entries.append((mask, step, sequence))
+        return sequence
+
+
+class FocusLayer(DynamicLayer):
+    """Keys and values of one attached layer, by group.
+
+    `update` returns the new tokens alone; attention appends them once their groups are known. `keys` and `values` are
+    assembled on access, `[B, G, length, D]`, with zeros at padding, and up to `max_cache_len` in a static cache.
+    """
 
     is_croppable = True
     is_sliding = False
 
-    def __init__(self, method: AttentionMethod) -> None:
-        super().__init__()
-        self.begin(method)
+    def __init__(self, method: AttentionMethod, memo: SequenceMemo, max_cache_len: int | None = None) -> None:
+        self.prepare(method, memo, max_cache_len)
 
-    def begin(self, method: AttentionMethod) -> None:
+    def prepare(self, method: AttentionMethod, memo: SequenceMemo, max_cache_len: int | None) -> None:
         self.window, self.sinks, self.groups_of = method.window, method.sinks, method.groups_of_keys()
+        self.memo, self.max_cache_len = memo, max_cache_len
         self.grouped = GroupedCache(self.window, self.sinks)
-        self.expected = False  # attention that knows of groups is about to ask
+        self.expected = False  # set by the layer's hook: its attention knows how to read groups
+        self.is_initialized = False
+
+    @property
+    def keys(self) -> Tensor | None:  # type: ignore[override]
+        return self.assemble(0)
+
+    @property
+    def values(self) -> Tensor | None:  # type: ignore[override]
+        return self.assemble(1)
+
+    def assemble(self, index: int) -> Tensor | None:
+        if not self.grouped.length:
+            return None
+        x = self.grouped.keys_and_values()[index][..., : self.sizes[index]]
+        return x if self.max_cache_len is None else F.pad(x, (0, 0, 0, max(self.max_cache_len - x.shape[2], 0)))
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        self.dtype, self.device = key_states.dtype, key_states.device
+        self.sizes = key_states.shape[-1], value_states.shape[-1]
         self.is_initialized = True
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
@@ -52,7 +96,9 @@ class FocusLayer(CacheLayerMixin):
                 "this key/value cache keeps tokens by group, which the base model without its attached method cannot "
                 "read; begin with an empty cache inside disabled(model) and after detach(model)"
             )
-        self.is_initialized, self.expected = True, False
+        if not self.is_initialized:
+            FocusLayer.lazy_initialization(self, key_states, value_states)
+        self.expected = False
         return key_states, value_states
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
@@ -62,14 +108,20 @@ class FocusLayer(CacheLayerMixin):
         return self.grouped.length
 
     def get_max_length(self) -> int:
-        return -1
+        return -1 if self.max_cache_len is None else self.max_cache_len
+
+    def offload(self) -> None:
+        """Do nothing: grouped keys stay on their device."""
+
+    def prefetch(self) -> None:
+        """Do nothing: grouped keys stay on their device."""
 
     def reset(self) -> None:
         self.grouped = GroupedCache(self.window, self.sinks)
         self.is_initialized = False
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Forget the last tokens, as many as the negative number says."""
+        """Remove the last tokens; `tokens_to_remove` is negative or 0."""
         if tokens_to_remove > 0:
             raise ValueError(f"crop({tokens_to_remove}): give the tokens to remove as a negative number")
         self.grouped.crop(self.grouped.length + tokens_to_remove)
@@ -85,17 +137,25 @@ class FocusLayer(CacheLayerMixin):
 
 
 class FocusHybridLayer(FocusLayer, LinearAttentionAndFullAttentionLayer):
-    """An attached layer that keeps the states of linear attention too."""
+    """A `FocusLayer` with the states of linear attention."""
 
     device: Any
     dtype: Any
 
-    def __init__(self, method: AttentionMethod, own: LinearAttentionLayer) -> None:
-        LinearAttentionAndFullAttentionLayer.__init__(self, number_of_states=own.number_of_states)
-        self.begin(method)
+    def __init__(
+        self, method: AttentionMethod, memo: SequenceMemo, max_cache_len: int | None, number_of_states: int
+    ) -> None:
+        LinearAttentionLayer.__init__(self, number_of_states=number_of_states)
+        self.prepare(method, memo, max_cache_len)
 
     def lazy_initialization(self, *args: Any, **kwargs: Any) -> None:
         LinearAttentionLayer.lazy_initialization(self, *args, **kwargs)
+
+    def offload(self) -> None:
+        LinearAttentionLayer.offload(self)
+
+    def prefetch(self) -> None:
+        LinearAttentionLayer.prefetch(self)
 
     def reset(self) -> None:
         LinearAttentionLayer.reset(self)
@@ -110,58 +170,48 @@ class FocusHybridLayer(FocusLayer, LinearAttentionAndFullAttentionLayer):
         FocusLayer.reorder_cache(self, beam_idx)
 
 
-class FocusCache(Cache):
-    """Attached layers by group, others as transformers keeps them."""
+def layers_of(cache: Cache | None) -> list[Any]:
+    """Return the self-attention layers of a cache, of an encoder-decoder's too."""
+    return [] if cache is None else getattr(cache, "self_attention_cache", cache).layers
 
-    def __init__(self, layers: list[Any]) -> None:
-        super().__init__(layers=layers)
-        self.described: dict[tuple[object, ...], tuple[object, Sequence]] = {}
 
-    def of_all(self, mask: object, tokens: tuple[object, ...], describe: Callable[[], Sequence]) -> Sequence:
-        """What `describe` says under a layer's `mask` of new `tokens`: what is before them, their shape, their device.
+def is_grouped(cache: Cache | None) -> bool:
+    """Return whether any layer of the cache stores its keys by group."""
+    return any(isinstance(layer, FocusLayer) for layer in layers_of(cache))
 
-        It is asked by the first of the layers that have the same.
-        """
-        key = (id(mask), *tokens)
-        of, sequence = self.described.get(key, (None, None))
-        if sequence is None or of is not mask:
-            if any(tokens != other[1:] for other in self.described):
-                self.described.clear()
-            sequence = describe()
-            self.described[key] = mask, sequence
-        return sequence
 
-    def serve(self, method: AttentionMethod) -> GroupedCache | None:
-        """What is kept of the layer of `method`, which is about to attend; None where the model's own code keeps it."""
-        layer = self.layers[method.shape.index]
-        if isinstance(layer, FocusLayer):
-            if reason := method.refuses_cache():
-                raise UserError(f"this key/value cache was filled by hard groups, and there is none for {reason}")
-            if layer.groups_of != method.groups_of_keys():
-                raise UserError(
-                    "this key/value cache was filled with other groups (by another attached method or pair rule); "
-                    "begin with an empty one"
-                )
-            layer.expected = True
-            return layer.grouped
-        if not method.keeps_all():
-            raise UserError("this key/value cache was filled while every pair was kept; begin with an empty one")
-        return None
+def grouped_caches(cache: Cache) -> list[GroupedCache]:
+    """Return the grouped caches of the attached layers, in order."""
+    return [layer.grouped for layer in layers_of(cache) if isinstance(layer, FocusLayer)]
 
-    @property
-    def grouped(self) -> list[GroupedCache]:
-        """Of the attached layers, in order."""
-        return [layer.grouped for layer in self.layers if isinstance(layer, FocusLayer)]
 
-    @property
-    def bytes(self) -> int:
-        """Held by the attached layers, the room for tokens to come included."""
-        return sum(layer.bytes for layer in self.grouped)
+def find_layer(cache: Cache | None, method: AttentionMethod) -> FocusLayer | None:
+    """Return the layer of `cache` that the layer of `method` is about to use; None where the cache is the base's.
+
+    Raises:
+        UserError: if the method cannot read what the cache holds.
+    """
+    layers, index = layers_of(cache), method.shape.index
+    layer = layers[index] if index < len(layers) else None
+    if isinstance(layer, FocusLayer):
+        if reason := method.refuses_cache():
+            raise UserError(f"this key/value cache was filled by hard groups, and there is none for {reason}")
+        if layer.groups_of != method.groups_of_keys():
+            raise UserError(
+                "this key/value cache was filled with other groups (by another attached method or pair rule); "
+                "begin with an empty one"
+            )
+        return layer
+    if not method.keeps_all() and is_grouped(cache):
+        raise UserError("this key/value cache was filled while every pair was kept; begin with an empty one")
+    return None
 
 
 def keys_and_bytes(layer: Any) -> tuple[int, int]:
-    """Keys that the last step read in a layer of a cache, by group or the model's own, and the bytes of keys and values
-    that it keeps: a full sliding window dropped one of those after it."""
+    """Return the number of keys that the last step read in a cache layer, and the bytes of its keys and values.
+
+    A full sliding window has dropped one of those keys since.
+    """
     if isinstance(layer, FocusLayer):
         return layer.grouped.pairs_read, layer.grouped.bytes
     length = int(layer.get_seq_length())
@@ -170,8 +220,8 @@ def keys_and_bytes(layer: Any) -> tuple[int, int]:
 
 
 def tokens_before(cache: Cache | None, index: int, new: int) -> int:
-    """How many tokens a layer's own cache of the model holds before it is given `new` ones."""
-    layers: list[Any] = [] if cache is None else getattr(cache, "self_attention_cache", cache).layers
+    """Return how many tokens a layer's own cache of the model holds before it is given `new` ones."""
+    layers = layers_of(cache)
     if index < len(layers) and isinstance(layers[index], CacheLayerMixin):
         return int(layers[index].get_seq_length())
     # it reads the keys of an earlier layer, which has the new tokens already; a layer to come has none
@@ -179,35 +229,63 @@ def tokens_before(cache: Cache | None, index: int, new: int) -> int:
 
 
 def refusal(methods: Iterable[AttentionMethod]) -> str | None:
-    """Why nothing can be kept for these attached methods; None if it can."""
+    """Return the reason why these attached methods have no cache, if there is one."""
     return next((why for method in methods if (why := method.refuses_cache())), None)
 
 
-def cache_for(config: PreTrainedConfig, methods: dict[int, AttentionMethod], given: Cache | None) -> Cache | None:
-    """A cache by group in place of `given`, the empty one that transformers made; None where none can be had.
+@run_eagerly
+def prepare_cache(config: PreTrainedConfig, methods: dict[int, AttentionMethod], cache: Cache | None) -> Cache | None:
+    """Put `FocusLayer`s into an empty cache, or into a new `DynamicCache` where none is given.
 
-    A given cache of whatever class becomes that cache itself, since its owner may go on with this very object.
-    methods: what leaves out pairs, by layer index. UserError where a cache was given all the same: somebody,
-    `generate()` most likely, counts on it.
+    The caller's object is changed in place, since its owner may continue with it.
+
+    Args:
+        methods: the attached methods that leave out pairs, by layer index.
+
+    Returns:
+        the cache; None if there is none for these methods and none was given.
+
+    Raises:
+        UserError: if a cache was given that cannot be served.
     """
+    if cache is not None and cache.get_seq_length():
+        raise UserError(
+            "this key/value cache was filled without the attached method, as by prefix tuning (which is not served); "
+            "begin with an empty one"
+        )
     if reason := refusal(methods.values()):
-        if given is None:
+        if cache is None:
             return None
         raise UserError(f"no key/value cache for {reason}; or pass use_cache=False, which computes all tokens anew")
-    if given is not None and given.get_seq_length():
-        raise UserError("this key/value cache was filled without the attached method; begin with an empty one")
-    own = DynamicCache(config=config).layers
-    cache = FocusCache([cache_layer(layer, methods.get(index)) for index, layer in enumerate(own)])
-    if given is None:
-        return cache
-    given.__dict__ = vars(cache)
-    given.__class__ = FocusCache
-    return given
+    if cache is None:
+        cache = DynamicCache(config=config)
+    target, memo = getattr(cache, "self_attention_cache", cache), SequenceMemo()
+    before = dict(enumerate(target.layers))
+    target.layers = [
+        new_layer(layer, before.get(index), methods.get(index), memo)
+        for index, layer in enumerate(DynamicCache(config=config).layers)
+    ]
+    return cache
 
 
-def cache_layer(own: Any, method: AttentionMethod | None) -> Any:
-    """What keeps a layer's keys and values, whose model's `own` choice without a method is given."""
+def new_layer(dynamic: Any, before: Any, method: AttentionMethod | None, memo: SequenceMemo) -> Any:
+    """Return the cache layer for one layer of the model.
+
+    Args:
+        dynamic: the layer of the model's own `DynamicCache`.
+        before: the empty layer of the caller's cache, if it has one yet.
+        method: what is attached to the layer, if it leaves out pairs.
+    """
+    layer = dynamic
     if method is not None:
-        return FocusHybridLayer(method, own) if isinstance(own, LinearAttentionLayer) else FocusLayer(method)
-    # attached layers keep places beyond a sliding window, and layers of one kind share their mask
-    return DynamicLayer() if isinstance(own, DynamicSlidingWindowLayer) else own
+        capacity = before.get_max_length() if type(before) is StaticLayer else None
+        if isinstance(dynamic, LinearAttentionLayer):
+            layer = FocusHybridLayer(method, memo, capacity, dynamic.number_of_states)
+        else:
+            layer = FocusLayer(method, memo, capacity)
+    elif isinstance(dynamic, DynamicSlidingWindowLayer):
+        # attached layers keep places beyond a sliding window, and layers of one kind share their mask
+        layer = DynamicLayer()
+    if getattr(before, "record_past", False) and hasattr(layer, "activate_past_recording"):
+        layer.activate_past_recording()
+    return layer

@@ -18,9 +18,9 @@ from focus_exp.attention.blocked import full_attention
 from focus_exp.attention.cached import GroupedCache
 from focus_exp.attention.kernels import CannotServe
 from focus_exp.attention.method import AttentionMethod
-from focus_exp.attention.selection import Selection, Sequence, starts
+from focus_exp.attention.selection import Selection, Sequence, order_by, starts, take
 from focus_exp.errors import UserError
-from focus_exp.models.cache import FocusCache, tokens_before
+from focus_exp.models.cache import FocusLayer, find_layer, run_eagerly, tokens_before
 from focus_exp.models.modules import method_of
 
 log = logging.get_logger(__name__)
@@ -50,7 +50,7 @@ def mask_of_pairs(
     batch_size: int,
     q_length: int,
     kv_length: int,
-    q_offset: int = 0,
+    q_offset: Any = 0,  # a Tensor where the cache is static
     kv_offset: int = 0,
     mask_function: Callable[..., Any] = causal_mask_function,
     attention_mask: Tensor | None = None,
@@ -63,6 +63,8 @@ def mask_of_pairs(
     transformers calls it with the rule `mask_function` of the layers and the two-dimensional mask (see `sdpa_mask`).
     """
     acts = local_size is not None and kv_length >= local_size  # chunks and windows that no text fills leave no trace
+    # of a preallocated cache only a whole mask tells which of the keys are tokens
+    acts = acts or isinstance(q_offset, Tensor) or kv_offset + kv_length != q_offset + q_length
     if allow_is_causal_skip and not acts and (local_size is not None or mask_function is causal_mask_function):
         given: Tensor | None = prepare_padding_mask(attention_mask, kv_length, kv_offset)
         if given is None:
@@ -123,29 +125,47 @@ def route_hidden_states(
     h = given[names[0]]
     mask = given.get("attention_mask")
     cache = next((x for x in given.values() if isinstance(x, Cache)), None)
-    grouped = cache.serve(method) if isinstance(cache, FocusCache) else None
-    if grouped is None and method.keeps_all() and tokens_before(cache, method.shape.index, h.shape[1]) > 0:
-        method.path = "full"  # as the base model does, with the base model's cache
+    mask = given.get("attention_mask")
+    layer = find_layer(cache, method)
+    if layer is not None:
+        return args, kwargs | {"routed": route_cached(method, h, mask, layer, frozenset(given))}
+    if method.keeps_all() and takes_base_path(method, cache, h.shape[1]):
+        method.path = "full"
         return None
-    if grouped is not None and isinstance(cache, FocusCache):  # layers mostly see the same tokens
-        tokens = (grouped.length, grouped.changes, *h.shape[:2], h.device)
-        sequence = cache.of_all(mask, tokens, lambda: describe_sequence(h, mask, grouped))
-    else:
-        sequence = describe_sequence(h, mask)
-    past = 0 if grouped is None else grouped.length
-    routed = Routed(sequence, method.route(h, sequence), mask, grouped, past, frozenset(given))
-    return args, kwargs | {"routed": routed}
+    sequence = describe_sequence(h, mask)
+    selection = method("route", take(h, sequence.order, 1), sequence)
+    return args, kwargs | {"routed": Routed(sequence, selection, mask, None, 0, frozenset(given))}
+
+
+@run_eagerly
+def route_cached(method: AttentionMethod, h: Tensor, mask: Any, layer: FocusLayer, given: frozenset[str]) -> Routed:
+    """Route new tokens after those of a grouped cache."""
+    cache = layer.grouped
+    layer.expected = True
+    step = (cache.length, cache.changes, *h.shape[:2], h.device)
+    sequence = layer.memo.get(mask, step, lambda: describe_sequence(h, mask, cache))
+    selection = method("route", take(h, sequence.order, 1), sequence)
+    return Routed(sequence, selection, mask, cache, cache.length, given)
+
+
+def takes_base_path(method: AttentionMethod, cache: Cache | None, new: int) -> bool:
+    """Return whether a layer that keeps all pairs may skip routing: nobody looks at what it selects."""
+    if cache is None:
+        return False
+    if not method.observers and not torch.is_grad_enabled():
+        return True
+    return tokens_before(cache, method.shape.index, new) > 0
 
 
 def describe_sequence(h: Tensor, mask: Tensor | None, cache: GroupedCache | None = None) -> Sequence:
-    """Where the sequences of `h` `[B, T, ...]` begin and which tokens are padding, as far as the layer's mask tells.
+    """Return where the sequences of `h` `[B, T, ...]` begin and which tokens are padding, by the layer's mask.
 
     After tokens in a cache starts are counted from the first of the new ones, so that some are negative.
     """
     batch, length = h.shape[:2]
     past, before = (0, None) if cache is None else (cache.length, cache.start)
     mask = pairs_seen(mask)
-    valid = allowed = None
+    valid = allowed = order = kept = None
     if mask is None:
         first = torch.zeros(batch, length, dtype=torch.long, device=h.device)
     elif mask.shape[-1] < past + length or mask.shape[0] not in (1, batch):
@@ -153,18 +173,79 @@ def describe_sequence(h: Tensor, mask: Tensor | None, cache: GroupedCache | None
             f"attention_mask has {mask.shape[-1]} columns for {past} tokens in the cache and {length} new ones; "
             "give one for each"
         )
-    elif mask.shape[2] < length:  # padding alone; of a single query it is as good to know all that it sees
-        first = mask[:, 0].byte().argmax(-1).expand(batch, length)
-        valid = mask[:, 0, 0, past : past + length].expand(batch, length)
     else:
-        # a static cache's mask is as wide as it may grow; layers of one kind go on sharing theirs
-        allowed = mask if mask.shape[-1] == past + length else mask[..., : past + length]
-        refuse_future(allowed, past)
-        first = allowed[:, 0].byte().argmax(-1).expand(batch, length)
-        real = allowed[:, 0].diagonal(past, 1, 2).expand(batch, length)
-        valid = None if holds_everywhere(real) else real
+        # the mask of a preallocated cache is as wide as it may grow; layers of one kind go on sharing theirs
+        mask = mask if mask.shape[-1] == past + length else mask[..., : past + length]
+        whole = mask.shape[2] == length
+        if whole:
+            refuse_future(mask, past)
+        mask, order, kept = move_padding(mask, batch, length, cache)
+        if kept is not None:
+            before = past - kept.sum(1)
+        first = mask[:, 0].byte().argmax(-1).expand(batch, length)
+        if whole:
+            allowed = mask
+            valid = mask[:, 0].diagonal(past, 1, 2).expand(batch, length)
+            valid = None if holds_everywhere(valid) else valid
+        else:  # padding alone; of a single query it is as good to know all that it sees
+            valid = mask[:, 0, 0, past:].expand(batch, length)
     start = starts(first, past, 0 if before is None else before[:, None])
-    return Sequence(start=start - past, valid=valid, allowed=allowed)
+    return Sequence(start=start - past, valid=valid, allowed=allowed, order=order, kept=kept)
+
+
+def move_padding(
+    mask: Tensor, batch: int, length: int, cache: GroupedCache | None
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """Move masked places inside a row behind its new tokens, so that a row in a batch is computed as it is alone.
+
+    Args:
+        mask: `[B or 1, 1, 1 or T, past + T]` bool; columns as the model counts them.
+        length: T, the number of new tokens.
+        cache: of the tokens before them.
+
+    Returns:
+        the mask by the places of the rearranged tokens; `order` and `kept` of the `Sequence`.
+    """
+    past = 0 if cache is None else cache.length
+    seen = shown_by(mask, past, length).expand(batch, -1)
+    known = has_numbers(mask)
+    if not known and not torch.compiler.is_compiling():
+        return mask, None, None
+    if known:
+        begun = seen.cumsum(1) > 0
+        gap = begun & ~seen
+        if cache is None:  # what follows a text needs no care where no text follows again
+            gap = (gap.cumsum(1) > 0) & seen
+        if not bool(gap.any()) and (cache is None or cache.shown is None):
+            return mask, None, None
+    order, kept = order_by(~seen[:, past:]), None
+    columns = past + order
+    if cache is not None and past:
+        held = cache.tokens_shown(seen)
+        hidden = held & ~seen[:, :past]
+        if mask.shape[2] == length:  # a window of the base's hides what is before it, too
+            hidden = hidden & begun[:, :past]
+        held = held & ~hidden
+        kept = held if bool(hidden.any()) else None
+        columns = torch.cat([order_by(held), columns], 1)
+    mask = mask.expand(batch, -1, -1, -1)
+    mask = mask.gather(-1, columns[:, None, None].expand_as(mask))
+    if mask.shape[2] == length:
+        mask = take(mask, order, 2)
+    unmoved = known and bool(seen[:, past:].all())
+    return mask, None if unmoved else order, kept
+
+
+def shown_by(mask: Tensor, past: int, length: int) -> Tensor:
+    """Return `[B or 1, past + T]` bool: the tokens that a mask `[B or 1, 1, 1 or T, past + T]` does not hide."""
+    if mask.shape[2] != length:
+        return mask[:, 0, 0]
+    new = mask[:, 0].diagonal(past, 1, 2)
+    if not past:
+        return new
+    row = new.byte().argmax(1)  # the first new token
+    before = mask[:, 0].gather(1, row[:, None, None].expand(-1, 1, mask.shape[-1]))[:, 0, :past]
+    return torch.cat([before, new], 1)
 
 
 def routed_attention(
@@ -211,27 +292,81 @@ def attend(
     dropout: float,
     scores: dict[str, Any],
 ) -> Tensor:
-    """What an attached layer computes, with or without tokens in a cache."""
-    sequence, selection, cache = routed.sequence, routed.selection, routed.cache
+    """Compute an attached layer, with or without tokens in a cache."""
+    if routed.cache is not None:
+        return attend_cached(method, q, k, v, mask, routed, dropout, scores)
+    if k.shape[2] != q.shape[2]:
+        if not method.keeps_all():
+            raise UserError(
+                f"a layer attends from {q.shape[2]} tokens to {k.shape[2]} keys, some of which are no tokens"
+            )
+        method.path = "full"  # a preallocated cache of the base's
+        out = full_attention(q, k, v, pairs_seen(mask), dropout=dropout, **scores)
+        for observer in method.observers:
+            observer(method.shape.index, method, routed.selection, routed.sequence)
+        return out
+    sequence = routed.sequence if mask is routed.mask else describe_sequence(q.transpose(1, 2), mask)
+    return attend_whole(method, q, k, v, routed.selection, sequence, dropout, scores)
+
+
+def attend_whole(
+    method: AttentionMethod,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    selection: Selection,
+    sequence: Sequence,
+    dropout: float,
+    scores: dict[str, Any],
+) -> Tensor:
+    """Compute an attached layer for whole sequences."""
+    q, k, v = (take(x, sequence.order, 2) for x in (q, k, v))
+    try:
+        out = method("attend", q, k, v, selection, sequence, dropout=dropout, **scores)
+    except CannotServe as error:
+        raise UserError(str(error)) from None
+    for observer in method.observers:  # now, because some methods choose their pairs while they attend
+        observer(method.shape.index, method, selection, sequence)
+    return restore(out, sequence)
+
+
+@run_eagerly
+def attend_cached(
+    method: AttentionMethod,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None,
+    routed: Routed,
+    dropout: float,
+    scores: dict[str, Any],
+) -> Tensor:
+    """Compute an attached layer over the cached and the new tokens, and append the new ones."""
+    cache, selection = routed.cache, routed.selection
+    assert cache is not None
+    sequence = routed.sequence
     if mask is not routed.mask:  # the layer took more away
         sequence = describe_sequence(q.transpose(1, 2), mask, cache)
     if k.shape[2] != q.shape[2]:
         raise UserError(f"a layer attends from {q.shape[2]} tokens to {k.shape[2]} keys, some of which are no tokens")
-    if cache is not None and cache.length != routed.past:
+    if cache.length != routed.past:
         raise UserError("a layer computes attention more than once, so that a cache by group would keep its keys twice")
-    if cache is not None and cache.length:
+    if cache.length:
+        if sequence.kept is not None:
+            cache.keep_only(sequence.kept)
         method.path = "cached"
-        out = cache.attend(q, k, v, selection, sequence, **scores)
+        q, new_k, new_v = (take(x, sequence.order, 2) for x in (q, k, v))
+        out = restore(cache.attend(q, new_k, new_v, selection, sequence, **scores), sequence)
     else:
-        try:
-            out = method.attend(q, k, v, selection, sequence, dropout=dropout, **scores)
-        except CannotServe as error:
-            raise UserError(str(error)) from None
-        for observer in method.observers:  # now, because some methods choose their pairs while they attend
-            observer(method.shape.index, method, selection, sequence)
-    if cache is not None:
-        cache.append(k, v, selection, sequence)
+        out = attend_whole(method, q, k, v, selection, sequence, dropout, scores)
+        new_k, new_v = take(k, sequence.order, 2), take(v, sequence.order, 2)
+    cache.append(new_k, new_v, selection, sequence)
     return out
+
+
+def restore(x: Tensor, sequence: Sequence) -> Tensor:
+    """Put the tokens of x `[B, H, T, D]` back where they stood before `sequence.order` moved them."""
+    return x if sequence.order is None else take(x, sequence.order.argsort(1), 2)
 
 
 def of_one_precision(*tensors: Tensor) -> list[Tensor]:

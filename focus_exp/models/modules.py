@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import cache
+from itertools import chain
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
@@ -60,6 +62,26 @@ def uses_interface(forward: Callable[..., Any]) -> bool:
     """Whether a module's `forward` calls one of transformers' attention functions by its name."""
     code = getattr(inspect.unwrap(forward), "__code__", None)
     return code is not None and INTERFACE in code.co_names
+
+
+def offload_hooks(module: nn.Module) -> Iterator[Any]:
+    """Yield the hooks of accelerate that `module` and its children have."""
+    for part in module.modules():
+        hook = getattr(part, "_hf_hook", None)
+        yield from getattr(hook, "hooks", () if hook is None else (hook,))
+
+
+def execution_device(*modules: nn.Module) -> torch.device:
+    """Return the device that the first of `modules` with a hook of accelerate, or else with a tensor, computes on.
+
+    Offloaded weights wait elsewhere (on the meta device, for one); packed ones are neither parameters nor buffers.
+    """
+    for module in modules:
+        for hook in offload_hooks(module):
+            if (device := getattr(hook, "execution_device", None)) is not None:
+                return torch.device(device)
+    tensors = chain.from_iterable(chain(module.parameters(), module.buffers()) for module in modules)
+    return next((tensor.device for tensor in tensors), torch.device("cpu"))
 
 
 def method_of(module: nn.Module) -> AttentionMethod:

@@ -24,6 +24,7 @@ ROOT = Path(__file__).parent.parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 
 import torch
+from builders import write_variants
 from conftest import FAMILIES, build
 from omegaconf import OmegaConf
 from running import fitting, only_run, router_steps, run, tiny
@@ -109,17 +110,16 @@ def compute_losses(folder: Path) -> dict[str, Any]:
     lora = ["attention=full", "regime=lora", "regime.steps=2"]
     for name, overrides in {
         "retrofit": [router_steps(2)],
-        "lora": [*lora, "every_arm=[]"],
+        "lora": lora,
         "focus_dual": ["attention=focus_dual", "attention.fit_blocks=3", "attention.fit_held_out=1",
                        "attention.fit_steps=4", "attention.top_k=1", "regime=none"],
     }.items():  # fmt: skip
         execute(folder, name, *overrides)
         computed[name] = losses_of(only_run(folder / name))
     arms = {"focus": ["regime.steps=2"], "lora": lora, "window": ["attention=window", "regime=none"]}
-    written = [f"+arms.{name}=[{','.join(map(repr, values))}]" for name, values in arms.items()]
-    execute(folder, "compare", "job=compare", *written)
+    execute(folder, "compare", "job=compare", *write_variants(folder / "conf", arms))
     for path in sorted((folder / "compare").rglob("record.json")):
-        if arm := Record.load(path).config["arm"]:
+        if arm := Record.load(path).config["variant"]:
             computed[f"compare/{arm}"] = losses_of(path.parent)
     resumed = ("trainer.checkpoint_every=2", router_steps(6))
     execute(folder, "uninterrupted", *resumed)
@@ -150,15 +150,17 @@ def execute(folder: Path, runs: str, *overrides: str) -> None:
 
 
 def compute_config_hashes(every: int = 1) -> dict[str, str]:
-    """`<started> <arm> <recorded hash>` of every `every`-th committed run -> the hash of its stored config."""
-    records = [
-        json.loads(path.read_text(encoding="utf-8")) for path in (ROOT / "runs" / "records").rglob("record.json")
-    ]
-    keyed = {
-        f"{record['started']} {record['config']['arm'] or '-'} {record['config_hash']}": record["config"]
-        for record in records
-        if record["config"]
-    }
+    """Hash the stored config of every `every`-th committed run, by `<started> <variant> <recorded hash>`.
+
+    Runs that list variants inline are left out: variants are files since, and the hash is over their names.
+    """
+    keyed = {}
+    for path in (ROOT / "runs" / "records").rglob("record.json"):
+        record = json.loads(path.read_text(encoding="utf-8"))
+        config = record["config"]
+        if config and not config.get("arms"):
+            name = config.get("variant", config.get("arm")) or "-"
+            keyed[f"{record['started']} {name} {record['config_hash']}"] = config
     return {key: config_hash(OmegaConf.to_object(structured(keyed[key]))) for key in sorted(keyed)[::every]}
 
 

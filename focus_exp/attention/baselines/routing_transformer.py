@@ -10,7 +10,7 @@ from torch import Tensor
 
 from focus_exp.attention.baselines.blocks import kept_attention
 from focus_exp.attention.method import AttentionMethod, LayerShape
-from focus_exp.attention.mitigations import follow_means
+from focus_exp.attention.mitigations import group_means, move_to_means
 from focus_exp.attention.options import NearOptions, option
 from focus_exp.attention.recompute import Forwards
 from focus_exp.attention.selection import Selection, Sequence, always_visible, same_group
@@ -49,29 +49,34 @@ class RoutingTransformer(AttentionMethod, name="routing_transformer", options=Ro
         self.register_buffer("centroids", F.normalize(torch.randn(self.groups, shape.width), dim=-1))
         self.forwards = Forwards()
 
-    @torch.no_grad()
     def route(self, h: Tensor, sequence: Sequence) -> Selection:
         with torch.autocast(h.device.type, enabled=False):
             precision = torch.promote_types(h.dtype, torch.float32)
-            tokens = F.normalize(F.layer_norm(h.to(precision), h.shape[-1:]), dim=-1)
+            tokens = F.normalize(F.layer_norm(h.detach().to(precision), h.shape[-1:]), dim=-1)
             centroids = self.centroids.to(precision)
             if self.training:
                 valid = sequence.valid
-                centroids = self.forwards.value(tokens, valid, lambda: self.update(tokens, valid))
+                centroids = self.forwards.value(tokens, valid, lambda: self.follow(tokens, valid), self.move)
             scores = tokens @ F.normalize(centroids, dim=-1).T  # [B, T, K]
         members = nearest_tokens(scores, sequence, self.tokens_per_group)
         return Selection(query_groups=members, key_groups=members)
 
-    def update(self, tokens: Tensor, valid: Tensor | None) -> Tensor:
-        """Move every centroid towards the mean of the unit vectors `[B, T, E]` that are nearest to it; what it was."""
+    def follow(self, tokens: Tensor, valid: Tensor | None) -> tuple[Tensor, list[tuple[Tensor, Tensor]]]:
+        """Return the centroids `(K, E)`, and for each batch of the step the means of the tokens nearest to them."""
         batches, own = self.batches(tokens, valid)
-        before = []
+        before, means, centroids = [], [], self.centroids
         for batch, mask in batches:
             rows = batch.flatten(0, -2) if mask is None else batch[mask]
-            before.append(self.centroids.to(rows.dtype, copy=True))
+            before.append(centroids.to(rows.dtype, copy=True))
             nearest = (rows @ F.normalize(before[-1], dim=-1).T).argmax(-1)
-            self.centroids.copy_(follow_means(before[-1], rows, nearest, self.centroid_decay))
-        return before[own]
+            means.append(group_means(rows, nearest, self.groups))
+            centroids = move_to_means(before[-1], *means[-1], self.centroid_decay).to(self.centroids.dtype)
+        return before[own], means
+
+    def move(self, means: list[tuple[Tensor, Tensor]]) -> None:
+        """Move every centroid towards the mean of the tokens that were nearest to it, batch by batch."""
+        for mean, sizes in means:
+            self.centroids.copy_(move_to_means(self.centroids.to(mean.dtype), mean, sizes, self.centroid_decay))
 
     def attend(
         self,

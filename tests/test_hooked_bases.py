@@ -1,0 +1,156 @@
+"""Bases whose weights come in by forward hooks: accelerate's offload before and after attach, FSDP2."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from accelerate import cpu_offload, disk_offload, dispatch_model
+from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+from transformers import PreTrainedModel
+
+from focus_exp import attach, freeze, set_routing
+from focus_exp.attention.method import METHODS
+from focus_exp.models import exactness
+from focus_exp.models.modules import attached_methods, attention_modules
+
+CPU = torch.device("cpu")
+OPTIONS = {
+    **{name: {"groups": 4, "window": 4, "sinks": 1} for name in ("focus", "focus_dual")},
+    "token_indexer": {"window": 4, "sinks": 1},
+    "random_groups": {"groups": 4, "window": 4, "sinks": 1},
+    "routing_transformer": {"groups": 4, "window": 4, "sinks": 1},
+}
+
+
+def tokens_of() -> Tensor:
+    return torch.randint(3, 100, (2, 40), generator=torch.Generator().manual_seed(0))
+
+
+def dispatch(model: PreTrainedModel, folder: Path) -> None:
+    """Put the second attention layer on disk, as `device_map="auto"` does where memory is short."""
+    layers = attention_modules(model)
+    second = next(name for name, module in model.named_modules() if module is layers[1]).rpartition(".")[0]
+    owners = {name.rpartition(".")[0] for name in model.state_dict()}
+    device_map = dict.fromkeys(sorted(x for x in owners if not x.startswith(f"{second}.")), "cpu") | {second: "disk"}
+    dispatch_model(model, device_map, main_device="cpu", offload_dir=folder, force_hooks=True)
+
+
+OFFLOADS = {
+    "cpu": lambda model, folder: cpu_offload(model, execution_device=CPU),
+    "cpu with buffers": lambda model, folder: cpu_offload(model, execution_device=CPU, offload_buffers=True),
+    "disk": lambda model, folder: disk_offload(model, folder, execution_device=CPU),
+    "device_map": dispatch,
+}
+
+
+def attached(model: PreTrainedModel, method: str = "focus") -> PreTrainedModel:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(1)
+        return set_routing(attach(model, method, **OPTIONS.get(method, {})), hard=True)
+
+
+@torch.no_grad()
+def logits_of(model: PreTrainedModel) -> Tensor:
+    return model(tokens_of(), use_cache=False).logits
+
+
+@pytest.mark.parametrize("offload", OFFLOADS)
+@pytest.mark.parametrize("method", sorted(METHODS))
+def test_offload_after_attach_keeps_logits(tiny_model, tmp_path, method, offload):
+    model = attached(tiny_model("llama"), method)
+    expected = logits_of(model)
+    OFFLOADS[offload](model, tmp_path)
+    assert any(p.is_meta for p in model.parameters())
+    for _ in range(2):
+        torch.testing.assert_close(logits_of(model), expected, atol=0, rtol=0)
+
+
+@pytest.mark.parametrize("offload", OFFLOADS)
+@pytest.mark.parametrize("family", ["gpt2", "gemma2"])
+def test_offload_before_attach_keeps_logits_and_is_checked(tiny_model, tmp_path, monkeypatch, family, offload):
+    expected = logits_of(attached(tiny_model(family)))
+    monkeypatch.setattr(exactness, "CHECKED", set())
+    model = tiny_model(family)
+    OFFLOADS[offload](model, tmp_path)
+    attached(model)
+    assert len(exactness.CHECKED) == 1
+    assert {p.device for m in attached_methods(model).values() for p in m.parameters()} == {CPU}
+    torch.testing.assert_close(logits_of(model), expected, atol=0, rtol=0)
+
+
+@pytest.mark.parametrize("first", [True, False], ids=["attach first", "offload first"])
+def test_generate_on_an_offloaded_base_gives_the_same_tokens(tiny_model, tmp_path, first):
+    options = {"do_sample": False, "max_new_tokens": 8, "eos_token_id": None, "pad_token_id": 256}
+    expected = attached(tiny_model("llama")).generate(tokens_of(), **options)
+    model = tiny_model("llama")
+    if first:
+        OFFLOADS["disk"](attached(model), tmp_path)
+    else:
+        OFFLOADS["disk"](model, tmp_path)
+        attached(model)
+    assert torch.equal(model.generate(tokens_of(), **options), expected)
+
+
+def test_forward_hooks_on_a_router_are_called(tiny_model):
+    model, seen = attached(tiny_model("llama")), []
+    for method in attached_methods(model).values():
+        method.router.register_forward_hook(lambda module, args, out: seen.append(out.scores.shape))
+    logits_of(model)
+    assert seen == [(2, 40, 4)] * 2
+
+
+def test_attach_on_meta_weights_without_hooks_checks_nothing(tiny_model, monkeypatch):
+    monkeypatch.setattr(exactness, "CHECKED", set())
+    attach(tiny_model("llama").to("meta"))
+    assert not exactness.CHECKED
+
+
+@pytest.fixture
+def one_process(tmp_path):
+    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        yield torch.distributed.init_device_mesh("cpu", (1,))
+    finally:
+        torch.distributed.destroy_process_group()
+
+
+def parts_to_shard(model: PreTrainedModel, what: str) -> list[nn.Module]:
+    methods = attached_methods(model)
+    if what == "router":
+        return [method.router for method in methods.values()]
+    if what == "method":
+        return list(methods.values())
+    return [module for _, module in attention_modules(model).items()]
+
+
+@pytest.mark.parametrize("what", ["router", "method", "attention"])
+@pytest.mark.parametrize("hard", [False, True])
+def test_sharded_router_has_the_same_logits_and_gradients(tiny_model, one_process, what, hard):
+    results = []
+    for shard in (False, True):
+        model = set_routing(attached(tiny_model("llama")), hard=hard)
+        freeze(model)
+        for part in parts_to_shard(model, what) if shard else ():
+            fully_shard(part, mesh=one_process)
+        model(tokens_of(), labels=tokens_of(), use_cache=False).loss.backward()
+        grads = [p.grad for method in attached_methods(model).values() for p in method.parameters()]
+        assert all(isinstance(grad, DTensor) == shard for grad in grads)
+        grads = [grad.full_tensor() if isinstance(grad, DTensor) else grad for grad in grads]
+        results.append([logits_of(model), *grads])
+    for plain, sharded in zip(*results, strict=True):
+        torch.testing.assert_close(sharded, plain, atol=1e-6, rtol=1e-5)
+
+
+def test_fully_shard_before_attach_warns_that_exactness_is_not_checked(tiny_model, one_process, monkeypatch):
+    warned = []
+    monkeypatch.setattr(exactness.log, "warning_once", warned.append)
+    monkeypatch.setattr(exactness, "CHECKED", set())
+    model = tiny_model("llama")
+    expected = logits_of(attached(tiny_model("llama")))
+    monkeypatch.setattr(exactness, "CHECKED", set())
+    fully_shard(model, mesh=one_process)
+    attached(model)
+    assert len(warned) == 1 and not exactness.CHECKED
+    torch.testing.assert_close(logits_of(model), expected, atol=0, rtol=0)

@@ -1,0 +1,162 @@
+"""Quantized bases: attach changes nothing in them, routers train on them, adapters come back."""
+
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, BitsAndBytesConfig, PreTrainedModel, TorchAoConfig
+
+from focus_exp import attach, detach, freeze, load_adapter, save_adapter, set_routing
+from focus_exp.models import exactness
+from focus_exp.models.attach import PACKS
+from focus_exp.models.load import fingerprint
+from focus_exp.models.modules import attached_methods
+
+OPTIONS = {"groups": 4, "window": 4, "sinks": 1}
+
+
+@pytest.fixture(autouse=True)
+def nothing_checked(monkeypatch):
+    monkeypatch.setattr(exactness, "CHECKED", set())
+
+
+def quantized(model: PreTrainedModel, kind: str, folder) -> PreTrainedModel:
+    if kind == "none":
+        return model
+    if kind == "dynamic":
+        return torch.ao.quantization.quantize_dynamic(model, {nn.Linear}, dtype=torch.qint8)
+    model.save_pretrained(folder)
+    if kind == "torchao":
+        quantization = pytest.importorskip("torchao.quantization")
+        config = TorchAoConfig(quantization.Int8WeightOnlyConfig())
+    else:
+        pytest.importorskip("bitsandbytes")
+        config = BitsAndBytesConfig(
+            load_in_4bit=kind == "nf4", load_in_8bit=kind == "int8", bnb_4bit_quant_type="nf4",
+            bnb_4bit_compute_dtype=torch.float32,
+        )  # fmt: skip
+    return AutoModelForCausalLM.from_pretrained(folder, quantization_config=config, device_map="cpu")
+
+
+def pack_on_any_cpu(model: PreTrainedModel) -> list[nn.Module]:
+    """Have 4-bit layers repack their weights as on a CPU with AVX512-BF16; returns them."""
+    layers = [module for module in model.modules() if hasattr(module, PACKS)]
+    for layer in layers:
+        setattr(layer, PACKS, True)
+    return layers
+
+
+def tokens_of() -> Tensor:
+    return torch.randint(3, 100, (2, 40), generator=torch.Generator().manual_seed(0))
+
+
+def state_of(model: PreTrainedModel) -> dict[str, object]:
+    """What a check could leave behind on a base."""
+    state: dict[str, object] = {
+        name: value for name, value in model.state_dict().items() if ".focus." not in name and type(value) is Tensor
+    }
+    for name, module in model.named_modules():
+        if ".focus" not in name:
+            state[f"{name}.training"] = module.training
+            state[f"{name}.hooks"] = len(module._forward_hooks)
+    for name, parameter in model.named_parameters():
+        if ".focus." not in name:
+            quant_state = getattr(parameter, "quant_state", None)
+            packed = getattr(quant_state, "packing_format_for_cpu", False)
+            state[f"{name}.meta"] = (parameter.dtype, parameter.requires_grad, parameter.grad is None, packed)
+    state["generation_config"] = model.generation_config.to_dict()
+    state["config"] = model.config.to_dict()
+    state["rng"] = torch.get_rng_state()
+    return state
+
+
+def assert_same_state(now: dict[str, object], before: dict[str, object]) -> None:
+    assert now.keys() == before.keys()
+    changed = [
+        name
+        for name, value in before.items()
+        if not (torch.equal(now[name], value) if isinstance(value, Tensor) else now[name] == value)
+    ]
+    assert not changed
+
+
+@pytest.mark.parametrize("training", [False, True])
+@pytest.mark.parametrize(
+    ("family", "kind"),
+    [
+        *((family, "none") for family in ("gpt2", "llama", "gemma2", "gemma3", "olmo2")),
+        *((family, kind) for family in ("gpt2", "llama") for kind in ("nf4", "int8", "torchao", "dynamic")),
+    ],
+)
+def test_attach_and_detach_leave_the_state_of_the_base(tiny_model, tmp_path, family, kind, training):
+    model = quantized(tiny_model(family), kind, tmp_path).train(training)
+    pack_on_any_cpu(model)
+    before = {name: x.clone() if isinstance(x, Tensor) else x for name, x in state_of(model).items()}
+    attach(model, "window", window=4)
+    assert len(exactness.CHECKED) == 1
+    assert_same_state(state_of(model), before)
+    assert_same_state(state_of(detach(model)), before)
+
+
+def test_router_on_an_nf4_base_trains_and_its_adapter_loads_again(tiny_model, tmp_path):
+    model = quantized(tiny_model("llama"), "nf4", tmp_path / "base")
+    layers = pack_on_any_cpu(model)
+    before = fingerprint(model)
+    attach(model, **OPTIONS)
+    parameters = [model.get_parameter(name) for name in freeze(model)]
+    start = [p.detach().clone() for p in parameters]
+    optimizer = torch.optim.AdamW(parameters, lr=1e-2)
+    for _ in range(2):
+        with torch.no_grad():
+            model.eval()(tokens_of())
+        model.train()(tokens_of(), labels=tokens_of()).loss.backward()
+        assert all(p.grad is not None and p.grad.any() for p in parameters)
+        optimizer.step()
+        optimizer.zero_grad()
+    assert not any(torch.equal(p, x) for p, x in zip(parameters, start, strict=True))
+    assert fingerprint(model) == before
+    save_adapter(model, tmp_path / "adapter")
+    set_routing(model.eval(), hard=True)
+    assert layers and not any(getattr(layer, PACKS) for layer in layers)
+    with torch.no_grad():
+        expected = model(tokens_of()).logits
+    fresh = AutoModelForCausalLM.from_pretrained(
+        tmp_path / "base", quantization_config=model.config.quantization_config, device_map="cpu"
+    )
+    loaded = load_adapter(fresh, tmp_path / "adapter")
+    with torch.no_grad():
+        torch.testing.assert_close(loaded(tokens_of()).logits, expected, atol=1e-5, rtol=1e-5)
+    detach(model)
+    assert all(getattr(layer, PACKS) for layer in layers)
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2", "mistral"])
+@pytest.mark.parametrize("seed", range(3))
+def test_attach_serves_layers_without_parameters(tiny_model, tmp_path, family, seed):
+    model = quantized(tiny_model(family, seed=seed), "dynamic", tmp_path)
+    set_routing(attach(model, **OPTIONS), hard=True)
+    methods = attached_methods(model).values()
+    assert {p.device.type for method in methods for p in method.parameters()} == {"cpu"}
+    with torch.no_grad():
+        assert model(tokens_of()).logits.isfinite().all()
+
+
+@pytest.mark.parametrize("family", ["llama"])
+def test_attach_finds_the_device_of_layers_with_buffers_alone(tiny_model, family):
+    """As GPTQ and AWQ keep their packed weights."""
+
+    class Buffered(nn.Module):
+        def __init__(self, linear: nn.Linear) -> None:
+            super().__init__()
+            self.register_buffer("qweight", linear.weight.detach())
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x @ self.qweight.T
+
+    model = tiny_model(family)
+    for layer in model.model.layers:
+        for name in ("q_proj", "k_proj", "v_proj", "o_proj"):
+            setattr(layer.self_attn, name, Buffered(getattr(layer.self_attn, name)))
+        assert not list(layer.self_attn.parameters())
+    set_routing(attach(model, **OPTIONS), hard=True)
+    with torch.no_grad():
+        assert model(tokens_of()).logits.isfinite().all()

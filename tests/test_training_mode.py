@@ -1,0 +1,118 @@
+"""Training mode of what is attached: who sets it, and that running statistics move in training steps alone."""
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from tiny_architectures import tiny_model as tiny_architecture
+from torch import Tensor
+
+from focus_exp import attach, freeze, load_adapter, save_adapter, set_routing
+from focus_exp.attention.method import METHODS, AttentionMethod
+from focus_exp.models import attached as attached_module
+from focus_exp.models import exactness
+from focus_exp.models.modules import attached_methods
+
+OPTIONS = {"groups": 4, "window": 4, "sinks": 1}
+MODES = [torch.no_grad, torch.inference_mode]
+
+
+def tokens_of(length: int = 40) -> Tensor:
+    return torch.randint(3, 100, (2, length), generator=torch.Generator().manual_seed(0))
+
+
+def buffers_of(methods) -> list[Tensor]:
+    return [buffer.clone() for method in methods for buffer in method.buffers()]
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("method", sorted(METHODS))
+def test_forward_without_gradients_moves_no_buffer(tiny_model, method, training, mode):
+    model = attach(tiny_model("llama"), method).train(training)
+    methods = list(attached_methods(model).values())
+    before = buffers_of(methods)
+    with mode():
+        model(tokens_of(), use_cache=False)
+    assert all(torch.equal(now, x) for now, x in zip(buffers_of(methods), before, strict=True))
+
+
+@pytest.mark.parametrize("options", [{}, {"train_with": "hard"}, {"centroid_update": "ema"}])
+def test_forward_in_eval_mode_with_gradients_moves_no_buffer(tiny_model, options):
+    model = attach(tiny_model("llama"), **OPTIONS, **options).eval()
+    methods = list(attached_methods(model).values())
+    before = buffers_of(methods)
+    model(tokens_of(), labels=tokens_of()).loss.backward()
+    assert all(torch.equal(now, x) for now, x in zip(buffers_of(methods), before, strict=True))
+
+
+@pytest.mark.parametrize("method", ["focus", "routing_transformer"])
+@pytest.mark.parametrize("checkpointing", [None, True, False], ids=["none", "reentrant", "non-reentrant"])
+def test_training_step_moves_buffers_once(tiny_model, method, checkpointing):
+    results = []
+    for kind in (None, checkpointing):
+        torch.manual_seed(1)
+        model = attach(tiny_model("llama"), method, **OPTIONS).train()
+        if kind is not None:
+            model.gradient_checkpointing_enable({"use_reentrant": kind})
+        model.enable_input_require_grads()  # reentrant checkpointing needs an input with a gradient
+        methods: list[AttentionMethod] = list(attached_methods(model).values())
+        before = buffers_of(methods)
+        freeze(model, "all")
+        for length in (40, 31):
+            model(tokens_of(length), labels=tokens_of(length)).loss.backward()
+        moved = buffers_of(methods)
+        assert all(not torch.equal(now, x) for now, x in zip(moved, before, strict=True))
+        results.append([*moved, *(p.grad for m in methods for p in m.parameters())])
+    for plain, checkpointed in zip(*results, strict=True):
+        torch.testing.assert_close(checkpointed, plain, atol=1e-6, rtol=1e-5)
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_attach_takes_the_mode_of_the_layer(tiny_model, training):
+    model = attach(tiny_model("llama").train(training), **OPTIONS)
+    assert {m.training for method in attached_methods(model).values() for m in method.modules()} == {training}
+
+
+def test_load_adapter_sets_eval_mode_and_hard_routing(tiny_model, tmp_path):
+    save_adapter(attach(tiny_model("llama"), **OPTIONS), tmp_path)
+    model = tiny_model("llama").train()
+    model.model.layers[0].eval()
+    modes = [module.training for module in model.modules()]
+    load_adapter(model, tmp_path)
+    methods = attached_methods(model).values()
+    mine = {module for method in methods for module in method.modules()}
+    assert [module.training for module in model.modules() if module not in mine] == modes
+    assert not any(module.training for module in mine)
+    model(tokens_of())
+    assert {method.path for method in methods} == {"masked"}
+
+
+@pytest.mark.parametrize(
+    ("training", "hard", "train_with", "count"),
+    [(True, True, "soft", 1), (True, True, "hard", 0), (True, False, "soft", 0), (False, True, "soft", 0)],
+)
+def test_set_routing_warns_of_hard_routing_in_training_mode(tiny_model, monkeypatch, training, hard, train_with, count):
+    warned: list[str] = []
+    monkeypatch.setattr(attached_module.log, "warning_once", warned.append)
+    set_routing(attach(tiny_model("llama").train(training), train_with=train_with, **OPTIONS), hard=hard)
+    assert len(warned) == count
+
+
+@pytest.mark.parametrize("name", ["mixtral", "qwen2_moe", "olmoe", "gpt_oss", "jamba"])
+def test_attach_takes_experts_that_return_router_logits(monkeypatch, name):
+    monkeypatch.setattr(exactness, "CHECKED", set())
+    model = tiny_architecture(name)
+    model.config.output_router_logits = True
+    attach(model, **OPTIONS)
+    assert len(exactness.CHECKED) == 1 and model.config.output_router_logits
+    out = model(tokens_of(12), labels=tokens_of(12))
+    assert out.aux_loss.isfinite() and out.loss.isfinite()
+
+
+def test_router_in_a_peft_wrapper_is_called_through_it(tiny_model):
+    """`modules_to_save` puts a wrapper with a copy in the router's place."""
+    model = set_routing(attach(tiny_model("llama"), **OPTIONS), hard=True)
+    wrapped = get_peft_model(model, LoraConfig(target_modules=["q_proj"], modules_to_save=["router"]))
+    wrapped.train()(input_ids=tokens_of(), labels=tokens_of()).loss.backward()
+    names = [name for name, p in wrapped.named_parameters() if "router.modules_to_save" in name and p.grad is not None]
+    assert len(names) == 4
