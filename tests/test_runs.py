@@ -215,7 +215,7 @@ def test_evaluating_the_adapter_gives_the_numbers_of_training(folder, retrofit):
     assert run(*command, f"adapter={adapter}").code == 0
     trained, evaluated = record_of(folder / "retrofit"), record_of(folder / "evaluated")
     assert {name: row.nll for name, row in rows(evaluated).items()} == {n: r.nll for n, r in rows(trained).items()}
-    assert evaluated.method["causal"] and "/seed0-" in evaluated.command
+    assert evaluated.method["causal"] and "-seed0-" in evaluated.command
 
     other = [*tiny(folder, "longer"), router_steps(5)]
     assert run(*other).code == 0
