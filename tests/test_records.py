@@ -137,12 +137,12 @@ def test_a_comparison_refers_to_the_records_of_its_arms(tmp_path):
         for name, size in (("one", 8), ("two", 4))
     ]
     assert run(*tiny(tmp_path), "job=compare", *arms).code == 0
-    (place,) = (tmp_path / "runs").glob("*/*-compare/*")
+    (place,) = (tmp_path / "runs").glob("*/*/*-compare-seed*")
     stored, read = Record.load(place / "record.json"), load_run(place)
     assert not stored.rows and not stored.probes and len(stored.differences) == 1
     assert [row.arm for row in read.rows] == [None, "one", "two"]
     assert read.rows[2].delta_vs_hard == stored.differences[0].value
-    (other,) = (tmp_path / "runs").glob("*/two/*/record.json")
+    (other,) = (tmp_path / "runs").glob("*/*/two-seed*/record.json")
     again = Record.load(other)
     again.started = "later"
     again.save(other)
@@ -156,7 +156,7 @@ def test_a_comparison_refers_to_the_records_of_its_arms(tmp_path):
 def test_no_committed_record_is_large():
     sizes = {path: path.stat().st_size for path in RECORDS.rglob("*") if path.is_file()}
     assert {str(path): size for path, size in sizes.items() if size > LARGEST} == {}
-    assert sum(sizes.values()) < 30 * 2**20
+    assert sum(sizes.values()) < 40 * 2**20
 
 
 def test_no_committed_record_names_a_folder_of_the_machine_that_made_it():
@@ -212,7 +212,11 @@ def test_every_committed_table_follows_from_its_record():
 def test_replications_bear_out_what_the_ledger_says_of_one_draw():
     """T1: the paper's router, trained again on another processor, is as far from itself as its runs from each other."""
     lines = (RECORDS / "replications.md").read_text().splitlines()
-    again = [line for line in lines if line.startswith("| model_scale/smollm2_135m_paper/") and " and " in line]
+    again = [
+        line
+        for line in lines
+        if line.startswith("| model_scale/smollm2_135m_q4-books-cpu/smollm2_135m_paper-seed") and " and " in line
+    ]
     assert again and all(float(line.split("|")[-2]) > 0.03 for line in again)
 
 
@@ -245,12 +249,14 @@ def test_a_published_run_that_was_made_again_is_compared_loss_by_loss(tmp_path):
 
 def test_a_published_arm_is_run_short_by_its_own_command():
     arms = published_arms(RECORDS)
-    assert {arm.place.split("/")[0] for arm in arms} >= {"ablation", "compare", "frontier", "retrofit_124m"}
+    assert {arm.place.split("/")[0] for arm in arms} >= {"ablation", "compare", "frontier", "retrofit"}
     assert len({(arm.commit, arm.overrides) for arm in arms}) == len(arms)
     for arm in arms:
-        experiment, name, _ = arm.place.split("/")
-        assert f"+experiment={experiment}" in arm.overrides and (RECORDS / arm.place / "losses.csv").exists()
-        assert f"arm={name}" in arm.overrides or name.startswith("gpt2_124m-"), arm
+        experiment, _, name = arm.place.split("/")
+        (given,) = (part for part in arm.overrides if part.startswith("+experiment="))
+        assert given.startswith(f"+experiment={experiment}") and (RECORDS / arm.place / "losses.csv").exists()
+        (variant,) = [part for part in arm.overrides if part.startswith("arm=")] or [None]
+        assert variant is None or name.startswith(f"{variant.removeprefix('arm=')}-seed"), arm
         assert not any(part.startswith(("scale=", "seed=", "regime.steps=")) for part in arm.overrides)
 
 
@@ -261,7 +267,7 @@ def test_every_arm_of_the_versions_that_were_compared_was_compared():
     for arm in published_arms(RECORDS):
         assert (arm.place, arm.commit[:7]) in compared or arm.commit[:7] not in commits, arm
     differ = {place for (place, _), own in compared.items() if own != "0"} - {"run", "---"}
-    assert all(place.startswith(("frontier/dual_", "long_context/k_")) for place in differ), differ
+    assert all(re.match(r"frontier/.*/dual_|long_context/.*/k_", place) for place in differ), differ
 
 
 @pytest.mark.parametrize(

@@ -5,8 +5,13 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pandas as pd
 import pytest
+from hydra import compose, initialize_config_dir
 
+from focus_exp.checks import parse
+from focus_exp.config import register_schemas
+from focus_exp.config_hash import config_hash
 from focus_exp.results.convert import convert_run
 from focus_exp.results.load import Results, load_runs
 from focus_exp.results.measurement import (
@@ -17,6 +22,8 @@ from focus_exp.results.measurement import (
     read_measurements,
     variant_name,
 )
+from focus_exp.results.run_dir import run_folder
+from focus_exp.shipped import conf_dir
 
 RECORDS = Path(__file__).parent.parent / "runs" / "records"
 
@@ -93,3 +100,32 @@ def test_join_variants_base_is_of_one_run(results: Results) -> None:
 def test_load_imports_no_torch() -> None:
     code = "import sys, focus_exp.results.load; raise SystemExit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+@pytest.mark.parametrize(
+    ("overrides", "names"),
+    [
+        (["assets=embedded"], ("smollm2_135m_q4", "books")),
+        (["assets=hub"], ("gpt2", "pg19")),
+        (["assets=hub", "model=mistral_7b", "model.quantization=nf4"], ("mistral_7b_v0.1_nf4", "pg19")),
+        (["model.path=/data/my-model", "data.source=addresses"], ("my_model", "addresses")),
+        (["model.path=/runs/x/y/full-seed0-ab/model", "data=code"], ("full_seed0_ab", "transformers")),
+        (["assets=hub", "data.source=files", "data.files=t/a.txt"], ("gpt2", "a")),
+    ],
+)
+def test_run_folder_is_named_after_what_runs(overrides: list[str], names: tuple[str, str]) -> None:
+    register_schemas()
+    with initialize_config_dir(conf_dir(), version_base="1.3"):
+        config = parse(compose("config", ["+experiment=retrofit_124m", *overrides, "trainer.accelerator=cpu"]))
+    folder = run_folder(config)
+    assert folder.parts[:2] == ("runs", "retrofit")
+    assert folder.parts[2] == f"{names[0]}-{names[1]}-cpu"
+    assert folder.name == f"focus-seed0-{config_hash(config)}"
+
+
+def test_published_runs_moved_is_one_to_one(results: Results) -> None:
+    moved = pd.read_csv(RECORDS / "moved.csv")
+    assert set(moved.now) == set(results.runs.run)
+    assert moved.before.is_unique
+    unrun = ("gpt2", "mistral", "124m")
+    assert not [run for run in results.runs.run if any(name in run for name in unrun)]

@@ -29,7 +29,7 @@ from focus_exp.jobs.variants import compose_variant, compose_variants, variant_n
 from focus_exp.records.differences import compare_arms
 from focus_exp.records.record import Record
 from focus_exp.records.rows import Arm
-from focus_exp.records.runs import NOT_ENDED
+from focus_exp.results.run_dir import NOT_ENDED
 from focus_exp.storage import InUse
 from focus_exp.training.precision import choose_precision
 

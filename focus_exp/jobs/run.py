@@ -25,15 +25,23 @@ from focus_exp.config import Config, to_dict
 from focus_exp.config_hash import config_hash
 from focus_exp.errors import Interrupted, UserError, first_line
 from focus_exp.jobs.inputs import refuse_another, refuse_other_inputs, take_over, tokenizer_of
-from focus_exp.records import runs
 from focus_exp.records.comparison import RECORD
 from focus_exp.records.environment import command_line, environment
 from focus_exp.records.record import Record
-from focus_exp.records.runs import NOT_ENDED, lock_of, run_folder
 from focus_exp.reporting.run_report import TABLE, write_run_extras, write_run_figures, write_run_table
 from focus_exp.reporting.wandb import init_options, log_run, wandb_mode
+from focus_exp.results import run_dir
 from focus_exp.results.convert import convert_run
 from focus_exp.results.measurement import MEASUREMENTS, format_measurements
+from focus_exp.results.run_dir import (
+    EMBEDDED_DATA,
+    EMBEDDED_MODEL,
+    NOT_ENDED,
+    lock_of,
+    name_data,
+    name_model,
+    run_folder,
+)
 from focus_exp.speed.timing import begin_peak, peak_memory
 from focus_exp.storage import clear_aside, held, replace_file
 from focus_exp.sweeps.frozen import FrozenJob
@@ -68,12 +76,15 @@ class Run:
 
     def describe_model(self, provenance: Provenance, parameters: int) -> None:
         refuse_another("model", self.record.model, provenance.fingerprint, self.folder)
+        self.check_name(name_model(self.config) == EMBEDDED_MODEL, provenance)
         told = {"parameters": parameters, **tokenizer_of(self.config)}
         self.record.model = {"name": shown(provenance), **asdict(provenance), **told}
         announce("model", provenance, f"{parameters:,} parameters")
 
     def describe_data(self, provenance: Provenance, tokens: dict[str, int]) -> None:
         refuse_another("data", self.record.data, provenance.fingerprint, self.folder)
+        if self.config.data.source == "hub":
+            self.check_name(name_data(self.config) == EMBEDDED_DATA, provenance)
         self.record.data = {"name": shown(provenance), **asdict(provenance), "tokens": tokens}
         asked = self.config.data.revision
         if provenance.source.startswith("hub") and not COMMIT.fullmatch(asked or ""):
@@ -82,6 +93,14 @@ class Run:
                 f"published pin it to a commit, such as {provenance.revision}"
             )
         announce("data", provenance, ", ".join(f"{name} {count:,} tokens" for name, count in tokens.items()))
+
+    def check_name(self, is_embedded: bool, provenance: Provenance) -> None:
+        """Raise UserError where the run's directory names a substitute and the hub's was loaded, or the other way."""
+        if provenance.source in ("hub", "hub_cache", "embedded") and is_embedded != (provenance.source == "embedded"):
+            raise UserError(
+                f"assets must be hub or embedded (got {self.config.assets}): {self.folder} is not named after "
+                f"{provenance.used}. Give assets=hub or assets=embedded."
+            )
 
     def warn(self, sentence: str) -> None:
         """Say it now, and below the tables."""
@@ -117,7 +136,7 @@ def finished_record(config: Config) -> Record | None:
     """
     from focus_exp.jobs.base import refuse_another_base  # which asks for the record of the base's own run
 
-    record = runs.earlier_record(config)
+    record = run_dir.earlier_record(config)
     if record is not None:
         refuse_other_inputs(config, record)
         refuse_another_base(config, record)
@@ -162,7 +181,7 @@ def recorded(config: Config, device: str) -> Iterator[Run]:
     resumed = job is not None and job.enter_run(folder)
     if config.overwrite and folder.exists() and not resumed:
         shutil.rmtree(folder)
-    if earlier := runs.earlier_record(config):
+    if earlier := run_dir.earlier_record(config):
         for sentence in take_over(record, earlier, folder):
             run.warn(sentence)
     folder.mkdir(parents=True, exist_ok=True)

@@ -48,7 +48,7 @@ def publish(places: list[Path], current: set[Path], runs: Path, records: Path) -
     homes = {place: records / _home(place, record, records) for place, record in found.items()}
     for place, record in found.items():
         with aside(homes[place]) as new:
-            patterns = VARIANT_FILES if record.config.get("arm") else FILES
+            patterns = VARIANT_FILES if (record.config.get("variant") or record.config.get("arm")) else FILES
             for file in [file for pattern in patterns for file in sorted((runs / place).glob(pattern))]:
                 copy = new / file.relative_to(runs / place)
                 copy.parent.mkdir(parents=True, exist_ok=True)
@@ -113,7 +113,7 @@ def directory_bytes(folder: Path) -> int:
 
 def _experiment_and_seed(place: Path) -> tuple[str, str]:
     """Return experiment and seed of a run's folder."""
-    return place.parts[0], place.name.replace("=", "").partition("-")[0]
+    return place.parts[0], re.findall(r"seed=?(\d+)-", place.name)[-1]
 
 
 def _home(place: Path, record: Record, records: Path) -> Path:
