@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from builders import write_variants
 from replications import main as replicate
 from running import run, tiny
 from versions import published as published_arms
@@ -132,11 +133,10 @@ def test_the_commit_of_a_record_is_looked_up_in_the_history():
 
 
 def test_a_comparison_refers_to_the_records_of_its_arms(tmp_path):
-    arms = [
-        f"+variants.{name}=['attention=window','attention.window={size}','regime=none']"
-        for name, size in (("one", 8), ("two", 4))
-    ]
-    assert run(*tiny(tmp_path), "job=compare", *arms).code == 0
+    variants = {
+        name: ["attention=window", f"attention.window={size}", "regime=none"] for name, size in (("one", 8), ("two", 4))
+    }
+    assert run(*tiny(tmp_path), "job=compare", *write_variants(tmp_path / "conf", variants)).code == 0
     (place,) = (tmp_path / "runs").glob("*/*/*-compare-seed*")
     stored, read = Record.load(place / "record.json"), load_run(place)
     assert not stored.rows and not stored.probes and len(stored.differences) == 1

@@ -132,8 +132,9 @@ def _evaluate(claim: Claim, table: pd.DataFrame, results: Results) -> tuple[dict
     row = judgement.row
     shown = rows if claim.pick or claim.matched else judgement.rows
     runs = list(dict.fromkeys(member.run for one in shown for member in one.members))
-    inconclusive = judgement.verdict == INCONCLUSIVE and row is not None and row.reference is not None
-    needed = required_sample(row, judgement.effect, judgement.comparisons) if inconclusive else {}
+    needed: dict[str, float | None] = {}
+    if judgement.verdict == INCONCLUSIVE and row is not None and row.reference is not None:
+        needed = required_sample(row, judgement.effect, judgement.comparisons)
 
     def cell(name: str) -> Any:
         return getattr(row, name) if row is not None else None

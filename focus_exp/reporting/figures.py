@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from itertools import cycle
 from pathlib import Path
 from textwrap import wrap
@@ -15,7 +15,6 @@ import pandas as pd
 from matplotlib import rc_context
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.patheffects import withStroke
 from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormatter, NullLocator
 
 from focus_exp.reporting.paper_tables import BASE, paper_rows, paper_speedups
@@ -49,24 +48,26 @@ def save_figures(figures: Mapping[str, Figure | None], folder: Path) -> dict[str
     """Write <name>.png and <name>.svg, each atomically; return the PNG of each figure."""
     paths = {}
     for name, figure in figures.items():
-        for suffix, options in FORMATS.items() if figure else ():
+        if figure is None:
+            continue
+        for suffix, options in FORMATS.items():
             content = io.BytesIO()
             with rc_context({"svg.hashsalt": name, "svg.fonttype": "none"}):
                 figure.savefig(content, format=suffix, **options)
             replace_file(folder / f"{name}.{suffix}", content.getvalue())
-        if figure:
-            paths[name] = folder / f"{name}.png"
+        paths[name] = folder / f"{name}.png"
     return paths
 
 
 def write_report_figures(tables: Mapping[str, pd.DataFrame], folder: Path) -> dict[str, Path]:
     """Write the figures of the report as SVG and PNG."""
-    figures = {
-        "frontier": frontier(tables["frontier"]),
-        "figure1": perplexity_and_speed(tables["paper_figure1"]),
-        "speed": speed_by_length(tables["speed"]),
+    figures: dict[str, tuple[Callable[[pd.DataFrame], Figure | None], str]] = {
+        "frontier": (frontier, "frontier"),
+        "figure1": (perplexity_and_speed, "paper_figure1"),
+        "speed": (speed_by_length, "speed"),
     }
-    return save_figures(figures, folder)
+    drawn = {name: draw(tables[table]) for name, (draw, table) in figures.items() if table in tables}
+    return save_figures(drawn, folder)
 
 
 # --- figures of the report ---
@@ -74,8 +75,6 @@ def write_report_figures(tables: Mapping[str, pd.DataFrame], folder: Path) -> di
 
 def frontier(points: pd.DataFrame, lengths: tuple[int, ...] = (1024, 8192)) -> Figure | None:
     """Perplexity change against density, one panel for each length, one labelled curve for each method."""
-    if points.empty:
-        return None
     lengths = tuple(length for length in lengths if (points.tokens == length).any())
     known = points[points.tokens.isin(lengths) & points.method.isin(FAMILIES) & (points.sparsity > 0)]
     if known.empty:
@@ -89,7 +88,7 @@ def frontier(points: pd.DataFrame, lengths: tuple[int, ...] = (1024, 8192)) -> F
     ticks = [tick for tick in (0, 0.5, 1, 2, 5, 10, 20, 50) if tick < top]
     axes.flat[0].set_yticks(ticks, [f"+{tick:g}" if tick else "0" for tick in ticks])
     axes.flat[0].yaxis.set_minor_locator(NullLocator())
-    curves: dict[Axes, list[tuple[str, str, float, float]]] = {}
+    curves: dict[Axes, list[tuple[str, str, np.ndarray, np.ndarray]]] = {}
     for ax, length in zip(axes.flat, lengths, strict=True):
         for method, color in colors.items():
             curve = known[(known.tokens == length) & (known.method == method)].sort_values("density")
@@ -98,7 +97,7 @@ def frontier(points: pd.DataFrame, lengths: tuple[int, ...] = (1024, 8192)) -> F
             x, y = 100 * curve.density.to_numpy(float), curve.change.to_numpy(float)
             bars = np.abs(curve[["low", "high"]].to_numpy(float).T - y)
             ax.errorbar(x, y, bars, color=color, marker="o", markersize=4.5, linewidth=1.5, elinewidth=0.8)
-            curves.setdefault(ax, []).append((method, color, x[-1], y[-1]))
+            curves.setdefault(ax, []).append((method, color, x, y))
         ax.axhline(0, color="black", linewidth=1)
         ax.set(
             title=f"{length:,} tokens", xlabel="density of the QK pairs [%]", xlim=(0, 145), xticks=range(0, 101, 20)
@@ -109,22 +108,27 @@ def frontier(points: pd.DataFrame, lengths: tuple[int, ...] = (1024, 8192)) -> F
     return figure
 
 
-def _label_curves(ax: Axes, curves: list[tuple[str, str, float, float]]) -> None:
-    """Write the name of each curve to the right of its last point, apart from each other."""
+def _label_curves(ax: Axes, curves: list[tuple[str, str, np.ndarray, np.ndarray]]) -> None:
+    """Write the name of each curve next to its last point, at the side where it hides least."""
     points = 72 / ax.figure.dpi
-    used: list[tuple[float, float]] = []
-    for name, color, x, y in sorted(curves, key=lambda curve: curve[3]):
-        left, height = points * ax.transData.transform((x, y))
-        place = height
-        for other, taken in used:
-            if abs(other - left) < 110 and place - taken < 12:
-                place = taken + 12
-        used.append((left, place))
-        halo = [withStroke(linewidth=3, foreground="white")]
+    drawn = [points * ax.transData.transform(np.column_stack([x, y])) for _, _, x, y in curves]
+    steps = np.linspace(0, 1, 20)[:, None]
+    obstacles = [
+        start + steps * (end - start) for line in drawn for start, end in zip(line, [*line[1:], line[-1]], strict=True)
+    ]
+    taken = np.concatenate(obstacles)
+    for (name, color, x, y), line in zip(curves, drawn, strict=True):
+        width, places = 5.5 * len(name), []
+        for dx, dy, side in ((7, 0, "left"), (7, 11, "left"), (7, -11, "left"), (-7, 11, "right"), (-7, -11, "right")):
+            left, middle = line[-1] + (dx - (width if side == "right" else 0), dy)
+            inside = (abs(taken[:, 0] - left - width / 2) < width / 2) & (abs(taken[:, 1] - middle) < 6)
+            box = left + width / 2 + np.linspace(-width / 2, width / 2, 20)
+            places.append((inside.sum(), len(places), dx, dy, side, np.column_stack([box, np.full(20, middle)])))
+        _, _, dx, dy, side, label = min(places, key=lambda place: place[:2])
+        taken = np.concatenate([taken, label])
         ax.annotate(
-            name, (x, y), (7, place - height), textcoords="offset points", color=color, fontsize=9, va="center",
-            path_effects=halo, zorder=5,
-        )  # fmt: skip
+            name, (x[-1], y[-1]), (dx, dy), textcoords="offset points", color=color, fontsize=9, va="center", ha=side
+        )
 
 
 def perplexity_and_speed(table: pd.DataFrame) -> Figure | None:
@@ -223,21 +227,22 @@ def loss_curves(log: list[dict[str, Any]], title: str = "") -> Figure | None:
     figure, ax = make_figure(f"{title}\nTraining loss", 4)
     for variant, color in zip(variants, COLORS, strict=False):
         offset = last = 0
-        phase, points, checks = None, {}, {}
+        phase, points, checks = None, dict[int, tuple[Any, float]](), dict[int, float]()
         for line in (line for line in log if line.get("variant") == variant):
             if line.get("phase") != phase and line["step"] < last:
                 offset = last
             phase, last = line.get("phase"), offset + line["step"]
-            for name, curve in (("loss", points), ("val_loss", checks)):
-                if (value := line.get(name)) is not None and math.isfinite(value):
-                    curve[last] = value
-        steps, losses = np.array(sorted(points.items())).T if points else (np.array([]), np.array([]))
-        window = np.ones(max(1, len(losses) // 10) | 1)
-        smooth = (
-            np.convolve(losses, window, "same") / np.convolve(np.ones_like(losses), window, "same") if points else []
+            if math.isfinite(line.get("loss", math.nan)):
+                points[last] = phase, line["loss"]
+            if math.isfinite(line.get("val_loss", math.nan)):
+                checks[last] = line["val_loss"]
+        curve = pd.DataFrame.from_dict(points, orient="index", columns=["phase", "loss"]).sort_index()
+        window = max(1, len(curve) // 10) | 1
+        smooth = curve.groupby("phase", dropna=False, sort=False).loss.transform(
+            lambda loss, window=window: loss.rolling(window, center=True, min_periods=1).mean()
         )
-        ax.plot(steps, losses, color=color, linewidth=0.6, alpha=0.3)
-        ax.plot(steps, smooth, color=color, linewidth=1.8, label=variant or "training, smoothed")
+        ax.plot(curve.loss, color=color, linewidth=0.6, alpha=0.3)
+        ax.plot(smooth, color=color, linewidth=1.8, label=variant or "training, smoothed")
         label = None if variant else "validation"
         ax.plot(list(checks), list(checks.values()), "o", color=color, markeredgecolor="black", label=label)
     ax.set(xlabel="optimizer step", ylabel="loss [nats per token]")
@@ -301,7 +306,8 @@ def router_load(probes: pd.DataFrame, title: str = "") -> Figure | None:
             ax.axvline(start, color="grey", linestyle="--", linewidth=1)
     axes[0].set(ylabel="largest group [% of tokens]", ylim=(0, 102))
     axes[1].set(ylabel="empty groups (under 1 %)", xlabel="optimizer step")
-    figure.legend(loc="outside lower center", ncols=4, frameon=False)
+    if axes[0].get_legend_handles_labels()[1]:
+        figure.legend(loc="outside lower center", ncols=4, frameon=False)
     return figure
 
 

@@ -6,7 +6,7 @@ import json
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
-from functools import cache
+from functools import cache, lru_cache
 from importlib.resources import files
 from pathlib import Path
 from typing import Any, TypeVar
@@ -21,7 +21,8 @@ from focus_exp.records.metrics import METRICS, read_metrics
 from focus_exp.records.rows import ENGAGED, WITHOUT_MASK
 from focus_exp.reporting.aggregate import Row, to_rows
 from focus_exp.results.load import Results as Loaded
-from focus_exp.results.load import load_runs
+from focus_exp.results.load import load_runs, read_record
+from focus_exp.results.measurement import MEASUREMENTS
 
 T = TypeVar("T")
 QUICK = "quick"
@@ -130,10 +131,7 @@ def load_results(root: Path, scale: str = "") -> Results:
 
 def load_run(folder: Path) -> Results:
     """Load one run, or a comparison with its variants."""
-    folder = folder.absolute()
-    root = folder.parent.parent
-    loaded = load_runs(root)
-    name = folder.relative_to(root).as_posix()
+    loaded, name = _load_with_variants(folder)
     own = loaded.variants[loaded.variants.comparison == name].run.tolist() if len(loaded.variants) else []
     results = build_results(loaded, loaded.runs[loaded.runs.run.isin([name, *own])], details=True)
     measurements = results.measurements
@@ -143,11 +141,24 @@ def load_run(folder: Path) -> Results:
 def read_log(folder: Path) -> list[dict[str, Any]]:
     """Return the training log of a run; of a comparison those of its variants, each with its `variant`."""
     lines = read_metrics(folder / METRICS)
-    loaded = load_runs(folder.absolute().parent.parent)
-    own = loaded.variants if len(loaded.variants) else pd.DataFrame(columns=["comparison", "variant", "run"])
-    for row in own[own.comparison == folder.absolute().relative_to(loaded.root).as_posix()].itertuples():
+    loaded, name = _load_with_variants(folder)
+    own = loaded.variants[loaded.variants.comparison == name] if len(loaded.variants) else loaded.variants
+    for row in own.itertuples():
         lines += [{"variant": row.variant, **line} for line in read_metrics(loaded.root / row.run / METRICS)]
     return lines
+
+
+@lru_cache(maxsize=1)
+def _load_once(root: Path, changed: float) -> Loaded:
+    return load_runs(root)
+
+
+def _load_with_variants(folder: Path) -> tuple[Loaded, str]:
+    """Load a run, of a comparison with the other runs of its experiment; return them and the name of the run."""
+    folder = folder.absolute()
+    root = folder.parent.parent if read_record(folder).get("arms") else folder
+    changed = max(path.stat().st_mtime for path in (folder / "record.json", folder / MEASUREMENTS) if path.exists())
+    return _load_once(root, changed), folder.relative_to(root).as_posix()
 
 
 # --- one table ---
@@ -206,7 +217,7 @@ def _describe_runs(runs: pd.DataFrame, variants: pd.DataFrame) -> pd.DataFrame:
         first_params=runs.run.map(first.trainable_parameters) if len(first) else None,
         # a comparison may hold the same variants under another experiment, a single run may not
         setup=runs.setup,
-        model=runs.model_name.combine_first(runs.model_config),
+        model=runs.model_name.where(runs.model_source != "local").combine_first(runs.model_config),
         data=runs.data_name.combine_first(runs.data_config),
         total_seconds=runs.seconds + (runs.run.map(seconds).fillna(0) if len(seconds) else 0),
     )
@@ -255,8 +266,8 @@ def _quality_rows(raw: pd.DataFrame, runs: pd.DataFrame) -> pd.DataFrame:
     rows["reference"] = rows.reference.mask(counterpart, "non-causal counterpart").mask(soft, "soft")
     rows["primary"] = rows.is_primary
     # controls are trained as far as their run is
-    last = rows[rows.trainable.notna()].groupby("run").trainable.last()
-    rows["trainable"] = rows.trainable.fillna(rows.run.map(last))
+    last = rows[rows.trainable.notna()].groupby("run").trainable.last().to_dict()
+    rows["trainable"] = rows.trainable.where(rows.trainable.notna(), rows.run.map(last).astype("string"))
     base = rows[(rows.kind == "base") & (rows.metric == "perplexity")]
     zero = base.assign(metric="parameters", value=0, low=None, high=None)
     return pd.concat([rows, zero]).drop(columns=["row_perplexity", "n"])
@@ -418,7 +429,7 @@ def _join_variants(rows: pd.DataFrame, described: pd.DataFrame, variants: pd.Dat
         described.rename(columns={"run": "own_run"}).drop(columns=["train_tokens", "steps"]), on="own_run", how="left"
     )
     facts_of["num_groups"] = facts_of.groups_set.fillna(facts_of.num_groups)
-    parts = rows.rename(columns={"run": "own_run"}).drop(columns="variant").merge(facts_of, on="own_run")
+    parts = facts_of.merge(rows.rename(columns={"run": "own_run"}).drop(columns="variant"), on="own_run")
     primary = parts[parts.primary.eq(True) & (parts.source == "rows") & (parts.metric == "perplexity")]
     primary = primary.drop_duplicates("own_run").set_index("own_run")[["subject", "kind", "method"]]
     parts = parts.join(primary.add_prefix("primary_"), on="own_run")
@@ -427,7 +438,8 @@ def _join_variants(rows: pd.DataFrame, described: pd.DataFrame, variants: pd.Dat
     same = (parts.kind == parts.primary_kind) & ((parts.kind != "control") | (parts.method == parts.primary_method))
     kept = quality | ((parts.source == "benchmarks") & same) | parts.source.isin(["phases", "probes", "probe_log"])
     first = parts[(parts.kind == "base") & (parts.source == "rows")].drop_duplicates("run")[["run", "own_run"]]
-    base = parts[parts.kind.isin(["base", "missing"]) & (parts.source != "phases")].merge(first, on=["run", "own_run"])
+    base = parts[parts.kind.isin(["base", "missing"]) & parts.source.isin(["rows", "benchmarks"])]
+    base = base.merge(first, on=["run", "own_run"])
     base = base.drop(columns=["variant_setup", "trainable_params"]).assign(variant=None)
     params = facts_of.assign(
         source="variants", metric="parameters", value=facts_of.trainable_params, error=facts_of.variant_error

@@ -40,7 +40,8 @@ def report_tables(results: Results) -> dict[str, pd.DataFrame]:
     claims = evaluate_claims(results)
     paper = {f"paper_{table.attrs['spec'].name}": table for table in (make(results) for make in PAPER_TABLES)}
     own = {name: make(results) for name, make in tables.OWN_TABLES.items()}
-    return {"claims": claims, **paper, **own, "power": tables.power(claims)}
+    made = {"claims": claims, **paper, **own, "power": tables.power(claims)}
+    return {name: table for name, table in made.items() if not table.empty}
 
 
 def write_report(results: Results, folder: Path) -> pd.DataFrame:
@@ -86,9 +87,13 @@ def render_markdown(results: Results, content: dict[str, pd.DataFrame]) -> str:
         if "spec" in table.attrs and table.attrs["spec"].shown:
             parts += render_section(name, table)
     parts += ["### Figure 1: Perplexity and speed", "![Perplexity change and speedup](figures/figure1.svg)"]
-    parts += ["![Speedup by length](figures/speed.svg)", "## This project's methods"]
-    parts += [to_markdown(methods_table(content["methods"])).strip()]
-    parts += ["## Appendices (CSV)", "\n".join(f"- [{name}.csv]({name}.csv): {text}" for name, text in APPENDICES)]
+    parts += ["![Speedup by length](figures/speed.svg)"]
+    if "methods" in content:
+        parts += ["## This project's methods", to_markdown(methods_table(content["methods"])).strip()]
+    parts += [
+        "## Appendices (CSV)",
+        "\n".join(f"- [{name}.csv]({name}.csv): {text}" for name, text in APPENDICES if name in content),
+    ]
     return "\n\n".join(parts) + "\n"
 
 
@@ -174,7 +179,7 @@ def display_table(table: pd.DataFrame) -> pd.DataFrame:
         shown["device"] = [row["device"] for row in rows]
     for column in spec.columns:
         measured = bool(column.cells or column.timed)
-        heads = (f"{column.label}, paper", f"{column.label}, ours") if measured else (column.label,)
+        heads = [f"{column.label}, paper", f"{column.label}, ours"] if measured else [column.label]
         shown[heads[0]] = [_paper_text(row[f"paper_{column.key}"], column, spec.name) for row in rows]
         if measured:
             shown[heads[1]] = [_ours_text(row, column) for row in rows]
@@ -239,7 +244,8 @@ def methods_table(methods: pd.DataFrame) -> pd.DataFrame:
         label = f"{tokens:,}"
         shown[f"sparsity at {label} [%]"] = [format_number(_percent(row[f"sparsity_{tokens}"]), 1) for row in rows]
         shown[f"ΔPPL at {label} [%]"] = [
-            format_interval(*(row[f"{name}_{tokens}"] for name in ("change", "low", "high")), sign=True) for row in rows
+            format_interval(row[f"change_{tokens}"], row[f"low_{tokens}"], row[f"high_{tokens}"], sign=True)
+            for row in rows
         ]
     shown["trainable parameters"] = [format_number(row["trainable_params"], 0) for row in rows]
     shown["speedup, layer, 65k"] = [format_significant(row["speedup_layer"]) for row in rows]

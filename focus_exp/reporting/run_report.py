@@ -111,7 +111,8 @@ def quality_table(table: pd.DataFrame) -> pd.DataFrame:
 def _change(rows: pd.DataFrame, scale: Callable[[Any], float | None] = to_percent) -> str:
     if rows.empty:
         return ABSENT
-    return format_interval(*(scale(rows.iloc[0][name]) for name in ("value", "low", "high")), sign=True)
+    value, low, high = (scale(rows.iloc[0][name]) for name in ("value", "low", "high"))
+    return format_interval(value, low, high, sign=True)
 
 
 def benchmark_table(table: pd.DataFrame) -> pd.DataFrame:
@@ -126,7 +127,7 @@ def benchmark_table(table: pd.DataFrame) -> pd.DataFrame:
             {
                 "task": row.task,
                 "metric": row.task_metric or ABSENT,
-                "variant": row.variant or ABSENT,
+                "variant": row.variant or BASE,
                 "score": "failed" if row.error else _percent(row.value) if fraction else format_number(row.value),
                 "change": _change(own, _hundredfold if fraction else to_percent),
                 "sparsity [%]": _percent(row.sparsity) + (" †" if row.mask_active is False else ""),

@@ -75,10 +75,12 @@ def frontier(results: Results) -> pd.DataFrame:
 def methods(results: Results) -> pd.DataFrame:
     """Return one row for each method: sparsity, change of perplexity by length, parameters and speed."""
     points = frontier(results)
+    if points.empty:
+        return points
     speeds = select(results.complete(), {"metric": "speedup", "source": ["method_speed", "speed"]})
     rows = []
     for label, variant in METHODS.items():
-        own = points[points.variant == variant] if len(points) else points
+        own = points[points.variant == variant]
         own = own[own.experiment == ("frontier" if (own.experiment == "frontier").any() else "compare")]
         if own.empty:
             continue

@@ -92,7 +92,7 @@ def log_tables(run: Any, tables: Mapping[str, pd.DataFrame], figures: Mapping[st
     logged: dict[str, Any] = {f"figures/{name}": wandb.Image(str(path)) for name, path in figures.items()}
     for name, table in tables.items():
         rows = table.astype(object).where(table.notna(), None)
-        columns = list(map(str, rows.columns))
+        columns: list[Any] = list(map(str, rows.columns))
         logged[name] = wandb.Table(columns=columns, data=rows.values.tolist(), allow_mixed_types=True)
     run.log(logged)
 
@@ -149,7 +149,7 @@ def build_report(entity: str, project: str, tables: list[str]) -> Any:
 
     runs = wr.Runset(entity, project, name="report", filters="JobType == 'report'")
     panels = [*_table_panels(tables), wr.MediaBrowser(media_keys=["figures/frontier", "figures/figure1"])]
-    blocks = [wr.H1("Claims and the paper's tables"), wr.PanelGrid(runsets=[runs], panels=panels)]
+    blocks: list[Any] = [wr.H1("Claims and the paper's tables"), wr.PanelGrid(runsets=[runs], panels=panels)]
     title, description = "focus_exp", "Learned sparse attention: measurements next to the paper's numbers"
     return wr.Report(project=project, entity=entity, title=title, description=description, blocks=blocks, width="fluid")
 

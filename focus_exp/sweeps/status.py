@@ -19,10 +19,10 @@ from rich.live import Live
 
 from focus_exp.config import Config, phases_of
 from focus_exp.errors import UserError
-from focus_exp.planning.text_table import Table, change_text, duration_text, perplexity_text
 from focus_exp.records.answers import configured_row
 from focus_exp.records.comparison import load_run
 from focus_exp.records.metrics import read_metrics
+from focus_exp.reporting.text_table import Table, change_text, duration_text, perplexity_text
 from focus_exp.storage import is_held
 from focus_exp.sweeps.frozen import Job, Sweep, load_config
 

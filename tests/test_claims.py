@@ -1,0 +1,355 @@
+"""Comparators, aggregation over seeds, and the table of measurements that they read."""
+
+import math
+from pathlib import Path
+
+import pandas as pd
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from focus_exp.records.intervals import Estimate, needed, over_seeds, student
+from focus_exp.reporting import claims as ledger
+from focus_exp.reporting.aggregate import Row, aggregate_rows, is_worse, mean_of, required_sample
+from focus_exp.reporting.claims import (
+    Claim,
+    at_least,
+    below,
+    degrades,
+    has_failed,
+    no_degradation,
+    router_collapses,
+    router_stays_balanced,
+    within,
+)
+from focus_exp.reporting.load import COLUMNS, load_results, matches, select
+
+RECORDS = Path(__file__).parent.parent / "runs" / "records"
+
+
+@pytest.fixture(scope="module")
+def table():
+    return load_results(RECORDS).measurements
+
+
+def make_row(**cells):
+    blank = dict.fromkeys(COLUMNS) | {"deviation": None, "seed_deviation": None, "seeds": (0,), "members": []}
+    return Row(**blank | {"device_kind": "cpu", "metric": "nll_change", "unit": "nats"} | cells)
+
+
+def make_change(low, high, **cells):
+    return make_row(value=(low + high) / 2, low=low, high=high, **cells)
+
+
+# --- below ---
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "size", "verdict"),
+    [
+        (-0.2, -0.1, None, "reproduced"),
+        (-0.2, -0.1, -0.15, "reproduced"),
+        (-0.4, -0.1, -0.15, "same direction"),  # so wide that it contains twice the effect
+        (-0.2, -0.1, -0.05, "same direction"),
+        (-0.1, 0.1, -0.15, "inconclusive"),
+        (0.1, 0.2, -0.15, "not reproduced"),
+        (None, None, None, "inconclusive"),
+    ],
+)
+def test_below_follows_the_interval(low, high, size, verdict):
+    row = make_row(value=-0.1, low=low, high=high)
+    assert below([row], 0.0, size).verdict == verdict
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "causal", "reference_causal", "verdict"),
+    [
+        (-0.2, -0.1, False, True, "out of scope"),
+        (0.1, 0.2, False, True, "not reproduced"),  # loses despite its advantage
+        (0.1, 0.2, True, False, "out of scope"),
+        (-0.2, -0.1, True, False, "reproduced"),
+    ],
+)
+def test_below_noncausal_router_cannot_support_claim(low, high, causal, reference_causal, verdict):
+    row = make_change(low, high, causal=causal, reference_causal=reference_causal)
+    assert below([row], 0.0).verdict == verdict
+
+
+def test_below_inactive_mask_is_left_out():
+    idle = make_change(-0.2, -0.1, mask_active=False)
+    active = make_change(-0.1, 0.1, mask_active=True)
+    assert below([idle], 0.0).verdict == "mask inactive"
+    judgement = below([idle, active], 0.0)
+    assert judgement.verdict == "inconclusive"
+    assert judgement.row is active
+
+
+def test_below_any_refuted_row_refutes():
+    judgement = below([make_change(-0.2, -0.1), make_change(0.1, 0.2)], 0.0)
+    assert judgement.verdict == "not reproduced"
+    assert judgement.final
+
+
+@given(st.floats(-1, 1), st.floats(0, 0.5), st.booleans())
+def test_below_verdict_is_consistent_with_limit(center, half, causal):
+    judgement = below([make_change(center - half, center + half, causal=causal)], 0.0)
+    if judgement.verdict == "reproduced":
+        assert center + half < 0
+        assert causal
+    if judgement.verdict == "not reproduced":
+        assert center - half > 0
+
+
+# --- at_least, within ---
+
+
+def make_timing(tokens, value, device_kind="NVIDIA H100"):
+    return make_row(metric="speedup", unit="x", tokens=tokens, value=value, device_kind=device_kind)
+
+
+LIMIT = {1024: 0.5, 4096: 2.0, 16384: 3.0}
+
+
+@pytest.mark.parametrize(
+    ("timings", "verdict"),
+    [
+        ({1024: 0.1, 4096: 2.0, 16384: 2.9}, "reproduced"),
+        ({1024: 0.1, 4096: 1.5, 16384: 3.0}, "same direction"),
+        ({1024: 0.1, 4096: 0.5, 16384: 3.0}, "not reproduced"),
+        ({1024: 0.1, 4096: 2.0}, "inconclusive"),
+    ],
+)
+def test_at_least_compares_each_length(timings, verdict):
+    rows = [make_timing(tokens, value) for tokens, value in timings.items()]
+    assert at_least(rows, LIMIT, tolerance=0.95, gpu=True).verdict == verdict
+
+
+def test_at_least_prefers_the_papers_device():
+    gpu = [make_timing(tokens, 4.0) for tokens in LIMIT]
+    cpu = [make_timing(tokens, 0.5, "cpu") for tokens in LIMIT]
+    assert at_least(gpu + cpu, LIMIT, gpu=True).verdict == "reproduced"
+    assert at_least([make_timing(tokens, 4.0, "cpu") for tokens in LIMIT], LIMIT, gpu=True).verdict == "same direction"
+
+
+def test_at_least_disagreeing_runs_are_inconclusive():
+    rows = [make_timing(4096, 2.5), make_timing(4096, 1.5)]
+    assert at_least(rows, {4096: 2.0}).verdict == "inconclusive"
+
+
+@pytest.mark.parametrize(("value", "verdict"), [(0.9, "reproduced"), (0.99, "same direction"), (0.5, "not reproduced")])
+def test_at_least_scalar_limit_has_margin(value, verdict):
+    row = make_row(metric="confidence", unit="fraction", value=value)
+    assert at_least([row], 0.89, margin=0.05, most=0.94).verdict == verdict
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "verdict"),
+    [(0.1, 0.15, "reproduced"), (0.0, 0.12, "inconclusive"), (0.3, 0.4, "not reproduced")],
+)
+def test_within_compares_whole_interval(low, high, verdict):
+    assert within([make_change(low, high, unit="fraction")], [0.1, 0.16], 0.02).verdict == verdict
+
+
+# --- routers ---
+
+
+def make_router(largest, empty, step=600, seeds=(0,), spread=None, setup="a"):
+    def cells(value):
+        return {} if spread is None else {"low": value - spread, "high": value + spread}
+
+    common = {"phase": "all", "step": step, "num_groups": 8, "seeds": seeds, "setup": setup, "variant": "v"}
+    return [
+        make_row(metric="dominance_most", value=largest, **common, **cells(largest)),
+        make_row(metric="dead_groups_most", value=empty, **common, **cells(empty)),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("largest", "empty", "collapse", "balance"),
+    [
+        (0.994, 7.0, "reproduced", "not reproduced"),
+        (0.6, 3.0, "inconclusive", "not reproduced"),
+        (0.16, 0.0, "not reproduced", "reproduced"),
+        (0.45, 6.5, "reproduced", "inconclusive"),
+    ],
+)
+def test_router_comparators_follow_largest_and_empty_groups(largest, empty, collapse, balance):
+    rows = make_router(largest, empty)
+    assert router_collapses(rows, 0.9, 0.75, 600).verdict == collapse
+    assert router_stays_balanced(rows, 0.5, 600, 0.159, 0.05).verdict == balance
+
+
+def test_router_collapses_short_training_is_inconclusive():
+    assert router_collapses(make_router(0.2, 0.0, step=100), 0.9, 0.75, 600).verdict == "inconclusive"
+    assert router_collapses(make_router(0.99, 7.0, step=100), 0.9, 0.75, 600).verdict == "reproduced"
+
+
+def test_router_collapses_setups_must_agree():
+    rows = make_router(0.99, 7.0) + make_router(0.2, 0.0, setup="b")
+    assert router_collapses(rows, 0.9, 0.75, 600).verdict == "inconclusive"
+
+
+def test_router_stays_balanced_less_than_the_paper_is_same_direction():
+    assert router_stays_balanced(make_router(0.3, 0.0), 0.5, 600, 0.159, 0.05).verdict == "same direction"
+
+
+def test_router_collapses_interval_decides_over_seeds():
+    rows = make_router(0.6, 0.1, seeds=(0, 1, 2), spread=0.19)
+    assert router_collapses(rows, 0.9, 0.75, 600).verdict == "not reproduced"
+
+
+# --- scores ---
+
+
+def make_score(low, high, active=True, unit="fraction"):
+    return make_change(low, high, mask_active=active, unit=unit, metric="score_change", dof=math.inf)
+
+
+def test_no_degradation_without_active_mask():
+    assert no_degradation([make_score(0.0, 0.0, active=False)]).verdict == "mask inactive"
+    assert no_degradation([make_score(-0.1, 0.1)]).verdict == "inconclusive"
+    assert no_degradation([make_score(-0.2, -0.1)]).verdict == "not reproduced"
+
+
+def test_degrades_is_corrected_for_multiplicity():
+    barely = make_score(-0.2, -0.001)
+    assert degrades([barely], 0.02).verdict == "reproduced"
+    assert degrades([barely, make_score(-0.1, 0.1)], 0.02).verdict == "inconclusive"
+
+
+def test_is_worse_of_a_loss_is_a_rise():
+    assert is_worse(make_score(0.1, 0.2, unit="nats"))
+    assert not is_worse(make_score(0.1, 0.2))
+    assert not is_worse(make_row(value=-0.1))
+
+
+# --- claims ---
+
+
+def make_claim(**changes):
+    fields = {"select": {"variant": "focus", "reference": "lora"}, "comparison": "below", "arguments": {"limit": 0.0}}
+    return Claim(id="X", table="T", claim="c", paper="p", experiments=["compare"], **{**fields, **changes})
+
+
+def test_judge_unmatched_rows_are_a_different_router():
+    row = make_change(-0.2, -0.1, top_k=1)
+    assert make_claim(matched={"top_k": 2}).judge([row]).verdict == "different router"
+    assert make_claim(matched={"top_k": 1}).judge([row]).verdict == "reproduced"
+    assert make_claim(router="own").judge([row]).verdict == "different router"
+
+
+def test_judge_picks_the_longest():
+    rows = [make_change(-0.2, -0.1, tokens=1024), make_change(0.1, 0.2, tokens=4096)]
+    assert make_claim(pick="tokens").judge(rows).verdict == "not reproduced"
+
+
+def test_has_failed_only_counts_named_variants():
+    failed = make_row(variant="lora", source="variants", error="no memory")
+    other = make_row(variant="other", source="variants", error="no memory")
+    assert has_failed(make_claim(), [], [failed])
+    assert not has_failed(make_claim(), [make_row(variant="focus", reference="lora")], [failed])
+    assert not has_failed(make_claim(), [], [other])
+
+
+def test_load_claims_knows_every_comparison():
+    for claim in ledger.load_claims():
+        assert claim.comparison in ledger.COMPARISONS
+        assert max(len(claim.claim), len(claim.paper)) <= 60
+
+
+# --- aggregation ---
+
+
+def make_seed(seed, value, stderr=0.01, **cells):
+    return make_row(seed=seed, value=value, stderr=stderr, dof=5.0, n_units=6, status="finished", **cells)
+
+
+def test_aggregate_rows_uses_over_seeds():
+    rows = [make_seed(seed, value) for seed, value in enumerate((0.1, 0.2, 0.3))]
+    (total,) = aggregate_rows(rows)
+    expected = over_seeds([Estimate(row.value, row.stderr, row.dof) for row in rows])
+    assert (total.value, total.low, total.high) == (expected.value, *expected.bounds)
+    assert total.seeds == (0, 1, 2)
+    assert total.seed_deviation == pytest.approx(0.1)
+    assert total.deviation == pytest.approx(0.01 * math.sqrt(6))
+
+
+def test_aggregate_rows_latest_finished_run_of_a_seed_counts():
+    (total,) = aggregate_rows([make_seed(0, 0.1), make_seed(0, 0.5)])
+    assert total.value == 0.5
+    assert total.low == pytest.approx(0.5 - student(5.0) * 0.01)
+
+
+@pytest.mark.parametrize("column", ["setup", "variant", "reference", "top_k", "task", "phase"])
+def test_aggregate_rows_keeps_setups_apart(column):
+    rows = [make_seed(0, 0.1, **{column: "a"}), make_seed(1, 0.1, **{column: "b"})]
+    assert len(aggregate_rows(rows)) == 2
+
+
+def test_aggregate_rows_windows_of_different_width_are_one():
+    rows = [make_seed(i, 0.1, method="window", name=f"window {200 + i}") for i in range(2)]
+    assert len(aggregate_rows(rows)) == 1
+
+
+def test_required_sample_grows_with_comparisons():
+    row = make_row(deviation=0.1, seed_deviation=0.05, n_units=6, seeds=(0, 1, 2))
+    one, several = required_sample(row, 0.02), required_sample(row, 0.02, comparisons=4)
+    assert one["required_units"] == needed(0.1, 0.02)
+    assert one["required_seeds"] == needed(0.05, 0.02)
+    assert several["required_units"] > one["required_units"]
+
+
+def test_mean_of_changes_is_geometric():
+    assert mean_of([10.0, -100 / 11], percent=True) == pytest.approx(0.0)
+    assert mean_of([2.0, 8.0], perplexity=True) == pytest.approx(4.0)
+    assert mean_of([2.0, 8.0]) == 5.0
+
+
+# --- the table of measurements ---
+
+
+def test_load_results_differences_have_both_directions(table):
+    between = table[(table.metric == "nll_change") & (table.source == "rows") & table.reference_setup.notna()]
+    pairs = between.set_index(["run", "variant", "reference"]).value.astype(float).to_dict()
+    assert len(pairs) > 180
+    assert all(pairs[run, other, one] == -value for (run, one, other), value in pairs.items())
+
+
+def test_load_results_change_is_log_ratio_of_levels(table):
+    rows = table[(table.metric == "nll_change") & table.level.notna() & table.reference_level.notna()]
+    ratio = (rows.level / rows.reference_level).astype(float).map(math.log)
+    assert len(rows) > 1000
+    assert (ratio - rows.value.astype(float)).abs().max() < 1e-9
+
+
+def test_load_results_columns_are_typed(table):
+    assert {name: str(kind) for name, kind in table.dtypes.items()}.keys() == COLUMNS.keys()
+    assert table.causal.notna()[table.source == "rows"].all()
+
+
+def test_load_results_without_runs_is_empty(tmp_path):
+    results = load_results(tmp_path)
+    assert results.measurements.empty
+    assert list(results.measurements) == list(COLUMNS)
+
+
+def test_select_takes_lists_patterns_and_queries(table):
+    assert set(select(table, {"variant": "k_2*"}).variant) == {"k_2", "k_2_share"}
+    assert set(select(table, {"top_k": [2, 3]}, "num_groups == 4").top_k) == {2, 3}
+    assert select(table, {"variant": "none"}).empty
+
+
+@pytest.mark.parametrize(
+    ("cell", "wanted", "same"),
+    [("a_b", "a_*", True), (1, 1, True), (1, [2, 1], True), (None, None, True), ("a", "b*", False), (None, "a", False)],
+)
+def test_matches_cells(cell, wanted, same):
+    assert matches(cell, wanted) is same
+
+
+def test_results_minutes_unknown_run_is_none():
+    results = load_results(RECORDS)
+    known = results.runs.total_seconds.notna()
+    assert results.minutes(results.runs.index[known][:2]) > 0
+    assert results.minutes([]) is None
+    assert pd.isna(results.runs.total_seconds).sum() < len(results.runs)
