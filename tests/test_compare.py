@@ -55,7 +55,7 @@ def test_every_arm_is_a_run_and_a_line_of_the_table(tmp_path):
             ARMS[arm.name], found[arm.name].steps, found[arm.name].tokens_seen,
         )  # fmt: skip
     assert {row.kind for row in comparison.rows} == {"base", "hard", "trained", "control"}
-    assert all(name in result.out for name in ("arm 1 of 3: focus", "arm 3 of 3: window", "vs focus [95 %]"))
+    assert all(name in result.out for name in ("arm 1 of 3: focus", "arm 3 of 3: window", "ΔPPL [%], focus"))
     fitted_and_balanced = 2 * 32
     assert found["lora"].tokens_seen == found["focus"].tokens_seen - fitted_and_balanced > 0
 

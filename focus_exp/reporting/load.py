@@ -191,7 +191,7 @@ def build_results(loaded: Loaded, runs: pd.DataFrame, is_quick: bool = False, de
     own = rows[~rows.run.isin(variants.comparison)].merge(of_variant, on="run")
     names = own.run.map(runs.set_index("run").variant)
     own["variant"] = names.where(
-        names.fillna("") != "", own.variant.where(own.source.isin(["benchmarks", "generation"]))
+        names.fillna("") != "", own.variant.where(own.source.isin(["benchmarks", "generation", "costs"]))
     )
     joined = [_join_variants(rows, of_variant, variants)] if len(variants) else []
     joined += [_differences(raw, joined[0])] if joined else []
@@ -409,7 +409,11 @@ def _details(raw: pd.DataFrame) -> pd.DataFrame:
     names = analysis.metric + (" " + router[analysis.index].astype("string")).fillna("")
     analysis = analysis.assign(source="analysis", metric=names)
     generation = raw[raw.metric.isin(GENERATED)].assign(source="generation")
-    rows = pd.concat([positions.assign(**ends), sizes, analysis, generation])
+    costs = raw[raw.metric.str.startswith("class_nll")]
+    costs = costs.assign(
+        source="costs", variant=_setting(costs, "word_class"), metric=costs.metric + " " + costs.variant
+    )
+    rows = pd.concat([positions.assign(**ends), sizes, analysis, generation, costs])
     return rows.assign(name=rows.variant, layer=pd.to_numeric(rows.layer, errors="coerce"))
 
 

@@ -61,6 +61,7 @@ def render_run(results: Results, tables: dict[str, pd.DataFrame]) -> str:
     if run.is_model_substituted or run.is_data_substituted:
         requested = f"{run.model_requested} and {run.data_requested}"
         parts.append(f"Substitute: {run.model_used} and {run.data_used}, in place of {requested}.")
+    parts += [] if run.is_causal else ["Non-causal router: its perplexity cannot be compared with a causal model's."]
     parts += [f"Warnings: {run.warnings}"] if run.warnings else []
     for name, table in tables.items():
         parts += [f"## {name}", to_markdown(table).strip()]
@@ -77,6 +78,7 @@ def run_tables(table: pd.DataFrame) -> dict[str, pd.DataFrame]:
         "Speed": speed_table(table),
         "Routing": pivot_table(table, "probes", ["variant", "phase", "step"]),
         "Groups": pivot_table(table, "analysis", ["layer", "head"]),
+        "Cost by word class": pivot_table(table, "costs", ["variant"]),
         "Generation": pivot_table(table, "generation", ["variant"]),
     }
     return {name: frame for name, frame in made.items() if not frame.empty}

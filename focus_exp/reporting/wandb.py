@@ -27,7 +27,7 @@ CURVES = {
     "tokens_per_second": "tokens per second",
 }
 PROBES = {"dominance": "largest group", "dead_groups": "empty groups", "stability": "assignment stability"}
-RUN_TABLES = ("Quality", "Benchmarks", "Speed", "Routing", "Groups", "Generation")
+RUN_TABLES = ("Quality", "Benchmarks", "Speed", "Routing", "Groups", "Cost by word class", "Generation")
 FIGURES = ("loss_curve", "perplexity_by_position", "router_load")
 RUN_FIELDS = ("status", "seed", "commit", "config_hash", "device", "train_tokens", "steps", "seconds")
 SUMMARIZED = ("perplexity", "nll", "nll_change", "speedup")
