@@ -23,6 +23,7 @@ from focus_exp.results.measurement import (
     variant_name,
 )
 from focus_exp.results.run_dir import run_folder
+from focus_exp.results.setup import setup_key
 from focus_exp.shipped import conf_dir
 
 RECORDS = Path(__file__).parent.parent / "runs" / "records"
@@ -129,3 +130,22 @@ def test_published_runs_moved_is_one_to_one(results: Results) -> None:
     assert moved.before.is_unique
     unrun = ("gpt2", "mistral", "124m")
     assert not [run for run in results.runs.run if any(name in run for name in unrun)]
+
+
+def test_setup_key_differs_by_what_is_computed_alone() -> None:
+    config = {"seed": 0, "attention": {"groups": 4, "encoders": 2}, "eval": {"tasks": []}}
+    record = {"config": config, "device": "cpu, 1 threads, float32", "steps": 3, "model": {"fingerprint": "ab"}}
+    other_seed = record | {
+        "config": config | {"seed": 1, "eval": {"tasks": ["piqa"]}},
+        "device": "cpu, 2 threads, bf16",
+    }
+    without_default = record | {"config": config | {"attention": {"groups": 4}}}
+    assert setup_key(record) == setup_key(other_seed) == setup_key(without_default)
+    for change in ({"steps": 4}, {"model": {"fingerprint": "cd"}}, {"config": config | {"attention": {"groups": 8}}}):
+        assert setup_key(record | change) != setup_key(record)
+
+
+def test_published_setups_group_seeds(results: Results) -> None:
+    groups = results.runs.query("variant == ''").groupby("setup")
+    seeds = groups.seed.agg(["nunique", "size"])
+    assert len(groups) == 27 and seeds["nunique"].max() == 3

@@ -43,7 +43,7 @@ def convert_runs(root: Path) -> int:
 
 def convert_run(folder: Path) -> list[Measurement]:
     """Return the measurements of the run in `folder`."""
-    record = _read_json(folder / "record.json")
+    record: Row = parse_record(json.loads((folder / "record.json").read_text(encoding="utf-8")))
     losses = read_losses(folder / LOSSES).get(TEXT)
     converted = [
         *(m for row in record["rows"] or () for m in _quality(record, row, losses)),
@@ -69,7 +69,7 @@ def convert_run(folder: Path) -> list[Measurement]:
 
 def primary_label(record: Row) -> str | None:
     """Return the label of the row that stands for a run: hard routing as configured, its method, or its weights."""
-    attention = record["config"].get("attention") or {}
+    attention: Row = record["config"]["attention"] or Row()
     method = attention.get("method", "full")
     candidates = [
         [row for row in record["rows"] or () if _is_configured(row, attention)],
@@ -89,17 +89,13 @@ def _is_configured(row: Row, attention: Row) -> bool:
     )
 
 
-def _read_json(path: Path) -> Row:
-    """Read a record; the strings "nan", "inf" and "-inf" of its numbers become floats."""
-
-    def parse(value: Any) -> Any:
-        if isinstance(value, dict):
-            return Row((key, parse(item)) for key, item in value.items())
-        if isinstance(value, list):
-            return [parse(item) for item in value]
-        return float(value) if value in ("nan", "inf", "-inf") else value
-
-    return parse(json.loads(path.read_text(encoding="utf-8")))
+def parse_record(value: Any) -> Any:
+    """Return a record or a part of it with `Row` for every dict and floats for the strings "nan", "inf", "-inf"."""
+    if isinstance(value, dict):
+        return Row((key, parse_record(item)) for key, item in value.items())
+    if isinstance(value, list):
+        return [parse_record(item) for item in value]
+    return float(value) if value in ("nan", "inf", "-inf") else value
 
 
 def _quality(record: Row, row: Row, losses: Losses | None) -> Iterator[Measurement]:
@@ -233,7 +229,7 @@ def _requests(row: Row, variant: str, density: float | None) -> Iterator[Measure
     largest = None if row["largest_group"] is None else min(1.0, row["largest_group"] * (row["memberships"] or 1))
     by_layer = row["removed_by_layer"] or ()
     quantiles = dict(zip(("min", "p10", "median", "p90", "max"), row["request_tokens"] or (), strict=False))
-    for metric, value, unit, settings in (
+    ledger: list[tuple[str, Any, str, dict[str, Any]]] = [
         ("requests", row["requests"], "", {}),
         ("truncated_requests", row["truncated"], "", {}),
         *(("request_tokens", tokens, "tokens", {"quantile": name}) for name, tokens in quantiles.items()),
@@ -242,9 +238,10 @@ def _requests(row: Row, variant: str, density: float | None) -> Iterator[Measure
         ("largest_group_fraction", largest, "fraction", {}),
         ("eval_seconds", row["seconds"], "s", {}),
         *(("sparsity_at_layer", value, "fraction", {"layer": layer}) for layer, value in enumerate(by_layer)),
-    ):
+    ]
+    for metric, value, unit, at in ledger:
         if value is not None:
-            settings = {"task": task, **settings}
+            settings = {"task": task, **at}
             yield Measurement(
                 variant=variant, metric=f"{metric}:{task}", value=value, unit=unit, density=density, settings=settings
             )
@@ -290,7 +287,7 @@ def _method_speed(row: Row) -> Iterator[Measurement]:
     yield from _timings(row, row["method"], "", described)
 
 
-def _timings(row: Row, variant: str, prefix: str, described: Row) -> Iterator[Measurement]:
+def _timings(row: Row, variant: str, prefix: str, described: dict[str, Any]) -> Iterator[Measurement]:
     def times(own: float | None, full: float | None) -> float | None:
         return full / own if own and full else None
 

@@ -10,9 +10,10 @@ from typing import Any
 import pandas as pd
 
 from focus_exp.errors import UserError
+from focus_exp.results.convert import parse_record, primary_label
 from focus_exp.results.measurement import COLUMNS, MEASUREMENTS, variant_name
+from focus_exp.results.setup import setup_key, variant_key
 
-SETUPS = "setups.csv"
 NUMBERS = ("value", "low", "high", "density")
 COUNTS = ("n", "seed")
 # settings that become columns of their own, and their types
@@ -73,13 +74,13 @@ def load_runs(root: str | Path) -> Results:
     root = Path(root)
     folders = sorted(path.parent for path in root.rglob("record.json"))
     records = {folder.relative_to(root).as_posix(): read_record(folder) for folder in folders}
-    setups = _read_setups(root / SETUPS)
-    runs = pd.DataFrame([describe_run(run, record, setups) for run, record in records.items()])
+    runs = pd.DataFrame([describe_run(run, record) for run, record in records.items()])
     if not runs.empty:
         runs = runs.sort_values("started", kind="stable", ignore_index=True).convert_dtypes()
     by_start = {(record["config_hash"], record["started"]): run for run, record in records.items()}
     primary = dict(zip(runs.run, runs.primary_variant, strict=True)) if not runs.empty else {}
-    variants = [row for run, record in records.items() for row in _variants(run, record, by_start, setups)]
+    own = {start: setup_key(records[run]) for start, run in by_start.items()}
+    variants = [row for run, record in records.items() for row in _variants(run, record, by_start, own)]
     for row in variants:
         row["primary"] = primary.get(row["run"])
     frames = [_read_table(folder / MEASUREMENTS, folder.relative_to(root).as_posix()) for folder in folders]
@@ -102,7 +103,7 @@ def read_record(folder: Path) -> dict[str, Any]:
     return record
 
 
-def describe_run(run: str, record: dict[str, Any], setups: dict[tuple[str, str], str]) -> dict[str, Any]:
+def describe_run(run: str, record: dict[str, Any]) -> dict[str, Any]:
     """Return the row of a run in `Results.runs`.
 
     `variant` is its name in a comparison (empty if it is of none); `primary_variant` the variant of its measurements
@@ -129,7 +130,7 @@ def describe_run(run: str, record: dict[str, Any], setups: dict[tuple[str, str],
         "commit": commit.removesuffix("-dirty"),
         "is_dirty": commit.endswith("-dirty"),
         "config_hash": record["config_hash"],
-        "setup": setups.get((run, "")) or record.get("setup") or record["config_hash"],
+        "setup": _run_setup(record),
         "seed": record.get("seed") if record.get("seed") is not None else config.get("seed"),
         "scale": (config.get("scale") or {}).get("name"),
         "model_config": (config.get("model") or {}).get("name"),
@@ -178,17 +179,22 @@ def describe_run(run: str, record: dict[str, Any], setups: dict[tuple[str, str],
     }
 
 
+def _run_setup(record: dict[str, Any]) -> str:
+    """Return the set-up of a run; of one that is no comparison with its experiment."""
+    key = setup_key(record)
+    return key if record.get("arms") else f"{record['experiment']}-{key}"
+
+
 def _primary_variant(record: dict[str, Any]) -> str:
     """Find the variant that stands for a run of schema 2."""
-    from focus_exp.results.convert import Row, primary_label
-
-    if not record.get("rows"):
-        return ""
-    return variant_name(primary_label(Row(record)) or "")
+    return variant_name(primary_label(parse_record(record)) or "")
 
 
 def _variants(
-    run: str, record: dict[str, Any], by_start: dict[tuple[str, str], str], setups: dict[tuple[str, str], str]
+    run: str,
+    record: dict[str, Any],
+    by_start: dict[tuple[str, str], str],
+    own: dict[tuple[str, str], str],
 ) -> list[dict[str, Any]]:
     return [
         {
@@ -207,18 +213,16 @@ def _variants(
             "train_seconds": row["train_seconds"],
             "fit_seconds": row.get("fit_seconds"),
             "commit": row["commit"],
-            "setup": setups.get((run, row["name"])) or row.get("setup") or row["config_hash"],
+            "setup": variant_key(
+                row["name"],
+                row["settings"],
+                row["steps"],
+                row["tokens_seen"],
+                own.get((row["config_hash"], row["started"]), ""),
+            ),
         }
         for row in record.get("arms") or ()
     ]
-
-
-def _read_setups(path: Path) -> dict[tuple[str, str], str]:
-    """Read the set-ups of older runs, whose records do not hold them: (run, variant) -> set-up."""
-    if not path.exists():
-        return {}
-    table = pd.read_csv(path, dtype=str, keep_default_na=False)
-    return {(row.run, row.variant): row.setup for row in table.itertuples()}
 
 
 def _read_table(path: Path, run: str) -> pd.DataFrame:
