@@ -215,8 +215,6 @@ def _describe_runs(runs: pd.DataFrame, variants: pd.DataFrame) -> pd.DataFrame:
         is_variant=runs.variant.fillna("") != "",
         first_variant=runs.run.map(first.variant) if len(first) else None,
         first_params=runs.run.map(first.trainable_parameters) if len(first) else None,
-        # a comparison may hold the same variants under another experiment, a single run may not
-        setup=runs.setup,
         model=runs.model_name.where(runs.model_source != "local").combine_first(runs.model_config),
         data=runs.data_name.combine_first(runs.data_config),
         total_seconds=runs.seconds + (runs.run.map(seconds).fillna(0) if len(seconds) else 0),
