@@ -118,7 +118,7 @@ def _label_curves(ax: Axes, curves: list[tuple[str, str, np.ndarray, np.ndarray]
     ]
     taken = np.concatenate(obstacles)
     for (name, color, x, y), line in zip(curves, drawn, strict=True):
-        width, places = 5.5 * len(name), []
+        width, places = 5.5 * len(name), list[tuple[Any, ...]]()
         for dx, dy, side in ((7, 0, "left"), (7, 11, "left"), (7, -11, "left"), (-7, 11, "right"), (-7, -11, "right")):
             left, middle = line[-1] + (dx - (width if side == "right" else 0), dy)
             inside = (abs(taken[:, 0] - left - width / 2) < width / 2) & (abs(taken[:, 1] - middle) < 6)
