@@ -14,7 +14,7 @@ GPU_BENCH := +experiment=speed model=smollm2_135m model.hub_id=null data=files d
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help install browser retrofit reproduce-embedded report readme test test-all architectures peers faults coverage replications versions smoke slurm gpu gpu-models lint format types clean
+.PHONY: help install browser retrofit reproduce-embedded report test test-all architectures peers faults coverage replications versions smoke slurm gpu gpu-models lint format types clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  %-19s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
@@ -61,9 +61,6 @@ reproduce-embedded: $(STAMP)-evaluation ## every table at small scale, resumable
 
 report: $(STAMP) ## all records and the paper's claims as runs/report/report.md, .tex and .html
 	$(RUN) focus_exp job=report $(ARGS)
-
-readme: $(STAMP) ## README.md anew from its template and the committed records
-	$(RUN) focus_exp.reporting.readme
 
 test: $(TESTED) ## the quick tests, which need neither a GPU nor SLURM
 	$(RUN) pytest -n $(JOBS) --dist loadfile -m 'not gpu and not slurm and not slow' $(ARGS)

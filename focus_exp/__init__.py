@@ -34,8 +34,7 @@ speed       clocks, memory, break-even: Focus and full attention in turn
 planning    memory, arithmetic and layouts of a run that is not started
 sweeps      frozen jobs, local processes and SLURM arrays, their state
 records     what a run leaves on disk: facts, typed; no sentence, no torch
-reporting   from records to claims, tables, figures, pages, W&B; never imports torch. Its YAML says what is shown: an
-            entry in claims, tables, figures or findings adds one, and is checked when it is loaded
+reporting   from measurements to claims, the paper's tables, figures, the report and W&B; never imports torch
 jobs        one module a job=
 """
 

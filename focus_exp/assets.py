@@ -139,6 +139,19 @@ def choose_source(policy: str, name: str, cached: Callable[[], bool], replaceabl
     return "embedded"
 
 
+def uses_embedded(policy: str, kind: str, repo_id: str, replaceable: bool) -> bool:
+    """Return whether an embedded substitute stands in for a hub repository, without loading either.
+
+    Args:
+        kind: `models` or `datasets`.
+    """
+    if policy == "hub" or (policy == "auto" and not replaceable):
+        return False
+    repository = f"{kind}--{repo_id.partition(':')[0].replace('/', '--')}"
+    cached = Path(huggingface_hub.constants.HF_HUB_CACHE) / repository / "snapshots"
+    return policy == "embedded" or not (cached.is_dir() or hub_reachable())
+
+
 def why_embedded(policy: str, substitute: str, requested: str) -> str:
     """The sentence for `Provenance.substitution`."""
     reason = "assets=embedded asks for it" if policy == "embedded" else "the Hugging Face hub cannot be reached"

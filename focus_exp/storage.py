@@ -3,28 +3,23 @@
 from __future__ import annotations
 
 import errno
-import fcntl
-import math
 import os
 import platform
 import re
 import shutil
-import time
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import IO
 
+from filelock import FileLock, Timeout
 from safetensors import SafetensorError
 
 from focus_exp.errors import UserError
 
 ASIDE = ".aside"
-LOCKLESS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
+LOCKLESS = (errno.ENOLCK, errno.EOPNOTSUPP)
 PATIENCE = 1.0  # seconds: `is_held` has the lock for an instant
-
-_held: set[IO[str]] = set()
 
 
 class InUse(UserError):
@@ -78,66 +73,43 @@ def remove(path: Path) -> None:
 
 @contextmanager
 def held(path: Path, what: str, *, wait: bool = False) -> Iterator[None]:
-    """Hold the lock `path` of `what`, which ends with the process, however that ends.
+    """Hold the lock file `path` of `what` within the block; it ends with the process, however that ends.
 
-    InUse with who holds it, unless told to `wait`.
+    Raises:
+        InUse: another process holds it, which the message names; not with `wait`.
+        UserError: the file system has no locks.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    deadline = time.monotonic() + (math.inf if wait else PATIENCE)
-    while (file := _locked(path)) is None:
-        if time.monotonic() > deadline:
-            holder = path.read_text(encoding="utf-8", errors="replace") if path.exists() else ""
-            raise InUse(f"{what} is in use{holder and f' by {holder}'}; wait until that has ended, or stop it")
-        time.sleep(0.05)
+    lock = FileLock(path, timeout=-1 if wait else PATIENCE)
     try:
-        _held.add(file)
-        since = datetime.now(UTC).isoformat(timespec="seconds")
-        file.truncate(0)
-        file.write(f"process {os.getpid()} on {platform.node()} since {since}")
-        file.flush()
-        yield
-    finally:
-        _held.discard(file)
-        with suppress(OSError):  # the next holder removes it
-            path.unlink(missing_ok=True)
-        file.close()
-
-
-def _locked(path: Path) -> IO[str] | None:
-    """The open file with its lock; None where another has that, or has just removed the file."""
-    file = path.open("a", encoding="utf-8")
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        if os.path.samestat(os.fstat(file.fileno()), path.stat()):
-            return file
-    except (BlockingIOError, FileNotFoundError):
-        pass
+        lock.acquire(poll_interval=0.05)
+    except Timeout:
+        holder = path.read_text(encoding="utf-8", errors="replace") if path.exists() else ""
+        by = holder and f" by {holder}"
+        raise InUse(f"{what} is in use{by}; wait until that has ended, or stop it") from None
     except OSError as error:
         if error.errno in LOCKLESS:
             raise UserError(
                 f"{path}: this file system has no locks; give another with runs_dir= or cache_dir="
             ) from error
         raise
-    file.close()
-    return None
+    try:
+        since = datetime.now(UTC).isoformat(timespec="seconds")
+        path.write_text(f"process {os.getpid()} on {platform.node()} since {since}", encoding="utf-8")
+        yield
+    finally:
+        path.unlink(missing_ok=True)  # a waiting process notices, and takes the next file
+        lock.release()
 
 
 def is_held(path: Path) -> bool:
-    try:
-        with path.open(encoding="utf-8") as file:
-            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except FileNotFoundError:
+    """Return whether a process holds the lock file `path`."""
+    if not path.exists():
         return False
-    except BlockingIOError:
+    lock = FileLock(path, blocking=False)
+    try:
+        lock.acquire()
+    except Timeout:
         return True
+    lock.release()
     return False
-
-
-def _let_go() -> None:
-    """A forked child, such as a worker that loads data, may outlive a killed parent; it holds nothing."""
-    for file in _held:
-        file.close()
-    _held.clear()
-
-
-os.register_at_fork(after_in_child=_let_go)

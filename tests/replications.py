@@ -11,7 +11,6 @@ import numpy as np
 
 from focus_exp.records.losses import LOSSES, read_losses
 from focus_exp.records.record import Record
-from focus_exp.reporting.formats import listed_text
 
 HEAD = """\
 # Published runs made again
@@ -42,7 +41,7 @@ def replications(runs: Path, records: Path) -> Iterator[tuple[str, str]]:
             published / LOSSES, path.parent / LOSSES, old.base.name if old.base else ""
         )
         key = f"| {place.as_posix()} | {commits} |"
-        processors = listed_text(list(dict.fromkeys(record.machine.get("cpu", "unknown") for record in (old, new))))
+        processors = " and ".join(dict.fromkeys(record.machine.get("cpu", "unknown") for record in (old, new)))
         yield key, f"{key} {processors} | {count} | {base:.1g} | {own:.1g} | {mean:.1g} |\n"
 
 

@@ -1,7 +1,6 @@
 """job=compare: every arm an ordinary run, one table of them all, and nothing lost on the way."""
 
 import signal
-from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -12,17 +11,12 @@ from scipy import stats
 from focus_exp.evaluation import quality
 from focus_exp.jobs import compare as job
 from focus_exp.records.answers import answer
-from focus_exp.records.benchmarks import BenchmarkRow
 from focus_exp.records.comparison import load_run
 from focus_exp.records.differences import remade_between
 from focus_exp.records.losses import read_losses, remade
 from focus_exp.records.record import Record
 from focus_exp.records.rows import Arm, Difference, Row, Units
-from focus_exp.reporting.figures import figures
-from focus_exp.reporting.gather import gather
-from focus_exp.reporting.measures import measurements
-from focus_exp.reporting.report import all_findings
-from focus_exp.reporting.tables import table_of
+from focus_exp.reporting.load import load_results
 
 MEASURED = {"k_1": ["eval.top_k=[1]"], "k_2": ["attention.top_k=2", "eval.top_k=[2]"]}
 ARMS = {
@@ -61,7 +55,7 @@ def test_every_arm_is_a_run_and_a_line_of_the_table(tmp_path):
             ARMS[arm.name], found[arm.name].steps, found[arm.name].tokens_seen,
         )  # fmt: skip
     assert {row.kind for row in comparison.rows} == {"base", "hard", "trained", "control"}
-    assert all(name in result.out for name in ("arm 1 of 3: focus", "arm 3 of 3: window", "vs focus [95 %]"))
+    assert all(name in result.out for name in ("arm 1 of 3: focus", "arm 3 of 3: window", "ΔPPL [%], focus"))
     fitted_and_balanced = 2 * 32
     assert found["lora"].tokens_seen == found["focus"].tokens_seen - fitted_and_balanced > 0
 
@@ -69,7 +63,7 @@ def test_every_arm_is_a_run_and_a_line_of_the_table(tmp_path):
 def test_arms_of_several_processors_are_said_to_be(tmp_path):
     command = settings(tmp_path, window=ARMS["window"], near=[*ARMS["window"], "attention.window=4"])
     assert run(*command).code == 0
-    (path,) = (tmp_path / "runs" / "adhoc" / "near").glob("*/record.json")
+    (path,) = tmp_path.glob("runs/adhoc/*/near-seed*/record.json")
     record = Record.load(path)
     record.machine["cpu"] = "another processor"
     record.save(path)
@@ -84,7 +78,7 @@ def test_differences_from_the_first_arm_and_from_others_are_those_of_the_losses(
     comparison = records(tmp_path)[None]
     losses, published = {}, {}
     for arm in comparison.arms:
-        folder = tmp_path / "runs" / "adhoc" / arm.name
+        (folder,) = tmp_path.glob(f"runs/adhoc/*/{arm.name}-seed*")
         row = next(row for row in comparison.rows if row.arm == arm.name)
         (path,) = [p for p in folder.rglob("*.npz") if p.stem == quality.slug(row.name)]
         with np.load(path) as scores:
@@ -120,7 +114,8 @@ def test_arms_of_several_base_models_are_said_to_be(tmp_path):
     assert result.code == 0, result.err
     (said,) = records(tmp_path)[None].warnings
     assert said == "arms of different base models are not compared with each other (one, two; large)"
-    assert said in (only_run(tmp_path / "runs" / "adhoc" / "tiny_llama-focus-compare") / "table.md").read_text()
+    (table,) = tmp_path.glob("runs/adhoc/*/focus-compare-seed*/table.md")
+    assert said in table.read_text()
 
 
 @pytest.mark.slow
@@ -140,12 +135,11 @@ def test_arms_are_paired_with_the_first_of_their_own_text_and_model(tmp_path):
     expected = pytest.approx(rows["there_too"].nll - rows["there"].nll, abs=1e-6)
     assert found[("there_too", "there")] == expected and found[("there", "there_too")] == -found[("there_too", "there")]
     assert len(found) == 2
-    assert any("there's: there_too (" in line for line in all_findings(comparison))
-    table = measurements(gather(tmp_path / "runs"))
-    told = table[(table.measure == "delta") & (table.against == "there") & table.value.notna()]
-    (line,) = told[~told.is_arm].itertuples()
+    table = load_results(tmp_path / "runs").complete()
+    changes = table[(table.metric == "nll_change") & (table.reference == "there") & table.value.notna()]
+    (row,) = changes.itertuples()
     own = next(record for arm, record in records(tmp_path).items() if arm == "there_too")
-    assert (line.arm, line.units) == ("there_too", own.units.count)
+    assert (row.variant, row.n_units) == ("there_too", own.units.count)
 
 
 def test_a_failed_arm_stays_with_its_reason_and_is_run_again(tmp_path):
@@ -155,7 +149,8 @@ def test_a_failed_arm_stays_with_its_reason_and_is_run_again(tmp_path):
     comparison = records(tmp_path)[None]
     assert [arm.status for arm in comparison.arms] == ["finished"] * 3 + ["failed"]
     assert "nowhere" in comparison.arms[-1].error
-    assert any("lost failed" in line and "nowhere" in line for line in all_findings(comparison))
+    table = load_results(tmp_path / "runs").complete()
+    assert table[table.error.notna()].variant.tolist() == ["lost"]
     again = run(*settings(tmp_path, **broken))
     assert "arm 1 of 1: lost" in again.out and "finished already: focus, lora, window" in again.out
 
@@ -291,112 +286,3 @@ def comparison_of(*rows, benchmarks=(), **arms):
 
 def compared(delta, half=0.01):
     return {"delta_vs_hard": delta, "delta_vs_hard_low": delta - half, "delta_vs_hard_high": delta + half}
-
-
-def test_a_comparison_of_several_texts_says_so():
-    found = comparison_of(row("f", kind="hard"), row("g", kind="hard"))
-    title = table_of(found, "comparison").title
-    found.arms[1].settings.append("data=files")
-    several = table_of(found, "comparison")
-    assert "by arm" not in title and "and others, by arm" in several.title
-    assert any("600 documents of the first arm's text, of others over theirs" in note for note in several.notes)
-
-
-def test_what_a_choice_of_pairs_has_read_is_said():
-    found = comparison_of(row("f", kind="hard"), row("s", method="sparq"), row("b", method="best_tokens"))
-    said = [note for note in table_of(found, "comparison").notes if "to choose its pairs" in note]
-    assert [note.split(" before")[0] for note in said] == [
-        "sparq has read a part of the numbers of every key", "best_tokens has read every key and value",
-    ]  # fmt: skip
-
-
-def test_broken_routers_are_seen():
-    found = comparison_of(
-        row("focus", kind="hard", nll=3.02),
-        row("one_group", kind="hard", pairs_removed=0.0, distant_pairs_kept=1.0, **compared(-0.02)),
-        row("window", nll=3.3, pairs_removed=0.8, distant_pairs_kept=0.0, **compared(0.28)),
-        row("seer", kind="hard", nll=2.0, causal=False, **compared(-1.02)),
-    )
-    text = table_of(found, "comparison").to_markdown()
-    assert "0.0 % (not engaged)" in text and "seer (reads the future)" in text
-    said = "\n".join(all_findings(found))
-    assert "one_group was not engaged: it removes 0.0 %" in said
-    assert "worse than focus's: window (+32.31 % [" in said
-    assert "better than focus's: one_group (-1.98 % [-2.96, -1.00], not engaged)" in said
-    assert "seer reads the future" in said and "seer (" not in said.partition("seer reads")[0]
-
-
-def test_an_arm_that_is_too_bad_to_be_drawn_is_named_within_the_axes():
-    rows = [row("focus", kind="hard"), row("lost", nll=5.2, delta_low=2.1, delta_high=2.3), row("failed", error="none")]
-    axes = figures(comparison_of(*rows), [])["comparison"].axes[0]
-    assert axes.get_xlim()[1] < 100
-    lost, failed = axes.texts
-    axes.figure.draw_without_rendering()
-    assert lost.get_text() == "+803 % →" and failed.get_text() == "failed"
-    assert axes.bbox.contains(*lost.get_window_extent().min) and axes.bbox.contains(*lost.get_window_extent().max - 1)
-    assert [label.get_text() for label in axes.get_yticklabels()] == ["focus", "lost", "failed"]
-
-
-def test_the_best_adapter_of_equal_size_and_tokens_is_named():
-    found = comparison_of(
-        row("focus", kind="hard", nll=3.02),
-        row("low", kind="trained", nll=2.9, **compared(-0.12)),
-        row("high", kind="trained", nll=2.95, **compared(-0.07)),
-        row("large", kind="trained", nll=2.5, **compared(-0.52)),
-    )
-    found.arms[-1].trainable_parameters = 1000
-    (said,) = [line for line in all_findings(found) if "At about 100 parameters" in line]
-    assert "low has the lowest perplexity of 2 adapters" in said and "better than focus's" in said
-    assert "focus removes 50.0 % of them" in said
-    found.arms[1].tokens_seen = 128
-    told = all_findings(found)
-    assert any("high has the lowest perplexity of 1 adapters" in line for line in told)
-    assert any("different numbers of tokens: 64, 128" in line for line in told)
-
-
-def test_benchmarks_count_where_the_mask_acted():
-    def benchmark(arm, task, kind="hard", difference=-0.2, removed=0.5, **fields):
-        return BenchmarkRow(
-            attention=arm, kind=kind, task=task, metric="acc", value=0.3, n=20, difference=difference,
-            difference_low=difference - 0.1, difference_high=difference + 0.1, pairs_removed=removed, **fields,
-        )  # fmt: skip
-
-    found = comparison_of(
-        row("focus", kind="hard"),
-        row("lora", kind="trained", **compared(-0.1)),
-        benchmarks=[
-            benchmark("focus", "short", difference=0.0, removed=0.0),
-            benchmark("focus", "long"),
-            benchmark("lora", "short", kind="trained", removed=0.0),
-            benchmark("lora", "long", kind="trained", difference=0.2, removed=0.0),
-            BenchmarkRow(attention="", kind="missing", task="gone", error="no hub"),
-        ],
-    )
-    said = "\n".join(all_findings(found))
-    assert (
-        "worse than full attention, each by its own interval: focus on long acc" in said and "lora on short acc" in said
-    )
-    assert "better than full attention, each by its own interval: lora on long acc" in said
-    assert "focus was not engaged on short; it acted on long" in said
-    changes = table_of(found, "benchmark_changes")
-    assert changes.columns == ["arm", "short", "long"]
-    told = {(values["attention"], values["task"]): values["difference"] for values in changes.values}
-    assert told == {(row.attention, row.task): row.difference for row in found.benchmarks if row.kind != "missing"}
-    assert "(not engaged)" in changes.rows[0][1] and "not engaged" not in changes.rows[1][1]
-    assert any("gone was not measured: no hub" in note for note in changes.notes)
-
-
-def test_nothing_is_compared_with_an_arm_that_has_no_number():
-    found = comparison_of(row("focus", kind="hard"), row("window", **compared(0.1)))
-    found.rows[1] = replace(found.rows[1], nll=None, perplexity=None, delta_nll=None, error="RuntimeError: none")
-    said = all_findings(found)
-    assert "focus failed: RuntimeError: none" in said
-    assert any("focus has no perplexity" in line for line in said)
-    alone = comparison_of(row("focus", kind="hard", delta_nll=None))
-    assert "focus: perplexity 20.09." in all_findings(alone)
-
-
-def test_an_arm_that_reads_the_future_is_not_compared_with_the_base_either():
-    said = all_findings(comparison_of(row("paper", kind="hard", causal=False, **compared(-0.1))))
-    assert "paper: perplexity 20.09." in said
-    assert any("reads the future: its perplexity is not one" in line for line in said)

@@ -13,6 +13,7 @@ from focus_exp.checks import parse
 from focus_exp.config import GROUPS, phases_of, register_schemas
 from focus_exp.jobs.variants import compose_variant, variant_name
 from focus_exp.records.comparison import load_run
+from focus_exp.results.run_dir import name_experiment
 from focus_exp.training.regimes import tokens_per_step
 
 CONF = Path(__file__).parent.parent / "conf"
@@ -166,7 +167,9 @@ def test_experiment_runs_on_a_tiny_model(tmp_path, name, model):
     plain = composed(f"+experiment={name}")
     result = run(*command(tmp_path, name, model))
     assert result.code == 0, result.err
-    assert {path.relative_to(tmp_path / "runs").parts[0] for path in tmp_path.rglob("record.json")} == {name}
+    assert {path.relative_to(tmp_path / "runs").parts[0] for path in tmp_path.rglob("record.json")} == {
+        name_experiment(name)
+    }
     records = [load_run(path.parent) for path in tmp_path.rglob("record.json")]
     assert len(records) == 1 + len(plain.variants)
     for record in records:

@@ -77,7 +77,12 @@ def test_run_in_a_folder_with_special_characters_is_trained_and_measured(tmp_pat
 def test_run_folder_of_an_earlier_version_is_resumed(tmp_path):
     assert run(*tiny(tmp_path), "regime.steps=2").code == 0
     made = only_run(tmp_path)
-    earlier = made.rename(made.with_name(made.name.replace("seed", "seed=")))
+    config = record_of(tmp_path).config
+    names = f"{config['model']['name']}-{config['attention']['name']}-{config['regime']['name']}"
+    earlier = made.parent.parent / names / made.name[made.name.index("seed") :].replace("seed", "seed=")
+    earlier.parent.mkdir()
+    made.rename(earlier)
+    made.parent.rmdir()
     before = (earlier / "record.json").read_bytes()
     assert run(*tiny(tmp_path), "regime.steps=2").code == 0
     assert only_run(tmp_path) == earlier and (earlier / "record.json").read_bytes() == before

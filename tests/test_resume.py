@@ -19,8 +19,8 @@ from focus_exp.errors import Interrupted, UserError
 from focus_exp.evaluation import quality
 from focus_exp.jobs.inputs import refuse_another, take_over
 from focus_exp.records.record import Record
-from focus_exp.records.runs import NOT_ENDED
 from focus_exp.records.speed import SpeedRow
+from focus_exp.results.run_dir import NOT_ENDED
 from focus_exp.speed import suite
 from focus_exp.speed.suite import Suite
 from focus_exp.training import callbacks

@@ -12,7 +12,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from running import only_run, outcome, record_of, router_steps, run, tiny
-from test_experiments import composed
 from test_training import ALL, FLOAT32, ROUTER, T, focus, routers
 
 from focus_exp import config as schema
@@ -24,16 +23,6 @@ from focus_exp.models.modules import attached_methods
 from focus_exp.records.answers import phases
 from focus_exp.records.comparison import load_run
 from focus_exp.records.metrics import METRICS, read_metrics
-from focus_exp.records.record import Record
-from focus_exp.records.rows import Arm, ProbeRow, Row
-from focus_exp.reporting.claims import judged
-from focus_exp.reporting.curves import phase_starts
-from focus_exp.reporting.figures import figures
-from focus_exp.reporting.findings import all_findings, stability_findings
-from focus_exp.reporting.formats import NOT_REPRODUCED, NOT_RUN, OTHER_METHOD, REPRODUCED, UNDECIDED
-from focus_exp.reporting.lines import paper_row_of
-from focus_exp.reporting.paper import paper_rows
-from focus_exp.reporting.tables import table_of
 from focus_exp.training import mitigations
 from focus_exp.training.callbacks import Checkpoint
 from focus_exp.training.mitigations import CentroidUpdates, auxiliary_losses
@@ -417,7 +406,7 @@ def test_between_phases_a_run_is_measured_as_if_it_ended_there(folder, whole):
     assert [(p.phase, p.step) for p in both.probes] == [
         *(("router", step) for step in (0, 2, 4)), *(("everything", step) for step in (0, 2, 4, 5)),
     ]  # fmt: skip
-    assert (only_run(whole) / "figures" / "stability.png").stat().st_size > 0
+    assert (only_run(whole) / "figures" / "router_load.png").stat().st_size > 0
 
 
 def test_a_comparison_shows_every_arm_after_every_phase(tmp_path):
@@ -431,118 +420,14 @@ def test_a_comparison_shows_every_arm_after_every_phase(tmp_path):
         for arm in ("softmax", "sinkhorn")
         for name in ("router", "everything")
     ]
-    table = table_of(comparison, "stability")
-    assert "T = 24" in table.title
-    assert [row[0] for row in table.rows] == ["softmax"] * 2 + ["sinkhorn (reads the future)"] * 2
     for phase in phases(comparison):
         own = found[phase.arm.name]
         last = [probe for probe in own.probes if probe.phase == phase.name][-1]
         assert (phase.probe.dominance, phase.probe.step) == (last.dominance, last.step)
         assert phase.hard.nll == next(r.nll for r in own.phases if (r.phase, r.kind) == (phase.name, "hard"))
-    (path,) = [p.parent for p in tmp_path.rglob("stability.csv")]
-    assert "groups after each phase" in (path / "table.md").read_text()
-    assert (path / "figures" / "stability.png").stat().st_size > 0
-    assert set(stability_findings(comparison)) <= set(all_findings(comparison))
-
-
-# what is told of them
-
-
-def compared(experiment="stability", steps=100, **courses):
-    """Arm -> (largest group, dead groups) after the router's phase and after everything."""
-    trained = {"router": "router", "everything": "all"}
-    probes, rows = [], []
-    for arm, course in courses.items():
-        for phase, (dominance, dead) in zip(trained, course, strict=True):
-            probes += [
-                ProbeRow(
-                    phase=phase, step=step, arm=arm, dominance=share, dominance_worst=share, dead_groups=dead,
-                    dead_groups_worst=dead, confidence=0.9, entropy=0.1, stability=stable, stability_renamed=stable,
-                )
-                for step, share, stable in ((0, 0.2, None), (steps, dominance, 0.95))
-            ]  # fmt: skip
-            rows += [
-                Row(name=kind, kind=kind, method="focus", causal=True, nll=2.0, perplexity=7.4, arm=arm, phase=phase)
-                for kind in ("soft", "hard")
-            ]
-    return Record(
-        status="finished", experiment=experiment, probes=probes, phases=rows,
-        arms=[Arm(name=arm, settings=[f"attention={arm}"], tokens_seen=640) for arm in courses],
-        config={
-            "attention": {"groups": 8}, "eval": {"window": 32},
-            "regime": {"phases": {name: {"train": train} for name, train in trained.items()}},
-        },
-    )  # fmt: skip
-
-
-DEFAULTS = {("window", 128), ("temperature", 0.1), ("sinkhorn_iterations", 10)}  # beside K = 8
-EVEN, HALF, GONE = (0.16, 0.0), (0.6, 3.0), (0.994, 7.0)
-
-
-def verdict(record, says):
-    (found,) = [verdict for claim, verdict in judged([record]) if says in claim.says]
-    return found
-
-
-@pytest.mark.parametrize(("after", "collapse", "even"), [
-    (GONE, REPRODUCED, NOT_REPRODUCED), (HALF, UNDECIDED, NOT_REPRODUCED), (EVEN, NOT_REPRODUCED, REPRODUCED),
-    ((0.45, 6.5), REPRODUCED, UNDECIDED),
-])  # fmt: skip
-def test_claims_on_dominance_are_judged_by_the_last_probe(after, collapse, even):
-    arms = {"balance": (EVEN, after), "sinkhorn": (EVEN, after), "balance_x5": (EVEN, EVEN)}
-    record = compared(steps=600, **arms)
-    found = verdict(record, "softmax with a balance loss collapses")
-    assert found.word == collapse and found.ours.startswith("16.0 % to ")
-    assert verdict(record, "under Sinkhorn no group gets half").word == even
-    assert verdict(record, "five times as strong").word == NOT_REPRODUCED
-    assert verdict(compared(softmax=(EVEN, after)), "five times as strong").word == NOT_RUN
-    early = verdict(compared(**arms), "five times as strong")
-    assert (early.word, early.needs) == (UNDECIDED, "600 steps")
-    other = compared(steps=600, entropy_balance=(EVEN, after))
-    assert verdict(other, "softmax with a balance loss collapses").word == OTHER_METHOD
-    three = compared("ablation", 600, default=(EVEN, EVEN), N_3=(after, after))
-    assert verdict(three, "three iterations").word == collapse
-    assert verdict(compared("ablation", default=(EVEN, EVEN)), "three iterations").word == NOT_RUN
-
-
-def test_the_papers_numbers_stand_beside_ours():
-    two = {row["method"]: row for row in paper_rows("table8_dominance.two_phase_K8")}
-    arms = compared(balance=(EVEN, GONE), entropy_balance=(EVEN, GONE), balanced=(EVEN, EVEN))
-    lines = table_of(arms, "stability").rows
-    assert [line[-1] for line in (lines[2], *lines[4:])] == ["-", "-", "-"]
-    balance = two["softmax_balance_loss"]
-    assert lines[0][-1] == f"largest group {balance['dominance_centroid']} %, stability {balance['stability_centroid']}"
-    assert f"largest group {balance['dominance_full_ft']} %" in lines[1][-1] and "step 600" in lines[3][-1]
-    nine = {(row["parameter"], row["value"]): row for row in paper_rows("table9_ablation")}
-    lines = table_of(compared("ablation", paper=(EVEN, EVEN), N_3=(GONE, GONE)), "stability").rows
-    for line, key, (perplexity, share) in (
-        (lines[0], ("groups", 8), ("ppl_centroid", "dominance_centroid")),
-        (lines[3], ("sinkhorn_iterations", 3), ("ppl_finetuned", "dominance_full_ft")),
-    ):
-        assert line[-1] == f"perplexity {nine[key][perplexity]}, largest group {nine[key][share]} %"
-
-
-def test_the_arms_that_stand_for_rows_of_the_paper_are_there():
-    for table, experiment in (("table8_dominance", "stability"), ("table9_ablation", "ablation")):
-        standing = [row for arm in composed(f"+experiment={experiment}").arms if (row := paper_row_of(arm, table))]
-        # the defaults stand in table 9 once for every parameter
-        assert [row for row in paper_rows(table) if row not in standing] == [
-            row for row in paper_rows(table) if (row.get("parameter"), row.get("value")) in DEFAULTS
-        ]
-
-
-def test_findings_say_who_collapsed_and_the_figure_who_did_it_when():
-    record = compared(softmax=(HALF, GONE), sinkhorn=(EVEN, EVEN))
-    router, everything = stability_findings(record)
-    assert "more than half under softmax (60.0 %, 3.0 dead); groups live on under sinkhorn (16.0 %)" in router
-    assert "one group took over under softmax (99.4 %, 7.0 dead)" in everything
-    assert phase_starts(record.probes) == ({"router": 0, "everything": 100}, 200)
-    largest, dead = figures(record, [])["stability"].axes
-    assert [list(line.get_ydata()) for line in largest.lines[:2]] == [[20, 60, 20, 99.4], [20, 16, 20, 16]]
-    assert [list(line.get_ydata()) for line in dead.lines[:2]] == [[3, 3, 7, 7], [0] * 4]
-    assert list(largest.lines[0].get_xdata()) == [0, 100, 100, 200]
-    assert [text.get_text() for text in largest.texts] == ["router", "everything"]
-    assert figures(compared(), [])["stability"] is None
+    (path,) = (p.parent for p in tmp_path.rglob("record.json") if "-compare" in str(p))
+    assert "## Routing" in (path / "table.md").read_text()
+    assert (path / "figures" / "router_load.png").stat().st_size > 0
 
 
 def test_a_router_without_trained_centroids_counts_its_projection_alone(tiny_model):

@@ -34,14 +34,15 @@ MAY_IMPORT = {
     "overrides": {"config", "config_attention"},
     "launcher": {"errors"},
     "records": FOUNDATION,
-    "reporting": {*FOUNDATION, "records"},
-    "sweeps": {*FOUNDATION, "records", "reporting"},
+    "results": {*FOUNDATION, "records"},
+    "reporting": {*FOUNDATION, "records", "results"},
+    "sweeps": {*FOUNDATION, "records", "results", "reporting"},
     "plugins": {*FOUNDATION, "sweeps"},
     "data": FOUNDATION,
     "models": {*FOUNDATION, "attention"},
-    "training": {*FOUNDATION, "attention", "models", "data", "records"},
-    "evaluation": {*FOUNDATION, "attention", "models", "data", "records", "reporting", "training"},
-    "speed": {*FOUNDATION, "attention", "models", "data", "records", "reporting", "training"},
+    "training": {*FOUNDATION, "attention", "models", "data", "records", "results"},
+    "evaluation": {*FOUNDATION, "attention", "models", "data", "records", "results", "reporting", "training"},
+    "speed": {*FOUNDATION, "attention", "models", "data", "records", "results", "reporting", "training"},
     "planning": {*FOUNDATION, "attention", "models", "reporting", "training"},
     "jobs": {
         *FOUNDATION,
@@ -49,6 +50,7 @@ MAY_IMPORT = {
         "models",
         "data",
         "records",
+        "results",
         "reporting",
         "training",
         "evaluation",
@@ -92,8 +94,8 @@ def test_attention_imports_torch_triton_and_itself_alone():
             assert packages <= {"torch", "triton", "focus_exp"} | sys.stdlib_module_names, path
 
 
-@pytest.mark.parametrize("package", ["records", "reporting"])
-def test_records_and_reporting_never_load_torch(package):
+@pytest.mark.parametrize("package", ["records", "results", "reporting"])
+def test_results_and_reporting_never_load_torch(package):
     modules = [f"focus_exp.{package}.{path.stem}" for path in FILES if part_of(path) == package]
     assert len(modules) > 1
     code = f"import sys, {', '.join(modules)}; sys.exit('torch' in sys.modules)".replace(".__init__", "")

@@ -54,10 +54,10 @@ def published(records: Path) -> list[Published]:
         if not (path.parent / LOSSES).exists():
             continue
         record, place = Record.load(path), path.parent.relative_to(records)
-        name, commit = place.parts[1], record.commit or "unknown"
+        name, commit = record.config.get("variant") or record.config.get("arm"), record.commit or "unknown"
         said = [part for part in shlex.split(record.command)[3:] if not part.startswith(LEFT_OUT)]
         given = [re.sub(r"(?<=^bench.prefill_lengths=).*", "[1024]", part) for part in said]
-        arm = [] if name.startswith(f"{record.config['model']['name']}-") else [f"arm={name}"]
+        arm = [f"arm={name}"] if name else []
         # with two encoders earlier versions took the sparse path always, later ones where it is measured to pay
         backend = ["attention.backend=cpu-flash"] if record.config["attention"]["method"] == "focus_dual" else []
         found.setdefault((commit, *given, *arm), Published(place.as_posix(), commit, (*given, *arm, *backend)))

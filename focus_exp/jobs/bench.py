@@ -21,7 +21,7 @@ from focus_exp.jobs.router import put_router, trains_router
 from focus_exp.jobs.run import already_finished, open_run, run_folder
 from focus_exp.jobs.variants import compose_shared
 from focus_exp.models.attached import set_routing
-from focus_exp.records.runs import earlier_record
+from focus_exp.results.run_dir import earlier_record
 from focus_exp.speed.methods import Methods
 from focus_exp.speed.suite import Suite
 from focus_exp.training.precision import choose_precision, native_bf16

@@ -29,7 +29,7 @@ from focus_exp.jobs.variants import compose_variant, compose_variants, variant_n
 from focus_exp.records.differences import compare_arms
 from focus_exp.records.record import Record
 from focus_exp.records.rows import Arm
-from focus_exp.records.runs import NOT_ENDED
+from focus_exp.results.run_dir import NOT_ENDED
 from focus_exp.storage import InUse
 from focus_exp.training.precision import choose_precision
 
@@ -111,7 +111,7 @@ def processors_of(configs: dict[str, Config]) -> dict[str, list[str]]:
 def run_arms(
     configs: dict[str, Config], comparison: Run | None = None, others: Iterable[Config] | None = None
 ) -> dict[str, str]:
-    """Run each in turn, as the page of the `comparison` says; returns the reasons of those that failed.
+    """Run each in turn, in order; returns the reasons of those that failed.
 
     They take the scores that they share from one another, or from `others` that are finished.
     """
@@ -124,7 +124,6 @@ def run_arms(
         left = (time.perf_counter() - began) / done * (len(to_run) - done) if done else None
         print(f"\narm {done + 1} of {len(to_run)}: {name}" + (f", about {seconds_text(left)} left" if left else ""))
         if comparison:
-            comparison.now = f"arm {done + 1} of {len(to_run)}: {name}"
             comparison.save()
         share_scores(config, others or [other for other in configs.values() if finished_record(other)])
         try:

@@ -82,7 +82,7 @@ def fit(run: Run, model: PreTrainedModel, blocks: Blocks, precision: Precision, 
         trained = train_phases(
             model, blocks, config, precision, run.folder, run.loggers,
             probed=probe_tokens(quality.blocks) if quality else None,
-            between=between, logged=run.show,
+            between=between,
         )  # fmt: skip
     except NonFiniteError as error:
         kept = run.folder / CHECKPOINTS

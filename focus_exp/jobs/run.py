@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 import math
 import re
 import shutil
@@ -19,34 +18,37 @@ from typing import Any
 from omegaconf import OmegaConf
 from pytorch_lightning.loggers import CSVLogger, Logger, WandbLogger
 from rich.console import Console
+from rich.table import Table
 
 from focus_exp.assets import Provenance
 from focus_exp.config import Config, to_dict
 from focus_exp.config_hash import config_hash
 from focus_exp.errors import Interrupted, UserError, first_line
 from focus_exp.jobs.inputs import refuse_another, refuse_other_inputs, take_over, tokenizer_of
-from focus_exp.records import runs
-from focus_exp.records.comparison import RECORD, load_metrics, with_arms
+from focus_exp.records.comparison import RECORD
 from focus_exp.records.environment import command_line, environment
-from focus_exp.records.metrics import METRICS, read_metrics
 from focus_exp.records.record import Record
-from focus_exp.records.runs import NOT_ENDED, lock_of, run_folder
-from focus_exp.reporting.report import all_findings, write_report
-from focus_exp.reporting.run_index import write_index
-from focus_exp.reporting.run_page import PAGE, write_run_page
-from focus_exp.reporting.wandb import init_options, log_record, wandb_mode
+from focus_exp.reporting.run_report import TABLE, write_run_extras, write_run_figures, write_run_table
+from focus_exp.reporting.wandb import init_options, log_run, wandb_mode
+from focus_exp.results import run_dir
+from focus_exp.results.convert import convert_run
+from focus_exp.results.measurement import MEASUREMENTS, format_measurements
+from focus_exp.results.run_dir import (
+    EMBEDDED_DATA,
+    EMBEDDED_MODEL,
+    NOT_ENDED,
+    lock_of,
+    name_data,
+    name_model,
+    run_folder,
+)
 from focus_exp.speed.timing import begin_peak, peak_memory
 from focus_exp.storage import clear_aside, held, replace_file
 from focus_exp.sweeps.frozen import FrozenJob
-from focus_exp.sweeps.status import training_progress
 from focus_exp.training.exchange import is_main
 from focus_exp.training.regimes import CHECKPOINTS
 
 TABLE_WIDTH = 190
-# seconds from one page of a live run to the next: at least so many, and so many times what the page took to write
-LEAST, RATIO = 2.0, 100
-
-log = logging.getLogger(__name__)
 COMMIT = re.compile("[0-9a-f]{40}")
 
 
@@ -58,36 +60,10 @@ class Run:
     folder: Path
     record: Record
     loggers: list[Logger] = field(default_factory=list)
-    now: str = ""  # what it is at, where its training log does not say
-    next_page: float = 0.0  # on the monotonic clock
 
     def save(self) -> None:
         if is_main():
             self.record.save(self.folder / RECORD)
-            self.show()
-
-    def show(self) -> None:
-        """Renew the page, and when the run begins or ends the list of all runs; while it goes on, not too often.
-
-        A page is no reason to lose a run: what goes wrong with it is said, and the run goes on.
-        """
-        began, ended = time.monotonic(), self.record.error != NOT_ENDED
-        if not is_main() or (not ended and began < self.next_page):
-            return
-        first, top = not self.next_page, Path(self.config.runs_dir)
-        try:
-            write_run_page(self.record, self.folder, top, None if ended else self.progress())
-            took = time.monotonic() - began
-            if first or ended:
-                write_index(top)
-        except Exception as error:
-            log.warning("%s is not renewed: %s", self.folder / PAGE, first_line(error))
-            took = 0.0
-        self.next_page = time.monotonic() + max(LEAST, RATIO * took)
-
-    def progress(self) -> str:
-        lines = read_metrics(self.folder / METRICS)
-        return training_progress(self.config, lines) if lines else self.now
 
     @contextmanager
     def training(self) -> Iterator[None]:
@@ -100,12 +76,15 @@ class Run:
 
     def describe_model(self, provenance: Provenance, parameters: int) -> None:
         refuse_another("model", self.record.model, provenance.fingerprint, self.folder)
+        self.check_name(name_model(self.config) == EMBEDDED_MODEL, provenance)
         told = {"parameters": parameters, **tokenizer_of(self.config)}
         self.record.model = {"name": shown(provenance), **asdict(provenance), **told}
         announce("model", provenance, f"{parameters:,} parameters")
 
     def describe_data(self, provenance: Provenance, tokens: dict[str, int]) -> None:
         refuse_another("data", self.record.data, provenance.fingerprint, self.folder)
+        if self.config.data.source == "hub":
+            self.check_name(name_data(self.config) == EMBEDDED_DATA, provenance)
         self.record.data = {"name": shown(provenance), **asdict(provenance), "tokens": tokens}
         asked = self.config.data.revision
         if provenance.source.startswith("hub") and not COMMIT.fullmatch(asked or ""):
@@ -115,6 +94,14 @@ class Run:
             )
         announce("data", provenance, ", ".join(f"{name} {count:,} tokens" for name, count in tokens.items()))
 
+    def check_name(self, is_embedded: bool, provenance: Provenance) -> None:
+        """Raise UserError where the run's directory names a substitute and the hub's was loaded, or the other way."""
+        if provenance.source in ("hub", "hub_cache", "embedded") and is_embedded != (provenance.source == "embedded"):
+            raise UserError(
+                f"assets must be hub or embedded (got {self.config.assets}): {self.folder} is not named after "
+                f"{provenance.used}. Give assets=hub or assets=embedded."
+            )
+
     def warn(self, sentence: str) -> None:
         """Say it now, and below the tables."""
         if is_main():
@@ -123,17 +110,22 @@ class Run:
                 self.record.warnings.append(sentence)
 
     def report(self) -> None:
-        """Findings, tables and figures from the record alone."""
-        record = with_arms(self.record, self.folder)
-        shown = write_report(record, load_metrics(self.folder, record), self.folder)
+        """Write measurements, tables and figures; log them to W&B and print the tables."""
+        text = format_measurements(convert_run(self.folder))
+        replace_file(self.folder / MEASUREMENTS, text.encode())
+        tables, figures = write_run_table(self.folder), write_run_figures(self.folder)
+        write_run_extras(self.folder)
         for logger in self.loggers:
             if isinstance(logger, WandbLogger):
-                log_record(logger.experiment, record, shown.tables, shown.figures)
+                log_run(logger.experiment, self.folder, tables, figures)
         console = Console()
         console.width = max(console.width, TABLE_WIDTH)
-        for table in shown.tables:
-            console.print(table.to_console())
-        print("\n".join(["", *shown.findings, "", f"run folder: {self.folder}", f"page: {self.folder / PAGE}"]))
+        for name, table in tables.items():
+            shown = Table(*table.columns, title=name, title_justify="left")
+            for row in table.itertuples(index=False):
+                shown.add_row(*row)
+            console.print(shown)
+        print(f"run folder: {self.folder}")
 
 
 def finished_record(config: Config) -> Record | None:
@@ -144,7 +136,7 @@ def finished_record(config: Config) -> Record | None:
     """
     from focus_exp.jobs.base import refuse_another_base  # which asks for the record of the base's own run
 
-    record = runs.earlier_record(config)
+    record = run_dir.earlier_record(config)
     if record is not None:
         refuse_other_inputs(config, record)
         refuse_another_base(config, record)
@@ -157,10 +149,9 @@ def already_finished(config: Config) -> bool:
     if record is None:
         return False
     folder = run_folder(config)
-    said = all_findings(with_arms(record, folder))
-    print("\n".join([*said, "", f"finished already on {record.device}, in {folder}; overwrite=true runs it again"]))
-    if (folder / PAGE).exists():
-        print(f"page: {folder / PAGE}")
+    if (folder / TABLE).exists():
+        print((folder / TABLE).read_text(encoding="utf-8"))
+    print(f"finished already on {record.device}, in {folder}; overwrite=true runs it again")
     return True
 
 
@@ -190,7 +181,7 @@ def recorded(config: Config, device: str) -> Iterator[Run]:
     resumed = job is not None and job.enter_run(folder)
     if config.overwrite and folder.exists() and not resumed:
         shutil.rmtree(folder)
-    if earlier := runs.earlier_record(config):
+    if earlier := run_dir.earlier_record(config):
         for sentence in take_over(record, earlier, folder):
             run.warn(sentence)
     folder.mkdir(parents=True, exist_ok=True)
@@ -207,12 +198,11 @@ def recorded(config: Config, device: str) -> Iterator[Run]:
     finally:
         record.wall_seconds = (record.wall_seconds or 0.0) + time.perf_counter() - began
         record.peak_memory_bytes = max(record.peak_memory_bytes or 0, peak_memory())
+        record.save(folder / RECORD)
         if record.status == "finished":
             run.report()
-        record.save(folder / RECORD)
         if record.status == "finished" and not config.trainer.keep_checkpoints:
             shutil.rmtree(folder / CHECKPOINTS, ignore_errors=True)
-        run.show()
         for logger in run.loggers:
             if isinstance(logger, WandbLogger):
                 with suppress(ConnectionError):  # its process may have had the signal too

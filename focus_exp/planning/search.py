@@ -11,7 +11,7 @@ from focus_exp.planning.estimate import Estimate
 from focus_exp.planning.hardware import Gpu
 from focus_exp.planning.settings import MOST_GPUS, Needs, as_configured, candidates, needs, sequences
 from focus_exp.planning.tables import LayoutRow, PlanRow, gib_text, time_text
-from focus_exp.reporting.formats import share_text
+from focus_exp.reporting.text_table import share_text
 from focus_exp.training.regimes import tokens_per_step
 
 # bytes of a number as the hub stores it

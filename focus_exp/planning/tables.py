@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from dataclasses import asdict, dataclass, field
 
-from focus_exp.reporting.formats import ABSENT
-from focus_exp.reporting.table import Table
+from focus_exp.reporting.text_table import ABSENT, Table
 
 GIB = 2**30
 

@@ -31,8 +31,12 @@ def with_arms(record: Record, folder: Path) -> Record:
 
 
 def arm_folder(folder: Path, arm: Arm) -> Path:
-    """Where an arm lies, beside its comparison, wherever both were copied."""
-    return folder.parent.parent.joinpath(*Path(arm.folder).parts[-2:])
+    """Return the directory of an arm's run below that of its experiment, wherever both were copied or moved."""
+    experiment = folder.parent.parent
+    path = experiment.joinpath(*Path(arm.folder).parts[-2:])
+    if path.exists() or not arm.config_hash:
+        return path
+    return next((found.parent for found in experiment.glob(f"*/*{arm.config_hash}/{RECORD}")), path)
 
 
 def arm_record(folder: Path, arm: Arm) -> Record | None:

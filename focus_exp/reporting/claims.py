@@ -1,267 +1,332 @@
-"""The ledger: the paper's claims of claims.yaml, each judged by the measurements that it selects."""
+"""Evaluate the paper's claims (claims.yaml): one comparator for each kind of statement, one verdict for each claim."""
 
 from __future__ import annotations
 
-import inspect
 import math
-from collections import Counter
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cache
-from pathlib import Path
-from string import Template
 from typing import Any, Literal
 
 import pandas as pd
-from jinja2 import TemplateError
 
 from focus_exp.errors import UserError
-from focus_exp.records.answers import COLLAPSED, DOMINANT
-from focus_exp.records.record import Record
-from focus_exp.reporting.comparators import TESTS, Judged
-from focus_exp.reporting.formats import (
-    ABSENT,
-    NOT_HERE,
-    NOT_REPRODUCED,
-    NOT_RUN,
-    OTHER_METHOD,
-    RAN,
-    REPRODUCED,
-    SAME_DIRECTION,
-    UNDECIDED,
-    VERDICTS,
-    commit_text,
+from focus_exp.reporting.aggregate import (
+    Row,
+    aggregate_seeds,
+    is_worse,
+    required_sample,
+    to_rows,
 )
-from focus_exp.reporting.gather import Runs, is_quick, seeds_of
-from focus_exp.reporting.measured import Line, lines_of
-from focus_exp.reporting.measures import measurements
-from focus_exp.reporting.paper import paper_row, paper_speedups
-from focus_exp.reporting.selection import check, matches, said_of_runs, select
-from focus_exp.reporting.specs import expression, read_specs, template
-from focus_exp.reporting.table import Table
-from focus_exp.reporting.together import together
+from focus_exp.reporting.load import Results, matches, read_yaml, select
 
-MOST = {"longest": "tokens", "trained": "steps"}  # by what a claim picks those lines that have most of it
-NUMBERS = ("value", "low", "high", "unit")
-UNKNOWN = "not known"
-KNOWN = {"log": math.log, "speedups": paper_speedups, "COLLAPSED": COLLAPSED, "DOMINANT": DOMINANT}
+REPRODUCED, SAME_DIRECTION, NOT_REPRODUCED = "reproduced", "same direction", "not reproduced"
+INCONCLUSIVE, DIFFERENT_ROUTER, MASK_INACTIVE = "inconclusive", "different router", "mask inactive"
+OUT_OF_SCOPE, NOT_RUN = "out of scope", "not run"
+VERDICTS = {
+    REPRODUCED: "the interval lies on the claim's side and contains the paper's value, but not twice its effect",
+    SAME_DIRECTION: "the interval lies on the claim's side; the size differs, or the device does",
+    NOT_REPRODUCED: "the interval lies on the other side",
+    INCONCLUSIVE: "the interval contains the limit, or training was too short",
+    DIFFERENT_ROUTER: "measured with this project's causal router, not with the paper's",
+    MASK_INACTIVE: "under 5 % of the QK pairs were pruned",
+    OUT_OF_SCOPE: "model, data or device are not available, or the router is non-causal",
+    NOT_RUN: "no run yet",
+}
+INTEGERS = ["seeds", "n_units", "tokens", "steps", "required_units", "required_seeds"]
+SHOWN, REFUTED, OPEN = 1, -1, 0
+BALANCED = 0.5  # largest group up to which a single run counts as balanced
+
+
+@dataclass(frozen=True)
+class Judgement:
+    """The outcome of a comparator.
+
+    row: the measurement that decides; rows: all that were compared; final: no further measurement can change it;
+    effect, comparisons: for the required sample size.
+    """
+
+    verdict: str
+    rows: list[Row] = field(default_factory=list)
+    row: Row | None = None
+    final: bool = False
+    effect: float | None = None
+    comparisons: int = 1
 
 
 @dataclass(frozen=True)
 class Claim:
-    """An entry of claims.yaml, which says what its keys are."""
+    """An entry of claims.yaml, which documents the keys."""
 
+    id: str
     table: str
-    says: str
+    claim: str
     paper: str
-    each: list[dict[str, Any]] = field(default_factory=list)
-    rows: dict[str, list[Any]] = field(default_factory=dict)
-    experiments: list[str] = field(default_factory=list)
-    select: dict[str, Any] = field(default_factory=dict)
-    where: str = ""
-    beside: dict[str, Any] = field(default_factory=dict)
-    pick: Literal["", "longest", "trained"] = ""
-    like: dict[str, Any] = field(default_factory=dict)
-    other: str = ""
-    test: dict[str, dict[str, Any]] = field(default_factory=dict)
-    ours: str = ""
-    why: str = ""
+    experiments: list[str]
+    select: dict[str, Any]
+    comparison: str
+    arguments: dict[str, Any]
+    query: str = ""
+    pick: Literal["", "steps", "tokens"] = ""
+    matched: dict[str, Any] = field(default_factory=dict)
+    router: Literal["", "own"] = ""
     needs: str = ""
 
-    @property
-    def known(self) -> dict[str, Any]:
-        """What its texts and limits may name."""
-        return KNOWN | {name: paper_row(*cells) for name, cells in self.rows.items()}
-
-    def judge(self, lines: list[Line], beside: list[Line]) -> Judged:
-        """The verdict on the lines of all records: seeds together, then those that are measured as the paper's are.
-
-        The texts may name what stands `beside` them, which decides nothing.
-        """
-        ((test, asked),) = self.test.items()
-        limits = {key: expression(one)(**self.known) if isinstance(one, str) else one for key, one in asked.items()}
-        found = together(lines)
-        alike = [line for line in found if all(matches(getattr(line, name), of) for name, of in self.like.items())]
-        said = TESTS[test](_picked(alike or found, self.pick), **limits) if found else Judged(NOT_RUN, [])
-        if said.word == NOT_RUN:
-            cells = [*(f"{column} {cell}" for column, cell in self.select.items()), *filter(None, [self.where])]
-            missing = ", ".join(cells)
-            return replace(said, word=NOT_HERE if self.needs else NOT_RUN, why=self.needs or f"no line with {missing}")
-        by, setups = {line.measure: line for line in said.lines}, {line.setup for line in said.lines}
-        known = self.known | {
-            "lines": said.lines, "line": said.hangs_on or said.lines[0], "by": by, "found": found,
-            "beside": [line for line in together(beside) if line.setup in setups],
-            "limits": limits,
-        }  # fmt: skip
-        ours, why = said.ours or template(self.ours).render(known), template(self.why).render(known)
-        if self.other or not alike:
-            unlike = "nothing here has " + ", ".join(f"{name} {cell}" for name, cell in self.like.items())
-            other = "; ".join(filter(None, (self.other, "" if alike else unlike)))
-            why, said = f"{other}; under it: {said.word}; {why}", replace(said, word=OTHER_METHOD)
-        shown = tuple(found if self.pick or self.like else said.lines)
-        return replace(said, ours=ours, why="; ".join(filter(None, (said.why, why))), shown=shown)
-
-
-@dataclass(frozen=True)
-class Verdict:
-    """What the records say of a claim: `ours` is the value, `why` the sentence, `records` what they follow from.
-
-    needs: what would decide it. numbers: `value`, `low`, `high` and `unit` of what it hangs on; {} where of nothing.
-    """
-
-    word: str
-    ours: str = ""
-    why: str = ""
-    records: list[Record] = field(default_factory=list)
-    numbers: dict[str, Any] = field(default_factory=dict)
-    needs: str = ""
-    line: Line | None = None
+    def judge(self, rows: list[Row]) -> Judgement:
+        """Compare rows aggregated over seeds with the claim."""
+        matched = [row for row in rows if all(matches(getattr(row, key), want) for key, want in self.matched.items())]
+        picked = matched or rows
+        if self.pick:
+            most = max(getattr(row, self.pick) or 0 for row in picked)
+            picked = [row for row in picked if (getattr(row, self.pick) or 0) == most]
+        judgement = COMPARISONS[self.comparison](picked, **self.arguments)
+        return replace(judgement, verdict=DIFFERENT_ROUTER) if self.router or not matched else judgement
 
 
 @cache
-def claims() -> list[Claim]:
-    """In the order of the paper's tables. UserError for an entry that says what the report does not know."""
-    entries = read_specs("claims", list[Claim])
-    return [_claim(entry, values) for entry in entries for values in entry.each or [{}]]
-
-
-def _claim(entry: Claim, values: dict[str, Any]) -> Claim:
-    """Of the entry, with the values of `each` for its $names."""
-
-    def filled(part: Any) -> Any:
-        if isinstance(part, dict):
-            return {key: filled(inner) for key, inner in part.items()}
-        if isinstance(part, list):
-            return [filled(inner) for inner in part]
-        if not isinstance(part, str):
-            return part
-        return values[part[1:]] if part[:1] == "$" and part[1:] in values else Template(part).safe_substitute(values)
-
-    claim = Claim(**{key: filled(part) for key, part in vars(entry).items() if key != "each"})
-    place = f"claims.yaml: {claim.table}, {claim.says}"
-    check(place, claim.select | claim.like | claim.beside, claim.where)
-    try:
-        says, paper, *_ = (template(part) for part in (claim.says, claim.paper, claim.ours, claim.why))
-        claim = replace(claim, says=says.render(claim.known), paper=paper.render(claim.known))
-    except (TemplateError, UserError) as error:
-        raise UserError(f"{place}: {error}") from error
-    if len(claim.test) != bool(claim.select) or bool(claim.select) != bool(claim.experiments):
-        raise UserError(f"{place}: it takes select, one test and experiments, or none of them")
-    for name, limits in claim.test.items():
+def load_claims() -> list[Claim]:
+    """Return the claims in the order of the paper's tables. Raises UserError for an invalid entry."""
+    keys = Claim.__dataclass_fields__.keys() - {"arguments"}
+    claims = []
+    for entry in read_yaml("claims"):
+        arguments = {key: value for key, value in entry.items() if key not in keys}
+        for name, ratio in (("limit", "limit_ratio"), ("size", "paper_ratio")):
+            if ratio in arguments:
+                above, below = arguments.pop(ratio)
+                arguments[name] = math.log(above / below)
         try:
-            inspect.signature(TESTS[name]).bind([], **limits)
-        except (KeyError, TypeError) as error:
-            raise UserError(f"{place}: test: {name}: {error}; there are {', '.join(TESTS)}") from error
-    return claim
+            claims.append(Claim(**{key: entry[key] for key in keys & entry.keys()}, arguments=arguments))
+        except TypeError as error:
+            raise UserError(f"claims.yaml: {entry.get('id')}: {error}.") from error
+    return claims
 
 
-def _picked(lines: list[Line], pick: str) -> list[Line]:
-    if not pick:
-        return lines
-    measured = [getattr(line, MOST[pick]) or 0 for line in lines]
-    return [line for line, one in zip(lines, measured, strict=True) if one == max(measured)]
+def evaluate_claims(results: Results) -> pd.DataFrame:
+    """Return the claims table: one row for each claim, with unrounded numbers.
+
+    Columns:
+        value, low, high: what decides, as a difference in nats per token, a ratio or a fraction (`unit`);
+        effect, required_units, required_seeds: where the verdict is inconclusive;
+        minutes: wall time of the runs behind it; runs: their folders.
+    `attrs["rows"]`: the measurement that decides each claim, by its id.
+    """
+    table = results.complete()
+    emulated = table["dtype"].eq("bfloat16") & table["device"].str.contains("no native bfloat16")
+    table = table[~emulated.fillna(False)]
+    judged = [_evaluate(claim, table, results) for claim in load_claims()]
+    frame = pd.DataFrame([cells for cells, _ in judged]).astype(dict.fromkeys(INTEGERS, "Int64"))
+    frame.attrs["rows"] = {cells["id"]: row for cells, row in judged if row is not None}
+    return frame
 
 
-def judged(records: list[Record]) -> list[tuple[Claim, Verdict]]:
-    """Every claim with its verdict, from the records whose numbers are whole."""
-    return judged_runs(Runs([(Path(str(number)), record) for number, record in enumerate(records)]))
-
-
-def judged_runs(runs: Runs) -> list[tuple[Claim, Verdict]]:
-    table = said_of_runs(measurements(runs))
-    return [(claim, _verdict(claim, table, runs)) for claim in claims()]
-
-
-def _verdict(claim: Claim, table: pd.DataFrame, runs: Runs) -> Verdict:
-    if not claim.select:
-        return Verdict(NOT_HERE, why=claim.needs)
+def _evaluate(claim: Claim, table: pd.DataFrame, results: Results) -> tuple[dict[str, Any], Row | None]:
     table = table[table.experiment.isin(claim.experiments)]
-    if table.empty:
-        return Verdict(NOT_RUN, why=f"python -m focus_exp +experiment={claim.experiments[0]}")
-    failed, table = lines_of(table[table.error.notna()]), table[table.error.isna()]
-    beside = lines_of(select(table, claim.beside, claim.where)) if claim.beside else []
-    lines = lines_of(select(table, claim.select, claim.where))
-    said = _with_failures(claim.judge(lines, beside), claim, lines, failed)
-    names = dict.fromkeys(one.run for line in said.shown for one in line.found)
-    records = [runs.named[name] for name in names]
-    word, line = (RAN if any(map(is_quick, records)) else said.word), said.hangs_on
-    numbers = {name: getattr(line, name) for name in NUMBERS} if line is not None and line.value is not None else {}
-    return Verdict(word, said.ours, said.why, records, numbers, said.needs, line)
+    failed, table = to_rows(table[table.error.notna()]), table[table.error.isna()]
+    selected = select(table, claim.select, claim.query)
+    rows = aggregate_seeds(selected)
+    judgement = claim.judge(rows) if rows else Judgement(OUT_OF_SCOPE if claim.needs else NOT_RUN)
+    if has_failed(claim, to_rows(selected), failed) and not judgement.final and judgement.verdict != MASK_INACTIVE:
+        judgement = replace(judgement, verdict=INCONCLUSIVE)
+    if results.is_quick and judgement.rows:
+        judgement = replace(judgement, verdict=INCONCLUSIVE)
+    row = judgement.row
+    shown = rows if claim.pick or claim.matched else judgement.rows
+    runs = list(dict.fromkeys(member.run for one in shown for member in one.members))
+    needed: dict[str, float | None] = {}
+    if judgement.verdict == INCONCLUSIVE and row is not None and row.reference is not None:
+        needed = required_sample(row, judgement.effect, judgement.comparisons)
 
+    def cell(name: str) -> Any:
+        return getattr(row, name) if row is not None else None
 
-def _with_failures(said: Judged, claim: Claim, lines: list[Line], failed: list[Line]) -> Judged:
-    """What a claim on arms says of what failed; where an arm has no line at all nothing is shown of all of them."""
-    asked, task = [claim.select[side] for side in ("arm", "against") if side in claim.select], claim.select.get("task")
-    # whoever may be anybody is missed by nobody, and so is who would not be judged
-    named = [one for one in (claim.like.get("arm", claim.select.get("arm")), claim.select.get("against")) if one != "*"]
-
-    def concerned(one: Line) -> bool:
-        """Of an arm that is asked for all of it, or what is asked of it: scores of a task, or else its rows."""
-        part = one.of == "arms" or (matches(one.task, task) if task else one.of == "rows")
-        return part and matches(one.arm, asked)
-
-    failed = [one for one in failed if concerned(one)]
-    broken = {(one.arm, one.run) for one in failed}
-    sides = [(arm, line) for line in lines for arm in (line.arm, line.against)]
-    whole = {(arm, line.seed) for arm, line in sides if (arm, line.run) not in broken}
-    left = [one for one in failed if (one.arm, one.seed) not in whole]
-    told = dict.fromkeys(
-        f"{', '.join(filter(None, (one.arm, one.task)))}, seed {one.seed}, failed: {one.error}" for one in left
-    )
-    lost = {one.arm for one in left if matches(one.arm, named)} - {arm for arm, _ in sides}
-    if not told:
-        return said
-    decided = said.word in (REPRODUCED, SAME_DIRECTION, NOT_REPRODUCED, OTHER_METHOD, NOT_RUN, NOT_HERE)
-    word = UNDECIDED if lost and decided and not said.stands else said.word
-    needs = said.needs or (f"{', '.join(sorted(lost))} to its end" if word == UNDECIDED and lost else "")
-    why = "" if said.word == NOT_RUN else said.why
-    return replace(said, word=word, needs=needs, why="; ".join(filter(None, (why, *told))))
-
-
-def claim_table(ledger: list[tuple[Claim, Verdict]], runs: Runs) -> Table:
-    """The ledger: one line a claim."""
-    counts = Counter(verdict.word for _, verdict in ledger)
-    values = [_values(claim, verdict, runs) for claim, verdict in ledger]
-    columns = [column for column in values[0] if column not in NUMBERS]
-    return Table(
-        columns=columns,
-        rows=[[line[column] for column in columns] for line in values],
-        name="claims",
-        title="Claims of arXiv 2604.03260, and what was found here",
-        notes=[
-            ", ".join(f"{counts[word]} {word}" for word in VERDICTS if counts[word]),
-            "here: another base model, other text and a small budget wherever SUBSTITUTE stands under a table; Focus: "
-            "the causal router of this project, but where it is said to read the future",
-            "[ ]: 95 % by Student's t, text and seeds together: Var = text + seeds / number of seeds, for every seed "
-            "scores the same text (t by Cochran and Cox); under one seed by the text alone",
-            "where one of several scores decides, their intervals are widened until all of them hold together in 95 % "
-            "of the cases (Bonferroni); the brackets are each score's own",
-            "needs: units and seeds, each as if the other were no limit, that show the paper's own difference, or one "
-            "of 1 % where there are enough for that, with 80 % power at 5 %, two-sided",
-            "cost: the time of the runs behind a verdict, all their arms included, tries of learning rates not",
-        ],
-        values=values,
-        kinds={"paper": "paper"},
-    )
-
-
-def verdicts_table(ledger: list[tuple[Claim, Verdict]]) -> Table:
-    """What the words of the ledger mean, and how often they stand there."""
-    counts = Counter(verdict.word for _, verdict in ledger)
-    rows = [[word, str(counts[word]), means] for word, means in VERDICTS.items() if counts[word] or word != RAN]
-    columns = ["verdict", "claims", "it means"]
-    values = [dict(zip(columns, row, strict=True)) for row in rows]
-    return Table(columns=columns, rows=rows, name="verdicts", title="What a verdict means", values=values)
-
-
-def _values(claim: Claim, verdict: Verdict, runs: Runs) -> dict[str, Any]:
-    records = verdict.records
-    spent = [runs.seconds(record) for record in records]
-    by = (f"{r.experiment} {r.config_hash}, seed {r.seed}, {commit_text(r.commit)}" for r in records)
     return {
-        **{"table": claim.table, "the paper says": claim.says, "paper": claim.paper, "here": verdict.ours or ABSENT},
-        **(dict.fromkeys(NUMBERS) | verdict.numbers),
-        **{"verdict": verdict.word, "needs": verdict.needs or ABSENT, "because": verdict.why or ABSENT},
-        "seeds": str(len(set(verdict.line.seeds) if verdict.line else seeds_of(records)) or ABSENT),
-        "cost": ABSENT if not records else UNKNOWN if None in spent else f"{sum(filter(None, spent)) / 60:,.0f} min",
-        "by": "; ".join(by) or ABSENT,
-    }
+        **{name: getattr(claim, name) for name in ("id", "table", "claim", "paper")},
+        **{name: cell(name) for name in ("value", "low", "high", "unit")},
+        "verdict": judgement.verdict,
+        "sparsity": 1 - cell("density") if cell("density") is not None else cell("sparsity"),
+        "seeds": len(row.seeds) if row is not None else len({results.runs.seed[run] for run in runs}) or None,
+        **{name: cell(name) for name in ("experiment", "variant", "reference", "causal", "n_units", "tokens", "steps")},
+        **{name: needed.get(name) for name in ("effect", "required_units", "required_seeds")},
+        "minutes": results.minutes(runs),
+        "runs": " ".join(runs),
+    }, row
+
+
+def has_failed(claim: Claim, selected: list[Row], failed: list[Row]) -> bool:
+    """Return whether a variant that the claim names failed in a seed and has no complete measurement."""
+    named = [claim.matched.get("variant", claim.select.get("variant")), claim.select.get("reference")]
+    task = claim.select.get("task")
+    sides = {name for row in selected for name in (row.variant, row.reference)}
+    return any(
+        row.variant not in sides
+        and any(want and want != "*" and matches(row.variant, want) for want in named)
+        and (row.source == "variants" or (matches(row.task, task) if task else row.source == "rows"))
+        for row in failed
+    )
+
+
+# --- comparators: rows aggregated over seeds -> Judgement ---
+
+
+def below(rows: list[Row], limit: float, size: float | None = None) -> Judgement:
+    """Compare differences of losses with a limit: every interval must lie below it.
+
+    A non-causal side has an advantage: it can lose, but cannot support the claim. Rows with an inactive mask are left
+    out. `size`: the paper's difference; it is reproduced if the interval contains it and not twice its effect.
+    """
+    sides = [_side(row, limit) for row in rows]
+    if refuted := [row for row, side in zip(rows, sides, strict=True) if side == REFUTED]:
+        most = max(refuted, key=lambda row: (len(row.seeds), row.n_units or 0))
+        return Judgement(NOT_REPRODUCED, rows, most, final=True)
+    worst = max(rows, key=lambda row: (row.value is None, row.high is None, row.high or row.value or 0.0))
+    unproven = [row for row, side in zip(rows, sides, strict=True) if side != SHOWN]
+    if any(False in (row.causal, row.reference_causal) for row in unproven):
+        return Judgement(OUT_OF_SCOPE, rows, worst)
+    if active := [row for row in rows if row.mask_active is not False]:
+        if len(active) < len(rows):
+            return below(active, limit, size)
+    else:
+        return Judgement(MASK_INACTIVE, rows, worst)
+    if OPEN in sides:
+        return Judgement(INCONCLUSIVE, rows, worst, effect=limit if size is None else size - limit)
+    if size is None:
+        return Judgement(REPRODUCED, rows, worst)
+    twice = limit + 2 * (size - limit)
+    agrees = worst.low <= size <= worst.high and not worst.low <= twice <= worst.high
+    return Judgement(REPRODUCED if agrees else SAME_DIRECTION, rows, worst)
+
+
+def _side(row: Row, limit: float) -> int:
+    if row.high is not None and row.high < limit:
+        return OPEN if row.causal is False else SHOWN
+    if row.low is not None and row.low > limit:
+        return OPEN if row.reference_causal is False else REFUTED
+    return OPEN
+
+
+def at_least(
+    rows: list[Row],
+    limit: float | Mapping[int, float],
+    tolerance: float = 1.0,
+    margin: float = 0.0,
+    gpu: bool = False,
+    most: float = math.inf,
+) -> Judgement:
+    """Compare values with a lower limit, by length [tokens] if `limit` is a mapping.
+
+    Limits are scaled by `tolerance` and lowered by `margin`. gpu: the paper's device is an H100; timings of an H100, or
+    else of any GPU, are preferred. Slower than the limit but faster than full attention, timed on a CPU, or above
+    `most`: same direction. Lengths at which the paper is slower than full attention, but not at others, are left out.
+    """
+    if gpu:
+        papers = [row for row in rows if "H100" in row.device_kind]
+        rows = papers or [row for row in rows if row.device_kind != "cpu"] or rows
+    limits = limit if isinstance(limit, Mapping) else {row.tokens: limit for row in rows}
+    asked = sorted((row for row in rows if row.tokens in limits), key=lambda row: row.tokens or 0)
+    slow = {tokens for tokens, wanted in limits.items() if wanted < 1 < max(limits.values())}
+    sides: dict[int | None, set[int]] = {}
+    for row in asked:
+        if row.tokens in slow:
+            continue
+        wanted = tolerance * limits[row.tokens] - margin
+        side = SHOWN if _low(row) >= wanted else REFUTED if _high(row) < wanted else OPEN
+        sides.setdefault(row.tokens, set()).add(side)
+    if lost := [row for row in asked if sides.get(row.tokens) == {REFUTED}]:
+        faster = all(row.metric == "speedup" and row.value > 1 for row in lost)
+        return Judgement(SAME_DIRECTION if faster else NOT_REPRODUCED, asked, lost[-1], final=not faster)
+    if limits.keys() - {row.tokens for row in asked} or any(side != {SHOWN} for side in sides.values()):
+        return Judgement(INCONCLUSIVE, asked or rows, (asked or rows)[-1])
+    other_size = any(_low(row) > most or (gpu and row.device_kind == "cpu") for row in asked)
+    return Judgement(SAME_DIRECTION if other_size else REPRODUCED, asked, asked[-1])
+
+
+def within(rows: list[Row], limit: list[float], margin: float) -> Judgement:
+    """Compare values with a range: every interval must lie in it, plus or minus the margin."""
+    low, high = limit[0] - margin, limit[1] + margin
+    worst = max(rows, key=lambda row: max(low - _low(row), _high(row) - high))
+    if all(_low(row) >= low and _high(row) <= high for row in rows):
+        return Judgement(REPRODUCED, rows, worst)
+    outside = any(_high(row) < low or _low(row) > high for row in rows)
+    return Judgement(NOT_REPRODUCED if outside else INCONCLUSIVE, rows, worst)
+
+
+def router_collapses(rows: list[Row], limit: float, dead: float, steps: int) -> Judgement:
+    """Test whether one group holds a fraction `limit` of the tokens, or a fraction `dead` of the groups is empty.
+
+    Of several seeds by the whole interval; of a single run by its value, and balanced means at most half of both.
+    """
+
+    def side(largest: Row, empty: Row) -> int:
+        if _low(largest) >= limit or _low(empty) / empty.num_groups >= dead:
+            return SHOWN
+        if largest.high is None or empty.high is None:
+            return REFUTED if max(largest.value, empty.value / empty.num_groups) <= BALANCED else OPEN
+        return REFUTED if largest.high < limit and empty.high / empty.num_groups < dead else OPEN
+
+    return _judge_router(rows, side, steps, event=SHOWN)
+
+
+def router_stays_balanced(rows: list[Row], limit: float, steps: int, paper_value: float, margin: float) -> Judgement:
+    """Test whether the largest group stays below `limit` and less than one group of a layer is empty.
+
+    Less balanced than the paper's router by more than the margin: same direction.
+    """
+
+    def side(largest: Row, empty: Row) -> int:
+        if _low(largest) > limit:
+            return REFUTED
+        return SHOWN if _high(largest) < limit and _high(empty) < 1 else OPEN
+
+    judgement = _judge_router(rows, side, steps, event=REFUTED)
+    row = judgement.row
+    differs = judgement.verdict == REPRODUCED and row is not None and _low(row) > paper_value + margin
+    return replace(judgement, verdict=SAME_DIRECTION) if differs else judgement
+
+
+def _judge_router(rows: list[Row], side: Callable[[Row, Row], int], steps: int, event: int) -> Judgement:
+    """Judge by the maximum over a phase; all setups must agree, and an event may still happen before `steps`."""
+    phases: dict[tuple[str, ...], dict[str, dict[str, Row]]] = {}
+    for row in rows:
+        setup = (row.setup, row.variant, row.variant_setup)
+        phases.setdefault(setup, {}).setdefault(row.phase, {})[row.metric] = row
+    found = [
+        {side(one["dominance_most"], one["dead_groups_most"]) for one in each.values()} for each in phases.values()
+    ]
+    sides = {next(one for one in (event, OPEN, -event) if one in each) for each in found}
+    widest = max((row for row in rows if row.metric == "dominance_most"), key=lambda row: row.value)
+    too_short = sides != {event} and min(row.step or 0 for row in rows) < steps
+    if too_short or sides not in ({SHOWN}, {REFUTED}):
+        return Judgement(INCONCLUSIVE, rows, widest)
+    return Judgement(REPRODUCED if sides == {SHOWN} else NOT_REPRODUCED, rows, widest)
+
+
+def no_degradation(rows: list[Row]) -> Judgement:
+    """Test whether no score drops where the mask is active; no interval can show that nothing is lost."""
+    active = [row for row in rows if row.mask_active]
+    if not active:
+        return Judgement(MASK_INACTIVE, rows, rows[0])
+    if lost := [row for row in active if is_worse(row, len(active))]:
+        return Judgement(NOT_REPRODUCED, active, lost[0], final=True)
+    return Judgement(INCONCLUSIVE, active, active[0], comparisons=len(active))
+
+
+def degrades(rows: list[Row], effect: float) -> Judgement:
+    """Test whether any score drops significantly after Bonferroni correction. effect: the paper's largest drop."""
+    if lost := [row for row in rows if is_worse(row, len(rows))]:
+        return Judgement(REPRODUCED, lost, lost[0], final=True)
+    hardest = max(rows, key=lambda row: row.deviation or 0.0)
+    return Judgement(INCONCLUSIVE, rows, hardest, effect=effect, comparisons=len(rows))
+
+
+def _low(row: Row) -> float:
+    return float(row.value if row.low is None else row.low)
+
+
+def _high(row: Row) -> float:
+    return float(row.value if row.high is None else row.high)
+
+
+COMPARISONS: dict[str, Callable[..., Judgement]] = {
+    function.__name__: function
+    for function in (below, at_least, within, router_collapses, router_stays_balanced, no_degradation, degrades)
+}

@@ -1,155 +1,325 @@
-"""Figures of a record: lines as figures.yaml declares them, and those that are drawn by hand."""
+"""Figures: one function for each, from the tables or the measurements."""
 
-from collections.abc import Iterator
-from dataclasses import dataclass, field
-from functools import cache
+from __future__ import annotations
+
+import io
+import math
+from collections.abc import Callable, Mapping
 from itertools import cycle
 from pathlib import Path
-from typing import Any, Literal
+from textwrap import wrap
+from typing import Any
 
+import numpy as np
+import pandas as pd
+from matplotlib import rc_context
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.lines import Line2D
-from matplotlib.ticker import FuncFormatter, MaxNLocator
+from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormatter, NullLocator
 
-from focus_exp.records.record import Record
-from focus_exp.reporting import curves
-from focus_exp.reporting.canvas import COLOURS, canvas, log_axes, save_figures
-from focus_exp.reporting.curves import Drawing, Mark, Metrics
-from focus_exp.reporting.notes import title
-from focus_exp.reporting.special_figures import SPECIAL
-from focus_exp.reporting.specs import read_specs, template
+from focus_exp.reporting.paper_tables import BASE, paper_rows, paper_speedups
+from focus_exp.reporting.tables import FAMILIES
+from focus_exp.storage import replace_file
 
-DASHES = ("-", "--", ":")
-
-
-@dataclass(frozen=True)
-class Layer:
-    """Of every line the curve `y`, times `scale`; label: its name in the legend, {} that of the line; named: how the
-    layer stands in a legend of its own, whatever the colour."""
-
-    y: str
-    scale: float = 1.0
-    label: str = ""
-    named: dict[str, Any] = field(default_factory=dict)
-    style: dict[str, Any] = field(default_factory=dict)
+# Okabe and Ito's palette, safe for colour-blind readers; black is the base model
+COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#882255", "#999933")
+STYLES = {"base": "-", "trained": "-.", "hard": "-", "soft": ":", "control": "--", "causal_counterpart": (0, (1, 3))}
+# no dates or versions: the same data give the same bytes
+FORMATS: dict[str, dict[str, Any]] = {
+    "png": {"dpi": 150, "metadata": {"Software": None}},
+    "svg": {"metadata": {"Date": None, "Creator": None}},
+}
 
 
-@dataclass(frozen=True)
-class Panel:
-    """One axes. level: a line across."""
-
-    axes: dict[str, Any]
-    layers: list[Layer]
-    whole_steps: bool = False
-    plain_y: bool = False
-    log: bool = False
-    level: float | None = None
-
-
-@dataclass(frozen=True)
-class FigureSpec:
-    draws: Literal["losses", "losses_of_arms", "positions", "probes", "ratios"]
-    heading: str
-    height: list[float]
-    panels: list[Panel]
-    of: Literal["all", "runs", "comparisons"] = "all"
-    grid: dict[str, Any] = field(default_factory=dict)
-    legend: dict[str, Any] | None = None
+def make_figure(title: str, height: float, **grid: Any) -> tuple[Figure, Any]:
+    """Return a figure of 9 inches width and its axes."""
+    figure = Figure(figsize=(9, height), layout="constrained")
+    figure.suptitle(
+        "\n".join(line for part in title.splitlines() for line in wrap(part, 105)), x=0.01, ha="left", fontsize=11
+    )
+    axes = figure.subplots(**grid)
+    for ax in np.ravel(axes):
+        ax.spines[["top", "right"]].set_visible(False)
+        ax.grid(alpha=0.25)
+    return figure, axes
 
 
-@cache
-def figure_specs() -> dict[str, FigureSpec]:
-    return read_specs("figures", dict[str, FigureSpec])
+def save_figures(figures: Mapping[str, Figure | None], folder: Path) -> dict[str, Path]:
+    """Write <name>.png and <name>.svg, each atomically; return the PNG of each figure."""
+    paths = {}
+    for name, figure in figures.items():
+        if figure is None:
+            continue
+        for suffix, options in FORMATS.items():
+            content = io.BytesIO()
+            with rc_context({"svg.hashsalt": name, "svg.fonttype": "none"}):
+                figure.savefig(content, format=suffix, **options)
+            replace_file(folder / f"{name}.{suffix}", content.getvalue())
+        paths[name] = folder / f"{name}.png"
+    return paths
 
 
-def figure_names() -> list[str]:
-    """Every figure that there is of a record."""
-    return [*figure_specs(), *SPECIAL]
+def write_report_figures(tables: Mapping[str, pd.DataFrame], folder: Path) -> dict[str, Path]:
+    """Write the figures of the report as SVG and PNG."""
+    figures: dict[str, tuple[Callable[[pd.DataFrame], Figure | None], str]] = {
+        "frontier": (frontier, "frontier"),
+        "figure1": (perplexity_and_speed, "paper_figure1"),
+        "speed": (speed_by_length, "speed"),
+    }
+    drawn = {name: draw(tables[table]) for name, (draw, table) in figures.items() if table in tables}
+    return save_figures(drawn, folder)
 
 
-def write_figures(record: Record, metrics: Metrics, folder: str | Path) -> dict[str, Path]:
-    """Write the figures for which there are data into `folder`, as PNG and SVG; returns name -> PNG.
-
-    `metrics` are the lines of metrics.jsonl with step, phase, loss [nats per token], and maybe val_loss and
-    tokens_per_second; in a comparison those of all arms, each with its arm.
-    """
-    return save_figures(figures(record, metrics), folder)
+# --- figures of the report ---
 
 
-def figures(record: Record, metrics: Metrics) -> dict[str, Figure | None]:
-    """Every figure by its name, None where there are no data."""
-    kinds = ("all", "comparisons" if record.arms else "runs")
-    declared = {name: spec for name, spec in figure_specs().items() if spec.of in kinds}
-    drawn = {name: draw(spec, record, getattr(curves, spec.draws)(record, metrics)) for name, spec in declared.items()}
-    return drawn | {name: special(record) for name, special in SPECIAL.items()}
-
-
-def draw(spec: FigureSpec, record: Record, drawing: Drawing | None) -> Figure | None:
-    """Lines in panels one above the other."""
-    if drawing is None:
+def frontier(points: pd.DataFrame, lengths: tuple[int, ...] = (1024, 8192)) -> Figure | None:
+    """Perplexity change against density, one panel for each length, one labelled curve for each method."""
+    lengths = tuple(length for length in lengths if (points.tokens == length).any())
+    known = points[points.tokens.isin(lengths) & points.method.isin(FAMILIES) & (points.sparsity > 0)]
+    if known.empty:
         return None
-    facts = {"record": record, "title": title(record), **drawing.facts}
-    inches, *more = spec.height
-    height = inches + sum(more) * len(drawing.lines)
-    grid = {"squeeze": False, "nrows": len(spec.panels), "sharex": True, **spec.grid}
-    figure, panels = canvas(_filled(spec.heading, facts), height, **grid)
-    for number, (axes, panel) in enumerate(zip(panels.flat, spec.panels, strict=True)):
-        _lines(axes, panel, drawing)
-        axes.set(**{key: _filled(value, facts) for key, value in panel.axes.items()})
-        _scale(axes, panel)
-        for mark in drawing.marks:
-            _mark(axes, mark, named=number == 0)
-    labels = [label for axes in panels.flat for label in axes.get_legend_handles_labels()[1]]
-    if spec.legend is not None and labels:
-        holder = figure if "loc" in spec.legend else panels[0, 0]
-        holder.legend(**spec.legend, frameon=False)
-    _legend_of_layers(figure, drawing, [layer for panel in spec.panels for layer in panel.layers if layer.named])
+    title = "Perplexity change against density of the causal QK pairs (95 % CI; lower left is better)"
+    figure, axes = make_figure(title, 4.8, ncols=len(lengths), sharey=True, squeeze=False)
+    colors = dict(zip(FAMILIES, COLORS, strict=False))
+    top = 1.2 * known.high.fillna(known.change).max()
+    axes.flat[0].set_yscale("symlog", linthresh=1)
+    axes.flat[0].set(ylabel="perplexity change [%]", ylim=(-0.1, top))
+    ticks = [tick for tick in (0, 0.5, 1, 2, 5, 10, 20, 50) if tick < top]
+    axes.flat[0].set_yticks(ticks, [f"+{tick:g}" if tick else "0" for tick in ticks])
+    axes.flat[0].yaxis.set_minor_locator(NullLocator())
+    curves: dict[Axes, list[tuple[str, str, np.ndarray, np.ndarray]]] = {}
+    for ax, length in zip(axes.flat, lengths, strict=True):
+        for method, color in colors.items():
+            curve = known[(known.tokens == length) & (known.method == method)].sort_values("density")
+            if curve.empty:
+                continue
+            x, y = 100 * curve.density.to_numpy(float), curve.change.to_numpy(float)
+            bars = np.abs(curve[["low", "high"]].to_numpy(float).T - y)
+            ax.errorbar(x, y, bars, color=color, marker="o", markersize=4.5, linewidth=1.5, elinewidth=0.8)
+            curves.setdefault(ax, []).append((method, color, x, y))
+        ax.axhline(0, color="black", linewidth=1)
+        ax.set(
+            title=f"{length:,} tokens", xlabel="density of the QK pairs [%]", xlim=(0, 145), xticks=range(0, 101, 20)
+        )
+    figure.draw_without_rendering()  # the layout decides where the labels go
+    for ax, names in curves.items():
+        _label_curves(ax, names)
     return figure
 
 
-def _mark(axes: Axes, mark: Mark, named: bool) -> None:
-    if mark.x:
-        axes.axvline(mark.x, color="grey", linestyle="--", linewidth=1)
-    if named:
-        where, va = axes.get_xaxis_transform(), "top" if mark.text_y < 1 else "bottom"
-        axes.text(mark.text_x, mark.text_y, mark.text, color="grey", va=va, transform=where)
+def _label_curves(ax: Axes, curves: list[tuple[str, str, np.ndarray, np.ndarray]]) -> None:
+    """Write the name of each curve next to its last point, at the side where it hides least."""
+    points = 72 / ax.figure.dpi
+    drawn = [points * ax.transData.transform(np.column_stack([x, y])) for _, _, x, y in curves]
+    steps = np.linspace(0, 1, 20)[:, None]
+    obstacles = [
+        start + steps * (end - start) for line in drawn for start, end in zip(line, [*line[1:], line[-1]], strict=True)
+    ]
+    taken = np.concatenate(obstacles)
+    for (name, color, x, y), line in zip(curves, drawn, strict=True):
+        width, places = 5.5 * len(name), list[tuple[Any, ...]]()
+        for dx, dy, side in ((7, 0, "left"), (7, 11, "left"), (7, -11, "left"), (-7, 11, "right"), (-7, -11, "right")):
+            left, middle = line[-1] + (dx - (width if side == "right" else 0), dy)
+            inside = (abs(taken[:, 0] - left - width / 2) < width / 2) & (abs(taken[:, 1] - middle) < 6)
+            box = left + width / 2 + np.linspace(-width / 2, width / 2, 20)
+            places.append((inside.sum(), len(places), dx, dy, side, np.column_stack([box, np.full(20, middle)])))
+        _, _, dx, dy, side, label = min(places, key=lambda place: place[:2])
+        taken = np.concatenate([taken, label])
+        ax.annotate(
+            name, (x[-1], y[-1]), (dx, dy), textcoords="offset points", color=color, fontsize=9, va="center", ha=side
+        )
 
 
-def _legend_of_layers(figure: Figure, drawing: Drawing, layers: list[Layer]) -> None:
-    drawn = {name for line in drawing.lines for name, points in line.curves.items() if points}
-    styles = [{"color": "0.35", **layer.style, **layer.named} for layer in layers if layer.y in drawn]
-    if styles:
-        handles = [Line2D([], [], **style) for style in styles]
-        figure.legend(handles=handles, loc="outside lower right", frameon=False)
+def perplexity_and_speed(table: pd.DataFrame) -> Figure | None:
+    """Figure 1 of the paper: perplexity change against the measured speedup of one layer."""
+    rows = [row for row in table.to_dict("records") if row["ours_ppl_seeds"]]
+    if not rows:
+        return None
+    figure, (untimed, timed) = make_figure(
+        "Perplexity change and speedup of one attention layer (upper right is better)", 5.2, ncols=2, sharey=True,
+        width_ratios=(1, 3),
+    )  # fmt: skip
+    changes = [row["ours_ppl_change"] if row["ours_ppl_change_seeds"] else 0.0 for row in rows]
+    edge = min(20.0, max(changes) + 2)
+    for row, change in zip(rows, changes, strict=True):
+        speedup = row["ours_speed"] if row["ours_speed_seeds"] else None
+        ax, at = timed if speedup else untimed, (speedup or 0.0, min(change, edge))
+        causal = row["causal"] is not False
+        ax.plot(*at, "o", color=COLORS[0] if causal else COLORS[1], markersize=7)
+        name = row["method"].removeprefix("focus, ") if ", k" in row["method"] else row["variant"].replace("_", " ")
+        name += f" ({change:+,.0f} %)" if change > edge else ""
+        name += "" if causal else "\n(non-causal)"
+        ax.annotate(name, at, (7, -12 if ", k" in row["method"] else 5), textcoords="offset points", fontsize=9)
+    base = paper_rows("figure1")[0]["ppl"]
+    printed = [(row["speed"], 100 * (row["ppl"] / base - 1)) for row in paper_rows("figure1") if row["speed"]]
+    timed.plot(*zip(*printed, strict=True), "s", color="0.35", markerfacecolor="none", markersize=10, label="paper")
+    timed.axvline(1, color="black", linestyle=":", linewidth=1)
+    timed.set(xlabel="speedup over full attention", xscale="log", xlim=(0.3, 40))
+    timed.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    timed.xaxis.set_major_formatter("{x:g}")
+    timed.xaxis.set_minor_formatter(NullFormatter())
+    untimed.set(xlabel="not timed", xticks=[], xlim=(-0.1, 1), ylabel="perplexity change [%]")
+    for ax in (untimed, timed):
+        ax.axhline(0, color="black", linestyle=":", linewidth=1)
+    timed.set_ylim(edge + 3, min([*changes, *(change for _, change in printed)]) - 3)
+    timed.legend(frameon=False, loc="upper right")
+    return figure
 
 
-def _filled(text: Any, facts: dict[str, Any]) -> Any:
-    return template(text).render(facts) if isinstance(text, str) else text
+def speed_by_length(table: pd.DataFrame) -> Figure | None:
+    """Speedup of one attention layer by sequence length: with routing, kernels alone, bound, and the paper's."""
+    known = table[table.clock.isin(["attention", "kernels"]) & (table.method == "focus") & (table.top_k == 1)]
+    known = known[(known.metric == "speedup") & known.value.notna() & (known.assignment == "balanced")]
+    counts = known.groupby("run", sort=False).tokens.nunique()
+    runs = [run for run, count in counts.items() if count > 2]
+    if not runs:
+        return None
+    figure, axes = make_figure("Speedup of one attention layer over full attention, balanced groups, top-1", 4.2,
+                               ncols=len(runs), sharey=True, squeeze=False)  # fmt: skip
+    for ax, run in zip(axes.flat, runs, strict=True):
+        rows = known[known.run == run]
+        for groups, color in zip(sorted(rows.groups.dropna().unique()), COLORS, strict=False):
+            for clock, style, label in (("attention", "-", "with routing"), ("kernels", ":", "kernels only")):
+                curve = rows[(rows.groups == groups) & (rows.clock == clock)].sort_values("tokens")
+                ax.plot(curve.tokens, curve.value, style, color=color, marker="o", markersize=4,
+                        label=f"K = {groups}, {label}")  # fmt: skip
+            bound = rows[rows.groups == groups].drop_duplicates("tokens").sort_values("tokens")
+            ax.plot(bound.tokens, bound.bound, "--", color=color, linewidth=0.9, label=f"K = {groups}, bound")
+            paper = {
+                t: s for t, s in paper_speedups(int(groups)).items() if rows.tokens.min() <= t <= rows.tokens.max()
+            }
+            ax.plot(list(paper), list(paper.values()), "s", color=color, markerfacecolor="none",
+                    label=f"K = {groups}, paper (H100)")  # fmt: skip
+        ax.axhline(1, color="black", linewidth=1)
+        ax.set(title=str(rows.device.iloc[0]), xlabel="tokens", xscale="log", yscale="log")
+        _set_log_axes(ax)
+    axes.flat[0].set(ylabel="speedup (above 1: faster)")
+    handles = dict(zip(*reversed(axes.flat[0].get_legend_handles_labels()), strict=True))
+    figure.legend(handles.values(), handles.keys(), loc="outside lower center", ncols=4, frameon=False, fontsize=8)
+    return figure
 
 
-def _scale(axes: Axes, panel: Panel) -> None:
-    if panel.log:
-        log_axes(axes)
-    if panel.whole_steps:
-        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-    if panel.plain_y:
-        for set_formatter in (axes.yaxis.set_major_formatter, axes.yaxis.set_minor_formatter):
-            set_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+def _set_log_axes(ax: Axes) -> None:
+    ax.set_xscale("log", base=2)
+    ax.xaxis.set_major_locator(LogLocator(base=4, numticks=16))
+    ax.xaxis.set_minor_locator(NullLocator())
+    ax.xaxis.set_major_formatter(FuncFormatter(lambda value, _: _binary_prefix(value)))
+    ax.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    ax.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+    ax.yaxis.set_minor_locator(NullLocator())
 
 
-def _lines(axes: Axes, panel: Panel, drawing: Drawing) -> None:
-    styles = _styles()
-    for line in drawing.lines:
-        own = {**({} if "color" in line.style else next(styles)), **line.style}
-        for layer in panel.layers:
-            if layer.y in line.curves:
-                steps, values = [x for x, _ in line.curves[layer.y]], [layer.scale * y for _, y in line.curves[layer.y]]
-                label = layer.label.format(line.label) if line.label else ""
-                axes.plot(steps, values, **{**own, **layer.style}, label=label or None)
-    if panel.level is not None:
-        axes.axhline(panel.level, color="black", linewidth=1.2, zorder=1)
+def _binary_prefix(value: float) -> str:
+    """Format 1024 as 1K and 2**20 as 1M."""
+    power = max(0, min(2, int(math.log2(value)) // 10))
+    return f"{value / 2 ** (10 * power):g}{('', 'K', 'M')[power]}"
 
 
-def _styles() -> Iterator[dict[str, Any]]:
-    return cycle([{"color": colour, "linestyle": dash} for dash in DASHES for colour in COLOURS])
+# --- figures of a run ---
+
+
+def loss_curves(log: list[dict[str, Any]], title: str = "") -> Figure | None:
+    """Training loss by step, smoothed, and validation loss; a curve for each variant, phases one after the other."""
+    variants = list(dict.fromkeys(line.get("variant") for line in log))
+    if not any("loss" in line for line in log) or len(variants) > len(COLORS):
+        return None
+    figure, ax = make_figure(f"{title}\nTraining loss", 4)
+    for variant, color in zip(variants, COLORS, strict=False):
+        offset = last = 0
+        phase, points, checks = None, dict[int, tuple[Any, float]](), dict[int, float]()
+        for line in (line for line in log if line.get("variant") == variant):
+            if line.get("phase") != phase and line["step"] < last:
+                offset = last
+            phase, last = line.get("phase"), offset + line["step"]
+            if math.isfinite(line.get("loss", math.nan)):
+                points[last] = phase, line["loss"]
+            if math.isfinite(line.get("val_loss", math.nan)):
+                checks[last] = line["val_loss"]
+        curve = pd.DataFrame.from_dict(points, orient="index", columns=["phase", "loss"]).sort_index()
+        window = max(1, len(curve) // 10) | 1
+        smooth = curve.groupby("phase", dropna=False, sort=False).loss.transform(
+            lambda loss, window=window: loss.rolling(window, center=True, min_periods=1).mean()
+        )
+        ax.plot(curve.loss, color=color, linewidth=0.6, alpha=0.3)
+        ax.plot(smooth, color=color, linewidth=1.8, label=variant or "training, smoothed")
+        label = None if variant else "validation"
+        ax.plot(list(checks), list(checks.values()), "o", color=color, markeredgecolor="black", label=label)
+    ax.set(xlabel="optimizer step", ylabel="loss [nats per token]")
+    ax.xaxis.set_major_locator(MaxNLocator(integer=True))
+    ax.legend(frameon=False)
+    return figure
+
+
+def perplexity_by_position(bins: pd.DataFrame, title: str = "", window: int | None = None) -> Figure | None:
+    """Perplexity by position in the evaluation window, and its ratio to the base model's.
+
+    bins: columns name, kind, start, end, value [nats per token].
+    """
+    if bins.empty:
+        return None
+    figure, (upper, lower) = make_figure(f"{title}\nPerplexity by position", 6.5, nrows=2, sharex=True,
+                                         height_ratios=(3, 2))  # fmt: skip
+    base = bins[bins.kind == BASE].set_index("start").value
+    colors = cycle(COLORS)
+    for name, rows in bins.groupby("name", sort=False):
+        rows, kind = rows.sort_values("start"), rows.kind.iloc[0]
+        style: dict[str, Any] = {"linestyle": STYLES.get(kind, "-"), "marker": "o", "markersize": 3}
+        style |= {"color": "black", "linewidth": 2.5} if kind == BASE else {"color": next(colors), "linewidth": 1.5}
+        center = (rows.start + rows.end) / 2
+        upper.plot(center, np.exp(rows.value), label=name, **style)
+        if len(base):
+            lower.plot(center, np.exp(rows.value.to_numpy() - base.reindex(rows.start).to_numpy()), **style)
+    upper.set(ylabel="perplexity", yscale="log")
+    upper.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+    upper.yaxis.set_minor_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+    lower.set(ylabel="ratio to the base", xlabel="position in the window [tokens]")
+    for ax in (upper, lower) if window else ():
+        ax.axvline(window, color="grey", linestyle="--", linewidth=1)
+    figure.legend(loc="outside lower center", ncols=3, frameon=False)
+    return figure
+
+
+def router_load(probes: pd.DataFrame, title: str = "") -> Figure | None:
+    """Largest group and empty groups on held-out tokens by training step, a curve for each variant.
+
+    probes: columns variant, phase, step, metric, value.
+    """
+    if probes.empty:
+        return None
+    figure, axes = make_figure(f"{title}\nGroups of held-out tokens, mean over layers", 6, nrows=2, sharex=True)
+    starts, end = {}, 0
+    for phase, rows in probes.groupby("phase", sort=False):
+        starts[phase] = end
+        end += int(rows.step.max())
+    styles = cycle([(color, dash) for dash in ("-", "--", ":") for color in COLORS])
+    for variant, rows in probes.groupby("variant", sort=False, dropna=False):
+        color, dash = next(styles)
+        for ax, metric, scale in zip(axes, ("dominance", "dead_groups"), (100, 1), strict=True):
+            curve = rows[rows.metric == metric]
+            steps = curve.step.astype(int) + curve.phase.map(starts).astype(int)
+            label = variant if ax is axes[0] and isinstance(variant, str) else None
+            ax.plot(steps, scale * curve.value, color=color, linestyle=dash, label=label)
+    for phase, start in starts.items() if len(starts) > 1 else ():
+        axes[0].text(start, 1, f" {phase}", color="grey", va="bottom", transform=axes[0].get_xaxis_transform())
+        for ax in axes:
+            ax.axvline(start, color="grey", linestyle="--", linewidth=1)
+    axes[0].set(ylabel="largest group [% of tokens]", ylim=(0, 102))
+    axes[1].set(ylabel="empty groups (under 1 %)", xlabel="optimizer step")
+    if axes[0].get_legend_handles_labels()[1]:
+        figure.legend(loc="outside lower center", ncols=4, frameon=False)
+    return figure
+
+
+def plot_measurements(table: pd.DataFrame, log: list[dict[str, Any]], title: str) -> dict[str, Figure | None]:
+    """Return the figures of one run by name, None where it has no data for one."""
+    window = table.window.dropna().astype(int)
+    probes = table[(table.source == "probe_log") & table.metric.isin(["dominance", "dead_groups"])]
+    positions = table[table.source == "positions"]
+    return {
+        "loss_curve": loss_curves(log, title),
+        "perplexity_by_position": perplexity_by_position(
+            positions, title, int(window.iloc[0]) if len(window) else None
+        ),
+        "router_load": router_load(probes, title),
+    }

@@ -1,127 +1,317 @@
-"""All that is shown of one record: tables, figures and sentences, from the record alone."""
+"""Write the report: conclusions, verdicts, the paper's tables, and a CSV file for each table."""
 
-import base64
-import gzip
-import json
+from __future__ import annotations
+
 import re
-from dataclasses import dataclass
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+import pandas as pd
+
 from focus_exp.errors import UserError
-from focus_exp.records.groups import GroupLayer
-from focus_exp.records.record import Record
-from focus_exp.reporting.figures import write_figures
-from focus_exp.reporting.findings import all_findings
-from focus_exp.reporting.formats import facts_text
-from focus_exp.reporting.lines import grouped
-from focus_exp.reporting.notes import caveats, title
-from focus_exp.reporting.specs import render
-from focus_exp.reporting.table import Table
-from focus_exp.reporting.tables import all_tables
+from focus_exp.reporting import tables
+from focus_exp.reporting.claims import VERDICTS, evaluate_claims
+from focus_exp.reporting.figures import write_report_figures
+from focus_exp.reporting.format import (
+    ABSENT,
+    format_interval,
+    format_number,
+    format_significant,
+    is_missing,
+    to_html,
+    to_latex,
+    to_markdown,
+    to_percent,
+)
+from focus_exp.reporting.load import Results
+from focus_exp.reporting.paper_tables import PAPER_TABLES, Column, Spec, paper_rows
 from focus_exp.storage import replace_file
 
-__all__ = ["Report", "all_findings", "all_tables", "write_report"]
-ADAPTER, CARD = "adapter", "README.md"
-UNTOLD = ("name", "backend", "warm_start_blocks", "warm_start_steps", "calibration_blocks", "recluster_every")
-CONTINUATIONS, PASSAGE = "continuations.md", "passage.html"
-MEASURED = "groups/passage.json"
-DATA = re.compile(r'<script type="application/gzip" id="data">(.*?)</script>')  # base64
+REPORT = "report"
+CONCLUSIONS = Path(__file__).with_name("conclusions.md")
+MARKER = re.compile(r"([+-]?\d[\d,]*(?:\.\d+)?)[ \u202f]?([%xkM]?)<!--num:(\w+)/([^/>]+)/(\w+)-->")
+MAX_CELL = 60
+TOLERANCE = 1e-9
 
 
-@dataclass(frozen=True)
-class Report:
-    """findings: sentences; figures: name -> file."""
-
-    findings: list[str]
-    tables: list[Table]
-    figures: dict[str, Path]
-
-
-def table_files(findings: list[str], tables: list[Table]) -> dict[str, str]:
-    """Name -> text of table.md, in which the findings stand above the tables, and of a CSV a table."""
-    said = "".join(f"- {finding}\n" for finding in findings)
-    together = "\n".join([*([said] if said else []), *(table.to_markdown() for table in tables)])
-    return {"table.md": together} | {f"{table.name}.csv": table.to_csv() for table in tables}
+def report_tables(results: Results) -> dict[str, pd.DataFrame]:
+    """Return every table of the report by the name of its CSV file."""
+    claims = evaluate_claims(results)
+    paper = {f"paper_{table.attrs['spec'].name}": table for table in (make(results) for make in PAPER_TABLES)}
+    own = {name: make(results) for name, make in tables.OWN_TABLES.items()}
+    made = {"claims": claims, **paper, **own, "power": tables.power(claims)}
+    return {name: table for name, table in made.items() if not table.empty}
 
 
-def write_report(record: Record, metrics: list[dict[str, Any]], folder: Path) -> Report:
-    """Write tables, figures and pages into `folder`; `metrics` are the lines of metrics.jsonl, in a comparison those of
-    all arms, each with its `arm`."""
-    findings, tables = all_findings(record), all_tables(record)
-    files = table_files(findings, tables)
-    if record.continuations:
-        prompts = grouped(record.continuations, "prompt")
-        files[CONTINUATIONS] = render(CONTINUATIONS, title=title(record), prompts=prompts)
-    if record.groups:
-        files[PASSAGE] = passage_page(record, measured_passage(folder))
-    if (folder / ADAPTER).is_dir():
-        files[f"{ADAPTER}/{CARD}"] = card(record, findings, tables[:1])
-    for name, text in files.items():
+def write_report(results: Results, folder: Path) -> pd.DataFrame:
+    """Write report.md, report.html, report.tex, figures and a CSV file of each table; return the claims table."""
+    if results.runs.empty:
+        raise UserError("runs_dir must contain runs (found none). Run an experiment first.")
+    content = report_tables(results)
+    for name, text in report_files(results, content).items():
         replace_file(folder / name, text.encode())
-    return Report(findings, tables, write_figures(record, metrics, folder / "figures"))
+    write_report_figures(content, folder / "figures")
+    return content["claims"]
 
 
-def card(record: Record, findings: list[str], tables: list[Table]) -> str:
-    """What the hub shows of an adapter, and who is handed it reads first."""
-    attention = {key: value for key, value in record.config["attention"].items() if key not in UNTOLD}
-    trains = [phase["train"] for phase in (record.setting("regime", "phases") or {}).values()]
-    facts = {"title": title(record), "record": record, "attention": attention, "trains": trains}
-    return render("card.md", **facts, findings=findings, tables=tables)
+def report_files(results: Results, content: dict[str, pd.DataFrame]) -> dict[str, str]:
+    """Return the text of each file of the report by its name."""
+    markdown = render_markdown(results, content)
+    shown = [("Verdicts", verdict_table(content["claims"]))]
+    shown += [(t.attrs["spec"].title, display_table(t)) for t in content.values() if "spec" in t.attrs]
+    latex = "\n".join(to_latex(table, title) for title, table in shown)
+    files = {f"{REPORT}.md": markdown, f"{REPORT}.html": to_html(markdown, "focus_exp: report"), f"{REPORT}.tex": latex}
+    return files | {f"{name}.csv": table.to_csv(index=False) for name, table in content.items()}
 
 
-def measured_passage(folder: Path) -> dict[str, Any]:
-    """What the analysis of groups left in the run's folder, or the page itself. UserError if both are missing."""
+def render_markdown(results: Results, content: dict[str, pd.DataFrame]) -> str:
+    """Return the report as Markdown, at most 300 lines."""
+    claims = content["claims"]
+    counts = claims.verdict.value_counts()
+    legend = [f"**{word}** ({counts[word]}): {meaning}." for word, meaning in VERDICTS.items() if word in counts]
+    parts = ["# Reproducing Focus (arXiv:2604.03260): report", setup_line(results)]
+    parts += [CONCLUSIONS.read_text(encoding="utf-8").strip()] if CONCLUSIONS.exists() else []
+    parts += [
+        "![Perplexity change against density](figures/frontier.svg)",
+        "## Verdicts",
+        to_markdown(verdict_table(claims)).strip(),
+        " ".join(legend),
+        "Ours: 95 % CI over documents and seeds. Sparsity: pruned causal QK pairs. Numbers, required sample sizes and "
+        "all runs: [claims.csv](claims.csv).",
+        "## The paper's tables",
+        "Paper and ours next to each other. Several seeds: mean. ΔPPL: paired with the base model, 95 % CI in the CSV "
+        "files for one seed. † mask inactive (under 5 % of the pairs pruned). ‡ non-causal router.",
+    ]
+    for name, table in content.items():
+        if "spec" in table.attrs and table.attrs["spec"].shown:
+            parts += render_section(name, table)
+    parts += ["### Figure 1: Perplexity and speed", "![Perplexity change and speedup](figures/figure1.svg)"]
+    parts += ["![Speedup by length](figures/speed.svg)"]
+    if "methods" in content:
+        parts += ["## This project's methods", to_markdown(methods_table(content["methods"])).strip()]
+    parts += [
+        "## Appendices (CSV)",
+        "\n".join(f"- [{name}.csv]({name}.csv): {text}" for name, text in APPENDICES if name in content),
+    ]
+    return "\n\n".join(parts) + "\n"
+
+
+APPENDICES = [
+    ("paper_figure1", "figure 1 as a table"),
+    ("paper_groups_section5_pairs", "distant pairs of one group"),
+    ("frontier", "change of perplexity and density by method and sequence length"),
+    ("speed", "all timings, bounds and break-even lengths"),
+    ("differences", "every paired change of the loss, over seeds where there are several"),
+    ("power", "standard deviations of documents and seeds, and required sample sizes"),
+    ("pitfalls", "non-causal routers, gates and masks that differ, inactive masks"),
+    ("runs", "all runs with model, data, device, command and commit"),
+]
+
+
+def setup_line(results: Results) -> str:
+    """Return one line on what was measured."""
+    runs = results.runs[results.runs.status == "finished"]
+
+    def most(name: str) -> str:
+        return str(runs[name].dropna().mode().iloc[0]) if runs[name].notna().any() else ABSENT
+
+    steps = runs.steps[runs.steps > 0].astype(int)
+    trained = f"{steps.min():,} to {steps.max():,} training steps (paper: 4,000)" if len(steps) else "no training"
+    substitute = (
+        " in place of the paper's models and PG-19"
+        if (runs.is_model_substituted | runs.is_data_substituted).any()
+        else ""
+    )
+    scale = " scale=quick: no number is meaningful." if results.is_quick else ""
+    return (
+        f"{most('model')} on {most('data')}{substitute}; {most('seq_len')}-token windows; {trained}; "
+        f"{len(results.runs)} runs, {runs.seed.nunique()} seeds.{scale}"
+    )
+
+
+# --- tables as text ---
+
+
+def verdict_table(claims: pd.DataFrame) -> pd.DataFrame:
+    """Return the claims as text in eight narrow columns."""
+    return pd.DataFrame(
+        {
+            "id": claims.id,
+            "claim": claims.claim,
+            "paper": claims.paper,
+            "ours (95 % CI)": [claim_value(row) for row in claims.to_dict("records")],
+            "sparsity [%]": [format_number(_percent(x), 1) for x in claims.sparsity],
+            "seeds": [format_number(None if is_missing(x) else int(x), 0) for x in claims.seeds],
+            "verdict": claims.verdict,
+            "run": [f"{_text(row.experiment)} {_text(row.variant)}".strip() for row in claims.itertuples()],
+        }
+    ).map(lambda cell: cell[:MAX_CELL])
+
+
+def _text(cell: Any) -> str:
+    return "" if is_missing(cell) else str(cell)
+
+
+def claim_value(row: dict[str, Any]) -> str:
+    """Format the value of a claim in its unit: a change of perplexity, a speedup, or a fraction."""
+    value, low, high, unit = (row[name] for name in ("value", "low", "high", "unit"))
+    if is_missing(value):
+        return ABSENT
+    if unit == "nats":
+        return format_interval(to_percent(value), to_percent(low), to_percent(high), 1, sign=True) + " %"
+    if unit == "x":
+        at = "" if is_missing(row["tokens"]) else f" at {int(row['tokens']):,} tokens"
+        return f"{format_significant(value)}x{at}"
+    return format_interval(_percent(value), _percent(low), _percent(high)) + (
+        " points" if row["reference"] == "full attention" else " %"
+    )
+
+
+def display_table(table: pd.DataFrame) -> pd.DataFrame:
+    """Return a paper table as text: key, paper and ours for each column, sparsity, seeds."""
+    spec: Spec = table.attrs["spec"]
+    rows = table[table.runs != ""].to_dict("records")
+    shown = {name.replace("_", " "): [_key_text(row[name]) for row in rows] for name in spec.key}
+    if any(row["variant"] for row in rows):
+        shown["variant"] = [row["variant"] + (" ‡" if row["causal"] is False else "") for row in rows]
+    else:
+        shown["device"] = [row["device"] for row in rows]
+    for column in spec.columns:
+        measured = bool(column.cells or column.timed)
+        heads = [f"{column.label}, paper", f"{column.label}, ours"] if measured else [column.label]
+        shown[heads[0]] = [_paper_text(row[f"paper_{column.key}"], column, spec.name) for row in rows]
+        if measured:
+            shown[heads[1]] = [_ours_text(row, column) for row in rows]
+    if any(row["sparsity"] for row in rows):
+        shown["sparsity [%]"] = [row["sparsity"] or ABSENT for row in rows]
+    shown["seeds"] = [format_number(row["seeds"] or None, 0) for row in rows]
+    return pd.DataFrame(shown)
+
+
+def _key_text(cell: Any) -> str:
+    return ABSENT if is_missing(cell) else f"{cell:g}" if isinstance(cell, float) else str(cell)
+
+
+def _paper_text(cell: Any, column: Column, table: str) -> str:
+    """Format a printed number with as many decimals as its column has."""
+    if isinstance(cell, bool):
+        return "yes" if cell else "no"
+    if is_missing(cell) or isinstance(cell, str):
+        return _text(cell) or ABSENT
+    if column.origin:
+        return format_interval(cell, sign=True)
+    printed = (repr(row[column.name]).partition(".")[2].removesuffix("0") for row in paper_rows(table))
+    return f"{cell:,.{max(map(len, printed))}f}"
+
+
+def _ours_text(row: dict[str, Any], column: Column) -> str:
+    key = f"ours_{column.key}"
+    value, low, high = row[key], row[f"{key}_low"], row[f"{key}_high"]
+    if is_missing(value):
+        return ABSENT
+    digits = 1 if column.origin else column.digits
+    text = format_interval(value, low, high, digits, sign=True) if column.origin else format_number(value, digits)
+    return text + (" †" if row.get(f"{key}_mask_active") is False else "")
+
+
+def render_section(name: str, table: pd.DataFrame) -> list[str]:
+    """Return title, table and provenance of a paper table."""
+    spec: Spec = table.attrs["spec"]
+    measured = table[table.runs != ""]
+    missing = table[table.runs == ""]
+    facts = []
+    if len(measured):
+        for label, column in (("Model", "used_model"), ("data", "used_data"), ("commits", "commits")):
+            facts.append(f"{label}: {', '.join(_distinct(measured[column])) or ABSENT}")
+    if len(missing):
+        keys = [" ".join(_key_text(row[key]) for key in spec.key) for row in missing.to_dict("records")]
+        facts.append(f"not run: {', '.join(keys)} (needs {', '.join(_distinct(missing.needs))})")
+    note = " ".join(filter(None, [spec.note, "; ".join(facts) + ".", f"[CSV]({name}.csv)"]))
+    shown = [to_markdown(display_table(table)).strip()] if len(measured) else []
+    return [f"### {spec.id}: {spec.title}", *shown, note]
+
+
+def _distinct(cells: Iterable[str]) -> list[str]:
+    return list(dict.fromkeys(part for cell in cells for part in str(cell).split(" / ") if part))
+
+
+def methods_table(methods: pd.DataFrame) -> pd.DataFrame:
+    """Return the methods as text: sparsity, change of perplexity by length, parameters, speed."""
+    rows = methods.to_dict("records")
+    shown = {"method": [row["method"] for row in rows]}
+    for tokens in (1024, 8192):
+        label = f"{tokens:,}"
+        shown[f"sparsity at {label} [%]"] = [format_number(_percent(row[f"sparsity_{tokens}"]), 1) for row in rows]
+        shown[f"ΔPPL at {label} [%]"] = [
+            format_interval(row[f"change_{tokens}"], row[f"low_{tokens}"], row[f"high_{tokens}"], sign=True)
+            for row in rows
+        ]
+    shown["trainable parameters"] = [format_number(row["trainable_params"], 0) for row in rows]
+    shown["speedup, layer, 65k"] = [format_significant(row["speedup_layer"]) for row in rows]
+    shown["speedup, prefill, 8k"] = [format_significant(row["speedup_prefill"]) for row in rows]
+    return pd.DataFrame(shown)
+
+
+def _percent(fraction: Any) -> float | None:
+    return None if is_missing(fraction) else 100 * float(fraction)
+
+
+# --- checks ---
+
+
+def check_numbers(text: str, folder: Path) -> list[str]:
+    """Return the marked numbers of a text that differ from their CSV cells.
+
+    A marker `<!--num:table/row/column-->` follows a number: `55.7 %<!--num:claims/T1.2/sparsity-->`. `table` is a CSV
+    file in `folder`; `row` a value of its first column, or conditions `column=value` joined by `;`. The cell, in
+    per cent where it is a fraction, is rounded to the digits of the text.
+    """
+    wrong = []
+    for shown, unit, name, row, column in MARKER.findall(text):
+        place = f"{name}/{row}/{column}"
+        path = folder / f"{name}.csv"
+        table = pd.read_csv(path, dtype=str) if path.exists() else pd.DataFrame()
+        for condition in row.split(";") if len(table) else ():
+            key, _, value = condition.rpartition("=")
+            table = table[table[key or table.columns[0]] == value]
+        if len(table) != 1 or column not in table:
+            wrong.append(f"{place}: {len(table)} rows")
+            continue
+        cell = float(table[column].iloc[0])
+        factors = {"%": (1, 100), "k": (1e-3,), "M": (1e-6,)}.get(unit, (1,))
+        digits = len(shown.partition(".")[2])
+        if all(f"{factor * cell:.{digits}f}" != shown.replace(",", "").lstrip("+") for factor in factors):
+            wrong.append(f"{place}: {shown} in the text, {cell:g} in the table")
+    return wrong
+
+
+def check_report(results: Results, folder: Path) -> list[str]:
+    """Return the names of the CSV files in `folder` that do not follow from the results, within a tolerance."""
+    wrong = []
+    for name, table in report_tables(results).items():
+        path = folder / f"{name}.csv"
+        if not path.exists() or not same_table(pd.read_csv(path, dtype=str), table):
+            wrong.append(path.name)
+    return wrong
+
+
+def same_table(stored: pd.DataFrame, table: pd.DataFrame) -> bool:
+    """Return whether a table read from CSV equals another, numbers within a relative tolerance."""
+    made = pd.DataFrame([list(map(_csv_text, row)) for row in table.itertuples(index=False)], columns=table.columns)
+    if list(stored.columns) != list(made.columns) or len(stored) != len(made):
+        return False
+    pairs = zip(stored.fillna("").to_numpy().ravel(), made.to_numpy().ravel(), strict=True)
+    return all(left == right or _close(left, right) for left, right in pairs)
+
+
+def _csv_text(value: Any) -> str:
+    return "" if is_missing(value) else str(value)
+
+
+def _close(left: str, right: str) -> bool:
     try:
-        if not (folder / MEASURED).exists() and (found := DATA.search((folder / PASSAGE).read_text(encoding="utf-8"))):
-            return unpacked(found[1])
-        return dict(json.loads((folder / MEASURED).read_text(encoding="utf-8")))
-    except (OSError, ValueError) as error:
-        raise UserError(f"{folder / MEASURED}: not readable ({error}); run job=analyze again") from error
-
-
-def passage_page(record: Record, measured: dict[str, Any]) -> str:
-    """A passage coloured by group, layer by layer, with what was cut; one file that needs no network."""
-    report = record.groups
-    assert report is not None
-    rows = {(row.layer, row.head): row for row in report.layers}
-    data = measured | {
-        "title": title(record),
-        "from": report.passage_from,
-        "caveats": caveats(record),
-        "tagger": report.tagger,
-        "class_shares": report.class_shares,
-        "window": record.setting("attention", "window"),
-        "sinks": record.setting("attention", "sinks"),
-        "findings": all_findings(record),
-        "origin": facts_text({"commit": record.commit, "seed": record.seed, "config": record.config_hash}),
-        "layers": [layer | _legend(rows[layer["layer"], layer.get("head")]) for layer in measured["layers"]],
-    }
-    return render(PASSAGE, title=title(record), data=packed(data))
-
-
-def _legend(row: GroupLayer) -> dict[str, Any]:
-    return {
-        "name": row.name,
-        "nmi": row.fit("trained").nmi,
-        "cut_mass": row.cut_mass,
-        "pairs_kept": row.distant_pairs_kept,
-        "mass_kept": row.distant_mass_kept,
-        "legend": [
-            {
-                "name": group.name, "share": group.share, "class": group.word_class, "purity": group.purity,
-                "class_share": group.class_share, "confidence": group.confidence, "tokens": group.tokens,
-            }
-            for group in row.groups
-        ],
-    }  # fmt: skip
-
-
-def packed(content: dict[str, Any]) -> str:
-    """JSON as a page holds it: compressed, in base64, so that no text in it ends the script element."""
-    text = json.dumps(content, ensure_ascii=False, separators=(",", ":"))
-    return base64.b64encode(gzip.compress(text.encode(), mtime=0)).decode()
-
-
-def unpacked(text: str) -> dict[str, Any]:
-    return dict(json.loads(gzip.decompress(base64.b64decode(text))))
+        one, other = float(left), float(right)
+    except ValueError:
+        return False
+    return abs(one - other) <= TOLERANCE * max(1.0, abs(one))

@@ -1,113 +1,260 @@
-"""Tables: of one record as tables.yaml declares them; Markdown to read, CSV to compute with, the console to look at."""
+"""This project's own tables: methods, frontier, speed, differences over seeds, power, pitfalls and runs."""
 
-from dataclasses import dataclass, field
-from functools import cache
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
 from typing import Any
 
-from jinja2 import UndefinedError
+import pandas as pd
 
-from focus_exp.errors import UserError
-from focus_exp.records import answers, benchmarks, groups
-from focus_exp.records.record import Record
-from focus_exp.reporting import lines, notes, speed
-from focus_exp.reporting.formats import ABSENT
-from focus_exp.reporting.notes import identity, title
-from focus_exp.reporting.specs import SpecError, expression, public, read_specs, template
-from focus_exp.reporting.table import Table
+from focus_exp.records.intervals import needed, student
+from focus_exp.reporting.aggregate import SMALL_EFFECT, Row, aggregate_seeds, root_mean_square
+from focus_exp.reporting.format import to_percent
+from focus_exp.reporting.load import Results, select
+from focus_exp.reporting.paper_tables import BASE
 
-VOCABULARY = public(answers, benchmarks, groups, speed, lines, notes)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Pivot:
-    """Lines of a table that has a column for every value of an expression."""
-
-    lines: str
-    columns: str
-    heading: str
-
-
-@dataclass(frozen=True, kw_only=True)
-class TableSpec:
-    """An entry of tables.yaml, whose head says what the keys mean."""
-
-    lines: str
-    title: str
-    columns: dict[str, str] | list[dict[str, str]]
-    words: list[str] = field(default_factory=list)
-    paper: list[str] = field(default_factory=list)
-    notes: list[str]
-    values: str
-    values_of: str = "lines"
-    when: str = "lines"
-    pivot: Pivot | None = None
-
-    @property
-    def cells(self) -> list[tuple[str, str]]:
-        parts = self.columns if isinstance(self.columns, list) else [self.columns]
-        return [cell for part in parts for cell in part.items()]
-
-    def kind(self, heading: str) -> str:
-        return " ".join(["paper"] * (heading in self.paper) + ["number"] * (heading not in self.words))
+SOFT = "soft"
+LONG_TEXT = "perplexity@"  # benchmark: perplexity at a sequence length
+LENGTHS = (1024, 4096, 8192)
+METHODS = {  # label -> variant of the experiment `frontier`, then of `compare`
+    "Focus, two encoders": "dual_20",
+    "Focus, top-1": "focus_k1",
+    "local window, 512": "window_512",
+    "local window, 1,024": "window_1024",
+    "random groups": "random_groups",
+    "token indexer": "token_indexer",
+    "SparQ": "sparq",
+    "MagicPIG": "magicpig",
+    "best tokens (oracle)": "best_tokens",
+    "LoRA, size-matched": "lora",
+    "full fine-tuning": "full_finetuning",
+}
+FAMILIES = {  # curve of the frontier -> methods; their variants and hard routings
+    "Focus, two encoders": ["dual_5", "dual_10", "dual_20", "dual_30"],
+    "Focus": ["focus_k1", "k_2", "k_3"],
+    "local window": ["window", "window_512", "window_1024"],
+    "random groups": ["random_groups"],
+    "SparQ": ["sparq", "sparq_dense"],
+}
 
 
-@cache
-def table_specs() -> dict[str, TableSpec]:
-    """Of every table its spec. UserError for one that cannot be."""
-    specs = read_specs("tables", dict[str, TableSpec])
-    for name, spec in specs.items():
-        headings = {heading for heading, _ in spec.cells} | ({spec.pivot.heading} if spec.pivot else set())
-        for key in ("words", "paper"):
-            if unknown := set(getattr(spec, key)) - headings:
-                raise UserError(f"tables.yaml: {name}: {key}: there is no column {', '.join(sorted(unknown))}")
-    return specs
+def frontier(results: Results) -> pd.DataFrame:
+    """Return the change of perplexity [%] and the density of the QK pairs by method and sequence length."""
+    table = select(results.complete(), {"experiment": ["frontier", "compare", "long_context"], "causal": True})
+    at_length = select(table, {"source": "rows", "metric": "nll_change", "reference": BASE})
+    longer = select(table, {"source": "benchmarks", "metric": "score_change", "task": f"{LONG_TEXT}*"})
+    rows = []
+    for row in [*aggregate_seeds(at_length), *aggregate_seeds(longer)]:
+        family = next((name for name, variants in FAMILIES.items() if row.variant in variants), None)
+        tokens = int(row.task.removeprefix(LONG_TEXT)) if row.task else row.seq_len
+        repeated = row.task and tokens == row.seq_len and row.experiment == "long_context"  # scored as rows as well
+        if row.sparsity is None or repeated:
+            continue
+        rows.append(
+            {
+                "experiment": row.experiment,
+                "variant": row.variant,
+                "tokens": tokens,
+                "method": family or row.method,
+                "density": 1 - row.sparsity,
+                "sparsity": row.sparsity,
+                "change": to_percent(row.value),
+                "low": to_percent(row.low),
+                "high": to_percent(row.high),
+                "seeds": len(row.seeds),
+                "trainable_params": row.trainable_params if row.train_tokens else 0,
+                "train_tokens": row.train_tokens,
+                "run": row.members[0].run,
+            }
+        )
+    frame = pd.DataFrame(rows)
+    return frame.sort_values(["tokens", "experiment"], kind="stable").reset_index(drop=True) if rows else frame
 
 
-def all_tables(record: Record) -> list[Table]:
-    """Every table that the record has lines for."""
-    return [table for name in table_specs() if (table := table_of(record, name))]
+def methods(results: Results) -> pd.DataFrame:
+    """Return one row for each method: sparsity, change of perplexity by length, parameters and speed."""
+    points = frontier(results)
+    if points.empty:
+        return points
+    speeds = select(results.complete(), {"metric": "speedup", "source": ["method_speed", "speed"]})
+    rows = []
+    for label, variant in METHODS.items():
+        own = points[points.variant == variant]
+        own = own[own.experiment == ("frontier" if (own.experiment == "frontier").any() else "compare")]
+        if own.empty:
+            continue
+        cells: dict[str, Any] = {"method": label, "variant": variant, "experiment": own.iloc[0].experiment}
+        for tokens in LENGTHS:
+            at = own[own.tokens == tokens]
+            first = at.iloc[0] if len(at) else None
+            for name in ("sparsity", "change", "low", "high", "seeds"):
+                cells[f"{name}_{tokens}"] = None if first is None else first[name]
+        rows.append(cells | {"trainable_params": own.iloc[0].trainable_params, **_speed_of(variant, speeds)})
+    return pd.DataFrame(rows)
 
 
-def table_of(record: Record, name: str) -> Table | None:
-    """The table of this name, None where the record has nothing for it. UserError where its spec is wrong."""
-    try:
-        return _made(record, name, table_specs()[name])
-    except (SpecError, UndefinedError) as error:
-        raise UserError(f"tables.yaml: {name}: {error}") from error
-
-
-def _made(record: Record, name: str, spec: TableSpec) -> Table | None:
-    known = VOCABULARY | {
-        "record": record,
-        "title": title(record),
-        "window": record.setting("eval", "window"),
-        "first": record.arms[0].name if record.arms else "",
-        "experiment": {"experiment": record.experiment},
-        "identity": identity(record),
-    }
-    known["lines"] = lines = expression(spec.lines)(known)
-    if not expression(spec.when)(known):
-        return None
-    cells = [[str(expression(text)(known, line=line)) for _, text in spec.cells] for line in lines]
-    columns = [template(heading).render(known) for heading, _ in spec.cells]
-    if spec.pivot:
-        columns, cells = _pivoted(spec.pivot, lines, cells)
-    return Table(
-        columns=columns,
-        rows=cells,
-        name=name,
-        title=template(spec.title).render(known),
-        notes=[line for note in spec.notes for line in template(note).render(known).splitlines()],
-        values=[expression(spec.values)(known, line=line) for line in expression(spec.values_of)(known)],
-        kinds={heading: spec.kind(heading) for heading in columns},
+def _speed_of(variant: str, speeds: pd.DataFrame) -> dict[str, Any]:
+    """Return the speedup of one attention layer at 65,536 tokens and of the prefill at 8,192 tokens on a CPU."""
+    if variant in ("lora", "full_finetuning"):
+        return {"speedup_layer": 1.0, "speedup_prefill": 1.0}
+    layer, prefill = (
+        speeds[(speeds.device_kind == "cpu") & (speeds.clock == clock) & (speeds.tokens == tokens)]
+        for clock, tokens in (("attention", 65_536), ("prefill", 8_192))
     )
+    if variant == "focus_k1":
+        cells = {"source": "speed", "groups": 4, "top_k": 1, "assignment": "balanced", "experiment": "speed_methods"}
+        layer, prefill = select(layer, cells), prefill.iloc[:0]
+    else:
+        method = "focus_dual" if variant.startswith("dual") else variant
+        layer, prefill = (select(one, {"source": "method_speed", "method": method}) for one in (layer, prefill))
+    return {
+        "speedup_layer": layer.value.iloc[-1] if len(layer) else None,
+        "speedup_prefill": prefill.value.iloc[-1] if len(prefill) else None,
+    }
 
 
-def _pivoted(pivot: Pivot, lines: list[Any], cells: list[list[str]]) -> tuple[list[str], list[list[str]]]:
-    """Columns and rows, for one cell a line; "-" where there is no line."""
-    names, tasks = ([expression(text)(line=line) for line in lines] for text in (pivot.lines, pivot.columns))
-    found = dict(zip(zip(names, tasks, strict=True), (cell for (cell,) in cells), strict=True))
-    columns = list(dict.fromkeys(tasks))
-    return [pivot.heading, *columns], [
-        [name, *(found.get((name, task), ABSENT) for task in columns)] for name in dict.fromkeys(names)
+def speed(results: Results) -> pd.DataFrame:
+    """Return every timing next to full attention, and the length from which on its series is faster.
+
+    Columns: metric: speedup (`ours`, `full`: seconds) or peak_memory (ratio; bytes); bound: 1 / density.
+    """
+    table = select(results.complete(), {"source": ["speed", "method_speed"], "metric": ["speedup", "peak_memory"]})
+    columns = [
+        *("experiment", "device_kind", "metric", "clock", "method", "groups", "assignment", "top_k", "pair_rule"),
+        *("dtype", "tokens", "value", "level", "reference_level", "density", "path", "run"),
     ]
+    names = {"device_kind": "device", "level": "ours", "reference_level": "full"}
+    frame = table[columns].rename(columns=names)
+    frame["method"] = frame["method"].fillna("focus")
+    frame["bound"] = 1 / frame["density"]
+    series = ["run", "metric", "clock", "method", "groups", "assignment", "top_k", "pair_rule", "dtype"]
+    frame["break_even"] = None
+    for _, rows in frame[frame.metric == "speedup"].groupby(series, dropna=False, sort=False):
+        known = rows[rows.value.notna()]
+        points = list(zip(known.tokens.astype(float), known.value.astype(float), strict=True))
+        frame.loc[rows.index, "break_even"] = break_even(points) if points else None
+    return frame.sort_values([*series, "tokens"], kind="stable").reset_index(drop=True)
+
+
+def break_even(points: list[tuple[float, float]]) -> float | None:
+    """Return the length [tokens] from which on no measured (length, speedup) is below 1.
+
+    Interpolates log speedup linearly in log length. None where the longest length is slower.
+    """
+    points = sorted(points)
+    slower = [index for index, (_, speedup) in enumerate(points) if speedup < 1]
+    if not slower:
+        return points[0][0]
+    if slower[-1] + 1 == len(points):
+        return None
+    (before, below), (after, above) = points[slower[-1]], points[slower[-1] + 1]
+    weight = math.log(below) / (math.log(below) - math.log(above))
+    return float(before * (after / before) ** weight)
+
+
+def differences(results: Results) -> pd.DataFrame:
+    """Return every paired change of the loss, aggregated over seeds."""
+    table = select(results.complete(), {"source": "rows", "metric": "nll_change"})
+    table = table[~table.reversed.fillna(False) & (table.reference != SOFT)]
+    return pd.DataFrame([_difference(row) for row in aggregate_seeds(table)])
+
+
+def _difference(row: Row) -> dict[str, Any]:
+    text = [member.stderr * student(member.dof) for member in row.members if member.stderr is not None]
+    seeds, spread = len(row.seeds), row.seed_deviation
+    return {
+        "experiment": " ".join(dict.fromkeys(member.experiment for member in row.members)),
+        "variant": row.variant or row.name,
+        "name": row.name,
+        "reference": row.reference,
+        "model": row.model,
+        "data": row.data,
+        "groups": row.num_groups if row.attention in ("focus", "random_groups") else None,
+        "steps": row.steps,
+        "device": row.device_kind,
+        "sparsity": row.sparsity,
+        "causal": all(member.causal is not False for member in row.members),
+        "seeds": " ".join(str(seed) for seed in row.seeds),
+        "num_seeds": seeds,
+        "nll_change": row.value,
+        "nll_change_low": row.low,
+        "nll_change_high": row.high,
+        "change": to_percent(row.value),
+        "low": to_percent(row.low),
+        "high": to_percent(row.high),
+        "units": row.n_units,
+        "unit_deviation": row.deviation,
+        "seed_deviation": spread,
+        "half_width_documents": root_mean_square(text) if text else None,
+        "half_width_seeds": spread and student(seeds - 1) * spread / seeds**0.5,
+        "units_for_1_percent": needed(row.deviation, SMALL_EFFECT) if row.deviation else None,
+        "seeds_for_1_percent": spread and needed(spread, SMALL_EFFECT),
+        "commits": " ".join(dict.fromkeys(member.variant_commit or "" for member in row.members)),
+        "runs": " ".join(dict.fromkeys(member.run for member in row.members)),
+    }
+
+
+def power(claims: pd.DataFrame) -> pd.DataFrame:
+    """Return what the paired differences behind the claims can show: deviations and required sample sizes."""
+    rows = {id: row for id, row in claims.attrs["rows"].items() if row.source == "rows" and row.deviation}
+    columns = [
+        *("id", "experiment", "variant", "reference", "units", "change", "low", "high", "unit_deviation"),
+        *("seed_deviation", "half_width_documents", "half_width_seeds", "units_for_1_percent", "seeds_for_1_percent"),
+    ]
+    return pd.DataFrame([{"id": id, **_difference(row)} for id, row in rows.items()], columns=columns)
+
+
+PITFALLS: list[tuple[str, dict[str, Any], str]] = [
+    (
+        "non-causal router",
+        {"source": "rows", "metric": "nll_change", "reference": "non-causal counterpart"},
+        "",
+    ),
+    (
+        "soft gate trained, hard mask used",
+        {"source": "rows", "metric": "nll_change", "reference": SOFT, "mask_active": True},
+        '(top_k == 1 or primary) and (experiment in ("retrofit_124m", "leak", "gates")'
+        ' or (experiment == "compare" and variant in ("focus", "focus_paper")))',
+    ),
+    (
+        "k > K/2 is full attention",
+        {"source": "rows", "metric": "nll_change", "reference": BASE, "kind": "hard", "pair_rule": "share"},
+        "top_k >= 2 and 2 * top_k > num_groups",
+    ),
+    (
+        "benchmark with an inactive mask",
+        {"source": "benchmarks", "metric": "score_change", "kind": "hard", "deciding": True, "is_variant": False,
+         "mask_active": [True, False]},
+        "first_variant.isna() or variant == first_variant",
+    ),
+]  # fmt: skip
+
+
+def pitfalls(results: Results) -> pd.DataFrame:
+    """Return what a reader of the paper could mistake: each with the measurements that show it."""
+    table = results.measurements
+    table = table[table.complete].sort_values("started", kind="stable")
+    parts = [select(table, cells, query).assign(pitfall=name) for name, cells, query in PITFALLS]
+    columns = [
+        *("pitfall", "experiment", "variant", "seed", "name", "task", "top_k", "num_groups", "sparsity"),
+        *("distant_density", "mask_active", "causal", "reference_level", "level", "value", "low", "high", "unit"),
+        "run",
+    ]
+    return pd.concat(parts)[columns].reset_index(drop=True)
+
+
+def runs(results: Results) -> pd.DataFrame:
+    """Return the list of runs: what ran, on which model, data and device, by which command and commit."""
+    columns = [
+        *("experiment", "seed", "status", "model", "data", "device", "steps", "train_tokens", "seconds"),
+        *("started", "commit", "config_hash", "command"),
+    ]
+    frame = results.runs[~results.runs.is_variant.astype(bool)]
+    return frame[[name for name in columns if name in frame]].reset_index()
+
+
+OWN_TABLES: dict[str, Callable[[Results], pd.DataFrame]] = {
+    "methods": methods, "frontier": frontier, "speed": speed, "differences": differences, "pitfalls": pitfalls,
+    "runs": runs,
+}  # fmt: skip

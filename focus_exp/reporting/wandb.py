@@ -1,39 +1,47 @@
-"""Weights & Biases: decide between online and offline without hanging, and log a record. wandb is imported late."""
+"""Weights & Biases: choose the mode, log tables and figures, save a workspace. wandb is imported late."""
+
+from __future__ import annotations
 
 import http.client
-import math
 import netrc
 import os
 import threading
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 from urllib.parse import SplitResult, urlsplit
 
+import pandas as pd
+
 from focus_exp.errors import UserError
-from focus_exp.records.record import Record
-from focus_exp.reporting.findings import all_findings
-from focus_exp.reporting.table import Table
+from focus_exp.reporting.format import is_missing
+from focus_exp.reporting.load import load_run
+from focus_exp.storage import replace_file
 
 MODES = ("online", "offline", "disabled", "shared")
-ROW_SCALARS = (
-    "nll", "perplexity", "delta_nll", "distant_pairs_kept", "pairs_removed", "largest_group",
-    "perplexity_inside_window", "perplexity_beyond_window",
-)  # fmt: skip
-RUN_SCALARS = (
-    "status", "seed", "commit", "config_hash", "device", "tokens_seen", "steps", "wall_seconds", "train_seconds",
-    "peak_memory_bytes",
-)  # fmt: skip
+CURVES = {
+    "loss": "loss [nats per token]",
+    "val_loss": "validation loss [nats per token]",
+    "tokens_per_second": "tokens per second",
+}
+PROBES = {"dominance": "largest group", "dead_groups": "empty groups", "stability": "assignment stability"}
+RUN_TABLES = ("Quality", "Benchmarks", "Speed", "Routing", "Groups", "Cost by word class", "Generation")
+FIGURES = ("loss_curve", "perplexity_by_position", "router_load")
+RUN_FIELDS = ("status", "seed", "commit", "config_hash", "device", "train_tokens", "steps", "seconds")
+SUMMARIZED = ("perplexity", "nll", "nll_change", "speedup")
 
 
 def wandb_mode(requested: str, timeout: float = 2.0) -> str:
-    """The mode for wandb.init. "auto": WANDB_MODE if set; else online if a key is configured and the server answers.
+    """Return the mode for wandb.init, after at most about `timeout` seconds.
 
-    Waits at most about `timeout` seconds. An explicit mode is returned as it is. Raises UserError for an unknown mode.
+    auto: WANDB_MODE if set; else online if a key is configured and the server answers, else offline.
     """
     mode = requested if requested != "auto" else os.environ.get("WANDB_MODE")
     if mode:
         if mode not in MODES:
-            raise UserError(f"wandb mode {mode!r} is unknown: choose auto, online, offline or disabled")
+            raise UserError(f"logger.wandb must be auto, online, offline or disabled (got {mode}).")
         return mode
     import wandb
 
@@ -50,7 +58,7 @@ def _has_key(server: SplitResult) -> bool:
 
 
 def _answers(server: SplitResult, timeout: float) -> bool:
-    """Whether the server answers HTTP; a proxy may accept any TCP connection, so connecting proves nothing."""
+    """Return whether the server answers HTTP; a proxy may accept any TCP connection, so connecting proves nothing."""
     connect = http.client.HTTPSConnection if server.scheme == "https" else http.client.HTTPConnection
     statuses: list[int] = []
 
@@ -62,53 +70,109 @@ def _answers(server: SplitResult, timeout: float) -> bool:
         except (OSError, http.client.HTTPException):
             return
 
-    # a thread, because name look-ups ignore socket timeouts
-    thread = threading.Thread(target=probe, daemon=True)
+    thread = threading.Thread(target=probe, daemon=True)  # name look-ups ignore socket timeouts
     thread.start()
     thread.join(timeout)
     return any(status < 500 for status in statuses)
 
 
 def init_options(config: dict[str, Any]) -> dict[str, Any]:
-    """What wandb.init takes and cannot be given later; workspaces filter by it.
-
-    group: the experiment; job_type: what the run did, "arm" for a part of a comparison; tags: the names of its parts.
-    """
+    """Return group, job type and tags for wandb.init; workspaces filter by them."""
     parts = (config.get(section) or {} for section in ("model", "attention", "regime", "data", "scale"))
-    arm, tags = config.get("arm"), [part["name"] for part in parts if part.get("name")]
-    tags += [f"arm:{arm}"] if arm else []
-    kind = "arm" if arm else config.get("job")
-    return {"group": config.get("experiment"), "job_type": kind, "tags": [*tags, f"seed:{config.get('seed')}"]}
+    variant, tags = config.get("variant"), [part["name"] for part in parts if part.get("name")]
+    tags += [f"variant:{variant}"] if variant else []
+    job_type = "variant" if variant else config.get("job")
+    return {"group": config.get("experiment"), "job_type": job_type, "tags": [*tags, f"seed:{config.get('seed')}"]}
 
 
-def log_record(run: Any, record: Record, tables: list[Table], figures: dict[str, Path]) -> None:
-    """Log the tables (unrounded), the figures, the findings and one scalar per row and metric to a live run."""
-    log_tables(run, tables, figures)
-    run.tags = tuple(dict.fromkeys((*(run.tags or ()), *init_options(record.config)["tags"], record.status)))
-    run.summary.update(_scalars(record))
-
-
-def log_tables(run: Any, tables: list[Table], figures: dict[str, Path]) -> None:
-    """Tables as W&B tables under their names, unrounded where they have such values, and figures as images."""
+def log_tables(run: Any, tables: Mapping[str, pd.DataFrame], figures: Mapping[str, Path]) -> None:
+    """Log tables as wandb.Table and figures as images to a live run."""
     import wandb
 
     logged: dict[str, Any] = {f"figures/{name}": wandb.Image(str(path)) for name, path in figures.items()}
-    for table in tables:
-        lines = table.values or [dict(zip(table.columns, row, strict=True)) for row in table.rows]
-        columns, data = [*(lines[0] if lines else table.columns)], [[*line.values()] for line in lines]
-        logged[table.name] = wandb.Table(columns=columns, data=data, allow_mixed_types=True)
+    for name, table in tables.items():
+        rows = table.astype(object).where(table.notna(), None)
+        columns: list[Any] = list(map(str, rows.columns))
+        logged[name] = wandb.Table(columns=columns, data=rows.values.tolist(), allow_mixed_types=True)
     run.log(logged)
 
 
-def _scalars(record: Record) -> dict[str, Any]:
-    scalars = {name: getattr(record, name) for name in RUN_SCALARS}
-    scalars |= {"findings": "\n".join(all_findings(record))}
-    scalars |= {"trainable_parameters": record.method.get("trainable_parameters")}
-    for row in record.rows:
-        if row.error is None:
-            scalars |= {f"{row.name}/{name}": getattr(row, name) for name in ROW_SCALARS}
-    for timed in record.speed:
-        key = f"speed/{timed.clock}/K={timed.groups} k={timed.top_k} {timed.assignment}/{timed.tokens}"
-        scalars[key] = timed.ratio
-    nan = {name for name, value in scalars.items() if isinstance(value, float) and math.isnan(value)}
-    return {name: value for name, value in scalars.items() if value is not None and name not in nan}
+def log_run(run: Any, run_dir: Path, tables: Mapping[str, pd.DataFrame], figures: Mapping[str, Path]) -> None:
+    """Log a finished run: its tables and figures, and as summary its metadata and main measurements."""
+    log_tables(run, tables, figures)
+    results = load_run(run_dir)
+    facts, rows = results.runs.iloc[0], results.measurements
+    summary = {name: facts[name] for name in RUN_FIELDS if name in facts and not is_missing(facts[name])}
+    for row in rows[rows.metric.isin(SUMMARIZED) & rows.value.notna()].itertuples():
+        place = (row.variant, row.name, row.clock, row.tokens, row.metric, row.reference)
+        summary["/".join(str(part) for part in place if not is_missing(part))] = float(row.value)
+    run.summary.update(summary)
+
+
+# --- a workspace and a report, for job=dashboard ---
+
+
+def require_workspaces() -> None:
+    """Raise UserError without the extra `dashboard`."""
+    try:
+        import wandb_workspaces  # noqa: F401
+    except ImportError as error:
+        raise UserError("job=dashboard needs wandb-workspaces. Run pip install 'focus_exp[dashboard]'.") from error
+
+
+def build_workspace(entity: str, project: str) -> Any:
+    """Return a saved view of all runs: curves, probes, tables and figures, grouped by experiment."""
+    from wandb_workspaces import workspaces as ws
+    from wandb_workspaces.reports.v2 import LinePlot, MediaBrowser
+
+    sections = {
+        "Training": [LinePlot(title=title, y=[f"train/{key}"]) for key, title in CURVES.items()],
+        "Routing": [
+            LinePlot(title=title, y=[f"probe/{key}"], metric_regex=rf"probe/.*{key}$") for key, title in PROBES.items()
+        ],
+        "Tables": _table_panels(RUN_TABLES),
+        "Figures": [MediaBrowser(media_keys=[f"figures/{name}"], num_columns=2) for name in FIGURES],
+    }
+    runs = ws.RunsetSettings(
+        groupby=[ws.Metric("Group")], order=[ws.Ordering(ws.Metric("CreatedTimestamp"), ascending=False)]
+    )
+    shown = [ws.Section(name=name, panels=panels, is_open=name != "Figures") for name, panels in sections.items()]
+    settings = ws.WorkspaceSettings(max_runs=20)
+    return ws.Workspace(
+        entity, project, "focus_exp: runs by experiment", sections=shown, settings=settings, runset_settings=runs
+    )
+
+
+def build_report(entity: str, project: str, tables: list[str]) -> Any:
+    """Return a W&B report with the claims and the paper's tables of the latest run of job=dashboard."""
+    from wandb_workspaces.reports import v2 as wr
+
+    runs = wr.Runset(entity, project, name="report", filters="JobType == 'report'")
+    panels = [*_table_panels(tables), wr.MediaBrowser(media_keys=["figures/frontier", "figures/figure1"])]
+    blocks: list[Any] = [wr.H1("Claims and the paper's tables"), wr.PanelGrid(runsets=[runs], panels=panels)]
+    title, description = "focus_exp", "Learned sparse attention: measurements next to the paper's numbers"
+    return wr.Report(project=project, entity=entity, title=title, description=description, blocks=blocks, width="fluid")
+
+
+def _table_panels(names: Any) -> list[Any]:
+    from wandb_workspaces.reports.v2 import Layout, WeavePanelSummaryTable
+
+    return [WeavePanelSummaryTable(table_name=name, layout=Layout(w=24, h=10)) for name in names]
+
+
+def write_views(folder: Path, views: Mapping[str, Any]) -> list[Path]:
+    """Write the JSON that the server would receive, one file for each view; no server is asked."""
+    with _offline():
+        texts = {name: view._to_model().model_dump_json(by_alias=True) for name, view in views.items()}
+    for name, text in texts.items():
+        replace_file(folder / f"{name}.json", text.encode())
+    return [folder / f"{name}.json" for name in texts]
+
+
+@contextmanager
+def _offline() -> Iterator[None]:
+    """Replace the request for the project's id on the server."""
+    answer = {"project": {"internalId": "offline"}}
+    interface = "wandb_workspaces.reports.v2.interface"
+    with patch(f"{interface}._get_api", lambda: None), patch(f"{interface}.execute_graphql", lambda *_, **__: answer):
+        yield

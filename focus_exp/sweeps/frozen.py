@@ -27,7 +27,7 @@ from focus_exp.checks import parse
 from focus_exp.config import Config, structured
 from focus_exp.errors import UserError, first_line
 from focus_exp.records.environment import environment
-from focus_exp.records.runs import finished_record, run_folder
+from focus_exp.results.run_dir import finished_record, run_folder
 from focus_exp.storage import held, replace_file
 
 # jobs that leave a record in run_folder(config), unless an adapter's method or an arm's settings decide where

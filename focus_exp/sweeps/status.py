@@ -22,9 +22,7 @@ from focus_exp.errors import UserError
 from focus_exp.records.answers import configured_row
 from focus_exp.records.comparison import load_run
 from focus_exp.records.metrics import read_metrics
-from focus_exp.reporting.findings import all_findings
-from focus_exp.reporting.formats import change_text, duration_text, perplexity_text
-from focus_exp.reporting.table import Table
+from focus_exp.reporting.text_table import Table, change_text, duration_text, perplexity_text
 from focus_exp.storage import is_held
 from focus_exp.sweeps.frozen import Job, Sweep, load_config
 
@@ -141,7 +139,7 @@ def headline(place: Path, job: Job) -> str:
         return ""
     row = configured_row(record) or record.base
     if row is None:
-        return next(iter(all_findings(record)), "")
+        return ""
     change = "" if row.kind == "base" else f" ({change_text(row.delta_nll)} against the base)"
     return f"{row.name}: perplexity {perplexity_text(row.perplexity)}{change}"
 

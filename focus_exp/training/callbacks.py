@@ -6,7 +6,6 @@ import json
 import signal
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -28,18 +27,15 @@ class Metrics(Callback):
 
     `seconds` counts this process's training time; all else is a function of configuration and seed. Steps and tokens
     are those of the phase; loggers, who draw one curve, get those of the run, `before` steps of earlier phases
-    included. `written` is called after every line.
+    included.
     """
 
-    def __init__(
-        self, path: Path, phase: str, before: int, log_every: int, tokens_per_step: int, written: Callable[[], None]
-    ) -> None:
+    def __init__(self, path: Path, phase: str, before: int, log_every: int, tokens_per_step: int) -> None:
         self.path = path
         self.phase = phase
         self.before = before
         self.log_every = log_every
         self.tokens_per_step = tokens_per_step
-        self.written = written
         self.losses: list[torch.Tensor] = []
 
     def state_dict(self) -> dict[str, Any]:
@@ -80,7 +76,6 @@ class Metrics(Callback):
         of_run["tokens"] = (self.before + step) * self.tokens_per_step
         for logger in trainer.loggers:
             logger.log_metrics({f"train/{name}": value for name, value in of_run.items()}, self.before + step)
-        self.written()
         self.losses, self.last, self.last_step = [], now, step
 
 

@@ -52,19 +52,17 @@ def train_phases(
     *,
     probed: Tensor | None = None,
     between: Callable[[str], None] = lambda _: None,
-    logged: Callable[[], None] = lambda: None,
 ) -> Trained:
     """Run every phase in order; a phase that has a checkpoint in `folder` goes on from there.
 
-    Routers are watched on the tokens `probed` `[B, T]`; `between` is called with the name of every phase but the last,
-    `logged` after every line of the training log. In a phase of no steps nothing is trained: its router stays as it
-    was fitted.
+    Routers are watched on the tokens `probed` `[B, T]`; `between` is called with the name of every phase but the last.
+    In a phase of no steps nothing is trained: its router stays as it was fitted.
     """
     steps, phases = 0, phases_of(config)
     for index, (name, phase) in enumerate(phases):
         seed = config.seed + index
         if phase.steps:
-            train_phase(model, blocks, config, phase, name, seed, precision, folder, loggers, probed, logged, steps)
+            train_phase(model, blocks, config, phase, name, seed, precision, folder, loggers, probed, steps)
         steps += phase.steps
         if index + 1 < len(phases):
             between(name)
@@ -108,7 +106,6 @@ def train_phase(
     folder: Path,
     loggers: list[Logger],
     probed: Tensor | None = None,
-    logged: Callable[[], None] = lambda: None,
     before: int = 0,
 ) -> None:
     """Train one phase, which `before` steps of other phases precede."""
@@ -129,7 +126,7 @@ def train_phase(
     if settings.gradient_checkpointing:
         # re-entrant checkpointing would drop gradients that reach only the router
         model.activation_checkpointing_enable({"use_reentrant": False})
-    metrics = Metrics(folder / METRICS, name, before, settings.log_every, tokens_per_step(config), logged)
+    metrics = Metrics(folder / METRICS, name, before, settings.log_every, tokens_per_step(config))
     trainer = pl.Trainer(
         accelerator="gpu" if precision.device.type == "cuda" else "cpu",
         strategy=lightning_strategy(settings),

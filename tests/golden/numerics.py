@@ -9,6 +9,7 @@ python tests/golden/numerics.py --write  write numerics.json
 from __future__ import annotations
 
 import argparse
+import csv
 import hashlib
 import json
 import math
@@ -152,11 +153,17 @@ def execute(folder: Path, runs: str, *overrides: str) -> None:
 def compute_config_hashes(every: int = 1) -> dict[str, str]:
     """Hash the stored config of every `every`-th committed run, by `<started> <variant> <recorded hash>`.
 
-    Runs that list variants inline are left out: variants are files since, and the hash is over their names.
+    Runs that list variants inline are left out: variants are files since, and the hash is over their names. Adapters of
+    published runs are read from where moved.csv says that they are now.
     """
-    keyed = {}
-    for path in (ROOT / "runs" / "records").rglob("record.json"):
+    keyed, records = {}, ROOT / "runs" / "records"
+    with (records / "moved.csv").open(encoding="utf-8") as file:
+        moved = {f"runs/records/{row['before']}/": f"runs/records/{row['now']}/" for row in csv.DictReader(file)}
+    for path in records.rglob("record.json"):
         record = json.loads(path.read_text(encoding="utf-8"))
+        if adapter := record["config"].get("adapter"):
+            folder = adapter.removesuffix("adapter")
+            record["config"]["adapter"] = f"{moved.get(folder, folder)}adapter"
         config = record["config"]
         if config and not config.get("arms"):
             name = config.get("variant", config.get("arm")) or "-"

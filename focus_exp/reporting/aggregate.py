@@ -1,0 +1,133 @@
+"""Aggregate measurements over seeds: estimates, intervals and required sample sizes."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterable, Sequence
+from statistics import fmean, geometric_mean
+from types import SimpleNamespace
+from typing import Any
+
+import pandas as pd
+
+from focus_exp.records.intervals import Estimate, needed, over_seeds, seed_deviation, student
+from focus_exp.records.rows import ENGAGED
+
+MIN_SEEDS = 3
+SMALL_EFFECT = 0.01  # nats per token, or of a fraction: about 1 %
+Row = SimpleNamespace  # one measurement, or one aggregate of several seeds; missing cells are None
+
+# columns that measurements of different seeds share
+KEY = [
+    *("source", "metric", "setup", "variant_setup", "variant", "reference", "reference_setup", "kind", "num_groups"),
+    *("top_k", "pair_rule", "task", "version", "n", "task_metric", "clock", "tokens", "groups", "assignment", "phase"),
+]
+PERPLEXITIES = ("level", "reference_level")  # averaged in log space where the metric is in nats
+AVERAGED = (*PERPLEXITIES, "density", "sparsity", "distant_density")
+
+
+def to_rows(frame: pd.DataFrame) -> list[Row]:
+    """Return the rows of a frame, with None for missing cells."""
+    columns = [[None if cell is pd.NA else cell for cell in frame[name].tolist()] for name in frame]
+    return [Row(**dict(zip(frame.columns, cells, strict=True))) for cells in zip(*columns, strict=True)]
+
+
+def aggregate_seeds(frame: pd.DataFrame) -> list[Row]:
+    """Combine measurements that differ in the seed only, in the order of their first rows.
+
+    The latest finished run of a seed counts. The interval covers the variance of the evaluation documents and of the
+    seeds (`over_seeds`).
+
+    Returns:
+        Rows with the columns of `frame` and
+        seeds: the seeds with a value; members: the row of each seed;
+        deviation: standard deviation of a unit (document, window or item); seed_deviation: of a seed.
+    """
+    return aggregate_rows(to_rows(frame))
+
+
+def aggregate_rows(rows: Iterable[Row]) -> list[Row]:
+    """Combine rows as `aggregate_seeds` does."""
+    groups: dict[tuple[object, ...], list[Row]] = {}
+    for row in rows:
+        groups.setdefault(subject_key(row), []).append(row)
+    return [_combine(members) for members in groups.values()]
+
+
+def subject_key(row: Row) -> tuple[object, ...]:
+    """Return what a measurement shares with the same measurement of other seeds."""
+    # the width of a density-matched window follows from the router, so it differs between seeds
+    name = re.sub(r"\d+", "N", row.name or "") if row.method == "window" else row.name
+    clock = (row.method, row.device, row.dtype) if row.clock else ()
+    return (name, *clock, *(getattr(row, column) for column in KEY))
+
+
+def _combine(rows: list[Row]) -> Row:
+    finished = {row.seed for row in rows if row.status == "finished"}
+    latest = {row.seed: row for row in rows if row.status == "finished" or row.seed not in finished}
+    members = [latest[seed] for seed in sorted(latest, key=lambda seed: seed or 0)]
+    first, valued = members[0], [row for row in members if row.value is not None]
+    estimates = [Estimate(row.value, row.stderr, row.dof) for row in valued]
+    total = over_seeds(estimates) if estimates else Estimate(float("nan"))
+    # the interval of a single fraction is not symmetric and is kept as measured
+    recompute = len(estimates) > 1 or (total.stderr is not None and first.unit != "fraction")
+    low, high = total.bounds if recompute else (first.low, first.high)
+    deviations = [row.stderr * row.n_units**0.5 for row in members if row.stderr is not None and row.n_units]
+    values: dict[str, Any] = {
+        "value": total.value if estimates else None, "low": low, "high": high, "stderr": total.stderr,
+        "dof": total.freedom, "seeds": tuple(row.seed for row in valued), "members": members,
+        "deviation": root_mean_square(deviations) if deviations else None,
+        "seed_deviation": seed_deviation(estimates) if len(estimates) > 1 else None,
+    }  # fmt: skip
+    for name in AVERAGED:
+        known = [getattr(row, name) for row in members if getattr(row, name) is not None]
+        mean = geometric_mean if first.unit == "nats" and name in PERPLEXITIES else fmean
+        values[name] = mean(known) if known else None
+    masked = [row.sparsity for row in members if row.mask_active is not None and row.sparsity is not None]
+    if masked:
+        values["mask_active"] = fmean(masked) >= ENGAGED
+    return Row(**vars(first) | values)
+
+
+def root_mean_square(errors: Sequence[float]) -> float:
+    return math.sqrt(fmean(error**2 for error in errors))
+
+
+def required_sample(row: Row, effect: float | None = None, comparisons: int = 1) -> dict[str, float | None]:
+    """Return how many units and seeds would show an effect with 80 % power.
+
+    The effect is `effect`, or 1 % where the units and seeds at hand are enough for that. `comparisons`: number of
+    simultaneous intervals (Bonferroni).
+    """
+    for size in filter(None, (abs(effect) if effect else None, SMALL_EFFECT)):
+        units = needed(row.deviation, size, comparisons) if row.deviation else 0
+        if row.seed_deviation:
+            seeds = needed(row.seed_deviation, size, comparisons)
+        else:
+            seeds = MIN_SEEDS if len(row.seeds) < 2 else 0
+        missing = {
+            "required_units": units if units > (row.n_units or 0) else None,
+            "required_seeds": seeds if seeds > len(row.seeds) else None,
+        }
+        if any(missing.values()):
+            return {"effect": size, **missing}
+    return {"effect": None, "required_units": None, "required_seeds": None}
+
+
+def is_worse(row: Row, comparisons: int = 1) -> bool:
+    """Return whether a score drops significantly after Bonferroni correction."""
+    if row.low is None:
+        return False
+    dof = row.dof or math.inf
+    half = student(dof, comparisons) / student(dof) * (row.high - row.low) / 2
+    center = (row.low + row.high) / 2
+    return bool(center - half > 0 if row.unit == "nats" else center + half < 0)
+
+
+def mean_of(values: Iterable[float], percent: bool = False, perplexity: bool = False) -> float:
+    """Return the mean over seeds: of perplexities, and of their changes in per cent, in log space."""
+    values = list(values)
+    if percent:
+        return 100 * (geometric_mean(1 + value / 100 for value in values) - 1)
+    return geometric_mean(values) if perplexity else fmean(values)

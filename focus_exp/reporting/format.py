@@ -1,0 +1,69 @@
+"""Format numbers and tables: Markdown, LaTeX and HTML."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pandas as pd
+
+ABSENT = "-"
+
+
+def is_missing(value: Any) -> bool:
+    return value is None or value is pd.NA or (isinstance(value, float) and math.isnan(value))
+
+
+def format_number(value: Any, digits: int = 2) -> str:
+    """Format a number with thousands separators; from 1,000 on without decimals."""
+    if is_missing(value):
+        return ABSENT
+    if isinstance(value, bool | str):
+        return str(value)
+    return f"{value:,.{0 if abs(value) >= 1000 else digits}f}"
+
+
+def format_significant(value: Any) -> str:
+    """Format a number with three significant digits."""
+    if is_missing(value):
+        return ABSENT
+    digits = 0 if abs(value) >= 99.95 else 1 if abs(value) >= 9.995 else 2
+    return f"{value:,.{digits}f}" if abs(value) >= 0.9995 else f"{value:.3g}"
+
+
+def format_interval(value: Any, low: Any = None, high: Any = None, digits: int = 1, sign: bool = False) -> str:
+    """Format a value with its 95 % interval: 1.5 [0.4, 2.7]."""
+    if is_missing(value):
+        return ABSENT
+    style = f"{'+' if sign else ''},.{digits}f"
+    text = format(value, style)
+    return text if is_missing(low) or is_missing(high) else f"{text} [{low:{style}}, {high:{style}}]"
+
+
+def to_percent(nats: Any) -> float | None:
+    """Return the change of perplexity [%] of a difference in nats per token."""
+    return None if is_missing(nats) else 100 * math.expm1(min(float(nats), 700.0))
+
+
+def to_markdown(table: pd.DataFrame) -> str:
+    """Return a pipe table; cells must be text."""
+    lines = [list(table.columns), ["---"] * len(table.columns), *table.astype(str).values.tolist()]
+    return "".join("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |\n" for line in lines)
+
+
+def to_latex(table: pd.DataFrame, caption: str = "") -> str:
+    """Return a LaTeX longtable."""
+    return str(table.to_latex(index=False, escape=True, longtable=True, caption=caption or None))
+
+
+def to_html(markdown: str, title: str) -> str:
+    """Return a standalone HTML page of Markdown text with tables."""
+    from markdown_it import MarkdownIt
+
+    body = MarkdownIt("commonmark", {"html": True}).enable("table").render(markdown)
+    style = (
+        "body{font:15px/1.5 system-ui,sans-serif;margin:2em auto;max-width:75em;padding:0 1em}table{border-collapse:"
+        "collapse;font-size:13px;display:block;overflow-x:auto}td,th{border-bottom:1px solid #ddd;padding:3px 9px;"
+        "text-align:left;white-space:nowrap;font-variant-numeric:tabular-nums}img{max-width:100%}"
+    )
+    return f'<!doctype html>\n<meta charset="utf-8">\n<title>{title}</title>\n<style>{style}</style>\n{body}'

@@ -1,0 +1,269 @@
+"""Write what a finished run shows: table.md, figures, continuations, a coloured passage and the adapter's card."""
+
+from __future__ import annotations
+
+import html
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+
+from focus_exp.reporting.aggregate import to_rows
+from focus_exp.reporting.figures import COLORS, plot_measurements, save_figures
+from focus_exp.reporting.format import (
+    ABSENT,
+    format_interval,
+    format_number,
+    format_significant,
+    is_missing,
+    to_markdown,
+    to_percent,
+)
+from focus_exp.reporting.load import Results, load_run, read_log, select
+from focus_exp.reporting.paper_tables import BASE
+from focus_exp.results.load import read_record
+from focus_exp.storage import replace_file
+
+TABLE = "table.md"
+
+
+def write_run_table(run_dir: Path) -> dict[str, pd.DataFrame]:
+    """Write table.md from the measurements of a run or comparison; return its tables as text by name."""
+    results = load_run(run_dir)
+    tables = run_tables(results.measurements)
+    replace_file(run_dir / TABLE, render_run(results, tables).encode())
+    return tables
+
+
+def write_run_figures(run_dir: Path) -> dict[str, Path]:
+    """Write the figures of a run; return the PNG of each."""
+    results = load_run(run_dir)
+    figures = plot_measurements(results.measurements, read_log(run_dir), title_of(results))
+    return save_figures(figures, run_dir / "figures")
+
+
+def title_of(results: Results) -> str:
+    """Return experiment, model, data and sequence length of a run."""
+    run = results.runs.iloc[-1]
+    return f"{run.experiment}: {run.model} on {run.data}, {run.seq_len} tokens"
+
+
+def render_run(results: Results, tables: dict[str, pd.DataFrame]) -> str:
+    """Return the tables of a run as Markdown, provenance once below."""
+    run = results.runs.iloc[-1]
+    facts = {
+        "model": run.model, "data": run.data, "device": run.device, "seed": run.seed, "steps": run.steps,
+        "training tokens": run.train_tokens, "commit": run.commit, "config": run.config_hash,
+    }  # fmt: skip
+    parts = [f"# {title_of(results)}"]
+    if run.is_model_substituted or run.is_data_substituted:
+        requested = f"{run.model_requested} and {run.data_requested}"
+        parts.append(f"Substitute: {run.model_used} and {run.data_used}, in place of {requested}.")
+    parts += [] if run.is_causal else ["Non-causal router: its perplexity cannot be compared with a causal model's."]
+    parts += [f"Warnings: {run.warnings}"] if run.warnings else []
+    for name, table in tables.items():
+        parts += [f"## {name}", to_markdown(table).strip()]
+    parts.append("; ".join(f"{name}: {value}" for name, value in facts.items() if not is_missing(value)))
+    parts.append(f"`{run.command}`")
+    return "\n\n".join(parts) + "\n"
+
+
+def run_tables(table: pd.DataFrame) -> dict[str, pd.DataFrame]:
+    """Return the tables of a run as text: quality, benchmarks, speed, routing, groups, generation."""
+    made = {
+        "Quality": quality_table(table),
+        "Benchmarks": benchmark_table(table),
+        "Speed": speed_table(table),
+        "Routing": pivot_table(table, "probes", ["variant", "phase", "step"]),
+        "Groups": pivot_table(table, "analysis", ["layer", "head"]),
+        "Cost by word class": pivot_table(table, "costs", ["variant"]),
+        "Generation": pivot_table(table, "generation", ["variant"]),
+    }
+    return {name: frame for name, frame in made.items() if not frame.empty}
+
+
+def quality_table(table: pd.DataFrame) -> pd.DataFrame:
+    """Perplexity and its paired changes; one row for each routing, control or variant."""
+    rows = select(table, {"source": "rows"})
+    changes = rows[rows.metric == "nll_change"]
+    first = rows[rows.primary.fillna(False) & (rows.metric == "perplexity")]
+    reference = (first.variant.fillna(first.name).iloc[0]) if len(first) else BASE
+    shown = []
+    for row in to_rows(rows[rows.metric == "perplexity"]):
+        own = changes[(changes.subject == row.subject) & (changes.variant.fillna("") == (row.variant or ""))]
+        shown.append(
+            {
+                "variant": row.variant or row.name,
+                "routing": row.name,
+                "perplexity": "failed" if row.error else format_number(row.value),
+                "ΔPPL [%], base": _change(own[own.reference == BASE]),
+                f"ΔPPL [%], {reference}"[:25]: _change(own[own.reference == reference]),
+                "sparsity [%]": _percent(row.sparsity),
+                "distant density [%]": _percent(row.distant_density),
+                "largest group [%]": _percent(row.largest_group),
+                "causal": "no" if row.causal is False else "yes",
+            }
+        )
+    frame = pd.DataFrame(shown)
+    return frame.drop(columns="routing") if len(frame) and (frame.routing == frame.variant).all() else frame
+
+
+def _change(rows: pd.DataFrame, scale: Callable[[Any], float | None] = to_percent) -> str:
+    if rows.empty:
+        return ABSENT
+    value, low, high = (scale(rows.iloc[0][name]) for name in ("value", "low", "high"))
+    return format_interval(value, low, high, sign=True)
+
+
+def benchmark_table(table: pd.DataFrame) -> pd.DataFrame:
+    """Scores and their paired changes from full attention; fractions in per cent and points."""
+    rows = select(table, {"source": "benchmarks"})
+    changes = rows[rows.metric == "score_change"]
+    shown = []
+    for row in to_rows(rows[rows.metric == "score"]):
+        fraction = row.unit == "fraction"
+        own = changes[(changes.subject == row.subject) & (changes.variant.fillna("") == (row.variant or ""))]
+        shown.append(
+            {
+                "task": row.task,
+                "metric": row.task_metric or ABSENT,
+                "variant": row.variant or BASE,
+                "score": "failed" if row.error else _percent(row.value) if fraction else format_number(row.value),
+                "change": _change(own, _hundredfold if fraction else to_percent),
+                "sparsity [%]": _percent(row.sparsity) + (" †" if row.mask_active is False else ""),
+                "items": format_number(row.n, 0),
+            }
+        )
+    return pd.DataFrame(shown)
+
+
+def speed_table(table: pd.DataFrame) -> pd.DataFrame:
+    """Times next to full attention."""
+    shown = [
+        {
+            "clock": row.clock,
+            "method": row.method or "focus",
+            "tokens": format_number(row.tokens, 0),
+            "K": format_number(row.groups, 0),
+            "k": format_number(row.top_k, 0),
+            "groups": row.assignment or ABSENT,
+            "full [ms]": format_significant(_milliseconds(row.reference_level)),
+            "ours [ms]": "failed" if row.error else format_significant(_milliseconds(row.level)),
+            "speedup": format_significant(row.value),
+            "path": row.path or ABSENT,
+        }
+        for row in to_rows(select(table, {"metric": "speedup"}))
+    ]
+    return pd.DataFrame(shown)
+
+
+def pivot_table(table: pd.DataFrame, source: str, index: list[str]) -> pd.DataFrame:
+    """One row for each value of `index`, one column for each metric of a source; means over prompts."""
+    rows = select(table, {"source": source})
+    if rows.empty:
+        return pd.DataFrame()
+    rows = rows.assign(
+        value=rows.value.astype(float), **{name: rows[name].astype("string").fillna("-") for name in index}
+    )
+    wide = rows.pivot_table(index=index, columns="metric", values="value", sort=False).reset_index()
+    return wide.map(lambda cell: cell if isinstance(cell, str) else format_significant(cell))
+
+
+def _hundredfold(fraction: Any) -> float | None:
+    return None if is_missing(fraction) else 100 * float(fraction)
+
+
+def _percent(fraction: Any) -> str:
+    return format_number(_hundredfold(fraction), 1)
+
+
+def _milliseconds(seconds: Any) -> float | None:
+    return None if is_missing(seconds) else 1e3 * float(seconds)
+
+
+# --- passages, continuations and the card of an adapter ---
+
+
+def write_run_extras(run_dir: Path) -> None:
+    """Write what some jobs leave: continuations.md, passage.html, and the README of a trained adapter."""
+    record, results = read_record(run_dir), load_run(run_dir)
+    title, passage = title_of(results), run_dir / "groups" / "passage.json"
+    if record.get("continuations"):
+        replace_file(run_dir / "continuations.md", render_continuations(record["continuations"], title).encode())
+    if passage.exists():
+        page = render_passage(json.loads(passage.read_text(encoding="utf-8")), title)
+        replace_file(run_dir / "passage.html", page.encode())
+    if (run_dir / "adapter").is_dir():
+        card = render_card(results, record["config"], run_tables(results.measurements))
+        replace_file(run_dir / "adapter" / "README.md", card.encode())
+
+
+def render_passage(passage: dict[str, Any], title: str) -> str:
+    """Return a passage as HTML, its tokens coloured by group, one section for each layer."""
+    parts = [
+        f'<!doctype html>\n<meta charset="utf-8">\n<title>{html.escape(title)}</title>\n<h1>{html.escape(title)}</h1>'
+    ]
+    for layer in passage["layers"]:
+        head = "" if layer.get("head") is None else f", head {layer['head']}"
+        groups = layer["groups"] if "groups" in layer else layer["key_groups"]
+        words = "".join(_colored(passage["pieces"], groups))
+        parts.append(f"<details><summary>layer {layer['layer']}{head}</summary><p>{words}</p></details>")
+    return "\n".join(parts) + "\n"
+
+
+def _colored(pieces: list[str], groups: list[Any]) -> Iterator[str]:
+    """Yield each token in the colour of its first group; a router with two encoders has several groups for a key."""
+    for piece, group in zip(pieces, groups, strict=True):
+        first = (group[0] if group else None) if isinstance(group, list) else group
+        style = "" if first is None else f' style="background:{COLORS[first % len(COLORS)]}40"'
+        yield f'<span title="group {group}"{style}>{html.escape(piece)}</span>'
+
+
+def render_continuations(rows: list[dict[str, Any]], title: str) -> str:
+    """Return generated continuations as Markdown, by prompt."""
+    parts, prompt = [f"# {title}"], None
+    for row in rows:
+        if row["prompt"] != prompt:
+            prompt = row["prompt"]
+            end = " ".join(row["prompt_text"].split()[-60:])
+            parts += [f"## Prompt {prompt}, {row['prompt_tokens']:,} tokens", f"> ... {end}"]
+        loss = "" if row["base_nll"] is None else f" ({row['base_nll']:.2f} nats per token under the base)"
+        text = f"failed: {row['error']}" if row["error"] else " ".join(row["text"].split())
+        parts.append(f"**{row['attention']}**{loss}: {text}")
+    return "\n\n".join(parts) + "\n"
+
+
+def render_card(results: Results, config: dict[str, Any], tables: dict[str, pd.DataFrame]) -> str:
+    """Return the README of an adapter, as the Hub shows it."""
+    run = results.runs.iloc[-1]
+    hub_id = run.model_requested if run.model_source in ("hub", "hub_cache") else None
+    base = f"base_model: {hub_id}\n" if hub_id else ""
+    attention = json.dumps(config.get("attention", {}), default=str)
+    table = next(iter(tables.values()), pd.DataFrame())
+    return f"""---
+{base}library_name: focus_exp
+tags: [focus, sparse-attention]
+---
+# {title_of(results)}
+
+A router for Focus attention: it assigns tokens to groups in every layer. A query attends to a local window, to the
+first tokens (sinks) and to distant tokens of its own groups.{"" if run.is_causal else " It is non-causal."}
+
+```python
+from transformers import AutoModelForCausalLM
+from focus_exp import load_adapter
+
+model = AutoModelForCausalLM.from_pretrained("{hub_id or "<base model>"}")
+load_adapter(model, "<this folder or owner/name on the Hub>")  # checks the weights it was trained for
+```
+
+- Base model: {run.model}
+- Data: {run.data}
+- Attention: `{attention}`
+
+{to_markdown(table) if not table.empty else ""}
+Measured on the data above only. Measure your own: `python -m focus_exp job=evaluate adapter=<this> data=files
+data.files='texts/*.txt'`. Prompts shorter than the window are computed as by the base model.
+"""

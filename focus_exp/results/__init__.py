@@ -1,0 +1,1 @@
+"""Results of runs: measurements, per-window losses, run directories, provenance and statistics."""

@@ -1,0 +1,181 @@
+"""The tidy measurement: one row of a run's `measurements.csv`.
+
+A run writes one row a measured number. The columns are
+
+    variant    what was measured: `base` (frozen model, full attention), `trained` (full attention, trained weights),
+               `lora_r<rank>`, `<method>_soft` (soft routing), `<method>_hard` (top-1),
+               `<method>_hard_k<k>_<pair rule>`,
+               `causal_counterpart_soft` and `causal_counterpart_hard...` (a non-causal router made causal),
+               `window_only`, `window_density_matched`, `random_size_matched` (controls), or the name of a method.
+               In a comparison it is the name of the variant. `router`: the routing itself (probes, group sizes).
+               `full`: full attention of a benchmark. `text`: the held-out text itself.
+    metric     see below
+    value      empty where the measurement failed; then `settings.error` says why
+    low, high  95 % confidence interval; of a change it is paired with `reference`
+    reference  the variant that a change, a speedup or a paired difference refers to
+    n          independent units of the interval (documents or windows), or items of a benchmark
+    unit       nats (per token), %, fraction (0..1), ms, s, bytes, tokens, groups, nats^2, x (ratio), or empty
+    seed       seed of the run
+    density    fraction of the causal query-key pairs that the variant keeps; empty where it is not known
+    settings   JSON object, keys sorted: what tells apart rows of one variant and metric
+
+Metrics
+    quality    perplexity, nll, nll_change [nats, paired with `reference`], perplexity_change_pct (100 expm1 of
+               nll_change), nll_at_position [settings: position_start, position_end], perplexity_inside_window,
+               perplexity_beyond_window, distant_density (of the pairs beyond window and sinks),
+               largest_group_fraction (of the tokens; mean over layers), eval_tokens, eval_seconds
+    benchmarks <metric>:<task> with lm-eval's names (acc:hellaswag, acc_norm:piqa, perplexity:lambada_openai) and
+               perplexity@<tokens>; their paired changes from `base`: acc_change:hellaswag,
+               nll_change:lambada_openai, nll_change@8192, perplexity_change_pct@8192; what the mask did on the
+               requests of a task: requests:<task>, truncated_requests:<task>, distant_fraction:<task>,
+               distant_density:<task>, sparsity_at_layer:<task>, largest_group_fraction:<task>, eval_seconds:<task>
+    speed      latency_ms, speedup [x, reference full], attention_latency_ms, attention_speedup, peak_memory_bytes,
+               bytes_read, computed_density (pairs that the kernel's blocks compute), largest_group_fraction;
+               settings: clock (kernels, attention, prefill, attention step, model step, decode, decode model), seq_len
+    routing    group_fraction [layer, group], dominance (largest group, mean over layers), dominance_worst,
+               dead_groups, dead_groups_worst, confidence, assignment_entropy, assignment_overlap (same group as at the
+               probe before), assignment_overlap_renamed; settings: phase, step
+    fits       importance, importance_lost_fraction, importance_lost_fraction_bound, distant_density,
+               groups_per_query [head]; settings: layer
+    training   validation_nll [settings: learning_rate], of the trials of a learning rate
+    analysis   see `focus_exp.results.convert`: group_fraction, group_confidence, group_purity, word_class_fraction,
+               purity, nmi, ami, router_agreement, attention_mass, pair_affinity, pair_attention_mass, class_nll,
+               class_nll_change, cut_cost_correlation
+    generation continuation_nll, agreeing_tokens, generated_tokens, generation_seconds, keys_read, cache_bytes
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import math
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+MEASUREMENTS = "measurements.csv"
+COLUMNS = ("variant", "metric", "value", "low", "high", "reference", "n", "unit", "seed", "density", "settings")
+DIGITS = 12
+MAX_NATS = 700.0  # exp beyond it overflows
+
+_LABELS = {
+    "base, full attention": "base",
+    "full attention": "base",
+    "full attention, trained weights": "trained",
+    "Focus soft": "focus_soft",
+    "window + sinks only": "window_only",
+    "random groups, same sizes": "random_size_matched",
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Measurement:
+    """One measured number; see the module for the columns and their units."""
+
+    variant: str
+    metric: str
+    value: float | None
+    low: float | None = None
+    high: float | None = None
+    reference: str = ""
+    n: int | None = None
+    unit: str = ""
+    seed: int | None = None
+    density: float | None = None
+    settings: dict[str, Any] = field(default_factory=dict)
+
+    def to_cells(self) -> list[str]:
+        """Return the CSV cells, floats with 12 significant digits."""
+        settings = {key: value for key, value in self.settings.items() if value is not None}
+        text = json.dumps(settings, sort_keys=True, ensure_ascii=False, separators=(",", ":")) if settings else ""
+        return [text if name == "settings" else _format_cell(getattr(self, name)) for name in COLUMNS]
+
+
+def hard_variant(method: str, top_k: int | None, pair_rule: str | None) -> str:
+    """Return the name of a method's hard routing: `focus_hard` (top-1), `focus_hard_k2_query_topk`."""
+    return f"{method}_hard" if (top_k or 1) == 1 else f"{method}_hard_k{top_k}_{pair_rule}"
+
+
+def variant_name(label: str) -> str:
+    """Return the standard name of a variant for the label that older records give it; a name stays itself."""
+    if label in _LABELS:
+        return _LABELS[label]
+    if match := re.fullmatch(r"LoRA r=(\d+), trained", label):
+        return f"lora_r{match[1]}"
+    if re.fullmatch(r"window \d+ \+ sinks, as many pairs", label):
+        return "window_density_matched"
+    if match := re.fullmatch(r"same router, causal, (soft|hard k=\d+)(?: \((\w+)\))?", label):
+        return "causal_counterpart_" + _hard_suffix(match[1], match[2])
+    if match := re.fullmatch(r"Focus (hard k=\d+)(?: \((\w+)\))?", label):
+        return "focus_" + _hard_suffix(match[1], match[2])
+    return label
+
+
+def _hard_suffix(kind: str, pair_rule: str | None) -> str:
+    return kind if kind == "soft" else hard_variant("", int(kind.removeprefix("hard k=")), pair_rule).lstrip("_")
+
+
+def perplexity_change_pct(nats: float | None) -> float | None:
+    """Return the change of perplexity in per cent that a change of the loss in nats per token is."""
+    return None if nats is None else 100 * math.expm1(min(nats, MAX_NATS))
+
+
+def loss_change(
+    variant: str,
+    reference: str,
+    bounds: tuple[float | None, float | None, float | None],
+    suffix: str = "",
+    **columns: Any,
+) -> list[Measurement]:
+    """Return a paired change of the loss as `nll_change` [nats] and `perplexity_change_pct`.
+
+    Args:
+        bounds: value, low and high in nats per token.
+        suffix: names the task behind both metrics, as in `nll_change@8192`.
+        columns: further columns of both rows.
+    """
+    common = {"variant": variant, "reference": reference, **columns}
+    (value, low, high), (pct, pct_low, pct_high) = bounds, map(perplexity_change_pct, bounds)
+    return [
+        Measurement(metric=f"nll_change{suffix}", value=value, low=low, high=high, unit="nats", **common),
+        Measurement(metric=f"perplexity_change_pct{suffix}", value=pct, low=pct_low, high=pct_high, unit="%", **common),
+    ]
+
+
+def format_measurements(measurements: Iterable[Measurement]) -> str:
+    """Return the text of a `measurements.csv`."""
+    text = io.StringIO()
+    writer = csv.writer(text, lineterminator="\n")
+    writer.writerow(COLUMNS)
+    writer.writerows(measurement.to_cells() for measurement in measurements)
+    return text.getvalue()
+
+
+def read_measurements(path: str | Path) -> list[Measurement]:
+    """Read a `measurements.csv`; [] if there is none."""
+    path = Path(path)
+    if not path.exists():
+        return []
+    with path.open(encoding="utf-8", newline="") as file:
+        return [_parse_row(row) for row in csv.DictReader(file)]
+
+
+def _parse_row(row: dict[str, str]) -> Measurement:
+    values: dict[str, Any] = dict(row)
+    for name in ("value", "low", "high", "density"):
+        values[name] = float(row[name]) if row[name] else None
+    for name in ("n", "seed"):
+        values[name] = int(row[name]) if row[name] else None
+    values["settings"] = json.loads(row["settings"]) if row["settings"] else {}
+    return Measurement(**values)
+
+
+def _format_cell(value: Any) -> str:
+    if value is None:
+        return ""
+    if isinstance(value, float):
+        return f"{value:.{DIGITS}g}"
+    return str(value)

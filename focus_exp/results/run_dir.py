@@ -1,0 +1,141 @@
+"""Where a run lives, and what it left there."""
+
+import os
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+from focus_exp.assets import uses_embedded
+from focus_exp.config import Config
+from focus_exp.config_hash import config_hash, moved_defaults
+from focus_exp.errors import UserError
+from focus_exp.records.record import Record
+from focus_exp.shipped import is_shipped
+from focus_exp.storage import is_held
+
+EMBEDDED_MODEL, EMBEDDED_DATA = "smollm2_135m_q4", "books"  # names of what stands in when the hub is out of reach
+# the reason in a record until its run has ended
+NOT_ENDED = "it is still running, or was killed"
+
+
+@dataclass(frozen=True)
+class State:
+    """`name` is running, finished, failed or interrupted; `reason`: of the last two."""
+
+    name: str
+    reason: str = ""
+
+
+def run_folder(config: Config) -> Path:
+    """Return the directory of a run, named after what it runs.
+
+    runs/<experiment>/<model>-<data>-<device>/<method>-seed<n>-<config hash>: the model and data that are used (not
+    those that they stand in for), cpu or cuda, and the variant, method or recipe. A run that an earlier version
+    left at runs/<experiment>/<model>-<attention>-<regime>/seed<n>-<hash> stays there.
+    """
+    root, digest = Path(config.runs_dir), config_hash(config)
+    regime = config.regime.name if config.job == "train" else config.job
+    former = config.variant or f"{config.model.name}-{config.attention.name}-{regime}"
+    for name in (f"seed{config.seed}-{digest}", f"seed={config.seed}-{digest}"):
+        if (earlier := root / config.experiment / former / name).exists():
+            return earlier
+    used = f"{name_model(config)}-{name_data(config)}-{name_device(config)}"
+    return root / name_experiment(config.experiment) / used / f"{name_method(config)}-seed{config.seed}-{digest}"
+
+
+def name_experiment(experiment: str) -> str:
+    """Return the experiment's name without the size of the model that it asks for: `retrofit` of `retrofit_124m`."""
+    return re.sub(r"_\d+[mb]$", "", experiment)
+
+
+def name_method(config: Config) -> str:
+    """Return the variant, or the attention (the recipe where attention stays full), with the job unless it trains."""
+    method = config.regime.name if config.attention.method == "full" else config.attention.name
+    return config.variant or (method if config.job == "train" else f"{method}-{config.job}")
+
+
+def name_model(config: Config) -> str:
+    """Return the name of the model that runs: `smollm2_135m_q4` where the embedded one stands in for another."""
+    model = config.model
+    if config.regime.from_scratch or model.trained_by or not (model.path or model.hub_id):
+        return to_slug(model.name)
+    if model.path:
+        return to_slug(_own_name(Path(model.path)))
+    assert model.hub_id
+    if uses_embedded(config.assets, "models", model.hub_id, is_shipped("model", model.hub_id)):
+        return EMBEDDED_MODEL
+    return to_slug(model.hub_id.rpartition("/")[2]) + ("" if model.quantization == "none" else f"_{model.quantization}")
+
+
+def name_data(config: Config) -> str:
+    """Return the name of the corpus that is read: `books` where the embedded one stands in for another."""
+    data = config.data
+    if data.source == "files":
+        files = str(data.files)
+        return to_slug(files.split(":")[1].split("/")[0] if files.startswith("package:") else _own_name(Path(files)))
+    if data.source != "hub" or not data.hub_id:
+        return to_slug(data.source)
+    if uses_embedded(config.assets, "datasets", data.hub_id, is_shipped("data", data.hub_id)):
+        return EMBEDDED_DATA
+    return to_slug(data.hub_id.rpartition("/")[2])
+
+
+def name_device(config: Config) -> str:
+    """Return cpu or cuda."""
+    if config.trainer.accelerator != "auto":
+        return "cuda" if config.trainer.accelerator == "gpu" else "cpu"
+    from torch.cuda import is_available  # only what names a run of its own needs torch
+
+    return "cuda" if is_available() else "cpu"
+
+
+def to_slug(name: str) -> str:
+    return re.sub(r"[^a-z0-9.]+", "_", name.lower()).strip("_.")[:40] or "unnamed"
+
+
+def _own_name(path: Path) -> str:
+    """Return the last part of a path that tells it apart: of <run>/model that of the run."""
+    path = Path(os.path.abspath(path.expanduser()))
+    return path.parent.name if path.name in ("model", "adapter") or set(path.name) & set("*?[") else path.stem
+
+
+def finished_record(config: Config) -> Record | None:
+    """The record of this configuration, if it came to its end before. UserError as `earlier_record`."""
+    record = earlier_record(config)
+    return record if record and record.status == "finished" else None
+
+
+def earlier_record(config: Config) -> Record | None:
+    """What its folder holds, of a run that came to its end or not. UserError where that run had other defaults."""
+    path = run_folder(config) / "record.json"
+    record = Record.load(path) if path.exists() else None
+    if record is None:
+        return None
+    phases = list(config.regime.phases)
+    if (then := list(record.setting("regime", "phases") or phases)) != phases:  # a name tells all but their order
+        raise UserError(
+            f"{path.parent} holds a run of other regime.phases, {', then '.join(then)} (now {', then '.join(phases)}); "
+            "overwrite=true makes it anew, another runs_dir leaves it alone"
+        )
+    # a tuned run has another rate, a comparison what its arms share; they are looked at one by one
+    apart = bool(record.tries or config.variants)
+    if moved := {} if apart else moved_defaults(config, record.config):
+        raise UserError(
+            f"{path.parent} holds a run with {', '.join(f'{key}={value}' for key, value in moved.items())}, which was "
+            "the default when it was made; overwrite=true makes it anew, another runs_dir leaves it alone"
+        )
+    return record
+
+
+def lock_of(folder: Path) -> Path:
+    """What the command that writes to a run folder holds; outside of what overwrite=true removes."""
+    return folder.with_name(f".{folder.name}.lock")
+
+
+def state_of(record: Record, folder: Path) -> State:
+    """What has become of the run in `folder`: a record that nobody ended is of a run that goes on, or was killed."""
+    if record.error != NOT_ENDED:
+        return State(record.status, record.error or "")
+    if is_held(lock_of(folder)):
+        return State("running")
+    return State("interrupted", "it was killed; the same command goes on from its last checkpoint")

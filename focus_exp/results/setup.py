@@ -1,0 +1,59 @@
+"""The set-up of a run: what runs have in common that differ in their seed alone."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from hashlib import sha256
+from typing import Any
+
+from focus_exp.config_hash import decides, leaves
+
+# settings in which runs of several seeds may differ: what else is measured, the arithmetic, and where the model and the
+# text, whose fingerprints tell, were read from
+FREE: dict[str, tuple[str, ...]] = {
+    **dict.fromkeys(("experiment", "seed", "assets", "arms", "against", "variants", "references", "bench"), ()),
+    "model": ("name", "hub_id", "revision", "path", "trained_by"),
+    "data": (
+        *("name", "source", "hub_id", "subset", "revision", "text_column", "files"),
+        *("max_train_tokens", "max_test_tokens", "workers"),
+    ),
+    "attention": ("name", "backend"),
+    "eval": (
+        *("name", "bootstrap_samples", "batch_size", "request_batch_size", "controls", "top_k", "pair_rules"),
+        *("adapters", "tasks", "limit", "suite_limit"),
+    ),
+    "trainer": ("accelerator", "precision", "gradient_checkpointing"),
+    "analyze": ("others",),
+}
+# settings that older records do not have, with what they mean where they are missing
+ADDED: dict[tuple[str, ...], Any] = {("attention", "encoders"): 2, ("attention", "fit_to"): "loss"}
+BENCHMARKS = ("eval.tasks=", "eval.limit=")  # overrides that choose what else is scored
+
+
+def setup_key(record: dict[str, Any]) -> str:
+    """Return the set-up of a run: 12 hex digits of its settings, model, text, kind of device and amount of training."""
+    model, data = record.get("model") or {}, record.get("data") or {}
+    # random weights are drawn from the seed
+    weights = None if model.get("source") == "random" else model.get("fingerprint")
+    fixed = {key: value for key, value in leaves(record["config"]).items() if _is_fixed(key)}
+    return _digest(
+        {".".join(key): value for key, value in fixed.items() if value not in (None, [], "", ADDED.get(key))},
+        [model.get("name"), weights, data.get("name"), data.get("fingerprint")],
+        (record.get("device") or "").partition(",")[0],
+        [record.get("steps") or 0, record.get("tokens_seen") or 0],
+    )
+
+
+def variant_key(name: str, settings: Sequence[str], steps: int, tokens: int, own: str) -> str:
+    """Return the set-up of a variant of a comparison; `own`: that of its own run."""
+    return _digest(name, [text for text in settings if not text.startswith(BENCHMARKS)], steps, tokens, own)
+
+
+def _is_fixed(key: tuple[str, ...]) -> bool:
+    section, *below = key
+    return decides(key) and not (section in FREE and (not FREE[section] or below[0] in FREE[section]))
+
+
+def _digest(*parts: Any) -> str:
+    return sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:12]

@@ -1,0 +1,151 @@
+"""Measurements: their file, the conversion of the published records, and loading them."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pandas as pd
+import pytest
+from hydra import compose, initialize_config_dir
+
+from focus_exp.checks import parse
+from focus_exp.config import register_schemas
+from focus_exp.config_hash import config_hash
+from focus_exp.results.convert import convert_run
+from focus_exp.results.load import Results, load_runs
+from focus_exp.results.measurement import (
+    MEASUREMENTS,
+    Measurement,
+    format_measurements,
+    loss_change,
+    read_measurements,
+    variant_name,
+)
+from focus_exp.results.run_dir import run_folder
+from focus_exp.results.setup import setup_key
+from focus_exp.shipped import conf_dir
+
+RECORDS = Path(__file__).parent.parent / "runs" / "records"
+
+
+@pytest.fixture(scope="module")
+def results() -> Results:
+    return load_runs(RECORDS)
+
+
+@pytest.mark.parametrize(
+    ("label", "name"),
+    [
+        ("base, full attention", "base"),
+        ("Focus hard k=1", "focus_hard"),
+        ("Focus hard k=2 (share)", "focus_hard_k2_share"),
+        ("same router, causal, hard k=2 (share)", "causal_counterpart_hard_k2_share"),
+        ("same router, causal, soft", "causal_counterpart_soft"),
+        ("window 255 + sinks, as many pairs", "window_density_matched"),
+        ("LoRA r=16, trained", "lora_r16"),
+        ("sparq_mean", "sparq_mean"),
+        ("focus_hard", "focus_hard"),
+    ],
+)
+def test_variant_name_known_label_is_standard(label: str, name: str) -> None:
+    assert variant_name(label) == name
+
+
+def test_measurements_written_and_read_are_equal(tmp_path: Path) -> None:
+    written = [
+        Measurement(variant="base", metric="perplexity", value=38.1637680671, n=6, seed=0, density=1.0),
+        Measurement(variant="sparq", metric="perplexity", value=float("inf"), settings={"phase": "router", "step": 3}),
+        Measurement(variant="sparq", metric="nll", value=None, settings={"error": "out of memory"}),
+        *loss_change("focus_hard", "base", (0.03, 0.02, 0.04), n=6),
+    ]
+    path = tmp_path / MEASUREMENTS
+    path.write_text(format_measurements(written), encoding="utf-8")
+    for before, after in zip(written, read_measurements(path), strict=True):
+        assert before.to_cells() == after.to_cells()
+
+
+def test_convert_published_records_equal_their_measurements() -> None:
+    for path in sorted(RECORDS.rglob("record.json")):
+        expected = path.with_name(MEASUREMENTS).read_text(encoding="utf-8")
+        assert format_measurements(convert_run(path.parent)) == expected, path
+
+
+def test_convert_published_rows_keep_every_loss(results: Results) -> None:
+    perplexity = results.measurements.query("metric == 'perplexity'")
+    count = 0
+    for path in RECORDS.rglob("record.json"):
+        record = json.loads(path.read_text(encoding="utf-8"))
+        count += len(record["rows"]) + len(record["phases"])
+    assert len(perplexity) == count
+
+
+def test_load_runs_every_variant_has_its_run(results: Results) -> None:
+    assert set(results.variants.run) <= set(results.runs.run)
+    assert results.runs.run.is_unique
+    assert results.runs.query("is_comparison").run.isin(results.variants.comparison).all()
+
+
+def test_load_runs_primary_is_one_a_trained_run(results: Results) -> None:
+    primary = results.measurements.query("is_primary and metric == 'perplexity'").groupby("run").size()
+    assert (primary == 1).all()
+    assert len(primary) == (results.runs.primary_variant != "").sum()
+
+
+def test_join_variants_base_is_of_one_run(results: Results) -> None:
+    joined = results.join_variants()
+    base = joined[(joined.variant == "base") & (joined.metric == "perplexity")]
+    assert base.groupby("run").variant_run.nunique().max() == 1
+
+
+def test_load_imports_no_torch() -> None:
+    code = "import sys, focus_exp.results.load; raise SystemExit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+@pytest.mark.parametrize(
+    ("overrides", "names"),
+    [
+        (["assets=embedded"], ("smollm2_135m_q4", "books")),
+        (["assets=hub"], ("gpt2", "pg19")),
+        (["assets=hub", "model=mistral_7b", "model.quantization=nf4"], ("mistral_7b_v0.1_nf4", "pg19")),
+        (["model.path=/data/my-model", "data.source=addresses"], ("my_model", "addresses")),
+        (["model.path=/runs/x/y/full-seed0-ab/model", "data=code"], ("full_seed0_ab", "transformers")),
+        (["assets=hub", "data.source=files", "data.files=t/a.txt"], ("gpt2", "a")),
+    ],
+)
+def test_run_folder_is_named_after_what_runs(overrides: list[str], names: tuple[str, str]) -> None:
+    register_schemas()
+    with initialize_config_dir(conf_dir(), version_base="1.3"):
+        config = parse(compose("config", ["+experiment=retrofit_124m", *overrides, "trainer.accelerator=cpu"]))
+    folder = run_folder(config)
+    assert folder.parts[:2] == ("runs", "retrofit")
+    assert folder.parts[2] == f"{names[0]}-{names[1]}-cpu"
+    assert folder.name == f"focus-seed0-{config_hash(config)}"
+
+
+def test_published_runs_moved_is_one_to_one(results: Results) -> None:
+    moved = pd.read_csv(RECORDS / "moved.csv")
+    assert set(moved.now) == set(results.runs.run)
+    assert moved.before.is_unique
+    unrun = ("gpt2", "mistral", "124m")
+    assert not [run for run in results.runs.run if any(name in run for name in unrun)]
+
+
+def test_setup_key_differs_by_what_is_computed_alone() -> None:
+    config = {"seed": 0, "attention": {"groups": 4, "encoders": 2}, "eval": {"tasks": []}}
+    record = {"config": config, "device": "cpu, 1 threads, float32", "steps": 3, "model": {"fingerprint": "ab"}}
+    other_seed = record | {
+        "config": config | {"seed": 1, "eval": {"tasks": ["piqa"]}},
+        "device": "cpu, 2 threads, bf16",
+    }
+    without_default = record | {"config": config | {"attention": {"groups": 4}}}
+    assert setup_key(record) == setup_key(other_seed) == setup_key(without_default)
+    for change in ({"steps": 4}, {"model": {"fingerprint": "cd"}}, {"config": config | {"attention": {"groups": 8}}}):
+        assert setup_key(record | change) != setup_key(record)
+
+
+def test_published_setups_group_seeds(results: Results) -> None:
+    groups = results.runs.query("variant == ''").groupby("setup")
+    seeds = groups.seed.agg(["nunique", "size"])
+    assert len(groups) == 27 and seeds["nunique"].max() == 3

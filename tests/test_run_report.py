@@ -1,0 +1,139 @@
+"""What a finished run shows: its table, figures, passage, continuations and card."""
+
+import pandas as pd
+import pytest
+from running import only_run, run, tiny
+
+from focus_exp.reporting import figures
+from focus_exp.reporting.load import load_run, read_log
+from focus_exp.reporting.run_report import render_continuations, render_passage, run_tables, write_run_table
+from focus_exp.reporting.tables import frontier
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("run")
+    result = run(*tiny(folder), "regime.steps=4")
+    assert result.code == 0, result.err
+    return only_run(folder)
+
+
+def test_run_writes_table_and_figures(trained):
+    text = (trained / "table.md").read_text()
+    assert "## Quality" in text
+    assert "| focus_hard |" in text
+    names = {path.name for path in (trained / "figures").glob("*.svg")}
+    assert {"loss_curve.svg", "perplexity_by_position.svg"} <= names
+
+
+def test_write_run_table_twice_gives_the_same_bytes(trained):
+    before = (trained / "table.md").read_bytes()
+    write_run_table(trained)
+    assert (trained / "table.md").read_bytes() == before
+
+
+def test_run_tables_quality_has_paired_changes(trained):
+    table = run_tables(load_run(trained).measurements)["Quality"]
+    assert table.variant.iloc[0] == "base"
+    hard = table[table.variant == "focus_hard"].iloc[0]
+    assert hard["ΔPPL [%], base"].startswith(("+", "-"))
+    assert table[table.variant == "base"]["ΔPPL [%], base"].item() == "-"
+
+
+def test_run_writes_adapter_card(trained):
+    card = (trained / "adapter" / "README.md").read_text()
+    assert card.startswith("---\nlibrary_name: focus_exp\n")
+    assert "load_adapter(model" in card
+
+
+def test_finished_run_prints_its_table(trained):
+    folder = trained.parents[3]
+    result = run(*tiny(folder), "regime.steps=4")
+    assert result.code == 0
+    assert "## Quality" in result.out
+
+
+def test_read_log_of_a_run_has_losses(trained):
+    assert [line["step"] for line in read_log(trained) if "loss" in line] == [1, 2, 3, 4]
+
+
+# --- figures ---
+
+
+def test_loss_curves_continue_over_phases():
+    log = [{"phase": name, "step": step, "loss": 1.0} for name in ("router", "all") for step in (1, 2)]
+    (ax,) = figures.loss_curves(log).axes
+    assert list(ax.lines[0].get_xdata()) == [1, 2, 3, 4]
+    assert figures.loss_curves([]) is None
+
+
+def test_perplexity_by_position_lower_panel_is_ratio_to_base():
+    bins = [
+        {"name": name, "kind": kind, "start": start, "end": start + 2, "value": value}
+        for name, kind, value in (("base", "base", 1.0), ("focus", "hard", 1.5))
+        for start in (0, 2)
+    ]
+    upper, lower = figures.perplexity_by_position(pd.DataFrame(bins)).axes
+    assert list(lower.lines[0].get_ydata()) == [1.0, 1.0]
+    assert list(lower.lines[1].get_ydata()) == pytest.approx([1.6487, 1.6487], abs=1e-4)
+    assert list(upper.lines[0].get_xdata()) == [1.0, 3.0]
+
+
+def test_router_load_phases_follow_each_other():
+    rows = [
+        {"variant": "v", "phase": phase, "step": step, "metric": metric, "value": 0.5}
+        for phase in ("router", "all")
+        for step in (0, 100)
+        for metric in ("dominance", "dead_groups")
+    ]
+    largest, _ = figures.router_load(pd.DataFrame(rows)).axes
+    assert list(largest.lines[0].get_xdata()) == [0, 100, 100, 200]
+    assert list(largest.lines[0].get_ydata()) == [50.0] * 4
+
+
+def make_points():
+    cells = {"experiment": "frontier", "variant": "v", "seeds": 1, "low": 0.5, "high": 2.0, "change": 1.0}
+    return pd.DataFrame(
+        [
+            {**cells, "tokens": tokens, "method": method, "density": density, "sparsity": 1 - density}
+            for tokens in (1024, 8192)
+            for method in figures.FAMILIES
+            for density in (0.2, 0.4)
+        ]
+    )
+
+
+def test_frontier_labels_every_curve():
+    panels = figures.frontier(make_points()).axes
+    assert len(panels) == 2
+    for ax in panels:
+        assert {text.get_text() for text in ax.texts} == set(figures.FAMILIES)
+
+
+def test_figures_same_data_give_the_same_bytes(tmp_path):
+    for name in ("a", "b"):
+        figures.save_figures({"frontier": figures.frontier(make_points())}, tmp_path / name)
+    assert (tmp_path / "a/frontier.svg").read_bytes() == (tmp_path / "b/frontier.svg").read_bytes()
+
+
+def test_frontier_without_runs_is_empty(trained):
+    assert frontier(load_run(trained)).empty
+
+
+# --- passages and continuations ---
+
+
+@pytest.mark.parametrize("piece", ["<", "</script>", "&", "日", "\u2028"])
+def test_render_passage_escapes_tokens(piece):
+    page = render_passage({"pieces": [piece, "x"], "layers": [{"layer": 0, "head": None, "groups": [0, 1]}]}, "t")
+    assert page.count("<span") == 2
+    assert "<script" not in page.split("</style>")[-1]
+
+
+def test_render_continuations_groups_by_prompt():
+    row = {"prompt": 0, "prompt_tokens": 3, "prompt_text": "a b c", "base_nll": 1.0, "text": "d", "error": None}
+    text = render_continuations(
+        [{**row, "attention": "base"}, {**row, "attention": "focus", "error": "no memory"}], "t"
+    )
+    assert text.count("## Prompt") == 1
+    assert "failed: no memory" in text

@@ -1,0 +1,81 @@
+"""Weights & Biases without a server: the mode, tables, the saved workspace."""
+
+import json
+import socket
+
+import pandas as pd
+import pytest
+from running import run, tiny
+
+from focus_exp.errors import UserError
+from focus_exp.reporting import wandb as logging
+
+
+@pytest.fixture
+def no_key(monkeypatch, tmp_path):
+    monkeypatch.delenv("WANDB_MODE", raising=False)
+    monkeypatch.delenv("WANDB_API_KEY", raising=False)
+    monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
+
+
+def test_wandb_mode_without_key_is_offline(no_key):
+    assert logging.wandb_mode("auto") == "offline"
+
+
+def test_wandb_mode_unreachable_server_is_offline(no_key, monkeypatch):
+    monkeypatch.setenv("WANDB_API_KEY", "x" * 40)
+    with socket.socket() as silent:
+        silent.bind(("127.0.0.1", 0))
+        silent.listen()  # accepts connections and never answers
+        monkeypatch.setenv("WANDB_BASE_URL", f"http://127.0.0.1:{silent.getsockname()[1]}")
+        assert logging.wandb_mode("auto", timeout=0.5) == "offline"
+
+
+def test_wandb_mode_follows_request_and_environment(no_key, monkeypatch):
+    assert logging.wandb_mode("disabled") == "disabled"
+    monkeypatch.setenv("WANDB_MODE", "disabled")
+    assert logging.wandb_mode("auto") == "disabled"
+    with pytest.raises(UserError):
+        logging.wandb_mode("sometimes")
+
+
+def test_init_options_name_variant():
+    options = logging.init_options(
+        {"experiment": "x", "job": "train", "variant": "lora", "seed": 1, "model": {"name": "m"}}
+    )
+    assert options == {"group": "x", "job_type": "variant", "tags": ["m", "variant:lora", "seed:1"]}
+
+
+def test_log_tables_logs_unrounded_tables_and_images(tmp_path):
+    logged = {}
+    live = type("Run", (), {"log": lambda self, values: logged.update(values)})()
+    table = pd.DataFrame({"a": [0.1 + 0.2, None], "b": ["x", "y"]})
+    logging.log_tables(live, {"claims": table}, {})
+    assert logged["claims"].columns == ["a", "b"]
+    assert logged["claims"].data == [[0.1 + 0.2, "x"], [None, "y"]]
+
+
+def test_workspace_can_be_read_again(tmp_path):
+    pytest.importorskip("wandb_workspaces")
+    from wandb_workspaces.workspaces import Workspace, internal
+
+    views = {
+        "workspace": logging.build_workspace("me", "things"),
+        "report": logging.build_report("me", "things", ["claims"]),
+    }
+    workspace, report = logging.write_views(tmp_path, views)
+    read = Workspace._from_model(internal.View.model_validate_json(workspace.read_text()))
+    assert (read.entity, read.project) == ("me", "things")
+    assert [section.name for section in read.sections] == ["Training", "Routing", "Tables", "Figures"]
+    panels = {panel.table_name for panel in read.sections[2].panels}
+    assert panels == set(logging.RUN_TABLES)
+    assert "claims" in json.dumps(json.loads(report.read_text()))
+
+
+def test_dashboard_offline_writes_views(tmp_path):
+    pytest.importorskip("wandb_workspaces")
+    assert run(*tiny(tmp_path), "regime.steps=1").code == 0
+    result = run(*tiny(tmp_path), "job=dashboard", "logger.wandb=disabled")
+    assert result.code == 0, result.err
+    folder = tmp_path / "runs" / "report" / "dashboard"
+    assert {path.name for path in folder.glob("*.json")} == {"workspace.json", "report.json"}
