@@ -40,9 +40,11 @@ MAY_IMPORT = {
     "training": {*FOUNDATION, "attention", "models", "data", "records"},
     "evaluation": {*FOUNDATION, "attention", "models", "data", "records", "reporting", "training"},
     "speed": {*FOUNDATION, "attention", "models", "data", "records", "reporting", "training"},
-    "planning": {*FOUNDATION, "attention", "models", "reporting", "training"},
+    "launcher": {"errors"},
+    "overrides": {"config", "config_attention"},
     "jobs": {
         *FOUNDATION,
+        "overrides",
         "attention",
         "models",
         "data",
@@ -51,13 +53,12 @@ MAY_IMPORT = {
         "training",
         "evaluation",
         "speed",
-        "planning",
         "sweeps",
     },
     "__init__": {"errors", "models"},
     "help": {*FOUNDATION, "attention"},
     "explain": {*FOUNDATION, "attention"},
-    "__main__": {*FOUNDATION, "explain", "help", "jobs", "sweeps"},
+    "__main__": {*FOUNDATION, "explain", "help", "jobs", "launcher", "overrides", "sweeps"},
 }
 
 
