@@ -31,7 +31,6 @@ data        corpora, tokens, packing, resumable order
 training    the Lightning module, phases, warm start and balance, callbacks, several processes
 evaluation  perplexity with intervals, lm-eval on the live model, the ledger of what the mask removed, groups
 speed       clocks, memory, break-even: Focus and full attention in turn
-sweeps      frozen jobs, local processes and SLURM arrays, their state
 records     what a run leaves on disk: facts, typed; no sentence, no torch
 reporting   from records to claims, tables, figures, pages, W&B; never imports torch. Its YAML says what is shown: an
             entry in claims, tables, figures or findings adds one, and is checked when it is loaded

@@ -30,11 +30,9 @@ MAY_IMPORT = {
     "config_jobs": {"attention"},
     "config_hash": {"config"},
     "shipped": {"config"},
-    "checks": {*FOUNDATION, "attention"},
+    "checks": {*FOUNDATION, "attention", "launcher"},
     "records": FOUNDATION,
     "reporting": {*FOUNDATION, "records"},
-    "sweeps": {*FOUNDATION, "records", "reporting"},
-    "plugins": {*FOUNDATION, "sweeps"},
     "data": FOUNDATION,
     "models": {*FOUNDATION, "attention"},
     "training": {*FOUNDATION, "attention", "models", "data", "records"},
@@ -44,6 +42,7 @@ MAY_IMPORT = {
     "overrides": {"config", "config_attention"},
     "jobs": {
         *FOUNDATION,
+        "launcher",
         "overrides",
         "attention",
         "models",
@@ -53,12 +52,11 @@ MAY_IMPORT = {
         "training",
         "evaluation",
         "speed",
-        "sweeps",
     },
     "__init__": {"errors", "models"},
     "help": {*FOUNDATION, "attention"},
     "explain": {*FOUNDATION, "attention"},
-    "__main__": {*FOUNDATION, "explain", "help", "jobs", "launcher", "overrides", "sweeps"},
+    "__main__": {*FOUNDATION, "explain", "help", "jobs", "launcher", "overrides"},
 }
 
 
