@@ -2,15 +2,12 @@
 
 import json
 import re
-import shutil
 import subprocess
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from replications import main as replicate
 from running import run, tiny
-from versions import published as published_arms
 
 from focus_exp.errors import UserError
 from focus_exp.records.comparison import load_run
@@ -229,61 +226,6 @@ def test_stale_last_digits_of_a_csv_are_accepted(tmp_path):
 
 def test_every_committed_table_follows_from_its_record():
     assert stale(RECORDS) == []
-
-
-def test_replications_bear_out_what_the_ledger_says_of_one_draw():
-    """T1: the paper's router, trained again on another processor, is as far from itself as its runs from each other."""
-    lines = (RECORDS / "replications.md").read_text().splitlines()
-    again = [line for line in lines if line.startswith("| model_scale/smollm2_135m_paper/") and " and " in line]
-    assert again and all(float(line.split("|")[-2]) > 0.03 for line in again)
-
-
-def test_a_published_run_that_was_made_again_is_compared_loss_by_loss(tmp_path):
-    """And stays in the file when its folder is gone."""
-    assert run(*tiny(tmp_path), "regime.steps=2").code == 0
-    runs, records, told = tmp_path / "runs", tmp_path / "runs" / "records", tmp_path / "replications.md"
-    (path,) = runs.rglob("record.json")
-    published = records / path.parent.relative_to(runs)
-    shutil.copytree(path.parent, published)
-    for folder, commit in ((path.parent, "b" * 40), (published, "a" * 40)):
-        record = Record.load(folder / "record.json")
-        record.commit = commit
-        record.save(folder / "record.json")
-    replicate(told, runs, records)
-    key = f"| {path.parent.relative_to(runs).as_posix()} | aaaaaaa | bbbbbbb |"
-    (line,) = (line for line in told.read_text().splitlines() if line.startswith(key))
-    assert line.endswith("| 0 | 0 | 0 |") and line.count("|") == 9
-
-    head, *lines = (published / "losses.csv").read_text().splitlines()
-    cells = lines[0].split(",")
-    cells[-1] = f"{float(cells[-1]) + 0.25:.9g}"
-    (published / "losses.csv").write_text("\n".join([head, ",".join(cells), *lines[1:]]))
-    replicate(told, runs, records)
-    shutil.rmtree(path.parent)
-    replicate(told, runs, records)
-    (line,) = (line for line in told.read_text().splitlines() if line.startswith(key))
-    assert re.search(r"\| 0 \| 0\.2 \| 0\.\d+ \|$", line)
-
-
-def test_a_published_arm_is_run_short_by_its_own_command():
-    arms = published_arms(RECORDS)
-    assert {arm.place.split("/")[0] for arm in arms} >= {"ablation", "compare", "frontier", "retrofit_124m"}
-    assert len({(arm.commit, arm.overrides) for arm in arms}) == len(arms)
-    for arm in arms:
-        experiment, name, _ = arm.place.split("/")
-        assert f"+experiment={experiment}" in arm.overrides and (RECORDS / arm.place / "losses.csv").exists()
-        assert f"arm={name}" in arm.overrides or name.startswith("gpt2_124m-"), arm
-        assert not any(part.startswith(("scale=", "seed=", "regime.steps=")) for part in arm.overrides)
-
-
-def test_every_arm_of_the_versions_that_were_compared_was_compared():
-    rows = [[cell.strip() for cell in line.split("|")] for line in (RECORDS / "versions.md").read_text().splitlines()]
-    compared = {(place, commit): own for _, place, commit, _, _, own, _ in (row for row in rows if len(row) == 7)}
-    commits = {commit for _, commit in compared}
-    for arm in published_arms(RECORDS):
-        assert (arm.place, arm.commit[:7]) in compared or arm.commit[:7] not in commits, arm
-    differ = {place for (place, _), own in compared.items() if own != "0"} - {"run", "---"}
-    assert all(place.startswith(("frontier/dual_", "long_context/k_")) for place in differ), differ
 
 
 @pytest.mark.parametrize(

@@ -21,10 +21,6 @@ NAME = "report"
 # tables of no record: which part of the report names them, and as what
 MADE_APART = {
     "speed_gpu.md": ("Speed on a GPU", "Measured"),
-    "speed_computed.md": ("Speed on a GPU", "Computed, not measured"),
-    "plans.md": ("At the paper's scale", "What training takes, planned"),
-    "replications.md": ("How far to trust it", "Published runs made again by another version of the code"),
-    "versions.md": ("How far to trust it", "Published arms by the code of their records and by a later version"),
 }
 
 
