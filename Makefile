@@ -14,7 +14,7 @@ GPU_BENCH := +experiment=speed model=smollm2_135m model.hub_id=null data=files d
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help install browser retrofit reproduce-embedded report test test-all architectures peers faults coverage replications versions smoke slurm gpu gpu-models lint format types clean
+.PHONY: help install browser retrofit reproduce-embedded report test test-all architectures peers faults coverage smoke slurm gpu gpu-models lint format types clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  %-19s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
@@ -80,12 +80,6 @@ faults: $(TESTED) ## kill, fill and damage tiny runs in over 100 ways: runs/reco
 coverage: $(STAMP)-dev ## how often the 95 % intervals hold the truth, simulated: runs/records/coverage.md
 	$(VENV)/bin/python tests/interval_coverage.py runs/records/coverage.md
 
-replications: $(STAMP) ## published runs that runs/ has from another commit, loss by loss: runs/records/replications.md
-	$(VENV)/bin/python tests/replications.py runs/records/replications.md runs runs/records
-
-versions: $(STAMP) ## every published arm, short, by the commit of its record and by this one: runs/records/versions.md
-	$(VENV)/bin/python tests/versions.py runs/records/versions.md runs/records runs/versions
-
 smoke: $(TESTED) ## every experiment file on a tiny random model
 	$(RUN) pytest -n $(JOBS) tests/test_experiments.py -m 'not gpu' $(ARGS)
 
@@ -93,7 +87,7 @@ slurm: $(TESTED) ## sweeps on a SLURM cluster of this one machine; as root also 
 	tests/slurm_cluster.sh install || test $$? = 3
 	$(RUN) pytest -m slurm -rs $(ARGS)
 
-gpu: ## kernels checked and timed in ten minutes, with torch and triton alone: runs/gpu/gpu.json; without CUDA computed
+gpu: ## kernels checked and timed in ten minutes, with torch and triton alone: runs/gpu/gpu.json
 	PYTHONPATH=. $(if $(wildcard $(STAMP)),$(VENV)/bin/python,$(PYTHON)) tests/gpu_clock.py $(ARGS)
 
 gpu-models: $(TESTED) ## tests and benchmarks of whole models that need a CUDA device

@@ -31,8 +31,6 @@ data        corpora, tokens, packing, resumable order
 training    the Lightning module, phases, warm start and balance, callbacks, several processes
 evaluation  perplexity with intervals, lm-eval on the live model, the ledger of what the mask removed, groups
 speed       clocks, memory, break-even: Focus and full attention in turn
-planning    memory, arithmetic and layouts of a run that is not started
-sweeps      frozen jobs, local processes and SLURM arrays, their state
 records     what a run leaves on disk: facts, typed; no sentence, no torch
 reporting   from measurements to claims, the paper's tables, figures, the report and W&B; never imports torch
 jobs        one module a job=

@@ -13,7 +13,6 @@ import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import hydra
 from hydra.core.hydra_config import HydraConfig
@@ -25,13 +24,12 @@ from yaml import YAMLError
 
 from focus_exp.checks import parse
 from focus_exp.config import Config, register_schemas
-from focus_exp.errors import EXTRAS, STOP_SIGNALS, Interrupted, UserError, first_line, not_installed
+from focus_exp.errors import EXTRAS, Interrupted, JobFailed, UserError, first_line, not_installed
 from focus_exp.explain import arranged, explain
 from focus_exp.help import help_text, wants_help
-from focus_exp.launcher import check_launcher
+from focus_exp.launcher import check_launcher, quiet_unless_main, requeue_if_stopped, stoppable
 from focus_exp.overrides import quote_override
 from focus_exp.shipped import conf_dir
-from focus_exp.sweeps.frozen import FrozenJob
 
 # what to do about a limit of the system that a write or an open has met
 LIMITS = {
@@ -56,34 +54,29 @@ class Ended:
 
 @hydra.main(version_base="1.3", config_path=conf_dir(), config_name="config")
 def run_job(composed: DictConfig) -> None:
-    """Run the job that the composed configuration names; SystemExit with its code if it fails."""
-    job = FrozenJob.here()
-    ended = run_frozen(job) if job else guarded(lambda: execute(fresh(composed)))
+    """Run the job that the composed configuration names.
+
+    Raises:
+        SystemExit: with the exit code, if it fails or is interrupted.
+        JobFailed: if it is a job of a sweep and fails.
+    """
+    with stoppable(), quiet_unless_main():
+        ended = guarded(lambda: execute(validated(composed)))
+    requeue_if_stopped(ended.code)
+    if ended.code and HydraConfig.get().mode is RunMode.MULTIRUN and ended.code <= 128:
+        raise JobFailed(ended.code, ended.reason)
     if ended.code:
         raise SystemExit(ended.code)
 
 
-def fresh(composed: DictConfig) -> Config:
-    """The configuration of a job that no sweep has frozen."""
+def validated(composed: DictConfig) -> Config:
+    """Return the composed configuration as dataclasses, checked."""
     if (folder := HydraConfig.get().run.dir) != ".":
         raise UserError(f"hydra.run.dir={folder} moves nothing: runs name their own folders; write runs_dir={folder}")
     launcher = next((given for given in HydraConfig.get().overrides.hydra if given.startswith("hydra/launcher=")), None)
     if launcher and HydraConfig.get().mode is RunMode.RUN:
         raise UserError(f"{launcher} launches what -m asks for, be it one job; add -m")
-    config = parse(composed)
-    return config
-
-
-def run_frozen(job: FrozenJob) -> Ended:
-    """The same for a job of a sweep, with the configuration that was submitted; its end is noted."""
-    with job.alive():
-        try:
-            ended = guarded(lambda: execute(job.start()))
-        except Exception as error:
-            job.end(1, f"{type(error).__name__}: {first_line(error)}")
-            raise
-        job.end(ended.code, ended.reason)
-        return ended
+    return parse(composed)
 
 
 def execute(config: Config) -> None:
@@ -98,12 +91,10 @@ def main() -> int:
     logging.getLogger("focus_exp").setLevel(logging.INFO)  # what takes minutes says so
     os.environ["HYDRA_FULL_ERROR"] = "1"  # errors come here instead of to hydra's own printer
     register_schemas()
-    sys.path.append(str(Path(__file__).parent / "plugins"))
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(line_buffering=True)  # in order with the progress bars, also in a log file
-    for signum in STOP_SIGNALS:
-        signal.signal(signum, interrupt)
-    return guarded(answer).code
+    with stoppable():
+        return guarded(answer).code
 
 
 def answer() -> None:
@@ -116,7 +107,16 @@ def answer() -> None:
     multirun = bool({"-m", "--multirun"} & set(arguments))
     check_launcher()
     sys.argv[1:] = [quote_override(argument, multirun) for argument in arguments]
-    run_job()
+    try:
+        run_job()
+    except RuntimeError as error:  # base class of submitit's errors
+        if "hydra/launcher=slurm" not in arguments:
+            raise
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[-1]
+        raise UserError(
+            f"hydra/launcher=slurm: {reason}. See hydra.launcher.partition, .account and the logs below "
+            "<runs_dir>/.sweeps, or leave it out to run here."
+        ) from error
 
 
 def guarded(work: Callable[[], None]) -> Ended:
@@ -129,6 +129,9 @@ def guarded(work: Callable[[], None]) -> Ended:
         return complain(explain(error))
     except YAMLError as error:  # of a file that --config-dir holds; it names file, line and column
         return complain(str(error))
+    except JobFailed as failure:
+        print(f"error: a job of the sweep failed: {failure.reason}", file=sys.stderr)
+        return Ended(failure.code, failure.reason)
     except Interrupted as stop:
         print(f"{stop}; the same command goes on from here", file=sys.stderr)
         return Ended(128 + stop.signum, str(stop))
@@ -160,10 +163,6 @@ def guarded(work: Callable[[], None]) -> Ended:
 def making_a_folder(error: OSError) -> bool:
     """Whether that is what failed: where none can be made the system may say that its place does not exist."""
     return traceback.extract_tb(error.__traceback__)[-1].name in ("mkdir", "makedirs")
-
-
-def interrupt(signum: int, frame: Any) -> None:
-    raise Interrupted(signum, "before or after training")
 
 
 def complain(message: str) -> Ended:

@@ -14,6 +14,7 @@ from focus_exp.attention.options import FitOptions, check, instead
 from focus_exp.config import GROUPS, Config, PhaseConfig
 from focus_exp.config_attention import KNOWN, AttentionConfig, FocusConfig, schema_of
 from focus_exp.errors import UserError, not_installed
+from focus_exp.launcher import is_requeued
 from focus_exp.shipped import own, shipped
 
 # what others call a key
@@ -35,6 +36,7 @@ def parse(composed: DictConfig) -> Config:
         raise UserError(f"{missing[0]} has no value; give it as {missing[0]}=...")
     config = OmegaConf.to_object(composed)
     assert isinstance(config, Config)
+    config.overwrite = config.overwrite and not is_requeued()  # a requeued job resumes what it began
     if "@" in (config.model.hub_id or ""):
         config.model.hub_id, _, config.model.revision = str(config.model.hub_id).partition("@")
     config.model, config.data = own("model", config.model), own("data", config.data)

@@ -26,7 +26,7 @@ from focus_exp.config_jobs import (
 # each a module of that name in jobs/, with a function of that name
 JOBS = (
     *("train", "evaluate", "bench", "generate", "compare", "analyze"),
-    *("plan", "report", "dashboard", "reproduce", "sweep_status", "build_tasks"),
+    *("plan", "report", "dashboard", "reproduce", "build_tasks"),
 )
 
 
@@ -169,7 +169,6 @@ class Config:
     variants: list[str] = option([])
     shared_variant: str | None = None
     references: list[str] = option([])
-    sweep: str | None = option(None)
     model: ModelConfig = MISSING
     attention: AttentionConfig = MISSING
     regime: RegimeConfig = MISSING
@@ -230,6 +229,7 @@ RENAMED = {
     "scale.domains": None,
     "scale.small_model": None,
     "scale.scratch": None,
+    "sweep": None,
 }
 
 

@@ -25,6 +25,14 @@ class Interrupted(BaseException):
         self.signum = signum
 
 
+class JobFailed(Exception):
+    """A job of a sweep failed; its reason is printed already. The other jobs run."""
+
+    def __init__(self, code: int, reason: str) -> None:
+        super().__init__(code, reason)  # both, so that it can be pickled
+        self.code, self.reason = code, reason
+
+
 def not_installed(module: str) -> str:
     """That a module of EXTRAS is missing, and how it is had."""
     extra = EXTRAS[module]

@@ -42,6 +42,7 @@ SENTENCES = {
     r"launcher/submitit_slurm": (
         "hydra/launcher=slurm needs the package hydra-submitit-launcher: pip install 'focus_exp[slurm]'"
     ),
+    r"launcher/joblib": "hydra/launcher=joblib needs hydra-joblib-launcher: pip install 'focus_exp[sweeps]'",
 }
 
 

@@ -3,7 +3,6 @@
 import gc
 import os
 import pickle
-import sys
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -32,9 +31,6 @@ settings.register_profile("untimed", deadline=None, max_examples=50)
 # of a fault that is sought nobody reads the smallest example
 settings.register_profile("unshrunk", deadline=None, max_examples=50, phases=set(Phase) - {Phase.shrink, Phase.explain})
 settings.load_profile("untimed")
-
-# as the command line does before hydra looks for plugins, which it does once a process
-sys.path.append(str(Path(__file__).parent.parent / "focus_exp" / "plugins"))
 
 # every command composes forty files, which the tests hardly ever change
 Plugins.instance()

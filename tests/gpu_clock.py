@@ -1,8 +1,7 @@
 """Check and time the kernels on a CUDA device, with torch and triton alone: python tests/gpu_clock.py [--out FOLDER].
 
-Takes what it finds, says what it skips, and ends in runs/gpu/gpu.json and speed_gpu.md. Without a CUDA device it writes
-what is computed instead of measured, runs/records/speed_computed.md; --tiny runs everything at toy sizes, without a
-device under TRITON_INTERPRET=1.
+Takes what it finds, says what it skips, and ends in runs/gpu/gpu.json and speed_gpu.md. --tiny runs everything at toy
+sizes, without a device under TRITON_INTERPRET=1.
 """
 
 from __future__ import annotations
@@ -27,7 +26,6 @@ from gpu_checks import CASES, Case
 from focus_exp.attention.kernels import KERNELS, Demand, fused
 from focus_exp.attention.kernels.layout import Plan
 from focus_exp.records.environment import commit
-from focus_exp.speed import computed
 from focus_exp.speed.layer import Contender, Layer
 from focus_exp.speed.timing import Work, alternate, device_name, synchronize
 from focus_exp.speed.workload import (
@@ -42,6 +40,8 @@ from focus_exp.speed.workload import (
 )
 
 KILO = 1024
+WINDOW, SINKS = 128, 4
+LAYERS = {"SmolLM2 135M": Shape(576, 9, 3, 64), "Mistral 7B": Shape(4096, 32, 8, 128)}
 # tokens, then K and k; the shortest first, so that what the time does not suffice for is the longest
 CLOCKS = [
     *((length * KILO, [(8, 1), (4, 1), (4, 2)]) for length in (1, 2, 4, 8, 16)),
@@ -110,7 +110,7 @@ class Clock:
 
     def rows(self) -> Iterator[dict[str, Any]]:
         for length, groupings in TINY_CLOCKS if self.tiny else CLOCKS:
-            for name, shape in (TINY_LAYER if self.tiny else computed.LAYERS).items():
+            for name, shape in (TINY_LAYER if self.tiny else LAYERS).items():
                 if time.monotonic() > self.until or (name == "Mistral 7B" and length > 256 * KILO):
                     self.skip(f"{name} at {length:,} tokens")
                     continue
@@ -136,7 +136,7 @@ class Clock:
                 demand = Demand("cuda", self.dtype, shape.head_dim, one_group=top_k == 1)
                 if (not on_gpu and kernel != "triton") or KERNELS[kernel].refuses(demand):
                     continue
-                layer = Layer(shape, computed.WINDOW, computed.SINKS, self.dtype, self.device, kernel)
+                layer = Layer(shape, WINDOW, SINKS, self.dtype, self.device, kernel)
                 contender = contender_of(layer, balanced(groups, length, top_k), tensors, kernel)
                 label = f"{kernel} K={groups} k={top_k}"
                 works[label], found[label] = partial(contender.attention, tensors), (kernel, contender)
@@ -147,8 +147,8 @@ class Clock:
         best = min(full, key=lambda label: seconds[label])
         best_captured = min((seconds[f"{label} captured"] for label in full if on_gpu), default=None)
         for label, (kernel, contender) in found.items():
-            kept = pairs_kept(contender.selection, length, computed.WINDOW, computed.SINKS)
-            plan = Plan.of(contender.selection, contender.sequence, computed.WINDOW, computed.SINKS)
+            kept = pairs_kept(contender.selection, length, WINDOW, SINKS)
+            plan = Plan.of(contender.selection, contender.sequence, WINDOW, SINKS)
             row = {
                 "layer": name, "tokens": length, "K": contender.groups.count, "k": contender.groups.top_k,
                 "kernel": kernel, "full kernel": best.removeprefix("full "),
@@ -167,7 +167,7 @@ class Clock:
         """Forward and backward, the router's gradient included."""
         tensors = Tensors.random(shape, length, self.dtype, self.device).with_grad()
         full_kernel, full = full_attention(tensors, self.device)
-        layer = Layer(shape, computed.WINDOW, computed.SINKS, self.dtype, self.device, "triton")
+        layer = Layer(shape, WINDOW, SINKS, self.dtype, self.device, "triton")
         contender = contender_of(layer, balanced(groups, length, top_k), tensors, "triton")
         works = {"full": partial(full_step, full, tensors), "focus": partial(contender.step, tensors)}
         seconds = alternate(works, 1 if self.tiny else REPEATS, self.device)
@@ -195,7 +195,7 @@ def errors_of(case: Case, device: str) -> dict[str, float]:
 
 def compilations(steps: bool) -> Iterator[tuple[str, int, int, int, bool]]:
     """Layer, tokens, K, k and whether with a backward: below and above the length from which blocks are chosen anew."""
-    for name in computed.LAYERS:
+    for name in LAYERS:
         if steps:
             yield name, STEP_AT, 8, 1, True
         for length in (fused.LONG_FROM // 2, STEP_AT):
@@ -204,9 +204,9 @@ def compilations(steps: bool) -> Iterator[tuple[str, int, int, int, bool]]:
 
 def compile_all(name: str, length: int, groups: int, top_k: int, backward: bool, dtype: torch.dtype) -> None:
     """Every block of what a clock runs into Triton's cache, in a process of its own; its timings are not kept."""
-    device, shape = torch.device("cuda"), computed.LAYERS[name]
+    device, shape = torch.device("cuda"), LAYERS[name]
     tensors = Tensors.random(shape, length, dtype, device)
-    layer = Layer(shape, computed.WINDOW, computed.SINKS, dtype, device, "triton")
+    layer = Layer(shape, WINDOW, SINKS, dtype, device, "triton")
     contender = Contender.of(layer, balanced(groups, length, top_k), tensors)
     if backward:
         contender.step(tensors.with_grad())
@@ -228,7 +228,16 @@ def table(records: list[dict[str, Any]]) -> str:
         )
         rows += [row | {"commit": made} for row in record["rows"]]
     rows.sort(key=lambda row: (row["layer"], row["K"], row["k"], row["tokens"], row["kernel"]))
-    return "\n".join([*said, "", *computed.lines_of([shown(row) for row in rows])]) + "\n"
+    return "\n".join([*said, "", *markdown_lines([shown(row) for row in rows])]) + "\n"
+
+
+def markdown_lines(rows: list[dict[str, Any]]) -> list[str]:
+    """Format `rows` as a Markdown table whose columns are the keys of the first row."""
+    lines = [f"| {' | '.join(rows[0])} |", "| --- " * len(rows[0]) + "|"]
+    for row in rows:
+        cells = ("-" if x is None else f"{x:.3g}" if isinstance(x, float) else f"{x}" for x in row.values())
+        lines.append(f"| {' | '.join(cells)} |")
+    return lines
 
 
 def shown(row: dict[str, Any]) -> dict[str, Any]:
@@ -291,14 +300,10 @@ def main() -> None:
         (options.table / "speed_gpu.md").write_text(table(records), encoding="utf-8")
         return
     clock = Clock(options.minutes * 60, options.tiny, not options.no_steps)
-    computes = clock.device.type == "cpu" and not options.tiny
-    folder = options.out or Path("runs", "records" if computes else "gpu")
+    if clock.device.type == "cpu" and not options.tiny:
+        sys.exit("torch sees no CUDA device; --tiny runs everything at toy sizes without one")
+    folder = options.out or Path("runs", "gpu")
     folder.mkdir(parents=True, exist_ok=True)
-    if computes:
-        path = folder / "speed_computed.md"
-        path.write_text(computed.table(), encoding="utf-8")
-        print(f"torch sees no CUDA device: nothing is checked or timed; {path} holds what is computed")
-        return
     began = time.monotonic()
     record: dict[str, Any] = {
         "commit": commit(), "device": device_name(clock.device), "torch": torch.__version__, "triton": triton_version(),
@@ -309,7 +314,6 @@ def main() -> None:
         "break_even": break_even(record["rows"], "ratio"),
         "break_even_captured": break_even(record["rows"], "captured ratio"),
         "skipped": clock.skipped,
-        "computed": computed.computed_speed(),
     }
     synchronize(clock.device)
     record["seconds"] = time.monotonic() - began

@@ -73,18 +73,42 @@ PartitionName=test Nodes=$node Default=YES MaxTime=INFINITE State=UP
 EOF
 }
 
+# submitit asks sacct, which needs accounting, whether a job is still there: without it, it waits forever for killed jobs
+stand_in_for_sacct() {
+  mkdir -p "$state/bin"
+  cat >"$state/bin/sacct" <<'EOF'
+#!/usr/bin/env bash
+# sacct -o JobID,State,NodeList --parsable2 -j ID [-j ID ...]
+echo "JobID|State|NodeList"
+while [ $# -gt 0 ]; do
+  if [ "$1" = -j ]; then
+    scontrol --oneliner show job "${2%%_*}" 2>/dev/null | awk '{
+      for (i = 1; i <= NF; i++) { split($i, pair, "="); field[pair[1]] = pair[2] }
+      id = ("ArrayJobId" in field) ? field["ArrayJobId"] "_" field["ArrayTaskId"] : field["JobId"]
+      print id "|" field["JobState"] "|" field["NodeList"]
+      delete field
+    }'
+    shift
+  fi
+  shift
+done
+EOF
+  chmod +x "$state/bin/sacct"
+}
+
 start() {
   installed || impossible "SLURM is not installed: tests/slurm_cluster.sh install"
   [ "$(id -u)" = 0 ] || impossible "SLURM's daemons want to be started by root"
   mkdir -p "$state" && chmod 755 "$state"
   running slurmctld || configure
+  stand_in_for_sacct
   running munged || munged --force --key-file="$state/munge.key" --socket="$state/munge.socket" \
     --pid-file="$state/munged.pid" --log-file="$state/munged.log" --seed-file="$state/munge.seed"
   running slurmctld || slurmctld
   running slurmd || slurmd -N "$(hostname -s)"
   for _ in $(seq 100); do
     if sinfo --noheader --format=%t 2>/dev/null | grep -qE 'idle|mix|alloc'; then
-      echo "export SLURM_CONF=$SLURM_CONF"
+      echo "export SLURM_CONF=$SLURM_CONF PATH=$state/bin:\$PATH"
       return
     fi
     sleep 0.2

@@ -9,8 +9,6 @@ from pathlib import Path
 import gpu_clock
 import pytest
 
-from focus_exp.speed import computed
-
 BLOCKED = ("hydra", "omegaconf", "transformers", "pytorch_lightning", "datasets", "pytest", "hypothesis", "tqdm")
 
 
@@ -46,10 +44,3 @@ def test_a_record_that_was_made_outside_of_git_has_its_table():
     lines = gpu_clock.table([facts | {"rows": [row]}]).splitlines()
     assert any("commit unknown: 1 of 1 cases" in line for line in lines)
     assert lines[-1].startswith("| tiny | 48 | 2 | 1 | triton | - | 250 | ") and lines[-1].endswith(" unknown |")
-
-
-def test_what_is_computed_waits_for_nothing_and_stays_below_the_bounds():
-    rows = computed.computed_speed()
-    assert all(row["waits"] == 0 and 0 < row["launches"] < 100 for row in rows)
-    assert all(row["times faster"] < row["bound by blocks"] < row["bound by pairs"] for row in rows)
-    assert "computed, not measured" in computed.table()

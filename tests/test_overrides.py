@@ -33,7 +33,7 @@ def parsed(override: str):
 
 
 @pytest.mark.parametrize("path", PATHS)
-@pytest.mark.parametrize("key", ["runs_dir", "data.files", "model.path", "adapter", "report.folder", "sweep"])
+@pytest.mark.parametrize("key", ["runs_dir", "data.files", "model.path", "adapter", "report.folder"])
 def test_quote_override_path_is_taken_literally(key, path):
     assert parsed(quote_override(f"{key}={path}")).value() == path
 

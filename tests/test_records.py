@@ -2,16 +2,13 @@
 
 import json
 import re
-import shutil
 import subprocess
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from builders import write_variants
-from replications import main as replicate
 from running import run, tiny
-from versions import published as published_arms
 
 from focus_exp.errors import UserError
 from focus_exp.records.comparison import load_run
@@ -207,67 +204,6 @@ def test_what_does_not_follow_is_renewed(tmp_path):
 
 def test_every_committed_table_follows_from_its_record():
     assert find_stale(RECORDS) == []
-
-
-def test_replications_bear_out_what_the_ledger_says_of_one_draw():
-    """T1: the paper's router, trained again on another processor, is as far from itself as its runs from each other."""
-    lines = (RECORDS / "replications.md").read_text().splitlines()
-    again = [
-        line
-        for line in lines
-        if line.startswith("| model_scale/smollm2_135m_q4-books-cpu/smollm2_135m_paper-seed") and " and " in line
-    ]
-    assert again and all(float(line.split("|")[-2]) > 0.03 for line in again)
-
-
-def test_a_published_run_that_was_made_again_is_compared_loss_by_loss(tmp_path):
-    """And stays in the file when its folder is gone."""
-    assert run(*tiny(tmp_path), "regime.steps=2").code == 0
-    runs, records, told = tmp_path / "runs", tmp_path / "runs" / "records", tmp_path / "replications.md"
-    (path,) = runs.rglob("record.json")
-    published = records / path.parent.relative_to(runs)
-    shutil.copytree(path.parent, published)
-    for folder, commit in ((path.parent, "b" * 40), (published, "a" * 40)):
-        record = Record.load(folder / "record.json")
-        record.commit = commit
-        record.save(folder / "record.json")
-    replicate(told, runs, records)
-    key = f"| {path.parent.relative_to(runs).as_posix()} | aaaaaaa | bbbbbbb |"
-    (line,) = (line for line in told.read_text().splitlines() if line.startswith(key))
-    assert line.endswith("| 0 | 0 | 0 |") and line.count("|") == 9
-
-    head, *lines = (published / "losses.csv").read_text().splitlines()
-    cells = lines[0].split(",")
-    cells[-1] = f"{float(cells[-1]) + 0.25:.9g}"
-    (published / "losses.csv").write_text("\n".join([head, ",".join(cells), *lines[1:]]))
-    replicate(told, runs, records)
-    shutil.rmtree(path.parent)
-    replicate(told, runs, records)
-    (line,) = (line for line in told.read_text().splitlines() if line.startswith(key))
-    assert re.search(r"\| 0 \| 0\.2 \| 0\.\d+ \|$", line)
-
-
-def test_a_published_arm_is_run_short_by_its_own_command():
-    arms = published_arms(RECORDS)
-    assert {arm.place.split("/")[0] for arm in arms} >= {"ablation", "compare", "frontier", "retrofit"}
-    assert len({(arm.commit, arm.overrides) for arm in arms}) == len(arms)
-    for arm in arms:
-        experiment, _, name = arm.place.split("/")
-        (given,) = (part for part in arm.overrides if part.startswith("+experiment="))
-        assert given.startswith(f"+experiment={experiment}") and (RECORDS / arm.place / "losses.csv").exists()
-        (variant,) = [part for part in arm.overrides if part.startswith("arm=")] or [None]
-        assert variant is None or name.startswith(f"{variant.removeprefix('arm=')}-seed"), arm
-        assert not any(part.startswith(("scale=", "seed=", "regime.steps=")) for part in arm.overrides)
-
-
-def test_every_arm_of_the_versions_that_were_compared_was_compared():
-    rows = [[cell.strip() for cell in line.split("|")] for line in (RECORDS / "versions.md").read_text().splitlines()]
-    compared = {(place, commit): own for _, place, commit, _, _, own, _ in (row for row in rows if len(row) == 7)}
-    commits = {commit for _, commit in compared}
-    for arm in published_arms(RECORDS):
-        assert (arm.place, arm.commit[:7]) in compared or arm.commit[:7] not in commits, arm
-    differ = {place for (place, _), own in compared.items() if own != "0"} - {"run", "---"}
-    assert all(re.match(r"frontier/.*/dual_|long_context/.*/k_", place) for place in differ), differ
 
 
 @pytest.mark.parametrize(

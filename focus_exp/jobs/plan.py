@@ -1,119 +1,274 @@
-"""job=plan: what a run needs before anything is downloaded or allocated; refuses one that cannot fit.
-
-From a trace of the run's own training step on tensors without data: memory, GPUs, hours. It names the settings under
-which a run that cannot fit would; plan=zoo is a table of every model.
-"""
+"""job=plan: estimate memory, FLOPs, GPUs and hours of a run from formulas, before anything is downloaded."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Hashable
-from dataclasses import replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import Any
 
+import pandas as pd
+import torch
 from hydra import compose
 from hydra.core.hydra_config import HydraConfig
-from rich.console import Console
-from transformers import PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers.modeling_layers import GradientCheckpointingLayer
 
 from focus_exp.attention.focus_options import FocusOptions
 from focus_exp.checks import parse
-from focus_exp.config import Config, phases_of
+from focus_exp.config import Config, PhaseConfig, phases_of
 from focus_exp.config_attention import method_options
 from focus_exp.errors import UserError, first_line
 from focus_exp.jobs.prepare import check_length
-from focus_exp.jobs.run import TABLE_WIDTH
 from focus_exp.jobs.variants import compose_variant, compose_variants, variant_name
 from focus_exp.models.attach import attach
-from focus_exp.models.attached import set_routing
-from focus_exp.models.lora import add_lora, router_parameters
-from focus_exp.planning.estimate import Estimate, Prepare
-from focus_exp.planning.hardware import USABLE, Gpu, gpu_named
-from focus_exp.planning.search import Planned, plan_run
-from focus_exp.planning.tables import ExperimentRow, PlanRow, experiments_table, layouts_table, runs_table
+from focus_exp.models.attached import is_trainable
+from focus_exp.models.lora import Linear, add_lora, router_parameters
+from focus_exp.models.random import architecture_config
 from focus_exp.storage import replace_file
 from focus_exp.training.regimes import tokens_per_step
 
+GIB = 2**30
+USABLE = 0.9  # fraction of the GPU's memory for tensors; CUDA context, workspaces and fragmentation take the rest
+MOST_GPUS = 1024
+BYTES = ("weights", "gradients", "optimizer", "activations", "logits", "cache", "held")
+# bytes of a 16-bit weight after quantization; nf4 adds a float32 scale for 64 weights
+QUANTIZED = {"none": 2.0, "int8": 1.0, "nf4": (4 + 32 / 64) / 8}
+# GPU -> memory [GiB], dense bfloat16 and float32 [FLOP/s], from NVIDIA's data sheets (SXM where there is a choice)
+GPUS = {
+    "l4": (22.5, 121e12, 30.3e12), "a10": (22.5, 125e12, 31.2e12), "rtx_4090": (24.0, 165.2e12, 82.6e12),
+    "l40s": (45.0, 362e12, 91.6e12), "a100_40": (40.0, 312e12, 19.5e12), "a100": (80.0, 312e12, 19.5e12),
+    "h100": (79.6, 989e12, 67e12), "h200": (140.4, 989e12, 67e12), "b200": (179.0, 2250e12, 75e12),
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Sizes of a model: parameters, and the fields of its config that the formulas use."""
+
+    parameters: int
+    trainable: int
+    linear: int  # weights of linear layers within the decoder layers
+    layer: int  # parameters of one decoder layer, on average
+    layers: int
+    width: int  # E
+    heads: int  # H
+    kv_heads: int  # G
+    head_dim: int  # D
+    intermediate: int
+    vocab: int
+
+
+@dataclass(kw_only=True)
+class Plan:
+    """One run: bytes on each GPU at the worst moment, work and time. The columns of plans.csv."""
+
+    run: str
+    strategy: str = ""
+    gpus: int = 1
+    parameters: int = 0
+    trainable: int = 0
+    weights: float = 0.0
+    gradients: float = 0.0
+    optimizer: float = 0.0
+    activations: float = 0.0
+    logits: float = 0.0
+    cache: float = 0.0  # bytes of the KV cache of an evaluation batch, which is not held while training
+    tokens: int = 0
+    flops: float = 0.0
+    hours: float = 0.0
+    error: str = ""
+
+    @property
+    def held(self) -> float:
+        return self.weights + self.gradients + self.optimizer + self.activations + self.logits
+
 
 def plan(config: Config) -> None:
-    """Plan the run, each of its arms, or each of plan.models; UserError, after the table, for what cannot fit."""
-    gpu, settings = gpu_named(config.plan.gpu), config.plan
-    if settings.experiments:
-        plan_experiments(config, gpu)
-        return
-    configs = planned_configs(config)
-    most = "as many GPUs as it takes" if settings.gpus is None else f"at most {settings.gpus}"
-    limit = "" if settings.hours is None else f", at most {settings.hours:g} hours"
-    print(f"plan of {headline(config, configs)} on {gpu.name}, {most}{limit}")
-    found, unknown = [], []
-    for name, each in configs.items():
-        try:
-            found.append(plan_run(name, Estimate(each, preparation(each)), gpu))
-        except UserError as error:
-            unknown.append(f"{name} is not planned: {error}")
-    if not found:
-        raise UserError("\n  ".join(unknown))
-    rows = [planned.row() for planned in found]
-    notes = [
-        f"{gpu.name}: {gpu.memory:g} GiB, of which tensors may take {100 * USABLE:.0f} %; "
-        f"{gpu.bf16 / 1e12:g} TFLOP/s in bfloat16, {gpu.float32 / 1e12:g} in float32 ({gpu.source})",
-        f"Assumed: {100 * settings.utilization:.0f} % of that arithmetic is reached (plan.utilization; small models do "
-        "not), with transfers beside it. Time is that of the training steps, without evaluation and warm start",
-        "Memory and FLOPs are those of the training step's own code, traced without data; soft gates weigh all pairs, "
-        "O(T^2), and hard groups are planned as masked attention, which costs as much",
-    ]
-    console = Console()
-    console.width = max(console.width, TABLE_WIDTH)
-    console.print(runs_table(rows, gpu.name, notes).to_console())
-    if len(found) == 1:
-        console.print(layouts_table(found[0].layout_rows(), gpu.name).to_console())
-    print("\n".join(["", *(planned.finding for planned in found if planned.error is None), *unknown]))
-    if refused := [row for row in rows if row.error]:
-        raise UserError("\n  ".join(f"{row.run}: {row.error}" for row in refused))
+    """Print the plan of the run, of its variants, or of plan.models.
+
+    Raises:
+        UserError: after the table, if a run does not fit.
+    """
+    if config.plan.gpu not in GPUS:
+        raise UserError(f"plan.gpu must be one of {', '.join(GPUS)} (got {config.plan.gpu}).")
+    if config.plan.experiments:
+        return plan_experiments(config)
+    plans = [plan_run(name, each) for name, each in planned_configs(config).items()]
+    show([asdict(item) | {"held": item.held} for item in plans], config)
+    if refused := [item for item in plans if item.error]:
+        raise UserError("\n  ".join(f"{item.run}: {item.error}" for item in refused))
 
 
-def plan_experiments(config: Config, gpu: Gpu) -> None:
-    """The table of what every experiment of `plan.experiments` trains; arms that need the same are traced once."""
+def plan_experiments(config: Config) -> None:
+    """Print, and write to plan.folder, the training runs of every experiment; variants with equal needs share a row."""
     command_line = [part for part in HydraConfig.get().overrides.task if not part.startswith("plan")]
-    kept: dict[Hashable, Planned | str] = {}
-    rows = []
+    known: dict[Hashable, Plan] = {}
+    rows: list[dict[str, Any]] = []
     for name in config.plan.experiments:
         overrides = [f"+experiment={name}", *command_line]
         composed = parse(compose("config", overrides))
-        arms = {arm: compose_variant(composed, arm, overrides) for arm in map(variant_name, composed.variants)} or {
-            composed.model.name: composed
-        }
-        planned: dict[Hashable, list[str]] = {}
-        for arm, each in arms.items():
+        variants = {v: compose_variant(composed, v, overrides) for v in map(variant_name, composed.variants)}
+        alike: dict[Hashable, list[str]] = {}
+        for variant, each in (variants or {composed.model.name: composed}).items():
             if any(phase.steps for _, phase in phases_of(each)):
-                planned.setdefault(needs_of(each), []).append(arm)
-        for key, alike in planned.items():
-            if key not in kept:
-                kept[key] = planned_or_why(alike[0], replace(arms[alike[0]], plan=config.plan), gpu)
-            found, tries = kept[key], len(arms[alike[0]].regime.tune.factors)
-            row = found.row() if isinstance(found, Planned) else PlanRow(run=alike[0], error=found)
-            rows.append(ExperimentRow(experiment=name, arms=alike, runs=len(alike) * (1 + tries), each=row))
-            print(f"planned: {name}, {', '.join(alike)}")
-    table = experiments_table(rows, gpu.name, config.scale.name, config.plan.utilization)
-    console = Console()
-    console.width = max(console.width, TABLE_WIDTH)
-    console.print(table.to_console())
+                alike.setdefault(training_key(each), []).append(variant)
+        for key, names in alike.items():
+            each = variants.get(names[0], composed)
+            if key not in known:
+                known[key] = plan_run(names[0], replace(each, plan=config.plan))
+            item = known[key]
+            runs = len(names) * (1 + len(each.regime.tune.factors))
+            hours = 0.0 if item.error else runs * item.gpus * item.hours
+            row = {"experiment": name, "variants": " ".join(names), "runs": runs, "gpu_hours": hours}
+            rows.append({**row, "held": item.held, **asdict(item)})
+    show(rows, config)
     if config.plan.folder:
-        for suffix, text in ((".md", table.to_markdown()), (".csv", table.to_csv())):
-            place = Path(config.plan.folder) / f"plans{suffix}"
-            replace_file(place, text.encode())
-            print(place)
+        path = Path(config.plan.folder) / "plans.csv"
+        replace_file(path, pd.DataFrame(rows).to_csv(index=False).encode())
+        print(path)
 
 
-def planned_or_why(name: str, config: Config, gpu: Gpu) -> Planned | str:
-    """The plan of a run, or why there is none."""
+def plan_run(name: str, config: Config) -> Plan:
+    """Plan one run on the fewest GPUs on which it fits memory and plan.hours; `error` says why none is enough."""
     try:
-        return plan_run(name, Estimate(config, preparation(config)), gpu)
+        sizes = measure(config)
     except UserError as error:
-        return first_line(error)
+        return Plan(run=name, error=first_line(error))
+    trainer, settings = config.trainer, config.plan
+    usable = USABLE * GPUS[settings.gpu][0] * GIB
+    most, configured = settings.gpus or MOST_GPUS, trainer.devices * trainer.num_nodes
+    counts = [configured] if configured > 1 else [2**i for i in range(most.bit_length()) if 2**i <= most]
+    item = Plan(run=name)
+    for gpus in counts:
+        allowed = ("single",) if gpus == 1 else ("ddp", "fsdp")
+        for strategy in allowed if trainer.strategy not in allowed else (trainer.strategy,):
+            item = plan_on(name, config, sizes, strategy, gpus)
+            if item.held <= usable and (settings.hours is None or item.hours <= settings.hours):
+                return item
+    if item.held <= usable:
+        item.error = f"plan.hours must be >= {item.hours:.2g} on {gpus} GPUs (got {settings.hours}). Raise plan.gpus."
+        return item
+    item.error = (
+        f"{item.held / GIB:,.1f} GiB exceed the {usable / GIB:,.1f} GiB usable on each of {gpus} GPUs. Use "
+        "trainer.gradient_checkpointing=true, a smaller trainer.batch_size with more trainer.accumulate, "
+        "model.quantization=nf4 (frozen base), another plan.gpu or more plan.gpus."
+    )
+    return item
 
 
-def needs_of(config: Config) -> Hashable:
-    """What a plan depends on, but for numbers that move it little: groups, widths, ranks of LoRA, rates."""
+def plan_on(name: str, config: Config, sizes: Sizes, strategy: str, gpus: int) -> Plan:
+    """Estimate memory, FLOPs and hours under one strategy.
+
+    Weights take 2 bytes (frozen base), 4 (trained base, or precision=float32), or those of the quantization; gradients
+    4 bytes and AdamW's two moments 8 bytes of a trainable parameter. FSDP shards the base, and what is kept of its
+    training, evenly, and gathers embeddings, head and two layers at a time; the router is on every GPU.
+    """
+    trainer, trains_base = config.trainer, config.regime.trains("all")
+    stored = 4.0 if trains_base or trainer.precision == "float32" else 2.0
+    linear = QUANTIZED[config.model.quantization] if stored == 2 else stored
+    weights = sizes.linear * linear + (sizes.parameters - sizes.linear) * stored
+    gradients, optimizer = 4.0 * sizes.trainable, 8.0 * sizes.trainable
+    if strategy == "ddp":
+        gradients *= 2  # buckets that are exchanged
+    if strategy == "fsdp":
+        root = sizes.parameters - sizes.layer * sizes.layers
+        weights = weights / gpus + stored * (root + (4 if trains_base else 2) * sizes.layer)
+        if trains_base:
+            gradients, optimizer = gradients / gpus, optimizer / gpus
+    phases, per_step = [phase for _, phase in phases_of(config)], tokens_per_step(config)
+    micro = trainer.batch_size // math.gcd(trainer.batch_size, gpus) if phases else config.eval.batch_size
+    length = config.data.block_size if phases else config.eval.window
+    tokens = sum(phase.steps for phase in phases) * per_step
+    saving = trainer.gradient_checkpointing
+    flops = sum(phase.steps * per_step * flops_per_token(sizes, length, phase, saving) for phase in phases)
+    peak = GPUS[config.plan.gpu][2 if trainer.precision == "float32" else 1]
+    soft = config.has_router and any(phase.train != "lora" for phase in phases)
+    activations = activation_bytes(sizes, length, trains_base, soft, saving) if phases else 0.0
+    casts = 2.0 * sizes.linear if trains_base and trainer.precision != "float32" else 0.0  # bfloat16, by autocast
+    positions = config.eval.window * config.eval.batch_size
+    return Plan(
+        run=name, strategy=strategy, gpus=gpus, parameters=sizes.parameters, trainable=sizes.trainable,
+        weights=weights, gradients=gradients, optimizer=optimizer, activations=micro * activations + casts,
+        logits=micro * length * sizes.vocab * (12.0 if phases else 6.0),  # bfloat16, float32 and their gradients
+        cache=2.0 * sizes.layers * sizes.kv_heads * sizes.head_dim * stored * positions,
+        tokens=tokens, flops=flops, hours=flops / (gpus * peak * config.plan.utilization) / 3600,
+    )  # fmt: skip
+
+
+def flops_per_token(sizes: Sizes, length: int, phase: PhaseConfig, checkpointing: bool) -> float:
+    """Training FLOPs of one token: 2 N for each pass over the N weights of linear layers and head.
+
+    A trained base takes 3 passes (forward, gradients of inputs, of weights), a frozen one 2; causal attention 7
+    products of 2 H D (T + 1) / 2 FLOPs a layer (2 forward, 5 backward; Dao 2023, arXiv:2307.08691). Distillation and
+    checkpointing each add a forward pass.
+    """
+    matrices = 2.0 * (sizes.linear + sizes.vocab * sizes.width)
+    pairs = 2.0 * sizes.layers * sizes.heads * sizes.head_dim * (length + 1) / 2
+    extra = (phase.aim == "base") + checkpointing
+    return ((3 if phase.train == "all" else 2) + extra) * matrices + (7 + 2 * extra) * pairs
+
+
+def activation_bytes(sizes: Sizes, length: int, trains_base: bool, soft: bool, checkpointing: bool) -> float:
+    """Bytes that the backward pass of one sequence keeps.
+
+    A layer keeps `4 F + (2 H + 2 G) D + 4.5 E` elements of 2 bytes a token (MLP, attention, norms), with a trained base
+    under autocast 13 E in place of 4.5 E. Soft gates keep 4.5 bytes of each of the H T^2 pairs. Checkpointing keeps the
+    layers' inputs, 2 E bytes a token, and all of one layer. Constants fit traces of GPT-2, Llama and Mistral.
+    """
+    e = sizes.width
+    elements = 4 * sizes.intermediate + 2 * (sizes.heads + sizes.kv_heads) * sizes.head_dim
+    layer = 2.0 * length * (elements + (13 if trains_base else 4.5) * e)
+    if soft:
+        layer += 4.5 * sizes.heads * length**2
+    inputs = 2.0 * length * e * (2 if trains_base else 1)
+    return inputs * sizes.layers + layer if checkpointing else layer * sizes.layers
+
+
+def measure(config: Config) -> Sizes:
+    """Build the model with its router or LoRA on the meta device and count its parameters."""
+    architecture = load_architecture(config)
+    with torch.device("meta"):
+        model: PreTrainedModel = AutoModelForCausalLM.from_config(architecture, dtype=torch.float32)
+    for key, length in (("data.block_size", config.data.block_size), ("eval.window", config.eval.window)):
+        check_length(model, key, length, config.model.name)
+    layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
+    linear = sum(m.weight.numel() for layer in layers for m in layer.modules() if isinstance(m, Linear))
+    size = sum(p.numel() for layer in layers for p in layer.parameters())
+    if config.attention.method != "full":
+        attach(model, config.attention.method, **method_options(config.attention))
+    if config.regime.trains("lora"):
+        lora = config.regime.lora
+        add_lora(model, lora, router_parameters(model, lora.router_groups, FocusOptions.routing_dim))
+    trained = {phase.train for _, phase in phases_of(config)}
+    heads = architecture.num_attention_heads
+    return Sizes(
+        parameters=sum(p.numel() for p in model.parameters()),
+        trainable=sum(p.numel() for name, p in model.named_parameters() if any(is_trainable(name, t) for t in trained)),
+        linear=linear, layer=size // len(layers), layers=len(layers), width=architecture.hidden_size, heads=heads,
+        kv_heads=getattr(architecture, "num_key_value_heads", None) or heads,
+        head_dim=getattr(architecture, "head_dim", None) or architecture.hidden_size // heads,
+        intermediate=getattr(architecture, "intermediate_size", None) or 4 * architecture.hidden_size,
+        vocab=architecture.vocab_size,
+    )  # fmt: skip
+
+
+def load_architecture(config: Config) -> PreTrainedConfig:
+    """Read the model's config from model.architecture or the folder model.path; nothing is downloaded."""
+    model = config.model
+    if model.architecture:
+        return architecture_config(model).get_text_config()
+    if not model.path:
+        raise UserError("model.path must be a folder with a config.json (not set); job=plan downloads nothing.")
+    try:
+        return AutoConfig.from_pretrained(Path(model.path).expanduser(), local_files_only=True).get_text_config()
+    except (OSError, ValueError) as error:
+        raise UserError(f"model.path={model.path} has no readable config.json ({first_line(error)}).") from error
+
+
+def training_key(config: Config) -> Hashable:
+    """Return what the needs of a training run depend on, apart from small parts such as groups and ranks."""
     trainer, phases = config.trainer, [(phase.train, phase.aim, phase.steps) for _, phase in phases_of(config)]
     return (
         config.model.name, config.attention.method, tuple(phases), len(config.regime.tune.factors),
@@ -122,49 +277,24 @@ def needs_of(config: Config) -> Hashable:
 
 
 def planned_configs(config: Config) -> dict[str, Config]:
-    """What is planned, by the name of its line."""
-    if config.plan.models:
-        return {name: compose_model(name, config.plan.paper) for name in config.plan.models}
-    if config.variants:
-        return compose_variants(config)
-    return {config.model.name: config}
-
-
-def compose_model(name: str, paper: bool) -> Config:
-    """The command line's configuration with another model, and with the setting that the paper trained it in."""
+    """Return the configurations to plan by row name: plan.models, the variants, or the run itself."""
+    if not config.plan.models:
+        return compose_variants(config) if config.variants else {config.model.name: config}
     command_line = [part for part in HydraConfig.get().overrides.task if not part.startswith("model=")]
-    composed = compose("config", [f"model={name}", *command_line])
-    if paper:
-        composed = compose("config", [f"model={name}", *composed.model.paper, *command_line])
-    return parse(composed)
+    configs = {}
+    for name in config.plan.models:
+        paper = compose("config", [f"model={name}"]).model.paper if config.plan.paper else []
+        configs[name] = parse(compose("config", [f"model={name}", *paper, *command_line]))
+    return configs
 
 
-def preparation(config: Config) -> Prepare:
-    """Put on a model without data what the run puts on it. Hard groups take the masked path: a trace has no groups to
-    sort tokens by, and the masked path holds the most."""
-
-    def prepare(model: PreTrainedModel) -> PreTrainedModel:
-        check_length(model, "data.block_size", config.data.block_size, config.model.name)
-        check_length(model, "eval.window", config.eval.window, config.model.name)
-        attention = config.attention
-        if attention.method != "full":
-            attach(model, attention.method, **method_options(attention))
-            set_routing(model, hard=not phases_of(config), backend="masked")
-        if config.regime.trains("lora"):
-            lora = config.regime.lora
-            add_lora(model, lora, router_parameters(model, lora.router_groups, FocusOptions.routing_dim))
-        return model
-
-    return prepare
-
-
-def headline(config: Config, configs: dict[str, Config]) -> str:
-    """What is planned, in words."""
-    if len(configs) > 1:
-        return f"{config.experiment}: {len(configs)} runs"
-    (only,) = configs.values()
-    phases = ", then ".join(f"{p.steps} steps ({p.train})" for _, p in phases_of(only)) or "no training"
-    return (
-        f"{only.experiment}: {only.regime.name} of {only.model.name} with {only.attention.name}, {phases} of "
-        f"{tokens_per_step(only):,} tokens"
+def show(rows: list[dict[str, Any]], config: Config) -> None:
+    """Print plans as a table in GiB, PFLOP and hours."""
+    memory, bf16, _ = GPUS[config.plan.gpu]
+    print(
+        f"{config.plan.gpu}: {memory:g} GiB, {100 * USABLE:.0f} % usable; {100 * config.plan.utilization:.0f} % of "
+        f"{bf16 / 1e12:g} TFLOP/s. Bytes are GiB of each GPU, FLOPs are 1e15."
     )
+    frame = pd.DataFrame(rows).drop(columns="error")
+    frame = frame.assign(**frame[[*BYTES]] / GIB, flops=frame.flops / 1e15)
+    print(frame.to_string(index=False, max_colwidth=40, float_format="{:,.3g}".format))

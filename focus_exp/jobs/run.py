@@ -15,6 +15,8 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from hydra.core.hydra_config import HydraConfig
+from hydra.types import RunMode
 from omegaconf import OmegaConf
 from pytorch_lightning.loggers import CSVLogger, Logger, WandbLogger
 from rich.console import Console
@@ -44,7 +46,6 @@ from focus_exp.results.run_dir import (
 )
 from focus_exp.speed.timing import begin_peak, peak_memory
 from focus_exp.storage import clear_aside, held, replace_file
-from focus_exp.sweeps.frozen import FrozenJob
 from focus_exp.training.exchange import is_main
 from focus_exp.training.regimes import CHECKPOINTS
 
@@ -177,9 +178,8 @@ def recorded(config: Config, device: str) -> Iterator[Run]:
     if not is_main():
         yield run
         return
-    record, folder, job = run.record, run.folder, FrozenJob.here()
-    resumed = job is not None and job.enter_run(folder)
-    if config.overwrite and folder.exists() and not resumed:
+    record, folder = run.record, run.folder
+    if config.overwrite and folder.exists():
         shutil.rmtree(folder)
     if earlier := run_dir.earlier_record(config):
         for sentence in take_over(record, earlier, folder):
@@ -211,13 +211,11 @@ def recorded(config: Config, device: str) -> Iterator[Run]:
 
 def new_run(config: Config, device: str) -> Run:
     """A run of which nothing is on disk."""
-    job = FrozenJob.here()
     record = Record(
         status="interrupted",
         error=NOT_ENDED,
         experiment=config.experiment,
-        command=command_line(job.overrides if job else sys.argv[1:]),
-        warnings=job.changed() if job else [],
+        command=command_line(overrides()),
         started=datetime.now(UTC).isoformat(timespec="seconds"),
         device=device,
         seed=config.seed,
@@ -226,6 +224,13 @@ def new_run(config: Config, device: str) -> Run:
         **environment(),
     )
     return Run(config, run_folder(config), record)
+
+
+def overrides() -> list[str]:
+    """Return the arguments of this run's command; of a job of a sweep its own."""
+    if HydraConfig.initialized() and HydraConfig.get().mode is RunMode.MULTIRUN:
+        return list(HydraConfig.get().overrides.task)
+    return sys.argv[1:]
 
 
 @contextmanager

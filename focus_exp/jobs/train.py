@@ -13,9 +13,6 @@ masked attention, which computes the same and saves nothing.
 
 from __future__ import annotations
 
-import json
-import sys
-
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from focus_exp.config import Config, to_dict
@@ -33,9 +30,6 @@ from focus_exp.training.processes import processes
 from focus_exp.training.regimes import unreached_rates
 from focus_exp.training.strategies import check_strategy, is_sharded
 
-# how the other processes of a run are started
-FOLLOWER = [sys.executable, "-m", "focus_exp.jobs.follower"]
-
 
 def train(config: Config) -> None:
     """Run the experiment that `config` describes, or say that it is finished already."""
@@ -45,12 +39,10 @@ def train(config: Config) -> None:
 
 
 def carry_out(asked: Config, config: Config, tries: list[Try]) -> None:
-    """The run that `asked` names, with the learning rate of `config`, which was the best of the `tries`. The processes
-    that are started here are told it, for one that looked for it would repeat tries which the others do not."""
+    """Run what `asked` names with the learning rate of `config`, the best of the `tries`."""
     precision = choose_precision(config.trainer.precision, config.trainer.accelerator, config.regime.trains("all"))
     device = f"{describe(precision)}{describe_processes(config)}"
-    told = json.dumps([to_dict(asked), to_dict(config)])
-    with processes(config.trainer, precision.device.type, FOLLOWER, told), open_run(asked, device) as run:
+    with processes(config.trainer, precision.device.type), open_run(asked, device) as run:
         run.config, run.record.config, run.record.tries = config, to_dict(config), tries
         print(f"{headline(config)}; {device}")
         print(f"run folder: {run.folder}")

@@ -1,1 +1,0 @@
-"""What a run needs before it runs: memory, arithmetic, GPUs."""
