@@ -7,7 +7,7 @@ SHELL := bash
 RUN := $(VENV)/bin/python -m
 # what the main job needs; and, with the names of extras of pyproject.toml behind it, what they add
 STAMP := $(VENV)/.installed
-TESTED := $(STAMP)-evaluation,slurm,dashboard,dev
+TESTED := $(STAMP)-evaluation,slurm,sweeps,dashboard,dev
 # needs no network: the architecture's own shape, random weights, this repository's files as text
 GPU_BENCH := +experiment=speed model=smollm2_135m model.hub_id=null data=files data.files='focus_exp/**/*.py' \
 	regime.phases.router.steps=5 bench.groups=[4,8,32]

@@ -98,7 +98,9 @@ def instead_of(error: Exception) -> str:
     if isinstance(cause, ConfigAttributeError | ConfigKeyError) and is_dataclass(cause.object_type):
         return no_such_key(str(cause.full_key), cause.object_type)
     if found := re.search(r"Key '\w+' not in '(\w+)'\s+full_key: (\S+)", message):  # of a file, not of the command line
-        schemas = {schema.__name__: schema for schema in (*GROUPS.values(), *KNOWN.values(), Config)}
+        schemas = {
+            str(getattr(schema, "__name__", "")): schema for schema in (*GROUPS.values(), *KNOWN.values(), Config)
+        }
         if found[1] in schemas:
             return no_such_key(found[2], schemas[found[1]])
     if found := re.search(r"Could not find '([^']+)'\s+Available options in '([^']+)':", message):

@@ -9,6 +9,7 @@ import signal
 import numpy as np
 import pytest
 import torch
+from builders import write_variants
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from running import only_run, outcome, record_of, router_steps, run, tiny
@@ -410,10 +411,11 @@ def test_between_phases_a_run_is_measured_as_if_it_ended_there(folder, whole):
 
 
 def test_a_comparison_shows_every_arm_after_every_phase(tmp_path):
-    arms = ("+arms.softmax=['attention.assignment=softmax']", "+arms.sinkhorn=['attention.assignment=sinkhorn']")
-    result = run(*tiny(tmp_path), *TWO_PHASES, "job=compare", *arms, "every_arm=['eval.window=24']")
+    variants = {name: [f"attention.assignment={name}"] for name in ("softmax", "sinkhorn")}
+    compared = write_variants(tmp_path / "conf", variants)
+    result = run(*tiny(tmp_path), *TWO_PHASES, "job=compare", *compared, "eval.window=24")
     assert result.code == 0, result.err
-    found = {r.config["arm"]: r for r in (load_run(path.parent) for path in tmp_path.rglob("record.json"))}
+    found = {r.config["variant"]: r for r in (load_run(path.parent) for path in tmp_path.rglob("record.json"))}
     comparison = found[None]
     assert [(p.arm.name, p.name, p.trains) for p in phases(comparison)] == [
         (arm, name, "all" if name == "everything" else "router")

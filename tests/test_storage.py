@@ -10,6 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from builders import write_variants
 from running import fitting, only_run, record_of, router_steps, run, tiny
 from safetensors import SafetensorError
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerBase
@@ -147,9 +148,9 @@ def test_a_second_command_in_a_run_folder_is_refused_and_disturbs_nothing(tmp_pa
 
 @pytest.mark.slow
 def test_a_comparison_stops_at_an_arm_that_another_command_runs(tmp_path):
-    arms = [f"+arms.{name}=['attention=window','regime=none']" for name in ("one", "two")]
-    command = [*tiny(tmp_path), "job=compare", *arms]
-    assert run(*command, "arm=one").code == 0
+    variants = {name: ["attention=window", "regime=none"] for name in ("one", "two")}
+    command = [*tiny(tmp_path), "job=compare", *write_variants(tmp_path / "conf", variants)]
+    assert run(*command, "+variant=adhoc/one").code == 0
     done = only_run(tmp_path)
     with held(done.with_name(f".{done.name}.lock"), "it"):
         result = run(*command, "overwrite=true")
@@ -172,7 +173,7 @@ def test_two_comparisons_at_once_are_refused_before_any_arm(tmp_path, monkeypatc
 
     monkeypatch.setattr(compare_module, "compare", remember)
     monkeypatch.setattr(compare_module, "run_arms", intrude)
-    assert run(*tiny(tmp_path), "job=compare", "+arms.one=['attention=window','regime=none']").code == 0
+    assert run(*tiny(tmp_path), "job=compare", "variants=[compare/window]").code == 0
     assert len(seen) == 1
 
 

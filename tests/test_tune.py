@@ -6,6 +6,7 @@ from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
+from builders import write_variants
 from running import run, tiny
 
 from focus_exp.config import PhaseConfig, RegimeConfig
@@ -32,13 +33,12 @@ def found_in(folder):
     found = {}
     for path in sorted(folder.rglob("record.json")):
         record = load_run(path.parent)
-        found.setdefault((record.experiment, record.config["arm"]), []).append(record)
+        found.setdefault((record.experiment, record.config["variant"]), []).append(record)
     return found
 
 
 def compared(folder, *more):
-    arms = [f"+arms.{name}=[{','.join(map(repr, values))}]" for name, values in ARMS.items()]
-    return run(*tiny(folder), *TUNED, "job=compare", *arms, *more)
+    return run(*tiny(folder), *TUNED, "job=compare", *write_variants(folder / "conf", ARMS), *more)
 
 
 def test_every_trained_arm_takes_the_best_of_as_many_rates_by_its_loss_on_validation_text(tmp_path):

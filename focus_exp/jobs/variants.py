@@ -15,7 +15,7 @@ from hydra.core.global_hydra import GlobalHydra
 from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from focus_exp.attention.options import instead
@@ -135,20 +135,20 @@ def settings_of(path: str) -> dict[str, Any]:
         folder = path.rpartition("/")[0]
         known = GlobalHydra.instance().config_loader().get_group_options(f"{GROUP}/{folder}")
         raise UserError(f"there is no file conf/{GROUP}/{path}.yaml{instead(variant_name(path), known)}")
-    loaded = source.load_config(f"{GROUP}/{path}.yaml")
+    loaded = source.load_config(f"{GROUP}/{path}.yaml").config
+    values = OmegaConf.to_container(loaded, resolve=False)
+    assert isinstance(values, dict)
     chosen: dict[str, Any] = {}
-    for entry in loaded.config.pop("defaults", []):
+    for entry in values.pop("defaults", []):
         chosen |= {key.removeprefix("override /"): value for key, value in entry.items()}
-    return chosen | flatten(loaded.config)
+    return chosen | flatten(values)
 
 
-def flatten(values: DictConfig, prefix: str = "") -> dict[str, Any]:
+def flatten(values: dict[Any, Any], prefix: str = "") -> dict[str, Any]:
     flat: dict[str, Any] = {}
-    for key in values:
-        value = values._get_node(key)
-        dotted = f"{prefix}{key}"
-        if isinstance(value, DictConfig):
-            flat |= flatten(value, f"{dotted}.")
-        elif dotted != GROUP:
-            flat[dotted] = OmegaConf.to_container(value) if OmegaConf.is_config(value) else value._value()
+    for key, value in values.items():
+        if isinstance(value, dict):
+            flat |= flatten(value, f"{prefix}{key}.")
+        elif f"{prefix}{key}" != GROUP:
+            flat[f"{prefix}{key}"] = value
     return flat
