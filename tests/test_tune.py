@@ -1,8 +1,5 @@
 """Learning rates tried on validation text: each arm as often, the best one used, what is finished not repeated."""
 
-import io
-import sys
-from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
@@ -11,7 +8,6 @@ from running import run, tiny
 
 from focus_exp.config import PhaseConfig, RegimeConfig
 from focus_exp.errors import UserError
-from focus_exp.jobs import follower
 from focus_exp.jobs import train as job
 from focus_exp.jobs.tune import with_rate
 from focus_exp.records.answers import answer, trained_row
@@ -82,20 +78,6 @@ def test_other_seeds_share_the_tries_and_nothing_finished_is_repeated(tmp_path):
     first, second = found["adhoc", None]
     assert len(found["tries", "retrofit"]) == 2 and {first.seed, second.seed} == {0, 1}
     assert first.tries == second.tries
-
-
-def test_other_processes_of_a_run_are_told_its_rate_and_try_none(tmp_path, monkeypatch):
-    told, done = [], []
-    monkeypatch.setattr(job, "processes", lambda *given: told.append(given[-1]) or nullcontext())
-    assert run(*tiny(tmp_path), *TUNED, "overwrite=true").code == 0
-    (record,) = found_in(tmp_path)["adhoc", None]
-    for name, what in (("carry_out", lambda *given: done.append(given)), ("follow_input", lambda: None)):
-        monkeypatch.setattr(follower, name, what)
-    monkeypatch.setattr(sys, "stdin", io.StringIO(told[-1] + "\n"))
-    assert follower.main() == 0
-    ((asked, config, tries),) = done
-    assert (asked.regime.tune.factors, config.regime.tune.factors, tries) == ([0.001, 1], [], [])
-    assert config.regime.phases["router"].learning_rate == rate_of(record)
 
 
 def test_what_rates_are_chosen_on_is_not_reported_as_held_out(tmp_path):

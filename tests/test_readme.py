@@ -1,0 +1,72 @@
+"""README and docs: links exist, commands compose, Python runs. Numbers are checked in test_report."""
+
+import re
+import shlex
+import subprocess
+from pathlib import Path
+
+import pytest
+import torch
+from hydra import compose, initialize_config_dir
+from running import run
+from transformers import AutoModelForCausalLM
+
+from focus_exp.__main__ import conf_dir
+from focus_exp.checks import parse
+from focus_exp.config import register_schemas
+from focus_exp.overrides import quote_override
+
+ROOT = Path(__file__).parent.parent
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+BLOCKS = re.compile(r"^```(\w*)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
+README = PAGES[0].read_text(encoding="utf-8")
+
+
+def blocks(text, language):
+    return [block for kind, block in BLOCKS.findall(text) if kind == language]
+
+
+COMMANDS = [
+    line.partition(" #")[0].strip()
+    for page in (README, (ROOT / "docs" / "own_model.md").read_text(encoding="utf-8"))
+    for block in blocks(page, "bash")
+    for line in block.splitlines()
+]
+
+
+def test_readme_is_short():
+    assert len(README.splitlines()) <= 110
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_page_links_exist(page):
+    links = re.findall(r"\]\(([^)#]+)\)", page.read_text(encoding="utf-8"))
+    assert [link for link in links if "://" not in link and not (page.parent / link).exists()] == []
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_page_command_composes(command, tmp_path):
+    program, *arguments = shlex.split(command.replace("<run folder>", str(tmp_path)))
+    if program == "make":
+        assert subprocess.run(["make", "-n", *arguments], cwd=ROOT, capture_output=True).returncode == 0
+        return
+    module, arguments = arguments[:2], arguments[2:]
+    assert (program, *module) == ("python", "-m", "focus_exp")
+    if "--help" in arguments:
+        assert run(*arguments).code == 0
+        return
+    register_schemas()
+    sweep = "-m" in arguments
+    overrides = [argument.partition(",")[0] if sweep else argument for argument in arguments if argument != "-m"]
+    with initialize_config_dir(conf_dir(), version_base="1.3"):
+        assert parse(compose("config", list(map(quote_override, overrides)))).experiment
+
+
+def test_readme_python_runs(tiny_model, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", lambda name: tiny_model("gpt2"))
+    (code,) = blocks(README, "python")
+    known = {"ids": torch.arange(1, 40)[None]}
+    exec(code.replace("window=128", "window=8"), known)
+    assert (tmp_path / "my-adapter" / "focus_adapter.safetensors").exists()
+    known["model"].generate(known["ids"], max_new_tokens=3)
