@@ -1,6 +1,7 @@
 """Faults of a machine and of what a run reads: each done to a run of its own, put right, and compared with a twin."""
 
 import os
+import resource
 import shutil
 import signal
 import subprocess
@@ -56,10 +57,29 @@ class Bench:
         return text.replace(f"{self.folder}/", "")
 
 
-def launch(arguments: list[str], stage: str | None = None, value: float = 0) -> Result:
-    """The command as a process of its own, stopped in `stage` where that is given."""
+def launch(
+    arguments: list[str],
+    stage: str | None = None,
+    value: float = 0,
+    *,
+    variables: dict[str, str] | None = None,
+    largest_file: int | None = None,
+) -> Result:
+    """Run the command as a process of its own, stopped in `stage` where that is given.
+
+    Args:
+        variables: environment variables on top of this process's.
+        largest_file: limit of a file's size [bytes], as of `ulimit -f`.
+    """
     program = ["-m", "focus_exp"] if stage is None else [str(PROGRAM), stage, str(value)]
-    process = subprocess.run([sys.executable, *program, *arguments], capture_output=True, text=True)
+    limits = (largest_file, resource.getrlimit(resource.RLIMIT_FSIZE)[1]) if largest_file else None
+    process = subprocess.run(
+        [sys.executable, *program, *arguments],
+        capture_output=True,
+        text=True,
+        env=os.environ | (variables or {}),
+        preexec_fn=(lambda: resource.setrlimit(resource.RLIMIT_FSIZE, limits)) if limits else None,
+    )
     return Result(process.returncode, process.stdout, process.stderr)
 
 
@@ -199,3 +219,32 @@ def finished_on_a_read_only_disk(bench: Bench) -> Row:
         read_only(place)
         result = launch([*bench.command("twin"), f"runs_dir={place}"])
     return checked(bench, "the same command again, finished, on a read-only disk", [(result, 0)], "twin")
+
+
+def launcher_variables(bench: Bench, variables: dict[str, str]) -> Row:
+    """Refuse a partial environment of torchrun or srun before any work."""
+    shown = " ".join(f"{key}={value}" for key, value in variables.items())
+    command = bench.command("variables-" + "-".join(variables))
+    return checked(bench, f"`{shown}` alone in the environment", [(launch(command, variables=variables), 2)], None)
+
+
+def file_size_limit(bench: Bench) -> Row:
+    """Refuse a checkpoint beyond `ulimit -f`, and resume without the limit."""
+    command = bench.command("file-size")
+    limited = launch(command, largest_file=100_000)
+    return checked(bench, "a limit of 100 kB for a file", [(limited, 2), (launch(command), 0)], "file-size")
+
+
+def literal_path(bench: Bench, name: str) -> Row:
+    """Read a folder whose name has special characters, next to one that a glob would match instead."""
+    texts, other = bench.folder / name, bench.folder / "br1"
+    shutil.copytree(bench.folder / "texts", texts)
+    other.mkdir(exist_ok=True)
+    (other / "other.txt").write_text("another text " * 100, encoding="utf-8")
+    run = f"path-{abs(hash(name)) % 10_000}"
+    result = launch([*bench.command(run), f"data.files={texts}/*.txt"])
+    row = checked(bench, f"texts in a folder named `{name}`", [(result, 0)], None)
+    if not row.problems:  # the configuration has another path, so its hash differs
+        row.equal = outcome(bench.folder / run)["metrics"] == bench.twin["metrics"]
+        row.problems += [] if row.equal else ["the training log is not that of the undisturbed run"]
+    return row

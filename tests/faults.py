@@ -57,6 +57,14 @@ def rows(bench: Bench) -> list[Callable[[], Row]]:
         lambda: faults.damaged(bench, "the record", "record.json", refused=True),
         lambda: faults.two_at_once(bench),
         lambda: faults.clock_back(bench),
+        lambda: faults.file_size_limit(bench),
+    ]
+    made += [
+        lambda variables=variables: faults.launcher_variables(bench, variables)
+        for variables in ({"RANK": "0"}, {"WORLD_SIZE": "2"}, {"RANK": "zero", "WORLD_SIZE": "2"})
+    ]
+    made += [
+        lambda name=name: faults.literal_path(bench, name) for name in ("br[1]", "caf\u00e9 {a,b}", "it's #1 (x=y)")
     ]
     if can_mount():
         own = faults.on_own_disk

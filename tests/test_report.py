@@ -196,7 +196,7 @@ def test_check_numbers_compares_with_cell(tmp_path, text, wrong):
     assert len(check_numbers(text, tmp_path)) == wrong
 
 
-@pytest.mark.parametrize("name", ["README.md", "docs/results.md", "focus_exp/reporting/conclusions.md"])
+@pytest.mark.parametrize("name", ["README.md", "docs/results.md", "runs/records/conclusions.md"])
 def test_marked_numbers_equal_committed_cells(content, tmp_path, name):
     path = ROOT / name
     if not path.exists():

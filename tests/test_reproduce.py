@@ -18,7 +18,7 @@ PLACES = ("runs_dir", "cache_dir", "logger")
 
 @pytest.fixture(autouse=True)
 def of_a_known_commit(monkeypatch):
-    for place in ("focus_exp.jobs.reproduce", "focus_exp.reporting.published"):
+    for place in ("focus_exp.jobs.reproduce", "focus_exp.reporting.publish"):
         monkeypatch.setattr(f"{place}.unknown_commit", lambda commit: "")
 
 

@@ -130,7 +130,7 @@ def test_accumulating_two_batches_of_one_is_a_batch_of_two(tiny_model, tmp_path,
         losses = train(model, ROUTER, tmp_path / name, **sizes)
         assert len(losses) == ROUTER.steps and (routers(model) - before).abs().max() > 1e-3
         results.append((torch.tensor(losses), routers(model)))
-    torch.testing.assert_close(results[0], results[1], rtol=0, atol=1e-6)
+    torch.testing.assert_close(results[0], results[1], rtol=1e-6, atol=1e-6)  # rounding differs by processor
 
 
 @pytest.mark.parametrize("phase", [pytest.param(ROUTER, id="router"), pytest.param(ALL, id="all")])

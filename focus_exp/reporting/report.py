@@ -29,7 +29,7 @@ from focus_exp.reporting.paper_tables import PAPER_TABLES, Column, Spec, paper_r
 from focus_exp.storage import replace_file
 
 REPORT = "report"
-CONCLUSIONS = Path(__file__).with_name("conclusions.md")
+CONCLUSIONS = "conclusions.md"  # written by hand, next to the records that it is about
 MARKER = re.compile(r"([+-]?\d[\d,]*(?:\.\d+)?)[ \u202f]?([%xkM]?)<!--num:(\w+)/([^/>]+)/(\w+)-->")
 MAX_CELL = 60
 TOLERANCE = 1e-9
@@ -71,7 +71,8 @@ def render_markdown(results: Results, content: dict[str, pd.DataFrame]) -> str:
     counts = claims.verdict.value_counts()
     legend = [f"**{word}** ({counts[word]}): {meaning}." for word, meaning in VERDICTS.items() if word in counts]
     parts = ["# Reproducing Focus (arXiv:2604.03260): report", setup_line(results)]
-    parts += [CONCLUSIONS.read_text(encoding="utf-8").strip()] if CONCLUSIONS.exists() else []
+    conclusions = results.root / CONCLUSIONS
+    parts += [conclusions.read_text(encoding="utf-8").strip()] if conclusions.exists() else []
     parts += [
         "![Perplexity change against density](figures/frontier.svg)",
         "## Verdicts",
