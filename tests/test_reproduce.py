@@ -136,7 +136,9 @@ def test_a_table_that_there_is_not_is_refused(tmp_path):
     assert result.code == 2 and "has no table longest" in result.err and "did you mean longer?" in result.err
 
 
-@pytest.mark.parametrize(("asked", "said"), [("nothing", "no table nothing"), ("router.arm", "router has no arm arm")])
+@pytest.mark.parametrize(
+    ("asked", "said"), [("nothing", "no table nothing"), ("router.arm", "router has no variant arm")]
+)
 def test_an_adapter_of_no_table_is_refused_before_anything_runs(tmp_path, asked, said):
     result = reproduce(tmp_path, router=ROUTER, again=["job=evaluate", f"adapter=@{asked}"])
     assert result.code == 2 and said in result.err

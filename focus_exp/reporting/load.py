@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from functools import cache, lru_cache
 from importlib.resources import files
@@ -88,6 +88,7 @@ class Results:
     runs: pd.DataFrame
     measurements: pd.DataFrame
     is_quick: bool = False
+    root: Path | None = None
     _made: dict[Any, Any] = field(default_factory=dict, repr=False)
 
     def complete(self) -> pd.DataFrame:
@@ -126,7 +127,7 @@ def load_results(root: Path, scale: str = "") -> Results:
     copies = runs.run.str.contains("(?:^|/)records/")
     runs = runs.assign(copied=~copies).sort_values(["copied", "run"], kind="stable")
     runs = runs.drop_duplicates(["experiment", "config_hash", "started"]).sort_values("started", kind="stable")
-    return build_results(loaded, runs, is_quick=scale == QUICK)
+    return replace(build_results(loaded, runs, is_quick=scale == QUICK), root=root)
 
 
 def load_run(folder: Path) -> Results:

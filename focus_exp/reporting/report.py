@@ -71,8 +71,8 @@ def render_markdown(results: Results, content: dict[str, pd.DataFrame]) -> str:
     counts = claims.verdict.value_counts()
     legend = [f"**{word}** ({counts[word]}): {meaning}." for word, meaning in VERDICTS.items() if word in counts]
     parts = ["# Reproducing Focus (arXiv:2604.03260): report", setup_line(results)]
-    conclusions = results.root / CONCLUSIONS
-    parts += [conclusions.read_text(encoding="utf-8").strip()] if conclusions.exists() else []
+    if results.root and (conclusions := results.root / CONCLUSIONS).exists():
+        parts.append(conclusions.read_text(encoding="utf-8").strip())
     parts += [
         "![Perplexity change against density](figures/frontier.svg)",
         "## Verdicts",
