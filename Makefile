@@ -14,7 +14,7 @@ GPU_BENCH := +experiment=speed model=smollm2_135m model.hub_id=null data=files d
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help install browser retrofit reproduce-embedded report test test-all architectures peers faults coverage smoke slurm gpu gpu-models lint format types clean
+.PHONY: help install retrofit reproduce-embedded report test test-all architectures peers faults coverage smoke slurm gpu gpu-models lint format types clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  %-19s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
@@ -47,11 +47,6 @@ $(STAMP): pyproject.toml constraints.txt
 
 $(STAMP)-%: $(STAMP)
 	$(call install,what the extras $* add,.[$*])
-
-browser: ## install Chromium, which tests of pages need, if it is missing and apt can be used; else say so
-	@command -v chromium chromium-browser google-chrome >/dev/null \
-		|| { [ "$$(id -u)" = 0 ] && apt-get update -qq && apt-get install -qq -y --no-install-recommends chromium; } \
-		|| echo "make browser: no Chromium here, and apt cannot install it; tests of pages will be skipped"
 
 retrofit: $(STAMP) ## train Focus routers on a frozen GPT-2 124M; more overrides in ARGS
 	$(RUN) focus_exp +experiment=retrofit_124m $(ARGS)

@@ -1,4 +1,4 @@
-"""A configuration that measures an adapter instead of training one."""
+"""Compose a configuration that measures an adapter instead of training one."""
 
 from __future__ import annotations
 

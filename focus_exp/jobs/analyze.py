@@ -1,8 +1,7 @@
-"""job=analyze: what the groups of a router are made of, and what they cut; tables, and a page to look at.
+"""job=analyze: describe a router's groups and what they prune.
 
-Word classes beside an untrained router and chance, agreement with the routers in analyze.others (other seeds),
-long-range pairs, what cutting costs. passage.html in the run folder shows a passage coloured by group, layer by
-layer; it opens from disk without a network.
+Word classes against an untrained router and chance, agreement with the routers in analyze.others (other seeds),
+long-range pairs, and the cost of pruning. passage.html in the run folder shows a passage coloured by group.
 """
 
 from __future__ import annotations

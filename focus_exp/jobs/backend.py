@@ -1,4 +1,4 @@
-"""What computes hard groups on this device: the kernel that is asked for, and where backend=auto changes paths."""
+"""Choose the kernel of hard routing on this device, and the length from which backend=auto uses it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The base of a run: weights that come from a run here (`model.trained_by`), and scores that another run has made."""
+"""Base weights that another run trains (`model.trained_by`), and scores that runs share."""
 
 from __future__ import annotations
 

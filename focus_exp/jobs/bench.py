@@ -1,8 +1,7 @@
-"""job=bench: Focus against full attention on this device, by the clock; of focus_dual the prefill of a whole model.
+"""job=bench: time Focus against full attention on this device: layer, prefill, training step, decode.
 
-bench.list=true only says which kernels there are here, and why others are not. For one group a token torch's flash,
-FlashAttention 3 or 4 or flash-attn may take the place of Triton's for the groups. Triton's kernels and torch's flash
-were checked and timed on an H200 (runs/records/gpu); FlashAttention 3, 4 and flash-attn have not run yet.
+bench.list=true lists the kernels that are available and why others are not. Triton's kernels and torch's flash
+attention were checked and timed on an H200 (runs/records/gpu); FlashAttention 3, 4 and flash-attn have not run yet.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""job=build_tasks: write the long-range suite, whose items come from the held-out books, and name it by its hash."""
+"""job=build_tasks: write the long-range suite from the held-out books, named by its hash."""
 
 from __future__ import annotations
 

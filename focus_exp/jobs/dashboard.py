@@ -1,6 +1,6 @@
-"""job=dashboard: the report's tables and figures as a W&B run, with a saved workspace and a report.
+"""job=dashboard: log the report's tables and figures as a W&B run with a saved workspace.
 
-Needs make install-dashboard. Views are saved on the server, or without one written to runs/report/dashboard.
+Needs make install-dashboard. Without a server the workspace is written to runs/report/dashboard.
 """
 
 from __future__ import annotations

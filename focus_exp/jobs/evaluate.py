@@ -1,8 +1,8 @@
-"""job=evaluate: measure an adapter that was trained before, on any data, beside its base and the controls.
+"""job=evaluate: measure a trained adapter, on any data, against its base and the controls.
 
-Its base is that of the run in which the adapter lies, or else of the hub, unless an experiment or model= chooses one.
-`eval=downstream` is lm-eval's tasks on the live model, with a ledger of what the mask removed of each request;
-`eval=long_range` the tasks whose answers lie beyond the window (both need make install-evaluation).
+The base is that of the adapter's run, or else of the Hub, unless an experiment or model= chooses one. `eval=downstream`
+runs lm-eval tasks and states the fraction of pairs pruned on each request; `eval=long_range` runs tasks whose answers
+lie beyond the window. Both need make install-evaluation.
 """
 
 from __future__ import annotations

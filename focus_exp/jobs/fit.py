@@ -1,4 +1,4 @@
-"""The part of a run that trains: attach, fit, train, calibrate, and write down what was added."""
+"""Attach, fit, train and calibrate: the training part of a run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""job=generate: continuations of held-out text, full attention and hard groups side by side, for people to read."""
+"""job=generate: continue held-out prompts under full attention and under hard routing."""
 
 from __future__ import annotations
 

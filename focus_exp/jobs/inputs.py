@@ -1,4 +1,4 @@
-"""Whether a run that goes on, or is finished, is still one of the same texts and weights, and what it takes over."""
+"""Check that a resumed or finished run still has the same data and weights, and take over its state."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What every job with a model does first: say what is about to run, load model and text, see what fits them."""
+"""Load model and data, and check that they fit; shared by every job with a model."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""job=report: the report of all runs below runs_dir, with a verdict on every claim of the paper.
+"""job=report: write the report of all runs below runs_dir, with a verdict on every claim of the paper.
 
 report.check=true fails where a published table, or a number of README.md, no longer follows from the measurements.
 """

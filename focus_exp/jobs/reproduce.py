@@ -1,9 +1,8 @@
-"""job=reproduce: every table in turn, each a command of its own that resumes; what fails is named, the rest goes on.
+"""job=reproduce: run the command of every table in turn, then write the report. Re-run the same command to resume.
 
-An interrupted one goes on where it stopped; it ends with the report. scale=quick shows that all of it runs, and no
-number of it means anything; scale=paper gives every experiment the paper's models, texts and steps, from the hub;
-reproduce=seeds adds two seeds of tables that have one. reproduce.publish=true copies what is finished to
-runs/records, in place of what it supersedes, and writes report and README anew.
+Failed tables are named at the end. scale=quick only shows that all of it runs; scale=paper uses the paper's models,
+data and steps, from the Hub; reproduce=seeds adds two seeds of tables that have one. reproduce.publish=true copies
+finished runs to runs/records, replacing those they supersede, and writes the report there.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The router of a job that uses one: an adapter's, or one that is trained or fitted first."""
+"""Load the router of an adapter, or train or fit one first."""
 
 from __future__ import annotations
 

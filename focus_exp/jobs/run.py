@@ -1,4 +1,4 @@
-"""The run folder and its record: what makes a run nameable, resumable and never half a truth."""
+"""Create, resume and finish a run folder and its record."""
 
 from __future__ import annotations
 

@@ -1,14 +1,13 @@
-"""job=train: load, measure the base, attach, train, make hard, measure again, write it all down.
+"""job=train: measure the base, attach, train, switch to hard routing, measure again.
 
-A run lives in runs/<experiment>/<model>-<attention>-<regime>/seed<n>-<hash of the configuration>: config.yaml,
-metrics.jsonl, probe.jsonl (largest group, dead groups and stability on the same held-out tokens while a router is
-trained), adapter/, record.json, table.md, quality.csv, figures/ and an offline W&B run. The same command on an
-interrupted run goes on where it stopped, to the same numbers; on a finished one it says so (overwrite=true repeats
-it).
+A run is written to runs/<experiment>/<model>-<data>-<device>/<method or variant>-seed<n>-<config hash>: config.yaml,
+metrics.jsonl, probe.jsonl (router load on held-out tokens during training), adapter/, record.json, measurements.csv,
+losses.csv, table.md, figures/ and an offline W&B run. Re-run the same command to resume, to the same numbers;
+overwrite=true repeats a finished run.
 
-assets=auto|hub|embedded says which weights and text may be used; what stands in for what is said in the first lines
-and in every table. Hard groups below the break-even of the device, which is measured once and cached, go through
-masked attention, which computes the same and saves nothing.
+assets=auto|hub|embedded chooses where weights and data may come from. A substitute is named in the first lines, in the
+path and in every table. Below the break-even length of the device, hard routing uses masked attention, which gives the
+same result without a speedup.
 """
 
 from __future__ import annotations

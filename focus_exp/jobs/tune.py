@@ -1,4 +1,4 @@
-"""Learning rates chosen on validation text: every run that asks for it makes as many tries, each a run of its own."""
+"""Learning-rate trials: each a run of its own, scored on validation text; the best rate is used."""
 
 from __future__ import annotations
 
