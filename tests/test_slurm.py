@@ -48,13 +48,14 @@ class Sweep:
 
     def step(self, seed: int) -> int:
         """Last logged optimizer step of the run with `seed`."""
-        logs = self.runs.rglob(f"seed{seed}-*/metrics.jsonl")
+        logs = self.runs.rglob(f"*-seed{seed}-*/metrics.jsonl")
         return max((line["step"] for log in logs for line in read_metrics(log)), default=0)
 
     def job(self, number: int) -> str:
         """SLURM's id of job `number`."""
-        folders = [path for path in self.runs.glob(".sweeps/*/.submitit/*") if path.name.replace("_", "").isdecimal()]
-        return sorted(folders, key=lambda path: int(path.name.rpartition("_")[2]))[number].name
+        names = [path.name for path in self.runs.glob(".sweeps/*/.submitit/*") if path.name[0].isdecimal()]
+        tasks = [name for name in names if "_" in name] or names  # next to a folder of the whole array
+        return sorted(tasks, key=lambda name: int(name.rpartition("_")[2]))[number]
 
     def log(self, number: int) -> str:
         return "".join(path.read_text() for path in self.runs.glob(f".sweeps/*/.submitit/{self.job(number)}/*_log.*"))
@@ -101,7 +102,7 @@ def single(tmp_path: Path, *arguments: str) -> dict:
 
 
 def of_seed(runs: Path, seed: int) -> Path:
-    (folder,) = (path.parent for path in runs.rglob(f"seed{seed}-*/record.json"))
+    (folder,) = (path.parent for path in runs.rglob(f"*-seed{seed}-*/record.json"))
     return folder
 
 
