@@ -19,7 +19,7 @@ from bad_input import BAD_INPUT, CHOICES
 from fault_rows import Bench, Row
 from stopped import CALLS, STAGES
 
-from focus_exp.records.environment import environment
+from focus_exp.results.environment import environment
 
 AT_ONCE = 2
 VERSIONS = ("torch", "transformers", "pytorch_lightning", "hydra-core")

@@ -25,7 +25,7 @@ from gpu_checks import CASES, Case
 
 from focus_exp.attention.kernels import KERNELS, Demand, fused
 from focus_exp.attention.kernels.layout import Plan
-from focus_exp.records.environment import commit
+from focus_exp.results.environment import commit
 from focus_exp.speed.layer import Contender, Layer
 from focus_exp.speed.timing import Work, alternate, device_name, synchronize
 from focus_exp.speed.workload import (

@@ -1,6 +1,6 @@
 """python tests/interval_coverage.py FILE: how often 95 % intervals hold the truth, by simulation.
 
-Student's t over units is what focus_exp.records.intervals makes. Beside it a percentile bootstrap over windows, which
+Student's t over units is what focus_exp.results.intervals makes. Beside it a percentile bootstrap over windows, which
 records had before: its 95 % are fewer.
 """
 
@@ -11,7 +11,7 @@ from pathlib import Path
 
 import numpy as np
 
-from focus_exp.records.intervals import Estimate, estimate, over_seeds
+from focus_exp.results.intervals import Estimate, estimate, over_seeds
 
 DRAWS = 400  # of a bootstrap
 WORKS = (28, 40, 22, 26, 20, 14)  # windows of six documents of different lengths

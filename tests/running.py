@@ -24,8 +24,8 @@ from focus_exp import __main__ as command_line
 from focus_exp.attention.registry import METHODS
 from focus_exp.config_attention import AttentionConfig, schema_of
 from focus_exp.errors import STOP_SIGNALS
-from focus_exp.records.metrics import read_metrics
-from focus_exp.records.record import Record
+from focus_exp.results.metrics import read_metrics
+from focus_exp.results.record import Record
 
 TIMES = ("seconds", "tokens_per_second")
 

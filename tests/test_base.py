@@ -12,7 +12,7 @@ from focus_exp.__main__ import conf_dir
 from focus_exp.checks import parse
 from focus_exp.config import register_schemas
 from focus_exp.jobs import base as base_module
-from focus_exp.records.record import Record
+from focus_exp.results.record import Record
 
 SMALL = ["regime.steps=2", "regime.warmup_steps=1", "regime.phases.everything.learning_rate=1e-2"]
 

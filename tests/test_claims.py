@@ -8,7 +8,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from focus_exp.records.intervals import Estimate, needed, over_seeds, student
 from focus_exp.reporting import claims as ledger
 from focus_exp.reporting.aggregate import Row, aggregate_rows, is_worse, mean_of, required_sample
 from focus_exp.reporting.claims import (
@@ -23,6 +22,7 @@ from focus_exp.reporting.claims import (
     within,
 )
 from focus_exp.reporting.load import COLUMNS, load_results, matches, select
+from focus_exp.results.intervals import Estimate, needed, over_seeds, student
 
 RECORDS = Path(__file__).parent.parent / "runs" / "records"
 

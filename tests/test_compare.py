@@ -13,10 +13,10 @@ from focus_exp.jobs import compare as job
 from focus_exp.records.answers import answer
 from focus_exp.records.comparison import load_run
 from focus_exp.records.differences import remade_between
-from focus_exp.records.losses import read_losses, remade
-from focus_exp.records.record import Record
 from focus_exp.records.rows import Arm, Difference, Row, Units
 from focus_exp.reporting.load import load_results
+from focus_exp.results.losses import read_losses, remade
+from focus_exp.results.record import Record
 
 MEASURED = {"k_1": ["eval.top_k=[1]"], "k_2": ["attention.top_k=2", "eval.top_k=[2]"]}
 ARMS = {

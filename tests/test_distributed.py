@@ -25,7 +25,7 @@ from focus_exp.errors import UserError
 from focus_exp.models.attach import attach
 from focus_exp.models.lora import add_lora
 from focus_exp.models.random import byte_tokenizer
-from focus_exp.records.record import Record
+from focus_exp.results.record import Record
 from focus_exp.training.callbacks import Checkpoint
 from focus_exp.training.module import LanguageModelTask
 from focus_exp.training.strategies import ShardedStrategy

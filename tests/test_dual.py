@@ -21,7 +21,7 @@ from focus_exp.attention.reference import reference_attention
 from focus_exp.attention.selection import Selection, Sequence, always_visible, permitted
 from focus_exp.models.attached import observed, set_budget
 from focus_exp.models.modules import attached_methods
-from focus_exp.records.record import Record
+from focus_exp.results.record import Record
 from focus_exp.speed.layer import Layer
 from focus_exp.speed.methods import method_rows
 from focus_exp.speed.workload import Shape

@@ -8,7 +8,7 @@ from conftest import FAMILIES
 from gpu_checks import CASES
 
 from focus_exp import __main__, attach, set_routing
-from focus_exp.records.record import Record
+from focus_exp.results.record import Record
 
 pytestmark = pytest.mark.gpu
 

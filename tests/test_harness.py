@@ -42,7 +42,7 @@ from focus_exp.models.attached import observed
 from focus_exp.models.modules import attached_methods
 from focus_exp.models.random import byte_tokenizer
 from focus_exp.records.benchmarks import BenchmarkRow
-from focus_exp.records.intervals import student
+from focus_exp.results.intervals import student
 from focus_exp.training.precision import choose_precision
 
 WINDOW, SINKS, GROUPS = 6, 2, 3

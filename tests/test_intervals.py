@@ -11,8 +11,8 @@ from scipy import stats
 
 from focus_exp.data import Blocks, TokenStream
 from focus_exp.errors import UserError
-from focus_exp.records.intervals import Estimate, deviation_bounds, estimate, needed, over_seeds, student, units_of
-from focus_exp.records.losses import Losses, read_losses, write_losses
+from focus_exp.results.intervals import Estimate, deviation_bounds, estimate, needed, over_seeds, student, units_of
+from focus_exp.results.losses import Losses, read_losses, write_losses
 
 RUNS = 1500
 SEEDS = st.integers(0, 10_000)

@@ -29,7 +29,7 @@ from focus_exp.models.lora import (
     save_lora,
     target_layers,
 )
-from focus_exp.records.record import Record
+from focus_exp.results.record import Record
 from focus_exp.training.callbacks import Checkpoint
 from focus_exp.training.module import LanguageModelTask
 

@@ -14,7 +14,7 @@ from focus_exp.jobs.adapter import with_adapter
 from focus_exp.models.adapter import DESCRIPTION
 from focus_exp.overrides import quote_override
 from focus_exp.records.comparison import RECORD
-from focus_exp.records.record import Record
+from focus_exp.results.record import Record
 from focus_exp.shipped import conf_dir
 
 FIT = ["attention.fit_blocks=3", "attention.fit_held_out=1", "attention.fit_steps=4", "attention.groups=4"]

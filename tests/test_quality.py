@@ -20,8 +20,8 @@ from focus_exp.jobs.fit import attach_method
 from focus_exp.models.attached import observed
 from focus_exp.models.modules import attached_methods
 from focus_exp.records.answers import keeps_everything
-from focus_exp.records.record import Record
 from focus_exp.records.rows import Row
+from focus_exp.results.record import Record
 from focus_exp.training.precision import choose_precision
 
 FLOAT32 = choose_precision("float32", "cpu", trains_base=False)

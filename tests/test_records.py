@@ -12,13 +12,13 @@ from running import run, tiny
 
 from focus_exp.errors import UserError
 from focus_exp.records.comparison import load_run
-from focus_exp.records.environment import unknown_commit
-from focus_exp.records.record import Record
 from focus_exp.records.rows import Row
 from focus_exp.records.speed import SpeedRow
 from focus_exp.reporting.load import load_results
 from focus_exp.reporting.publish import find_stale, publish, renew, strip_local_paths
 from focus_exp.reporting.report import write_report
+from focus_exp.results.environment import unknown_commit
+from focus_exp.results.record import Record
 
 LARGEST = 3 * 2**19  # bytes: an adapter
 RECORDS = Path(__file__).parent.parent / "runs" / "records"

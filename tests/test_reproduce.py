@@ -11,7 +11,7 @@ from test_experiments import CONF
 from focus_exp.config import register_schemas
 from focus_exp.jobs import reproduce as job
 from focus_exp.jobs.reproduce import estimate
-from focus_exp.records.record import Record
+from focus_exp.results.record import Record
 
 PLACES = ("runs_dir", "cache_dir", "logger")
 

@@ -18,8 +18,8 @@ from running import full_disk_at, metrics_of, only_run, outcome, record_of, rout
 from focus_exp.errors import Interrupted, UserError
 from focus_exp.evaluation import quality
 from focus_exp.jobs.inputs import refuse_another, take_over
-from focus_exp.records.record import Record
 from focus_exp.records.speed import SpeedRow
+from focus_exp.results.record import Record
 from focus_exp.results.run_dir import NOT_ENDED
 from focus_exp.speed import suite
 from focus_exp.speed.suite import Suite

@@ -7,7 +7,7 @@ from running import only_run, record_of, run, tiny, without_attention
 
 from focus_exp.__main__ import conf_dir
 from focus_exp.errors import UserError
-from focus_exp.records.record import Record
+from focus_exp.results.record import Record
 
 
 @pytest.mark.parametrize("job", ["analyze", "bench", "generate"])

@@ -21,7 +21,7 @@ from focus_exp.config import register_schemas, structured
 from focus_exp.config_hash import config_hash
 from focus_exp.jobs.train import save_weights
 from focus_exp.models.random import byte_tokenizer
-from focus_exp.records.record import Record
+from focus_exp.results.record import Record
 from focus_exp.shipped import conf_dir
 
 STEPS = router_steps(4)

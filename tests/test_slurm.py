@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from running import outcome, router_steps, run, tiny
 
-from focus_exp.records.metrics import read_metrics
+from focus_exp.results.metrics import read_metrics
 
 pytestmark = [pytest.mark.slurm, pytest.mark.slow]
 

@@ -23,7 +23,7 @@ from focus_exp.data import Blocks, TokenStream
 from focus_exp.models.modules import attached_methods
 from focus_exp.records.answers import phases
 from focus_exp.records.comparison import load_run
-from focus_exp.records.metrics import METRICS, read_metrics
+from focus_exp.results.metrics import METRICS, read_metrics
 from focus_exp.training import mitigations
 from focus_exp.training.callbacks import Checkpoint
 from focus_exp.training.mitigations import CentroidUpdates, auxiliary_losses

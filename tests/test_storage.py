@@ -19,7 +19,7 @@ from focus_exp.errors import UserError
 from focus_exp.jobs import compare as compare_module
 from focus_exp.jobs import train as train_module
 from focus_exp.jobs.run import open_run
-from focus_exp.records.record import Record
+from focus_exp.results.record import Record
 from focus_exp.storage import InUse, aside, clear_aside, held, is_held, replace_file
 
 STEPS = router_steps(4)

@@ -33,7 +33,7 @@ MAY_IMPORT = {
     "checks": {*FOUNDATION, "attention", "launcher"},
     "overrides": {"config", "config_attention"},
     "launcher": {"errors"},
-    "records": FOUNDATION,
+    "records": {*FOUNDATION, "results"},
     "results": {*FOUNDATION, "records"},
     "reporting": {*FOUNDATION, "records", "results"},
     "data": FOUNDATION,

@@ -12,7 +12,7 @@ from running import outcome, record_of, router_steps, run, tiny
 
 from focus_exp import launcher
 from focus_exp.errors import Interrupted
-from focus_exp.records.record import Record
+from focus_exp.results.record import Record
 from focus_exp.training.callbacks import Metrics
 
 STEPS = router_steps(4)

@@ -19,7 +19,7 @@ from focus_exp.data import Blocks, TokenStream
 from focus_exp.errors import UserError
 from focus_exp.models.attached import observed
 from focus_exp.models.modules import attached_methods
-from focus_exp.records.metrics import METRICS, read_metrics
+from focus_exp.results.metrics import METRICS, read_metrics
 from focus_exp.training import precision as precisions
 from focus_exp.training.module import LanguageModelTask, learning_rate_scale
 from focus_exp.training.precision import choose_precision

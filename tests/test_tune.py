@@ -12,8 +12,8 @@ from focus_exp.jobs import train as job
 from focus_exp.jobs.tune import with_rate
 from focus_exp.records.answers import answer, trained_row
 from focus_exp.records.comparison import load_run
-from focus_exp.records.record import Record
 from focus_exp.records.rows import Row
+from focus_exp.results.record import Record
 
 TUNED = ["regime.steps=2", "regime.tune.factors=[0.001,1]", "regime.tune.windows=2"]
 ARMS = {

@@ -25,7 +25,7 @@ from focus_exp.evaluation.outcomes import Outcome, Unit, read_outcome, slug, wri
 from focus_exp.models.attached import disabled, is_causal, set_routing, swapped
 from focus_exp.models.lora import describe_lora
 from focus_exp.records.benchmarks import BenchmarkRow
-from focus_exp.records.losses import Losses
+from focus_exp.results.losses import Losses
 from focus_exp.training.precision import Precision
 
 if TYPE_CHECKING:  # lm-eval takes seconds to import

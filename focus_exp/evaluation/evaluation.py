@@ -8,8 +8,8 @@ from pathlib import Path
 from focus_exp.evaluation.benchmarks import Benchmarks
 from focus_exp.evaluation.quality import Quality
 from focus_exp.records.answers import is_configured
-from focus_exp.records.losses import LOSSES, TEXT, write_losses
-from focus_exp.records.record import Record
+from focus_exp.results.losses import LOSSES, TEXT, write_losses
+from focus_exp.results.record import Record
 from focus_exp.training.exchange import is_main
 
 

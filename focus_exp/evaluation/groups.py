@@ -31,8 +31,8 @@ from focus_exp.models.attach import detach
 from focus_exp.models.attached import attachment_of, disabled, set_routing, swapped
 from focus_exp.models.modules import attached_methods
 from focus_exp.records.groups import ClassCost, GroupFit, GroupLayer, GroupReport, TokenGroup
-from focus_exp.records.intervals import estimate
-from focus_exp.records.losses import Losses
+from focus_exp.results.intervals import estimate
+from focus_exp.results.losses import Losses
 from focus_exp.training.dual_fit import rebalance
 from focus_exp.training.precision import Precision
 from focus_exp.training.warm_start import calibrate

@@ -16,7 +16,7 @@ from focus_exp.evaluation.outcomes import NO_FILTER, Metric, Outcome
 from focus_exp.evaluation.perplexity import token_losses
 from focus_exp.models.attached import observed
 from focus_exp.progress import ProgressBar
-from focus_exp.records.intervals import estimate
+from focus_exp.results.intervals import estimate
 from focus_exp.training.precision import Precision
 
 KIND = "perplexity"

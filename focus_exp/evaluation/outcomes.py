@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from focus_exp.records.benchmarks import BenchmarkRow
-from focus_exp.records.intervals import FEWEST, NORMAL, estimate, units_of
+from focus_exp.results.intervals import FEWEST, NORMAL, estimate, units_of
 from focus_exp.storage import replace_file
 
 # document, offset of the first token in it, scored tokens; of an item 0 and 1

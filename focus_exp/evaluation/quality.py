@@ -33,8 +33,8 @@ from focus_exp.evaluation.statistics import by_position, mean, window_means, win
 from focus_exp.models.adapter import methods_of_adapter, name_of, read_description
 from focus_exp.models.attached import causal_assignment, disabled, is_causal, observed, set_routing, swapped
 from focus_exp.models.lora import describe_lora
-from focus_exp.records.losses import Losses
 from focus_exp.records.rows import Kind, Row
+from focus_exp.results.losses import Losses
 from focus_exp.training.precision import Precision
 
 log = logging.getLogger(__name__)

@@ -17,7 +17,7 @@ from focus_exp.config_attention import method_options
 from focus_exp.errors import UserError
 from focus_exp.models.attached import routers_of, set_routing
 from focus_exp.models.modules import attached_methods
-from focus_exp.records.environment import cpu_name
+from focus_exp.results.environment import cpu_name
 from focus_exp.speed.break_even import LENGTHS, REPEATS, BreakEven, break_even
 from focus_exp.speed.layer import Layer
 from focus_exp.speed.model import shape_of

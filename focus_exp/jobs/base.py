@@ -20,7 +20,7 @@ from focus_exp.evaluation.outcomes import slug
 from focus_exp.jobs.run import finished_record, run_folder
 from focus_exp.jobs.variants import compose_variant
 from focus_exp.overrides import quote_override
-from focus_exp.records.record import Record
+from focus_exp.results.record import Record
 from focus_exp.storage import aside, held
 from focus_exp.training.precision import choose_precision
 

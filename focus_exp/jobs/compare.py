@@ -27,8 +27,8 @@ from focus_exp.jobs.run import Run, claimed, finished_record, judged, new_run, r
 from focus_exp.jobs.train import train
 from focus_exp.jobs.variants import compose_variant, compose_variants, variant_name, variant_settings
 from focus_exp.records.differences import compare_arms
-from focus_exp.records.record import Record
 from focus_exp.records.rows import Arm
+from focus_exp.results.record import Record
 from focus_exp.results.run_dir import NOT_ENDED
 from focus_exp.storage import InUse
 from focus_exp.training.precision import choose_precision

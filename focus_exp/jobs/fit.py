@@ -22,8 +22,8 @@ from focus_exp.models.attach import attach
 from focus_exp.models.attached import attachment_of, is_causal, is_trainable
 from focus_exp.models.lora import add_lora, describe_lora, router_parameters, save_lora
 from focus_exp.models.modules import attached_methods
-from focus_exp.records.metrics import read_metrics
 from focus_exp.records.rows import ProbeRow
+from focus_exp.results.metrics import read_metrics
 from focus_exp.training.checkpoints import checkpoint_of, mend
 from focus_exp.training.dual_fit import fit_dual, rebalance, table_of
 from focus_exp.training.exchange import agreed, alone, is_main

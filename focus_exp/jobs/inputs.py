@@ -15,7 +15,7 @@ from focus_exp.data.files import find_texts, revision_of
 from focus_exp.errors import UserError
 from focus_exp.models.adapter import read_description
 from focus_exp.models.load import revision_of_tokenizer, revision_of_weights
-from focus_exp.records.record import Record
+from focus_exp.results.record import Record
 from focus_exp.results.run_dir import NOT_ENDED, run_folder
 from focus_exp.training.regimes import CHECKPOINTS
 

@@ -27,9 +27,9 @@ from focus_exp.jobs.report import report
 from focus_exp.jobs.run import finished_record, run_folder, seconds_text
 from focus_exp.jobs.variants import compose_variant, variant_name
 from focus_exp.overrides import quote_override, quote_text
-from focus_exp.records.environment import commit, unknown_commit
 from focus_exp.reporting.load import QUICK
 from focus_exp.reporting.publish import publish
+from focus_exp.results.environment import commit, unknown_commit
 
 OF_TABLE = re.compile(r"(?<!\w)@(\w+)(?:\.(\w+))?")  # a table, or an arm of it, not perplexity@1024
 TIMED = "embedded"  # the scale whose minutes the configuration says

@@ -4,8 +4,8 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from math import isclose
 
-from focus_exp.records.record import Record
 from focus_exp.records.rows import Arm, ProbeRow, Row
+from focus_exp.results.record import Record
 
 # shares of the tokens in one group, above which it dominates, and from which on the router has collapsed
 DOMINANT, COLLAPSED = 0.5, 0.9

@@ -7,9 +7,9 @@ from typing import Any
 from focus_exp.errors import UserError
 from focus_exp.records.answers import answer
 from focus_exp.records.benchmarks import BenchmarkRow
-from focus_exp.records.metrics import METRICS, read_metrics
-from focus_exp.records.record import Record
 from focus_exp.records.rows import Arm, Row
+from focus_exp.results.metrics import METRICS, read_metrics
+from focus_exp.results.record import Record
 
 RECORD = "record.json"
 

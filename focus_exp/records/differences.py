@@ -9,9 +9,9 @@ from pathlib import Path
 
 from focus_exp.records.answers import answer
 from focus_exp.records.comparison import arm_folder, arm_record
-from focus_exp.records.losses import DIGITS, LOSSES, TEXT, Losses, read_losses
-from focus_exp.records.record import Record
 from focus_exp.records.rows import Difference
+from focus_exp.results.losses import DIGITS, LOSSES, TEXT, Losses, read_losses
+from focus_exp.results.record import Record
 
 
 def compare_arms(record: Record, folder: Path, against: list[str]) -> None:

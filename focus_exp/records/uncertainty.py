@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 
 from focus_exp.records.benchmarks import BenchmarkRow
-from focus_exp.records.intervals import NORMAL, student
-from focus_exp.records.record import Record
+from focus_exp.results.intervals import NORMAL, student
+from focus_exp.results.record import Record
 
 Error = tuple[float | None, float | None, int | None]
 

@@ -11,8 +11,8 @@ from typing import Any
 
 import pandas as pd
 
-from focus_exp.records.intervals import Estimate, needed, over_seeds, seed_deviation, student
 from focus_exp.records.rows import ENGAGED
+from focus_exp.results.intervals import Estimate, needed, over_seeds, seed_deviation, student
 
 MIN_SEEDS = 3
 SMALL_EFFECT = 0.01  # nats per token, or of a fraction: about 1 %

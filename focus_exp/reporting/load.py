@@ -17,12 +17,12 @@ import yaml
 from scipy.special import stdtrit
 
 from focus_exp.errors import UserError
-from focus_exp.records.metrics import METRICS, read_metrics
 from focus_exp.records.rows import ENGAGED, WITHOUT_MASK
 from focus_exp.reporting.aggregate import Row, to_rows
 from focus_exp.results.load import Results as Loaded
 from focus_exp.results.load import load_runs, read_record
 from focus_exp.results.measurement import MEASUREMENTS
+from focus_exp.results.metrics import METRICS, read_metrics
 
 T = TypeVar("T")
 QUICK = "quick"

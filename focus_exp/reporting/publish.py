@@ -10,14 +10,14 @@ from pathlib import Path
 from focus_exp.errors import UserError
 from focus_exp.records.comparison import RECORD, arm_folder
 from focus_exp.records.differences import remade_between
-from focus_exp.records.environment import unknown_commit
-from focus_exp.records.losses import LOSSES, read_losses, remade
-from focus_exp.records.metrics import METRICS, read_metrics, write_metrics
-from focus_exp.records.record import Record
 from focus_exp.reporting.load import load_results, load_run
 from focus_exp.reporting.report import REPORT, check_numbers, check_report, write_report
 from focus_exp.reporting.run_report import TABLE, render_run, run_tables, write_run_figures, write_run_table
+from focus_exp.results.environment import unknown_commit
+from focus_exp.results.losses import LOSSES, read_losses, remade
 from focus_exp.results.measurement import MEASUREMENTS
+from focus_exp.results.metrics import METRICS, read_metrics, write_metrics
+from focus_exp.results.record import Record
 from focus_exp.storage import aside
 
 FILES = (TABLE, MEASUREMENTS, LOSSES, "figures/*.svg", "continuations.md", "passage.html")

@@ -8,11 +8,11 @@ from typing import Any
 
 import pandas as pd
 
-from focus_exp.records.intervals import needed, student
 from focus_exp.reporting.aggregate import SMALL_EFFECT, Row, aggregate_seeds, root_mean_square
 from focus_exp.reporting.format import to_percent
 from focus_exp.reporting.load import Results, select
 from focus_exp.reporting.paper_tables import BASE
+from focus_exp.results.intervals import needed, student
 
 SOFT = "soft"
 LONG_TEXT = "perplexity@"  # benchmark: perplexity at a sequence length

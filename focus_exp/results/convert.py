@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from focus_exp.records.losses import LOSSES, TEXT, Losses, read_losses
+from focus_exp.results.losses import LOSSES, TEXT, Losses, read_losses
 from focus_exp.results.measurement import (
     MEASUREMENTS,
     Measurement,

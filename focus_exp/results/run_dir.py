@@ -9,7 +9,7 @@ from focus_exp.assets import uses_embedded
 from focus_exp.config import Config
 from focus_exp.config_hash import config_hash, moved_defaults
 from focus_exp.errors import UserError
-from focus_exp.records.record import Record
+from focus_exp.results.record import Record
 from focus_exp.shipped import is_shipped
 from focus_exp.storage import is_held
 

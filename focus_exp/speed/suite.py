@@ -22,8 +22,8 @@ from focus_exp.data import Blocks
 from focus_exp.errors import first_line
 from focus_exp.models.attached import observed
 from focus_exp.progress import ProgressBar
-from focus_exp.records.environment import commit, cpu_name
 from focus_exp.records.speed import Clock, MethodSpeedRow, SpeedRow
+from focus_exp.results.environment import commit, cpu_name
 from focus_exp.speed.decode import decode_model_row, decode_rows
 from focus_exp.speed.layer import Layer, attention_rows, attention_step_rows
 from focus_exp.speed.methods import Methods, method_rows

@@ -17,7 +17,7 @@ from focus_exp.config_attention import FocusConfig
 from focus_exp.errors import STOP_SIGNALS, Interrupted
 from focus_exp.models.attached import routers_of
 from focus_exp.progress import ProgressBar
-from focus_exp.records.metrics import read_metrics, write_metrics
+from focus_exp.results.metrics import read_metrics, write_metrics
 from focus_exp.training.exchange import any_of, is_main
 from focus_exp.training.module import LanguageModelTask
 

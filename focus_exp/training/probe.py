@@ -21,7 +21,7 @@ from focus_exp.attention.mitigations import entropy
 from focus_exp.attention.selection import Selection, Sequence
 from focus_exp.data import Blocks
 from focus_exp.models.attached import observed, routers_of
-from focus_exp.records.metrics import read_metrics, write_metrics
+from focus_exp.results.metrics import read_metrics, write_metrics
 from focus_exp.training.precision import Precision
 
 PROBES = "probe.jsonl"

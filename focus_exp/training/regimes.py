@@ -21,7 +21,7 @@ from focus_exp.config import Config, PhaseConfig, phases_of
 from focus_exp.data import Blocks, ResumableLoader
 from focus_exp.models.attached import routers_of
 from focus_exp.models.modules import attached_methods
-from focus_exp.records.metrics import METRICS, read_metrics, write_metrics
+from focus_exp.results.metrics import METRICS, read_metrics, write_metrics
 from focus_exp.training.callbacks import Checkpoint, GateAnnealing, Metrics, Progress
 from focus_exp.training.checkpoints import Checkpoints, checkpoint_of
 from focus_exp.training.exchange import agreed, is_main, rank, world_size

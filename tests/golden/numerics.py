@@ -35,8 +35,8 @@ from transformers import PreTrainedModel
 from focus_exp import attach, set_routing
 from focus_exp.config import structured
 from focus_exp.config_hash import config_hash
-from focus_exp.records.metrics import read_metrics
-from focus_exp.records.record import Record
+from focus_exp.results.metrics import read_metrics
+from focus_exp.results.record import Record
 from focus_exp.training.callbacks import Checkpoint
 
 GOLDEN = Path(__file__).with_suffix(".json")

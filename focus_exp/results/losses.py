@@ -13,9 +13,9 @@ from typing import Literal
 import numpy as np
 
 from focus_exp.errors import UserError
-from focus_exp.records.intervals import FEWEST, Estimate, estimate, units_of
-from focus_exp.records.record import Record
 from focus_exp.records.rows import Row, Units
+from focus_exp.results.intervals import FEWEST, Estimate, estimate, units_of
+from focus_exp.results.record import Record
 from focus_exp.storage import replace_file
 
 LOSSES, TEXT = "losses.csv", "text"
