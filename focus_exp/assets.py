@@ -19,7 +19,7 @@ from pathlib import Path
 import huggingface_hub.constants
 
 from focus_exp.errors import UserError, first_line
-from focus_exp.storage import aside, clear_aside, held
+from focus_exp.storage import atomic_write, file_lock, remove_stale_temp
 
 
 @dataclass(frozen=True)
@@ -171,12 +171,12 @@ def build_once(
 
     if not missing():
         return folder
-    with held(folder.with_name(f".{folder.name}.lock"), str(folder), wait=True):
+    with file_lock(folder.with_name(f".{folder.name}.lock"), str(folder), wait=True):
         if missing():
             if folder.is_dir():
                 print(f"WARNING: {folder} is damaged ({damage(folder)}); it is made again", file=sys.stderr)
-            clear_aside(folder.parent, folder.name)
-            with aside(folder) as new:
+            remove_stale_temp(folder.parent, folder.name)
+            with atomic_write(folder) as new:
                 new.mkdir()
                 build(new)
                 # safetensors writes for the owner only, and caches are shared

@@ -1,4 +1,4 @@
-"""What lies on disk whole or not at all, and locks that end with the process that holds them."""
+"""Atomic writes and file locks."""
 
 from __future__ import annotations
 
@@ -17,9 +17,8 @@ from safetensors import SafetensorError
 
 from focus_exp.errors import UserError
 
-ASIDE = ".aside"
-LOCKLESS = (errno.ENOLCK, errno.EOPNOTSUPP)
-PATIENCE = 1.0  # seconds: `is_held` has the lock for an instant
+TEMP_SUFFIX = ".aside"
+LOCK_TIMEOUT = 1.0  # seconds; `is_locked` holds a lock for an instant
 
 
 class InUse(UserError):
@@ -27,44 +26,45 @@ class InUse(UserError):
 
 
 @contextmanager
-def aside(path: str | Path) -> Iterator[Path]:
-    """Where to write what is to become `path`, a file or a whole folder: it takes its name at the end of the block.
+def atomic_write(path: str | Path) -> Iterator[Path]:
+    """Yield a temporary path that replaces `path`, a file or a folder, when the block ends without an error.
 
-    Readers see the old one or the whole new one. An error leaves the old one as it was, and nothing beside it.
+    Raises:
+        OSError: naming `path`, if a write fails; also for safetensors, which reports a full disk in its own class.
     """
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
-    new, old = (path.with_name(f".{path.name}.{kind}{os.getpid()}{ASIDE}") for kind in ("", "old-"))
+    new, old = (path.with_name(f".{path.name}.{kind}{os.getpid()}{TEMP_SUFFIX}") for kind in ("", "old-"))
     try:
         yield new
-        if new.is_dir() and path.is_dir():  # no rename replaces a folder that holds something
+        if new.is_dir() and path.is_dir():  # os.replace takes no folder that is not empty
             path.rename(old)
         os.replace(new, path)
-    except SafetensorError as error:  # its name for a failed write
+    except SafetensorError as error:
         code = re.search(r"os error (\d+)", str(error))
         raise OSError(int(code[1]) if code else errno.EIO, str(error).split(": ")[-1], str(path)) from error
     except OSError as error:
-        error.filename = error.filename or str(path)  # which a failed write does not tell
+        error.filename = error.filename or str(path)  # a failed write does not set it
         raise
     finally:
-        for left in (new, old):
-            remove(left)
+        remove(new)
+        remove(old)
 
 
 def replace_file(path: str | Path, content: bytes) -> None:
-    """Write `content` to `path`: readers see the old file or the whole new one."""
-    with aside(path) as new:
+    """Write `content` to `path` atomically."""
+    with atomic_write(path) as new:
         new.write_bytes(content)
 
 
-def clear_aside(folder: Path, name: str = "*") -> None:
-    """Remove what killed processes left aside of `name` below `folder`; for whoever is the only one to write there."""
-    for left in list(folder.rglob(f".{name}.*{ASIDE}")):
-        remove(left)
+def remove_stale_temp(folder: Path, name: str = "*") -> None:
+    """Remove temporary files that killed processes left below `folder`; the caller must hold its lock."""
+    for path in list(folder.rglob(f".{name}.*{TEMP_SUFFIX}")):
+        remove(path)
 
 
 def remove(path: Path) -> None:
-    """A file or a folder, if it is there."""
+    """Remove a file or a folder, if it exists."""
     if path.is_dir():
         shutil.rmtree(path, ignore_errors=True)
     else:
@@ -72,37 +72,41 @@ def remove(path: Path) -> None:
 
 
 @contextmanager
-def held(path: Path, what: str, *, wait: bool = False) -> Iterator[None]:
-    """Hold the lock file `path` of `what` within the block; it ends with the process, however that ends.
+def file_lock(path: Path, what: str, *, wait: bool = False) -> Iterator[None]:
+    """Hold the lock file `path` within the block. The lock ends with the process.
+
+    Args:
+        path: lock file.
+        what: subject of the error message.
+        wait: wait for another process instead of raising InUse.
 
     Raises:
-        InUse: another process holds it, which the message names; not with `wait`.
-        UserError: the file system has no locks.
+        InUse: if another process holds the lock.
+        UserError: if the file system has no locks.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    lock = FileLock(path, timeout=-1 if wait else PATIENCE)
+    lock = FileLock(path, timeout=-1 if wait else LOCK_TIMEOUT)
     try:
         lock.acquire(poll_interval=0.05)
     except Timeout:
         holder = path.read_text(encoding="utf-8", errors="replace") if path.exists() else ""
-        by = holder and f" by {holder}"
-        raise InUse(f"{what} is in use{by}; wait until that has ended, or stop it") from None
+        raise InUse(f"{what} is in use by {holder or 'another process'}. Wait for it to end, or stop it.") from None
     except OSError as error:
-        if error.errno in LOCKLESS:
-            raise UserError(
-                f"{path}: this file system has no locks; give another with runs_dir= or cache_dir="
-            ) from error
-        raise
+        if error.errno not in (errno.ENOLCK, errno.EOPNOTSUPP):
+            raise
+        raise UserError(
+            f"{path} must be on a file system with locks. Choose another with runs_dir= or cache_dir=."
+        ) from error
     try:
         since = datetime.now(UTC).isoformat(timespec="seconds")
         path.write_text(f"process {os.getpid()} on {platform.node()} since {since}", encoding="utf-8")
         yield
     finally:
-        path.unlink(missing_ok=True)  # a waiting process notices, and takes the next file
+        path.unlink(missing_ok=True)  # before the release: a waiting process then takes a new file
         lock.release()
 
 
-def is_held(path: Path) -> bool:
+def is_locked(path: Path) -> bool:
     """Return whether a process holds the lock file `path`."""
     if not path.exists():
         return False

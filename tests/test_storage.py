@@ -20,14 +20,14 @@ from focus_exp.jobs import compare as compare_module
 from focus_exp.jobs import train as train_module
 from focus_exp.jobs.run import open_run
 from focus_exp.results.record import Record
-from focus_exp.storage import InUse, aside, clear_aside, held, is_held, replace_file
+from focus_exp.storage import InUse, atomic_write, file_lock, is_locked, remove_stale_temp, replace_file
 
 STEPS = router_steps(4)
 HOLDER = """
 import os, sys, time
 from pathlib import Path
-from focus_exp.storage import held
-with held(Path(sys.argv[1]), "it"):
+from focus_exp.storage import file_lock
+with file_lock(Path(sys.argv[1]), "it"):
     worker = os.fork() if sys.argv[2] == "worker" else 0
     if worker or sys.argv[2] == "alone":
         print(os.getpid(), worker, flush=True)
@@ -44,7 +44,7 @@ def test_what_is_written_aside_takes_its_place_whole(tmp_path, kind):
     path = tmp_path / "below" / "it"
 
     def write(number):
-        with aside(path) as new:
+        with atomic_write(path) as new:
             if kind == "file":
                 new.write_text(number)
             else:
@@ -65,7 +65,7 @@ def test_what_is_written_aside_takes_its_place_whole(tmp_path, kind):
 
 
 def test_safetensors_full_disk_is_an_error_of_the_disk(tmp_path):
-    with pytest.raises(OSError, match="No space left") as caught, aside(tmp_path / "it") as new:
+    with pytest.raises(OSError, match="No space left") as caught, atomic_write(tmp_path / "it") as new:
         new.touch()
         raise SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
     assert caught.value.errno == errno.ENOSPC and not list(tmp_path.iterdir())
@@ -76,7 +76,7 @@ def test_what_a_killed_process_left_aside_is_cleared(tmp_path):
     replace_file(left, b"half")
     (tmp_path / "a" / ".folder.old-4711.aside").mkdir()
     replace_file(tmp_path / "a" / "kept", b"whole")
-    clear_aside(tmp_path)
+    remove_stale_temp(tmp_path)
     assert [path.name for path in (tmp_path / "a").iterdir()] == ["kept"]
 
 
@@ -86,15 +86,15 @@ def test_a_lock_names_its_holder_and_ends_with_it(tmp_path, kind):
     holder = subprocess.Popen([sys.executable, "-c", HOLDER, lock, kind], stdout=subprocess.PIPE, text=True)
     process, worker = map(int, holder.stdout.readline().split())
     try:
-        assert is_held(lock)
-        message = rf"it is in use by process {process} on .* since 20.*; wait until that has ended, or stop it"
-        with pytest.raises(InUse, match=message), held(lock, "it"):
+        assert is_locked(lock)
+        message = rf"it is in use by process {process} on .* since 20"
+        with pytest.raises(InUse, match=message), file_lock(lock, "it"):
             pass
         holder.kill()
         holder.wait()
-        assert not is_held(lock)
-        with held(lock, "it"):
-            assert is_held(lock) and str(os.getpid()) in lock.read_text()
+        assert not is_locked(lock)
+        with file_lock(lock, "it"):
+            assert is_locked(lock) and str(os.getpid()) in lock.read_text()
         assert not lock.exists()
     finally:
         holder.kill()
@@ -107,7 +107,7 @@ def test_who_waits_for_a_lock_gets_it(tmp_path):
     holder = subprocess.Popen([sys.executable, "-c", HOLDER, lock, "alone"], stdout=subprocess.PIPE, text=True)
     holder.stdout.readline()
     threading.Timer(0.3, holder.kill).start()
-    with held(lock, "it", wait=True):
+    with file_lock(lock, "it", wait=True):
         assert holder.wait() == -signal.SIGKILL
 
 
@@ -117,8 +117,8 @@ def test_a_file_system_without_locks_is_told(tmp_path, monkeypatch):
 
     monkeypatch.setattr("fcntl.flock", none)
     with (
-        pytest.raises(UserError, match="this file system has no locks; give another with runs_dir="),
-        held(tmp_path / "lock", "it"),
+        pytest.raises(UserError, match="runs_dir="),
+        file_lock(tmp_path / "lock", "it"),
     ):
         pass
 
@@ -152,7 +152,7 @@ def test_a_comparison_stops_at_an_arm_that_another_command_runs(tmp_path):
     command = [*tiny(tmp_path), "job=compare", *write_variants(tmp_path / "conf", variants)]
     assert run(*command, "+variant=adhoc/one").code == 0
     done = only_run(tmp_path)
-    with held(done.with_name(f".{done.name}.lock"), "it"):
+    with file_lock(done.with_name(f".{done.name}.lock"), "it"):
         result = run(*command, "overwrite=true")
     assert result.code == 2 and f"error: the run folder {done} is in use by process {os.getpid()}" in result.err
     assert Record.load(done / "record.json").status == "finished"

@@ -22,7 +22,7 @@ from focus_exp.attention.selection import Selection, Sequence, group_sizes
 from focus_exp.data import Blocks
 from focus_exp.models.attached import acting_methods, observed
 from focus_exp.progress import ProgressBar
-from focus_exp.storage import aside
+from focus_exp.storage import atomic_write
 from focus_exp.training.precision import Precision
 
 # rows of logits made float32 at a time: of a vocabulary of 50 thousand they stay in a processor's cache
@@ -132,7 +132,7 @@ def write_scores(path: Path, scores: Scores, windows: list[int], precision: Prec
         "path": np.array(scores.path), "windows": np.array(windows),
         "precision": np.array(precision.name), "weights": np.array(weights),
     }  # fmt: skip
-    with aside(path) as new, new.open("wb") as file:  # given a name, numpy would add its own ending
+    with atomic_write(path) as new, new.open("wb") as file:  # given a name, numpy would add its own ending
         np.savez_compressed(file, allow_pickle=False, **arrays, **sizes)
 
 

@@ -21,7 +21,7 @@ from focus_exp.jobs.run import finished_record, run_folder
 from focus_exp.jobs.variants import compose_variant
 from focus_exp.overrides import quote_override
 from focus_exp.results.record import Record
-from focus_exp.storage import aside, held
+from focus_exp.storage import atomic_write, file_lock
 from focus_exp.training.precision import choose_precision
 
 
@@ -60,7 +60,7 @@ def make_base(config: Config) -> None:
     if not needs_base(config) or finished_record(base_run(config)) is not None:
         return
     folder = run_folder(base_run(config))
-    with held(folder.with_name(f".{folder.name}.making"), str(folder), wait=True):
+    with file_lock(folder.with_name(f".{folder.name}.making"), str(folder), wait=True):
         if finished_record(base_run(config)) is not None:
             return
         print(f"{config.model.name} is trained here first: {' '.join(config.model.trained_by)}")
@@ -132,7 +132,7 @@ def same_base(config: Config) -> tuple[object, ...]:
 
 def copy(source: Path, target: Path) -> None:
     """A file or a folder, whole or not at all."""
-    with aside(target) as new:
+    with atomic_write(target) as new:
         if source.is_dir():
             shutil.copytree(source, new)
         else:

@@ -45,7 +45,7 @@ from focus_exp.results.run_dir import (
     run_folder,
 )
 from focus_exp.speed.timing import begin_peak, peak_memory
-from focus_exp.storage import clear_aside, held, replace_file
+from focus_exp.storage import file_lock, remove_stale_temp, replace_file
 from focus_exp.training.exchange import is_main
 from focus_exp.training.regimes import CHECKPOINTS
 
@@ -158,7 +158,7 @@ def already_finished(config: Config) -> bool:
 
 def claimed(folder: Path) -> AbstractContextManager[None]:
     """Within the block no other command writes to the run folder; InUse, naming it, where one does already."""
-    return held(lock_of(folder), f"the run folder {folder}") if is_main() else nullcontext()
+    return file_lock(lock_of(folder), f"the run folder {folder}") if is_main() else nullcontext()
 
 
 @contextmanager
@@ -185,7 +185,7 @@ def recorded(config: Config, device: str) -> Iterator[Run]:
         for sentence in take_over(record, earlier, folder):
             run.warn(sentence)
     folder.mkdir(parents=True, exist_ok=True)
-    clear_aside(folder)
+    remove_stale_temp(folder)
     replace_file(folder / "config.yaml", OmegaConf.to_yaml(OmegaConf.structured(config)).encode())
     run.save()
     begin_peak()

@@ -22,7 +22,7 @@ from focus_exp.jobs.run import Run, already_finished, open_run
 from focus_exp.jobs.tune import last_rate, tuned
 from focus_exp.models.load import fingerprint, whole
 from focus_exp.records.rows import Try
-from focus_exp.storage import aside
+from focus_exp.storage import atomic_write
 from focus_exp.training.exchange import alone, in_turns, is_main
 from focus_exp.training.precision import choose_device, choose_precision
 from focus_exp.training.processes import processes
@@ -77,6 +77,6 @@ def save_weights(run: Run, model: PreTrainedModel, tokenizer: PreTrainedTokenize
                 state[name] = gathered
     if not is_main():
         return
-    with aside(run.folder / "model") as new:
+    with atomic_write(run.folder / "model") as new:
         model.save_pretrained(new, state_dict=state)
         tokenizer.save_pretrained(new)

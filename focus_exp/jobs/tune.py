@@ -13,7 +13,7 @@ from focus_exp.jobs.base import share_scores
 from focus_exp.jobs.run import finished_record, run_folder
 from focus_exp.records.answers import trained_row
 from focus_exp.records.rows import Try
-from focus_exp.storage import held
+from focus_exp.storage import file_lock
 
 TRIES = "tries"  # their experiment
 
@@ -60,7 +60,7 @@ def tried(config: Config, rate: float, train: Callable[[Config], None]) -> Try:
     """What a try led to. Commands that share it wait for each other, unless it runs in several processes."""
     alone = config.trainer.devices * config.trainer.num_nodes == 1
     folder = run_folder(config)
-    with held(folder.with_name(f".{folder.name}.making"), str(folder), wait=True) if alone else nullcontext():
+    with file_lock(folder.with_name(f".{folder.name}.making"), str(folder), wait=True) if alone else nullcontext():
         try:
             if config.overwrite or not finished_record(config):
                 train(config)

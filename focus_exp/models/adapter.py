@@ -24,7 +24,7 @@ from focus_exp.models.attach import attach, detach
 from focus_exp.models.attached import attachment_of, is_causal, set_routing
 from focus_exp.models.load import arithmetic_of, fingerprint, materialized, whole
 from focus_exp.models.modules import attached_methods, unwrapped_state_dict
-from focus_exp.storage import aside
+from focus_exp.storage import atomic_write
 
 log = logging.getLogger(__name__)
 WEIGHTS, DESCRIPTION, CARD = ADAPTER_FILES
@@ -80,7 +80,7 @@ def save_adapter(
     }
     if not write:
         return folder
-    with aside(folder / WEIGHTS) as weights, aside(folder / DESCRIPTION) as text:
+    with atomic_write(folder / WEIGHTS) as weights, atomic_write(folder / DESCRIPTION) as text:
         save_file(tensors, weights)
         text.write_text(json.dumps(description, indent=2, default=Tensor.tolist) + "\n", encoding="utf-8")
     return folder

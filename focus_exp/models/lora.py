@@ -21,7 +21,7 @@ from focus_exp.models.attach import layer_shape
 from focus_exp.models.attached import is_trainable
 from focus_exp.models.load import whole
 from focus_exp.models.modules import attention_modules
-from focus_exp.storage import aside
+from focus_exp.storage import atomic_write
 
 ADAPTER = "default"  # PEFT's own name for an only adapter
 FILES = ("adapter_model.safetensors", "adapter_config.json")
@@ -123,7 +123,7 @@ def save_lora(model: PreTrainedModel, folder: str | Path, write: bool = True) ->
     if not write:
         return folder
     description = cast(PeftLoraConfig, model.peft_config[ADAPTER]).to_dict()
-    with aside(folder / FILES[0]) as weights, aside(folder / FILES[1]) as text:
+    with atomic_write(folder / FILES[0]) as weights, atomic_write(folder / FILES[1]) as text:
         save_file(tensors, weights, metadata={"format": "pt"})
         text.write_text(json.dumps(description, indent=2, sort_keys=True, default=sorted), encoding="utf-8")  # of sets
     return folder

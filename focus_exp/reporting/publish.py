@@ -18,7 +18,7 @@ from focus_exp.results.losses import LOSSES, read_losses, remade
 from focus_exp.results.measurement import MEASUREMENTS
 from focus_exp.results.metrics import METRICS, read_metrics, write_metrics
 from focus_exp.results.record import Record
-from focus_exp.storage import aside
+from focus_exp.storage import atomic_write
 
 FILES = (TABLE, MEASUREMENTS, LOSSES, "figures/*.svg", "continuations.md", "passage.html")
 VARIANT_FILES = (MEASUREMENTS, LOSSES)
@@ -47,7 +47,7 @@ def publish(places: list[Path], current: set[Path], runs: Path, records: Path) -
         raise UserError(f"runs must come from a known commit (got {'; '.join(unknown)}). Commit and run again.")
     homes = {place: records / _home(place, record, records) for place, record in found.items()}
     for place, record in found.items():
-        with aside(homes[place]) as new:
+        with atomic_write(homes[place]) as new:
             patterns = VARIANT_FILES if (record.config.get("variant") or record.config.get("arm")) else FILES
             for file in [file for pattern in patterns for file in sorted((runs / place).glob(pattern))]:
                 copy = new / file.relative_to(runs / place)
@@ -67,7 +67,7 @@ def publish(places: list[Path], current: set[Path], runs: Path, records: Path) -
             is_same_run(runs / adapter.parent, records / adapter.parent)
             and directory_bytes(runs / adapter) <= MAX_ADAPTER_BYTES
         ):
-            with aside(records / adapter) as new:
+            with atomic_write(records / adapter) as new:
                 shutil.copytree(runs / adapter, new)
     removed = []
     awaited = {_experiment_and_seed(place) for place in current if not (records / place / RECORD).exists()}
@@ -165,7 +165,7 @@ def renew(records: Path) -> None:
         write_run_table(folder)
         write_run_figures(folder)
     if (records / REPORT).is_dir():
-        with aside(records / REPORT) as new:  # without the tables of runs that are gone
+        with atomic_write(records / REPORT) as new:  # without the tables of runs that are gone
             write_report(load_results(records), new)
     for picture in records.rglob("figures/*.png"):  # the SVG is enough
         picture.unlink()

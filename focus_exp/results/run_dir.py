@@ -11,7 +11,7 @@ from focus_exp.config_hash import config_hash, moved_defaults
 from focus_exp.errors import UserError
 from focus_exp.results.record import Record
 from focus_exp.shipped import is_shipped
-from focus_exp.storage import is_held
+from focus_exp.storage import is_locked
 
 EMBEDDED_MODEL, EMBEDDED_DATA = "smollm2_135m_q4", "books"  # names of what stands in when the hub is out of reach
 # the reason in a record until its run has ended
@@ -136,6 +136,6 @@ def state_of(record: Record, folder: Path) -> State:
     """What has become of the run in `folder`: a record that nobody ended is of a run that goes on, or was killed."""
     if record.error != NOT_ENDED:
         return State(record.status, record.error or "")
-    if is_held(lock_of(folder)):
+    if is_locked(lock_of(folder)):
         return State("running")
     return State("interrupted", "it was killed; the same command goes on from its last checkpoint")

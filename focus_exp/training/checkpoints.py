@@ -11,7 +11,7 @@ import torch
 from lightning_fabric.plugins import TorchCheckpointIO
 
 from focus_exp.errors import first_line
-from focus_exp.storage import aside
+from focus_exp.storage import atomic_write
 
 SUFFIX, BEFORE, DAMAGED = ".ckpt", ".before", ".damaged"
 PARTS = {"state_dict", "optimizer_states", "lr_schedulers", "loops", "callbacks", "random_states", "accumulated"}
@@ -26,7 +26,7 @@ class Checkpoints(TorchCheckpointIO):
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None) -> None:
         path = Path(path)
-        with aside(path) as new:
+        with atomic_write(path) as new:
             try:
                 with new.open("wb") as file:
                     torch.save(checkpoint, file)

@@ -22,7 +22,7 @@ from focus_exp.models.attached import set_budget
 from focus_exp.models.modules import attached_methods
 from focus_exp.progress import ProgressBar
 from focus_exp.records.rows import FitRow
-from focus_exp.storage import aside
+from focus_exp.storage import atomic_write
 from focus_exp.training.budget import allot
 from focus_exp.training.curves import Curves, measure_curves
 from focus_exp.training.encoder_fit import balance, fit_encoders, thresholds, thresholds_by
@@ -92,7 +92,7 @@ def fit_all(
     if not measured.exists():
         with timed(folder / f"{SECONDS}-{CURVES}-{options.counts}"):
             found = measure_curves(model, methods, held_out, precision)
-        with aside(measured) as new:
+        with atomic_write(measured) as new:
             save_file({f"{layer}.{k}": v for layer, curve in found.items() for k, v in vars(curve).items()}, new)
     tensors = load_file(measured)
     return {layer: Curves(*(tensors[f"{layer}.{item.name}"] for item in fields(Curves))) for layer in methods}

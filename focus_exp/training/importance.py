@@ -23,7 +23,7 @@ from focus_exp.attention.reference import scores, weights
 from focus_exp.attention.selection import Selection, Sequence, always_visible, permitted, row_blocks
 from focus_exp.models.attached import swapped
 from focus_exp.progress import ProgressBar
-from focus_exp.storage import aside
+from focus_exp.storage import atomic_write
 from focus_exp.training.precision import Precision
 
 KEPT = 48  # keys of a query: they hold 99 % of its importance in SmolLM2-135M
@@ -191,7 +191,7 @@ def observe(
             for index, probe in probes.items()
             for item in fields(Observed)
         }
-        with aside(path) as new:
+        with atomic_write(path) as new:
             save_file(tensors, new)
     return paths
 

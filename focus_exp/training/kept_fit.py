@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 from focus_exp.attention.method import AttentionMethod
 from focus_exp.models.load import arithmetic_of, fingerprint
 from focus_exp.progress import ProgressBar
-from focus_exp.storage import aside, clear_aside, held, remove
+from focus_exp.storage import atomic_write, file_lock, remove, remove_stale_temp
 from focus_exp.training.importance import Observed, observe, read
 from focus_exp.training.precision import Precision
 
@@ -38,8 +38,8 @@ def kept_fit(
     base = [fingerprint(model), arithmetic_of(model.config)]
     key = json.dumps([*kind, FORMAT, precision.name, *base, text, *decide], sort_keys=True)
     folder = cache / "fits" / hashlib.sha256(key.encode()).hexdigest()[:16]
-    with held(folder / "lock", str(folder), wait=True):
-        clear_aside(folder)
+    with file_lock(folder / "lock", str(folder), wait=True):
+        remove_stale_temp(folder)
         yield folder
 
 
@@ -60,7 +60,7 @@ def fit_layers(
             observed = observe(model, methods, blocks, precision, folder / "observed", worth)
             for layer in ProgressBar(todo, desc="fitting layers", unit="layer"):
                 found = fit(methods[layer], read(observed, layer), torch.Generator().manual_seed(seed + layer))
-                with aside(paths[layer]) as new:
+                with atomic_write(paths[layer]) as new:
                     save_file(found, new)
         remove(folder / "observed")
     return {layer: load_file(path) for layer, path in paths.items()}
@@ -74,7 +74,7 @@ def timed(path: Path) -> Iterator[None]:
         yield
     finally:
         spent = seconds_in(path) + time.perf_counter() - began
-        with aside(path) as new:
+        with atomic_write(path) as new:
             new.write_text(f"{spent:.3f}")
 
 
