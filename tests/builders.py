@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
+from types import SimpleNamespace
 
 from omegaconf import OmegaConf
+
+from focus_exp.results.measurement import Measurement
 
 GROUPS = ("attention", "regime", "model", "data", "eval")
 
@@ -29,3 +33,20 @@ def write_variant(path: Path, overrides: list[str]) -> None:
     body = {"defaults": chosen, "variant": path.stem, **OmegaConf.to_container(values)}
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text("# @package _global_\n" + OmegaConf.to_yaml(OmegaConf.create(body)), encoding="utf-8")
+
+
+def timings(measurements: Iterable[Measurement]) -> list[SimpleNamespace]:
+    """Return each timed case: its settings, its metrics, and as full_<metric> those of full attention."""
+    cases: dict[str, SimpleNamespace] = {}
+    for row in measurements:
+        if "clock" not in row.settings:
+            continue
+        name = row.reference if row.variant == "full" else row.variant
+        case = cases.setdefault(
+            f"{name} {row.settings}", SimpleNamespace(**{"variant": name, "error": None} | row.settings)
+        )
+        prefix = "full_" if row.variant == "full" else ""
+        vars(case)[prefix + row.metric] = row.value
+        if not prefix:
+            case.density = row.density
+    return list(cases.values())

@@ -3,7 +3,6 @@
 import json
 import re
 import subprocess
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,11 +12,11 @@ from running import run, tiny
 from focus_exp.errors import UserError
 from focus_exp.records.comparison import load_run
 from focus_exp.records.rows import Row
-from focus_exp.records.speed import SpeedRow
 from focus_exp.reporting.load import load_results
 from focus_exp.reporting.publish import find_stale, publish, renew, strip_local_paths
 from focus_exp.reporting.report import write_report
 from focus_exp.results.environment import unknown_commit
+from focus_exp.results.measurement import Measurement
 from focus_exp.results.record import Record
 
 LARGEST = 3 * 2**19  # bytes: an adapter
@@ -74,15 +73,15 @@ def test_published_runs_supersede_those_that_no_table_makes_any_more(tmp_path, m
 def test_times_of_another_kind_of_device_are_published_beside_those_that_are_there(tmp_path, monkeypatch):
     monkeypatch.setattr("focus_exp.reporting.publish.unknown_commit", lambda commit: "")
     runs, records, place = tmp_path / "runs", tmp_path / "records", Path("speed", "focus-bench", "seed=0-01")
-    row = SpeedRow(clock="attention", tokens=1024, groups=4, assignment="balanced", full_seconds=1.0, pairs_kept=0.5)
     (runs / place).mkdir(parents=True)
     (runs / place / "table.md").write_text("")
     homes = [records / place, records / place.with_name("seed=0-01-nvidia_h200")]
     for device, seconds in (("cpu, 2 threads, float32", 0.5), ("NVIDIA H200, bfloat16", 0.25)) * 2:
-        timed = replace(row, focus_seconds=seconds)
-        Record(status="finished", experiment="speed", device=device, speed=[timed]).save(runs / place / "record.json")
+        record = Record(status="finished", experiment="speed", device=device)
+        record.measurements.append(make_timing(seconds))
+        record.save(runs / place / "record.json")
         assert publish([place], {place}, runs, records) == []
-    assert [Record.load(home / "record.json").speed[0].focus_seconds for home in homes] == [0.5, 0.25]
+    assert [Record.load(home / "record.json").measurements[0].value for home in homes] == [0.5, 0.25]
     assert all((home / "table.md").exists() for home in homes) and find_stale(records) == []
 
 
@@ -109,6 +108,11 @@ def test_the_adapter_that_a_published_run_measured_is_published_beside_the_run_t
     again.save(runs / made / "record.json")
     publish([other], {made, other}, runs, records)
     assert not (records / made / "adapter").exists()
+
+
+def make_timing(value):
+    settings = {"clock": "attention", "seq_len": 1024, "groups": 4, "assignment": "balanced", "top_k": 1}
+    return Measurement(variant="focus", metric="speedup", value=value, unit="x", reference="full", settings=settings)
 
 
 @pytest.mark.parametrize("commit", [None, "", "0" * 40, "0" * 40 + "-dirty"])
@@ -213,6 +217,6 @@ def test_every_committed_table_follows_from_its_record():
 )  # fmt: skip
 def test_times_of_an_interrupted_run_count_and_scores_do_not(status, timed, scored, counts):
     record = Record(status=status, experiment="speed")
-    record.speed = [SpeedRow(clock="attention", tokens=1024, groups=4, assignment="balanced")] if timed else []
+    record.measurements += [make_timing(2.0)] if timed else []
     record.rows = [Row(name="base", kind="base", method="full", causal=True)] if scored else []
     assert record.counts == counts

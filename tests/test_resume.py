@@ -18,7 +18,7 @@ from running import full_disk_at, metrics_of, only_run, outcome, record_of, rout
 from focus_exp.errors import Interrupted, UserError
 from focus_exp.evaluation import quality
 from focus_exp.jobs.inputs import refuse_another, take_over
-from focus_exp.records.speed import SpeedRow
+from focus_exp.results.measurement import Measurement
 from focus_exp.results.record import Record
 from focus_exp.results.run_dir import NOT_ENDED
 from focus_exp.speed import suite
@@ -301,14 +301,14 @@ def test_a_clock_is_kept_for_the_processor_and_the_commit_that_it_is_of(tmp_path
     measured = []
 
     def measure():
-        measured.append(SpeedRow(clock="attention", tokens=len(measured), groups=2, assignment="balanced"))
+        measured.append(Measurement(variant="focus", metric="speedup", value=float(len(measured))))
         return measured[-1:]
 
     for _ in range(2):
-        assert Suite.keep(made, "attention-48", SpeedRow, measure) == measured[:1]
+        assert Suite.keep(made, "attention-48", measure) == measured[:1]
     monkeypatch.setattr(suite, other, lambda *_: "another")
     for _ in range(2):
-        assert Suite.keep(made, "attention-48", SpeedRow, measure) == measured[1:]
+        assert Suite.keep(made, "attention-48", measure) == measured[1:]
     assert len(measured) == 2
 
 

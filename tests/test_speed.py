@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from builders import timings
 from hydra import initialize_config_dir
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -116,14 +117,14 @@ def test_what_is_timed_is_focus_and_full_attention():
 
 
 def test_layer_rows_say_what_ran():
-    rows = list(attention_rows(LAYER, 100, [balanced(2, 100), balanced(4, 100, top_k=2)]))
+    rows = timings(attention_rows(LAYER, 100, [balanced(2, 100), balanced(4, 100, top_k=2)]))
     assert [(r.clock, r.groups, r.top_k) for r in rows] == [
         ("attention", 2, 1), ("kernels", 2, 1), ("attention", 4, 2), ("kernels", 4, 2),
     ]  # fmt: skip
-    assert all(r.path == "cpu-flash" and r.ratio > 0 and r.bound > 1 and r.full_kernel == "sdpa" for r in rows)
-    assert rows[0].full_seconds == rows[3].full_seconds  # one full attention for all, in the same rounds
-    (step,) = attention_step_rows(LAYER, 100, [balanced(2, 100)])
-    assert step.clock == "attention step" and step.focus_seconds > 0
+    assert all(r.path == "cpu-flash" and r.speedup > 0 and r.density < 1 and r.full_kernel == "sdpa" for r in rows)
+    assert rows[0].full_latency_ms == rows[3].full_latency_ms  # one full attention for all, in the same rounds
+    (step,) = timings(attention_step_rows(LAYER, 100, [balanced(2, 100)]))
+    assert step.clock == "attention step" and step.latency_ms > 0
 
 
 def attached(tiny_model, **options):
@@ -149,11 +150,11 @@ def test_prefill_and_step_leave_the_model_as_it_was(tiny_model):
     model = attached(tiny_model)
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     tokens = torch.randint(256, (1, 64))
-    prefill = prefill_row(model, tokens, FLOAT32, 1)
-    assert 0 < prefill.focus_attention_seconds < prefill.focus_seconds
-    assert prefill.assignment == "trained" and prefill.path == "masked" and 0 < prefill.pairs_kept < 1
-    step = model_step_row(model, tokens, FLOAT32)
-    assert step.full_seconds > 0 and step.focus_seconds > 0
+    (prefill,) = timings(prefill_row(model, tokens, FLOAT32, 1))
+    assert 0 < prefill.attention_latency_ms < prefill.latency_ms
+    assert prefill.assignment == "trained" and prefill.path == "masked" and 0 < prefill.density < 1
+    (step,) = timings(model_step_row(model, tokens, FLOAT32))
+    assert step.full_latency_ms > 0 and step.latency_ms > 0
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
     assert all(m.train_with == "soft" and not m.training for m in attached_methods(model).values())
     assert all(p.grad is None and p.requires_grad == (".focus." in name) for name, p in model.named_parameters())
@@ -239,7 +240,7 @@ def test_a_bench_run_measures_every_clock_with_balanced_and_trained_groups(tmp_p
     result = run(*tiny(tmp_path), *BENCH)
     assert result.code == 0, result.err
     record = record_of(tmp_path)
-    found = {(row.clock, row.tokens, row.groups, row.assignment) for row in record.speed}
+    found = {(row.clock, row.seq_len, row.groups, row.assignment) for row in timings(record.measurements)}
     layers = [("balanced", 2), ("balanced", 4), ("trained", 2)]
     assert found == {
         *((clock, n, k, a) for clock in ("attention", "kernels") for n in (48, 80) for a, k in layers),
@@ -248,7 +249,7 @@ def test_a_bench_run_measures_every_clock_with_balanced_and_trained_groups(tmp_p
         ("decode model", 40, 2, "trained"),
         *((clock, 64, 2, "trained") for clock in ("prefill", "model step")),
     }
-    assert all(row.error is None and row.focus_seconds for row in record.speed)
+    assert all(row.error is None and row.latency_ms for row in timings(record.measurements))
     assert record.steps == 2 and (only_run(tmp_path) / "adapter").is_dir()
     again = run(*tiny(tmp_path), *BENCH)
     assert again.code == 0 and "finished already" in again.out
@@ -256,10 +257,10 @@ def test_a_bench_run_measures_every_clock_with_balanced_and_trained_groups(tmp_p
 
 def test_a_decode_step_reads_its_share_of_what_is_cached(tmp_path):
     assert run(*tiny(tmp_path), *BENCH).code == 0
-    rows = [row for row in record_of(tmp_path).speed if row.clock.startswith("decode")]
+    rows = [row for row in timings(record_of(tmp_path).measurements) if row.clock.startswith("decode")]
     for row in rows:
-        assert row.focus_bytes_read / row.full_bytes_read == pytest.approx(row.pairs_kept, abs=0.01)
-        assert 0 < row.pairs_kept < 1 and row.focus_peak_bytes >= row.full_peak_bytes
+        assert row.bytes_read / row.full_bytes_read == pytest.approx(row.density, abs=0.01)
+        assert 0 < row.density < 1 and row.peak_memory_bytes >= row.full_peak_memory_bytes
         assert row.path == "cached" and ("Cache" in row.full_kernel or "Layer" in row.full_kernel)
     text = (only_run(tmp_path) / "table.md").read_text()
     assert "decode" in text
@@ -268,14 +269,14 @@ def test_a_decode_step_reads_its_share_of_what_is_cached(tmp_path):
 @pytest.mark.parametrize("groups", [1, 4])
 def test_a_sliding_layer_counts_as_what_its_own_cache_keeps_and_reads(groups, tiny_model):
     model = set_routing(attach(tiny_model("gemma3"), "focus", groups=groups, window=4, sinks=1), hard=True)
-    row = decode_model_row(model, torch.randint(256, (1, 24)), FLOAT32, 1)
+    (row,) = timings(decode_model_row(model, torch.randint(256, (1, 24)), FLOAT32, 1))
     length = 24 + 2 * MODEL_STEPS  # one round before the one that counts
     with torch.no_grad(), disabled(model):
         cache = model(torch.randint(256, (1, length))).past_key_values
-    assert row.full_peak_bytes == sum(x.nbytes for layer in cache.layers for x in (layer.keys, layer.values))
+    assert row.full_peak_memory_bytes == sum(x.nbytes for layer in cache.layers for x in (layer.keys, layer.values))
     assert row.full_bytes_read == (8 + length) * 2 * 2 * 16 * 4  # keys and values of two heads of 16 floats
-    assert row.pairs_kept == row.focus_bytes_read / row.full_bytes_read
-    assert (row.pairs_kept == 1) == (groups == 1)
+    assert row.density == row.bytes_read / row.full_bytes_read
+    assert (row.density == 1) == (groups == 1)
 
 
 @pytest.mark.slow
@@ -285,14 +286,14 @@ def test_an_adapters_router_is_timed_without_training(tmp_path):
     result = run(*tiny(tmp_path, runs="second"), *BENCH, f"adapter={adapter}", "bench.step_lengths=[]")
     assert result.code == 0, result.err
     record = record_of(tmp_path / "second")
-    assert record.steps == 0 and {row.assignment for row in record.speed} == {"balanced", "trained"}
+    assert record.steps == 0 and {row.assignment for row in timings(record.measurements)} == {"balanced", "trained"}
     assert record.method["trainable_parameters"] > 0
 
 
 def test_without_a_router_only_balanced_groups_are_timed(tmp_path):
     result = run(*tiny(tmp_path), "job=bench", "regime=none")
     assert result.code == 0, result.err
-    assert {row.assignment for row in record_of(tmp_path).speed} == {"balanced"}
+    assert {row.assignment for row in timings(record_of(tmp_path).measurements)} == {"balanced"}
 
 
 def test_an_interrupted_bench_goes_on_where_it_stopped(tmp_path, monkeypatch):
@@ -307,10 +308,10 @@ def test_an_interrupted_bench_goes_on_where_it_stopped(tmp_path, monkeypatch):
     monkeypatch.setattr(suite, "attention_rows", stopping)
     settings = [*tiny(tmp_path), "job=bench", "regime=none", "bench.lengths=[32,48]", *NO_MODEL_CLOCKS]
     assert run(*settings).code == 128 + signal.SIGTERM
-    assert record_of(tmp_path).status == "interrupted" and record_of(tmp_path).speed
+    assert record_of(tmp_path).status == "interrupted" and timings(record_of(tmp_path).measurements)
     assert run(*settings).code == 0
     assert calls == [32, 48, 48]
-    assert {row.tokens for row in record_of(tmp_path).speed} == {32, 48}
+    assert {row.seq_len for row in timings(record_of(tmp_path).measurements)} == {32, 48}
 
 
 def test_a_length_that_fails_is_a_row_with_its_reason(tmp_path, monkeypatch):
@@ -319,8 +320,8 @@ def test_a_length_that_fails_is_a_row_with_its_reason(tmp_path, monkeypatch):
 
     monkeypatch.setattr(suite, "attention_rows", failing)
     assert run(*tiny(tmp_path), "job=bench", "regime=none", *NO_MODEL_CLOCKS).code == 0
-    (row,) = record_of(tmp_path).speed
-    assert "out of everything" in row.error and row.ratio is None
+    (row,) = timings(record_of(tmp_path).measurements)
+    assert "out of everything" in row.error and row.speedup is None
 
 
 @pytest.mark.slow
@@ -330,9 +331,9 @@ def test_layers_of_other_methods_are_timed_and_a_failure_says_why(tmp_path, monk
     settings = ["job=bench", "regime=none", "bench.lengths=[48]", f"bench.methods=[{','.join(methods)}]"]
     result = run(*tiny(tmp_path), *settings, *NO_MODEL_CLOCKS)
     assert result.code == 0, result.err
-    rows = {row.method: row for row in record_of(tmp_path).method_speed}
+    rows = {row.method: row for row in timings(record_of(tmp_path).measurements)}
     assert list(rows) == methods and "no features" in rows.pop("performer").error
-    assert all(row.ratio and row.tokens == 48 for row in rows.values())
+    assert all(row.speedup and row.seq_len == 48 for row in rows.values())
     paths = {name: row.path for name, row in rows.items()}
     assert {name for name, path in paths.items() if path == "masked"} == {"routing_transformer", "sparq", "magicpig"}
     assert "performer" in (only_run(tmp_path) / "speed_methods.csv").read_text()
@@ -344,13 +345,13 @@ def test_a_fitted_router_with_two_encoders_is_timed_in_a_prefill(tmp_path):
     result = run(*fitting(*tiny(tmp_path), "job=bench", *DUAL, *settings, *PREFILLS))
     assert result.code == 0, result.err
     record = record_of(tmp_path)
-    assert not record.speed and not record.rows
-    assert [(row.clock, row.method, row.tokens) for row in record.method_speed] == [
+    assert [(row.clock, row.method, row.seq_len) for row in timings(record.measurements)] == [
         ("prefill", "focus_dual", 32), ("prefill", "focus_dual", 48)
     ]  # fmt: skip
-    for row in record.method_speed:
-        assert row.ratio and 0 < row.pairs_kept < 1
-        assert 0 < row.attention_seconds < row.seconds and 0 < row.full_attention_seconds < row.full_seconds
+    for row in timings(record.measurements):
+        assert row.speedup and 0 < row.density < 1
+        assert 0 < row.attention_latency_ms < row.latency_ms
+        assert 0 < row.full_attention_latency_ms < row.full_latency_ms
     measured = (only_run(tmp_path) / "measurements.csv").read_text()
     assert measured.count("focus_dual") >= 2 and "prefill" in measured
     assert "prefill" in (only_run(tmp_path) / "table.md").read_text()
@@ -364,20 +365,20 @@ def test_a_prefill_that_fails_is_a_row_with_its_reason(tmp_path, monkeypatch):
     settings = ["attention.fit_blocks=3", "attention.fit_held_out=1", "attention.fit_steps=4"]
     result = run(*fitting(*tiny(tmp_path), "job=bench", *DUAL, *settings, *PREFILLS))
     assert result.code == 0, result.err
-    rows = record_of(tmp_path).method_speed
-    assert [row.tokens for row in rows] == [32, 48] and all("out of everything" in row.error for row in rows)
+    rows = timings(record_of(tmp_path).measurements)
+    assert [row.seq_len for row in rows] == [32, 48] and all("out of everything" in row.error for row in rows)
     assert "failed" in (only_run(tmp_path) / "table.md").read_text()
 
 
 def test_a_prefill_of_another_method_is_that_of_the_attached_model(tiny_model):
     model = attach(tiny_model("llama"), "focus_dual", groups=4, top_k=1, window=8, sinks=1).eval()
     tokens = torch.randint(0, 96, (1, 40), generator=torch.Generator().manual_seed(0))
-    row = method_prefill_row("focus_dual", model, tokens, FLOAT32, 1)
+    (row,) = timings(method_prefill_row("focus_dual", model, tokens, FLOAT32, 1))
     counts = []
     with observed(model, lambda _, method, selection, sequence: counts.append(method.count_pairs(selection, sequence))):
         model(tokens)
-    assert row.pairs_kept == pytest.approx(sum(count.share_kept for count in counts) / len(counts))
-    assert row.path == "masked" and row.tokens == 40 and row.dtype == "float32"
+    assert row.density == pytest.approx(sum(count.share_kept for count in counts) / len(counts))
+    assert row.path == "masked" and row.seq_len == 40 and row.dtype == "float32"
 
 
 def test_kernels_are_listed_with_reasons(tmp_path):

@@ -6,6 +6,7 @@ attention were checked and timed on an H200 (runs/records/gpu); FlashAttention 3
 
 from __future__ import annotations
 
+from itertools import chain
 from typing import Any
 
 from hydra.core.hydra_config import HydraConfig
@@ -64,12 +65,10 @@ def bench(config: Config) -> None:
         elif config.dual:  # an adapter may be timed at another number of groups
             set_routing(model, hard=True, top_k=config.dual.top_k)
         suite = Suite(config, model, evaluation.quality.blocks, precision, run.folder, trained, methods)
-        for row in suite.rows():
-            run.record.speed.append(row)
-            run.save()
-        for other in suite.method_rows():
-            run.record.method_speed.append(other)
-            run.save()
+        for measurement in chain(suite.rows(), suite.method_rows()):
+            run.record.measurements.append(measurement)
+            if measurement.metric == "speedup":
+                run.save()
         if config.bench.quality:
             evaluation.measure_attached()
             evaluation.write_into(run.record, run.folder)

@@ -33,7 +33,6 @@ from focus_exp.reporting.wandb import init_options, log_run, wandb_mode
 from focus_exp.results import run_dir
 from focus_exp.results.convert import convert_run
 from focus_exp.results.environment import command_line, environment
-from focus_exp.results.measurement import MEASUREMENTS, format_measurements
 from focus_exp.results.record import Record
 from focus_exp.results.run_dir import (
     EMBEDDED_DATA,
@@ -112,8 +111,8 @@ class Run:
 
     def report(self) -> None:
         """Write measurements, tables and figures; log them to W&B and print the tables."""
-        text = format_measurements(convert_run(self.folder))
-        replace_file(self.folder / MEASUREMENTS, text.encode())
+        self.record.measurements += convert_run(self.folder)
+        self.save()
         tables, figures = write_run_table(self.folder), write_run_figures(self.folder)
         write_run_extras(self.folder)
         for logger in self.loggers:

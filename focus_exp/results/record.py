@@ -2,8 +2,8 @@
 
 import json
 import math
-from dataclasses import asdict, dataclass, field
-from functools import cache, reduce
+from dataclasses import asdict, dataclass, field, replace
+from functools import cache, cached_property, reduce
 from pathlib import Path
 from typing import Any, Literal
 
@@ -13,7 +13,7 @@ from focus_exp.errors import UserError
 from focus_exp.records.benchmarks import BenchmarkRow
 from focus_exp.records.groups import GroupReport
 from focus_exp.records.rows import Arm, Continuation, Difference, FitRow, ProbeRow, Row, Try, Units
-from focus_exp.records.speed import MethodSpeedRow, SpeedRow
+from focus_exp.results.measurement import MEASUREMENTS, Measurement, format_measurements, read_measurements
 from focus_exp.storage import replace_file
 
 SCHEMA_VERSION = 2
@@ -59,24 +59,30 @@ class Record:
     fits: list[FitRow] = field(default_factory=list)
     probes: list[ProbeRow] = field(default_factory=list)
     benchmarks: list[BenchmarkRow] = field(default_factory=list)
-    speed: list[SpeedRow] = field(default_factory=list)
-    method_speed: list[MethodSpeedRow] = field(default_factory=list)
+    speed: list[dict[str, Any]] = field(default_factory=list)
+    method_speed: list[dict[str, Any]] = field(default_factory=list)
     arms: list[Arm] = field(default_factory=list)
     differences: list[Difference] = field(default_factory=list)  # between arms
     continuations: list[Continuation] = field(default_factory=list)
     groups: GroupReport | None = None
     warnings: list[str] = field(default_factory=list)  # of the run about itself
     error: str | None = None
+    path: Path | None = field(default=None, repr=False)  # of the loaded file
 
     @property
     def base(self) -> Row | None:
         """The base row, if it was scored."""
         return next((row for row in self.rows if row.kind == "base" and row.scored), None)
 
+    @cached_property
+    def measurements(self) -> list[Measurement]:
+        """The measurements next to the record that was loaded, or those of a new run."""
+        return read_measurements(self.path.with_name(MEASUREMENTS)) if self.path else []
+
     @property
     def is_timed(self) -> bool:
-        """Whether a clock ran."""
-        return bool(self.speed or self.method_speed)
+        """Return whether the run has timings."""
+        return any("clock" in measurement.settings for measurement in self.measurements)
 
     @property
     def counts(self) -> bool:
@@ -98,8 +104,12 @@ class Record:
         return (self.config.get(section) or {}).get(key, default)
 
     def save(self, path: str | Path) -> None:
-        """Write strict JSON, atomically; non-finite floats become the strings "nan", "inf", "-inf"."""
-        text = json.dumps(_strict(asdict(self)), indent=1, allow_nan=False, ensure_ascii=False)
+        """Write the measurements, then strict JSON; non-finite floats become the strings "nan", "inf", "-inf"."""
+        if "measurements" in vars(self):
+            seeded = [replace(measurement, seed=self.seed) for measurement in self.measurements]
+            replace_file(Path(path).with_name(MEASUREMENTS), format_measurements(seeded).encode())
+        values = {key: value for key, value in asdict(self).items() if key != "path"}
+        text = json.dumps(_strict(values), indent=1, allow_nan=False, ensure_ascii=False)
         replace_file(path, (text + "\n").encode())
 
     @classmethod
@@ -114,7 +124,7 @@ class Record:
             found = values.get("schema_version") if isinstance(values, dict) else type(values).__name__
             raise UserError(f"{path}: schema version {found}, this code reads {SCHEMA_VERSION}; run the job again")
         try:
-            return _decode(text)
+            return replace(_decode(text), path=Path(path))
         except ValidationError as error:
             wrong = error.errors()[0]
             place = ".".join(map(str, wrong["loc"]))

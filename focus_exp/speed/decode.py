@@ -20,10 +20,10 @@ from focus_exp.attention.selection import Selection, Sequence
 from focus_exp.models.attached import disabled
 from focus_exp.models.cache import keys_and_bytes
 from focus_exp.models.modules import attached_methods
-from focus_exp.records.speed import SpeedRow
-from focus_exp.speed.layer import Layer
+from focus_exp.results.measurement import Measurement
+from focus_exp.speed.layer import Layer, describe
 from focus_exp.speed.model import attention_dtype, attention_name, number_format, setting_of, shape_of
-from focus_exp.speed.timing import Work, alternate
+from focus_exp.speed.timing import Work, alternate, compare_times
 from focus_exp.speed.workload import Groups, Tensors, largest_group, layer_method
 from focus_exp.training.precision import Precision
 
@@ -32,7 +32,7 @@ MODEL_STEPS = 8
 ROOM = 1024  # tokens that a static cache is made for beyond those that are there
 
 
-def decode_rows(layer: Layer, length: int, groupings: list[Groups]) -> Iterator[SpeedRow]:
+def decode_rows(layer: Layer, length: int, groupings: list[Groups]) -> Iterator[Measurement]:
     """Clock "decode": seconds of a layer's attention for one token after `length` others, its cache kept."""
     with torch.no_grad():
         tensors = Tensors.random(layer.shape, length, layer.dtype, layer.device)
@@ -45,14 +45,20 @@ def decode_rows(layer: Layer, length: int, groupings: list[Groups]) -> Iterator[
     token_bytes = 2 * layer.shape.kv_heads * layer.shape.head_dim * tensors.k.element_size()
     for number, contender in enumerate(contenders):
         read = mean(contender.reads)
-        yield SpeedRow(
-            clock="decode", tokens=length, groups=contender.groups.count, assignment=contender.groups.assignment,
-            top_k=contender.groups.top_k, pair_rule=contender.groups.pair_rule, window=layer.window,
-            layer=str(layer.shape), dtype=str(layer.dtype).removeprefix("torch."), full_kernel=name, path="cached",
-            repeats=layer.repeats, full_seconds=seconds[name] / STEPS, focus_seconds=seconds[str(number)] / STEPS,
-            full_peak_bytes=length * token_bytes, focus_peak_bytes=contender.held,
-            full_bytes_read=(length + 1) * token_bytes, focus_bytes_read=round(read * token_bytes),
-            pairs_kept=read / (length + 1), largest_group=largest_group(contender.selection),
+        settings = {"clock": "decode", "full_kernel": name, "path": "cached", "repeats": layer.repeats}
+        full_side = {
+            "seconds": seconds[name] / STEPS,
+            "peak_bytes": length * token_bytes,
+            "bytes_read": (length + 1) * token_bytes,
+        }
+        ours = {
+            "seconds": seconds[str(number)] / STEPS,
+            "peak_bytes": contender.held,
+            "bytes_read": round(read * token_bytes),
+        }
+        yield from compare_times(
+            "focus", full_side, ours, describe(layer, contender.groups, length) | settings,
+            density=read / (length + 1), largest_group_fraction=largest_group(contender.selection),
         )  # fmt: skip
 
 
@@ -123,7 +129,7 @@ def full_steps(update: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]], new: T
         F.scaled_dot_product_attention(new.q[:, :, one], keys, values, enable_gqa=new.q.shape[1] != keys.shape[1])
 
 
-def decode_model_row(model: PreTrainedModel, tokens: Tensor, precision: Precision, repeats: int) -> SpeedRow:
+def decode_model_row(model: PreTrainedModel, tokens: Tensor, precision: Precision, repeats: int) -> list[Measurement]:
     """Clock "decode model": seconds of the whole model for one token after `tokens` `[1, T]`."""
     focus = Continuation(model, tokens, precision)
     with disabled(model):
@@ -137,14 +143,17 @@ def decode_model_row(model: PreTrainedModel, tokens: Tensor, precision: Precisio
     shape = shape_of(model)
     token_bytes = 2 * shape.kv_heads * shape.head_dim * attention_dtype(model, precision).itemsize
     (full_read, full_held), (read, held) = full.read_and_held(), focus.read_and_held()
-    return SpeedRow(
-        clock="decode model", tokens=tokens.shape[1], repeats=repeats, path="cached",
-        full_kernel=f"DynamicCache, {attention_name(model)}",
-        full_seconds=seconds["full"] / MODEL_STEPS, focus_seconds=seconds["focus"] / MODEL_STEPS,
-        full_peak_bytes=full_held, focus_peak_bytes=held,
-        full_bytes_read=full_read * token_bytes, focus_bytes_read=read * token_bytes,
-        pairs_kept=read / full_read, **setting_of(model), **number_format(model, precision),
-    )  # fmt: skip
+    settings = {
+        "clock": "decode model", "seq_len": tokens.shape[1], "repeats": repeats, "path": "cached",
+        "full_kernel": f"DynamicCache, {attention_name(model)}", **setting_of(model), **number_format(model, precision),
+    }  # fmt: skip
+    full_side = {
+        "seconds": seconds["full"] / MODEL_STEPS,
+        "peak_bytes": full_held,
+        "bytes_read": full_read * token_bytes,
+    }
+    ours = {"seconds": seconds["focus"] / MODEL_STEPS, "peak_bytes": held, "bytes_read": read * token_bytes}
+    return compare_times("focus", full_side, ours, settings, density=read / full_read)
 
 
 class Continuation:

@@ -19,8 +19,8 @@ from focus_exp.attention.parts import Part, Tokens, pairs_computed, parts, rows_
 from focus_exp.attention.selection import Selection, Sequence
 from focus_exp.attention.side_by_side import side_by_side
 from focus_exp.attention.sparse import blocks_of
-from focus_exp.records.speed import Clock, SpeedRow
-from focus_exp.speed.timing import PeakMemory, Work, alternate, clock, in_fresh_process
+from focus_exp.results.measurement import Measurement
+from focus_exp.speed.timing import PeakMemory, Work, alternate, clock, compare_times, in_fresh_process
 from focus_exp.speed.workload import (
     Groups,
     Shape,
@@ -123,18 +123,18 @@ class Contender:
 
         return work
 
-    def row(self, clock: Clock, length: int, **numbers: Any) -> SpeedRow:
-        return SpeedRow(
-            clock=clock, tokens=length, groups=self.groups.count, assignment=self.groups.assignment,
-            top_k=self.groups.top_k, pair_rule=self.groups.pair_rule, window=self.layer.window,
-            layer=str(self.layer.shape),
-            dtype=str(self.layer.dtype).removeprefix("torch."), path=self.kernel.name,
-            pairs_kept=pairs_kept(self.selection, length, self.layer.window, self.layer.sinks),
-            pairs_computed=self.pairs_computed,
-            largest_group=largest_group(self.selection), **numbers,
+    def compare_times(
+        self, clock: str, length: int, full: dict[str, Any], ours: dict[str, Any], **settings: Any
+    ) -> list[Measurement]:
+        """Return the measurements of one clock; full, ours: the numbers of both sides."""
+        return compare_times(
+            "focus", full, ours, {"clock": clock, "path": self.kernel.name, **describe(self.layer, self.groups, length),
+            **settings},
+            density=pairs_kept(self.selection, length, self.layer.window, self.layer.sinks),
+            computed_density=self.pairs_computed, largest_group_fraction=largest_group(self.selection),
         )  # fmt: skip
 
-    @cached_property  # several clocks' rows have it, and it lays all blocks out
+    @cached_property  # several clocks report it, and it lays all blocks out
     def pairs_computed(self) -> float | None:
         """Share of the causal pairs that the kernel's blocks compute, where those are known."""
         length = self.sequence.start.shape[1]
@@ -144,7 +144,16 @@ class Contender:
         return pairs_computed(*layout) if isinstance(self.kernel, Kernel) else None
 
 
-def attention_rows(layer: Layer, length: int, groupings: list[Groups]) -> Iterator[SpeedRow]:
+def describe(layer: Layer, groups: Groups, length: int) -> dict[str, Any]:
+    """Return the settings of a layer's measurements that tell the case apart."""
+    return {
+        "seq_len": length, "groups": groups.count, "assignment": groups.assignment, "top_k": groups.top_k,
+        "pair_rule": groups.pair_rule, "window": layer.window, "layer": str(layer.shape),
+        "dtype": str(layer.dtype).removeprefix("torch."),
+    }  # fmt: skip
+
+
+def attention_rows(layer: Layer, length: int, groupings: list[Groups]) -> Iterator[Measurement]:
     """Clocks "kernels" and "attention" at one length, all groupings in turn with full attention."""
     with torch.no_grad():
         tensors = Tensors.random(layer.shape, length, layer.dtype, layer.device)
@@ -158,16 +167,15 @@ def attention_rows(layer: Layer, length: int, groupings: list[Groups]) -> Iterat
         seconds = alternate(works, repeats, layer.device)
         peaks = peaks_of(layer, length, groupings, name, backward=False)
     for number, contender in enumerate(contenders):
-        which: Clock
         for which in ("attention", "kernels"):
-            peak = {"full_peak_bytes": peaks[0], "focus_peak_bytes": peaks[1 + number]} if which == "attention" else {}
-            yield contender.row(
-                which, length, full_kernel=name, repeats=repeats, full_seconds=seconds["full"],
-                focus_seconds=seconds[f"{number} {which}"], **peak,
+            full_peak, peak = (peaks[0], peaks[1 + number]) if which == "attention" else (None, None)
+            yield from contender.compare_times(
+                which, length, {"seconds": seconds["full"], "peak_bytes": full_peak},
+                {"seconds": seconds[f"{number} {which}"], "peak_bytes": peak}, full_kernel=name, repeats=repeats,
             )  # fmt: skip
 
 
-def attention_step_rows(layer: Layer, length: int, groupings: list[Groups]) -> Iterator[SpeedRow]:
+def attention_step_rows(layer: Layer, length: int, groupings: list[Groups]) -> Iterator[Measurement]:
     """Clock "attention step": forward and backward of q, k, v and, for Focus, of what the router assigned."""
     tensors = Tensors.random(layer.shape, length, layer.dtype, layer.device).with_grad()
     name, full = full_attention(tensors, layer.device)
@@ -178,9 +186,9 @@ def attention_step_rows(layer: Layer, length: int, groupings: list[Groups]) -> I
     seconds = alternate(works, repeats, layer.device)
     peaks = peaks_of(layer, length, groupings, name, backward=True)
     for number, contender in enumerate(contenders):
-        yield contender.row(
-            "attention step", length, full_kernel=name, repeats=repeats, full_seconds=seconds["full"],
-            focus_seconds=seconds[str(number)], full_peak_bytes=peaks[0], focus_peak_bytes=peaks[1 + number],
+        yield from contender.compare_times(
+            "attention step", length, {"seconds": seconds["full"], "peak_bytes": peaks[0]},
+            {"seconds": seconds[str(number)], "peak_bytes": peaks[1 + number]}, full_kernel=name, repeats=repeats,
         )  # fmt: skip
 
 

@@ -13,9 +13,9 @@ from focus_exp.attention.method import AttentionMethod, LayerShape
 from focus_exp.attention.registry import build
 from focus_exp.attention.selection import Sequence
 from focus_exp.errors import first_line
-from focus_exp.records.speed import MethodSpeedRow
+from focus_exp.results.measurement import Measurement
 from focus_exp.speed.layer import Layer, affordable
-from focus_exp.speed.timing import Work, alternate, clock
+from focus_exp.speed.timing import Work, alternate, clock, compare_times
 from focus_exp.speed.workload import Tensors, full_attention, on_sparse_path
 
 # name -> the method as the registry knows it, and its options
@@ -23,7 +23,7 @@ Methods = dict[str, tuple[str, dict[str, Any]]]
 
 
 @torch.no_grad()
-def method_rows(layer: Layer, length: int, methods: Methods) -> Iterator[MethodSpeedRow]:
+def method_rows(layer: Layer, length: int, methods: Methods) -> Iterator[Measurement]:
     """Routing and attention of every method, all in turn with full attention; one that fails says why."""
     tensors = Tensors.random(layer.shape, length, layer.dtype, layer.device)
     kernel, full = full_attention(tensors, layer.device)
@@ -42,14 +42,15 @@ def method_rows(layer: Layer, length: int, methods: Methods) -> Iterator[MethodS
     repeats = affordable(round_seconds, layer)
     seconds = alternate(works, repeats, layer.device)
     for name in methods:
-        row = MethodSpeedRow(
-            method=name, tokens=length, layer=str(layer.shape), dtype=str(layer.dtype).removeprefix("torch."),
-            error=errors.get(name),
-        )  # fmt: skip
+        settings: dict[str, Any] = {
+            "clock": "attention", "seq_len": length, "layer": str(layer.shape),
+            "dtype": str(layer.dtype).removeprefix("torch."), "method": name, "error": errors.get(name),
+        }  # fmt: skip
         if name in works:
-            row.full_kernel, row.path, row.repeats = kernel, built[name].path or "", repeats
-            row.full_seconds, row.seconds = seconds["full"], seconds[name]
-        yield row
+            settings |= {"full_kernel": kernel, "path": built[name].path, "repeats": repeats}
+        full_side, ours = ({"seconds": seconds["full" if side == "full" else name]} if name in works else {}
+                           for side in ("full", "ours"))  # fmt: skip
+        yield from compare_times(name, full_side, ours, settings)
 
 
 def layer_of(layer: Layer, method: str, options: dict[str, Any]) -> AttentionMethod:

@@ -19,8 +19,8 @@ from focus_exp.attention.method import AttentionMethod
 from focus_exp.attention.selection import PairCounts, Selection, Sequence
 from focus_exp.models.attached import disabled, freeze, observed, routers_of
 from focus_exp.models.modules import attached_methods, attention_modules
-from focus_exp.records.speed import MethodSpeedRow, SpeedRow
-from focus_exp.speed.timing import PeakMemory, Work, alternate, clock, synchronize
+from focus_exp.results.measurement import Measurement
+from focus_exp.speed.timing import PeakMemory, Work, alternate, clock, compare_times, synchronize
 from focus_exp.speed.workload import Shape, largest_group
 from focus_exp.training.precision import Precision
 
@@ -40,11 +40,10 @@ def prefill(model: PreTrainedModel, tokens: Tensor, precision: Precision) -> Non
         model(input_ids=tokens, use_cache=False, logits_to_keep=1)
 
 
-def timed_prefill(
-    model: PreTrainedModel, tokens: Tensor, precision: Precision, repeats: int, own: str
-) -> dict[str, Any]:
-    """The fields of a row of clock "prefill": logits of the token after `tokens` `[1, T]`, attached and hard against
-    `disabled`, in turn; names of what is attached begin with `own`."""
+def time_prefill(
+    model: PreTrainedModel, tokens: Tensor, precision: Precision, repeats: int, variant: str, **settings: Any
+) -> list[Measurement]:
+    """Time logits of the token after `tokens` (1, T): what is attached, with hard routing, in turn with `disabled`."""
     memory = PeakMemory(precision.device)
 
     attached = partial(prefill, model, tokens, precision)
@@ -53,32 +52,31 @@ def timed_prefill(
         with disabled(model):
             attached()
 
-    works: dict[str, Work] = {"full_": full, own: attached}
+    works: dict[str, Work] = {"full": full, "ours": attached}
     seconds = alternate(works, repeats, precision.device)
-    peaks = {name: memory.of(work) for name, work in works.items()}
-    fields: dict[str, Any] = {"clock": "prefill", "tokens": tokens.shape[1], "repeats": repeats}
+    sides = {name: {"seconds": seconds[name], "peak_bytes": memory.of(work)} for name, work in works.items()}
     for name, work in works.items():
         with attention_clock(model) as attended:
             whole = clock(work, precision.device)
-        fields[f"{name}seconds"] = seconds[name]
-        fields[f"{name}attention_seconds"] = attended.seconds / whole * seconds[name]
-        fields[f"{name}peak_bytes"] = peaks[name]
-    return fields | ran(model, tokens, precision)
+        sides[name]["attention_seconds"] = attended.seconds / whole * seconds[name]
+    facts, fractions = describe_pass(model, tokens, precision)
+    settings = {"clock": "prefill", "seq_len": tokens.shape[1], "repeats": repeats, **settings, **facts}
+    return compare_times(variant, sides["full"], sides["ours"], settings, **fractions)
 
 
-def prefill_row(model: PreTrainedModel, tokens: Tensor, precision: Precision, repeats: int) -> SpeedRow:
+def prefill_row(model: PreTrainedModel, tokens: Tensor, precision: Precision, repeats: int) -> list[Measurement]:
     """Clock "prefill" of Focus."""
-    return SpeedRow(**setting_of(model), **timed_prefill(model, tokens, precision, repeats, "focus_"))
+    return time_prefill(model, tokens, precision, repeats, "focus", **setting_of(model))
 
 
 def method_prefill_row(
     name: str, model: PreTrainedModel, tokens: Tensor, precision: Precision, repeats: int
-) -> MethodSpeedRow:
+) -> list[Measurement]:
     """Clock "prefill" of the method that is attached to the model, whatever it is."""
-    return MethodSpeedRow(method=name, **timed_prefill(model, tokens, precision, repeats, ""))
+    return time_prefill(model, tokens, precision, repeats, name, method=name)
 
 
-def model_step_row(model: PreTrainedModel, tokens: Tensor, precision: Precision) -> SpeedRow:
+def model_step_row(model: PreTrainedModel, tokens: Tensor, precision: Precision) -> list[Measurement]:
     """Clock "model step": loss, backward and update of all weights, with gradient checkpointing, once each.
 
     Focus trains with hard groups, its routers included; without it the same weights train under full attention.
@@ -120,15 +118,16 @@ def model_step_row(model: PreTrainedModel, tokens: Tensor, precision: Precision)
         model.eval()
         freeze(model, "router")
 
-    return SpeedRow(
-        clock="model step", tokens=tokens.shape[1], repeats=1, full_seconds=seconds["full"],
-        focus_seconds=seconds["focus"], full_peak_bytes=peaks["full"], focus_peak_bytes=peaks["focus"],
-        **setting_of(model), **ran(model, tokens, precision),
-    )  # fmt: skip
+    facts, fractions = describe_pass(model, tokens, precision)
+    settings = {"clock": "model step", "seq_len": tokens.shape[1], "repeats": 1, **setting_of(model), **facts}
+    full_side, ours = ({"seconds": seconds[name], "peak_bytes": peaks[name]} for name in ("full", "focus"))
+    return compare_times("focus", full_side, ours, settings, **fractions)
 
 
-def ran(model: PreTrainedModel, tokens: Tensor, precision: Precision) -> dict[str, Any]:
-    """The fields of a row that say what ran on these tokens: shapes, kernels, pairs kept, the groups' sizes."""
+def describe_pass(
+    model: PreTrainedModel, tokens: Tensor, precision: Precision
+) -> tuple[dict[str, Any], dict[str, float | None]]:
+    """Return the shapes and kernels of a pass over these tokens, and its density and largest group."""
     counts: list[PairCounts] = []
     largest: list[float] = []
 
@@ -139,17 +138,17 @@ def ran(model: PreTrainedModel, tokens: Tensor, precision: Precision) -> dict[st
 
     with observed(model, observe):
         prefill(model, tokens, precision)
-    return {
+    facts = {
         **number_format(model, precision),
         "full_kernel": attention_name(model),
         "path": ", ".join(sorted({m.path or "" for m in attached_methods(model).values()})),
-        "pairs_kept": mean(pairs.share_kept for pairs in counts),
-        "largest_group": mean(largest) if largest else None,
     }
+    density = mean(pairs.share_kept for pairs in counts)
+    return facts, {"density": density, "largest_group_fraction": mean(largest) if largest else None}
 
 
 def setting_of(model: PreTrainedModel) -> dict[str, Any]:
-    """The fields of a row that say which Focus is attached to the model."""
+    """Return the settings of the Focus router that is attached to the model."""
     method = next(iter(routers_of(model).values()))
     return {
         "groups": method.groups,
@@ -161,7 +160,7 @@ def setting_of(model: PreTrainedModel) -> dict[str, Any]:
 
 
 def number_format(model: PreTrainedModel, precision: Precision) -> dict[str, Any]:
-    """The fields of a row that say in what a model computes."""
+    """Return shape and precision of a model as settings of its measurements."""
     dtype = "bf16-mixed" if precision.autocast else str(model.dtype).removeprefix("torch.")
     return {"layer": str(shape_of(model)), "dtype": dtype}
 

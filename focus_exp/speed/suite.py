@@ -5,10 +5,9 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import asdict, replace
+from dataclasses import replace
 from functools import cached_property, partial
 from pathlib import Path
-from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -22,13 +21,13 @@ from focus_exp.data import Blocks
 from focus_exp.errors import first_line
 from focus_exp.models.attached import observed
 from focus_exp.progress import ProgressBar
-from focus_exp.records.speed import Clock, MethodSpeedRow, SpeedRow
 from focus_exp.results.environment import commit, cpu_name
+from focus_exp.results.measurement import Measurement
 from focus_exp.speed.decode import decode_model_row, decode_rows
 from focus_exp.speed.layer import Layer, attention_rows, attention_step_rows
 from focus_exp.speed.methods import Methods, method_rows
 from focus_exp.speed.model import attention_dtype, method_prefill_row, model_step_row, prefill_row, shape_of
-from focus_exp.speed.timing import device_name
+from focus_exp.speed.timing import compare_times, device_name
 from focus_exp.speed.workload import Groups, balanced
 from focus_exp.storage import replace_file
 from focus_exp.training.precision import Precision
@@ -40,8 +39,7 @@ DTYPES = {"bf16": torch.bfloat16, "float32": torch.float32}
 PREFILL_REPEATS = 2
 MODEL_REPEATS = 3
 
-Timed = TypeVar("Timed", SpeedRow, MethodSpeedRow)
-Task = tuple[Clock, int, Callable[[], Iterable[SpeedRow]]]
+Task = tuple[str, int, Callable[[], Iterable[Measurement]]]
 
 
 class Suite:
@@ -73,14 +71,14 @@ class Suite:
             self.settings.repeats,
         )  # fmt: skip
 
-    def rows(self) -> Iterator[SpeedRow]:
-        """All rows, each printed as it comes; shortest first, what takes longest last."""
+    def rows(self) -> Iterator[Measurement]:
+        """Yield the measurements of Focus, shortest sequences first; prints each timing."""
         tasks = self.tasks()
         for clock, length, measure in ProgressBar(tasks, desc="speed", unit="length"):
             failed = partial(self.failed, clock, length)
-            for row in self.kept(f"{clock.replace(' ', '_')}-{length}", SpeedRow, measure, failed):
-                say(row)
-                yield row
+            for measurement in self.kept(f"{clock.replace(' ', '_')}-{length}", measure, failed):
+                say(measurement)
+                yield measurement
 
     def tasks(self) -> list[Task]:
         """The clocks of Focus; none where another method is attached."""
@@ -109,91 +107,90 @@ class Suite:
         """Tokens of one layer."""
         return self.settings.lengths or (ON_GPU if self.precision.device.type == "cuda" else ON_CPU)
 
-    def method_rows(self) -> Iterator[MethodSpeedRow]:
-        """A layer of each of `methods` at every length, and the whole model where what is attached is not Focus, each
-        printed as it comes."""
+    def method_rows(self) -> Iterator[Measurement]:
+        """Yield a layer of each of `methods` at every length, and the prefill where another method is attached."""
         prefills = [] if self.config.has_router else self.settings.prefill_lengths
         layers = [
-            partial(self.keep, f"methods-{n}", MethodSpeedRow, partial(self.layers, n))
-            for n in (self.lengths if self.methods else [])
+            partial(self.keep, f"methods-{n}", partial(self.layers, n)) for n in (self.lengths if self.methods else [])
         ]
         wholes = [
             partial(
-                self.kept, f"methods_prefill-{n}", MethodSpeedRow, partial(self.method_prefill, n),
+                self.kept, f"methods_prefill-{n}", partial(self.method_prefill, n),
                 partial(self.method_failed, n),
             )
             for n in prefills
         ]  # fmt: skip
         for measured in ProgressBar([*layers, *wholes], desc="methods", unit="length"):
-            for row in measured():
-                print(
-                    f"measured: {row.clock:<14} {row.tokens:>9,} tokens, {row.method}: "
-                    + (f"{row.ratio:.2f}x full attention ({row.path})" if row.ratio else f"failed: {row.error}")
-                )
-                yield row
+            for measurement in measured():
+                say(measurement)
+                yield measurement
 
-    def layers(self, length: int) -> Iterable[MethodSpeedRow]:
+    def layers(self, length: int) -> Iterable[Measurement]:
         return method_rows(self.layer, length, self.methods)
 
-    def method_prefill(self, length: int) -> Iterable[MethodSpeedRow]:
+    def method_prefill(self, length: int) -> Iterable[Measurement]:
         name, repeats = self.config.attention.name, min(PREFILL_REPEATS, self.settings.repeats)
-        return [method_prefill_row(name, self.model, self.text(length), self.precision, repeats)]
+        return method_prefill_row(name, self.model, self.text(length), self.precision, repeats)
 
-    def attention(self, length: int) -> Iterable[SpeedRow]:
+    def attention(self, length: int) -> Iterable[Measurement]:
         return attention_rows(self.layer, length, self.groupings(length))
 
-    def attention_step(self, length: int) -> Iterable[SpeedRow]:
+    def attention_step(self, length: int) -> Iterable[Measurement]:
         return attention_step_rows(self.layer, length, self.groupings(length))
 
-    def prefill(self, length: int) -> Iterable[SpeedRow]:
-        return [prefill_row(self.model, self.text(length), self.precision, min(PREFILL_REPEATS, self.settings.repeats))]
+    def prefill(self, length: int) -> Iterable[Measurement]:
+        return prefill_row(self.model, self.text(length), self.precision, min(PREFILL_REPEATS, self.settings.repeats))
 
-    def model_step(self, length: int) -> Iterable[SpeedRow]:
-        return [model_step_row(self.model, self.text(length), self.precision)]
+    def model_step(self, length: int) -> Iterable[Measurement]:
+        return model_step_row(self.model, self.text(length), self.precision)
 
-    def decode(self, length: int) -> Iterable[SpeedRow]:
+    def decode(self, length: int) -> Iterable[Measurement]:
         layer = replace(self.layer, dtype=attention_dtype(self.model, self.precision))
         return decode_rows(layer, length, self.groupings(length))
 
-    def decode_model(self, length: int) -> Iterable[SpeedRow]:
+    def decode_model(self, length: int) -> Iterable[Measurement]:
         tokens = self.text(length)
-        return [decode_model_row(self.model, tokens, self.precision, min(MODEL_REPEATS, self.settings.repeats))]
+        return decode_model_row(self.model, tokens, self.precision, min(MODEL_REPEATS, self.settings.repeats))
 
     @property
     def positions(self) -> int:
         """Tokens that the model has positions for."""
         return getattr(self.model.config.get_text_config(), "max_position_embeddings", None) or sys.maxsize
 
-    def failed(self, clock: Clock, length: int, reason: str) -> SpeedRow:
-        groups = self.config.focus.groups
-        return SpeedRow(clock=clock, tokens=length, groups=groups, assignment="balanced", error=reason)
+    def failed(self, clock: str, length: int, reason: str) -> list[Measurement]:
+        focus = self.config.focus
+        settings = {
+            "clock": clock, "seq_len": length, "groups": focus.groups, "assignment": "balanced", "top_k": 1,
+            "pair_rule": focus.pair_rule, "window": focus.window, "error": reason,
+        }  # fmt: skip
+        return compare_times("focus", {}, {}, settings)
 
-    def method_failed(self, length: int, reason: str) -> MethodSpeedRow:
+    def method_failed(self, length: int, reason: str) -> list[Measurement]:
         name = self.config.attention.name
-        return MethodSpeedRow(clock="prefill", method=name, tokens=length, layer="", dtype="", error=reason)
+        return compare_times(name, {}, {}, {"clock": "prefill", "method": name, "seq_len": length, "error": reason})
 
     def kept(
-        self, name: str, kind: type[Timed], measure: Callable[[], Iterable[Timed]], failed: Callable[[str], Timed]
-    ) -> list[Timed]:
-        """What one clock says of a length; a failure is a row too, and is tried again by the next run."""
+        self, name: str, measure: Callable[[], Iterable[Measurement]], failed: Callable[[str], list[Measurement]]
+    ) -> list[Measurement]:
+        """Return the measurements of one clock and length; a failure is one too, and is repeated by the next run."""
         try:
-            return self.keep(name, kind, measure)
+            return self.keep(name, measure)
         except (RuntimeError, torch.OutOfMemoryError) as error:
-            return [failed(f"{type(error).__name__}: {first_line(error)}")]
+            return failed(f"{type(error).__name__}: {first_line(error)}")
 
-    def keep(self, name: str, kind: type[Timed], measure: Callable[[], Iterable[Timed]]) -> list[Timed]:
-        """What was measured under the same circumstances before the run was interrupted, or what is measured now."""
+    def keep(self, name: str, measure: Callable[[], Iterable[Measurement]]) -> list[Measurement]:
+        """Read what was measured under the same circumstances before an interruption, or measure and write it."""
         path = self.folder / "speed" / f"{name}.json"
         now = circumstances(self.precision.device)
         try:
             found = json.loads(path.read_text(encoding="utf-8"))
             if {key: found[key] for key in now} == now:
-                return [kind(**row) for row in found["rows"]]
+                return [Measurement(**values) for values in found["measurements"]]
         except (OSError, ValueError, TypeError, KeyError):
             pass
-        rows = list(measure())
-        replace_file(path, json.dumps({**now, "rows": [asdict(row) for row in rows]}).encode())
-        return rows
+        measurements = list(measure())
+        replace_file(path, json.dumps({**now, "measurements": [vars(m) for m in measurements]}).encode())
+        return measurements
 
     def groupings(self, length: int) -> list[Groups]:
         """Balanced groups of every K, those of the router, each at every k."""
@@ -244,12 +241,12 @@ def circumstances(device: torch.device) -> dict[str, str | None]:
     return {"device": device_name(device), "processor": cpu_name(), "torch": torch.__version__, "commit": commit()}
 
 
-def say(row: SpeedRow) -> None:
-    what = f"measured: {row.clock:<14} {row.tokens:>9,} tokens, K={row.groups} k={row.top_k} {row.assignment}"
-    if row.error is not None or row.full_seconds is None or row.focus_seconds is None or row.ratio is None:
-        print(f"{what}: failed: {row.error}")
+def say(measurement: Measurement) -> None:
+    """Print a speedup; other measurements are left to the tables."""
+    if measurement.metric != "speedup":
         return
-    bound = f" of at most {row.bound:.2f}" if row.bound and row.clock in ("kernels", "attention", "decode") else ""
-    print(
-        f"{what}: full {row.full_seconds:.4g} s, Focus {row.focus_seconds:.4g} s, {row.ratio:.2f}x{bound} ({row.path})"
-    )
+    at, name = measurement.settings, measurement.variant
+    if "groups" in at:
+        name = f"K={at['groups']} k={at['top_k']} {at['assignment']}"
+    outcome = f"{measurement.value:.2f}x full attention ({at.get('path')})" if measurement.value else at.get("error")
+    print(f"measured: {at['clock']:<14} {at['seq_len']:>9,} tokens, {name}: {outcome}")

@@ -17,6 +17,8 @@ from typing import Any, TypeVar
 
 import torch
 
+from focus_exp.results.measurement import Measurement
+
 Work = Callable[[], object]
 Result = TypeVar("Result")
 
@@ -32,6 +34,51 @@ def alternate(works: Mapping[str, Work], repeats: int, device: torch.device) -> 
             if turn:
                 seconds[name].append(taken)
     return {name: median(taken) for name, taken in seconds.items()}
+
+
+def compare_times(
+    variant: str,
+    full: Mapping[str, float | None],
+    ours: Mapping[str, float | None],
+    settings: dict[str, Any],
+    density: float | None = None,
+    **fractions: float | None,
+) -> list[Measurement]:
+    """Return the measurements of a variant that was timed in turn with full attention.
+
+    Args:
+        full, ours: `seconds` (median), and where known `attention_seconds` (the part spent in routing and attention),
+            `peak_bytes`, `bytes_read` (keys and values that a decoding step reads). Empty where the clock failed.
+        settings: clock, seq_len, repeats, what tells the case apart, and error.
+        density: of the causal QK pairs.
+        fractions: further fractions (0..1), such as `computed_density`, that of the kernel's blocks.
+    """
+    common: dict[str, Any] = {"variant": variant, "density": density, "settings": settings}
+    measured = []
+    for metric, key in (("speedup", "seconds"), ("attention_speedup", "attention_seconds")):
+        time, full_time = ours.get(key), full.get(key)
+        value = full_time / time if time and full_time else None
+        if value is not None or metric == "speedup":
+            n = settings.get("repeats") if metric == "speedup" else None
+            measured.append(Measurement(metric=metric, value=value, unit="x", reference="full", n=n, **common))
+    for name, side, reference in (("full", full, variant), (variant, ours, "full")):
+        kept = common | {"variant": name, "density": 1.0 if name == "full" else density}
+        for metric, key, factor, unit in (
+            ("latency_ms", "seconds", 1e3, "ms"),
+            ("attention_latency_ms", "attention_seconds", 1e3, "ms"),
+            ("peak_memory_bytes", "peak_bytes", 1, "bytes"),
+            ("bytes_read", "bytes_read", 1, "bytes"),
+        ):
+            if (number := side.get(key)) is not None:
+                measured.append(
+                    Measurement(metric=metric, value=factor * number, unit=unit, reference=reference, **kept)
+                )
+    measured += [
+        Measurement(metric=metric, value=value, unit="fraction", **common)
+        for metric, value in fractions.items()
+        if value is not None
+    ]
+    return measured
 
 
 def clock(work: Work, device: torch.device) -> float:

@@ -18,7 +18,6 @@ from focus_exp.attention.kernels.cuda import PACKAGES, activate, flash_attn
 from focus_exp.attention.kernels.fused import found
 from focus_exp.attention.method import AttentionMethod, LayerShape
 from focus_exp.attention.selection import Selection, Sequence, count_plain_pairs, select
-from focus_exp.records.speed import Assignment
 from focus_exp.speed.timing import Work, alternate, clock
 
 FUSED = {"sdpa-flash": SDPBackend.FLASH_ATTENTION, "sdpa-cudnn": SDPBackend.CUDNN_ATTENTION}
@@ -75,7 +74,7 @@ class Groups:
     assignment: "balanced", groups of equal size in random order, or "trained", a router's.
     """
 
-    assignment: Assignment
+    assignment: str
     scores: Tensor
     top_k: int = 1
     pair_rule: str = "query_topk"
