@@ -4,18 +4,18 @@
     attach(model, "focus", groups=4, window=128)
     freeze(model, "router")                      # train what is left in your own loop
     set_routing(model.eval(), hard=True, top_k=1)  # hard groups for use; in training mode gates are soft
-    with disabled(model): ...                    # the base model, bit for bit
+    with disable_method(model): ...                    # the base model, bit for bit
     save_adapter(model, "my-adapter")            # safetensors and JSON
     push_to_hub("my-adapter", "me/focus-gpt2")   # the adapter/ of a run has a card beside it
     load_adapter(detach(model), "me/focus-gpt2") # or its folder; refuses another base model
 
 `attach` first runs two short texts through the model with every pair kept, by masks, by the sparse path and through the
-cache, and refuses it in one sentence unless that gives the base model's logits. `generate()`: see `models.cache`.
+cache, and refuses it in one sentence unless that gives the base model's logits. `generate()`: see `models.hf_cache`.
 
 In training mode gates are soft and the balance of routers moves, frozen or not. Before PEFT or a Trainer, which call
 `model.train()`, this keeps trained routers and their hard groups as they are:
 
-    from focus_exp.models.modules import attached_methods
+    from focus_exp.models.methods import attached_methods
     for method in attached_methods(model).values(): method.eval().train = lambda mode=True: None
 
 Checkpoints of a Trainer with a PEFT model hold PEFT's numbers alone: where routers are trained beside LoRA keep them by
@@ -26,7 +26,7 @@ what `from_pretrained` gives, then `model.load_state_dict` of the saved file and
 
 attention   tensors alone: routing, selection, the oracle (reference), its blocked twin, the sparse path (disjoint parts
             of the kept pairs, exact kernels, merged by logsumexp), the cache by group, baselines; to add one: `method`
-models      load, attach, its check (exactness), what an attached model calls, what one does with it, cache, adapter
+models      load, attach, self_check, what an attached model calls, what one does with it, cache, adapter
 data        corpora, tokens, packing, resumable order
 training    the Lightning module, phases, warm start and balance, callbacks, several processes
 evaluation  perplexity with intervals, lm-eval on the live model, the ledger of what the mask removed, groups
@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from focus_exp.errors import UserError
     from focus_exp.models.adapter import load_adapter, push_to_hub, save_adapter
     from focus_exp.models.attach import attach, detach
-    from focus_exp.models.attached import disabled, freeze, is_causal, set_routing
+    from focus_exp.models.methods import disable_method, freeze, is_causal, set_routing
 
 __version__ = "0.1.0"
 
@@ -55,16 +55,16 @@ _HOMES = {
     "save_adapter": "focus_exp.models.adapter",
     "attach": "focus_exp.models.attach",
     "detach": "focus_exp.models.attach",
-    "disabled": "focus_exp.models.attached",
-    "freeze": "focus_exp.models.attached",
-    "is_causal": "focus_exp.models.attached",
-    "set_routing": "focus_exp.models.attached",
+    "disable_method": "focus_exp.models.methods",
+    "freeze": "focus_exp.models.methods",
+    "is_causal": "focus_exp.models.methods",
+    "set_routing": "focus_exp.models.methods",
 }
 __all__ = [
     "UserError",
     "attach",
     "detach",
-    "disabled",
+    "disable_method",
     "freeze",
     "is_causal",
     "load_adapter",

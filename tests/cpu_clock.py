@@ -119,7 +119,7 @@ def decoding_model(length: int, repeats: int, clock: Callable[[], float]) -> str
     """SmolLM2-135M's architecture with random weights and routers, in float32."""
     from transformers import AutoModelForCausalLM, LlamaConfig
 
-    from focus_exp import attach, disabled, set_routing
+    from focus_exp import attach, disable_method, set_routing
     from focus_exp.speed.decode import MODEL_STEPS, Continuation
     from focus_exp.training.precision import Precision
 
@@ -131,11 +131,11 @@ def decoding_model(length: int, repeats: int, clock: Callable[[], float]) -> str
     tokens = torch.randint(49152, (1, length))
     precision = Precision(DEVICE, torch.float32, autocast=False, reason="")
     focus = Continuation(model, tokens, precision)
-    with disabled(model):
+    with disable_method(model):
         full = Continuation(model, tokens, precision)
 
     def full_steps() -> None:
-        with disabled(model):
+        with disable_method(model):
             full.steps()
 
     seconds = alternated({"full": full_steps, "focus": focus.steps}, repeats, clock)

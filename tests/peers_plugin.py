@@ -25,7 +25,7 @@ import torch
 from transformers import PreTrainedModel
 
 from focus_exp.models.attach import attach, detach
-from focus_exp.models.attached import set_routing
+from focus_exp.models.methods import set_routing
 
 CACHE = Path(os.environ.get("PEERS_CACHE", "~/.cache/focus_exp/peers")).expanduser()
 # tests on several processes and of diffusion models are left out

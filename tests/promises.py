@@ -17,8 +17,7 @@ from transformers import PreTrainedModel
 
 from focus_exp.errors import UserError
 from focus_exp.models.attach import attach, detach
-from focus_exp.models.attached import disabled, set_routing
-from focus_exp.models.modules import attached_methods
+from focus_exp.models.methods import attached_methods, disable_method, set_routing
 
 BATCH, LENGTH, GROUPS = 3, 44, 4
 # (top_k, window): every pair is kept for lying in the window, or for sharing a group, or not every pair is
@@ -169,7 +168,7 @@ class Examination:
         self.attached = len(attached_methods(model))
         for mask, x in given.items():
             self.check_paths(mask, x, base[mask], mask in caches, texts.get(mask))
-            with disabled(model):
+            with disable_method(model):
                 self.check(f"off, {mask}", lambda x=x: full(model, x), base[mask])
                 self.check(f"off, cache, {mask}", lambda x=x: cached(model, x), caches.get(mask))
         detach(model)

@@ -23,10 +23,9 @@ from focus_exp.attention.registry import build
 from focus_exp.config_hash import content
 from focus_exp.models import adapter
 from focus_exp.models.adapter import DESCRIPTION, WEIGHTS
-from focus_exp.models.attached import swapped
 from focus_exp.models.files import check_weights
-from focus_exp.models.load import arithmetic_of, fingerprint
-from focus_exp.models.modules import attached_methods, attention_modules
+from focus_exp.models.load import fingerprint, select_numerics
+from focus_exp.models.methods import attached_methods, attention_modules, swap_methods
 
 OPTIONS = {
     "groups": 6,
@@ -129,7 +128,7 @@ def test_the_description_tells_what_the_weights_are(tiny_model, trained, tmp_pat
             "model_type": "llama",
             "revision": None,
             "fingerprint": fingerprint(tiny_model("llama")),
-            "arithmetic": arithmetic_of(tiny_model("llama").config),
+            "arithmetic": select_numerics(tiny_model("llama").config),
         },
         "steps": 60,
     }
@@ -395,7 +394,7 @@ def test_swapped_puts_the_wrapper_back(trained):
     get_peft_model(model, LoraConfig(target_modules=["q_proj"], modules_to_save=["focus"]))
     wrappers = [module.focus for module in attention_modules(model).values()]
     shapes = {index: method.shape for index, method in attached_methods(model).items()}
-    with swapped(model, {index: build("window", shape, window=3) for index, shape in shapes.items()}):
+    with swap_methods(model, {index: build("window", shape, window=3) for index, shape in shapes.items()}):
         assert {type(method).__name__ for method in attached_methods(model).values()} == {"WindowOnly"}
     assert [module.focus for module in attention_modules(model).values()] == wrappers
 
@@ -518,7 +517,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from conftest import build
 from focus_exp import attach, save_adapter
-from focus_exp.models.modules import attached_methods, attention_modules
+from focus_exp.models.methods import attached_methods, attention_modules
 
 folder, part = sys.argv[1:]
 dist.init_process_group("gloo")

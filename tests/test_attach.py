@@ -11,11 +11,10 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers import LlamaForCausalLM, LlamaForSequenceClassification, PreTrainedModel
 
-from focus_exp import UserError, attach, detach, disabled, freeze, is_causal, set_routing
+from focus_exp import UserError, attach, detach, disable_method, freeze, is_causal, set_routing
 from focus_exp.attention.selection import PairCounts, by_head
-from focus_exp.models import interface
-from focus_exp.models.attached import observed
-from focus_exp.models.modules import attached_methods
+from focus_exp.models import hooks
+from focus_exp.models.methods import attached_methods, observe_selections
 
 TINY = {"window": 2, "sinks": 1}
 EVERYTHING = {
@@ -95,11 +94,11 @@ def test_disabled_and_detached_it_is_the_base_model_bit_for_bit(tiny_model, atta
     tokens = tokens_of()
     expected = logits_of(base, tokens)
     assert (logits_of(model, tokens) - expected).abs().max() > 1e-3
-    with disabled(model):
-        with disabled(model):
+    with disable_method(model):
+        with disable_method(model):
             assert torch.equal(logits_of(model, tokens), expected)
         assert torch.equal(logits_of(model, tokens), expected)
-    with pytest.raises(ZeroDivisionError), disabled(model):
+    with pytest.raises(ZeroDivisionError), disable_method(model):
         raise ZeroDivisionError
     assert (logits_of(model, tokens) - expected).abs().max() > 1e-3
     detach(model)
@@ -147,7 +146,9 @@ def test_padding_moves_no_balance_and_counts_no_pair(attached, family, side):
     padded = {"attention_mask": mask, "position_ids": positions}
     for tokens, options in ((text, {}), (torch.cat([part for part, _ in parts], 1), padded)):
         model, counts = attached(family).train(), []
-        with observed(model, lambda *args, counts=counts: counts.append(args[1].count_pairs(*args[2:]).total)):
+        with observe_selections(
+            model, lambda *args, counts=counts: counts.append(args[1].count_pairs(*args[2:]).total)
+        ):
             model(tokens, **options)
         found.append((counts, torch.stack([m.router.potential for m in attached_methods(model).values()])))
     assert found[0][0] == found[1][0] and found[0][1].any()
@@ -183,7 +184,7 @@ def test_pairs_are_kept_within_the_base_models_own_sliding_window(attached, fami
         expected[layer] = PairCounts(heads * len(seen), heads * len(distant), len(kept))
         counts[layer] = method.count_pairs(selection, sequence)
 
-    with observed(model, count):
+    with observe_selections(model, count):
         logits_of(model, tokens_of(1))
     assert counts == expected and len(counts) == 2
     if family == "mistral":  # two layers of 8 see 14 tokens back, whatever the sinks
@@ -263,7 +264,7 @@ def test_generation_works_while_attached(attached, family):
         by_hand = torch.cat([by_hand, logits_of(model, by_hand)[:, -1:].argmax(-1)], 1)
     for use_cache in (True, False):
         assert torch.equal(model.generate(prompt, use_cache=use_cache, **options), by_hand)
-    with disabled(model):
+    with disable_method(model):
         cached = model.generate(prompt, use_cache=True, **options)
     assert torch.equal(cached, detach(model).generate(prompt, **options))
 
@@ -334,8 +335,8 @@ def test_disabled_layers_call_nothing_of_ours(tiny_model, attached):
     model, tokens = attached("llama"), tokens_of()
     expected, base = logits_of(model, tokens), logits_of(tiny_model("llama"), tokens)
     for twin in (model, copy.deepcopy(model)):
-        with disabled(twin):
-            with disabled(twin):
+        with disable_method(twin):
+            with disable_method(twin):
                 assert torch.equal(logits_of(twin, tokens), base)
             assert not any(module._forward_pre_hooks for module in twin.modules())
             assert torch.equal(logits_of(twin, tokens), base)
@@ -344,8 +345,8 @@ def test_disabled_layers_call_nothing_of_ours(tiny_model, attached):
 
 def test_observers_may_be_nested(attached):
     model, outer, inner = attached("llama"), [], []
-    with observed(model, lambda layer, *_: outer.append(layer)):
-        with observed(model, lambda layer, *_: inner.append(layer)):
+    with observe_selections(model, lambda layer, *_: outer.append(layer)):
+        with observe_selections(model, lambda layer, *_: inner.append(layer)):
             logits_of(model, tokens_of())
         logits_of(model, tokens_of())
     logits_of(model, tokens_of())
@@ -401,7 +402,7 @@ def test_another_attention_function_is_not_put_in_the_place_of_the_method(attach
     model.set_attn_implementation("sdpa")
     with pytest.raises(UserError, match="set to sdpa on a model with a method attached"):
         logits_of(model, tokens_of())
-    with disabled(model):
+    with disable_method(model):
         base = logits_of(model, tokens_of())
     assert torch.equal(base, logits_of(detach(model), tokens_of()))
 
@@ -428,7 +429,7 @@ def test_what_save_pretrained_wrote_comes_back_with_the_method(attached, tmp_pat
 
 def test_who_asks_for_attention_weights_is_told_that_there_are_none(attached, monkeypatch):
     said: list[str] = []
-    monkeypatch.setattr(interface.log, "warning_once", said.append)
+    monkeypatch.setattr(hooks.log, "warning_once", said.append)
     model = attached("llama")
     model(tokens_of())
     assert not said
@@ -457,7 +458,12 @@ def test_attach_once_and_detach_only_what_is_attached(tiny_model, attached):
         freeze(attached("llama"), "routers")
     with pytest.raises(UserError, match="this is a str"):
         attach("gpt2")
-    unrouted = (detach, freeze, lambda model: set_routing(model, hard=True), lambda model: disabled(model).__enter__())
+    unrouted = (
+        detach,
+        freeze,
+        lambda model: set_routing(model, hard=True),
+        lambda model: disable_method(model).__enter__(),
+    )
     for use in unrouted:
         with pytest.raises(UserError, match="no attention method attached"):
             use(tiny_model("llama"))

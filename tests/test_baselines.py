@@ -18,7 +18,7 @@ from problems import random_sequence
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from focus_exp import UserError, attach, detach, disabled, freeze, is_causal, load_adapter, save_adapter
+from focus_exp import UserError, attach, detach, disable_method, freeze, is_causal, load_adapter, save_adapter
 from focus_exp.attention.baselines import blocks, performer
 from focus_exp.attention.baselines.longformer import Longformer
 from focus_exp.attention.baselines.magicpig import MagicPIG, Sampled, agree_twice, sampling_probability
@@ -33,7 +33,7 @@ from focus_exp.attention.selection import PairCounts, Selection, Sequence
 from focus_exp.checks import parse
 from focus_exp.config import AttentionConfig, register_schemas
 from focus_exp.config_attention import method_options
-from focus_exp.models.modules import attached_methods
+from focus_exp.models.methods import attached_methods
 
 CONF = Path(__file__).parent.parent / "conf" / "attention"
 WIDTH, SIZE = 12, 6
@@ -765,7 +765,7 @@ def test_attached_it_matters_and_detached_it_is_gone(tiny_model, attached, famil
     tokens = tokens_of()
     base, model = logits_of(tiny_model(family), tokens), attached(family, way)
     assert (logits_of(model, tokens) - base).abs().max() > 1e-3
-    with disabled(model):
+    with disable_method(model):
         assert torch.equal(logits_of(model, tokens), base)
     detach(model)
     assert torch.equal(logits_of(model, tokens), base)

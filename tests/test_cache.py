@@ -16,7 +16,7 @@ from problems import random_sequence
 from transformers import CompileConfig, DynamicCache, StaticCache, StoppingCriteria
 from transformers.cache_utils import DynamicLayer
 
-from focus_exp import attach, detach, disabled, set_routing
+from focus_exp import attach, detach, disable_method, set_routing
 from focus_exp.assets import cache_root
 from focus_exp.attention import one_token
 from focus_exp.attention.cached import GroupedCache
@@ -25,10 +25,9 @@ from focus_exp.attention.selection import Sequence, always_visible, causal, same
 from focus_exp.attention.stores import LEAST, Pool
 from focus_exp.config import ModelConfig
 from focus_exp.errors import UserError
-from focus_exp.models.attached import observed
-from focus_exp.models.cache import grouped_caches, is_grouped, prepare_cache
+from focus_exp.models.hf_cache import grouped_caches, is_grouped, prepare_cache
 from focus_exp.models.load import load_model
-from focus_exp.models.modules import attached_methods
+from focus_exp.models.methods import attached_methods, observe_selections
 from focus_exp.speed.timing import resident
 
 RULES = [(1, "query_topk"), (2, "query_topk"), (2, "share"), (3, "share")]
@@ -392,7 +391,7 @@ def test_the_base_generates_with_its_own_cache(tiny_model):
     options = {"max_new_tokens": 10, "do_sample": False, "pad_token_id": 0, "return_dict_in_generate": True}
     expected = model.generate(tokens(), **options)
     attached(model)
-    with disabled(model):
+    with disable_method(model):
         found = model.generate(tokens(), **options)
     assert found.sequences.equal(expected.sequences) and not is_grouped(found.past_key_values)
     assert is_grouped(model.generate(tokens(), **options).past_key_values)
@@ -420,7 +419,7 @@ def test_a_step_reads_the_pairs_that_it_keeps_and_no_others(tiny_model, top_k, r
         near = always_visible(sequence, slice(0, 60), 60, method.window, method.sinks)
         kept[layer] = ((near | same_group(selection, slice(0, 60), 60)) & causal(slice(0, 60), 60, ids.device)).sum(-1)
 
-    with observed(model, observe):
+    with observe_selections(model, observe):
         whole(model, ids)
     _, cache = stepped(model, ids, [37])
     for place in range(37, 60):
@@ -536,7 +535,7 @@ def test_static_cache_keeping_every_pair_gives_the_base_logits(tiny_model, famil
     found = []
     for one in (base, model):
         cache, ids = StaticCache(config=one.config, max_cache_len=40), tokens(2, length + 6)
-        with observed(model, lambda *_: None):
+        with observe_selections(model, lambda *_: None):
             parts = [one(input_ids=part, past_key_values=cache).logits for part in ids.split([length, 3, 1, 1, 1], 1)]
         found.append(torch.cat(parts, 1))
     torch.testing.assert_close(*found, rtol=1e-4, atol=1e-5)

@@ -19,8 +19,7 @@ from focus_exp.attention.dual import UNSET, FocusDual
 from focus_exp.attention.method import LayerShape
 from focus_exp.attention.reference import reference_attention
 from focus_exp.attention.selection import Selection, Sequence, always_visible, permitted
-from focus_exp.models.attached import observed, set_budget
-from focus_exp.models.modules import attached_methods
+from focus_exp.models.methods import attached_methods, observe_selections, set_budget
 from focus_exp.results.record import Record
 from focus_exp.speed.layer import Layer
 from focus_exp.speed.methods import method_rows
@@ -256,7 +255,7 @@ def test_layers_are_full_or_window_alone_where_the_budget_says_so(tiny_model, fa
     assert torch.equal(logits_of(model), routed)
     half = set_budget(model, ["full", 1])
     counted = {}
-    with observed(half, lambda layer, method, *seen: counted.update({layer: method.count_pairs(*seen)})):
+    with observe_selections(half, lambda layer, method, *seen: counted.update({layer: method.count_pairs(*seen)})):
         logits_of(half)
     assert counted[0].distant_kept == counted[0].distant and 0 < counted[1].distant_kept < counted[1].distant
     if family in ("gpt2", "llama"):  # of the others some layers slide

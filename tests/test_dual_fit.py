@@ -17,8 +17,7 @@ from focus_exp.attention.dual import FocusDual
 from focus_exp.attention.method import LayerShape
 from focus_exp.attention.selection import Selection, Sequence, always_visible, permitted, top_k_groups
 from focus_exp.config_attention import DualConfig
-from focus_exp.models.attached import observed, swapped
-from focus_exp.models.modules import attached_methods
+from focus_exp.models.methods import attached_methods, observe_selections, swap_methods
 from focus_exp.training import dual_fit, importance, kept_fit
 from focus_exp.training.budget import allot, hull
 from focus_exp.training.curves import Curves, lost, measure_curves
@@ -211,7 +210,7 @@ def test_curves_count_what_the_attached_method_keeps(family, heads, counts, tiny
         counts[layer] = method.count_pairs(selection, sequence)
 
     found = measure_curves(model, duals_of(model), blocks, FLOAT32)
-    with torch.no_grad(), observed(model, count):
+    with torch.no_grad(), observe_selections(model, count):
         model(torch.stack(blocks))
     for layer, method in duals_of(model).items():
         curves = found[layer]
@@ -296,7 +295,7 @@ def test_fitted_queries_read_as_many_groups_on_average_as_they_are_to(counts, ti
     def count(layer, method, selection, sequence):
         reads[layer] = selection.query_groups.float().sum(-1)
 
-    with torch.no_grad(), observed(model, count):
+    with torch.no_grad(), observe_selections(model, count):
         model(torch.stack(blocks[:-1]))
     # the tokens of the first layer are those that it was fitted to
     torch.testing.assert_close(reads[0].mean((0, 2)), torch.ones(reads[0].shape[1]), atol=0.02, rtol=0)
@@ -344,7 +343,7 @@ def test_groups_that_training_has_moved_are_made_even_again(changes, tiny_model)
         largest.append(selection.key_groups.float().mean((0, 2)).max().item())
         reads.append(selection.query_groups.float().sum(-1).mean((0, 2)))
 
-    with torch.no_grad(), observed(model, observe_sizes):
+    with torch.no_grad(), observe_selections(model, observe_sizes):
         model(torch.stack(blocks))
     assert max(largest) < 0.3
     # in the first layer the tokens are the same
@@ -403,7 +402,7 @@ def test_the_probe_is_the_base_models_own_attention(tiny_model):
     expected = model(tokens).logits
     dual(model)
     probes = {i: ImportanceProbe(m.shape, m.window, m.sinks) for i, m in attached_methods(model).items()}
-    with torch.no_grad(), swapped(model, probes):
+    with torch.no_grad(), swap_methods(model, probes):
         torch.testing.assert_close(model(tokens).logits, expected, rtol=1e-5, atol=1e-5)
 
 

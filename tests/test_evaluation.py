@@ -8,7 +8,7 @@ from conftest import build
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from focus_exp import attach, disabled, set_routing
+from focus_exp import attach, disable_method, set_routing
 from focus_exp.data import Blocks, TokenStream
 from focus_exp.evaluation import perplexity
 from focus_exp.evaluation.perplexity import score, token_losses
@@ -81,7 +81,7 @@ def test_no_pairs_are_counted_without_a_method_or_with_it_off(tiny_model):
     model, blocks = tiny_model("llama"), Blocks(random_stream([64]), 32, cross_documents=True)
     base = losses_of(model, blocks)
     attach(model, "window", window=4, sinks=0)
-    with disabled(model):
+    with disable_method(model):
         off = losses_of(model, blocks)
     assert base.pairs is None and off.pairs is None
     np.testing.assert_allclose(off.nll, base.nll, rtol=0, atol=1e-5)

@@ -8,12 +8,11 @@ from tiny_architectures import tiny_model as tiny_architecture
 from torch import Tensor
 from transformers import AttentionMaskInterface, PreTrainedModel
 
-from focus_exp import UserError, attach, detach, disabled, set_routing
+from focus_exp import UserError, attach, detach, disable_method, set_routing
 from focus_exp.attention.selection import starts
-from focus_exp.models import exactness
-from focus_exp.models.attached import observed
-from focus_exp.models.interface import IMPLEMENTATION, mask_of_pairs
-from focus_exp.models.modules import attached_methods
+from focus_exp.models import self_check
+from focus_exp.models.hooks import IMPLEMENTATION, make_layer_mask
+from focus_exp.models.methods import attached_methods, observe_selections
 
 LENGTH = 40
 
@@ -36,7 +35,7 @@ def logits_of(model: PreTrainedModel, tokens: Tensor, **options) -> Tensor:
 def test_masks_that_causality_and_padding_say_are_never_built(tiny_model, padding):
     model, seen = attached(tiny_model("llama")), []
     mask = None if padding is None else (torch.arange(LENGTH) >= padding).long().expand(2, -1)
-    with observed(model, lambda layer, method, selection, sequence: seen.append(sequence)):
+    with observe_selections(model, lambda layer, method, selection, sequence: seen.append(sequence)):
         logits_of(model, tokens_of(), attention_mask=mask)
     assert all(sequence.allowed is None and (sequence.valid is None) == (not padding) for sequence in seen)
     assert all((sequence.start[:, padding or 0 :] == (padding or 0)).all() for sequence in seen) and len(seen) == 2
@@ -86,7 +85,7 @@ def test_a_cache_by_group_is_read_by_the_method_that_filled_it_alone(tiny_model)
     with torch.no_grad():
         cache = model(tokens, use_cache=True).past_key_values
     more = {"past_key_values": cache, "use_cache": True}
-    with disabled(model), pytest.raises(UserError, match="keeps tokens by group"):
+    with disable_method(model), pytest.raises(UserError, match="keeps tokens by group"):
         logits_of(model, tokens[:, :1], **more)
     twin = copy.deepcopy(cache)
     set_routing(model, hard=True, pair_rule="share")
@@ -131,7 +130,7 @@ def test_reaching_all_groups_is_the_base_models_own_attention(tiny_model, family
     model = set_routing(attached(tiny_model(family)), hard=True, top_k=top_k, pair_rule=rule)
     tokens, mask = tokens_of(), (torch.arange(LENGTH) >= 9).long().expand(2, -1)
     for given, real in (({}, slice(None)), ({"attention_mask": mask}, slice(9, None))):
-        with disabled(model):
+        with disable_method(model):
             expected = logits_of(model, tokens, **given)[:, real]
         torch.testing.assert_close(logits_of(model, tokens, **given)[:, real], expected, atol=1e-5, rtol=1e-5)
         assert {method.path for method in attached_methods(model).values()} == {"full"}
@@ -139,7 +138,7 @@ def test_reaching_all_groups_is_the_base_models_own_attention(tiny_model, family
 
 @pytest.fixture
 def nothing_checked(monkeypatch):
-    monkeypatch.setattr(exactness, "CHECKED", set())
+    monkeypatch.setattr(self_check, "VERIFIED", set())
 
 
 def test_a_mask_that_is_lost_is_found_before_anything_is_trusted(tiny_model, monkeypatch, nothing_checked):
@@ -160,7 +159,7 @@ def test_the_check_leaves_the_model_as_it_was(tiny_model, nothing_checked):
     modes, state = [module.training for module in model.modules()], torch.get_rng_state()
     attach(model, "window")
     kept = [module.training for module in model.modules() if "focus_exp" not in type(module).__module__]
-    assert kept == modes and torch.equal(torch.get_rng_state(), state) and len(exactness.CHECKED) == 1
+    assert kept == modes and torch.equal(torch.get_rng_state(), state) and len(self_check.VERIFIED) == 1
 
 
 @pytest.mark.parametrize(
@@ -188,5 +187,5 @@ def test_masks_of_whole_kinds_of_layers_are_those_of_transformers():
 
     rule = sliding_window_causal_mask_function(8)
     expected = sdpa_mask(1, 12, 12, mask_function=rule, allow_is_causal_skip=False)
-    assert torch.equal(mask_of_pairs(1, 12, 12, mask_function=rule, local_size=8), expected)
-    assert mask_of_pairs(1, 7, 7, mask_function=rule, local_size=8) is None
+    assert torch.equal(make_layer_mask(1, 12, 12, mask_function=rule, local_size=8), expected)
+    assert make_layer_mask(1, 7, 7, mask_function=rule, local_size=8) is None

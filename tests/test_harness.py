@@ -20,7 +20,7 @@ from tiny_architectures import tiny_model as architecture
 from torch import nn
 from transformers import ByT5Tokenizer
 
-from focus_exp import attach, disabled, set_routing
+from focus_exp import attach, disable_method, set_routing
 from focus_exp import config as schema
 from focus_exp.assets import cache_root
 from focus_exp.attention.focus import Focus
@@ -38,8 +38,7 @@ from focus_exp.evaluation.live_model import LiveModel, prefix_token
 from focus_exp.evaluation.outcomes import Metric, Outcome, paired_difference, read_outcome, write_outcome
 from focus_exp.evaluation.perplexity import score
 from focus_exp.evaluation.tasks import LoadedTask
-from focus_exp.models.attached import observed
-from focus_exp.models.modules import attached_methods
+from focus_exp.models.methods import attached_methods, observe_selections
 from focus_exp.models.random import byte_tokenizer
 from focus_exp.records.benchmarks import BenchmarkRow
 from focus_exp.results.intervals import student
@@ -295,7 +294,7 @@ def test_everything_is_as_lm_eval_has_it_by_itself(tiny_model, name, monkeypatch
 def selections(model, tokens: list[int]) -> list[tuple]:
     """(layer, selection, sequence) of every layer that runs."""
     seen = []
-    with torch.no_grad(), observed(model, lambda layer, _, *what: seen.append((layer, *what))):
+    with torch.no_grad(), observe_selections(model, lambda layer, _, *what: seen.append((layer, *what))):
         model(torch.tensor([tokens]))
     return seen
 
@@ -508,7 +507,7 @@ def test_examples_that_a_task_does_not_take_are_told_of(tiny_model, capsys):
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
 def test_generation_is_greedy_decoding_of_each_prompt_by_itself(tiny_model, family):
     model, tokenizer = attached(tiny_model(family)), byte_tokenizer()
-    for context in (disabled(model), evaluating(model)):
+    for context in (disable_method(model), evaluating(model)):
         with context:
             expected = []
             for row in WORDS[:3]:
@@ -528,7 +527,7 @@ def test_the_ledger_of_a_generation_is_that_of_what_was_read(tiny_model, monkeyp
     said = [" one", " two\n\n three"]  # one ends with a token, the other with a word before its batch does
     read = [tokenizer.encode(texts[0] + " one"), tokenizer.encode(texts[1] + " two\n")]
     expected.lengths = list(map(len, read))
-    with torch.no_grad(), observed(model, expected.observe):
+    with torch.no_grad(), observe_selections(model, expected.observe):
         for tokens in read:
             model(torch.tensor([tokens]), use_cache=False)
     lm, generate = live(model), model.generate
@@ -544,7 +543,7 @@ def test_the_ledger_of_a_generation_is_that_of_what_was_read(tiny_model, monkeyp
     monkeypatch.setattr(model, "generate", saying)
     monkeypatch.setattr(live_model, "refusal", lambda methods: refused)
     ids, mask = lm.tok_batch_encode(texts)
-    with observed(model, lm.ledger.observe):
+    with observe_selections(model, lm.ledger.observe):
         lm._model_generate(ids, ids.shape[1] + 9, ["\n\n"], attention_mask=mask)
     assert lm.ledger.summary() == expected.summary()
 

@@ -12,8 +12,8 @@ from transformers import PreTrainedModel
 
 from focus_exp import attach, freeze, set_routing
 from focus_exp.attention.method import METHODS
-from focus_exp.models import exactness
-from focus_exp.models.modules import attached_methods, attention_modules
+from focus_exp.models import self_check
+from focus_exp.models.methods import attached_methods, attention_modules
 
 CPU = torch.device("cpu")
 NEAR = {"window": 4, "sinks": 1}
@@ -68,11 +68,11 @@ def test_offload_after_attach_keeps_logits(tiny_model, tmp_path, method, offload
 @pytest.mark.parametrize("family", ["gpt2", "gemma2"])
 def test_offload_before_attach_keeps_logits_and_is_checked(tiny_model, tmp_path, monkeypatch, family, offload):
     expected = logits_of(attached(tiny_model(family)))
-    monkeypatch.setattr(exactness, "CHECKED", set())
+    monkeypatch.setattr(self_check, "VERIFIED", set())
     model = tiny_model(family)
     OFFLOADS[offload](model, tmp_path)
     attached(model)
-    assert len(exactness.CHECKED) == 1
+    assert len(self_check.VERIFIED) == 1
     assert {p.device for m in attached_methods(model).values() for p in m.parameters()} == {CPU}
     torch.testing.assert_close(logits_of(model), expected, atol=0, rtol=0)
 
@@ -99,9 +99,9 @@ def test_forward_hooks_on_a_router_are_called(tiny_model):
 
 
 def test_attach_on_meta_weights_without_hooks_checks_nothing(tiny_model, monkeypatch):
-    monkeypatch.setattr(exactness, "CHECKED", set())
+    monkeypatch.setattr(self_check, "VERIFIED", set())
     attach(tiny_model("llama").to("meta"))
-    assert not exactness.CHECKED
+    assert not self_check.VERIFIED
 
 
 @pytest.fixture
@@ -142,12 +142,12 @@ def test_sharded_router_has_the_same_logits_and_gradients(tiny_model, one_proces
 
 def test_fully_shard_before_attach_warns_that_exactness_is_not_checked(tiny_model, one_process, monkeypatch):
     warned = []
-    monkeypatch.setattr(exactness.log, "warning_once", warned.append)
-    monkeypatch.setattr(exactness, "CHECKED", set())
+    monkeypatch.setattr(self_check.log, "warning_once", warned.append)
+    monkeypatch.setattr(self_check, "VERIFIED", set())
     model = tiny_model("llama")
     expected = logits_of(attached(tiny_model("llama")))
-    monkeypatch.setattr(exactness, "CHECKED", set())
+    monkeypatch.setattr(self_check, "VERIFIED", set())
     fully_shard(model, mesh=one_process)
     attached(model)
-    assert len(warned) == 1 and not exactness.CHECKED
+    assert len(warned) == 1 and not self_check.VERIFIED
     torch.testing.assert_close(logits_of(model), expected, atol=0, rtol=0)

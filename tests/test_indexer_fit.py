@@ -7,7 +7,7 @@ from running import fitting, only_run, record_of, run, tiny
 from focus_exp import attach
 from focus_exp.attention.baselines.top_tokens import TokenIndexer
 from focus_exp.attention.method import LayerShape
-from focus_exp.models.modules import attached_methods
+from focus_exp.models.methods import attached_methods
 from focus_exp.training import indexer_fit
 from focus_exp.training.importance import Observed
 from focus_exp.training.indexer_fit import SHARES, fit_indexer, fit_indexers, measured, worth_of

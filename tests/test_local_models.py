@@ -23,7 +23,7 @@ from focus_exp.models import gguf as gguf_module
 from focus_exp.models import load as load_module
 from focus_exp.models.files import find_local_model
 from focus_exp.models.gguf import choose_gguf
-from focus_exp.models.load import load_model, local_config, revision_of_tokenizer, revision_of_weights
+from focus_exp.models.load import hash_tokenizer, hash_weights, load_model, read_local_config
 from focus_exp.models.random import byte_tokenizer
 
 TOKENS = torch.arange(40)[None]
@@ -83,7 +83,7 @@ def test_load_model_gguf_conversion_is_logged_with_its_digest(tmp_path, caplog):
     caplog.set_level("INFO", "focus_exp")
     file = write_gguf(plain_qwen2(), tmp_path / "mine.gguf")
     load(file, tmp_path / "cache")
-    assert revision_of_weights(str(file)) in caplog.text and "converted in" in caplog.text
+    assert hash_weights(str(file)) in caplog.text and "converted in" in caplog.text
 
 
 def test_run_gguf_is_trained_and_recorded(tmp_path):
@@ -92,7 +92,7 @@ def test_run_gguf_is_trained_and_recorded(tmp_path):
     result = run(*command)
     assert result.code == 0, result.err
     record = record_of(tmp_path)
-    assert record.model["revision"] == revision_of_weights(str(file)) and record.model["used"] == str(file)
+    assert record.model["revision"] == hash_weights(str(file)) and record.model["used"] == str(file)
     assert run(*command).code == 0  # finished, of the same file
 
 
@@ -119,7 +119,7 @@ def test_find_local_model_part_of_a_split_gguf_is_refused(tmp_path):
 
 
 def test_local_config_gguf_has_the_shapes(tmp_path):
-    config = local_config(str(write_gguf(plain_qwen2(), tmp_path / "mine.gguf")))
+    config = read_local_config(str(write_gguf(plain_qwen2(), tmp_path / "mine.gguf")))
     assert (config.model_type, config.hidden_size, config.num_hidden_layers) == ("qwen2", 64, 2)
 
 
@@ -130,7 +130,7 @@ def test_load_model_safetensors_file_is_its_folder(folder, tmp_path):
     loaded = load(folder / "model.safetensors", tmp_path / "cache")
     assert torch.equal(loaded.model(TOKENS).logits, load(folder, tmp_path / "cache").model(TOKENS).logits)
     assert loaded.provenance.revision == load(folder, tmp_path / "cache").provenance.revision
-    assert revision_of_tokenizer(str(folder / "model.safetensors")) == revision_of_tokenizer(str(folder))
+    assert hash_tokenizer(str(folder / "model.safetensors")) == hash_tokenizer(str(folder))
 
 
 def test_load_model_safetensors_named_file_is_the_one_that_is_read(folder, tmp_path):

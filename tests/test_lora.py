@@ -23,9 +23,9 @@ from focus_exp.errors import UserError
 from focus_exp.models import lora as lora_module
 from focus_exp.models.lora import (
     add_lora,
+    count_lora_parameters,
+    count_router_parameters,
     describe_lora,
-    lora_parameters,
-    router_parameters,
     save_lora,
     target_layers,
 )
@@ -144,7 +144,7 @@ def test_it_computes_the_papers_equation(tiny_model, family, rank, alpha, dora):
 def test_as_many_numbers_as_the_formula_says(family, data, rank, dora):
     targets = data.draw(st.lists(st.sampled_from(LINEAR[family]), min_size=1, unique=True))
     model = build(f"tiny_{family}")
-    expected = lora_parameters(target_layers(model, targets), rank, dora)
+    expected = count_lora_parameters(target_layers(model, targets), rank, dora)
     assert count(adapted(model, rank=rank, dora=dora, target_modules=targets)) == expected
 
 
@@ -164,14 +164,14 @@ def test_the_counts_are_those_of_the_paper():
         *(("gpt2_124m", None, 147_456), ("mistral_7b_instruct", 4, 1_703_936)),
     ):
         assert count(adapted(full_size(name), budget=148_224, rank=rank)) == expected
-    assert router_parameters(full_size("gpt2_124m"), 4, 16) == 148_224
-    assert router_parameters(full_size("mistral_7b_instruct"), 2, 16) == 2_098_176
+    assert count_router_parameters(full_size("gpt2_124m"), 4, 16) == 148_224
+    assert count_router_parameters(full_size("mistral_7b_instruct"), 2, 16) == 2_098_176
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_budget_is_what_a_router_has(tiny_model, family):
     model = tiny_model(family)
-    budget = router_parameters(model, groups=3, routing_dim=8)
+    budget = count_router_parameters(model, groups=3, routing_dim=8)
     attach(model, "focus", groups=3, routing_dim=8)
     assert budget == sum(p.numel() for name, p in model.named_parameters() if name in set(freeze(model, "router")))
 

@@ -17,7 +17,7 @@ from transformers import (
 )
 
 from focus_exp.models.attach import attach, detach
-from focus_exp.models.attached import disabled, set_routing
+from focus_exp.models.methods import disable_method, set_routing
 
 MODES = {"kept": 4, "hard": 1}  # top_k of 4 groups
 
@@ -176,7 +176,7 @@ def test_forward_packed_positions_equal_rows(model, tokens) -> None:
 
 
 def test_forward_output_attentions_equals_sdpa(model, tokens) -> None:
-    with disabled(model):
+    with disable_method(model):
         expected = model(tokens, output_attentions=True).attentions
     found = model(tokens, output_attentions=True).attentions
     assert type(found) is type(expected)
@@ -201,7 +201,7 @@ def test_resize_token_embeddings_keeps_logits(model, tokens) -> None:
 def test_save_pretrained_adds_router_keys_alone(tiny_model, model, tokens, tmp_path: Path) -> None:
     added = set(model.state_dict()) - set(tiny_model("llama").state_dict())
     assert added and all(".focus." in key for key in added)
-    with disabled(model):
+    with disable_method(model):
         expected = logits(model, tokens)
         model.save_pretrained(tmp_path)
     loaded, report = AutoModelForCausalLM.from_pretrained(tmp_path, output_loading_info=True)

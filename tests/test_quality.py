@@ -17,8 +17,7 @@ from focus_exp.evaluation import quality
 from focus_exp.evaluation.perplexity import PairShares, Scores, read_scores, write_scores
 from focus_exp.evaluation.quality import Quality, equal_density_window
 from focus_exp.jobs.fit import attach_method
-from focus_exp.models.attached import observed
-from focus_exp.models.modules import attached_methods
+from focus_exp.models.methods import attached_methods, observe_selections
 from focus_exp.records.answers import keeps_everything
 from focus_exp.records.rows import Row
 from focus_exp.results.record import Record
@@ -102,7 +101,7 @@ def memberships(model, tokens) -> list[tuple[torch.Tensor, Sequence]]:
     def observe(layer, method, selection, sequence):
         seen.append((selection.key_groups.int().argmax(-1), sequence))
 
-    with torch.no_grad(), observed(model, observe):
+    with torch.no_grad(), observe_selections(model, observe):
         model(tokens)
     return seen
 

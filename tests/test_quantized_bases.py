@@ -6,17 +6,17 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig, PreTrainedModel, TorchAoConfig
 
 from focus_exp import attach, detach, freeze, load_adapter, save_adapter, set_routing
-from focus_exp.models import exactness
+from focus_exp.models import self_check
 from focus_exp.models.attach import PACKS
 from focus_exp.models.load import fingerprint
-from focus_exp.models.modules import attached_methods
+from focus_exp.models.methods import attached_methods
 
 OPTIONS = {"groups": 4, "window": 4, "sinks": 1}
 
 
 @pytest.fixture(autouse=True)
 def nothing_checked(monkeypatch):
-    monkeypatch.setattr(exactness, "CHECKED", set())
+    monkeypatch.setattr(self_check, "VERIFIED", set())
 
 
 def quantized(model: PreTrainedModel, kind: str, folder) -> PreTrainedModel:
@@ -92,7 +92,7 @@ def test_attach_and_detach_leave_the_state_of_the_base(tiny_model, tmp_path, fam
     pack_on_any_cpu(model)
     before = {name: x.clone() if isinstance(x, Tensor) else x for name, x in state_of(model).items()}
     attach(model, "window", window=4)
-    assert len(exactness.CHECKED) == 1
+    assert len(self_check.VERIFIED) == 1
     assert_same_state(state_of(model), before)
     assert_same_state(state_of(detach(model)), before)
 

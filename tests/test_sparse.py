@@ -28,7 +28,7 @@ from focus_exp.config import ModelConfig
 from focus_exp.data.books import read as read_books
 from focus_exp.evaluation.perplexity import token_losses
 from focus_exp.models.load import load_model
-from focus_exp.models.modules import attached_methods
+from focus_exp.models.methods import attached_methods
 
 
 def name_of(kernel: Kernel) -> str:

@@ -20,8 +20,7 @@ from focus_exp.attention.selection import Selection, Sequence, count_pairs
 from focus_exp.config import register_schemas
 from focus_exp.jobs import backend
 from focus_exp.jobs.reproduce import composed
-from focus_exp.models.attached import disabled, observed
-from focus_exp.models.modules import attached_methods, attention_modules
+from focus_exp.models.methods import attached_methods, attention_modules, disable_method, observe_selections
 from focus_exp.speed import break_even as calibration
 from focus_exp.speed import suite
 from focus_exp.speed.break_even import BreakEven, break_even, sparse_wins
@@ -271,7 +270,7 @@ def test_a_sliding_layer_counts_as_what_its_own_cache_keeps_and_reads(groups, ti
     model = set_routing(attach(tiny_model("gemma3"), "focus", groups=groups, window=4, sinks=1), hard=True)
     (row,) = timings(decode_model_row(model, torch.randint(256, (1, 24)), FLOAT32, 1))
     length = 24 + 2 * MODEL_STEPS  # one round before the one that counts
-    with torch.no_grad(), disabled(model):
+    with torch.no_grad(), disable_method(model):
         cache = model(torch.randint(256, (1, length))).past_key_values
     assert row.full_peak_memory_bytes == sum(x.nbytes for layer in cache.layers for x in (layer.keys, layer.values))
     assert row.full_bytes_read == (8 + length) * 2 * 2 * 16 * 4  # keys and values of two heads of 16 floats
@@ -375,7 +374,9 @@ def test_a_prefill_of_another_method_is_that_of_the_attached_model(tiny_model):
     tokens = torch.randint(0, 96, (1, 40), generator=torch.Generator().manual_seed(0))
     (row,) = timings(method_prefill_row("focus_dual", model, tokens, FLOAT32, 1))
     counts = []
-    with observed(model, lambda _, method, selection, sequence: counts.append(method.count_pairs(selection, sequence))):
+    with observe_selections(
+        model, lambda _, method, selection, sequence: counts.append(method.count_pairs(selection, sequence))
+    ):
         model(tokens)
     assert row.density == pytest.approx(sum(count.share_kept for count in counts) / len(counts))
     assert row.path == "masked" and row.seq_len == 40 and row.dtype == "float32"

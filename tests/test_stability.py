@@ -20,7 +20,7 @@ from focus_exp.attention.mitigations import balance_loss, entropy_loss, follow_m
 from focus_exp.attention.selection import Sequence
 from focus_exp.config_attention import FocusConfig
 from focus_exp.data import Blocks, TokenStream
-from focus_exp.models.modules import attached_methods
+from focus_exp.models.methods import attached_methods
 from focus_exp.records.answers import phases
 from focus_exp.records.comparison import load_run
 from focus_exp.results.metrics import METRICS, read_metrics

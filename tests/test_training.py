@@ -17,8 +17,7 @@ from focus_exp.attention.method import AttentionMethod
 from focus_exp.config_attention import FocusConfig
 from focus_exp.data import Blocks, TokenStream
 from focus_exp.errors import UserError
-from focus_exp.models.attached import observed
-from focus_exp.models.modules import attached_methods
+from focus_exp.models.methods import attached_methods, observe_selections
 from focus_exp.results.metrics import METRICS, read_metrics
 from focus_exp.training import precision as precisions
 from focus_exp.training.module import LanguageModelTask, learning_rate_scale
@@ -139,7 +138,7 @@ def test_gradient_checkpointing_repeats_layers_and_changes_nothing_else(tiny_mod
     results, runs = [], []
     for checkpointing in (False, True):
         model, seen = focus(tiny_model(family)), []
-        with observed(model, layers_run(seen)):
+        with observe_selections(model, layers_run(seen)):
             losses = train(model, phase, tmp_path / str(checkpointing), gradient_checkpointing=checkpointing)
         potentials = [method.router.potential for method in attached_methods(model).values()]
         results.append((torch.tensor(losses), torch.stack(potentials), routers(model)))
@@ -170,7 +169,7 @@ def test_a_frozen_base_drops_nothing_where_a_layers_own_flag_decides(tmp_path, c
 def test_gates_steepen_from_the_first_step_to_the_last(tiny_model, tmp_path, start, expected):
     model, seen = focus(tiny_model("llama"), gate_steepness=8.0), []
     steepness = lambda layer, method, *_: seen.append(method.gate_steepness)  # noqa: E731
-    with observed(model, steepness):
+    with observe_selections(model, steepness):
         train(model, ROUTER, tmp_path, {"gate_steepness": 8.0, "gate_steepness_start": start}, accumulate=2)
     assert seen == pytest.approx([value for value in expected for _ in range(2 * 2)])  # two layers, two batches
     assert [method.gate_steepness for method in attached_methods(model).values()] == [8.0, 8.0]

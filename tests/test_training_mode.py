@@ -8,9 +8,9 @@ from torch import Tensor
 
 from focus_exp import attach, freeze, load_adapter, save_adapter, set_routing
 from focus_exp.attention.method import METHODS, AttentionMethod
-from focus_exp.models import attached as attached_module
-from focus_exp.models import exactness
-from focus_exp.models.modules import attached_methods
+from focus_exp.models import methods as methods_module
+from focus_exp.models import self_check
+from focus_exp.models.methods import attached_methods
 
 OPTIONS = {"groups": 4, "window": 4, "sinks": 1}
 MODES = [torch.no_grad, torch.inference_mode]
@@ -93,18 +93,18 @@ def test_load_adapter_sets_eval_mode_and_hard_routing(tiny_model, tmp_path):
 )
 def test_set_routing_warns_of_hard_routing_in_training_mode(tiny_model, monkeypatch, training, hard, train_with, count):
     warned: list[str] = []
-    monkeypatch.setattr(attached_module.log, "warning_once", warned.append)
+    monkeypatch.setattr(methods_module.log, "warning_once", warned.append)
     set_routing(attach(tiny_model("llama").train(training), train_with=train_with, **OPTIONS), hard=hard)
     assert len(warned) == count
 
 
 @pytest.mark.parametrize("name", ["mixtral", "qwen2_moe", "olmoe", "gpt_oss", "jamba"])
 def test_attach_takes_experts_that_return_router_logits(monkeypatch, name):
-    monkeypatch.setattr(exactness, "CHECKED", set())
+    monkeypatch.setattr(self_check, "VERIFIED", set())
     model = tiny_architecture(name)
     model.config.output_router_logits = True
     attach(model, **OPTIONS)
-    assert len(exactness.CHECKED) == 1 and model.config.output_router_logits
+    assert len(self_check.VERIFIED) == 1 and model.config.output_router_logits
     out = model(tokens_of(12), labels=tokens_of(12))
     assert out.aux_loss.isfinite() and out.loss.isfinite()
 

@@ -7,8 +7,7 @@ from torch import Tensor
 
 from focus_exp import attach, set_routing
 from focus_exp.config import PhaseConfig
-from focus_exp.models.attached import observed, swapped
-from focus_exp.models.modules import attached_methods, attention_modules
+from focus_exp.models.methods import attached_methods, attention_modules, observe_selections, swap_methods
 from focus_exp.training.precision import choose_precision
 from focus_exp.training.regimes import set_training_mode
 from focus_exp.training.warm_start import AttentionProbe, calibrate, warm_start
@@ -41,7 +40,7 @@ def group_shares(model, blocks: list[Tensor]) -> Tensor:
     def observe(layer, method, selection, sequence):
         sizes[layer] += (selection.assignment if selection.key_groups is None else selection.key_groups).sum((0, 1))
 
-    with torch.no_grad(), observed(model, observe):
+    with torch.no_grad(), observe_selections(model, observe):
         model(torch.stack(blocks))
     return sizes / sizes.sum(1, keepdim=True)
 
@@ -113,7 +112,7 @@ def test_the_probe_reads_full_attention_without_changing_it(tiny_model, family):
         eager = tiny_model(family, attn_implementation="eager")(tokens, output_attentions=True).attentions
         focus(model)
         probes = {i: AttentionProbe(m.shape, WINDOW, SINKS) for i, m in attached_methods(model).items()}
-        with swapped(model, dict(probes)):
+        with swap_methods(model, dict(probes)):
             torch.testing.assert_close(model(tokens).logits, expected, rtol=0, atol=1e-4)
     i, j = torch.arange(T)[:, None], torch.arange(T)
     distant = (i - j > WINDOW) & (j >= SINKS)

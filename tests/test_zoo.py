@@ -14,8 +14,7 @@ from focus_exp.checks import parse
 from focus_exp.config import register_schemas
 from focus_exp.config_hash import config_hash
 from focus_exp.models.attach import attach
-from focus_exp.models.attached import is_trainable
-from focus_exp.models.modules import attached_methods
+from focus_exp.models.methods import attached_methods, is_trainable
 
 PARAMETERS = {
     "gpt2_124m": 124_439_808,

@@ -22,8 +22,8 @@ from focus_exp.errors import UserError, first_line
 from focus_exp.evaluation import long_context
 from focus_exp.evaluation.controls import BASE, RANDOM_GROUPS, WINDOW_ONLY, hard_name, random_groups, window_only
 from focus_exp.evaluation.outcomes import Outcome, Unit, read_outcome, slug, write_outcome
-from focus_exp.models.attached import disabled, is_causal, set_routing, swapped
 from focus_exp.models.lora import describe_lora
+from focus_exp.models.methods import disable_method, is_causal, set_routing, swap_methods
 from focus_exp.records.benchmarks import BenchmarkRow
 from focus_exp.results.losses import Losses
 from focus_exp.training.precision import Precision
@@ -100,7 +100,7 @@ class Benchmarks:
             (RANDOM_GROUPS, "random_groups", random_groups(model, outcome.groups, attention, self.config.seed)),
         ]
         for name, method, methods in controls:
-            with swapped(model, methods):
+            with swap_methods(model, methods):
                 self.add(BenchmarkRow(attention=name, kind="control", task=task, method=method))
 
     def require_score(self) -> None:
@@ -111,7 +111,7 @@ class Benchmarks:
 
     def full_attention(self) -> AbstractContextManager[Any]:
         attached = getattr(self.model, "focus_attachment", None) is not None
-        return disabled(self.model) if attached else nullcontext()
+        return disable_method(self.model) if attached else nullcontext()
 
     def add(self, row: BenchmarkRow) -> Outcome | None:
         """Run a row's task, or read what it gave before; a row that fails stays as a row with its reason."""

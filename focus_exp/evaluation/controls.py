@@ -8,7 +8,7 @@ from focus_exp.attention.baselines.random_groups import RandomGroups
 from focus_exp.attention.baselines.window import WindowOnly
 from focus_exp.attention.method import AttentionMethod
 from focus_exp.config_attention import FocusConfig
-from focus_exp.models.modules import attached_methods
+from focus_exp.models.methods import attached_methods
 
 BASE = "base, full attention"
 SOFT = "Focus soft"

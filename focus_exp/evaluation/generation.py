@@ -23,8 +23,8 @@ from focus_exp.data import Blocks
 from focus_exp.errors import UserError, first_line
 from focus_exp.evaluation.controls import hard_name
 from focus_exp.evaluation.outcomes import slug
-from focus_exp.models.attached import disabled, set_routing
-from focus_exp.models.cache import grouped_caches, keys_and_bytes
+from focus_exp.models.hf_cache import count_keys_and_bytes, grouped_caches
+from focus_exp.models.methods import disable_method, set_routing
 from focus_exp.progress import ProgressBar
 from focus_exp.records.rows import Continuation
 from focus_exp.storage import replace_file
@@ -107,7 +107,7 @@ class Generation:
         model.generation_config = GenerationConfig()
         began = time.perf_counter()
         try:
-            with disabled(self.model) if kind == "base" else nullcontext(), self.precision.context():
+            with disable_method(self.model) if kind == "base" else nullcontext(), self.precision.context():
                 out = model.generate(
                     input_ids=prompt[None].to(self.model.device), max_new_tokens=settings.new_tokens,
                     do_sample=settings.do_sample, use_cache=True, return_dict_in_generate=True, eos_token_id=None,
@@ -136,7 +136,7 @@ class Generation:
     def base_nll(self, prompt: Tensor, new: Tensor) -> float:
         """Nats per token of `new` after `prompt` under full attention."""
         tokens = torch.cat([prompt, new])[None].to(self.model.device)
-        with disabled(self.model), self.precision.context():
+        with disable_method(self.model), self.precision.context():
             logits = self.model(input_ids=tokens, use_cache=False, logits_to_keep=len(new) + 1).logits[0, :-1]
         return float(torch.nn.functional.cross_entropy(logits.float(), tokens[0, -len(new) :]))
 
@@ -152,6 +152,6 @@ def read_and_held(cache: Any) -> tuple[float | None, int | None]:
     if isinstance(cache, Cache) and (grouped := grouped_caches(cache)):
         return mean(layer.pairs_read for layer in grouped), sum(layer.bytes for layer in grouped)
     if isinstance(cache, DynamicCache):
-        layers = [keys_and_bytes(x) for x in cache.layers if isinstance(x, DynamicLayer) and x.keys is not None]
+        layers = [count_keys_and_bytes(x) for x in cache.layers if isinstance(x, DynamicLayer) and x.keys is not None]
         return float(mean(read for read, _ in layers)), sum(held for _, held in layers)
     return None, None

@@ -26,10 +26,9 @@ from focus_exp.evaluation.groups_pairs import describe_cut, write_passage
 from focus_exp.evaluation.groups_passage import cut_passage
 from focus_exp.evaluation.groups_words import CLASSES, TAGGER, read_passage, shown
 from focus_exp.evaluation.statistics import window_means, window_sums
-from focus_exp.models.adapter import load_adapter, name_of, read_description
+from focus_exp.models.adapter import adapter_name, load_adapter, read_description
 from focus_exp.models.attach import detach
-from focus_exp.models.attached import attachment_of, disabled, set_routing, swapped
-from focus_exp.models.modules import attached_methods
+from focus_exp.models.methods import attached_methods, disable_method, get_attachment, set_routing, swap_methods
 from focus_exp.records.groups import ClassCost, GroupFit, GroupLayer, GroupReport, TokenGroup
 from focus_exp.results.intervals import estimate
 from focus_exp.results.losses import Losses
@@ -82,8 +81,8 @@ class GroupAnalysis:
         trained = self.kept("trained", partial(self.observe, "trained router"))
         if not trained.groupings:
             raise UserError(
-                f"attention.budget={attachment_of(self.model).options['budget']} leaves no layer with groups: there is "
-                "nothing to describe"
+                f"attention.budget={get_attachment(self.model).options['budget']} leaves no layer with groups: "
+                "there is nothing to describe"
             )
         base = self.kept("base", self.observe_base)
         middle = len(self.indices) // 2
@@ -102,7 +101,7 @@ class GroupAnalysis:
             passage_from=self.blocks.stream.documents[int(item["document_ids"][0])],
             tagger=TAGGER,
             class_shares={name: float(share) for name, share in zip(CLASSES, shares, strict=True) if share},
-            others=[name_of(folder) for folder in settings.others],
+            others=[adapter_name(folder) for folder in settings.others],
             layers=[self.layer(grouping, trained, untrained, others) for grouping in trained.groupings],
             costs=self.costs(base.nll, trained.nll),
         )
@@ -132,32 +131,32 @@ class GroupAnalysis:
         return observe(self.model, self.windows, self.precision, label)
 
     def observe_base(self) -> Observed:
-        with disabled(self.model):
+        with disable_method(self.model):
             return self.observe("full attention")
 
     def observe_untrained(self) -> Observed:
         """A router as it is before training, of another seed than the trained one's, balanced on the same text."""
-        attachment = attachment_of(self.model)
+        attachment = get_attachment(self.model)
         torch.manual_seed(self.config.seed + 1)
         fresh: dict[int, AttentionMethod] = {}
         for index, method in attached_methods(self.model).items():
             fresh[index] = build(attachment.method, method.shape, **attachment.options).eval()
             # what tells the tokens apart is not a part of the router
             fresh[index].load_state_dict({k: v for k, v in method.state_dict().items() if k in STANDARD}, strict=False)
-        with swapped(self.model, fresh):
+        with swap_methods(self.model, fresh):
             (rebalance if self.config.dual else calibrate)(self.model, self.calibration, self.precision)
             set_routing(self.model, hard=True)
             return self.observe("untrained router")
 
     def observe_other(self, folder: str) -> Observed:
         """The router in another adapter, which stays attached."""
-        own = attachment_of(self.model).method
+        own = get_attachment(self.model).method
         if (method := read_description(folder)["method"]) != own:
             raise UserError(f"analyze.others holds {folder}, whose method is {method}, not {own}; leave it out")
         detach(self.model)
         load_adapter(self.model, folder, check_base=self.config.check_base)
         self.use_hard_groups()
-        return self.observe(name_of(folder))
+        return self.observe(adapter_name(folder))
 
     def layer(self, own: Grouping, trained: Observed, untrained: Observed, others: list[Observed]) -> GroupLayer:
         groups, confidence = self.flat(trained.groups_of(own)), self.flat(trained.confidence_of(own))

@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 from focus_exp.attention.method import AttentionMethod
 from focus_exp.attention.selection import Selection, Sequence, by_head
 from focus_exp.evaluation.perplexity import token_losses
-from focus_exp.models.attached import observed
+from focus_exp.models.methods import observe_selections
 from focus_exp.progress import ProgressBar
 from focus_exp.storage import replace_file
 from focus_exp.training.precision import Precision
@@ -80,7 +80,7 @@ def observe(model: PreTrainedModel, windows: list[Tensor], precision: Precision,
         for grouping, own in groupings(layer, selection).items():
             found.setdefault(grouping, []).append(torch.stack(own.assignment_of_keys[0].max(-1)[::-1]).cpu())
 
-    with precision.context(), observed(model, note):
+    with precision.context(), observe_selections(model, note):
         for tokens in ProgressBar(windows, desc=f"{label:<28}", unit="window"):
             losses.append(token_losses(model, tokens[None].to(model.device))[0].cpu())
     nll = torch.stack(losses).numpy()

@@ -22,8 +22,7 @@ from focus_exp.attention.selection import (
 )
 from focus_exp.evaluation.groups_observe import Grouping, groupings
 from focus_exp.evaluation.perplexity import token_losses
-from focus_exp.models.attached import disabled, observed, swapped
-from focus_exp.models.modules import attached_methods
+from focus_exp.models.methods import attached_methods, disable_method, observe_selections, swap_methods
 from focus_exp.training.precision import Precision
 
 # heaviest keys of a query
@@ -167,16 +166,16 @@ def cut_passage(model: PreTrainedModel, tokens: Tensor, precision: Precision) ->
             selections[layer] = own
 
     with precision.context():
-        with observed(model, note):
+        with observe_selections(model, note):
             hard = token_losses(model, batch)[0].cpu()
-        with disabled(model):
+        with disable_method(model):
             full = token_losses(model, batch)[0].cpu()
         probes = {
             index: CutProbe(method.shape, method.window, method.sinks, selections[index])
             for index, method in attached_methods(model).items()
             if index in selections
         }
-        with swapped(model, dict(probes)):
+        with swap_methods(model, dict(probes)):
             model(input_ids=batch, use_cache=False, logits_to_keep=1)
     masses = {grouping: mass for probe in probes.values() for grouping, mass in probe.masses.items()}
     return Cut(full, hard, {g: s for own in selections.values() for g, s in own.items()}, masses)

@@ -17,7 +17,7 @@ from focus_exp.errors import UserError
 from focus_exp.evaluation.ledger import Ledger
 from focus_exp.evaluation.live_model import LiveModel
 from focus_exp.evaluation.outcomes import Metric, Outcome
-from focus_exp.models.attached import observed
+from focus_exp.models.methods import observe_selections
 
 # lm-eval's own default
 FEWSHOT_SEED = 1234
@@ -45,7 +45,7 @@ def run_task(
         task.set_config(key="num_fewshot", value=wanted)
         task.set_fewshot_seed(seed=FEWSHOT_SEED)
     lm.label, lm.ledger = label, Ledger()
-    watched = observed(lm.model, lm.ledger.observe)
+    watched = observe_selections(lm.model, lm.ledger.observe)
     with watched, evaluating(lm.model), strict_logging(), one_process(), redirect_stdout(StringIO()):
         results: Any = evaluate(lm, loaded, limit=limit, bootstrap_iters=bootstrap, log_samples=True)
     return Outcome(

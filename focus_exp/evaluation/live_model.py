@@ -16,8 +16,8 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase, PreTrainedTok
 from focus_exp.data import bos_of
 from focus_exp.errors import UserError
 from focus_exp.evaluation.ledger import Ledger
-from focus_exp.models.attached import acting_methods, unobserved
-from focus_exp.models.cache import refusal
+from focus_exp.models.hf_cache import cache_unsupported_reason
+from focus_exp.models.methods import active_methods, pause_observers
 from focus_exp.progress import ProgressBar
 from focus_exp.training.precision import Precision
 
@@ -130,20 +130,20 @@ class LiveModel(HFLM):
         """Greedy unless the task says otherwise; with a key/value cache where what is attached has one."""
         if not options.setdefault("do_sample", False):
             options.pop("temperature", None)
-        with unobserved(self.model), self.precision.context():
+        with pause_observers(self.model), self.precision.context():
             found: Tensor = self.model.generate(
                 input_ids=context,
                 attention_mask=attention_mask,
                 max_length=max_length,
                 stopping_criteria=stop_sequences_criteria(self.tokenizer, stop, context.shape[1], context.shape[0]),
                 pad_token_id=self.tokenizer.pad_token_id,
-                use_cache=refusal(acting_methods(self.model).values()) is None,
+                use_cache=cache_unsupported_reason(active_methods(self.model).values()) is None,
                 **options,
             )
         prompts, rows = map(unpadded, context, attention_mask), found[:, context.shape[1] :].tolist()
         read = [(*prompt, *self.read_again(row, stop)) for prompt, row in zip(prompts, rows, strict=True)]
         self.ledger.lengths += map(len, read)
-        if acting_methods(self.model):
+        if active_methods(self.model):
             self.last_logits(read, [1] * len(read))
         return found
 

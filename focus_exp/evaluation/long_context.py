@@ -14,7 +14,7 @@ from focus_exp.errors import UserError
 from focus_exp.evaluation.ledger import Ledger
 from focus_exp.evaluation.outcomes import NO_FILTER, Metric, Outcome
 from focus_exp.evaluation.perplexity import token_losses
-from focus_exp.models.attached import observed
+from focus_exp.models.methods import observe_selections
 from focus_exp.progress import ProgressBar
 from focus_exp.results.intervals import estimate
 from focus_exp.training.precision import Precision
@@ -49,7 +49,7 @@ def run_perplexity(
     """
     ledger = Ledger()
     samples: list[dict[str, Any]] = []
-    with precision.context(), observed(model, ledger.observe):
+    with precision.context(), observe_selections(model, ledger.observe):
         places = zip(indices, windows.places(indices), strict=True)
         progress = ProgressBar(places, f"{label:<28}", len(indices), unit="window")
         for index, (document, offset) in progress:

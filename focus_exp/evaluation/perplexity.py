@@ -20,7 +20,7 @@ from transformers import PreTrainedModel
 from focus_exp.attention.method import AttentionMethod
 from focus_exp.attention.selection import Selection, Sequence, group_sizes
 from focus_exp.data import Blocks
-from focus_exp.models.attached import acting_methods, observed
+from focus_exp.models.methods import active_methods, observe_selections
 from focus_exp.progress import ProgressBar
 from focus_exp.storage import atomic_write
 from focus_exp.training.precision import Precision
@@ -100,7 +100,7 @@ def score(
             if not torch.isfinite(loss[scored]).all():
                 raise RuntimeError("a loss is not finite")
             losses.append(loss.masked_fill(~scored, float("nan")).cpu())
-    paths = sorted({m.path for m in acting_methods(model).values() if m.path is not None})
+    paths = sorted({m.path for m in active_methods(model).values() if m.path is not None})
     return Scores(
         torch.cat(losses).numpy(), time.perf_counter() - began, pairs if pairs.total else None, ", ".join(paths)
     )
@@ -119,7 +119,7 @@ def token_losses(model: PreTrainedModel, tokens: Tensor) -> Tensor:
 
 
 def observing(model: PreTrainedModel, observer: Any) -> AbstractContextManager[None]:
-    return nullcontext() if observer is None else observed(model, observer)
+    return nullcontext() if observer is None else observe_selections(model, observer)
 
 
 def write_scores(path: Path, scores: Scores, windows: list[int], precision: Precision, weights: str) -> None:

@@ -30,9 +30,16 @@ from focus_exp.evaluation.controls import (
 from focus_exp.evaluation.outcomes import slug
 from focus_exp.evaluation.perplexity import PairShares, Scores, read_scores, score, write_scores
 from focus_exp.evaluation.statistics import by_position, mean, window_means, window_sums
-from focus_exp.models.adapter import methods_of_adapter, name_of, read_description
-from focus_exp.models.attached import causal_assignment, disabled, is_causal, observed, set_routing, swapped
+from focus_exp.models.adapter import adapter_name, build_adapter_methods, read_description
 from focus_exp.models.lora import describe_lora
+from focus_exp.models.methods import (
+    disable_method,
+    is_causal,
+    observe_selections,
+    set_routing,
+    swap_methods,
+    use_causal_assignment,
+)
 from focus_exp.records.rows import Kind, Row
 from focus_exp.results.losses import Losses
 from focus_exp.training.precision import Precision
@@ -97,7 +104,7 @@ class Quality:
 
     def full_attention(self) -> AbstractContextManager[Any]:
         attached = getattr(self.model, "focus_attachment", None) is not None
-        return disabled(self.model) if attached else nullcontext()
+        return disable_method(self.model) if attached else nullcontext()
 
     def measure_focus(self) -> None:
         """The configured groups and their controls come first: they answer what a run asks. Rows end in table order."""
@@ -144,7 +151,7 @@ class Quality:
     def measure_twins(self) -> None:
         """The same router where a token's groups depend on that token alone: what it gains by reading the future."""
         top_k, rule = self.config.focus.top_k, self.config.focus.pair_rule
-        with causal_assignment(self.model):
+        with use_causal_assignment(self.model):
             set_routing(self.model, hard=False)
             self.add(Row(name="same router, causal, soft", kind="twin", method="focus", causal=True))
             set_routing(self.model, hard=True, top_k=top_k, pair_rule=rule)
@@ -165,22 +172,22 @@ class Quality:
             (control(RANDOM_GROUPS, "random_groups", top_k=attention.top_k), random_methods),
         ]
         for row, replacements in controls:
-            with swapped(self.model, replacements):
+            with swap_methods(self.model, replacements):
                 self.add(row)
 
     def measure_adapters(self) -> None:
         """What other runs left, in place of the router."""
         for folder in self.config.eval.adapters:
             method = read_description(folder)["method"]
-            full, taken = f"{method}, {name_of(folder)}", {slug(row.name) for row in self.rows}
+            full, taken = f"{method}, {adapter_name(folder)}", {slug(row.name) for row in self.rows}
             names = chain((method, full), (f"{full} ({n})" for n in count(2)))
             row = control(next(name for name in names if slug(name) not in taken), method)
             try:
-                methods = methods_of_adapter(self.model, folder, check_base=self.config.check_base)
+                methods = build_adapter_methods(self.model, folder, check_base=self.config.check_base)
             except UserError as error:  # of a base that was trained meanwhile
                 self.rows.append(replace(row, error=first_line(error)))
                 continue
-            with swapped(self.model, methods):
+            with swap_methods(self.model, methods):
                 set_routing(self.model, hard=True)
                 self.add(replace(row, causal=is_causal(self.model)))
 
@@ -189,7 +196,10 @@ class Quality:
         """What one window looks like to every attached layer: sliding layers let a query see less."""
         sequences: list[Sequence] = []
         tokens = self.blocks[0]["input_ids"][None].to(self.model.device)
-        with self.precision.context(), observed(self.model, lambda _, __, ___, sequence: sequences.append(sequence)):
+        with (
+            self.precision.context(),
+            observe_selections(self.model, lambda _, __, ___, sequence: sequences.append(sequence)),
+        ):
             self.model(input_ids=tokens, use_cache=False, logits_to_keep=1)
         return sequences
 

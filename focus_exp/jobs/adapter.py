@@ -17,7 +17,7 @@ from focus_exp.checks import validate
 from focus_exp.config import Config, ModelConfig, RegimeConfig
 from focus_exp.config_attention import FocusConfig, attention_of, schema_of
 from focus_exp.errors import UserError, first_line
-from focus_exp.models.adapter import GIVE_BASE, read_description
+from focus_exp.models.adapter import BASE_HINT, read_description
 from focus_exp.records.comparison import RECORD
 from focus_exp.results.record import Record
 from focus_exp.shipped import own
@@ -114,7 +114,7 @@ def base_of(config: Config, description: dict[str, Any]) -> ModelConfig:
     if (trained / "config.json").is_file():
         return own("model", replace(found, path=str(trained)))
     if found.path and not Path(found.path).expanduser().exists():
-        raise UserError(f"the adapter in {config.adapter} is of model.path={found.path}, which is gone; {GIVE_BASE}")
+        raise UserError(f"the adapter in {config.adapter} is of model.path={found.path}, which is gone; {BASE_HINT}")
     return found
 
 

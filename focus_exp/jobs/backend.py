@@ -15,8 +15,7 @@ from focus_exp.attention.kernels import KERNELS, Demand, available, choose
 from focus_exp.config import Config
 from focus_exp.config_attention import method_options
 from focus_exp.errors import UserError
-from focus_exp.models.attached import routers_of, set_routing
-from focus_exp.models.modules import attached_methods
+from focus_exp.models.methods import attached_methods, find_routers, set_routing
 from focus_exp.results.environment import cpu_name
 from focus_exp.speed.break_even import LENGTHS, REPEATS, BreakEven, break_even
 from focus_exp.speed.layer import Layer
@@ -55,7 +54,7 @@ def set_backend(model: PreTrainedModel, config: Config, precision: Precision, lo
 
 def typical_options(model: PreTrainedModel, config: Config) -> dict[str, Any] | None:
     """Of a layer that stands for all that have groups, whose heads read as many of them on average; None without."""
-    if routers_of(model):
+    if find_routers(model):
         return method_options(config.attention)
     reach = [k for m in attached_methods(model).values() if isinstance(m, FocusDual) and m.routes for k in m.reach]
     if not reach:

@@ -20,7 +20,7 @@ from focus_exp.jobs.prepare import check_length, describe, headline, load, prepa
 from focus_exp.jobs.router import put_router, trains_router
 from focus_exp.jobs.run import already_finished, open_run, run_folder
 from focus_exp.jobs.variants import compose_shared
-from focus_exp.models.attached import set_routing
+from focus_exp.models.methods import set_routing
 from focus_exp.results.run_dir import earlier_record
 from focus_exp.speed.methods import Methods
 from focus_exp.speed.suite import Suite

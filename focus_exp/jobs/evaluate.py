@@ -16,7 +16,7 @@ from focus_exp.jobs.backend import set_backend
 from focus_exp.jobs.prepare import describe, load, prepare
 from focus_exp.jobs.run import Run, already_finished, open_run, run_folder
 from focus_exp.models.adapter import load_adapter, read_description
-from focus_exp.models.attached import is_causal
+from focus_exp.models.methods import is_causal
 from focus_exp.training.precision import Precision, choose_precision
 
 

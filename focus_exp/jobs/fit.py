@@ -19,9 +19,8 @@ from focus_exp.jobs.backend import set_backend
 from focus_exp.jobs.run import Run
 from focus_exp.models.adapter import save_adapter
 from focus_exp.models.attach import attach
-from focus_exp.models.attached import attachment_of, is_causal, is_trainable
-from focus_exp.models.lora import add_lora, describe_lora, router_parameters, save_lora
-from focus_exp.models.modules import attached_methods
+from focus_exp.models.lora import add_lora, count_router_parameters, describe_lora, save_lora
+from focus_exp.models.methods import attached_methods, get_attachment, is_causal, is_trainable
 from focus_exp.records.rows import ProbeRow
 from focus_exp.results.metrics import read_metrics
 from focus_exp.training.checkpoints import checkpoint_of, mend
@@ -42,7 +41,7 @@ def attach_method(model: PreTrainedModel, config: Config, precision: Precision) 
         attach(model, config.attention.method, **method_options(config.attention))
         set_backend(model, config, precision, max(config.eval.window, config.data.block_size))
     if config.regime.trains("lora"):
-        budget = router_parameters(model, config.regime.lora.router_groups, FocusOptions.routing_dim)
+        budget = count_router_parameters(model, config.regime.lora.router_groups, FocusOptions.routing_dim)
         pl.seed_everything(config.seed, verbose=False)
         add_lora(model, config.regime.lora, budget)
         added = describe_lora(model)
@@ -106,7 +105,7 @@ def fit(run: Run, model: PreTrainedModel, blocks: Blocks, precision: Precision, 
         alone(model, lambda: rebalance(model, moved, precision))
     if routed:
         alone(model, lambda: calibrate(model, balancing, precision))
-        record.layers = attachment_of(model).layers
+        record.layers = get_attachment(model).layers
         record.method |= method_options(config.attention)
     # a budget may leave no encoder anywhere, and is what a layer reads nevertheless
     if config.dual or any(method.state_dict() for method in attached_methods(model).values()):

@@ -9,7 +9,7 @@ from focus_exp.jobs.adapter import with_adapter
 from focus_exp.jobs.prepare import check_length, describe, headline, load, prepare, training_blocks
 from focus_exp.jobs.router import put_router, trains_router
 from focus_exp.jobs.run import already_finished, open_run, run_folder
-from focus_exp.models.attached import is_causal
+from focus_exp.models.methods import is_causal
 from focus_exp.records.rows import Continuation
 from focus_exp.training.precision import choose_precision
 

@@ -14,7 +14,7 @@ from focus_exp.config_hash import content
 from focus_exp.data.files import find_texts, revision_of
 from focus_exp.errors import UserError
 from focus_exp.models.adapter import read_description
-from focus_exp.models.load import revision_of_tokenizer, revision_of_weights
+from focus_exp.models.load import hash_tokenizer, hash_weights
 from focus_exp.results.record import Record
 from focus_exp.results.run_dir import NOT_ENDED, run_folder
 from focus_exp.training.regimes import CHECKPOINTS
@@ -25,8 +25,8 @@ def refuse_other_inputs(config: Config, record: Record) -> None:
     texts = config.data.files if config.data.source == "files" else None
     looked_at: list[tuple[str, str, str | None, str | None, Callable[[str], str | None]]] = [
         ("data.files", "text", texts, record.data.get("revision"), lambda place: revision_of(find_texts(place))),
-        ("model.path", "model", config.model.path, record.model.get("revision"), revision_of_weights),
-        ("model.path", "tokenizer", config.model.path, record.model.get("tokenizer"), revision_of_tokenizer),
+        ("model.path", "model", config.model.path, record.model.get("revision"), hash_weights),
+        ("model.path", "tokenizer", config.model.path, record.model.get("tokenizer"), hash_tokenizer),
         *(
             ("analyze.others", "adapter", other, then, digest_of)
             for other, then in zip(config.analyze.others, record.method.get("others", []), strict=False)
@@ -48,7 +48,7 @@ def refuse_other_inputs(config: Config, record: Record) -> None:
 
 def tokenizer_of(config: Config) -> dict[str, str | None]:
     """What the record of a model in a folder of the user's says of the tokenizer there, beside the weights."""
-    return {"tokenizer": revision_of_tokenizer(config.model.path)} if config.model.path else {}
+    return {"tokenizer": hash_tokenizer(config.model.path)} if config.model.path else {}
 
 
 def digest_of(adapter: str) -> str:

@@ -23,8 +23,8 @@ from focus_exp.errors import UserError, first_line
 from focus_exp.jobs.prepare import check_length
 from focus_exp.jobs.variants import compose_variant, compose_variants, variant_name
 from focus_exp.models.attach import attach
-from focus_exp.models.attached import is_trainable
-from focus_exp.models.lora import Linear, add_lora, router_parameters
+from focus_exp.models.lora import Linear, add_lora, count_router_parameters
+from focus_exp.models.methods import is_trainable
 from focus_exp.models.random import architecture_config
 from focus_exp.storage import replace_file
 from focus_exp.training.regimes import tokens_per_step
@@ -240,7 +240,7 @@ def measure(config: Config) -> Sizes:
         attach(model, config.attention.method, **method_options(config.attention))
     if config.regime.trains("lora"):
         lora = config.regime.lora
-        add_lora(model, lora, router_parameters(model, lora.router_groups, FocusOptions.routing_dim))
+        add_lora(model, lora, count_router_parameters(model, lora.router_groups, FocusOptions.routing_dim))
     trained = {phase.train for _, phase in phases_of(config)}
     heads = architecture.num_attention_heads
     return Sizes(

@@ -20,7 +20,7 @@ from focus_exp.jobs.fit import attach_method, fit
 from focus_exp.jobs.prepare import describe, describe_processes, headline, load, prepare, training_blocks
 from focus_exp.jobs.run import Run, already_finished, open_run
 from focus_exp.jobs.tune import last_rate, tuned
-from focus_exp.models.load import fingerprint, whole
+from focus_exp.models.load import fingerprint, gather_tensor
 from focus_exp.records.rows import Try
 from focus_exp.storage import atomic_write
 from focus_exp.training.exchange import alone, in_turns, is_main
@@ -72,7 +72,7 @@ def save_weights(run: Run, model: PreTrainedModel, tokenizer: PreTrainedTokenize
     state = {}
     for name, tensor in model.state_dict().items():
         if ".focus." not in name and name not in tied:
-            gathered = whole(tensor).cpu() if is_sharded(model) else tensor
+            gathered = gather_tensor(tensor).cpu() if is_sharded(model) else tensor
             if is_main():
                 state[name] = gathered
     if not is_main():

@@ -21,16 +21,15 @@ from focus_exp.attention.method import AttentionMethod
 from focus_exp.attention.registry import build, find
 from focus_exp.errors import UserError, first_line
 from focus_exp.models.attach import attach, detach
-from focus_exp.models.attached import attachment_of, is_causal, set_routing
-from focus_exp.models.load import arithmetic_of, fingerprint, materialized, whole
-from focus_exp.models.modules import attached_methods, unwrapped_state_dict
+from focus_exp.models.load import fingerprint, gather_tensor, materialize, select_numerics
+from focus_exp.models.methods import attached_methods, get_attachment, is_causal, set_routing, unwrapped_state_dict
 from focus_exp.storage import atomic_write
 
 log = logging.getLogger(__name__)
 WEIGHTS, DESCRIPTION, CARD = ADAPTER_FILES
 FORMAT = 1
 HTTP_ERROR: type[BaseException] = HfHubHTTPError.__bases__[0]  # whichever client the hub's package has
-GIVE_BASE = "the command line takes it by model.path=<its folder> or model.hub_id=<owner/name>"
+BASE_HINT = "the command line takes it by model.path=<its folder> or model.hub_id=<owner/name>"
 FIELDS = {
     "method": str, "options": dict, "layers": list, "causal": bool, "trainable_parameters": int, "base_model": dict,
 }  # fmt: skip
@@ -49,14 +48,14 @@ def save_adapter(
         UserError: the method is wrapped so that `load_adapter` could not read what would be written.
     """
     folder = Path(folder)
-    attachment = attachment_of(model)
+    attachment = get_attachment(model)
     methods = attached_methods(model)
     tensors: dict[str, Tensor] = {}
     trainable = 0
     for index, method in methods.items():
-        with materialized(model, method):
+        with materialize(model, method):
             found = unwrapped_state_dict(method).items()
-            state = {name: whole(tensor.detach()).cpu().contiguous() for name, tensor in found}
+            state = {name: gather_tensor(tensor.detach()).cpu().contiguous() for name, tensor in found}
         with torch.random.fork_rng(devices=[]):
             built = build(attachment.method, method.shape, **attachment.options)
         check_loadable(state, built, method, index)
@@ -74,7 +73,7 @@ def save_adapter(
             "model_type": model.config.model_type,
             "revision": getattr(model.config, "_commit_hash", None),
             "fingerprint": fingerprint(model),
-            "arithmetic": arithmetic_of(model.config),
+            "arithmetic": select_numerics(model.config),
         },
         **(extra or {}),
     }
@@ -163,7 +162,7 @@ def read_description(folder: str | Path) -> dict[str, Any]:
     return description
 
 
-def name_of(folder: str | Path) -> str:
+def adapter_name(folder: str | Path) -> str:
     """Of the run that an adapter comes from."""
     path = Path(folder)
     return path.parent.name if path.name == "adapter" else path.name
@@ -202,7 +201,7 @@ def load_adapter(
     return set_routing(model, hard=hard)
 
 
-def methods_of_adapter(
+def build_adapter_methods(
     model: PreTrainedModel, folder: str | Path, *, check_base: bool = True
 ) -> dict[int, AttentionMethod]:
     """What `save_adapter` wrote, by layer, to stand where another method is attached to `model`.
@@ -212,7 +211,9 @@ def methods_of_adapter(
     description, tensors = read_adapter(model, folder, check_base=check_base)
     attached = attached_methods(model)
     if sorted(description["layers"]) != sorted(attached):
-        raise UserError(f"the adapter in {folder} is of other layers than {attachment_of(model).method} is attached to")
+        raise UserError(
+            f"the adapter in {folder} is of other layers than {get_attachment(model).method} is attached to"
+        )
     methods = {i: build(description["method"], m.shape, **description["options"]).eval() for i, m in attached.items()}
     fill(methods, tensors, folder)
     return methods
@@ -234,12 +235,12 @@ def read_adapter(
         if check_base:
             alike = ": same name, other weights; call load_adapter before resize_token_embeddings or merging"
             raise UserError(
-                f"{differ}; load the adapter's own base model{alike if wanted['name'] == named else ''}; {GIVE_BASE}; "
+                f"{differ}; load the adapter's own base model{alike if wanted['name'] == named else ''}; {BASE_HINT}; "
                 "for a quantized copy of it check_base=False (command line: check_base=false)"
             )
         log.warning("check_base is off: %s", differ)
     # another version of transformers may know other names
-    known, here = wanted.get("arithmetic", {}), arithmetic_of(model.config)
+    known, here = wanted.get("arithmetic", {}), select_numerics(model.config)
     if changed := sorted(name for name in known.keys() & here.keys() if known[name] != here[name]):
         log.warning("the adapter in %s was trained on these weights under another %s", folder, ", ".join(changed))
     path = folder / WEIGHTS

@@ -21,11 +21,21 @@ from transformers.utils import logging
 from focus_exp.attention.method import LayerShape
 from focus_exp.attention.registry import find
 from focus_exp.errors import UserError
-from focus_exp.models.attached import Attachment, acting_methods, attachment_of, check_length, is_causal
-from focus_exp.models.cache import is_grouped, prepare_cache
-from focus_exp.models.exactness import check_exact
-from focus_exp.models.interface import IMPLEMENTATION, has_numbers, route_hidden_states
-from focus_exp.models.modules import attention_modules, decoder_of, execution_device, method_of
+from focus_exp.models.hf_cache import is_grouped, prepare_cache
+from focus_exp.models.hooks import has_values, route_hidden_states
+from focus_exp.models.methods import (
+    IMPLEMENTATION,
+    Attachment,
+    active_methods,
+    attention_modules,
+    check_length,
+    execution_device,
+    find_decoder,
+    get_attachment,
+    get_method,
+    is_causal,
+)
+from focus_exp.models.self_check import check_exact
 
 log = logging.get_logger(__name__)
 
@@ -63,7 +73,7 @@ def attach(
     if missing := sorted(set(wanted) - set(modules)):
         raise UserError(f"layers {missing} do not exist; the model has layers {min(modules)} to {max(modules)}")
 
-    decoder = decoder_of(model)
+    decoder = find_decoder(model)
     configs: dict[int, Any] = {id(part.config): part.config for part in (decoder, *modules.values())}
     implementations = [(config, config._attn_implementation) for config in configs.values()]
     attachment = Attachment(method, options, wanted, implementations)
@@ -130,13 +140,13 @@ def prepare_decoder(
     if decoder.config._attn_implementation != IMPLEMENTATION:
         raise UserError(
             f"attention was set to {decoder.config._attn_implementation} on a model with a method attached, which is "
-            "not called any more; use disabled(model), or call detach(model) before set_attn_implementation"
+            "not called any more; use disable_method(model), or call detach(model) before set_attn_implementation"
         )
     given, wanted = kwargs.get("past_key_values"), kwargs.get("use_cache")
     if wanted is None:
         wanted = getattr(decoder.config.get_text_config(), "use_cache", False)
     if (wanted or given is not None) and not is_grouped(given):
-        methods = {i: method_of(module) for i, module in modules.items() if not method_of(module).keeps_all()}
+        methods = {i: get_method(module) for i, module in modules.items() if not get_method(module).keeps_all()}
         if methods:
             given = prepare_cache(decoder.config, methods, given)
             kwargs["past_key_values"], kwargs["use_cache"] = given, given is not None
@@ -156,18 +166,13 @@ def check_mask(mask: Tensor, tokens: int, past: int) -> None:
         )
     if mask.ndim == 4 and mask.shape[2] != tokens:
         raise UserError(f"attention_mask has shape {tuple(mask.shape)}; give [batch, T] or [batch, 1, T, T]")
-    if (
-        mask.ndim == 4
-        and mask.is_floating_point()
-        and has_numbers(mask)
-        and bool(((mask != 0) & (mask > HIDDEN)).any())
-    ):
+    if mask.ndim == 4 and mask.is_floating_point() and has_values(mask) and bool(((mask != 0) & (mask > HIDDEN)).any()):
         raise UserError("attention_mask adds to scores; attention methods here know only 0 and what hides a key")
 
 
 def groups_keys(model: PreTrainedModel) -> bool:
     """Return whether acting methods leave out pairs, so that their keys are cached by group."""
-    return any(not method.keeps_all() for method in acting_methods(model).values())
+    return any(not method.keeps_all() for method in active_methods(model).values())
 
 
 def create_masks(model: PreTrainedModel, own: Callable[..., Any], **inputs: Any) -> Any:
@@ -203,7 +208,7 @@ def layer_shape(model: PreTrainedModel, module: nn.Module, index: int) -> LayerS
 
 def detach(model: PreTrainedModel) -> PreTrainedModel:
     """Undo `attach`: hooks, modules and settings are gone, the base model is as it was."""
-    attachment = attachment_of(model)
+    attachment = get_attachment(model)
     if "focus_attachment" not in vars(model):
         raise UserError(f"{type(model).__name__} wraps the model that attach was given; detach that, get_base_model()")
     attachment.switch(False)

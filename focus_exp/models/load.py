@@ -106,7 +106,7 @@ def load_model(
         check_head(stored, place.provenance.requested)
         config = _with_dropout_of(stored, cfg)
         config.transformers_weights = place.weights
-        options = {"config": config, "dtype": dtype, **quantized(cfg, dtype)}
+        options = {"config": config, "dtype": dtype, **quantization_options(cfg, dtype)}
         options |= {"output_loading_info": True, "ignore_mismatched_sizes": True}  # for a sentence of our own
         model, loading = _pretrained(AutoModelForCausalLM, place, **options)
         model.config.__dict__.pop("transformers_weights", None)
@@ -163,8 +163,8 @@ def fingerprint(model: PreTrainedModel) -> str:
             continue
         owner, _, leaf = name.rpartition(".")
         module = model.get_submodule(owner)
-        with materialized(model, module) if parameter.is_meta else nullcontext():
-            flat = whole(getattr(module, leaf).detach()).reshape(-1)
+        with materialize(model, module) if parameter.is_meta else nullcontext():
+            flat = gather_tensor(getattr(module, leaf).detach()).reshape(-1)
             places = torch.linspace(0, flat.numel() - 1, FINGERPRINT_SAMPLES, dtype=torch.float64).long()
             sample = flat[places.to(flat.device)].to(torch.bfloat16).cpu()
         digest.update(f"{base_name} {tuple(parameter.shape)} ".encode())
@@ -173,7 +173,7 @@ def fingerprint(model: PreTrainedModel) -> str:
 
 
 @contextmanager
-def materialized(model: nn.Module, module: nn.Module) -> Iterator[None]:
+def materialize(model: nn.Module, module: nn.Module) -> Iterator[None]:
     """Within the block `module`, a part of `model`, has its data, also where accelerate offloads it.
 
     Raises:
@@ -192,7 +192,7 @@ def materialized(model: nn.Module, module: nn.Module) -> Iterator[None]:
         yield
 
 
-def arithmetic_of(config: PreTrainedConfig) -> dict[str, Any]:
+def select_numerics(config: PreTrainedConfig) -> dict[str, Any]:
     """The part of a configuration that decides what given weights compute, as JSON gives it back."""
     found: dict[str, Any] = json.loads(json.dumps(config.to_dict(), default=str))
     return without_names(found)
@@ -206,7 +206,7 @@ def without_names(values: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def revision_of_weights(path: str) -> str:
+def hash_weights(path: str) -> str:
     """Twelve hex digits of a model's configuration and weights; of a large file, of a page of every mebibyte.
 
     Raises:
@@ -215,7 +215,7 @@ def revision_of_weights(path: str) -> str:
     return _revision_of(find_local_model(path).hashed_files)
 
 
-def revision_of_tokenizer(path: str) -> str | None:
+def hash_tokenizer(path: str) -> str | None:
     """Twelve hex digits of the files that decide how text becomes tokens; None without such files, as of a GGUF."""
     local = find_local_model(path)
     files = [] if local.gguf else [local.folder / name for name in (*TOKENIZER, *BESIDE_TOKENIZER)]
@@ -239,7 +239,7 @@ def _sampled(path: Path, size: int, modified: int) -> str:
     return digest.hexdigest()
 
 
-def quantized(cfg: ModelConfig, dtype: torch.dtype) -> dict[str, Any]:
+def quantization_options(cfg: ModelConfig, dtype: torch.dtype) -> dict[str, Any]:
     """What `from_pretrained` is told of `cfg.quantization`: by bitsandbytes, onto this process's GPU.
 
     int8: vector-wise with outliers in 16 bit (arXiv 2208.07339). nf4: 4-bit NormalFloat, doubly quantised, computed in
@@ -260,7 +260,7 @@ def quantized(cfg: ModelConfig, dtype: torch.dtype) -> dict[str, Any]:
     return {"quantization_config": BitsAndBytesConfig(**options), "device_map": {"": torch.cuda.current_device()}}
 
 
-def whole(tensor: Tensor) -> Tensor:
+def gather_tensor(tensor: Tensor) -> Tensor:
     """A tensor that is sharded over processes, gathered; all of them must ask."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
@@ -268,14 +268,14 @@ def whole(tensor: Tensor) -> Tensor:
 def _locate(cfg: ModelConfig, assets: str, cache: Path) -> Place | None:
     if cfg.path:
         found = find_local_model(cfg.path)
-        revision = revision_of_weights(cfg.path)
+        revision = hash_weights(cfg.path)
         local = Provenance(cfg.path, cfg.path, "local", revision)
         folder = converted_gguf(found.gguf, revision, cache) if found.gguf else found.folder
         return Place(str(folder), {}, local, found.weights)
     return _locate_hub(cfg.hub_id, cfg.revision, assets, cache) if cfg.hub_id else None
 
 
-def local_config(path: str) -> PreTrainedConfig:
+def read_local_config(path: str) -> PreTrainedConfig:
     """Read the configuration of a local model without its weights; UserError as of `find_local_model`."""
     found = find_local_model(path)
     if found.gguf:

@@ -18,9 +18,8 @@ from transformers.pytorch_utils import Conv1D
 from focus_exp.config import LoraConfig
 from focus_exp.errors import UserError
 from focus_exp.models.attach import layer_shape
-from focus_exp.models.attached import is_trainable
-from focus_exp.models.load import whole
-from focus_exp.models.modules import attention_modules
+from focus_exp.models.load import gather_tensor
+from focus_exp.models.methods import attention_modules, is_trainable
 from focus_exp.storage import atomic_write
 
 ADAPTER = "default"  # PEFT's own name for an only adapter
@@ -81,7 +80,7 @@ def target_layers(model: PreTrainedModel, targets: list[str]) -> list[Linear]:
     return [linear[name] for name in dict.fromkeys(name for names in found.values() for name in names)]
 
 
-def lora_parameters(layers: list[Linear], rank: int, dora: bool) -> int:
+def count_lora_parameters(layers: list[Linear], rank: int, dora: bool) -> int:
     """rank (in + out) numbers for every layer, and out more with DoRA."""
     outputs = [layer.nf if isinstance(layer, Conv1D) else layer.out_features for layer in layers]
     return rank * sum(sum(layer.weight.shape) for layer in layers) + dora * sum(outputs)
@@ -89,12 +88,12 @@ def lora_parameters(layers: list[Linear], rank: int, dora: bool) -> int:
 
 def closest_rank(layers: list[Linear], dora: bool, budget: int) -> int:
     """The rank, at least 1, with which the number of parameters is nearest to `budget`; of two, the smaller."""
-    per_rank = lora_parameters(layers, 1, dora=False)
-    below = max(1, (budget - lora_parameters(layers, 0, dora)) // per_rank)
-    return min((below, below + 1), key=lambda rank: abs(lora_parameters(layers, rank, dora) - budget))
+    per_rank = count_lora_parameters(layers, 1, dora=False)
+    below = max(1, (budget - count_lora_parameters(layers, 0, dora)) // per_rank)
+    return min((below, below + 1), key=lambda rank: abs(count_lora_parameters(layers, rank, dora) - budget))
 
 
-def router_parameters(model: PreTrainedModel, groups: int, routing_dim: int) -> int:
+def count_router_parameters(model: PreTrainedModel, groups: int, routing_dim: int) -> int:
     """What Focus would train on this model: layers (E d_g + K d_g)."""
     shapes = [layer_shape(model, module, index) for index, module in attention_modules(model).items()]
     return sum((shape.width + groups) * routing_dim for shape in shapes)
@@ -119,7 +118,7 @@ def save_lora(model: PreTrainedModel, folder: str | Path, write: bool = True) ->
     folder = Path(folder)
     # told not to look for embeddings, PEFT need not ask the hub what the base model's were
     state = get_peft_model_state_dict(model, adapter_name=ADAPTER, save_embedding_layers=False)
-    tensors = {PREFIX + name: whole(tensor.detach()).cpu().contiguous() for name, tensor in state.items()}
+    tensors = {PREFIX + name: gather_tensor(tensor.detach()).cpu().contiguous() for name, tensor in state.items()}
     if not write:
         return folder
     description = cast(PeftLoraConfig, model.peft_config[ADAPTER]).to_dict()

@@ -17,9 +17,8 @@ from transformers.cache_utils import Cache, DynamicLayer, StaticLayer
 
 from focus_exp.attention.cached import GroupedCache
 from focus_exp.attention.selection import Selection, Sequence
-from focus_exp.models.attached import disabled
-from focus_exp.models.cache import keys_and_bytes
-from focus_exp.models.modules import attached_methods
+from focus_exp.models.hf_cache import count_keys_and_bytes
+from focus_exp.models.methods import attached_methods, disable_method
 from focus_exp.results.measurement import Measurement
 from focus_exp.speed.layer import Layer, describe
 from focus_exp.speed.model import attention_dtype, attention_name, number_format, setting_of, shape_of
@@ -132,11 +131,11 @@ def full_steps(update: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]], new: T
 def decode_model_row(model: PreTrainedModel, tokens: Tensor, precision: Precision, repeats: int) -> list[Measurement]:
     """Clock "decode model": seconds of the whole model for one token after `tokens` `[1, T]`."""
     focus = Continuation(model, tokens, precision)
-    with disabled(model):
+    with disable_method(model):
         full = Continuation(model, tokens, precision)
 
     def full_steps() -> None:
-        with disabled(model):
+        with disable_method(model):
             full.steps()
 
     seconds = alternate({"full": full_steps, "focus": focus.steps}, repeats, precision.device)
@@ -179,5 +178,5 @@ class Continuation:
         """Keys that the last step read and bytes of those that are kept with their values, over the attached layers."""
         assert self.cache is not None
         attached = attached_methods(self.model)
-        layers = [keys_and_bytes(layer) for index, layer in enumerate(self.cache.layers) if index in attached]
+        layers = [count_keys_and_bytes(layer) for index, layer in enumerate(self.cache.layers) if index in attached]
         return sum(read for read, _ in layers), sum(held for _, held in layers)

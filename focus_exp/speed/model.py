@@ -17,8 +17,14 @@ from transformers import PreTrainedModel
 
 from focus_exp.attention.method import AttentionMethod
 from focus_exp.attention.selection import PairCounts, Selection, Sequence
-from focus_exp.models.attached import disabled, freeze, observed, routers_of
-from focus_exp.models.modules import attached_methods, attention_modules
+from focus_exp.models.methods import (
+    attached_methods,
+    attention_modules,
+    disable_method,
+    find_routers,
+    freeze,
+    observe_selections,
+)
 from focus_exp.results.measurement import Measurement
 from focus_exp.speed.timing import PeakMemory, Work, alternate, clock, compare_times, synchronize
 from focus_exp.speed.workload import Shape, largest_group
@@ -49,7 +55,7 @@ def time_prefill(
     attached = partial(prefill, model, tokens, precision)
 
     def full() -> None:
-        with disabled(model):
+        with disable_method(model):
             attached()
 
     works: dict[str, Work] = {"full": full, "ours": attached}
@@ -82,7 +88,7 @@ def model_step_row(model: PreTrainedModel, tokens: Tensor, precision: Precision)
     Focus trains with hard groups, its routers included; without it the same weights train under full attention.
     """
     freeze(model, "all")
-    methods = list(routers_of(model).values())
+    methods = list(find_routers(model).values())
     before = [m.train_with for m in methods]
     for method in methods:
         method.train_with = "hard"
@@ -100,7 +106,7 @@ def model_step_row(model: PreTrainedModel, tokens: Tensor, precision: Precision)
         model.zero_grad(set_to_none=True)
 
     def full() -> None:
-        with disabled(model):
+        with disable_method(model):
             focus()
 
     try:
@@ -136,7 +142,7 @@ def describe_pass(
         if selection.key_groups is not None:
             largest.append(largest_group(selection))
 
-    with observed(model, observe):
+    with observe_selections(model, observe):
         prefill(model, tokens, precision)
     facts = {
         **number_format(model, precision),
@@ -149,7 +155,7 @@ def describe_pass(
 
 def setting_of(model: PreTrainedModel) -> dict[str, Any]:
     """Return the settings of the Focus router that is attached to the model."""
-    method = next(iter(routers_of(model).values()))
+    method = next(iter(find_routers(model).values()))
     return {
         "groups": method.groups,
         "top_k": method.top_k,
@@ -172,7 +178,7 @@ def attention_dtype(model: PreTrainedModel, precision: Precision) -> torch.dtype
 
 def attention_name(model: PreTrainedModel) -> str:
     """The base model's own attention implementation."""
-    with disabled(model):
+    with disable_method(model):
         return str(model.config._attn_implementation)
 
 

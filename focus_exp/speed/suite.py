@@ -19,7 +19,7 @@ from focus_exp.attention.selection import Selection, Sequence
 from focus_exp.config import Config
 from focus_exp.data import Blocks
 from focus_exp.errors import first_line
-from focus_exp.models.attached import observed
+from focus_exp.models.methods import observe_selections
 from focus_exp.progress import ProgressBar
 from focus_exp.results.environment import commit, cpu_name
 from focus_exp.results.measurement import Measurement
@@ -216,7 +216,7 @@ class Suite:
             if isinstance(method, Focus) and selection.assignment is not None:
                 found.setdefault(layer, []).append(selection.assignment[0].cpu())
 
-        with observed(self.model, observe), self.precision.context():
+        with observe_selections(self.model, observe), self.precision.context():
             for index in ProgressBar(range(count), desc="groups of held-out text", unit="window"):
                 tokens = self.held_out[index]["input_ids"][None].to(self.precision.device)
                 self.model(input_ids=tokens, use_cache=False, logits_to_keep=1)

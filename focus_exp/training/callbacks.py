@@ -15,7 +15,7 @@ from pytorch_lightning.callbacks import Callback
 
 from focus_exp.config_attention import FocusConfig
 from focus_exp.errors import STOP_SIGNALS, Interrupted
-from focus_exp.models.attached import routers_of
+from focus_exp.models.methods import find_routers
 from focus_exp.progress import ProgressBar
 from focus_exp.results.metrics import read_metrics, write_metrics
 from focus_exp.training.exchange import any_of, is_main
@@ -154,7 +154,7 @@ class GateAnnealing(Callback):
 
     def _set(self, module: pl.LightningModule, steepness: float) -> None:
         assert isinstance(module, LanguageModelTask)
-        for router in routers_of(module.model).values():
+        for router in find_routers(module.model).values():
             router.gate_steepness = steepness
 
 

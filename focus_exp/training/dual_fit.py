@@ -18,8 +18,7 @@ from transformers import PreTrainedModel
 
 from focus_exp.attention.dual import FocusDual
 from focus_exp.config_attention import DualConfig
-from focus_exp.models.attached import set_budget
-from focus_exp.models.modules import attached_methods
+from focus_exp.models.methods import attached_methods, set_budget
 from focus_exp.progress import ProgressBar
 from focus_exp.records.rows import FitRow
 from focus_exp.storage import atomic_write

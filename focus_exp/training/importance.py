@@ -21,7 +21,7 @@ from transformers import PreTrainedModel
 from focus_exp.attention.method import AttentionMethod, LayerShape
 from focus_exp.attention.reference import scores, weights
 from focus_exp.attention.selection import Selection, Sequence, always_visible, permitted, row_blocks
-from focus_exp.models.attached import swapped
+from focus_exp.models.methods import swap_methods
 from focus_exp.progress import ProgressBar
 from focus_exp.storage import atomic_write
 from focus_exp.training.precision import Precision
@@ -164,7 +164,7 @@ def strongest(pairs: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor]:
 
 def propagate(model: PreTrainedModel, probes: Mapping[int, LossProbe], block: Tensor, precision: Precision) -> None:
     """One pass of the text `block` `[T]` forward and back, with `probes` in their layers; no weight gets a gradient."""
-    with swapped(model, dict(probes)), precision.context(), torch.enable_grad():
+    with swap_methods(model, dict(probes)), precision.context(), torch.enable_grad():
         embedded = model.get_input_embeddings()(block[None].to(model.device)).detach().requires_grad_(True)
         logits = model(inputs_embeds=embedded, use_cache=False).logits[0, :-1]
         loss = F.cross_entropy(logits.float(), block[1:].to(logits.device), reduction="sum")

@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 from focus_exp.attention.baselines.top_tokens import TokenIndexer, best
 from focus_exp.attention.options import FitOptions
 from focus_exp.attention.selection import Sequence, always_visible, causal
-from focus_exp.models.modules import attached_methods
+from focus_exp.models.methods import attached_methods
 from focus_exp.training.encoder_fit import HEAVIEST, adam, standardise, tokens_of, update
 from focus_exp.training.importance import Observed
 from focus_exp.training.kept_fit import SECONDS, fit_layers, kept_fit, seconds_in

@@ -16,7 +16,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from focus_exp.attention.method import AttentionMethod
-from focus_exp.models.load import arithmetic_of, fingerprint
+from focus_exp.models.load import fingerprint, select_numerics
 from focus_exp.progress import ProgressBar
 from focus_exp.storage import atomic_write, file_lock, remove, remove_stale_temp
 from focus_exp.training.importance import Observed, observe, read
@@ -35,7 +35,7 @@ def kept_fit(
     """The folder of the fit of `kind` to `model` on `blocks`, each `[T]` token ids, that `precision` and these values
     decide; no other process has it within the block."""
     text = hashlib.sha256(torch.stack(blocks).cpu().numpy().tobytes()).hexdigest()
-    base = [fingerprint(model), arithmetic_of(model.config)]
+    base = [fingerprint(model), select_numerics(model.config)]
     key = json.dumps([*kind, FORMAT, precision.name, *base, text, *decide], sort_keys=True)
     folder = cache / "fits" / hashlib.sha256(key.encode()).hexdigest()[:16]
     with file_lock(folder / "lock", str(folder), wait=True):

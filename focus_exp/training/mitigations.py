@@ -14,14 +14,14 @@ from torch import Tensor, nn
 from focus_exp.attention.focus import Focus
 from focus_exp.attention.mitigations import follow_means, kmeans
 from focus_exp.config_attention import FocusConfig
-from focus_exp.models.attached import routers_of
+from focus_exp.models.methods import find_routers
 
 
 @contextmanager
 def auxiliary_losses(model: nn.Module) -> Iterator[list[Tensor]]:
     """The list that a forward pass within the block fills with the weighted losses of the layers that have any."""
     losses: list[Tensor] = []
-    methods = routers_of(model).values()
+    methods = find_routers(model).values()
     for method in methods:
         method.losses = losses
     try:
@@ -40,7 +40,7 @@ class CentroidUpdates(Callback):
         self.update = attention.centroid_update
         self.decay = attention.centroid_decay
         self.every = attention.recluster_every
-        self.methods = routers_of(model) if self.update != "gradient" else {}
+        self.methods = find_routers(model) if self.update != "gradient" else {}
         self.last_step = 0
 
     def on_train_start(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:

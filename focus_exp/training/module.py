@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 
 from focus_exp.config import PhaseConfig
 from focus_exp.errors import UserError
-from focus_exp.models.attached import disabled, freeze, is_trainable
+from focus_exp.models.methods import disable_method, freeze, is_trainable
 from focus_exp.training.exchange import gathered, mean_of, rank
 from focus_exp.training.mitigations import auxiliary_losses
 from focus_exp.training.strategies import average_gradients, global_norm, is_sharded
@@ -67,7 +67,7 @@ class LanguageModelTask(pl.LightningModule):
     @torch.no_grad()
     def base_predictions(self, tokens: Tensor) -> Tensor:
         """Log-probabilities `[B * (T - 1), V]` that the model without what is attached gives the tokens after these."""
-        with disabled(self.model):
+        with disable_method(self.model):
             logits = self.model(input_ids=tokens, use_cache=False).logits
         return logits[:, :-1].flatten(0, 1).float().log_softmax(-1)
 

@@ -20,7 +20,7 @@ from focus_exp.attention.method import AttentionMethod
 from focus_exp.attention.mitigations import entropy
 from focus_exp.attention.selection import Selection, Sequence
 from focus_exp.data import Blocks
-from focus_exp.models.attached import observed, routers_of
+from focus_exp.models.methods import find_routers, observe_selections
 from focus_exp.results.metrics import read_metrics, write_metrics
 from focus_exp.training.precision import Precision
 
@@ -114,7 +114,7 @@ def look(model: PreTrainedModel, tokens: Tensor, precision: Precision) -> list[T
         assert selection.assignment is not None
         found[layer] = selection.assignment.flatten(0, -2).cpu()
 
-    with evaluating(model), observed(model, observe), precision.context():
+    with evaluating(model), observe_selections(model, observe), precision.context():
         model(input_ids=tokens.to(model.device), use_cache=False, logits_to_keep=1)
     return [found[layer] for layer in sorted(found)]
 
@@ -123,7 +123,7 @@ def look(model: PreTrainedModel, tokens: Tensor, precision: Precision) -> list[T
 def evaluating(model: nn.Module) -> Iterator[None]:
     """Within the block nothing is in training mode, and groups are as hard as training has them."""
     modes = {module: module.training for module in model.modules()}
-    hard = {method: method.hard for method in routers_of(model).values()}
+    hard = {method: method.hard for method in find_routers(model).values()}
     model.eval()
     for method in hard:
         method.hard = method.train_with == "hard"

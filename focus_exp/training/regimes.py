@@ -19,8 +19,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from focus_exp.attention.options import MAX_SEED
 from focus_exp.config import Config, PhaseConfig, phases_of
 from focus_exp.data import Blocks, ResumableLoader
-from focus_exp.models.attached import routers_of
-from focus_exp.models.modules import attached_methods
+from focus_exp.models.methods import attached_methods, find_routers
 from focus_exp.results.metrics import METRICS, read_metrics, write_metrics
 from focus_exp.training.callbacks import Checkpoint, GateAnnealing, Metrics, Progress
 from focus_exp.training.checkpoints import Checkpoints, checkpoint_of
@@ -176,7 +175,7 @@ def probes(
 ) -> list[Probe]:
     """What watches the routers of a phase, where there are any and it was not switched off."""
     every = config.trainer.probe_every
-    if tokens is None or every == 0 or not routers_of(model):
+    if tokens is None or every == 0 or not find_routers(model):
         return []
     every = max(1, phase.steps // TIMES) if every is None else every
     return [Probe(folder / PROBES, name, before, every, model, tokens, precision)]

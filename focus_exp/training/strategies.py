@@ -26,9 +26,8 @@ from focus_exp.attention.options import FitOptions
 from focus_exp.config import Config, TrainerConfig
 from focus_exp.data.loader import Share, share_of
 from focus_exp.errors import UserError
-from focus_exp.models.attached import is_trainable
-from focus_exp.models.load import whole
-from focus_exp.models.modules import attached_methods
+from focus_exp.models.load import gather_tensor
+from focus_exp.models.methods import attached_methods, is_trainable
 from focus_exp.training.checkpoints import read
 from focus_exp.training.exchange import rank, world_size
 
@@ -143,7 +142,7 @@ class ShardedStrategy(ModelParallelStrategy):
     def lightning_module_state_dict(self) -> dict[str, Any]:
         module: Any = self.lightning_module
         state = module.model.state_dict()
-        return {f"model.{name}": whole(state[name]).cpu() for name in state if module.changes(name)}
+        return {f"model.{name}": gather_tensor(state[name]).cpu() for name in state if module.changes(name)}
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
         return read(Path(checkpoint_path), mmap=True)
@@ -157,7 +156,10 @@ class ShardedStrategy(ModelParallelStrategy):
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         state = getattr(optimizer, "_optimizer", optimizer).state_dict()
         state["state"] = {
-            index: {name: whole(value).cpu() if isinstance(value, Tensor) else value for name, value in values.items()}
+            index: {
+                name: gather_tensor(value).cpu() if isinstance(value, Tensor) else value
+                for name, value in values.items()
+            }
             for index, values in state["state"].items()
         }
         return dict(state)

@@ -19,7 +19,7 @@ from focus_exp.attention.method import AttentionMethod, LayerShape
 from focus_exp.attention.reference import scores, weights
 from focus_exp.attention.routing import balance_potential
 from focus_exp.attention.selection import Selection, Sequence, always_visible, permitted, row_blocks
-from focus_exp.models.attached import causal_assignment, observed, routers_of, set_routing, swapped
+from focus_exp.models.methods import find_routers, observe_selections, set_routing, swap_methods, use_causal_assignment
 from focus_exp.progress import ProgressBar
 from focus_exp.training.precision import Precision
 
@@ -71,9 +71,9 @@ class AttentionProbe(AttentionMethod):
 
 def warm_start(model: PreTrainedModel, blocks: list[Tensor], steps: int, precision: Precision, seed: int) -> None:
     """Fit every attached router to the attention of the model on `blocks`, each `[T]` token ids."""
-    methods = routers_of(model)
+    methods = find_routers(model)
     probes = {i: AttentionProbe(m.shape, m.window, m.sinks) for i, m in methods.items()}
-    with torch.no_grad(), swapped(model, dict(probes)), precision.context():
+    with torch.no_grad(), swap_methods(model, dict(probes)), precision.context():
         for tokens in ProgressBar(blocks, desc="warm start: reading attention", unit="block"):
             model(input_ids=tokens[None].to(model.device), use_cache=False, logits_to_keep=1)
     generator = torch.Generator().manual_seed(seed)
@@ -111,7 +111,7 @@ def calibrate(model: PreTrainedModel, blocks: list[Tensor], precision: Precision
     The running average lags behind a moving router, and balances mass where use balances counts. A router that reads
     the future gets potentials too, by which its causal twin is measured.
     """
-    methods = {i: m for i, m in routers_of(model).items() if m.assignment != "softmax"}
+    methods = {i: m for i, m in find_routers(model).items() if m.assignment != "softmax"}
     if not methods or not blocks:
         return
     log_assignments: dict[int, list[Tensor]] = {index: [] for index in methods}
@@ -122,7 +122,7 @@ def calibrate(model: PreTrainedModel, blocks: list[Tensor], precision: Precision
 
     model.eval()
     set_routing(model, hard=True)
-    with causal_assignment(model), observed(model, observe), precision.context():
+    with use_causal_assignment(model), observe_selections(model, observe), precision.context():
         for tokens in ProgressBar(blocks, desc="calibrating balance", unit="block"):
             model(input_ids=tokens[None].to(model.device), use_cache=False, logits_to_keep=1)
     for index, method in methods.items():
@@ -136,7 +136,7 @@ def calibrate(model: PreTrainedModel, blocks: list[Tensor], precision: Precision
 @contextmanager
 def calibrated(model: PreTrainedModel, blocks: list[Tensor], precision: Precision) -> Iterator[None]:
     """Within the block the potentials are those of `calibrate`; afterwards training goes on with its own."""
-    potentials = {method: method.router.potential.clone() for method in routers_of(model).values()}
+    potentials = {method: method.router.potential.clone() for method in find_routers(model).values()}
     calibrate(model, blocks, precision)
     try:
         yield

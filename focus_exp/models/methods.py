@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import cache
+from itertools import chain
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.utils import logging
@@ -18,10 +22,118 @@ from focus_exp.attention.focus import Focus
 from focus_exp.attention.method import BACKENDS, AttentionMethod, Observer
 from focus_exp.attention.options import KINDS, PAIR_RULES, fits
 from focus_exp.errors import UserError
-from focus_exp.models.interface import IMPLEMENTATION
-from focus_exp.models.modules import attached_methods, attention_modules, execution_device, method_of
 
 log = logging.get_logger(__name__)
+IMPLEMENTATION = "focus_exp"
+
+INTERFACE = "ALL_ATTENTION_FUNCTIONS"
+# what wrappers call the one module in them: torch.compile, FSDP, activation checkpointing, DistributedDataParallel
+INNER = ("_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module", "module")
+
+
+def attention_modules(model: nn.Module) -> dict[int, nn.Module]:
+    """The self-attention modules by layer index; UserError naming the model's modules if there are none.
+
+    They are those that leave attention to transformers' interface: the only place where another one can be put.
+    """
+    found: dict[int, tuple[str, nn.Module]] = {}
+    for name, module in model.named_modules():
+        index, layer = getattr(module, "layer_idx", None), name.rpartition(".")[0]
+        if isinstance(index, int) and index >= 0 and uses_interface(type(module).forward):
+            # attention across to an encoder comes after a layer's own
+            first, _ = found.setdefault(index, (layer, module))
+            if first != layer:
+                raise UserError(f"{type(model).__name__} has several stacks of attention layers, counted from 0 each")
+    if not found:
+        kinds = sorted({type(module).__name__ for module in model.modules()})
+        raise UserError(
+            f"{type(model).__name__} has no layer that computes attention by transformers' attention interface; "
+            f"its modules are {', '.join(kinds)}"
+        )
+    return {index: module for index, (_, module) in sorted(found.items())}
+
+
+def find_decoder(model: nn.Module) -> PreTrainedModel:
+    """The part of the model that runs its attention layers and is given their cache; the innermost of such parts."""
+    layers = set(attention_modules(model).values())
+    owners = [
+        part
+        for part in model.modules()
+        if isinstance(part, PreTrainedModel)
+        and "past_key_values" in inspect.signature(type(part).forward).parameters
+        and layers <= set(part.modules())
+    ]
+    if not owners:
+        raise UserError(f"{type(model).__name__} has no part that runs its attention layers and takes past_key_values")
+    return owners[-1]
+
+
+@cache
+def uses_interface(forward: Callable[..., Any]) -> bool:
+    """Whether a module's `forward` calls one of transformers' attention functions by its name."""
+    code = getattr(inspect.unwrap(forward), "__code__", None)
+    return code is not None and INTERFACE in code.co_names
+
+
+def offload_hooks(module: nn.Module) -> Iterator[Any]:
+    """Yield the hooks of accelerate that `module` and its children have."""
+    for part in module.modules():
+        hook = getattr(part, "_hf_hook", None)
+        yield from getattr(hook, "hooks", () if hook is None else (hook,))
+
+
+def execution_device(*modules: nn.Module) -> torch.device:
+    """Return the device that the first of `modules` with a hook of accelerate, or else with a tensor, computes on.
+
+    Offloaded weights wait elsewhere (on the meta device, for one); packed ones are neither parameters nor buffers.
+    """
+    for module in modules:
+        for hook in offload_hooks(module):
+            if (device := getattr(hook, "execution_device", None)) is not None:
+                return torch.device(device)
+    tensors = chain.from_iterable(chain(module.parameters(), module.buffers()) for module in modules)
+    return next((tensor.device for tensor in tensors), torch.device("cpu"))
+
+
+def get_method(module: nn.Module) -> AttentionMethod:
+    """Return the method attached to an attention layer, below any wrapper."""
+    assert isinstance(module.focus, nn.Module)
+    method = unwrap(module.focus)
+    if not isinstance(method, AttentionMethod):
+        raise UserError(
+            f"the attached method is wrapped by {type(method).__name__}, through which it cannot be reached; take the "
+            "wrapper off"
+        )
+    return method
+
+
+def unwrap(module: nn.Module) -> nn.Module:
+    """Return the module that a wrapper calls: PEFT's modules_to_save (its active copy), compile, DDP, checkpointing."""
+    while True:
+        children: dict[str, nn.Module] = dict(module.named_children())
+        if children.keys() == {"original_module", "modules_to_save"}:
+            active: Any = [] if module.disable_adapters else module.active_adapters
+            copies: Any = children["modules_to_save"]
+            module = next((copies[name] for name in active if name in copies), children["original_module"])
+        elif len(children) == 1 and (inner := next((children[name] for name in INNER if name in children), None)):
+            module = inner
+        else:
+            return module
+
+
+def unwrapped_state_dict(module: nn.Module) -> dict[str, Tensor]:
+    """Return the state dict that `module` would have without any wrapper in it."""
+    module = unwrap(module)
+    state = {name: tensor for name, tensor in module.state_dict().items() if "." not in name}
+    for name, child in module.named_children():
+        state |= {f"{name}.{key}": tensor for key, tensor in unwrapped_state_dict(child).items()}
+    return state
+
+
+def attached_methods(model: nn.Module) -> dict[int, AttentionMethod]:
+    """The attached modules by layer index."""
+    return {i: get_method(m) for i, m in attention_modules(model).items() if hasattr(m, "focus")}
+
 
 # what every name of a trained part has in it; the second is PEFT's
 TRAINED = {"router": ".focus.", "lora": ".lora_", "all": ""}
@@ -61,9 +173,9 @@ class Attachment:
 
 
 @contextmanager
-def disabled(model: PreTrainedModel) -> Iterator[PreTrainedModel]:
+def disable_method(model: PreTrainedModel) -> Iterator[PreTrainedModel]:
     """Within the block the model is the base model, by the base model's own attention kernel."""
-    attachment = attachment_of(model)
+    attachment = get_attachment(model)
     before = attachment.acts
     attachment.switch(False)
     try:
@@ -72,13 +184,13 @@ def disabled(model: PreTrainedModel) -> Iterator[PreTrainedModel]:
         attachment.switch(before)
 
 
-def acting_methods(model: PreTrainedModel) -> dict[int, AttentionMethod]:
+def active_methods(model: PreTrainedModel) -> dict[int, AttentionMethod]:
     """The attached methods by layer, none while they are disabled or where nothing is attached."""
     attachment: Attachment | None = getattr(model, "focus_attachment", None)
     return attached_methods(model) if attachment and attachment.acts else {}
 
 
-def attachment_of(model: PreTrainedModel) -> Attachment:
+def get_attachment(model: PreTrainedModel) -> Attachment:
     attachment = getattr(model, "focus_attachment", None)
     if attachment is None:
         raise UserError("the model has no attention method attached; call attach(model) or load_adapter(model, folder)")
@@ -90,15 +202,15 @@ def is_causal(model: PreTrainedModel) -> bool:
     return all(method.causal for method in attached_methods(model).values())
 
 
-def routers_of(model: nn.Module) -> dict[int, Focus]:
+def find_routers(model: nn.Module) -> dict[int, Focus]:
     """The Focus methods attached to `model`, by layer."""
     return {layer: method for layer, method in attached_methods(model).items() if isinstance(method, Focus)}
 
 
 @contextmanager
-def causal_assignment(model: PreTrainedModel) -> Iterator[None]:
+def use_causal_assignment(model: PreTrainedModel) -> Iterator[None]:
     """Within the block attached routers that read the future take the causal assignment, by their frozen potential."""
-    routers = [router for router in routers_of(model).values() if not router.causal]
+    routers = [router for router in find_routers(model).values() if not router.causal]
     before = [router.assignment for router in routers]
     for router in routers:
         router.assignment = "balanced"
@@ -125,7 +237,7 @@ def set_routing(
     have is left alone; an adapter saves `top_k` and `pair_rule`. UserError for a wrong value, another `top_k` beside a
     budget, and without a method.
     """
-    attachment = attachment_of(model)
+    attachment = get_attachment(model)
     for name, given, kind in (("hard", hard, bool), ("sparse_from", sparse_from, int)):
         if given is not None and not fits(given, kind):
             raise UserError(f"{name}={given!r} is not {KINDS[kind]}")
@@ -160,7 +272,7 @@ def set_budget(model: PreTrainedModel, budget: list[Any]) -> PreTrainedModel:
     UserError for another method, and for a budget that does not fit the layers. What then has nothing to choose loses
     its encoders.
     """
-    attachment, methods, layers = attachment_of(model), attached_methods(model), len(attention_modules(model))
+    attachment, methods, layers = get_attachment(model), attached_methods(model), len(attention_modules(model))
     parts: list[tuple[FocusDual, list[int]]] = []
     try:
         options = FocusDualOptions.of(**attachment.options | {"budget": budget})
@@ -191,7 +303,7 @@ def freeze(model: PreTrainedModel, train: str = "router") -> list[str]:
     if train not in TRAINED:
         raise UserError(f"train={train!r} is not one of {', '.join(TRAINED)}")
     if train == "router":
-        attachment_of(model)
+        get_attachment(model)
     names = []
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(is_trainable(name, train))
@@ -206,7 +318,7 @@ def is_trainable(name: str, train: str) -> bool:
 
 
 @contextmanager
-def observed(model: PreTrainedModel, observer: Observer) -> Iterator[None]:
+def observe_selections(model: PreTrainedModel, observer: Observer) -> Iterator[None]:
     """Within the block `observer(layer, method, selection, sequence)` is called for every attached layer that runs."""
     methods = list(attached_methods(model).values())
     for method in methods:
@@ -219,7 +331,7 @@ def observed(model: PreTrainedModel, observer: Observer) -> Iterator[None]:
 
 
 @contextmanager
-def unobserved(model: PreTrainedModel) -> Iterator[None]:
+def pause_observers(model: PreTrainedModel) -> Iterator[None]:
     """Within the block no attached layer is watched."""
     watched = {method: method.observers for method in attached_methods(model).values()}
     for method in watched:
@@ -232,10 +344,10 @@ def unobserved(model: PreTrainedModel) -> Iterator[None]:
 
 
 @contextmanager
-def swapped(model: PreTrainedModel, methods: dict[int, AttentionMethod]) -> Iterator[PreTrainedModel]:
+def swap_methods(model: PreTrainedModel, methods: dict[int, AttentionMethod]) -> Iterator[PreTrainedModel]:
     """Within the block other methods stand in the attached layers, on the same backend: controls, probes."""
     modules = {index: module for index, module in attention_modules(model).items() if index in methods}
-    before = {index: method_of(module) for index, module in modules.items()}
+    before = {index: get_method(module) for index, module in modules.items()}
     replaced = {index: module.focus for index, module in modules.items()}  # with its wrapper, if it has one
     for index, module in modules.items():
         # where the one before it runs: a layer's weights may wait in main memory

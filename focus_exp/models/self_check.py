@@ -15,9 +15,8 @@ from transformers.utils import logging
 from focus_exp.attention.baselines.window import WindowOnly
 from focus_exp.attention.method import AttentionMethod
 from focus_exp.errors import UserError, first_line
-from focus_exp.models.attached import disabled, swapped
-from focus_exp.models.interface import has_numbers
-from focus_exp.models.modules import attached_methods, execution_device, offload_hooks
+from focus_exp.models.hooks import has_values
+from focus_exp.models.methods import attached_methods, disable_method, execution_device, offload_hooks, swap_methods
 
 log = logging.get_logger(__name__)
 
@@ -27,7 +26,7 @@ STEPS = (LENGTH - 3, 2, 1)
 # relative; rounding in half precision adds up over the layers, a rule that was not understood shows in every token
 TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-3}
 COARSE = 0.1
-CHECKED: set[str] = set()  # architectures, by class and configuration
+VERIFIED: set[str] = set()  # architectures, by class and configuration
 
 
 def check_exact(model: PreTrainedModel) -> None:
@@ -43,14 +42,14 @@ def check_exact(model: PreTrainedModel) -> None:
         log.warning_once("attach: sharded parameters, so exactness is not checked; attach before fully_shard to check")
         return
     loaded = any(getattr(hook, "offload", False) for hook in offload_hooks(model))
-    if not loaded and not all(has_numbers(p) for p in parameters):
+    if not loaded and not all(has_values(p) for p in parameters):
         return
     dtypes = sorted({str(p.dtype) for p in parameters})
     known = f"{type(model).__qualname__} {sorted(methods)} {dtypes} {loaded} {model.config}"
     with torch.no_grad(), evaluating(model):
-        if known not in CHECKED:
+        if known not in VERIFIED:
             compare(model)
-            CHECKED.add(known)
+            VERIFIED.add(known)
         few = slice(PADDING + 2)
         tokens, mask = (x[:, few] for x in texts(model))
         attempt(f"{type(model).__name__} cannot take this attention method", partial(logits, model, tokens, mask))
@@ -74,7 +73,7 @@ def compare(model: PreTrainedModel) -> None:
     name, methods = type(model).__name__, attached_methods(model)
     tokens, padded = texts(model)
     compute = partial(attempt, f"{name} itself fails on token ids")
-    with disabled(model):
+    with disable_method(model):
         mask, whole = padded, compute(partial(logits, model, tokens, padded))
         # some give NaN where a whole row is padding, as eager in float64; a scale of all activations (dynamic int8)
         # depends on what is under the padding
@@ -95,13 +94,13 @@ def compare(model: PreTrainedModel) -> None:
         everything: dict[int, AttentionMethod] = {
             index: WindowOnly.of(method.shape, window=LENGTH, sinks=0) for index, method in methods.items()
         }
-        with swapped(model, everything):
+        with swap_methods(model, everything):
             for method in everything.values():
                 method.backend = backend
             found = attempt(refused, partial(logits, model, tokens, mask, steps))
         error = difference(found, whole, mask, limit)
         if error >= limit and steps:  # some models' own caches are not exact
-            with disabled(model):
+            with disable_method(model):
                 error = difference(found, attempt(refused, partial(logits, model, tokens, mask, steps)), mask, limit)
         if error >= limit:
             raise UserError(

@@ -94,7 +94,7 @@ class FocusLayer(DynamicLayer):
         if not self.expected:
             raise UserError(
                 "this key/value cache keeps tokens by group, which the base model without its attached method cannot "
-                "read; begin with an empty cache inside disabled(model) and after detach(model)"
+                "read; begin with an empty cache inside disable_method(model) and after detach(model)"
             )
         if not self.is_initialized:
             FocusLayer.lazy_initialization(self, key_states, value_states)
@@ -170,19 +170,19 @@ class FocusHybridLayer(FocusLayer, LinearAttentionAndFullAttentionLayer):
         FocusLayer.reorder_cache(self, beam_idx)
 
 
-def layers_of(cache: Cache | None) -> list[Any]:
+def attention_cache_layers(cache: Cache | None) -> list[Any]:
     """Return the self-attention layers of a cache, of an encoder-decoder's too."""
     return [] if cache is None else getattr(cache, "self_attention_cache", cache).layers
 
 
 def is_grouped(cache: Cache | None) -> bool:
     """Return whether any layer of the cache stores its keys by group."""
-    return any(isinstance(layer, FocusLayer) for layer in layers_of(cache))
+    return any(isinstance(layer, FocusLayer) for layer in attention_cache_layers(cache))
 
 
 def grouped_caches(cache: Cache) -> list[GroupedCache]:
     """Return the grouped caches of the attached layers, in order."""
-    return [layer.grouped for layer in layers_of(cache) if isinstance(layer, FocusLayer)]
+    return [layer.grouped for layer in attention_cache_layers(cache) if isinstance(layer, FocusLayer)]
 
 
 def find_layer(cache: Cache | None, method: AttentionMethod) -> FocusLayer | None:
@@ -191,7 +191,7 @@ def find_layer(cache: Cache | None, method: AttentionMethod) -> FocusLayer | Non
     Raises:
         UserError: if the method cannot read what the cache holds.
     """
-    layers, index = layers_of(cache), method.shape.index
+    layers, index = attention_cache_layers(cache), method.shape.index
     layer = layers[index] if index < len(layers) else None
     if isinstance(layer, FocusLayer):
         if reason := method.refuses_cache():
@@ -207,7 +207,7 @@ def find_layer(cache: Cache | None, method: AttentionMethod) -> FocusLayer | Non
     return None
 
 
-def keys_and_bytes(layer: Any) -> tuple[int, int]:
+def count_keys_and_bytes(layer: Any) -> tuple[int, int]:
     """Return the number of keys that the last step read in a cache layer, and the bytes of its keys and values.
 
     A full sliding window has dropped one of those keys since.
@@ -219,16 +219,16 @@ def keys_and_bytes(layer: Any) -> tuple[int, int]:
     return min(window, length), layer.keys.nbytes + layer.values.nbytes
 
 
-def tokens_before(cache: Cache | None, index: int, new: int) -> int:
+def count_cached_tokens(cache: Cache | None, index: int, new: int) -> int:
     """Return how many tokens a layer's own cache of the model holds before it is given `new` ones."""
-    layers = layers_of(cache)
+    layers = attention_cache_layers(cache)
     if index < len(layers) and isinstance(layers[index], CacheLayerMixin):
         return int(layers[index].get_seq_length())
     # it reads the keys of an earlier layer, which has the new tokens already; a layer to come has none
     return max((int(layer.get_seq_length()) for layer in layers if isinstance(layer, CacheLayerMixin)), default=0) - new
 
 
-def refusal(methods: Iterable[AttentionMethod]) -> str | None:
+def cache_unsupported_reason(methods: Iterable[AttentionMethod]) -> str | None:
     """Return the reason why these attached methods have no cache, if there is one."""
     return next((why for method in methods if (why := method.refuses_cache())), None)
 
@@ -253,7 +253,7 @@ def prepare_cache(config: PreTrainedConfig, methods: dict[int, AttentionMethod],
             "this key/value cache was filled without the attached method, as by prefix tuning (which is not served); "
             "begin with an empty one"
         )
-    if reason := refusal(methods.values()):
+    if reason := cache_unsupported_reason(methods.values()):
         if cache is None:
             return None
         raise UserError(f"no key/value cache for {reason}; or pass use_cache=False, which computes all tokens anew")

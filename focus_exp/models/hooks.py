@@ -20,12 +20,12 @@ from focus_exp.attention.kernels import CannotServe
 from focus_exp.attention.method import AttentionMethod
 from focus_exp.attention.selection import Selection, Sequence, order_by, starts, take
 from focus_exp.errors import UserError
-from focus_exp.models.cache import FocusLayer, find_layer, run_eagerly, tokens_before
-from focus_exp.models.modules import method_of
+from focus_exp.models.hf_cache import FocusLayer, count_cached_tokens, find_layer, run_eagerly
+from focus_exp.models.methods import IMPLEMENTATION, get_method
 
 log = logging.get_logger(__name__)
 
-IMPLEMENTATION = "focus_exp"
+
 # what attention functions are told beside the tensors and is heeded, or says nothing of the scores: a mask has the
 # windows of sliding layers and packed sequences in it
 UNDERSTOOD = {
@@ -46,7 +46,7 @@ class Routed:
     given: frozenset[str]
 
 
-def mask_of_pairs(
+def make_layer_mask(
     batch_size: int,
     q_length: int,
     kv_length: int,
@@ -82,19 +82,19 @@ def mask_of_pairs(
     return mask
 
 
-def has_numbers(x: Tensor) -> bool:
+def has_values(x: Tensor) -> bool:
     """Whether they can be looked at: not while a graph is compiled, nor where a plan computes with shapes alone."""
     return not (torch.compiler.is_compiling() or x.is_meta or isinstance(x, FakeTensor))
 
 
 def holds_everywhere(x: Tensor) -> bool:
     """Whether all are known to be True; a plan knows of no padding."""
-    return not torch.compiler.is_compiling() and (not has_numbers(x) or bool(x.all()))
+    return not torch.compiler.is_compiling() and (not has_values(x) or bool(x.all()))
 
 
 def refuse_future(mask: Tensor, past: int) -> None:
     """UserError if a query sees a later key by the mask `[B, 1, T, S]`, whose queries come after `past` keys."""
-    if mask.shape[-2] > 1 and has_numbers(mask) and bool(mask.triu(past + 1).any()):
+    if mask.shape[-2] > 1 and has_values(mask) and bool(mask.triu(past + 1).any()):
         raise UserError(
             "the base model lets tokens see later ones (a prefix, an image, or no causal mask at all); "
             "attention methods here are causal: detach(model), or give it text alone"
@@ -120,7 +120,7 @@ def route_hidden_states(
     module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], names: tuple[str, ...] = ()
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
     """The hook of an attached layer, whose `forward` has parameters of these `names`."""
-    method = method_of(module)
+    method = get_method(module)
     given = dict(zip(names, args, strict=False)) | kwargs
     h = given[names[0]]
     mask = given.get("attention_mask")
@@ -154,7 +154,7 @@ def takes_base_path(method: AttentionMethod, cache: Cache | None, new: int) -> b
         return False
     if not method.observers and not torch.is_grad_enabled():
         return True
-    return tokens_before(cache, method.shape.index, new) > 0
+    return count_cached_tokens(cache, method.shape.index, new) > 0
 
 
 def describe_sequence(h: Tensor, mask: Tensor | None, cache: GroupedCache | None = None) -> Sequence:
@@ -208,7 +208,7 @@ def move_padding(
     """
     past, whole = 0 if cache is None else cache.length, mask.shape[2] == length
     seen = shown_by(mask, past, length).expand(batch, -1)
-    known = has_numbers(mask)
+    known = has_values(mask)
     if not known and not torch.compiler.is_compiling():
         return mask, None, None
     begun = seen.cumsum(1) > 0
@@ -279,7 +279,7 @@ def routed_attention(
         out = full_attention(query, key, value, pairs_seen(attention_mask), is_causal, dropout=dropout, **scores)
     else:
         refuse_unknown(module, {name for name, value in others.items() if value is not None} - routed.given)
-        out = attend(method_of(module), query, key, value, attention_mask, routed, dropout, scores)
+        out = attend(get_method(module), query, key, value, attention_mask, routed, dropout, scores)
     return out[..., :size].transpose(1, 2).contiguous(), None
 
 
@@ -396,4 +396,4 @@ def refuse_unknown(module: nn.Module, names: set[str] | frozenset[str]) -> None:
 
 
 AttentionInterface.register(IMPLEMENTATION, routed_attention)
-AttentionMaskInterface.register(IMPLEMENTATION, mask_of_pairs)
+AttentionMaskInterface.register(IMPLEMENTATION, make_layer_mask)
