@@ -10,7 +10,7 @@ STAMP := $(VENV)/.installed
 TESTED := $(STAMP)-evaluation,slurm,sweeps,dashboard,dev
 # needs no network: the architecture's own shape, random weights, this repository's files as text
 GPU_BENCH := +experiment=speed model=smollm2_135m model.hub_id=null data=files data.files='focus_exp/**/*.py' \
-	regime.phases.router.steps=5 bench.groups=[4,8,32]
+	recipe.phases.router.steps=5 bench.groups=[4,8,32]
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
@@ -51,7 +51,7 @@ $(STAMP)-%: $(STAMP)
 retrofit: $(STAMP) ## train Focus routers on a frozen GPT-2 124M; more overrides in ARGS
 	$(RUN) focus_exp +experiment=retrofit_124m $(ARGS)
 
-reproduce-embedded: $(STAMP)-evaluation ## every table at small scale, resumable, then the report; ARGS=scale=quick: only that all of it runs
+reproduce-embedded: $(STAMP)-evaluation ## every table at small scale, resumable, then the report; ARGS=budget=quick: only that all of it runs
 	$(RUN) focus_exp job=reproduce assets=embedded $(ARGS)
 
 report: $(STAMP) ## all records and the paper's claims as runs/report/report.md, .tex and .html

@@ -147,7 +147,7 @@ def guarded(work: Callable[[], None]) -> Ended:
             raise
         return complain(
             f"out of memory ({first_line(error)}); take less at a time with trainer.batch_size=1 and more "
-            "trainer.accumulate, trainer.gradient_checkpointing=true, a smaller data.block_size or eval.window; "
+            "trainer.accumulate, trainer.gradient_checkpointing=true, a smaller data.seq_len or eval.seq_len; "
             "job=plan with the same command says what it needs"
         )
     except OSError as error:

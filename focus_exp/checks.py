@@ -11,7 +11,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from focus_exp.assets import adapter_folder
 from focus_exp.attention.options import FitOptions, check, instead
-from focus_exp.config import GROUPS, Config, PhaseConfig
+from focus_exp.config import GROUPS, Config, PhaseConfig, renamed_key_reason
 from focus_exp.config_attention import KNOWN, AttentionConfig, FocusConfig, schema_of
 from focus_exp.errors import UserError, not_installed
 from focus_exp.launcher import is_requeued
@@ -19,13 +19,6 @@ from focus_exp.shipped import own, shipped
 
 # what others call a key
 ALSO_CALLED = {"max_steps": "steps", "lr": "learning_rate"}
-# keys of earlier versions -> what to type now
-NOW_TYPED = {
-    "arm": "+variant=<experiment>/<name>",
-    "arms": "variants=[<names of files in conf/variant>]",
-    "every_arm": "shared_variant=<file in conf/variant>",
-    "against": "references=[...]",
-}
 PERPLEXITY = "perplexity"  # perplexity@<tokens>: the one task that is not lm-eval's
 
 
@@ -60,13 +53,13 @@ def refuse_unknown_keys(composed: DictConfig, prefix: str = "") -> None:
 
 def no_such_key(key: str, schema: Any) -> str:
     """That the schema has no such dotted key, and which come nearest, or have that name elsewhere."""
-    if key.partition(".")[0] in NOW_TYPED:
-        return f"{key.partition('.')[0]} is no longer a key. Type {NOW_TYPED[key.partition('.')[0]]}."
+    if reason := renamed_key_reason(key):
+        return reason
     group, _, name = key.rpartition(".")
     method = "full attention" if schema is AttentionConfig else schema.__name__.removesuffix("Config")
     lacks = f"{method} has no option" if group == "attention" else "there is no key"
-    homes = GROUPS | {"attention": FocusConfig, "regime.phases.<phase>": PhaseConfig}
-    del homes["scale"]  # which only experiments read
+    homes = GROUPS | {"attention": FocusConfig, "recipe.phases.<phase>": PhaseConfig}
+    del homes["budget"]  # which only experiments read
     ours = ALSO_CALLED.get(name, name)
     elsewhere = [f"{home}.{ours}" for home, part in homes.items() if ours in (item.name for item in fields(part))]
     owners = [method for method, known in KNOWN.items() if name in (item.name for item in fields(known))]
@@ -92,13 +85,13 @@ def validate(config: Config) -> None:
         raise UserError("job=compare needs variants, such as those of +experiment=compare. Add variants=[...].")
     if config.adapter and config.job == "train":
         raise UserError(f"adapter={config.adapter} is for job=evaluate; add job=evaluate, or leave adapter out")
-    if config.job == "analyze" and config.analyze.passage_tokens > config.eval.window:
+    if config.job == "analyze" and config.analyze.passage_tokens > config.eval.seq_len:
         raise UserError(
-            f"analyze.passage_tokens={config.analyze.passage_tokens} exceeds eval.window={config.eval.window}, of "
+            f"analyze.passage_tokens={config.analyze.passage_tokens} exceeds eval.seq_len={config.eval.seq_len}, of "
             "which the passage is a part; use less, or a longer window"
         )
     validate_attention(config)
-    validate_regime(config)
+    validate_recipe(config)
     validate_generate(config)
     validate_architecture(config)
     hub_id = config.model.hub_id or ""
@@ -111,7 +104,7 @@ def validate(config: Config) -> None:
         raise UserError("data=files needs data.files=<folder or glob of text files>")
     if config.data.source == "hub" and not config.data.hub_id:
         raise UserError("data.source=hub needs data.hub_id")
-    if not (config.model.path or config.model.hub_id or config.model.architecture or config.model.trained_by):
+    if not (config.model.path or config.model.hub_id or config.model.architecture or config.model.base_run):
         raise UserError(f"model {config.model.name} has neither path, nor hub_id, nor architecture")
 
 
@@ -119,7 +112,7 @@ def validate_architecture(config: Config) -> None:
     """UserError where weights that are there are to have another architecture than theirs; dropout is no part of it."""
     model = config.model
     place = model.path or model.hub_id
-    if not place or config.regime.from_scratch or config.job == "plan":
+    if not place or config.recipe.from_scratch or config.job == "plan":
         return
     known = [{}, *(values.get("architecture", {}) for values in shipped("model").values())]
     given = [{key for key, value in model.architecture.items() if value != of.get(key)} for of in known]
@@ -141,15 +134,15 @@ def validate_tasks(tasks: list[str]) -> None:
 
 def validate_generate(config: Config) -> None:
     dual, asked, prompt = config.dual, config.generate.top_k, config.generate.prompt_tokens
-    if config.job == "generate" and prompt >= config.eval.window:
+    if config.job == "generate" and prompt >= config.eval.seq_len:
         raise UserError(
-            f"generate.prompt_tokens={prompt} leaves nothing of eval.window={config.eval.window} to go on with; use "
+            f"generate.prompt_tokens={prompt} leaves nothing of eval.seq_len={config.eval.seq_len} to go on with; use "
             "less, or a longer window"
         )
     if asked and dual and dual.budgeted:
         raise UserError(
             f"generate.top_k={asked} does not go with a budget, which says how many groups each head reads; leave "
-            "generate.top_k empty, or attention.pairs and attention.budget out"
+            "generate.top_k empty, or attention.density and attention.groups_per_layer out"
         )
     groups = dual.groups if dual else config.focus.groups if config.has_router else 0
     if config.has_router and config.eval.top_k and not any(1 <= k <= groups for k in config.eval.top_k):
@@ -171,47 +164,51 @@ def validate_attention(config: Config) -> None:
             f"eval.adapters={config.eval.adapters} are measured in place of a method, and attention={attention.name} "
             "attaches none; leave eval.adapters empty, or measure one as the run itself with job=evaluate adapter=..."
         )
-    if isinstance(attention, FitOptions) and 0 < attention.fit_blocks <= attention.fit_held_out:
+    if isinstance(attention, FitOptions) and 0 < attention.calibration_sequences <= attention.validation_sequences:
         raise UserError(
-            f"attention.fit_blocks={attention.fit_blocks} leaves no text to fit to beside "
-            f"attention.fit_held_out={attention.fit_held_out} blocks; give more blocks, or hold out fewer"
+            f"attention.calibration_sequences={attention.calibration_sequences} must be greater than "
+            f"attention.validation_sequences={attention.validation_sequences}. Give more, or hold out fewer."
         )
     dual = config.dual
-    if dual and dual.pairs is not None and (dual.budget is not None or not dual.fit_blocks):
-        other = "attention.budget, which is a budget already" if dual.budget else "attention.fit_blocks=0"
-        raise UserError(f"attention.pairs={dual.pairs} does not go with {other}; leave one of them out")
-
-
-def validate_regime(config: Config) -> None:
-    regime = config.regime
-    if regime.trains("lora") and config.has_router:
-        raise UserError(
-            f"regime={regime.name} trains LoRA in place of a router, but attention={config.attention.name} has one; "
-            "use attention=full, or regime=retrofit"
+    if dual and dual.density is not None and (dual.groups_per_layer is not None or not dual.calibration_sequences):
+        other = (
+            "attention.groups_per_layer, which is a budget already"
+            if dual.groups_per_layer
+            else "attention.calibration_sequences=0"
         )
-    if regime.trains("lora") and regime.trains("all"):
-        raise UserError(f"regime={regime.name} trains both LoRA and the weights under it; leave one of them out")
-    trains_router_only = bool(regime.phases) and all(phase.train == "router" for phase in regime.phases.values())
+        raise UserError(f"attention.density={dual.density} does not go with {other}; leave one of them out")
+
+
+def validate_recipe(config: Config) -> None:
+    recipe = config.recipe
+    if recipe.trains("lora") and config.has_router:
+        raise UserError(
+            f"recipe={recipe.name} trains LoRA in place of a router, but attention={config.attention.name} has one; "
+            "use attention=full, or recipe=retrofit"
+        )
+    if recipe.trains("lora") and recipe.trains("all"):
+        raise UserError(f"recipe={recipe.name} trains both LoRA and the weights under it; leave one of them out")
+    trains_router_only = bool(recipe.phases) and all(phase.trainable == "router" for phase in recipe.phases.values())
     if trains_router_only and not (config.has_router or config.dual):
         raise UserError(
-            f"regime={regime.name} trains only a router, but attention={config.attention.name} has none; "
-            "use attention=focus, or regime=none to measure it as it is, or regime=finetune"
+            f"recipe={recipe.name} trains only a router, but attention={config.attention.name} has none; "
+            "use attention=focus, or recipe=none to measure it as it is, or recipe=finetune"
         )
-    for name, phase in regime.phases.items():
-        if phase.aim == "base" and phase.train != "router":
+    for name, phase in recipe.phases.items():
+        if phase.objective == "distill" and phase.trainable != "router":
             raise UserError(
-                f"regime.phases.{name}.aim=base compares with the model without its router, but the phase trains "
-                f"{phase.train}; use aim=text, or train: router"
+                f"recipe.phases.{name}.objective=distill must go with trainable: router "
+                f"(got {phase.trainable}). Use objective=lm."
             )
-    if regime.tune.factors and config.eval.split == "validation":
+    if recipe.tune.factors and config.eval.split == "validation":
         raise UserError(
-            f"regime.tune.factors={regime.tune.factors} are chosen from by the loss on validation text, which "
-            "eval.split=validation would report as held out; use eval.split=test, or regime.tune.factors=[]"
+            f"recipe.tune.factors={recipe.tune.factors} are chosen from by the loss on validation text, which "
+            "eval.split=validation would report as held out; use eval.split=test, or recipe.tune.factors=[]"
         )
-    if regime.tune.factors and config.job in ("analyze", "bench", "generate") and not config.adapter:
+    if recipe.tune.factors and config.job in ("analyze", "bench", "generate") and not config.adapter:
         raise UserError(
-            f"regime.tune.factors={regime.tune.factors} are tried by job=train and job=compare, not by "
-            f"job={config.job}; use regime.tune.factors=[], or train first and give adapter=<run folder>/adapter"
+            f"recipe.tune.factors={recipe.tune.factors} are tried by job=train and job=compare, not by "
+            f"job={config.job}; use recipe.tune.factors=[], or train first and give adapter=<run folder>/adapter"
         )
-    if regime.from_scratch and not regime.trains("all"):
-        raise UserError(f"regime={regime.name} starts from random weights but no phase trains them; add train: all")
+    if recipe.from_scratch and not recipe.trains("all"):
+        raise UserError(f"recipe={recipe.name} starts from random weights but no phase trains them; add train: all")

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, field, is_dataclass
+import copy
+import re
+from dataclasses import asdict, dataclass, field, fields, is_dataclass
 from typing import Any, get_type_hints
 
 from hydra._internal.sources_registry import SourcesRegistry
@@ -15,12 +17,12 @@ from focus_exp.config_attention import AttentionConfig, DualConfig, FocusConfig,
 from focus_exp.config_jobs import (
     AnalyzeConfig,
     BenchConfig,
+    BudgetConfig,
     GenerateConfig,
     Numbers,
     PlanConfig,
     ReportConfig,
     ReproduceConfig,
-    ScaleConfig,
 )
 
 # each a module of that name in jobs/, with a function of that name
@@ -37,7 +39,7 @@ class ModelConfig:
     revision: str | None = None
     path: str | None = option(None)
     architecture: dict[str, Any] = option({})
-    trained_by: list[str] = option([])
+    base_run: list[str] = option([])
     quantization: str = option("none", choices=("none", "int8", "nf4"))
     dtype: str | None = option(None)
     paper: list[str] = option([])
@@ -45,8 +47,8 @@ class ModelConfig:
 
 @dataclass
 class PhaseConfig:
-    train: str = option("router", choices=("router", "lora", "all"))
-    aim: str = option("text", choices=("text", "base"))
+    trainable: str = option("router", choices=("router", "lora", "all"))
+    objective: str = option("lm", choices=("lm", "distill"))
     steps: int = option(MISSING, least=0)
     learning_rate: float = option(MISSING, above=0)
     weight_decay: float = option(0.0, least=0)
@@ -67,12 +69,12 @@ class TuneConfig:
     """Runs that only differ in the learning rate of the last phase, scored on validation text; the best one is used."""
 
     factors: list[float] = option([], above=0)
-    windows: int = option(16, least=1)
+    sequences: int = option(16, least=1)
     seed: int = option(0, least=0, most=MAX_SEED)
 
 
 @dataclass
-class RegimeConfig:
+class RecipeConfig:
     name: str = MISSING
     from_scratch: bool = False
     steps: int | None = option(None, least=0)
@@ -84,7 +86,7 @@ class RegimeConfig:
 
     def trains(self, part: str) -> bool:
         """Whether any phase trains `part`: router, lora or all."""
-        return any(phase.train == part for phase in self.phases.values())
+        return any(phase.trainable == part for phase in self.phases.values())
 
 
 @dataclass
@@ -97,7 +99,7 @@ class DataConfig:
     text_column: str = "text"
     split_special_tokens: bool = False
     files: str | None = option(None)
-    block_size: int = option(1024, least=2)
+    seq_len: int = option(1024, least=2)
     max_train_tokens: int | None = option(None, least=1)
     max_test_tokens: int | None = option(None, least=1)
     workers: int = option(0, least=0)
@@ -107,9 +109,9 @@ class DataConfig:
 class EvalConfig:
     name: str = MISSING
     split: str = option("test", choices=("validation", "test"))
-    window: int = option(1024, least=2)
+    seq_len: int = option(1024, least=2)
     stride: int | None = option(None, least=1)
-    max_windows: int | None = option(None, least=1)
+    max_sequences: int | None = option(None, least=1)
     batch_size: int = option(1, least=1)
     bootstrap_samples: int = option(1000, least=1)
     controls: bool = True
@@ -118,10 +120,10 @@ class EvalConfig:
     adapters: list[str] = option([])
     tasks: list[str] = option([])
     limit: int | None = option(None, least=1)
-    suite_limit: int | None = option(None, least=1)
+    long_range_limit: int | None = option(None, least=1)
     num_fewshot: int | None = option(None, least=0)
     request_batch_size: int = option(8, least=1)
-    suite_window: int | None = option(None, least=1)
+    long_range_distance: int | None = option(None, least=1)
     allow_truncation: bool = option(False)
 
 
@@ -171,7 +173,7 @@ class Config:
     references: list[str] = option([])
     model: ModelConfig = MISSING
     attention: AttentionConfig = MISSING
-    regime: RegimeConfig = MISSING
+    recipe: RecipeConfig = MISSING
     data: DataConfig = MISSING
     eval: EvalConfig = MISSING
     bench: BenchConfig = MISSING
@@ -180,7 +182,7 @@ class Config:
     plan: PlanConfig = MISSING
     analyze: AnalyzeConfig = MISSING
     reproduce: ReproduceConfig = MISSING
-    scale: ScaleConfig = MISSING
+    budget: BudgetConfig = MISSING
     trainer: TrainerConfig = MISSING
     logger: LoggerConfig = MISSING
 
@@ -203,7 +205,9 @@ class Config:
     @property
     def fitting(self) -> FitOptions | None:
         """attention.* where that is fitted to the base, layer by layer, before any phase."""
-        return self.attention if isinstance(self.attention, FitOptions) and self.attention.fit_blocks else None
+        return (
+            self.attention if isinstance(self.attention, FitOptions) and self.attention.calibration_sequences else None
+        )
 
 
 GROUPS = {key: schema for key, schema in get_type_hints(Config).items() if is_dataclass(schema)}
@@ -219,31 +223,95 @@ def register_schemas() -> None:
     SourcesRegistry.instance().register(MethodSource)
 
 
-# keys of earlier records -> their names today; None: no longer a key
-RENAMED = {
+# former keys -> keys of today, groups first; None: no longer a key
+RENAMED: dict[str, str | None] = {
     "arm": "variant",
     "arms": None,
     "every_arm": None,
     "against": "references",
-    "scale.models": None,
-    "scale.domains": None,
-    "scale.small_model": None,
-    "scale.scratch": None,
     "sweep": None,
+    "recipe": "recipe",
+    "scale": "budget",
+    "budget.models": None,
+    "budget.domains": None,
+    "budget.small_model": None,
+    "budget.scratch": None,
+    "budget.windows": "budget.eval_sequences",
+    "budget.long_eval_sequences": "budget.long_eval_sequences",
+    "budget.context_sequences": "budget.context_sequences",
+    "budget.warm_start_sequences": "budget.warm_start_sequences",
+    "budget.balance_sequences": "budget.balance_sequences",
+    "budget.calibration_sequences": "budget.calibration_sequences",
+    "budget.validation_sequences": "budget.validation_sequences",
+    "budget.rates": "budget.lr_factors",
+    "budget.scratch_rates": "budget.scratch_lr_factors",
+    "budget.long_range_limit": "budget.long_range_limit",
+    "model.base_run": "model.base_run",
+    "data.seq_len": "data.seq_len",
+    "eval.seq_len": "eval.seq_len",
+    "eval.max_sequences": "eval.max_sequences",
+    "eval.long_range_limit": "eval.long_range_limit",
+    "eval.long_range_distance": "eval.long_range_distance",
+    "recipe.tune.sequences": "recipe.tune.sequences",
+    "recipe.phases.*.objective": "recipe.phases.*.objective",
+    "recipe.phases.*.train": "recipe.phases.*.trainable",
+    "attention.warm_start_sequences": "attention.warm_start_sequences",
+    "attention.balance_sequences": "attention.balance_sequences",
+    "attention.calibration_sequences": "attention.calibration_sequences",
+    "attention.validation_sequences": "attention.validation_sequences",
+    "attention.density": "attention.density",
+    "attention.share": "attention.density",
+    "attention.groups_per_layer": "attention.groups_per_layer",
 }
+RENAMED_VALUES = {"objective": {"text": "lm", "base": "distill"}}
+
+
+# former keys whose successor is written in another way -> what to type
+TYPED_INSTEAD = {
+    "arm": "+variant=<experiment>/<name>",
+    "arms": "variants=[<names of files in conf/variant>]",
+    "every_arm": "shared_variant=<file in conf/variant>",
+    "against": "references=[...]",
+}
+
+
+def renamed_key_reason(key: str) -> str | None:
+    """Return what to type instead of a former key; None for any other key."""
+    if instead := TYPED_INSTEAD.get(key.partition(".")[0]):
+        return f"{key.partition('.')[0]} is no longer a key. Type {instead}."
+    now = key
+    for old, new in RENAMED.items():
+        pattern = re.escape(old).replace(r"\*", "([^.]+)")
+        if (found := re.match(rf"{pattern}(?=\.|$)", now)) and new:
+            now = new.replace("*", found[1] if found.groups() else "*") + now[found.end() :]
+    return None if now == key else f"{key} is no longer a key. Type {now}."
 
 
 def upgrade_keys(values: dict[str, Any]) -> dict[str, Any]:
     """Return a recorded configuration under the keys of today (see RENAMED)."""
-    upgraded = {key: dict(value) if isinstance(value, dict) else value for key, value in values.items()}
+    upgraded = copy.deepcopy(values)
+    external = "." in (values.get("attention") or {}).get("method", "")  # its options are its own
     for old, new in RENAMED.items():
-        group, _, key = old.rpartition(".")
-        part = upgraded.get(group, {}) if group else upgraded
-        if key in part:
-            value = part.pop(key)
-            if new is not None:
-                part[new] = value
+        *groups, key = old.split(".")
+        if external and groups == ["attention"]:
+            continue
+        parts = [upgraded]
+        for group in groups:
+            below = [list(part.values()) if group == "*" else [part.get(group)] for part in parts]
+            parts = [part for level in below for part in level if isinstance(part, dict)]
+        for part in parts:
+            if key in part:
+                value, name = part.pop(key), new and new.rpartition(".")[2]
+                if name:
+                    part[name] = RENAMED_VALUES.get(name, {}).get(value, value) if isinstance(value, str) else value
     return upgraded
+
+
+def upgrade_options(options: dict[str, Any], schema: type[Any]) -> dict[str, Any]:
+    """Return a method's recorded options under the names that `schema`, its dataclass, has today."""
+    names = {item.name for item in fields(schema)}
+    renamed = upgrade_keys({"attention": {key: value for key, value in options.items() if key not in names}})
+    return {key: value for key, value in options.items() if key in names} | renamed["attention"]
 
 
 def structured(values: dict[str, Any]) -> Any:
@@ -255,8 +323,8 @@ def structured(values: dict[str, Any]) -> Any:
 
 def phases_of(config: Config) -> list[tuple[str, PhaseConfig]]:
     """The named phases that this configuration really runs: without a router there is no router to train."""
-    phases, routed = config.regime.phases.items(), config.has_router or config.dual is not None
-    return [(name, p) for name, p in phases if p.train != "router" or routed]
+    phases, routed = config.recipe.phases.items(), config.has_router or config.dual is not None
+    return [(name, p) for name, p in phases if p.trainable != "router" or routed]
 
 
 def to_dict(config: Config) -> dict[str, Any]:

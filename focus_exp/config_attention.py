@@ -40,7 +40,7 @@ class DualConfig(FocusDualOptions, EncoderTraining, AttentionConfig):
     @property
     def budgeted(self) -> bool:
         """Whether a budget says how many groups each head reads, rather than `top_k`."""
-        return self.budget is not None or self.pairs is not None
+        return self.groups_per_layer is not None or self.density is not None
 
 
 KNOWN: dict[str, type[AttentionConfig]] = {"full": AttentionConfig, "focus": FocusConfig, "focus_dual": DualConfig}

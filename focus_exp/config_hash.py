@@ -15,7 +15,7 @@ from focus_exp.config import Config, to_dict
 # keys that change where or how a run is reported, but not what it computes
 NOT_HASHED = (
     *("job", "variant", "overwrite", "runs_dir", "cache_dir", "logger", "adapter"),
-    *("report", "plan", "reproduce", "scale", "sweep"),
+    *("report", "plan", "reproduce", "budget"),
 )
 MODEL_NOT_HASHED = ("dtype", "paper")
 TRAINER_NOT_HASHED = (
@@ -34,8 +34,8 @@ def config_hash(config: Config) -> str:
     values = {key: value for key, value in chosen(config).items() if decides((key,))}
     for part in ("model", "trainer"):
         values[part] = {key: value for key, value in values[part].items() if decides((part, key))}
-    if trained_by := values["model"].get("trained_by"):  # as written before variants were files
-        values["model"]["trained_by"] = [re.sub(r"^\+variant=(?:.*/)?", "arm=", override) for override in trained_by]
+    if base_run := values["model"].get("base_run"):  # as written before variants were files
+        values["model"]["base_run"] = [re.sub(r"^\+variant=(?:.*/)?", "arm=", override) for override in base_run]
     own_seed = getattr(config.attention, "seed", config.seed)
     values["attention"].pop("seed", None)
     if own_seed != config.seed:  # be it the schema's default or not

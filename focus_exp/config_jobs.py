@@ -80,7 +80,7 @@ class ReproduceConfig:
 
 
 @dataclass
-class ScaleConfig:
+class BudgetConfig:
     """How much of everything a table takes: experiments refer to these."""
 
     name: str = MISSING
@@ -94,26 +94,26 @@ class ScaleConfig:
     small_steps: int = option(MISSING)
     small_more_steps: int = option(MISSING)
     scratch_steps: int = MISSING
-    warm_start_blocks: int = 12
+    warm_start_sequences: int = 12
     warm_start_steps: int = 100
-    calibration_blocks: int = 8
-    fit_blocks: int = FitOptions.fit_blocks
-    fit_held_out: int = FitOptions.fit_held_out
+    balance_sequences: int = 8
+    calibration_sequences: int = FitOptions.calibration_sequences
+    validation_sequences: int = FitOptions.validation_sequences
     # not the methods' own default: what differs from that names a run, and the runs of fewer steps have names already
     fit_steps: int = 1200
     train_tokens: int | None = None
     test_tokens: int | None = None
-    windows: int | None = None
-    long_windows: int | None = None
-    context_windows: int | None = option(None)
+    eval_sequences: int | None = None
+    long_eval_sequences: int | None = None
+    context_sequences: int | None = option(None)
     context_tasks: list[str] = field(
         default_factory=lambda: ["perplexity@1024", "perplexity@2048", "perplexity@4096", "perplexity@8192"]
     )
     frontier_tasks: Names = field(default_factory=lambda: ["perplexity@4096", "perplexity@8192"])
-    rates: list[float] = option([])
-    scratch_rates: list[float] = option([])
+    lr_factors: list[float] = option([])
+    scratch_lr_factors: list[float] = option([])
     limit: int | None = option(None)
-    suite_limit: int | None = option(None)
+    long_range_limit: int | None = option(None)
     top_k: Numbers = option([])
     analyze_tokens: int = 16_384
     lengths: Numbers = option([])

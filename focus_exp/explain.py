@@ -13,7 +13,7 @@ from omegaconf.errors import ConfigAttributeError, ConfigKeyError
 
 from focus_exp.attention.options import instead
 from focus_exp.checks import no_such_key
-from focus_exp.config import GROUPS, Config
+from focus_exp.config import GROUPS, Config, renamed_key_reason
 from focus_exp.config_attention import KNOWN
 from focus_exp.errors import UserError, first_line
 
@@ -71,6 +71,9 @@ def arranged(arguments: list[str], conf: Path) -> list[str]:
 def checked(given: str, conf: Path) -> str:
     """A setting; UserError for an argument that is none."""
     if "=" in given.strip("=") or given.startswith("~"):
+        key = given.lstrip("+~").partition("=")[0]
+        if not key.startswith("attention.") and (reason := renamed_key_reason(key)):  # a method's options are its own
+            raise UserError(reason)
         return given
     name = Path(given).stem
     if (conf / "experiment" / f"{name}.yaml").is_file():

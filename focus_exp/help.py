@@ -12,7 +12,7 @@ from focus_exp.config import JOBS
 from focus_exp.errors import UserError
 
 PACKAGE = Path(__file__).parent
-GROUPS = ("model", "attention", "regime", "data", "eval", "scale")
+GROUPS = ("model", "attention", "recipe", "data", "eval", "budget")
 SCREEN = """\
 focus_exp: learned sparse attention for frozen language models
 

@@ -15,7 +15,7 @@ Part = TypeVar("Part", ModelConfig, DataConfig)
 # where weights or a text lie, and what a file says of those that lie there
 PLACE = ("path", "hub_id")
 OF_ITS_PLACE: dict[str, dict[str, Any]] = {
-    "model": {"revision": None, "architecture": {}, "trained_by": []},
+    "model": {"revision": None, "architecture": {}, "base_run": []},
     "data": {"revision": None, "subset": None},
 }
 

@@ -10,7 +10,7 @@ from omegaconf import OmegaConf
 
 from focus_exp.results.measurement import Measurement
 
-GROUPS = ("attention", "regime", "model", "data", "eval")
+GROUPS = ("attention", "recipe", "model", "data", "eval")
 
 
 def write_variants(folder: Path, variants: dict[str, list[str]], experiment: str = "adhoc") -> list[str]:

@@ -41,7 +41,7 @@ load_config = FILES.load_config
 
 def load_once(self: ConfigSource, config_path: str) -> ConfigResult:
     """What hydra reads of a configuration file, which is read again when it has changed."""
-    file = Path(self.path, config_path).with_suffix(".yaml")
+    file = Path(self.path, f"{config_path.removesuffix('.yaml')}.yaml")  # names such as tau_0.05 hold a dot
     key = (str(file), file.stat().st_mtime_ns)
     if key not in loaded:
         loaded[key] = pickle.dumps(load_config(self, config_path))

@@ -17,9 +17,9 @@ from stopped import BACK, STAGES
 PROGRAM = Path(__file__).with_name("stopped.py")
 # two phases of a model whose training draws random numbers, a checkpoint every other step
 SETTINGS = [
-    *("regime=finetune", "regime.phases.router.steps=4", "regime.phases.everything.steps=6"),
+    *("recipe=finetune", "recipe.phases.router.steps=4", "recipe.phases.everything.steps=6"),
     *("model=tiny_gpt2", "model.architecture.resid_pdrop=0.1", "trainer.checkpoint_every=2", "trainer.log_every=1"),
-    *("eval.max_windows=2", "eval.controls=false", "eval.top_k=[1]", "trainer.keep_checkpoints=true"),
+    *("eval.max_sequences=2", "eval.controls=false", "eval.top_k=[1]", "trainer.keep_checkpoints=true"),
 ]
 GOES_ON = "the same command goes on"
 DAY = 86_400

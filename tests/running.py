@@ -86,7 +86,7 @@ def here(command: list[str]) -> subprocess.CompletedProcess:
 def fitting(*arguments: str) -> list[str]:
     """The arguments without those options of Focus, which `tiny` sets, that the chosen attention has not."""
     given = dict(argument.split("=", 1) for argument in arguments if "=" in argument)
-    chosen = given.get("attention", "full" if given.get("regime") in ("lora", "dora") else "focus")
+    chosen = given.get("attention", "full" if given.get("recipe") in ("lora", "dora") else "focus")
     method = max((name for name in ("full", *METHODS) if chosen.startswith(name)), key=len, default="focus")
     known, all_known = ({f"attention.{item.name}" for item in fields(schema_of(m))} for m in (method, "focus"))
     return [part for part in arguments if part.partition("=")[0] not in all_known - known]
@@ -120,13 +120,13 @@ def tiny(folder: Path, runs: str = "runs") -> list[str]:
     return [
         *("model=tiny_llama", "data=files", f"data.files={write_texts(folder / 'texts')}"),
         *(f"runs_dir={folder / runs}", f"cache_dir={folder / 'cache'}", "logger.wandb=disabled"),
-        *("data.block_size=32", "eval.window=32", "eval.max_windows=3", "eval.bootstrap_samples=20"),
+        *("data.seq_len=32", "eval.seq_len=32", "eval.max_sequences=3", "eval.bootstrap_samples=20"),
         *("bench.lengths=[48]", "bench.prefill_lengths=[64]", "bench.step_lengths=[64]", "bench.decode_lengths=[40]"),
         *("bench.repeats=1", "bench.routed_tokens=64", "bench.groups=[2]", "bench.top_k=[1,2]"),
         *("attention.window=8", "attention.sinks=1", "attention.groups=2"),
         *("generate.prompts=2", "generate.prompt_tokens=20", "generate.new_tokens=12"),
         *("analyze.tokens=96", "analyze.passage_tokens=24", "analyze.pairs=4"),
-        *("attention.warm_start_blocks=1", "attention.warm_start_steps=3", "attention.calibration_blocks=1"),
+        *("attention.warm_start_sequences=1", "attention.warm_start_steps=3", "attention.balance_sequences=1"),
         *("trainer.batch_size=2", "trainer.accumulate=2", "trainer.progress=false"),
         *("trainer.accelerator=cpu", "trainer.precision=float32", "shared_variant=null"),
     ]
@@ -157,7 +157,7 @@ def full_disk_at(patch: pytest.MonkeyPatch, number: int) -> list[bytes]:
 
 
 def router_steps(steps: int) -> str:
-    return f"regime.phases.router.steps={steps}"
+    return f"recipe.phases.router.steps={steps}"
 
 
 def only_run(folder: Path) -> Path:

@@ -14,25 +14,25 @@ from focus_exp.config import register_schemas
 from focus_exp.jobs import base as base_module
 from focus_exp.results.record import Record
 
-SMALL = ["regime.steps=2", "regime.warmup_steps=1", "regime.phases.everything.learning_rate=1e-2"]
+SMALL = ["recipe.steps=2", "recipe.warmup_steps=1", "recipe.phases.everything.learning_rate=1e-2"]
 
 
 def base(folder):
     """Overrides of a run that trains a tiny model from scratch; where it lies is not theirs to say."""
     places = ("runs_dir", "cache_dir", "logger")
-    settings = fitting(*tiny(folder), "regime=scratch", "attention=full", *SMALL)
+    settings = fitting(*tiny(folder), "recipe=scratch", "attention=full", *SMALL)
     return [setting for setting in settings if not setting.startswith(places)]
 
 
-def measure(folder, trained_by, *others, **options):
-    quoted = ",".join(map(repr, trained_by))
-    trained = f"model.trained_by=[{quoted}]"
-    return run(*fitting(*tiny(folder), "attention=window", "regime=none", trained, *others), **options)
+def measure(folder, base_run, *others, **options):
+    quoted = ",".join(map(repr, base_run))
+    trained = f"model.base_run=[{quoted}]"
+    return run(*fitting(*tiny(folder), "attention=window", "recipe=none", trained, *others), **options)
 
 
 def records(folder):
     found = [Record.load(path) for path in (folder / "runs").rglob("record.json")]
-    return {record.config["regime"]["name"]: record for record in found}
+    return {record.config["recipe"]["name"]: record for record in found}
 
 
 @pytest.mark.parametrize("as_arm", [pytest.param(False, marks=pytest.mark.slow), True])
@@ -67,19 +67,19 @@ def test_a_run_of_another_base_of_that_name_is_not_taken_for_this_one(tmp_path):
     again = measure(tmp_path, settings)
     assert again.code == 2 and "was made with another tiny_llama" in again.err and "overwrite=true" in again.err
     shutil.rmtree(found.parent)
-    again = measure(tmp_path, settings, "scale=quick")
-    assert again.code == 2 and "than scale=quick trains now" in again.err
+    again = measure(tmp_path, settings, "budget=quick")
+    assert again.code == 2 and "than budget=quick trains now" in again.err
 
 
 def test_no_rate_of_a_base_is_searched_for():
     register_schemas()
     from_scratch = ["+experiment=from_scratch", "+variant=from_scratch/full"]
     with initialize_config_dir(conf_dir(), version_base="1.3"):
-        config = parse(compose("config", [*from_scratch, "scale=embedded"]))
-        assert config.regime.tune.factors
-        for more, searched in (([], []), (["regime.tune.factors=[1,3]"], [1, 3])):
-            made_by = replace(config, model=replace(config.model, trained_by=[*from_scratch, *more]))
-            assert base_module.base_run(made_by).regime.tune.factors == searched
+        config = parse(compose("config", [*from_scratch, "budget=embedded"]))
+        assert config.recipe.tune.factors
+        for more, searched in (([], []), (["recipe.tune.factors=[1,3]"], [1, 3])):
+            made_by = replace(config, model=replace(config.model, base_run=[*from_scratch, *more]))
+            assert base_module.base_run(made_by).recipe.tune.factors == searched
 
 
 @pytest.mark.slow

@@ -45,7 +45,7 @@ TINY: dict[str, tuple[str, dict[str, Any]]] = {
     "sparq": ("sparq", {"components": 5, "tokens_kept": 6, "recent_tokens": 2}),
     "sparq mean": ("sparq", {"components": 5, "tokens_kept": 6, "recent_tokens": 2, "reallocate": True}),
     "magicpig": ("magicpig", {"hash_bits": 4, "hash_tables": 12, "recent_tokens": 3, "sinks": 1}),
-    "best_tokens": ("best_tokens", {"share": 0.2, "window": 2, "sinks": 1}),
+    "best_tokens": ("best_tokens", {"density": 0.2, "window": 2, "sinks": 1}),
     "token_indexer": ("token_indexer", {"tokens_kept": 3, "window": 2, "sinks": 1}),
 }
 ways = pytest.mark.parametrize("way", TINY)
@@ -197,7 +197,7 @@ FORMULAS: dict[type[AttentionMethod], Callable[..., tuple[Tensor, list[int]]]] =
 
 
 @contextmanager
-def block_size(size: int) -> Iterator[None]:
+def seq_len(size: int) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(blocks, "BLOCK", size)
         patch.setattr(performer, "BLOCK", size)
@@ -235,7 +235,7 @@ class Case:
         return [j for j in self.real[b] if j <= i]
 
     def run(self, method: AttentionMethod, tensors: list[Tensor]) -> tuple[Tensor, PairCounts]:
-        with block_size(self.block):
+        with seq_len(self.block):
             selection = method.route(self.h, self.sequence)
             out = method.attend(*tensors, selection, self.sequence, scaling=self.scaling, softcap=self.softcap)
         return out, method.count_pairs(selection, self.sequence)
@@ -308,7 +308,7 @@ OPTIONS = {
         {
             "components": st.integers(1, SIZE),
             "tokens_kept": st.sampled_from([None, 3, 4, 6]),
-            "share": st.sampled_from([0.0, 0.3, 0.5, 1.0]),
+            "density": st.sampled_from([0.0, 0.3, 0.5, 1.0]),
             "recent_tokens": st.integers(1, 3),
             "reallocate": st.booleans(),
         }
@@ -326,7 +326,7 @@ OPTIONS = {
         ["best_tokens", "token_indexer"],
         st.fixed_dictionaries(
             {
-                "share": st.sampled_from([0.0, 0.3, 0.5, 1.0]),
+                "density": st.sampled_from([0.0, 0.3, 0.5, 1.0]),
                 "tokens_kept": st.sampled_from([None, 0, 1, 4, 99]),
                 "window": st.integers(0, 4),
                 "sinks": st.integers(0, 2),
@@ -873,7 +873,7 @@ def test_what_is_loaded_is_what_was_saved(tiny_model, attached, tmp_path, way):
 def composed(name: str, *settings: str) -> AttentionConfig:
     register_schemas()
     with initialize_config_dir(str(CONF.parent), version_base="1.3"):
-        return parse(compose("config", [f"attention={name}", "regime=none", *settings])).attention
+        return parse(compose("config", [f"attention={name}", "recipe=none", *settings])).attention
 
 
 @pytest.mark.parametrize("name", sorted(path.stem for path in CONF.glob("*.yaml") if path.stem != "full"))

@@ -125,7 +125,7 @@ def test_text_that_cannot_be_used_is_named(tmp_path):
     latin.write_bytes("café".encode("latin-1"))
     assert f"data.files={empty}" in refused(*tiny(tmp_path), f"data.files={empty}")
     message = refused(*tiny(tmp_path), f"data.files={short}")
-    assert str(short) in message and "one block of 32" in message and "data.block_size" in message
+    assert str(short) in message and "one block of 32" in message and "data.seq_len" in message
     message = refused(*tiny(tmp_path), f"data.files={latin}")
     assert f"{latin}: not UTF-8 at byte 3" in message and "iconv" in message
 
@@ -199,7 +199,7 @@ def test_a_full_disk_when_weights_are_saved_is_one_error(tmp_path, monkeypatch, 
         raise SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
 
     monkeypatch.setattr(*writer, full)
-    phases = ("regime=finetune", router_steps(1), "regime.phases.everything.steps=1")
+    phases = ("recipe=finetune", router_steps(1), "recipe.phases.everything.steps=1")
     message = refused(*tiny(tmp_path), *phases)
     assert f"cannot write {only_run(tmp_path)}" in message and "No space left" in message and "free some" in message
 
@@ -226,7 +226,7 @@ def test_a_loss_that_is_not_finite_stops_the_run_at_its_last_good_state(tmp_path
     message = refused(*tiny(tmp_path), STEPS)
     kept = only_run(tmp_path) / "adapter"
     assert "the loss is nan at step 3 of phase router" in message and f"the last good state is in {kept}" in message
-    assert "regime.phases.*.learning_rate" in message
+    assert "recipe.phases.*.learning_rate" in message
     saved = load_file(kept / "focus_adapter.safetensors")
     assert all(tensor.isfinite().all() for tensor in saved.values())
     # the weights that step 2 began with gave the last finite loss

@@ -20,9 +20,9 @@ from focus_exp.results.record import Record
 
 MEASURED = {"k_1": ["eval.top_k=[1]"], "k_2": ["attention.top_k=2", "eval.top_k=[2]"]}
 ARMS = {
-    "focus": ["regime.steps=2"],
-    "lora": ["attention=full", "regime=lora", "regime.steps=2"],
-    "window": ["attention=window", "regime=none"],
+    "focus": ["recipe.steps=2"],
+    "lora": ["attention=full", "recipe=lora", "recipe.steps=2"],
+    "window": ["attention=window", "recipe=none"],
 }
 
 
@@ -108,7 +108,7 @@ def test_differences_from_the_first_arm_and_from_others_are_those_of_the_losses(
 
 
 def test_arms_of_several_base_models_are_said_to_be(tmp_path):
-    fixed = ["attention=window", "regime=none", "eval.tasks=[]"]
+    fixed = ["attention=window", "recipe=none", "eval.tasks=[]"]
     arms = {"one": fixed, "large": [*fixed, "model=tiny_gpt2"], "two": [*fixed, "attention.window=4"]}
     result = run(*settings(tmp_path, **arms))
     assert result.code == 0, result.err
@@ -121,7 +121,7 @@ def test_arms_of_several_base_models_are_said_to_be(tmp_path):
 @pytest.mark.slow
 def test_arms_are_paired_with_the_first_of_their_own_text_and_model(tmp_path):
     other = write_texts(tmp_path / "others", words=170)
-    fixed, random = ["attention=window", "regime=none"], ["attention=random_groups", "regime=none"]
+    fixed, random = ["attention=window", "recipe=none"], ["attention=random_groups", "recipe=none"]
     arms = {
         "here": fixed, "there": [*fixed, f"data.files={other}"], "larger": [*fixed, "model=tiny_gpt2"],
         "there_too": [*random, f"data.files={other}"],
@@ -160,14 +160,14 @@ def test_a_mistake_in_any_arm_is_found_before_the_first_one_runs(tmp_path):
     assert result.code == 2 and "groops" in result.err and "did you mean" in result.err
     assert result.err.startswith("error: variant wrong: Focus has no option attention.groops")
     sparse = run(*settings(tmp_path, focus=[], bad=["attention=sparq"]))
-    assert sparse.code == 2 and sparse.err.startswith("error: variant bad: regime=retrofit trains only a router")
+    assert sparse.code == 2 and sparse.err.startswith("error: variant bad: recipe=retrofit trains only a router")
     unread = run(*settings(tmp_path, focus=[], nothing=["attention=nothing"]))
     assert unread.code == 2 and unread.err.startswith("error: variant nothing: there is no attention/nothing")
     same = run(*settings(tmp_path, focus=[], base=[]))
     assert same.code == 2 and same.err.startswith("error: variant base: ")
     assert not (tmp_path / "runs").exists()
     assert run(*tiny(tmp_path), "job=compare").code == 2
-    base = run(*settings(tmp_path, focus=[], nothing=["attention=full", "regime=none"]))
+    base = run(*settings(tmp_path, focus=[], nothing=["attention=full", "recipe=none"]))
     assert base.code == 2 and not (tmp_path / "runs").exists()
     assert base.err.startswith("error: variant nothing: ") and base.err.count("variant nothing") == 1
     unknown = run(*settings(tmp_path), "+variant=adhoc/lorra")
@@ -176,7 +176,7 @@ def test_a_mistake_in_any_arm_is_found_before_the_first_one_runs(tmp_path):
 
 @pytest.mark.slow
 def test_with_an_adapter_arms_measure_it_and_none_is_trained(tmp_path, scored):
-    assert run(*tiny(tmp_path / "router"), "regime.steps=2", "regime.warmup_steps=1").code == 0
+    assert run(*tiny(tmp_path / "router"), "recipe.steps=2", "recipe.warmup_steps=1").code == 0
     adapter = only_run(tmp_path / "router") / "adapter"
     command = [*tiny(tmp_path), "job=compare", f"adapter={adapter}"]
     command += write_variants(tmp_path / "conf", MEASURED)
@@ -193,7 +193,7 @@ def test_with_an_adapter_arms_measure_it_and_none_is_trained(tmp_path, scored):
     assert [row.top_k for row in found[None].rows[1:]] == [1, 2]
     assert "finished already" in run(*command).out
 
-    another = write_variants(tmp_path / "conf", {**MEASURED, "window": ["attention=window", "regime=none"]})
+    another = write_variants(tmp_path / "conf", {**MEASURED, "window": ["attention=window", "recipe=none"]})
     wrong = run(*command, another[-1])
     assert wrong.code == 2 and wrong.err.startswith("error: variant window: attention must be focus")
 
@@ -244,7 +244,7 @@ def test_arms_of_a_sweep_are_those_of_the_comparison(tmp_path, scored):
 @pytest.mark.slow
 def test_the_base_is_measured_once_for_all_arms_that_share_it(tmp_path, scored):
     # what is asked of the routed model alone is no reason to measure the base again
-    wider, longer = [*ARMS["focus"], "eval.top_k=[2]"], [*ARMS["window"], "eval.window=48"]
+    wider, longer = [*ARMS["focus"], "eval.top_k=[2]"], [*ARMS["window"], "eval.seq_len=48"]
     other = {**ARMS, "wider": wider, "narrow": [*ARMS["window"], "attention.window=4"], "longer": longer}
     run(*settings(tmp_path, **other))
     assert scored.count("base, full attention") == 2

@@ -129,15 +129,15 @@ def test_dropped_attention_is_found_whatever_it_is_called():
 
 
 @pytest.mark.parametrize(
-    "regime, dropout, warns", [("finetune", "0.1", True), ("retrofit", "0.1", False), ("finetune", "0", False)]
+    "recipe, dropout, warns", [("finetune", "0.1", True), ("retrofit", "0.1", False), ("finetune", "0", False)]
 )
-def test_hard_training_that_must_compute_all_pairs_says_so(base, tmp_path, regime, dropout, warns):
-    names = ["router", "everything"] if regime == "finetune" else ["router"]
-    phases = [f"regime.phases.{name}.{setting}" for name in names for setting in ("steps=1", "warmup_steps=0")]
-    settings = [f"model.path={base}", f"regime={regime}", "attention.train_with=hard", *phases]
+def test_hard_training_that_must_compute_all_pairs_says_so(base, tmp_path, recipe, dropout, warns):
+    names = ["router", "everything"] if recipe == "finetune" else ["router"]
+    phases = [f"recipe.phases.{name}.{setting}" for name in names for setting in ("steps=1", "warmup_steps=0")]
+    settings = [f"model.path={base}", f"recipe={recipe}", "attention.train_with=hard", *phases]
     if dropout == "0":  # as the warning says
         settings.append("++model.architecture.attn_pdrop=0")
-    result = run(*tiny(tmp_path), *settings, "attention.warm_start_blocks=0")
+    result = run(*tiny(tmp_path), *settings, "attention.warm_start_sequences=0")
     assert result.code == 0, result.err
     said = [line for line in result.err.splitlines() if line.startswith("WARNING: attention.train_with=hard")]
     assert len(said) == warns and record_of(tmp_path).warnings == [line.removeprefix("WARNING: ") for line in said]

@@ -45,14 +45,14 @@ def stream_of(lengths: list[int]) -> TokenStream:
 
 @given(st.lists(st.integers(1, 40), min_size=1, max_size=8), st.integers(2, 12), st.booleans())
 @settings(max_examples=60)
-def test_training_blocks_hold_every_token_once_in_order(lengths, block_size, with_bos):
+def test_training_blocks_hold_every_token_once_in_order(lengths, seq_len, with_bos):
     stream = stream_of(lengths)
-    text = block_size - with_bos
+    text = seq_len - with_bos
     if len(stream) < text:
         with pytest.raises(UserError, match="do not fill one block"):
-            Blocks(stream, block_size, bos=BOS if with_bos else None, cross_documents=True)
+            Blocks(stream, seq_len, bos=BOS if with_bos else None, cross_documents=True)
         return
-    blocks = Blocks(stream, block_size, bos=BOS if with_bos else None, cross_documents=True)
+    blocks = Blocks(stream, seq_len, bos=BOS if with_bos else None, cross_documents=True)
     items = [blocks[i] for i in range(len(blocks))]
     assert all((item["input_ids"][0] == BOS) == with_bos for item in items)
     tokens = torch.cat([item["input_ids"][with_bos:] for item in items])
@@ -60,14 +60,14 @@ def test_training_blocks_hold_every_token_once_in_order(lengths, block_size, wit
     owner = np.repeat(np.arange(len(lengths)), lengths)
     documents = torch.cat([item["document_ids"][with_bos:] for item in items])
     assert documents.tolist() == owner[: len(tokens)].tolist()
-    assert all(len(item["input_ids"]) == len(item["document_ids"]) == block_size for item in items)
+    assert all(len(item["input_ids"]) == len(item["document_ids"]) == seq_len for item in items)
 
 
 @given(st.lists(st.integers(1, 60), min_size=1, max_size=6), st.integers(3, 12), st.integers(1, 11), st.booleans())
 @settings(max_examples=100)
-def test_evaluation_scores_each_token_once(lengths, block_size, stride, with_bos):
+def test_evaluation_scores_each_token_once(lengths, seq_len, stride, with_bos):
     stream = stream_of(lengths)
-    text = block_size - with_bos
+    text = seq_len - with_bos
     stride = min(stride, text)
     spans = [
         range(start, start + (length - text) // stride * stride + text)
@@ -76,7 +76,7 @@ def test_evaluation_scores_each_token_once(lengths, block_size, stride, with_bos
     ]
     if not spans:
         return
-    blocks = Blocks(stream, block_size, stride=stride, bos=BOS if with_bos else None, cross_documents=False)
+    blocks = Blocks(stream, seq_len, stride=stride, bos=BOS if with_bos else None, cross_documents=False)
     scored: list[int] = []
     for i in range(len(blocks)):
         item = blocks[i]
@@ -232,9 +232,9 @@ def test_what_editors_keep_beside_a_text_is_not_read(tmp_path):
 def test_documents_too_short_to_be_scored_are_told_of():
     lengths = np.array([30, 5, 5, 12, 0])
     stream = TokenStream("texts", np.zeros(52, np.int32), np.concatenate([[0], lengths.cumsum()]), [*"abcde"])
-    assert [*Blocks(stream, 5, cross_documents=False).left_out("eval.window")] == []
-    (said,) = Blocks(stream, 10, cross_documents=False).left_out("eval.window")
-    assert said.startswith("2 of 4 held-out documents, 19% of the tokens, are shorter than eval.window=10")
+    assert [*Blocks(stream, 5, cross_documents=False).left_out("eval.seq_len")] == []
+    (said,) = Blocks(stream, 10, cross_documents=False).left_out("eval.seq_len")
+    assert said.startswith("2 of 4 held-out documents, 19% of the tokens, are shorter than eval.seq_len=10")
 
 
 def test_a_single_file_is_cut_in_three_and_caps_hold(tmp_path):

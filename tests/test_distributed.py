@@ -30,21 +30,21 @@ from focus_exp.training.callbacks import Checkpoint
 from focus_exp.training.module import LanguageModelTask
 from focus_exp.training.strategies import ShardedStrategy
 
-QUICK = ("eval.max_windows=2", "eval.top_k=[1]", "eval.controls=false")
-RETROFIT = (router_steps(6), "trainer.checkpoint_every=2", "eval.max_windows=2")
+QUICK = ("eval.max_sequences=2", "eval.top_k=[1]", "eval.controls=false")
+RETROFIT = (router_steps(6), "trainer.checkpoint_every=2", "eval.max_sequences=2")
 FINETUNE = (
-    *("regime=finetune", router_steps(3), "regime.phases.everything.steps=4", "trainer.checkpoint_every=2"),
-    *("regime.phases.everything.learning_rate=1e-3", *QUICK, "model=tiny_gpt2"),  # whose embeddings are tied
+    *("recipe=finetune", router_steps(3), "recipe.phases.everything.steps=4", "trainer.checkpoint_every=2"),
+    *("recipe.phases.everything.learning_rate=1e-3", *QUICK, "model=tiny_gpt2"),  # whose embeddings are tied
     "trainer.gradient_checkpointing=true",
 )
-LORA = ("regime=lora", "regime.phases.lora.steps=3", *QUICK)
+LORA = ("recipe=lora", "recipe.phases.lora.steps=3", *QUICK)
 STRATEGIES = {name: ("trainer.devices=2", f"trainer.strategy={name}") for name in ("ddp", "fsdp")}
 # one sequence in a batch: two batches of a step at the same time; three steps in an epoch
 SMALL_BATCHES = (*RETROFIT, *QUICK, "data.max_train_tokens=400", "trainer.batch_size=1", "trainer.accumulate=4")
 # what moves with the tokens of all processes, without any gradient
 RECLUSTER = (*RETROFIT, *QUICK, "attention.centroid_update=recluster", "attention.recluster_every=2")
-ROUTING = ("regime=finetune", "attention=routing_transformer", "attention.centroid_decay=0.5", *QUICK)
-ROUTING = (*ROUTING, "regime.phases.everything.steps=4", "regime.phases.everything.learning_rate=1e-3")
+ROUTING = ("recipe=finetune", "attention=routing_transformer", "attention.centroid_decay=0.5", *QUICK)
+ROUTING = (*ROUTING, "recipe.phases.everything.steps=4", "recipe.phases.everything.learning_rate=1e-3")
 JOBS = {
     "retrofit": RETROFIT, "finetune": FINETUNE, "lora": LORA, "small": SMALL_BATCHES, "recluster": RECLUSTER,
     "routing": ROUTING,
@@ -219,7 +219,7 @@ def test_one_process_writes_and_prints(folder, request, strategy, made):
 @slow
 def test_the_adapter_of_a_sharded_base_fits_the_base(folder, more):
     adapter = only_run(folder / "retrofit-fsdp") / "adapter"
-    assert run(*tiny(folder, "evaluated"), "eval.max_windows=2", "job=evaluate", f"adapter={adapter}").code == 0
+    assert run(*tiny(folder, "evaluated"), "eval.max_sequences=2", "job=evaluate", f"adapter={adapter}").code == 0
     trained, evaluated = (
         {row.name: row.nll for row in record_of(folder / name).rows} for name in ("retrofit-fsdp", "evaluated")
     )
@@ -286,7 +286,7 @@ def test_killed_process_ends_the_run_which_resumes_to_the_same_numbers(folder, p
 @slow
 def test_comparison_of_two_processes_equals_one(folder):
     variants = write_variants(
-        folder / "conf", {"focus": ["regime.steps=2"], "window": ["attention=window", "regime=none"]}
+        folder / "conf", {"focus": ["recipe.steps=2"], "window": ["attention=window", "recipe=none"]}
     )
     command = ["job=compare", *variants, *QUICK]
     assert run(*tiny(folder, "compared-one"), *command).code == 0
@@ -323,12 +323,12 @@ def test_a_step_that_cannot_be_split_is_refused(pair):
         (("trainer.devices=2",), "torchrun --standalone --nproc-per-node=2"),
         (("trainer.cpu_offload=true",), "trainer.cpu_offload=true goes with trainer.strategy=fsdp, not single"),
         (("trainer.cpu_offload=true", "trainer.strategy=fsdp"), "relieves a GPU, and there is none"),
-        (("regime=dora", "trainer.strategy=fsdp"), "use trainer.strategy=ddp, or regime=lora"),
+        (("recipe=dora", "trainer.strategy=fsdp"), "use trainer.strategy=ddp, or recipe=lora"),
         (
             ("attention=focus_dual", "attention.top_k=1", "trainer.strategy=fsdp"),
             "attention=focus_dual is fitted by a whole model",
         ),
-        (("attention=token_indexer", "regime=none", "trainer.strategy=fsdp"), "token_indexer is fitted by a whole"),
+        (("attention=token_indexer", "recipe=none", "trainer.strategy=fsdp"), "token_indexer is fitted by a whole"),
         (("model.quantization=nf4",), "model.quantization=nf4 needs a CUDA GPU; use model.quantization=none"),
         (("model.quantization=int8", "job=bench"), "model.quantization=int8 is for pretrained weights"),
     ],

@@ -42,7 +42,7 @@ def layers(draw: st.DrawFn, most: int = 40) -> tuple[FocusDual, Tensor, list[Ten
     if draw(st.booleans()):
         heads = kv_heads if options["heads"] == "kv" else 1
         reach = st.integers(0, groups)
-        options["budget"] = [draw(st.one_of(reach, st.lists(reach, min_size=heads, max_size=heads)))]
+        options["groups_per_layer"] = [draw(st.one_of(reach, st.lists(reach, min_size=heads, max_size=heads)))]
     shape = LayerShape(WIDTH, kv_heads * share, SIZE, 0, kv_heads)
     near = {"window": draw(st.integers(0, 9)), "sinks": draw(st.integers(0, 3))}
     method = FocusDual.of(shape, **options, **near).double()
@@ -248,7 +248,7 @@ def test_layers_are_full_or_window_alone_where_the_budget_says_so(tiny_model, fa
     model = attached(tiny_model(family))
     routed = logits_of(model)
     for every, truth in (("full", base), ("window", window), (6, base), (0, window)):
-        same = attached(tiny_model(family), budget=[every] * 2)
+        same = attached(tiny_model(family), groups_per_layer=[every] * 2)
         torch.testing.assert_close(logits_of(same), logits_of(truth), atol=2e-5, rtol=1e-5)
         assert freeze(same) == []
     model = set_budget(model, [[2] * attached_methods(model)[0].heads, 2])
@@ -270,7 +270,7 @@ def test_layers_are_full_or_window_alone_where_the_budget_says_so(tiny_model, fa
         {"fitted": True, "counts": "pair"},
         {"heads": "layer"},
         {"rank": 3},
-        {"budget": ["full", 3], "fitted": True},
+        {"groups_per_layer": ["full", 3], "fitted": True},
         {"counts": "head"},
     ],
 )
@@ -289,7 +289,7 @@ def test_an_adapter_has_the_budget_that_was_set_and_no_encoder_beside_it(tiny_mo
     model = set_budget(attached(tiny_model("llama")), [1, "window"])
     loaded = load_adapter(tiny_model("llama"), save_adapter(model, tmp_path / "adapter"))
     assert torch.equal(logits_of(loaded), logits_of(model))
-    assert loaded.focus_attachment.options["budget"] == [1, "window"]
+    assert loaded.focus_attachment.options["groups_per_layer"] == [1, "window"]
     assert sum(p.numel() for p in attached_methods(loaded)[1].parameters()) == 0
 
 
@@ -298,17 +298,17 @@ def test_an_adapter_has_the_budget_that_was_set_and_no_encoder_beside_it(tiny_mo
     [
         (["full"], "budget has 1 entries for 2 layers"),
         (["full"] * 3, "budget has 3 entries for 2 layers"),
-        (["full", 7], "budget holds 7 for layer 1; give full, window, a number of groups from 0 to groups=6"),
-        (["full", "some"], "budget holds 'some' for layer 1"),
-        ([True, 1], "budget holds True for layer 0"),
+        (["full", 7], "groups_per_layer holds 7 for layer 1; give full, window, a number of groups from 0 to groups=6"),
+        (["full", "some"], "groups_per_layer holds 'some' for layer 1"),
+        ([True, 1], "groups_per_layer holds True for layer 0"),
         ([[1, 2, 3], 1], r"budget holds \[1, 2, 3\] for layer 0, which has 2 heads with groups"),
-        ([[1, -1], 1], r"budget holds \[1, -1\] for layer 0"),
-        ("full", "budget='full' is not"),
+        ([[1, -1], 1], r"groups_per_layer holds \[1, -1\] for layer 0"),
+        ("full", "groups_per_layer='full' is not"),
     ],
 )
 def test_a_budget_that_does_not_fit_is_refused(tiny_model, budget, said):
     with pytest.raises(UserError, match=said):
-        attached(tiny_model("llama"), budget=budget)
+        attached(tiny_model("llama"), groups_per_layer=budget)
     model = attached(tiny_model("llama"))
     with pytest.raises(UserError, match=said.replace(", none for layer 1", " for 2 layers")):
         set_budget(model, budget)
@@ -329,13 +329,13 @@ def test_a_budget_belongs_to_focus_dual_and_dropped_encoders_are_gone(tiny_model
         {"fitted": True},
         {"fitted": True, "counts": "pair"},
         {"heads": "layer"},
-        {"budget": [3, "full"]},
-        {"budget": ["window", [1, 4]], "fitted": True},
+        {"groups_per_layer": [3, "full"]},
+        {"groups_per_layer": ["window", [1, 4]], "fitted": True},
     ],
 )
 def test_token_by_token_it_writes_what_recomputing_writes(tiny_model, family, options):
-    if options.get("budget") == ["window", [1, 4]] and family == "gpt2":
-        options = options | {"budget": ["window", [1, 4, 0, 6]]}
+    if options.get("groups_per_layer") == ["window", [1, 4]] and family == "gpt2":
+        options = options | {"groups_per_layer": ["window", [1, 4, 0, 6]]}
     model = attached(tiny_model(family), **options)
     said = {"max_new_tokens": 25, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
     for prompt in (TOKENS[:, :3], TOKENS[:, :30]):
@@ -385,11 +385,11 @@ def test_heads_with_groups_of_their_own_are_the_models_key_value_heads(monkeypat
 
 
 def test_an_adapter_is_measured_at_any_number_of_groups_and_named_by_its_method(tmp_path):
-    chosen = fitting(*tiny(tmp_path), "attention=focus_dual", "regime=none", "attention.fit_blocks=0")
+    chosen = fitting(*tiny(tmp_path), "attention=focus_dual", "recipe=none", "attention.calibration_sequences=0")
     groups = ["attention.groups=6", "attention.top_k=2"]
     assert run(*chosen, *groups).code == 0
     adapter = only_run(tmp_path) / "adapter"
-    evaluated = [part for part in chosen if not part.startswith("regime")]
+    evaluated = [part for part in chosen if not part.startswith("recipe")]
     for reads in (2, 6):
         result = run(*evaluated, "attention.groups=6", f"attention.top_k={reads}", "job=evaluate", f"adapter={adapter}")
         assert result.code == 0, result.err

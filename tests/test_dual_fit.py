@@ -31,7 +31,14 @@ FLOAT32 = choose_precision("float32", "cpu", trains_base=False)
 
 
 def options(**changes) -> DualConfig:
-    given = {"groups": GROUPS, "top_k": 1, "window": WINDOW, "sinks": SINKS, "fit_blocks": 3, "fit_held_out": 1}
+    given = {
+        "groups": GROUPS,
+        "top_k": 1,
+        "window": WINDOW,
+        "sinks": SINKS,
+        "calibration_sequences": 3,
+        "validation_sequences": 1,
+    }
     return DualConfig(name="focus_dual", method="focus_dual", **given | {"fit_steps": 8} | changes)
 
 
@@ -242,7 +249,7 @@ def test_a_budget_is_never_exceeded_and_spends_where_a_pair_saves_most(seed, sha
 
 def test_a_fit_is_kept_by_what_decides_it_and_goes_on_where_it_stopped(tiny_model, tmp_path, monkeypatch):
     blocks = random_blocks(3)
-    whole = fit_dual(dual(tiny_model("llama")), blocks, options(pairs=0.5), FLOAT32, tmp_path / "whole", 0).rows
+    whole = fit_dual(dual(tiny_model("llama")), blocks, options(density=0.5), FLOAT32, tmp_path / "whole", 0).rows
 
     stopped, fitted = dual_fit.fit_encoders, []
 
@@ -253,14 +260,14 @@ def test_a_fit_is_kept_by_what_decides_it_and_goes_on_where_it_stopped(tiny_mode
 
     monkeypatch.setattr(dual_fit, "fit_encoders", stops)
     with pytest.raises(KeyboardInterrupt):
-        fit_dual(dual(tiny_model("llama")), blocks, options(pairs=0.5), FLOAT32, tmp_path / "again", 0)
+        fit_dual(dual(tiny_model("llama")), blocks, options(density=0.5), FLOAT32, tmp_path / "again", 0)
     (torn,) = (tmp_path / "again").rglob("block-00001.safetensors")
     torn.unlink()
     (spent,) = (tmp_path / "again").rglob("seconds")
     spent.write_text("1000")
     monkeypatch.setattr(dual_fit, "fit_encoders", stopped)
     model = dual(tiny_model("llama"))
-    assert fit_dual(model, blocks, options(pairs=0.5), FLOAT32, tmp_path / "again", 0).rows == whole
+    assert fit_dual(model, blocks, options(density=0.5), FLOAT32, tmp_path / "again", 0).rows == whole
     assert not list((tmp_path / "again").rglob("block-*"))
     assert float(spent.read_text()) > 1000
     pairs = sum(row.pairs for row in whole) / len(whole)
@@ -268,12 +275,12 @@ def test_a_fit_is_kept_by_what_decides_it_and_goes_on_where_it_stopped(tiny_mode
 
     monkeypatch.setattr(kept_fit, "observe", None)  # another budget needs no other fit
     seconds = {path: path.read_text() for path in (tmp_path / "again").rglob("seconds*")}
-    other, spent = fit_dual(dual(tiny_model("llama")), blocks, options(pairs=0.2), FLOAT32, tmp_path / "again", 0)
+    other, spent = fit_dual(dual(tiny_model("llama")), blocks, options(density=0.2), FLOAT32, tmp_path / "again", 0)
     assert len(seconds) == 2 and spent == pytest.approx(sum(map(float, seconds.values())))
     assert sum(row.pairs for row in other) < sum(row.pairs for row in whole)
     for precision, seed in ((FLOAT32, 1), (replace(FLOAT32, autocast=True), 0)):
         with pytest.raises(TypeError):
-            fit_dual(dual(tiny_model("llama")), blocks, options(pairs=0.2), precision, tmp_path / "again", seed)
+            fit_dual(dual(tiny_model("llama")), blocks, options(density=0.2), precision, tmp_path / "again", seed)
 
 
 def test_a_base_of_the_same_weights_and_other_arithmetic_has_a_fit_of_its_own(tiny_model, tmp_path):
@@ -351,15 +358,20 @@ def test_groups_that_training_has_moved_are_made_even_again(changes, tiny_model)
 
 
 def test_a_run_fits_trains_towards_the_base_and_leaves_an_adapter(tmp_path):
-    settings = ["attention=focus_dual", "attention.fit_blocks=3", "attention.fit_held_out=1", "attention.fit_steps=4"]
+    settings = [
+        "attention=focus_dual",
+        "attention.calibration_sequences=3",
+        "attention.validation_sequences=1",
+        "attention.fit_steps=4",
+    ]
     settings += [
-        "attention.pairs=0.4",
+        "attention.density=0.4",
         "attention.top_k=1",
         "attention.groups=6",
         router_steps(2),
-        "regime.phases.router.aim=base",
+        "recipe.phases.router.objective=distill",
     ]
-    found = run(*fitting(*tiny(tmp_path), *settings, "regime=retrofit"))
+    found = run(*fitting(*tiny(tmp_path), *settings, "recipe=retrofit"))
     assert found.code == 0, found.err
     assert "at best in as many groups" in found.out
     record = record_of(tmp_path / "runs")
@@ -367,14 +379,14 @@ def test_a_run_fits_trains_towards_the_base_and_leaves_an_adapter(tmp_path):
     assert len(record.fits) == 2 and all(0 <= fit.pairs <= 1 and fit.lost >= 0 for fit in record.fits)
     adapter = only_run(tmp_path / "runs") / "adapter"
     kept = json.loads((adapter / "focus_adapter.json").read_text(encoding="utf-8"))
-    assert kept["options"]["budget"] == [fit.reads for fit in record.fits]
+    assert kept["options"]["groups_per_layer"] == [fit.reads for fit in record.fits]
     assert kept["tokens"] == record.tokens_seen
     measured = run(*fitting(*tiny(tmp_path, "measured"), *settings, "job=evaluate", f"adapter={adapter}"))
     assert measured.code == 0, measured.err
     rows = {row.method: row for row in record_of(tmp_path / "measured").rows}
     trained = {row.method: row for row in record.rows}
     assert rows["focus_dual"].nll == pytest.approx(trained["focus_dual"].nll, abs=1e-6)
-    fitted = run(*fitting(*tiny(tmp_path, "fitted"), *(s for s in settings if "phases" not in s), "regime=none"))
+    fitted = run(*fitting(*tiny(tmp_path, "fitted"), *(s for s in settings if "phases" not in s), "recipe=none"))
     assert fitted.code == 0, fitted.err
     again = record_of(tmp_path / "fitted")  # its fit came from the cache, and took what it took there
     assert again.fit_seconds == record.fit_seconds > 0
@@ -384,13 +396,16 @@ def test_a_run_fits_trains_towards_the_base_and_leaves_an_adapter(tmp_path):
 @pytest.mark.parametrize(
     ("settings", "sentence"),
     [
-        (["attention.fit_blocks=2", "attention.fit_held_out=2"], "leaves no text to fit to"),
-        (["attention.pairs=0.2", "attention.fit_blocks=0"], "leave one of them out"),
-        (["regime.phases.router.aim=base", "regime.phases.router.train=all"], "use aim=text, or train: router"),
+        (["attention.calibration_sequences=2", "attention.validation_sequences=2"], "leaves no text to fit to"),
+        (["attention.density=0.2", "attention.calibration_sequences=0"], "leave one of them out"),
+        (
+            ["recipe.phases.router.objective=distill", "recipe.phases.router.train=all"],
+            "use objective=lm, or train: router",
+        ),
     ],
 )
 def test_what_does_not_go_together_is_refused(tmp_path, settings, sentence):
-    chosen = ["attention=focus_dual", "attention.top_k=1", "regime=retrofit", router_steps(1), *settings]
+    chosen = ["attention=focus_dual", "attention.top_k=1", "recipe=retrofit", router_steps(1), *settings]
     found = run(*fitting(*tiny(tmp_path), *chosen))
     assert found.code == 2
     assert sentence in found.err

@@ -15,7 +15,7 @@ from focus_exp.config import GROUPS, phases_of, register_schemas
 from focus_exp.jobs.variants import compose_variant, variant_name
 from focus_exp.records.comparison import load_run
 from focus_exp.results.run_dir import name_experiment
-from focus_exp.training.regimes import tokens_per_step
+from focus_exp.training.recipes import tokens_per_step
 
 CONF = Path(__file__).parent.parent / "conf"
 EXPERIMENTS = sorted(path.stem for path in (CONF / "experiment").glob("*.yaml"))
@@ -56,9 +56,9 @@ def test_every_group_has_files_and_every_file_a_group():
 
 
 def choices():
-    """Every option once, those of different groups in one command; of methods and regimes one alone."""
+    """Every option once, those of different groups in one command; of methods and recipes one alone."""
     of_group = {group: [name for other, name in OPTIONS if other == group] for group in GROUPS}
-    for group in ("attention", "regime"):
+    for group in ("attention", "recipe"):
         for name in of_group.pop(group):
             yield {group: name}
     for row in zip_longest(*of_group.values()):
@@ -68,7 +68,7 @@ def choices():
 @pytest.mark.parametrize("chosen", choices(), ids=lambda chosen: "-".join(chosen.values()))
 def test_options_fit_their_schemas(chosen):
     # what they cannot do without: routers are of no use to attention=full, and files have to be named
-    others = ["regime=none"] if "attention" in chosen else []
+    others = ["recipe=none"] if "attention" in chosen else []
     others += ["data.files=texts"] if chosen.get("data") == "files" else []
     config = parse(composed(*(f"{group}={name}" for group, name in chosen.items()), *others))
     for group, name in chosen.items():
@@ -113,9 +113,9 @@ def slow_if_large(names):
 
 @pytest.mark.parametrize("name", slow_if_large(EXPERIMENTS))
 def test_experiment_and_its_arms_compose_at_the_scale_of_the_paper(name):
-    config, arms = compose_all(name, "scale=paper")
-    assert config.scale.name == "paper"
-    assert all(arm.scale.name == "paper" and not arm.variants for arm in arms.values())
+    config, arms = compose_all(name, "budget=paper")
+    assert config.budget.name == "paper"
+    assert all(arm.budget.name == "paper" and not arm.variants for arm in arms.values())
     if name in ALIKE:
         least, *_, most = read_by_arms(arms)
         assert least > 0.995 * most
@@ -136,8 +136,8 @@ def read_by_arms(arms):
 def tokens_read(config):
     phases = phases_of(config)
     steps = sum(phase.steps for _, phase in phases) * tokens_per_step(config)
-    blocks = config.focus.warm_start_blocks + config.focus.calibration_blocks if config.has_router else 0
-    return steps + blocks * config.data.block_size
+    blocks = config.focus.warm_start_sequences + config.focus.balance_sequences if config.has_router else 0
+    return steps + blocks * config.data.seq_len
 
 
 def command(folder, name, model="tiny_llama"):
@@ -148,9 +148,9 @@ def command(folder, name, model="tiny_llama"):
         *tiny(folder),
         f"model={model}",
         "attention.groups=4",
-        "regime.steps=2",
+        "recipe.steps=2",
         "eval.tasks=[]",
-        "regime.tune.factors=[]",
+        "recipe.tune.factors=[]",
     ]
     return [f"+experiment={name}", *fitting(*small, f"attention={plain.attention.name}"), *variants]
 
@@ -179,7 +179,7 @@ def test_experiment_runs_on_a_tiny_model(tmp_path, name, model):
         assert (rows or record.groups) and all(row.error is None for row in rows)
         assert all(arm.status == "finished" for arm in record.arms)
     if not plain.variants:
-        assert records[0].steps == 2 * len(plain.regime.phases)
+        assert records[0].steps == 2 * len(plain.recipe.phases)
 
 
 def tiny_variants(folder, plain):
@@ -201,4 +201,4 @@ def test_the_command_line_overrides_an_experiment_which_overrides_the_groups():
     plain, changed = composed("+experiment=smoke"), composed("+experiment=smoke", "attention.window=5")
     assert (plain.attention.window, changed.attention.window) == (16, 5)
     overlay = OmegaConf.load(CONF / "experiment" / "smoke.yaml")
-    assert plain.data.block_size == overlay.data.block_size != composed().data.block_size
+    assert plain.data.seq_len == overlay.data.seq_len != composed().data.seq_len

@@ -10,7 +10,7 @@ from running import Result, run
 
 from focus_exp.training.callbacks import GateAnnealing
 
-QUICK = ("regime.phases.router.steps=2", "regime.phases.everything.steps=4", "eval.max_windows=1")
+QUICK = ("recipe.phases.router.steps=2", "recipe.phases.everything.steps=4", "eval.max_sequences=1")
 
 
 @pytest.fixture(scope="module")

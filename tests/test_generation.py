@@ -14,7 +14,7 @@ from focus_exp.evaluation import generation
 from focus_exp.evaluation.generation import Generation, agreement, read_and_held
 from focus_exp.jobs import prepare
 
-JOB = ["job=generate", "regime.steps=2"]
+JOB = ["job=generate", "recipe.steps=2"]
 
 
 def test_texts_of_every_attention_stand_under_their_prompt(tmp_path):
@@ -66,10 +66,16 @@ def test_no_text_is_continued_twice_while_there_are_others(windows):
     assert found == [8, 16, 23, 31] or windows < 40
 
 
-@pytest.mark.parametrize("budget", [["attention.top_k=2"], ["attention.pairs=0.5"]])
+@pytest.mark.parametrize("budget", [["attention.top_k=2"], ["attention.density=0.5"]])
 def test_two_encoders_write_too_fitted_here_or_read_from_an_adapter(tmp_path, budget):
-    fit = ["attention.fit_blocks=2", "attention.fit_held_out=1", "attention.fit_steps=4", "attention.groups=4", *budget]
-    dual = fitting(*tiny(tmp_path), "attention=focus_dual", "regime=none", *fit)
+    fit = [
+        "attention.calibration_sequences=2",
+        "attention.validation_sequences=1",
+        "attention.fit_steps=4",
+        "attention.groups=4",
+        *budget,
+    ]
+    dual = fitting(*tiny(tmp_path), "attention=focus_dual", "recipe=none", *fit)
     result = run(*dual, "job=generate")
     assert result.code == 0, result.err
     rows = record_of(tmp_path).continuations
@@ -83,8 +89,13 @@ def test_two_encoders_write_too_fitted_here_or_read_from_an_adapter(tmp_path, bu
 
 
 def test_two_encoders_write_with_other_numbers_of_groups_too(tmp_path):
-    fit = ["attention.fit_blocks=2", "attention.fit_held_out=1", "attention.fit_steps=4", "attention.groups=4"]
-    dual = fitting(*tiny(tmp_path), "attention=focus_dual", "regime=none", *fit, "generate.top_k=[1,4]")
+    fit = [
+        "attention.calibration_sequences=2",
+        "attention.validation_sequences=1",
+        "attention.fit_steps=4",
+        "attention.groups=4",
+    ]
+    dual = fitting(*tiny(tmp_path), "attention=focus_dual", "recipe=none", *fit, "generate.top_k=[1,4]")
     assert run(*dual, "job=generate").code == 0
     _, full, one, everything = record_of(tmp_path).continuations[:4]
     assert (one.attention, everything.attention) == ("focus_dual k=1", "focus_dual k=4")
@@ -96,7 +107,7 @@ def test_two_encoders_write_with_other_numbers_of_groups_too(tmp_path):
     assert run(*given, "job=generate", f"adapter={adapter}").code == 0
     assert [row.text for row in record_of(tmp_path / "read").continuations[1:3]] == [full.text, one.text]
 
-    for setting, said in (("generate.top_k=[5]", "use 1 to"), ("attention.pairs=0.2", "does not go with a budget")):
+    for setting, said in (("generate.top_k=[5]", "use 1 to"), ("attention.density=0.2", "does not go with a budget")):
         refused = run(*dual, "job=generate", setting)
         assert refused.code == 2 and said in refused.err
 
@@ -147,8 +158,8 @@ def test_samples_follow_from_the_seed(tmp_path):
     ("settings", "said"),
     [
         (["attention=focus_paper", "attention.groups=2"], "reads the future"),
-        (["attention=window", "regime=none"], "not attention=window"),
-        (["generate.prompt_tokens=32"], "generate.prompt_tokens=32 leaves nothing of eval.window=32"),
+        (["attention=window", "recipe=none"], "not attention=window"),
+        (["generate.prompt_tokens=32"], "generate.prompt_tokens=32 leaves nothing of eval.seq_len=32"),
         (["generate.top_k=[3]"], "generate.top_k holds 3; use 1 to attention.groups=2"),
         (["generate.new_tokens=0"], "generate.new_tokens=0"),
         (["generate.new_tokens=500"], "generate.prompt_tokens + generate.new_tokens=520 exceeds the 512 positions"),
@@ -170,7 +181,7 @@ def test_nothing_agrees_with_full_attention_that_failed(tmp_path, monkeypatch):
         return generate(self, **options)
 
     monkeypatch.setattr(LlamaForCausalLM, "generate", failing_once)
-    assert run(*tiny(tmp_path), *JOB, "regime.steps=1", "generate.prompts=1", "generate.top_k=[1]").code == 0
+    assert run(*tiny(tmp_path), *JOB, "recipe.steps=1", "generate.prompts=1", "generate.top_k=[1]").code == 0
     _, full, hard = record_of(tmp_path).continuations
     assert "no room" in full.error and hard.tokens == 12 and hard.agrees is None
 

@@ -51,19 +51,19 @@ def test_steps_from_a_cache_on_the_gpu_give_the_logits_of_the_whole(tiny_model, 
     assert cache.bytes > 0
 
 
-@pytest.mark.parametrize("regime", ["retrofit", "finetune"])
-def test_a_run_on_the_gpu_trains_and_evaluates_there(tmp_path, monkeypatch, regime):
+@pytest.mark.parametrize("recipe", ["retrofit", "finetune"])
+def test_a_run_on_the_gpu_trains_and_evaluates_there(tmp_path, monkeypatch, recipe):
     for number in range(4):
         (tmp_path / f"{number}.txt").write_text(f"chapter {number}: the quick brown fox jumps over it. " * 200)
     settings = [
         "model=tiny_gpt2",
-        f"regime={regime}",
+        f"recipe={recipe}",
         "data=files",
         f"data.files={tmp_path}/*.txt",
         "logger.wandb=disabled",
     ]
-    sizes = ["data.block_size=64", "eval.window=64", "eval.max_windows=2", "attention.window=16"]
-    steps = [f"regime.phases.{phase}.steps=2" for phase in ["router", "everything"][: 1 + (regime == "finetune")]]
+    sizes = ["data.seq_len=64", "eval.seq_len=64", "eval.max_sequences=2", "attention.window=16"]
+    steps = [f"recipe.phases.{phase}.steps=2" for phase in ["router", "everything"][: 1 + (recipe == "finetune")]]
     folders = [f"runs_dir={tmp_path}/runs", f"cache_dir={tmp_path}/cache", "trainer.accelerator=gpu"]
     monkeypatch.setattr(sys, "argv", ["focus_exp", *settings, *sizes, *steps, *folders])
     assert __main__.main() == 0

@@ -33,7 +33,7 @@ from focus_exp.models.random import byte_tokenizer
 from focus_exp.reporting.load import load_results
 from focus_exp.training.precision import choose_precision
 
-JOB = ["job=analyze", "regime.steps=2"]
+JOB = ["job=analyze", "recipe.steps=2"]
 labelled = st.integers(2, 40).flatmap(
     lambda n: st.tuples(*[st.lists(st.integers(0, 4), min_size=n, max_size=n).map(np.array)] * 2)
 )
@@ -362,8 +362,8 @@ def test_an_interrupted_analysis_goes_on_with_the_next_router(tmp_path, monkeypa
 @pytest.mark.parametrize(
     ("settings", "said"),
     [
-        (["attention=window", "regime=none"], "not attention=window"),
-        (["analyze.passage_tokens=33"], "analyze.passage_tokens=33 exceeds eval.window=32"),
+        (["attention=window", "recipe=none"], "not attention=window"),
+        (["analyze.passage_tokens=33"], "analyze.passage_tokens=33 exceeds eval.seq_len=32"),
         (["analyze.others=[nowhere]"], "nowhere holds no focus_adapter.json"),
         (["analyze.tokens=1"], "analyze.tokens=1"),
     ],
@@ -396,8 +396,18 @@ def test_any_router_is_described_and_one_that_reads_the_future_is_named(tmp_path
 
 
 def test_heads_with_groups_of_their_own_are_described_each(tmp_path):
-    fitted = ["attention=focus_dual", "regime=none", "attention.fit_blocks=4", "attention.fit_held_out=2"]
-    fitted += ["attention.fit_steps=8", "attention.groups=3", "attention.top_k=1", "attention.budget=[1,[0,2]]"]
+    fitted = [
+        "attention=focus_dual",
+        "recipe=none",
+        "attention.calibration_sequences=4",
+        "attention.validation_sequences=2",
+    ]
+    fitted += [
+        "attention.fit_steps=8",
+        "attention.groups=3",
+        "attention.top_k=1",
+        "attention.groups_per_layer=[1,[0,2]]",
+    ]
     result = run(*fitting(*tiny(tmp_path), "job=analyze", *fitted))
     assert result.code == 0, result.err
     record, folder = record_of(tmp_path), only_run(tmp_path)
@@ -412,7 +422,7 @@ def test_heads_with_groups_of_their_own_are_described_each(tmp_path):
 
 
 def test_a_budget_that_leaves_no_groups_is_one_message(tmp_path):
-    settings = ["attention=focus_dual", "regime=none", "attention.fit_blocks=0", "attention.top_k=1"]
-    settings.append("attention.budget=[full,window]")
+    settings = ["attention=focus_dual", "recipe=none", "attention.calibration_sequences=0", "attention.top_k=1"]
+    settings.append("attention.groups_per_layer=[full,window]")
     result = run(*fitting(*tiny(tmp_path), "job=analyze", *settings))
     assert result.code == 2 and "leaves no layer with groups" in result.err and "Traceback" not in result.err

@@ -101,10 +101,10 @@ def make_config(names: list[str], method: str = "focus", **settings: Any) -> sch
         assets="embedded",
         model=schema.ModelConfig(name="tiny"),
         attention=attention_of(method, groups=GROUPS, window=WINDOW, sinks=SINKS),
-        regime=schema.RegimeConfig(name="none"),
+        recipe=schema.RecipeConfig(name="none"),
         data=schema.DataConfig(name="random", source="files"),
         eval=schema.EvalConfig(
-            name="eval", **{"window": 32, "max_windows": 4, "bootstrap_samples": 40, "tasks": names, **settings}
+            name="eval", **{"window": 32, "max_sequences": 4, "bootstrap_samples": 40, "tasks": names, **settings}
         ),
         trainer=schema.TrainerConfig(name="trainer"),
         logger=schema.LoggerConfig(name="logger"),
@@ -375,7 +375,7 @@ def test_full_attention_of_an_attached_model_is_the_base(tiny_model, tmp_path):
 def test_rows_follow_from_the_method_and_from_what_is_trained(tiny_model, tmp_path, method, train, kinds):
     config, model = make_config(["perplexity@32"], method), tiny_model("llama")
     if train:
-        config.regime.phases["all"] = schema.PhaseConfig(train=train, steps=1, learning_rate=1e-3)
+        config.recipe.phases["all"] = schema.PhaseConfig(train=train, steps=1, learning_rate=1e-3)
     result = Benchmarks(model, byte_tokenizer(), BLOCKS, config, PRECISION, tmp_path)
     result.measure_base()
     if method != "full":

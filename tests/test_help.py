@@ -66,16 +66,16 @@ def test_help_screen_names_every_choice_in_one_screen():
     lines = result.out.splitlines()
     assert len(lines) <= 42
     assert max(map(len, lines)) <= 100
-    for group in ("experiment", "model", "attention", "regime", "data", "eval", "scale"):
+    for group in ("experiment", "model", "attention", "recipe", "data", "eval", "budget"):
         for path in (CONF / group).glob("*.yaml"):
             assert path.stem in result.out or path.stem == "base"
 
 
 def test_help_of_a_choice_prints_its_file_and_every_key():
-    result = run("--help", "regime=lora")
+    result = run("--help", "recipe=lora")
     assert result.code == 0
-    assert (CONF / "regime" / "lora.yaml").read_text(encoding="utf-8") in result.out
-    assert (CONF / "regime" / "base.yaml").read_text(encoding="utf-8") in result.out
+    assert (CONF / "recipe" / "lora.yaml").read_text(encoding="utf-8") in result.out
+    assert (CONF / "recipe" / "base.yaml").read_text(encoding="utf-8") in result.out
 
 
 @pytest.mark.parametrize("job", JOBS)

@@ -136,9 +136,9 @@ def test_the_command_line_takes_an_adapter_from_the_hub_as_from_a_folder(tmp_pat
 
 
 def test_a_card_is_written_beside_an_adapter(tmp_path):
-    assert run(*tiny(tmp_path), "regime.steps=2").code == 0
+    assert run(*tiny(tmp_path), "recipe.steps=2").code == 0
     (path,) = (tmp_path / "runs").rglob(f"adapter/{CARD}")
     card = ModelCard.load(path)
     assert card.data.library_name == "focus_exp" and card.data.base_model is None  # which no hub has
     assert "| focus_hard |" in card.text and '"groups": 2' in card.text
-    assert run(*tiny(tmp_path), "job=evaluate", f"adapter={path.parent}", "eval.window=24").code == 0
+    assert run(*tiny(tmp_path), "job=evaluate", f"adapter={path.parent}", "eval.seq_len=24").code == 0

@@ -53,7 +53,7 @@ def test_the_worth_of_a_pair_is_summed_over_heads():
 
 
 def test_an_interrupted_fit_goes_on_and_a_finished_one_is_read(tiny_model, tmp_path, monkeypatch):
-    options = TokenIndexer.fitting(fit_blocks=3, fit_held_out=1, fit_steps=6)
+    options = TokenIndexer.fitting(calibration_sequences=3, validation_sequences=1, fit_steps=6)
     blocks = list(torch.randint(256, (3, 64), generator=torch.Generator().manual_seed(0)))
     precision = choose_precision("float32", "cpu", trains_base=False)
 
@@ -80,12 +80,14 @@ def test_an_interrupted_fit_goes_on_and_a_finished_one_is_read(tiny_model, tmp_p
 
 
 def test_a_run_fits_it_and_keeps_it_as_an_adapter(tmp_path):
-    chosen = fitting(*tiny(tmp_path), "attention=token_indexer", "regime=none")
-    result = run(*chosen, "attention.fit_blocks=3", "attention.fit_held_out=1", "attention.fit_steps=8")
+    chosen = fitting(*tiny(tmp_path), "attention=token_indexer", "recipe=none")
+    result = run(
+        *chosen, "attention.calibration_sequences=3", "attention.validation_sequences=1", "attention.fit_steps=8"
+    )
     assert result.code == 0, result.err
     assert "indexers fitted; " in result.out
     row = record_of(tmp_path).rows[-1]
     assert row.method == "token_indexer" and row.error is None and 0.05 < row.distant_pairs_kept <= 0.125
     assert (only_run(tmp_path) / "adapter").is_dir()
-    refused = run(*chosen, "attention.fit_blocks=3", "attention.fit_held_out=3")
-    assert refused.code == 2 and "fit_blocks=3 leaves no text to fit to" in refused.err
+    refused = run(*chosen, "attention.calibration_sequences=3", "attention.validation_sequences=3")
+    assert refused.code == 2 and "calibration_sequences=3 leaves no text to fit to" in refused.err

@@ -78,20 +78,20 @@ def test_run_with_rank_alone_is_refused_before_any_work(tmp_path, monkeypatch, j
 
 
 def test_run_with_the_largest_seed_is_trained(tmp_path):
-    assert run(*tiny(tmp_path), "regime.steps=1", f"seed={2**32 - 1}").code == 0
+    assert run(*tiny(tmp_path), "recipe.steps=1", f"seed={2**32 - 1}").code == 0
 
 
 @pytest.mark.parametrize("kilobytes", [1, 4, 16, 48])
 def test_run_under_a_file_size_limit_is_one_error(tmp_path, kilobytes):
     with limited(resource.RLIMIT_FSIZE, kilobytes * 1024):
-        result = run(*tiny(tmp_path), "regime.steps=2")
+        result = run(*tiny(tmp_path), "recipe.steps=2")
     assert result.code == 2, result.err
     assert "ulimit -f" in result.err and result.err.count("error:") == 1
-    assert run(*tiny(tmp_path), "regime.steps=2").code == 0
+    assert run(*tiny(tmp_path), "recipe.steps=2").code == 0
 
 
 def test_run_under_a_limit_of_open_files_is_one_error(tmp_path):
     used = len(os.listdir("/proc/self/fd"))
     with limited(resource.RLIMIT_NOFILE, used):
-        result = run(*tiny(tmp_path), "regime.steps=2")
+        result = run(*tiny(tmp_path), "recipe.steps=2")
     assert result.code == 2 and "ulimit -n" in result.err

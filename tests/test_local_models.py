@@ -353,7 +353,7 @@ def test_evaluate_check_base_false_measures_the_adapter_on_another_base(tmp_path
         byte_tokenizer().save_pretrained(bases[-1])
     assert run(*tiny(tmp_path, "trained"), f"model.path={bases[0]}", router_steps(2)).code == 0
     adapter = only_run(tmp_path / "trained") / "adapter"
-    options = ["job=evaluate", f"adapter={adapter}", "eval.max_windows=2", f"model.path={bases[1]}"]
+    options = ["job=evaluate", f"adapter={adapter}", "eval.max_sequences=2", f"model.path={bases[1]}"]
     refused = run(*without_attention(tiny(tmp_path, "refused")), *options)
     assert refused.code == 2 and "check_base=false" in refused.err
     assert run(*without_attention(tiny(tmp_path, "other")), *options, "check_base=false").code == 0

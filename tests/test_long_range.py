@@ -198,6 +198,6 @@ def test_requests_have_four_windows_of_tokens_and_fit_the_models_of_the_paper():
 
 @pytest.mark.real
 def test_a_command_builds_the_suite_and_says_its_hash():
-    result = run("job=build_tasks", "eval.suite_window=128")
+    result = run("job=build_tasks", "eval.long_range_distance=128")
     assert result.code == 0, result.err
     assert f"sha256 {DIGEST}" in result.out

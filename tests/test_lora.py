@@ -40,16 +40,16 @@ LINEAR = {
 }
 KINDS = pytest.mark.parametrize("dora", [False, True], ids=["lora", "dora"])
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bf16"])
-ROUTER, EVERYTHING = router_steps(5), "regime.phases.everything.steps=5"
-LORA = ("regime=lora", "attention=full", "regime.phases.lora.steps=5", "regime.phases.lora.learning_rate=1e-2")
+ROUTER, EVERYTHING = router_steps(5), "recipe.phases.everything.steps=5"
+LORA = ("recipe=lora", "attention=full", "recipe.phases.lora.steps=5", "recipe.phases.lora.learning_rate=1e-2")
 REGIMES = {
-    "none": ("regime=none", "attention=full"),
+    "none": ("recipe=none", "attention=full"),
     "retrofit": (ROUTER,),
     "lora": LORA,
-    "dora": (*LORA, "regime=dora", "regime.lora.rank=null"),
+    "dora": (*LORA, "recipe=dora", "recipe.lora.rank=null"),
     "window": (*LORA, "attention=window"),
     "routing": (*LORA, "attention=routing_transformer", "attention.centroid_decay=0.9"),
-    "finetune": ("regime=finetune", "attention=full", ROUTER, EVERYTHING),
+    "finetune": ("recipe=finetune", "attention=full", ROUTER, EVERYTHING),
 }
 
 
@@ -255,7 +255,7 @@ def test_a_full_disk_leaves_the_older_adapter_whole(tiny_model, tmp_path, monkey
 
 
 def command(folder, name, *more):
-    kept = ("trainer.checkpoint_every=2", "trainer.keep_checkpoints=true", "eval.max_windows=2")
+    kept = ("trainer.checkpoint_every=2", "trainer.keep_checkpoints=true", "eval.max_sequences=2")
     return fitting(*tiny(folder, name), *kept, *more)
 
 
@@ -266,7 +266,7 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def seen(folder):
-    """One run of every regime, below `folder`, and the batches that each was trained on."""
+    """One run of every recipe, below `folder`, and the batches that each was trained on."""
     batches = {}
 
     step = LanguageModelTask.training_step
@@ -326,7 +326,7 @@ def test_rows_and_counts_say_what_was_trained(folder, seen):
 
 
 def test_the_number_of_parameters_is_announced(folder):
-    result = run(*command(folder, "announced", *LORA, "regime.lora.rank=null", "regime.lora.router_groups=4"))
+    result = run(*command(folder, "announced", *LORA, "recipe.lora.rank=null", "recipe.lora.router_groups=4"))
     assert "LoRA r=5 on q_proj, v_proj: 2,240 numbers to train, where a router of 4 groups has 2,176" in result.out
 
 
@@ -409,36 +409,36 @@ def test_a_loss_that_is_not_finite_leaves_the_last_good_adapter(tmp_path, monkey
 
 def test_learning_rates_lead_apart_from_one_start(tmp_path):
     for rate in ("1e-3", "1e-2"):
-        assert run(*fitting(*tiny(tmp_path), *LORA, f"regime.phases.lora.learning_rate={rate}")).code == 0
+        assert run(*fitting(*tiny(tmp_path), *LORA, f"recipe.phases.lora.learning_rate={rate}")).code == 0
     records = [Record.load(path) for path in tmp_path.rglob("record.json")]
     first, second = ([row.nll for row in record.rows] for record in records)
     assert len(records) == 2 and first[0] == second[0] and first[1] != second[1]
 
 
 BAD = {
-    "regime.lora.rank=0": ["regime.lora.rank=0", "1 or more"],
-    "regime.lora.alpha=-8": ["regime.lora.alpha=-8", "1 or more"],
-    "regime.lora.target_modules=[q_proj,nothing]": ["holds nothing", "LlamaForCausalLM", "down_proj, gate_proj"],
-    "attention=focus": ["regime=lora", "attention=focus", "use attention=full, or regime=retrofit"],
-    "regime=finetune attention=full regime.phases.router.train=lora": [
-        "regime=finetune trains both LoRA and",
+    "recipe.lora.rank=0": ["recipe.lora.rank=0", "1 or more"],
+    "recipe.lora.alpha=-8": ["recipe.lora.alpha=-8", "1 or more"],
+    "recipe.lora.target_modules=[q_proj,nothing]": ["holds nothing", "LlamaForCausalLM", "down_proj, gate_proj"],
+    "attention=focus": ["recipe=lora", "attention=focus", "use attention=full, or recipe=retrofit"],
+    "recipe=finetune attention=full recipe.phases.router.train=lora": [
+        "recipe=finetune trains both LoRA and",
         "leave one of them out",
     ],
-    "regime.phases.lora.train=lorra": ["regime.phases.lora.train=lorra", "router, lora, all"],
-    "regime.from_scratch=true": ["regime=lora starts from random weights", "train: all"],
-    "regime.lora.rnk=8": ["there is no key regime.lora.rnk", "did you mean rank"],
+    "recipe.phases.lora.train=lorra": ["recipe.phases.lora.train=lorra", "router, lora, all"],
+    "recipe.from_scratch=true": ["recipe=lora starts from random weights", "train: all"],
+    "recipe.lora.rnk=8": ["there is no key recipe.lora.rnk", "did you mean rank"],
 }
 
 
 @pytest.mark.parametrize("override", BAD)
 def test_bad_input_is_one_error_that_names_key_value_and_fix(tmp_path, override):
-    result = run(*fitting(*tiny(tmp_path), "regime=lora", *override.split()))
+    result = run(*fitting(*tiny(tmp_path), "recipe=lora", *override.split()))
     assert result.code == 2 and result.err.startswith("error: ") and result.err.count("error:") == 1
     for part in BAD[override]:
         assert part in result.err
 
 
 def test_the_regime_brings_full_attention_unless_another_is_asked_for(tmp_path):
-    one_step = ("regime=lora", "regime.phases.lora.steps=1")
+    one_step = ("recipe=lora", "recipe.phases.lora.steps=1")
     assert run(*fitting(*tiny(tmp_path), *one_step)).code == 0
     assert record_of(tmp_path).config["attention"]["name"] == "full"

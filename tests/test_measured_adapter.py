@@ -17,14 +17,19 @@ from focus_exp.records.comparison import RECORD
 from focus_exp.results.record import Record
 from focus_exp.shipped import conf_dir
 
-FIT = ["attention.fit_blocks=3", "attention.fit_held_out=1", "attention.fit_steps=4", "attention.groups=4"]
+FIT = [
+    "attention.calibration_sequences=3",
+    "attention.validation_sequences=1",
+    "attention.fit_steps=4",
+    "attention.groups=4",
+]
 
 
 @pytest.fixture(scope="module")
 def retrofit(tmp_path_factory):
     """The adapter of a run with Focus."""
     folder = tmp_path_factory.mktemp("retrofit")
-    assert run(*tiny(folder), "regime.steps=2", "eval.tasks=[]").code == 0
+    assert run(*tiny(folder), "recipe.steps=2", "eval.tasks=[]").code == 0
     return only_run(folder) / "adapter"
 
 
@@ -33,8 +38,8 @@ def dual(tmp_path_factory):
     """dual(): adapters of two encoders, with a budget of 0.3 of the pairs and without one."""
     folder = tmp_path_factory.mktemp("dual")
     made = {}
-    for name, budget in (("budget", ["attention.pairs=0.3", "attention.top_k=1"]), ("free", ["attention.top_k=2"])):
-        command = fitting(*tiny(folder, name), "attention=focus_dual", "regime=none", *FIT, *budget)
+    for name, budget in (("budget", ["attention.density=0.3", "attention.top_k=1"]), ("free", ["attention.top_k=2"])):
+        command = fitting(*tiny(folder, name), "attention=focus_dual", "recipe=none", *FIT, *budget)
         assert run(*command).code == 0
         made[name] = only_run(folder / name) / "adapter"
     return made
@@ -71,12 +76,12 @@ def test_what_an_adapter_was_made_with_may_be_typed(tmp_path, retrofit):
 
 def test_a_budget_is_the_one_that_it_was_made_with(tmp_path, dual):
     chosen = measured(tmp_path, dual["budget"], "attention=focus_dual", "attention.groups=4")
-    message = refused(*chosen, "attention.pairs=0.1")
-    assert "attention.pairs=0.1" in message and "has pairs=0.3" in message and "train anew for another" in message
+    message = refused(*chosen, "attention.density=0.1")
+    assert "attention.density=0.1" in message and "has density=0.3" in message and "train anew for another" in message
     assert "reads as many groups as its budget says" in refused(*chosen, "attention.top_k=3")
-    assert run(*chosen, "attention.pairs=0.3", "attention.top_k=1").code == 0
-    without = measured(tmp_path, dual["free"], "attention=focus_dual", "attention.groups=4", "attention.pairs=0.1")
-    assert "has pairs=None" in refused(*without)
+    assert run(*chosen, "attention.density=0.3", "attention.top_k=1").code == 0
+    without = measured(tmp_path, dual["free"], "attention=focus_dual", "attention.groups=4", "attention.density=0.1")
+    assert "has density=None" in refused(*without)
 
 
 def test_how_many_groups_a_query_reads_is_the_adapters_own_unless_asked(tmp_path, retrofit, dual):

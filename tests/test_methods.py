@@ -65,7 +65,7 @@ def mine(folder, *more):
 
 
 def test_a_method_from_outside_is_a_python_file_and_a_yaml_file(outside):
-    result = run(*mine(outside, "regime=none"))
+    result = run(*mine(outside, "recipe=none"))
     assert result.code == 0, result.err
     record = record_of(outside)
     base, row = record.rows
@@ -85,7 +85,7 @@ def test_a_method_from_outside_is_a_python_file_and_a_yaml_file(outside):
     ],
 )
 def test_its_options_are_checked_as_any_others(outside, settings, said):
-    result = run(*mine(outside, "regime=none", *settings))
+    result = run(*mine(outside, "recipe=none", *settings))
     assert (result.code, result.out) == (2, "") and result.err.startswith(f"error: {said}")
 
 
@@ -99,7 +99,7 @@ def test_its_options_are_checked_as_any_others(outside, settings, said):
 )
 def test_what_is_no_method_is_named(outside, path, said):
     (outside / "conf" / "attention" / "mine.yaml").write_text(YAML.replace("my_methods.Mean", path))
-    result = run(*mine(outside, "regime=none"))
+    result = run(*mine(outside, "recipe=none"))
     assert result.code == 2 and result.err.startswith("error: ") and said in result.err
 
 

@@ -65,7 +65,7 @@ def test_quote_override_multirun_comma_separates_values():
 def test_run_in_a_folder_with_special_characters_is_trained_and_measured(tmp_path):
     odd = tmp_path / "é [1] (x) #'={,"
     settings = [part for part in tiny(odd) if not part.startswith(("runs_dir", "cache_dir"))]
-    assert run(*settings, f"runs_dir={odd}/runs", f"cache_dir={odd}/cache", "regime.steps=2").code == 0
+    assert run(*settings, f"runs_dir={odd}/runs", f"cache_dir={odd}/cache", "recipe.steps=2").code == 0
     made = only_run(odd / "runs")
     assert "=" not in made.name
     given = ["job=evaluate", f"adapter={made}", f'eval.adapters=["{made}/adapter"]', f"runs_dir={tmp_path / 'again'}"]
@@ -75,14 +75,14 @@ def test_run_in_a_folder_with_special_characters_is_trained_and_measured(tmp_pat
 
 
 def test_run_folder_of_an_earlier_version_is_resumed(tmp_path):
-    assert run(*tiny(tmp_path), "regime.steps=2").code == 0
+    assert run(*tiny(tmp_path), "recipe.steps=2").code == 0
     made = only_run(tmp_path)
     config = record_of(tmp_path).config
-    names = f"{config['model']['name']}-{config['attention']['name']}-{config['regime']['name']}"
+    names = f"{config['model']['name']}-{config['attention']['name']}-{config['recipe']['name']}"
     earlier = made.parent.parent / names / made.name[made.name.index("seed") :].replace("seed", "seed=")
     earlier.parent.mkdir()
     made.rename(earlier)
     made.parent.rmdir()
     before = (earlier / "record.json").read_bytes()
-    assert run(*tiny(tmp_path), "regime.steps=2").code == 0
+    assert run(*tiny(tmp_path), "recipe.steps=2").code == 0
     assert only_run(tmp_path) == earlier and (earlier / "record.json").read_bytes() == before

@@ -11,8 +11,8 @@ from focus_exp.checks import parse
 from focus_exp.jobs import plan
 from focus_exp.jobs.plan import GIB, GPUS, measure, plan_on, plan_run
 
-TINY = ["job=plan", "model=tiny_llama", "data.block_size=64", "eval.window=64"]
-LORA, FULL = ("attention=full", "regime=lora"), ("attention=full", "regime=finetune")
+TINY = ["job=plan", "model=tiny_llama", "data.seq_len=64", "eval.seq_len=64"]
+LORA, FULL = ("attention=full", "recipe=lora"), ("attention=full", "recipe=finetune")
 # bytes held at the worst moment and FLOPs per token of steps of 1,024 tokens in bfloat16, measured on traces of the
 # training step under FakeTensorMode: model, overrides, GPUs -> GiB, FLOPs
 TRACED = [
@@ -30,13 +30,13 @@ TRACED = [
 
 def planned(*overrides):
     length = 64 if "model=tiny_llama" in overrides else 1024
-    lengths = (f"data.block_size={length}", f"eval.window={length}")
+    lengths = (f"data.seq_len={length}", f"eval.seq_len={length}")
     return parse(composed("trainer.batch_size=1", "trainer.accumulate=8", *lengths, *overrides))
 
 
 @pytest.mark.parametrize(("model", "overrides", "gpus", "held", "flops"), TRACED)
 def test_plan_memory_and_flops_match_traces(model, overrides, gpus, held, flops):
-    config = planned(f"model={model}", "regime.steps=10", *overrides)
+    config = planned(f"model={model}", "recipe.steps=10", *overrides)
     item = plan_run("run", config)
     assert (item.error, item.gpus) == ("", gpus)
     assert item.held / GIB == pytest.approx(held, rel=0.1)
@@ -96,14 +96,16 @@ def test_plan_job_neither_downloads_nor_writes(tmp_path, monkeypatch):
 
 
 def test_plan_models_are_rows():
-    result = run(*fitting("job=plan", "plan.models=[tiny_llama,tiny_gpt2]", "data.block_size=64", "eval.window=64"))
+    result = run(*fitting("job=plan", "plan.models=[tiny_llama,tiny_gpt2]", "data.seq_len=64", "eval.seq_len=64"))
     assert result.code == 0, result.err
     assert "tiny_llama" in result.out and "tiny_gpt2" in result.out
 
 
 def test_plan_experiments_are_written_as_csv(tmp_path):
     experiments = "plan.experiments=[retrofit_124m,full_training]"
-    result = run(*tiny(tmp_path), "job=plan", "plan=experiments", experiments, "scale=quick", "regime.tune.factors=[1]")
+    result = run(
+        *tiny(tmp_path), "job=plan", "plan=experiments", experiments, "budget=quick", "recipe.tune.factors=[1]"
+    )
     assert result.code == 0, result.err
     with (tmp_path / "runs" / "records" / "plans.csv").open(encoding="utf-8") as file:
         rows = list(csv.DictReader(file))
@@ -119,7 +121,7 @@ def test_plan_experiments_are_written_as_csv(tmp_path):
     [
         (["plan.gpu=h1000"], "plan.gpu"),
         (["plan.utilization=2"], "plan.utilization"),
-        (["data.block_size=1024"], "data.block_size"),
+        (["data.seq_len=1024"], "data.seq_len"),
     ],
 )
 def test_plan_refuses_impossible_settings(changes, key):

@@ -36,9 +36,9 @@ def make_config(method: str = "focus", train: str | None = None, **attention) ->
     return schema.Config(
         model=schema.ModelConfig(name="tiny"),
         attention=attention_of(method, **options),
-        regime=schema.RegimeConfig(name="regime", phases=phases),
+        recipe=schema.RecipeConfig(name="recipe", phases=phases),
         data=schema.DataConfig(name="random", source="files"),
-        eval=schema.EvalConfig(name="eval", window=T, max_windows=5, batch_size=2, bootstrap_samples=50),
+        eval=schema.EvalConfig(name="eval", seq_len=T, max_sequences=5, batch_size=2, bootstrap_samples=50),
         trainer=schema.TrainerConfig(name="trainer"),
         logger=schema.LoggerConfig(name="logger"),
     )
@@ -287,8 +287,13 @@ def test_windows_are_spread_over_the_split(measure):
 
 
 def test_adapters_of_other_runs_are_rows_of_the_same_table(tmp_path):
-    fit = ["attention.fit_blocks=2", "attention.fit_held_out=1", "attention.fit_steps=4", "attention.groups=4"]
-    dual = fitting(*tiny(tmp_path, "other"), "attention=focus_dual", "regime=none", *fit)
+    fit = [
+        "attention.calibration_sequences=2",
+        "attention.validation_sequences=1",
+        "attention.fit_steps=4",
+        "attention.groups=4",
+    ]
+    dual = fitting(*tiny(tmp_path, "other"), "attention=focus_dual", "recipe=none", *fit)
     assert run(*dual).code == 0
     other = Record.load(next((tmp_path / "other").rglob("record.json")))
     (beside,) = (tmp_path / "other").rglob("adapter")
@@ -305,11 +310,11 @@ def test_adapters_of_other_runs_are_rows_of_the_same_table(tmp_path):
     assert list(rows)[1:3] == ["Focus soft", "Focus hard k=1"]
 
     # beside any method that is attached
-    window = fitting(*tiny(tmp_path, "window"), "attention=window", "regime=none", f"eval.adapters=['{beside}']")
+    window = fitting(*tiny(tmp_path, "window"), "attention=window", "recipe=none", f"eval.adapters=['{beside}']")
     assert run(*window).code == 0
     found = {row.name: row for row in record_of(tmp_path / "window").rows}["focus_dual"]
     assert of(found) == of(expected["focus_dual"])
-    refused = run(*fitting(*tiny(tmp_path), "attention=full", "regime=none", f"eval.adapters=['{beside}']"))
+    refused = run(*fitting(*tiny(tmp_path), "attention=full", "recipe=none", f"eval.adapters=['{beside}']"))
     assert refused.code == 2 and "attention=full attaches none" in refused.err
 
     # the place of an adapter is no part of a run's name, what it holds is

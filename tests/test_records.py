@@ -25,7 +25,7 @@ RECORDS = Path(__file__).parent.parent / "runs" / "records"
 
 def test_published_runs_supersede_those_that_no_table_makes_any_more(tmp_path, monkeypatch):
     monkeypatch.setattr("focus_exp.reporting.publish.unknown_commit", lambda commit: "")
-    assert run(*tiny(tmp_path), "regime.steps=2").code == 0
+    assert run(*tiny(tmp_path), "recipe.steps=2").code == 0
     runs, records = tmp_path / "runs", tmp_path / "runs" / "records"
     (path,) = runs.rglob("record.json")
     place = path.parent.relative_to(runs)
@@ -88,7 +88,7 @@ def test_times_of_another_kind_of_device_are_published_beside_those_that_are_the
 def test_the_adapter_that_a_published_run_measured_is_published_beside_the_run_that_made_it(tmp_path, monkeypatch):
     monkeypatch.setattr("focus_exp.reporting.publish.unknown_commit", lambda commit: "")
     runs, records = tmp_path / "runs", tmp_path / "runs" / "records"
-    assert run(*tiny(tmp_path), "regime.steps=2").code == 0
+    assert run(*tiny(tmp_path), "recipe.steps=2").code == 0
     (made,) = (path.parent.relative_to(runs) for path in runs.rglob("record.json"))
     adapter = str(runs / made / "adapter")
     assert run(*tiny(tmp_path), "job=evaluate", f"adapter={adapter}").code == 0
@@ -135,7 +135,7 @@ def test_the_commit_of_a_record_is_looked_up_in_the_history():
 
 def test_a_comparison_refers_to_the_records_of_its_arms(tmp_path):
     variants = {
-        name: ["attention=window", f"attention.window={size}", "regime=none"] for name, size in (("one", 8), ("two", 4))
+        name: ["attention=window", f"attention.window={size}", "recipe=none"] for name, size in (("one", 8), ("two", 4))
     }
     assert run(*tiny(tmp_path), "job=compare", *write_variants(tmp_path / "conf", variants)).code == 0
     (place,) = (tmp_path / "runs").glob("*/*/*-compare-seed*")
@@ -181,7 +181,7 @@ def test_a_record_is_published_without_the_folders_of_its_machine(runs):
 
 
 def test_a_published_table_that_does_not_follow_is_named(tmp_path):
-    assert run(*tiny(tmp_path), "regime.steps=2").code == 0
+    assert run(*tiny(tmp_path), "recipe.steps=2").code == 0
     assert run(*tiny(tmp_path), "job=report", "report.check=true").code == 0
     (path,) = (tmp_path / "runs").rglob("record.json")
     values = json.loads(path.read_text())
@@ -192,7 +192,7 @@ def test_a_published_table_that_does_not_follow_is_named(tmp_path):
 
 
 def test_what_does_not_follow_is_renewed(tmp_path):
-    assert run(*tiny(tmp_path), "regime.steps=2").code == 0
+    assert run(*tiny(tmp_path), "recipe.steps=2").code == 0
     (path,) = (tmp_path / "runs").rglob("record.json")
     before = path.read_bytes()
     report = tmp_path / "runs" / "report"

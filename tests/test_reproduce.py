@@ -33,8 +33,8 @@ def reproduce(folder, *more, **tables):
     return run("job=reproduce", "reproduce=none", *places, *lists, *more)
 
 
-ROUTER = ["regime.steps=2", "regime.warmup_steps=1"]
-AGAIN = ["job=evaluate", "adapter=@router", "eval.window=24"]
+ROUTER = ["recipe.steps=2", "recipe.warmup_steps=1"]
+AGAIN = ["job=evaluate", "adapter=@router", "eval.seq_len=24"]
 
 
 def test_tables_are_made_in_turn_and_what_fails_is_named(tmp_path):
@@ -110,7 +110,7 @@ def test_an_arm_leaves_an_adapter_for_other_tables(tmp_path):
 
 @pytest.mark.slow
 def test_a_record_that_a_table_still_makes_stays_though_its_run_is_gone(tmp_path):
-    tables = {"router": ROUTER, "longer": ["regime.steps=3", "regime.warmup_steps=1"]}
+    tables = {"router": ROUTER, "longer": ["recipe.steps=3", "recipe.warmup_steps=1"]}
     assert "2 runs published" in reproduce(tmp_path, "reproduce.publish=true", **tables).out
     (gone,) = [
         path.parent for path in (tmp_path / "runs").glob("[!r]*/*/*/record.json") if Record.load(path).steps == 2
@@ -127,7 +127,7 @@ def test_nothing_is_run_to_be_published_that_nobody_could_repeat(tmp_path, monke
 
 
 def test_quick_runs_are_not_published(tmp_path):
-    result = reproduce(tmp_path, "scale=quick", "reproduce.publish=true", router=ROUTER)
+    result = reproduce(tmp_path, "budget=quick", "reproduce.publish=true", router=ROUTER)
     assert result.code == 2 and "leave one of the two out" in result.err and not list(tmp_path.rglob("record.json"))
 
 
@@ -162,10 +162,10 @@ def test_the_estimate_follows_the_pace():
 def test_every_table_of_the_lists_composes_and_says_its_minutes(name, scale):
     register_schemas()
     with initialize_config_dir(str(CONF), version_base="1.3"):
-        config = job.composed([f"reproduce={name}", f"scale={scale}"])
+        config = job.composed([f"reproduce={name}", f"budget={scale}"])
         tables = config.reproduce.tables
         made = [job.composed(job.overrides_of(table, config)) for table in tables.values()]
-    assert {run.scale.name for run in made} <= {scale}
+    assert {run.budget.name for run in made} <= {scale}
     assert set(config.reproduce.minutes) == set(tables) >= set(config.reproduce.only)
     if config.reproduce.only:  # no table is left out but for another seed of it
         assert all(

@@ -29,9 +29,9 @@ from focus_exp.training.checkpoints import PARTS, Checkpoints, mend, read
 
 STEPS = 45  # two epochs and a half of the tiny text
 # checkpoints, log lines and epochs end at different steps
-CADENCE = ("trainer.checkpoint_every=3", "trainer.log_every=2", "eval.max_windows=2")
+CADENCE = ("trainer.checkpoint_every=3", "trainer.log_every=2", "eval.max_sequences=2")
 TWO_PHASES = (
-    *("regime=finetune", router_steps(4), "regime.phases.everything.steps=7"),
+    *("recipe=finetune", router_steps(4), "recipe.phases.everything.steps=7"),
     *("model=tiny_gpt2", "model.architecture.resid_pdrop=0.1"),  # whose training draws random numbers
 )
 

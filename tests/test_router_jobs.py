@@ -16,13 +16,13 @@ def test_the_precision_is_that_of_a_base_which_the_job_trains(tmp_path, monkeypa
         raise UserError(f"trains_base={trains_base}")
 
     monkeypatch.setattr(f"focus_exp.jobs.{job}.choose_precision", choose)
-    assert "trains_base=True" in run(*tiny(tmp_path), f"job={job}", "regime=finetune").err
+    assert "trains_base=True" in run(*tiny(tmp_path), f"job={job}", "recipe=finetune").err
 
 
 def test_a_bench_of_a_method_whose_options_were_others_is_refused(tmp_path):
     conf = shutil.copytree(conf_dir(), tmp_path / "conf")
     clocks = ["bench.prefill_lengths=[]", "bench.step_lengths=[]", "bench.decode_lengths=[]"]
-    settings = [*tiny(tmp_path), "job=bench", "regime=none", "bench.methods=[performer]", *clocks]
+    settings = [*tiny(tmp_path), "job=bench", "recipe=none", "bench.methods=[performer]", *clocks]
     settings.append(f"--config-path={conf}")
     assert run(*settings).code == 0
     assert run(*settings).out.count("finished already") == 1
@@ -41,22 +41,22 @@ def test_a_bench_of_a_method_whose_options_were_others_is_refused(tmp_path):
 @pytest.fixture(scope="module")
 def adapter(tmp_path_factory):
     folder = tmp_path_factory.mktemp("router")
-    assert run(*tiny(folder), "regime.steps=2").code == 0
+    assert run(*tiny(folder), "recipe.steps=2").code == 0
     return only_run(folder / "runs") / "adapter"
 
 
 @pytest.mark.parametrize("job", ["evaluate", "generate"])
 def test_job_with_an_adapter_does_not_read_training_blocks(tmp_path, adapter, job):
-    settings = [*without_attention(tiny(tmp_path)), f"job={job}", f"adapter={adapter}", "data.block_size=100000"]
+    settings = [*without_attention(tiny(tmp_path)), f"job={job}", f"adapter={adapter}", "data.seq_len=100000"]
     result = run(*settings)
     assert result.code == 0, result.err
     assert record_of(tmp_path).status == "finished"
 
 
 def test_job_bench_of_an_untrained_router_does_not_read_training_blocks(tmp_path):
-    assert run(*tiny(tmp_path), "job=bench", "regime=none", "data.block_size=100000").code == 0
-    result = run(*tiny(tmp_path), "job=bench", "data.block_size=100000")
-    assert result.code == 2 and "data.block_size=100000" in result.err
+    assert run(*tiny(tmp_path), "job=bench", "recipe=none", "data.seq_len=100000").code == 0
+    result = run(*tiny(tmp_path), "job=bench", "data.seq_len=100000")
+    assert result.code == 2 and "data.seq_len=100000" in result.err
 
 
 def test_job_evaluate_without_any_score_of_its_tasks_fails(tmp_path, adapter):
@@ -71,8 +71,8 @@ def test_job_train_strings_of_special_tokens_are_one_warning_with_their_count(tm
     settings = tiny(tmp_path)
     text = next((tmp_path / "texts").glob("*.txt"))
     text.write_text(text.read_text() + "<|endoftext|> and <|endoftext|>.")
-    assert run(*settings, "regime.steps=1").code == 0
+    assert run(*settings, "recipe.steps=1").code == 0
     (warning,) = (sentence for sentence in record_of(tmp_path).warnings if "special tokens" in sentence)
     assert warning.startswith("2 strings")
-    split = run(*settings, "regime.steps=1", "data.split_special_tokens=true")
+    split = run(*settings, "recipe.steps=1", "data.split_special_tokens=true")
     assert split.code == 0 and "special tokens" not in split.err

@@ -13,7 +13,7 @@ from focus_exp.reporting.tables import frontier
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
     folder = tmp_path_factory.mktemp("run")
-    result = run(*tiny(folder), "regime.steps=4")
+    result = run(*tiny(folder), "recipe.steps=4")
     assert result.code == 0, result.err
     return only_run(folder)
 
@@ -48,7 +48,7 @@ def test_run_writes_adapter_card(trained):
 
 def test_finished_run_prints_its_table(trained):
     folder = trained.parents[3]
-    result = run(*tiny(folder), "regime.steps=4")
+    result = run(*tiny(folder), "recipe.steps=4")
     assert result.code == 0
     assert "## Quality" in result.out
 

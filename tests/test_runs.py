@@ -1,4 +1,4 @@
-"""What a run leaves behind, and what each regime does, seen from the command line."""
+"""What a run leaves behind, and what each recipe does, seen from the command line."""
 
 import json
 import shutil
@@ -25,8 +25,8 @@ from focus_exp.results.record import Record
 from focus_exp.shipped import conf_dir
 
 STEPS = router_steps(4)
-BOTH = ("regime=finetune", router_steps(3), "regime.phases.everything.steps=3")
-MEASURE = ("regime=none", "attention.warm_start_blocks=0")
+BOTH = ("recipe=finetune", router_steps(3), "recipe.phases.everything.steps=3")
+MEASURE = ("recipe=none", "attention.warm_start_sequences=0")
 
 
 @pytest.fixture(scope="module")
@@ -119,7 +119,7 @@ def test_run_folder_holds_config_metrics_adapter_record_tables_and_figures(folde
         *("figures/loss_curve.png", "figures/perplexity_by_position.png"),
     }
     config = OmegaConf.to_object(structured(OmegaConf.load(place / "config.yaml")))
-    assert config.attention.window == 8 and config.regime.phases["router"].steps == 4
+    assert config.attention.window == 8 and config.recipe.phases["router"].steps == 4
     assert [line["step"] for line in metrics_of(folder / "retrofit")] == [1, 2, 3, 4]
     measured = pd.read_csv(place / "measurements.csv")
     assert (measured.metric == "perplexity").sum() == len(record.rows)
@@ -157,13 +157,13 @@ def test_a_run_with_another_default_does_not_pass_for_this_one(tmp_path):
 def test_a_run_of_the_same_phases_in_another_order_does_not_pass_for_this_one(folder, finetuned):
     path = finetuned / "record.json"
     record = json.loads(path.read_text())
-    phases = record["config"]["regime"]["phases"]
-    record["config"]["regime"]["phases"] = dict(reversed(phases.items()))
+    phases = record["config"]["recipe"]["phases"]
+    record["config"]["recipe"]["phases"] = dict(reversed(phases.items()))
     changed = folder / "reversed"
     shutil.copytree(folder / "finetuned", changed)
     (changed / path.relative_to(folder / "finetuned")).write_text(json.dumps(record))
     result = run(*tiny(folder, "reversed"), *BOTH)
-    assert result.code == 2 and "regime.phases, everything, then router (now router, then everything)" in result.err
+    assert result.code == 2 and "recipe.phases, everything, then router (now router, then everything)" in result.err
 
 
 @pytest.mark.parametrize("method", ["performer", "random_groups"])
@@ -172,7 +172,7 @@ def test_a_seed_of_the_attention_alone_has_a_name_of_its_own(method):
     with initialize_config_dir(str(conf_dir()), version_base="1.3"):
         names = {}
         for seed, own in product((0, 1, 2), (None, 0, 1)):
-            asked = [f"attention={method}", "regime=none", f"seed={seed}"]
+            asked = [f"attention={method}", "recipe=none", f"seed={seed}"]
             asked += [] if own is None else [f"attention.seed={own}"]
             names[seed, own] = config_hash(parse(compose("config", asked)))
     assert names[0, None] == names[0, 0] and names[1, None] == names[1, 1]
@@ -224,7 +224,7 @@ def test_evaluating_the_adapter_gives_the_numbers_of_training(folder, retrofit):
 
 
 def test_without_steps_routers_are_fitted_and_measured(tmp_path):
-    untrained, fitted = [*tiny(tmp_path, "untrained"), "regime=none"], [*tiny(tmp_path, "fitted"), "regime.steps=0"]
+    untrained, fitted = [*tiny(tmp_path, "untrained"), "recipe=none"], [*tiny(tmp_path, "fitted"), "recipe.steps=0"]
     assert run(*untrained).code == run(*fitted).code == 0
     record, other = record_of(tmp_path / "fitted"), record_of(tmp_path / "untrained")
     assert (record.steps, record.tokens_seen) == (0, 2 * 32) and record.method["trainable_parameters"] > 0
@@ -267,7 +267,7 @@ def test_finetuned_model_and_adapter_can_be_used_again(folder, finetuned):
 
 @pytest.mark.parametrize(
     "settings",
-    [(*BOTH, "attention=full"), ("regime=scratch", "regime.phases.everything.steps=3", "attention=full")],
+    [(*BOTH, "attention=full"), ("recipe=scratch", "recipe.phases.everything.steps=3", "attention=full")],
     ids=["finetune", "scratch"],
 )
 def test_full_attention_can_be_trained_for_comparison(tmp_path, settings):
@@ -279,7 +279,7 @@ def test_full_attention_can_be_trained_for_comparison(tmp_path, settings):
 
 
 def test_scratch_starts_from_random_weights_and_trains_routers_too(tmp_path):
-    settings = ("regime=scratch", "regime.phases.everything.steps=3", "attention.warm_start_blocks=0")
+    settings = ("recipe=scratch", "recipe.phases.everything.steps=3", "attention.warm_start_sequences=0")
     assert run(*tiny(tmp_path), *settings).code == 0
     record = record_of(tmp_path)
     assert record.model["source"] == "random"

@@ -38,7 +38,7 @@ def test_weights_that_are_there_are_not_given_another_architecture(place):
     """Which was ignored, and yet told two runs apart."""
     with pytest.raises(UserError, match=r"model.architecture.n_layer=6 is for random weights.*leave it out"):
         composed(place, "model.architecture.n_layer=6")
-    for fine in ("++model.architecture.attn_pdrop=0", "regime=scratch", "job=plan"):
+    for fine in ("++model.architecture.attn_pdrop=0", "recipe=scratch", "job=plan"):
         layers = [] if "pdrop" in fine else ["model.architecture.n_layer=6"]
         assert composed(place, fine, *layers).model.architecture
     assert composed("model=tiny_gpt2", "model.architecture.n_layer=3").model.architecture["n_layer"] == 3

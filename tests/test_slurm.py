@@ -135,13 +135,13 @@ def test_sweep_job_resumes_after_its_time_limit(sweep, tmp_path):
 
 
 def test_sweep_failed_and_killed_jobs_are_reported(sweep):
-    sent = sweep(STEPS, "seed=0,1", "data.block_size=32", "model.architecture.max_position_embeddings=512,48")
+    sent = sweep(STEPS, "seed=0,1", "data.seq_len=32", "model.architecture.max_position_embeddings=512,48")
     code, err = sent.wait()
     assert code == 0, err
-    failing = sweep(STEPS, "seed=5", "data.block_size=64", "model.architecture.max_position_embeddings=48")
+    failing = sweep(STEPS, "seed=5", "data.seq_len=64", "model.architecture.max_position_embeddings=48")
     code, err = failing.wait()
     assert code == 2
-    assert "data.block_size" in err
+    assert "data.seq_len" in err
 
 
 def test_sweep_killed_job_ends_the_command(sweep):

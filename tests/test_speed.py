@@ -38,7 +38,7 @@ FLOAT32 = Precision(CPU, torch.float32, False, "test")
 BENCH = ["+experiment=speed", "bench.lengths=[48,80]",
          "bench.groups=[2,4]", "bench.top_k=[1]", router_steps(2)]  # fmt: skip
 
-DUAL = ["attention=focus_dual", "regime=none", "attention.groups=4", "attention.top_k=1"]
+DUAL = ["attention=focus_dual", "recipe=none", "attention.groups=4", "attention.top_k=1"]
 PREFILLS = ["bench.lengths=[]", "bench.step_lengths=[]", "bench.decode_lengths=[]", "bench.prefill_lengths=[32,48]"]
 NO_MODEL_CLOCKS = ["bench.prefill_lengths=[]", "bench.step_lengths=[]", "bench.decode_lengths=[]"]
 
@@ -209,7 +209,7 @@ def test_break_even_of_a_router_with_two_encoders_is_that_of_its_typical_head(
     model = tiny_model("llama")
     layers = len(attention_modules(model))
     budget = budget and (budget * layers)[:layers]
-    attach(model, "focus_dual", groups=4, top_k=1, budget=budget)
+    attach(model, "focus_dual", groups=4, top_k=1, groups_per_layer=budget)
     overrides = ["attention=focus_dual", "attention.groups=4", "attention.top_k=1", f"cache_dir={tmp_path}"]
     register_schemas()
     with initialize_config_dir(conf_dir(), version_base="1.3"):
@@ -290,7 +290,7 @@ def test_an_adapters_router_is_timed_without_training(tmp_path):
 
 
 def test_without_a_router_only_balanced_groups_are_timed(tmp_path):
-    result = run(*tiny(tmp_path), "job=bench", "regime=none")
+    result = run(*tiny(tmp_path), "job=bench", "recipe=none")
     assert result.code == 0, result.err
     assert {row.assignment for row in timings(record_of(tmp_path).measurements)} == {"balanced"}
 
@@ -305,7 +305,7 @@ def test_an_interrupted_bench_goes_on_where_it_stopped(tmp_path, monkeypatch):
         return real(layer, length, groupings)
 
     monkeypatch.setattr(suite, "attention_rows", stopping)
-    settings = [*tiny(tmp_path), "job=bench", "regime=none", "bench.lengths=[32,48]", *NO_MODEL_CLOCKS]
+    settings = [*tiny(tmp_path), "job=bench", "recipe=none", "bench.lengths=[32,48]", *NO_MODEL_CLOCKS]
     assert run(*settings).code == 128 + signal.SIGTERM
     assert record_of(tmp_path).status == "interrupted" and timings(record_of(tmp_path).measurements)
     assert run(*settings).code == 0
@@ -318,7 +318,7 @@ def test_a_length_that_fails_is_a_row_with_its_reason(tmp_path, monkeypatch):
         raise RuntimeError("out of everything")
 
     monkeypatch.setattr(suite, "attention_rows", failing)
-    assert run(*tiny(tmp_path), "job=bench", "regime=none", *NO_MODEL_CLOCKS).code == 0
+    assert run(*tiny(tmp_path), "job=bench", "recipe=none", *NO_MODEL_CLOCKS).code == 0
     (row,) = timings(record_of(tmp_path).measurements)
     assert "out of everything" in row.error and row.speedup is None
 
@@ -327,7 +327,7 @@ def test_a_length_that_fails_is_a_row_with_its_reason(tmp_path, monkeypatch):
 def test_layers_of_other_methods_are_timed_and_a_failure_says_why(tmp_path, monkeypatch):
     monkeypatch.setattr(Performer, "route", lambda *_: (_ for _ in ()).throw(RuntimeError("no features")))
     methods = ["window", "longformer", "performer", "routing_transformer", "sparq", "magicpig", "random_groups"]
-    settings = ["job=bench", "regime=none", "bench.lengths=[48]", f"bench.methods=[{','.join(methods)}]"]
+    settings = ["job=bench", "recipe=none", "bench.lengths=[48]", f"bench.methods=[{','.join(methods)}]"]
     result = run(*tiny(tmp_path), *settings, *NO_MODEL_CLOCKS)
     assert result.code == 0, result.err
     rows = {row.method: row for row in timings(record_of(tmp_path).measurements)}
@@ -340,7 +340,12 @@ def test_layers_of_other_methods_are_timed_and_a_failure_says_why(tmp_path, monk
 
 
 def test_a_fitted_router_with_two_encoders_is_timed_in_a_prefill(tmp_path):
-    settings = ["attention.pairs=0.3", "attention.fit_blocks=3", "attention.fit_held_out=1", "attention.fit_steps=4"]
+    settings = [
+        "attention.density=0.3",
+        "attention.calibration_sequences=3",
+        "attention.validation_sequences=1",
+        "attention.fit_steps=4",
+    ]
     result = run(*fitting(*tiny(tmp_path), "job=bench", *DUAL, *settings, *PREFILLS))
     assert result.code == 0, result.err
     record = record_of(tmp_path)
@@ -361,7 +366,7 @@ def test_a_prefill_that_fails_is_a_row_with_its_reason(tmp_path, monkeypatch):
         raise RuntimeError("out of everything")
 
     monkeypatch.setattr(suite, "method_prefill_row", failing)
-    settings = ["attention.fit_blocks=3", "attention.fit_held_out=1", "attention.fit_steps=4"]
+    settings = ["attention.calibration_sequences=3", "attention.validation_sequences=1", "attention.fit_steps=4"]
     result = run(*fitting(*tiny(tmp_path), "job=bench", *DUAL, *settings, *PREFILLS))
     assert result.code == 0, result.err
     rows = timings(record_of(tmp_path).measurements)
@@ -393,15 +398,15 @@ def test_kernels_are_listed_with_reasons(tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "named"),
     [
-        (["attention=window", "regime=none"], "attention=window"),
+        (["attention=window", "recipe=none"], "attention=window"),
         (["bench.lengths=[0]"], "bench.lengths"),
-        (["bench.prefill_lengths=[100000]", "regime=none"], "bench.prefill_lengths"),
+        (["bench.prefill_lengths=[100000]", "recipe=none"], "bench.prefill_lengths"),
         (["bench.dtype=int4"], "bench.dtype"),
         (["bench.methods=[full]"], "bench.methods=full"),
         (["bench.methods=[nothing]"], "nothing"),
         ([*DUAL, *PREFILLS, "bench.prefill_lengths=[]"], "bench.prefill_lengths"),
         ([*DUAL, *PREFILLS, "bench.methods=[window]"], "bench.methods"),
-        ([*DUAL, *PREFILLS, "attention.fit_blocks=0"], "attention.fit_blocks"),
+        ([*DUAL, *PREFILLS, "attention.calibration_sequences=0"], "attention.calibration_sequences"),
     ],
 )
 def test_what_cannot_be_timed_is_refused(tmp_path, arguments, named):

@@ -28,7 +28,7 @@ from focus_exp.training import mitigations
 from focus_exp.training.callbacks import Checkpoint
 from focus_exp.training.mitigations import CentroidUpdates, auxiliary_losses
 from focus_exp.training.probe import PROBES, describe, look, probe_tokens, renamed_stability
-from focus_exp.training.regimes import train_phase
+from focus_exp.training.recipes import train_phase
 
 K = 4
 LOSSES = {"balance_loss": 0.5, "entropy_loss": 0.1}
@@ -54,8 +54,8 @@ def train(model, phase, folder, options=None, probed=None, **trainer):
     config = schema.Config(
         model=schema.ModelConfig(name="tiny"),
         attention=FocusConfig(name="focus", method="focus", **options or {}),
-        regime=schema.RegimeConfig(name="regime", phases={"phase": phase}),
-        data=schema.DataConfig(name="random", source="files", block_size=T),
+        recipe=schema.RecipeConfig(name="recipe", phases={"phase": phase}),
+        data=schema.DataConfig(name="random", source="files", seq_len=T),
         eval=schema.EvalConfig(name="eval"),
         trainer=schema.TrainerConfig(name="trainer", accelerator="cpu", progress=False, **trainer),
         logger=schema.LoggerConfig(name="logger"),
@@ -339,10 +339,10 @@ def test_renaming_groups_costs_no_stability(groups, names, seed):
 # runs
 
 CADENCE = (
-    *("trainer.checkpoint_every=3", "trainer.probe_every=2", "eval.controls=false", "eval.max_windows=2"),
-    *("data.block_size=16", router_steps(4)),
+    *("trainer.checkpoint_every=3", "trainer.probe_every=2", "eval.controls=false", "eval.max_sequences=2"),
+    *("data.seq_len=16", router_steps(4)),
 )
-TWO_PHASES = ("regime=finetune", "regime.phases.everything.steps=5", *CADENCE)
+TWO_PHASES = ("recipe=finetune", "recipe.phases.everything.steps=5", *CADENCE)
 
 
 @pytest.fixture(scope="module")
@@ -413,7 +413,7 @@ def test_between_phases_a_run_is_measured_as_if_it_ended_there(folder, whole):
 def test_a_comparison_shows_every_arm_after_every_phase(tmp_path):
     variants = {name: [f"attention.assignment={name}"] for name in ("softmax", "sinkhorn")}
     compared = write_variants(tmp_path / "conf", variants)
-    result = run(*tiny(tmp_path), *TWO_PHASES, "job=compare", *compared, "eval.window=24")
+    result = run(*tiny(tmp_path), *TWO_PHASES, "job=compare", *compared, "eval.seq_len=24")
     assert result.code == 0, result.err
     found = {r.config["variant"]: r for r in (load_run(path.parent) for path in tmp_path.rglob("record.json"))}
     comparison = found[None]

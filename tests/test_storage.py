@@ -148,7 +148,7 @@ def test_a_second_command_in_a_run_folder_is_refused_and_disturbs_nothing(tmp_pa
 
 @pytest.mark.slow
 def test_a_comparison_stops_at_an_arm_that_another_command_runs(tmp_path):
-    variants = {name: ["attention=window", "regime=none"] for name in ("one", "two")}
+    variants = {name: ["attention=window", "recipe=none"] for name in ("one", "two")}
     command = [*tiny(tmp_path), "job=compare", *write_variants(tmp_path / "conf", variants)]
     assert run(*command, "+variant=adhoc/one").code == 0
     done = only_run(tmp_path)
@@ -178,7 +178,7 @@ def test_two_comparisons_at_once_are_refused_before_any_arm(tmp_path, monkeypatc
 
 
 def test_weights_of_a_finetune_are_whole_or_not_there(tmp_path, monkeypatch):
-    command = fitting(*tiny(tmp_path), "regime=finetune", "attention=full", "regime.phases.everything.steps=1")
+    command = fitting(*tiny(tmp_path), "recipe=finetune", "attention=full", "recipe.phases.everything.steps=1")
     save = PreTrainedTokenizerBase.save_pretrained
 
     def full(self, folder, **options):

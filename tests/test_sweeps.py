@@ -40,10 +40,10 @@ def test_sweep_record_has_the_command_of_its_own_job(tmp_path):
 
 
 def test_sweep_failed_job_leaves_the_others_and_exits_with_2(tmp_path):
-    points = ("data.block_size=64,32", "model.architecture.max_position_embeddings=48")
+    points = ("data.seq_len=64,32", "model.architecture.max_position_embeddings=48")
     result = run("-m", *tiny(tmp_path), STEPS, *points)
     assert result.code == 2
-    assert "data.block_size" in result.err
+    assert "data.seq_len" in result.err
     assert sorted(record.status for record in records(tmp_path / "runs")) == ["failed", "finished"]
 
 

@@ -22,7 +22,7 @@ from focus_exp.results.metrics import METRICS, read_metrics
 from focus_exp.training import precision as precisions
 from focus_exp.training.module import LanguageModelTask, learning_rate_scale
 from focus_exp.training.precision import choose_precision
-from focus_exp.training.regimes import train_phase, unreached_rates
+from focus_exp.training.recipes import train_phase, unreached_rates
 
 T = 32
 FLOAT32 = choose_precision("float32", "cpu", trains_base=False)
@@ -44,8 +44,8 @@ def train(model, phase: schema.PhaseConfig, folder: Path, attention: dict | None
     config = schema.Config(
         model=schema.ModelConfig(name="tiny"),
         attention=FocusConfig(name="focus", method="focus", **attention or {}),
-        regime=schema.RegimeConfig(name="regime", phases={"phase": phase}),
-        data=schema.DataConfig(name="random", source="files", block_size=T),
+        recipe=schema.RecipeConfig(name="recipe", phases={"phase": phase}),
+        data=schema.DataConfig(name="random", source="files", seq_len=T),
         eval=schema.EvalConfig(name="eval"),
         trainer=schema.TrainerConfig(name="trainer", accelerator="cpu", progress=False, **trainer),
         logger=schema.LoggerConfig(name="logger"),
@@ -70,7 +70,7 @@ def layers_run(seen: list[AttentionMethod]):
 @pytest.mark.parametrize("phase", [ROUTER, ALL], ids=["router", "all"])
 def test_a_phase_trains_exactly_what_it_names(tiny_model, tmp_path, family, phase):
     model = focus(tiny_model(family))
-    named = {name for name, _ in model.named_parameters() if phase.train == "all" or ".focus.router." in name}
+    named = {name for name, _ in model.named_parameters() if phase.trainable == "all" or ".focus.router." in name}
     task = LanguageModelTask(model, phase, "phase")
     optimizer = task.configure_optimizers()["optimizer"]
     held = [id(p) for group in optimizer.param_groups for p in group["params"]]
@@ -158,7 +158,7 @@ def test_a_frozen_base_drops_nothing_where_a_layers_own_flag_decides(tmp_path, c
         for layer in base.model.decoder.layers:
             layer.dropout = dropout
         model = focus(base.eval())
-        folders = ((phase, tmp_path / f"{phase.train} {dropout}") for phase in (ROUTER, ALL))
+        folders = ((phase, tmp_path / f"{phase.trainable} {dropout}") for phase in (ROUTER, ALL))
         return [train(model, phase, folder, gradient_checkpointing=checkpointing) for phase, folder in folders]
 
     (router, everything), (router_again, everything_again) = losses(0.0), losses(0.5)
@@ -191,7 +191,7 @@ def test_the_learning_rate_warms_up_to_its_peak_and_falls_to_a_tenth(warmup, ste
 def test_a_phase_that_ends_before_its_warm_up_says_so(steps, warmup, said):
     phase = schema.PhaseConfig(steps=steps, learning_rate=1.0, warmup_steps=warmup)
     config = schema.Config(
-        regime=schema.RegimeConfig(name="regime", phases={"everything": replace(phase, train="all")})
+        recipe=schema.RecipeConfig(name="recipe", phases={"everything": replace(phase, train="all")})
     )
     assert [sentence.split("learning rate ")[1] for sentence in unreached_rates(config)] == said
 

@@ -6,7 +6,7 @@ import pytest
 from builders import write_variants
 from running import run, tiny
 
-from focus_exp.config import PhaseConfig, RegimeConfig
+from focus_exp.config import PhaseConfig, RecipeConfig
 from focus_exp.errors import UserError
 from focus_exp.jobs import train as job
 from focus_exp.jobs.tune import with_rate
@@ -15,12 +15,12 @@ from focus_exp.records.comparison import load_run
 from focus_exp.records.rows import Row
 from focus_exp.results.record import Record
 
-TUNED = ["regime.steps=2", "regime.tune.factors=[0.001,1]", "regime.tune.windows=2"]
+TUNED = ["recipe.steps=2", "recipe.tune.factors=[0.001,1]", "recipe.tune.sequences=2"]
 ARMS = {
     "focus": [],
-    "lora": ["attention=full", "regime=lora"],
-    "window": ["attention=window", "regime=none"],
-    "fitted": ["regime.steps=0"],
+    "lora": ["attention=full", "recipe=lora"],
+    "window": ["attention=window", "recipe=none"],
+    "fitted": ["recipe.steps=0"],
 }
 
 
@@ -64,7 +64,7 @@ def test_a_rate_is_chosen_by_the_loss_of_what_is_trained_and_not_by_how_little_i
 
 
 def rate_of(record):
-    (phase,) = record.config["regime"]["phases"].values()
+    (phase,) = record.config["recipe"]["phases"].values()
     return phase["learning_rate"]
 
 
@@ -88,15 +88,15 @@ def test_what_rates_are_chosen_on_is_not_reported_as_held_out(tmp_path):
 @pytest.mark.parametrize("job", ["analyze", "bench", "generate"])
 def test_a_job_that_would_try_none_of_the_rates_is_refused(tmp_path, job):
     refused = run(*tiny(tmp_path), *TUNED, f"job={job}")
-    assert refused.code == 2 and "regime.tune.factors=[0.001, 1.0] are tried by job=train" in refused.err
-    assert f"not by job={job}; use regime.tune.factors=[]" in refused.err
+    assert refused.code == 2 and "recipe.tune.factors=[0.001, 1.0] are tried by job=train" in refused.err
+    assert f"not by job={job}; use recipe.tune.factors=[]" in refused.err
 
 
 def test_a_try_without_a_loss_is_on_record_and_the_others_are_chosen_from(tmp_path, monkeypatch):
     fit = job.fit
 
     def failing(run_, *arguments):
-        if run_.config.regime.phases["router"].learning_rate == 1e-5 and run_.config.experiment == "tries":
+        if run_.config.recipe.phases["router"].learning_rate == 1e-5 and run_.config.experiment == "tries":
             raise UserError("a loss is not finite")
         fit(run_, *arguments)
 
@@ -104,21 +104,21 @@ def test_a_try_without_a_loss_is_on_record_and_the_others_are_chosen_from(tmp_pa
     assert run(*tiny(tmp_path / "one"), *TUNED).code == 0
     (record,) = found_in(tmp_path / "one")["adhoc", None]
     assert [(one.learning_rate, one.error) for one in record.tries] == [(1e-5, "a loss is not finite"), (1e-2, None)]
-    none = run(*tiny(tmp_path / "none"), *TUNED, "regime.tune.factors=[0.001]")
+    none = run(*tiny(tmp_path / "none"), *TUNED, "recipe.tune.factors=[0.001]")
     assert none.code == 2 and "no learning rate" in none.err and "a loss is not finite" in none.err
 
 
 @pytest.mark.parametrize("factors", ["[0]", "[-1]"])
 def test_rates_that_are_none_are_refused(tmp_path, factors):
-    result = run(*tiny(tmp_path), f"regime.tune.factors={factors}")
-    assert result.code == 2 and "regime.tune.factors holds" in result.err
+    result = run(*tiny(tmp_path), f"recipe.tune.factors={factors}")
+    assert result.code == 2 and "recipe.tune.factors holds" in result.err
 
 
 def test_the_rate_that_is_tuned_is_that_of_the_last_phase_that_runs():
     phases = {part: PhaseConfig(train=part, steps=1, learning_rate=0.1) for part in ("all", "router")}
     for method, last in (("focus", "router"), ("longformer", "all")):
         config = SimpleNamespace(
-            regime=RegimeConfig(name="mine", phases=phases), has_router=method == "focus", dual=None
+            recipe=RecipeConfig(name="mine", phases=phases), has_router=method == "focus", dual=None
         )
         changed = with_rate(config, 7.0).phases
         assert [name for name, phase in changed.items() if phase.learning_rate == 7.0] == [last]

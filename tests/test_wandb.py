@@ -74,7 +74,7 @@ def test_workspace_can_be_read_again(tmp_path):
 
 def test_dashboard_offline_writes_views(tmp_path):
     pytest.importorskip("wandb_workspaces")
-    assert run(*tiny(tmp_path), "regime.steps=1").code == 0
+    assert run(*tiny(tmp_path), "recipe.steps=1").code == 0
     result = run(*tiny(tmp_path), "job=dashboard", "logger.wandb=disabled")
     assert result.code == 0, result.err
     folder = tmp_path / "runs" / "report" / "dashboard"

@@ -9,7 +9,7 @@ from focus_exp import attach, set_routing
 from focus_exp.config import PhaseConfig
 from focus_exp.models.methods import attached_methods, attention_modules, observe_selections, swap_methods
 from focus_exp.training.precision import choose_precision
-from focus_exp.training.regimes import set_training_mode
+from focus_exp.training.recipes import set_training_mode
 from focus_exp.training.warm_start import AttentionProbe, calibrate, warm_start
 
 T, WINDOW, SINKS, GROUPS = 64, 8, 2, 4

@@ -84,7 +84,7 @@ def test_setting_of_the_paper_is_a_valid_configuration(name: str) -> None:
         register_schemas()
         paper = OmegaConf.load(ZOO / f"{name}.yaml").get("paper", [])
         config = parse(compose("config", [f"model={name}", *paper]))
-    assert config.model.paper == paper and config.data.block_size == 1024
+    assert config.model.paper == paper and config.data.seq_len == 1024
     assert config.attention.top_k <= config.attention.groups
     # what it is trained in, and how it is stored, says nothing of what a run computes
     assert config_hash(config) == config_hash(replace(config, model=replace(config.model, paper=[], dtype=None)))

@@ -40,7 +40,7 @@ SIZES = [
     (r".*layer_offset|max_window_layers|first_k_dense_replace|num_dense_layers|.*_start_index|num_nextn.*", 1),
     (r".*(layer_period|layer_interval|_pattern|_every_n_layers|layer_group_size|per_attn_res_block)", 2),
     (r"local_attention", 16),
-    (r".*window.*|.*chunk_size|.*chunk_length|block_size", 8),
+    (r".*window.*|.*chunk_size|.*chunk_length|seq_len", 8),
     (r"index_block_size|index_topk_blocks", 4),
     (r"index_topk", 8),
     (r"attention_types|num_codebooks", 1),

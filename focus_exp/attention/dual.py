@@ -77,8 +77,8 @@ class FocusDual(AttentionMethod, name="focus_dual", options=FocusDualOptions):
         self.register_buffer("worth_bias", torch.zeros(self.heads))
         # what a group has to promise for queries to read k = 1 to K - 1 on average
         self.register_buffer("thresholds", torch.full((self.heads, options.groups - 1), UNSET))
-        if options.budget is not None:
-            self.allot(self.part_of(options.budget))
+        if options.groups_per_layer is not None:
+            self.allot(self.part_of(options.groups_per_layer))
 
     def part_of(self, budget: list[Any]) -> list[int]:
         """How many groups a query of each head reads `[n]`, as `budget` says of this layer.

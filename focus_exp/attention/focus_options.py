@@ -34,11 +34,11 @@ class FocusOptions(GroupOptions):
 
 @dataclass
 class RouterTraining(Options):
-    """How a router is trained, in any regime that trains it; the method itself takes none of it."""
+    """How a router is trained, in any recipe that trains it; the method itself takes none of it."""
 
     gate_steepness_start: float | None = option(None, least=0)
-    warm_start_blocks: int = option(0, least=0)
+    warm_start_sequences: int = option(0, least=0)
     warm_start_steps: int = option(100, least=1)
-    calibration_blocks: int = option(0, least=0)
+    balance_sequences: int = option(0, least=0)
     centroid_decay: float = option(0.999, least=0, most=1)
     recluster_every: int = option(100, least=1)

@@ -71,8 +71,8 @@ class NearOptions(Options):
 class FitOptions(Options):
     """How a method is fitted to the base model before any phase trains it; the method itself takes none of it."""
 
-    fit_blocks: int = option(64, least=0)
-    fit_held_out: int = option(16, least=1)
+    calibration_sequences: int = option(64, least=0)
+    validation_sequences: int = option(16, least=1)
     fit_steps: int = option(600, least=4)
 
 

@@ -90,7 +90,7 @@ class ResumableLoader(DataLoader):
         if blocks < batch_size * accumulate:
             raise UserError(
                 f"{blocks} blocks are less than one step of {accumulate} x {batch_size}.\n"
-                "Lower trainer.batch_size, trainer.accumulate or data.block_size, or use more text."
+                "Lower trainer.batch_size, trainer.accumulate or data.seq_len, or use more text."
             )
         self.share = share_of(batch_size, accumulate, world_size)
         self.order = EpochShuffle(blocks, seed, batch_size * accumulate, self.share.batch_size, rank, world_size)

@@ -144,12 +144,12 @@ def read_stream(folder: Path, split: str, name: str) -> TokenStream:
 
 
 class Blocks(Dataset):
-    """Blocks of `block_size` tokens, `stride` text tokens apart (default: disjoint).
+    """Blocks of `seq_len` tokens, `stride` text tokens apart (default: disjoint).
 
     With `bos` every block starts with it and has one text token less. With `cross_documents` the stream is cut as one
     piece; otherwise a block stays inside one document. Tails shorter than a block are dropped.
 
-    An item holds input_ids and document_ids, int64 [block_size], and scored_from: the index of the first token to
+    An item holds input_ids and document_ids, int64 [seq_len], and scored_from: the index of the first token to
     score. All tokens of a document's first block are scored (save one that nothing predicts); later overlapping
     blocks score only what the block before did not. Raises UserError when there is not one block.
     """
@@ -157,20 +157,20 @@ class Blocks(Dataset):
     def __init__(
         self,
         stream: TokenStream,
-        block_size: int,
+        seq_len: int,
         *,
         stride: int | None = None,
         bos: int | None = None,
         cross_documents: bool,
     ):
-        self.stream, self.block_size, self.bos = stream, block_size, bos
-        self.length = block_size - (bos is not None)
+        self.stream, self.seq_len, self.bos = stream, seq_len, bos
+        self.length = seq_len - (bos is not None)
         stride = self.length if stride is None else stride
         if self.length < 1 or not 1 <= stride <= self.length:
             raise UserError(
-                f"stride {stride} does not fit a block of {block_size} tokens: it must lie between 1 and {self.length}."
+                f"stride {stride} does not fit a block of {seq_len} tokens: it must lie between 1 and {self.length}."
             )
-        self.scored_later = max(1, block_size - stride)
+        self.scored_later = max(1, seq_len - stride)
         edges = np.asarray([0, len(stream)]) if cross_documents else stream.starts
         counts = np.maximum(0, (np.diff(edges) - self.length) // stride + 1)
         firsts = np.repeat(np.cumsum(counts) - counts, counts)
@@ -181,8 +181,8 @@ class Blocks(Dataset):
         if not len(self.starts):
             what = "do not fill" if cross_documents else "have no document that fills"
             raise UserError(
-                f"{stream.name}: its {len(stream)} tokens {what} one block of {block_size}.\n"
-                "Use a smaller data.block_size or eval.window, or more text."
+                f"{stream.name}: its {len(stream)} tokens {what} one block of {seq_len}.\n"
+                "Use a smaller data.seq_len or eval.seq_len, or more text."
             )
 
     def __len__(self) -> int:
@@ -195,7 +195,7 @@ class Blocks(Dataset):
         if (share := short.sum() / len(self.stream)) > LEFT_OUT:
             yield (
                 f"{np.count_nonzero(short)} of {np.count_nonzero(lengths)} held-out documents, {share:.0%} of the "
-                f"tokens, are shorter than {key}={self.block_size} and not scored; a smaller one scores more of them"
+                f"tokens, are shorter than {key}={self.seq_len} and not scored; a smaller one scores more of them"
             )
 
     def places(self, indices: list[int]) -> list[tuple[str, int]]:

@@ -74,11 +74,11 @@ class Benchmarks:
 
     def measure_attached(self) -> None:
         """Rows of what was trained and of what is attached, with the controls of a router."""
-        attention, regime = self.config.attention, self.config.regime
+        attention, recipe = self.config.attention, self.config.recipe
         row = BenchmarkRow(attention=attention.name, kind="control", task="", method=attention.method)
         for task in self.config.eval.tasks:
-            if regime.trains("lora") or regime.trains("all"):
-                lora = f"{describe_lora(self.model)['name']}, trained" if regime.trains("lora") else None
+            if recipe.trains("lora") or recipe.trains("all"):
+                lora = f"{describe_lora(self.model)['name']}, trained" if recipe.trains("lora") else None
                 with self.full_attention():
                     name = lora or "full attention, trained weights"
                     self.add(BenchmarkRow(attention=name, kind="trained", task=task))
@@ -170,7 +170,7 @@ class Benchmarks:
         from focus_exp.evaluation.tasks import load_task
 
         loaded = load_task(task, self.config, cache_root(self.config.cache_dir))
-        limit = (loaded.suite and settings.suite_limit) or settings.limit
+        limit = (loaded.suite and settings.long_range_limit) or settings.limit
 
         def run(label: str) -> Outcome:
             outcome = run_task(

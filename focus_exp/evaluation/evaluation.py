@@ -34,7 +34,7 @@ class Evaluation:
         """
         record.rows, record.group_shares = self.quality.rows, self.quality.group_shares
         if between := self.quality.between:
-            *_, last = self.quality.config.regime.phases
+            *_, last = self.quality.config.recipe.phases
             final = [row for row in record.rows if row.kind == "soft" or is_configured(record, row)]
             record.phases = [*between, *(replace(row, phase=last) for row in final)]
         record.benchmarks = self.benchmarks.rows

@@ -57,7 +57,7 @@ class GroupAnalysis:
     folder: Path
 
     def __post_init__(self) -> None:
-        settings, length = self.config.analyze, self.blocks.block_size
+        settings, length = self.config.analyze, self.blocks.seq_len
         self.indices = self.blocks.spread(-(-settings.tokens // length))
         # the first token of a window is not scored
         self.scored = Losses([(*place, length - 1) for place in self.blocks.places(self.indices)])
@@ -80,10 +80,8 @@ class GroupAnalysis:
         self.use_hard_groups()
         trained = self.kept("trained", partial(self.observe, "trained router"))
         if not trained.groupings:
-            raise UserError(
-                f"attention.budget={get_attachment(self.model).options['budget']} leaves no layer with groups: "
-                "there is nothing to describe"
-            )
+            chosen = get_attachment(self.model).options["groups_per_layer"]
+            raise UserError(f"attention.groups_per_layer must leave a layer with groups (got {chosen}).")
         base = self.kept("base", self.observe_base)
         middle = len(self.indices) // 2
         item = self.blocks[self.indices[middle]]

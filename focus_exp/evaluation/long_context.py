@@ -34,8 +34,8 @@ def windows_of(
         raise UserError(f"{length} tokens exceed the {longest} positions of the model")
     windows = Blocks(blocks.stream, length, bos=blocks.bos, cross_documents=False)
     wanted = len(windows)
-    if eval_config.max_windows is not None:
-        wanted = max(1, eval_config.max_windows * eval_config.window // length)
+    if eval_config.max_sequences is not None:
+        wanted = max(1, eval_config.max_sequences * eval_config.seq_len // length)
     return windows, windows.spread(wanted)
 
 
@@ -60,7 +60,7 @@ def run_perplexity(
             loss = scored.double().mean().item()
             place = {"document": document, "offset": offset, "tokens": len(scored)}
             samples.append(place | {"filter": NO_FILTER, "scores": {KIND: -loss}})
-            ledger.lengths.append(windows.block_size)
+            ledger.lengths.append(windows.seq_len)
     losses, tokens, documents = zip(
         *((-sample["scores"][KIND], sample["tokens"], sample["document"]) for sample in samples), strict=True
     )

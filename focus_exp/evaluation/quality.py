@@ -64,7 +64,7 @@ class Quality:
     weights: str = ""
 
     def __post_init__(self) -> None:
-        self.indices = self.blocks.spread(self.config.eval.max_windows)
+        self.indices = self.blocks.spread(self.config.eval.max_sequences)
         self.losses: Losses | None = None
         self.rows: list[Row] = []
         self.between: list[Row] = []
@@ -88,9 +88,9 @@ class Quality:
 
     def measure_attached(self) -> None:
         """Rows of what is attached, by its kind."""
-        attention, regime = self.config.attention, self.config.regime
-        if regime.trains("lora") or regime.trains("all"):
-            lora = f"{describe_lora(self.model)['name']}, trained" if regime.trains("lora") else None
+        attention, recipe = self.config.attention, self.config.recipe
+        if recipe.trains("lora") or recipe.trains("all"):
+            lora = f"{describe_lora(self.model)['name']}, trained" if recipe.trains("lora") else None
             with self.full_attention():
                 name = lora or "full attention, trained weights"
                 self.add(Row(name=name, kind="trained", method="full", causal=True))
@@ -119,7 +119,7 @@ class Quality:
         for groups in (groups for groups in hard if groups != own):
             self.measure_hard(*groups)
         self.soft = self.rows[-1].losses if self.measure_soft() else None
-        if not is_causal(self.model) and attention.calibration_blocks:
+        if not is_causal(self.model) and attention.balance_sequences:
             self.measure_twins()
         set_routing(self.model, hard=True, top_k=attention.top_k, pair_rule=attention.pair_rule)
         places: dict[tuple[int | None, str | None], int] = {groups: place for place, groups in enumerate(hard)}

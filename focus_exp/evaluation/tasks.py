@@ -57,7 +57,9 @@ def load_task(name: str, config: Config, cache: Path) -> LoadedTask:
     """
     kind, _, words = name.partition("@")
     if kind in MAKERS:
-        suite = build_suite(cache, config.eval.suite_window or config.attention.window, int(words) if words else None)
+        suite = build_suite(
+            cache, config.eval.long_range_distance or config.attention.window, int(words) if words else None
+        )
         loaded = _load(TaskManager(include_defaults=False), task_config(suite, kind, name))
         return LoadedTask(name, loaded, f"long-range suite {suite.digest[:12]} of {suite.shape.words} words", True)
     with reading(config.assets, cache) as sources:

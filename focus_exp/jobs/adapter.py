@@ -14,7 +14,7 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from focus_exp.checks import validate
-from focus_exp.config import Config, ModelConfig, RegimeConfig
+from focus_exp.config import Config, ModelConfig, RecipeConfig
 from focus_exp.config_attention import FocusConfig, attention_of, schema_of
 from focus_exp.errors import UserError, first_line
 from focus_exp.models.adapter import BASE_HINT, read_description
@@ -48,7 +48,7 @@ def with_adapter(config: Config, typed: list[str] | None = None) -> Config:
         model = base_of(config, description)
     try:
         attention: Any = OmegaConf.to_object(attention_of(description["options"] | chosen))
-        merged = replace(config, model=model, attention=attention, regime=RegimeConfig(name="none"))
+        merged = replace(config, model=model, attention=attention, recipe=RecipeConfig(name="none"))
         validate(merged)
     except (OmegaConfBaseException, UserError) as error:
         raise UserError(f"the adapter in {config.adapter} cannot be measured: {first_line(error)}") from error
@@ -59,7 +59,7 @@ def free_of(description: dict[str, Any]) -> list[str]:
     """Of attention.*, what the adapter may be measured under that is not its own."""
     if issubclass(schema_of(description["method"]), FocusConfig):
         return ["top_k", "pair_rule", "backend"]
-    counted = description["method"] == "focus_dual" and description["options"].get("budget") is None
+    counted = description["method"] == "focus_dual" and description["options"].get("groups_per_layer") is None
     return ["top_k", "backend"] if counted else ["backend"]
 
 
@@ -77,7 +77,7 @@ def refuse_ignored(config: Config, description: dict[str, Any], typed: dict[str,
         if key in made and asked == made[key]:
             continue
         kept = "which stays as it is when it is measured; leave it out, or train anew for another"
-        if key == "top_k" and made.get("budget") is not None:
+        if key == "top_k" and made.get("groups_per_layer") is not None:
             why = f"reads as many groups as its budget says, {kept}"
         elif key in made:
             why = f"has {key}={made[key]}, {kept}"

@@ -22,7 +22,7 @@ CALIBRATION_BLOCKS = 8
 
 
 def analyze(config: Config) -> None:
-    """Describe the groups of the adapter's router, or of one trained first as the regime says."""
+    """Describe the groups of the adapter's router, or of one trained first as the recipe says."""
     if config.adapter:
         config = with_adapter(config)
     if not (config.has_router or config.dual):
@@ -30,7 +30,7 @@ def analyze(config: Config) -> None:
     if already_finished(config):
         return
     settings = config.analyze
-    precision = choose_precision(config.trainer.precision, config.trainer.accelerator, config.regime.trains("all"))
+    precision = choose_precision(config.trainer.precision, config.trainer.accelerator, config.recipe.trains("all"))
     router = f"the router in {config.adapter}" if config.adapter else headline(config)
     print(
         f"groups of {settings.tokens:,} held-out tokens, a passage of {settings.passage_tokens:,}; {router}; "
@@ -45,9 +45,9 @@ def analyze(config: Config) -> None:
         blocks = training_blocks(config, loaded, corpus)
         for other in settings.others:  # what is wrong with them is known before a router is trained
             read_adapter(model, other, check_base=config.check_base)
-        put_router(run, model, blocks, precision, config.eval.window)
+        put_router(run, model, blocks, precision, config.eval.seq_len)
         run.record.method |= others
-        balancing = config.focus.calibration_blocks if config.has_router else 0
+        balancing = config.focus.balance_sequences if config.has_router else 0
         calibration = blocks.sample(balancing or CALIBRATION_BLOCKS, config.seed + 2)
         windows = evaluation.quality.blocks
         analysis = GroupAnalysis(

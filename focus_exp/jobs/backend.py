@@ -59,7 +59,7 @@ def typical_options(model: PreTrainedModel, config: Config) -> dict[str, Any] | 
     reach = [k for m in attached_methods(model).values() if isinstance(m, FocusDual) and m.routes for k in m.reach]
     if not reach:
         return None
-    return method_options(config.attention) | {"budget": None, "top_k": max(1, round(fmean(reach)))}
+    return method_options(config.attention) | {"groups_per_layer": None, "top_k": max(1, round(fmean(reach)))}
 
 
 def measured_device(device: torch.device) -> str:
@@ -72,7 +72,7 @@ def dense_training(model: PreTrainedModel, config: Config) -> str | None:
     """Why training with hard groups computes all pairs here, and what to do; None where it need not."""
     hard = config.has_router and config.focus.train_with == "hard" and config.focus.backend != "masked"
     dropped = dict(attention_dropout(model.config.get_text_config().to_dict()))
-    if not (hard and dropped and config.regime.trains("all")):  # a frozen base drops nothing
+    if not (hard and dropped and config.recipe.trains("all")):  # a frozen base drops nothing
         return None
     return (
         "attention.train_with=hard costs as much as full attention where everything is trained: the model drops "

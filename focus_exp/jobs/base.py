@@ -1,4 +1,4 @@
-"""Base weights that another run trains (`model.trained_by`), and scores that runs share."""
+"""Base weights that another run trains (`model.base_run`), and scores that runs share."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ from focus_exp.training.precision import choose_precision
 
 
 def base_overrides(config: Config) -> list[str]:
-    """The command that trains the base: as `trained_by` says, at this scale, in these folders.
+    """The command that trains the base: as `base_run` says, at this scale, in these folders.
 
-    Its learning rate is searched for only where `trained_by` says so: a base needs to be the same, not the best.
+    Its learning rate is searched for only where `base_run` says so: a base needs to be the same, not the best.
     """
     overrides = [
-        "regime.tune.factors=[]",
-        *config.model.trained_by,
-        f"scale={config.scale.name}",
+        "recipe.tune.factors=[]",
+        *config.model.base_run,
+        f"budget={config.budget.name}",
         f"assets={config.assets}",
         f"runs_dir={config.runs_dir}",
         f"cache_dir={config.cache_dir or 'null'}",
@@ -43,7 +43,7 @@ def base_overrides(config: Config) -> list[str]:
 
 
 def needs_base(config: Config) -> bool:
-    return bool(config.model.trained_by) and config.model.path is None and not config.regime.from_scratch
+    return bool(config.model.base_run) and config.model.path is None and not config.recipe.from_scratch
 
 
 def base_run(config: Config) -> Config:
@@ -63,7 +63,7 @@ def make_base(config: Config) -> None:
     with file_lock(folder.with_name(f".{folder.name}.making"), str(folder), wait=True):
         if finished_record(base_run(config)) is not None:
             return
-        print(f"{config.model.name} is trained here first: {' '.join(config.model.trained_by)}")
+        print(f"{config.model.name} is trained here first: {' '.join(config.model.base_run)}")
         code = subprocess.run([sys.executable, "-m", "focus_exp", *base_overrides(config)]).returncode
     if code:
         raise UserError(
@@ -85,12 +85,12 @@ def refuse_another_base(config: Config, record: Record) -> None:
     if not needs_base(config):
         return
     made, then = finished_record(base_run(config)), record.model.get("fingerprint")
-    same = made.method.get("weights", then) == then if made else record.setting("scale", "name") == config.scale.name
+    same = made.method.get("weights", then) == then if made else record.setting("budget", "name") == config.budget.name
     if then is not None and not same:
         raise UserError(
             f"{run_folder(config)} was made with another {config.model.name}, trained at "
-            f"scale={record.setting('scale', 'name')}, than scale={config.scale.name} trains now; overwrite=true makes "
-            "it anew, another runs_dir leaves it alone"
+            f"budget={record.setting('budget', 'name')}, than budget={config.budget.name} trains now; "
+            "overwrite=true makes it again, another runs_dir leaves it alone"
         )
 
 
@@ -100,7 +100,7 @@ def share_scores(config: Config, others: Iterable[Config]) -> None:
     wanted = [f"evaluation/{slug(BASE)}.npz", f"benchmarks/{slug(BASE)}"]
     soft = f"evaluation/{slug(SOFT)}.npz"
     for other in others:
-        if config.regime.from_scratch or other.regime.from_scratch or same_base(config) != same_base(other):
+        if config.recipe.from_scratch or other.recipe.from_scratch or same_base(config) != same_base(other):
             continue
         source, target = run_folder(other), run_folder(config)
         for name in [*wanted, soft] if same_router(config, other) else wanted:
@@ -124,9 +124,9 @@ def same_base(config: Config) -> tuple[object, ...]:
     )
     # of the long-range suite, which other tasks than perplexity may be of
     asked = any(not is_perplexity(task) for task in config.eval.tasks)
-    window = (config.eval.suite_window or config.attention.window) if asked else None
+    window = (config.eval.long_range_distance or config.attention.window) if asked else None
     trainer = config.trainer
-    precision = choose_precision(trainer.precision, trainer.accelerator, config.regime.trains("all"))
+    precision = choose_precision(trainer.precision, trainer.accelerator, config.recipe.trains("all"))
     return config.model, config.data, evaluation, window, precision, config.seed, config.assets
 
 

@@ -39,7 +39,7 @@ def bench(config: Config) -> None:
     refuse_other_options(config, methods)
     if already_finished(config):
         return
-    precision = choose_precision(config.trainer.precision, config.trainer.accelerator, config.regime.trains("all"))
+    precision = choose_precision(config.trainer.precision, config.trainer.accelerator, config.recipe.trains("all"))
     router = f"the router in {config.adapter}" if config.adapter else headline(config)
     timed = "Focus" if config.has_router else config.attention.name
     print(f"speed of {timed} against full attention; {router}; {describe(precision)}")
@@ -54,7 +54,7 @@ def bench(config: Config) -> None:
         loaded, corpus = load(run, precision)
         model, evaluation = prepare(run, loaded, corpus, precision)
         blocks = training_blocks(config, loaded, corpus) if trains_router(config) else None
-        longest = max([config.eval.window, *config.bench.prefill_lengths, *config.bench.step_lengths])
+        longest = max([config.eval.seq_len, *config.bench.prefill_lengths, *config.bench.step_lengths])
         check_length(model, "bench.prefill_lengths or bench.step_lengths", longest, config.model.name)
         if config.bench.quality:
             evaluation.measure_base()
@@ -87,14 +87,16 @@ def refuse_untimed(config: Config) -> None:
     if not settings.prefill_lengths:
         raise UserError(f"attention={name} is timed in a prefill of the whole model; give bench.prefill_lengths=[4096]")
     if not (config.adapter or config.fitting or phases_of(config)):
-        raise UserError(f"attention={name} is timed once it is fitted; give adapter=, or attention.fit_blocks above 0")
+        raise UserError(
+            f"attention={name} is timed once it is fitted; give adapter=, or attention.calibration_sequences above 0"
+        )
 
 
 def other_methods(config: Config) -> Methods:
     """`bench.methods`, each a name of conf/attention, with its options. UserError for one that has no layer to time."""
     found = {}
     for name in config.bench.methods:
-        attention = compose_shared(HydraConfig.get().overrides.task, [f"attention={name}", "regime=none"]).attention
+        attention = compose_shared(HydraConfig.get().overrides.task, [f"attention={name}", "recipe=none"]).attention
         if attention.method in ("full", "focus"):
             raise UserError(f"bench.methods={name}: full attention and Focus are timed by every bench; name others")
         found[name] = (attention.method, method_options(attention))

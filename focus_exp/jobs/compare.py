@@ -153,7 +153,7 @@ def describe_arm(name: str, config: Config, settings: list[str], error: str | No
     if not path.exists():
         return replace(arm, status="failed", error=error or "it left no record")
     record = Record.load(path)
-    phases = [record.setting("regime", "phases", {})[phase] for phase, _ in phases_of(config)]
+    phases = [record.setting("recipe", "phases", {})[phase] for phase, _ in phases_of(config)]
     return replace(
         arm,
         status=record.status,

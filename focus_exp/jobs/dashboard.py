@@ -29,7 +29,7 @@ def dashboard(config: Config) -> None:
 
     runs = Path(config.runs_dir)
     folder = Path(config.report.folder or runs / "report") / "dashboard"
-    results = load_results(runs, config.scale.name)
+    results = load_results(runs, config.budget.name)
     tables = report_tables(results)
     figures = write_report_figures(tables, folder / "figures")
     mode: Any = wandb_mode(config.logger.wandb)

@@ -40,7 +40,7 @@ def measure(config: Config) -> None:
     with open_run(config, describe(precision)) as run:
         loaded, corpus = load(run, precision)
         model, evaluation = prepare(run, loaded, corpus, precision)
-        put_adapter(run, model, precision, config.eval.window)
+        put_adapter(run, model, precision, config.eval.seq_len)
         evaluation.measure_base()
         evaluation.measure_attached()
         evaluation.write_into(run.record, run.folder)

@@ -30,7 +30,7 @@ from focus_exp.training.indexer_fit import fit_indexers
 from focus_exp.training.module import NonFiniteError
 from focus_exp.training.precision import Precision
 from focus_exp.training.probe import PROBES, probe_tokens
-from focus_exp.training.regimes import CHECKPOINTS, train_phases
+from focus_exp.training.recipes import CHECKPOINTS, train_phases
 from focus_exp.training.strategies import place_added, share_added
 from focus_exp.training.warm_start import calibrate, calibrated, warm_start
 
@@ -39,15 +39,15 @@ def attach_method(model: PreTrainedModel, config: Config, precision: Precision) 
     if config.attention.method != "full":
         pl.seed_everything(config.seed, verbose=False)
         attach(model, config.attention.method, **method_options(config.attention))
-        set_backend(model, config, precision, max(config.eval.window, config.data.block_size))
-    if config.regime.trains("lora"):
-        budget = count_router_parameters(model, config.regime.lora.router_groups, FocusOptions.routing_dim)
+        set_backend(model, config, precision, max(config.eval.seq_len, config.data.seq_len))
+    if config.recipe.trains("lora"):
+        budget = count_router_parameters(model, config.recipe.lora.router_groups, FocusOptions.routing_dim)
         pl.seed_everything(config.seed, verbose=False)
-        add_lora(model, config.regime.lora, budget)
+        add_lora(model, config.recipe.lora, budget)
         added = describe_lora(model)
         print(
             f"{added['name']} on {', '.join(added['target_modules'])}: {trained_parameters(model, config):,} numbers "
-            f"to train, where a router of {config.regime.lora.router_groups} groups has {budget:,}"
+            f"to train, where a router of {config.recipe.lora.router_groups} groups has {budget:,}"
         )
     place_added(model, precision.device)
 
@@ -64,8 +64,8 @@ def fit(run: Run, model: PreTrainedModel, blocks: Blocks, precision: Precision, 
             run.warn(sentence)
     begun = agreed(any(checkpoint_of(run.folder / CHECKPOINTS, name).exists() for name, _ in phases[:1]))
     fitting = fit_first(run, model, blocks, precision, begun)
-    balancing = blocks.sample(config.focus.calibration_blocks, config.seed + 2) if routed else []
-    moved = blocks.sample(config.dual.fit_blocks, config.seed + 2) if config.dual and phases else []
+    balancing = blocks.sample(config.focus.balance_sequences, config.seed + 2) if routed else []
+    moved = blocks.sample(config.dual.calibration_sequences, config.seed + 2) if config.dual and phases else []
 
     def measure(phase: str) -> None:
         assert quality is not None
@@ -85,13 +85,13 @@ def fit(run: Run, model: PreTrainedModel, blocks: Blocks, precision: Precision, 
         )  # fmt: skip
     except NonFiniteError as error:
         kept = run.folder / CHECKPOINTS
-        if config.regime.trains("lora"):
+        if config.recipe.trains("lora"):
             kept = save_lora(model, run.folder / "adapter", is_main())
-        elif routed and not config.regime.trains("all"):
+        elif routed and not config.recipe.trains("all"):
             kept = save_adapter(model, run.folder / "adapter", {"note": f"the last good state: {error}"}, is_main())
         raise UserError(
             f"{error}; training stopped, the last good state is in {kept}. "
-            "Lower regime.phases.*.learning_rate or trainer.gradient_clip"
+            "Lower recipe.phases.*.learning_rate or trainer.gradient_clip"
         ) from error
     record.steps = trained.steps
     record.tokens_seen = trained.tokens + sum(tokens.numel() for tokens in (*fitting, *balancing, *moved))
@@ -112,7 +112,7 @@ def fit(run: Run, model: PreTrainedModel, blocks: Blocks, precision: Precision, 
         extra = {"trained_with": config.model.name, "substitution": record.model.get("substitution")}
         extra |= {"steps": trained.steps, "tokens": record.tokens_seen, "seed": config.seed}
         save_adapter(model, run.folder / "adapter", extra, is_main())
-    if config.regime.trains("lora"):
+    if config.recipe.trains("lora"):
         record.method |= describe_lora(model)
         save_lora(model, run.folder / "adapter", is_main())
     model.eval()
@@ -122,8 +122,8 @@ def fit_first(run: Run, model: PreTrainedModel, blocks: Blocks, precision: Preci
     """Fit what is attached to the frozen base before any phase; the blocks of text that this took."""
     config, cache = run.config, cache_root(run.config.cache_dir)
     seed = config.seed
-    if config.has_router and phases_of(config) and config.focus.warm_start_blocks:
-        sample = blocks.sample(config.focus.warm_start_blocks, seed + 1)
+    if config.has_router and phases_of(config) and config.focus.warm_start_sequences:
+        sample = blocks.sample(config.focus.warm_start_sequences, seed + 1)
         if not begun:
             began = time.perf_counter()
             alone(model, lambda: warm_start(model, sample, config.focus.warm_start_steps, precision, seed))
@@ -131,7 +131,7 @@ def fit_first(run: Run, model: PreTrainedModel, blocks: Blocks, precision: Preci
         return sample
     if config.fitting is None:
         return []
-    sample = blocks.sample(config.fitting.fit_blocks, seed + 1)
+    sample = blocks.sample(config.fitting.calibration_sequences, seed + 1)
     began = time.perf_counter()
     if config.dual:
         run.record.fits, seconds = fit_dual(model, sample, config.dual, precision, cache, seed)
@@ -146,5 +146,5 @@ def fit_first(run: Run, model: PreTrainedModel, blocks: Blocks, precision: Preci
 
 def trained_parameters(model: PreTrainedModel, config: Config) -> int:
     """Numbers trained in any phase or fitted before, by the same predicate that freezes."""
-    parts = {phase.train for _, phase in phases_of(config)} | ({"router"} if config.fitting else set())
+    parts = {phase.trainable for _, phase in phases_of(config)} | ({"router"} if config.fitting else set())
     return sum(p.numel() for name, p in model.named_parameters() if any(is_trainable(name, part) for part in parts))

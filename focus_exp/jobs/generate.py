@@ -15,7 +15,7 @@ from focus_exp.training.precision import choose_precision
 
 
 def generate(config: Config) -> None:
-    """Write what `config.generate` asks for with the adapter's router, or with one trained first as the regime says."""
+    """Write what `config.generate` asks for with the adapter's router, or with one trained first as the recipe says."""
     if config.adapter:
         config = with_adapter(config)
     if not (config.has_router or config.dual):
@@ -23,7 +23,7 @@ def generate(config: Config) -> None:
     if already_finished(config):
         return
     settings = config.generate
-    precision = choose_precision(config.trainer.precision, config.trainer.accelerator, config.regime.trains("all"))
+    precision = choose_precision(config.trainer.precision, config.trainer.accelerator, config.recipe.trains("all"))
     router = f"the router in {config.adapter}" if config.adapter else headline(config)
     print(
         f"{settings.prompts} prompts of {settings.prompt_tokens:,} tokens, each continued by {settings.new_tokens:,}; "
@@ -36,7 +36,7 @@ def generate(config: Config) -> None:
         blocks = training_blocks(config, loaded, corpus) if trains_router(config) else None
         written = settings.prompt_tokens + settings.new_tokens
         check_length(model, "generate.prompt_tokens + generate.new_tokens", written, config.model.name)
-        put_router(run, model, blocks, precision, config.eval.window)
+        put_router(run, model, blocks, precision, config.eval.seq_len)
         if not is_causal(model):
             raise UserError("this attention reads the future and cannot generate; use attention=focus")
         windows = evaluation.quality.blocks

@@ -27,7 +27,7 @@ from focus_exp.models.lora import Linear, add_lora, count_router_parameters
 from focus_exp.models.methods import is_trainable
 from focus_exp.models.random import architecture_config
 from focus_exp.storage import replace_file
-from focus_exp.training.regimes import tokens_per_step
+from focus_exp.training.recipes import tokens_per_step
 
 GIB = 2**30
 USABLE = 0.9  # fraction of the GPU's memory for tensors; CUDA context, workspaces and fragmentation take the rest
@@ -119,7 +119,7 @@ def plan_experiments(config: Config) -> None:
             if key not in known:
                 known[key] = plan_run(names[0], replace(each, plan=config.plan))
             item = known[key]
-            runs = len(names) * (1 + len(each.regime.tune.factors))
+            runs = len(names) * (1 + len(each.recipe.tune.factors))
             hours = 0.0 if item.error else runs * item.gpus * item.hours
             row = {"experiment": name, "variants": " ".join(names), "runs": runs, "gpu_hours": hours}
             rows.append({**row, "held": item.held, **asdict(item)})
@@ -165,7 +165,7 @@ def plan_on(name: str, config: Config, sizes: Sizes, strategy: str, gpus: int) -
     4 bytes and AdamW's two moments 8 bytes of a trainable parameter. FSDP shards the base, and what is kept of its
     training, evenly, and gathers embeddings, head and two layers at a time; the router is on every GPU.
     """
-    trainer, trains_base = config.trainer, config.regime.trains("all")
+    trainer, trains_base = config.trainer, config.recipe.trains("all")
     stored = 4.0 if trains_base or trainer.precision == "float32" else 2.0
     linear = QUANTIZED[config.model.quantization] if stored == 2 else stored
     weights = sizes.linear * linear + (sizes.parameters - sizes.linear) * stored
@@ -179,15 +179,15 @@ def plan_on(name: str, config: Config, sizes: Sizes, strategy: str, gpus: int) -
             gradients, optimizer = gradients / gpus, optimizer / gpus
     phases, per_step = [phase for _, phase in phases_of(config)], tokens_per_step(config)
     micro = trainer.batch_size // math.gcd(trainer.batch_size, gpus) if phases else config.eval.batch_size
-    length = config.data.block_size if phases else config.eval.window
+    length = config.data.seq_len if phases else config.eval.seq_len
     tokens = sum(phase.steps for phase in phases) * per_step
     saving = trainer.gradient_checkpointing
     flops = sum(phase.steps * per_step * flops_per_token(sizes, length, phase, saving) for phase in phases)
     peak = GPUS[config.plan.gpu][2 if trainer.precision == "float32" else 1]
-    soft = config.has_router and any(phase.train != "lora" for phase in phases)
+    soft = config.has_router and any(phase.trainable != "lora" for phase in phases)
     activations = activation_bytes(sizes, length, trains_base, soft, saving) if phases else 0.0
     casts = 2.0 * sizes.linear if trains_base and trainer.precision != "float32" else 0.0  # bfloat16, by autocast
-    positions = config.eval.window * config.eval.batch_size
+    positions = config.eval.seq_len * config.eval.batch_size
     return Plan(
         run=name, strategy=strategy, gpus=gpus, parameters=sizes.parameters, trainable=sizes.trainable,
         weights=weights, gradients=gradients, optimizer=optimizer, activations=micro * activations + casts,
@@ -206,8 +206,8 @@ def flops_per_token(sizes: Sizes, length: int, phase: PhaseConfig, checkpointing
     """
     matrices = 2.0 * (sizes.linear + sizes.vocab * sizes.width)
     pairs = 2.0 * sizes.layers * sizes.heads * sizes.head_dim * (length + 1) / 2
-    extra = (phase.aim == "base") + checkpointing
-    return ((3 if phase.train == "all" else 2) + extra) * matrices + (7 + 2 * extra) * pairs
+    extra = (phase.objective == "distill") + checkpointing
+    return ((3 if phase.trainable == "all" else 2) + extra) * matrices + (7 + 2 * extra) * pairs
 
 
 def activation_bytes(sizes: Sizes, length: int, trains_base: bool, soft: bool, checkpointing: bool) -> float:
@@ -231,17 +231,17 @@ def measure(config: Config) -> Sizes:
     architecture = load_architecture(config)
     with torch.device("meta"):
         model: PreTrainedModel = AutoModelForCausalLM.from_config(architecture, dtype=torch.float32)
-    for key, length in (("data.block_size", config.data.block_size), ("eval.window", config.eval.window)):
+    for key, length in (("data.seq_len", config.data.seq_len), ("eval.seq_len", config.eval.seq_len)):
         check_length(model, key, length, config.model.name)
     layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
     linear = sum(m.weight.numel() for layer in layers for m in layer.modules() if isinstance(m, Linear))
     size = sum(p.numel() for layer in layers for p in layer.parameters())
     if config.attention.method != "full":
         attach(model, config.attention.method, **method_options(config.attention))
-    if config.regime.trains("lora"):
-        lora = config.regime.lora
+    if config.recipe.trains("lora"):
+        lora = config.recipe.lora
         add_lora(model, lora, count_router_parameters(model, lora.router_groups, FocusOptions.routing_dim))
-    trained = {phase.train for _, phase in phases_of(config)}
+    trained = {phase.trainable for _, phase in phases_of(config)}
     heads = architecture.num_attention_heads
     return Sizes(
         parameters=sum(p.numel() for p in model.parameters()),
@@ -269,10 +269,13 @@ def load_architecture(config: Config) -> PreTrainedConfig:
 
 def training_key(config: Config) -> Hashable:
     """Return what the needs of a training run depend on, apart from small parts such as groups and ranks."""
-    trainer, phases = config.trainer, [(phase.train, phase.aim, phase.steps) for _, phase in phases_of(config)]
+    trainer, phases = (
+        config.trainer,
+        [(phase.trainable, phase.objective, phase.steps) for _, phase in phases_of(config)],
+    )
     return (
-        config.model.name, config.attention.method, tuple(phases), len(config.regime.tune.factors),
-        config.data.block_size, trainer.batch_size, trainer.accumulate, trainer.precision,
+        config.model.name, config.attention.method, tuple(phases), len(config.recipe.tune.factors),
+        config.data.seq_len, trainer.batch_size, trainer.accumulate, trainer.precision,
     )  # fmt: skip
 
 

@@ -25,9 +25,9 @@ from focus_exp.training.strategies import place, strategy_name
 def headline(config: Config) -> str:
     """One line on what is about to run."""
     run = f"{config.experiment}, {config.variant}" if config.variant else config.experiment
-    what = f"{run}: {config.regime.name} of {config.model.name} with {config.attention.name}"
-    tokens = config.trainer.batch_size * config.trainer.accumulate * config.data.block_size
-    phases = ", then ".join(f"{p.steps} steps of {tokens:,} tokens ({p.train})" for _, p in phases_of(config))
+    what = f"{run}: {config.recipe.name} of {config.model.name} with {config.attention.name}"
+    tokens = config.trainer.batch_size * config.trainer.accumulate * config.data.seq_len
+    phases = ", then ".join(f"{p.steps} steps of {tokens:,} tokens ({p.trainable})" for _, p in phases_of(config))
     return f"{what} on {config.data.name}, seed {config.seed}: {phases or 'no training'}"
 
 
@@ -48,7 +48,7 @@ def load(run: Run, precision: Precision) -> tuple[LoadedModel, Corpus]:
     make_base(config)
     loaded = load_model(
         with_base(config), assets=config.assets, cache=cache, seed=config.seed, dtype=precision.weights,
-        from_scratch=config.regime.from_scratch,
+        from_scratch=config.recipe.from_scratch,
     )  # fmt: skip
     run.describe_model(loaded.provenance, sum(p.numel() for p in loaded.model.parameters()))
     place(loaded.model, config, precision.device)
@@ -66,11 +66,11 @@ def load(run: Run, precision: Precision) -> tuple[LoadedModel, Corpus]:
 def prepare(run: Run, loaded: LoadedModel, corpus: Corpus, precision: Precision) -> tuple[PreTrainedModel, Evaluation]:
     """The frozen base, and what scores it on held-out text; UserError where they do not fit."""
     config, model = run.config, loaded.model
-    check_length(model, "eval.window", config.eval.window, config.model.name)
+    check_length(model, "eval.seq_len", config.eval.seq_len, config.model.name)
     bos = bos_of(loaded.tokenizer)
     held_out = corpus.validation if config.eval.split == "validation" else corpus.test
-    windows = Blocks(held_out, config.eval.window, stride=config.eval.stride, bos=bos, cross_documents=False)
-    for sentence in windows.left_out("eval.window"):
+    windows = Blocks(held_out, config.eval.seq_len, stride=config.eval.stride, bos=bos, cross_documents=False)
+    for sentence in windows.left_out("eval.seq_len"):
         run.warn(sentence)
     check_backend(model, config.attention.backend)
     model.requires_grad_(False)
@@ -84,8 +84,8 @@ def prepare(run: Run, loaded: LoadedModel, corpus: Corpus, precision: Precision)
 
 def training_blocks(config: Config, loaded: LoadedModel, corpus: Corpus) -> Blocks:
     """Cut the training text into blocks; UserError where the model or the text is too short for one."""
-    check_length(loaded.model, "data.block_size", config.data.block_size, config.model.name)
-    return Blocks(corpus.train, config.data.block_size, bos=bos_of(loaded.tokenizer), cross_documents=True)
+    check_length(loaded.model, "data.seq_len", config.data.seq_len, config.model.name)
+    return Blocks(corpus.train, config.data.seq_len, bos=bos_of(loaded.tokenizer), cross_documents=True)
 
 
 def check_length(model: PreTrainedModel, key: str, length: int, name: str) -> None:

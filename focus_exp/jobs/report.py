@@ -22,12 +22,12 @@ def report(config: Config) -> None:
     runs = Path(config.runs_dir)
     if config.report.check:
         records = runs / "records" if (runs / "records").is_dir() else runs
-        if wrong := find_stale(records, config.scale.name):
+        if wrong := find_stale(records, config.budget.name):
             raise UserError("\n  ".join([f"{len(wrong)} published files are stale:", *wrong]))
         print(f"every published table below {records} follows from its measurements")
         return
     folder = Path(config.report.folder or runs / "report")
-    claims = verdict_table(write_report(load_results(runs, config.scale.name), folder))
+    claims = verdict_table(write_report(load_results(runs, config.budget.name), folder))
     table = Table(*claims.columns)
     for row in claims.itertuples(index=False):
         table.add_row(*row)

@@ -1,6 +1,6 @@
 """job=reproduce: run the command of every table in turn, then write the report. Re-run the same command to resume.
 
-Failed tables are named at the end. scale=quick only shows that all of it runs; scale=paper uses the paper's models,
+Failed tables are named at the end. budget=quick only shows that all of it runs; budget=paper uses the paper's models,
 data and steps, from the Hub; reproduce=seeds adds two seeds of tables that have one. reproduce.publish=true copies
 finished runs to runs/records, replacing those they supersede, and writes the report there.
 """
@@ -40,8 +40,10 @@ def reproduce(config: Config) -> None:
 
     UserError at the end, with their names, if tables failed.
     """
-    if config.reproduce.publish and config.scale.name == QUICK:
-        raise UserError(f"reproduce.publish keeps measurements, and scale={QUICK} makes none; leave one of the two out")
+    if config.reproduce.publish and config.budget.name == QUICK:
+        raise UserError(
+            f"reproduce.publish keeps measurements, and budget={QUICK} makes none; leave one of the two out"
+        )
     if config.reproduce.publish and (why := unknown_commit(commit())):
         raise UserError(
             f"reproduce.publish=true keeps records that anybody can repeat, and this code is {why}; commit it"
@@ -55,9 +57,9 @@ def reproduce(config: Config) -> None:
     tables = {name: table for name, table in listed.items() if not only or name in only}
     commands = {name: overrides_of(table, config) for name, table in tables.items()}
     minutes = {name: config.reproduce.minutes.get(name, 1.0) for name in tables if not finished(commands[name])}
-    known = 1.0 if config.scale.name == TIMED else None
+    known = 1.0 if config.budget.name == TIMED else None
     print(
-        f"reproduce {config.reproduce.name} at scale={config.scale.name}: {len(tables)} tables, "
+        f"reproduce {config.reproduce.name} at budget={config.budget.name}: {len(tables)} tables, "
         f"{len(tables) - len(minutes)} finished already" + estimate(minutes, known)
     )
     taken: dict[str, float] = {}
@@ -87,7 +89,7 @@ def reproduce(config: Config) -> None:
 def overrides_of(table: list[str], config: Config) -> list[str]:
     """The table's command line at this scale, in these folders, with the adapters of other tables in their place."""
     shared = [
-        f"scale={config.scale.name}",
+        f"budget={config.budget.name}",
         f"assets={config.assets}",
         f"runs_dir={config.runs_dir}",
         *([f"cache_dir={config.cache_dir}"] if config.cache_dir else []),

@@ -19,7 +19,7 @@ def trains_router(config: Config) -> bool:
 
 
 def put_router(run: Run, model: PreTrainedModel, blocks: Blocks | None, precision: Precision, longest: int) -> bool:
-    """Attach the adapter's router, or train one as regime and method say; whether there is a trained one now."""
+    """Attach the adapter's router, or train one as recipe and method say; whether there is a trained one now."""
     config = run.config
     if config.adapter:
         put_adapter(run, model, precision, longest)

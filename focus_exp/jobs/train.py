@@ -26,7 +26,7 @@ from focus_exp.storage import atomic_write
 from focus_exp.training.exchange import alone, in_turns, is_main
 from focus_exp.training.precision import choose_device, choose_precision
 from focus_exp.training.processes import processes
-from focus_exp.training.regimes import unreached_rates
+from focus_exp.training.recipes import unreached_rates
 from focus_exp.training.strategies import check_strategy, is_sharded
 
 
@@ -39,7 +39,7 @@ def train(config: Config) -> None:
 
 def carry_out(asked: Config, config: Config, tries: list[Try]) -> None:
     """Run what `asked` names with the learning rate of `config`, the best of the `tries`."""
-    precision = choose_precision(config.trainer.precision, config.trainer.accelerator, config.regime.trains("all"))
+    precision = choose_precision(config.trainer.precision, config.trainer.accelerator, config.recipe.trains("all"))
     device = f"{describe(precision)}{describe_processes(config)}"
     with processes(config.trainer, precision.device.type), open_run(asked, device) as run:
         run.config, run.record.config, run.record.tries = config, to_dict(config), tries
@@ -57,7 +57,7 @@ def carry_out(asked: Config, config: Config, tries: list[Try]) -> None:
         with run.training():
             attach_method(model, config, precision)
             fit(run, model, blocks, precision, evaluation.quality)
-            if config.regime.trains("all"):
+            if config.recipe.trains("all"):
                 save_weights(run, model, loaded.tokenizer)
                 # what a run with model.path= of them says it began with
                 run.record.method["weights"] = fingerprint(model)

@@ -7,7 +7,7 @@ from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
-from focus_exp.config import Config, RegimeConfig, TuneConfig, phases_of
+from focus_exp.config import Config, RecipeConfig, TuneConfig, phases_of
 from focus_exp.errors import UserError, first_line
 from focus_exp.jobs.base import share_scores
 from focus_exp.jobs.run import finished_record, run_folder
@@ -23,9 +23,9 @@ def tuned(config: Config, train: Callable[[Config], None]) -> tuple[Config, list
 
     Tries that are finished are read. UserError where none led to a loss.
     """
-    if not (config.regime.tune.factors and any(phase.steps for _, phase in phases_of(config)[-1:])):
+    if not (config.recipe.tune.factors and any(phase.steps for _, phase in phases_of(config)[-1:])):
         return config, []  # nothing is trained
-    trials = [trial(config, factor) for factor in config.regime.tune.factors]
+    trials = [trial(config, factor) for factor in config.recipe.tune.factors]
     tries = []
     for number, each in enumerate(trials):
         rate = last_rate(each)
@@ -35,24 +35,24 @@ def tuned(config: Config, train: Callable[[Config], None]) -> tuple[Config, list
         tries.append(tried(each, rate, train))
     scored = [(one.nll, one.learning_rate) for one in tries if one.nll is not None]
     if not scored:
-        raise UserError(f"no learning rate of regime.tune led to a loss; {tries[0].learning_rate:g}: {tries[0].error}")
-    return replace(config, regime=with_rate(config, min(scored)[1])), tries
+        raise UserError(f"no learning rate of recipe.tune led to a loss; {tries[0].learning_rate:g}: {tries[0].error}")
+    return replace(config, recipe=with_rate(config, min(scored)[1])), tries
 
 
 def trial(config: Config, factor: float) -> Config:
     """The run that tries `factor` of the last phase's learning rate; the same whatever the seed and the experiment."""
-    tune = config.regime.tune
+    tune = config.recipe.tune
     drawn: dict[str, Any] = {"seed": tune.seed} if hasattr(config.attention, "seed") else {}
     attention = replace(config.attention, **drawn)
     top_k = [config.focus.top_k] if config.has_router else []
     evaluation = replace(
-        config.eval, split="validation", max_windows=tune.windows, tasks=[], controls=False, top_k=top_k, pair_rules=[],
-        limit=None, suite_limit=None,
+        config.eval, split="validation", max_sequences=tune.sequences, tasks=[], controls=False, top_k=top_k,
+        pair_rules=[], limit=None, long_range_limit=None,
     )  # fmt: skip
-    regime = with_rate(config, factor * last_rate(config))
-    name = config.variant or config.regime.name
+    recipe = with_rate(config, factor * last_rate(config))
+    name = config.variant or config.recipe.name
     return replace(
-        config, experiment=TRIES, variant=name, regime=regime, eval=evaluation, attention=attention, seed=tune.seed
+        config, experiment=TRIES, variant=name, recipe=recipe, eval=evaluation, attention=attention, seed=tune.seed
     )
 
 
@@ -76,8 +76,8 @@ def last_rate(config: Config) -> float:
     return phases_of(config)[-1][1].learning_rate
 
 
-def with_rate(config: Config, rate: float) -> RegimeConfig:
+def with_rate(config: Config, rate: float) -> RecipeConfig:
     """Whose last phase that runs has this learning rate, so that nothing is left to tune."""
     name, phase = phases_of(config)[-1]
-    phases = {**config.regime.phases, name: replace(phase, learning_rate=rate)}
-    return replace(config.regime, phases=phases, tune=TuneConfig())
+    phases = {**config.recipe.phases, name: replace(phase, learning_rate=rate)}
+    return replace(config.recipe, phases=phases, tune=TuneConfig())

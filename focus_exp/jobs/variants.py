@@ -88,7 +88,7 @@ def compose_checked(config: Config, name: str | None, command_line: list[str]) -
 def compose_overlays(command_line: list[str], overlays: list[str], own: set[str]) -> Config:
     """Compose the command line with overlays. Options of another attention method than the overlays' are left out."""
     chosen = [f"+{GROUP}=[{','.join(overlays)}]"] if overlays else []
-    return compose_shared(command_line, chosen, swaps_method=bool(own & {"attention", "regime"}))
+    return compose_shared(command_line, chosen, swaps_method=bool(own & {"attention", "recipe"}))
 
 
 def compose_shared(command_line: list[str], own: list[str], *, swaps_method: bool = True) -> Config:

@@ -78,7 +78,7 @@ def attach(
     implementations = [(config, config._attn_implementation) for config in configs.values()]
     attachment = Attachment(method, options, wanted, implementations)
     try:
-        if isinstance(budget := options.get("budget"), list):
+        if isinstance(budget := options.get("groups_per_layer"), list):
             check_length(budget, len(modules))
         added = {index: declared.of(layer_shape(model, modules[index], index), **options) for index in wanted}
     except ValueError as error:

@@ -74,7 +74,7 @@ def target_layers(model: PreTrainedModel, targets: list[str]) -> list[Linear]:
         if not names:
             there = ", ".join(sorted({name.rsplit(".", 1)[-1] for name in linear}))
             raise UserError(
-                f"regime.lora.target_modules holds {target}, which is no linear layer of {type(model).__name__}; "
+                f"recipe.lora.target_modules holds {target}, which is no linear layer of {type(model).__name__}; "
                 f"it has {there}"
             )
     return [linear[name] for name in dict.fromkeys(name for names in found.values() for name in names)]

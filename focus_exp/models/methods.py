@@ -275,7 +275,7 @@ def set_budget(model: PreTrainedModel, budget: list[Any]) -> PreTrainedModel:
     attachment, methods, layers = get_attachment(model), attached_methods(model), len(attention_modules(model))
     parts: list[tuple[FocusDual, list[int]]] = []
     try:
-        options = FocusDualOptions.of(**attachment.options | {"budget": budget})
+        options = FocusDualOptions.of(**attachment.options | {"groups_per_layer": budget})
         check_length(budget, layers)
         for method in methods.values():
             if not isinstance(method, FocusDual):
@@ -285,7 +285,7 @@ def set_budget(model: PreTrainedModel, budget: list[Any]) -> PreTrainedModel:
         raise UserError(str(error)) from None
     for method, part in parts:
         method.allot(part)
-    attachment.options["budget"] = options.budget
+    attachment.options["groups_per_layer"] = options.groups_per_layer
     return model
 
 

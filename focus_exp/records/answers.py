@@ -96,13 +96,13 @@ class Phase:
 
 def phases(record: Record) -> Iterator[Phase]:
     """Every phase of every arm that was probed, in order."""
-    trained = record.setting("regime", "phases", {})
+    trained = record.setting("recipe", "phases", {})
     for arm in record.arms:
         probes = by_phase(probe for probe in record.probes if probe.arm == arm.name)
         for name, own in probes.items():
             rows = {row.kind: row for row in record.phases if (row.arm, row.phase) == (arm.name, name)}
             hard = rows.get("hard") or (row_of(record, arm.name) if len(probes) == 1 else None)
-            trains = trained.get(name, {}).get("train", name)
+            trains = trained.get(name, {}).get("trainable", name)
             yield Phase(arm, name, trains, own, rows.get("soft"), hard)
 
 

@@ -64,5 +64,5 @@ def _alike(one: Difference, other: Difference) -> bool:
 
 def scored_by(record: Record) -> Hashable:
     """What arms have to have in common for their losses to be of the same tokens under the same base model."""
-    windows = (record.setting("eval", key) for key in ("window", "stride", "max_windows", "split"))
+    windows = (record.setting("eval", key) for key in ("seq_len", "stride", "max_sequences", "split"))
     return (*windows, *((part.get("used"), part.get("fingerprint")) for part in (record.model, record.data)))

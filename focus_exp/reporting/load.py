@@ -115,19 +115,19 @@ class Results:
 # --- reading ---
 
 
-def load_results(root: Path, scale: str = "") -> Results:
+def load_results(root: Path, budget: str = "") -> Results:
     """Load all runs below `root`. Raises UserError for an unreadable one.
 
-    A run that was copied into records/ counts once. Runs of scale=quick are loaded by themselves or not at all.
+    A run that was copied into records/ counts once. Runs of budget=quick are loaded by themselves or not at all.
     """
     loaded = load_runs(root)
     if loaded.runs.empty:
-        return Results(loaded.runs, pd.DataFrame(columns=list(COLUMNS)).astype(COLUMNS), scale == QUICK)
-    runs = loaded.runs[(loaded.runs.scale == QUICK).fillna(False) == (scale == QUICK)]
+        return Results(loaded.runs, pd.DataFrame(columns=list(COLUMNS)).astype(COLUMNS), budget == QUICK)
+    runs = loaded.runs[(loaded.runs.budget == QUICK).fillna(False) == (budget == QUICK)]
     copies = runs.run.str.contains("(?:^|/)records/")
     runs = runs.assign(copied=~copies).sort_values(["copied", "run"], kind="stable")
     runs = runs.drop_duplicates(["experiment", "config_hash", "started"]).sort_values("started", kind="stable")
-    return replace(build_results(loaded, runs, is_quick=scale == QUICK), root=root)
+    return replace(build_results(loaded, runs, is_quick=budget == QUICK), root=root)
 
 
 def load_run(folder: Path) -> Results:

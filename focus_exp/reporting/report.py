@@ -124,7 +124,7 @@ def setup_line(results: Results) -> str:
         if (runs.is_model_substituted | runs.is_data_substituted).any()
         else ""
     )
-    scale = " scale=quick: no number is meaningful." if results.is_quick else ""
+    scale = " budget=quick: no number is meaningful." if results.is_quick else ""
     return (
         f"{most('model')} on {most('data')}{substitute}; {most('seq_len')}-token windows; {trained}; "
         f"{len(results.runs)} runs, {runs.seed.nunique()} seeds.{scale}"

@@ -78,7 +78,7 @@ def _answers(server: SplitResult, timeout: float) -> bool:
 
 def init_options(config: dict[str, Any]) -> dict[str, Any]:
     """Return group, job type and tags for wandb.init; workspaces filter by them."""
-    parts = (config.get(section) or {} for section in ("model", "attention", "regime", "data", "scale"))
+    parts = (config.get(section) or {} for section in ("model", "attention", "recipe", "data", "budget"))
     variant, tags = config.get("variant"), [part["name"] for part in parts if part.get("name")]
     tags += [f"variant:{variant}"] if variant else []
     job_type = "variant" if variant else config.get("job")

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from focus_exp.config import upgrade_keys
 from focus_exp.results.losses import LOSSES, TEXT, Losses, read_losses
 from focus_exp.results.measurement import (
     MEASUREMENTS,
@@ -43,7 +44,8 @@ def convert_runs(root: Path) -> int:
 
 def convert_run(folder: Path) -> list[Measurement]:
     """Return the measurements of the run in `folder`."""
-    record: Row = parse_record(json.loads((folder / "record.json").read_text(encoding="utf-8")))
+    values = json.loads((folder / "record.json").read_text(encoding="utf-8"))
+    record: Row = parse_record(values | {"config": upgrade_keys(values["config"])})
     losses = read_losses(folder / LOSSES).get(TEXT)
     converted = [
         *(m for row in record["rows"] or () for m in _quality(record, row, losses)),
@@ -106,9 +108,9 @@ def _quality(record: Row, row: Row, losses: Losses | None) -> Iterator[Measureme
         "phase": row["phase"], "causal": None if row["causal"] is not False else False, "error": row["error"],
     }  # fmt: skip
     if row["kind"] not in ("base", "control"):
-        phases = (record["config"]["regime"] or Row())["phases"] or Row()
+        phases = (record["config"]["recipe"] or Row())["phases"] or Row()
         last: Row = next(reversed(phases.values()), Row())
-        described["trainable"] = phases.get(row["phase"], last)["train"] or row["phase"]
+        described["trainable"] = phases.get(row["phase"], last)["trainable"] or row["phase"]
     density = 1.0 if row["kind"] in ("base", "trained") else _complement(row["pairs_removed"])
     common: dict[str, Any] = {"variant": variant, "density": density, "settings": described}
     count, dof = units.get("count"), {**described, "dof": units.get("freedom")}
@@ -315,7 +317,7 @@ def _timings(row: Row, variant: str, prefix: str, described: dict[str, Any]) -> 
 
 
 def _routing(record: Row) -> Iterator[Measurement]:
-    phases = (record["config"]["regime"] or Row())["phases"] or {}
+    phases = (record["config"]["recipe"] or Row())["phases"] or {}
     layers = record["layers"] or []
     for index, sizes in enumerate(record["group_shares"] or []):
         layer = layers[index] if index < len(layers) else index
@@ -328,7 +330,7 @@ def _routing(record: Row) -> Iterator[Measurement]:
         settings = {
             "phase": probe["phase"],
             "step": probe["step"],
-            "trainable": phases.get(probe["phase"], Row())["train"] or probe["phase"],
+            "trainable": phases.get(probe["phase"], Row())["trainable"] or probe["phase"],
         }
         for metric, key, unit in (
             ("dominance", "dominance", "fraction"),

@@ -9,6 +9,7 @@ from typing import Any
 
 import pandas as pd
 
+from focus_exp.config import upgrade_keys
 from focus_exp.errors import UserError
 from focus_exp.results.convert import parse_record, primary_label
 from focus_exp.results.measurement import COLUMNS, MEASUREMENTS, variant_name
@@ -100,7 +101,7 @@ def read_record(folder: Path) -> dict[str, Any]:
         raise UserError(f"{path} must be a readable record ({error}). Remove it and run the job again.") from error
     if not isinstance(record, dict) or "config" not in record:
         raise UserError(f"{path} must be a record with a config. Remove it and run the job again.")
-    return record
+    return record | {"config": upgrade_keys(record["config"] or {})}
 
 
 def describe_run(run: str, record: dict[str, Any]) -> dict[str, Any]:
@@ -119,7 +120,7 @@ def describe_run(run: str, record: dict[str, Any]) -> dict[str, Any]:
         "run": run,
         "experiment": record["experiment"],
         "job": config.get("job"),
-        "variant": config.get("variant") or config.get("arm") or "",
+        "variant": config.get("variant") or "",
         "is_comparison": bool(record.get("arms")),
         "primary_variant": record.get("primary_variant") or _primary_variant(record),
         "status": record["status"],
@@ -132,7 +133,7 @@ def describe_run(run: str, record: dict[str, Any]) -> dict[str, Any]:
         "config_hash": record["config_hash"],
         "setup": _run_setup(record),
         "seed": record.get("seed") if record.get("seed") is not None else config.get("seed"),
-        "scale": (config.get("scale") or {}).get("name"),
+        "budget": (config.get("budget") or {}).get("name"),
         "model_config": (config.get("model") or {}).get("name"),
         "model_requested": model.get("requested"),
         "model_used": model.get("used"),
@@ -161,8 +162,8 @@ def describe_run(run: str, record: dict[str, Any]) -> dict[str, Any]:
         "sinks": attention.get("sinks"),
         "temperature": attention.get("temperature"),
         "gate": attention.get("gate"),
-        "seq_len": (config.get("eval") or {}).get("window"),
-        "recipe": (config.get("regime") or {}).get("name"),
+        "seq_len": (config.get("eval") or {}).get("seq_len"),
+        "recipe": (config.get("recipe") or {}).get("name"),
         "is_causal": method.get("causal", True),
         "trainable_parameters": method.get("trainable_parameters"),
         "lr_trials": len(record.get("tries") or ()),

@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 from pydantic import ConfigDict, TypeAdapter, ValidationError, with_config
 
+from focus_exp.config import upgrade_keys
 from focus_exp.errors import UserError
 from focus_exp.records.benchmarks import BenchmarkRow
 from focus_exp.records.groups import GroupReport
@@ -124,11 +125,12 @@ class Record:
             found = values.get("schema_version") if isinstance(values, dict) else type(values).__name__
             raise UserError(f"{path}: schema version {found}, this code reads {SCHEMA_VERSION}; run the job again")
         try:
-            return replace(_decode(text), path=Path(path))
+            record = _decode(text)
         except ValidationError as error:
             wrong = error.errors()[0]
             place = ".".join(map(str, wrong["loc"]))
             raise UserError(f"{path}: {place}: {wrong['msg']}, found {str(wrong['input'])[:40]!r}") from error
+        return replace(record, path=Path(path), config=upgrade_keys(record.config))
 
 
 @cache

@@ -31,11 +31,11 @@ def run_folder(config: Config) -> Path:
 
     runs/<experiment>/<model>-<data>-<device>/<method>-seed<n>-<config hash>: the model and data that are used (not
     those that they stand in for), cpu or cuda, and the variant, method or recipe. A run that an earlier version
-    left at runs/<experiment>/<model>-<attention>-<regime>/seed<n>-<hash> stays there.
+    left at runs/<experiment>/<model>-<attention>-<recipe>/seed<n>-<hash> stays there.
     """
     root, digest = Path(config.runs_dir), config_hash(config)
-    regime = config.regime.name if config.job == "train" else config.job
-    former = config.variant or f"{config.model.name}-{config.attention.name}-{regime}"
+    recipe = config.recipe.name if config.job == "train" else config.job
+    former = config.variant or f"{config.model.name}-{config.attention.name}-{recipe}"
     for name in (f"seed{config.seed}-{digest}", f"seed={config.seed}-{digest}"):
         if (earlier := root / config.experiment / former / name).exists():
             return earlier
@@ -50,14 +50,14 @@ def name_experiment(experiment: str) -> str:
 
 def name_method(config: Config) -> str:
     """Return the variant, or the attention (the recipe where attention stays full), with the job unless it trains."""
-    method = config.regime.name if config.attention.method == "full" else config.attention.name
+    method = config.recipe.name if config.attention.method == "full" else config.attention.name
     return config.variant or (method if config.job == "train" else f"{method}-{config.job}")
 
 
 def name_model(config: Config) -> str:
     """Return the name of the model that runs: `smollm2_135m_q4` where the embedded one stands in for another."""
     model = config.model
-    if config.regime.from_scratch or model.trained_by or not (model.path or model.hub_id):
+    if config.recipe.from_scratch or model.base_run or not (model.path or model.hub_id):
         return to_slug(model.name)
     if model.path:
         return to_slug(_own_name(Path(model.path)))
@@ -111,10 +111,10 @@ def earlier_record(config: Config) -> Record | None:
     record = Record.load(path) if path.exists() else None
     if record is None:
         return None
-    phases = list(config.regime.phases)
-    if (then := list(record.setting("regime", "phases") or phases)) != phases:  # a name tells all but their order
+    phases = list(config.recipe.phases)
+    if (then := list(record.setting("recipe", "phases") or phases)) != phases:  # a name tells all but their order
         raise UserError(
-            f"{path.parent} holds a run of other regime.phases, {', then '.join(then)} (now {', then '.join(phases)}); "
+            f"{path.parent} holds a run of other recipe.phases, {', then '.join(then)} (now {', then '.join(phases)}); "
             "overwrite=true makes it anew, another runs_dir leaves it alone"
         )
     # a tuned run has another rate, a comparison what its arms share; they are looked at one by one

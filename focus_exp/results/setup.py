@@ -13,7 +13,7 @@ from focus_exp.config_hash import decides, leaves
 # text, whose fingerprints tell, were read from
 FREE: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(("experiment", "seed", "assets", "arms", "against", "variants", "references", "bench"), ()),
-    "model": ("name", "hub_id", "revision", "path", "trained_by"),
+    "model": ("name", "hub_id", "revision", "path", "base_run"),
     "data": (
         *("name", "source", "hub_id", "subset", "revision", "text_column", "files"),
         *("max_train_tokens", "max_test_tokens", "workers"),
@@ -21,7 +21,7 @@ FREE: dict[str, tuple[str, ...]] = {
     "attention": ("name", "backend"),
     "eval": (
         *("name", "bootstrap_samples", "batch_size", "request_batch_size", "controls", "top_k", "pair_rules"),
-        *("adapters", "tasks", "limit", "suite_limit"),
+        *("adapters", "tasks", "limit", "long_range_limit"),
     ),
     "trainer": ("accelerator", "precision", "gradient_checkpointing"),
     "analyze": ("others",),

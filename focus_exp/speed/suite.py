@@ -93,7 +93,7 @@ class Suite:
         ]
         if not self.trained:
             if steps or prefills or decodes:
-                print("no trained router: the whole model is not timed; give adapter= or a regime that trains one")
+                print("no trained router: the whole model is not timed; give adapter= or a recipe that trains one")
             return layer
         return [
             *layer,
@@ -209,7 +209,7 @@ class Suite:
         """
         if self.scores is not None:
             return self.scores
-        count = max(1, min(self.settings.routed_tokens // self.held_out.block_size, len(self.held_out)))
+        count = max(1, min(self.settings.routed_tokens // self.held_out.seq_len, len(self.held_out)))
         found: dict[int, list[Tensor]] = {}
 
         def observe(layer: int, method: AttentionMethod, selection: Selection, sequence: Sequence) -> None:
@@ -232,7 +232,7 @@ class Suite:
 
     def text(self, length: int) -> Tensor:
         """`[1, length]` held-out tokens."""
-        windows = [self.held_out[i]["input_ids"] for i in range(-(-length // self.held_out.block_size))]
+        windows = [self.held_out[i]["input_ids"] for i in range(-(-length // self.held_out.seq_len))]
         return torch.cat(windows)[None, :length].to(self.precision.device)
 
 

@@ -32,7 +32,7 @@ from focus_exp.training.precision import Precision
 BY_PROMISE = ("query", "pair")  # of `counts`, those that need thresholds
 CURVES = "curves-2"  # of a fit that is kept; raise the number when the same encoders give others
 # what the fit does not depend on
-NOT_FITTED = ("name", "method", "backend", "top_k", "counts", "budget", "pairs", "gate_steepness")
+NOT_FITTED = ("name", "method", "backend", "top_k", "counts", "groups_per_layer", "density", "gate_steepness")
 
 
 class Fitted(NamedTuple):
@@ -50,8 +50,11 @@ def duals_of(model: PreTrainedModel) -> dict[int, FocusDual]:
 def fit_dual(
     model: PreTrainedModel, blocks: list[Tensor], options: DualConfig, precision: Precision, cache: Path, seed: int
 ) -> Fitted:
-    """Fit the encoders of every layer to `blocks`, each `[T]` token ids, the last `fit_held_out` of which only measure
-    and decide the budget."""
+    """Fit the encoders of every layer and set the budget.
+
+    Args:
+        blocks: token ids, each (T,); the last `validation_sequences` only measure the fit and decide the budget.
+    """
     methods = duals_of(model)
     if not methods:
         return Fitted([], 0.0)
@@ -60,8 +63,8 @@ def fit_dual(
         found = fit_all(model, methods, blocks, options, precision, folder, seed)
         seconds = seconds_in(folder / SECONDS, folder / f"{SECONDS}-{CURVES}-{options.counts}")
     reads = [method.reach for method in methods.values()]
-    if options.pairs is not None:
-        reads = allot(list(found.values()), options.pairs)
+    if options.density is not None:
+        reads = allot(list(found.values()), options.density)
         set_budget(model, [dict(zip(methods, reads, strict=True))[layer] for layer in sorted(methods)])
     rows = [row(layer, curve, part) for (layer, curve), part in zip(found.items(), reads, strict=True)]
     return Fitted(rows, seconds)
@@ -77,7 +80,7 @@ def fit_all(
     seed: int,
 ) -> dict[int, Curves]:
     """Leave `methods` fitted; what they keep of the blocks held out."""
-    shown, held_out = blocks[: -options.fit_held_out], blocks[-options.fit_held_out :]
+    shown, held_out = blocks[: -options.validation_sequences], blocks[-options.validation_sequences :]
 
     def fit(method: FocusDual, texts: list[Observed], generator: torch.Generator) -> dict[str, Tensor]:
         fit_encoders(method, texts, options.fit_steps, generator)

@@ -25,16 +25,16 @@ RATE = 0.005
 def fit_indexers(
     model: PreTrainedModel, blocks: list[Tensor], options: FitOptions, precision: Precision, cache: Path, seed: int
 ) -> float:
-    """Fit the indexers of all layers to `blocks`, each `[T]` token ids, the last `fit_held_out` of which only
+    """Fit the indexers of all layers to `blocks`, each `[T]` token ids, the last `validation_sequences` of which only
     measure; the seconds that it took, in whichever runs it was made."""
     methods = {layer: m for layer, m in attached_methods(model).items() if isinstance(m, TokenIndexer)}
     shapes = {layer: [method.window, method.sinks, *method.key_projection.shape] for layer, method in methods.items()}
 
     def fit(method: TokenIndexer, texts: list[Observed], generator: torch.Generator) -> dict[str, Tensor]:
-        fit_indexer(method, texts[: -options.fit_held_out], options.fit_steps, generator)
-        return method.state_dict() | {"measured": measured(method, texts[-options.fit_held_out :])}
+        fit_indexer(method, texts[: -options.validation_sequences], options.fit_steps, generator)
+        return method.state_dict() | {"measured": measured(method, texts[-options.validation_sequences :])}
 
-    decide = shapes, [options.fit_held_out, options.fit_steps, seed]
+    decide = shapes, [options.validation_sequences, options.fit_steps, seed]
     with kept_fit(cache, model, blocks, precision, ["indexer"], *decide) as folder:
         found = fit_layers(model, methods, blocks, precision, folder, seed, fit)
         seconds = seconds_in(folder / SECONDS)

@@ -20,7 +20,7 @@ from focus_exp.training.strategies import average_gradients, global_norm, is_sha
 
 
 class LanguageModelTask(pl.LightningModule):
-    """Next-token prediction with the parameters that `phase.train` names; the others are frozen.
+    """Next-token prediction with the parameters that `phase.trainable` names; the others are frozen.
 
     Checkpoints hold the trainable part and what is attached, the optimiser and the random states. Losses are means over
     all processes, so that a loss or gradient that is not finite stops all of them at the same step.
@@ -31,9 +31,9 @@ class LanguageModelTask(pl.LightningModule):
         self.model = model
         self.phase = phase
         self.name = name
-        self.trainable_names = freeze(model, phase.train)
+        self.trainable_names = freeze(model, phase.trainable)
         if not self.trainable_names:
-            raise UserError(f"regime phase {name} trains the {phase.train}, but the model has no such parameters")
+            raise UserError(f"recipe phase {name} trains the {phase.trainable}, but the model has no such parameters")
         self._random_state: dict[str, Tensor] | None = None
         # a checkpoint holds the trained part alone; on_load_checkpoint checks that it holds all of that
         self.strict_loading = False
@@ -55,11 +55,10 @@ class LanguageModelTask(pl.LightningModule):
         return loss + torch.stack(auxiliary).sum() if auxiliary else loss
 
     def loss(self, tokens: Tensor) -> Tensor:
-        """Mean next-token loss of `tokens` `[B, T]`, or divergence from the base's own predictions, as the phase aims
-        at [nats per token]."""
+        """Return the objective for `tokens` (B, T): next-token loss or divergence from the base [nats per token]."""
         logits = self.model(input_ids=tokens, use_cache=False).logits
         predicted = logits[:, :-1].flatten(0, 1).float()
-        if self.phase.aim != "base":
+        if self.phase.objective != "distill":
             return F.cross_entropy(predicted, tokens[:, 1:].flatten())
         loss = F.kl_div(predicted.log_softmax(-1), self.base_predictions(tokens), log_target=True, reduction="none")
         return loss.sum(-1).mean()
@@ -107,13 +106,13 @@ class LanguageModelTask(pl.LightningModule):
 
         A trained base is too large to copy at every step: its last good state is the last checkpoint.
         """
-        if self.phase.train != "all":
+        if self.phase.trainable != "all":
             state = self.model.state_dict()
             self.last_good = {name: state[name].clone() for name in state if self.changes(name)}
 
     def changes(self, name: str) -> bool:
         """Whether a step may change what is called `name`; methods move buffers of their own, whatever is trained."""
-        return is_trainable(name, self.phase.train) or is_trainable(name, "router")
+        return is_trainable(name, self.phase.trainable) or is_trainable(name, "router")
 
     def trainable_parameters(self) -> list[torch.nn.Parameter]:
         return [p for p in self.model.parameters() if p.requires_grad]

@@ -32,7 +32,7 @@ DEAD = 0.01  # share of the tokens below which a group is dead
 
 def probe_tokens(blocks: Blocks) -> Tensor:
     """`[B, T]` token ids spread over `blocks`, at most TOKENS in all."""
-    count = max(1, min(len(blocks), TOKENS // blocks.block_size))
+    count = max(1, min(len(blocks), TOKENS // blocks.seq_len))
     chosen = np.linspace(0, len(blocks) - 1, count).round()
     return torch.stack([blocks[int(index)]["input_ids"][:TOKENS] for index in chosen])
 

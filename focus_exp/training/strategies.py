@@ -60,23 +60,23 @@ def check_strategy(config: Config, device: torch.device) -> None:
             f"attention.balance_loss={config.focus.balance_loss} is of a whole batch, of which each of {count} "
             "processes would see a part; use trainer.devices=1"
         )
-    if isinstance(config.attention, FitOptions) and config.attention.fit_blocks and chosen == "fsdp":
+    if isinstance(config.attention, FitOptions) and config.attention.calibration_sequences and chosen == "fsdp":
         raise UserError(
             f"attention={config.attention.name} is fitted by a whole model, which trainer.strategy=fsdp has sharded; "
-            "use trainer.strategy=ddp, or attention.fit_blocks=0 with the adapter of a run that fitted it"
+            "use trainer.strategy=ddp, or attention.calibration_sequences=0 with the adapter of a run that fitted it"
         )
-    if config.regime.lora.dora and config.regime.trains("lora") and chosen == "fsdp":
+    if config.recipe.lora.dora and config.recipe.trains("lora") and chosen == "fsdp":
         raise UserError(
-            "regime.lora.dora=true starts from the lengths of whole weights, which trainer.strategy=fsdp has sharded; "
-            "use trainer.strategy=ddp, or regime=lora"
+            "recipe.lora.dora=true starts from the lengths of whole weights, which trainer.strategy=fsdp has sharded; "
+            "use trainer.strategy=ddp, or recipe=lora"
         )
     if config.model.quantization == "none":
         return
     key = f"model.quantization={config.model.quantization}"
     if device.type != "cuda":
         raise UserError(f"{key} needs a CUDA GPU; use model.quantization=none, or trainer.accelerator=gpu on one")
-    if config.regime.trains("all"):
-        raise UserError(f"{key} is for a frozen base, but regime={config.regime.name} trains it; use none, or retrofit")
+    if config.recipe.trains("all"):
+        raise UserError(f"{key} is for a frozen base, but recipe={config.recipe.name} trains it; use none, or retrofit")
     if chosen == "fsdp":
         raise UserError(f"{key} cannot be sharded; use trainer.strategy=ddp or single, or model.quantization=none")
 

@@ -108,16 +108,16 @@ def losses_of(folder: Path) -> dict[str, list[float]]:
 def compute_losses(folder: Path) -> dict[str, Any]:
     """Losses of a retrofit, a LoRA, a comparison, and of a run that is killed and resumed."""
     computed = {}
-    lora = ["attention=full", "regime=lora", "regime.steps=2"]
+    lora = ["attention=full", "recipe=lora", "recipe.steps=2"]
     for name, overrides in {
         "retrofit": [router_steps(2)],
         "lora": lora,
-        "focus_dual": ["attention=focus_dual", "attention.fit_blocks=3", "attention.fit_held_out=1",
-                       "attention.fit_steps=4", "attention.top_k=1", "regime=none"],
+        "focus_dual": ["attention=focus_dual", "attention.calibration_sequences=3", "attention.validation_sequences=1",
+                       "attention.fit_steps=4", "attention.top_k=1", "recipe=none"],
     }.items():  # fmt: skip
         execute(folder, name, *overrides)
         computed[name] = losses_of(only_run(folder / name))
-    arms = {"focus": ["regime.steps=2"], "lora": lora, "window": ["attention=window", "regime=none"]}
+    arms = {"focus": ["recipe.steps=2"], "lora": lora, "window": ["attention=window", "recipe=none"]}
     execute(folder, "compare", "job=compare", *write_variants(folder / "conf", arms))
     for path in sorted((folder / "compare").rglob("record.json")):
         if arm := Record.load(path).config["variant"]:

@@ -18,7 +18,7 @@ from focus_exp.attention.selection import Selection
 class SparQOptions(Options):
     components: int | None = option(None, least=1)
     tokens_kept: int | None = option(32, least=1)
-    share: float = option(0.125, least=0, most=1)
+    density: float = option(0.125, least=0, most=1)
     recent_tokens: int = option(8, least=1, most="tokens_kept")
     reallocate: bool = option(False)
 
@@ -42,7 +42,8 @@ class SparQ(TopTokens, name="sparq", options=SparQOptions):
     def __init__(self, shape: LayerShape, options: SparQOptions) -> None:
         distant = None if options.tokens_kept is None else options.tokens_kept - options.recent_tokens
         super().__init__(
-            shape, TopTokensOptions(window=options.recent_tokens - 1, sinks=0, share=options.share, tokens_kept=distant)
+            shape,
+            TopTokensOptions(window=options.recent_tokens - 1, sinks=0, density=options.density, tokens_kept=distant),
         )
         self.components = options.components or shape.head_dim // 2
         self.reallocate = options.reallocate

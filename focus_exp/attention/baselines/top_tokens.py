@@ -17,7 +17,7 @@ from focus_exp.attention.selection import PairCounts, Selection, Sequence, alway
 
 @dataclass
 class TopTokensOptions(NearOptions):
-    share: float = option(0.125, least=0, most=1)
+    density: float = option(0.125, least=0, most=1)
     tokens_kept: int | None = option(None, least=0)
 
 
@@ -28,7 +28,7 @@ class TopTokens(AttentionMethod):
 
     def __init__(self, shape: LayerShape, options: TopTokensOptions) -> None:
         super().__init__(shape, options.window, options.sinks)
-        self.share = options.share
+        self.density = options.density
         self.distant_kept = options.tokens_kept
 
     @abstractmethod
@@ -69,7 +69,7 @@ class TopTokens(AttentionMethod):
 
     def number(self, distant: Tensor) -> Tensor:
         """How many tokens a query keeps that has so many `distant` ones before it."""
-        return (distant * self.share).long() if self.distant_kept is None else distant.clamp(max=self.distant_kept)
+        return (distant * self.density).long() if self.distant_kept is None else distant.clamp(max=self.distant_kept)
 
     @torch.no_grad()
     def count_pairs(self, selection: Selection, sequence: Sequence) -> PairCounts:

@@ -85,13 +85,13 @@ def unreached_rates(config: Config) -> Iterator[str]:
         if 0 < phase.steps <= phase.warmup_steps:
             highest = phase.learning_rate * learning_rate_scale(phase.steps - 1, phase)
             yield (
-                f"regime.phases.{name} has warmup_steps={phase.warmup_steps} and ends after {phase.steps}: the "
+                f"recipe.phases.{name} has warmup_steps={phase.warmup_steps} and ends after {phase.steps}: the "
                 f"learning rate comes to {highest:.3g}, not to {phase.learning_rate:g}"
             )
 
 
 def tokens_per_step(config: Config) -> int:
-    return config.trainer.batch_size * config.trainer.accumulate * config.data.block_size
+    return config.trainer.batch_size * config.trainer.accumulate * config.data.seq_len
 
 
 def train_phase(
@@ -183,9 +183,13 @@ def probes(
 
 def set_training_mode(model: PreTrainedModel, phase: PhaseConfig) -> None:
     """Routers balance every batch while they are trained; a frozen base keeps its dropout off."""
-    model.train(phase.train == "all")
+    model.train(phase.trainable == "all")
     for module in model.modules():
-        if phase.train != "all" and isinstance(module, GradientCheckpointingLayer) and module.gradient_checkpointing:
+        if (
+            phase.trainable != "all"
+            and isinstance(module, GradientCheckpointingLayer)
+            and module.gradient_checkpointing
+        ):
             checkpoint_frozen(module)
     for method in attached_methods(model).values():
         method.train()
