@@ -20,7 +20,7 @@ from torch import Tensor
 
 from focus_exp.attention.method import AttentionMethod
 from focus_exp.attention.parts import pairs_computed
-from focus_exp.attention.selection import Selection, Sequence, count_pairs, select
+from focus_exp.attention.selection import AttentionArgs, Selection, Sequence, count_pairs, select
 from focus_exp.speed.decode import STEPS, Decoding, dynamic_steps, static_steps
 from focus_exp.speed.layer import Layer
 from focus_exp.speed.workload import Shape, Tensors, balanced, layer_method
@@ -89,7 +89,7 @@ def layer_work(
     def work() -> Tensor:
         for _ in range(routings):
             method.route(tensors.hidden, sequence)
-        return method.attend(tensors.q, tensors.k, tensors.v, selection, sequence, scaling=SHAPE.head_dim**-0.5)
+        return method.attend(tensors.q, tensors.k, tensors.v, selection, sequence, AttentionArgs(SHAPE.head_dim**-0.5))
 
     return work
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from focus_exp.attention.kernels import KERNELS, Demand
 from focus_exp.attention.reference import reference_attention
-from focus_exp.attention.selection import Sequence, select
+from focus_exp.attention.selection import AttentionArgs, Sequence, select
 from focus_exp.attention.sparse import sparse_attention
 
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 2e-3}  # of a tensor's norm
@@ -51,14 +51,11 @@ class Case:
         leaves = [(x.double() if exact else x).to(device).requires_grad_() for x in leaves]
         moved = {name: x.to(device) for name, x in vars(sequence).items() if isinstance(x, Tensor)}
         selection, sequence = select(leaves[3], self.top_k, self.rule), replace(sequence, **moved)
-        options = {
-            "window": 37, "sinks": 3, "scaling": self.size**-0.5, "surrogate": 5.0, "softcap": self.softcap,
-            "sink_logits": leaves[4],
-        }  # fmt: skip
+        args = AttentionArgs(self.size**-0.5, self.softcap, sink_logits=leaves[4], window=37, sinks=3, ste_slope=5.0)
         if exact:
-            out = reference_attention(*leaves[:3], selection, sequence, **options)
+            out = reference_attention(*leaves[:3], selection, sequence, args)
         else:
-            out = sparse_attention(*leaves[:3], selection, sequence, KERNELS[self.kernel], **options)
+            out = sparse_attention(*leaves[:3], selection, sequence, args, KERNELS[self.kernel])
         if sequence.valid is not None:
             out = out * sequence.valid[:, None, :, None]
         weights = torch.randn(out.shape, generator=torch.Generator().manual_seed(0)).to(device, out.dtype)

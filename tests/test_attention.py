@@ -19,6 +19,7 @@ from focus_exp.attention.method import LayerShape
 from focus_exp.attention.reference import reference_attention
 from focus_exp.attention.routing import Router, balance_potential, sinkhorn
 from focus_exp.attention.selection import (
+    AttentionArgs,
     PairCounts,
     Selection,
     Sequence,
@@ -40,13 +41,13 @@ class Case:
     tensors: list[Tensor]
     memberships: Selection | None
     sequence: Sequence
-    options: dict[str, Any]
+    args: AttentionArgs
     block: int
 
     def attend(self, attention: Any, tensors: list[Tensor], **more: Any) -> Tensor:
         q, k, v, g = tensors
         selection = Selection(g) if self.memberships is None else self.memberships
-        return attention(q, k, v, selection, self.sequence, **self.options, **more)
+        return attention(q, k, v, selection, self.sequence, self.args, **more)
 
     def run(self, attention: Any, dtype: torch.dtype, **more: Any) -> list[Tensor]:
         """The output and the gradients of q, k, v and, where the gate is soft, of the assignment."""
@@ -68,17 +69,17 @@ def cases(draw: st.DrawFn) -> Case:
     rule = draw(st.sampled_from(["soft", "query_topk", "share", "none"]))
     top_k = draw(st.integers(1, groups))
     memberships = {"soft": None, "none": Selection()}.get(rule, select(g, top_k, rule))
-    options = dict(
+    args = AttentionArgs(
         window=draw(st.integers(0, 12)),
         sinks=draw(st.integers(0, 5)),
         scaling=size**-0.5,
         softcap=draw(st.sampled_from([None, 2.0])),
-        gate_kind=draw(st.sampled_from(["log", "multiplicative"])),
+        gate=draw(st.sampled_from(["log", "multiplicative"])),
         gate_steepness=draw(st.sampled_from([1.0, 10.0])),
         gate_threshold=draw(st.sampled_from([0.0, 0.5])),
     )
     sequence = random_sequence(draw(st.sampled_from(["plain", "left", "right", "packed"])), batch, length)
-    return Case([q, k, v, g], memberships, sequence, options, block=draw(st.sampled_from([1, 4, 7, 64])))
+    return Case([q, k, v, g], memberships, sequence, args, block=draw(st.sampled_from([1, 4, 7, 64])))
 
 
 @pytest.mark.parametrize(
@@ -104,11 +105,11 @@ def distances_to_hard(gate_kind: str, threshold: float, one_hot: Tensor) -> list
     """How far soft attention is from the hard mask as the gate gets steeper."""
     torch.manual_seed(0)
     q, k, v = torch.randn(3, 1, 2, 33, 8, dtype=torch.float64).unbind()
-    common = dict(sequence=Sequence.plain(1, 33), window=3, sinks=1, scaling=1.0)
-    hard = blocked_attention(q, k, v, select(one_hot, 1, "share"), **common)
-    gate = dict(gate_kind=gate_kind, gate_threshold=threshold)
+    sequence = Sequence.plain(1, 33)
+    args = AttentionArgs(1.0, window=3, sinks=1, gate=gate_kind, gate_threshold=threshold)
+    hard = blocked_attention(q, k, v, select(one_hot, 1, "share"), sequence, args)
     soft = [
-        blocked_attention(q, k, v, Selection(one_hot), gate_steepness=steepness, **gate, **common)
+        blocked_attention(q, k, v, Selection(one_hot), sequence, replace(args, gate_steepness=steepness))
         for steepness in (1.0, 10.0, 100.0, 1000.0)
     ]
     return [float((out - hard).abs().max()) for out in soft]
@@ -159,7 +160,7 @@ def test_share_keeps_every_pair_once_2k_exceeds_K(seed, groups, data):
 @given(case=cases(), block=st.sampled_from([1, 5, 512]))
 @settings(max_examples=60)
 def test_pair_counts_are_those_of_counting_one_by_one(case, block):
-    sequence, window, sinks = case.sequence, case.options["window"], case.options["sinks"]
+    sequence, window, sinks = case.sequence, case.args.window, case.args.sinks
     batch, length = sequence.start.shape
     seen = permitted(sequence, slice(0, length), length).expand(batch, length, length)
     groups = case.memberships
@@ -198,8 +199,9 @@ def test_hard_groups_are_trained_by_the_slope_of_a_gate_that_is_half_open():
     method, affinity = Focus.of(SHAPE, gate_steepness=6.0), torch.zeros(1, requires_grad=True)
     logsigmoid(method.gate_steepness * affinity).backward()
     assignment = torch.full((1, 3, 2), 0.5)
-    assert method.surrogate(Selection(assignment.clone().requires_grad_())) == affinity.grad.item()
-    assert method.surrogate(Selection(assignment)) is None
+    hard = select(assignment.clone().requires_grad_(), 1, "share")
+    assert method.complete_args(AttentionArgs(1.0), hard).ste_slope == affinity.grad.item()
+    assert method.complete_args(AttentionArgs(1.0), select(assignment, 1, "share")).ste_slope is None
 
 
 @pytest.mark.parametrize("pair_rule", ["share", "query_topk"])

@@ -29,7 +29,7 @@ from focus_exp.attention.baselines.top_tokens import BestTokens, TokenIndexer, T
 from focus_exp.attention.baselines.window import WindowOnly
 from focus_exp.attention.method import AttentionMethod, LayerShape
 from focus_exp.attention.registry import METHODS, build
-from focus_exp.attention.selection import PairCounts, Selection, Sequence
+from focus_exp.attention.selection import AttentionArgs, PairCounts, Selection, Sequence
 from focus_exp.checks import parse
 from focus_exp.config import AttentionConfig, register_schemas
 from focus_exp.config_attention import method_options
@@ -237,7 +237,7 @@ class Case:
     def run(self, method: AttentionMethod, tensors: list[Tensor]) -> tuple[Tensor, PairCounts]:
         with seq_len(self.block):
             selection = method.route(self.h, self.sequence)
-            out = method.attend(*tensors, selection, self.sequence, scaling=self.scaling, softcap=self.softcap)
+            out = method.attend(*tensors, selection, self.sequence, AttentionArgs(self.scaling, self.softcap))
         return out, method.count_pairs(selection, self.sequence)
 
     def formula(self, method: AttentionMethod, tensors: list[Tensor]) -> tuple[Tensor, int, int]:
@@ -390,7 +390,7 @@ def attended(method: AttentionMethod, tensors: list[Tensor], h: Tensor | None = 
     sequence = Sequence.plain(1, length)
     h = torch.zeros(1, length, WIDTH, dtype=torch.float64) if h is None else h
     scaling = tensors[0].shape[-1] ** -0.5
-    return method.attend(*tensors, method.route(h, sequence), sequence, scaling=scaling)
+    return method.attend(*tensors, method.route(h, sequence), sequence, AttentionArgs(scaling))
 
 
 def full(tensors: list[Tensor]) -> Tensor:
@@ -499,7 +499,7 @@ def test_performer_is_finite_where_exponentials_are_not(dtype, scale):
 
 def test_performer_refuses_a_softcap():
     with pytest.raises(ValueError, match="softcap=50"):
-        Performer.of(shape()).attend(*problem(5), Selection(), Sequence.plain(1, 5), scaling=1.0, softcap=50.0)
+        Performer.of(shape()).attend(*problem(5), Selection(), Sequence.plain(1, 5), AttentionArgs(1.0, softcap=50.0))
 
 
 def test_performers_two_paths_are_one_function():
@@ -507,7 +507,7 @@ def test_performers_two_paths_are_one_function():
     mask = torch.ones(300, 300, dtype=torch.bool).tril()[None, None]
     method, outputs = Performer.of(shape(), features=40), []
     for where, path in ((sequence, "prefix sums"), (Sequence(sequence.start, allowed=mask), "masked")):
-        outputs.append(method.attend(*tensors, Selection(), where, scaling=0.25))
+        outputs.append(method.attend(*tensors, Selection(), where, AttentionArgs(0.25)))
         assert method.path == path
     torch.testing.assert_close(*outputs)
 
@@ -596,7 +596,8 @@ def test_a_method_without_a_place_for_learned_sinks_says_so_by_its_name(name):
     q, k, v = problem(8)
     sequence = Sequence.plain(1, 8)
     with pytest.raises(ValueError, match=f"^{name} has no place for the base model's learned attention sinks"):
-        build(name, shape()).attend(q, k, v, Selection(), sequence, scaling=1.0, sink_logits=torch.zeros(q.shape[1]))
+        args = AttentionArgs(1.0, sink_logits=torch.zeros(q.shape[1]))
+        build(name, shape()).attend(q, k, v, Selection(), sequence, args)
 
 
 @pytest.mark.parametrize("mean", [False, True])

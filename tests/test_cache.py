@@ -21,7 +21,7 @@ from focus_exp.assets import cache_root
 from focus_exp.attention import one_token
 from focus_exp.attention.cached import GroupedCache
 from focus_exp.attention.reference import reference_attention
-from focus_exp.attention.selection import Sequence, always_visible, causal, same_group, select
+from focus_exp.attention.selection import AttentionArgs, Sequence, always_visible, causal, same_group, select
 from focus_exp.attention.stores import LEAST, Pool
 from focus_exp.config import ModelConfig
 from focus_exp.errors import UserError
@@ -134,7 +134,7 @@ def test_steps_of_any_groups_are_the_oracle(data, sizes):
     window, sinks = data.draw(st.integers(0, 7)), data.draw(st.integers(0, 3))
     sink_logits = torch.randn(heads * share) if data.draw(st.booleans()) else None
     softcap = data.draw(st.sampled_from([None, 2.0]))
-    options = {"scaling": 0.4, "softcap": softcap, "sink_logits": sink_logits}
+    args = AttentionArgs(0.4, softcap, sink_logits=sink_logits, window=window, sinks=sinks)
     chosen = torch.randint(batch, (batch,)) if data.draw(st.booleans()) else torch.arange(batch)
     copied = data.draw(st.sampled_from([0, 3, one_token.COPIED]))
     cache, begin, found = GroupedCache(window, sinks), 0, []
@@ -149,13 +149,13 @@ def test_steps_of_any_groups_are_the_oracle(data, sizes):
                               for name, x in vars(selection).items() if isinstance(x, torch.Tensor)},
             )  # fmt: skip
             if begin:
-                found.append(cache.attend(q[:, :, new], k[:, :, new], v[:, :, new], selected, some, **options))
+                found.append(cache.attend(q[:, :, new], k[:, :, new], v[:, :, new], selected, some, args))
             cache.append(k[:, :, new], v[:, :, new], selected, some)
             begin += size
             if begin == sizes[0]:
                 cache.choose(chosen)  # as beams do; what follows goes on from the chosen rows
                 q, k, v, selection, sequence = rows_chosen(chosen, sizes[0], q, k, v, selection, sequence)
-    exact = reference_attention(q, k, v, selection, sequence, window=window, sinks=sinks, **options)[:, :, sizes[0] :]
+    exact = reference_attention(q, k, v, selection, sequence, args)[:, :, sizes[0] :]
     found = torch.cat(found, 2)
     if sequence.valid is not None:
         found, exact = (x * sequence.valid[:, None, sizes[0] :, None] for x in (found, exact))

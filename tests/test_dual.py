@@ -1,6 +1,7 @@
 """Focus with two encoders: its rule against the oracle, heads with groups of their own, budgets, and training."""
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -18,7 +19,7 @@ from focus_exp import UserError, attach, detach, freeze, load_adapter, save_adap
 from focus_exp.attention.dual import UNSET, FocusDual
 from focus_exp.attention.method import LayerShape
 from focus_exp.attention.reference import reference_attention
-from focus_exp.attention.selection import Selection, Sequence, always_visible, permitted
+from focus_exp.attention.selection import AttentionArgs, Selection, Sequence, always_visible, permitted
 from focus_exp.models.methods import attached_methods, observe_selections, set_budget
 from focus_exp.results.record import Record
 from focus_exp.speed.layer import Layer
@@ -108,7 +109,7 @@ def test_a_key_is_in_its_first_group_and_a_query_reads_its_first_k_or_what_promi
     near = always_visible(sequence, every, length, method.window, method.sinks)
     with torch.no_grad():
         selection = method.route(h, sequence)
-        out = method.attend(q, k, v, selection, sequence, scaling=0.3)
+        out = method.attend(q, k, v, selection, sequence, AttentionArgs(0.3))
     kept = [kept_by_hand(method, h, sequence, head) for head in range(method.heads)]
     for head in range(q.shape[1]):
         mask = seen & (near | kept[head // share])
@@ -144,13 +145,12 @@ def test_both_paths_are_the_oracle_in_outputs_and_in_every_gradient(backend, lay
     method.backend = backend
 
     def fast(q, k, v, selection, sequence):
-        return method.attend(q, k, v, selection, sequence, scaling=0.3)
+        return method.attend(q, k, v, selection, sequence, AttentionArgs(0.3))
 
     def exact(q, k, v, selection, sequence):
-        return reference_attention(
-            q, k, v, selection, sequence, window=h.shape[1] if method.keeps_all() else method.window,
-            sinks=method.sinks, scaling=0.3, surrogate=method.surrogate(selection),
-        )  # fmt: skip
+        args = method.complete_args(AttentionArgs(0.3), selection)
+        args = replace(args, window=h.shape[1]) if method.keeps_all() else args
+        return reference_attention(q, k, v, selection, sequence, args)
 
     ours, truth = (outcome(method, h, tensors, sequence, way) for way in (fast, exact))
     assert method.path == ("full" if method.keeps_all() else backend)
@@ -160,8 +160,8 @@ def test_both_paths_are_the_oracle_in_outputs_and_in_every_gradient(backend, lay
 
 def test_training_has_the_slope_of_a_gate_that_is_half_open():
     method, half = FocusDual.of(LayerShape(WIDTH, 6, SIZE, 0, 3), gate_steepness=6.0), torch.full((1, 3, 2), 0.5)
-    assert method.surrogate(Selection(half.clone().requires_grad_())) == 3.0
-    assert method.surrogate(Selection(half)) is None
+    assert method.complete_args(AttentionArgs(1.0), Selection(half.clone().requires_grad_(), half > 0)).ste_slope == 3.0
+    assert method.complete_args(AttentionArgs(1.0), Selection(half, half > 0)).ste_slope is None
 
 
 @given(layer=layers(), data=st.data())
@@ -370,9 +370,9 @@ def test_training_through_the_model_lowers_its_loss(tiny_model):
 def test_heads_with_groups_of_their_own_are_the_models_key_value_heads(monkeypatch, name):
     model, found = tiny_architecture(name), []
 
-    def note(self, q, k, v, selection, sequence, **options):
+    def note(self, q, k, v, selection, sequence, args):
         found.append((self.heads, k.shape[1]))
-        return super(FocusDual, self).attend(q, k, v, selection, sequence, **options)
+        return super(FocusDual, self).attend(q, k, v, selection, sequence, args)
 
     monkeypatch.setattr(FocusDual, "attend", note)
     try:

@@ -15,7 +15,7 @@ from torch import Tensor
 from focus_exp import attach
 from focus_exp.attention.dual import FocusDual
 from focus_exp.attention.method import LayerShape
-from focus_exp.attention.selection import Selection, Sequence, always_visible, permitted, top_k_groups
+from focus_exp.attention.selection import AttentionArgs, Selection, Sequence, always_visible, permitted, top_k_groups
 from focus_exp.config_attention import DualConfig
 from focus_exp.models.methods import attached_methods, observe_selections, swap_methods
 from focus_exp.training import dual_fit, importance, kept_fit
@@ -69,7 +69,7 @@ def test_the_change_of_the_loss_is_its_gradient_by_the_weight_of_a_pair(softcap,
     o = (e @ v.repeat_interleave(3, 1)) / (e.sum(-1, keepdim=True) + rest)
     o.retain_grad()
     (o * target).sum().sin().backward()
-    _, found = changes_of_loss(q, k, v, o.grad, seen, 0.5, softcap, sink_logits)
+    _, found = changes_of_loss(q, k, v, o.grad, seen, AttentionArgs(0.5, softcap, sink_logits=sink_logits))
     torch.testing.assert_close(found.flatten(1, 2), -present.grad)
 
 
@@ -84,7 +84,7 @@ def test_a_probe_notes_every_distant_pair_some_queries_at_a_time():
     length, probe = importance.ROWS + 20, Noting(LayerShape(8, 4, 8, 0, 2), WINDOW, SINKS)
     q, k, v = (torch.randn(1, heads, length, 8, requires_grad=True) for heads in (4, 2, 2))
     gradient, sequence, every = torch.randn(1, 4, length, 8), Sequence.plain(1, length), slice(0, length)
-    (probe.attend(q, k, v, Selection(), sequence, scaling=0.5) * gradient).sum().backward()
+    (probe.attend(q, k, v, Selection(), sequence, AttentionArgs(0.5)) * gradient).sum().backward()
     seen = permitted(sequence, every, length)
     far = seen[0] & ~always_visible(sequence, every, length, WINDOW, SINKS)[0]
     with torch.no_grad():

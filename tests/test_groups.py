@@ -21,7 +21,7 @@ from sklearn.metrics import adjusted_mutual_info_score
 from focus_exp import attach, detach, set_routing
 from focus_exp.attention.method import LayerShape
 from focus_exp.attention.reference import reference_attention
-from focus_exp.attention.selection import Sequence, select
+from focus_exp.attention.selection import AttentionArgs, Sequence, select
 from focus_exp.evaluation.groups import GroupAnalysis, letter
 from focus_exp.evaluation.groups_metrics import agreement, counts, fit, purity, shuffled, standing_out
 from focus_exp.evaluation.groups_observe import Grouping, Observed, groupings, read_observed, write_observed
@@ -135,10 +135,10 @@ def test_mass_and_pairs_are_those_of_the_definition(kind, top_k):
     selection = select(random_assignment(kind, 1, length, 4), top_k, "share")
     probe = CutProbe(LayerShape(32, 4, 8, 0), window, sinks, groupings(0, selection))
     sequence = Sequence.plain(1, length)
-    out = probe.attend(q, k, v, selection, sequence, scaling=0.3)
+    out = probe.attend(q, k, v, selection, sequence, AttentionArgs(0.3))
     everything = select(torch.ones(1, length, 1, dtype=torch.float64), 1, "share")
     torch.testing.assert_close(
-        out, reference_attention(q, k, v, everything, sequence, window=window, sinks=sinks, scaling=0.3)
+        out, reference_attention(q, k, v, everything, sequence, AttentionArgs(0.3, window=window, sinks=sinks))
     )
     lies = probe.masses[Grouping(0)]
     scores = 0.3 * q[0] @ k[0].repeat_interleave(2, 0).transpose(-1, -2)
@@ -252,7 +252,7 @@ def test_groups_that_a_query_reaches_beyond_its_own_are_on_the_page():
         selection = select(random_assignment("plain", 1, 9, 4), top_k, "query_topk")
         probe = CutProbe(LayerShape(8, 1, 8, 0), 1, 0, groupings(0, selection))
         q = torch.randn(1, 1, 9, 8)
-        probe.attend(q, q, q, selection, Sequence.plain(1, 9), scaling=1.0)
+        probe.attend(q, q, q, selection, Sequence.plain(1, 9), AttentionArgs(1.0))
         content = layer_content(Grouping(0), Cut(torch.zeros(9), torch.zeros(9), probe.selections, probe.masses))
         assert ("query_groups" in content) == (top_k == 2)
         if top_k == 2:

@@ -5,6 +5,7 @@ import torch
 import torch.nn.functional as F
 
 from focus_exp.attention.blocked import masked_attention
+from focus_exp.attention.selection import AttentionArgs
 from focus_exp.speed import workload
 from focus_exp.speed.workload import Shape, Tensors, full_attention, full_step
 
@@ -48,8 +49,7 @@ def test_on_cuda_a_mask_finds_every_query_head_with_keys_of_its_own(monkeypatch)
 
     q, (k, v) = torch.randn(1, 4, 6, 8), torch.randn(2, 1, 2, 6, 8)
     keep = torch.ones(6, 6, dtype=torch.bool).tril()[None, None]
-    options = {"scaling": 0.3, "softcap": None, "gate_kind": "log", "dropout": 0.0}
-    expected = masked_attention(q, k, v, keep, None, **options)
+    expected = masked_attention(q, k, v, keep, AttentionArgs(0.3))
     kernel, asked = F.scaled_dot_product_attention, []
 
     def watched(q, k, v, **options):
@@ -57,6 +57,6 @@ def test_on_cuda_a_mask_finds_every_query_head_with_keys_of_its_own(monkeypatch)
         return kernel(q, k, v, **options)
 
     monkeypatch.setattr(F, "scaled_dot_product_attention", watched)
-    found = masked_attention(q.as_subclass(OnCuda), k, v, keep, None, **options)
+    found = masked_attention(q.as_subclass(OnCuda), k, v, keep, AttentionArgs(0.3))
     assert asked == [(4, False)]
     torch.testing.assert_close(found.as_subclass(torch.Tensor), expected)

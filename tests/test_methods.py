@@ -39,8 +39,8 @@ class Mean(AttentionMethod, options=MeanOptions):
         super().__init__(shape)
         self.share = options.share
 
-    def attend(self, q, k, v, selection, sequence, *, scaling, **others):
-        near = super().attend(q, k, v, selection, sequence, scaling=scaling, **others)
+    def attend(self, q, k, v, selection, sequence, args):
+        near = super().attend(q, k, v, selection, sequence, args)
         steps = torch.arange(1, v.shape[2] + 1, device=v.device)[:, None]
         mean = (v.cumsum(2) / steps).repeat_interleave(q.shape[1] // v.shape[1], 1)
         return (1 - self.share) * near + self.share * mean

@@ -22,7 +22,15 @@ from focus_exp.attention.kernels.plain import Math
 from focus_exp.attention.method import SPARSE_FROM, LayerShape
 from focus_exp.attention.parts import Tokens, pairs_computed, parts, rows_of
 from focus_exp.attention.reference import reference_attention
-from focus_exp.attention.selection import Selection, Sequence, by_head, count_pairs, nothing_shared, select
+from focus_exp.attention.selection import (
+    AttentionArgs,
+    Selection,
+    Sequence,
+    by_head,
+    count_pairs,
+    nothing_shared,
+    select,
+)
 from focus_exp.attention.sparse import sparse_attention
 from focus_exp.config import ModelConfig
 from focus_exp.data.books import read as read_books
@@ -53,23 +61,23 @@ class Problem:
     v: Tensor
     selection: Selection
     sequence: Sequence
-    options: dict[str, float | None]
+    args: AttentionArgs
     sink_logits: Tensor | None = None
 
     def run(self, attention, dtype: torch.dtype, *kernel) -> list[Tensor]:
         """The output on real tokens and the gradients of q, k, v, and of the base's sinks where it has some."""
         leaves = [x.to(dtype, copy=True).requires_grad_() for x in (self.q, self.k, self.v)]
         selection = self.selection
-        options = dict(self.options)
+        args = self.args
         if self.sink_logits is not None:
             leaves.append(self.sink_logits.to(dtype, copy=True).requires_grad_())
-            options["sink_logits"] = leaves[-1]
-        if self.options.get("surrogate"):
+            args = replace(args, sink_logits=leaves[-1])
+        if args.ste_slope:
             for name in ("assignment", "key_assignment"):
                 if (x := getattr(selection, name)) is not None:
                     leaves.append(x.to(torch.promote_types(dtype, torch.float32), copy=True).requires_grad_())
                     selection = replace(selection, **{name: leaves[-1]})
-        out = attention(*leaves[:3], selection, self.sequence, *kernel, **options)
+        out = attention(*leaves[:3], selection, self.sequence, args, *kernel)
         assert torch.isfinite(out).all()
         weights = torch.randn(out.shape, generator=torch.Generator().manual_seed(0))
         if self.sequence.valid is not None:
@@ -105,13 +113,9 @@ def problems(draw: st.DrawFn, nothing: bool = False) -> Problem:
     sequence = random_sequence(draw(st.sampled_from(["plain", "left", "right"])), batch, length)
     if nothing:
         selection = nothing_shared(sequence)
-    options = {
-        "window": draw(st.sampled_from([0, 5, 70, 200])),
-        "sinks": draw(st.integers(0, 4)),
-        "scaling": size**-0.5,
-    }
+    args = AttentionArgs(size**-0.5, window=draw(st.sampled_from([0, 5, 70, 200])), sinks=draw(st.integers(0, 4)))
     sink_logits = torch.randn(heads * share, dtype=torch.float64) if draw(st.booleans()) else None
-    return Problem(q, k, v, selection, sequence, options, sink_logits)
+    return Problem(q, k, v, selection, sequence, args, sink_logits)
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 1e-2)], ids=["f32", "bf16"])
@@ -131,7 +135,7 @@ def test_parts_merged_are_the_oracle(kernel, dtype, tolerance, problem):
 @given(problem=problems())
 @settings(max_examples=20)
 def test_several_threads_give_the_same_numbers_every_time(kernel, problem):
-    problem.options["surrogate"] = 1.0
+    problem.args = replace(problem.args, ste_slope=1.0)
     alone = problem.run(sparse_attention, torch.float32, kernel)
     torch.set_num_threads(3)
     try:
@@ -149,7 +153,7 @@ def test_several_threads_give_the_same_numbers_every_time(kernel, problem):
 @given(problem=problems())
 @settings(max_examples=40)
 def test_the_routers_gradient_is_that_of_a_gate_on_the_kept_distant_pairs(attention, problem):
-    problem.options["surrogate"] = 2.5
+    problem.args = replace(problem.args, ste_slope=2.5)
     function, *kernel = attention
     ours = problem.run(function, torch.float64, *kernel)
     truth = problem.run(reference_attention, torch.float64)
@@ -161,7 +165,7 @@ def test_the_routers_gradient_is_that_of_a_gate_on_the_kept_distant_pairs(attent
 @given(problem=problems())
 @settings(max_examples=40)
 def test_softcap_is_the_oracles_too(problem):
-    problem.options |= {"softcap": 1.5, "surrogate": 2.5}
+    problem.args = replace(problem.args, softcap=1.5, ste_slope=2.5)
     ours = problem.run(sparse_attention, torch.float64, Math())
     for mine, exact in zip(ours, problem.run(reference_attention, torch.float64), strict=True):
         torch.testing.assert_close(mine, exact, atol=1e-9, rtol=1e-9)
@@ -170,7 +174,7 @@ def test_softcap_is_the_oracles_too(problem):
 @given(problem=problems())
 @settings(max_examples=40)
 def test_every_kept_pair_is_in_one_call(problem):
-    window, sinks = problem.options["window"], problem.options["sinks"]
+    window, sinks = problem.args.window, problem.args.sinks
     selection, sequence, _ = by_head(problem.selection, problem.sequence)
     tokens = Tokens.of(selection, sequence, sinks)
     rows = sequence.start.numel()
@@ -193,15 +197,15 @@ def test_every_kept_pair_is_in_one_call(problem):
 @given(problem=problems())
 @settings(max_examples=30)
 def test_the_kernels_bound_counts_what_its_calls_compute(problem):
-    window, sinks = problem.options["window"], problem.options["sinks"]
+    window, sinks = problem.args.window, problem.args.sinks
     calls = []
 
     class Counted(Math):
-        def forward(self, q, k, v, drop, scaling, softcap):
+        def forward(self, q, k, v, drop, args):
             calls.append(q.shape[0] * q.shape[1] * k.shape[1])
-            return super().forward(q, k, v, drop, scaling, softcap)
+            return super().forward(q, k, v, drop, args)
 
-    sparse_attention(problem.q, problem.k, problem.v, problem.selection, problem.sequence, Counted(), **problem.options)
+    sparse_attention(problem.q, problem.k, problem.v, problem.selection, problem.sequence, problem.args, Counted())
     _, sequence, _ = by_head(problem.selection, problem.sequence)
     batch, length = sequence.start.shape
     share = pairs_computed(problem.selection, problem.sequence, window, sinks)
@@ -259,7 +263,7 @@ def test_methods_that_reach_nothing_distant_skip_it(method, where):
     for method.backend in ("masked", "cpu-flash"):
         leaves = [x.clone().requires_grad_() for x in tensors]
         selection = method.route(torch.randn(2, 90, 16), sequence)
-        out = method.attend(*leaves, selection, sequence, scaling=0.35).transpose(1, 2)[real]
+        out = method.attend(*leaves, selection, sequence, AttentionArgs(0.35)).transpose(1, 2)[real]
         assert method.path == method.backend
         found.append([out, *torch.autograd.grad(out.square().sum(), leaves)])
     torch.testing.assert_close(*found)
@@ -270,7 +274,7 @@ def test_a_gradient_of_gradients_is_refused(kernel):
     """The backward pass is exact, and no function of its own that autograd could follow."""
     q, k, v = torch.randn(3, 1, 2, 40, 8).requires_grad_()
     selection = select(random_assignment("spread", 1, 40, 3), 1, "query_topk")
-    out = sparse_attention(q, k, v, selection, Sequence.plain(1, 40), kernel, window=4, sinks=1, scaling=0.3)
+    out = sparse_attention(q, k, v, selection, Sequence.plain(1, 40), AttentionArgs(0.3, window=4, sinks=1), kernel)
     (gradient,) = torch.autograd.grad(out.square().sum(), v, create_graph=True)
     with pytest.raises(RuntimeError, match="once_differentiable"):
         gradient.square().sum().backward()

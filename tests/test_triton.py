@@ -17,10 +17,18 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from focus_exp.attention.kernels import KERNELS, CannotServe, Demand, fused
 from focus_exp.attention.kernels.cuda import FlashGroups
-from focus_exp.attention.kernels.fused import Call, Triton
+from focus_exp.attention.kernels.fused import Triton
 from focus_exp.attention.kernels.layout import Plan, group_ids, laid_out, lists, seen_by
 from focus_exp.attention.reference import reference_attention, scores
-from focus_exp.attention.selection import Selection, Sequence, nothing_shared, permitted, same_group, select
+from focus_exp.attention.selection import (
+    AttentionArgs,
+    Selection,
+    Sequence,
+    nothing_shared,
+    permitted,
+    same_group,
+    select,
+)
 from focus_exp.attention.selection import always_visible as visible
 
 pytest.importorskip("triton", reason="Triton is there on Linux alone")
@@ -32,12 +40,12 @@ class GroupsOnTheCPU(FlashGroups):
 
     name = "groups-on-the-cpu"
 
-    def segments(self, q: Tensor, k: Tensor, v: Tensor, offsets: Tensor, call: Call) -> tuple[Tensor, Tensor]:
+    def segments(self, q: Tensor, k: Tensor, v: Tensor, offsets: Tensor, args: AttentionArgs) -> tuple[Tensor, Tensor]:
         index = torch.arange(len(q))
         segment = torch.searchsorted(offsets[1:], index, right=True)
         keep = (segment[:, None] == segment) & (index[:, None] >= index)
         q, k, v = (x.transpose(0, 1)[None].float() for x in (q, k, v))
-        s = scores(q, k, call.scaling, call.softcap).masked_fill(~keep, float("-inf"))
+        s = scores(q, k, args).masked_fill(~keep, float("-inf"))
         out = s.softmax(-1) @ v.repeat_interleave(q.shape[1] // v.shape[1], dim=1)
         return out[0].transpose(0, 1), s.logsumexp(-1)[0]
 
@@ -55,7 +63,7 @@ class Problem:
     tensors: tuple[Tensor, ...]  # q, k, v and, where there are some, the base's sinks
     selection: Selection
     sequence: Sequence
-    options: dict[str, float | None]
+    args: AttentionArgs
 
     def run(self, attention, dtype: torch.dtype) -> list[Tensor]:
         """The output on real tokens and the gradients of all tensors and of the assignments."""
@@ -63,9 +71,9 @@ class Problem:
         gates = torch.promote_types(dtype, torch.float32)
         gate = ("assignment",) if self.selection.key_assignment is None else ("assignment", "key_assignment")
         leaves += [getattr(self.selection, name).to(gates, copy=True).requires_grad_() for name in gate]
-        options = self.options | ({"sink_logits": leaves[3]} if len(self.tensors) == 4 else {})
+        args = replace(self.args, sink_logits=leaves[3]) if len(self.tensors) == 4 else self.args
         selection = replace(self.selection, **dict(zip(gate, leaves[len(self.tensors) :], strict=True)))
-        out = attention(*leaves[:3], selection, self.sequence, **options)
+        out = attention(*leaves[:3], selection, self.sequence, args)
         weights = torch.randn(out.shape, generator=torch.Generator().manual_seed(0))
         if self.sequence.valid is not None:
             weights = weights * self.sequence.valid[:, None, :, None]
@@ -102,11 +110,11 @@ def problems(draw: st.DrawFn, one_group: bool = False) -> Problem:
     if not one_group:
         selection = draw(selections(batch, length))
     sequence = random_sequence(draw(st.sampled_from(["plain", "left", "right"])), batch, length)
-    options = {
-        "window": draw(st.sampled_from([0, 5, 30, 200])), "sinks": draw(st.integers(0, 4)), "scaling": size**-0.5,
-        "softcap": draw(st.sampled_from([None, 1.5])), "surrogate": 2.5,
-    }  # fmt: skip
-    return Problem((q, k, v, *logits), selection, sequence, options)
+    args = AttentionArgs(
+        size**-0.5, draw(st.sampled_from([None, 1.5])), ste_slope=2.5,
+        window=draw(st.sampled_from([0, 5, 30, 200])), sinks=draw(st.integers(0, 4)),
+    )  # fmt: skip
+    return Problem((q, k, v, *logits), selection, sequence, args)
 
 
 def check(problem: Problem, kernel: Triton, dtype: torch.dtype = torch.float32, tolerance: float = 2e-6) -> None:
@@ -134,8 +142,8 @@ def test_large_heads_in_half_precision(size):
     torch.manual_seed(size)
     tensors = (torch.randn(1, 2, 40, size), *torch.randn(2, 1, 1, 40, size))
     selection = select(random_assignment("spread", 1, 40, 3), 2, "query_topk")
-    options = {"window": 4, "sinks": 2, "scaling": size**-0.5, "surrogate": 5.0}
-    problem = Problem(tensors, selection, Sequence.plain(1, 40), options)
+    args = AttentionArgs(size**-0.5, window=4, sinks=2, ste_slope=5.0)
+    problem = Problem(tensors, selection, Sequence.plain(1, 40), args)
     check(problem, Triton(), torch.float16, 2e-3)  # the interpreter has no bf16
 
 
@@ -146,31 +154,29 @@ def test_a_key_value_head_can_have_groups_of_its_own(monkeypatch):
     q, (k, v) = torch.randn(2, 2, 50, 16), torch.randn(2, 2, 1, 50, 16)
     selection = select(random_assignment("spread", 2, 50, 4), 2, "query_topk")
     logits = torch.randn(2, 2)
-    options = {"window": 9, "sinks": 3, "scaling": 0.25, "sink_logits": logits}
-    ours = Triton().attention(q, k, v, selection, Sequence.plain(2, 50), **options)
+    args = AttentionArgs(0.25, sink_logits=logits, window=9, sinks=3)
+    ours = Triton().attention(q, k, v, selection, Sequence.plain(2, 50), args)
     for b in range(2):
         one = Selection(selection.assignment[b, None], selection.query_groups[b, None], selection.key_groups[b, None])
         row = slice(b, b + 1)
-        options["sink_logits"] = logits[b]
-        truth = reference_attention(q[row], k[row], v[row], one, Sequence.plain(1, 50), **options)
+        of_row = replace(args, sink_logits=logits[b])
+        truth = reference_attention(q[row], k[row], v[row], one, Sequence.plain(1, 50), of_row)
         torch.testing.assert_close(ours[row].double(), truth, atol=1e-5, rtol=1e-5)
-    options |= {"surrogate": 2.5}
-    del options["sink_logits"]
-    check(Problem((q, k, v), selection, Sequence.plain(2, 50), options), Triton())
+    args = replace(args, sink_logits=None, ste_slope=2.5)
+    check(Problem((q, k, v), selection, Sequence.plain(2, 50), args), Triton())
 
 
 @given(problem=problems())
 @settings(max_examples=5)
 def test_the_logsumexp_is_that_of_all_kept_pairs(problem):
-    problem.options["softcap"] = None
+    args = replace(problem.args, softcap=None)
     q, k, v, *_ = problem.tensors
     selection, sequence, rows = problem.selection, problem.sequence, slice(0, q.shape[2])
-    window, sinks, scaling = (problem.options[name] for name in ("window", "sinks", "scaling"))
-    keep = visible(sequence, rows, q.shape[2], window, sinks) | same_group(selection, rows, q.shape[2])
+    keep = visible(sequence, rows, q.shape[2], args.window, args.sinks) | same_group(selection, rows, q.shape[2])
     keep &= permitted(sequence, rows, q.shape[2])
-    s = scores(q.double(), k.double(), scaling, None).masked_fill(~keep[:, None], float("-inf"))
+    s = scores(q.double(), k.double(), args).masked_fill(~keep[:, None], float("-inf"))
     packed = [x.transpose(1, 2).flatten(0, 1) for x in (q, k, v)]
-    _, lse = Triton().forward(*packed, None, Plan.of(selection, sequence, window, sinks), Call(scaling))
+    _, lse = Triton().forward(*packed, None, Plan.of(selection, sequence, args.window, args.sinks), args)
     truth = s.logsumexp(-1).transpose(0, 1).flatten(1)
     real = slice(None) if sequence.valid is None else sequence.valid.flatten()
     torch.testing.assert_close(lse[:, real].double(), truth[:, real], atol=1e-5, rtol=1e-5)
@@ -222,9 +228,9 @@ def test_the_layout_waits_for_nothing_and_is_one_graph(top_k, rule, padding):
 def test_window_and_sinks_alone_need_no_groups():
     sequence = random_sequence("left", 2, 40)
     q, k, v = torch.randn(3, 2, 2, 40, 8)
-    options = {"window": 5, "sinks": 2, "scaling": 0.3}
-    ours = Triton().attention(q, k, v, nothing_shared(sequence), sequence, **options)
-    truth = reference_attention(q, k, v, nothing_shared(sequence), sequence, **options)
+    args = AttentionArgs(0.3, window=5, sinks=2)
+    ours = Triton().attention(q, k, v, nothing_shared(sequence), sequence, args)
+    truth = reference_attention(q, k, v, nothing_shared(sequence), sequence, args)
     real = sequence.valid[:, None, :, None]
     torch.testing.assert_close((ours * real).double(), truth * real, atol=1e-5, rtol=1e-5)
 
@@ -240,7 +246,7 @@ def test_values_of_another_size_are_refused_by_name():
     q, k, v = torch.randn(1, 2, 9, 8), torch.randn(1, 2, 9, 8), torch.randn(1, 2, 9, 4)
     with pytest.raises(CannotServe, match="values of the queries' head size"):
         selection = nothing_shared(Sequence.plain(1, 9))
-        Triton().attention(q, k, v, selection, Sequence.plain(1, 9), window=1, sinks=0, scaling=1.0)
+        Triton().attention(q, k, v, selection, Sequence.plain(1, 9), AttentionArgs(1.0, window=1))
 
 
 def test_what_serves_on_a_gpu_and_what_is_missing(monkeypatch):

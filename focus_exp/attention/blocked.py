@@ -6,13 +6,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from focus_exp.attention.heads import for_each_head
 from focus_exp.attention.reference import straight_through, weights
 from focus_exp.attention.selection import (
+    AttentionArgs,
     Selection,
     Sequence,
     always_visible,
     causal,
+    for_each_head,
     itself,
     permitted_or_self,
     row_blocks,
@@ -27,53 +28,38 @@ def blocked_attention(
     v: Tensor,
     selection: Selection,
     sequence: Sequence,
-    *,
-    window: int,
-    sinks: int,
-    scaling: float,
-    softcap: float | None = None,
-    gate_kind: str = "log",
-    gate_steepness: float = 10.0,
-    gate_threshold: float = 0.5,
-    surrogate: float | None = None,
-    dropout: float = 0.0,
-    sink_logits: Tensor | None = None,
+    args: AttentionArgs,
     block: int = 256,
 ) -> Tensor:
-    """Focus attention `[B, H, T, D]` of q `[B, H, T, D]` and k, v `[B, G, T, D]`; see `reference_attention`."""
+    """Compute Focus attention by blocks of queries, in memory O(block * T) per head.
+
+    Args:
+        q: `(B, H, T, D)`.
+        k, v: `(B, G, T, D)`.
+        selection: soft routing without memberships, hard routing with them; of neither, window and sinks alone.
+        block: queries at a time.
+    """
     soft = selection.assignment is not None and selection.query_groups is None
-    hard_gate = not soft and surrogate is not None
-    g = selection.assignment if soft or hard_gate else None
+    g = selection.assignment if soft or args.ste_slope is not None else None
     g_keys = None if g is None else selection.assignment_of_keys
     outputs = []
     for rows in row_blocks(q.shape[2], block):
         length = rows.stop
-        visible = always_visible(sequence, rows, length, window, sinks)
+        visible = always_visible(sequence, rows, length, args.window, args.sinks)
         keep = permitted_or_self(sequence, rows, length)
         affinity = None if g is None or g_keys is None else g[:, rows] @ g_keys[:, :length].transpose(-1, -2)
-        log_gate = None
+        log_gate = ste = None
         if soft and affinity is not None:
-            log_gate = torch.where(visible, 0.0, F.logsigmoid(gate_steepness * (affinity - gate_threshold)))
+            gate = F.logsigmoid(args.gate_steepness * (affinity - args.gate_threshold))
+            log_gate = torch.where(visible, 0.0, gate)[:, None]
         elif selection.query_groups is None:
             keep = keep & visible
         else:
             keep = keep & (visible | same_group(selection, rows, length))
-            if affinity is not None and surrogate is not None:
-                log_gate = straight_through(affinity, visible, surrogate)
-        outputs.append(
-            masked_attention(
-                q[:, :, rows],
-                k[:, :, :length],
-                v[:, :, :length],
-                keep[:, None],
-                None if log_gate is None else log_gate[:, None],
-                scaling=scaling,
-                softcap=softcap,
-                gate_kind="straight-through" if hard_gate else gate_kind,
-                dropout=dropout,
-                sink_logits=sink_logits,
-            )
-        )
+            if affinity is not None and args.ste_slope is not None:
+                ste = straight_through(affinity, visible, args.ste_slope)[:, None]
+        keys, values = k[:, :, :length], v[:, :, :length]
+        outputs.append(masked_attention(q[:, :, rows], keys, values, keep[:, None], args, log_gate, ste))
     return torch.cat(outputs, dim=2)
 
 
@@ -82,24 +68,23 @@ def full_attention(
     k: Tensor,
     v: Tensor,
     mask: Tensor | None,
+    args: AttentionArgs,
     is_causal: bool = True,
-    *,
-    scaling: float,
-    softcap: float | None = None,
-    dropout: float = 0.0,
-    sink_logits: Tensor | None = None,
     block: int = 256,
 ) -> Tensor:
-    """The base model's own attention `[B, H, t, D]` of q `[B, H, t, D]` to k and v `[B, G, S, D]`.
+    """Compute the base model's own attention `(B, H, t, D)`.
 
-    mask: `[B or 1, 1, t, S]` bool, what a query sees; or `[B, 1, 1, S]`, which keys are not padding, or None, where a
-    query sees all of those, or with `is_causal` those that are not after it: queries are the last of the keys.
+    Args:
+        q: `(B, H, t, D)`, the last t of the keys' tokens.
+        k, v: `(B, G, S, D)`.
+        mask: `(B or 1, 1, t, S)` bool, the pairs a query sees; or `(B, 1, 1, S)` bool, the keys that are not padding;
+            or None, where nothing is masked. The last two are combined with causality if `is_causal`.
     """
     length, new = k.shape[2], q.shape[2]
     causally = is_causal and new > 1 and (mask is None or mask.shape[2] < new)
-    if mask is None and softcap is None and sink_logits is None and not (causally and new < length):
+    if mask is None and args.softcap is None and args.sink_logits is None and not (causally and new < length):
         return F.scaled_dot_product_attention(
-            q, k, v, is_causal=causally, dropout_p=dropout, scale=scaling, enable_gqa=q.shape[1] != k.shape[1]
+            q, k, v, is_causal=causally, dropout_p=args.dropout, scale=args.scaling, enable_gqa=q.shape[1] != k.shape[1]
         )
     outputs = []
     for rows in row_blocks(new, block):
@@ -110,12 +95,7 @@ def full_attention(
             keep = keep & causal(places, length, q.device)
         if is_causal:  # so that no row of a softmax is empty
             keep = keep | (itself(places, length, q.device) & ~keep.any(-1, keepdim=True))
-        outputs.append(
-            masked_attention(
-                q[:, :, rows], k, v, keep, None,
-                scaling=scaling, softcap=softcap, gate_kind="log", dropout=dropout, sink_logits=sink_logits,
-            )
-        )  # fmt: skip
+        outputs.append(masked_attention(q[:, :, rows], k, v, keep, args))
     return torch.cat(outputs, dim=2)
 
 
@@ -124,35 +104,34 @@ def masked_attention(
     k: Tensor,
     v: Tensor,
     keep: Tensor,
-    log_gate: Tensor | None,
-    *,
-    scaling: float,
-    softcap: float | None,
-    gate_kind: str,
-    dropout: float,
-    sink_logits: Tensor | None = None,
+    args: AttentionArgs,
+    log_gate: Tensor | None = None,
+    ste: Tensor | None = None,
 ) -> Tensor:
-    """One block of queries under a mask `[B, 1, t, S]` and an optional gate; torch's kernels where they can.
+    """Attend from one block of queries, by torch's kernels where they serve.
 
-    sink_logits: `[H]` or `[B, H]`, the score of one more key that all queries see and that has no value.
+    Args:
+        keep: `(B, 1 or H, t, S)` bool, the pairs that are not masked.
+        log_gate: `(B, 1, t, S)`, log of the soft gate.
+        ste: `(B, 1, t, S)`, zeros with the straight-through gradient, see `straight_through`.
     """
-    multiplicative = log_gate is not None and gate_kind == "multiplicative"
-    gate_needs_grad = log_gate is not None and log_gate.requires_grad
-    if softcap is None and sink_logits is None and not multiplicative and not gate_needs_grad:
+    multiplicative = log_gate is not None and args.gate == "multiplicative"
+    gate_needs_grad = any(x is not None and x.requires_grad for x in (log_gate, ste))
+    if args.softcap is None and args.sink_logits is None and not multiplicative and not gate_needs_grad:
         mask = keep if log_gate is None else log_gate.to(q.dtype).masked_fill(~keep, float("-inf"))
         if q.is_cuda and q.shape[1] != k.shape[1]:  # with a mask these go to the kernel that builds every score
             k, v = of_every_head(q, k, v)
         return F.scaled_dot_product_attention(
-            q, k, v, attn_mask=mask, dropout_p=dropout, scale=scaling, enable_gqa=q.shape[1] != k.shape[1]
+            q, k, v, attn_mask=mask, dropout_p=args.dropout, scale=args.scaling, enable_gqa=q.shape[1] != k.shape[1]
         )
 
     heads, groups = q.shape[1], k.shape[1]
     q = q.unflatten(1, (groups, heads // groups))  # [B, G, H/G, t, D]
-    s = (q * scaling) @ k.unsqueeze(2).transpose(-1, -2)
-    if log_gate is not None and gate_kind == "straight-through":
-        s, log_gate = s + log_gate.unsqueeze(2).to(s.dtype), None
-    if softcap is not None:
-        s = softcap * torch.tanh(s / softcap)
+    s = (q * args.scaling) @ k.unsqueeze(2).transpose(-1, -2)
+    if ste is not None:
+        s = s + ste.unsqueeze(2).to(s.dtype)
+    if args.softcap is not None:
+        s = args.softcap * torch.tanh(s / args.softcap)
     if multiplicative:
         assert log_gate is not None
         s = s * log_gate.unsqueeze(2).exp().to(s.dtype)
@@ -161,8 +140,8 @@ def masked_attention(
         bias = torch.zeros(keep.shape, device=q.device) if log_gate is None else log_gate
     # one mask for all heads, added in place: the scores are the largest tensor of the layer
     s = s.add_(bias.masked_fill(~keep, float("-inf")).unsqueeze(2).to(s.dtype))
-    p = weights(s.flatten(1, 2), sink_logits).to(v.dtype).unflatten(1, (groups, -1))
-    return (F.dropout(p, dropout) @ v.unsqueeze(2)).flatten(1, 2)
+    p = weights(s.flatten(1, 2), args.sink_logits).to(v.dtype).unflatten(1, (groups, -1))
+    return (F.dropout(p, args.dropout) @ v.unsqueeze(2)).flatten(1, 2)
 
 
 def of_every_head(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:

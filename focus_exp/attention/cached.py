@@ -4,17 +4,25 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import partial
-from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from focus_exp.attention.heads import for_each_head
 from focus_exp.attention.kernels import KERNELS, Demand, Kernel
 from focus_exp.attention.one_token import by_kernel, by_products
 from focus_exp.attention.parts import share
-from focus_exp.attention.selection import Selection, Sequence, by_head, near_or_sink, order_by, row_blocks, take
+from focus_exp.attention.selection import (
+    AttentionArgs,
+    Selection,
+    Sequence,
+    by_head,
+    for_each_head,
+    near_or_sink,
+    order_by,
+    row_blocks,
+    take,
+)
 from focus_exp.attention.sparse import merge
 from focus_exp.attention.stores import Kind, Near, Pool, by_bucket
 
@@ -212,23 +220,24 @@ class GroupedCache:
         v: Tensor,
         selection: Selection,
         sequence: Sequence,
-        *,
-        scaling: float,
-        softcap: float | None = None,
-        sink_logits: Tensor | None = None,
+        args: AttentionArgs,
     ) -> Tensor:
-        """Output `[B, H, n, D]` of new queries q `[B, H, n, D]` over what is cached and the new k, v `[B, G, n, D]`.
+        """Attend from new queries `(B, H, n, D)` to the cached and the new keys k, v `(B, G, n, D)`.
 
-        Hard groups alone. `sequence` describes the new tokens, its places counted from the first of them (so that
-        `start` may be negative); `allowed` is `[B or 1, 1, n, length + n]`. For `sink_logits` see `AttentionMethod`.
+        Args:
+            selection: hard, of the new tokens.
+            sequence: of the new tokens, counted from the first of them, so that `start` may be negative; `allowed` is
+                `(B or 1, 1, n, length + n)`.
+            args: as the model sets them; window and sinks are the cache's own.
+
+        Returns:
+            `(B, H, n, D)`.
         """
         self.pairs_read = 0
         kernel = KERNELS["cpu-flash"]
-        if kernel.refuses(Demand(q.device.type, q.dtype, q.shape[-1], softcap is not None)):
+        if kernel.refuses(Demand(q.device.type, q.dtype, q.shape[-1], args.softcap is not None)):
             kernel = KERNELS["math"]
-        out = of_rows(
-            q, k, v, selection, sequence, kernel, cache=self, scaling=scaling, softcap=softcap, sink_logits=sink_logits
-        )
+        out = for_each_head(self.attend_rows)(q, k, v, selection, sequence, args, kernel)
         self.pairs_read //= self.heads
         return out
 
@@ -239,16 +248,13 @@ class GroupedCache:
         v: Tensor,
         selection: Selection,
         sequence: Sequence,
+        args: AttentionArgs,
         kernel: Kernel,
-        *,
-        scaling: float,
-        softcap: float | None,
-        sink_logits: Tensor | None,
     ) -> Tensor:
         """The same for one grouping a row."""
         assert self.near is not None and self.pool is not None
         if q.shape[2] == 1 and sequence.allowed is None and self.near.is_complete():
-            return self.step(q, k, v, selection, kernel, scaling, softcap, sink_logits)
+            return self.step(q, k, v, selection, args, kernel)
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))
         near, new = self.near_and_new(k, v, members_of(selection, k))
         precision = torch.promote_types(q.dtype, torch.float32)
@@ -258,7 +264,7 @@ class GroupedCache:
             size = queries.shape[1]
             keys, values, index, members = (x[:, : new + rows.stop] for x in near)
             keep = self.keep(index, members, rows, selection, sequence)
-            o, part = kernel.forward(queries, keys, values, ~keep, scaling, softcap)
+            o, part = kernel.forward(queries, keys, values, ~keep, args)
             out, lse = o.flatten(0, 1).to(precision), part.flatten(0, 1).to(precision)
             read = int(keep.any(1).sum())
             for row, kind, far in self.far(rows, selection):
@@ -270,26 +276,18 @@ class GroupedCache:
                     allowed = sequence.allowed[row if len(sequence.allowed) > 1 else 0, 0, rows]
                     drop = ~allowed[reading][None, :, index]
                 asking = queries[row, reading][None]
-                o, part = kernel.forward(asking, keys[None], values[None], drop, scaling, softcap)
+                o, part = kernel.forward(asking, keys[None], values[None], drop, args)
                 merge(out, lse, row * size + reading, o[0].to(precision), part[0].to(precision))
                 read += len(index)
             self.pairs_read += read * size
-            if sink_logits is not None:
-                of_row = sink_logits.expand(len(queries), -1).repeat_interleave(size, 0)
+            if args.sink_logits is not None:
+                of_row = args.sink_logits.expand(len(queries), -1).repeat_interleave(size, 0)
                 out = out * torch.sigmoid(lse - of_row)[..., None]
             outputs.append(out.unflatten(0, queries.shape[:2]).to(q.dtype))
         return torch.cat(outputs, 1).transpose(1, 2)
 
     def step(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        selection: Selection,
-        kernel: Kernel,
-        scaling: float,
-        softcap: float | None,
-        sink_logits: Tensor | None,
+        self, q: Tensor, k: Tensor, v: Tensor, selection: Selection, args: AttentionArgs, kernel: Kernel
     ) -> Tensor:
         """The same for a single token that sees all that is near: nothing is masked."""
         assert self.near is not None and self.pool is not None
@@ -304,9 +302,9 @@ class GroupedCache:
         for row, _, some in self.far(slice(0, 1), selection):
             slices[row].append((keys[some], values[some]))
         self.pairs_read += sum(seen.shape[0] for of_row in slices for seen, _ in of_row)
-        sinks = [None] * len(slices) if sink_logits is None else sink_logits.expand(len(slices), -1)
+        sinks = [None] * len(slices) if args.sink_logits is None else args.sink_logits.expand(len(slices), -1)
         attend = by_products if q.dtype.itemsize >= 4 else partial(by_kernel, kernel)
-        rows = [attend(queries[row], each, scaling, softcap, sinks[row]) for row, each in enumerate(slices)]
+        rows = [attend(queries[row], each, args, sinks[row]) for row, each in enumerate(slices)]
         return torch.stack(rows)[:, :, None]
 
     def near_and_new(self, k: Tensor, v: Tensor, members: Tensor) -> tuple[list[Tensor], int]:
@@ -393,11 +391,6 @@ class GroupedCache:
                 members[:, list(kind)] = True
                 place = self.sinks + index % self.near.ring
                 self.near.put_apart(torch.full_like(index, row), place, [keys, values, index, members])
-
-
-@for_each_head
-def of_rows(*new: Any, cache: GroupedCache, **options: Any) -> Tensor:
-    return cache.attend_rows(*new, **options)
 
 
 def members_of(selection: Selection, k: Tensor) -> Tensor:

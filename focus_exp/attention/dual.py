@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from focus_exp.attention.dual_options import FULL, WINDOW, EncoderTraining, FocusDualOptions
-from focus_exp.attention.method import AttentionMethod, LayerShape
+from focus_exp.attention.method import AttentionMethod, LayerShape, ste_slope
 from focus_exp.attention.routing import cast, own_precision
-from focus_exp.attention.selection import PairCounts, Selection, Sequence, top_k_groups
+from focus_exp.attention.selection import AttentionArgs, PairCounts, Selection, Sequence, top_k_groups
 
 UNSET = torch.finfo(torch.float32).max  # a threshold before any fit: as many groups as were asked for are read
 
@@ -182,10 +183,8 @@ class FocusDual(AttentionMethod, name="focus_dual", options=FocusDualOptions):
     def refuses_cache(self) -> None:
         return None
 
-    def surrogate(self, selection: Selection) -> float | None:
-        """Half the steepness, as `Focus` has it."""
-        trained = selection.assignment is not None and selection.assignment.requires_grad
-        return self.gate_steepness / 2 if trained else None
+    def complete_args(self, args: AttentionArgs, selection: Selection) -> AttentionArgs:
+        return replace(super().complete_args(args, selection), ste_slope=ste_slope(selection, self.gate_steepness))
 
 
 def chooses(reach: list[int], groups: int) -> bool:

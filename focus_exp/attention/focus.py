@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 
 import torch
 from torch import Tensor
 
-from focus_exp.attention.blocked import blocked_attention
 from focus_exp.attention.focus_options import FocusOptions, RouterTraining
-from focus_exp.attention.method import AttentionMethod, LayerShape
+from focus_exp.attention.method import AttentionMethod, LayerShape, ste_slope
 from focus_exp.attention.mitigations import balance_loss, entropy_loss
 from focus_exp.attention.recompute import Forwards, in_backward
 from focus_exp.attention.routing import Router, RouterOutput, balance_potential, sinkhorn
-from focus_exp.attention.selection import PairCounts, Selection, Sequence, count_pairs, keeps_all, select
+from focus_exp.attention.selection import AttentionArgs, PairCounts, Selection, Sequence, count_pairs, keeps_all, select
 
 
 class Focus(AttentionMethod, name="focus", options=FocusOptions):
@@ -116,30 +116,10 @@ class Focus(AttentionMethod, name="focus", options=FocusOptions):
         hard = self.train_with == "hard" if self.training else self.hard
         return select(assignment, self.top_k, self.pair_rule) if hard else Selection(assignment)
 
-    def attend(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        selection: Selection,
-        sequence: Sequence,
-        *,
-        scaling: float,
-        softcap: float | None = None,
-        dropout: float = 0.0,
-        sink_logits: Tensor | None = None,
-    ) -> Tensor:
-        if selection.query_groups is not None:
-            return super().attend(
-                q, k, v, selection, sequence,
-                scaling=scaling, softcap=softcap, dropout=dropout, sink_logits=sink_logits,
-            )  # fmt: skip
-        self.path = "soft"
-        return blocked_attention(
-            q, k, v, selection, sequence,
-            window=self.window, sinks=self.sinks, scaling=scaling, softcap=softcap, dropout=dropout,
-            gate_kind=self.gate, gate_steepness=self.gate_steepness, gate_threshold=self.gate_threshold,
-            sink_logits=sink_logits,
+    def complete_args(self, args: AttentionArgs, selection: Selection) -> AttentionArgs:
+        return replace(
+            super().complete_args(args, selection), gate=self.gate, gate_steepness=self.gate_steepness,
+            gate_threshold=self.gate_threshold, ste_slope=ste_slope(selection, self.gate_steepness),
         )  # fmt: skip
 
     def keeps_all(self) -> bool:
@@ -158,11 +138,6 @@ class Focus(AttentionMethod, name="focus", options=FocusOptions):
         if not self.hard:
             return "soft gates: every token would be read; choose hard groups with set_routing(model, hard=True)"
         return None
-
-    def surrogate(self, selection: Selection) -> float | None:
-        """Half the steepness: the slope of log sigmoid(steepness * x) where the gate is half open."""
-        trained = selection.assignment is not None and selection.assignment.requires_grad
-        return self.gate_steepness / 2 if trained else None
 
     @torch.no_grad()
     def count_pairs(self, selection: Selection, sequence: Sequence) -> PairCounts:

@@ -9,7 +9,7 @@ of one's own: `PYTHONPATH=. python -m focus_exp --config-dir=conf attention=mean
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import count
 from typing import Any, ClassVar, Self
 
@@ -19,7 +19,15 @@ from torch import Tensor, nn
 from focus_exp.attention.blocked import blocked_attention, full_attention
 from focus_exp.attention.kernels import KERNELS, Backend, CannotServe, Demand, choose
 from focus_exp.attention.options import Options
-from focus_exp.attention.selection import PairCounts, Selection, Sequence, count_pairs, mask_of, nothing_shared
+from focus_exp.attention.selection import (
+    AttentionArgs,
+    PairCounts,
+    Selection,
+    Sequence,
+    count_pairs,
+    mask_of,
+    nothing_shared,
+)
 from focus_exp.attention.sparse import sparse_attention
 
 # masked: all pairs are computed and the dropped ones masked; a kernel's name: the sparse path on that kernel
@@ -123,49 +131,25 @@ class AttentionMethod(nn.Module):
         return Selection()
 
     def attend(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        selection: Selection,
-        sequence: Sequence,
-        *,
-        scaling: float,
-        softcap: float | None = None,
-        dropout: float = 0.0,
-        sink_logits: Tensor | None = None,
+        self, q: Tensor, k: Tensor, v: Tensor, selection: Selection, sequence: Sequence, args: AttentionArgs
     ) -> Tensor:
-        """Output `[B, H, T, D]` of q `[B, H, T, D]`, k and v `[B, G, T, D]`, by the path that `backend` says.
-
-        sink_logits: `[H]`, the score of one more key without a value that every query of the base model sees.
-        """
-        surrogate = self.surrogate(selection)
-        if selection.keeps_all and surrogate is None:
+        """Return the output `(B, H, T, D)` of q `(B, H, T, D)` and k, v `(B, G, T, D)`, by the path of `backend`."""
+        args = self.complete_args(args, selection)
+        if selection.keeps_all and args.ste_slope is None:
             self.path = "full"
-            return full_attention(
-                q, k, v, mask_of(sequence),
-                scaling=scaling, softcap=softcap, dropout=dropout, sink_logits=sink_logits,
-            )  # fmt: skip
-        kernel = self.sparse_kernel(q, selection, sequence, softcap, dropout)
+            return full_attention(q, k, v, mask_of(sequence), args)
+        kernel = self.sparse_kernel(q, selection, sequence, args)
         if kernel is not None:
             self.path = kernel.name
             if selection.query_groups is None:
                 selection = nothing_shared(sequence)
-            return sparse_attention(
-                q, k, v, selection, sequence, kernel,
-                window=self.window, sinks=self.sinks, scaling=scaling, softcap=softcap, surrogate=surrogate,
-                sink_logits=sink_logits,
-            )  # fmt: skip
-        self.path = "masked"
-        return blocked_attention(
-            q, k, v, selection, sequence,
-            window=self.window, sinks=self.sinks, scaling=scaling, softcap=softcap, surrogate=surrogate,
-            dropout=dropout, sink_logits=sink_logits,
-        )  # fmt: skip
+            return sparse_attention(q, k, v, selection, sequence, args, kernel)
+        self.path = "soft" if selection.is_soft else "masked"
+        return blocked_attention(q, k, v, selection, sequence, args)
 
-    def surrogate(self, selection: Selection) -> float | None:
-        """Slope of the gate that stands in for hard groups in the gradient of the assignment, if there is one."""
-        return None
+    def complete_args(self, args: AttentionArgs, selection: Selection) -> AttentionArgs:
+        """Add the method's own arguments to those of the model."""
+        return replace(args, window=self.window, sinks=self.sinks)
 
     def keeps_all(self) -> bool:
         """Whether no pair is left out, whatever the tokens, so that the layer is the base model's own."""
@@ -179,16 +163,13 @@ class AttentionMethod(nn.Module):
         """Why keys and values are not kept for later tokens; None where `GroupedCache` computes what `attend` does."""
         return f"{type(self).__name__}, which computes whole sequences alone"
 
-    def sparse_kernel(
-        self, q: Tensor, selection: Selection, sequence: Sequence, softcap: float | None, dropout: float
-    ) -> Backend | None:
-        """The kernel of the sparse path for this call; None where the masked path is to be taken."""
-        soft = selection.query_groups is None and selection.assignment is not None
-        if self.backend == "masked" or soft or sequence.allowed is not None or dropout:
+    def sparse_kernel(self, q: Tensor, selection: Selection, sequence: Sequence, args: AttentionArgs) -> Backend | None:
+        """Choose the kernel of the sparse path for this call; None for the masked path."""
+        if self.backend == "masked" or selection.is_soft or sequence.allowed is not None or args.dropout:
             return None
         if self.backend == "auto" and q.shape[2] < self.sparse_from:
             return None
-        demand = Demand(q.device.type, q.dtype, q.shape[-1], softcap is not None, selection.group is not None)
+        demand = Demand(q.device.type, q.dtype, q.shape[-1], args.softcap is not None, selection.group is not None)
         kernel = choose(demand, self.backend)
         if kernel is None and self.backend != "auto":
             reason = KERNELS[self.backend].refuses(demand)
@@ -199,3 +180,12 @@ class AttentionMethod(nn.Module):
     def count_pairs(self, selection: Selection, sequence: Sequence) -> PairCounts:
         """How many pairs this layer kept for what it selected."""
         return count_pairs(None if selection.keeps_all else selection, sequence, self.window, self.sinks)
+
+
+def ste_slope(selection: Selection, gate_steepness: float) -> float | None:
+    """Return the straight-through slope of hard routing; None where no router is trained.
+
+    It is the slope of log sigmoid(steepness * x) where the gate is half open.
+    """
+    is_trained = selection.assignment is not None and selection.assignment.requires_grad
+    return gate_steepness / 2 if is_trained and not selection.is_soft else None

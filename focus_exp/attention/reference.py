@@ -5,14 +5,14 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from focus_exp.attention.selection import Selection, Sequence, always_visible, permitted
+from focus_exp.attention.selection import AttentionArgs, Selection, Sequence, always_visible, permitted
 
 
-def scores(q: Tensor, k: Tensor, scaling: float, softcap: float | None, added: Tensor | float = 0.0) -> Tensor:
-    """s_ij = q_i . k_j `[B, H, T, T]` of queries `[B, H, T, D]` and keys `[B, G, T, D]`."""
+def scores(q: Tensor, k: Tensor, args: AttentionArgs, added: Tensor | float = 0.0) -> Tensor:
+    """Score queries `(B, H, T, D)` against keys `(B, G, S, D)`: `(B, H, T, S)`, `added` before the softcap."""
     k = k.repeat_interleave(q.shape[1] // k.shape[1], dim=1)
-    s = (q @ k.transpose(-1, -2)) * scaling + added
-    return s if softcap is None else softcap * torch.tanh(s / softcap)
+    s = (q @ k.transpose(-1, -2)) * args.scaling + added
+    return s if args.softcap is None else args.softcap * torch.tanh(s / args.softcap)
 
 
 def weights(s: Tensor, sink_logits: Tensor | None = None) -> Tensor:
@@ -35,51 +35,33 @@ def gate(affinity: Tensor, visible: Tensor, steepness: float, threshold: float) 
 
 
 def reference_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    selection: Selection,
-    sequence: Sequence,
-    *,
-    window: int,
-    sinks: int,
-    scaling: float,
-    softcap: float | None = None,
-    gate_kind: str = "log",
-    gate_steepness: float = 10.0,
-    gate_threshold: float = 0.5,
-    surrogate: float | None = None,
-    sink_logits: Tensor | None = None,
+    q: Tensor, k: Tensor, v: Tensor, selection: Selection, sequence: Sequence, args: AttentionArgs
 ) -> Tensor:
-    """Focus attention `[B, H, T, D]`, soft (no memberships in `selection`) or hard, in float64.
-
-    `surrogate`: slope of the gate that stands in for hard groups in the gradient of the assignment.
-    `sink_logits` `[H]`: the base model's attention sinks, one more score in every softmax, whose key has no value.
-    """
+    """Compute Focus attention `(B, H, T, D)` in float64: soft without memberships in `selection`, else hard."""
     q, k, v = q.double(), k.double(), v.double()
     heads, length = q.shape[1:3]
     rows = slice(0, length)
-    visible = always_visible(sequence, rows, length, window, sinks)[:, None]
+    visible = always_visible(sequence, rows, length, args.window, args.sinks)[:, None]
     keep = (permitted(sequence, rows, length) | torch.eye(length, dtype=torch.bool, device=q.device))[:, None]
     affinity = None
     if selection.assignment is not None:
         of_queries, of_keys = selection.assignment.double(), selection.assignment_of_keys.double()
         affinity = of_head(of_queries, heads) @ of_head(of_keys, heads).transpose(-1, -2)
     added: Tensor | float = 0.0
-    if affinity is not None and selection.query_groups is not None and surrogate is not None:
-        added = straight_through(affinity, visible, surrogate)
-    s = scores(q, k, scaling, softcap, added)
+    if affinity is not None and selection.query_groups is not None and args.ste_slope is not None:
+        added = straight_through(affinity, visible, args.ste_slope)
+    s = scores(q, k, args, added)
 
     if affinity is not None and selection.query_groups is None:
-        gates = gate(affinity, visible, gate_steepness, gate_threshold)
-        s = s * gates if gate_kind == "multiplicative" else s + torch.log(gates)
+        gates = gate(affinity, visible, args.gate_steepness, args.gate_threshold)
+        s = s * gates if args.gate == "multiplicative" else s + torch.log(gates)
     elif selection.query_groups is None or selection.key_groups is None:
         keep = keep & visible
     else:
         asking, asked = (of_head(x, heads).double() for x in (selection.query_groups, selection.key_groups))
         keep = keep & (visible | (asking @ asked.transpose(-1, -2) > 0))
 
-    p = weights(s.masked_fill(~keep, float("-inf")), sink_logits)
+    p = weights(s.masked_fill(~keep, float("-inf")), args.sink_logits)
     return p @ v.repeat_interleave(heads // v.shape[1], dim=1)
 
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, wraps
 from typing import Any
 
 import torch
@@ -74,11 +74,67 @@ class Selection:
     most: tuple[int, int] | None = None
 
     @property
+    def is_soft(self) -> bool:
+        """Tell soft routing, whose gates weigh every pair, from hard routing and from no routing."""
+        return self.assignment is not None and self.query_groups is None
+
+    @property
     def assignment_of_keys(self) -> Tensor:
         """`[B, T, K]`; that of queries where there is one for both."""
         both = self.assignment if self.key_assignment is None else self.key_assignment
         assert both is not None
         return both
+
+
+@dataclass(frozen=True)
+class AttentionArgs:
+    """Carry what attention takes besides q, k, v, the selection and the sequence.
+
+    The model sets the first four; a method adds the others (`AttentionMethod.complete_args`).
+
+    Attributes:
+        scaling: factor of q . k.
+        softcap: c in c * tanh(s / c), applied to scaled scores.
+        dropout: probability with which an attention weight is dropped.
+        sink_logits: `(H,)` or `(B, H)`, the base model's learned attention sinks: the logit of one more key, which
+            every query sees and which has no value.
+        window: a query i sees the keys j of its sequence with i - j <= window.
+        sinks: a query sees this many first tokens of its sequence.
+        gate: soft routing adds the log of the gate to the scores ("log") or multiplies them by it ("multiplicative").
+        gate_steepness: lambda of the gate sigmoid(lambda * (g_i . g_j - threshold)).
+        gate_threshold: threshold of the gate; eq. 2 has 0.
+        ste_slope: slope of the gate whose gradient hard routing passes to the assignment (straight-through estimator);
+            None passes no gradient.
+    """
+
+    scaling: float
+    softcap: float | None = None
+    dropout: float = 0.0
+    sink_logits: Tensor | None = None
+    window: int = 0
+    sinks: int = 0
+    gate: str = "log"
+    gate_steepness: float = 10.0
+    gate_threshold: float = 0.5
+    ste_slope: float | None = None
+
+
+def for_each_head(attention: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """Let attention with one grouping a row serve one for each key/value head, folded into the batch."""
+
+    @wraps(attention)
+    def attend(
+        q: Tensor, k: Tensor, v: Tensor, selection: Selection, sequence: Sequence, args: AttentionArgs, *more: Any
+    ) -> Tensor:
+        selection, sequence, heads = by_head(selection, sequence)
+        if heads == 1:
+            return attention(q, k, v, selection, sequence, args, *more)
+        if args.sink_logits is not None:
+            args = replace(args, sink_logits=args.sink_logits.view(heads, -1).repeat(len(q), 1))
+        rows = [x.unflatten(1, (heads, -1)).flatten(0, 1) for x in (q, k, v)]
+        return attention(*rows, selection, sequence, args, *more).unflatten(0, (-1, heads)).flatten(1, 2)
+
+    return attend
 
 
 def by_head(selection: Selection, sequence: Sequence) -> tuple[Selection, Sequence, int]:

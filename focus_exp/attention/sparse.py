@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain
 from typing import Any
 
@@ -16,10 +16,9 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from focus_exp.attention.heads import for_each_head
 from focus_exp.attention.kernels import Backend, Fused, Kernel, Whole
 from focus_exp.attention.parts import Part, Rows, Stretches, Tokens, near_parts, parts, rows_of
-from focus_exp.attention.selection import Selection, Sequence
+from focus_exp.attention.selection import AttentionArgs, Selection, Sequence, for_each_head
 from focus_exp.attention.side_by_side import Stages, side_by_side
 
 
@@ -29,10 +28,7 @@ class Plan:
 
     tokens: Tokens
     kernel: Kernel
-    window: int
-    scaling: float
-    softcap: float | None
-    surrogate: float | None
+    args: AttentionArgs
 
 
 @for_each_head
@@ -42,32 +38,22 @@ def sparse_attention(
     v: Tensor,
     selection: Selection,
     sequence: Sequence,
+    args: AttentionArgs,
     kernel: Backend,
-    *,
-    window: int,
-    sinks: int,
-    scaling: float,
-    softcap: float | None = None,
-    surrogate: float | None = None,
-    sink_logits: Tensor | None = None,
 ) -> Tensor:
-    """Hard Focus attention `[B, H, T, D]` of q `[B, H, T, D]` and k, v `[B, G, T, D]`; see `reference_attention`.
+    """Compute hard Focus attention `(B, H, T, D)` without the pruned pairs; see `reference_attention`.
 
-    `sequence.allowed` is not read: what the base model lets a query see must be causality and padding.
-    `surrogate`: slope of the gate that stands in for the hard groups in the gradient of `selection.assignment`.
-    `sink_logits` `[H]` or `[B, H]`: the score of one more key that all queries see and that has no value.
+    `sequence.allowed` is not read: the base model's mask must be causality and padding alone.
     """
     if isinstance(kernel, Fused):
-        return kernel.attention(
-            q, k, v, selection, sequence,
-            window=window, sinks=sinks, scaling=scaling, softcap=softcap, surrogate=surrogate, sink_logits=sink_logits,
-        )  # fmt: skip
+        return kernel.attention(q, k, v, selection, sequence, args)
     assert isinstance(kernel, Kernel)
+    sink_logits = args.sink_logits
     with torch.no_grad():
-        plan = Plan(Tokens.of(selection, sequence, sinks), kernel, window, scaling, softcap, surrogate)
+        plan = Plan(Tokens.of(selection, sequence, args.sinks), kernel, replace(args, sink_logits=None))
     packed = [x.transpose(1, 2).flatten(0, 1) for x in (q, k, v)]
     gates: list[Tensor | None] = [None, None]
-    if surrogate and selection.assignment is not None:
+    if args.ste_slope and selection.assignment is not None:
         gates = [x.flatten(0, 1) for x in (selection.assignment, selection.assignment_of_keys)]
     if sink_logits is not None:
         precision = torch.promote_types(q.dtype, torch.float32)
@@ -105,8 +91,10 @@ class SparseAttention(torch.autograd.Function):
             stages, part = item
             stages.give(part.stage, ((part.stage, *found) for found in of_part(plan, q, k, v, part)))
 
-        rows_of_parts = [(Stages(put, (part.stage for part in row)), row) for row in parts(plan.tokens, plan.window)]
-        items = [(stages, part) for stages, row in rows_of_parts for part in row]
+        items: list[tuple[Stages, Part]] = []
+        for row in parts(plan.tokens, plan.args.window):
+            stages = Stages(put, (part.stage for part in row))
+            items += [(stages, part) for part in row]
         deque(side_by_side(attended, items, q.device), maxlen=0)
         if plan.tokens.valid is not None:  # padding has nothing to say, whatever a kernel made of it
             padding = ~plan.tokens.valid[:, None]
@@ -134,14 +122,14 @@ class SparseAttention(torch.autograd.Function):
             tensors = widened(*tensors, asks, answers.masked_fill(sink, 0.0))
         sums = [torch.zeros(x.shape, dtype=lse.dtype, device=x.device) for x in tensors[:3]]
         backward = Backward(plan, *tensors, lse, sums)
-        every_part = chain.from_iterable(parts(plan.tokens, plan.window))
+        every_part = chain.from_iterable(parts(plan.tokens, plan.args.window))
         backward.add(every_part, lambda part: (every, every) if part.gated else (own, own))
         dg: list[Tensor | None] = [None, None]
         if gated:
             # the gated parts hold pairs in the window, which have no gate
-            near = (near_parts(plan.tokens, plan.window, row, met=True) for row in range(plan.tokens.batch))
+            near = (near_parts(plan.tokens, plan.args.window, row, met=True) for row in range(plan.tokens.batch))
             backward.add(chain.from_iterable(near), lambda part: (every, added), sign=-1)
-            slope = plan.surrogate / plan.scaling  # kernels multiply the coordinates' product by the scaling
+            slope = plan.args.ste_slope / plan.args.scaling  # kernels multiply the coordinates' product by the scaling
             of_asks, of_answers = sums[0][..., added].chunk(2, -1)[0], sums[1][..., added].chunk(2, -1)[1]
             of_answers = of_answers.masked_fill(sink[..., None], 0.0)
             dg = [(x.sum(1) * slope).to(asks.dtype) for x in (of_asks, of_answers)]
@@ -167,7 +155,7 @@ def of_part(plan: Plan, q: Tensor, k: Tensor, v: Tensor, part: Part) -> Iterator
 
 def of_call(plan: Plan, q: Tensor, k: Tensor, v: Tensor, drop: Tensor | None) -> tuple[Tensor, Tensor]:
     """Output `[rows, H, D]` and logsumexp `[rows, H]` of one call, float32 at least."""
-    o, lse = plan.kernel.forward(q, k, v, drop, plan.scaling, plan.softcap)
+    o, lse = plan.kernel.forward(q, k, v, drop, plan.args)
     return o.flatten(0, 1).to(lse.dtype), lse.flatten(0, 1)
 
 
@@ -227,9 +215,8 @@ class Backward:
             for few, seen, drop in calls:
                 whole = Whole(grad[:, few], out[:, few], lse[:, few])
                 gradients = plan.kernel.backward(
-                    queries[:, few], keys[:, seen], values[:, seen], whole, drop,
-                    plan.scaling, plan.softcap,
-                )  # fmt: skip
+                    queries[:, few], keys[:, seen], values[:, seen], whole, drop, plan.args
+                )
                 for total, index, gradient in zip(
                     (of_queries, of_keys, of_values), (few, seen, seen), gradients, strict=True
                 ):

@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 from focus_exp.attention.method import AttentionMethod, LayerShape
 from focus_exp.attention.reference import scores, weights
 from focus_exp.attention.selection import (
+    AttentionArgs,
     Selection,
     Sequence,
     always_visible,
@@ -63,25 +64,15 @@ class CutProbe(AttentionMethod):
         self.masses: dict[Grouping, CutMass] = {}
 
     def attend(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        selection: Selection,
-        sequence: Sequence,
-        *,
-        scaling: float,
-        softcap: float | None = None,
-        dropout: float = 0.0,
-        sink_logits: Tensor | None = None,
+        self, q: Tensor, k: Tensor, v: Tensor, selection: Selection, sequence: Sequence, args: AttentionArgs
     ) -> Tensor:
         parts: dict[Grouping, dict[str, list[Tensor]]] = {grouping: {} for grouping in self.selections}
         outputs = []
         for rows in row_blocks(q.shape[2], 256):
             length = rows.stop
             keep = permitted_or_self(sequence, rows, length)
-            s = scores(q[:, :, rows], k[:, :, :length], scaling, softcap).masked_fill(~keep[:, None], float("-inf"))
-            p = weights(s, sink_logits)  # [1, H, rows, S]
+            s = scores(q[:, :, rows], k[:, :, :length], args).masked_fill(~keep[:, None], float("-inf"))
+            p = weights(s, args.sink_logits)  # [1, H, rows, S]
             values = v[:, :, :length].repeat_interleave(q.shape[1] // v.shape[1], dim=1)
             outputs.append(p.to(v.dtype) @ values)
             near = (always_visible(sequence, rows, length, self.window, self.sinks) & keep)[0]

@@ -18,7 +18,7 @@ from focus_exp.attention.blocked import full_attention
 from focus_exp.attention.cached import GroupedCache
 from focus_exp.attention.kernels import CannotServe
 from focus_exp.attention.method import AttentionMethod
-from focus_exp.attention.selection import Selection, Sequence, order_by, starts, take
+from focus_exp.attention.selection import AttentionArgs, Selection, Sequence, order_by, starts, take
 from focus_exp.errors import UserError
 from focus_exp.models.hf_cache import FocusLayer, count_cached_tokens, find_layer, run_eagerly
 from focus_exp.models.methods import IMPLEMENTATION, get_method
@@ -274,12 +274,12 @@ def routed_attention(
         raise UserError("the base model's attention sees later tokens; attention methods here are causal")
     size = value.shape[-1]
     query, key, value = of_one_size(*of_one_precision(query, key, value))
-    scores: dict[str, Any] = {"scaling": scaling, "softcap": softcap, "sink_logits": s_aux}
+    arguments = AttentionArgs(scaling, softcap, dropout, s_aux)
     if routed is None:
-        out = full_attention(query, key, value, pairs_seen(attention_mask), is_causal, dropout=dropout, **scores)
+        out = full_attention(query, key, value, pairs_seen(attention_mask), arguments, is_causal)
     else:
         refuse_unknown(module, {name for name, value in others.items() if value is not None} - routed.given)
-        out = attend(get_method(module), query, key, value, attention_mask, routed, dropout, scores)
+        out = attend(get_method(module), query, key, value, attention_mask, routed, arguments)
     return out[..., :size].transpose(1, 2).contiguous(), None
 
 
@@ -290,24 +290,23 @@ def attend(
     v: Tensor,
     mask: Tensor | None,
     routed: Routed,
-    dropout: float,
-    scores: dict[str, Any],
+    args: AttentionArgs,
 ) -> Tensor:
     """Compute an attached layer, with or without tokens in a cache."""
     if routed.cache is not None:
-        return attend_cached(method, q, k, v, mask, routed, dropout, scores)
+        return attend_cached(method, q, k, v, mask, routed, args)
     if k.shape[2] != q.shape[2]:
         if not method.keeps_all():
             raise UserError(
                 f"a layer attends from {q.shape[2]} tokens to {k.shape[2]} keys, some of which are no tokens"
             )
         method.path = "full"  # a preallocated cache of the base's
-        out = full_attention(q, k, v, pairs_seen(mask), dropout=dropout, **scores)
+        out = full_attention(q, k, v, pairs_seen(mask), args)
         for observer in method.observers:
             observer(method.shape.index, method, routed.selection, routed.sequence)
         return out
     sequence = routed.sequence if mask is routed.mask else describe_sequence(q.transpose(1, 2), mask)
-    return attend_whole(method, q, k, v, routed.selection, sequence, dropout, scores)
+    return attend_whole(method, q, k, v, routed.selection, sequence, args)
 
 
 def attend_whole(
@@ -317,13 +316,12 @@ def attend_whole(
     v: Tensor,
     selection: Selection,
     sequence: Sequence,
-    dropout: float,
-    scores: dict[str, Any],
+    args: AttentionArgs,
 ) -> Tensor:
     """Compute an attached layer for whole sequences."""
     q, k, v = (take(x, sequence.order, 2) for x in (q, k, v))
     try:
-        out = method("attend", q, k, v, selection, sequence, dropout=dropout, **scores)
+        out = method("attend", q, k, v, selection, sequence, args)
     except CannotServe as error:
         raise UserError(str(error)) from None
     for observer in method.observers:  # now, because some methods choose their pairs while they attend
@@ -339,8 +337,7 @@ def attend_cached(
     v: Tensor,
     mask: Tensor | None,
     routed: Routed,
-    dropout: float,
-    scores: dict[str, Any],
+    args: AttentionArgs,
 ) -> Tensor:
     """Compute an attached layer over the cached and the new tokens, and append the new ones."""
     cache, selection = routed.cache, routed.selection
@@ -357,9 +354,9 @@ def attend_cached(
             cache.keep_only(sequence.kept)
         method.path = "cached"
         q, new_k, new_v = (take(x, sequence.order, 2) for x in (q, k, v))
-        out = restore(cache.attend(q, new_k, new_v, selection, sequence, **scores), sequence)
+        out = restore(cache.attend(q, new_k, new_v, selection, sequence, args), sequence)
     else:
-        out = attend_whole(method, q, k, v, selection, sequence, dropout, scores)
+        out = attend_whole(method, q, k, v, selection, sequence, args)
         new_k, new_v = take(k, sequence.order, 2), take(v, sequence.order, 2)
     cache.append(new_k, new_v, selection, sequence)
     return out

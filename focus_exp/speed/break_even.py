@@ -98,8 +98,8 @@ def measure(layer: Layer, method: str, options: dict[str, Any], setting: dict[st
         tensors = Tensors.random(layer.shape, length, layer.dtype, layer.device)
         works: dict[str, Work] = {
             "full": full_attention(tensors, layer.device)[1],
-            "masked": partial(attention, masked, tensors, layer.scaling),
-            "sparse": partial(attention, sparse, tensors, layer.scaling),
+            "masked": partial(attention, masked, tensors, layer.args),
+            "sparse": partial(attention, sparse, tensors, layer.args),
         }
         round_seconds = sum(clock(work, layer.device) for work in works.values())
         seconds[str(length)] = alternate(works, affordable(round_seconds, layer), layer.device)

@@ -87,7 +87,7 @@ class Decoding:
             start = torch.full((1, 1), -self.cache.length, device=q.device)
             sequence = Sequence(start)
             self.method.route(self.new.hidden[:, one], sequence)
-            self.cache.attend(q, k, v, selection, sequence, scaling=self.layer.scaling)
+            self.cache.attend(q, k, v, selection, sequence, self.layer.args)
             self.reads.append(self.cache.pairs_read)
             self.cache.append(k, v, selection, sequence)
 

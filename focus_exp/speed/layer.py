@@ -13,10 +13,10 @@ from torch import Tensor
 
 from focus_exp.attention.focus import Focus
 from focus_exp.attention.kernels import Backend, Kernel
-from focus_exp.attention.kernels.fused import Call, Triton
+from focus_exp.attention.kernels.fused import Triton
 from focus_exp.attention.kernels.layout import Plan
 from focus_exp.attention.parts import Part, Tokens, pairs_computed, parts, rows_of
-from focus_exp.attention.selection import Selection, Sequence
+from focus_exp.attention.selection import AttentionArgs, Selection, Sequence
 from focus_exp.attention.side_by_side import side_by_side
 from focus_exp.attention.sparse import blocks_of
 from focus_exp.results.measurement import Measurement
@@ -51,8 +51,8 @@ class Layer:
     repeats: int = 7
 
     @property
-    def scaling(self) -> float:
-        return self.shape.head_dim**-0.5
+    def args(self) -> AttentionArgs:
+        return AttentionArgs(self.shape.head_dim**-0.5)
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,7 @@ class Contender:
         method = layer_method(layer.shape, groups, layer.window, layer.sinks, layer.backend, layer.device)
         selection = groups.selection(tensors.length, layer.device)
         sequence = Sequence.plain(1, tensors.length, layer.device)
-        kernel = method.sparse_kernel(tensors.q, selection, sequence, None, 0.0)
+        kernel = method.sparse_kernel(tensors.q, selection, sequence, layer.args)
         if kernel is None:
             raise RuntimeError(f"no kernel of the sparse path serves {layer.dtype} on {layer.device}")
         return Contender(layer, groups, method, selection, sequence, kernel)
@@ -90,14 +90,14 @@ class Contender:
         torch.autograd.grad(out, (tensors.q, tensors.k, tensors.v, trained), torch.ones_like(out))
 
     def attend(self, tensors: Tensors, selection: Selection) -> Tensor:
-        return self.method.attend(tensors.q, tensors.k, tensors.v, selection, self.sequence, scaling=self.layer.scaling)
+        return self.method.attend(tensors.q, tensors.k, tensors.v, selection, self.sequence, self.layer.args)
 
     def kernels(self, tensors: Tensors) -> Work:
         """The exact attention calls alone, with lists made, or tokens gathered for what reads no lists."""
-        window, sinks, scaling = self.layer.window, self.layer.sinks, self.layer.scaling
+        window, sinks, args = self.layer.window, self.layer.sinks, self.layer.args
         if isinstance(self.kernel, Triton):
             plan = Plan.of(self.selection, self.sequence, window, sinks)
-            return partial(self.kernel.planned, tensors.q, tensors.k, tensors.v, plan, Call(scaling))
+            return partial(self.kernel.planned, tensors.q, tensors.k, tensors.v, plan, args)
         assert isinstance(self.kernel, Kernel)
         q, k, v = (x.transpose(1, 2).flatten(0, 1) for x in (tensors.q, tensors.k, tensors.v))
         tokens, kernel = Tokens.of(self.selection, self.sequence, sinks), self.kernel
@@ -113,7 +113,7 @@ class Contender:
 
         def computed(calls: list[tuple[Tensor, Tensor, Tensor, Tensor | None]]) -> None:
             for call in calls:
-                kernel.forward(*call, scaling, None)
+                kernel.forward(*call, args)
 
         laid_out = [gathered(part) for part in chain.from_iterable(parts(tokens, window))]
 

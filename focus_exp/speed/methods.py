@@ -11,7 +11,7 @@ from torch import Tensor
 
 from focus_exp.attention.method import AttentionMethod, LayerShape
 from focus_exp.attention.registry import build
-from focus_exp.attention.selection import Sequence
+from focus_exp.attention.selection import AttentionArgs, Sequence
 from focus_exp.errors import first_line
 from focus_exp.results.measurement import Measurement
 from focus_exp.speed.layer import Layer, affordable
@@ -34,7 +34,7 @@ def method_rows(layer: Layer, length: int, methods: Methods) -> Iterator[Measure
     for name, (method, options) in methods.items():
         try:
             built[name] = layer_of(layer, method, options)
-            work = partial(attention, built[name], tensors, layer.scaling)
+            work = partial(attention, built[name], tensors, layer.args)
             round_seconds += clock(work, layer.device)
             works[name] = work
         except (RuntimeError, ValueError) as error:
@@ -59,7 +59,7 @@ def layer_of(layer: Layer, method: str, options: dict[str, Any]) -> AttentionMet
     return on_sparse_path(found, layer.backend, layer.device)
 
 
-def attention(method: AttentionMethod, tensors: Tensors, scaling: float) -> Tensor:
+def attention(method: AttentionMethod, tensors: Tensors, args: AttentionArgs) -> Tensor:
     sequence = Sequence.plain(1, tensors.length, tensors.hidden.device)
     selection = method.route(tensors.hidden, sequence)
-    return method.attend(tensors.q, tensors.k, tensors.v, selection, sequence, scaling=scaling)
+    return method.attend(tensors.q, tensors.k, tensors.v, selection, sequence, args)

@@ -20,7 +20,7 @@ from transformers import PreTrainedModel
 
 from focus_exp.attention.method import AttentionMethod, LayerShape
 from focus_exp.attention.reference import scores, weights
-from focus_exp.attention.selection import Selection, Sequence, always_visible, permitted, row_blocks
+from focus_exp.attention.selection import AttentionArgs, Selection, Sequence, always_visible, permitted, row_blocks
 from focus_exp.models.methods import swap_methods
 from focus_exp.progress import ProgressBar
 from focus_exp.storage import atomic_write
@@ -66,22 +66,9 @@ class LossProbe(AttentionMethod):
         return Selection()
 
     def attend(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        selection: Selection,
-        sequence: Sequence,
-        *,
-        scaling: float,
-        softcap: float | None = None,
-        dropout: float = 0.0,
-        sink_logits: Tensor | None = None,
+        self, q: Tensor, k: Tensor, v: Tensor, selection: Selection, sequence: Sequence, args: AttentionArgs
     ) -> Tensor:
-        output = super().attend(
-            q, k, v, Selection(keeps_all=True), sequence,
-            scaling=scaling, softcap=softcap, dropout=dropout, sink_logits=sink_logits,
-        )  # fmt: skip
+        output = super().attend(q, k, v, Selection(keeps_all=True), sequence, args)
         q, k, v = (x.detach().float() for x in (q, k, v))
 
         def changes(gradient: Tensor) -> Iterator[Changes]:
@@ -89,7 +76,7 @@ class LossProbe(AttentionMethod):
                 seen = permitted(sequence, rows, rows.stop)
                 p, loss = changes_of_loss(
                     q[:, :, rows], k[:, :, : rows.stop], v[:, :, : rows.stop], gradient[:, :, rows].float(),
-                    seen, scaling, softcap, sink_logits,
+                    seen, args,
                 )  # fmt: skip
                 distant = (seen & ~always_visible(sequence, rows, rows.stop, self.window, self.sinks))[0]
                 yield Changes(rows, distant, p[0] * distant, loss[0] * distant)
@@ -134,17 +121,15 @@ def changes_of_loss(
     v: Tensor,
     gradient: Tensor,
     seen: Tensor,
-    scaling: float,
-    softcap: float | None = None,
-    sink_logits: Tensor | None = None,
+    args: AttentionArgs,
 ) -> tuple[Tensor, Tensor]:
     """Attention P_ij, and the first-order change of the loss without the pair, P_ij (o_i - v_j) . dL/do_i, both
     `[B, G, H / G, t, S]`.
 
     q, gradient: `[B, H, t, D]`; k, v: `[B, G, S, D]`; seen: `[B, t, S]`, what a query sees of the keys.
     """
-    s = scores(q, k, scaling, softcap)
-    p = weights(s.masked_fill(~seen[:, None], float("-inf")), sink_logits)
+    s = scores(q, k, args)
+    p = weights(s.masked_fill(~seen[:, None], float("-inf")), args.sink_logits)
     values = v.repeat_interleave(q.shape[1] // v.shape[1], dim=1)
     output = p @ values
     change = p * ((gradient * output).sum(-1, keepdim=True) - gradient @ values.transpose(-1, -2))

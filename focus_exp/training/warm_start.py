@@ -18,7 +18,7 @@ from focus_exp.attention.focus import Focus
 from focus_exp.attention.method import AttentionMethod, LayerShape
 from focus_exp.attention.reference import scores, weights
 from focus_exp.attention.routing import balance_potential
-from focus_exp.attention.selection import Selection, Sequence, always_visible, permitted, row_blocks
+from focus_exp.attention.selection import AttentionArgs, Selection, Sequence, always_visible, permitted, row_blocks
 from focus_exp.models.methods import find_routers, observe_selections, set_routing, swap_methods, use_causal_assignment
 from focus_exp.progress import ProgressBar
 from focus_exp.training.precision import Precision
@@ -42,25 +42,15 @@ class AttentionProbe(AttentionMethod):
         return Selection()
 
     def attend(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        selection: Selection,
-        sequence: Sequence,
-        *,
-        scaling: float,
-        softcap: float | None = None,
-        dropout: float = 0.0,
-        sink_logits: Tensor | None = None,
+        self, q: Tensor, k: Tensor, v: Tensor, selection: Selection, sequence: Sequence, args: AttentionArgs
     ) -> Tensor:
         batch, length = q.shape[0], q.shape[2]
         mass = torch.zeros(batch, length, length, dtype=torch.bfloat16, device=q.device)
         outputs = []
         for rows in row_blocks(length, 256):
             keep = permitted(sequence, rows, rows.stop)
-            s = scores(q[:, :, rows], k[:, :, : rows.stop], scaling, softcap)
-            p = weights(s.masked_fill(~keep[:, None], float("-inf")), sink_logits)
+            s = scores(q[:, :, rows], k[:, :, : rows.stop], args)
+            p = weights(s.masked_fill(~keep[:, None], float("-inf")), args.sink_logits)
             distant = ~always_visible(sequence, rows, rows.stop, self.window, self.sinks)
             mass[:, rows, : rows.stop] = (p.float().mean(1) * distant).to(mass.dtype)
             values = v[:, :, : rows.stop].repeat_interleave(q.shape[1] // v.shape[1], dim=1)

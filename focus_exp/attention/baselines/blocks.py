@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from focus_exp.attention.blocked import masked_attention
-from focus_exp.attention.selection import Sequence, permitted_or_self, row_blocks
+from focus_exp.attention.selection import AttentionArgs, Sequence, permitted_or_self, row_blocks
 
 BLOCK = 256
 
@@ -24,12 +24,8 @@ def kept_attention(
     k: Tensor,
     v: Tensor,
     sequence: Sequence,
+    args: AttentionArgs,
     keeps: Callable[[slice], Tensor],
-    *,
-    scaling: float,
-    softcap: float | None,
-    dropout: float,
-    sink_logits: Tensor | None = None,
 ) -> Tensor:
     """Output `[B, H, T, D]` of the pairs that `keeps` `[B, 1 or H, t, S]` leaves of a block of queries."""
     outputs = []
@@ -38,18 +34,13 @@ def kept_attention(
         keys, values = k[:, :, : rows.stop], v[:, :, : rows.stop]
         if keep.shape[1] > 1:  # a mask per head needs keys per head
             keys, values = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (keys, values))
-        outputs.append(
-            masked_attention(
-                q[:, :, rows], keys, values, keep, None,
-                scaling=scaling, softcap=softcap, gate_kind="log", dropout=dropout, sink_logits=sink_logits,
-            )
-        )  # fmt: skip
+        outputs.append(masked_attention(q[:, :, rows], keys, values, keep, args))
     return torch.cat(outputs, dim=2)
 
 
-def refuse_sink_logits(method: str, sink_logits: Tensor | None) -> None:
+def refuse_sink_logits(method: str, args: AttentionArgs) -> None:
     """ValueError where the base model has learned attention sinks, which the method's paper does not know."""
-    if sink_logits is not None:
+    if args.sink_logits is not None:
         raise ValueError(f"{method} has no place for the base model's learned attention sinks; use another method")
 
 
@@ -65,28 +56,28 @@ class QueryBlock:
     k: Tensor
     v: Tensor
     seen: Tensor
-    softcap: float | None
+    args: AttentionArgs
 
     def scores(self, q: Tensor) -> Tensor:
         """s_ij `[B, G, H/G, t, S]` of scaled queries q, minus infinity where nothing is seen."""
         s = q @ self.k.transpose(-1, -2)
-        s = s if self.softcap is None else self.softcap * torch.tanh(s / self.softcap)
+        cap = self.args.softcap
+        s = s if cap is None else cap * torch.tanh(s / cap)
         return s.masked_fill(~self.seen, float("-inf"))
 
-    def weigh(self, scores: Tensor, dropout: float) -> Tensor:
+    def weigh(self, scores: Tensor) -> Tensor:
         """softmax(scores) v `[B, G, H/G, t, D]`."""
-        return F.dropout(scores.softmax(-1), dropout) @ self.v
+        return F.dropout(scores.softmax(-1), self.args.dropout) @ self.v
 
 
-def query_blocks(
-    q: Tensor, k: Tensor, v: Tensor, sequence: Sequence, scaling: float, softcap: float | None
-) -> Iterator[QueryBlock]:
+def query_blocks(q: Tensor, k: Tensor, v: Tensor, sequence: Sequence, args: AttentionArgs) -> Iterator[QueryBlock]:
     """Blocks of q `[B, H, T, D]` with what they see of k and v `[B, G, T, D]`."""
     precision = torch.promote_types(q.dtype, torch.float32)
-    q, k, v = grouped(q, k.shape[1]).to(precision) * scaling, k.unsqueeze(2).to(precision), v.unsqueeze(2).to(precision)
+    q = grouped(q, k.shape[1]).to(precision) * args.scaling
+    k, v = k.unsqueeze(2).to(precision), v.unsqueeze(2).to(precision)
     for rows in row_blocks(q.shape[3], BLOCK):
         seen = permitted_or_self(sequence, rows, rows.stop)[:, None, None]
-        yield QueryBlock(rows, q[..., rows, :], k[..., : rows.stop, :], v[..., : rows.stop, :], seen, softcap)
+        yield QueryBlock(rows, q[..., rows, :], k[..., : rows.stop, :], v[..., : rows.stop, :], seen, args)
 
 
 def grouped(q: Tensor, groups: int) -> Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -10,7 +11,15 @@ from torch import Tensor
 from focus_exp.attention.baselines.blocks import kept_attention
 from focus_exp.attention.method import AttentionMethod, LayerShape
 from focus_exp.attention.options import Options, option
-from focus_exp.attention.selection import PairCounts, Selection, Sequence, always_visible, real_pairs, row_blocks
+from focus_exp.attention.selection import (
+    AttentionArgs,
+    PairCounts,
+    Selection,
+    Sequence,
+    always_visible,
+    real_pairs,
+    row_blocks,
+)
 
 
 @dataclass
@@ -55,28 +64,12 @@ class Longformer(AttentionMethod, name="longformer", options=LongformerOptions):
         return torch.where(is_dilated[:, None, None], far[:, None], near)
 
     def attend(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        selection: Selection,
-        sequence: Sequence,
-        *,
-        scaling: float,
-        softcap: float | None = None,
-        dropout: float = 0.0,
-        sink_logits: Tensor | None = None,
+        self, q: Tensor, k: Tensor, v: Tensor, selection: Selection, sequence: Sequence, args: AttentionArgs
     ) -> Tensor:
         if not self.dilates:
-            return super().attend(
-                q, k, v, selection, sequence,
-                scaling=scaling, softcap=softcap, dropout=dropout, sink_logits=sink_logits,
-            )  # fmt: skip
+            return super().attend(q, k, v, selection, sequence, args)
         self.path = "masked"
-        return kept_attention(
-            q, k, v, sequence, lambda rows: self.keeps(sequence, rows),
-            scaling=scaling, softcap=softcap, dropout=dropout, sink_logits=sink_logits,
-        )  # fmt: skip
+        return kept_attention(q, k, v, sequence, args, partial(self.keeps, sequence))
 
     @torch.no_grad()
     def count_pairs(self, selection: Selection, sequence: Sequence) -> PairCounts:

@@ -12,7 +12,7 @@ from torch import Tensor
 from focus_exp.attention.baselines.blocks import grouped, query_blocks, refuse_sink_logits
 from focus_exp.attention.method import AttentionMethod, LayerShape
 from focus_exp.attention.options import MAX_SEED, Options, option
-from focus_exp.attention.selection import PairCounts, Selection, Sequence, always_visible, real_pairs
+from focus_exp.attention.selection import AttentionArgs, PairCounts, Selection, Sequence, always_visible, real_pairs
 
 
 @dataclass(frozen=True)
@@ -62,19 +62,9 @@ class MagicPIG(AttentionMethod, name="magicpig", options=MagicPIGOptions):
         return Sampled()
 
     def attend(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        selection: Selection,
-        sequence: Sequence,
-        *,
-        scaling: float,
-        softcap: float | None = None,
-        dropout: float = 0.0,
-        sink_logits: Tensor | None = None,
+        self, q: Tensor, k: Tensor, v: Tensor, selection: Selection, sequence: Sequence, args: AttentionArgs
     ) -> Tensor:
-        refuse_sink_logits(self.name, sink_logits)
+        refuse_sink_logits(self.name, args)
         self.path = "masked"
         total = distant = kept = 0
         outputs = []
@@ -84,7 +74,7 @@ class MagicPIG(AttentionMethod, name="magicpig", options=MagicPIGOptions):
                 centred = self.centre(k.to(precision), sequence).unsqueeze(2)  # [B, G, 1, T, D]
                 query_codes = self.codes(grouped(q, k.shape[1]).to(precision))
                 key_codes = self.codes(centred)
-            for block in query_blocks(q, k, v, sequence, scaling, softcap):
+            for block in query_blocks(q, k, v, sequence, args):
                 rows = block.rows
                 with torch.no_grad():
                     near = always_visible(sequence, rows, rows.stop, self.window, self.sinks)[:, None, None]
@@ -95,7 +85,7 @@ class MagicPIG(AttentionMethod, name="magicpig", options=MagicPIGOptions):
                     distant += int((pairs & ~near).count_nonzero()) * self.shape.heads
                     kept += int((pairs & sampled).count_nonzero())
                 s = (block.scores(block.q) + rarity).masked_fill(~(near | sampled), float("-inf"))
-                outputs.append(block.weigh(s, dropout))
+                outputs.append(block.weigh(s))
         if isinstance(selection, Sampled):
             selection.counts.append(PairCounts(total, distant, kept))
         return torch.cat(outputs, dim=3).flatten(1, 2).to(v.dtype)

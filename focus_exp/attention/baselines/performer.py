@@ -10,7 +10,15 @@ from torch import Tensor
 from focus_exp.attention.baselines.blocks import BLOCK, grouped, refuse_sink_logits
 from focus_exp.attention.method import AttentionMethod, LayerShape
 from focus_exp.attention.options import MAX_SEED, Options, option
-from focus_exp.attention.selection import PairCounts, Selection, Sequence, count_pairs, permitted_or_self, row_blocks
+from focus_exp.attention.selection import (
+    AttentionArgs,
+    PairCounts,
+    Selection,
+    Sequence,
+    count_pairs,
+    permitted_or_self,
+    row_blocks,
+)
 
 
 @dataclass
@@ -42,21 +50,11 @@ class Performer(AttentionMethod, name="performer", options=PerformerOptions):
         self.register_buffer("directions", orthogonal_directions(options.features, shape.head_dim, generator))
 
     def attend(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        selection: Selection,
-        sequence: Sequence,
-        *,
-        scaling: float,
-        softcap: float | None = None,
-        dropout: float = 0.0,
-        sink_logits: Tensor | None = None,
+        self, q: Tensor, k: Tensor, v: Tensor, selection: Selection, sequence: Sequence, args: AttentionArgs
     ) -> Tensor:
-        refuse_sink_logits(self.name, sink_logits)
-        if softcap is not None:
-            raise ValueError(f"performer cannot approximate a softcap (softcap={softcap}); use another method")
+        refuse_sink_logits(self.name, args)
+        if args.softcap is not None:
+            raise ValueError(f"performer cannot approximate a softcap (softcap={args.softcap}); use another method")
         pairwise = sequence.allowed is not None
         self.path = "masked" if pairwise else "prefix sums"
         precision = torch.promote_types(q.dtype, torch.float32)
@@ -64,8 +62,8 @@ class Performer(AttentionMethod, name="performer", options=PerformerOptions):
             directions = self.directions.to(precision)
             q, k = grouped(q, k.shape[1]).to(precision), k.unsqueeze(2).to(precision)
             out = favor(
-                (q * scaling**0.5) @ directions.T,
-                (k * scaling**0.5) @ directions.T - k.square().sum(-1, keepdim=True) * scaling / 2,
+                (q * args.scaling**0.5) @ directions.T,
+                (k * args.scaling**0.5) @ directions.T - k.square().sum(-1, keepdim=True) * args.scaling / 2,
                 v.unsqueeze(2).to(precision),
                 sequence,
                 pairwise,

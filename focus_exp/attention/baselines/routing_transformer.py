@@ -13,7 +13,7 @@ from focus_exp.attention.method import AttentionMethod, LayerShape
 from focus_exp.attention.mitigations import group_means, move_to_means
 from focus_exp.attention.options import NearOptions, option
 from focus_exp.attention.recompute import Forwards
-from focus_exp.attention.selection import Selection, Sequence, always_visible, same_group
+from focus_exp.attention.selection import AttentionArgs, Selection, Sequence, always_visible, same_group
 
 
 @dataclass
@@ -79,17 +79,7 @@ class RoutingTransformer(AttentionMethod, name="routing_transformer", options=Ro
             self.centroids.copy_(move_to_means(self.centroids.to(mean.dtype), mean, sizes, self.centroid_decay))
 
     def attend(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        selection: Selection,
-        sequence: Sequence,
-        *,
-        scaling: float,
-        softcap: float | None = None,
-        dropout: float = 0.0,
-        sink_logits: Tensor | None = None,
+        self, q: Tensor, k: Tensor, v: Tensor, selection: Selection, sequence: Sequence, args: AttentionArgs
     ) -> Tensor:
         # the sparse path wants every token in a group
         self.path = "masked"
@@ -98,9 +88,7 @@ class RoutingTransformer(AttentionMethod, name="routing_transformer", options=Ro
             near = always_visible(sequence, rows, rows.stop, self.window, self.sinks)
             return (near | same_group(selection, rows, rows.stop))[:, None]
 
-        return kept_attention(
-            q, k, v, sequence, keeps, scaling=scaling, softcap=softcap, dropout=dropout, sink_logits=sink_logits
-        )
+        return kept_attention(q, k, v, sequence, args, keeps)
 
 
 def nearest_tokens(scores: Tensor, sequence: Sequence, count: int | None) -> Tensor:

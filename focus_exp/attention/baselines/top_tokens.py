@@ -12,7 +12,15 @@ from focus_exp.attention.baselines.blocks import QueryBlock, query_blocks, refus
 from focus_exp.attention.method import AttentionMethod, LayerShape
 from focus_exp.attention.options import FitOptions, NearOptions, option
 from focus_exp.attention.routing import cast, own_precision
-from focus_exp.attention.selection import PairCounts, Selection, Sequence, always_visible, real_pairs, row_blocks
+from focus_exp.attention.selection import (
+    AttentionArgs,
+    PairCounts,
+    Selection,
+    Sequence,
+    always_visible,
+    real_pairs,
+    row_blocks,
+)
 
 
 @dataclass
@@ -36,30 +44,20 @@ class TopTokens(AttentionMethod):
         """`[B, 1 or G, 1, t, S]` float of the pairs of a block, whose scores `[B, G, H/G, t, S]` are given."""
 
     def attend(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        selection: Selection,
-        sequence: Sequence,
-        *,
-        scaling: float,
-        softcap: float | None = None,
-        dropout: float = 0.0,
-        sink_logits: Tensor | None = None,
+        self, q: Tensor, k: Tensor, v: Tensor, selection: Selection, sequence: Sequence, args: AttentionArgs
     ) -> Tensor:
-        refuse_sink_logits(self.name, sink_logits)
+        refuse_sink_logits(self.name, args)
         self.path = "masked"
         outputs = []
         with torch.autocast(q.device.type, enabled=False):
-            for block in query_blocks(q, k, v, sequence, scaling, softcap):
+            for block in query_blocks(q, k, v, sequence, args):
                 scores = block.scores(block.q)
                 with torch.no_grad():
                     visible = always_visible(sequence, block.rows, block.rows.stop, self.window, self.sinks)
                     distant = block.seen & ~visible[:, None, None]
                     wanted = self.number(distant.sum(-1, keepdim=True))
                     kept = (block.seen & ~distant) | best(self.importance(block, scores, selection), distant, wanted)
-                out = block.weigh(scores.masked_fill(~kept, float("-inf")), dropout)
+                out = block.weigh(scores.masked_fill(~kept, float("-inf")))
                 outputs.append(self.completed(out, block, kept))
         return torch.cat(outputs, dim=3).flatten(1, 2).to(v.dtype)
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from focus_exp.attention.selection import Selection, Sequence
+from focus_exp.attention.selection import AttentionArgs, Selection, Sequence
 
 Gradients = tuple[Tensor, Tensor, Tensor]
 
@@ -56,21 +56,9 @@ class Fused(Backend):
 
     @abstractmethod
     def attention(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        selection: Selection,
-        sequence: Sequence,
-        *,
-        window: int,
-        sinks: int,
-        scaling: float,
-        softcap: float | None = None,
-        surrogate: float | None = None,
-        sink_logits: Tensor | None = None,
+        self, q: Tensor, k: Tensor, v: Tensor, selection: Selection, sequence: Sequence, args: AttentionArgs
     ) -> Tensor:
-        """What `sparse_attention` says."""
+        """Compute `sparse_attention` where all heads share one grouping."""
 
 
 class Kernel(Backend):
@@ -82,7 +70,7 @@ class Kernel(Backend):
 
     @abstractmethod
     def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, drop: Tensor | None, scaling: float, softcap: float | None
+        self, q: Tensor, k: Tensor, v: Tensor, drop: Tensor | None, args: AttentionArgs
     ) -> tuple[Tensor, Tensor]:
         """Output `[blocks, t, H, D]` and natural logsumexp `[blocks, t, H]`, float32 at least.
 
@@ -91,6 +79,6 @@ class Kernel(Backend):
 
     @abstractmethod
     def backward(
-        self, q: Tensor, k: Tensor, v: Tensor, whole: Whole, drop: Tensor | None, scaling: float, softcap: float | None
+        self, q: Tensor, k: Tensor, v: Tensor, whole: Whole, drop: Tensor | None, args: AttentionArgs
     ) -> Gradients:
         """Gradients of q, k, v, given what the whole rows left."""

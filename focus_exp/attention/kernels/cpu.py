@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from focus_exp.attention.kernels.contract import Demand, Gradients, Kernel, Whole
+from focus_exp.attention.selection import AttentionArgs
 
 INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes
 
@@ -24,11 +25,11 @@ class CpuFlash(Kernel):
         return "has no softcap" if demand.softcap else None
 
     def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, drop: Tensor | None, scaling: float, softcap: float | None
+        self, q: Tensor, k: Tensor, v: Tensor, drop: Tensor | None, args: AttentionArgs
     ) -> tuple[Tensor, Tensor]:
         share = heads_to_fold(q, k)
         o, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-            *(x.transpose(1, 2) for x in (folded(q, share), k, v)), attn_mask=bias(drop, q, share), scale=scaling
+            *(x.transpose(1, 2) for x in (folded(q, share), k, v)), attn_mask=bias(drop, q, share), scale=args.scaling
         )
         o, lse = (unfolded(x.transpose(1, 2), share) for x in (o, lse))
         if drop is not None:
@@ -38,13 +39,13 @@ class CpuFlash(Kernel):
         return o, lse
 
     def backward(
-        self, q: Tensor, k: Tensor, v: Tensor, whole: Whole, drop: Tensor | None, scaling: float, softcap: float | None
+        self, q: Tensor, k: Tensor, v: Tensor, whole: Whole, drop: Tensor | None, args: AttentionArgs
     ) -> Gradients:
         share = heads_to_fold(q, k)
         grad, queries, out, lse = (folded(x, share) for x in (whole.grad, q, whole.out, whole.lse))
         dq, dk, dv = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
             *(x.transpose(1, 2) for x in (grad, queries, k, v, out, lse)), 0.0, False,
-            attn_mask=bias(drop, q, share), scale=scaling,
+            attn_mask=bias(drop, q, share), scale=args.scaling,
         )  # fmt: skip
         return unfolded(dq.transpose(1, 2), share), dk.transpose(1, 2), dv.transpose(1, 2)
 

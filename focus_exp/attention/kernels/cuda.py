@@ -13,8 +13,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from focus_exp.attention.kernels.contract import Demand
-from focus_exp.attention.kernels.fused import Call, Triton, found, too_old, window_forward
+from focus_exp.attention.kernels.fused import Triton, found, too_old, window_forward
 from focus_exp.attention.kernels.layout import Plan
+from focus_exp.attention.selection import AttentionArgs
 
 
 class FlashGroups(Triton):
@@ -32,23 +33,23 @@ class FlashGroups(Triton):
         return None if demand.one_group else "serves tokens of one group each, and these may be in several"
 
     def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, logits: Tensor | None, plan: Plan, call: Call
+        self, q: Tensor, k: Tensor, v: Tensor, logits: Tensor | None, plan: Plan, args: AttentionArgs
     ) -> tuple[Tensor, Tensor]:
         order, segments = plan.lists.queries[0].long(), plan.lists.segments[0][0] // plan.length
         bounds = torch.arange(plan.batch * (plan.groups + 1) + 1, device=q.device)
         offsets = torch.searchsorted(segments, bounds, out_int32=True)
-        ours, ours_lse = self.segments(packed(q[order]), packed(k[order]), packed(v[order]), offsets, call)
+        ours, ours_lse = self.segments(packed(q[order]), packed(k[order]), packed(v[order]), offsets, args)
         grouped = segments % (plan.groups + 1) < plan.groups
         place = torch.where(grouped, torch.arange(len(order), device=q.device), -1).int()
         place = torch.empty_like(place).scatter_(0, order, place)
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
         lse = torch.empty(q.shape[1], len(q), device=q.device)
         ours = ours[..., : q.shape[-1]].contiguous()
-        window_forward(q, k, v, out, lse, logits, plan, call, (ours, ours_lse.contiguous(), place))
+        window_forward(q, k, v, out, lse, logits, plan, args, (ours, ours_lse.contiguous(), place))
         return out, lse
 
     @abstractmethod
-    def segments(self, q: Tensor, k: Tensor, v: Tensor, offsets: Tensor, call: Call) -> tuple[Tensor, Tensor]:
+    def segments(self, q: Tensor, k: Tensor, v: Tensor, offsets: Tensor, args: AttentionArgs) -> tuple[Tensor, Tensor]:
         """Output `[n, H, D]` and natural logsumexp `[H, n]` of causal segments `offsets` `[m + 1]` int32.
 
         The longest is not known without a wait for the device; all tokens are an upper bound.
@@ -70,11 +71,11 @@ class TorchFlash(FlashGroups):
         missing = found(PACKAGES[self.impl])
         return too_old((9, 0)) or (missing and f"needs {self.impl}: {missing}")
 
-    def segments(self, q: Tensor, k: Tensor, v: Tensor, offsets: Tensor, call: Call) -> tuple[Tensor, Tensor]:
+    def segments(self, q: Tensor, k: Tensor, v: Tensor, offsets: Tensor, args: AttentionArgs) -> tuple[Tensor, Tensor]:
         activate(self.impl)
         out, lse, *_ = torch.ops.aten._flash_attention_forward(
             q, k, v, offsets, offsets, len(q), len(q), 0.0, False, False,
-            scale=call.scaling, window_size_left=-1, window_size_right=0,
+            scale=args.scaling, window_size_left=-1, window_size_right=0,
         )  # fmt: skip
         return out, lse
 
@@ -97,10 +98,10 @@ class FlashAttn(FlashGroups):
             f"backend=triton does the same): {missing}"
         )
 
-    def segments(self, q: Tensor, k: Tensor, v: Tensor, offsets: Tensor, call: Call) -> tuple[Tensor, Tensor]:
+    def segments(self, q: Tensor, k: Tensor, v: Tensor, offsets: Tensor, args: AttentionArgs) -> tuple[Tensor, Tensor]:
         out, lse, *_ = flash_attn()._flash_attn_varlen_forward(
-            q, k, v, offsets, offsets, len(q), len(q), 0.0, call.scaling, True,
-            window_size_left=-1, window_size_right=0, softcap=call.softcap or 0.0,
+            q, k, v, offsets, offsets, len(q), len(q), 0.0, args.scaling, True,
+            window_size_left=-1, window_size_right=0, softcap=args.softcap or 0.0,
         )  # fmt: skip
         return out, lse
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 import math
-from dataclasses import dataclass
+from dataclasses import replace
 from functools import cache
 from types import SimpleNamespace
 from typing import Any
@@ -15,28 +15,12 @@ from torch.autograd.function import once_differentiable
 
 from focus_exp.attention.kernels.contract import CannotServe, Demand, Fused
 from focus_exp.attention.kernels.layout import Lists, Plan, seen_by
-from focus_exp.attention.selection import Selection, Sequence
+from focus_exp.attention.selection import AttentionArgs, Selection, Sequence
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 SINK_CHUNK = 2048  # queries whose share of the sinks' gradients one program adds up
 LARGEST_HEAD = 256
 LONG_FROM = 2**13  # tokens of a batch; above, blocks are chosen anew
-
-
-@dataclass(frozen=True)
-class Call:
-    """How scores are made of products: s = scaling * q . k, or softcap * tanh(s / softcap)."""
-
-    scaling: float
-    softcap: float | None = None
-    surrogate: float | None = None
-
-    def units(self) -> dict[str, Any]:
-        """As the kernels want them, whose scores are in units of ln 2."""
-        log2e = 1 / math.log(2)
-        if self.softcap is None:
-            return {"scale": self.scaling * log2e, "cap": 0.0, "SOFTCAP": False}
-        return {"scale": self.scaling / self.softcap, "cap": self.softcap * log2e, "SOFTCAP": True}
 
 
 class Triton(Fused):
@@ -55,26 +39,14 @@ class Triton(Fused):
         return too_old((8, 0)) or (missing and f"needs the package triton: {missing}")
 
     def attention(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        selection: Selection,
-        sequence: Sequence,
-        *,
-        window: int,
-        sinks: int,
-        scaling: float,
-        softcap: float | None = None,
-        surrogate: float | None = None,
-        sink_logits: Tensor | None = None,
+        self, q: Tensor, k: Tensor, v: Tensor, selection: Selection, sequence: Sequence, args: AttentionArgs
     ) -> Tensor:
         with torch.no_grad():
-            plan = Plan.of(selection, sequence, window, sinks)
+            plan = Plan.of(selection, sequence, args.window, args.sinks)
         gates = None
-        if surrogate and selection.assignment is not None:
+        if args.ste_slope and selection.assignment is not None:
             gates = (selection.assignment, selection.assignment_of_keys)
-        return self.planned(q, k, v, plan, Call(scaling, softcap, surrogate), gates, sink_logits)
+        return self.planned(q, k, v, plan, args, gates)
 
     def planned(
         self,
@@ -82,32 +54,31 @@ class Triton(Fused):
         k: Tensor,
         v: Tensor,
         plan: Plan,
-        call: Call,
+        args: AttentionArgs,
         gates: tuple[Tensor, Tensor] | None = None,
-        sink_logits: Tensor | None = None,
     ) -> Tensor:
         """`attention` where the plan is made: the kernels alone. CannotServe where values have a size of their own."""
         if v.shape[-1] != q.shape[-1]:
             raise CannotServe(f"backend={self.name} takes values of the queries' head size; use backend=masked")
         packed = [x.transpose(1, 2).flatten(0, 1) for x in (q, k, v)]
         packed = [x if x.stride(-1) == 1 else x.contiguous() for x in packed]
-        logits = None if sink_logits is None else sink_logits.float().expand(plan.batch, q.shape[1])
+        logits = None if args.sink_logits is None else args.sink_logits.float().expand(plan.batch, q.shape[1])
         asks, answers = (None, None) if gates is None else (g.flatten(0, 1) for g in gates)
-        out: Tensor = FusedAttention.apply(*packed, asks, answers, logits, self, plan, call)
+        out: Tensor = FusedAttention.apply(*packed, asks, answers, logits, self, plan, replace(args, sink_logits=None))
         return out.unflatten(0, (plan.batch, plan.length)).transpose(1, 2)
 
     def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, logits: Tensor | None, plan: Plan, call: Call
+        self, q: Tensor, k: Tensor, v: Tensor, logits: Tensor | None, plan: Plan, args: AttentionArgs
     ) -> tuple[Tensor, Tensor]:
         """Output `[n, H, D]` and natural logsumexp `[H, n]` of q, k, v `[n, H or G, D]`."""
         found, ranks = plan.lists, len(plan.lists.queries)
         out = torch.empty(q.shape, dtype=q.dtype if ranks == 1 else torch.float32, device=q.device)
         lse = torch.empty(q.shape[1], len(q), device=q.device)
-        window_forward(q, k, v, out, lse, logits, plan, call)
+        window_forward(q, k, v, out, lse, logits, plan, args)
         for rank in range(ranks):
             kernels().groups_forward[tiles(len(q), "BM", q.shape[1])](
                 q, k, v, out, lse, found.queries[rank], found.first[rank], found.stop[rank], found.keys,
-                *shared(found, rank), len(q), found.keys.numel() // len(q), **common(q, k, v, call),
+                *shared(found, rank), len(q), found.keys.numel() // len(q), **common(q, k, v, args),
                 SHARED=found.bits is not None,
             )  # fmt: skip
         return out.to(q.dtype), lse
@@ -119,12 +90,12 @@ class FusedAttention(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, q: Tensor, k: Tensor, v: Tensor, asks: Tensor | None, answers: Tensor | None, logits: Tensor | None,
-        kernel: Triton, plan: Plan, call: Call,
+        kernel: Triton, plan: Plan, args: AttentionArgs,
     ) -> Tensor:  # fmt: skip
         logits = None if logits is None else logits.contiguous()
-        out, lse = kernel.forward(q, k, v, logits, plan, call)
+        out, lse = kernel.forward(q, k, v, logits, plan, args)
         ctx.save_for_backward(q, k, v, asks, answers, logits, out, lse)
-        ctx.plan, ctx.call = plan, call
+        ctx.plan, ctx.args = plan, args
         return out
 
     @staticmethod
@@ -138,9 +109,9 @@ class FusedAttention(torch.autograd.Function):
         slots = plan.lists.keys.numel() // len(q)
         dq = torch.empty(q.shape, dtype=torch.float32, device=q.device)
         dk, dv = (torch.zeros(len(k), slots, *k.shape[1:], device=k.device) for _ in range(2))
-        window_backward(whole, dq, dk, dv, plan, ctx.call)
+        window_backward(whole, dq, dk, dv, plan, ctx.args)
         gates = (asks, answers) if any(ctx.needs_input_grad[3:5]) else None
-        dgates = groups_backward(whole, dq, dk, dv, gates, plan, ctx.call)
+        dgates = groups_backward(whole, dq, dk, dv, gates, plan, ctx.args)
         dlogits = None
         if logits is not None:  # p * (dP - delta), where dP is 0: it has no value
             split = (len(lse), plan.batch, plan.length)
@@ -150,7 +121,7 @@ class FusedAttention(torch.autograd.Function):
 
 
 def window_forward(
-    q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, logits: Tensor | None, plan: Plan, call: Call,
+    q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, logits: Tensor | None, plan: Plan, args: AttentionArgs,
     others: tuple[Tensor, Tensor, Tensor] | None = None,
 ) -> None:  # fmt: skip
     """Writes out and lse. `others`: (out, lse) `[m, H, D]`, `[H, m]` of keys in a query's own group, and each query's
@@ -160,16 +131,18 @@ def window_forward(
     kernels().window_forward[tiles(plan.length, "BM", q.shape[1], plan.batch)](
         q, k, v, out, lse, plan.begins, real(plan), *tags, place, other_out, other_lse,
         lse if logits is None else logits,
-        len(q), plan.length, plan.window, plan.sinks, **common(q, k, v, call),
+        len(q), plan.length, plan.window, plan.sinks, **common(q, k, v, args),
         BS=sink_block(plan.sinks), VALID=plan.valid is not None, OTHERS=others is not None, LOGITS=logits is not None,
     )  # fmt: skip
 
 
-def window_backward(whole: tuple[Tensor, ...], dq: Tensor, dk: Tensor, dv: Tensor, plan: Plan, call: Call) -> None:
+def window_backward(
+    whole: tuple[Tensor, ...], dq: Tensor, dk: Tensor, dv: Tensor, plan: Plan, args: AttentionArgs
+) -> None:
     """Writes dq and the first slots of dk and dv `[n, S, G, D]`."""
     q, k, v = whole[:3]
     (length, batch), (heads, groups), slots = (plan.length, plan.batch), (q.shape[1], k.shape[1]), dk.shape[1]
-    settings = common(q, k, v, call) | {"unit": call.scaling, "VALID": plan.valid is not None}
+    settings = common(q, k, v, args) | {"unit": args.scaling, "VALID": plan.valid is not None}
     block = sink_block(plan.sinks)
     kernels().window_backward_queries[tiles(length, "BM", heads, batch)](
         *whole, dq, plan.begins, real(plan), len(q), length, plan.window, plan.sinks, BS=block, **settings
@@ -197,7 +170,7 @@ def groups_backward(
     dv: Tensor,
     gates: tuple[Tensor, Tensor] | None,
     plan: Plan,
-    call: Call,
+    args: AttentionArgs,
 ) -> tuple[Tensor | None, Tensor | None]:
     """Adds to dq, dk and dv, and returns the gradients of the gates `[n, K]`: g of queries and h of keys.
 
@@ -209,8 +182,8 @@ def groups_backward(
     asks, answers = (x.float().contiguous() for x in gates or [dq.new_zeros(1, 1)] * 2)
     width = asks.shape[1]
     of_queries, of_keys = (asks.new_zeros(len(asks) * times, groups, width) for times in (1, slots))
-    settings = common(q, k, v, call) | {
-        "unit": call.scaling, "slope": call.surrogate or 0.0,
+    settings = common(q, k, v, args) | {
+        "unit": args.scaling, "slope": args.ste_slope or 0.0,
         "SHARED": found.bits is not None, "GATED": gates is not None, "K": width, "BK": max(16, power_of_two(width)),
     }  # fmt: skip
     for rank in range(ranks):
@@ -228,10 +201,14 @@ def groups_backward(
     return of_queries.sum(1).to(gates[0].dtype), of_keys.view(n, -1, width).sum(1).to(gates[1].dtype)
 
 
-def common(q: Tensor, k: Tensor, v: Tensor, call: Call) -> dict[str, Any]:
+def common(q: Tensor, k: Tensor, v: Tensor, args: AttentionArgs) -> dict[str, Any]:
     """Arguments of every kernel: strides, head sizes, how scores are made, and how float32 is multiplied."""
     heads, size = q.shape[1:]
-    return call.units() | {
+    log2e = 1 / math.log(2)  # the kernels' scores are in units of ln 2
+    units: dict[str, Any] = {"scale": args.scaling * log2e, "cap": 0.0, "SOFTCAP": False}
+    if args.softcap is not None:
+        units = {"scale": args.scaling / args.softcap, "cap": args.softcap * log2e, "SOFTCAP": True}
+    return units | {
         "q_row": q.stride(0), "q_head": q.stride(1), "k_row": k.stride(0), "k_head": k.stride(1),
         "v_row": v.stride(0), "v_head": v.stride(1), "heads": heads, "HG": heads // k.shape[1],
         "D": size, "BD": max(16, power_of_two(size)), "LONG": len(q) > LONG_FROM,
