@@ -88,7 +88,7 @@ def test_a_probe_notes_every_distant_pair_some_queries_at_a_time():
     seen = permitted(sequence, every, length)
     far = seen[0] & ~always_visible(sequence, every, length, WINDOW, SINKS)[0]
     with torch.no_grad():
-        whole = changes_of_loss(q, k, v, gradient, seen, 0.5)
+        whole = changes_of_loss(q, k, v, gradient, seen, AttentionArgs(0.5))
     for part in noted:
         assert torch.equal(part.distant, far[part.rows, : part.rows.stop])
         for found, wanted in zip((part.attention, part.loss), whole, strict=True):
@@ -106,7 +106,7 @@ def test_what_is_lost_is_the_change_of_the_loss_without_the_groups_that_are_not_
     distant = ~always_visible(Sequence.plain(1, length), slice(0, length), length, WINDOW, SINKS)[0]
     members = torch.eye(groups, dtype=torch.float64)[torch.randint(groups, (heads, length))]
     order = torch.rand(heads, length, groups).argsort(-1)
-    p, change = (x[0] * distant for x in changes_of_loss(q, k, v, gradient, seen, 1.0))
+    p, change = (x[0] * distant for x in changes_of_loss(q, k, v, gradient, seen, AttentionArgs(1.0)))
     of_heads = members[:, None].expand(2 if heads > 1 else 1, -1, -1, -1)
     found = lost(change @ of_heads, p @ of_heads, order, heads)
     best = lost(change @ of_heads, p @ of_heads, None, heads)
