@@ -158,7 +158,7 @@ def magicpig_formula(method: MagicPIG, x: Query, case: "Case", b: int) -> tuple[
 
 
 def number_of(method: TopTokens, distant: int) -> int:
-    return int(distant * method.share) if method.distant_kept is None else method.distant_kept
+    return int(distant * method.density) if method.distant_kept is None else method.distant_kept
 
 
 def kept_of(method: TopTokens, x: Query, worth: Callable[[int], Tensor]) -> tuple[Tensor, list[int]]:
@@ -890,7 +890,7 @@ def test_every_configuration_builds_its_method(name):
     [
         ("window", {"window", "sinks"}),
         ("random_groups", {"groups", "window", "sinks", "top_k", "pair_rule", "seed", "shares", "heads"}),
-        ("sparq_mean", {"components", "tokens_kept", "share", "recent_tokens", "reallocate"}),
+        ("sparq_mean", {"components", "tokens_kept", "density", "recent_tokens", "reallocate"}),
         ("magicpig", {"hash_bits", "hash_tables", "recent_tokens", "sinks", "seed"}),
     ],
 )

@@ -124,15 +124,16 @@ def for_each_head(attention: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
     @wraps(attention)
     def attend(
-        q: Tensor, k: Tensor, v: Tensor, selection: Selection, sequence: Sequence, args: AttentionArgs, *more: Any
-    ) -> Tensor:
+        q: Tensor, k: Tensor, v: Tensor, selection: Selection, sequence: Sequence, args: AttentionArgs, *more: Any,
+        **options: Any,
+    ) -> Tensor:  # fmt: skip
         selection, sequence, heads = by_head(selection, sequence)
         if heads == 1:
-            return attention(q, k, v, selection, sequence, args, *more)
+            return attention(q, k, v, selection, sequence, args, *more, **options)
         if args.sink_logits is not None:
             args = replace(args, sink_logits=args.sink_logits.view(heads, -1).repeat(len(q), 1))
         rows = [x.unflatten(1, (heads, -1)).flatten(0, 1) for x in (q, k, v)]
-        return attention(*rows, selection, sequence, args, *more).unflatten(0, (-1, heads)).flatten(1, 2)
+        return attention(*rows, selection, sequence, args, *more, **options).unflatten(0, (-1, heads)).flatten(1, 2)
 
     return attend
 
