@@ -70,6 +70,7 @@ def compose_once(self: ConfigLoaderImpl, defaults: list[ResultDefault], repo: IC
 
 ConfigLoaderImpl._compose_config_from_defaults_list = compose_once
 
+RECORDS = Path(__file__).parent.parent / "runs" / "records"
 ZOO = Path(__file__).parent.parent / "conf" / "model"
 FAMILIES = ["gpt2", "llama", "mistral", "qwen2", "olmo2", "gemma2", "gemma3"]
 
@@ -91,6 +92,33 @@ def tiny_model() -> Callable[..., PreTrainedModel]:
             return build(f"tiny_{family}", dtype, **changes)
 
     return factory
+
+
+@pytest.fixture(scope="session")
+def finished_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The runs_dir of one finished retrofit of four steps; tests that change it copy it."""
+    from running import run, tiny
+
+    folder = tmp_path_factory.mktemp("finished")
+    result = run(*tiny(folder), "recipe.steps=4")
+    assert result.code == 0, result.err
+    return folder / "runs"
+
+
+@pytest.fixture(scope="session")
+def published_files() -> Any:
+    """The records and measurements of all published runs."""
+    from focus_exp.reporting.load import read_runs
+
+    return read_runs(RECORDS)
+
+
+@pytest.fixture(scope="session")
+def published(published_files: Any) -> Any:
+    """The rows of the published report."""
+    from focus_exp.reporting.load import build_report_results
+
+    return build_report_results(published_files)
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

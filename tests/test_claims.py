@@ -1,7 +1,6 @@
 """Comparators, aggregation over seeds, and the table of measurements that they read."""
 
 import math
-from pathlib import Path
 
 import pandas as pd
 import pytest
@@ -9,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from focus_exp.reporting import claims as ledger
-from focus_exp.reporting.aggregate import Row, aggregate_rows, is_worse, mean_of, required_sample
+from focus_exp.reporting.aggregate import Row, aggregate_seeds, is_worse, mean_of, required_sample
 from focus_exp.reporting.claims import (
     Claim,
     at_least,
@@ -21,15 +20,8 @@ from focus_exp.reporting.claims import (
     router_stays_balanced,
     within,
 )
-from focus_exp.reporting.load import COLUMNS, load_results, matches, select
+from focus_exp.reporting.load import COLUMNS, INTEGERS, load_results, matches, select
 from focus_exp.results.intervals import Estimate, needed, over_seeds, student
-
-RECORDS = Path(__file__).parent.parent / "runs" / "records"
-
-
-@pytest.fixture(scope="module")
-def table():
-    return load_results(RECORDS).measurements
 
 
 def make_row(**cells):
@@ -264,9 +256,9 @@ def make_seed(seed, value, stderr=0.01, **cells):
     return make_row(seed=seed, value=value, stderr=stderr, dof=5.0, n_units=6, status="finished", **cells)
 
 
-def test_aggregate_rows_uses_over_seeds():
+def test_aggregate_seeds_uses_over_seeds():
     rows = [make_seed(seed, value) for seed, value in enumerate((0.1, 0.2, 0.3))]
-    (total,) = aggregate_rows(rows)
+    (total,) = aggregate_seeds(rows)
     expected = over_seeds([Estimate(row.value, row.stderr, row.dof) for row in rows])
     assert (total.value, total.low, total.high) == (expected.value, *expected.bounds)
     assert total.seeds == (0, 1, 2)
@@ -274,21 +266,21 @@ def test_aggregate_rows_uses_over_seeds():
     assert total.deviation == pytest.approx(0.01 * math.sqrt(6))
 
 
-def test_aggregate_rows_latest_finished_run_of_a_seed_counts():
-    (total,) = aggregate_rows([make_seed(0, 0.1), make_seed(0, 0.5)])
+def test_aggregate_seeds_latest_finished_run_of_a_seed_counts():
+    (total,) = aggregate_seeds([make_seed(0, 0.1), make_seed(0, 0.5)])
     assert total.value == 0.5
     assert total.low == pytest.approx(0.5 - student(5.0) * 0.01)
 
 
 @pytest.mark.parametrize("column", ["setup", "variant", "reference", "top_k", "task", "phase"])
-def test_aggregate_rows_keeps_setups_apart(column):
+def test_aggregate_seeds_keeps_setups_apart(column):
     rows = [make_seed(0, 0.1, **{column: "a"}), make_seed(1, 0.1, **{column: "b"})]
-    assert len(aggregate_rows(rows)) == 2
+    assert len(aggregate_seeds(rows)) == 2
 
 
-def test_aggregate_rows_windows_of_different_width_are_one():
+def test_aggregate_seeds_windows_of_different_width_are_one():
     rows = [make_seed(i, 0.1, method="window", name=f"window {200 + i}") for i in range(2)]
-    assert len(aggregate_rows(rows)) == 1
+    assert len(aggregate_seeds(rows)) == 1
 
 
 def test_required_sample_grows_with_comparisons():
@@ -305,38 +297,39 @@ def test_mean_of_changes_is_geometric():
     assert mean_of([2.0, 8.0]) == 5.0
 
 
-# --- the table of measurements ---
+# --- rows ---
 
 
-def test_load_results_differences_have_both_directions(table):
-    between = table[(table.metric == "nll_change") & (table.source == "rows") & table.reference_setup.notna()]
-    pairs = between.set_index(["run", "variant", "reference"]).value.astype(float).to_dict()
+def test_load_results_differences_have_both_directions(published):
+    between = [
+        row for row in published.rows if row.metric == "nll_change" and row.reference_setup and row.source == "rows"
+    ]
+    pairs = {(row.run, row.variant, row.reference): row.value for row in between}
     assert len(pairs) > 180
     assert all(pairs[run, other, one] == -value for (run, one, other), value in pairs.items())
 
 
-def test_load_results_change_is_log_ratio_of_levels(table):
-    rows = table[(table.metric == "nll_change") & table.level.notna() & table.reference_level.notna()]
-    ratio = (rows.level / rows.reference_level).astype(float).map(math.log)
+def test_load_results_change_is_log_ratio_of_levels(published):
+    rows = [row for row in published.rows if row.metric == "nll_change" and row.level and row.reference_level]
     assert len(rows) > 1000
-    assert (ratio - rows.value.astype(float)).abs().max() < 1e-9
+    assert max(abs(math.log(row.level / row.reference_level) - row.value) for row in rows) < 1e-9
 
 
-def test_load_results_columns_are_typed(table):
-    assert {name: str(kind) for name, kind in table.dtypes.items()}.keys() == COLUMNS.keys()
-    assert table.causal.notna()[table.source == "rows"].all()
+def test_load_results_rows_have_typed_cells(published):
+    assert all(list(vars(row)) == list(COLUMNS) for row in published.rows)
+    assert {type(getattr(row, name)) for row in published.rows for name in INTEGERS} == {int, type(None)}
+    assert all(isinstance(row.causal, bool) for row in published.rows if row.source == "rows")
 
 
 def test_load_results_without_runs_is_empty(tmp_path):
-    results = load_results(tmp_path)
-    assert results.measurements.empty
-    assert list(results.measurements) == list(COLUMNS)
+    assert load_results(tmp_path).rows == []
 
 
-def test_select_takes_lists_patterns_and_queries(table):
-    assert set(select(table, {"variant": "k_2*"}).variant) == {"k_2", "k_2_share"}
-    assert set(select(table, {"top_k": [2, 3]}, "num_groups == 4").top_k) == {2, 3}
-    assert select(table, {"variant": "none"}).empty
+def test_select_takes_lists_patterns_and_queries(published):
+    assert {row.variant for row in select(published.rows, {"variant": "k_2*"})} == {"k_2", "k_2_share"}
+    assert {row.top_k for row in select(published.rows, {"top_k": [2, 3]}, "num_groups == 4")} == {2, 3}
+    assert select(published.rows, {"variant": "none"}) == []
+    assert select(published.rows, {"variant": "k_2"}, "step < 0") == []  # a missing cell does not compare
 
 
 @pytest.mark.parametrize(
@@ -347,9 +340,8 @@ def test_matches_cells(cell, wanted, same):
     assert matches(cell, wanted) is same
 
 
-def test_results_minutes_unknown_run_is_none():
-    results = load_results(RECORDS)
-    known = results.runs.total_seconds.notna()
-    assert results.minutes(results.runs.index[known][:2]) > 0
-    assert results.minutes([]) is None
-    assert pd.isna(results.runs.total_seconds).sum() < len(results.runs)
+def test_results_minutes_unknown_run_is_none(published):
+    known = published.runs.total_seconds.notna()
+    assert published.minutes(published.runs.index[known][:2]) > 0
+    assert published.minutes([]) is None
+    assert pd.isna(published.runs.total_seconds).sum() < len(published.runs)

@@ -1,8 +1,10 @@
 """job=compare: every arm an ordinary run, one table of them all, and nothing lost on the way."""
 
 import signal
+from dataclasses import replace
 
 import numpy as np
+import pandas as pd
 import pytest
 from builders import write_variants
 from running import only_run, run, tiny, write_texts
@@ -12,10 +14,10 @@ from focus_exp.evaluation import quality
 from focus_exp.jobs import compare as job
 from focus_exp.records.answers import answer
 from focus_exp.records.comparison import load_run
-from focus_exp.records.differences import remade_between
-from focus_exp.records.rows import Arm, Difference, Row, Units
 from focus_exp.reporting.load import load_results
-from focus_exp.results.losses import read_losses, remade
+from focus_exp.reporting.publish import find_inconsistent_run
+from focus_exp.results.losses import find_inconsistent, read_losses
+from focus_exp.results.measurement import variant_name
 from focus_exp.results.record import Record
 
 MEASURED = {"k_1": ["eval.top_k=[1]"], "k_2": ["attention.top_k=2", "eval.top_k=[2]"]}
@@ -84,25 +86,28 @@ def test_differences_from_the_first_arm_and_from_others_are_those_of_the_losses(
         with np.load(path) as scores:
             losses[arm.name] = scores["nll"].astype(np.float64)
         (kept,) = folder.rglob("losses.csv")
-        published[arm.name] = read_losses(kept)["text"].nll[row.name]
+        published[arm.name] = read_losses(kept)["text"].nll[variant_name(row.name)]
         own = Record.load(kept.with_name("record.json"))
-        assert remade(own, read_losses(kept)) == []
-        own.rows[0].perplexity /= 2
-        assert remade(own, read_losses(kept)) == ["perplexity of base, full attention"]
+        assert find_inconsistent(own.measurements, read_losses(kept)) == []
+        wrong = [replace(m, value=m.value / 2) if m.metric == "perplexity" else m for m in own.measurements]
+        assert "perplexity of base" in find_inconsistent(wrong, read_losses(kept))
     assert comparison.units.windows == len(published["focus"])
-    for row in comparison.rows[2:]:
-        assert row.delta_vs_hard == pytest.approx(np.nanmean(losses[row.arm] - losses["focus"]), abs=1e-7)
-        # what is published is enough to make the interval again: windows of one document, all of the same length
-        low, high = stats.ttest_rel(published[row.arm], published["focus"]).confidence_interval()
-        assert (row.delta_vs_hard_low, row.delta_vs_hard_high) == pytest.approx((low, high), abs=1e-6)
     (folder,) = (path.parent for path in (tmp_path / "runs").rglob("record.json") if Record.load(path).arms)
-    assert remade_between(comparison, folder) == []
-    comparison.differences[-1].low -= 0.001
-    assert remade_between(comparison, folder) == [f"{comparison.differences[-1].arm} against lora"]
-    others = {each.arm: each.value for each in comparison.differences if each.against == "lora"}
+    for m in Record.load(folder / "record.json").measurements:
+        if m.metric == "nll_change" and m.reference == "focus":
+            assert m.value == pytest.approx(np.nanmean(losses[m.variant] - losses["focus"]), abs=1e-7)
+            # the losses are enough to compute the interval: sequences of one document, all of the same length
+            low, high = stats.ttest_rel(published[m.variant], published["focus"]).confidence_interval()
+            assert (m.low, m.high) == pytest.approx((low, high), abs=1e-6)
+    assert find_inconsistent_run(folder) == []
+    changes = [m for m in Record.load(folder / "record.json").measurements if m.metric == "nll_change"]
+    others = {m.variant: m.value for m in changes if m.reference == "lora"}
     expected = {arm: np.nanmean(losses[arm] - losses["lora"]) for arm in ("focus", "window")}
     assert others == {arm: pytest.approx(value, abs=1e-7) for arm, value in expected.items()}
-    assert {each.against for each in comparison.differences} == {None, "lora"}
+    assert {m.reference for m in changes} == {"focus", "lora"}
+    path = folder / "measurements.csv"
+    path.write_text(path.read_text().replace(f"{changes[-1].low:.12g}", f"{changes[-1].low - 0.001:.12g}"))
+    assert find_inconsistent_run(folder) == [f"{changes[-1].variant} against lora"]
     bases = {record.model["fingerprint"] for arm, record in records(tmp_path).items() if arm}
     assert {arm.base for arm in comparison.arms} == bases and len(bases) == 1
 
@@ -129,13 +134,15 @@ def test_arms_are_paired_with_the_first_of_their_own_text_and_model(tmp_path):
     assert run(*settings(tmp_path, **arms), "references=[there_too,larger]").code == 0
     comparison = records(tmp_path)[None]
     for row in comparison.rows[2:]:
-        assert row.delta_nll is not None and row.delta_vs_hard is None, row.arm
+        assert row.delta_nll is not None, row.arm
     rows = {row.arm: row for row in comparison.rows}
-    found = {(each.arm, each.against): each.value for each in comparison.differences}
+    (folder,) = (path.parent for path in (tmp_path / "runs").rglob("record.json") if Record.load(path).arms)
+    changes = [m for m in Record.load(folder / "record.json").measurements if m.metric == "nll_change"]
+    found = {(m.variant, m.reference): m.value for m in changes}
     expected = pytest.approx(rows["there_too"].nll - rows["there"].nll, abs=1e-6)
     assert found[("there_too", "there")] == expected and found[("there", "there_too")] == -found[("there_too", "there")]
     assert len(found) == 2
-    table = load_results(tmp_path / "runs").complete()
+    table = pd.DataFrame(map(vars, load_results(tmp_path / "runs").complete))
     changes = table[(table.metric == "nll_change") & (table.reference == "there") & table.value.notna()]
     (row,) = changes.itertuples()
     own = next(record for arm, record in records(tmp_path).items() if arm == "there_too")
@@ -149,7 +156,7 @@ def test_a_failed_arm_stays_with_its_reason_and_is_run_again(tmp_path):
     comparison = records(tmp_path)[None]
     assert [arm.status for arm in comparison.arms] == ["finished"] * 3 + ["failed"]
     assert "nowhere" in comparison.arms[-1].error
-    table = load_results(tmp_path / "runs").complete()
+    table = pd.DataFrame(map(vars, load_results(tmp_path / "runs").complete))
     assert table[table.error.notna()].variant.tolist() == ["lost"]
     again = run(*settings(tmp_path, **broken))
     assert "arm 1 of 1: lost" in again.out and "finished already: focus, lora, window" in again.out
@@ -257,32 +264,3 @@ def test_the_base_is_measured_once_for_all_arms_that_share_it(tmp_path, scored):
 def test_an_arm_runs_alone_whatever_is_wrong_with_the_others(tmp_path):
     wrong = {"unknown": ["attention=nothing"], "impossible": ["attention.groups=0"]}
     assert run(*settings(tmp_path, focus=ARMS["focus"], **wrong), "+variant=adhoc/focus").code == 0
-
-
-def row(arm, kind="control", nll=3.0, **fields):
-    values = {"name": kind, "method": "focus" if kind == "hard" else "window", "causal": True, "pairs_removed": 0.5}
-    numbers = {"nll": nll, "perplexity": float(np.exp(nll)), "delta_nll": nll - 3.0}
-    return Row(arm=arm, kind=kind, **(values | numbers | fields))
-
-
-def comparison_of(*rows, benchmarks=(), **arms):
-    names = dict.fromkeys(each.arm for each in rows)
-    described = [
-        Arm(name=name, settings=[f"attention={name}"], steps=2, tokens_seen=64, trainable_parameters=100,
-            **arms.get(name, {}))
-        for name in names
-    ]  # fmt: skip
-    base = row(None, kind="base", name="base, full attention", method="full", pairs_removed=0.0)
-    differences = [
-        Difference(arm=each.arm, value=each.delta_vs_hard, low=each.delta_vs_hard_low, high=each.delta_vs_hard_high)
-        for each in rows if each.arm and each.delta_vs_hard is not None
-    ]  # fmt: skip
-    return Record(
-        status="finished", experiment="pair", arms=described, rows=[base, *rows], benchmarks=list(benchmarks),
-        differences=differences, units=Units(kind="document", count=600, windows=600, freedom=1e6),
-        config={"attention": {"window": 8, "sinks": 1}, "eval": {"window": 32}},
-    )  # fmt: skip
-
-
-def compared(delta, half=0.01):
-    return {"delta_vs_hard": delta, "delta_vs_hard_low": delta - half, "delta_vs_hard_high": delta + half}

@@ -9,6 +9,7 @@ from itertools import permutations
 from pathlib import Path
 
 import numpy as np
+import pandas as pd
 import pytest
 import torch
 from hypothesis import given, settings
@@ -316,7 +317,7 @@ def test_the_record_holds_what_the_tables_say(analyzed):
     assert "## Groups" in table
     assert "## Cost by word class" in table
     assert "Substitute" not in table
-    results = load_results(analyzed / "runs").measurements
+    results = pd.DataFrame(map(vars, load_results(analyzed / "runs").rows))
     assert set(results[results.source == "groups"].metric) >= {"punctuation_purity", "group_confidence"}
 
 

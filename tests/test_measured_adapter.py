@@ -13,8 +13,7 @@ from focus_exp.config import register_schemas
 from focus_exp.jobs.adapter import with_adapter
 from focus_exp.models.adapter import DESCRIPTION
 from focus_exp.overrides import quote_override
-from focus_exp.records.comparison import RECORD
-from focus_exp.results.record import Record
+from focus_exp.results.record import RECORD, Record
 from focus_exp.shipped import conf_dir
 
 FIT = [

@@ -1,113 +1,39 @@
-"""Committed records: copied from finished runs, checked against their numbers, written anew from them."""
+"""Published records: copied from finished runs, checked against losses, rendered again from measurements."""
 
 import json
 import re
+import shutil
 import subprocess
 from pathlib import Path
 
 import pytest
-from builders import write_variants
-from running import run, tiny
+from running import run, tiny, without_attention
 
 from focus_exp.errors import UserError
-from focus_exp.records.comparison import load_run
-from focus_exp.records.rows import Row
-from focus_exp.reporting.load import load_results
-from focus_exp.reporting.publish import find_stale, publish, renew, strip_local_paths
-from focus_exp.reporting.report import write_report
-from focus_exp.results.environment import unknown_commit
+from focus_exp.reporting import publish as publishing
+from focus_exp.reporting.load import build_report_results, load_results
+from focus_exp.reporting.publish import check_runs, find_stale, publish, renew, strip_local_paths
+from focus_exp.reporting.report import check_report, write_report
+from focus_exp.results.comparison import compare_variants
+from focus_exp.results.environment import unknown_commit_reason
 from focus_exp.results.measurement import Measurement
-from focus_exp.results.record import Record
+from focus_exp.results.record import Arm, Record
 
-LARGEST = 3 * 2**19  # bytes: an adapter
-RECORDS = Path(__file__).parent.parent / "runs" / "records"
-
-
-def test_published_runs_supersede_those_that_no_table_makes_any_more(tmp_path, monkeypatch):
-    monkeypatch.setattr("focus_exp.reporting.publish.unknown_commit", lambda commit: "")
-    assert run(*tiny(tmp_path), "recipe.steps=2").code == 0
-    runs, records = tmp_path / "runs", tmp_path / "runs" / "records"
-    (path,) = runs.rglob("record.json")
-    place = path.parent.relative_to(runs)
-    record = Record.load(path)
-    record.rows, record.benchmarks = [], []  # of those that are no runs there are no losses
-    names = ("old", "new", "seed", "gpu")
-    older, current, seed_1, elsewhere = (records / record.experiment / name / "seed=0-01" for name in names)
-    for folder in (older, current):
-        record.save(folder / "record.json")
-    record.seed = 1
-    record.save(seed_1 / "record.json")
-    record.seed = 0
-    record.device = "NVIDIA H200, 1 device, bfloat16"
-    record.save(elsewhere / "record.json")
-
-    made = {place, current.relative_to(records)}
-    awaited = current.relative_to(records).with_name("seed=0-02")  # what may stand in the place of the older one
-    assert publish([place], {*made, awaited}, runs, records) == []
-    for removed in ([older], []):
-        assert publish([place], made, runs, records) == removed
-        assert not older.parent.exists()
-        assert all((folder / "record.json").exists() for folder in (current, seed_1, elsewhere))
-        kept = {file.relative_to(records / place).as_posix() for file in (records / place).rglob("*")}
-        expected = {
-            "record.json",
-            "table.md",
-            "measurements.csv",
-            "losses.csv",
-            "metrics.jsonl",
-            "figures/loss_curve.svg",
-        }
-        assert expected <= kept
-        assert not any(name.endswith((".safetensors", ".ckpt", ".npz", ".png", ".yaml")) for name in kept)
-        assert find_stale(records) == []
-
-    losses = records / place / "losses.csv"
-    head, first, *others = losses.read_text().splitlines()
-    *cells, last = first.split(",")
-    losses.write_text("\n".join([head, ",".join([*cells, str(float(last) + 0.01)]), *others]))
-    assert any("record.json: " in said and "does not follow from losses.csv" in said for said in find_stale(records))
-    losses.unlink()
-    assert any("does not follow from losses.csv" in said for said in find_stale(records))
+MAX_BYTES = 3 * 2**19  # of an adapter
+ROOT = Path(__file__).parent.parent
+RECORDS = ROOT / "runs" / "records"
 
 
-def test_times_of_another_kind_of_device_are_published_beside_those_that_are_there(tmp_path, monkeypatch):
-    monkeypatch.setattr("focus_exp.reporting.publish.unknown_commit", lambda commit: "")
-    runs, records, place = tmp_path / "runs", tmp_path / "records", Path("speed", "focus-bench", "seed=0-01")
-    (runs / place).mkdir(parents=True)
-    (runs / place / "table.md").write_text("")
-    homes = [records / place, records / place.with_name("seed=0-01-nvidia_h200")]
-    for device, seconds in (("cpu, 2 threads, float32", 0.5), ("NVIDIA H200, bfloat16", 0.25)) * 2:
-        record = Record(status="finished", experiment="speed", device=device)
-        record.measurements.append(make_timing(seconds))
-        record.save(runs / place / "record.json")
-        assert publish([place], {place}, runs, records) == []
-    assert [Record.load(home / "record.json").measurements[0].value for home in homes] == [0.5, 0.25]
-    assert all((home / "table.md").exists() for home in homes) and find_stale(records) == []
+@pytest.fixture
+def runs(finished_run, tmp_path, monkeypatch):
+    """A copy of the directory of one finished run, whose commit counts as known."""
+    monkeypatch.setattr(publishing, "unknown_commit_reason", lambda commit: None)
+    return shutil.copytree(finished_run, tmp_path / "runs")
 
 
-def test_the_adapter_that_a_published_run_measured_is_published_beside_the_run_that_made_it(tmp_path, monkeypatch):
-    monkeypatch.setattr("focus_exp.reporting.publish.unknown_commit", lambda commit: "")
-    runs, records = tmp_path / "runs", tmp_path / "runs" / "records"
-    assert run(*tiny(tmp_path), "recipe.steps=2").code == 0
-    (made,) = (path.parent.relative_to(runs) for path in runs.rglob("record.json"))
-    adapter = str(runs / made / "adapter")
-    assert run(*tiny(tmp_path), "job=evaluate", f"adapter={adapter}").code == 0
-    (other,) = {path.parent.relative_to(runs) for path in runs.rglob("record.json")} - {made}
-    publish([made], {made, other}, runs, records)
-    assert not (records / made / "adapter").exists()
-    publish([other], {made, other}, runs, records)
-    assert (records / made / "adapter" / "focus_adapter.safetensors").exists()
-    assert find_stale(records) == []
-    monkeypatch.setattr("focus_exp.reporting.publish.MAX_ADAPTER_BYTES", 100)
-    publish([made, other], {made, other}, runs, records)
-    assert not (records / made / "adapter").exists()
-    monkeypatch.undo()
-    monkeypatch.setattr("focus_exp.reporting.publish.unknown_commit", lambda commit: "")
-    again = Record.load(runs / made / "record.json")
-    again.started = "later"  # another run of the same settings, whose adapter is another one
-    again.save(runs / made / "record.json")
-    publish([other], {made, other}, runs, records)
-    assert not (records / made / "adapter").exists()
+def place_of(runs: Path) -> Path:
+    (path,) = (path for path in runs.rglob("record.json") if "records" not in path.relative_to(runs).parts)
+    return path.parent.relative_to(runs)
 
 
 def make_timing(value):
@@ -115,8 +41,72 @@ def make_timing(value):
     return Measurement(variant="focus", metric="speedup", value=value, unit="x", reference="full", settings=settings)
 
 
+# --- publish ---
+
+
+def test_publish_removes_superseded_runs_once_all_are_there(runs):
+    records, place = runs / "records", place_of(runs)
+    record = Record.load(runs / place / "record.json")
+    older, current, other_seed, elsewhere = (records / record.experiment / name / "seed=0-01" for name in "abcd")
+    h200 = "NVIDIA H200, 1 device, bfloat16"
+    cells = [
+        (older, 0, record.device),
+        (current, 0, record.device),
+        (other_seed, 1, record.device),
+        (elsewhere, 0, h200),
+    ]
+    for folder, record.seed, record.device in cells:
+        record.save(folder / "record.json")
+    made = {place, current.relative_to(records)}
+    awaited = current.relative_to(records).with_name("seed=0-02")  # may replace the older one
+    assert publish([place], {*made, awaited}, runs, records) == []
+    assert publish([place], made, runs, records) == [older]
+    assert not older.parent.exists()
+    assert all((folder / "record.json").exists() for folder in (current, other_seed, elsewhere))
+    kept = {file.relative_to(records / place).as_posix() for file in (records / place).rglob("*") if file.is_file()}
+    files = {"record.json", "table.md", "measurements.csv", "losses.csv", "metrics.jsonl"}
+    assert files | {"figures/loss_curve.svg"} <= kept
+    assert not any(name.endswith((".safetensors", ".ckpt", ".npz", ".png", ".yaml")) for name in kept)
+
+
+def test_publish_timings_of_another_device_are_kept_next_to_each_other(tmp_path, monkeypatch):
+    monkeypatch.setattr(publishing, "unknown_commit_reason", lambda commit: None)
+    runs, records, place = tmp_path / "runs", tmp_path / "records", Path("speed", "focus-bench", "seed=0-01")
+    (runs / place).mkdir(parents=True)
+    (runs / place / "table.md").write_text("")
+    homes = [records / place, records / place.with_name("seed=0-01-nvidia_h200")]
+    for device, value in (("cpu, 2 threads, float32", 0.5), ("NVIDIA H200, bfloat16", 0.25)) * 2:
+        record = Record(status="finished", experiment="speed", device=device)
+        record.measurements.append(make_timing(value))
+        record.save(runs / place / "record.json")
+        assert publish([place], {place}, runs, records) == []
+    assert [Record.load(home / "record.json").measurements[0].value for home in homes] == [0.5, 0.25]
+    assert find_stale(records) == []
+
+
+def test_publish_measured_adapter_of_the_same_run_within_the_limit(runs, tmp_path, monkeypatch):
+    records, made = runs / "records", place_of(runs)
+    command = without_attention(tiny(tmp_path))
+    assert run(*command, "job=evaluate", f"adapter={runs / made / 'adapter'}").code == 0
+    (other,) = {path.parent.relative_to(runs) for path in runs.rglob("record.json")} - {made}
+    weights = records / made / "adapter" / "focus_adapter.safetensors"
+    publish([made], {made, other}, runs, records)
+    assert not weights.exists()
+    publish([other], {made, other}, runs, records)
+    assert weights.exists()
+    monkeypatch.setattr(publishing, "MAX_ADAPTER_BYTES", 100)
+    publish([made, other], {made, other}, runs, records)
+    assert not weights.exists()
+    monkeypatch.setattr(publishing, "MAX_ADAPTER_BYTES", MAX_BYTES)
+    record = Record.load(runs / made / "record.json")
+    record.started = "later"  # a repetition, with other weights
+    record.save(runs / made / "record.json")
+    publish([other], {made, other}, runs, records)
+    assert not weights.exists()
+
+
 @pytest.mark.parametrize("commit", [None, "", "0" * 40, "0" * 40 + "-dirty"])
-def test_a_run_that_nobody_could_repeat_is_not_published(tmp_path, commit):
+def test_publish_unknown_commit_raises(tmp_path, commit):
     runs, place = tmp_path / "runs", Path("x", "full", "seed=0-01")
     Record(status="finished", experiment="x", commit=commit).save(runs / place / "record.json")
     with pytest.raises(UserError, match=str(place)):
@@ -124,99 +114,117 @@ def test_a_run_that_nobody_could_repeat_is_not_published(tmp_path, commit):
     assert not (runs / "records").exists()
 
 
-def test_the_commit_of_a_record_is_looked_up_in_the_history():
-    root = Path(__file__).parent.parent
-    head = subprocess.run(["git", "rev-parse", "HEAD"], cwd=root, capture_output=True, text=True).stdout.strip()
+def test_unknown_commit_reason_of_head_is_none():
+    head = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True).stdout.strip()
     if not head:
         pytest.skip("not a git checkout")
-    assert unknown_commit(head) == "" and "changes" in unknown_commit(f"{head}-dirty")
-    assert "history" in unknown_commit("1" * 40) and "outside" in unknown_commit(None)
+    assert unknown_commit_reason(head) is None
+    assert all(map(unknown_commit_reason, (f"{head}-dirty", "1" * 40, None)))
 
 
-def test_a_comparison_refers_to_the_records_of_its_arms(tmp_path):
-    variants = {
-        name: ["attention=window", f"attention.window={size}", "recipe=none"] for name, size in (("one", 8), ("two", 4))
-    }
-    assert run(*tiny(tmp_path), "job=compare", *write_variants(tmp_path / "conf", variants)).code == 0
-    (place,) = (tmp_path / "runs").glob("*/*/*-compare-seed*")
-    stored, read = Record.load(place / "record.json"), load_run(place)
-    assert not stored.rows and not stored.probes and len(stored.differences) == 1
-    assert [row.arm for row in read.rows] == [None, "one", "two"]
-    assert read.rows[2].delta_vs_hard == stored.differences[0].value
-    (other,) = (tmp_path / "runs").glob("*/*/two-seed*/record.json")
-    again = Record.load(other)
-    again.started = "later"
-    again.save(other)
-    with pytest.raises(UserError, match="made again.*run the comparison again"):
-        load_run(place)
-    other.unlink()
-    with pytest.raises(UserError, match="not there; run the comparison again"):
-        load_run(place)
-
-
-def test_no_committed_record_is_large():
-    sizes = {path: path.stat().st_size for path in RECORDS.rglob("*") if path.is_file()}
-    assert {str(path): size for path, size in sizes.items() if size > LARGEST} == {}
-    assert sum(sizes.values()) < 40 * 2**20
-
-
-def test_no_committed_record_names_a_folder_of_the_machine_that_made_it():
-    for path in RECORDS.rglob("*"):
-        if path.suffix in (".json", ".yaml", ".md", ".csv", ".html", ".tex", ".jsonl"):
-            assert not re.search(r"""["' =:(]/(home|root|tmp|work|Users|mnt|data)/""", path.read_text()), path
-
-
-@pytest.mark.parametrize("runs", ["/home/me/runs", "out"])
-def test_a_record_is_published_without_the_folders_of_its_machine(runs):
+@pytest.mark.parametrize("runs_dir", ["/home/me/runs", "out"])
+def test_strip_local_paths_keeps_what_decides_numbers(runs_dir):
     record = {
-        "command": f"python -m focus_exp adapter={runs}/a/adapter runs_dir={runs} cache_dir=/big/cache seed=1",
-        "arms": [{"folder": f"{runs}/layout/a"}],
-        "config": {"runs_dir": runs, "cache_dir": "/big/cache"},
+        "command": f"python -m focus_exp adapter={runs_dir}/a/adapter runs_dir={runs_dir} cache_dir=/big/cache seed=1",
+        "arms": [{"folder": f"{runs_dir}/layout/a"}],
+        "config": {"runs_dir": runs_dir, "cache_dir": "/big/cache"},
     }
-    assert json.loads(strip_local_paths(json.dumps(record), Path(runs))) == {
+    assert json.loads(strip_local_paths(json.dumps(record), Path(runs_dir))) == {
         "command": "python -m focus_exp adapter=runs/a/adapter seed=1",
         "arms": [{"folder": "runs/layout/a"}],
         "config": {"runs_dir": "runs", "cache_dir": None},
     }
 
 
-def test_a_published_table_that_does_not_follow_is_named(tmp_path):
-    assert run(*tiny(tmp_path), "recipe.steps=2").code == 0
-    assert run(*tiny(tmp_path), "job=report", "report.check=true").code == 0
-    (path,) = (tmp_path / "runs").rglob("record.json")
-    values = json.loads(path.read_text())
-    values["rows"][1]["perplexity"] += 1
-    path.write_text(json.dumps(values))
-    result = run(*tiny(tmp_path), "job=report", "report.check=true")
-    assert result.code == 2 and "does not follow from" in result.err
+# --- checks ---
 
 
-def test_what_does_not_follow_is_renewed(tmp_path):
-    assert run(*tiny(tmp_path), "recipe.steps=2").code == 0
-    (path,) = (tmp_path / "runs").rglob("record.json")
-    before = path.read_bytes()
-    report = tmp_path / "runs" / "report"
-    write_report(load_results(tmp_path / "runs"), report)
-    assert find_stale(tmp_path / "runs") == []
-    by_hand = [path.parent / "table.md", report / "claims.csv"]
-    for file in by_hand:
+def test_find_stale_names_changed_files_and_renew_mends_them(runs):
+    place = runs / place_of(runs)
+    write_report(load_results(runs), runs / "report")
+    record = (place / "record.json").read_bytes()
+    assert find_stale(runs) == []
+    changed = [place / "table.md", runs / "report" / "claims.csv"]
+    for file in changed:
         file.write_text("id\ntyped by hand")
-    assert {said.split()[0] for said in find_stale(tmp_path / "runs")} == {*map(str, by_hand)}
-    renew(tmp_path / "runs")
-    assert find_stale(tmp_path / "runs") == [] and path.read_bytes() == before
+    assert {line.split()[0] for line in find_stale(runs)} == set(map(str, changed))
+    renew(runs)
+    assert find_stale(runs) == []
+    assert (place / "record.json").read_bytes() == record
 
 
-def test_every_committed_table_follows_from_its_record():
-    assert find_stale(RECORDS) == []
+@pytest.mark.parametrize("damage", ["losses", "no losses", "measurements"])
+def test_find_stale_compares_measurements_with_losses(runs, damage):
+    place = runs / place_of(runs)
+    losses, measurements = place / "losses.csv", place / "measurements.csv"
+    if damage == "losses":
+        head, first, *rest = losses.read_text().splitlines()
+        *cells, last = first.split(",")
+        losses.write_text("\n".join([head, ",".join([*cells, str(float(last) + 0.01)]), *rest]))
+    elif damage == "no losses":
+        losses.unlink()
+    else:
+        text = measurements.read_text()
+        value = next(line for line in text.splitlines() if ",perplexity," in line).split(",")[2]
+        measurements.write_text(text.replace(value, str(float(value) + 1)))
+    assert any("losses.csv" in line for line in find_stale(runs))
+
+
+def test_job_report_check_fails_on_stale_run(runs, tmp_path):
+    (runs / place_of(runs) / "table.md").write_text("typed by hand")
+    result = run(*tiny(tmp_path), "job=report", "report.check=true")
+    assert result.code == 2
+    assert "table.md" in result.err
+
+
+def test_published_report_follows_from_measurements(published):
+    assert check_report(published, RECORDS / "report") == []
+
+
+def test_published_runs_follow_from_their_measurements(published_files):
+    """A fixed sample; `make report` checks all."""
+    folders = sorted(path.parent for path in RECORDS.rglob("record.json"))[::5]
+    assert check_runs(published_files, folders) == []
+
+
+def test_published_results_keep_every_run(published_files):
+    results = build_report_results(published_files)
+    assert len(results.runs) == len(list(RECORDS.rglob("record.json")))
+
+
+# --- comparisons, records ---
+
+
+@pytest.mark.parametrize("state", ["repeated", "missing"])
+def test_compare_variants_changed_run_raises(tmp_path, state):
+    home = tmp_path / "adhoc" / "tiny"
+    if state == "repeated":
+        Record(status="finished", experiment="adhoc", started="later").save(home / "one-seed0-ab" / "record.json")
+    variant = Arm(name="one", settings=[], folder="runs/adhoc/tiny/one-seed0-ab", started="earlier")
+    comparison = Record(status="finished", experiment="adhoc", arms=[variant])
+    with pytest.raises(UserError, match=state):
+        compare_variants(comparison, home / "compare-seed0-cd", [])
 
 
 @pytest.mark.parametrize(
-    ("status", "timed", "scored", "counts"),
+    ("status", "timed", "scored", "complete"),
     [("finished", False, True, True), ("interrupted", True, False, True), ("interrupted", True, True, False),
      ("interrupted", False, True, False), ("failed", True, False, False)],
 )  # fmt: skip
-def test_times_of_an_interrupted_run_count_and_scores_do_not(status, timed, scored, counts):
+def test_record_timings_of_an_interrupted_run_are_complete(status, timed, scored, complete):
     record = Record(status=status, experiment="speed")
     record.measurements += [make_timing(2.0)] if timed else []
-    record.rows = [Row(name="base", kind="base", method="full", causal=True)] if scored else []
-    assert record.counts == counts
+    record.measurements += [Measurement(variant="base", metric="perplexity", value=2.0)] if scored else []
+    assert record.is_complete == complete
+
+
+def test_published_files_are_small():
+    sizes = {str(path): path.stat().st_size for path in RECORDS.rglob("*") if path.is_file()}
+    assert {path: size for path, size in sizes.items() if size > MAX_BYTES} == {}
+    assert sum(sizes.values()) < 40 * 2**20
+
+
+def test_published_files_name_no_local_directory():
+    for path in RECORDS.rglob("*"):
+        if path.suffix in (".json", ".yaml", ".md", ".csv", ".html", ".tex", ".jsonl"):
+            assert not re.search(r"""["' =:(]/(home|root|tmp|work|Users|mnt|data)/""", path.read_text()), path

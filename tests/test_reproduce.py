@@ -19,7 +19,7 @@ PLACES = ("runs_dir", "cache_dir", "logger")
 @pytest.fixture(autouse=True)
 def of_a_known_commit(monkeypatch):
     for place in ("focus_exp.jobs.reproduce", "focus_exp.reporting.publish"):
-        monkeypatch.setattr(f"{place}.unknown_commit", lambda commit: "")
+        monkeypatch.setattr(f"{place}.unknown_commit_reason", lambda commit: None)
 
 
 def reproduce(folder, *more, **tables):
@@ -121,7 +121,7 @@ def test_a_record_that_a_table_still_makes_stays_though_its_run_is_gone(tmp_path
 
 
 def test_nothing_is_run_to_be_published_that_nobody_could_repeat(tmp_path, monkeypatch):
-    monkeypatch.setattr("focus_exp.jobs.reproduce.unknown_commit", lambda commit: "made outside of git")
+    monkeypatch.setattr("focus_exp.jobs.reproduce.unknown_commit_reason", lambda commit: "made outside of git")
     result = reproduce(tmp_path, "reproduce.publish=true", router=ROUTER)
     assert result.code == 2 and "made outside of git" in result.err and not (tmp_path / "runs").exists()
 

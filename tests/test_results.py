@@ -1,6 +1,5 @@
 """Measurements: their file, the conversion of the published records, and loading them."""
 
-import json
 import subprocess
 import sys
 from pathlib import Path
@@ -12,8 +11,7 @@ from hydra import compose, initialize_config_dir
 from focus_exp.checks import parse
 from focus_exp.config import register_schemas
 from focus_exp.config_hash import config_hash
-from focus_exp.results.convert import convert_run
-from focus_exp.results.load import Results, load_runs
+from focus_exp.reporting.load import Loaded
 from focus_exp.results.measurement import (
     MEASUREMENTS,
     Measurement,
@@ -27,11 +25,6 @@ from focus_exp.results.setup import setup_key
 from focus_exp.shipped import conf_dir
 
 RECORDS = Path(__file__).parent.parent / "runs" / "records"
-
-
-@pytest.fixture(scope="module")
-def results() -> Results:
-    return load_runs(RECORDS)
 
 
 @pytest.mark.parametrize(
@@ -65,41 +58,8 @@ def test_measurements_written_and_read_are_equal(tmp_path: Path) -> None:
         assert before.to_cells() == after.to_cells()
 
 
-def test_convert_published_records_equal_their_measurements() -> None:
-    for path in sorted(RECORDS.rglob("record.json")):
-        expected = path.with_name(MEASUREMENTS).read_text(encoding="utf-8")
-        assert format_measurements(convert_run(path.parent)) == expected, path
-
-
-def test_convert_published_rows_keep_every_loss(results: Results) -> None:
-    perplexity = results.measurements.query("metric == 'perplexity'")
-    count = 0
-    for path in RECORDS.rglob("record.json"):
-        record = json.loads(path.read_text(encoding="utf-8"))
-        count += len(record["rows"]) + len(record["phases"])
-    assert len(perplexity) == count
-
-
-def test_load_runs_every_variant_has_its_run(results: Results) -> None:
-    assert set(results.variants.run) <= set(results.runs.run)
-    assert results.runs.run.is_unique
-    assert results.runs.query("is_comparison").run.isin(results.variants.comparison).all()
-
-
-def test_load_runs_primary_is_one_a_trained_run(results: Results) -> None:
-    primary = results.measurements.query("is_primary and metric == 'perplexity'").groupby("run").size()
-    assert (primary == 1).all()
-    assert len(primary) == (results.runs.primary_variant != "").sum()
-
-
-def test_join_variants_base_is_of_one_run(results: Results) -> None:
-    joined = results.join_variants()
-    base = joined[(joined.variant == "base") & (joined.metric == "perplexity")]
-    assert base.groupby("run").variant_run.nunique().max() == 1
-
-
 def test_load_imports_no_torch() -> None:
-    code = "import sys, focus_exp.results.load; raise SystemExit('torch' in sys.modules)"
+    code = "import sys, focus_exp.reporting.load; raise SystemExit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
@@ -124,12 +84,12 @@ def test_run_folder_is_named_after_what_runs(overrides: list[str], names: tuple[
     assert folder.name == f"focus-seed0-{config_hash(config)}"
 
 
-def test_published_runs_moved_is_one_to_one(results: Results) -> None:
+def test_published_runs_moved_is_one_to_one(published_files: Loaded) -> None:
     moved = pd.read_csv(RECORDS / "moved.csv")
-    assert set(moved.now) == set(results.runs.run)
+    assert set(moved.now) == set(published_files.runs.run)
     assert moved.before.is_unique
     unrun = ("gpt2", "mistral", "124m")
-    assert not [run for run in results.runs.run if any(name in run for name in unrun)]
+    assert not [run for run in published_files.runs.run if any(name in run for name in unrun)]
 
 
 def test_setup_key_differs_by_what_is_computed_alone() -> None:
@@ -145,7 +105,7 @@ def test_setup_key_differs_by_what_is_computed_alone() -> None:
         assert setup_key(record | change) != setup_key(record)
 
 
-def test_published_setups_group_seeds(results: Results) -> None:
-    groups = results.runs.query("variant == ''").groupby("setup")
+def test_published_setups_group_seeds(published_files: Loaded) -> None:
+    groups = published_files.runs.query("variant == ''").groupby("setup")
     seeds = groups.seed.agg(["nunique", "size"])
     assert len(groups) == 27 and seeds["nunique"].max() == 3

@@ -10,12 +10,9 @@ from focus_exp.reporting.run_report import render_continuations, render_passage,
 from focus_exp.reporting.tables import frontier
 
 
-@pytest.fixture(scope="module")
-def trained(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("run")
-    result = run(*tiny(folder), "recipe.steps=4")
-    assert result.code == 0, result.err
-    return only_run(folder)
+@pytest.fixture
+def trained(finished_run):
+    return only_run(finished_run)
 
 
 def test_run_writes_table_and_figures(trained):
@@ -33,7 +30,7 @@ def test_write_run_table_twice_gives_the_same_bytes(trained):
 
 
 def test_run_tables_quality_has_paired_changes(trained):
-    table = run_tables(load_run(trained).measurements)["Quality"]
+    table = run_tables(load_run(trained).rows)["Quality"]
     assert table.variant.iloc[0] == "base"
     hard = table[table.variant == "focus_hard"].iloc[0]
     assert hard["ΔPPL [%], base"].startswith(("+", "-"))

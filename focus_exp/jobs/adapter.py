@@ -18,8 +18,7 @@ from focus_exp.config import Config, ModelConfig, RecipeConfig
 from focus_exp.config_attention import FocusConfig, attention_of, schema_of
 from focus_exp.errors import UserError, first_line
 from focus_exp.models.adapter import BASE_HINT, read_description
-from focus_exp.records.comparison import RECORD
-from focus_exp.results.record import Record
+from focus_exp.results.record import RECORD, Record
 from focus_exp.shipped import own
 
 

@@ -26,8 +26,8 @@ from focus_exp.jobs.prepare import describe
 from focus_exp.jobs.run import Run, claimed, finished_record, judged, new_run, recorded, run_folder, seconds_text
 from focus_exp.jobs.train import train
 from focus_exp.jobs.variants import compose_variant, compose_variants, variant_name, variant_settings
-from focus_exp.records.differences import compare_arms
 from focus_exp.records.rows import Arm
+from focus_exp.results.comparison import compare_variants
 from focus_exp.results.record import Record
 from focus_exp.results.run_dir import NOT_ENDED
 from focus_exp.storage import InUse
@@ -81,7 +81,7 @@ def compare_all(config: Config, configs: dict[str, Config]) -> None:
         run.record.arms = [
             describe_arm(name, arm, variant_settings(config, name), errors.get(name)) for name, arm in configs.items()
         ]
-        compare_arms(run.record, run.folder, config.references)
+        compare_variants(run.record, run.folder, config.references)
         if len(processors := processors_of(configs)) > 1:
             named = "; ".join(f"{cpu}: {', '.join(names)}" for cpu, names in processors.items())
             run.warn(f"arms were trained on several processors, whose rounding training magnifies ({named})")

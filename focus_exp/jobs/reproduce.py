@@ -29,7 +29,7 @@ from focus_exp.jobs.variants import compose_variant, variant_name
 from focus_exp.overrides import quote_override, quote_text
 from focus_exp.reporting.load import QUICK
 from focus_exp.reporting.publish import publish
-from focus_exp.results.environment import commit, unknown_commit
+from focus_exp.results.environment import commit, unknown_commit_reason
 
 OF_TABLE = re.compile(r"(?<!\w)@(\w+)(?:\.(\w+))?")  # a table, or an arm of it, not perplexity@1024
 TIMED = "embedded"  # the scale whose minutes the configuration says
@@ -44,7 +44,7 @@ def reproduce(config: Config) -> None:
         raise UserError(
             f"reproduce.publish keeps measurements, and budget={QUICK} makes none; leave one of the two out"
         )
-    if config.reproduce.publish and (why := unknown_commit(commit())):
+    if config.reproduce.publish and (why := unknown_commit_reason(commit())):
         raise UserError(
             f"reproduce.publish=true keeps records that anybody can repeat, and this code is {why}; commit it"
         )

@@ -27,13 +27,12 @@ from focus_exp.config import Config, to_dict
 from focus_exp.config_hash import config_hash
 from focus_exp.errors import Interrupted, UserError, first_line
 from focus_exp.jobs.inputs import refuse_another, refuse_other_inputs, take_over, tokenizer_of
-from focus_exp.records.comparison import RECORD
 from focus_exp.reporting.run_report import TABLE, write_run_extras, write_run_figures, write_run_table
 from focus_exp.reporting.wandb import init_options, log_run, wandb_mode
 from focus_exp.results import run_dir
 from focus_exp.results.convert import convert_run
 from focus_exp.results.environment import command_line, environment
-from focus_exp.results.record import Record
+from focus_exp.results.record import RECORD, Record
 from focus_exp.results.run_dir import (
     EMBEDDED_DATA,
     EMBEDDED_MODEL,

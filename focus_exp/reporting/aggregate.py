@@ -9,10 +9,8 @@ from statistics import fmean, geometric_mean
 from types import SimpleNamespace
 from typing import Any
 
-import pandas as pd
-
-from focus_exp.records.rows import ENGAGED
 from focus_exp.results.intervals import Estimate, needed, over_seeds, seed_deviation, student
+from focus_exp.results.measurement import MIN_SPARSITY
 
 MIN_SEEDS = 3
 SMALL_EFFECT = 0.01  # nats per token, or of a fraction: about 1 %
@@ -27,28 +25,17 @@ PERPLEXITIES = ("level", "reference_level")  # averaged in log space where the m
 AVERAGED = (*PERPLEXITIES, "density", "sparsity", "distant_density")
 
 
-def to_rows(frame: pd.DataFrame) -> list[Row]:
-    """Return the rows of a frame, with None for missing cells."""
-    columns = [[None if cell is pd.NA else cell for cell in frame[name].tolist()] for name in frame]
-    return [Row(**dict(zip(frame.columns, cells, strict=True))) for cells in zip(*columns, strict=True)]
-
-
-def aggregate_seeds(frame: pd.DataFrame) -> list[Row]:
+def aggregate_seeds(rows: Iterable[Row]) -> list[Row]:
     """Combine measurements that differ in the seed only, in the order of their first rows.
 
     The latest finished run of a seed counts. The interval covers the variance of the evaluation documents and of the
     seeds (`over_seeds`).
 
     Returns:
-        Rows with the columns of `frame` and
+        Rows with their cells and
         seeds: the seeds with a value; members: the row of each seed;
         deviation: standard deviation of a unit (document, window or item); seed_deviation: of a seed.
     """
-    return aggregate_rows(to_rows(frame))
-
-
-def aggregate_rows(rows: Iterable[Row]) -> list[Row]:
-    """Combine rows as `aggregate_seeds` does."""
     groups: dict[tuple[object, ...], list[Row]] = {}
     for row in rows:
         groups.setdefault(subject_key(row), []).append(row)
@@ -86,7 +73,7 @@ def _combine(rows: list[Row]) -> Row:
         values[name] = mean(known) if known else None
     masked = [row.sparsity for row in members if row.mask_active is not None and row.sparsity is not None]
     if masked:
-        values["mask_active"] = fmean(masked) >= ENGAGED
+        values["mask_active"] = fmean(masked) >= MIN_SPARSITY
     return Row(**vars(first) | values)
 
 

@@ -16,7 +16,6 @@ from focus_exp.reporting.aggregate import (
     aggregate_seeds,
     is_worse,
     required_sample,
-    to_rows,
 )
 from focus_exp.reporting.load import Results, matches, read_yaml, select
 
@@ -110,22 +109,20 @@ def evaluate_claims(results: Results) -> pd.DataFrame:
         minutes: wall time of the runs behind it; runs: their folders.
     `attrs["rows"]`: the measurement that decides each claim, by its id.
     """
-    table = results.complete()
-    emulated = table["dtype"].eq("bfloat16") & table["device"].str.contains("no native bfloat16")
-    table = table[~emulated.fillna(False)]
-    judged = [_evaluate(claim, table, results) for claim in load_claims()]
+    rows = [row for row in results.complete if row.dtype != "bfloat16" or "no native bfloat16" not in row.device]
+    judged = [_evaluate(claim, rows, results) for claim in load_claims()]
     frame = pd.DataFrame([cells for cells, _ in judged]).astype(dict.fromkeys(INTEGERS, "Int64"))
     frame.attrs["rows"] = {cells["id"]: row for cells, row in judged if row is not None}
     return frame
 
 
-def _evaluate(claim: Claim, table: pd.DataFrame, results: Results) -> tuple[dict[str, Any], Row | None]:
-    table = table[table.experiment.isin(claim.experiments)]
-    failed, table = to_rows(table[table.error.notna()]), table[table.error.isna()]
-    selected = select(table, claim.select, claim.query)
+def _evaluate(claim: Claim, rows: list[Row], results: Results) -> tuple[dict[str, Any], Row | None]:
+    own = [row for row in rows if row.experiment in claim.experiments]
+    failed = [row for row in own if row.error is not None]
+    selected = select((row for row in own if row.error is None), claim.select, claim.query)
     rows = aggregate_seeds(selected)
     judgement = claim.judge(rows) if rows else Judgement(OUT_OF_SCOPE if claim.needs else NOT_RUN)
-    if has_failed(claim, to_rows(selected), failed) and not judgement.final and judgement.verdict != MASK_INACTIVE:
+    if has_failed(claim, selected, failed) and not judgement.final and judgement.verdict != MASK_INACTIVE:
         judgement = replace(judgement, verdict=INCONCLUSIVE)
     if results.is_quick and judgement.rows:
         judgement = replace(judgement, verdict=INCONCLUSIVE)

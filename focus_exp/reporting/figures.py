@@ -17,6 +17,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormatter, NullLocator
 
+from focus_exp.reporting.aggregate import Row
 from focus_exp.reporting.paper_tables import BASE, paper_rows, paper_speedups
 from focus_exp.reporting.tables import FAMILIES
 from focus_exp.storage import replace_file
@@ -311,15 +312,14 @@ def router_load(probes: pd.DataFrame, title: str = "") -> Figure | None:
     return figure
 
 
-def plot_measurements(table: pd.DataFrame, log: list[dict[str, Any]], title: str) -> dict[str, Figure | None]:
+def plot_measurements(rows: list[Row], log: list[dict[str, Any]], title: str) -> dict[str, Figure | None]:
     """Return the figures of one run by name, None where it has no data for one."""
-    window = table.window.dropna().astype(int)
-    probes = table[(table.source == "probe_log") & table.metric.isin(["dominance", "dead_groups"])]
-    positions = table[table.source == "positions"]
+    window = next((row.window for row in rows if row.window is not None), None)
+    probes, positions = (
+        pd.DataFrame([vars(row) for row in rows if row.source == source]) for source in ("probe_log", "positions")
+    )
     return {
         "loss_curve": loss_curves(log, title),
-        "perplexity_by_position": perplexity_by_position(
-            positions, title, int(window.iloc[0]) if len(window) else None
-        ),
+        "perplexity_by_position": perplexity_by_position(positions, title, window),
         "router_load": router_load(probes, title),
     }

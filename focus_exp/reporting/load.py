@@ -1,12 +1,12 @@
-"""Load the measurements of all runs below a directory as one table, variants joined into their comparisons."""
+"""Load the measurements of all runs below a directory, variants joined into their comparisons."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
-from functools import cache, lru_cache
+from functools import cache, cached_property, lru_cache
 from importlib.resources import files
 from pathlib import Path
 from typing import Any, TypeVar
@@ -16,89 +16,86 @@ import pandas as pd
 import yaml
 from scipy.special import stdtrit
 
+from focus_exp.config import upgrade_keys
 from focus_exp.errors import UserError
-from focus_exp.records.rows import ENGAGED, WITHOUT_MASK
-from focus_exp.reporting.aggregate import Row, to_rows
-from focus_exp.results.load import Results as Loaded
-from focus_exp.results.load import load_runs, read_record
-from focus_exp.results.measurement import MEASUREMENTS
+from focus_exp.reporting.aggregate import Row
+from focus_exp.results.measurement import COLUMNS as CSV_COLUMNS
+from focus_exp.results.measurement import MEASUREMENTS, MIN_SPARSITY, WITHOUT_MASK, primary_variant
 from focus_exp.results.metrics import METRICS, read_metrics
+from focus_exp.results.record import RECORD, is_complete
+from focus_exp.results.setup import setup_key, variant_key
 
 T = TypeVar("T")
 QUICK = "quick"
-# columns of the measurements, by type
-NUMBERS = [
-    *(
-        "value",
-        "low",
-        "high",
-        "level",
-        "reference_level",
-        "stderr",
-        "dof",
-        "trainable_params",
-        "first_params",
-        "density",
-    ),
-    *("reference_params", "sparsity", "distant_density", "largest_group"),
-]
-INTEGERS = [
+# settings of a measurement that become columns
+SETTINGS = (
+    *("kind", "method", "top_k", "pair_rule", "window", "path", "phase", "step", "trainable", "causal", "dof", "task"),
+    *("seq_len", "clock", "groups", "assignment", "dtype", "layer", "head", "stderr", "primary_metric"),
+    *("deciding_metric", "error", "lm_eval_metric", "task_version", "word_class", "router", "position_start"),
+    "position_end",
+)
+INTEGERS = (
     *("seed", "seq_len", "window", "num_groups", "train_tokens", "steps", "model_params", "top_k", "n", "tokens"),
     *("groups", "step", "n_units", "layer", "head", "start", "end"),
-]
-FLAGS = ["is_variant", "complete", "mask_active", "causal", "reference_causal", "primary", "deciding", "reversed"]
-TEXTS = [
-    *("run", "experiment", "started", "status", "device", "device_kind", "first_variant", "setup", "source", "variant"),
-    *("requested_model", "model", "data", "attention", "gate", "variant_commit", "variant_setup", "name", "kind"),
-    *("method", "pair_rule", "task", "version", "task_metric", "clock", "assignment", "dtype", "path", "phase", "unit"),
-    *("trainable", "reference_setup", "metric", "reference", "error", "subject"),
-]
-COLUMNS = {
-    name: kind
-    for names, kind in ((NUMBERS, "Float64"), (INTEGERS, "Int64"), (FLAGS, "boolean"), (TEXTS, "string"))
-    for name in names
-}
-LEVELS = {  # metrics that are columns of all rows of a variant
-    "perplexity": "row_perplexity", "nll": "row_nll", "distant_density": "distant_density",
-    "largest_group_fraction": "largest_group",
-}  # fmt: skip
-OF_RUN = {  # column -> of the comparison or single run
-    "experiment": "experiment", "seed": "seed", "started": "started", "status": "status", "device": "device",
-    "device_kind": "device_kind", "complete": "is_complete", "setup": "setup",
-}  # fmt: skip
-OF_VARIANT = {  # column -> of the variant's own run
-    "requested_model": "model_config", "model": "model", "data": "data", "seq_len": "seq_len", "window": "window",
-    "num_groups": "groups", "gate": "gate", "attention": "attention", "train_tokens": "tokens", "steps": "steps",
-    "model_params": "model_parameters", "variant_commit": "commit",
-}  # fmt: skip
+)
+COLUMNS = (
+    *INTEGERS,
+    *("value", "low", "high", "level", "reference_level", "stderr", "dof", "trainable_params", "first_params"),
+    *("density", "reference_params", "sparsity", "distant_density", "largest_group", "is_variant", "complete"),
+    *("mask_active", "causal", "reference_causal", "primary", "deciding", "reversed", "run", "experiment", "started"),
+    *("status", "device", "device_kind", "first_variant", "setup", "source", "variant", "requested_model", "model"),
+    *("data", "attention", "gate", "variant_commit", "variant_setup", "name", "kind", "method", "pair_rule", "task"),
+    *("version", "task_metric", "clock", "assignment", "dtype", "path", "phase", "unit", "trainable"),
+    *("reference_setup", "metric", "reference", "error", "subject"),
+)
+OF_RUN = (  # columns of the comparison or single run
+    *("experiment", "seed", "started", "status", "device", "device_kind", "complete", "setup", "is_variant"),
+    *("first_variant", "first_params"),
+)
+OF_VARIANT = (  # columns of the variant's own run
+    *("requested_model", "model", "data", "seq_len", "window", "num_groups", "gate", "attention", "train_tokens"),
+    *("steps", "model_params", "variant_commit"),
+)
+GENERATED = (
+    *("generated_tokens", "continuation_nll", "agreeing_tokens", "generation_seconds", "keys_read", "cache_bytes"),
+)
 
 
 @dataclass(frozen=True, eq=False)
 class Results:
-    """runs: one row for each run, by its name; measurements: one row for each run, subject and metric.
+    """The runs below a directory.
 
-    A comparison has the rows of its variants. Columns of the measurements:
+    runs: one row for each run, by its name (the path below the directory).
+    rows: one for each run, subject and metric, with the attributes `COLUMNS`; a comparison has those of its variants.
         source: rows, phases (quality), benchmarks, probes, speed, method_speed, groups, variants
         metric: perplexity, nll, nll_change, score, score_change, speedup, peak_memory, dominance, ...
-        value, low, high, unit, stderr, dof, n_units; level, reference_level: both sides of a difference
-        primary: the row that stands for its run, variant or task; sparsity, density: of the causal QK pairs
+        level, reference_level: both sides of a difference
+        primary: the row that represents its run, variant or task; sparsity, density: of the causal QK pairs
         setup, variant_setup: equal for runs that differ in the seed only
     """
 
     runs: pd.DataFrame
-    measurements: pd.DataFrame
+    rows: list[Row]
     is_quick: bool = False
     root: Path | None = None
     _made: dict[Any, Any] = field(default_factory=dict, repr=False)
 
-    def complete(self) -> pd.DataFrame:
-        """Return the measurements of complete runs; variants as rows of their comparisons."""
-        table = self.measurements
-        return table[table.complete & ~table.is_variant]
+    @cached_property
+    def complete(self) -> list[Row]:
+        """The rows of complete runs; variants as rows of their comparisons."""
+        return [row for row in self.rows if row.complete and not row.is_variant]
 
+    @cached_property
     def rows_by_run(self) -> dict[str, list[Row]]:
-        """Return the rows of every complete run, oldest first."""
-        return {str(run): to_rows(rows) for run, rows in self.complete().groupby("run", sort=False)}
+        """The rows of every complete run, oldest first."""
+        rows: dict[str, list[Row]] = {}
+        for row in self.complete:
+            rows.setdefault(row.run, []).append(row)
+        return rows
+
+    def select_run(self, name: str) -> Results:
+        """Return one run."""
+        return Results(self.runs.loc[[name]], [row for row in self.rows if row.run == name])
 
     def cached(self, make: Callable[[Results], T]) -> T:
         """Return make(self), made once."""
@@ -112,146 +109,260 @@ class Results:
         return None if not seconds or any(map(pd.isna, seconds)) else round(sum(seconds) / 60, 1)
 
 
-# --- reading ---
+# --- files ---
+
+
+@dataclass(frozen=True, eq=False)
+class Loaded:
+    """The files of all runs below a directory.
+
+    runs: provenance, one row for each run. variants: one row for each variant of a comparison: `comparison`, `variant`,
+    `run` (its own, "" where it left none). measurements: those of every run, settings as columns.
+    """
+
+    root: Path
+    runs: pd.DataFrame
+    variants: pd.DataFrame
+    measurements: pd.DataFrame
 
 
 def load_results(root: Path, budget: str = "") -> Results:
-    """Load all runs below `root`. Raises UserError for an unreadable one.
+    """Load all runs below `root`. Raises UserError for an unreadable one."""
+    return build_report_results(read_runs(root), budget)
 
-    A run that was copied into records/ counts once. Runs of budget=quick are loaded by themselves or not at all.
+
+def build_report_results(loaded: Loaded, budget: str = "") -> Results:
+    """Build the rows that the report shows.
+
+    A run that was copied into records/ counts once. Runs of budget=quick are shown by themselves or not at all.
     """
-    loaded = load_runs(root)
-    if loaded.runs.empty:
-        return Results(loaded.runs, pd.DataFrame(columns=list(COLUMNS)).astype(COLUMNS), budget == QUICK)
-    runs = loaded.runs[(loaded.runs.budget == QUICK).fillna(False) == (budget == QUICK)]
-    copies = runs.run.str.contains("(?:^|/)records/")
-    runs = runs.assign(copied=~copies).sort_values(["copied", "run"], kind="stable")
-    runs = runs.drop_duplicates(["experiment", "config_hash", "started"]).sort_values("started", kind="stable")
-    return replace(build_results(loaded, runs, is_quick=budget == QUICK), root=root)
+    runs, is_quick = loaded.runs, budget == QUICK
+    if len(runs):
+        runs = runs[(runs.budget == QUICK).fillna(False) == is_quick]
+        copies = runs.run.str.contains("(?:^|/)records/")
+        runs = runs.assign(copied=~copies).sort_values(["copied", "run"], kind="stable")
+        runs = runs.drop_duplicates(["experiment", "config_hash", "started"])
+    return build_results(loaded, runs, is_quick)
 
 
 def load_run(folder: Path) -> Results:
     """Load one run, or a comparison with its variants."""
-    loaded, name = _load_with_variants(folder)
-    own = loaded.variants[loaded.variants.comparison == name].run.tolist() if len(loaded.variants) else []
-    results = build_results(loaded, loaded.runs[loaded.runs.run.isin([name, *own])], details=True)
-    measurements = results.measurements
-    return Results(results.runs.loc[[name]], measurements[measurements.run == name])
+    loaded, name = _read_with_variants(folder)
+    own = loaded.variants.run[loaded.variants.comparison == name]
+    runs = loaded.runs[loaded.runs.run.isin([name, *own])]
+    return build_results(loaded, runs, details=True).select_run(name)
 
 
 def read_log(folder: Path) -> list[dict[str, Any]]:
     """Return the training log of a run; of a comparison those of its variants, each with its `variant`."""
+    loaded, name = _read_with_variants(folder)
     lines = read_metrics(folder / METRICS)
-    loaded, name = _load_with_variants(folder)
-    own = loaded.variants[loaded.variants.comparison == name] if len(loaded.variants) else loaded.variants
-    for row in own.itertuples():
+    for row in loaded.variants[loaded.variants.comparison == name].itertuples():
         lines += [{"variant": row.variant, **line} for line in read_metrics(loaded.root / row.run / METRICS)]
     return lines
 
 
-@lru_cache(maxsize=1)
-def _load_once(root: Path, changed: float) -> Loaded:
-    return load_runs(root)
-
-
-def _load_with_variants(folder: Path) -> tuple[Loaded, str]:
-    """Load a run, of a comparison with the other runs of its experiment; return them and the name of the run."""
+def _read_with_variants(folder: Path) -> tuple[Loaded, str]:
+    """Read a run, of a comparison with the other runs of its experiment; return them and the name of the run."""
     folder = folder.absolute()
-    root = folder.parent.parent if read_record(folder).get("arms") else folder
-    changed = max(path.stat().st_mtime for path in (folder / "record.json", folder / MEASUREMENTS) if path.exists())
-    return _load_once(root, changed), folder.relative_to(root).as_posix()
+    root = folder.parent.parent if variants_of(read_record(folder)) else folder
+    changed = max(path.stat().st_mtime for path in (folder / RECORD, folder / MEASUREMENTS) if path.exists())
+    return _read_once(root, changed), folder.relative_to(root).as_posix()
+
+
+@lru_cache(maxsize=1)
+def _read_once(root: Path, changed: float) -> Loaded:
+    return read_runs(root)
+
+
+def read_runs(root: Path) -> Loaded:
+    """Read the record and the measurements of every run below `root`. Raises UserError for an unreadable one."""
+    folders = sorted(path.parent for path in root.rglob(RECORD))
+    records = {folder.relative_to(root).as_posix(): read_record(folder) for folder in folders}
+    frames = [_read_table(folder / MEASUREMENTS, run) for folder, run in zip(folders, records, strict=True)]
+    table = _expand_settings(pd.concat(frames, ignore_index=True) if frames else _read_table(root / MEASUREMENTS, ""))
+    by_run = {str(run): own for run, own in table[table.metric == "perplexity"].groupby("run", sort=False)}
+    timed = set(table.run[table.clock.notna()])
+    runs = pd.DataFrame([describe_run(run, record, by_run.get(run), run in timed) for run, record in records.items()])
+    if len(runs):
+        runs = runs.sort_values("started", kind="stable", ignore_index=True).convert_dtypes()
+        primary = table.run.map(runs.set_index("run").primary_variant.to_dict())
+        table["is_primary"] = (table.variant == primary) & table.phase.isna()
+    starts = {(record["config_hash"], record["started"]): run for run, record in records.items()}
+    setups = {start: setup_key(records[run]) for start, run in starts.items()}
+    variants = [row for run, record in records.items() for row in _describe_variants(run, record, starts, setups)]
+    return Loaded(root, runs, pd.DataFrame(variants, columns=VARIANTS).convert_dtypes(), table)
+
+
+def read_record(folder: Path) -> dict[str, Any]:
+    """Read the provenance of a run. Raises UserError where it is missing or damaged."""
+    path = folder / RECORD
+    try:
+        record = json.loads(path.read_text(encoding="utf-8"))
+        return record | {"config": upgrade_keys(record["config"])}
+    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+        raise UserError(f"{path} must be a readable record ({error}). Remove it and run the job again.") from error
+
+
+def variants_of(record: dict[str, Any]) -> list[dict[str, Any]]:
+    """Return the variants of a comparison; earlier records call them arms."""
+    return record.get("variants") or record.get("arms") or []
+
+
+def describe_run(run: str, record: dict[str, Any], perplexities: pd.DataFrame | None, is_timed: bool) -> dict[str, Any]:
+    """Return the row of a run in `Results.runs`: what ran, on what, by which command; times in seconds.
+
+    variant: its name in a comparison, or ""; primary_variant: of its measurements the one that represents it.
+    """
+    config, model, data = (record.get(key) or {} for key in ("config", "model", "data"))
+    attention, device = config.get("attention") or {}, record.get("device") or ""
+    rows = [] if perplexities is None else perplexities.to_dict("records")
+    key, tokens = setup_key(record), record.get("tokens_seen") or 0
+    commit = (record.get("commit") or "").removesuffix("-dirty")
+    variant = config.get("variant") or ""
+    seed = record.get("seed") if record.get("seed") is not None else config.get("seed")
+    is_local = model.get("source") == "local"  # named after its folder, which says nothing elsewhere
+    return {
+        "run": run, "experiment": record["experiment"], "variant": variant, "is_variant": bool(variant),
+        "primary_variant": primary_variant(attention, rows), "status": record["status"],
+        "complete": is_complete(record["status"], is_timed, bool(rows)), "started": record["started"],
+        "command": record["command"], "commit": commit, "variant_commit": commit, "config_hash": record["config_hash"],
+        "setup": key if variants_of(record) else f"{record['experiment']}-{key}", "seed": seed,
+        "budget": (config.get("budget") or {}).get("name"),
+        "requested_model": (config.get("model") or {}).get("name"),
+        "model": (None if is_local else model.get("name")) or (config.get("model") or {}).get("name"),
+        "data": data.get("name") or (config.get("data") or {}).get("name"),
+        **{f"{part}_{key}": facts.get(key) for part, facts in (("model", model), ("data", data))
+           for key in ("requested", "used", "source", "fingerprint")},
+        "is_model_substituted": bool(model.get("substitution")), "is_data_substituted": bool(data.get("substitution")),
+        "model_params": model.get("parameters"), "device": device, "device_kind": device.partition(",")[0],
+        "attention": attention.get("method"), "num_groups": attention.get("groups"), "gate": attention.get("gate"),
+        "window": attention.get("window"), "seq_len": (config.get("eval") or {}).get("seq_len"),
+        "is_causal": (record.get("method") or {}).get("causal", True), "train_tokens": tokens, "tokens": tokens,
+        "steps": record.get("steps") or 0, "seconds": record.get("wall_seconds"),
+        "warnings": "; ".join(record.get("warnings") or ()),
+    }  # fmt: skip
+
+
+VARIANTS = ["comparison", "variant", "own_run", "run", "trainable_params", "variant_setup", "train_tokens", "steps"]
+VARIANTS += ["variant_error", "groups_set"]
+
+
+def _describe_variants(
+    comparison: str, record: dict[str, Any], starts: dict[Any, str], setups: dict[Any, str]
+) -> list[dict[str, Any]]:
+    rows = []
+    for row in variants_of(record):
+        start, settings = (row["config_hash"], row["started"]), row["settings"]
+        groups = [int(text.partition("=")[2]) for text in settings if text.startswith("attention.groups=")]
+        setup = variant_key(row["name"], settings, row["steps"], row["tokens_seen"], setups.get(start, ""))
+        trained = row["trainable_parameters"] if row["tokens_seen"] else 0
+        own = starts.get(start, "")
+        cells = (comparison, row["name"], own, own, trained, setup, row["tokens_seen"], row["steps"], row["error"])
+        rows.append(dict(zip(VARIANTS, (*cells, groups[0] if groups else None), strict=True)))
+    return rows
+
+
+def _read_table(path: Path, run: str) -> pd.DataFrame:
+    table = pd.read_csv(path, dtype=str, keep_default_na=False) if path.exists() else pd.DataFrame(columns=CSV_COLUMNS)
+    table.insert(0, "run", run)
+    return table
+
+
+def _expand_settings(table: pd.DataFrame) -> pd.DataFrame:
+    """Convert numbers, and add the known settings as columns."""
+    for name in ("value", "low", "high", "density", "n"):
+        table[name] = pd.to_numeric(table[name].replace("", None)).astype(float)
+    parsed = {text: json.loads(text) if text else {} for text in table.settings.unique()}
+    for name in SETTINGS:
+        known = {text: values[name] for text, values in parsed.items() if name in values}
+        table[name] = table.settings.map(known).astype(object)
+    table["reference"] = table.reference.replace("", None)
+    table["causal"] = table.causal.where(table.causal.notna(), True)
+    numbers = ["dof", "stderr", "step", "seq_len", "top_k", "groups", "window", "head"]
+    table[numbers] = table[numbers].astype(float)
+    return table.drop(columns=["settings", "seed"])
 
 
 # --- one table ---
 
-GENERATED = [
-    *("generated_tokens", "continuation_nll", "agreeing_tokens", "generation_seconds", "keys_read", "cache_bytes"),
-]
-
 
 def build_results(loaded: Loaded, runs: pd.DataFrame, is_quick: bool = False, details: bool = False) -> Results:
-    """Return the tables of these runs: their own rows, and those of comparisons from their variants."""
-    variants = loaded.variants if len(loaded.variants) else pd.DataFrame(columns=["comparison", "variant", "run"])
-    variants = variants[variants.comparison.isin(runs.run)]
-    runs = _describe_runs(runs, variants)
+    """Return the rows of these runs, and those of comparisons from their variants.
+
+    Args:
+        details: add what only the figures and tables of a single run show.
+    """
+    if runs.empty:
+        return Results(runs, [], is_quick, loaded.root)
+    variants = loaded.variants[loaded.variants.comparison.isin(runs.run)]
+    runs = _sort_runs(runs, variants)
     raw = loaded.measurements[loaded.measurements.run.isin(runs.run)].reset_index(drop=True)
-    raw = raw.astype({"value": float, "low": float, "high": float, "density": float, "n": float, "dof": float})
-    raw["reference"] = raw.reference.replace("", None)
-    parts = [
-        _quality_rows(raw, runs),
-        _benchmark_rows(raw),
-        _probe_rows(raw, details),
-        _speed_rows(raw),
-        _group_rows(raw),
-    ]
+    parts = [_quality_rows(raw), _benchmark_rows(raw), _probe_rows(raw, details), _speed_rows(raw), _group_rows(raw)]
     rows = pd.concat([*parts, *([_details(raw)] if details else [])], ignore_index=True)
-    rows = rows.drop(columns=["window", "seq_len", "seed"])
-    facts = runs.assign(**{name: runs[source] for name, source in {**OF_RUN, **OF_VARIANT}.items()})
-    of_run = facts[["run", *OF_RUN, "is_variant", "first_variant", "first_params", "copied_order"]]
-    of_variant = facts[["run", *OF_VARIANT]]
+    rows = rows.drop(columns=["window", "seq_len"])
+    of_variant = runs[["run", *OF_VARIANT]]
     own = rows[~rows.run.isin(variants.comparison)].merge(of_variant, on="run")
-    names = own.run.map(runs.set_index("run").variant)
-    own["variant"] = names.where(
-        names.fillna("") != "", own.variant.where(own.source.isin(["benchmarks", "generation", "costs"]))
-    )
+    names = own.run.map(runs.set_index("run").variant.to_dict())
+    own["variant"] = names.where(names != "", own.variant.where(own.source.isin(["benchmarks", "generation", "costs"])))
     joined = [_join_variants(rows, of_variant, variants)] if len(variants) else []
     joined += [_differences(raw, joined[0])] if joined else []
-    table = pd.concat([own, *joined], ignore_index=True).merge(of_run, on="run")
-    table = table.sort_values("copied_order", kind="stable").reset_index(drop=True).reindex(columns=list(COLUMNS))
-    table = table.astype(object).where(lambda cells: cells.notna(), None).astype(COLUMNS)
-    return Results(facts.set_index("run"), table, is_quick)
+    table = pd.concat([own, *joined], ignore_index=True)
+    table = table.merge(runs.reset_index()[["run", "index", *OF_RUN]], on="run")
+    table = table.sort_values("index", kind="stable").reindex(columns=COLUMNS)
+    return Results(runs.set_index("run"), _to_rows(table), is_quick, loaded.root)
 
 
-def _describe_runs(runs: pd.DataFrame, variants: pd.DataFrame) -> pd.DataFrame:
-    """Add what the tables show of a run; of a comparison the first variant and the time of all variants."""
-    runs = runs.sort_values("started", kind="stable")
-    is_variant = runs.variant.fillna("") != ""
-    runs = pd.concat([runs[~is_variant], runs[is_variant]]).reset_index(drop=True)
+def _to_rows(table: pd.DataFrame) -> list[Row]:
+    """Return one object for each row, with None for missing cells."""
+    cells = {}
+    for name in table:
+        column = table[name].astype(object).where(table[name].notna(), None).tolist()
+        cells[name] = [None if cell is None else int(cell) for cell in column] if name in INTEGERS else column
+    return [Row(**dict(zip(cells, row, strict=True))) for row in zip(*cells.values(), strict=True)]
+
+
+def _sort_runs(runs: pd.DataFrame, variants: pd.DataFrame) -> pd.DataFrame:
+    """Sort by start, variants last; add the first variant of a comparison and the time of all."""
+    runs = runs.sort_values(["is_variant", "started"], kind="stable", ignore_index=True)
     first = variants.drop_duplicates("comparison").set_index("comparison")
-    seconds = variants.join(runs.set_index("run").seconds, on="run").groupby("comparison").seconds.agg(
-        lambda own: own.sum(skipna=False)
-    )  # fmt: skip
+    seconds = variants.run.map(runs.set_index("run").seconds.to_dict()).groupby(variants.comparison)
+    total = seconds.agg(lambda own: own.sum(skipna=False)).to_dict()
     return runs.assign(
-        copied_order=range(len(runs)),
-        is_variant=runs.variant.fillna("") != "",
-        first_variant=runs.run.map(first.variant) if len(first) else None,
-        first_params=runs.run.map(first.trainable_parameters) if len(first) else None,
-        model=runs.model_name.where(runs.model_source != "local").combine_first(runs.model_config),
-        data=runs.data_name.combine_first(runs.data_config),
-        total_seconds=runs.seconds + (runs.run.map(seconds).fillna(0) if len(seconds) else 0),
+        first_variant=runs.run.map(first.variant.to_dict()),
+        first_params=runs.run.map(first.trainable_params.to_dict()),
+        total_seconds=runs.seconds + runs.run.map(total).fillna(0),
     )
-
-
-def _setting(rows: pd.DataFrame, name: str) -> pd.Series:
-    """Return a setting that is no column."""
-    return rows.settings.map(lambda text: json.loads(text).get(name) if text else None)
 
 
 def _mask_activity(rows: pd.DataFrame) -> pd.Series:
     """Return whether the mask prunes at least 5 % of the QK pairs; None without a mask."""
     soft = (rows.kind == "soft") | ((rows.kind == "causal_counterpart") & rows.top_k.isna())
     masked = ~soft & ~rows.kind.isin(["base", "trained", "missing"]) & ~rows.method.isin(WITHOUT_MASK)
-    return (rows.sparsity >= ENGAGED).astype(object).where(masked & rows.sparsity.notna(), None)
+    return (rows.sparsity >= MIN_SPARSITY).astype(object).where(masked & rows.sparsity.notna(), None)
 
 
 def _standard_errors(rows: pd.DataFrame) -> pd.Series:
     return (rows.high - rows.low) / 2 / stdtrit(rows.dof.astype(float), 0.975)
 
 
-def _quality_rows(raw: pd.DataFrame, runs: pd.DataFrame) -> pd.DataFrame:
+def _subjects(rows: pd.DataFrame) -> pd.Series:
+    return rows.variant + (", after " + rows.phase).fillna("")
+
+
+def _quality_rows(raw: pd.DataFrame) -> pd.DataFrame:
     """Perplexity, loss and its paired changes, for each routing, control and phase."""
     rows = raw[raw.kind.notna() & raw.task.isna() & ~raw.metric.isin(GENERATED)].copy()
-    if rows.empty:
-        return rows
     rows["name"], rows["source"] = rows.variant, np.where(rows.phase.isna(), "rows", "phases")
-    rows["subject"] = rows.variant + (", after " + rows.phase).fillna("")
-    levels = raw[raw.reference.isna() & raw.metric.isin(LEVELS) & raw.task.isna()]
-    levels = levels.assign(subject=levels.variant + (", after " + levels.phase).fillna(""))
-    levels = levels.drop_duplicates(["run", "subject", "metric"]).pivot(
-        index=["run", "subject"], columns="metric", values="value"
-    )
-    levels = levels.reindex(columns=list(LEVELS)).rename(columns=LEVELS).reset_index()
-    rows = rows.merge(levels, on=["run", "subject"], how="left")
+    rows["subject"] = _subjects(rows)
+    levels = raw[raw.reference.isna() & raw.task.isna()]
+    levels = levels.assign(subject=_subjects(levels)).drop_duplicates(["run", "subject", "metric"])
+    for name, metric in (
+        ("row_perplexity", "perplexity"), ("row_nll", "nll"), ("distant_density", "distant_density"),
+        ("largest_group", "largest_group_fraction"),
+    ):  # fmt: skip
+        own = levels[levels.metric == metric].set_index(["run", "subject"]).value.to_dict()
+        rows[name] = [own.get(key, np.nan) for key in zip(rows.run, rows.subject, strict=True)]
     rows["sparsity"] = 1 - rows.density
     rows["mask_active"] = _mask_activity(rows)
     rows = rows[rows.metric.isin(["perplexity", "nll", "nll_change"])]
@@ -266,85 +377,61 @@ def _quality_rows(raw: pd.DataFrame, runs: pd.DataFrame) -> pd.DataFrame:
     rows["primary"] = rows.is_primary
     # controls are trained as far as their run is
     last = rows[rows.trainable.notna()].groupby("run").trainable.last().to_dict()
-    rows["trainable"] = rows.trainable.where(rows.trainable.notna(), rows.run.map(last).astype("string"))
+    rows["trainable"] = rows.trainable.where(rows.trainable.notna(), rows.run.map(last))
     base = rows[(rows.kind == "base") & (rows.metric == "perplexity")]
     zero = base.assign(metric="parameters", value=0, low=None, high=None)
-    return pd.concat([rows, zero]).drop(columns=["row_perplexity", "n"])
+    return pd.concat([rows, zero]).drop(columns="n")
 
 
 def _benchmark_rows(raw: pd.DataFrame) -> pd.DataFrame:
     """Scores of tasks and their paired changes from full attention."""
     rows = raw[raw.task.notna() & raw.kind.notna() & ~raw.metric.str.startswith("perplexity_change_pct")].copy()
-    if rows.empty:
-        return rows
-    rows["source"], rows["metric"] = "benchmarks", np.where(rows.reference.isna(), "score", "score_change")
-    rows["task_metric"], rows["version"] = _setting(rows, "lm_eval_metric"), _setting(rows, "task_version")
-    rows["subject"] = rows.variant + " " + rows.task + " " + rows.task_metric.fillna("")
+    change = rows.reference.notna()
+    rows["source"], rows["metric"] = "benchmarks", np.where(change, "score_change", "score")
+    rows["subject"] = rows.variant + " " + rows.task + " " + rows.lm_eval_metric.fillna("")
     rows["sparsity"], rows["tokens"] = 1 - rows.density, rows.seq_len
     rows["mask_active"] = _mask_activity(rows)
-    rows = rows.rename(columns={"primary_metric": "primary", "deciding_metric": "deciding"})
-    density = raw[raw.metric.str.startswith("distant_density:")]
-    density = density.set_index(["run", "variant", "task"]).value
-    scores = rows[rows.metric == "score"].set_index(["run", "subject"]).value
-    density_of, score_of = density.to_dict(), scores.to_dict()
-    rows["distant_density"] = [density_of.get(key) for key in zip(rows.run, rows.variant, rows.task, strict=True)]
-    rows["score"] = [score_of.get(key) for key in zip(rows.run, rows.subject, strict=True)]
-    change, fraction = rows.metric == "score_change", rows.unit == "fraction"
-    dof = rows.dof.mask(rows.dof.isna() & fraction, np.inf)  # of a fraction the interval is normal
+    density = raw[raw.metric.str.startswith("distant_density:")].set_index(["run", "variant", "task"]).value.to_dict()
+    scores = rows[~change].set_index(["run", "subject"]).value.to_dict()
+    keys = zip(rows.run, rows.variant, rows.task, rows.subject, strict=True)
+    cells = [(density.get((run, variant, task)), scores.get((run, subject))) for run, variant, task, subject in keys]
+    rows["distant_density"], score = [cell[0] for cell in cells], pd.Series([cell[1] for cell in cells], rows.index)
+    score = score.astype(float)
+    dof = rows.dof.mask(rows.dof.isna() & (rows.unit == "fraction"), np.inf)  # of a fraction the interval is normal
     rows["dof"] = dof.where(change & rows.low.notna() & (rows.n > 1))
-    rows["stderr"] = _standard_errors(rows).fillna(rows.stderr.astype(float))
-    rows["n_units"], rows["level"] = rows.n.where(change), rows.score.where(change)
-    full = (rows.score * np.exp(-rows.value)).where(rows.unit == "nats", rows.score - rows.value)
-    rows["reference_level"] = full.where(change)
+    rows["stderr"] = _standard_errors(rows).fillna(rows.stderr)
+    rows["n_units"], rows["level"] = rows.n.where(change), score.where(change)
+    rows["reference_level"] = (score * np.exp(-rows.value)).where(rows.unit == "nats", score - rows.value).where(change)
     rows["reference"] = rows.reference.mask(change, "full attention")
-    return rows.drop(columns="score")
+    names = {"primary_metric": "primary", "deciding_metric": "deciding", "lm_eval_metric": "task_metric"}
+    return rows.rename(columns={**names, "task_version": "version"})
 
 
 def _probe_rows(raw: pd.DataFrame, details: bool) -> pd.DataFrame:
     """The last probe of each phase, the maximum after its first step, and with `details` all (source `probe_log`)."""
     rows = raw[raw.step.notna()].copy()
-    if rows.empty:
-        return rows
     rows["metric"] = rows.metric.replace({"assignment_overlap": "stability"})
     rows["variant"], rows["name"] = None, "router"
-    steps = rows.groupby(["run", "phase"], sort=False).step
+    end = rows.groupby(["run", "phase"], sort=False).step.transform("max")
     log = rows[rows.metric.isin(["dominance", "dead_groups"])].assign(source="probe_log")
-    last = rows[rows.step == steps.transform("max")].assign(source="probes")
-    trained = log[(log.step > 0) | (log.groupby(["run", "phase"]).step.transform("max") == 0)]
+    last = rows[rows.step == end].assign(source="probes")
+    trained = log[(log.step > 0) | (end[log.index] == 0)]
     most = trained.sort_values("value").groupby(["run", "phase", "metric"], sort=False).tail(1)
-    most = most.assign(source="probes", metric=most.metric + "_most", step=steps.transform("max"))
+    most = most.assign(source="probes", metric=most.metric + "_most", step=end)
     return pd.concat([last, most, *([log] if details else [])])
 
 
 def _speed_rows(raw: pd.DataFrame) -> pd.DataFrame:
     """Speedups, and the ratio of the peak memory, each with both sides."""
     rows = raw[raw.clock.notna()].copy()
-    if rows.empty:
-        return rows
-    case = [
-        "run",
-        "clock",
-        "method",
-        "seq_len",
-        "groups",
-        "assignment",
-        "top_k",
-        "pair_rule",
-        "window",
-        "dtype",
-        "path",
-    ]
-    rows["case"] = rows.groupby(case, dropna=False, sort=False).ngroup()
-    sides = {}
-    for metric, factor in (("latency_ms", 1e-3), ("peak_memory_bytes", 1.0)):
-        for side, full in (("level", rows.variant == "full"), ("reference_level", rows.variant != "full")):
-            own = rows[(rows.metric == metric) & ~full].drop_duplicates("case").set_index("case")
-            sides[metric, side] = factor * own.value
+    case = ["run", "clock", "method", "seq_len", "groups", "assignment", "top_k", "pair_rule", "window", "dtype"]
+    rows["case"] = rows.groupby([*case, "path"], dropna=False, sort=False).ngroup()
     speedups = rows[rows.metric.isin(["speedup", "attention_speedup"])].copy()
     memory = rows[rows.metric == "speedup"].assign(metric="peak_memory", unit="x", value=None)
-    for part, metric in ((speedups, "latency_ms"), (memory, "peak_memory_bytes")):
-        for side in ("level", "reference_level"):
-            part[side] = part.case.map(sides[metric, side])
+    for part, metric, factor in ((speedups, "latency_ms", 1e-3), (memory, "peak_memory_bytes", 1.0)):
+        for side, wanted in (("level", rows.variant != "full"), ("reference_level", rows.variant == "full")):
+            own = rows[(rows.metric == metric) & wanted].drop_duplicates("case").set_index("case")
+            part[side] = part.case.map((factor * own.value).to_dict())
     memory["value"] = memory.level / memory.reference_level
     found = pd.concat([speedups, memory[memory.value.notna()]], ignore_index=True)
     found["source"] = np.where(found.groups.notna(), "speed", "method_speed")
@@ -354,7 +441,7 @@ def _speed_rows(raw: pd.DataFrame) -> pd.DataFrame:
 
 
 def _primary_speed(rows: pd.DataFrame) -> pd.Series:
-    """Mark for each k the timing of the trained router that stands next to its quality.
+    """Mark for each k the timing of the trained router that is shown next to its quality.
 
     That is at the longest length at which all series were timed, with routing, or else the prefill.
     """
@@ -376,43 +463,36 @@ def _primary_speed(rows: pd.DataFrame) -> pd.Series:
 def _group_rows(raw: pd.DataFrame) -> pd.DataFrame:
     """The analysis of the groups: medians over layers, since the paper does not name its layers."""
     rows = raw[(raw.variant == "router") & raw.run.isin(raw.run[raw.metric == "layer_confidence"])]
-    rows = rows.assign(word_class=_setting(rows, "word_class"))
-    found: list[dict[str, Any]] = []
+    cells: list[tuple[Any, ...]] = []
     for run, own in rows.groupby("run"):
         groups, layers = own[own.word_class.notna()], ["layer", "head"]
         punctuation = groups[(groups.metric == "group_purity") & (groups.word_class == "punctuation")]
         purity = punctuation.groupby(layers, dropna=False).value.max()
-        confidence = own[own.metric == "layer_confidence"]
-        missing = [0.0] * (len(confidence) - len(purity))
+        confidence = own[own.metric == "layer_confidence"].value
         sizes = groups[groups.metric == "group_fraction"].groupby(layers, dropna=False).value
         values = {
-            "punctuation_purity": np.median([*purity, *missing]),
-            "group_confidence": confidence.value.mean(),
+            "punctuation_purity": np.median([*purity, *[0.0] * (len(confidence) - len(purity))]),
+            "group_confidence": confidence.mean(),
             "smallest_group": sizes.min().median(),
             "largest_group": sizes.max().median(),
             "affinity": own[own.metric == "pair_affinity"].value.max(),
         }
-        found += [{"run": run, "source": "groups", "metric": name, "value": value} for name, value in values.items()]
-    return pd.DataFrame(found, columns=["run", "source", "metric", "value"]).assign(unit="fraction")
+        cells += [(run, "groups", metric, value, "fraction") for metric, value in values.items()]
+    return pd.DataFrame(cells, columns=["run", "source", "metric", "value", "unit"])
 
 
 def _details(raw: pd.DataFrame) -> pd.DataFrame:
-    """What only the figures and tables of a single run show: positions, group sizes, analysis, continuations."""
+    """Losses by position, the analysis of the groups, and continuations."""
     positions = raw[(raw.metric == "nll_at_position") & raw.phase.isna()]
     kinds = raw[raw.metric == "perplexity"].drop_duplicates(["run", "variant"]).set_index(["run", "variant"]).kind
     positions = positions.drop(columns="kind").join(kinds, on=["run", "variant"]).assign(source="positions")
-    ends = {"start": _setting(positions, "position_start"), "end": _setting(positions, "position_end")}
-    sizes = raw[(raw.metric == "group_fraction") & _setting(raw, "word_class").isna()].assign(source="group_sizes")
-    router = _setting(raw, "router")
-    analysis = raw[router.notna() | raw.metric.isin(["layer_confidence", "passage_distant_density"])]
-    names = analysis.metric + (" " + router[analysis.index].astype("string")).fillna("")
-    analysis = analysis.assign(source="analysis", metric=names)
+    positions = positions.rename(columns={"position_start": "start", "position_end": "end"})
+    analysis = raw[raw.router.notna() | raw.metric.isin(["layer_confidence", "passage_distant_density"])]
+    analysis = analysis.assign(source="analysis", metric=analysis.metric + (" " + analysis.router).fillna(""))
     generation = raw[raw.metric.isin(GENERATED)].assign(source="generation")
     costs = raw[raw.metric.str.startswith("class_nll")]
-    costs = costs.assign(
-        source="costs", variant=_setting(costs, "word_class"), metric=costs.metric + " " + costs.variant
-    )
-    rows = pd.concat([positions.assign(**ends), sizes, analysis, generation, costs])
+    costs = costs.assign(source="costs", variant=costs.word_class, metric=costs.metric + " " + costs.variant)
+    rows = pd.concat([positions, analysis, generation, costs])
     return rows.assign(name=rows.variant, layer=pd.to_numeric(rows.layer, errors="coerce"))
 
 
@@ -420,19 +500,12 @@ def _details(raw: pd.DataFrame) -> pd.DataFrame:
 
 
 def _join_variants(rows: pd.DataFrame, described: pd.DataFrame, variants: pd.DataFrame) -> pd.DataFrame:
-    """Return the rows of comparisons: the base of their first variant, what stands for each variant, its parameters."""
-    facts = {
-        "comparison": "run", "variant": "variant", "run": "own_run", "trainable_parameters": "trainable_params",
-        "setup": "variant_setup", "tokens": "train_tokens", "steps": "steps", "error": "variant_error",
-        "groups": "groups_set",
-    }  # fmt: skip
-    groups = variants.settings.str.extract(r"(?:^| )attention\.groups=(\d+)")[0].astype("Int64")
-    facts_of = variants.assign(groups=groups)[list(facts)].rename(columns=facts)
-    facts_of = facts_of.merge(
-        described.rename(columns={"run": "own_run"}).drop(columns=["train_tokens", "steps"]), on="own_run", how="left"
-    )
-    facts_of["num_groups"] = facts_of.groups_set.fillna(facts_of.num_groups)
-    parts = facts_of.merge(rows.rename(columns={"run": "own_run"}).drop(columns="variant"), on="own_run")
+    """Return the rows of comparisons: the base of their first variant, the primary rows of each, its parameters."""
+    facts = variants.drop(columns="run").rename(columns={"comparison": "run"})
+    own = described.rename(columns={"run": "own_run"}).drop(columns=["train_tokens", "steps"])
+    facts = facts.merge(own, on="own_run", how="left")
+    facts["num_groups"] = facts.groups_set.fillna(facts.num_groups)
+    parts = facts.merge(rows.rename(columns={"run": "own_run"}).drop(columns="variant"), on="own_run")
     primary = parts[parts.primary.eq(True) & (parts.source == "rows") & (parts.metric == "perplexity")]
     primary = primary.drop_duplicates("own_run").set_index("own_run")[["subject", "kind", "method"]]
     parts = parts.join(primary.add_prefix("primary_"), on="own_run")
@@ -444,52 +517,59 @@ def _join_variants(rows: pd.DataFrame, described: pd.DataFrame, variants: pd.Dat
     base = parts[parts.kind.isin(["base", "missing"]) & parts.source.isin(["rows", "benchmarks"])]
     base = base.merge(first, on=["run", "own_run"])
     base = base.drop(columns=["variant_setup", "trainable_params"]).assign(variant=None)
-    params = facts_of.assign(
-        source="variants", metric="parameters", value=facts_of.trainable_params, error=facts_of.variant_error
-    )
-    return pd.concat([base, parts[kept.fillna(False)], params], ignore_index=True)
+    params = facts.assign(source="variants", metric="parameters", value=facts.trainable_params)
+    return pd.concat([base, parts[kept], params.assign(error=facts.variant_error)], ignore_index=True)
 
 
 def _differences(raw: pd.DataFrame, joined: pd.DataFrame) -> pd.DataFrame:
     """Return the paired changes between variants of a comparison, in both directions."""
-    rows = joined[(joined.source == "rows") & joined.variant.notna()]
-    levels = rows[rows.metric == "perplexity"].set_index(["run", "variant"])
-    changes = rows[rows.metric == "nll_change"].set_index(["run", "variant"])
-    found, seen = [], set()
-    for one in to_rows(raw[(raw.metric == "nll_change") & raw.run.isin(joined.run)]):
-        pair = (one.run, frozenset((one.variant, one.reference)))
+    rows = joined[(joined.source == "rows") & joined.variant.notna()].drop_duplicates(["run", "variant", "metric"])
+    levels, changes = (
+        {(row["run"], row["variant"]): row for row in rows[rows.metric == metric].to_dict("records")}
+        for metric in ("perplexity", "nll_change")
+    )
+    found: list[dict[str, Any]] = []
+    seen = set()
+    for one in raw[(raw.metric == "nll_change") & raw.run.isin(joined.run)].itertuples():
         sides = [(one.run, one.variant), (one.run, one.reference)]
-        if pair in seen or not all(side in levels.index for side in sides):
+        pair = frozenset(sides)
+        if pair in seen or not all(side in levels for side in sides):
             continue
         seen.add(pair)
-        own, other = (levels.loc[side].to_dict() | {"run": one.run, "variant": side[1]} for side in sides)
+        own, other = (levels[side] for side in sides)
         shown = own["value"], np.exp(min(own["row_nll"] - one.value, 700))
         for sign, mine, theirs in ((1, own, other), (-1, other, own)):
-            cells = {
-                "metric": "nll_change", "unit": "nats", "value": sign * one.value, "reference": theirs["variant"],
-                **dict(zip(("low", "high"), sorted((sign * one.low, sign * one.high)), strict=True)),
-                **dict(zip(("level", "reference_level"), shown[::sign], strict=True)),
-                **changes.loc[sides[0]][["dof", "n_units"]].to_dict(),
-                **{f"reference_{name}": theirs[key] for name, key in REFERENCE.items()},
-                "primary": True if sign > 0 else None, "reversed": True if sign < 0 else None,
-            }  # fmt: skip
-            found.append(mine | cells)
-    frame = pd.DataFrame(found, columns=list(dict.fromkeys([*joined.columns, *(found[0] if found else ())])))
+            low, high = sorted((sign * one.low, sign * one.high))
+            level, reference_level = shown[::sign]
+            found.append(mine | {
+                "metric": "nll_change", "unit": "nats", "value": sign * one.value, "low": low, "high": high,
+                "level": level, "reference_level": reference_level, "reference": theirs["variant"],
+                "dof": changes[sides[0]]["dof"], "n_units": changes[sides[0]]["n_units"],
+                "reference_causal": theirs["causal"], "reference_params": theirs["trainable_params"],
+                "reference_setup": theirs["variant_setup"], "primary": True if sign > 0 else None,
+                "reversed": True if sign < 0 else None,
+            })  # fmt: skip
+    frame = pd.DataFrame(found, columns=None if found else joined.columns)
     return frame.assign(stderr=_standard_errors(frame.astype({"low": float, "high": float})))
-
-
-REFERENCE = {"causal": "causal", "params": "trainable_params", "setup": "variant_setup"}
 
 
 # --- selection ---
 
 
-def select(table: pd.DataFrame, cells: dict[str, Any], query: str = "") -> pd.DataFrame:
-    """Return the rows with these cells: a value, one of a list, or a pattern with *; and on which `query` holds."""
-    for column, wanted in cells.items():
-        present = table[column].dropna().unique()
-        table = table[table[column].isin([cell for cell in present if matches(cell, wanted)])]
-    return table.query(query, engine="python") if query else table
+def select(rows: Iterable[Row], cells: dict[str, Any], query: str = "") -> list[Row]:
+    """Return the rows with these cells: a value, one of a list, or a pattern with *; and for which `query` holds.
+
+    query: a Python condition on the attributes of a row; a comparison with a missing cell does not hold.
+    """
+    kept = [row for row in rows if all(matches(getattr(row, key), wanted) for key, wanted in cells.items())]
+    return [row for row in kept if _holds(query, row)] if query else kept
+
+
+def _holds(query: str, row: Row) -> bool:
+    try:
+        return bool(eval(query, {"__builtins__": {}}, vars(row)))
+    except (TypeError, AttributeError):
+        return False
 
 
 def matches(cell: Any, wanted: Any) -> bool:

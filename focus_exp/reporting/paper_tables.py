@@ -11,7 +11,7 @@ from typing import Any
 
 import pandas as pd
 
-from focus_exp.reporting.aggregate import Row, aggregate_rows, mean_of
+from focus_exp.reporting.aggregate import Row, aggregate_seeds, mean_of
 from focus_exp.reporting.load import Results, matches, read_yaml
 
 BASE, FULL = "base", "full attention"
@@ -184,7 +184,7 @@ class Measurements:
 
     def __init__(self, results: Results) -> None:
         self.results = results
-        self.rows: dict[str, list[Row]] = results.rows_by_run()
+        self.rows = results.rows_by_run
         self.timers = [run for run, rows in self.rows.items() if any(row.clock for row in rows)]
 
     def of(self, *experiments: str) -> Iterator[str]:
@@ -372,7 +372,7 @@ def _plain(spec: Spec, column: Column) -> Column:
 def _provenance(entry: Entry, measurements: Measurements) -> dict[str, Any]:
     behind = [measurements.behind(entry, run) for run in entry.runs]
     flat = [row for rows in behind for row in rows]
-    aggregated = aggregate_rows(flat)
+    aggregated = aggregate_seeds(flat)
     densities = [1 - row.density if row.density is not None else row.sparsity for row in aggregated]
     last = behind[-1] if behind else []
     runs = [measurements.results.runs.loc[run] for run in entry.runs]

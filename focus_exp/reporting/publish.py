@@ -5,19 +5,19 @@ from __future__ import annotations
 import re
 import shutil
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 from focus_exp.errors import UserError
-from focus_exp.records.comparison import RECORD, arm_folder
-from focus_exp.records.differences import remade_between
-from focus_exp.reporting.load import load_results, load_run
+from focus_exp.reporting.load import Loaded, build_report_results, build_results, load_results, read_runs
 from focus_exp.reporting.report import REPORT, check_numbers, check_report, write_report
 from focus_exp.reporting.run_report import TABLE, render_run, run_tables, write_run_figures, write_run_table
-from focus_exp.results.environment import unknown_commit
-from focus_exp.results.losses import LOSSES, read_losses, remade
+from focus_exp.results.comparison import compare_variants, variant_folder
+from focus_exp.results.environment import unknown_commit_reason
+from focus_exp.results.losses import LOSSES, find_inconsistent, is_same_change, read_losses
 from focus_exp.results.measurement import MEASUREMENTS
 from focus_exp.results.metrics import METRICS, read_metrics, write_metrics
-from focus_exp.results.record import Record
+from focus_exp.results.record import RECORD, Record
 from focus_exp.storage import atomic_write
 
 FILES = (TABLE, MEASUREMENTS, LOSSES, "figures/*.svg", "continuations.md", "passage.html")
@@ -42,13 +42,13 @@ def publish(places: list[Path], current: set[Path], runs: Path, records: Path) -
         UserError: if a run's commit is unknown; nothing is copied.
     """
     found = {place: Record.load(runs / place / RECORD) for place in places}
-    said = {place: unknown_commit(record.commit) for place, record in found.items()}
-    if unknown := [f"{place} ({why})" for place, why in said.items() if why]:
+    reasons = {place: unknown_commit_reason(record.commit) for place, record in found.items()}
+    if unknown := [f"{place} ({reason})" for place, reason in reasons.items() if reason]:
         raise UserError(f"runs must come from a known commit (got {'; '.join(unknown)}). Commit and run again.")
     homes = {place: records / _home(place, record, records) for place, record in found.items()}
     for place, record in found.items():
         with atomic_write(homes[place]) as new:
-            patterns = VARIANT_FILES if (record.config.get("variant") or record.config.get("arm")) else FILES
+            patterns = VARIANT_FILES if record.config.get("variant") else FILES
             for file in [file for pattern in patterns for file in sorted((runs / place).glob(pattern))]:
                 copy = new / file.relative_to(runs / place)
                 copy.parent.mkdir(parents=True, exist_ok=True)
@@ -57,7 +57,7 @@ def publish(places: list[Path], current: set[Path], runs: Path, records: Path) -
             (new / RECORD).write_text(text, encoding="utf-8")
     for place, record in found.items():
         if any((runs / place / curve).exists() for curve in CURVES):
-            for folder in [arm_folder(runs / place, arm) for arm in record.arms] or [runs / place]:
+            for folder in [variant_folder(runs / place, variant) for variant in record.arms] or [runs / place]:
                 lines = [{key: line[key] for key in LOGGED if key in line} for line in read_metrics(folder / METRICS)]
                 if lines:
                     home = homes[place] if folder == runs / place else records / folder.relative_to(runs)
@@ -128,25 +128,18 @@ def _purpose(record: Record) -> tuple[str, int | None, str]:
     return record.experiment, record.seed, record.device_kind
 
 
-def find_stale(records: Path, scale: str = "") -> list[str]:
+def find_stale(records: Path, budget: str = "") -> list[str]:
     """Return what no longer follows from the measurements below `records`.
 
     Checks the intervals against the losses, the table of each run, the tables of the report (within a tolerance), and
     the marked numbers of the report, README.md and docs/results.md.
     """
-    wrong = []
-    for path in sorted(records.rglob(RECORD)):
-        record = Record.load(path)
-        changed = remade(record, read_losses(path.parent / LOSSES)) + remade_between(record, path.parent)
-        wrong += [f"{path}: {name} does not follow from {LOSSES}" for name in changed]
-    for folder in _complete_runs(records):
-        results = load_run(folder)
-        if (folder / TABLE).read_text(encoding="utf-8") != render_run(results, run_tables(results.measurements)):
-            wrong.append(f"{folder / TABLE} does not follow from its measurements")
+    loaded = read_runs(records)
+    wrong = check_runs(loaded, sorted(path.parent for path in records.rglob(RECORD)))
     report = records / REPORT
     if report.is_dir():
         wrong += [f"{report / name} does not follow from the measurements" for name in
-                  check_report(load_results(records, scale), report)]  # fmt: skip
+                  check_report(build_report_results(loaded, budget), report)]  # fmt: skip
         project = records.absolute().parent.parent
         for text in (report / f"{REPORT}.md", *(project / name for name in CHECKED_TEXTS)):
             if text.exists():
@@ -154,16 +147,44 @@ def find_stale(records: Path, scale: str = "") -> list[str]:
     return wrong
 
 
-def _complete_runs(records: Path) -> Iterator[Path]:
-    """Yield the folders of published runs; variants of comparisons have no table of their own."""
-    return (path.parent for path in sorted(records.rglob(TABLE)))
+def check_runs(loaded: Loaded, folders: list[Path]) -> list[str]:
+    """Return the files of runs in `folders` that do not follow from their losses and measurements."""
+    wrong = [
+        f"{folder / RECORD}: {name} does not follow from {LOSSES}"
+        for folder in folders
+        for name in find_inconsistent_run(folder)
+    ]
+    runs = build_results(loaded, loaded.runs, details=True)
+    for folder in folders:
+        if (folder / TABLE).exists():  # variants of comparisons have none
+            results = runs.select_run(folder.relative_to(loaded.root).as_posix())
+            if (folder / TABLE).read_text(encoding="utf-8") != render_run(results, run_tables(results.rows)):
+                wrong.append(f"{folder / TABLE} does not follow from its measurements")
+    return wrong
+
+
+def find_inconsistent_run(folder: Path) -> list[str]:
+    """Return the measurements of a run, or of a comparison, that do not follow from the losses."""
+    record = Record.load(folder / RECORD)
+    if not record.arms:
+        return find_inconsistent(record.measurements, read_losses(folder / LOSSES))
+    again = replace(record, path=None)
+    compare_variants(again, folder, record.config.get("references", []))
+    stored, made = (
+        {(m.variant, m.reference): m for m in one.measurements if m.metric == "nll_change"} for one in (record, again)
+    )
+    return [
+        f"{variant} against {reference}"
+        for (variant, reference), change in stored.items()
+        if not is_same_change(change, made.get((variant, reference)))
+    ]
 
 
 def renew(records: Path) -> None:
     """Write the tables and figures of all runs below `records` and the report again."""
-    for folder in _complete_runs(records):
-        write_run_table(folder)
-        write_run_figures(folder)
+    for path in sorted(records.rglob(TABLE)):  # variants of comparisons have none
+        write_run_table(path.parent)
+        write_run_figures(path.parent)
     if (records / REPORT).is_dir():
         with atomic_write(records / REPORT) as new:  # without the tables of runs that are gone
             write_report(load_results(records), new)

@@ -10,7 +10,7 @@ from typing import Any
 
 import pandas as pd
 
-from focus_exp.reporting.aggregate import to_rows
+from focus_exp.reporting.aggregate import Row
 from focus_exp.reporting.figures import COLORS, plot_measurements, save_figures
 from focus_exp.reporting.format import (
     ABSENT,
@@ -21,9 +21,8 @@ from focus_exp.reporting.format import (
     to_markdown,
     to_percent,
 )
-from focus_exp.reporting.load import Results, load_run, read_log, select
+from focus_exp.reporting.load import Results, load_run, read_log, read_record, select
 from focus_exp.reporting.paper_tables import BASE
-from focus_exp.results.load import read_record
 from focus_exp.storage import replace_file
 
 TABLE = "table.md"
@@ -32,7 +31,7 @@ TABLE = "table.md"
 def write_run_table(run_dir: Path) -> dict[str, pd.DataFrame]:
     """Write table.md from the measurements of a run or comparison; return its tables as text by name."""
     results = load_run(run_dir)
-    tables = run_tables(results.measurements)
+    tables = run_tables(results.rows)
     replace_file(run_dir / TABLE, render_run(results, tables).encode())
     return tables
 
@@ -40,7 +39,7 @@ def write_run_table(run_dir: Path) -> dict[str, pd.DataFrame]:
 def write_run_figures(run_dir: Path) -> dict[str, Path]:
     """Write the figures of a run; return the PNG of each."""
     results = load_run(run_dir)
-    figures = plot_measurements(results.measurements, read_log(run_dir), title_of(results))
+    figures = plot_measurements(results.rows, read_log(run_dir), title_of(results))
     return save_figures(figures, run_dir / "figures")
 
 
@@ -70,68 +69,66 @@ def render_run(results: Results, tables: dict[str, pd.DataFrame]) -> str:
     return "\n\n".join(parts) + "\n"
 
 
-def run_tables(table: pd.DataFrame) -> dict[str, pd.DataFrame]:
+def run_tables(rows: list[Row]) -> dict[str, pd.DataFrame]:
     """Return the tables of a run as text: quality, benchmarks, speed, routing, groups, generation."""
     made = {
-        "Quality": quality_table(table),
-        "Benchmarks": benchmark_table(table),
-        "Speed": speed_table(table),
-        "Routing": pivot_table(table, "probes", ["variant", "phase", "step"]),
-        "Groups": pivot_table(table, "analysis", ["layer", "head"]),
-        "Cost by word class": pivot_table(table, "costs", ["variant"]),
-        "Generation": pivot_table(table, "generation", ["variant"]),
+        "Quality": quality_table(rows),
+        "Benchmarks": benchmark_table(rows),
+        "Speed": speed_table(rows),
+        "Routing": pivot_table(rows, "probes", ["variant", "phase", "step"]),
+        "Groups": pivot_table(rows, "analysis", ["layer", "head"]),
+        "Cost by word class": pivot_table(rows, "costs", ["variant"]),
+        "Generation": pivot_table(rows, "generation", ["variant"]),
     }
     return {name: frame for name, frame in made.items() if not frame.empty}
 
 
-def quality_table(table: pd.DataFrame) -> pd.DataFrame:
+def quality_table(rows: list[Row]) -> pd.DataFrame:
     """Perplexity and its paired changes; one row for each routing, control or variant."""
-    rows = select(table, {"source": "rows"})
-    changes = rows[rows.metric == "nll_change"]
-    first = rows[rows.primary.fillna(False) & (rows.metric == "perplexity")]
-    reference = (first.variant.fillna(first.name).iloc[0]) if len(first) else BASE
-    shown = []
-    for row in to_rows(rows[rows.metric == "perplexity"]):
-        own = changes[(changes.subject == row.subject) & (changes.variant.fillna("") == (row.variant or ""))]
-        shown.append(
-            {
-                "variant": row.variant or row.name,
-                "routing": row.name,
-                "perplexity": "failed" if row.error else format_number(row.value),
-                "ΔPPL [%], base": _change(own[own.reference == BASE]),
-                f"ΔPPL [%], {reference}"[:25]: _change(own[own.reference == reference]),
-                "sparsity [%]": _percent(row.sparsity),
-                "distant density [%]": _percent(row.distant_density),
-                "largest group [%]": _percent(row.largest_group),
-                "causal": "no" if row.causal is False else "yes",
-            }
-        )
+    rows = select(rows, {"source": "rows"})
+    scored = select(rows, {"metric": "perplexity"})
+    reference = next((row.variant or row.name for row in scored if row.primary), BASE)
+    changes = {_key(row): row for row in reversed(rows) if row.metric == "nll_change"}
+    shown = [
+        {
+            "variant": row.variant or row.name,
+            "routing": row.name,
+            "perplexity": "failed" if row.error else format_number(row.value),
+            "ΔPPL [%], base": _change(changes.get(_key(row, BASE))),
+            f"ΔPPL [%], {reference}"[:25]: _change(changes.get(_key(row, reference))),
+            "sparsity [%]": _percent(row.sparsity),
+            "distant density [%]": _percent(row.distant_density),
+            "largest group [%]": _percent(row.largest_group),
+            "causal": "no" if row.causal is False else "yes",
+        }
+        for row in scored
+    ]
     frame = pd.DataFrame(shown)
     return frame.drop(columns="routing") if len(frame) and (frame.routing == frame.variant).all() else frame
 
 
-def _change(rows: pd.DataFrame, scale: Callable[[Any], float | None] = to_percent) -> str:
-    if rows.empty:
-        return ABSENT
-    value, low, high = (scale(rows.iloc[0][name]) for name in ("value", "low", "high"))
-    return format_interval(value, low, high, sign=True)
+def _key(row: Row, reference: str | None = None) -> tuple[Any, ...]:
+    return row.subject, row.variant, reference or row.reference
 
 
-def benchmark_table(table: pd.DataFrame) -> pd.DataFrame:
+def _change(row: Row | None, scale: Callable[[Any], float | None] = to_percent) -> str:
+    return format_interval(scale(row.value), scale(row.low), scale(row.high), sign=True) if row else ABSENT
+
+
+def benchmark_table(rows: list[Row]) -> pd.DataFrame:
     """Scores and their paired changes from full attention; fractions in per cent and points."""
-    rows = select(table, {"source": "benchmarks"})
-    changes = rows[rows.metric == "score_change"]
+    rows = select(rows, {"source": "benchmarks"})
+    changes = {_key(row, BASE): row for row in reversed(rows) if row.metric == "score_change"}
     shown = []
-    for row in to_rows(rows[rows.metric == "score"]):
+    for row in select(rows, {"metric": "score"}):
         fraction = row.unit == "fraction"
-        own = changes[(changes.subject == row.subject) & (changes.variant.fillna("") == (row.variant or ""))]
         shown.append(
             {
                 "task": row.task,
                 "metric": row.task_metric or ABSENT,
                 "variant": row.variant or BASE,
                 "score": "failed" if row.error else _percent(row.value) if fraction else format_number(row.value),
-                "change": _change(own, _hundredfold if fraction else to_percent),
+                "change": _change(changes.get(_key(row, BASE)), _hundredfold if fraction else to_percent),
                 "sparsity [%]": _percent(row.sparsity) + (" †" if row.mask_active is False else ""),
                 "items": format_number(row.n, 0),
             }
@@ -139,7 +136,7 @@ def benchmark_table(table: pd.DataFrame) -> pd.DataFrame:
     return pd.DataFrame(shown)
 
 
-def speed_table(table: pd.DataFrame) -> pd.DataFrame:
+def speed_table(rows: list[Row]) -> pd.DataFrame:
     """Times next to full attention."""
     shown = [
         {
@@ -154,20 +151,22 @@ def speed_table(table: pd.DataFrame) -> pd.DataFrame:
             "speedup": format_significant(row.value),
             "path": row.path or ABSENT,
         }
-        for row in to_rows(select(table, {"metric": "speedup"}))
+        for row in select(rows, {"metric": "speedup"})
     ]
     return pd.DataFrame(shown)
 
 
-def pivot_table(table: pd.DataFrame, source: str, index: list[str]) -> pd.DataFrame:
+def pivot_table(rows: list[Row], source: str, index: list[str]) -> pd.DataFrame:
     """One row for each value of `index`, one column for each metric of a source; means over prompts."""
-    rows = select(table, {"source": source})
-    if rows.empty:
+    cells = [
+        {name: ABSENT if (cell := getattr(row, name)) is None else str(cell) for name in index}
+        | {"metric": row.metric, "value": row.value}
+        for row in select(rows, {"source": source})
+    ]
+    if not cells:
         return pd.DataFrame()
-    rows = rows.assign(
-        value=rows.value.astype(float), **{name: rows[name].astype("string").fillna("-") for name in index}
-    )
-    wide = rows.pivot_table(index=index, columns="metric", values="value", sort=False).reset_index()
+    frame = pd.DataFrame(cells).astype({"value": float})
+    wide = frame.pivot_table(index=index, columns="metric", values="value", sort=False).reset_index()
     return wide.map(lambda cell: cell if isinstance(cell, str) else format_significant(cell))
 
 
@@ -196,7 +195,7 @@ def write_run_extras(run_dir: Path) -> None:
         page = render_passage(json.loads(passage.read_text(encoding="utf-8")), title)
         replace_file(run_dir / "passage.html", page.encode())
     if (run_dir / "adapter").is_dir():
-        card = render_card(results, record["config"], run_tables(results.measurements))
+        card = render_card(results, record["config"], run_tables(results.rows))
         replace_file(run_dir / "adapter" / "README.md", card.encode())
 
 

@@ -41,9 +41,9 @@ FAMILIES = {  # curve of the frontier -> methods; their variants and hard routin
 
 def frontier(results: Results) -> pd.DataFrame:
     """Return the change of perplexity [%] and the density of the QK pairs by method and sequence length."""
-    table = select(results.complete(), {"experiment": ["frontier", "compare", "long_context"], "causal": True})
-    at_length = select(table, {"source": "rows", "metric": "nll_change", "reference": BASE})
-    longer = select(table, {"source": "benchmarks", "metric": "score_change", "task": f"{LONG_TEXT}*"})
+    complete = select(results.complete, {"experiment": ["frontier", "compare", "long_context"], "causal": True})
+    at_length = select(complete, {"source": "rows", "metric": "nll_change", "reference": BASE})
+    longer = select(complete, {"source": "benchmarks", "metric": "score_change", "task": f"{LONG_TEXT}*"})
     rows = []
     for row in [*aggregate_seeds(at_length), *aggregate_seeds(longer)]:
         family = next((name for name, variants in FAMILIES.items() if row.variant in variants), None)
@@ -77,7 +77,7 @@ def methods(results: Results) -> pd.DataFrame:
     points = frontier(results)
     if points.empty:
         return points
-    speeds = select(results.complete(), {"metric": "speedup", "source": ["method_speed", "speed"]})
+    speeds = select(results.complete, {"metric": "speedup", "source": ["method_speed", "speed"], "device_kind": "cpu"})
     rows = []
     for label, variant in METHODS.items():
         own = points[points.variant == variant]
@@ -90,27 +90,26 @@ def methods(results: Results) -> pd.DataFrame:
             first = at.iloc[0] if len(at) else None
             for name in ("sparsity", "change", "low", "high", "seeds"):
                 cells[f"{name}_{tokens}"] = None if first is None else first[name]
-        rows.append(cells | {"trainable_params": own.iloc[0].trainable_params, **_speed_of(variant, speeds)})
+        rows.append(cells | {"trainable_params": own.iloc[0].trainable_params, **_find_speedups(variant, speeds)})
     return pd.DataFrame(rows)
 
 
-def _speed_of(variant: str, speeds: pd.DataFrame) -> dict[str, Any]:
+def _find_speedups(variant: str, speeds: list[Row]) -> dict[str, Any]:
     """Return the speedup of one attention layer at 65,536 tokens and of the prefill at 8,192 tokens on a CPU."""
     if variant in ("lora", "full_finetuning"):
         return {"speedup_layer": 1.0, "speedup_prefill": 1.0}
-    layer, prefill = (
-        speeds[(speeds.device_kind == "cpu") & (speeds.clock == clock) & (speeds.tokens == tokens)]
-        for clock, tokens in (("attention", 65_536), ("prefill", 8_192))
-    )
+    cells: dict[str, Any] = {
+        "source": "method_speed",
+        "method": "focus_dual" if variant.startswith("dual") else variant,
+    }
     if variant == "focus_k1":
         cells = {"source": "speed", "groups": 4, "top_k": 1, "assignment": "balanced", "experiment": "speed_methods"}
-        layer, prefill = select(layer, cells), prefill.iloc[:0]
-    else:
-        method = "focus_dual" if variant.startswith("dual") else variant
-        layer, prefill = (select(one, {"source": "method_speed", "method": method}) for one in (layer, prefill))
+    own = select(speeds, cells)
+    layer = select(own, {"clock": "attention", "tokens": 65_536})
+    prefill = select(own, {"clock": "prefill", "tokens": 8_192}) if variant != "focus_k1" else []
     return {
-        "speedup_layer": layer.value.iloc[-1] if len(layer) else None,
-        "speedup_prefill": prefill.value.iloc[-1] if len(prefill) else None,
+        "speedup_layer": layer[-1].value if layer else None,
+        "speedup_prefill": prefill[-1].value if prefill else None,
     }
 
 
@@ -119,15 +118,15 @@ def speed(results: Results) -> pd.DataFrame:
 
     Columns: metric: speedup (`ours`, `full`: seconds) or peak_memory (ratio; bytes); bound: 1 / density.
     """
-    table = select(results.complete(), {"source": ["speed", "method_speed"], "metric": ["speedup", "peak_memory"]})
+    rows = select(results.complete, {"source": ["speed", "method_speed"], "metric": ["speedup", "peak_memory"]})
     columns = [
         *("experiment", "device_kind", "metric", "clock", "method", "groups", "assignment", "top_k", "pair_rule"),
         *("dtype", "tokens", "value", "level", "reference_level", "density", "path", "run"),
     ]
     names = {"device_kind": "device", "level": "ours", "reference_level": "full"}
-    frame = table[columns].rename(columns=names)
+    frame = pd.DataFrame([vars(row) for row in rows], columns=columns).rename(columns=names).convert_dtypes()
     frame["method"] = frame["method"].fillna("focus")
-    frame["bound"] = 1 / frame["density"]
+    frame["bound"] = 1 / frame["density"].astype(float)
     series = ["run", "metric", "clock", "method", "groups", "assignment", "top_k", "pair_rule", "dtype"]
     frame["break_even"] = None
     for _, rows in frame[frame.metric == "speedup"].groupby(series, dropna=False, sort=False):
@@ -155,9 +154,9 @@ def break_even(points: list[tuple[float, float]]) -> float | None:
 
 def differences(results: Results) -> pd.DataFrame:
     """Return every paired change of the loss, aggregated over seeds."""
-    table = select(results.complete(), {"source": "rows", "metric": "nll_change"})
-    table = table[~table.reversed.fillna(False) & (table.reference != SOFT)]
-    return pd.DataFrame([_difference(row) for row in aggregate_seeds(table)])
+    rows = select(results.complete, {"source": "rows", "metric": "nll_change"})
+    rows = [row for row in rows if not row.reversed and row.reference != SOFT]
+    return pd.DataFrame([_difference(row) for row in aggregate_seeds(rows)])
 
 
 def _difference(row: Row) -> dict[str, Any]:
@@ -226,22 +225,21 @@ PITFALLS: list[tuple[str, dict[str, Any], str]] = [
         "benchmark with an inactive mask",
         {"source": "benchmarks", "metric": "score_change", "kind": "hard", "deciding": True, "is_variant": False,
          "mask_active": [True, False]},
-        "first_variant.isna() or variant == first_variant",
+        "first_variant is None or variant == first_variant",
     ),
 ]  # fmt: skip
 
 
 def pitfalls(results: Results) -> pd.DataFrame:
     """Return what a reader of the paper could mistake: each with the measurements that show it."""
-    table = results.measurements
-    table = table[table.complete].sort_values("started", kind="stable")
-    parts = [select(table, cells, query).assign(pitfall=name) for name, cells, query in PITFALLS]
+    complete = sorted((row for row in results.rows if row.complete), key=lambda row: row.started)
+    rows = [{"pitfall": name, **vars(row)} for name, cells, query in PITFALLS for row in select(complete, cells, query)]
     columns = [
         *("pitfall", "experiment", "variant", "seed", "name", "task", "top_k", "num_groups", "sparsity"),
         *("distant_density", "mask_active", "causal", "reference_level", "level", "value", "low", "high", "unit"),
         "run",
     ]
-    return pd.concat(parts)[columns].reset_index(drop=True)
+    return pd.DataFrame(rows, columns=columns).convert_dtypes()
 
 
 def runs(results: Results) -> pd.DataFrame:

@@ -101,11 +101,12 @@ def log_run(run: Any, run_dir: Path, tables: Mapping[str, pd.DataFrame], figures
     """Log a finished run: its tables and figures, and as summary its metadata and main measurements."""
     log_tables(run, tables, figures)
     results = load_run(run_dir)
-    facts, rows = results.runs.iloc[0], results.measurements
+    facts = results.runs.iloc[0]
     summary = {name: facts[name] for name in RUN_FIELDS if name in facts and not is_missing(facts[name])}
-    for row in rows[rows.metric.isin(SUMMARIZED) & rows.value.notna()].itertuples():
-        place = (row.variant, row.name, row.clock, row.tokens, row.metric, row.reference)
-        summary["/".join(str(part) for part in place if not is_missing(part))] = float(row.value)
+    for row in results.rows:
+        if row.metric in SUMMARIZED and row.value is not None:
+            place = (row.variant, row.name, row.clock, row.tokens, row.metric, row.reference)
+            summary["/".join(str(part) for part in place if part is not None)] = float(row.value)
     run.summary.update(summary)
 
 

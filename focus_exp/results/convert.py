@@ -1,12 +1,8 @@
-"""Convert the records of schema 2 (`record.json` with rows) to measurements.
-
-Usage: python -m focus_exp.results.convert runs/records
-"""
+"""Convert the rows of a finished run's record to measurements."""
 
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,14 +10,11 @@ from typing import Any
 from focus_exp.config import upgrade_keys
 from focus_exp.results.losses import LOSSES, TEXT, Losses, read_losses
 from focus_exp.results.measurement import (
-    MEASUREMENTS,
     Measurement,
-    format_measurements,
     hard_variant,
     loss_change,
     variant_name,
 )
-from focus_exp.storage import replace_file
 
 FRACTIONS = ("acc", "exact_match", "em", "f1")  # metrics of a benchmark that are fractions of its items
 PRIMARY = ("acc_norm", "acc")
@@ -34,14 +27,6 @@ class Row(dict[str, Any]):
         return None
 
 
-def convert_runs(root: Path) -> int:
-    """Write `measurements.csv` next to every `record.json` below `root`; return how many."""
-    paths = sorted(root.rglob("record.json"))
-    for path in paths:
-        replace_file(path.with_name(MEASUREMENTS), format_measurements(convert_run(path.parent)).encode())
-    return len(paths)
-
-
 def convert_run(folder: Path) -> list[Measurement]:
     """Return the measurements of the run in `folder`."""
     values = json.loads((folder / "record.json").read_text(encoding="utf-8"))
@@ -50,10 +35,7 @@ def convert_run(folder: Path) -> list[Measurement]:
     converted = [
         *(m for row in record["rows"] or () for m in _quality(record, row, losses)),
         *(m for row in record["phases"] or () for m in _quality(record, row, losses)),
-        *_differences(record),
         *_benchmarks(record),
-        *(m for row in record["speed"] or () for m in _speed(row)),
-        *(m for row in record["method_speed"] or () for m in _method_speed(row)),
         *_routing(record),
         *_fits(record),
         *(
@@ -67,28 +49,6 @@ def convert_run(folder: Path) -> list[Measurement]:
         *_generation(record),
     ]  # fmt: skip
     return [Measurement(**{**vars(m), "seed": record["seed"]}) for m in converted]
-
-
-def primary_label(record: Row) -> str | None:
-    """Return the label of the row that stands for a run: hard routing as configured, its method, or its weights."""
-    attention: Row = record["config"]["attention"] or Row()
-    method = attention.get("method", "full")
-    candidates = [
-        [row for row in record["rows"] or () if _is_configured(row, attention)],
-        [row for row in record["rows"] or () if (row["kind"], row["method"]) == ("control", method)],
-        [row for row in record["rows"] or () if row["kind"] == "trained"],
-    ]
-    return next((row["name"] for rows in candidates for row in rows), None)
-
-
-def _is_configured(row: Row, attention: Row) -> bool:
-    # with top-1 routing both pair rules keep the same pairs
-    return (
-        row["kind"] == "hard"
-        and row["method"] == attention.get("method")
-        and row["top_k"] in (None, attention.get("top_k"))
-        and (row["top_k"] == 1 or row["pair_rule"] in (None, attention.get("pair_rule")))
-    )
 
 
 def parse_record(value: Any) -> Any:
@@ -162,7 +122,10 @@ def _soft_row(record: Row, row: Row) -> Row | None:
 
 
 def _paired_bounds(losses: Losses | None, row: Row, other: Row) -> tuple[float | None, float | None]:
-    names = [f"{one['name']}, after {one['phase']}" if one["phase"] else one["name"] for one in (row, other)]
+    names = [
+        f"{variant_name(one['name'])}, after {one['phase']}" if one["phase"] else variant_name(one["name"])
+        for one in (row, other)
+    ]
     if losses is None or not set(names) <= losses.nll.keys():
         return None, None
     return losses.difference(names[0], losses, names[1]).bounds
@@ -176,15 +139,6 @@ def _configured_variant(record: Row) -> str:
 def _causal_reference(record: Row, row: Row) -> str:
     method = record["config"]["attention"]["method"]
     return f"{method}_soft" if row["top_k"] is None else hard_variant(method, row["top_k"], row["pair_rule"])
-
-
-def _differences(record: Row) -> Iterator[Measurement]:
-    units = record["units"] or {}
-    for row in record["differences"] or ():
-        reference = row["against"] or record["arms"][0]["name"]
-        dof = {"dof": units.get("freedom")}
-        bounds = row["value"], row["low"], row["high"]
-        yield from loss_change(row["arm"], reference, bounds, n=units.get("count"), settings=dof)
 
 
 def _benchmarks(record: Row) -> Iterator[Measurement]:
@@ -268,52 +222,6 @@ def _deciding_rank(row: Row) -> tuple[int, int]:
     else:
         outcome = 1 if (high > 0) == row["higher_is_better"] else 0
     return outcome, _primary_rank(row)
-
-
-def _speed(row: Row) -> Iterator[Measurement]:
-    described = {
-        "clock": row["clock"], "seq_len": row["tokens"], "groups": row["groups"], "assignment": row["assignment"],
-        "top_k": row["top_k"], "pair_rule": row["pair_rule"], "window": row["window"], "layer": row["layer"],
-        "dtype": row["dtype"], "full_kernel": row["full_kernel"] or None, "path": row["path"] or None,
-        "repeats": row["repeats"], "error": row["error"],
-    }  # fmt: skip
-    yield from _timings(row, "focus", "focus_", described)
-
-
-def _method_speed(row: Row) -> Iterator[Measurement]:
-    described = {
-        "clock": row["clock"], "seq_len": row["tokens"], "layer": row["layer"], "dtype": row["dtype"],
-        "full_kernel": row["full_kernel"] or None, "path": row["path"] or None, "repeats": row["repeats"],
-        "method": row["method"], "error": row["error"],
-    }  # fmt: skip
-    yield from _timings(row, row["method"], "", described)
-
-
-def _timings(row: Row, variant: str, prefix: str, described: dict[str, Any]) -> Iterator[Measurement]:
-    def times(own: float | None, full: float | None) -> float | None:
-        return full / own if own and full else None
-
-    density, attention = row["pairs_kept"], "attention_seconds"
-    common: dict[str, Any] = {"variant": variant, "density": density, "settings": described}
-    speedup = times(row[f"{prefix}seconds"], row["full_seconds"])
-    yield Measurement(metric="speedup", value=speedup, unit="x", reference="full", n=row["repeats"], **common)
-    attention_speedup = times(row[f"{prefix}{attention}"], row[f"full_{attention}"])
-    if attention_speedup is not None:
-        yield Measurement(metric="attention_speedup", value=attention_speedup, unit="x", reference="full", **common)
-    for name, source in (("full", "full_"), (variant, prefix)):
-        own = common | {"variant": name, "density": 1.0 if name == "full" else density}
-        for metric, key, factor, unit in (
-            ("latency_ms", "seconds", 1e3, "ms"),
-            ("attention_latency_ms", attention, 1e3, "ms"),
-            ("peak_memory_bytes", "peak_bytes", 1, "bytes"),
-            ("bytes_read", "bytes_read", 1, "bytes"),
-        ):
-            if (value := row.get(source + key)) is not None:
-                reference = "full" if name != "full" else f"{variant}"
-                yield Measurement(metric=metric, value=factor * value, unit=unit, reference=reference, **own)
-    for metric, key in (("computed_density", "pairs_computed"), ("largest_group_fraction", "largest_group")):
-        if row.get(key) is not None:
-            yield Measurement(metric=metric, value=row[key], unit="fraction", **common)
 
 
 def _routing(record: Row) -> Iterator[Measurement]:
@@ -429,7 +337,3 @@ def _generation(record: Row) -> Iterator[Measurement]:
 
 def _complement(fraction: float | None) -> float | None:
     return None if fraction is None else 1 - fraction
-
-
-if __name__ == "__main__":
-    print(f"{convert_runs(Path(sys.argv[1]))} runs")

@@ -45,13 +45,13 @@ def commit() -> str | None:
     return head if _git("status", "--porcelain", "--", *DECIDES) == "" else f"{head}-dirty"
 
 
-def unknown_commit(commit: str | None) -> str:
-    """Why the code of a record cannot be had from the history of the repository here; "" if it can."""
+def unknown_commit_reason(commit: str | None) -> str | None:
+    """Return why the code of a record is not in the history of this repository, None if it is."""
     if not commit:
         return "made outside of git"
     if commit.endswith("-dirty"):
-        return f"made with changes that {commit.removesuffix('-dirty')[:7]} does not hold"
-    return "" if _git("merge-base", "HEAD", commit) == commit else f"commit {commit[:7]} is not in the history here"
+        return f"made with uncommitted changes on {commit[:7]}"
+    return None if _git("merge-base", "HEAD", commit) == commit else f"commit {commit[:7]} is not in the history"
 
 
 def _git(*arguments: str) -> str | None:

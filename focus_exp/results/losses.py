@@ -8,14 +8,14 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 
 from focus_exp.errors import UserError
-from focus_exp.records.rows import Row, Units
 from focus_exp.results.intervals import FEWEST, Estimate, estimate, units_of
-from focus_exp.results.record import Record
+from focus_exp.results.measurement import MAX_NATS, Measurement, variant_name
+from focus_exp.results.record import Units
 from focus_exp.storage import replace_file
 
 LOSSES, TEXT = "losses.csv", "text"
@@ -85,41 +85,59 @@ def read_losses(path: Path) -> dict[str, Losses]:
         head, *lines = csv.reader(path.read_text(encoding="utf-8").splitlines())
         for of, *line in lines:
             found.setdefault(of, []).append(line)
-        return {of: _losses(head[len(KEY) :], lines) for of, lines in found.items()}
+        names = list(map(_standard_name, head[len(KEY) :]))
+        return {of: _losses(names, lines) for of, lines in found.items()}
     except (ValueError, IndexError) as error:
         raise UserError(f"{path}: not readable as losses ({error}); run the job again") from error
 
 
-def remade(record: Record, found: dict[str, Losses]) -> list[str]:
-    """The perplexities and differences from full attention in a record, with their intervals, that do not follow from
-    these losses."""
-    base = record.base.name if record.base else ""
-    bases = {one.scored_as: one.attention for one in record.benchmarks if one.kind == "base"}
-    said = [(TEXT, row.name, base, (row.delta_nll, row.delta_low, row.delta_high)) for row in record.rows if row.scored]
-    said += [
-        (one.scored_as, one.attention, bases[one.scored_as], (one.difference, one.difference_low, one.difference_high))
-        for one in record.benchmarks
-        if one.is_perplexity and one.difference is not None
-    ]
-    wrong = [f"{name} on {of}" for of, name, other, bounds in said if not _follows(found.get(of), name, other, bounds)]
-    return wrong + [f"perplexity of {row.name}" for row in record.rows if row.scored and not _is_mean(row, found)]
+def find_inconsistent(measurements: Iterable[Measurement], losses: dict[str, Losses]) -> list[str]:
+    """Return the perplexities and paired changes of a run that do not follow from its losses."""
+    final = [m for m in measurements if m.value is not None and not m.settings.get("phase")]
+    means = {m.variant: m.value or 0.0 for m in final if m.metric == "nll"}
+    wrong = []
+    for m in final:
+        if m.metric == "nll":
+            own = losses.get(TEXT)
+            follows = own is not None and m.variant in own.nll and _is_close(m.value, own.estimate(m.variant).value)
+        elif m.metric == "perplexity":
+            nll = means.get(m.variant, math.nan)
+            follows = nll >= MAX_NATS or math.isclose(m.value or 0.0, math.exp(nll), rel_tol=1e-9)
+        elif m.metric.startswith("nll_change"):
+            follows = _change_follows(m, losses.get(benchmark_name(m.settings)))
+        else:
+            continue
+        wrong += [] if follows else [f"{m.metric} of {m.variant}"]
+    return wrong
 
 
-def _is_mean(row: Row, found: dict[str, Losses]) -> bool:
-    """Whether a row's loss is that of its windows, and its perplexity that of its loss."""
-    losses = found.get(TEXT)
-    if row.nll is None or row.perplexity is None or losses is None or row.name not in losses.nll:
+def benchmark_name(settings: dict[str, Any]) -> str:
+    """Return the name that the losses have for a task and its metric, or for the held-out text."""
+    task, metric = settings.get("task"), settings.get("lm_eval_metric") or ""
+    return TEXT if task is None else task if task.startswith(metric) else f"{task} {metric}"
+
+
+def _change_follows(m: Measurement, losses: Losses | None) -> bool:
+    if losses is None or not {m.variant, m.reference} <= losses.nll.keys():
         return False
-    mean = math.isclose(row.nll, losses.estimate(row.name).value, abs_tol=DIGITS)
-    return mean and (row.nll >= 700 or math.isclose(row.perplexity, math.exp(row.nll), rel_tol=1e-9))
+    change = losses.difference(m.variant, losses, m.reference)
+    return all(map(_is_close, (m.value, m.low, m.high), (change.value, *change.bounds)))
 
 
-def _follows(losses: Losses | None, name: str, base: str, said: tuple[float | None, ...]) -> bool:
-    if losses is None or not {name, base} <= losses.nll.keys():
-        return False
-    difference = losses.difference(name, losses, base)
-    again = (difference.value, *difference.bounds)
-    return all(math.isclose(a or 0.0, b or 0.0, abs_tol=DIGITS) for a, b in zip(said, again, strict=True))
+def is_same_change(one: Measurement, other: Measurement | None) -> bool:
+    """Return whether value and bounds are equal within what nine digits of the losses leave."""
+    return other is not None and all(
+        map(_is_close, (one.value, one.low, one.high), (other.value, other.low, other.high))
+    )
+
+
+def _is_close(one: float | None, other: float | None) -> bool:
+    return math.isclose(one or 0.0, other or 0.0, abs_tol=DIGITS)
+
+
+def _standard_name(column: str) -> str:
+    label, comma, phase = column.partition(", after ")
+    return f"{variant_name(label)}{comma}{phase}"
 
 
 def _losses(names: list[str], lines: list[list[str]]) -> Losses:

@@ -60,6 +60,8 @@ MEASUREMENTS = "measurements.csv"
 COLUMNS = ("variant", "metric", "value", "low", "high", "reference", "n", "unit", "seed", "density", "settings")
 DIGITS = 12
 MAX_NATS = 700.0  # exp beyond it overflows
+MIN_SPARSITY = 0.05  # of an active mask: below it an equal score says nothing
+WITHOUT_MASK = ("performer",)  # methods that reweigh every pair and prune none
 
 _LABELS = {
     "base, full attention": "base",
@@ -116,6 +118,31 @@ def variant_name(label: str) -> str:
 
 def _hard_suffix(kind: str, pair_rule: str | None) -> str:
     return kind if kind == "soft" else hard_variant("", int(kind.removeprefix("hard k=")), pair_rule).lstrip("_")
+
+
+def primary_variant(attention: dict[str, Any], rows: Iterable[dict[str, Any]]) -> str:
+    """Return the variant that represents a run: hard routing as configured, its method, or its trained weights.
+
+    Args:
+        attention: the resolved config's section.
+        rows: the run's perplexity measurements with their settings as keys.
+    """
+    method = attention.get("method", "full")
+    final = [row for row in rows if not isinstance(row.get("phase"), str)]
+
+    def is_configured(row: dict[str, Any]) -> bool:
+        top_k, rule = row.get("top_k"), row.get("pair_rule")
+        same_k = top_k is None or top_k != top_k or top_k == attention.get("top_k")  # NaN: not given
+        # with top-1 routing both pair rules keep the same pairs
+        same_rule = top_k == 1 or not isinstance(rule, str) or rule == attention.get("pair_rule")
+        return (row["kind"], row["method"]) == ("hard", attention.get("method")) and same_k and same_rule
+
+    candidates = [
+        *(row for row in final if is_configured(row)),
+        *(row for row in final if (row["kind"], row["method"]) == ("control", method)),
+        *(row for row in final if row["kind"] == "trained"),
+    ]
+    return str(candidates[0]["variant"]) if candidates else ""
 
 
 def perplexity_change_pct(nats: float | None) -> float | None:

@@ -14,9 +14,16 @@ from focus_exp.errors import UserError
 from focus_exp.records.benchmarks import BenchmarkRow
 from focus_exp.records.groups import GroupReport
 from focus_exp.records.rows import Arm, Continuation, Difference, FitRow, ProbeRow, Row, Try, Units
-from focus_exp.results.measurement import MEASUREMENTS, Measurement, format_measurements, read_measurements
+from focus_exp.results.measurement import (
+    MEASUREMENTS,
+    Measurement,
+    format_measurements,
+    primary_variant,
+    read_measurements,
+)
 from focus_exp.storage import replace_file
 
+RECORD = "record.json"
 SCHEMA_VERSION = 2
 NON_FINITE = ("nan", "inf", "-inf")
 
@@ -81,14 +88,27 @@ class Record:
         return read_measurements(self.path.with_name(MEASUREMENTS)) if self.path else []
 
     @property
+    def primary_variant(self) -> str:
+        """Return the variant that represents the run, "" if none does."""
+        rows = ({"variant": m.variant, **m.settings} for m in self.measurements if m.metric == "perplexity")
+        return primary_variant(self.config.get("attention") or {}, rows)
+
+    def find(self, metric: str, variant: str, reference: str = "") -> float | None:
+        """Return the value of a measurement after the last phase, None if there is none."""
+        cells = (metric, variant, reference)
+        return next(
+            (m.value for m in self.measurements
+             if (m.metric, m.variant, m.reference) == cells and not m.settings.get("phase")), None
+        )  # fmt: skip
+
+    @property
     def is_timed(self) -> bool:
         """Return whether the run has timings."""
         return any("clock" in measurement.settings for measurement in self.measurements)
 
     @property
-    def counts(self) -> bool:
-        """Whether its numbers are whole: it finished, or timed alone, where each time stands for itself."""
-        return self.status == "finished" or (self.status == "interrupted" and self.is_timed and not self.rows)
+    def is_complete(self) -> bool:
+        return is_complete(self.status, self.is_timed, any(m.metric == "perplexity" for m in self.measurements))
 
     @property
     def device_kind(self) -> str:
@@ -131,6 +151,11 @@ class Record:
             place = ".".join(map(str, wrong["loc"]))
             raise UserError(f"{path}: {place}: {wrong['msg']}, found {str(wrong['input'])[:40]!r}") from error
         return replace(record, path=Path(path), config=upgrade_keys(record.config))
+
+
+def is_complete(status: str, is_timed: bool, is_scored: bool) -> bool:
+    """Return whether a run's numbers are whole: it finished, or only timed, where each time stands for itself."""
+    return status == "finished" or (status == "interrupted" and is_timed and not is_scored)
 
 
 @cache

@@ -1,0 +1,76 @@
+"""Paired changes of the loss between the variants of a comparison."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterator
+from pathlib import Path
+
+from focus_exp.errors import UserError
+from focus_exp.results.losses import LOSSES, TEXT, Losses, read_losses
+from focus_exp.results.measurement import Measurement, loss_change
+from focus_exp.results.record import RECORD, Arm, Record
+
+Scored = dict[str, tuple[Losses, str, Hashable]]  # variant -> losses, the name in them, what was scored
+
+
+def variant_folder(folder: Path, variant: Arm) -> Path:
+    """Return the directory of a variant's run below that of its experiment, wherever both were copied or moved."""
+    experiment = folder.parent.parent
+    path = experiment.joinpath(*Path(variant.folder).parts[-2:])
+    if path.exists() or not variant.config_hash:
+        return path
+    return next((found.parent for found in experiment.glob(f"*/*{variant.config_hash}/{RECORD}")), path)
+
+
+def load_variant(folder: Path, variant: Arm) -> Record | None:
+    """Load the record of a variant of the comparison in `folder`; None where it left none.
+
+    Raises:
+        UserError: if the variant's run is gone or was repeated since.
+    """
+    path = variant_folder(folder, variant) / RECORD
+    if not variant.started:
+        return None
+    record = Record.load(path) if path.exists() else None
+    if record is None or record.started != variant.started:
+        state = "repeated since" if record else "missing"
+        raise UserError(f"{folder / RECORD}: the run of variant {variant.name}, {path}, is {state}. Compare again.")
+    return record
+
+
+def compare_variants(record: Record, folder: Path, references: list[str]) -> None:
+    """Append the paired changes between the variants of the comparison in `folder` to its measurements.
+
+    Model, data and units are those of the first variant that scored its base.
+    """
+    scored: Scored = {}
+    for variant in record.arms:
+        run = load_variant(folder, variant)
+        if run is None:
+            continue
+        if not record.model and run.find("nll", variant="base") is not None:
+            record.model, record.data, record.units = run.model, run.data, run.units
+        losses = read_losses(variant_folder(folder, variant) / LOSSES).get(TEXT)
+        if losses is not None and run.primary_variant in losses.nll:
+            scored[variant.name] = losses, run.primary_variant, _scored_tokens(run)
+    record.measurements += paired_changes(scored, references)
+
+
+def paired_changes(scored: Scored, references: list[str]) -> Iterator[Measurement]:
+    """Yield each variant's change from the first one with the same tokens and base, and from `references`."""
+    first: dict[Hashable, str] = {}
+    for name, (_, _, tokens) in scored.items():
+        first.setdefault(tokens, name)
+    for reference in dict.fromkeys([*first.values(), *(name for name in references if name in scored)]):
+        other, other_name, tokens = scored[reference]
+        for name, (losses, own_name, own_tokens) in scored.items():
+            if name != reference and own_tokens == tokens and losses.units == other.units:
+                change = losses.difference(own_name, other, other_name)
+                bounds, count = (change.value, *change.bounds), losses.summary().count
+                yield from loss_change(name, reference, bounds, n=count, settings={"dof": change.freedom})
+
+
+def _scored_tokens(run: Record) -> Hashable:
+    """Return what runs must share for their losses to be of the same tokens under the same base model."""
+    settings = (run.setting("eval", key) for key in ("seq_len", "stride", "max_sequences", "split"))
+    return (*settings, *((part.get("used"), part.get("fingerprint")) for part in (run.model, run.data)))
