@@ -1,4 +1,4 @@
-"""Where and how a record was made: command, commit, versions, machine."""
+"""Command, commit, versions and machine of a run."""
 
 import platform
 import shlex
@@ -14,7 +14,7 @@ PACKAGES = (
     "tokenizers", "numpy", "wandb", "lm_eval", "peft", "flash-attn",
 )  # fmt: skip
 
-DECIDES = (":/focus_exp", ":/conf")  # what the numbers of a run follow from
+CODE = (":/focus_exp", ":/conf")  # what decides the numbers of a run
 
 
 def command_line(arguments: list[str]) -> str:
@@ -22,7 +22,7 @@ def command_line(arguments: list[str]) -> str:
 
 
 def environment() -> dict[str, Any]:
-    """The Record fields `commit` (see `commit`), `versions` and `machine`."""
+    """Return commit, versions and machine, as fields of a Record."""
     versions = {"python": platform.python_version()}
     for package in PACKAGES:
         with suppress(metadata.PackageNotFoundError):
@@ -36,13 +36,14 @@ def environment() -> dict[str, Any]:
 
 @cache
 def commit() -> str | None:
-    """Of the code that runs here; with "-dirty" where what numbers follow from differs from it, or git does not say in
-    time whether it does; None outside git. What is committed while this process runs is not the code that it loaded.
+    """Return the commit of the running code, None outside git; cached, since later commits are not what was loaded.
+
+    It ends in "-dirty" where code or configuration differ from it, or git does not answer in time.
     """
-    # an installed copy may lie in a virtual environment inside someone else's repository
+    # an installed copy can be in a virtual environment inside another repository
     if not _git("ls-files", Path(__file__).name) or not (head := _git("rev-parse", "HEAD")):
         return None
-    return head if _git("status", "--porcelain", "--", *DECIDES) == "" else f"{head}-dirty"
+    return head if _git("status", "--porcelain", "--", *CODE) == "" else f"{head}-dirty"
 
 
 def unknown_commit_reason(commit: str | None) -> str | None:
@@ -55,7 +56,7 @@ def unknown_commit_reason(commit: str | None) -> str | None:
 
 
 def _git(*arguments: str) -> str | None:
-    """What git prints; None where it fails, or says nothing in time."""
+    """Return what git prints, None where it fails or takes over 10 s."""
     command = ["git", "-C", str(Path(__file__).parent), *arguments]
     try:
         return subprocess.run(command, capture_output=True, text=True, check=True, timeout=10).stdout.strip()

@@ -1,7 +1,7 @@
-"""Every interval there is: Student's t on independent units, seeds as a second level, and how many would be enough.
+"""Confidence intervals: Student's t over independent units, seeds as a second level, required sample sizes.
 
-A unit is a document, since windows of one work resemble each other; its weight is the number of its scored tokens.
-Where fewer than three documents were scored the unit is the window, and the interval speaks of that text alone.
+A unit is a document, since sequences of one document are correlated; its weight is its number of scored tokens. With
+fewer than three documents the unit is the sequence, and the interval holds for that text only.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from scipy.special import chdtri, ndtri, stdtridf, stdtrit
+from scipy.special import ndtri, stdtridf, stdtrit
 
 LEVEL, POWER = 0.95, 0.80
 FEWEST = 3  # documents, from which on they are the units
@@ -21,7 +21,7 @@ NORMAL = float(ndtri((1 + LEVEL) / 2))
 
 @dataclass(frozen=True)
 class Estimate:
-    """A mean, its standard error and that error's degrees of freedom; both None where nothing can be said."""
+    """A mean, its standard error and the degrees of freedom of that error; both None where they are unknown."""
 
     value: float
     stderr: float | None = None
@@ -29,7 +29,7 @@ class Estimate:
 
     @property
     def bounds(self) -> tuple[float, float] | tuple[None, None]:
-        """The 95 % interval by Student's t."""
+        """Return the 95 % interval by Student's t."""
         if self.stderr is None or self.freedom is None:
             return None, None
         half = student(self.freedom) * self.stderr
@@ -37,21 +37,28 @@ class Estimate:
 
 
 def student(freedom: float, together: int = 1) -> float:
-    """Half of a 95 % interval in standard errors; of each of several where all are to hold `together` (Bonferroni)."""
+    """Return half of a 95 % interval in standard errors.
+
+    together: number of simultaneous intervals (Bonferroni).
+    """
     return float(stdtrit(freedom, 1 - (1 - LEVEL) / 2 / together))
 
 
 def units_of(documents: Sequence[Hashable]) -> np.ndarray:
-    """The number of each window's unit, from 0: its document, or itself where there are too few documents."""
+    """Return the unit of each sequence, from 0: its document, or itself where there are too few documents."""
     numbers = {document: number for number, document in enumerate(dict.fromkeys(documents))}
     return np.array([numbers[one] for one in documents] if len(numbers) >= FEWEST else range(len(documents)))
 
 
 def estimate(values: Any, weights: Any = None, documents: Sequence[Hashable] | None = None) -> Estimate:
-    """The weighted mean of `values` [windows] (weights: tokens), its error that of the units that `documents` make.
+    """Return the weighted mean of values (sequences,) and its standard error over units.
 
-    The variance is the weighted squares of the units' residuals, each over what it is expected to be if all units vary
-    alike; freedom by Satterthwaite under the same (Bell and McCaffrey, 2002). Of equal weights: s^2 / n with n - 1.
+    Args:
+        weights: tokens of each sequence.
+        documents: of each sequence; they make the units.
+
+    The variance is the weighted sum of squared residuals of the units, each divided by its expectation under equal
+    unit variances; degrees of freedom by Satterthwaite (Bell and McCaffrey, 2002). Equal weights: s^2 / n with n - 1.
     """
     x = np.asarray(values, dtype=np.float64)
     w = np.ones(len(x)) if weights is None else np.asarray(weights, dtype=np.float64)
@@ -76,12 +83,12 @@ def estimate(values: Any, weights: Any = None, documents: Sequence[Hashable] | N
 
 
 def over_seeds(found: Sequence[Estimate]) -> Estimate:
-    """The mean of one difference under several seeds, each seed drawn at random, all of them on the same text.
+    """Return the mean of one difference over several seeds that scored the same text.
 
-    Var = text + seeds / m: the error by the text does not shrink with the seeds, for all score the same tokens (the
-    mean of theirs stands for it); seeds is the sample variance of the m means. The freedom is that whose t is the mean
-    of both parts' own, weighed by their variances (Cochran and Cox, 1950): with few seeds Satterthwaite's holds the
-    truth in less than 95 %, this one in more. Under one seed it is that seed's alone.
+    Var = text + seeds / m: the variance by the text does not shrink with the seeds, since all score the same tokens
+    (its mean over seeds is used); seeds is the sample variance of the m means. Degrees of freedom are those whose t is
+    the mean of both parts' t, weighted by variance (Cochran and Cox, 1950): with few seeds Satterthwaite's interval
+    covers less than 95 %, this one more. A single seed keeps its own interval.
     """
     if len(found) == 1:
         return found[0]
@@ -99,23 +106,21 @@ def over_seeds(found: Sequence[Estimate]) -> Estimate:
 
 
 def seed_deviation(found: Sequence[Estimate]) -> float:
-    """Sample standard deviation of the values."""
+    """Return the sample standard deviation of the values."""
     return float(np.std([one.value for one in found], ddof=1))
 
 
-def deviation_bounds(count: int) -> tuple[float, float]:
-    """What a standard deviation of so many seeds may be times as large in truth, by its 95 % interval (chi-squared)."""
-    low, high = (math.sqrt((count - 1) / float(chdtri(count - 1, tail))) for tail in ((1 - LEVEL) / 2, (1 + LEVEL) / 2))
-    return low, high
-
-
 def needed(deviation: float, size: float, together: int = 1) -> int:
-    """Units, or seeds, of this standard deviation that show a difference of `size` with 80 % power, two-sided 5 %; of
-    each of several differences where all intervals are to hold `together`."""
-    # units of variance s^2 that show a difference d are this times (s / d)^2
+    """Return how many units or seeds show a difference of `size` with 80 % power at the two-sided 5 % level.
+
+    Args:
+        deviation: standard deviation of a unit or seed.
+        together: number of simultaneous intervals (Bonferroni).
+    """
+    # the sample size is this times (deviation / size)^2
     effort = (float(ndtri(1 - (1 - LEVEL) / 2 / together)) + float(ndtri(POWER))) ** 2
     count = max(2, math.ceil(effort * (deviation / size) ** 2))
-    # of few, Student's t asks for more than the normal distribution does
+    # small samples need more by Student's t than by the normal distribution
     while count < (student(count - 1, together) + float(stdtrit(count - 1, POWER))) ** 2 * (deviation / size) ** 2:
         count += 1
     return count

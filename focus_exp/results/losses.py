@@ -1,4 +1,4 @@
-"""The losses that intervals follow from: of every scored window and benchmark item, under every attention, as CSV."""
+"""Losses of every scored sequence and scores of every benchmark item, by variant, from which intervals follow."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ from focus_exp.storage import replace_file
 
 LOSSES, TEXT = "losses.csv", "text"
 KEY = ("of", "document", "offset", "tokens")
-DIGITS = 1e-5  # nats: what nine digits of the losses leave of a bound by few units
+DIGITS = 1e-5  # nats: nine digits of the losses leave this of a bound over few units
 
 
 @dataclass
 class Losses:
-    """Of the held-out text (`TEXT`) or of a benchmark's metric: what was scored, and what it came to.
+    """Losses on the held-out text (`TEXT`), or scores of a benchmark's metric.
 
-    units: document, offset of the first token in it, scored tokens, one each for a window or an item. nll: by
-    attention, mean nats per token `[units]`, of an item its score; NaN where it was not scored.
+    units: document, offset of the first token in it, and scored tokens of each sequence or item. nll: by variant, mean
+    nats per token (units,), or the scores of items; NaN where it was not scored.
     """
 
     units: list[tuple[str, int, int]]
@@ -39,20 +39,20 @@ class Losses:
         return [document for document, _, _ in self.units]
 
     def summary(self) -> Units:
-        """What the intervals are over."""
+        """Return the units that intervals are over."""
         units = units_of(self.documents)
         kind: Literal["document", "window"] = "document" if len(set(self.documents)) >= FEWEST else "window"
         freedom = self._estimate(np.arange(len(units))).freedom
         return Units(kind=kind, count=int(units.max()) + 1, windows=len(units), freedom=freedom)
 
     def estimate(self, name: str) -> Estimate:
-        """Of an attention's mean."""
+        """Return the mean of a variant."""
         return self._estimate(self.nll[name])
 
     def difference(self, name: str, other: Losses, against: str) -> Estimate:
-        """Of the mean difference from `against` in `other`, paired. ValueError where it has other windows."""
+        """Return the mean paired difference from `against` in `other`. ValueError for other sequences."""
         if self.units != other.units:
-            raise ValueError(f"{name} and {against} were not scored on the same windows")
+            raise ValueError(f"{name} and {against} were not scored on the same sequences")
         return self._estimate(self.nll[name] - other.nll[against])
 
     def _estimate(self, values: np.ndarray) -> Estimate:
@@ -60,7 +60,7 @@ class Losses:
 
 
 def write_losses(path: Path, found: dict[str, Losses]) -> None:
-    """A line a unit, a column an attention; nine digits of every loss."""
+    """Write one row for each unit, one column for each variant, with nine significant digits."""
     names = list(dict.fromkeys(name for losses in found.values() for name in losses.nll))
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
@@ -77,7 +77,7 @@ def _cells(values: Iterable[float | None]) -> Sequence[str]:
 
 
 def read_losses(path: Path) -> dict[str, Losses]:
-    """What `write_losses` wrote; {} where there is none, as beside older records. UserError for a damaged one."""
+    """Read a losses.csv; {} without a file, as next to early records. Raises UserError for a damaged one."""
     if not path.exists():
         return {}
     found: dict[str, list[list[str]]] = {}
@@ -88,7 +88,7 @@ def read_losses(path: Path) -> dict[str, Losses]:
         names = list(map(_standard_name, head[len(KEY) :]))
         return {of: _losses(names, lines) for of, lines in found.items()}
     except (ValueError, IndexError) as error:
-        raise UserError(f"{path}: not readable as losses ({error}); run the job again") from error
+        raise UserError(f"{path} must hold losses ({error}). Run the job again.") from error
 
 
 def find_inconsistent(measurements: Iterable[Measurement], losses: dict[str, Losses]) -> list[str]:

@@ -1,4 +1,4 @@
-"""The lines that a run writes while it trains."""
+"""The training log of a run, metrics.jsonl."""
 
 import json
 from pathlib import Path
@@ -11,7 +11,11 @@ METRICS = "metrics.jsonl"
 
 
 def read_metrics(path: str | Path) -> list[dict[str, Any]]:
-    """The lines of a metrics.jsonl; [] if there is no file. A torn last line is dropped, any other is a UserError."""
+    """Return the lines of a metrics.jsonl, [] without a file; an incomplete last line is dropped.
+
+    Raises:
+        UserError: if another line is damaged.
+    """
     path = Path(path)
     lines = path.read_text(encoding="utf-8", errors="replace").split("\n") if path.exists() else []
     metrics = []
@@ -21,13 +25,13 @@ def read_metrics(path: str | Path) -> list[dict[str, Any]]:
         except ValueError as error:
             if number == len(lines):
                 break
-            raise UserError(f"{path}:{number}: not JSON ({error})") from error
+            raise UserError(f"{path}:{number} must be JSON ({error}). Remove the line.") from error
         if not isinstance(values, dict):
-            raise UserError(f"{path}:{number}: expected an object, found {line[:40]}")
+            raise UserError(f"{path}:{number} must be an object (got {line[:40]}). Remove the line.")
         metrics.append(values)
     return metrics
 
 
 def write_metrics(path: str | Path, lines: list[dict[str, Any]]) -> None:
-    """A metrics.jsonl of these lines, atomically."""
+    """Write a metrics.jsonl atomically."""
     replace_file(path, "".join(json.dumps(line) + "\n" for line in lines).encode())

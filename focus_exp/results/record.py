@@ -115,11 +115,6 @@ class Record:
         """`cpu` of `cpu, 2 threads, float32`."""
         return self.device.partition(",")[0]
 
-    @property
-    def number_format(self) -> str:
-        """`float32` of `cpu, 2 threads, float32 (no native bfloat16 on this cpu)`."""
-        return self.device.rpartition(", ")[2].partition(" (")[0]
-
     def setting(self, section: str, key: str, default: Any = None) -> Any:
         """A value of the resolved config, or `default`."""
         return (self.config.get(section) or {}).get(key, default)

@@ -1,8 +1,7 @@
-"""Where a run lives, and what it left there."""
+"""Name, lock and earlier record of a run directory."""
 
 import os
 import re
-from dataclasses import dataclass
 from pathlib import Path
 
 from focus_exp.assets import uses_embedded
@@ -11,19 +10,10 @@ from focus_exp.config_hash import config_hash, moved_defaults
 from focus_exp.errors import UserError
 from focus_exp.results.record import Record
 from focus_exp.shipped import is_shipped
-from focus_exp.storage import is_locked
 
-EMBEDDED_MODEL, EMBEDDED_DATA = "smollm2_135m_q4", "books"  # names of what stands in when the hub is out of reach
-# the reason in a record until its run has ended
+EMBEDDED_MODEL, EMBEDDED_DATA = "smollm2_135m_q4", "books"  # names of the substitutes without the Hub
+# error of a record until its run ends
 NOT_ENDED = "it is still running, or was killed"
-
-
-@dataclass(frozen=True)
-class State:
-    """`name` is running, finished, failed or interrupted; `reason`: of the last two."""
-
-    name: str
-    reason: str = ""
 
 
 def run_folder(config: Config) -> Path:
@@ -94,48 +84,39 @@ def to_slug(name: str) -> str:
 
 
 def _own_name(path: Path) -> str:
-    """Return the last part of a path that tells it apart: of <run>/model that of the run."""
+    """Return the last distinctive part of a path: of <run>/model the name of the run."""
     path = Path(os.path.abspath(path.expanduser()))
     return path.parent.name if path.name in ("model", "adapter") or set(path.name) & set("*?[") else path.stem
 
 
 def finished_record(config: Config) -> Record | None:
-    """The record of this configuration, if it came to its end before. UserError as `earlier_record`."""
+    """Return the record of this configuration if it finished before. Raises UserError as `earlier_record` does."""
     record = earlier_record(config)
     return record if record and record.status == "finished" else None
 
 
 def earlier_record(config: Config) -> Record | None:
-    """What its folder holds, of a run that came to its end or not. UserError where that run had other defaults."""
+    """Return the record in the run directory, finished or not. Raises UserError if that run had other defaults."""
     path = run_folder(config) / "record.json"
     record = Record.load(path) if path.exists() else None
     if record is None:
         return None
     phases = list(config.recipe.phases)
-    if (then := list(record.setting("recipe", "phases") or phases)) != phases:  # a name tells all but their order
+    if (then := list(record.setting("recipe", "phases") or phases)) != phases:  # the name does not tell their order
         raise UserError(
             f"{path.parent} holds a run of other recipe.phases, {', then '.join(then)} (now {', then '.join(phases)}); "
-            "overwrite=true makes it anew, another runs_dir leaves it alone"
+            "give overwrite=true to replace it, or another runs_dir"
         )
-    # a tuned run has another rate, a comparison what its arms share; they are looked at one by one
+    # a tuned run has another learning rate; variants of a comparison are checked one by one
     apart = bool(record.tries or config.variants)
     if moved := {} if apart else moved_defaults(config, record.config):
         raise UserError(
             f"{path.parent} holds a run with {', '.join(f'{key}={value}' for key, value in moved.items())}, which was "
-            "the default when it was made; overwrite=true makes it anew, another runs_dir leaves it alone"
+            "the default then; give overwrite=true to replace it, or another runs_dir"
         )
     return record
 
 
 def lock_of(folder: Path) -> Path:
-    """What the command that writes to a run folder holds; outside of what overwrite=true removes."""
+    """Return the lock file of a run directory; it is outside of what overwrite=true removes."""
     return folder.with_name(f".{folder.name}.lock")
-
-
-def state_of(record: Record, folder: Path) -> State:
-    """What has become of the run in `folder`: a record that nobody ended is of a run that goes on, or was killed."""
-    if record.error != NOT_ENDED:
-        return State(record.status, record.error or "")
-    if is_locked(lock_of(folder)):
-        return State("running")
-    return State("interrupted", "it was killed; the same command goes on from its last checkpoint")

@@ -1,4 +1,4 @@
-"""The set-up of a run: what runs have in common that differ in their seed alone."""
+"""Setup of a run: what runs share that differ in their seed only."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from typing import Any
 
 from focus_exp.config_hash import decides, leaves
 
-# settings in which runs of several seeds may differ: what else is measured, the arithmetic, and where the model and the
-# text, whose fingerprints tell, were read from
-FREE: dict[str, tuple[str, ...]] = {
+# settings in which runs of several seeds may differ: what else is measured, precision, and where model and text (known
+# by their fingerprints) were read from
+IGNORED: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(("experiment", "seed", "assets", "arms", "against", "variants", "references", "bench"), ()),
     "model": ("name", "hub_id", "revision", "path", "base_run"),
     "data": (
@@ -26,13 +26,13 @@ FREE: dict[str, tuple[str, ...]] = {
     "trainer": ("accelerator", "precision", "gradient_checkpointing"),
     "analyze": ("others",),
 }
-# settings that older records do not have, with what they mean where they are missing
+# settings that early records lack, with their values then
 ADDED: dict[tuple[str, ...], Any] = {("attention", "encoders"): 2, ("attention", "fit_to"): "loss"}
 BENCHMARKS = ("eval.tasks=", "eval.limit=")  # overrides that choose what else is scored
 
 
 def setup_key(record: dict[str, Any]) -> str:
-    """Return the set-up of a run: 12 hex digits of its settings, model, text, kind of device and amount of training."""
+    """Return the setup of a run: 12 hex digits of its settings, model, text, kind of device and amount of training."""
     model, data = record.get("model") or {}, record.get("data") or {}
     # random weights are drawn from the seed
     weights = None if model.get("source") == "random" else model.get("fingerprint")
@@ -46,13 +46,13 @@ def setup_key(record: dict[str, Any]) -> str:
 
 
 def variant_key(name: str, settings: Sequence[str], steps: int, tokens: int, own: str) -> str:
-    """Return the set-up of a variant of a comparison; `own`: that of its own run."""
+    """Return the setup of a variant of a comparison; `own`: that of its own run."""
     return _digest(name, [text for text in settings if not text.startswith(BENCHMARKS)], steps, tokens, own)
 
 
 def _is_fixed(key: tuple[str, ...]) -> bool:
     section, *below = key
-    return decides(key) and not (section in FREE and (not FREE[section] or below[0] in FREE[section]))
+    return decides(key) and not (section in IGNORED and (not IGNORED[section] or below[0] in IGNORED[section]))
 
 
 def _digest(*parts: Any) -> str:
