@@ -7,31 +7,6 @@ from math import isclose
 from focus_exp.records.rows import Arm, ProbeRow, Row
 from focus_exp.results.record import Record
 
-# shares of the tokens in one group, above which it dominates, and from which on the router has collapsed
-DOMINANT, COLLAPSED = 0.5, 0.9
-
-
-def dominant(groups: int | None, memberships: int = 1) -> float:
-    """The share of the tokens, each in so many groups, above which one dominates: the larger of two always has half."""
-    return max(DOMINANT, 1.5 * memberships / (groups or 3))
-
-
-def dominates(share: float, groups: int | None, memberships: int = 1) -> bool:
-    return share > dominant(groups, memberships)
-
-
-def memberships(record: Record) -> int:
-    """How many groups a token is in, in the configured hard row, of which `group_shares` are."""
-    row = configured_row(record) or answer(record)
-    return row.memberships if row else 1
-
-
-def groups_of(record: Record, name: str | None = None) -> int | None:
-    """The number of groups of a run, or of the arm `name` of a comparison."""
-    own = [setting for arm in record.arms if arm.name == name for setting in arm.settings]
-    changed = dict(setting.partition("=")[::2] for setting in [*record.config.get("every_arm", []), *own])
-    return int(changed.get("attention.groups") or record.setting("attention", "groups") or 0) or None
-
 
 def answer(record: Record) -> Row | None:
     """The row that stands for a run: its hard groups as configured, its attention method, or its trained weights."""
@@ -47,11 +22,6 @@ def trained_row(record: Record) -> Row | None:
     return next((row for row in record.rows if row.kind == "soft" and row.scored), None) or answer(record)
 
 
-def configured_row(record: Record) -> Row | None:
-    """The scored hard row at the config's method, top_k and pair rule, if it can be compared with the base."""
-    return next((row for row in record.rows if is_configured(record, row) and is_comparable(row)), None)
-
-
 def is_configured(record: Record, row: Row) -> bool:
     # with one group a token both pair rules keep the same pairs
     return (
@@ -60,11 +30,6 @@ def is_configured(record: Record, row: Row) -> bool:
         and row.top_k in (None, record.setting("attention", "top_k"))
         and (row.top_k == 1 or row.pair_rule in (None, record.setting("attention", "pair_rule")))
     )
-
-
-def is_comparable(row: Row) -> bool:
-    """Whether its loss is one, and not full attention's."""
-    return row.scored and row.causal and not keeps_everything(row)
 
 
 def keeps_everything(row: Row) -> bool:

@@ -1,17 +1,10 @@
 """One score of one attention on one benchmark, with the ledger of what the mask did on that benchmark's requests."""
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Literal
 
-from focus_exp.records.rows import acted, of_tokens
-
-# metrics that are shares of the documents
-SHARES = ("acc", "exact_match", "em", "f1")
-# the first of these that a task has stands for the task where its metrics agree
-PRIMARY = ("acc_norm", "acc")
-OUTCOMES = ("worse", "better", "indistinguishable", "")
+from focus_exp.records.rows import acted
 
 
 @dataclass(kw_only=True)
@@ -61,11 +54,6 @@ class BenchmarkRow:
     error: str | None = None
 
     @property
-    def largest_share(self) -> float | None:
-        """Of the tokens; `largest_group` is a share of all memberships."""
-        return of_tokens(self.largest_group, self.memberships)
-
-    @property
     def scored(self) -> bool:
         return self.error is None and self.value is not None and math.isfinite(self.value)
 
@@ -82,39 +70,3 @@ class BenchmarkRow:
     @property
     def is_perplexity(self) -> bool:
         return self.metric.endswith("perplexity")
-
-    @property
-    def is_share(self) -> bool:
-        return self.metric.split(" ")[0].split("_norm")[0] in SHARES
-
-    @property
-    def outcome(self) -> str:
-        """Whether it is worse or better than full attention, or neither beyond its interval; "" if not compared."""
-        low, high = self.difference_low, self.difference_high
-        if low is None or high is None:
-            return ""
-        if low <= 0 <= high:
-            return "indistinguishable"
-        return "better" if (high > 0) == self.higher_is_better else "worse"
-
-
-def telling(rows: list[BenchmarkRow]) -> list[BenchmarkRow]:
-    """Of every task and attention one row: a metric that is worse, else one that is better, else the usual one.
-
-    A loss in any metric is a loss: that nothing is lost has to be hard to claim.
-    """
-    return _first_of_each(rows, lambda row: (OUTCOMES.index(row.outcome), _place(row)))
-
-
-def usual(rows: list[BenchmarkRow]) -> list[BenchmarkRow]:
-    """Of every task and attention the row that stands for the task whatever came of it, which the paper prints."""
-    return _first_of_each(rows, _place)
-
-
-def _place(row: BenchmarkRow) -> int:
-    return PRIMARY.index(row.metric) if row.metric in PRIMARY else len(PRIMARY)
-
-
-def _first_of_each(rows: list[BenchmarkRow], rank: Callable[[BenchmarkRow], Any]) -> list[BenchmarkRow]:
-    chosen = {(row.task, row.attention): row for row in reversed(sorted(rows, key=rank))}
-    return [row for row in rows if chosen[row.task, row.attention] is row]

@@ -2,13 +2,11 @@
 
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from focus_exp.errors import UserError
 from focus_exp.records.answers import answer
 from focus_exp.records.benchmarks import BenchmarkRow
 from focus_exp.records.rows import Arm, Row
-from focus_exp.results.metrics import METRICS, read_metrics
 from focus_exp.results.record import Record
 
 RECORD = "record.json"
@@ -78,12 +76,3 @@ def joined(comparison: Record, arms: dict[str, Record]) -> Record:
 def stands_beside(benchmark: BenchmarkRow, row: Row) -> bool:
     """Whether a benchmark was run under what the quality row `row` was."""
     return benchmark.kind == row.kind and (row.kind != "control" or benchmark.method == row.method)
-
-
-def load_metrics(folder: Path, record: Record) -> list[dict[str, Any]]:
-    """The lines of a run's metrics; of a comparison those of all its arms, each with its `arm`."""
-    if not record.arms:
-        return read_metrics(folder / METRICS)
-    return [
-        {"arm": arm.name, **line} for arm in record.arms for line in read_metrics(arm_folder(folder, arm) / METRICS)
-    ]

@@ -3,8 +3,6 @@
 from dataclasses import dataclass, field
 from typing import Literal
 
-PUNCTUATION = "punctuation"
-
 
 @dataclass(kw_only=True)
 class TokenGroup:
@@ -83,30 +81,6 @@ class GroupLayer:
     pairs: list[DistantPair] = field(default_factory=list)
 
     @property
-    def name(self) -> str:
-        return str(self.layer) if self.head is None else f"{self.layer}, head {self.head}"
-
-    @property
-    def shares(self) -> list[float]:
-        return [group.share for group in self.groups]
-
-    @property
-    def least(self) -> float:
-        return min(self.shares)
-
-    @property
-    def largest(self) -> float:
-        return max(self.shares)
-
-    @property
-    def agreement_seeds(self) -> float | None:
-        """Mean agreement with the routers of other seeds."""
-        return sum(self.agreement) / len(self.agreement) if self.agreement else None
-
-    def fit(self, router: str) -> GroupFit:
-        return next(fit for fit in self.fits if fit.router == router)
-
-    @property
     def distant_mass_kept(self) -> float | None:
         """Of the base's attention beyond window and sinks, the share on kept pairs."""
         return distant_mass_kept([self])
@@ -144,16 +118,6 @@ class GroupReport:
     layers: list[GroupLayer] = field(default_factory=list)
     costs: list[ClassCost] = field(default_factory=list)
     cut_cost: float | None = None
-
-    @property
-    def closest(self) -> GroupLayer:
-        """Of all layers the one whose groups go best with word classes."""
-        return max(self.layers, key=lambda row: row.fit("trained").ami)
-
-    @property
-    def punctuation(self) -> list[tuple[GroupLayer, TokenGroup]]:
-        """The groups whose most frequent class is punctuation, each with its layer."""
-        return [(row, group) for row in self.layers for group in row.groups if group.word_class == PUNCTUATION]
 
 
 def distant_mass_kept(layers: list[GroupLayer]) -> float | None:

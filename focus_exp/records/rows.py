@@ -19,11 +19,6 @@ def acted(method: str, pairs_removed: float | None) -> bool | None:
     return pairs_removed >= ENGAGED
 
 
-def of_tokens(share: float | None, memberships: int) -> float | None:
-    """The share of the tokens that are in a group, each in so many, of that group's share of all memberships."""
-    return None if share is None else min(1.0, share * memberships)
-
-
 class PositionBin(TypedDict):
     """Mean loss of the tokens at positions start <= p < end of their window. nll: nats per token."""
 
@@ -102,11 +97,6 @@ class Row:
     def memberships(self) -> int:
         """How many groups a token is in: under the rule share as many as it reaches."""
         return (self.top_k or 1) if self.pair_rule == "share" else 1
-
-    @property
-    def largest_share(self) -> float | None:
-        """Of the tokens; `largest_group` is a share of all memberships."""
-        return of_tokens(self.largest_group, self.memberships)
 
     @property
     def losses(self) -> str:
@@ -243,8 +233,3 @@ class Continuation:
     def read_share(self) -> float | None:
         """Of the keys there were at the last step, the share that it read."""
         return None if self.read is None else self.read / (self.prompt_tokens + self.tokens - 1)
-
-    @property
-    def rate(self) -> float | None:
-        """Tokens a second."""
-        return self.tokens / self.seconds if self.seconds else None
