@@ -69,8 +69,8 @@ architectures: $(STAMP)-dev ## Focus on every causal language model that transfo
 peers: $(TESTED) ## tests of transformers and PEFT on models with Focus attached: tests/peers.md; ARGS='--checkout FOLDER'
 	PYTHONPATH=. $(VENV)/bin/python tests/peers.py $(ARGS)
 
-faults: $(TESTED) ## kill, fill and damage tiny runs in over 100 ways: runs/records/faults.md
-	$(VENV)/bin/python tests/faults.py runs/records/faults.md
+faults: $(TESTED) ## kill, fill and damage tiny runs in 50 ways; each resumes to the same record
+	$(RUN) pytest -n $(JOBS) tests/test_faults.py $(ARGS)
 
 coverage: $(STAMP)-dev ## how often the 95 % intervals hold the truth, simulated: runs/records/coverage.md
 	$(VENV)/bin/python tests/interval_coverage.py runs/records/coverage.md

@@ -1,4 +1,4 @@
-"""Run the command line inside the test's own process, on a tiny model and generated text."""
+"""Run the command line in the test's own process, on a tiny model and generated text."""
 
 import contextlib
 import errno
@@ -32,7 +32,7 @@ TIMES = ("seconds", "tokens_per_second")
 
 @dataclass(frozen=True)
 class Result:
-    """What a user sees of one command."""
+    """Exit code and output of a command."""
 
     code: int
     out: str
@@ -40,10 +40,11 @@ class Result:
 
 
 def run(*arguments: str, drawn: bool = False, apart: bool = False) -> Result:
-    """`python -m focus_exp *arguments`; what that would print as a stack trace is raised.
+    """Run `python -m focus_exp *arguments`; unhandled exceptions are raised.
 
-    Figures are files without a picture unless `drawn`: to draw them takes longer than the rest of a tiny run. Commands
-    that this one waits for run in this process, too, unless `apart`: another one first imports for seconds.
+    Args:
+        drawn: draw figures, which takes longer than the rest of a tiny run; else they are empty files.
+        apart: run commands that this one starts as processes, and not in this one.
     """
     out, err = io.StringIO(), io.StringIO()
     handlers = {signum: signal.getsignal(signum) for signum in STOP_SIGNALS}
@@ -65,7 +66,7 @@ def run(*arguments: str, drawn: bool = False, apart: bool = False) -> Result:
 
 
 def waited_for(start: Callable[..., subprocess.CompletedProcess]) -> Callable[..., subprocess.CompletedProcess]:
-    """`subprocess.run` that runs our own commands here."""
+    """Wrap `subprocess.run` to run focus_exp in this process."""
 
     def started(command: list[str], **options: Any) -> subprocess.CompletedProcess:
         ours = command[:3] == [sys.executable, "-m", "focus_exp"]
@@ -75,7 +76,7 @@ def waited_for(start: Callable[..., subprocess.CompletedProcess]) -> Callable[..
 
 
 def here(command: list[str]) -> subprocess.CompletedProcess:
-    """`python -m focus_exp ...`, run within another such command of this process."""
+    """Run `python -m focus_exp ...` within another such command."""
     hydra, configuration = GlobalHydra.instance().hydra, HydraConfig.instance().cfg
     GlobalHydra.instance().clear()
     code = run(*command[3:]).code
@@ -84,7 +85,7 @@ def here(command: list[str]) -> subprocess.CompletedProcess:
 
 
 def fitting(*arguments: str) -> list[str]:
-    """The arguments without those options of Focus, which `tiny` sets, that the chosen attention has not."""
+    """Drop the Focus options of `tiny` that the chosen attention does not have."""
     given = dict(argument.split("=", 1) for argument in arguments if "=" in argument)
     chosen = given.get("attention", "full" if given.get("recipe") in ("lora", "dora") else "focus")
     method = max((name for name in ("full", *METHODS) if chosen.startswith(name)), key=len, default="focus")
@@ -93,19 +94,19 @@ def fitting(*arguments: str) -> list[str]:
 
 
 def without_attention(arguments: list[str]) -> list[str]:
-    """The arguments without options of a method: an adapter has its own."""
+    """Drop the options of a method: an adapter has its own."""
     return [part for part in arguments if not part.startswith("attention.")]
 
 
 def attention_of(method: str, **options: Any) -> AttentionConfig:
-    """attention.* of a method, with those of the options that it has."""
+    """Make attention.* of a method from those `options` that it has."""
     schema = schema_of(method)
     known = {item.name for item in fields(schema)}
     return schema(name=method, method=method, **{key: value for key, value in options.items() if key in known})
 
 
 def write_texts(folder: Path, words: int = 150) -> Path:
-    """Five files of `words` random words each."""
+    """Write five files of `words` random words each."""
     generator = random.Random(0)
     letters = "abcdefghijklmnopqrstuvwxyz"
     vocabulary = ["".join(generator.choices(letters, k=generator.randint(2, 8))) for _ in range(50)]
@@ -116,7 +117,7 @@ def write_texts(folder: Path, words: int = 150) -> Path:
 
 
 def tiny(folder: Path, runs: str = "runs") -> list[str]:
-    """Settings of a run that takes a second or two and leaves everything below `folder`."""
+    """Return the settings of a run that takes seconds and writes below `folder` only."""
     return [
         *("model=tiny_llama", "data=files", f"data.files={write_texts(folder / 'texts')}"),
         *(f"runs_dir={folder / runs}", f"cache_dir={folder / 'cache'}", "logger.wandb=disabled"),
@@ -133,7 +134,7 @@ def tiny(folder: Path, runs: str = "runs") -> list[str]:
 
 
 def full_disk_at(patch: pytest.MonkeyPatch, number: int) -> list[bytes]:
-    """The disk is full in the middle of checkpoint `number`, as torch tells it; the checkpoints written before that."""
+    """Let torch.save fail in the middle of checkpoint `number`; returns the complete ones before it."""
     save, whole = torch.save, []
 
     def full(state: Any, file: BinaryIO, **options: Any) -> None:
@@ -161,7 +162,7 @@ def router_steps(steps: int) -> str:
 
 
 def only_run(folder: Path) -> Path:
-    """The folder of the one run below `folder`."""
+    """Return the folder of the only run below `folder`."""
     (record,) = folder.rglob("record.json")
     return record.parent
 
@@ -171,13 +172,13 @@ def record_of(folder: Path) -> Record:
 
 
 def metrics_of(folder: Path) -> list[dict[str, Any]]:
-    """The training log of the one run below `folder`, without what depends on the clock."""
+    """Return the training log of the only run below `folder`, without times."""
     lines = read_metrics(only_run(folder) / "metrics.jsonl")
     return [{key: value for key, value in line.items() if key not in TIMES} for line in lines]
 
 
 def outcome(folder: Path) -> dict[str, Any]:
-    """All that the one run below `folder` computed: the same for the same configuration and seed."""
+    """Return what the only run below `folder` computed: a function of configuration and seed."""
     record = json.loads((only_run(folder) / "record.json").read_text(encoding="utf-8"))
     for row in record["rows"]:
         del row["seconds"]

@@ -1,6 +1,6 @@
 """python tests/stopped.py STAGE SIGNAL ARGUMENTS...: `python -m focus_exp ARGUMENTS`, which signals itself in a stage.
 
-Also python tests/stopped.py BACK SECONDS ARGUMENTS...: the same, with a clock that is so many seconds behind.
+python tests/stopped.py BACK SECONDS ARGUMENTS...: the same with a clock that is so many seconds behind.
 """
 
 import importlib
@@ -8,7 +8,6 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable
 from functools import reduce
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,7 @@ from typing import Any
 from focus_exp import __main__ as command_line
 
 BACK = "back"
-# stage -> a function and the number of its call after which the signal comes
+# stage -> a function and the number of its call after which the signal is sent
 CALLS = {
     "the model was loaded": ("focus_exp.jobs.prepare.load_model", 1),
     "the token cache is written": ("focus_exp.data.corpora.write_stream", 2),
@@ -26,11 +25,11 @@ CALLS = {
     "the balance is calibrated": ("focus_exp.jobs.fit.calibrate", 1),
     "the third row is measured": ("focus_exp.evaluation.quality.score", 3),
 }
-# stage -> the end of the name of what is written aside, half of it, and how many were renamed before
+# stage -> the name of a file or folder that is half written, and how many of that name were renamed before
 WRITES = {
     "the base's losses are written": ("base_full_attention.npz", 0),
     "a checkpoint is written": ("everything.ckpt", 1),
-    "the checkpoint before is kept": ("everything.ckpt.before", 0),
+    "the previous checkpoint is kept": ("everything.ckpt.before", 0),
     "the adapter's second file is written": ("focus_adapter.safetensors", 0),
     "the trained base is written": ("model", 0),
     "the table is written": ("table.md", 0),
@@ -39,14 +38,14 @@ WRITES = {
 STAGES = (*CALLS, *WRITES)
 
 
-def stop_after_call(name: str, count: int, signum: int) -> None:
+def signal_after_call(name: str, count: int, signum: int) -> None:
     """Patch the function of that dotted name to signal this process after its call `count`."""
     owner_name, _, attribute = name.rpartition(".")
     owner = resolve(owner_name)
-    whole, calls = getattr(owner, attribute), []
+    original, calls = getattr(owner, attribute), []
 
     def counted(*arguments: Any, **options: Any) -> Any:
-        result = whole(*arguments, **options)
+        result = original(*arguments, **options)
         calls.append(None)
         if len(calls) == count:
             os.kill(os.getpid(), signum)
@@ -56,38 +55,38 @@ def stop_after_call(name: str, count: int, signum: int) -> None:
 
 
 def resolve(name: str) -> Any:
-    """A module or a class in it."""
+    """Import a module, or a class in it."""
     parts = name.split(".")
     depth = next(i for i, part in enumerate([*parts, "Z"]) if part[0].isupper())
     return reduce(getattr, parts[depth:], importlib.import_module(".".join(parts[:depth])))
 
 
-def stop_in_write(ending: str, before: int, signum: int) -> None:
-    """Signal this process when the file or folder is about to get its name; a sudden death leaves half of it aside."""
-    replace, seen = os.replace, []
+def signal_in_rename(name: str, earlier: int, signum: int) -> None:
+    """Signal this process when `name` is about to be renamed into place; SIGKILL truncates it first."""
+    replace, renames = os.replace, []
 
     def counted(source: Any, target: Any, **options: Any) -> None:
-        if Path(target).name == ending:
-            seen.append(None)
-            if len(seen) == before + 1:
+        if Path(target).name == name:
+            renames.append(None)
+            if len(renames) == earlier + 1:
                 if signum == signal.SIGKILL:
-                    halve(Path(source))
+                    truncate(Path(source))
                 os.kill(os.getpid(), signum)
         replace(source, target, **options)
 
     os.replace = counted
 
 
-def halve(path: Path) -> None:
-    """The second half of a file, or of every file of a folder, was never written."""
+def truncate(path: Path) -> None:
+    """Cut a file, or every file of a folder, in half."""
     for file in [path] if path.is_file() else [child for child in path.rglob("*") if child.is_file()]:
         os.truncate(file, file.stat().st_size // 2)
 
 
 def set_clock_back(seconds: float) -> None:
-    now: Callable[[], float] = time.time
-    time.time = lambda: now() - seconds
-    time.time_ns = lambda: int((now() - seconds) * 1e9)
+    now = time.time
+    time.time = lambda: now() - seconds  # type: ignore[assignment]
+    time.time_ns = lambda: int((now() - seconds) * 1e9)  # type: ignore[assignment]
 
 
 def main() -> int:
@@ -95,9 +94,9 @@ def main() -> int:
     if stage == BACK:
         set_clock_back(float(value))
     elif stage in CALLS:
-        stop_after_call(*CALLS[stage], int(value))
+        signal_after_call(*CALLS[stage], int(value))
     else:
-        stop_in_write(*WRITES[stage], int(value))
+        signal_in_rename(*WRITES[stage], int(value))
     sys.argv[1:] = arguments
     return command_line.main()
 

@@ -1,4 +1,4 @@
-"""Models trained by a run here: made once, found again, named by the run that made them."""
+"""Bases that another run trains: trained once, found again, checked against the run that made them."""
 
 import json
 import shutil
@@ -18,7 +18,7 @@ SMALL = ["recipe.steps=2", "recipe.warmup_steps=1", "recipe.phases.everything.le
 
 
 def base(folder):
-    """Overrides of a run that trains a tiny model from scratch; where it lies is not theirs to say."""
+    """Return the overrides of a run that trains a tiny model from scratch, without its folders."""
     places = ("runs_dir", "cache_dir", "logger")
     settings = fitting(*tiny(folder), "recipe=scratch", "attention=full", *SMALL)
     return [setting for setting in settings if not setting.startswith(places)]
@@ -35,20 +35,20 @@ def records(folder):
     return {record.config["recipe"]["name"]: record for record in found}
 
 
-@pytest.mark.parametrize("as_arm", [pytest.param(False, marks=pytest.mark.slow), True])
-def test_the_base_is_trained_first_and_once(tmp_path, as_arm):
+@pytest.mark.parametrize("as_variant", [pytest.param(False, marks=pytest.mark.slow), True])
+def test_base_is_trained_once(tmp_path, as_variant):
     settings = base(tmp_path)
-    if as_arm:
+    if as_variant:
         settings += ["job=compare", "variants=[ablation/paper,ablation/K_4]", "+variant=ablation/paper"]
     first = measure(tmp_path, settings)
     assert first.code == 0, first.err
-    found = records(tmp_path)
-    assert found["scratch"].steps == 2
+    runs = records(tmp_path)
+    assert runs["scratch"].steps == 2
     (weights,) = (tmp_path / "runs").rglob("model/model.safetensors")
-    assert found["none"].model["used"] == str(weights.parent)
-    assert found["none"].model["fingerprint"] != found["scratch"].model["fingerprint"]
-    trained = found["scratch"].rows[-1]
-    assert found["none"].base.nll == pytest.approx(trained.nll, rel=1e-4)
+    assert runs["none"].model["used"] == str(weights.parent)
+    assert runs["none"].model["fingerprint"] != runs["scratch"].model["fingerprint"]
+    trained = runs["scratch"].rows[-1]
+    assert runs["none"].base.nll == pytest.approx(trained.nll, rel=1e-4)
 
     before = weights.stat().st_mtime_ns
     second = measure(tmp_path, settings, "attention.window=6")
@@ -56,7 +56,7 @@ def test_the_base_is_trained_first_and_once(tmp_path, as_arm):
     assert weights.stat().st_mtime_ns == before
 
 
-def test_a_run_of_another_base_of_that_name_is_not_taken_for_this_one(tmp_path):
+def test_base_of_another_configuration_is_refused(tmp_path):
     settings = base(tmp_path)
     assert measure(tmp_path, settings).code == 0
     assert "finished already" in measure(tmp_path, settings).out
@@ -65,13 +65,15 @@ def test_a_run_of_another_base_of_that_name_is_not_taken_for_this_one(tmp_path):
     record["method"]["weights"] = "another"  # the same command, after what it stands for was changed
     found.write_text(json.dumps(record))
     again = measure(tmp_path, settings)
-    assert again.code == 2 and "was made with another tiny_llama" in again.err and "overwrite=true" in again.err
+    assert again.code == 2
+    assert "overwrite=true" in again.err
     shutil.rmtree(found.parent)
     again = measure(tmp_path, settings, "budget=quick")
-    assert again.code == 2 and "than budget=quick trains now" in again.err
+    assert again.code == 2
+    assert "budget=quick" in again.err
 
 
-def test_no_rate_of_a_base_is_searched_for():
+def test_base_run_is_not_tuned_unless_asked():
     register_schemas()
     from_scratch = ["+experiment=from_scratch", "+variant=from_scratch/full"]
     with initialize_config_dir(conf_dir(), version_base="1.3"):
@@ -83,17 +85,17 @@ def test_no_rate_of_a_base_is_searched_for():
 
 
 @pytest.mark.slow
-def test_a_base_that_cannot_be_trained_says_so(tmp_path):
+def test_base_that_cannot_be_trained_is_refused(tmp_path):
     result = measure(tmp_path, [*base(tmp_path), "data.files=nowhere"], apart=True)
     assert result.code == 2
-    assert "could not be trained" in result.err and "model.path=" in result.err
+    assert "model.path=" in result.err
 
 
-def test_of_two_runs_that_need_a_base_one_trains_it(tmp_path, monkeypatch):
+def test_base_trained_meanwhile_by_another_run_is_used(tmp_path, monkeypatch):
     assert run(*base(tmp_path), f"runs_dir={tmp_path / 'runs'}", f"cache_dir={tmp_path / 'cache'}").code == 0
     looks, finished_record = [], base_module.finished_record
 
-    def look(config):  # it comes to its end while this one waits
+    def look(config):  # finished by another process while this one waits
         looks.append(config)
         return finished_record(config) if len(looks) > 1 else None
 

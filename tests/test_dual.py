@@ -25,7 +25,7 @@ from focus_exp.results.record import Record
 from focus_exp.speed.layer import Layer
 from focus_exp.speed.methods import method_rows
 from focus_exp.speed.workload import Shape
-from focus_exp.training.encoder_fit import thresholds
+from focus_exp.training.focus_dual_fit.encoders import score_thresholds as thresholds
 
 WIDTH, SIZE = 12, 8
 TOKENS = torch.arange(80).view(2, 40) * 7 % 256

@@ -15,7 +15,7 @@ from focus_exp.config import GROUPS, phases_of, register_schemas
 from focus_exp.jobs.variants import compose_variant, variant_name
 from focus_exp.records.comparison import load_run
 from focus_exp.results.run_dir import name_experiment
-from focus_exp.training.recipes import tokens_per_step
+from focus_exp.training.phases import tokens_per_step
 
 CONF = Path(__file__).parent.parent / "conf"
 EXPERIMENTS = sorted(path.stem for path in (CONF / "experiment").glob("*.yaml"))

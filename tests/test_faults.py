@@ -1,66 +1,226 @@
-"""`make faults`, in short: a few of its rows, and that its table tells the truth. The whole takes minutes."""
+"""Kill, fill and damage tiny runs in processes of their own: each resumes to the record of an undisturbed run."""
 
+import os
+import platform
+import resource
+import shutil
 import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
 
-import bad_files as files
-import fault_rows as faults
 import pytest
-from faults import BAD_SETTINGS, main, rows, table
-from running import Result, run
+from running import Result, only_run, outcome, run, tiny
+from stopped import BACK, CALLS, STAGES
 
-from focus_exp.training.callbacks import GateAnnealing
+pytestmark = pytest.mark.slow
 
-QUICK = ("recipe.phases.router.steps=2", "recipe.phases.everything.steps=4", "eval.max_sequences=1")
+PROGRAM = Path(__file__).with_name("stopped.py")
+# two phases of a model whose training draws random numbers, a checkpoint every other step
+SETTINGS = (
+    *("recipe=finetune", "recipe.phases.router.steps=4", "recipe.phases.everything.steps=6"),
+    *("model=tiny_gpt2", "model.architecture.resid_pdrop=0.1", "trainer.checkpoint_every=2", "trainer.log_every=1"),
+    *("eval.max_sequences=1", "eval.controls=false", "eval.top_k=[1]", "trainer.keep_checkpoints=true"),
+)
+SECOND_PHASE = "the second phase is trained"
+SIGTERM_STAGES = (*CALLS, "a checkpoint is written", "the trained base is written", "the table is written")
+DAY = 86_400  # seconds
+can_mount = pytest.mark.skipif(os.geteuid() != 0 or platform.system() != "Linux", reason="mounting needs root")
 
 
 @pytest.fixture(scope="module")
-def bench(tmp_path_factory):
-    """With its twin; commands that nothing is done to run in this process."""
-    launch = faults.launch
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(faults, "SETTINGS", [*faults.SETTINGS, *QUICK])
-        for module in (faults, files):
-            patch.setattr(module, "launch", lambda command, *stage: launch(command, *stage) if stage else run(*command))
-        bench = faults.Bench(tmp_path_factory.mktemp("faults"))
-        bench.make_twin()
-        yield bench
+def folder(tmp_path_factory) -> Path:
+    return tmp_path_factory.mktemp("faults")
 
 
-@pytest.mark.slow
-def test_a_kill_in_the_middle_of_a_checkpoint_is_survived(bench):
-    row = faults.stopped(bench, "a checkpoint is written", signal.SIGKILL)
-    assert (row.problems, row.survived, row.equal) == ([], True, True)
+@pytest.fixture(scope="module")
+def undisturbed(folder) -> dict[str, Any]:
+    assert run(*command(folder, "undisturbed")).code == 0
+    return outcome(folder / "undisturbed")
 
 
-def test_bad_input_is_refused_and_every_row_of_the_table_is_there(bench):
-    done = [files.refused(bench, setting, setting) for setting in BAD_SETTINGS[:2]]
-    assert all(not row.problems and not row.survived and row.said.startswith("error: ") for row in done)
-    assert len(rows(bench)) > 100
-    text = table(done)
-    assert "**2 rows: 0 survived with the undisturbed record, 2 refused" in text and "0 with a stack trace" in text
-    assert text.count("| refused | error: ") == 2 and str(bench.folder) not in text
+def command(folder: Path, name: str, *more: str) -> list[str]:
+    """Return the settings of run `name`; all share texts and token cache."""
+    return [*tiny(folder, name), *SETTINGS, *more]
+
+
+def launch(
+    arguments: list[str],
+    stage: str | None = None,
+    value: float = 0,
+    *,
+    variables: dict[str, str] | None = None,
+    largest_file: int | None = None,
+) -> Result:
+    """Run a command in a process of its own, signalled by `value` in `stage`.
+
+    Args:
+        variables: additional environment variables.
+        largest_file: limit of a file's size [bytes], as `ulimit -f`.
+    """
+    program = ["-m", "focus_exp"] if stage is None else [str(PROGRAM), stage, str(value)]
+    limits = (largest_file, resource.getrlimit(resource.RLIMIT_FSIZE)[1]) if largest_file else None
+    process = subprocess.run(
+        [sys.executable, *program, *arguments],
+        capture_output=True,
+        text=True,
+        env=os.environ | (variables or {}),
+        preexec_fn=(lambda: resource.setrlimit(resource.RLIMIT_FSIZE, limits)) if limits else None,
+    )
+    assert "Traceback" not in process.stderr
+    return Result(process.returncode, process.stdout, process.stderr)
+
+
+def assert_refused(result: Result) -> None:
+    assert result.code == 2
+    assert result.err.count("error: ") == 1
+
+
+def assert_recovers(folder: Path, name: str, arguments: list[str], undisturbed: dict[str, Any]) -> None:
+    again = launch(arguments)
+    assert again.code == 0, again.err
+    assert outcome(folder / name) == undisturbed
+    assert [path for path in (folder / name).rglob(".*") if path.suffix in (".aside", ".lock")] == []
 
 
 @pytest.mark.parametrize(
-    "result, problem",
+    ("stage", "signum"),
+    [*((stage, signal.SIGKILL) for stage in STAGES), *((stage, signal.SIGTERM) for stage in SIGTERM_STAGES)],
+)
+def test_run_signalled_in_any_stage_resumes(folder, undisturbed, stage, signum):
+    name = f"{STAGES.index(stage)}-{signum.name}"
+    arguments = command(folder, name)
+    if "cache" in stage:
+        arguments.append(f"cache_dir={folder / f'cache-{name}'}")
+    assert launch(arguments, stage, signum).code == (-signum if signum == signal.SIGKILL else 128 + signum)
+    assert_recovers(folder, name, arguments, undisturbed)
+
+
+@pytest.mark.parametrize(
+    ("pattern", "newest"),
     [
-        (Result(1, "", "Traceback (most recent call last):\nValueError: x"), "stack trace"),
-        (Result(0, "", ""), "ended with 0, not 2"),
-        (Result(2, "", "error: a\nerror: b"), "printed 2 errors"),
+        *(("everything.ckpt", 1), ("everything.ckpt*", 2), ("router.ckpt", 1), ("base_full_attention.npz", 1)),
+        *(("train.bin", 1), ("record.json", 1)),
     ],
 )
-def test_what_goes_wrong_is_a_problem_and_leaves_no_table(bench, tmp_path, monkeypatch, result, problem):
-    row = faults.checked(bench, "it", [(result, 2)], None)
-    assert any(problem in said for said in row.problems)
-    monkeypatch.setattr("faults.rows", lambda _: [lambda: row])
-    monkeypatch.setattr(faults.Bench, "make_twin", lambda _: None)
-    assert main(tmp_path / "faults.md") == 1 and not (tmp_path / "faults.md").exists()
+def test_run_with_truncated_files_resumes(folder, undisturbed, pattern, newest):
+    name = f"cut-{pattern.strip('*')}-{newest}"
+    cache = folder / f"cache-{name}"
+    shutil.copytree(folder / "cache", cache)
+    arguments = command(folder, name, f"cache_dir={cache}")
+    assert launch(arguments, SECOND_PHASE, signal.SIGKILL).code == -signal.SIGKILL
+    files = sorted([*only_run(folder / name).rglob(pattern), *cache.rglob(pattern)])[:newest]
+    assert len(files) == newest
+    for path in files:
+        os.truncate(path, path.stat().st_size // 2)
+    if pattern == "record.json":
+        assert_refused(launch(arguments))
+        files[0].unlink()
+    assert_recovers(folder, name, arguments, undisturbed)
 
 
-def test_another_record_than_the_twins_is_a_loss(bench, monkeypatch):
-    def spoil(self, trainer, module):
-        next(iter(module.model.parameters())).data.mul_(1.01)
+def test_second_command_in_a_run_folder_is_refused(folder, undisturbed):
+    arguments = command(folder, "two")
+    first = subprocess.Popen(
+        [sys.executable, str(PROGRAM), SECOND_PHASE, str(int(signal.SIGSTOP)), *arguments],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    )
+    try:
+        os.waitid(os.P_PID, first.pid, os.WSTOPPED | os.WEXITED | os.WNOWAIT)
+        assert_refused(launch(arguments))
+        assert_refused(launch([*arguments, "overwrite=true"]))
+        first.send_signal(signal.SIGCONT)
+        first.communicate()
+    finally:
+        first.kill()
+    assert first.returncode == 0
+    assert outcome(folder / "two") == undisturbed
 
-    monkeypatch.setattr(GateAnnealing, "on_train_end", spoil)
-    row = faults.checked(bench, "it", [(run(*bench.command("spoilt")), 0)], "spoilt")
-    assert row.equal is False and "1 with anything lost" in table([row])
+
+def test_clock_set_back_does_not_matter(folder, undisturbed):
+    arguments = command(folder, "clock")
+    launch(arguments, SECOND_PHASE, signal.SIGKILL)
+    for path in (folder / "clock").rglob("*"):
+        os.utime(path, (path.stat().st_mtime + DAY,) * 2)
+    assert launch(arguments, BACK, DAY).code == 0
+    assert outcome(folder / "clock") == undisturbed
+
+
+def test_file_size_limit_is_refused_and_resumed_without(folder, undisturbed):
+    arguments = command(folder, "file-size")
+    assert_refused(launch(arguments, largest_file=100_000))
+    assert_recovers(folder, "file-size", arguments, undisturbed)
+
+
+@pytest.mark.parametrize(
+    "variables", [{"RANK": "0"}, {"WORLD_SIZE": "2"}, {"RANK": "zero", "WORLD_SIZE": "2"}], ids=str
+)
+def test_partial_launcher_environment_is_refused(folder, variables):
+    assert_refused(launch(command(folder, "variables"), variables=variables))
+
+
+@pytest.mark.parametrize("name", ["br[1]", "caf\u00e9 {a,b}", "it's #1 (x=y)"])
+def test_special_characters_in_a_path_are_literal(folder, undisturbed, name):
+    texts, other = folder / name, folder / "br1"
+    shutil.copytree(folder / "texts", texts)
+    other.mkdir(exist_ok=True)
+    (other / "other.txt").write_text("another text " * 100, encoding="utf-8")  # what a glob would match
+    runs = f"path-{len(name)}"
+    assert launch([*command(folder, runs), f"data.files={texts}/*.txt"]).code == 0
+    assert outcome(folder / runs)["metrics"] == undisturbed["metrics"]
+
+
+@contextmanager
+def mounted(place: Path) -> Iterator[None]:
+    """Mount a small file system in memory at `place`."""
+    place.mkdir()
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64m", "tmpfs", str(place)], check=True)
+    try:
+        yield
+    finally:
+        subprocess.run(["umount", str(place)], check=True)
+
+
+def fill(free: int) -> Callable[[Path], None]:
+    """Leave `free` bytes of a file system."""
+
+    def spoil(place: Path) -> None:
+        disk = os.statvfs(place)
+        (place / "ballast").write_bytes(bytes(disk.f_bavail * disk.f_frsize - free))
+
+    return spoil
+
+
+def read_only(place: Path) -> None:
+    subprocess.run(["mount", "-o", "remount,ro", str(place)], check=True)
+
+
+@can_mount
+@pytest.mark.parametrize(
+    ("key", "spoil"),
+    [("runs_dir", fill(free)) for free in (0, 1_500_000, 3_000_000)]
+    + [("cache_dir", fill(8_192)), ("runs_dir", read_only), ("cache_dir", read_only)],
+)
+def test_unusable_disk_is_refused_and_resumed_once_mended(folder, undisturbed, tmp_path, key, spoil):
+    place, name = tmp_path / "disk", tmp_path.name
+    with mounted(place):
+        arguments = [*command(folder, name), f"{key}={place / 'inner'}"]
+        spoil(place)
+        assert_refused(launch(arguments))
+        subprocess.run(["mount", "-o", "remount,rw", str(place)], check=True)
+        (place / "ballast").unlink(missing_ok=True)
+        assert launch(arguments).code == 0
+        assert outcome(place / "inner" if key == "runs_dir" else folder / name) == undisturbed
+
+
+@can_mount
+def test_finished_run_on_a_read_only_disk_needs_no_writing(folder, undisturbed, tmp_path):
+    place = tmp_path / "disk"
+    with mounted(place):
+        shutil.copytree(folder / "undisturbed", place, dirs_exist_ok=True)
+        read_only(place)
+        assert launch([*command(folder, "undisturbed"), f"runs_dir={place}"]).code == 0

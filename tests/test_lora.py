@@ -192,7 +192,7 @@ def test_a_target_that_is_no_linear_layer_is_answered_with_those_that_are(tiny_m
 @KINDS
 def test_a_phase_changes_the_adapter_alone(tiny_model, family, dtype, dora):
     model = adapted(tiny_model(family, dtype=dtype), dora=dora)
-    task = LanguageModelTask(model, PhaseConfig(train="lora", steps=2, learning_rate=1e-2), "phase")
+    task = LanguageModelTask(model, PhaseConfig(trainable="lora", steps=2, learning_rate=1e-2), "phase")
     optimizer = task.configure_optimizers()["optimizer"]
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     for index in range(2):
@@ -213,7 +213,7 @@ def test_gradient_checkpointing_changes_nothing(tiny_model, family):
         if checkpointing:
             model.activation_checkpointing_enable({"use_reentrant": False})
             model.train()
-        task = LanguageModelTask(model, PhaseConfig(train="lora", steps=1, learning_rate=1.0), "phase")
+        task = LanguageModelTask(model, PhaseConfig(trainable="lora", steps=1, learning_rate=1.0), "phase")
         task.training_step({"input_ids": tokens()}, 0).backward()
         gradients.append([p.grad for p in task.trainable_parameters()])
     torch.testing.assert_close(*gradients, rtol=0, atol=1e-6)

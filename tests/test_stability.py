@@ -24,11 +24,18 @@ from focus_exp.models.methods import attached_methods
 from focus_exp.records.answers import phases
 from focus_exp.records.comparison import load_run
 from focus_exp.results.metrics import METRICS, read_metrics
-from focus_exp.training import mitigations
-from focus_exp.training.callbacks import Checkpoint
-from focus_exp.training.mitigations import CentroidUpdates, auxiliary_losses
-from focus_exp.training.probe import PROBES, describe, look, probe_tokens, renamed_stability
-from focus_exp.training.recipes import train_phase
+from focus_exp.training import callbacks
+from focus_exp.training.callbacks import (
+    PROBES,
+    CentroidUpdates,
+    Checkpoint,
+    permuted_stability,
+    probe_tokens,
+    route_tokens,
+    router_statistics,
+)
+from focus_exp.training.module import auxiliary_losses
+from focus_exp.training.phases import train_phase
 
 K = 4
 LOSSES = {"balance_loss": 0.5, "entropy_loss": 0.1}
@@ -119,11 +126,11 @@ def test_a_balance_loss_balances_and_leaves_nothing_behind(tiny_model, tmp_path)
     imbalance = []
     for weight in (0.0, 20.0):
         model = attached(tiny_model("llama"), {"balance_loss": weight})
-        phase = schema.PhaseConfig(train="router", steps=25, learning_rate=3e-2)
+        phase = schema.PhaseConfig(trainable="router", steps=25, learning_rate=3e-2)
         train(model, phase, tmp_path / str(weight))
         assert all(method.losses is None for method in attached_methods(model).values())
         copy.deepcopy(model)  # which a tensor with a graph would refuse
-        assignments = look(model, probe_tokens(blocks_of(0)), FLOAT32)
+        assignments = route_tokens(model, probe_tokens(blocks_of(0)), FLOAT32)
         imbalance.append(torch.stack([balance_loss(g) for g in assignments]).mean().item())
     assert imbalance[1] < imbalance[0] / 3
 
@@ -195,7 +202,7 @@ def test_ema_centroids_are_no_parameters_and_take_the_means_of_a_whole_step(tiny
     methods = attached_methods(model)
     assert all([name for name, _ in m.router.named_parameters()] == ["projection"] for m in methods.values())
     before, seen = copy.deepcopy(methods), seen_by(model, monkeypatch)
-    one = schema.PhaseConfig(train="router", steps=1, learning_rate=1e-9)
+    one = schema.PhaseConfig(trainable="router", steps=1, learning_rate=1e-9)
     train(model, one, tmp_path, options, batch_size=2, accumulate=2)
     for index, method in methods.items():
         router = before[index].router
@@ -211,10 +218,10 @@ def test_ema_centroids_are_no_parameters_and_take_the_means_of_a_whole_step(tiny
 
 def test_reclustering_comes_every_so_many_steps_and_not_at_the_last(tiny_model, tmp_path, monkeypatch):
     called = []
-    monkeypatch.setattr(mitigations, "kmeans", lambda *given: called.append(given) or kmeans(*given))
+    monkeypatch.setattr(callbacks, "kmeans", lambda *given: called.append(given) or kmeans(*given))
     options = {"centroid_update": "recluster", "recluster_every": 2}
     model = attached(tiny_model("llama"), options)
-    train(model, schema.PhaseConfig(train="router", steps=6, learning_rate=1e-9), tmp_path, options, accumulate=2)
+    train(model, schema.PhaseConfig(trainable="router", steps=6, learning_rate=1e-9), tmp_path, options, accumulate=2)
     assert len(called) == 2 * len(attached_methods(model))  # after steps 2 and 4
     assert {len(tokens) for tokens, _, _ in called} == {2 * T} and len({seed for _, _, seed in called}) == len(called)
     last = kmeans(*called[-1])
@@ -315,14 +322,14 @@ def test_the_probe_measures_what_it_says():
     second = torch.tensor([[0, 0, 0, 2] * 50, [1, 2, 3, 0] * 50])
     onehot = [torch.nn.functional.one_hot(groups, K).float() for groups in second]
     soft = [0.6 * g + 0.1 for g in onehot]
-    found = describe(soft, second, first)
+    found = router_statistics(soft, second, first)
     assert found["dominance"] == pytest.approx((0.75 + 0.25) / 2) and found["dominance_worst"] == 0.75
     assert found["dead_groups"] == 1 and found["dead_groups_worst"] == 2
     assert found["stability"] == pytest.approx(0.75 / 2)
     assert found["stability_renamed"] == 1.0  # every layer has only renamed its groups
     assert found["confidence"] == pytest.approx(0.7)
     assert found["entropy"] == pytest.approx(-0.7 * math.log(0.7) - 3 * 0.1 * math.log(0.1))
-    assert describe(soft, second, None)["stability"] is None
+    assert router_statistics(soft, second, None)["stability"] is None
 
 
 @given(st.lists(st.integers(0, K - 1), min_size=1, max_size=30), st.permutations(range(K)), st.integers(0, 99))
@@ -330,9 +337,11 @@ def test_renaming_groups_costs_no_stability(groups, names, seed):
     now = torch.tensor([groups])
     renamed = torch.tensor(names)[now]
     other = torch.from_numpy(np.random.default_rng(seed).integers(0, K, now.shape))
-    assert renamed_stability(renamed, now, K) == 1.0
+    assert permuted_stability(renamed, now, K) == 1.0
     assert (
-        renamed_stability(renamed, other, K) == renamed_stability(now, other, K) >= (now == other).float().mean() - 1e-6
+        permuted_stability(renamed, other, K)
+        == permuted_stability(now, other, K)
+        >= (now == other).float().mean() - 1e-6
     )
 
 

@@ -1,6 +1,5 @@
-"""A phase trains exactly what it names, in the arithmetic, with the schedule and over the batches it was told to."""
+"""Phases: trainable parameters, batches, schedule and precision."""
 
-from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 
@@ -13,7 +12,6 @@ from transformers import OPTConfig, OPTForCausalLM
 
 from focus_exp import attach
 from focus_exp import config as schema
-from focus_exp.attention.method import AttentionMethod
 from focus_exp.config_attention import FocusConfig
 from focus_exp.data import Blocks, TokenStream
 from focus_exp.errors import UserError
@@ -21,13 +19,13 @@ from focus_exp.models.methods import attached_methods, observe_selections
 from focus_exp.results.metrics import METRICS, read_metrics
 from focus_exp.training import precision as precisions
 from focus_exp.training.module import LanguageModelTask, learning_rate_scale
+from focus_exp.training.phases import train_phase, unreached_learning_rates
 from focus_exp.training.precision import choose_precision
-from focus_exp.training.recipes import train_phase, unreached_rates
 
 T = 32
 FLOAT32 = choose_precision("float32", "cpu", trains_base=False)
 ROUTER, ALL = (
-    schema.PhaseConfig(train=train, steps=4, learning_rate=rate, warmup_steps=0)
+    schema.PhaseConfig(trainable=train, steps=4, learning_rate=rate, warmup_steps=0)
     for train, rate in (("router", 1e-2), ("all", 1e-3))
 )
 
@@ -38,7 +36,7 @@ def focus(model, **options):
 
 
 def train(model, phase: schema.PhaseConfig, folder: Path, attention: dict | None = None, **trainer) -> list[float]:
-    """Train `model` on random text as a run does; the loss of every optimiser step."""
+    """Train `model` on random tokens; returns the loss of every optimizer step."""
     tokens = np.random.default_rng(0).integers(0, 256, 8 * T, dtype=np.int32)
     stream = TokenStream("random", tokens, np.array([0, len(tokens)]), ["text"])
     config = schema.Config(
@@ -58,24 +56,19 @@ def routers(model) -> torch.Tensor:
     return torch.cat([p.detach().flatten() for method in attached_methods(model).values() for p in method.parameters()])
 
 
-def layers_run(seen: list[AttentionMethod]):
-    """An observer that keeps the method of every layer that runs."""
-    return lambda layer, method, selection, sequence: seen.append(method)
-
-
 # what is trained
 
 
-@pytest.mark.parametrize("family", ["gpt2", "llama", "olmo2"])  # tied and untied embeddings, biases, norms
+@pytest.mark.parametrize("family", ["gpt2", "olmo2"])  # tied and untied embeddings, biases, norms
 @pytest.mark.parametrize("phase", [ROUTER, ALL], ids=["router", "all"])
-def test_a_phase_trains_exactly_what_it_names(tiny_model, tmp_path, family, phase):
+def test_phase_trains_exactly_the_named_parameters(tiny_model, tmp_path, family, phase):
     model = focus(tiny_model(family))
     named = {name for name, _ in model.named_parameters() if phase.trainable == "all" or ".focus.router." in name}
     task = LanguageModelTask(model, phase, "phase")
     optimizer = task.configure_optimizers()["optimizer"]
-    held = [id(p) for group in optimizer.param_groups for p in group["params"]]
+    optimized = [id(p) for group in optimizer.param_groups for p in group["params"]]
     assert set(task.trainable_names) == named
-    assert sorted(held) == sorted(id(p) for name, p in model.named_parameters() if name in named)
+    assert sorted(optimized) == sorted(id(p) for name, p in model.named_parameters() if name in named)
 
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     train(model, phase, tmp_path)
@@ -87,8 +80,8 @@ def test_a_phase_trains_exactly_what_it_names(tiny_model, tmp_path, family, phas
         assert all(".focus.router." in name for name in changed)
 
 
-def test_vectors_are_not_decayed(tiny_model):
-    phase = schema.PhaseConfig(train="all", steps=1, learning_rate=1e-3, weight_decay=0.1)
+def test_optimizer_decays_matrices_only(tiny_model):
+    phase = schema.PhaseConfig(trainable="all", steps=1, learning_rate=1e-3, weight_decay=0.1)
     optimizer = LanguageModelTask(focus(tiny_model("gpt2")), phase, "phase").configure_optimizers()["optimizer"]
     assert {(p.ndim >= 2, group["weight_decay"]) for group in optimizer.param_groups for p in group["params"]} == {
         (True, 0.1),
@@ -96,15 +89,15 @@ def test_vectors_are_not_decayed(tiny_model):
     }
 
 
-def test_a_router_phase_without_a_router_is_refused(tiny_model):
-    with pytest.raises(UserError, match="the model has no attention method attached"):
+def test_router_phase_without_a_router_is_refused(tiny_model):
+    with pytest.raises(UserError, match="attach"):
         LanguageModelTask(tiny_model("llama"), ROUTER, "first")
-    with pytest.raises(UserError, match="phase first trains the router, but the model has no such parameters"):
+    with pytest.raises(UserError, match="recipe.phases.first.trainable=router"):
         LanguageModelTask(attach(tiny_model("llama"), "window", window=4), ROUTER, "first")
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma2"])
-def test_routers_of_a_bf16_base_are_float32_with_finite_gradients(tiny_model, family):
+def test_router_of_a_bf16_base_is_float32_with_finite_gradients(tiny_model, family):
     model = focus(tiny_model(family, dtype=torch.bfloat16)).train()
     task = LanguageModelTask(model, ROUTER, "phase")
     tokens = torch.randint(256, (2, T), generator=torch.Generator().manual_seed(0))
@@ -120,7 +113,7 @@ def test_routers_of_a_bf16_base_are_float32_with_finite_gradients(tiny_model, fa
 
 
 @pytest.mark.parametrize("assignment", ["softmax", "sinkhorn"])
-def test_accumulating_two_batches_of_one_is_a_batch_of_two(tiny_model, tmp_path, assignment):
+def test_accumulation_equals_a_larger_batch(tiny_model, tmp_path, assignment):
     # "balanced" is left out by design: its potential balances the tokens of one batch, and two halves balance apart
     results = []
     for name, sizes in {"batch": {"batch_size": 2}, "accumulated": {"batch_size": 1, "accumulate": 2}}.items():
@@ -134,11 +127,11 @@ def test_accumulating_two_batches_of_one_is_a_batch_of_two(tiny_model, tmp_path,
 
 @pytest.mark.parametrize("phase", [pytest.param(ROUTER, id="router"), pytest.param(ALL, id="all")])
 @pytest.mark.parametrize("family", ["gpt2", "llama"])
-def test_gradient_checkpointing_repeats_layers_and_changes_nothing_else(tiny_model, tmp_path, family, phase):
+def test_gradient_checkpointing_equals_training_without(tiny_model, tmp_path, family, phase):
     results, runs = [], []
     for checkpointing in (False, True):
         model, seen = focus(tiny_model(family)), []
-        with observe_selections(model, layers_run(seen)):
+        with observe_selections(model, lambda layer, method, *_, seen=seen: seen.append(method)):
             losses = train(model, phase, tmp_path / str(checkpointing), gradient_checkpointing=checkpointing)
         potentials = [method.router.potential for method in attached_methods(model).values()]
         results.append((torch.tensor(losses), torch.stack(potentials), routers(model)))
@@ -149,7 +142,7 @@ def test_gradient_checkpointing_repeats_layers_and_changes_nothing_else(tiny_mod
 
 
 @pytest.mark.parametrize("checkpointing", [False, True])
-def test_a_frozen_base_drops_nothing_where_a_layers_own_flag_decides(tmp_path, checkpointing):
+def test_frozen_base_has_no_dropout_under_checkpointing(tmp_path, checkpointing):
     def losses(dropout):
         sizes = {"hidden_size": 32, "word_embed_proj_dim": 32, "ffn_dim": 64, "max_position_embeddings": T}
         torch.manual_seed(0)
@@ -166,7 +159,7 @@ def test_a_frozen_base_drops_nothing_where_a_layers_own_flag_decides(tmp_path, c
 
 
 @pytest.mark.parametrize(("start", "expected"), [(2.0, [2, 4, 6, 8]), (None, [8] * 4), (12.0, [12, 32 / 3, 28 / 3, 8])])
-def test_gates_steepen_from_the_first_step_to_the_last(tiny_model, tmp_path, start, expected):
+def test_gate_annealing_is_linear_in_steps(tiny_model, tmp_path, start, expected):
     model, seen = focus(tiny_model("llama"), gate_steepness=8.0), []
     steepness = lambda layer, method, *_: seen.append(method.gate_steepness)  # noqa: E731
     with observe_selections(model, steepness):
@@ -176,7 +169,7 @@ def test_gates_steepen_from_the_first_step_to_the_last(tiny_model, tmp_path, sta
 
 
 @given(warmup=st.integers(0, 40), steps=st.integers(1, 200))
-def test_the_learning_rate_warms_up_to_its_peak_and_falls_to_a_tenth(warmup, steps):
+def test_learning_rate_warms_up_and_decays_to_a_tenth(warmup, steps):
     phase = schema.PhaseConfig(steps=warmup + steps, learning_rate=1.0, warmup_steps=warmup)
     scales = [learning_rate_scale(step, phase) for step in range(phase.steps + 1)]
     assert scales[warmup] == pytest.approx(1) and scales[-1] == pytest.approx(0.1)
@@ -187,16 +180,16 @@ def test_the_learning_rate_warms_up_to_its_peak_and_falls_to_a_tenth(warmup, ste
     assert learning_rate_scale(phase.steps + 99, phase) == pytest.approx(0.1)
 
 
-@pytest.mark.parametrize(("steps", "warmup", "said"), [(0, 5, []), (10, 9, []), (10, 20, ["comes to 0.476, not to 1"])])
-def test_a_phase_that_ends_before_its_warm_up_says_so(steps, warmup, said):
-    phase = schema.PhaseConfig(steps=steps, learning_rate=1.0, warmup_steps=warmup)
-    config = schema.Config(
-        recipe=schema.RecipeConfig(name="recipe", phases={"everything": replace(phase, train="all")})
-    )
-    assert [sentence.split("learning rate ")[1] for sentence in unreached_rates(config)] == said
+@pytest.mark.parametrize(("steps", "warmup", "count"), [(0, 5, 0), (10, 9, 0), (10, 20, 1)])
+def test_phase_shorter_than_its_warmup_warns(steps, warmup, count):
+    phase = schema.PhaseConfig(trainable="all", steps=steps, learning_rate=1.0, warmup_steps=warmup)
+    config = schema.Config(recipe=schema.RecipeConfig(name="recipe", phases={"everything": phase}))
+    warnings = list(unreached_learning_rates(config))
+    assert len(warnings) == count
+    assert all("recipe.phases.everything.warmup_steps=20" in text and "0.476" in text for text in warnings)
 
 
-def test_the_optimiser_uses_that_learning_rate(tiny_model):
+def test_optimizer_follows_the_learning_rate_schedule(tiny_model):
     phase = schema.PhaseConfig(steps=6, learning_rate=0.02, warmup_steps=2)
     configured = LanguageModelTask(focus(tiny_model("llama")), phase, "phase").configure_optimizers()
     optimizer, scheduler = configured["optimizer"], configured["lr_scheduler"]
@@ -209,7 +202,7 @@ def test_the_optimiser_uses_that_learning_rate(tiny_model):
     assert scheduler["interval"] == "step" and isinstance(optimizer, torch.optim.AdamW)
 
 
-def test_a_line_of_the_log_has_the_learning_rate_of_its_own_step(tiny_model, tmp_path):
+def test_metrics_hold_the_learning_rate_of_their_step(tiny_model, tmp_path):
     phase = schema.PhaseConfig(steps=5, learning_rate=0.02, warmup_steps=2)
     train(focus(tiny_model("llama")), phase, tmp_path, accumulate=2)
     logged = [line["learning_rate"] for line in read_metrics(tmp_path / METRICS)]
@@ -232,27 +225,25 @@ def test_a_line_of_the_log_has_the_learning_rate_of_its_own_step(tiny_model, tmp
         ("float32", True, True, torch.float32, False),
     ],
 )
-def test_precision_follows_from_the_wish_the_hardware_and_what_is_trained(
+def test_choose_precision_by_request_hardware_and_training(
     monkeypatch, requested, native, trains_base, weights, autocast
 ):
-    monkeypatch.setattr(precisions, "native_bf16", lambda device: native)
+    monkeypatch.setattr(precisions, "has_native_bf16", lambda device: native)
     chosen = choose_precision(requested, "cpu", trains_base)
     assert (chosen.device.type, chosen.weights, chosen.autocast) == ("cpu", weights, autocast)
     assert chosen.lightning == ("bf16-mixed" if autocast else "32-true")
     with chosen.context():
         assert (torch.ones(2, 2) @ torch.ones(2, 2)).dtype == (torch.bfloat16 if autocast else torch.float32)
-    reason = f"{'native' if native else 'no native'} bfloat16" if requested == "auto" else f"precision={requested}"
-    assert reason in chosen.reason
 
 
-def test_a_gpu_that_is_not_there_is_refused_and_not_replaced(monkeypatch):
+def test_missing_gpu_is_refused(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    with pytest.raises(UserError, match="trainer.accelerator=gpu, but torch sees no CUDA device"):
+    with pytest.raises(UserError, match="trainer.accelerator=gpu"):
         choose_precision("auto", "gpu", trains_base=False)
     assert choose_precision("auto", "auto", trains_base=False).device.type == "cpu"
 
 
 @pytest.mark.parametrize("feature", ["avx512_bf16", "amx_bf16", "avx2", None])
-def test_a_cpu_has_native_bf16_if_it_says_so(monkeypatch, feature):
+def test_a_cpu_has_has_native_bf16_if_it_says_so(monkeypatch, feature):
     monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {feature: True, "other": True}, raising=False)
-    assert precisions.native_bf16(torch.device("cpu")) is (feature in ("avx512_bf16", "amx_bf16"))
+    assert precisions.has_native_bf16(torch.device("cpu")) is (feature in ("avx512_bf16", "amx_bf16"))

@@ -10,7 +10,7 @@ from focus_exp.evaluation.quality import Quality
 from focus_exp.records.answers import is_configured
 from focus_exp.results.losses import LOSSES, TEXT, write_losses
 from focus_exp.results.record import Record
-from focus_exp.training.exchange import is_main
+from focus_exp.training.distributed import is_main
 
 
 @dataclass(frozen=True)

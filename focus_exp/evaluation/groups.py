@@ -32,7 +32,7 @@ from focus_exp.models.methods import attached_methods, disable_method, get_attac
 from focus_exp.records.groups import ClassCost, GroupFit, GroupLayer, GroupReport, TokenGroup
 from focus_exp.results.intervals import estimate
 from focus_exp.results.losses import Losses
-from focus_exp.training.dual_fit import rebalance
+from focus_exp.training.focus_dual_fit.fit import rebalance
 from focus_exp.training.precision import Precision
 from focus_exp.training.warm_start import calibrate
 

@@ -24,7 +24,7 @@ from focus_exp.models.methods import set_routing
 from focus_exp.results.run_dir import earlier_record
 from focus_exp.speed.methods import Methods
 from focus_exp.speed.suite import Suite
-from focus_exp.training.precision import choose_precision, native_bf16
+from focus_exp.training.precision import choose_precision, has_native_bf16
 
 
 def bench(config: Config) -> None:
@@ -45,7 +45,7 @@ def bench(config: Config) -> None:
     print(f"speed of {timed} against full attention; {router}; {describe(precision)}")
     print(f"run folder: {run_folder(config)}")
     with open_run(config, describe(precision)) as run:
-        if config.has_router and config.bench.dtype == "bf16" and not native_bf16(precision.device):
+        if config.has_router and config.bench.dtype == "bf16" and not has_native_bf16(precision.device):
             run.warn(
                 "bench.dtype=bf16 is emulated on this CPU, so its times of a layer say nothing; use bench.dtype=float32"
             )

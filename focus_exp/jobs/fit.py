@@ -23,16 +23,21 @@ from focus_exp.models.lora import add_lora, count_router_parameters, describe_lo
 from focus_exp.models.methods import attached_methods, get_attachment, is_causal, is_trainable
 from focus_exp.records.rows import ProbeRow
 from focus_exp.results.metrics import read_metrics
-from focus_exp.training.checkpoints import checkpoint_of, mend
-from focus_exp.training.dual_fit import fit_dual, rebalance, table_of
-from focus_exp.training.exchange import agreed, alone, is_main
+from focus_exp.training.callbacks import PROBES, probe_tokens
+from focus_exp.training.checkpoints import checkpoint_path, repair_checkpoints
+from focus_exp.training.distributed import (
+    broadcast_attached,
+    broadcast_object,
+    is_main,
+    place_attached,
+    run_on_rank_zero,
+)
+from focus_exp.training.focus_dual_fit.fit import fit_dual, format_fits, rebalance
 from focus_exp.training.indexer_fit import fit_indexers
 from focus_exp.training.module import NonFiniteError
+from focus_exp.training.phases import CHECKPOINTS, tokens_per_step, train_phases
 from focus_exp.training.precision import Precision
-from focus_exp.training.probe import PROBES, probe_tokens
-from focus_exp.training.recipes import CHECKPOINTS, train_phases
-from focus_exp.training.strategies import place_added, share_added
-from focus_exp.training.warm_start import calibrate, calibrated, warm_start
+from focus_exp.training.warm_start import calibrate, temporary_calibration, warm_start
 
 
 def attach_method(model: PreTrainedModel, config: Config, precision: Precision) -> None:
@@ -49,7 +54,7 @@ def attach_method(model: PreTrainedModel, config: Config, precision: Precision) 
             f"{added['name']} on {', '.join(added['target_modules'])}: {trained_parameters(model, config):,} numbers "
             f"to train, where a router of {config.recipe.lora.router_groups} groups has {budget:,}"
         )
-    place_added(model, precision.device)
+    place_attached(model, precision.device)
 
 
 def fit(run: Run, model: PreTrainedModel, blocks: Blocks, precision: Precision, quality: Quality | None = None) -> None:
@@ -60,25 +65,25 @@ def fit(run: Run, model: PreTrainedModel, blocks: Blocks, precision: Precision, 
     config, record = run.config, run.record
     phases, routed = phases_of(config), config.has_router
     if is_main():
-        for sentence in mend(run.folder / CHECKPOINTS):
+        for sentence in repair_checkpoints(run.folder / CHECKPOINTS):
             run.warn(sentence)
-    begun = agreed(any(checkpoint_of(run.folder / CHECKPOINTS, name).exists() for name, _ in phases[:1]))
+    begun = broadcast_object(any(checkpoint_path(run.folder / CHECKPOINTS, name).exists() for name, _ in phases[:1]))
     fitting = fit_first(run, model, blocks, precision, begun)
     balancing = blocks.sample(config.focus.balance_sequences, config.seed + 2) if routed else []
     moved = blocks.sample(config.dual.calibration_sequences, config.seed + 2) if config.dual and phases else []
 
     def measure(phase: str) -> None:
         assert quality is not None
-        with calibrated(model, balancing, precision):
+        with temporary_calibration(model, balancing, precision):
             quality.measure_between(phase)
 
     def between(phase: str) -> None:
         if quality and routed:
-            alone(model, lambda: measure(phase))
+            run_on_rank_zero(model, lambda: measure(phase))
 
-    share_added(model)
+    broadcast_attached(model)
     try:
-        trained = train_phases(
+        steps = train_phases(
             model, blocks, config, precision, run.folder, run.loggers,
             probed=probe_tokens(quality.blocks) if quality else None,
             between=between,
@@ -93,8 +98,9 @@ def fit(run: Run, model: PreTrainedModel, blocks: Blocks, precision: Precision, 
             f"{error}; training stopped, the last good state is in {kept}. "
             "Lower recipe.phases.*.learning_rate or trainer.gradient_clip"
         ) from error
-    record.steps = trained.steps
-    record.tokens_seen = trained.tokens + sum(tokens.numel() for tokens in (*fitting, *balancing, *moved))
+    record.steps = steps
+    fitted = sum(tokens.numel() for tokens in (*fitting, *balancing, *moved))
+    record.tokens_seen = steps * tokens_per_step(config) + fitted
     record.probes = [ProbeRow(**line) for line in read_metrics(run.folder / PROBES)]
     record.method = {
         "name": config.attention.name,
@@ -102,15 +108,15 @@ def fit(run: Run, model: PreTrainedModel, blocks: Blocks, precision: Precision, 
         "trainable_parameters": trained_parameters(model, config),
     }
     if moved:
-        alone(model, lambda: rebalance(model, moved, precision))
+        run_on_rank_zero(model, lambda: rebalance(model, moved, precision))
     if routed:
-        alone(model, lambda: calibrate(model, balancing, precision))
+        run_on_rank_zero(model, lambda: calibrate(model, balancing, precision))
         record.layers = get_attachment(model).layers
         record.method |= method_options(config.attention)
     # a budget may leave no encoder anywhere, and is what a layer reads nevertheless
     if config.dual or any(method.state_dict() for method in attached_methods(model).values()):
         extra = {"trained_with": config.model.name, "substitution": record.model.get("substitution")}
-        extra |= {"steps": trained.steps, "tokens": record.tokens_seen, "seed": config.seed}
+        extra |= {"steps": steps, "tokens": record.tokens_seen, "seed": config.seed}
         save_adapter(model, run.folder / "adapter", extra, is_main())
     if config.recipe.trains("lora"):
         record.method |= describe_lora(model)
@@ -126,7 +132,7 @@ def fit_first(run: Run, model: PreTrainedModel, blocks: Blocks, precision: Preci
         sample = blocks.sample(config.focus.warm_start_sequences, seed + 1)
         if not begun:
             began = time.perf_counter()
-            alone(model, lambda: warm_start(model, sample, config.focus.warm_start_steps, precision, seed))
+            run_on_rank_zero(model, lambda: warm_start(model, sample, config.focus.warm_start_steps, precision, seed))
             print(f"routers fitted to the attention in {len(sample)} blocks ({time.perf_counter() - began:.0f} s)")
         return sample
     if config.fitting is None:
@@ -135,7 +141,7 @@ def fit_first(run: Run, model: PreTrainedModel, blocks: Blocks, precision: Preci
     began = time.perf_counter()
     if config.dual:
         run.record.fits, seconds = fit_dual(model, sample, config.dual, precision, cache, seed)
-        print(table_of(run.record.fits))
+        print(format_fits(run.record.fits))
     else:
         seconds = fit_indexers(model, sample, config.fitting, precision, cache, seed)
     run.record.fit_seconds = seconds

@@ -17,7 +17,7 @@ from focus_exp.models.adapter import read_description
 from focus_exp.models.load import hash_tokenizer, hash_weights
 from focus_exp.results.record import Record
 from focus_exp.results.run_dir import NOT_ENDED, run_folder
-from focus_exp.training.recipes import CHECKPOINTS
+from focus_exp.training.phases import CHECKPOINTS
 
 
 def refuse_other_inputs(config: Config, record: Record) -> None:

@@ -27,7 +27,7 @@ from focus_exp.models.lora import Linear, add_lora, count_router_parameters
 from focus_exp.models.methods import is_trainable
 from focus_exp.models.random import architecture_config
 from focus_exp.storage import replace_file
-from focus_exp.training.recipes import tokens_per_step
+from focus_exp.training.phases import tokens_per_step
 
 GIB = 2**30
 USABLE = 0.9  # fraction of the GPU's memory for tensors; CUDA context, workspaces and fragmentation take the rest

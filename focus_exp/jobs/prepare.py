@@ -18,8 +18,8 @@ from focus_exp.jobs.run import Run
 from focus_exp.models.adapter import read_adapter
 from focus_exp.models.load import LoadedModel, load_model
 from focus_exp.speed.timing import device_name
+from focus_exp.training.distributed import place_base, strategy_name
 from focus_exp.training.precision import Precision
-from focus_exp.training.strategies import place, strategy_name
 
 
 def headline(config: Config) -> str:
@@ -51,7 +51,7 @@ def load(run: Run, precision: Precision) -> tuple[LoadedModel, Corpus]:
         from_scratch=config.recipe.from_scratch,
     )  # fmt: skip
     run.describe_model(loaded.provenance, sum(p.numel() for p in loaded.model.parameters()))
-    place(loaded.model, config, precision.device)
+    place_base(loaded.model, config, precision.device)
     corpus = load_corpus(config.data, loaded.tokenizer, assets=config.assets, cache=cache)
     if corpus.special_tokens:
         run.warn(

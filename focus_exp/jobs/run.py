@@ -44,8 +44,8 @@ from focus_exp.results.run_dir import (
 )
 from focus_exp.speed.timing import begin_peak, peak_memory
 from focus_exp.storage import file_lock, remove_stale_temp, replace_file
-from focus_exp.training.exchange import is_main
-from focus_exp.training.recipes import CHECKPOINTS
+from focus_exp.training.distributed import is_main
+from focus_exp.training.phases import CHECKPOINTS
 
 TABLE_WIDTH = 190
 COMMIT = re.compile("[0-9a-f]{40}")

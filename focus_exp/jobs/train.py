@@ -23,11 +23,16 @@ from focus_exp.jobs.tune import last_rate, tuned
 from focus_exp.models.load import fingerprint, gather_tensor
 from focus_exp.records.rows import Try
 from focus_exp.storage import atomic_write
-from focus_exp.training.exchange import alone, in_turns, is_main
+from focus_exp.training.distributed import (
+    check_strategy,
+    is_main,
+    is_sharded,
+    process_group,
+    run_on_rank_zero,
+    sequential_by_rank,
+)
+from focus_exp.training.phases import unreached_learning_rates
 from focus_exp.training.precision import choose_device, choose_precision
-from focus_exp.training.processes import processes
-from focus_exp.training.recipes import unreached_rates
-from focus_exp.training.strategies import check_strategy, is_sharded
 
 
 def train(config: Config) -> None:
@@ -41,19 +46,19 @@ def carry_out(asked: Config, config: Config, tries: list[Try]) -> None:
     """Run what `asked` names with the learning rate of `config`, the best of the `tries`."""
     precision = choose_precision(config.trainer.precision, config.trainer.accelerator, config.recipe.trains("all"))
     device = f"{describe(precision)}{describe_processes(config)}"
-    with processes(config.trainer, precision.device.type), open_run(asked, device) as run:
+    with process_group(config.trainer, precision.device.type), open_run(asked, device) as run:
         run.config, run.record.config, run.record.tries = config, to_dict(config), tries
         print(f"{headline(config)}; {device}")
         print(f"run folder: {run.folder}")
         if tries:
             print(f"learning rate {last_rate(config):g}, the best of {len(tries)} on validation text")
-        with in_turns(config.trainer.devices):
+        with sequential_by_rank(config.trainer.devices):
             loaded, corpus = load(run, precision)
         model, evaluation = prepare(run, loaded, corpus, precision)
         blocks = training_blocks(config, loaded, corpus)
-        for sentence in filter(None, [dense_training(model, config), *unreached_rates(config)]):
+        for sentence in filter(None, [dense_training(model, config), *unreached_learning_rates(config)]):
             run.warn(sentence)
-        alone(model, evaluation.measure_base)
+        run_on_rank_zero(model, evaluation.measure_base)
         with run.training():
             attach_method(model, config, precision)
             fit(run, model, blocks, precision, evaluation.quality)
@@ -61,7 +66,7 @@ def carry_out(asked: Config, config: Config, tries: list[Try]) -> None:
                 save_weights(run, model, loaded.tokenizer)
                 # what a run with model.path= of them says it began with
                 run.record.method["weights"] = fingerprint(model)
-        alone(model, evaluation.measure_attached)
+        run_on_rank_zero(model, evaluation.measure_attached)
         evaluation.write_into(run.record, run.folder)
 
 

@@ -167,19 +167,19 @@ class Difference:
 
 @dataclass(kw_only=True)
 class FitRow:
-    """What the fit of a layer's two encoders keeps on held-out text. Shares are 0..1.
+    """Fit of a layer's two encoders, measured on validation sequences; fractions are 0..1.
 
-    reads: groups that a query of each head reads. pairs: share of the distant pairs. importance: squared change of the
-    loss, to first order, where all of them go [nats^2]; lost: the share of it where those of the other groups go;
-    least: likewise if a query read those of as many groups that change most.
+    reads: groups that a query of each head reads. pairs: density of distant pairs. importance: squared first-order
+    change of the loss without distant pairs [nats^2]; lost: fraction of it without those of the other groups; least:
+    the same with the best groups of each query, in older records.
     """
 
     layer: int
     reads: list[int]
     pairs: float
     lost: float
-    least: float
     importance: float
+    least: float | None = None
 
 
 @dataclass(kw_only=True)

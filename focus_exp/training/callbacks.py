@@ -1,54 +1,89 @@
-"""What happens around the training steps: progress, metrics, checkpoints, a clean end on a signal."""
+"""Callbacks of a phase: metrics, checkpoints and signals, gate annealing, centroid updates, router statistics."""
 
 from __future__ import annotations
 
 import json
+import logging
 import signal
-import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytorch_lightning as pl
 import torch
 from pytorch_lightning.callbacks import Callback
+from scipy.optimize import linear_sum_assignment
+from torch import Tensor, nn
+from transformers import PreTrainedModel
 
+from focus_exp.attention.focus import Focus
+from focus_exp.attention.method import AttentionMethod
+from focus_exp.attention.mitigations import entropy, follow_means, kmeans
+from focus_exp.attention.selection import Selection, Sequence
 from focus_exp.config_attention import FocusConfig
+from focus_exp.data import Blocks
 from focus_exp.errors import STOP_SIGNALS, Interrupted
-from focus_exp.models.methods import find_routers
+from focus_exp.models.methods import find_routers, observe_selections
 from focus_exp.progress import ProgressBar
 from focus_exp.results.metrics import read_metrics, write_metrics
-from focus_exp.training.exchange import any_of, is_main
+from focus_exp.training.distributed import all_reduce_max, is_main
 from focus_exp.training.module import LanguageModelTask
+from focus_exp.training.precision import Precision
+
+log = logging.getLogger(__name__)
+
+
+class StepLog:
+    """Lines of a JSONL file by phase and step; loggers, which draw one curve per run, get steps of the run.
+
+    Args:
+        first_step: optimizer steps of earlier phases.
+    """
+
+    def __init__(self, path: Path, phase: str, first_step: int) -> None:
+        self.path, self.phase, self.first_step = path, phase, first_step
+
+    def truncate(self, step: int) -> None:
+        """Drop this phase's lines after `step`, which a resumed phase writes again."""
+        lines = read_metrics(self.path)
+        write_metrics(self.path, [x for x in lines if x["phase"] != self.phase or x["step"] <= step])
+
+    def write(self, trainer: pl.Trainer, step: int, values: dict[str, Any], prefix: str, **of_run: Any) -> None:
+        """Append a line; `of_run` replaces values for loggers."""
+        with self.path.open("a", encoding="utf-8") as file:
+            file.write(json.dumps({"phase": self.phase, "step": step, **values}) + "\n")
+        shown = {f"{prefix}/{name}": value for name, value in (values | of_run).items() if value is not None}
+        for logger in trainer.loggers:
+            logger.log_metrics(shown, self.first_step + step)
 
 
 class Metrics(Callback):
-    """One line of `path` (JSONL) per logged optimiser step: phase, step, loss, learning rate, tokens, speed.
+    """Write loss, learning rate and speed every `log_every` optimizer steps, and show a progress bar.
 
-    `seconds` counts this process's training time; all else is a function of configuration and seed. Steps and tokens
-    are those of the phase; loggers, who draw one curve, get those of the run, `before` steps of earlier phases
-    included.
+    Everything but `seconds` and `tokens_per_second` is a function of config and seed.
     """
 
-    def __init__(self, path: Path, phase: str, before: int, log_every: int, tokens_per_step: int) -> None:
-        self.path = path
-        self.phase = phase
-        self.before = before
-        self.log_every = log_every
-        self.tokens_per_step = tokens_per_step
-        self.losses: list[torch.Tensor] = []
+    def __init__(self, lines: StepLog, log_every: int, tokens_per_step: int, progress: bool = False) -> None:
+        self.lines, self.log_every, self.tokens_per_step, self.progress = lines, log_every, tokens_per_step, progress
+        self.losses: list[Tensor] = []  # since the last line, which may be older than the checkpoint
 
     def state_dict(self) -> dict[str, Any]:
-        return {"losses": self.losses}  # since the last line, where lines are rarer than checkpoints
+        return {"losses": self.losses}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self.losses = state_dict["losses"]
 
     def on_train_start(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
-        kept = [m for m in read_metrics(self.path) if m["phase"] != self.phase or m["step"] <= trainer.global_step]
-        write_metrics(self.path, kept)
+        self.lines.truncate(trainer.global_step)
         self.began = self.last = time.perf_counter()
         self.last_step = trainer.global_step
+        self.bar = ProgressBar(
+            total=trainer.max_steps, initial=trainer.global_step, desc=f"training {self.lines.phase}", unit="step",
+            leave=True, disable=not self.progress,
+        )  # fmt: skip
 
     def on_train_batch_end(
         self, trainer: pl.Trainer, module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
@@ -56,12 +91,13 @@ class Metrics(Callback):
         assert isinstance(module, LanguageModelTask)
         self.losses.append(module.last_loss)
         step = trainer.global_step
+        if self.progress:
+            self.bar.set_postfix(loss=f"{module.last_loss.item():.3f}", refresh=False)
+            self.bar.update(step - self.bar.n)
         if trainer.fit_loop._should_accumulate() or step == self.last_step or step % self.log_every:
             return
         now = time.perf_counter()
-        line = {
-            "phase": self.phase,
-            "step": step,
+        values = {
             "loss": torch.stack(self.losses).mean().item(),
             "learning_rate": module.learning_rate,
             "gradient_norm": module.gradient_norm,
@@ -69,20 +105,22 @@ class Metrics(Callback):
             "tokens_per_second": (step - self.last_step) * self.tokens_per_step / (now - self.last),
             "seconds": now - self.began,
         }
-        module.log("tokens/s", line["tokens_per_second"], prog_bar=True, logger=False)
-        with self.path.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(line) + "\n")
-        of_run = {name: value for name, value in line.items() if name != "step"}
-        of_run["tokens"] = (self.before + step) * self.tokens_per_step
-        for logger in trainer.loggers:
-            logger.log_metrics({f"train/{name}": value for name, value in of_run.items()}, self.before + step)
+        run_tokens = (self.lines.first_step + step) * self.tokens_per_step
+        self.lines.write(trainer, step, values, "train", phase=self.lines.phase, tokens=run_tokens)
         self.losses, self.last, self.last_step = [], now, step
+
+    def on_train_end(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
+        self.bar.close()
+
+    def on_exception(self, trainer: pl.Trainer, module: pl.LightningModule, exception: BaseException) -> None:
+        if hasattr(self, "bar"):
+            self.bar.close()
 
 
 class Checkpoint(Callback):
-    """Saves `path` every so many optimiser steps, at the end, and before a signal or an error ends the run.
+    """Save `path` every `every` optimizer steps, at the end, and before a signal ends the run.
 
-    Always at the end of an accumulation window: partial gradients are not part of a checkpoint.
+    Only at the end of an accumulation window: partial gradients are not part of a checkpoint.
     """
 
     def __init__(self, path: Path, every: int) -> None:
@@ -93,53 +131,53 @@ class Checkpoint(Callback):
 
     def on_train_start(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
         if is_main() and 0 < trainer.global_step < trainer.max_steps:
-            print(f"{self.path.stem}: going on from step {trainer.global_step} of {trainer.max_steps}")
-        # after Lightning has put its own handlers in place
+            log.info("%s: resuming from step %d of %d", self.path.stem, trainer.global_step, trainer.max_steps)
+        # after Lightning has installed its own handlers
         for signum in STOP_SIGNALS:
             self.handlers[signum] = signal.signal(signum, self._receive)
 
     def _receive(self, signum: int, frame: Any) -> None:
-        if signum == self.received != signal.SIGUSR2:  # asked twice: at once
+        if signum == self.received != signal.SIGUSR2:  # the second time: at once
             signal.signal(signum, signal.SIG_DFL)
             signal.raise_signal(signum)
         self.received = signum
-        print("\nstopping after this step; once more to stop at once", file=sys.stderr)
+        log.warning("stopping after this step; send the signal again to stop at once")
 
     def on_train_batch_end(
         self, trainer: pl.Trainer, module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         if trainer.fit_loop._should_accumulate():
             return
-        # not into self.received: a signal that comes while processes agree would be lost
-        agreed = any_of(self.received)
+        # not into self.received: a signal that arrives during the all-reduce would be lost
+        received = all_reduce_max(self.received)
         done = trainer.global_step == trainer.max_steps
-        if agreed is not None or done or trainer.global_step % self.every == 0:
+        if received is not None or done or trainer.global_step % self.every == 0:
             trainer.save_checkpoint(self.path)
-        if agreed is not None and not done:
-            self.received = agreed
-            raise Interrupted(agreed, f"at step {trainer.global_step} of {trainer.max_steps}")
+        if received is not None and not done:
+            self.received = received
+            raise Interrupted(received, f"at step {trainer.global_step} of {trainer.max_steps}")
 
     def on_train_end(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
-        self._restore()
-        if (agreed := any_of(self.received)) is not None:
-            raise Interrupted(agreed, f"after the last of {trainer.max_steps} steps")
+        self._restore_handlers()
+        if (received := all_reduce_max(self.received)) is not None:
+            raise Interrupted(received, f"after the last of {trainer.max_steps} steps")
 
     def on_exception(self, trainer: pl.Trainer, module: pl.LightningModule, exception: BaseException) -> None:
-        self._restore()
-        # SLURM signals the processes of a logger or of the data as well, and they are gone at once
+        self._restore_handlers()
+        # SLURM also signals the processes of loggers and data workers, which end at once
         if self.received is not None and isinstance(exception, (ConnectionError, RuntimeError)):
             raise Interrupted(self.received, f"after step {trainer.global_step} of {trainer.max_steps}") from exception
 
-    def _restore(self) -> None:
+    def _restore_handlers(self) -> None:
         for signum, handler in self.handlers.items():
             signal.signal(signum, handler)
         self.handlers = {}
 
 
 class GateAnnealing(Callback):
-    """Steepens the soft gates from gate_steepness_start to gate_steepness, linearly in the steps of a phase.
+    """Anneal the gate steepness linearly from gate_steepness_start to gate_steepness.
 
-    A shallow gate lets gradients see the pairs it would drop; a steep one is the hard mask that is used in the end.
+    A shallow gate passes gradients of pairs that it would prune; a steep one approaches hard routing.
     """
 
     def __init__(self, attention: FocusConfig) -> None:
@@ -147,7 +185,8 @@ class GateAnnealing(Callback):
         self.start = self.final if attention.gate_steepness_start is None else attention.gate_steepness_start
 
     def on_train_batch_start(self, trainer: pl.Trainer, module: pl.LightningModule, batch: Any, batch_idx: int) -> None:
-        self._set(module, self.start + (self.final - self.start) * trainer.global_step / max(1, trainer.max_steps - 1))
+        progress = trainer.global_step / max(1, trainer.max_steps - 1)
+        self._set(module, self.start + (self.final - self.start) * progress)
 
     def on_train_end(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
         self._set(module, self.final)
@@ -158,29 +197,189 @@ class GateAnnealing(Callback):
             router.gate_steepness = steepness
 
 
-class Progress(Callback):
-    """One bar for the whole phase: loss, tokens/s and the time left."""
+class CentroidUpdates(Callback):
+    """Move centroids without a gradient, by the tokens of whole steps of all processes.
 
-    def __init__(self, phase: str) -> None:
-        self.phase = phase
+    ema: after every step towards the means of their tokens. recluster: every recluster_every steps to k-means centres,
+    at the average norm that they had.
+    """
+
+    def __init__(self, model: nn.Module, attention: FocusConfig) -> None:
+        self.update = attention.centroid_update
+        self.decay = attention.centroid_decay
+        self.every = attention.recluster_every
+        self.methods = find_routers(model) if self.update != "gradient" else {}
+        self.last_step = 0
 
     def on_train_start(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
-        self.bar = ProgressBar(
-            total=trainer.max_steps, initial=trainer.global_step, desc=f"training {self.phase}", unit="step", leave=True
-        )
+        self.last_step = trainer.global_step
+        self._record([])
 
     def on_train_batch_end(
         self, trainer: pl.Trainer, module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        assert isinstance(module, LanguageModelTask)
-        speed = trainer.progress_bar_metrics.get("tokens/s", 0)
-        shown = {"loss": f"{module.last_loss.item():.3f}", "tokens/s": f"{speed:,.0f}"}
-        self.bar.set_postfix(shown, refresh=False)
-        self.bar.update(trainer.global_step - self.bar.n)
+        step = trainer.global_step
+        if step == self.last_step:
+            return
+        self.last_step = step
+        # not at the last step, after which nothing is trained on the new groups
+        due = self.update == "ema" or (step % self.every == 0 and step < trainer.max_steps)
+        for layer, method in self.methods.items() if due else ():
+            assert method.projected is not None
+            tokens = module.all_gather(torch.stack(method.projected))  # (batches, N, R), or (processes, batches, N, R)
+            assert isinstance(tokens, Tensor)
+            if tokens.ndim > 3:  # the order of a single process: k-means starts from some of them
+                tokens = tokens.transpose(0, 1)
+            self._move(method, tokens.flatten(0, -2), seed=step + 1_000_003 * layer)
+        self._record([])
+
+    @torch.no_grad()
+    def _move(self, method: Focus, tokens: Tensor, seed: int) -> None:
+        router, before = method.router, method.router.centroids
+        if self.update == "ema":
+            after = follow_means(before, tokens, router.compare(tokens).argmax(-1), self.decay)
+        else:
+            # scores are dot products: a longer centroid would attract tokens that are nearer to another
+            after = nn.functional.normalize(kmeans(tokens, len(before), seed), dim=-1) * before.norm(dim=-1).mean()
+        before.copy_(after)
 
     def on_train_end(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
-        self.bar.close()
+        self._record(None)
 
     def on_exception(self, trainer: pl.Trainer, module: pl.LightningModule, exception: BaseException) -> None:
-        if hasattr(self, "bar"):
-            self.bar.close()
+        self._record(None)
+
+    def _record(self, tokens: list[Tensor] | None) -> None:
+        """Start a new list of projected tokens per method, or stop recording with None."""
+        for method in self.methods.values():
+            method.projected = None if tokens is None else list(tokens)
+
+
+PROBES = "probe.jsonl"
+MAX_TOKENS = 1024
+PROBES_PER_PHASE = 20  # unless trainer.probe_every is set
+DEAD_FRACTION = 0.01  # of the tokens, below which a group is dead
+
+
+def probe_tokens(blocks: Blocks) -> Tensor:
+    """Return token ids `(B, T)` spread evenly over `blocks`, at most MAX_TOKENS in all."""
+    count = max(1, min(len(blocks), MAX_TOKENS // blocks.seq_len))
+    indices = np.linspace(0, len(blocks) - 1, count).round()
+    return torch.stack([blocks[int(index)]["input_ids"][:MAX_TOKENS] for index in indices])
+
+
+class Probe(Callback):
+    """Write router statistics before, every `every` steps during, and after a phase.
+
+    dominance(_worst): fraction of tokens in the largest group, mean (max) over layers.
+    dead_groups(_worst): groups with less than DEAD_FRACTION of the tokens, mean (max) over layers.
+    stability: fraction of tokens in the same group as at the previous probe (the paper does not define its own).
+    stability_renamed: the same under the best permutation of group indices per layer.
+    confidence, entropy: mean maximum and mean entropy [nats] of the tokens' assignments.
+    """
+
+    def __init__(
+        self, lines: StepLog, every: int, model: PreTrainedModel, tokens: Tensor, precision: Precision
+    ) -> None:
+        self.lines, self.every = lines, every
+        self.model, self.tokens, self.precision = model, tokens, precision
+        self.groups: Tensor | None = None  # (layers, N) at the last probe
+        self.last_step = -1
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"groups": self.groups}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.groups = state_dict["groups"]
+
+    def on_train_start(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
+        resumed = self.groups is not None
+        self.last_step = trainer.global_step if resumed else -1
+        if trainer.is_global_zero:
+            self.lines.truncate(self.last_step)
+        self.probe(trainer)
+
+    def on_train_batch_end(
+        self, trainer: pl.Trainer, module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        if trainer.global_step % self.every == 0 or trainer.global_step == trainer.max_steps:
+            self.probe(trainer)
+
+    def probe(self, trainer: pl.Trainer) -> None:
+        """Write this step's statistics once; all processes compute them, process 0 writes."""
+        step = trainer.global_step
+        if step == self.last_step:
+            return
+        self.last_step = step
+        assignments = route_tokens(self.model, self.tokens, self.precision)
+        groups = torch.stack([assignment.argmax(-1) for assignment in assignments])
+        statistics = router_statistics(assignments, groups, self.groups)
+        self.groups = groups
+        if trainer.is_global_zero:
+            self.lines.write(trainer, step, statistics, "probe")
+
+
+@torch.no_grad()
+def route_tokens(model: PreTrainedModel, tokens: Tensor, precision: Precision) -> list[Tensor]:
+    """Return the assignments `(B * T, K)` of each layer to tokens `(B, T)` in eval mode, on the CPU.
+
+    Gates are soft or hard as in training. The model's state does not change.
+    """
+    assignments: dict[int, Tensor] = {}
+
+    def observe(layer: int, method: AttentionMethod, selection: Selection, sequence: Sequence) -> None:
+        assert selection.assignment is not None
+        assignments[layer] = selection.assignment.flatten(0, -2).cpu()
+
+    with eval_mode(model), observe_selections(model, observe), precision.context():
+        model(input_ids=tokens.to(model.device), use_cache=False, logits_to_keep=1)
+    return [assignments[layer] for layer in sorted(assignments)]
+
+
+@contextmanager
+def eval_mode(model: nn.Module) -> Iterator[None]:
+    """Put all modules in eval mode, with gates as hard as `train_with` has them."""
+    modes = {module: module.training for module in model.modules()}
+    hard = {method: method.hard for method in find_routers(model).values()}
+    model.eval()
+    for method in hard:
+        method.hard = method.train_with == "hard"
+    try:
+        yield
+    finally:
+        for module, training in modes.items():
+            module.training = training
+        for method, value in hard.items():
+            method.hard = value
+
+
+def router_statistics(assignments: list[Tensor], groups: Tensor, previous: Tensor | None) -> dict[str, float | None]:
+    """Summarize the assignments of the layers; see `Probe` for the keys.
+
+    Args:
+        assignments: per layer `(N, K)`.
+        groups: `(layers, N)`, argmax of the assignments.
+        previous: groups at the previous probe; without them stability is None.
+    """
+    count = assignments[0].shape[-1]
+    loads = torch.stack([torch.bincount(g, minlength=count) / len(g) for g in groups])  # (layers, K)
+    largest, dead = loads.amax(-1), (loads < DEAD_FRACTION).float().sum(-1)
+    return {
+        "dominance": largest.mean().item(),
+        "dominance_worst": largest.max().item(),
+        "dead_groups": dead.mean().item(),
+        "dead_groups_worst": dead.max().item(),
+        "stability": None if previous is None else (groups == previous).float().mean().item(),
+        "stability_renamed": None if previous is None else permuted_stability(groups, previous, count),
+        "confidence": float(np.mean([a.amax(-1).mean().item() for a in assignments])),
+        "entropy": float(np.mean([entropy(a).mean().item() for a in assignments])),
+    }
+
+
+def permuted_stability(groups: Tensor, previous: Tensor, count: int) -> float:
+    """Return the largest agreement of groups `(layers, N)` under one permutation per layer."""
+    agreeing = 0
+    for now, then in zip(groups, previous, strict=True):
+        pairs = torch.bincount(count * then + now, minlength=count * count).view(count, count).numpy()
+        agreeing += pairs[linear_sum_assignment(pairs, maximize=True)].sum()
+    return float(agreeing / groups.numel())

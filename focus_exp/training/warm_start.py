@@ -1,8 +1,8 @@
-"""Start the routers from the frozen model's own attention, and set their balance before they are used.
+"""Warm start of the routers from the frozen model's attention, and calibration of their balance.
 
-Warm start: each layer's router learns, on its own and without a pass through the model, to put into one group the
-distant pairs that the layer's full attention cares about, every group of equal mass by construction. That is a
-balanced cut of the attention graph; it takes one forward pass per block of text and a few seconds of small matrices.
+Warm start fits each layer's router, without passes through the model, to put pairs with distant attention into one
+group. Groups have equal mass by construction, which makes this a balanced cut of the attention graph. It takes one
+forward pass per sequence and seconds of small matrix products.
 """
 
 from __future__ import annotations
@@ -29,8 +29,7 @@ SHARPNESS = (1.0, 2.0, 4.0, 8.0)
 
 
 class AttentionProbe(AttentionMethod):
-    """Full attention that keeps what a router can learn from: hidden states `[T, E]` and, averaged over heads, the
-    attention `[T, T]` on pairs beyond window and sinks."""
+    """Full attention that records hidden states `(T, E)` and distant attention `(T, T)`, averaged over heads."""
 
     def __init__(self, shape: LayerShape, window: int, sinks: int) -> None:
         super().__init__(shape, window, sinks)
@@ -48,9 +47,9 @@ class AttentionProbe(AttentionMethod):
         mass = torch.zeros(batch, length, length, dtype=torch.bfloat16, device=q.device)
         outputs = []
         for rows in row_blocks(length, 256):
-            keep = permitted(sequence, rows, rows.stop)
+            visible = permitted(sequence, rows, rows.stop)
             s = scores(q[:, :, rows], k[:, :, : rows.stop], args)
-            p = weights(s.masked_fill(~keep[:, None], float("-inf")), args.sink_logits)
+            p = weights(s.masked_fill(~visible[:, None], float("-inf")), args.sink_logits)
             distant = ~always_visible(sequence, rows, rows.stop, self.window, self.sinks)
             mass[:, rows, : rows.stop] = (p.float().mean(1) * distant).to(mass.dtype)
             values = v[:, :, : rows.stop].repeat_interleave(q.shape[1] // v.shape[1], dim=1)
@@ -59,29 +58,34 @@ class AttentionProbe(AttentionMethod):
         return torch.cat(outputs, dim=2)
 
 
-def warm_start(model: PreTrainedModel, blocks: list[Tensor], steps: int, precision: Precision, seed: int) -> None:
-    """Fit every attached router to the attention of the model on `blocks`, each `[T]` token ids."""
+def warm_start(model: PreTrainedModel, sequences: list[Tensor], steps: int, precision: Precision, seed: int) -> None:
+    """Fit every attached router to the model's attention on `sequences`, each `(T,)` token ids."""
     methods = find_routers(model)
     probes = {i: AttentionProbe(m.shape, m.window, m.sinks) for i, m in methods.items()}
-    with torch.no_grad(), swap_methods(model, dict(probes)), precision.context():
-        for tokens in ProgressBar(blocks, desc="warm start: reading attention", unit="block"):
-            model(input_ids=tokens[None].to(model.device), use_cache=False, logits_to_keep=1)
+    with torch.no_grad(), swap_methods(model, dict(probes)):
+        run_forward(model, sequences, precision, "warm start: recording attention")
     generator = torch.Generator().manual_seed(seed)
     for index, method in ProgressBar(methods.items(), desc="warm start: fitting routers", unit="layer"):
         fit_router(method, probes.pop(index), steps, generator)
 
 
+def run_forward(model: PreTrainedModel, sequences: list[Tensor], precision: Precision, description: str) -> None:
+    with precision.context():
+        for tokens in ProgressBar(sequences, desc=description, unit="sequence"):
+            model(input_ids=tokens[None].to(model.device), use_cache=False, logits_to_keep=1)
+
+
 def fit_router(method: Focus, probe: AttentionProbe, steps: int, generator: torch.Generator) -> None:
-    """Maximise the share of distant attention that stays inside groups, sum_ij mass_ij g_i . g_j."""
+    """Maximize the fraction of distant attention inside groups, sum_ij mass_ij g_i . g_j / sum_ij mass_ij."""
     parameters = list(method.router.parameters())
-    before = [(p, p.requires_grad) for p in parameters]
+    required = [p.requires_grad for p in parameters]
     optimizer = torch.optim.Adam([p.requires_grad_(True) for p in parameters], lr=LEARNING_RATE)
     scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps)
     method.train()
     for _ in range(steps):
-        chosen = torch.randint(len(probe.hidden), (BATCH,), generator=generator).tolist()
-        h = torch.stack([probe.hidden[i] for i in chosen])
-        mass = torch.stack([probe.mass[i] for i in chosen]).float()
+        indices = torch.randint(len(probe.hidden), (BATCH,), generator=generator).tolist()
+        h = torch.stack([probe.hidden[i] for i in indices])
+        mass = torch.stack([probe.mass[i] for i in indices]).float()
         g = method.assign(h, Sequence.plain(h.shape[0], h.shape[1], h.device))
         loss = -((mass @ g) * g).sum() / mass.sum().clamp(min=1e-6)
         optimizer.zero_grad()
@@ -89,20 +93,20 @@ def fit_router(method: Focus, probe: AttentionProbe, steps: int, generator: torc
         optimizer.step()
         scheduler.step()
     method.eval()
-    for parameter, required in before:
-        parameter.requires_grad_(required)
+    for parameter, value in zip(parameters, required, strict=True):
+        parameter.requires_grad_(value)
         parameter.grad = None
 
 
 @torch.no_grad()
-def calibrate(model: PreTrainedModel, blocks: list[Tensor], precision: Precision) -> None:
-    """Set the frozen potentials so that hard groups are equally large on `blocks` of training text.
+def calibrate(model: PreTrainedModel, sequences: list[Tensor], precision: Precision) -> None:
+    """Set the frozen balancing biases so that hard groups have equal sizes on `sequences` `(T,)`.
 
-    The running average lags behind a moving router, and balances mass where use balances counts. A router that reads
-    the future gets potentials too, by which its causal twin is measured.
+    The running average lags behind a moving router, and balances mass where hard routing needs counts. A non-causal
+    router gets biases too, for its causal counterpart.
     """
     methods = {i: m for i, m in find_routers(model).items() if m.assignment != "softmax"}
-    if not methods or not blocks:
+    if not methods or not sequences:
         return
     log_assignments: dict[int, list[Tensor]] = {index: [] for index in methods}
 
@@ -112,9 +116,8 @@ def calibrate(model: PreTrainedModel, blocks: list[Tensor], precision: Precision
 
     model.eval()
     set_routing(model, hard=True)
-    with use_causal_assignment(model), observe_selections(model, observe), precision.context():
-        for tokens in ProgressBar(blocks, desc="calibrating balance", unit="block"):
-            model(input_ids=tokens[None].to(model.device), use_cache=False, logits_to_keep=1)
+    with use_causal_assignment(model), observe_selections(model, observe):
+        run_forward(model, sequences, precision, "calibrating balance")
     for index, method in methods.items():
         logits = torch.cat(log_assignments[index])
         change = torch.zeros_like(method.router.potential)
@@ -124,10 +127,10 @@ def calibrate(model: PreTrainedModel, blocks: list[Tensor], precision: Precision
 
 
 @contextmanager
-def calibrated(model: PreTrainedModel, blocks: list[Tensor], precision: Precision) -> Iterator[None]:
-    """Within the block the potentials are those of `calibrate`; afterwards training goes on with its own."""
+def temporary_calibration(model: PreTrainedModel, sequences: list[Tensor], precision: Precision) -> Iterator[None]:
+    """Calibrate for the block, and restore the biases that training follows."""
     potentials = {method: method.router.potential.clone() for method in find_routers(model).values()}
-    calibrate(model, blocks, precision)
+    calibrate(model, sequences, precision)
     try:
         yield
     finally:

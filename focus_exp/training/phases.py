@@ -1,11 +1,10 @@
-"""Regimes: the phases of a run, each trained to its last step or continued from its checkpoint."""
+"""Train the phases of a run, each to its last step or from its checkpoint."""
 
 from __future__ import annotations
 
 import logging
 import warnings
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,24 +20,30 @@ from focus_exp.config import Config, PhaseConfig, phases_of
 from focus_exp.data import Blocks, ResumableLoader
 from focus_exp.models.methods import attached_methods, find_routers
 from focus_exp.results.metrics import METRICS, read_metrics, write_metrics
-from focus_exp.training.callbacks import Checkpoint, GateAnnealing, Metrics, Progress
-from focus_exp.training.checkpoints import Checkpoints, checkpoint_of
-from focus_exp.training.exchange import agreed, is_main, rank, world_size
-from focus_exp.training.mitigations import CentroidUpdates
+from focus_exp.training.callbacks import (
+    PROBES,
+    PROBES_PER_PHASE,
+    CentroidUpdates,
+    Checkpoint,
+    GateAnnealing,
+    Metrics,
+    Probe,
+    StepLog,
+)
+from focus_exp.training.checkpoints import CheckpointIO, checkpoint_path
+from focus_exp.training.distributed import (
+    broadcast_object,
+    gather_batches,
+    is_main,
+    lightning_strategy,
+    move_to_device,
+    rank,
+    world_size,
+)
 from focus_exp.training.module import LanguageModelTask, learning_rate_scale
 from focus_exp.training.precision import Precision
-from focus_exp.training.probe import PROBES, TIMES, Probe
-from focus_exp.training.strategies import batches_together, lightning_strategy, to_device
 
 CHECKPOINTS = "checkpoints"
-
-
-@dataclass(frozen=True)
-class Trained:
-    """What the phases did in all, resumed parts included."""
-
-    steps: int = 0
-    tokens: int = 0
 
 
 def train_phases(
@@ -51,11 +56,12 @@ def train_phases(
     *,
     probed: Tensor | None = None,
     between: Callable[[str], None] = lambda _: None,
-) -> Trained:
-    """Run every phase in order; a phase that has a checkpoint in `folder` goes on from there.
+) -> int:
+    """Train every phase in order, from its checkpoint in `folder` if there is one; returns all steps.
 
-    Routers are watched on the tokens `probed` `[B, T]`; `between` is called with the name of every phase but the last.
-    In a phase of no steps nothing is trained: its router stays as it was fitted.
+    Args:
+        probed: tokens `(B, T)` on which router statistics are recorded.
+        between: called with the name of every phase but the last, after it.
     """
     steps, phases = 0, phases_of(config)
     for index, (name, phase) in enumerate(phases):
@@ -67,26 +73,26 @@ def train_phases(
             between(name)
     if is_main():
         for path in (folder / METRICS, folder / PROBES):
-            put_in_order(path, [name for name, _ in phases])
-    return Trained(steps, steps * tokens_per_step(config))
+            sort_by_phase(path, [name for name, _ in phases])
+    return steps
 
 
-def put_in_order(path: Path, phases: list[str]) -> None:
-    """Sort the lines of a log by phase: one whose last checkpoint was damaged has been trained after a later one."""
+def sort_by_phase(path: Path, phases: list[str]) -> None:
+    """Sort the lines of a log: a phase with damaged checkpoints was trained after a later one."""
     lines = read_metrics(path)
     ordered = sorted(lines, key=lambda line: phases.index(line["phase"]))
     if ordered != lines:
         write_metrics(path, ordered)
 
 
-def unreached_rates(config: Config) -> Iterator[str]:
-    """What is to be said of phases that are over before their warm-up is."""
+def unreached_learning_rates(config: Config) -> Iterator[str]:
+    """Yield a warning for each phase that ends before its warm-up does."""
     for name, phase in phases_of(config):
         if 0 < phase.steps <= phase.warmup_steps:
             highest = phase.learning_rate * learning_rate_scale(phase.steps - 1, phase)
             yield (
-                f"recipe.phases.{name} has warmup_steps={phase.warmup_steps} and ends after {phase.steps}: the "
-                f"learning rate comes to {highest:.3g}, not to {phase.learning_rate:g}"
+                f"recipe.phases.{name}.warmup_steps={phase.warmup_steps} is not below its {phase.steps} steps: the "
+                f"learning rate ends at {highest:.3g}, below its peak of {phase.learning_rate:g}"
             )
 
 
@@ -105,9 +111,9 @@ def train_phase(
     folder: Path,
     loggers: list[Logger],
     probed: Tensor | None = None,
-    before: int = 0,
+    first_step: int = 0,
 ) -> None:
-    """Train one phase, which `before` steps of other phases precede."""
+    """Train one phase; earlier phases took `first_step` steps."""
     settings = config.trainer
     quiet_lightning()
     pl.seed_everything((seed + 1_000_003 * rank()) % (MAX_SEED + 1), verbose=False)
@@ -121,11 +127,24 @@ def train_phase(
         rank=rank(),
         world_size=world_size(),
     )
-    checkpoint = checkpoint_of(folder / CHECKPOINTS, name)
+    checkpoint = checkpoint_path(folder / CHECKPOINTS, name)
+    every = settings.probe_every
+    if every is None:
+        every = max(1, phase.steps // PROBES_PER_PHASE)
+    callbacks: list[pl.Callback] = []
+    if is_main():
+        metrics = StepLog(folder / METRICS, name, first_step)
+        callbacks += [Metrics(metrics, settings.log_every, tokens_per_step(config), settings.progress)]
+    if config.has_router:
+        callbacks += [CentroidUpdates(model, config.focus)]
+    if probed is not None and every and find_routers(model):
+        callbacks += [Probe(StepLog(folder / PROBES, name, first_step), every, model, probed, precision)]
+    callbacks += [Checkpoint(checkpoint, settings.checkpoint_every)]
+    if config.has_router:
+        callbacks += [GateAnnealing(config.focus)]
     if settings.gradient_checkpointing:
         # re-entrant checkpointing would drop gradients that reach only the router
         model.activation_checkpointing_enable({"use_reentrant": False})
-    metrics = Metrics(folder / METRICS, name, before, settings.log_every, tokens_per_step(config))
     trainer = pl.Trainer(
         accelerator="gpu" if precision.device.type == "cuda" else "cpu",
         strategy=lightning_strategy(settings),
@@ -137,15 +156,8 @@ def train_phase(
         accumulate_grad_batches=loader.share.accumulate,
         gradient_clip_val=settings.gradient_clip,
         logger=loggers or False,
-        callbacks=[
-            *([metrics] if is_main() else []),
-            *([CentroidUpdates(model, config.focus)] if config.has_router else []),
-            *probes(model, config, phase, name, before, precision, folder, probed),
-            Checkpoint(checkpoint, settings.checkpoint_every),
-            *([GateAnnealing(config.focus)] if config.has_router else []),
-            *([Progress(name)] if settings.progress and is_main() else []),
-        ],
-        plugins=[LightningEnvironment(), Checkpoints()],
+        callbacks=callbacks,
+        plugins=[LightningEnvironment(), CheckpointIO()],
         enable_progress_bar=False,
         enable_checkpointing=False,
         enable_model_summary=False,
@@ -153,70 +165,48 @@ def train_phase(
         default_root_dir=folder,
     )
     set_training_mode(model, phase)
-    begun = agreed(checkpoint.exists())
-    with batches_together(model, loader.share):
-        trainer.fit(task, loader, ckpt_path=checkpoint if begun else None, weights_only=True)
+    resume = broadcast_object(checkpoint.exists())
+    with gather_batches(model, loader.share):
+        trainer.fit(task, loader, ckpt_path=checkpoint if resume else None, weights_only=True)
     if settings.gradient_checkpointing:
         model.activation_checkpointing_disable()
     # Lightning leaves the model on the CPU
-    to_device(model, precision.device)
+    move_to_device(model, precision.device)
     model.eval()
 
 
-def probes(
-    model: PreTrainedModel,
-    config: Config,
-    phase: PhaseConfig,
-    name: str,
-    before: int,
-    precision: Precision,
-    folder: Path,
-    tokens: Tensor | None,
-) -> list[Probe]:
-    """What watches the routers of a phase, where there are any and it was not switched off."""
-    every = config.trainer.probe_every
-    if tokens is None or every == 0 or not find_routers(model):
-        return []
-    every = max(1, phase.steps // TIMES) if every is None else every
-    return [Probe(folder / PROBES, name, before, every, model, tokens, precision)]
-
-
 def set_training_mode(model: PreTrainedModel, phase: PhaseConfig) -> None:
-    """Routers balance every batch while they are trained; a frozen base keeps its dropout off."""
-    model.train(phase.trainable == "all")
+    """Put methods in training mode, and the base only if it is trained: no dropout in a frozen one."""
+    trains_base = phase.trainable == "all"
+    model.train(trains_base)
     for module in model.modules():
-        if (
-            phase.trainable != "all"
-            and isinstance(module, GradientCheckpointingLayer)
-            and module.gradient_checkpointing
-        ):
+        if not trains_base and isinstance(module, GradientCheckpointingLayer) and module.gradient_checkpointing:
             checkpoint_frozen(module)
     for method in attached_methods(model).values():
         method.train()
 
 
 def checkpoint_frozen(layer: Any) -> None:
-    """Let a GradientCheckpointingLayer checkpoint that is not trained, until checkpointing is enabled again.
+    """Let a frozen GradientCheckpointingLayer recompute in eval mode, until checkpointing is enabled again.
 
-    Whether it does hangs on its own flag, on which in some families its dropout hangs too.
+    It checkpoints only if its own `training` is set, on which the dropout of some families depends too.
     """
     layer.training, checkpoint = True, layer._gradient_checkpointing_func
 
-    def checkpointed(forward: Callable[..., Any], *inputs: Any) -> Any:
-        def evaluated(*inputs: Any) -> Any:
+    def checkpoint_eval(forward: Callable[..., Any], *inputs: Any) -> Any:
+        def run_in_eval(*inputs: Any) -> Any:
             layer.training = False
             try:
                 return forward(*inputs)
-            finally:  # a recomputation ends early by an exception
+            finally:  # recomputation ends early by an exception
                 layer.training = True
 
-        return checkpoint(evaluated, *inputs)
+        return checkpoint(run_in_eval, *inputs)
 
-    layer._gradient_checkpointing_func = checkpointed
+    layer._gradient_checkpointing_func = checkpoint_eval
 
 
 def quiet_lightning() -> None:
-    logging.getLogger("pytorch_lightning").setLevel(logging.WARNING)
-    logging.getLogger("lightning_fabric").setLevel(logging.WARNING)
-    warnings.filterwarnings("ignore", module="pytorch_lightning")
-    warnings.filterwarnings("ignore", module="lightning_fabric")
+    for name in ("pytorch_lightning", "lightning_fabric"):
+        logging.getLogger(name).setLevel(logging.WARNING)
+        warnings.filterwarnings("ignore", module=name)

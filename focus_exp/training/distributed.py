@@ -1,0 +1,444 @@
+"""Several processes: the group that torchrun or srun started, its collectives, and the placement of the model.
+
+Process 0 writes and evaluates; the others lend it their shards. With one process every collective is the identity.
+ddp: every process holds the whole model. fsdp: the base is sharded layer by layer (FSDP2) when it is loaded, also for
+evaluation; routers and LoRA are replicated.
+"""
+
+from __future__ import annotations
+
+import os
+import shlex
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from pytorch_lightning.plugins.environments import SLURMEnvironment
+from pytorch_lightning.strategies import DDPStrategy, ModelParallelStrategy, Strategy
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy, fully_shard
+from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.optim import Optimizer
+from transformers import PreTrainedModel
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+from focus_exp.attention.options import FitOptions
+from focus_exp.config import Config, TrainerConfig
+from focus_exp.data.loader import Share, share_of
+from focus_exp.errors import UserError, first_line
+from focus_exp.models.load import gather_tensor
+from focus_exp.models.methods import attached_methods, is_trainable
+from focus_exp.training.checkpoints import read_checkpoint
+
+EVALUATION_TIMEOUT = timedelta(days=30)
+FORWARD, DONE, FAILED = 1, 0, -1
+
+# in messages of gloo and nccl to a process whose peer is gone
+PEER_LOST = ("gloo", "Connection closed", "Connection reset", "NCCL", "Broken pipe")
+
+ONE_PROCESS = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
+
+# for control messages: on the CPU, where a lost peer is noticed at once
+_control: dist.ProcessGroup | None = None
+
+
+class LostProcess(UserError):
+    """Another process of the run ended early."""
+
+
+@contextmanager
+def process_group(settings: TrainerConfig, device: str) -> Iterator[None]:
+    """Form a process group of trainer.devices x trainer.num_nodes processes.
+
+    Raises:
+        UserError: if another number of processes was started.
+        LostProcess: if one of them ends early.
+    """
+    count, environment = settings.devices * settings.num_nodes, dict(os.environ)
+    adopt_srun_environment()
+    started = int(os.environ.get("WORLD_SIZE", "1"))
+    if started != count:
+        nodes = f"--nnodes={settings.num_nodes} " if settings.num_nodes > 1 else "--standalone "
+        command = shlex.join(["-m", "focus_exp", *sys.argv[1:]])
+        raise UserError(
+            f"trainer.devices={settings.devices} x trainer.num_nodes={settings.num_nodes} must be the number of "
+            f"processes (got {started}). Start with torchrun {nodes}--nproc-per-node={settings.devices} {command}, or "
+            "with srun and one task a device."
+        )
+    alone = "RANK" not in os.environ
+    if alone and settings.strategy in ("auto", "single"):
+        yield
+        return
+    if alone:  # a group of one, for strategy=fsdp
+        os.environ |= ONE_PROCESS
+    try:
+        join_group(settings, device)
+        yield
+        dist.barrier(_control)
+    except RuntimeError as error:
+        if count == 1 or not any(sign in str(error) for sign in PEER_LOST):
+            raise
+        raise LostProcess(f"one of {count} processes has ended ({first_line(error)}). Run again to resume.") from error
+    finally:
+        if alone and dist.is_initialized():
+            dist.destroy_process_group()
+        os.environ.clear()  # Lightning's teardown removes WORLD_SIZE
+        os.environ.update(environment)
+
+
+def adopt_srun_environment() -> None:
+    """Set torchrun's variables from those of srun."""
+    tasks = os.environ.get("SLURM_STEP_NUM_TASKS", "1")
+    if "RANK" in os.environ or tasks == "1":
+        return
+    nodes, job, step = (os.environ[f"SLURM_{name}"] for name in ("STEP_NODELIST", "JOB_ID", "STEP_ID"))
+    os.environ |= {
+        "RANK": os.environ["SLURM_PROCID"],
+        "LOCAL_RANK": os.environ["SLURM_LOCALID"],
+        "WORLD_SIZE": tasks,
+        "MASTER_ADDR": SLURMEnvironment.resolve_root_node_address(nodes),
+        "MASTER_PORT": str(15_000 + (7 * int(job) + int(step)) % 15_000),
+    }
+
+
+def join_group(settings: TrainerConfig, device: str) -> None:
+    """Choose this process's GPU or threads, and join the group once per process."""
+    global _control
+    if device == "cuda":
+        available = torch.cuda.device_count()
+        if settings.devices > available:
+            raise UserError(f"trainer.devices must be <= {available}, this node's GPUs (got {settings.devices}).")
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    elif "OMP_NUM_THREADS" not in os.environ:
+        torch.set_num_threads(max(1, (os.cpu_count() or 1) // settings.devices))
+    if not dist.is_initialized():
+        dist.init_process_group("cpu:gloo,cuda:nccl" if device == "cuda" else "gloo")
+        _control = dist.new_group(backend="gloo", timeout=EVALUATION_TIMEOUT)
+
+
+def rank() -> int:
+    return dist.get_rank() if dist.is_initialized() else int(os.environ.get("RANK", 0))
+
+
+def world_size() -> int:
+    return dist.get_world_size() if dist.is_initialized() else 1
+
+
+def is_main() -> bool:
+    """Return whether this process writes: the only one, or process 0."""
+    return rank() == 0
+
+
+@contextmanager
+def sequential_by_rank(devices: int) -> Iterator[None]:
+    """Let process 0 run the block first, then one process of each node at a time.
+
+    The others find downloads in the cache, and main memory holds one whole model.
+
+    Args:
+        devices: processes of a node.
+    """
+    own = 0 if is_main() else 1 + int(os.environ["LOCAL_RANK"])
+    for turn in range(devices + 1 if world_size() > 1 else 1):
+        if turn == own:
+            yield
+        if world_size() > 1:
+            dist.barrier(_control)
+
+
+def broadcast_object(value: Any) -> Any:
+    """Return process 0's value."""
+    if world_size() == 1:
+        return value
+    values = [value]
+    dist.broadcast_object_list(values, src=0, group=_control)
+    return values[0]
+
+
+def all_reduce_max(number: int | None) -> int | None:
+    """Return the largest number of any process, None if none has one."""
+    if world_size() == 1:
+        return number
+    largest = torch.tensor(-1 if number is None else number)
+    dist.all_reduce(largest, dist.ReduceOp.MAX, group=_control)
+    return None if largest < 0 else int(largest)
+
+
+def all_reduce_mean(value: Tensor) -> Tensor:
+    if world_size() == 1:
+        return value
+    total = value.clone()
+    dist.all_reduce(total)
+    return total / world_size()
+
+
+def all_gather_object(value: Any) -> list[Any]:
+    """Return the values of all processes by rank."""
+    if world_size() == 1:
+        return [value]
+    values: list[Any] = [None] * world_size()
+    dist.all_gather_object(values, value, group=_control)
+    return values
+
+
+def run_on_rank_zero(model: PreTrainedModel, work: Callable[[], object]) -> None:
+    """Run `work` in process 0; the others wait and gather their shards for its forward passes.
+
+    Shards are gathered by running the model on two tokens: which ones does not matter.
+    """
+    if world_size() == 1:
+        work()
+    elif is_main():
+        run_with_shards(model, work)
+    else:
+        tokens = torch.zeros(1, 2, dtype=torch.long, device=model.device)
+        while (signal := recv_signal()) == FORWARD:
+            with torch.no_grad():
+                model(input_ids=tokens, use_cache=False)
+        if signal == FAILED:
+            raise LostProcess(f"process {rank()} of {world_size()} ends: process 0 has failed")
+
+
+def run_with_shards(model: PreTrainedModel, work: Callable[[], object]) -> None:
+    """Run `work`, and announce each forward pass of a sharded model to the other processes."""
+    inside = False
+
+    def before(*_: Any) -> None:
+        nonlocal inside
+        if inside:
+            raise RuntimeError("an earlier forward pass failed halfway: the processes are out of step")
+        inside = True
+        send_signal(FORWARD)
+
+    def after(*_: Any) -> None:
+        nonlocal inside
+        inside = False
+
+    hooks = []
+    if isinstance(model, FSDPModule):
+        # before FSDP's own, which waits for the others
+        hooks = [model.register_forward_pre_hook(before, prepend=True), model.register_forward_hook(after)]
+    try:
+        work()
+    except BaseException:
+        send_signal(FAILED)
+        raise
+    finally:
+        for hook in hooks:
+            hook.remove()
+    if inside:
+        raise UserError("a forward pass failed halfway, see above. Re-run the same command to resume.")
+    send_signal(DONE)
+
+
+def send_signal(message: int) -> None:
+    dist.broadcast(torch.tensor(message), src=0, group=_control)
+
+
+def recv_signal() -> int:
+    message = torch.tensor(DONE)
+    dist.broadcast(message, src=0, group=_control)
+    return int(message)
+
+
+def strategy_name(settings: TrainerConfig) -> str:
+    """Return the configured strategy: single, ddp or fsdp."""
+    if settings.strategy != "auto":
+        return settings.strategy
+    return "single" if settings.devices * settings.num_nodes == 1 else "ddp"
+
+
+def active_strategy(settings: TrainerConfig) -> str:
+    """Return the strategy in use: single in jobs that form no process group."""
+    return strategy_name(settings) if dist.is_initialized() else "single"
+
+
+def check_strategy(config: Config, device: torch.device) -> None:
+    """Raise UserError if settings of trainer.* and model.quantization exclude each other."""
+    settings, strategy = config.trainer, strategy_name(config.trainer)
+    count = settings.devices * settings.num_nodes
+    share_of(settings.batch_size, settings.accumulate, count)
+    sharded, is_cuda = strategy == "fsdp", device.type == "cuda"
+    fitted = isinstance(config.attention, FitOptions) and config.attention.calibration_sequences > 0
+    balanced = config.has_router and config.focus.balance_loss > 0
+    rules = [
+        (strategy == "single" and count > 1, f"trainer.devices must be 1 with trainer.strategy=single (got {count} "
+         "processes). Use ddp or fsdp."),
+        (settings.cpu_offload and not sharded, "trainer.cpu_offload=true needs trainer.strategy=fsdp (got "
+         f"{strategy}). Use fsdp."),
+        (settings.cpu_offload and not is_cuda, f"trainer.cpu_offload=true needs a GPU (got {device.type}). Use "
+         "trainer.cpu_offload=false."),
+        (balanced and count > 1, f"attention.balance_loss must be 0 with {count} processes, each of which sees a part "
+         "of the batch. Use trainer.devices=1."),
+        (fitted and sharded, "attention.calibration_sequences must be 0 with trainer.strategy=fsdp: "
+         f"{config.attention.name} is fitted to a whole model. Use trainer.strategy=ddp, or a fitted adapter."),
+        (config.recipe.lora.dora and config.recipe.trains("lora") and sharded, "recipe.lora.dora must be false with "
+         "trainer.strategy=fsdp: DoRA needs the norms of whole weights. Use trainer.strategy=ddp, or recipe=lora."),
+    ]  # fmt: skip
+    if config.model.quantization != "none":
+        key = f"model.quantization={config.model.quantization}"
+        rules += [
+            (not is_cuda, f"{key} needs a CUDA GPU (got {device.type}). Use model.quantization=none."),
+            (config.recipe.trains("all"), f"{key} needs a frozen base (got recipe={config.recipe.name}). Use "
+             "model.quantization=none, or recipe=retrofit."),
+            (sharded, f"{key} cannot be sharded (got trainer.strategy=fsdp). Use trainer.strategy=ddp or single."),
+        ]  # fmt: skip
+    for violated, message in rules:
+        if violated:
+            raise UserError(message)
+
+
+def place_base(model: PreTrainedModel, config: Config, device: torch.device) -> None:
+    """Move a loaded base to this process's device, or its shard with fsdp."""
+    if active_strategy(config.trainer) == "fsdp":
+        shard(model, config.trainer, device)
+    else:
+        move_to_device(model, device)
+
+
+def move_to_device(model: PreTrainedModel, device: torch.device) -> None:
+    """Move a model to `device` unless it is sharded or quantized, which stay where they are."""
+    if not is_sharded(model) and not getattr(model, "is_quantized", False):
+        nn.Module.to(model, device)
+
+
+def shard(model: PreTrainedModel, settings: TrainerConfig, device: torch.device) -> None:
+    assert dist.group.WORLD is not None
+    mesh = DeviceMesh.from_group(dist.group.WORLD, device.type)
+    # embeddings and head, the rest of the root, stay on the device: `model.device` says where batches go
+    offload = CPUOffloadPolicy() if settings.cpu_offload else OffloadPolicy()
+    for layer in [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]:
+        fully_shard(layer, mesh=mesh, offload_policy=offload)
+    # after a forward pass too, so that whoever reads the parameters gets shards
+    fully_shard(model, mesh=mesh, reshard_after_forward=True)
+
+
+def place_attached(model: PreTrainedModel, device: torch.device) -> None:
+    """Move routers and LoRA to `device`; the weights next to them may wait in main memory."""
+    for method in attached_methods(model).values():
+        method.to(device)
+    for name, parameter in model.named_parameters():
+        if is_trainable(name, "lora"):
+            parameter.data = parameter.data.to(device)
+
+
+def lightning_strategy(settings: TrainerConfig) -> Strategy | str:
+    """Return the strategy for the Trainer; "auto" is a single device."""
+    strategies: dict[str, type[Strategy]] = {"ddp": DDPStrategy, "fsdp": ShardedStrategy}
+    name = active_strategy(settings)
+    return strategies[name]() if name in strategies else "auto"
+
+
+class ShardedStrategy(ModelParallelStrategy):
+    """FSDP2 on a sharded model, with the checkpoints of a single process: the trained part, gathered.
+
+    Lightning's own would gather the frozen base too, and number the optimizer states differently.
+    """
+
+    lightning_restore_optimizer = True
+
+    def __init__(self) -> None:
+        super().__init__(data_parallel_size=world_size(), tensor_parallel_size=1, save_distributed_checkpoint=False)
+
+    def model_to_device(self) -> None:
+        """Do nothing: `place_base` has placed it."""
+
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        module: Any = self.lightning_module
+        state = module.model.state_dict()
+        return {f"model.{name}": gather_tensor(state[name]).cpu() for name in state if module.changes(name)}
+
+    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
+        return read_checkpoint(Path(checkpoint_path), mmap=True)
+
+    def load_model_state_dict(self, checkpoint: Any, strict: bool = True) -> None:
+        module: Any = self.lightning_module
+        current = module.state_dict()
+        state = {name: shard_like(current[name], tensor) for name, tensor in checkpoint["state_dict"].items()}
+        module.load_state_dict(state, strict=strict)
+
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        state = getattr(optimizer, "_optimizer", optimizer).state_dict()
+        state["state"] = {
+            index: {
+                name: gather_tensor(value).cpu() if isinstance(value, Tensor) else value
+                for name, value in values.items()
+            }
+            for index, values in state["state"].items()
+        }
+        return dict(state)
+
+    def load_optimizer_state_dict(self, checkpoint: Any) -> None:
+        for optimizer, saved in zip(self.optimizers, checkpoint["optimizer_states"], strict=True):
+            parameters = [p for group in optimizer.param_groups for p in group["params"]]
+            for index, values in saved["state"].items():
+                parameter = parameters[index]
+                for name, value in values.items():
+                    values[name] = shard_like(parameter, value) if value.shape == parameter.shape else value
+            optimizer.load_state_dict(saved)
+
+
+def shard_like(reference: Tensor, tensor: Tensor) -> Tensor:
+    """Shard `tensor` like `reference`, if that is sharded."""
+    if not isinstance(reference, DTensor):
+        return tensor
+    return distribute_tensor(
+        tensor.to(reference.device), reference.device_mesh, reference.placements, src_data_rank=None
+    )
+
+
+def is_sharded(model: nn.Module) -> bool:
+    return isinstance(model, FSDPModule)
+
+
+@torch.no_grad()
+def broadcast_attached(model: PreTrainedModel) -> None:
+    """Send process 0's routers, LoRA and their buffers to all processes."""
+    if world_size() > 1:
+        for name, tensor in model.state_dict().items():
+            if not isinstance(tensor, DTensor) and (is_trainable(name, "router") or is_trainable(name, "lora")):
+                dist.broadcast(tensor, src=0)
+
+
+@torch.no_grad()
+def average_gradients(parameters: list[nn.Parameter]) -> None:
+    """Average over processes, in one all-reduce, the gradients that FSDP does not handle."""
+    gradients = [p.grad for p in parameters if p.grad is not None and not isinstance(p.grad, DTensor)]
+    if world_size() == 1 or not gradients:
+        return
+    flat = torch.cat([g.flatten() for g in gradients])
+    dist.all_reduce(flat)
+    averages = flat.div_(world_size()).split([g.numel() for g in gradients])
+    for gradient, average in zip(gradients, averages, strict=True):
+        gradient.copy_(average.view_as(gradient))
+
+
+def global_norm(gradients: list[Tensor]) -> Tensor:
+    """Return the 2-norm of all gradients; sharded ones are gathered as scalars."""
+    return torch.stack([gather_tensor(g.norm()) for g in gradients]).norm() if gradients else torch.tensor(0.0)
+
+
+@contextmanager
+def gather_batches(model: PreTrainedModel, share: Share) -> Iterator[None]:
+    """Give methods whose buffers follow their batches those that a single process would see, in its order."""
+    split = world_size() // share.parallel
+
+    def gather(rows: Tensor) -> tuple[list[Tensor], int]:
+        parts = [torch.empty_like(rows) for _ in range(world_size())]
+        dist.all_gather(parts, rows.contiguous())
+        return [torch.cat(parts[i : i + split]) for i in range(0, world_size(), split)], rank() // split
+
+    methods = attached_methods(model).values() if world_size() > 1 else ()
+    for method in methods:
+        method.together = gather
+    try:
+        yield
+    finally:
+        for method in methods:
+            method.together = None

@@ -1,0 +1,296 @@
+"""Fit `focus_dual` to a frozen model: measure importance, fit each layer's encoders, allocate groups to heads.
+
+Runs that differ in their budget only share one cached fit.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from focus_exp.attention.dual import UNSET, FocusDual
+from focus_exp.attention.selection import top_k_groups
+from focus_exp.config_attention import DualConfig
+from focus_exp.models.methods import attached_methods, set_budget
+from focus_exp.progress import ProgressBar
+from focus_exp.records.rows import FitRow
+from focus_exp.storage import atomic_write
+from focus_exp.training.focus_dual_fit.encoders import balance_keys, fit_encoders, fit_thresholds, score_thresholds
+from focus_exp.training.focus_dual_fit.importance import (
+    SECONDS,
+    LossProbe,
+    Observation,
+    PairChanges,
+    add_seconds,
+    backpropagate,
+    fit_layers,
+    open_fit,
+    read_seconds,
+)
+from focus_exp.training.precision import Precision
+from focus_exp.training.warm_start import run_forward
+
+
+@dataclass
+class BudgetCurves:
+    """Sums over the queries of validation sequences that read k = 0 to K groups, each `(n, K + 1)` by routed head.
+
+    Args:
+        pairs: distant pairs kept.
+        lost: squared first-order change of the loss when all other distant pairs are pruned [nats^2].
+    """
+
+    pairs: Tensor
+    lost: Tensor
+
+    def __add__(self, other: BudgetCurves) -> BudgetCurves:
+        return BudgetCurves(self.pairs + other.pairs, self.lost + other.lost)
+
+
+class CurveProbe(LossProbe):
+    """Record the `BudgetCurves` of `method`."""
+
+    def __init__(self, method: FocusDual) -> None:
+        super().__init__(method.shape, method.window, method.sinks)
+        self.method = [method]  # in a list: not a submodule
+        self.curves: BudgetCurves | None = None
+
+    @torch.no_grad()
+    def record(self, k: Tensor, changes: Iterator[PairChanges]) -> None:
+        (method,) = self.method
+        queries, keys = method.logits(self.hidden, torch.arange(self.hidden.shape[1], device=k.device)[None])
+        members = top_k_groups(keys[0], 1).float()
+        scores, order = queries[0].sort(-1, descending=True)
+        counts = read_counts(method, scores)
+        for part in changes:
+            rows, width = part.rows, part.loss.shape[-1]
+            # in float64, which autocast leaves alone: counts stay whole numbers
+            sizes = (part.distant.double() @ members[:, :width].double()).gather(-1, order[:, rows])
+            pairs = F.pad(sizes.cumsum(-1), (1, 0)).gather(-1, counts[:, rows])
+            by_head = members[:, None, :width].expand(part.loss.shape[0] if method.heads > 1 else 1, -1, -1, -1)
+            # query heads of a routed head lose the same pairs: their changes add up
+            change, attention = (x @ by_head for x in (part.loss, part.attention))
+            lost = pruned_loss(change, attention, order[:, rows], method.heads).gather(-1, counts[:, rows])
+            curves = BudgetCurves(pairs.sum(1), lost.sum(1))
+            self.curves = curves if self.curves is None else self.curves + curves
+
+
+def read_counts(method: FocusDual, scores: Tensor) -> Tensor:
+    """Count the groups that queries read for k = 0 to K, `(n, T, K + 1)`, from descending scores `(n, T, K)`."""
+    thresholds = method.thresholds[:, None].expand(-1, scores.shape[1], -1)
+    counts = torch.arange(method.groups + 1, device=scores.device).repeat(*scores.shape[:2], 1)
+    if method.counts != "head":
+        passed = torch.searchsorted(-scores.contiguous(), -thresholds.contiguous())
+        counts[..., 1:-1] = torch.where(thresholds == UNSET, counts[..., 1:-1], passed)
+    return counts
+
+
+def pruned_loss(change: Tensor, attention: Tensor, order: Tensor, heads: int) -> Tensor:
+    """Compute the squared change of the loss when queries keep the first k groups, `(n, t, K + 1)`.
+
+    Without a mass m the rest of a softmax weighs 1 / (1 - m) as much, and so does its change.
+
+    Args:
+        change, attention: `(G, H / G, t, K)`, sums over the pairs of each group.
+        order: `(n, t, K)` groups.
+        heads: routed heads n.
+    """
+    order = order[:, None].expand(change.shape)
+    # with k groups kept, those after them are pruned
+    pruned, mass = (F.pad(x.gather(-1, order).flip(-1).cumsum(-1).flip(-1), (0, 1)) for x in (change, attention))
+    total = (pruned / (1 - mass).clamp(min=1e-3)).sum(1)
+    return (total if heads > 1 else total.sum(0, keepdim=True)).double().square()
+
+
+def measure_curves(
+    model: PreTrainedModel, methods: Mapping[int, FocusDual], sequences: list[Tensor], precision: Precision
+) -> dict[int, BudgetCurves]:
+    """Measure each layer's curves on validation sequences `(T,)`."""
+    probes = {layer: CurveProbe(method) for layer, method in methods.items()}
+    for tokens in ProgressBar(sequences, desc="measuring the fit", unit="sequence"):
+        backpropagate(model, probes, tokens, precision)
+    curves = {}
+    for layer, probe in probes.items():
+        assert probe.curves is not None
+        curves[layer] = BudgetCurves(*(x.cpu() for x in vars(probe.curves).values()))
+    return curves
+
+
+def allocate_groups(curves: list[BudgetCurves], density: float) -> list[list[int]]:
+    """Choose the number of groups by layer and head that minimizes the lost loss at `density` of all distant pairs.
+
+    Greedy on the convex hull of each head's curve: the next groups go where they save most per pair. Squared changes of
+    one loss compare across layers.
+    """
+    reads = [[0] * len(curve.pairs) for curve in curves]
+    total = sum(curve.pairs[:, -1].sum().item() for curve in curves)
+    remaining = density * total * (1 + 1e-9)  # rounding
+    heads = [(layer, head) for layer, curve in enumerate(curves) for head in range(len(curve.pairs))]
+    hulls = {(layer, head): upper_hull(curves[layer].pairs[head], -curves[layer].lost[head]) for layer, head in heads}
+    queue: list[tuple[float, int, int, int]] = []
+
+    def push(layer: int, head: int, corner: int) -> None:
+        corners = hulls[layer, head]
+        if corner < len(corners):
+            pairs, lost = curves[layer].pairs[head], curves[layer].lost[head]
+            before, after = corners[corner - 1], corners[corner]
+            gain = (lost[before] - lost[after]) / (pairs[after] - pairs[before]).clamp(min=1)
+            heapq.heappush(queue, (-gain.item(), layer, head, corner))
+
+    for layer, head in heads:
+        push(layer, head, 1)
+    while queue:
+        _, layer, head, corner = heapq.heappop(queue)
+        pairs, target = curves[layer].pairs[head], hulls[layer, head][corner]
+        cost = (pairs[target] - pairs[reads[layer][head]]).item()
+        if cost <= remaining:
+            reads[layer][head] = target
+            remaining -= cost
+            push(layer, head, corner + 1)
+    return reads
+
+
+def upper_hull(x: Tensor, y: Tensor) -> list[int]:
+    """Return the indices of the corners of the upper convex hull of points (x, y), by ascending x."""
+    corners: list[int] = []
+    for c in range(len(x)):
+        while len(corners) > 1:
+            a, b = corners[-2:]
+            if (y[b] - y[a]) * (x[c] - x[a]) > (y[c] - y[a]) * (x[b] - x[a]):
+                break
+            corners.pop()
+        corners.append(c)
+    return corners
+
+
+WITH_THRESHOLDS = ("query", "pair")  # values of `counts`
+CURVES = "curves-3"  # increase when the same encoders give other curves
+NOT_FITTED = ("name", "method", "backend", "top_k", "counts", "groups_per_layer", "density", "gate_steepness")
+
+
+class DualFit(NamedTuple):
+    """Fitted layers, and the seconds that they took in all runs that worked on them."""
+
+    rows: list[FitRow]
+    seconds: float
+
+
+def dual_methods(model: PreTrainedModel) -> dict[int, FocusDual]:
+    """Return the attached methods that have encoders, by layer; a budget may have removed them."""
+    return {i: m for i, m in attached_methods(model).items() if isinstance(m, FocusDual) and hasattr(m, "mean")}
+
+
+def fit_dual(
+    model: PreTrainedModel, sequences: list[Tensor], options: DualConfig, precision: Precision, cache: Path, seed: int
+) -> DualFit:
+    """Fit the encoders of every layer, and give each layer its budget.
+
+    Args:
+        sequences: token ids `(T,)`; the last `validation_sequences` validate the fit and decide the budget.
+    """
+    methods = dual_methods(model)
+    if not methods:
+        return DualFit([], 0.0)
+    key = {name: value for name, value in asdict(options).items() if name not in NOT_FITTED}
+    with open_fit(cache, model, sequences, precision, [], key, sorted(methods), seed) as folder:
+        curves = load_or_fit(model, methods, sequences, options, precision, folder, seed)
+        seconds = read_seconds(folder / SECONDS, folder / f"{SECONDS}-{CURVES}-{options.counts}")
+    reads = [method.reach for method in methods.values()]
+    if options.density is not None:
+        reads = allocate_groups(list(curves.values()), options.density)
+        set_budget(model, [dict(zip(methods, reads, strict=True))[layer] for layer in sorted(methods)])
+    rows = [make_row(layer, curve, groups) for (layer, curve), groups in zip(curves.items(), reads, strict=True)]
+    return DualFit(rows, seconds)
+
+
+def load_or_fit(
+    model: PreTrainedModel,
+    methods: dict[int, FocusDual],
+    sequences: list[Tensor],
+    options: DualConfig,
+    precision: Precision,
+    folder: Path,
+    seed: int,
+) -> dict[int, BudgetCurves]:
+    """Load the fit in `folder` into `methods`, or make it; returns the layers' curves."""
+    calibration, validation = sequences[: -options.validation_sequences], sequences[-options.validation_sequences :]
+
+    def fit(method: FocusDual, observations: list[Observation], generator: torch.Generator) -> dict[str, Tensor]:
+        fit_encoders(method, observations, options.fit_steps, generator)
+        thresholds = {f"thresholds.{x}": fit_thresholds(method, x, observations) for x in WITH_THRESHOLDS}
+        return method.state_dict() | thresholds
+
+    for layer, state in fit_layers(model, methods, calibration, precision, folder, seed, fit, options.fit_to).items():
+        thresholds = {counts: state.pop(f"thresholds.{counts}") for counts in WITH_THRESHOLDS}
+        methods[layer].load_state_dict(state | {"thresholds": thresholds.get(options.counts, state["thresholds"])})
+    path = folder / f"{CURVES}-by-{options.counts}.safetensors"
+    if not path.exists():
+        with add_seconds(folder / f"{SECONDS}-{CURVES}-{options.counts}"):
+            curves = measure_curves(model, methods, validation, precision)
+        with atomic_write(path) as temporary:
+            save_file({f"{i}.{name}": x for i, curve in curves.items() for name, x in vars(curve).items()}, temporary)
+    tensors = load_file(path)
+    return {i: BudgetCurves(*(tensors[f"{i}.{item.name}"] for item in fields(BudgetCurves))) for i in methods}
+
+
+@torch.no_grad()
+def rebalance(model: PreTrainedModel, sequences: list[Tensor], precision: Precision) -> None:
+    """Balance the groups of keys and reset the thresholds of queries after training has moved both."""
+    for method, (_, keys) in record_logits(model, sequences, precision, "balancing groups").items():
+        balance_keys(method, keys.log_softmax(-1))
+    # a second pass, because one encoder may serve queries and keys
+    for method, (scores, _) in record_logits(model, sequences, precision, "setting thresholds").items():
+        method.thresholds.copy_(score_thresholds(scores))
+
+
+def record_logits(
+    model: PreTrainedModel, sequences: list[Tensor], precision: Precision, description: str
+) -> dict[FocusDual, tuple[Tensor, Tensor]]:
+    """Return queries' scores and keys' logits `(n, N, K)` of routing layers on the N tokens of `sequences`."""
+    recorded: dict[FocusDual, list[tuple[Tensor, Tensor]]] = {m: [] for m in dual_methods(model).values() if m.routes}
+
+    def recorder(method: FocusDual) -> Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]:
+        logits = method.logits
+
+        def record(h: Tensor, position: Tensor) -> tuple[Tensor, Tensor]:
+            recorded[method].append(logits(h, position))
+            return recorded[method][-1]
+
+        return record
+
+    with ExitStack() as stack:
+        for method in recorded:
+            vars(method)["logits"] = recorder(method)
+            stack.callback(vars(method).pop, "logits")
+        run_forward(model, sequences, precision, description)
+    return {
+        method: (torch.cat([x[0] for x, _ in pairs], 1), torch.cat([x[0] for _, x in pairs], 1))
+        for method, pairs in recorded.items()
+    }
+
+
+def make_row(layer: int, curves: BudgetCurves, reads: list[int]) -> FitRow:
+    """Summarize a layer whose heads read these numbers of groups."""
+    k = torch.tensor(reads)[:, None]
+    pairs, lost = (x.gather(1, k).sum().item() for x in (curves.pairs, curves.lost))
+    distant, importance = max(curves.pairs[:, -1].sum().item(), 1.0), max(curves.lost[:, 0].sum().item(), 1e-30)
+    return FitRow(layer=layer, reads=reads, pairs=pairs / distant, lost=lost / importance, importance=importance)
+
+
+def format_fits(fits: list[FitRow]) -> str:
+    """Format the fit by layer: density of distant pairs, and importance lost on validation sequences."""
+    lines = ["layer  groups read    density  importance lost"]
+    for fit in fits:
+        reads = ",".join(map(str, fit.reads))
+        lines.append(f"{fit.layer:>5}  {reads:<13}  {fit.pairs:>7.1%}  {fit.lost:>15.1%}")
+    return "\n".join(lines)

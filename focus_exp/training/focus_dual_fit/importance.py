@@ -1,0 +1,273 @@
+"""Importance of the distant pairs of a frozen model, from one forward and one backward pass.
+
+To first order, pruning key j from query i moves the output o_i of a head by -P_ij (v_j - o_i), and the loss by
+P_ij (o_i - v_j) . dL/do_i. The square of that change is the pair's importance.
+
+A fit to these observations is cached by all that decides it, and resumes at the sequence or layer where it stopped.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import time
+from abc import abstractmethod
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+import torch.nn.functional as F
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from focus_exp.attention.method import AttentionMethod, LayerShape
+from focus_exp.attention.reference import scores, weights
+from focus_exp.attention.selection import AttentionArgs, Selection, Sequence, always_visible, permitted, row_blocks
+from focus_exp.models.load import fingerprint, select_numerics
+from focus_exp.models.methods import swap_methods
+from focus_exp.progress import ProgressBar
+from focus_exp.storage import atomic_write, file_lock, remove, remove_stale_temp
+from focus_exp.training.precision import Precision
+
+TOP_KEYS = 48  # stored per query: they hold 99 % of its importance in SmolLM2-135M
+ROWS = 256  # queries at a time
+
+
+@dataclass
+class Observation:
+    """What a layer's encoders are fitted to, for T tokens and G key/value heads.
+
+    Args:
+        hidden: `(T, E)` bfloat16, inputs of self-attention.
+        vectors: `(T, G, D)` bfloat16, keys.
+        keys: `(T, G, M)` int32, the most important distant keys of each query.
+        fractions: `(T, G, M)` float16, of the query's importance that each of them has.
+        total: `(T, G)` float32, importance of all distant keys of the query.
+    """
+
+    hidden: Tensor
+    vectors: Tensor
+    keys: Tensor
+    fractions: Tensor
+    total: Tensor
+
+
+@dataclass
+class PairChanges:
+    """Pairs of t queries and S keys; H / G query heads share a key/value head.
+
+    Args:
+        rows: the queries.
+        distant: `(t, S)` bool, causal pairs beyond window and sinks.
+        attention: `(G, H / G, t, S)`, attention weights of distant pairs.
+        loss: `(G, H / G, t, S)`, first-order change of the loss without the pair [nats].
+    """
+
+    rows: slice
+    distant: Tensor
+    attention: Tensor
+    loss: Tensor
+
+
+class LossProbe(AttentionMethod):
+    """Full attention that passes the pairs' changes of the loss to `record` during the backward pass."""
+
+    def route(self, h: Tensor, sequence: Sequence) -> Selection:
+        self.hidden = h.detach()
+        return Selection()
+
+    def attend(
+        self, q: Tensor, k: Tensor, v: Tensor, selection: Selection, sequence: Sequence, args: AttentionArgs
+    ) -> Tensor:
+        output = super().attend(q, k, v, Selection(keeps_all=True), sequence, args)
+        q, k, v = (x.detach().float() for x in (q, k, v))
+
+        def changes(gradient: Tensor) -> Iterator[PairChanges]:
+            for rows in row_blocks(q.shape[2], ROWS):
+                visible = permitted(sequence, rows, rows.stop)
+                p, loss = loss_changes(
+                    q[:, :, rows], k[:, :, : rows.stop], v[:, :, : rows.stop], gradient[:, :, rows].float(),
+                    visible, args,
+                )  # fmt: skip
+                distant = (visible & ~always_visible(sequence, rows, rows.stop, self.window, self.sinks))[0]
+                yield PairChanges(rows, distant, p[0] * distant, loss[0] * distant)
+
+        if output.requires_grad:
+            output.register_hook(lambda gradient: self.record(k[0], changes(gradient)))
+        return output
+
+    @abstractmethod
+    def record(self, k: Tensor, changes: Iterator[PairChanges]) -> None:
+        """Record the changes of a sequence with keys `(G, T, D)`, some queries at a time."""
+
+
+# importance `(G, t, S)` of pairs, summed over the query heads that share a key
+IMPORTANCE: dict[str, Callable[[PairChanges], Tensor]] = {
+    "loss": lambda pairs: pairs.loss.square().sum(1),
+    "attention": lambda pairs: pairs.attention.sum(1),
+}
+
+
+class ImportanceProbe(LossProbe):
+    """Record an `Observation`, with the importance of that name in IMPORTANCE."""
+
+    observation: Observation
+
+    def __init__(self, shape: LayerShape, window: int, sinks: int, importance: str = "loss") -> None:
+        super().__init__(shape, window, sinks)
+        self.importance = IMPORTANCE[importance]
+
+    def record(self, k: Tensor, changes: Iterator[PairChanges]) -> None:
+        top = [top_keys(self.importance(part), min(TOP_KEYS, k.shape[1])) for part in changes]
+        keys, fractions, total = (torch.cat(x, 1).transpose(0, 1).contiguous().cpu() for x in zip(*top, strict=True))
+        hidden = self.hidden[0].to(torch.bfloat16).cpu()
+        self.observation = Observation(hidden, k.transpose(0, 1).bfloat16().cpu(), keys, fractions, total)
+
+
+def loss_changes(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    gradient: Tensor,
+    visible: Tensor,
+    args: AttentionArgs,
+) -> tuple[Tensor, Tensor]:
+    """Compute attention P_ij and the first-order change of the loss, P_ij (o_i - v_j) . dL/do_i.
+
+    Args:
+        q, gradient: `(B, H, t, D)`.
+        k, v: `(B, G, S, D)`.
+        visible: `(B, t, S)`, keys that a query attends to.
+
+    Returns:
+        Both `(B, G, H / G, t, S)`.
+    """
+    s = scores(q, k, args)
+    p = weights(s.masked_fill(~visible[:, None], float("-inf")), args.sink_logits)
+    values = v.repeat_interleave(q.shape[1] // v.shape[1], dim=1)
+    output = p @ values
+    change = p * ((gradient * output).sum(-1, keepdim=True) - gradient @ values.transpose(-1, -2))
+    groups = (v.shape[1], -1)
+    return p.unflatten(1, groups), change.unflatten(1, groups)
+
+
+def top_keys(importance: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Select the `count` most important keys of each query from `(G, t, S)`.
+
+    Returns:
+        Keys and their fractions `(G, t, count)`, and the total `(G, t)`.
+    """
+    total = importance.sum(-1)
+    importance = F.pad(importance, (0, max(0, count - importance.shape[-1])))
+    values, keys = importance.topk(count, -1)
+    keys = keys.masked_fill(values == 0, 0)  # an unimportant key may be padding
+    return keys.int(), (values / total.clamp(min=torch.finfo(total.dtype).tiny)[..., None]).half(), total
+
+
+def backpropagate(
+    model: PreTrainedModel, probes: Mapping[int, LossProbe], tokens: Tensor, precision: Precision
+) -> None:
+    """Run tokens `(T,)` forward and back with `probes` in their layers; no weight gets a gradient."""
+    with swap_methods(model, dict(probes)), precision.context(), torch.enable_grad():
+        embedded = model.get_input_embeddings()(tokens[None].to(model.device)).detach().requires_grad_(True)
+        logits = model(inputs_embeds=embedded, use_cache=False).logits[0, :-1]
+        loss = F.cross_entropy(logits.float(), tokens[1:].to(logits.device), reduction="sum")
+        torch.autograd.grad(loss, embedded)
+
+
+def record_observations(
+    model: PreTrainedModel,
+    methods: Mapping[int, AttentionMethod],
+    sequences: list[Tensor],
+    precision: Precision,
+    folder: Path,
+    importance: str = "loss",
+) -> list[Path]:
+    """Write the observations of all layers on each sequence `(T,)` to a file of `folder`; keeps existing files."""
+    paths = [folder / f"block-{index:05d}.safetensors" for index in range(len(sequences))]
+    todo = [(path, tokens) for path, tokens in zip(paths, sequences, strict=True) if not path.exists()]
+    for path, tokens in ProgressBar(todo, desc="measuring importance", unit="sequence"):
+        probes = {i: ImportanceProbe(m.shape, m.window, m.sinks, importance) for i, m in methods.items()}
+        backpropagate(model, probes, tokens, precision)
+        tensors = {f"{i}.{name}": x for i, probe in probes.items() for name, x in vars(probe.observation).items()}
+        with atomic_write(path) as temporary:
+            save_file(tensors, temporary)
+    return paths
+
+
+def read_observations(paths: list[Path], layer: int) -> list[Observation]:
+    """Read one layer's observations, by sequence."""
+    observations = []
+    for path in paths:
+        with safe_open(path, "pt") as file:
+            observations.append(Observation(*(file.get_tensor(f"{layer}.{item.name}") for item in fields(Observation))))
+    return observations
+
+
+Method = TypeVar("Method", bound=AttentionMethod)
+
+SECONDS = "seconds"  # file: time spent on the layers, in all processes that worked on them
+FORMAT = 5  # increase when the same inputs give another fit
+
+
+@contextmanager
+def open_fit(
+    cache: Path, model: PreTrainedModel, sequences: list[Tensor], precision: Precision, kind: list[str], *key: Any
+) -> Iterator[Path]:
+    """Lock and yield the folder of a fit of `kind` to `model` on `sequences`, each `(T,)`.
+
+    Args:
+        key: all else that decides the fit.
+    """
+    text = hashlib.sha256(torch.stack(sequences).cpu().numpy().tobytes()).hexdigest()
+    base = [fingerprint(model), select_numerics(model.config)]
+    content = json.dumps([*kind, FORMAT, precision.name, *base, text, *key], sort_keys=True)
+    folder = cache / "fits" / hashlib.sha256(content.encode()).hexdigest()[:16]
+    with file_lock(folder / "lock", str(folder), wait=True):
+        remove_stale_temp(folder)
+        yield folder
+
+
+def fit_layers(
+    model: PreTrainedModel,
+    methods: Mapping[int, Method],
+    sequences: list[Tensor],
+    precision: Precision,
+    folder: Path,
+    seed: int,
+    fit: Callable[[Method, list[Observation], torch.Generator], dict[str, Tensor]],
+    importance: str = "loss",
+) -> dict[int, dict[str, Tensor]]:
+    """Return the tensors that `fit` makes of each layer's observations; layers in `folder` are read."""
+    paths = {layer: folder / f"layer-{layer:03d}.safetensors" for layer in methods}
+    if todo := [layer for layer, path in paths.items() if not path.exists()]:
+        with add_seconds(folder / SECONDS):
+            recorded = record_observations(model, methods, sequences, precision, folder / "observed", importance)
+            for layer in ProgressBar(todo, desc="fitting layers", unit="layer"):
+                generator = torch.Generator().manual_seed(seed + layer)
+                tensors = fit(methods[layer], read_observations(recorded, layer), generator)
+                with atomic_write(paths[layer]) as temporary:
+                    save_file(tensors, temporary)
+        remove(folder / "observed")
+    return {layer: load_file(path) for layer, path in paths.items()}
+
+
+@contextmanager
+def add_seconds(path: Path) -> Iterator[None]:
+    """Add the duration of the block, also of an interrupted one, to the number in `path`."""
+    began = time.perf_counter()
+    try:
+        yield
+    finally:
+        seconds = read_seconds(path) + time.perf_counter() - began
+        with atomic_write(path) as temporary:
+            temporary.write_text(f"{seconds:.3f}")
+
+
+def read_seconds(*paths: Path) -> float:
+    return sum(float(path.read_text()) for path in paths if path.exists())
