@@ -10,7 +10,7 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 
 from focus_exp.assets import adapter_folder
-from focus_exp.attention.options import FitOptions, check, instead
+from focus_exp.attention.options import FitOptions, did_you_mean, validate_options
 from focus_exp.config import GROUPS, Config, PhaseConfig, renamed_key_reason
 from focus_exp.config_attention import KNOWN, AttentionConfig, FocusConfig, schema_of
 from focus_exp.errors import UserError, not_installed
@@ -67,13 +67,13 @@ def no_such_key(key: str, schema: Any) -> str:
         return f"{lacks} {key}; it is one of attention={' and attention='.join(owners)}"
     if elsewhere:
         return f"{lacks} {key}; did you mean {' or '.join(elsewhere)}?"
-    return f"{lacks} {key}{instead(name, [item.name for item in fields(schema)])}"
+    return f"{lacks} {key}{did_you_mean(name, [item.name for item in fields(schema)])}"
 
 
 def validate(config: Config) -> None:
     """Refuse what no run can be made of."""
     try:
-        check(config)
+        validate_options(config)
     except ValueError as error:
         raise UserError(str(error)) from None
     validate_tasks(config.eval.tasks)

@@ -11,8 +11,7 @@ from hydra._internal.sources_registry import SourcesRegistry
 from hydra.core.config_store import ConfigStore
 from omegaconf import MISSING, OmegaConf
 
-from focus_exp.attention.focus_options import FocusOptions
-from focus_exp.attention.options import MAX_SEED, PAIR_RULES, FitOptions, option
+from focus_exp.attention.options import MAX_SEED, PAIR_RULES, FitOptions, FocusOptions, option
 from focus_exp.config_attention import AttentionConfig, DualConfig, FocusConfig, MethodSource, attention_of
 from focus_exp.config_jobs import (
     AnalyzeConfig,

@@ -10,9 +10,7 @@ from hydra.core.object_type import ObjectType
 from hydra.plugins.config_source import ConfigResult, ConfigSource
 from omegaconf import MISSING, OmegaConf
 
-from focus_exp.attention.dual_options import EncoderTraining, FocusDualOptions
-from focus_exp.attention.focus_options import FocusOptions, RouterTraining
-from focus_exp.attention.options import Options, option
+from focus_exp.attention.options import EncoderTraining, FocusDualOptions, FocusOptions, Options, RouterTraining, option
 from focus_exp.errors import UserError
 
 BACKENDS = (*("auto", "masked", "triton", "flash-attn", "torch-flash", "torch-fa3", "torch-fa4", "cpu-flash", "math"),)
@@ -57,7 +55,7 @@ def schema_of(method: str) -> type[AttentionConfig]:
         found = find(method)
     except ValueError as error:
         raise UserError(str(error)) from error
-    bases = (found.options, *filter(None, [found.fitting]), AttentionConfig)
+    bases = (found.options, *filter(None, [found.fit_options]), AttentionConfig)
     return make_dataclass(f"{found.__name__}Config", [], bases=bases)
 
 

@@ -11,7 +11,7 @@ from hydra._internal.utils import get_args_parser
 from hydra.errors import OverrideParseException
 from omegaconf.errors import ConfigAttributeError, ConfigKeyError
 
-from focus_exp.attention.options import instead
+from focus_exp.attention.options import did_you_mean
 from focus_exp.checks import no_such_key
 from focus_exp.config import GROUPS, Config, renamed_key_reason
 from focus_exp.config_attention import KNOWN
@@ -110,7 +110,7 @@ def instead_of(error: Exception) -> str:
         group, name = found[2], found[1].removeprefix(f"{found[2]}/")
         choices = [choice for choice in message[found.end() :].split() if not choice.startswith("base_")]
         other = " (any causal model of the hub is model.hub_id=owner/name)" if group == "model" else ""
-        return f"there is no {group}/{name}{instead(name, choices)}{other}"
+        return f"there is no {group}/{name}{did_you_mean(name, choices)}{other}"
     if found := re.search(r"Could not find 'variant/([^']+)'", message):
         return f"+variant must be <experiment>/<name> of a file below conf/variant (got {found[1]})"
     return message

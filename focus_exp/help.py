@@ -7,7 +7,7 @@ import ast
 from pathlib import Path
 from textwrap import fill
 
-from focus_exp.attention.options import instead
+from focus_exp.attention.options import did_you_mean
 from focus_exp.config import JOBS
 from focus_exp.errors import UserError
 
@@ -81,7 +81,7 @@ def describe_choice(group: str, name: str, folders: list[Path]) -> str:
     if not known:
         raise UserError(f"--help takes a job, an experiment or a choice of a group (got {group}={name})")
     if name not in known:
-        raise UserError(f"{group} must be one of {', '.join(known)} (got {name}){instead(name, known)}")
+        raise UserError(f"{group} must be one of {', '.join(known)} (got {name}){did_you_mean(name, known)}")
     if group == "job":
         return f"{ast.get_docstring(ast.parse((PACKAGE / 'jobs' / f'{name}.py').read_text(encoding='utf-8')))}\n"
     named = [path for conf in folders if (path := conf / group / f"{name}.yaml").is_file()][:1]

@@ -1,4 +1,4 @@
-"""Kernels on a GPU against the oracle; needs torch and triton alone."""
+"""Kernels on a GPU against the reference implementation; needs torch and triton alone."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ import torch
 from problems import random_assignment, random_sequence
 from torch import Tensor
 
-from focus_exp.attention.kernels import KERNELS, Demand
-from focus_exp.attention.reference import reference_attention
+from focus_exp.attention.dense import reference_attention
+from focus_exp.attention.kernels import KERNELS, KernelRequirements
 from focus_exp.attention.selection import AttentionArgs, Sequence, select
 from focus_exp.attention.sparse import sparse_attention
 
@@ -32,8 +32,8 @@ class Case:
     length: int = 333
 
     def refused(self, device: str = "cuda") -> str | None:
-        demand = Demand(device, self.dtype, self.size, self.softcap is not None, self.top_k == 1)
-        return KERNELS[self.kernel].refuses(demand)
+        demand = KernelRequirements(device, self.dtype, self.size, self.softcap is not None, self.top_k == 1)
+        return KERNELS[self.kernel].unsupported_reason(demand)
 
     def errors(self, device: str = "cuda") -> dict[str, float]:
         """Relative errors of the output and of gradients that are above the tolerance."""

@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from gpu_checks import CASES, Case
 
-from focus_exp.attention.kernels import KERNELS, Demand, fused
+from focus_exp.attention.kernels import KERNELS, KernelRequirements, fused
 from focus_exp.attention.kernels.layout import Plan
 from focus_exp.results.environment import commit
 from focus_exp.speed.layer import Contender, Layer
@@ -133,8 +133,8 @@ class Clock:
         found: dict[str, tuple[str, Contender]] = {}
         for groups, top_k in groupings:
             for kernel in KERNEL_NAMES:
-                demand = Demand("cuda", self.dtype, shape.head_dim, one_group=top_k == 1)
-                if (not on_gpu and kernel != "triton") or KERNELS[kernel].refuses(demand):
+                demand = KernelRequirements("cuda", self.dtype, shape.head_dim, one_group=top_k == 1)
+                if (not on_gpu and kernel != "triton") or KERNELS[kernel].unsupported_reason(demand):
                     continue
                 layer = Layer(shape, WINDOW, SINKS, self.dtype, self.device, kernel)
                 contender = contender_of(layer, balanced(groups, length, top_k), tensors, kernel)
@@ -263,7 +263,7 @@ def contender_of(layer: Layer, groups: Any, tensors: Tensors, kernel: str) -> Co
         return Contender.of(layer, groups, tensors)
     masked = Contender.of(Layer(layer.shape, layer.window, layer.sinks, layer.dtype, layer.device), groups, tensors)
     # on a CPU the kernels refuse by their own rule, and the interpreter runs them all the same
-    masked.method.sparse_kernel = lambda *_: KERNELS[kernel]  # type: ignore[method-assign]
+    masked.method.select_kernel = lambda *_: KERNELS[kernel]  # type: ignore[method-assign]
     return Contender(layer, groups, masked.method, masked.selection, masked.sequence, KERNELS[kernel])
 
 

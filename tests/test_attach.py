@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers import LlamaForCausalLM, LlamaForSequenceClassification, PreTrainedModel
 
 from focus_exp import UserError, attach, detach, disable_method, freeze, is_causal, set_routing
-from focus_exp.attention.selection import PairCounts, by_head
+from focus_exp.attention.selection import PairCounts, fold_heads
 from focus_exp.models import hooks
 from focus_exp.models.methods import attached_methods, observe_selections
 
@@ -176,7 +176,7 @@ def test_pairs_are_kept_within_the_base_models_own_sliding_window(attached, fami
         reach = 8 if kinds[layer] == "sliding_attention" else 40
         seen = [(i, j) for i in range(40) for j in range(max(0, i - reach + 1), i + 1)]
         distant = [(i, j) for i, j in seen if i - j > 2 and j >= 1]
-        rows, _, heads = by_head(selection, sequence)
+        rows, _, heads = fold_heads(selection, sequence)
         kept = distant if way == "soft" else []
         if rows.query_groups is not None:
             of_heads = list(zip(rows.query_groups, rows.key_groups, strict=True))
@@ -356,26 +356,26 @@ def test_observers_may_be_nested(attached):
 @pytest.mark.parametrize(
     ("wrong", "message"),
     [
-        ({"method": "flash"}, "'flash' is not known; choose from best_tokens, focus, focus_dual, "),
-        ({"method": "window", "groups": 4}, "there is no option groups; there are window, sinks"),
+        ({"method": "flash"}, "must be one of best_tokens, focus, focus_dual, .*'flash'"),
+        ({"method": "window", "groups": 4}, "unknown option groups; use one of window, sinks"),
         ({"assignment": "sinkhron"}, "assignment.*sinkhron"),
         ({"gate": "linear"}, "gate.*linear"),
         ({"pair_rule": "any"}, "pair_rule.*any"),
-        ({"window": -5}, "window=-5 is impossible; use 0 or more"),
-        ({"window": "128"}, "window='128' is not a whole number"),
-        ({"sinks": True}, "sinks=True is not a whole number"),
-        ({"groups": 1.5}, "groups=1.5 is not a whole number"),
-        ({"groups": 0}, "groups=0 is impossible; use 1 or more"),
-        ({"top_k": 0}, "top_k=0 is impossible; use 1 or more"),
-        ({"top_k": 5}, "top_k=5 exceeds groups=4; use 1 to 4"),
-        ({"temperature": 0.0}, "temperature=0.0 is impossible; use a number above 0"),
-        ({"temperature": float("nan")}, "temperature=nan is impossible"),
-        ({"gate_threshold": 2.0}, "gate_threshold=2.0 is impossible; use a number from 0 to 1"),
-        ({"tempreature": 0.1}, "there is no option tempreature; did you mean temperature"),
+        ({"window": -5}, r"window must be >= 0 \(got -5\)"),
+        ({"window": "128"}, "window must be an integer .*'128'"),
+        ({"sinks": True}, "sinks must be an integer .*True"),
+        ({"groups": 1.5}, "groups must be an integer .*1.5"),
+        ({"groups": 0}, "groups must be >= 1"),
+        ({"top_k": 0}, "top_k must be >= 1"),
+        ({"top_k": 5}, "top_k must be at most groups=4 .*5"),
+        ({"temperature": 0.0}, "temperature must be finite and > 0"),
+        ({"temperature": float("nan")}, "temperature must be .*nan"),
+        ({"gate_threshold": 2.0}, "gate_threshold must be from 0 to 1 .*2.0"),
+        ({"tempreature": 0.1}, "unknown option tempreature; did you mean temperature"),
         ({"layers": [1, 2]}, r"layers \[2\] do not exist; the model has layers 0 to 1"),
         ({"layers": 1}, "layers=1 is no list of layers"),
         ({"layers": []}, r"layers=\[\] is no list of layers"),
-        ({"gate": "multiplicative"}, "gate_threshold=0.5 goes with gate=log alone; set it to 0"),
+        ({"gate": "multiplicative"}, "gate_threshold must be 0 with gate=multiplicative .*0.5"),
     ],
 )
 def test_what_cannot_be_attached_is_refused_and_leaves_no_trace(tiny_model, wrong, message):
@@ -393,7 +393,7 @@ def test_top_k_is_a_number_of_the_groups(attached, top_k):
 
 def test_a_kernel_asked_for_by_name_that_cannot_serve_says_why(attached):
     model = set_routing(attached("gemma2"), hard=True, backend="cpu-flash")
-    with pytest.raises(UserError, match="backend=cpu-flash cannot serve here: it has no softcap; use auto"):
+    with pytest.raises(UserError, match="backend=cpu-flash .* has no softcap.*auto"):
         logits_of(model, tokens_of())
 
 
@@ -450,9 +450,9 @@ def test_attach_once_and_detach_only_what_is_attached(tiny_model, attached):
         attach(attached("llama"))
     with pytest.raises(UserError, match="'any' is not one of query_topk, share"):
         set_routing(attached("llama"), hard=True, pair_rule="any")
-    with pytest.raises(UserError, match="hard='yes' is not True or False"):
+    with pytest.raises(UserError, match="hard must be true or false .*'yes'"):
         set_routing(attached("llama"), hard="yes")
-    with pytest.raises(UserError, match="sparse_from='a' is not a whole number"):
+    with pytest.raises(UserError, match="sparse_from must be an integer .*'a'"):
         set_routing(attached("llama"), hard=True, sparse_from="a")
     with pytest.raises(UserError, match="train='routers' is not one of router, lora, all"):
         freeze(attached("llama"), "routers")

@@ -1,4 +1,4 @@
-"""Attention on tensors: the fast path is the oracle, the gates, the pair rules, the balance and the random control."""
+"""Attention on tensors: blocked against reference, gates, pair rules, balance, random groups."""
 
 from dataclasses import dataclass, replace
 from itertools import combinations, pairwise
@@ -11,21 +11,22 @@ from hypothesis import strategies as st
 from problems import random_assignment, random_sequence
 from torch import Tensor
 from torch.nn.functional import logsigmoid
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from focus_exp.attention.baselines.random_groups import RandomGroups, hashed_uniform
-from focus_exp.attention.blocked import blocked_attention
+from focus_exp.attention.base import LayerShape
+from focus_exp.attention.baselines.random_groups import RandomGroups, hash_to_uniform
+from focus_exp.attention.dense import blocked_attention, reference_attention
 from focus_exp.attention.focus import Focus
-from focus_exp.attention.method import LayerShape
-from focus_exp.attention.reference import reference_attention
-from focus_exp.attention.routing import Router, balance_potential, sinkhorn
+from focus_exp.attention.router import Router, balance_potential, sinkhorn
 from focus_exp.attention.selection import (
     AttentionArgs,
     PairCounts,
     Selection,
     Sequence,
+    base_mask,
     count_pairs,
-    keeps_all,
-    permitted,
+    count_unpadded_pairs,
+    is_dense_rule,
     select,
     top_k_groups,
 )
@@ -88,8 +89,8 @@ def cases(draw: st.DrawFn) -> Case:
     ids=["float64", "float32", "bfloat16"],
 )
 @given(case=cases())
-@settings(max_examples=60)
-def test_blocked_attention_and_its_gradients_are_the_oracles(dtype, tolerance, of_gradients, case):
+@settings(max_examples=25)
+def test_blocked_attention_any_input_equals_reference(dtype, tolerance, of_gradients, case):
     case.tensors = [t.to(dtype).double() for t in case.tensors]
     fast = case.run(blocked_attention, dtype, block=case.block)
     exact = case.run(reference_attention, torch.float64)
@@ -117,7 +118,7 @@ def distances_to_hard(gate_kind: str, threshold: float, one_hot: Tensor) -> list
 
 @given(seed=SEEDS, groups=st.integers(2, 6))
 @settings(max_examples=20)
-def test_log_gate_becomes_the_hard_mask_and_the_papers_gate_does_not(seed, groups):
+def test_log_gate_steep_approaches_hard_mask(seed, groups):
     """Trap 2: a multiplied score of 0 still weighs e^0, and at threshold 0 the score is only halved."""
     torch.manual_seed(seed)
     one_hot = torch.nn.functional.one_hot(torch.randint(groups, (1, 33)), groups).double()
@@ -129,8 +130,8 @@ def test_log_gate_becomes_the_hard_mask_and_the_papers_gate_does_not(seed, group
 
 
 @given(seed=SEEDS, groups=st.integers(2, 8), data=st.data())
-@settings(max_examples=40)
-def test_query_topk_keeps_exactly_k_of_K_when_key_groups_are_balanced(seed, groups, data):
+@settings(max_examples=15)
+def test_query_topk_balanced_keys_keep_k_of_K(seed, groups, data):
     top_k = data.draw(st.integers(1, groups))
     torch.manual_seed(seed)
     queries, keys = 9, 5 * groups
@@ -144,8 +145,8 @@ def test_query_topk_keeps_exactly_k_of_K_when_key_groups_are_balanced(seed, grou
 
 
 @given(seed=SEEDS, groups=st.integers(2, 8), data=st.data())
-@settings(max_examples=40)
-def test_share_keeps_every_pair_once_2k_exceeds_K(seed, groups, data):
+@settings(max_examples=15)
+def test_share_rule_2k_above_K_is_dense(seed, groups, data):
     """Trap 3: k = 3 of 4 is full attention under another name; so is k = K under either rule."""
     torch.manual_seed(seed)
     assignment = torch.rand(2, 40, groups)
@@ -158,11 +159,11 @@ def test_share_keeps_every_pair_once_2k_exceeds_K(seed, groups, data):
 
 
 @given(case=cases(), block=st.sampled_from([1, 5, 512]))
-@settings(max_examples=60)
-def test_pair_counts_are_those_of_counting_one_by_one(case, block):
+@settings(max_examples=25)
+def test_count_pairs_any_input_equals_loop(case, block):
     sequence, window, sinks = case.sequence, case.args.window, case.args.sinks
     batch, length = sequence.start.shape
-    seen = permitted(sequence, slice(0, length), length).expand(batch, length, length)
+    seen = base_mask(sequence, slice(0, length), length).expand(batch, length, length)
     groups = case.memberships
     total = distant = kept = 0
     for b in range(batch):
@@ -181,13 +182,33 @@ def test_pair_counts_are_those_of_counting_one_by_one(case, block):
     assert count_pairs(groups, sequence, window, sinks, block) == PairCounts(total, distant, kept)
 
 
-def test_ties_go_to_the_lowest_index():
+class SyncCounter(TorchDispatchMode):
+    """Count the operations that would wait for a GPU."""
+
+    count = 0
+
+    def __torch_dispatch__(self, operation, types, arguments=(), options=None):
+        syncs = ("_local_scalar_dense", "nonzero", "unique", "bincount")
+        self.count += any(name in str(operation) for name in syncs)
+        return operation(*arguments, **(options or {}))
+
+
+def test_count_pairs_syncs_once():
+    selection, sequence = select(torch.rand(1, 600, 4), 2, "query_topk"), Sequence.plain(1, 600)
+    with SyncCounter() as plain:
+        count_unpadded_pairs(selection, sequence, 128, 4)
+    with SyncCounter() as padded:
+        count_pairs(selection, Sequence(sequence.start, valid=torch.ones(1, 600, dtype=torch.bool)), 128, 4, block=64)
+    assert plain.count <= 1 and padded.count <= 1
+
+
+def test_top_k_groups_tie_takes_lowest_index():
     tied = torch.tensor([[[0.25, 0.25, 0.25, 0.25], [0.1, 0.4, 0.1, 0.4]]])
     assert top_k_groups(tied, 1).int().tolist() == [[[1, 0, 0, 0], [0, 1, 0, 0]]]
     assert top_k_groups(tied, 3).int().tolist() == [[[1, 1, 1, 0], [1, 1, 0, 1]]]
 
 
-def test_centroids_that_change_are_compared_as_they_are():
+def test_router_changed_centroids_change_scores():
     router, h = Router(8, groups=3, routing_dim=4, normalize=True).eval(), torch.randn(1, 5, 8)
     with torch.no_grad():
         before = router(h).scores
@@ -195,8 +216,8 @@ def test_centroids_that_change_are_compared_as_they_are():
         torch.testing.assert_close(router(h).scores, -before)
 
 
-def test_hard_groups_are_trained_by_the_slope_of_a_gate_that_is_half_open():
-    method, affinity = Focus.of(SHAPE, gate_steepness=6.0), torch.zeros(1, requires_grad=True)
+def test_focus_ste_slope_equals_half_open_gate():
+    method, affinity = Focus.create(SHAPE, gate_steepness=6.0), torch.zeros(1, requires_grad=True)
     logsigmoid(method.gate_steepness * affinity).backward()
     assignment = torch.full((1, 3, 2), 0.5)
     hard = select(assignment.clone().requires_grad_(), 1, "share")
@@ -205,17 +226,17 @@ def test_hard_groups_are_trained_by_the_slope_of_a_gate_that_is_half_open():
 
 
 @pytest.mark.parametrize("pair_rule", ["share", "query_topk"])
-def test_all_pairs_are_kept_only_where_no_choice_of_groups_could_drop_one(pair_rule):
+def test_is_dense_rule_equals_enumeration(pair_rule):
     for groups in range(1, 7):
         for k in range(1, groups + 1):
             chosen = [set(some) for some in combinations(range(groups), k)]
             firsts = chosen if pair_rule == "share" else [{group} for group in range(groups)]
-            assert keeps_all(groups, k, pair_rule) == all(asked & kept for asked in chosen for kept in firsts)
+            assert is_dense_rule(groups, k, pair_rule) == all(asked & kept for asked in chosen for kept in firsts)
 
 
 @given(seed=SEEDS, groups=st.integers(2, 8), normalize=st.booleans())
 @settings(max_examples=20)
-def test_router_holds_ER_plus_KR_numbers_and_scores_in_float32(seed, groups, normalize):
+def test_router_has_ER_plus_KR_parameters_and_float32_scores(seed, groups, normalize):
     router = Router(48, groups, 16, normalize)
     assert sum(p.numel() for p in router.parameters()) == 48 * 16 + groups * 16
     h = 1000 * torch.randn(2, 5, 48, dtype=torch.bfloat16)
@@ -228,8 +249,8 @@ def test_router_holds_ER_plus_KR_numbers_and_scores_in_float32(seed, groups, nor
 
 
 @given(seed=SEEDS, groups=st.integers(2, 8), spread=st.floats(0.1, 2))
-@settings(max_examples=30)
-def test_balance_is_what_sinkhorn_converges_to_and_ignores_padding(seed, groups, spread):
+@settings(max_examples=12)
+def test_balance_potential_equals_sinkhorn_limit(seed, groups, spread):
     torch.manual_seed(seed)
     logits = spread * torch.randn(1, 200, groups, dtype=torch.float64) + 2 * torch.randn(groups, dtype=torch.float64)
     valid = torch.arange(200)[None] < 150
@@ -247,8 +268,8 @@ def test_balance_is_what_sinkhorn_converges_to_and_ignores_padding(seed, groups,
 
 
 @pytest.mark.parametrize("assignment", ["balanced", "sinkhorn"])
-def test_a_text_of_padding_alone_spoils_neither_balance_nor_gradients(assignment):
-    method, h = Focus.of(SHAPE, assignment=assignment).train(), torch.randn(2, 12, 8)
+def test_focus_all_padding_keeps_finite_gradients(assignment):
+    method, h = Focus.create(SHAPE, assignment=assignment).train(), torch.randn(2, 12, 8)
     nothing = torch.zeros(2, 12, dtype=torch.bool)
     for valid in (nothing, nothing.index_fill(0, torch.tensor(1), True)):
         method.assign(h, replace(Sequence.plain(2, 12), valid=valid)).square().sum().backward()
@@ -258,7 +279,7 @@ def test_a_text_of_padding_alone_spoils_neither_balance_nor_gradients(assignment
 
 @given(seed=SEEDS, groups=st.integers(2, 8))
 @settings(max_examples=20)
-def test_sharpened_balance_evens_the_counts_of_the_hard_assignment(seed, groups):
+def test_balance_potential_sharpened_balances_counts(seed, groups):
     torch.manual_seed(seed)
     logits = torch.randn(1, 800, groups) + 2 * torch.randn(groups)
     potential = balance_potential(logits, torch.zeros(groups), 200, sharpness=20)
@@ -268,9 +289,9 @@ def test_sharpened_balance_evens_the_counts_of_the_hard_assignment(seed, groups)
 
 @given(seed=SEEDS, shift=st.integers(1, 30))
 @settings(max_examples=10)
-def test_balanced_groups_follow_each_batch_in_training_and_the_token_alone_afterwards(seed, shift):
+def test_balanced_assignment_eval_is_causal(seed, shift):
     torch.manual_seed(seed)
-    method, h = Focus.of(SHAPE, sinkhorn_iterations=100), torch.randn(2, 60, 8)
+    method, h = Focus.create(SHAPE, sinkhorn_iterations=100), torch.randn(2, 60, 8)
     sequence, changed = Sequence.plain(2, 60), torch.cat([h[:, :shift], torch.randn(2, 60 - shift, 8)], 1)
     balanced = method.assign(h, sequence).mean((0, 1))
     torch.testing.assert_close(balanced, torch.full((4,), 0.25), atol=1e-2, rtol=0)
@@ -287,10 +308,10 @@ def test_balanced_groups_follow_each_batch_in_training_and_the_token_alone_after
     seed=SEEDS, raw=st.lists(st.floats(0.1, 1), min_size=2, max_size=6), layer=st.integers(0, 40),
     top_k=st.integers(1, 2),
 )  # fmt: skip
-@settings(max_examples=30)
-def test_random_groups_meet_their_shares(seed, raw, layer, top_k):
+@settings(max_examples=12)
+def test_random_groups_sizes_equal_shares(seed, raw, layer, top_k):
     shares = torch.tensor(raw) / sum(raw)
-    method = RandomGroups.of(LayerShape(8, 2, 4, layer), groups=len(raw), seed=seed, shares=shares, top_k=top_k)
+    method = RandomGroups.create(LayerShape(8, 2, 4, layer), groups=len(raw), seed=seed, shares=shares, top_k=top_k)
     groups = method.route(torch.zeros(1, 4000, 8), Sequence.plain(1, 4000)).key_groups
     assert groups.sum(-1).eq(1).all()
     torch.testing.assert_close(groups[0].float().mean(0), shares, atol=0.04, rtol=0)
@@ -298,10 +319,10 @@ def test_random_groups_meet_their_shares(seed, raw, layer, top_k):
 
 def first_groups(h: Tensor, start: int = 0, layer: int = 0, seed: int = 0) -> Tensor:
     sequence = Sequence(torch.full(h.shape[:2], start))
-    return RandomGroups.of(LayerShape(8, 2, 4, layer), seed=seed).route(h, sequence).key_groups[0]
+    return RandomGroups.create(LayerShape(8, 2, 4, layer), seed=seed).route(h, sequence).key_groups[0]
 
 
-def test_random_groups_depend_on_position_layer_and_seed_but_not_on_the_text_or_what_follows():
+def test_random_groups_depend_on_position_layer_and_seed():
     h = torch.randn(1, 300, 8)
     groups = first_groups(h)
     assert torch.equal(first_groups(torch.randn(1, 300, 8)), groups)
@@ -311,8 +332,8 @@ def test_random_groups_depend_on_position_layer_and_seed_but_not_on_the_text_or_
         assert 0.15 < (other & groups).sum() / 300 < 0.35
 
 
-def test_random_groups_reach_k_groups_their_own_among_them():
-    method = RandomGroups.of(SHAPE, groups=5, top_k=3)
+def test_random_groups_top_k_includes_first():
+    method = RandomGroups.create(SHAPE, groups=5, top_k=3)
     selection = method.route(torch.zeros(1, 200, 8), Sequence.plain(1, 200))
     assert selection.query_groups.sum(-1).eq(3).all() and (selection.query_groups | ~selection.key_groups).all()
     method.pair_rule = "share"
@@ -322,8 +343,8 @@ def test_random_groups_reach_k_groups_their_own_among_them():
 
 
 @pytest.mark.parametrize("stream", [0, 1, 7_000_011])
-def test_hashed_uniform_is_uniform_and_its_neighbours_unrelated(stream):
-    numbers = hashed_uniform(torch.arange(8192), stream)
+def test_hash_to_uniform_is_uniform_and_uncorrelated(stream):
+    numbers = hash_to_uniform(torch.arange(8192), stream)
     assert numbers.min() > 0 and numbers.max() < 1
     assert (numbers.sort().values - torch.arange(8192) / 8192).abs().max() < 0.025
     assert torch.corrcoef(torch.stack([numbers[:-1], numbers[1:]]))[0, 1].abs() < 0.05

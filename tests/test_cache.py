@@ -19,10 +19,9 @@ from transformers.cache_utils import DynamicLayer
 from focus_exp import attach, detach, disable_method, set_routing
 from focus_exp.assets import cache_root
 from focus_exp.attention import one_token
-from focus_exp.attention.cached import GroupedCache
-from focus_exp.attention.reference import reference_attention
-from focus_exp.attention.selection import AttentionArgs, Sequence, always_visible, causal, same_group, select
-from focus_exp.attention.stores import LEAST, Pool
+from focus_exp.attention.dense import reference_attention
+from focus_exp.attention.kv_cache import SPARE, GroupedCache, GroupedKVPool
+from focus_exp.attention.selection import AttentionArgs, Sequence, causal_mask, group_mask, local_mask, select
 from focus_exp.config import ModelConfig
 from focus_exp.errors import UserError
 from focus_exp.models.hf_cache import grouped_caches, is_grouped, prepare_cache
@@ -153,7 +152,7 @@ def test_steps_of_any_groups_are_the_oracle(data, sizes):
             cache.append(k[:, :, new], v[:, :, new], selected, some)
             begin += size
             if begin == sizes[0]:
-                cache.choose(chosen)  # as beams do; what follows goes on from the chosen rows
+                cache.reorder_rows(chosen)  # as beams do; what follows goes on from the chosen rows
                 q, k, v, selection, sequence = rows_chosen(chosen, sizes[0], q, k, v, selection, sequence)
     exact = reference_attention(q, k, v, selection, sequence, args)[:, :, sizes[0] :]
     found = torch.cat(found, 2)
@@ -327,11 +326,11 @@ def test_what_has_no_cache_says_why_and_generates_without(tiny_model):
     model = tiny_model("llama")
     attach(model, "focus")
     set_routing(model, hard=False)
-    with pytest.raises(UserError, match="soft gates.*hard=True.*use_cache=False"):
+    with pytest.raises(UserError, match="soft routing.*hard=True.*use_cache=False"):
         model.generate(tokens(), max_new_tokens=2)
     assert model(input_ids=tokens()).past_key_values is None
     assert model.generate(tokens(), max_new_tokens=2, use_cache=False, pad_token_id=0).shape[1] == 42
-    with pytest.raises(UserError, match="no key/value cache for routers in training mode, which put gates on every"):
+    with pytest.raises(UserError, match="no key/value cache for routers in training mode, which gate every"):
         model.train().generate(tokens(), max_new_tokens=2)
     detach(model)
     attach(model, "sparq")
@@ -416,8 +415,10 @@ def test_a_step_reads_the_pairs_that_it_keeps_and_no_others(tiny_model, top_k, r
     kept: dict[int, torch.Tensor] = {}
 
     def observe(layer, method, selection, sequence):
-        near = always_visible(sequence, slice(0, 60), 60, method.window, method.sinks)
-        kept[layer] = ((near | same_group(selection, slice(0, 60), 60)) & causal(slice(0, 60), 60, ids.device)).sum(-1)
+        near = local_mask(sequence, slice(0, 60), 60, method.window, method.sinks)
+        kept[layer] = (
+            (near | group_mask(selection, slice(0, 60), 60)) & causal_mask(slice(0, 60), 60, ids.device)
+        ).sum(-1)
 
     with observe_selections(model, observe):
         whole(model, ids)
@@ -432,7 +433,7 @@ def test_all_tokens_are_kept_once_beside_the_window(tiny_model):
     model = attached(tiny_model("llama"), 2, "share")
     _, cache = stepped(model, tokens(2, 60), [25] + [1] * 35)
     for grouped in grouped_caches(cache):
-        near, members = grouped.near.tensors[2:]
+        near, members = grouped.local.tensors[2:]
         for row, buckets in enumerate(grouped.pool.buckets):
             pooled = {kind: grouped.pool.tensors[2][b.begin : b.end].tolist() for kind, b in buckets.items()}
             assert sorted([*near[row, :2].tolist(), *chain(*pooled.values())]) == list(range(60))
@@ -444,7 +445,7 @@ def test_all_tokens_are_kept_once_beside_the_window(tiny_model):
 
 def test_a_pool_grows_by_copying_now_and_then():
     keys = torch.randn(1, 1003, 2, 4)
-    pool, rooms = Pool(keys), set()
+    pool, rooms = GroupedKVPool(keys), set()
     for begin, stop in ((0, 3), *((place, place + 1) for place in range(3, 1003))):
         for kind, some in (((0,), slice(begin, stop, 3)), ((1, 2), slice(begin + 1, stop, 3))):
             index = torch.arange(1003)[some]
@@ -453,11 +454,11 @@ def test_a_pool_grows_by_copying_now_and_then():
         rooms.add(len(pool.tensors[0]))
     assert len(rooms) < 25
     held = sum(bucket.count for bucket in pool.buckets[0].values())
-    assert len(pool.tensors[0]) <= held * 1.25 + 2 * LEAST
+    assert len(pool.tensors[0]) <= held * 1.25 + 2 * SPARE
     for bucket in pool.buckets[0].values():
         found, negative, index = (x[bucket.begin : bucket.end] for x in pool.tensors)
         assert found.equal(keys[0, index]) and negative.equal(-found) and len(index) == len(set(index.tolist()))
-        assert bucket.before(900) == slice(bucket.begin, bucket.begin + int((index < 900).sum()))
+        assert bucket.slice_before(900) == slice(bucket.begin, bucket.begin + int((index < 900).sum()))
 
 
 def test_what_is_held_grows_with_the_tokens_alone(tiny_model):
@@ -469,7 +470,7 @@ def test_what_is_held_grows_with_the_tokens_alone(tiny_model):
     for length in (200, 400, 800):
         steps = length - cache.get_seq_length()
         _, cache = stepped(model, tokens(1, steps), [1] * steps, cache=cache)
-        room = length / 4 + 4 * LEAST + 2 * 6 + LEAST  # of the buckets, and of the window
+        room = length / 4 + 4 * SPARE + 2 * 6 + SPARE  # of the buckets, and of the window
         assert (
             layers * token * length <= sum(x.bytes for x in grouped_caches(cache)) <= layers * token * (length + room)
         )
@@ -643,7 +644,7 @@ def test_prefix_tuning_is_refused_by_name(tiny_model):
             prefixed(input_ids=tokens(1, 8))
 
 
-@pytest.mark.parametrize(("train_with", "said"), [("hard", "whole batch"), ("soft", "gates on every token")])
+@pytest.mark.parametrize(("train_with", "said"), [("hard", "whole batch"), ("soft", "gate every token")])
 def test_training_mode_is_refused_a_cache_with_its_own_reason(tiny_model, train_with, said):
     model = attach(tiny_model("llama"), "focus", train_with=train_with)
     with pytest.raises(UserError, match=said):

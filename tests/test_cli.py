@@ -113,7 +113,7 @@ def test_a_reader_that_leaves_early_is_no_error():
 def test_bad_input_as_a_process_prints_no_stack_trace(tmp_path):
     command = [sys.executable, "-m", "focus_exp", f"runs_dir={tmp_path}", "attention.groups=0"]
     result = subprocess.run(command, capture_output=True, text=True)
-    message = "error: attention.groups=0 is impossible; use 1 or more\n"
+    message = "error: attention.groups must be >= 1 (got 0)\n"
     assert (result.returncode, result.stderr, result.stdout) == (2, message, "")
     assert not list(tmp_path.iterdir())
 

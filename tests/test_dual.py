@@ -1,4 +1,4 @@
-"""Focus with two encoders: its rule against the oracle, heads with groups of their own, budgets, and training."""
+"""FocusDual: routing against its definition, groups per head, budgets, adapters, training."""
 
 import math
 from dataclasses import replace
@@ -16,10 +16,10 @@ from tiny_architectures import tiny_model as tiny_architecture
 from torch import Tensor
 
 from focus_exp import UserError, attach, detach, freeze, load_adapter, save_adapter, set_routing
-from focus_exp.attention.dual import UNSET, FocusDual
-from focus_exp.attention.method import LayerShape
-from focus_exp.attention.reference import reference_attention
-from focus_exp.attention.selection import AttentionArgs, Selection, Sequence, always_visible, permitted
+from focus_exp.attention.base import LayerShape
+from focus_exp.attention.dense import reference_attention
+from focus_exp.attention.focus_dual import UNSET, FocusDual
+from focus_exp.attention.selection import AttentionArgs, Selection, Sequence, base_mask, local_mask
 from focus_exp.models.methods import attached_methods, observe_selections, set_budget
 from focus_exp.results.record import Record
 from focus_exp.speed.layer import Layer
@@ -46,7 +46,7 @@ def layers(draw: st.DrawFn, most: int = 40) -> tuple[FocusDual, Tensor, list[Ten
         options["groups_per_layer"] = [draw(st.one_of(reach, st.lists(reach, min_size=heads, max_size=heads)))]
     shape = LayerShape(WIDTH, kv_heads * share, SIZE, 0, kv_heads)
     near = {"window": draw(st.integers(0, 9)), "sinks": draw(st.integers(0, 3))}
-    method = FocusDual.of(shape, **options, **near).double()
+    method = FocusDual.create(shape, **options, **near).double()
     if hasattr(method, "mean"):
         method.mean.normal_()
         method.scale.uniform_(0.5, 2)
@@ -78,13 +78,13 @@ def logits_by_hand(encoder: Any, token: Tensor, head: int) -> list[float]:
 def kept_by_hand(method: FocusDual, h: Tensor, sequence: Sequence, head: int) -> Tensor:
     """`[B, T, T]` bool: whether j is in a group that i reads."""
     kept = torch.zeros(*h.shape[:2], h.shape[1], dtype=torch.bool)
-    reach = method.reach[head]
-    if reach == 0 or method.keeps_all():
+    reach = method.groups_per_head[head]
+    if reach == 0 or method.is_dense():
         return ~kept if reach else kept
     for row, tokens in enumerate((h - method.mean) / method.scale):
         asked, of_key = [], []
         for place, token in enumerate(tokens):
-            logits = logits_by_hand(method.asking, token, head)
+            logits = logits_by_hand(method.q_encoder, token, head)
             least = method.thresholds[head][reach - 1] if 0 < reach < method.groups else UNSET
             if method.counts != "head" and least != UNSET:
                 norm = torch.tensor(logits).logsumexp(0) - method.worth[head] @ token - method.worth_bias[head]
@@ -100,13 +100,13 @@ def kept_by_hand(method: FocusDual, h: Tensor, sequence: Sequence, head: int) ->
 
 
 @given(layer=layers(20))
-@settings(max_examples=60)
-def test_a_key_is_in_its_first_group_and_a_query_reads_its_first_k_or_what_promises_enough(layer):
+@settings(max_examples=20)
+def test_focus_dual_selection_equals_definition(layer):
     method, h, (q, k, v), sequence = layer
     length, share = h.shape[1], q.shape[1] // method.heads
     every = slice(0, length)
-    seen = permitted(sequence, every, length) | torch.eye(length, dtype=torch.bool)
-    near = always_visible(sequence, every, length, method.window, method.sinks)
+    seen = base_mask(sequence, every, length) | torch.eye(length, dtype=torch.bool)
+    near = local_mask(sequence, every, length, method.window, method.sinks)
     with torch.no_grad():
         selection = method.route(h, sequence)
         out = method.attend(q, k, v, selection, sequence, AttentionArgs(0.3))
@@ -139,8 +139,8 @@ def outcome(method: FocusDual, h: Tensor, tensors: list[Tensor], sequence: Seque
 
 @pytest.mark.parametrize("backend", ["masked", "cpu-flash"])
 @given(layer=layers())
-@settings(max_examples=40)
-def test_both_paths_are_the_oracle_in_outputs_and_in_every_gradient(backend, layer):
+@settings(max_examples=12)
+def test_focus_dual_both_paths_equal_reference(backend, layer):
     method, h, tensors, sequence = layer
     method.backend = backend
 
@@ -149,24 +149,24 @@ def test_both_paths_are_the_oracle_in_outputs_and_in_every_gradient(backend, lay
 
     def exact(q, k, v, selection, sequence):
         args = method.complete_args(AttentionArgs(0.3), selection)
-        args = replace(args, window=h.shape[1]) if method.keeps_all() else args
+        args = replace(args, window=h.shape[1]) if method.is_dense() else args
         return reference_attention(q, k, v, selection, sequence, args)
 
     ours, truth = (outcome(method, h, tensors, sequence, way) for way in (fast, exact))
-    assert method.path == ("full" if method.keeps_all() else backend)
+    assert method.path == ("full" if method.is_dense() else backend)
     for mine, theirs in zip(ours, truth, strict=True):
         torch.testing.assert_close(mine, theirs, atol=1e-9, rtol=1e-9)
 
 
-def test_training_has_the_slope_of_a_gate_that_is_half_open():
-    method, half = FocusDual.of(LayerShape(WIDTH, 6, SIZE, 0, 3), gate_steepness=6.0), torch.full((1, 3, 2), 0.5)
+def test_focus_dual_ste_slope_is_half_the_steepness():
+    method, half = FocusDual.create(LayerShape(WIDTH, 6, SIZE, 0, 3), gate_steepness=6.0), torch.full((1, 3, 2), 0.5)
     assert method.complete_args(AttentionArgs(1.0), Selection(half.clone().requires_grad_(), half > 0)).ste_slope == 3.0
     assert method.complete_args(AttentionArgs(1.0), Selection(half, half > 0)).ste_slope is None
 
 
 @given(layer=layers(), data=st.data())
-@settings(max_examples=30)
-def test_the_groups_of_a_token_depend_on_that_token_and_its_place_alone(layer, data):
+@settings(max_examples=12)
+def test_focus_dual_groups_depend_on_token_and_position(layer, data):
     method, h, _, sequence = layer
     selection = method.route(h, sequence)
     if selection.key_groups is None:
@@ -174,7 +174,11 @@ def test_the_groups_of_a_token_depend_on_that_token_and_its_place_alone(layer, d
     assert selection.key_groups.sum(-1).eq(1).all()
     reads = selection.query_groups.sum(-1)
     fixed = (method.thresholds == UNSET).all() or method.counts == "head"
-    assert (reads == torch.tensor(method.reach)[:, None]).all() if fixed else (reads <= selection.most[0]).all()
+    assert (
+        (reads == torch.tensor(method.groups_per_head)[:, None]).all()
+        if fixed
+        else (reads <= selection.max_groups[0]).all()
+    )
     place = data.draw(st.integers(0, h.shape[1] - 1))
     alone = method.route(h[:, place, None], Sequence(sequence.start[:, place, None] - place))
     for name in ("assignment", "key_assignment", "query_groups", "key_groups"):
@@ -182,25 +186,25 @@ def test_the_groups_of_a_token_depend_on_that_token_and_its_place_alone(layer, d
         torch.testing.assert_close(found, whole)
 
 
-def test_a_promise_for_each_pair_is_less_by_the_number_of_distant_keys():
-    method, length = FocusDual.of(LayerShape(WIDTH, 6, SIZE, 0, 3), groups=4, counts="pair", **NEAR), 15
-    found = method.weighed("pair", torch.zeros(1, 3, length, 4), torch.arange(length)[None])
+def test_normalize_lengths_pair_subtracts_log_distant_keys():
+    method, length = FocusDual.create(LayerShape(WIDTH, 6, SIZE, 0, 3), groups=4, counts="pair", **NEAR), 15
+    found = method.normalize_lengths("pair", torch.zeros(1, 3, length, 4), torch.arange(length)[None])
     for i in range(length):
         distant = [j for j in range(NEAR["sinks"], length) if i - j > NEAR["window"]]
         torch.testing.assert_close(found[0, :, i], torch.full((3, 4), -math.log(1 + len(distant))))
 
 
-def test_the_numbers_of_a_layer_have_the_names_and_shapes_that_a_fit_gives_them():
+def test_focus_dual_state_has_fitted_names_and_shapes():
     shape = LayerShape(WIDTH, 6, SIZE, 0, 3)
     for heads, n in (("kv", 3), ("layer", 1)):
-        linear = FocusDual.of(shape, groups=5, heads=heads).state_dict()
+        linear = FocusDual.create(shape, groups=5, heads=heads).state_dict()
         assert {name: tuple(x.shape) for name, x in linear.items()} == {
             "key_encoder.weight": (n, 5, WIDTH), "key_encoder.bias": (n, 5),
             "query_encoder.weight": (n, 5, WIDTH), "query_encoder.bias": (n, 5),
             "mean": (WIDTH,), "scale": (WIDTH,), "worth": (n, WIDTH), "worth_bias": (n,), "thresholds": (n, 4),
         }  # fmt: skip
-    assert not [name for name in FocusDual.of(shape, encoders=1).state_dict() if name.startswith("query_encoder")]
-    narrow = FocusDual.of(shape, groups=5, rank=2)
+    assert not [name for name in FocusDual.create(shape, encoders=1).state_dict() if name.startswith("query_encoder")]
+    narrow = FocusDual.create(shape, groups=5, rank=2)
     assert narrow.key_encoder.projection.shape == (WIDTH, 2) and narrow.query_encoder.weight.shape == (3, 5, 2)
 
 
@@ -214,12 +218,12 @@ def attached(model, fitted=False, **options):
     return model
 
 
-def test_queries_read_k_groups_on_average_of_the_tokens_that_set_it_and_each_its_own_number():
-    method = FocusDual.of(LayerShape(WIDTH, 6, SIZE, 0, 3), groups=5)
+def test_thresholds_give_k_groups_on_average():
+    method = FocusDual.create(LayerShape(WIDTH, 6, SIZE, 0, 3), groups=5)
     torch.manual_seed(0)
     method.worth.normal_()
     tokens = torch.randn(1, 400, WIDTH)
-    method.thresholds.copy_(thresholds(method.promises(tokens)[0].detach()))
+    method.thresholds.copy_(thresholds(method.group_scores(tokens)[0].detach()))
     for k in (1, 2, 4):
         method.top_k = k
         reads = method.route(tokens, Sequence.plain(1, 400)).query_groups.sum(-1).float()
@@ -234,7 +238,7 @@ def logits_of(model, tokens=TOKENS) -> Tensor:
     return model(tokens, use_cache=False).logits
 
 
-def test_another_number_of_groups_beside_a_budget_is_refused(tiny_model):
+def test_set_routing_top_k_with_budget_raises(tiny_model):
     model = set_budget(attached(tiny_model("llama")), [1, 2])
     given = attached_methods(model)[0].top_k
     set_routing(model, hard=True, top_k=given)
@@ -243,7 +247,7 @@ def test_another_number_of_groups_beside_a_budget_is_refused(tiny_model):
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_layers_are_full_or_window_alone_where_the_budget_says_so(tiny_model, family):
+def test_set_budget_full_and_window_drop_encoders(tiny_model, family):
     base, window = tiny_model(family), attach(tiny_model(family), "window", **NEAR)
     model = attached(tiny_model(family))
     routed = logits_of(model)
@@ -274,7 +278,7 @@ def test_layers_are_full_or_window_alone_where_the_budget_says_so(tiny_model, fa
         {"counts": "head"},
     ],
 )
-def test_an_adapter_brings_back_encoders_and_budget(tiny_model, tmp_path, options):
+def test_focus_dual_adapter_round_trip_keeps_logits(tiny_model, tmp_path, options):
     model = attached(tiny_model("llama"), **options)
     for method in attached_methods(model).values():
         if hasattr(method, "mean"):
@@ -285,7 +289,7 @@ def test_an_adapter_brings_back_encoders_and_budget(tiny_model, tmp_path, option
     assert torch.equal(logits_of(detach(loaded)), logits_of(tiny_model("llama")))
 
 
-def test_an_adapter_has_the_budget_that_was_set_and_no_encoder_beside_it(tiny_model, tmp_path):
+def test_set_budget_is_saved_in_adapter(tiny_model, tmp_path):
     model = set_budget(attached(tiny_model("llama")), [1, "window"])
     loaded = load_adapter(tiny_model("llama"), save_adapter(model, tmp_path / "adapter"))
     assert torch.equal(logits_of(loaded), logits_of(model))
@@ -298,15 +302,15 @@ def test_an_adapter_has_the_budget_that_was_set_and_no_encoder_beside_it(tiny_mo
     [
         (["full"], "budget has 1 entries for 2 layers"),
         (["full"] * 3, "budget has 3 entries for 2 layers"),
-        (["full", 7], "groups_per_layer holds 7 for layer 1; give full, window, a number of groups from 0 to groups=6"),
-        (["full", "some"], "groups_per_layer holds 'some' for layer 1"),
-        ([True, 1], "groups_per_layer holds True for layer 0"),
-        ([[1, 2, 3], 1], r"budget holds \[1, 2, 3\] for layer 0, which has 2 heads with groups"),
-        ([[1, -1], 1], r"groups_per_layer holds \[1, -1\] for layer 0"),
-        ("full", "groups_per_layer='full' is not"),
+        (["full", 7], "groups_per_layer of layer 1 must be .* to groups=6.*7"),
+        (["full", "some"], "groups_per_layer of layer 1 must be .*'some'"),
+        ([True, 1], "groups_per_layer of layer 0 must be .*True"),
+        ([[1, 2, 3], 1], r"groups_per_layer of layer 0 must be a list of 2 numbers"),
+        ([[1, -1], 1], r"groups_per_layer of layer 0 must be .*\[1, -1\]"),
+        ("full", "groups_per_layer must be a list"),
     ],
 )
-def test_a_budget_that_does_not_fit_is_refused(tiny_model, budget, said):
+def test_groups_per_layer_invalid_raises(tiny_model, budget, said):
     with pytest.raises(UserError, match=said):
         attached(tiny_model("llama"), groups_per_layer=budget)
     model = attached(tiny_model("llama"))
@@ -314,11 +318,11 @@ def test_a_budget_that_does_not_fit_is_refused(tiny_model, budget, said):
         set_budget(model, budget)
 
 
-def test_a_budget_belongs_to_focus_dual_and_dropped_encoders_are_gone(tiny_model):
+def test_set_budget_wrong_method_or_dropped_encoders_raises(tiny_model):
     with pytest.raises(UserError, match="window"):
         set_budget(attach(tiny_model("llama"), "window"), ["full", "full"])
     model = set_budget(attached(tiny_model("llama")), ["window", 2])
-    with pytest.raises(UserError, match="layer 0 has no encoders any more"):
+    with pytest.raises(UserError, match="groups_per_layer of layer 0 without encoders"):
         set_budget(model, [2, 2])
 
 
@@ -333,7 +337,7 @@ def test_a_budget_belongs_to_focus_dual_and_dropped_encoders_are_gone(tiny_model
         {"groups_per_layer": ["window", [1, 4]], "fitted": True},
     ],
 )
-def test_token_by_token_it_writes_what_recomputing_writes(tiny_model, family, options):
+def test_focus_dual_cached_generation_equals_recomputed(tiny_model, family, options):
     if options.get("groups_per_layer") == ["window", [1, 4]] and family == "gpt2":
         options = options | {"groups_per_layer": ["window", [1, 4, 0, 6]]}
     model = attached(tiny_model(family), **options)
@@ -342,14 +346,14 @@ def test_token_by_token_it_writes_what_recomputing_writes(tiny_model, family, op
         assert model.generate(prompt, **said).equal(model.generate(prompt, use_cache=False, **said))
 
 
-def test_in_half_precision_the_encoders_stay_in_float32(tiny_model):
+def test_focus_dual_half_precision_keeps_float32_encoders(tiny_model):
     model = attached(tiny_model("llama")).bfloat16()
     for method in attached_methods(model).values():
         assert {x.dtype for x in (*method.parameters(), *method.buffers())} == {torch.float32}
     assert logits_of(model).dtype == torch.bfloat16
 
 
-def test_training_through_the_model_lowers_its_loss(tiny_model):
+def test_focus_dual_training_lowers_loss(tiny_model):
     """Straight through hard groups: the base is frozen, the encoders alone are told what to keep."""
     model = attached(tiny_model("llama"), window=2)
     freeze(model)
@@ -367,7 +371,7 @@ def test_training_through_the_model_lowers_its_loss(tiny_model):
 
 
 @pytest.mark.parametrize("name", KEPT)
-def test_heads_with_groups_of_their_own_are_the_models_key_value_heads(monkeypatch, name):
+def test_focus_dual_heads_equal_model_kv_heads(monkeypatch, name):
     model, found = tiny_architecture(name), []
 
     def note(self, q, k, v, selection, sequence, args):
@@ -384,7 +388,7 @@ def test_heads_with_groups_of_their_own_are_the_models_key_value_heads(monkeypat
     assert found and all(heads == of_keys for heads, of_keys in found)
 
 
-def test_an_adapter_is_measured_at_any_number_of_groups_and_named_by_its_method(tmp_path):
+def test_evaluate_adapter_top_k_changes_density(tmp_path):
     chosen = fitting(*tiny(tmp_path), "attention=focus_dual", "recipe=none", "attention.calibration_sequences=0")
     groups = ["attention.groups=6", "attention.top_k=2"]
     assert run(*chosen, *groups).code == 0
@@ -406,9 +410,10 @@ def test_an_adapter_is_measured_at_any_number_of_groups_and_named_by_its_method(
     assert whole.distant_pairs_kept == 1 and whole.nll == pytest.approx(records[0].rows[0].nll)
 
 
-def test_a_layer_is_timed_beside_full_attention():
+def test_method_rows_times_focus_dual():
     layer = Layer(
         Shape(WIDTH, 6, 3, SIZE), window=8, sinks=2, dtype=torch.float32, device=torch.device("cpu"), repeats=1
     )
-    (row,) = method_rows(layer, 64, {"focus_dual": ("focus_dual", {"groups": 4, "top_k": 2})})
-    assert row.error is None and row.path == "cpu-flash" and row.seconds
+    rows = list(method_rows(layer, 64, {"focus_dual": ("focus_dual", {"groups": 4, "top_k": 2})}))
+    assert {row.settings["path"] for row in rows} == {"cpu-flash"}
+    assert all(row.settings["error"] is None and row.value > 0 for row in rows)

@@ -12,9 +12,9 @@ from running import fitting, only_run, record_of, router_steps, run, tiny
 from torch import Tensor
 
 from focus_exp import attach
-from focus_exp.attention.dual import FocusDual
-from focus_exp.attention.method import LayerShape
-from focus_exp.attention.selection import AttentionArgs, Selection, Sequence, always_visible, permitted, top_k_groups
+from focus_exp.attention.base import LayerShape
+from focus_exp.attention.focus_dual import FocusDual
+from focus_exp.attention.selection import AttentionArgs, Selection, Sequence, base_mask, local_mask, top_k_groups
 from focus_exp.config_attention import DualConfig
 from focus_exp.models.methods import attached_methods, observe_selections, swap_methods
 from focus_exp.training.focus_dual_fit import fit, importance
@@ -79,7 +79,7 @@ def test_loss_changes_equal_gradient_by_presence_of_a_pair(softcap, with_sinks):
     q, target = torch.randn(2, 1, heads, length, size, dtype=torch.float64)
     k, v = torch.randn(2, 1, groups, length, size, dtype=torch.float64)
     sink_logits = torch.randn(heads, dtype=torch.float64) if with_sinks else None
-    visible = permitted(Sequence.plain(1, length), slice(0, length), length)
+    visible = base_mask(Sequence.plain(1, length), slice(0, length), length)
     present = torch.ones(1, heads, length, length, dtype=torch.float64, requires_grad=True)
     s = q @ k.repeat_interleave(3, 1).transpose(-1, -2) * 0.5
     s = s if softcap is None else softcap * torch.tanh(s / softcap)
@@ -104,8 +104,8 @@ def test_loss_probe_records_all_distant_pairs_in_row_blocks():
     q, k, v = (torch.randn(1, heads, length, 8, requires_grad=True) for heads in (4, 2, 2))
     gradient, sequence, rows = torch.randn(1, 4, length, 8), Sequence.plain(1, length), slice(0, length)
     (probe.attend(q, k, v, Selection(), sequence, AttentionArgs(0.5)) * gradient).sum().backward()
-    visible = permitted(sequence, rows, length)
-    distant = visible[0] & ~always_visible(sequence, rows, length, WINDOW, SINKS)[0]
+    visible = base_mask(sequence, rows, length)
+    distant = visible[0] & ~local_mask(sequence, rows, length, WINDOW, SINKS)[0]
     with torch.no_grad():
         expected = loss_changes(q, k, v, gradient, visible, AttentionArgs(0.5))
     assert [part.rows.stop for part in recorded] == [importance.ROWS, length]
@@ -121,8 +121,8 @@ def test_pruned_loss_equals_change_without_the_unread_groups(heads):
     length, size, groups = 20, 8, 3
     q, gradient = torch.randn(2, 1, 4, length, size, dtype=torch.float64) / 2
     k, v = torch.randn(2, 1, 2, length, size, dtype=torch.float64) / 2
-    visible = permitted(Sequence.plain(1, length), slice(0, length), length)
-    distant = ~always_visible(Sequence.plain(1, length), slice(0, length), length, WINDOW, SINKS)[0]
+    visible = base_mask(Sequence.plain(1, length), slice(0, length), length)
+    distant = ~local_mask(Sequence.plain(1, length), slice(0, length), length, WINDOW, SINKS)[0]
     members = torch.eye(groups, dtype=torch.float64)[torch.randint(groups, (heads, length))]
     order = torch.rand(heads, length, groups).argsort(-1)
     p, change = (x[0] * distant for x in loss_changes(q, k, v, gradient, visible, AttentionArgs(1.0)))
@@ -205,7 +205,7 @@ def planted(sequences: int, seed: int) -> list[Observation]:
 
 @pytest.fixture(scope="module")
 def fitted() -> FocusDual:
-    method = FocusDual.of(LayerShape(16, 4, 8, 0, 2), **OPTIONS)
+    method = FocusDual.create(LayerShape(16, 4, 8, 0, 2), **OPTIONS)
     fit_encoders(method, planted(24, seed=0), 300, torch.Generator().manual_seed(0))
     return method
 
@@ -222,7 +222,7 @@ def test_fit_encoders_finds_planted_groups_of_even_size(fitted):
 
 def test_fit_encoders_predicts_the_total_importance_of_a_query(fitted):
     (observation,) = planted(1, seed=1)
-    value = fitted.promises(FitSequence.of(observation, fitted).tokens)[0].logsumexp(-1)
+    value = fitted.group_scores(FitSequence.of(observation, fitted).tokens)[0].logsumexp(-1)
     first = observation.hidden.float().argmax(-1) == 0
     assert (value[:, first].mean(-1) - value[:, ~first].mean(-1) > 1).all()
 

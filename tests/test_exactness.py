@@ -9,7 +9,7 @@ from torch import Tensor
 from transformers import AttentionMaskInterface, PreTrainedModel
 
 from focus_exp import UserError, attach, detach, disable_method, set_routing
-from focus_exp.attention.selection import starts
+from focus_exp.attention.selection import sequence_starts
 from focus_exp.models import self_check
 from focus_exp.models.hooks import IMPLEMENTATION, make_layer_mask
 from focus_exp.models.methods import attached_methods, observe_selections
@@ -43,12 +43,12 @@ def test_masks_that_causality_and_padding_say_are_never_built(tiny_model, paddin
 
 def test_a_sequence_begins_at_a_token_that_sees_none_before_itself():
     packed = torch.tensor([[0, 0, 0, 3, 3, 5]])
-    assert starts(packed).tolist() == [[0, 0, 0, 3, 3, 5]]
+    assert sequence_starts(packed).tolist() == [[0, 0, 0, 3, 3, 5]]
     sliding = torch.tensor([[0, 0, 0, 1, 2, 3]])
-    assert starts(sliding).tolist() == [[0] * 6]
+    assert sequence_starts(sliding).tolist() == [[0] * 6]
     padded = torch.tensor([[2, 2, 2, 2]])
-    assert starts(padded).tolist() == [[0, 0, 2, 2]]
-    assert starts(torch.tensor([[5, 5, 8]]), past=6, before=torch.tensor([[5]])).tolist() == [[5, 5, 8]]
+    assert sequence_starts(padded).tolist() == [[0, 0, 2, 2]]
+    assert sequence_starts(torch.tensor([[5, 5, 8]]), past=6, before=torch.tensor([[5]])).tolist() == [[5, 5, 8]]
 
 
 @pytest.mark.parametrize("family", ["llama", "mistral", "gemma3"])
@@ -148,7 +148,7 @@ def test_a_mask_that_is_lost_is_found_before_anything_is_trusted(tiny_model, mon
 
 
 def test_a_cache_that_forgets_is_found(tiny_model, monkeypatch, nothing_checked):
-    monkeypatch.setattr("focus_exp.attention.cached.GroupedCache.append", lambda *args: None)
+    monkeypatch.setattr("focus_exp.attention.kv_cache.GroupedCache.append", lambda *args: None)
     with pytest.raises(UserError, match="cannot take an attached method through the cache"):
         attach(tiny_model("llama"))
 

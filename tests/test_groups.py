@@ -20,8 +20,8 @@ from safetensors.torch import load_file, save_file
 from sklearn.metrics import adjusted_mutual_info_score
 
 from focus_exp import attach, detach, set_routing
-from focus_exp.attention.method import LayerShape
-from focus_exp.attention.reference import reference_attention
+from focus_exp.attention.base import LayerShape
+from focus_exp.attention.dense import reference_attention
 from focus_exp.attention.selection import AttentionArgs, Sequence, select
 from focus_exp.evaluation.groups import GroupAnalysis, letter
 from focus_exp.evaluation.groups_metrics import agreement, counts, fit, purity, shuffled, standing_out
@@ -206,7 +206,7 @@ def test_attention_that_was_cut_is_the_bases_own(tiny_model, family, method):
         torch.testing.assert_close(lies.cut, (mass * (far & ~shared)).sum(-1), atol=1e-6, rtol=1e-5)
         torch.testing.assert_close(lies.kept, (mass * (far & shared)).sum(-1), atol=1e-6, rtol=1e-5)
         torch.testing.assert_close(lies.near + lies.kept + lies.cut, torch.ones(40, dtype=torch.float64))
-        affinity = selection.assignment[0] @ selection.assignment_of_keys[0].T
+        affinity = selection.assignment[0] @ selection.effective_key_assignment[0].T
         # where a sliding layer sees nothing there is no pair
         closest = affinity.masked_fill(~(far & shared & (mass > 0)), -1.0).max(-1).values
         torch.testing.assert_close(lies.close_keys[2][:, 0], closest)

@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from focus_exp import attach, freeze, set_routing
-from focus_exp.attention.method import METHODS
+from focus_exp.attention.base import METHODS
 from focus_exp.models import self_check
 from focus_exp.models.methods import attached_methods, attention_modules
 

@@ -5,8 +5,8 @@ import torch
 from running import fitting, only_run, record_of, run, tiny
 
 from focus_exp import attach
-from focus_exp.attention.baselines.top_tokens import TokenIndexer, best
-from focus_exp.attention.method import LayerShape
+from focus_exp.attention.base import LayerShape
+from focus_exp.attention.baselines.top_tokens import TokenIndexer, keep_largest
 from focus_exp.models.methods import attached_methods
 from focus_exp.training import indexer_fit
 from focus_exp.training.focus_dual_fit.encoders import standardized_tokens
@@ -36,14 +36,14 @@ def kept_importance(method: TokenIndexer, observation: Observation, density: flo
     distant = distant_pairs(method, T, x.device)
     count = (distant.sum(-1, keepdim=True) * density).long()
     return tuple(
-        (importance * best(scores, distant, count)).sum().item() for scores in (method.scores(x, x), importance)
+        (importance * keep_largest(scores, distant, count)).sum().item() for scores in (method.scores(x, x), importance)
     )
 
 
 @torch.no_grad()
 def test_fit_indexer_finds_planted_pairs():
     torch.manual_seed(0)
-    method, validation = TokenIndexer.of(LayerShape(WIDTH, 2, 4, 0), size=8, window=4, sinks=0), planted(7)
+    method, validation = TokenIndexer.create(LayerShape(WIDTH, 2, 4, 0), size=8, window=4, sinks=0), planted(7)
     before, _ = kept_importance(method, validation, 0.2)
     fit_indexer(method, [planted(seed) for seed in range(4)], 150, torch.Generator().manual_seed(0))
     after, ideal = kept_importance(method, validation, 0.2)
@@ -60,7 +60,7 @@ def test_pair_importance_is_summed_over_heads():
 
 
 def test_interrupted_fit_resumes_and_a_finished_one_is_read(tiny_model, tmp_path, monkeypatch):
-    options = TokenIndexer.fitting(calibration_sequences=3, validation_sequences=1, fit_steps=6)
+    options = TokenIndexer.fit_options(calibration_sequences=3, validation_sequences=1, fit_steps=6)
     sequences = list(torch.randint(256, (3, 64), generator=torch.Generator().manual_seed(0)))
     precision = choose_precision("float32", "cpu", trains_base=False)
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from focus_exp.attention.blocked import masked_attention
+from focus_exp.attention.dense import masked_attention
 from focus_exp.attention.selection import AttentionArgs
 from focus_exp.speed import workload
 from focus_exp.speed.workload import Shape, Tensors, full_attention, full_step
@@ -17,7 +17,7 @@ def refused() -> None:
     raise RuntimeError("No available kernel")
 
 
-def test_full_attention_builds_scores_where_no_fused_kernel_takes_the_tensors(monkeypatch):
+def test_full_attention_without_fused_kernel_uses_math(monkeypatch):
     """As float32 on a GPU did: nothing that might be fastest served, and the choice among none failed."""
     tensors = Tensors.random(SHAPE, 8, torch.float32, CPU)
     works = {"sdpa-flash": refused, "sdpa-cudnn": refused, workload.SLOWEST: lambda: tensors.q}
@@ -30,7 +30,7 @@ def test_full_attention_builds_scores_where_no_fused_kernel_takes_the_tensors(mo
         full_attention(tensors, CPU)
 
 
-def test_a_kernel_without_a_backward_is_not_chosen_for_steps(monkeypatch):
+def test_full_attention_training_needs_backward(monkeypatch):
     tensors = Tensors.random(SHAPE, 8, torch.float32, CPU).with_grad()
 
     def exact() -> torch.Tensor:
@@ -43,7 +43,7 @@ def test_a_kernel_without_a_backward_is_not_chosen_for_steps(monkeypatch):
     full_step(work, tensors)
 
 
-def test_on_cuda_a_mask_finds_every_query_head_with_keys_of_its_own(monkeypatch):
+def test_masked_attention_cuda_gqa_repeats_keys(monkeypatch):
     class OnCuda(torch.Tensor):
         is_cuda = True
 

@@ -10,20 +10,19 @@ from omegaconf import OmegaConf
 from running import fitting, record_of, run, tiny
 
 from focus_exp import UserError, attach, load_adapter, save_adapter
-from focus_exp.attention.focus_options import FocusOptions
-from focus_exp.attention.method import BACKENDS
-from focus_exp.attention.options import check
+from focus_exp.attention.base import BACKENDS
+from focus_exp.attention.options import FocusOptions, validate_options
 from focus_exp.attention.registry import METHODS, find
 from focus_exp.config_attention import AttentionConfig, schema_of
 
-OPTIONS = [*(kind for method in METHODS.values() for kind in (method.options, method.fitting) if kind)]
+OPTIONS = [*(kind for method in METHODS.values() for kind in (method.options, method.fit_options) if kind)]
 
 PYTHON = '''
 from dataclasses import dataclass
 
 import torch
 
-from focus_exp.attention.method import AttentionMethod
+from focus_exp.attention.base import AttentionMethod
 from focus_exp.attention.options import Options, option
 
 
@@ -80,7 +79,7 @@ def test_a_method_from_outside_is_a_python_file_and_a_yaml_file(outside):
     [
         (["attention.shares=1"], "Mean has no option attention.shares; did you mean share?"),
         (["attention.groups=2"], "Mean has no option attention.groups; it is one of attention=focus and attention="),
-        (["attention.share=2"], "attention.share=2.0 is impossible; use a number from 0 to 1"),
+        (["attention.share=2"], "attention.share must be from 0 to 1 (got 2.0)"),
         (["attention.method=sparq"], "attention.method=sparq does not go with attention=mine"),
     ],
 )
@@ -92,9 +91,9 @@ def test_its_options_are_checked_as_any_others(outside, settings, said):
 @pytest.mark.parametrize(
     ("path", "said"),
     [
-        ("my_methods.Median", "'my_methods.Median' cannot be imported"),
-        ("no_methods.Mean", "is the folder of no_methods on PYTHONPATH?"),
-        ("my_methods.MeanOptions", "'my_methods.MeanOptions' is no subclass of AttentionMethod"),
+        ("my_methods.Median", "'my_methods.Median' not importable"),
+        ("no_methods.Mean", "Put no_methods on PYTHONPATH"),
+        ("my_methods.MeanOptions", "'my_methods.MeanOptions' must be a subclass"),
     ],
 )
 def test_what_is_no_method_is_named(outside, path, said):
@@ -109,7 +108,7 @@ def test_an_adapter_runs_no_module_that_nobody_asked_for(outside, tiny_model):
     loaded = load_adapter(tiny_model("llama"), outside / "adapter")
     assert loaded.focus_attachment.options == {"share": 1.0}
     del sys.modules["my_methods"]
-    with pytest.raises(UserError, match="'my_methods.Mean' is not of focus_exp; import my_methods"):
+    with pytest.raises(UserError, match="'my_methods.Mean' is not part of focus_exp. Import my_methods"):
         load_adapter(tiny_model("llama"), outside / "adapter")
 
 
@@ -117,7 +116,7 @@ def test_options_defaults_are_allowed():
     for options in (*OPTIONS, AttentionConfig):
         for item in fields(options):
             assert item.default is not MISSING
-        check(options())
+        validate_options(options())
 
 
 def test_the_backends_of_the_configuration_are_those_there_are():
@@ -129,7 +128,7 @@ def test_the_backends_of_the_configuration_are_those_there_are():
 def test_the_schema_of_a_method_has_its_options_and_what_all_have(name):
     schema = schema_of(name)
     names = {item.name for item in fields(schema)}
-    parts = [find(name).options, find(name).fitting, AttentionConfig]
+    parts = [find(name).options, find(name).fit_options, AttentionConfig]
     assert names == {item.name for part in parts if part for item in fields(part)}
     assert OmegaConf.structured(schema).window == 128
 
@@ -138,7 +137,7 @@ def test_the_schema_of_a_method_has_its_options_and_what_all_have(name):
 def test_one_option_bounds_another(groups, top_k):
     allowed = 1 <= top_k <= groups
     try:
-        options = FocusOptions.of(groups=groups, top_k=top_k)
+        options = FocusOptions.create(groups=groups, top_k=top_k)
     except ValueError as error:
         assert not allowed and ("groups=" in str(error) or "top_k=" in str(error))
     else:
@@ -148,7 +147,7 @@ def test_one_option_bounds_another(groups, top_k):
 @given(value=st.floats() | st.integers())
 def test_a_share_is_a_number_from_0_to_1(value):
     try:
-        FocusOptions.of(gate_threshold=value)
+        FocusOptions.create(gate_threshold=value)
     except ValueError as error:
         assert not 0 <= value <= 1 and "use a number from 0 to 1" in str(error)
     else:

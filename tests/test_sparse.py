@@ -1,4 +1,4 @@
-"""The sparse path: every kernel's parts, merged, are the oracle, in outputs and gradients, each kept pair once."""
+"""Sparse path against the reference: outputs, gradients, partitions, attached models."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -14,21 +14,20 @@ from torch import Tensor
 
 from focus_exp import attach, set_routing
 from focus_exp.assets import cache_root
+from focus_exp.attention.base import SPARSE_FROM, LayerShape
 from focus_exp.attention.baselines.longformer import Longformer
 from focus_exp.attention.baselines.window import WindowOnly
-from focus_exp.attention.blocked import blocked_attention
-from focus_exp.attention.kernels import KERNELS, Demand, Kernel, available, choose
+from focus_exp.attention.dense import blocked_attention, reference_attention
+from focus_exp.attention.kernels import KERNELS, Kernel, KernelRequirements, select_backend, unsupported_reasons
 from focus_exp.attention.kernels.plain import Math
-from focus_exp.attention.method import SPARSE_FROM, LayerShape
 from focus_exp.attention.parts import Tokens, pairs_computed, parts, rows_of
-from focus_exp.attention.reference import reference_attention
 from focus_exp.attention.selection import (
     AttentionArgs,
     Selection,
     Sequence,
-    by_head,
     count_pairs,
-    nothing_shared,
+    fold_heads,
+    local_only_selection,
     select,
 )
 from focus_exp.attention.sparse import sparse_attention
@@ -112,7 +111,7 @@ def problems(draw: st.DrawFn, nothing: bool = False) -> Problem:
         selection = replace(selection, query_groups=asks, group=None)
     sequence = random_sequence(draw(st.sampled_from(["plain", "left", "right"])), batch, length)
     if nothing:
-        selection = nothing_shared(sequence)
+        selection = local_only_selection(sequence)
     args = AttentionArgs(size**-0.5, window=draw(st.sampled_from([0, 5, 70, 200])), sinks=draw(st.integers(0, 4)))
     sink_logits = torch.randn(heads * share, dtype=torch.float64) if draw(st.booleans()) else None
     return Problem(q, k, v, selection, sequence, args, sink_logits)
@@ -121,8 +120,8 @@ def problems(draw: st.DrawFn, nothing: bool = False) -> Problem:
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 1e-2)], ids=["f32", "bf16"])
 @pytest.mark.parametrize("kernel", [KERNELS["cpu-flash"], KERNELS["math"]], ids=name_of)
 @given(problem=st.one_of(problems(), problems(nothing=True)))
-@settings(max_examples=40)
-def test_parts_merged_are_the_oracle(kernel, dtype, tolerance, problem):
+@settings(max_examples=15)
+def test_sparse_attention_any_input_equals_reference(kernel, dtype, tolerance, problem):
     problem.q, problem.k, problem.v = (x.to(dtype).double() for x in (problem.q, problem.k, problem.v))
     ours = problem.run(sparse_attention, dtype, kernel)
     truth = problem.run(reference_attention, torch.float64)
@@ -133,8 +132,8 @@ def test_parts_merged_are_the_oracle(kernel, dtype, tolerance, problem):
 
 @pytest.mark.parametrize("kernel", [KERNELS["cpu-flash"], KERNELS["math"]], ids=name_of)
 @given(problem=problems())
-@settings(max_examples=20)
-def test_several_threads_give_the_same_numbers_every_time(kernel, problem):
+@settings(max_examples=6)
+def test_sparse_attention_threads_are_deterministic(kernel, problem):
     problem.args = replace(problem.args, ste_slope=1.0)
     alone = problem.run(sparse_attention, torch.float32, kernel)
     torch.set_num_threads(3)
@@ -151,8 +150,8 @@ def test_several_threads_give_the_same_numbers_every_time(kernel, problem):
     "attention", [(sparse_attention, KERNELS["cpu-flash"]), (blocked_attention,)], ids=["cpu-flash", "masked"]
 )
 @given(problem=problems())
-@settings(max_examples=40)
-def test_the_routers_gradient_is_that_of_a_gate_on_the_kept_distant_pairs(attention, problem):
+@settings(max_examples=15)
+def test_ste_gradient_equals_reference(attention, problem):
     problem.args = replace(problem.args, ste_slope=2.5)
     function, *kernel = attention
     ours = problem.run(function, torch.float64, *kernel)
@@ -163,8 +162,8 @@ def test_the_routers_gradient_is_that_of_a_gate_on_the_kept_distant_pairs(attent
 
 
 @given(problem=problems())
-@settings(max_examples=40)
-def test_softcap_is_the_oracles_too(problem):
+@settings(max_examples=15)
+def test_sparse_attention_softcap_equals_reference(problem):
     problem.args = replace(problem.args, softcap=1.5, ste_slope=2.5)
     ours = problem.run(sparse_attention, torch.float64, Math())
     for mine, exact in zip(ours, problem.run(reference_attention, torch.float64), strict=True):
@@ -172,10 +171,10 @@ def test_softcap_is_the_oracles_too(problem):
 
 
 @given(problem=problems())
-@settings(max_examples=40)
-def test_every_kept_pair_is_in_one_call(problem):
+@settings(max_examples=15)
+def test_parts_cover_each_kept_pair_once(problem):
     window, sinks = problem.args.window, problem.args.sinks
-    selection, sequence, _ = by_head(problem.selection, problem.sequence)
+    selection, sequence, _ = fold_heads(problem.selection, problem.sequence)
     tokens = Tokens.of(selection, sequence, sinks)
     rows = sequence.start.numel()
     seen, index = torch.zeros(rows, rows), torch.arange(rows)
@@ -195,8 +194,8 @@ def test_every_kept_pair_is_in_one_call(problem):
 
 
 @given(problem=problems())
-@settings(max_examples=30)
-def test_the_kernels_bound_counts_what_its_calls_compute(problem):
+@settings(max_examples=10)
+def test_pairs_computed_equals_kernel_calls(problem):
     window, sinks = problem.args.window, problem.args.sinks
     calls = []
 
@@ -206,18 +205,18 @@ def test_the_kernels_bound_counts_what_its_calls_compute(problem):
             return super().forward(q, k, v, drop, args)
 
     sparse_attention(problem.q, problem.k, problem.v, problem.selection, problem.sequence, problem.args, Counted())
-    _, sequence, _ = by_head(problem.selection, problem.sequence)
+    _, sequence, _ = fold_heads(problem.selection, problem.sequence)
     batch, length = sequence.start.shape
     share = pairs_computed(problem.selection, problem.sequence, window, sinks)
     assert share == pytest.approx(sum(calls) / (batch * length * (length + 1) / 2))
     if problem.sequence.valid is None:
         counts = count_pairs(problem.selection, problem.sequence, window, sinks)
-        assert share >= counts.share_kept
+        assert share >= counts.density
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize(("top_k", "rule"), [(1, "query_topk"), (2, "query_topk"), (2, "share")])
-def test_an_attached_model_gives_the_same_logits_by_both_paths(tiny_model, family, top_k, rule):
+def test_attached_model_sparse_path_equals_masked(tiny_model, family, top_k, rule):
     torch.manual_seed(0)
     changes = {"sliding_window": None} if family == "mistral" else {}  # where all layers slide, all take the mask
     model = attach(tiny_model(family, **changes), "focus", window=5, sinks=2)
@@ -238,7 +237,7 @@ def test_an_attached_model_gives_the_same_logits_by_both_paths(tiny_model, famil
     assert slow == {"masked"} and taken - {"masked"} == {name}
 
 
-def test_auto_takes_the_sparse_path_where_sequences_are_long_enough(tiny_model):
+def test_backend_auto_switches_at_sparse_from(tiny_model):
     model = set_routing(attach(tiny_model("llama", max_position_embeddings=4096), "focus", window=5), hard=True)
     for length, path in ((SPARSE_FROM - 1, "masked"), (SPARSE_FROM, "cpu-flash")):
         with torch.no_grad():
@@ -249,13 +248,13 @@ def test_auto_takes_the_sparse_path_where_sequences_are_long_enough(tiny_model):
 @pytest.mark.parametrize(
     "method",
     [
-        WindowOnly.of(LayerShape(16, 4, 8, 0), window=9, sinks=2),
-        Longformer.of(LayerShape(16, 4, 8, 0), window=7, global_tokens=5),
+        WindowOnly.create(LayerShape(16, 4, 8, 0), window=9, sinks=2),
+        Longformer.create(LayerShape(16, 4, 8, 0), window=7, global_tokens=5),
     ],
     ids=["window", "longformer"],
 )
 @pytest.mark.parametrize("where", ["plain", "left"])
-def test_methods_that_reach_nothing_distant_skip_it(method, where):
+def test_local_method_sparse_path_equals_masked(method, where):
     sequence = random_sequence(where, 2, 90)
     tensors = [torch.randn(2, heads, 90, 8) for heads in (4, 2, 2)]
     real = torch.ones(2, 90, dtype=torch.bool) if sequence.valid is None else sequence.valid
@@ -270,7 +269,7 @@ def test_methods_that_reach_nothing_distant_skip_it(method, where):
 
 
 @pytest.mark.parametrize("kernel", [KERNELS["cpu-flash"], KERNELS["math"]], ids=name_of)
-def test_a_gradient_of_gradients_is_refused(kernel):
+def test_sparse_attention_double_backward_raises(kernel):
     """The backward pass is exact, and no function of its own that autograd could follow."""
     q, k, v = torch.randn(3, 1, 2, 40, 8).requires_grad_()
     selection = select(random_assignment("spread", 1, 40, 3), 1, "query_topk")
@@ -280,19 +279,19 @@ def test_a_gradient_of_gradients_is_refused(kernel):
         gradient.square().sum().backward()
 
 
-def test_kernels_say_why_they_cannot_serve():
-    reasons = available(Demand("cpu", torch.float32, 64))
+def test_unsupported_reasons_name_device_dtype_and_size():
+    reasons = unsupported_reasons(KernelRequirements("cpu", torch.float32, 64))
     assert reasons["cpu-flash"] is None and reasons["math"] is None
     assert all("CUDA" in reasons[name] for name in ("triton", "torch-flash", "flash-attn"))
-    assert choose(Demand("cpu", torch.bfloat16, 64)).name == "cpu-flash"
-    assert choose(Demand("cpu", torch.float32, 64, softcap=True)) is None
-    assert "bfloat16" in available(Demand("cuda", torch.float32, 64))["torch-flash"]
-    assert "256" in available(Demand("cuda", torch.bfloat16, 512))["torch-flash"]
+    assert select_backend(KernelRequirements("cpu", torch.bfloat16, 64)).name == "cpu-flash"
+    assert select_backend(KernelRequirements("cpu", torch.float32, 64, softcap=True)) is None
+    assert "bfloat16" in unsupported_reasons(KernelRequirements("cuda", torch.float32, 64))["torch-flash"]
+    assert "256" in unsupported_reasons(KernelRequirements("cuda", torch.bfloat16, 512))["torch-flash"]
 
 
 @pytest.mark.real
 @pytest.mark.slow
-def test_the_real_model_gives_the_same_log_likelihoods_by_both_paths():
+def test_real_model_sparse_path_equals_masked():
     config, cache = ModelConfig(name="smollm2", hub_id="owner/absent"), cache_root(None)
     loaded = load_model(config, assets="embedded", cache=cache, seed=0, dtype=torch.float32, from_scratch=False)
     model = attach(loaded.model, "focus", groups=8, window=64)

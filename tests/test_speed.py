@@ -383,7 +383,7 @@ def test_a_prefill_of_another_method_is_that_of_the_attached_model(tiny_model):
         model, lambda _, method, selection, sequence: counts.append(method.count_pairs(selection, sequence))
     ):
         model(tokens)
-    assert row.density == pytest.approx(sum(count.share_kept for count in counts) / len(counts))
+    assert row.density == pytest.approx(sum(count.density for count in counts) / len(counts))
     assert row.path == "masked" and row.seq_len == 40 and row.dtype == "float32"
 
 

@@ -16,7 +16,7 @@ from running import only_run, outcome, record_of, router_steps, run, tiny
 from test_training import ALL, FLOAT32, ROUTER, T, focus, routers
 
 from focus_exp import config as schema
-from focus_exp.attention.mitigations import balance_loss, entropy_loss, follow_means, kmeans
+from focus_exp.attention.router import balance_loss, entropy_loss, follow_means, kmeans
 from focus_exp.attention.selection import Sequence
 from focus_exp.config_attention import FocusConfig
 from focus_exp.data import Blocks, TokenStream
@@ -84,7 +84,7 @@ distributions = st.integers(2, 8).flatmap(
 
 
 @given(distributions)
-def test_losses_are_least_at_balance_and_at_certainty(logits):
+def test_balance_losses_are_minimal_at_balance_and_certainty(logits):
     g = torch.tensor(logits, dtype=torch.float64).softmax(-1)
     k = g.shape[-1]
     assert -1e-12 <= balance_loss(g) <= math.log(k) + 1e-12 and 0 <= entropy_loss(g) <= math.log(k) + 1e-12
@@ -93,7 +93,7 @@ def test_losses_are_least_at_balance_and_at_certainty(logits):
     assert entropy_loss(circled).item() == pytest.approx(entropy_loss(g).item())
 
 
-def test_certain_tokens_cost_nothing_and_spoil_no_gradient():
+def test_entropy_loss_certain_tokens_is_zero_with_finite_gradient():
     certain = torch.eye(K).repeat(3, 1).requires_grad_()
     assert entropy_loss(certain).item() == 0 and balance_loss(certain).item() == pytest.approx(0, abs=1e-6)
     assert balance_loss(torch.eye(K)[:1]).item() == pytest.approx(math.log(K))
@@ -102,14 +102,14 @@ def test_certain_tokens_cost_nothing_and_spoil_no_gradient():
     assert torch.isfinite(certain.grad).all()
 
 
-def test_around_balance_the_loss_is_half_of_the_switch_transformers():
+def test_balance_loss_near_balance_is_half_of_switch():
     torch.manual_seed(0)
     p = (1e-3 * torch.randn(K, dtype=torch.float64)).softmax(-1)
     assert balance_loss(p[None]).item() == pytest.approx(0.5 * (K * (p * p).sum().item() - 1), rel=1e-2)
 
 
 @pytest.mark.parametrize("valid", [None, torch.arange(T).expand(2, T) < T - 5])
-def test_a_forward_pass_gathers_the_weighted_losses_of_real_tokens(tiny_model, valid):
+def test_auxiliary_losses_are_weighted_without_padding(tiny_model, valid):
     method = attached_methods(attached(tiny_model("llama"), LOSSES))[0].train()
     h = torch.randn(2, T, method.shape.width)
     sequence = Sequence(start=torch.zeros(2, T, dtype=torch.long), valid=valid)
@@ -122,7 +122,7 @@ def test_a_forward_pass_gathers_the_weighted_losses_of_real_tokens(tiny_model, v
     assert len(method.losses) == 1
 
 
-def test_a_balance_loss_balances_and_leaves_nothing_behind(tiny_model, tmp_path):
+def test_balance_loss_training_balances_groups(tiny_model, tmp_path):
     imbalance = []
     for weight in (0.0, 20.0):
         model = attached(tiny_model("llama"), {"balance_loss": weight})
@@ -135,7 +135,7 @@ def test_a_balance_loss_balances_and_leaves_nothing_behind(tiny_model, tmp_path)
     assert imbalance[1] < imbalance[0] / 3
 
 
-def test_the_logged_loss_is_that_of_the_language_model(tiny_model, tmp_path):
+def test_logged_loss_excludes_auxiliary_losses(tiny_model, tmp_path):
     losses = []
     for options in ({}, LOSSES):
         model = attached(tiny_model("llama"), options)
@@ -150,7 +150,7 @@ def test_the_logged_loss_is_that_of_the_language_model(tiny_model, tmp_path):
 
 
 @pytest.mark.parametrize("detached", [False, True])
-def test_stop_gradient_keeps_the_routers_gradient_from_the_hidden_states(tiny_model, detached):
+def test_detach_inputs_stops_router_gradient(tiny_model, detached):
     method = attached_methods(attached(tiny_model("llama"), {"detach_inputs": detached}))[0].train()
     h = torch.randn(1, T, method.shape.width, requires_grad=True)
     method.assign(h, Sequence.plain(1, T)).square().sum().backward()
@@ -158,7 +158,7 @@ def test_stop_gradient_keeps_the_routers_gradient_from_the_hidden_states(tiny_mo
     assert all(p.grad.abs().max() > 0 for p in method.router.parameters())
 
 
-def test_centroids_follow_the_means_of_their_tokens():
+def test_follow_means_moves_to_group_means():
     tokens = torch.tensor([[1.0, 0.0], [3.0, 0.0], [0.0, 5.0]])
     before = torch.tensor([[1.0, 1.0], [0.0, 1.0], [9.0, 9.0]])
     groups = torch.tensor([0, 0, 1])
@@ -170,7 +170,7 @@ def test_centroids_follow_the_means_of_their_tokens():
 
 @given(st.integers(1, 6), st.integers(0, 10_000))
 @settings(max_examples=30, derandomize=True)  # one seed in thousands starts twice in one cluster
-def test_kmeans_finds_clusters_that_are_there(groups, seed):
+def test_kmeans_finds_planted_clusters(groups, seed):
     generator = torch.Generator().manual_seed(seed)
     centres = 100 * torch.eye(8)[torch.randperm(8, generator=generator)[:groups]]
     tokens = centres.repeat(9, 1) + torch.randn(9 * groups, 8, generator=generator)
@@ -178,7 +178,7 @@ def test_kmeans_finds_clusters_that_are_there(groups, seed):
     assert torch.cdist(centres, found).amin(-1).max() < 4 and torch.equal(found, kmeans(tokens, groups, seed))
 
 
-def test_kmeans_of_fewer_tokens_than_groups_does_not_fail():
+def test_kmeans_fewer_tokens_than_groups_succeeds():
     assert kmeans(torch.ones(2, 3), 4, seed=0).tolist() == [[1.0] * 3] * 4
 
 
@@ -196,7 +196,7 @@ def seen_by(model, monkeypatch) -> dict[int, list[torch.Tensor]]:
     return seen
 
 
-def test_ema_centroids_are_no_parameters_and_take_the_means_of_a_whole_step(tiny_model, tmp_path, monkeypatch):
+def test_ema_centroids_follow_means_of_a_step(tiny_model, tmp_path, monkeypatch):
     options = {"centroid_update": "ema", "centroid_decay": 0.25}
     model = attached(tiny_model("llama"), options)
     methods = attached_methods(model)
@@ -216,7 +216,7 @@ def test_ema_centroids_are_no_parameters_and_take_the_means_of_a_whole_step(tiny
         assert method.projected is None
 
 
-def test_reclustering_comes_every_so_many_steps_and_not_at_the_last(tiny_model, tmp_path, monkeypatch):
+def test_recluster_runs_every_n_steps(tiny_model, tmp_path, monkeypatch):
     called = []
     monkeypatch.setattr(callbacks, "kmeans", lambda *given: called.append(given) or kmeans(*given))
     options = {"centroid_update": "recluster", "recluster_every": 2}
@@ -232,7 +232,7 @@ def test_reclustering_comes_every_so_many_steps_and_not_at_the_last(tiny_model, 
 
 
 @pytest.mark.parametrize("update", ["ema", "recluster"])
-def test_centroids_that_moved_are_those_that_tokens_are_compared_with(tiny_model, update):
+def test_moved_centroids_change_assignment(tiny_model, update):
     model = attached(tiny_model("llama"), {"centroid_update": update})
     moves = CentroidUpdates(model, FocusConfig(name="f", method="focus", centroid_update=update, centroid_decay=0.5))
     method = attached_methods(model)[0]
@@ -245,7 +245,7 @@ def test_centroids_that_moved_are_those_that_tokens_are_compared_with(tiny_model
 
 
 @pytest.mark.parametrize("how", ["ema", "recluster"])
-def test_centroids_are_those_that_one_process_would_have(tiny_model, how):
+def test_centroids_equal_single_process(tiny_model, how):
     options = {"centroid_update": how, "recluster_every": 1}
     model = attached(tiny_model("llama"), options)
     alone = copy.deepcopy(model)
@@ -278,7 +278,7 @@ def test_centroids_are_those_that_one_process_would_have(tiny_model, how):
 
 @pytest.mark.parametrize("options", TRIED)
 @pytest.mark.parametrize("phase", [pytest.param(ROUTER, id="router"), pytest.param(ALL, id="all")])
-def test_gradient_checkpointing_neither_loses_nor_repeats_anything(tiny_model, tmp_path, phase, options):
+def test_checkpointing_keeps_losses_and_centroids(tiny_model, tmp_path, phase, options):
     results = []
     for checkpointing in (False, True):
         model = attached(tiny_model("llama"), options)
@@ -294,7 +294,7 @@ def test_gradient_checkpointing_neither_loses_nor_repeats_anything(tiny_model, t
 
 @pytest.mark.parametrize("options", [{"assignment": "balanced"}, {"train_with": "hard"}, *(p.values[0] for p in TRIED)])
 @pytest.mark.parametrize("phase", [pytest.param(ROUTER, id="router"), pytest.param(ALL, id="all")])
-def test_the_probe_changes_nothing(tiny_model, tmp_path, phase, options):
+def test_probe_keeps_training_unchanged(tiny_model, tmp_path, phase, options):
     results = []
     for probed in (None, probe_tokens(blocks_of(1))):
         model = focus(
@@ -310,14 +310,14 @@ def test_the_probe_changes_nothing(tiny_model, tmp_path, phase, options):
 
 
 @pytest.mark.parametrize(("every", "steps"), [(None, [0, 1, 2, 3, 4]), (3, [0, 3, 4]), (9, [0, 4]), (0, [])])
-def test_the_probe_looks_as_often_as_it_is_told(tiny_model, tmp_path, every, steps):
+def test_probe_runs_every_n_steps(tiny_model, tmp_path, every, steps):
     train(focus(tiny_model("llama")), ROUTER, tmp_path, {}, probe_tokens(blocks_of(1)), probe_every=every, accumulate=2)
     lines = read_metrics(tmp_path / PROBES)
     assert [line["step"] for line in lines] == steps
     assert [line["stability"] is None for line in lines] == [step == 0 for step in steps]
 
 
-def test_the_probe_measures_what_it_says():
+def test_probe_values_equal_definition():
     first = torch.tensor([[0, 0, 0, 1] * 50, [0, 1, 2, 3] * 50])
     second = torch.tensor([[0, 0, 0, 2] * 50, [1, 2, 3, 0] * 50])
     onehot = [torch.nn.functional.one_hot(groups, K).float() for groups in second]
@@ -333,7 +333,7 @@ def test_the_probe_measures_what_it_says():
 
 
 @given(st.lists(st.integers(0, K - 1), min_size=1, max_size=30), st.permutations(range(K)), st.integers(0, 99))
-def test_renaming_groups_costs_no_stability(groups, names, seed):
+def test_stability_is_invariant_to_group_permutation(groups, names, seed):
     now = torch.tensor([groups])
     renamed = torch.tensor(names)[now]
     other = torch.from_numpy(np.random.default_rng(seed).integers(0, K, now.shape))
@@ -365,7 +365,7 @@ def whole(folder):
     return folder / "whole"
 
 
-def test_loggers_draw_one_curve_through_both_phases(whole):
+def test_loggers_continue_steps_across_phases(whole):
     lines = list(csv.DictReader((only_run(whole) / "csv" / "metrics.csv").open()))
     trained, probed = ([line for line in lines if line[key]] for key in ("train/loss", "probe/dominance"))
     assert [(line["train/phase"], int(line["step"])) for line in trained] == [
@@ -376,7 +376,7 @@ def test_loggers_draw_one_curve_through_both_phases(whole):
 
 
 @pytest.mark.parametrize(("phase", "step"), [("router", 1), ("router", 4), ("everything", 4)])
-def test_an_interrupted_run_ends_with_the_same_probes(folder, whole, monkeypatch, phase, step):
+def test_resume_keeps_probe_values(folder, whole, monkeypatch, phase, step):
     batch_end = Checkpoint.on_train_batch_end
 
     def stopping(self, trainer, module, *rest):
@@ -401,7 +401,7 @@ def test_an_interrupted_run_ends_with_the_same_probes(folder, whole, monkeypatch
     assert [(row.phase, row.nll) for row in kept[0].phases] == [(row.phase, row.nll) for row in kept[1].phases]
 
 
-def test_between_phases_a_run_is_measured_as_if_it_ended_there(folder, whole):
+def test_phase_evaluation_equals_run_end(folder, whole):
     assert run(*tiny(folder, "alone"), *CADENCE).code == 0
     alone, both = record_of(folder / "alone"), record_of(whole)
     assert [(row.phase, row.kind) for row in both.phases] == [
@@ -419,7 +419,7 @@ def test_between_phases_a_run_is_measured_as_if_it_ended_there(folder, whole):
     assert (only_run(whole) / "figures" / "router_load.png").stat().st_size > 0
 
 
-def test_a_comparison_shows_every_arm_after_every_phase(tmp_path):
+def test_comparison_has_rows_for_every_variant_and_phase(tmp_path):
     variants = {name: [f"attention.assignment={name}"] for name in ("softmax", "sinkhorn")}
     compared = write_variants(tmp_path / "conf", variants)
     result = run(*tiny(tmp_path), *TWO_PHASES, "job=compare", *compared, "eval.seq_len=24")
@@ -441,6 +441,6 @@ def test_a_comparison_shows_every_arm_after_every_phase(tmp_path):
     assert (path / "figures" / "router_load.png").stat().st_size > 0
 
 
-def test_a_router_without_trained_centroids_counts_its_projection_alone(tiny_model):
+def test_router_buffer_centroids_are_not_counted(tiny_model):
     counts = [routers(attached(tiny_model("llama"), {"centroid_update": u})).numel() for u in ("gradient", "ema")]
     assert counts[0] - counts[1] == 2 * K * 16

@@ -7,7 +7,7 @@ from tiny_architectures import tiny_model as tiny_architecture
 from torch import Tensor
 
 from focus_exp import attach, freeze, load_adapter, save_adapter, set_routing
-from focus_exp.attention.method import METHODS, AttentionMethod
+from focus_exp.attention.base import METHODS, AttentionMethod
 from focus_exp.models import methods as methods_module
 from focus_exp.models import self_check
 from focus_exp.models.methods import attached_methods

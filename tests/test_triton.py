@@ -1,4 +1,4 @@
-"""The Triton kernels in their interpreter: the oracle's outputs and gradients, lists that wait for nothing."""
+"""The Triton kernels in their interpreter: the reference's outputs and gradients, lists that wait for nothing."""
 
 import os
 import subprocess
@@ -15,21 +15,21 @@ from problems import random_assignment, random_sequence
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from focus_exp.attention.kernels import KERNELS, CannotServe, Demand, fused
+from focus_exp.attention.dense import reference_attention, scores
+from focus_exp.attention.kernels import KERNELS, BackendUnsupported, KernelRequirements, fused
 from focus_exp.attention.kernels.cuda import FlashGroups
 from focus_exp.attention.kernels.fused import Triton
-from focus_exp.attention.kernels.layout import Plan, group_ids, laid_out, lists, seen_by
-from focus_exp.attention.reference import reference_attention, scores
+from focus_exp.attention.kernels.layout import Plan, group_ids, lay_out, list_groups, query_ranges
 from focus_exp.attention.selection import (
     AttentionArgs,
     Selection,
     Sequence,
-    nothing_shared,
-    permitted,
-    same_group,
+    base_mask,
+    group_mask,
+    local_only_selection,
     select,
 )
-from focus_exp.attention.selection import always_visible as visible
+from focus_exp.attention.selection import local_mask as visible
 
 pytest.importorskip("triton", reason="Triton is there on Linux alone")
 pytestmark = pytest.mark.skipif(os.environ["TRITON_INTERPRET"] != "1", reason="the kernels run on the GPU")
@@ -95,7 +95,7 @@ def selections(draw: st.DrawFn, batch: int, length: int) -> Selection:
         return found
     h = random_assignment("spread", batch, length, groups)
     keys = select(h, draw(st.integers(1, top_k)), "share").key_groups
-    return Selection(g, found.query_groups, keys, key_assignment=h, most=(top_k, top_k))
+    return Selection(g, found.query_groups, keys, key_assignment=h, max_groups=(top_k, top_k))
 
 
 @st.composite
@@ -126,19 +126,19 @@ def check(problem: Problem, kernel: Triton, dtype: torch.dtype = torch.float32, 
 
 
 @given(problem=problems())
-@settings(max_examples=10)
-def test_the_kernels_are_the_oracle_in_outputs_and_gradients(problem):
+@settings(max_examples=5)
+def test_triton_any_input_equals_reference(problem):
     check(problem, Triton())
 
 
 @given(problem=problems(one_group=True))
-@settings(max_examples=4)
-def test_so_are_groups_by_a_flash_kernel_and_the_window_beside_them(problem):
+@settings(max_examples=2)
+def test_flash_groups_any_input_equals_reference(problem):
     check(problem, GroupsOnTheCPU())
 
 
 @pytest.mark.parametrize("size", [96, 256])
-def test_large_heads_in_half_precision(size):
+def test_triton_large_heads_half_precision_equals_reference(size):
     torch.manual_seed(size)
     tensors = (torch.randn(1, 2, 40, size), *torch.randn(2, 1, 1, 40, size))
     selection = select(random_assignment("spread", 1, 40, 3), 2, "query_topk")
@@ -147,7 +147,7 @@ def test_large_heads_in_half_precision(size):
     check(problem, Triton(), torch.float16, 2e-3)  # the interpreter has no bf16
 
 
-def test_a_key_value_head_can_have_groups_of_its_own(monkeypatch):
+def test_triton_groups_per_head_equal_reference(monkeypatch):
     """Heads folded into the batch, the base's sinks with them; and the sinks' gradients from several chunks."""
     monkeypatch.setattr(fused, "SINK_CHUNK", 32)
     torch.manual_seed(0)
@@ -167,13 +167,13 @@ def test_a_key_value_head_can_have_groups_of_its_own(monkeypatch):
 
 
 @given(problem=problems())
-@settings(max_examples=5)
-def test_the_logsumexp_is_that_of_all_kept_pairs(problem):
+@settings(max_examples=2)
+def test_triton_lse_equals_kept_pairs(problem):
     args = replace(problem.args, softcap=None)
     q, k, v, *_ = problem.tensors
     selection, sequence, rows = problem.selection, problem.sequence, slice(0, q.shape[2])
-    keep = visible(sequence, rows, q.shape[2], args.window, args.sinks) | same_group(selection, rows, q.shape[2])
-    keep &= permitted(sequence, rows, q.shape[2])
+    keep = visible(sequence, rows, q.shape[2], args.window, args.sinks) | group_mask(selection, rows, q.shape[2])
+    keep &= base_mask(sequence, rows, q.shape[2])
     s = scores(q.double(), k.double(), args).masked_fill(~keep[:, None], float("-inf"))
     packed = [x.transpose(1, 2).flatten(0, 1) for x in (q, k, v)]
     _, lse = Triton().forward(*packed, None, Plan.of(selection, sequence, args.window, args.sinks), args)
@@ -183,15 +183,15 @@ def test_the_logsumexp_is_that_of_all_kept_pairs(problem):
 
 
 @given(st.integers(1, 3), st.integers(1, 40), st.data())
-@settings(max_examples=60)
-def test_the_lists_name_every_distant_pair_of_a_group_once(batch, length, data):
+@settings(max_examples=20)
+def test_list_groups_cover_each_distant_pair_once(batch, length, data):
     torch.manual_seed(data.draw(st.integers(0, 10_000)))
     groups, window = data.draw(st.integers(1, 6)), data.draw(st.sampled_from([0, 3, 50]))
     asked, members = (torch.rand(batch, length, groups) < 0.4 for _ in range(2))
-    found = lists(group_ids(asked, groups), group_ids(members, groups), groups, length, window)
+    found = list_groups(group_ids(asked, groups), group_ids(members, groups), groups, length, window)
     pairs = torch.zeros(batch * length, batch * length, dtype=torch.long)
     backwards = pairs.clone()
-    low, high = seen_by(found, groups, length, window)
+    low, high = query_ranges(found, groups, length, window)
     for r in range(groups):
         for place, query in enumerate(found.queries[r].tolist()):
             keys = found.keys[found.first[r, place] : found.stop[r, place]] // groups
@@ -213,73 +213,73 @@ def test_the_lists_name_every_distant_pair_of_a_group_once(batch, length, data):
 
 @pytest.mark.parametrize(("top_k", "rule"), [(1, "query_topk"), (2, "query_topk"), (2, "share")])
 @pytest.mark.parametrize("padding", ["plain", "left"])
-def test_the_layout_waits_for_nothing_and_is_one_graph(top_k, rule, padding):
+def test_lay_out_never_syncs_and_compiles_fullgraph(top_k, rule, padding):
     g = random_assignment("spread", 2, 30, 4)
     sequence = random_sequence(padding, 2, 30)
     with FakeTensorMode() as mode:  # whatever depends on numbers raises
         valid = None if sequence.valid is None else mode.from_tensor(sequence.valid)
         fake = replace(sequence, start=mode.from_tensor(sequence.start), valid=valid)
         Plan.of(select(mode.from_tensor(g), top_k, rule), fake, window=5, sinks=2)
-    compiled = torch.compile(laid_out, fullgraph=True, backend="eager", dynamic=True)
-    one, other = (make(select(g, top_k, rule), sequence, 5, 2).lists for make in (compiled, laid_out))
+    compiled = torch.compile(lay_out, fullgraph=True, backend="eager", dynamic=True)
+    one, other = (make(select(g, top_k, rule), sequence, 5, 2).lists for make in (compiled, lay_out))
     assert all(torch.equal(getattr(one, name), getattr(other, name)) for name in ("queries", "first", "stop", "keys"))
 
 
-def test_window_and_sinks_alone_need_no_groups():
+def test_triton_local_only_equals_reference():
     sequence = random_sequence("left", 2, 40)
     q, k, v = torch.randn(3, 2, 2, 40, 8)
     args = AttentionArgs(0.3, window=5, sinks=2)
-    ours = Triton().attention(q, k, v, nothing_shared(sequence), sequence, args)
-    truth = reference_attention(q, k, v, nothing_shared(sequence), sequence, args)
+    ours = Triton().attention(q, k, v, local_only_selection(sequence), sequence, args)
+    truth = reference_attention(q, k, v, local_only_selection(sequence), sequence, args)
     real = sequence.valid[:, None, :, None]
     torch.testing.assert_close((ours * real).double(), truth * real, atol=1e-5, rtol=1e-5)
 
 
-def test_too_many_shared_groups_are_refused_by_name():
+def test_plan_too_many_shared_groups_raises():
     several = select(torch.rand(1, 9, 70), 2, "share")
-    with pytest.raises(CannotServe, match="up to 63 groups.*not 70"):
+    with pytest.raises(BackendUnsupported, match="attention.groups must be <= 63 .*70"):
         Plan.of(several, Sequence.plain(1, 9), 1, 0)
     Plan.of(select(torch.rand(1, 9, 70), 2, "query_topk"), Sequence.plain(1, 9), 1, 0)
 
 
-def test_values_of_another_size_are_refused_by_name():
+def test_triton_other_value_size_raises():
     q, k, v = torch.randn(1, 2, 9, 8), torch.randn(1, 2, 9, 8), torch.randn(1, 2, 9, 4)
-    with pytest.raises(CannotServe, match="values of the queries' head size"):
-        selection = nothing_shared(Sequence.plain(1, 9))
+    with pytest.raises(BackendUnsupported, match="must have values of head size 8 .*4"):
+        selection = local_only_selection(Sequence.plain(1, 9))
         Triton().attention(q, k, v, selection, Sequence.plain(1, 9), AttentionArgs(1.0, window=1))
 
 
-def test_what_serves_on_a_gpu_and_what_is_missing(monkeypatch):
-    bf16, float32 = (Demand("cuda", dtype, 256, softcap=True) for dtype in (torch.bfloat16, torch.float32))
-    assert KERNELS["triton"].refuses(bf16) is None and KERNELS["triton"].refuses(float32) is None
-    assert "head sizes up to 256" in KERNELS["triton"].refuses(replace(bf16, head_dim=288))
-    assert KERNELS["torch-flash"].refuses(bf16) == "has no softcap"
+def test_gpu_kernels_unsupported_reasons(monkeypatch):
+    bf16, float32 = (KernelRequirements("cuda", dtype, 256, softcap=True) for dtype in (torch.bfloat16, torch.float32))
+    assert KERNELS["triton"].unsupported_reason(bf16) is None and KERNELS["triton"].unsupported_reason(float32) is None
+    assert "head sizes up to 256" in KERNELS["triton"].unsupported_reason(replace(bf16, head_dim=288))
+    assert KERNELS["torch-flash"].unsupported_reason(bf16) == "has no softcap"
     plain = replace(bf16, softcap=False)
-    assert KERNELS["torch-flash"].refuses(plain) is None
-    assert "one group each" in KERNELS["torch-flash"].refuses(replace(plain, one_group=False))
-    assert "needs FA3: No module named" in KERNELS["torch-fa3"].refuses(plain)
-    assert "wheels are for torch 2.6 to 2.10" in KERNELS["flash-attn"].refuses(plain)
-    assert "No module named 'flash_attn'" in KERNELS["flash-attn"].refuses(plain)
-    fused.too_old.cache_clear()
+    assert KERNELS["torch-flash"].unsupported_reason(plain) is None
+    assert "one group" in KERNELS["torch-flash"].unsupported_reason(replace(plain, one_group=False))
+    assert "needs FA3: No module named" in KERNELS["torch-fa3"].unsupported_reason(plain)
+    assert "wheels are for torch 2.6 to 2.10" in KERNELS["flash-attn"].unsupported_reason(plain)
+    assert "No module named 'flash_attn'" in KERNELS["flash-attn"].unsupported_reason(plain)
+    fused.capability_reason.cache_clear()
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (7, 5))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "T4")
-    assert KERNELS["triton"].refuses(bf16) == "needs compute capability 8.0, T4 has 7.5"
-    fused.too_old.cache_clear()
+    assert KERNELS["triton"].unsupported_reason(bf16) == "needs compute capability 8.0, T4 has 7.5"
+    fused.capability_reason.cache_clear()
 
 
-def test_a_package_that_is_not_there_is_searched_for_once(monkeypatch):
+def test_import_error_is_cached(monkeypatch):
     tried = []
     monkeypatch.setattr(fused.importlib, "import_module", lambda name: tried.append(name) or __import__("nowhere_"))
-    fused.found.cache_clear()
-    assert [fused.found("absent") for _ in range(3)] == ["No module named 'nowhere_'"] * 3
+    fused.import_error.cache_clear()
+    assert [fused.import_error("absent") for _ in range(3)] == ["No module named 'nowhere_'"] * 3
     assert tried == ["absent"]
-    fused.found.cache_clear()
+    fused.import_error.cache_clear()
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="Triton brings its compiler on Linux alone")
-def test_the_compiler_takes_every_kernel():
+def test_triton_compiles_every_kernel():
     """The interpreter runs what it would refuse: a variable of a loop that changes its type, a sum of other shapes."""
     script = Path(__file__).parent / "compiled_kernels.py"
     done = subprocess.run([sys.executable, script], capture_output=True, text=True)

@@ -1,6 +1,7 @@
-"""Options as methods declare them: a dataclass beside the class, every field with its limits and a sentence.
+"""Options of attention methods: dataclasses whose fields carry their limits.
 
-Nothing here needs torch, so that a configuration is shown and refused without waiting for it.
+Nothing here imports torch (4 s on a laptop CPU), so that --help and config errors are immediate. The YAML file of a
+method explains each option. Methods outside `Focus` and `FocusDual` declare theirs next to the class.
 """
 
 from __future__ import annotations
@@ -13,7 +14,8 @@ from typing import Any, Self, Union, get_args, get_origin, get_type_hints
 
 PAIR_RULES = ("query_topk", "share")
 MAX_SEED = 2**32 - 1  # NumPy's limit
-KINDS = {int: "a whole number", float: "a number", bool: "True or False", str: "a name", type(None): "None"}
+FULL, WINDOW = "full", "window"  # budget entries of a layer that routes nothing
+TYPE_NAMES = {int: "an integer", float: "a number", bool: "true or false", str: "a string", type(None): "null"}
 
 
 def option(
@@ -24,7 +26,7 @@ def option(
     above: float | None = None,
     choices: tuple[str, ...] = (),
 ) -> Any:
-    """Declare a dataclass field with its limits; its meaning stands in the YAML file of the method.
+    """Declare a dataclass field with its limits.
 
     Args:
         default: default value; lists and dicts are copied.
@@ -41,35 +43,44 @@ def option(
 
 @dataclass
 class Options:
-    """What the options of every method descend from."""
+    """Base of the options of every method."""
 
     @classmethod
-    def of(cls, **given: Any) -> Self:
-        """These options, the others at their defaults; ValueError for one that there is not, and as `check` has it."""
+    def create(cls, **values: Any) -> Self:
+        """Create options from values by name; ValueError for an unknown name or an invalid value."""
         names = [item.name for item in fields(cls)]
-        for name in given:
+        for name in values:
             if name not in names:
-                raise ValueError(f"there is no option {name}{instead(name, names)}")
-        options = cls(**given)
-        check(options)
+                raise ValueError(f"unknown option {name}{did_you_mean(name, names)}")
+        options = cls(**values)
+        validate_options(options)
         return options
 
-    def refuse(self) -> str | None:
-        """Why values that are allowed one by one do not go together; None where they do."""
+    def invalid_reason(self) -> str | None:
+        """Return why values that are valid one by one do not go together."""
         return None
 
 
 @dataclass
-class NearOptions(Options):
-    """Of the methods that keep the tokens around a query, and the first ones."""
+class LocalOptions(Options):
+    """Options of methods with a local window and sinks."""
 
     window: int = option(128, least=0)
     sinks: int = option(4, least=0)
 
 
 @dataclass
+class GroupOptions(LocalOptions):
+    """Options of methods that keep the distant pairs inside groups of tokens."""
+
+    groups: int = option(4, least=1)
+    top_k: int = option(1, least=1, most="groups")
+    pair_rule: str = option("query_topk", choices=PAIR_RULES)
+
+
+@dataclass
 class FitOptions(Options):
-    """How a method is fitted to the base model before any phase trains it; the method itself takes none of it."""
+    """How a method is fitted to the base model before any training; keys of attention.*, not of the method."""
 
     calibration_sequences: int = option(64, least=0)
     validation_sequences: int = option(16, least=1)
@@ -77,61 +88,125 @@ class FitOptions(Options):
 
 
 @dataclass
-class GroupOptions(NearOptions):
-    """Of the methods that keep the distant pairs inside groups of tokens."""
+class FocusOptions(GroupOptions):
+    """Options of `focus`, by the paper's symbols; the last four are its remedies against router collapse (table 8)."""
 
-    groups: int = option(4, least=1)
-    top_k: int = option(1, least=1, most="groups")
-    pair_rule: str = option("query_topk", choices=PAIR_RULES)
+    routing_dim: int = option(16, least=1)
+    temperature: float = option(0.1, above=0)
+    normalize: bool = option(True)
+    assignment: str = option("balanced", choices=("balanced", "sinkhorn", "softmax"))
+    sinkhorn_iterations: int = option(10, least=1)
+    balance_momentum: float = option(0.9, least=0, most=1)
+    gate: str = option("log", choices=("log", "multiplicative"))
+    gate_steepness: float = option(10.0, above=0)
+    gate_threshold: float = option(0.5, least=0, most=1)
+    train_with: str = option("soft", choices=("soft", "hard"))
+    balance_loss: float = option(0.0, least=0)
+    entropy_loss: float = option(0.0, least=0)
+    detach_inputs: bool = option(False)
+    centroid_update: str = option("gradient", choices=("gradient", "ema", "recluster"))
+
+    def invalid_reason(self) -> str | None:
+        if self.gate == "multiplicative" and self.gate_threshold != 0:
+            return f"gate_threshold must be 0 with gate=multiplicative (got {self.gate_threshold}). Or use gate=log."
+        return None
 
 
-def instead(name: str, names: list[str]) -> str:
-    """What to write in place of `name`, as the end of a sentence: the nearest of `names`, or all where none is near."""
+@dataclass
+class RouterTraining(Options):
+    """How a router is trained in any recipe; keys of attention.*, not of the method."""
+
+    gate_steepness_start: float | None = option(None, least=0)
+    warm_start_sequences: int = option(0, least=0)
+    warm_start_steps: int = option(100, least=1)
+    balance_sequences: int = option(0, least=0)
+    centroid_decay: float = option(0.999, least=0, most=1)
+    recluster_every: int = option(100, least=1)
+
+
+@dataclass
+class FocusDualOptions(LocalOptions):
+    """Options of `focus_dual`."""
+
+    groups: int = option(32, least=1)
+    top_k: int = option(4, least=1, most="groups")
+    heads: str = option("kv", choices=("kv", "layer"))
+    counts: str = option("query", choices=("query", "pair", "head"))
+    encoders: int = option(2, least=1, most=2)
+    rank: int = option(0, least=0)
+    groups_per_layer: list[Any] | None = option(None)
+    gate_steepness: float = option(10.0, above=0)
+
+    def invalid_reason(self) -> str | None:
+        given: object = self.groups_per_layer
+        if not (given is None or isinstance(given, list)):
+            return f"groups_per_layer must be a list with an entry per layer (got {given!r})"
+        for layer, entry in enumerate(self.groups_per_layer or []):
+            counts = entry if isinstance(entry, list) else [entry]
+            is_known = not isinstance(entry, list) and entry in (FULL, WINDOW)
+            if not is_known and not all(has_type(k, int) and 0 <= k <= self.groups for k in counts):
+                return (
+                    f"groups_per_layer of layer {layer} must be full, window, an integer from 0 to "
+                    f"groups={self.groups}, or a list of such integers, one per head (got {entry!r})"
+                )
+        return None
+
+
+@dataclass
+class EncoderTraining(FitOptions):
+    """How the encoders of `focus_dual` are fitted; keys of attention.*, not of the method."""
+
+    density: float | None = option(None, least=0, most=1)
+    fit_to: str = option("loss", choices=("loss", "attention"))
+
+
+def did_you_mean(name: str, names: list[str]) -> str:
+    """Return the end of an error about an unknown name: the nearest of `names`, or all of them."""
     close = difflib.get_close_matches(name, names, n=3, cutoff=0.6)
-    return f"; did you mean {' or '.join(close)}?" if close else f"; there are {', '.join(names)}"
+    return f"; did you mean {' or '.join(close)}?" if close else f"; use one of {', '.join(names)}"
 
 
-def check(options: Any, prefix: str = "") -> None:
-    """ValueError for what a dataclass, or one in it, may not hold: names the option, its value and what it may be."""
+def validate_options(options: Any, prefix: str = "") -> None:
+    """Check a dataclass and those in it; ValueError names the key, its value and the constraint."""
     hints = get_type_hints(type(options))
     for item in fields(options):
         name, value, limits = prefix + item.name, getattr(options, item.name), item.metadata
         for key, inner in (value if isinstance(value, dict) else {"": value}).items():
             if is_dataclass(inner):
-                check(inner, f"{name}.{key}." if key else f"{name}.")
+                validate_options(inner, f"{name}.{key}." if key else f"{name}.")
         hint = hints[item.name]
         kinds = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
-        if not any(fits(value, kind) for kind in kinds):
-            raise ValueError(f"{name}={value!r} is not {' or '.join(KINDS.get(kind, str(kind)) for kind in kinds)}")
+        if not any(has_type(value, kind) for kind in kinds):
+            expected = " or ".join(TYPE_NAMES.get(kind, str(kind)) for kind in kinds)
+            raise ValueError(f"{name} must be {expected} (got {value!r})")
         if not limits or value is None:
             continue
-        for each in value if isinstance(value, list) else [value]:
-            shown = f"{name} holds {each}, which" if isinstance(value, list) else f"{name}={each}"
-            check_limits(shown, each, limits)
-        bound = getattr(options, limits["most"]) if isinstance(limits["most"], str) else None
-        if bound is not None and value > bound:
-            raise ValueError(
-                f"{name}={value} exceeds {prefix}{limits['most']}={bound}; use {limits['least']} to {bound}"
-            )
-    if isinstance(options, Options) and (why := options.refuse()):
-        raise ValueError(f"{prefix}{why}")
+        most = limits["most"]
+        bound = getattr(options, most) if isinstance(most, str) else None
+        for entry in value if isinstance(value, list) else [value]:
+            constraint = violated_constraint(entry, limits)
+            if constraint is None and bound is not None and entry > bound:
+                constraint = f"at most {prefix}{most}={bound}"
+            if constraint is not None:
+                raise ValueError(f"{name} must be {constraint} (got {value})")
+    if isinstance(options, Options) and (reason := options.invalid_reason()):
+        raise ValueError(f"{prefix}{reason}")
 
 
-def fits(value: Any, kind: Any) -> bool:
-    """Whether a value is of a kind as a configuration counts: a whole number is a number, True is not."""
+def has_type(value: Any, kind: Any) -> bool:
+    """Check a type as a configuration counts: an integer is a number, True is not."""
     if kind in (int, float):
         return isinstance(value, int if kind is int else (int, float)) and not isinstance(value, bool)
     return isinstance(value, kind) if kind in (str, bool, type(None)) else True
 
 
-def check_limits(shown: str, value: Any, limits: Any) -> None:
+def violated_constraint(value: Any, limits: Any) -> str | None:
+    """Return the constraint of `option` that a value violates, as words after "must be"."""
     least, most, above, choices = (limits[key] for key in ("least", "most", "above", "choices"))
     if choices and value not in choices:
-        raise ValueError(f"{shown} is not one of {', '.join(choices)}")
+        return f"one of {', '.join(choices)}"
     if isinstance(most, (int, float)):
-        if not least <= value <= most:
-            raise ValueError(f"{shown} is impossible; use a number from {least} to {most}")
-    elif least is not None and not value >= least:
-        raise ValueError(f"{shown} is impossible; use {least} or more")
-    if above is not None and not above < value < math.inf:
-        raise ValueError(f"{shown} is impossible; use a number above {above}")
+        return None if least <= value <= most else f"from {least} to {most}"
+    if least is not None and not value >= least:
+        return f">= {least}"
+    return f"finite and > {above}" if above is not None and not above < value < math.inf else None

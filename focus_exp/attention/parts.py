@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from focus_exp.attention.selection import Selection, Sequence, by_head
+from focus_exp.attention.selection import Selection, Sequence, fold_heads
 
 NEAR_BLOCK = 32  # at least so many queries share a stretch of keys
 NEAR_CHUNK = 1024  # queries of one call: what it touches should fit into a cache
@@ -186,7 +186,7 @@ def near_part(tokens: Tokens, window: int, queries: slice, keys: Stretches, met:
 
 def pairs_computed(selection: Selection, sequence: Sequence, window: int, sinks: int) -> float:
     """The pairs of all calls, those that masks drop included, over the causal pairs: what the blocks leave to gain."""
-    selection, sequence, _ = by_head(selection, sequence)
+    selection, sequence, _ = fold_heads(selection, sequence)
     tokens = Tokens.of(selection, sequence, sinks)
     rows = torch.arange(tokens.batch * tokens.length, device=tokens.sink.device)
     computed = 0

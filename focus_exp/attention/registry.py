@@ -1,4 +1,4 @@
-"""Methods by their names: those of this package, and any class of yours by the path that imports it."""
+"""Find methods by name: those of this package, and any class by its dotted path."""
 
 from __future__ import annotations
 
@@ -7,41 +7,41 @@ import pkgutil
 import sys
 from typing import Any
 
-import focus_exp.attention.dual
-import focus_exp.attention.focus  # noqa: F401  (both declare themselves)
+import focus_exp.attention.focus
+import focus_exp.attention.focus_dual  # noqa: F401  (both register their class)
 from focus_exp.attention import baselines
-from focus_exp.attention.method import METHODS, AttentionMethod, LayerShape
+from focus_exp.attention.base import METHODS, AttentionMethod, LayerShape
 
 for module in pkgutil.iter_modules(baselines.__path__, f"{baselines.__name__}."):
     importlib.import_module(module.name)
 
 
 def find(method: str, *, imports: bool = True) -> type[AttentionMethod]:
-    """The class that is called `method`, or whose dotted path it is: package.module.Class.
+    """Return the class named `method`, or at the dotted path package.module.Class.
 
-    ValueError for what is none. Without `imports` the module of a path must be there already: a name out of a file that
-    somebody else wrote runs no code.
+    Args:
+        imports: False requires the module of a path to be imported already, so that a name in a downloaded file
+            runs no code.
+
+    Raises:
+        ValueError: there is no such method.
     """
     if method in METHODS:
         return METHODS[method]
     path, _, name = method.rpartition(".")
     if not path:
-        raise ValueError(f"attention method {method!r} is not known; choose from {', '.join(sorted(METHODS))}")
+        raise ValueError(f"attention method must be one of {', '.join(sorted(METHODS))} (got {method!r})")
     if not imports and path not in sys.modules:
-        raise ValueError(
-            f"attention method {method!r} is not of focus_exp; import {path}, or choose it with attention=, first"
-        )
+        raise ValueError(f"attention method {method!r} is not part of focus_exp. Import {path} first.")
     try:
-        found = getattr(importlib.import_module(path), name)
+        cls = getattr(importlib.import_module(path), name)
     except (ImportError, AttributeError) as error:
-        raise ValueError(
-            f"attention method {method!r} cannot be imported ({error}); is the folder of {path} on PYTHONPATH?"
-        ) from error
-    if not (isinstance(found, type) and issubclass(found, AttentionMethod)):
-        raise ValueError(f"attention method {method!r} is no subclass of AttentionMethod")
-    return found
+        raise ValueError(f"attention method {method!r} not importable ({error}). Put {path} on PYTHONPATH.") from error
+    if not (isinstance(cls, type) and issubclass(cls, AttentionMethod)):
+        raise ValueError(f"attention method {method!r} must be a subclass of AttentionMethod")
+    return cls
 
 
 def build(method: str, shape: LayerShape, **options: Any) -> AttentionMethod:
-    """A method's module for one layer; ValueError for an unknown name, and for an option or value that it refuses."""
-    return find(method).of(shape, **options)
+    """Build a method for one layer; ValueError for an unknown name, option or an invalid value."""
+    return find(method).create(shape, **options)

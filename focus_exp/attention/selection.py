@@ -1,4 +1,7 @@
-"""Which pairs of tokens are kept: window, sinks, and membership in groups; as a predicate and as counts."""
+"""Which query-key pairs attention keeps: window, sinks and group membership, as masks and as counts.
+
+Shapes: B batch, T tokens, K groups, H query heads, G key/value heads, D head size, t rows (queries of a block), S keys.
+"""
 
 from __future__ import annotations
 
@@ -13,15 +16,16 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Sequence:
-    """Where the tokens of a batch lie.
+    """Describe where the tokens of a batch are and what the base model's mask lets them see.
 
-    start: `[B, T]` int, the index of the first token of each token's own sequence, see `starts`.
-    valid: `[B, T]` bool, False on padding; None when there is none.
-    allowed: `[B or 1, 1, T, T]` bool, what the base model lets a query see, where that is not simply what is neither
-        in the future nor padding (sliding layers, chunks, packed sequences).
-    order: `[B, T]` int, where each token stood before padding inside a row was moved behind its tokens; None if
-        nothing was moved. Windows and sinks then count the tokens of a row, as if the row were alone.
-    kept: `[B, past]` bool, which cached tokens the mask still shows; None if all.
+    Attributes:
+        start: `(B, T)` int, index of the first token of each token's own sequence, see `sequence_starts`.
+        valid: `(B, T)` bool, False on padding; None without padding.
+        allowed: `(B or 1, 1, T, T)` bool, the base model's mask where it is more than causality and padding (sliding
+            layers, chunks, packed sequences); else None.
+        order: `(B, T)` int, the original index of each token where padding inside a row was moved behind its tokens;
+            None if nothing moved. Windows and sinks then count the tokens of a row as if the row were alone.
+        kept: `(B, past)` bool, cached tokens that the mask still shows; None if all.
     """
 
     start: Tensor
@@ -30,21 +34,27 @@ class Sequence:
     order: Tensor | None = None
     kept: Tensor | None = None
 
+    @staticmethod
+    def plain(batch: int, length: int, device: torch.device | str = "cpu") -> Sequence:
+        """Describe one causal sequence per row, without padding."""
+        return Sequence(start=torch.zeros(batch, length, dtype=torch.long, device=device))
+
     @cached_property
     def last_start(self) -> int:
-        """Of the sequences; all layers ask for it, and a device is waited for once."""
+        """Index at which the last sequence starts; cached, so that only the first layer waits for the device."""
         return int(self.start.max())
+
+    @property
+    def mask(self) -> Tensor | None:
+        """Mask for `full_attention`: `allowed`, or `(B, 1, 1, T)` where there is padding alone."""
+        return self.allowed if self.allowed is not None or self.valid is None else self.valid[:, None, None]
 
     def valid_or_all(self) -> Tensor:
         """Return `valid`, all True where there is no padding."""
         return torch.ones_like(self.start, dtype=torch.bool) if self.valid is None else self.valid
 
-    @staticmethod
-    def plain(batch: int, length: int, device: torch.device | str = "cpu") -> Sequence:
-        return Sequence(start=torch.zeros(batch, length, dtype=torch.long, device=device))
-
-    def repeated(self, times: int) -> Sequence:
-        """Every row so many times, one after the other."""
+    def repeat_rows(self, times: int) -> Sequence:
+        """Repeat every row `times` times, one after the other."""
         start, valid, allowed = (
             x if x is None or len(x) < len(self.start) else x.repeat_interleave(times, 0)
             for x in (self.start, self.valid, self.allowed)
@@ -55,35 +65,36 @@ class Sequence:
 
 @dataclass(frozen=True)
 class Selection:
-    """What a method selected for one layer. Each tensor may have a dimension of key/value heads too, `[B, G, T, ...]`.
+    """Hold what a method selects for one layer; tensors may have a key/value head dimension, `(B, G, T, ...)`.
 
-    assignment: `[B, T, K]` soft distribution over groups, or None for a method without routing.
-    query_groups, key_groups: `[B, T, K]` bool memberships for hard selection, or None to gate softly.
-    group: `[B, T]` int where a token has one group alone, as query and as key.
-    keeps_all: the memberships leave out no pair, whatever the tokens.
-    key_assignment: of a token as key, where that is another than the one as query.
-    most: at most so many groups of a token as query and as key; None where it may be all.
+    Attributes:
+        assignment: `(B, T, K)` float, soft distribution over groups; None without routing.
+        query_groups, key_groups: `(B, T, K)` bool, memberships for hard routing; None for soft routing.
+        group: `(B, T)` int, where every token is in one group, the same as query and as key.
+        is_dense: the memberships prune no pair, whatever the tokens.
+        key_assignment: assignment of a token as key, where it differs from the one as query.
+        max_groups: upper bounds on a token's groups as query and as key; None for K.
     """
 
     assignment: Tensor | None = None
     query_groups: Tensor | None = None
     key_groups: Tensor | None = None
     group: Tensor | None = None
-    keeps_all: bool = False
+    is_dense: bool = False
     key_assignment: Tensor | None = None
-    most: tuple[int, int] | None = None
+    max_groups: tuple[int, int] | None = None
 
     @property
     def is_soft(self) -> bool:
-        """Tell soft routing, whose gates weigh every pair, from hard routing and from no routing."""
+        """Soft routing, whose gates weigh every pair; not hard routing, nor none."""
         return self.assignment is not None and self.query_groups is None
 
     @property
-    def assignment_of_keys(self) -> Tensor:
-        """`[B, T, K]`; that of queries where there is one for both."""
-        both = self.assignment if self.key_assignment is None else self.key_assignment
-        assert both is not None
-        return both
+    def effective_key_assignment(self) -> Tensor:
+        """Assignment `(B, T, K)` of tokens as keys; that of queries where both share one."""
+        assignment = self.assignment if self.key_assignment is None else self.key_assignment
+        assert assignment is not None
+        return assignment
 
 
 @dataclass(frozen=True)
@@ -120,14 +131,14 @@ class AttentionArgs:
 
 
 def for_each_head(attention: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """Let attention with one grouping a row serve one for each key/value head, folded into the batch."""
+    """Let attention with one grouping per row serve one per key/value head, by folding heads into the batch."""
 
     @wraps(attention)
     def attend(
         q: Tensor, k: Tensor, v: Tensor, selection: Selection, sequence: Sequence, args: AttentionArgs, *more: Any,
         **options: Any,
     ) -> Tensor:  # fmt: skip
-        selection, sequence, heads = by_head(selection, sequence)
+        selection, sequence, heads = fold_heads(selection, sequence)
         if heads == 1:
             return attention(q, k, v, selection, sequence, args, *more, **options)
         if args.sink_logits is not None:
@@ -138,41 +149,49 @@ def for_each_head(attention: Callable[..., Tensor]) -> Callable[..., Tensor]:
     return attend
 
 
-def by_head(selection: Selection, sequence: Sequence) -> tuple[Selection, Sequence, int]:
-    """Groups `[B, G, T, ...]` of each key/value head as those of B * G rows, and G; 1 where all heads share theirs."""
-    tensors = {name: x for name, x in vars(selection).items() if isinstance(x, Tensor)}
-    own = {name for name, x in tensors.items() if x.ndim == (3 if name == "group" else 4)}
-    if not own:
-        return selection, sequence, 1
-    heads = max(tensors[name].shape[1] for name in own)
+def fold_heads(selection: Selection, sequence: Sequence) -> tuple[Selection, Sequence, int]:
+    """Fold groups `(B, G, T, ...)` of each key/value head into B * G rows.
 
-    def rows(name: str, x: Tensor) -> Tensor:
-        x = x if name in own else x[:, None]
-        return x.expand(-1, heads, *x.shape[2:]).flatten(0, 1)
-
-    of_rows: dict[str, Any] = {name: rows(name, x) for name, x in tensors.items()}
-    selection = replace(selection, **of_rows)
-    return selection, sequence if heads == 1 else sequence.repeated(heads), heads
-
-
-def starts(first: Tensor, past: int = 0, before: Tensor | int = 0) -> Tensor:
-    """`[B, T]` int, where the sequence of each token begins: at a token that sees none before itself.
-
-    first: `[B, T]` int, the first token that each one sees. The tokens stand at `past` and after; the sequence of those
-    before them began at `before` `[B, 1]`.
+    Returns:
+        the selection and the sequence of the rows, and G, or 1 where all heads share their groups.
     """
-    place = torch.arange(past, past + first.shape[1], device=first.device)
-    begun = torch.where(first == place, place, before)
-    return begun.cummax(1).values
+    tensors = {name: x for name, x in vars(selection).items() if isinstance(x, Tensor)}
+    per_head = {name for name, x in tensors.items() if x.ndim == (3 if name == "group" else 4)}
+    if not per_head:
+        return selection, sequence, 1
+    heads = max(tensors[name].shape[1] for name in per_head)
+    folded: dict[str, Any] = {}
+    for name, x in tensors.items():
+        x = x if name in per_head else x[:, None]
+        folded[name] = x.expand(-1, heads, *x.shape[2:]).flatten(0, 1)
+    return replace(selection, **folded), sequence if heads == 1 else sequence.repeat_rows(heads), heads
 
 
-def order_by(key: Tensor) -> Tensor:
-    """Return `[B, T]` int, the stable order of a bool key `[B, T]`: False first."""
+def repeat_kv(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    """Repeat keys and values `(B, G, S, D)` for every query head: `(B, H, S, D)`."""
+    n_rep = q.shape[1] // k.shape[1]
+    return k.repeat_interleave(n_rep, dim=1), v.repeat_interleave(n_rep, dim=1)
+
+
+def sequence_starts(first: Tensor, past: int = 0, before: Tensor | int = 0) -> Tensor:
+    """Return `(B, T)` int, where each token's sequence starts: at a token that sees none before itself.
+
+    Args:
+        first: `(B, T)` int, the first token that each one sees.
+        past: number of tokens before these.
+        before: `(B, 1)` int, where the sequence of the tokens before these started.
+    """
+    position = torch.arange(past, past + first.shape[1], device=first.device)
+    return torch.where(first == position, position, before).cummax(1).values
+
+
+def stable_order(key: Tensor) -> Tensor:
+    """Return `(B, T)` int, the stable order of a bool key `(B, T)`: False first."""
     return key.byte().argsort(dim=1, stable=True)
 
 
-def take(x: Tensor, order: Tensor | None, dim: int) -> Tensor:
-    """Reorder dimension `dim` of x `[B, ...]`, each row by its own `order` `[B, T]`."""
+def reorder(x: Tensor, order: Tensor | None, dim: int) -> Tensor:
+    """Reorder dimension `dim` of x `(B, ...)`, each row by its own `order` `(B, T)`."""
     if order is None:
         return x
     shape = [1] * x.ndim
@@ -180,171 +199,174 @@ def take(x: Tensor, order: Tensor | None, dim: int) -> Tensor:
     return x.gather(dim, order.view(shape).expand(*x.shape[:dim], order.shape[1], *x.shape[dim + 1 :]))
 
 
-def nothing_shared(sequence: Sequence) -> Selection:
-    """Window and sinks alone, as memberships: one group that every token asks and no token answers from."""
-    asks = torch.ones(*sequence.start.shape, 1, dtype=torch.bool, device=sequence.start.device)
-    return Selection(query_groups=asks, key_groups=torch.zeros_like(asks))
+def local_only_selection(sequence: Sequence) -> Selection:
+    """Express window and sinks alone as memberships: one group of all queries and of no key."""
+    query_groups = torch.ones(*sequence.start.shape, 1, dtype=torch.bool, device=sequence.start.device)
+    return Selection(query_groups=query_groups, key_groups=torch.zeros_like(query_groups))
 
 
 def top_k_groups(assignment: Tensor, k: int) -> Tensor:
-    """Membership `[B, T, K]` bool of the k largest entries, ties to the lowest index."""
+    """Return `(B, T, K)` bool, the k largest entries; ties go to the lowest index."""
     order = torch.argsort(assignment, dim=-1, descending=True, stable=True)[..., :k]
     return torch.zeros_like(assignment, dtype=torch.bool).scatter_(-1, order, True)
 
 
 def select(assignment: Tensor, top_k: int, pair_rule: str) -> Selection:
-    """Hard selection. Rule "share": a pair is kept if the two top-k sets meet (eq. 3). Rule "query_topk": if the
-    key's first group is among the query's top-k; under balance exactly k/K of the pairs."""
-    group = assignment.argmax(-1)  # the lowest of the largest
+    """Turn an assignment `(B, T, K)` into hard memberships.
+
+    Args:
+        pair_rule: "share" keeps a pair if the two top-k sets overlap (eq. 3); "query_topk" if the key's first group is
+            among the query's top k, which under balance keeps k/K of the distant pairs.
+    """
+    group = assignment.argmax(-1)
     first = torch.zeros_like(assignment, dtype=torch.bool).scatter_(-1, group[..., None], True)
     if top_k == 1:
-        return Selection(assignment, first, first, group, keeps_all=assignment.shape[-1] == 1)
+        return Selection(assignment, first, first, group, is_dense=assignment.shape[-1] == 1)
     query_groups = top_k_groups(assignment, top_k)
     key_groups = query_groups if pair_rule == "share" else first
-    most = (top_k, top_k if pair_rule == "share" else 1)
-    everything = keeps_all(assignment.shape[-1], top_k, pair_rule)
-    return Selection(assignment, query_groups, key_groups, keeps_all=everything, most=most)
+    max_groups = (top_k, top_k if pair_rule == "share" else 1)
+    is_dense = is_dense_rule(assignment.shape[-1], top_k, pair_rule)
+    return Selection(assignment, query_groups, key_groups, is_dense=is_dense, max_groups=max_groups)
 
 
-def keeps_all(groups: int, top_k: int, pair_rule: str) -> bool:
-    """Whether every pair is kept whatever the tokens: two sets of k out of K groups always meet where 2k > K."""
+def is_dense_rule(groups: int, top_k: int, pair_rule: str) -> bool:
+    """Tell whether the rule keeps every pair: two sets of k out of K groups always overlap where 2k > K."""
     return top_k >= groups or (pair_rule == "share" and 2 * top_k > groups)
 
 
-def causal(rows: slice, length: int, device: torch.device) -> Tensor:
-    """`[rows, T]` bool, j <= i."""
+def causal_mask(rows: slice, length: int, device: torch.device) -> Tensor:
+    """Return `(t, S)` bool, j <= i."""
     return torch.arange(rows.start, rows.stop, device=device)[:, None] >= torch.arange(length, device=device)
 
 
-def mask_of(sequence: Sequence) -> Tensor | None:
-    """What `full_attention` takes: `[B or 1, 1, T, T]`, or `[B, 1, 1, T]` where there is padding alone, or None."""
-    if sequence.allowed is not None or sequence.valid is None:
-        return sequence.allowed
-    return sequence.valid[:, None, None]
-
-
-def always_visible(sequence: Sequence, rows: slice, length: int, window: int, sinks: int) -> Tensor:
-    """`[B, rows, T]` bool: i - j <= window, or j among the first `sinks` tokens of i's own sequence."""
-    start = sequence.start[:, rows, None]
-    i = torch.arange(rows.start, rows.stop, device=start.device)[:, None]
-    return near_or_sink(i, torch.arange(length, device=start.device), start, window, sinks)
-
-
-def near_or_sink(i: Tensor, j: Tensor, start: Tensor, window: int, sinks: int) -> Tensor:
-    """Whether query i sees key j for its place alone; `start`: of the query's own sequence."""
-    return (i - j <= window) | ((j >= start) & (j < start + sinks))
-
-
-def permitted(sequence: Sequence, rows: slice, length: int) -> Tensor:
-    """`[B or 1, rows, T]` bool: what the base model itself lets these queries see."""
-    if sequence.allowed is not None:
-        return sequence.allowed[:, 0, rows, :length]
-    mask = causal(rows, length, sequence.start.device)[None]
-    return mask if sequence.valid is None else mask & sequence.valid[:, None, :length]
-
-
-def permitted_or_self(sequence: Sequence, rows: slice, length: int) -> Tensor:
-    """`permitted`, and every query itself: padding queries too, so that no row of a softmax is empty."""
-    return permitted(sequence, rows, length) | itself(rows, length, sequence.start.device)
-
-
-def itself(rows: slice, length: int, device: torch.device) -> Tensor:
-    """`[rows, T]` bool, j = i."""
+def diagonal_mask(rows: slice, length: int, device: torch.device) -> Tensor:
+    """Return `(t, S)` bool, j = i."""
     return torch.arange(rows.start, rows.stop, device=device)[:, None] == torch.arange(length, device=device)
 
 
-def real_pairs(sequence: Sequence, rows: slice) -> Tensor:
-    """`[B, rows, S]` bool: what the base model lets these queries see of the keys up to their end, padding left out."""
-    seen = permitted(sequence, rows, rows.stop)
+def local_mask(sequence: Sequence, rows: slice, length: int, window: int, sinks: int) -> Tensor:
+    """Return `(B, t, S)` bool: i - j <= window, or j is a sink of i's sequence."""
+    start = sequence.start[:, rows, None]
+    i = torch.arange(rows.start, rows.stop, device=start.device)[:, None]
+    return is_local_or_sink(i, torch.arange(length, device=start.device), start, window, sinks)
+
+
+def is_local_or_sink(i: Tensor, j: Tensor, start: Tensor, window: int, sinks: int) -> Tensor:
+    """Tell whether key j is in the window of query i or a sink of the sequence that begins at `start`."""
+    return (i - j <= window) | ((j >= start) & (j < start + sinks))
+
+
+def base_mask(sequence: Sequence, rows: slice, length: int) -> Tensor:
+    """Return `(B or 1, t, S)` bool, the pairs that the base model's own mask allows."""
+    if sequence.allowed is not None:
+        return sequence.allowed[:, 0, rows, :length]
+    mask = causal_mask(rows, length, sequence.start.device)[None]
+    return mask if sequence.valid is None else mask & sequence.valid[:, None, :length]
+
+
+def base_mask_or_self(sequence: Sequence, rows: slice, length: int) -> Tensor:
+    """Return `base_mask` with the diagonal, so that no row of a softmax is empty on padding."""
+    return base_mask(sequence, rows, length) | diagonal_mask(rows, length, sequence.start.device)
+
+
+def unpadded_mask(sequence: Sequence, rows: slice) -> Tensor:
+    """Return `(B, t, rows.stop)` bool, `base_mask` without padding queries and keys."""
+    mask = base_mask(sequence, rows, rows.stop)
     if sequence.valid is not None:
-        seen = seen & sequence.valid[:, rows, None] & sequence.valid[:, None, : rows.stop]
-    return seen.expand(len(sequence.start), -1, -1)
+        mask = mask & sequence.valid[:, rows, None] & sequence.valid[:, None, : rows.stop]
+    return mask.expand(len(sequence.start), -1, -1)
 
 
-def same_group(selection: Selection, rows: slice, length: int) -> Tensor:
-    """`[B, rows, T]` bool: query and key share a group under the selection's memberships."""
+def group_mask(selection: Selection, rows: slice, length: int) -> Tensor:
+    """Return `(B, t, S)` bool: query and key have a group in common."""
     assert selection.query_groups is not None and selection.key_groups is not None
-    query_groups, key_groups = selection.query_groups[:, rows], selection.key_groups[:, :length]
+    return groups_overlap(selection.query_groups[:, rows], selection.key_groups[:, :length])
+
+
+def groups_overlap(query_groups: Tensor, key_groups: Tensor) -> Tensor:
+    """Return `(..., t, S)` bool, whether memberships `(..., t, K)` and `(..., S, K)` have a group in common."""
     return query_groups.float() @ key_groups.float().transpose(-1, -2) > 0
 
 
 def row_blocks(length: int, size: int) -> Iterator[slice]:
-    """Blocks of queries; a causal block needs only the keys up to its own end."""
+    """Yield blocks of queries; a causal block needs only the keys up to its own end."""
     for begin in range(0, length, size):
         yield slice(begin, min(begin + size, length))
 
 
 @dataclass(frozen=True)
 class PairCounts:
-    """Numbers of causal query-key pairs: all, those beyond window and sinks, and those of them that are kept."""
+    """Count causal query-key pairs: all, those beyond window and sinks, and those of them that are kept."""
 
     total: int
     distant: int
     distant_kept: int
 
     @property
-    def share_kept(self) -> float:
-        """Of all pairs."""
+    def density(self) -> float:
+        """Kept pairs over all pairs."""
         return (self.total - self.distant + self.distant_kept) / self.total
 
 
 def count_pairs(
     selection: Selection | None, sequence: Sequence, window: int, sinks: int, block: int = 512
 ) -> PairCounts:
-    """Counts over a batch, padding left out, by the same predicates as the attention itself.
+    """Count the pairs of a batch without padding, by the masks that the attention itself uses.
 
-    A selection without memberships (window only) keeps no distant pair; None keeps them all. Where key/value heads have
-    memberships of their own, pairs count for each of those heads.
+    Args:
+        selection: None keeps every distant pair, one without memberships none. Where key/value heads have groups of
+            their own, pairs count once per head.
+        block: queries at a time.
     """
     if selection is not None:
-        selection, sequence, _ = by_head(selection, sequence)
+        selection, sequence, _ = fold_heads(selection, sequence)
     if sequence.allowed is None and sequence.valid is None and not bool(sequence.start.any()):
-        return count_plain_pairs(selection, sequence, window, sinks)
-    counts = torch.zeros(3, dtype=torch.long, device=sequence.start.device)  # read once, for a GPU is waited for
+        return count_unpadded_pairs(selection, sequence, window, sinks)
+    counts = torch.zeros(3, dtype=torch.long, device=sequence.start.device)  # read once: a GPU is waited for
     for rows in row_blocks(sequence.start.shape[1], block):
-        seen = real_pairs(sequence, rows)
-        far = seen & ~always_visible(sequence, rows, rows.stop, window, sinks)
-        kept = far if selection is None else torch.zeros_like(far)
+        mask = unpadded_mask(sequence, rows)
+        distant = mask & ~local_mask(sequence, rows, rows.stop, window, sinks)
+        kept = distant if selection is None else torch.zeros_like(distant)
         if selection is not None and selection.query_groups is not None:
-            kept = far & same_group(selection, rows, rows.stop)
-        counts += torch.stack([seen.sum(), far.sum(), kept.sum()])
+            kept = distant & group_mask(selection, rows, rows.stop)
+        counts += torch.stack([mask.sum(), distant.sum(), kept.sum()])
     return PairCounts(*counts.tolist())
 
 
-def count_plain_pairs(selection: Selection | None, sequence: Sequence, window: int, sinks: int) -> PairCounts:
-    """The same for plain causal sequences, in time O(T * (sinks + distinct memberships of keys))."""
+def count_unpadded_pairs(selection: Selection | None, sequence: Sequence, window: int, sinks: int) -> PairCounts:
+    """Count the pairs of plain causal sequences in time O(T * (sinks + distinct key memberships))."""
     batch, length = sequence.start.shape
     total = batch * length * (length + 1) // 2
     width = min(window + 1, length)
-    far_sinks = [(s, max(length - s - window - 1, 0)) for s in range(min(sinks, length))]
-    near = sum(length - d for d in range(width)) + sum(count for _, count in far_sinks)
-    distant = total - batch * near
+    distant_sinks = [(s, max(length - s - window - 1, 0)) for s in range(min(sinks, length))]
+    local = sum(length - d for d in range(width)) + sum(count for _, count in distant_sinks)
+    distant = total - batch * local
     if selection is None:
         return PairCounts(total, distant, distant)
     if selection.query_groups is None or selection.key_groups is None:
         return PairCounts(total, distant, 0)
     queries, keys = selection.query_groups, selection.key_groups
     kept = torch.zeros((), dtype=torch.long, device=keys.device)
-    for members in memberships(selection):
-        seen = (keys == members).all(-1).cumsum(1)  # [B, T] keys of this kind up to each query
+    for members in distinct_memberships(selection):
+        seen = (keys == members).all(-1).cumsum(1)  # (B, T), keys with these memberships up to each query
         kept += (seen[:, : length - width] * (queries[:, width:] & members).any(-1)).sum()
-    for s, count in far_sinks:
+    for s, count in distant_sinks:
         kept -= (queries[:, length - count :] & keys[:, s, None]).any(-1).sum()
     return PairCounts(total, distant, int(kept))
 
 
+def distinct_memberships(selection: Selection) -> Tensor:
+    """Return `(n, K)` bool, the distinct memberships that keys have."""
+    keys = selection.key_groups
+    assert keys is not None
+    if selection.group is not None or (selection.max_groups is not None and selection.max_groups[1] == 1):
+        return torch.eye(keys.shape[-1], dtype=torch.bool, device=keys.device)
+    return keys.flatten(0, 1).unique(dim=0)
+
+
 def group_sizes(selection: Selection, sequence: Sequence) -> Tensor:
-    """`[n, K]` int, tokens in each group as keys, padding left out, for each head with groups of its own."""
+    """Return `(n, K)` int, tokens per group as keys without padding, for each of n heads with its own groups."""
     keys = selection.key_groups
     assert keys is not None
     keys = keys if keys.ndim == 4 else keys[:, None]
     return (keys if sequence.valid is None else keys & sequence.valid[:, None, :, None]).sum((0, 2))
-
-
-def memberships(selection: Selection) -> Tensor:
-    """`[kinds, K]` bool, the memberships that keys have."""
-    keys = selection.key_groups
-    assert keys is not None
-    if selection.group is not None or (selection.most is not None and selection.most[1] == 1):
-        return torch.eye(keys.shape[-1], dtype=torch.bool, device=keys.device)
-    return keys.flatten(0, 1).unique(dim=0)

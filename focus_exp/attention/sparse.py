@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from focus_exp.attention.kernels import Backend, Fused, Kernel, Whole
+from focus_exp.attention.kernels import Backend, Fused, Kernel, RowResult
 from focus_exp.attention.parts import Part, Rows, Stretches, Tokens, near_parts, parts, rows_of
 from focus_exp.attention.selection import AttentionArgs, Selection, Sequence, for_each_head
 from focus_exp.attention.side_by_side import Stages, side_by_side
@@ -54,7 +54,7 @@ def sparse_attention(
     packed = [x.transpose(1, 2).flatten(0, 1) for x in (q, k, v)]
     gates: list[Tensor | None] = [None, None]
     if args.ste_slope and selection.assignment is not None:
-        gates = [x.flatten(0, 1) for x in (selection.assignment, selection.assignment_of_keys)]
+        gates = [x.flatten(0, 1) for x in (selection.assignment, selection.effective_key_assignment)]
     if sink_logits is not None:
         precision = torch.promote_types(q.dtype, torch.float32)
         sink_logits = sink_logits.to(precision)[..., None, :].expand(*sequence.start.shape, -1).flatten(0, 1)
@@ -213,7 +213,7 @@ class Backward:
             )
             of_queries = torch.zeros_like(queries, dtype=self.lse.dtype)
             for few, seen, drop in calls:
-                whole = Whole(grad[:, few], out[:, few], lse[:, few])
+                whole = RowResult(grad[:, few], out[:, few], lse[:, few])
                 gradients = plan.kernel.backward(
                     queries[:, few], keys[:, seen], values[:, seen], whole, drop, plan.args
                 )

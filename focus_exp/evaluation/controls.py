@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from transformers import PreTrainedModel
 
+from focus_exp.attention.base import AttentionMethod
 from focus_exp.attention.baselines.random_groups import RandomGroups
 from focus_exp.attention.baselines.window import WindowOnly
-from focus_exp.attention.method import AttentionMethod
 from focus_exp.config_attention import FocusConfig
 from focus_exp.models.methods import attached_methods
 
@@ -24,7 +24,7 @@ def hard_name(top_k: int, pair_rule: str) -> str:
 def window_only(model: PreTrainedModel, window: int, sinks: int) -> dict[int, AttentionMethod]:
     """Per attached layer: the window and the sinks, no distant pair."""
     return {
-        index: WindowOnly.of(method.shape, window=window, sinks=sinks)
+        index: WindowOnly.create(method.shape, window=window, sinks=sinks)
         for index, method in attached_methods(model).items()
     }
 
@@ -35,7 +35,7 @@ def random_groups(
     """Per attached layer: groups that ignore the text, as large as `shares` `[layers][K]` says, so equally dense."""
     methods = attached_methods(model).items()
     return {
-        index: RandomGroups.of(
+        index: RandomGroups.create(
             method.shape, groups=attention.groups, window=attention.window, sinks=attention.sinks,
             top_k=attention.top_k, pair_rule=attention.pair_rule, seed=seed, shares=layer_shares,
         )

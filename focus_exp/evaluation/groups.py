@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from focus_exp.attention.method import AttentionMethod
+from focus_exp.attention.base import AttentionMethod
 from focus_exp.attention.registry import build
 from focus_exp.config import Config
 from focus_exp.config_attention import DualConfig, FocusConfig

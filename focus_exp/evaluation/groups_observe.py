@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from focus_exp.attention.method import AttentionMethod
-from focus_exp.attention.selection import Selection, Sequence, by_head
+from focus_exp.attention.base import AttentionMethod
+from focus_exp.attention.selection import Selection, Sequence, fold_heads
 from focus_exp.evaluation.perplexity import token_losses
 from focus_exp.models.methods import observe_selections
 from focus_exp.progress import ProgressBar
@@ -35,7 +35,7 @@ def groupings(layer: int, selection: Selection) -> dict[Grouping, Selection]:
     """What was selected for one text, by whose groups they are; nothing where no pair depends on groups."""
     if selection.assignment is None:
         return {}
-    rows, _, heads = by_head(selection, Sequence.plain(1, selection.assignment.shape[-2]))
+    rows, _, heads = fold_heads(selection, Sequence.plain(1, selection.assignment.shape[-2]))
     if heads == 1:
         return {Grouping(layer): rows}
     return {Grouping(layer, head): row(rows, head) for head in range(heads)}
@@ -78,7 +78,7 @@ def observe(model: PreTrainedModel, windows: list[Tensor], precision: Precision,
 
     def note(layer: int, method: AttentionMethod, selection: Selection, sequence: Sequence) -> None:
         for grouping, own in groupings(layer, selection).items():
-            found.setdefault(grouping, []).append(torch.stack(own.assignment_of_keys[0].max(-1)[::-1]).cpu())
+            found.setdefault(grouping, []).append(torch.stack(own.effective_key_assignment[0].max(-1)[::-1]).cpu())
 
     with precision.context(), observe_selections(model, note):
         for tokens in ProgressBar(windows, desc=f"{label:<28}", unit="window"):

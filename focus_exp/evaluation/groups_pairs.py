@@ -84,7 +84,7 @@ def layer_content(grouping: Grouping, cut: Cut) -> dict[str, Any]:
     of it is near; kept_keys, cut_keys: [[key, mass, affinity], ...], heaviest first; query_groups, key_groups: a
     token's where it has more than one."""
     selection, lies = cut.selections[grouping], cut.masses[grouping]
-    confidence, groups = selection.assignment_of_keys[0].max(-1)
+    confidence, groups = selection.effective_key_assignment[0].max(-1)
     members: dict[str, Any] = {}
     if selection.group is None and selection.query_groups is not None and selection.key_groups is not None:
         members = {

@@ -10,16 +10,16 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from focus_exp.attention.method import AttentionMethod, LayerShape
-from focus_exp.attention.reference import scores, weights
+from focus_exp.attention.base import AttentionMethod, LayerShape
+from focus_exp.attention.dense import scores, weights
 from focus_exp.attention.selection import (
     AttentionArgs,
     Selection,
     Sequence,
-    always_visible,
-    permitted_or_self,
+    base_mask_or_self,
+    group_mask,
+    local_mask,
     row_blocks,
-    same_group,
 )
 from focus_exp.evaluation.groups_observe import Grouping, groupings
 from focus_exp.evaluation.perplexity import token_losses
@@ -70,12 +70,12 @@ class CutProbe(AttentionMethod):
         outputs = []
         for rows in row_blocks(q.shape[2], 256):
             length = rows.stop
-            keep = permitted_or_self(sequence, rows, length)
+            keep = base_mask_or_self(sequence, rows, length)
             s = scores(q[:, :, rows], k[:, :, :length], args).masked_fill(~keep[:, None], float("-inf"))
             p = weights(s, args.sink_logits)  # [1, H, rows, S]
             values = v[:, :, :length].repeat_interleave(q.shape[1] // v.shape[1], dim=1)
             outputs.append(p.to(v.dtype) @ values)
-            near = (always_visible(sequence, rows, length, self.window, self.sinks) & keep)[0]
+            near = (local_mask(sequence, rows, length, self.window, self.sinks) & keep)[0]
             of_heads = p[0].unflatten(0, (len(self.selections), -1)).mean(1)
             for (grouping, selection), mass in zip(self.selections.items(), of_heads, strict=True):
                 for name, part in parts_of(mass, selection, rows, near, keep[0] & ~near).items():
@@ -89,8 +89,8 @@ def parts_of(mass: Tensor, selection: Selection, rows: slice, near: Tensor, dist
     length = mass.shape[-1]
     g = selection.assignment
     assert g is not None
-    same = same_group(selection, rows, length)[0]
-    affinity = (g[:, rows] @ selection.assignment_of_keys[:, :length].transpose(-1, -2))[0]
+    same = group_mask(selection, rows, length)[0]
+    affinity = (g[:, rows] @ selection.effective_key_assignment[:, :length].transpose(-1, -2))[0]
     kept, cut = distant & same, distant & ~same
     close = affinity.masked_fill(~kept, -1.0).max(-1, keepdim=True)
     found = {

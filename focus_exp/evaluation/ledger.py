@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from focus_exp.attention.method import AttentionMethod
+from focus_exp.attention.base import AttentionMethod
 from focus_exp.attention.selection import Selection, Sequence
 from focus_exp.evaluation.perplexity import PairShares
 

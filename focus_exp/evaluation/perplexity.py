@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 from transformers import PreTrainedModel
 
-from focus_exp.attention.method import AttentionMethod
+from focus_exp.attention.base import AttentionMethod
 from focus_exp.attention.selection import Selection, Sequence, group_sizes
 from focus_exp.data import Blocks
 from focus_exp.models.methods import active_methods, observe_selections

@@ -10,8 +10,8 @@ import torch
 from transformers import PreTrainedModel
 
 from focus_exp.assets import cache_root
-from focus_exp.attention.dual import FocusDual
-from focus_exp.attention.kernels import KERNELS, Demand, available, choose
+from focus_exp.attention.focus_dual import FocusDual
+from focus_exp.attention.kernels import KERNELS, KernelRequirements, select_backend, unsupported_reasons
 from focus_exp.config import Config
 from focus_exp.config_attention import method_options
 from focus_exp.errors import UserError
@@ -26,7 +26,7 @@ from focus_exp.training.precision import Precision, choose_device
 
 def check_backend(model: PreTrainedModel, backend: str) -> None:
     """UserError where the kernel that is asked for cannot serve this model on this device."""
-    if backend in KERNELS and (reason := KERNELS[backend].refuses(demand_of(model, model.dtype))):
+    if backend in KERNELS and (reason := KERNELS[backend].unsupported_reason(demand_of(model, model.dtype))):
         raise UserError(f"attention.backend={backend} cannot serve here: it {reason}; use auto")
 
 
@@ -41,7 +41,7 @@ def set_backend(model: PreTrainedModel, config: Config, precision: Precision, lo
     if attention.backend != "auto" or options is None or longest < LENGTHS[0]:
         return None
     dtype = torch.bfloat16 if precision.autocast else model.dtype
-    if choose(demand_of(model, dtype)) is None:
+    if select_backend(demand_of(model, dtype)) is None:
         return None  # every length takes the masked path
     layer = Layer(shape_of(model), attention.window, options["sinks"], dtype, precision.device, repeats=REPEATS)
     device = measured_device(precision.device)
@@ -56,7 +56,8 @@ def typical_options(model: PreTrainedModel, config: Config) -> dict[str, Any] | 
     """Of a layer that stands for all that have groups, whose heads read as many of them on average; None without."""
     if find_routers(model):
         return method_options(config.attention)
-    reach = [k for m in attached_methods(model).values() if isinstance(m, FocusDual) and m.routes for k in m.reach]
+    duals = [m for m in attached_methods(model).values() if isinstance(m, FocusDual) and m.is_routed]
+    reach = [k for method in duals for k in method.groups_per_head]
     if not reach:
         return None
     return method_options(config.attention) | {"groups_per_layer": None, "top_k": max(1, round(fmean(reach)))}
@@ -97,7 +98,7 @@ def list_kernels(config: Config) -> None:
     print(f"kernels of the sparse path on {device_name(device)}, head size 64, in the order in which auto takes them:")
     for dtype in (torch.bfloat16, torch.float32):
         print(f"  {str(dtype).removeprefix('torch.')}")
-        for name, reason in available(Demand(device.type, dtype, 64)).items():
+        for name, reason in unsupported_reasons(KernelRequirements(device.type, dtype, 64)).items():
             note = " (the slow twin that the others are tested against; never taken by auto)" if name == "math" else ""
             print(f"    {name:<12} {'available' + note if reason is None else 'not here: it ' + reason}")
     print("what triton reached on an H200: runs/records/gpu; what it should reach: python -m focus_exp.speed.computed")
@@ -110,6 +111,6 @@ def list_kernels(config: Config) -> None:
     )
 
 
-def demand_of(model: PreTrainedModel, dtype: torch.dtype) -> Demand:
+def demand_of(model: PreTrainedModel, dtype: torch.dtype) -> KernelRequirements:
     softcap = getattr(model.config.get_text_config(), "attn_logit_softcapping", None) is not None
-    return Demand(model.device.type, dtype, shape_of(model).head_dim, softcap)
+    return KernelRequirements(model.device.type, dtype, shape_of(model).head_dim, softcap)

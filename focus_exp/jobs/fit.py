@@ -9,7 +9,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from focus_exp.assets import cache_root
-from focus_exp.attention.focus_options import FocusOptions
+from focus_exp.attention.options import FocusOptions
 from focus_exp.config import Config, phases_of
 from focus_exp.config_attention import method_options
 from focus_exp.data import Blocks

@@ -15,7 +15,7 @@ from hydra.core.hydra_config import HydraConfig
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from focus_exp.attention.focus_options import FocusOptions
+from focus_exp.attention.options import FocusOptions
 from focus_exp.checks import parse
 from focus_exp.config import Config, PhaseConfig, phases_of
 from focus_exp.config_attention import method_options

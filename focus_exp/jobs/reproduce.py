@@ -18,7 +18,7 @@ from pathlib import Path
 
 from hydra import compose
 
-from focus_exp.attention.options import instead
+from focus_exp.attention.options import did_you_mean
 from focus_exp.checks import parse
 from focus_exp.config import Config
 from focus_exp.errors import Interrupted, UserError
@@ -50,7 +50,7 @@ def reproduce(config: Config) -> None:
         )
     listed, only = config.reproduce.tables, config.reproduce.only
     if missing := next((name for name in only if name not in listed), None):
-        nearest = instead(missing, list(listed))
+        nearest = did_you_mean(missing, list(listed))
         raise UserError(
             f"reproduce={config.reproduce.name} has no table {missing}, which reproduce.only holds{nearest}"
         )

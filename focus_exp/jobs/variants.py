@@ -18,7 +18,7 @@ from hydra.errors import HydraException
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from focus_exp.attention.options import instead
+from focus_exp.attention.options import did_you_mean
 from focus_exp.checks import parse
 from focus_exp.config import Config, phases_of
 from focus_exp.errors import UserError
@@ -134,7 +134,7 @@ def settings_of(path: str) -> dict[str, Any]:
     if source is None:
         folder = path.rpartition("/")[0]
         known = GlobalHydra.instance().config_loader().get_group_options(f"{GROUP}/{folder}")
-        raise UserError(f"there is no file conf/{GROUP}/{path}.yaml{instead(variant_name(path), known)}")
+        raise UserError(f"there is no file conf/{GROUP}/{path}.yaml{did_you_mean(variant_name(path), known)}")
     loaded = source.load_config(f"{GROUP}/{path}.yaml").config
     values = OmegaConf.to_container(loaded, resolve=False)
     assert isinstance(values, dict)

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from focus_exp.assets import ADAPTER_FILES, adapter_folder
-from focus_exp.attention.method import AttentionMethod
+from focus_exp.attention.base import AttentionMethod
 from focus_exp.attention.registry import build, find
 from focus_exp.config import upgrade_options
 from focus_exp.errors import UserError, first_line

@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 from transformers.masking_utils import create_masks_for_generate
 from transformers.utils import logging
 
-from focus_exp.attention.method import LayerShape
+from focus_exp.attention.base import LayerShape
 from focus_exp.attention.registry import find
 from focus_exp.errors import UserError
 from focus_exp.models.hf_cache import is_grouped, prepare_cache
@@ -80,7 +80,7 @@ def attach(
     try:
         if isinstance(budget := options.get("groups_per_layer"), list):
             check_length(budget, len(modules))
-        added = {index: declared.of(layer_shape(model, modules[index], index), **options) for index in wanted}
+        added = {index: declared.create(layer_shape(model, modules[index], index), **options) for index in wanted}
     except ValueError as error:
         raise UserError(f"attention method {method!r}: {error}") from None
     for index in wanted:
@@ -146,7 +146,7 @@ def prepare_decoder(
     if wanted is None:
         wanted = getattr(decoder.config.get_text_config(), "use_cache", False)
     if (wanted or given is not None) and not is_grouped(given):
-        methods = {i: get_method(module) for i, module in modules.items() if not get_method(module).keeps_all()}
+        methods = {i: get_method(module) for i, module in modules.items() if not get_method(module).is_dense()}
         if methods:
             given = prepare_cache(decoder.config, methods, given)
             kwargs["past_key_values"], kwargs["use_cache"] = given, given is not None
@@ -172,7 +172,7 @@ def check_mask(mask: Tensor, tokens: int, past: int) -> None:
 
 def groups_keys(model: PreTrainedModel) -> bool:
     """Return whether acting methods leave out pairs, so that their keys are cached by group."""
-    return any(not method.keeps_all() for method in active_methods(model).values())
+    return any(not method.is_dense() for method in active_methods(model).values())
 
 
 def create_masks(model: PreTrainedModel, own: Callable[..., Any], **inputs: Any) -> Any:

@@ -23,8 +23,8 @@ from transformers.cache_utils import (
     StaticLayer,
 )
 
-from focus_exp.attention.cached import GroupedCache
-from focus_exp.attention.method import AttentionMethod
+from focus_exp.attention.base import AttentionMethod
+from focus_exp.attention.kv_cache import GroupedCache
 from focus_exp.attention.selection import Sequence
 from focus_exp.errors import UserError
 
@@ -65,7 +65,7 @@ class FocusLayer(DynamicLayer):
         self.prepare(method, memo, max_cache_len)
 
     def prepare(self, method: AttentionMethod, memo: SequenceMemo, max_cache_len: int | None) -> None:
-        self.window, self.sinks, self.groups_of = method.window, method.sinks, method.groups_of_keys()
+        self.window, self.sinks, self.groups_of = method.window, method.sinks, method.kv_cache_key()
         self.memo, self.max_cache_len = memo, max_cache_len
         self.grouped = GroupedCache(self.window, self.sinks)
         self.expected = False  # set by the layer's hook: its attention knows how to read groups
@@ -127,13 +127,13 @@ class FocusLayer(DynamicLayer):
         self.grouped.crop(self.grouped.length + tokens_to_remove)
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
-        self.grouped.choose(beam_idx)
+        self.grouped.reorder_rows(beam_idx)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
-        self.grouped.choose(torch.arange(self.grouped.batch).repeat_interleave(repeats))
+        self.grouped.reorder_rows(torch.arange(self.grouped.batch).repeat_interleave(repeats))
 
     def batch_select_indices(self, indices: Tensor) -> None:
-        self.grouped.choose(torch.arange(self.grouped.batch)[indices.cpu()])
+        self.grouped.reorder_rows(torch.arange(self.grouped.batch)[indices.cpu()])
 
 
 class FocusHybridLayer(FocusLayer, LinearAttentionAndFullAttentionLayer):
@@ -194,15 +194,15 @@ def find_layer(cache: Cache | None, method: AttentionMethod) -> FocusLayer | Non
     layers, index = attention_cache_layers(cache), method.shape.index
     layer = layers[index] if index < len(layers) else None
     if isinstance(layer, FocusLayer):
-        if reason := method.refuses_cache():
+        if reason := method.kv_cache_unsupported_reason():
             raise UserError(f"this key/value cache was filled by hard groups, and there is none for {reason}")
-        if layer.groups_of != method.groups_of_keys():
+        if layer.groups_of != method.kv_cache_key():
             raise UserError(
                 "this key/value cache was filled with other groups (by another attached method or pair rule); "
                 "begin with an empty one"
             )
         return layer
-    if not method.keeps_all() and is_grouped(cache):
+    if not method.is_dense() and is_grouped(cache):
         raise UserError("this key/value cache was filled while every pair was kept; begin with an empty one")
     return None
 
@@ -230,7 +230,7 @@ def count_cached_tokens(cache: Cache | None, index: int, new: int) -> int:
 
 def cache_unsupported_reason(methods: Iterable[AttentionMethod]) -> str | None:
     """Return the reason why these attached methods have no cache, if there is one."""
-    return next((why for method in methods if (why := method.refuses_cache())), None)
+    return next((why for method in methods if (why := method.kv_cache_unsupported_reason())), None)
 
 
 @run_eagerly

@@ -14,11 +14,11 @@ from transformers import AttentionInterface, AttentionMaskInterface, Cache
 from transformers.masking_utils import causal_mask_function, prepare_padding_mask, sdpa_mask
 from transformers.utils import logging
 
-from focus_exp.attention.blocked import full_attention
-from focus_exp.attention.cached import GroupedCache
-from focus_exp.attention.kernels import CannotServe
-from focus_exp.attention.method import AttentionMethod
-from focus_exp.attention.selection import AttentionArgs, Selection, Sequence, order_by, starts, take
+from focus_exp.attention.base import AttentionMethod
+from focus_exp.attention.dense import full_attention
+from focus_exp.attention.kernels import BackendUnsupported
+from focus_exp.attention.kv_cache import GroupedCache
+from focus_exp.attention.selection import AttentionArgs, Selection, Sequence, reorder, sequence_starts, stable_order
 from focus_exp.errors import UserError
 from focus_exp.models.hf_cache import FocusLayer, count_cached_tokens, find_layer, run_eagerly
 from focus_exp.models.methods import IMPLEMENTATION, get_method
@@ -129,11 +129,11 @@ def route_hidden_states(
     layer = find_layer(cache, method)
     if layer is not None:
         return args, kwargs | {"routed": route_cached(method, h, mask, layer, frozenset(given))}
-    if method.keeps_all() and takes_base_path(method, cache, h.shape[1]):
+    if method.is_dense() and takes_base_path(method, cache, h.shape[1]):
         method.path = "full"
         return None
     sequence = describe_sequence(h, mask)
-    selection = method("route", take(h, sequence.order, 1), sequence)
+    selection = method("route", reorder(h, sequence.order, 1), sequence)
     return args, kwargs | {"routed": Routed(sequence, selection, mask, None, 0, frozenset(given))}
 
 
@@ -144,7 +144,7 @@ def route_cached(method: AttentionMethod, h: Tensor, mask: Any, layer: FocusLaye
     layer.expected = True
     step = (cache.length, cache.changes, *h.shape[:2], h.device)
     sequence = layer.memo.get(mask, step, lambda: describe_sequence(h, mask, cache))
-    selection = method("route", take(h, sequence.order, 1), sequence)
+    selection = method("route", reorder(h, sequence.order, 1), sequence)
     return Routed(sequence, selection, mask, cache, cache.length, given)
 
 
@@ -181,7 +181,7 @@ def describe_sequence(h: Tensor, mask: Tensor | None, cache: GroupedCache | None
             refuse_future(mask, past)
         mask, order, kept = move_padding(mask, batch, length, cache)
         if kept is not None and cache is not None:
-            before = cache.start_with(kept)
+            before = cache.start_after(kept)
         first = mask[:, 0].byte().argmax(-1).expand(batch, length)
         if whole:
             allowed = mask
@@ -189,7 +189,7 @@ def describe_sequence(h: Tensor, mask: Tensor | None, cache: GroupedCache | None
             valid = None if holds_everywhere(valid) else valid
         else:  # padding alone; of a single query it is as good to know all that it sees
             valid = mask[:, 0, 0, past:].expand(batch, length)
-    start = starts(first, past, 0 if before is None else before[:, None])
+    start = sequence_starts(first, past, 0 if before is None else before[:, None])
     return Sequence(start=start - past, valid=valid, allowed=allowed, order=order, kept=kept)
 
 
@@ -215,24 +215,24 @@ def move_padding(
     gap = begun & ~seen
     if cache is None:  # what follows a text needs no care where no text follows again
         gap = (gap.cumsum(1) > 0) & seen
-    moves = not known or bool(gap.any()) or (cache is not None and cache.shown is not None)
-    order, kept = order_by(~seen[:, past:]), None
+    moves = not known or bool(gap.any()) or (cache is not None and cache.visible is not None)
+    order, kept = stable_order(~seen[:, past:]), None
     columns = past + order
     if cache is not None and past and (moves or not whole):
-        held = cache.tokens_shown(seen)
+        held = cache.visible_tokens(seen)
         hidden = held & ~seen[:, :past]
         if whole:  # a window of the base's hides what is before it, too
             hidden = hidden & begun[:, :past]
         held = held & ~hidden
         if bool(hidden.any()):
             moves, kept = True, held
-        columns = torch.cat([order_by(held), columns], 1)
+        columns = torch.cat([stable_order(held), columns], 1)
     if not moves:
         return mask, None, None
     mask = mask.expand(batch, -1, -1, -1)
     mask = mask.gather(-1, columns[:, None, None].expand_as(mask))
     if whole:
-        mask = take(mask, order, 2)
+        mask = reorder(mask, order, 2)
     unmoved = known and bool(seen[:, past:].all())
     return mask, None if unmoved else order, kept
 
@@ -296,7 +296,7 @@ def attend(
     if routed.cache is not None:
         return attend_cached(method, q, k, v, mask, routed, args)
     if k.shape[2] != q.shape[2]:
-        if not method.keeps_all():
+        if not method.is_dense():
             raise UserError(
                 f"a layer attends from {q.shape[2]} tokens to {k.shape[2]} keys, some of which are no tokens"
             )
@@ -319,10 +319,10 @@ def attend_whole(
     args: AttentionArgs,
 ) -> Tensor:
     """Compute an attached layer for whole sequences."""
-    q, k, v = (take(x, sequence.order, 2) for x in (q, k, v))
+    q, k, v = (reorder(x, sequence.order, 2) for x in (q, k, v))
     try:
         out = method("attend", q, k, v, selection, sequence, args)
-    except CannotServe as error:
+    except BackendUnsupported as error:
         raise UserError(str(error)) from None
     for observer in method.observers:  # now, because some methods choose their pairs while they attend
         observer(method.shape.index, method, selection, sequence)
@@ -353,18 +353,18 @@ def attend_cached(
         if sequence.kept is not None:
             cache.keep_only(sequence.kept)
         method.path = "cached"
-        q, new_k, new_v = (take(x, sequence.order, 2) for x in (q, k, v))
+        q, new_k, new_v = (reorder(x, sequence.order, 2) for x in (q, k, v))
         out = restore(cache.attend(q, new_k, new_v, selection, sequence, args), sequence)
     else:
         out = attend_whole(method, q, k, v, selection, sequence, args)
-        new_k, new_v = take(k, sequence.order, 2), take(v, sequence.order, 2)
+        new_k, new_v = reorder(k, sequence.order, 2), reorder(v, sequence.order, 2)
     cache.append(new_k, new_v, selection, sequence)
     return out
 
 
 def restore(x: Tensor, sequence: Sequence) -> Tensor:
     """Put the tokens of x `[B, H, T, D]` back where they stood before `sequence.order` moved them."""
-    return x if sequence.order is None else take(x, sequence.order.argsort(1), 2)
+    return x if sequence.order is None else reorder(x, sequence.order.argsort(1), 2)
 
 
 def of_one_precision(*tensors: Tensor) -> list[Tensor]:

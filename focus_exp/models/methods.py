@@ -16,11 +16,10 @@ from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.utils import logging
 
-from focus_exp.attention.dual import FocusDual
-from focus_exp.attention.dual_options import FocusDualOptions
+from focus_exp.attention.base import BACKENDS, AttentionMethod, Observer
 from focus_exp.attention.focus import Focus
-from focus_exp.attention.method import BACKENDS, AttentionMethod, Observer
-from focus_exp.attention.options import KINDS, PAIR_RULES, fits
+from focus_exp.attention.focus_dual import FocusDual
+from focus_exp.attention.options import PAIR_RULES, TYPE_NAMES, FocusDualOptions, has_type
 from focus_exp.errors import UserError
 
 log = logging.get_logger(__name__)
@@ -239,8 +238,8 @@ def set_routing(
     """
     attachment = get_attachment(model)
     for name, given, kind in (("hard", hard, bool), ("sparse_from", sparse_from, int)):
-        if given is not None and not fits(given, kind):
-            raise UserError(f"{name}={given!r} is not {KINDS[kind]}")
+        if given is not None and not has_type(given, kind):
+            raise UserError(f"{name} must be {TYPE_NAMES[kind]} (got {given!r})")
     for name, value, choices in (("pair_rule", pair_rule, PAIR_RULES), ("backend", backend, BACKENDS)):
         if value is not None and value not in choices:
             raise UserError(f"{name}={value!r} is not one of {', '.join(choices)}")
@@ -248,7 +247,7 @@ def set_routing(
     groups = min(
         (count for method in methods if isinstance(count := getattr(method, "groups", None), int)), default=top_k
     )
-    if top_k is not None and not (fits(top_k, int) and 1 <= top_k <= (groups or 1)):
+    if top_k is not None and not (has_type(top_k, int) and 1 <= top_k <= (groups or 1)):
         raise UserError(f"top_k={top_k!r} is impossible; use 1 to {groups}, the number of groups")
     if top_k is not None and any(getattr(m, "budget", None) is not None and m.top_k != top_k for m in methods):
         raise UserError(f"top_k={top_k!r} would change nothing: the budget says what each head reads; use set_budget")
@@ -275,16 +274,16 @@ def set_budget(model: PreTrainedModel, budget: list[Any]) -> PreTrainedModel:
     attachment, methods, layers = get_attachment(model), attached_methods(model), len(attention_modules(model))
     parts: list[tuple[FocusDual, list[int]]] = []
     try:
-        options = FocusDualOptions.of(**attachment.options | {"groups_per_layer": budget})
+        options = FocusDualOptions.create(**attachment.options | {"groups_per_layer": budget})
         check_length(budget, layers)
         for method in methods.values():
             if not isinstance(method, FocusDual):
                 raise ValueError(f"attention method {attachment.method} has no budget of groups; attach focus_dual")
-            parts.append((method, method.part_of(budget)))
+            parts.append((method, method.layer_budget(budget)))
     except ValueError as error:
         raise UserError(str(error)) from None
     for method, part in parts:
-        method.allot(part)
+        method.set_budget(part)
     attachment.options["groups_per_layer"] = options.groups_per_layer
     return model
 

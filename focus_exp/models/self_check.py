@@ -12,8 +12,8 @@ from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 from transformers.utils import logging
 
+from focus_exp.attention.base import AttentionMethod
 from focus_exp.attention.baselines.window import WindowOnly
-from focus_exp.attention.method import AttentionMethod
 from focus_exp.errors import UserError, first_line
 from focus_exp.models.hooks import has_values
 from focus_exp.models.methods import attached_methods, disable_method, execution_device, offload_hooks, swap_methods
@@ -92,7 +92,7 @@ def compare(model: PreTrainedModel) -> None:
     ):
         refused = f"{name} cannot take an attached method {way}"
         everything: dict[int, AttentionMethod] = {
-            index: WindowOnly.of(method.shape, window=LENGTH, sinks=0) for index, method in methods.items()
+            index: WindowOnly.create(method.shape, window=LENGTH, sinks=0) for index, method in methods.items()
         }
         with swap_methods(model, everything):
             for method in everything.values():

@@ -15,7 +15,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache, DynamicLayer, StaticLayer
 
-from focus_exp.attention.cached import GroupedCache
+from focus_exp.attention.kv_cache import GroupedCache
 from focus_exp.attention.selection import Selection, Sequence
 from focus_exp.models.hf_cache import count_keys_and_bytes
 from focus_exp.models.methods import attached_methods, disable_method

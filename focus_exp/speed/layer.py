@@ -71,7 +71,7 @@ class Contender:
         method = layer_method(layer.shape, groups, layer.window, layer.sinks, layer.backend, layer.device)
         selection = groups.selection(tensors.length, layer.device)
         sequence = Sequence.plain(1, tensors.length, layer.device)
-        kernel = method.sparse_kernel(tensors.q, selection, sequence, layer.args)
+        kernel = method.select_kernel(tensors.q, selection, sequence, layer.args)
         if kernel is None:
             raise RuntimeError(f"no kernel of the sparse path serves {layer.dtype} on {layer.device}")
         return Contender(layer, groups, method, selection, sequence, kernel)
@@ -97,7 +97,7 @@ class Contender:
         window, sinks, args = self.layer.window, self.layer.sinks, self.layer.args
         if isinstance(self.kernel, Triton):
             plan = Plan.of(self.selection, self.sequence, window, sinks)
-            return partial(self.kernel.planned, tensors.q, tensors.k, tensors.v, plan, args)
+            return partial(self.kernel.run_kernels, tensors.q, tensors.k, tensors.v, plan, args)
         assert isinstance(self.kernel, Kernel)
         q, k, v = (x.transpose(1, 2).flatten(0, 1) for x in (tensors.q, tensors.k, tensors.v))
         tokens, kernel = Tokens.of(self.selection, self.sequence, sinks), self.kernel

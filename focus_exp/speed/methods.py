@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from focus_exp.attention.method import AttentionMethod, LayerShape
+from focus_exp.attention.base import AttentionMethod, LayerShape
 from focus_exp.attention.registry import build
 from focus_exp.attention.selection import AttentionArgs, Sequence
 from focus_exp.errors import first_line

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from focus_exp.attention.method import AttentionMethod
+from focus_exp.attention.base import AttentionMethod
 from focus_exp.attention.selection import PairCounts, Selection, Sequence
 from focus_exp.models.methods import (
     attached_methods,
@@ -149,7 +149,7 @@ def describe_pass(
         "full_kernel": attention_name(model),
         "path": ", ".join(sorted({m.path or "" for m in attached_methods(model).values()})),
     }
-    density = mean(pairs.share_kept for pairs in counts)
+    density = mean(pairs.density for pairs in counts)
     return facts, {"density": density, "largest_group_fraction": mean(largest) if largest else None}
 
 

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from focus_exp.attention.base import AttentionMethod
 from focus_exp.attention.focus import Focus
-from focus_exp.attention.method import AttentionMethod
 from focus_exp.attention.selection import Selection, Sequence
 from focus_exp.config import Config
 from focus_exp.data import Blocks

@@ -12,12 +12,12 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from focus_exp.attention.blocked import of_every_head
+from focus_exp.attention.base import AttentionMethod, LayerShape
+from focus_exp.attention.dense import repeat_kv
 from focus_exp.attention.focus import Focus
 from focus_exp.attention.kernels.cuda import PACKAGES, activate, flash_attn
-from focus_exp.attention.kernels.fused import found
-from focus_exp.attention.method import AttentionMethod, LayerShape
-from focus_exp.attention.selection import Selection, Sequence, count_plain_pairs, select
+from focus_exp.attention.kernels.fused import import_error
+from focus_exp.attention.selection import Selection, Sequence, count_unpadded_pairs, select
 from focus_exp.speed.timing import Work, alternate, clock
 
 FUSED = {"sdpa-flash": SDPBackend.FLASH_ATTENTION, "sdpa-cudnn": SDPBackend.CUDNN_ATTENTION}
@@ -99,7 +99,7 @@ def balanced(groups: int, length: int, top_k: int = 1, pair_rule: str = "query_t
 
 def layer_method(shape: Shape, groups: Groups, window: int, sinks: int, backend: str, device: torch.device) -> Focus:
     """A Focus layer with hard groups on the sparse path."""
-    method = Focus.of(
+    method = Focus.create(
         LayerShape(shape.width, shape.heads, shape.head_dim, 0), groups=groups.count, window=window, sinks=sinks,
         top_k=groups.top_k, pair_rule=groups.pair_rule, train_with="hard",
     )  # fmt: skip
@@ -118,7 +118,7 @@ def pairs_kept(selection: Selection, length: int, window: int, sinks: int) -> fl
     """Share of all causal pairs that hard Focus computes."""
     assert selection.query_groups is not None
     plain = Sequence.plain(1, length, selection.query_groups.device)
-    return count_plain_pairs(selection, plain, window, sinks).share_kept
+    return count_unpadded_pairs(selection, plain, window, sinks).density
 
 
 def largest_group(selection: Selection) -> float:
@@ -181,13 +181,15 @@ def full_attention_kernels(tensors: Tensors) -> dict[str, Work]:
 
     def efficient() -> Tensor:  # which has no grouped heads
         with sdpa_kernel(SDPBackend.EFFICIENT_ATTENTION):
-            return F.scaled_dot_product_attention(q, *of_every_head(q, k, v), is_causal=True)
+            return F.scaled_dot_product_attention(q, *repeat_kv(q, k, v), is_causal=True)
 
     if not q.is_cuda:
         return {"sdpa": sdpa}
     works = {name: fused(backend) for name, backend in FUSED.items()}
     works |= {
-        f"sdpa-{impl}": fused(FUSED["sdpa-flash"], impl) for impl, package in PACKAGES.items() if not found(package)
+        f"sdpa-{impl}": fused(FUSED["sdpa-flash"], impl)
+        for impl, package in PACKAGES.items()
+        if not import_error(package)
     }
     works |= {"sdpa-efficient": efficient, SLOWEST: fused(SDPBackend.MATH)}
     package = flash_attn()

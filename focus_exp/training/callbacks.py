@@ -19,9 +19,9 @@ from scipy.optimize import linear_sum_assignment
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from focus_exp.attention.base import AttentionMethod
 from focus_exp.attention.focus import Focus
-from focus_exp.attention.method import AttentionMethod
-from focus_exp.attention.mitigations import entropy, follow_means, kmeans
+from focus_exp.attention.router import entropy, follow_means, kmeans
 from focus_exp.attention.selection import Selection, Sequence
 from focus_exp.config_attention import FocusConfig
 from focus_exp.data import Blocks

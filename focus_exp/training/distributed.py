@@ -436,9 +436,9 @@ def gather_batches(model: PreTrainedModel, share: Share) -> Iterator[None]:
 
     methods = attached_methods(model).values() if world_size() > 1 else ()
     for method in methods:
-        method.together = gather
+        method.all_gather = gather
     try:
         yield
     finally:
         for method in methods:
-            method.together = None
+            method.all_gather = None

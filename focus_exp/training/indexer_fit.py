@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 
 from focus_exp.attention.baselines.top_tokens import TokenIndexer
 from focus_exp.attention.options import FitOptions
-from focus_exp.attention.selection import Sequence, always_visible, causal
+from focus_exp.attention.selection import Sequence, causal_mask, local_mask
 from focus_exp.models.methods import attached_methods
 from focus_exp.training.focus_dual_fit.encoders import (
     draw_index,
@@ -74,5 +74,5 @@ def pair_importance(observation: Observation) -> Tensor:
 def distant_pairs(method: TokenIndexer, length: int, device: torch.device) -> Tensor:
     """Return the causal pairs beyond window and sinks, `(T, T)` bool."""
     rows = slice(0, length)
-    visible = always_visible(Sequence.plain(1, length, device), rows, length, method.window, method.sinks)[0]
-    return causal(rows, length, device) & ~visible
+    visible = local_mask(Sequence.plain(1, length, device), rows, length, method.window, method.sinks)[0]
+    return causal_mask(rows, length, device) & ~visible

@@ -14,11 +14,11 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from focus_exp.attention.base import AttentionMethod, LayerShape
+from focus_exp.attention.dense import scores, weights
 from focus_exp.attention.focus import Focus
-from focus_exp.attention.method import AttentionMethod, LayerShape
-from focus_exp.attention.reference import scores, weights
-from focus_exp.attention.routing import balance_potential
-from focus_exp.attention.selection import AttentionArgs, Selection, Sequence, always_visible, permitted, row_blocks
+from focus_exp.attention.router import balance_potential
+from focus_exp.attention.selection import AttentionArgs, Selection, Sequence, base_mask, local_mask, row_blocks
 from focus_exp.models.methods import find_routers, observe_selections, set_routing, swap_methods, use_causal_assignment
 from focus_exp.progress import ProgressBar
 from focus_exp.training.precision import Precision
@@ -47,10 +47,10 @@ class AttentionProbe(AttentionMethod):
         mass = torch.zeros(batch, length, length, dtype=torch.bfloat16, device=q.device)
         outputs = []
         for rows in row_blocks(length, 256):
-            visible = permitted(sequence, rows, rows.stop)
+            visible = base_mask(sequence, rows, rows.stop)
             s = scores(q[:, :, rows], k[:, :, : rows.stop], args)
             p = weights(s.masked_fill(~visible[:, None], float("-inf")), args.sink_logits)
-            distant = ~always_visible(sequence, rows, rows.stop, self.window, self.sinks)
+            distant = ~local_mask(sequence, rows, rows.stop, self.window, self.sinks)
             mass[:, rows, : rows.stop] = (p.float().mean(1) * distant).to(mass.dtype)
             values = v[:, :, : rows.stop].repeat_interleave(q.shape[1] // v.shape[1], dim=1)
             outputs.append(p.to(v.dtype) @ values)

@@ -1,1 +1,1 @@
-"""Other ways to choose pairs, under the same contract: controls and published methods."""
+"""Published methods and controls under the same contract."""

@@ -8,17 +8,17 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from focus_exp.attention.baselines.blocks import kept_attention
-from focus_exp.attention.method import AttentionMethod, LayerShape
+from focus_exp.attention.base import AttentionMethod, LayerShape
+from focus_exp.attention.baselines.blocks import attend_masked
 from focus_exp.attention.options import Options, option
 from focus_exp.attention.selection import (
     AttentionArgs,
     PairCounts,
     Selection,
     Sequence,
-    always_visible,
-    real_pairs,
+    local_mask,
     row_blocks,
+    unpadded_mask,
 )
 
 
@@ -31,16 +31,15 @@ class LongformerOptions(Options):
 
 
 class Longformer(AttentionMethod, name="longformer", options=LongformerOptions):
-    """softmax(q k^T) over {j : i - j <= window} and {j among the first `global_tokens` tokens of i's sequence}.
+    """Attend over {j : i - j <= window} and {j among the first `global_tokens` tokens of i's sequence}.
 
     The last `dilated_heads` heads see the tokens i - m * dilation, m = 0 .. window, in place of the window ("dilated
-    sliding window"). Differs from the original in this:
-    - Global attention is symmetric there: a global token also attends to all tokens. In a causal model it can attend
-      to earlier ones alone, which are global themselves; so it is one-sided, and the second set of projections
-      (Q_g, K_g, V_g) that global queries have there has nothing to do.
-    - The window looks back `window` tokens, not w / 2 to either side, and is as wide in all layers; section 4.1 widens
-      it from layer to layer and dilates upper layers alone.
-    - No parameters are added: what is trained is the base.
+    sliding window"). Differences from the original:
+    - Global attention is symmetric there. In a causal model a global token attends to earlier tokens only, which are
+      global themselves; so it is one-sided, and global queries need no projections of their own (Q_g, K_g, V_g).
+    - The window covers `window` tokens before i, not w / 2 on either side, and is equal in all layers; section 4.1
+      widens it with depth and dilates upper layers only.
+    - No parameters are added: the base model is trained.
     """
 
     def __init__(self, shape: LayerShape, options: LongformerOptions) -> None:
@@ -49,38 +48,38 @@ class Longformer(AttentionMethod, name="longformer", options=LongformerOptions):
         self.dilated_heads = options.dilated_heads
 
     @property
-    def dilates(self) -> bool:
+    def is_dilated(self) -> bool:
         return self.dilation > 1 and self.dilated_heads > 0
 
-    def keeps(self, sequence: Sequence, rows: slice) -> Tensor:
-        """`[B, H, t, S]` bool, where some heads are dilated."""
-        near = always_visible(sequence, rows, rows.stop, self.window, self.sinks)[:, None]
-        device, start = near.device, sequence.start[:, rows, None]
+    def keep_mask(self, sequence: Sequence, rows: slice) -> Tensor:
+        """Return `(B, H, t, S)` bool of dilated and other heads."""
+        local = local_mask(sequence, rows, rows.stop, self.window, self.sinks)[:, None]
+        device, start = local.device, sequence.start[:, rows, None]
         j = torch.arange(rows.stop, device=device)
         distance = torch.arange(rows.start, rows.stop, device=device)[:, None] - j
         dilated = (distance % self.dilation == 0) & (distance <= self.window * self.dilation)
-        far = dilated | ((j >= start) & (j < start + self.sinks))
+        dilated = dilated | ((j >= start) & (j < start + self.sinks))
         is_dilated = torch.arange(self.shape.heads, device=device) >= self.shape.heads - self.dilated_heads
-        return torch.where(is_dilated[:, None, None], far[:, None], near)
+        return torch.where(is_dilated[:, None, None], dilated[:, None], local)
 
     def attend(
         self, q: Tensor, k: Tensor, v: Tensor, selection: Selection, sequence: Sequence, args: AttentionArgs
     ) -> Tensor:
-        if not self.dilates:
+        if not self.is_dilated:
             return super().attend(q, k, v, selection, sequence, args)
         self.path = "masked"
-        return kept_attention(q, k, v, sequence, args, partial(self.keeps, sequence))
+        return attend_masked(q, k, v, sequence, args, partial(self.keep_mask, sequence))
 
     @torch.no_grad()
     def count_pairs(self, selection: Selection, sequence: Sequence) -> PairCounts:
-        """Summed over heads where heads differ; distant are the pairs that not every head keeps."""
-        if not self.dilates:
+        """Sum over heads where heads differ; pairs that not every head keeps are distant."""
+        if not self.is_dilated:
             return super().count_pairs(selection, sequence)
         total = distant = kept = 0
         for rows in row_blocks(sequence.start.shape[1], 512):
-            seen, keep = real_pairs(sequence, rows)[:, None], self.keeps(sequence, rows)
-            far = seen & ~keep.all(1, keepdim=True)
-            total += int(seen.sum()) * keep.shape[1]
+            mask, keep = unpadded_mask(sequence, rows)[:, None], self.keep_mask(sequence, rows)
+            far = mask & ~keep.all(1, keepdim=True)
+            total += int(mask.sum()) * keep.shape[1]
             distant += int(far.sum()) * keep.shape[1]
             kept += int((far & keep).sum())
         return PairCounts(total, distant, kept)

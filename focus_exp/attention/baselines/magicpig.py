@@ -1,4 +1,4 @@
-"""MagicPIG: attention estimated from tokens that a hash samples (Chen et al. 2024, arXiv 2410.16179)."""
+"""MagicPIG: attention estimated from tokens sampled by hashing (Chen et al. 2024, arXiv 2410.16179)."""
 
 from __future__ import annotations
 
@@ -9,22 +9,22 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from focus_exp.attention.baselines.blocks import grouped, query_blocks, refuse_sink_logits
-from focus_exp.attention.method import AttentionMethod, LayerShape
+from focus_exp.attention.base import AttentionMethod, LayerShape
+from focus_exp.attention.baselines.blocks import group_heads, query_blocks, require_no_sink_logits
 from focus_exp.attention.options import MAX_SEED, Options, option
-from focus_exp.attention.selection import AttentionArgs, PairCounts, Selection, Sequence, always_visible, real_pairs
+from focus_exp.attention.selection import AttentionArgs, PairCounts, Selection, Sequence, local_mask, unpadded_mask
 
 
 @dataclass(frozen=True)
 class Sampled(Selection):
-    """Which pairs are kept is known only once queries and keys are: `attend` notes their counts here."""
+    """Collect the counts of the pairs that `attend` samples, which only queries and keys decide."""
 
     counts: list[PairCounts] = field(default_factory=list)
 
 
 @dataclass
 class MagicPIGOptions(Options):
-    hash_bits: int = option(10, least=1, most=15)  # in int16
+    hash_bits: int = option(10, least=1, most=15)  # codes are int16
     hash_tables: int = option(150, least=2)
     recent_tokens: int = option(64, least=1)
     sinks: int = option(4, least=0)
@@ -32,21 +32,21 @@ class MagicPIGOptions(Options):
 
 
 class MagicPIG(AttentionMethod, name="magicpig", options=MagicPIGOptions):
-    """Token selection at inference by sampling; nothing is trained.
+    """Sample tokens at inference; nothing is trained.
 
-    A key is sampled for a query if their codes, `hash_bits` (K) signs of random projections, agree in two or more of
-    `hash_tables` (L) tables (algorithm 1). With p = 1 - angle(q, k) / pi that happens with probability
-    u = 1 - (1 - p^K)^L - L p^K (1 - p^K)^(L - 1), and over the sampled
+    A key is sampled for a query if their codes, `hash_bits` (K) signs of random projections, agree in at least two of
+    `hash_tables` (L) tables (algorithm 1). With p = 1 - angle(q, k) / pi that has probability
+    u = 1 - (1 - p^K)^L - L p^K (1 - p^K)^(L - 1), and over the sampled keys
     o = sum_j (e^{s_j} / u_j) v_j / sum_j (e^{s_j} / u_j) estimates full attention: numerator and denominator are
-    unbiased, their quotient tends to be so as samples grow.
-    The first `sinks` and the `recent_tokens` latest tokens are always kept, with u = 1 (4 and 64 in the original).
-    u carries no gradient: what is estimated is full attention, and so is its gradient.
-    Differs from the original in this:
-    - Keys are centred before hashing by the mean of a prompt there; here by the mean of the first `recent_tokens` keys
-      after the sinks, which every query that samples has behind it. Any centre is unbiased.
-    - Every query samples, prompt included; hash functions differ by layer but not by head; no layer is left dense
-      (there the first and the middle one: attach to `layers` for that); and all codes are compared pair by pair, which
-      samples what tables would and saves nothing.
+    unbiased, their quotient asymptotically.
+    The first `sinks` and the last `recent_tokens` tokens are always kept, with u = 1 (4 and 64 in the original).
+    u carries no gradient: full attention is what is estimated, and so is its gradient.
+    Differences from the original:
+    - Keys are centered before hashing by the mean of the prompt there; here by the mean of the first `recent_tokens`
+      keys after the sinks, which precede every query that samples. Any center is unbiased.
+    - Every query samples, prompt included; hash functions differ by layer but not by head; no layer is dense (there
+      the first and the middle one: use `layers` of attach); and all codes are compared pair by pair, which samples as
+      tables would and saves nothing.
     """
 
     def __init__(self, shape: LayerShape, options: MagicPIGOptions) -> None:
@@ -64,36 +64,36 @@ class MagicPIG(AttentionMethod, name="magicpig", options=MagicPIGOptions):
     def attend(
         self, q: Tensor, k: Tensor, v: Tensor, selection: Selection, sequence: Sequence, args: AttentionArgs
     ) -> Tensor:
-        refuse_sink_logits(self.name, args)
+        require_no_sink_logits(self.name, args)
         self.path = "masked"
         total = distant = kept = 0
         outputs = []
         with torch.autocast(q.device.type, enabled=False):
             with torch.no_grad():
                 precision = torch.promote_types(q.dtype, torch.float32)
-                centred = self.centre(k.to(precision), sequence).unsqueeze(2)  # [B, G, 1, T, D]
-                query_codes = self.codes(grouped(q, k.shape[1]).to(precision))
-                key_codes = self.codes(centred)
+                centered = self.center(k.to(precision), sequence).unsqueeze(2)  # (B, G, 1, T, D)
+                query_codes = self.codes(group_heads(q, k.shape[1]).to(precision))
+                key_codes = self.codes(centered)
             for block in query_blocks(q, k, v, sequence, args):
                 rows = block.rows
                 with torch.no_grad():
-                    near = always_visible(sequence, rows, rows.stop, self.window, self.sinks)[:, None, None]
-                    sampled = agree_twice(query_codes[..., rows], key_codes[..., : rows.stop]) & ~near & block.seen
-                    rarity = self.rarity(block.q, centred[..., : rows.stop, :], sampled)
-                    pairs = real_pairs(sequence, rows)[:, None, None]
+                    local = local_mask(sequence, rows, rows.stop, self.window, self.sinks)[:, None, None]
+                    sampled = agree_twice(query_codes[..., rows], key_codes[..., : rows.stop]) & ~local & block.mask
+                    rarity = self.rarity(block.q, centered[..., : rows.stop, :], sampled)
+                    pairs = unpadded_mask(sequence, rows)[:, None, None]
                     total += int(pairs.count_nonzero()) * self.shape.heads
-                    distant += int((pairs & ~near).count_nonzero()) * self.shape.heads
+                    distant += int((pairs & ~local).count_nonzero()) * self.shape.heads
                     kept += int((pairs & sampled).count_nonzero())
-                s = (block.scores(block.q) + rarity).masked_fill(~(near | sampled), float("-inf"))
+                s = (block.scores(block.q) + rarity).masked_fill(~(local | sampled), float("-inf"))
                 outputs.append(block.weigh(s))
         if isinstance(selection, Sampled):
             selection.counts.append(PairCounts(total, distant, kept))
         return torch.cat(outputs, dim=3).flatten(1, 2).to(v.dtype)
 
-    def centre(self, k: Tensor, sequence: Sequence) -> Tensor:
-        """Keys `[B, G, T, D]` less the mean of the first keys after the sinks of their own sequence.
+    def center(self, k: Tensor, sequence: Sequence) -> Tensor:
+        """Subtract from keys `(B, G, T, D)` the mean of the first keys after the sinks of their own sequence.
 
-        Where a query samples, all of them lie in its past, and none is padding.
+        Where a query samples, all of them precede it, and none is padding.
         """
         start = sequence.start
         place = torch.arange(k.shape[2], device=k.device) - start
@@ -104,30 +104,32 @@ class MagicPIG(AttentionMethod, name="magicpig", options=MagicPIGOptions):
         return k - total / count.clamp(min=1)[:, None, :, None]
 
     def codes(self, x: Tensor) -> Tensor:
-        """Codes `[L, B, G, *, T]`, in bytes where they fit, of vectors `[B, G, *, T, D]`."""
+        """Hash vectors `(B, G, *, T, D)` to codes `(L, B, G, *, T)`, in bytes where they fit."""
         powers = 2.0 ** torch.arange(self.hash_bits, device=x.device, dtype=x.dtype)
-        small = self.hash_bits <= 8 and self.hash_tables < 256  # `agree_twice` counts tables in the codes' dtype
-        kind = torch.uint8 if small else torch.int16
-        return torch.stack([((x @ table > 0).to(x.dtype) @ powers).to(kind) for table in self.directions.to(x.dtype)])
+        fits_byte = self.hash_bits <= 8 and self.hash_tables < 256  # `agree_twice` counts tables in the codes' dtype
+        dtype = torch.uint8 if fits_byte else torch.int16
+        return torch.stack([((x @ table > 0).to(x.dtype) @ powers).to(dtype) for table in self.directions.to(x.dtype)])
 
     def rarity(self, q: Tensor, k: Tensor, sampled: Tensor) -> Tensor:
-        """-log u `[B, G, H/G, t, S]` of the `sampled` pairs of queries `[B, G, H/G, t, D]` and centred keys
-        `[B, G, 1, S, D]`, 0 of all others."""
+        """Return -log u `(B, G, H/G, t, S)` of the `sampled` pairs, 0 of others.
+
+        q is `(B, G, H/G, t, D)`, the centered k `(B, G, 1, S, D)`.
+        """
         cosine = F.normalize(q, dim=-1) @ F.normalize(k, dim=-1).transpose(-1, -2)
         u = sampling_probability(cosine[sampled], self.hash_bits, self.hash_tables)
         return torch.zeros_like(cosine).masked_scatter_(sampled, -u.log())
 
     @torch.no_grad()
     def count_pairs(self, selection: Selection, sequence: Sequence) -> PairCounts:
-        """Summed over heads, each of which samples for itself; RuntimeError before `attend` has sampled."""
+        """Sum over heads, each of which samples by itself; RuntimeError before `attend` has sampled."""
         if not isinstance(selection, Sampled) or not selection.counts:
-            raise RuntimeError("magicpig knows its pairs only once it has attended: count them after that")
+            raise RuntimeError("magicpig samples its pairs in attend. Count them after that.")
         return selection.counts[-1]
 
 
 def agree_twice(queries: Tensor, keys: Tensor) -> Tensor:
-    """`[B, G, H/G, t, S]` bool: codes `[L, B, G, H/G, t]` and `[L, B, G, 1, S]` are equal in two tables or more."""
-    # this loop is much of the method's time: in place, and equal in the codes' own dtype, which a CPU fills in vectors
+    """Return `(B, G, H/G, t, S)` bool: codes `(L, B, G, H/G, t)` and `(L, B, G, 1, S)` agree in at least two tables."""
+    # this loop is most of the method's time: in place, and in the codes' own dtype, which a CPU vectorizes
     equal = torch.empty(*queries.shape[1:], keys.shape[-1], dtype=queries.dtype, device=queries.device)
     times = torch.zeros_like(equal)
     for query, key in zip(queries, keys, strict=True):
@@ -137,7 +139,7 @@ def agree_twice(queries: Tensor, keys: Tensor) -> Tensor:
 
 
 def sampling_probability(cosine: Tensor, bits: int, tables: int) -> Tensor:
-    """u: two or more of `tables` codes of `bits` bits agree, for vectors of this cosine."""
+    """Return u, the probability that at least two of `tables` codes agree, for vectors of this cosine."""
     agree = (1 - cosine.clamp(-1, 1).arccos() / math.pi) ** bits
     # 1 - (1 - x)^(L-1) (1 + (L-1) x), whose terms cancel where x is small
     missed = (tables - 1) * torch.log1p(-agree) + torch.log1p((tables - 1) * agree)

@@ -7,16 +7,16 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from focus_exp.attention.baselines.blocks import BLOCK, grouped, refuse_sink_logits
-from focus_exp.attention.method import AttentionMethod, LayerShape
+from focus_exp.attention.base import AttentionMethod, LayerShape
+from focus_exp.attention.baselines.blocks import BLOCK, group_heads, require_no_sink_logits
 from focus_exp.attention.options import MAX_SEED, Options, option
 from focus_exp.attention.selection import (
     AttentionArgs,
     PairCounts,
     Selection,
     Sequence,
+    base_mask_or_self,
     count_pairs,
-    permitted_or_self,
     row_blocks,
 )
 
@@ -28,19 +28,21 @@ class PerformerOptions(Options):
 
 
 class Performer(AttentionMethod, name="performer", options=PerformerOptions):
-    """Causal FAVOR+: exp(q . k) is the mean over random w of phi(q) phi(k), phi(x) = exp(w . x - |x|^2 / 2) (lemma 1).
+    """Approximate attention by causal FAVOR+.
+
+    exp(q . k) is the mean over random w of phi(q) phi(k), phi(x) = exp(w . x - |x|^2 / 2) (lemma 1).
 
     out_i = phi(q_i) . sum_{j <= i} phi(k_j) v_j^T / phi(q_i) . sum_{j <= i} phi(k_j)    (prefix sums, appendix B.1)
 
     The `features` vectors w are orthogonal in blocks of D, with the lengths of Gaussian vectors. Time is
-    O(T * features * D) where the mask is causality and padding; sliding layers and packed texts weigh the same
-    features pair by pair. Differs from the original in this:
-    - Features are drawn once, from `seed` and the layer; the original may draw them anew while training.
-    - Exponents are shifted by what a query may see, never by a maximum over the sequence, which reads the future; and
-      a floor of the denominator stands for the constant that the original adds to every feature.
+    O(T * features * D) where the mask is causality and padding; sliding layers and packed sequences weigh the same
+    features pair by pair. Differences from the original:
+    - Features are drawn once, from `seed` and the layer; the original may redraw them while training.
+    - Exponents are shifted by the keys that a query sees, never by a maximum over the sequence, which is not causal;
+      and the denominator has a floor in place of the constant that the original adds to every feature.
     - Prefix sums run by blocks, pair by pair within a block.
-    - Attention dropout is left out: there are no probabilities to drop.
-    A softcap is no kernel with such features: ValueError.
+    - There is no attention dropout, since there are no probabilities.
+    A softcap has no such features: ValueError.
     """
 
     def __init__(self, shape: LayerShape, options: PerformerOptions) -> None:
@@ -52,32 +54,32 @@ class Performer(AttentionMethod, name="performer", options=PerformerOptions):
     def attend(
         self, q: Tensor, k: Tensor, v: Tensor, selection: Selection, sequence: Sequence, args: AttentionArgs
     ) -> Tensor:
-        refuse_sink_logits(self.name, args)
+        require_no_sink_logits(self.name, args)
         if args.softcap is not None:
-            raise ValueError(f"performer cannot approximate a softcap (softcap={args.softcap}); use another method")
-        pairwise = sequence.allowed is not None
-        self.path = "masked" if pairwise else "prefix sums"
+            raise ValueError(f"performer does not support a softcap (got softcap={args.softcap}). Use another method.")
+        is_pairwise = sequence.allowed is not None
+        self.path = "masked" if is_pairwise else "prefix sums"
         precision = torch.promote_types(q.dtype, torch.float32)
         with torch.autocast(q.device.type, enabled=False):
             directions = self.directions.to(precision)
-            q, k = grouped(q, k.shape[1]).to(precision), k.unsqueeze(2).to(precision)
+            q, k = group_heads(q, k.shape[1]).to(precision), k.unsqueeze(2).to(precision)
             out = favor(
                 (q * args.scaling**0.5) @ directions.T,
                 (k * args.scaling**0.5) @ directions.T - k.square().sum(-1, keepdim=True) * args.scaling / 2,
                 v.unsqueeze(2).to(precision),
                 sequence,
-                pairwise,
+                is_pairwise,
             )
         return out.flatten(1, 2).to(v.dtype)
 
     @torch.no_grad()
     def count_pairs(self, selection: Selection, sequence: Sequence) -> PairCounts:
-        """No pair is removed: all are weighed, by an approximate weight."""
+        """Count every pair: all are weighed, approximately."""
         return count_pairs(None, sequence, self.window, self.sinks)
 
 
 def orthogonal_directions(features: int, dim: int, generator: torch.Generator) -> Tensor:
-    """`[features, D]`: every row a standard Gaussian vector, rows of a block of D orthogonal."""
+    """Draw `(features, D)`: every row a standard Gaussian vector, rows of a block of D orthogonal."""
     blocks = -(-features // dim)
     gaussian = torch.randn(blocks, dim, dim, generator=generator, dtype=torch.float64, device="cpu")
     basis, triangle = torch.linalg.qr(gaussian)
@@ -87,11 +89,16 @@ def orthogonal_directions(features: int, dim: int, generator: torch.Generator) -
     return (basis.transpose(-1, -2) * lengths[..., None]).flatten(0, 1)[:features].float()
 
 
-def favor(a: Tensor, b: Tensor, v: Tensor, sequence: Sequence, pairwise: bool) -> Tensor:
-    """Output `[B, G, H/G, T, D]` for log features a `[B, G, H/G, T, M]` of queries, b `[B, G, 1, T, M]` of keys.
+def favor(a: Tensor, b: Tensor, v: Tensor, sequence: Sequence, is_pairwise: bool) -> Tensor:
+    """Return the output `(B, G, H/G, T, D)` for log features of queries and keys.
 
-    With a state `[B, G, 1, M, D + 1]` that carries sum_j phi(k_j) (v_j, 1) from block to block, or `pairwise` under any
-    mask. Shifts cancel in the quotient, hence no gradient; each depends on no later token.
+    A state `(B, G, 1, M, D + 1)` carries sum_j phi(k_j) (v_j, 1) from block to block. Shifts cancel in the quotient,
+    hence no gradient; each depends on no later token.
+
+    Args:
+        a: `(B, G, H/G, T, M)`, log features of queries.
+        b: `(B, G, 1, T, M)`, log features of keys.
+        is_pairwise: weigh pair by pair, under any mask.
     """
     phi_q = (a - a.detach().amax(-1, keepdim=True)).exp()
     size = b.detach().amax(-1, keepdim=True)  # [B, G, 1, T, 1]
@@ -102,15 +109,15 @@ def favor(a: Tensor, b: Tensor, v: Tensor, sequence: Sequence, pairwise: bool) -
     floor = torch.finfo(v.dtype).eps ** 2
     outputs = []
     for rows in row_blocks(v.shape[3], BLOCK):
-        first = 0 if pairwise else rows.start
+        first = 0 if is_pairwise else rows.start
         keys = slice(first, rows.stop)
-        keep = permitted_or_self(sequence, rows, rows.stop)[:, None, None, :, first:]
+        keep = base_mask_or_self(sequence, rows, rows.stop)[:, None, None, :, first:]
         scale = size[..., keys, :].transpose(-1, -2).masked_fill(~keep, float("-inf"))  # [B, G, 1, t, S]
         top = torch.maximum(scale.amax(-1, keepdim=True), peak)
         query = phi_q[..., rows, :]
         weights = (query @ phi_k[..., keys, :].transpose(-1, -2)) * (scale - top).exp()
         sums = weights @ v[..., keys, :]
-        if not pairwise:
+        if not is_pairwise:
             sums = sums + (peak - top).exp() * (query @ state)
             inside = size[..., rows, :]
             if sequence.valid is not None:

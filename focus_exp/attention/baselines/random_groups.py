@@ -1,4 +1,4 @@
-"""Control: Focus with a router that ignores the text, every token in random groups, drawn anew in every layer."""
+"""Control: Focus with random groups, drawn independently in every layer."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from focus_exp.attention.method import AttentionMethod, LayerShape
+from focus_exp.attention.base import AttentionMethod, LayerShape
 from focus_exp.attention.options import MAX_SEED, GroupOptions, option
 from focus_exp.attention.selection import Selection, Sequence, select
 
@@ -20,10 +20,11 @@ class RandomGroupsOptions(GroupOptions):
 
 
 class RandomGroups(AttentionMethod, name="random_groups", options=RandomGroupsOptions):
-    """Groups follow from (seed, layer, head, position) alone, so that they are causal and do not depend on padding.
+    """Draw groups from (seed, layer, head, position) alone: causal, and independent of padding.
 
-    `shares` `[K]` are the groups' expected sizes: those of a trained router make the control as dense as it is under
-    either pair rule. A token's `top_k` groups are drawn without replacement, the first of them by these shares.
+    `shares` `(K,)` are the groups' expected sizes; those of a trained router make the control size-matched, and so
+    density-matched under either pair rule. A token's `top_k` groups are drawn without replacement, the first of them
+    by these shares.
     """
 
     def __init__(self, shape: LayerShape, options: RandomGroupsOptions) -> None:
@@ -37,21 +38,21 @@ class RandomGroups(AttentionMethod, name="random_groups", options=RandomGroupsOp
         shares = [1 / self.groups] * self.groups if options.shares is None else options.shares
         self.register_buffer("shares", torch.as_tensor(shares).float().clone())
 
-    def refuses_cache(self) -> None:
+    def kv_cache_unsupported_reason(self) -> None:
         return None
 
     def route(self, h: Tensor, sequence: Sequence) -> Selection:
         position = torch.arange(h.shape[1], device=h.device) - sequence.start
         stream, count = (self.seed * 1_000 + self.shape.index) * 1_000, self.groups * (self.heads or 1)
-        uniform = torch.stack([hashed_uniform(position, stream + number) for number in range(count)], dim=-1)
+        uniform = torch.stack([hash_to_uniform(position, stream + number) for number in range(count)], dim=-1)
         if self.heads is not None:
             uniform = uniform.unflatten(-1, (self.heads, self.groups)).transpose(1, 2)
         # the largest of these keys is group g with probability shares[g] (Efraimidis and Spirakis, 2006)
         return select(uniform.log() / self.shares.to(h.device), self.top_k, self.pair_rule)
 
 
-def hashed_uniform(position: Tensor, stream: int) -> Tensor:
-    """Uniform numbers in (0, 1) as a function of position and stream: the finaliser of MurmurHash3 (32 bits)."""
+def hash_to_uniform(position: Tensor, stream: int) -> Tensor:
+    """Hash position and stream to uniform numbers in (0, 1): the finalizer of MurmurHash3 (32 bits)."""
     mask = 0xFFFFFFFF
     x = (position + (stream * 0x9E3779B9 & mask)) & mask
     x = ((x ^ (x >> 16)) * 0x85EBCA6B) & mask

@@ -1,4 +1,4 @@
-"""SparQ: tokens that matter, found by the query's largest components (Ribar et al. 2024, arXiv 2312.04985)."""
+"""SparQ: important tokens, estimated by the query's largest components (Ribar et al. 2024, arXiv 2312.04985)."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from focus_exp.attention.base import LayerShape
 from focus_exp.attention.baselines.blocks import QueryBlock
 from focus_exp.attention.baselines.top_tokens import TopTokens, TopTokensOptions
-from focus_exp.attention.method import LayerShape
 from focus_exp.attention.options import Options, option
 from focus_exp.attention.selection import Selection
 
@@ -24,18 +24,19 @@ class SparQOptions(Options):
 
 
 class SparQ(TopTokens, name="sparq", options=SparQOptions):
-    """Token selection at inference, in the three steps of the paper's algorithm 1; nothing is trained.
+    """Select tokens at inference in the three steps of the paper's algorithm 1; nothing is trained.
 
     1. Estimate: s^_i = softmax(q_[I] . K_[I]^T / sqrt(D * |q_[I]|_1 / |q|_1)), I the `components` (r; by default D / 2)
        largest |q|.
     2. Select: the `tokens_kept` (k) tokens of largest s^, and attend to them exactly.
-    3. With `reallocate`: o = alpha * o + (1 - alpha) * mean of all values seen, alpha the sum of s^ over the selected.
+    3. With `reallocate`: o = alpha * o + (1 - alpha) * mean of all visible values, alpha the sum of s^ over the
+       selected.
 
     Heads that share keys choose components by their summed |q| and tokens by their summed s^, as in the original; the
     `recent_tokens` (l) latest tokens, the query's own among them, are always selected (k / 4 there).
-    Differs from the original in this: it serves decoding, after a dense prefill, to save memory traffic. Here every
-    query selects, prompt included, as perplexity wants it, and nothing is saved. Distant are all but the recent tokens;
-    pairs whose values are not read count as removed, although an estimate has read `components` of the D numbers of
+    Difference from the original: it serves decoding after a dense prefill, to save memory traffic. Here every query
+    selects, prompt included, as perplexity requires, and nothing is saved. All but the recent tokens are distant;
+    pairs whose values are not read count as pruned, although the estimate reads `components` of the D dimensions of
     their keys.
     """
 
@@ -48,21 +49,21 @@ class SparQ(TopTokens, name="sparq", options=SparQOptions):
         self.components = options.components or shape.head_dim // 2
         self.reallocate = options.reallocate
         if self.components > shape.head_dim:
-            raise ValueError(f"components={self.components} exceeds {shape.head_dim}, the size of a head")
+            raise ValueError(f"components must be <= {shape.head_dim}, the head size (got {self.components})")
 
     def importance(self, block: QueryBlock, scores: Tensor, selection: Selection) -> Tensor:
-        # in logarithms, where tokens that hardly matter still differ
+        # in logarithms, where unimportant tokens still differ
         return self.estimate(block).logsumexp(2, keepdim=True)
 
-    def completed(self, out: Tensor, block: QueryBlock, kept: Tensor) -> Tensor:
+    def complete_output(self, out: Tensor, block: QueryBlock, kept: Tensor) -> Tensor:
         if not self.reallocate:
             return out
         alpha = (self.estimate(block).exp() * kept).sum(-1, keepdim=True)
-        seen = block.seen.to(out.dtype)
-        return alpha * out + (1 - alpha) * ((seen / seen.sum(-1, keepdim=True)) @ block.v)
+        mask = block.mask.to(out.dtype)
+        return alpha * out + (1 - alpha) * ((mask / mask.sum(-1, keepdim=True)) @ block.v)
 
     def estimate(self, block: QueryBlock) -> Tensor:
-        """log s^ `[B, G, H/G, t, S]`."""
+        """Return log s^ `(B, G, H/G, t, S)`."""
         size = block.q.abs()
         largest = size.sum(2, keepdim=True).topk(self.components, dim=-1).indices
         chosen = torch.zeros_like(size[:, :, :1], dtype=torch.bool).scatter_(-1, largest, True)

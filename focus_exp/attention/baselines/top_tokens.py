@@ -1,4 +1,4 @@
-"""Controls that keep single distant tokens: those that an indexer finds, and those that would matter most."""
+"""Controls that keep single distant tokens: the most important ones, and those that an indexer scores highest."""
 
 from __future__ import annotations
 
@@ -8,29 +8,29 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from focus_exp.attention.baselines.blocks import QueryBlock, query_blocks, refuse_sink_logits
-from focus_exp.attention.method import AttentionMethod, LayerShape
-from focus_exp.attention.options import FitOptions, NearOptions, option
-from focus_exp.attention.routing import cast, own_precision
+from focus_exp.attention.base import AttentionMethod, LayerShape
+from focus_exp.attention.baselines.blocks import QueryBlock, query_blocks, require_no_sink_logits
+from focus_exp.attention.options import FitOptions, LocalOptions, option
+from focus_exp.attention.router import cast_chunks, disable_autocast
 from focus_exp.attention.selection import (
     AttentionArgs,
     PairCounts,
     Selection,
     Sequence,
-    always_visible,
-    real_pairs,
+    local_mask,
     row_blocks,
+    unpadded_mask,
 )
 
 
 @dataclass
-class TopTokensOptions(NearOptions):
+class TopTokensOptions(LocalOptions):
     density: float = option(0.125, least=0, most=1)
     tokens_kept: int | None = option(None, least=0)
 
 
 class TopTokens(AttentionMethod):
-    """Keeps i - j <= window, the first `sinks` tokens, and the distant ones of largest `importance`."""
+    """Keep i - j <= window, the first `sinks` tokens, and the distant ones of largest `importance`."""
 
     options = TopTokensOptions
 
@@ -41,56 +41,57 @@ class TopTokens(AttentionMethod):
 
     @abstractmethod
     def importance(self, block: QueryBlock, scores: Tensor, selection: Selection) -> Tensor:
-        """`[B, 1 or G, 1, t, S]` float of the pairs of a block, whose scores `[B, G, H/G, t, S]` are given."""
+        """Return `(B, 1 or G, 1, t, S)`, importance of the pairs of a block with these scores `(B, G, H/G, t, S)`."""
 
     def attend(
         self, q: Tensor, k: Tensor, v: Tensor, selection: Selection, sequence: Sequence, args: AttentionArgs
     ) -> Tensor:
-        refuse_sink_logits(self.name, args)
+        require_no_sink_logits(self.name, args)
         self.path = "masked"
         outputs = []
         with torch.autocast(q.device.type, enabled=False):
             for block in query_blocks(q, k, v, sequence, args):
                 scores = block.scores(block.q)
                 with torch.no_grad():
-                    visible = always_visible(sequence, block.rows, block.rows.stop, self.window, self.sinks)
-                    distant = block.seen & ~visible[:, None, None]
-                    wanted = self.number(distant.sum(-1, keepdim=True))
-                    kept = (block.seen & ~distant) | best(self.importance(block, scores, selection), distant, wanted)
+                    local = local_mask(sequence, block.rows, block.rows.stop, self.window, self.sinks)
+                    distant = block.mask & ~local[:, None, None]
+                    count = self.num_kept(distant.sum(-1, keepdim=True))
+                    importance = self.importance(block, scores, selection)
+                    kept = (block.mask & ~distant) | keep_largest(importance, distant, count)
                 out = block.weigh(scores.masked_fill(~kept, float("-inf")))
-                outputs.append(self.completed(out, block, kept))
+                outputs.append(self.complete_output(out, block, kept))
         return torch.cat(outputs, dim=3).flatten(1, 2).to(v.dtype)
 
-    def completed(self, out: Tensor, block: QueryBlock, kept: Tensor) -> Tensor:
-        """The attention `out` `[B, G, H/G, t, D]` to the `kept` pairs, with what stands for the others."""
+    def complete_output(self, out: Tensor, block: QueryBlock, kept: Tensor) -> Tensor:
+        """Add an approximation of the pruned pairs to the output `(B, G, H/G, t, D)` over the `kept` ones."""
         return out
 
-    def number(self, distant: Tensor) -> Tensor:
-        """How many tokens a query keeps that has so many `distant` ones before it."""
+    def num_kept(self, distant: Tensor) -> Tensor:
+        """Return how many distant tokens a query keeps out of `distant`."""
         return (distant * self.density).long() if self.distant_kept is None else distant.clamp(max=self.distant_kept)
 
     @torch.no_grad()
     def count_pairs(self, selection: Selection, sequence: Sequence) -> PairCounts:
         counts = torch.zeros(3, dtype=torch.long, device=sequence.start.device)
         for rows in row_blocks(sequence.start.shape[1], 512):
-            seen = real_pairs(sequence, rows)
-            far = (seen & ~always_visible(sequence, rows, rows.stop, self.window, self.sinks)).sum(-1)
-            counts += torch.stack([seen.sum(), far.sum(), self.number(far).sum()])
+            mask = unpadded_mask(sequence, rows)
+            distant = (mask & ~local_mask(sequence, rows, rows.stop, self.window, self.sinks)).sum(-1)
+            counts += torch.stack([mask.sum(), distant.sum(), self.num_kept(distant).sum()])
         return PairCounts(*counts.tolist())
 
 
-def best(importance: Tensor, distant: Tensor, wanted: Tensor) -> Tensor:
-    """Which of the distant pairs `[..., t, S]` are kept, where each query wants so many, `[..., t, 1]`; bool."""
-    order = importance.masked_fill(~distant, float("-inf")).topk(int(wanted.max()), dim=-1).indices
-    chosen = torch.arange(order.shape[-1], device=order.device) < wanted
+def keep_largest(importance: Tensor, distant: Tensor, count: Tensor) -> Tensor:
+    """Return `(..., t, S)` bool, the `count` `(..., t, 1)` most important distant pairs of each query."""
+    order = importance.masked_fill(~distant, float("-inf")).topk(int(count.max()), dim=-1).indices
+    chosen = torch.arange(order.shape[-1], device=order.device) < count
     return torch.zeros_like(importance, dtype=torch.bool).scatter_(-1, order, chosen.expand_as(order))
 
 
 class BestTokens(TopTokens, name="best_tokens", options=TopTokensOptions):
-    """The limit of selection by tokens, which reads all of what it leaves out: no method, but what one could reach.
+    """Upper bound of token selection: it reads every key, so it is not a method.
 
-    A pair is worth P_ij |v_j - o_i|, summed over the heads that share its key: P and o those of full attention, from
-    whose output o_i the removal of j alone takes P_ij (v_j - o_i) / (1 - P_ij).
+    Importance is P_ij |v_j - o_i|, summed over the heads that share the key, with P and o of full attention: pruning j
+    alone changes the output o_i by P_ij (v_j - o_i) / (1 - P_ij).
     """
 
     def importance(self, block: QueryBlock, scores: Tensor, selection: Selection) -> Tensor:
@@ -105,20 +106,20 @@ class TokenIndexerOptions(TopTokensOptions):
 
 @dataclass(frozen=True)
 class Indexed(Selection):
-    """What the indexer tells of the tokens, as queries and as keys, each `[B, T, R]`."""
+    """Hold the indexer's projections of tokens as queries and as keys, each `(B, T, R)`."""
 
     queries: Tensor | None = None
     keys: Tensor | None = None
 
 
 class TokenIndexer(TopTokens, name="token_indexer", options=TokenIndexerOptions):
-    """One indexer a layer: importance is the product of `size` numbers of the query's token and of the key's.
+    """Score tokens by one indexer per layer: the dot product of `size` features of query and key.
 
-    They are linear in the layer's standardised hidden state, as the encoders of `focus_dual` are. As the lightning
-    indexer of DeepSeek-V3.2 (arXiv 2512.02556) with one head, which has no gate then, and without its rotation.
+    The features are linear in the layer's standardized hidden state, like the encoders of `focus_dual`. This is the
+    lightning indexer of DeepSeek-V3.2 (arXiv 2512.02556) with one head, hence without gate, and without rotation.
     """
 
-    fitting = FitOptions
+    fit_options = FitOptions
 
     def __init__(self, shape: LayerShape, options: TokenIndexerOptions) -> None:
         super().__init__(shape, options)
@@ -131,13 +132,13 @@ class TokenIndexer(TopTokens, name="token_indexer", options=TokenIndexerOptions)
 
     def route(self, h: Tensor, sequence: Sequence) -> Selection:
         both = torch.cat([self.query_projection, self.key_projection], 1)
-        with own_precision(h):
-            found = torch.cat([(part - self.mean) / self.scale @ both for part in cast(h, self.mean.dtype)], 1)
-        queries, keys = found.chunk(2, -1)
+        with disable_autocast(h):
+            chunks = [(chunk - self.mean) / self.scale @ both for chunk in cast_chunks(h, self.mean.dtype)]
+        queries, keys = torch.cat(chunks, 1).chunk(2, -1)
         return Indexed(queries=queries, keys=keys)
 
     def scores(self, queries: Tensor, keys: Tensor) -> Tensor:
-        """`[t, S]`, by which tokens are found, of standardised hidden states `[t, E]` and `[S, E]`."""
+        """Score standardized hidden states `(t, E)` against `(S, E)`: `(t, S)`."""
         return (queries @ self.query_projection) @ (keys @ self.key_projection).T
 
     def importance(self, block: QueryBlock, scores: Tensor, selection: Selection) -> Tensor:

@@ -1,14 +1,14 @@
-"""Control: window and sinks, no distant pair at all (StreamingLLM's mask; Longformer's without globals)."""
+"""Control: window and sinks, no distant pair (StreamingLLM's mask; Longformer's without globals)."""
 
-from focus_exp.attention.method import AttentionMethod, LayerShape
-from focus_exp.attention.options import NearOptions
+from focus_exp.attention.base import AttentionMethod, LayerShape
+from focus_exp.attention.options import LocalOptions
 
 
-class WindowOnly(AttentionMethod, name="window", options=NearOptions):
-    """Keeps i - j <= window and the first `sinks` tokens."""
+class WindowOnly(AttentionMethod, name="window", options=LocalOptions):
+    """Keep i - j <= window and the first `sinks` tokens."""
 
-    def __init__(self, shape: LayerShape, options: NearOptions) -> None:
+    def __init__(self, shape: LayerShape, options: LocalOptions) -> None:
         super().__init__(shape, options.window, options.sinks)
 
-    def refuses_cache(self) -> None:
+    def kv_cache_unsupported_reason(self) -> None:
         return None

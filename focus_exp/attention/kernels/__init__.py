@@ -1,16 +1,24 @@
-"""Kernels of the sparse path: which there are, and which one serves."""
+"""Kernels of the sparse path, and the choice among them."""
 
-from focus_exp.attention.kernels.contract import Backend, CannotServe, Demand, Fused, Kernel, Whole
+from focus_exp.attention.kernels.contract import (
+    Backend,
+    BackendUnsupported,
+    Fused,
+    Kernel,
+    KernelRequirements,
+    RowResult,
+)
 from focus_exp.attention.kernels.cpu import CpuFlash
 from focus_exp.attention.kernels.cuda import FlashAttn, TorchFlash
 from focus_exp.attention.kernels.fused import Triton
 from focus_exp.attention.kernels.plain import Math
 
 __all__ = [
-    "KERNELS", "Backend", "CannotServe", "Demand", "Fused", "Kernel", "Math", "Whole", "available", "choose",
+    "KERNELS", "Backend", "BackendUnsupported", "Fused", "Kernel", "KernelRequirements", "Math", "RowResult",
+    "select_backend", "unsupported_reasons",
 ]  # fmt: skip
 
-# in the order in which "auto" prefers them; math is there to be compared with
+# in the order of preference; math is the reference that the others are compared with
 KERNELS: dict[str, Backend] = {
     kernel.name: kernel
     for kernel in (
@@ -20,13 +28,12 @@ KERNELS: dict[str, Backend] = {
 }
 
 
-def available(demand: Demand) -> dict[str, str | None]:
-    """Why each kernel cannot serve, None for those that can."""
-    return {name: kernel.refuses(demand) for name, kernel in KERNELS.items()}
+def unsupported_reasons(requirements: KernelRequirements) -> dict[str, str | None]:
+    """Return by kernel why it does not serve; None for those that do."""
+    return {name: kernel.unsupported_reason(requirements) for name, kernel in KERNELS.items()}
 
 
-def choose(demand: Demand, name: str = "auto") -> Backend | None:
-    """The first kernel that can serve without building scores, or the named one; None where there is none."""
-    if name != "auto":
-        return KERNELS[name] if KERNELS[name].refuses(demand) is None else None
-    return next((k for k in KERNELS.values() if k.name != "math" and k.refuses(demand) is None), None)
+def select_backend(requirements: KernelRequirements, name: str = "auto") -> Backend | None:
+    """Return the named kernel, or the first that builds no score matrix; None where it does not serve."""
+    candidates = [KERNELS[name]] if name != "auto" else [k for k in KERNELS.values() if k.name != "math"]
+    return next((kernel for kernel in candidates if kernel.unsupported_reason(requirements) is None), None)

@@ -1,8 +1,4 @@
-"""Exact attention over one part of the pairs, by whichever kernel the device has: (out, logsumexp) and its backward.
-
-The backward of a part takes the output and logsumexp of the *whole* row: the part's probabilities exp(s - logsumexp)
-are then those of the whole softmax, and the gradients of all parts simply add up.
-"""
+"""Interfaces of the kernels that compute the sparse path."""
 
 from __future__ import annotations
 
@@ -18,23 +14,23 @@ Gradients = tuple[Tensor, Tensor, Tensor]
 
 
 @dataclass(frozen=True)
-class Demand:
-    """What a kernel has to take."""
+class KernelRequirements:
+    """Describe the tensors that a kernel has to support."""
 
     device: str
     dtype: torch.dtype
     head_dim: int
     softcap: bool = False
-    one_group: bool = True  # a token is in one group alone
+    one_group: bool = True  # every token is in one group only
 
 
-class CannotServe(RuntimeError):
-    """A kernel that was asked for by its name does not take these tensors."""
+class BackendUnsupported(RuntimeError):
+    """A kernel requested by name does not support these tensors."""
 
 
 @dataclass(frozen=True)
-class Whole:
-    """What the whole softmax left of a call's queries: `grad`, `out` `[blocks, t, H, D]` and `lse` `[blocks, t, H]`."""
+class RowResult:
+    """Results of complete softmax rows: `grad`, `out` `(blocks, t, H, D)` and `lse` `(blocks, t, H)`."""
 
     grad: Tensor
     out: Tensor
@@ -42,17 +38,17 @@ class Whole:
 
 
 class Backend(ABC):
-    """What computes the sparse path."""
+    """Compute the sparse path."""
 
     name: str
 
     @abstractmethod
-    def refuses(self, demand: Demand) -> str | None:
-        """Why it cannot serve here, or None."""
+    def unsupported_reason(self, requirements: KernelRequirements) -> str | None:
+        """Return why it does not serve, as words after its name; None where it serves."""
 
 
 class Fused(Backend):
-    """Kernels that compute a layer's attention as a whole, without parts."""
+    """Compute a layer's attention in one pass, without partitions."""
 
     @abstractmethod
     def attention(
@@ -62,23 +58,27 @@ class Fused(Backend):
 
 
 class Kernel(Backend):
-    """One exact attention kernel.
+    """Compute exact attention over one partition of the pairs.
 
-    Every query `[blocks, t, H, D]` of a block meets every key `[blocks, s, G, D]` of it, but for the pairs of `drop`
-    `[blocks, t, s]`.
+    Every query `(blocks, t, H, D)` of a block attends to every key `(blocks, s, G, D)` of it, except for the pairs
+    where `drop` `(blocks, t, s)` is True.
     """
 
     @abstractmethod
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, drop: Tensor | None, args: AttentionArgs
     ) -> tuple[Tensor, Tensor]:
-        """Output `[blocks, t, H, D]` and natural logsumexp `[blocks, t, H]`, float32 at least.
+        """Return output `(blocks, t, H, D)` and natural logsumexp `(blocks, t, H)`, float32 at least.
 
         A query without keys has (0, -inf).
         """
 
     @abstractmethod
     def backward(
-        self, q: Tensor, k: Tensor, v: Tensor, whole: Whole, drop: Tensor | None, args: AttentionArgs
+        self, q: Tensor, k: Tensor, v: Tensor, rows: RowResult, drop: Tensor | None, args: AttentionArgs
     ) -> Gradients:
-        """Gradients of q, k, v, given what the whole rows left."""
+        """Return the partition's share of the gradients of q, k, v.
+
+        With the output and logsumexp of complete rows, exp(s - logsumexp) are the probabilities of the whole softmax,
+        so the gradients of all partitions add up.
+        """

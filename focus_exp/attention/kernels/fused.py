@@ -1,4 +1,4 @@
-"""Hard Focus attention by two Triton kernels: the window and the sinks, and from there on the groups."""
+"""Hard Focus attention by two Triton kernels: window and sinks first, then the groups."""
 
 from __future__ import annotations
 
@@ -13,30 +13,30 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from focus_exp.attention.kernels.contract import CannotServe, Demand, Fused
-from focus_exp.attention.kernels.layout import Lists, Plan, seen_by
+from focus_exp.attention.kernels.contract import BackendUnsupported, Fused, KernelRequirements
+from focus_exp.attention.kernels.layout import GroupLists, Plan, query_ranges
 from focus_exp.attention.selection import AttentionArgs, Selection, Sequence
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
-SINK_CHUNK = 2048  # queries whose share of the sinks' gradients one program adds up
-LARGEST_HEAD = 256
-LONG_FROM = 2**13  # tokens of a batch; above, blocks are chosen anew
+SINK_CHUNK = 2048  # queries per program of the sinks' gradients
+MAX_HEAD_DIM = 256
+LONG_FROM = 2**13  # tokens of a batch above which block sizes are tuned again
 
 
 class Triton(Fused):
-    """Every selection with hard groups, at every head size up to 256; with a backward, the router's included."""
+    """Support every selection of hard routing at head sizes up to 256, with gradients, the router's included."""
 
     name = "triton"
 
-    def refuses(self, demand: Demand) -> str | None:
-        if demand.device != "cuda":
-            return f"runs on CUDA, the tensors are on {demand.device}"
-        if demand.dtype not in DTYPES:
-            return f"does not take {str(demand.dtype).removeprefix('torch.')}"
-        if demand.head_dim > LARGEST_HEAD:
-            return f"takes head sizes up to {LARGEST_HEAD}, not {demand.head_dim}"
-        missing = found("triton")
-        return too_old((8, 0)) or (missing and f"needs the package triton: {missing}")
+    def unsupported_reason(self, requirements: KernelRequirements) -> str | None:
+        if requirements.device != "cuda":
+            return f"runs on CUDA, the tensors are on {requirements.device}"
+        if requirements.dtype not in DTYPES:
+            return f"does not take {str(requirements.dtype).removeprefix('torch.')}"
+        if requirements.head_dim > MAX_HEAD_DIM:
+            return f"takes head sizes up to {MAX_HEAD_DIM}, not {requirements.head_dim}"
+        missing = import_error("triton")
+        return capability_reason((8, 0)) or (missing and f"needs the package triton: {missing}")
 
     def attention(
         self, q: Tensor, k: Tensor, v: Tensor, selection: Selection, sequence: Sequence, args: AttentionArgs
@@ -45,10 +45,10 @@ class Triton(Fused):
             plan = Plan.of(selection, sequence, args.window, args.sinks)
         gates = None
         if args.ste_slope and selection.assignment is not None:
-            gates = (selection.assignment, selection.assignment_of_keys)
-        return self.planned(q, k, v, plan, args, gates)
+            gates = (selection.assignment, selection.effective_key_assignment)
+        return self.run_kernels(q, k, v, plan, args, gates)
 
-    def planned(
+    def run_kernels(
         self,
         q: Tensor,
         k: Tensor,
@@ -57,63 +57,73 @@ class Triton(Fused):
         args: AttentionArgs,
         gates: tuple[Tensor, Tensor] | None = None,
     ) -> Tensor:
-        """`attention` where the plan is made: the kernels alone. CannotServe where values have a size of their own."""
+        """Run the kernels on a plan.
+
+        Args:
+            gates: assignments of queries and keys `(B, T, K)` that get a straight-through gradient.
+
+        Raises:
+            BackendUnsupported: values have another head size than queries.
+        """
         if v.shape[-1] != q.shape[-1]:
-            raise CannotServe(f"backend={self.name} takes values of the queries' head size; use backend=masked")
-        packed = [x.transpose(1, 2).flatten(0, 1) for x in (q, k, v)]
-        packed = [x if x.stride(-1) == 1 else x.contiguous() for x in packed]
+            raise BackendUnsupported(
+                f"backend={self.name} must have values of head size {q.shape[-1]} (got {v.shape[-1]}). "
+                "Use backend=masked."
+            )
+        flat = [x.transpose(1, 2).flatten(0, 1) for x in (q, k, v)]
+        flat = [x if x.stride(-1) == 1 else x.contiguous() for x in flat]
         logits = None if args.sink_logits is None else args.sink_logits.float().expand(plan.batch, q.shape[1])
-        asks, answers = (None, None) if gates is None else (g.flatten(0, 1) for g in gates)
-        out: Tensor = FusedAttention.apply(*packed, asks, answers, logits, self, plan, replace(args, sink_logits=None))
+        g, g_keys = (None, None) if gates is None else (x.flatten(0, 1) for x in gates)
+        out: Tensor = FusedAttention.apply(*flat, g, g_keys, logits, self, plan, replace(args, sink_logits=None))
         return out.unflatten(0, (plan.batch, plan.length)).transpose(1, 2)
 
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, logits: Tensor | None, plan: Plan, args: AttentionArgs
     ) -> tuple[Tensor, Tensor]:
-        """Output `[n, H, D]` and natural logsumexp `[H, n]` of q, k, v `[n, H or G, D]`."""
-        found, ranks = plan.lists, len(plan.lists.queries)
+        """Return output `(n, H, D)` and natural logsumexp `(H, n)` of q, k, v `(n, H or G, D)`."""
+        lists, ranks = plan.lists, len(plan.lists.queries)
         out = torch.empty(q.shape, dtype=q.dtype if ranks == 1 else torch.float32, device=q.device)
         lse = torch.empty(q.shape[1], len(q), device=q.device)
         window_forward(q, k, v, out, lse, logits, plan, args)
         for rank in range(ranks):
             kernels().groups_forward[tiles(len(q), "BM", q.shape[1])](
-                q, k, v, out, lse, found.queries[rank], found.first[rank], found.stop[rank], found.keys,
-                *shared(found, rank), len(q), found.keys.numel() // len(q), **common(q, k, v, args),
-                SHARED=found.bits is not None,
+                q, k, v, out, lse, lists.queries[rank], lists.first[rank], lists.stop[rank], lists.keys,
+                *overlap_bits(lists, rank), len(q), lists.keys.numel() // len(q), **common(q, k, v, args),
+                SHARED=lists.bits is not None,
             )  # fmt: skip
         return out.to(q.dtype), lse
 
 
 class FusedAttention(torch.autograd.Function):
-    """The backward takes the whole rows' out and lse, so that the gradients of window and groups add up."""
+    """Backward from out and lse of complete rows, so that the gradients of window and groups add up."""
 
     @staticmethod
     def forward(
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, asks: Tensor | None, answers: Tensor | None, logits: Tensor | None,
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, g: Tensor | None, g_keys: Tensor | None, logits: Tensor | None,
         kernel: Triton, plan: Plan, args: AttentionArgs,
     ) -> Tensor:  # fmt: skip
         logits = None if logits is None else logits.contiguous()
         out, lse = kernel.forward(q, k, v, logits, plan, args)
-        ctx.save_for_backward(q, k, v, asks, answers, logits, out, lse)
+        ctx.save_for_backward(q, k, v, g, g_keys, logits, out, lse)
         ctx.plan, ctx.args = plan, args
         return out
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        q, k, v, asks, answers, logits, out, lse = ctx.saved_tensors
+        q, k, v, g, g_keys, logits, out, lse = ctx.saved_tensors
         plan: Plan = ctx.plan
         dout = grads[0].contiguous()
-        delta = (dout.float() * out.float()).sum(-1).T.contiguous()  # [H, n]
-        whole = (q, k, v, dout, lse, delta)
+        delta = (dout.float() * out.float()).sum(-1).T.contiguous()  # (H, n)
+        saved = (q, k, v, dout, lse, delta)
         slots = plan.lists.keys.numel() // len(q)
         dq = torch.empty(q.shape, dtype=torch.float32, device=q.device)
         dk, dv = (torch.zeros(len(k), slots, *k.shape[1:], device=k.device) for _ in range(2))
-        window_backward(whole, dq, dk, dv, plan, ctx.args)
-        gates = (asks, answers) if any(ctx.needs_input_grad[3:5]) else None
-        dgates = groups_backward(whole, dq, dk, dv, gates, plan, ctx.args)
+        window_backward(saved, dq, dk, dv, plan, ctx.args)
+        gates = (g, g_keys) if any(ctx.needs_input_grad[3:5]) else None
+        dgates = groups_backward(saved, dq, dk, dv, gates, plan, ctx.args)
         dlogits = None
-        if logits is not None:  # p * (dP - delta), where dP is 0: it has no value
+        if logits is not None:  # p * (dP - delta) with dP = 0: the sink has no value
             split = (len(lse), plan.batch, plan.length)
             weights = torch.exp(logits.T[..., None] - lse.view(split))
             dlogits = -(weights * delta.view(split)).sum(-1).T
@@ -124,12 +134,16 @@ def window_forward(
     q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, logits: Tensor | None, plan: Plan, args: AttentionArgs,
     others: tuple[Tensor, Tensor, Tensor] | None = None,
 ) -> None:  # fmt: skip
-    """Writes out and lse. `others`: (out, lse) `[m, H, D]`, `[H, m]` of keys in a query's own group, and each query's
-    place `[n]` int32 there, -1 for none; then those keys are left out here."""
+    """Write out and lse of window and sinks, starting from the state of `others` if given.
+
+    Args:
+        others: out `(m, H, D)` and lse `(H, m)` over the keys of a query's own group, which are then left out here, and
+            each query's index `(n,)` int32 in them, -1 for none.
+    """
     place, other_out, other_lse = (plan.begins, out, lse) if others is None else (others[2], *others[:2])
     tags = plan.tags if others is not None and plan.tags is not None else (plan.begins, plan.begins)
     kernels().window_forward[tiles(plan.length, "BM", q.shape[1], plan.batch)](
-        q, k, v, out, lse, plan.begins, real(plan), *tags, place, other_out, other_lse,
+        q, k, v, out, lse, plan.begins, valid_or_placeholder(plan), *tags, place, other_out, other_lse,
         lse if logits is None else logits,
         len(q), plan.length, plan.window, plan.sinks, **common(q, k, v, args),
         BS=sink_block(plan.sinks), VALID=plan.valid is not None, OTHERS=others is not None, LOGITS=logits is not None,
@@ -137,34 +151,35 @@ def window_forward(
 
 
 def window_backward(
-    whole: tuple[Tensor, ...], dq: Tensor, dk: Tensor, dv: Tensor, plan: Plan, args: AttentionArgs
+    saved: tuple[Tensor, ...], dq: Tensor, dk: Tensor, dv: Tensor, plan: Plan, args: AttentionArgs
 ) -> None:
-    """Writes dq and the first slots of dk and dv `[n, S, G, D]`."""
-    q, k, v = whole[:3]
+    """Write dq and the first slots of dk and dv `(n, S, G, D)`."""
+    q, k, v = saved[:3]
     (length, batch), (heads, groups), slots = (plan.length, plan.batch), (q.shape[1], k.shape[1]), dk.shape[1]
     settings = common(q, k, v, args) | {"unit": args.scaling, "VALID": plan.valid is not None}
     block = sink_block(plan.sinks)
     kernels().window_backward_queries[tiles(length, "BM", heads, batch)](
-        *whole, dq, plan.begins, real(plan), len(q), length, plan.window, plan.sinks, BS=block, **settings
-    )
+        *saved, dq, plan.begins, valid_or_placeholder(plan),
+        len(q), length, plan.window, plan.sinks, BS=block, **settings,
+    )  # fmt: skip
     kernels().window_backward_keys[tiles(length, "BN", groups, batch)](
-        *whole, dk, dv, real(plan), len(q), length, plan.window, slots=slots, **settings
+        *saved, dk, dv, valid_or_placeholder(plan), len(q), length, plan.window, slots=slots, **settings
     )
     if plan.sinks and length > plan.window + 1:
         chunks = -(-length // SINK_CHUNK)
-        of_keys, of_values = (torch.empty(batch, chunks, groups, block, q.shape[2], device=q.device) for _ in range(2))
+        dk_sinks, dv_sinks = (torch.empty(batch, chunks, groups, block, q.shape[2], device=q.device) for _ in range(2))
         kernels().sinks_backward[(chunks, groups, batch)](
-            *whole, of_keys, of_values, plan.begins, real(plan),
+            *saved, dk_sinks, dv_sinks, plan.begins, valid_or_placeholder(plan),
             len(q), length, plan.window, plan.sinks, SINK_CHUNK, BS=block, **settings,
         )  # fmt: skip
-        places = plan.begins[:, None] + torch.arange(plan.sinks, device=q.device)
-        row = (places.clamp(max=length - 1) + length * torch.arange(batch, device=q.device)[:, None]).flatten()
-        for total, part in ((dk, of_keys), (dv, of_values)):
+        positions = plan.begins[:, None] + torch.arange(plan.sinks, device=q.device)
+        row = (positions.clamp(max=length - 1) + length * torch.arange(batch, device=q.device)[:, None]).flatten()
+        for total, part in ((dk, dk_sinks), (dv, dv_sinks)):
             total[:, 0].index_add_(0, row, part.sum(1)[:, :, : plan.sinks].transpose(1, 2).flatten(0, 1))
 
 
 def groups_backward(
-    whole: tuple[Tensor, ...],
+    saved: tuple[Tensor, ...],
     dq: Tensor,
     dk: Tensor,
     dv: Tensor,
@@ -172,37 +187,37 @@ def groups_backward(
     plan: Plan,
     args: AttentionArgs,
 ) -> tuple[Tensor | None, Tensor | None]:
-    """Adds to dq, dk and dv, and returns the gradients of the gates `[n, K]`: g of queries and h of keys.
+    """Add to dq, dk and dv; return the gradients of the gates `(n, K)`, g of queries and h of keys.
 
-    Straight through: that of slope * g_i . h_j added to the scores of pairs that are not always visible. These are the
-    pairs of kernel B, which adds up sum_j dS_ij h_j and sum_i dS_ij g_i beside dQ and dK.
+    The straight-through gradient is that of slope * g_i . h_j added to the scores of distant pairs. Those are the pairs
+    of kernel B, which sums sum_j dS_ij h_j and sum_i dS_ij g_i along with dQ and dK.
     """
-    (q, k, v), found = whole[:3], plan.lists
-    (ranks, n), slots, groups = found.queries.shape, dk.shape[1], k.shape[1]
-    asks, answers = (x.float().contiguous() for x in gates or [dq.new_zeros(1, 1)] * 2)
-    width = asks.shape[1]
-    of_queries, of_keys = (asks.new_zeros(len(asks) * times, groups, width) for times in (1, slots))
+    (q, k, v), lists = saved[:3], plan.lists
+    (ranks, n), slots, groups = lists.queries.shape, dk.shape[1], k.shape[1]
+    g, h = (x.float().contiguous() for x in gates or [dq.new_zeros(1, 1)] * 2)
+    width = g.shape[1]
+    dg, dh = (g.new_zeros(len(g) * times, groups, width) for times in (1, slots))
     settings = common(q, k, v, args) | {
         "unit": args.scaling, "slope": args.ste_slope or 0.0,
-        "SHARED": found.bits is not None, "GATED": gates is not None, "K": width, "BK": max(16, power_of_two(width)),
+        "SHARED": lists.bits is not None, "GATED": gates is not None, "K": width, "BK": max(16, power_of_two(width)),
     }  # fmt: skip
     for rank in range(ranks):
         kernels().groups_backward_queries[tiles(n, "BM", groups)](
-            *whole, dq, of_queries, answers, found.queries[rank], found.first[rank], found.stop[rank], found.keys,
-            *shared(found, rank), n, slots, **settings,
+            *saved, dq, dg, h, lists.queries[rank], lists.first[rank], lists.stop[rank], lists.keys,
+            *overlap_bits(lists, rank), n, slots, **settings,
         )  # fmt: skip
-    first, stop = seen_by(found, plan.groups, plan.length, plan.window)
+    first, stop = query_ranges(lists, plan.groups, plan.length, plan.window)
     kernels().groups_backward_keys[tiles(n * slots, "BN", groups)](
-        *whole, dk, dv, of_keys, asks, found.queries, first, stop, found.keys, *shared(found, slice(None)),
+        *saved, dk, dv, dh, g, lists.queries, first, stop, lists.keys, *overlap_bits(lists, slice(None)),
         n, slots, ranks, **settings,
     )  # fmt: skip
     if gates is None:
         return None, None
-    return of_queries.sum(1).to(gates[0].dtype), of_keys.view(n, -1, width).sum(1).to(gates[1].dtype)
+    return dg.sum(1).to(gates[0].dtype), dh.view(n, -1, width).sum(1).to(gates[1].dtype)
 
 
 def common(q: Tensor, k: Tensor, v: Tensor, args: AttentionArgs) -> dict[str, Any]:
-    """Arguments of every kernel: strides, head sizes, how scores are made, and how float32 is multiplied."""
+    """Return the arguments of every kernel: strides, head sizes, score units, precision of products."""
     heads, size = q.shape[1:]
     log2e = 1 / math.log(2)  # the kernels' scores are in units of ln 2
     units: dict[str, Any] = {"scale": args.scaling * log2e, "cap": 0.0, "SOFTCAP": False}
@@ -216,14 +231,14 @@ def common(q: Tensor, k: Tensor, v: Tensor, args: AttentionArgs) -> dict[str, An
     }  # fmt: skip
 
 
-def shared(found: Lists, rank: int | slice) -> tuple[Tensor, Tensor]:
-    """`lower` and `bits`, or what stands for them where they are not read."""
-    if found.lower is None or found.bits is None:
-        return found.keys, found.keys
-    return found.lower[rank], found.bits
+def overlap_bits(lists: GroupLists, rank: int | slice) -> tuple[Tensor, Tensor]:
+    """Return `lower` and `bits`, or placeholders where the kernel does not read them."""
+    if lists.lower is None or lists.bits is None:
+        return lists.keys, lists.keys
+    return lists.lower[rank], lists.bits
 
 
-def real(plan: Plan) -> Tensor:
+def valid_or_placeholder(plan: Plan) -> Tensor:
     return plan.begins if plan.valid is None else plan.valid
 
 
@@ -241,15 +256,15 @@ def sink_block(sinks: int) -> int:
 
 @cache
 def kernels() -> Any:
-    """The Triton kernels, imported where they are first needed."""
+    """Import the Triton kernels on first use."""
     groups = importlib.import_module("focus_exp.attention.kernels.groups")
     window = importlib.import_module("focus_exp.attention.kernels.window")
     return SimpleNamespace(**{**vars(groups), **vars(window)})
 
 
 @cache
-def found(package: str) -> str | None:
-    """Why a package cannot be imported, None if it can; asked once: a search that fails costs as much as a layer."""
+def import_error(package: str) -> str | None:
+    """Return why a package cannot be imported; cached, since a failed search costs as much as a layer."""
     try:
         importlib.import_module(package)
     except (ImportError, OSError, RuntimeError) as error:
@@ -258,8 +273,8 @@ def found(package: str) -> str | None:
 
 
 @cache
-def too_old(needed: tuple[int, int]) -> str | None:
-    """Why the device's compute capability is not enough."""
+def capability_reason(needed: tuple[int, int]) -> str | None:
+    """Return why the device's compute capability is too low."""
     if not torch.cuda.is_available() or torch.cuda.get_device_capability() >= needed:
         return None
     has = ".".join(map(str, torch.cuda.get_device_capability()))

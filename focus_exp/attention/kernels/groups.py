@@ -1,7 +1,7 @@
-"""Triton kernel B: every query with the distant keys of its groups, found by lists, see `layout`.
+"""Triton kernel B: attend from every query to the distant keys of its groups, by the lists of `layout`.
 
-Rows are tokens of the flattened batch `[n = B * T]`, loaded through the lists, so nothing is gathered in memory. A
-query sees one stretch of its group's list of keys: where that holds for all queries of a tile nothing is compared.
+Rows are tokens of the flattened batch (n = B * T), loaded through the lists, so nothing is gathered in memory. A query
+reads one range of its group's list of keys; where a block is in the range of all queries of a tile, it needs no mask.
 """
 
 from __future__ import annotations
@@ -9,28 +9,28 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from focus_exp.attention.kernels.tiles import attend, derivatives, put, rows
-from focus_exp.attention.kernels.tuning import tuned
+from focus_exp.attention.kernels.tiles import attend, load, score_grad, store
+from focus_exp.attention.kernels.tuning import autotune
 
 LN2 = tl.constexpr(0.6931471805599453)
 
 
 @triton.jit
-def stretches(first, stop, place, n, SHARED: tl.constexpr, BLOCK: tl.constexpr):
-    """What the tokens at `place` see, and of all of them: the first, where whole blocks that all see end, the end."""
-    inside = place < n
-    a, b = tl.load(first + place, inside, 2147483647), tl.load(stop + place, inside, 0)
+def key_ranges(first, stop, index, n, SHARED: tl.constexpr, BLOCK: tl.constexpr):
+    """Load the ranges [a, b) at `index`; return also the start, end of unmasked blocks and end of their union."""
+    inside = index < n
+    a, b = tl.load(first + index, inside, 2147483647), tl.load(stop + index, inside, 0)
     low = tl.min(tl.where(a < b, a, 2147483647))
     high = tl.max(tl.where(a < b, b, 0))
-    whole = tl.min(tl.where(inside, b, 2147483647)) - low
-    alike = tl.max(tl.where(inside, a, 0)) <= low
+    unmasked = tl.min(tl.where(inside, b, 2147483647)) - low
+    is_uniform = tl.max(tl.where(inside, a, 0)) <= low
     if SHARED:
-        alike = False
-    middle = tl.where(alike & (whole > 0), low + whole // BLOCK * BLOCK, low)
+        is_uniform = False
+    middle = tl.where(is_uniform & (unmasked > 0), low + unmasked // BLOCK * BLOCK, low)
     return a, b, low, tl.minimum(middle, high), high
 
 
-@tuned("forward", restore=("out", "lse"))
+@autotune("forward", restore=("out", "lse"))
 @triton.jit
 def groups_forward(
     q, k, v, out, lse, queries, first, stop, keys, lower, bits,
@@ -38,39 +38,39 @@ def groups_forward(
     HG: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
     SOFTCAP: tl.constexpr, SHARED: tl.constexpr, PRECISION: tl.constexpr, LONG: tl.constexpr,
 ):  # fmt: skip
-    """Goes on from the (out, lse) that stand there; grid (tiles of `queries`, heads)."""
+    """Update (out, lse) with the groups; grid (tiles of `queries`, heads)."""
     h = tl.program_id(1)
-    place = tl.program_id(0) * BM + tl.arange(0, BM)
-    a, b, low, middle, high = stretches(first, stop, place, n, SHARED, BN)
+    index = tl.program_id(0) * BM + tl.arange(0, BM)
+    a, b, low, middle, high = key_ranges(first, stop, index, n, SHARED, BN)
     if low < high:
-        inside = place < n
-        row = tl.load(queries + place, inside, 0).to(tl.int64)
-        x = rows(q, row, q_row, h * q_head, inside, D, BD)
+        inside = index < n
+        row = tl.load(queries + index, inside, 0).to(tl.int64)
+        x = load(q, row, q_row, h * q_head, inside, D, BD)
         m = tl.load(lse + h * n + row, inside, float("-inf")) / LN2
         mass = tl.where(m == float("-inf"), 0.0, 1.0)
-        acc = rows(out, row, heads * D, h * D, inside, D, BD).to(tl.float32)
+        acc = load(out, row, heads * D, h * D, inside, D, BD).to(tl.float32)
         kh, vh = (h // HG) * k_head, (h // HG) * v_head
-        earlier = row
+        lower_bits = row
         if SHARED:
-            earlier = tl.load(lower + place, inside, 0)
+            lower_bits = tl.load(lower + index, inside, 0)
         for begin in range(low, middle, BN):
             token = tl.load(keys + begin + tl.arange(0, BN)).to(tl.int64) // slots
-            there = token >= 0
-            y, w = rows(k, token, k_row, kh, there, D, BD), rows(v, token, v_row, vh, there, D, BD)
+            live = token >= 0
+            y, w = load(k, token, k_row, kh, live, D, BD), load(v, token, v_row, vh, live, D, BD)
             m, mass, acc = attend(x, y, w, True, m, mass, acc, scale, cap, False, SOFTCAP, PRECISION)
         for begin in range(middle, high, BN):
             j = begin + tl.arange(0, BN)
             token = tl.load(keys + j, j < high, 0).to(tl.int64) // slots
-            y, w = rows(k, token, k_row, kh, j < high, D, BD), rows(v, token, v_row, vh, j < high, D, BD)
-            seen = (j[None] >= a[:, None]) & (j[None] < b[:, None])
-            if SHARED:  # counted in the first of the groups that both are in
-                seen &= (earlier[:, None] & tl.load(bits + token)[None]) == 0
-            m, mass, acc = attend(x, y, w, seen, m, mass, acc, scale, cap, True, SOFTCAP, PRECISION)
-        put(out, row, heads * D, h * D, inside, acc / tl.where(mass > 0, mass, 1.0)[:, None], D, BD)
+            y, w = load(k, token, k_row, kh, j < high, D, BD), load(v, token, v_row, vh, j < high, D, BD)
+            keep = (j[None] >= a[:, None]) & (j[None] < b[:, None])
+            if SHARED:  # counted in the first group that both are in
+                keep &= (lower_bits[:, None] & tl.load(bits + token)[None]) == 0
+            m, mass, acc = attend(x, y, w, keep, m, mass, acc, scale, cap, True, SOFTCAP, PRECISION)
+        store(out, row, heads * D, h * D, inside, acc / tl.where(mass > 0, mass, 1.0)[:, None], D, BD)
         tl.store(lse + h * n + row, (m + tl.log2(tl.where(mass > 0, mass, 1.0))) * LN2, inside)
 
 
-@tuned("backward", restore=("dq", "dgate"))
+@autotune("backward", restore=("dq", "dgate"))
 @triton.jit
 def groups_backward_queries(
     q, k, v, dout, lse, delta, dq, dgate, gate, queries, first, stop, keys, lower, bits,
@@ -79,44 +79,44 @@ def groups_backward_queries(
     BM: tl.constexpr, BN: tl.constexpr,
     SOFTCAP: tl.constexpr, SHARED: tl.constexpr, GATED: tl.constexpr, PRECISION: tl.constexpr, LONG: tl.constexpr,
 ):  # fmt: skip
-    """Adds to dQ `[n, H, D]` and with GATED to `dgate` `[n, G, K]`: sum_j dS_ij h_j; grid (tiles of `queries`, G)."""
+    """Add to dQ (n, H, D) and with GATED to `dgate` (n, G, K): sum_j dS_ij h_j; grid (tiles of `queries`, G)."""
     g = tl.program_id(1)
-    place = tl.program_id(0) * BM + tl.arange(0, BM)
-    a, b, low, _middle, high = stretches(first, stop, place, n, True, BN)
+    index = tl.program_id(0) * BM + tl.arange(0, BM)
+    a, b, low, _middle, high = key_ranges(first, stop, index, n, True, BN)
     if low < high:
-        inside = place < n
-        row = tl.load(queries + place, inside, 0).to(tl.int64)
-        earlier = row
+        inside = index < n
+        row = tl.load(queries + index, inside, 0).to(tl.int64)
+        lower_bits = row
         if SHARED:
-            earlier = tl.load(lower + place, inside, 0)
-        of_gates = tl.zeros((BM, BK), tl.float32)
+            lower_bits = tl.load(lower + index, inside, 0)
+        dg_acc = tl.zeros((BM, BK), tl.float32)
         for head in range(HG):
             h = g * HG + head
-            x, u = rows(q, row, q_row, h * q_head, inside, D, BD), rows(dout, row, heads * D, h * D, inside, D, BD)
-            whole = tl.load(lse + h * n + row, inside, float("inf"))[:, None] / LN2
-            dots = tl.load(delta + h * n + row, inside, 0.0)[:, None]
-            total = tl.zeros((BM, BD), tl.float32)
+            x, u = load(q, row, q_row, h * q_head, inside, D, BD), load(dout, row, heads * D, h * D, inside, D, BD)
+            lse_q = tl.load(lse + h * n + row, inside, float("inf"))[:, None] / LN2
+            delta_q = tl.load(delta + h * n + row, inside, 0.0)[:, None]
+            dq_acc = tl.zeros((BM, BD), tl.float32)
             for begin in range(low, high, BN):
                 j = begin + tl.arange(0, BN)
-                there = j < high
-                token = tl.load(keys + j, there, 0).to(tl.int64) // slots
-                y, w = rows(k, token, k_row, g * k_head, there, D, BD), rows(v, token, v_row, g * v_head, there, D, BD)
-                seen = (j[None] >= a[:, None]) & (j[None] < b[:, None])
+                live = j < high
+                token = tl.load(keys + j, live, 0).to(tl.int64) // slots
+                y, w = load(k, token, k_row, g * k_head, live, D, BD), load(v, token, v_row, g * v_head, live, D, BD)
+                keep = (j[None] >= a[:, None]) & (j[None] < b[:, None])
                 if SHARED:
-                    seen &= (earlier[:, None] & tl.load(bits + token)[None]) == 0
-                _p, ds = derivatives(x, y, u, w, seen, whole, dots, scale, cap, True, SOFTCAP, PRECISION)
-                total += tl.dot(ds.to(y.dtype), y, input_precision=PRECISION)
+                    keep &= (lower_bits[:, None] & tl.load(bits + token)[None]) == 0
+                _p, ds = score_grad(x, y, u, w, keep, lse_q, delta_q, scale, cap, True, SOFTCAP, PRECISION)
+                dq_acc += tl.dot(ds.to(y.dtype), y, input_precision=PRECISION)
                 if GATED:
-                    of_gates += tl.dot(ds, rows(gate, token, K, 0, there, K, BK), input_precision=PRECISION)
-            total = rows(dq, row, heads * D, h * D, inside, D, BD) + total * unit
-            put(dq, row, heads * D, h * D, inside, total, D, BD)
+                    dg_acc += tl.dot(ds, load(gate, token, K, 0, live, K, BK), input_precision=PRECISION)
+            dq_acc = load(dq, row, heads * D, h * D, inside, D, BD) + dq_acc * unit
+            store(dq, row, heads * D, h * D, inside, dq_acc, D, BD)
         if GATED:
             groups = heads // HG
-            of_gates = rows(dgate, row, groups * K, g * K, inside, K, BK) + of_gates * slope
-            put(dgate, row, groups * K, g * K, inside, of_gates, K, BK)
+            dg_acc = load(dgate, row, groups * K, g * K, inside, K, BK) + dg_acc * slope
+            store(dgate, row, groups * K, g * K, inside, dg_acc, K, BK)
 
 
-@tuned("backward", restore=("dk", "dv"))
+@autotune("backward", restore=("dk", "dv"))
 @triton.jit
 def groups_backward_keys(
     q, k, v, dout, lse, delta, dk, dv, dgate, gate, queries, first, stop, keys, lower, bits,
@@ -125,46 +125,46 @@ def groups_backward_keys(
     BM: tl.constexpr, BN: tl.constexpr,
     SOFTCAP: tl.constexpr, SHARED: tl.constexpr, GATED: tl.constexpr, PRECISION: tl.constexpr, LONG: tl.constexpr,
 ):  # fmt: skip
-    """Adds to dK, dV `[n * slots, G, D]` and to `dgate` `[n * slots, G, K]`: sum_i dS_ij g_i; grid (key tiles, G).
+    """Add to dK, dV (n * slots, G, D) and to `dgate` (n * slots, G, K): sum_i dS_ij g_i; grid (key tiles, G).
 
-    `first` and `stop` `[ranks, n * slots]` are stretches of `queries` `[ranks, n]` that see each key.
+    `first` and `stop` (ranks, n * slots) are the ranges of `queries` (ranks, n) that read each key.
     """
     g, groups = tl.program_id(1), heads // HG
-    place = tl.program_id(0) * BN + tl.arange(0, BN)
-    inside = place < n * slots
-    slot = tl.load(keys + place, inside, 0).to(tl.int64)
+    index = tl.program_id(0) * BN + tl.arange(0, BN)
+    inside = index < n * slots
+    slot = tl.load(keys + index, inside, 0).to(tl.int64)
     token = slot // slots
-    y, w = rows(k, token, k_row, g * k_head, inside, D, BD), rows(v, token, v_row, g * v_head, inside, D, BD)
-    own = token
+    y, w = load(k, token, k_row, g * k_head, inside, D, BD), load(v, token, v_row, g * v_head, inside, D, BD)
+    key_bits = token
     if SHARED:
-        own = tl.load(bits + token, inside, 0)
-    of_keys = tl.zeros((BN, BD), tl.float32)
-    of_values = tl.zeros((BN, BD), tl.float32)
-    of_gates = tl.zeros((BN, BK), tl.float32)
+        key_bits = tl.load(bits + token, inside, 0)
+    dk_acc = tl.zeros((BN, BD), tl.float32)
+    dv_acc = tl.zeros((BN, BD), tl.float32)
+    dg_acc = tl.zeros((BN, BK), tl.float32)
     for rank in range(ranks):
-        a, b, low, _middle, high = stretches(
-            first + rank * n * slots, stop + rank * n * slots, place, n * slots, True, BM
+        a, b, low, _middle, high = key_ranges(
+            first + rank * n * slots, stop + rank * n * slots, index, n * slots, True, BM
         )
         for head in range(HG):
             h = g * HG + head
             for begin in range(low, high, BM):
                 i = begin + tl.arange(0, BM)
-                there = i < high
-                row = tl.load(queries + rank * n + i, there, 0).to(tl.int64)
-                x, u = rows(q, row, q_row, h * q_head, there, D, BD), rows(dout, row, heads * D, h * D, there, D, BD)
-                whole = tl.load(lse + h * n + row, there, float("inf"))[None] / LN2
-                dots = tl.load(delta + h * n + row, there, 0.0)[None]
-                seen = (i[None] >= a[:, None]) & (i[None] < b[:, None])
+                live = i < high
+                row = tl.load(queries + rank * n + i, live, 0).to(tl.int64)
+                x, u = load(q, row, q_row, h * q_head, live, D, BD), load(dout, row, heads * D, h * D, live, D, BD)
+                lse_q = tl.load(lse + h * n + row, live, float("inf"))[None] / LN2
+                delta_q = tl.load(delta + h * n + row, live, 0.0)[None]
+                keep = (i[None] >= a[:, None]) & (i[None] < b[:, None])
                 if SHARED:
-                    seen &= (own[:, None] & tl.load(lower + rank * n + i, there, 0)[None]) == 0
-                p, ds = derivatives(y, x, w, u, seen, whole, dots, scale, cap, True, SOFTCAP, PRECISION)
-                of_values += tl.dot(p.to(u.dtype), u, input_precision=PRECISION)
-                of_keys += tl.dot(ds.to(x.dtype), x, input_precision=PRECISION)
+                    keep &= (key_bits[:, None] & tl.load(lower + rank * n + i, live, 0)[None]) == 0
+                p, ds = score_grad(y, x, w, u, keep, lse_q, delta_q, scale, cap, True, SOFTCAP, PRECISION)
+                dv_acc += tl.dot(p.to(u.dtype), u, input_precision=PRECISION)
+                dk_acc += tl.dot(ds.to(x.dtype), x, input_precision=PRECISION)
                 if GATED:
-                    of_gates += tl.dot(ds, rows(gate, row, K, 0, there, K, BK), input_precision=PRECISION)
-    of_keys = rows(dk, slot, groups * D, g * D, inside, D, BD) + of_keys * unit
-    of_values += rows(dv, slot, groups * D, g * D, inside, D, BD)
-    put(dk, slot, groups * D, g * D, inside, of_keys, D, BD)
-    put(dv, slot, groups * D, g * D, inside, of_values, D, BD)
+                    dg_acc += tl.dot(ds, load(gate, row, K, 0, live, K, BK), input_precision=PRECISION)
+    dk_acc = load(dk, slot, groups * D, g * D, inside, D, BD) + dk_acc * unit
+    dv_acc += load(dv, slot, groups * D, g * D, inside, D, BD)
+    store(dk, slot, groups * D, g * D, inside, dk_acc, D, BD)
+    store(dv, slot, groups * D, g * D, inside, dv_acc, D, BD)
     if GATED:
-        put(dgate, slot, groups * K, g * K, inside, of_gates * slope, K, BK)
+        store(dgate, slot, groups * K, g * K, inside, dg_acc * slope, K, BK)

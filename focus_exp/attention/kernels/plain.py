@@ -1,39 +1,39 @@
-"""The twin of every kernel, in plain tensor operations."""
+"""Reference kernel in plain tensor operations."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
-from focus_exp.attention.kernels.contract import Demand, Gradients, Kernel, Whole
+from focus_exp.attention.kernels.contract import Gradients, Kernel, KernelRequirements, RowResult
 from focus_exp.attention.selection import AttentionArgs
 
 
 class Math(Kernel):
-    """For every device, dtype and softcap; a part's scores stand in memory."""
+    """Support every device, dtype and softcap; a partition's scores are in memory."""
 
     name = "math"
 
-    def refuses(self, demand: Demand) -> str | None:
+    def unsupported_reason(self, requirements: KernelRequirements) -> str | None:
         return None
 
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, drop: Tensor | None, args: AttentionArgs
     ) -> tuple[Tensor, Tensor]:
         s, _ = self.scores(q, k, drop, args)
-        lse = s.logsumexp(-1)  # [blocks, G, H/G, t]
+        lse = s.logsumexp(-1)  # (blocks, G, H/G, t)
         p = torch.exp(s - lse.masked_fill(lse == float("-inf"), 0.0)[..., None])
         o = p.to(v.dtype) @ v.transpose(1, 2)[:, :, None]
         return o.flatten(1, 2).transpose(1, 2), lse.flatten(1, 2).transpose(1, 2)
 
     def backward(
-        self, q: Tensor, k: Tensor, v: Tensor, whole: Whole, drop: Tensor | None, args: AttentionArgs
+        self, q: Tensor, k: Tensor, v: Tensor, rows: RowResult, drop: Tensor | None, args: AttentionArgs
     ) -> Gradients:
         s, slope = self.scores(q, k, drop, args)
         split = (k.shape[2], -1)
-        g, o, queries = (x.transpose(1, 2).unflatten(1, split).to(s.dtype) for x in (whole.grad, whole.out, q))
+        g, o, queries = (x.transpose(1, 2).unflatten(1, split).to(s.dtype) for x in (rows.grad, rows.out, q))
         keys, values = (x.transpose(1, 2)[:, :, None].to(s.dtype) for x in (k, v))
-        p = torch.exp(s - whole.lse.transpose(1, 2).unflatten(1, split)[..., None])
+        p = torch.exp(s - rows.lse.transpose(1, 2).unflatten(1, split)[..., None])
         delta = (g * o).sum(-1, keepdim=True)
         ds = p * (g @ values.transpose(-1, -2) - delta) * slope * args.scaling
         dq = (ds @ keys).flatten(1, 2)
@@ -41,7 +41,7 @@ class Math(Kernel):
         return dq.transpose(1, 2), dk.transpose(1, 2), dv.transpose(1, 2)
 
     def scores(self, q: Tensor, k: Tensor, drop: Tensor | None, args: AttentionArgs) -> tuple[Tensor, Tensor | float]:
-        """Scores `[blocks, G, H/G, t, s]`, -inf where masked, and their slope under the softcap."""
+        """Return scores `(blocks, G, H/G, t, s)`, -inf where masked, and the slope of the softcap there."""
         precision = torch.promote_types(q.dtype, torch.float32)
         a = q.transpose(1, 2).unflatten(1, (k.shape[2], -1)).to(precision)
         s = (a @ k.transpose(1, 2)[:, :, None].transpose(-1, -2).to(precision)) * args.scaling

@@ -1,4 +1,4 @@
-"""Block sizes of the Triton kernels: chosen by measurement on a GPU, one small set in the interpreter."""
+"""Block sizes of the Triton kernels: tuned on a GPU, one small set in the interpreter."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ SIZES = {
 KEY = {"LONG", "D", "HG", "SOFTCAP", "SHARED", "GATED", "OTHERS", "PRECISION"}
 
 
-def tuned(which: str, restore: tuple[str, ...] = ()) -> Callable[[Any], Any]:
-    """`restore`: arguments that the kernel adds to, which trials must find as they were."""
+def autotune(which: str, restore: tuple[str, ...] = ()) -> Callable[[Any], Any]:
+    """Decorate a kernel with autotuning; `restore` names the arguments that it updates in place."""
     sizes = [(32, 16, 1, 1)] if INTERPRETED else SIZES[which]
     configs = [triton.Config({"BM": m, "BN": n}, num_warps=warps, num_stages=stages) for m, n, warps, stages in sizes]
 

@@ -17,8 +17,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from focus_exp.attention.baselines.top_tokens import TokenIndexer
-from focus_exp.attention.dual import FocusDual
-from focus_exp.attention.routing import balance_potential
+from focus_exp.attention.focus_dual import FocusDual
+from focus_exp.attention.router import balance_potential
 from focus_exp.training.focus_dual_fit.importance import Observation
 
 CLUSTERED_TOKENS = 8192
@@ -189,7 +189,7 @@ def fit_routing(
     Args:
         members: memberships `(n, T, K)` of keys by sequence; without them the key encoder is trained too.
     """
-    encoders = [method.asking] if members else dict.fromkeys([method.asking, method.key_encoder])
+    encoders = [method.q_encoder] if members else dict.fromkeys([method.q_encoder, method.key_encoder])
     parameters = [p for encoder in encoders for p in encoder.parameters()]
     bias: Tensor | None = None
 
@@ -208,7 +208,7 @@ def fit_routing(
         # sharper from step to step, towards hard groups
         groups = members[index] if members else soft_members(sequence.tokens, 1 + 3 * step / steps)
         target = sequence.group_importance(groups)
-        log_p = method.asking(sequence.tokens)[0].log_softmax(-1)
+        log_p = method.q_encoder(sequence.tokens)[0].log_softmax(-1)
         weight = query_weights(sequence.total, sequence.total.mean(1, keepdim=True))
         entropy = -(weight[..., None] * target * log_p).sum() / weight.sum().clamp(min=1e-6)
         return entropy + DECAY * sum(p.square().sum() for p in parameters if p.ndim > 2)
@@ -252,7 +252,7 @@ def fit_thresholds(method: FocusDual, counts: str, observations: list[Observatio
     for observation in observations:
         tokens = standardized_tokens(observation, method)[None]
         position = torch.arange(tokens.shape[1], device=tokens.device)[None]
-        scores.append(method.weighed(counts, method.promises(tokens), position)[0])
+        scores.append(method.normalize_lengths(counts, method.group_scores(tokens), position)[0])
     return score_thresholds(torch.cat(scores, 1))
 
 

@@ -18,7 +18,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from focus_exp.attention.dual import UNSET, FocusDual
+from focus_exp.attention.focus_dual import UNSET, FocusDual
 from focus_exp.attention.selection import top_k_groups
 from focus_exp.config_attention import DualConfig
 from focus_exp.models.methods import attached_methods, set_budget
@@ -205,7 +205,7 @@ def fit_dual(
     with open_fit(cache, model, sequences, precision, [], key, sorted(methods), seed) as folder:
         curves = load_or_fit(model, methods, sequences, options, precision, folder, seed)
         seconds = read_seconds(folder / SECONDS, folder / f"{SECONDS}-{CURVES}-{options.counts}")
-    reads = [method.reach for method in methods.values()]
+    reads = [method.groups_per_head for method in methods.values()]
     if options.density is not None:
         reads = allocate_groups(list(curves.values()), options.density)
         set_budget(model, [dict(zip(methods, reads, strict=True))[layer] for layer in sorted(methods)])
@@ -257,7 +257,9 @@ def record_logits(
     model: PreTrainedModel, sequences: list[Tensor], precision: Precision, description: str
 ) -> dict[FocusDual, tuple[Tensor, Tensor]]:
     """Return queries' scores and keys' logits `(n, N, K)` of routing layers on the N tokens of `sequences`."""
-    recorded: dict[FocusDual, list[tuple[Tensor, Tensor]]] = {m: [] for m in dual_methods(model).values() if m.routes}
+    recorded: dict[FocusDual, list[tuple[Tensor, Tensor]]] = {
+        m: [] for m in dual_methods(model).values() if m.is_routed
+    }
 
     def recorder(method: FocusDual) -> Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]:
         logits = method.logits

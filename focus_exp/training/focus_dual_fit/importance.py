@@ -25,9 +25,9 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from focus_exp.attention.method import AttentionMethod, LayerShape
-from focus_exp.attention.reference import scores, weights
-from focus_exp.attention.selection import AttentionArgs, Selection, Sequence, always_visible, permitted, row_blocks
+from focus_exp.attention.base import AttentionMethod, LayerShape
+from focus_exp.attention.dense import scores, weights
+from focus_exp.attention.selection import AttentionArgs, Selection, Sequence, base_mask, local_mask, row_blocks
 from focus_exp.models.load import fingerprint, select_numerics
 from focus_exp.models.methods import swap_methods
 from focus_exp.progress import ProgressBar
@@ -84,17 +84,17 @@ class LossProbe(AttentionMethod):
     def attend(
         self, q: Tensor, k: Tensor, v: Tensor, selection: Selection, sequence: Sequence, args: AttentionArgs
     ) -> Tensor:
-        output = super().attend(q, k, v, Selection(keeps_all=True), sequence, args)
+        output = super().attend(q, k, v, Selection(is_dense=True), sequence, args)
         q, k, v = (x.detach().float() for x in (q, k, v))
 
         def changes(gradient: Tensor) -> Iterator[PairChanges]:
             for rows in row_blocks(q.shape[2], ROWS):
-                visible = permitted(sequence, rows, rows.stop)
+                visible = base_mask(sequence, rows, rows.stop)
                 p, loss = loss_changes(
                     q[:, :, rows], k[:, :, : rows.stop], v[:, :, : rows.stop], gradient[:, :, rows].float(),
                     visible, args,
                 )  # fmt: skip
-                distant = (visible & ~always_visible(sequence, rows, rows.stop, self.window, self.sinks))[0]
+                distant = (visible & ~local_mask(sequence, rows, rows.stop, self.window, self.sinks))[0]
                 yield PairChanges(rows, distant, p[0] * distant, loss[0] * distant)
 
         if output.requires_grad:

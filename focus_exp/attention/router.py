@@ -1,0 +1,256 @@
+"""Routing: project hidden states, compare them with centroids, balance the groups (paper section 2).
+
+Also what the paper tried against router collapse (table 8): two auxiliary losses, and centroids that follow tokens.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+T = TypeVar("T")
+
+CAST_ELEMENTS = 2**22
+KMEANS_ITERATIONS = 10
+MEMO_SIZE = 16  # forward passes of a layer that may await their backward at the same time
+MEMO_TOLERANCE = 1e-2  # a recomputed input differs by rounding only; inputs are normalized or of the order of 1
+
+
+class RouterOutput(NamedTuple):
+    """Projected tokens `(B, T, R)`, scores `(B, T, K)` and the balance potential `(K,)`, the router's own buffer."""
+
+    tokens: Tensor
+    scores: Tensor
+    potential: Tensor
+
+
+class Router(nn.Module):
+    """Compute routing scores S = (h W_g) C^T of one layer.
+
+    Call the module: forward hooks (accelerate's offload, FSDP2) provide its parameters and buffers within `forward`.
+    It has E*R + K*R trainable parameters and one buffer, the balance potential `(K,)`, which is averaged, not trained.
+
+    Args:
+        width: E, model width.
+        groups: K.
+        routing_dim: R.
+        normalize: compare tokens and centroids by cosine, so that one temperature suits models whose hidden states
+            differ in scale by orders of magnitude.
+        trained_centroids: False makes the centroids a buffer.
+    """
+
+    def __init__(
+        self, width: int, groups: int, routing_dim: int, normalize: bool, trained_centroids: bool = True
+    ) -> None:
+        super().__init__()
+        self.normalize = normalize
+        self.projection = nn.Parameter(torch.empty(width, routing_dim))
+        self.centroids: Tensor
+        if trained_centroids:
+            self.centroids = nn.Parameter(torch.empty(groups, routing_dim))
+        else:
+            self.register_buffer("centroids", torch.empty(groups, routing_dim))
+        self.potential: Tensor
+        self.register_buffer("potential", torch.zeros(groups))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        nn.init.normal_(self.projection, std=self.projection.shape[0] ** -0.5)
+        nn.init.normal_(self.centroids, std=self.centroids.shape[1] ** -0.5)
+        nn.init.zeros_(self.potential)
+
+    def forward(self, h: Tensor) -> RouterOutput:
+        """Route hidden states `(B, T, E)` in the router's precision, whatever the model's."""
+        tokens = self.project(h)
+        return RouterOutput(tokens, self.compare(tokens), self.potential)
+
+    def project(self, h: Tensor) -> Tensor:
+        """Project `(B, T, E)` into routing space `(B, T, R)`, to length 1 with `normalize`."""
+        with disable_autocast(h):
+            chunks = [chunk @ self.projection for chunk in cast_chunks(h, self.projection.dtype)]
+            tokens = chunks[0] if len(chunks) == 1 else torch.cat(chunks, 1)
+            return F.normalize(tokens, dim=-1) if self.normalize else tokens
+
+    def compare(self, tokens: Tensor) -> Tensor:
+        """Score projected tokens `(B, T, R)` against the centroids: `(B, T, K)`."""
+        with disable_autocast(tokens):
+            return tokens @ (F.normalize(self.centroids, dim=-1) if self.normalize else self.centroids).T
+
+
+def cast_chunks(h: Tensor, dtype: torch.dtype) -> Iterator[Tensor]:
+    """Cast `(B, T, E)` some tokens at a time: a full copy in float32 would be the layer's largest tensor."""
+    size = max(1, CAST_ELEMENTS // h.shape[-1])
+    for chunk in (h,) if h.shape[1] <= size else h.split(size, 1):
+        yield chunk.to(dtype)
+
+
+def disable_autocast(x: Tensor) -> AbstractContextManager[object]:
+    """Disable autocast where it is enabled; entering the context costs more than routing a token."""
+    device = x.device.type
+    return torch.autocast(device, enabled=False) if torch.is_autocast_enabled(device) else nullcontext()
+
+
+def sinkhorn(logits: Tensor, iterations: int, valid: Tensor | None = None) -> Tensor:
+    """Compute the Sinkhorn assignment (paper section 2): rows are distributions, columns carry equal mass.
+
+    Not causal: column sums run over the whole sequence.
+
+    Args:
+        logits: `(B, T, K)`.
+        valid: `(B, T)` bool, False on padding, which column sums leave out.
+    """
+    if valid is not None:  # a row of padding alone would have nothing to sum
+        valid = valid | ~valid.any(-1, keepdim=True)
+    for _ in range(iterations):
+        unpadded = logits if valid is None else logits.masked_fill(~valid[..., None], float("-inf"))
+        logits = (logits - unpadded.logsumexp(-2, keepdim=True)).log_softmax(-1)
+    return logits.exp()
+
+
+def balance_potential(
+    logits: Tensor, start: Tensor, iterations: int, valid: Tensor | None = None, sharpness: float = 1.0
+) -> Tensor:
+    """Find the potential b `(K,)` for which softmax(logits + b) gives every group equal mass over these tokens.
+
+    Sinkhorn's column step converges to it, so softmax(logits + b) depends on the token alone once b is frozen: the
+    causal form of the assignment.
+
+    Args:
+        logits: `(B, T, K)`.
+        start: `(K,)`, initial potential.
+        sharpness: above 1 balances the sharpened assignment, which tends to the counts of hard routing.
+    """
+    rows = logits.reshape(-1, logits.shape[-1]) if valid is None else logits[valid]
+    potential = start
+    for _ in range(iterations if len(rows) else 0):
+        mass = ((rows + potential) * sharpness).log_softmax(-1).logsumexp(0) - torch.log(torch.tensor(float(len(rows))))
+        # damped by the sharpness: a potential moves sharpened masses that much faster
+        potential = potential - (mass + torch.log(torch.tensor(float(rows.shape[-1])))) / sharpness
+    return potential - potential.mean()
+
+
+def balance_loss(assignment: Tensor) -> Tensor:
+    """Return the KL divergence [nats] of the mean assignment of tokens `(N, K)` from uniform, 0 to log K.
+
+    With `entropy_loss` the pair of entropies of Mustafa et al. 2022 (arXiv 2206.02770). Around balance it is half of
+    the Switch Transformer's K * sum_k f_k P_k (Fedus et al. 2022), whose weights apply.
+    """
+    return math.log(assignment.shape[-1]) - entropy(assignment.mean(0))
+
+
+def entropy_loss(assignment: Tensor) -> Tensor:
+    """Return the mean entropy [nats] of the assignments of tokens `(N, K)`: 0 where each is sure of its group."""
+    return entropy(assignment).mean()
+
+
+def entropy(p: Tensor) -> Tensor:
+    """Return the entropy [nats] of distributions `(..., K)`, with a finite gradient at 0."""
+    return -(p * p.clamp(min=torch.finfo(p.dtype).tiny).log()).sum(-1)
+
+
+def follow_means(centroids: Tensor, tokens: Tensor, groups: Tensor, decay: float) -> Tensor:
+    """Move centroids `(K, R)` towards the means of the tokens `(N, R)` of their `groups` `(N,)`.
+
+    c <- decay * c + (1 - decay) * mean; a centroid without tokens stays.
+    """
+    return move_to_means(centroids, *group_means(tokens, groups, len(centroids)), decay)
+
+
+def group_means(tokens: Tensor, groups: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """Average the tokens `(N, R)` of each group; returns means `(K, R)` and the groups' sizes `(K, 1)`."""
+    members = F.one_hot(groups, count).to(tokens.dtype)
+    sizes = members.sum(0)[:, None]
+    return members.T @ tokens / sizes.clamp(min=1), sizes
+
+
+def move_to_means(centroids: Tensor, means: Tensor, sizes: Tensor, decay: float) -> Tensor:
+    """Move centroids `(K, R)` towards the means of their groups; those of empty groups stay."""
+    return torch.where(sizes > 0, torch.lerp(means, centroids, decay), centroids)
+
+
+def kmeans(tokens: Tensor, groups: int, seed: int) -> Tensor:
+    """Fit centroids `(K, R)` to tokens `(N, R)`: Lloyd's steps from k-means++ (Arthur, Vassilvitskii 2007)."""
+    generator = torch.Generator().manual_seed(seed)
+    chosen = int(torch.randint(len(tokens), (1,), generator=generator))
+    centroids = tokens[chosen : chosen + 1]
+    while len(centroids) < groups:
+        distance = torch.cdist(tokens, centroids).amin(-1).square().cpu()
+        weights = distance if distance.sum() > 0 else torch.ones_like(distance)
+        chosen = int(torch.multinomial(weights, 1, generator=generator))
+        centroids = torch.cat([centroids, tokens[chosen : chosen + 1]])
+    for _ in range(KMEANS_ITERATIONS):
+        centroids = follow_means(centroids, tokens, torch.cdist(tokens, centroids).argmin(-1), decay=0.0)
+    return centroids
+
+
+@dataclass
+class ForwardRecord:
+    """One forward pass: the digest of its tokens, its value, and its statistics until they are used."""
+
+    digest: Tensor
+    value: Tensor
+    pending: Any
+
+
+class ForwardMemo:
+    """Update running statistics once per training pass, however often gradient checkpointing recomputes it.
+
+    Several passes may be pending (a loss over two sequences, as in DPO), and their backwards come in any order.
+    Without gradients nothing is updated: reentrant checkpointing, whose first pass has none, updates in its backward.
+    """
+
+    def __init__(self) -> None:
+        self.records: deque[ForwardRecord] = deque(maxlen=MEMO_SIZE)
+
+    def get(
+        self, x: Tensor, valid: Tensor | None, compute: Callable[[], tuple[Tensor, T]], update: Callable[[T], None]
+    ) -> Tensor:
+        """Return the value for tokens x `(B, T, N)`; in a backward the one of their forward pass.
+
+        Args:
+            valid: `(B, T)` bool, False on padding.
+            compute: returns the value and this pass's statistics.
+            update: adds these statistics to the running ones.
+
+        Raises:
+            RuntimeError: a backward recomputes a forgotten pass (on a GPU a device-side assertion).
+        """
+        digest = digest_tokens(x.detach(), valid)
+        if is_in_backward() and self.records:
+            latest = list(reversed(self.records))
+            distance = torch.stack([(record.digest - digest).abs().amax() for record in latest])
+            best = distance.argmin()
+            torch._assert_async(
+                distance.amin() < MEMO_TOLERANCE, f"more than {MEMO_SIZE} checkpointed passes await a backward"
+            )
+            if any(record.pending is not None for record in latest):
+                recomputed = latest[int(best)]
+                if recomputed.pending is not None:
+                    update(recomputed.pending)
+                    recomputed.pending = None
+            return torch.stack([record.value for record in latest]).index_select(0, best[None])[0]
+        value, statistics = compute()
+        if torch.is_grad_enabled():
+            update(statistics)
+        self.records.append(ForwardRecord(digest, value, None if torch.is_grad_enabled() else statistics))
+        return value
+
+
+def digest_tokens(x: Tensor, valid: Tensor | None) -> Tensor:
+    """Return `(2 N,)`, mean and root mean square of every coordinate of tokens `(B, T, N)` without padding."""
+    rows = x.flatten(0, -2) if valid is None else x[valid]
+    rows = rows.double() if rows.device.type == "cpu" else rows.float()
+    return torch.cat([rows.mean(0), rows.square().mean(0).sqrt()])
+
+
+def is_in_backward() -> bool:
+    """Tell whether autograd is running, as when gradient checkpointing recomputes a forward pass."""
+    return torch._C._current_graph_task_id() != -1
