@@ -374,7 +374,7 @@ def test_a_cache_of_hard_groups_does_not_serve_soft_gates(tiny_model):
     model = attached(tiny_model("llama"))
     cache = model(input_ids=tokens(), use_cache=True).past_key_values
     set_routing(model, hard=False)
-    with pytest.raises(UserError, match="filled by hard groups, and there is none for soft gates"):
+    with pytest.raises(UserError, match="filled by hard groups, and there is none for soft routing"):
         model(input_ids=tokens()[:, :1], past_key_values=cache)
 
 

@@ -83,7 +83,7 @@ def test_a_method_from_outside_is_a_python_file_and_a_yaml_file(outside):
         (["attention.method=sparq"], "attention.method=sparq does not go with attention=mine"),
     ],
 )
-def test_its_options_are_checked_as_any_others(outside, settings, said):
+def test_outside_method_invalid_option_raises(outside, settings, said):
     result = run(*mine(outside, "recipe=none", *settings))
     assert (result.code, result.out) == (2, "") and result.err.startswith(f"error: {said}")
 
@@ -96,13 +96,13 @@ def test_its_options_are_checked_as_any_others(outside, settings, said):
         ("my_methods.MeanOptions", "'my_methods.MeanOptions' must be a subclass"),
     ],
 )
-def test_what_is_no_method_is_named(outside, path, said):
+def test_outside_method_unimportable_raises(outside, path, said):
     (outside / "conf" / "attention" / "mine.yaml").write_text(YAML.replace("my_methods.Mean", path))
     result = run(*mine(outside, "recipe=none"))
     assert result.code == 2 and result.err.startswith("error: ") and said in result.err
 
 
-def test_an_adapter_runs_no_module_that_nobody_asked_for(outside, tiny_model):
+def test_load_adapter_never_imports_modules(outside, tiny_model):
     model = attach(tiny_model("llama"), "my_methods.Mean", share=1.0)
     save_adapter(model, outside / "adapter")
     loaded = load_adapter(tiny_model("llama"), outside / "adapter")
@@ -112,20 +112,20 @@ def test_an_adapter_runs_no_module_that_nobody_asked_for(outside, tiny_model):
         load_adapter(tiny_model("llama"), outside / "adapter")
 
 
-def test_options_defaults_are_allowed():
+def test_options_defaults_are_valid():
     for options in (*OPTIONS, AttentionConfig):
         for item in fields(options):
             assert item.default is not MISSING
         validate_options(options())
 
 
-def test_the_backends_of_the_configuration_are_those_there_are():
+def test_backend_choices_equal_kernels():
     (backend,) = [item for item in fields(AttentionConfig) if item.name == "backend"]
     assert backend.metadata["choices"] == BACKENDS
 
 
 @pytest.mark.parametrize("name", METHODS)
-def test_the_schema_of_a_method_has_its_options_and_what_all_have(name):
+def test_schema_has_method_and_common_options(name):
     schema = schema_of(name)
     names = {item.name for item in fields(schema)}
     parts = [find(name).options, find(name).fit_options, AttentionConfig]
@@ -134,25 +134,25 @@ def test_the_schema_of_a_method_has_its_options_and_what_all_have(name):
 
 
 @given(groups=st.integers(-2, 20), top_k=st.integers(-2, 20))
-def test_one_option_bounds_another(groups, top_k):
+def test_option_bound_by_another_is_checked(groups, top_k):
     allowed = 1 <= top_k <= groups
     try:
         options = FocusOptions.create(groups=groups, top_k=top_k)
     except ValueError as error:
-        assert not allowed and ("groups=" in str(error) or "top_k=" in str(error))
+        assert not allowed and str(error).startswith(("groups must", "top_k must"))
     else:
         assert allowed and (options.groups, options.top_k) == (groups, top_k)
 
 
 @given(value=st.floats() | st.integers())
-def test_a_share_is_a_number_from_0_to_1(value):
+def test_option_range_is_checked(value):
     try:
         FocusOptions.create(gate_threshold=value)
     except ValueError as error:
-        assert not 0 <= value <= 1 and "use a number from 0 to 1" in str(error)
+        assert not 0 <= value <= 1 and "gate_threshold must be from 0 to 1" in str(error)
     else:
         assert 0 <= value <= 1
 
 
-def test_methods_named_the_same_way_are_found_once():
+def test_find_dotted_path_equals_name():
     assert find("sparq") is find("focus_exp.attention.baselines.sparq.SparQ")
