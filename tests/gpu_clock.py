@@ -26,17 +26,17 @@ from gpu_checks import CASES, Case
 from focus_exp.attention.kernels import KERNELS, KernelRequirements, fused
 from focus_exp.attention.kernels.layout import Plan
 from focus_exp.results.environment import commit
-from focus_exp.speed.layer import Contender, Layer
-from focus_exp.speed.timing import Work, alternate, device_name, synchronize
+from focus_exp.speed.layer import BenchmarkCase, Layer
+from focus_exp.speed.timing import Work, device_name, synchronize, time_in_turns
 from focus_exp.speed.workload import (
     FUSED,
     Shape,
     Tensors,
     balanced,
+    density,
     full_attention,
     full_attention_kernels,
-    full_step,
-    pairs_kept,
+    run_full_step,
 )
 
 KILO = 1024
@@ -130,7 +130,7 @@ class Clock:
         on_gpu, every = self.device.type == "cuda", full_attention_kernels(tensors)
         full = {f"full {kernel}": every[kernel] for kernel in (FUSED if on_gpu else every)}
         works: dict[str, Work] = full | {f"{label} captured": captured(full[label]) for label in full if on_gpu}
-        found: dict[str, tuple[str, Contender]] = {}
+        found: dict[str, tuple[str, BenchmarkCase]] = {}
         for groups, top_k in groupings:
             for kernel in KERNEL_NAMES:
                 demand = KernelRequirements("cuda", self.dtype, shape.head_dim, one_group=top_k == 1)
@@ -139,15 +139,15 @@ class Clock:
                 layer = Layer(shape, WINDOW, SINKS, self.dtype, self.device, kernel)
                 contender = contender_of(layer, balanced(groups, length, top_k), tensors, kernel)
                 label = f"{kernel} K={groups} k={top_k}"
-                works[label], found[label] = partial(contender.attention, tensors), (kernel, contender)
-                works[f"{label} kernels"] = contender.kernels(tensors)
+                works[label], found[label] = partial(contender.run, tensors), (kernel, contender)
+                works[f"{label} kernels"] = contender.prepare_kernels(tensors)
                 if kernel == "triton" and on_gpu:
                     works[f"{label} captured"] = captured(works[label])
-        seconds = alternate(works, 1 if length > 64 * KILO or self.tiny else REPEATS, self.device)
+        seconds = time_in_turns(works, 1 if length > 64 * KILO or self.tiny else REPEATS, self.device)
         best = min(full, key=lambda label: seconds[label])
         best_captured = min((seconds[f"{label} captured"] for label in full if on_gpu), default=None)
         for label, (kernel, contender) in found.items():
-            kept = pairs_kept(contender.selection, length, WINDOW, SINKS)
+            kept = density(contender.selection, length, WINDOW, SINKS)
             plan = Plan.of(contender.selection, contender.sequence, WINDOW, SINKS)
             row = {
                 "layer": name, "tokens": length, "K": contender.groups.count, "k": contender.groups.top_k,
@@ -169,8 +169,8 @@ class Clock:
         full_kernel, full = full_attention(tensors, self.device)
         layer = Layer(shape, WINDOW, SINKS, self.dtype, self.device, "triton")
         contender = contender_of(layer, balanced(groups, length, top_k), tensors, "triton")
-        works = {"full": partial(full_step, full, tensors), "focus": partial(contender.step, tensors)}
-        seconds = alternate(works, 1 if self.tiny else REPEATS, self.device)
+        works = {"full": partial(run_full_step, full, tensors), "focus": partial(contender.run_step, tensors)}
+        seconds = time_in_turns(works, 1 if self.tiny else REPEATS, self.device)
         row = {
             "layer": name, "tokens": length, "K": groups, "k": top_k, "kernel": "triton, step",
             "full kernel": full_kernel, "full [s]": seconds["full"], "focus [s]": seconds["focus"],
@@ -207,12 +207,12 @@ def compile_all(name: str, length: int, groups: int, top_k: int, backward: bool,
     device, shape = torch.device("cuda"), LAYERS[name]
     tensors = Tensors.random(shape, length, dtype, device)
     layer = Layer(shape, WINDOW, SINKS, dtype, device, "triton")
-    contender = Contender.of(layer, balanced(groups, length, top_k), tensors)
+    contender = BenchmarkCase.build(layer, balanced(groups, length, top_k), tensors)
     if backward:
-        contender.step(tensors.with_grad())
+        contender.run_step(tensors.with_grad())
     else:
         with torch.no_grad():
-            contender.attention(tensors)
+            contender.run(tensors)
     synchronize(device)
 
 
@@ -257,14 +257,16 @@ def triton_version() -> str | None:
         return None
 
 
-def contender_of(layer: Layer, groups: Any, tensors: Tensors, kernel: str) -> Contender:
+def contender_of(layer: Layer, groups: Any, tensors: Tensors, kernel: str) -> BenchmarkCase:
     """Also where the interpreter runs a kernel that is for CUDA."""
     if layer.device.type == "cuda":
-        return Contender.of(layer, groups, tensors)
-    masked = Contender.of(Layer(layer.shape, layer.window, layer.sinks, layer.dtype, layer.device), groups, tensors)
+        return BenchmarkCase.build(layer, groups, tensors)
+    masked = BenchmarkCase.build(
+        Layer(layer.shape, layer.window, layer.sinks, layer.dtype, layer.device), groups, tensors
+    )
     # on a CPU the kernels refuse by their own rule, and the interpreter runs them all the same
     masked.method.select_kernel = lambda *_: KERNELS[kernel]  # type: ignore[method-assign]
-    return Contender(layer, groups, masked.method, masked.selection, masked.sequence, KERNELS[kernel])
+    return BenchmarkCase(layer, groups, masked.method, masked.selection, masked.sequence, KERNELS[kernel])
 
 
 def captured(work: Work) -> Work:

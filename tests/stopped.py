@@ -23,7 +23,7 @@ CALLS = {
     "the first phase is trained": ("focus_exp.training.module.LanguageModelTask.training_step", 5),
     "the second phase is trained": ("focus_exp.training.module.LanguageModelTask.training_step", 17),
     "the balance is calibrated": ("focus_exp.jobs.fit.calibrate", 1),
-    "the third row is measured": ("focus_exp.evaluation.quality.score", 3),
+    "the third row is measured": ("focus_exp.evaluation.perplexity.score", 3),
 }
 # stage -> the name of a file or folder that is half written, and how many of that name were renamed before
 WRITES = {

@@ -27,7 +27,7 @@ from focus_exp.errors import UserError
 from focus_exp.models.hf_cache import grouped_caches, is_grouped, prepare_cache
 from focus_exp.models.load import load_model
 from focus_exp.models.methods import attached_methods, observe_selections
-from focus_exp.speed.timing import resident
+from focus_exp.speed.timing import read_proc_status
 
 RULES = [(1, "query_topk"), (2, "query_topk"), (2, "share"), (3, "share")]
 VOCABULARY = 100
@@ -500,7 +500,7 @@ def test_ten_thousand_tokens_hold_what_the_cache_holds(tiny_model):
             if ids.shape[1] in (2_000, 6_000, 10_000):
                 gc.collect()
                 held[ids.shape[1]] = (
-                    resident("VmRSS"),
+                    read_proc_status("VmRSS"),
                     sum(x.bytes for x in grouped_caches(cache)),
                     len(gc.get_objects()),
                 )

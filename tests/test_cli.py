@@ -68,8 +68,8 @@ def test_a_package_of_an_extra_that_is_missing_is_asked_for_before_anything_runs
         assert run(*tiny(tmp_path), "job=plan", "eval.tasks=[lambada_openai]", "--cfg", "job").code == 0
     for name in [name for name in sys.modules if name in ("focus_exp.jobs.analyze", "focus_exp.evaluation.groups")]:
         monkeypatch.delitem(sys.modules, name)
-    monkeypatch.setitem(sys.modules, "focus_exp.evaluation.groups_words", None)
-    monkeypatch.setitem(EXTRAS, "focus_exp.evaluation.groups_words", "evaluation")
+    monkeypatch.setitem(sys.modules, "focus_exp.evaluation.groups_passage", None)
+    monkeypatch.setitem(EXTRAS, "focus_exp.evaluation.groups_passage", "evaluation")
     assert "focus_exp[evaluation]" in refused(*tiny(tmp_path), "job=analyze")
     assert not (tmp_path / "runs").exists()
 

@@ -10,7 +10,8 @@ from builders import write_variants
 from running import only_run, run, tiny, write_texts
 from scipy import stats
 
-from focus_exp.evaluation import quality
+from focus_exp.evaluation import perplexity
+from focus_exp.evaluation.controls import slug
 from focus_exp.jobs import compare as job
 from focus_exp.records.answers import answer
 from focus_exp.records.comparison import load_run
@@ -82,7 +83,7 @@ def test_differences_from_the_first_arm_and_from_others_are_those_of_the_losses(
     for arm in comparison.arms:
         (folder,) = tmp_path.glob(f"runs/adhoc/*/{arm.name}-seed*")
         row = next(row for row in comparison.rows if row.arm == arm.name)
-        (path,) = [p for p in folder.rglob("*.npz") if p.stem == quality.slug(row.name)]
+        (path,) = [p for p in folder.rglob("*.npz") if p.stem == slug(row.name)]
         with np.load(path) as scores:
             losses[arm.name] = scores["nll"].astype(np.float64)
         (kept,) = folder.rglob("losses.csv")
@@ -227,13 +228,13 @@ def test_an_interrupted_comparison_goes_on_with_the_arm_it_was_at(tmp_path, monk
 @pytest.fixture
 def scored(monkeypatch):
     """What was scored, by its name."""
-    real, labels = quality.score, []
+    real, labels = perplexity.score, []
 
-    def counting(model, blocks, indices, batch_size, precision, label):
+    def counting(model, blocks, batches, precision, label):
         labels.append(label)
-        return real(model, blocks, indices, batch_size, precision, label)
+        return real(model, blocks, batches, precision, label)
 
-    monkeypatch.setattr(quality, "score", counting)
+    monkeypatch.setattr(perplexity, "score", counting)
     return labels
 
 

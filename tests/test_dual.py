@@ -22,8 +22,7 @@ from focus_exp.attention.focus_dual import UNSET, FocusDual
 from focus_exp.attention.selection import AttentionArgs, Selection, Sequence, base_mask, local_mask
 from focus_exp.models.methods import attached_methods, observe_selections, set_budget
 from focus_exp.results.record import Record
-from focus_exp.speed.layer import Layer
-from focus_exp.speed.methods import method_rows
+from focus_exp.speed.layer import Layer, time_methods
 from focus_exp.speed.workload import Shape
 from focus_exp.training.focus_dual_fit.encoders import score_thresholds as thresholds
 
@@ -410,10 +409,10 @@ def test_evaluate_adapter_top_k_changes_density(tmp_path):
     assert whole.distant_pairs_kept == 1 and whole.nll == pytest.approx(records[0].rows[0].nll)
 
 
-def test_method_rows_times_focus_dual():
+def test_time_methods_times_focus_dual():
     layer = Layer(
         Shape(WIDTH, 6, 3, SIZE), window=8, sinks=2, dtype=torch.float32, device=torch.device("cpu"), repeats=1
     )
-    rows = list(method_rows(layer, 64, {"focus_dual": ("focus_dual", {"groups": 4, "top_k": 2})}))
+    rows = list(time_methods(layer, 64, {"focus_dual": ("focus_dual", {"groups": 4, "top_k": 2})}))
     assert {row.settings["path"] for row in rows} == {"cpu-flash"}
     assert all(row.settings["error"] is None and row.value > 0 for row in rows)

@@ -1,4 +1,4 @@
-"""job=generate: every text is what the model writes there, and its numbers are those of the base."""
+"""job=generate: every continuation is what the model generates there, scored by the base."""
 
 import signal
 from types import SimpleNamespace
@@ -11,19 +11,38 @@ from transformers import LlamaForCausalLM
 
 from focus_exp.data import Blocks, TokenStream
 from focus_exp.evaluation import generation
-from focus_exp.evaluation.generation import Generation, agreement, read_and_held
+from focus_exp.evaluation.generation import Generation, common_prefix, measure_cache
 from focus_exp.jobs import prepare
 
 JOB = ["job=generate", "recipe.steps=2"]
+FIT = [
+    "attention.calibration_sequences=2",
+    "attention.validation_sequences=1",
+    "attention.fit_steps=4",
+    "attention.groups=4",
+]
 
 
-def test_texts_of_every_attention_stand_under_their_prompt(tmp_path):
+def test_continuations_of_every_attention_follow_their_prompt(tmp_path, monkeypatch):
+    real, losses = Generation.base_nll, []
+
+    def check(self, prompt, new):
+        value = real(self, prompt, new)
+        with generation.disable_method(self.model), torch.no_grad():
+            logits = self.model(input_ids=torch.cat([prompt, new])[None], use_cache=False).logits[0]
+        logs = logits.log_softmax(-1)[len(prompt) - 1 : -1]
+        assert value == pytest.approx(-float(logs[torch.arange(len(new)), new].mean()), abs=1e-5)
+        losses.append(value)
+        return value
+
+    monkeypatch.setattr(Generation, "base_nll", check)
     result = run(*tiny(tmp_path), *JOB)
     assert result.code == 0, result.err
     rows = record_of(tmp_path).continuations
     names = ["the book", "full attention", "Focus hard k=1", "Focus hard k=2 (query_topk)"]
     assert [(row.prompt, row.attention) for row in rows] == [(n, name) for n in (0, 1) for name in names]
     assert all(row.error is None and (row.prompt_tokens, row.tokens) == (20, 12) for row in rows)
+    assert [row.base_nll for row in rows] == losses
     by_name = {(row.prompt, row.attention): row for row in rows}
     for prompt in (0, 1):
         full, everything = by_name[prompt, "full attention"], by_name[prompt, names[-1]]
@@ -34,48 +53,39 @@ def test_texts_of_every_attention_stand_under_their_prompt(tmp_path):
         assert by_name[prompt, "Focus hard k=1"].read < everything.read
     text = (only_run(tmp_path) / "continuations.md").read_text()
     assert text.count("**full attention**") == 2 and "## Prompt 1, 20 tokens" in text
-    assert "2 prompts of 20 tokens, each continued by 12" in result.out
 
 
-def test_a_models_own_wishes_for_texts_do_not_decide_them(tmp_path, monkeypatch):
-    """Such as a penalty of repetitions in its generation_config.json, of which no record tells."""
+def test_generation_ignores_the_models_own_generation_config(tmp_path, monkeypatch):
+    """Such as a penalty of repetitions, which no record would show."""
     texts = []
-    for place, penalty in (("without", 1.0), ("with", 5.0)):
-        (tmp_path / place).mkdir()
+    for folder, penalty in (("without", 1.0), ("with", 5.0)):
+        (tmp_path / folder).mkdir()
         load = prepare.load_model
 
-        def penal(*args, load=load, penalty=penalty, **options):
+        def load_penalized(*args, load=load, penalty=penalty, **options):
             loaded = load(*args, **options)
             loaded.model.generation_config.repetition_penalty = penalty
             return loaded
 
         with monkeypatch.context() as patch:
-            patch.setattr(prepare, "load_model", penal)
-            assert run(*tiny(tmp_path / place), *JOB).code == 0
-        texts.append([row.text for row in record_of(tmp_path / place).continuations])
+            patch.setattr(prepare, "load_model", load_penalized)
+            assert run(*tiny(tmp_path / folder), *JOB, "recipe.steps=1", "generate.top_k=[1]").code == 0
+        texts.append([row.text for row in record_of(tmp_path / folder).continuations])
     assert texts[0] == texts[1]
 
 
-@pytest.mark.parametrize("windows", [1, 2, 4, 5, 8, 40])
-def test_no_text_is_continued_twice_while_there_are_others(windows):
-    tokens = np.zeros(8 * windows, dtype=np.int32)
+@pytest.mark.parametrize("sequences", [1, 2, 4, 5, 8, 40])
+def test_prompts_are_distinct_and_spread(sequences):
+    tokens = np.zeros(8 * sequences, dtype=np.int32)
     blocks = Blocks(TokenStream("text", tokens, np.array([0, len(tokens)]), ["text"]), 8, cross_documents=False)
     config = SimpleNamespace(generate=SimpleNamespace(prompts=4))
-    found = Generation(None, None, blocks, config, None, None).indices
-    assert len(set(found)) == len(found) == min(4, windows) and found == sorted(found)
-    assert found == [8, 16, 23, 31] or windows < 40
+    indices = Generation(None, None, blocks, config, None, None).indices
+    assert len(set(indices)) == len(indices) == min(4, sequences) and indices == sorted(indices)
+    assert indices == [8, 16, 23, 31] or sequences < 40
 
 
-@pytest.mark.parametrize("budget", [["attention.top_k=2"], ["attention.density=0.5"]])
-def test_two_encoders_write_too_fitted_here_or_read_from_an_adapter(tmp_path, budget):
-    fit = [
-        "attention.calibration_sequences=2",
-        "attention.validation_sequences=1",
-        "attention.fit_steps=4",
-        "attention.groups=4",
-        *budget,
-    ]
-    dual = fitting(*tiny(tmp_path), "attention=focus_dual", "recipe=none", *fit)
+def test_dual_router_with_a_budget_generates_fitted_or_read_from_an_adapter(tmp_path):
+    dual = fitting(*tiny(tmp_path), "attention=focus_dual", "recipe=none", *FIT, "attention.density=0.5")
     result = run(*dual, "job=generate")
     assert result.code == 0, result.err
     rows = record_of(tmp_path).continuations
@@ -88,49 +98,25 @@ def test_two_encoders_write_too_fitted_here_or_read_from_an_adapter(tmp_path, bu
     assert [row.text for row in record_of(tmp_path / "read").continuations] == [row.text for row in rows]
 
 
-def test_two_encoders_write_with_other_numbers_of_groups_too(tmp_path):
-    fit = [
-        "attention.calibration_sequences=2",
-        "attention.validation_sequences=1",
-        "attention.fit_steps=4",
-        "attention.groups=4",
-    ]
-    dual = fitting(*tiny(tmp_path), "attention=focus_dual", "recipe=none", *fit, "generate.top_k=[1,4]")
+def test_dual_router_generates_with_other_top_k(tmp_path):
+    dual = fitting(*tiny(tmp_path), "attention=focus_dual", "recipe=none", *FIT, "generate.top_k=[1,4]")
     assert run(*dual, "job=generate").code == 0
-    _, full, one, everything = record_of(tmp_path).continuations[:4]
-    assert (one.attention, everything.attention) == ("focus_dual k=1", "focus_dual k=4")
-    assert everything.text == full.text and one.read < everything.read == full.read
+    _, full, top_1, everything = record_of(tmp_path).continuations[:4]
+    assert (top_1.attention, everything.attention) == ("focus_dual k=1", "focus_dual k=4")
+    assert everything.text == full.text and top_1.read < everything.read == full.read
 
-    # an adapter too takes the number of groups of the command line
+    # an adapter takes top_k of the command line too
     (adapter,) = (tmp_path / "runs").rglob("adapter")
     given = fitting(*tiny(tmp_path, "read"), "attention=focus_dual", "attention.groups=4", "attention.top_k=1")
     assert run(*given, "job=generate", f"adapter={adapter}").code == 0
-    assert [row.text for row in record_of(tmp_path / "read").continuations[1:3]] == [full.text, one.text]
-
-    for setting, said in (("generate.top_k=[5]", "use 1 to"), ("attention.density=0.2", "does not go with a budget")):
+    assert [row.text for row in record_of(tmp_path / "read").continuations[1:3]] == [full.text, top_1.text]
+    for setting in ("generate.top_k=[5]", "attention.density=0.2"):
         refused = run(*dual, "job=generate", setting)
-        assert refused.code == 2 and said in refused.err
+        assert refused.code == 2 and setting.split("=")[0] in refused.err
 
 
-def test_the_bases_loss_is_that_of_the_text(tmp_path, monkeypatch):
-    real, seen = Generation.base_nll, []
-
-    def checking(self, prompt, new):
-        found = real(self, prompt, new)
-        with generation.disabled(self.model), torch.no_grad():
-            logits = self.model(input_ids=torch.cat([prompt, new])[None], use_cache=False).logits[0]
-        logs = logits.log_softmax(-1)[len(prompt) - 1 : -1]
-        assert found == pytest.approx(-float(logs[torch.arange(len(new)), new].mean()), abs=1e-5)
-        seen.append(found)
-        return found
-
-    monkeypatch.setattr(Generation, "base_nll", checking)
-    assert run(*tiny(tmp_path), *JOB, "generate.top_k=[1]").code == 0
-    assert len(seen) == 6
-
-
-def test_an_interrupted_run_goes_on_with_the_next_text(tmp_path, monkeypatch):
-    real, calls = Generation.write, []
+def test_interrupted_generation_resumes_with_the_next_prompt(tmp_path, monkeypatch):
+    real, calls = Generation.generate, []
 
     def stopping(self, number, prompt, name):
         calls.append((number, name))
@@ -138,61 +124,58 @@ def test_an_interrupted_run_goes_on_with_the_next_text(tmp_path, monkeypatch):
             signal.raise_signal(signal.SIGTERM)
         return real(self, number, prompt, name)
 
-    monkeypatch.setattr(Generation, "write", stopping)
-    assert run(*tiny(tmp_path), *JOB).code == 128 + signal.SIGTERM
-    assert run(*tiny(tmp_path), *JOB).code == 0
+    monkeypatch.setattr(Generation, "generate", stopping)
+    sampled = [*tiny(tmp_path), *JOB, "generate.do_sample=true"]
+    assert run(*sampled).code == 128 + signal.SIGTERM
+    assert run(*sampled).code == 0
     full, *hard = ["full attention", "Focus hard k=1", "Focus hard k=2 (query_topk)"]
     assert calls == [(number, name) for number in (0, 1) for name in [full] * (1 + number) + hard]
-    assert len(record_of(tmp_path).continuations) == 8
-
-
-def test_samples_follow_from_the_seed(tmp_path):
-    texts = []
-    for folder in ("first", "second"):
-        assert run(*tiny(tmp_path, runs=folder), *JOB, "generate.do_sample=true").code == 0
-        texts.append([row.text for row in record_of(tmp_path / folder).continuations])
-    assert texts[0] == texts[1] and len(set(texts[0])) > 4
+    # samples follow from the seed
+    assert run(*tiny(tmp_path, "again"), *JOB, "generate.do_sample=true").code == 0
+    texts = [[row.text for row in record_of(tmp_path / runs).continuations] for runs in ("runs", "again")]
+    assert len(texts[0]) == 8 and texts[0] == texts[1] and len(set(texts[0])) > 4
 
 
 @pytest.mark.parametrize(
-    ("settings", "said"),
+    ("settings", "key"),
     [
-        (["attention=focus_paper", "attention.groups=2"], "reads the future"),
-        (["attention=window", "recipe=none"], "not attention=window"),
-        (["generate.prompt_tokens=32"], "generate.prompt_tokens=32 leaves nothing of eval.seq_len=32"),
-        (["generate.top_k=[3]"], "generate.top_k holds 3; use 1 to attention.groups=2"),
-        (["generate.new_tokens=0"], "generate.new_tokens=0"),
-        (["generate.new_tokens=500"], "generate.prompt_tokens + generate.new_tokens=520 exceeds the 512 positions"),
+        (["attention=focus_paper", "attention.groups=2"], "attention=focus"),
+        (["attention=window", "recipe=none"], "attention=window"),
+        (["generate.prompt_tokens=32"], "generate.prompt_tokens"),
+        (["generate.top_k=[3]"], "generate.top_k"),
+        (["generate.new_tokens=0"], "generate.new_tokens"),
+        (["generate.new_tokens=500"], "generate.prompt_tokens"),
     ],
     ids=str,
 )
-def test_bad_settings_are_one_message(tmp_path, settings, said):
+def test_generation_with_bad_settings_is_refused(tmp_path, settings, key):
     result = run(*fitting(*tiny(tmp_path), *JOB, *settings))
-    assert result.code == 2 and said in result.err and "Traceback" not in result.err
+    assert result.code == 2 and key in result.err and "Traceback" not in result.err
 
 
-def test_nothing_agrees_with_full_attention_that_failed(tmp_path, monkeypatch):
+def test_generation_failed_full_attention_has_an_error_and_no_agreement(tmp_path, monkeypatch):
     generate, calls = LlamaForCausalLM.generate, []
 
-    def failing_once(self, **options):
+    def fail_once(self, **options):
         calls.append(1)
         if len(calls) == 1:
             raise torch.OutOfMemoryError("no room")
         return generate(self, **options)
 
-    monkeypatch.setattr(LlamaForCausalLM, "generate", failing_once)
+    monkeypatch.setattr(LlamaForCausalLM, "generate", fail_once)
     assert run(*tiny(tmp_path), *JOB, "recipe.steps=1", "generate.prompts=1", "generate.top_k=[1]").code == 0
     _, full, hard = record_of(tmp_path).continuations
     assert "no room" in full.error and hard.tokens == 12 and hard.agrees is None
 
 
-def test_full_attention_reads_what_its_layers_hold(tiny_model):
-    model = tiny_model("qwen2")  # whose second layer slides over 8 tokens
-    out = model.generate(
+def test_measure_cache_counts_what_sliding_layers_hold(tiny_model):
+    model = tiny_model("qwen2")  # its second layer slides over 8 tokens
+    output = model.generate(
         torch.arange(3, 23)[None], max_new_tokens=5, eos_token_id=None, pad_token_id=0, return_dict_in_generate=True
     )
-    assert read_and_held(out.past_key_values)[0] == (24 + 8) / 2
+    assert measure_cache(output.past_key_values)[0] == (24 + 8) / 2
 
 
-def test_agreement_ends_where_texts_part():
-    assert agreement([1, 2, 3], [1, 2, 4]) == 2 and agreement([1, 2], [1, 2]) == 2 and agreement([5], [6]) == 0
+def test_common_prefix_ends_at_the_first_difference():
+    pairs = {(1, 2, 4): 2, (1, 2): 2, (6,): 0}
+    assert {other: common_prefix([1, 2, 3], [*other]) for other in pairs} == pairs

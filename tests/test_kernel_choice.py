@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from focus_exp.attention.dense import masked_attention
 from focus_exp.attention.selection import AttentionArgs
 from focus_exp.speed import workload
-from focus_exp.speed.workload import Shape, Tensors, full_attention, full_step
+from focus_exp.speed.workload import Shape, Tensors, full_attention, run_full_step
 
 CPU = torch.device("cpu")
 SHAPE = Shape(width=8, heads=2, kv_heads=1, head_dim=8)
@@ -40,7 +40,7 @@ def test_full_attention_training_needs_backward(monkeypatch):
     monkeypatch.setattr(workload, "full_attention_kernels", lambda _: works)
     name, work = full_attention(tensors, CPU)
     assert name == "both"
-    full_step(work, tensors)
+    run_full_step(work, tensors)
 
 
 def test_masked_attention_cuda_gqa_repeats_keys(monkeypatch):

@@ -15,13 +15,13 @@ import torch
 from running import full_disk_at, metrics_of, only_run, outcome, record_of, router_steps, run, tiny
 
 from focus_exp.errors import Interrupted, UserError
-from focus_exp.evaluation import quality
+from focus_exp.evaluation import perplexity
 from focus_exp.jobs.inputs import refuse_another, take_over
 from focus_exp.results.measurement import Measurement
 from focus_exp.results.record import Record
 from focus_exp.results.run_dir import NOT_ENDED
-from focus_exp.speed import suite
-from focus_exp.speed.suite import Suite
+from focus_exp.speed import bench as speed_bench
+from focus_exp.speed.bench import SpeedBenchmark
 from focus_exp.training import callbacks
 from focus_exp.training.callbacks import Checkpoint
 from focus_exp.training.checkpoints import CONTENTS, CheckpointIO, read_checkpoint, repair_checkpoints
@@ -172,7 +172,7 @@ def test_signal_during_all_reduce_stops_at_the_next_step(monkeypatch, tmp_path):
 
 def test_stopped_evaluation_keeps_its_complete_rows(folder, expected, monkeypatch):
     scored = []
-    score = quality.score
+    score = perplexity.score
 
     def counted(*arguments):
         scored.append(arguments[-1])
@@ -180,7 +180,7 @@ def test_stopped_evaluation_keeps_its_complete_rows(folder, expected, monkeypatc
             signal.raise_signal(signal.SIGTERM)
         return score(*arguments)
 
-    monkeypatch.setattr(quality, "score", counted)
+    monkeypatch.setattr(perplexity, "score", counted)
     stop = True
     assert run(*command(folder, "evaluation")).code == SIGTERM_CODE
     assert record_of(folder / "evaluation").status == "interrupted"
@@ -303,10 +303,10 @@ def test_measured_times_are_kept_per_commit_and_processor(tmp_path, monkeypatch,
         return measured[-1:]
 
     for _ in range(2):
-        assert Suite.keep(owner, "attention-48", measure) == measured[:1]
-    monkeypatch.setattr(suite, other, lambda *_: "another")
+        assert SpeedBenchmark.load_or_measure(owner, "attention", 48, measure) == measured[:1]
+    monkeypatch.setattr(speed_bench, other, lambda *_: "another")
     for _ in range(2):
-        assert Suite.keep(owner, "attention-48", measure) == measured[1:]
+        assert SpeedBenchmark.load_or_measure(owner, "attention", 48, measure) == measured[1:]
     assert len(measured) == 2
 
 

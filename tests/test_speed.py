@@ -1,4 +1,4 @@
-"""The speed benchmark: clocks that take turns, honest counts, a break-even that is measured once, runs that resume."""
+"""Speed benchmark: alternating clocks, peak memory, counted pairs, break-even, resume and refusals."""
 
 import json
 import signal
@@ -21,142 +21,150 @@ from focus_exp.config import register_schemas
 from focus_exp.jobs import backend
 from focus_exp.jobs.reproduce import composed
 from focus_exp.models.methods import attached_methods, attention_modules, disable_method, observe_selections
+from focus_exp.speed import bench
 from focus_exp.speed import break_even as calibration
-from focus_exp.speed import suite
 from focus_exp.speed.break_even import BreakEven, break_even, sparse_wins
-from focus_exp.speed.decode import MODEL_STEPS, decode_model_row
-from focus_exp.speed.layer import Contender, Layer, attention_rows, attention_step_rows
-from focus_exp.speed.model import attention_clock, method_prefill_row, model_step_row, prefill_row
-from focus_exp.speed.timing import PeakMemory, alternate, begin_peak, peak_memory
-from focus_exp.speed.workload import Shape, Tensors, balanced, full_attention, largest_group, pairs_kept
+from focus_exp.speed.layer import BenchmarkCase, Layer, time_attention, time_attention_step
+from focus_exp.speed.model import DECODE_STEPS, time_attention_layers, time_decode_model, time_prefill, time_step
+from focus_exp.speed.timing import PeakMemory, begin_peak_memory, peak_memory, time_in_turns
+from focus_exp.speed.workload import Shape, Tensors, balanced, density, full_attention, largest_group
 from focus_exp.training.precision import Precision
 
 CPU = torch.device("cpu")
 SHAPE = Shape(width=32, heads=4, kv_heads=2, head_dim=16)
 LAYER = Layer(SHAPE, window=8, sinks=2, dtype=torch.float32, device=CPU, repeats=1)
 FLOAT32 = Precision(CPU, torch.float32, False, "test")
-BENCH = ["+experiment=speed", "bench.lengths=[48,80]",
-         "bench.groups=[2,4]", "bench.top_k=[1]", router_steps(2)]  # fmt: skip
-
+BENCH = ["+experiment=speed", "bench.lengths=[48,80]", "bench.groups=[2,4]", "bench.top_k=[1]", router_steps(1)]
 DUAL = ["attention=focus_dual", "recipe=none", "attention.groups=4", "attention.top_k=1"]
+FIT = ["attention.calibration_sequences=2", "attention.validation_sequences=1", "attention.fit_steps=4"]
 PREFILLS = ["bench.lengths=[]", "bench.step_lengths=[]", "bench.decode_lengths=[]", "bench.prefill_lengths=[32,48]"]
-NO_MODEL_CLOCKS = ["bench.prefill_lengths=[]", "bench.step_lengths=[]", "bench.decode_lengths=[]"]
+LAYER_ONLY = ["bench.prefill_lengths=[]", "bench.step_lengths=[]", "bench.decode_lengths=[]"]
+needs_resident_set = pytest.mark.skipif(PeakMemory(CPU).before is None, reason="the resident set is unknown here")
 
 
-def test_works_take_turns_and_the_first_round_is_not_counted():
+def test_time_in_turns_alternates_and_warms_up():
     calls = []
-
-    def slow_once(name):
-        calls.append(name)
-
-    alternate({name: (lambda name=name: slow_once(name)) for name in "abc"}, 2, CPU)
-    assert calls == list("abc") * 3
+    seconds = time_in_turns({name: (lambda name=name: calls.append(name)) for name in "abc"}, 2, CPU)
+    assert calls == list("abc") * 3 and [*seconds] == list("abc")
 
 
-@pytest.mark.skipif(PeakMemory(CPU).before is None, reason="the resident set is not known here")
-def test_peak_memory_sees_what_a_work_holds():
+@needs_resident_set
+def test_peak_memory_of_a_work_counts_what_it_holds():
     memory = PeakMemory(CPU)
     kept = torch.ones(4 << 20)  # 16 MiB
-    peak = memory.of(lambda: (torch.ones(16 << 20), torch.ones(8 << 20)))  # 64 and 32 MiB, held together
+    peak = memory.measure(lambda: (torch.ones(16 << 20), torch.ones(8 << 20)))  # 64 and 32 MiB at once
     assert 110 * 2**20 < peak < 140 * 2**20
-    assert memory.of(lambda: kept.sum()) < 40 * 2**20
+    assert memory.measure(lambda: kept.sum()) < 40 * 2**20
 
 
-@pytest.mark.skipif(PeakMemory(CPU).before is None, reason="the resident set is not known here")
-def test_the_peak_of_a_run_is_not_that_of_the_run_before_and_no_clock_forgets_it():
+@needs_resident_set
+def test_peak_memory_of_a_run_is_its_own_and_survives_measurements():
     torch.ones(64 << 20)  # 256 MiB of another run
-    begin_peak()
-    begun = peak_memory()
-    PeakMemory(CPU).of(lambda: torch.ones(16 << 20))
-    PeakMemory(CPU).of(lambda: torch.ones(1))
-    assert begun + 50 * 2**20 < peak_memory() < begun + 100 * 2**20
-    begin_peak()
-    assert peak_memory() < begun + 20 * 2**20
+    begin_peak_memory()
+    start = peak_memory()
+    PeakMemory(CPU).measure(lambda: torch.ones(16 << 20))
+    PeakMemory(CPU).measure(lambda: torch.ones(1))
+    assert start + 50 * 2**20 < peak_memory() < start + 100 * 2**20
+    begin_peak_memory()
+    assert peak_memory() < start + 20 * 2**20
 
 
 @given(st.integers(1, 200), st.sampled_from([1, 2, 5]), st.integers(1, 2), st.sampled_from(["query_topk", "share"]))
-@settings(max_examples=40)
-def test_balanced_groups_are_equal_in_size_and_their_pairs_counted(length, groups, top_k, rule):
+@settings(max_examples=25)
+def test_balanced_groups_are_even_and_their_pairs_counted(length, groups, top_k, rule):
     top_k = min(top_k, groups)
-    selection = balanced(groups, length, top_k, rule).selection(length, CPU)
-    sizes = balanced(groups, length).selection(length, CPU).group[0].bincount(minlength=groups)
+    selection = balanced(groups, length, top_k, rule).select(length, CPU)
+    sizes = balanced(groups, length).select(length, CPU).group[0].bincount(minlength=groups)
     assert sizes.max() - sizes.min() <= 1
     valid = torch.ones(1, length, dtype=torch.bool)  # counted pair by pair
     counts = count_pairs(selection, replace(Sequence.plain(1, length), valid=valid), 8, 2)
     kept = counts.total - counts.distant + counts.distant_kept
-    assert pairs_kept(selection, length, 8, 2) == pytest.approx(kept / counts.total)
+    assert density(selection, length, 8, 2) == pytest.approx(kept / counts.total)
 
 
-def test_groups_are_repeated_where_a_length_exceeds_them():
+def test_groups_repeat_beyond_their_scores():
     groups = balanced(3, 10)
-    long = groups.selection(25, CPU).group[0]
+    long = groups.select(25, CPU).group[0]
     assert torch.equal(long[:10], long[10:20]) and torch.equal(long[20:], long[:5])
-    assert largest_group(groups.selection(10, CPU)) == pytest.approx(0.4)
+    assert largest_group(groups.select(10, CPU)) == pytest.approx(0.4)
 
 
 @given(st.integers(1, 3), st.integers(1, 30), st.integers(1, 4), st.integers(0, 10**6))
 @settings(max_examples=20)
-def test_the_largest_group_is_that_of_the_head_in_which_it_is_largest(heads, length, groups, seed):
+def test_largest_group_is_that_of_any_head(heads, length, groups, seed):
     group = torch.randint(groups, (1, heads, length), generator=torch.Generator().manual_seed(seed))
-    largest = max(of_head.bincount().max().item() for of_head in group[0]) / length
-    assert largest_group(Selection(key_groups=one_hot(group, groups).bool())) == pytest.approx(largest)
+    expected = max(row.bincount().max().item() for row in group[0]) / length
+    assert largest_group(Selection(key_groups=one_hot(group, groups).bool())) == pytest.approx(expected)
 
 
 @torch.no_grad()
-def test_what_is_timed_is_focus_and_full_attention():
+def test_benchmark_case_equals_masked_and_full_attention():
     tensors = Tensors.random(SHAPE, 100, torch.float32, CPU)
-    contender = Contender.of(LAYER, balanced(3, 100), tensors)
-    ours = contender.attention(tensors)
-    contender.method.backend = "masked"
-    torch.testing.assert_close(ours, contender.attention(tensors), atol=1e-5, rtol=1e-5)
-    everything = Contender.of(LAYER, balanced(1, 100), tensors).attention(tensors)
+    case = BenchmarkCase.build(LAYER, balanced(3, 100), tensors)
+    out = case.run(tensors)
+    case.method.backend = "masked"
+    torch.testing.assert_close(out, case.run(tensors), atol=1e-5, rtol=1e-5)
+    everything = BenchmarkCase.build(LAYER, balanced(1, 100), tensors).run(tensors)
     name, full = full_attention(tensors, CPU)
     assert name == "sdpa"
     torch.testing.assert_close(everything, full(), atol=1e-5, rtol=1e-5)
 
 
-def test_layer_rows_say_what_ran():
-    rows = timings(attention_rows(LAYER, 100, [balanced(2, 100), balanced(4, 100, top_k=2)]))
+def test_layer_timings_describe_what_ran():
+    rows = timings(time_attention(LAYER, 100, [balanced(2, 100), balanced(4, 100, top_k=2)]))
     assert [(r.clock, r.groups, r.top_k) for r in rows] == [
         ("attention", 2, 1), ("kernels", 2, 1), ("attention", 4, 2), ("kernels", 4, 2),
     ]  # fmt: skip
     assert all(r.path == "cpu-flash" and r.speedup > 0 and r.density < 1 and r.full_kernel == "sdpa" for r in rows)
     assert rows[0].full_latency_ms == rows[3].full_latency_ms  # one full attention for all, in the same rounds
-    (step,) = timings(attention_step_rows(LAYER, 100, [balanced(2, 100)]))
+    (step,) = timings(time_attention_step(LAYER, 100, [balanced(2, 100)]))
     assert step.clock == "attention step" and step.latency_ms > 0
 
 
-def attached(tiny_model, **options):
+def attach_hard(tiny_model, **options):
     torch.manual_seed(0)
     return set_routing(attach(tiny_model("llama"), "focus", window=8, sinks=2, **options), hard=True)
 
 
-def test_attention_clock_leaves_projections_out_and_nothing_behind(tiny_model):
-    model = attached(tiny_model)
-    tokens = torch.randint(256, (1, 64))
+def test_time_attention_layers_excludes_projections_and_removes_hooks(tiny_model):
+    model, tokens = attach_hard(tiny_model), torch.randint(256, (1, 64))
     hooks = {index: len(m._forward_pre_hooks) for index, m in attention_modules(model).items()}
-    with torch.no_grad(), attention_clock(model) as clock:
+    with torch.no_grad(), time_attention_layers(model) as seconds:
         model(tokens)
-        assert clock.seconds > 0
-        once = clock.seconds
+        once = seconds[0]
         model(tokens)
-    assert clock.seconds > once
+    assert 0 < once < seconds[0]
     assert {index: len(m._forward_pre_hooks) for index, m in attention_modules(model).items()} == hooks
     assert not any(m._forward_hooks for m in model.modules())
 
 
-def test_prefill_and_step_leave_the_model_as_it_was(tiny_model):
-    model = attached(tiny_model)
+def test_model_timings_leave_the_model_unchanged(tiny_model):
+    model = attach_hard(tiny_model)
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    tokens = torch.randint(256, (1, 64))
-    (prefill,) = timings(prefill_row(model, tokens, FLOAT32, 1))
-    assert 0 < prefill.attention_latency_ms < prefill.latency_ms
-    assert prefill.assignment == "trained" and prefill.path == "masked" and 0 < prefill.density < 1
-    (step,) = timings(model_step_row(model, tokens, FLOAT32))
-    assert step.full_latency_ms > 0 and step.latency_ms > 0
+    tokens, counts = torch.randint(256, (1, 64)), []
+    (prefill,) = timings(time_prefill(model, tokens, FLOAT32, 1, "focus"))
+    assert 0 < prefill.attention_latency_ms < prefill.latency_ms and prefill.path == "masked"
+    with observe_selections(model, lambda _, method, *rest: counts.append(method.count_pairs(*rest))):
+        model(tokens)
+    assert prefill.density == pytest.approx(sum(count.density for count in counts) / len(counts))
+    (step,) = timings(time_step(model, tokens, FLOAT32))
+    assert step.full_latency_ms > 0 and step.latency_ms > 0 and step.assignment == "trained"
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
     assert all(m.train_with == "soft" and not m.training for m in attached_methods(model).values())
     assert all(p.grad is None and p.requires_grad == (".focus." in name) for name, p in model.named_parameters())
+
+
+@pytest.mark.parametrize("groups", [1, 4])
+def test_time_decode_model_counts_what_a_sliding_layer_keeps_and_reads(groups, tiny_model):
+    model = set_routing(attach(tiny_model("gemma3"), "focus", groups=groups, window=4, sinks=1), hard=True)
+    (row,) = timings(time_decode_model(model, torch.randint(256, (1, 24)), FLOAT32, 1))
+    length = 24 + 2 * DECODE_STEPS  # one round to warm up, one that counts
+    with torch.no_grad(), disable_method(model):
+        cache = model(torch.randint(256, (1, length))).past_key_values
+    assert row.full_peak_memory_bytes == sum(x.nbytes for layer in cache.layers for x in (layer.keys, layer.values))
+    assert row.full_bytes_read == (8 + length) * 2 * 2 * 16 * 4  # keys and values of two heads of 16 floats
+    assert row.density == row.bytes_read / row.full_bytes_read
+    assert (row.density == 1) == (groups == 1)
 
 
 @given(st.lists(st.tuples(st.floats(0.1, 2), st.floats(0.1, 2)), min_size=1, max_size=6))
@@ -226,8 +234,8 @@ def test_where_the_sparse_path_never_wins_auto_never_takes_it():
     assert never.sparse_from > 10**9 and "not faster up to 256" in never.sentence()
 
 
-def test_auto_changes_over_where_it_was_measured_to(tiny_model):
-    model = attached(tiny_model, groups=2)
+def test_auto_backend_changes_at_sparse_from(tiny_model):
+    model = attach_hard(tiny_model, groups=2)
     for start, path in ((100, "masked"), (64, "cpu-flash")):
         set_routing(model, hard=True, sparse_from=start)
         with torch.no_grad():
@@ -235,51 +243,32 @@ def test_auto_changes_over_where_it_was_measured_to(tiny_model):
         assert {m.path for m in attached_methods(model).values()} == {path}
 
 
-def test_a_bench_run_measures_every_clock_with_balanced_and_trained_groups(tmp_path):
+def test_bench_job_measures_every_clock_with_balanced_and_trained_groups(tmp_path):
     result = run(*tiny(tmp_path), *BENCH)
     assert result.code == 0, result.err
     record = record_of(tmp_path)
-    found = {(row.clock, row.seq_len, row.groups, row.assignment) for row in timings(record.measurements)}
+    rows = timings(record.measurements)
     layers = [("balanced", 2), ("balanced", 4), ("trained", 2)]
-    assert found == {
+    assert {(row.clock, row.seq_len, row.groups, row.assignment) for row in rows} == {
         *((clock, n, k, a) for clock in ("attention", "kernels") for n in (48, 80) for a, k in layers),
         *(("attention step", 64, k, a) for a, k in layers),
         *(("decode", 40, k, a) for a, k in layers),
         ("decode model", 40, 2, "trained"),
         *((clock, 64, 2, "trained") for clock in ("prefill", "model step")),
     }
-    assert all(row.error is None and row.latency_ms for row in timings(record.measurements))
-    assert record.steps == 2 and (only_run(tmp_path) / "adapter").is_dir()
+    assert all(row.error is None and row.latency_ms for row in rows)
+    for row in (row for row in rows if row.clock.startswith("decode")):
+        assert row.bytes_read / row.full_bytes_read == pytest.approx(row.density, abs=0.01)
+        assert 0 < row.density < 1 and row.peak_memory_bytes >= row.full_peak_memory_bytes
+        assert row.path == "cached" and ("Cache" in row.full_kernel or "Layer" in row.full_kernel)
+    assert record.steps == 1 and (only_run(tmp_path) / "adapter").is_dir()
+    assert "decode" in (only_run(tmp_path) / "table.md").read_text()
     again = run(*tiny(tmp_path), *BENCH)
     assert again.code == 0 and "finished already" in again.out
 
 
-def test_a_decode_step_reads_its_share_of_what_is_cached(tmp_path):
-    assert run(*tiny(tmp_path), *BENCH).code == 0
-    rows = [row for row in timings(record_of(tmp_path).measurements) if row.clock.startswith("decode")]
-    for row in rows:
-        assert row.bytes_read / row.full_bytes_read == pytest.approx(row.density, abs=0.01)
-        assert 0 < row.density < 1 and row.peak_memory_bytes >= row.full_peak_memory_bytes
-        assert row.path == "cached" and ("Cache" in row.full_kernel or "Layer" in row.full_kernel)
-    text = (only_run(tmp_path) / "table.md").read_text()
-    assert "decode" in text
-
-
-@pytest.mark.parametrize("groups", [1, 4])
-def test_a_sliding_layer_counts_as_what_its_own_cache_keeps_and_reads(groups, tiny_model):
-    model = set_routing(attach(tiny_model("gemma3"), "focus", groups=groups, window=4, sinks=1), hard=True)
-    (row,) = timings(decode_model_row(model, torch.randint(256, (1, 24)), FLOAT32, 1))
-    length = 24 + 2 * MODEL_STEPS  # one round before the one that counts
-    with torch.no_grad(), disable_method(model):
-        cache = model(torch.randint(256, (1, length))).past_key_values
-    assert row.full_peak_memory_bytes == sum(x.nbytes for layer in cache.layers for x in (layer.keys, layer.values))
-    assert row.full_bytes_read == (8 + length) * 2 * 2 * 16 * 4  # keys and values of two heads of 16 floats
-    assert row.density == row.bytes_read / row.full_bytes_read
-    assert (row.density == 1) == (groups == 1)
-
-
 @pytest.mark.slow
-def test_an_adapters_router_is_timed_without_training(tmp_path):
+def test_bench_job_times_an_adapters_router_without_training(tmp_path):
     assert run(*tiny(tmp_path, runs="first"), *BENCH).code == 0
     adapter = only_run(tmp_path / "first") / "adapter"
     result = run(*tiny(tmp_path, runs="second"), *BENCH, f"adapter={adapter}", "bench.step_lengths=[]")
@@ -289,114 +278,76 @@ def test_an_adapters_router_is_timed_without_training(tmp_path):
     assert record.method["trainable_parameters"] > 0
 
 
-def test_without_a_router_only_balanced_groups_are_timed(tmp_path):
-    result = run(*tiny(tmp_path), "job=bench", "recipe=none")
-    assert result.code == 0, result.err
-    assert {row.assignment for row in timings(record_of(tmp_path).measurements)} == {"balanced"}
-
-
-def test_an_interrupted_bench_goes_on_where_it_stopped(tmp_path, monkeypatch):
-    real, calls = suite.attention_rows, []
+def test_interrupted_bench_job_resumes_and_a_failure_keeps_its_error(tmp_path, monkeypatch):
+    real, calls = bench.time_attention, []
 
     def stopping(layer, length, groupings):
         calls.append(length)
         if len(calls) == 2:
             signal.raise_signal(signal.SIGTERM)
+        if length == 64:
+            raise RuntimeError("out of everything")
         return real(layer, length, groupings)
 
-    monkeypatch.setattr(suite, "attention_rows", stopping)
-    settings = [*tiny(tmp_path), "job=bench", "recipe=none", "bench.lengths=[32,48]", *NO_MODEL_CLOCKS]
-    assert run(*settings).code == 128 + signal.SIGTERM
+    monkeypatch.setattr(bench, "time_attention", stopping)
+    command = [*tiny(tmp_path), "job=bench", "recipe=none", "bench.lengths=[32,48,64]", *LAYER_ONLY]
+    assert run(*command).code == 128 + signal.SIGTERM
     assert record_of(tmp_path).status == "interrupted" and timings(record_of(tmp_path).measurements)
-    assert run(*settings).code == 0
-    assert calls == [32, 48, 48]
-    assert {row.seq_len for row in timings(record_of(tmp_path).measurements)} == {32, 48}
-
-
-def test_a_length_that_fails_is_a_row_with_its_reason(tmp_path, monkeypatch):
-    def failing(layer, length, groupings):
-        raise RuntimeError("out of everything")
-
-    monkeypatch.setattr(suite, "attention_rows", failing)
-    assert run(*tiny(tmp_path), "job=bench", "recipe=none", *NO_MODEL_CLOCKS).code == 0
-    (row,) = timings(record_of(tmp_path).measurements)
-    assert "out of everything" in row.error and row.speedup is None
+    assert run(*command).code == 0
+    assert calls == [32, 48, 48, 64]
+    rows = timings(record_of(tmp_path).measurements)
+    assert {row.assignment for row in rows} == {"balanced"}
+    assert {row.seq_len for row in rows if row.speedup} == {32, 48}
+    (failed,) = (row for row in rows if row.seq_len == 64)
+    assert "out of everything" in failed.error and failed.speedup is None
 
 
 @pytest.mark.slow
-def test_layers_of_other_methods_are_timed_and_a_failure_says_why(tmp_path, monkeypatch):
+def test_bench_job_times_layers_of_other_methods_and_keeps_an_error(tmp_path, monkeypatch):
     monkeypatch.setattr(Performer, "route", lambda *_: (_ for _ in ()).throw(RuntimeError("no features")))
     methods = ["window", "longformer", "performer", "routing_transformer", "sparq", "magicpig", "random_groups"]
-    settings = ["job=bench", "recipe=none", "bench.lengths=[48]", f"bench.methods=[{','.join(methods)}]"]
-    result = run(*tiny(tmp_path), *settings, *NO_MODEL_CLOCKS)
+    options = ["job=bench", "recipe=none", "bench.lengths=[48]", f"bench.methods=[{','.join(methods)}]"]
+    result = run(*tiny(tmp_path), *options, *LAYER_ONLY)
     assert result.code == 0, result.err
-    rows = {row.method: row for row in timings(record_of(tmp_path).measurements)}
+    rows = {row.method: row for row in timings(record_of(tmp_path).measurements) if getattr(row, "method", None)}
     assert list(rows) == methods and "no features" in rows.pop("performer").error
     assert all(row.speedup and row.seq_len == 48 for row in rows.values())
-    paths = {name: row.path for name, row in rows.items()}
-    assert {name for name, path in paths.items() if path == "masked"} == {"routing_transformer", "sparq", "magicpig"}
-    assert "performer" in (only_run(tmp_path) / "speed_methods.csv").read_text()
-    assert "At 48 tokens" in result.out and "failed: RuntimeError: no features" in result.out
+    masked = {name for name, row in rows.items() if row.path == "masked"}
+    assert masked == {"routing_transformer", "sparq", "magicpig"}
 
 
-def test_a_fitted_router_with_two_encoders_is_timed_in_a_prefill(tmp_path):
-    settings = [
-        "attention.density=0.3",
-        "attention.calibration_sequences=3",
-        "attention.validation_sequences=1",
-        "attention.fit_steps=4",
-    ]
-    result = run(*fitting(*tiny(tmp_path), "job=bench", *DUAL, *settings, *PREFILLS))
+@pytest.mark.parametrize("fails", [False, True])
+def test_bench_job_times_a_dual_router_in_a_prefill(tmp_path, monkeypatch, fails):
+    def fail(*_, **__):
+        raise RuntimeError("out of everything")
+
+    if fails:
+        monkeypatch.setattr(bench, "time_prefill", fail)
+    result = run(*fitting(*tiny(tmp_path), "job=bench", *DUAL, *FIT, "attention.density=0.3", *PREFILLS))
     assert result.code == 0, result.err
-    record = record_of(tmp_path)
-    assert [(row.clock, row.method, row.seq_len) for row in timings(record.measurements)] == [
-        ("prefill", "focus_dual", 32), ("prefill", "focus_dual", 48)
-    ]  # fmt: skip
-    for row in timings(record.measurements):
+    rows = timings(record_of(tmp_path).measurements)
+    cases = [(row.clock, row.method, row.seq_len) for row in rows]
+    assert cases == [("prefill", "focus_dual", 32), ("prefill", "focus_dual", 48)]
+    for row in rows:
+        if fails:
+            assert "out of everything" in row.error
+            continue
         assert row.speedup and 0 < row.density < 1
         assert 0 < row.attention_latency_ms < row.latency_ms
         assert 0 < row.full_attention_latency_ms < row.full_latency_ms
-    measured = (only_run(tmp_path) / "measurements.csv").read_text()
-    assert measured.count("focus_dual") >= 2 and "prefill" in measured
-    assert "prefill" in (only_run(tmp_path) / "table.md").read_text()
+    table = (only_run(tmp_path) / "table.md").read_text()
+    assert ("failed" if fails else "prefill") in table
 
 
-def test_a_prefill_that_fails_is_a_row_with_its_reason(tmp_path, monkeypatch):
-    def failing(*_):
-        raise RuntimeError("out of everything")
-
-    monkeypatch.setattr(suite, "method_prefill_row", failing)
-    settings = ["attention.calibration_sequences=3", "attention.validation_sequences=1", "attention.fit_steps=4"]
-    result = run(*fitting(*tiny(tmp_path), "job=bench", *DUAL, *settings, *PREFILLS))
-    assert result.code == 0, result.err
-    rows = timings(record_of(tmp_path).measurements)
-    assert [row.seq_len for row in rows] == [32, 48] and all("out of everything" in row.error for row in rows)
-    assert "failed" in (only_run(tmp_path) / "table.md").read_text()
-
-
-def test_a_prefill_of_another_method_is_that_of_the_attached_model(tiny_model):
-    model = attach(tiny_model("llama"), "focus_dual", groups=4, top_k=1, window=8, sinks=1).eval()
-    tokens = torch.randint(0, 96, (1, 40), generator=torch.Generator().manual_seed(0))
-    (row,) = timings(method_prefill_row("focus_dual", model, tokens, FLOAT32, 1))
-    counts = []
-    with observe_selections(
-        model, lambda _, method, selection, sequence: counts.append(method.count_pairs(selection, sequence))
-    ):
-        model(tokens)
-    assert row.density == pytest.approx(sum(count.density for count in counts) / len(counts))
-    assert row.path == "masked" and row.seq_len == 40 and row.dtype == "float32"
-
-
-def test_kernels_are_listed_with_reasons(tmp_path):
+def test_bench_job_lists_kernels(tmp_path):
     result = run("job=bench", "bench.list=true", f"cache_dir={tmp_path}")
     assert result.code == 0 and not list(tmp_path.rglob("record.json"))
-    for name in ("triton", "flash-attn", "torch-flash", "cpu-flash", "math"):
+    for name in ("triton", "flash-attn", "torch-flash", "cpu-flash", "math", "break-even"):
         assert name in result.out
-    assert "break-even" in result.out
 
 
 @pytest.mark.parametrize(
-    ("arguments", "named"),
+    ("arguments", "key"),
     [
         (["attention=window", "recipe=none"], "attention=window"),
         (["bench.lengths=[0]"], "bench.lengths"),
@@ -409,6 +360,6 @@ def test_kernels_are_listed_with_reasons(tmp_path):
         ([*DUAL, *PREFILLS, "attention.calibration_sequences=0"], "attention.calibration_sequences"),
     ],
 )
-def test_what_cannot_be_timed_is_refused(tmp_path, arguments, named):
+def test_bench_job_refuses_what_it_cannot_time(tmp_path, arguments, key):
     result = run(*fitting(*tiny(tmp_path), "job=bench", *arguments))
-    assert result.code == 2 and named in result.err
+    assert result.code == 2 and key in result.err

@@ -1,4 +1,4 @@
-"""Continuations of held-out text under full attention and under hard groups, and what the base model makes of them."""
+"""Continuations of held-out prompts under full attention and hard routing, scored by the base model."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from transformers import Cache, DynamicCache, GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.cache_utils import DynamicLayer
@@ -21,8 +22,7 @@ from transformers.cache_utils import DynamicLayer
 from focus_exp.config import Config
 from focus_exp.data import Blocks
 from focus_exp.errors import UserError, first_line
-from focus_exp.evaluation.controls import hard_name
-from focus_exp.evaluation.outcomes import slug
+from focus_exp.evaluation.controls import hard_name, slug
 from focus_exp.models.hf_cache import count_keys_and_bytes, grouped_caches
 from focus_exp.models.methods import disable_method, set_routing
 from focus_exp.progress import ProgressBar
@@ -35,9 +35,11 @@ FULL = "full attention"
 
 @dataclass
 class Generation:
-    """Writes continuations one by one; each is kept in `folder`, so that an interrupted run goes on with the next.
+    """Generate continuations one by one, each kept in `folder`, so that a run resumes.
 
-    model: attached, its routers trained. blocks: held-out text, of which every prompt takes the start of a window.
+    Args:
+        model: with a trained router attached.
+        blocks: held-out sequences, whose starts are the prompts.
     """
 
     model: PreTrainedModel
@@ -51,43 +53,36 @@ class Generation:
         count = min(self.config.generate.prompts, len(self.blocks))
         between = dict.fromkeys(int(i) for i in np.linspace(0, len(self.blocks) - 1, count + 2)[1:-1].round())
         self.indices = [*between] if len(between) == count else self.blocks.spread(count)
-        self.greedy: dict[int, list[int]] = {}
+        self.greedy: dict[int, list[int]] = {}  # tokens under full attention
 
     def rows(self) -> Iterator[Continuation]:
-        """Prompt by prompt: the book, full attention, every k; of two encoders what each head was given."""
+        """Yield the book's own continuation of each prompt, then those under full attention and hard routing."""
         settings = self.config.generate
-        with ProgressBar(total=len(self.indices) * (1 + len(self.hard)), desc="texts", unit="text") as bar:
+        with ProgressBar(total=len(self.indices) * (1 + len(self.hard)), desc="continuations", unit="prompt") as bar:
             for number, index in enumerate(self.indices):
                 tokens = self.blocks[index]["input_ids"]
                 prompt, rest = tokens[: settings.prompt_tokens], tokens[settings.prompt_tokens :]
-                yield self.book(number, prompt, rest[: settings.new_tokens])
+                yield self.make_row(number, prompt, rest[: settings.new_tokens].tolist(), "the book", "book")
                 for name in (FULL, *self.hard):
-                    yield self.kept(number, prompt, name)
+                    yield self.load_or_generate(number, prompt, name)
                     bar.update()
 
     @cached_property
     def hard(self) -> dict[str, int | None]:
-        """The groups that a query asks, by the name of the row; None: what each head was given."""
-        reach = self.config.generate.top_k
+        """Return top_k by row name; None where a budget gives each head its own."""
+        top_ks = self.config.generate.top_k
         if dual := self.config.dual:
-            return {f"{dual.name} k={k}": k for k in reach} or {dual.name: None if dual.budgeted else dual.top_k}
+            return {f"{dual.name} k={k}": k for k in top_ks} or {dual.name: None if dual.budgeted else dual.top_k}
         attention = self.config.focus
-        reach = reach or list(range(1, attention.groups + 1))
-        return {hard_name(k, attention.pair_rule): k for k in reach}
+        return {hard_name(k, attention.pair_rule): k for k in top_ks or range(1, attention.groups + 1)}
 
-    def book(self, number: int, prompt: Tensor, rest: Tensor) -> Continuation:
-        row = self.row(number, prompt, rest.tolist(), "the book", "book")
-        row.base_nll = self.base_nll(prompt, rest)
-        return row
-
-    def kept(self, number: int, prompt: Tensor, name: str) -> Continuation:
-        """What an interrupted run wrote before, or what is written now."""
+    def load_or_generate(self, number: int, prompt: Tensor, name: str) -> Continuation:
         path = self.folder / f"{number}-{slug(name)}.json"
         try:
-            found = json.loads(path.read_text(encoding="utf-8"))
-            row, new = Continuation(**found["row"]), found["tokens"]
+            stored = json.loads(path.read_text(encoding="utf-8"))
+            row, new = Continuation(**stored["row"]), stored["tokens"]
         except (OSError, ValueError, TypeError, KeyError):
-            row, new = self.write(number, prompt, name)
+            row, new = self.generate(number, prompt, name)
             if row.error is None:
                 replace_file(path, json.dumps({"row": asdict(row), "tokens": new}).encode())
         if name == FULL:
@@ -95,63 +90,63 @@ class Generation:
         return row
 
     @torch.no_grad()
-    def write(self, number: int, prompt: Tensor, name: str) -> tuple[Continuation, list[int]]:
+    def generate(self, number: int, prompt: Tensor, name: str) -> tuple[Continuation, list[int]]:
+        """Return a continuation and its tokens; a failure becomes the row's error."""
         kind, top_k = ("base", None) if name == FULL else ("hard", self.hard[name])
         if kind == "hard":
             set_routing(self.model, hard=True, top_k=top_k, pair_rule=getattr(self.config.attention, "pair_rule", None))
-        settings = self.config.generate
+        settings, model = self.config.generate, self.model
         sampling = {"temperature": settings.temperature, "top_p": settings.top_p} if settings.do_sample else {}
-        torch.manual_seed(self.config.seed + number)  # every attention draws the same numbers
-        model: Any = self.model
-        # what is on record is all that decides a text; a model's own may ask for a penalty of repetitions
-        model.generation_config = GenerationConfig()
-        began = time.perf_counter()
+        torch.manual_seed(self.config.seed + number)  # equal draws under every attention
+        model.generation_config = GenerationConfig()  # a model's own could penalize repetitions, unrecorded
+        start = time.perf_counter()
         try:
-            with disable_method(self.model) if kind == "base" else nullcontext(), self.precision.context():
-                out = model.generate(
-                    input_ids=prompt[None].to(self.model.device), max_new_tokens=settings.new_tokens,
+            with disable_method(model) if kind == "base" else nullcontext(), self.precision.context():
+                output: Any = model.generate(  # type: ignore[operator]
+                    input_ids=prompt[None].to(model.device), max_new_tokens=settings.new_tokens,
                     do_sample=settings.do_sample, use_cache=True, return_dict_in_generate=True, eos_token_id=None,
                     pad_token_id=0, **sampling,
                 )  # fmt: skip
         except (RuntimeError, UserError) as error:
-            row = self.row(number, prompt, [], name, kind)
+            row = self.make_row(number, prompt, [], name, kind)
             row.error = f"{type(error).__name__}: {first_line(error)}"
             return row, []
-        new = out.sequences[0, len(prompt) :].tolist()
-        row = self.row(number, prompt, new, name, kind)
-        row.top_k, row.seconds = top_k, time.perf_counter() - began
-        row.base_nll = self.base_nll(prompt, torch.tensor(new))
-        row.read, row.cache_bytes = read_and_held(out.past_key_values)
+        seconds = time.perf_counter() - start
+        new = output.sequences[0, len(prompt) :].tolist()
+        row = self.make_row(number, prompt, new, name, kind)
+        row.top_k, row.seconds = top_k, seconds
+        row.read, row.cache_bytes = measure_cache(output.past_key_values)
         if kind == "hard" and (full := self.greedy.get(number)):  # empty where full attention failed
-            row.agrees = agreement(new, full)
+            row.agrees = common_prefix(new, full)
         return row, new
 
-    def row(self, number: int, prompt: Tensor, new: list[int], name: str, kind: Any) -> Continuation:
+    def make_row(self, number: int, prompt: Tensor, new: list[int], name: str, kind: Any) -> Continuation:
         return Continuation(
             attention=name, kind=kind, prompt=number, prompt_text=str(self.tokenizer.decode(prompt.tolist())),
             text=str(self.tokenizer.decode(new)), prompt_tokens=len(prompt), tokens=len(new),
+            base_nll=self.base_nll(prompt, torch.tensor(new)) if new else None,
         )  # fmt: skip
 
     @torch.no_grad()
     def base_nll(self, prompt: Tensor, new: Tensor) -> float:
-        """Nats per token of `new` after `prompt` under full attention."""
+        """Return nats per token of `new` after `prompt` under full attention."""
         tokens = torch.cat([prompt, new])[None].to(self.model.device)
         with disable_method(self.model), self.precision.context():
             logits = self.model(input_ids=tokens, use_cache=False, logits_to_keep=len(new) + 1).logits[0, :-1]
-        return float(torch.nn.functional.cross_entropy(logits.float(), tokens[0, -len(new) :]))
+        return float(F.cross_entropy(logits.float(), tokens[0, -len(new) :]))
 
 
-def agreement(tokens: list[int], others: list[int]) -> int:
-    """How many tokens are the same before the first that is not."""
+def common_prefix(tokens: list[int], others: list[int]) -> int:
+    """Return how many tokens are equal before the first that is not."""
     pairs = zip(tokens, others, strict=False)
     return next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(tokens), len(others)))
 
 
-def read_and_held(cache: Any) -> tuple[float | None, int | None]:
-    """Keys that the last step read in a layer, on average, and the bytes of keys and values of all layers."""
+def measure_cache(cache: Any) -> tuple[float | None, int | None]:
+    """Return the keys that the last step read per layer, and the bytes of keys and values of all layers."""
     if isinstance(cache, Cache) and (grouped := grouped_caches(cache)):
         return mean(layer.pairs_read for layer in grouped), sum(layer.bytes for layer in grouped)
     if isinstance(cache, DynamicCache):
         layers = [count_keys_and_bytes(x) for x in cache.layers if isinstance(x, DynamicLayer) and x.keys is not None]
-        return float(mean(read for read, _ in layers)), sum(held for _, held in layers)
+        return float(mean(read for read, _ in layers)), sum(size for _, size in layers)
     return None, None

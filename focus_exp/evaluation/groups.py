@@ -1,8 +1,10 @@
-"""What a router's groups are made of: word classes, other seeds, an untrained router and chance beside them."""
+"""Which tokens a router groups together: word classes, other seeds, an untrained router and chance as references."""
 
 from __future__ import annotations
 
+import io
 import string
+import zipfile
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -11,41 +13,117 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from sklearn.metrics import adjusted_mutual_info_score, normalized_mutual_info_score
+from sklearn.metrics.cluster import contingency_matrix
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from focus_exp.attention.base import AttentionMethod
 from focus_exp.attention.registry import build
+from focus_exp.attention.selection import Selection, Sequence
 from focus_exp.config import Config
 from focus_exp.config_attention import DualConfig, FocusConfig
 from focus_exp.data import Blocks
 from focus_exp.errors import UserError
-from focus_exp.evaluation.groups_metrics import agreement, fit, shuffled, standing_out
-from focus_exp.evaluation.groups_observe import Grouping, Observed, observe, read_observed, write_observed
-from focus_exp.evaluation.groups_pairs import describe_cut, write_passage
-from focus_exp.evaluation.groups_passage import cut_passage
-from focus_exp.evaluation.groups_words import CLASSES, TAGGER, read_passage, shown
-from focus_exp.evaluation.statistics import window_means, window_sums
+from focus_exp.evaluation.groups_passage import (
+    CLASSES,
+    TAGGER,
+    Grouping,
+    fill_report,
+    format_piece,
+    measure_passage,
+    read_passage,
+    split_heads,
+    write_passage,
+)
+from focus_exp.evaluation.perplexity import token_losses
+from focus_exp.evaluation.statistics import sequence_means, sequence_sums
 from focus_exp.models.adapter import adapter_name, load_adapter, read_description
 from focus_exp.models.attach import detach
-from focus_exp.models.methods import attached_methods, disable_method, get_attachment, set_routing, swap_methods
+from focus_exp.models.methods import (
+    attached_methods,
+    disable_method,
+    get_attachment,
+    observe_selections,
+    set_routing,
+    swap_methods,
+)
+from focus_exp.progress import ProgressBar
 from focus_exp.records.groups import ClassCost, GroupFit, GroupLayer, GroupReport, TokenGroup
 from focus_exp.results.intervals import estimate
 from focus_exp.results.losses import Losses
+from focus_exp.storage import replace_file
 from focus_exp.training.focus_dual_fit.fit import rebalance
 from focus_exp.training.precision import Precision
 from focus_exp.training.warm_start import calibrate
 
 TOP_TOKENS = 12
-STANDARD = ("mean", "scale")  # of the tokens, by which two encoders see them
+STANDARDIZATION = ("mean", "scale")  # of the tokens, as two encoders see them
+
+
+@dataclass
+class Observation:
+    """What a router does with sequences.
+
+    groups: int16 (groupings, sequences, T), each token's first group as a key. confidence: float32, the largest entry
+    of its assignment. nll: float32 (sequences, T) in nats, NaN for the first token. The base has no groupings.
+    """
+
+    groups: np.ndarray
+    confidence: np.ndarray
+    nll: np.ndarray
+    groupings: list[Grouping]
+
+    def select(self, grouping: Grouping) -> tuple[np.ndarray, np.ndarray]:
+        """Return groups and confidence (sequences, T) of one grouping."""
+        index = self.groupings.index(grouping)
+        return self.groups[index], self.confidence[index]
+
+
+@torch.no_grad()
+def observe(model: PreTrainedModel, sequences: list[Tensor], precision: Precision, label: str) -> Observation:
+    """Run sequences (T,) through the model as it is now."""
+    groups: dict[Grouping, list[Tensor]] = {}
+    losses = []
+
+    def store(layer: int, method: AttentionMethod, selection: Selection, sequence: Sequence) -> None:
+        for grouping, rows in split_heads(layer, selection).items():
+            confidence, group = rows.effective_key_assignment[0].max(-1)
+            groups.setdefault(grouping, []).append(torch.stack([group, confidence]).cpu())
+
+    with precision.context(), observe_selections(model, store):
+        for tokens in ProgressBar(sequences, desc=f"{label:<28}", unit="sequence"):
+            losses.append(token_losses(model, tokens[None].to(model.device))[0].cpu())
+    nll = torch.stack(losses).numpy()
+    nll[:, 0] = np.nan
+    values = torch.stack([torch.stack(rows) for rows in groups.values()]) if groups else torch.zeros(0, 0, 2, 0)
+    return Observation(values[:, :, 0].to(torch.int16).numpy(), values[:, :, 1].float().numpy(), nll, list(groups))
+
+
+def write_observation(path: Path, observation: Observation) -> None:
+    content = io.BytesIO()
+    places = [(layer, -1 if head is None else head) for layer, head in observation.groupings]
+    np.savez_compressed(content, **vars(observation) | {"groupings": np.array(places, dtype=np.int64).reshape(-1, 2)})
+    replace_file(path, content.getvalue())
+
+
+def read_observation(path: Path) -> Observation | None:
+    """Read an observation; None where it is missing or damaged."""
+    try:
+        with np.load(path, allow_pickle=False) as data:
+            places = [Grouping(layer, None if head < 0 else head) for layer, head in data["groupings"].tolist()]
+            return Observation(data["groups"], data["confidence"], data["nll"], places)
+    except (OSError, EOFError, ValueError, KeyError, zipfile.BadZipFile):
+        return None
 
 
 @dataclass
 class GroupAnalysis:
-    """Measures a trained router with hard groups. What a router does to the windows is kept in `folder`, so that an
-    interrupted run goes on with the next router.
+    """Describe a router's groups under hard routing; each observation is kept in `folder`, so that a run resumes.
 
-    blocks: held-out text; calibration: training text, on which an untrained router is balanced as a trained one is.
+    Args:
+        blocks: held-out text.
+        calibration: training text, on which an untrained router is balanced as a trained one is.
     """
 
     model: PreTrainedModel
@@ -57,158 +135,184 @@ class GroupAnalysis:
     folder: Path
 
     def __post_init__(self) -> None:
-        settings, length = self.config.analyze, self.blocks.seq_len
-        self.indices = self.blocks.spread(-(-settings.tokens // length))
-        # the first token of a window is not scored
+        length = self.blocks.seq_len
+        self.indices = self.blocks.spread(-(-self.config.analyze.tokens // length))
+        # the first token of a sequence is not scored
         self.scored = Losses([(*place, length - 1) for place in self.blocks.places(self.indices)])
-        self.windows: list[Tensor] = [self.blocks[i]["input_ids"] for i in self.indices]
-        read = [read_passage(self.tokenizer, window.tolist()) for window in self.windows]
-        # what a tokenizer puts before every window is no part of the text
+        self.sequences: list[Tensor] = [self.blocks[i]["input_ids"] for i in self.indices]
+        passages = [read_passage(self.tokenizer, tokens.tolist()) for tokens in self.sequences]
+        # what a tokenizer puts before every sequence is not part of the text
         self.text = slice(0 if self.blocks.bos is None else 1, None)
-        self.tokens = np.array([shown(piece) for passage in read for piece in passage.pieces[self.text]])
-        self.classes = np.array([[CLASSES.index(kind) for kind in passage.classes] for passage in read])
-        self.labels = self.flat(self.classes)
-        self.everywhere = Counter(self.tokens.tolist())
+        self.tokens = np.array([format_piece(piece) for passage in passages for piece in passage.pieces[self.text]])
+        self.classes = np.array([[CLASSES.index(kind) for kind in passage.classes] for passage in passages])
+        self.labels = self.flatten(self.classes)
+        self.routing: FocusConfig | DualConfig = self.config.dual or self.config.focus
 
-    def flat(self, values: np.ndarray) -> np.ndarray:
-        """`[windows, T]` as `[N]`, the text alone."""
+    def flatten(self, values: np.ndarray) -> np.ndarray:
+        """Return (sequences, T) as (N,), the text alone."""
         return values[:, self.text].ravel()
 
     def report(self) -> GroupReport:
-        """Everything, and the passage for the page into `folder`."""
+        """Measure everything, and write the passage for the page into `folder`."""
         settings = self.config.analyze
-        self.use_hard_groups()
-        trained = self.kept("trained", partial(self.observe, "trained router"))
+        self.use_hard_routing()
+        trained = self.load_or_observe("trained", partial(self.observe, "trained router"))
         if not trained.groupings:
-            chosen = get_attachment(self.model).options["groups_per_layer"]
-            raise UserError(f"attention.groups_per_layer must leave a layer with groups (got {chosen}).")
-        base = self.kept("base", self.observe_base)
+            budget = get_attachment(self.model).options["groups_per_layer"]
+            raise UserError(
+                f"attention.groups_per_layer must leave a layer with groups (got {budget}). Raise it in one layer."
+            )
+        base = self.load_or_observe("base", self.observe_base)
         middle = len(self.indices) // 2
         item = self.blocks[self.indices[middle]]
-        passage = self.windows[middle][: settings.passage_tokens]
-        cut = cut_passage(self.model, passage, self.precision)
-        read = read_passage(self.tokenizer, passage.tolist())
-        untrained = self.kept("untrained", self.observe_untrained)
-        others = [self.kept(f"other-{n}", partial(self.observe_other, f)) for n, f in enumerate(settings.others)]
-        write_passage(self.folder / "passage.json", cut, read)
-        shares = np.bincount(self.labels, minlength=len(CLASSES)) / len(self.labels)
+        tokens = self.sequences[middle][: settings.passage_tokens]
+        result = measure_passage(self.model, tokens, self.precision)
+        passage = read_passage(self.tokenizer, tokens.tolist())
+        untrained = self.load_or_observe("untrained", self.observe_untrained)
+        others = [
+            self.load_or_observe(f"other-{n}", partial(self.observe_other, folder))
+            for n, folder in enumerate(settings.others)
+        ]
+        write_passage(self.folder / "passage.json", result, passage)
+        fractions = np.bincount(self.labels, minlength=len(CLASSES)) / len(self.labels)
         report = GroupReport(
             tokens=len(self.labels),
-            windows=len(self.windows),
-            passage_tokens=len(passage),
+            windows=len(self.sequences),
+            passage_tokens=len(tokens),
             passage_from=self.blocks.stream.documents[int(item["document_ids"][0])],
             tagger=TAGGER,
-            class_shares={name: float(share) for name, share in zip(CLASSES, shares, strict=True) if share},
+            class_shares={name: float(x) for name, x in zip(CLASSES, fractions, strict=True) if x},
             others=[adapter_name(folder) for folder in settings.others],
-            layers=[self.layer(grouping, trained, untrained, others) for grouping in trained.groupings],
-            costs=self.costs(base.nll, trained.nll),
+            layers=[self.describe_layer(grouping, trained, untrained, others) for grouping in trained.groupings],
+            costs=self.class_costs(base.nll, trained.nll),
         )
-        describe_cut(report, cut, read, settings.pairs)
+        fill_report(report, result, passage, settings.pairs)
         return report
 
-    def kept(self, name: str, measure: Callable[[], Observed]) -> Observed:
-        """What an interrupted run measured before, or what is measured now."""
+    def load_or_observe(self, name: str, measure: Callable[[], Observation]) -> Observation:
         path = self.folder / f"{name}.npz"
-        observed = read_observed(path)
-        if observed is None:
-            observed = measure()
-            write_observed(path, observed)
-        print(f"observed: {name:<12} {observed.nll.size:,} tokens, {np.nanmean(observed.nll):.4f} nats per token")
-        return observed
+        observation = read_observation(path)
+        if observation is None:
+            observation = measure()
+            write_observation(path, observation)
+        nll = observation.nll
+        print(f"observed: {name:<12} {nll.size:,} tokens, {np.nanmean(nll):.4f} nats per token")
+        return observation
 
-    def use_hard_groups(self) -> None:
+    def use_hard_routing(self) -> None:
         attention = self.config.attention
         pair_rule = attention.pair_rule if isinstance(attention, FocusConfig) else None
-        set_routing(self.model, hard=True, top_k=self.groups.top_k, pair_rule=pair_rule)
+        set_routing(self.model, hard=True, top_k=self.routing.top_k, pair_rule=pair_rule)
 
-    @property
-    def groups(self) -> FocusConfig | DualConfig:
-        return self.config.dual or self.config.focus
+    def observe(self, label: str) -> Observation:
+        return observe(self.model, self.sequences, self.precision, label)
 
-    def observe(self, label: str) -> Observed:
-        return observe(self.model, self.windows, self.precision, label)
-
-    def observe_base(self) -> Observed:
+    def observe_base(self) -> Observation:
         with disable_method(self.model):
             return self.observe("full attention")
 
-    def observe_untrained(self) -> Observed:
-        """A router as it is before training, of another seed than the trained one's, balanced on the same text."""
+    def observe_untrained(self) -> Observation:
+        """Observe a fresh router of another seed, balanced on the same text."""
         attachment = get_attachment(self.model)
         torch.manual_seed(self.config.seed + 1)
         fresh: dict[int, AttentionMethod] = {}
         for index, method in attached_methods(self.model).items():
             fresh[index] = build(attachment.method, method.shape, **attachment.options).eval()
-            # what tells the tokens apart is not a part of the router
-            fresh[index].load_state_dict({k: v for k, v in method.state_dict().items() if k in STANDARD}, strict=False)
+            # how tokens are standardized is not part of the router
+            state = {key: value for key, value in method.state_dict().items() if key in STANDARDIZATION}
+            fresh[index].load_state_dict(state, strict=False)
         with swap_methods(self.model, fresh):
             (rebalance if self.config.dual else calibrate)(self.model, self.calibration, self.precision)
             set_routing(self.model, hard=True)
             return self.observe("untrained router")
 
-    def observe_other(self, folder: str) -> Observed:
-        """The router in another adapter, which stays attached."""
+    def observe_other(self, folder: str) -> Observation:
+        """Observe the router of another adapter, which stays attached."""
         own = get_attachment(self.model).method
         if (method := read_description(folder)["method"]) != own:
-            raise UserError(f"analyze.others holds {folder}, whose method is {method}, not {own}; leave it out")
+            raise UserError(f"analyze.others must hold adapters of {own} (got {method} in {folder}). Leave it out.")
         detach(self.model)
         load_adapter(self.model, folder, check_base=self.config.check_base)
-        self.use_hard_groups()
+        self.use_hard_routing()
         return self.observe(adapter_name(folder))
 
-    def layer(self, own: Grouping, trained: Observed, untrained: Observed, others: list[Observed]) -> GroupLayer:
-        groups, confidence = self.flat(trained.groups_of(own)), self.flat(trained.confidence_of(own))
-        other_seeds = [self.flat(other.groups_of(own)) for other in others if own in other.groupings]
-        random, chance = self.flat(untrained.groups_of(own)), shuffled(groups, self.config.seed)
+    def describe_layer(
+        self, grouping: Grouping, trained: Observation, untrained: Observation, others: list[Observation]
+    ) -> GroupLayer:
+        groups, confidence = map(self.flatten, trained.select(grouping))
+        other_seeds = [self.flatten(other.select(grouping)[0]) for other in others if grouping in other.groupings]
+        random = self.flatten(untrained.select(grouping)[0])
+        chance = np.random.default_rng(self.config.seed).permutation(groups)  # groups of equal sizes
         return GroupLayer(
-            layer=own.layer,
-            head=own.head,
+            layer=grouping.layer,
+            head=grouping.head,
             confidence=float(confidence.mean()),
-            groups=[self.group(number, groups == number, confidence) for number in range(self.groups.groups)],
+            groups=[self.describe_group(n, groups == n, confidence) for n in range(self.routing.groups)],
             fits=[
-                GroupFit(router="trained", **vars(fit(groups, self.labels))),
-                GroupFit(router="untrained", **vars(fit(random, self.labels))),
-                GroupFit(router="chance", **vars(fit(chance, self.labels))),
+                GroupFit(router="trained", **compare_labels(groups, self.labels)),
+                GroupFit(router="untrained", **compare_labels(random, self.labels)),
+                GroupFit(router="chance", **compare_labels(chance, self.labels)),
             ],
-            agreement=[agreement(groups, other) for other in other_seeds],
-            agreement_untrained=agreement(groups, random),
-            agreement_chance=agreement(groups, chance),
+            agreement=[float(adjusted_mutual_info_score(other, groups)) for other in other_seeds],
+            agreement_untrained=float(adjusted_mutual_info_score(random, groups)),
+            agreement_chance=float(adjusted_mutual_info_score(chance, groups)),
         )
 
-    def group(self, number: int, members: np.ndarray, confidence: np.ndarray) -> TokenGroup:
-        group = TokenGroup(name=letter(number), share=float(members.mean()))
+    def describe_group(self, number: int, members: np.ndarray, confidence: np.ndarray) -> TokenGroup:
+        group = TokenGroup(name=group_letter(number), share=float(members.mean()))
         if members.any():
             counts = np.bincount(self.labels[members], minlength=len(CLASSES))
             most = int(counts.argmax())
             group.confidence = float(confidence[members].mean())
             group.word_class, group.purity = CLASSES[most], float(counts[most] / counts.sum())
             group.class_share = float((self.labels == most).mean())
-            group.tokens = standing_out(Counter(self.tokens[members].tolist()), self.everywhere, TOP_TOKENS)
+            inside, everywhere = (Counter(tokens.tolist()) for tokens in (self.tokens[members], self.tokens))
+            group.tokens = distinctive_tokens(inside, everywhere, TOP_TOKENS)
         return group
 
-    def costs(self, full: np.ndarray, hard: np.ndarray) -> list[ClassCost]:
-        """By class of the token that is predicted, all classes first; of those that every window has."""
-        # only from there on has a query anything to lose
-        beyond = np.arange(full.shape[1]) > self.groups.window + self.groups.sinks
+    def class_costs(self, full: np.ndarray, hard: np.ndarray) -> list[ClassCost]:
+        """Return the change of the loss by class of the predicted token, of classes that every sequence has."""
+        # only from there on does a query have distant keys
+        beyond = np.arange(full.shape[1]) > self.routing.window + self.routing.sinks
         rows = []
         for number, name in [(None, "all"), *enumerate(CLASSES)]:
-            of_class = beyond & ((self.classes == number) if number is not None else True)
-            nll_full, nll_hard = (np.where(of_class, nll, np.nan) for nll in (full, hard))
-            sums, counts = window_sums(nll_full)
+            chosen = beyond & ((self.classes == number) if number is not None else True)
+            nll_full, nll_hard = (np.where(chosen, nll, np.nan) for nll in (full, hard))
+            sums, counts = sequence_sums(nll_full)
             if not counts.all():
                 continue
-            found = estimate(window_means(nll_hard) - window_means(nll_full), counts, self.scored.documents)
-            low, high = found.bounds
+            change = estimate(sequence_means(nll_hard) - sequence_means(nll_full), counts, self.scored.documents)
+            low, high = change.bounds
             nll = float(sums.sum() / counts.sum())
             rows.append(
                 ClassCost(
-                    word_class=name, tokens=int(counts.sum()), nll_full=nll, nll_hard=nll + found.value,
-                    delta=found.value, delta_low=low, delta_high=high,
+                    word_class=name, tokens=int(counts.sum()), nll_full=nll, nll_hard=nll + change.value,
+                    delta=change.value, delta_low=low, delta_high=high,
                 )
             )  # fmt: skip
         return rows
 
 
-def letter(number: int) -> str:
-    """A to Z, then A1 and so on: groups have no order, and a number would suggest one."""
+def compare_labels(groups: np.ndarray, labels: np.ndarray) -> dict[str, float]:
+    """Return how well groups (N,) go with labels (N,).
+
+    purity: fraction of tokens whose label is the most frequent one of their group. nmi: mutual information over the
+    mean of both entropies. ami: adjusted for chance, 0 in expectation there.
+    """
+    return {
+        "purity": float(contingency_matrix(labels, groups).max(0).sum() / len(groups)),
+        "nmi": float(normalized_mutual_info_score(labels, groups)),
+        "ami": float(adjusted_mutual_info_score(labels, groups)),
+    }
+
+
+def distinctive_tokens(inside: Counter[str], everywhere: Counter[str], number: int) -> list[str]:
+    """Return the tokens with the largest terms n log(p / p_everywhere) of the Kullback-Leibler divergence."""
+    total, all_total = inside.total(), everywhere.total()
+    weight = {token: n * np.log(n / total * all_total / everywhere[token]) for token, n in inside.items()}
+    return sorted(weight, key=lambda token: (-round(weight[token], 9), token))[:number]
+
+
+def group_letter(number: int) -> str:
+    """Return A to Z, then A1 and so on: groups have no order, which a number would suggest."""
     return string.ascii_uppercase[number % 26] + (str(number // 26) if number >= 26 else "")

@@ -1,14 +1,22 @@
-"""One passage in full: where the base's attention lies that hard groups cut, and which distant pairs they keep."""
+"""One passage in full: its words, and where the base's attention lies that hard routing prunes."""
 
 from __future__ import annotations
 
+import json
+import re
+from bisect import bisect_right
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from importlib.metadata import version
+from math import isfinite
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
 
 import torch
-import torch.nn.functional as F
+from scipy.stats import spearmanr
+from textblob.taggers import PatternTagger
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from focus_exp.attention.base import AttentionMethod, LayerShape
 from focus_exp.attention.dense import scores, weights
@@ -17,156 +25,298 @@ from focus_exp.attention.selection import (
     Selection,
     Sequence,
     base_mask_or_self,
+    fold_heads,
     group_mask,
     local_mask,
-    row_blocks,
 )
-from focus_exp.evaluation.groups_observe import Grouping, groupings
 from focus_exp.evaluation.perplexity import token_losses
 from focus_exp.models.methods import attached_methods, disable_method, observe_selections, swap_methods
+from focus_exp.records.groups import DistantPair, GroupReport
+from focus_exp.storage import replace_file
 from focus_exp.training.precision import Precision
 
-# heaviest keys of a query
-LISTED = 3
+TAGGER = f"the tagger of textblob {version('textblob')} (Pattern's lexicon and rules, made from modern English)"
+CLASSES = (
+    *("punctuation", "determiner", "preposition", "connective", "pronoun", "verb", "noun", "adjective", "adverb"),
+    *("number", "other word", "inside a word", "space"),
+)
+# by how the Penn tag begins; IN is split, because Penn has one tag for "of" and for "because"
+PENN = {
+    "DT": "determiner", "PDT": "determiner", "WDT": "determiner", "IN": "preposition", "TO": "preposition",
+    "CC": "connective", "WRB": "connective", "PRP": "pronoun", "WP": "pronoun", "EX": "pronoun", "VB": "verb",
+    "MD": "verb", "NN": "noun", "JJ": "adjective", "RB": "adverb", "RP": "adverb", "CD": "number",
+}  # fmt: skip
+SUBORDINATORS = {
+    *("although", "as", "because", "ere", "if", "lest", "since", "so", "than", "that", "though", "till", "unless"),
+    *("until", "whereas", "whether", "while", "whilst"),
+}
+CLITIC = r"['’](?:s|d|ll|re|ve|m|t|st)\b"
+WORD = re.compile(rf"{CLITIC}|\w+(?:(?!{CLITIC})['’-]\w+)*|[^\w\s]", re.IGNORECASE)
 
 
-Keys = tuple[Tensor, Tensor, Tensor]
+class Word(NamedTuple):
+    text: str
+    begin: int  # in the text
+    kind: str  # one of CLASSES
+
+
+@dataclass(frozen=True)
+class Passage:
+    """Tokens of a text: the piece of text that each adds, its class, and the whole word that it belongs to."""
+
+    pieces: list[str]
+    classes: list[str]
+    words: list[str]
+
+
+def split_pieces(tokenizer: PreTrainedTokenizerBase, tokens: list[int]) -> list[str]:
+    """Return the text that each token adds; a character of several tokens counts to the last of them."""
+    pieces: list[str] = []
+    begin = read = 0
+    for end in range(1, len(tokens) + 1):
+        before, text = (
+            str(tokenizer.decode(tokens[begin:stop], clean_up_tokenization_spaces=False)) for stop in (read, end)
+        )
+        if text.endswith("�") and end < len(tokens):  # inside a character
+            pieces.append("")
+            continue
+        pieces.append(text[len(before) :])
+        begin, read = read, end
+    return pieces
+
+
+def find_words(text: str) -> list[Word]:
+    """Return words and punctuation marks in order; clitics such as 'll are words of their own."""
+    matches = list(WORD.finditer(text))
+    tags = PatternTagger().tag(" ".join(match.group() for match in matches), tokenize=False) if matches else []
+    return [
+        Word(match.group(), match.start(), classify_word(match.group(), tag))
+        for match, (_, tag) in zip(matches, tags, strict=True)
+    ]
+
+
+def classify_word(word: str, tag: str) -> str:
+    """Return one of CLASSES for a word with its Penn tag."""
+    if not any(character.isalnum() for character in word):
+        return "punctuation"
+    if tag == "IN" and word.lower() in SUBORDINATORS:
+        return "connective"
+    if word.isdecimal():
+        return "number"
+    return next((kind for penn, kind in PENN.items() if tag.startswith(penn)), "other word")
+
+
+def read_passage(tokenizer: PreTrainedTokenizerBase, tokens: list[int]) -> Passage:
+    """Classify tokens: one that begins a word has its class, one that continues it is "inside a word"."""
+    pieces = split_pieces(tokenizer, tokens)
+    found = find_words("".join(pieces))
+    begins = [word.begin for word in found]
+    classes, words, place = [], [], 0
+    for piece in pieces:
+        first = place + len(piece) - len(piece.lstrip())
+        place += len(piece)
+        if not piece.strip():
+            classes.append("space" if piece else "inside a word")
+            words.append(format_piece(piece))
+            continue
+        word = found[bisect_right(begins, first) - 1]
+        classes.append(word.kind if first == word.begin else "inside a word")
+        words.append(word.text)
+    return Passage(pieces, classes, words)
+
+
+def format_piece(piece: str) -> str:
+    """Return a token as a table shows it: without spaces around a word, and visible where it is only space."""
+    if not piece:
+        return "(part of a character)"
+    return piece.strip() or repr(piece)[1:-1].replace(" ", "␣")
+
+
+class Grouping(NamedTuple):
+    """Whose groups: those of a layer, or of one of its key/value heads with groups of their own."""
+
+    layer: int
+    head: int | None = None
+
+
+def split_heads(layer: int, selection: Selection) -> dict[Grouping, Selection]:
+    """Return the selection of one sequence for each grouping; {} where no pair depends on groups."""
+    if selection.assignment is None:
+        return {}
+    rows, _, heads = fold_heads(selection, Sequence.plain(1, selection.assignment.shape[-2]))
+    if heads == 1:
+        return {Grouping(layer): rows}
+
+    def take(head: int) -> Selection:
+        tensors: dict[str, Any] = {n: x[head : head + 1] for n, x in vars(rows).items() if isinstance(x, Tensor)}
+        return replace(rows, **tensors)
+
+    return {Grouping(layer, head): take(head) for head in range(heads)}
+
+
+Keys = tuple[Tensor, Tensor, Tensor]  # index, attention mass and affinity g_i . g_j of one key of each query (T,)
 
 
 @dataclass
-class CutMass:
-    """Where full attention lies under the groups of one grouping.
+class AttentionMass:
+    """Where full attention lies under the groups of one grouping, averaged over the heads that share them.
 
-    Mass: attention averaged over the heads that have these groups; of a query the parts `near` (window and sinks),
-    `kept` and `cut` (distant) add up to 1, each `[T]`. Keys of every query are (indices, mass, affinity g_i . g_j),
-    each `[T, n]`: the heaviest that are kept and cut, with mass 0 where there are no more, and the closest that is
-    kept, affinity -1 if there is none. kept_affinities: of all kept distant pairs. cut_by_key: `[T]`, what all queries
-    together lost of a key.
+    near, kept, cut: (T,) mass of each query on window and sinks, on kept and on pruned distant keys; sums to 1.
+    heavy_keys, close_keys: the kept distant key of most mass and of highest affinity, 0 and -1 where there is none.
+    kept_affinities: of all kept distant pairs. cut_by_key: (T,) mass that all queries lose of a key.
     """
 
     near: Tensor
     kept: Tensor
     cut: Tensor
-    kept_keys: Keys
-    cut_keys: Keys
+    heavy_keys: Keys
     close_keys: Keys
     kept_affinities: Tensor
     distant_pairs: int
     cut_by_key: Tensor
 
+    @staticmethod
+    def measure(mass: Tensor, selection: Selection, near: Tensor, distant: Tensor) -> AttentionMass:
+        """Split attention `mass` (T, T) by the groups of `selection`; near, distant: (T, T) masks."""
+        assert selection.assignment is not None
+        same = group_mask(selection, slice(0, len(mass)), len(mass))[0]
+        affinity = (selection.assignment @ selection.effective_key_assignment.transpose(-1, -2))[0]
+        kept, cut = distant & same, distant & ~same
 
-class CutProbe(AttentionMethod):
-    """Full attention that measures where its mass lies under another method's groups of the same tokens, one text."""
+        def take(index: Tensor, default: float) -> Keys:
+            is_kept = kept.gather(-1, index)
+            keys = index, mass.gather(-1, index) * is_kept, affinity.gather(-1, index).where(is_kept, default)
+            return keys[0][:, 0].cpu(), keys[1][:, 0].cpu(), keys[2][:, 0].cpu()
+
+        return AttentionMass(
+            near=(mass * near).sum(-1).cpu(),
+            kept=(mass * kept).sum(-1).cpu(),
+            cut=(mass * cut).sum(-1).cpu(),
+            heavy_keys=take((mass * kept).argmax(-1, keepdim=True), 0.0),
+            close_keys=take(affinity.masked_fill(~kept, -1.0).argmax(-1, keepdim=True), -1.0),
+            kept_affinities=affinity[kept].cpu(),
+            distant_pairs=int(distant.sum()),
+            cut_by_key=(mass * cut).sum(0).double().cpu(),
+        )
+
+
+class MassProbe(AttentionMethod):
+    """Full attention over one sequence that measures its mass under the groups of another method."""
 
     def __init__(self, shape: LayerShape, window: int, sinks: int, selections: Mapping[Grouping, Selection]) -> None:
         super().__init__(shape, window, sinks)
         self.selections = selections
-        self.masses: dict[Grouping, CutMass] = {}
+        self.masses: dict[Grouping, AttentionMass] = {}
 
     def attend(
         self, q: Tensor, k: Tensor, v: Tensor, selection: Selection, sequence: Sequence, args: AttentionArgs
     ) -> Tensor:
-        parts: dict[Grouping, dict[str, list[Tensor]]] = {grouping: {} for grouping in self.selections}
-        outputs = []
-        for rows in row_blocks(q.shape[2], 256):
-            length = rows.stop
-            keep = base_mask_or_self(sequence, rows, length)
-            s = scores(q[:, :, rows], k[:, :, :length], args).masked_fill(~keep[:, None], float("-inf"))
-            p = weights(s, args.sink_logits)  # [1, H, rows, S]
-            values = v[:, :, :length].repeat_interleave(q.shape[1] // v.shape[1], dim=1)
-            outputs.append(p.to(v.dtype) @ values)
-            near = (local_mask(sequence, rows, length, self.window, self.sinks) & keep)[0]
-            of_heads = p[0].unflatten(0, (len(self.selections), -1)).mean(1)
-            for (grouping, selection), mass in zip(self.selections.items(), of_heads, strict=True):
-                for name, part in parts_of(mass, selection, rows, near, keep[0] & ~near).items():
-                    parts[grouping].setdefault(name, []).append(part.cpu())
-        self.masses = {grouping: joined(found) for grouping, found in parts.items()}
-        return torch.cat(outputs, dim=2)
-
-
-def parts_of(mass: Tensor, selection: Selection, rows: slice, near: Tensor, distant: Tensor) -> dict[str, Tensor]:
-    """Of the queries `rows`, what `joined` puts together; mass, near, distant: `[t, S]`."""
-    length = mass.shape[-1]
-    g = selection.assignment
-    assert g is not None
-    same = group_mask(selection, rows, length)[0]
-    affinity = (g[:, rows] @ selection.effective_key_assignment[:, :length].transpose(-1, -2))[0]
-    kept, cut = distant & same, distant & ~same
-    close = affinity.masked_fill(~kept, -1.0).max(-1, keepdim=True)
-    found = {
-        "near": (mass * near).sum(-1),
-        "kept": (mass * kept).sum(-1),
-        "cut": (mass * cut).sum(-1),
-        "kept_affinities": affinity[kept],
-        "distant_pairs": distant.sum(-1),
-        "cut_by_key": (mass * cut).sum(0).double(),
-        "close_index": close.indices,
-        "close_mass": mass.gather(-1, close.indices),
-        "close_affinity": close.values,
-    }
-    for name, pairs in (("kept", kept), ("cut", cut)):
-        heaviest = F.pad(mass * pairs, (0, LISTED)).topk(LISTED)
-        found |= {
-            f"{name}_index": heaviest.indices,
-            f"{name}_mass": heaviest.values,
-            f"{name}_affinity": F.pad(affinity, (0, LISTED)).gather(-1, heaviest.indices),
-        }
-    return found
-
-
-def joined(parts: dict[str, list[Tensor]]) -> CutMass:
-    """Of blocks of queries, each of which sees the keys up to its own end."""
-    by_key = parts.pop("cut_by_key")
-    whole = {name: torch.cat(found) for name, found in parts.items()}
-    keys = {
-        f"{name}_keys": (whole.pop(f"{name}_index"), whole.pop(f"{name}_mass"), whole.pop(f"{name}_affinity"))
-        for name in ("kept", "cut", "close")
-    }
-    length = len(whole["near"])
-    return CutMass(
-        near=whole["near"], kept=whole["kept"], cut=whole["cut"], kept_affinities=whole["kept_affinities"],
-        distant_pairs=int(whole["distant_pairs"].sum()),
-        cut_by_key=torch.stack([F.pad(part, (0, length - len(part))) for part in by_key]).sum(0), **keys,
-    )  # fmt: skip
+        """Return full attention (1, H, T, D)."""
+        length, rows = q.shape[2], slice(0, q.shape[2])
+        visible = base_mask_or_self(sequence, rows, length)
+        logits = scores(q, k, args).masked_fill(~visible[:, None], float("-inf"))
+        attention = weights(logits, args.sink_logits)
+        near = (local_mask(sequence, rows, length, self.window, self.sinks) & visible)[0]
+        per_grouping = attention[0].unflatten(0, (len(self.selections), -1)).mean(1)
+        for (grouping, groups), mass in zip(self.selections.items(), per_grouping, strict=True):
+            self.masses[grouping] = AttentionMass.measure(mass, groups, near, visible[0] & ~near)
+        return attention.to(v.dtype) @ v.repeat_interleave(q.shape[1] // v.shape[1], dim=1)
 
 
 @dataclass
-class Cut:
-    """A passage under hard groups and under full attention.
+class PassageAttention:
+    """A passage under hard routing and full attention.
 
-    nll_full, nll_hard: `[T]` nats, 0 for the first token. selections, masses: of the layers that have groups.
+    nll_full, nll_hard: (T,) nats, 0 for the first token. selections, masses: of the layers with groups.
     """
 
     nll_full: Tensor
     nll_hard: Tensor
     selections: dict[Grouping, Selection] = field(default_factory=dict)
-    masses: dict[Grouping, CutMass] = field(default_factory=dict)
+    masses: dict[Grouping, AttentionMass] = field(default_factory=dict)
 
 
 @torch.no_grad()
-def cut_passage(model: PreTrainedModel, tokens: Tensor, precision: Precision) -> Cut:
-    """Run `tokens` `[T]` with hard groups as they are set, with full attention, and once more to measure the latter.
+def measure_passage(model: PreTrainedModel, tokens: Tensor, precision: Precision) -> PassageAttention:
+    """Run `tokens` (T,) with hard routing as set and with full attention, and measure the latter's mass.
 
-    The pairs are those that hard groups cut when the model runs with them; the attention is the base's own.
+    The pairs are those that hard routing prunes while the model runs with it; the attention is the base's own.
     """
     batch = tokens[None].to(model.device)
     selections: dict[int, dict[Grouping, Selection]] = {}
 
-    def note(layer: int, method: AttentionMethod, selection: Selection, sequence: Sequence) -> None:
-        if own := groupings(layer, selection):
-            selections[layer] = own
+    def store(layer: int, method: AttentionMethod, selection: Selection, sequence: Sequence) -> None:
+        if groups := split_heads(layer, selection):
+            selections[layer] = groups
 
     with precision.context():
-        with observe_selections(model, note):
+        with observe_selections(model, store):
             hard = token_losses(model, batch)[0].cpu()
         with disable_method(model):
             full = token_losses(model, batch)[0].cpu()
-        probes = {
-            index: CutProbe(method.shape, method.window, method.sinks, selections[index])
+        probes: dict[int, Any] = {
+            index: MassProbe(method.shape, method.window, method.sinks, selections[index])
             for index, method in attached_methods(model).items()
             if index in selections
         }
-        with swap_methods(model, dict(probes)):
+        with swap_methods(model, probes):
             model(input_ids=batch, use_cache=False, logits_to_keep=1)
     masses = {grouping: mass for probe in probes.values() for grouping, mass in probe.masses.items()}
-    return Cut(full, hard, {g: s for own in selections.values() for g, s in own.items()}, masses)
+    return PassageAttention(full, hard, {g: s for groups in selections.values() for g, s in groups.items()}, masses)
+
+
+def fill_report(report: GroupReport, result: PassageAttention, passage: Passage, listed: int) -> None:
+    """Fill in what the report says of the passage, with `listed` pairs per layer, half by affinity, half by mass."""
+    for row in report.layers:
+        mass = result.masses[Grouping(row.layer, row.head)]
+        row.near_mass, row.kept_mass, row.cut_mass = (float(part.mean()) for part in (mass.near, mass.kept, mass.cut))
+        if mass.cut.any():
+            row.cut_key = int(mass.cut_by_key.argmax())
+            row.cut_key_word = passage.words[row.cut_key]
+            row.cut_key_share = float(mass.cut_by_key.max() / mass.cut_by_key.sum())
+        if mass.distant_pairs:
+            row.distant_pairs_kept = len(mass.kept_affinities) / mass.distant_pairs
+        if len(mass.kept_affinities):
+            row.affinity_median = float(mass.kept_affinities.median())
+        row.pairs = [
+            *best_pairs(mass.close_keys, "affinity", listed - listed // 2, passage),
+            *best_pairs(mass.heavy_keys, "mass", listed // 2, passage),
+        ]
+    report.cut_cost = correlate_cost(result)
+
+
+def best_pairs(keys: Keys, by: Literal["affinity", "mass"], number: int, passage: Passage) -> list[DistantPair]:
+    """Return the highest of the pairs of each query with its key, no key twice."""
+    indices, mass, affinity = keys
+    measure = mass if by == "mass" else affinity
+    pairs: dict[int, DistantPair] = {}
+    for query in measure.sort(descending=True, stable=True).indices.tolist():
+        key = int(indices[query])
+        if len(pairs) == number or measure[query] <= 0:
+            break
+        pair = DistantPair(
+            query=query, key=key, query_word=passage.words[query], key_word=passage.words[key],
+            affinity=float(affinity[query]), mass=float(mass[query]), by=by,
+        )  # fmt: skip
+        pairs.setdefault(key, pair)
+    return list(pairs.values())
+
+
+def correlate_cost(result: PassageAttention) -> float | None:
+    """Return Spearman's correlation of the mass a query loses, over layers, with the rise of the next token's loss."""
+    lost = torch.stack([mass.cut for mass in result.masses.values()]).mean(0)[:-1]
+    rise = (result.nll_hard - result.nll_full)[1:]
+    if (lost > 0).sum() < 3:
+        return None
+    value = float(spearmanr(lost[lost > 0], rise[lost > 0]).statistic)
+    return value if isfinite(value) else None
+
+
+def write_passage(path: Path, result: PassageAttention, passage: Passage) -> None:
+    """Write the data of passage.html: the pieces, and each token's group as a key in every layer."""
+    layers = [
+        {"layer": layer, "head": head, "groups": selection.effective_key_assignment[0].argmax(-1).tolist()}
+        for (layer, head), selection in result.selections.items()
+    ]
+    content = {"pieces": passage.pieces, "layers": layers}
+    replace_file(path, json.dumps(content, ensure_ascii=False, separators=(",", ":")).encode())

@@ -1,4 +1,4 @@
-"""Token-weighted means of losses `[windows, T]`: all together, by window, by position."""
+"""Token-weighted means of losses (sequences, T), in which NaN is a token that is not scored."""
 
 from __future__ import annotations
 
@@ -11,28 +11,25 @@ from focus_exp.records.rows import PositionBin
 BINS = 16
 
 
-def window_means(nll: np.ndarray) -> np.ndarray:
-    """Mean loss of each window's scored tokens; every window has some."""
-    sums, counts = window_sums(nll)
+def sequence_means(nll: np.ndarray) -> np.ndarray:
+    """Return the mean loss of each sequence's scored tokens."""
+    sums, counts = sequence_sums(nll)
     return sums / counts
 
 
-def window_sums(nll: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Loss and number of scored tokens per window, in float64."""
+def sequence_sums(nll: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Return the float64 sum of losses and the number of scored tokens of each sequence."""
     return np.nan_to_num(nll.astype(np.float64)).sum(axis=1), (~np.isnan(nll)).sum(axis=1)
 
 
-def mean(nll: np.ndarray) -> float | None:
-    """Mean over scored tokens, each token the same weight; None without tokens."""
-    sums, counts = window_sums(nll)
+def token_mean(nll: np.ndarray) -> float | None:
+    """Return the mean over scored tokens, each of the same weight; None without any."""
+    sums, counts = sequence_sums(nll)
     return float(sums.sum() / counts.sum()) if counts.sum() else None
 
 
-def by_position(nll: np.ndarray, window: int) -> list[PositionBin]:
-    """Mean losses by position in about BINS bins of equal width, of which one begins where the attention window ends.
-
-    Where that width exceeds the window, the window is a bin of its own.
-    """
+def mean_by_position(nll: np.ndarray, window: int) -> list[PositionBin]:
+    """Return mean losses in about BINS bins of positions, one of which begins where the attention window ends."""
     length = nll.shape[1]
     # halves of the window while there are few bins, its multiples when there would be too many
     width = window if 0 < window < length else length
@@ -42,11 +39,8 @@ def by_position(nll: np.ndarray, window: int) -> list[PositionBin]:
         width *= 2
     bins: list[PositionBin] = []
     offset = window % width if 0 < window < length else 0
-    edges = [*([0] if offset else []), *range(offset, length, width), length]
-    for start, end in pairwise(edges):
-        part = nll[:, start:end]
-        tokens = int(np.sum(~np.isnan(part)))
-        value = mean(part)
-        if value is not None:
-            bins.append({"start": start, "end": end, "nll": value, "tokens": tokens})
+    for start, end in pairwise([*([0] if offset else []), *range(offset, length, width), length]):
+        values = nll[:, start:end]
+        if (value := token_mean(values)) is not None:
+            bins.append({"start": start, "end": end, "nll": value, "tokens": int((~np.isnan(values)).sum())})
     return bins

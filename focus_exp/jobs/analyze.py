@@ -41,7 +41,7 @@ def analyze(config: Config) -> None:
         others = {"others": [digest_of(other) for other in settings.others]} if settings.others else {}
         run.record.method = dict(others)  # what an interrupted run has observed is theirs
         loaded, corpus = load(run, precision)
-        model, evaluation = prepare(run, loaded, corpus, precision)
+        model, evaluators = prepare(run, loaded, corpus, precision)
         blocks = training_blocks(config, loaded, corpus)
         for other in settings.others:  # what is wrong with them is known before a router is trained
             read_adapter(model, other, check_base=config.check_base)
@@ -49,7 +49,7 @@ def analyze(config: Config) -> None:
         run.record.method |= others
         balancing = config.focus.balance_sequences if config.has_router else 0
         calibration = blocks.sample(balancing or CALIBRATION_BLOCKS, config.seed + 2)
-        windows = evaluation.quality.blocks
+        windows = evaluators.perplexity.blocks
         analysis = GroupAnalysis(
             model, loaded.tokenizer, windows, calibration, config, precision, run.folder / "groups"
         )  # fmt: skip

@@ -19,7 +19,7 @@ from focus_exp.models.methods import attached_methods, find_routers, set_routing
 from focus_exp.results.environment import cpu_name
 from focus_exp.speed.break_even import LENGTHS, REPEATS, BreakEven, break_even
 from focus_exp.speed.layer import Layer
-from focus_exp.speed.model import shape_of
+from focus_exp.speed.model import model_shape
 from focus_exp.speed.timing import device_name
 from focus_exp.training.precision import Precision, choose_device
 
@@ -43,7 +43,7 @@ def set_backend(model: PreTrainedModel, config: Config, precision: Precision, lo
     dtype = torch.bfloat16 if precision.autocast else model.dtype
     if select_backend(demand_of(model, dtype)) is None:
         return None  # every length takes the masked path
-    layer = Layer(shape_of(model), attention.window, options["sinks"], dtype, precision.device, repeats=REPEATS)
+    layer = Layer(model_shape(model), attention.window, options["sinks"], dtype, precision.device, repeats=REPEATS)
     device = measured_device(precision.device)
     found = break_even(layer, attention.method, options, device, cache_root(config.cache_dir))
     for method in attached_methods(model).values():
@@ -113,4 +113,4 @@ def list_kernels(config: Config) -> None:
 
 def demand_of(model: PreTrainedModel, dtype: torch.dtype) -> KernelRequirements:
     softcap = getattr(model.config.get_text_config(), "attn_logit_softcapping", None) is not None
-    return KernelRequirements(model.device.type, dtype, shape_of(model).head_dim, softcap)
+    return KernelRequirements(model.device.type, dtype, model_shape(model).head_dim, softcap)

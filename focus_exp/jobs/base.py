@@ -15,8 +15,7 @@ from focus_exp.checks import parse
 from focus_exp.config import Config, ModelConfig
 from focus_exp.errors import UserError
 from focus_exp.evaluation.benchmarks import is_perplexity
-from focus_exp.evaluation.controls import BASE, SOFT
-from focus_exp.evaluation.outcomes import slug
+from focus_exp.evaluation.controls import BASE, SOFT, slug
 from focus_exp.jobs.run import finished_record, run_folder
 from focus_exp.jobs.variants import compose_variant
 from focus_exp.overrides import quote_override

@@ -6,7 +6,6 @@ attention were checked and timed on an H200 (runs/records/gpu); FlashAttention 3
 
 from __future__ import annotations
 
-from itertools import chain
 from typing import Any
 
 from hydra.core.hydra_config import HydraConfig
@@ -22,8 +21,8 @@ from focus_exp.jobs.run import already_finished, open_run, run_folder
 from focus_exp.jobs.variants import compose_shared
 from focus_exp.models.methods import set_routing
 from focus_exp.results.run_dir import earlier_record
-from focus_exp.speed.methods import Methods
-from focus_exp.speed.suite import Suite
+from focus_exp.speed.bench import SpeedBenchmark
+from focus_exp.speed.layer import Methods
 from focus_exp.training.precision import choose_precision, has_native_bf16
 
 
@@ -52,26 +51,27 @@ def bench(config: Config) -> None:
         timed_too = {"methods": recorded(methods)} if methods else {}
         run.record.method = dict(timed_too)  # what an interrupted run has timed is theirs
         loaded, corpus = load(run, precision)
-        model, evaluation = prepare(run, loaded, corpus, precision)
+        model, evaluators = prepare(run, loaded, corpus, precision)
         blocks = training_blocks(config, loaded, corpus) if trains_router(config) else None
         longest = max([config.eval.seq_len, *config.bench.prefill_lengths, *config.bench.step_lengths])
         check_length(model, "bench.prefill_lengths or bench.step_lengths", longest, config.model.name)
         if config.bench.quality:
-            evaluation.measure_base()
+            evaluators.measure_base()
         trained = put_router(run, model, blocks, precision, longest)
         run.record.method |= timed_too
         if config.has_router:
             set_routing(model, hard=True, top_k=config.focus.top_k, pair_rule=config.focus.pair_rule)
         elif config.dual:  # an adapter may be timed at another number of groups
             set_routing(model, hard=True, top_k=config.dual.top_k)
-        suite = Suite(config, model, evaluation.quality.blocks, precision, run.folder, trained, methods)
-        for measurement in chain(suite.rows(), suite.method_rows()):
+        held_out = evaluators.perplexity.blocks
+        benchmark = SpeedBenchmark(config, model, held_out, precision, run.folder, trained, methods)
+        for measurement in benchmark.run():
             run.record.measurements.append(measurement)
             if measurement.metric == "speedup":
                 run.save()
         if config.bench.quality:
-            evaluation.measure_attached()
-            evaluation.write_into(run.record, run.folder)
+            evaluators.measure_attached()
+            evaluators.write_final(run.record, run.folder)
 
 
 def refuse_untimed(config: Config) -> None:

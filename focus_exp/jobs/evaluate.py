@@ -39,11 +39,11 @@ def measure(config: Config) -> None:
     print(f"run folder: {run_folder(config)}")
     with open_run(config, describe(precision)) as run:
         loaded, corpus = load(run, precision)
-        model, evaluation = prepare(run, loaded, corpus, precision)
+        model, evaluators = prepare(run, loaded, corpus, precision)
         put_adapter(run, model, precision, config.eval.seq_len)
-        evaluation.measure_base()
-        evaluation.measure_attached()
-        evaluation.write_into(run.record, run.folder)
+        evaluators.measure_base()
+        evaluators.measure_attached()
+        evaluators.write_final(run.record, run.folder)
 
 
 def put_adapter(run: Run, model: PreTrainedModel, precision: Precision, longest: int) -> None:

@@ -14,7 +14,7 @@ from focus_exp.config import Config, phases_of
 from focus_exp.config_attention import method_options
 from focus_exp.data import Blocks
 from focus_exp.errors import UserError
-from focus_exp.evaluation.quality import Quality
+from focus_exp.evaluation.perplexity import PerplexityEvaluator
 from focus_exp.jobs.backend import set_backend
 from focus_exp.jobs.run import Run
 from focus_exp.models.adapter import save_adapter
@@ -57,10 +57,12 @@ def attach_method(model: PreTrainedModel, config: Config, precision: Precision) 
     place_attached(model, precision.device)
 
 
-def fit(run: Run, model: PreTrainedModel, blocks: Blocks, precision: Precision, quality: Quality | None = None) -> None:
+def fit(
+    run: Run, model: PreTrainedModel, blocks: Blocks, precision: Precision, evaluator: PerplexityEvaluator | None = None
+) -> None:
     """Warm start, phases, calibration; what was added is on disk when it returns, and after a non-finite loss too.
 
-    With `quality` routers are watched on its text while they are trained, and measured between phases.
+    With `evaluator` routers are watched on its text while they are trained, and measured between phases.
     """
     config, record = run.config, run.record
     phases, routed = phases_of(config), config.has_router
@@ -73,19 +75,19 @@ def fit(run: Run, model: PreTrainedModel, blocks: Blocks, precision: Precision, 
     moved = blocks.sample(config.dual.calibration_sequences, config.seed + 2) if config.dual and phases else []
 
     def measure(phase: str) -> None:
-        assert quality is not None
+        assert evaluator is not None
         with temporary_calibration(model, balancing, precision):
-            quality.measure_between(phase)
+            evaluator.measure_phase(phase)
 
     def between(phase: str) -> None:
-        if quality and routed:
+        if evaluator and routed:
             run_on_rank_zero(model, lambda: measure(phase))
 
     broadcast_attached(model)
     try:
         steps = train_phases(
             model, blocks, config, precision, run.folder, run.loggers,
-            probed=probe_tokens(quality.blocks) if quality else None,
+            probed=probe_tokens(evaluator.blocks) if evaluator else None,
             between=between,
         )  # fmt: skip
     except NonFiniteError as error:

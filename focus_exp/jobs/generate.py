@@ -32,14 +32,14 @@ def generate(config: Config) -> None:
     print(f"run folder: {run_folder(config)}")
     with open_run(config, describe(precision)) as run:
         loaded, corpus = load(run, precision)
-        model, evaluation = prepare(run, loaded, corpus, precision)
+        model, evaluators = prepare(run, loaded, corpus, precision)
         blocks = training_blocks(config, loaded, corpus) if trains_router(config) else None
         written = settings.prompt_tokens + settings.new_tokens
         check_length(model, "generate.prompt_tokens + generate.new_tokens", written, config.model.name)
         put_router(run, model, blocks, precision, config.eval.seq_len)
         if not is_causal(model):
             raise UserError("this attention reads the future and cannot generate; use attention=focus")
-        windows = evaluation.quality.blocks
+        windows = evaluators.perplexity.blocks
         generation = Generation(model, loaded.tokenizer, windows, config, precision, run.folder / "continuations")
         for row in generation.rows():
             run.record.continuations.append(row)

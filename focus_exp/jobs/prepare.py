@@ -9,9 +9,9 @@ from focus_exp.config import Config, phases_of
 from focus_exp.data import SPLITS, Blocks, Corpus, bos_of, load_corpus
 from focus_exp.data.files import find_texts
 from focus_exp.errors import UserError
-from focus_exp.evaluation.benchmarks import Benchmarks
-from focus_exp.evaluation.evaluation import Evaluation
-from focus_exp.evaluation.quality import Quality
+from focus_exp.evaluation.benchmarks import BenchmarkEvaluator
+from focus_exp.evaluation.evaluators import Evaluators
+from focus_exp.evaluation.perplexity import PerplexityEvaluator
 from focus_exp.jobs.backend import check_backend
 from focus_exp.jobs.base import make_base, with_base
 from focus_exp.jobs.run import Run
@@ -63,7 +63,7 @@ def load(run: Run, precision: Precision) -> tuple[LoadedModel, Corpus]:
     return loaded, corpus
 
 
-def prepare(run: Run, loaded: LoadedModel, corpus: Corpus, precision: Precision) -> tuple[PreTrainedModel, Evaluation]:
+def prepare(run: Run, loaded: LoadedModel, corpus: Corpus, precision: Precision) -> tuple[PreTrainedModel, Evaluators]:
     """The frozen base, and what scores it on held-out text; UserError where they do not fit."""
     config, model = run.config, loaded.model
     check_length(model, "eval.seq_len", config.eval.seq_len, config.model.name)
@@ -77,9 +77,10 @@ def prepare(run: Run, loaded: LoadedModel, corpus: Corpus, precision: Precision)
     for adapter in config.eval.adapters:  # what is wrong with them is known before the hours of training
         read_adapter(model, adapter, check_base=config.check_base)
     weights, folder = loaded.provenance.fingerprint, run.folder
-    quality = Quality(model, windows, config, precision, folder / "evaluation", weights)
-    benchmarks = Benchmarks(model, loaded.tokenizer, windows, config, precision, folder / "benchmarks", weights)
-    return model, Evaluation(quality, benchmarks)
+    perplexity = PerplexityEvaluator(model, windows, config, precision, folder / "evaluation", weights)
+    tasks = folder / "benchmarks"
+    benchmarks = BenchmarkEvaluator(model, loaded.tokenizer, windows, config, precision, tasks, weights)
+    return model, Evaluators(perplexity, benchmarks)
 
 
 def training_blocks(config: Config, loaded: LoadedModel, corpus: Corpus) -> Blocks:

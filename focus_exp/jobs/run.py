@@ -15,6 +15,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+import pandas as pd
 from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 from omegaconf import OmegaConf
@@ -42,7 +43,7 @@ from focus_exp.results.run_dir import (
     name_model,
     run_folder,
 )
-from focus_exp.speed.timing import begin_peak, peak_memory
+from focus_exp.speed.timing import begin_peak_memory, peak_memory
 from focus_exp.storage import file_lock, remove_stale_temp, replace_file
 from focus_exp.training.distributed import is_main
 from focus_exp.training.phases import CHECKPOINTS
@@ -110,13 +111,20 @@ class Run:
 
     def report(self) -> None:
         """Write measurements, tables and figures; log them to W&B and print the tables."""
-        self.record.measurements += convert_run(self.folder)
-        self.save()
-        tables, figures = write_run_table(self.folder), write_run_figures(self.folder)
+        tables, figures = self.write_tables(), write_run_figures(self.folder)
         write_run_extras(self.folder)
         for logger in self.loggers:
             if isinstance(logger, WandbLogger):
                 log_run(logger.experiment, self.folder, tables, figures)
+        print(f"run folder: {self.folder}")
+
+    def write_tables(self) -> dict[str, pd.DataFrame]:
+        """Write and print the tables of what is measured so far."""
+        measurements = self.record.measurements
+        self.record.measurements = [*measurements, *convert_run(self.folder)]
+        self.save()
+        self.record.measurements = measurements
+        tables = write_run_table(self.folder)
         console = Console()
         console.width = max(console.width, TABLE_WIDTH)
         for name, table in tables.items():
@@ -124,7 +132,7 @@ class Run:
             for row in table.itertuples(index=False):
                 shown.add_row(*row)
             console.print(shown)
-        print(f"run folder: {self.folder}")
+        return tables
 
 
 def finished_record(config: Config) -> Record | None:
@@ -186,7 +194,7 @@ def recorded(config: Config, device: str) -> Iterator[Run]:
     remove_stale_temp(folder)
     replace_file(folder / "config.yaml", OmegaConf.to_yaml(OmegaConf.structured(config)).encode())
     run.save()
-    begin_peak()
+    begin_peak_memory()
     began = time.perf_counter()
     try:
         with judged(record):

@@ -15,6 +15,7 @@ from __future__ import annotations
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from focus_exp.config import Config, to_dict
+from focus_exp.evaluation.evaluators import Evaluators
 from focus_exp.jobs.backend import dense_training
 from focus_exp.jobs.fit import attach_method, fit
 from focus_exp.jobs.prepare import describe, describe_processes, headline, load, prepare, training_blocks
@@ -54,20 +55,31 @@ def carry_out(asked: Config, config: Config, tries: list[Try]) -> None:
             print(f"learning rate {last_rate(config):g}, the best of {len(tries)} on validation text")
         with sequential_by_rank(config.trainer.devices):
             loaded, corpus = load(run, precision)
-        model, evaluation = prepare(run, loaded, corpus, precision)
+        model, evaluators = prepare(run, loaded, corpus, precision)
         blocks = training_blocks(config, loaded, corpus)
         for sentence in filter(None, [dense_training(model, config), *unreached_learning_rates(config)]):
             run.warn(sentence)
-        run_on_rank_zero(model, evaluation.measure_base)
+        run_on_rank_zero(model, evaluators.measure_base)
         with run.training():
             attach_method(model, config, precision)
-            fit(run, model, blocks, precision, evaluation.quality)
+            fit(run, model, blocks, precision, evaluators.perplexity)
             if config.recipe.trains("all"):
                 save_weights(run, model, loaded.tokenizer)
                 # what a run with model.path= of them says it began with
                 run.record.method["weights"] = fingerprint(model)
-        run_on_rank_zero(model, evaluation.measure_attached)
-        evaluation.write_into(run.record, run.folder)
+        run_on_rank_zero(
+            model, lambda: evaluators.measure_attached(lambda *scored: publish_round(run, evaluators, *scored))
+        )
+        evaluators.write_final(run.record, run.folder)
+
+
+def publish_round(run: Run, evaluators: Evaluators, scored: int, total: int) -> None:
+    """Write and print the table of the sequences scored so far; the last round is that of the finished run."""
+    if scored < total:
+        evaluators.write(run.record, run.folder)
+        run.save()
+        print(f"{scored} of {total} sequences:")
+        run.write_tables()
 
 
 def save_weights(run: Run, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:

@@ -70,6 +70,7 @@ _LABELS = {
     "Focus soft": "focus_soft",
     "window + sinks only": "window_only",
     "random groups, same sizes": "random_size_matched",
+    "random groups, size-matched": "random_size_matched",
 }
 
 
@@ -107,9 +108,9 @@ def variant_name(label: str) -> str:
         return _LABELS[label]
     if match := re.fullmatch(r"LoRA r=(\d+), trained", label):
         return f"lora_r{match[1]}"
-    if re.fullmatch(r"window \d+ \+ sinks, as many pairs", label):
+    if re.fullmatch(r"window \d+ \+ sinks, (as many pairs|density-matched)", label):
         return "window_density_matched"
-    if match := re.fullmatch(r"same router, causal, (soft|hard k=\d+)(?: \((\w+)\))?", label):
+    if match := re.fullmatch(r"(?:same router, causal|causal counterpart), (soft|hard k=\d+)(?: \((\w+)\))?", label):
         return "causal_counterpart_" + _hard_suffix(match[1], match[2])
     if match := re.fullmatch(r"Focus (hard k=\d+)(?: \((\w+)\))?", label):
         return "focus_" + _hard_suffix(match[1], match[2])

@@ -12,9 +12,8 @@ from typing import Any
 
 import torch
 
-from focus_exp.speed.layer import Layer, affordable
-from focus_exp.speed.methods import attention, layer_of
-from focus_exp.speed.timing import Work, alternate, clock
+from focus_exp.speed.layer import Layer, build_method, run_method
+from focus_exp.speed.timing import Work, time_in_turns, time_once
 from focus_exp.speed.workload import Tensors, full_attention
 from focus_exp.storage import replace_file
 
@@ -91,18 +90,18 @@ def break_even(layer: Layer, method: str, options: dict[str, Any], device_name: 
 @torch.no_grad()
 def measure(layer: Layer, method: str, options: dict[str, Any], setting: dict[str, Any]) -> BreakEven:
     with torch.random.fork_rng(devices=[]):  # a run draws the same numbers whether it measures or reads
-        sparse, masked = (layer_of(layer, method, options) for _ in range(2))
+        sparse, masked = (build_method(layer, method, options) for _ in range(2))
     masked.backend = "masked"
     seconds: dict[str, dict[str, float]] = {}
     for length in LENGTHS:
         tensors = Tensors.random(layer.shape, length, layer.dtype, layer.device)
         works: dict[str, Work] = {
             "full": full_attention(tensors, layer.device)[1],
-            "masked": partial(attention, masked, tensors, layer.args),
-            "sparse": partial(attention, sparse, tensors, layer.args),
+            "masked": partial(run_method, masked, tensors, layer.args),
+            "sparse": partial(run_method, sparse, tensors, layer.args),
         }
-        round_seconds = sum(clock(work, layer.device) for work in works.values())
-        seconds[str(length)] = alternate(works, affordable(round_seconds, layer), layer.device)
+        round_seconds = sum(time_once(work, layer.device) for work in works.values())
+        seconds[str(length)] = time_in_turns(works, layer.limit_repeats(round_seconds), layer.device)
         if sparse_wins(seconds, "full"):
             break
     than_masked, than_full = (sparse_wins(seconds, other) for other in ("masked", "full"))

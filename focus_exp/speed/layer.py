@@ -1,41 +1,52 @@
-"""One attention layer against full attention: the kernels alone, the whole layer's attention, and a training step."""
+"""One attention layer against full attention: attention, kernels alone, a training step, decoding, other methods."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
-from itertools import chain
+from itertools import chain, count
+from statistics import mean
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
+from focus_exp.attention.base import AttentionMethod, LayerShape
 from focus_exp.attention.focus import Focus
 from focus_exp.attention.kernels import Backend, Kernel
 from focus_exp.attention.kernels.fused import Triton
 from focus_exp.attention.kernels.layout import Plan
+from focus_exp.attention.kv_cache import GroupedCache
 from focus_exp.attention.parts import Part, Tokens, pairs_computed, parts, rows_of
+from focus_exp.attention.registry import build
 from focus_exp.attention.selection import AttentionArgs, Selection, Sequence
 from focus_exp.attention.side_by_side import side_by_side
 from focus_exp.attention.sparse import blocks_of
+from focus_exp.errors import first_line
 from focus_exp.results.measurement import Measurement
-from focus_exp.speed.timing import PeakMemory, Work, alternate, clock, compare_times, in_fresh_process
+from focus_exp.speed.timing import PeakMemory, Work, compare_times, run_in_fresh_process, time_in_turns, time_once
 from focus_exp.speed.workload import (
     Groups,
     Shape,
     Tensors,
+    density,
     full_attention,
     full_attention_kernels,
-    full_step,
     largest_group,
-    layer_method,
-    pairs_kept,
+    make_layer,
+    run_full_step,
+    use_sparse_path,
 )
 
-ROUND_SECONDS = 20.0  # where a round takes longer than its share of this, there are fewer rounds
-LEAST_REPEATS = 3
-MEMORY_FROM = 4096  # tokens below which a layer holds too little to be told from noise
+ROUND_SECONDS = 20.0  # total of a case: slower calls are repeated less often
+MIN_REPEATS = 3
+MEMORY_FROM = 4096  # tokens below which a layer's memory is lost in noise
+STEPS = 16  # tokens decoded one after the other in one measurement
+STATIC_ROOM = 1024  # tokens that a static cache has room for beyond those that it holds
+
+Methods = dict[str, tuple[str, dict[str, Any]]]  # name -> method in the registry and its options
 
 
 @dataclass(frozen=True)
@@ -54,10 +65,25 @@ class Layer:
     def args(self) -> AttentionArgs:
         return AttentionArgs(self.shape.head_dim**-0.5)
 
+    def limit_repeats(self, seconds: float) -> int:
+        """Return the repeats of a call that takes so many seconds."""
+        return max(MIN_REPEATS, min(self.repeats, int(ROUND_SECONDS / max(seconds, 1e-9))))
+
+    def describe(self, length: int, groups: Groups | None = None) -> dict[str, Any]:
+        """Return the settings of a measurement that tell its case apart."""
+        dtype = str(self.dtype).removeprefix("torch.")
+        settings = {"seq_len": length, "layer": str(self.shape), "dtype": dtype}
+        if groups is None:
+            return settings
+        return settings | {
+            "groups": groups.count, "assignment": groups.assignment, "top_k": groups.top_k,
+            "pair_rule": groups.pair_rule, "window": self.window,
+        }  # fmt: skip
+
 
 @dataclass(frozen=True)
-class Contender:
-    """Focus with some groups, ready to be timed on one set of tensors."""
+class BenchmarkCase:
+    """Focus with hard routing by some groups, ready to be timed."""
 
     layer: Layer
     groups: Groups
@@ -67,33 +93,33 @@ class Contender:
     kernel: Backend
 
     @staticmethod
-    def of(layer: Layer, groups: Groups, tensors: Tensors) -> Contender:
-        method = layer_method(layer.shape, groups, layer.window, layer.sinks, layer.backend, layer.device)
-        selection = groups.selection(tensors.length, layer.device)
+    def build(layer: Layer, groups: Groups, tensors: Tensors) -> BenchmarkCase:
+        method = make_layer(layer.shape, groups, layer.window, layer.sinks, layer.backend, layer.device)
+        selection = groups.select(tensors.length, layer.device)
         sequence = Sequence.plain(1, tensors.length, layer.device)
         kernel = method.select_kernel(tensors.q, selection, sequence, layer.args)
         if kernel is None:
-            raise RuntimeError(f"no kernel of the sparse path serves {layer.dtype} on {layer.device}")
-        return Contender(layer, groups, method, selection, sequence, kernel)
+            raise RuntimeError(f"no kernel of the sparse path supports {layer.dtype} on {layer.device}")
+        return BenchmarkCase(layer, groups, method, selection, sequence, kernel)
 
-    def attention(self, tensors: Tensors) -> Tensor:
-        """What a layer pays: routing and selection, then sort, gather, kernels and merge for the groups to be timed."""
+    def run(self, tensors: Tensors) -> Tensor:
+        """Run what a layer pays for: routing, then sort, gather, kernels and merge for the groups that are timed."""
         self.method.route(tensors.hidden, self.sequence)
         return self.attend(tensors, self.selection)
 
-    def step(self, tensors: Tensors) -> None:
-        """Forward and backward, down to q, k, v and the assignment."""
+    def run_step(self, tensors: Tensors) -> None:
+        """Run forward and backward to q, k, v and the assignment."""
         self.method.route(tensors.hidden, self.sequence)
         assert self.selection.assignment is not None
-        trained = self.selection.assignment.detach().requires_grad_()
-        out = self.attend(tensors, replace(self.selection, assignment=trained))
-        torch.autograd.grad(out, (tensors.q, tensors.k, tensors.v, trained), torch.ones_like(out))
+        assignment = self.selection.assignment.detach().requires_grad_()
+        out = self.attend(tensors, replace(self.selection, assignment=assignment))
+        torch.autograd.grad(out, (tensors.q, tensors.k, tensors.v, assignment), torch.ones_like(out))
 
     def attend(self, tensors: Tensors, selection: Selection) -> Tensor:
         return self.method.attend(tensors.q, tensors.k, tensors.v, selection, self.sequence, self.layer.args)
 
-    def kernels(self, tensors: Tensors) -> Work:
-        """The exact attention calls alone, with lists made, or tokens gathered for what reads no lists."""
+    def prepare_kernels(self, tensors: Tensors) -> Work:
+        """Return the attention kernels alone, with lists made or tokens gathered."""
         window, sinks, args = self.layer.window, self.layer.sinks, self.layer.args
         if isinstance(self.kernel, Triton):
             plan = Plan.of(self.selection, self.sequence, window, sinks)
@@ -102,41 +128,40 @@ class Contender:
         q, k, v = (x.transpose(1, 2).flatten(0, 1) for x in (tensors.q, tensors.k, tensors.v))
         tokens, kernel = Tokens.of(self.selection, self.sequence, sinks), self.kernel
 
-        def gathered(part: Part) -> list[tuple[Tensor, Tensor, Tensor, Tensor | None]]:
+        def gather(part: Part) -> list[tuple[Tensor, Tensor, Tensor, Tensor | None]]:
             keys, values = rows_of(k, part.keys), rows_of(v, part.keys)
             return [
-                (asking[:, some], keys[:, seen], values[:, seen], drop)
+                (query_rows[:, rows], keys[:, columns], values[:, columns], mask)
                 for queries, calls in part.blocks
-                for asking in [blocks_of(q, queries, len(keys))]
-                for some, seen, drop in calls
+                for query_rows in [blocks_of(q, queries, len(keys))]
+                for rows, columns, mask in calls
             ]
 
-        def computed(calls: list[tuple[Tensor, Tensor, Tensor, Tensor | None]]) -> None:
+        def compute(calls: list[tuple[Tensor, Tensor, Tensor, Tensor | None]]) -> None:
             for call in calls:
                 kernel.forward(*call, args)
 
-        laid_out = [gathered(part) for part in chain.from_iterable(parts(tokens, window))]
+        gathered = [gather(part) for part in chain.from_iterable(parts(tokens, window))]
 
         def work() -> None:
-            for _ in side_by_side(computed, laid_out, q.device):
+            for _ in side_by_side(compute, gathered, q.device):
                 pass
 
         return work
 
-    def compare_times(
-        self, clock: str, length: int, full: dict[str, Any], ours: dict[str, Any], **settings: Any
-    ) -> list[Measurement]:
-        """Return the measurements of one clock; full, ours: the numbers of both sides."""
+    def compare(self, clock: str, full: dict[str, Any], ours: dict[str, Any], **settings: Any) -> list[Measurement]:
+        """Return the measurements of one clock from the numbers of both sides."""
+        length = self.sequence.start.shape[1]
         return compare_times(
-            "focus", full, ours, {"clock": clock, "path": self.kernel.name, **describe(self.layer, self.groups, length),
-            **settings},
-            density=pairs_kept(self.selection, length, self.layer.window, self.layer.sinks),
-            computed_density=self.pairs_computed, largest_group_fraction=largest_group(self.selection),
+            "focus", full, ours,
+            {"clock": clock, "path": self.kernel.name, **self.layer.describe(length, self.groups), **settings},
+            density=density(self.selection, length, self.layer.window, self.layer.sinks),
+            computed_density=self.computed_density, largest_group_fraction=largest_group(self.selection),
         )  # fmt: skip
 
     @cached_property  # several clocks report it, and it lays all blocks out
-    def pairs_computed(self) -> float | None:
-        """Share of the causal pairs that the kernel's blocks compute, where those are known."""
+    def computed_density(self) -> float | None:
+        """Return the density of the kernel's blocks, where those are known."""
         length = self.sequence.start.shape[1]
         layout = self.selection, self.sequence, self.layer.window, self.layer.sinks
         if self.kernel.name == "triton":
@@ -144,88 +169,207 @@ class Contender:
         return pairs_computed(*layout) if isinstance(self.kernel, Kernel) else None
 
 
-def describe(layer: Layer, groups: Groups, length: int) -> dict[str, Any]:
-    """Return the settings of a layer's measurements that tell the case apart."""
-    return {
-        "seq_len": length, "groups": groups.count, "assignment": groups.assignment, "top_k": groups.top_k,
-        "pair_rule": groups.pair_rule, "window": layer.window, "layer": str(layer.shape),
-        "dtype": str(layer.dtype).removeprefix("torch."),
-    }  # fmt: skip
-
-
-def attention_rows(layer: Layer, length: int, groupings: list[Groups]) -> Iterator[Measurement]:
-    """Clocks "kernels" and "attention" at one length, all groupings in turn with full attention."""
+def time_attention(layer: Layer, length: int, groupings: list[Groups]) -> Iterator[Measurement]:
+    """Time the clocks "attention" and "kernels", all groupings in turn with full attention."""
     with torch.no_grad():
-        tensors = Tensors.random(layer.shape, length, layer.dtype, layer.device)
+        tensors = layer_tensors(layer, length)
         name, full = full_attention(tensors, layer.device)
-        contenders = [Contender.of(layer, groups, tensors) for groups in groupings]
+        cases = [BenchmarkCase.build(layer, groups, tensors) for groups in groupings]
         works = {"full": full}
-        for number, contender in enumerate(contenders):
-            works[f"{number} attention"] = partial(contender.attention, tensors)
-            works[f"{number} kernels"] = contender.kernels(tensors)
-        repeats = affordable(clock(full, layer.device), layer)
-        seconds = alternate(works, repeats, layer.device)
-        peaks = peaks_of(layer, length, groupings, name, backward=False)
-    for number, contender in enumerate(contenders):
-        for which in ("attention", "kernels"):
-            full_peak, peak = (peaks[0], peaks[1 + number]) if which == "attention" else (None, None)
-            yield from contender.compare_times(
-                which, length, {"seconds": seconds["full"], "peak_bytes": full_peak},
-                {"seconds": seconds[f"{number} {which}"], "peak_bytes": peak}, full_kernel=name, repeats=repeats,
+        for number, case in enumerate(cases):
+            works[f"{number} attention"] = partial(case.run, tensors)
+            works[f"{number} kernels"] = case.prepare_kernels(tensors)
+        repeats = layer.limit_repeats(time_once(full, layer.device))
+        seconds = time_in_turns(works, repeats, layer.device)
+        peaks = measure_peaks(layer, length, groupings, name, backward=False)
+    for number, case in enumerate(cases):
+        for clock in ("attention", "kernels"):
+            full_peak, peak = (peaks[0], peaks[1 + number]) if clock == "attention" else (None, None)
+            yield from case.compare(
+                clock, {"seconds": seconds["full"], "peak_bytes": full_peak},
+                {"seconds": seconds[f"{number} {clock}"], "peak_bytes": peak}, full_kernel=name, repeats=repeats,
             )  # fmt: skip
 
 
-def attention_step_rows(layer: Layer, length: int, groupings: list[Groups]) -> Iterator[Measurement]:
-    """Clock "attention step": forward and backward of q, k, v and, for Focus, of what the router assigned."""
-    tensors = Tensors.random(layer.shape, length, layer.dtype, layer.device).with_grad()
+def time_attention_step(layer: Layer, length: int, groupings: list[Groups]) -> Iterator[Measurement]:
+    """Time the clock "attention step": forward and backward to q, k, v and, with Focus, the assignment."""
+    tensors = layer_tensors(layer, length, backward=True)
     name, full = full_attention(tensors, layer.device)
-    contenders = [Contender.of(layer, groups, tensors) for groups in groupings]
-    works = {"full": partial(full_step, full, tensors)}
-    works |= {str(number): partial(contender.step, tensors) for number, contender in enumerate(contenders)}
-    repeats = affordable(clock(works["full"], layer.device), layer)
-    seconds = alternate(works, repeats, layer.device)
-    peaks = peaks_of(layer, length, groupings, name, backward=True)
-    for number, contender in enumerate(contenders):
-        yield from contender.compare_times(
-            "attention step", length, {"seconds": seconds["full"], "peak_bytes": peaks[0]},
+    cases = [BenchmarkCase.build(layer, groups, tensors) for groups in groupings]
+    works = {"full": partial(run_full_step, full, tensors)}
+    works |= {str(number): partial(case.run_step, tensors) for number, case in enumerate(cases)}
+    repeats = layer.limit_repeats(time_once(works["full"], layer.device))
+    seconds = time_in_turns(works, repeats, layer.device)
+    peaks = measure_peaks(layer, length, groupings, name, backward=True)
+    for number, case in enumerate(cases):
+        yield from case.compare(
+            "attention step", {"seconds": seconds["full"], "peak_bytes": peaks[0]},
             {"seconds": seconds[str(number)], "peak_bytes": peaks[1 + number]}, full_kernel=name, repeats=repeats,
         )  # fmt: skip
 
 
-def peaks_of(layer: Layer, length: int, groupings: list[Groups], full: str, backward: bool) -> list[int | None]:
-    """Peak bytes of full attention by its kernel `full` and of Focus with each grouping; unknown where it is too
-    little to be told."""
+def measure_peaks(layer: Layer, length: int, groupings: list[Groups], full: str, backward: bool) -> list[int | None]:
+    """Return peak bytes of full attention by its kernel `full`, then of each grouping; None where it is too little."""
     if length < MEMORY_FROM:
         return [None] * (1 + len(groupings))
-    # a CPU's allocator keeps what others have freed, and hands out the pieces
-    measure = partial(in_fresh_process, peak) if layer.device.type == "cpu" else peak
-    contenders: list[Groups | str] = [full, *groupings]
-    return [measure(layer, length, works, backward) for works in contenders]
+    # a CPU's allocator keeps what others have freed
+    measure = partial(run_in_fresh_process, measure_peak) if layer.device.type == "cpu" else measure_peak
+    cases: list[Groups | str] = [full, *groupings]
+    return [measure(layer, length, case, backward) for case in cases]
 
 
-def peak(layer: Layer, length: int, works: Groups | str, backward: bool) -> int | None:
-    """Peak bytes of Focus with these groups, or of full attention by this kernel; inputs included."""
+def measure_peak(layer: Layer, length: int, case: Groups | str, backward: bool) -> int | None:
+    """Return peak bytes of Focus with these groups, or of a full-attention kernel, inputs included."""
+
+    def prepare(tokens: int) -> Work:
+        tensors = layer_tensors(layer, tokens, backward)
+        if isinstance(case, str):
+            full = full_attention_kernels(tensors)[case]
+            return partial(run_full_step, full, tensors) if backward else full
+        focus = BenchmarkCase.build(layer, case, tensors)
+        return partial(focus.run_step if backward else focus.run, tensors)
+
     with torch.set_grad_enabled(backward):
-        # what libraries keep for good once they have run is not the work's
-        work_on(layer, random_tensors(layer, min(length, MEMORY_FROM), backward), works, backward)()
+        prepare(min(length, MEMORY_FROM))()  # what libraries allocate once is not the case's
         memory = PeakMemory(layer.device)
-        tensors = random_tensors(layer, length, backward)
-        return memory.of(work_on(layer, tensors, works, backward))
+        return memory.measure(prepare(length))
 
 
-def random_tensors(layer: Layer, length: int, backward: bool) -> Tensors:
+def layer_tensors(layer: Layer, length: int, backward: bool = False) -> Tensors:
     tensors = Tensors.random(layer.shape, length, layer.dtype, layer.device)
     return tensors.with_grad() if backward else tensors
 
 
-def work_on(layer: Layer, tensors: Tensors, works: Groups | str, backward: bool) -> Work:
-    if isinstance(works, str):
-        full = full_attention_kernels(tensors)[works]
-        return partial(full_step, full, tensors) if backward else full
-    contender = Contender.of(layer, works, tensors)
-    return partial(contender.step if backward else contender.attention, tensors)
+@torch.no_grad()
+def time_methods(layer: Layer, length: int, methods: Methods) -> Iterator[Measurement]:
+    """Time routing and attention of other methods in turn with full attention; a failure has its error."""
+    tensors = layer_tensors(layer, length)
+    kernel, full = full_attention(tensors, layer.device)
+    works: dict[str, Work] = {"full": full}
+    round_seconds = time_once(full, layer.device)
+    paths: dict[str, str | None] = {}
+    errors: dict[str, str] = {}
+    for name, (method, options) in methods.items():
+        try:
+            built = build_method(layer, method, options)
+            work = partial(run_method, built, tensors, layer.args)
+            round_seconds += time_once(work, layer.device)
+            works[name], paths[name] = work, built.path
+        except (RuntimeError, ValueError) as error:
+            errors[name] = f"{type(error).__name__}: {first_line(error)}"
+    repeats = layer.limit_repeats(round_seconds)
+    seconds = time_in_turns(works, repeats, layer.device)
+    for name in methods:
+        settings = {"clock": "attention", **layer.describe(length), "method": name, "error": errors.get(name)}
+        if name in errors:
+            yield from compare_times(name, {}, {}, settings)
+        else:
+            settings |= {"full_kernel": kernel, "path": paths[name], "repeats": repeats}
+            yield from compare_times(name, {"seconds": seconds["full"]}, {"seconds": seconds[name]}, settings)
 
 
-def affordable(seconds: float, layer: Layer) -> int:
-    """How many rounds to take, where one takes so long."""
-    return max(LEAST_REPEATS, min(layer.repeats, int(ROUND_SECONDS / max(seconds, 1e-9))))
+def build_method(layer: Layer, method: str, options: dict[str, Any]) -> AttentionMethod:
+    shape = layer.shape
+    built = build(method, LayerShape(shape.width, shape.heads, shape.head_dim, 0, shape.kv_heads), **options)
+    return use_sparse_path(built, layer.backend, layer.device)
+
+
+def run_method(method: AttentionMethod, tensors: Tensors, args: AttentionArgs) -> Tensor:
+    sequence = Sequence.plain(1, tensors.length, tensors.hidden.device)
+    selection = method.route(tensors.hidden, sequence)
+    return method.attend(tensors.q, tensors.k, tensors.v, selection, sequence, args)
+
+
+@torch.no_grad()
+def time_decode(layer: Layer, length: int, groupings: list[Groups]) -> Iterator[Measurement]:
+    """Time the clock "decode": attention of one token after `length` others, with a KV cache."""
+    tensors = layer_tensors(layer, length)
+    new = Tensors.random(layer.shape, STEPS, layer.dtype, layer.device, seed=1)
+    full = {"DynamicLayer, sdpa": dynamic_steps(tensors, new), "StaticLayer, sdpa": static_steps(tensors, new)}
+    cases = [Decoding(layer, groups, tensors, new) for groups in groupings]
+    works: dict[str, Work] = {**full, **{str(number): case.run for number, case in enumerate(cases)}}
+    seconds = time_in_turns(works, layer.repeats, layer.device)
+    name = min(full, key=lambda name: seconds[name])
+    token_bytes = 2 * layer.shape.kv_heads * layer.shape.head_dim * tensors.k.element_size()
+    for number, case in enumerate(cases):
+        read = mean(case.reads)
+        settings = {"clock": "decode", "full_kernel": name, "path": "cached", "repeats": layer.repeats}
+        yield from compare_times(
+            "focus",
+            {"seconds": seconds[name] / STEPS, "peak_bytes": length * token_bytes,
+             "bytes_read": (length + 1) * token_bytes},
+            {"seconds": seconds[str(number)] / STEPS, "peak_bytes": case.cache_bytes,
+             "bytes_read": round(read * token_bytes)},
+            layer.describe(length, case.groups) | settings,
+            density=read / (length + 1), largest_group_fraction=largest_group(case.selection),
+        )  # fmt: skip
+
+
+class Decoding:
+    """A Focus layer with a cache that gets STEPS tokens one after the other."""
+
+    def __init__(
+        self, layer: Layer, groups: Groups, tensors: Tensors, new: Tensors, selection: Selection | None = None
+    ) -> None:
+        """Fill the cache; `selection` of all tokens replaces that of `groups`."""
+        self.layer, self.groups, self.new = layer, groups, new
+        self.method = make_layer(layer.shape, groups, layer.window, layer.sinks, "masked", layer.device)
+        self.selection = selection or groups.select(tensors.length + STEPS, layer.device)
+        places = range(tensors.length, tensors.length + STEPS)
+        self.step_selections = [slice_selection(self.selection, slice(place, place + 1)) for place in places]
+        self.cache = GroupedCache(layer.window, layer.sinks)
+        before = slice_selection(self.selection, slice(0, tensors.length))
+        self.cache.append(tensors.k, tensors.v, before, Sequence.plain(1, tensors.length, layer.device))
+        self.cache_bytes = self.cache.bytes
+        self.reads: list[int] = []
+
+    def run(self) -> None:
+        """Route each token, attend over what it reads, and append it to the cache."""
+        for step, selection in enumerate(self.step_selections):
+            row = slice(step, step + 1)
+            q, k, v = (x[:, :, row] for x in (self.new.q, self.new.k, self.new.v))
+            sequence = Sequence(torch.full((1, 1), -self.cache.length, device=q.device))
+            self.method.route(self.new.hidden[:, row], sequence)
+            self.cache.attend(q, k, v, selection, sequence, self.layer.args)
+            self.reads.append(self.cache.pairs_read)
+            self.cache.append(k, v, selection, sequence)
+
+
+def slice_selection(selection: Selection, rows: slice) -> Selection:
+    """Return the selection of some tokens."""
+    tensors: dict[str, Any] = {
+        name: x[..., rows] if name == "group" else x[..., rows, :]
+        for name, x in vars(selection).items() if isinstance(x, Tensor)
+    }  # fmt: skip
+    return replace(selection, **tensors)
+
+
+def dynamic_steps(tensors: Tensors, new: Tensors) -> Work:
+    from transformers.cache_utils import DynamicLayer  # tests/gpu_clock.py runs without transformers
+
+    cache = DynamicLayer()
+    cache.update(tensors.k, tensors.v)
+    return partial(run_full_steps, lambda k, v: cache.update(k, v), new)
+
+
+def static_steps(tensors: Tensors, new: Tensors) -> Work:
+    """Return decoding with a cache of fixed size, written in place."""
+    from transformers.cache_utils import StaticLayer
+
+    cache = StaticLayer(max_cache_len=tensors.length + STATIC_ROOM)
+    cache.update(tensors.k, tensors.v)
+    places = count(tensors.length)
+
+    def update(k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        keys, values = cache.update(k, v)
+        length = next(places) + 1
+        return keys[:, :, :length], values[:, :, :length]
+
+    return partial(run_full_steps, update, new)
+
+
+def run_full_steps(update: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]], new: Tensors) -> None:
+    for step in range(STEPS):
+        row = slice(step, step + 1)
+        keys, values = update(new.k[:, :, row], new.v[:, :, row])
+        F.scaled_dot_product_attention(new.q[:, :, row], keys, values, enable_gqa=new.q.shape[1] != keys.shape[1])

@@ -1,11 +1,10 @@
-"""The whole model with Focus against the whole model without: prefill, and one training step."""
+"""The whole model with an attached method against the base: prefill, one training step, decoding."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import partial
 from statistics import mean
 from typing import Any
@@ -14,9 +13,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PreTrainedModel
+from transformers.cache_utils import Cache
 
 from focus_exp.attention.base import AttentionMethod
 from focus_exp.attention.selection import PairCounts, Selection, Sequence
+from focus_exp.models.hf_cache import count_keys_and_bytes
 from focus_exp.models.methods import (
     attached_methods,
     attention_modules,
@@ -26,18 +27,12 @@ from focus_exp.models.methods import (
     observe_selections,
 )
 from focus_exp.results.measurement import Measurement
-from focus_exp.speed.timing import PeakMemory, Work, alternate, clock, compare_times, synchronize
+from focus_exp.speed.timing import PeakMemory, Work, compare_times, synchronize, time_in_turns, time_once
 from focus_exp.speed.workload import Shape, largest_group
 from focus_exp.training.precision import Precision
 
 STEP_LEARNING_RATE = 1e-5
-
-
-@dataclass
-class Attended:
-    """Seconds spent in attention layers, their projections left out."""
-
-    seconds: float = 0.0
+DECODE_STEPS = 8  # tokens decoded one after the other in one measurement
 
 
 @torch.no_grad()
@@ -46,50 +41,37 @@ def prefill(model: PreTrainedModel, tokens: Tensor, precision: Precision) -> Non
         model(input_ids=tokens, use_cache=False, logits_to_keep=1)
 
 
+def run_disabled(model: PreTrainedModel, work: Work) -> None:
+    with disable_method(model):
+        work()
+
+
 def time_prefill(
     model: PreTrainedModel, tokens: Tensor, precision: Precision, repeats: int, variant: str, **settings: Any
 ) -> list[Measurement]:
-    """Time logits of the token after `tokens` (1, T): what is attached, with hard routing, in turn with `disabled`."""
+    """Time the clock "prefill": logits of the token after `tokens` (1, T), in turn with the disabled method."""
     memory = PeakMemory(precision.device)
-
-    attached = partial(prefill, model, tokens, precision)
-
-    def full() -> None:
-        with disable_method(model):
-            attached()
-
-    works: dict[str, Work] = {"full": full, "ours": attached}
-    seconds = alternate(works, repeats, precision.device)
-    sides = {name: {"seconds": seconds[name], "peak_bytes": memory.of(work)} for name, work in works.items()}
+    run = partial(prefill, model, tokens, precision)
+    works: dict[str, Work] = {"full": partial(run_disabled, model, run), "ours": run}
+    seconds = time_in_turns(works, repeats, precision.device)
+    sides = {name: {"seconds": seconds[name], "peak_bytes": memory.measure(work)} for name, work in works.items()}
     for name, work in works.items():
-        with attention_clock(model) as attended:
-            whole = clock(work, precision.device)
-        sides[name]["attention_seconds"] = attended.seconds / whole * seconds[name]
+        with time_attention_layers(model) as attention:
+            total = time_once(work, precision.device)
+        sides[name]["attention_seconds"] = attention[0] / total * seconds[name]
     facts, fractions = describe_pass(model, tokens, precision)
     settings = {"clock": "prefill", "seq_len": tokens.shape[1], "repeats": repeats, **settings, **facts}
     return compare_times(variant, sides["full"], sides["ours"], settings, **fractions)
 
 
-def prefill_row(model: PreTrainedModel, tokens: Tensor, precision: Precision, repeats: int) -> list[Measurement]:
-    """Clock "prefill" of Focus."""
-    return time_prefill(model, tokens, precision, repeats, "focus", **setting_of(model))
+def time_step(model: PreTrainedModel, tokens: Tensor, precision: Precision) -> list[Measurement]:
+    """Time the clock "model step": loss, backward and update of all weights with checkpointing, once each.
 
-
-def method_prefill_row(
-    name: str, model: PreTrainedModel, tokens: Tensor, precision: Precision, repeats: int
-) -> list[Measurement]:
-    """Clock "prefill" of the method that is attached to the model, whatever it is."""
-    return time_prefill(model, tokens, precision, repeats, name, method=name)
-
-
-def model_step_row(model: PreTrainedModel, tokens: Tensor, precision: Precision) -> list[Measurement]:
-    """Clock "model step": loss, backward and update of all weights, with gradient checkpointing, once each.
-
-    Focus trains with hard groups, its routers included; without it the same weights train under full attention.
+    Focus trains with hard routing, routers included; disabled, the same weights train under full attention.
     """
     freeze(model, "all")
     methods = list(find_routers(model).values())
-    before = [m.train_with for m in methods]
+    before = [method.train_with for method in methods]
     for method in methods:
         method.train_with = "hard"
     model.activation_checkpointing_enable({"use_reentrant": False})
@@ -97,7 +79,7 @@ def model_step_row(model: PreTrainedModel, tokens: Tensor, precision: Precision)
     state = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     memory = PeakMemory(precision.device)
 
-    def focus() -> None:
+    def step() -> None:
         with precision.context():
             logits = model(input_ids=tokens, use_cache=False).logits
             F.cross_entropy(logits[0, :-1].float(), tokens[0, 1:]).backward()
@@ -105,17 +87,13 @@ def model_step_row(model: PreTrainedModel, tokens: Tensor, precision: Precision)
         optimizer.step()
         model.zero_grad(set_to_none=True)
 
-    def full() -> None:
-        with disable_method(model):
-            focus()
-
+    sides = {}
     try:
-        # so long that warming up would double what it costs
-        peaks, seconds = {}, {}
-        for name, work in {"full": full, "focus": focus}.items():
-            began = time.perf_counter()
-            peaks[name] = memory.of(work)
-            seconds[name] = time.perf_counter() - began
+        works: dict[str, Work] = {"full": partial(run_disabled, model, step), "focus": step}
+        for name, work in works.items():
+            start = time.perf_counter()  # without a warm-up, which would double minutes
+            peak = memory.measure(work)
+            sides[name] = {"seconds": time.perf_counter() - start, "peak_bytes": peak}
     finally:
         model.load_state_dict(state)
         for method, train_with in zip(methods, before, strict=True):
@@ -123,11 +101,59 @@ def model_step_row(model: PreTrainedModel, tokens: Tensor, precision: Precision)
         model.activation_checkpointing_disable()
         model.eval()
         freeze(model, "router")
-
     facts, fractions = describe_pass(model, tokens, precision)
-    settings = {"clock": "model step", "seq_len": tokens.shape[1], "repeats": 1, **setting_of(model), **facts}
-    full_side, ours = ({"seconds": seconds[name], "peak_bytes": peaks[name]} for name in ("full", "focus"))
-    return compare_times("focus", full_side, ours, settings, **fractions)
+    settings = {"clock": "model step", "seq_len": tokens.shape[1], "repeats": 1, **describe_router(model), **facts}
+    return compare_times("focus", sides["full"], sides["focus"], settings, **fractions)
+
+
+def time_decode_model(model: PreTrainedModel, tokens: Tensor, precision: Precision, repeats: int) -> list[Measurement]:
+    """Time the clock "decode model": the whole model for one token after `tokens` (1, T)."""
+    focus = Decoder(model, tokens, precision)
+    with disable_method(model):
+        full = Decoder(model, tokens, precision)
+    works: dict[str, Work] = {"full": partial(run_disabled, model, full.run), "focus": focus.run}
+    seconds = time_in_turns(works, repeats, precision.device)
+    shape = model_shape(model)
+    token_bytes = 2 * shape.kv_heads * shape.head_dim * attention_dtype(model, precision).itemsize
+    settings = {
+        "clock": "decode model", "seq_len": tokens.shape[1], "repeats": repeats, "path": "cached",
+        "full_kernel": f"DynamicCache, {attention_name(model)}", **describe_router(model),
+        **describe_model(model, precision),
+    }  # fmt: skip
+    sides, keys = {}, {}
+    for name, decoder in {"full": full, "focus": focus}.items():
+        keys[name], size = decoder.count_keys_and_bytes()
+        sides[name] = {
+            "seconds": seconds[name] / DECODE_STEPS, "peak_bytes": size, "bytes_read": keys[name] * token_bytes
+        }  # fmt: skip
+    return compare_times("focus", sides["full"], sides["focus"], settings, density=keys["focus"] / keys["full"])
+
+
+class Decoder:
+    """Greedy decoding after a prompt (1, T), DECODE_STEPS tokens at a time."""
+
+    def __init__(self, model: PreTrainedModel, tokens: Tensor, precision: Precision) -> None:
+        self.model, self.precision = model, precision
+        self.cache: Cache | None = None
+        self.token = tokens
+        self.step()
+
+    @torch.no_grad()
+    def step(self) -> None:
+        with self.precision.context():
+            out = self.model(input_ids=self.token, past_key_values=self.cache, use_cache=True, logits_to_keep=1)
+        self.cache, self.token = out.past_key_values, out.logits[:, -1:].argmax(-1)
+
+    def run(self) -> None:
+        for _ in range(DECODE_STEPS):
+            self.step()
+
+    def count_keys_and_bytes(self) -> tuple[int, int]:
+        """Return keys that the last step read and bytes of the cache, over the attached layers."""
+        assert self.cache is not None
+        attached = attached_methods(self.model)
+        layers = [count_keys_and_bytes(layer) for index, layer in enumerate(self.cache.layers) if index in attached]
+        return sum(keys for keys, _ in layers), sum(size for _, size in layers)
 
 
 def describe_pass(
@@ -145,7 +171,7 @@ def describe_pass(
     with observe_selections(model, observe):
         prefill(model, tokens, precision)
     facts = {
-        **number_format(model, precision),
+        **describe_model(model, precision),
         "full_kernel": attention_name(model),
         "path": ", ".join(sorted({m.path or "" for m in attached_methods(model).values()})),
     }
@@ -153,68 +179,61 @@ def describe_pass(
     return facts, {"density": density, "largest_group_fraction": mean(largest) if largest else None}
 
 
-def setting_of(model: PreTrainedModel) -> dict[str, Any]:
-    """Return the settings of the Focus router that is attached to the model."""
+def describe_router(model: PreTrainedModel) -> dict[str, Any]:
+    """Return the settings of the attached Focus router."""
     method = next(iter(find_routers(model).values()))
-    return {
-        "groups": method.groups,
-        "top_k": method.top_k,
-        "pair_rule": method.pair_rule,
-        "window": method.window,
-        "assignment": "trained",
-    }
+    settings = {name: getattr(method, name) for name in ("groups", "top_k", "pair_rule", "window")}
+    return settings | {"assignment": "trained"}
 
 
-def number_format(model: PreTrainedModel, precision: Precision) -> dict[str, Any]:
-    """Return shape and precision of a model as settings of its measurements."""
+def describe_model(model: PreTrainedModel, precision: Precision) -> dict[str, Any]:
+    """Return a model's shape and precision as settings."""
     dtype = "bf16-mixed" if precision.autocast else str(model.dtype).removeprefix("torch.")
-    return {"layer": str(shape_of(model)), "dtype": dtype}
+    return {"layer": str(model_shape(model)), "dtype": dtype}
 
 
 def attention_dtype(model: PreTrainedModel, precision: Precision) -> torch.dtype:
-    """What keys and values are computed in."""
     return torch.bfloat16 if precision.autocast else model.dtype
 
 
 def attention_name(model: PreTrainedModel) -> str:
-    """The base model's own attention implementation."""
+    """Return the base model's own attention implementation."""
     with disable_method(model):
         return str(model.config._attn_implementation)
 
 
-@contextmanager
-def attention_clock(model: PreTrainedModel) -> Iterator[Attended]:
-    """Within the block the seconds between a layer's entering its attention and leaving it, projections left out."""
-    attended, handles = Attended(), []
-    started: dict[nn.Module, float] = {}
-    device = model.device
-
-    def enter(module: nn.Module, *_: Any) -> None:
-        synchronize(device)
-        started[module] = time.perf_counter()
-
-    def leave(sign: int) -> Any:
-        def hook(module: nn.Module, *_: Any) -> None:
-            synchronize(device)
-            attended.seconds += sign * (time.perf_counter() - started.pop(module))
-
-        return hook
-
-    for layer in attention_modules(model).values():
-        timed = {layer: 1, **{m: -1 for m in layer.children() if not isinstance(m, AttentionMethod)}}
-        for module, sign in timed.items():
-            # before the hook that routes
-            handles.append(module.register_forward_pre_hook(enter, prepend=True))
-            handles.append(module.register_forward_hook(leave(sign)))
-    try:
-        yield attended
-    finally:
-        for handle in handles:
-            handle.remove()
-
-
-def shape_of(model: PreTrainedModel) -> Shape:
+def model_shape(model: PreTrainedModel) -> Shape:
     config = model.config.get_text_config()
     heads = config.num_attention_heads
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
     return Shape(config.hidden_size, heads, getattr(config, "num_key_value_heads", None) or heads, head_dim)
+
+
+@contextmanager
+def time_attention_layers(model: PreTrainedModel) -> Iterator[list[float]]:
+    """Yield a list whose only item is the seconds spent in attention layers, without their projections."""
+    seconds, handles = [0.0], []
+    starts: dict[nn.Module, float] = {}
+
+    def enter(module: nn.Module, *_: Any) -> None:
+        synchronize(model.device)
+        starts[module] = time.perf_counter()
+
+    def leave(sign: int) -> Any:
+        def hook(module: nn.Module, *_: Any) -> None:
+            synchronize(model.device)
+            seconds[0] += sign * (time.perf_counter() - starts.pop(module))
+
+        return hook
+
+    for layer in attention_modules(model).values():
+        signs = {layer: 1, **{m: -1 for m in layer.children() if not isinstance(m, AttentionMethod)}}
+        for module, sign in signs.items():
+            # before the hook that routes
+            handles.append(module.register_forward_pre_hook(enter, prepend=True))
+            handles.append(module.register_forward_hook(leave(sign)))
+    try:
+        yield seconds
+    finally:
+        for handle in handles:
+            handle.remove()

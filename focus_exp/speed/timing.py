@@ -1,4 +1,4 @@
-"""Clocks: two things timed in turn in one process, and the memory that each of them needs at most."""
+"""Time callables in turn in one process, and measure the memory that each needs at most."""
 
 from __future__ import annotations
 
@@ -22,18 +22,37 @@ from focus_exp.results.measurement import Measurement
 Work = Callable[[], object]
 Result = TypeVar("Result")
 
-_earlier = 0  # bytes: the peak of the run until a clock set the high-water mark back
+_earlier_peak = 0  # bytes: peak of the run before a measurement reset the high-water mark
 
 
-def alternate(works: Mapping[str, Work], repeats: int, device: torch.device) -> dict[str, float]:
-    """Median seconds of each work: one round to warm up, then `repeats` rounds in which they take turns."""
+def time_in_turns(works: Mapping[str, Work], repeats: int, device: torch.device) -> dict[str, float]:
+    """Return the median seconds of each work over `repeats` rounds in which they alternate, after one to warm up.
+
+    Neither `torch.utils.benchmark.Timer` nor `triton.testing.do_bench` alternates, so that a change of the clock rate
+    would fall on one side of a ratio; the former adds two calls to each sample, the latter needs a GPU.
+    """
     seconds: dict[str, list[float]] = {name: [] for name in works}
     for turn in range(repeats + 1):
         for name, work in works.items():
-            taken = clock(work, device)
+            elapsed = time_once(work, device)
             if turn:
-                seconds[name].append(taken)
-    return {name: median(taken) for name, taken in seconds.items()}
+                seconds[name].append(elapsed)
+    return {name: median(values) for name, values in seconds.items()}
+
+
+def time_once(work: Work, device: torch.device) -> float:
+    """Return the seconds of one call; on CUDA by its events, which leave out the wait for the host."""
+    synchronize(device)
+    if device.type == "cuda":
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        work()
+        end.record()
+        synchronize(device)
+        return begin.elapsed_time(end) / 1e3
+    start = time.perf_counter()
+    work()
+    return time.perf_counter() - start
 
 
 def compare_times(
@@ -81,21 +100,6 @@ def compare_times(
     return measured
 
 
-def clock(work: Work, device: torch.device) -> float:
-    """Seconds of one call, until the device is done; on CUDA by its events, which leave out the wait for the host."""
-    synchronize(device)
-    if device.type == "cuda":
-        began, done = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        began.record()
-        work()
-        done.record()
-        synchronize(device)
-        return began.elapsed_time(done) / 1e3
-    start = time.perf_counter()
-    work()
-    return time.perf_counter() - start
-
-
 def device_name(device: torch.device) -> str:
     return torch.cuda.get_device_name() if device.type == "cuda" else f"cpu, {torch.get_num_threads()} threads"
 
@@ -105,76 +109,68 @@ def synchronize(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def in_fresh_process(function: Callable[..., Result], *arguments: Any) -> Result:
-    """What `function`, a module's own, returns in a process that has done nothing before."""
+def run_in_fresh_process(function: Callable[..., Result], *arguments: Any) -> Result:
+    """Return what a module-level function returns in a new process."""
     with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
         return pool.submit(function, *arguments).result()
 
 
 class PeakMemory:
-    """Bytes that a work holds at most, beyond what was held when this object was made; make it before the inputs.
+    """Peak bytes beyond those allocated when this object is made, so make it before the inputs.
 
-    On CUDA by torch's allocator. On Linux by the resident set, whose high-water mark can be reset; elsewhere on a CPU
-    it is not known.
+    CUDA: torch's allocator. Linux: the resident set, whose high-water mark can be reset. Elsewhere it is unknown.
     """
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        release()
-        self.before = held(device)
+        release_memory()
+        is_cuda = device.type == "cuda"
+        self.before = torch.cuda.memory_allocated(device) if is_cuda else read_proc_status("VmRSS")
 
-    def of(self, work: Work) -> int | None:
-        """The peak while `work` runs, what already exists included."""
-        release()
-        keep_peak()
+    def measure(self, work: Work) -> int | None:
+        """Return the peak while `work` runs, including what exists already."""
+        global _earlier_peak
+        release_memory()
+        _earlier_peak = peak_memory()
         if self.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self.device)
             work()
             synchronize(self.device)
             return torch.cuda.max_memory_allocated(self.device) - (self.before or 0)
-        with large_blocks_returned():
-            if self.before is None or not reset_high_water():
+        with return_large_blocks():
+            if self.before is None or not reset_high_water_mark():
                 return None
             work()
-            peak = resident("VmHWM")
+            peak = read_proc_status("VmHWM")
         return None if peak is None else peak - self.before
 
 
-def begin_peak() -> None:
-    """Let `peak_memory` be of what comes now: a process may have had other runs before."""
-    global _earlier
-    release()
-    reset_high_water()
+def begin_peak_memory() -> None:
+    """Start a new run for `peak_memory`: the process may have had others before."""
+    global _earlier_peak
+    release_memory()
+    reset_high_water_mark()
     if torch.cuda.is_initialized():
         torch.cuda.reset_peak_memory_stats()
-    _earlier = 0
-
-
-def keep_peak() -> None:
-    global _earlier
-    _earlier = peak_memory()
+    _earlier_peak = 0
 
 
 def peak_memory() -> int:
-    """Bytes: the most this process has held since `begin_peak`, on the GPU where there is one."""
+    """Return the peak bytes of this process since `begin_peak_memory`, on the GPU where there is one."""
     if torch.cuda.is_available():
-        return max(_earlier, torch.cuda.max_memory_allocated())
+        return max(_earlier_peak, torch.cuda.max_memory_allocated())
     unit = 1 if sys.platform == "darwin" else 1024
-    return max(_earlier, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit)
+    return max(_earlier_peak, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit)
 
 
-def held(device: torch.device) -> int | None:
-    return torch.cuda.memory_allocated(device) if device.type == "cuda" else resident("VmRSS")
-
-
-def resident(field: str) -> int | None:
-    """A field of /proc/self/status [bytes]."""
+def read_proc_status(key: str) -> int | None:
+    """Return a field of /proc/self/status in bytes."""
     status = Path("/proc/self/status")
     lines = status.read_text().splitlines() if status.exists() else []
-    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{field}:")), None)
+    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{key}:")), None)
 
 
-def reset_high_water() -> bool:
+def reset_high_water_mark() -> bool:
     try:
         Path("/proc/self/clear_refs").write_text("5")
     except OSError:
@@ -183,28 +179,27 @@ def reset_high_water() -> bool:
 
 
 @contextmanager
-def large_blocks_returned() -> Iterator[None]:
-    """Within the block freed tensors leave the resident set at once, instead of being kept for the next ones."""
-    libc, threshold = glibc(), -3  # M_MMAP_THRESHOLD
-    if libc is None:
-        yield
-        return
-    libc.mallopt(threshold, 1 << 20)
+def return_large_blocks() -> Iterator[None]:
+    """Return freed tensors to the system at once, instead of keeping them for the next ones."""
+    libc, threshold = load_glibc(), -3  # M_MMAP_THRESHOLD
+    if libc is not None:
+        libc.mallopt(threshold, 1 << 20)
     try:
         yield
     finally:
-        libc.mallopt(threshold, 32 << 20)  # what glibc's own adaptation ends at
+        if libc is not None:
+            libc.mallopt(threshold, 32 << 20)  # where glibc's own adaptation ends
 
 
-def release() -> None:
-    """Give back what is free, so that it does not count as held."""
+def release_memory() -> None:
+    """Give back what is free, so that it does not count as used."""
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
-    if (libc := glibc()) is not None:
+    if (libc := load_glibc()) is not None:
         libc.malloc_trim(0)
 
 
-def glibc() -> ctypes.CDLL | None:
+def load_glibc() -> ctypes.CDLL | None:
     libc = ctypes.CDLL(None) if sys.platform == "linux" else None
     return libc if hasattr(libc, "malloc_trim") and hasattr(libc, "mallopt") else None

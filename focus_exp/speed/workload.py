@@ -1,4 +1,4 @@
-"""What the clocks run on: one layer's tensors, its groups, and full attention by the best kernel of the device."""
+"""Inputs of the speed benchmark: a layer's tensors and groups, and full attention by the fastest kernel."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ from focus_exp.attention.focus import Focus
 from focus_exp.attention.kernels.cuda import PACKAGES, activate, flash_attn
 from focus_exp.attention.kernels.fused import import_error
 from focus_exp.attention.selection import Selection, Sequence, count_unpadded_pairs, select
-from focus_exp.speed.timing import Work, alternate, clock
+from focus_exp.speed.timing import Work, time_in_turns, time_once
 
 FUSED = {"sdpa-flash": SDPBackend.FLASH_ATTENTION, "sdpa-cudnn": SDPBackend.CUDNN_ATTENTION}
 SLOWEST = "sdpa-math"
-LONG = 2.0  # seconds of a call that are not those of loading a kernel
+LONG = 2.0  # seconds: a longer first call is not dominated by loading the kernel
 Method = TypeVar("Method", bound=AttentionMethod)
 
 
 @dataclass(frozen=True)
 class Shape:
-    """One attention layer: model width E, query heads H, key/value heads G, head size D."""
+    """Sizes of an attention layer: model width E, query heads H, key/value heads G, head size D."""
 
     width: int
     heads: int
@@ -41,7 +41,7 @@ class Shape:
 
 @dataclass(frozen=True)
 class Tensors:
-    """q `[1, H, T, D]`, k and v `[1, G, T, D]` as a model's projections lay them out, and hidden states `[1, T, E]`."""
+    """q (1, H, T, D), k and v (1, G, T, D) in the layout of a model's projections, hidden states (1, T, E)."""
 
     q: Tensor
     k: Tensor
@@ -63,15 +63,16 @@ class Tensors:
         return self.q.shape[2]
 
     def with_grad(self) -> Tensors:
-        """Leaves that gradients flow to, in the layout that they have."""
+        """Return leaves that require gradients, in the same layout."""
         return Tensors(*(x.detach().requires_grad_() for x in (self.q, self.k, self.v, self.hidden)))
 
 
 @dataclass(frozen=True)
 class Groups:
-    """How the tokens of a layer are grouped: `scores` `[1, n, K]` rank its groups for each token.
+    """Groups of a layer's tokens.
 
     assignment: "balanced", groups of equal size in random order, or "trained", a router's.
+    scores: (1, n, K), which rank the groups for each token.
     """
 
     assignment: str
@@ -83,8 +84,8 @@ class Groups:
     def count(self) -> int:
         return self.scores.shape[-1]
 
-    def selection(self, length: int, device: torch.device) -> Selection:
-        """Of `length` tokens, those that there are repeated as often as need be."""
+    def select(self, length: int, device: torch.device) -> Selection:
+        """Return the selection of `length` tokens, repeating those of `scores`."""
         repeats = math.ceil(length / self.scores.shape[1])
         scores = self.scores.repeat(1, repeats, 1)[:, :length].to(device)
         return select(scores, self.top_k, self.pair_rule)
@@ -97,74 +98,75 @@ def balanced(groups: int, length: int, top_k: int = 1, pair_rule: str = "query_t
     return Groups("balanced", others + F.one_hot(first, groups), top_k, pair_rule)
 
 
-def layer_method(shape: Shape, groups: Groups, window: int, sinks: int, backend: str, device: torch.device) -> Focus:
-    """A Focus layer with hard groups on the sparse path."""
+def make_layer(shape: Shape, groups: Groups, window: int, sinks: int, backend: str, device: torch.device) -> Focus:
+    """Build a Focus layer with hard routing on the sparse path."""
     method = Focus.create(
         LayerShape(shape.width, shape.heads, shape.head_dim, 0), groups=groups.count, window=window, sinks=sinks,
         top_k=groups.top_k, pair_rule=groups.pair_rule, train_with="hard",
     )  # fmt: skip
-    return on_sparse_path(method, backend, device)
+    return use_sparse_path(method, backend, device)
 
 
-def on_sparse_path(method: Method, backend: str, device: torch.device) -> Method:
-    """The method in use, with hard groups and on the sparse path at every length, where it has them."""
+def use_sparse_path(method: Method, backend: str, device: torch.device) -> Method:
+    """Set hard routing and the sparse path at every length, where a method has them."""
     if isinstance(method, Focus):
         method.hard = True
     method.backend, method.sparse_from = backend, 0
     return method.to(device).eval()
 
 
-def pairs_kept(selection: Selection, length: int, window: int, sinks: int) -> float:
-    """Share of all causal pairs that hard Focus computes."""
+def density(selection: Selection, length: int, window: int, sinks: int) -> float:
+    """Return the fraction of the causal pairs that hard routing keeps."""
     assert selection.query_groups is not None
     plain = Sequence.plain(1, length, selection.query_groups.device)
     return count_unpadded_pairs(selection, plain, window, sinks).density
 
 
 def largest_group(selection: Selection) -> float:
-    """Share of the tokens, as keys, in the group that has most of them, of any head with groups of its own."""
+    """Return the fraction of tokens, as keys, in the largest group of any head."""
     assert selection.key_groups is not None
     return float(selection.key_groups.float().mean((0, -2)).max())
 
 
 def full_attention(tensors: Tensors, device: torch.device) -> tuple[str, Work]:
-    """Causal full attention by the fastest kernel there is, and its name; of those with a backward, where q wants one.
+    """Return the name and call of the fastest causal full attention, with a backward where q requires gradients.
 
-    RuntimeError where torch has none for these tensors.
+    Raises:
+        RuntimeError: torch has none for these tensors.
     """
     works = full_attention_kernels(tensors)
     if len(works) == 1:
         return next(iter(works.items()))
     for candidates in ({name: work for name, work in works.items() if name != SLOWEST}, {SLOWEST: works[SLOWEST]}):
-        if seconds := served(candidates, tensors, device):
+        if seconds := time_supported(candidates, tensors, device):
             best = min(seconds, key=lambda name: seconds[name])
             return best, works[best]
     raise RuntimeError(f"torch has no full attention for {tensors.q.dtype} on {device}")
 
 
-def served(works: dict[str, Work], tensors: Tensors, device: torch.device) -> dict[str, float]:
-    """Seconds of the works that take these tensors; of one that takes long the first call tells enough."""
+def time_supported(works: dict[str, Work], tensors: Tensors, device: torch.device) -> dict[str, float]:
+    """Return the seconds of the kernels that support these tensors; a long first call is not repeated."""
     seconds = {}
     for name, work in works.items():
-        timed = partial(full_step, work, tensors) if tensors.q.requires_grad else work
+        timed = partial(run_full_step, work, tensors) if tensors.q.requires_grad else work
         try:
             with torch.set_grad_enabled(tensors.q.requires_grad):
-                taken = clock(timed, device)
-                seconds[name] = taken if taken > LONG else alternate({name: timed}, 2, device)[name]
+                first = time_once(timed, device)
+                seconds[name] = first if first > LONG else time_in_turns({name: timed}, 2, device)[name]
         except RuntimeError:
             continue
     return seconds
 
 
-def full_step(forward: Work, tensors: Tensors) -> None:
-    """Forward and backward, down to q, k and v."""
+def run_full_step(forward: Work, tensors: Tensors) -> None:
+    """Run forward and backward to q, k and v."""
     out = forward()
     assert isinstance(out, Tensor)
     torch.autograd.grad(out, (tensors.q, tensors.k, tensors.v), torch.ones_like(out))
 
 
 def full_attention_kernels(tensors: Tensors) -> dict[str, Work]:
-    """On CUDA all that might serve; `SLOWEST` builds every score."""
+    """Return the kernels of the device by name; on CUDA `SLOWEST` materializes all scores."""
     q, k, v = tensors.q, tensors.k, tensors.v
     grouped = q.shape[1] != k.shape[1]
 

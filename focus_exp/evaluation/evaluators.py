@@ -1,0 +1,49 @@
+"""Perplexity and benchmarks of a run, before and after a method is attached."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from focus_exp.evaluation.benchmarks import BenchmarkEvaluator
+from focus_exp.evaluation.perplexity import PerplexityEvaluator
+from focus_exp.records.answers import is_configured
+from focus_exp.results.losses import LOSSES, TEXT, write_losses
+from focus_exp.results.record import Record
+from focus_exp.training.distributed import is_main
+
+
+@dataclass(frozen=True)
+class Evaluators:
+    perplexity: PerplexityEvaluator
+    benchmarks: BenchmarkEvaluator
+
+    def measure_base(self) -> None:
+        """Score the unmodified model; of perplexity the first round, where the base stays frozen."""
+        self.perplexity.measure_base()
+        self.benchmarks.measure_base()
+
+    def measure_attached(self, on_round: Callable[[int, int], None] | None = None) -> None:
+        """Score what is attached or trained; see `PerplexityEvaluator.measure_attached` for `on_round`."""
+        self.perplexity.measure_attached(on_round)
+        self.benchmarks.measure_attached()
+
+    def write(self, record: Record, folder: Path) -> None:
+        """Put the rows into the record, and the losses that its intervals follow from into `folder`."""
+        record.rows, record.group_shares = self.perplexity.rows, self.perplexity.group_fractions
+        if phase_rows := self.perplexity.phase_rows:
+            *_, last = self.perplexity.config.recipe.phases
+            final = [row for row in record.rows if row.kind == "soft" or is_configured(record, row)]
+            record.phases = [*phase_rows, *(replace(row, phase=last) for row in final)]
+        record.benchmarks = self.benchmarks.rows
+        text = self.perplexity.losses
+        record.units = text.summary() if text.nll else None
+        losses = ({TEXT: text} if text.nll else {}) | self.benchmarks.losses
+        if losses and is_main():
+            write_losses(folder / LOSSES, losses)
+
+    def write_final(self, record: Record, folder: Path) -> None:
+        """Write everything; UserError where every one of eval.tasks failed."""
+        self.write(record, folder)
+        self.benchmarks.require_score()

@@ -1,0 +1,354 @@
+"""lm-eval as a library: its tasks, metrics and standard errors on the attached model."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import logging
+import math
+import os
+from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import contextmanager, redirect_stdout
+from dataclasses import dataclass
+from io import StringIO
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+import datasets
+import torch
+from lm_eval import evaluate
+from lm_eval.models.huggingface import HFLM
+from lm_eval.models.utils_hf import stop_sequences_criteria
+from lm_eval.tasks import TaskManager
+from lm_eval.tasks.manager import TaskDict
+from tokenizers.processors import TemplateProcessing
+from torch import Tensor
+from transformers import PreTrainedModel, PreTrainedTokenizerBase, PreTrainedTokenizerFast
+
+from focus_exp.assets import choose_source, hub_reachable
+from focus_exp.config import Config, DataConfig
+from focus_exp.data import bos_of
+from focus_exp.data.benchmarks import describe, load_benchmark
+from focus_exp.data.hub import in_cache
+from focus_exp.data.long_range import build_suite, task_config
+from focus_exp.data.long_range_items import MAKERS
+from focus_exp.errors import UserError, first_line
+from focus_exp.evaluation.benchmarks import Metric, RequestStats, TaskResult
+from focus_exp.models.hf_cache import cache_unsupported_reason
+from focus_exp.models.methods import active_methods, observe_selections, pause_observers
+from focus_exp.progress import ProgressBar
+from focus_exp.training.precision import Precision
+
+FEWSHOT_SEED = 1234  # lm-eval's own default
+END_OF_TEXT = "<|endoftext|>"
+
+os.environ.setdefault("DISABLE_MULTIPROC", "1")  # else lm-eval resamples in forks of a process that holds a model
+
+
+class StrictHandler(logging.Handler):
+    """Silence lm-eval, but raise where it could only score a document as wrong."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if "Label index was not in within range" in record.getMessage():
+            raise RuntimeError("a document's label is not among its choices, so no answer to it would be right")
+
+
+_logger = logging.getLogger("lm_eval")
+_logger.propagate = False
+_logger.addHandler(StrictHandler(logging.WARNING))
+
+
+class MaskedLM(HFLM):
+    """lm-eval's wrapper of a transformers model, with padding masked and pairs counted.
+
+    lm-eval pads without an attention mask, so that a router that balances groups over the sequence would count the
+    padding as tokens. Here a score does not depend on the batch.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        tokenizer: PreTrainedTokenizerBase,
+        *,
+        batch_size: int,
+        precision: Precision,
+        allow_truncation: bool = False,
+    ) -> None:
+        first = bos_of(tokenizer)
+        super().__init__(
+            pretrained=model,
+            backend="causal",
+            tokenizer=drop_eos_template(tokenizer),
+            batch_size=batch_size,
+            softmax_dtype="float32",
+            # before a text without context: the tokenizer's own first token, or what ends the text before it
+            prefix_token_id=tokenizer.get_vocab().get(END_OF_TEXT, tokenizer.eos_token_id) if first is None else first,
+        )
+        self.precision = precision
+        self.allow_truncation = allow_truncation
+        self.label = ""
+        self.stats = RequestStats()
+        self.row_lengths: list[int] = []  # tokens in each row of the batch that `_model_call` gets
+        self.continuation = 1  # tokens that each row is asked about
+
+    def _loglikelihood_tokens(
+        self,
+        requests: list[tuple[Any, list[int], list[int]]],
+        disable_tqdm: bool = False,
+        override_bs: int | None = None,
+    ) -> list[tuple[float, bool]]:
+        """Return the log-likelihood of each continuation, and whether it is the greedy one."""
+        by_input: dict[tuple[int, tuple[int, ...]], list[int]] = defaultdict(list)
+        for index, (_, context, continuation) in enumerate(requests):
+            by_input[len(continuation), tuple(context + continuation)[:-1]].append(index)
+        answers: list[tuple[float, bool]] = [(0.0, False)] * len(requests)
+        inputs = sorted(by_input, key=lambda key: (key[0], len(key[1])), reverse=True)
+        progress = ProgressBar(total=len(inputs), desc=f"{self.label:<28}", unit="request", disable=disable_tqdm)
+        # one length of continuation at a time: lm-eval gives all continuations of an input the logits of the first
+        for self.continuation, group in groupby(inputs, key=lambda key: key[0]):
+            if self.continuation > self.max_length:
+                raise UserError(
+                    f"a continuation must be <= {self.max_length} tokens, the positions of the model "
+                    f"(got {self.continuation}). Leave the task out of eval.tasks."
+                )
+            keys = list(group)
+            for begin in range(0, len(keys), self.batch_size):
+                batch = keys[begin : begin + self.batch_size]
+                self.row_lengths = [self.fit_length(len(tokens), self.max_length) for _, tokens in batch]
+                indices = [index for key in batch for index in by_input[key]]
+                batch_answers = super()._loglikelihood_tokens([requests[i] for i in indices], disable_tqdm=True)
+                for index, answer in zip(indices, batch_answers, strict=True):
+                    answers[index] = answer
+                progress.update(len(batch))
+        progress.close()
+        if not all(math.isfinite(total) for total, _ in answers):
+            raise RuntimeError("a log-likelihood is not finite")
+        return answers
+
+    def _model_call(self, inps: Tensor, attn_mask: Tensor | None = None, labels: Tensor | None = None) -> Tensor:
+        """Return logits (B, last positions, V) that include each row's continuation; `inps` (B, T) padded right."""
+        lengths = torch.tensor(self.row_lengths, device=inps.device)
+        self.stats.lengths += self.row_lengths
+        mask = torch.arange(inps.shape[1], device=inps.device) < lengths[:, None]
+        last = inps.shape[1] - min(self.row_lengths) + self.continuation
+        with torch.no_grad(), self.precision.context():
+            output = self.model(input_ids=inps, attention_mask=mask.long(), logits_to_keep=last, use_cache=False)
+        return output.logits[:, -last:]  # some models return all
+
+    def fit_length(self, length: int, limit: int) -> int:
+        """Return the tokens of a request that fit; UserError where it would be cut and that is not allowed."""
+        if length > limit:
+            if not self.allow_truncation:
+                raise UserError(
+                    f"a request must be <= {limit} tokens (got {length}). Set eval.allow_truncation=true, or leave the "
+                    "task out of eval.tasks."
+                )
+            self.stats.truncated += 1
+        return min(length, limit)
+
+    def tok_batch_encode(
+        self,
+        strings: list[str],
+        padding_side: str = "left",
+        left_truncate_len: int | None = None,
+        truncation: bool = False,
+    ) -> tuple[Tensor, Tensor]:
+        """Return token ids and mask (B, T) of prompts to continue, padded on the left."""
+        ids, mask = super().tok_batch_encode(strings, padding_side, None, truncation)
+        width = max(self.fit_length(length, left_truncate_len or length) for length in mask.sum(1).tolist())
+        return ids[:, -width:], mask[:, -width:]
+
+    @torch.no_grad()
+    def _model_generate(
+        self, context: Tensor, max_length: int, stop: list[str], *, attention_mask: Tensor, **options: Any
+    ) -> Tensor:
+        """Generate greedily unless the task says otherwise, with a KV cache where the method supports one."""
+        if not options.setdefault("do_sample", False):
+            options.pop("temperature", None)
+        with pause_observers(self.model), self.precision.context():
+            output: Tensor = self.model.generate(
+                input_ids=context,
+                attention_mask=attention_mask,
+                max_length=max_length,
+                stopping_criteria=stop_sequences_criteria(self.tokenizer, stop, context.shape[1], context.shape[0]),
+                pad_token_id=self.tokenizer.pad_token_id,
+                use_cache=cache_unsupported_reason(active_methods(self.model).values()) is None,
+                **options,
+            )
+        for prompt, mask, tokens in zip(context, attention_mask, output[:, context.shape[1] :].tolist(), strict=True):
+            read = [*prompt[mask.bool()].tolist(), *self.drop_unread(tokens, stop)]
+            self.stats.lengths.append(len(read))
+            if active_methods(self.model):
+                with self.precision.context():
+                    self.model(input_ids=torch.tensor([read], device=self.device), use_cache=False, logits_to_keep=1)
+        return output
+
+    def drop_unread(self, tokens: list[int], stop: list[str]) -> list[int]:
+        """Return the tokens before the one that ended a continuation, which nothing read."""
+        eos = self.model.generation_config.eos_token_id
+        ends = {self.tokenizer.pad_token_id, *(eos if isinstance(eos, list) else [eos])}
+        for index, token in enumerate(tokens):
+            text = self.tokenizer.decode(tokens[: index + 1])
+            if token in ends or any(end in text for end in stop):
+                return tokens[:index]
+        return tokens[:-1]
+
+
+def drop_eos_template(tokenizer: PreTrainedTokenizerBase) -> PreTrainedTokenizerBase:
+    """Return a copy that appends no token to a prompt, after which the answer follows."""
+    tokenizer, first = copy.deepcopy(tokenizer), bos_of(tokenizer)
+    plain, full = (list(tokenizer("probe", add_special_tokens=added)["input_ids"]) for added in (False, True))
+    if full[-len(plain) :] == plain:
+        return tokenizer
+    begin = [] if first is None else [(str(tokenizer.convert_ids_to_tokens(first)), first)]
+    if isinstance(tokenizer, PreTrainedTokenizerFast):
+        template = TemplateProcessing(single=[*(token for token, _ in begin), "$A"], special_tokens=begin)
+        tokenizer.backend_tokenizer.post_processor = template
+    else:  # written in Python, such as ByT5's
+        ids = [token for _, token in begin]
+        tokenizer.build_inputs_with_special_tokens = lambda tokens, pair=None: [*ids, *tokens, *(pair or [])]
+    return tokenizer
+
+
+def run_task(
+    lm: MaskedLM, name: str, loaded: TaskDict, *, label: str, shots: int | None, limit: int | None, bootstrap: int
+) -> TaskResult:
+    """Run a loaded task, or a group of tasks as one, and count the pairs that an enabled method keeps.
+
+    Args:
+        shots: few-shot examples; None for the task's own number.
+        limit: documents per task.
+        bootstrap: resamples, for metrics that are not means.
+
+    Raises:
+        UserError: there are too few items for the examples.
+        RuntimeError: a document could only be scored as wrong, or a log-likelihood is not finite.
+    """
+    for task in loaded["tasks"].values():
+        own = task.get_config("num_fewshot")
+        # a task that fixes 0 has its examples in the prompt
+        count = (own or 0) if shots is None or own == 0 else shots
+        if shots and not count:
+            print(f"{name}: eval.num_fewshot={shots} is ignored, because the prompt of the task has its own examples")
+        if count and not task.sampler.df:
+            raise UserError(f"eval.num_fewshot must be 0 for {name} (got {count}). It has no examples; use assets=hub.")
+        task.set_config(key="num_fewshot", value=count)
+        task.set_fewshot_seed(seed=FEWSHOT_SEED)
+    lm.label, lm.stats = label, RequestStats()
+    with observe_selections(lm.model, lm.stats.pairs.observe), redirect_stdout(StringIO()):
+        results: Any = evaluate(lm, loaded, limit=limit, bootstrap_iters=bootstrap, log_samples=True)
+    return TaskResult(
+        metrics=list(iter_metrics(results["results"][name], results["higher_is_better"].get(name, {}))),
+        samples=[slim_sample(task, sample) for task, samples in results["samples"].items() for sample in samples],
+        stats=lm.stats.summary(),
+        group_fractions=lm.stats.pairs.group_fractions,
+        version=str(results["versions"].get(name, "")),
+        shots=results["n-shot"].get(name),
+        seed=FEWSHOT_SEED,
+    )
+
+
+def iter_metrics(result: dict[str, Any], higher_is_better: dict[str, bool | None]) -> Iterator[Metric]:
+    """Yield the metrics among lm-eval's `metric,filter` keys."""
+    for place, value in result.items():
+        key, comma, filtered = place.partition(",")
+        if comma and not key.endswith("_stderr"):
+            stderr = result.get(f"{key}_stderr,{filtered}")  # "N/A" where lm-eval has none
+            known = stderr if isinstance(stderr, float) else None
+            yield Metric(key, filtered, float(value), known, higher_is_better.get(key) is not False)
+
+
+def slim_sample(task: str, sample: dict[str, Any]) -> dict[str, Any]:
+    """Return a sample without its prompts, which follow from the document; their hash stays.
+
+    Items of one book resemble each other, so the book is their document; other items are documents of their own.
+    """
+    scores = {key: float(sample[key]) for key in sample["metrics"] if isinstance(sample[key], (bool, int, float))}
+    kept = {key: sample[key] for key in ("doc_id", "filter", "doc", "target", "filtered_resps", "prompt_hash")}
+    number, book = sample["doc_id"], sample["doc"].get("book")
+    place = {"document": f"{task}/{book}", "offset": number} if book else {"document": f"{task}/{number}"}
+    return {**place, "scores": scores, **kept}
+
+
+@dataclass(frozen=True)
+class LoadedTask:
+    """A task, or a group of tasks scored as one; `source` says where its items came from."""
+
+    name: str
+    tasks: TaskDict
+    source: str
+    is_long_range: bool = False
+
+
+@functools.cache
+def official_tasks() -> TaskManager:
+    """Return lm-eval's own tasks; reading their descriptions takes seconds."""
+    return TaskManager()
+
+
+def check_names(names: list[str]) -> None:
+    """Raise UserError for a task that is neither lm-eval's nor of the long-range suite."""
+    for name in names:
+        if name.partition("@")[0] not in MAKERS and name not in official_tasks().task_index:
+            raise UserError(
+                f"eval.tasks must hold tasks of lm-eval or of the long-range suite (got {name}). Choose from "
+                f"`lm_eval ls tasks` or {', '.join(MAKERS)}."
+            )
+
+
+def load_task(name: str, config: Config, cache: Path) -> LoadedTask:
+    """Load a task; UserError where its items are not available under `config.assets`."""
+    kind, _, words = name.partition("@")
+    if kind in MAKERS:
+        suite = build_suite(
+            cache, config.eval.long_range_distance or config.attention.window, int(words) if words else None
+        )
+        tasks = read_task(TaskManager(include_defaults=False), task_config(suite, kind, name))
+        return LoadedTask(name, tasks, f"long-range suite {suite.digest[:12]} of {suite.shape.words} words", True)
+    with redirect_datasets(config.assets, cache) as sources:
+        try:
+            tasks = read_task(official_tasks(), name)
+        # whatever a task's own code, the datasets library or the network make of a missing data set
+        except (OSError, ValueError, KeyError, RuntimeError, datasets.exceptions.DatasetsError) as error:
+            raise UserError(f"{type(error).__name__}: {first_line(error)}") from error
+    if name not in {*tasks["tasks"], *(n for n, group in tasks["groups"].items() if group.has_aggregation)}:
+        raise UserError(f"eval.tasks must hold tasks with a score (got {name}). Use {', '.join(tasks['tasks'])}.")
+    return LoadedTask(name, tasks, "; ".join(dict.fromkeys(sources)))
+
+
+def read_task(manager: TaskManager, spec: Any) -> TaskDict:
+    loaded = manager.load([spec])
+    for task in loaded["tasks"].values():
+        if process := task.get_config("process_docs"):
+            # lm-eval processes all documents whenever it asks for one of them
+            task.set_config("process_docs", functools.cache(process))
+    return loaded
+
+
+@contextmanager
+def redirect_datasets(policy: str, cache: Path) -> Iterator[list[str]]:
+    """Read lm-eval's data sets from where `policy` says; yields the sources as they are read.
+
+    Its tasks ask for the hub's data sets by name; answering that call leaves their definitions unchanged.
+    """
+    from_hub = datasets.load_dataset
+    sources: list[str] = []
+
+    def read(path: str, name: str | None = None, **options: Any) -> Any:
+        origin = choose_source(
+            policy, path, lambda: in_cache(DataConfig(name=path, source="hub", hub_id=path, subset=name))
+        )
+        if origin == "embedded":
+            sources.append(describe(path, name))
+            return load_benchmark(path, name, cache)
+        hub_reachable()  # offline from here on if not
+        sources.append(f"{path} ({origin})")
+        return from_hub(path, name, **options)
+
+    datasets.load_dataset = read
+    try:
+        yield sources
+    finally:
+        datasets.load_dataset = from_hub

@@ -1,0 +1,222 @@
+"""Speed benchmark: which clocks run at which lengths with which groups, each measurement kept as it is made."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
+from functools import cached_property, partial
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from focus_exp.attention.base import AttentionMethod
+from focus_exp.attention.focus import Focus
+from focus_exp.attention.selection import Selection, Sequence
+from focus_exp.config import Config
+from focus_exp.data import Blocks
+from focus_exp.errors import first_line
+from focus_exp.models.methods import observe_selections
+from focus_exp.progress import ProgressBar
+from focus_exp.results.environment import commit, cpu_name
+from focus_exp.results.measurement import Measurement
+from focus_exp.speed.layer import Layer, Methods, time_attention, time_attention_step, time_decode, time_methods
+from focus_exp.speed.model import (
+    attention_dtype,
+    describe_router,
+    model_shape,
+    time_decode_model,
+    time_prefill,
+    time_step,
+)
+from focus_exp.speed.timing import compare_times, device_name
+from focus_exp.speed.workload import Groups, balanced
+from focus_exp.storage import replace_file
+from focus_exp.training.precision import Precision
+
+CPU_LENGTHS = tuple(1024 * 2**n for n in range(7))  # 1K to 64K
+GPU_LENGTHS = (*CPU_LENGTHS, 256 * 1024, 1024 * 1024)
+DTYPES = {"bf16": torch.bfloat16, "float32": torch.float32}
+PREFILL_REPEATS = 2
+DECODE_REPEATS = 3
+
+Task = tuple[str, int, Callable[[], Iterable[Measurement]]]  # clock, tokens, measurement
+
+
+class SpeedBenchmark:
+    """Time the clocks of one run, each kept in `folder`, so that a run resumes.
+
+    Args:
+        model: with a method attached.
+        held_out: text that it was not trained on.
+        is_trained: whether its routers were trained.
+        methods: further methods, of which one layer is timed.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        model: PreTrainedModel,
+        held_out: Blocks,
+        precision: Precision,
+        folder: Path,
+        is_trained: bool,
+        methods: Methods,
+    ) -> None:
+        self.config, self.settings, self.model, self.held_out = config, config.bench, model, held_out
+        self.precision, self.folder, self.is_trained, self.methods = precision, folder, is_trained, methods
+
+    @cached_property
+    def layer(self) -> Layer:
+        """Return the attention layer that is timed, of the model's shape."""
+        attention, settings = self.config.focus, self.settings
+        backend = "auto" if attention.backend == "masked" else attention.backend
+        return Layer(
+            model_shape(self.model), attention.window, attention.sinks, DTYPES[settings.dtype], self.precision.device,
+            backend, settings.repeats,
+        )  # fmt: skip
+
+    def run(self) -> Iterator[Measurement]:
+        """Yield all measurements, and print each speedup."""
+        tasks = [*(self.router_tasks() if self.config.has_router else []), *self.method_tasks()]
+        for clock, length, measure in ProgressBar(tasks, desc="speed", unit="length"):
+            for measurement in self.load_or_measure(clock, length, measure):
+                print_speedup(measurement)
+                yield measurement
+
+    def router_tasks(self) -> list[Task]:
+        """Return the clocks of Focus, the whole model where its routers are trained."""
+        settings, layer = self.settings, self.layer
+        steps, prefills, decodes = settings.step_lengths, settings.prefill_lengths, settings.decode_lengths
+        decode_layer = replace(layer, dtype=attention_dtype(self.model, self.precision))
+
+        def of_layer(measure: Callable[..., Iterable[Measurement]], layer: Layer, length: int) -> Iterable[Measurement]:
+            return measure(layer, length, self.groupings(length))
+
+        tasks: list[Task] = [
+            *(("attention", n, partial(of_layer, time_attention, layer, n)) for n in self.lengths),
+            *(("attention step", n, partial(of_layer, time_attention_step, layer, n)) for n in steps),
+            *(("decode", n, partial(of_layer, time_decode, decode_layer, n)) for n in decodes),
+        ]
+        if not self.is_trained:
+            if steps or prefills or decodes:
+                print("no trained router, so the whole model is not timed; give adapter= or train one")
+            return tasks
+        positions = getattr(self.model.config.get_text_config(), "max_position_embeddings", None) or sys.maxsize
+        return [
+            *tasks,
+            *(("prefill", n, partial(self.prefill, n, "focus")) for n in prefills),
+            *(("decode model", n, partial(self.decode_model, n)) for n in decodes if n <= positions),
+            *(("model step", n, partial(self.step, n)) for n in steps),
+        ]
+
+    def method_tasks(self) -> list[Task]:
+        """Return a layer of each of `methods` at every length, and the prefill of an attached method but Focus."""
+        prefills = [] if self.config.has_router else self.settings.prefill_lengths
+        name = self.config.attention.name
+        return [
+            *(("methods", n, partial(time_methods, self.layer, n, self.methods)) for n in self.lengths if self.methods),
+            *(("methods prefill", n, partial(self.prefill, n, name)) for n in prefills),
+        ]
+
+    @property
+    def lengths(self) -> Iterable[int]:
+        """Return the tokens of one layer."""
+        return self.settings.lengths or (GPU_LENGTHS if self.precision.device.type == "cuda" else CPU_LENGTHS)
+
+    def prefill(self, length: int, variant: str) -> Iterable[Measurement]:
+        settings = describe_router(self.model) if self.config.has_router else {"method": variant}
+        repeats = min(PREFILL_REPEATS, self.settings.repeats)
+        return time_prefill(self.model, self.tokens(length), self.precision, repeats, variant, **settings)
+
+    def step(self, length: int) -> Iterable[Measurement]:
+        return time_step(self.model, self.tokens(length), self.precision)
+
+    def decode_model(self, length: int) -> Iterable[Measurement]:
+        repeats = min(DECODE_REPEATS, self.settings.repeats)
+        return time_decode_model(self.model, self.tokens(length), self.precision, repeats)
+
+    def load_or_measure(
+        self, clock: str, length: int, measure: Callable[[], Iterable[Measurement]]
+    ) -> list[Measurement]:
+        """Read what was measured under the same conditions, or measure and write it.
+
+        A failure becomes a measurement with its error; the next run repeats it.
+        """
+        path = self.folder / "speed" / f"{clock.replace(' ', '_')}-{length}.json"
+        device = self.precision.device
+        now = {"device": device_name(device), "processor": cpu_name(), "torch": torch.__version__, "commit": commit()}
+        try:
+            stored = json.loads(path.read_text(encoding="utf-8"))
+            if {key: stored[key] for key in now} == now:
+                return [Measurement(**values) for values in stored["measurements"]]
+        except (OSError, ValueError, TypeError, KeyError):
+            pass
+        try:
+            measurements = list(measure())
+        except (RuntimeError, torch.OutOfMemoryError) as error:
+            return self.describe_failure(clock, length, f"{type(error).__name__}: {first_line(error)}")
+        replace_file(path, json.dumps({**now, "measurements": [vars(m) for m in measurements]}).encode())
+        return measurements
+
+    def describe_failure(self, clock: str, length: int, error: str) -> list[Measurement]:
+        settings = {"clock": clock.removeprefix("methods "), "seq_len": length, "error": error}
+        if not self.config.has_router:
+            name = self.config.attention.name
+            return compare_times(name, {}, {}, settings | {"method": name})
+        focus = self.config.focus
+        settings |= {"groups": focus.groups, "assignment": "balanced", "top_k": 1}
+        return compare_times("focus", {}, {}, settings | {"pair_rule": focus.pair_rule, "window": focus.window})
+
+    def groupings(self, length: int) -> list[Groups]:
+        """Return balanced groups of every K and those of the router, each at every top_k."""
+        attention, groupings = self.config.focus, []
+        for top_k in self.settings.top_k:
+            groupings += [balanced(k, length, top_k, attention.pair_rule) for k in self.settings.groups if top_k <= k]
+            if self.is_trained and top_k <= attention.groups:
+                groupings.append(Groups("trained", self.router_scores, top_k, attention.pair_rule))
+        return groupings
+
+    @cached_property
+    def router_scores(self) -> Tensor:
+        """Return the assignment (1, n, K) of held-out tokens by the layer whose groups are of median evenness.
+
+        Groups of a token depend on its own hidden state, so sequences of the evaluation's length are concatenated.
+        """
+        count = max(1, min(self.settings.routed_tokens // self.held_out.seq_len, len(self.held_out)))
+        assignments: dict[int, list[Tensor]] = {}
+
+        def observe(layer: int, method: AttentionMethod, selection: Selection, sequence: Sequence) -> None:
+            if isinstance(method, Focus) and selection.assignment is not None:
+                assignments.setdefault(layer, []).append(selection.assignment[0].cpu())
+
+        with torch.no_grad(), observe_selections(self.model, observe), self.precision.context():
+            for index in ProgressBar(range(count), desc="groups of held-out text", unit="sequence"):
+                tokens = self.held_out[index]["input_ids"][None].to(self.precision.device)
+                self.model(input_ids=tokens, use_cache=False, logits_to_keep=1)
+        scores = {layer: torch.cat(parts) for layer, parts in assignments.items()}
+        # the work of same-group attention is proportional to the sum of squared fractions
+        work = {
+            i: float((s.argmax(-1).bincount(minlength=s.shape[-1]) / len(s)).square().sum()) for i, s in scores.items()
+        }
+        layer = sorted(work, key=lambda i: work[i])[len(work) // 2]
+        print(f"trained groups: layer {layer}, of median evenness, on {len(scores[layer]):,} held-out tokens")
+        return scores[layer][None]
+
+    def tokens(self, length: int) -> Tensor:
+        """Return held-out tokens (1, length)."""
+        sequences = [self.held_out[i]["input_ids"] for i in range(-(-length // self.held_out.seq_len))]
+        return torch.cat(sequences)[None, :length].to(self.precision.device)
+
+
+def print_speedup(measurement: Measurement) -> None:
+    if measurement.metric != "speedup":
+        return
+    at, name = measurement.settings, measurement.variant
+    if "groups" in at:
+        name = f"K={at['groups']} k={at['top_k']} {at['assignment']}"
+    outcome = f"{measurement.value:.2f}x full attention ({at.get('path')})" if measurement.value else at.get("error")
+    print(f"measured: {at['clock']:<14} {at['seq_len']:>9,} tokens, {name}: {outcome}")

@@ -1,0 +1,743 @@
+"""Benchmarks: lm-eval on the attached model, pair counts, paired differences, controls, resume."""
+
+import json
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import datasets
+import lm_eval
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from lm_eval.models.huggingface import HFLM
+from lm_eval.tasks import TaskManager
+from running import attention_of
+from tiny_architectures import tiny_model as architecture
+from tokenizers.processors import TemplateProcessing
+from transformers import ByT5Tokenizer
+
+from focus_exp import attach, disable_method, set_routing
+from focus_exp import config as schema
+from focus_exp.assets import cache_root
+from focus_exp.attention.focus import Focus
+from focus_exp.attention.selection import Selection
+from focus_exp.checks import validate_tasks
+from focus_exp.data import Blocks, TokenStream
+from focus_exp.data.benchmarks import MEMBERS, NAME, benchmark_folder, load_benchmark
+from focus_exp.errors import Interrupted, UserError
+from focus_exp.evaluation import benchmarks, lm_eval_harness
+from focus_exp.evaluation.benchmarks import (
+    BenchmarkEvaluator,
+    Metric,
+    RequestStats,
+    TaskResult,
+    paired_difference,
+    read_result,
+    write_result,
+)
+from focus_exp.evaluation.controls import BASE, RANDOM_GROUPS, WINDOW_ONLY
+from focus_exp.evaluation.lm_eval_harness import LoadedTask, MaskedLM, run_task
+from focus_exp.evaluation.perplexity import score
+from focus_exp.models.methods import attached_methods, observe_selections
+from focus_exp.models.random import byte_tokenizer
+from focus_exp.records.benchmarks import BenchmarkRow
+from focus_exp.results.intervals import student
+from focus_exp.training.precision import choose_precision
+
+WINDOW, SINKS, GROUPS = 6, 2, 3
+HARD = "Focus hard k=1"
+PRECISION = choose_precision("float32", "cpu", trains_base=False)
+TOKENS = np.random.default_rng(0).integers(0, 256, 320, dtype=np.int32)
+BLOCKS = Blocks(TokenStream("random", TOKENS, np.array([0, 320]), ["text"]), 32, cross_documents=False)
+CHOICES = ["a bee", "the long ant", "x", "fly"]
+CHOICE = [{"question": f"Which {'or ' * (n % 4)}is it?", "choices": CHOICES, "answer": n % 4} for n in range(7)]
+WORDS = [{"context": f"{'left right ' * n}left", "target": " right", "id": n} for n in range(5)]
+LONG = [{"context": "ab " * n, "target": "cd", "id": n} for n in (2, 300)]
+MULTIPLE = {
+    "output_type": "multiple_choice",
+    "doc_to_text": "question",
+    "doc_to_choice": "choices",
+    "doc_to_target": "answer",
+}
+LIKELY = {"output_type": "loglikelihood", "doc_to_text": "context", "doc_to_target": "target", "target_delimiter": ""}
+MEAN = {"aggregation": "mean", "higher_is_better": True}
+SCORED = [{"metric": "acc", **MEAN}, {"metric": "acc_norm", **MEAN}]
+GREEDY = [{"metric": "acc", **MEAN}, {"metric": "perplexity", "aggregation": "perplexity", "higher_is_better": False}]
+
+
+def describe(rows: list[dict], metrics: list[dict], **fields: Any) -> dict[str, Any]:
+    """Build an lm-eval task over `rows`, which are also its examples."""
+    splits = {split: datasets.Dataset.from_list(rows) for split in ("train", "test")}
+    common = {
+        "custom_dataset": lambda **_: datasets.DatasetDict(splits),
+        "test_split": "test",
+        "metadata": {"version": 2.5},
+    }
+    return {**common, "metric_list": metrics, **fields}
+
+
+TASKS = {
+    "choice": describe(CHOICE, SCORED, training_split="train", **MULTIPLE),
+    "words": describe(WORDS, GREEDY, **LIKELY),
+    "long": describe(LONG, GREEDY, **LIKELY),
+    "wrong_label": describe([*CHOICE, CHOICE[0] | {"answer": 4}], SCORED, **MULTIPLE),
+    "write": describe(
+        WORDS[:3], [{"metric": "exact_match", **MEAN}], output_type="generate_until", doc_to_text="context",
+        doc_to_target="target", generation_kwargs={"until": ["\n\n"], "max_gen_toks": 6},
+    ),
+}  # fmt: skip
+
+
+def load(name: str) -> Any:
+    return TaskManager(include_defaults=False).load([TASKS[name] | {"task": name}])
+
+
+def make_config(names: list[str], method: str = "focus", **settings: Any) -> schema.Config:
+    evaluation = {"seq_len": 32, "max_sequences": 4, "bootstrap_samples": 20, "tasks": names, **settings}
+    return schema.Config(
+        assets="embedded",
+        model=schema.ModelConfig(name="tiny"),
+        attention=attention_of(method, groups=GROUPS, window=WINDOW, sinks=SINKS),
+        recipe=schema.RecipeConfig(name="none"),
+        data=schema.DataConfig(name="random", source="files"),
+        eval=schema.EvalConfig(name="eval", **evaluation),
+        trainer=schema.TrainerConfig(name="trainer"),
+        logger=schema.LoggerConfig(name="logger"),
+    )
+
+
+def attach_hard(model, **options):
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(1)
+        attach(model, "focus", **{"groups": GROUPS, "window": WINDOW, "sinks": SINKS, **options})
+    return set_routing(model.eval(), hard=True, top_k=1)
+
+
+def measure_all(model, config: schema.Config, folder: Path) -> list[BenchmarkRow]:
+    """Score base and attached rows of an attached model."""
+    evaluator = BenchmarkEvaluator(model, byte_tokenizer(), BLOCKS, config, PRECISION, folder)
+    evaluator.measure_base()
+    evaluator.measure_attached()
+    return evaluator.rows
+
+
+def wrap(model, **options) -> MaskedLM:
+    return MaskedLM(model, byte_tokenizer(), precision=PRECISION, **{"batch_size": 4, **options})
+
+
+def likelihoods(lm: HFLM, requests: list[tuple[list[int], list[int]]]) -> list[tuple[float, bool]]:
+    return lm._loglikelihood_tokens([(None, *request) for request in requests], disable_tqdm=True)
+
+
+def compute_likelihood(model, context: list[int], continuation: list[int]) -> float:
+    """Compute a log-likelihood in a forward pass of its own."""
+    with torch.no_grad():
+        logs = model(torch.tensor([context + continuation[:-1]]), use_cache=False).logits[0].log_softmax(-1)
+    return sum(logs[len(context) + i - 1, token].item() for i, token in enumerate(continuation))
+
+
+def run(model, name: str, **settings: Any) -> TaskResult:
+    settings = {"shots": None, "limit": None, "bootstrap": 20, **settings}
+    return run_task(wrap(model), name, load(name), label="", **settings)
+
+
+@pytest.fixture
+def measure(tiny_model, tmp_path, monkeypatch) -> Callable[..., BenchmarkEvaluator]:
+    """measure(names, prepare=..., **eval settings): score a tiny attached model in `tmp_path`."""
+    load_real = lm_eval_harness.load_task
+
+    def load_own(name, config, cache):
+        return LoadedTask(name, load(name), "test") if name in TASKS else load_real(name, config, cache)
+
+    monkeypatch.setattr(lm_eval_harness, "load_task", load_own)
+    monkeypatch.setattr(lm_eval_harness, "check_names", lambda names: None)
+
+    def run(names, prepare=lambda model: None, folder="benchmarks", options=None, **settings) -> BenchmarkEvaluator:
+        config, model = make_config(names, **settings), tiny_model("llama")
+        evaluator = BenchmarkEvaluator(model, byte_tokenizer(), BLOCKS, config, PRECISION, tmp_path / folder)
+        evaluator.measure_base()
+        attach_hard(model, **(options or {}))
+        prepare(model)
+        evaluator.measure_attached()
+        return evaluator
+
+    return run
+
+
+def find(evaluator: BenchmarkEvaluator, attention: str, task: str, metric: str) -> BenchmarkRow:
+    (row,) = [r for r in evaluator.rows if (r.attention, r.task, r.metric) == (attention, task, metric)]
+    return row
+
+
+@pytest.mark.parametrize("family", ["gpt2", "llama", "gemma2"])
+@pytest.mark.parametrize("assignment", ["balanced", "sinkhorn", None])
+def test_likelihoods_do_not_depend_on_the_batch(tiny_model, family, assignment):
+    model = tiny_model(family)
+    if assignment:
+        attach_hard(model, assignment=assignment)
+    draws = np.random.default_rng(0)
+    requests = [
+        (draws.integers(0, 256, n).tolist(), draws.integers(0, 256, 1 + n % 4).tolist()) for n in (1, 9, 30, 33)
+    ]
+    expected = [compute_likelihood(model, *request) for request in requests]
+    for batch_size in (1, 3):
+        answers = likelihoods(wrap(model, batch_size=batch_size), requests)
+        np.testing.assert_allclose([total for total, _ in answers], expected, atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("name", ["roberta", "xlstm", "whisper"])
+def test_likelihoods_of_models_with_other_positions_or_all_logits(name):
+    model = architecture(name)
+    requests = [([7, 8, 9, 10, 11, 12, 13, 14, 15], [16, 17]), ([18, 19, 20], [21]), ([22, 23, 24, 25], [26, 27, 28])]
+    answers = likelihoods(wrap(model), requests)
+    expected = [pytest.approx(compute_likelihood(model, *request), abs=1e-4) for request in requests]
+    assert [total for total, _ in answers] == expected
+
+
+def test_hflm_without_mask_counts_padding_as_tokens(tiny_model):
+    model = attach_hard(tiny_model("llama"), assignment="sinkhorn")
+    requests = [([7] * 40, [1]), ([9, 8, 7, 6, 5, 4, 3, 2, 1] * 2, [2])]
+    stock = HFLM(pretrained=model, tokenizer=byte_tokenizer(), backend="causal", batch_size=2)
+    expected = compute_likelihood(model, *requests[1])
+    assert likelihoods(stock, requests)[1][0] != pytest.approx(expected, abs=1e-3)
+    assert likelihoods(wrap(model), requests)[1][0] == pytest.approx(expected, abs=1e-5)
+
+
+@pytest.fixture(scope="module")
+def llama():
+    from conftest import build
+
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        return attach_hard(build("tiny_llama"))
+
+
+TOKEN = st.integers(0, 255)
+REQUEST = st.tuples(st.lists(TOKEN, min_size=1, max_size=20), st.lists(TOKEN, min_size=1, max_size=5))
+
+
+@given(st.lists(REQUEST, min_size=1, max_size=6))
+@settings(max_examples=12)
+def test_likelihoods_equal_each_request_alone(llama, requests):
+    lm = wrap(llama, batch_size=3)
+    for (total, greedy), (context, continuation) in zip(likelihoods(lm, requests), requests, strict=True):
+        assert total == pytest.approx(compute_likelihood(llama, context, continuation), abs=1e-5)
+        with torch.no_grad():
+            best = llama(torch.tensor([context + continuation])).logits[0].argmax(-1).tolist()
+        assert greedy == (best[len(context) - 1 : -1] == continuation)
+    inputs = {(len(continuation), *context, *continuation[:-1]) for context, continuation in requests}
+    assert sorted(lm.stats.lengths) == sorted(len(tokens) - 1 for tokens in inputs)
+
+
+def test_likelihoods_shared_input_runs_once(llama):
+    requests = [([5, 6, 7], [8]), ([5, 6, 7], [9]), ([5, 6], [7, 8])]
+    lm = wrap(llama)
+    expected = [pytest.approx(compute_likelihood(llama, *request), abs=1e-5) for request in requests]
+    assert [total for total, _ in likelihoods(lm, requests)] == expected
+    assert lm.stats.lengths == [3, 3]
+
+
+def test_task_scores_and_stderr_equal_counting_by_hand(llama):
+    encode, result, hits, normed = byte_tokenizer().encode, run(llama, "choice"), [], []
+    for row in CHOICE:
+        totals = [compute_likelihood(llama, encode(row["question"]), encode(f" {choice}")) for choice in CHOICES]
+        hits.append(np.argmax(totals) == row["answer"])
+        normed.append(np.argmax([t / len(c) for t, c in zip(totals, CHOICES, strict=True)]) == row["answer"])
+    for metric, name, scores in zip(result.metrics, ("acc", "acc_norm"), (hits, normed), strict=True):
+        assert (metric.key, metric.value) == (name, pytest.approx(np.mean(scores)))
+        assert metric.stderr == pytest.approx(np.std(scores, ddof=1) / math.sqrt(len(scores)))
+        assert list(metric.scores(result.samples).values()) == scores
+    assert (result.version, result.shots, result.seed) == ("2.5", 0, 1234)
+
+    perplexity, greedy = sorted(run(llama, "words").metrics, key=lambda metric: metric.key, reverse=True)
+    totals = [compute_likelihood(llama, encode(row["context"]), encode(row["target"])) for row in WORDS]
+    assert perplexity.value == pytest.approx(math.exp(-np.mean(totals))) and not perplexity.higher_is_better
+    assert greedy.value == 0 and greedy.higher_is_better
+
+
+@pytest.mark.parametrize("name", ["choice", "words"])
+def test_task_equals_stock_lm_eval(llama, name):
+    result = run(llama, name, shots=2)
+    stock = HFLM(pretrained=llama, tokenizer=byte_tokenizer(), backend="causal", batch_size=1)
+    loaded = load(name)
+    loaded["tasks"][name].set_config(key="num_fewshot", value=2)
+    loaded["tasks"][name].set_fewshot_seed(1234)
+    expected = lm_eval.evaluate(stock, loaded, bootstrap_iters=20)
+    for metric in result.metrics:
+        assert metric.value == pytest.approx(expected["results"][name][f"{metric.key},none"], rel=1e-5)
+        assert metric.stderr == pytest.approx(expected["results"][name][f"{metric.key}_stderr,none"], rel=1e-3)
+    assert result.shots == expected["n-shot"][name] == 2
+    assert [s["prompt_hash"] for s in result.samples] == [s["prompt_hash"] for s in expected["samples"][name]]
+
+
+def test_request_stats_count_every_pair_of_every_request(tiny_model):
+    model, encode = attach_hard(tiny_model("qwen2")), byte_tokenizer().encode  # its second layer slides over 8 tokens
+    result = run(model, "choice", limit=2)
+    inputs = {tuple(encode(row["question"]) + encode(f" {c}"))[:-1] for row in CHOICE[:2] for c in CHOICES}
+    totals, sizes = np.zeros((2, 3)), np.zeros((2, GROUPS))
+
+    def count(layer, _, selection, sequence):
+        group = selection.key_groups[0].int().argmax(-1)
+        i, j = torch.arange(len(group))[:, None], torch.arange(len(group))
+        visible = i >= j if sequence.allowed is None else sequence.allowed[0, 0]
+        distant = visible & (i - j > WINDOW) & (j >= SINKS)
+        kept = distant & (group[:, None] == group)
+        totals[layer] += [int(pairs.sum()) for pairs in (visible, distant, kept)]
+        sizes[layer] += np.bincount(group, minlength=GROUPS)
+
+    with torch.no_grad(), observe_selections(model, count):
+        for tokens in inputs:
+            model(torch.tensor([tokens]))
+    stats, lengths = result.stats, sorted(map(len, inputs))
+    total, distant, kept = totals.sum(0)
+    assert stats["requests"] == len(inputs) and stats["truncated"] == 0
+    assert (stats["request_tokens"][0], stats["request_tokens"][-1]) == (lengths[0], lengths[-1])
+    assert stats["distant_share"] == pytest.approx(distant / total)
+    assert stats["distant_pairs_kept"] == pytest.approx(kept / distant)
+    assert stats["pairs_removed"] == pytest.approx((distant - kept) / total)
+    assert stats["removed_by_layer"] == pytest.approx((totals[:, 1] - totals[:, 2]) / totals[:, 0])
+    fractions = sizes / sizes.sum(1, keepdims=True)
+    np.testing.assert_allclose(result.group_fractions, fractions, atol=1e-6)  # padding is in no group
+    assert stats["largest_group"] == pytest.approx(fractions.max())
+
+
+def test_rows_of_a_router_are_paired_with_base_and_controls(measure):
+    evaluator = measure(["choice", "words", "perplexity@32"])
+    names = (BASE, HARD, WINDOW_ONLY, RANDOM_GROUPS)
+    assert list(dict.fromkeys(row.attention for row in evaluator.rows)) == [*names]
+    assert all(row.scored and row.n and row.seconds is not None for row in evaluator.rows)
+    for task, metric in (("choice", "acc_norm"), ("words", "perplexity"), ("perplexity@32", "perplexity")):
+        base, hard, window, random = (find(evaluator, name, task, metric) for name in names)
+        assert (base.pairs_removed, base.difference, base.engaged) == (0, None, None)
+        assert window.distant_pairs_kept == 0 and window.pairs_removed == pytest.approx(window.distant_share)
+        # size-matched on these very requests
+        assert random.pairs_removed == pytest.approx(hard.pairs_removed, abs=0.06) and hard.engaged
+        assert hard.request_tokens == window.request_tokens == base.request_tokens
+        for row in (hard, window, random):
+            change = math.log(row.value / base.value) if metric == "perplexity" else row.value - base.value
+            assert row.difference == pytest.approx(change, abs=1e-6)
+            assert row.difference_low < row.difference < row.difference_high
+
+
+def test_base_row_of_an_attached_model_equals_the_base(tiny_model, tmp_path):
+    config, model = make_config(["perplexity@32"]), tiny_model("llama")
+    before = BenchmarkEvaluator(model, byte_tokenizer(), BLOCKS, config, PRECISION, tmp_path / "before")
+    before.measure_base()
+    base, hard, *_ = measure_all(attach_hard(model), config, tmp_path / "after")
+    assert base.value == pytest.approx(before.rows[0].value, rel=1e-6) and base.pairs_removed == 0
+    assert hard.value != pytest.approx(base.value, rel=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("method", "train", "kinds"),
+    [
+        ("full", "all", ["base", "trained"]),
+        ("window", None, ["base", "control"]),
+        ("focus", "all", ["base", "trained", "hard", "control", "control"]),
+    ],
+)
+def test_rows_follow_method_and_training(tiny_model, tmp_path, method, train, kinds):
+    config, model = make_config(["perplexity@32"], method), tiny_model("llama")
+    if train:
+        config.recipe.phases["all"] = schema.PhaseConfig(trainable=train, steps=1, learning_rate=1e-3)
+    evaluator = BenchmarkEvaluator(model, byte_tokenizer(), BLOCKS, config, PRECISION, tmp_path)
+    evaluator.measure_base()
+    if method != "full":
+        attach(model, method, window=WINDOW, sinks=SINKS, **({"groups": GROUPS} if method == "focus" else {}))
+    evaluator.measure_attached()
+    assert [row.kind for row in evaluator.rows] == kinds and all(row.scored for row in evaluator.rows)
+    for row in evaluator.rows[1:]:
+        # nothing was trained here, and the method is off
+        assert (row.kind == "trained") == (row.difference == 0) == (row.engaged is None)
+        assert row.method == {"trained": "full", "hard": "focus"}.get(row.kind, row.method)
+
+
+def test_perplexity_at_length_scores_as_many_tokens(measure):
+    evaluator = measure(["perplexity@32", "perplexity@64", "perplexity@999"])
+
+    def score_alone(blocks, count):
+        return score(evaluator.model, blocks, [[i] for i in blocks.spread(count)], PRECISION, "")
+
+    scores, hard = score_alone(BLOCKS, 4), find(evaluator, HARD, "perplexity@32", "perplexity")
+    assert hard.n == 4 and hard.value == pytest.approx(np.exp(np.nanmean(scores.nll)), rel=1e-5)
+    assert hard.pairs_removed == pytest.approx(scores.pairs.sparsity)
+    losses = np.nanmean(scores.nll, axis=1)
+    assert hard.stderr == pytest.approx(hard.value * losses.std(ddof=1) / 2, rel=1e-4)
+    longer = score_alone(Blocks(BLOCKS.stream, 64, bos=BLOCKS.bos, cross_documents=False), 2)
+    long = find(evaluator, HARD, "perplexity@64", "perplexity")
+    assert long.n == long.requests == 2 and long.value == pytest.approx(np.exp(np.nanmean(longer.nll)), rel=1e-5)
+    assert long.difference_low < long.difference < long.difference_high
+    assert "512" in find(evaluator, "", "perplexity@999", "").error
+
+
+def test_rows_of_a_mask_that_prunes_nothing_are_not_engaged(measure):
+    evaluator = measure(["choice"], options={"window": 200}, controls=False)
+    for metric in ("acc", "acc_norm"):
+        hard = find(evaluator, HARD, "choice", metric)
+        assert (hard.engaged, hard.pairs_removed, hard.difference) == (False, 0, 0)
+
+
+class PruneAll(Focus):
+    """Queries look for a group that no key is in."""
+
+    def route(self, h, sequence):
+        groups = torch.ones_like(self.assign(h, sequence), dtype=torch.bool)
+        return Selection(None, groups, ~groups)
+
+
+def test_rows_of_broken_routers_show_it(measure):
+    def collapse(model):
+        for method in attached_methods(model).values():
+            method.router.potential[1] = 1e4
+
+    def prune_all(model):
+        for method in attached_methods(model).values():
+            method.__class__ = PruneAll
+
+    evaluator = measure(["choice"], collapse, "collapse")
+    row, window = (find(evaluator, name, "choice", "acc") for name in (HARD, WINDOW_ONLY))
+    assert (row.distant_pairs_kept, row.largest_group, row.engaged) == (1, 1, False)
+    row = find(measure(["choice"], prune_all, "none", controls=False), HARD, "choice", "acc")
+    assert row.distant_pairs_kept == 0 and (row.value, row.pairs_removed) == (window.value, window.pairs_removed)
+
+
+def test_interrupted_benchmarks_resume_to_the_same_rows(measure, monkeypatch, tmp_path):
+    whole = measure(["choice", "words"], folder="whole").rows
+    ran, real = [], benchmarks.BenchmarkEvaluator.run
+
+    def count(self, row):
+        if stop and len(ran) == 4:
+            raise Interrupted(15, "in a test")
+        ran.append((row.task, row.attention))
+        return real(self, row)
+
+    monkeypatch.setattr(benchmarks.BenchmarkEvaluator, "run", count)
+    stop = True
+    with pytest.raises(Interrupted):
+        measure(["choice", "words"])
+    stop = False
+    rows = measure(["choice", "words"]).rows
+    assert len(ran) == len(set(ran)) == 8
+    assert [{**vars(row), "seconds": None} for row in rows] == [{**vars(row), "seconds": None} for row in whole]
+
+    path = tmp_path / "benchmarks" / "focus_hard_k_1" / "words" / "samples.jsonl"
+    lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
+    samples = [json.loads(line) for line in lines]
+    assert [sample["doc"]["id"] for sample in samples] == [0, 1, 2, 3, 4] and samples[0]["target"] == " right"
+    path.write_text("".join(lines[:-1]), encoding="utf-8")
+    measure(["choice", "words"])
+    assert ran[8:] == [("words", HARD)]
+
+
+def test_truncation_is_an_error_unless_allowed(measure):
+    failed = measure(["long", "choice"], folder="strict", controls=False)
+    error = find(failed, BASE, "long", "").error
+    assert "901" in error and "512" in error and "eval.allow_truncation=true" in error
+    assert find(failed, HARD, "choice", "acc").scored
+    failed.require_score()
+    allowed = find(measure(["long"], allow_truncation=True, controls=False), HARD, "long", "acc")
+    assert (allowed.truncated, allowed.requests, allowed.request_tokens[-1]) == (1, 2, 512) and allowed.scored
+
+
+def test_require_score_raises_where_every_task_failed(measure):
+    with pytest.raises(UserError, match="901"):
+        measure(["long"], controls=False).require_score()
+    measure([], folder="none").require_score()
+
+
+def test_continuation_longer_than_the_model_raises(tiny_model):
+    lm = wrap(tiny_model("llama"), allow_truncation=True)
+    with pytest.raises(UserError, match=f"{lm.max_length}"):
+        likelihoods(lm, [([7], [8] * (lm.max_length + 1))])
+    assert likelihoods(lm, [([7, 7, 7], [8] * lm.max_length)])
+
+
+def test_document_that_can_only_be_wrong_is_an_error(measure):
+    evaluator = measure(["wrong_label", "words"], controls=False)
+    assert "label" in find(evaluator, BASE, "wrong_label", "").error
+    assert find(evaluator, HARD, "words", "acc").scored
+
+
+def test_fewshot_examples_missing_or_fixed(llama, capsys):
+    loaded = load("choice")
+    loaded["tasks"]["choice"].sampler.df = []
+    with pytest.raises(UserError, match=r"eval\.num_fewshot .*got 3"):
+        run_task(wrap(llama), "choice", loaded, label="", shots=3, limit=None, bootstrap=0)
+    loaded = load("choice")
+    loaded["tasks"]["choice"].set_config(key="num_fewshot", value=0)
+    assert run_task(wrap(llama), "choice", loaded, label="", shots=3, limit=1, bootstrap=0).shots == 0
+    assert "eval.num_fewshot=3 is ignored" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+def test_generation_equals_greedy_decoding_of_each_prompt(tiny_model, family):
+    model, tokenizer = attach_hard(tiny_model(family)), byte_tokenizer()
+    expected = []
+    for row in WORDS[:3]:
+        tokens = tokenizer.encode(row["context"])
+        for _ in range(6):
+            with torch.no_grad():
+                tokens.append(model(torch.tensor([tokens]), use_cache=False).logits[0, -1].argmax().item())
+        expected.append(tokenizer.decode(tokens[-6:]).split("\n\n")[0])
+    assert [sample["filtered_resps"][0] for sample in run(model, "write").samples] == expected
+    with disable_method(model):
+        assert run(model, "write").stats["pairs_removed"] == 0
+
+
+@pytest.mark.parametrize("reason", [None, "a reason"], ids=["cached", "recomputed"])
+def test_request_stats_of_a_generation_count_what_was_read(tiny_model, monkeypatch, reason):
+    model, tokenizer, expected = attach_hard(tiny_model("llama")), byte_tokenizer(), RequestStats()
+    prompts = [" ".join(["left"] * n) for n in (2, 9)]
+    continuations = [" one", " two\n\n three"]  # one ends with a token, the other with a stop string
+    read = [tokenizer.encode(prompts[0] + " one"), tokenizer.encode(prompts[1] + " two\n")]
+    expected.lengths = list(map(len, read))
+    with torch.no_grad(), observe_selections(model, expected.pairs.observe):
+        for tokens in read:
+            model(torch.tensor([tokens]), use_cache=False)
+    lm, generate = wrap(model), model.generate
+
+    def generate_fixed(input_ids, use_cache, **options):
+        assert use_cache is (reason is None)
+        generate(input_ids=input_ids, use_cache=use_cache, **options)
+        new = [tokenizer.encode(text) for text in continuations]
+        width = max(map(len, new))
+        new = torch.tensor([row + [lm.tokenizer.pad_token_id] * (width - len(row)) for row in new])
+        return torch.cat([input_ids, new], 1)
+
+    monkeypatch.setattr(model, "generate", generate_fixed)
+    monkeypatch.setattr(lm_eval_harness, "cache_unsupported_reason", lambda methods: reason)
+    ids, mask = lm.tok_batch_encode(prompts)
+    with observe_selections(model, lm.stats.pairs.observe):
+        lm._model_generate(ids, ids.shape[1] + 9, ["\n\n"], attention_mask=mask)
+    assert lm.stats.summary() == expected.summary()
+
+
+def tokenizer_with_bos(template="<s> $A"):
+    tokenizer = byte_tokenizer()
+    tokenizer.add_special_tokens({"bos_token": "<s>"})
+    added = [("<s>", tokenizer.bos_token_id), ("<|endoftext|>", tokenizer.eos_token_id)]
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(single=template, special_tokens=added)
+    return tokenizer
+
+
+@pytest.mark.parametrize("kind", ["plain", "other_eos", "with_bos"])
+def test_prefix_token_of_an_empty_context(tiny_model, kind):
+    tokenizer = tokenizer_with_bos() if kind == "with_bos" else byte_tokenizer()
+    if kind == "other_eos":
+        tokenizer.eos_token = "<|im_end|>"
+    lm = MaskedLM(tiny_model("llama", vocab_size=300), tokenizer, batch_size=1, precision=PRECISION)
+    assert lm.prefix_token_id == (tokenizer.bos_token_id if kind == "with_bos" else 256)
+
+
+@pytest.mark.parametrize(("template", "first"), [("$A <|endoftext|>", []), ("<s> $A <|endoftext|>", ["<s>"])])
+def test_tokenizer_that_appends_eos_does_not_between_prompt_and_answer(tiny_model, template, first):
+    """The answer's first token was cut off, and the end-of-text token scored."""
+    tokenizer = tokenizer_with_bos(template)
+    lm = MaskedLM(tiny_model("llama"), tokenizer, batch_size=4, precision=PRECISION)
+    begin = tokenizer.convert_tokens_to_ids(first)
+    assert lm._encode_pair("ab", " c") == ([*begin, *b"ab"], [*b" c"])
+    assert lm.tok_batch_encode(["ab", "abcd"])[0].tolist()[1] == [*begin, *b"abcd"]
+    assert tokenizer("ab")["input_ids"][-1] == tokenizer.eos_token_id
+
+
+def test_tokenizer_written_in_python_does_not_append_eos(tiny_model):
+    lm = MaskedLM(tiny_model("llama"), ByT5Tokenizer(), batch_size=4, precision=PRECISION)
+    assert lm._encode_pair("ab", " c") == ([100, 101], [35, 102])
+    assert lm.tok_batch_encode(["abcd"])[0].tolist() == [[100, 101, 102, 103]]
+    assert ByT5Tokenizer()("ab")["input_ids"][-1] == 1
+
+
+def as_items(scores: dict[str, float]) -> dict:
+    """Documents of one item each."""
+    return {(name, 0, 1): score for name, score in scores.items()}
+
+
+HIT = st.sampled_from([0.0, 1.0])
+
+
+@given(st.lists(st.tuples(HIT, HIT), min_size=3, max_size=30))
+def test_paired_difference_of_hits_is_bonett_price(pairs):
+    ours, others = (as_items({str(i): pair[side] for i, pair in enumerate(pairs)}) for side in (0, 1))
+    mean, low, high, dof = paired_difference(ours, others)
+    assert dof is None and mean == pytest.approx(np.mean([a - b for a, b in pairs]))
+    assert low <= mean <= high and high - low > 1 / len(pairs)
+    assert paired_difference(others, ours)[:3] == pytest.approx((-mean, -high, -low))
+    n, won, lost = len(pairs), *(sum(a > b for a, b in side) for side in (pairs, [(b, a) for a, b in pairs]))
+    p, q = (won + 1) / (n + 2), (lost + 1) / (n + 2)
+    half = 1.959963984540054 * math.sqrt((p + q - (p - q) ** 2) / (n + 2))
+    assert (low, high) == pytest.approx((p - q - half, p - q + half))
+
+
+def test_paired_difference_of_other_scores_is_student_t():
+    ours = as_items({"a": -3.0, "b": -1.0, "c": -2.5, "d": 9.0})
+    differences = np.array([-1.5, 1.0, -1.5])
+    result = paired_difference(ours, as_items({"c": -1.0, "b": -2.0, "a": -1.5}), sign=-1)
+    half = student(2) * differences.std(ddof=1) / math.sqrt(3)
+    assert result == pytest.approx((2 / 3, 2 / 3 - half, 2 / 3 + half, 2))
+    assert paired_difference({}, {}) == (None, None, None, None)
+    assert paired_difference(as_items({"a": 1.5}), as_items({"a": 2.0})) == (-0.5, None, None, None)
+
+
+def test_paired_difference_units_are_documents():
+    ours = {("a", 0, 10): 1.0, ("a", 10, 10): 3.0, ("b", 0, 20): 5.0, ("c", 0, 20): 9.0}
+    by_document = paired_difference(as_items({"a": 2.0, "b": 5.0, "c": 9.0}), as_items(dict.fromkeys("abc", 0.5)))
+    assert paired_difference(ours, dict.fromkeys(ours, 0.5)) == pytest.approx(by_document)
+    # thirty items of each of six books, one of which loses all of them
+    books = {(book, item, 1): 1.0 for book in "abcdef" for item in range(30)}
+    lost = books | {unit: 0.0 for unit in books if unit[0] == "a"}
+    mean, _, high, dof = paired_difference(lost, books)
+    alone = paired_difference(*(as_items({f"{b}{i}": hit for (b, i, _), hit in x.items()}) for x in (lost, books)))
+    assert mean == pytest.approx(-1 / 6) and alone[2] < 0 < high and dof < 8
+    same = paired_difference(books, books)
+    assert same[0] == 0 and same[1] < 0 < same[2]
+
+
+@pytest.mark.parametrize("books", ["a", "ab"])
+def test_paired_difference_of_few_documents_takes_items_as_units(books):
+    ours = {(book, item, 1): float(item % 3 > 0) for book in books for item in range(30)}
+    others = {unit: float(unit[1] % 2) for unit in ours}
+    alone = (as_items({f"{book}{item}": hit for (book, item, _), hit in x.items()}) for x in (ours, others))
+    assert paired_difference(ours, others) == pytest.approx(paired_difference(*alone))
+
+
+@pytest.mark.parametrize(
+    ("value", "base", "key", "expected"),
+    [
+        (0.7, 0.5, "acc", None),  # means over two tasks of ten and two items
+        (10 / 12, 10 / 12, "acc", 0),
+        (math.exp(-10 / 12), math.exp(-10 / 12), "perplexity", 0),
+    ],
+)
+def test_rows_have_a_difference_only_of_means_of_items(value, base, key, expected):
+    def result(hits, value):
+        samples = [{"document": f"{i}", "filter": "none", "scores": {key: hit}} for i, hit in enumerate(hits)]
+        return TaskResult([Metric(key, "none", value, None, True)], samples, {}, [])
+
+    ours, reference = result([1.0] * 9 + [0.0, 1.0, 0.0], value), result([1.0] * 10 + [0.0, 0.0], base)
+    (row,) = ours.rows(BenchmarkRow(attention="a", kind="hard", task="t"), reference)
+    assert row.difference == expected
+
+
+def test_result_round_trips_through_disk(tmp_path):
+    metrics = [Metric("acc", "none", 0.5, None, True), Metric("exact_match", "strict", 0.1, 0.2, True)]
+    samples = [{"document": "t/0", "filter": "none", "scores": {"acc": 1.0}, "doc": {"text": "a\u2028b\nc"}}]
+    stats = {"requests": 3, "request_tokens": [1, 2, 3, 4, 5]}
+    result = TaskResult(metrics, samples, stats, [[0.5, 0.5]], "1", 2, 3, "here", 1.5, key="bfloat16 w")
+    assert read_result(tmp_path, result.key) is None
+    write_result(tmp_path, result)
+    assert read_result(tmp_path, result.key) == result
+    assert read_result(tmp_path, "float32 w") is None
+    rows = result.rows(BenchmarkRow(attention="a", kind="base", task="t"), None)
+    assert [row.metric for row in rows] == ["acc", "exact_match (strict)"]
+
+
+@pytest.fixture
+def embedded(tmp_path) -> Path:
+    """A cache with a few made-up rows of two embedded data sets."""
+    hellaswag = {
+        "ind": 0, "activity_label": "Cooking", "ctx_a": "A man cooks.", "ctx_b": "he", "ctx": "A man cooks. he",
+        "endings": ["stirs [title] it.", "is a stone.", "flies.", "stops."], "split": "val", "label": "0",
+    }  # fmt: skip
+    boolq = {"question": "is it", "passage": "It is.", "label": 1}
+    for name, row in (("Rowan/hellaswag/default", hellaswag), ("aps/super_glue/boolq", boolq)):
+        folder = tmp_path / "benchmarks" / NAME.replace(" ", "-") / name
+        folder.mkdir(parents=True)
+        (folder / "validation.jsonl").write_text((json.dumps(row) + "\n") * 3, encoding="utf-8")
+    return tmp_path
+
+
+@pytest.fixture
+def few_official(monkeypatch):
+    """Four folders of lm-eval's own tasks: reading them all takes seconds."""
+    names = ("truthfulqa", "hellaswag", "super_glue", "gsm8k")
+    folders = [Path(lm_eval.__file__).parent / "tasks" / name for name in names]
+    manager = TaskManager(include_defaults=False, include_path=folders)
+    monkeypatch.setattr(lm_eval_harness, "official_tasks", lambda: manager)
+
+
+def test_official_tasks_run_on_embedded_items(tiny_model, few_official, embedded, tmp_path):
+    config = make_config(["truthfulqa_mc1", "hellaswag", "boolq", "gsm8k_cot"], limit=2)
+    config.cache_dir = str(embedded)
+    model = attach_hard(tiny_model("llama"))
+    rows = measure_all(model, config, tmp_path / "run")
+    missing = {row.task: row.error for row in rows if row.kind == "missing"}
+    assert [*missing] == ["truthfulqa_mc1", "gsm8k_cot"]
+    assert "truthfulqa/truthful_qa" in missing["truthfulqa_mc1"] and "openai/gsm8k" in missing["gsm8k_cot"]
+    hard = {(row.task, row.metric): row for row in rows if row.attention == HARD}
+    assert set(hard) == {("hellaswag", "acc"), ("hellaswag", "acc_norm"), ("boolq", "acc")}
+    assert all(row.scored and row.n == 2 for row in hard.values())
+    assert hard["boolq", "acc"].source == f"aps/super_glue from {NAME}" and hard["hellaswag", "acc"].version == "1.0"
+    with pytest.raises(UserError, match=r"eval\.tasks .*helaswag"):
+        BenchmarkEvaluator(model, byte_tokenizer(), BLOCKS, make_config(["helaswag"]), PRECISION, tmp_path)
+
+
+@pytest.mark.parametrize("names", [["perplexity"], ["passkey@4k"], ["piqa", "passkey@64", "piqa"]])
+def test_validate_tasks_refuses_impossible_names(names):
+    with pytest.raises(UserError, match=rf"eval\.tasks .*{names[0]}"):
+        validate_tasks(names)
+    validate_tasks(["piqa", "passkey", "passkey@64", "perplexity@64"])
+
+
+@pytest.mark.parametrize("origin", ["hub", "hub_cache"])
+def test_datasets_of_the_hub_are_read_from_there(monkeypatch, embedded, origin):
+    calls = []
+    monkeypatch.setattr(datasets, "load_dataset", lambda path, name, **options: calls.append((path, name, options)))
+    monkeypatch.setattr(lm_eval_harness, "choose_source", lambda policy, name, cached: origin)
+    before = datasets.load_dataset
+    with lm_eval_harness.redirect_datasets("auto", embedded) as sources:
+        datasets.load_dataset(path="cais/mmlu", name="anatomy", revision="x")
+    assert (calls, sources) == ([("cais/mmlu", "anatomy", {"revision": "x"})], [f"cais/mmlu ({origin})"])
+    assert datasets.load_dataset is before
+
+
+@pytest.mark.real
+def test_embedded_items_are_the_official_ones():
+    cache = cache_root(None)
+    folder = benchmark_folder(cache)
+    sizes = {
+        "Rowan/hellaswag/default": {"validation": 10042}, "baber/piqa/default": {"validation": 1838},
+        "allenai/ai2_arc/ARC-Easy": {"validation": 570, "test": 2376}, "openai/gsm8k/main": {"test": 1319},
+        "allenai/ai2_arc/ARC-Challenge": {"validation": 299, "test": 1172},
+        "allenai/openbookqa/main": {"validation": 500, "test": 500}, "aps/super_glue/boolq": {"validation": 3270},
+        "allenai/winogrande/winogrande_xl": {"validation": 1267}, "EleutherAI/lambada_openai/default": {"test": 5153},
+        "allenai/sciq/default": {"validation": 1000, "test": 1000},
+    }  # fmt: skip
+    assert set(sizes) == set(MEMBERS)
+    for name, splits in sizes.items():
+        path, _, subset = name.rpartition("/")
+        data = load_benchmark(path, None if subset == "default" else subset, cache)
+        assert {split: len(rows) for split, rows in data.items() if split != "train"} == splits and not len(
+            data["train"]
+        )
+    subjects = sorted(path.name for path in (folder / "cais/mmlu").iterdir())
+    tests = [load_benchmark("cais/mmlu", subject, cache)["test"] for subject in subjects]
+    assert (len(subjects), sum(map(len, tests))) == (57, 14042)
+    arc = load_benchmark("allenai/ai2_arc", "ARC-Easy", cache)
+    assert arc["test"].features == arc["validation"].features
+    assert {tuple(row["choices"]["label"]) for row in arc["test"]} >= {tuple("ABCD"), tuple("ABC"), tuple("ABCDE")}
+    assert set(load_benchmark("aps/super_glue", "boolq", cache)["validation"]["label"]) == {0, 1}
+
+
+@pytest.mark.slow
+@pytest.mark.real
+def test_official_tasks_run_on_real_items(tiny_model, tmp_path):
+    names = [
+        "arc_easy",
+        "piqa",
+        "openbookqa",
+        "sciq",
+        "winogrande",
+        "lambada_openai",
+        "mmlu_anatomy",
+        "boolq",
+        "last_word",
+    ]
+    model = attach_hard(tiny_model("llama", max_position_embeddings=8192))
+    config = make_config(names, limit=2, controls=False)
+    rows = measure_all(model, config, tmp_path)
+    assert {row.task for row in rows if row.attention == HARD and row.scored} == set(names)
+    assert all(row.error is None and row.source for row in rows)

@@ -1,0 +1,523 @@
+"""Perplexity: exact losses per token, rows and their references, density-matched controls, rounds, resume."""
+
+import io
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from conftest import build
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from running import attention_of, fitting, only_run, record_of, router_steps, run, tiny
+
+from focus_exp import attach, disable_method, set_routing
+from focus_exp import config as schema
+from focus_exp.attention.selection import Selection, Sequence, count_pairs
+from focus_exp.data import Blocks, TokenStream
+from focus_exp.evaluation import perplexity
+from focus_exp.evaluation.controls import BASE, RANDOM_GROUPS, SOFT, WINDOW_ONLY
+from focus_exp.evaluation.perplexity import (
+    PairCounter,
+    PerplexityEvaluator,
+    Scores,
+    density_matched_window,
+    read_scores,
+    score,
+    token_losses,
+    write_scores,
+)
+from focus_exp.evaluation.statistics import BINS, mean_by_position, sequence_means, sequence_sums, token_mean
+from focus_exp.jobs.fit import attach_method
+from focus_exp.models.methods import attached_methods, observe_selections
+from focus_exp.records.answers import keeps_everything
+from focus_exp.results.record import Record
+from focus_exp.training.precision import choose_precision
+
+BOS = 256
+FLOAT32 = choose_precision("float32", "cpu", trains_base=False)
+SEEDS = st.integers(0, 10_000)
+T, WINDOW, SINKS, GROUPS = 48, 6, 2, 3
+HARD = "Focus hard k=1"
+
+
+def random_stream(lengths: list[int], seed: int = 0) -> TokenStream:
+    starts = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
+    tokens = np.random.default_rng(seed).integers(0, 256, starts[-1], dtype=np.int32)
+    return TokenStream("stream", tokens, starts, [str(i) for i in range(len(lengths))])
+
+
+@pytest.fixture(scope="module")
+def tiny_llama():
+    torch.manual_seed(0)
+    return build("tiny_llama")
+
+
+def score_all(model, blocks, batch_size=4) -> Scores:
+    indices = list(range(len(blocks)))
+    batches = [indices[begin : begin + batch_size] for begin in range(0, len(indices), batch_size)]
+    return score(model, blocks, batches, FLOAT32, "row")
+
+
+def random_losses(sequences: int, length: int, seed: int) -> np.ndarray:
+    """Losses of which about a third are not scored; each sequence has a scored token."""
+    rng = np.random.default_rng(seed)
+    nll = rng.gamma(2.0, 2.0, (sequences, length)).astype(np.float32)
+    nll[rng.random(nll.shape) < 0.3] = np.nan
+    nll[:, -1] = 1.0
+    return nll
+
+
+@given(stride=st.integers(1, 15), with_bos=st.booleans(), batch_size=st.integers(1, 5), seed=SEEDS)
+@settings(max_examples=8)
+def test_score_every_token_once_given_its_sequence_so_far(tiny_llama, stride, with_bos, batch_size, seed):
+    stream = random_stream([40, 5, 23], seed)
+    blocks = Blocks(stream, 16, stride=stride, bos=BOS if with_bos else None, cross_documents=False)
+    nll = score_all(tiny_llama, blocks, batch_size).nll
+    expected, scored = np.full(nll.shape, np.nan), []
+    for index, start in enumerate(blocks.starts):
+        tokens = torch.tensor([BOS] * with_bos + stream.tokens[start : start + 16 - with_bos].tolist())
+        with torch.no_grad():
+            logits = tiny_llama(tokens[None]).logits[0].double()
+        for position in range(1, 16):
+            token = start + position - with_bos
+            if token not in scored:  # a later sequence scores only what those before it did not
+                scored.append(token)
+                expected[index, position] = F.cross_entropy(logits[position - 1], tokens[position])
+    np.testing.assert_allclose(nll, expected, rtol=0, atol=1e-5)
+    assert nll.dtype == np.float32
+
+
+@pytest.mark.parametrize("batch_size", [3, 100])
+def test_score_batch_size_changes_neither_losses_nor_pairs(tiny_model, batch_size):
+    model = set_routing(attach(tiny_model("llama"), "focus", window=4, sinks=2), hard=True)
+    blocks = Blocks(random_stream([400]), 32, stride=20, cross_documents=True)
+    single, many = score_all(model, blocks, 1), score_all(model, blocks, batch_size)
+    np.testing.assert_allclose(many.nll, single.nll, rtol=0, atol=1e-5)
+    assert single.pairs.totals[:2] == many.pairs.totals[:2]
+    assert single.pairs.distant_density == pytest.approx(many.pairs.distant_density, abs=1e-3)
+
+
+def test_score_disabled_method_counts_no_pairs(tiny_model):
+    model, blocks = tiny_model("llama"), Blocks(random_stream([64]), 32, cross_documents=True)
+    base = score_all(model, blocks)
+    attach(model, "window", window=4, sinks=0)
+    with disable_method(model):
+        off = score_all(model, blocks)
+    assert base.pairs == off.pairs == PairCounter() and off.pairs.sparsity == 0
+    np.testing.assert_allclose(off.nll, base.nll, rtol=0, atol=1e-5)
+    assert score_all(model, blocks).pairs.distant_density == 0
+
+
+@pytest.mark.parametrize("rows", [1, 8, 23])
+def test_token_losses_chunked_logits_equal_whole(tiny_llama, monkeypatch, rows):
+    tokens = torch.randint(256, (2, 24), generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        whole = token_losses(tiny_llama, tokens)
+        monkeypatch.setattr(perplexity, "LOGIT_ROWS", rows)
+        torch.testing.assert_close(token_losses(tiny_llama, tokens), whole, rtol=0, atol=1e-6)
+    assert (whole[:, 1:] > 0).all()
+
+
+def test_token_losses_bf16_model_computes_in_float32(tiny_model):
+    model = tiny_model("llama", dtype=torch.bfloat16)
+    tokens = torch.randint(256, (2, 24), generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        logits, losses = model(tokens).logits[:, :-1], token_losses(model, tokens)[:, 1:]
+    assert logits.dtype == torch.bfloat16 and losses.dtype == torch.float32
+    exact = F.cross_entropy(logits.double().transpose(1, 2), tokens[:, 1:], reduction="none")
+    torch.testing.assert_close(losses.double(), exact, rtol=0, atol=1e-5)
+
+
+def test_score_non_finite_loss_raises(tiny_model):
+    model, stream = tiny_model("llama"), random_stream([64])
+    with torch.no_grad():
+        model.get_input_embeddings().weight[stream.tokens[40]] = float("nan")
+    with pytest.raises(RuntimeError, match="not finite"):
+        score_all(model, Blocks(stream, 32, cross_documents=True))
+
+
+@given(sequences=st.integers(1, 6), length=st.integers(1, 40), seed=SEEDS)
+def test_token_mean_weighs_every_scored_token_alike(sequences, length, seed):
+    nll = random_losses(sequences, length, seed)
+    sums, counts = sequence_sums(nll)
+    assert token_mean(nll) == pytest.approx(np.nanmean(nll.astype(np.float64)))
+    assert counts.sum() == np.isfinite(nll).sum() and sums.dtype == np.float64
+    assert np.average(sequence_means(nll), weights=counts) == pytest.approx(token_mean(nll))
+
+
+def test_token_mean_without_tokens_is_none():
+    assert token_mean(np.full((2, 3), np.nan)) is None and token_mean(np.zeros((2, 0))) is None
+
+
+@given(length=st.integers(2, 2000), window=st.integers(0, 2500), seed=SEEDS)
+@settings(max_examples=25)
+def test_mean_by_position_bins_partition_scored_tokens(length, window, seed):
+    nll = random_losses(2, length, seed)
+    bins = mean_by_position(nll, window)
+    assert len(bins) <= BINS + 1
+    # a bin without a scored token is left out
+    covered = [position for b in bins for position in range(b["start"], b["end"])]
+    assert covered == sorted(set(covered)) and set(np.flatnonzero(~np.isnan(nll).all(0))) <= set(covered)
+    for b in bins:
+        inside = nll[:, b["start"] : b["end"]]
+        assert b["tokens"] == np.isfinite(inside).sum() and b["nll"] == pytest.approx(np.nanmean(inside), rel=1e-4)
+    assert sum(b["nll"] * b["tokens"] for b in bins) == pytest.approx(token_mean(nll) * np.isfinite(nll).sum())
+
+
+@pytest.mark.parametrize("length", [192, 1024, 1500, 8192])
+@pytest.mark.parametrize("window", [5, 64, 100, 191])
+def test_mean_by_position_bin_begins_at_window_end(length, window):
+    bins = mean_by_position(np.ones((1, length)), window)
+    assert window in [b["start"] for b in bins]
+    assert 5 <= len(bins) <= BINS + 1 or length < 2 * window
+
+
+def make_config(method: str = "focus", train: str | None = None, sequences: int = 4, **attention) -> schema.Config:
+    options = {"groups": GROUPS, "window": WINDOW, "sinks": SINKS} | attention
+    phases = {train: schema.PhaseConfig(trainable=train, steps=1, learning_rate=1e-3)} if train else {}
+    return schema.Config(
+        model=schema.ModelConfig(name="tiny"),
+        attention=attention_of(method, **options),
+        recipe=schema.RecipeConfig(name="recipe", phases=phases),
+        data=schema.DataConfig(name="random", source="files"),
+        eval=schema.EvalConfig(name="eval", seq_len=T, max_sequences=sequences, batch_size=2, bootstrap_samples=50),
+        trainer=schema.TrainerConfig(name="trainer"),
+        logger=schema.LoggerConfig(name="logger"),
+    )
+
+
+@pytest.fixture
+def measure(tiny_model, tmp_path) -> Callable[..., PerplexityEvaluator]:
+    """measure(family, config): score a tiny model's base and attached rows in `tmp_path`."""
+
+    def run(
+        family: str = "llama",
+        config: schema.Config | None = None,
+        prepare=lambda model: None,
+        folder: str = "evaluation",
+        prepare_evaluator=lambda evaluator: None,
+        on_round=None,
+    ) -> PerplexityEvaluator:
+        config, model = config or make_config(), tiny_model(family)
+        blocks = Blocks(random_stream([7 * T, 3 * T, 5 * T]), T, cross_documents=True)
+        evaluator = PerplexityEvaluator(model, blocks, config, FLOAT32, tmp_path / folder)
+        prepare_evaluator(evaluator)
+        evaluator.measure_base()
+        attach_method(model, config, FLOAT32)
+        prepare(model)
+        evaluator.measure_attached(on_round)
+        return evaluator
+
+    return run
+
+
+@pytest.fixture
+def labels(monkeypatch) -> list[str]:
+    """Names of the rows that are scored, in order."""
+    real, names = score, []
+    monkeypatch.setattr(perplexity, "score", lambda *args: names.append(args[-1]) or real(*args))
+    return names
+
+
+def by_name(evaluator: PerplexityEvaluator) -> dict:
+    assert len({row.name for row in evaluator.rows}) == len(evaluator.rows)
+    return {row.name: row for row in evaluator.rows}
+
+
+def test_rows_top_k_list_adds_the_configured_one(measure):
+    config = make_config(top_k=2)
+    config.eval.top_k = [3, 7]
+    assert [row.top_k for row in measure(config=config).rows if row.kind == "hard"] == [2, 3]
+
+
+def test_rows_configured_routing_and_controls_are_scored_first(measure, labels):
+    config = make_config(top_k=2, pair_rule="share")
+    config.eval.pair_rules = ["query_topk"]
+    rows = [row.name for row in measure(config=config).rows]
+    wide = rows[-2]
+    hard = [f"Focus hard k={k} ({rule})" for rule in ("share", "query_topk") for k in (2, 3)]
+    assert rows == [BASE, SOFT, HARD, *hard, WINDOW_ONLY, wide, RANDOM_GROUPS] and wide.startswith("window ")
+    assert labels[:5] == [BASE, "Focus hard k=2 (share)", wide, RANDOM_GROUPS, WINDOW_ONLY]
+    assert sorted(labels) == sorted(rows)
+
+
+def test_rows_are_paired_with_base_and_configured_hard_row(measure):
+    evaluator = measure()
+    rows = by_name(evaluator)
+    base, hard = rows[BASE], rows[HARD]
+    assert evaluator.rows[0] is base and base.kind == "base"
+    assert (base.delta_nll, base.delta_low, base.delta_high) == (0, 0, 0)
+    assert (base.distant_pairs_kept, base.pairs_removed) == (1, 0)
+    for row in evaluator.rows:
+        assert row.error is None and row.tokens == 4 * (T - 1)
+        assert row.delta_nll == pytest.approx(row.nll - base.nll, abs=1e-5)
+        assert row.delta_low <= row.delta_nll <= row.delta_high
+        assert row.perplexity == pytest.approx(np.exp(row.nll)) and row.perplexity_low <= row.perplexity_high
+        if row.kind == "control":
+            assert row.delta_vs_hard == pytest.approx(row.nll - hard.nll, abs=1e-5)
+    inside, beyond = np.log(hard.perplexity_inside_window), np.log(hard.perplexity_beyond_window)
+    assert hard.nll * (T - 1) == pytest.approx(inside * (WINDOW - 1) + beyond * (T - WINDOW))
+
+
+@pytest.mark.parametrize("family", ["gpt2", "gemma2"])
+def test_rows_hard_routing_to_all_groups_equals_base(measure, family):
+    config = make_config()
+    config.eval.pair_rules = ["share"]
+    rows = by_name(measure(family, config))
+    full = [rows[f"Focus hard k={GROUPS} ({rule})"] for rule in ("query_topk", "share")]
+    # two sets of 2 of 3 groups always meet
+    for row in [*full, rows["Focus hard k=2 (share)"]]:
+        assert abs(row.delta_nll) < 1e-4
+        assert (row.distant_pairs_kept, row.pairs_removed) == (1, 0) and keeps_everything(row)
+    for row in (rows[HARD], rows["Focus hard k=2 (query_topk)"]):
+        assert 0 < row.distant_pairs_kept < 1 and not keeps_everything(row)
+        assert abs(row.delta_nll) > 1e-4
+
+
+def test_pair_counter_equals_counting_every_pair(measure):
+    evaluator = measure("qwen2")  # its second layer slides over 8 tokens
+    model = set_routing(evaluator.model, hard=True, top_k=1)
+    tokens, seen = torch.stack([evaluator.blocks[i]["input_ids"] for i in evaluator.indices]), []
+    with (
+        torch.no_grad(),
+        observe_selections(model, lambda _, __, selection, sequence: seen.append((selection, sequence))),
+    ):
+        model(tokens)
+    i, j = torch.arange(T)[:, None], torch.arange(T)
+    total = distant = kept = 0
+    sizes = []
+    for selection, sequence in seen:
+        groups = selection.key_groups.int().argmax(-1)
+        sizes.append(np.bincount(groups.flatten(), minlength=GROUPS) / groups.numel())
+        visible = (i >= j).expand(len(tokens), T, T) if sequence.allowed is None else sequence.allowed[:, 0]
+        far = visible & (i - j > WINDOW) & (j >= SINKS)
+        total += int(visible.sum()) * len(tokens) // len(visible)
+        distant += int(far.sum()) * len(tokens) // len(far)
+        kept += int((far & (groups[:, :, None] == groups[:, None])).sum())
+    row = by_name(evaluator)[HARD]
+    assert row.distant_pairs_kept == pytest.approx(kept / distant)
+    assert row.pairs_removed == pytest.approx((distant - kept) / total)
+    np.testing.assert_allclose(evaluator.group_fractions, sizes, atol=1e-6)
+    assert row.largest_group == pytest.approx(np.max(sizes))
+
+
+@pytest.mark.parametrize("family", ["gemma2", "qwen2"])
+def test_controls_match_density_and_sizes(measure, family):
+    def prefer_a_group(model):
+        for method in attached_methods(model).values():
+            method.router.potential[1] = 5.0
+
+    evaluator = measure(family, prepare=prefer_a_group)
+    rows = by_name(evaluator)
+    hard, window = rows[HARD], rows[WINDOW_ONLY]
+    assert hard.largest_group > 0.5
+    assert window.distant_pairs_kept == 0 and window.pairs_removed > 0.5
+    expected = np.mean(np.square(evaluator.group_fractions).sum(axis=1))  # of a pair of independent tokens
+    assert rows[RANDOM_GROUPS].distant_pairs_kept == pytest.approx(expected, abs=0.1) and expected > 1 / GROUPS + 0.08
+    wide = next(row for row in evaluator.rows if row.window is not None)
+    assert wide.window > WINDOW and wide.pairs_removed <= hard.pairs_removed
+    assert wide.pairs_removed == pytest.approx(hard.pairs_removed, abs=0.03)
+    # relative to the configured window, as in the hard row
+    assert wide.distant_pairs_kept == pytest.approx(1 - wide.pairs_removed / window.pairs_removed)
+    assert wide.distant_pairs_kept >= hard.distant_pairs_kept
+
+
+@pytest.mark.parametrize("sinks", [0, 3])
+@pytest.mark.parametrize("sliding", [None, 9])
+def test_density_matched_window_is_the_smallest(sliding, sinks):
+    length, plain = 24, Sequence.plain(1, 24)
+    i, j = torch.arange(length)[:, None], torch.arange(length)
+    layers = [plain, plain]
+    if sliding:
+        layers.append(Sequence(plain.start, allowed=((i >= j) & (i - j < sliding))[None, None]))
+
+    def kept(width: int) -> int:
+        seen = [(i >= j) if layer.allowed is None else layer.allowed[0, 0] for layer in layers]
+        return sum(int((mask & ((i - j <= width) | (j < sinks))).sum()) for mask in seen)
+
+    distant = sum(count_pairs(Selection(), layer, 2, sinks).distant for layer in layers)
+    for more in [*range(0, distant, 7), distant]:
+        pairs = PairCounter({0: [np.array([kept(length), distant, more])]})
+        enough = [width for width in range(length) if kept(width) >= kept(2) + more]
+        assert density_matched_window(pairs, sinks, layers) == enough[0]
+
+
+def comparable(evaluator: PerplexityEvaluator) -> list[dict]:
+    return [vars(row) | {"seconds": None} for row in evaluator.rows]
+
+
+@pytest.mark.parametrize("batch_size", [1, 3])
+def test_rounds_end_in_the_numbers_of_a_single_round(measure, monkeypatch, labels, batch_size):
+    config, rounds, tables, evaluators = make_config(sequences=14), [], [], []
+    config.eval.batch_size = batch_size
+
+    def on_round(scored, total):
+        rounds.append((scored, total))
+        tables.append(comparable(evaluators[0]))
+
+    result = measure(config=config, prepare_evaluator=evaluators.append, on_round=on_round)
+    assert len(rounds) == 2 and 4 <= rounds[0][0] <= 6 and rounds[1] == (14, 14)
+    assert all(row["tokens"] == rounds[0][0] * (T - 1) for row in tables[0])
+    assert all(row["delta_low"] <= row["delta_nll"] <= row["delta_high"] for row in tables[0])
+    assert result.losses.summary().windows == 14
+    monkeypatch.setattr(perplexity, "FIRST_ROUND", 100)
+    single = measure(config=config, folder="single")
+    assert comparable(result) == comparable(single)
+    for name, nll in single.losses.nll.items():
+        assert np.array_equal(result.losses.nll[name], nll)
+    del labels[:]
+    monkeypatch.setattr(perplexity, "FIRST_ROUND", 4)
+    assert comparable(measure(config=config)) == comparable(single)
+    assert not {*labels} - {RANDOM_GROUPS, *(name for name in labels if name.startswith("window "))}
+
+
+@pytest.mark.parametrize("stop_at", [2, 5, 8, 12])
+def test_rounds_stopped_anywhere_resume_to_the_same_numbers(measure, monkeypatch, stop_at):
+    config = make_config(sequences=14)
+    config.eval.top_k = [1]
+    whole = measure(config=config, folder="whole")
+    real, calls = score, []
+
+    def stopping(*args):
+        calls.append(args[-1])
+        if len(calls) == stop_at:
+            raise KeyboardInterrupt
+        return real(*args)
+
+    monkeypatch.setattr(perplexity, "score", stopping)
+    with pytest.raises(KeyboardInterrupt):
+        measure(config=config)
+    assert comparable(measure(config=config)) == comparable(whole)
+
+
+def test_scores_on_disk_are_read_and_damaged_ones_scored_again(measure, labels, tmp_path):
+    first = measure()
+    del labels[:]
+    assert comparable(measure()) == comparable(first) and not labels
+    path = tmp_path / "evaluation" / "focus_soft.npz"
+    whole = path.read_bytes()
+    middle = bytearray(whole)
+    middle[whole.index(b"nll.npy") + 200] ^= 255
+    elsewhere = io.BytesIO()
+    with np.load(io.BytesIO(whole)) as arrays:
+        np.savez(elsewhere, **{**arrays, "key": np.array("bf16-mixed")})
+    for damaged in (b"", b"not an archive", whole[: len(whole) // 2], whole[:-1], bytes(middle), elsewhere.getvalue()):
+        path.write_bytes(damaged)
+        assert [row.nll for row in measure().rows] == [row.nll for row in first.rows]
+        assert labels == [SOFT]
+        del labels[:]
+
+
+@given(st.lists(st.integers(0, 9), min_size=1, max_size=6, unique=True), st.integers(1, 3), st.sampled_from("ab"))
+@settings(max_examples=20)
+def test_read_scores_returns_what_was_written_or_nothing(indices, size, key):
+
+    batches = [indices[begin : begin + size] for begin in range(0, len(indices), size)]
+    pairs = PairCounter({3: [np.arange(3)] * len(batches)}, {3: [np.ones((2, 4), int)] * len(batches)})
+    scores = Scores(np.ones((len(indices), 3)), [1.5] * len(batches), pairs, "math")
+    with TemporaryDirectory() as folder:
+        path = Path(folder) / "row.npz"
+        write_scores(path, scores, batches, key)
+        found = read_scores(path, [*batches, [11]], key)
+        assert np.array_equal(found.nll, scores.nll) and found.seconds == scores.seconds and found.path == "math"
+        assert found.pairs.totals == pairs.totals and found.pairs.group_fractions == pairs.group_fractions
+        assert read_scores(path, [[12], *batches], key) is None
+        assert read_scores(path, batches, key + "c") is None
+
+
+def test_row_that_fails_keeps_its_error_and_the_others_are_scored(measure, monkeypatch):
+    def failing(*args):
+        if args[-1] == SOFT:
+            raise RuntimeError("out of memory\nby 3 GiB")
+        return score(*args)
+
+    monkeypatch.setattr(perplexity, "score", failing)
+    rows = by_name(measure())
+    failed = rows.pop(SOFT)
+    assert failed.error == "RuntimeError: out of memory"
+    assert failed.nll is None and not failed.scored and not failed.by_position
+    assert len(rows) == 7 and all(row.scored for row in rows.values())
+
+
+def test_row_of_a_model_with_nan_weights_has_an_error(measure):
+    def spoil(model):
+        with torch.no_grad():
+            model.model.layers[1].self_attn.focus.router.projection.fill_(float("nan"))
+
+    rows = by_name(measure(prepare=spoil))
+    assert "not finite" in rows[SOFT].error and rows[BASE].scored
+
+
+@pytest.mark.parametrize(
+    ("method", "train", "kinds"),
+    [
+        ("full", None, ["base"]),
+        ("random_groups", None, ["base", "control"]),
+        ("window", "all", ["base", "trained", "control"]),
+        ("focus", "router", ["base", "soft", *["hard"] * GROUPS, *["control"] * 3]),
+        ("focus", "all", ["base", "trained", "soft", *["hard"] * GROUPS, *["control"] * 3]),
+    ],
+)
+def test_rows_follow_method_and_training(measure, method, train, kinds):
+    evaluator = measure(config=make_config(method, train))
+    assert [row.kind for row in evaluator.rows] == kinds
+    assert all(row.scored for row in evaluator.rows)
+    if method == "window":
+        assert evaluator.rows[-1].distant_pairs_kept == 0
+    for row in evaluator.rows:
+        if row.kind == "trained":  # nothing was trained here, and the method is off
+            assert row.nll == pytest.approx(evaluator.rows[0].nll, abs=1e-5) and row.pairs_removed == 0
+
+
+def test_rows_of_a_noncausal_router_say_so(measure):
+    rows = measure(config=make_config(assignment="sinkhorn")).rows
+    assert {row.kind: row.causal for row in rows} == {"base": True, "soft": False, "hard": False, "control": True}
+
+
+def test_adapters_of_other_runs_are_rows_of_the_same_table(tmp_path):
+    fit = [
+        "attention.calibration_sequences=2",
+        "attention.validation_sequences=1",
+        "attention.fit_steps=4",
+        "attention.groups=4",
+    ]
+    assert run(*fitting(*tiny(tmp_path, "other"), "attention=focus_dual", "recipe=none", *fit)).code == 0
+    other = Record.load(next((tmp_path / "other").rglob("record.json")))
+    (adapter,) = (tmp_path / "other").rglob("adapter")
+    adapters = f"eval.adapters=['{adapter}','{adapter}','{adapter}']"
+    retrofit = [*tiny(tmp_path), router_steps(2), "eval.top_k=[1]", adapters]
+    assert run(*retrofit).code == 0
+    rows, expected = ({row.name: row for row in r.rows} for r in (record_of(tmp_path / "runs"), other))
+    dual = expected["focus_dual"]
+    for name in ("focus_dual", f"focus_dual, {adapter.parent.name}", f"focus_dual, {adapter.parent.name} (2)"):
+        assert (rows[name].kind, rows[name].nll, rows[name].pairs_removed) == ("control", dual.nll, dual.pairs_removed)
+        assert rows[name].delta_vs_hard
+    assert rows[BASE].nll == expected[BASE].nll
+    # what was attached before is attached again
+    assert list(rows)[1:3] == [SOFT, HARD]
+
+    # next to any attached method
+    window = fitting(*tiny(tmp_path, "window"), "attention=window", "recipe=none", f"eval.adapters=['{adapter}']")
+    assert run(*window).code == 0
+    row = {row.name: row for row in record_of(tmp_path / "window").rows}["focus_dual"]
+    assert (row.nll, row.pairs_removed) == (dual.nll, dual.pairs_removed)
+    refused = run(*fitting(*tiny(tmp_path), "attention=full", "recipe=none", f"eval.adapters=['{adapter}']"))
+    assert refused.code == 2 and "attention=full" in refused.err
+
+    # the place of an adapter is not part of a run's name, its content is
+    moved = tmp_path / "moved"
+    shutil.copytree(adapter, moved)
+    assert run(*retrofit[:-1], f"eval.adapters=['{moved}','{moved}','{adapter.parent}']").code == 0
+    assert only_run(tmp_path / "runs")
+
+
+def test_adapter_of_another_base_is_refused_before_training(tmp_path):
+    assert run(*tiny(tmp_path, "other"), router_steps(1), "seed=1").code == 0
+    (adapter,) = (tmp_path / "other").rglob("adapter")
+    refused = run(*tiny(tmp_path), f"eval.adapters=['{adapter}']")
+    assert refused.code == 2 and "belongs to" in refused.err and "steps" not in refused.out.split("run folder")[1]
