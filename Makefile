@@ -14,7 +14,7 @@ GPU_BENCH := +experiment=speed model=smollm2_135m model.hub_id=null data=files d
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help install retrofit reproduce-embedded report test test-all architectures peers faults coverage smoke slurm gpu gpu-models lint format types clean
+.PHONY: help install retrofit reproduce-embedded report test test-all architectures peers faults coverage smoke slurm sanitize gpu gpu-models lint format types clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  %-19s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
@@ -81,6 +81,13 @@ smoke: $(TESTED) ## every experiment file on a tiny random model
 slurm: $(TESTED) ## sweeps on a SLURM cluster of this one machine; as root also installs it
 	tests/slurm_cluster.sh install || test $$? = 3
 	$(RUN) pytest -m slurm -rs $(ARGS)
+
+# torch itself is not instrumented: leaks are not looked for, and the sanitizers' libraries are loaded first
+SANITIZED := FOCUS_EXP_CXXFLAGS='-fsanitize=address,undefined -fno-sanitize-recover=all -g' ASAN_OPTIONS=detect_leaks=0 \
+	LD_PRELOAD="$$($(CXX) -print-file-name=libasan.so) $$($(CXX) -print-file-name=libubsan.so)"
+
+sanitize: $(STAMP)-dev ## the CPU kernel's tests under AddressSanitizer and UndefinedBehaviorSanitizer
+	$(SANITIZED) $(RUN) pytest -n 0 -p no:cacheprovider tests/test_cpu_kernel.py $(ARGS)
 
 gpu: ## kernels checked and timed in ten minutes, with torch and triton alone: runs/gpu/gpu.json
 	PYTHONPATH=. $(if $(wildcard $(STAMP)),$(VENV)/bin/python,$(PYTHON)) tests/gpu_clock.py $(ARGS)

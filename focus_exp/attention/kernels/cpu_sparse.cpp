@@ -1,0 +1,710 @@
+// Hard-routed and full causal attention on a CPU: prefill with logsumexp, its backward, and a decode step.
+//
+// A task is a block of neighbouring queries of one key/value head. Its rows (query x heads that share the keys) keep
+// their softmax state in the L2 cache while they meet the window, the sinks and the keys of the groups that they read,
+// packed once by (groups, time); so nothing is masked but the ends, and no partial results are merged.
+// Online softmax: Milakov and Gimelshein 2018, arXiv:1805.02867; lazy rescaling as in FlashAttention-4.
+
+#include <ATen/Parallel.h>
+#include <ATen/core/Tensor.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/zeros.h>
+#include <ATen/ops/zeros_like.h>
+#include <c10/util/BFloat16.h>
+#include <torch/library.h>
+
+#include <algorithm>
+#include <atomic>
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+#include <memory>
+#include <string>
+#include <type_traits>
+#include <unordered_map>
+#include <vector>
+
+#if defined(__x86_64__) || defined(_M_X64)
+#define FOCUS_X86 1
+#include <immintrin.h>
+#endif
+
+namespace {
+
+using bf16 = c10::BFloat16;
+using at::Tensor;
+using std::optional;
+
+enum { ROWS = 24, CHUNK = 64, MAX_HEAD = 256, MAX_GROUPS = 64 };
+constexpr float LOWEST = -1e30f;  // score of a pair that is not seen
+constexpr float SLACK = 6.f;      // scores may pass the running maximum by 2^6 before the state is rescaled
+constexpr float LOG2E = 1.44269504f, LN2 = 0.69314718f;
+constexpr int64_t STATE_BYTES = 256 << 10;  // of a task's rows: half of a common L2 cache
+constexpr int64_t CHUNK_BYTES = 16 << 10;   // of a chunk's keys and values: half of a common L1 cache
+
+template <class E> struct Pair { enum { size = 1 }; };
+template <> struct Pair<bf16> { enum { size = 2 }; };
+
+// score = scale * (q . k) in units of ln 2, or cap * tanh(scale * (q . k)) where cap is not 0
+struct Scores { float scale, cap; };
+
+// Softmax state of a task's rows: queries q [n, dk], sums acc [n, dv] and sum [n, 16], largest score top [n].
+template <class E> struct Rows {
+  E* q;
+  float *acc, *sum, *top;
+  int64_t dk, dv;
+  int chunk;
+};
+
+// What the rows of a task have for the backward, and room for ROWS of them as neighbours.
+struct Gradients {
+  const float *q, *dout, *lse, *delta, *gate;
+  float *dq, *dgate, *q_rows, *dout_rows, *gate_rows;
+  int64_t dk, dv, groups;
+};
+
+// Keys of the backward: packed kt, vt [n / 16, size, 16], and as rows k, gate with their gradients.
+struct Keys {
+  const float *kt, *vt, *k, *gate;
+  float *dk, *dv, *dgate;
+};
+
+// Keys and values of a cache, one token after the other; tokens whose index is negative are not there.
+template <class S> struct Cached {
+  const S *k, *v;
+  const int64_t* index;
+  int64_t k_stride, v_stride, dk, dv;
+};
+
+struct Isa {
+  void (*attend)(const Scores&, Rows<float>&, const int*, const int*, const int*, int, const float*, const float*, int);
+  void (*attend_bf16)(const Scores&, Rows<bf16>&, const int*, const int*, const int*, int, const bf16*, const bf16*, int);
+  void (*backward)(const Scores&, const Gradients&, const int*, const int*, const int*, int, const Keys&, int, int, bool);
+  void (*decode)(const Scores&, Rows<float>&, int, const Cached<float>&, int64_t);
+  void (*decode_bf16)(const Scores&, Rows<float>&, int, const Cached<bf16>&, int64_t);
+};
+
+#define FOCUS_BF16_DOT 0
+#define LANES 4
+#define VECTORS 2
+namespace plain {
+#include "cpu_sparse_tiles.h"
+}
+#undef LANES
+#undef VECTORS
+
+#ifdef FOCUS_X86
+#define LANES 8
+#define VECTORS 2
+#ifdef __clang__
+#pragma clang attribute push(__attribute__((target("avx2,fma"))), apply_to = function)
+#else
+#pragma GCC push_options
+#pragma GCC target("avx2,fma")
+#endif
+namespace avx2 {
+#include "cpu_sparse_tiles.h"
+}
+#undef LANES
+#undef VECTORS
+#ifdef __clang__
+#pragma clang attribute pop
+#pragma clang attribute push(__attribute__((target("avx2,fma,avx512f,avx512bw,avx512dq,avx512vl"))), apply_to = function)
+#else
+#pragma GCC pop_options
+#pragma GCC push_options
+#pragma GCC target("avx2,fma,avx512f,avx512bw,avx512dq,avx512vl")
+#endif
+#define LANES 16
+#define VECTORS 4
+namespace avx512 {
+#include "cpu_sparse_tiles.h"
+}
+#undef FOCUS_BF16_DOT
+#define FOCUS_BF16_DOT 1
+#ifdef __clang__
+#pragma clang attribute pop
+#pragma clang attribute push(__attribute__((target("avx2,fma,avx512f,avx512bw,avx512dq,avx512vl,avx512bf16"))), apply_to = function)
+#else
+#pragma GCC pop_options
+#pragma GCC push_options
+#pragma GCC target("avx2,fma,avx512f,avx512bw,avx512dq,avx512vl,avx512bf16")
+#endif
+namespace avx512_bf16 {
+#include "cpu_sparse_tiles.h"
+}
+#ifdef __clang__
+#pragma clang attribute pop
+#else
+#pragma GCC pop_options
+#endif
+#undef FOCUS_BF16_DOT
+#define FOCUS_BF16_DOT 0
+// AVX-512's tiles in portable code, bf16 pairs included, so that they are tested where the processor has no AVX-512
+#define FOCUS_BF16_EMULATED 1
+namespace emulated {
+#include "cpu_sparse_tiles.h"
+}
+#undef LANES
+#undef VECTORS
+#endif
+
+struct NamedIsa { const char* name; const Isa* isa; bool (*serves)(); };
+
+const NamedIsa ISAS[] = {
+#ifdef FOCUS_X86
+    {"avx512_bf16", &avx512_bf16::isa, [] { return __builtin_cpu_supports("avx512bf16") && __builtin_cpu_supports("avx512vl"); }},
+    {"avx512", &avx512::isa, [] { return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512dq"); }},
+    {"avx2", &avx2::isa, [] { return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma"); }},
+    {"emulated", &emulated::isa, [] { return false; }},
+#endif
+    {"plain", &plain::isa, [] { return true; }},
+};
+
+const NamedIsa& best_isa() {
+  for (const auto& x : ISAS) if (x.serves()) return x;
+  return ISAS[sizeof(ISAS) / sizeof(ISAS[0]) - 1];
+}
+
+const NamedIsa* chosen = &best_isa();
+
+// Select the instruction set by name, "" for the best one; return the name of the one that is used from here on.
+std::string use_isa(const std::string& name) {
+  const NamedIsa* found = name.empty() ? &best_isa() : nullptr;
+  for (const auto& x : ISAS)
+    if (name == x.name && (x.serves() || name == "emulated")) found = &x;
+  TORCH_CHECK_VALUE(found, "isa must be one that this processor has (got ", name, ")");
+  chosen = found;
+  return found->name;
+}
+
+template <class X> struct Buffer {
+  X* data = nullptr;
+  Buffer() = default;
+  explicit Buffer(int64_t n) { reset(n); }
+  Buffer(const Buffer&) = delete;
+  Buffer& operator=(const Buffer&) = delete;
+  ~Buffer() { std::free(data); }
+  void reset(int64_t n) {
+    std::free(data);
+    data = static_cast<X*>(std::aligned_alloc(64, (n * sizeof(X) + 127) / 64 * 64));
+    if (!data) throw std::bad_alloc();
+  }
+  void zero(int64_t n) { std::memset(static_cast<void*>(data), 0, n * sizeof(X)); }
+};
+
+// Run work(task, scratch) for all tasks, the next one by whoever is free; each thread has one scratch space.
+template <class Make, class Work> void for_tasks(int64_t tasks, Make make, Work work) {
+  std::atomic<int64_t> next{0};
+  int64_t threads = std::min<int64_t>(at::get_num_threads(), tasks);
+  at::parallel_for(0, threads, 1, [&](int64_t begin, int64_t end) {
+    for (; begin < end && next < tasks; begin++) {
+      auto scratch = make();
+      for (int64_t task = next++; task < tasks; task = next++) work(task, *scratch);
+    }
+  });
+}
+
+struct Source {
+  const void* data;
+  bool half;
+  int64_t batch, head, token, heads, size;
+
+  Source() = default;
+  Source(const Tensor& x)  // [B, heads, T, size]
+      : data(x.const_data_ptr()), half(x.scalar_type() == at::kBFloat16), batch(x.stride(0)), head(x.stride(1)),
+        token(x.stride(2)), heads(x.size(1)), size(x.size(3)) {
+    TORCH_CHECK(x.stride(3) == 1, "the last dimension must be contiguous");
+  }
+  // one token's vector, as floats or bf16, with zeros up to `room`
+  template <class E> void read(int64_t b, int64_t h, int64_t t, E* to, int64_t room) const {
+    int64_t at = b * batch + h * head + t * token;
+    if (half) {
+      const bf16* x = static_cast<const bf16*>(data) + at;
+      for (int64_t d = 0; d < size; d++) to[d] = E(float(x[d]));
+    } else {
+      const float* x = static_cast<const float*>(data) + at;
+      for (int64_t d = 0; d < size; d++) to[d] = E(x[d]);
+    }
+    for (int64_t d = size; d < room; d++) to[d] = E(0.f);
+  }
+};
+
+int64_t padded(int64_t size) { return (size + 15) / 16 * 16; }
+
+uint64_t bits_of(const bool* x, int64_t groups) {
+  uint64_t bits = 0;
+  for (int64_t g = 0; g < groups; g++) bits |= uint64_t(x[g]) << g;
+  return bits;
+}
+
+// Keys beyond the sinks in the order of (set of groups, time). Kinds: the sets that keys have; of kind j the tokens are
+// order[offset[j]] to order[offset[j + 1]], in blocks of 16 from block[j] on. reads [n]: the groups that queries read.
+struct Layout {
+  std::vector<uint64_t> bits, reads;
+  std::vector<int> order, offset, block;
+
+  int kinds() const { return int(bits.size()); }
+  int64_t keys() const { return int64_t(block.back()) * 16; }
+  int end_before(int kind, int64_t token) const {  // number of the kind's keys before a token
+    auto first = order.begin() + offset[kind], last = order.begin() + offset[kind + 1];
+    return int(std::lower_bound(first, last, int(token)) - first);
+  }
+};
+
+struct Problem {
+  int64_t B, H, G, T, Y, share, dk, dv, groups;  // Y: heads with groups of their own; dk, dv: padded head sizes
+  int64_t window, sinks, rows;                   // rows: queries of a task
+  Scores scores;
+  Source q, k, v;
+  std::vector<int64_t> begin, end;  // the tokens of each sequence that are no padding
+  std::vector<Layout> layouts;      // [B * Y]
+  const Isa* isa;
+
+  Problem(const Tensor& q_, const Tensor& k_, const Tensor& v_, const optional<Tensor>& query_groups, const optional<Tensor>& key_groups,
+          const optional<Tensor>& span, int64_t window_, int64_t sinks_, double scaling, double softcap)
+      : B(q_.size(0)), H(q_.size(1)), G(k_.size(1)), T(q_.size(2)), Y(1), share(H / G), dk(padded(q_.size(3))), dv(padded(v_.size(3))),
+        groups(0), window(window_), sinks(sinks_), q(q_), k(k_), v(v_), isa(chosen->isa) {
+    TORCH_CHECK(q_.device().is_cpu() && k_.device().is_cpu() && v_.device().is_cpu(), "tensors must be on the CPU");
+    TORCH_CHECK(q_.scalar_type() == at::kFloat || q_.scalar_type() == at::kBFloat16, "q must be float32 or bfloat16");
+    TORCH_CHECK(k_.scalar_type() == q_.scalar_type() && v_.scalar_type() == q_.scalar_type(), "q, k and v must have one dtype");
+    TORCH_CHECK(G > 0 && H % G == 0 && v_.size(1) == G && k_.size(0) == B && v_.size(0) == B, "q, k and v must have matching heads");
+    TORCH_CHECK(k_.size(2) == T && v_.size(2) == T && k_.size(3) == q_.size(3), "keys must be those of the queries' tokens");
+    TORCH_CHECK(dk <= MAX_HEAD && dv <= MAX_HEAD, "head sizes must be <= ", int(MAX_HEAD));
+    float scale = float(scaling);
+    scores = softcap > 0 ? Scores{scale / float(softcap), float(softcap) * LOG2E} : Scores{scale * LOG2E, 0.f};
+    begin.assign(B, 0);
+    end.assign(B, T);
+    if (span) {
+      auto x = span->accessor<int64_t, 2>();
+      for (int64_t b = 0; b < B; b++) {
+        begin[b] = x[b][0];
+        end[b] = x[b][1];
+        TORCH_CHECK(0 <= begin[b] && begin[b] <= end[b] && end[b] <= T, "span must lie within the sequence");
+      }
+    }
+    int64_t bytes = 4 * (dk + dv + 20);
+    rows = std::clamp<int64_t>(STATE_BYTES / bytes / share / 16 * 16, 16, 512);
+    if (key_groups) {
+      Y = key_groups->size(1);
+      groups = key_groups->size(3);
+      TORCH_CHECK(groups <= MAX_GROUPS && (Y == 1 || Y == G), "groups must be <= ", int(MAX_GROUPS), ", for all heads or each key/value head");
+    }
+    layouts.resize(B * Y);
+    at::parallel_for(0, B * Y, 1, [&](int64_t first, int64_t last) {
+      for (int64_t y = first; y < last; y++) key_groups ? arrange(y, *query_groups, *key_groups) : arrange_full(y);
+    });
+  }
+
+  int64_t tokens(int64_t b) const { return end[b] - begin[b]; }
+  const Layout& layout(int64_t b, int64_t g) const { return layouts[b * Y + (Y == 1 ? 0 : g)]; }
+
+  // Full attention: one kind of key that all queries read; the window is the part with a mask.
+  void arrange_full(int64_t b) {
+    Layout& x = layouts[b];
+    int64_t n = tokens(b);
+    x.bits = {1};
+    x.reads.assign(n, 1);
+    x.order.resize(n);
+    for (int64_t t = 0; t < n; t++) x.order[t] = int(t);
+    x.offset = {0, int(n)};
+    x.block = {0, int((n + 15) / 16)};
+  }
+
+  void arrange(int64_t y, const Tensor& query_groups, const Tensor& key_groups) {
+    Layout& x = layouts[y];
+    int64_t b = y / Y, n = tokens(b), at = (y * T + begin[b]) * groups;
+    const bool *reads = query_groups.const_data_ptr<bool>() + at, *has = key_groups.const_data_ptr<bool>() + at;
+    x.reads.resize(n);
+    for (int64_t t = 0; t < n; t++) x.reads[t] = bits_of(reads + t * groups, groups);
+    std::unordered_map<uint64_t, int> kinds;
+    std::vector<int> kind(n, -1), counts;
+    uint64_t last = 0;
+    int number = -1;
+    for (int64_t t = sinks; t < n; t++) {
+      uint64_t bits = bits_of(has + t * groups, groups);
+      if (!bits) continue;
+      if (bits != last) {
+        auto [entry, added] = kinds.try_emplace(bits, x.kinds());
+        if (added) { x.bits.push_back(bits); counts.push_back(0); }
+        last = bits;
+        number = entry->second;
+      }
+      kind[t] = number;
+      counts[number]++;
+    }
+    x.offset.assign(1, 0);
+    x.block.assign(1, 0);
+    for (int count : counts) {
+      x.offset.push_back(x.offset.back() + count);
+      x.block.push_back(x.block.back() + (count + 15) / 16);
+    }
+    std::vector<int> next(x.offset.begin(), x.offset.end() - 1);
+    x.order.resize(x.offset.back());
+    for (int64_t t = sinks; t < n; t++) if (kind[t] >= 0) x.order[next[kind[t]]++] = int(t);
+  }
+
+  // Pack 16 keys: [dk / P][16][P]; values: [16 / P][dv][P]. P: numbers that one multiplication takes.
+  template <class E> void pack_block(int64_t b, int64_t g, const int* tokens, int n, E* pk, E* pv) const {
+    constexpr int P = Pair<E>::size;
+    E row[MAX_HEAD];
+    for (int j = 0; j < 16; j++) {
+      if (j < n) k.read(b, g, begin[b] + tokens[j], row, dk);
+      else std::fill_n(row, dk, E(0.f));
+      for (int64_t d = 0; d < dk; d++) pk[(d / P * 16 + j) * P + d % P] = row[d];
+      E* to = P == 1 ? pv + j * dv : row;
+      if (j < n) v.read(b, g, begin[b] + tokens[j], to, dv);
+      else std::fill_n(to, dv, E(0.f));
+      if (P == 2) for (int64_t d = 0; d < dv; d++) pv[(j / 2 * dv + d) * 2 + j % 2] = row[d];
+    }
+  }
+
+  template <class E> void pack_range(int64_t b, int64_t g, int64_t first, int64_t last, E* pk, E* pv) const {
+    for (int64_t t = first; t < last; t += 16) {
+      int tokens[16], n = int(std::min<int64_t>(16, last - t));
+      for (int j = 0; j < 16; j++) tokens[j] = int(t + j);
+      pack_block(b, g, tokens, n, pk + (t - first) * dk, pv + (t - first) * dv);
+    }
+  }
+
+  template <class E> void pack_kind(int64_t b, int64_t g, const Layout& x, int kind, E* pk, E* pv) const {
+    int count = x.offset[kind + 1] - x.offset[kind];
+    for (int j = 0; j < count; j += 16) {
+      int64_t at = int64_t(x.block[kind]) * 16 + j;
+      pack_block(b, g, &x.order[x.offset[kind] + j], std::min(16, count - j), pk + at * dk, pv + at * dv);
+    }
+  }
+};
+
+// The rows of a task that meet some keys: their numbers, and the keys lo <= j < hi that each sees.
+struct Meeting {
+  std::vector<int> row, lo, hi;
+  int n = 0;
+  explicit Meeting(int64_t rows) : row(rows), lo(rows), hi(rows) {}
+  void add(int64_t query, int64_t share, int64_t low, int64_t high) {
+    for (int64_t h = 0; h < share; h++, n++) {
+      row[n] = int(query * share + h);
+      lo[n] = int(low);
+      hi[n] = int(high);
+    }
+  }
+};
+
+// Visit all keys that queries s0 to s1 see: near(first token, blocks), sinks(count) and kind(number, most keys), each
+// after the meeting was filled. Tokens are counted from the first of the sequence.
+template <class Near, class Sinks, class Kind>
+void visit(const Problem& p, const Layout& x, int64_t s0, int64_t s1, Meeting& m, Near near, Sinks sinks, Kind kind) {
+  for (int64_t i0 = s0; i0 < s1; i0 += 16) {
+    int64_t i1 = std::min(s1, i0 + 16), first = std::max<int64_t>(0, i0 - p.window) / 16 * 16;
+    m.n = 0;
+    for (int64_t i = i0; i < i1; i++) m.add(i - s0, p.share, std::max<int64_t>(0, i - p.window) - first, i + 1 - first);
+    near(first, (i1 - first + 15) / 16);
+  }
+  if (p.sinks && s1 - 1 > p.window) {
+    m.n = 0;
+    for (int64_t i = std::max(s0, p.window + 1); i < s1; i++) m.add(i - s0, p.share, 0, std::min(p.sinks, i - p.window));
+    sinks();
+  }
+  for (int j = 0; j < x.kinds(); j++) {
+    m.n = 0;
+    const int *tokens = &x.order[x.offset[j]], count = x.offset[j + 1] - x.offset[j];
+    int seen = x.end_before(j, s0 - p.window);
+    for (int64_t i = std::max(s0, p.window + 1); i < s1; i++) {
+      while (seen < count && tokens[seen] < i - p.window) seen++;
+      if (seen && (x.reads[i] & x.bits[j])) m.add(i - s0, p.share, 0, seen);
+    }
+    if (m.n) kind(j, m.hi[m.n - 1]);
+  }
+}
+
+template <class E> struct Scratch {
+  Buffer<E> q, k, v;
+  Buffer<float> acc, sum, top;
+  Meeting meeting;
+  Scratch(const Problem& p)
+      : q(p.rows * p.share * p.dk), k((p.rows + std::min(p.window, p.T) + 32) * p.dk), v((p.rows + std::min(p.window, p.T) + 32) * p.dv),
+        acc(p.rows * p.share * p.dv), sum(p.rows * p.share * 16), top(p.rows * p.share), meeting(p.rows * p.share) {}
+};
+
+template <class E, class Function>
+void forward(const Problem& p, Function attend, const float* sink_logits, Tensor& out, Tensor& lse) {
+  const int64_t heads = p.B * p.G, blocks = (p.T + p.rows - 1) / p.rows;
+  std::vector<int64_t> at(heads + 1, 0);
+  for (int64_t x = 0; x < heads; x++) at[x + 1] = at[x] + p.layout(x / p.G, x % p.G).keys();
+  Buffer<E> pk(at[heads] * p.dk + 1), pv(at[heads] * p.dv + 1), sk(heads * padded(p.sinks) * p.dk + 1), sv(heads * padded(p.sinks) * p.dv + 1);
+  struct Nothing {};
+  std::vector<std::pair<int64_t, int>> packs;
+  for (int64_t x = 0; x < heads; x++)
+    for (int j = -1; j < p.layout(x / p.G, x % p.G).kinds(); j++) packs.emplace_back(x, j);
+  for_tasks(int64_t(packs.size()), [] { return std::make_unique<Nothing>(); }, [&](int64_t task, Nothing&) {
+    auto [x, kind] = packs[task];
+    int64_t b = x / p.G, g = x % p.G;
+    if (kind >= 0) p.pack_kind(b, g, p.layout(b, g), kind, pk.data + at[x] * p.dk, pv.data + at[x] * p.dv);
+    else p.pack_range(b, g, 0, std::min(p.sinks, p.tokens(b)), sk.data + x * padded(p.sinks) * p.dk, sv.data + x * padded(p.sinks) * p.dv);
+  });
+  const int chunk = int(std::clamp<int64_t>(CHUNK_BYTES / int64_t(sizeof(E)) / (p.dk + p.dv) / 16 * 16, 16, CHUNK));
+  for_tasks(heads * blocks, [&] { return std::make_unique<Scratch<E>>(p); }, [&](int64_t task, Scratch<E>& w) {
+    int64_t x = task % heads, b = x / p.G, g = x % p.G, s0 = (blocks - 1 - task / heads) * p.rows, s1 = std::min(p.tokens(b), s0 + p.rows);
+    if (s0 >= s1) return;
+    const Layout& layout = p.layout(b, g);
+    const int64_t rows = (s1 - s0) * p.share;
+    Rows<E> state{w.q.data, w.acc.data, w.sum.data, w.top.data, p.dk, p.dv, chunk};
+    w.acc.zero(rows * p.dv);
+    w.sum.zero(rows * 16);
+    for (int64_t r = 0; r < rows; r++) {
+      int64_t h = g * p.share + r % p.share;
+      p.q.read(b, h, p.begin[b] + s0 + r / p.share, w.q.data + r * p.dk, p.dk);
+      w.top.data[r] = LOWEST;
+      if (sink_logits) {  // one more key, without a value
+        w.top.data[r] = sink_logits[h] * LOG2E;
+        w.sum.data[r * 16] = 1.f;
+      }
+    }
+    Meeting& m = w.meeting;
+    int64_t first_near = std::max<int64_t>(0, s0 - p.window) / 16 * 16;
+    p.pack_range(b, g, first_near, s1, w.k.data, w.v.data);
+    auto meet = [&](const E* k, const E* v, int64_t count) {
+      attend(p.scores, state, m.row.data(), m.lo.data(), m.hi.data(), m.n, k, v, int(count));
+    };
+    visit(
+        p, layout, s0, s1, m,
+        [&](int64_t first, int64_t count) { meet(w.k.data + (first - first_near) * p.dk, w.v.data + (first - first_near) * p.dv, count); },
+        [&] { meet(sk.data + x * padded(p.sinks) * p.dk, sv.data + x * padded(p.sinks) * p.dv, padded(p.sinks) / 16); },
+        [&](int j, int64_t most) {
+          int64_t from = at[x] + int64_t(layout.block[j]) * 16;
+          meet(pk.data + from * p.dk, pv.data + from * p.dv, (most + 15) / 16);
+        });
+    const bool half = out.scalar_type() == at::kBFloat16;
+    const int64_t size = p.v.size;
+    for (int64_t r = 0; r < rows; r++) {
+      int64_t h = g * p.share + r % p.share, t = p.begin[b] + s0 + r / p.share, to = ((b * p.T + t) * p.H + h) * size;
+      float total = 0;
+      for (int i = 0; i < 16; i++) total += w.sum.data[r * 16 + i];
+      const float* acc = w.acc.data + r * p.dv;
+      if (half) for (int64_t d = 0; d < size; d++) out.mutable_data_ptr<bf16>()[to + d] = bf16(acc[d] / total);
+      else for (int64_t d = 0; d < size; d++) out.mutable_data_ptr<float>()[to + d] = acc[d] / total;
+      lse.mutable_data_ptr<float>()[(b * p.H + h) * p.T + t] = (w.top.data[r] + std::log2(total)) * LN2;
+    }
+  });
+}
+
+// Output [B, T, H, Dv] and natural logsumexp [B, H, T] of q [B, H, T, D], k and v [B, G, T, D]; zeros and -inf at padding.
+// query_groups, key_groups [B, 1 or G, T, K] bool, None for full attention; span [B, 2]: the tokens that are no padding.
+std::tuple<Tensor, Tensor> attend(const Tensor& q, const Tensor& k, const Tensor& v, const optional<Tensor>& query_groups, const optional<Tensor>& key_groups,
+                                  const optional<Tensor>& span, const optional<Tensor>& sink_logits, int64_t window, int64_t sinks, double scaling, double softcap) {
+  Problem p(q, k, v, query_groups, key_groups, span, window, sinks, scaling, softcap);
+  Tensor out = span ? at::zeros({p.B, p.T, p.H, v.size(3)}, q.options()) : at::empty({p.B, p.T, p.H, v.size(3)}, q.options());
+  Tensor lse = at::empty({p.B, p.H, p.T}, q.options().dtype(at::kFloat));
+  if (span) lse.fill_(-INFINITY);
+  const float* logits = sink_logits ? sink_logits->const_data_ptr<float>() : nullptr;
+  if (p.q.half && p.isa->attend_bf16) forward<bf16>(p, p.isa->attend_bf16, logits, out, lse);
+  else forward<float>(p, p.isa->attend, logits, out, lse);
+  return {out, lse};
+}
+
+// Rows of the backward: inputs and gradients of a task's queries.
+struct BackwardScratch {
+  Buffer<float> q, dout, lse, delta, gate, dq, dgate, q_rows, dout_rows, gate_rows;
+  Meeting meeting;
+  BackwardScratch(const Problem& p, int64_t groups)
+      : q(p.rows * p.share * p.dk), dout(p.rows * p.share * p.dv), lse(p.rows * p.share), delta(p.rows * p.share), gate(p.rows * p.share * groups + 1),
+        dq(p.rows * p.share * p.dk), dgate(p.rows * p.share * groups + 1), q_rows(ROWS * p.dk), dout_rows(ROWS * p.dv),
+        gate_rows(ROWS * groups + 1), meeting(p.rows * p.share) {}
+};
+
+// Gradients of q [B, T, H, D], k, v [B, T, G, D], and of asks and answers [B, G, T, K] where these are given: the soft
+// assignments [B, 1 or G, T, K] of queries and keys, whose product a straight-through gate adds to the distant scores.
+// All are float32. A key's gradient is summed over `shards` of the queries in a fixed order.
+std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> attend_backward(
+    const Tensor& dout, const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& out, const Tensor& lse, const optional<Tensor>& query_groups,
+    const optional<Tensor>& key_groups, const optional<Tensor>& span, const optional<Tensor>& asks, const optional<Tensor>& answers, int64_t window,
+    int64_t sinks, double scaling, double softcap) {
+  Problem p(q, k, v, query_groups, key_groups, span, window, sinks, scaling, softcap);
+  const bool gated = asks && answers;
+  const int64_t heads = p.B * p.G, groups = gated ? padded(p.groups) : 0, blocks = (p.T + p.rows - 1) / p.rows;
+  const int64_t shards = std::clamp<int64_t>((2 * at::get_num_threads() + heads - 1) / std::max<int64_t>(heads, 1), 1, std::min<int64_t>(blocks, 4));
+  auto floats = q.options().dtype(at::kFloat);
+  Tensor dq = at::zeros({p.B, p.T, p.H, p.q.size}, floats), dk = at::zeros({p.B, p.T, p.G, p.q.size}, floats), dv = at::zeros({p.B, p.T, p.G, p.v.size}, floats);
+  Tensor dasks = at::zeros({p.B, p.G, p.T, gated ? p.groups : 0}, floats), danswers = at::zeros_like(dasks);
+  Source grads(dout.transpose(1, 2)), outs(out.transpose(1, 2)), ask, answer;
+  if (gated) {
+    ask = Source(*asks);
+    answer = Source(*answers);
+  }
+  const float* lse_data = lse.const_data_ptr<float>();
+
+  // of every head all keys in the order of time, then those of each kind
+  std::vector<int64_t> at(heads + 1, 0);
+  for (int64_t x = 0; x < heads; x++) at[x + 1] = at[x] + padded(p.tokens(x / p.G)) + p.layout(x / p.G, x % p.G).keys();
+  Buffer<float> kt(at[heads] * p.dk + 1), vt(at[heads] * p.dv + 1), rows(at[heads] * p.dk + 1), gate(at[heads] * groups + 1);
+  Buffer<float> dkeys(shards * at[heads] * p.dk + 1), dvalues(shards * at[heads] * p.dv + 1), dgate(shards * at[heads] * groups + 1);
+  auto token_at = [&](int64_t x, auto visit_token) {  // visit_token(place among the packed keys, token) of all keys of a head
+    int64_t b = x / p.G, n = p.tokens(b);
+    const Layout& layout = p.layout(b, x % p.G);
+    for (int64_t t = 0; t < n; t++) visit_token(at[x] + t, t);
+    for (int j = 0; j < layout.kinds(); j++)
+      for (int i = layout.offset[j]; i < layout.offset[j + 1]; i++)
+        visit_token(at[x] + padded(n) + int64_t(layout.block[j]) * 16 + i - layout.offset[j], int64_t(layout.order[i]));
+  };
+  struct Nothing {};
+  auto nothing = [] { return std::make_unique<Nothing>(); };
+  for_tasks(heads, nothing, [&](int64_t x, Nothing&) {
+    int64_t b = x / p.G, g = x % p.G, size = at[x + 1] - at[x];
+    std::fill_n(kt.data + at[x] * p.dk, size * p.dk, 0.f);
+    std::fill_n(vt.data + at[x] * p.dv, size * p.dv, 0.f);
+    std::fill_n(rows.data + at[x] * p.dk, size * p.dk, 0.f);
+    std::fill_n(gate.data + at[x] * groups, size * groups, 0.f);
+    token_at(x, [&](int64_t to, int64_t t) {
+      float value[MAX_HEAD], *key = rows.data + to * p.dk;
+      p.k.read(b, g, p.begin[b] + t, key, p.dk);
+      p.v.read(b, g, p.begin[b] + t, value, p.dv);
+      int64_t block = at[x] + (to - at[x]) / 16 * 16, lane = (to - at[x]) % 16;
+      for (int64_t d = 0; d < p.dk; d++) kt.data[block * p.dk + d * 16 + lane] = key[d];
+      for (int64_t d = 0; d < p.dv; d++) vt.data[block * p.dv + d * 16 + lane] = value[d];
+      if (gated) answer.read(b, p.Y == 1 ? 0 : g, p.begin[b] + t, gate.data + to * groups, groups);
+    });
+  });
+
+  auto make = [&] { return std::make_unique<BackwardScratch>(p, groups); };
+  for_tasks(heads * shards, make, [&](int64_t task, BackwardScratch& w) {
+    const int64_t x = task % heads, shard = task / heads, b = x / p.G, g = x % p.G, from = shard * at[heads] + at[x], size = at[x + 1] - at[x];
+    const Layout& layout = p.layout(b, g);
+    Keys keys{kt.data + at[x] * p.dk, vt.data + at[x] * p.dv, rows.data + at[x] * p.dk, gate.data + at[x] * groups,
+              dkeys.data + from * p.dk, dvalues.data + from * p.dv, dgate.data + from * groups};
+    std::fill_n(keys.dk, size * p.dk, 0.f);
+    std::fill_n(keys.dv, size * p.dv, 0.f);
+    std::fill_n(keys.dgate, size * groups, 0.f);
+    Gradients r{w.q.data, w.dout.data, w.lse.data, w.delta.data, w.gate.data, w.dq.data, w.dgate.data, w.q_rows.data, w.dout_rows.data, w.gate_rows.data, p.dk, p.dv, groups};
+    for (int64_t block = shard; block < blocks; block += shards) {
+      const int64_t s0 = block * p.rows, s1 = std::min(p.tokens(b), s0 + p.rows), count = (s1 - s0) * p.share;
+      if (s0 >= s1) break;
+      w.dq.zero(count * p.dk);
+      w.dgate.zero(count * groups);
+      for (int64_t i = 0; i < count; i++) {
+        int64_t h = g * p.share + i % p.share, t = p.begin[b] + s0 + i / p.share;
+        float o[MAX_HEAD], *grad = w.dout.data + i * p.dv, delta = 0;
+        p.q.read(b, h, t, w.q.data + i * p.dk, p.dk);
+        grads.read(b, h, t, grad, p.dv);
+        outs.read(b, h, t, o, p.dv);
+        for (int64_t d = 0; d < p.dv; d++) delta += o[d] * grad[d];
+        w.delta.data[i] = delta;
+        w.lse.data[i] = lse_data[(b * p.H + h) * p.T + t] * LOG2E;
+        if (gated) ask.read(b, p.Y == 1 ? 0 : g, t, w.gate.data + i * groups, groups);
+      }
+      Meeting& m = w.meeting;
+      auto meet = [&](int64_t first, int64_t blocks_of_keys, bool with_gate) {
+        p.isa->backward(p.scores, r, m.row.data(), m.lo.data(), m.hi.data(), m.n, keys, int(first), int(blocks_of_keys), with_gate);
+      };
+      visit(
+          p, layout, s0, s1, m, [&](int64_t first, int64_t n) { meet(first, n, false); },
+          [&] { meet(0, std::min(padded(p.sinks), padded(p.tokens(b))) / 16, false); },
+          [&](int j, int64_t most) { meet(padded(p.tokens(b)) + int64_t(layout.block[j]) * 16, (most + 15) / 16, gated); });
+      for (int64_t i = 0; i < count; i++) {
+        int64_t h = g * p.share + i % p.share, t = p.begin[b] + s0 + i / p.share;
+        float* to = dq.mutable_data_ptr<float>() + ((b * p.T + t) * p.H + h) * p.q.size;
+        for (int64_t d = 0; d < p.q.size; d++) to[d] = w.dq.data[i * p.dk + d] * float(scaling);
+        if (!gated) continue;
+        float* ga = dasks.mutable_data_ptr<float>() + ((b * p.G + g) * p.T + t) * p.groups;
+        for (int64_t d = 0; d < p.groups; d++) ga[d] += w.dgate.data[i * groups + d];
+      }
+    }
+  });
+  for_tasks(heads, nothing, [&](int64_t x, Nothing&) {
+    int64_t b = x / p.G, g = x % p.G;
+    for (int64_t shard = 0; shard < shards; shard++)
+      token_at(x, [&](int64_t place, int64_t token) {
+        int64_t from = shard * at[heads] + place, t = p.begin[b] + token;
+        float* to = dk.mutable_data_ptr<float>() + ((b * p.T + t) * p.G + g) * p.q.size;
+        for (int64_t d = 0; d < p.q.size; d++) to[d] += dkeys.data[from * p.dk + d] * float(scaling);
+        to = dv.mutable_data_ptr<float>() + ((b * p.T + t) * p.G + g) * p.v.size;
+        for (int64_t d = 0; d < p.v.size; d++) to[d] += dvalues.data[from * p.dv + d];
+        if (!gated) return;
+        to = danswers.mutable_data_ptr<float>() + ((b * p.G + g) * p.T + t) * p.groups;
+        for (int64_t d = 0; d < p.groups; d++) to[d] += dgate.data[from * groups + d];
+      });
+  });
+  return {dq, dk, dv, dasks, danswers};
+}
+
+template <class S>
+void decode_rows(const Tensor& q, const Tensor& near_k, const Tensor& near_v, const Tensor& index, const Tensor& pool_k, const Tensor& pool_v,
+                 const Tensor& spans, const float* sink_logits, Scores scores, void (*decode)(const Scores&, Rows<float>&, int, const Cached<S>&, int64_t), Tensor& out) {
+  const int64_t R = q.size(0), H = q.size(1), G = near_k.size(2), share = H / G, D = q.size(2), V = near_v.size(3), dk = padded(D), dv = padded(V);
+  const int64_t *span = spans.const_data_ptr<int64_t>(), count = spans.size(0);
+  int64_t keys = R * near_k.size(1);
+  for (int64_t i = 0; i < count; i++) keys += span[3 * i + 2] - span[3 * i + 1];
+  auto rows = [&](int64_t first, int64_t last) {
+    Buffer<float> queries(share * dk), acc(share * dv), sum(share * 16), top(share);
+    for (; first < last; first++) {
+      int64_t row = first / G, g = first % G;
+      Rows<float> state{queries.data, acc.data, sum.data, top.data, dk, dv, CHUNK};
+      acc.zero(share * dv);
+      sum.zero(share * 16);
+      Source source(q.unsqueeze(2));
+      for (int64_t r = 0; r < share; r++) {
+        int64_t h = g * share + r;
+        source.read(row, h, 0, queries.data + r * dk, dk);
+        top.data[r] = sink_logits ? sink_logits[row * H + h] * LOG2E : LOWEST;
+        sum.data[r * 16] = sink_logits ? 1.f : 0.f;
+      }
+      auto meet = [&](const Cached<S>& cached, int64_t n) {
+        for (int64_t r = 0; r < share; r += ROWS) {
+          Rows<float> some{state.q + r * dk, state.acc + r * dv, state.sum + r * 16, state.top + r, dk, dv, CHUNK};
+          decode(scores, some, int(std::min<int64_t>(ROWS, share - r)), cached, n);
+        }
+      };
+      const S *nk = static_cast<const S*>(near_k.const_data_ptr()), *nv = static_cast<const S*>(near_v.const_data_ptr());
+      meet({nk + row * near_k.stride(0) + g * near_k.stride(2), nv + row * near_v.stride(0) + g * near_v.stride(2),
+            index.const_data_ptr<int64_t>() + row * index.stride(0), near_k.stride(1), near_v.stride(1), D, V}, near_k.size(1));
+      for (int64_t i = 0; i < count; i++) {
+        if (span[3 * i] != row) continue;
+        const S *pk = static_cast<const S*>(pool_k.const_data_ptr()), *pv = static_cast<const S*>(pool_v.const_data_ptr());
+        int64_t begin = span[3 * i + 1];
+        meet({pk + begin * pool_k.stride(0) + g * pool_k.stride(1), pv + begin * pool_v.stride(0) + g * pool_v.stride(1), nullptr,
+              pool_k.stride(0), pool_v.stride(0), D, V}, span[3 * i + 2] - begin);
+      }
+      S* to = static_cast<S*>(out.mutable_data_ptr()) + (row * H + g * share) * V;
+      for (int64_t r = 0; r < share; r++) {
+        float total = 0;
+        for (int i = 0; i < 16; i++) total += sum.data[r * 16 + i];
+        for (int64_t d = 0; d < V; d++) to[r * V + d] = S(acc.data[r * dv + d] / total);
+      }
+    }
+  };
+  constexpr int64_t SERIAL = 1 << 18;  // numbers read, below which other threads take longer to wake than to help
+  if (keys * G * (D + V) < SERIAL) rows(0, R * G);
+  else at::parallel_for(0, R * G, 1, rows);
+}
+
+// Output [R, H, Dv] of one query q [R, H, D] a row over its near keys and values [R, n, G, D], where index [R, n] is not
+// negative, and over rows of a pool [room, G, D]: spans [m, 3] int64 holds row, begin, end. sink_logits: [R, H] float.
+Tensor decode(const Tensor& q, const Tensor& near_k, const Tensor& near_v, const Tensor& index, const Tensor& pool_k, const Tensor& pool_v,
+              const Tensor& spans, const optional<Tensor>& sink_logits, double scaling, double softcap) {
+  TORCH_CHECK(q.dim() == 3 && near_k.dim() == 4 && pool_k.dim() == 3 && q.stride(2) == 1, "q must be [R, H, D], near keys [R, n, G, D], the pool [room, G, D]");
+  for (const Tensor* x : {&near_k, &near_v, &pool_k, &pool_v})
+    TORCH_CHECK(x->scalar_type() == q.scalar_type() && (x->stride(-1) == 1 || x->numel() == 0), "keys and values must be of the queries' dtype, and contiguous in the last dimension");
+  TORCH_CHECK(index.stride(1) == 1 && spans.is_contiguous() && q.size(2) <= MAX_HEAD && near_v.size(3) <= MAX_HEAD, "head sizes must be <= ", int(MAX_HEAD));
+  Tensor out = at::empty({q.size(0), q.size(1), near_v.size(3)}, q.options());
+  float scale = float(scaling);
+  Scores scores = softcap > 0 ? Scores{scale / float(softcap), float(softcap) * LOG2E} : Scores{scale * LOG2E, 0.f};
+  const float* logits = sink_logits ? sink_logits->const_data_ptr<float>() : nullptr;
+  const Isa& isa = *chosen->isa;
+  if (q.scalar_type() == at::kBFloat16) decode_rows<bf16>(q, near_k, near_v, index, pool_k, pool_v, spans, logits, scores, isa.decode_bf16, out);
+  else decode_rows<float>(q, near_k, near_v, index, pool_k, pool_v, spans, logits, scores, isa.decode, out);
+  return out;
+}
+
+}  // namespace
+
+TORCH_LIBRARY(focus_exp, m) {
+  m.def("use_isa(str name) -> str", &use_isa);
+  m.def("attend(Tensor q, Tensor k, Tensor v, Tensor? query_groups, Tensor? key_groups, Tensor? span, Tensor? sink_logits, int window, int sinks, float scaling, float softcap) -> (Tensor, Tensor)");
+  m.def("attend_backward(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, Tensor? query_groups, Tensor? key_groups, Tensor? span, Tensor? asks, Tensor? answers, int window, int sinks, float scaling, float softcap) -> (Tensor, Tensor, Tensor, Tensor, Tensor)");
+  m.def("decode(Tensor q, Tensor near_k, Tensor near_v, Tensor index, Tensor pool_k, Tensor pool_v, Tensor spans, Tensor? sink_logits, float scaling, float softcap) -> Tensor");
+}
+
+TORCH_LIBRARY_IMPL(focus_exp, CPU, m) {
+  m.impl("attend", &attend);
+  m.impl("attend_backward", &attend_backward);
+  m.impl("decode", &decode);
+}

@@ -1,0 +1,233 @@
+"""Hard-routed and full causal attention on a CPU: one C++ kernel, compiled on first use (`cpu_sparse.cpp`).
+
+torch has no CPU kernel for ragged key lists: flex_attention computes whole blocks of the mask, and nested tensors have
+no fused attention on a CPU.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import os
+import platform
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+from torch.utils import cpp_extension
+
+from focus_exp.attention.kernels.contract import CannotServe, Demand, Fused
+from focus_exp.attention.selection import Selection, Sequence
+
+log = logging.getLogger(__name__)
+
+SOURCES = [Path(__file__).with_name(name) for name in ("cpu_sparse.cpp", "cpu_sparse_tiles.h")]
+FLAGS = ["-O3", "-Wno-psabi"]
+DTYPES = (torch.float32, torch.bfloat16)
+MAX_GROUPS = 64  # bits of a word
+MAX_HEAD_DIM = 256
+FULL_WINDOW = 64  # keys of full attention that meet a query under a mask; the rest meets it without
+
+
+class CpuSparse(Fused):
+    """Every selection of up to 64 groups, float32 and bfloat16, head sizes up to 256; with a backward.
+
+    Instruction sets: AVX-512 with and without bf16 products, AVX2, and portable vectors (SSE2, NEON); no AMX.
+    """
+
+    name = "cpu"
+
+    def refuses(self, demand: Demand) -> str | None:
+        if demand.device != "cpu":
+            return f"runs on the CPU, the tensors are on {demand.device}"
+        if demand.dtype not in DTYPES:
+            return f"does not take {str(demand.dtype).removeprefix('torch.')}"
+        if demand.head_dim > MAX_HEAD_DIM:
+            return f"takes head sizes up to {MAX_HEAD_DIM}, not {demand.head_dim}"
+        return unavailable_reason()
+
+    def attention(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        selection: Selection,
+        sequence: Sequence,
+        *,
+        window: int,
+        sinks: int,
+        scaling: float,
+        softcap: float | None = None,
+        surrogate: float | None = None,
+        sink_logits: Tensor | None = None,
+    ) -> Tensor:
+        assert selection.query_groups is not None and selection.key_groups is not None
+        groups = [x if x.ndim == 4 else x[:, None] for x in (selection.query_groups, selection.key_groups)]
+        gates: list[Tensor | None] = [None, None]
+        if surrogate and selection.assignment is not None:
+            pair = (selection.assignment, selection.assignment_of_keys)
+            gates = [x if x.ndim == 4 else x[:, None] for x in pair]
+        heads = max(x.shape[1] for x in groups)
+        if groups[0].shape[-1] > MAX_GROUPS or heads not in (1, k.shape[1]):
+            raise CannotServe(f"backend={self.name} takes up to {MAX_GROUPS} groups; use backend=masked")
+        if sequence.allowed is not None:
+            raise CannotServe(f"backend={self.name} takes causal masks and padding alone; use backend=masked")
+        groups = [x.expand(-1, heads, -1, -1).contiguous() for x in groups]
+        gates = [x if x is None else x.expand(-1, heads, -1, -1) for x in gates]
+        options = (window, sinks, scaling, softcap or 0.0)
+        return Attention.apply(q, k, v, *gates, sink_logits, groups, span_of(sequence), surrogate, options)  # type: ignore[no-any-return]
+
+
+def full_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    sequence: Sequence,
+    *,
+    scaling: float,
+    softcap: float | None = None,
+    sink_logits: Tensor | None = None,
+) -> Tensor:
+    """Causal attention `(B, H, T, D)` to all keys `(B, G, T, D)` that are no padding."""
+    options = (FULL_WINDOW, 0, scaling, softcap or 0.0)
+    return Attention.apply(q, k, v, None, None, sink_logits, (None, None), span_of(sequence), None, options)  # type: ignore[no-any-return]
+
+
+def span_of(sequence: Sequence) -> Tensor | None:
+    """Return `(B, 2)` int, the first token of each sequence and the end of its tokens; None without padding.
+
+    Raises:
+        CannotServe: padding between tokens, or several sequences in a row.
+    """
+    valid, start = sequence.valid, sequence.start
+    if valid is None:
+        if bool(start.any()):
+            raise CannotServe("the CPU kernel takes one sequence a row; use backend=masked")
+        return None
+    begin = valid.byte().argmax(1)
+    end = begin + valid.sum(1)
+    place = torch.arange(valid.shape[1], device=valid.device)
+    inside = (place >= begin[:, None]) & (place < end[:, None])
+    if not torch.equal(inside, valid) or bool((inside & (start != begin[:, None])).any()):
+        raise CannotServe("the CPU kernel takes one sequence a row, without padding inside; use backend=masked")
+    return torch.stack([begin, end], 1)
+
+
+class Attention(torch.autograd.Function):
+    """The kernel's forward and backward, and the gradients of soft assignments and of the base model's sinks."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        asks: Tensor | None,
+        answers: Tensor | None,
+        sink_logits: Tensor | None,
+        groups: tuple[Tensor | None, Tensor | None],
+        span: Tensor | None,
+        surrogate: float | None,
+        options: tuple[int, int, float, float],
+    ) -> Tensor:
+        q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
+        logits = None if sink_logits is None else sink_logits.float().contiguous()
+        out, lse = library().attend(q, k, v, *groups, span, logits, *options)
+        ctx.save_for_backward(q, k, v, asks, answers, sink_logits, out, lse, *groups, span)
+        ctx.surrogate, ctx.options = surrogate, options
+        result: Tensor = out.transpose(1, 2)
+        return result
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        q, k, v, asks, answers, sink_logits, out, lse, *groups, span = ctx.saved_tensors
+        dout = grads[0].transpose(1, 2).to(out.dtype).contiguous()
+        gates = (asks, answers) if any(ctx.needs_input_grad[3:5]) else (None, None)
+        soft = [None if x is None else x.float().contiguous() for x in gates]
+        dq, dk, dv, *dgates = library().attend_backward(dout, q, k, v, out, lse, *groups, span, *soft, *ctx.options)
+        of_gates: list[Tensor | None] = [None, None]
+        if gates[0] is not None:
+            of_gates = [
+                (dg.sum(1, keepdim=True) if gate.shape[1] == 1 else dg).mul(ctx.surrogate).to(gate.dtype)
+                for dg, gate in zip(dgates, gates, strict=True)
+            ]
+        dsink = None
+        if sink_logits is not None:  # p * (dP - sum_d dO O), where dP is 0: it has no value
+            p = torch.exp(sink_logits.float()[:, None] - lse).masked_fill(lse == float("-inf"), 0.0)
+            delta = (dout.float() * out.float()).sum(-1).transpose(1, 2)
+            dsink = -(p * delta).sum((0, 2)).to(sink_logits.dtype)
+        return (
+            *(dx.transpose(1, 2).to(x.dtype) for dx, x in ((dq, q), (dk, k), (dv, v))),
+            *(*of_gates, dsink, None, None, None, None),
+        )
+
+
+def library() -> Any:
+    """The kernel's operators.
+
+    Raises:
+        CannotServe: they could not be built.
+    """
+    reason = unavailable_reason()
+    if reason is not None:
+        raise CannotServe(reason)
+    return torch.ops.focus_exp
+
+
+@cache
+def unavailable_reason() -> str | None:
+    """Load the kernel, compiled if there is no build for this torch yet; why it is not available, or None."""
+    flags = [*FLAGS, *os.environ.get("FOCUS_EXP_CXXFLAGS", "").split()]
+    identity = [torch.__version__, platform.machine(), *flags, *(path.read_text(encoding="utf-8") for path in SOURCES)]
+    digest = hashlib.sha256("\0".join(identity).encode()).hexdigest()[:16]
+    root = Path(os.environ.get("FOCUS_EXP_CACHE") or Path.home() / ".cache" / "focus_exp").expanduser()
+    folder = root / "kernels" / f"cpu_sparse-{digest}"
+    built = folder / "focus_exp_cpu_sparse.so"
+    try:
+        if not built.exists():
+            build(folder, flags)
+        torch.ops.load_library(str(built))
+    except Exception as error:  # whatever a compiler, a linker or a full disk says: the masked path serves
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        log.warning("CPU kernel: not available, the masked path serves instead (%s)", reason)
+        return f"could not be built: {reason}"
+    log.info("CPU kernel: instruction set %s", torch.ops.focus_exp.use_isa(""))
+    return None
+
+
+def build(folder: Path, flags: list[str]) -> None:
+    """Compile the kernel into `folder`; of several processes one compiles and the others wait."""
+    folder.mkdir(parents=True, exist_ok=True)
+    with locked(folder / "build.lock"):
+        if (folder / "focus_exp_cpu_sparse.so").exists():
+            return
+        started = time.monotonic()
+        with suppress(OSError):  # torch's own lock file, which a killed build leaves for ever
+            (folder / "lock").unlink()
+        cpp_extension.load(
+            "focus_exp_cpu_sparse", [str(SOURCES[0])], extra_cflags=flags, extra_ldflags=link_flags(flags),
+            build_directory=str(folder), is_python_module=False,
+        )  # fmt: skip
+        log.info("CPU kernel: compiled in %.1f s", time.monotonic() - started)
+
+
+def link_flags(flags: list[str]) -> list[str]:
+    return [flag for flag in flags if flag.startswith("-fsanitize")]
+
+
+@contextmanager
+def locked(path: Path) -> Iterator[None]:
+    """Hold a lock that ends with this process; without file locks go on without it."""
+    with path.open("a") as file:
+        with suppress(ImportError, OSError):
+            import fcntl
+
+            fcntl.flock(file, fcntl.LOCK_EX)
+        yield

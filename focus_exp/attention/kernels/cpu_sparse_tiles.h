@@ -1,0 +1,304 @@
+// Vector code of cpu_sparse.cpp, which includes this file once per instruction set, inside a namespace of its own.
+// LANES: floats in a vector; VECTORS: vectors of a register tile. Vectors are those of GCC and clang, so that the
+// same loops serve AVX-512, AVX2, SSE and NEON; FOCUS_BF16_DOT marks the instruction sets that multiply bf16 pairs.
+
+typedef float vec __attribute__((vector_size(LANES * 4)));
+typedef int32_t ivec __attribute__((vector_size(LANES * 4)));
+
+static inline vec load(const float* p) { vec x; std::memcpy(&x, p, sizeof x); return x; }
+static inline void store(float* p, vec x) { std::memcpy(p, &x, sizeof x); }
+static inline vec splat(float x) { return x - vec{}; }
+static inline ivec bits_of(vec x) { ivec y; std::memcpy(&y, &x, sizeof y); return y; }
+static inline vec floats_of(ivec x) { vec y; std::memcpy(&y, &x, sizeof y); return y; }
+
+static inline float sum(vec x) {
+  float total = 0;
+  for (int i = 0; i < LANES; i++) total += x[i];
+  return total;
+}
+
+static inline float largest(vec x) {
+  float most = x[0];
+  for (int i = 1; i < LANES; i++) most = x[i] > most ? x[i] : most;
+  return most;
+}
+
+// 2^x for x <= 127, relative error 2e-7; 2^-126 below that, so that a caller masks what must be 0. NaN stays NaN.
+static inline vec exp2(vec x) {
+  const vec magic = splat(12582912.f);  // 1.5 * 2^23: adding it rounds to a whole number, held in the low bits
+  x = x < -126.f ? splat(-126.f) : x;
+  vec shifted = x + magic, f = x - (shifted - magic);
+  vec p = splat(1.535336188e-4f);
+  p = p * f + 1.339887440e-3f;
+  p = p * f + 9.618437357e-3f;
+  p = p * f + 5.550332471e-2f;
+  p = p * f + 2.402264791e-1f;
+  p = p * f + 6.931472028e-1f;
+  p = p * f + 1.0f;
+  return floats_of(bits_of(p) + ((bits_of(shifted) - bits_of(magic)) << 23));
+}
+
+static inline vec tanh(vec x) {
+  vec e = exp2((x < -20.f ? splat(-20.f) : x > 20.f ? splat(20.f) : x) * (2 * LOG2E));
+  vec y = (e - 1.f) / (e + 1.f);
+  return x != x ? x : y;
+}
+
+// acc + a * b for floats, and acc + a0 * b0 + a1 * b1 for pairs of bf16
+static inline vec multiply(vec acc, const float* a, const float* b) { return acc + *a * load(b); }
+static inline vec multiply(vec acc, const bf16* a, const bf16* b) {
+#if FOCUS_BF16_DOT
+  int32_t pair;
+  std::memcpy(&pair, a, 4);
+  return (vec)_mm512_dpbf16_ps((__m512)acc, (__m512bh)_mm512_set1_epi32(pair), (__m512bh)_mm512_loadu_si512(b));
+#else
+  ivec pairs;
+  std::memcpy(&pairs, b, sizeof pairs);
+  return acc + float(a[0]) * floats_of(pairs << 16) + float(a[1]) * floats_of(pairs & int32_t(0xFFFF0000));
+#endif
+}
+
+// c[r][w] += sum_i a[r][i * step] * b[i][w] for R rows and N vectors of columns from w on. Columns lie in blocks of 16:
+// column w of row i is b[w / 16 * block + i * row + w % 16] (of bf16: pairs of rows, so that i counts pairs).
+template <class E, int R, int N>
+static inline void tile(const E* const* a, int64_t step, const E* b, int64_t row, int64_t block, int64_t n, float* const* c, int64_t w) {
+  constexpr int P = Pair<E>::size;
+  vec acc[R][N];
+  const E* at[N];
+  for (int v = 0; v < N; v++) at[v] = b + (w + v * LANES) / 16 * block + (w + v * LANES) % 16 * P;
+  for (int r = 0; r < R; r++)
+    for (int v = 0; v < N; v++) acc[r][v] = load(c[r] + w + v * LANES);
+  for (int64_t i = 0; i < n; i++)
+    for (int r = 0; r < R; r++)
+      for (int v = 0; v < N; v++) acc[r][v] = multiply(acc[r][v], a[r] + i * step, at[v] + i * row);
+  for (int r = 0; r < R; r++)
+    for (int v = 0; v < N; v++) store(c[r] + w + v * LANES, acc[r][v]);
+}
+
+template <class E, int R>
+static inline void tile_row(const E* const* a, int64_t step, const E* b, int64_t row, int64_t block, int64_t n, float* const* c, int64_t width) {
+  int64_t w = 0;
+  for (; w + VECTORS * LANES <= width; w += VECTORS * LANES) tile<E, R, VECTORS>(a, step, b, row, block, n, c, w);
+  for (; w < width; w += LANES) tile<E, R, 1>(a, step, b, row, block, n, c, w);
+}
+
+// The product above for m rows of c and all `width` columns, a multiple of 16.
+template <class E>
+static void multiply_add(const E* const* a, int64_t step, int m, const E* b, int64_t row, int64_t block, int64_t n, float* const* c, int64_t width) {
+  int r = 0;
+  for (; r + 6 <= m; r += 6) tile_row<E, 6>(a + r, step, b, row, block, n, c + r, width);
+  if (r + 3 <= m) { tile_row<E, 3>(a + r, step, b, row, block, n, c + r, width); r += 3; }
+  if (r + 2 <= m) { tile_row<E, 2>(a + r, step, b, row, block, n, c + r, width); r += 2; }
+  if (r < m) tile_row<E, 1>(a + r, step, b, row, block, n, c + r, width);
+}
+
+// Scores of products q . k, LOWEST outside lo <= j < hi; slope: their derivative by scaling * (q . k).
+static inline vec score(vec s, const Scores& f, int j, int lo, int hi, bool masked, vec* slope) {
+  s = s * f.scale;
+  if (slope) *slope = splat(1.f);
+  if (f.cap) {
+    vec t = tanh(s);
+    if (slope) *slope = 1.f - t * t;
+    s = t * f.cap;
+  }
+  if (!masked) return s;
+  ivec index;
+  for (int i = 0; i < LANES; i++) index[i] = j + i;
+  ivec seen = (index >= lo) & (index < hi);
+  return floats_of((bits_of(s) & seen) | (bits_of(splat(LOWEST)) & ~seen));
+}
+
+// Scores s [keys] of a row become exp2(s - top) and enter its state.
+template <class E>
+static inline void update_softmax(Rows<E>& x, int64_t row, float* s, int keys, bool masked) {
+  vec most = splat(LOWEST);
+  for (int j = 0; j < keys; j += LANES) most = load(s + j) > most ? load(s + j) : most;
+  float *sums = x.sum + row * 16, *acc = x.acc + row * x.dv, top = x.top[row], m = largest(most);
+  if (!(m <= top + SLACK)) {  // rescale only where a score passes the largest so far by much
+    float alpha = top == LOWEST ? 0.f : std::exp2(top - m);
+    x.top[row] = top = m;
+    for (int64_t d = 0; d < x.dv; d += LANES) store(acc + d, load(acc + d) * alpha);
+    store(sums, load(sums) * alpha);
+  }
+  vec total = load(sums);
+  for (int j = 0; j < keys; j += LANES) {
+    vec y = load(s + j), e = exp2(y - top);
+    if (masked) e = floats_of(bits_of(e) & ~(y == splat(LOWEST)));
+    total += e;
+    store(s + j, e);
+  }
+  store(sums, total);
+}
+
+// n <= ROWS rows meet `keys` keys of a chunk, a multiple of 16; lo, hi: those that a row sees.
+template <class E>
+static void attend_chunk(const Scores& f, Rows<E>& x, const int* row, const int* lo, const int* hi, int n, const E* k, const E* v, int keys, bool masked) {
+  constexpr int P = Pair<E>::size;
+  alignas(64) float s[ROWS][CHUNK];
+  alignas(64) E rounded[P == 2 ? ROWS : 1][CHUNK];
+  const E* q[ROWS];
+  float *to[ROWS], *acc[ROWS];
+  for (int r = 0; r < n; r++) {
+    q[r] = x.q + int64_t(row[r]) * x.dk;
+    to[r] = s[r];
+    acc[r] = x.acc + int64_t(row[r]) * x.dv;
+    std::memset(s[r], 0, keys * sizeof(float));
+  }
+  multiply_add<E>(q, P, n, k, 16 * P, 16 * x.dk, x.dk / P, to, keys);
+  for (int r = 0; r < n; r++) {
+    for (int j = 0; j < keys; j += LANES) store(s[r] + j, score(load(s[r] + j), f, j, lo[r], hi[r], masked, nullptr));
+    update_softmax(x, row[r], s[r], keys, masked);
+    if constexpr (P == 2)
+      for (int j = 0; j < keys; j++) rounded[r][j] = E(s[r][j]);
+  }
+  const E* p[ROWS];
+  for (int r = 0; r < n; r++) {
+    if constexpr (P == 2) p[r] = rounded[r];
+    else p[r] = s[r];
+  }
+  multiply_add<E>(p, P, n, v, x.dv * P, 16 * P, keys / P, acc, x.dv);
+}
+
+// n rows meet blocks of 16 keys; a chunk of keys stays in the L1 cache meanwhile.
+template <class E>
+static void attend(const Scores& f, Rows<E>& x, const int* row, const int* lo, const int* hi, int n, const E* k, const E* v, int blocks) {
+  const int size = x.chunk / 16;
+  for (int first = 0; first < blocks; first += size) {
+    int count = std::min(size, blocks - first), begin = first * 16, end = begin + count * 16;
+    const E *ck = k + int64_t(begin) * x.dk, *cv = v + int64_t(begin) * x.dv;
+    for (int r0 = 0; r0 < n; r0 += ROWS) {
+      int m = std::min(int(ROWS), n - r0), low[ROWS], high[ROWS], most = 0;
+      bool any = false, all = true;
+      for (int r = 0; r < m; r++) {
+        low[r] = std::max(0, lo[r0 + r] - begin);
+        high[r] = std::min(hi[r0 + r], end) - begin;
+        any |= high[r] > low[r];
+        all &= low[r] == 0 && hi[r0 + r] >= end;
+        most = std::max(most, high[r]);
+      }
+      if (any) attend_chunk<E>(f, x, row + r0, low, high, m, ck, cv, (most + 15) / 16 * 16, !all);
+    }
+  }
+}
+
+// The gradients that rows and keys give to each other; `from` holds the rows' inputs, copied to be neighbours.
+static void backward_chunk(const Scores& f, const Gradients& x, const int* row, const int* lo, const int* hi, int n, const Keys& keys, int first, int count, bool masked, bool gated) {
+  alignas(64) float s[ROWS][CHUNK], dp[ROWS][CHUNK];
+  const float *q[ROWS], *dout[ROWS], *ds[ROWS];
+  float *to_s[ROWS], *to_dp[ROWS], *dq[ROWS], *da[ROWS];
+  for (int r = 0; r < n; r++) {
+    int64_t at = row[r];
+    std::memcpy(x.q_rows + r * x.dk, x.q + at * x.dk, x.dk * sizeof(float));
+    std::memcpy(x.dout_rows + r * x.dv, x.dout + at * x.dv, x.dv * sizeof(float));
+    q[r] = x.q_rows + r * x.dk;
+    dout[r] = x.dout_rows + r * x.dv;
+    to_s[r] = s[r]; to_dp[r] = dp[r]; ds[r] = dp[r];
+    dq[r] = x.dq + at * x.dk;
+    std::memset(s[r], 0, count * sizeof(float));
+    std::memset(dp[r], 0, count * sizeof(float));
+  }
+  int64_t b = first / 16;
+  multiply_add<float>(q, 1, n, keys.kt + b * 16 * x.dk, 16, 16 * x.dk, x.dk, to_s, count);
+  multiply_add<float>(dout, 1, n, keys.vt + b * 16 * x.dv, 16, 16 * x.dv, x.dv, to_dp, count);
+  for (int r = 0; r < n; r++) {
+    float lse = x.lse[row[r]], delta = x.delta[row[r]];
+    for (int j = 0; j < count; j += LANES) {
+      vec slope, y = score(load(s[r] + j), f, j, lo[r], hi[r], masked, &slope), e = exp2(y - lse);
+      if (masked) e = floats_of(bits_of(e) & ~(y == splat(LOWEST)));
+      store(s[r] + j, e);
+      store(dp[r] + j, e * (load(dp[r] + j) - delta) * slope);
+    }
+  }
+  multiply_add<float>(ds, 1, n, keys.k + first * x.dk, x.dk, 16, count, dq, x.dk);
+  const float *columns[CHUNK], *weights[CHUNK];
+  float *dk[CHUNK], *dv[CHUNK];
+  for (int j = 0; j < count; j++) {
+    columns[j] = &dp[0][j];
+    weights[j] = &s[0][j];
+    dk[j] = keys.dk + (first + j) * x.dk;
+    dv[j] = keys.dv + (first + j) * x.dv;
+  }
+  multiply_add<float>(columns, CHUNK, count, x.q_rows, x.dk, 16, n, dk, x.dk);
+  multiply_add<float>(weights, CHUNK, count, x.dout_rows, x.dv, 16, n, dv, x.dv);
+  if (!gated) return;
+  for (int r = 0; r < n; r++) {
+    std::memcpy(x.gate_rows + r * x.groups, x.gate + int64_t(row[r]) * x.groups, x.groups * sizeof(float));
+    da[r] = x.dgate + int64_t(row[r]) * x.groups;
+  }
+  multiply_add<float>(ds, 1, n, keys.gate + first * x.groups, x.groups, 16, count, da, x.groups);
+  for (int j = 0; j < count; j++) dk[j] = keys.dgate + (first + j) * x.groups;
+  multiply_add<float>(columns, CHUNK, count, x.gate_rows, x.groups, 16, n, dk, x.groups);
+}
+
+static void backward(const Scores& f, const Gradients& x, const int* row, const int* lo, const int* hi, int n, const Keys& keys, int from, int blocks, bool gated) {
+  for (int first = from; first < from + blocks * 16; first += CHUNK) {
+    int end = std::min(first + CHUNK, from + blocks * 16);
+    for (int r0 = 0; r0 < n; r0 += ROWS) {
+      int m = std::min(int(ROWS), n - r0), low[ROWS], high[ROWS], most = 0;
+      bool any = false, all = true;
+      for (int r = 0; r < m; r++) {
+        low[r] = std::max(0, from + lo[r0 + r] - first);
+        high[r] = std::min(from + hi[r0 + r], end) - first;
+        any |= high[r] > low[r];
+        all &= low[r] == 0 && high[r] == end - first;
+        most = std::max(most, high[r]);
+      }
+      if (any) backward_chunk(f, x, row + r0, low, high, m, keys, first, (most + 15) / 16 * 16, !all, gated);
+    }
+  }
+}
+
+// One query of m <= ROWS heads meets keys and values as a cache holds them, one token after the other; those at places
+// where index is negative are empty.
+template <class S>
+static void decode(const Scores& f, Rows<float>& x, int m, const Cached<S>& cached, int64_t keys) {
+  constexpr bool FLOAT = std::is_same_v<S, float>;
+  alignas(64) float s[ROWS][CHUNK], key_copy[MAX_HEAD], value_copy[CHUNK * MAX_HEAD];
+  const bool in_place = FLOAT && cached.dv == x.dv;
+  for (int64_t first = 0; first < keys; first += x.chunk) {
+    int count = int(std::min<int64_t>(x.chunk, keys - first)), room = (count + 15) / 16 * 16;
+    const S *k = cached.k + first * cached.k_stride, *v = cached.v + first * cached.v_stride;
+    for (int j = 0; j < count; j++) {
+      const float* key = key_copy;
+      if constexpr (FLOAT) key = k + j * cached.k_stride;
+      else for (int64_t d = 0; d < cached.dk; d++) key_copy[d] = float(k[j * cached.k_stride + d]);
+      if (!in_place)
+        for (int64_t d = 0; d < x.dv; d++) value_copy[j * x.dv + d] = d < cached.dv ? float(v[j * cached.v_stride + d]) : 0.f;
+      for (int r = 0; r < m; r++) {
+        const float* q = x.q + r * x.dk;
+        vec a{}, b{};
+        int64_t d = 0;
+        for (; d + 2 * LANES <= cached.dk; d += 2 * LANES) {
+          a += load(q + d) * load(key + d);
+          b += load(q + d + LANES) * load(key + d + LANES);
+        }
+        float total = sum(a + b);
+        for (; d < cached.dk; d++) total += q[d] * key[d];
+        s[r][j] = total;
+      }
+    }
+    const float *p[ROWS], *values = value_copy;
+    if constexpr (FLOAT) values = in_place ? v : value_copy;
+    float* acc[ROWS];
+    for (int r = 0; r < m; r++) {
+      p[r] = s[r];
+      acc[r] = x.acc + r * x.dv;
+      for (int j = count; j < room; j++) s[r][j] = 0;
+      for (int j = 0; j < room; j += LANES) store(s[r] + j, score(load(s[r] + j), f, j, 0, count, true, nullptr));
+      if (cached.index)
+        for (int j = 0; j < count; j++) s[r][j] = cached.index[first + j] < 0 ? LOWEST : s[r][j];
+      update_softmax(x, r, s[r], room, true);
+    }
+    multiply_add<float>(p, 1, m, values, in_place ? cached.v_stride : x.dv, 16, count, acc, x.dv);
+  }
+}
+
+static const Isa isa = {
+    attend<float>,
+#if FOCUS_BF16_DOT || defined(FOCUS_BF16_EMULATED)
+    attend<bf16>,
+#else
+    nullptr,
+#endif
+    backward, decode<float>, decode<bf16>,
+};

@@ -1,0 +1,270 @@
+"""The CPU kernel against the float64 reference: outputs, logsumexp, gradients, every instruction set."""
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from problems import random_assignment, random_sequence
+from torch import Tensor
+
+from focus_exp.attention.kernels import cpu_sparse
+from focus_exp.attention.kernels.contract import CannotServe, Demand
+from focus_exp.attention.reference import reference_attention
+from focus_exp.attention.selection import Selection, Sequence, nothing_shared, select
+
+KERNEL = cpu_sparse.CpuSparse()
+TOLERANCES = {torch.float32: 1e-5, torch.bfloat16: 1e-2}
+pytestmark = pytest.mark.skipif(cpu_sparse.unavailable_reason() is not None, reason="no compiler")
+
+
+@pytest.fixture(params=["best", "plain", "emulated"])
+def isa(request: pytest.FixtureRequest) -> Iterator[str]:
+    """ "emulated" is the AVX-512 code, bf16 products included, in portable vectors."""
+    torch.ops.focus_exp.use_isa("" if request.param == "best" else request.param)
+    yield request.param
+    torch.ops.focus_exp.use_isa("")
+
+
+@pytest.fixture(autouse=True, scope="module")
+def poisoned_memory() -> Iterator[None]:
+    """torch.empty holds NaN, so that a number nobody computed shows."""
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+def evaluate(
+    attention, dtype: torch.dtype, q: Tensor, k: Tensor, v: Tensor, selection: Selection, sequence: Sequence, **options
+) -> list[Tensor]:
+    """Output on real tokens, and the gradients of q, k, v, of soft assignments, and of sink logits."""
+    wide = torch.promote_types(dtype, torch.float32)
+    leaves = [x.to(dtype, copy=True).requires_grad_() for x in (q, k, v)]
+    if options.get("sink_logits") is not None:
+        leaves.append(options["sink_logits"].to(wide, copy=True).requires_grad_())
+        options = options | {"sink_logits": leaves[-1]}
+    if options.get("surrogate"):
+        for name in ("assignment", "key_assignment"):
+            if (x := getattr(selection, name)) is not None:
+                leaves.append(x.to(wide, copy=True).requires_grad_())
+                selection = replace(selection, **{name: leaves[-1]})
+    out = attention(*leaves[:3], selection, sequence, **options)
+    weights = torch.randn(out.shape, generator=torch.Generator().manual_seed(0))
+    if sequence.valid is not None:
+        weights = weights * sequence.valid[:, None, :, None]
+    (out * weights.to(out.dtype)).sum().backward()
+    return [x.detach().double() for x in (out * (weights != 0), *(leaf.grad for leaf in leaves))]
+
+
+def assert_equal_to_reference(dtype: torch.dtype, q: Tensor, k: Tensor, v: Tensor, *problem, **options) -> None:
+    q, k, v = (x.to(dtype).double() for x in (q, k, v))
+    actual = evaluate(KERNEL.attention, dtype, q, k, v, *problem, **options)
+    expected = evaluate(reference_attention, torch.float64, q, k, v, *problem, **options)
+    scale = max(x.norm() for x in expected[1:])  # a gradient can be all cancellation
+    for mine, exact, least in zip(actual, expected, [0.0, *[scale] * (len(expected) - 1)], strict=True):
+        assert (mine - exact).norm() <= TOLERANCES[dtype] * max(exact.norm(), least)
+
+
+@st.composite
+def problems(draw: st.DrawFn) -> tuple[list, dict]:
+    torch.manual_seed(draw(st.integers(0, 10_000)))
+    batch, length, groups = draw(st.integers(1, 2)), draw(st.integers(1, 200)), draw(st.sampled_from([1, 3, 8, 64]))
+    heads, share = draw(st.integers(1, 2)), draw(st.sampled_from([1, 2, 3, 7, 25]))
+    size = draw(st.sampled_from([8, 16, 20, 64, 256]))
+    q = torch.randn(batch, heads * share, length, size)
+    k, v = torch.randn(2, batch, heads, length, size)
+
+    def assigned() -> Tensor:
+        """`(B, T, K)`, or `(B, 1 or G, T, K)`."""
+        of_heads = draw(st.sampled_from([None, 1, heads]))
+        kind = draw(st.sampled_from(["spread", "giant", "empty", "tied"]))
+        g = random_assignment(kind, batch * (of_heads or 1), length, groups)
+        return g if of_heads is None else g.unflatten(0, (batch, of_heads))
+
+    rule = draw(st.sampled_from(["query_topk", "share"]))
+    selection = select(assigned(), draw(st.integers(1, min(3, groups))), rule)
+    if draw(st.booleans()):  # groups of their own for keys
+        keys = assigned()
+        members = select(keys, draw(st.integers(1, min(2, groups))), rule).key_groups
+        selection = replace(selection, key_groups=members, group=None, key_assignment=keys)
+    if draw(st.booleans()):  # some queries read no group
+        reads = selection.query_groups & (torch.rand(selection.query_groups.shape[:-1]) < 0.7)[..., None]
+        selection = replace(selection, query_groups=reads, group=None)
+    sequence = random_sequence(draw(st.sampled_from(["plain", "left", "right"])), batch, length)
+    if draw(st.integers(0, 5)) == 0:
+        selection = nothing_shared(sequence)
+    options = {
+        "window": draw(st.sampled_from([0, 5, 16, 70, 300])),
+        "sinks": draw(st.sampled_from([0, 1, 4, 17])),
+        "scaling": size**-0.5,
+        "softcap": draw(st.sampled_from([None, 1.5])),
+        "sink_logits": torch.randn(heads * share) if draw(st.booleans()) else None,
+        "surrogate": 2.5 if draw(st.booleans()) and selection.assignment is not None else None,
+    }
+    return [q, k, v, selection, sequence], options
+
+
+@pytest.mark.parametrize("dtype", TOLERANCES, ids=["f32", "bf16"])
+@given(problem=problems())
+@settings(max_examples=40)
+def test_attention_random_problem_equals_reference(dtype, problem):
+    tensors, options = problem
+    assert_equal_to_reference(dtype, *tensors, **options)
+
+
+@pytest.mark.parametrize("dtype", TOLERANCES, ids=["f32", "bf16"])
+@pytest.mark.parametrize("where", ["plain", "left", "right"])
+@pytest.mark.parametrize("softcap", [None, 1.5])
+def test_attention_each_instruction_set_equals_reference(isa, dtype, where, softcap):
+    torch.manual_seed(0)
+    q, k, v = torch.randn(2, 6, 301, 64), *torch.randn(2, 2, 2, 301, 64)
+    assignment = random_assignment("spread", 4, 301, 8).unflatten(0, (2, 2))
+    problem = (select(assignment, 3, "query_topk"), random_sequence(where, 2, 301))
+    options = {"window": 37, "sinks": 3, "scaling": 0.125, "surrogate": 2.5, "sink_logits": torch.randn(6)}
+    assert_equal_to_reference(dtype, q, k, v, *problem, softcap=softcap, **options)
+
+
+def test_attention_nan_in_padding_is_not_read():
+    torch.manual_seed(0)
+    q, k, v = torch.randn(1, 4, 90, 16), *torch.randn(2, 1, 2, 90, 16)
+    sequence = Sequence(start=torch.full((1, 90), 31), valid=torch.arange(90)[None] >= 31)
+    selection = select(random_assignment("spread", 1, 90, 4), 2, "query_topk")
+    options = {"window": 9, "sinks": 2, "scaling": 0.25}
+    expected = KERNEL.attention(q, k, v, selection, sequence, **options)
+    for x in (q, k, v):
+        x[:, :, :31] = torch.nan
+    out = KERNEL.attention(q, k, v, selection, sequence, **options)
+    assert torch.equal(out, expected)
+    assert not out[:, :, :31].any()
+
+
+def test_attention_changed_future_leaves_past():
+    torch.manual_seed(0)
+    q, k, v = torch.randn(1, 4, 200, 16), *torch.randn(2, 1, 2, 200, 16)
+    selection = select(random_assignment("spread", 1, 200, 4), 2, "query_topk")
+    options = {"window": 9, "sinks": 2, "scaling": 0.25}
+    before = KERNEL.attention(q, k, v, selection, Sequence.plain(1, 200), **options)
+    for x in (q, k, v):
+        x[:, :, 150:] = torch.randn_like(x[:, :, 150:])
+    after = KERNEL.attention(q, k, v, selection, Sequence.plain(1, 200), **options)
+    assert torch.equal(before[:, :, :150], after[:, :, :150])
+
+
+def test_attend_logsumexp_equals_reference(isa):
+    torch.manual_seed(0)
+    q, k, v = torch.randn(1, 4, 150, 32), *torch.randn(2, 1, 2, 150, 32)
+    _, lse = torch.ops.focus_exp.attend(q, k, v, None, None, None, None, 64, 0, 0.2, 0.0)
+    scores = (q.double() @ k.double().repeat_interleave(2, 1).transpose(-1, -2)) * 0.2
+    future = torch.ones(150, 150, dtype=torch.bool).triu(1)
+    torch.testing.assert_close(lse.double(), scores.masked_fill(future, -torch.inf).logsumexp(-1), atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("where", ["plain", "left", "right"])
+@pytest.mark.parametrize("dtype", TOLERANCES, ids=["f32", "bf16"])
+def test_full_attention_equals_reference(dtype, where):
+    torch.manual_seed(0)
+    q, k, v = (x.to(dtype).double() for x in (torch.randn(2, 6, 270, 64), *torch.randn(2, 2, 2, 270, 64)))
+    sequence = random_sequence(where, 2, 270)
+
+    def full(q, k, v, selection, sequence, **options):
+        return cpu_sparse.full_attention(q, k, v, sequence, **options)
+
+    def reference(*args, **options):
+        return reference_attention(*args, window=270, sinks=0, **options)
+
+    actual, expected = (
+        evaluate(f, kind, q, k, v, nothing_shared(sequence), sequence, scaling=0.125)
+        for f, kind in ((full, dtype), (reference, torch.float64))
+    )
+    for mine, exact in zip(actual, expected, strict=True):
+        assert (mine - exact).norm() <= TOLERANCES[dtype] * exact.norm()
+
+
+def test_attention_several_threads_give_equal_numbers():
+    torch.manual_seed(0)
+    tensors = [torch.randn(1, 6, 900, 16), *torch.randn(2, 1, 3, 900, 16)]
+    assignment = random_assignment("spread", 3, 900, 8)[None]
+    problem = (*tensors, select(assignment, 2, "query_topk"), Sequence.plain(1, 900))
+    options = {"window": 20, "sinks": 2, "scaling": 0.25, "surrogate": 2.5}
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(3)
+        first, second = (evaluate(KERNEL.attention, torch.float32, *problem, **options) for _ in range(2))
+    finally:
+        torch.set_num_threads(before)
+    assert all(map(torch.equal, first, second))
+
+
+@pytest.mark.parametrize("dtype", TOLERANCES, ids=["f32", "bf16"])
+@given(
+    seed=st.integers(0, 10_000),
+    rows=st.integers(1, 3),
+    heads=st.tuples(st.integers(1, 2), st.sampled_from([1, 3, 30])),
+    size=st.sampled_from([8, 16, 20, 64, 256]),
+    softcap=st.sampled_from([None, 1.5]),
+    sinks=st.booleans(),
+)
+@settings(max_examples=30)
+def test_decode_random_cache_equals_softmax(dtype, seed, rows, heads, size, softcap, sinks):
+    torch.manual_seed(seed)
+    groups, share = heads
+    q = torch.randn(rows, groups * share, size).to(dtype)
+    near_k, near_v = torch.randn(2, rows, 20, groups, size).to(dtype)
+    pool_k, pool_v = torch.randn(2, groups, 200, size).to(dtype).transpose(1, 2)
+    index = torch.where(torch.rand(rows, 20) < 0.8, 1, -1)
+    index[:, 0] = 0
+    spans = torch.tensor([[row, begin, begin + 33 * row + 5] for row in range(rows) for begin in (3, 110)])
+    logits = torch.randn(rows, groups * share) if sinks else None
+    out = torch.ops.focus_exp.decode(q, near_k, near_v, index, pool_k, pool_v, spans, logits, 0.3, softcap or 0.0)
+    for row in range(rows):
+        picks = [slice(begin, end) for owner, begin, end in spans.tolist() if owner == row]
+        k, v = (
+            torch.cat([near[row][index[row] >= 0], *(pool[s] for s in picks)]).double().repeat_interleave(share, 1)
+            for near, pool in ((near_k, pool_k), (near_v, pool_v))
+        )
+        s = torch.einsum("hd,nhd->hn", q[row].double(), k) * 0.3
+        s = s if softcap is None else softcap * torch.tanh(s / softcap)
+        if logits is not None:
+            s = torch.cat([s, logits[row, :, None].double()], 1)
+        expected = torch.einsum("hn,nhd->hd", s.softmax(-1)[:, : len(k)], v)
+        assert (out[row].double() - expected).norm() <= TOLERANCES[dtype] * expected.norm()
+
+
+@pytest.mark.parametrize(
+    ("demand", "word"),
+    [
+        (Demand("cuda", torch.float32, 64), "cuda"),
+        (Demand("cpu", torch.float64, 64), "float64"),
+        (Demand("cpu", torch.float32, 512), "256"),
+    ],
+)
+def test_refuses_names_the_limit(demand, word):
+    assert word in KERNEL.refuses(demand)
+
+
+@pytest.mark.parametrize("where", ["packed", "gap"])
+def test_attention_unsupported_sequence_raises(where):
+    q = k = v = torch.randn(1, 1, 9, 8)
+    sequence = random_sequence("packed", 1, 9)
+    if where == "gap":
+        sequence = Sequence(torch.zeros(1, 9, dtype=torch.long), torch.tensor([[True] * 4 + [False] + [True] * 4]))
+    with pytest.raises(CannotServe):
+        KERNEL.attention(q, k, v, nothing_shared(sequence), sequence, window=2, sinks=1, scaling=1.0)
+
+
+def test_build_without_compiler_is_refused(tmp_path):
+    code = (
+        "from focus_exp.attention.kernels.cpu_sparse import unavailable_reason;"
+        "reason = unavailable_reason(); assert reason and 'built' in reason, reason"
+    )
+    environment = os.environ | {
+        "PATH": str(tmp_path),
+        "CXX": str(tmp_path / "absent"),
+        "FOCUS_EXP_CACHE": str(tmp_path),
+    }
+    assert subprocess.run([sys.executable, "-c", code], env=environment, cwd=os.getcwd()).returncode == 0
