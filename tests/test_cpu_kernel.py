@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 from problems import random_assignment, random_sequence
 from torch import Tensor
 
+from focus_exp.attention.dense import reference_attention
 from focus_exp.attention.kernels import cpu_sparse
-from focus_exp.attention.kernels.contract import CannotServe, Demand
-from focus_exp.attention.reference import reference_attention
-from focus_exp.attention.selection import Selection, Sequence, nothing_shared, select
+from focus_exp.attention.kernels.contract import BackendUnsupported, KernelRequirements
+from focus_exp.attention.selection import AttentionArgs, Selection, Sequence, local_only_selection, select
 
 KERNEL = cpu_sparse.CpuSparse()
 TOLERANCES = {torch.float32: 1e-5, torch.bfloat16: 1e-2}
@@ -48,12 +48,12 @@ def evaluate(
     if options.get("sink_logits") is not None:
         leaves.append(options["sink_logits"].to(wide, copy=True).requires_grad_())
         options = options | {"sink_logits": leaves[-1]}
-    if options.get("surrogate"):
+    if options.get("ste_slope"):
         for name in ("assignment", "key_assignment"):
             if (x := getattr(selection, name)) is not None:
                 leaves.append(x.to(wide, copy=True).requires_grad_())
                 selection = replace(selection, **{name: leaves[-1]})
-    out = attention(*leaves[:3], selection, sequence, **options)
+    out = attention(*leaves[:3], selection, sequence, AttentionArgs(**options))
     weights = torch.randn(out.shape, generator=torch.Generator().manual_seed(0))
     if sequence.valid is not None:
         weights = weights * sequence.valid[:, None, :, None]
@@ -97,14 +97,14 @@ def problems(draw: st.DrawFn) -> tuple[list, dict]:
         selection = replace(selection, query_groups=reads, group=None)
     sequence = random_sequence(draw(st.sampled_from(["plain", "left", "right"])), batch, length)
     if draw(st.integers(0, 5)) == 0:
-        selection = nothing_shared(sequence)
+        selection = local_only_selection(sequence)
     options = {
         "window": draw(st.sampled_from([0, 5, 16, 70, 300])),
         "sinks": draw(st.sampled_from([0, 1, 4, 17])),
         "scaling": size**-0.5,
         "softcap": draw(st.sampled_from([None, 1.5])),
         "sink_logits": torch.randn(heads * share) if draw(st.booleans()) else None,
-        "surrogate": 2.5 if draw(st.booleans()) and selection.assignment is not None else None,
+        "ste_slope": 2.5 if draw(st.booleans()) and selection.assignment is not None else None,
     }
     return [q, k, v, selection, sequence], options
 
@@ -125,7 +125,7 @@ def test_attention_each_instruction_set_equals_reference(isa, dtype, where, soft
     q, k, v = torch.randn(2, 6, 301, 64), *torch.randn(2, 2, 2, 301, 64)
     assignment = random_assignment("spread", 4, 301, 8).unflatten(0, (2, 2))
     problem = (select(assignment, 3, "query_topk"), random_sequence(where, 2, 301))
-    options = {"window": 37, "sinks": 3, "scaling": 0.125, "surrogate": 2.5, "sink_logits": torch.randn(6)}
+    options = {"window": 37, "sinks": 3, "scaling": 0.125, "ste_slope": 2.5, "sink_logits": torch.randn(6)}
     assert_equal_to_reference(dtype, q, k, v, *problem, softcap=softcap, **options)
 
 
@@ -135,10 +135,10 @@ def test_attention_nan_in_padding_is_not_read():
     sequence = Sequence(start=torch.full((1, 90), 31), valid=torch.arange(90)[None] >= 31)
     selection = select(random_assignment("spread", 1, 90, 4), 2, "query_topk")
     options = {"window": 9, "sinks": 2, "scaling": 0.25}
-    expected = KERNEL.attention(q, k, v, selection, sequence, **options)
+    expected = KERNEL.attention(q, k, v, selection, sequence, AttentionArgs(**options))
     for x in (q, k, v):
         x[:, :, :31] = torch.nan
-    out = KERNEL.attention(q, k, v, selection, sequence, **options)
+    out = KERNEL.attention(q, k, v, selection, sequence, AttentionArgs(**options))
     assert torch.equal(out, expected)
     assert not out[:, :, :31].any()
 
@@ -148,10 +148,10 @@ def test_attention_changed_future_leaves_past():
     q, k, v = torch.randn(1, 4, 200, 16), *torch.randn(2, 1, 2, 200, 16)
     selection = select(random_assignment("spread", 1, 200, 4), 2, "query_topk")
     options = {"window": 9, "sinks": 2, "scaling": 0.25}
-    before = KERNEL.attention(q, k, v, selection, Sequence.plain(1, 200), **options)
+    before = KERNEL.attention(q, k, v, selection, Sequence.plain(1, 200), AttentionArgs(**options))
     for x in (q, k, v):
         x[:, :, 150:] = torch.randn_like(x[:, :, 150:])
-    after = KERNEL.attention(q, k, v, selection, Sequence.plain(1, 200), **options)
+    after = KERNEL.attention(q, k, v, selection, Sequence.plain(1, 200), AttentionArgs(**options))
     assert torch.equal(before[:, :, :150], after[:, :, :150])
 
 
@@ -171,14 +171,15 @@ def test_full_attention_equals_reference(dtype, where):
     q, k, v = (x.to(dtype).double() for x in (torch.randn(2, 6, 270, 64), *torch.randn(2, 2, 2, 270, 64)))
     sequence = random_sequence(where, 2, 270)
 
-    def full(q, k, v, selection, sequence, **options):
-        return cpu_sparse.full_attention(q, k, v, sequence, **options)
+    def full(q, k, v, selection, sequence, args):
+        return cpu_sparse.full_attention(q, k, v, sequence, args)
 
-    def reference(*args, **options):
-        return reference_attention(*args, window=270, sinks=0, **options)
+    def reference(*tensors_and_args):
+        *tensors, args = tensors_and_args
+        return reference_attention(*tensors, replace(args, window=270))
 
     actual, expected = (
-        evaluate(f, kind, q, k, v, nothing_shared(sequence), sequence, scaling=0.125)
+        evaluate(f, kind, q, k, v, local_only_selection(sequence), sequence, scaling=0.125)
         for f, kind in ((full, dtype), (reference, torch.float64))
     )
     for mine, exact in zip(actual, expected, strict=True):
@@ -190,7 +191,7 @@ def test_attention_several_threads_give_equal_numbers():
     tensors = [torch.randn(1, 6, 900, 16), *torch.randn(2, 1, 3, 900, 16)]
     assignment = random_assignment("spread", 3, 900, 8)[None]
     problem = (*tensors, select(assignment, 2, "query_topk"), Sequence.plain(1, 900))
-    options = {"window": 20, "sinks": 2, "scaling": 0.25, "surrogate": 2.5}
+    options = {"window": 20, "sinks": 2, "scaling": 0.25, "ste_slope": 2.5}
     before = torch.get_num_threads()
     try:
         torch.set_num_threads(3)
@@ -236,15 +237,15 @@ def test_decode_random_cache_equals_softmax(dtype, seed, rows, heads, size, soft
 
 
 @pytest.mark.parametrize(
-    ("demand", "word"),
+    ("requirements", "word"),
     [
-        (Demand("cuda", torch.float32, 64), "cuda"),
-        (Demand("cpu", torch.float64, 64), "float64"),
-        (Demand("cpu", torch.float32, 512), "256"),
+        (KernelRequirements("cuda", torch.float32, 64), "cuda"),
+        (KernelRequirements("cpu", torch.float64, 64), "float64"),
+        (KernelRequirements("cpu", torch.float32, 512), "256"),
     ],
 )
-def test_refuses_names_the_limit(demand, word):
-    assert word in KERNEL.refuses(demand)
+def test_refuses_names_the_limit(requirements, word):
+    assert word in KERNEL.unsupported_reason(requirements)
 
 
 @pytest.mark.parametrize("where", ["packed", "gap"])
@@ -253,8 +254,8 @@ def test_attention_unsupported_sequence_raises(where):
     sequence = random_sequence("packed", 1, 9)
     if where == "gap":
         sequence = Sequence(torch.zeros(1, 9, dtype=torch.long), torch.tensor([[True] * 4 + [False] + [True] * 4]))
-    with pytest.raises(CannotServe):
-        KERNEL.attention(q, k, v, nothing_shared(sequence), sequence, window=2, sinks=1, scaling=1.0)
+    with pytest.raises(BackendUnsupported):
+        KERNEL.attention(q, k, v, local_only_selection(sequence), sequence, AttentionArgs(1.0, window=2))
 
 
 def test_build_without_compiler_is_refused(tmp_path):

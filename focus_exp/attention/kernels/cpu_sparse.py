@@ -22,8 +22,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.utils import cpp_extension
 
-from focus_exp.attention.kernels.contract import CannotServe, Demand, Fused
-from focus_exp.attention.selection import Selection, Sequence
+from focus_exp.attention.kernels.contract import BackendUnsupported, Fused, KernelRequirements
+from focus_exp.attention.selection import AttentionArgs, Selection, Sequence
 
 log = logging.getLogger(__name__)
 
@@ -43,84 +43,68 @@ class CpuSparse(Fused):
 
     name = "cpu"
 
-    def refuses(self, demand: Demand) -> str | None:
-        if demand.device != "cpu":
-            return f"runs on the CPU, the tensors are on {demand.device}"
-        if demand.dtype not in DTYPES:
-            return f"does not take {str(demand.dtype).removeprefix('torch.')}"
-        if demand.head_dim > MAX_HEAD_DIM:
-            return f"takes head sizes up to {MAX_HEAD_DIM}, not {demand.head_dim}"
+    def unsupported_reason(self, requirements: KernelRequirements) -> str | None:
+        if requirements.device != "cpu":
+            return f"runs on the CPU, the tensors are on {requirements.device}"
+        if requirements.dtype not in DTYPES:
+            return f"does not take {str(requirements.dtype).removeprefix('torch.')}"
+        if requirements.head_dim > MAX_HEAD_DIM:
+            return f"takes head sizes up to {MAX_HEAD_DIM}, not {requirements.head_dim}"
         return unavailable_reason()
 
     def attention(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        selection: Selection,
-        sequence: Sequence,
-        *,
-        window: int,
-        sinks: int,
-        scaling: float,
-        softcap: float | None = None,
-        surrogate: float | None = None,
-        sink_logits: Tensor | None = None,
+        self, q: Tensor, k: Tensor, v: Tensor, selection: Selection, sequence: Sequence, args: AttentionArgs
     ) -> Tensor:
+        """Compute `sparse_attention`; heads may have groups of their own.
+
+        Raises:
+            BackendUnsupported: more than 64 groups, or a mask that is more than causality and padding.
+        """
         assert selection.query_groups is not None and selection.key_groups is not None
         groups = [x if x.ndim == 4 else x[:, None] for x in (selection.query_groups, selection.key_groups)]
         gates: list[Tensor | None] = [None, None]
-        if surrogate and selection.assignment is not None:
-            pair = (selection.assignment, selection.assignment_of_keys)
+        if args.ste_slope and selection.assignment is not None:
+            pair = (selection.assignment, selection.effective_key_assignment)
             gates = [x if x.ndim == 4 else x[:, None] for x in pair]
         heads = max(x.shape[1] for x in groups)
         if groups[0].shape[-1] > MAX_GROUPS or heads not in (1, k.shape[1]):
-            raise CannotServe(f"backend={self.name} takes up to {MAX_GROUPS} groups; use backend=masked")
+            raise BackendUnsupported(f"backend={self.name} takes up to {MAX_GROUPS} groups; use backend=masked")
         if sequence.allowed is not None:
-            raise CannotServe(f"backend={self.name} takes causal masks and padding alone; use backend=masked")
+            raise BackendUnsupported(f"backend={self.name} takes causal masks and padding alone; use backend=masked")
         groups = [x.expand(-1, heads, -1, -1).contiguous() for x in groups]
         gates = [x if x is None else x.expand(-1, heads, -1, -1) for x in gates]
-        options = (window, sinks, scaling, softcap or 0.0)
-        return Attention.apply(q, k, v, *gates, sink_logits, groups, span_of(sequence), surrogate, options)  # type: ignore[no-any-return]
+        options = (args.window, args.sinks, args.scaling, args.softcap or 0.0)
+        return Attention.apply(q, k, v, *gates, args.sink_logits, groups, find_span(sequence), args.ste_slope, options)  # type: ignore[no-any-return]
 
 
-def full_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    sequence: Sequence,
-    *,
-    scaling: float,
-    softcap: float | None = None,
-    sink_logits: Tensor | None = None,
-) -> Tensor:
-    """Causal attention `(B, H, T, D)` to all keys `(B, G, T, D)` that are no padding."""
-    options = (FULL_WINDOW, 0, scaling, softcap or 0.0)
-    return Attention.apply(q, k, v, None, None, sink_logits, (None, None), span_of(sequence), None, options)  # type: ignore[no-any-return]
+def full_attention(q: Tensor, k: Tensor, v: Tensor, sequence: Sequence, args: AttentionArgs) -> Tensor:
+    """Compute causal attention `(B, H, T, D)` to all keys `(B, G, T, D)` that are no padding."""
+    options = (FULL_WINDOW, 0, args.scaling, args.softcap or 0.0)
+    return Attention.apply(q, k, v, None, None, args.sink_logits, (None, None), find_span(sequence), None, options)  # type: ignore[no-any-return]
 
 
-def span_of(sequence: Sequence) -> Tensor | None:
+def find_span(sequence: Sequence) -> Tensor | None:
     """Return `(B, 2)` int, the first token of each sequence and the end of its tokens; None without padding.
 
     Raises:
-        CannotServe: padding between tokens, or several sequences in a row.
+        BackendUnsupported: padding between tokens, or several sequences in a row.
     """
     valid, start = sequence.valid, sequence.start
     if valid is None:
         if bool(start.any()):
-            raise CannotServe("the CPU kernel takes one sequence a row; use backend=masked")
+            raise BackendUnsupported("the CPU kernel takes one sequence a row; use backend=masked")
         return None
     begin = valid.byte().argmax(1)
     end = begin + valid.sum(1)
     place = torch.arange(valid.shape[1], device=valid.device)
     inside = (place >= begin[:, None]) & (place < end[:, None])
     if not torch.equal(inside, valid) or bool((inside & (start != begin[:, None])).any()):
-        raise CannotServe("the CPU kernel takes one sequence a row, without padding inside; use backend=masked")
+        raise BackendUnsupported("the CPU kernel takes one sequence a row, without padding inside; use backend=masked")
     return torch.stack([begin, end], 1)
 
 
 class Attention(torch.autograd.Function):
-    """The kernel's forward and backward, and the gradients of soft assignments and of the base model's sinks."""
+    """Run the kernel's forward and backward; add the gradients of soft assignments and of the base model's sinks."""
 
     @staticmethod
     def forward(
@@ -133,14 +117,14 @@ class Attention(torch.autograd.Function):
         sink_logits: Tensor | None,
         groups: tuple[Tensor | None, Tensor | None],
         span: Tensor | None,
-        surrogate: float | None,
+        ste_slope: float | None,
         options: tuple[int, int, float, float],
     ) -> Tensor:
         q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
         logits = None if sink_logits is None else sink_logits.float().contiguous()
-        out, lse = library().attend(q, k, v, *groups, span, logits, *options)
+        out, lse = load_operators().attend(q, k, v, *groups, span, logits, *options)
         ctx.save_for_backward(q, k, v, asks, answers, sink_logits, out, lse, *groups, span)
-        ctx.surrogate, ctx.options = surrogate, options
+        ctx.ste_slope, ctx.options = ste_slope, options
         result: Tensor = out.transpose(1, 2)
         return result
 
@@ -151,11 +135,13 @@ class Attention(torch.autograd.Function):
         dout = grads[0].transpose(1, 2).to(out.dtype).contiguous()
         gates = (asks, answers) if any(ctx.needs_input_grad[3:5]) else (None, None)
         soft = [None if x is None else x.float().contiguous() for x in gates]
-        dq, dk, dv, *dgates = library().attend_backward(dout, q, k, v, out, lse, *groups, span, *soft, *ctx.options)
+        dq, dk, dv, *dgates = load_operators().attend_backward(
+            dout, q, k, v, out, lse, *groups, span, *soft, *ctx.options
+        )
         of_gates: list[Tensor | None] = [None, None]
         if gates[0] is not None:
             of_gates = [
-                (dg.sum(1, keepdim=True) if gate.shape[1] == 1 else dg).mul(ctx.surrogate).to(gate.dtype)
+                (dg.sum(1, keepdim=True) if gate.shape[1] == 1 else dg).mul(ctx.ste_slope).to(gate.dtype)
                 for dg, gate in zip(dgates, gates, strict=True)
             ]
         dsink = None
@@ -169,21 +155,21 @@ class Attention(torch.autograd.Function):
         )
 
 
-def library() -> Any:
-    """The kernel's operators.
+def load_operators() -> Any:
+    """Return the kernel's operators.
 
     Raises:
-        CannotServe: they could not be built.
+        BackendUnsupported: they could not be built.
     """
     reason = unavailable_reason()
     if reason is not None:
-        raise CannotServe(reason)
+        raise BackendUnsupported(reason)
     return torch.ops.focus_exp
 
 
 @cache
 def unavailable_reason() -> str | None:
-    """Load the kernel, compiled if there is no build for this torch yet; why it is not available, or None."""
+    """Load the kernel, compiled if needed; return why it is not available, or None."""
     flags = [*FLAGS, *os.environ.get("FOCUS_EXP_CXXFLAGS", "").split()]
     identity = [torch.__version__, platform.machine(), *flags, *(path.read_text(encoding="utf-8") for path in SOURCES)]
     digest = hashlib.sha256("\0".join(identity).encode()).hexdigest()[:16]
@@ -203,9 +189,9 @@ def unavailable_reason() -> str | None:
 
 
 def build(folder: Path, flags: list[str]) -> None:
-    """Compile the kernel into `folder`; of several processes one compiles and the others wait."""
+    """Compile the kernel into `folder`; one process compiles, the others wait."""
     folder.mkdir(parents=True, exist_ok=True)
-    with locked(folder / "build.lock"):
+    with lock_file(folder / "build.lock"):
         if (folder / "focus_exp_cpu_sparse.so").exists():
             return
         started = time.monotonic()
@@ -223,7 +209,7 @@ def link_flags(flags: list[str]) -> list[str]:
 
 
 @contextmanager
-def locked(path: Path) -> Iterator[None]:
+def lock_file(path: Path) -> Iterator[None]:
     """Hold a lock that ends with this process; without file locks go on without it."""
     with path.open("a") as file:
         with suppress(ImportError, OSError):
