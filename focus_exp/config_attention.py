@@ -13,7 +13,9 @@ from omegaconf import MISSING, OmegaConf
 from focus_exp.attention.options import EncoderTraining, FocusDualOptions, FocusOptions, Options, RouterTraining, option
 from focus_exp.errors import UserError
 
-BACKENDS = (*("auto", "masked", "triton", "flash-attn", "torch-flash", "torch-fa3", "torch-fa4", "cpu-flash", "math"),)
+BACKENDS = (
+    *("auto", "masked", "triton", "flash-attn", "torch-flash", "torch-fa3", "torch-fa4", "cpu", "cpu-flash", "math"),
+)
 
 
 @dataclass

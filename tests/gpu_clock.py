@@ -265,7 +265,7 @@ def contender_of(layer: Layer, groups: Any, tensors: Tensors, kernel: str) -> Be
         Layer(layer.shape, layer.window, layer.sinks, layer.dtype, layer.device), groups, tensors
     )
     # on a CPU the kernels refuse by their own rule, and the interpreter runs them all the same
-    masked.method.select_kernel = lambda *_: KERNELS[kernel]  # type: ignore[method-assign]
+    masked.method.select_kernels = lambda *_: [KERNELS[kernel]]  # type: ignore[method-assign]
     return BenchmarkCase(layer, groups, masked.method, masked.selection, masked.sequence, KERNELS[kernel])
 
 

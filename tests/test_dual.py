@@ -414,5 +414,5 @@ def test_time_methods_times_focus_dual():
         Shape(WIDTH, 6, 3, SIZE), window=8, sinks=2, dtype=torch.float32, device=torch.device("cpu"), repeats=1
     )
     rows = list(time_methods(layer, 64, {"focus_dual": ("focus_dual", {"groups": 4, "top_k": 2})}))
-    assert {row.settings["path"] for row in rows} == {"cpu-flash"}
+    assert {row.settings["path"] for row in rows} <= {"cpu", "cpu-flash"}
     assert all(row.settings["error"] is None and row.value > 0 for row in rows)

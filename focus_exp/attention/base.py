@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from focus_exp.attention.dense import blocked_attention, full_attention
-from focus_exp.attention.kernels import KERNELS, Backend, BackendUnsupported, KernelRequirements, select_backend
+from focus_exp.attention.kernels import KERNELS, Backend, BackendUnsupported, KernelRequirements, select_backends
 from focus_exp.attention.options import Options
 from focus_exp.attention.selection import (
     AttentionArgs,
@@ -145,12 +145,14 @@ class AttentionMethod(nn.Module):
         if selection.is_dense and args.ste_slope is None:
             self.path = "full"
             return full_attention(q, k, v, sequence.mask, args)
-        kernel = self.select_kernel(q, selection, sequence, args)
-        if kernel is not None:
+        for kernel in self.select_kernels(q, selection, sequence, args):
             self.path = kernel.name
-            if selection.query_groups is None:
-                selection = local_only_selection(sequence)
-            return sparse_attention(q, k, v, selection, sequence, args, kernel)
+            grouped = local_only_selection(sequence) if selection.query_groups is None else selection
+            try:
+                return sparse_attention(q, k, v, grouped, sequence, args, kernel)
+            except BackendUnsupported:  # known from the values of the tensors alone
+                if self.backend != "auto":
+                    raise
         self.path = "soft" if selection.is_soft else "masked"
         return blocked_attention(q, k, v, selection, sequence, args)
 
@@ -158,19 +160,20 @@ class AttentionMethod(nn.Module):
         """Add the method's own arguments to those of the model."""
         return replace(args, window=self.window, sinks=self.sinks)
 
-    def select_kernel(self, q: Tensor, selection: Selection, sequence: Sequence, args: AttentionArgs) -> Backend | None:
-        """Choose the kernel of the sparse path for this call; None for the masked path."""
+    def select_kernels(self, q: Tensor, selection: Selection, sequence: Sequence, args: AttentionArgs) -> list[Backend]:
+        """Return the kernels of the sparse path for this call, the preferred one first; none for the masked path."""
         if self.backend == "masked" or selection.is_soft or sequence.allowed is not None or args.dropout:
-            return None
+            return []
         if self.backend == "auto" and q.shape[2] < self.sparse_from:
-            return None
+            return []
         has_softcap, is_one_group = args.softcap is not None, selection.group is not None
-        requirements = KernelRequirements(q.device.type, q.dtype, q.shape[-1], has_softcap, is_one_group)
-        kernel = select_backend(requirements, self.backend)
-        if kernel is None and self.backend != "auto":
+        groups = 1 if selection.key_groups is None else selection.key_groups.shape[-1]
+        requirements = KernelRequirements(q.device.type, q.dtype, q.shape[-1], has_softcap, is_one_group, groups)
+        kernels = select_backends(requirements, self.backend)
+        if not kernels and self.backend != "auto":
             reason = KERNELS[self.backend].unsupported_reason(requirements)
             raise BackendUnsupported(f"backend={self.backend} does not serve here: it {reason}. Use backend=auto.")
-        return kernel
+        return kernels
 
     def is_dense(self) -> bool:
         """Tell whether no pair is pruned, whatever the tokens, so that the layer is the base model's own."""

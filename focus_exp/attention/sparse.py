@@ -31,7 +31,6 @@ class Plan:
     args: AttentionArgs
 
 
-@for_each_head
 def sparse_attention(
     q: Tensor,
     k: Tensor,
@@ -45,6 +44,16 @@ def sparse_attention(
 
     `sequence.allowed` is not read: the base model's mask must be causality and padding alone.
     """
+    if isinstance(kernel, Fused) and kernel.has_head_groups:
+        return kernel.attention(q, k, v, selection, sequence, args)
+    return grouped_attention(q, k, v, selection, sequence, args, kernel)
+
+
+@for_each_head
+def grouped_attention(
+    q: Tensor, k: Tensor, v: Tensor, selection: Selection, sequence: Sequence, args: AttentionArgs, kernel: Backend
+) -> Tensor:
+    """Compute `sparse_attention` where all heads share their groups."""
     if isinstance(kernel, Fused):
         return kernel.attention(q, k, v, selection, sequence, args)
     assert isinstance(kernel, Kernel)

@@ -97,10 +97,10 @@ class BenchmarkCase:
         method = make_layer(layer.shape, groups, layer.window, layer.sinks, layer.backend, layer.device)
         selection = groups.select(tensors.length, layer.device)
         sequence = Sequence.plain(1, tensors.length, layer.device)
-        kernel = method.select_kernel(tensors.q, selection, sequence, layer.args)
-        if kernel is None:
+        kernels = method.select_kernels(tensors.q, selection, sequence, layer.args)
+        if not kernels:
             raise RuntimeError(f"no kernel of the sparse path supports {layer.dtype} on {layer.device}")
-        return BenchmarkCase(layer, groups, method, selection, sequence, kernel)
+        return BenchmarkCase(layer, groups, method, selection, sequence, kernels[0])
 
     def run(self, tensors: Tensors) -> Tensor:
         """Run what a layer pays for: routing, then sort, gather, kernels and merge for the groups that are timed."""

@@ -9,13 +9,14 @@ from focus_exp.attention.kernels.contract import (
     RowResult,
 )
 from focus_exp.attention.kernels.cpu import CpuFlash
+from focus_exp.attention.kernels.cpu_sparse import CpuSparse
 from focus_exp.attention.kernels.cuda import FlashAttn, TorchFlash
 from focus_exp.attention.kernels.fused import Triton
 from focus_exp.attention.kernels.plain import Math
 
 __all__ = [
     "KERNELS", "Backend", "BackendUnsupported", "Fused", "Kernel", "KernelRequirements", "Math", "RowResult",
-    "select_backend", "unsupported_reasons",
+    "select_backend", "select_backends", "unsupported_reasons",
 ]  # fmt: skip
 
 # in the order of preference; math is the reference that the others are compared with
@@ -23,7 +24,7 @@ KERNELS: dict[str, Backend] = {
     kernel.name: kernel
     for kernel in (
         *(Triton(), FlashAttn(), TorchFlash("torch-flash"), TorchFlash("torch-fa3", "FA3")),
-        *(TorchFlash("torch-fa4", "FA4"), CpuFlash(), Math()),
+        *(TorchFlash("torch-fa4", "FA4"), CpuSparse(), CpuFlash(), Math()),
     )
 }
 
@@ -33,7 +34,12 @@ def unsupported_reasons(requirements: KernelRequirements) -> dict[str, str | Non
     return {name: kernel.unsupported_reason(requirements) for name, kernel in KERNELS.items()}
 
 
-def select_backend(requirements: KernelRequirements, name: str = "auto") -> Backend | None:
-    """Return the named kernel, or the first that builds no score matrix; None where it does not serve."""
+def select_backends(requirements: KernelRequirements, name: str = "auto") -> list[Backend]:
+    """Return the named kernel, or all that build no score matrix, as far as they serve."""
     candidates = [KERNELS[name]] if name != "auto" else [k for k in KERNELS.values() if k.name != "math"]
-    return next((kernel for kernel in candidates if kernel.unsupported_reason(requirements) is None), None)
+    return [kernel for kernel in candidates if kernel.unsupported_reason(requirements) is None]
+
+
+def select_backend(requirements: KernelRequirements, name: str = "auto") -> Backend | None:
+    """Return the first kernel of `select_backends`; None where none serves."""
+    return next(iter(select_backends(requirements, name)), None)

@@ -22,6 +22,7 @@ class KernelRequirements:
     head_dim: int
     softcap: bool = False
     one_group: bool = True  # every token is in one group only
+    groups: int = 1
 
 
 class BackendUnsupported(RuntimeError):
@@ -49,6 +50,8 @@ class Backend(ABC):
 
 class Fused(Backend):
     """Compute a layer's attention in one pass, without partitions."""
+
+    has_head_groups = False  # takes groups of each key/value head
 
     @abstractmethod
     def attention(

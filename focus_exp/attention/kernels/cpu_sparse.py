@@ -42,6 +42,7 @@ class CpuSparse(Fused):
     """
 
     name = "cpu"
+    has_head_groups = True
 
     def unsupported_reason(self, requirements: KernelRequirements) -> str | None:
         if requirements.device != "cpu":
@@ -50,6 +51,8 @@ class CpuSparse(Fused):
             return f"does not take {str(requirements.dtype).removeprefix('torch.')}"
         if requirements.head_dim > MAX_HEAD_DIM:
             return f"takes head sizes up to {MAX_HEAD_DIM}, not {requirements.head_dim}"
+        if requirements.groups > MAX_GROUPS:
+            return f"takes up to {MAX_GROUPS} groups, not {requirements.groups}"
         return unavailable_reason()
 
     def attention(
@@ -58,7 +61,7 @@ class CpuSparse(Fused):
         """Compute `sparse_attention`; heads may have groups of their own.
 
         Raises:
-            BackendUnsupported: more than 64 groups, or a mask that is more than causality and padding.
+            BackendUnsupported: the mask is more than causality and padding at the ends.
         """
         assert selection.query_groups is not None and selection.key_groups is not None
         groups = [x if x.ndim == 4 else x[:, None] for x in (selection.query_groups, selection.key_groups)]
@@ -67,20 +70,18 @@ class CpuSparse(Fused):
             pair = (selection.assignment, selection.effective_key_assignment)
             gates = [x if x.ndim == 4 else x[:, None] for x in pair]
         heads = max(x.shape[1] for x in groups)
-        if groups[0].shape[-1] > MAX_GROUPS or heads not in (1, k.shape[1]):
-            raise BackendUnsupported(f"backend={self.name} takes up to {MAX_GROUPS} groups; use backend=masked")
         if sequence.allowed is not None:
             raise BackendUnsupported(f"backend={self.name} takes causal masks and padding alone; use backend=masked")
         groups = [x.expand(-1, heads, -1, -1).contiguous() for x in groups]
         gates = [x if x is None else x.expand(-1, heads, -1, -1) for x in gates]
         options = (args.window, args.sinks, args.scaling, args.softcap or 0.0)
-        return Attention.apply(q, k, v, *gates, args.sink_logits, groups, find_span(sequence), args.ste_slope, options)  # type: ignore[no-any-return]
+        return Attention.apply(q, k, v, *gates, args.sink_logits, groups, find_span(sequence), args.ste_slope, options)
 
 
 def full_attention(q: Tensor, k: Tensor, v: Tensor, sequence: Sequence, args: AttentionArgs) -> Tensor:
     """Compute causal attention `(B, H, T, D)` to all keys `(B, G, T, D)` that are no padding."""
     options = (FULL_WINDOW, 0, args.scaling, args.softcap or 0.0)
-    return Attention.apply(q, k, v, None, None, args.sink_logits, (None, None), find_span(sequence), None, options)  # type: ignore[no-any-return]
+    return Attention.apply(q, k, v, None, None, args.sink_logits, (None, None), find_span(sequence), None, options)
 
 
 def find_span(sequence: Sequence) -> Tensor | None:
