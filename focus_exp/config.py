@@ -94,6 +94,7 @@ class DataConfig:
     source: str = option(MISSING, choices=("hub", "files", "books", "addresses"))
     hub_id: str | None = None
     subset: str | None = None
+    split: str | None = None
     revision: str | None = None
     text_column: str = "text"
     split_special_tokens: bool = False

@@ -18,7 +18,7 @@ BACK = "back"
 # stage -> a function and the number of its call after which the signal is sent
 CALLS = {
     "the model was loaded": ("focus_exp.jobs.prepare.load_model", 1),
-    "the token cache is written": ("focus_exp.data.corpora.write_stream", 2),
+    "the token cache is written": ("focus_exp.data.corpus.write_stream", 2),
     "the routers are warm-started": ("focus_exp.jobs.fit.warm_start", 1),
     "the first phase is trained": ("focus_exp.training.module.LanguageModelTask.training_step", 5),
     "the second phase is trained": ("focus_exp.training.module.LanguageModelTask.training_step", 17),

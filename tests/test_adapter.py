@@ -1,4 +1,4 @@
-"""The trained part on disk: it comes back bit for bit, knows its base model, and damage is told, not guessed around."""
+"""Adapters: saved and loaded exactly, bound to their base model, refused when damaged."""
 
 import json
 import os
@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 import torch
 from accelerate import cpu_offload, disk_offload
-from conftest import FAMILIES
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
 from torch import Tensor
@@ -20,10 +19,8 @@ from transformers import AutoModelForCausalLM, BitsAndBytesConfig, PreTrainedMod
 
 from focus_exp import UserError, attach, detach, load_adapter, save_adapter, set_routing
 from focus_exp.attention.registry import build
-from focus_exp.config_hash import content
 from focus_exp.models import adapter
 from focus_exp.models.adapter import DESCRIPTION, WEIGHTS
-from focus_exp.models.files import check_weights
 from focus_exp.models.load import fingerprint, select_numerics
 from focus_exp.models.methods import attached_methods, attention_modules, swap_methods
 
@@ -39,7 +36,7 @@ OPTIONS = {
 TOKENS = torch.arange(80).view(2, 40) * 7 % 256
 
 
-def logits_of(model: PreTrainedModel) -> Tensor:
+def compute_logits(model: PreTrainedModel) -> Tensor:
     with torch.no_grad():
         return model(TOKENS).logits
 
@@ -62,16 +59,16 @@ def saved(trained, tmp_path) -> Path:
     return save_adapter(trained("llama"), tmp_path / "adapter")
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", ["gpt2", "llama", "gemma3"])
 @pytest.mark.parametrize("hard", [False, True], ids=["soft", "hard"])
-def test_what_is_loaded_is_what_was_saved_bit_for_bit(tiny_model, trained, tmp_path, family, hard):
+def test_load_adapter_gives_the_saved_logits(tiny_model, trained, tmp_path, family, hard):
     model, base = set_routing(trained(family), hard=hard), tiny_model(family)
-    plain = logits_of(base)
+    plain = compute_logits(base)
     loaded = load_adapter(base, save_adapter(model, tmp_path), hard=hard)
-    assert torch.equal(logits_of(loaded), logits_of(model))
-    assert not torch.equal(logits_of(loaded), plain)
+    assert torch.equal(compute_logits(loaded), compute_logits(model))
+    assert not torch.equal(compute_logits(loaded), plain)
     assert all(method.router.potential.any() for method in attached_methods(loaded).values())
-    assert torch.equal(logits_of(detach(loaded)), plain)
+    assert torch.equal(compute_logits(detach(loaded)), plain)
 
 
 @pytest.mark.parametrize(
@@ -83,37 +80,24 @@ def test_what_is_loaded_is_what_was_saved_bit_for_bit(tiny_model, trained, tmp_p
     ],
     ids=["window", "tensor", "list"],
 )
-def test_controls_are_saved_with_all_that_makes_them(tiny_model, trained, tmp_path, method, options):
+def test_load_adapter_control_gives_the_saved_logits(tiny_model, trained, tmp_path, method, options):
     model = trained("llama", method, **options)
     if method == "random_groups":
         attached_methods(model)[1].shares.copy_(torch.tensor([0.2, 0.8]))
     loaded = load_adapter(tiny_model("llama"), save_adapter(model, tmp_path))
-    assert torch.equal(logits_of(loaded), logits_of(model))
-    assert not torch.equal(logits_of(loaded), logits_of(tiny_model("llama")))
+    assert torch.equal(compute_logits(loaded), compute_logits(model))
+    assert not torch.equal(compute_logits(loaded), compute_logits(tiny_model("llama")))
 
 
-def test_an_adapter_knows_how_many_groups_a_query_was_set_to_reach(tiny_model, tmp_path):
+def test_load_adapter_keeps_top_k_and_pair_rule(tiny_model, tmp_path):
     model = attach(tiny_model("llama"), "focus", groups=4)
     set_routing(model, hard=True, top_k=2, pair_rule="share")
     again = load_adapter(tiny_model("llama"), save_adapter(model, tmp_path / "adapter"))
     assert {(m.top_k, m.pair_rule) for m in attached_methods(again).values()} == {(2, "share")}
 
 
-def test_adapters_of_the_same_numbers_under_other_options_are_other_ones(tiny_model, tmp_path):
-    model = attach(tiny_model("llama"), "focus", groups=4)
-    found = []
-    for top_k in (1, 2, 1):
-        set_routing(model, hard=True, top_k=top_k)
-        found.append(content(save_adapter(model, tmp_path / f"{len(found)}")))
-    assert found[0] == found[2] != found[1]
-
-
-def test_hard_groups_are_what_an_adapter_is_loaded_for(tiny_model, saved):
-    assert all(method.hard for method in attached_methods(load_adapter(tiny_model("llama"), saved)).values())
-
-
 @pytest.mark.parametrize("assignment", ["balanced", "sinkhorn"])
-def test_the_description_tells_what_the_weights_are(tiny_model, trained, tmp_path, assignment):
+def test_save_adapter_description_has_all_fields(tiny_model, trained, tmp_path, assignment):
     model = trained("llama", assignment=assignment, **OPTIONS)
     description = json.loads((save_adapter(model, tmp_path, extra={"steps": 60}) / DESCRIPTION).read_text())
     assert description == {
@@ -136,35 +120,27 @@ def test_the_description_tells_what_the_weights_are(tiny_model, trained, tmp_pat
 
 
 @pytest.mark.parametrize(("place", "name"), [("/home/me/models/mine", "mine"), ("owner/name", "owner/name")])
-def test_no_folder_of_this_machine_goes_out_with_an_adapter(tmp_path, trained, place, name):
+def test_save_adapter_names_base_without_folder(tmp_path, trained, place, name):
     model = trained("llama")
     model.config.name_or_path = place
     assert json.loads((save_adapter(model, tmp_path) / DESCRIPTION).read_text())["base_model"]["name"] == name
 
 
-def test_only_routers_and_their_balance_are_saved(saved):
-    assert {name: tuple(tensor.shape) for name, tensor in load_file(saved / WEIGHTS).items()} == {
-        f"layers.{layer}.router.{name}": shape
-        for layer in range(2)
-        for name, shape in {"projection": (64, 8), "centroids": (6, 8), "potential": (6,)}.items()
-    }
+def test_load_adapter_bfloat16_base_is_the_same_base(tiny_model, saved):
+    assert compute_logits(load_adapter(tiny_model("llama", torch.bfloat16), saved)).isfinite().all()
 
 
-def test_an_adapter_of_a_float32_base_fits_the_same_base_in_bfloat16(tiny_model, saved):
-    assert logits_of(load_adapter(tiny_model("llama", torch.bfloat16), saved)).isfinite().all()
-
-
-def test_routers_have_their_precision_where_half_is_the_default(tiny_model, saved):
-    model, expected = tiny_model("llama"), logits_of(load_adapter(tiny_model("llama"), saved, hard=False))
+def test_load_adapter_default_dtype_keeps_router_precision(tiny_model, saved):
+    model, expected = tiny_model("llama"), compute_logits(load_adapter(tiny_model("llama"), saved, hard=False))
     torch.set_default_dtype(torch.bfloat16)
     try:
         load_adapter(model, saved, hard=False)
     finally:
         torch.set_default_dtype(torch.float32)
-    assert logits_of(model).equal(expected)
+    assert compute_logits(model).equal(expected)
 
 
-def test_a_base_of_the_same_weights_and_other_arithmetic_is_told_of(tiny_model, saved, caplog):
+def test_load_adapter_changed_config_warns(tiny_model, saved, caplog):
     load_adapter(tiny_model("llama", torch.bfloat16), saved)
     assert not caplog.records
     other = tiny_model("llama")
@@ -179,49 +155,38 @@ def test_a_base_of_the_same_weights_and_other_arithmetic_is_told_of(tiny_model, 
     assert not caplog.records
 
 
-def refuse(model: PreTrainedModel, folder: Path, message: str) -> None:
-    """Loading says `message` and leaves the model as it was."""
-    before = logits_of(model)
+def assert_refused(model: PreTrainedModel, folder: Path, message: str) -> None:
+    """Assert that loading raises `message` and leaves the model unchanged."""
+    before = compute_logits(model)
     with pytest.raises(UserError, match=message):
         load_adapter(model, folder)
     assert not attached_methods(model) and not hasattr(model, "focus_attachment")
-    assert torch.equal(logits_of(model), before)
+    assert torch.equal(compute_logits(model), before)
 
 
 @pytest.mark.parametrize("other", [("llama", 1), ("qwen2", 0), ("gpt2", 0)])
-def test_another_base_is_refused_and_both_are_named(tiny_model, saved, other):
+def test_load_adapter_other_base_raises_and_names_both(tiny_model, saved, other):
     family, seed = other
     model = tiny_model(family, seed=seed)
-    refuse(model, saved, f"belongs to LlamaForCausalLM .*but this model is {type(model).__name__}")
+    assert_refused(model, saved, f"belongs to LlamaForCausalLM .*but this model is {type(model).__name__}")
 
 
-def test_the_same_base_with_other_weights_is_told_apart(tiny_model, saved):
+def test_load_adapter_resized_base_raises_with_hint(tiny_model, saved):
     model = tiny_model("llama")
     model.resize_token_embeddings(model.config.vocab_size + 1, mean_resizing=False)
-    refuse(model, saved, "own base model: same name, other weights; call load_adapter before resize_token_embeddings")
-    with pytest.raises(UserError, match="own base model; the command line takes it by model.path=.* or model.hub_id="):
+    assert_refused(model, saved, "own base model before resize_token_embeddings")
+    with pytest.raises(UserError, match="own base model: give it with model.path=.* or model.hub_id="):
         load_adapter(tiny_model("gpt2"), saved)
 
 
-def test_one_changed_weight_makes_another_base(tiny_model, saved):
-    model = tiny_model("llama")
-    with torch.no_grad():
-        model.model.layers[1].mlp.up_proj.weight.mul_(1.1)
-    refuse(model, saved, "load the adapter's own base model")
-
-
 @pytest.mark.parametrize("file", [WEIGHTS, DESCRIPTION])
-def test_a_missing_file_is_named(tiny_model, saved, file):
-    (saved / file).unlink()
-    refuse(tiny_model("llama"), saved, file)
-
-
-@pytest.mark.parametrize("file", [WEIGHTS, DESCRIPTION])
-@pytest.mark.parametrize("kept", [0.0, 0.1, 0.9])
-def test_a_truncated_file_is_named(tiny_model, saved, file, kept):
+@pytest.mark.parametrize("kept", [None, 0.0, 0.9])
+def test_load_adapter_missing_or_truncated_file_raises(tiny_model, saved, file, kept):
     content = (saved / file).read_bytes()
-    (saved / file).write_bytes(content[: int(kept * len(content))])
-    refuse(tiny_model("llama"), saved, f"{file} is .*damaged")
+    (saved / file).unlink()
+    if kept is not None:
+        (saved / file).write_bytes(content[: int(kept * len(content))])
+    assert_refused(tiny_model("llama"), saved, f"{file}.*damaged" if kept is not None else file)
 
 
 @pytest.mark.parametrize(
@@ -229,74 +194,60 @@ def test_a_truncated_file_is_named(tiny_model, saved, file, kept):
     [
         lambda d: [],
         lambda d: d | {"base_model": {}},
-        lambda d: d | {"base_model": None},
         lambda d: {k: v for k, v in d.items() if k != "options"},
         lambda d: {k: v for k, v in d.items() if k != "format"},
         lambda d: d | {"options": ["window"]},
         lambda d: d | {"layers": "all"},
-        lambda d: d | {"layers": [[0]]},
         lambda d: d | {"layers": ["0", "1"]},
-        lambda d: d | {"layers": [False, True]},
         lambda d: d | {"base_model": d["base_model"] | {"fingerprint": 5}},
-        lambda d: d | {"base_model": d["base_model"] | {"name": None}},
         lambda d: d | {"base_model": d["base_model"] | {"arithmetic": 5}},
         lambda d: {k: v for k, v in d.items() if k != "trainable_parameters"},
-        lambda d: "focus",
         lambda d: 1,
     ],
 )
-def test_a_description_with_something_missing_or_mistaken_is_damaged(tiny_model, saved, change):
+def test_load_adapter_malformed_description_raises(tiny_model, saved, change):
     path = saved / DESCRIPTION
     path.write_text(json.dumps(change(json.loads(path.read_text()))))
-    refuse(tiny_model("llama"), saved, f"{DESCRIPTION} is damaged")
+    assert_refused(tiny_model("llama"), saved, f"{DESCRIPTION} is damaged")
 
 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"format": 2}, "format 2, this version reads format 1"),
-        ({"method": "flash"}, "'flash' is not known"),
-        ({"layers": [0, 7]}, r"layers \[7\] do not exist"),
-        ({"options": OPTIONS | {"heads": 2}}, f"{DESCRIPTION}: method focus has no options heads; copy"),
+        ({"format": 2}, "format must be 1 .got 2"),
+        ({"method": "flash"}, "flash"),
+        ({"layers": [0, 7]}, r"layers .*\[7\]"),
+        ({"options": OPTIONS | {"heads": 2}}, f"{DESCRIPTION}: method focus has no options heads"),
         ({"options": OPTIONS | {"layers": [0]}}, "no options layers"),
         ({"options": OPTIONS | {"method": "focus", "model": 1, "shape": 2}}, "no options method, model, shape"),
-        ({"options": OPTIONS | {"groups": "many"}}, "cannot be attached: .*groups must be an integer"),
+        ({"options": OPTIONS | {"groups": "many"}}, "cannot be attached: .*groups.*many"),
         ({"options": OPTIONS | {"groups": 4}}, "does not fit its own description"),
         ({"layers": [0]}, "does not fit its own description"),
     ],
 )
-def test_a_description_of_something_else_is_refused(tiny_model, saved, change, message):
+def test_load_adapter_unfitting_description_raises(tiny_model, saved, change, message):
     path = saved / DESCRIPTION
     path.write_text(json.dumps(json.loads(path.read_text()) | change))
-    refuse(tiny_model("llama"), saved, message)
+    assert_refused(tiny_model("llama"), saved, message)
 
 
-def test_weights_that_are_no_numbers_are_damaged(tiny_model, saved):
+def test_load_adapter_nan_weights_raise(tiny_model, saved):
     tensors = load_file(saved / WEIGHTS)
     tensors["layers.1.router.centroids"][2, 3] = torch.nan
     save_file(tensors, saved / WEIGHTS)
-    refuse(tiny_model("llama"), saved, r"damaged \(layers.1.router.centroids holds NaN\)")
+    assert_refused(tiny_model("llama"), saved, r"damaged .layers.1.router.centroids")
 
 
-@pytest.mark.parametrize("name", ["layers.0.router.centroids", "layers.1.router.potential"])
-@pytest.mark.parametrize("change", [lambda tensor: tensor[:2].clone(), lambda tensor: None], ids=["shape", "missing"])
-def test_weights_of_another_shape_are_refused(tiny_model, saved, name, change):
-    tensors = load_file(saved / WEIGHTS)
-    tensors[name] = change(tensors[name])
-    save_file({name: tensor for name, tensor in tensors.items() if tensor is not None}, saved / WEIGHTS)
-    refuse(tiny_model("llama"), saved, "does not fit its own description")
-
-
-def test_loading_onto_an_attached_model_leaves_it_attached_as_it_was(trained, saved):
+def test_load_adapter_onto_attached_model_raises(trained, saved):
     model = trained("llama", seed=4)
-    before = logits_of(model)
+    before = compute_logits(model)
     with pytest.raises(UserError, match="already has"):
         load_adapter(model, saved)
-    assert torch.equal(logits_of(model), before)
+    assert torch.equal(compute_logits(model), before)
 
 
 @pytest.mark.parametrize("at", ["weights", "description"])
-def test_an_interrupted_write_leaves_the_old_adapter(tiny_model, trained, saved, monkeypatch, at):
+def test_save_adapter_interrupted_keeps_the_old_adapter(tiny_model, trained, saved, monkeypatch, at):
     before = {path.name: path.read_bytes() for path in saved.iterdir()}
 
     def full(tensors: Any, path: Path) -> None:
@@ -313,28 +264,25 @@ def test_an_interrupted_write_leaves_the_old_adapter(tiny_model, trained, saved,
     assert {path.name: path.read_bytes() for path in saved.iterdir()} == before
     monkeypatch.undo()
     assert torch.equal(
-        logits_of(load_adapter(tiny_model("llama"), save_adapter(other, saved), hard=False)), logits_of(other)
+        compute_logits(load_adapter(tiny_model("llama"), save_adapter(other, saved), hard=False)), compute_logits(other)
     )
 
 
 @pytest.mark.parametrize("saved_of", ["wrapper", "base"])
-def test_an_adapter_beside_those_of_peft_belongs_to_the_same_base(tiny_model, trained, tmp_path, saved_of):
+def test_save_adapter_with_peft_adapters_belongs_to_the_base(tiny_model, trained, tmp_path, saved_of):
     model, base = set_routing(trained("llama"), hard=True), tiny_model("llama")
-    name, expected = adapter.base_name(base), logits_of(model)
+    name, expected = adapter.base_name(base), compute_logits(model)
     options = LoraConfig(target_modules=["q_proj", "v_proj"], use_dora=True, modules_to_save=["lm_head"])
     wrapped = get_peft_model(model, options)
-    with pytest.raises(UserError, match=r"PeftModel wraps the model .* get_base_model\(\)"):
+    with pytest.raises(UserError, match="get_base_model"):
         detach(wrapped)
     save_adapter(wrapped if saved_of == "wrapper" else wrapped.get_base_model(), tmp_path)
     assert json.loads((tmp_path / DESCRIPTION).read_text())["base_model"]["name"] == name
-    assert torch.equal(logits_of(set_routing(load_adapter(base, tmp_path), hard=True)), expected)
+    assert torch.equal(compute_logits(set_routing(load_adapter(base, tmp_path), hard=True)), expected)
 
 
-# bases in other clothes: wrapped, sharded, quantized, offloaded
-
-
-def moved(model: PreTrainedModel) -> PreTrainedModel:
-    """`model` with other router parameters than those it was attached with, and hard groups."""
+def perturb_routers(model: PreTrainedModel) -> PreTrainedModel:
+    """Change the router parameters of `model`, and set hard routing."""
     with torch.no_grad():
         for method in attached_methods(model).values():
             for parameter in method.parameters():
@@ -346,10 +294,10 @@ def moved(model: PreTrainedModel) -> PreTrainedModel:
 def test_save_adapter_peft_modules_to_save_loads_with_the_trained_copy(tiny_model, trained, tmp_path, module):
     model = trained("llama")
     wrapped = get_peft_model(model, LoraConfig(target_modules=["q_proj"], modules_to_save=[module]))
-    before = logits_of(wrapped)
-    expected = logits_of(moved(model))
+    before = compute_logits(wrapped)
+    expected = compute_logits(perturb_routers(model))
     loaded = load_adapter(tiny_model("llama"), save_adapter(wrapped, tmp_path))
-    assert torch.equal(logits_of(loaded), expected) and not torch.equal(expected, before)
+    assert torch.equal(compute_logits(loaded), expected) and not torch.equal(expected, before)
     description = json.loads((tmp_path / DESCRIPTION).read_text())
     assert description["trainable_parameters"] == 2 * (64 * 8 + 6 * 8)
 
@@ -357,13 +305,13 @@ def test_save_adapter_peft_modules_to_save_loads_with_the_trained_copy(tiny_mode
 @pytest.mark.parametrize("whole_method", [False, True], ids=["router", "method"])
 def test_save_adapter_compiled_module_loads(tiny_model, trained, tmp_path, whole_method):
     model = set_routing(trained("llama"), hard=True)
-    expected = logits_of(model)
+    expected = compute_logits(model)
     for module in attention_modules(model).values():
         if whole_method:
             module.focus = torch.compile(module.focus)
         else:
             module.focus.router = torch.compile(module.focus.router)
-    assert torch.equal(logits_of(load_adapter(tiny_model("llama"), save_adapter(model, tmp_path))), expected)
+    assert torch.equal(compute_logits(load_adapter(tiny_model("llama"), save_adapter(model, tmp_path))), expected)
 
 
 def parametrize_router(model: PreTrainedModel) -> PreTrainedModel:
@@ -376,7 +324,7 @@ def lora_on_router(model: PreTrainedModel) -> PreTrainedModel:
 
 
 @pytest.mark.parametrize("wrap", [parametrize_router, lora_on_router])
-def test_save_adapter_what_would_not_load_is_refused_and_nothing_written(trained, tmp_path, wrap):
+def test_save_adapter_unloadable_wrapper_raises_and_writes_nothing(trained, tmp_path, wrap):
     with pytest.raises(UserError, match=r"layer \d: the attached method cannot be saved"):
         save_adapter(wrap(trained("llama")), tmp_path / "adapter")
     assert not (tmp_path / "adapter").exists()
@@ -389,7 +337,7 @@ def test_save_adapter_draws_no_random_numbers(trained, tmp_path):
     assert torch.equal(torch.get_rng_state(), before)
 
 
-def test_swapped_puts_the_wrapper_back(trained):
+def test_swap_methods_restores_wrappers(trained):
     model = trained("llama")
     get_peft_model(model, LoraConfig(target_modules=["q_proj"], modules_to_save=["focus"]))
     wrappers = [module.focus for module in attention_modules(model).values()]
@@ -401,9 +349,9 @@ def test_swapped_puts_the_wrapper_back(trained):
 
 def test_load_adapter_check_base_off_takes_other_weights_and_warns(tiny_model, saved, caplog):
     model = tiny_model("llama", seed=1)
-    with pytest.raises(UserError, match=r"check_base=False \(command line: check_base=false\)"):
+    with pytest.raises(UserError, match="check_base=False"):
         load_adapter(model, saved)
-    assert logits_of(load_adapter(model, saved, check_base=False)).isfinite().all()
+    assert compute_logits(load_adapter(model, saved, check_base=False)).isfinite().all()
     assert "check_base" in caplog.text
 
 
@@ -415,7 +363,7 @@ def test_load_adapter_check_base_off_refuses_other_shapes(tiny_model, saved):
 
 
 class Packed(Tensor):
-    """A weight as torchao keeps it: it can be multiplied with, and neither viewed nor indexed."""
+    """A weight as in torchao, which can be multiplied but neither viewed nor indexed."""
 
     @classmethod
     def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -434,12 +382,8 @@ def pack(model: PreTrainedModel, scale: float = 1.0) -> PreTrainedModel:
 def test_fingerprint_packed_weights_count_by_name(tiny_model):
     full, packed = fingerprint(tiny_model("llama")), fingerprint(pack(tiny_model("llama")))
     assert packed != full
-    assert packed == fingerprint(pack(tiny_model("llama"), scale=0.5))  # packed anew, as bitsandbytes does in use
+    assert packed == fingerprint(pack(tiny_model("llama"), scale=0.5))  # repacked, as bitsandbytes does in use
     assert packed != fingerprint(pack(tiny_model("llama", seed=1)))
-
-
-def test_check_weights_packed_weights_are_not_looked_into(tiny_model):
-    check_weights(pack(tiny_model("llama")), {"missing_keys": [], "mismatched_keys": []}, "mine")
 
 
 @pytest.mark.parametrize("kind", ["int8", "nf4", "torchao"])
@@ -462,9 +406,9 @@ def test_load_adapter_quantized_base_and_back(tiny_model, saved, tmp_path, kind)
     with pytest.raises(UserError, match="check_base"):
         load_adapter(quantized(), saved)
     model = load_adapter(quantized(), saved, check_base=False)
-    logits_of(model)  # bitsandbytes packs anew for the kernel that it finds
+    compute_logits(model)  # bitsandbytes repacks for the kernel that it finds
     again = load_adapter(quantized(), save_adapter(model, tmp_path / "again"))
-    assert torch.equal(logits_of(again), logits_of(model))
+    assert torch.equal(compute_logits(again), compute_logits(model))
     load_adapter(tiny_model("llama"), tmp_path / "again", check_base=False)
 
 
@@ -488,13 +432,13 @@ def test_fingerprint_offloaded_base_is_that_of_the_base(tiny_model, tmp_path, ki
 @pytest.mark.parametrize("kind", ["cpu", "disk"])
 def test_load_adapter_offloaded_base_works_or_is_refused(tiny_model, saved, tmp_path, kind):
     model = offload(tiny_model("llama"), kind, tmp_path / "offload")
-    plain = logits_of(model)
+    plain = compute_logits(model)
     try:
         load_adapter(model, saved)
     except UserError:
-        assert torch.equal(logits_of(model), plain)
+        assert torch.equal(compute_logits(model), plain)
     else:
-        assert torch.equal(logits_of(model), logits_of(load_adapter(tiny_model("llama"), saved)))
+        assert torch.equal(compute_logits(model), compute_logits(load_adapter(tiny_model("llama"), saved)))
 
 
 def test_save_adapter_offloaded_after_attach_equals_before(trained, tmp_path):
@@ -536,8 +480,7 @@ dist.destroy_process_group()
 """
 
 
-@pytest.mark.parametrize("processes", [1, 2])
-@pytest.mark.parametrize("part", ["layers", "router"])
+@pytest.mark.parametrize(("processes", "part"), [(1, "layers"), (2, "router")])
 def test_save_adapter_fully_sharded_is_saved_whole(tmp_path, processes, part):
     (tmp_path / "sharded.py").write_text(SHARDED)
     tests = Path(__file__).parent

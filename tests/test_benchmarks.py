@@ -26,8 +26,8 @@ from focus_exp.assets import cache_root
 from focus_exp.attention.focus import Focus
 from focus_exp.attention.selection import Selection
 from focus_exp.checks import validate_tasks
-from focus_exp.data import Blocks, TokenStream
-from focus_exp.data.benchmarks import MEMBERS, NAME, benchmark_folder, load_benchmark
+from focus_exp.data import SequenceDataset, TokenStream
+from focus_exp.data.embedded_benchmarks import MEMBERS, NAME, benchmark_folder, load_benchmark
 from focus_exp.errors import Interrupted, UserError
 from focus_exp.evaluation import benchmarks, lm_eval_harness
 from focus_exp.evaluation.benchmarks import (
@@ -52,7 +52,7 @@ WINDOW, SINKS, GROUPS = 6, 2, 3
 HARD = "Focus hard k=1"
 PRECISION = choose_precision("float32", "cpu", trains_base=False)
 TOKENS = np.random.default_rng(0).integers(0, 256, 320, dtype=np.int32)
-BLOCKS = Blocks(TokenStream("random", TOKENS, np.array([0, 320]), ["text"]), 32, cross_documents=False)
+BLOCKS = SequenceDataset(TokenStream("random", TOKENS, np.array([0, 320]), ["text"]), 32, cross_documents=False)
 CHOICES = ["a bee", "the long ant", "x", "fly"]
 CHOICE = [{"question": f"Which {'or ' * (n % 4)}is it?", "choices": CHOICES, "answer": n % 4} for n in range(7)]
 WORDS = [{"context": f"{'left right ' * n}left", "target": " right", "id": n} for n in range(5)]
@@ -360,14 +360,14 @@ def test_perplexity_at_length_scores_as_many_tokens(measure):
     evaluator = measure(["perplexity@32", "perplexity@64", "perplexity@999"])
 
     def score_alone(blocks, count):
-        return score(evaluator.model, blocks, [[i] for i in blocks.spread(count)], PRECISION, "")
+        return score(evaluator.model, blocks, [[i] for i in blocks.select_evenly(count)], PRECISION, "")
 
     scores, hard = score_alone(BLOCKS, 4), find(evaluator, HARD, "perplexity@32", "perplexity")
     assert hard.n == 4 and hard.value == pytest.approx(np.exp(np.nanmean(scores.nll)), rel=1e-5)
     assert hard.pairs_removed == pytest.approx(scores.pairs.sparsity)
     losses = np.nanmean(scores.nll, axis=1)
     assert hard.stderr == pytest.approx(hard.value * losses.std(ddof=1) / 2, rel=1e-4)
-    longer = score_alone(Blocks(BLOCKS.stream, 64, bos=BLOCKS.bos, cross_documents=False), 2)
+    longer = score_alone(SequenceDataset(BLOCKS.stream, 64, bos=BLOCKS.bos, cross_documents=False), 2)
     long = find(evaluator, HARD, "perplexity@64", "perplexity")
     assert long.n == long.requests == 2 and long.value == pytest.approx(np.exp(np.nanmean(longer.nll)), rel=1e-5)
     assert long.difference_low < long.difference < long.difference_high

@@ -1,4 +1,4 @@
-"""Generation with groups: token by token what the whole sequence gives at once, and only its own pairs are read."""
+"""The grouped KV cache: decoding equals one pass over the sequence, and reads only the kept pairs."""
 
 import copy
 import gc
@@ -7,9 +7,8 @@ from functools import partial
 from itertools import chain
 
 import pytest
-import tiny_architectures
 import torch
-from conftest import FAMILIES, build
+from conftest import build
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from problems import random_sequence
@@ -33,7 +32,7 @@ RULES = [(1, "query_topk"), (2, "query_topk"), (2, "share"), (3, "share")]
 VOCABULARY = 100
 
 
-def attached(model, top_k=1, pair_rule="query_topk", **options):
+def attach_focus(model, top_k=1, pair_rule="query_topk", **options):
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(1)
         attach(model, "focus", **{"groups": 4, "window": 6, "sinks": 2, **options})
@@ -45,8 +44,8 @@ def tokens(batch=1, length=40, seed=0):
 
 
 @torch.no_grad()
-def stepped(model, ids, sizes, mask=None, cache=None):
-    """Logits of `ids` given to the model in chunks of `sizes` [tokens], and the cache in the end."""
+def run_in_chunks(model, ids, sizes, mask=None, cache=None):
+    """Return the logits of `ids` in chunks of `sizes` [tokens], and the cache."""
     found, done = [], 0 if cache is None else cache.get_seq_length()
     begin = 0
     for size in sizes:
@@ -62,30 +61,22 @@ def stepped(model, ids, sizes, mask=None, cache=None):
 
 
 @torch.no_grad()
-def whole(model, ids, mask=None):
+def run_at_once(model, ids, mask=None):
     positions = None if mask is None else (mask.cumsum(1) - 1).clamp(min=0)
     return model(input_ids=ids, attention_mask=mask, position_ids=positions, use_cache=False).logits
 
 
 @pytest.mark.parametrize(("top_k", "rule"), RULES)
-@pytest.mark.parametrize("family", FAMILIES)
-def test_steps_give_the_logits_of_the_whole(tiny_model, family, top_k, rule):
-    model = attached(tiny_model(family), top_k, rule)
+@pytest.mark.parametrize("family", ["gpt2", "mistral", "gemma3"])
+def test_forward_chunks_with_cache_equal_one_pass(tiny_model, family, top_k, rule):
+    model = attach_focus(tiny_model(family), top_k, rule)
     ids = tokens(2)
-    expected = whole(model, ids)
-    for sizes in ([1] * 40, [7] * 5 + [5], [4] + [1] * 36, [30] + [1] * 10, [128]):
-        found, cache = stepped(model, ids, sizes)
+    expected = run_at_once(model, ids)
+    for sizes in ([7] * 5 + [5], [4] + [1] * 36, [128]):
+        found, cache = run_in_chunks(model, ids, sizes)
         assert is_grouped(cache) == ((top_k, rule) != (3, "share"))  # that keeps all pairs
         assert cache.get_seq_length() == 40
         torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-def test_long_chunks_after_a_long_past(tiny_model, family):
-    model = attached(tiny_model(family), 2, window=20)
-    ids = tokens(1, 300)
-    found, _ = stepped(model, ids, [128, 128, 44])
-    torch.testing.assert_close(found, whole(model, ids), rtol=1e-4, atol=1e-5)
 
 
 @given(
@@ -96,27 +87,26 @@ def test_long_chunks_after_a_long_past(tiny_model, family):
     sinks=st.integers(0, 3),
     family=st.sampled_from(["gpt2", "llama", "gemma2"]),
 )
-@settings(max_examples=40)
-def test_any_split_of_a_padded_batch_gives_the_same_logits(sizes, padding, rule, window, sinks, family):
+@settings(max_examples=20)
+def test_forward_any_chunks_of_padded_batch_equal_one_pass(sizes, padding, rule, window, sinks, family):
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        model = attached(build(f"tiny_{family}"), *rule, window=window, sinks=sinks)
+        model = attach_focus(build(f"tiny_{family}"), *rule, window=window, sinks=sinks)
     length = sum(sizes)
     mask = torch.ones(len(padding), length, dtype=torch.long)
     for row, pads in enumerate(padding):
         mask[row, : min(pads, length - 1)] = 0
     ids = tokens(len(padding), length)
-    expected = whole(model, ids, mask)
-    found, _ = stepped(model, ids, sizes, mask)
+    expected = run_at_once(model, ids, mask)
+    found, _ = run_in_chunks(model, ids, sizes, mask)
     real = mask.bool()
     torch.testing.assert_close(found[real], expected[real], rtol=1e-4, atol=1e-5)
     assert torch.isfinite(found).all()
 
 
 @given(data=st.data(), sizes=st.lists(st.integers(1, 9), min_size=2, max_size=9))
-@settings(max_examples=60)
-def test_steps_of_any_groups_are_the_oracle(data, sizes):
-    """Groups of each key/value head's own and of keys' own too, rows of different lengths, rows chosen anew."""
+@settings(max_examples=40)
+def test_grouped_cache_any_selection_equals_reference(data, sizes):
     torch.manual_seed(data.draw(st.integers(0, 10_000)))
     batch, heads, share, groups = (data.draw(st.integers(1, most)) for most in (3, 2, 2, 5))
     length, own = sum(sizes), data.draw(st.sampled_from([None, heads]))
@@ -153,7 +143,7 @@ def test_steps_of_any_groups_are_the_oracle(data, sizes):
             begin += size
             if begin == sizes[0]:
                 cache.reorder_rows(chosen)  # as beams do; what follows goes on from the chosen rows
-                q, k, v, selection, sequence = rows_chosen(chosen, sizes[0], q, k, v, selection, sequence)
+                q, k, v, selection, sequence = select_rows(chosen, sizes[0], q, k, v, selection, sequence)
     exact = reference_attention(q, k, v, selection, sequence, args)[:, :, sizes[0] :]
     found = torch.cat(found, 2)
     if sequence.valid is not None:
@@ -162,8 +152,8 @@ def test_steps_of_any_groups_are_the_oracle(data, sizes):
     torch.testing.assert_close(found.double(), exact.double(), atol=tolerance, rtol=tolerance)
 
 
-def rows_chosen(rows, length, q, k, v, selection, sequence):
-    """The same, where the tokens before `length` are those of the chosen rows; the padding of all tokens too."""
+def select_rows(rows, length, q, k, v, selection, sequence):
+    """Replace the tokens before `length`, and the padding, by those of `rows`."""
 
     def chosen(x, dimension):
         return torch.cat(
@@ -178,218 +168,149 @@ def rows_chosen(rows, length, q, k, v, selection, sequence):
     return *(chosen(x, 2) for x in (q, k, v)), replace(selection, **tensors), Sequence(sequence.start[rows], valid)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_greedy_text_is_that_of_recomputing(tiny_model, family):
-    model = attached(tiny_model(family), 2)
-    for prompt in (tokens(2, 3), tokens(2, 30)):
-        options = {"max_new_tokens": 25, "do_sample": False, "pad_token_id": 0}
-        cached = model.generate(prompt, **options)
-        assert cached.equal(model.generate(prompt, use_cache=False, **options))
-
-
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"num_beams": 3},
-        {"num_beams": 3, "num_return_sequences": 2},
-        {"do_sample": True},
-        {"do_sample": True, "num_return_sequences": 3},
-        {"cache_implementation": "static"},
-        {"prompt_lookup_num_tokens": 3},
-    ],
-    ids=str,
-)
-def test_every_way_of_generating_gives_the_text_of_recomputing(tiny_model, options):
-    model = attached(tiny_model("llama"), 1)
-    prompt = tokens(1, 20)
-    plain = {"cache_implementation": None, "prompt_lookup_num_tokens": None}
-    texts = []
-    for chosen in (options, {**options, "use_cache": False, **{k: v for k, v in plain.items() if k in options}}):
-        torch.manual_seed(3)
-        settled = {key: value for key, value in chosen.items() if value is not None}
-        texts.append(model.generate(prompt, max_new_tokens=20, pad_token_id=0, **settled))
-    assert texts[0].equal(texts[1])
-
-
-def test_a_left_padded_batch_generates_what_each_row_does_alone(tiny_model):
-    model = attached(tiny_model("llama"), 1)
-    rows = [tokens(1, length, seed) for seed, length in enumerate((5, 17, 30))]
-    ids = torch.zeros(3, 30, dtype=torch.long)
-    mask = torch.zeros_like(ids)
-    for row, alone in enumerate(rows):
-        ids[row, 30 - alone.shape[1] :], mask[row, 30 - alone.shape[1] :] = alone, 1
-    options = {"max_new_tokens": 15, "do_sample": False, "pad_token_id": 0}
-    together = model.generate(ids, attention_mask=mask, **options)
-    for row, alone in enumerate(rows):
-        assert together[row, 30:].equal(model.generate(alone, **options)[0, alone.shape[1] :])
-
-
-def test_a_conversation_goes_on_from_its_cache(tiny_model):
-    model = attached(tiny_model("gpt2"), 1)
-    first, second = tokens(1, 18), tokens(1, 9, seed=1)
-    options = {"max_new_tokens": 8, "do_sample": False, "pad_token_id": 0, "return_dict_in_generate": True}
-    answer = model.generate(first, **options)
-    everything = torch.cat([answer.sequences, second], dim=1)
-    went_on = model.generate(everything, past_key_values=answer.past_key_values, **options)
-    assert went_on.sequences.equal(model.generate(everything, **options).sequences)
-
-
-def test_crop_reset_and_choice_of_rows_are_as_if_the_rest_had_never_been(tiny_model):
-    model = attached(tiny_model("llama"), 2)
+def test_cache_crop_reset_reorder_equals_recomputing(tiny_model):
+    model = attach_focus(tiny_model("llama"), 2)
     ids, other = tokens(3, 40), tokens(3, 12, seed=5)
     for kept in (1, 5, 20, 39):
-        _, cache = stepped(model, ids, [10] + [1] * 10 + [20])
+        _, cache = run_in_chunks(model, ids, [10] + [1] * 10 + [20])
         cache.crop(kept - 40)
         assert cache.get_seq_length() == kept
-        found, _ = stepped(model, other, [5] + [1] * 7, cache=cache)
-        expected = whole(model, torch.cat([ids[:, :kept], other], 1))[:, kept:]
+        found, _ = run_in_chunks(model, other, [5] + [1] * 7, cache=cache)
+        expected = run_at_once(model, torch.cat([ids[:, :kept], other], 1))[:, kept:]
         torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
-    _, cache = stepped(model, ids, [40])
+    _, cache = run_in_chunks(model, ids, [40])
     cache.crop(-50)  # more than there are
     assert cache.get_seq_length() == 0
-    found, _ = stepped(model, other, [12], cache=cache)
-    torch.testing.assert_close(found, whole(model, other), rtol=1e-4, atol=1e-5)
+    found, _ = run_in_chunks(model, other, [12], cache=cache)
+    torch.testing.assert_close(found, run_at_once(model, other), rtol=1e-4, atol=1e-5)
     rows = torch.tensor([2, 0, 0, 1])
-    _, cache = stepped(model, ids, [40])
+    _, cache = run_in_chunks(model, ids, [40])
     cache.reorder_cache(rows)
     continued = tokens(4, 6, seed=7)
-    found, _ = stepped(model, continued, [1] * 6, cache=cache)
-    expected = whole(model, torch.cat([ids[rows], continued], 1))[:, 40:]
+    found, _ = run_in_chunks(model, continued, [1] * 6, cache=cache)
+    expected = run_at_once(model, torch.cat([ids[rows], continued], 1))[:, 40:]
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
     cache.reset()
     assert cache.get_seq_length() == 0
-    found, _ = stepped(model, ids, [13] * 3 + [1], cache=cache)
-    torch.testing.assert_close(found, whole(model, ids), rtol=1e-4, atol=1e-5)
+    found, _ = run_in_chunks(model, ids, [13] * 3 + [1], cache=cache)
+    torch.testing.assert_close(found, run_at_once(model, ids), rtol=1e-4, atol=1e-5)
 
 
-def test_the_same_place_after_other_rows_were_chosen_begins_where_those_do(tiny_model):
-    """Layers share what is said of their tokens; without a mask it is the cache that knows where texts begin."""
-    model, ids, mask = attached(tiny_model("llama"), 2), tokens(2, 12), torch.ones(2, 12, dtype=torch.long)
+def test_cache_reordered_rows_keep_their_starts(tiny_model):
+    """Without a mask the cache knows where documents start."""
+    model, ids, mask = attach_focus(tiny_model("llama"), 2), tokens(2, 12), torch.ones(2, 12, dtype=torch.long)
     mask[0, :5] = 0
-    _, cache = stepped(model, ids, [12], mask)
+    _, cache = run_in_chunks(model, ids, [12], mask)
     new = tokens(2, 3, seed=3)
-    first, _ = stepped(model, new, [3], cache=cache)
+    first, _ = run_in_chunks(model, new, [3], cache=cache)
     cache.crop(-3)
     cache.reorder_cache(torch.tensor([1, 0]))
-    swapped, _ = stepped(model, new.flip(0), [3], cache=cache)
+    swapped, _ = run_in_chunks(model, new.flip(0), [3], cache=cache)
     torch.testing.assert_close(swapped.flip(0), first, rtol=1e-4, atol=1e-5)
 
 
-def test_repeated_and_selected_rows(tiny_model):
-    model = attached(tiny_model("gpt2"), 1)
+def test_cache_repeated_and_selected_rows_equal_recomputing(tiny_model):
+    model = attach_focus(tiny_model("gpt2"), 1)
     ids, more = tokens(2, 20), tokens(4, 5, seed=2)
-    _, cache = stepped(model, ids, [20])
+    _, cache = run_in_chunks(model, ids, [20])
     cache.batch_repeat_interleave(2)
-    found, cache = stepped(model, more, [2, 1, 2], cache=cache)
-    expected = whole(model, torch.cat([ids.repeat_interleave(2, 0), more], 1))[:, 20:]
+    found, cache = run_in_chunks(model, more, [2, 1, 2], cache=cache)
+    expected = run_at_once(model, torch.cat([ids.repeat_interleave(2, 0), more], 1))[:, 20:]
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
     cache.batch_select_indices(torch.tensor([False, True, True, False]))
     last = tokens(2, 1, seed=3)
-    found, _ = stepped(model, last, [1], cache=cache)
+    found, _ = run_in_chunks(model, last, [1], cache=cache)
     before = torch.cat([ids.repeat_interleave(2, 0), more], 1)[1:3]
-    torch.testing.assert_close(found, whole(model, torch.cat([before, last], 1))[:, 25:], rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(found, run_at_once(model, torch.cat([before, last], 1))[:, 25:], rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("name", ["window", "random_groups"])
-def test_controls_generate_too(tiny_model, name):
+def test_forward_controls_with_cache_equal_one_pass(tiny_model, name):
     model = tiny_model("llama")
     attach(model, name, window=6, sinks=2)
     ids = tokens(2)
-    found, _ = stepped(model, ids, [9] + [1] * 31)
-    torch.testing.assert_close(found, whole(model, ids), rtol=1e-4, atol=1e-5)
+    found, _ = run_in_chunks(model, ids, [9] + [1] * 31)
+    torch.testing.assert_close(found, run_at_once(model, ids), rtol=1e-4, atol=1e-5)
 
 
-def test_layers_without_a_method_keep_all_their_tokens(tiny_model):
+def test_cache_layer_without_method_keeps_all_tokens(tiny_model):
     model = tiny_model("llama")
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(1)
         attach(model, "focus", layers=[1], groups=4, window=6, sinks=2)
     set_routing(model, hard=True)
     ids = tokens(2)
-    found, cache = stepped(model, ids, [9, 5] + [1] * 26)
-    torch.testing.assert_close(found, whole(model, ids), rtol=1e-4, atol=1e-5)
+    found, cache = run_in_chunks(model, ids, [9, 5] + [1] * 26)
+    torch.testing.assert_close(found, run_at_once(model, ids), rtol=1e-4, atol=1e-5)
     assert len(grouped_caches(cache)) == 1 and cache.layers[0].keys.shape[2] == 40
 
 
-def test_what_reads_the_future_does_not_generate(tiny_model):
+def test_generate_non_causal_raises(tiny_model):
     model = tiny_model("llama")
     attach(model, "focus", assignment="sinkhorn")
     set_routing(model, hard=True)
     for options in ({}, {"use_cache": False}):
-        with pytest.raises(UserError, match="reads the future.*balanced"):
+        with pytest.raises(UserError, match="non-causal.*balanced"):
             model.generate(tokens(), max_new_tokens=2, **options)
     detach(model)
     model.generate(tokens(), max_new_tokens=2, pad_token_id=0)
 
 
-def test_what_has_no_cache_says_why_and_generates_without(tiny_model):
+def test_generate_without_cache_support_raises_and_works_uncached(tiny_model):
     model = tiny_model("llama")
     attach(model, "focus")
     set_routing(model, hard=False)
-    with pytest.raises(UserError, match="soft routing.*hard=True.*use_cache=False"):
+    with pytest.raises(UserError, match="soft.*use_cache=False"):
         model.generate(tokens(), max_new_tokens=2)
     assert model(input_ids=tokens()).past_key_values is None
     assert model.generate(tokens(), max_new_tokens=2, use_cache=False, pad_token_id=0).shape[1] == 42
-    with pytest.raises(UserError, match="no key/value cache for routers in training mode, which gate every"):
-        model.train().generate(tokens(), max_new_tokens=2)
     detach(model)
     attach(model, "sparq")
     with pytest.raises(UserError, match="SparQ.*use_cache=False"):
         model.generate(tokens(), max_new_tokens=2)
 
 
-def test_a_cache_that_others_filled_is_refused_and_an_empty_one_replaced(tiny_model):
+def test_forward_filled_foreign_cache_raises(tiny_model):
     model = tiny_model("llama")
     ids = tokens()
     filled = model(input_ids=ids, use_cache=True).past_key_values
-    attached(model)
+    attach_focus(model)
     with pytest.raises(UserError, match="filled without"):
         model(input_ids=ids[:, :1], past_key_values=filled)
     for empty in (DynamicCache(config=model.config), StaticCache(config=model.config, max_cache_len=64)):
         assert is_grouped(model(input_ids=ids, past_key_values=empty).past_key_values)
     static = StaticCache(config=model.config, max_cache_len=64)
-    with pytest.raises(UserError, match="attention_mask has 40 columns for 0 tokens in the cache and 1 new"):
+    with pytest.raises(UserError, match=r"attention_mask must have 0 \+ 1 columns.*got 40"):
         model(input_ids=ids[:, :1], past_key_values=static, attention_mask=torch.ones(1, 40, dtype=torch.long))
-    with pytest.raises(UserError, match="attention_mask has 3 columns for 40 tokens in the cache and 1 new"):
-        cache = stepped(model, ids, [40])[1]
+    with pytest.raises(UserError, match=r"attention_mask must have 40 \+ 1 columns.*got 3"):
+        cache = run_in_chunks(model, ids, [40])[1]
         model(input_ids=ids[:, :1], past_key_values=cache, attention_mask=torch.ones(1, 3, dtype=torch.long))
 
 
-class OwnCache(DynamicCache):
+class CustomCache(DynamicCache):
     pass
 
 
-@pytest.mark.parametrize("kind", [DynamicCache, partial(StaticCache, max_cache_len=64), OwnCache])
-def test_a_loop_may_go_on_with_the_empty_cache_that_it_gave(tiny_model, kind):
-    model = attached(tiny_model("llama"))
-    ids, cache = tokens(), kind(config=model.config)
-    with torch.no_grad():
-        whole = model(input_ids=ids, use_cache=False).logits
-        parts = [model(input_ids=part, past_key_values=cache).logits for part in ids.split(1, dim=1)]
-    assert cache.get_seq_length() == ids.shape[1] and is_grouped(cache)
-    torch.testing.assert_close(torch.cat(parts, 1), whole)
-
-
-def test_a_cache_of_hard_groups_does_not_serve_soft_gates(tiny_model):
-    model = attached(tiny_model("llama"))
+def test_forward_soft_routing_with_hard_cache_raises(tiny_model):
+    model = attach_focus(tiny_model("llama"))
     cache = model(input_ids=tokens(), use_cache=True).past_key_values
     set_routing(model, hard=False)
-    with pytest.raises(UserError, match="filled by hard groups, and there is none for soft routing"):
+    with pytest.raises(UserError, match="filled with hard routing"):
         model(input_ids=tokens()[:, :1], past_key_values=cache)
 
 
-def test_a_mask_that_adds_to_scores_is_refused(tiny_model):
-    model, mask = attached(tiny_model("llama")), torch.zeros(1, 1, 40, 40)
+def test_forward_additive_mask_raises(tiny_model):
+    model, mask = attach_focus(tiny_model("llama")), torch.zeros(1, 1, 40, 40)
     mask[..., 3] = -1.0
-    with pytest.raises(UserError, match="attention_mask adds to scores"):
+    with pytest.raises(UserError, match="attention_mask must only hide keys"):
         model(input_ids=tokens(), attention_mask=mask, use_cache=False)
 
 
-def test_the_base_generates_with_its_own_cache(tiny_model):
+def test_generate_disabled_uses_base_cache(tiny_model):
     model = tiny_model("gpt2")
     options = {"max_new_tokens": 10, "do_sample": False, "pad_token_id": 0, "return_dict_in_generate": True}
     expected = model.generate(tokens(), **options)
-    attached(model)
+    attach_focus(model)
     with disable_method(model):
         found = model.generate(tokens(), **options)
     assert found.sequences.equal(expected.sequences) and not is_grouped(found.past_key_values)
@@ -398,19 +319,9 @@ def test_the_base_generates_with_its_own_cache(tiny_model):
     assert not is_grouped(model.generate(tokens(), **options).past_key_values)
 
 
-def test_a_copied_model_generates_by_itself(tiny_model):
-    model = attached(tiny_model("llama"))
-    twin = copy.deepcopy(model)
-    for method in attached_methods(twin).values():
-        torch.nn.init.normal_(method.router.centroids)
-    expected = whole(twin, tokens())
-    found, _ = stepped(twin, tokens(), [5] + [1] * 35)
-    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
-
-
 @pytest.mark.parametrize(("top_k", "rule"), RULES[:3])
-def test_a_step_reads_the_pairs_that_it_keeps_and_no_others(tiny_model, top_k, rule):
-    model = attached(tiny_model("llama"), top_k, rule)
+def test_decode_reads_exactly_the_kept_pairs(tiny_model, top_k, rule):
+    model = attach_focus(tiny_model("llama"), top_k, rule)
     ids = tokens(1, 60)
     kept: dict[int, torch.Tensor] = {}
 
@@ -421,17 +332,17 @@ def test_a_step_reads_the_pairs_that_it_keeps_and_no_others(tiny_model, top_k, r
         ).sum(-1)
 
     with observe_selections(model, observe):
-        whole(model, ids)
-    _, cache = stepped(model, ids, [37])
+        run_at_once(model, ids)
+    _, cache = run_in_chunks(model, ids, [37])
     for place in range(37, 60):
-        _, cache = stepped(model, ids[:, place : place + 1], [1], cache=cache)
+        _, cache = run_in_chunks(model, ids[:, place : place + 1], [1], cache=cache)
         for layer, grouped in enumerate(grouped_caches(cache)):
             assert grouped.pairs_read == kept[layer][0, place]
 
 
-def test_all_tokens_are_kept_once_beside_the_window(tiny_model):
-    model = attached(tiny_model("llama"), 2, "share")
-    _, cache = stepped(model, tokens(2, 60), [25] + [1] * 35)
+def test_grouped_cache_stores_each_token_once(tiny_model):
+    model = attach_focus(tiny_model("llama"), 2, "share")
+    _, cache = run_in_chunks(model, tokens(2, 60), [25] + [1] * 35)
     for grouped in grouped_caches(cache):
         near, members = grouped.local.tensors[2:]
         for row, buckets in enumerate(grouped.pool.buckets):
@@ -443,7 +354,7 @@ def test_all_tokens_are_kept_once_beside_the_window(tiny_model):
                 assert place in pooled[tuple(groups.nonzero()[:, 0].tolist())]
 
 
-def test_a_pool_grows_by_copying_now_and_then():
+def test_pool_append_amortizes_copies():
     keys = torch.randn(1, 1003, 2, 4)
     pool, rooms = GroupedKVPool(keys), set()
     for begin, stop in ((0, 3), *((place, place + 1) for place in range(3, 1003))):
@@ -461,15 +372,15 @@ def test_a_pool_grows_by_copying_now_and_then():
         assert bucket.slice_before(900) == slice(bucket.begin, bucket.begin + int((index < 900).sum()))
 
 
-def test_what_is_held_grows_with_the_tokens_alone(tiny_model):
-    model = attached(tiny_model("llama"), 1)
-    _, cache = stepped(model, tokens(1, 100), [100])
+def test_grouped_cache_bytes_grow_with_tokens(tiny_model):
+    model = attach_focus(tiny_model("llama"), 1)
+    _, cache = run_in_chunks(model, tokens(1, 100), [100])
     grouped = grouped_caches(cache)
     (_, heads, size), layers = grouped[0].pool.tensors[0].shape, len(grouped)
     token = 2 * heads * size * 4 + 8  # keys and values, place
-    for length in (200, 400, 800):
+    for length in (200, 400):
         steps = length - cache.get_seq_length()
-        _, cache = stepped(model, tokens(1, steps), [1] * steps, cache=cache)
+        _, cache = run_in_chunks(model, tokens(1, steps), [1] * steps, cache=cache)
         room = length / 4 + 4 * SPARE + 2 * 6 + SPARE  # of the buckets, and of the window
         assert (
             layers * token * length <= sum(x.bytes for x in grouped_caches(cache)) <= layers * token * (length + room)
@@ -483,15 +394,9 @@ def sampled(model, length, seed, **options):
     )  # fmt: skip
 
 
-def test_samples_repeat_by_seed(tiny_model):
-    model = attached(tiny_model("llama"), 1)
-    assert sampled(model, 300, 11).equal(sampled(model, 300, 11))
-    assert not sampled(model, 300, 11).equal(sampled(model, 300, 12))
-
-
 @pytest.mark.slow
-def test_ten_thousand_tokens_hold_what_the_cache_holds(tiny_model):
-    model = attached(tiny_model("llama", max_position_embeddings=16_384), 1)
+def test_generate_ten_thousand_tokens_leaks_no_memory(tiny_model):
+    model = attach_focus(tiny_model("llama", max_position_embeddings=16_384), 1)
     cache = prepare_cache(model.config, attached_methods(model), None)
     held: dict[int, tuple[int, int, int]] = {}
 
@@ -519,8 +424,8 @@ STATIC = {"cache_implementation": "static", "disable_compile": True, "do_sample"
 
 @pytest.mark.parametrize("family", ["llama", "gemma2", "mistral"])
 @pytest.mark.parametrize("setting", [{"top_k": 4}, {"top_k": 3, "pair_rule": "share"}, {"groups": 1}], ids=str)
-def test_static_cache_keeping_every_pair_gives_the_base_text(tiny_model, family, setting):
-    base, model = tiny_model(family), attached(tiny_model(family), **setting)
+def test_static_cache_all_pairs_kept_gives_base_text(tiny_model, family, setting):
+    base, model = tiny_model(family), attach_focus(tiny_model(family), **setting)
     ids, mask = tokens(2, 21), torch.ones(2, 21, dtype=torch.long)
     mask[0, :6] = 0
     for shown in (torch.ones_like(mask), mask):
@@ -531,8 +436,8 @@ def test_static_cache_keeping_every_pair_gives_the_base_text(tiny_model, family,
 @pytest.mark.parametrize("length", [3, 20])
 @pytest.mark.parametrize("family", ["llama", "gemma2", "mistral"])
 @torch.no_grad()
-def test_static_cache_keeping_every_pair_gives_the_base_logits(tiny_model, family, length):
-    base, model = tiny_model(family), attached(tiny_model(family), top_k=4)
+def test_static_cache_all_pairs_kept_gives_base_logits(tiny_model, family, length):
+    base, model = tiny_model(family), attach_focus(tiny_model(family), top_k=4)
     found = []
     for one in (base, model):
         cache, ids = StaticCache(config=one.config, max_cache_len=40), tokens(2, length + 6)
@@ -542,25 +447,9 @@ def test_static_cache_keeping_every_pair_gives_the_base_logits(tiny_model, famil
     torch.testing.assert_close(*found, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("way", ["model", "decoder", "torch.compile"])
-@pytest.mark.parametrize("cache", [None, "static"])
-def test_compiled_model_generates_the_eager_text(tiny_model, way, cache):
-    model, prompt = attached(tiny_model("llama"), 1), tokens(2, 12)
-    options = {"max_new_tokens": 12, "do_sample": False, "pad_token_id": 0, "cache_implementation": cache}
-    expected = model.generate(prompt, **options)
-    torch._dynamo.reset()
-    if way == "model":
-        model.compile(backend="eager")
-    elif way == "decoder":
-        model.model.compile(backend="eager")
-    else:
-        model.model = torch.compile(model.model, backend="eager")
-    assert model.generate(prompt, **options).equal(expected)
-
-
 @pytest.mark.parametrize("fullgraph", [False, True])
-def test_automatic_compile_is_off_for_a_grouped_cache_and_on_for_the_base(tiny_model, fullgraph):
-    model, base, prompt = attached(tiny_model("llama"), 1), tiny_model("llama"), tokens(2, 12)
+def test_generate_static_cache_compiles_base_alone(tiny_model, fullgraph):
+    model, base, prompt = attach_focus(tiny_model("llama"), 1), tiny_model("llama"), tokens(2, 12)
     compiled = CompileConfig(fullgraph=fullgraph, backend="eager", mode=None)
     compiled._compile_all_devices = True
     plain = {"max_new_tokens": 6, "do_sample": False, "pad_token_id": 0, "cache_implementation": "static"}
@@ -578,9 +467,9 @@ def test_automatic_compile_is_off_for_a_grouped_cache_and_on_for_the_base(tiny_m
     assert "get_compiled_call" not in vars(model) and "create_masks_for_generate" not in vars(model)
 
 
-@pytest.mark.parametrize("kind", [DynamicCache, partial(StaticCache, max_cache_len=64), OwnCache])
-def test_cache_keeps_its_class_its_identity_and_readable_keys(tiny_model, kind):
-    base, model = tiny_model("llama"), attached(tiny_model("llama"), 1)
+@pytest.mark.parametrize("kind", [DynamicCache, partial(StaticCache, max_cache_len=64), CustomCache])
+def test_given_cache_keeps_class_identity_and_keys(tiny_model, kind):
+    base, model = tiny_model("llama"), attach_focus(tiny_model("llama"), 1)
     cache, plain, ids = kind(config=model.config), DynamicCache(config=model.config), tokens(2, 30)
     before = type(cache)
     with torch.no_grad():
@@ -597,46 +486,16 @@ def test_cache_keeps_its_class_its_identity_and_readable_keys(tiny_model, kind):
     torch.testing.assert_close(cache.layers[0].values[:, :, :30], plain.layers[0].values)
 
 
-def test_cache_made_by_the_model_is_a_dynamic_cache_that_iterates(tiny_model):
-    model = attached(tiny_model("gpt2"), 1)
-    cache = model(input_ids=tokens(2, 10), use_cache=True).past_key_values
-    assert type(cache) is DynamicCache
-    for keys, values, _ in cache:
-        assert keys.shape == values.shape == (2, model.config.n_head, 10, model.config.n_embd // model.config.n_head)
-    assert DynamicCache(tuple(cache)).get_seq_length() == 10
-    cache.reset()
-    assert cache.layers[0].keys is None and cache.get_seq_length() == 0
-
-
-def test_lazy_cache_without_configuration_is_served_in_place(tiny_model):
-    model, cache, ids = attached(tiny_model("mistral"), 1), DynamicCache(), tokens(2, 20)
+def test_lazy_cache_without_config_is_filled_in_place(tiny_model):
+    model, cache, ids = attach_focus(tiny_model("mistral"), 1), DynamicCache(), tokens(2, 20)
     with torch.no_grad():
         parts = [model(input_ids=part, past_key_values=cache).logits for part in ids.split([9, 1, 10], 1)]
-    torch.testing.assert_close(torch.cat(parts, 1), whole(model, ids), rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(torch.cat(parts, 1), run_at_once(model, ids), rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("family", ["llama", "gpt2", "mistral", "gemma3"])
-def test_static_cache_with_left_padding_generates_the_dynamic_text(tiny_model, family):
-    model, ids, mask = attached(tiny_model(family), 1), tokens(2, 14), torch.ones(2, 14, dtype=torch.long)
-    mask[0, :5] = 0
-    options = {"max_new_tokens": 10, "do_sample": False, "pad_token_id": 0, "attention_mask": mask}
-    assert model.generate(ids, **{**STATIC, **options}).equal(model.generate(ids, **options))
-
-
-@pytest.mark.parametrize("kind", ["prompt lookup", "assistant"])
-def test_convolution_hybrid_rolls_its_cache_back(kind):
-    model = attached(tiny_architectures.tiny_model("lfm2"), 1)
-    prompt = tokens(1, 12).repeat(1, 2)
-    options = {"max_new_tokens": 15, "do_sample": False, "pad_token_id": 0}
-    helped = {"prompt_lookup_num_tokens": 4}
-    if kind == "assistant":
-        helped = {"assistant_model": attached(tiny_architectures.tiny_model("lfm2", seed=1), 1)}
-    assert model.generate(prompt, **options, **helped).equal(model.generate(prompt, **options))
-
-
-def test_prefix_tuning_is_refused_by_name(tiny_model):
+def test_prefix_tuning_raises(tiny_model):
     peft = pytest.importorskip("peft")
-    model = attached(tiny_model("llama"), 1)
+    model = attach_focus(tiny_model("llama"), 1)
     prefixed = peft.get_peft_model(model, peft.PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3))
     for hard in (True, False):
         set_routing(model, hard=hard)
@@ -644,29 +503,19 @@ def test_prefix_tuning_is_refused_by_name(tiny_model):
             prefixed(input_ids=tokens(1, 8))
 
 
-@pytest.mark.parametrize(("train_with", "said"), [("hard", "whole batch"), ("soft", "gate every token")])
-def test_training_mode_is_refused_a_cache_with_its_own_reason(tiny_model, train_with, said):
+@pytest.mark.parametrize(("train_with", "reason"), [("hard", "whole batch"), ("soft", "gate every token")])
+def test_generate_training_mode_raises_its_reason(tiny_model, train_with, reason):
     model = attach(tiny_model("llama"), "focus", train_with=train_with)
-    with pytest.raises(UserError, match=said):
+    with pytest.raises(UserError, match=reason):
         model.train().generate(tokens(), max_new_tokens=2)
 
 
-def test_output_attentions_is_as_with_sdpa(tiny_model):
-    base, model = tiny_model("llama"), attached(tiny_model("llama"), 1)
-    options = {"max_new_tokens": 3, "pad_token_id": 0, "return_dict_in_generate": True, "output_attentions": True}
-    for top_k in (1, 4):
-        set_routing(model, hard=True, top_k=top_k)
-        found = [one(input_ids=tokens(), output_attentions=True).attentions for one in (base, model)]
-        assert found[0] == found[1] == ()
-        assert [one.generate(tokens(), **options).attentions for one in (base, model)] == [((), (), ())] * 2
-
-
-def alone(model, ids, mask):
-    """Logits `[B, T, V]` of each row's tokens without its padding, computed by themselves."""
+def run_rows_alone(model, ids, mask):
+    """Return logits `[B, T, V]` of each row computed without its padding."""
     found = torch.zeros(*ids.shape, model.config.vocab_size)
     for row, real in enumerate(mask.bool()):
         if real.any():
-            found[row, real] = whole(model, ids[row, real][None])[0]
+            found[row, real] = run_at_once(model, ids[row, real][None])[0]
     return found
 
 
@@ -683,10 +532,8 @@ masks = st.lists(st.lists(st.booleans(), min_size=30, max_size=30), min_size=1, 
     family=st.sampled_from(["gpt2", "llama"]),
     method=st.sampled_from(["focus", "window", "random_groups", "focus_dual"]),
 )
-@settings(max_examples=40)
-def test_masked_places_inside_rows_give_each_row_its_own_logits(
-    rows, rule, hard, backend, window, sinks, family, method
-):
+@settings(max_examples=25)
+def test_forward_inner_padding_equals_rows(rows, rule, hard, backend, window, sinks, family, method):
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(1)
         model = build(f"tiny_{family}")
@@ -699,8 +546,8 @@ def test_masked_places_inside_rows_give_each_row_its_own_logits(
             set_routing(attach(model, method, window=window, sinks=sinks), hard=True, backend=backend)
         set_routing(model, hard=hard, sparse_from=1)
     mask, ids = torch.tensor(rows).long(), tokens(len(rows), 30)
-    real, expected = mask.bool(), alone(model, ids, mask)
-    torch.testing.assert_close(whole(model, ids, mask)[real], expected[real], rtol=1e-4, atol=1e-5)
+    real, expected = mask.bool(), run_rows_alone(model, ids, mask)
+    torch.testing.assert_close(run_at_once(model, ids, mask)[real], expected[real], rtol=1e-4, atol=1e-5)
     seen, positions = torch.ones(30, 30).tril().bool() & real[:, None], (mask.cumsum(1) - 1).clamp(min=0)
     found = model(input_ids=ids, attention_mask=seen[:, None], position_ids=positions, use_cache=False).logits
     torch.testing.assert_close(found[real], expected[real], rtol=1e-4, atol=1e-5)
@@ -708,8 +555,8 @@ def test_masked_places_inside_rows_give_each_row_its_own_logits(
 
 @pytest.mark.parametrize("hard", [True, False])
 @pytest.mark.parametrize("backend", ["masked", "cpu-flash"])
-def test_masked_places_inside_rows_give_each_row_its_own_gradients(tiny_model, hard, backend):
-    model = attached(tiny_model("llama"), 2, train_with="hard" if hard else "soft", assignment="softmax")
+def test_backward_inner_padding_equals_rows(tiny_model, hard, backend):
+    model = attach_focus(tiny_model("llama"), 2, train_with="hard" if hard else "soft", assignment="softmax")
     set_routing(model, hard=hard, backend=backend).train()
     ids, mask = tokens(1, 30), torch.ones(1, 30, dtype=torch.long)
     mask[0, 5:14] = mask[0, 20:22] = mask[0, 27:] = 0
@@ -723,34 +570,36 @@ def test_masked_places_inside_rows_give_each_row_its_own_gradients(tiny_model, h
     torch.testing.assert_close(*found, rtol=1e-3, atol=1e-4)
 
 
-def test_compiled_layers_count_windows_by_tokens_in_one_graph(tiny_model):
-    model, ids, mask = attached(tiny_model("llama"), 1), tokens(2, 30), torch.ones(2, 30, dtype=torch.long)
+def test_compile_inner_padding_is_one_graph(tiny_model):
+    model, ids, mask = attach_focus(tiny_model("llama"), 1), tokens(2, 30), torch.ones(2, 30, dtype=torch.long)
     mask[0, :3] = mask[0, 9:20] = mask[1, 25:] = 0
     positions, real = (mask.cumsum(1) - 1).clamp(min=0), mask.bool()
     torch._dynamo.reset()
     with torch.no_grad():
         compiled = torch.compile(model, backend="eager", fullgraph=True)
         found = compiled(input_ids=ids, attention_mask=mask, position_ids=positions, use_cache=False).logits
-    torch.testing.assert_close(found[real], alone(model, ids, mask)[real], rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(found[real], run_rows_alone(model, ids, mask)[real], rtol=1e-4, atol=1e-5)
 
 
-def test_copied_cache_continues_by_itself(tiny_model):
-    model, ids = attached(tiny_model("llama"), 1), tokens(2, 30)
-    _, cache = stepped(model, ids[:, :20], [20])
-    expected = whole(model, ids)[:, 20:]
+def test_deepcopied_cache_continues(tiny_model):
+    model, ids = attach_focus(tiny_model("llama"), 1), tokens(2, 30)
+    _, cache = run_in_chunks(model, ids[:, :20], [20])
+    expected = run_at_once(model, ids)[:, 20:]
     for one in (copy.deepcopy(cache), copy.deepcopy(cache), cache):
-        torch.testing.assert_close(stepped(model, ids[:, 20:], [4, 6], cache=one)[0], expected, rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(
+            run_in_chunks(model, ids[:, 20:], [4, 6], cache=one)[0], expected, rtol=1e-4, atol=1e-5
+        )
 
 
 @given(data=st.data(), rule=st.sampled_from(RULES[:3]), window=st.integers(0, 9), sinks=st.integers(0, 3))
-@settings(max_examples=60)
-def test_any_history_of_a_cache_gives_each_row_its_own_logits(data, rule, window, sinks):
-    """Chunks with padding anywhere, tokens that a later mask hides, crops, beams, resets: against rows alone."""
+@settings(max_examples=30)
+def test_cache_any_history_equals_rows(data, rule, window, sinks):
+    """Chunks with padding anywhere, tokens hidden by a later mask, crops, beams, resets."""
     family = data.draw(st.sampled_from(["gpt2", "llama", "mistral"]))
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         changes = {"sliding_window": 200} if family == "mistral" else {}
-        model = attached(build(f"tiny_{family}", **changes), *rule, window=window, sinks=sinks)
+        model = attach_focus(build(f"tiny_{family}", **changes), *rule, window=window, sinks=sinks)
     batch, cache = data.draw(st.integers(1, 3)), None
     ids, mask = torch.zeros(batch, 0, dtype=torch.long), torch.zeros(batch, 0, dtype=torch.long)
     seed = data.draw(st.integers(0, 1000))
@@ -793,7 +642,7 @@ def test_any_history_of_a_cache_gives_each_row_its_own_logits(data, rule, window
                 use_cache=True,
             )  # fmt: skip
         cache, real = out.past_key_values, new.bool()
-        expected = alone(model, ids, mask)[:, past:]
+        expected = run_rows_alone(model, ids, mask)[:, past:]
         torch.testing.assert_close(out.logits[real], expected[real], rtol=1e-4, atol=1e-5)
         assert cache.layers[0].keys.shape[2] == ids.shape[1]
     assert torch.isfinite(out.logits).all()
@@ -801,12 +650,12 @@ def test_any_history_of_a_cache_gives_each_row_its_own_logits(data, rule, window
 
 @pytest.mark.slow
 @pytest.mark.real
-def test_the_real_model_generates_the_text_of_recomputing():
+def test_generate_real_model_equals_recomputing():
     loaded = load_model(
         ModelConfig(name="smollm2", hub_id="owner/absent"), assets="embedded", cache=cache_root(), seed=0,
         dtype=torch.float32, from_scratch=False,
     )  # fmt: skip
-    model = attached(loaded.model, window=16, sinks=4)
+    model = attach_focus(loaded.model, window=16, sinks=4)
     prompt = loaded.tokenizer("It is a truth universally acknowledged, that", return_tensors="pt")["input_ids"]
     text = model.generate(prompt, max_new_tokens=200, do_sample=False, pad_token_id=0, eos_token_id=None)
     assert text.shape[1] == prompt.shape[1] + 200

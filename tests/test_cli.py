@@ -125,7 +125,7 @@ def test_text_that_cannot_be_used_is_named(tmp_path):
     latin.write_bytes("café".encode("latin-1"))
     assert f"data.files={empty}" in refused(*tiny(tmp_path), f"data.files={empty}")
     message = refused(*tiny(tmp_path), f"data.files={short}")
-    assert str(short) in message and "one block of 32" in message and "data.seq_len" in message
+    assert str(short) in message and "one sequence of 32" in message and "data.seq_len" in message
     message = refused(*tiny(tmp_path), f"data.files={latin}")
     assert f"{latin}: not UTF-8 at byte 3" in message and "iconv" in message
 
@@ -155,7 +155,7 @@ def test_only_the_adapter_of_this_very_model_is_accepted(tmp_path, retrofit, ada
 
     message = evaluate(adapter, "seed=1")
     assert "belongs to" in message and str(adapter) in message
-    assert "holds no focus_adapter.json" in evaluate(tmp_path / "nowhere")
+    assert "has no focus_adapter.json" in evaluate(tmp_path / "nowhere")
     damaged = shutil.copytree(adapter, tmp_path / "damaged")
     weights = damaged / "focus_adapter.safetensors"
     weights.write_bytes(weights.read_bytes()[:-50])

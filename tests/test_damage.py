@@ -118,12 +118,12 @@ def test_cached_revision_needs_all_shards(tmp_path, monkeypatch, files, complete
     place = tmp_path / "snapshots" / "c0ffee"
     for name in ("config.json", *files):
         replace_file(place / name, json.dumps({"weight_map": {"x": "a.bin", "y": "b.bin", "z": "a.bin"}}).encode())
-    there = {path.name: str(path) for path in place.iterdir()}
-    monkeypatch.setattr(load_module, "try_to_load_from_cache", lambda hub_id, name, **_: there.get(name))
-    assert load_module._cached_revision("owner/model", None) == ("c0ffee" if complete else None)
+    monkeypatch.setattr(load_module, "snapshot_download", lambda *_, **__: str(place))
+    assert load_module.find_snapshot("owner/model", None, "") == (place if complete else None)
     for index in place.glob("*.index.json"):
         index.write_text("{")
-        assert load_module._cached_revision("owner/model", None) == ("c0ffee" if "pytorch_model.bin" in files else None)
+        expected = place if "pytorch_model.bin" in files else None
+        assert load_module.find_snapshot("owner/model", None, "") == expected
 
 
 def test_attention_dropout_finds_all_spellings():

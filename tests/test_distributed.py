@@ -21,7 +21,7 @@ from safetensors.numpy import load_file
 
 from focus_exp.config import LoraConfig, PhaseConfig
 from focus_exp.data import ResumableLoader
-from focus_exp.data.loader import share_of
+from focus_exp.data.loader import split_step
 from focus_exp.errors import UserError
 from focus_exp.models.attach import attach
 from focus_exp.models.lora import add_lora
@@ -376,10 +376,10 @@ def test_loader_step_has_the_same_blocks_for_any_world_size(batch_size, accumula
         return
     if step % world_size:
         with pytest.raises(UserError, match=f"a multiple of {world_size}"):
-            share_of(batch_size, accumulate, world_size)
+            split_step(batch_size, accumulate, world_size)
         return
     dataset = torch.arange(blocks)
-    share = share_of(batch_size, accumulate, world_size)
+    share = split_step(batch_size, accumulate, world_size)
     assert share.batch_size * share.accumulate * world_size == step
     whole = ResumableLoader(dataset, batch_size, seed, accumulate=accumulate)
     parts = [
@@ -413,9 +413,9 @@ def test_loader_resumes_at_the_next_step_with_another_world_size(worlds, steps):
         return [sorted(chain(*flat[i : i + accumulated])) for i in range(0, len(flat), accumulated)]
 
     first = loader(before)
-    for _, _batch in zip(range(steps * share_of(2, 2, before).accumulate), first, strict=False):
+    for _, _batch in zip(range(steps * split_step(2, 2, before).accumulate), first, strict=False):
         pass
     later = [loader(after, rank) for rank in range(after)]
     for each in later:
         each.load_state_dict(first.state_dict())
-    assert items(later, share_of(2, 2, after).accumulate) == items([loader(1)], 2)[steps:]
+    assert items(later, split_step(2, 2, after).accumulate) == items([loader(1)], 2)[steps:]

@@ -9,7 +9,7 @@ import torch
 from running import fitting, only_run, record_of, run, tiny, without_attention
 from transformers import LlamaForCausalLM
 
-from focus_exp.data import Blocks, TokenStream
+from focus_exp.data import SequenceDataset, TokenStream
 from focus_exp.evaluation import generation
 from focus_exp.evaluation.generation import Generation, common_prefix, measure_cache
 from focus_exp.jobs import prepare
@@ -77,7 +77,9 @@ def test_generation_ignores_the_models_own_generation_config(tmp_path, monkeypat
 @pytest.mark.parametrize("sequences", [1, 2, 4, 5, 8, 40])
 def test_prompts_are_distinct_and_spread(sequences):
     tokens = np.zeros(8 * sequences, dtype=np.int32)
-    blocks = Blocks(TokenStream("text", tokens, np.array([0, len(tokens)]), ["text"]), 8, cross_documents=False)
+    blocks = SequenceDataset(
+        TokenStream("text", tokens, np.array([0, len(tokens)]), ["text"]), 8, cross_documents=False
+    )
     config = SimpleNamespace(generate=SimpleNamespace(prompts=4))
     indices = Generation(None, None, blocks, config, None, None).indices
     assert len(set(indices)) == len(indices) == min(4, sequences) and indices == sorted(indices)

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from interval_coverage import SHARED, Case, cases, coverage, main, normal
 from scipy import stats
 
-from focus_exp.data import Blocks, TokenStream
+from focus_exp.data import SequenceDataset, TokenStream
 from focus_exp.errors import UserError
 from focus_exp.results.intervals import Estimate, estimate, needed, over_seeds, student, units_of
 from focus_exp.results.losses import Losses, read_losses, write_losses
@@ -151,13 +151,13 @@ def test_losses_are_read_as_they_were_written(seed, tmp_path_factory):
 def test_every_document_has_as_many_windows_as_any_other_while_it_has_them(sizes, count):
     starts = np.cumsum([0, *(4 * size for size in sizes)])
     stream = TokenStream("text", np.zeros(starts[-1], np.int32), starts, [str(i) for i in range(len(sizes))])
-    blocks = Blocks(stream, 4, cross_documents=False)
-    chosen = blocks.spread(count)
+    blocks = SequenceDataset(stream, 4, cross_documents=False)
+    chosen = blocks.select_evenly(count)
     assert len(chosen) == len(set(chosen)) == min(count, len(blocks)) and chosen == sorted(chosen)
     taken = {name: 0 for name, size in zip(stream.documents, sizes, strict=True) if size}
-    for document, offset in blocks.places(chosen):
+    for document, offset in blocks.locate(chosen):
         assert offset % 4 == 0
         taken[document] += 1
     most = max(taken.values())
     assert all(n >= min(most - 1, sizes[int(name)]) for name, n in taken.items())
-    assert blocks.spread(None) == list(range(len(blocks)))
+    assert blocks.select_evenly(None) == list(range(len(blocks)))

@@ -1,4 +1,4 @@
-"""What an adapter is measured under: its own settings and its own base, or one sentence that says why not."""
+"""Evaluating an adapter: with its own settings and base model, or refused."""
 
 import json
 import shutil
@@ -26,7 +26,7 @@ FIT = [
 
 @pytest.fixture(scope="module")
 def retrofit(tmp_path_factory):
-    """The adapter of a run with Focus."""
+    """Train a Focus adapter."""
     folder = tmp_path_factory.mktemp("retrofit")
     assert run(*tiny(folder), "recipe.steps=2", "eval.tasks=[]").code == 0
     return only_run(folder) / "adapter"
@@ -44,7 +44,7 @@ def dual(tmp_path_factory):
     return made
 
 
-def measured(folder, adapter, *typed):
+def make_command(folder, adapter, *typed):
     """The command, without the settings that other tests have typed."""
     return [*without_attention(tiny(folder)), "job=evaluate", f"adapter={adapter}", *typed]
 
@@ -56,34 +56,38 @@ def refused(*arguments):
     return result.err
 
 
-def test_what_an_adapter_was_not_made_with_is_refused(tmp_path, retrofit):
-    message = refused(*measured(tmp_path, retrofit, "attention.window=32"))
+def test_evaluate_adapter_other_setting_raises(tmp_path, retrofit):
+    message = refused(*make_command(tmp_path, retrofit, "attention.window=32"))
     assert "attention.window=32: the adapter in" in message and "has window=8, which stays as it is" in message
     assert "train anew" in message and "top_k, pair_rule, backend can be chosen" in message
-    assert "has warm_start_steps=3" in refused(*measured(tmp_path, retrofit, "attention.warm_start_steps=9"))
+    assert "has warm_start_steps=3" in refused(*make_command(tmp_path, retrofit, "attention.warm_start_steps=9"))
     alone = shutil.copytree(retrofit, tmp_path / "alone")
-    message = refused(*measured(tmp_path, alone, "attention.warm_start_steps=3"))
+    message = refused(*make_command(tmp_path, alone, "attention.warm_start_steps=3"))
     assert "does not say its warm_start_steps" in message
     assert not (tmp_path / "runs").exists()
 
 
-def test_what_an_adapter_was_made_with_may_be_typed(tmp_path, retrofit):
-    command = measured(tmp_path, retrofit, "attention.window=8", "attention.warm_start_steps=3", "attention.top_k=2")
+def test_evaluate_adapter_same_setting_runs(tmp_path, retrofit):
+    command = make_command(
+        tmp_path, retrofit, "attention.window=8", "attention.warm_start_steps=3", "attention.top_k=2"
+    )
     assert run(*command).code == 0
     assert record_of(tmp_path).setting("attention", "top_k") == 2
 
 
-def test_a_budget_is_the_one_that_it_was_made_with(tmp_path, dual):
-    chosen = measured(tmp_path, dual["budget"], "attention=focus_dual", "attention.groups=4")
+def test_evaluate_adapter_other_budget_raises(tmp_path, dual):
+    chosen = make_command(tmp_path, dual["budget"], "attention=focus_dual", "attention.groups=4")
     message = refused(*chosen, "attention.density=0.1")
     assert "attention.density=0.1" in message and "has density=0.3" in message and "train anew for another" in message
     assert "reads as many groups as its budget says" in refused(*chosen, "attention.top_k=3")
     assert run(*chosen, "attention.density=0.3", "attention.top_k=1").code == 0
-    without = measured(tmp_path, dual["free"], "attention=focus_dual", "attention.groups=4", "attention.density=0.1")
+    without = make_command(
+        tmp_path, dual["free"], "attention=focus_dual", "attention.groups=4", "attention.density=0.1"
+    )
     assert "has density=None" in refused(*without)
 
 
-def test_how_many_groups_a_query_reads_is_the_adapters_own_unless_asked(tmp_path, retrofit, dual):
+def test_with_adapter_top_k_is_the_adapters_unless_given(tmp_path, retrofit, dual):
     place = shutil.copytree(retrofit, tmp_path / "share")
     description = json.loads((place / DESCRIPTION).read_text())
     description["options"] |= {"top_k": 2, "pair_rule": "share"}
@@ -104,8 +108,8 @@ def test_how_many_groups_a_query_reads_is_the_adapters_own_unless_asked(tmp_path
     assert read(dual["free"], "attention=focus_dual", "attention.top_k=4")[0] == 4
 
 
-def test_every_arm_is_measured_under_the_adapters_settings(tmp_path, retrofit):
-    compared = [*measured(tmp_path, retrofit), "job=compare"]
+def test_compare_adapter_other_setting_raises(tmp_path, retrofit):
+    compared = [*make_command(tmp_path, retrofit), "job=compare"]
     conf = tmp_path / "conf"
     wide = write_variants(conf, {"wide": ["attention.window=32"]})
     assert "attention.window=32: the adapter in" in refused(*compared, *wide)
@@ -115,28 +119,28 @@ def test_every_arm_is_measured_under_the_adapters_settings(tmp_path, retrofit):
 
 
 def configured(*arguments):
-    """What the command would measure its adapter with."""
+    """Return the configuration of an evaluation."""
     typed = ["job=evaluate", *map(quote_override, arguments)]
     register_schemas()
     with initialize_config_dir(conf_dir(), version_base="1.3"):
         return with_adapter(parse(compose("config", typed)), typed)
 
 
-def base_of(*arguments):
+def find_base(*arguments):
     return configured(*arguments).model
 
 
-def test_the_base_is_that_of_the_run_in_which_the_adapter_lies(tmp_path, retrofit):
-    command = [part for part in measured(tmp_path, retrofit) if not part.startswith("model=")]
+def test_with_adapter_base_is_its_runs(tmp_path, retrofit):
+    command = [part for part in make_command(tmp_path, retrofit) if not part.startswith("model=")]
     assert run(*command).code == 0
     assert record_of(tmp_path).setting("model", "name") == "tiny_llama"
     given = f"adapter={retrofit}"
-    assert base_of(given, "model=tiny_gpt2").name == "tiny_gpt2"
-    assert base_of(given, "+experiment=retrofit_124m").name == "gpt2_124m"
+    assert find_base(given, "model=tiny_gpt2").name == "tiny_gpt2"
+    assert find_base(given, "+experiment=retrofit_124m").name == "gpt2_124m"
 
 
-def test_an_arm_that_chooses_a_model_keeps_it(tmp_path, retrofit):
-    command = [part for part in measured(tmp_path, retrofit) if not part.startswith("model=")]
+def test_compare_adapter_variant_keeps_its_model(tmp_path, retrofit):
+    command = [part for part in make_command(tmp_path, retrofit) if not part.startswith("model=")]
     result = run(*command, "job=compare", *write_variants(tmp_path / "conf", {"own": [], "other": ["model=tiny_gpt2"]}))
     assert result.code == 0, result.err
     arms = {record.config["variant"]: record for record in map(Record.load, (tmp_path / "runs").rglob("record.json"))}
@@ -144,39 +148,39 @@ def test_an_arm_that_chooses_a_model_keeps_it(tmp_path, retrofit):
     assert arms["other"].status == "failed" and "model.path=" in arms["other"].error
 
 
-def test_the_base_is_the_one_that_was_trained_with_the_adapter(tmp_path, retrofit):
+def test_with_adapter_base_is_the_trained_model(tmp_path, retrofit):
     place = shutil.copytree(retrofit, tmp_path / "run" / "adapter")
     (tmp_path / "run" / "model").mkdir()
     (tmp_path / "run" / "model" / "config.json").write_text("{}")
-    assert base_of(f"adapter={place}").path == str(tmp_path / "run" / "model")
+    assert find_base(f"adapter={place}").path == str(tmp_path / "run" / "model")
 
 
-def test_the_base_of_an_adapter_that_lies_in_no_run_is_the_hubs(tmp_path, retrofit):
+def test_with_adapter_without_run_uses_the_hubs_base(tmp_path, retrofit):
     place = shutil.copytree(retrofit, tmp_path / "adapter")
-    assert base_of(f"adapter={place}").name == "gpt2_124m"
+    assert find_base(f"adapter={place}").name == "gpt2_124m"
     description = json.loads((place / DESCRIPTION).read_text())
     description["base_model"] |= {"name": "mine/llama", "revision": "abc"}
     (place / DESCRIPTION).write_text(json.dumps(description))
-    model = base_of(f"adapter={place}")
+    model = find_base(f"adapter={place}")
     assert (model.name, model.hub_id, model.revision, model.path) == ("llama", "mine/llama", "abc", None)
 
 
-def test_a_base_that_is_gone_is_named(tmp_path, retrofit):
+def test_with_adapter_missing_base_raises(tmp_path, retrofit):
     place = tmp_path / "run" / "adapter"
     shutil.copytree(retrofit, place)
     record = Record.load(retrofit.with_name(RECORD))
     record.config["model"]["path"] = "my/model"
     record.save(place.with_name(RECORD))
-    message = refused(*(part for part in measured(tmp_path, place) if not part.startswith("model=")))
+    message = refused(*(part for part in make_command(tmp_path, place) if not part.startswith("model=")))
     assert "is of model.path=my/model, which is gone" in message
-    assert "model.path=<its folder> or model.hub_id=<owner/name>" in message
+    assert "model.path=" in message
 
 
-def test_settings_of_another_method_are_taken_or_refused(tmp_path, dual):
+def test_evaluate_adapter_other_methods_settings(tmp_path, dual):
     """Without attention= they are those of Focus."""
-    assert run(*measured(tmp_path, dual["free"], "attention.top_k=3")).code == 0
+    assert run(*make_command(tmp_path, dual["free"], "attention.top_k=3")).code == 0
     found = record_of(tmp_path)
     assert (found.setting("attention", "method"), found.setting("attention", "top_k")) == ("focus_dual", 3)
-    message = refused(*measured(tmp_path, dual["free"], "attention.temperature=0.2"))
+    message = refused(*make_command(tmp_path, dual["free"], "attention.temperature=0.2"))
     assert "is of focus_dual, which has no temperature" in message
-    assert "has no pair_rule" in refused(*measured(tmp_path, dual["free"], "attention.pair_rule=share"))
+    assert "has no pair_rule" in refused(*make_command(tmp_path, dual["free"], "attention.pair_rule=share"))

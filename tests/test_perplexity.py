@@ -18,7 +18,7 @@ from running import attention_of, fitting, only_run, record_of, router_steps, ru
 from focus_exp import attach, disable_method, set_routing
 from focus_exp import config as schema
 from focus_exp.attention.selection import Selection, Sequence, count_pairs
-from focus_exp.data import Blocks, TokenStream
+from focus_exp.data import SequenceDataset, TokenStream
 from focus_exp.evaluation import perplexity
 from focus_exp.evaluation.controls import BASE, RANDOM_GROUPS, SOFT, WINDOW_ONLY
 from focus_exp.evaluation.perplexity import (
@@ -76,7 +76,7 @@ def random_losses(sequences: int, length: int, seed: int) -> np.ndarray:
 @settings(max_examples=8)
 def test_score_every_token_once_given_its_sequence_so_far(tiny_llama, stride, with_bos, batch_size, seed):
     stream = random_stream([40, 5, 23], seed)
-    blocks = Blocks(stream, 16, stride=stride, bos=BOS if with_bos else None, cross_documents=False)
+    blocks = SequenceDataset(stream, 16, stride=stride, bos=BOS if with_bos else None, cross_documents=False)
     nll = score_all(tiny_llama, blocks, batch_size).nll
     expected, scored = np.full(nll.shape, np.nan), []
     for index, start in enumerate(blocks.starts):
@@ -95,7 +95,7 @@ def test_score_every_token_once_given_its_sequence_so_far(tiny_llama, stride, wi
 @pytest.mark.parametrize("batch_size", [3, 100])
 def test_score_batch_size_changes_neither_losses_nor_pairs(tiny_model, batch_size):
     model = set_routing(attach(tiny_model("llama"), "focus", window=4, sinks=2), hard=True)
-    blocks = Blocks(random_stream([400]), 32, stride=20, cross_documents=True)
+    blocks = SequenceDataset(random_stream([400]), 32, stride=20, cross_documents=True)
     single, many = score_all(model, blocks, 1), score_all(model, blocks, batch_size)
     np.testing.assert_allclose(many.nll, single.nll, rtol=0, atol=1e-5)
     assert single.pairs.totals[:2] == many.pairs.totals[:2]
@@ -103,7 +103,7 @@ def test_score_batch_size_changes_neither_losses_nor_pairs(tiny_model, batch_siz
 
 
 def test_score_disabled_method_counts_no_pairs(tiny_model):
-    model, blocks = tiny_model("llama"), Blocks(random_stream([64]), 32, cross_documents=True)
+    model, blocks = tiny_model("llama"), SequenceDataset(random_stream([64]), 32, cross_documents=True)
     base = score_all(model, blocks)
     attach(model, "window", window=4, sinks=0)
     with disable_method(model):
@@ -138,7 +138,7 @@ def test_score_non_finite_loss_raises(tiny_model):
     with torch.no_grad():
         model.get_input_embeddings().weight[stream.tokens[40]] = float("nan")
     with pytest.raises(RuntimeError, match="not finite"):
-        score_all(model, Blocks(stream, 32, cross_documents=True))
+        score_all(model, SequenceDataset(stream, 32, cross_documents=True))
 
 
 @given(sequences=st.integers(1, 6), length=st.integers(1, 40), seed=SEEDS)
@@ -204,7 +204,7 @@ def measure(tiny_model, tmp_path) -> Callable[..., PerplexityEvaluator]:
         on_round=None,
     ) -> PerplexityEvaluator:
         config, model = config or make_config(), tiny_model(family)
-        blocks = Blocks(random_stream([7 * T, 3 * T, 5 * T]), T, cross_documents=True)
+        blocks = SequenceDataset(random_stream([7 * T, 3 * T, 5 * T]), T, cross_documents=True)
         evaluator = PerplexityEvaluator(model, blocks, config, FLOAT32, tmp_path / folder)
         prepare_evaluator(evaluator)
         evaluator.measure_base()

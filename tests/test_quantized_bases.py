@@ -1,4 +1,4 @@
-"""Quantized bases: attach changes nothing in them, routers train on them, adapters come back."""
+"""Quantized bases: unchanged by attach, trainable routers, adapters."""
 
 import pytest
 import torch
@@ -7,7 +7,7 @@ from transformers import AutoModelForCausalLM, BitsAndBytesConfig, PreTrainedMod
 
 from focus_exp import attach, detach, freeze, load_adapter, save_adapter, set_routing
 from focus_exp.models import self_check
-from focus_exp.models.attach import PACKS
+from focus_exp.models.attach import REPACKS
 from focus_exp.models.load import fingerprint
 from focus_exp.models.methods import attached_methods
 
@@ -15,11 +15,11 @@ OPTIONS = {"groups": 4, "window": 4, "sinks": 1}
 
 
 @pytest.fixture(autouse=True)
-def nothing_checked(monkeypatch):
+def clear_verified(monkeypatch):
     monkeypatch.setattr(self_check, "VERIFIED", set())
 
 
-def quantized(model: PreTrainedModel, kind: str, folder) -> PreTrainedModel:
+def quantize(model: PreTrainedModel, kind: str, folder) -> PreTrainedModel:
     if kind == "none":
         return model
     if kind == "dynamic":
@@ -37,20 +37,20 @@ def quantized(model: PreTrainedModel, kind: str, folder) -> PreTrainedModel:
     return AutoModelForCausalLM.from_pretrained(folder, quantization_config=config, device_map="cpu")
 
 
-def pack_on_any_cpu(model: PreTrainedModel) -> list[nn.Module]:
+def force_repacking(model: PreTrainedModel) -> list[nn.Module]:
     """Have 4-bit layers repack their weights as on a CPU with AVX512-BF16; returns them."""
-    layers = [module for module in model.modules() if hasattr(module, PACKS)]
+    layers = [module for module in model.modules() if hasattr(module, REPACKS)]
     for layer in layers:
-        setattr(layer, PACKS, True)
+        setattr(layer, REPACKS, True)
     return layers
 
 
-def tokens_of() -> Tensor:
+def make_tokens() -> Tensor:
     return torch.randint(3, 100, (2, 40), generator=torch.Generator().manual_seed(0))
 
 
-def state_of(model: PreTrainedModel) -> dict[str, object]:
-    """What a check could leave behind on a base."""
+def collect_state(model: PreTrainedModel) -> dict[str, object]:
+    """Collect the state that attach must not change."""
     state: dict[str, object] = {
         name: value for name, value in model.state_dict().items() if ".focus." not in name and type(value) is Tensor
     }
@@ -88,18 +88,18 @@ def assert_same_state(now: dict[str, object], before: dict[str, object]) -> None
     ],
 )
 def test_attach_and_detach_leave_the_state_of_the_base(tiny_model, tmp_path, family, kind, training):
-    model = quantized(tiny_model(family), kind, tmp_path).train(training)
-    pack_on_any_cpu(model)
-    before = {name: x.clone() if isinstance(x, Tensor) else x for name, x in state_of(model).items()}
+    model = quantize(tiny_model(family), kind, tmp_path).train(training)
+    force_repacking(model)
+    before = {name: x.clone() if isinstance(x, Tensor) else x for name, x in collect_state(model).items()}
     attach(model, "window", window=4)
     assert len(self_check.VERIFIED) == 1
-    assert_same_state(state_of(model), before)
-    assert_same_state(state_of(detach(model)), before)
+    assert_same_state(collect_state(model), before)
+    assert_same_state(collect_state(detach(model)), before)
 
 
 def test_router_on_an_nf4_base_trains_and_its_adapter_loads_again(tiny_model, tmp_path):
-    model = quantized(tiny_model("llama"), "nf4", tmp_path / "base")
-    layers = pack_on_any_cpu(model)
+    model = quantize(tiny_model("llama"), "nf4", tmp_path / "base")
+    layers = force_repacking(model)
     before = fingerprint(model)
     attach(model, **OPTIONS)
     parameters = [model.get_parameter(name) for name in freeze(model)]
@@ -107,8 +107,8 @@ def test_router_on_an_nf4_base_trains_and_its_adapter_loads_again(tiny_model, tm
     optimizer = torch.optim.AdamW(parameters, lr=1e-2)
     for _ in range(2):
         with torch.no_grad():
-            model.eval()(tokens_of())
-        model.train()(tokens_of(), labels=tokens_of()).loss.backward()
+            model.eval()(make_tokens())
+        model.train()(make_tokens(), labels=make_tokens()).loss.backward()
         assert all(p.grad is not None and p.grad.any() for p in parameters)
         optimizer.step()
         optimizer.zero_grad()
@@ -116,28 +116,27 @@ def test_router_on_an_nf4_base_trains_and_its_adapter_loads_again(tiny_model, tm
     assert fingerprint(model) == before
     save_adapter(model, tmp_path / "adapter")
     set_routing(model.eval(), hard=True)
-    assert layers and not any(getattr(layer, PACKS) for layer in layers)
+    assert layers and not any(getattr(layer, REPACKS) for layer in layers)
     with torch.no_grad():
-        expected = model(tokens_of()).logits
+        expected = model(make_tokens()).logits
     fresh = AutoModelForCausalLM.from_pretrained(
         tmp_path / "base", quantization_config=model.config.quantization_config, device_map="cpu"
     )
     loaded = load_adapter(fresh, tmp_path / "adapter")
     with torch.no_grad():
-        torch.testing.assert_close(loaded(tokens_of()).logits, expected, atol=1e-5, rtol=1e-5)
+        torch.testing.assert_close(loaded(make_tokens()).logits, expected, atol=1e-5, rtol=1e-5)
     detach(model)
-    assert all(getattr(layer, PACKS) for layer in layers)
+    assert all(getattr(layer, REPACKS) for layer in layers)
 
 
-@pytest.mark.parametrize("family", ["llama", "gemma2", "mistral"])
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize(("family", "seed"), [("llama", 0), ("gemma2", 1), ("mistral", 2)])
 def test_attach_serves_layers_without_parameters(tiny_model, tmp_path, family, seed):
-    model = quantized(tiny_model(family, seed=seed), "dynamic", tmp_path)
+    model = quantize(tiny_model(family, seed=seed), "dynamic", tmp_path)
     set_routing(attach(model, **OPTIONS), hard=True)
     methods = attached_methods(model).values()
     assert {p.device.type for method in methods for p in method.parameters()} == {"cpu"}
     with torch.no_grad():
-        assert model(tokens_of()).logits.isfinite().all()
+        assert model(make_tokens()).logits.isfinite().all()
 
 
 @pytest.mark.parametrize("family", ["llama"])
@@ -159,4 +158,4 @@ def test_attach_finds_the_device_of_layers_with_buffers_alone(tiny_model, family
         assert not list(layer.self_attn.parameters())
     set_routing(attach(model, **OPTIONS), hard=True)
     with torch.no_grad():
-        assert model(tokens_of()).logits.isfinite().all()
+        assert model(make_tokens()).logits.isfinite().all()

@@ -33,7 +33,7 @@ from focus_exp.attention.selection import (
 )
 from focus_exp.attention.sparse import sparse_attention
 from focus_exp.config import ModelConfig
-from focus_exp.data.books import read as read_books
+from focus_exp.data.books import read_books
 from focus_exp.evaluation.perplexity import token_losses
 from focus_exp.models.load import load_model
 from focus_exp.models.methods import attached_methods

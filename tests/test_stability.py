@@ -19,7 +19,7 @@ from focus_exp import config as schema
 from focus_exp.attention.router import balance_loss, entropy_loss, follow_means, kmeans
 from focus_exp.attention.selection import Sequence
 from focus_exp.config_attention import FocusConfig
-from focus_exp.data import Blocks, TokenStream
+from focus_exp.data import SequenceDataset, TokenStream
 from focus_exp.models.methods import attached_methods
 from focus_exp.records.answers import phases
 from focus_exp.records.comparison import load_run
@@ -48,9 +48,9 @@ TRIED = [
 FOR_THE_METHOD = (*LOSSES, "detach_inputs", "centroid_update", "assignment", "train_with")
 
 
-def blocks_of(seed: int) -> Blocks:
+def blocks_of(seed: int) -> SequenceDataset:
     tokens = np.random.default_rng(seed).integers(0, 256, 8 * T, dtype=np.int32)
-    return Blocks(TokenStream("random", tokens, np.array([0, len(tokens)]), ["text"]), T, cross_documents=True)
+    return SequenceDataset(TokenStream("random", tokens, np.array([0, len(tokens)]), ["text"]), T, cross_documents=True)
 
 
 def attached(model, options):

@@ -13,7 +13,7 @@ from transformers import OPTConfig, OPTForCausalLM
 from focus_exp import attach
 from focus_exp import config as schema
 from focus_exp.config_attention import FocusConfig
-from focus_exp.data import Blocks, TokenStream
+from focus_exp.data import SequenceDataset, TokenStream
 from focus_exp.errors import UserError
 from focus_exp.models.methods import attached_methods, observe_selections
 from focus_exp.results.metrics import METRICS, read_metrics
@@ -48,7 +48,7 @@ def train(model, phase: schema.PhaseConfig, folder: Path, attention: dict | None
         trainer=schema.TrainerConfig(name="trainer", accelerator="cpu", progress=False, **trainer),
         logger=schema.LoggerConfig(name="logger"),
     )
-    train_phase(model, Blocks(stream, T, cross_documents=True), config, phase, "phase", 0, FLOAT32, folder, [])
+    train_phase(model, SequenceDataset(stream, T, cross_documents=True), config, phase, "phase", 0, FLOAT32, folder, [])
     return [line["loss"] for line in read_metrics(folder / METRICS)]
 
 

@@ -13,7 +13,7 @@ from transformers import T5Config
 
 from focus_exp import __main__ as command_line
 from focus_exp.__main__ import conf_dir
-from focus_exp.assets import ADAPTER_FILES, adapter_folder
+from focus_exp.assets import ADAPTER_FILES, find_adapter
 from focus_exp.errors import UserError
 from focus_exp.explain import arranged
 from focus_exp.models.random import byte_tokenizer
@@ -88,10 +88,10 @@ def test_a_mistake_is_answered_with_what_to_type(settings, tmp_path, monkeypatch
 
 
 ADAPTERS = {
-    "runs/nowhere/at/all": ["runs/nowhere/at/all", "holds no focus_adapter.json", "no such folder"],
-    "./my/adapter": ["/my/adapter holds no focus_adapter.json", "no such folder"],
+    "runs/nowhere/at/all": ["runs/nowhere/at/all", "has no focus_adapter.json", "no such folder"],
+    "./my/adapter": ["/my/adapter has no focus_adapter.json", "no such folder"],
     "~/nowhere": [f"{Path.home()}/nowhere", "no such folder"],
-    "my/adapter": ["my/adapter is no folder here, nor to be had from the hub", "HF_HUB_OFFLINE"],
+    "my/adapter": ["adapter my/adapter not found", "HF_HUB_OFFLINE"],
 }
 
 
@@ -106,7 +106,7 @@ def test_an_adapter_is_named_by_its_run_its_folder_or_a_file_in_it(tmp_path):
     adapter.mkdir(parents=True)
     (adapter / ADAPTER_FILES[0]).write_text("")
     for name in (tmp_path / "run", adapter, adapter / ADAPTER_FILES[0]):
-        assert adapter_folder(name) == adapter
+        assert find_adapter(name) == adapter
 
 
 def test_options_may_stand_anywhere():

@@ -1,4 +1,4 @@
-"""Every model file describes the model it names: parameters are counted, tiny models run."""
+"""The files in conf/model: parameter counts, paper settings, tiny models."""
 
 import re
 from dataclasses import replace
@@ -33,9 +33,9 @@ PARAMETERS = {
 }
 
 
-# made here, from random weights
+# with random weights
 OWN = {"books_6m", *(f"tiny_{family}" for family in FAMILIES)}
-# of a router of K = 4 groups and 16 dimensions: layers (16 E + 16 K), paper section 1
+# router parameters with K = 4 and R = 16: layers (16 E + 16 K), paper section 1
 ROUTERS = {
     "gpt2_124m": 148_224,
     "gpt2_774m": 739_584,
@@ -53,25 +53,25 @@ ROUTERS = {
 }
 
 
-def meta(name: str) -> PreTrainedModel:
-    with torch.device("meta"):
+def build_on_meta(name: str) -> PreTrainedModel:
+    with torch.device("build_on_meta"):
         return build(name)
 
 
-def routers(model: PreTrainedModel) -> int:
+def count_routers(model: PreTrainedModel) -> int:
     return sum(parameter.numel() for name, parameter in model.named_parameters() if is_trainable(name, "router"))
 
 
 FILES = sorted(path for path in ZOO.glob("*.yaml") if path.stem != "base")
 
 
-def test_every_file_is_tested() -> None:
+def test_zoo_every_file_is_counted() -> None:
     assert {path.stem for path in FILES} == {*PARAMETERS, *OWN}
     assert {*ROUTERS} == {*PARAMETERS}
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
-def test_file_names_itself_and_its_revision(path) -> None:
+def test_zoo_file_has_name_and_revision(path) -> None:
     config = OmegaConf.load(path)
     assert config.name == path.stem
     assert ("hub_id" in config) == ("revision" in config) == ("dtype" in config) == (path.stem not in OWN)
@@ -79,22 +79,24 @@ def test_file_names_itself_and_its_revision(path) -> None:
 
 
 @pytest.mark.parametrize("name", PARAMETERS)
-def test_setting_of_the_paper_is_a_valid_configuration(name: str) -> None:
+def test_zoo_paper_settings_are_a_valid_config(name: str) -> None:
     with initialize_config_dir(str(ZOO.parent), version_base="1.3"):
         register_schemas()
         paper = OmegaConf.load(ZOO / f"{name}.yaml").get("paper", [])
         config = parse(compose("config", [f"model={name}", *paper]))
     assert config.model.paper == paper and config.data.seq_len == 1024
     assert config.attention.top_k <= config.attention.groups
-    # what it is trained in, and how it is stored, says nothing of what a run computes
+    # the paper's settings and the stored dtype do not change what a run computes
     assert config_hash(config) == config_hash(replace(config, model=replace(config.model, paper=[], dtype=None)))
 
 
 @pytest.mark.parametrize("name", PARAMETERS)
-def test_focus_attaches_with_as_many_parameters_as_the_paper_counts(name: str) -> None:
-    model = attach(meta(name), "focus", groups=4)
+def test_zoo_parameters_of_model_and_router_equal_the_papers(name: str) -> None:
+    model = build_on_meta(name)
+    assert model.num_parameters() == PARAMETERS[name]
+    attach(model, "focus", groups=4)
     assert len(attached_methods(model)) == model.config.num_hidden_layers
-    assert routers(model) == ROUTERS[name]
+    assert count_routers(model) == ROUTERS[name]
     assert sum(p.numel() for p in model.parameters()) == PARAMETERS[name] + ROUTERS[name]
 
 
@@ -107,20 +109,13 @@ def test_focus_attaches_with_as_many_parameters_as_the_paper_counts(name: str) -
         ("mistral_7b_instruct", 2, 16, 2_098_176),
     ],
 )
-def test_router_sizes_that_the_paper_prints(name: str, groups: int, routing_dim: int, count: int) -> None:
-    assert routers(attach(meta(name), "focus", groups=groups, routing_dim=routing_dim)) == count
-
-
-@pytest.mark.parametrize("name", PARAMETERS)
-def test_parameter_count(name: str) -> None:
-    model = meta(name)
-    assert model.num_parameters() == PARAMETERS[name]
+def test_router_sizes_equal_the_papers(name: str, groups: int, routing_dim: int, count: int) -> None:
+    assert count_routers(attach(build_on_meta(name), "focus", groups=groups, routing_dim=routing_dim)) == count
 
 
 @pytest.mark.parametrize("name", [*PARAMETERS, *sorted(OWN)])
-def test_config_knows_every_field(name: str) -> None:
-    """A misspelt field would only become an unused attribute of the config."""
-    model = meta(name)
+def test_zoo_architecture_fields_exist(name: str) -> None:
+    model = build_on_meta(name)
     written = OmegaConf.load(ZOO / f"{name}.yaml").architecture
     known = set(type(model.config)().to_dict())
     assert set(written) <= known, set(written) - known
@@ -128,7 +123,7 @@ def test_config_knows_every_field(name: str) -> None:
 
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_tiny_model_runs(tiny_model, family: str, dtype: torch.dtype) -> None:
+def test_tiny_model_is_finite_and_deterministic(tiny_model, family: str, dtype: torch.dtype) -> None:
     tokens = torch.arange(40)[None]
     logits = tiny_model(family, dtype)(tokens).logits
     assert logits.shape == (1, 40, 257) and logits.dtype == dtype and logits.isfinite().all()
@@ -136,8 +131,7 @@ def test_tiny_model_runs(tiny_model, family: str, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_tiny_windows(tiny_model, family: str) -> None:
-    """Two layers with a window of 8 see 14 tokens back; one full layer sees everything."""
+def test_tiny_model_window_limits_context(tiny_model, family: str) -> None:
     model = tiny_model(family, torch.float64)
     tokens = torch.arange(40)[None]
     changed = tokens.masked_fill(tokens == 0, 200)
@@ -146,6 +140,6 @@ def test_tiny_windows(tiny_model, family: str) -> None:
 
 
 @pytest.mark.parametrize(("family", "sliding"), [("qwen2", 1), ("gemma2", 0), ("gemma3", 0)])
-def test_tiny_interleaving(tiny_model, family: str, sliding: int) -> None:
+def test_tiny_model_interleaves_layer_types(tiny_model, family: str, sliding: int) -> None:
     kinds = tiny_model(family).config.layer_types
     assert [kind == "sliding_attention" for kind in kinds] == [layer == sliding for layer in range(2)]

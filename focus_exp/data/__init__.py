@@ -1,7 +1,7 @@
-"""Text: fetched, split, tokenised once, cut into blocks, served in an order that can be resumed."""
+"""Text: found, split, tokenized once, packed into sequences, served in an order that can be resumed."""
 
-from focus_exp.data.corpora import SPLITS, Corpus, load_corpus
+from focus_exp.data.corpus import SPLITS, Corpus, load_corpus
 from focus_exp.data.loader import ResumableLoader
-from focus_exp.data.tokens import Blocks, TokenStream, bos_of
+from focus_exp.data.packing import SequenceDataset, TokenStream, find_bos
 
-__all__ = ["SPLITS", "Blocks", "Corpus", "ResumableLoader", "TokenStream", "bos_of", "load_corpus"]
+__all__ = ["SPLITS", "Corpus", "ResumableLoader", "SequenceDataset", "TokenStream", "find_bos", "load_corpus"]

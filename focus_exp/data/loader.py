@@ -1,4 +1,4 @@
-"""Batches in an order that is a function of (seed, epoch), with exact resume in mid-epoch."""
+"""Batches in an order that is a function of (seed, epoch), with exact resume within an epoch."""
 
 from __future__ import annotations
 
@@ -14,11 +14,12 @@ from focus_exp.errors import UserError
 
 
 @dataclass(frozen=True)
-class Share:
-    """What one of `world_size` processes does of an optimiser step of `accumulate` batches of `batch_size` items.
+class StepSplit:
+    """How one process takes part in an optimizer step.
 
-    A batch is split over as many processes as divide it, `batch_size` items each; with more processes than that
-    `parallel` batches of the step are computed at the same time, and each process accumulates `accumulate` of them.
+    batch_size: items of a batch in this process.
+    accumulate: batches that this process accumulates.
+    parallel: batches of the step computed at the same time, by different processes.
     """
 
     batch_size: int
@@ -26,32 +27,30 @@ class Share:
     parallel: int
 
 
-def share_of(batch_size: int, accumulate: int, world_size: int) -> Share:
-    """UserError where a step cannot be dealt out evenly."""
+def split_step(batch_size: int, accumulate: int, world_size: int) -> StepSplit:
+    """Split a step of `accumulate` batches of `batch_size` items over processes; raises UserError if it is uneven."""
     if batch_size * accumulate % world_size:
         raise UserError(
-            f"trainer.batch_size={batch_size} x trainer.accumulate={accumulate} sequences in a step cannot be split "
-            f"evenly over {world_size} processes; make their product a multiple of {world_size}, or change "
-            "trainer.devices"
+            f"trainer.batch_size={batch_size} x trainer.accumulate={accumulate} must be a multiple of {world_size} "
+            f"processes. Change it to a multiple of {world_size}, or change trainer.devices."
         )
-    split = math.gcd(batch_size, world_size)
-    parallel = world_size // split
-    return Share(batch_size // split, accumulate // parallel, parallel)
+    processes = math.gcd(batch_size, world_size)  # that share a batch
+    parallel = world_size // processes
+    return StepSplit(batch_size // processes, accumulate // parallel, parallel)
 
 
 class EpochShuffle(Sampler[int]):
-    """This process's share of a permutation drawn from (seed, epoch), cut to whole optimiser steps of `step` items.
+    """This process's part of a permutation drawn from (seed, epoch), cut to whole optimizer steps of `step` items.
 
-    The items of a step are the same whatever `world_size`: `batch_size` of them to every process in turn. Lightning
-    calls `set_epoch` at each epoch, and takes a short step at its end if batches to accumulate are missing.
+    The items of a step do not depend on `world_size`: each process takes `batch_size` of them in turn. Lightning calls
+    `set_epoch` at each epoch, and would end it with a short step if batches to accumulate were missing.
     """
 
     def __init__(self, length: int, seed: int, step: int, batch_size: int, rank: int = 0, world_size: int = 1):
         self.length, self.seed, self.step, self.batch_size = length, seed, step, batch_size
         self.rank, self.world_size = rank, world_size
         self.epoch = 0
-        # items to skip in the next pass only
-        self.start = 0
+        self.start = 0  # items to skip in the next pass
 
     def __len__(self) -> int:
         return self.length // self.step * self.step // self.world_size
@@ -62,17 +61,21 @@ class EpochShuffle(Sampler[int]):
     def __iter__(self) -> Iterator[int]:
         generator = torch.Generator().manual_seed(self.seed * 1_000_003 + self.epoch)
         order = torch.randperm(self.length, generator=generator)[: len(self) * self.world_size]
-        own = order.view(-1, self.world_size, self.batch_size)[:, self.rank].flatten().tolist()
+        indices = order.view(-1, self.world_size, self.batch_size)[:, self.rank].flatten().tolist()
         start, self.start = self.start, 0
-        return iter(own[start:])
+        return iter(indices[start:])
 
 
 class ResumableLoader(DataLoader):
-    """A DataLoader whose `state_dict` lets new processes, of whatever number, go on with the very next step.
+    """A DataLoader that resumes with the very next step, also with another number of processes.
 
-    `batch_size` and `accumulate` are those of all processes together, which see disjoint blocks. An epoch is cut to
-    whole steps, and `len` is always that of a full epoch. Raises UserError when there is less than one step, when it
-    cannot be split, or when the state is that of another loader.
+    Processes see disjoint sequences, an epoch is cut to whole steps, and `len` is that of a full epoch.
+
+    Args:
+        batch_size, accumulate: of all processes together.
+
+    Raises:
+        UserError: there is less than one step, or it cannot be split evenly.
     """
 
     def __init__(
@@ -86,37 +89,36 @@ class ResumableLoader(DataLoader):
         rank: int = 0,
         world_size: int = 1,
     ):
-        blocks = len(dataset)  # type: ignore[arg-type]
-        if blocks < batch_size * accumulate:
+        length = len(dataset)  # type: ignore[arg-type]
+        if length < batch_size * accumulate:
             raise UserError(
-                f"{blocks} blocks are less than one step of {accumulate} x {batch_size}.\n"
+                f"training needs {accumulate} x {batch_size} sequences a step (got {length}).\n"
                 "Lower trainer.batch_size, trainer.accumulate or data.seq_len, or use more text."
             )
-        self.share = share_of(batch_size, accumulate, world_size)
-        self.order = EpochShuffle(blocks, seed, batch_size * accumulate, self.share.batch_size, rank, world_size)
-        self._identity = {"blocks": blocks, "batch_size": batch_size, "seed": seed}
+        self.split = split_step(batch_size, accumulate, world_size)
+        self.order = EpochShuffle(length, seed, batch_size * accumulate, self.split.batch_size, rank, world_size)
+        self._identity = {"blocks": length, "batch_size": batch_size, "seed": seed}  # keys of checkpoints
         self._seen = self._resume = 0
         # without its own generator a DataLoader draws from the global one, and a resumed run would differ
         generator = torch.Generator().manual_seed(seed)
         super().__init__(
-            dataset, self.share.batch_size, sampler=self.order, num_workers=workers, drop_last=True, generator=generator
+            dataset, self.split.batch_size, sampler=self.order, num_workers=workers, drop_last=True, generator=generator
         )
 
     def __len__(self) -> int:
-        return len(self.order) // self.share.batch_size
+        return len(self.order) // self.split.batch_size
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
         self._seen, self._resume = self._resume, 0
-        self.order.start = self._seen * self.share.batch_size
+        self.order.start = self._seen * self.split.batch_size
         for batch in super().__iter__():
-            # counted when handed over, so what workers have prefetched does not matter
-            self._seen += 1
+            self._seen += 1  # when handed over, whatever workers have prefetched
             yield batch
 
     def state_dict(self) -> dict[str, int]:
-        """The place of the next batch: its epoch, the batches already seen there, and what the loader was."""
+        """Return the position of the next batch (epoch, batches seen in it) and the loader's settings."""
         epochs, seen = divmod(self._seen, len(self))
-        return {"epoch": self.order.epoch + epochs, "seen": seen * self.share.parallel, **self._identity}
+        return {"epoch": self.order.epoch + epochs, "seen": seen * self.split.parallel, **self._identity}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
         for key, value in self._identity.items():
@@ -126,4 +128,4 @@ class ResumableLoader(DataLoader):
                     "Restore the old setting or start a new run."
                 )
         self.order.set_epoch(state["epoch"])
-        self._seen = self._resume = state["seen"] // self.share.parallel
+        self._seen = self._resume = state["seen"] // self.split.parallel

@@ -1,61 +1,236 @@
-"""The long-range suite: tasks in lm-eval's format, made of the held-out books, the same bytes on every machine."""
+"""The long-range suite: lm-eval tasks whose answers are farther back than a window reaches, made of held-out books.
+
+Lengths and distances are in words. A word is at least one token under any tokenizer that does not merge across spaces,
+so every distance holds in tokens too. The files are the same bytes on every machine.
+"""
 
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
-from dataclasses import dataclass
-from itertools import islice
+import random
+import re
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from focus_exp.assets import BOOKS, build_once
-from focus_exp.data.books import LICENCE
-from focus_exp.data.books import read as read_books
-from focus_exp.data.long_range_items import MAKERS, Book, Draws, Shape
+from focus_exp.data.books import EMBEDDED
 from focus_exp.errors import UserError
+
+Item = dict[str, Any]
+T = TypeVar("T")
 
 ITEMS = 100
 SEED = 0
-# words of a passage per word of window: four windows of tokens and more at 4/3 tokens a word, which English exceeds
-WINDOWS = 3
-# words beyond the window for what is told there
-ROOM = 64
+WINDOWS = 3  # words of a passage per word of distance: four windows of tokens, at 4/3 tokens a word
+ROOM = 64  # words of a passage beyond the distance, for what is asked
 MANIFEST = "suite.json"
+DEPTHS = (0.0, 0.25, 0.5, 0.75, 1.0)
+CHOICES = 4
+CONTINUATION_WORDS = 24
+CUE_WORDS, COPIED_WORDS = 12, 4
+COMMON = 10  # occurrences in 10,000 words above which a word is too common to be asked for
+NAMES = (
+    "Agnes", "Barnaby", "Clarence", "Dorothy", "Edmund", "Flora", "Gilbert", "Harriet", "Isabel", "Jasper", "Lydia",
+    "Matilda", "Nathaniel", "Oswald", "Prudence", "Rupert",
+)  # fmt: skip
+
+
+class Draws:
+    """Random draws that never change: of `random`, only `random()` is stable across versions."""
+
+    def __init__(self, seed: str) -> None:
+        self.generator = random.Random(seed)
+
+    def below(self, limit: int) -> int:
+        return int(self.generator.random() * limit)
+
+    def sample(self, population: Sequence[T], count: int) -> list[T]:
+        """Draw `count` elements without replacement, in random order."""
+        left = list(population)
+        return [left.pop(self.below(len(left))) for _ in range(count)]
+
+
+@dataclass
+class Book:
+    """A text and its words: maximal runs without white space, at `spans` of the text."""
+
+    title: str
+    text: str
+    spans: list[tuple[int, int]] = field(init=False)
+    words: list[str] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.spans = [match.span() for match in re.finditer(r"\S+", self.text)]
+        self.words = [self.text[start:end] for start, end in self.spans]
+
+    def __len__(self) -> int:
+        return len(self.spans)
+
+    def passage(self, first: int, last: int) -> str:
+        """Return the text of words first <= i < last, with its line breaks."""
+        return self.text[self.spans[first][0] : self.spans[last - 1][1]]
+
+    def sentence_starts(self) -> list[int]:
+        """Return the words after the end of a sentence, with the length of a continuation after them."""
+        return [i for i in range(1, len(self) - CONTINUATION_WORDS) if self.words[i - 1][-1] in ".!?"]
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Numbers of words: `window` that the answer is beyond, `words` of a passage."""
+
+    window: int
+    words: int
+
+    def place(self, depth: float) -> int:
+        """Return the word index at `depth` 0 to 1 of the part of a passage that is beyond the window."""
+        return round(depth * (self.words - self.window - CUE_WORDS - COPIED_WORDS))
+
+
+def last_word(books: list[Book], shape: Shape, draws: Draws) -> Iterator[Item]:
+    """Ask for the last word of a passage (as LAMBADA does), which occurs earlier, but not within the window."""
+    candidates = []
+    for book in books:
+        plain = [re.sub("[^a-z]", "", word.lower()) for word in book.words]
+        counts = Counter(plain)
+        last_seen: dict[str, int] = {}
+        for index, word in enumerate(plain):
+            distance = index - last_seen.get(word, -len(plain))
+            last_seen[word] = index
+            ends_sentence = re.fullmatch(r"[a-z]{4,}[.!?]", book.words[index])
+            is_rare = counts[word] * 10_000 <= COMMON * len(plain)
+            is_in_line = book.text[book.spans[index][0] - 1] == " "
+            if ends_sentence and is_in_line and is_rare and shape.window < distance < shape.words <= index:
+                candidates.append((book, index, distance, word))
+    for book, index, distance, word in draws.sample(candidates, len(candidates)):
+        context = book.passage(index - shape.words, index)
+        yield {"book": book.title, "context": context, "target": f" {word}", "distance": distance}
+
+
+def continuation(books: list[Book], shape: Shape, draws: Draws) -> Iterator[Item]:
+    """Ask for the continuation of a passage among others from the same book, each from the start of a sentence."""
+    starts = {book.title: book.sentence_starts() for book in books}
+    places = [(book, start) for book in books for start in starts[book.title] if start >= shape.words]
+    for book, start in draws.sample(places, len(places)):
+        near = range(start - shape.words - CONTINUATION_WORDS, start + shape.words)
+        distant = [other for other in starts[book.title] if other not in near]
+        if len(distant) < CHOICES:
+            continue
+        answer = draws.below(CHOICES)
+        begins = draws.sample(distant, CHOICES - 1)
+        begins.insert(answer, start)
+        choices = [book.passage(begin, begin + CONTINUATION_WORDS) for begin in begins]
+        context = book.passage(start - shape.words, start)
+        yield {"book": book.title, "context": context, "choices": choices, "answer": answer}
+
+
+def passkey(books: list[Book], shape: Shape, draws: Draws) -> Iterator[Item]:
+    """Ask at the end of a passage for a number given in it (Mohtashami and Jaggi, 2023)."""
+    for depth in itertools.cycle(DEPTHS):
+        key = str(10_000 + draws.below(90_000))
+        facts = {shape.place(depth): f"The pass key is {key}. Remember it. {key} is the pass key."}
+        book, text = insert_facts(books, shape, draws, facts)
+        question = "What is the pass key? The pass key is"
+        yield {"book": book, "context": f"{text}\n\n{question}", "target": f" {key}", "depth": depth}
+
+
+def multi_key(books: list[Book], shape: Shape, draws: Draws) -> Iterator[Item]:
+    """Ask at the end of a passage for one of several people's numbers: a choice among the numbers."""
+    depths = [index / (CHOICES - 1) for index in range(CHOICES)]
+    for answer in itertools.cycle(range(CHOICES)):
+        names = draws.sample(NAMES, CHOICES)
+        keys = [str(key) for key in draws.sample(range(10_000, 100_000), CHOICES)]
+        sentences = [f"The pass key of {name} is {key}." for name, key in zip(names, keys, strict=True)]
+        facts = {shape.place(depth): sentence for depth, sentence in zip(depths, sentences, strict=True)}
+        book, text = insert_facts(books, shape, draws, facts)
+        question = f"What is the pass key of {names[answer]}? The pass key of {names[answer]} is"
+        choices = draws.sample(keys, CHOICES)  # in an order that does not reveal the place
+        yield {
+            "book": book, "context": f"{text}\n\n{question}", "choices": choices,
+            "answer": choices.index(keys[answer]), "depth": depths[answer],
+        }  # fmt: skip
+
+
+def copying(books: list[Book], shape: Shape, draws: Draws) -> Iterator[Item]:
+    """Repeat words of a passage at its end and ask for the words that followed them."""
+    for depth in itertools.cycle(DEPTHS):
+        target = ""
+        while not re.fullmatch(r"( [A-Za-z,;']+)+", target):  # on one line, and no stage direction
+            book = books[draws.below(len(books))]
+            start = draws.below(len(book) - shape.words)
+            cue = start + shape.place(depth)
+            end = cue + CUE_WORDS
+            target = book.text[book.spans[end - 1][1] : book.spans[end + COPIED_WORDS - 1][1]]
+        context = f"{book.passage(start, start + shape.words)}\n\n{book.passage(cue, end)}"
+        yield {"book": book.title, "context": context, "target": target, "depth": depth}
+
+
+def induction(books: list[Book], shape: Shape, draws: Draws) -> Iterator[Item]:
+    """Copy as above from random words, without a language to help."""
+    counts = Counter(word for book in books for word in book.words if re.fullmatch("[a-z]{3,8}", word))
+    vocabulary = sorted(word for word, count in counts.items() if count > 1)
+    # short words are one token each, so that a passage has more of them
+    shape = Shape(shape.window, shape.words * 4 // 3)
+    for depth in itertools.cycle(DEPTHS):
+        words = [vocabulary[draws.below(len(vocabulary))] for _ in range(shape.words)]
+        end = shape.place(depth) + CUE_WORDS
+        context = " ".join([*words, *words[end - CUE_WORDS : end]])
+        yield {"context": context, "target": f" {words[end]}", "depth": depth}
+
+
+def insert_facts(books: list[Book], shape: Shape, draws: Draws, facts: dict[int, str]) -> tuple[str, str]:
+    """Return the title of a book and a passage of it with facts as paragraphs, by word index."""
+    book = books[draws.below(len(books))]
+    start = draws.below(len(book) - shape.words)
+    edges = [*sorted(facts), shape.words]
+    parts = ["There is something to remember in this text.", book.passage(start, start + edges[0]) if edges[0] else ""]
+    for edge, following in itertools.pairwise(edges):
+        parts += [facts[edge], book.passage(start + edge, start + following)]
+    return book.title, "\n\n".join(part for part in parts if part)
+
+
+TASKS: dict[str, Callable[[list[Book], Shape, Draws], Iterator[Item]]] = {
+    task.__name__: task for task in (last_word, continuation, passkey, multi_key, copying, induction)
+}
 
 
 @dataclass(frozen=True)
 class Suite:
-    """A folder with a JSONL file per task; `digest` (sha256 over their contents) names it."""
+    """A folder with a .jsonl file per task; `digest` (sha256 over their contents) names it."""
 
     folder: Path
     digest: str
     shape: Shape
 
-    def items(self, task: str) -> list[dict[str, Any]]:
+    def items(self, task: str) -> list[Item]:
         lines = (self.folder / f"{task}.jsonl").read_text(encoding="utf-8").split("\n")
         return [json.loads(line) for line in lines if line]
 
 
 def build_suite(cache: Path, window: int, words: int | None = None) -> Suite:
-    """The suite that looks beyond `window` in passages of `words` (default: three windows), written to `cache` once.
+    """Build the suite for answers beyond `window` words in passages of `words` (default: 3 windows), in `cache`.
 
-    UserError where a passage has no room beyond the window, or no held-out book is that long.
+    Raises:
+        UserError: passages are too short for the window, or too long for the books.
     """
     words = max(WINDOWS * window, window + ROOM) if words is None else words
     if words < window + ROOM:
-        raise UserError(
-            f"a passage of {words} words is too short for a window of {window}; use {window + ROOM} or more"
-        )
-    books = [Book(title, text) for title, text in read_books(cache, "test")]
+        raise UserError(f"passages must have {window + ROOM} words or more for a window of {window} (got {words}).")
+    books = [Book(title, text) for title, text in EMBEDDED["books"].read(cache, "test")]
     longest = max(map(len, books)) - ROOM
     if words > longest:
-        raise UserError(f"no held-out book has room for passages of {words} words; use {longest} or less")
-    files = make_files([book for book in books if len(book) >= words + ROOM], Shape(window, words))
+        raise UserError(f"passages must have {longest} words or fewer to fit in the held-out books (got {words}).")
+    shape = Shape(window, words)
+    files = make_files([book for book in books if len(book) >= words + ROOM], shape)
     digest = hashlib.sha256(b"".join(name.encode() + content for name, content in sorted(files.items()))).hexdigest()
     manifest = {
         "sha256": digest, "window": window, "words": words, "items": ITEMS, "seed": SEED,
-        "text": f"{BOOKS.name} {BOOKS.version}, test split", "licence": LICENCE,
+        "text": f"{BOOKS.name} {BOOKS.version}, test split", "licence": EMBEDDED["books"].licence,
     }  # fmt: skip
 
     def write(folder: Path) -> None:
@@ -63,31 +238,38 @@ def build_suite(cache: Path, window: int, words: int | None = None) -> Suite:
             (folder / name).write_bytes(content)
         (folder / MANIFEST).write_text(json.dumps(manifest, indent=2) + "\n", encoding="utf-8")
 
-    folder = build_once(cache / "long_range" / f"window={window}-words={words}-{digest[:16]}", write)
-    return Suite(folder, digest, Shape(window, words))
+    return Suite(
+        build_once(cache / "long_range" / f"window={window}-words={words}-{digest[:16]}", write), digest, shape
+    )
 
 
 def make_files(books: list[Book], shape: Shape) -> dict[str, bytes]:
-    """File name -> content of every task."""
+    """Make the file of every task: name -> content."""
     files = {}
-    for task, make in MAKERS.items():
-        items = islice(make(books, shape, Draws(f"{SEED} {task}")), ITEMS)
+    for task, make in TASKS.items():
+        items = itertools.islice(make(books, shape, Draws(f"{SEED} {task}")), ITEMS)
         lines = [json.dumps({"id": index, **item}, ensure_ascii=False) + "\n" for index, item in enumerate(items)]
         files[f"{task}.jsonl"] = "".join(lines).encode()
     return files
 
 
 def task_config(suite: Suite, task: str, name: str) -> dict[str, Any]:
-    """lm-eval's description of `task` of the suite, to be called `name`."""
-    choice = "choices" in suite.items(task)[0]
-    if choice:
+    """Describe a task of the suite for lm-eval, under `name`."""
+    has_choices = "choices" in suite.items(task)[0]
+    if has_choices:
         answer = {"output_type": "multiple_choice", "doc_to_choice": "choices", "doc_to_target": "answer"}
     else:
         answer = {"output_type": "loglikelihood", "doc_to_target": "target", "target_delimiter": ""}
-    metrics = [("acc", "mean", True)] + ([] if choice else [("perplexity", "perplexity", False)])
+    metrics = [("acc", "mean", True)] + ([] if has_choices else [("perplexity", "perplexity", False)])
+
+    def load(**_: Any) -> Any:
+        import datasets
+
+        return datasets.DatasetDict({"test": datasets.Dataset.from_list(suite.items(task))})
+
     return {
         "task": name,
-        "custom_dataset": lambda **_: as_dataset(suite.items(task)),
+        "custom_dataset": load,
         "test_split": "test",
         "doc_to_text": "context",
         **answer,
@@ -95,9 +277,3 @@ def task_config(suite: Suite, task: str, name: str) -> dict[str, Any]:
         "num_fewshot": 0,
         "metadata": {"version": suite.digest[:12]},
     }
-
-
-def as_dataset(items: list[dict[str, Any]]) -> Any:
-    import datasets
-
-    return datasets.DatasetDict({"test": datasets.Dataset.from_list(items)})

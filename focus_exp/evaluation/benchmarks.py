@@ -22,7 +22,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from focus_exp.assets import cache_root
 from focus_exp.config import Config
-from focus_exp.data import Blocks
+from focus_exp.data import SequenceDataset
 from focus_exp.errors import UserError, first_line
 from focus_exp.evaluation.controls import (
     BASE,
@@ -217,7 +217,7 @@ class BenchmarkEvaluator:
 
     model: PreTrainedModel
     tokenizer: PreTrainedTokenizerBase
-    blocks: Blocks
+    blocks: SequenceDataset
     config: Config
     precision: Precision
     folder: Path
@@ -350,7 +350,7 @@ class BenchmarkEvaluator:
 
         return run
 
-    def cut_sequences(self, length: int) -> tuple[Blocks, list[int]]:
+    def cut_sequences(self, length: int) -> tuple[SequenceDataset, list[int]]:
         """Cut the held-out text into sequences of `length`, and choose as many tokens of them as at any length.
 
         Raises:
@@ -360,11 +360,11 @@ class BenchmarkEvaluator:
         longest = getattr(self.model.config.get_text_config(), "max_position_embeddings", None)
         if longest is not None and length > longest:
             raise UserError(f"perplexity@<tokens> must be <= {longest}, the positions of the model (got {length})")
-        blocks = Blocks(self.blocks.stream, length, bos=self.blocks.bos, cross_documents=False)
+        blocks = SequenceDataset(self.blocks.stream, length, bos=self.blocks.bos, cross_documents=False)
         count = len(blocks)
         if settings.max_sequences is not None:
             count = max(1, settings.max_sequences * settings.seq_len // length)
-        return blocks, blocks.spread(count)
+        return blocks, blocks.select_evenly(count)
 
     @cached_property
     def lm(self) -> MaskedLM:
@@ -382,7 +382,7 @@ def is_perplexity(task: str) -> bool:
 
 @torch.no_grad()
 def run_perplexity(
-    model: PreTrainedModel, blocks: Blocks, indices: list[int], precision: Precision, label: str
+    model: PreTrainedModel, blocks: SequenceDataset, indices: list[int], precision: Precision, label: str
 ) -> TaskResult:
     """Return the perplexity of sequences, its standard error over documents by the delta method.
 
@@ -391,7 +391,7 @@ def run_perplexity(
     """
     stats, samples = RequestStats(), []
     with precision.context(), observe_selections(model, stats.pairs.observe):
-        places = zip(indices, blocks.places(indices), strict=True)
+        places = zip(indices, blocks.locate(indices), strict=True)
         for index, (document, offset) in ProgressBar(places, f"{label:<28}", len(indices), unit="sequence"):
             item = blocks[index]
             loss = token_losses(model, item["input_ids"][None].to(model.device))[0, item["scored_from"] :]

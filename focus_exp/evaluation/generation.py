@@ -20,7 +20,7 @@ from transformers import Cache, DynamicCache, GenerationConfig, PreTrainedModel,
 from transformers.cache_utils import DynamicLayer
 
 from focus_exp.config import Config
-from focus_exp.data import Blocks
+from focus_exp.data import SequenceDataset
 from focus_exp.errors import UserError, first_line
 from focus_exp.evaluation.controls import hard_name, slug
 from focus_exp.models.hf_cache import count_keys_and_bytes, grouped_caches
@@ -44,7 +44,7 @@ class Generation:
 
     model: PreTrainedModel
     tokenizer: PreTrainedTokenizerBase
-    blocks: Blocks
+    blocks: SequenceDataset
     config: Config
     precision: Precision
     folder: Path
@@ -52,7 +52,7 @@ class Generation:
     def __post_init__(self) -> None:
         count = min(self.config.generate.prompts, len(self.blocks))
         between = dict.fromkeys(int(i) for i in np.linspace(0, len(self.blocks) - 1, count + 2)[1:-1].round())
-        self.indices = [*between] if len(between) == count else self.blocks.spread(count)
+        self.indices = [*between] if len(between) == count else self.blocks.select_evenly(count)
         self.greedy: dict[int, list[int]] = {}  # tokens under full attention
 
     def rows(self) -> Iterator[Continuation]:

@@ -23,7 +23,7 @@ from focus_exp.attention.registry import build
 from focus_exp.attention.selection import Selection, Sequence
 from focus_exp.config import Config
 from focus_exp.config_attention import DualConfig, FocusConfig
-from focus_exp.data import Blocks
+from focus_exp.data import SequenceDataset
 from focus_exp.errors import UserError
 from focus_exp.evaluation.groups_passage import (
     CLASSES,
@@ -128,7 +128,7 @@ class GroupAnalysis:
 
     model: PreTrainedModel
     tokenizer: PreTrainedTokenizerBase
-    blocks: Blocks
+    blocks: SequenceDataset
     calibration: list[Tensor]
     config: Config
     precision: Precision
@@ -136,9 +136,9 @@ class GroupAnalysis:
 
     def __post_init__(self) -> None:
         length = self.blocks.seq_len
-        self.indices = self.blocks.spread(-(-self.config.analyze.tokens // length))
+        self.indices = self.blocks.select_evenly(-(-self.config.analyze.tokens // length))
         # the first token of a sequence is not scored
-        self.scored = Losses([(*place, length - 1) for place in self.blocks.places(self.indices)])
+        self.scored = Losses([(*place, length - 1) for place in self.blocks.locate(self.indices)])
         self.sequences: list[Tensor] = [self.blocks[i]["input_ids"] for i in self.indices]
         passages = [read_passage(self.tokenizer, tokens.tolist()) for tokens in self.sequences]
         # what a tokenizer puts before every sequence is not part of the text

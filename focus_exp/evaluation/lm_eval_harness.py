@@ -29,11 +29,10 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase, PreTrainedTok
 
 from focus_exp.assets import choose_source, hub_reachable
 from focus_exp.config import Config, DataConfig
-from focus_exp.data import bos_of
-from focus_exp.data.benchmarks import describe, load_benchmark
-from focus_exp.data.hub import in_cache
-from focus_exp.data.long_range import build_suite, task_config
-from focus_exp.data.long_range_items import MAKERS
+from focus_exp.data import find_bos
+from focus_exp.data.corpus import is_dataset_cached
+from focus_exp.data.embedded_benchmarks import describe_source, load_benchmark
+from focus_exp.data.long_range import TASKS, build_suite, task_config
 from focus_exp.errors import UserError, first_line
 from focus_exp.evaluation.benchmarks import Metric, RequestStats, TaskResult
 from focus_exp.models.hf_cache import cache_unsupported_reason
@@ -76,7 +75,7 @@ class MaskedLM(HFLM):
         precision: Precision,
         allow_truncation: bool = False,
     ) -> None:
-        first = bos_of(tokenizer)
+        first = find_bos(tokenizer)
         super().__init__(
             pretrained=model,
             backend="causal",
@@ -198,7 +197,7 @@ class MaskedLM(HFLM):
 
 def drop_eos_template(tokenizer: PreTrainedTokenizerBase) -> PreTrainedTokenizerBase:
     """Return a copy that appends no token to a prompt, after which the answer follows."""
-    tokenizer, first = copy.deepcopy(tokenizer), bos_of(tokenizer)
+    tokenizer, first = copy.deepcopy(tokenizer), find_bos(tokenizer)
     plain, full = (list(tokenizer("probe", add_special_tokens=added)["input_ids"]) for added in (False, True))
     if full[-len(plain) :] == plain:
         return tokenizer
@@ -291,17 +290,17 @@ def official_tasks() -> TaskManager:
 def check_names(names: list[str]) -> None:
     """Raise UserError for a task that is neither lm-eval's nor of the long-range suite."""
     for name in names:
-        if name.partition("@")[0] not in MAKERS and name not in official_tasks().task_index:
+        if name.partition("@")[0] not in TASKS and name not in official_tasks().task_index:
             raise UserError(
                 f"eval.tasks must hold tasks of lm-eval or of the long-range suite (got {name}). Choose from "
-                f"`lm_eval ls tasks` or {', '.join(MAKERS)}."
+                f"`lm_eval ls tasks` or {', '.join(TASKS)}."
             )
 
 
 def load_task(name: str, config: Config, cache: Path) -> LoadedTask:
     """Load a task; UserError where its items are not available under `config.assets`."""
     kind, _, words = name.partition("@")
-    if kind in MAKERS:
+    if kind in TASKS:
         suite = build_suite(
             cache, config.eval.long_range_distance or config.attention.window, int(words) if words else None
         )
@@ -338,10 +337,10 @@ def redirect_datasets(policy: str, cache: Path) -> Iterator[list[str]]:
 
     def read(path: str, name: str | None = None, **options: Any) -> Any:
         origin = choose_source(
-            policy, path, lambda: in_cache(DataConfig(name=path, source="hub", hub_id=path, subset=name))
+            policy, path, lambda: is_dataset_cached(DataConfig(name=path, source="hub", hub_id=path, subset=name))
         )
         if origin == "embedded":
-            sources.append(describe(path, name))
+            sources.append(describe_source(path, name))
             return load_benchmark(path, name, cache)
         hub_reachable()  # offline from here on if not
         sources.append(f"{path} ({origin})")

@@ -25,7 +25,7 @@ from transformers import PreTrainedModel
 from focus_exp.attention.base import AttentionMethod
 from focus_exp.attention.selection import Selection, Sequence, count_pairs, group_sizes
 from focus_exp.config import Config
-from focus_exp.data import Blocks
+from focus_exp.data import SequenceDataset
 from focus_exp.errors import UserError, first_line
 from focus_exp.evaluation.controls import (
     BASE,
@@ -151,7 +151,9 @@ class Scores:
 
 
 @torch.no_grad()
-def score(model: PreTrainedModel, blocks: Blocks, batches: list[list[int]], precision: Precision, label: str) -> Scores:
+def score(
+    model: PreTrainedModel, blocks: SequenceDataset, batches: list[list[int]], precision: Precision, label: str
+) -> Scores:
     """Score batches of sequences and count the pairs that an enabled method keeps.
 
     Args:
@@ -229,7 +231,7 @@ class PerplexityEvaluator:
     """
 
     model: PreTrainedModel
-    blocks: Blocks
+    blocks: SequenceDataset
     config: Config
     precision: Precision
     folder: Path
@@ -238,7 +240,7 @@ class PerplexityEvaluator:
     def __post_init__(self) -> None:
         recipe = self.config.recipe
         self.is_base_frozen = not (recipe.trains("lora") or recipe.trains("all"))
-        self.indices = self.blocks.spread(self.config.eval.max_sequences)
+        self.indices = self.blocks.select_evenly(self.config.eval.max_sequences)
         size = self.config.eval.batch_size
         batches = [self.indices[begin : begin + size] for begin in range(0, len(self.indices), size)]
         bits = len(batches).bit_length()  # bit-reversed order: the first batches are spread over the documents
@@ -266,7 +268,7 @@ class PerplexityEvaluator:
         nll = {name: s.nll[order] for name, s in self.scores.items() if len(s.nll) == len(indices)}
         sums = {name: sequence_sums(values) for name, values in nll.items()}
         counts: Any = next(iter(sums.values()))[1] if sums else []
-        units = [(*place, int(n)) for place, n in zip(self.blocks.places(sorted(indices)), counts, strict=bool(sums))]
+        units = [(*place, int(n)) for place, n in zip(self.blocks.locate(sorted(indices)), counts, strict=bool(sums))]
         return Losses(units, {name: total / n for name, (total, n) in sums.items()})
 
     def measure_base(self) -> None:

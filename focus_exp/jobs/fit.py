@@ -12,7 +12,7 @@ from focus_exp.assets import cache_root
 from focus_exp.attention.options import FocusOptions
 from focus_exp.config import Config, phases_of
 from focus_exp.config_attention import method_options
-from focus_exp.data import Blocks
+from focus_exp.data import SequenceDataset
 from focus_exp.errors import UserError
 from focus_exp.evaluation.perplexity import PerplexityEvaluator
 from focus_exp.jobs.backend import set_backend
@@ -58,7 +58,11 @@ def attach_method(model: PreTrainedModel, config: Config, precision: Precision) 
 
 
 def fit(
-    run: Run, model: PreTrainedModel, blocks: Blocks, precision: Precision, evaluator: PerplexityEvaluator | None = None
+    run: Run,
+    model: PreTrainedModel,
+    blocks: SequenceDataset,
+    precision: Precision,
+    evaluator: PerplexityEvaluator | None = None,
 ) -> None:
     """Warm start, phases, calibration; what was added is on disk when it returns, and after a non-finite loss too.
 
@@ -126,7 +130,9 @@ def fit(
     model.eval()
 
 
-def fit_first(run: Run, model: PreTrainedModel, blocks: Blocks, precision: Precision, begun: bool) -> list[Tensor]:
+def fit_first(
+    run: Run, model: PreTrainedModel, blocks: SequenceDataset, precision: Precision, begun: bool
+) -> list[Tensor]:
     """Fit what is attached to the frozen base before any phase; the blocks of text that this took."""
     config, cache = run.config, cache_root(run.config.cache_dir)
     seed = config.seed

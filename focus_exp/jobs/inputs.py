@@ -8,10 +8,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from focus_exp.assets import adapter_folder
+from focus_exp.assets import find_adapter
 from focus_exp.config import Config
 from focus_exp.config_hash import content
-from focus_exp.data.files import find_texts, revision_of
+from focus_exp.data.texts import find_texts, hash_texts
 from focus_exp.errors import UserError
 from focus_exp.models.adapter import read_description
 from focus_exp.models.load import hash_tokenizer, hash_weights
@@ -24,7 +24,7 @@ def refuse_other_inputs(config: Config, record: Record) -> None:
     """UserError where files have changed since the run began; what is gone has not changed what it found."""
     texts = config.data.files if config.data.source == "files" else None
     looked_at: list[tuple[str, str, str | None, str | None, Callable[[str], str | None]]] = [
-        ("data.files", "text", texts, record.data.get("revision"), lambda place: revision_of(find_texts(place))),
+        ("data.files", "text", texts, record.data.get("revision"), lambda place: hash_texts(find_texts(place))),
         ("model.path", "model", config.model.path, record.model.get("revision"), hash_weights),
         ("model.path", "tokenizer", config.model.path, record.model.get("tokenizer"), hash_tokenizer),
         *(
@@ -54,7 +54,7 @@ def tokenizer_of(config: Config) -> dict[str, str | None]:
 def digest_of(adapter: str) -> str:
     """Twelve hex digits of what an adapter holds, in whatever place. UserError where there is none."""
     read_description(adapter)
-    return hashlib.sha256(json.dumps(content(str(adapter_folder(adapter)))).encode()).hexdigest()[:12]
+    return hashlib.sha256(json.dumps(content(str(find_adapter(adapter)))).encode()).hexdigest()[:12]
 
 
 def refuse_another(part: str, then: dict[str, Any], fingerprint: str, folder: Path) -> None:

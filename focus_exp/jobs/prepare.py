@@ -6,8 +6,8 @@ from transformers import PreTrainedModel
 
 from focus_exp.assets import cache_root
 from focus_exp.config import Config, phases_of
-from focus_exp.data import SPLITS, Blocks, Corpus, bos_of, load_corpus
-from focus_exp.data.files import find_texts
+from focus_exp.data import SPLITS, Corpus, SequenceDataset, find_bos, load_corpus
+from focus_exp.data.texts import find_texts
 from focus_exp.errors import UserError
 from focus_exp.evaluation.benchmarks import BenchmarkEvaluator
 from focus_exp.evaluation.evaluators import Evaluators
@@ -67,11 +67,11 @@ def prepare(run: Run, loaded: LoadedModel, corpus: Corpus, precision: Precision)
     """The frozen base, and what scores it on held-out text; UserError where they do not fit."""
     config, model = run.config, loaded.model
     check_length(model, "eval.seq_len", config.eval.seq_len, config.model.name)
-    bos = bos_of(loaded.tokenizer)
+    bos = find_bos(loaded.tokenizer)
     held_out = corpus.validation if config.eval.split == "validation" else corpus.test
-    windows = Blocks(held_out, config.eval.seq_len, stride=config.eval.stride, bos=bos, cross_documents=False)
-    for sentence in windows.left_out("eval.seq_len"):
-        run.warn(sentence)
+    windows = SequenceDataset(held_out, config.eval.seq_len, stride=config.eval.stride, bos=bos, cross_documents=False)
+    for warning in windows.length_warnings("eval.seq_len"):
+        run.warn(warning)
     check_backend(model, config.attention.backend)
     model.requires_grad_(False)
     for adapter in config.eval.adapters:  # what is wrong with them is known before the hours of training
@@ -83,10 +83,10 @@ def prepare(run: Run, loaded: LoadedModel, corpus: Corpus, precision: Precision)
     return model, Evaluators(perplexity, benchmarks)
 
 
-def training_blocks(config: Config, loaded: LoadedModel, corpus: Corpus) -> Blocks:
+def training_blocks(config: Config, loaded: LoadedModel, corpus: Corpus) -> SequenceDataset:
     """Cut the training text into blocks; UserError where the model or the text is too short for one."""
     check_length(loaded.model, "data.seq_len", config.data.seq_len, config.model.name)
-    return Blocks(corpus.train, config.data.seq_len, bos=bos_of(loaded.tokenizer), cross_documents=True)
+    return SequenceDataset(corpus.train, config.data.seq_len, bos=find_bos(loaded.tokenizer), cross_documents=True)
 
 
 def check_length(model: PreTrainedModel, key: str, length: int, name: str) -> None:

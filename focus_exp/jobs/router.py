@@ -5,7 +5,7 @@ from __future__ import annotations
 from transformers import PreTrainedModel
 
 from focus_exp.config import Config, phases_of
-from focus_exp.data import Blocks
+from focus_exp.data import SequenceDataset
 from focus_exp.jobs.evaluate import put_adapter
 from focus_exp.jobs.fit import attach_method, fit
 from focus_exp.jobs.run import Run
@@ -18,7 +18,9 @@ def trains_router(config: Config) -> bool:
     return not config.adapter and bool(config.fitting or phases_of(config))
 
 
-def put_router(run: Run, model: PreTrainedModel, blocks: Blocks | None, precision: Precision, longest: int) -> bool:
+def put_router(
+    run: Run, model: PreTrainedModel, blocks: SequenceDataset | None, precision: Precision, longest: int
+) -> bool:
     """Attach the adapter's router, or train one as recipe and method say; whether there is a trained one now."""
     config = run.config
     if config.adapter:

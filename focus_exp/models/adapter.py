@@ -1,4 +1,4 @@
-"""The trained part alone, on disk and on the hub: safetensors for the numbers, JSON for what they belong to."""
+"""Save and load the trained part alone, on disk and on the Hub: safetensors, and JSON that describes them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from focus_exp.assets import ADAPTER_FILES, adapter_folder
+from focus_exp.assets import ADAPTER_FILES, find_adapter
 from focus_exp.attention.base import AttentionMethod
 from focus_exp.attention.registry import build, find
 from focus_exp.config import upgrade_options
@@ -29,8 +29,8 @@ from focus_exp.storage import atomic_write
 log = logging.getLogger(__name__)
 WEIGHTS, DESCRIPTION, CARD = ADAPTER_FILES
 FORMAT = 1
-HTTP_ERROR: type[BaseException] = HfHubHTTPError.__bases__[0]  # whichever client the hub's package has
-BASE_HINT = "the command line takes it by model.path=<its folder> or model.hub_id=<owner/name>"
+HTTP_ERROR: type[BaseException] = HfHubHTTPError.__bases__[0]  # of the HTTP client of huggingface_hub
+BASE_HINT = "give it with model.path=<its folder> or model.hub_id=<owner/name>"
 FIELDS = {
     "method": str, "options": dict, "layers": list, "causal": bool, "trainable_parameters": int, "base_model": dict,
 }  # fmt: skip
@@ -39,28 +39,28 @@ FIELDS = {
 def save_adapter(
     model: PreTrainedModel, folder: str | Path, extra: dict[str, Any] | None = None, write: bool = True
 ) -> Path:
-    """Write the attached method's weights and buffers and their description into `folder`.
+    """Write the attached method's weights and buffers and their description into `folder`, atomically.
 
-    The description names the base model by a hash of its weights and by its arithmetic, the method with its options,
-    the parameter count and whether the method is causal; `extra` adds to it. An error leaves an older adapter in
-    `folder` as it was. Where base or method is sharded over processes all of them call this, and one may `write`.
+    Args:
+        extra: added to the description.
+        write: False for all but one process of a sharded model; all must call this.
 
     Raises:
-        UserError: the method is wrapped so that `load_adapter` could not read what would be written.
+        UserError: the method is wrapped so that `load_adapter` could not read it.
     """
-    folder = Path(folder)
-    attachment = get_attachment(model)
-    methods = attached_methods(model)
+    folder, attachment = Path(folder), get_attachment(model)
     tensors: dict[str, Tensor] = {}
     trainable = 0
-    for index, method in methods.items():
+    for index, method in attached_methods(model).items():
         with materialize(model, method):
-            found = unwrapped_state_dict(method).items()
-            state = {name: gather_tensor(tensor.detach()).cpu().contiguous() for name, tensor in found}
+            state = {
+                name: gather_tensor(tensor.detach()).cpu().contiguous()
+                for name, tensor in unwrapped_state_dict(method).items()
+            }
         with torch.random.fork_rng(devices=[]):
-            built = build(attachment.method, method.shape, **attachment.options)
-        check_loadable(state, built, method, index)
-        trainable += sum(parameter.numel() for parameter in built.parameters())
+            plain = build(attachment.method, method.shape, **attachment.options)
+        check_loadable(state, plain, index)
+        trainable += sum(parameter.numel() for parameter in plain.parameters())
         tensors |= {f"layers.{index}.{name}": tensor for name, tensor in state.items()}
     description = {
         "format": FORMAT,
@@ -78,44 +78,36 @@ def save_adapter(
         },
         **(extra or {}),
     }
-    if not write:
-        return folder
-    with atomic_write(folder / WEIGHTS) as weights, atomic_write(folder / DESCRIPTION) as text:
-        save_file(tensors, weights)
-        text.write_text(json.dumps(description, indent=2, default=Tensor.tolist) + "\n", encoding="utf-8")
+    if write:
+        with atomic_write(folder / WEIGHTS) as weights, atomic_write(folder / DESCRIPTION) as text:
+            save_file(tensors, weights)
+            text.write_text(json.dumps(description, indent=2, default=Tensor.tolist) + "\n", encoding="utf-8")
     return folder
 
 
-def check_loadable(state: dict[str, Tensor], built: AttentionMethod, method: AttentionMethod, index: int) -> None:
-    """UserError unless `state`, of the attached `method`, fits `built`, which `load_adapter` would make."""
-    shapes, wanted = ({name: tuple(t.shape) for name, t in values.items()} for values in (state, built.state_dict()))
-    if shapes == wanted:
-        return
-    name = min(name for name, _ in shapes.items() ^ wanted.items())
-    known = {type(module) for module in built.modules()}
-    kinds = {type(m).__name__ for m in method.modules() if type(m) not in known and not is_plain(m)}
-    raise UserError(
-        f"layer {index}: the attached method cannot be saved: {name} would not load again"
-        f"{' (wrapped by ' + ', '.join(sorted(kinds)) + ')' if kinds else ''}. Call "
-        "merge_and_unload(), or take the wrapper off, before save_adapter."
-    )
-
-
-def is_plain(module: nn.Module) -> bool:
-    return type(module).__module__.startswith("torch.nn.modules.")
+def check_loadable(state: dict[str, Tensor], plain: AttentionMethod, index: int) -> None:
+    """Raise UserError unless `state` has the names and shapes of `plain`, a method without wrappers."""
+    shapes, wanted = ({name: tuple(t.shape) for name, t in values.items()} for values in (state, plain.state_dict()))
+    if shapes != wanted:
+        name = min(name for name, _ in shapes.items() ^ wanted.items())
+        raise UserError(
+            f"layer {index}: the attached method cannot be saved, since {name} would not load again. Call "
+            "merge_and_unload(), or remove other wrappers, before save_adapter."
+        )
 
 
 def base_name(model: PreTrainedModel) -> str:
-    """Its name on the hub; of a folder the last part, for an adapter goes to other machines."""
-    base = getattr(model, "get_base_model", lambda: model)()  # below PEFT's
+    """Return the base model's name on the Hub, or the last part of its folder, which others lack."""
+    base = getattr(model, "get_base_model", lambda: model)()  # without PEFT's wrapper
     name: str = model.config.name_or_path or type(base).__name__.removeprefix("FSDP")
     return Path(name).name if Path(name).is_absolute() else name
 
 
 def push_to_hub(folder: str | Path, repo_id: str, *, private: bool = False, token: str | None = None) -> str:
-    """Upload what `save_adapter` wrote, and the card beside it, to `repo_id` (owner/name), made if need be; its URL.
+    """Upload a saved adapter and its card to `repo_id` (owner/name), created if needed; returns its URL.
 
-    UserError without an adapter in `folder`, and where the hub refuses or cannot be reached.
+    Raises:
+        UserError: there is no adapter in `folder`, or the Hub refuses or cannot be reached.
     """
     read_description(folder)
     hub = HfApi(token=token)
@@ -123,34 +115,35 @@ def push_to_hub(folder: str | Path, repo_id: str, *, private: bool = False, toke
         hub.create_repo(repo_id, private=private, exist_ok=True)
         return str(hub.upload_folder(repo_id=repo_id, folder_path=folder, allow_patterns=[*ADAPTER_FILES]))
     except LocalTokenNotFoundError as error:
-        raise UserError(f"the hub does not know who uploads {repo_id}; run: hf auth login") from error
+        raise UserError(f"uploading {repo_id} needs a login. Run hf auth login.") from error
     except (HfHubHTTPError, OSError, ValueError) as error:
         raise UserError(f"{folder} was not uploaded to {repo_id}: {first_line(error)}") from error
     except HTTP_ERROR as error:
         reason = f"{type(error).__name__}: {first_line(error)}"
-        raise UserError(
-            f"{folder} was not uploaded to {repo_id}, for the hub cannot be reached ({reason}); call push_to_hub again "
-            "where there is a network"
-        ) from error
+        raise UserError(f"{folder} was not uploaded to {repo_id}: the Hub cannot be reached ({reason})") from error
 
 
 def read_description(folder: str | Path) -> dict[str, Any]:
-    """The JSON of an adapter, in a folder or on the hub; UserError when it is missing, damaged or of a newer format."""
-    path = adapter_folder(folder) / DESCRIPTION
+    """Read the JSON of an adapter, in a folder or on the Hub.
+
+    Raises:
+        UserError: it is missing, damaged, or of another format or method.
+    """
+    path = find_adapter(folder) / DESCRIPTION
     try:
         description: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-        if (found := description["format"]) != FORMAT:
-            raise UserError(f"{path} has format {found}, this version reads format {FORMAT}")
+        if (version := description["format"]) != FORMAT:
+            raise UserError(f"{path}: format must be {FORMAT} (got {version}). Use a matching version of focus_exp.")
+        base = {"arithmetic": {}} | description["base_model"]  # absent from early adapters
         check_types(description, FIELDS)
-        base = {"arithmetic": {}} | description["base_model"]  # adapters of before say nothing of it
         check_types(base, {"name": str, "fingerprint": str, "arithmetic": dict})
         for layer in description["layers"]:
             check_types({"layers": layer}, {"layers": int})
     except FileNotFoundError:
-        there = "" if Path(folder).is_dir() else ": there is no such folder"
-        raise UserError(f"{folder} holds no {DESCRIPTION}{there}; give a run's folder, or its adapter/") from None
+        reason = "" if Path(folder).is_dir() else ": no such folder"
+        raise UserError(f"{folder} has no {DESCRIPTION}{reason}. Give a run's folder, or its adapter/.") from None
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise UserError(f"{path} is damaged ({error}); copy the adapter again") from None
+        raise UserError(f"{path} is damaged ({error}). Copy the adapter again.") from None
     try:
         method = find(description["method"], imports=False)
     except ValueError as error:
@@ -158,36 +151,37 @@ def read_description(folder: str | Path) -> dict[str, Any]:
     description["options"] = upgrade_options(description["options"], method.options)
     if unknown := sorted(set(description["options"]) - {item.name for item in fields(method.options)}):
         raise UserError(
-            f"{path}: method {description['method']} has no options {', '.join(unknown)}; copy the adapter again, "
-            "or use the version of focus_exp that wrote it"
+            f"{path}: method {description['method']} has no options {', '.join(unknown)}. Copy the adapter again, or "
+            "use the version of focus_exp that wrote it."
         )
     return description
 
 
 def adapter_name(folder: str | Path) -> str:
-    """Of the run that an adapter comes from."""
+    """Return the name of the run that an adapter comes from."""
     path = Path(folder)
     return path.parent.name if path.name == "adapter" else path.name
 
 
-def check_types(values: dict[str, Any], kinds: dict[str, type]) -> None:
-    """KeyError or TypeError where a value is missing, or not exactly of its type."""
-    for name, kind in kinds.items():
+def check_types(values: dict[str, Any], types: dict[str, type]) -> None:
+    """Raise KeyError or TypeError where a value is missing or not exactly of its type."""
+    for name, kind in types.items():
         if type(values[name]) is not kind:
-            raise TypeError(f"{name}: expected {kind.__name__}, found {str(values[name])[:40]}")
+            raise TypeError(f"{name}: expected {kind.__name__}, got {str(values[name])[:40]}")
 
 
 def load_adapter(
     model: PreTrainedModel, folder: str | Path, *, hard: bool = True, check_base: bool = True
 ) -> PreTrainedModel:
-    """Attach what `save_adapter` wrote, ready for use with hard groups (or soft gates with hard=False).
+    """Attach a saved adapter, in eval mode; `model.train()` trains it further.
 
-    What is attached is in eval mode, whatever the model's; `model.train()` trains it further.
-    `folder` may be an adapter on the hub: owner/name, or owner/name@revision. With `check_base=False` the base may
-    have other weights than those the adapter was trained on, as a quantized copy has; its shapes must fit.
+    Args:
+        folder: or an adapter on the Hub: owner/name, or owner/name@revision.
+        hard: hard or soft routing.
+        check_base: False allows other base weights than in training, as of a quantized copy; shapes must fit.
 
     Raises:
-        UserError: the adapter was trained for other base weights, or its files are damaged; then nothing is attached.
+        UserError: the adapter belongs to another base, or its files are damaged. The model is then unchanged.
     """
     description, tensors = read_adapter(model, folder, check_base=check_base)
     try:
@@ -195,7 +189,7 @@ def load_adapter(
     except UserError as error:
         raise UserError(f"the adapter in {folder} cannot be attached: {error}") from error
     try:
-        fill(attached_methods(model), tensors, folder)
+        load_tensors(attached_methods(model), tensors, folder)
     except UserError:
         detach(model)
         raise
@@ -206,69 +200,65 @@ def load_adapter(
 def build_adapter_methods(
     model: PreTrainedModel, folder: str | Path, *, check_base: bool = True
 ) -> dict[int, AttentionMethod]:
-    """What `save_adapter` wrote, by layer, to stand where another method is attached to `model`.
+    """Build the methods of a saved adapter by layer, to replace those attached to `model`.
 
-    UserError as of `load_adapter`, and where the adapter is of other layers than the attached method.
+    Raises:
+        UserError: as `load_adapter` does, and where the layers differ from the attached ones.
     """
     description, tensors = read_adapter(model, folder, check_base=check_base)
     attached = attached_methods(model)
     if sorted(description["layers"]) != sorted(attached):
-        raise UserError(
-            f"the adapter in {folder} is of other layers than {get_attachment(model).method} is attached to"
-        )
+        raise UserError(f"the adapter in {folder} must have layers {sorted(attached)} (got {description['layers']}).")
     methods = {i: build(description["method"], m.shape, **description["options"]).eval() for i, m in attached.items()}
-    fill(methods, tensors, folder)
+    load_tensors(methods, tensors, folder)
     return methods
 
 
 def read_adapter(
     model: PreTrainedModel, folder: str | Path, *, check_base: bool = True
 ) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """Read description and tensors of an adapter; UserError unless it belongs to this base, or `check_base` is off."""
-    folder = adapter_folder(folder)
+    """Read description and tensors of an adapter; raises UserError for another base, unless `check_base` is False."""
+    folder = find_adapter(folder)
     description = read_description(folder)
-    wanted, found = description["base_model"], fingerprint(model)
-    if wanted["fingerprint"] != found:
-        named = base_name(model)
-        differ = (
-            f"the adapter in {folder} belongs to {wanted['name']} (fingerprint {wanted['fingerprint'][:12]}), "
-            f"but this model is {model.config.name_or_path or type(model).__name__} (fingerprint {found[:12]})"
+    base, actual = description["base_model"], fingerprint(model)
+    if base["fingerprint"] != actual:
+        mismatch = (
+            f"the adapter in {folder} belongs to {base['name']} (fingerprint {base['fingerprint'][:12]}), but this "
+            f"model is {model.config.name_or_path or type(model).__name__} (fingerprint {actual[:12]})"
         )
         if check_base:
-            alike = ": same name, other weights; call load_adapter before resize_token_embeddings or merging"
+            is_same_name = base["name"] == base_name(model)
+            hint = " before resize_token_embeddings or merging" if is_same_name else ""
             raise UserError(
-                f"{differ}; load the adapter's own base model{alike if wanted['name'] == named else ''}; {BASE_HINT}; "
-                "for a quantized copy of it check_base=False (command line: check_base=false)"
+                f"{mismatch}. Load the adapter's own base model{hint}: {BASE_HINT}. For a quantized copy of it use "
+                "check_base=False (command line: check_base=false)."
             )
-        log.warning("check_base is off: %s", differ)
-    # another version of transformers may know other names
-    known, here = wanted.get("arithmetic", {}), select_numerics(model.config)
-    if changed := sorted(name for name in known.keys() & here.keys() if known[name] != here[name]):
-        log.warning("the adapter in %s was trained on these weights under another %s", folder, ", ".join(changed))
+        log.warning("check_base=False: %s", mismatch)
+    # another version of transformers may have other fields
+    trained, config = base.get("arithmetic", {}), select_numerics(model.config)
+    if changed := sorted(name for name in trained.keys() & config.keys() if trained[name] != config[name]):
+        log.warning("the adapter in %s was trained on these weights with another %s", folder, ", ".join(changed))
     path = folder / WEIGHTS
     try:
         tensors = load_file(path)
-        if spoilt := [name for name, tensor in tensors.items() if tensor.isnan().any()]:
-            raise ValueError(f"{spoilt[0]} holds NaN")
+        if nan := next((name for name, tensor in tensors.items() if tensor.isnan().any()), None):
+            raise ValueError(f"{nan} has NaN")
     except (OSError, ValueError, SafetensorError) as error:
-        raise UserError(f"{path} is missing or damaged ({error}); copy the adapter again") from None
+        raise UserError(f"{path} is missing or damaged ({error}). Copy the adapter again.") from None
     return description, tensors
 
 
-def fill(methods: dict[int, AttentionMethod], tensors: dict[str, Tensor], folder: str | Path) -> None:
-    """Give methods by layer their numbers; UserError unless each finds its own, and none is left."""
+def load_tensors(methods: dict[int, AttentionMethod], tensors: dict[str, Tensor], folder: str | Path) -> None:
+    """Load an adapter's tensors into methods by layer; raises UserError unless all names and shapes match."""
+    if any(parameter.is_meta for method in methods.values() for parameter in method.parameters()):
+        raise UserError("the layers are offloaded, and their methods with them. Load the adapter before offloading.")
     try:
         for index, method in methods.items():
             prefix = f"layers.{index}."
             names = [name for name in tensors if name.startswith(prefix)]
-            if any(parameter.is_meta for parameter in method.parameters()):
-                raise UserError(
-                    f"layer {index} is offloaded, and its attached method with it; load the adapter before accelerate "
-                    "moves the layers"
-                )
             method.load_state_dict({name.removeprefix(prefix): tensors.pop(name) for name in names})
         if tensors:
             raise RuntimeError(f"unexpected {', '.join(tensors)}")
     except RuntimeError as error:
-        path = adapter_folder(folder) / WEIGHTS
-        raise UserError(f"{path} does not fit its own description ({error}); copy the adapter again") from None
+        path = find_adapter(folder) / WEIGHTS
+        raise UserError(f"{path} does not fit its own description ({error}). Copy the adapter again.") from None

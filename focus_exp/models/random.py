@@ -24,10 +24,10 @@ END_OF_TEXT = "<|endoftext|>"
 
 
 def byte_tokenizer() -> PreTrainedTokenizerFast:
-    """One token per UTF-8 byte, its id the byte, and `<|endoftext|>` (256) as eos; gives any text back unchanged."""
+    """Build a tokenizer of bytes: ids 0 to 255 are UTF-8 bytes, 256 is `<|endoftext|>` (eos)."""
     printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
     others = [byte for byte in range(256) if byte not in printable]
-    # the characters by which the byte-level pre-tokenizer spells bytes
+    # the byte-level pre-tokenizer writes bytes as these characters
     vocab = {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(others)}
     tokenizer = Tokenizer(models.BPE(vocab=vocab | {END_OF_TEXT: 256}, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -38,20 +38,19 @@ def byte_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def architecture_config(cfg: ModelConfig) -> PreTrainedConfig:
-    """The transformers config that `cfg.architecture` describes; raises UserError for an unknown type or field."""
+    """Build the config that `cfg.architecture` describes; raises UserError for an unknown type or field."""
     fields: dict[str, Any] = dict(OmegaConf.to_container(OmegaConf.create(cfg.architecture), resolve=True))  # type: ignore
     kind = fields.pop("model_type", None)
     if kind not in CONFIG_MAPPING:
         raise UserError(
-            f"model {cfg.name}: architecture.model_type={kind} is not one that transformers knows; "
-            "set e.g. gpt2 or llama, or give model.hub_id or model.path."
+            f"model {cfg.name}: architecture.model_type must be a type of transformers, such as gpt2 (got {kind}). "
+            "Set it, or give model.hub_id or model.path."
         )
     defaults = CONFIG_MAPPING[kind]()
     unknown = set(fields) - set(defaults.to_dict()) - set(defaults.attribute_map) - {"tie_word_embeddings"}
     if unknown:
         raise UserError(
-            f"model {cfg.name}: architecture has {', '.join(sorted(unknown))}, which a {kind} config does not know; "
-            "check the spelling."
+            f"model {cfg.name}: a {kind} config has no field {', '.join(sorted(unknown))}. Check the spelling."
         )
     try:
         return AutoConfig.for_model(kind, **fields)
@@ -60,27 +59,17 @@ def architecture_config(cfg: ModelConfig) -> PreTrainedConfig:
 
 
 def random_model(config: PreTrainedConfig, seed: int, dtype: torch.dtype) -> PreTrainedModel:
-    """A model with weights drawn from `seed`; the same ones, rounded, for every dtype. Global RNG is left alone."""
+    """Build a model with float32 weights drawn from `seed`, rounded to `dtype`; leaves the global RNG unchanged."""
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(seed)
-        model = _build(config)
-    # parameters only: rotary frequencies are buffers and stay float32, as from_pretrained has it
+        try:
+            model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+        except (AssertionError, RuntimeError, TypeError, ValueError, ZeroDivisionError) as error:
+            raise UserError(
+                f"transformers cannot build a {config.model_type} model of model.architecture: {error}"
+            ) from error
+    # parameters only: rotary frequencies are buffers and stay float32, as in from_pretrained
     for parameter in model.parameters():
         parameter.data = parameter.data.to(dtype)
     model.config.dtype = dtype
     return model
-
-
-def model_on_meta(cfg: ModelConfig) -> PreTrainedModel:
-    """The model of `cfg.architecture` on the meta device: shapes without weights, at any size."""
-    with torch.device("meta"):
-        return _build(architecture_config(cfg))
-
-
-def _build(config: PreTrainedConfig) -> PreTrainedModel:
-    try:
-        return AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
-    except (AssertionError, RuntimeError, TypeError, ValueError, ZeroDivisionError) as error:
-        raise UserError(
-            f"transformers cannot build a {config.model_type} model of model.architecture: {error}"
-        ) from error

@@ -1,4 +1,4 @@
-"""Before a method is trusted with a model: with every pair kept, the attached model is its base, or it is refused."""
+"""Check before a method is attached for use: with all pairs kept the attached model must equal its base."""
 
 from __future__ import annotations
 
@@ -21,45 +21,43 @@ from focus_exp.models.methods import attached_methods, disable_method, execution
 log = logging.get_logger(__name__)
 
 LENGTH = 12
-PADDING = 3  # of the second text
-STEPS = (LENGTH - 3, 2, 1)
-# relative; rounding in half precision adds up over the layers, a rule that was not understood shows in every token
+PADDING = 3  # of the second sequence
+STEPS = (LENGTH - 3, 2, 1)  # tokens per forward pass with a KV cache
+# of logits, relative: rounding in half precision accumulates over layers, an unknown rule shows in every token
 TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-3}
 COARSE = 0.1
 VERIFIED: set[str] = set()  # architectures, by class and configuration
 
 
 def check_exact(model: PreTrainedModel) -> None:
-    """UserError that names model and reason unless the attached layers can stand in for the model's own.
+    """Raise UserError unless the attached layers with all pairs kept give the base model's logits.
 
-    Two short texts, one padded on the left, go through the base and through the attached model with every pair kept:
-    by masks, by the sparse path and through the cache; once for an architecture. Then through the method itself. Not
-    where weights are not there yet (on the meta device, unless accelerate's hooks load them), nor where they are
-    sharded, which a warning says.
+    Two short sequences, one padded on the left, go through the base and the attached model: with masks, by the sparse
+    path and through the KV cache, once for an architecture; then through the method itself. Skipped where weights are
+    missing (on the meta device, unless accelerate loads them) or sharded.
     """
     parameters, methods = list(model.parameters()), attached_methods(model)
     if any(isinstance(p, DTensor) for p in parameters):
         log.warning_once("attach: sharded parameters, so exactness is not checked; attach before fully_shard to check")
         return
-    loaded = any(getattr(hook, "offload", False) for hook in offload_hooks(model))
-    if not loaded and not all(has_values(p) for p in parameters):
+    is_offloaded = any(getattr(hook, "offload", False) for hook in offload_hooks(model))
+    if not is_offloaded and not all(has_values(p) for p in parameters):
         return
     dtypes = sorted({str(p.dtype) for p in parameters})
-    known = f"{type(model).__qualname__} {sorted(methods)} {dtypes} {loaded} {model.config}"
-    with torch.no_grad(), evaluating(model):
-        if known not in VERIFIED:
-            compare(model)
-            VERIFIED.add(known)
-        few = slice(PADDING + 2)
-        tokens, mask = (x[:, few] for x in texts(model))
-        attempt(f"{type(model).__name__} cannot take this attention method", partial(logits, model, tokens, mask))
+    key = f"{type(model).__qualname__} {sorted(methods)} {dtypes} {is_offloaded} {model.config}"
+    with torch.no_grad(), eval_mode(model):
+        if key not in VERIFIED:
+            compare_with_base(model)
+            VERIFIED.add(key)
+        tokens, mask = (x[:, : PADDING + 2] for x in make_inputs(model))
+        run(f"{type(model).__name__} cannot run this attention method", partial(compute_logits, model, tokens, mask))
     for method in methods.values():
         method.path = None
 
 
 @contextmanager
-def evaluating(model: PreTrainedModel) -> Iterator[None]:
-    """Within the block no module is in training mode."""
+def eval_mode(model: PreTrainedModel) -> Iterator[None]:
+    """Put all modules into eval mode in the block."""
     training = [module for module in model.modules() if module.training]
     model.eval()
     try:
@@ -69,50 +67,51 @@ def evaluating(model: PreTrainedModel) -> Iterator[None]:
             module.training = True
 
 
-def compare(model: PreTrainedModel) -> None:
+def compare_with_base(model: PreTrainedModel) -> None:
+    """Compare the logits of the base with those of windows longer than the input, on three paths."""
     name, methods = type(model).__name__, attached_methods(model)
-    tokens, padded = texts(model)
-    compute = partial(attempt, f"{name} itself fails on token ids")
+    tokens, padded = make_inputs(model)
+    compute = partial(run, f"{name} itself fails on token ids")
     with disable_method(model):
-        mask, whole = padded, compute(partial(logits, model, tokens, padded))
-        # some give NaN where a whole row is padding, as eager in float64; a scale of all activations (dynamic int8)
-        # depends on what is under the padding
-        other = compute(partial(logits, model, tokens.where(padded.bool(), tokens + 1), padded))
-        limit = TOLERANCE.get(whole.dtype, COARSE)
-        if not difference(other, whole, padded, limit) < limit:
-            mask = torch.ones_like(padded)
-            whole = compute(partial(logits, model, tokens, mask))
-            limit = COARSE  # such activations are rounded, too
-    if not whole[mask.bool()].isfinite().all():
-        raise UserError(f"{name} itself gives NaN or infinity for token ids; look at its weights")
-    for way, backend, steps in (
+        mask, expected = padded, compute(partial(compute_logits, model, tokens, padded))
+        # some bases give NaN for a row of padding (eager in float64); the scale of dynamic int8 activations depends on
+        # the tokens under the padding
+        other = compute(partial(compute_logits, model, tokens.where(padded.bool(), tokens + 1), padded))
+        limit = TOLERANCE.get(expected.dtype, COARSE)
+        if not relative_error(other, expected, padded, limit) < limit:
+            mask, limit = torch.ones_like(padded), COARSE
+            expected = compute(partial(compute_logits, model, tokens, mask))
+    if not expected[mask.bool()].isfinite().all():
+        raise UserError(f"{name} itself gives NaN or infinity for token ids. Check its weights.")
+    for path, backend, steps in (
         ("by masks", "masked", None),
         ("by the sparse path", "math", None),
         ("through the cache", "masked", STEPS),
     ):
-        refused = f"{name} cannot take an attached method {way}"
-        everything: dict[int, AttentionMethod] = {
+        failure = f"{name} cannot run an attached method {path}"
+        windows: dict[int, AttentionMethod] = {
             index: WindowOnly.create(method.shape, window=LENGTH, sinks=0) for index, method in methods.items()
         }
-        with swap_methods(model, everything):
-            for method in everything.values():
+        compute = partial(run, failure, partial(compute_logits, model, tokens, mask, steps))
+        with swap_methods(model, windows):
+            for method in windows.values():
                 method.backend = backend
-            found = attempt(refused, partial(logits, model, tokens, mask, steps))
-        error = difference(found, whole, mask, limit)
-        if error >= limit and steps:  # some models' own caches are not exact
+            logits = compute()
+        error = relative_error(logits, expected, mask, limit)
+        if error >= limit and steps:  # the KV caches of some bases are not exact themselves
             with disable_method(model):
-                error = difference(found, attempt(refused, partial(logits, model, tokens, mask, steps)), mask, limit)
+                error = relative_error(logits, compute(), mask, limit)
         if error >= limit:
             raise UserError(
-                f"{refused}: with every pair kept its logits differ from the base's by {error:.1e} of their size, so "
-                "its attention has a rule that is not known here"
+                f"{failure}: with all pairs kept its logits differ from the base's by {error:.1e} (relative), so its "
+                "attention has a rule that is not supported"
             )
-        if idle := [index for index, method in everything.items() if method.path is None]:
-            raise UserError(f"{refused}: layers {idle} do not call it; leave them out with layers=[...]")
+        if skipped := [index for index, method in windows.items() if method.path is None]:
+            raise UserError(f"{failure}: layers {skipped} do not call it. Leave them out with layers=[...].")
 
 
-def texts(model: PreTrainedModel) -> tuple[Tensor, Tensor]:
-    """Tokens and mask `[2, T]`."""
+def make_inputs(model: PreTrainedModel) -> tuple[Tensor, Tensor]:
+    """Make token ids and a padding mask, `[2, T]`."""
     size = model.config.get_text_config().vocab_size
     tokens = torch.randint(size // 4, size // 2, (2, LENGTH), generator=torch.Generator().manual_seed(0))
     mask = torch.ones_like(tokens)
@@ -121,37 +120,41 @@ def texts(model: PreTrainedModel) -> tuple[Tensor, Tensor]:
     return tokens.to(device), mask.to(device)
 
 
-def logits(model: PreTrainedModel, tokens: Tensor, mask: Tensor, steps: tuple[int, ...] | None = None) -> Tensor:
-    """`[2, T, V]`, in one pass or in `steps` through a cache."""
-    # without the experts' losses, for which a base itself fails when there are tokens in its cache
+def compute_logits(
+    model: PreTrainedModel, tokens: Tensor, mask: Tensor, steps: tuple[int, ...] | None = None
+) -> Tensor:
+    """Compute logits `[2, T, V]`, in one pass, or in `steps` with a KV cache."""
+    # the auxiliary loss of experts fails in some bases when there are cached tokens
     options = {"output_router_logits": False} if getattr(model.config, "output_router_logits", False) else {}
     if steps is None:
-        found: Tensor = model(input_ids=tokens, attention_mask=mask, use_cache=False, **options).logits
-        return found
+        logits: Tensor = model(input_ids=tokens, attention_mask=mask, use_cache=False, **options).logits
+        return logits
     cache, parts, end = None, [], 0
     for part in tokens.split(list(steps), 1):
         end += part.shape[1]
         out = model(input_ids=part, attention_mask=mask[:, :end], past_key_values=cache, use_cache=True, **options)
         cache = out.get("past_key_values")
         if cache is None:
-            raise UserError("it hands back no key/value cache")
+            raise UserError("it returns no KV cache")
         parts.append(out.logits)
     return torch.cat(parts, 1)
 
 
-def attempt(refused: str, compute: Callable[[], Tensor]) -> Tensor:
-    """What it computes; UserError with the reason, whatever a model's own code made of it."""
+def run(failure: str, compute: Callable[[], Tensor]) -> Tensor:
+    """Return `compute()`, or raise UserError with `failure` and the reason."""
     try:
         return compute()
-    except Exception as error:
+    except Exception as error:  # of the model's own code
         reason = first_line(error) if str(error) else type(error).__name__
-        raise UserError(f"{refused}: {reason}") from error
+        raise UserError(f"{failure}: {reason}") from error
 
 
-def difference(found: Tensor, expected: Tensor, mask: Tensor, limit: float) -> float:
-    """Largest difference of logits, relative to the largest. Under a coarse limit of the typical token of a text: an
-    expert that rounding has chosen changes some."""
-    each = (found - expected).abs().amax(-1).float() / expected[mask.bool()].abs().max().float()
-    rows = [row[real.bool()] for row, real in zip(each, mask, strict=True)]
+def relative_error(logits: Tensor, expected: Tensor, mask: Tensor, limit: float) -> float:
+    """Return the largest difference of logits, relative to the largest logit.
+
+    Under the coarse limit of the median token of a sequence: an expert chosen by rounding changes some tokens.
+    """
+    error = (logits - expected).abs().amax(-1).float() / expected[mask.bool()].abs().max().float()
+    rows = [row[valid.bool()] for row, valid in zip(error, mask, strict=True)]
     worst = [row.median() if limit == COARSE else row.max() for row in rows]
     return float(torch.stack(worst).nan_to_num(float("inf")).max())

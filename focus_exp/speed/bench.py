@@ -17,7 +17,7 @@ from focus_exp.attention.base import AttentionMethod
 from focus_exp.attention.focus import Focus
 from focus_exp.attention.selection import Selection, Sequence
 from focus_exp.config import Config
-from focus_exp.data import Blocks
+from focus_exp.data import SequenceDataset
 from focus_exp.errors import first_line
 from focus_exp.models.methods import observe_selections
 from focus_exp.progress import ProgressBar
@@ -60,7 +60,7 @@ class SpeedBenchmark:
         self,
         config: Config,
         model: PreTrainedModel,
-        held_out: Blocks,
+        held_out: SequenceDataset,
         precision: Precision,
         folder: Path,
         is_trained: bool,

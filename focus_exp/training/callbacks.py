@@ -24,7 +24,7 @@ from focus_exp.attention.focus import Focus
 from focus_exp.attention.router import entropy, follow_means, kmeans
 from focus_exp.attention.selection import Selection, Sequence
 from focus_exp.config_attention import FocusConfig
-from focus_exp.data import Blocks
+from focus_exp.data import SequenceDataset
 from focus_exp.errors import STOP_SIGNALS, Interrupted
 from focus_exp.models.methods import find_routers, observe_selections
 from focus_exp.progress import ProgressBar
@@ -261,7 +261,7 @@ PROBES_PER_PHASE = 20  # unless trainer.probe_every is set
 DEAD_FRACTION = 0.01  # of the tokens, below which a group is dead
 
 
-def probe_tokens(blocks: Blocks) -> Tensor:
+def probe_tokens(blocks: SequenceDataset) -> Tensor:
     """Return token ids `(B, T)` spread evenly over `blocks`, at most MAX_TOKENS in all."""
     count = max(1, min(len(blocks), MAX_TOKENS // blocks.seq_len))
     indices = np.linspace(0, len(blocks) - 1, count).round()

@@ -30,7 +30,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from focus_exp.attention.options import FitOptions
 from focus_exp.config import Config, TrainerConfig
-from focus_exp.data.loader import Share, share_of
+from focus_exp.data.loader import StepSplit, split_step
 from focus_exp.errors import UserError, first_line
 from focus_exp.models.load import gather_tensor
 from focus_exp.models.methods import attached_methods, is_trainable
@@ -263,7 +263,7 @@ def check_strategy(config: Config, device: torch.device) -> None:
     """Raise UserError if settings of trainer.* and model.quantization exclude each other."""
     settings, strategy = config.trainer, strategy_name(config.trainer)
     count = settings.devices * settings.num_nodes
-    share_of(settings.batch_size, settings.accumulate, count)
+    split_step(settings.batch_size, settings.accumulate, count)
     sharded, is_cuda = strategy == "fsdp", device.type == "cuda"
     fitted = isinstance(config.attention, FitOptions) and config.attention.calibration_sequences > 0
     balanced = config.has_router and config.focus.balance_loss > 0
@@ -425,7 +425,7 @@ def global_norm(gradients: list[Tensor]) -> Tensor:
 
 
 @contextmanager
-def gather_batches(model: PreTrainedModel, share: Share) -> Iterator[None]:
+def gather_batches(model: PreTrainedModel, share: StepSplit) -> Iterator[None]:
     """Give methods whose buffers follow their batches those that a single process would see, in its order."""
     split = world_size() // share.parallel
 

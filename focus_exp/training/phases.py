@@ -17,7 +17,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from focus_exp.attention.options import MAX_SEED
 from focus_exp.config import Config, PhaseConfig, phases_of
-from focus_exp.data import Blocks, ResumableLoader
+from focus_exp.data import ResumableLoader, SequenceDataset
 from focus_exp.models.methods import attached_methods, find_routers
 from focus_exp.results.metrics import METRICS, read_metrics, write_metrics
 from focus_exp.training.callbacks import (
@@ -48,7 +48,7 @@ CHECKPOINTS = "checkpoints"
 
 def train_phases(
     model: PreTrainedModel,
-    blocks: Blocks,
+    blocks: SequenceDataset,
     config: Config,
     precision: Precision,
     folder: Path,
@@ -102,7 +102,7 @@ def tokens_per_step(config: Config) -> int:
 
 def train_phase(
     model: PreTrainedModel,
-    blocks: Blocks,
+    blocks: SequenceDataset,
     config: Config,
     phase: PhaseConfig,
     name: str,
@@ -153,7 +153,7 @@ def train_phase(
         precision=precision.lightning,
         max_steps=phase.steps,
         max_epochs=-1,
-        accumulate_grad_batches=loader.share.accumulate,
+        accumulate_grad_batches=loader.split.accumulate,
         gradient_clip_val=settings.gradient_clip,
         logger=loggers or False,
         callbacks=callbacks,
@@ -166,7 +166,7 @@ def train_phase(
     )
     set_training_mode(model, phase)
     resume = broadcast_object(checkpoint.exists())
-    with gather_batches(model, loader.share):
+    with gather_batches(model, loader.split):
         trainer.fit(task, loader, ckpt_path=checkpoint if resume else None, weights_only=True)
     if settings.gradient_checkpointing:
         model.activation_checkpointing_disable()

