@@ -8,11 +8,13 @@ from dataclasses import replace
 
 import pytest
 import torch
+import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from problems import random_assignment, random_sequence
 from torch import Tensor
 
+from focus_exp.attention import dense
 from focus_exp.attention.dense import reference_attention
 from focus_exp.attention.kernels import cpu_sparse
 from focus_exp.attention.kernels.contract import BackendUnsupported, KernelRequirements
@@ -164,26 +166,40 @@ def test_attend_logsumexp_equals_reference(isa):
     torch.testing.assert_close(lse.double(), scores.masked_fill(future, -torch.inf).logsumexp(-1), atol=1e-5, rtol=1e-5)
 
 
-@pytest.mark.parametrize("where", ["plain", "left", "right"])
 @pytest.mark.parametrize("dtype", TOLERANCES, ids=["f32", "bf16"])
-def test_full_attention_equals_reference(dtype, where):
+@pytest.mark.parametrize(("softcap", "sinks"), [(None, False), (1.5, True)])
+def test_full_attention_equals_reference(isa, dtype, softcap, sinks):
     torch.manual_seed(0)
     q, k, v = (x.to(dtype).double() for x in (torch.randn(2, 6, 270, 64), *torch.randn(2, 2, 2, 270, 64)))
-    sequence = random_sequence(where, 2, 270)
+    sequence = Sequence.plain(2, 270)
+    options = {"scaling": 0.125, "softcap": softcap, "sink_logits": torch.randn(6) if sinks else None}
 
     def full(q, k, v, selection, sequence, args):
-        return cpu_sparse.full_attention(q, k, v, sequence, args)
+        return cpu_sparse.full_attention(q, k, v, args)
 
     def reference(*tensors_and_args):
         *tensors, args = tensors_and_args
         return reference_attention(*tensors, replace(args, window=270))
 
     actual, expected = (
-        evaluate(f, kind, q, k, v, local_only_selection(sequence), sequence, scaling=0.125)
+        evaluate(f, kind, q, k, v, local_only_selection(sequence), sequence, **options)
         for f, kind in ((full, dtype), (reference, torch.float64))
     )
     for mine, exact in zip(actual, expected, strict=True):
         assert (mine - exact).norm() <= TOLERANCES[dtype] * exact.norm()
+
+
+@pytest.mark.parametrize(
+    ("length", "is_trained", "runs"), [(255, False, False), (256, False, True), (256, True, False)]
+)
+def test_dense_attention_takes_the_kernel_from_its_length(monkeypatch, length, trained, runs):
+    calls, kernel = [], cpu_sparse.full_attention
+    monkeypatch.setattr(cpu_sparse, "full_attention", lambda *x: calls.append(1) or kernel(*x))
+    q, k, v = torch.randn(1, 4, length, 16, requires_grad=trained), *torch.randn(2, 1, 2, length, 16)
+    out = dense.full_attention(q, k, v, None, AttentionArgs(0.25))
+    assert bool(calls) == runs
+    expected = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=0.25, enable_gqa=True)
+    torch.testing.assert_close(out, expected)
 
 
 def test_attention_several_threads_give_equal_numbers():

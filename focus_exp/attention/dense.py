@@ -6,6 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from focus_exp.attention.kernels import cpu_sparse
 from focus_exp.attention.selection import (
     AttentionArgs,
     Selection,
@@ -139,6 +140,8 @@ def full_attention(
         block: queries at a time, where torch has no kernel.
     """
     length, new = k.shape[2], q.shape[2]
+    if mask is None and is_causal and cpu_sparse.is_fastest_full_attention(q, k, v, args):
+        return cpu_sparse.full_attention(q, k, v, args)
     add_causal = is_causal and new > 1 and (mask is None or mask.shape[2] < new)
     if mask is None and args.softcap is None and args.sink_logits is None and not (add_causal and new < length):
         return F.scaled_dot_product_attention(

@@ -33,6 +33,7 @@ DTYPES = (torch.float32, torch.bfloat16)
 MAX_GROUPS = 64  # bits of a word
 MAX_HEAD_DIM = 256
 FULL_WINDOW = 64  # keys of full attention that meet a query under a mask; the rest meets it without
+FULL_FROM = 256  # tokens from which full attention is faster than torch's (AVX2, AVX-512; 1.0 to 2.7 times)
 
 
 class CpuSparse(Fused):
@@ -78,10 +79,27 @@ class CpuSparse(Fused):
         return Attention.apply(q, k, v, *gates, args.sink_logits, groups, find_span(sequence), args.ste_slope, options)
 
 
-def full_attention(q: Tensor, k: Tensor, v: Tensor, sequence: Sequence, args: AttentionArgs) -> Tensor:
-    """Compute causal attention `(B, H, T, D)` to all keys `(B, G, T, D)` that are no padding."""
+def full_attention(q: Tensor, k: Tensor, v: Tensor, args: AttentionArgs) -> Tensor:
+    """Compute causal attention `(B, H, T, D)` to all keys `(B, G, T, D)`."""
     options = (FULL_WINDOW, 0, args.scaling, args.softcap or 0.0)
-    return Attention.apply(q, k, v, None, None, args.sink_logits, (None, None), find_span(sequence), None, options)
+    return Attention.apply(q, k, v, None, None, args.sink_logits, (None, None), None, None, options)
+
+
+def is_fastest_full_attention(q: Tensor, k: Tensor, v: Tensor, args: AttentionArgs) -> bool:
+    """Tell whether `full_attention` serves and is faster than torch's: a long prefill without gradients."""
+    if q.device.type != "cpu" or q.shape[2] < FULL_FROM or k.shape[2] != q.shape[2] or args.dropout:
+        return False
+    if torch.compiler.is_compiling() or (torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v))):
+        return False
+    if q.dtype not in DTYPES or max(q.shape[-1], v.shape[-1]) > MAX_HEAD_DIM:
+        return False
+    return not (q.dtype == torch.bfloat16 and has_amx()) and unavailable_reason() is None
+
+
+@cache
+def has_amx() -> bool:
+    """Tell whether torch multiplies bfloat16 by AMX, which this kernel does not."""
+    return bool(getattr(torch.cpu, "_is_amx_tile_supported", bool)())
 
 
 def find_span(sequence: Sequence) -> Tensor | None:
