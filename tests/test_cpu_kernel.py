@@ -189,9 +189,7 @@ def test_full_attention_equals_reference(isa, dtype, softcap, sinks):
         assert (mine - exact).norm() <= TOLERANCES[dtype] * exact.norm()
 
 
-@pytest.mark.parametrize(
-    ("length", "is_trained", "runs"), [(255, False, False), (256, False, True), (256, True, False)]
-)
+@pytest.mark.parametrize(("length", "trained", "runs"), [(255, False, False), (256, False, True), (256, True, False)])
 def test_dense_attention_takes_the_kernel_from_its_length(monkeypatch, length, trained, runs):
     calls, kernel = [], cpu_sparse.full_attention
     monkeypatch.setattr(cpu_sparse, "full_attention", lambda *x: calls.append(1) or kernel(*x))
