@@ -146,7 +146,7 @@ def test_load_adapter_changed_config_warns(tiny_model, saved, caplog):
     other = tiny_model("llama")
     other.config.rope_parameters = {"rope_type": "default", "rope_theta": 500.0}
     load_adapter(other, saved)
-    assert "trained on these weights under another rope_parameters" in caplog.text
+    assert "trained on these weights with another rope_parameters" in caplog.text
     description = json.loads((saved / DESCRIPTION).read_text())
     del description["base_model"]["arithmetic"]  # as versions before wrote it
     (saved / DESCRIPTION).write_text(json.dumps(description))
@@ -449,7 +449,7 @@ def test_save_adapter_offloaded_after_attach_equals_before(trained, tmp_path):
 
 
 def test_load_adapter_base_on_meta_is_refused(tiny_model, saved):
-    with pytest.raises(UserError, match="load its weights first"):
+    with pytest.raises(UserError, match="Load its weights first"):
         load_adapter(tiny_model("llama").to("meta"), saved)
 
 

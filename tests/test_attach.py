@@ -321,7 +321,7 @@ def test_observe_selections_nests(attached):
         ({"sinks": True}, "sinks.*True"),
         ({"groups": 1.5}, "groups.*1.5"),
         ({"groups": 0}, "groups.*0"),
-        ({"top_k": 5}, "top_k.*5.*groups"),
+        ({"top_k": 5}, "top_k.*groups.*5"),
         ({"temperature": float("nan")}, "temperature.*nan"),
         ({"gate_threshold": 2.0}, "gate_threshold.*2.0"),
         ({"tempreature": 0.1}, "tempreature.*temperature"),

@@ -356,11 +356,11 @@ BAD = {
     "recipe.lora.rank=0": ["recipe.lora.rank", "0"],
     "recipe.lora.target_modules=[q_proj,nothing]": ["target_modules", "nothing", "down_proj, gate_proj"],
     "attention=focus": ["recipe=lora", "attention=focus", "use attention=full, or recipe=retrofit"],
-    "recipe=finetune attention=full recipe.phases.router.train=lora": [
+    "recipe=finetune attention=full recipe.phases.router.trainable=lora": [
         "recipe=finetune trains both LoRA and",
         "leave one of them out",
     ],
-    "recipe.phases.lora.train=lorra": ["recipe.phases.lora.train=lorra", "router, lora, all"],
+    "recipe.phases.lora.trainable=lorra": ["recipe.phases.lora.trainable", "lorra", "router, lora, all"],
     "recipe.from_scratch=true": ["recipe=lora starts from random weights", "train: all"],
     "recipe.lora.rnk=8": ["there is no key recipe.lora.rnk", "did you mean rank"],
 }

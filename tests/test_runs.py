@@ -127,7 +127,7 @@ def test_run_folder_holds_config_metrics_adapter_record_tables_and_figures(folde
 
 def test_a_whole_base_is_saved_with_the_head_that_it_does_not_tie(tmp_path, monkeypatch):
     monkeypatch.setattr("focus_exp.jobs.train.is_sharded", lambda _: True)
-    monkeypatch.setattr("focus_exp.jobs.train.whole", lambda tensor: tensor)
+    monkeypatch.setattr("focus_exp.jobs.train.gather_tensor", lambda tensor: tensor)
     for tied in (False, True):
         model = LlamaForCausalLM(LlamaConfig(
             vocab_size=64, hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2,
@@ -182,7 +182,7 @@ def test_a_seed_of_the_attention_alone_has_a_name_of_its_own(method):
 def test_record_carries_the_birth_certificate(folder, retrofit):
     record = record_of(folder / "retrofit")
     assert (record.status, record.error, record.seed, record.steps) == ("finished", None, 0, 4)
-    fitted, balanced = (record.setting("attention", f"{what}_blocks") for what in ("warm_start", "calibration"))
+    fitted, balanced = (record.setting("attention", f"{what}_sequences") for what in ("warm_start", "balance"))
     assert record.tokens_seen == (4 * 2 * 2 + fitted + balanced) * 32 > 4 * 2 * 2 * 32
     assert record.command.startswith("python -m focus_exp model=tiny_llama")
     assert record.model["used"].startswith("random weights") and record.data["fingerprint"]

@@ -54,7 +54,7 @@ ROUTERS = {
 
 
 def build_on_meta(name: str) -> PreTrainedModel:
-    with torch.device("build_on_meta"):
+    with torch.device("meta"):
         return build(name)
 
 

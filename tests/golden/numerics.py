@@ -194,7 +194,7 @@ def differences(golden: Any, computed: Any, exact: bool = False, key: str = "") 
         for index, pair in enumerate(zip(golden, computed, strict=True)):
             yield from differences(*pair, exact, f"{key}[{index}]")
     elif isinstance(golden, float) and isinstance(computed, float) and not exact:
-        if not math.isclose(golden, computed, rel_tol=RTOL, abs_tol=1e-6):
+        if not math.isclose(golden, computed, rel_tol=RTOL, abs_tol=5e-6):
             yield f"{key}: {golden} -> {computed}"
     elif golden != computed:
         yield f"{key}: {golden} -> {computed}"
