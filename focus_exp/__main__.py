@@ -71,8 +71,6 @@ def run_job(composed: DictConfig) -> None:
 
 def validated(composed: DictConfig) -> Config:
     """Return the composed configuration as dataclasses, checked."""
-    if (folder := HydraConfig.get().run.dir) != ".":
-        raise UserError(f"hydra.run.dir={folder} moves nothing: runs name their own folders; write runs_dir={folder}")
     launcher = next((given for given in HydraConfig.get().overrides.hydra if given.startswith("hydra/launcher=")), None)
     if launcher and HydraConfig.get().mode is RunMode.RUN:
         raise UserError(f"{launcher} launches what -m asks for, be it one job; add -m")

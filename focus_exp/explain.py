@@ -21,6 +21,10 @@ from focus_exp.errors import UserError, first_line
 NOISE = ("To append to your config", "reference_type=", "object_type=", "Config search path", "provider=", "See https")
 COMPLETION = re.compile(r"(install|uninstall|query)=(bash|zsh|fish)")
 QUOTED = """'eval.adapters=["runs/a/adapter"]'"""
+CONVERSION = re.compile(
+    r"Value '(?P<value>[\s\S]*)' of type '\w+' could not be converted to (?P<kind>\w+)\s+full_key: (?P<key>\S+)"
+)
+KINDS = {"Integer": "an integer", "Float": "a number", "Boolean": "true or false"}
 # hydra's message -> what is wrong and what to type, filled in with its groups
 SENTENCES = {
     r"To append to your default list use \+(?P<group>\S+?)=(?P<name>\S+)": (
@@ -74,6 +78,10 @@ def checked(given: str, conf: Path) -> str:
         key = given.lstrip("+~").partition("=")[0]
         if not key.startswith("attention.") and (reason := renamed_key_reason(key)):  # a method's options are its own
             raise UserError(reason)
+        if key == "hydra.run.dir":
+            raise UserError(
+                f"hydra.run.dir is not used: runs name their own folders. Type runs_dir={given.partition('=')[2]}."
+            )
         return given
     name = Path(given).stem
     if (conf / "experiment" / f"{name}.yaml").is_file():
@@ -94,6 +102,8 @@ def instead_of(error: Exception) -> str:
         return f"{error.override} cannot be read ({first_line(error)}); close every bracket and quote in it"
     lines = [line.strip() for part in (error, error.__cause__) if part for line in str(part).splitlines()]
     message = "\n  ".join(dict.fromkeys(line for line in lines if line and not line.startswith(NOISE)))
+    if found := CONVERSION.search(message):
+        return f"{found['key']} must be {KINDS.get(found['kind'], found['kind'])} (got {found['value']})"
     for pattern, sentence in SENTENCES.items():
         if found := re.search(pattern, message):
             return sentence.format(**found.groupdict())

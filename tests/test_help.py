@@ -83,9 +83,10 @@ def test_help_of_a_job_prints_what_it_does(job):
     assert run("--help", f"job={job}").out.startswith(f"job={job}: ")
 
 
-@pytest.mark.parametrize(("choice", "nearest"), [("attention=spark", "sparq"), ("job=evaluation", "evaluate")])
-def test_help_of_an_unknown_choice_names_the_nearest(choice, nearest):
-    result = run("--help", choice)
-    assert result.code == 2
-    assert nearest in result.err
-    assert not result.out
+@pytest.mark.parametrize("option", ["--config-dir={}", "--config-dir {}", "-cd {}"])
+def test_help_lists_and_prints_choices_of_config_dir(tmp_path, option):
+    (tmp_path / "attention").mkdir()
+    (tmp_path / "attention" / "narrow.yaml").write_text("# Sixteen back\ndefaults: [focus, _self_]\nwindow: 16\n")
+    arguments = option.format(tmp_path).split()
+    assert "Sixteen back" in run("--help", "attention=narrow", *arguments).out
+    assert "narrow" in run("--help", *arguments).out
