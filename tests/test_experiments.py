@@ -69,7 +69,7 @@ def choices():
 def test_options_fit_their_schemas(chosen):
     # what they cannot do without: routers are of no use to attention=full, and files have to be named
     others = ["recipe=none"] if "attention" in chosen else []
-    others += ["data.files=texts"] if chosen.get("data") == "files" else []
+    others += {"files": ["data.files=texts"], "hub": ["data.hub_id=owner/text"]}.get(chosen.get("data"), [])
     config = parse(composed(*(f"{group}={name}" for group, name in chosen.items()), *others))
     for group, name in chosen.items():
         assert isinstance(getattr(config, group), GROUPS[group])
