@@ -35,15 +35,25 @@ using bf16 = c10::BFloat16;
 using at::Tensor;
 using std::optional;
 
-enum { ROWS = 24, CHUNK = 64, MAX_HEAD = 256, MAX_GROUPS = 64 };
+enum { ROWS = 24, CHUNK = 64, PACK = 32, MAX_HEAD = 256, MAX_GROUPS = 64 };
 constexpr float LOWEST = -1e30f;  // score of a pair that is not seen
 constexpr float SLACK = 6.f;      // scores may pass the running maximum by 2^6 before the state is rescaled
 constexpr float LOG2E = 1.44269504f, LN2 = 0.69314718f;
 constexpr int64_t STATE_BYTES = 256 << 10;  // of a task's rows: half of a common L2 cache
-constexpr int64_t CHUNK_BYTES = 16 << 10;   // of a chunk's keys and values: half of a common L1 cache
+constexpr int64_t CHUNK_BYTES = 32 << 10;   // of a chunk's keys and values: a common L1 cache
 
 template <class E> struct Pair { enum { size = 1 }; };
 template <> struct Pair<bf16> { enum { size = 2 }; };
+
+// Convert n floats, rounding to nearest, ties to even: without a branch, so that compilers make vectors of it.
+inline void round_to(float* to, const float* from, int64_t n) { std::memcpy(to, from, n * sizeof(float)); }
+inline void round_to(bf16* to, const float* from, int64_t n) {
+  for (int64_t i = 0; i < n; i++) {
+    uint32_t bits;
+    std::memcpy(&bits, from + i, 4);
+    to[i] = bf16(uint16_t(from[i] != from[i] ? 0x7FC0 : (bits + 0x7FFF + (bits >> 16 & 1)) >> 16), bf16::from_bits());
+  }
+}
 
 // score = scale * (q . k) in units of ln 2, or cap * tanh(scale * (q . k)) where cap is not 0
 struct Scores { float scale, cap; };
@@ -84,7 +94,10 @@ struct Isa {
   void (*decode_bf16)(const Scores&, Rows<float>&, int, const Cached<bf16>&, int64_t);
 };
 
+constexpr int32_t IOTA[16] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+
 #define FOCUS_BF16_DOT 0
+#define FOCUS_AVX 0
 #define LANES 4
 #define VECTORS 2
 namespace plain {
@@ -94,6 +107,8 @@ namespace plain {
 #undef VECTORS
 
 #ifdef FOCUS_X86
+#undef FOCUS_AVX
+#define FOCUS_AVX 2
 #define LANES 8
 #define VECTORS 2
 #ifdef __clang__
@@ -115,6 +130,8 @@ namespace avx2 {
 #pragma GCC push_options
 #pragma GCC target("avx2,fma,avx512f,avx512bw,avx512dq,avx512vl")
 #endif
+#undef FOCUS_AVX
+#define FOCUS_AVX 512
 #define LANES 16
 #define VECTORS 4
 namespace avx512 {
@@ -140,6 +157,8 @@ namespace avx512_bf16 {
 #endif
 #undef FOCUS_BF16_DOT
 #define FOCUS_BF16_DOT 0
+#undef FOCUS_AVX
+#define FOCUS_AVX 0
 // AVX-512's tiles in portable code, bf16 pairs included, so that they are tested where the processor has no AVX-512
 #define FOCUS_BF16_EMULATED 1
 namespace emulated {
@@ -219,16 +238,21 @@ struct Source {
   // one token's vector, as floats or bf16, with zeros up to `room`
   template <class E> void read(int64_t b, int64_t h, int64_t t, E* to, int64_t room) const {
     int64_t at = b * batch + h * head + t * token;
-    if (half) {
-      const bf16* x = static_cast<const bf16*>(data) + at;
-      for (int64_t d = 0; d < size; d++) to[d] = E(float(x[d]));
-    } else {
-      const float* x = static_cast<const float*>(data) + at;
-      for (int64_t d = 0; d < size; d++) to[d] = E(x[d]);
-    }
+    if (!half) round_to(to, static_cast<const float*>(data) + at, size);
+    else if constexpr (Pair<E>::size == 2) std::memcpy(static_cast<void*>(to), static_cast<const bf16*>(data) + at, size * sizeof(E));
+    else for (int64_t d = 0; d < size; d++) to[d] = static_cast<const bf16*>(data)[at + d];
     for (int64_t d = size; d < room; d++) to[d] = E(0.f);
   }
 };
+
+// Transpose 4 x 4 words of 32 bits, which are floats or pairs of bf16; strides are counted in E.
+template <class E> inline void transpose4(const E* from, int64_t from_row, E* to, int64_t to_row) {
+  typedef int32_t words __attribute__((vector_size(16)));
+  words x[4], y[4];
+  for (int i = 0; i < 4; i++) std::memcpy(&x[i], static_cast<const void*>(from + i * from_row), 16);
+  for (int i = 0; i < 4; i++) y[i] = words{x[0][i], x[1][i], x[2][i], x[3][i]};
+  for (int i = 0; i < 4; i++) std::memcpy(static_cast<void*>(to + i * to_row), &y[i], 16);
+}
 
 int64_t padded(int64_t size) { return (size + 15) / 16 * 16; }
 
@@ -238,13 +262,15 @@ uint64_t bits_of(const bool* x, int64_t groups) {
   return bits;
 }
 
-// Keys beyond the sinks in the order of (set of groups, time). Kinds: the sets that keys have; of kind j the tokens are
-// order[offset[j]] to order[offset[j + 1]], in blocks of 16 from block[j] on. reads [n]: the groups that queries read.
+// Keys in blocks of 16: all in the order of time, then those beyond the sinks in the order of (set of groups, time).
+// Kinds: the sets that keys have; of kind j the tokens are order[offset[j]] to order[offset[j + 1]], in blocks from
+// block[j] on. reads [n]: the groups that queries read. Of full attention the only kind is all keys in the order of time.
 struct Layout {
   std::vector<uint64_t> bits, reads;
   std::vector<int> order, offset, block;
 
   int kinds() const { return int(bits.size()); }
+  bool is_full() const { return block[0] == 0; }
   int64_t keys() const { return int64_t(block.back()) * 16; }
   int end_before(int kind, int64_t token) const {  // number of the kind's keys before a token
     auto first = order.begin() + offset[kind], last = order.begin() + offset[kind + 1];
@@ -334,7 +360,7 @@ struct Problem {
       counts[number]++;
     }
     x.offset.assign(1, 0);
-    x.block.assign(1, 0);
+    x.block.assign(1, std::max(1, int((n + 15) / 16)));
     for (int count : counts) {
       x.offset.push_back(x.offset.back() + count);
       x.block.push_back(x.block.back() + (count + 15) / 16);
@@ -347,31 +373,41 @@ struct Problem {
   // Pack 16 keys: [dk / P][16][P]; values: [16 / P][dv][P]. P: numbers that one multiplication takes.
   template <class E> void pack_block(int64_t b, int64_t g, const int* tokens, int n, E* pk, E* pv) const {
     constexpr int P = Pair<E>::size;
-    E row[MAX_HEAD];
-    for (int j = 0; j < 16; j++) {
-      if (j < n) k.read(b, g, begin[b] + tokens[j], row, dk);
-      else std::fill_n(row, dk, E(0.f));
-      for (int64_t d = 0; d < dk; d++) pk[(d / P * 16 + j) * P + d % P] = row[d];
-      E* to = P == 1 ? pv + j * dv : row;
-      if (j < n) v.read(b, g, begin[b] + tokens[j], to, dv);
-      else std::fill_n(to, dv, E(0.f));
-      if (P == 2) for (int64_t d = 0; d < dv; d++) pv[(j / 2 * dv + d) * 2 + j % 2] = row[d];
+    alignas(64) E rows[16][MAX_HEAD];
+    for (int j = 0; j < n; j++) k.read(b, g, begin[b] + tokens[j], rows[j], dk);
+    for (int j = n; j < 16; j++) std::fill_n(rows[j], dk, E(0.f));
+    for (int j = 0; j < 16; j += 4)
+      for (int64_t d = 0; d < dk; d += 4 * P) transpose4(rows[j] + d, MAX_HEAD, pk + d * 16 + j * P, 16 * P);
+    if (P == 1) {
+      for (int j = 0; j < n; j++) v.read(b, g, begin[b] + tokens[j], pv + j * dv, dv);
+      std::fill_n(pv + n * dv, (16 - n) * dv, E(0.f));
+      return;
     }
+    for (int j = 0; j < n; j++) v.read(b, g, begin[b] + tokens[j], rows[j], dv);
+    for (int j = n; j < 16; j++) std::fill_n(rows[j], dv, E(0.f));
+    for (int j = 0; j < 16; j += 2)
+      for (int64_t d = 0; d < dv; d++) {
+        pv[(j / 2 * dv + d) * 2] = rows[j][d];
+        pv[(j / 2 * dv + d) * 2 + 1] = rows[j + 1][d];
+      }
   }
 
-  template <class E> void pack_range(int64_t b, int64_t g, int64_t first, int64_t last, E* pk, E* pv) const {
-    for (int64_t t = first; t < last; t += 16) {
-      int tokens[16], n = int(std::min<int64_t>(16, last - t));
-      for (int j = 0; j < 16; j++) tokens[j] = int(t + j);
-      pack_block(b, g, tokens, n, pk + (t - first) * dk, pv + (t - first) * dv);
-    }
-  }
-
-  template <class E> void pack_kind(int64_t b, int64_t g, const Layout& x, int kind, E* pk, E* pv) const {
-    int count = x.offset[kind + 1] - x.offset[kind];
-    for (int j = 0; j < count; j += 16) {
-      int64_t at = int64_t(x.block[kind]) * 16 + j;
-      pack_block(b, g, &x.order[x.offset[kind] + j], std::min(16, count - j), pk + at * dk, pv + at * dv);
+  // Pack a head's blocks first to last.
+  template <class E> void pack(int64_t b, int64_t g, const Layout& x, int first, int last, E* pk, E* pv) const {
+    int kind = 0, n = int(tokens(b)), in_time = (n + 15) / 16, time[16];
+    for (int i = first; i < last; i++) {
+      const int* picks = time;
+      int j = i * 16, count = std::min(16, n - j);
+      if (i < in_time) {
+        for (int l = 0; l < 16; l++) time[l] = j + l;
+      } else {
+        while (kind < x.kinds() && i >= x.block[kind + 1]) kind++;
+        if (kind == x.kinds() || i < x.block[kind]) continue;
+        j = x.offset[kind] + (i - x.block[kind]) * 16;
+        picks = &x.order[j];
+        count = std::min(16, x.offset[kind + 1] - j);
+      }
+      pack_block(b, g, picks, count, pk + int64_t(i) * 16 * dk, pv + int64_t(i) * 16 * dv);
     }
   }
 };
@@ -390,20 +426,19 @@ struct Meeting {
   }
 };
 
-// Visit all keys that queries s0 to s1 see: near(first token, blocks), sinks(count) and kind(number, most keys), each
-// after the meeting was filled. Tokens are counted from the first of the sequence.
-template <class Near, class Sinks, class Kind>
-void visit(const Problem& p, const Layout& x, int64_t s0, int64_t s1, Meeting& m, Near near, Sinks sinks, Kind kind) {
+// Call meet(first key of the head's layout, blocks, has a gate) for all keys that queries s0 to s1 see, each time after
+// the meeting was filled. Tokens are counted from the first of the sequence.
+template <class Meet> void visit(const Problem& p, const Layout& x, int64_t s0, int64_t s1, Meeting& m, Meet meet) {
   for (int64_t i0 = s0; i0 < s1; i0 += 16) {
     int64_t i1 = std::min(s1, i0 + 16), first = std::max<int64_t>(0, i0 - p.window) / 16 * 16;
     m.n = 0;
     for (int64_t i = i0; i < i1; i++) m.add(i - s0, p.share, std::max<int64_t>(0, i - p.window) - first, i + 1 - first);
-    near(first, (i1 - first + 15) / 16);
+    meet(first, (i1 - first + 15) / 16, false);
   }
   if (p.sinks && s1 - 1 > p.window) {
     m.n = 0;
     for (int64_t i = std::max(s0, p.window + 1); i < s1; i++) m.add(i - s0, p.share, 0, std::min(p.sinks, i - p.window));
-    sinks();
+    meet(0, (m.hi[m.n - 1] + 15) / 16, false);
   }
   for (int j = 0; j < x.kinds(); j++) {
     m.n = 0;
@@ -413,17 +448,16 @@ void visit(const Problem& p, const Layout& x, int64_t s0, int64_t s1, Meeting& m
       while (seen < count && tokens[seen] < i - p.window) seen++;
       if (seen && (x.reads[i] & x.bits[j])) m.add(i - s0, p.share, 0, seen);
     }
-    if (m.n) kind(j, m.hi[m.n - 1]);
+    if (m.n) meet(int64_t(x.block[j]) * 16, (m.hi[m.n - 1] + 15) / 16, true);
   }
 }
 
 template <class E> struct Scratch {
-  Buffer<E> q, k, v;
+  Buffer<E> q;
   Buffer<float> acc, sum, top;
   Meeting meeting;
   Scratch(const Problem& p)
-      : q(p.rows * p.share * p.dk), k((p.rows + std::min(p.window, p.T) + 32) * p.dk), v((p.rows + std::min(p.window, p.T) + 32) * p.dv),
-        acc(p.rows * p.share * p.dv), sum(p.rows * p.share * 16), top(p.rows * p.share), meeting(p.rows * p.share) {}
+      : q(p.rows * p.share * p.dk), acc(p.rows * p.share * p.dv), sum(p.rows * p.share * 16), top(p.rows * p.share), meeting(p.rows * p.share) {}
 };
 
 template <class E, class Function>
@@ -431,17 +465,18 @@ void forward(const Problem& p, Function attend, const float* sink_logits, Tensor
   const int64_t heads = p.B * p.G, blocks = (p.T + p.rows - 1) / p.rows;
   std::vector<int64_t> at(heads + 1, 0);
   for (int64_t x = 0; x < heads; x++) at[x + 1] = at[x] + p.layout(x / p.G, x % p.G).keys();
-  Buffer<E> pk(at[heads] * p.dk + 1), pv(at[heads] * p.dv + 1), sk(heads * padded(p.sinks) * p.dk + 1), sv(heads * padded(p.sinks) * p.dv + 1);
+  Buffer<E> pk(at[heads] * p.dk + 1), pv(at[heads] * p.dv + 1);
   struct Nothing {};
-  std::vector<std::pair<int64_t, int>> packs;
+  std::vector<std::pair<int64_t, int>> packs;  // head, first block
   for (int64_t x = 0; x < heads; x++)
-    for (int j = -1; j < p.layout(x / p.G, x % p.G).kinds(); j++) packs.emplace_back(x, j);
+    for (int64_t i = 0; i < at[x + 1] - at[x]; i += 16 * PACK) packs.emplace_back(x, int(i / 16));
   for_tasks(int64_t(packs.size()), [] { return std::make_unique<Nothing>(); }, [&](int64_t task, Nothing&) {
-    auto [x, kind] = packs[task];
-    int64_t b = x / p.G, g = x % p.G;
-    if (kind >= 0) p.pack_kind(b, g, p.layout(b, g), kind, pk.data + at[x] * p.dk, pv.data + at[x] * p.dv);
-    else p.pack_range(b, g, 0, std::min(p.sinks, p.tokens(b)), sk.data + x * padded(p.sinks) * p.dk, sv.data + x * padded(p.sinks) * p.dv);
+    auto [x, first] = packs[task];
+    int last = std::min(first + int(PACK), int((at[x + 1] - at[x]) / 16));
+    p.pack(x / p.G, x % p.G, p.layout(x / p.G, x % p.G), first, last, pk.data + at[x] * p.dk, pv.data + at[x] * p.dv);
   });
+  void* out_data = out.mutable_data_ptr();
+  float* lse_data = lse.mutable_data_ptr<float>();
   const int chunk = int(std::clamp<int64_t>(CHUNK_BYTES / int64_t(sizeof(E)) / (p.dk + p.dv) / 16 * 16, 16, CHUNK));
   for_tasks(heads * blocks, [&] { return std::make_unique<Scratch<E>>(p); }, [&](int64_t task, Scratch<E>& w) {
     int64_t x = task % heads, b = x / p.G, g = x % p.G, s0 = (blocks - 1 - task / heads) * p.rows, s1 = std::min(p.tokens(b), s0 + p.rows);
@@ -449,6 +484,7 @@ void forward(const Problem& p, Function attend, const float* sink_logits, Tensor
     const Layout& layout = p.layout(b, g);
     const int64_t rows = (s1 - s0) * p.share;
     Rows<E> state{w.q.data, w.acc.data, w.sum.data, w.top.data, p.dk, p.dv, chunk};
+    Meeting& m = w.meeting;
     w.acc.zero(rows * p.dv);
     w.sum.zero(rows * 16);
     for (int64_t r = 0; r < rows; r++) {
@@ -460,30 +496,20 @@ void forward(const Problem& p, Function attend, const float* sink_logits, Tensor
         w.sum.data[r * 16] = 1.f;
       }
     }
-    Meeting& m = w.meeting;
-    int64_t first_near = std::max<int64_t>(0, s0 - p.window) / 16 * 16;
-    p.pack_range(b, g, first_near, s1, w.k.data, w.v.data);
-    auto meet = [&](const E* k, const E* v, int64_t count) {
-      attend(p.scores, state, m.row.data(), m.lo.data(), m.hi.data(), m.n, k, v, int(count));
+    auto meet = [&](int64_t first, int64_t count, bool) {
+      const int64_t from = at[x] + first;
+      attend(p.scores, state, m.row.data(), m.lo.data(), m.hi.data(), m.n, pk.data + from * p.dk, pv.data + from * p.dv, int(count));
     };
-    visit(
-        p, layout, s0, s1, m,
-        [&](int64_t first, int64_t count) { meet(w.k.data + (first - first_near) * p.dk, w.v.data + (first - first_near) * p.dv, count); },
-        [&] { meet(sk.data + x * padded(p.sinks) * p.dk, sv.data + x * padded(p.sinks) * p.dv, padded(p.sinks) / 16); },
-        [&](int j, int64_t most) {
-          int64_t from = at[x] + int64_t(layout.block[j]) * 16;
-          meet(pk.data + from * p.dk, pv.data + from * p.dv, (most + 15) / 16);
-        });
-    const bool half = out.scalar_type() == at::kBFloat16;
+    visit(p, layout, s0, s1, m, meet);
     const int64_t size = p.v.size;
     for (int64_t r = 0; r < rows; r++) {
       int64_t h = g * p.share + r % p.share, t = p.begin[b] + s0 + r / p.share, to = ((b * p.T + t) * p.H + h) * size;
-      float total = 0;
+      float total = 0, *acc = w.acc.data + r * p.dv;
       for (int i = 0; i < 16; i++) total += w.sum.data[r * 16 + i];
-      const float* acc = w.acc.data + r * p.dv;
-      if (half) for (int64_t d = 0; d < size; d++) out.mutable_data_ptr<bf16>()[to + d] = bf16(acc[d] / total);
-      else for (int64_t d = 0; d < size; d++) out.mutable_data_ptr<float>()[to + d] = acc[d] / total;
-      lse.mutable_data_ptr<float>()[(b * p.H + h) * p.T + t] = (w.top.data[r] + std::log2(total)) * LN2;
+      for (int64_t d = 0; d < size; d++) acc[d] /= total;
+      if (p.q.half) round_to(static_cast<bf16*>(out_data) + to, acc, size);
+      else round_to(static_cast<float*>(out_data) + to, acc, size);
+      lse_data[(b * p.H + h) * p.T + t] = (w.top.data[r] + std::log2(total)) * LN2;
     }
   });
 }
@@ -532,19 +558,22 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> attend_backward(
     answer = Source(*answers);
   }
   const float* lse_data = lse.const_data_ptr<float>();
+  float *dq_data = dq.mutable_data_ptr<float>(), *dk_data = dk.mutable_data_ptr<float>(), *dv_data = dv.mutable_data_ptr<float>();
+  float *dasks_data = dasks.mutable_data_ptr<float>(), *danswers_data = danswers.mutable_data_ptr<float>();
 
   // of every head all keys in the order of time, then those of each kind
   std::vector<int64_t> at(heads + 1, 0);
-  for (int64_t x = 0; x < heads; x++) at[x + 1] = at[x] + padded(p.tokens(x / p.G)) + p.layout(x / p.G, x % p.G).keys();
+  for (int64_t x = 0; x < heads; x++) at[x + 1] = at[x] + p.layout(x / p.G, x % p.G).keys();
   Buffer<float> kt(at[heads] * p.dk + 1), vt(at[heads] * p.dv + 1), rows(at[heads] * p.dk + 1), gate(at[heads] * groups + 1);
   Buffer<float> dkeys(shards * at[heads] * p.dk + 1), dvalues(shards * at[heads] * p.dv + 1), dgate(shards * at[heads] * groups + 1);
   auto token_at = [&](int64_t x, auto visit_token) {  // visit_token(place among the packed keys, token) of all keys of a head
     int64_t b = x / p.G, n = p.tokens(b);
     const Layout& layout = p.layout(b, x % p.G);
     for (int64_t t = 0; t < n; t++) visit_token(at[x] + t, t);
+    if (layout.is_full()) return;
     for (int j = 0; j < layout.kinds(); j++)
       for (int i = layout.offset[j]; i < layout.offset[j + 1]; i++)
-        visit_token(at[x] + padded(n) + int64_t(layout.block[j]) * 16 + i - layout.offset[j], int64_t(layout.order[i]));
+        visit_token(at[x] + int64_t(layout.block[j]) * 16 + i - layout.offset[j], int64_t(layout.order[i]));
   };
   struct Nothing {};
   auto nothing = [] { return std::make_unique<Nothing>(); };
@@ -593,18 +622,15 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> attend_backward(
       }
       Meeting& m = w.meeting;
       auto meet = [&](int64_t first, int64_t blocks_of_keys, bool with_gate) {
-        p.isa->backward(p.scores, r, m.row.data(), m.lo.data(), m.hi.data(), m.n, keys, int(first), int(blocks_of_keys), with_gate);
+        p.isa->backward(p.scores, r, m.row.data(), m.lo.data(), m.hi.data(), m.n, keys, int(first), int(blocks_of_keys), gated && with_gate);
       };
-      visit(
-          p, layout, s0, s1, m, [&](int64_t first, int64_t n) { meet(first, n, false); },
-          [&] { meet(0, std::min(padded(p.sinks), padded(p.tokens(b))) / 16, false); },
-          [&](int j, int64_t most) { meet(padded(p.tokens(b)) + int64_t(layout.block[j]) * 16, (most + 15) / 16, gated); });
+      visit(p, layout, s0, s1, m, meet);
       for (int64_t i = 0; i < count; i++) {
         int64_t h = g * p.share + i % p.share, t = p.begin[b] + s0 + i / p.share;
-        float* to = dq.mutable_data_ptr<float>() + ((b * p.T + t) * p.H + h) * p.q.size;
+        float* to = dq_data + ((b * p.T + t) * p.H + h) * p.q.size;
         for (int64_t d = 0; d < p.q.size; d++) to[d] = w.dq.data[i * p.dk + d] * float(scaling);
         if (!gated) continue;
-        float* ga = dasks.mutable_data_ptr<float>() + ((b * p.G + g) * p.T + t) * p.groups;
+        float* ga = dasks_data + ((b * p.G + g) * p.T + t) * p.groups;
         for (int64_t d = 0; d < p.groups; d++) ga[d] += w.dgate.data[i * groups + d];
       }
     }
@@ -614,12 +640,12 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> attend_backward(
     for (int64_t shard = 0; shard < shards; shard++)
       token_at(x, [&](int64_t place, int64_t token) {
         int64_t from = shard * at[heads] + place, t = p.begin[b] + token;
-        float* to = dk.mutable_data_ptr<float>() + ((b * p.T + t) * p.G + g) * p.q.size;
+        float* to = dk_data + ((b * p.T + t) * p.G + g) * p.q.size;
         for (int64_t d = 0; d < p.q.size; d++) to[d] += dkeys.data[from * p.dk + d] * float(scaling);
-        to = dv.mutable_data_ptr<float>() + ((b * p.T + t) * p.G + g) * p.v.size;
+        to = dv_data + ((b * p.T + t) * p.G + g) * p.v.size;
         for (int64_t d = 0; d < p.v.size; d++) to[d] += dvalues.data[from * p.dv + d];
         if (!gated) return;
-        to = danswers.mutable_data_ptr<float>() + ((b * p.G + g) * p.T + t) * p.groups;
+        to = danswers_data + ((b * p.G + g) * p.T + t) * p.groups;
         for (int64_t d = 0; d < p.groups; d++) to[d] += dgate.data[from * groups + d];
       });
   });

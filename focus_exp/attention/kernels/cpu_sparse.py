@@ -200,7 +200,8 @@ def unavailable_reason() -> str | None:
             build(folder, flags)
         torch.ops.load_library(str(built))
     except Exception as error:  # whatever a compiler, a linker or a full disk says: the masked path serves
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        lines = str(error).strip().splitlines() or [type(error).__name__]
+        reason = next((line for line in lines if "error:" in line), lines[0])
         log.warning("CPU kernel: not available, the masked path serves instead (%s)", reason)
         return f"could not be built: {reason}"
     log.info("CPU kernel: instruction set %s", torch.ops.focus_exp.use_isa(""))

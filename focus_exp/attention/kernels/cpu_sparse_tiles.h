@@ -1,12 +1,23 @@
 // Vector code of cpu_sparse.cpp, which includes this file once per instruction set, inside a namespace of its own.
 // LANES: floats in a vector; VECTORS: vectors of a register tile. Vectors are those of GCC and clang, so that the
-// same loops serve AVX-512, AVX2, SSE and NEON; FOCUS_BF16_DOT marks the instruction sets that multiply bf16 pairs.
+// same loops serve AVX-512, AVX2, SSE and NEON; FOCUS_AVX (512, 2 or 0) and FOCUS_BF16_DOT mark what has instructions.
 
 typedef float vec __attribute__((vector_size(LANES * 4)));
 typedef int32_t ivec __attribute__((vector_size(LANES * 4)));
 
 static inline vec load(const float* p) { vec x; std::memcpy(&x, p, sizeof x); return x; }
 static inline void store(float* p, vec x) { std::memcpy(p, &x, sizeof x); }
+static inline void round_vec(float* p, vec x) { store(p, x); }
+static inline void round_vec(bf16* p, vec x) {
+#if FOCUS_BF16_DOT
+  __m256bh y = _mm512_cvtneps_pbh((__m512)x);
+  std::memcpy(static_cast<void*>(p), &y, sizeof y);
+#else
+  float copy[LANES];
+  store(copy, x);
+  round_to(p, copy, LANES);
+#endif
+}
 static inline vec splat(float x) { return x - vec{}; }
 static inline ivec bits_of(vec x) { ivec y; std::memcpy(&y, &x, sizeof y); return y; }
 static inline vec floats_of(ivec x) { vec y; std::memcpy(&y, &x, sizeof y); return y; }
@@ -23,11 +34,29 @@ static inline float largest(vec x) {
   return most;
 }
 
-// 2^x for x <= 127, relative error 2e-7; 2^-126 below that, so that a caller masks what must be 0. NaN stays NaN.
+// Whether all lanes are <= y; NaN is not.
+static inline bool all_below(vec x, float y) {
+#if FOCUS_AVX == 512
+  return _mm512_cmp_ps_mask((__m512)x, _mm512_set1_ps(y), _CMP_LE_OQ) == 0xFFFF;
+#elif FOCUS_AVX == 2
+  return _mm256_movemask_ps(_mm256_cmp_ps((__m256)x, _mm256_set1_ps(y), _CMP_LE_OQ)) == 0xFF;
+#else
+  ivec below = x <= y;
+  int32_t all = below[0];
+  for (int i = 1; i < LANES; i++) all &= below[i];
+  return all;
+#endif
+}
+
+// 2^x for x <= 127, relative error 2e-7; below 2^-126 that or less, so that a caller masks what must be 0. NaN stays NaN.
 static inline vec exp2(vec x) {
+#if FOCUS_AVX == 512
+  vec n = (vec)_mm512_roundscale_ps((__m512)x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC), f = x - n;
+#else
   const vec magic = splat(12582912.f);  // 1.5 * 2^23: adding it rounds to a whole number, held in the low bits
   x = x < -126.f ? splat(-126.f) : x;
   vec shifted = x + magic, f = x - (shifted - magic);
+#endif
   vec p = splat(1.535336188e-4f);
   p = p * f + 1.339887440e-3f;
   p = p * f + 9.618437357e-3f;
@@ -35,7 +64,11 @@ static inline vec exp2(vec x) {
   p = p * f + 2.402264791e-1f;
   p = p * f + 6.931472028e-1f;
   p = p * f + 1.0f;
+#if FOCUS_AVX == 512
+  return (vec)_mm512_scalef_ps((__m512)p, (__m512)n);
+#else
   return floats_of(bits_of(p) + ((bits_of(shifted) - bits_of(magic)) << 23));
+#endif
 }
 
 static inline vec tanh(vec x) {
@@ -79,6 +112,7 @@ template <class E, int R>
 static inline void tile_row(const E* const* a, int64_t step, const E* b, int64_t row, int64_t block, int64_t n, float* const* c, int64_t width) {
   int64_t w = 0;
   for (; w + VECTORS * LANES <= width; w += VECTORS * LANES) tile<E, R, VECTORS>(a, step, b, row, block, n, c, w);
+  for (; w + 2 * LANES <= width; w += 2 * LANES) tile<E, R, 2>(a, step, b, row, block, n, c, w);
   for (; w < width; w += LANES) tile<E, R, 1>(a, step, b, row, block, n, c, w);
 }
 
@@ -103,19 +137,28 @@ static inline vec score(vec s, const Scores& f, int j, int lo, int hi, bool mask
   }
   if (!masked) return s;
   ivec index;
-  for (int i = 0; i < LANES; i++) index[i] = j + i;
-  ivec seen = (index >= lo) & (index < hi);
+  std::memcpy(&index, IOTA, sizeof index);
+  ivec seen = (index >= lo - j) & (index < hi - j);
   return floats_of((bits_of(s) & seen) | (bits_of(splat(LOWEST)) & ~seen));
 }
 
-// Scores s [keys] of a row become exp2(s - top) and enter its state.
-template <class E>
-static inline void update_softmax(Rows<E>& x, int64_t row, float* s, int keys, bool masked) {
+// Products s [keys] of a row become scores; returns the largest of each lane.
+static inline vec score_row(float* s, const Scores& f, int keys, int lo, int hi, bool masked) {
   vec most = splat(LOWEST);
-  for (int j = 0; j < keys; j += LANES) most = load(s + j) > most ? load(s + j) : most;
-  float *sums = x.sum + row * 16, *acc = x.acc + row * x.dv, top = x.top[row], m = largest(most);
-  if (!(m <= top + SLACK)) {  // rescale only where a score passes the largest so far by much
-    float alpha = top == LOWEST ? 0.f : std::exp2(top - m);
+  for (int j = 0; j < keys; j += LANES) {
+    vec y = score(load(s + j), f, j, lo, hi, masked, nullptr);
+    store(s + j, y);
+    most = y > most ? y : most;
+  }
+  return most;
+}
+
+// Scores s [keys] of a row become p = exp2(s - top) and enter its state.
+template <class E, class P>
+static inline void update_softmax(Rows<E>& x, int64_t row, const float* s, P* p, int keys, vec most, bool masked) {
+  float *sums = x.sum + row * 16, *acc = x.acc + row * x.dv, top = x.top[row];
+  if (!all_below(most, top + SLACK)) {  // rescale only where a score passes the largest so far by much
+    float m = largest(most), alpha = top == LOWEST ? 0.f : std::exp2(top - m);
     x.top[row] = top = m;
     for (int64_t d = 0; d < x.dv; d += LANES) store(acc + d, load(acc + d) * alpha);
     store(sums, load(sums) * alpha);
@@ -125,7 +168,7 @@ static inline void update_softmax(Rows<E>& x, int64_t row, float* s, int keys, b
     vec y = load(s + j), e = exp2(y - top);
     if (masked) e = floats_of(bits_of(e) & ~(y == splat(LOWEST)));
     total += e;
-    store(s + j, e);
+    round_vec(p + j, e);
   }
   store(sums, total);
 }
@@ -145,16 +188,14 @@ static void attend_chunk(const Scores& f, Rows<E>& x, const int* row, const int*
     std::memset(s[r], 0, keys * sizeof(float));
   }
   multiply_add<E>(q, P, n, k, 16 * P, 16 * x.dk, x.dk / P, to, keys);
-  for (int r = 0; r < n; r++) {
-    for (int j = 0; j < keys; j += LANES) store(s[r] + j, score(load(s[r] + j), f, j, lo[r], hi[r], masked, nullptr));
-    update_softmax(x, row[r], s[r], keys, masked);
-    if constexpr (P == 2)
-      for (int j = 0; j < keys; j++) rounded[r][j] = E(s[r][j]);
-  }
   const E* p[ROWS];
   for (int r = 0; r < n; r++) {
-    if constexpr (P == 2) p[r] = rounded[r];
-    else p[r] = s[r];
+    E* probabilities;
+    if constexpr (P == 2) probabilities = rounded[r];
+    else probabilities = s[r];
+    vec most = score_row(s[r], f, keys, lo[r], hi[r], masked);
+    update_softmax(x, row[r], s[r], probabilities, keys, most, masked);
+    p[r] = probabilities;
   }
   multiply_add<E>(p, P, n, v, x.dv * P, 16 * P, keys / P, acc, x.dv);
 }
@@ -284,10 +325,13 @@ static void decode(const Scores& f, Rows<float>& x, int m, const Cached<S>& cach
       p[r] = s[r];
       acc[r] = x.acc + r * x.dv;
       for (int j = count; j < room; j++) s[r][j] = 0;
-      for (int j = 0; j < room; j += LANES) store(s[r] + j, score(load(s[r] + j), f, j, 0, count, true, nullptr));
-      if (cached.index)
+      vec most = score_row(s[r], f, room, 0, count, true);
+      if (cached.index) {
         for (int j = 0; j < count; j++) s[r][j] = cached.index[first + j] < 0 ? LOWEST : s[r][j];
-      update_softmax(x, r, s[r], room, true);
+        most = splat(LOWEST);
+        for (int j = 0; j < room; j += LANES) most = load(s[r] + j) > most ? load(s[r] + j) : most;
+      }
+      update_softmax(x, r, s[r], s[r], room, most, true);
     }
     multiply_add<float>(p, 1, m, values, in_place ? cached.v_stride : x.dv, 16, count, acc, x.dv);
   }
