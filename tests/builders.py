@@ -9,6 +9,7 @@ from types import SimpleNamespace
 from omegaconf import OmegaConf
 
 from focus_exp.results.measurement import Measurement
+from focus_exp.results.record import Record
 
 GROUPS = ("attention", "recipe", "model", "data", "eval")
 
@@ -33,6 +34,37 @@ def write_variant(path: Path, overrides: list[str]) -> None:
     body = {"defaults": chosen, "variant": path.stem, **OmegaConf.to_container(values)}
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text("# @package _global_\n" + OmegaConf.to_yaml(OmegaConf.create(body)), encoding="utf-8")
+
+
+def scored(measurements: Iterable[Measurement], phase: str | None = None) -> list[SimpleNamespace]:
+    """Return each variant that was scored: its settings, its metrics, and its paired `changes` by reference."""
+    rows: dict[str, SimpleNamespace] = {}
+    absent = dict.fromkeys(("error", "top_k", "pair_rule", "window", "path", "nll"))
+    for m in measurements:
+        if {"clock", "task"} & m.settings.keys() or m.settings.get("phase") != phase:
+            continue
+        if m.metric == "perplexity":
+            known = {key: value for key, value in m.settings.items() if value is not None}
+            sparsity = None if m.density is None else 1 - m.density
+            cells = {
+                "name": m.variant,
+                "sparsity": sparsity,
+                "interval": (m.low, m.high),
+                "changes": {},
+                "causal": True,
+            }
+            rows[m.variant] = SimpleNamespace(**absent | cells | known)
+        if row := rows.get(m.variant):
+            if m.metric == "nll_change":
+                row.changes[m.reference] = m
+            elif not m.reference:
+                vars(row)[m.metric] = m.value
+    return list(rows.values())
+
+
+def primary(record: Record) -> SimpleNamespace:
+    """Return the variant that represents a run."""
+    return next(row for row in scored(record.measurements) if row.name == record.primary_variant)
 
 
 def timings(measurements: Iterable[Measurement]) -> list[SimpleNamespace]:

@@ -24,6 +24,7 @@ from focus_exp import __main__ as command_line
 from focus_exp.attention.registry import METHODS
 from focus_exp.config_attention import AttentionConfig, schema_of
 from focus_exp.errors import STOP_SIGNALS
+from focus_exp.results.measurement import MEASUREMENTS, read_measurements
 from focus_exp.results.metrics import read_metrics
 from focus_exp.results.record import Record
 
@@ -180,8 +181,12 @@ def metrics_of(folder: Path) -> list[dict[str, Any]]:
 def outcome(folder: Path) -> dict[str, Any]:
     """Return what the only run below `folder` computed: a function of configuration and seed."""
     record = json.loads((only_run(folder) / "record.json").read_text(encoding="utf-8"))
-    for row in record["rows"]:
-        del row["seconds"]
-    kept = ("status", "config_hash", "model", "method", "rows", "group_shares", "steps", "tokens_seen")
+    measured = [m for m in read_measurements(only_run(folder) / MEASUREMENTS) if not m.metric.endswith("seconds")]
+    kept = ("status", "config_hash", "model", "method", "steps", "tokens_seen")
     weights = {path.name: path.read_bytes() for path in only_run(folder).rglob("*.safetensors")}
-    return {"metrics": metrics_of(folder), "weights": weights, **{key: record[key] for key in kept}}
+    return {
+        "metrics": metrics_of(folder),
+        "weights": weights,
+        "measured": measured,
+        **{key: record[key] for key in kept},
+    }

@@ -5,6 +5,7 @@ import shutil
 from dataclasses import replace
 
 import pytest
+from builders import scored
 from hydra import compose, initialize_config_dir
 from running import fitting, run, tiny
 
@@ -47,8 +48,8 @@ def test_base_is_trained_once(tmp_path, as_variant):
     (weights,) = (tmp_path / "runs").rglob("model/model.safetensors")
     assert runs["none"].model["used"] == str(weights.parent)
     assert runs["none"].model["fingerprint"] != runs["scratch"].model["fingerprint"]
-    trained = runs["scratch"].rows[-1]
-    assert runs["none"].base.nll == pytest.approx(trained.nll, rel=1e-4)
+    trained = scored(runs["scratch"].measurements)[-1]
+    assert runs["none"].find("nll", "base") == pytest.approx(trained.nll, rel=1e-4)
 
     before = weights.stat().st_mtime_ns
     second = measure(tmp_path, settings, "attention.window=6")

@@ -4,6 +4,7 @@ import json
 import math
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import datasets
@@ -44,12 +45,11 @@ from focus_exp.evaluation.lm_eval_harness import LoadedTask, MaskedLM, run_task
 from focus_exp.evaluation.perplexity import score
 from focus_exp.models.methods import attached_methods, observe_selections
 from focus_exp.models.random import byte_tokenizer
-from focus_exp.records.benchmarks import BenchmarkRow
 from focus_exp.results.intervals import student
 from focus_exp.training.precision import choose_precision
 
 WINDOW, SINKS, GROUPS = 6, 2, 3
-HARD = "Focus hard k=1"
+HARD = "focus_hard"
 PRECISION = choose_precision("float32", "cpu", trains_base=False)
 TOKENS = np.random.default_rng(0).integers(0, 256, 320, dtype=np.int32)
 BLOCKS = SequenceDataset(TokenStream("random", TOKENS, np.array([0, 320]), ["text"]), 32, cross_documents=False)
@@ -117,12 +117,31 @@ def attach_hard(model, **options):
     return set_routing(model.eval(), hard=True, top_k=1)
 
 
-def measure_all(model, config: schema.Config, folder: Path) -> list[BenchmarkRow]:
-    """Score base and attached rows of an attached model."""
+def measure_all(model, config: schema.Config, folder: Path) -> list[SimpleNamespace]:
+    """Score base and attached variants of an attached model."""
     evaluator = BenchmarkEvaluator(model, byte_tokenizer(), BLOCKS, config, PRECISION, folder)
     evaluator.measure_base()
     evaluator.measure_attached()
-    return evaluator.rows
+    return rows_of(evaluator)
+
+
+def rows_of(evaluator: BenchmarkEvaluator) -> list[SimpleNamespace]:
+    """Return each score with its settings, its paired change from the base, and what the mask did on its requests."""
+    rows = []
+    for m in evaluator.measurements:
+        if "kind" in m.settings and not m.reference:
+            metric, sparsity = m.settings.get("lm_eval_metric", ""), None if m.density is None else 1 - m.density
+            absent = {"metric": metric, "causal": True, "error": None, "change": None, "quantiles": []}
+            known = {key: value for key, value in m.settings.items() if value is not None}
+            rows.append(SimpleNamespace(variant=m.variant, value=m.value, n=m.n, sparsity=sparsity, **absent | known))
+        elif m.metric.startswith(("nll_change", "acc_change", "acc_norm_change")):
+            rows[-1].change = m
+        for row in rows:
+            if (m.variant, m.settings["task"]) == (row.variant, row.task) and "kind" not in m.settings:
+                name = m.metric.partition(":")[0]
+                vars(row)[name] = m.value
+                row.quantiles += [m.value] if name == "request_tokens" else []
+    return rows
 
 
 def wrap(model, **options) -> MaskedLM:
@@ -168,8 +187,8 @@ def measure(tiny_model, tmp_path, monkeypatch) -> Callable[..., BenchmarkEvaluat
     return run
 
 
-def find(evaluator: BenchmarkEvaluator, attention: str, task: str, metric: str) -> BenchmarkRow:
-    (row,) = [r for r in evaluator.rows if (r.attention, r.task, r.metric) == (attention, task, metric)]
+def find(evaluator: BenchmarkEvaluator, variant: str, task: str, metric: str) -> SimpleNamespace:
+    (row,) = [r for r in rows_of(evaluator) if (r.variant, r.task, r.metric) == (variant, task, metric)]
     return row
 
 
@@ -294,33 +313,33 @@ def test_request_stats_count_every_pair_of_every_request(tiny_model):
             model(torch.tensor([tokens]))
     stats, lengths = result.stats, sorted(map(len, inputs))
     total, distant, kept = totals.sum(0)
-    assert stats["requests"] == len(inputs) and stats["truncated"] == 0
-    assert (stats["request_tokens"][0], stats["request_tokens"][-1]) == (lengths[0], lengths[-1])
-    assert stats["distant_share"] == pytest.approx(distant / total)
-    assert stats["distant_pairs_kept"] == pytest.approx(kept / distant)
-    assert stats["pairs_removed"] == pytest.approx((distant - kept) / total)
-    assert stats["removed_by_layer"] == pytest.approx((totals[:, 1] - totals[:, 2]) / totals[:, 0])
+    assert stats["requests"] == len(inputs) and stats["truncated_requests"] == 0
+    assert (stats["request_tokens"]["min"], stats["request_tokens"]["max"]) == (lengths[0], lengths[-1])
+    assert stats["distant_fraction"] == pytest.approx(distant / total)
+    assert stats["distant_density"] == pytest.approx(kept / distant)
+    assert stats["sparsity"] == pytest.approx((distant - kept) / total)
+    assert stats["sparsity_at_layer"] == pytest.approx((totals[:, 1] - totals[:, 2]) / totals[:, 0])
     fractions = sizes / sizes.sum(1, keepdims=True)
     np.testing.assert_allclose(result.group_fractions, fractions, atol=1e-6)  # padding is in no group
-    assert stats["largest_group"] == pytest.approx(fractions.max())
+    assert stats["largest_group_fraction"] == pytest.approx(fractions.max())
 
 
 def test_rows_of_a_router_are_paired_with_base_and_controls(measure):
     evaluator = measure(["choice", "words", "perplexity@32"])
     names = (BASE, HARD, WINDOW_ONLY, RANDOM_GROUPS)
-    assert list(dict.fromkeys(row.attention for row in evaluator.rows)) == [*names]
-    assert all(row.scored and row.n and row.seconds is not None for row in evaluator.rows)
+    assert list(dict.fromkeys(row.variant for row in rows_of(evaluator))) == [*names]
+    assert all(row.value is not None and row.n and row.eval_seconds > 0 for row in rows_of(evaluator))
     for task, metric in (("choice", "acc_norm"), ("words", "perplexity"), ("perplexity@32", "perplexity")):
         base, hard, window, random = (find(evaluator, name, task, metric) for name in names)
-        assert (base.pairs_removed, base.difference, base.engaged) == (0, None, None)
-        assert window.distant_pairs_kept == 0 and window.pairs_removed == pytest.approx(window.distant_share)
+        assert (base.sparsity, base.change) == (0, None)
+        assert window.distant_density == 0 and window.sparsity == pytest.approx(window.distant_fraction)
         # size-matched on these very requests
-        assert random.pairs_removed == pytest.approx(hard.pairs_removed, abs=0.06) and hard.engaged
-        assert hard.request_tokens == window.request_tokens == base.request_tokens
+        assert random.sparsity == pytest.approx(hard.sparsity, abs=0.06) and hard.sparsity > 0.05
+        assert len(hard.quantiles) == 5 and hard.quantiles == window.quantiles == base.quantiles
         for row in (hard, window, random):
             change = math.log(row.value / base.value) if metric == "perplexity" else row.value - base.value
-            assert row.difference == pytest.approx(change, abs=1e-6)
-            assert row.difference_low < row.difference < row.difference_high
+            assert row.change.value == pytest.approx(change, abs=1e-6)
+            assert row.change.low < row.change.value < row.change.high
 
 
 def test_base_row_of_an_attached_model_equals_the_base(tiny_model, tmp_path):
@@ -328,7 +347,7 @@ def test_base_row_of_an_attached_model_equals_the_base(tiny_model, tmp_path):
     before = BenchmarkEvaluator(model, byte_tokenizer(), BLOCKS, config, PRECISION, tmp_path / "before")
     before.measure_base()
     base, hard, *_ = measure_all(attach_hard(model), config, tmp_path / "after")
-    assert base.value == pytest.approx(before.rows[0].value, rel=1e-6) and base.pairs_removed == 0
+    assert base.value == pytest.approx(rows_of(before)[0].value, rel=1e-6) and base.sparsity == 0
     assert hard.value != pytest.approx(base.value, rel=1e-4)
 
 
@@ -349,10 +368,11 @@ def test_rows_follow_method_and_training(tiny_model, tmp_path, method, train, ki
     if method != "full":
         attach(model, method, window=WINDOW, sinks=SINKS, **({"groups": GROUPS} if method == "focus" else {}))
     evaluator.measure_attached()
-    assert [row.kind for row in evaluator.rows] == kinds and all(row.scored for row in evaluator.rows)
-    for row in evaluator.rows[1:]:
+    rows = rows_of(evaluator)
+    assert [row.kind for row in rows] == kinds
+    for row in rows[1:]:
         # nothing was trained here, and the method is off
-        assert (row.kind == "trained") == (row.difference == 0) == (row.engaged is None)
+        assert (row.kind == "trained") == (row.change.value == 0) == (row.sparsity == 0)
         assert row.method == {"trained": "full", "hard": "focus"}.get(row.kind, row.method)
 
 
@@ -364,21 +384,21 @@ def test_perplexity_at_length_scores_as_many_tokens(measure):
 
     scores, hard = score_alone(BLOCKS, 4), find(evaluator, HARD, "perplexity@32", "perplexity")
     assert hard.n == 4 and hard.value == pytest.approx(np.exp(np.nanmean(scores.nll)), rel=1e-5)
-    assert hard.pairs_removed == pytest.approx(scores.pairs.sparsity)
+    assert hard.sparsity == pytest.approx(scores.pairs.sparsity)
     losses = np.nanmean(scores.nll, axis=1)
     assert hard.stderr == pytest.approx(hard.value * losses.std(ddof=1) / 2, rel=1e-4)
     longer = score_alone(SequenceDataset(BLOCKS.stream, 64, bos=BLOCKS.bos, cross_documents=False), 2)
     long = find(evaluator, HARD, "perplexity@64", "perplexity")
     assert long.n == long.requests == 2 and long.value == pytest.approx(np.exp(np.nanmean(longer.nll)), rel=1e-5)
-    assert long.difference_low < long.difference < long.difference_high
-    assert "512" in find(evaluator, "", "perplexity@999", "").error
+    assert long.change.low < long.change.value < long.change.high
+    assert "512" in find(evaluator, BASE, "perplexity@999", "").error
 
 
-def test_rows_of_a_mask_that_prunes_nothing_are_not_engaged(measure):
+def test_rows_of_a_mask_that_prunes_nothing_have_no_change(measure):
     evaluator = measure(["choice"], options={"window": 200}, controls=False)
     for metric in ("acc", "acc_norm"):
         hard = find(evaluator, HARD, "choice", metric)
-        assert (hard.engaged, hard.pairs_removed, hard.difference) == (False, 0, 0)
+        assert (hard.sparsity, hard.change.value) == (0, 0)
 
 
 class PruneAll(Focus):
@@ -400,31 +420,32 @@ def test_rows_of_broken_routers_show_it(measure):
 
     evaluator = measure(["choice"], collapse, "collapse")
     row, window = (find(evaluator, name, "choice", "acc") for name in (HARD, WINDOW_ONLY))
-    assert (row.distant_pairs_kept, row.largest_group, row.engaged) == (1, 1, False)
+    assert (row.distant_density, row.largest_group_fraction, row.sparsity) == (1, 1, 0)
     row = find(measure(["choice"], prune_all, "none", controls=False), HARD, "choice", "acc")
-    assert row.distant_pairs_kept == 0 and (row.value, row.pairs_removed) == (window.value, window.pairs_removed)
+    assert row.distant_density == 0 and (row.value, row.sparsity) == (window.value, window.sparsity)
 
 
 def test_interrupted_benchmarks_resume_to_the_same_rows(measure, monkeypatch, tmp_path):
-    whole = measure(["choice", "words"], folder="whole").rows
+    whole = measure(["choice", "words"], folder="whole").measurements
     ran, real = [], benchmarks.BenchmarkEvaluator.run
 
-    def count(self, row):
+    def count(self, variant, task):
         if stop and len(ran) == 4:
             raise Interrupted(15, "in a test")
-        ran.append((row.task, row.attention))
-        return real(self, row)
+        ran.append((task, variant.name))
+        return real(self, variant, task)
 
     monkeypatch.setattr(benchmarks.BenchmarkEvaluator, "run", count)
     stop = True
     with pytest.raises(Interrupted):
         measure(["choice", "words"])
     stop = False
-    rows = measure(["choice", "words"]).rows
+    resumed = measure(["choice", "words"]).measurements
     assert len(ran) == len(set(ran)) == 8
-    assert [{**vars(row), "seconds": None} for row in rows] == [{**vars(row), "seconds": None} for row in whole]
+    untimed = [[m for m in part if not m.metric.startswith("eval_seconds")] for part in (resumed, whole)]
+    assert untimed[0] == untimed[1]
 
-    path = tmp_path / "benchmarks" / "focus_hard_k_1" / "words" / "samples.jsonl"
+    path = tmp_path / "benchmarks" / HARD / "words" / "samples.jsonl"
     lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
     samples = [json.loads(line) for line in lines]
     assert [sample["doc"]["id"] for sample in samples] == [0, 1, 2, 3, 4] and samples[0]["target"] == " right"
@@ -437,10 +458,10 @@ def test_truncation_is_an_error_unless_allowed(measure):
     failed = measure(["long", "choice"], folder="strict", controls=False)
     error = find(failed, BASE, "long", "").error
     assert "901" in error and "512" in error and "eval.allow_truncation=true" in error
-    assert find(failed, HARD, "choice", "acc").scored
+    assert find(failed, HARD, "choice", "acc").value is not None
     failed.require_score()
     allowed = find(measure(["long"], allow_truncation=True, controls=False), HARD, "long", "acc")
-    assert (allowed.truncated, allowed.requests, allowed.request_tokens[-1]) == (1, 2, 512) and allowed.scored
+    assert (allowed.truncated_requests, allowed.requests, allowed.quantiles[-1]) == (1, 2, 512)
 
 
 def test_require_score_raises_where_every_task_failed(measure):
@@ -459,7 +480,7 @@ def test_continuation_longer_than_the_model_raises(tiny_model):
 def test_document_that_can_only_be_wrong_is_an_error(measure):
     evaluator = measure(["wrong_label", "words"], controls=False)
     assert "label" in find(evaluator, BASE, "wrong_label", "").error
-    assert find(evaluator, HARD, "words", "acc").scored
+    assert find(evaluator, HARD, "words", "acc").value is not None
 
 
 def test_fewshot_examples_missing_or_fixed(llama, capsys):
@@ -485,7 +506,7 @@ def test_generation_equals_greedy_decoding_of_each_prompt(tiny_model, family):
         expected.append(tokenizer.decode(tokens[-6:]).split("\n\n")[0])
     assert [sample["filtered_resps"][0] for sample in run(model, "write").samples] == expected
     with disable_method(model):
-        assert run(model, "write").stats["pairs_removed"] == 0
+        assert run(model, "write").stats["sparsity"] == 0
 
 
 @pytest.mark.parametrize("reason", [None, "a reason"], ids=["cached", "recomputed"])
@@ -578,7 +599,7 @@ def test_paired_difference_of_other_scores_is_student_t():
     result = paired_difference(ours, as_items({"c": -1.0, "b": -2.0, "a": -1.5}), sign=-1)
     half = student(2) * differences.std(ddof=1) / math.sqrt(3)
     assert result == pytest.approx((2 / 3, 2 / 3 - half, 2 / 3 + half, 2))
-    assert paired_difference({}, {}) == (None, None, None, None)
+    assert paired_difference({}, {}) is None
     assert paired_difference(as_items({"a": 1.5}), as_items({"a": 2.0})) == (-0.5, None, None, None)
 
 
@@ -618,8 +639,8 @@ def test_rows_have_a_difference_only_of_means_of_items(value, base, key, expecte
         return TaskResult([Metric(key, "none", value, None, True)], samples, {}, [])
 
     ours, reference = result([1.0] * 9 + [0.0, 1.0, 0.0], value), result([1.0] * 10 + [0.0, 0.0], base)
-    (row,) = ours.rows(BenchmarkRow(attention="a", kind="hard", task="t"), reference)
-    assert row.difference == expected
+    change = ours.change(ours.metrics[0], reference)
+    assert (change and change.value) == expected
 
 
 def test_result_round_trips_through_disk(tmp_path):
@@ -631,8 +652,7 @@ def test_result_round_trips_through_disk(tmp_path):
     write_result(tmp_path, result)
     assert read_result(tmp_path, result.key) == result
     assert read_result(tmp_path, "float32 w") is None
-    rows = result.rows(BenchmarkRow(attention="a", kind="base", task="t"), None)
-    assert [row.metric for row in rows] == ["acc", "exact_match (strict)"]
+    assert [metric.name for metric in result.metrics] == ["acc", "exact_match (strict)"]
 
 
 @pytest.fixture
@@ -667,10 +687,12 @@ def test_official_tasks_run_on_embedded_items(tiny_model, few_official, embedded
     missing = {row.task: row.error for row in rows if row.kind == "missing"}
     assert [*missing] == ["truthfulqa_mc1", "gsm8k_cot"]
     assert "truthfulqa/truthful_qa" in missing["truthfulqa_mc1"] and "openai/gsm8k" in missing["gsm8k_cot"]
-    hard = {(row.task, row.metric): row for row in rows if row.attention == HARD}
+    hard = {(row.task, row.metric): row for row in rows if row.variant == HARD}
     assert set(hard) == {("hellaswag", "acc"), ("hellaswag", "acc_norm"), ("boolq", "acc")}
-    assert all(row.scored and row.n == 2 for row in hard.values())
-    assert hard["boolq", "acc"].source == f"aps/super_glue from {NAME}" and hard["hellaswag", "acc"].version == "1.0"
+    assert all(row.value is not None and row.n == 2 for row in hard.values())
+    assert (
+        hard["boolq", "acc"].source == f"aps/super_glue from {NAME}" and hard["hellaswag", "acc"].task_version == "1.0"
+    )
     with pytest.raises(UserError, match=r"eval\.tasks .*helaswag"):
         BenchmarkEvaluator(model, byte_tokenizer(), BLOCKS, make_config(["helaswag"]), PRECISION, tmp_path)
 
@@ -739,5 +761,5 @@ def test_official_tasks_run_on_real_items(tiny_model, tmp_path):
     model = attach_hard(tiny_model("llama", max_position_embeddings=8192))
     config = make_config(names, limit=2, controls=False)
     rows = measure_all(model, config, tmp_path)
-    assert {row.task for row in rows if row.attention == HARD and row.scored} == set(names)
+    assert {row.task for row in rows if row.variant == HARD and row.value is not None} == set(names)
     assert all(row.error is None and row.source for row in rows)

@@ -6,19 +6,16 @@ from dataclasses import replace
 import numpy as np
 import pandas as pd
 import pytest
-from builders import write_variants
+from builders import primary, write_variants
 from running import only_run, run, tiny, write_texts
 from scipy import stats
 
 from focus_exp.evaluation import perplexity
 from focus_exp.evaluation.controls import slug
 from focus_exp.jobs import compare as job
-from focus_exp.records.answers import answer
-from focus_exp.records.comparison import load_run
-from focus_exp.reporting.load import load_results
+from focus_exp.reporting.load import load_results, load_run, select
 from focus_exp.reporting.publish import find_inconsistent_run
 from focus_exp.results.losses import find_inconsistent, read_losses
-from focus_exp.results.measurement import variant_name
 from focus_exp.results.record import Record
 
 MEASURED = {"k_1": ["eval.top_k=[1]"], "k_2": ["attention.top_k=2", "eval.top_k=[2]"]}
@@ -38,9 +35,15 @@ def records(folder):
     """Arm -> its record; the comparison's own is at None."""
     found = {}
     for path in (folder / "runs").rglob("record.json"):
-        record = load_run(path.parent)
+        record = Record.load(path)
         found[record.config["variant"]] = record
     return found
+
+
+def rows_by_variant(folder, metric="perplexity"):
+    """Variant -> its row in the table of the comparison; that of the base is at None."""
+    (path,) = (path for path in (folder / "runs").rglob("record.json") if Record.load(path).variants)
+    return {row.variant: row for row in select(load_run(path.parent).rows, {"metric": metric, "source": "rows"})}
 
 
 def test_every_arm_is_a_run_and_a_line_of_the_table(tmp_path):
@@ -49,15 +52,16 @@ def test_every_arm_is_a_run_and_a_line_of_the_table(tmp_path):
     found = records(tmp_path)
     assert set(found) == {None, *ARMS}
     comparison = found[None]
-    assert [arm.name for arm in comparison.arms] == list(ARMS)
-    assert [row.arm for row in comparison.rows] == [None, *ARMS]
-    for arm, row in zip(comparison.arms, comparison.rows[1:], strict=True):
-        own = answer(found[arm.name])
-        assert (row.nll, row.delta_nll, row.pairs_removed) == (own.nll, own.delta_nll, own.pairs_removed)
+    assert [arm.name for arm in comparison.variants] == list(ARMS)
+    rows = rows_by_variant(tmp_path)
+    assert list(rows) == [None, *ARMS]
+    for arm in comparison.variants:
+        own = primary(found[arm.name])
+        assert (rows[arm.name].value, rows[arm.name].sparsity) == (own.perplexity, own.sparsity)
         assert (arm.settings, arm.steps, arm.tokens_seen) == (
             ARMS[arm.name], found[arm.name].steps, found[arm.name].tokens_seen,
         )  # fmt: skip
-    assert {row.kind for row in comparison.rows} == {"base", "hard", "trained", "control"}
+    assert {row.kind for row in rows.values()} == {"base", "hard", "trained", "control"}
     assert all(name in result.out for name in ("arm 1 of 3: focus", "arm 3 of 3: window", "ΔPPL [%], focus"))
     fitted_and_balanced = 2 * 32
     assert found["lora"].tokens_seen == found["focus"].tokens_seen - fitted_and_balanced > 0
@@ -70,7 +74,7 @@ def test_arms_of_several_processors_are_said_to_be(tmp_path):
     record = Record.load(path)
     record.machine["cpu"] = "another processor"
     record.save(path)
-    (compared,) = (path for path in (tmp_path / "runs").rglob("record.json") if load_run(path.parent).arms)
+    (compared,) = (path for path in (tmp_path / "runs").rglob("record.json") if Record.load(path).variants)
     assert Record.load(compared).warnings == []
     compared.unlink()
     assert "another processor: near" in run(*command).err
@@ -80,20 +84,19 @@ def test_differences_from_the_first_arm_and_from_others_are_those_of_the_losses(
     run(*settings(tmp_path), "references=[lora,gone]")
     comparison = records(tmp_path)[None]
     losses, published = {}, {}
-    for arm in comparison.arms:
+    for arm in comparison.variants:
         (folder,) = tmp_path.glob(f"runs/adhoc/*/{arm.name}-seed*")
-        row = next(row for row in comparison.rows if row.arm == arm.name)
+        row = primary(Record.load(folder / "record.json"))
         (path,) = [p for p in folder.rglob("*.npz") if p.stem == slug(row.name)]
         with np.load(path) as scores:
             losses[arm.name] = scores["nll"].astype(np.float64)
         (kept,) = folder.rglob("losses.csv")
-        published[arm.name] = read_losses(kept)["text"].nll[variant_name(row.name)]
+        published[arm.name] = read_losses(kept)["text"].nll[row.name]
         own = Record.load(kept.with_name("record.json"))
         assert find_inconsistent(own.measurements, read_losses(kept)) == []
         wrong = [replace(m, value=m.value / 2) if m.metric == "perplexity" else m for m in own.measurements]
         assert "perplexity of base" in find_inconsistent(wrong, read_losses(kept))
-    assert comparison.units.windows == len(published["focus"])
-    (folder,) = (path.parent for path in (tmp_path / "runs").rglob("record.json") if Record.load(path).arms)
+    (folder,) = (path.parent for path in (tmp_path / "runs").rglob("record.json") if Record.load(path).variants)
     for m in Record.load(folder / "record.json").measurements:
         if m.metric == "nll_change" and m.reference == "focus":
             assert m.value == pytest.approx(np.nanmean(losses[m.variant] - losses["focus"]), abs=1e-7)
@@ -110,7 +113,7 @@ def test_differences_from_the_first_arm_and_from_others_are_those_of_the_losses(
     path.write_text(path.read_text().replace(f"{changes[-1].low:.12g}", f"{changes[-1].low - 0.001:.12g}"))
     assert find_inconsistent_run(folder) == [f"{changes[-1].variant} against lora"]
     bases = {record.model["fingerprint"] for arm, record in records(tmp_path).items() if arm}
-    assert {arm.base for arm in comparison.arms} == bases and len(bases) == 1
+    assert {arm.base for arm in comparison.variants} == bases and len(bases) == 1
 
 
 def test_arms_of_several_base_models_are_said_to_be(tmp_path):
@@ -133,21 +136,17 @@ def test_arms_are_paired_with_the_first_of_their_own_text_and_model(tmp_path):
         "there_too": [*random, f"data.files={other}"],
     }  # fmt: skip
     assert run(*settings(tmp_path, **arms), "references=[there_too,larger]").code == 0
-    comparison = records(tmp_path)[None]
-    for row in comparison.rows[2:]:
-        assert row.delta_nll is not None, row.arm
-    rows = {row.arm: row for row in comparison.rows}
-    (folder,) = (path.parent for path in (tmp_path / "runs").rglob("record.json") if Record.load(path).arms)
+    rows = rows_by_variant(tmp_path, "nll")
+    (folder,) = (path.parent for path in (tmp_path / "runs").rglob("record.json") if Record.load(path).variants)
     changes = [m for m in Record.load(folder / "record.json").measurements if m.metric == "nll_change"]
     found = {(m.variant, m.reference): m.value for m in changes}
-    expected = pytest.approx(rows["there_too"].nll - rows["there"].nll, abs=1e-6)
+    expected = pytest.approx(rows["there_too"].value - rows["there"].value, abs=1e-6)
     assert found[("there_too", "there")] == expected and found[("there", "there_too")] == -found[("there_too", "there")]
     assert len(found) == 2
     table = pd.DataFrame(map(vars, load_results(tmp_path / "runs").complete))
     changes = table[(table.metric == "nll_change") & (table.reference == "there") & table.value.notna()]
     (row,) = changes.itertuples()
-    own = next(record for arm, record in records(tmp_path).items() if arm == "there_too")
-    assert (row.variant, row.n_units) == ("there_too", own.units.count)
+    assert (row.variant, row.n_units) == ("there_too", primary(records(tmp_path)["there_too"]).changes["base"].n)
 
 
 def test_a_failed_arm_stays_with_its_reason_and_is_run_again(tmp_path):
@@ -155,8 +154,8 @@ def test_a_failed_arm_stays_with_its_reason_and_is_run_again(tmp_path):
     result = run(*settings(tmp_path, **broken))
     assert result.code == 0, result.err
     comparison = records(tmp_path)[None]
-    assert [arm.status for arm in comparison.arms] == ["finished"] * 3 + ["failed"]
-    assert "nowhere" in comparison.arms[-1].error
+    assert [arm.status for arm in comparison.variants] == ["finished"] * 3 + ["failed"]
+    assert "nowhere" in comparison.variants[-1].error
     table = pd.DataFrame(map(vars, load_results(tmp_path / "runs").complete))
     assert table[table.error.notna()].variant.tolist() == ["lost"]
     again = run(*settings(tmp_path, **broken))
@@ -193,12 +192,12 @@ def test_with_an_adapter_arms_measure_it_and_none_is_trained(tmp_path, scored):
     found = records(tmp_path)
     assert [record.steps for record in found.values()] == [0, 0, 0] and "training" not in result.err
     # beside the scores of the run that trained it: soft gates are the same whatever k
-    assert [scored.count(name) for name in ("base, full attention", "Focus soft")] == [2, 2]
-    soft = [next(row for row in found[name].rows if row.kind == "soft") for name in MEASURED]
+    assert [scored.count(name) for name in ("base", "focus_soft")] == [2, 2]
+    soft = [found[name].find("nll", "focus_soft") for name in MEASURED]
     assert soft[0] == soft[1]
-    hard = {name: answer(found[name]) for name in MEASURED}
-    assert hard["k_1"].pairs_removed > hard["k_2"].pairs_removed == 0  # of two groups
-    assert [row.top_k for row in found[None].rows[1:]] == [1, 2]
+    hard = {name: primary(found[name]) for name in MEASURED}
+    assert hard["k_1"].sparsity > hard["k_2"].sparsity == 0  # of two groups
+    assert [row.top_k for row in rows_by_variant(tmp_path).values()] == [None, 1, 2]
     assert "finished already" in run(*command).out
 
     another = write_variants(tmp_path / "conf", {**MEASURED, "window": ["attention=window", "recipe=none"]})
@@ -222,7 +221,7 @@ def test_an_interrupted_comparison_goes_on_with_the_arm_it_was_at(tmp_path, monk
     monkeypatch.setattr(job, "train", real)
     result = run(*settings(tmp_path))
     assert result.code == 0 and "arm 1 of 2: lora" in result.out
-    assert all(arm.status == "finished" for arm in records(tmp_path)[None].arms)
+    assert all(arm.status == "finished" for arm in records(tmp_path)[None].variants)
 
 
 @pytest.fixture
@@ -243,10 +242,11 @@ def test_arms_of_a_sweep_are_those_of_the_comparison(tmp_path, scored):
     swept = run("-m", *settings(tmp_path), "+variant=adhoc/focus,adhoc/lora,adhoc/window", "hydra/launcher=basic")
     assert swept.code == 0, swept.err
     alone = records(tmp_path)
-    assert set(alone) == set(ARMS) and scored.count("base, full attention") == 1
+    assert set(alone) == set(ARMS) and scored.count("base") == 1
     gathered = run(*settings(tmp_path))
     assert "finished already: focus, lora, window" in gathered.out
-    assert [row.nll for row in records(tmp_path)[None].rows[1:]] == [answer(alone[name]).nll for name in ARMS]
+    rows = rows_by_variant(tmp_path)
+    assert [rows[name].value for name in ARMS] == [primary(alone[name]).perplexity for name in ARMS]
 
 
 @pytest.mark.slow
@@ -255,9 +255,8 @@ def test_the_base_is_measured_once_for_all_arms_that_share_it(tmp_path, scored):
     wider, longer = [*ARMS["focus"], "eval.top_k=[2]"], [*ARMS["window"], "eval.seq_len=48"]
     other = {**ARMS, "wider": wider, "narrow": [*ARMS["window"], "attention.window=4"], "longer": longer}
     run(*settings(tmp_path, **other))
-    assert scored.count("base, full attention") == 2
-    comparison = records(tmp_path)[None]
-    assert comparison.rows[-1].arm == "longer" and comparison.rows[-1].delta_vs_hard is None
+    assert scored.count("base") == 2
+    assert not [m for m in records(tmp_path)[None].measurements if m.variant == "longer"]
     overwritten = run(*settings(tmp_path, **other), "overwrite=true")
     assert "arm 6 of 6: longer" in overwritten.out
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from builders import write_variants
+from builders import scored, write_variants
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from running import Result, fitting, metrics_of, only_run, outcome, record_of, router_steps, run, tiny
@@ -207,7 +207,8 @@ def test_adapter_of_a_sharded_base_fits_the_base(folder, slow_pair):
     adapter = only_run(folder / "retrofit-fsdp") / "adapter"
     assert run(*tiny(folder, "evaluated"), "eval.max_sequences=2", "job=evaluate", f"adapter={adapter}").code == 0
     trained, evaluated = (
-        {row.name: row.nll for row in record_of(folder / name).rows} for name in ("retrofit-fsdp", "evaluated")
+        {row.name: row.nll for row in scored(record_of(folder / name).measurements)}
+        for name in ("retrofit-fsdp", "evaluated")
     )
     assert evaluated == pytest.approx(trained, abs=1e-6)
 
@@ -282,7 +283,11 @@ def test_comparison_of_two_processes_equals_one(folder):
     done = torchrun("-m", "focus_exp", *tiny(folder, "compared"), *command, *STRATEGIES["ddp"])
     assert done.returncode == 0, done.stderr
     losses = [
-        sorted((record.config["variant"] or "", row.nll) for record in records(folder / name) for row in record.rows)
+        sorted(
+            (record.config["variant"] or "", row.nll)
+            for record in records(folder / name)
+            for row in scored(record.measurements)
+        )
         for name in ("compared", "compared-one")
     ]
     assert len(losses[0]) == len(losses[1]) > 0
@@ -353,7 +358,7 @@ def test_routers_train_on_a_quantized_base(tmp_path, tiny_model, quantization):
     command = [*tiny(tmp_path), *RETROFIT, *GPU, "trainer.precision=bf16", f"model.path={tmp_path / 'model'}"]
     assert run(*command, f"model.quantization={quantization}").code == 0
     record = record_of(tmp_path)
-    assert all(row.error is None and np.isfinite(row.nll) for row in record.rows)
+    assert all(row.error is None and np.isfinite(row.nll) for row in scored(record.measurements))
     assert all(np.isfinite(line["loss"]) for line in metrics_of(tmp_path))
     weights = load_file(only_run(tmp_path) / "adapter" / "focus_adapter.safetensors")
     assert {array.dtype for array in weights.values()} == {np.dtype(np.float32)}

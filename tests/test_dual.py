@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from builders import scored
 from conftest import FAMILIES
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -401,12 +402,13 @@ def test_evaluate_adapter_top_k_changes_density(tmp_path):
     assert refused.code == 2 and "attention.groups=4" in refused.err and "has groups=6" in refused.err
     records = [Record.load(path) for path in tmp_path.rglob("record.json")]
     rows = {
-        (r.setting("attention", "name"), r.setting("attention", "top_k"), r.config["job"]): r.rows[1] for r in records
+        (r.setting("attention", "name"), r.setting("attention", "top_k"), r.config["job"]): scored(r.measurements)[1]
+        for r in records
     }
     assert set(rows) == {("focus_dual", 2, "train"), ("focus_dual", 2, "evaluate"), ("focus_dual", 6, "evaluate")}
     trained, again, whole = (rows["focus_dual", k, job] for k, job in ((2, "train"), (2, "evaluate"), (6, "evaluate")))
-    assert trained.nll == again.nll and 1 / 6 <= trained.largest_group <= 1
-    assert whole.distant_pairs_kept == 1 and whole.nll == pytest.approx(records[0].rows[0].nll)
+    assert trained.nll == again.nll and 1 / 6 <= trained.largest_group_fraction <= 1
+    assert whole.distant_density == 1 and whole.nll == pytest.approx(scored(records[0].measurements)[0].nll)
 
 
 def test_time_methods_times_focus_dual():

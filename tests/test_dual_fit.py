@@ -4,8 +4,10 @@ import json
 from dataclasses import replace
 from itertools import product
 
+import numpy as np
 import pytest
 import torch
+from builders import scored
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from running import fitting, only_run, record_of, router_steps, run, tiny
@@ -42,6 +44,7 @@ from focus_exp.training.precision import choose_precision
 
 T, WINDOW, SINKS, GROUPS = 64, 8, 2, 4
 FLOAT32 = choose_precision("float32", "cpu", trains_base=False)
+FITTED = ("distant_density_fit", "importance_lost_fraction", "groups_per_query")
 OPTIONS = {"groups": GROUPS, "top_k": 1, "window": WINDOW, "sinks": SINKS}
 
 
@@ -410,15 +413,19 @@ def test_run_fits_trains_by_distillation_and_saves_the_budget(tmp_path):
     assert result.code == 0, result.err
     record = record_of(tmp_path / "runs")
     assert record.method["trainable_parameters"] > 0
-    assert len(record.fits) == 2
-    assert all(0 <= row.pairs <= 1 and row.lost >= 0 for row in record.fits)
+    fitted = {name: [m.value for m in record.measurements if m.metric == name] for name in FITTED}
+    assert [len(values) for values in fitted.values()] == [2, 2, 4]
+    assert all(0 <= value <= 1 for value in fitted["distant_density_fit"])
     adapter = only_run(tmp_path / "runs") / "adapter"
     saved = json.loads((adapter / "focus_adapter.json").read_text(encoding="utf-8"))
-    assert saved["options"]["groups_per_layer"] == [row.reads for row in record.fits]
+    assert saved["options"]["groups_per_layer"] == np.reshape(fitted["groups_per_query"], (2, 2)).tolist()
     assert saved["tokens"] == record.tokens_seen > 2 * 2 * 2 * 32
     measured = run(*fitting(*tiny(tmp_path, "measured"), *settings, *training, "job=evaluate", f"adapter={adapter}"))
     assert measured.code == 0, measured.err
-    losses = [{row.method: row.nll for row in record_of(tmp_path / name).rows} for name in ("measured", "runs")]
+    losses = [
+        {row.method: row.nll for row in scored(record_of(tmp_path / name).measurements)}
+        for name in ("measured", "runs")
+    ]
     assert losses[0]["focus_dual"] == pytest.approx(losses[1]["focus_dual"], abs=1e-6)
     assert run(*fitting(*tiny(tmp_path, "cached"), *settings, "recipe=none")).code == 0
     cached = record_of(tmp_path / "cached")

@@ -1,18 +1,20 @@
 """job=generate: every continuation is what the model generates there, scored by the base."""
 
 import signal
+from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
-from running import fitting, only_run, record_of, run, tiny, without_attention
+from running import fitting, only_run, run, tiny, without_attention
 from transformers import LlamaForCausalLM
 
 from focus_exp.data import SequenceDataset, TokenStream
 from focus_exp.evaluation import generation
-from focus_exp.evaluation.generation import Generation, common_prefix, measure_cache
+from focus_exp.evaluation.generation import Continuation, Generation, common_prefix, measure_cache
 from focus_exp.jobs import prepare
+from focus_exp.results.record import Record
 
 JOB = ["job=generate", "recipe.steps=2"]
 FIT = [
@@ -21,6 +23,14 @@ FIT = [
     "attention.fit_steps=4",
     "attention.groups=4",
 ]
+
+
+def continuations(folder):
+    record = Record.load(only_run(folder) / "record.json")
+    rows = [Continuation(**row) for row in record.continuations]
+    expected = [replace(m, seed=0).to_cells() for row in rows for m in row.measurements()]
+    assert [m.to_cells() for m in record.measurements][-len(expected) :] == expected
+    return rows
 
 
 def test_continuations_of_every_attention_follow_their_prompt(tmp_path, monkeypatch):
@@ -38,21 +48,21 @@ def test_continuations_of_every_attention_follow_their_prompt(tmp_path, monkeypa
     monkeypatch.setattr(Generation, "base_nll", check)
     result = run(*tiny(tmp_path), *JOB)
     assert result.code == 0, result.err
-    rows = record_of(tmp_path).continuations
-    names = ["the book", "full attention", "Focus hard k=1", "Focus hard k=2 (query_topk)"]
-    assert [(row.prompt, row.attention) for row in rows] == [(n, name) for n in (0, 1) for name in names]
+    rows = continuations(tmp_path)
+    names = ["text", "base", "focus_hard", "focus_hard_k2_query_topk"]
+    assert [(row.prompt, row.variant) for row in rows] == [(n, name) for n in (0, 1) for name in names]
     assert all(row.error is None and (row.prompt_tokens, row.tokens) == (20, 12) for row in rows)
     assert [row.base_nll for row in rows] == losses
-    by_name = {(row.prompt, row.attention): row for row in rows}
+    by_name = {(row.prompt, row.variant): row for row in rows}
     for prompt in (0, 1):
-        full, everything = by_name[prompt, "full attention"], by_name[prompt, names[-1]]
-        assert full.read_share == 1 and full.read == 20 + 12 - 1
+        full, everything = by_name[prompt, "base"], by_name[prompt, names[-1]]
+        assert full.keys_read == 20 + 12 - 1
         # two of two groups are full attention
-        assert everything.text == full.text and everything.agrees == 12
+        assert everything.text == full.text and everything.agreeing == 12
         assert everything.base_nll == pytest.approx(full.base_nll, abs=1e-5)
-        assert by_name[prompt, "Focus hard k=1"].read < everything.read
+        assert by_name[prompt, "focus_hard"].keys_read < everything.keys_read
     text = (only_run(tmp_path) / "continuations.md").read_text()
-    assert text.count("**full attention**") == 2 and "## Prompt 1, 20 tokens" in text
+    assert text.count("**base**") == 2 and "## Prompt 1, 20 tokens" in text
 
 
 def test_generation_ignores_the_models_own_generation_config(tmp_path, monkeypatch):
@@ -70,7 +80,7 @@ def test_generation_ignores_the_models_own_generation_config(tmp_path, monkeypat
         with monkeypatch.context() as patch:
             patch.setattr(prepare, "load_model", load_penalized)
             assert run(*tiny(tmp_path / folder), *JOB, "recipe.steps=1", "generate.top_k=[1]").code == 0
-        texts.append([row.text for row in record_of(tmp_path / folder).continuations])
+        texts.append([row.text for row in continuations(tmp_path / folder)])
     assert texts[0] == texts[1]
 
 
@@ -90,28 +100,28 @@ def test_dual_router_with_a_budget_generates_fitted_or_read_from_an_adapter(tmp_
     dual = fitting(*tiny(tmp_path), "attention=focus_dual", "recipe=none", *FIT, "attention.density=0.5")
     result = run(*dual, "job=generate")
     assert result.code == 0, result.err
-    rows = record_of(tmp_path).continuations
-    assert [row.attention for row in rows] == ["the book", "full attention", "focus_dual"] * 2
+    rows = continuations(tmp_path)
+    assert [row.variant for row in rows] == ["text", "base", "focus_dual"] * 2
     assert all(row.error is None and row.tokens == 12 for row in rows)
-    assert rows[2].read < rows[1].read
+    assert rows[2].keys_read < rows[1].keys_read
 
     adapter = only_run(tmp_path) / "adapter"
     assert run(*without_attention(tiny(tmp_path, "read")), "job=generate", f"adapter={adapter}").code == 0
-    assert [row.text for row in record_of(tmp_path / "read").continuations] == [row.text for row in rows]
+    assert [row.text for row in continuations(tmp_path / "read")] == [row.text for row in rows]
 
 
 def test_dual_router_generates_with_other_top_k(tmp_path):
     dual = fitting(*tiny(tmp_path), "attention=focus_dual", "recipe=none", *FIT, "generate.top_k=[1,4]")
     assert run(*dual, "job=generate").code == 0
-    _, full, top_1, everything = record_of(tmp_path).continuations[:4]
-    assert (top_1.attention, everything.attention) == ("focus_dual k=1", "focus_dual k=4")
-    assert everything.text == full.text and top_1.read < everything.read == full.read
+    _, full, top_1, everything = continuations(tmp_path)[:4]
+    assert (top_1.variant, everything.variant) == ("focus_dual k=1", "focus_dual k=4")
+    assert everything.text == full.text and top_1.keys_read < everything.keys_read == full.keys_read
 
     # an adapter takes top_k of the command line too
     (adapter,) = (tmp_path / "runs").rglob("adapter")
     given = fitting(*tiny(tmp_path, "read"), "attention=focus_dual", "attention.groups=4", "attention.top_k=1")
     assert run(*given, "job=generate", f"adapter={adapter}").code == 0
-    assert [row.text for row in record_of(tmp_path / "read").continuations[1:3]] == [full.text, top_1.text]
+    assert [row.text for row in continuations(tmp_path / "read")[1:3]] == [full.text, top_1.text]
     for setting in ("generate.top_k=[5]", "attention.density=0.2"):
         refused = run(*dual, "job=generate", setting)
         assert refused.code == 2 and setting.split("=")[0] in refused.err
@@ -130,11 +140,11 @@ def test_interrupted_generation_resumes_with_the_next_prompt(tmp_path, monkeypat
     sampled = [*tiny(tmp_path), *JOB, "generate.do_sample=true"]
     assert run(*sampled).code == 128 + signal.SIGTERM
     assert run(*sampled).code == 0
-    full, *hard = ["full attention", "Focus hard k=1", "Focus hard k=2 (query_topk)"]
+    full, *hard = ["base", "focus_hard", "focus_hard_k2_query_topk"]
     assert calls == [(number, name) for number in (0, 1) for name in [full] * (1 + number) + hard]
     # samples follow from the seed
     assert run(*tiny(tmp_path, "again"), *JOB, "generate.do_sample=true").code == 0
-    texts = [[row.text for row in record_of(tmp_path / runs).continuations] for runs in ("runs", "again")]
+    texts = [[row.text for row in continuations(tmp_path / runs)] for runs in ("runs", "again")]
     assert len(texts[0]) == 8 and texts[0] == texts[1] and len(set(texts[0])) > 4
 
 
@@ -166,8 +176,8 @@ def test_generation_failed_full_attention_has_an_error_and_no_agreement(tmp_path
 
     monkeypatch.setattr(LlamaForCausalLM, "generate", fail_once)
     assert run(*tiny(tmp_path), *JOB, "recipe.steps=1", "generate.prompts=1", "generate.top_k=[1]").code == 0
-    _, full, hard = record_of(tmp_path).continuations
-    assert "no room" in full.error and hard.tokens == 12 and hard.agrees is None
+    _, full, hard = continuations(tmp_path)
+    assert "no room" in full.error and hard.tokens == 12 and hard.agreeing is None
 
 
 def test_measure_cache_counts_what_sliding_layers_hold(tiny_model):

@@ -36,7 +36,6 @@ from focus_exp.evaluation.groups_passage import (
     AttentionMass,
     Grouping,
     MassProbe,
-    Passage,
     PassageAttention,
     best_pairs,
     correlate_cost,
@@ -212,16 +211,13 @@ def test_best_pairs_are_the_highest_with_no_key_twice(data):
     indices = data.draw(st.lists(st.integers(0, length - 1), min_size=length, max_size=length))
     mass, affinity = data.draw(values), data.draw(values)
     keys = tuple(torch.tensor(part) for part in (indices, mass, affinity))
-    passage = Passage([], [], [f"w{i}" for i in range(length)])
     for by, measure in (("mass", mass), ("affinity", affinity)):
         expected, taken = [], set()
         for query in sorted(range(length), key=lambda i: -measure[i]):
             if measure[query] > 0 and indices[query] not in taken and len(expected) < number:
                 expected.append((query, indices[query]))
                 taken.add(indices[query])
-        pairs = best_pairs(keys, by, number, passage)
-        assert [(pair.query, pair.key) for pair in pairs] == expected
-        assert all(pair.query_word == f"w{pair.query}" and pair.by == by for pair in pairs)
+        assert best_pairs(keys, by, number) == expected
 
 
 @pytest.mark.parametrize(("sign", "loss", "expected"), [(1, 1, 1.0), (-1, 1, -1.0), (1, 0, None)])
@@ -269,27 +265,35 @@ def command(folder: Path) -> list[str]:
     return [*tiny(folder), "job=analyze", f"adapter={adapter}", f"analyze.others=['{folder / 'other'}']"]
 
 
-def test_analysis_report_equals_observations(analyzed):
-    record, folder = record_of(analyzed / "runs"), only_run(analyzed / "runs")
-    groups = record.groups
-    assert (groups.tokens, groups.windows, groups.passage_tokens) == (96, 3, 24)
-    assert sum(groups.class_shares.values()) == pytest.approx(1.0)
-    assert [row.layer for row in groups.layers] == record.layers
+def measured(folder: Path) -> pd.DataFrame:
+    """The measurements of the only run below a directory, settings as columns."""
+    return pd.DataFrame([{**vars(m), **m.settings} for m in record_of(folder).measurements])
+
+
+def test_analysis_equals_observations(analyzed):
+    rows, folder = measured(analyzed / "runs"), only_run(analyzed / "runs")
+    values = rows.set_index("metric").value
+    facts = rows[rows.metric == "analyzed_tokens"].iloc[0]
+    assert (facts.tokens, facts.windows, facts.passage_tokens) == (96, 3, 24)
+    assert values["word_class_fraction"].sum() == pytest.approx(1.0)
     trained, base = (read_observation(folder / "groups" / f"{name}.npz") for name in ("trained", "base"))
-    for row in groups.layers:
-        members, confidence = trained.select(Grouping(row.layer))
-        assert [group.share for group in row.groups] == pytest.approx([(members == g).mean() for g in range(2)])
-        assert row.confidence == pytest.approx(confidence.mean())
-        assert row.agreement == [pytest.approx(1.0)]  # the other router is a copy
-        assert row.agreement_untrained < 0.9 and abs(row.agreement_chance) < 0.2
-        assert {fit.router for fit in row.fits} == {"trained", "untrained", "chance"}
-        assert row.near_mass + row.kept_mass + row.cut_mass == pytest.approx(1.0, abs=1e-5)
-        assert 0 < row.distant_pairs_kept < 1 and len(row.pairs) <= 4
-        assert all(pair.query - pair.key > 8 and pair.key >= 1 for pair in row.pairs)
-    everything = groups.costs[0]
-    assert everything.word_class == "all" and everything.tokens == 3 * (32 - 10)
-    assert everything.delta == pytest.approx((trained.nll - base.nll)[:, 10:].mean(), abs=1e-6)
-    assert sum(cost.tokens for cost in groups.costs[1:]) <= everything.tokens
+    assert sorted(rows.layer.dropna().unique()) == [grouping.layer for grouping in trained.groupings]
+    for grouping in trained.groupings:
+        layer = rows[rows.layer == grouping.layer].set_index("metric")
+        members, confidence = trained.select(grouping)
+        assert layer.value["group_fraction"].tolist() == pytest.approx([(members == g).mean() for g in range(2)])
+        assert layer.value["layer_confidence"] == pytest.approx(confidence.mean())
+        agreement = layer.loc["router_agreement"].set_index("router").value
+        assert agreement["trained_0"] == pytest.approx(1.0)  # a copy
+        assert agreement["untrained"] < 0.9 and abs(agreement["chance"]) < 0.2
+        assert set(layer.router["purity"]) == {"trained", "untrained", "chance"}
+        assert layer.value["attention_mass"].sum() == pytest.approx(1.0, abs=1e-5)
+        assert 0 < layer.value["passage_distant_density"] < 1
+        pairs = layer.loc[["pair_affinity"]]
+        assert len(pairs) <= 4 and ((pairs["query"] - pairs.key > 8) & (pairs.key >= 1)).all()
+    changes = rows[rows.metric == "class_nll_change"].set_index("word_class")
+    assert changes.n["all"] == 3 * (32 - 10) >= changes.n.drop("all").sum()
+    assert changes.value["all"] == pytest.approx((trained.nll - base.nll)[:, 10:].mean(), abs=1e-6)
     table = (folder / "table.md").read_text()
     assert "## Groups" in table and "## Cost by word class" in table
     results = pd.DataFrame(map(vars, load_results(analyzed / "runs").rows))
@@ -353,9 +357,10 @@ def test_analysis_with_bad_settings_is_refused(tmp_path, settings, key):
 def test_analysis_with_a_window_wider_than_the_passage_prunes_nothing(tmp_path):
     result = run(*tiny(tmp_path), *JOB, "attention.window=40")
     assert result.code == 0, result.err
-    groups = record_of(tmp_path).groups
-    assert all(row.pairs == [] and row.distant_pairs_kept is None and row.cut_mass == 0 for row in groups.layers)
-    assert groups.costs == [] and groups.cut_cost is None
+    rows = measured(tmp_path)
+    assert not {"pair_affinity", "class_nll", "cut_key_fraction"} & set(rows.metric)
+    assert rows[rows.metric.isin(["passage_distant_density", "cut_cost_correlation"])].value.isna().all()
+    assert (rows[(rows.metric == "attention_mass") & (rows.pairs == "cut")].value == 0).all()
 
 
 def test_analysis_of_a_noncausal_router_says_so(tmp_path):
@@ -379,10 +384,12 @@ def test_analysis_describes_heads_with_groups_of_their_own(tmp_path):
     ]
     result = run(*fitting(*tiny(tmp_path), "job=analyze", *fitted))
     assert result.code == 0, result.err
-    layers = record_of(tmp_path).groups.layers
-    assert [(row.layer, row.head) for row in layers] == [(0, 0), (0, 1), (1, 0), (1, 1)]
+    rows = measured(tmp_path)
+    density = rows[rows.metric == "passage_distant_density"].set_index(["layer", "head"]).value
+    assert density.index.tolist() == [(0, 0), (0, 1), (1, 0), (1, 1)]
     # a head that reads no group loses all of its distant attention
-    assert layers[2].kept_mass == 0 and layers[2].distant_pairs_kept == 0 and layers[2].cut_mass > 0
-    assert all(0 < row.distant_pairs_kept < 1 for i, row in enumerate(layers) if i != 2)
+    assert density[1, 0] == 0 and density.drop((1, 0)).between(0, 1, inclusive="neither").all()
+    mass = rows[(rows.layer == 1) & (rows["head"] == 0)].set_index("pairs").value
+    assert mass["kept"] == 0 and mass["cut"] > 0
     page = (only_run(tmp_path) / "passage.html").read_text()
     assert page.count("<details>") == 4 and "layer 1, head 0" in page

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from builders import scored
 from running import fitting, only_run, record_of, run, tiny
 
 from focus_exp import attach
@@ -91,8 +92,8 @@ def test_run_fits_the_indexer_and_saves_an_adapter(tmp_path):
     settings = fitting(*tiny(tmp_path), *options)
     result = run(*settings, "attention.validation_sequences=1")
     assert result.code == 0, result.err
-    row = record_of(tmp_path).rows[-1]
+    row = scored(record_of(tmp_path).measurements)[-1]
     assert (row.method, row.error) == ("token_indexer", None)
-    assert 0.05 < row.distant_pairs_kept <= 0.125
+    assert 0.05 < row.distant_density <= 0.125
     assert (only_run(tmp_path) / "adapter").is_dir()
     assert run(*settings, "attention.validation_sequences=3").code == 2

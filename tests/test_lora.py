@@ -5,6 +5,7 @@ import signal
 
 import pytest
 import torch
+from builders import scored
 from conftest import ZOO, build
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -244,22 +245,22 @@ def test_recipes_train_on_the_same_batches(seen):
 @pytest.mark.parametrize("name", REGIMES)
 def test_recipes_compare_with_the_same_base(folder, seen, name):
     record, untouched = record_of(folder / name), record_of(folder / "none")
-    (base,) = [row for row in record.rows if row.kind == "base"]
-    assert (base.nll, base.tokens) == (untouched.rows[0].nll, untouched.rows[0].tokens)
+    (base,) = [row for row in scored(record.measurements) if row.kind == "base"]
+    assert (base.nll, base.eval_tokens) == tuple(untouched.find(name, "base") for name in ("nll", "eval_tokens"))
     assert (record.model["fingerprint"], record.data) == (untouched.model["fingerprint"], untouched.data)
-    for row in record.rows:
-        assert row.error is None and row.tokens == base.tokens
+    for row in scored(record.measurements):
+        assert row.error is None and row.eval_tokens == base.eval_tokens
         assert row.causal == (row.method != "routing_transformer")
         assert row.kind != "trained" or row.nll != base.nll
 
 
 def test_records_name_and_count_what_was_trained(folder, seen):
     records = {name: record_of(folder / name) for name in REGIMES}
-    said = {name: [(row.kind, row.name) for row in record.rows[1:]] for name, record in records.items()}
-    assert said["lora"] == [("trained", "LoRA r=4, trained")]
-    assert said["dora"] == [("trained", "DoRA r=4, trained")]
-    assert said["window"] == [("trained", "LoRA r=4, trained"), ("control", "window")]
-    assert said["finetune"] == [("trained", "full attention, trained weights")]
+    said = {name: [(row.kind, row.name) for row in scored(record.measurements)[1:]] for name, record in records.items()}
+    assert said["lora"] == [("trained", "lora_r4")]
+    assert said["dora"] == [("trained", "dora_r4")]
+    assert said["window"] == [("trained", "lora_r4"), ("control", "window")]
+    assert said["finetune"] == [("trained", "trained")]
     counts = {name: record.method["trainable_parameters"] for name, record in records.items()}
     # two layers of 64 x 64 and 64 x 32; a router has 2 (64 + 2) 16
     assert counts == {
@@ -268,7 +269,7 @@ def test_records_name_and_count_what_was_trained(folder, seen):
         **{"finetune": records["finetune"].model["parameters"]},
     }
     assert records["dora"].method | {"trainable_parameters": 0} == {
-        **{"name": "DoRA r=4", "causal": True, "trainable_parameters": 0},
+        **{"name": "dora_r4", "causal": True, "trainable_parameters": 0},
         **{"rank": 4, "alpha": 8, "target_modules": ["q_proj", "v_proj"]},
     }
     for record in records.values():

@@ -4,6 +4,7 @@ import sys
 from dataclasses import MISSING, fields
 
 import pytest
+from builders import scored
 from hypothesis import given
 from hypothesis import strategies as st
 from omegaconf import OmegaConf
@@ -67,7 +68,7 @@ def test_a_method_from_outside_is_a_python_file_and_a_yaml_file(outside):
     result = run(*mine(outside, "recipe=none"))
     assert result.code == 0, result.err
     record = record_of(outside)
-    base, row = record.rows
+    base, row = scored(record.measurements)
     assert (record.status, row.method, row.error) == ("finished", "my_methods.Mean", None) and row.nll != base.nll
     assert record.config["attention"] == {
         **{"name": "mine", "method": "my_methods.Mean", "window": 8, "backend": "auto", "share": 0.25}

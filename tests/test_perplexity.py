@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from builders import scored
 from conftest import build
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -34,7 +35,6 @@ from focus_exp.evaluation.perplexity import (
 from focus_exp.evaluation.statistics import BINS, mean_by_position, sequence_means, sequence_sums, token_mean
 from focus_exp.jobs.fit import attach_method
 from focus_exp.models.methods import attached_methods, observe_selections
-from focus_exp.records.answers import keeps_everything
 from focus_exp.results.record import Record
 from focus_exp.training.precision import choose_precision
 
@@ -42,7 +42,7 @@ BOS = 256
 FLOAT32 = choose_precision("float32", "cpu", trains_base=False)
 SEEDS = st.integers(0, 10_000)
 T, WINDOW, SINKS, GROUPS = 48, 6, 2, 3
-HARD = "Focus hard k=1"
+HARD, WIDE = "focus_hard", "window_density_matched"
 
 
 def random_stream(lengths: list[int], seed: int = 0) -> TokenStream:
@@ -161,19 +161,19 @@ def test_mean_by_position_bins_partition_scored_tokens(length, window, seed):
     bins = mean_by_position(nll, window)
     assert len(bins) <= BINS + 1
     # a bin without a scored token is left out
-    covered = [position for b in bins for position in range(b["start"], b["end"])]
+    covered = [position for start, end, _, _ in bins for position in range(start, end)]
     assert covered == sorted(set(covered)) and set(np.flatnonzero(~np.isnan(nll).all(0))) <= set(covered)
-    for b in bins:
-        inside = nll[:, b["start"] : b["end"]]
-        assert b["tokens"] == np.isfinite(inside).sum() and b["nll"] == pytest.approx(np.nanmean(inside), rel=1e-4)
-    assert sum(b["nll"] * b["tokens"] for b in bins) == pytest.approx(token_mean(nll) * np.isfinite(nll).sum())
+    for start, end, mean, tokens in bins:
+        inside = nll[:, start:end]
+        assert tokens == np.isfinite(inside).sum() and mean == pytest.approx(np.nanmean(inside), rel=1e-4)
+    assert sum(mean * tokens for _, _, mean, tokens in bins) == pytest.approx(token_mean(nll) * np.isfinite(nll).sum())
 
 
 @pytest.mark.parametrize("length", [192, 1024, 1500, 8192])
 @pytest.mark.parametrize("window", [5, 64, 100, 191])
 def test_mean_by_position_bin_begins_at_window_end(length, window):
     bins = mean_by_position(np.ones((1, length)), window)
-    assert window in [b["start"] for b in bins]
+    assert window in [start for start, *_ in bins]
     assert 5 <= len(bins) <= BINS + 1 or length < 2 * window
 
 
@@ -224,25 +224,28 @@ def labels(monkeypatch) -> list[str]:
     return names
 
 
+def rows_of(evaluator: PerplexityEvaluator) -> list:
+    return scored(evaluator.measurements())
+
+
 def by_name(evaluator: PerplexityEvaluator) -> dict:
-    assert len({row.name for row in evaluator.rows}) == len(evaluator.rows)
-    return {row.name: row for row in evaluator.rows}
+    assert len({variant.name for variant in evaluator.variants}) == len(evaluator.variants)
+    return {row.name: row for row in rows_of(evaluator)}
 
 
 def test_rows_top_k_list_adds_the_configured_one(measure):
     config = make_config(top_k=2)
     config.eval.top_k = [3, 7]
-    assert [row.top_k for row in measure(config=config).rows if row.kind == "hard"] == [2, 3]
+    assert [row.top_k for row in measure(config=config).variants if row.kind == "hard"] == [2, 3]
 
 
 def test_rows_configured_routing_and_controls_are_scored_first(measure, labels):
     config = make_config(top_k=2, pair_rule="share")
     config.eval.pair_rules = ["query_topk"]
-    rows = [row.name for row in measure(config=config).rows]
-    wide = rows[-2]
-    hard = [f"Focus hard k={k} ({rule})" for rule in ("share", "query_topk") for k in (2, 3)]
-    assert rows == [BASE, SOFT, HARD, *hard, WINDOW_ONLY, wide, RANDOM_GROUPS] and wide.startswith("window ")
-    assert labels[:5] == [BASE, "Focus hard k=2 (share)", wide, RANDOM_GROUPS, WINDOW_ONLY]
+    rows = [row.name for row in measure(config=config).variants]
+    hard = [f"focus_hard_k{k}_{rule}" for rule in ("share", "query_topk") for k in (2, 3)]
+    assert rows == [BASE, SOFT, HARD, *hard, WINDOW_ONLY, WIDE, RANDOM_GROUPS]
+    assert labels[:5] == [BASE, "focus_hard_k2_share", WIDE, RANDOM_GROUPS, WINDOW_ONLY]
     assert sorted(labels) == sorted(rows)
 
 
@@ -250,16 +253,17 @@ def test_rows_are_paired_with_base_and_configured_hard_row(measure):
     evaluator = measure()
     rows = by_name(evaluator)
     base, hard = rows[BASE], rows[HARD]
-    assert evaluator.rows[0] is base and base.kind == "base"
-    assert (base.delta_nll, base.delta_low, base.delta_high) == (0, 0, 0)
-    assert (base.distant_pairs_kept, base.pairs_removed) == (1, 0)
-    for row in evaluator.rows:
-        assert row.error is None and row.tokens == 4 * (T - 1)
-        assert row.delta_nll == pytest.approx(row.nll - base.nll, abs=1e-5)
-        assert row.delta_low <= row.delta_nll <= row.delta_high
-        assert row.perplexity == pytest.approx(np.exp(row.nll)) and row.perplexity_low <= row.perplexity_high
-        if row.kind == "control":
-            assert row.delta_vs_hard == pytest.approx(row.nll - hard.nll, abs=1e-5)
+    assert next(iter(rows)) == BASE and (base.kind, base.changes) == ("base", {})
+    assert (base.distant_density, base.sparsity) == (1, 0)
+    references = {"control": [BASE, HARD], "hard": [BASE, SOFT], "soft": [BASE], "base": []}
+    for row in rows.values():
+        assert row.error is None and row.eval_tokens == 4 * (T - 1)
+        assert list(row.changes) == references[row.kind]
+        for reference, change in row.changes.items():
+            assert change.value == pytest.approx(row.nll - rows[reference].nll, abs=1e-5)
+            assert change.low <= change.value <= change.high
+        low, high = row.interval
+        assert row.perplexity == pytest.approx(np.exp(row.nll)) and low <= high
     inside, beyond = np.log(hard.perplexity_inside_window), np.log(hard.perplexity_beyond_window)
     assert hard.nll * (T - 1) == pytest.approx(inside * (WINDOW - 1) + beyond * (T - WINDOW))
 
@@ -269,14 +273,14 @@ def test_rows_hard_routing_to_all_groups_equals_base(measure, family):
     config = make_config()
     config.eval.pair_rules = ["share"]
     rows = by_name(measure(family, config))
-    full = [rows[f"Focus hard k={GROUPS} ({rule})"] for rule in ("query_topk", "share")]
+    full = [rows[f"focus_hard_k{GROUPS}_{rule}"] for rule in ("query_topk", "share")]
     # two sets of 2 of 3 groups always meet
-    for row in [*full, rows["Focus hard k=2 (share)"]]:
-        assert abs(row.delta_nll) < 1e-4
-        assert (row.distant_pairs_kept, row.pairs_removed) == (1, 0) and keeps_everything(row)
-    for row in (rows[HARD], rows["Focus hard k=2 (query_topk)"]):
-        assert 0 < row.distant_pairs_kept < 1 and not keeps_everything(row)
-        assert abs(row.delta_nll) > 1e-4
+    for row in [*full, rows["focus_hard_k2_share"]]:
+        assert abs(row.changes[BASE].value) < 1e-4
+        assert (row.distant_density, row.sparsity) == (1, 0)
+    for row in (rows[HARD], rows["focus_hard_k2_query_topk"]):
+        assert 0 < row.distant_density < 1
+        assert abs(row.changes[BASE].value) > 1e-4
 
 
 def test_pair_counter_equals_counting_every_pair(measure):
@@ -300,10 +304,10 @@ def test_pair_counter_equals_counting_every_pair(measure):
         distant += int(far.sum()) * len(tokens) // len(far)
         kept += int((far & (groups[:, :, None] == groups[:, None])).sum())
     row = by_name(evaluator)[HARD]
-    assert row.distant_pairs_kept == pytest.approx(kept / distant)
-    assert row.pairs_removed == pytest.approx((distant - kept) / total)
-    np.testing.assert_allclose(evaluator.group_fractions, sizes, atol=1e-6)
-    assert row.largest_group == pytest.approx(np.max(sizes))
+    assert row.distant_density == pytest.approx(kept / distant)
+    assert row.sparsity == pytest.approx((distant - kept) / total)
+    np.testing.assert_allclose(evaluator.scores[HARD].pairs.group_fractions, sizes, atol=1e-6)
+    assert row.largest_group_fraction == pytest.approx(np.max(sizes))
 
 
 @pytest.mark.parametrize("family", ["gemma2", "qwen2"])
@@ -315,16 +319,18 @@ def test_controls_match_density_and_sizes(measure, family):
     evaluator = measure(family, prepare=prefer_a_group)
     rows = by_name(evaluator)
     hard, window = rows[HARD], rows[WINDOW_ONLY]
-    assert hard.largest_group > 0.5
-    assert window.distant_pairs_kept == 0 and window.pairs_removed > 0.5
-    expected = np.mean(np.square(evaluator.group_fractions).sum(axis=1))  # of a pair of independent tokens
-    assert rows[RANDOM_GROUPS].distant_pairs_kept == pytest.approx(expected, abs=0.1) and expected > 1 / GROUPS + 0.08
-    wide = next(row for row in evaluator.rows if row.window is not None)
-    assert wide.window > WINDOW and wide.pairs_removed <= hard.pairs_removed
-    assert wide.pairs_removed == pytest.approx(hard.pairs_removed, abs=0.03)
+    assert hard.largest_group_fraction > 0.5
+    assert window.distant_density == 0 and window.sparsity > 0.5
+    expected = np.mean(
+        np.square(evaluator.scores[HARD].pairs.group_fractions).sum(axis=1)
+    )  # of a pair of independent tokens
+    assert rows[RANDOM_GROUPS].distant_density == pytest.approx(expected, abs=0.1) and expected > 1 / GROUPS + 0.08
+    wide = rows[WIDE]
+    assert wide.window > WINDOW and wide.sparsity <= hard.sparsity
+    assert wide.sparsity == pytest.approx(hard.sparsity, abs=0.03)
     # relative to the configured window, as in the hard row
-    assert wide.distant_pairs_kept == pytest.approx(1 - wide.pairs_removed / window.pairs_removed)
-    assert wide.distant_pairs_kept >= hard.distant_pairs_kept
+    assert wide.distant_density == pytest.approx(1 - wide.sparsity / window.sparsity)
+    assert wide.distant_density >= hard.distant_density
 
 
 @pytest.mark.parametrize("sinks", [0, 3])
@@ -347,8 +353,8 @@ def test_density_matched_window_is_the_smallest(sliding, sinks):
         assert density_matched_window(pairs, sinks, layers) == enough[0]
 
 
-def comparable(evaluator: PerplexityEvaluator) -> list[dict]:
-    return [vars(row) | {"seconds": None} for row in evaluator.rows]
+def comparable(evaluator: PerplexityEvaluator) -> list:
+    return [m for m in evaluator.measurements() if m.metric != "eval_seconds"]
 
 
 @pytest.mark.parametrize("batch_size", [1, 3])
@@ -362,9 +368,8 @@ def test_rounds_end_in_the_numbers_of_a_single_round(measure, monkeypatch, label
 
     result = measure(config=config, prepare_evaluator=evaluators.append, on_round=on_round)
     assert len(rounds) == 2 and 4 <= rounds[0][0] <= 6 and rounds[1] == (14, 14)
-    assert all(row["tokens"] == rounds[0][0] * (T - 1) for row in tables[0])
-    assert all(row["delta_low"] <= row["delta_nll"] <= row["delta_high"] for row in tables[0])
-    assert result.losses.summary().windows == 14
+    assert all(row.eval_tokens == rounds[0][0] * (T - 1) for row in scored(tables[0]))
+    assert len(result.losses.units) == 14
     monkeypatch.setattr(perplexity, "FIRST_ROUND", 100)
     single = measure(config=config, folder="single")
     assert comparable(result) == comparable(single)
@@ -373,7 +378,7 @@ def test_rounds_end_in_the_numbers_of_a_single_round(measure, monkeypatch, label
     del labels[:]
     monkeypatch.setattr(perplexity, "FIRST_ROUND", 4)
     assert comparable(measure(config=config)) == comparable(single)
-    assert not {*labels} - {RANDOM_GROUPS, *(name for name in labels if name.startswith("window "))}
+    assert not {*labels} - {RANDOM_GROUPS, WIDE}
 
 
 @pytest.mark.parametrize("stop_at", [2, 5, 8, 12])
@@ -408,7 +413,7 @@ def test_scores_on_disk_are_read_and_damaged_ones_scored_again(measure, labels, 
         np.savez(elsewhere, **{**arrays, "key": np.array("bf16-mixed")})
     for damaged in (b"", b"not an archive", whole[: len(whole) // 2], whole[:-1], bytes(middle), elsewhere.getvalue()):
         path.write_bytes(damaged)
-        assert [row.nll for row in measure().rows] == [row.nll for row in first.rows]
+        assert comparable(measure()) == comparable(first)
         assert labels == [SOFT]
         del labels[:]
 
@@ -440,8 +445,8 @@ def test_row_that_fails_keeps_its_error_and_the_others_are_scored(measure, monke
     rows = by_name(measure())
     failed = rows.pop(SOFT)
     assert failed.error == "RuntimeError: out of memory"
-    assert failed.nll is None and not failed.scored and not failed.by_position
-    assert len(rows) == 7 and all(row.scored for row in rows.values())
+    assert failed.nll is None and not failed.changes
+    assert len(rows) == 7 and all(row.nll for row in rows.values())
 
 
 def test_row_of_a_model_with_nan_weights_has_an_error(measure):
@@ -450,7 +455,7 @@ def test_row_of_a_model_with_nan_weights_has_an_error(measure):
             model.model.layers[1].self_attn.focus.router.projection.fill_(float("nan"))
 
     rows = by_name(measure(prepare=spoil))
-    assert "not finite" in rows[SOFT].error and rows[BASE].scored
+    assert "not finite" in rows[SOFT].error and rows[BASE].nll
 
 
 @pytest.mark.parametrize(
@@ -465,17 +470,17 @@ def test_row_of_a_model_with_nan_weights_has_an_error(measure):
 )
 def test_rows_follow_method_and_training(measure, method, train, kinds):
     evaluator = measure(config=make_config(method, train))
-    assert [row.kind for row in evaluator.rows] == kinds
-    assert all(row.scored for row in evaluator.rows)
+    rows = rows_of(evaluator)
+    assert [row.kind for row in rows] == kinds
     if method == "window":
-        assert evaluator.rows[-1].distant_pairs_kept == 0
-    for row in evaluator.rows:
+        assert rows[-1].distant_density == 0
+    for row in rows:
         if row.kind == "trained":  # nothing was trained here, and the method is off
-            assert row.nll == pytest.approx(evaluator.rows[0].nll, abs=1e-5) and row.pairs_removed == 0
+            assert row.nll == pytest.approx(rows[0].nll, abs=1e-5) and row.sparsity == 0
 
 
 def test_rows_of_a_noncausal_router_say_so(measure):
-    rows = measure(config=make_config(assignment="sinkhorn")).rows
+    rows = measure(config=make_config(assignment="sinkhorn")).variants
     assert {row.kind: row.causal for row in rows} == {"base": True, "soft": False, "hard": False, "control": True}
 
 
@@ -492,11 +497,11 @@ def test_adapters_of_other_runs_are_rows_of_the_same_table(tmp_path):
     adapters = f"eval.adapters=['{adapter}','{adapter}','{adapter}']"
     retrofit = [*tiny(tmp_path), router_steps(2), "eval.top_k=[1]", adapters]
     assert run(*retrofit).code == 0
-    rows, expected = ({row.name: row for row in r.rows} for r in (record_of(tmp_path / "runs"), other))
+    rows, expected = ({row.name: row for row in scored(r.measurements)} for r in (record_of(tmp_path / "runs"), other))
     dual = expected["focus_dual"]
     for name in ("focus_dual", f"focus_dual, {adapter.parent.name}", f"focus_dual, {adapter.parent.name} (2)"):
-        assert (rows[name].kind, rows[name].nll, rows[name].pairs_removed) == ("control", dual.nll, dual.pairs_removed)
-        assert rows[name].delta_vs_hard
+        assert (rows[name].kind, rows[name].nll, rows[name].sparsity) == ("control", dual.nll, dual.sparsity)
+        assert rows[name].changes[HARD].value
     assert rows[BASE].nll == expected[BASE].nll
     # what was attached before is attached again
     assert list(rows)[1:3] == [SOFT, HARD]
@@ -504,8 +509,8 @@ def test_adapters_of_other_runs_are_rows_of_the_same_table(tmp_path):
     # next to any attached method
     window = fitting(*tiny(tmp_path, "window"), "attention=window", "recipe=none", f"eval.adapters=['{adapter}']")
     assert run(*window).code == 0
-    row = {row.name: row for row in record_of(tmp_path / "window").rows}["focus_dual"]
-    assert (row.nll, row.pairs_removed) == (dual.nll, dual.pairs_removed)
+    row = {row.name: row for row in scored(record_of(tmp_path / "window").measurements)}["focus_dual"]
+    assert (row.nll, row.sparsity) == (dual.nll, dual.sparsity)
     refused = run(*fitting(*tiny(tmp_path), "attention=full", "recipe=none", f"eval.adapters=['{adapter}']"))
     assert refused.code == 2 and "attention=full" in refused.err
 

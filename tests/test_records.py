@@ -17,7 +17,7 @@ from focus_exp.reporting.report import check_report, write_report
 from focus_exp.results.comparison import compare_variants
 from focus_exp.results.environment import unknown_commit_reason
 from focus_exp.results.measurement import Measurement
-from focus_exp.results.record import Arm, Record
+from focus_exp.results.record import Record, VariantRun
 
 MAX_BYTES = 3 * 2**19  # of an adapter
 ROOT = Path(__file__).parent.parent
@@ -126,12 +126,12 @@ def test_unknown_commit_reason_of_head_is_none():
 def test_strip_local_paths_keeps_what_decides_numbers(runs_dir):
     record = {
         "command": f"python -m focus_exp adapter={runs_dir}/a/adapter runs_dir={runs_dir} cache_dir=/big/cache seed=1",
-        "arms": [{"folder": f"{runs_dir}/layout/a"}],
+        "variants": [{"folder": f"{runs_dir}/layout/a"}],
         "config": {"runs_dir": runs_dir, "cache_dir": "/big/cache"},
     }
     assert json.loads(strip_local_paths(json.dumps(record), Path(runs_dir))) == {
         "command": "python -m focus_exp adapter=runs/a/adapter seed=1",
-        "arms": [{"folder": "runs/layout/a"}],
+        "variants": [{"folder": "runs/layout/a"}],
         "config": {"runs_dir": "runs", "cache_dir": None},
     }
 
@@ -200,8 +200,8 @@ def test_compare_variants_changed_run_raises(tmp_path, state):
     home = tmp_path / "adhoc" / "tiny"
     if state == "repeated":
         Record(status="finished", experiment="adhoc", started="later").save(home / "one-seed0-ab" / "record.json")
-    variant = Arm(name="one", settings=[], folder="runs/adhoc/tiny/one-seed0-ab", started="earlier")
-    comparison = Record(status="finished", experiment="adhoc", arms=[variant])
+    variant = VariantRun(name="one", settings=[], folder="runs/adhoc/tiny/one-seed0-ab", started="earlier")
+    comparison = Record(status="finished", experiment="adhoc", variants=[variant])
     with pytest.raises(UserError, match=state):
         compare_variants(comparison, home / "compare-seed0-cd", [])
 

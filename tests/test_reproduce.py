@@ -4,6 +4,7 @@ import shutil
 from pathlib import Path
 
 import pytest
+from builders import scored
 from hydra import initialize_config_dir
 from running import run, tiny
 from test_experiments import CONF
@@ -58,18 +59,18 @@ def test_a_comparison_whose_arms_share_settings_is_found_again(tmp_path):
     assert reproduce(tmp_path, compared=arms).code == 0
     assert "1 tables, 1 finished already" in reproduce(tmp_path, compared=arms).out
     loaded = {path.parent: Record.load(path) for path in (tmp_path / "runs").rglob("record.json")}
-    ((folder, found),) = [(folder, record) for folder, record in loaded.items() if record.arms]
+    ((folder, found),) = [(folder, record) for folder, record in loaded.items() if record.variants]
     assert found.setting("attention", "window") == 6  # what all arms share is on record
 
     published = reproduce(tmp_path, "reproduce.publish=true", compared=arms)
     assert "2 runs published" in published.out and "0 superseded" in published.out
     records = tmp_path / "runs" / "records"
-    arm, whole = (records / Path(place).relative_to(tmp_path / "runs") for place in (found.arms[0].folder, folder))
+    arm, whole = (records / Path(place).relative_to(tmp_path / "runs") for place in (found.variants[0].folder, folder))
     assert {file.name for file in arm.iterdir()} == {"record.json", "losses.csv", "measurements.csv"}
     assert (whole / "comparison.csv").exists()
 
     # as if a file of conf/ that an arm names now said something else
-    shutil.move(found.arms[0].folder, f"{found.arms[0].folder}-before")
+    shutil.move(found.variants[0].folder, f"{found.variants[0].folder}-before")
     assert "1 tables, 0 finished already" in reproduce(tmp_path, compared=arms).out
 
 
@@ -104,7 +105,7 @@ def test_an_arm_leaves_an_adapter_for_other_tables(tmp_path):
         for path in (tmp_path / "runs").rglob("record.json")
         if (found := Record.load(path)).setting("attention", "sinks") == 2
     ]
-    assert [row.error for row in record.rows if row.name == "focus"] == [None]
+    assert [row.error for row in scored(record.measurements) if row.name == "focus"] == [None]
     assert "2 tables, 2 finished already" in reproduce(tmp_path, **tables).out
 
 

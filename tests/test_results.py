@@ -1,4 +1,4 @@
-"""Measurements: their file, the conversion of the published records, and loading them."""
+"""Measurements: their file, and loading them."""
 
 import subprocess
 import sys
@@ -18,31 +18,12 @@ from focus_exp.results.measurement import (
     format_measurements,
     loss_change,
     read_measurements,
-    variant_name,
 )
 from focus_exp.results.run_dir import run_folder
 from focus_exp.results.setup import setup_key
 from focus_exp.shipped import conf_dir
 
 RECORDS = Path(__file__).parent.parent / "runs" / "records"
-
-
-@pytest.mark.parametrize(
-    ("label", "name"),
-    [
-        ("base, full attention", "base"),
-        ("Focus hard k=1", "focus_hard"),
-        ("Focus hard k=2 (share)", "focus_hard_k2_share"),
-        ("same router, causal, hard k=2 (share)", "causal_counterpart_hard_k2_share"),
-        ("same router, causal, soft", "causal_counterpart_soft"),
-        ("window 255 + sinks, as many pairs", "window_density_matched"),
-        ("LoRA r=16, trained", "lora_r16"),
-        ("sparq_mean", "sparq_mean"),
-        ("focus_hard", "focus_hard"),
-    ],
-)
-def test_variant_name_known_label_is_standard(label: str, name: str) -> None:
-    assert variant_name(label) == name
 
 
 def test_measurements_written_and_read_are_equal(tmp_path: Path) -> None:

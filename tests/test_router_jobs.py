@@ -64,7 +64,7 @@ def test_job_evaluate_without_any_score_of_its_tasks_fails(tmp_path, adapter):
     result = run(*settings, "eval.tasks=[perplexity@400]", "data.max_test_tokens=60")
     assert result.code == 2 and "eval.tasks" in result.err
     record = record_of(tmp_path)
-    assert record.status == "failed" and record.rows and all(row.error for row in record.benchmarks)
+    assert record.status == "failed" and record.find("nll", "base")
 
 
 def test_job_train_strings_of_special_tokens_are_one_warning_with_their_count(tmp_path):

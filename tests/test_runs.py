@@ -10,6 +10,7 @@ from types import SimpleNamespace
 import pandas as pd
 import pytest
 import torch
+from builders import scored
 from conftest import build
 from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
@@ -50,15 +51,15 @@ def finetuned(folder, retrofit):
 
 
 def rows(record):
-    return {row.name: row for row in record.rows}
+    return {row.name: row for row in scored(record.measurements)}
 
 
 def kinds(record):
-    return {row.kind for row in record.rows}
+    return {row.kind for row in scored(record.measurements)}
 
 
 def base_nll(record):
-    return record.base.nll
+    return record.find("nll", "base")
 
 
 @pytest.mark.parametrize("status", ["finished", "interrupted"])
@@ -122,7 +123,7 @@ def test_run_folder_holds_config_metrics_adapter_record_tables_and_figures(folde
     assert config.attention.window == 8 and config.recipe.phases["router"].steps == 4
     assert [line["step"] for line in metrics_of(folder / "retrofit")] == [1, 2, 3, 4]
     measured = pd.read_csv(place / "measurements.csv")
-    assert (measured.metric == "perplexity").sum() == len(record.rows)
+    assert (measured.metric == "perplexity").sum() == len(scored(record.measurements))
 
 
 def test_a_whole_base_is_saved_with_the_head_that_it_does_not_tie(tmp_path, monkeypatch):
@@ -187,7 +188,7 @@ def test_record_carries_the_birth_certificate(folder, retrofit):
     assert record.command.startswith("python -m focus_exp model=tiny_llama")
     assert record.model["used"].startswith("random weights") and record.data["fingerprint"]
     assert record.method["causal"] and record.method["trainable_parameters"] > 0
-    assert all(row.error is None and isfinite(row.nll) for row in record.rows)
+    assert all(row.error is None and isfinite(row.nll) for row in scored(record.measurements))
     assert kinds(record) == {"base", "soft", "hard", "control"}
 
 
@@ -228,7 +229,7 @@ def test_without_steps_routers_are_fitted_and_measured(tmp_path):
     assert run(*untrained).code == run(*fitted).code == 0
     record, other = record_of(tmp_path / "fitted"), record_of(tmp_path / "untrained")
     assert (record.steps, record.tokens_seen) == (0, 2 * 32) and record.method["trainable_parameters"] > 0
-    assert rows(record)["Focus soft"].nll != rows(other)["Focus soft"].nll
+    assert rows(record)["focus_soft"].nll != rows(other)["focus_soft"].nll
     assert metrics_of(tmp_path / "fitted") == []
     assert list((tmp_path / "fitted").rglob("focus_adapter.safetensors"))
 
@@ -248,7 +249,7 @@ def test_regime_none_measures_without_training(tmp_path, attention):
 def test_finetuning_compares_with_the_base_before_training(folder, retrofit, finetuned):
     record = Record.load(finetuned / "record.json")
     assert base_nll(record) == pytest.approx(base_nll(record_of(folder / "retrofit")), rel=1e-6)
-    (trained,) = [row for row in record.rows if row.kind == "trained"]
+    (trained,) = [row for row in scored(record.measurements) if row.kind == "trained"]
     assert trained.nll != base_nll(record)
     assert [line["phase"] for line in metrics_of(folder / "finetuned")] == ["router"] * 3 + ["everything"] * 3
     model = AutoModelForCausalLM.from_pretrained(finetuned / "model")
@@ -261,8 +262,8 @@ def test_finetuned_model_and_adapter_can_be_used_again(folder, finetuned):
     trained, reused = Record.load(finetuned / "record.json"), record_of(folder / "reused")
     assert trained.model["fingerprint"] != trained.method["weights"] == reused.model["fingerprint"]
     before, after = rows(trained), rows(reused)
-    assert after["base, full attention"].nll == pytest.approx(before["full attention, trained weights"].nll, rel=1e-5)
-    assert after["Focus hard k=1"].nll == pytest.approx(before["Focus hard k=1"].nll, rel=1e-5)
+    assert after["base"].nll == pytest.approx(before["trained"].nll, rel=1e-5)
+    assert after["focus_hard"].nll == pytest.approx(before["focus_hard"].nll, rel=1e-5)
 
 
 @pytest.mark.parametrize(
@@ -291,7 +292,7 @@ def test_the_method_of_the_paper_is_declared_not_causal(tmp_path):
     assert run(*tiny(tmp_path), *settings).code == 0
     record = record_of(tmp_path)
     assert record.method["causal"] is False
-    causal = {row.kind: row.causal for row in record.rows}
-    assert causal == {"base": True, "soft": False, "hard": False, "control": True, "twin": True}
+    causal = {row.kind: row.causal for row in scored(record.measurements)}
+    assert causal == {"base": True, "soft": False, "hard": False, "control": True, "causal_counterpart": True}
     table = (only_run(tmp_path) / "table.md").read_text()
-    assert table.count("| no |") == sum(not row.causal for row in record.rows)
+    assert table.count("| no |") == sum(not row.causal for row in scored(record.measurements))

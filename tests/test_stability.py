@@ -9,7 +9,7 @@ import signal
 import numpy as np
 import pytest
 import torch
-from builders import write_variants
+from builders import scored, write_variants
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from running import only_run, outcome, record_of, router_steps, run, tiny
@@ -21,8 +21,7 @@ from focus_exp.attention.selection import Sequence
 from focus_exp.config_attention import FocusConfig
 from focus_exp.data import SequenceDataset, TokenStream
 from focus_exp.models.methods import attached_methods
-from focus_exp.records.answers import phases
-from focus_exp.records.comparison import load_run
+from focus_exp.reporting.load import load_run, select
 from focus_exp.results.metrics import METRICS, read_metrics
 from focus_exp.training import callbacks
 from focus_exp.training.callbacks import (
@@ -396,24 +395,22 @@ def test_resume_keeps_probe_values(folder, whole, monkeypatch, phase, step):
     assert run(*tiny(folder, runs), *TWO_PHASES).code == 0
     assert (only_run(folder / runs) / PROBES).read_bytes() == (only_run(whole) / PROBES).read_bytes()
     assert outcome(folder / runs) == outcome(whole)
-    kept = [record_of(path) for path in (folder / runs, whole)]
-    assert kept[0].probes == kept[1].probes
-    assert [(row.phase, row.nll) for row in kept[0].phases] == [(row.phase, row.nll) for row in kept[1].phases]
 
 
 def test_phase_evaluation_equals_run_end(folder, whole):
     assert run(*tiny(folder, "alone"), *CADENCE).code == 0
-    alone, both = record_of(folder / "alone"), record_of(whole)
-    assert [(row.phase, row.kind) for row in both.phases] == [
-        (phase, kind) for phase in ("router", "everything") for kind in ("soft", "hard")
-    ]
-    for row in both.phases:
-        (own,) = [
-            r for r in (alone if row.phase == "router" else both).rows if (r.name, r.kind) == (row.name, row.kind)
-        ]
-        assert (row.nll, row.delta_nll, row.largest_group) == (own.nll, own.delta_nll, own.largest_group)
-    assert not alone.phases and alone.probes == [probe for probe in both.probes if probe.phase == "router"]
-    assert [(p.phase, p.step) for p in both.probes] == [
+    alone, both = (record_of(path).measurements for path in (folder / "alone", whole))
+    for phase, run_end in (("router", alone), ("everything", both)):
+        rows, expected = scored(both, phase), {row.name: row for row in scored(run_end)}
+        assert [row.kind for row in rows] == ["soft", "hard"]
+        for row in rows:
+            end = expected[row.name]
+            assert (row.nll, row.largest_group_fraction) == (end.nll, end.largest_group_fraction)
+            assert row.changes["base"].value == end.changes["base"].value
+    assert scored(alone, "router") == []
+    probes = [[m for m in measurements if m.metric == "dominance"] for measurements in (alone, both)]
+    assert probes[0] == [m for m in probes[1] if m.settings["phase"] == "router"]
+    assert [(m.settings["phase"], m.settings["step"]) for m in probes[1]] == [
         *(("router", step) for step in (0, 2, 4)), *(("everything", step) for step in (0, 2, 4, 5)),
     ]  # fmt: skip
     assert (only_run(whole) / "figures" / "router_load.png").stat().st_size > 0
@@ -424,19 +421,16 @@ def test_comparison_has_rows_for_every_variant_and_phase(tmp_path):
     compared = write_variants(tmp_path / "conf", variants)
     result = run(*tiny(tmp_path), *TWO_PHASES, "job=compare", *compared, "eval.seq_len=24")
     assert result.code == 0, result.err
-    found = {r.config["variant"]: r for r in (load_run(path.parent) for path in tmp_path.rglob("record.json"))}
-    comparison = found[None]
-    assert [(p.arm.name, p.name, p.trains) for p in phases(comparison)] == [
-        (arm, name, "all" if name == "everything" else "router")
-        for arm in ("softmax", "sinkhorn")
-        for name in ("router", "everything")
-    ]
-    for phase in phases(comparison):
-        own = found[phase.arm.name]
-        last = [probe for probe in own.probes if probe.phase == phase.name][-1]
-        assert (phase.probe.dominance, phase.probe.step) == (last.dominance, last.step)
-        assert phase.hard.nll == next(r.nll for r in own.phases if (r.phase, r.kind) == (phase.name, "hard"))
     (path,) = (p.parent for p in tmp_path.rglob("record.json") if "-compare" in str(p))
+    rows = load_run(path).rows
+    probes = select(rows, {"source": "probes", "metric": "dominance"})
+    assert [(row.variant, row.phase, row.trainable) for row in probes] == [
+        (variant, phase, "all" if phase == "everything" else "router")
+        for variant in variants
+        for phase in ("router", "everything")
+    ]
+    losses = select(rows, {"source": "phases", "metric": "nll", "kind": "hard"})
+    assert [(row.variant, row.phase) for row in losses] == [(row.variant, row.phase) for row in probes]
     assert "## Routing" in (path / "table.md").read_text()
     assert (path / "figures" / "router_load.png").stat().st_size > 0
 

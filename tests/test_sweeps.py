@@ -8,6 +8,7 @@ import sys
 import time
 
 import pytest
+from builders import scored
 from running import outcome, record_of, router_steps, run, tiny
 
 from focus_exp import launcher
@@ -29,7 +30,7 @@ def test_sweep_jobs_equal_single_runs(tmp_path):
     swept = {record.seed: record for record in records(tmp_path / "runs")}
     single = record_of(tmp_path / "single")
     assert sorted(swept) == [0, 1]
-    assert [row.nll for row in swept[1].rows] == [row.nll for row in single.rows]
+    assert [row.nll for row in scored(swept[1].measurements)] == [row.nll for row in scored(single.measurements)]
 
 
 def test_sweep_record_has_the_command_of_its_own_job(tmp_path):
@@ -58,7 +59,9 @@ def test_sweep_of_parallel_processes_equals_single_runs(tmp_path):
     assert done.returncode == 0, done.stderr
     assert run(*tiny(tmp_path, "single"), STEPS, "seed=1").code == 0
     swept = {record.seed: record for record in records(tmp_path / "runs")}
-    assert [row.nll for row in swept[1].rows] == [row.nll for row in record_of(tmp_path / "single").rows]
+    assert [row.nll for row in scored(swept[1].measurements)] == [
+        row.nll for row in scored(record_of(tmp_path / "single").measurements)
+    ]
 
 
 @pytest.mark.slow

@@ -1,5 +1,6 @@
 """Learning-rate trials: equally many per trained variant, the best on validation text is used."""
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -9,10 +10,8 @@ from running import run, tiny
 from focus_exp.config import PhaseConfig, RecipeConfig
 from focus_exp.errors import UserError
 from focus_exp.jobs import train as job
-from focus_exp.jobs.tune import with_rate
-from focus_exp.records.answers import answer, trained_row
-from focus_exp.records.comparison import load_run
-from focus_exp.records.rows import Row
+from focus_exp.jobs.tune import read_loss, with_rate
+from focus_exp.results.measurement import Measurement
 from focus_exp.results.record import Record
 
 TUNED = ["recipe.steps=1", "recipe.tune.factors=[0.001,1]", "recipe.tune.sequences=1", "eval.max_sequences=1"]
@@ -28,7 +27,7 @@ def records_by_variant(folder):
     """Return (experiment, variant) -> records; the variant of the comparison itself is None."""
     records = {}
     for path in sorted(folder.rglob("record.json")):
-        record = load_run(path.parent)
+        record = Record.load(path)
         records.setdefault((record.experiment, record.config["variant"]), []).append(record)
     return records
 
@@ -44,28 +43,34 @@ def test_comparison_tunes_every_trained_variant_on_validation_text(tmp_path):
     records = records_by_variant(tmp_path)
     (comparison,) = records["adhoc", None]
     assert set(records) == {("adhoc", name) for name in (None, *VARIANTS)} | {("tries", "focus"), ("tries", "lora")}
-    for variant in comparison.arms[:2]:
+    for variant in comparison.variants[:2]:
         trials = {learning_rate(trial): trial for trial in records["tries", variant.name]}
         assert {trial.config["eval"]["split"] for trial in trials.values()} == {"validation"}
-        losses = {rate: trained_row(trial).nll for rate, trial in trials.items()}
+        losses = {
+            rate: trial.find("nll", "focus_soft") or trial.find("nll", "lora_r4") for rate, trial in trials.items()
+        }
         assert len(losses) == 2
-        assert {trial.learning_rate: trial.nll for trial in variant.tries} == losses
+        assert {trial.learning_rate: trial.nll for trial in variant.trials} == losses
         (record,) = records["adhoc", variant.name]
         assert variant.learning_rate == learning_rate(record) == min(losses, key=losses.get)
         assert record.config["eval"]["split"] == "test"
-        assert record.tries == variant.tries
-    assert [variant.tries for variant in comparison.arms[2:]] == [[], []]
+        assert record.trials == variant.trials
+    assert [variant.trials for variant in comparison.variants[2:]] == [[], []]
 
 
-def test_trained_row_is_the_soft_one_where_hard_rows_prune_less():
-    soft = Row(name="Focus soft", kind="soft", method="focus", causal=True, nll=3.0)
-    hard = Row(name="Focus hard k=1", kind="hard", method="focus", causal=True, nll=2.0, top_k=1)
-    record = Record(status="finished", experiment="tries", rows=[hard, soft])
-    record.config = {"attention": {"method": "focus", "top_k": 1}}
-    assert trained_row(record) is soft
-    assert answer(record) is hard
-    record.rows = [hard]
-    assert trained_row(record) is hard
+def test_read_loss_is_of_soft_routing_where_there_is_one():
+    settings = {"kind": "hard", "method": "focus", "top_k": 1}
+    soft, hard = (
+        Measurement(variant=name, metric="nll", value=x) for name, x in (("focus_soft", 3.0), ("focus_hard", 2.0))
+    )
+    scored = Measurement(variant="focus_hard", metric="perplexity", value=7.0, settings=settings)
+    record = Record(status="finished", experiment="tries", config={"attention": {"method": "focus", "top_k": 1}})
+    record.measurements += [scored, hard, soft]
+    assert read_loss(record) == {"nll": 3.0}
+    record.measurements.pop()
+    assert read_loss(record) == {"nll": 2.0}
+    record.measurements[:] = [replace(scored, value=None, settings=settings | {"error": "no memory"})]
+    assert read_loss(record) == {"error": "no memory"}
 
 
 def test_other_seeds_share_trials_and_finished_runs_are_not_repeated(tmp_path):
@@ -76,7 +81,7 @@ def test_other_seeds_share_trials_and_finished_runs_are_not_repeated(tmp_path):
     first, second = records["adhoc", None]
     assert {first.seed, second.seed} == {0, 1}
     assert len(records["tries", "retrofit"]) == 2
-    assert first.tries == second.tries
+    assert first.trials == second.trials
 
 
 def test_failed_trial_is_recorded_and_excluded(tmp_path, monkeypatch):
@@ -90,7 +95,7 @@ def test_failed_trial_is_recorded_and_excluded(tmp_path, monkeypatch):
     monkeypatch.setattr(job, "fit", fail_at_low_rate)
     assert run(*tiny(tmp_path / "one"), *TUNED).code == 0
     (record,) = records_by_variant(tmp_path / "one")["adhoc", None]
-    assert [(trial.learning_rate, trial.error) for trial in record.tries] == [
+    assert [(trial.learning_rate, trial.error) for trial in record.trials] == [
         (1e-5, "a loss is not finite"),
         (1e-2, None),
     ]

@@ -1,4 +1,4 @@
-"""Benchmark rows: every task under full attention, the attached method and its controls.
+"""Benchmarks: every task under full attention, the attached method and its controls.
 
 A task is one of lm-eval, of the long-range suite (passkey@1024 has passages of 1,024 words), or perplexity@<tokens>.
 """
@@ -14,7 +14,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
@@ -28,7 +28,7 @@ from focus_exp.evaluation.controls import (
     BASE,
     RANDOM_GROUPS,
     WINDOW_ONLY,
-    hard_name,
+    Variant,
     random_groups,
     slug,
     trained_name,
@@ -37,9 +37,9 @@ from focus_exp.evaluation.controls import (
 from focus_exp.evaluation.perplexity import PairCounter, token_losses
 from focus_exp.models.methods import disable_method, is_causal, observe_selections, set_routing, swap_methods
 from focus_exp.progress import ProgressBar
-from focus_exp.records.benchmarks import BenchmarkRow
 from focus_exp.results.intervals import FEWEST, NORMAL, estimate, units_of
-from focus_exp.results.losses import Losses
+from focus_exp.results.losses import Losses, benchmark_name
+from focus_exp.results.measurement import Measurement, hard_variant, loss_change
 from focus_exp.storage import replace_file
 from focus_exp.training.precision import Precision
 
@@ -52,7 +52,9 @@ log = logging.getLogger(__name__)
 Unit = tuple[str, int, int]
 NO_FILTER = "none"
 PERPLEXITY = "perplexity"
-QUANTILES = (0.0, 0.1, 0.5, 0.9, 1.0)
+QUANTILES = {"min": 0.0, "p10": 0.1, "median": 0.5, "p90": 0.9, "max": 1.0}
+FRACTIONS = ("acc", "exact_match", "em", "f1")  # metrics that are fractions of the items
+PRIMARY = ("acc_norm", "acc")  # shown first
 SAMPLES, RESULT = "samples.jsonl", "result.json"
 
 
@@ -69,18 +71,18 @@ class RequestStats:
     pairs: PairCounter = field(default_factory=PairCounter)
 
     def summary(self) -> dict[str, Any]:
-        """Return the fields of a `BenchmarkRow` that follow."""
+        """Return the statistics by the name of their metric."""
         total, distant, _ = self.pairs.totals
-        lengths = np.quantile(self.lengths, QUANTILES, method="nearest").tolist() if self.lengths else []
+        lengths = np.quantile(self.lengths, [*QUANTILES.values()], method="nearest").tolist() if self.lengths else []
         return {
             "requests": len(self.lengths),
-            "truncated": self.truncated,
-            "request_tokens": lengths,
-            "distant_share": distant / total if total else None,
-            "distant_pairs_kept": self.pairs.distant_density,
-            "pairs_removed": self.pairs.sparsity,
-            "removed_by_layer": [(distant - kept) / total for total, distant, kept in self.pairs.by_layer],
-            "largest_group": self.pairs.largest_group,
+            "truncated_requests": self.truncated,
+            "request_tokens": dict(zip(QUANTILES, lengths, strict=False)),
+            "distant_fraction": distant / total if total else None,
+            "distant_density": self.pairs.distant_density,
+            "sparsity": self.pairs.sparsity,
+            "sparsity_at_layer": [(distant - kept) / total for total, distant, kept in self.pairs.by_layer],
+            "largest_group_fraction": self.pairs.largest_group,
         }
 
 
@@ -97,6 +99,19 @@ class Metric:
     @property
     def name(self) -> str:
         return self.key if self.filter == NO_FILTER else f"{self.key} ({self.filter})"
+
+    @property
+    def is_perplexity(self) -> bool:
+        return self.name.endswith(PERPLEXITY)
+
+    @property
+    def is_fraction(self) -> bool:
+        return self.key.split("_norm")[0] in FRACTIONS
+
+    @property
+    def rank(self) -> int:
+        """Return the place among the metrics of a task: the first is its primary one."""
+        return PRIMARY.index(self.name) if self.name in PRIMARY else len(PRIMARY)
 
     @property
     def sign(self) -> int:
@@ -124,7 +139,7 @@ class TaskResult:
     """Result of a task under one variant.
 
     samples: items with their `scores`; sequences also have an `offset` in their document and scored `tokens`.
-    stats: fields of a `BenchmarkRow` by `RequestStats.summary`. group_fractions: tokens in each group [layers][K].
+    stats: by `RequestStats.summary`. group_fractions: tokens in each group [layers][K].
     key: precision and weights that the result depends on.
     """
 
@@ -139,32 +154,103 @@ class TaskResult:
     seconds: float = 0.0
     key: str = ""
 
-    def rows(self, row: BenchmarkRow, base: TaskResult | None) -> Iterator[BenchmarkRow]:
-        """Fill in `row` once per metric, paired with the same items of the base.
+    def change(self, metric: Metric, base: TaskResult | None) -> Change | None:
+        """Return the paired change of a metric from the base; None where it has none.
 
-        A metric that is not the mean of its items has no difference: that of its items could be of the other sign.
+        A metric that is not the mean of its items has none: the change of its items could be of the other sign.
         """
-        facts = {key: getattr(self, key) for key in ("version", "shots", "seed", "source", "seconds")}
-        references = {metric.name: metric for metric in base.metrics} if base else {}
-        for metric in self.metrics:
-            scores, reference = metric.scores(self.samples), references.get(metric.name)
-            difference = low = high = dof = None
-            if base and reference and metric.is_mean_of(scores):
-                others = reference.scores(base.samples)
-                if reference.is_mean_of(others):
-                    difference, low, high, dof = paired_difference(scores, others, metric.sign)
-            yield replace(
-                row, metric=metric.name, value=metric.value, stderr=metric.stderr,
-                n=len(set(units_of([document for document, _, _ in scores]).tolist())) or None,
-                higher_is_better=metric.higher_is_better, difference=difference, difference_low=low,
-                difference_high=high, freedom=dof, **facts, **self.stats,
-            )  # fmt: skip
+        reference = next((other for other in base.metrics if other.name == metric.name), None) if base else None
+        if base is None or reference is None:
+            return None
+        scores, others = metric.scores(self.samples), reference.scores(base.samples)
+        if not metric.is_mean_of(scores) or not reference.is_mean_of(others):
+            return None
+        return paired_difference(scores, others, metric.sign)
+
+    def measurements(self, variant: Variant, task: str, base: TaskResult | None) -> Iterator[Measurement]:
+        """Yield every metric with its paired change from the base, and what the mask did on the requests."""
+        changes = [self.change(metric, base) for metric in self.metrics]
+        primary = min(self.metrics, key=lambda metric: metric.rank, default=None)
+        ranked = sorted(zip(self.metrics, changes, strict=True), key=lambda pair: deciding_rank(*pair))
+        density = variant.density(self.stats["sparsity"])
+        for metric, change in zip(self.metrics, changes, strict=True):
+            documents = [document for document, _, _ in metric.scores(self.samples)]
+            common: dict[str, Any] = {
+                "variant": variant.name, "density": density, "n": len(set(units_of(documents).tolist())) or None,
+                "unit": "fraction" if metric.is_fraction else "" if metric.is_perplexity else metric.name,
+            }  # fmt: skip
+            settings = variant.settings | {
+                "task": task, "lm_eval_metric": metric.name, "task_version": self.version or None,
+                "num_fewshot": self.shots, "source": self.source or None, "stderr": metric.stderr,
+                "higher_is_better": None if metric.higher_is_better else False,
+                "seq_len": int(task.partition("@")[2]) if is_perplexity(task) else None,
+                "primary_metric": True if metric is primary else None,
+                "deciding_metric": True if metric is ranked[0][0] else None,
+            }  # fmt: skip
+            name = task if task.startswith(metric.name) else f"{metric.name}:{task}"
+            yield Measurement(metric=name, value=metric.value, settings=settings, **common)
+            if change is not None:
+                settings = settings | {"dof": change.dof, "stderr": None}
+                suffix = name.removeprefix(metric.name)
+                if metric.is_perplexity:
+                    del common["unit"]
+                    yield from loss_change(
+                        reference=BASE, bounds=change[:3], suffix=suffix, settings=settings, **common
+                    )  # fmt: skip
+                else:
+                    yield Measurement(
+                        metric=f"{metric.name}_change:{task}", value=change.value, low=change.low, high=change.high,
+                        reference=BASE, settings=settings, **common,
+                    )  # fmt: skip
+            if metric is primary:
+                yield from self.request_measurements(variant, task, density)
+
+    def request_measurements(self, variant: Variant, task: str, density: float | None) -> Iterator[Measurement]:
+        """Yield what the mask did on the requests of a task."""
+        stats = self.stats
+        rows: list[tuple[str, Any, str, dict[str, Any]]] = [
+            ("requests", stats["requests"], "", {}),
+            ("truncated_requests", stats["truncated_requests"], "", {}),
+            *(("request_tokens", n, "tokens", {"quantile": name}) for name, n in stats["request_tokens"].items()),
+            ("distant_fraction", stats["distant_fraction"], "fraction", {}),
+            ("distant_density", stats["distant_density"], "fraction", {}),
+            ("largest_group_fraction", variant.group_fraction(stats["largest_group_fraction"]), "fraction", {}),
+            ("eval_seconds", self.seconds, "s", {}),
+            *(
+                ("sparsity_at_layer", value, "fraction", {"layer": layer})
+                for layer, value in enumerate(stats["sparsity_at_layer"])
+            ),
+        ]
+        for metric, value, unit, settings in rows:
+            if value is not None:
+                yield Measurement(
+                    variant=variant.name, metric=f"{metric}:{task}", value=value, unit=unit, density=density,
+                    settings={"task": task, **settings},
+                )  # fmt: skip
 
 
-def paired_difference(
-    scores: dict[Unit, float], others: dict[Unit, float], sign: int = 1
-) -> tuple[float | None, float | None, float | None, float | None]:
-    """Return the mean difference over common items, its 95 % interval over documents, and its degrees of freedom.
+class Change(NamedTuple):
+    """A paired change with its 95 % interval; dof: its degrees of freedom, None where the interval is normal."""
+
+    value: float
+    low: float | None
+    high: float | None
+    dof: float | None
+
+
+def deciding_rank(metric: Metric, change: Change | None) -> tuple[int, int]:
+    """Rank a metric that got worse first, then one that got better, then the primary one."""
+    if change is None or change.low is None or change.high is None:
+        outcome = 3
+    elif change.low <= 0 <= change.high:
+        outcome = 2
+    else:
+        outcome = 1 if (change.high > 0) == metric.higher_is_better else 0
+    return outcome, metric.rank
+
+
+def paired_difference(scores: dict[Unit, float], others: dict[Unit, float], sign: int = 1) -> Change | None:
+    """Return the mean difference over common items with its 95 % interval over documents.
 
     Scores of 0 or 1 get one item won and one lost before the interval is taken (Bonett and Price, 2012): otherwise ten
     equal items would prove that there is no difference. Without enough documents their interval is a normal one.
@@ -172,18 +258,20 @@ def paired_difference(
     common = sorted(scores.keys() & others.keys())
     pairs = np.array([[scores[unit], others[unit]] for unit in common], dtype=np.float64).reshape(-1, 2)
     if not len(pairs) or not np.isfinite(pairs).all():
-        return None, None, None, None
+        return None
     differences = sign * (pairs[:, 0] - pairs[:, 1])
     mean, (documents, _, tokens) = float(differences.mean()), zip(*common, strict=True)
     if not np.isin(pairs, (0, 1)).all():
         interval = estimate(differences, tokens, documents)
-        return (interval.value, *interval.bounds, interval.freedom)
+        low, high = interval.bounds
+        return Change(interval.value, low, high, interval.freedom)
     padded = np.append(differences, [1, -1])
     if FEWEST <= len(set(documents)) < len(documents):
         interval = estimate(padded, (*tokens, 1, 1), (*documents, "won", "lost"))
-        return (mean, *interval.bounds, interval.freedom)
+        low, high = interval.bounds
+        return Change(mean, low, high, interval.freedom)
     half = NORMAL * padded.std() / len(padded) ** 0.5
-    return mean, float(padded.mean() - half), float(padded.mean() + half), None
+    return Change(mean, float(padded.mean() - half), float(padded.mean() + half), None)
 
 
 def write_result(folder: Path, result: TaskResult) -> None:
@@ -222,7 +310,7 @@ class BenchmarkEvaluator:
     precision: Precision
     folder: Path
     weights: str = ""
-    rows: list[BenchmarkRow] = field(default_factory=list)
+    measurements: list[Measurement] = field(default_factory=list)
     losses: dict[str, Losses] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -235,10 +323,10 @@ class BenchmarkEvaluator:
             check_names(named)
 
     def measure_base(self) -> None:
-        """Score the unmodified model, the reference of every other row."""
+        """Score the unmodified model, the reference of every other variant."""
         with self.full_attention():
             for task in self.config.eval.tasks:
-                result = self.add(BenchmarkRow(attention=BASE, kind="base", task=task))
+                result = self.add(Variant(name=BASE, kind="base"), task)
                 if result is not None:
                     self.bases[task] = result
 
@@ -249,26 +337,22 @@ class BenchmarkEvaluator:
             if recipe.trains("lora") or recipe.trains("all"):
                 with self.full_attention():
                     name = trained_name(self.model, self.config)
-                    self.add(BenchmarkRow(attention=name, kind="trained", task=task))
+                    self.add(Variant(name=name, kind="trained"), task)
             if self.config.has_router:
                 self.measure_focus(task)
             elif attention.method != "full":
                 causal = is_causal(self.model)
-                self.add(
-                    BenchmarkRow(
-                        attention=attention.name, kind="control", task=task, method=attention.method, causal=causal
-                    )
-                )
+                self.add(Variant(name=attention.name, kind="control", method=attention.method, causal=causal), task)
 
     def measure_focus(self, task: str) -> None:
         """Score the configured hard routing, then its controls on the same requests."""
         attention, model = self.config.focus, self.model
         set_routing(model, hard=True, top_k=attention.top_k, pair_rule=attention.pair_rule)
-        row = BenchmarkRow(
-            attention=hard_name(attention.top_k, attention.pair_rule), kind="hard", task=task, method="focus",
-            causal=is_causal(model), memberships=attention.top_k if attention.pair_rule == "share" else 1,
+        variant = Variant(
+            name=hard_variant("focus", attention.top_k, attention.pair_rule), kind="hard", method="focus",
+            causal=is_causal(model), top_k=attention.top_k, pair_rule=attention.pair_rule,
         )  # fmt: skip
-        result = self.add(row)
+        result = self.add(variant, task)
         if result is None or not self.config.eval.controls:
             return
         controls: list[tuple[str, str, dict[int, Any]]] = [
@@ -277,58 +361,65 @@ class BenchmarkEvaluator:
         ]
         for name, method, methods in controls:
             with swap_methods(model, methods):
-                self.add(BenchmarkRow(attention=name, kind="control", task=task, method=method))
+                self.add(Variant(name=name, kind="control", method=method), task)
 
     def require_score(self) -> None:
         """Raise UserError if there are tasks and none has a score."""
-        errors = [row.error for row in self.rows if row.error is not None]
-        if errors and len(errors) == len(self.rows):
+        errors = [m.settings["error"] for m in self.measurements if m.settings.get("error")]
+        if errors and all(m.value is None for m in self.measurements):
             raise UserError(f"eval.tasks must have a task that can be scored: {errors[0]}")
 
     def full_attention(self) -> AbstractContextManager[Any]:
         is_attached = getattr(self.model, "focus_attachment", None) is not None
         return disable_method(self.model) if is_attached else nullcontext()
 
-    def add(self, row: BenchmarkRow) -> TaskResult | None:
-        """Run a row's task, or read its result; a failure becomes the row's error."""
-        if row.task in self.missing:
+    def add(self, variant: Variant, task: str) -> TaskResult | None:
+        """Run a task under a variant, or read its result; a failure becomes its error."""
+        if task in self.missing:
             return None
-        folder, key = self.folder / slug(row.attention) / slug(row.task), f"{self.precision.name} {self.weights}"
+        folder, key = self.folder / slug(variant.name) / slug(task), f"{self.precision.name} {self.weights}"
         result = read_result(folder, key)
         if result is None:
-            result = self.run(row)
+            result = self.run(variant, task)
             if result is None:
                 return None
             result.key = key
             write_result(folder, result)
-        rows = list(result.rows(row, None if row.kind == "base" else self.bases.get(row.task)))
-        self.rows += rows
-        for filled, metric in zip(rows, result.metrics, strict=True):
+        base = None if variant.kind == "base" else self.bases.get(task)
+        self.measurements += result.measurements(variant, task, base)
+        for metric in result.metrics:
             scores = metric.scores(result.samples)
-            losses = self.losses.setdefault(filled.scored_as, Losses(list(scores)))
-            losses.nll[row.attention] = np.array([metric.sign * scores.get(unit, math.nan) for unit in losses.units])
-        numbers = ", ".join(f"{filled.metric} {filled.value:.4g}" for filled in rows)
-        log.info("measured: %s, %s: %s (%.1f s)", row.attention, row.task, numbers, result.seconds)
+            name = benchmark_name({"task": task, "lm_eval_metric": metric.name})
+            losses = self.losses.setdefault(name, Losses(list(scores)))
+            losses.nll[variant.name] = np.array([metric.sign * scores.get(unit, math.nan) for unit in losses.units])
+        numbers = ", ".join(f"{metric.name} {metric.value:.4g}" for metric in result.metrics)
+        log.info("measured: %s, %s: %s (%.1f s)", variant.name, task, numbers, result.seconds)
         return result
 
-    def run(self, row: BenchmarkRow) -> TaskResult | None:
+    def run(self, variant: Variant, task: str) -> TaskResult | None:
         try:
-            runner = self.runners.get(row.task) or self.load(row.task)
+            runner = self.runners.get(task) or self.load(task)
         except UserError as error:
-            self.missing.add(row.task)
-            self.rows.append(BenchmarkRow(attention="", kind="missing", task=row.task, error=first_line(error)))
-            log.warning("not measured: %s: %s", row.task, first_line(error))
+            self.missing.add(task)
+            self.fail(Variant(name=BASE, kind="missing"), task, first_line(error))
+            log.warning("not measured: %s: %s", task, first_line(error))
             return None
-        self.runners[row.task] = runner
+        self.runners[task] = runner
         start = time.perf_counter()
         try:
-            result = runner(f"{row.task}, {row.attention}")
+            result = runner(f"{task}, {variant.name}")
         except Exception as error:  # whatever a task's own code raises, the other tasks run
             kind = "" if isinstance(error, UserError) else f"{type(error).__name__}: "
-            self.rows.append(replace(row, error=f"{kind}{first_line(error)}"))
-            log.error("%s under %s failed: %s", row.task, row.attention, self.rows[-1].error)
+            self.fail(variant, task, f"{kind}{first_line(error)}")
+            log.error("%s under %s failed: %s%s", task, variant.name, kind, first_line(error))
             return None
         return replace(result, seconds=time.perf_counter() - start)
+
+    def fail(self, variant: Variant, task: str, error: str) -> None:
+        settings = variant.settings | {"task": task, "error": error}
+        self.measurements.append(
+            Measurement(variant=variant.name, metric=f"score:{task}", value=None, settings=settings)
+        )
 
     def load(self, task: str) -> Callable[[str], TaskResult]:
         """Return what runs `task`; UserError where it cannot be run."""

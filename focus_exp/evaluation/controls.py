@@ -1,8 +1,10 @@
-"""Names of table rows, and the controls that replace a trained router while they are measured."""
+"""Variants that are measured, and the controls that replace a trained router while they are."""
 
 from __future__ import annotations
 
 import re
+from dataclasses import dataclass
+from typing import Any, Literal
 
 from transformers import PreTrainedModel
 
@@ -14,25 +16,59 @@ from focus_exp.config_attention import FocusConfig
 from focus_exp.models.lora import describe_lora
 from focus_exp.models.methods import attached_methods
 
-BASE = "base, full attention"
-SOFT = "Focus soft"
-WINDOW_ONLY = "window + sinks only"
-RANDOM_GROUPS = "random groups, size-matched"
-COUNTERPART = "causal counterpart"
+BASE, SOFT = "base", "focus_soft"
+WINDOW_ONLY, WIDE_WINDOW = "window_only", "window_density_matched"
+RANDOM_GROUPS = "random_size_matched"
+COUNTERPART = "causal_counterpart"
+Kind = Literal["base", "trained", "soft", "hard", "causal_counterpart", "control", "missing"]  # in the order of a table
 
 
-def hard_name(top_k: int, pair_rule: str) -> str:
-    """Return the name of a hard row; with one group per token all pair rules keep the same pairs."""
-    return f"Focus hard k={top_k}" + (f" ({pair_rule})" if top_k > 1 else "")
+@dataclass(kw_only=True)
+class Variant:
+    """What is measured: its name, as in `results.measurement`, and the settings of its measurements.
+
+    Args:
+        window: local window [tokens], where it is not the configured one.
+        phase: after which it is measured, where others follow.
+        error: why it has no numbers.
+    """
+
+    name: str
+    kind: Kind
+    method: str = "full"
+    causal: bool = True
+    top_k: int | None = None
+    pair_rule: str | None = None
+    window: int | None = None
+    phase: str | None = None
+    error: str | None = None
+
+    @property
+    def key(self) -> str:
+        """Return its name among the losses."""
+        return f"{self.name}, after {self.phase}" if self.phase else self.name
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """Return the settings of every measurement of it."""
+        causal = None if self.causal else False
+        return {"kind": self.kind, "method": self.method, "causal": causal, "error": self.error}
+
+    def density(self, sparsity: float | None) -> float | None:
+        """Return the fraction of the causal QK pairs that it keeps."""
+        return 1.0 if self.kind in ("base", "trained") else None if sparsity is None else 1 - sparsity
+
+    def group_fraction(self, largest: float | None) -> float | None:
+        """Return the fraction of the tokens in the largest group; under the rule `share` a token is in top_k groups."""
+        memberships = (self.top_k or 1) if self.pair_rule == "share" else 1
+        return None if largest is None else min(1.0, largest * memberships)
 
 
 def trained_name(model: PreTrainedModel, config: Config) -> str:
-    """Return the name of the row of trained base weights under full attention."""
-    return (
-        f"{describe_lora(model)['name']}, trained"
-        if config.recipe.trains("lora")
-        else "full attention, trained weights"
-    )
+    """Return the name of trained base weights under full attention: `trained`, or `lora_r4`."""
+    if not config.recipe.trains("lora"):
+        return "trained"
+    return str(describe_lora(model)["name"])
 
 
 def slug(name: str) -> str:

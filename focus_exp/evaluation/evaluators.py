@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 from focus_exp.evaluation.benchmarks import BenchmarkEvaluator
 from focus_exp.evaluation.perplexity import PerplexityEvaluator
-from focus_exp.records.answers import is_configured
 from focus_exp.results.losses import LOSSES, TEXT, write_losses
 from focus_exp.results.record import Record
 from focus_exp.training.distributed import is_main
@@ -30,15 +29,11 @@ class Evaluators:
         self.benchmarks.measure_attached()
 
     def write(self, record: Record, folder: Path) -> None:
-        """Put the rows into the record, and the losses that its intervals follow from into `folder`."""
-        record.rows, record.group_shares = self.perplexity.rows, self.perplexity.group_fractions
-        if phase_rows := self.perplexity.phase_rows:
-            *_, last = self.perplexity.config.recipe.phases
-            final = [row for row in record.rows if row.kind == "soft" or is_configured(record, row)]
-            record.phases = [*phase_rows, *(replace(row, phase=last) for row in final)]
-        record.benchmarks = self.benchmarks.rows
+        """Add the measurements to the record, and write the losses that their intervals follow from into `folder`."""
+        record.measurements = [
+            *record.measurements, *self.perplexity.measurements(), *self.benchmarks.measurements
+        ]  # fmt: skip
         text = self.perplexity.losses
-        record.units = text.summary() if text.nll else None
         losses = ({TEXT: text} if text.nll else {}) | self.benchmarks.losses
         if losses and is_main():
             write_losses(folder / LOSSES, losses)

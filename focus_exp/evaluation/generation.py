@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
 from statistics import mean
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -22,15 +22,55 @@ from transformers.cache_utils import DynamicLayer
 from focus_exp.config import Config
 from focus_exp.data import SequenceDataset
 from focus_exp.errors import UserError, first_line
-from focus_exp.evaluation.controls import hard_name, slug
+from focus_exp.evaluation.controls import slug
 from focus_exp.models.hf_cache import count_keys_and_bytes, grouped_caches
 from focus_exp.models.methods import disable_method, set_routing
 from focus_exp.progress import ProgressBar
-from focus_exp.records.rows import Continuation
+from focus_exp.results.measurement import Measurement, hard_variant
 from focus_exp.storage import replace_file
 from focus_exp.training.precision import Precision
 
-FULL = "full attention"
+FULL = "base"
+
+
+@dataclass(kw_only=True)
+class Continuation:
+    """What follows a prompt of held-out text under one variant, or in the text itself.
+
+    Args:
+        base_nll: nats per token under the base model with full attention, given the prompt.
+        agreeing: tokens from the start that are those of full attention.
+        keys_read: by a layer in the last step.
+        cache_bytes: of keys and values at the end, in all layers.
+    """
+
+    variant: str
+    prompt: int
+    prompt_text: str
+    text: str
+    prompt_tokens: int
+    tokens: int
+    kind: Literal["text", "base", "hard"]
+    top_k: int | None = None
+    base_nll: float | None = None
+    agreeing: int | None = None
+    seconds: float | None = None
+    keys_read: float | None = None
+    cache_bytes: int | None = None
+    error: str | None = None
+
+    def measurements(self) -> Iterator[Measurement]:
+        settings = {key: getattr(self, key) for key in ("prompt", "prompt_tokens", "kind", "top_k", "error")}
+        for metric, value, unit in (
+            ("generated_tokens", self.tokens, "tokens"),
+            ("continuation_nll", self.base_nll, "nats"),
+            ("agreeing_tokens", self.agreeing, "tokens"),
+            ("generation_seconds", self.seconds, "s"),
+            ("keys_read", self.keys_read, "tokens"),
+            ("cache_bytes", self.cache_bytes, "bytes"),
+        ):
+            if value is not None:
+                yield Measurement(variant=self.variant, metric=metric, value=value, unit=unit, settings=settings)
 
 
 @dataclass
@@ -56,25 +96,25 @@ class Generation:
         self.greedy: dict[int, list[int]] = {}  # tokens under full attention
 
     def rows(self) -> Iterator[Continuation]:
-        """Yield the book's own continuation of each prompt, then those under full attention and hard routing."""
+        """Yield the text's own continuation of each prompt, then those under full attention and hard routing."""
         settings = self.config.generate
         with ProgressBar(total=len(self.indices) * (1 + len(self.hard)), desc="continuations", unit="prompt") as bar:
             for number, index in enumerate(self.indices):
                 tokens = self.blocks[index]["input_ids"]
                 prompt, rest = tokens[: settings.prompt_tokens], tokens[settings.prompt_tokens :]
-                yield self.make_row(number, prompt, rest[: settings.new_tokens].tolist(), "the book", "book")
+                yield self.make_row(number, prompt, rest[: settings.new_tokens].tolist(), "text", "text")
                 for name in (FULL, *self.hard):
                     yield self.load_or_generate(number, prompt, name)
                     bar.update()
 
     @cached_property
     def hard(self) -> dict[str, int | None]:
-        """Return top_k by row name; None where a budget gives each head its own."""
+        """Return top_k by variant; None where a budget gives each head its own."""
         top_ks = self.config.generate.top_k
         if dual := self.config.dual:
             return {f"{dual.name} k={k}": k for k in top_ks} or {dual.name: None if dual.budgeted else dual.top_k}
         attention = self.config.focus
-        return {hard_name(k, attention.pair_rule): k for k in top_ks or range(1, attention.groups + 1)}
+        return {hard_variant("focus", k, attention.pair_rule): k for k in top_ks or range(1, attention.groups + 1)}
 
     def load_or_generate(self, number: int, prompt: Tensor, name: str) -> Continuation:
         path = self.folder / f"{number}-{slug(name)}.json"
@@ -115,14 +155,14 @@ class Generation:
         new = output.sequences[0, len(prompt) :].tolist()
         row = self.make_row(number, prompt, new, name, kind)
         row.top_k, row.seconds = top_k, seconds
-        row.read, row.cache_bytes = measure_cache(output.past_key_values)
+        row.keys_read, row.cache_bytes = measure_cache(output.past_key_values)
         if kind == "hard" and (full := self.greedy.get(number)):  # empty where full attention failed
-            row.agrees = common_prefix(new, full)
+            row.agreeing = common_prefix(new, full)
         return row, new
 
     def make_row(self, number: int, prompt: Tensor, new: list[int], name: str, kind: Any) -> Continuation:
         return Continuation(
-            attention=name, kind=kind, prompt=number, prompt_text=str(self.tokenizer.decode(prompt.tolist())),
+            variant=name, kind=kind, prompt=number, prompt_text=str(self.tokenizer.decode(prompt.tolist())),
             text=str(self.tokenizer.decode(new)), prompt_tokens=len(prompt), tokens=len(new),
             base_nll=self.base_nll(prompt, torch.tensor(new)) if new else None,
         )  # fmt: skip

@@ -6,10 +6,11 @@ import io
 import string
 import zipfile
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -29,8 +30,9 @@ from focus_exp.evaluation.groups_passage import (
     CLASSES,
     TAGGER,
     Grouping,
-    fill_report,
+    describe_passage,
     format_piece,
+    make_measurement,
     measure_passage,
     read_passage,
     split_heads,
@@ -49,15 +51,16 @@ from focus_exp.models.methods import (
     swap_methods,
 )
 from focus_exp.progress import ProgressBar
-from focus_exp.records.groups import ClassCost, GroupFit, GroupLayer, GroupReport, TokenGroup
 from focus_exp.results.intervals import estimate
 from focus_exp.results.losses import Losses
+from focus_exp.results.measurement import Measurement
 from focus_exp.storage import replace_file
 from focus_exp.training.focus_dual_fit.fit import rebalance
 from focus_exp.training.precision import Precision
 from focus_exp.training.warm_start import calibrate
 
 TOP_TOKENS = 12
+HARD = "focus_hard"  # variant
 STANDARDIZATION = ("mean", "scale")  # of the tokens, as two encoders see them
 
 
@@ -152,7 +155,7 @@ class GroupAnalysis:
         """Return (sequences, T) as (N,), the text alone."""
         return values[:, self.text].ravel()
 
-    def report(self) -> GroupReport:
+    def measure(self) -> list[Measurement]:
         """Measure everything, and write the passage for the page into `folder`."""
         settings = self.config.analyze
         self.use_hard_routing()
@@ -175,19 +178,22 @@ class GroupAnalysis:
         ]
         write_passage(self.folder / "passage.json", result, passage)
         fractions = np.bincount(self.labels, minlength=len(CLASSES)) / len(self.labels)
-        report = GroupReport(
-            tokens=len(self.labels),
-            windows=len(self.sequences),
-            passage_tokens=len(tokens),
-            passage_from=self.blocks.stream.documents[int(item["document_ids"][0])],
-            tagger=TAGGER,
-            class_shares={name: float(x) for name, x in zip(CLASSES, fractions, strict=True) if x},
-            others=[adapter_name(folder) for folder in settings.others],
-            layers=[self.describe_layer(grouping, trained, untrained, others) for grouping in trained.groupings],
-            costs=self.class_costs(base.nll, trained.nll),
-        )
-        fill_report(report, result, passage, settings.pairs)
-        return report
+        facts: dict[str, Any] = {
+            "tokens": len(self.labels), "windows": len(self.sequences), "passage_tokens": len(tokens),
+            "passage_from": self.blocks.stream.documents[int(item["document_ids"][0])], "tagger": TAGGER,
+            "others": [adapter_name(folder) for folder in settings.others],
+        }  # fmt: skip
+        return [
+            make_measurement("analyzed_tokens", len(self.labels), "tokens", **facts),
+            *(
+                make_measurement("word_class_fraction", float(fraction), variant="text", word_class=name)
+                for name, fraction in zip(CLASSES, fractions, strict=True)
+                if fraction
+            ),
+            *(m for grouping in trained.groupings for m in self.describe_layer(grouping, trained, untrained, others)),
+            *describe_passage(result, passage, settings.pairs),
+            *self.class_costs(base.nll, trained.nll),
+        ]
 
     def load_or_observe(self, name: str, measure: Callable[[], Observation]) -> Observation:
         path = self.folder / f"{name}.npz"
@@ -238,43 +244,45 @@ class GroupAnalysis:
 
     def describe_layer(
         self, grouping: Grouping, trained: Observation, untrained: Observation, others: list[Observation]
-    ) -> GroupLayer:
+    ) -> Iterator[Measurement]:
+        """Yield the groups of a layer or head, and how they go with word classes and with other routers."""
+        make: Callable[..., Measurement] = partial(make_measurement, **grouping._asdict())
         groups, confidence = map(self.flatten, trained.select(grouping))
-        other_seeds = [self.flatten(other.select(grouping)[0]) for other in others if grouping in other.groupings]
         random = self.flatten(untrained.select(grouping)[0])
         chance = np.random.default_rng(self.config.seed).permutation(groups)  # groups of equal sizes
-        return GroupLayer(
-            layer=grouping.layer,
-            head=grouping.head,
-            confidence=float(confidence.mean()),
-            groups=[self.describe_group(n, groups == n, confidence) for n in range(self.routing.groups)],
-            fits=[
-                GroupFit(router="trained", **compare_labels(groups, self.labels)),
-                GroupFit(router="untrained", **compare_labels(random, self.labels)),
-                GroupFit(router="chance", **compare_labels(chance, self.labels)),
-            ],
-            agreement=[float(adjusted_mutual_info_score(other, groups)) for other in other_seeds],
-            agreement_untrained=float(adjusted_mutual_info_score(random, groups)),
-            agreement_chance=float(adjusted_mutual_info_score(chance, groups)),
-        )
+        yield make("layer_confidence", float(confidence.mean()))
+        for number in range(self.routing.groups):
+            yield from self.describe_group(make, number, groups == number, confidence)
+        for router, labels in (("trained", groups), ("untrained", random), ("chance", chance)):
+            for metric, value in compare_labels(labels, self.labels).items():
+                yield make(metric, value, router=router)
+        seeds = [self.flatten(other.select(grouping)[0]) for other in others if grouping in other.groupings]
+        compared = {f"trained_{n}": labels for n, labels in enumerate(seeds)} | {"untrained": random, "chance": chance}
+        for router, labels in compared.items():
+            yield make("router_agreement", float(adjusted_mutual_info_score(labels, groups)), "ami", router=router)
 
-    def describe_group(self, number: int, members: np.ndarray, confidence: np.ndarray) -> TokenGroup:
-        group = TokenGroup(name=group_letter(number), share=float(members.mean()))
+    def describe_group(
+        self, make: Callable[..., Measurement], number: int, members: np.ndarray, confidence: np.ndarray
+    ) -> Iterator[Measurement]:
+        """Yield the size of a group, and where it has members its word class and the tokens that set it apart."""
+        own, tokens = {"group": group_letter(number), "word_class": ""}, list[str]()
+        numbers: tuple[float | None, ...] = (None, None, None)
         if members.any():
             counts = np.bincount(self.labels[members], minlength=len(CLASSES))
             most = int(counts.argmax())
-            group.confidence = float(confidence[members].mean())
-            group.word_class, group.purity = CLASSES[most], float(counts[most] / counts.sum())
-            group.class_share = float((self.labels == most).mean())
+            own["word_class"] = CLASSES[most]
+            class_fraction = float((self.labels == most).mean())
+            numbers = float(confidence[members].mean()), float(counts[most] / counts.sum()), class_fraction
             inside, everywhere = (Counter(tokens.tolist()) for tokens in (self.tokens[members], self.tokens))
-            group.tokens = distinctive_tokens(inside, everywhere, TOP_TOKENS)
-        return group
+            tokens = distinctive_tokens(inside, everywhere, TOP_TOKENS)
+        yield make("group_fraction", float(members.mean()), **own, tokens=tokens)
+        for metric, value in zip(("confidence", "purity", "class_fraction"), numbers, strict=True):
+            yield make(f"group_{metric}", value, **own)
 
-    def class_costs(self, full: np.ndarray, hard: np.ndarray) -> list[ClassCost]:
-        """Return the change of the loss by class of the predicted token, of classes that every sequence has."""
+    def class_costs(self, full: np.ndarray, hard: np.ndarray) -> Iterator[Measurement]:
+        """Yield the loss by class of the predicted token, and its paired change; of classes in every sequence."""
         # only from there on does a query have distant keys
         beyond = np.arange(full.shape[1]) > self.routing.window + self.routing.sinks
-        rows = []
         for number, name in [(None, "all"), *enumerate(CLASSES)]:
             chosen = beyond & ((self.classes == number) if number is not None else True)
             nll_full, nll_hard = (np.where(chosen, nll, np.nan) for nll in (full, hard))
@@ -284,13 +292,13 @@ class GroupAnalysis:
             change = estimate(sequence_means(nll_hard) - sequence_means(nll_full), counts, self.scored.documents)
             low, high = change.bounds
             nll = float(sums.sum() / counts.sum())
-            rows.append(
-                ClassCost(
-                    word_class=name, tokens=int(counts.sum()), nll_full=nll, nll_hard=nll + change.value,
-                    delta=change.value, delta_low=low, delta_high=high,
-                )
+            common: dict[str, Any] = {"unit": "nats", "n": int(counts.sum()), "settings": {"word_class": name}}
+            yield Measurement(variant="base", metric="class_nll", value=nll, **common)
+            yield Measurement(variant=HARD, metric="class_nll", value=nll + change.value, **common)
+            yield Measurement(
+                variant=HARD, metric="class_nll_change", value=change.value, low=low, high=high, reference="base",
+                **common,
             )  # fmt: skip
-        return rows
 
 
 def compare_labels(groups: np.ndarray, labels: np.ndarray) -> dict[str, float]:

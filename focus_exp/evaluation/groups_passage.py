@@ -5,12 +5,13 @@ from __future__ import annotations
 import json
 import re
 from bisect import bisect_right
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 from importlib.metadata import version
 from math import isfinite
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from scipy.stats import spearmanr
@@ -31,7 +32,7 @@ from focus_exp.attention.selection import (
 )
 from focus_exp.evaluation.perplexity import token_losses
 from focus_exp.models.methods import attached_methods, disable_method, observe_selections, swap_methods
-from focus_exp.records.groups import DistantPair, GroupReport
+from focus_exp.results.measurement import Measurement
 from focus_exp.storage import replace_file
 from focus_exp.training.precision import Precision
 
@@ -265,41 +266,48 @@ def measure_passage(model: PreTrainedModel, tokens: Tensor, precision: Precision
     return PassageAttention(full, hard, {g: s for groups in selections.values() for g, s in groups.items()}, masses)
 
 
-def fill_report(report: GroupReport, result: PassageAttention, passage: Passage, listed: int) -> None:
-    """Fill in what the report says of the passage, with `listed` pairs per layer, half by affinity, half by mass."""
-    for row in report.layers:
-        mass = result.masses[Grouping(row.layer, row.head)]
-        row.near_mass, row.kept_mass, row.cut_mass = (float(part.mean()) for part in (mass.near, mass.kept, mass.cut))
+def make_measurement(
+    metric: str, value: float | None, unit: str = "fraction", variant: str = "router", **settings: Any
+) -> Measurement:
+    return Measurement(variant=variant, metric=metric, value=value, unit=unit, settings=settings)
+
+
+def describe_passage(result: PassageAttention, passage: Passage, listed: int) -> Iterator[Measurement]:
+    """Yield how the base's attention lies on the groups, with `listed` pairs per layer, half by affinity, half by mass.
+
+    near + kept + cut mass is 1; `cut_key` is the key that loses most of it.
+    """
+    for grouping, mass in result.masses.items():
+        make: Callable[..., Measurement] = partial(make_measurement, **grouping._asdict())
+        kept = mass.kept_affinities
+        yield make("passage_distant_density", len(kept) / mass.distant_pairs if mass.distant_pairs else None)
+        for where in ("near", "kept", "cut"):
+            yield make("attention_mass", float(getattr(mass, where).mean()), pairs=where)
         if mass.cut.any():
-            row.cut_key = int(mass.cut_by_key.argmax())
-            row.cut_key_word = passage.words[row.cut_key]
-            row.cut_key_share = float(mass.cut_by_key.max() / mass.cut_by_key.sum())
-        if mass.distant_pairs:
-            row.distant_pairs_kept = len(mass.kept_affinities) / mass.distant_pairs
-        if len(mass.kept_affinities):
-            row.affinity_median = float(mass.kept_affinities.median())
-        row.pairs = [
-            *best_pairs(mass.close_keys, "affinity", listed - listed // 2, passage),
-            *best_pairs(mass.heavy_keys, "mass", listed // 2, passage),
-        ]
-    report.cut_cost = correlate_cost(result)
+            key, fraction = int(mass.cut_by_key.argmax()), float(mass.cut_by_key.max() / mass.cut_by_key.sum())
+            yield make("cut_key_fraction", fraction, key=key, key_word=passage.words[key])
+        yield make("pair_affinity_median", float(kept.median()) if len(kept) else None, "")
+        for by, keys, number in (
+            ("affinity", mass.close_keys, listed - listed // 2), ("mass", mass.heavy_keys, listed // 2)
+        ):  # fmt: skip
+            for query, key in best_pairs(keys, by, number):
+                words = {"query_word": passage.words[query], "key_word": passage.words[key]}
+                pair = {"query": query, "key": key, **words, "by": by}
+                yield make("pair_affinity", float(keys[2][query]), "", **pair)
+                yield make("pair_attention_mass", float(keys[1][query]), **pair)
+    yield make_measurement("cut_cost_correlation", correlate_cost(result), "rank correlation")
 
 
-def best_pairs(keys: Keys, by: Literal["affinity", "mass"], number: int, passage: Passage) -> list[DistantPair]:
-    """Return the highest of the pairs of each query with its key, no key twice."""
+def best_pairs(keys: Keys, by: str, number: int) -> list[tuple[int, int]]:
+    """Return the highest of the (query, key) pairs of each query with its key, no key twice."""
     indices, mass, affinity = keys
     measure = mass if by == "mass" else affinity
-    pairs: dict[int, DistantPair] = {}
+    queries: dict[int, int] = {}  # by key
     for query in measure.sort(descending=True, stable=True).indices.tolist():
-        key = int(indices[query])
-        if len(pairs) == number or measure[query] <= 0:
+        if len(queries) == number or measure[query] <= 0:
             break
-        pair = DistantPair(
-            query=query, key=key, query_word=passage.words[query], key_word=passage.words[key],
-            affinity=float(affinity[query]), mass=float(mass[query]), by=by,
-        )  # fmt: skip
-        pairs.setdefault(key, pair)
-    return list(pairs.values())
+        queries.setdefault(int(indices[query]), query)
+    return [(query, key) for key, query in queries.items()]
 
 
 def correlate_cost(result: PassageAttention) -> float | None:

@@ -9,7 +9,7 @@ import time
 import zipfile
 import zlib
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -32,8 +32,10 @@ from focus_exp.evaluation.controls import (
     COUNTERPART,
     RANDOM_GROUPS,
     SOFT,
+    WIDE_WINDOW,
     WINDOW_ONLY,
-    hard_name,
+    Kind,
+    Variant,
     random_groups,
     slug,
     trained_name,
@@ -51,8 +53,8 @@ from focus_exp.models.methods import (
     use_causal_assignment,
 )
 from focus_exp.progress import ProgressBar
-from focus_exp.records.rows import Kind, Row
 from focus_exp.results.losses import Losses
+from focus_exp.results.measurement import Measurement, hard_variant, loss_change
 from focus_exp.storage import atomic_write
 from focus_exp.training.precision import Precision
 
@@ -223,7 +225,7 @@ def read_scores(path: Path, batches: list[list[int]], key: str) -> Scores | None
 
 @dataclass
 class PerplexityEvaluator:
-    """Score the rows of the perplexity table on the same sequences, kept in `folder` so that a run resumes.
+    """Score every variant on the same sequences, kept in `folder` so that a run resumes.
 
     Args:
         blocks: held-out sequences.
@@ -248,8 +250,10 @@ class PerplexityEvaluator:
         self.batches = [batches[i] for i in order]
         self.count = self.round_sizes[0]  # batches in this round
         self.scores: dict[str, Scores] = {}
-        self.rows: list[Row] = []
-        self.phase_rows: list[Row] = []
+        self.variants: list[Variant] = []
+        self.after_phases: list[Measurement] = []
+        focus = self.config.focus if self.config.has_router else None
+        self.configured = hard_variant("focus", focus.top_k, focus.pair_rule) if focus else ""
 
     @property
     def round_sizes(self) -> list[int]:
@@ -272,33 +276,33 @@ class PerplexityEvaluator:
         return Losses(units, {name: total / n for name, (total, n) in sums.items()})
 
     def measure_base(self) -> None:
-        """Score the unmodified model, the reference of every other row."""
-        self.add(Row(name=BASE, kind="base", method="full", causal=True))
+        """Score the unmodified model, the reference of every other variant."""
+        self.add(Variant(name=BASE, kind="base"))
 
     def measure_phase(self, phase: str) -> None:
         """Score soft and hard routing after a phase that others follow."""
-        rows, self.rows, self.count = self.rows, [], len(self.batches)
+        variants, self.variants, self.count = self.variants, [], len(self.batches)
         if self.is_base_frozen:
             self.measure_base()
         self.measure_soft(phase)
         self.measure_hard(self.config.focus.top_k, self.config.focus.pair_rule, phase)
-        self.phase_rows += [row for row in self.rows if row.phase]
-        self.rows = rows
+        self.after_phases += [m for variant in self.variants if variant.phase for m in self.measure(variant, phase)]
+        self.variants = variants
 
     def measure_attached(self, on_round: Callable[[int, int], None] | None = None) -> None:
         """Score what is attached or trained, in rounds of 4, 8, 16, ... and all sequences.
 
         Args:
-            on_round: called after each round with the sequences scored and their final number; the rows are then a
-                valid table of that many sequences. Only controls that are matched to the hard row start again.
+            on_round: called after each round with the sequences scored and their final number; the measurements are
+                then valid for that many sequences. Only controls that are matched to hard routing start again.
         """
-        base = self.rows
+        base = self.variants
         for count in self.round_sizes:
-            self.rows, self.count = [], count
+            self.variants, self.count = [], count
             if self.is_base_frozen:
                 self.measure_base()
             else:  # measured before its weights changed
-                self.rows += base
+                self.variants += base
             self.measure_variants()
             if on_round:
                 on_round(sum(map(len, self.batches[: self.count])), len(self.indices))
@@ -308,13 +312,14 @@ class PerplexityEvaluator:
         if not self.is_base_frozen:
             with self.full_attention():
                 name = trained_name(self.model, self.config)
-                self.add(Row(name=name, kind="trained", method="full", causal=True))
+                self.add(Variant(name=name, kind="trained"))
         if self.config.has_router:
             self.measure_focus()
         elif attention.method != "full":
             if self.config.dual:  # an adapter may be measured at another number of groups
                 set_routing(self.model, hard=True, top_k=self.config.dual.top_k)
-            self.add(Row(name=attention.name, kind="control", method=attention.method, causal=is_causal(self.model)))
+            causal = is_causal(self.model)
+            self.add(Variant(name=attention.name, kind="control", method=attention.method, causal=causal))
             self.measure_adapters()
 
     def full_attention(self) -> AbstractContextManager[Any]:
@@ -322,7 +327,7 @@ class PerplexityEvaluator:
         return disable_method(self.model) if is_attached else nullcontext()
 
     def measure_focus(self) -> None:
-        """Score the configured hard routing and its controls first; rows end in table order."""
+        """Score the configured hard routing and its controls first; variants end in table order."""
         attention = self.config.focus
         configured, hard = (attention.top_k, attention.pair_rule), self.hard_routings()
         scores = self.measure_hard(*configured)
@@ -338,77 +343,76 @@ class PerplexityEvaluator:
         set_routing(self.model, hard=True, top_k=attention.top_k, pair_rule=attention.pair_rule)
         places: dict[Any, int] = {routing: place for place, routing in enumerate(hard)}
 
-        def table_order(row: Row) -> tuple[Any, ...]:
-            is_wide = row.window is not None
-            return KINDS.index(row.kind), places.get((row.top_k, row.pair_rule), 0), row.method != "window", is_wide
+        def table_order(variant: Variant) -> tuple[Any, ...]:
+            place = places.get((variant.top_k, variant.pair_rule), 0)
+            return KINDS.index(variant.kind), place, variant.method != "window", variant.name == WIDE_WINDOW
 
-        self.rows.sort(key=table_order)
+        self.variants.sort(key=table_order)
 
     def hard_routings(self) -> list[tuple[int, str]]:
-        """Return (top_k, pair rule) of every hard row."""
+        """Return (top_k, pair rule) of every hard routing."""
         attention, wanted = self.config.focus, self.config.eval.top_k
         rules = dict.fromkeys([attention.pair_rule, *self.config.eval.pair_rules])
         top_ks = [k for k in range(1, attention.groups + 1) if not wanted or k in (*wanted, attention.top_k)]
         if skipped := sorted({*wanted} - {*top_ks}):
-            log.info("eval.top_k: no row for %s with attention.groups=%d", skipped, attention.groups)
+            log.info("eval.top_k: not measured: %s with attention.groups=%d", skipped, attention.groups)
         # with one group per token all rules keep the same pairs
         return [(k, rule) for rule in rules for k in top_ks if k > 1 or rule == attention.pair_rule]
 
     def measure_soft(self, phase: str | None = None) -> None:
         set_routing(self.model, hard=False)
-        self.add(Row(name=SOFT, kind="soft", method="focus", causal=is_causal(self.model), phase=phase))
+        self.add(Variant(name=SOFT, kind="soft", method="focus", causal=is_causal(self.model), phase=phase))
 
     def measure_hard(self, top_k: int, rule: str, phase: str | None = None) -> Scores | None:
         set_routing(self.model, hard=True, top_k=top_k, pair_rule=rule)
-        row = Row(
-            name=hard_name(top_k, rule), kind="hard", method="focus", causal=is_causal(self.model), top_k=top_k,
-            pair_rule=rule, phase=phase,
+        variant = Variant(
+            name=hard_variant("focus", top_k, rule), kind="hard", method="focus", causal=is_causal(self.model),
+            top_k=top_k, pair_rule=rule, phase=phase,
         )  # fmt: skip
-        return self.add(row)
+        return self.add(variant)
 
     def measure_causal_counterparts(self) -> None:
         """Score a non-causal router with groups that depend on each token alone."""
         top_k, rule = self.config.focus.top_k, self.config.focus.pair_rule
-        twin = Row(name=f"{COUNTERPART}, soft", kind="twin", method="focus", causal=True)
+        soft = Variant(name=f"{COUNTERPART}_soft", kind="causal_counterpart", method="focus")
         with use_causal_assignment(self.model):
             set_routing(self.model, hard=False)
-            self.add(twin)
+            self.add(soft)
             set_routing(self.model, hard=True, top_k=top_k, pair_rule=rule)
-            name = f"{COUNTERPART}, {hard_name(top_k, rule).removeprefix('Focus ')}"
-            self.add(replace(twin, name=name, top_k=top_k, pair_rule=rule, by_position=[]))
+            self.add(replace(soft, name=hard_variant(COUNTERPART, top_k, rule), top_k=top_k, pair_rule=rule))
 
     def measure_controls(self, pairs: PairCounter) -> None:
         """Score a density-matched window, size-matched random groups, and the window without routing."""
         attention, model = self.config.focus, self.model
         wide = density_matched_window(pairs, attention.sinks, self.layer_sequences())
         fractions = pairs.group_fractions
-        window = Row(name=WINDOW_ONLY, kind="control", method="window", causal=True)
-        matched = replace(window, name=f"window {wide} + sinks, density-matched", window=wide)
-        random = Row(name=RANDOM_GROUPS, kind="control", method="random_groups", causal=True, top_k=attention.top_k)
+        window = Variant(name=WINDOW_ONLY, kind="control", method="window")
+        matched = replace(window, name=WIDE_WINDOW, window=wide)
+        random = Variant(name=RANDOM_GROUPS, kind="control", method="random_groups", top_k=attention.top_k)
         controls = [
-            (matched, window_only(model, wide, attention.sinks), ""),
+            (matched, window_only(model, wide, attention.sinks), str(wide)),
             (random, random_groups(model, fractions, attention, self.config.seed), repr(fractions)),
             (window, window_only(model, attention.window, attention.sinks), ""),
         ]
-        for row, methods, definition in controls:
+        for variant, methods, definition in controls:
             with swap_methods(self.model, methods):
-                self.add(row, definition)
+                self.add(variant, definition)
 
     def measure_adapters(self) -> None:
         """Score adapters of other runs in place of what is attached."""
         for number, folder in enumerate(self.config.eval.adapters):
             method = read_description(folder)["method"]
-            taken, long_name = {slug(row.name) for row in self.rows}, f"{method}, {adapter_name(folder)}"
+            taken, long_name = {slug(other.name) for other in self.variants}, f"{method}, {adapter_name(folder)}"
             names = (method, long_name, *(f"{long_name} ({n})" for n in range(2, number + 2)))
-            row = Row(name=next(n for n in names if slug(n) not in taken), kind="control", method=method, causal=True)
+            variant = Variant(name=next(n for n in names if slug(n) not in taken), kind="control", method=method)
             try:
                 methods = build_adapter_methods(self.model, folder, check_base=self.config.check_base)
             except UserError as error:  # its base was trained meanwhile
-                self.rows.append(replace(row, error=first_line(error)))
+                self.variants.append(replace(variant, error=first_line(error)))
                 continue
             with swap_methods(self.model, methods):
                 set_routing(self.model, hard=True)
-                self.add(replace(row, causal=is_causal(self.model)))
+                self.add(replace(variant, causal=is_causal(self.model)))
 
     @torch.no_grad()
     def layer_sequences(self) -> list[Sequence]:
@@ -422,71 +426,118 @@ class PerplexityEvaluator:
             self.model(input_ids=tokens, use_cache=False, logits_to_keep=1)
         return sequences
 
-    def add(self, row: Row, definition: str = "") -> Scores | None:
-        """Append a row of this round's sequences, scoring what is not on disk; a failure becomes its error.
+    def add(self, variant: Variant, definition: str = "") -> Scores | None:
+        """Append a variant, scoring what is not on disk; a failure becomes its error.
 
         Args:
-            definition: what the row depends on besides its name, the configuration and the weights.
+            definition: what it depends on besides its name, the configuration and the weights.
         """
-        self.rows.append(row)
-        path = self.folder / (f"after-{row.phase}" if row.phase else "") / f"{slug(row.name)}.npz"
+        self.variants.append(variant)
+        path = self.folder / (f"after-{variant.phase}" if variant.phase else "") / f"{slug(variant.name)}.npz"
         key = f"{self.precision.name} {self.weights} {hashlib.sha256(definition.encode()).hexdigest()[:12]}"
         scores = read_scores(path, self.batches, key)
         if missing := self.batches[len(scores.seconds) if scores else 0 : self.count]:
             try:
-                with self.full_attention() if row.kind == "base" else nullcontext():
-                    new = score(self.model, self.blocks, missing, self.precision, row.name)
-            except (
-                RuntimeError,
-                ValueError,
-                torch.OutOfMemoryError,
-            ) as error:  # ValueError: a method refuses the model
-                row.error = f"{type(error).__name__}: {first_line(error)}"
-                log.error("%s failed: %s", row.name, row.error)
+                with self.full_attention() if variant.kind == "base" else nullcontext():
+                    new = score(self.model, self.blocks, missing, self.precision, variant.name)
+            # ValueError: a method refuses the model
+            except (RuntimeError, ValueError, torch.OutOfMemoryError) as error:
+                variant.error = f"{type(error).__name__}: {first_line(error)}"
+                log.error("%s failed: %s", variant.name, variant.error)
                 return None
             scores = scores.extend(new) if scores else new
             write_scores(path, scores, self.batches, key)
         assert scores is not None
-        self.scores[row.losses] = scores = scores.head(self.count, sum(map(len, self.batches[: self.count])))
-        self.fill(row, scores)
-        path_note = f", {row.path}" if row.path else ""
-        log.info("measured: %s, perplexity %.3f (%.1f s%s)", row.name, row.perplexity, row.seconds, path_note)
+        self.scores[variant.key] = scores = scores.head(self.count, sum(map(len, self.batches[: self.count])))
+        path_note = f", {scores.path}" if scores.path else ""
+        value, seconds = perplexity(token_mean(scores.nll)), sum(scores.seconds)
+        log.info("measured: %s, perplexity %.3f (%.1f s%s)", variant.name, value, seconds, path_note)
         return scores
 
-    def fill(self, row: Row, scores: Scores) -> None:
-        """Fill in the numbers of a row, paired with the base and with the configured hard row."""
-        order = np.argsort([i for batch in self.batches[: self.count] for i in batch])
-        nll, window, losses = scores.nll[order], self.config.attention.window, self.losses
-        low, high = losses.estimate(row.losses).bounds
-        row.tokens, row.nll, row.seconds = int((~np.isnan(nll)).sum()), token_mean(nll), sum(scores.seconds)
-        row.path = scores.path or None
-        row.perplexity, row.perplexity_low, row.perplexity_high = map(perplexity, (row.nll, low, high))
-        row.by_position = mean_by_position(nll, window)
-        row.perplexity_inside_window = perplexity(token_mean(nll[:, :window]))
-        row.perplexity_beyond_window = perplexity(token_mean(nll[:, window:]))
-        if BASE in losses.nll:
-            change = losses.difference(row.losses, losses, BASE)
-            row.delta_nll, (row.delta_low, row.delta_high) = change.value, change.bounds
-        hard = hard_name(self.config.focus.top_k, self.config.focus.pair_rule) if self.config.has_router else ""
-        reference = SOFT if row.kind == "twin" and row.top_k is None else hard
-        if row.kind in ("control", "twin") and reference in losses.nll:
-            change = losses.difference(row.losses, losses, reference)
-            row.delta_vs_hard, (row.delta_vs_hard_low, row.delta_vs_hard_high) = change.value, change.bounds
-        row.distant_pairs_kept, row.pairs_removed = scores.pairs.distant_density, scores.pairs.sparsity
-        if row.window is not None and hard in self.scores:
-            # distant pairs lie beyond the configured window, for every row
-            total, distant, _ = self.scores[hard].pairs.totals
-            row.distant_pairs_kept = 1 - row.pairs_removed * total / distant if distant else row.distant_pairs_kept
-        if row.method in ("focus", "focus_dual"):
-            row.largest_group = scores.pairs.largest_group
+    def measurements(self) -> list[Measurement]:
+        """Return the measurements of this round's variants, and those after each phase where there are several."""
+        final = [m for variant in self.variants for m in self.measure(variant)]
+        if self.after_phases:
+            *_, last = self.config.recipe.phases
+            measured = [
+                variant for variant in self.variants if variant.kind == "soft" or variant.name == self.configured
+            ]
+            return [*final, *self.after_phases, *(m for variant in measured for m in self.measure(variant, last))]
+        return final
 
-    @property
-    def group_fractions(self) -> list[list[float]] | None:
-        """Return the fraction of tokens in each group under the configured hard routing [layers][K]."""
-        if not self.config.has_router:
-            return None
-        scores = self.scores.get(hard_name(self.config.focus.top_k, self.config.focus.pair_rule))
-        return scores.pairs.group_fractions if scores else None
+    def measure(self, variant: Variant, phase: str | None = None) -> Iterator[Measurement]:
+        """Yield the numbers of a variant, paired with its references; a failed one has no values."""
+        scores, losses, name = self.scores.get(variant.key), self.losses, variant.name
+        units = losses.summary() if losses.nll else None
+        count, dof = (units.count, units.freedom) if units else (None, None)
+        settings = variant.settings | {
+            "top_k": variant.top_k, "pair_rule": variant.pair_rule, "window": variant.window, "phase": phase,
+            "path": scores.path or None if scores else None,
+        }  # fmt: skip
+        if variant.kind not in ("base", "control"):
+            phases = self.config.recipe.phases
+            last = phases.get(phase or "") or next(reversed(phases.values()), None)
+            settings["trainable"] = last.trainable if last else phase
+        if scores is None or variant.error is not None:
+            yield Measurement(variant=name, metric="perplexity", value=None, n=count, settings=settings | {"dof": dof})
+            return
+        order = np.argsort([i for batch in self.batches[: self.count] for i in batch])
+        nll, window, at_phase = scores.nll[order], self.config.attention.window, {"phase": phase}
+        density, distant_density = variant.density(scores.pairs.sparsity), scores.pairs.distant_density
+        if variant.window is not None and self.configured in self.scores:
+            # distant pairs lie beyond the configured window, for every variant
+            total, distant, _ = self.scores[self.configured].pairs.totals
+            distant_density = 1 - scores.pairs.sparsity * total / distant if distant else distant_density
+        common: dict[str, Any] = {"variant": name, "density": density}
+        mean, (low, high) = token_mean(nll), losses.estimate(variant.key).bounds
+        yield Measurement(
+            metric="perplexity", value=perplexity(mean), low=perplexity(low), high=perplexity(high), n=count,
+            settings=settings | {"dof": dof}, **common,
+        )  # fmt: skip
+        yield Measurement(metric="nll", value=mean, unit="nats", n=count, settings=settings, **common)
+        for reference in self.references(variant):
+            key = f"{reference}, after {variant.phase}" if variant.phase and reference != BASE else reference
+            if key in losses.nll:
+                change = losses.difference(variant.key, losses, key)
+                bounds = (change.value, *change.bounds)
+                yield from loss_change(reference=reference, bounds=bounds, n=count, settings=settings | {"dof": dof},
+                                       **common)  # fmt: skip
+        routed = variant.method in ("focus", "focus_dual")
+        for metric, value, unit in (
+            ("perplexity_inside_window", perplexity(token_mean(nll[:, :window])), ""),
+            ("perplexity_beyond_window", perplexity(token_mean(nll[:, window:])), ""),
+            ("distant_density", distant_density, "fraction"),
+            (
+                "largest_group_fraction",
+                variant.group_fraction(scores.pairs.largest_group) if routed else None,
+                "fraction",
+            ),
+            ("eval_tokens", int((~np.isnan(nll)).sum()), "tokens"),
+            ("eval_seconds", sum(scores.seconds), "s"),
+        ):
+            if value is not None:
+                yield Measurement(metric=metric, value=value, unit=unit, settings=at_phase, **common)
+        for start, end, value, tokens in mean_by_position(nll, window):
+            yield Measurement(
+                variant=name, metric="nll_at_position", value=value, unit="nats", n=tokens,
+                settings={"position_start": start, "position_end": end, **at_phase},
+            )  # fmt: skip
+        if name == self.configured and phase is None:
+            for layer, fractions in zip(sorted(scores.pairs.group_tokens), scores.pairs.group_fractions, strict=False):
+                for group, fraction in enumerate(fractions):
+                    yield Measurement(
+                        variant="router", metric="group_fraction", value=fraction, unit="fraction",
+                        settings={"layer": layer, "group": group},
+                    )  # fmt: skip
+
+    def references(self, variant: Variant) -> list[str]:
+        """Return the variants that a variant is compared with."""
+        if variant.kind == "base":
+            return []
+        own = {"control": self.configured, "hard": SOFT, "causal_counterpart": self.configured}.get(variant.kind, "")
+        if variant.kind == "causal_counterpart" and variant.top_k is None:
+            own = SOFT
+        return [BASE, own]
 
 
 def perplexity(nll: float | None) -> float | None:

@@ -6,8 +6,6 @@ from itertools import pairwise
 
 import numpy as np
 
-from focus_exp.records.rows import PositionBin
-
 BINS = 16
 
 
@@ -28,8 +26,12 @@ def token_mean(nll: np.ndarray) -> float | None:
     return float(sums.sum() / counts.sum()) if counts.sum() else None
 
 
-def mean_by_position(nll: np.ndarray, window: int) -> list[PositionBin]:
-    """Return mean losses in about BINS bins of positions, one of which begins where the attention window ends."""
+def mean_by_position(nll: np.ndarray, window: int) -> list[tuple[int, int, float, int]]:
+    """Return mean losses in about BINS bins of positions, one of which begins where the attention window ends.
+
+    Returns:
+        (start, end, loss in nats per token, tokens) for positions start <= p < end.
+    """
     length = nll.shape[1]
     # halves of the window while there are few bins, its multiples when there would be too many
     width = window if 0 < window < length else length
@@ -37,10 +39,10 @@ def mean_by_position(nll: np.ndarray, window: int) -> list[PositionBin]:
         width //= 2
     while length > BINS * width:
         width *= 2
-    bins: list[PositionBin] = []
+    bins = []
     offset = window % width if 0 < window < length else 0
     for start, end in pairwise([*([0] if offset else []), *range(offset, length, width), length]):
         values = nll[:, start:end]
         if (value := token_mean(values)) is not None:
-            bins.append({"start": start, "end": end, "nll": value, "tokens": int((~np.isnan(values)).sum())})
+            bins.append((start, end, value, int((~np.isnan(values)).sum())))
     return bins

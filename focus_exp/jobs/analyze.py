@@ -53,5 +53,4 @@ def analyze(config: Config) -> None:
         analysis = GroupAnalysis(
             model, loaded.tokenizer, windows, calibration, config, precision, run.folder / "groups"
         )  # fmt: skip
-        run.record.groups, run.record.units = analysis.report(), analysis.scored.summary()
-        run.save()
+        run.record.measurements += analysis.measure()

@@ -26,9 +26,8 @@ from focus_exp.jobs.prepare import describe
 from focus_exp.jobs.run import Run, claimed, finished_record, judged, new_run, recorded, run_folder, seconds_text
 from focus_exp.jobs.train import train
 from focus_exp.jobs.variants import compose_variant, compose_variants, variant_name, variant_settings
-from focus_exp.records.rows import Arm
 from focus_exp.results.comparison import compare_variants
-from focus_exp.results.record import Record
+from focus_exp.results.record import Record, VariantRun
 from focus_exp.results.run_dir import NOT_ENDED
 from focus_exp.storage import InUse
 from focus_exp.training.precision import choose_precision
@@ -60,8 +59,8 @@ def compare_all(config: Config, configs: dict[str, Config]) -> None:
     said = to_dict(replace(shared, job="compare", variants=config.variants, references=config.references))
     waiting = new_run(config, describe(precision))
     waiting.record.config = said
-    waiting.record.arms = [
-        Arm(
+    waiting.record.variants = [
+        VariantRun(
             name=name,
             settings=variant_settings(config, name),
             folder=str(run_folder(arm)),
@@ -78,19 +77,19 @@ def compare_all(config: Config, configs: dict[str, Config]) -> None:
         raise
     with recorded(config, describe(precision)) as run:
         run.record.config = said
-        run.record.arms = [
+        run.record.variants = [
             describe_arm(name, arm, variant_settings(config, name), errors.get(name)) for name, arm in configs.items()
         ]
         compare_variants(run.record, run.folder, config.references)
         if len(processors := processors_of(configs)) > 1:
             named = "; ".join(f"{cpu}: {', '.join(names)}" for cpu, names in processors.items())
             run.warn(f"arms were trained on several processors, whose rounding training magnifies ({named})")
-        if len(bases := bases_of(run.record.arms)) > 1:
+        if len(bases := bases_of(run.record.variants)) > 1:
             named = "; ".join(", ".join(names) for names in bases.values())
             run.warn(f"arms of different base models are not compared with each other ({named})")
 
 
-def bases_of(arms: list[Arm]) -> dict[str, list[str]]:
+def bases_of(arms: list[VariantRun]) -> dict[str, list[str]]:
     """The arms that finished by the fingerprint of their base model."""
     found: dict[str, list[str]] = {}
     for arm in arms:
@@ -146,9 +145,9 @@ def finished_arms(config: Config) -> Iterator[Config]:
                 yield arm
 
 
-def describe_arm(name: str, config: Config, settings: list[str], error: str | None) -> Arm:
+def describe_arm(name: str, config: Config, settings: list[str], error: str | None) -> VariantRun:
     folder = run_folder(config)
-    arm = Arm(name=name, settings=settings, folder=str(folder))
+    arm = VariantRun(name=name, settings=settings, folder=str(folder))
     path = folder / "record.json"
     if not path.exists():
         return replace(arm, status="failed", error=error or "it left no record")
@@ -160,7 +159,7 @@ def describe_arm(name: str, config: Config, settings: list[str], error: str | No
         error=error or record.error,
         trainable_parameters=record.method.get("trainable_parameters") or 0,
         learning_rate=phases[-1]["learning_rate"] if phases and record.steps else None,
-        tries=record.tries,
+        trials=record.trials,
         base=record.model.get("fingerprint", ""),
         steps=record.steps,
         tokens_seen=record.tokens_seen,

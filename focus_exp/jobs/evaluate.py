@@ -51,7 +51,6 @@ def put_adapter(run: Run, model: PreTrainedModel, precision: Precision, longest:
     config, description = run.config, read_description(str(run.config.adapter))
     load_adapter(model, str(config.adapter), check_base=config.check_base)
     set_backend(model, config, precision, longest)
-    run.record.layers = description["layers"]
     run.record.method = {
         "name": config.attention.name,
         "causal": is_causal(model),

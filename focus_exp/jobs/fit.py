@@ -20,8 +20,7 @@ from focus_exp.jobs.run import Run
 from focus_exp.models.adapter import save_adapter
 from focus_exp.models.attach import attach
 from focus_exp.models.lora import add_lora, count_router_parameters, describe_lora, save_lora
-from focus_exp.models.methods import attached_methods, get_attachment, is_causal, is_trainable
-from focus_exp.records.rows import ProbeRow
+from focus_exp.models.methods import attached_methods, is_causal, is_trainable
 from focus_exp.results.metrics import read_metrics
 from focus_exp.training.callbacks import PROBES, probe_tokens
 from focus_exp.training.checkpoints import checkpoint_path, repair_checkpoints
@@ -34,6 +33,7 @@ from focus_exp.training.distributed import (
 )
 from focus_exp.training.focus_dual_fit.fit import fit_dual, format_fits, rebalance
 from focus_exp.training.indexer_fit import fit_indexers
+from focus_exp.training.measurements import fit_measurements, probe_measurements
 from focus_exp.training.module import NonFiniteError
 from focus_exp.training.phases import CHECKPOINTS, tokens_per_step, train_phases
 from focus_exp.training.precision import Precision
@@ -107,7 +107,7 @@ def fit(
     record.steps = steps
     fitted = sum(tokens.numel() for tokens in (*fitting, *balancing, *moved))
     record.tokens_seen = steps * tokens_per_step(config) + fitted
-    record.probes = [ProbeRow(**line) for line in read_metrics(run.folder / PROBES)]
+    record.measurements += probe_measurements(read_metrics(run.folder / PROBES), config.recipe.phases)
     record.method = {
         "name": config.attention.name,
         "causal": is_causal(model),
@@ -117,7 +117,6 @@ def fit(
         run_on_rank_zero(model, lambda: rebalance(model, moved, precision))
     if routed:
         run_on_rank_zero(model, lambda: calibrate(model, balancing, precision))
-        record.layers = get_attachment(model).layers
         record.method |= method_options(config.attention)
     # a budget may leave no encoder anywhere, and is what a layer reads nevertheless
     if config.dual or any(method.state_dict() for method in attached_methods(model).values()):
@@ -148,8 +147,9 @@ def fit_first(
     sample = blocks.sample(config.fitting.calibration_sequences, seed + 1)
     began = time.perf_counter()
     if config.dual:
-        run.record.fits, seconds = fit_dual(model, sample, config.dual, precision, cache, seed)
-        print(format_fits(run.record.fits))
+        fits, seconds = fit_dual(model, sample, config.dual, precision, cache, seed)
+        run.record.measurements += fit_measurements(fits)
+        print(format_fits(fits))
     else:
         seconds = fit_indexers(model, sample, config.fitting, precision, cache, seed)
     run.record.fit_seconds = seconds

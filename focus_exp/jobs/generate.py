@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
+
 from focus_exp.config import Config
 from focus_exp.errors import UserError
-from focus_exp.evaluation.generation import Generation
+from focus_exp.evaluation.generation import Continuation, Generation
 from focus_exp.jobs.adapter import with_adapter
 from focus_exp.jobs.prepare import check_length, describe, headline, load, prepare, training_blocks
 from focus_exp.jobs.router import put_router, trains_router
 from focus_exp.jobs.run import already_finished, open_run, run_folder
 from focus_exp.models.methods import is_causal
-from focus_exp.records.rows import Continuation
 from focus_exp.training.precision import choose_precision
 
 
@@ -42,14 +43,15 @@ def generate(config: Config) -> None:
         windows = evaluators.perplexity.blocks
         generation = Generation(model, loaded.tokenizer, windows, config, precision, run.folder / "continuations")
         for row in generation.rows():
-            run.record.continuations.append(row)
+            run.record.continuations.append(asdict(row))
+            run.record.measurements += row.measurements()
             say(row)
             run.save()
 
 
 def say(row: Continuation) -> None:
     if row.error is not None:
-        print(f"prompt {row.prompt}, {row.attention} failed: {row.error}")
+        print(f"prompt {row.prompt}, {row.variant} failed: {row.error}")
         return
     speed = f", {row.tokens / row.seconds:.1f} tokens/s" if row.seconds else ""
-    print(f"prompt {row.prompt}, {row.attention:<28} {row.base_nll:.3f} nats per token under the base{speed}")
+    print(f"prompt {row.prompt}, {row.variant:<28} {row.base_nll:.3f} nats per token under the base{speed}")

@@ -9,7 +9,7 @@ from focus_exp.data import SequenceDataset
 from focus_exp.jobs.evaluate import put_adapter
 from focus_exp.jobs.fit import attach_method, fit
 from focus_exp.jobs.run import Run
-from focus_exp.models.methods import get_attachment, is_causal
+from focus_exp.models.methods import is_causal
 from focus_exp.training.precision import Precision
 
 
@@ -28,7 +28,6 @@ def put_router(
         return True
     attach_method(model, config, precision)
     run.record.method = {"name": config.attention.name, "causal": is_causal(model)}
-    run.record.layers = get_attachment(model).layers
     if not trains_router(config):
         return False
     assert blocks is not None

@@ -31,7 +31,6 @@ from focus_exp.jobs.inputs import refuse_another, refuse_other_inputs, take_over
 from focus_exp.reporting.run_report import TABLE, write_run_extras, write_run_figures, write_run_table
 from focus_exp.reporting.wandb import init_options, log_run, wandb_mode
 from focus_exp.results import run_dir
-from focus_exp.results.convert import convert_run
 from focus_exp.results.environment import command_line, environment
 from focus_exp.results.record import RECORD, Record
 from focus_exp.results.run_dir import (
@@ -120,10 +119,7 @@ class Run:
 
     def write_tables(self) -> dict[str, pd.DataFrame]:
         """Write and print the tables of what is measured so far."""
-        measurements = self.record.measurements
-        self.record.measurements = [*measurements, *convert_run(self.folder)]
         self.save()
-        self.record.measurements = measurements
         tables = write_run_table(self.folder)
         console = Console()
         console.width = max(console.width, TABLE_WIDTH)

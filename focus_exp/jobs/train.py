@@ -20,9 +20,9 @@ from focus_exp.jobs.backend import dense_training
 from focus_exp.jobs.fit import attach_method, fit
 from focus_exp.jobs.prepare import describe, describe_processes, headline, load, prepare, training_blocks
 from focus_exp.jobs.run import Run, already_finished, open_run
-from focus_exp.jobs.tune import last_rate, tuned
+from focus_exp.jobs.tune import last_rate, trial_measurement, tuned
 from focus_exp.models.load import fingerprint, gather_tensor
-from focus_exp.records.rows import Try
+from focus_exp.results.record import Trial
 from focus_exp.storage import atomic_write
 from focus_exp.training.distributed import (
     check_strategy,
@@ -43,16 +43,17 @@ def train(config: Config) -> None:
         carry_out(config, *tuned(config, train))
 
 
-def carry_out(asked: Config, config: Config, tries: list[Try]) -> None:
-    """Run what `asked` names with the learning rate of `config`, the best of the `tries`."""
+def carry_out(asked: Config, config: Config, trials: list[Trial]) -> None:
+    """Run what `asked` names with the learning rate of `config`, the best of the `trials`."""
     precision = choose_precision(config.trainer.precision, config.trainer.accelerator, config.recipe.trains("all"))
     device = f"{describe(precision)}{describe_processes(config)}"
     with process_group(config.trainer, precision.device.type), open_run(asked, device) as run:
-        run.config, run.record.config, run.record.tries = config, to_dict(config), tries
+        run.config, run.record.config, run.record.trials = config, to_dict(config), trials
         print(f"{headline(config)}; {device}")
+        run.record.measurements += map(trial_measurement, trials)
         print(f"run folder: {run.folder}")
-        if tries:
-            print(f"learning rate {last_rate(config):g}, the best of {len(tries)} on validation text")
+        if trials:
+            print(f"learning rate {last_rate(config):g}, the best of {len(trials)} on validation text")
         with sequential_by_rank(config.trainer.devices):
             loaded, corpus = load(run, precision)
         model, evaluators = prepare(run, loaded, corpus, precision)
@@ -76,10 +77,11 @@ def carry_out(asked: Config, config: Config, tries: list[Try]) -> None:
 def publish_round(run: Run, evaluators: Evaluators, scored: int, total: int) -> None:
     """Write and print the table of the sequences scored so far; the last round is that of the finished run."""
     if scored < total:
+        trained = run.record.measurements
         evaluators.write(run.record, run.folder)
-        run.save()
         print(f"{scored} of {total} sequences:")
         run.write_tables()
+        run.record.measurements = trained
 
 
 def save_weights(run: Run, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:

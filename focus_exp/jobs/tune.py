@@ -9,16 +9,17 @@ from typing import Any
 
 from focus_exp.config import Config, RecipeConfig, TuneConfig, phases_of
 from focus_exp.errors import UserError, first_line
+from focus_exp.evaluation.controls import SOFT
 from focus_exp.jobs.base import share_scores
 from focus_exp.jobs.run import finished_record, run_folder
-from focus_exp.records.answers import trained_row
-from focus_exp.records.rows import Try
+from focus_exp.results.measurement import Measurement
+from focus_exp.results.record import Record, Trial
 from focus_exp.storage import file_lock
 
 TRIES = "tries"  # their experiment
 
 
-def tuned(config: Config, train: Callable[[Config], None]) -> tuple[Config, list[Try]]:
+def tuned(config: Config, train: Callable[[Config], None]) -> tuple[Config, list[Trial]]:
     """`config` with the learning rate that led to the lowest validation loss of what is trained, and all tries.
 
     Tries that are finished are read. UserError where none led to a loss.
@@ -56,7 +57,7 @@ def trial(config: Config, factor: float) -> Config:
     )
 
 
-def tried(config: Config, rate: float, train: Callable[[Config], None]) -> Try:
+def tried(config: Config, rate: float, train: Callable[[Config], None]) -> Trial:
     """What a try led to. Commands that share it wait for each other, unless it runs in several processes."""
     alone = config.trainer.devices * config.trainer.num_nodes == 1
     folder = run_folder(config)
@@ -65,10 +66,23 @@ def tried(config: Config, rate: float, train: Callable[[Config], None]) -> Try:
             if config.overwrite or not finished_record(config):
                 train(config)
         except UserError as error:
-            return Try(learning_rate=rate, error=first_line(error))
+            return Trial(learning_rate=rate, error=first_line(error))
     record = finished_record(config)
-    row = trained_row(record) if record else None
-    return Try(learning_rate=rate, nll=row.nll, error=row.error) if row else Try(learning_rate=rate, error="no result")
+    return Trial(learning_rate=rate, **read_loss(record)) if record else Trial(learning_rate=rate, error="no result")
+
+
+def read_loss(record: Record) -> dict[str, Any]:
+    """Return loss or error of what is trained: soft routing before hard, whose loss falls where it prunes less."""
+    for variant in (SOFT, record.primary_variant):
+        if (nll := record.find("nll", variant)) is not None:
+            return {"nll": nll}
+    failed = (m for m in record.measurements if m.variant == record.primary_variant and m.settings.get("error"))
+    return {"error": next((m.settings["error"] for m in failed), "no result")}
+
+
+def trial_measurement(trial: Trial) -> Measurement:
+    settings = {"learning_rate": trial.learning_rate, "error": trial.error}
+    return Measurement(variant="lr_trial", metric="validation_nll", value=trial.nll, unit="nats", settings=settings)
 
 
 def last_rate(config: Config) -> float:

@@ -103,10 +103,10 @@ def count_router_parameters(model: PreTrainedModel, groups: int, routing_dim: in
 
 
 def describe_lora(model: PreTrainedModel) -> dict[str, Any]:
-    """Describe the LoRA of a model for records; `name` is such as "LoRA r=4"."""
+    """Describe the LoRA of a model for records; `name` is such as `lora_r4`."""
     config: Any = model.peft_config[ADAPTER]
     return {
-        "name": f"{'DoRA' if config.use_dora else 'LoRA'} r={config.r}",
+        "name": f"{'dora' if config.use_dora else 'lora'}_r{config.r}",
         "rank": config.r,
         "alpha": config.lora_alpha,
         "target_modules": sorted(config.target_modules),

@@ -165,7 +165,7 @@ def read_log(folder: Path) -> list[dict[str, Any]]:
 def _read_with_variants(folder: Path) -> tuple[Loaded, str]:
     """Read a run, of a comparison with the other runs of its experiment; return them and the name of the run."""
     folder = folder.absolute()
-    root = folder.parent.parent if variants_of(read_record(folder)) else folder
+    root = folder.parent.parent if read_record(folder).get("variants", []) else folder
     changed = max(path.stat().st_mtime for path in (folder / RECORD, folder / MEASUREMENTS) if path.exists())
     return _read_once(root, changed), folder.relative_to(root).as_posix()
 
@@ -204,11 +204,6 @@ def read_record(folder: Path) -> dict[str, Any]:
         raise UserError(f"{path} must be a readable record ({error}). Remove it and run the job again.") from error
 
 
-def variants_of(record: dict[str, Any]) -> list[dict[str, Any]]:
-    """Return the variants of a comparison; earlier records call them arms."""
-    return record.get("variants") or record.get("arms") or []
-
-
 def describe_run(run: str, record: dict[str, Any], perplexities: pd.DataFrame | None, is_timed: bool) -> dict[str, Any]:
     """Return the row of a run in `Results.runs`: what ran, on what, by which command; times in seconds.
 
@@ -227,7 +222,7 @@ def describe_run(run: str, record: dict[str, Any], perplexities: pd.DataFrame | 
         "primary_variant": primary_variant(attention, rows), "status": record["status"],
         "complete": is_complete(record["status"], is_timed, bool(rows)), "started": record["started"],
         "command": record["command"], "commit": commit, "variant_commit": commit, "config_hash": record["config_hash"],
-        "setup": key if variants_of(record) else f"{record['experiment']}-{key}", "seed": seed,
+        "setup": key if record.get("variants", []) else f"{record['experiment']}-{key}", "seed": seed,
         "budget": (config.get("budget") or {}).get("name"),
         "requested_model": (config.get("model") or {}).get("name"),
         "model": (None if is_local else model.get("name")) or (config.get("model") or {}).get("name"),
@@ -252,7 +247,7 @@ def _describe_variants(
     comparison: str, record: dict[str, Any], starts: dict[Any, str], setups: dict[Any, str]
 ) -> list[dict[str, Any]]:
     rows = []
-    for row in variants_of(record):
+    for row in record.get("variants", []):
         start, settings = (row["config_hash"], row["started"]), row["settings"]
         groups = [int(text.partition("=")[2]) for text in settings if text.startswith("attention.groups=")]
         setup = variant_key(row["name"], settings, row["steps"], row["tokens_seen"], setups.get(start, ""))

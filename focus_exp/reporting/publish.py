@@ -57,7 +57,7 @@ def publish(places: list[Path], current: set[Path], runs: Path, records: Path) -
             (new / RECORD).write_text(text, encoding="utf-8")
     for place, record in found.items():
         if any((runs / place / curve).exists() for curve in CURVES):
-            for folder in [variant_folder(runs / place, variant) for variant in record.arms] or [runs / place]:
+            for folder in [variant_folder(runs / place, variant) for variant in record.variants] or [runs / place]:
                 lines = [{key: line[key] for key in LOGGED if key in line} for line in read_metrics(folder / METRICS)]
                 if lines:
                     home = homes[place] if folder == runs / place else records / folder.relative_to(runs)
@@ -166,7 +166,7 @@ def check_runs(loaded: Loaded, folders: list[Path]) -> list[str]:
 def find_inconsistent_run(folder: Path) -> list[str]:
     """Return the measurements of a run, or of a comparison, that do not follow from the losses."""
     record = Record.load(folder / RECORD)
-    if not record.arms:
+    if not record.variants:
         return find_inconsistent(record.measurements, read_losses(folder / LOSSES))
     again = replace(record, path=None)
     compare_variants(again, folder, record.config.get("references", []))

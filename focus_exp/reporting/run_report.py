@@ -230,7 +230,7 @@ def render_continuations(rows: list[dict[str, Any]], title: str) -> str:
             parts += [f"## Prompt {prompt}, {row['prompt_tokens']:,} tokens", f"> ... {end}"]
         loss = "" if row["base_nll"] is None else f" ({row['base_nll']:.2f} nats per token under the base)"
         text = f"failed: {row['error']}" if row["error"] else " ".join(row["text"].split())
-        parts.append(f"**{row['attention']}**{loss}: {text}")
+        parts.append(f"**{row['variant']}**{loss}: {text}")
     return "\n\n".join(parts) + "\n"
 
 

@@ -8,12 +8,12 @@ from pathlib import Path
 from focus_exp.errors import UserError
 from focus_exp.results.losses import LOSSES, TEXT, Losses, read_losses
 from focus_exp.results.measurement import Measurement, loss_change
-from focus_exp.results.record import RECORD, Arm, Record
+from focus_exp.results.record import RECORD, Record, VariantRun
 
 Scored = dict[str, tuple[Losses, str, Hashable]]  # variant -> losses, the name in them, what was scored
 
 
-def variant_folder(folder: Path, variant: Arm) -> Path:
+def variant_folder(folder: Path, variant: VariantRun) -> Path:
     """Return the directory of a variant's run below that of its experiment, wherever both were copied or moved."""
     experiment = folder.parent.parent
     path = experiment.joinpath(*Path(variant.folder).parts[-2:])
@@ -22,7 +22,7 @@ def variant_folder(folder: Path, variant: Arm) -> Path:
     return next((found.parent for found in experiment.glob(f"*/*{variant.config_hash}/{RECORD}")), path)
 
 
-def load_variant(folder: Path, variant: Arm) -> Record | None:
+def load_variant(folder: Path, variant: VariantRun) -> Record | None:
     """Load the record of a variant of the comparison in `folder`; None where it left none.
 
     Raises:
@@ -41,15 +41,15 @@ def load_variant(folder: Path, variant: Arm) -> Record | None:
 def compare_variants(record: Record, folder: Path, references: list[str]) -> None:
     """Append the paired changes between the variants of the comparison in `folder` to its measurements.
 
-    Model, data and units are those of the first variant that scored its base.
+    Model and data are those of the first variant that scored its base.
     """
     scored: Scored = {}
-    for variant in record.arms:
+    for variant in record.variants:
         run = load_variant(folder, variant)
         if run is None:
             continue
         if not record.model and run.find("nll", variant="base") is not None:
-            record.model, record.data, record.units = run.model, run.data, run.units
+            record.model, record.data = run.model, run.data
         losses = read_losses(variant_folder(folder, variant) / LOSSES).get(TEXT)
         if losses is not None and run.primary_variant in losses.nll:
             scored[variant.name] = losses, run.primary_variant, _scored_tokens(run)

@@ -14,13 +14,21 @@ import numpy as np
 
 from focus_exp.errors import UserError
 from focus_exp.results.intervals import FEWEST, Estimate, estimate, units_of
-from focus_exp.results.measurement import MAX_NATS, Measurement, variant_name
-from focus_exp.results.record import Units
+from focus_exp.results.measurement import MAX_NATS, Measurement
 from focus_exp.storage import replace_file
 
 LOSSES, TEXT = "losses.csv", "text"
 KEY = ("of", "document", "offset", "tokens")
 DIGITS = 1e-5  # nats: nine digits of the losses leave this of a bound over few units
+
+
+@dataclass(frozen=True)
+class Units:
+    """Independent units of intervals by Student's t; freedom: degrees of freedom of a mean over them."""
+
+    kind: Literal["document", "sequence"]
+    count: int
+    freedom: float | None
 
 
 @dataclass
@@ -41,9 +49,8 @@ class Losses:
     def summary(self) -> Units:
         """Return the units that intervals are over."""
         units = units_of(self.documents)
-        kind: Literal["document", "window"] = "document" if len(set(self.documents)) >= FEWEST else "window"
-        freedom = self._estimate(np.arange(len(units))).freedom
-        return Units(kind=kind, count=int(units.max()) + 1, windows=len(units), freedom=freedom)
+        kind: Literal["document", "sequence"] = "document" if len(set(self.documents)) >= FEWEST else "sequence"
+        return Units(kind, int(units.max()) + 1, self._estimate(np.arange(len(units))).freedom)
 
     def estimate(self, name: str) -> Estimate:
         """Return the mean of a variant."""
@@ -85,7 +92,7 @@ def read_losses(path: Path) -> dict[str, Losses]:
         head, *lines = csv.reader(path.read_text(encoding="utf-8").splitlines())
         for of, *line in lines:
             found.setdefault(of, []).append(line)
-        names = list(map(_standard_name, head[len(KEY) :]))
+        names = head[len(KEY) :]
         return {of: _losses(names, lines) for of, lines in found.items()}
     except (ValueError, IndexError) as error:
         raise UserError(f"{path} must hold losses ({error}). Run the job again.") from error
@@ -133,11 +140,6 @@ def is_same_change(one: Measurement, other: Measurement | None) -> bool:
 
 def _is_close(one: float | None, other: float | None) -> bool:
     return math.isclose(one or 0.0, other or 0.0, abs_tol=DIGITS)
-
-
-def _standard_name(column: str) -> str:
-    label, comma, phase = column.partition(", after ")
-    return f"{variant_name(label)}{comma}{phase}"
 
 
 def _losses(names: list[str], lines: list[list[str]]) -> Losses:

@@ -3,7 +3,7 @@
 A run writes one row a measured number. The columns are
 
     variant    what was measured: `base` (frozen model, full attention), `trained` (full attention, trained weights),
-               `lora_r<rank>`, `<method>_soft` (soft routing), `<method>_hard` (top-1),
+               `lora_r<rank>`, `dora_r<rank>`, `<method>_soft` (soft routing), `<method>_hard` (top-1),
                `<method>_hard_k<k>_<pair rule>`,
                `causal_counterpart_soft` and `causal_counterpart_hard...` (a non-causal router made causal),
                `window_only`, `window_density_matched`, `random_size_matched` (controls), or the name of a method.
@@ -38,7 +38,7 @@ Metrics
     fits       importance, importance_lost_fraction, importance_lost_fraction_bound, distant_density,
                groups_per_query [head]; settings: layer
     training   validation_nll [settings: learning_rate], of the trials of a learning rate
-    analysis   see `focus_exp.results.convert`: group_fraction, group_confidence, group_purity, word_class_fraction,
+    analysis   group_fraction, group_confidence, group_purity, word_class_fraction,
                purity, nmi, ami, router_agreement, attention_mass, pair_affinity, pair_attention_mass, class_nll,
                class_nll_change, cut_cost_correlation
     generation continuation_nll, agreeing_tokens, generated_tokens, generation_seconds, keys_read, cache_bytes
@@ -50,7 +50,6 @@ import csv
 import io
 import json
 import math
-import re
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -62,16 +61,6 @@ DIGITS = 12
 MAX_NATS = 700.0  # exp beyond it overflows
 MIN_SPARSITY = 0.05  # of an active mask: below it an equal score says nothing
 WITHOUT_MASK = ("performer",)  # methods that reweigh every pair and prune none
-
-_LABELS = {
-    "base, full attention": "base",
-    "full attention": "base",
-    "full attention, trained weights": "trained",
-    "Focus soft": "focus_soft",
-    "window + sinks only": "window_only",
-    "random groups, same sizes": "random_size_matched",
-    "random groups, size-matched": "random_size_matched",
-}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,27 +87,11 @@ class Measurement:
 
 
 def hard_variant(method: str, top_k: int | None, pair_rule: str | None) -> str:
-    """Return the name of a method's hard routing: `focus_hard` (top-1), `focus_hard_k2_query_topk`."""
+    """Return the name of a method's hard routing: `focus_hard` (top-1), `focus_hard_k2_query_topk`.
+
+    With one group a token both pair rules keep the same pairs.
+    """
     return f"{method}_hard" if (top_k or 1) == 1 else f"{method}_hard_k{top_k}_{pair_rule}"
-
-
-def variant_name(label: str) -> str:
-    """Return the standard name of a variant for the label that older records give it; a name stays itself."""
-    if label in _LABELS:
-        return _LABELS[label]
-    if match := re.fullmatch(r"LoRA r=(\d+), trained", label):
-        return f"lora_r{match[1]}"
-    if re.fullmatch(r"window \d+ \+ sinks, (as many pairs|density-matched)", label):
-        return "window_density_matched"
-    if match := re.fullmatch(r"(?:same router, causal|causal counterpart), (soft|hard k=\d+)(?: \((\w+)\))?", label):
-        return "causal_counterpart_" + _hard_suffix(match[1], match[2])
-    if match := re.fullmatch(r"Focus (hard k=\d+)(?: \((\w+)\))?", label):
-        return "focus_" + _hard_suffix(match[1], match[2])
-    return label
-
-
-def _hard_suffix(kind: str, pair_rule: str | None) -> str:
-    return kind if kind == "soft" else hard_variant("", int(kind.removeprefix("hard k=")), pair_rule).lstrip("_")
 
 
 def primary_variant(attention: dict[str, Any], rows: Iterable[dict[str, Any]]) -> str:

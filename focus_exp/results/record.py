@@ -1,9 +1,9 @@
-"""The typed record of one run: every number with its birth certificate, as JSON on disk."""
+"""The typed record of one run: provenance as JSON, next to its measurements."""
 
 import json
 import math
 from dataclasses import asdict, dataclass, field, replace
-from functools import cache, cached_property, reduce
+from functools import cache, cached_property
 from pathlib import Path
 from typing import Any, Literal
 
@@ -11,9 +11,6 @@ from pydantic import ConfigDict, TypeAdapter, ValidationError, with_config
 
 from focus_exp.config import upgrade_keys
 from focus_exp.errors import UserError
-from focus_exp.records.benchmarks import BenchmarkRow
-from focus_exp.records.groups import GroupReport
-from focus_exp.records.rows import Arm, Continuation, Difference, FitRow, ProbeRow, Row, Try, Units
 from focus_exp.results.measurement import (
     MEASUREMENTS,
     Measurement,
@@ -24,20 +21,61 @@ from focus_exp.results.measurement import (
 from focus_exp.storage import replace_file
 
 RECORD = "record.json"
-SCHEMA_VERSION = 2
-NON_FINITE = ("nan", "inf", "-inf")
+SCHEMA_VERSION = 3
+Status = Literal["finished", "failed", "interrupted"]
+
+
+@dataclass(kw_only=True)
+class Trial:
+    """A learning rate of a run's last phase, and the validation loss [nats per token] that it led to, or the reason."""
+
+    learning_rate: float
+    nll: float | None = None
+    error: str | None = None
+
+
+@dataclass(kw_only=True)
+class VariantRun:
+    """The run of one variant of a comparison.
+
+    Args:
+        settings: overrides in which it differs from the other variants.
+        folder: its directory, whose record `started` then; "" if it left none.
+        learning_rate: of its last phase, None where nothing was trained; the best of its `trials` where there are any.
+        base: fingerprint of the weights that it began with.
+    """
+
+    name: str
+    settings: list[str]
+    folder: str = ""
+    status: Status = "finished"
+    error: str | None = None
+    trainable_parameters: int = 0
+    learning_rate: float | None = None
+    trials: list[Trial] = field(default_factory=list)
+    base: str = ""
+    steps: int = 0
+    tokens_seen: int = 0
+    train_seconds: float | None = None
+    fit_seconds: float | None = None
+    commit: str | None = None
+    config_hash: str = ""
+    started: str = ""
 
 
 @dataclass(kw_only=True)
 class Record:
-    """One run. Times are seconds, `started` is ISO 8601, `group_shares` [layers][groups] follows `layers`.
+    """One run. Times are in seconds, `started` is ISO 8601.
 
-    `tokens_seen` are those of the steps and of the blocks that routers were fitted to and balanced on. `phases` are the
-    rows of soft gates and of hard groups as configured, after each of several phases. `tries` are of learning rates.
-    `units`: what the intervals of the rows, or of the groups, are over.
+    Args:
+        tokens_seen: of training steps and of the sequences that routers were fitted to and balanced on.
+        fit_seconds: of `train_seconds`, before any phase, in whichever run the fit was made.
+        continuations: texts of job=generate.
+        warnings: of the run about itself.
+        path: of the loaded file.
     """
 
-    status: Literal["finished", "failed", "interrupted"]
+    status: Status
     experiment: str
     schema_version: int = SCHEMA_VERSION
     command: str = ""
@@ -56,35 +94,18 @@ class Record:
     steps: int = 0
     wall_seconds: float | None = None
     train_seconds: float | None = None
-    fit_seconds: float | None = None  # of these, before any phase, in whichever run the fit was made
+    fit_seconds: float | None = None
     peak_memory_bytes: int | None = None
-    layers: list[int] = field(default_factory=list)
-    group_shares: list[list[float]] | None = None
-    units: Units | None = None
-    rows: list[Row] = field(default_factory=list)
-    phases: list[Row] = field(default_factory=list)
-    tries: list[Try] = field(default_factory=list)
-    fits: list[FitRow] = field(default_factory=list)
-    probes: list[ProbeRow] = field(default_factory=list)
-    benchmarks: list[BenchmarkRow] = field(default_factory=list)
-    speed: list[dict[str, Any]] = field(default_factory=list)
-    method_speed: list[dict[str, Any]] = field(default_factory=list)
-    arms: list[Arm] = field(default_factory=list)
-    differences: list[Difference] = field(default_factory=list)  # between arms
-    continuations: list[Continuation] = field(default_factory=list)
-    groups: GroupReport | None = None
-    warnings: list[str] = field(default_factory=list)  # of the run about itself
+    trials: list[Trial] = field(default_factory=list)
+    variants: list[VariantRun] = field(default_factory=list)
+    continuations: list[dict[str, Any]] = field(default_factory=list)
+    warnings: list[str] = field(default_factory=list)
     error: str | None = None
-    path: Path | None = field(default=None, repr=False)  # of the loaded file
-
-    @property
-    def base(self) -> Row | None:
-        """The base row, if it was scored."""
-        return next((row for row in self.rows if row.kind == "base" and row.scored), None)
+    path: Path | None = field(default=None, repr=False)
 
     @cached_property
     def measurements(self) -> list[Measurement]:
-        """The measurements next to the record that was loaded, or those of a new run."""
+        """Return the measurements next to the loaded record; a new run has none yet."""
         return read_measurements(self.path.with_name(MEASUREMENTS)) if self.path else []
 
     @property
@@ -112,11 +133,11 @@ class Record:
 
     @property
     def device_kind(self) -> str:
-        """`cpu` of `cpu, 2 threads, float32`."""
+        """Return `cpu` of `cpu, 2 threads, float32`."""
         return self.device.partition(",")[0]
 
     def setting(self, section: str, key: str, default: Any = None) -> Any:
-        """A value of the resolved config, or `default`."""
+        """Return a value of the resolved config."""
         return (self.config.get(section) or {}).get(key, default)
 
     def save(self, path: str | Path) -> None:
@@ -130,21 +151,24 @@ class Record:
 
     @classmethod
     def load(cls, path: str | Path) -> "Record":
-        """Read a record. Raises UserError for a missing or corrupt file, another schema, unknown keys, wrong types."""
+        """Read a record.
+
+        Raises:
+            UserError: if the file is missing or damaged, or of another schema.
+        """
         try:
-            text = Path(path).read_text(encoding="utf-8")
-            values = json.loads(text)
+            values = json.loads(Path(path).read_text(encoding="utf-8"))
         except (OSError, ValueError) as error:
-            raise UserError(f"{path}: not a readable record ({error}); remove it and run the job again") from error
+            raise UserError(f"{path} must be a readable record ({error}). Remove it and run the job again.") from error
         if not isinstance(values, dict) or values.get("schema_version") != SCHEMA_VERSION:
-            found = values.get("schema_version") if isinstance(values, dict) else type(values).__name__
-            raise UserError(f"{path}: schema version {found}, this code reads {SCHEMA_VERSION}; run the job again")
+            version = values.get("schema_version") if isinstance(values, dict) else type(values).__name__
+            raise UserError(f"{path}: schema_version must be {SCHEMA_VERSION} (got {version}). Run the job again.")
         try:
-            record = _decode(text)
+            record = _reader().validate_python(values)
         except ValidationError as error:
             wrong = error.errors()[0]
             place = ".".join(map(str, wrong["loc"]))
-            raise UserError(f"{path}: {place}: {wrong['msg']}, found {str(wrong['input'])[:40]!r}") from error
+            raise UserError(f"{path}: {place}: {wrong['msg']} (got {str(wrong['input'])[:40]!r}).") from error
         return replace(record, path=Path(path), config=upgrade_keys(record.config))
 
 
@@ -155,22 +179,7 @@ def is_complete(status: str, is_timed: bool, is_scored: bool) -> bool:
 
 @cache
 def _reader() -> TypeAdapter[Record]:
-    return TypeAdapter(with_config(ConfigDict(extra="forbid", strict=True))(Record))
-
-
-def _decode(text: str) -> Record:
-    try:
-        return _reader().validate_json(text)
-    except ValidationError as error:
-        # numbers that JSON cannot write stand there as words
-        words = [wrong["loc"] for wrong in error.errors() if wrong["input"] in NON_FINITE]
-        if not words:
-            raise
-    values = json.loads(text)
-    for *place, name in words:
-        holder = reduce(lambda part, key: part[key], place, values)
-        holder[name] = float(holder[name])
-    return _reader().validate_json(json.dumps(values))
+    return TypeAdapter(with_config(ConfigDict(extra="forbid"))(Record))
 
 
 def _strict(value: Any) -> Any:

@@ -108,7 +108,7 @@ def earlier_record(config: Config) -> Record | None:
             "give overwrite=true to replace it, or another runs_dir"
         )
     # a tuned run has another learning rate; variants of a comparison are checked one by one
-    apart = bool(record.tries or config.variants)
+    apart = bool(record.trials or config.variants)
     if moved := {} if apart else moved_defaults(config, record.config):
         raise UserError(
             f"{path.parent} holds a run with {', '.join(f'{key}={value}' for key, value in moved.items())}, which was "

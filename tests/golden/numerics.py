@@ -25,7 +25,7 @@ ROOT = Path(__file__).parent.parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 
 import torch
-from builders import write_variants
+from builders import scored, write_variants
 from conftest import FAMILIES, build
 from omegaconf import OmegaConf
 from running import fitting, only_run, router_steps, run, tiny
@@ -102,7 +102,7 @@ def decode(model: PreTrainedModel, ids: Tensor, prompt: int) -> Tensor:
 def losses_of(folder: Path) -> dict[str, list[float]]:
     """Training loss of every step and evaluation loss of every row of the run in `folder`."""
     steps = [line["loss"] for line in read_metrics(folder / "metrics.jsonl") if "loss" in line]
-    return {"train": steps, "eval": [row.nll for row in Record.load(folder / "record.json").rows]}
+    return {"train": steps, "eval": [row.nll for row in scored(Record.load(folder / "record.json").measurements)]}
 
 
 def compute_losses(folder: Path) -> dict[str, Any]:

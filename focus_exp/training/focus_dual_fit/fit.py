@@ -23,7 +23,6 @@ from focus_exp.attention.selection import top_k_groups
 from focus_exp.config_attention import DualConfig
 from focus_exp.models.methods import attached_methods, set_budget
 from focus_exp.progress import ProgressBar
-from focus_exp.records.rows import FitRow
 from focus_exp.storage import atomic_write
 from focus_exp.training.focus_dual_fit.encoders import balance_keys, fit_encoders, fit_thresholds, score_thresholds
 from focus_exp.training.focus_dual_fit.importance import (
@@ -37,6 +36,7 @@ from focus_exp.training.focus_dual_fit.importance import (
     open_fit,
     read_seconds,
 )
+from focus_exp.training.measurements import FitRow
 from focus_exp.training.precision import Precision
 from focus_exp.training.warm_start import run_forward
 
