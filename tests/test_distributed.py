@@ -156,9 +156,9 @@ def assert_equal(folder, other):
     for line, expected_line in zip(actual["metrics"], expected["metrics"], strict=True):
         assert (line.pop("phase"), line["step"]) == (expected_line.pop("phase"), expected_line["step"])
         assert line == pytest.approx(expected_line, abs=2e-5, rel=0)
-    for row, expected_row in zip(actual["rows"], expected["rows"], strict=True):
-        assert (row["name"], row["error"]) == (expected_row["name"], None)
-        assert row["nll"] == pytest.approx(expected_row["nll"], abs=1e-5)
+    for row, expected_row in zip(scored(actual["measured"]), scored(expected["measured"]), strict=True):
+        assert (row.name, row.error) == (expected_row.name, None)
+        assert row.nll == pytest.approx(expected_row.nll, abs=1e-5)
     for key in ("status", "config_hash", "model", "steps", "tokens_seen"):
         assert actual[key] == expected[key]
     assert actual["weights"].keys() == expected["weights"].keys()

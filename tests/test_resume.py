@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from builders import scored as scored_variants
 from running import full_disk_at, metrics_of, only_run, outcome, record_of, router_steps, run, tiny
 
 from focus_exp.errors import Interrupted, UserError
@@ -195,7 +196,7 @@ def test_stopped_evaluation_keeps_its_complete_rows(folder, expected, monkeypatc
     assert not temporary.exists()
     repeated = [name for name in first if name in scored]
     assert len(repeated) == 1
-    rows = [row["name"] for row in expected["rows"]]
+    rows = [row.name for row in scored_variants(expected["measured"])]
     assert sorted(scored) == sorted([*repeated, *(name for name in rows if name not in first)])
     assert outcome(folder / "evaluation") == expected
 

@@ -129,8 +129,6 @@ def test_render_passage_escapes_tokens(piece):
 
 def test_render_continuations_groups_by_prompt():
     row = {"prompt": 0, "prompt_tokens": 3, "prompt_text": "a b c", "base_nll": 1.0, "text": "d", "error": None}
-    text = render_continuations(
-        [{**row, "attention": "base"}, {**row, "attention": "focus", "error": "no memory"}], "t"
-    )
+    text = render_continuations([{**row, "variant": "base"}, {**row, "variant": "focus", "error": "no memory"}], "t")
     assert text.count("## Prompt") == 1
     assert "failed: no memory" in text
