@@ -1,4 +1,4 @@
-"""python -m focus_exp: compose the configuration, run the job it names; 0 done, 2 bad input, 128 + n signal n."""
+"""python -m focus_exp: compose the configuration and run its job; 0 done, 2 bad input, 128 + n signal n."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ import sys
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 
 import hydra
 from hydra.core.hydra_config import HydraConfig
@@ -23,30 +22,26 @@ from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
 from focus_exp.checks import parse
-from focus_exp.config import Config, register_schemas
+from focus_exp.cli import explain_error, help_text, order_arguments, quote_override
+from focus_exp.config import JOBS, Config, conf_dir, register_schemas
 from focus_exp.errors import EXTRAS, Interrupted, JobFailed, UserError, first_line, not_installed
-from focus_exp.explain import arranged, explain
-from focus_exp.help import help_text, wants_help
 from focus_exp.launcher import check_launcher, quiet_unless_main, requeue_if_stopped, stoppable
-from focus_exp.overrides import quote_override
-from focus_exp.shipped import conf_dir
 
-# what to do about a limit of the system that a write or an open has met
+# limits of the system that a write meets -> what to do
 LIMITS = {
-    errno.ENOSPC: "free some space",
-    errno.EDQUOT: "free some space of your quota",
-    errno.EFBIG: "raise the limit of a file's size (ulimit -f)",
-    errno.EMFILE: "raise the limit of open files (ulimit -n)",
-    errno.ENFILE: "raise the limit of open files (ulimit -n)",
+    errno.ENOSPC: "Free some space",
+    errno.EDQUOT: "Free some space of your quota",
+    errno.EFBIG: "Raise the limit of a file's size (ulimit -f)",
+    errno.EMFILE: "Raise the limit of open files (ulimit -n)",
+    errno.ENFILE: "Raise the limit of open files (ulimit -n)",
 }
-# the last two: a file stands where a folder is to be made
 READ_ONLY = (errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOTDIR, errno.EEXIST)
-OUT_OF_MEMORY = ("out of memory", "can't allocate memory")  # of a GPU, and of the machine
+OUT_OF_MEMORY = ("out of memory", "can't allocate memory")  # of the GPU, of the machine
 
 
 @dataclass(frozen=True)
-class Ended:
-    """How a command ended: its exit code, and why where that is not 0."""
+class Exit:
+    """Exit code of a command, and the reason of one that is not 0."""
 
     code: int = 0
     reason: str = ""
@@ -61,111 +56,103 @@ def run_job(composed: DictConfig) -> None:
         JobFailed: if it is a job of a sweep and fails.
     """
     with stoppable(), quiet_unless_main():
-        ended = guarded(lambda: execute(validated(composed)))
-    requeue_if_stopped(ended.code)
-    if ended.code and HydraConfig.get().mode is RunMode.MULTIRUN and ended.code <= 128:
-        raise JobFailed(ended.code, ended.reason)
-    if ended.code:
-        raise SystemExit(ended.code)
-
-
-def validated(composed: DictConfig) -> Config:
-    """Return the composed configuration as dataclasses, checked."""
-    launcher = next((given for given in HydraConfig.get().overrides.hydra if given.startswith("hydra/launcher=")), None)
-    if launcher and HydraConfig.get().mode is RunMode.RUN:
-        raise UserError(f"{launcher} launches what -m asks for, be it one job; add -m")
-    return parse(composed)
+        result = catch_errors(lambda: execute(parse(composed)))
+    requeue_if_stopped(result.code)
+    if result.code and HydraConfig.get().mode is RunMode.MULTIRUN and result.code <= 128:
+        raise JobFailed(result.code, result.reason)
+    if result.code:
+        raise SystemExit(result.code)
 
 
 def execute(config: Config) -> None:
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     # imported here, so that --help and bad configurations do not wait for torch
-    importlib.import_module(f"focus_exp.jobs.{config.job}").__dict__[config.job](config)
+    getattr(importlib.import_module(f"focus_exp.jobs.{JOBS[config.job]}"), config.job)(config)
 
 
 def main() -> int:
-    """Compose, run, and return the exit code."""
+    """Run the command line and return the exit code."""
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
-    logging.getLogger("focus_exp").setLevel(logging.INFO)  # what takes minutes says so
-    os.environ["HYDRA_FULL_ERROR"] = "1"  # errors come here instead of to hydra's own printer
+    logging.getLogger("focus_exp").setLevel(logging.INFO)
+    os.environ["HYDRA_FULL_ERROR"] = "1"  # errors come here instead of to Hydra's printer
     register_schemas()
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(line_buffering=True)  # in order with the progress bars, also in a log file
     with stoppable():
-        return guarded(answer).code
+        return catch_errors(run_command).code
 
 
-def answer() -> None:
-    """Say what was asked, or run the job."""
-    conf = Path(conf_dir())
-    arguments = arranged(sys.argv[1:], conf)
-    if not arguments or wants_help(arguments):
-        print(help_text(arguments, conf), end="")
+def run_command() -> None:
+    arguments = order_arguments(sys.argv[1:])
+    if not arguments or {"-h", "--help"} & set(arguments):
+        print(help_text(arguments), end="")
         return
-    multirun = bool({"-m", "--multirun"} & set(arguments))
+    is_sweep = bool({"-m", "--multirun"} & set(arguments))
+    launcher = next((argument for argument in arguments if argument.startswith("hydra/launcher=")), None)
+    if launcher and not is_sweep:
+        raise UserError(f"{launcher} must be typed with -m, also for one job.")
     check_launcher()
-    sys.argv[1:] = [quote_override(argument, multirun) for argument in arguments]
+    sys.argv[1:] = [quote_override(argument, is_sweep) for argument in arguments]
     try:
         run_job()
     except RuntimeError as error:  # base class of submitit's errors
-        if "hydra/launcher=slurm" not in arguments:
+        if launcher != "hydra/launcher=slurm":
             raise
         reason = (str(error).strip().splitlines() or [type(error).__name__])[-1]
         raise UserError(
-            f"hydra/launcher=slurm: {reason}. See hydra.launcher.partition, .account and the logs below "
+            f"{launcher}: {reason} Check hydra.launcher.partition, hydra.launcher.account and the logs below "
             "<runs_dir>/.sweeps, or leave it out to run here."
         ) from error
 
 
-def guarded(work: Callable[[], None]) -> Ended:
-    """How `work` ended: what a user can put right is one message and code 2, anything else raises."""
+def catch_errors(work: Callable[[], None]) -> Exit:
+    """Run `work`; print errors of the user and of the system as one message. Others are raised."""
     try:
         work()
     except UserError as error:
-        return complain(str(error))
+        return fail(str(error))
     except (HydraException, OmegaConfBaseException) as error:
-        return complain(explain(error))
-    except YAMLError as error:  # of a file that --config-dir holds; it names file, line and column
-        return complain(str(error))
+        return fail(explain_error(error))
+    except YAMLError as error:  # of a file in --config-dir; it has file, line and column
+        return fail(str(error))
     except JobFailed as failure:
         print(f"error: a job of the sweep failed: {failure.reason}", file=sys.stderr)
-        return Ended(failure.code, failure.reason)
+        return Exit(failure.code, failure.reason)
     except Interrupted as stop:
-        print(f"{stop}; the same command goes on from here", file=sys.stderr)
-        return Ended(128 + stop.signum, str(stop))
+        print(f"{stop}. Re-run the same command to resume.", file=sys.stderr)
+        return Exit(128 + stop.signum, str(stop))
     except ModuleNotFoundError as error:
         if error.name not in EXTRAS:
             raise
-        return complain(not_installed(error.name))
-    except BrokenPipeError as error:  # the reader of our output has left: `--help | head`
+        return fail(not_installed(error.name))
+    except BrokenPipeError as error:  # the reader of our output is gone: `--help | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return Ended(128 + signal.SIGPIPE, str(error))
+        return Exit(128 + signal.SIGPIPE, str(error))
     except (RuntimeError, MemoryError) as error:
-        if not isinstance(error, MemoryError) and not any(sign in str(error) for sign in OUT_OF_MEMORY):
+        if not isinstance(error, MemoryError) and not any(words in str(error) for words in OUT_OF_MEMORY):
             raise
-        return complain(
-            f"out of memory ({first_line(error)}); take less at a time with trainer.batch_size=1 and more "
-            "trainer.accumulate, trainer.gradient_checkpointing=true, a smaller data.seq_len or eval.seq_len; "
-            "job=plan with the same command says what it needs"
+        return fail(
+            f"out of memory ({first_line(error)}). Type trainer.batch_size=1 with a larger trainer.accumulate, "
+            "trainer.gradient_checkpointing=true, or a smaller data.seq_len or eval.seq_len. job=plan estimates the "
+            "memory of a command."
         )
     except OSError as error:
-        if error.errno not in (*LIMITS, *READ_ONLY) and not making_a_folder(error):
+        if error.errno not in (*LIMITS, *READ_ONLY) and not is_from_mkdir(error):
             raise
-        fix = LIMITS.get(error.errno or 0, "choose a folder you may write to with runs_dir= or cache_dir=")
-        return complain(
-            f"cannot write {error.filename or 'to disk'}: {error.strerror}; {fix}, the same command goes on"
-        )
-    return Ended()
+        fix = LIMITS.get(error.errno or 0, "Choose a writable folder with runs_dir= or cache_dir=")
+        place = error.filename or "to disk"
+        return fail(f"cannot write {place}: {error.strerror}. {fix}, then re-run the same command to resume.")
+    return Exit()
 
 
-def making_a_folder(error: OSError) -> bool:
-    """Whether that is what failed: where none can be made the system may say that its place does not exist."""
+def is_from_mkdir(error: OSError) -> bool:
+    """Return whether a folder could not be created, for which some systems give ENOENT."""
     return traceback.extract_tb(error.__traceback__)[-1].name in ("mkdir", "makedirs")
 
 
-def complain(message: str) -> Ended:
+def fail(message: str) -> Exit:
     print(f"error: {message}", file=sys.stderr)
-    return Ended(2, message)
+    return Exit(2, message)
 
 
 if __name__ == "__main__":

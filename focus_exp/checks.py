@@ -1,214 +1,242 @@
-"""Checks that need more than a type: refuse what is well-typed but impossible, naming key, value and fix."""
+"""Turn a composed configuration into dataclasses, and refuse what is well-typed but impossible."""
 
 from __future__ import annotations
 
-from dataclasses import fields, is_dataclass
+from collections.abc import Iterator
+from dataclasses import fields, is_dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from omegaconf import DictConfig, OmegaConf
 
 from focus_exp.assets import find_adapter
 from focus_exp.attention.options import FitOptions, did_you_mean, validate_options
-from focus_exp.config import GROUPS, Config, PhaseConfig, renamed_key_reason
-from focus_exp.config_attention import KNOWN, AttentionConfig, FocusConfig, schema_of
+from focus_exp.config import (
+    ATTENTION,
+    GROUPS,
+    AttentionConfig,
+    Config,
+    DataConfig,
+    FocusConfig,
+    ModelConfig,
+    PhaseConfig,
+    find_schema,
+    renamed_key_reason,
+    shipped,
+)
 from focus_exp.errors import UserError, not_installed
 from focus_exp.launcher import is_requeued
-from focus_exp.shipped import own, shipped
 
-# what others call a key
-ALSO_CALLED = {"max_steps": "steps", "lr": "learning_rate"}
-PERPLEXITY = "perplexity"  # perplexity@<tokens>: the one task that is not lm-eval's
+SYNONYMS = {"max_steps": "steps", "lr": "learning_rate"}  # names of keys elsewhere
+PERPLEXITY = "perplexity"  # perplexity@<tokens>: the task that is not lm-eval's
+PLACES = ("path", "hub_id")
+# fields that a YAML file sets for its own weights or text alone
+FILE_FIELDS: dict[str, dict[str, Any]] = {
+    "model": {"revision": None, "architecture": {}, "base_run": []},
+    "data": {"revision": None, "subset": None},
+}
+Part = TypeVar("Part", ModelConfig, DataConfig)
 
 
 def parse(composed: DictConfig) -> Config:
-    """The composed configuration as dataclasses, checked; UserError names key, value and fix."""
+    """Return the composed configuration as validated dataclasses.
+
+    Raises:
+        UserError: naming key, value and what to type instead.
+    """
     refuse_unknown_keys(composed)
     if missing := sorted(OmegaConf.missing_keys(composed)):
-        raise UserError(f"{missing[0]} has no value; give it as {missing[0]}=...")
+        raise UserError(f"{missing[0]} must have a value. Type {missing[0]}=...")
     config = OmegaConf.to_object(composed)
     assert isinstance(config, Config)
-    config.overwrite = config.overwrite and not is_requeued()  # a requeued job resumes what it began
+    config.overwrite = config.overwrite and not is_requeued()  # a requeued job resumes
     if "@" in (config.model.hub_id or ""):
         config.model.hub_id, _, config.model.revision = str(config.model.hub_id).partition("@")
-    config.model, config.data = own("model", config.model), own("data", config.data)
+    config.model, config.data = drop_file_fields("model", config.model), drop_file_fields("data", config.data)
     validate(config)
-    if config.adapter:  # a folder from here on: what is in it decides the name of the run
+    if config.adapter:  # a folder from here on: its content is part of the run's name
         config.adapter = str(find_adapter(config.adapter))
     config.eval.adapters = [str(find_adapter(adapter)) for adapter in config.eval.adapters]
     return config
 
 
+def drop_file_fields(group: str, part: Part) -> Part:
+    """Drop what the YAML file of `part` sets for its own weights or text, if `part` names another place.
+
+    The name of the file is replaced by the last part of that place: a user's model is not called gpt2_124m.
+    """
+    files = shipped(group).values()
+    place = [getattr(part, key, None) for key in PLACES]
+    if place in ([values.get(key) for key in PLACES] for values in files):
+        return part
+    foreign = {
+        key: empty
+        for key, empty in FILE_FIELDS[group].items()
+        if any(values.get(key) and values[key] == getattr(part, key) for values in files)
+    }
+    last = next((Path(name).name for name in place if name), part.name)
+    return replace(part, **foreign, name=last if part.name in shipped(group) else part.name)
+
+
 def refuse_unknown_keys(composed: DictConfig, prefix: str = "") -> None:
-    """UserError for a key that no schema has: OmegaConf lets +key=value add some, which nothing would read."""
+    """Raise UserError for a key that no schema has: OmegaConf lets +key=value add some."""
     schema = OmegaConf.get_type(composed)
     names = [f.name for f in fields(schema)] if isinstance(schema, type) and is_dataclass(schema) else None
     for key in map(str, composed):
         if names is not None and key not in names:
-            raise UserError(no_such_key(prefix + key, schema))
+            raise UserError(unknown_key_reason(prefix + key, schema))
         if not OmegaConf.is_missing(composed, key) and isinstance(composed[key], DictConfig):
             refuse_unknown_keys(composed[key], f"{prefix}{key}.")
 
 
-def no_such_key(key: str, schema: Any) -> str:
-    """That the schema has no such dotted key, and which come nearest, or have that name elsewhere."""
+def unknown_key_reason(key: str, schema: Any) -> str:
+    """Return what to type instead of a dotted key that its schema does not have."""
     if reason := renamed_key_reason(key):
         return reason
     group, _, name = key.rpartition(".")
     method = "full attention" if schema is AttentionConfig else schema.__name__.removesuffix("Config")
-    lacks = f"{method} has no option" if group == "attention" else "there is no key"
+    unknown = f"{key} is not an option of {method}" if group == "attention" else f"{key} is not a key"
     homes = GROUPS | {"attention": FocusConfig, "recipe.phases.<phase>": PhaseConfig}
     del homes["budget"]  # which only experiments read
-    ours = ALSO_CALLED.get(name, name)
-    elsewhere = [f"{home}.{ours}" for home, part in homes.items() if ours in (item.name for item in fields(part))]
-    owners = [method for method, known in KNOWN.items() if name in (item.name for item in fields(known))]
-    if group == "attention" and owners:
-        return f"{lacks} {key}; it is one of attention={' and attention='.join(owners)}"
+    known_name = SYNONYMS.get(name, name)
+    elsewhere = [f"{home}.{known_name}" for home, part in homes.items() if known_name in names_of(part)]
+    methods = [method for method, known in ATTENTION.items() if name in names_of(known)]
+    if group == "attention" and methods:
+        return f"{unknown}; it is one of attention={' and attention='.join(methods)}"
     if elsewhere:
-        return f"{lacks} {key}; did you mean {' or '.join(elsewhere)}?"
-    return f"{lacks} {key}{did_you_mean(name, [item.name for item in fields(schema)])}"
+        return f"{unknown}; did you mean {' or '.join(elsewhere)}?"
+    return f"{unknown}{did_you_mean(name, names_of(schema))}"
+
+
+def names_of(schema: Any) -> list[str]:
+    return [item.name for item in fields(schema)]
 
 
 def validate(config: Config) -> None:
-    """Refuse what no run can be made of."""
+    """Raise UserError for the first value that is out of its limits or does not go with another."""
     try:
         validate_options(config)
     except ValueError as error:
         raise UserError(str(error)) from None
-    validate_tasks(config.eval.tasks)
-    measured = config.eval.tasks if config.job in ("train", "evaluate", "compare") else []
-    # before the hours of training, not after
-    if any(not task.startswith(f"{PERPLEXITY}@") for task in measured) and find_spec("lm_eval") is None:
-        raise UserError(f"eval.tasks: {not_installed('lm_eval')}")
-    if config.job == "compare" and not config.variants:
-        raise UserError("job=compare needs variants, such as those of +experiment=compare. Add variants=[...].")
-    if config.adapter and config.job == "train":
-        raise UserError(f"adapter={config.adapter} is for job=evaluate; add job=evaluate, or leave adapter out")
-    if config.job == "analyze" and config.analyze.passage_tokens > config.eval.seq_len:
-        raise UserError(
-            f"analyze.passage_tokens={config.analyze.passage_tokens} exceeds eval.seq_len={config.eval.seq_len}, of "
-            "which the passage is a part; use less, or a longer window"
-        )
-    validate_attention(config)
-    validate_recipe(config)
-    validate_generate(config)
-    validate_architecture(config)
-    hub_id = config.model.hub_id or ""
-    too_deep = hub_id.partition(":")[0].count("/") > 1
-    if hub_id.startswith((".", "/", "~")) or too_deep or (hub_id and Path(hub_id).exists()):
-        raise UserError(f"model.hub_id={hub_id} is a folder, not owner/name of the hub; write model.path={hub_id}")
-    if config.data.files and config.data.source != "files":
-        raise UserError(f"data.files={config.data.files} is read with data=files alone; add data=files")
-    if config.data.source == "files" and not config.data.files:
-        raise UserError("data=files needs data.files=<folder or glob of text files>")
-    if config.data.source == "hub" and not config.data.hub_id:
-        raise UserError("data.source=hub needs data.hub_id")
-    if not (config.model.path or config.model.hub_id or config.model.architecture or config.model.base_run):
-        raise UserError(f"model {config.model.name} has neither path, nor hub_id, nor architecture")
+    for check in (check_job, check_places, check_tasks, check_attention, check_top_k, check_recipe):
+        if reason := next(check(config), None):
+            raise UserError(reason)
 
 
-def validate_architecture(config: Config) -> None:
-    """UserError where weights that are there are to have another architecture than theirs; dropout is no part of it."""
-    model = config.model
-    place = model.path or model.hub_id
-    if not place or config.recipe.from_scratch or config.job == "plan":
+def check_job(config: Config) -> Iterator[str]:
+    job, seq_len = config.job, config.eval.seq_len
+    if job == "compare" and not config.variants:
+        yield "variants must not be empty with job=compare. Type +experiment=compare or variants=[...]."
+    if config.adapter and job == "train":
+        yield f"adapter must be empty with job=train (got {config.adapter}). Type job=evaluate to measure it."
+    if job == "analyze" and config.analyze.passage_tokens > seq_len:
+        yield f"analyze.passage_tokens must be <= eval.seq_len={seq_len} (got {config.analyze.passage_tokens})."
+    if job == "generate" and config.generate.prompt_tokens >= seq_len:
+        yield f"generate.prompt_tokens must be < eval.seq_len={seq_len} (got {config.generate.prompt_tokens})."
+
+
+def check_places(config: Config) -> Iterator[str]:
+    model, data = config.model, config.data
+    hub_id = model.hub_id or ""
+    is_deep = hub_id.partition(":")[0].count("/") > 1
+    if hub_id.startswith((".", "/", "~")) or is_deep or (hub_id and Path(hub_id).exists()):
+        yield f"model.hub_id must be owner/name of a Hub repository (got {hub_id}). Type model.path={hub_id}."
+    if not (model.path or model.hub_id or model.architecture or model.base_run):
+        yield f"model={model.name} must have a path, hub_id or architecture. Type model.path=... or model.hub_id=..."
+    if data.files and data.source != "files":
+        yield f"data.files must be empty with data={data.name} (got {data.files}). Type data=files."
+    if data.source == "files" and not data.files:
+        yield "data.files must be set with data=files. Type data.files=<folder or glob of text files>."
+    if data.source == "hub" and not data.hub_id:
+        yield f"data.hub_id must be set with data={data.name}. Type data.hub_id=<owner/name>."
+    weights = model.path or model.hub_id
+    if not weights or config.recipe.from_scratch or config.job == "plan":
         return
     known = [{}, *(values.get("architecture", {}) for values in shipped("model").values())]
-    given = [{key for key, value in model.architecture.items() if value != of.get(key)} for of in known]
-    if changed := sorted(key for key in min(given, key=len) if "drop" not in key):
-        raise UserError(
-            f"model.architecture.{changed[0]}={model.architecture[changed[0]]} is for random weights, and those of "
-            f"{place} have an architecture of their own; leave it out, or use model.hub_id=null model.path=null"
+    changed = [{key for key, value in model.architecture.items() if value != other.get(key)} for other in known]
+    if changes := sorted(key for key in min(changed, key=len) if "drop" not in key):  # dropout has no weights
+        yield (
+            f"model.architecture.{changes[0]} must be that of {weights} (got {model.architecture[changes[0]]}). "
+            "Leave it out, or use random weights with model.hub_id=null model.path=null."
         )
 
 
-def validate_tasks(tasks: list[str]) -> None:
+def check_tasks(config: Config) -> Iterator[str]:
+    tasks = config.eval.tasks
     for task in tasks:
         kind, at, length = task.partition("@")
         if (at or kind == PERPLEXITY) and (not length.isdecimal() or int(length) < 2):
-            raise UserError(f"eval.tasks holds {task}; give its length as a whole number, such as {kind}@1024")
+            yield f"eval.tasks must give lengths as integers (got {task}). Type {kind}@1024."
         if tasks.count(task) > 1:
-            raise UserError(f"eval.tasks holds {task} more than once; leave it out once")
+            yield f"eval.tasks must not repeat a task (got {task} twice)."
+    is_measured = config.job in ("train", "evaluate", "compare")
+    # before the hours of training, not after
+    if is_measured and any(not t.startswith(f"{PERPLEXITY}@") for t in tasks) and find_spec("lm_eval") is None:
+        yield f"eval.tasks: {not_installed('lm_eval')}"
 
 
-def validate_generate(config: Config) -> None:
-    dual, asked, prompt = config.dual, config.generate.top_k, config.generate.prompt_tokens
-    if config.job == "generate" and prompt >= config.eval.seq_len:
-        raise UserError(
-            f"generate.prompt_tokens={prompt} leaves nothing of eval.seq_len={config.eval.seq_len} to go on with; use "
-            "less, or a longer window"
-        )
-    if asked and dual and dual.budgeted:
-        raise UserError(
-            f"generate.top_k={asked} does not go with a budget, which says how many groups each head reads; leave "
-            "generate.top_k empty, or attention.density and attention.groups_per_layer out"
-        )
-    groups = dual.groups if dual else config.focus.groups if config.has_router else 0
-    if config.has_router and config.eval.top_k and not any(1 <= k <= groups for k in config.eval.top_k):
-        raise UserError(f"eval.top_k={config.eval.top_k} is impossible; use 1 to attention.groups={groups}")
-    for k in asked if groups else []:
-        if not 1 <= k <= groups:
-            raise UserError(f"generate.top_k holds {k}; use 1 to attention.groups={groups}")
-
-
-def validate_attention(config: Config) -> None:
-    attention = config.attention
-    if type(attention) is not schema_of(attention.method):
-        raise UserError(
-            f"attention.method={attention.method} does not go with attention={attention.name}, which is of another "
-            "method; choose one with attention=<name>"
+def check_attention(config: Config) -> Iterator[str]:
+    attention, dual = config.attention, config.dual
+    if type(attention) is not find_schema(attention.method):
+        yield (
+            f"attention.method must be that of attention={attention.name} (got {attention.method}). "
+            "Choose a method with attention=<name>."
         )
     if config.eval.adapters and attention.method == "full":
-        raise UserError(
-            f"eval.adapters={config.eval.adapters} are measured in place of a method, and attention={attention.name} "
-            "attaches none; leave eval.adapters empty, or measure one as the run itself with job=evaluate adapter=..."
+        yield (
+            f"eval.adapters must be empty with attention={attention.name} (got {config.eval.adapters}): they are "
+            "measured in place of a method. Measure one with job=evaluate adapter=..."
         )
     if isinstance(attention, FitOptions) and 0 < attention.calibration_sequences <= attention.validation_sequences:
-        raise UserError(
-            f"attention.calibration_sequences={attention.calibration_sequences} must be greater than "
-            f"attention.validation_sequences={attention.validation_sequences}. Give more, or hold out fewer."
+        yield (
+            f"attention.calibration_sequences must be > attention.validation_sequences={attention.validation_sequences}"
+            f" (got {attention.calibration_sequences})."
         )
-    dual = config.dual
-    if dual and dual.density is not None and (dual.groups_per_layer is not None or not dual.calibration_sequences):
-        other = (
-            "attention.groups_per_layer, which is a budget already"
-            if dual.groups_per_layer
-            else "attention.calibration_sequences=0"
-        )
-        raise UserError(f"attention.density={dual.density} does not go with {other}; leave one of them out")
+    if dual and dual.density is not None and dual.groups_per_layer is not None:
+        yield f"attention.density must be null with attention.groups_per_layer (got {dual.density}). Give one of them."
+    if dual and dual.density is not None and not dual.calibration_sequences:
+        yield f"attention.density must be null with attention.calibration_sequences=0 (got {dual.density})."
 
 
-def validate_recipe(config: Config) -> None:
-    recipe = config.recipe
+def check_top_k(config: Config) -> Iterator[str]:
+    dual, top_k = config.dual, config.generate.top_k
+    groups = dual.groups if dual else config.focus.groups if config.has_router else 0
+    if top_k and dual and dual.has_budget:
+        yield f"generate.top_k must be empty with attention.density or attention.groups_per_layer (got {top_k})."
+    if config.has_router and config.eval.top_k and not any(1 <= k <= groups for k in config.eval.top_k):
+        yield f"eval.top_k must be from 1 to attention.groups={groups} (got {config.eval.top_k})."
+    if groups and not all(1 <= k <= groups for k in top_k):
+        yield f"generate.top_k must be from 1 to attention.groups={groups} (got {top_k})."
+
+
+def check_recipe(config: Config) -> Iterator[str]:
+    recipe, tune, attention = config.recipe, config.recipe.tune, config.attention.name
+    trains_router = bool(recipe.phases) and all(phase.trainable == "router" for phase in recipe.phases.values())
     if recipe.trains("lora") and config.has_router:
-        raise UserError(
-            f"recipe={recipe.name} trains LoRA in place of a router, but attention={config.attention.name} has one; "
-            "use attention=full, or recipe=retrofit"
-        )
+        yield f"recipe={recipe.name} must go with attention=full (got {attention}). Or type recipe=retrofit."
     if recipe.trains("lora") and recipe.trains("all"):
-        raise UserError(f"recipe={recipe.name} trains both LoRA and the weights under it; leave one of them out")
-    trains_router_only = bool(recipe.phases) and all(phase.trainable == "router" for phase in recipe.phases.values())
-    if trains_router_only and not (config.has_router or config.dual):
-        raise UserError(
-            f"recipe={recipe.name} trains only a router, but attention={config.attention.name} has none; "
-            "use attention=focus, or recipe=none to measure it as it is, or recipe=finetune"
+        yield f"recipe={recipe.name} must not train both LoRA and the base weights. Leave one of them out."
+    if trains_router and not (config.has_router or config.dual):
+        yield (
+            f"recipe={recipe.name} must go with a method that has a router (got attention={attention}). Type "
+            "attention=focus, recipe=none to measure without training, or recipe=finetune."
         )
     for name, phase in recipe.phases.items():
         if phase.objective == "distill" and phase.trainable != "router":
-            raise UserError(
-                f"recipe.phases.{name}.objective=distill must go with trainable: router "
-                f"(got {phase.trainable}). Use objective=lm."
+            yield (
+                f"recipe.phases.{name}.objective must be lm with trainable: {phase.trainable} (got distill). Type "
+                "objective=lm."
             )
-    if recipe.tune.factors and config.eval.split == "validation":
-        raise UserError(
-            f"recipe.tune.factors={recipe.tune.factors} are chosen from by the loss on validation text, which "
-            "eval.split=validation would report as held out; use eval.split=test, or recipe.tune.factors=[]"
+    if tune.factors and config.eval.split == "validation":
+        yield (
+            "eval.split must be test with recipe.tune.factors, which are chosen on validation text (got validation). "
+            "Or type recipe.tune.factors=[]."
         )
-    if recipe.tune.factors and config.job in ("analyze", "bench", "generate") and not config.adapter:
-        raise UserError(
-            f"recipe.tune.factors={recipe.tune.factors} are tried by job=train and job=compare, not by "
-            f"job={config.job}; use recipe.tune.factors=[], or train first and give adapter=<run folder>/adapter"
+    if tune.factors and config.job in ("analyze", "bench", "generate") and not config.adapter:
+        yield (
+            f"recipe.tune.factors must be empty with job={config.job} (got {tune.factors}). Train first, then type "
+            "adapter=<run folder>/adapter."
         )
     if recipe.from_scratch and not recipe.trains("all"):
-        raise UserError(f"recipe={recipe.name} starts from random weights but no phase trains them; add train: all")
+        yield f"recipe={recipe.name} must train all weights with from_scratch. Add a phase with trainable: all."

@@ -1,34 +1,153 @@
-"""Schemas under every YAML file; OmegaConf refuses unknown keys and wrong types while it composes."""
+"""Schemas under every YAML file of conf/, whose comments explain the keys; and the former names of keys.
+
+OmegaConf refuses unknown keys and wrong types while it composes; checks.py refuses values that do not go together.
+"""
 
 from __future__ import annotations
 
 import copy
 import re
-from dataclasses import asdict, dataclass, field, fields, is_dataclass
+from dataclasses import dataclass, field, fields, is_dataclass, make_dataclass
+from functools import cache
+from pathlib import Path
 from typing import Any, get_type_hints
 
-from hydra._internal.sources_registry import SourcesRegistry
 from hydra.core.config_store import ConfigStore
+from hydra.core.object_type import ObjectType
+from hydra.core.plugins import Plugins
+from hydra.plugins.config_source import ConfigResult, ConfigSource
 from omegaconf import MISSING, OmegaConf
 
-from focus_exp.attention.options import MAX_SEED, PAIR_RULES, FitOptions, FocusOptions, option
-from focus_exp.config_attention import AttentionConfig, DualConfig, FocusConfig, MethodSource, attention_of
-from focus_exp.config_jobs import (
-    AnalyzeConfig,
-    BenchConfig,
-    BudgetConfig,
-    GenerateConfig,
-    Numbers,
-    PlanConfig,
-    ReportConfig,
-    ReproduceConfig,
+from focus_exp.attention.options import (
+    MAX_SEED,
+    PAIR_RULES,
+    EncoderTraining,
+    FitOptions,
+    FocusDualOptions,
+    FocusOptions,
+    Options,
+    RouterTraining,
+    option,
+)
+from focus_exp.errors import UserError
+
+# job -> the module of jobs/ with a function of that name
+JOBS = {job: job for job in ("train", "evaluate", "bench", "generate", "compare", "analyze", "plan", "report")}
+JOBS |= {"dashboard": "dashboard", "reproduce": "reproduce", "build_tasks": "build_tasks"}
+BACKENDS = (
+    *("auto", "masked", "triton", "flash-attn", "torch-flash", "torch-fa3", "torch-fa4", "cpu", "cpu-flash", "math"),
 )
 
-# each a module of that name in jobs/, with a function of that name
-JOBS = (
-    *("train", "evaluate", "bench", "generate", "compare", "analyze"),
-    *("plan", "report", "dashboard", "reproduce", "build_tasks"),
-)
+
+def conf_dir() -> str:
+    """Return the folder conf/: next to the package in a source tree, inside it when installed."""
+    here = Path(__file__).resolve().parent
+    for folder in (here.parent / "conf", here / "conf"):
+        if (folder / "config.yaml").is_file():
+            return str(folder)
+    raise FileNotFoundError("conf/ is neither next to the package nor in it. Install focus_exp again.")
+
+
+@cache
+def shipped(group: str) -> dict[str, Any]:
+    """Return the values of every YAML file of a group, by its name."""
+    paths = sorted(Path(conf_dir(), group).glob("*.yaml"))
+    return {path.stem: OmegaConf.to_container(OmegaConf.load(path)) for path in paths}
+
+
+def is_shipped(group: str, hub_id: str | None) -> bool:
+    """Return whether a file of the group has this Hub repository, which an embedded substitute may replace."""
+    return any(values.get("hub_id") == hub_id for values in shipped(group).values())
+
+
+@dataclass
+class AttentionConfig(Options):
+    """attention.* of full attention, which every method has."""
+
+    name: str = MISSING
+    method: str = MISSING
+    window: int = option(128, least=0)
+    backend: str = option("auto", choices=BACKENDS)
+
+
+@dataclass
+class FocusConfig(FocusOptions, RouterTraining, AttentionConfig):
+    """attention.* of Focus."""
+
+
+@dataclass
+class DualConfig(FocusDualOptions, EncoderTraining, AttentionConfig):
+    """attention.* of Focus with two encoders."""
+
+    @property
+    def has_budget(self) -> bool:
+        """Return whether a budget, rather than `top_k`, sets the number of groups of each head."""
+        return self.groups_per_layer is not None or self.density is not None
+
+
+# known without importing the method, which takes seconds for torch
+ATTENTION: dict[str, type[AttentionConfig]] = {"full": AttentionConfig, "focus": FocusConfig, "focus_dual": DualConfig}
+
+
+@cache
+def find_schema(method: str) -> type[AttentionConfig]:
+    """Return the schema of attention.* for a method: a name, or the dotted path of a class.
+
+    Raises:
+        UserError: there is no such method.
+    """
+    if method in ATTENTION:
+        return ATTENTION[method]
+    from focus_exp.attention.registry import find
+
+    try:
+        cls = find(method)
+    except ValueError as error:
+        raise UserError(str(error)) from error
+    bases = (cls.options, *filter(None, [cls.fit_options]), AttentionConfig)
+    return make_dataclass(f"{cls.__name__}Config", [], bases=bases)
+
+
+def build_attention(values: Any) -> Any:
+    """Return attention.* as OmegaConf's structured config; it refuses options that the method does not have."""
+    return OmegaConf.merge(OmegaConf.structured(find_schema(values["method"])), values)
+
+
+def get_method_options(attention: AttentionConfig) -> dict[str, Any]:
+    """Return the options of attention.* that the method's class takes."""
+    from focus_exp.attention.registry import find
+
+    return {item.name: getattr(attention, item.name) for item in fields(find(attention.method).options)}
+
+
+class MethodSource(ConfigSource):
+    """Hydra's source of the schema of a file of conf/attention: base_<method>, or the dotted path of a class.
+
+    A method is imported when a command chooses it, so that other commands do not wait for torch.
+    """
+
+    @staticmethod
+    def scheme() -> str:
+        return "methods"
+
+    def available(self) -> bool:
+        return True
+
+    def is_group(self, config_path: str) -> bool:
+        return False
+
+    def is_config(self, config_path: str) -> bool:
+        group, _, name = config_path.rpartition("/")
+        return group == "attention" and ("." in name.removesuffix(".yaml") or name.startswith("base_"))
+
+    def list(self, config_path: str, results_filter: ObjectType | None) -> list[str]:
+        return []
+
+    def load_config(self, config_path: str) -> ConfigResult:
+        method = config_path.removesuffix(".yaml").rpartition("/")[2].removeprefix("base_")
+        schema = OmegaConf.structured(find_schema(method))
+        schema.method = method
+        return ConfigResult(provider=self.provider, path=self.full_path(), config=schema, header={"package": None})
 
 
 @dataclass
@@ -65,8 +184,6 @@ class LoraConfig:
 
 @dataclass
 class TuneConfig:
-    """Runs that only differ in the learning rate of the last phase, scored on validation text; the best one is used."""
-
     factors: list[float] = option([], above=0)
     sequences: int = option(16, least=1)
     seed: int = option(0, least=0, most=MAX_SEED)
@@ -80,11 +197,10 @@ class RecipeConfig:
     warmup_steps: int = option(5, least=0)
     phases: dict[str, PhaseConfig] = option({})
     tune: TuneConfig = field(default_factory=TuneConfig)
-    # for phases that train it
     lora: LoraConfig = field(default_factory=LoraConfig)
 
     def trains(self, part: str) -> bool:
-        """Whether any phase trains `part`: router, lora or all."""
+        """Return whether any phase trains `part`: router, lora or all."""
         return any(phase.trainable == part for phase in self.phases.values())
 
 
@@ -115,7 +231,7 @@ class EvalConfig:
     batch_size: int = option(1, least=1)
     bootstrap_samples: int = option(1000, least=1)
     controls: bool = True
-    top_k: Numbers = option([], least=1)
+    top_k: list[int] = option([], least=1)
     pair_rules: list[str] = option([], choices=PAIR_RULES)
     adapters: list[str] = option([])
     tasks: list[str] = option([])
@@ -156,9 +272,127 @@ class LoggerConfig:
     csv: bool = False
 
 
+Integers = list[int]  # BenchConfig.list hides the type
+Strings = list[str]
+
+
+@dataclass
+class BenchConfig:
+    name: str = MISSING
+    lengths: Integers = option([], least=1)
+    prefill_lengths: Integers = option([], least=1)
+    step_lengths: Integers = option([], least=1)
+    decode_lengths: Integers = option([], least=1)
+    groups: Integers = option([4, 8], least=1)
+    methods: Strings = option([])
+    top_k: Integers = option([1], least=1)
+    dtype: str = option("bf16", choices=("bf16", "float32"))
+    repeats: int = option(7, least=1)
+    routed_tokens: int = option(16_384, least=2)
+    quality: bool = option(False)
+    list: bool = option(False)
+
+
+@dataclass
+class GenerateConfig:
+    name: str = MISSING
+    prompts: int = option(4, least=1)
+    prompt_tokens: int = option(384, least=1)
+    new_tokens: int = option(128, least=1)
+    top_k: list[int] = option([])
+    do_sample: bool = False
+    temperature: float = option(1.0, above=0)
+    top_p: float = option(1.0, least=0, most=1)
+
+
+@dataclass
+class ReportConfig:
+    name: str = MISSING
+    folder: str | None = option(None)
+    check: bool = option(False)
+
+
+@dataclass
+class PlanConfig:
+    name: str = MISSING
+    gpu: str = option("h100")
+    gpus: int | None = option(None, least=1)
+    hours: float | None = option(None, above=0)
+    utilization: float = option(0.4, least=0.01, most=1)
+    models: list[str] = option([])
+    paper: bool = option(False)
+    experiments: list[str] = option([])
+    folder: str | None = option(None)
+
+
+@dataclass
+class AnalyzeConfig:
+    name: str = MISSING
+    tokens: int = option(16_384, least=2)
+    passage_tokens: int = option(512, least=2)
+    pairs: int = option(20, least=0)
+    others: list[str] = option([])
+
+
+@dataclass
+class ReproduceConfig:
+    name: str = MISSING
+    tables: dict[str, list[str]] = option({})
+    minutes: dict[str, float] = option({})
+    only: list[str] = option([])
+    publish: bool = option(False)
+
+
+@dataclass
+class BudgetConfig:
+    name: str = MISSING
+    tables: list[str] = option([])
+    steps: int = MISSING
+    warmup_steps: int = MISSING
+    long_steps: int = option(MISSING)
+    alignment_steps: int = MISSING
+    plain_steps: int = option(MISSING)
+    both_steps: int = option(MISSING)
+    small_steps: int = option(MISSING)
+    small_more_steps: int = option(MISSING)
+    scratch_steps: int = MISSING
+    warm_start_sequences: int = 12
+    warm_start_steps: int = 100
+    balance_sequences: int = 8
+    calibration_sequences: int = FitOptions.calibration_sequences
+    validation_sequences: int = FitOptions.validation_sequences
+    # differs from the methods' default, which is left out of config hashes: earlier runs keep their folders
+    fit_steps: int = 1200
+    train_tokens: int | None = None
+    test_tokens: int | None = None
+    eval_sequences: int | None = None
+    long_eval_sequences: int | None = None
+    context_sequences: int | None = option(None)
+    context_tasks: list[str] = option(["perplexity@1024", "perplexity@2048", "perplexity@4096", "perplexity@8192"])
+    frontier_tasks: list[str] = option(["perplexity@4096", "perplexity@8192"])
+    lr_factors: list[float] = option([])
+    scratch_lr_factors: list[float] = option([])
+    limit: int | None = option(None)
+    long_range_limit: int | None = option(None)
+    top_k: list[int] = option([])
+    analyze_tokens: int = 16_384
+    lengths: list[int] = option([])
+    method_lengths: list[int] = option([])
+    quality_lengths: list[int] = option([2048, 8192])
+    model_lengths: list[int] = option([])
+    step_lengths: list[int] = option([])
+    decode_lengths: list[int] = option([])
+    prompts: int = MISSING
+    small_variant: str | None = None
+    small_windows: list[int] = option([])
+    scratch_variant: str | None = None
+    model_variants: list[str] = option([])
+    domain_variants: list[str] = option([])
+
+
 @dataclass
 class Config:
-    job: str = option("train", choices=JOBS)
+    job: str = option("train", choices=tuple(JOBS))
     experiment: str = "adhoc"
     assets: str = option("auto", choices=("auto", "hub", "embedded"))
     seed: int = option(0, least=0, most=MAX_SEED)
@@ -188,39 +422,44 @@ class Config:
 
     @property
     def has_router(self) -> bool:
-        """Whether the attention has a router to train."""
+        """Return whether the attention is Focus with a router."""
         return isinstance(self.attention, FocusConfig)
 
     @property
     def focus(self) -> FocusConfig:
-        """attention.* where it has a router."""
+        """Return attention.* of Focus with a router."""
         assert isinstance(self.attention, FocusConfig), self.attention
         return self.attention
 
     @property
     def dual(self) -> DualConfig | None:
-        """attention.* where it has two encoders."""
+        """Return attention.* of Focus with two encoders; None for other methods."""
         return self.attention if isinstance(self.attention, DualConfig) else None
 
     @property
     def fitting(self) -> FitOptions | None:
-        """attention.* where that is fitted to the base, layer by layer, before any phase."""
-        return (
-            self.attention if isinstance(self.attention, FitOptions) and self.attention.calibration_sequences else None
-        )
+        """Return attention.* of a method that is fitted to the base before any phase; None for other methods."""
+        attention = self.attention
+        return attention if isinstance(attention, FitOptions) and attention.calibration_sequences else None
+
+    @property
+    def phases(self) -> list[tuple[str, PhaseConfig]]:
+        """Return the phases to run by name; without a router there is no router to train."""
+        has_router = self.has_router or self.dual is not None
+        return [(name, p) for name, p in self.recipe.phases.items() if p.trainable != "router" or has_router]
 
 
 GROUPS = {key: schema for key, schema in get_type_hints(Config).items() if is_dataclass(schema)}
 
 
 def register_schemas() -> None:
-    """Put the schemas where the defaults lists of conf/ find them."""
+    """Register the schemas that the defaults lists of conf/ name."""
     store = ConfigStore.instance()
     store.store(name="base_config", node=Config)
     for group, schema in GROUPS.items():
-        if group != "attention":  # its schema is its method's
+        if group != "attention":  # MethodSource has its schemas
             store.store(group=group, name=f"base_{group}", node=schema)
-    SourcesRegistry.instance().register(MethodSource)
+    Plugins.instance().register(MethodSource)
 
 
 # former keys -> keys of today, groups first; None: no longer a key
@@ -266,7 +505,7 @@ RENAMED: dict[str, str | None] = {
 RENAMED_VALUES = {"objective": {"text": "lm", "base": "distill"}}
 
 
-# former keys whose successor is written in another way -> what to type
+# former keys of other syntax -> what to type
 TYPED_INSTEAD = {
     "arm": "+variant=<experiment>/<name>",
     "arms": "variants=[<names of files in conf/variant>]",
@@ -290,7 +529,7 @@ def renamed_key_reason(key: str) -> str | None:
 def upgrade_keys(values: dict[str, Any]) -> dict[str, Any]:
     """Return a recorded configuration under the keys of today (see RENAMED)."""
     upgraded = copy.deepcopy(values)
-    external = "." in (values.get("attention") or {}).get("method", "")  # its options are its own
+    external = "." in (values.get("attention") or {}).get("method", "")  # a class outside of focus_exp
     for old, new in RENAMED.items():
         *groups, key = old.split(".")
         if external and groups == ["attention"]:
@@ -314,18 +553,8 @@ def upgrade_options(options: dict[str, Any], schema: type[Any]) -> dict[str, Any
     return {key: value for key, value in options.items() if key in names} | renamed["attention"]
 
 
-def structured(values: dict[str, Any]) -> Any:
+def load_recorded(values: dict[str, Any]) -> Any:
     """Return a recorded configuration under the schema, which refuses unknown keys."""
-    given = OmegaConf.create(upgrade_keys(values))
-    given.attention = attention_of(given.attention)
-    return OmegaConf.merge(OmegaConf.structured(Config), given)
-
-
-def phases_of(config: Config) -> list[tuple[str, PhaseConfig]]:
-    """The named phases that this configuration really runs: without a router there is no router to train."""
-    phases, routed = config.recipe.phases.items(), config.has_router or config.dual is not None
-    return [(name, p) for name, p in phases if p.trainable != "router" or routed]
-
-
-def to_dict(config: Config) -> dict[str, Any]:
-    return asdict(config)
+    recorded = OmegaConf.create(upgrade_keys(values))
+    recorded.attention = build_attention(recorded.attention)
+    return OmegaConf.merge(OmegaConf.structured(Config), recorded)

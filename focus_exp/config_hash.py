@@ -1,4 +1,4 @@
-"""The name of a configuration: what two runs share that compute the same."""
+"""Hash of a configuration: equal for runs that compute the same."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ import hashlib
 import json
 import re
 from contextlib import suppress
-from dataclasses import MISSING, fields, is_dataclass
+from dataclasses import MISSING, asdict, fields, is_dataclass
 from pathlib import Path
 from typing import Any
 
-from focus_exp.config import Config, to_dict
+from focus_exp.config import Config
 
-# keys that change where or how a run is reported, but not what it computes
+# keys that do not change what a run computes
 NOT_HASHED = (
     *("job", "variant", "overwrite", "runs_dir", "cache_dir", "logger", "adapter"),
     *("report", "plan", "reproduce", "budget"),
@@ -22,75 +22,74 @@ TRAINER_NOT_HASHED = (
     *("name", "log_every", "progress", "checkpoint_every", "keep_checkpoints", "probe_every"),
     *("strategy", "devices", "num_nodes", "cpu_offload"),
 )
-ADAPTER = ("method", "options", "layers")  # of its description, those that decide what it does
+ADAPTER = ("method", "options", "layers")  # keys of its description that determine its output
 
 
 def config_hash(config: Config) -> str:
-    """Eight hex digits of everything that decides what the run computes.
+    """Return eight hex digits of the configuration.
 
-    What stands at the schema's default is left out, so a key that is new tomorrow leaves the runs of today their names;
-    for the same reason a default, once released, must not change its meaning.
+    Defaults are left out, so that a new key keeps the hashes of earlier runs. A released default must not change.
     """
-    values = {key: value for key, value in chosen(config).items() if decides((key,))}
+    values = {key: value for key, value in changed_values(config).items() if is_hashed((key,))}
     for part in ("model", "trainer"):
-        values[part] = {key: value for key, value in values[part].items() if decides((part, key))}
+        values[part] = {key: value for key, value in values[part].items() if is_hashed((part, key))}
     if base_run := values["model"].get("base_run"):  # as written before variants were files
         values["model"]["base_run"] = [re.sub(r"^\+variant=(?:.*/)?", "arm=", override) for override in base_run]
-    own_seed = getattr(config.attention, "seed", config.seed)
+    attention_seed = getattr(config.attention, "seed", config.seed)
     values["attention"].pop("seed", None)
-    if own_seed != config.seed:  # be it the schema's default or not
-        values["attention"]["seed"] = own_seed
+    if attention_seed != config.seed:  # also if it is the default
+        values["attention"]["seed"] = attention_seed
     if config.adapter:
-        values["adapter"] = content(config.adapter)
+        values["adapter"] = hash_adapter(config.adapter)
     if config.eval.adapters:
-        values["eval"]["adapters"] = [content(adapter) for adapter in config.eval.adapters]
+        values["eval"]["adapters"] = [hash_adapter(adapter) for adapter in config.eval.adapters]
     return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()[:8]
 
 
 def moved_defaults(config: Config, recorded: dict[str, Any]) -> dict[str, Any]:
-    """What a run of the same name was given, its settings `recorded`, where this one has a default that is another."""
-    now, named = leaves(json.loads(json.dumps(to_dict(config)))), leaves(chosen(config))
-    then = leaves(recorded)
-    left_out = {key for key in now.keys() & then.keys() if key not in named and decides(key)}
-    return {".".join(key): then[key] for key in sorted(left_out) if then[key] != now[key]}
+    """Return the recorded values of keys that this configuration leaves at another default."""
+    now, hashed = flatten(json.loads(json.dumps(asdict(config)))), flatten(changed_values(config))
+    then = flatten(recorded)
+    defaults = {key for key in now.keys() & then.keys() if key not in hashed and is_hashed(key)}
+    return {".".join(key): then[key] for key in sorted(defaults) if then[key] != now[key]}
 
 
-def leaves(values: dict[str, Any], *above: str) -> dict[tuple[str, ...], Any]:
-    """The values of nested dicts by the keys that lead to them."""
-    found: dict[tuple[str, ...], Any] = {}
+def flatten(values: dict[str, Any], *prefix: str) -> dict[tuple[str, ...], Any]:
+    """Return the values of nested dicts by their keys."""
+    flat: dict[tuple[str, ...], Any] = {}
     for key, value in values.items():
-        found |= leaves(value, *above, key) if isinstance(value, dict) else {(*above, key): value}
-    return found
+        flat |= flatten(value, *prefix, key) if isinstance(value, dict) else {(*prefix, key): value}
+    return flat
 
 
-def decides(key: tuple[str, ...]) -> bool:
-    """Whether it is part of a run's name where it is no default."""
-    apart = {"model": MODEL_NOT_HASHED, "trainer": TRAINER_NOT_HASHED, "attention": ("seed",)}
-    return key[0] not in NOT_HASHED and not (len(key) > 1 and key[1] in apart.get(key[0], ()))
+def is_hashed(key: tuple[str, ...]) -> bool:
+    """Return whether a key is part of the hash where it is not at its default."""
+    excluded = {"model": MODEL_NOT_HASHED, "trainer": TRAINER_NOT_HASHED, "attention": ("seed",)}
+    return key[0] not in NOT_HASHED and not (len(key) > 1 and key[1] in excluded.get(key[0], ()))
 
 
-def content(adapter: str) -> list[Any]:
-    """What an adapter holds, of which its place says nothing: its tensors, and with which options they are used."""
+def hash_adapter(adapter: str) -> list[Any]:
+    """Return the hashes of an adapter's tensors and the options of its description, wherever it is."""
     folder = Path(adapter)
     tensors = [hashlib.sha256(path.read_bytes()).hexdigest() for path in sorted(folder.glob("*.safe*"))]
-    described = []
+    descriptions = []
     for path in sorted(folder.glob("*.json")):
-        with suppress(ValueError):  # whoever loads it says what is wrong with it
-            whole = json.loads(path.read_text(encoding="utf-8"))
-            described.append({key: whole[key] for key in ADAPTER if key in whole})
-    return [*tensors, *described]
+        with suppress(ValueError):  # loading it raises
+            values = json.loads(path.read_text(encoding="utf-8"))
+            descriptions.append({key: values[key] for key in ADAPTER if key in values})
+    return [*tensors, *descriptions]
 
 
-def chosen(config: Any) -> dict[str, Any]:
-    """The values that differ from their schema's defaults."""
+def changed_values(config: Any) -> dict[str, Any]:
+    """Return the values that differ from their schema's defaults."""
     values = {}
     for item in fields(config):
         value = getattr(config, item.name)
         default = item.default if item.default_factory is MISSING else item.default_factory()
         if is_dataclass(value):
-            values[item.name] = chosen(value)
+            values[item.name] = changed_values(value)
         elif isinstance(value, dict):
-            values[item.name] = {key: chosen(part) if is_dataclass(part) else part for key, part in value.items()}
+            values[item.name] = {key: changed_values(v) if is_dataclass(v) else v for key, v in value.items()}
         elif value != default:
             values[item.name] = value
     return {key: value for key, value in values.items() if value != {}}

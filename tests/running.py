@@ -22,7 +22,7 @@ from matplotlib.figure import Figure
 
 from focus_exp import __main__ as command_line
 from focus_exp.attention.registry import METHODS
-from focus_exp.config_attention import AttentionConfig, schema_of
+from focus_exp.config import AttentionConfig, find_schema
 from focus_exp.errors import STOP_SIGNALS
 from focus_exp.results.measurement import MEASUREMENTS, read_measurements
 from focus_exp.results.metrics import read_metrics
@@ -90,7 +90,7 @@ def fitting(*arguments: str) -> list[str]:
     given = dict(argument.split("=", 1) for argument in arguments if "=" in argument)
     chosen = given.get("attention", "full" if given.get("recipe") in ("lora", "dora") else "focus")
     method = max((name for name in ("full", *METHODS) if chosen.startswith(name)), key=len, default="focus")
-    known, all_known = ({f"attention.{item.name}" for item in fields(schema_of(m))} for m in (method, "focus"))
+    known, all_known = ({f"attention.{item.name}" for item in fields(find_schema(m))} for m in (method, "focus"))
     return [part for part in arguments if part.partition("=")[0] not in all_known - known]
 
 
@@ -101,7 +101,7 @@ def without_attention(arguments: list[str]) -> list[str]:
 
 def attention_of(method: str, **options: Any) -> AttentionConfig:
     """Make attention.* of a method from those `options` that it has."""
-    schema = schema_of(method)
+    schema = find_schema(method)
     known = {item.name for item in fields(schema)}
     return schema(name=method, method=method, **{key: value for key, value in options.items() if key in known})
 

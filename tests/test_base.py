@@ -9,9 +9,8 @@ from builders import scored
 from hydra import compose, initialize_config_dir
 from running import fitting, run, tiny
 
-from focus_exp.__main__ import conf_dir
 from focus_exp.checks import parse
-from focus_exp.config import register_schemas
+from focus_exp.config import conf_dir, register_schemas
 from focus_exp.jobs import base as base_module
 from focus_exp.results.record import Record
 

@@ -30,8 +30,7 @@ from focus_exp.attention.baselines.window import WindowOnly
 from focus_exp.attention.registry import METHODS, build
 from focus_exp.attention.selection import AttentionArgs, PairCounts, Selection, Sequence
 from focus_exp.checks import parse
-from focus_exp.config import AttentionConfig, register_schemas
-from focus_exp.config_attention import method_options
+from focus_exp.config import AttentionConfig, get_method_options, register_schemas
 from focus_exp.models.methods import attached_methods
 
 CONF = Path(__file__).parent.parent / "conf" / "attention"
@@ -801,13 +800,13 @@ def composed(name: str, *settings: str) -> AttentionConfig:
 @pytest.mark.parametrize("name", sorted(path.stem for path in CONF.glob("*.yaml") if path.stem != "full"))
 def test_baseline_yaml_builds_method(name):
     config = composed(name, "seed=5")
-    options = method_options(config)
+    options = get_method_options(config)
     assert config.name == name and options.get("seed", 5) == 5
     assert type(build(config.method, shape(size=64), **options)) is METHODS[config.method]
 
 
 def test_method_options_reach_the_module():
     config = composed("sparq_mean", "attention.tokens_kept=21")
-    method = build(config.method, shape(size=64), **method_options(config))
+    method = build(config.method, shape(size=64), **get_method_options(config))
     assert isinstance(method, SparQ) and method.reallocate and method.distant_kept == 21 - 8
-    assert not build("sparq", shape(size=64), **method_options(composed("sparq"))).reallocate
+    assert not build("sparq", shape(size=64), **get_method_options(composed("sparq"))).reallocate

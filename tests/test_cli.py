@@ -5,7 +5,6 @@ import signal
 import subprocess
 import sys
 from dataclasses import fields, is_dataclass
-from pathlib import Path
 from typing import get_type_hints
 
 import pytest
@@ -14,12 +13,10 @@ from running import only_run, record_of, router_steps, run, tiny
 from safetensors.torch import load_file
 
 from focus_exp import __main__ as command_line
-from focus_exp.__main__ import conf_dir
 from focus_exp.attention.options import violated_constraint
-from focus_exp.config import Config
-from focus_exp.config_attention import FocusConfig
+from focus_exp.cli import order_arguments
+from focus_exp.config import Config, FocusConfig
 from focus_exp.errors import EXTRAS
-from focus_exp.explain import arranged
 from focus_exp.training.module import LanguageModelTask
 
 
@@ -50,11 +47,10 @@ def test_process_with_a_closed_stdout_exits_with_sigpipe():
 
 
 def test_options_are_accepted_at_any_position():
-    conf = Path(conf_dir())
     arguments = ["seed=0,1", "-m", "job=report", "--cfg", "job", "--config-dir=x", "-i", "defaults", "~data", "a=b=c"]
     ordered = ["-m", "--cfg", "job", "--config-dir=x", "-i", "defaults", "seed=0,1", "job=report", "~data", "a=b=c"]
-    assert arranged(arguments, conf) == ordered == arranged(ordered, conf)
-    assert arranged(["-i", "a=b"], conf) == ["-i", "a=b"]
+    assert order_arguments(arguments) == ordered == order_arguments(ordered)
+    assert order_arguments(["-i", "a=b"]) == ["-i", "a=b"]
 
 
 def choice_options(schema):

@@ -17,7 +17,7 @@ from focus_exp import attach
 from focus_exp.attention.base import LayerShape
 from focus_exp.attention.focus_dual import FocusDual
 from focus_exp.attention.selection import AttentionArgs, Selection, Sequence, base_mask, local_mask, top_k_groups
-from focus_exp.config_attention import DualConfig
+from focus_exp.config import DualConfig
 from focus_exp.models.methods import attached_methods, observe_selections, swap_methods
 from focus_exp.training.focus_dual_fit import fit, importance
 from focus_exp.training.focus_dual_fit.encoders import FitSequence, fit_encoders, score_thresholds

@@ -10,7 +10,7 @@ from omegaconf import OmegaConf
 from running import fitting, run, tiny
 
 from focus_exp.checks import parse
-from focus_exp.config import GROUPS, phases_of, register_schemas
+from focus_exp.config import GROUPS, register_schemas
 from focus_exp.jobs.variants import compose_variant, variant_name
 from focus_exp.results.record import Record
 from focus_exp.results.run_dir import name_experiment
@@ -128,12 +128,12 @@ def test_arms_that_are_trained_read_as_many_tokens(name):
 
 def read_by_arms(arms):
     """Tokens, the fewest first, of those that are trained by more than a fit and on as many tokens."""
-    trained = {name: arm for name, arm in arms.items() if any(phase.steps for _, phase in phases_of(arm))}
+    trained = {name: arm for name, arm in arms.items() if any(phase.steps for _, phase in arm.phases)}
     return sorted(tokens_read(arm) for name, arm in trained.items() if not name.endswith("_same_steps"))
 
 
 def tokens_read(config):
-    phases = phases_of(config)
+    phases = config.phases
     steps = sum(phase.steps for _, phase in phases) * tokens_per_step(config)
     blocks = config.focus.warm_start_sequences + config.focus.balance_sequences if config.has_router else 0
     return steps + blocks * config.data.seq_len

@@ -7,9 +7,7 @@ import pytest
 from omegaconf import OmegaConf
 from running import run
 
-from focus_exp.__main__ import conf_dir
-from focus_exp.config import GROUPS, JOBS, Config
-from focus_exp.config_attention import schema_of
+from focus_exp.config import GROUPS, JOBS, Config, conf_dir, find_schema
 
 CONF = Path(conf_dir())
 
@@ -20,7 +18,7 @@ def file_of_all_keys(group):
 
 KEYS = [(group, file_of_all_keys(group), schema) for group, schema in GROUPS.items() if group != "attention"]
 KEYS += [
-    (f"attention={path.stem}", path, schema_of(OmegaConf.load(path)["method"]))
+    (f"attention={path.stem}", path, find_schema(OmegaConf.load(path)["method"]))
     for path in sorted((CONF / "attention").glob("*.yaml"))
 ]
 

@@ -15,9 +15,8 @@ from safetensors.torch import load_file, save_file
 from transformers import BertConfig, BertForMaskedLM, BertModel, LlamaConfig, LlamaForSequenceClassification
 
 from focus_exp import assets
-from focus_exp.__main__ import conf_dir
 from focus_exp.checks import parse
-from focus_exp.config import ModelConfig, register_schemas
+from focus_exp.config import ModelConfig, conf_dir, register_schemas
 from focus_exp.errors import UserError
 from focus_exp.models import gguf as gguf_module
 from focus_exp.models import load as load_module

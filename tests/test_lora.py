@@ -351,25 +351,3 @@ def test_lora_non_finite_loss_keeps_the_last_adapter(tmp_path, monkeypatch):
     assert len(saved) == len(good) == 8
     for name, tensor in good.items():
         assert torch.equal(saved[f"base_model.model.{name.replace('.default', '')}"], tensor)
-
-
-BAD = {
-    "recipe.lora.rank=0": ["recipe.lora.rank", "0"],
-    "recipe.lora.target_modules=[q_proj,nothing]": ["target_modules", "nothing", "down_proj, gate_proj"],
-    "attention=focus": ["recipe=lora", "attention=focus", "use attention=full, or recipe=retrofit"],
-    "recipe=finetune attention=full recipe.phases.router.trainable=lora": [
-        "recipe=finetune trains both LoRA and",
-        "leave one of them out",
-    ],
-    "recipe.phases.lora.trainable=lorra": ["recipe.phases.lora.trainable", "lorra", "router, lora, all"],
-    "recipe.from_scratch=true": ["recipe=lora starts from random weights", "train: all"],
-    "recipe.lora.rnk=8": ["there is no key recipe.lora.rnk", "did you mean rank"],
-}
-
-
-@pytest.mark.parametrize("override", BAD)
-def test_lora_bad_setting_raises_user_error(tmp_path, override):
-    result = run(*fitting(*tiny(tmp_path), "recipe=lora", *override.split()))
-    assert result.code == 2 and result.err.startswith("error: ") and result.err.count("error:") == 1
-    for part in BAD[override]:
-        assert part in result.err

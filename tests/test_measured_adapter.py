@@ -9,12 +9,11 @@ from hydra import compose, initialize_config_dir
 from running import fitting, only_run, record_of, run, tiny, without_attention
 
 from focus_exp.checks import parse
-from focus_exp.config import register_schemas
+from focus_exp.cli import quote_override
+from focus_exp.config import conf_dir, register_schemas
 from focus_exp.jobs.adapter import with_adapter
 from focus_exp.models.adapter import DESCRIPTION
-from focus_exp.overrides import quote_override
 from focus_exp.results.record import RECORD, Record
-from focus_exp.shipped import conf_dir
 
 FIT = [
     "attention.calibration_sequences=3",

@@ -4,7 +4,7 @@ import pytest
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from running import only_run, record_of, run, tiny
 
-from focus_exp.overrides import quote_override
+from focus_exp.cli import quote_override
 
 PATHS = [
     *(

@@ -11,10 +11,9 @@ from hydra import compose, initialize_config_dir
 from running import run
 from transformers import AutoModelForCausalLM
 
-from focus_exp.__main__ import conf_dir
 from focus_exp.checks import parse
-from focus_exp.config import register_schemas
-from focus_exp.overrides import quote_override
+from focus_exp.cli import quote_override
+from focus_exp.config import conf_dir, register_schemas
 
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]

@@ -9,7 +9,7 @@ import pytest
 from hydra import compose, initialize_config_dir
 
 from focus_exp.checks import parse
-from focus_exp.config import register_schemas
+from focus_exp.config import conf_dir, register_schemas
 from focus_exp.config_hash import config_hash
 from focus_exp.reporting.load import Loaded
 from focus_exp.results.measurement import (
@@ -21,7 +21,6 @@ from focus_exp.results.measurement import (
 )
 from focus_exp.results.run_dir import run_folder
 from focus_exp.results.setup import setup_key
-from focus_exp.shipped import conf_dir
 
 RECORDS = Path(__file__).parent.parent / "runs" / "records"
 

@@ -5,7 +5,7 @@ import shutil
 import pytest
 from running import only_run, record_of, run, tiny, without_attention
 
-from focus_exp.__main__ import conf_dir
+from focus_exp.config import conf_dir
 from focus_exp.errors import UserError
 from focus_exp.results.record import Record
 

@@ -18,12 +18,11 @@ from running import fitting, metrics_of, only_run, outcome, record_of, router_st
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from focus_exp.checks import parse
-from focus_exp.config import register_schemas, structured
+from focus_exp.config import conf_dir, load_recorded, register_schemas
 from focus_exp.config_hash import config_hash
 from focus_exp.jobs.train import save_weights
 from focus_exp.models.random import byte_tokenizer
 from focus_exp.results.record import Record
-from focus_exp.shipped import conf_dir
 
 STEPS = router_steps(4)
 BOTH = ("recipe=finetune", router_steps(3), "recipe.phases.everything.steps=3")
@@ -119,7 +118,7 @@ def test_run_folder_holds_config_metrics_adapter_record_tables_and_figures(folde
         *("adapter/focus_adapter.safetensors", "adapter/focus_adapter.json"),
         *("figures/loss_curve.png", "figures/perplexity_by_position.png"),
     }
-    config = OmegaConf.to_object(structured(OmegaConf.load(place / "config.yaml")))
+    config = OmegaConf.to_object(load_recorded(OmegaConf.load(place / "config.yaml")))
     assert config.attention.window == 8 and config.recipe.phases["router"].steps == 4
     assert [line["step"] for line in metrics_of(folder / "retrofit")] == [1, 2, 3, 4]
     measured = pd.read_csv(place / "measurements.csv")

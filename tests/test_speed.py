@@ -14,10 +14,9 @@ from running import fitting, only_run, record_of, router_steps, run, tiny
 from torch.nn.functional import one_hot
 
 from focus_exp import attach, set_routing
-from focus_exp.__main__ import conf_dir
 from focus_exp.attention.baselines.performer import Performer
 from focus_exp.attention.selection import Selection, Sequence, count_pairs
-from focus_exp.config import register_schemas
+from focus_exp.config import conf_dir, register_schemas
 from focus_exp.jobs import backend
 from focus_exp.jobs.reproduce import composed
 from focus_exp.models.methods import attached_methods, attention_modules, disable_method, observe_selections

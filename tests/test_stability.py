@@ -18,7 +18,7 @@ from test_training import ALL, FLOAT32, ROUTER, T, focus, routers
 from focus_exp import config as schema
 from focus_exp.attention.router import balance_loss, entropy_loss, follow_means, kmeans
 from focus_exp.attention.selection import Sequence
-from focus_exp.config_attention import FocusConfig
+from focus_exp.config import FocusConfig
 from focus_exp.data import SequenceDataset, TokenStream
 from focus_exp.models.methods import attached_methods
 from focus_exp.reporting.load import load_run, select

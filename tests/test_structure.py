@@ -15,23 +15,17 @@ TOP_LEVEL = {
     *("conf", "docs", "focus_exp", "runs", "tests", ".ci"),
     *("Makefile", "pyproject.toml", "constraints.txt", "README.md", "LICENSE", ".gitignore"),
 }
-FOUNDATION = {
-    *("errors", "storage", "progress", "assets"),
-    *("config", "config_attention", "config_jobs", "config_hash", "shipped", "checks", "overrides"),
-}
+FOUNDATION = {"errors", "storage", "progress", "assets", "config", "config_hash", "checks", "cli"}
 MAY_IMPORT = {
     "attention": set(),
     "errors": set(),
     "storage": {"errors"},
     "progress": set(),
     "assets": FOUNDATION,
-    "config": {*FOUNDATION, "attention"},
-    "config_attention": {"errors", "attention"},
-    "config_jobs": {"attention"},
+    "config": {"errors", "attention"},
     "config_hash": {"config"},
-    "shipped": {"config"},
     "checks": {*FOUNDATION, "attention", "launcher"},
-    "overrides": {"config", "config_attention"},
+    "cli": {*FOUNDATION, "attention"},
     "launcher": {"errors"},
     "records": {*FOUNDATION, "results"},
     "results": {*FOUNDATION, "records"},
@@ -44,7 +38,6 @@ MAY_IMPORT = {
     "jobs": {
         *FOUNDATION,
         "launcher",
-        "overrides",
         "attention",
         "models",
         "data",
@@ -56,9 +49,7 @@ MAY_IMPORT = {
         "speed",
     },
     "__init__": {"errors", "models"},
-    "help": {*FOUNDATION, "attention"},
-    "explain": {*FOUNDATION, "attention"},
-    "__main__": {*FOUNDATION, "explain", "help", "jobs", "launcher", "overrides"},
+    "__main__": {*FOUNDATION, "jobs", "launcher"},
 }
 
 

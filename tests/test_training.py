@@ -12,7 +12,7 @@ from transformers import OPTConfig, OPTForCausalLM
 
 from focus_exp import attach
 from focus_exp import config as schema
-from focus_exp.config_attention import FocusConfig
+from focus_exp.config import FocusConfig
 from focus_exp.data import SequenceDataset, TokenStream
 from focus_exp.errors import UserError
 from focus_exp.models.methods import attached_methods, observe_selections

@@ -15,7 +15,7 @@ from huggingface_hub import dataset_info
 from transformers import PreTrainedTokenizerBase
 
 from focus_exp.assets import Provenance, build_once, choose_source, explain_substitution, hub_reachable
-from focus_exp.config import DataConfig
+from focus_exp.config import DataConfig, is_shipped
 from focus_exp.data import texts
 from focus_exp.data.books import EMBEDDED
 from focus_exp.data.packing import (
@@ -27,7 +27,6 @@ from focus_exp.data.packing import (
     write_stream,
 )
 from focus_exp.errors import UserError, first_line
-from focus_exp.shipped import is_shipped
 
 log = logging.getLogger(__name__)
 SPECIAL_TOKENS = "special_tokens.json"

@@ -11,8 +11,7 @@ from transformers import PreTrainedModel
 from focus_exp.attention.base import AttentionMethod
 from focus_exp.attention.baselines.random_groups import RandomGroups
 from focus_exp.attention.baselines.window import WindowOnly
-from focus_exp.config import Config
-from focus_exp.config_attention import FocusConfig
+from focus_exp.config import Config, FocusConfig
 from focus_exp.models.lora import describe_lora
 from focus_exp.models.methods import attached_methods
 

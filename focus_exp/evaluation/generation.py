@@ -112,7 +112,7 @@ class Generation:
         """Return top_k by variant; None where a budget gives each head its own."""
         top_ks = self.config.generate.top_k
         if dual := self.config.dual:
-            return {f"{dual.name} k={k}": k for k in top_ks} or {dual.name: None if dual.budgeted else dual.top_k}
+            return {f"{dual.name} k={k}": k for k in top_ks} or {dual.name: None if dual.has_budget else dual.top_k}
         attention = self.config.focus
         return {hard_variant("focus", k, attention.pair_rule): k for k in top_ks or range(1, attention.groups + 1)}
 

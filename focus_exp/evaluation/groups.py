@@ -22,8 +22,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from focus_exp.attention.base import AttentionMethod
 from focus_exp.attention.registry import build
 from focus_exp.attention.selection import Selection, Sequence
-from focus_exp.config import Config
-from focus_exp.config_attention import DualConfig, FocusConfig
+from focus_exp.config import Config, DualConfig, FocusConfig
 from focus_exp.data import SequenceDataset
 from focus_exp.errors import UserError
 from focus_exp.evaluation.groups_passage import (

@@ -13,13 +13,11 @@ from hydra.core.override_parser.types import Override
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from focus_exp.checks import validate
-from focus_exp.config import Config, ModelConfig, RecipeConfig
-from focus_exp.config_attention import FocusConfig, attention_of, schema_of
+from focus_exp.checks import drop_file_fields, validate
+from focus_exp.config import Config, FocusConfig, ModelConfig, RecipeConfig, build_attention, find_schema
 from focus_exp.errors import UserError, first_line
 from focus_exp.models.adapter import BASE_HINT, read_description
 from focus_exp.results.record import RECORD, Record
-from focus_exp.shipped import own
 
 
 def with_adapter(config: Config, typed: list[str] | None = None) -> Config:
@@ -34,7 +32,7 @@ def with_adapter(config: Config, typed: list[str] | None = None) -> Config:
     settings = {setting.key_or_group: setting for setting in OverridesParser.create().parse_overrides(typed)}
     refuse_ignored(config, description, settings)
     method = description["method"]
-    alike = isinstance(config.attention, schema_of(method))
+    alike = isinstance(config.attention, find_schema(method))
     chosen = {"method": method, "name": config.attention.name if config.attention.method == method else method}
     usual = type(config.attention)()
     for key in free_of(description):
@@ -46,7 +44,7 @@ def with_adapter(config: Config, typed: list[str] | None = None) -> Config:
     if config.experiment == Config.experiment and not any(key.partition(".")[0] == "model" for key in settings):
         model = base_of(config, description)
     try:
-        attention: Any = OmegaConf.to_object(attention_of(description["options"] | chosen))
+        attention: Any = OmegaConf.to_object(build_attention(description["options"] | chosen))
         merged = replace(config, model=model, attention=attention, recipe=RecipeConfig(name="none"))
         validate(merged)
     except (OmegaConfBaseException, UserError) as error:
@@ -56,7 +54,7 @@ def with_adapter(config: Config, typed: list[str] | None = None) -> Config:
 
 def free_of(description: dict[str, Any]) -> list[str]:
     """Of attention.*, what the adapter may be measured under that is not its own."""
-    if issubclass(schema_of(description["method"]), FocusConfig):
+    if issubclass(find_schema(description["method"]), FocusConfig):
         return ["top_k", "pair_rule", "backend"]
     counted = description["method"] == "focus_dual" and description["options"].get("groups_per_layer") is None
     return ["top_k", "backend"] if counted else ["backend"]
@@ -65,7 +63,7 @@ def free_of(description: dict[str, Any]) -> list[str]:
 def refuse_ignored(config: Config, description: dict[str, Any], typed: dict[str, Override]) -> None:
     """UserError for attention.* that would change nothing: tables of other settings would hold the same numbers."""
     method, free = description["method"], free_of(description)
-    known, made = vars(schema_of(method)()), made_with(config, description)
+    known, made = vars(find_schema(method)()), made_with(config, description)
     for name, setting in typed.items():
         group, _, key = name.partition(".")
         if group != "attention" or key in ("", "name", *free) or not hasattr(config.attention, key):
@@ -94,7 +92,7 @@ def made_with(config: Config, description: dict[str, Any]) -> dict[str, Any]:
     record = record_beside(config)
     if record is None or record.setting("attention", "method") != description["method"]:
         return told
-    return vars(schema_of(description["method"])()) | record.config["attention"] | told
+    return vars(find_schema(description["method"])()) | record.config["attention"] | told
 
 
 def base_of(config: Config, description: dict[str, Any]) -> ModelConfig:
@@ -109,9 +107,9 @@ def base_of(config: Config, description: dict[str, Any]) -> ModelConfig:
     if record and "name" in (kept := record.config.get("model", {})):
         found = ModelConfig(**{key: kept[key] for key in vars(found) if key in kept})
     elif base.get("revision") and "/" in base["name"]:
-        found = own("model", replace(found, path=None, hub_id=base["name"], revision=base["revision"]))
+        found = drop_file_fields("model", replace(found, path=None, hub_id=base["name"], revision=base["revision"]))
     if (trained / "config.json").is_file():
-        return own("model", replace(found, path=str(trained)))
+        return drop_file_fields("model", replace(found, path=str(trained)))
     if found.path and not Path(found.path).expanduser().exists():
         raise UserError(f"the adapter in {config.adapter} is of model.path={found.path}, which is gone; {BASE_HINT}")
     return found

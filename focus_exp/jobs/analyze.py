@@ -1,8 +1,4 @@
-"""job=analyze: describe a router's groups and what they prune.
-
-Word classes against an untrained router and chance, agreement with the routers in analyze.others (other seeds),
-long-range pairs, and the cost of pruning. passage.html in the run folder shows a passage coloured by group.
-"""
+"""job=analyze."""
 
 from __future__ import annotations
 
@@ -22,7 +18,11 @@ CALIBRATION_BLOCKS = 8
 
 
 def analyze(config: Config) -> None:
-    """Describe the groups of the adapter's router, or of one trained first as the recipe says."""
+    """Describe a router's groups and what they prune.
+
+    Word classes against an untrained router and chance, agreement with the routers in analyze.others (other seeds),
+    long-range pairs, and the cost of pruning. passage.html in the run folder shows a passage coloured by group.
+    """
     if config.adapter:
         config = with_adapter(config)
     if not (config.has_router or config.dual):

@@ -12,8 +12,7 @@ from transformers import PreTrainedModel
 from focus_exp.assets import cache_root
 from focus_exp.attention.focus_dual import FocusDual
 from focus_exp.attention.kernels import KERNELS, KernelRequirements, select_backend, unsupported_reasons
-from focus_exp.config import Config
-from focus_exp.config_attention import method_options
+from focus_exp.config import Config, get_method_options
 from focus_exp.errors import UserError
 from focus_exp.models.methods import attached_methods, find_routers, set_routing
 from focus_exp.results.environment import cpu_name
@@ -55,12 +54,12 @@ def set_backend(model: PreTrainedModel, config: Config, precision: Precision, lo
 def typical_options(model: PreTrainedModel, config: Config) -> dict[str, Any] | None:
     """Of a layer that stands for all that have groups, whose heads read as many of them on average; None without."""
     if find_routers(model):
-        return method_options(config.attention)
+        return get_method_options(config.attention)
     duals = [m for m in attached_methods(model).values() if isinstance(m, FocusDual) and m.is_routed]
     reach = [k for method in duals for k in method.groups_per_head]
     if not reach:
         return None
-    return method_options(config.attention) | {"groups_per_layer": None, "top_k": max(1, round(fmean(reach)))}
+    return get_method_options(config.attention) | {"groups_per_layer": None, "top_k": max(1, round(fmean(reach)))}
 
 
 def measured_device(device: torch.device) -> str:

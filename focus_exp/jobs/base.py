@@ -12,13 +12,13 @@ from pathlib import Path
 from hydra import compose
 
 from focus_exp.checks import parse
+from focus_exp.cli import quote_override
 from focus_exp.config import Config, ModelConfig
 from focus_exp.errors import UserError
 from focus_exp.evaluation.benchmarks import is_perplexity
 from focus_exp.evaluation.controls import BASE, SOFT, slug
 from focus_exp.jobs.run import finished_record, run_folder
 from focus_exp.jobs.variants import compose_variant
-from focus_exp.overrides import quote_override
 from focus_exp.results.record import Record
 from focus_exp.storage import atomic_write, file_lock
 from focus_exp.training.precision import choose_precision

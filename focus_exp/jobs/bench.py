@@ -1,8 +1,4 @@
-"""job=bench: time Focus against full attention on this device: layer, prefill, training step, decode.
-
-bench.list=true lists the kernels that are available and why others are not. Triton's kernels and torch's flash
-attention were checked and timed on an H200 (runs/records/gpu); FlashAttention 3, 4 and flash-attn have not run yet.
-"""
+"""job=bench."""
 
 from __future__ import annotations
 
@@ -10,8 +6,7 @@ from typing import Any
 
 from hydra.core.hydra_config import HydraConfig
 
-from focus_exp.config import Config, phases_of
-from focus_exp.config_attention import method_options
+from focus_exp.config import Config, get_method_options
 from focus_exp.errors import UserError
 from focus_exp.jobs.adapter import with_adapter
 from focus_exp.jobs.backend import list_kernels
@@ -27,7 +22,11 @@ from focus_exp.training.precision import choose_precision, has_native_bf16
 
 
 def bench(config: Config) -> None:
-    """Time what `config.bench` names, with balanced groups and with those of a trained router if there is one."""
+    """Time Focus against full attention on this device: layer, prefill, training step, decode.
+
+    bench.list=true lists the kernels that are available and why others are not. Triton's kernels and torch's flash
+    attention were checked and timed on an H200 (runs/records/gpu); FlashAttention 3, 4 and flash-attn have not run yet.
+    """
     if config.bench.list:
         list_kernels(config)
         return
@@ -86,7 +85,7 @@ def refuse_untimed(config: Config) -> None:
             raise UserError(f"bench.{key} is for attention=focus; of attention={name} a prefill is timed: leave it out")
     if not settings.prefill_lengths:
         raise UserError(f"attention={name} is timed in a prefill of the whole model; give bench.prefill_lengths=[4096]")
-    if not (config.adapter or config.fitting or phases_of(config)):
+    if not (config.adapter or config.fitting or config.phases):
         raise UserError(
             f"attention={name} is timed once it is fitted; give adapter=, or attention.calibration_sequences above 0"
         )
@@ -99,7 +98,7 @@ def other_methods(config: Config) -> Methods:
         attention = compose_shared(HydraConfig.get().overrides.task, [f"attention={name}", "recipe=none"]).attention
         if attention.method in ("full", "focus"):
             raise UserError(f"bench.methods={name}: full attention and Focus are timed by every bench; name others")
-        found[name] = (attention.method, method_options(attention))
+        found[name] = (attention.method, get_method_options(attention))
     return found
 
 

@@ -1,4 +1,4 @@
-"""job=build_tasks: write the long-range suite from the held-out books, named by its hash."""
+"""job=build_tasks."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from focus_exp.data.long_range import build_suite
 
 
 def build_tasks(config: Config) -> None:
-    """The suite that looks beyond `eval.long_range_distance` tokens, or beyond the attention's window."""
+    """Write the long-range suite from the held-out books, named by its hash."""
     window = config.eval.long_range_distance or config.attention.window
     suite = build_suite(cache_root(config.cache_dir), window)
     print(f"long-range suite for a window of {window}: {suite.folder}\nsha256 {suite.digest}")

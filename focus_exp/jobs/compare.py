@@ -1,9 +1,4 @@
-"""job=compare: run the variants of a comparison on the same tokens and put their results into one table.
-
-A variant is an ordinary run that differs in a few settings, a file below conf/variant. `variants=[focus,lora]` chooses
-some, `+variant=compare/lora` runs one alone, `-m +variant=compare/lora,compare/sparq` runs them as jobs of their own.
-The command without `+variant` runs what is left and writes the table, in which a failed variant keeps its reason.
-"""
+"""job=compare."""
 
 from __future__ import annotations
 
@@ -12,13 +7,13 @@ import logging
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import asdict, replace
 
 from hydra.core.hydra_config import HydraConfig
 from hydra.errors import HydraException
 from omegaconf.errors import OmegaConfBaseException
 
-from focus_exp.config import Config, phases_of, to_dict
+from focus_exp.config import Config
 from focus_exp.errors import UserError, first_line
 from focus_exp.jobs.base import share_scores
 from focus_exp.jobs.evaluate import measure
@@ -36,9 +31,12 @@ log = logging.getLogger(__name__)
 
 
 def compare(config: Config) -> None:
-    """Run every variant that is not finished yet, then write the table; `config.variant` alone makes no table.
+    """Run the variants of a comparison on the same tokens and put their results into one table.
 
-    With `config.adapter` variants measure it and none is trained. A failed variant stays in the table with its reason.
+    A variant is an ordinary run that differs in a few settings, a file below conf/variant. `variants=[focus,lora]`
+    chooses some, `+variant=compare/lora` runs one alone, `-m +variant=compare/lora,compare/sparq` runs them as jobs
+    of their own. The command without `+variant` runs what is left and writes the table, in which a failed variant
+    keeps its reason.
     """
     # all of them before the first one runs: a mistake in the last should not cost what the others take
     configs = compose_variants(config)
@@ -56,7 +54,7 @@ def compare_all(config: Config, configs: dict[str, Config]) -> None:
     shared = compose_variant(config, None, HydraConfig.get().overrides.task)
     precision = choose_precision(shared.trainer.precision, shared.trainer.accelerator, trains_base=False)
     # what all arms share is what the comparison says of itself
-    said = to_dict(replace(shared, job="compare", variants=config.variants, references=config.references))
+    said = asdict(replace(shared, job="compare", variants=config.variants, references=config.references))
     waiting = new_run(config, describe(precision))
     waiting.record.config = said
     waiting.record.variants = [
@@ -152,7 +150,7 @@ def describe_arm(name: str, config: Config, settings: list[str], error: str | No
     if not path.exists():
         return replace(arm, status="failed", error=error or "it left no record")
     record = Record.load(path)
-    phases = [record.setting("recipe", "phases", {})[phase] for phase, _ in phases_of(config)]
+    phases = [record.setting("recipe", "phases", {})[phase] for phase, _ in config.phases]
     return replace(
         arm,
         status=record.status,

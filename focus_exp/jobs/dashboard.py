@@ -1,7 +1,4 @@
-"""job=dashboard: log the report's tables and figures as a W&B run with a saved workspace.
-
-Needs make install-dashboard. Without a server the workspace is written to runs/report/dashboard.
-"""
+"""job=dashboard."""
 
 from __future__ import annotations
 
@@ -23,7 +20,10 @@ from focus_exp.reporting.wandb import (
 
 
 def dashboard(config: Config) -> None:
-    """Log the report to W&B and save the views."""
+    """Log the report's tables and figures as a W&B run with a saved workspace.
+
+    Needs make install-dashboard. Without a server the workspace is written to runs/report/dashboard.
+    """
     require_workspaces()
     import wandb
 

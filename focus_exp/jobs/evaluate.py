@@ -1,9 +1,4 @@
-"""job=evaluate: measure a trained adapter, on any data, against its base and the controls.
-
-The base is that of the adapter's run, or else of the Hub, unless an experiment or model= chooses one. `eval=downstream`
-runs lm-eval tasks and states the fraction of pairs pruned on each request; `eval=long_range` runs tasks whose answers
-lie beyond the window. Both need make install-evaluation.
-"""
+"""job=evaluate."""
 
 from __future__ import annotations
 
@@ -21,7 +16,12 @@ from focus_exp.training.precision import Precision, choose_precision
 
 
 def evaluate(config: Config) -> None:
-    """Measure `config.adapter` as `config.eval` says; attention is the adapter's, save top_k, pair_rule, backend."""
+    """Measure a trained adapter, on any data, against its base and the controls.
+
+    The base is that of the adapter's run, or else of the Hub, unless an experiment or model= chooses one.
+    `eval=downstream` runs lm-eval tasks and states the fraction of pairs pruned on each request; `eval=long_range`
+    runs tasks whose answers lie beyond the window. Both need make install-evaluation.
+    """
     if not config.adapter:
         raise UserError("job=evaluate needs adapter=<run folder>/adapter, or owner/name of one on the hub")
     measure(with_adapter(config))

@@ -10,8 +10,7 @@ from transformers import PreTrainedModel
 
 from focus_exp.assets import cache_root
 from focus_exp.attention.options import FocusOptions
-from focus_exp.config import Config, phases_of
-from focus_exp.config_attention import method_options
+from focus_exp.config import Config, get_method_options
 from focus_exp.data import SequenceDataset
 from focus_exp.errors import UserError
 from focus_exp.evaluation.perplexity import PerplexityEvaluator
@@ -43,7 +42,7 @@ from focus_exp.training.warm_start import calibrate, temporary_calibration, warm
 def attach_method(model: PreTrainedModel, config: Config, precision: Precision) -> None:
     if config.attention.method != "full":
         pl.seed_everything(config.seed, verbose=False)
-        attach(model, config.attention.method, **method_options(config.attention))
+        attach(model, config.attention.method, **get_method_options(config.attention))
         set_backend(model, config, precision, max(config.eval.seq_len, config.data.seq_len))
     if config.recipe.trains("lora"):
         budget = count_router_parameters(model, config.recipe.lora.router_groups, FocusOptions.routing_dim)
@@ -69,7 +68,7 @@ def fit(
     With `evaluator` routers are watched on its text while they are trained, and measured between phases.
     """
     config, record = run.config, run.record
-    phases, routed = phases_of(config), config.has_router
+    phases, routed = config.phases, config.has_router
     if is_main():
         for sentence in repair_checkpoints(run.folder / CHECKPOINTS):
             run.warn(sentence)
@@ -117,7 +116,7 @@ def fit(
         run_on_rank_zero(model, lambda: rebalance(model, moved, precision))
     if routed:
         run_on_rank_zero(model, lambda: calibrate(model, balancing, precision))
-        record.method |= method_options(config.attention)
+        record.method |= get_method_options(config.attention)
     # a budget may leave no encoder anywhere, and is what a layer reads nevertheless
     if config.dual or any(method.state_dict() for method in attached_methods(model).values()):
         extra = {"trained_with": config.model.name, "substitution": record.model.get("substitution")}
@@ -135,7 +134,7 @@ def fit_first(
     """Fit what is attached to the frozen base before any phase; the blocks of text that this took."""
     config, cache = run.config, cache_root(run.config.cache_dir)
     seed = config.seed
-    if config.has_router and phases_of(config) and config.focus.warm_start_sequences:
+    if config.has_router and config.phases and config.focus.warm_start_sequences:
         sample = blocks.sample(config.focus.warm_start_sequences, seed + 1)
         if not begun:
             began = time.perf_counter()
@@ -160,5 +159,5 @@ def fit_first(
 
 def trained_parameters(model: PreTrainedModel, config: Config) -> int:
     """Numbers trained in any phase or fitted before, by the same predicate that freezes."""
-    parts = {phase.trainable for _, phase in phases_of(config)} | ({"router"} if config.fitting else set())
+    parts = {phase.trainable for _, phase in config.phases} | ({"router"} if config.fitting else set())
     return sum(p.numel() for name, p in model.named_parameters() if any(is_trainable(name, part) for part in parts))

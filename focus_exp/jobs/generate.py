@@ -1,4 +1,4 @@
-"""job=generate: continue held-out prompts under full attention and under hard routing."""
+"""job=generate."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from focus_exp.training.precision import choose_precision
 
 
 def generate(config: Config) -> None:
-    """Write what `config.generate` asks for with the adapter's router, or with one trained first as the recipe says."""
+    """Continue held-out prompts under full attention and under hard routing."""
     if config.adapter:
         config = with_adapter(config)
     if not (config.has_router or config.dual):

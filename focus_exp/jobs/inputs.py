@@ -10,7 +10,7 @@ from typing import Any
 
 from focus_exp.assets import find_adapter
 from focus_exp.config import Config
-from focus_exp.config_hash import content
+from focus_exp.config_hash import hash_adapter
 from focus_exp.data.texts import find_texts, hash_texts
 from focus_exp.errors import UserError
 from focus_exp.models.adapter import read_description
@@ -54,7 +54,7 @@ def tokenizer_of(config: Config) -> dict[str, str | None]:
 def digest_of(adapter: str) -> str:
     """Twelve hex digits of what an adapter holds, in whatever place. UserError where there is none."""
     read_description(adapter)
-    return hashlib.sha256(json.dumps(content(str(find_adapter(adapter)))).encode()).hexdigest()[:12]
+    return hashlib.sha256(json.dumps(hash_adapter(str(find_adapter(adapter)))).encode()).hexdigest()[:12]
 
 
 def refuse_another(part: str, then: dict[str, Any], fingerprint: str, folder: Path) -> None:

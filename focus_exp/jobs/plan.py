@@ -1,4 +1,4 @@
-"""job=plan: estimate memory, FLOPs, GPUs and hours of a run from formulas, before anything is downloaded."""
+"""job=plan."""
 
 from __future__ import annotations
 
@@ -17,8 +17,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from focus_exp.attention.options import FocusOptions
 from focus_exp.checks import parse
-from focus_exp.config import Config, PhaseConfig, phases_of
-from focus_exp.config_attention import method_options
+from focus_exp.config import Config, PhaseConfig, get_method_options
 from focus_exp.errors import UserError, first_line
 from focus_exp.jobs.prepare import check_length
 from focus_exp.jobs.variants import compose_variant, compose_variants, variant_name
@@ -86,11 +85,7 @@ class Plan:
 
 
 def plan(config: Config) -> None:
-    """Print the plan of the run, of its variants, or of plan.models.
-
-    Raises:
-        UserError: after the table, if a run does not fit.
-    """
+    """Estimate memory, FLOPs, GPUs and hours of a run from formulas, before anything is downloaded."""
     if config.plan.gpu not in GPUS:
         raise UserError(f"plan.gpu must be one of {', '.join(GPUS)} (got {config.plan.gpu}).")
     if config.plan.experiments:
@@ -112,7 +107,7 @@ def plan_experiments(config: Config) -> None:
         variants = {v: compose_variant(composed, v, overrides) for v in map(variant_name, composed.variants)}
         alike: dict[Hashable, list[str]] = {}
         for variant, each in (variants or {composed.model.name: composed}).items():
-            if any(phase.steps for _, phase in phases_of(each)):
+            if any(phase.steps for _, phase in each.phases):
                 alike.setdefault(training_key(each), []).append(variant)
         for key, names in alike.items():
             each = variants.get(names[0], composed)
@@ -177,7 +172,7 @@ def plan_on(name: str, config: Config, sizes: Sizes, strategy: str, gpus: int) -
         weights = weights / gpus + stored * (root + (4 if trains_base else 2) * sizes.layer)
         if trains_base:
             gradients, optimizer = gradients / gpus, optimizer / gpus
-    phases, per_step = [phase for _, phase in phases_of(config)], tokens_per_step(config)
+    phases, per_step = [phase for _, phase in config.phases], tokens_per_step(config)
     micro = trainer.batch_size // math.gcd(trainer.batch_size, gpus) if phases else config.eval.batch_size
     length = config.data.seq_len if phases else config.eval.seq_len
     tokens = sum(phase.steps for phase in phases) * per_step
@@ -237,11 +232,11 @@ def measure(config: Config) -> Sizes:
     linear = sum(m.weight.numel() for layer in layers for m in layer.modules() if isinstance(m, Linear))
     size = sum(p.numel() for layer in layers for p in layer.parameters())
     if config.attention.method != "full":
-        attach(model, config.attention.method, **method_options(config.attention))
+        attach(model, config.attention.method, **get_method_options(config.attention))
     if config.recipe.trains("lora"):
         lora = config.recipe.lora
         add_lora(model, lora, count_router_parameters(model, lora.router_groups, FocusOptions.routing_dim))
-    trained = {phase.trainable for _, phase in phases_of(config)}
+    trained = {phase.trainable for _, phase in config.phases}
     heads = architecture.num_attention_heads
     return Sizes(
         parameters=sum(p.numel() for p in model.parameters()),
@@ -271,7 +266,7 @@ def training_key(config: Config) -> Hashable:
     """Return what the needs of a training run depend on, apart from small parts such as groups and ranks."""
     trainer, phases = (
         config.trainer,
-        [(phase.trainable, phase.objective, phase.steps) for _, phase in phases_of(config)],
+        [(phase.trainable, phase.objective, phase.steps) for _, phase in config.phases],
     )
     return (
         config.model.name, config.attention.method, tuple(phases), len(config.recipe.tune.factors),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from transformers import PreTrainedModel
 
 from focus_exp.assets import cache_root
-from focus_exp.config import Config, phases_of
+from focus_exp.config import Config
 from focus_exp.data import SPLITS, Corpus, SequenceDataset, find_bos, load_corpus
 from focus_exp.data.texts import find_texts
 from focus_exp.errors import UserError
@@ -27,7 +27,7 @@ def headline(config: Config) -> str:
     run = f"{config.experiment}, {config.variant}" if config.variant else config.experiment
     what = f"{run}: {config.recipe.name} of {config.model.name} with {config.attention.name}"
     tokens = config.trainer.batch_size * config.trainer.accumulate * config.data.seq_len
-    phases = ", then ".join(f"{p.steps} steps of {tokens:,} tokens ({p.trainable})" for _, p in phases_of(config))
+    phases = ", then ".join(f"{p.steps} steps of {tokens:,} tokens ({p.trainable})" for _, p in config.phases)
     return f"{what} on {config.data.name}, seed {config.seed}: {phases or 'no training'}"
 
 

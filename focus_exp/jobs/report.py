@@ -1,7 +1,4 @@
-"""job=report: write the report of all runs below runs_dir, with a verdict on every claim of the paper.
-
-report.check=true fails where a published table, or a number of README.md, no longer follows from the measurements.
-"""
+"""job=report."""
 
 from __future__ import annotations
 
@@ -18,7 +15,10 @@ from focus_exp.reporting.report import verdict_table, write_report
 
 
 def report(config: Config) -> None:
-    """Write the report to `report.folder`, or check the published one."""
+    """Write the report of all runs below runs_dir, with a verdict on every claim of the paper.
+
+    report.check=true fails where a published table, or a number of README.md, no longer follows from the measurements.
+    """
     runs = Path(config.runs_dir)
     if config.report.check:
         records = runs / "records" if (runs / "records").is_dir() else runs

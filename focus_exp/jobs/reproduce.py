@@ -1,9 +1,4 @@
-"""job=reproduce: run the command of every table in turn, then write the report. Re-run the same command to resume.
-
-Failed tables are named at the end. budget=quick only shows that all of it runs; budget=paper uses the paper's models,
-data and steps, from the Hub; reproduce=seeds adds two seeds of tables that have one. reproduce.publish=true copies
-finished runs to runs/records, replacing those they supersede, and writes the report there.
-"""
+"""job=reproduce."""
 
 from __future__ import annotations
 
@@ -20,13 +15,13 @@ from hydra import compose
 
 from focus_exp.attention.options import did_you_mean
 from focus_exp.checks import parse
+from focus_exp.cli import quote_override, quote_text
 from focus_exp.config import Config
 from focus_exp.errors import Interrupted, UserError
 from focus_exp.jobs.adapter import with_adapter
 from focus_exp.jobs.report import report
 from focus_exp.jobs.run import finished_record, run_folder, seconds_text
 from focus_exp.jobs.variants import compose_variant, variant_name
-from focus_exp.overrides import quote_override, quote_text
 from focus_exp.reporting.load import QUICK
 from focus_exp.reporting.publish import publish
 from focus_exp.results.environment import commit, unknown_commit_reason
@@ -36,9 +31,12 @@ TIMED = "embedded"  # the scale whose minutes the configuration says
 
 
 def reproduce(config: Config) -> None:
-    """Make the tables of `config.reproduce` that are not finished, then the report of all records at this scale.
+    """Run the command of every table in turn, then write the report. Re-run the same command to resume.
 
-    UserError at the end, with their names, if tables failed.
+    Failed tables are named at the end. budget=quick only shows that all of it runs; budget=paper uses the paper's
+    models, data and steps, from the Hub; reproduce=seeds adds two seeds of tables that have one.
+    reproduce.publish=true copies finished runs to runs/records, replacing those they supersede, and writes the
+    report there.
     """
     if config.reproduce.publish and config.budget.name == QUICK:
         raise UserError(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from transformers import PreTrainedModel
 
-from focus_exp.config import Config, phases_of
+from focus_exp.config import Config
 from focus_exp.data import SequenceDataset
 from focus_exp.jobs.evaluate import put_adapter
 from focus_exp.jobs.fit import attach_method, fit
@@ -15,7 +15,7 @@ from focus_exp.training.precision import Precision
 
 def trains_router(config: Config) -> bool:
     """Whether the router is trained or fitted here, not an adapter's or left as it is."""
-    return not config.adapter and bool(config.fitting or phases_of(config))
+    return not config.adapter and bool(config.fitting or config.phases)
 
 
 def put_router(

@@ -24,7 +24,7 @@ from rich.console import Console
 from rich.table import Table
 
 from focus_exp.assets import Provenance
-from focus_exp.config import Config, to_dict
+from focus_exp.config import Config
 from focus_exp.config_hash import config_hash
 from focus_exp.errors import Interrupted, UserError, first_line
 from focus_exp.jobs.inputs import refuse_another, refuse_other_inputs, take_over, tokenizer_of
@@ -221,7 +221,7 @@ def new_run(config: Config, device: str) -> Run:
         started=datetime.now(UTC).isoformat(timespec="seconds"),
         device=device,
         seed=config.seed,
-        config=json.loads(json.dumps(to_dict(config))),
+        config=json.loads(json.dumps(asdict(config))),
         config_hash=config_hash(config),
         **environment(),
     )
@@ -264,9 +264,9 @@ def make_loggers(config: Config, folder: Path) -> list[Logger]:
                 entity=config.logger.wandb_entity,
                 dir=folder,
                 mode=mode,
-                config=to_dict(config),
+                config=asdict(config),
                 settings=wandb.Settings(silent=True),
-                **init_options(to_dict(config)),
+                **init_options(asdict(config)),
             )
         except wandb.Error as error:
             raise UserError(

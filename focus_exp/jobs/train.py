@@ -1,20 +1,12 @@
-"""job=train: measure the base, attach, train, switch to hard routing, measure again.
-
-A run is written to runs/<experiment>/<model>-<data>-<device>/<method or variant>-seed<n>-<config hash>: config.yaml,
-metrics.jsonl, probe.jsonl (router load on held-out tokens during training), adapter/, record.json, measurements.csv,
-losses.csv, table.md, figures/ and an offline W&B run. Re-run the same command to resume, to the same numbers;
-overwrite=true repeats a finished run.
-
-assets=auto|hub|embedded chooses where weights and data may come from. A substitute is named in the first lines, in the
-path and in every table. Below the break-even length of the device, hard routing uses masked attention, which gives the
-same result without a speedup.
-"""
+"""job=train."""
 
 from __future__ import annotations
 
+from dataclasses import asdict
+
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from focus_exp.config import Config, to_dict
+from focus_exp.config import Config
 from focus_exp.evaluation.evaluators import Evaluators
 from focus_exp.jobs.backend import dense_training
 from focus_exp.jobs.fit import attach_method, fit
@@ -37,7 +29,17 @@ from focus_exp.training.precision import choose_device, choose_precision
 
 
 def train(config: Config) -> None:
-    """Run the experiment that `config` describes, or say that it is finished already."""
+    """Measure the base, attach, train, switch to hard routing, measure again.
+
+    A run is written to runs/<experiment>/<model>-<data>-<device>/<method or variant>-seed<n>-<config hash>:
+    config.yaml, metrics.jsonl, probe.jsonl (router load on held-out tokens during training), adapter/, record.json,
+    measurements.csv, losses.csv, table.md, figures/ and an offline W&B run. Re-run the same command to resume, to
+    the same numbers; overwrite=true repeats a finished run.
+
+    assets=auto|hub|embedded chooses where weights and data may come from. A substitute is named in the first lines,
+    in the path and in every table. Below the break-even length of the device, hard routing uses masked attention,
+    which gives the same result without a speedup.
+    """
     if not already_finished(config):
         check_strategy(config, choose_device(config.trainer.accelerator))
         carry_out(config, *tuned(config, train))
@@ -48,7 +50,7 @@ def carry_out(asked: Config, config: Config, trials: list[Trial]) -> None:
     precision = choose_precision(config.trainer.precision, config.trainer.accelerator, config.recipe.trains("all"))
     device = f"{describe(precision)}{describe_processes(config)}"
     with process_group(config.trainer, precision.device.type), open_run(asked, device) as run:
-        run.config, run.record.config, run.record.trials = config, to_dict(config), trials
+        run.config, run.record.config, run.record.trials = config, asdict(config), trials
         print(f"{headline(config)}; {device}")
         run.record.measurements += map(trial_measurement, trials)
         print(f"run folder: {run.folder}")

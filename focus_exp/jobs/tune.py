@@ -7,7 +7,7 @@ from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
-from focus_exp.config import Config, RecipeConfig, TuneConfig, phases_of
+from focus_exp.config import Config, RecipeConfig, TuneConfig
 from focus_exp.errors import UserError, first_line
 from focus_exp.evaluation.controls import SOFT
 from focus_exp.jobs.base import share_scores
@@ -24,7 +24,7 @@ def tuned(config: Config, train: Callable[[Config], None]) -> tuple[Config, list
 
     Tries that are finished are read. UserError where none led to a loss.
     """
-    if not (config.recipe.tune.factors and any(phase.steps for _, phase in phases_of(config)[-1:])):
+    if not (config.recipe.tune.factors and any(phase.steps for _, phase in config.phases[-1:])):
         return config, []  # nothing is trained
     trials = [trial(config, factor) for factor in config.recipe.tune.factors]
     tries = []
@@ -87,11 +87,11 @@ def trial_measurement(trial: Trial) -> Measurement:
 
 def last_rate(config: Config) -> float:
     """The learning rate of the last phase that runs."""
-    return phases_of(config)[-1][1].learning_rate
+    return config.phases[-1][1].learning_rate
 
 
 def with_rate(config: Config, rate: float) -> RecipeConfig:
     """Whose last phase that runs has this learning rate, so that nothing is left to tune."""
-    name, phase = phases_of(config)[-1]
+    name, phase = config.phases[-1]
     phases = {**config.recipe.phases, name: replace(phase, learning_rate=rate)}
     return replace(config.recipe, phases=phases, tune=TuneConfig())

@@ -20,7 +20,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from focus_exp.attention.options import did_you_mean
 from focus_exp.checks import parse
-from focus_exp.config import Config, phases_of
+from focus_exp.config import Config
 from focus_exp.errors import UserError
 from focus_exp.jobs.adapter import with_adapter
 from focus_exp.models.adapter import read_description
@@ -72,7 +72,7 @@ def compose_checked(config: Config, name: str | None, command_line: list[str]) -
     composed = compose_overlays(kept, overlays, own)
     job = "evaluate" if composed.adapter else "train"
     variant = replace(composed, job=job, variant=name, variants=[], shared_variant=None, references=[])
-    if name and variant.attention.method == "full" and not phases_of(variant):
+    if name and variant.attention.method == "full" and not variant.phases:
         raise UserError("it is the unmodified base model, which every comparison measures. Leave it out of variants.")
     if not variant.adapter:
         return variant

@@ -32,7 +32,7 @@ from transformers import (
 from transformers.utils import logging
 
 from focus_exp.assets import Provenance, choose_source, explain_substitution
-from focus_exp.config import ModelConfig
+from focus_exp.config import ModelConfig, is_shipped
 from focus_exp.errors import UserError
 from focus_exp.models import gguf
 from focus_exp.models.files import (
@@ -47,7 +47,6 @@ from focus_exp.models.files import (
     is_packed,
 )
 from focus_exp.models.random import architecture_config, byte_tokenizer, random_model
-from focus_exp.shipped import is_shipped
 
 FINGERPRINT_SAMPLES = 64
 # parameters that `attach` and PEFT add, and what PEFT inserts into the names of the others

@@ -5,11 +5,10 @@ import re
 from pathlib import Path
 
 from focus_exp.assets import uses_embedded
-from focus_exp.config import Config
+from focus_exp.config import Config, is_shipped
 from focus_exp.config_hash import config_hash, moved_defaults
 from focus_exp.errors import UserError
 from focus_exp.results.record import Record
-from focus_exp.shipped import is_shipped
 
 EMBEDDED_MODEL, EMBEDDED_DATA = "smollm2_135m_q4", "books"  # names of the substitutes without the Hub
 # error of a record until its run ends

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from hashlib import sha256
 from typing import Any
 
-from focus_exp.config_hash import decides, leaves
+from focus_exp.config_hash import flatten, is_hashed
 
 # settings in which runs of several seeds may differ: what else is measured, precision, and where model and text (known
 # by their fingerprints) were read from
@@ -36,7 +36,7 @@ def setup_key(record: dict[str, Any]) -> str:
     model, data = record.get("model") or {}, record.get("data") or {}
     # random weights are drawn from the seed
     weights = None if model.get("source") == "random" else model.get("fingerprint")
-    fixed = {key: value for key, value in leaves(record["config"]).items() if _is_fixed(key)}
+    fixed = {key: value for key, value in flatten(record["config"]).items() if _is_fixed(key)}
     return _digest(
         {".".join(key): value for key, value in fixed.items() if value not in (None, [], "", ADDED.get(key))},
         [model.get("name"), weights, data.get("name"), data.get("fingerprint")],
@@ -52,7 +52,7 @@ def variant_key(name: str, settings: Sequence[str], steps: int, tokens: int, own
 
 def _is_fixed(key: tuple[str, ...]) -> bool:
     section, *below = key
-    return decides(key) and not (section in IGNORED and (not IGNORED[section] or below[0] in IGNORED[section]))
+    return is_hashed(key) and not (section in IGNORED and (not IGNORED[section] or below[0] in IGNORED[section]))
 
 
 def _digest(*parts: Any) -> str:

@@ -23,7 +23,7 @@ from focus_exp.attention.base import AttentionMethod
 from focus_exp.attention.focus import Focus
 from focus_exp.attention.router import entropy, follow_means, kmeans
 from focus_exp.attention.selection import Selection, Sequence
-from focus_exp.config_attention import FocusConfig
+from focus_exp.config import FocusConfig
 from focus_exp.data import SequenceDataset
 from focus_exp.errors import STOP_SIGNALS, Interrupted
 from focus_exp.models.methods import find_routers, observe_selections

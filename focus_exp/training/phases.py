@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from focus_exp.attention.options import MAX_SEED
-from focus_exp.config import Config, PhaseConfig, phases_of
+from focus_exp.config import Config, PhaseConfig
 from focus_exp.data import ResumableLoader, SequenceDataset
 from focus_exp.models.methods import attached_methods, find_routers
 from focus_exp.results.metrics import METRICS, read_metrics, write_metrics
@@ -63,7 +63,7 @@ def train_phases(
         probed: tokens `(B, T)` on which router statistics are recorded.
         between: called with the name of every phase but the last, after it.
     """
-    steps, phases = 0, phases_of(config)
+    steps, phases = 0, config.phases
     for index, (name, phase) in enumerate(phases):
         seed = config.seed + index
         if phase.steps:
@@ -87,7 +87,7 @@ def sort_by_phase(path: Path, phases: list[str]) -> None:
 
 def unreached_learning_rates(config: Config) -> Iterator[str]:
     """Yield a warning for each phase that ends before its warm-up does."""
-    for name, phase in phases_of(config):
+    for name, phase in config.phases:
         if 0 < phase.steps <= phase.warmup_steps:
             highest = phase.learning_rate * learning_rate_scale(phase.steps - 1, phase)
             yield (

@@ -33,7 +33,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from focus_exp import attach, set_routing
-from focus_exp.config import structured
+from focus_exp.config import load_recorded
 from focus_exp.config_hash import config_hash
 from focus_exp.results.metrics import read_metrics
 from focus_exp.results.record import Record
@@ -168,7 +168,7 @@ def compute_config_hashes(every: int = 1) -> dict[str, str]:
         if config and not config.get("arms"):
             name = config.get("variant", config.get("arm")) or "-"
             keyed[f"{record['started']} {name} {record['config_hash']}"] = config
-    return {key: config_hash(OmegaConf.to_object(structured(keyed[key]))) for key in sorted(keyed)[::every]}
+    return {key: config_hash(OmegaConf.to_object(load_recorded(keyed[key]))) for key in sorted(keyed)[::every]}
 
 
 def compute(folder: Path) -> dict[str, Any]:

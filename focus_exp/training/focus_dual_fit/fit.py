@@ -20,7 +20,7 @@ from transformers import PreTrainedModel
 
 from focus_exp.attention.focus_dual import UNSET, FocusDual
 from focus_exp.attention.selection import top_k_groups
-from focus_exp.config_attention import DualConfig
+from focus_exp.config import DualConfig
 from focus_exp.models.methods import attached_methods, set_budget
 from focus_exp.progress import ProgressBar
 from focus_exp.storage import atomic_write
