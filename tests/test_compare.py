@@ -162,23 +162,20 @@ def test_a_failed_arm_stays_with_its_reason_and_is_run_again(tmp_path):
     assert "arm 1 of 1: lost" in again.out and "finished already: focus, lora, window" in again.out
 
 
-def test_a_mistake_in_any_arm_is_found_before_the_first_one_runs(tmp_path):
-    result = run(*settings(tmp_path, focus=[], wrong=["attention.groops=3"]))
-    assert result.code == 2 and "groops" in result.err and "did you mean" in result.err
-    assert result.err.startswith("error: variant wrong: Focus has no option attention.groops")
-    sparse = run(*settings(tmp_path, focus=[], bad=["attention=sparq"]))
-    assert sparse.code == 2 and sparse.err.startswith("error: variant bad: recipe=retrofit trains only a router")
-    unread = run(*settings(tmp_path, focus=[], nothing=["attention=nothing"]))
-    assert unread.code == 2 and unread.err.startswith("error: variant nothing: there is no attention/nothing")
-    same = run(*settings(tmp_path, focus=[], base=[]))
-    assert same.code == 2 and same.err.startswith("error: variant base: ")
+@pytest.mark.parametrize(
+    ("name", "settings_of_variant"),
+    [
+        ("key", ["attention.groops=3"]),
+        ("method", ["attention=sparq"]),
+        ("file", ["attention=nothing"]),
+        ("base", []),
+        ("unmodified", ["attention=full", "recipe=none"]),
+    ],
+)
+def test_mistake_in_any_variant_is_refused_before_the_first_one_runs(tmp_path, name, settings_of_variant):
+    result = run(*settings(tmp_path, focus=[], **{name: settings_of_variant}))
+    assert result.code == 2 and result.err.startswith(f"error: variant {name}: ")
     assert not (tmp_path / "runs").exists()
-    assert run(*tiny(tmp_path), "job=compare").code == 2
-    base = run(*settings(tmp_path, focus=[], nothing=["attention=full", "recipe=none"]))
-    assert base.code == 2 and not (tmp_path / "runs").exists()
-    assert base.err.startswith("error: variant nothing: ") and base.err.count("variant nothing") == 1
-    unknown = run(*settings(tmp_path), "+variant=adhoc/lorra")
-    assert unknown.code == 2 and "+variant" in unknown.err and "adhoc/lorra" in unknown.err
 
 
 @pytest.mark.slow

@@ -1,13 +1,12 @@
 """Learning-rate trials: equally many per trained variant, the best on validation text is used."""
 
 from dataclasses import replace
-from types import SimpleNamespace
 
 import pytest
 from builders import write_variants
-from running import run, tiny
+from running import attention_of, run, tiny
 
-from focus_exp.config import PhaseConfig, RecipeConfig
+from focus_exp.config import Config, PhaseConfig, RecipeConfig
 from focus_exp.errors import UserError
 from focus_exp.jobs import train as job
 from focus_exp.jobs.tune import read_loss, with_rate
@@ -122,6 +121,6 @@ def test_settings_without_valid_trials_are_refused(tmp_path, setting, key):
 @pytest.mark.parametrize(("method", "last"), [("focus", "router"), ("longformer", "all")])
 def test_tuned_rate_is_that_of_the_last_phase_that_runs(method, last):
     phases = {part: PhaseConfig(trainable=part, steps=1, learning_rate=0.1) for part in ("all", "router")}
-    config = SimpleNamespace(recipe=RecipeConfig(name="mine", phases=phases), has_router=method == "focus", dual=None)
+    config = Config(attention=attention_of(method), recipe=RecipeConfig(name="mine", phases=phases))
     tuned = with_rate(config, 7.0).phases
     assert [name for name, phase in tuned.items() if phase.learning_rate == 7.0] == [last]
