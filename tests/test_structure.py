@@ -27,21 +27,19 @@ MAY_IMPORT = {
     "checks": {*FOUNDATION, "attention", "launcher"},
     "cli": {*FOUNDATION, "attention"},
     "launcher": {"errors"},
-    "records": {*FOUNDATION, "results"},
     "results": {*FOUNDATION, "records"},
-    "reporting": {*FOUNDATION, "records", "results"},
+    "reporting": {*FOUNDATION, "results"},
     "data": FOUNDATION,
     "models": {*FOUNDATION, "attention"},
-    "training": {*FOUNDATION, "attention", "models", "data", "records", "results"},
-    "evaluation": {*FOUNDATION, "attention", "models", "data", "records", "results", "reporting", "training"},
-    "speed": {*FOUNDATION, "attention", "models", "data", "records", "results", "reporting", "training"},
+    "training": {*FOUNDATION, "attention", "models", "data", "results"},
+    "evaluation": {*FOUNDATION, "attention", "models", "data", "results", "reporting", "training"},
+    "speed": {*FOUNDATION, "attention", "models", "data", "results", "reporting", "training"},
     "jobs": {
         *FOUNDATION,
         "launcher",
         "attention",
         "models",
         "data",
-        "records",
         "results",
         "reporting",
         "training",
@@ -82,7 +80,7 @@ def test_attention_imports_torch_triton_and_itself_alone():
             assert packages <= {"torch", "triton", "focus_exp"} | sys.stdlib_module_names, path
 
 
-@pytest.mark.parametrize("package", ["records", "results", "reporting"])
+@pytest.mark.parametrize("package", ["results", "reporting"])
 def test_results_and_reporting_never_load_torch(package):
     modules = [f"focus_exp.{package}.{path.stem}" for path in FILES if part_of(path) == package]
     assert len(modules) > 1
