@@ -1,4 +1,4 @@
-"""The paper's tables with this project's measurements next to the paper's numbers: one function for each table."""
+"""The paper's tables with this project's measurements next to the paper's numbers."""
 
 from __future__ import annotations
 
@@ -16,25 +16,28 @@ from focus_exp.reporting.load import Results, matches, read_yaml
 
 BASE, FULL = "base", "full attention"
 MAX_NATS = 50.0  # keeps exp() finite
-MASKED = "masked"  # kernel path that computes every pair
 
 
 # --- what a column of the paper is measured by ---
 
 
+SCALES: dict[str, Callable[[Row, float], float]] = {  # to the paper's unit
+    "": lambda row, value: value,
+    "percent": lambda row, value: 100 * value,
+    "percent_of_model": lambda row, value: 100 * value / row.model_params,
+    "percent_except_confidence": lambda row, value: value if row.metric == "group_confidence" else 100 * value,
+}
+
+
 @dataclass(frozen=True)
 class Column:
-    """A column of the paper and the measurement next to it.
-
-    name: in paper.yaml; cells: measurement -> value; attribute, scale: what is shown of it, in the paper's unit;
-    origin: row or column of the base model, for a column that holds the change from it; timed: the speed of a layer.
-    """
+    """A column of the paper and the measurement next to it; paper_tables.yaml documents the fields."""
 
     name: str
     label: str
     cells: dict[str, Any] = field(default_factory=dict)
     attribute: str = "value"
-    scale: Callable[[Row, float], float] = lambda row, value: value
+    scale: str = ""
     digits: int = 2
     origin: str = ""
     timed: bool = False
@@ -42,6 +45,10 @@ class Column:
     @property
     def key(self) -> str:
         return f"{self.name}_change" if self.origin else self.name
+
+    @property
+    def is_measured(self) -> bool:
+        return bool(self.cells or self.origin or self.timed)
 
     def convert(self, row: Row, attribute: str) -> float | None:
         """Return a value or a bound of a measurement in the paper's unit."""
@@ -51,50 +58,10 @@ class Column:
             number = getattr(row, attribute) if self.attribute == "value" else None
         if number is None or not math.isfinite(number):
             return None
-        return 100 * math.expm1(min(number, MAX_NATS)) + 0.0 if self.origin else self.scale(row, number)
+        return 100 * math.expm1(min(number, MAX_NATS)) + 0.0 if self.origin else SCALES[self.scale](row, number)
 
 
-def _percent(row: Row, value: float) -> float:
-    return 100 * value
-
-
-PPL = {"metric": "perplexity"}
-TASKS = {"lambada": "lambada_openai"}  # column of the paper -> task of lm-eval, where they differ
-
-
-def perplexity(name: str = "ppl", label: str = "PPL", **cells: Any) -> Column:
-    return Column(name, label, PPL | cells)
-
-
-def change(name: str = "ppl", label: str = "ΔPPL [%]", origin: str = "pretrained") -> Column:
-    """Return the column of changes from `origin`: a row of the paper, or a column."""
-    return Column(name, label, {"metric": "nll_change"}, origin=origin)
-
-
-def parameters() -> Column:
-    return Column("trainable_params", "parameters", {"metric": "parameters"}, digits=0)
-
-
-def accuracy(name: str, label: str, task: str = "") -> Column:
-    return Column(name, label, {"metric": "score", "task": task or name}, scale=_percent, digits=1)
-
-
-def points(name: str, label: str, task: str) -> Column:
-    return Column(name, label, {"metric": "score_change", "task": task}, scale=_percent, digits=1)
-
-
-def dominance(name: str, label: str, trainable: str) -> Column:
-    return Column(name, label, {"metric": "dominance", "trainable": trainable}, scale=_percent, digits=1)
-
-
-def stability(name: str, label: str, trainable: str) -> Column:
-    return Column(name, label, {"metric": "stability", "trainable": trainable}, digits=3)
-
-
-ACCURACIES = [
-    accuracy(name, label, TASKS.get(name, name))
-    for name, label in (("hellaswag", "HellaSwag"), ("arc_easy", "ARC-E"), ("piqa", "PIQA"), ("lambada", "LAMBADA"))
-]
+PERPLEXITY = Column("ppl", "PPL", {"metric": "perplexity"})
 
 
 # --- which runs stand next to a row of the paper ---
@@ -175,7 +142,7 @@ class Entry:
             if column.origin and cells.get("source") == "benchmarks":
                 cells |= {"metric": "score_change", "reference": FULL}
             elif column.origin:
-                cells["reference"] = self.source.variants.get(column.origin, BASE)
+                cells |= {"metric": "nll_change", "reference": self.source.variants.get(column.origin, BASE)}
         return {key: self.paper[cell[1:]] if str(cell).startswith("$") else cell for key, cell in cells.items()}
 
 
@@ -225,7 +192,7 @@ class Measurements:
     def behind(self, entry: Entry, run: str) -> list[Row]:
         """Return the measurements whose sparsity the row reports."""
         columns = [one for one in entry.spec.columns if one.name.startswith(("ppl", "speedup")) and not one.origin]
-        rows = [self.measured(entry, run, column) for column in columns or [perplexity()]]
+        rows = [self.measured(entry, run, column) for column in columns or [PERPLEXITY]]
         unique = {(row.source, row.name, row.variant, row.phase, row.groups): row for row in rows if row}
         return [row for row in unique.values() if row.kind != BASE] or list(unique.values())
 
@@ -343,7 +310,7 @@ def _row(entry: Entry, measurements: Measurements) -> dict[str, Any]:
     cells: dict[str, Any] = {name: entry.paper.get(name) for name in spec.key}
     for column in spec.columns:
         cells[f"paper_{column.key}"] = _paper_cell(spec, entry.paper, column)
-        if not (column.cells or column.timed):
+        if not column.is_measured:
             continue
         found = [measurements.value(entry, run, column) for run in entry.runs]
         if column.origin:  # a change counts where the perplexity itself was measured
@@ -397,236 +364,8 @@ def _provenance(entry: Entry, measurements: Measurements) -> dict[str, Any]:
     }
 
 
-# --- the tables ---
-
-TUNED = {
-    "longformer": "longformer",
-    "performer": "performer",
-    "routing_transformer": "routing_transformer",
-    "full_finetune": "full_finetuning",
-}
-ROUTERS = ["focus", "focus_paper", "focus_paper_sinks"]
-BALANCED_NOTE = "balanced: this project's causal assignment in place of the non-causal Sinkhorn assignment."
-
-
-def table1_retrofit(results: Results) -> pd.DataFrame:
-    rows = {"pretrained": BASE, **TUNED, "focus": ROUTERS}
-    title = "Methods retrofitted onto GPT-2 124M, PG-19, 1,024 tokens"
-    columns = [parameters(), perplexity(), change(), *ACCURACIES]
-    return compare(results, "table1_retrofit", "T1", title, ["method"], columns, ["compare", "seeds"], rows)
-
-
-def table_dg(results: Results) -> pd.DataFrame:
-    cells = {"metric": "parameters"}
-    fraction = Column(
-        "percent_of_model", "of the model [%]", cells, scale=lambda row, value: 100 * value / row.model_params
-    )
-    rows = {"768": ["d_768", "paper_768"], "128": "d_128", "32": "d_32", "16": ["d_16", "paper_16"]}
-    title, columns = "Width of the routing space, GPT-2 124M, PG-19, K = 4", [parameters(), fraction, perplexity()]
-    return compare(results, "table_dg", "d_g", title, ["d_g"], columns, ["routing_dim"], rows)
-
-
-def table2_scale(results: Results) -> pd.DataFrame:
-    rows: dict[str, Any] = {name: {"variant": name, "needs": "the Hub"} for name in ("gpt2_124m", "gpt2_774m")}
-    rows |= {name: [name, f"{name}_paper"] for name in ("mistral_7b", "qwen2_5_7b", "olmo2_7b", "llama2_13b")}
-    rows["llama2_70b"] = {"variant": "llama2_70b", "needs": "the Hub and several GPUs"}
-    base = Column("ppl_pretrained", "PPL base", {"metric": "nll_change", "reference": BASE}, "reference_level")
-    columns = [base, perplexity("ppl_focus", "PPL Focus"), change("ppl_focus", origin="ppl_pretrained"), *ACCURACIES]
-    return compare(
-        results, "table2_scale", "T2", "Models of all sizes, PG-19, top-2", ["model"], columns, ["model_scale"], rows,
-        "the Hub and a GPU", extra="variant",
-    )  # fmt: skip
-
-
-def table2_gsm8k(results: Results) -> pd.DataFrame:
-    cells = {"metric": "score_change", "task": "gsm8k_cot"}
-    full = Column("gsm8k_full", "full attention [%]", cells, "reference_level", _percent, 1)
-    return compare(
-        results, "table2_scale_gsm8k_8shot_cot", "T2 GSM8K", "GSM8K, 8-shot chain of thought", ["model"],
-        [full, accuracy("gsm8k_focus", "Focus [%]", "gsm8k_cot")], ["model_scale"], {"mistral_7b": "mistral_7b"},
-        "the Hub and a GPU", extra="variant",
-    )  # fmt: skip
-
-
-def table3_lora(results: Results) -> pd.DataFrame:
-    tasks = {"HellaSwag": "hellaswag", "ARC-E": "arc_easy", "LAMBADA": "lambada", "PIQA": "piqa"}
-    deltas = [points(f"{task}_delta", f"{label} [points]", TASKS.get(task, task)) for label, task in tasks.items()]
-    rows = {"lora_r4": "lora", "lora_r16": "lora_r16", "focus_dg16": "focus"}
-    return compare(
-        results, "table3_lora", "T3", "LoRA and Focus, GPT-2 124M, PG-19", ["method"],
-        [parameters(), perplexity(), *deltas], ["compare", "seeds"], rows,
-        note="lora_r4, ours: the rank that is size-matched to the router.",
-    )  # fmt: skip
-
-
-def table4_alignment(results: Results) -> pd.DataFrame:
-    loras = {f"lora_r4 {rate:g}": f"lora_{name}" for rate, name in ((1e-5, "1e-5"), (5e-5, "5e-5"), (1e-4, "1e-4"))}
-    rows = {"instruct": BASE, "focus_k2": ["focus_k2", "paper_k2"], **loras}
-    scores = [accuracy("truthfulqa_mc1", "TruthfulQA MC1"), ACCURACIES[0], ACCURACIES[1], ACCURACIES[3]]
-    return compare(
-        results, "table4_alignment", "T4", "Alignment, Mistral-7B-Instruct, 2,000 steps", ["method", "learning_rate"],
-        [parameters(), perplexity(), change(origin="instruct"), *scores], ["alignment"], rows, extra="variant",
-    )  # fmt: skip
-
-
-def table5_full_training(results: Results) -> pd.DataFrame:
-    def pair(stem: str, **options: Any) -> dict[str, Any]:
-        return {"variants": {"ppl_full": f"{stem}full", "ppl_focus": f"{stem}focus"}, **options}
-
-    rows = {
-        "gpt2_124m_pg19": [pair("", experiments=["full_training"], needs=""), pair("pg19_")],
-        "gpt2_774m_pg19": pair("gpt2_774m_"),
-        "gpt2_xl_1_5b_pg19": pair("gpt2_1_5b_"),
-        "gpt2_124m_wikitext103": pair("wikitext103_"),
-        "gpt2_124m_openwebtext": pair("openwebtext_"),
-        "mistral_shape_7b_scratch*": pair("", experiments=["from_scratch"], needs="the Hub and weeks of GPUs"),
-    }
-    full = Column("ppl_full", "PPL full attention", {"metric": ["perplexity", "score"]})
-    return compare(
-        results, "table5_full_training", "T5", "All weights trained, full attention and Focus", ["setting"],
-        [full, perplexity("ppl_focus", "PPL Focus"), change("ppl_focus", origin="ppl_full")], ["domains"], rows,
-        "the Hub and a GPU", extra="pair", note="From scratch, ours: a byte-level model of 6M parameters.",
-    )  # fmt: skip
-
-
-def table_long_context(results: Results) -> pd.DataFrame:
-    stems = [("k_2", "k_3"), ("k_2_share", "k_3_share"), ("paper_k_2", "paper_k_3")]
-    rows = [{"variants": {"ppl_full": BASE, "ppl_focus_k2": k2, "ppl_focus_k3": k3}} for k2, k3 in stems]
-    columns = [Column("ppl_full", "PPL full attention", {"metric": ["perplexity", "score"]})]
-    for k in (2, 3):
-        columns.append(Column(f"ppl_focus_k{k}", f"PPL top-{k}", {"metric": "score"}))
-        columns.append(change(f"ppl_focus_k{k}", f"ΔPPL top-{k} [%]", origin="ppl_full"))
-    return compare(
-        results, "table_long_context", "long context", "Routers trained at 1,024 tokens on longer contexts, Mistral 7B",
-        ["tokens"], columns, ["long_context"], {"*": rows}, cells={"source": "benchmarks", "tokens": "$tokens"},
-    )  # fmt: skip
-
-
-def table6_speed(results: Results) -> pd.DataFrame:
-    columns = [Column(f"speedup_K{k}", f"speedup, K = {k}", {"metric": "speedup", "groups": k}) for k in (4, 8)]
-    cells = {"source": "speed", "clock": "attention", "assignment": "balanced", "top_k": 1, "tokens": "$tokens"}
-    title = "Speedup over FlashAttention, one layer, H100"
-    return compare(results, "table6_speed", "T6", title, ["tokens"], columns, ["speed"], {"*": {}}, "a GPU", cells)
-
-
-def table7_topk(results: Results) -> pd.DataFrame:
-    def hard(model: str, rule: str) -> dict[str, Any]:
-        cells = {"source": "rows", "kind": "hard", "num_groups": 4, "top_k": "$top_k", "pair_rule": [None, rule]}
-        return {"cells": cells | {"requested_model": model}}
-
-    rows = {
-        "gpt2_124m *": [hard("[!m]*", "query_topk"), hard("[!m]*", "share")],
-        "mistral_7b *": hard("mistral_7b", "share") | {"needs": "the Hub and a GPU"},
-    }
-    timed = {"source": "speed", "kind": None, "metric": "speedup", "primary": True}
-    density = Column("pairs_retained_percent", "far density [%]", PPL, "distant_density", _percent, 1)
-    return compare(
-        results, "table7_topk", "T7", "Top-k at inference, K = 4, PG-19", ["model", "top_k"],
-        [perplexity(), Column("claimed_speedup", "speedup", timed), density], ["speed_quality"], rows,
-        note="The paper's speedup is K/k, not a measurement; ours is of the trained router.",
-    )  # fmt: skip
-
-
-def table8_dominance(results: Results) -> pd.DataFrame:
-    rows = {
-        "entropy_balance_loss": "entropy_balance",
-        "stop_gradient": "stop_gradient",
-        "ema_centroids": "ema",
-        "recluster_100": "recluster",
-        "balance_x5": "balance_x5",
-        "sinkhorn": ["sinkhorn", "balanced"],
-    }
-    columns = [Column(f"blocks_{name}", f"blocks {name}") for name in "ABC"]
-    columns += [dominance("outcome", "largest group [%]", "all")]
-    title = "Measures against router collapse"
-    return compare(
-        results, "table8_dominance", "T8", title, ["mitigation"], columns, ["stability"], rows, note=BALANCED_NOTE
-    )
-
-
-def table8_two_phase(results: Results) -> pd.DataFrame:
-    columns = [
-        dominance("dominance_centroid", "max [%], router", "router"),
-        stability("stability_centroid", "stability, router", "router"),
-        dominance("dominance_full_ft", "max [%], all", "all"),
-        stability("stability_full_ft", "stability, all", "all"),
-    ]
-    rows = {"softmax_balance_loss": ["balance", "entropy_balance"], "sinkhorn": ["sinkhorn", "balanced"]}
-    return compare(
-        results, "table8_dominance_two_phase_K8", "T8 phases", "The router alone, then all weights, K = 8", ["method"],
-        columns, ["stability"], rows, note=BALANCED_NOTE,
-    )  # fmt: skip
-
-
-def table9_ablation(results: Results) -> pd.DataFrame:
-    default = ["paper", "default"]
-    rows = {
-        **{"groups 4": "K_4", "groups 8": default, "groups 16": "K_16", "groups 32": "K_32"},
-        **{"window 64": "w_sixteenth", "window 128": default, "window 256": "w_quarter", "window 512": "w_half"},
-        **{"temperature 0.05": "tau_0.05", "temperature 0.1": default},
-        **{"temperature 0.2": "tau_0.2", "temperature 0.5": "tau_0.5"},
-        **{"sinkhorn_iterations 3": "N_3", "sinkhorn_iterations 5": "N_5"},
-        **{"sinkhorn_iterations 10": ["paper", "N_10"], "sinkhorn_iterations 20": "N_20"},
-    }
-    scored = {"kind": ["hard", "control", "trained"]}
-    columns = [
-        perplexity("ppl_centroid", "PPL, router", trainable=["router", None], **scored),
-        perplexity("ppl_finetuned", "PPL, all", trainable="all", **scored),
-        dominance("dominance_centroid", "max [%], router", "router"),
-        dominance("dominance_full_ft", "max [%], all", "all"),
-    ]
-    title = "Ablation around K = 8, w = 128, tau = 0.1, N = 10"
-    return compare(results, "table9_ablation", "T9", title, ["parameter", "value"], columns, ["ablation"], rows)
-
-
-def table10_token_selection(results: Results) -> pd.DataFrame:
-    rows = {"pretrained": BASE, "sparq": "sparq", "sparq_mean_reallocation": "sparq_mean", "magicpig": "magicpig"}
-    return compare(
-        results, "table10_token_selection", "T10", "Token selection, 32 tokens per query, GPT-2 124M", ["method"],
-        [perplexity(), change(), *ACCURACIES], ["compare", "seeds"], rows | {"focus": ROUTERS},
-    )  # fmt: skip
-
-
-def groups_section5(results: Results) -> pd.DataFrame:
-    metrics = {
-        "punctuation_purity_percent": "punctuation_purity",
-        "mean_confidence": "group_confidence",
-        "smallest_group_percent": "smallest_group",
-        "largest_group_percent": "largest_group",
-    }
-    rows = {key: {"cells": {"source": "groups", "num_groups": 8, "metric": metric}} for key, metric in metrics.items()}
-    factor = {"group_confidence": 1}
-    value = Column("value", "value", {"source": "groups"}, scale=lambda row, x: factor.get(row.metric, 100) * x)
-    return compare(
-        results, "groups_section5", "section 5", "Groups, K = 8", ["quantity"], [value], ["groups"], rows,
-        note="Ours: median over layers of this project's router.",
-    )  # fmt: skip
-
-
-def groups_pairs(results: Results) -> pd.DataFrame:
-    columns = [Column("position", "position"), Column("other_position", "other position")]
-    columns += [Column("affinity", "affinity", {"metric": "affinity"}, digits=3)]
-    cells = {"source": "groups", "num_groups": 8, "metric": "affinity"}
-    return compare(
-        results, "groups_section5_pairs", "section 5 pairs", "Distant pairs of one group", ["word", "other_word"],
-        columns, ["groups"], {"*": {"cells": cells}}, shown=False,
-    )  # fmt: skip
-
-
-def figure1(results: Results) -> pd.DataFrame:
-    rows: dict[str, Any] = {"pretrained": BASE, **TUNED, "focus": ROUTERS[:2]}
-    for k in (2, 3, 4):
-        cells = {"source": "rows", "kind": "hard", "num_groups": 4, "requested_model": "[!m]*", "top_k": k}
-        rows[f"focus, k = {k}"] = {
-            "experiments": ["speed_quality"], "cells": cells | {"pair_rule": [None, "query_topk"]},
-        }  # fmt: skip
-    columns = [perplexity(), change(), Column("speed", "speedup, one layer", timed=True)]
-    title = "Perplexity and speed"
-    return compare(results, "figure1", "Figure 1", title, ["method"], columns, ["compare", "seeds"], rows, shown=False)
-
-
-PAPER_TABLES: list[Callable[[Results], pd.DataFrame]] = [
-    table1_retrofit, table_dg, table2_scale, table2_gsm8k, table3_lora, table4_alignment, table5_full_training,
-    table_long_context, table6_speed, table7_topk, table8_dominance, table8_two_phase, table9_ablation,
-    table10_token_selection, groups_section5, groups_pairs, figure1,
-]  # fmt: skip
+def paper_tables(results: Results) -> Iterator[pd.DataFrame]:
+    """Yield the tables of paper_tables.yaml with the measurements next to them."""
+    for name, options in read_yaml("paper_tables").items():
+        columns = [Column(**column) for column in options["columns"]]
+        yield compare(results, name, **options | {"columns": columns})

@@ -25,7 +25,7 @@ from focus_exp.reporting.format import (
     to_percent,
 )
 from focus_exp.reporting.load import Results
-from focus_exp.reporting.paper_tables import PAPER_TABLES, Column, Spec, paper_rows
+from focus_exp.reporting.paper_tables import Column, Spec, paper_rows, paper_tables
 from focus_exp.storage import replace_file
 
 REPORT = "report"
@@ -38,7 +38,7 @@ TOLERANCE = 1e-9
 def report_tables(results: Results) -> dict[str, pd.DataFrame]:
     """Return every table of the report by the name of its CSV file."""
     claims = evaluate_claims(results)
-    paper = {f"paper_{table.attrs['spec'].name}": table for table in (make(results) for make in PAPER_TABLES)}
+    paper = {f"paper_{table.attrs['spec'].name}": table for table in paper_tables(results)}
     own = {name: make(results) for name, make in tables.OWN_TABLES.items()}
     made = {"claims": claims, **paper, **own, "power": tables.power(claims)}
     return {name: table for name, table in made.items() if not table.empty}
@@ -179,10 +179,9 @@ def display_table(table: pd.DataFrame) -> pd.DataFrame:
     else:
         shown["device"] = [row["device"] for row in rows]
     for column in spec.columns:
-        measured = bool(column.cells or column.timed)
-        heads = [f"{column.label}, paper", f"{column.label}, ours"] if measured else [column.label]
+        heads = [f"{column.label}, paper", f"{column.label}, ours"] if column.is_measured else [column.label]
         shown[heads[0]] = [_paper_text(row[f"paper_{column.key}"], column, spec.name) for row in rows]
-        if measured:
+        if column.is_measured:
             shown[heads[1]] = [_ours_text(row, column) for row in rows]
     if any(row["sparsity"] for row in rows):
         shown["sparsity [%]"] = [row["sparsity"] or ABSENT for row in rows]
