@@ -14,7 +14,7 @@ GPU_BENCH := +experiment=speed model=smollm2_135m model.hub_id=null data=files d
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help install retrofit reproduce-embedded report test test-all architectures peers faults coverage smoke slurm sanitize gpu gpu-models lint format types clean
+.PHONY: help install retrofit reproduce-embedded report test test-all architectures peers faults smoke slurm sanitize gpu gpu-models lint format types clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  %-19s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
@@ -71,9 +71,6 @@ peers: $(TESTED) ## tests of transformers and PEFT on models with Focus attached
 
 faults: $(TESTED) ## kill, fill and damage tiny runs in 50 ways; each resumes to the same record
 	$(RUN) pytest -n $(JOBS) tests/test_faults.py $(ARGS)
-
-coverage: $(STAMP)-dev ## how often the 95 % intervals hold the truth, simulated: runs/records/coverage.md
-	$(VENV)/bin/python tests/interval_coverage.py runs/records/coverage.md
 
 smoke: $(TESTED) ## every experiment file on a tiny random model
 	$(RUN) pytest -n $(JOBS) tests/test_experiments.py -m 'not gpu' $(ARGS)

@@ -7,9 +7,8 @@ import pytest
 import torch
 from conftest import FAMILIES
 from peft import LoraConfig, get_peft_model
-from safetensors.torch import load_file
 from torch import Tensor
-from transformers import LlamaForCausalLM, LlamaForSequenceClassification, PreTrainedModel
+from transformers import LlamaForSequenceClassification, PreTrainedModel
 
 from focus_exp import UserError, attach, detach, disable_method, freeze, is_causal, set_routing
 from focus_exp.attention.selection import PairCounts, fold_heads
@@ -245,13 +244,6 @@ def test_attach_some_layers_keeps_the_others(tiny_model, family):
     assert (hidden[2] - base[2]).abs().max() > 1e-3
 
 
-def test_bfloat16_model_keeps_routers_in_float32(attached):
-    model = attached("llama").bfloat16()
-    for method in attached_methods(model).values():
-        assert {x.dtype for x in (*method.parameters(), method.router.potential)} == {torch.float32}
-    assert compute_logits(model, make_tokens()).dtype == torch.bfloat16
-
-
 @pytest.mark.parametrize("name", ["routing_transformer", "random_groups", "performer", "magicpig"])
 def test_bfloat16_model_keeps_buffers_in_float32(tiny_model, name):
     model = attach(tiny_model("llama"), name).bfloat16()
@@ -298,16 +290,6 @@ def test_deepcopy_is_attached_and_independent(tiny_model, attached):
     assert describe_state(twin) == describe_state(tiny_model("llama"))
 
 
-def test_observe_selections_nests(attached):
-    model, outer, inner = attached("llama"), [], []
-    with observe_selections(model, lambda layer, *_: outer.append(layer)):
-        with observe_selections(model, lambda layer, *_: inner.append(layer)):
-            compute_logits(model, make_tokens())
-        compute_logits(model, make_tokens())
-    compute_logits(model, make_tokens())
-    assert (outer, inner) == ([0, 1, 0, 1], [0, 1])
-
-
 @pytest.mark.parametrize(
     ("wrong", "message"),
     [
@@ -352,26 +334,6 @@ def test_set_attn_implementation_while_attached_raises(attached):
     with disable_method(model):
         base = compute_logits(model, make_tokens())
     assert torch.equal(base, compute_logits(detach(model), make_tokens()))
-
-
-def test_train_frozen_method_keeps_hard_routing(tiny_model, attached):
-    model = attached("llama")
-    for method in attached_methods(model).values():
-        method.eval().train = lambda mode=True: None
-    balance = [method.router.potential.clone() for method in attached_methods(model).values()]
-    expected = compute_logits(model, make_tokens())
-    assert torch.equal(compute_logits(model.train(), make_tokens()), expected)
-    assert all(map(torch.equal, balance, (method.router.potential for method in attached_methods(model).values())))
-
-
-def test_save_pretrained_state_loads_into_attached_model(attached, tmp_path):
-    model = attached("llama")
-    model.save_pretrained(tmp_path)
-    other = LlamaForCausalLM.from_pretrained(tmp_path)
-    attach(other, "focus", **model.focus_attachment.options)
-    other.load_state_dict(load_file(tmp_path / "model.safetensors"))
-    set_routing(other, hard=True)
-    assert torch.equal(compute_logits(other, make_tokens()), compute_logits(model, make_tokens()))
 
 
 def test_attach_other_model_raises(tiny_model):

@@ -217,15 +217,6 @@ def test_likelihoods_of_models_with_other_positions_or_all_logits(name):
     assert [total for total, _ in answers] == expected
 
 
-def test_hflm_without_mask_counts_padding_as_tokens(tiny_model):
-    model = attach_hard(tiny_model("llama"), assignment="sinkhorn")
-    requests = [([7] * 40, [1]), ([9, 8, 7, 6, 5, 4, 3, 2, 1] * 2, [2])]
-    stock = HFLM(pretrained=model, tokenizer=byte_tokenizer(), backend="causal", batch_size=2)
-    expected = compute_likelihood(model, *requests[1])
-    assert likelihoods(stock, requests)[1][0] != pytest.approx(expected, abs=1e-3)
-    assert likelihoods(wrap(model), requests)[1][0] == pytest.approx(expected, abs=1e-5)
-
-
 @pytest.fixture(scope="module")
 def llama():
     from conftest import build
@@ -250,32 +241,6 @@ def test_likelihoods_equal_each_request_alone(llama, requests):
         assert greedy == (best[len(context) - 1 : -1] == continuation)
     inputs = {(len(continuation), *context, *continuation[:-1]) for context, continuation in requests}
     assert sorted(lm.stats.lengths) == sorted(len(tokens) - 1 for tokens in inputs)
-
-
-def test_likelihoods_shared_input_runs_once(llama):
-    requests = [([5, 6, 7], [8]), ([5, 6, 7], [9]), ([5, 6], [7, 8])]
-    lm = wrap(llama)
-    expected = [pytest.approx(compute_likelihood(llama, *request), abs=1e-5) for request in requests]
-    assert [total for total, _ in likelihoods(lm, requests)] == expected
-    assert lm.stats.lengths == [3, 3]
-
-
-def test_task_scores_and_stderr_equal_counting_by_hand(llama):
-    encode, result, hits, normed = byte_tokenizer().encode, run(llama, "choice"), [], []
-    for row in CHOICE:
-        totals = [compute_likelihood(llama, encode(row["question"]), encode(f" {choice}")) for choice in CHOICES]
-        hits.append(np.argmax(totals) == row["answer"])
-        normed.append(np.argmax([t / len(c) for t, c in zip(totals, CHOICES, strict=True)]) == row["answer"])
-    for metric, name, scores in zip(result.metrics, ("acc", "acc_norm"), (hits, normed), strict=True):
-        assert (metric.key, metric.value) == (name, pytest.approx(np.mean(scores)))
-        assert metric.stderr == pytest.approx(np.std(scores, ddof=1) / math.sqrt(len(scores)))
-        assert list(metric.scores(result.samples).values()) == scores
-    assert (result.version, result.shots, result.seed) == ("2.5", 0, 1234)
-
-    perplexity, greedy = sorted(run(llama, "words").metrics, key=lambda metric: metric.key, reverse=True)
-    totals = [compute_likelihood(llama, encode(row["context"]), encode(row["target"])) for row in WORDS]
-    assert perplexity.value == pytest.approx(math.exp(-np.mean(totals))) and not perplexity.higher_is_better
-    assert greedy.value == 0 and greedy.higher_is_better
 
 
 @pytest.mark.parametrize("name", ["choice", "words"])
@@ -744,24 +709,3 @@ def test_embedded_items_are_the_official_ones():
     assert arc["test"].features == arc["validation"].features
     assert {tuple(row["choices"]["label"]) for row in arc["test"]} >= {tuple("ABCD"), tuple("ABC"), tuple("ABCDE")}
     assert set(load_benchmark("aps/super_glue", "boolq", cache)["validation"]["label"]) == {0, 1}
-
-
-@pytest.mark.slow
-@pytest.mark.real
-def test_official_tasks_run_on_real_items(tiny_model, tmp_path):
-    names = [
-        "arc_easy",
-        "piqa",
-        "openbookqa",
-        "sciq",
-        "winogrande",
-        "lambada_openai",
-        "mmlu_anatomy",
-        "boolq",
-        "last_word",
-    ]
-    model = attach_hard(tiny_model("llama", max_position_embeddings=8192))
-    config = make_config(names, limit=2, controls=False)
-    rows = measure_all(model, config, tmp_path)
-    assert {row.task for row in rows if row.variant == HARD and row.value is not None} == set(names)
-    assert all(row.error is None and row.source for row in rows)

@@ -144,11 +144,6 @@ def test_loader_ranks_see_disjoint_sequences():
     assert len({len(loader) for loader in loaders}) == 1
 
 
-def test_loader_epoch_is_cut_to_whole_steps():
-    loader = ResumableLoader(pack(44), 2, seed=0, accumulate=2)
-    assert len(pack(44)) == 11 and len(loader) == len(list(loader)) == 4
-
-
 @pytest.mark.parametrize(
     ("sizes", "message"),
     [
@@ -260,11 +255,6 @@ def test_load_corpus_stdin_is_one_document(tmp_path, stdin):
     stdin(b" ")
     with pytest.raises(UserError, match="data.files=-"):
         load(files_config("-"), tmp_path)
-
-
-def test_find_texts_hub_name_suggests_hub_id():
-    with pytest.raises(UserError, match="data.hub_id=owner/texts"):
-        texts.find_texts("owner/texts")
 
 
 def test_load_corpus_files_are_split_by_file_and_tokenized_once(tmp_path, monkeypatch):
@@ -398,16 +388,6 @@ def test_write_stream_strings_of_special_tokens_are_counted(tmp_path, tokenizer)
     assert write_stream(tmp_path, "test", documents, tokenizer, None, split_special_tokens=True) == 0
     merged, split = (read_stream(tmp_path, name, name).tokens.tolist() for name in ("train", "test"))
     assert (merged.count(tokenizer.eos_token_id), split.count(tokenizer.eos_token_id)) == (4, 2)
-
-
-def test_load_corpus_split_special_tokens_is_another_corpus(tmp_path):
-    for number in range(3):
-        (tmp_path / f"{number}.txt").write_text(f"{number} <|endoftext|> and on")
-    merged, split, again = (
-        load(files_config(tmp_path, split_special_tokens=value), tmp_path / "cache") for value in (False, True, False)
-    )
-    assert (merged.special_tokens, split.special_tokens, again.special_tokens) == (3, 0, 3)
-    assert merged.provenance.fingerprint == again.provenance.fingerprint != split.provenance.fingerprint
 
 
 def test_write_stream_beyond_a_file_size_limit_has_the_errno(tmp_path):

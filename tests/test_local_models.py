@@ -260,10 +260,6 @@ def test_parse_hub_id_with_revision_is_split():
     assert (shipped.name, shipped.revision) == ("gpt2_124m", "main")
 
 
-def test_parse_hub_id_of_a_gguf_repository_keeps_its_file():
-    assert parsed("model.hub_id=owner/name-GGUF:Q4_K_M@main").hub_id == "owner/name-GGUF:Q4_K_M"
-
-
 FILES = ["README.md", "mine-Q4_K_M.gguf", "mine-Q8_0.gguf", "big-00001-of-00002.gguf", "mmproj-mine-F16.gguf"]
 
 
@@ -305,13 +301,6 @@ def test_load_model_hub_gguf_downloads_the_named_file(gguf_hub, tmp_path):
     assert gguf_hub == [("owner/name-GGUF", "mine-Q8_0.gguf", "c0ffee", False)]
     assert torch.equal(loaded.model(TOKENS).logits, plain_qwen2()(TOKENS).logits)
     assert (loaded.provenance.used, loaded.provenance.revision) == ("owner/name-GGUF/mine-Q8_0.gguf", "c0ffee")
-
-
-def test_load_model_hub_gguf_ambiguous_raises_with_choices(gguf_hub, tmp_path):
-    cfg = ModelConfig(name="mine", hub_id="owner/name-GGUF")
-    with pytest.raises(UserError, match="owner/name-GGUF:mine-Q4_K_M"):
-        load_model(cfg, assets="auto", cache=tmp_path / "cache", seed=0, dtype=torch.float32)
-    assert gguf_hub == []
 
 
 def test_load_model_hub_gguf_loads_from_cache(monkeypatch, tmp_path):

@@ -9,7 +9,6 @@ from itertools import islice
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from running import run
 from transformers import AutoTokenizer
 
 from focus_exp.assets import cache_root
@@ -29,7 +28,6 @@ from focus_exp.data.long_range import (
 )
 from focus_exp.errors import UserError
 from focus_exp.models.gguf import embedded_folder
-from focus_exp.models.random import byte_tokenizer
 
 DIGEST = "be34e310ee838351ab70c4aeace94ecd472ada6ae59ffbfef7813c82e8c00eaf"
 
@@ -142,13 +140,6 @@ def test_induction_target_followed_the_same_words(shape):
         assert words[first + CUE_WORDS] == item["target"].strip() and len(words) - (first + CUE_WORDS) > shape.window
 
 
-def test_items_have_at_least_one_token_a_word():
-    tokenizer, shape = byte_tokenizer(), Shape(20, 90)
-    for task in TASKS:
-        for item in make_items(task, shape)[:10]:
-            assert len(tokenizer(item["context"])["input_ids"]) >= len(item["context"].split()) >= shape.words
-
-
 @pytest.fixture
 def books(monkeypatch):
     books = replace(EMBEDDED["books"], read=lambda cache, split: [(b.title, b.text) for b in BOOKS * (split == "test")])
@@ -204,10 +195,3 @@ def test_build_suite_books_lengths_fit_the_models():
         len(tokenizer(answer)["input_ids"]) for item in items for answer in item.get("choices", [item.get("target")])
     )
     assert min(lengths) >= 4 * 128 and max(lengths) + longest <= 1024
-
-
-@pytest.mark.real
-def test_build_tasks_job_prints_the_digest():
-    result = run("job=build_tasks", "eval.long_range_distance=128")
-    assert result.code == 0, result.err
-    assert f"sha256 {DIGEST}" in result.out

@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 from omegaconf import OmegaConf
 from peft import PeftModel
 from peft.tuners.lora import LoraLayer
-from running import fitting, metrics_of, only_run, outcome, record_of, router_steps, run, tiny
-from safetensors import SafetensorError
+from running import fitting, only_run, outcome, record_of, router_steps, run, tiny
 from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.pytorch_utils import Conv1D
@@ -21,7 +20,6 @@ from transformers.pytorch_utils import Conv1D
 from focus_exp import freeze
 from focus_exp.config import LoraConfig, PhaseConfig
 from focus_exp.errors import UserError
-from focus_exp.models import lora as lora_module
 from focus_exp.models.lora import (
     add_lora,
     count_lora_parameters,
@@ -190,21 +188,6 @@ def test_save_lora_loads_with_peft(tiny_model, tmp_path, family, dtype, dora):
         assert torch.equal(logits(loaded), logits(tiny_model(family, dtype=dtype)))
 
 
-def test_save_lora_full_disk_keeps_the_old_adapter(tiny_model, tmp_path, monkeypatch):
-    model = adapted(tiny_model("llama"))
-    save_lora(model, tmp_path)
-    before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
-
-    def full(*arguments, **options):
-        raise SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
-
-    shake(model)
-    monkeypatch.setattr(lora_module, "save_file", full)
-    with pytest.raises(OSError, match="No space left on device"):
-        save_lora(model, tmp_path)
-    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
-
-
 def command(folder, name, *more):
     kept = ("trainer.checkpoint_every=2", "trainer.keep_checkpoints=true", "eval.max_sequences=2")
     return fitting(*tiny(folder, name), *kept, *more)
@@ -274,15 +257,6 @@ def test_records_name_and_count_what_was_trained(folder, seen):
     }
     for record in records.values():
         assert record.steps == (5 if record.method["trainable_parameters"] else 0)
-
-
-def test_finetune_runs_one_phase_and_saves_the_model(folder, seen):
-    assert {line["phase"] for line in metrics_of(folder / "finetune")} == {"everything"}
-    place = only_run(folder / "finetune")
-    kept = {path.name for path in (place / "checkpoints").iterdir()}
-    assert kept == {"everything.ckpt", "everything.ckpt.before"}
-    saved = load_file(place / "model" / "model.safetensors")
-    assert set(saved) == {name for name, _ in build("tiny_llama").named_parameters()}
 
 
 @pytest.mark.parametrize("name", ["lora", "dora", "window"])

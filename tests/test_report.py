@@ -8,7 +8,7 @@ import pandas as pd
 import pytest
 
 from focus_exp.reporting import report
-from focus_exp.reporting.claims import VERDICTS, evaluate_claims, load_claims
+from focus_exp.reporting.claims import VERDICTS, evaluate_claims
 from focus_exp.reporting.format import to_html, to_latex, to_markdown
 from focus_exp.reporting.load import load_results, read_yaml
 from focus_exp.reporting.paper_tables import paper_rows
@@ -139,11 +139,6 @@ def test_claims_paper_ratios_are_printed_in_the_paper():
     printed = {cell for name in read_yaml("paper") for row in paper_rows(name) for cell in row.values()}
     for entry in read_yaml("claims"):
         assert set(entry.get("paper_ratio", [])) <= printed, entry["id"]
-
-
-def test_claims_have_unique_ids():
-    ids = [claim.id for claim in load_claims()]
-    assert len(set(ids)) == len(ids) == 36
 
 
 def test_report_files_have_all_formats(results, content):

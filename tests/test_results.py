@@ -83,9 +83,3 @@ def test_setup_key_differs_by_what_is_computed_alone() -> None:
     assert setup_key(record) == setup_key(other_seed) == setup_key(without_default)
     for change in ({"steps": 4}, {"model": {"fingerprint": "cd"}}, {"config": config | {"attention": {"groups": 8}}}):
         assert setup_key(record | change) != setup_key(record)
-
-
-def test_published_setups_group_seeds(published_files: Loaded) -> None:
-    groups = published_files.runs.query("variant == ''").groupby("setup")
-    seeds = groups.seed.agg(["nunique", "size"])
-    assert len(groups) == 27 and seeds["nunique"].max() == 3

@@ -2,12 +2,11 @@
 
 import pandas as pd
 import pytest
-from running import only_run, run, tiny
+from running import only_run
 
 from focus_exp.reporting import figures
 from focus_exp.reporting.load import load_run, read_log
 from focus_exp.reporting.run_report import render_continuations, render_passage, run_tables, write_run_table
-from focus_exp.reporting.tables import frontier
 
 
 @pytest.fixture
@@ -35,19 +34,6 @@ def test_run_tables_quality_has_paired_changes(trained):
     hard = table[table.variant == "focus_hard"].iloc[0]
     assert hard["ΔPPL [%], base"].startswith(("+", "-"))
     assert table[table.variant == "base"]["ΔPPL [%], base"].item() == "-"
-
-
-def test_run_writes_adapter_card(trained):
-    card = (trained / "adapter" / "README.md").read_text()
-    assert card.startswith("---\nlibrary_name: focus_exp\n")
-    assert "load_adapter(model" in card
-
-
-def test_finished_run_prints_its_table(trained):
-    folder = trained.parents[3]
-    result = run(*tiny(folder), "recipe.steps=4")
-    assert result.code == 0
-    assert "## Quality" in result.out
 
 
 def test_read_log_of_a_run_has_losses(trained):
@@ -111,10 +97,6 @@ def test_figures_same_data_give_the_same_bytes(tmp_path):
     for name in ("a", "b"):
         figures.save_figures({"frontier": figures.frontier(make_points())}, tmp_path / name)
     assert (tmp_path / "a/frontier.svg").read_bytes() == (tmp_path / "b/frontier.svg").read_bytes()
-
-
-def test_frontier_without_runs_is_empty(trained):
-    assert frontier(load_run(trained)).empty
 
 
 # --- passages and continuations ---

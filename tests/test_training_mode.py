@@ -66,12 +66,6 @@ def test_training_step_moves_buffers_once(tiny_model, method, checkpointing):
         torch.testing.assert_close(checkpointed, plain, atol=1e-6, rtol=1e-5)
 
 
-@pytest.mark.parametrize("training", [True, False])
-def test_attach_takes_the_mode_of_the_layer(tiny_model, training):
-    model = attach(tiny_model("llama").train(training), **OPTIONS)
-    assert {m.training for method in attached_methods(model).values() for m in method.modules()} == {training}
-
-
 def test_load_adapter_sets_eval_mode_and_hard_routing(tiny_model, tmp_path):
     save_adapter(attach(tiny_model("llama"), **OPTIONS), tmp_path)
     model = tiny_model("llama").train()

@@ -1,6 +1,5 @@
 """Weights & Biases without a server: the mode, tables, the saved workspace."""
 
-import json
 import socket
 
 import pandas as pd
@@ -53,23 +52,6 @@ def test_log_tables_logs_unrounded_tables_and_images(tmp_path):
     logging.log_tables(live, {"claims": table}, {})
     assert logged["claims"].columns == ["a", "b"]
     assert logged["claims"].data == [[0.1 + 0.2, "x"], [None, "y"]]
-
-
-def test_workspace_can_be_read_again(tmp_path):
-    pytest.importorskip("wandb_workspaces")
-    from wandb_workspaces.workspaces import Workspace, internal
-
-    views = {
-        "workspace": logging.build_workspace("me", "things"),
-        "report": logging.build_report("me", "things", ["claims"]),
-    }
-    workspace, report = logging.write_views(tmp_path, views)
-    read = Workspace._from_model(internal.View.model_validate_json(workspace.read_text()))
-    assert (read.entity, read.project) == ("me", "things")
-    assert [section.name for section in read.sections] == ["Training", "Routing", "Tables", "Figures"]
-    panels = {panel.table_name for panel in read.sections[2].panels}
-    assert panels == set(logging.RUN_TABLES)
-    assert "claims" in json.dumps(json.loads(report.read_text()))
 
 
 def test_dashboard_offline_writes_views(tmp_path):
