@@ -10,7 +10,6 @@ import logging
 import math
 import time
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -29,13 +28,14 @@ from focus_exp.evaluation.controls import (
     RANDOM_GROUPS,
     WINDOW_ONLY,
     Variant,
+    full_attention,
     random_groups,
     slug,
     trained_name,
     window_only,
 )
 from focus_exp.evaluation.perplexity import PairCounter, token_losses
-from focus_exp.models.methods import disable_method, is_causal, observe_selections, set_routing, swap_methods
+from focus_exp.models.methods import is_causal, observe_selections, set_routing, swap_methods
 from focus_exp.progress import ProgressBar
 from focus_exp.results.intervals import FEWEST, NORMAL, estimate, units_of
 from focus_exp.results.losses import Losses, benchmark_name
@@ -324,7 +324,7 @@ class BenchmarkEvaluator:
 
     def measure_base(self) -> None:
         """Score the unmodified model, the reference of every other variant."""
-        with self.full_attention():
+        with full_attention(self.model):
             for task in self.config.eval.tasks:
                 result = self.add(Variant(name=BASE, kind="base"), task)
                 if result is not None:
@@ -335,7 +335,7 @@ class BenchmarkEvaluator:
         attention, recipe = self.config.attention, self.config.recipe
         for task in self.config.eval.tasks:
             if recipe.trains("lora") or recipe.trains("all"):
-                with self.full_attention():
+                with full_attention(self.model):
                     name = trained_name(self.model, self.config)
                     self.add(Variant(name=name, kind="trained"), task)
             if self.config.has_router:
@@ -368,10 +368,6 @@ class BenchmarkEvaluator:
         errors = [m.settings["error"] for m in self.measurements if m.settings.get("error")]
         if errors and all(m.value is None for m in self.measurements):
             raise UserError(f"eval.tasks must have a task that can be scored: {errors[0]}")
-
-    def full_attention(self) -> AbstractContextManager[Any]:
-        is_attached = getattr(self.model, "focus_attachment", None) is not None
-        return disable_method(self.model) if is_attached else nullcontext()
 
     def add(self, variant: Variant, task: str) -> TaskResult | None:
         """Run a task under a variant, or read its result; a failure becomes its error."""

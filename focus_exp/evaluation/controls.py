@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -13,7 +14,7 @@ from focus_exp.attention.baselines.random_groups import RandomGroups
 from focus_exp.attention.baselines.window import WindowOnly
 from focus_exp.config import Config, FocusConfig
 from focus_exp.models.lora import describe_lora
-from focus_exp.models.methods import attached_methods
+from focus_exp.models.methods import attached_methods, disable_method
 
 BASE, SOFT = "base", "focus_soft"
 WINDOW_ONLY, WIDE_WINDOW = "window_only", "window_density_matched"
@@ -68,6 +69,11 @@ def trained_name(model: PreTrainedModel, config: Config) -> str:
     if not config.recipe.trains("lora"):
         return "trained"
     return str(describe_lora(model)["name"])
+
+
+def full_attention(model: PreTrainedModel) -> AbstractContextManager[Any]:
+    """Run the model without the attached method, if there is one, in the block."""
+    return disable_method(model) if getattr(model, "focus_attachment", None) else nullcontext()
 
 
 def slug(name: str) -> str:

@@ -10,7 +10,7 @@ import zipfile
 import zlib
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, get_args
@@ -36,6 +36,7 @@ from focus_exp.evaluation.controls import (
     WINDOW_ONLY,
     Kind,
     Variant,
+    full_attention,
     random_groups,
     slug,
     trained_name,
@@ -45,7 +46,6 @@ from focus_exp.evaluation.statistics import mean_by_position, sequence_sums, tok
 from focus_exp.models.adapter import adapter_name, build_adapter_methods, read_description
 from focus_exp.models.methods import (
     active_methods,
-    disable_method,
     is_causal,
     observe_selections,
     set_routing,
@@ -310,7 +310,7 @@ class PerplexityEvaluator:
     def measure_variants(self) -> None:
         attention = self.config.attention
         if not self.is_base_frozen:
-            with self.full_attention():
+            with full_attention(self.model):
                 name = trained_name(self.model, self.config)
                 self.add(Variant(name=name, kind="trained"))
         if self.config.has_router:
@@ -321,10 +321,6 @@ class PerplexityEvaluator:
             causal = is_causal(self.model)
             self.add(Variant(name=attention.name, kind="control", method=attention.method, causal=causal))
             self.measure_adapters()
-
-    def full_attention(self) -> AbstractContextManager[Any]:
-        is_attached = getattr(self.model, "focus_attachment", None) is not None
-        return disable_method(self.model) if is_attached else nullcontext()
 
     def measure_focus(self) -> None:
         """Score the configured hard routing and its controls first; variants end in table order."""
@@ -438,7 +434,7 @@ class PerplexityEvaluator:
         scores = read_scores(path, self.batches, key)
         if missing := self.batches[len(scores.seconds) if scores else 0 : self.count]:
             try:
-                with self.full_attention() if variant.kind == "base" else nullcontext():
+                with full_attention(self.model) if variant.kind == "base" else nullcontext():
                     new = score(self.model, self.blocks, missing, self.precision, variant.name)
             # ValueError: a method refuses the model
             except (RuntimeError, ValueError, torch.OutOfMemoryError) as error:

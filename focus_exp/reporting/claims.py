@@ -117,9 +117,9 @@ def evaluate_claims(results: Results) -> pd.DataFrame:
 
 
 def _evaluate(claim: Claim, rows: list[Row], results: Results) -> tuple[dict[str, Any], Row | None]:
-    own = [row for row in rows if row.experiment in claim.experiments]
-    failed = [row for row in own if row.error is not None]
-    selected = select((row for row in own if row.error is None), claim.select, claim.query)
+    candidates = [row for row in rows if row.experiment in claim.experiments]
+    failed = [row for row in candidates if row.error is not None]
+    selected = select((row for row in candidates if row.error is None), claim.select, claim.query)
     rows = aggregate_seeds(selected)
     judgement = claim.judge(rows) if rows else Judgement(OUT_OF_SCOPE if claim.needs else NOT_RUN)
     if has_failed(claim, selected, failed) and not judgement.final and judgement.verdict != MASK_INACTIVE:
@@ -128,7 +128,7 @@ def _evaluate(claim: Claim, rows: list[Row], results: Results) -> tuple[dict[str
         judgement = replace(judgement, verdict=INCONCLUSIVE)
     row = judgement.row
     shown = rows if claim.pick or claim.matched else judgement.rows
-    runs = list(dict.fromkeys(member.run for one in shown for member in one.members))
+    runs = list(dict.fromkeys(member.run for aggregated in shown for member in aggregated.members))
     needed: dict[str, float | None] = {}
     if judgement.verdict == INCONCLUSIVE and row is not None and row.reference is not None:
         needed = required_sample(row, judgement.effect, judgement.comparisons)
@@ -219,22 +219,22 @@ def at_least(
         papers = [row for row in rows if "H100" in row.device_kind]
         rows = papers or [row for row in rows if row.device_kind != "cpu"] or rows
     limits = limit if isinstance(limit, Mapping) else {row.tokens: limit for row in rows}
-    asked = sorted((row for row in rows if row.tokens in limits), key=lambda row: row.tokens or 0)
+    compared = sorted((row for row in rows if row.tokens in limits), key=lambda row: row.tokens or 0)
     slow = {tokens for tokens, wanted in limits.items() if wanted < 1 < max(limits.values())}
     sides: dict[int | None, set[int]] = {}
-    for row in asked:
+    for row in compared:
         if row.tokens in slow:
             continue
         wanted = tolerance * limits[row.tokens] - margin
         side = SHOWN if _low(row) >= wanted else REFUTED if _high(row) < wanted else OPEN
         sides.setdefault(row.tokens, set()).add(side)
-    if lost := [row for row in asked if sides.get(row.tokens) == {REFUTED}]:
+    if lost := [row for row in compared if sides.get(row.tokens) == {REFUTED}]:
         faster = all(row.metric == "speedup" and row.value > 1 for row in lost)
-        return Judgement(SAME_DIRECTION if faster else NOT_REPRODUCED, asked, lost[-1], final=not faster)
-    if limits.keys() - {row.tokens for row in asked} or any(side != {SHOWN} for side in sides.values()):
-        return Judgement(INCONCLUSIVE, asked or rows, (asked or rows)[-1])
-    other_size = any(_low(row) > most or (gpu and row.device_kind == "cpu") for row in asked)
-    return Judgement(SAME_DIRECTION if other_size else REPRODUCED, asked, asked[-1])
+        return Judgement(SAME_DIRECTION if faster else NOT_REPRODUCED, compared, lost[-1], final=not faster)
+    if limits.keys() - {row.tokens for row in compared} or any(side != {SHOWN} for side in sides.values()):
+        return Judgement(INCONCLUSIVE, compared or rows, (compared or rows)[-1])
+    other_size = any(_low(row) > most or (gpu and row.device_kind == "cpu") for row in compared)
+    return Judgement(SAME_DIRECTION if other_size else REPRODUCED, compared, compared[-1])
 
 
 def within(rows: list[Row], limit: list[float], margin: float) -> Judgement:
@@ -286,10 +286,11 @@ def _judge_router(rows: list[Row], side: Callable[[Row, Row], int], steps: int, 
     for row in rows:
         setup = (row.setup, row.variant, row.variant_setup)
         phases.setdefault(setup, {}).setdefault(row.phase, {})[row.metric] = row
-    found = [
-        {side(one["dominance_most"], one["dead_groups_most"]) for one in each.values()} for each in phases.values()
+    outcomes = [
+        {side(phase["dominance_most"], phase["dead_groups_most"]) for phase in setup_phases.values()}
+        for setup_phases in phases.values()
     ]
-    sides = {next(one for one in (event, OPEN, -event) if one in each) for each in found}
+    sides = {next(s for s in (event, OPEN, -event) if s in outcome) for outcome in outcomes}
     widest = max((row for row in rows if row.metric == "dominance_most"), key=lambda row: row.value)
     too_short = sides != {event} and min(row.step or 0 for row in rows) < steps
     if too_short or sides not in ({SHOWN}, {REFUTED}):

@@ -148,8 +148,8 @@ def build_report_results(loaded: Loaded, budget: str = "") -> Results:
 def load_run(folder: Path) -> Results:
     """Load one run, or a comparison with its variants."""
     loaded, name = _read_with_variants(folder)
-    own = loaded.variants.run[loaded.variants.comparison == name]
-    runs = loaded.runs[loaded.runs.run.isin([name, *own])]
+    variant_runs = loaded.variants.run[loaded.variants.comparison == name]
+    runs = loaded.runs[loaded.runs.run.isin([name, *variant_runs])]
     return build_results(loaded, runs, details=True).select_run(name)
 
 
@@ -181,7 +181,7 @@ def read_runs(root: Path) -> Loaded:
     records = {folder.relative_to(root).as_posix(): read_record(folder) for folder in folders}
     frames = [_read_table(folder / MEASUREMENTS, run) for folder, run in zip(folders, records, strict=True)]
     table = _expand_settings(pd.concat(frames, ignore_index=True) if frames else _read_table(root / MEASUREMENTS, ""))
-    by_run = {str(run): own for run, own in table[table.metric == "perplexity"].groupby("run", sort=False)}
+    by_run = {str(run): group for run, group in table[table.metric == "perplexity"].groupby("run", sort=False)}
     timed = set(table.run[table.clock.notna()])
     runs = pd.DataFrame([describe_run(run, record, by_run.get(run), run in timed) for run, record in records.items()])
     if len(runs):
@@ -252,8 +252,18 @@ def _describe_variants(
         groups = [int(text.partition("=")[2]) for text in settings if text.startswith("attention.groups=")]
         setup = variant_key(row["name"], settings, row["steps"], row["tokens_seen"], setups.get(start, ""))
         trained = row["trainable_parameters"] if row["tokens_seen"] else 0
-        own = starts.get(start, "")
-        cells = (comparison, row["name"], own, own, trained, setup, row["tokens_seen"], row["steps"], row["error"])
+        own_run = starts.get(start, "")
+        cells = (
+            comparison,
+            row["name"],
+            own_run,
+            own_run,
+            trained,
+            setup,
+            row["tokens_seen"],
+            row["steps"],
+            row["error"],
+        )
         rows.append(dict(zip(VARIANTS, (*cells, groups[0] if groups else None), strict=True)))
     return rows
 
@@ -297,12 +307,13 @@ def build_results(loaded: Loaded, runs: pd.DataFrame, is_quick: bool = False, de
     rows = pd.concat([*parts, *([_details(raw)] if details else [])], ignore_index=True)
     rows = rows.drop(columns=["window", "seq_len"])
     of_variant = runs[["run", *OF_VARIANT]]
-    own = rows[~rows.run.isin(variants.comparison)].merge(of_variant, on="run")
-    names = own.run.map(runs.set_index("run").variant.to_dict())
-    own["variant"] = names.where(names != "", own.variant.where(own.source.isin(["benchmarks", "generation", "costs"])))
+    single = rows[~rows.run.isin(variants.comparison)].merge(of_variant, on="run")
+    names = single.run.map(runs.set_index("run").variant.to_dict())
+    has_own = single.source.isin(["benchmarks", "generation", "costs"])
+    single["variant"] = names.where(names != "", single.variant.where(has_own))
     joined = [_join_variants(rows, of_variant, variants)] if len(variants) else []
     joined += [_differences(raw, joined[0])] if joined else []
-    table = pd.concat([own, *joined], ignore_index=True)
+    table = pd.concat([single, *joined], ignore_index=True)
     table = table.merge(runs.reset_index()[["run", "index", *OF_RUN]], on="run")
     table = table.sort_values("index", kind="stable").reindex(columns=COLUMNS)
     return Results(runs.set_index("run"), _to_rows(table), is_quick, loaded.root)
@@ -322,7 +333,7 @@ def _sort_runs(runs: pd.DataFrame, variants: pd.DataFrame) -> pd.DataFrame:
     runs = runs.sort_values(["is_variant", "started"], kind="stable", ignore_index=True)
     first = variants.drop_duplicates("comparison").set_index("comparison")
     seconds = variants.run.map(runs.set_index("run").seconds.to_dict()).groupby(variants.comparison)
-    total = seconds.agg(lambda own: own.sum(skipna=False)).to_dict()
+    total = seconds.agg(lambda group: group.sum(skipna=False)).to_dict()
     return runs.assign(
         first_variant=runs.run.map(first.variant.to_dict()),
         first_params=runs.run.map(first.trainable_params.to_dict()),
@@ -356,8 +367,8 @@ def _quality_rows(raw: pd.DataFrame) -> pd.DataFrame:
         ("row_perplexity", "perplexity"), ("row_nll", "nll"), ("distant_density", "distant_density"),
         ("largest_group", "largest_group_fraction"),
     ):  # fmt: skip
-        own = levels[levels.metric == metric].set_index(["run", "subject"]).value.to_dict()
-        rows[name] = [own.get(key, np.nan) for key in zip(rows.run, rows.subject, strict=True)]
+        values = levels[levels.metric == metric].set_index(["run", "subject"]).value.to_dict()
+        rows[name] = [values.get(key, np.nan) for key in zip(rows.run, rows.subject, strict=True)]
     rows["sparsity"] = 1 - rows.density
     rows["mask_active"] = _mask_activity(rows)
     rows = rows[rows.metric.isin(["perplexity", "nll", "nll_change"])]
@@ -425,14 +436,14 @@ def _speed_rows(raw: pd.DataFrame) -> pd.DataFrame:
     memory = rows[rows.metric == "speedup"].assign(metric="peak_memory", unit="x", value=None)
     for part, metric, factor in ((speedups, "latency_ms", 1e-3), (memory, "peak_memory_bytes", 1.0)):
         for side, wanted in (("level", rows.variant != "full"), ("reference_level", rows.variant == "full")):
-            own = rows[(rows.metric == metric) & wanted].drop_duplicates("case").set_index("case")
-            part[side] = part.case.map((factor * own.value).to_dict())
+            side_rows = rows[(rows.metric == metric) & wanted].drop_duplicates("case").set_index("case")
+            part[side] = part.case.map((factor * side_rows.value).to_dict())
     memory["value"] = memory.level / memory.reference_level
-    found = pd.concat([speedups, memory[memory.value.notna()]], ignore_index=True)
-    found["source"] = np.where(found.groups.notna(), "speed", "method_speed")
-    found["reference"], found["tokens"] = "full attention", found.seq_len
-    found["primary"] = _primary_speed(found)
-    return found.drop(columns=["variant", "n", "layer"])
+    table = pd.concat([speedups, memory[memory.value.notna()]], ignore_index=True)
+    table["source"] = np.where(table.groups.notna(), "speed", "method_speed")
+    table["reference"], table["tokens"] = "full attention", table.seq_len
+    table["primary"] = _primary_speed(table)
+    return table.drop(columns=["variant", "n", "layer"])
 
 
 def _primary_speed(rows: pd.DataFrame) -> pd.Series:
@@ -443,14 +454,15 @@ def _primary_speed(rows: pd.DataFrame) -> pd.Series:
     marks = pd.Series(None, rows.index, dtype=object)
     timed = rows[(rows.metric == "speedup") & (rows.source == "speed") & rows.clock.isin(["attention", "prefill"])]
     for _, run in timed.groupby("run"):
-        clocks = [own for clock in ("attention", "prefill") if (own := run[run.clock == clock]).top_k.nunique() > 1]
+        clocks = [c for c in ("attention", "prefill") if run[run.clock == c].top_k.nunique() > 1]
         if not clocks:
             continue
-        own = clocks[0][clocks[0].value > 0]
-        own = own.assign(rule=own.pair_rule.where(own.top_k > 1, ""))
-        series = own.groupby(["groups", "assignment", "top_k", "rule", "window", "dtype"]).tokens.agg(set)
+        timings = run[(run.clock == clocks[0]) & (run.value > 0)]
+        timings = timings.assign(rule=timings.pair_rule.where(timings.top_k > 1, ""))
+        series = timings.groupby(["groups", "assignment", "top_k", "rule", "window", "dtype"]).tokens.agg(set)
         common = max(set.intersection(*series), default=0) if len(series) else 0
-        marked = own[(own.tokens == common) & (own.assignment == "trained")].sort_values("groups", kind="stable")
+        marked = timings[(timings.tokens == common) & (timings.assignment == "trained")]
+        marked = marked.sort_values("groups", kind="stable")
         marks[marked.drop_duplicates(["top_k", "rule"]).index] = True
     return marks
 
@@ -459,18 +471,18 @@ def _group_rows(raw: pd.DataFrame) -> pd.DataFrame:
     """The analysis of the groups: medians over layers, since the paper does not name its layers."""
     rows = raw[(raw.variant == "router") & raw.run.isin(raw.run[raw.metric == "layer_confidence"])]
     cells: list[tuple[Any, ...]] = []
-    for run, own in rows.groupby("run"):
-        groups, layers = own[own.word_class.notna()], ["layer", "head"]
+    for run, group in rows.groupby("run"):
+        groups, layers = group[group.word_class.notna()], ["layer", "head"]
         punctuation = groups[(groups.metric == "group_purity") & (groups.word_class == "punctuation")]
         purity = punctuation.groupby(layers, dropna=False).value.max()
-        confidence = own[own.metric == "layer_confidence"].value
+        confidence = group[group.metric == "layer_confidence"].value
         sizes = groups[groups.metric == "group_fraction"].groupby(layers, dropna=False).value
         values = {
             "punctuation_purity": np.median([*purity, *[0.0] * (len(confidence) - len(purity))]),
             "group_confidence": confidence.mean(),
             "smallest_group": sizes.min().median(),
             "largest_group": sizes.max().median(),
-            "affinity": own[own.metric == "pair_affinity"].value.max(),
+            "affinity": group[group.metric == "pair_affinity"].value.max(),
         }
         cells += [(run, "groups", metric, value, "fraction") for metric, value in values.items()]
     return pd.DataFrame(cells, columns=["run", "source", "metric", "value", "unit"])
@@ -497,8 +509,8 @@ def _details(raw: pd.DataFrame) -> pd.DataFrame:
 def _join_variants(rows: pd.DataFrame, described: pd.DataFrame, variants: pd.DataFrame) -> pd.DataFrame:
     """Return the rows of comparisons: the base of their first variant, the primary rows of each, its parameters."""
     facts = variants.drop(columns="run").rename(columns={"comparison": "run"})
-    own = described.rename(columns={"run": "own_run"}).drop(columns=["train_tokens", "steps"])
-    facts = facts.merge(own, on="own_run", how="left")
+    own_runs = described.rename(columns={"run": "own_run"}).drop(columns=["train_tokens", "steps"])
+    facts = facts.merge(own_runs, on="own_run", how="left")
     facts["num_groups"] = facts.groups_set.fillna(facts.num_groups)
     parts = facts.merge(rows.rename(columns={"run": "own_run"}).drop(columns="variant"), on="own_run")
     primary = parts[parts.primary.eq(True) & (parts.source == "rows") & (parts.metric == "perplexity")]
@@ -523,28 +535,28 @@ def _differences(raw: pd.DataFrame, joined: pd.DataFrame) -> pd.DataFrame:
         {(row["run"], row["variant"]): row for row in rows[rows.metric == metric].to_dict("records")}
         for metric in ("perplexity", "nll_change")
     )
-    found: list[dict[str, Any]] = []
+    changes_between: list[dict[str, Any]] = []
     seen = set()
-    for one in raw[(raw.metric == "nll_change") & raw.run.isin(joined.run)].itertuples():
-        sides = [(one.run, one.variant), (one.run, one.reference)]
+    for row in raw[(raw.metric == "nll_change") & raw.run.isin(joined.run)].itertuples():
+        sides = [(row.run, row.variant), (row.run, row.reference)]
         pair = frozenset(sides)
         if pair in seen or not all(side in levels for side in sides):
             continue
         seen.add(pair)
-        own, other = (levels[side] for side in sides)
-        shown = own["value"], np.exp(min(own["row_nll"] - one.value, 700))
-        for sign, mine, theirs in ((1, own, other), (-1, other, own)):
-            low, high = sorted((sign * one.low, sign * one.high))
+        ours, other = (levels[side] for side in sides)
+        shown = ours["value"], np.exp(min(ours["row_nll"] - row.value, 700))
+        for sign, mine, theirs in ((1, ours, other), (-1, other, ours)):
+            low, high = sorted((sign * row.low, sign * row.high))
             level, reference_level = shown[::sign]
-            found.append(mine | {
-                "metric": "nll_change", "unit": "nats", "value": sign * one.value, "low": low, "high": high,
+            changes_between.append(mine | {
+                "metric": "nll_change", "unit": "nats", "value": sign * row.value, "low": low, "high": high,
                 "level": level, "reference_level": reference_level, "reference": theirs["variant"],
                 "dof": changes[sides[0]]["dof"], "n_units": changes[sides[0]]["n_units"],
                 "reference_causal": theirs["causal"], "reference_params": theirs["trainable_params"],
                 "reference_setup": theirs["variant_setup"], "primary": True if sign > 0 else None,
                 "reversed": True if sign < 0 else None,
             })  # fmt: skip
-    frame = pd.DataFrame(found, columns=None if found else joined.columns)
+    frame = pd.DataFrame(changes_between, columns=None if changes_between else joined.columns)
     return frame.assign(stderr=_standard_errors(frame.astype({"low": float, "high": float})))
 
 

@@ -191,7 +191,9 @@ class Measurements:
 
     def behind(self, entry: Entry, run: str) -> list[Row]:
         """Return the measurements whose sparsity the row reports."""
-        columns = [one for one in entry.spec.columns if one.name.startswith(("ppl", "speedup")) and not one.origin]
+        columns = [
+            column for column in entry.spec.columns if column.name.startswith(("ppl", "speedup")) and not column.origin
+        ]
         rows = [self.measured(entry, run, column) for column in columns or [PERPLEXITY]]
         unique = {(row.source, row.name, row.variant, row.phase, row.groups): row for row in rows if row}
         return [row for row in unique.values() if row.kind != BASE] or list(unique.values())
@@ -260,16 +262,16 @@ def compare(
     """
     common = Source(experiments, cells=cells or {}, needs=needs)
     sources = {
-        pattern: [replace(common, **({"variant": one} if isinstance(one, str) else one)) for one in places]
+        pattern: [replace(common, **({"variant": place} if isinstance(place, str) else place)) for place in places]
         for pattern, places in ((k, v if isinstance(v, list) else [v]) for k, v in rows.items())
     }
     spec = Spec(name, id, title, key, columns, sources, **options)
     measurements = results.cached(Measurements)
-    found = []
+    table = []
     for paper, places in [*_mapped(spec), *_extras(spec, measurements)]:
         entries = [entry for place in places for entry in measurements.entries(Entry(spec, paper, place))]
-        found += [_row(entry, measurements) for entry in entries or [Entry(spec, paper, places[0])]]
-    frame = pd.DataFrame(found)
+        table += [_row(entry, measurements) for entry in entries or [Entry(spec, paper, places[0])]]
+    frame = pd.DataFrame(table)
     frame.attrs["spec"] = spec
     return frame
 
@@ -285,15 +287,15 @@ def _extras(spec: Spec, measurements: Measurements) -> list[tuple[dict[str, Any]
     places = [place for row in spec.rows.values() for place in row]
     mapped = {name for place in places for name in place.names}
     suffix = "_focus" if spec.extra == "pair" else ""
-    found: dict[str, Source] = {}
+    extras: dict[str, Source] = {}
     for run in measurements.of(*{name for place in places for name in place.experiments}) if spec.extra else ():
         for row in measurements.select(run, {"source": "variants"}):
             if row.variant in mapped or not row.variant.endswith(suffix):
                 continue
             stem = row.variant.removesuffix(suffix)
             pair = {"ppl_full": f"{stem}_full", "ppl_focus": row.variant}
-            found[stem] = Source((row.experiment,), variants=pair) if suffix else Source((row.experiment,), stem)
-    return [({spec.key[0]: f"{stem} (not in the paper)"}, [place]) for stem, place in found.items()]
+            extras[stem] = Source((row.experiment,), variants=pair) if suffix else Source((row.experiment,), stem)
+    return [({spec.key[0]: f"{stem} (not in the paper)"}, [place]) for stem, place in extras.items()]
 
 
 def _paper_cell(spec: Spec, row: dict[str, Any], column: Column) -> Any:
@@ -312,17 +314,17 @@ def _row(entry: Entry, measurements: Measurements) -> dict[str, Any]:
         cells[f"paper_{column.key}"] = _paper_cell(spec, entry.paper, column)
         if not column.is_measured:
             continue
-        found = [measurements.value(entry, run, column) for run in entry.runs]
+        values = [measurements.value(entry, run, column) for run in entry.runs]
         if column.origin:  # a change counts where the perplexity itself was measured
             scored = replace(column, origin="", cells=_plain(spec, column).cells)
-            found = [
-                one if measurements.value(entry, run, scored) else None
-                for one, run in zip(found, entry.runs, strict=True)
+            values = [
+                value if measurements.value(entry, run, scored) else None
+                for value, run in zip(values, entry.runs, strict=True)
             ]
-        known = [one for one in found if one is not None]
+        known = [value for value in values if value is not None]
         key = f"ours_{column.key}"
         is_ppl = column.name.startswith("ppl") and not column.origin
-        cells[key] = mean_of([one[0] for one in known], bool(column.origin), is_ppl) if known else None
+        cells[key] = mean_of([value[0] for value in known], bool(column.origin), is_ppl) if known else None
         cells[f"{key}_low"], cells[f"{key}_high"] = known[0][1:3] if len(known) == 1 else (None, None)
         cells[f"{key}_seeds"] = len(known)
         if known and known[-1][3].source == "benchmarks":
@@ -333,7 +335,7 @@ def _row(entry: Entry, measurements: Measurements) -> dict[str, Any]:
 
 
 def _plain(spec: Spec, column: Column) -> Column:
-    return next(one for one in spec.columns if one.name == column.name and not one.origin)
+    return next(other for other in spec.columns if other.name == column.name and not other.origin)
 
 
 def _provenance(entry: Entry, measurements: Measurements) -> dict[str, Any]:
@@ -349,7 +351,7 @@ def _provenance(entry: Entry, measurements: Measurements) -> dict[str, Any]:
         return " / ".join(dict.fromkeys(str(value) for value in values if value is not None and value is not pd.NA))
 
     return {
-        "sparsity": distinct("-" if one is None else f"{100 * one:.1f}" for one in densities),
+        "sparsity": distinct("-" if density is None else f"{100 * density:.1f}" for density in densities),
         "variant": distinct(variants),
         "causal": all(row.causal is not False for row in last) if last else None,
         "used_model": distinct(row.model for row in flat or runs),

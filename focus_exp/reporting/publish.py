@@ -41,12 +41,12 @@ def publish(places: list[Path], current: set[Path], runs: Path, records: Path) -
     Raises:
         UserError: if a run's commit is unknown; nothing is copied.
     """
-    found = {place: Record.load(runs / place / RECORD) for place in places}
-    reasons = {place: unknown_commit_reason(record.commit) for place, record in found.items()}
+    runs_by_place = {place: Record.load(runs / place / RECORD) for place in places}
+    reasons = {place: unknown_commit_reason(record.commit) for place, record in runs_by_place.items()}
     if unknown := [f"{place} ({reason})" for place, reason in reasons.items() if reason]:
         raise UserError(f"runs must come from a known commit (got {'; '.join(unknown)}). Commit and run again.")
-    homes = {place: records / _home(place, record, records) for place, record in found.items()}
-    for place, record in found.items():
+    homes = {place: records / _home(place, record, records) for place, record in runs_by_place.items()}
+    for place, record in runs_by_place.items():
         with atomic_write(homes[place]) as new:
             patterns = VARIANT_FILES if record.config.get("variant") else FILES
             for file in [file for pattern in patterns for file in sorted((runs / place).glob(pattern))]:
@@ -55,14 +55,14 @@ def publish(places: list[Path], current: set[Path], runs: Path, records: Path) -
                 shutil.copyfile(file, copy)
             text = strip_local_paths((runs / place / RECORD).read_text(encoding="utf-8"), runs)
             (new / RECORD).write_text(text, encoding="utf-8")
-    for place, record in found.items():
+    for place, record in runs_by_place.items():
         if any((runs / place / curve).exists() for curve in CURVES):
             for folder in [variant_folder(runs / place, variant) for variant in record.variants] or [runs / place]:
                 lines = [{key: line[key] for key in LOGGED if key in line} for line in read_metrics(folder / METRICS)]
                 if lines:
                     home = homes[place] if folder == runs / place else records / folder.relative_to(runs)
                     write_metrics(home / METRICS, lines)
-    for adapter in {adapter for record in found.values() for adapter in measured_adapters(record, runs)}:
+    for adapter in {adapter for record in runs_by_place.values() for adapter in measured_adapters(record, runs)}:
         if (
             is_same_run(runs / adapter.parent, records / adapter.parent)
             and directory_bytes(runs / adapter) <= MAX_ADAPTER_BYTES
@@ -71,7 +71,9 @@ def publish(places: list[Path], current: set[Path], runs: Path, records: Path) -
                 shutil.copytree(runs / adapter, new)
     removed = []
     awaited = {_experiment_and_seed(place) for place in current if not (records / place / RECORD).exists()}
-    published = {_purpose(record) for place, record in found.items() if _experiment_and_seed(place) not in awaited}
+    published = {
+        _purpose(record) for place, record in runs_by_place.items() if _experiment_and_seed(place) not in awaited
+    }
     for path in sorted(records.rglob(RECORD)):
         folder = path.parent
         kept = folder in homes.values() or folder.relative_to(records) in current
@@ -171,7 +173,8 @@ def find_inconsistent_run(folder: Path) -> list[str]:
     again = replace(record, path=None)
     compare_variants(again, folder, record.config.get("references", []))
     stored, made = (
-        {(m.variant, m.reference): m for m in one.measurements if m.metric == "nll_change"} for one in (record, again)
+        {(m.variant, m.reference): m for m in each_record.measurements if m.metric == "nll_change"}
+        for each_record in (record, again)
     )
     return [
         f"{variant} against {reference}"

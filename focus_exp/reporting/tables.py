@@ -80,17 +80,17 @@ def methods(results: Results) -> pd.DataFrame:
     speeds = select(results.complete, {"metric": "speedup", "source": ["method_speed", "speed"], "device_kind": "cpu"})
     rows = []
     for label, variant in METHODS.items():
-        own = points[points.variant == variant]
-        own = own[own.experiment == ("frontier" if (own.experiment == "frontier").any() else "compare")]
-        if own.empty:
+        curve = points[points.variant == variant]
+        curve = curve[curve.experiment == ("frontier" if (curve.experiment == "frontier").any() else "compare")]
+        if curve.empty:
             continue
-        cells: dict[str, Any] = {"method": label, "variant": variant, "experiment": own.iloc[0].experiment}
+        cells: dict[str, Any] = {"method": label, "variant": variant, "experiment": curve.iloc[0].experiment}
         for tokens in LENGTHS:
-            at = own[own.tokens == tokens]
+            at = curve[curve.tokens == tokens]
             first = at.iloc[0] if len(at) else None
             for name in ("sparsity", "change", "low", "high", "seeds"):
                 cells[f"{name}_{tokens}"] = None if first is None else first[name]
-        rows.append(cells | {"trainable_params": own.iloc[0].trainable_params, **_find_speedups(variant, speeds)})
+        rows.append(cells | {"trainable_params": curve.iloc[0].trainable_params, **_find_speedups(variant, speeds)})
     return pd.DataFrame(rows)
 
 
@@ -104,9 +104,9 @@ def _find_speedups(variant: str, speeds: list[Row]) -> dict[str, Any]:
     }
     if variant == "focus_k1":
         cells = {"source": "speed", "groups": 4, "top_k": 1, "assignment": "balanced", "experiment": "speed_methods"}
-    own = select(speeds, cells)
-    layer = select(own, {"clock": "attention", "tokens": 65_536})
-    prefill = select(own, {"clock": "prefill", "tokens": 8_192}) if variant != "focus_k1" else []
+    timings = select(speeds, cells)
+    layer = select(timings, {"clock": "attention", "tokens": 65_536})
+    prefill = select(timings, {"clock": "prefill", "tokens": 8_192}) if variant != "focus_k1" else []
     return {
         "speedup_layer": layer[-1].value if layer else None,
         "speedup_prefill": prefill[-1].value if prefill else None,

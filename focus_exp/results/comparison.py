@@ -19,7 +19,7 @@ def variant_folder(folder: Path, variant: VariantRun) -> Path:
     path = experiment.joinpath(*Path(variant.folder).parts[-2:])
     if path.exists() or not variant.config_hash:
         return path
-    return next((found.parent for found in experiment.glob(f"*/*{variant.config_hash}/{RECORD}")), path)
+    return next((path.parent for path in experiment.glob(f"*/*{variant.config_hash}/{RECORD}")), path)
 
 
 def load_variant(folder: Path, variant: VariantRun) -> Record | None:

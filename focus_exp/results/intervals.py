@@ -47,7 +47,7 @@ def student(freedom: float, together: int = 1) -> float:
 def units_of(documents: Sequence[Hashable]) -> np.ndarray:
     """Return the unit of each sequence, from 0: its document, or itself where there are too few documents."""
     numbers = {document: number for number, document in enumerate(dict.fromkeys(documents))}
-    return np.array([numbers[one] for one in documents] if len(numbers) >= FEWEST else range(len(documents)))
+    return np.array([numbers[document] for document in documents] if len(numbers) >= FEWEST else range(len(documents)))
 
 
 def estimate(values: Any, weights: Any = None, documents: Sequence[Hashable] | None = None) -> Estimate:
@@ -82,7 +82,7 @@ def estimate(values: Any, weights: Any = None, documents: Sequence[Hashable] | N
     return Estimate(value, math.sqrt(c @ (x - value) ** 2), float(trace**2 / traces))
 
 
-def over_seeds(found: Sequence[Estimate]) -> Estimate:
+def over_seeds(estimates: Sequence[Estimate]) -> Estimate:
     """Return the mean of one difference over several seeds that scored the same text.
 
     Var = text + seeds / m: the variance by the text does not shrink with the seeds, since all score the same tokens
@@ -90,24 +90,24 @@ def over_seeds(found: Sequence[Estimate]) -> Estimate:
     the mean of both parts' t, weighted by variance (Cochran and Cox, 1950): with few seeds Satterthwaite's interval
     covers less than 95 %, this one more. A single seed keeps its own interval.
     """
-    if len(found) == 1:
-        return found[0]
-    value, between = float(np.mean([one.value for one in found])), seed_deviation(found) ** 2 / len(found)
-    known = [(one.stderr, one.freedom) for one in found if one.stderr is not None and one.freedom is not None]
+    if len(estimates) == 1:
+        return estimates[0]
+    value, between = float(np.mean([e.value for e in estimates])), seed_deviation(estimates) ** 2 / len(estimates)
+    known = [(e.stderr, e.freedom) for e in estimates if e.stderr is not None and e.freedom is not None]
     if not known:
-        return Estimate(value, math.sqrt(between), len(found) - 1)
-    if len(known) < len(found):
+        return Estimate(value, math.sqrt(between), len(estimates) - 1)
+    if len(known) < len(estimates):
         return Estimate(value)
     text, freedom = float(np.mean([stderr**2 for stderr, _ in known])), min(freedom for _, freedom in known)
     if not text + between:
         return Estimate(value, 0.0, freedom)
-    t = (text * student(freedom) + between * student(len(found) - 1)) / (text + between)
+    t = (text * student(freedom) + between * student(len(estimates) - 1)) / (text + between)
     return Estimate(value, math.sqrt(text + between), float(stdtridf((1 + LEVEL) / 2, t)))
 
 
-def seed_deviation(found: Sequence[Estimate]) -> float:
+def seed_deviation(estimates: Sequence[Estimate]) -> float:
     """Return the sample standard deviation of the values."""
-    return float(np.std([one.value for one in found], ddof=1))
+    return float(np.std([e.value for e in estimates], ddof=1))
 
 
 def needed(deviation: float, size: float, together: int = 1) -> int:

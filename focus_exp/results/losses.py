@@ -66,16 +66,16 @@ class Losses:
         return estimate(values, [tokens for _, _, tokens in self.units], self.documents)
 
 
-def write_losses(path: Path, found: dict[str, Losses]) -> None:
+def write_losses(path: Path, by_task: dict[str, Losses]) -> None:
     """Write one row for each unit, one column for each variant, with nine significant digits."""
-    names = list(dict.fromkeys(name for losses in found.values() for name in losses.nll))
+    names = list(dict.fromkeys(name for losses in by_task.values() for name in losses.nll))
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
     writer.writerow([*KEY, *names])
-    for of, losses in found.items():
+    for task, losses in by_task.items():
         columns = [losses.nll.get(name) for name in names]
         for number, unit in enumerate(losses.units):
-            writer.writerow([of, *unit, *_cells(None if one is None else one[number] for one in columns)])
+            writer.writerow([task, *unit, *_cells(None if column is None else column[number] for column in columns)])
     replace_file(path, text.getvalue().encode())
 
 
@@ -87,13 +87,13 @@ def read_losses(path: Path) -> dict[str, Losses]:
     """Read a losses.csv; {} without a file, as next to early records. Raises UserError for a damaged one."""
     if not path.exists():
         return {}
-    found: dict[str, list[list[str]]] = {}
+    by_task: dict[str, list[list[str]]] = {}
     try:
         head, *lines = csv.reader(path.read_text(encoding="utf-8").splitlines())
-        for of, *line in lines:
-            found.setdefault(of, []).append(line)
+        for task, *line in lines:
+            by_task.setdefault(task, []).append(line)
         names = head[len(KEY) :]
-        return {of: _losses(names, lines) for of, lines in found.items()}
+        return {task: _losses(names, lines) for task, lines in by_task.items()}
     except (ValueError, IndexError) as error:
         raise UserError(f"{path} must hold losses ({error}). Run the job again.") from error
 
@@ -105,8 +105,8 @@ def find_inconsistent(measurements: Iterable[Measurement], losses: dict[str, Los
     wrong = []
     for m in final:
         if m.metric == "nll":
-            own = losses.get(TEXT)
-            follows = own is not None and m.variant in own.nll and _is_close(m.value, own.estimate(m.variant).value)
+            text = losses.get(TEXT)
+            follows = text is not None and m.variant in text.nll and _is_close(m.value, text.estimate(m.variant).value)
         elif m.metric == "perplexity":
             nll = means.get(m.variant, math.nan)
             follows = nll >= MAX_NATS or math.isclose(m.value or 0.0, math.exp(nll), rel_tol=1e-9)
@@ -131,15 +131,13 @@ def _change_follows(m: Measurement, losses: Losses | None) -> bool:
     return all(map(_is_close, (m.value, m.low, m.high), (change.value, *change.bounds)))
 
 
-def is_same_change(one: Measurement, other: Measurement | None) -> bool:
+def is_same_change(a: Measurement, b: Measurement | None) -> bool:
     """Return whether value and bounds are equal within what nine digits of the losses leave."""
-    return other is not None and all(
-        map(_is_close, (one.value, one.low, one.high), (other.value, other.low, other.high))
-    )
+    return b is not None and all(map(_is_close, (a.value, a.low, a.high), (b.value, b.low, b.high)))
 
 
-def _is_close(one: float | None, other: float | None) -> bool:
-    return math.isclose(one or 0.0, other or 0.0, abs_tol=DIGITS)
+def _is_close(a: float | None, b: float | None) -> bool:
+    return math.isclose(a or 0.0, b or 0.0, abs_tol=DIGITS)
 
 
 def _losses(names: list[str], lines: list[list[str]]) -> Losses:
