@@ -17,7 +17,7 @@ from transformers.cache_utils import DynamicLayer
 
 from focus_exp import attach, detach, disable_method, set_routing
 from focus_exp.assets import cache_root
-from focus_exp.attention import one_token
+from focus_exp.attention import kv_cache
 from focus_exp.attention.dense import reference_attention
 from focus_exp.attention.kv_cache import SPARE, GroupedCache, GroupedKVPool
 from focus_exp.attention.selection import AttentionArgs, Sequence, causal_mask, group_mask, local_mask, select
@@ -125,10 +125,10 @@ def test_grouped_cache_any_selection_equals_reference(data, sizes):
     softcap = data.draw(st.sampled_from([None, 2.0]))
     args = AttentionArgs(0.4, softcap, sink_logits=sink_logits, window=window, sinks=sinks)
     chosen = torch.randint(batch, (batch,)) if data.draw(st.booleans()) else torch.arange(batch)
-    copied = data.draw(st.sampled_from([0, 3, one_token.COPIED]))
     cache, begin, found = GroupedCache(window, sinks), 0, []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(one_token, "COPIED", copied)
+        if data.draw(st.booleans()):
+            patch.setattr(kv_cache, "unavailable_reason", lambda: "not wanted")
         for size in sizes:
             new = slice(begin, begin + size)
             valid = None if sequence.valid is None else sequence.valid[:, new]
@@ -345,8 +345,12 @@ def test_grouped_cache_stores_each_token_once(tiny_model):
     _, cache = run_in_chunks(model, tokens(2, 60), [25] + [1] * 35)
     for grouped in grouped_caches(cache):
         near, members = grouped.local.tensors[2:]
-        for row, buckets in enumerate(grouped.pool.buckets):
-            pooled = {kind: grouped.pool.tensors[2][b.begin : b.end].tolist() for kind, b in buckets.items()}
+        for row in range(2):
+            pooled = {
+                kind: grouped.pool.tensors[2][stored].tolist()
+                for owner, kind, stored in grouped.pool.iter_buckets()
+                if owner == row
+            }
             assert sorted([*near[row, :2].tolist(), *chain(*pooled.values())]) == list(range(60))
             assert all(places == sorted(places) for places in pooled.values())
             assert sorted(near[row, 2:].tolist()) == list(range(53, 60))
@@ -355,21 +359,20 @@ def test_grouped_cache_stores_each_token_once(tiny_model):
 
 
 def test_pool_append_amortizes_copies():
-    keys = torch.randn(1, 1003, 2, 4)
-    pool, rooms = GroupedKVPool(keys), set()
+    keys, members = torch.randn(1, 1003, 2, 4), torch.zeros(1, 1003, 3, dtype=torch.bool)
+    members[0, ::3, 0] = members[0, 1::3, 1:] = True
+    index, pooled = torch.arange(1003)[None], torch.arange(1003)[None] % 3 != 2
+    pool, rooms = GroupedKVPool(keys, 3), set()
     for begin, stop in ((0, 3), *((place, place + 1) for place in range(3, 1003))):
-        for kind, some in (((0,), slice(begin, stop, 3)), ((1, 2), slice(begin + 1, stop, 3))):
-            index = torch.arange(1003)[some]
-            if len(index):
-                pool.append({(0, kind): [keys[0, some], -keys[0, some], index]}, window=5)
+        pool.append([x[:, begin:stop] for x in (keys, -keys, index, members)], pooled[:, begin:stop])
         rooms.add(len(pool.tensors[0]))
     assert len(rooms) < 25
-    held = sum(bucket.count for bucket in pool.buckets[0].values())
-    assert len(pool.tensors[0]) <= held * 1.25 + 2 * SPARE
-    for bucket in pool.buckets[0].values():
-        found, negative, index = (x[bucket.begin : bucket.end] for x in pool.tensors)
-        assert found.equal(keys[0, index]) and negative.equal(-found) and len(index) == len(set(index.tolist()))
-        assert bucket.slice_before(900) == slice(bucket.begin, bucket.begin + int((index < 900).sum()))
+    assert len(pool.tensors[0]) <= int(pool.table[:, 3].sum()) * 1.25 + 2 * SPARE
+    assert {kind for _, kind, _ in pool.iter_buckets()} == {(0,), (1, 2)}
+    for _, kind, stored in pool.iter_buckets():
+        found, negative, places = (x[stored] for x in pool.tensors)
+        assert places.tolist() == [*range(kind[0], 1003, 3)]
+        assert found.equal(keys[0, places]) and negative.equal(-found)
 
 
 def test_grouped_cache_bytes_grow_with_tokens(tiny_model):

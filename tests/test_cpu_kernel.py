@@ -18,7 +18,9 @@ from focus_exp.attention import dense
 from focus_exp.attention.dense import reference_attention
 from focus_exp.attention.kernels import cpu_sparse
 from focus_exp.attention.kernels.contract import BackendUnsupported, KernelRequirements
+from focus_exp.attention.kv_cache import GroupedCache
 from focus_exp.attention.selection import AttentionArgs, Selection, Sequence, local_only_selection, select
+from focus_exp.speed.layer import slice_selection
 
 KERNEL = cpu_sparse.CpuSparse()
 TOLERANCES = {torch.float32: 1e-5, torch.bfloat16: 1e-2}
@@ -221,36 +223,35 @@ def test_attention_several_threads_give_equal_numbers():
 @pytest.mark.parametrize("dtype", TOLERANCES, ids=["f32", "bf16"])
 @given(
     seed=st.integers(0, 10_000),
-    rows=st.integers(1, 3),
     heads=st.tuples(st.integers(1, 2), st.sampled_from([1, 3, 30])),
     size=st.sampled_from([8, 16, 20, 64, 256]),
     softcap=st.sampled_from([None, 1.5]),
-    sinks=st.booleans(),
+    has_sinks=st.booleans(),
+    by_head=st.booleans(),
+    rule=st.sampled_from(["query_topk", "share"]),
 )
 @settings(max_examples=30)
-def test_decode_random_cache_equals_softmax(dtype, seed, rows, heads, size, softcap, sinks):
+def test_decode_random_cache_equals_reference(dtype, seed, heads, size, softcap, has_sinks, by_head, rule):
     torch.manual_seed(seed)
-    groups, share = heads
-    q = torch.randn(rows, groups * share, size).to(dtype)
-    near_k, near_v = torch.randn(2, rows, 20, groups, size).to(dtype)
-    pool_k, pool_v = torch.randn(2, groups, 200, size).to(dtype).transpose(1, 2)
-    index = torch.where(torch.rand(rows, 20) < 0.8, 1, -1)
-    index[:, 0] = 0
-    spans = torch.tensor([[row, begin, begin + 33 * row + 5] for row in range(rows) for begin in (3, 110)])
-    logits = torch.randn(rows, groups * share) if sinks else None
-    out = torch.ops.focus_exp.decode(q, near_k, near_v, index, pool_k, pool_v, spans, logits, 0.3, softcap or 0.0)
-    for row in range(rows):
-        picks = [slice(begin, end) for owner, begin, end in spans.tolist() if owner == row]
-        k, v = (
-            torch.cat([near[row][index[row] >= 0], *(pool[s] for s in picks)]).double().repeat_interleave(share, 1)
-            for near, pool in ((near_k, pool_k), (near_v, pool_v))
+    (groups, share), length, prompt, window, sinks = heads, 60, 50, 8, 2
+    q = torch.randn(2, groups * share, length, size).to(dtype)
+    k, v = torch.randn(2, 2, groups, length, size).to(dtype)
+    selection = select(torch.rand(2, groups, length, 5) if by_head else torch.rand(2, length, 5), 2, rule)
+    logits = torch.randn(groups * share) if has_sinks else None
+    args = AttentionArgs(0.3, softcap, sink_logits=logits, window=window, sinks=sinks)
+    cache, outputs = GroupedCache(window, sinks), []
+    for part in (slice(0, prompt), *(slice(place, place + 1) for place in range(prompt, length))):
+        tensors = [x[:, :, part] for x in (q, k, v)]
+        some, sequence = (
+            slice_selection(selection, part),
+            Sequence(torch.full((2, part.stop - part.start), -part.start)),
         )
-        s = torch.einsum("hd,nhd->hn", q[row].double(), k) * 0.3
-        s = s if softcap is None else softcap * torch.tanh(s / softcap)
-        if logits is not None:
-            s = torch.cat([s, logits[row, :, None].double()], 1)
-        expected = torch.einsum("hn,nhd->hd", s.softmax(-1)[:, : len(k)], v)
-        assert (out[row].double() - expected).norm() <= TOLERANCES[dtype] * expected.norm()
+        if part.start:
+            outputs.append(cache.attend(*tensors, some, sequence, args))
+            assert cache.slots is not None  # the kernel has stored it
+        cache.append(*tensors[1:], some, sequence)
+    expected = reference_attention(q, k, v, selection, Sequence.plain(2, length), args)[:, :, prompt:]
+    assert (torch.cat(outputs, 2).double() - expected).norm() <= TOLERANCES[dtype] * expected.norm()
 
 
 @pytest.mark.parametrize(

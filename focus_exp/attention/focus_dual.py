@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from focus_exp.attention.base import AttentionMethod, LayerShape, ste_slope
+from focus_exp.attention.kernels.cpu_sparse import DTYPES, MAX_GROUPS, load_operators, unavailable_reason
 from focus_exp.attention.options import FULL, WINDOW, EncoderTraining, FocusDualOptions
 from focus_exp.attention.router import cast_chunks, disable_autocast
 from focus_exp.attention.selection import AttentionArgs, PairCounts, Selection, Sequence, top_k_groups
@@ -127,10 +128,11 @@ class FocusDual(AttentionMethod, name="focus_dual", options=FocusDualOptions):
 
     def normalize_lengths(self, counts: str, scores: Tensor, position: Tensor) -> Tensor:
         """Normalize scores `(B, n, T, K)` of queries at `position` `(B, T)` as `counts` compares them."""
-        if counts != "pair":
-            return scores
-        distant = (position - self.window - self.sinks).clamp(min=0)
-        return scores - distant.to(scores.dtype).log1p()[:, None, :, None]
+        return scores if counts != "pair" else scores - self.distant_keys(position).log1p()[:, None, :, None]
+
+    def distant_keys(self, position: Tensor) -> Tensor:
+        """Count the keys beyond window and sinks of queries at `position`, in the encoders' precision."""
+        return (position - self.window - self.sinks).clamp(min=0).to(self.mean.dtype)
 
     def logits(self, h: Tensor, position: Tensor) -> tuple[Tensor, Tensor]:
         """Return group scores of queries and logits of keys `(B, n, T, K)`, in the encoders' precision.
@@ -162,14 +164,43 @@ class FocusDual(AttentionMethod, name="focus_dual", options=FocusDualOptions):
         if not self.is_routed:
             return Selection(is_dense=self.groups_per_head[0] > 0)
         position = torch.arange(h.shape[1], device=h.device) - sequence.start
+        if self.can_route_by_kernel(h):
+            return self.route_by_kernel(h, position)
         queries, keys = self.logits(h, position)
         return Selection(
             assignment=queries.softmax(-1),
             key_assignment=keys.softmax(-1),
             query_groups=self.select_query_groups(queries),
             key_groups=top_k_groups(keys, 1),
-            max_groups=(max(self.groups_per_head) if self.counts == "head" else self.groups, 1),
+            max_groups=self.max_groups,
         )
+
+    @property
+    def max_groups(self) -> tuple[int, int]:
+        """Upper bounds on a token's groups as query and as key."""
+        return max(self.groups_per_head) if self.counts == "head" else self.groups, 1
+
+    def can_route_by_kernel(self, h: Tensor) -> bool:
+        """Tell whether the CPU kernel serves: hard groups are wanted alone, without gradients or soft assignments."""
+        encoders = (self.key_encoder, self.q_encoder)
+        if h.device.type != "cpu" or h.dtype not in DTYPES or self.groups > MAX_GROUPS or self.observers:
+            return False
+        if torch.compiler.is_compiling() or torch.is_grad_enabled() or not all(type(x) is Encoder for x in encoders):
+            return False
+        tensors = [x for encoder in encoders for x in (encoder.weight, encoder.bias)]
+        if any(type(x) is not nn.Parameter or x.dtype != torch.float32 or x.device.type != "cpu" for x in tensors):
+            return False
+        return self.key_encoder.projection is None and unavailable_reason() is None
+
+    def route_by_kernel(self, h: Tensor, position: Tensor) -> Selection:
+        """Return the hard groups of `route` in one kernel call."""
+        query, key = self.q_encoder, self.key_encoder
+        penalty = None if self.counts != "pair" else self.distant_keys(position).log1p().contiguous()
+        query_groups, key_groups = load_operators().route(
+            h, self.mean, self.scale, query.weight, query.bias, key.weight, key.bias, self.worth, self.worth_bias,
+            penalty, self.thresholds if self.counts != "head" else self.thresholds[:, :0], self.groups_per_head,
+        )  # fmt: skip
+        return Selection(query_groups=query_groups, key_groups=key_groups, max_groups=self.max_groups)
 
     def complete_args(self, args: AttentionArgs, selection: Selection) -> AttentionArgs:
         return replace(super().complete_args(args, selection), ste_slope=ste_slope(selection, self.gate_steepness))

@@ -6,17 +6,15 @@ G key/value heads, D head size, K groups.
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
-from functools import partial
+from collections.abc import Iterator
+from dataclasses import replace
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from focus_exp.attention.kernels import KERNELS, Kernel, KernelRequirements
-from focus_exp.attention.one_token import by_kernel, by_products
+from focus_exp.attention.dense import masked_attention
+from focus_exp.attention.kernels.cpu_sparse import DTYPES, MAX_HEAD_DIM, load_operators, unavailable_reason
 from focus_exp.attention.selection import (
     AttentionArgs,
     Selection,
@@ -29,7 +27,6 @@ from focus_exp.attention.selection import (
     row_blocks,
     stable_order,
 )
-from focus_exp.attention.sparse import merge
 
 BLOCK = 256  # queries at a time
 SPARE = 64  # tokens that a bucket can grow by before it moves
@@ -57,7 +54,8 @@ class GroupedCache:
         self.heads = 1  # key/value heads with groups of their own
         self.length = 0
         self.start: Tensor | None = None
-        self.placed = -1  # position of the last token that `step` wrote to the local buffer already
+        self.placed = -1  # position of a token that `attend_token` has stored, but not counted yet
+        self.slots: Tensor | None = None  # its buckets `(R,)`, -1 where the pool has no place for it
         self.changes = 0
         self.visible: Tensor | None = None
         self.pairs_read = 0
@@ -77,6 +75,8 @@ class GroupedCache:
 
         `sequence` describes the new tokens, counted from the end of the cache.
         """
+        if self.count_stored_token(k.shape[2], sequence):
+            return
         visible, start, order, valid = self.visible, sequence.start[:, -1] + self.length, sequence.order, sequence.valid
         if order is not None:
             valid = sequence.valid_or_all()
@@ -100,11 +100,26 @@ class GroupedCache:
             valid, starts = torch.cat([kept, valid], 1), torch.cat([self.token_starts(), starts], 1)
         self.rebuild(tokens, valid, starts, visible)
 
+    def count_stored_token(self, count: int, sequence: Sequence) -> bool:
+        """Count the token that `attend_token` has stored; False where it did not store this one."""
+        if self.slots is None or self.pool is None or self.placed != self.length or count > 1:
+            return False
+        slots, self.slots = self.slots, None
+        if int(slots.min()) < 0:
+            return False
+        self.pool.table.numpy()[slots.numpy(), 3] += 1  # a tenth of the time of torch's index_put_
+        self.start = sequence.start[:, -1] + self.length
+        if self.visible is not None:
+            self.visible = F.pad(self.visible, (0, 1), value=True)
+        self.length += 1
+        return True
+
     def append_rows(self, tokens: list[Tensor], sequence: Sequence) -> None:
         """Append k, v `(R, n, G, D)` and members `(R, n, K)`, one grouping per row."""
         (k, v, members), count = tokens, tokens[0].shape[1]
         if self.local is None or self.pool is None:
-            self.local, self.pool = LocalKVBuffer(k, members, self.window, self.sinks), GroupedKVPool(k)
+            self.local = LocalKVBuffer(k, members, self.window, self.sinks)
+            self.pool = GroupedKVPool(k, members.shape[-1])
         index = torch.arange(self.length, self.length + count, device=k.device).expand(k.shape[0], count)
         tokens = [k, v, index, members]
         pooled = None
@@ -116,7 +131,7 @@ class GroupedCache:
                 local[2] = local[2].where(pooled[:, recent], -1)
                 self.local.complete = False
             self.local.write(self.length + recent.start, local)
-        self.pool.append(split_by_bucket(tokens, pooled), self.window)
+        self.pool.append(tokens, pooled)
         self.length += count
 
     def rebuild(self, tokens: list[Tensor], kept: Tensor, starts: Tensor, visible: Tensor) -> None:
@@ -240,70 +255,93 @@ class GroupedCache:
         Returns:
             `(B, H, n, D)`.
         """
+        if self.can_attend_token(q, k, v, sequence):
+            return self.attend_token(q, k, v, selection, args)
         self.pairs_read = 0
-        kernel = KERNELS["cpu-flash"]
-        if kernel.unsupported_reason(KernelRequirements(q.device.type, q.dtype, q.shape[-1], args.softcap is not None)):
-            kernel = KERNELS["math"]
-        out = for_each_head(self.attend_rows)(q, k, v, selection, sequence, args, kernel)
+        out = for_each_head(self.attend_rows)(q, k, v, selection, sequence, args)
         self.pairs_read //= self.heads
         return out
 
-    def attend_rows(
-        self, q: Tensor, k: Tensor, v: Tensor, selection: Selection, sequence: Sequence, args: AttentionArgs,
-        kernel: Kernel,
-    ) -> Tensor:  # fmt: skip
-        """Attend with one grouping per row."""
-        assert self.local is not None and self.pool is not None
-        if q.shape[2] == 1 and sequence.allowed is None and self.local.is_complete():
-            return self.attend_one(q, k, v, selection, args, kernel)
-        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-        local, offset = self.local_and_new(k, v, key_members(selection, k))
-        precision = torch.promote_types(q.dtype, torch.float32)
-        outputs = []
-        for rows in row_blocks(q.shape[1], BLOCK):
-            queries = q[:, rows]
-            size = queries.shape[1]
-            keys, values, index, members = (x[:, : offset + rows.stop] for x in local)
-            keep = self.local_keep_mask(index, members, rows, selection, sequence)
-            o, part_lse = kernel.forward(queries, keys, values, ~keep, args)
-            out, lse = o.flatten(0, 1).to(precision), part_lse.flatten(0, 1).to(precision)
-            read = int(keep.any(1).sum())
-            for row, group_set, stored in self.distant_slices(rows, selection):
-                assert selection.query_groups is not None
-                readers = selection.query_groups[row, rows][:, list(group_set)].any(1).nonzero()[:, 0]
-                keys, values, index = (x[stored] for x in self.pool.tensors)
-                drop = None
-                if sequence.allowed is not None:
-                    allowed = sequence.allowed[row if len(sequence.allowed) > 1 else 0, 0, rows]
-                    drop = ~allowed[readers][None, :, index]
-                o, part_lse = kernel.forward(queries[row, readers][None], keys[None], values[None], drop, args)
-                merge(out, lse, row * size + readers, o[0].to(precision), part_lse[0].to(precision))
-                read += len(index)
-            self.pairs_read += read * size
-            if args.sink_logits is not None:
-                logits = args.sink_logits.expand(len(queries), -1).repeat_interleave(size, 0)
-                out = out * torch.sigmoid(lse - logits)[..., None]
-            outputs.append(out.unflatten(0, queries.shape[:2]).to(q.dtype))
-        return torch.cat(outputs, 1).transpose(1, 2)
+    def can_attend_token(self, q: Tensor, k: Tensor, v: Tensor, sequence: Sequence) -> bool:
+        """Tell whether the CPU kernel serves: one token a row, which sees the whole local buffer."""
+        assert self.local is not None
+        if q.shape[2] > 1 or q.device.type != "cpu" or q.dtype not in DTYPES or sequence.allowed is not None:
+            return False
+        if torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v)):
+            return False
+        if max(q.shape[-1], v.shape[-1]) > MAX_HEAD_DIM or not k.dtype == q.dtype == self.local.tensors[0].dtype:
+            return False
+        if not self.local.is_complete() or (sequence.valid is not None and not bool(sequence.valid.all())):
+            return False
+        return unavailable_reason() is None
 
-    def attend_one(
-        self, q: Tensor, k: Tensor, v: Tensor, selection: Selection, args: AttentionArgs, kernel: Kernel
-    ) -> Tensor:
-        """Attend from one token that sees the whole local buffer, so that nothing is masked."""
+    def attend_token(self, q: Tensor, k: Tensor, v: Tensor, selection: Selection, args: AttentionArgs) -> Tensor:
+        """Store one token a row and attend to what it reads, in one kernel call; `append` has only to count it."""
         assert self.local is not None and self.pool is not None
-        queries = q[:, :, 0].unflatten(1, (k.shape[1], -1)).transpose(1, 2)  # heads of one key as so many queries
-        members = None if selection.key_groups is None else selection.key_groups[:, 0]
-        self.local.write_token(self.length, k[:, :, 0], v[:, :, 0], members)
+        rows, kinds = self.local.index.shape[0], self.pool.groups.shape[1]
+        reads, members = (
+            None if x is None else x.reshape(rows, kinds) for x in (selection.query_groups, selection.key_groups)
+        )
+        logits = args.sink_logits
+        if logits is not None:
+            logits = logits.float().expand(len(q), -1).reshape(rows, -1).contiguous()
+        out, self.slots, read = load_operators().decode(
+            *(x.reshape(rows, -1, x.shape[-1]) for x in (q, k, v)), reads,
+            torch.zeros(rows, kinds, dtype=torch.bool) if members is None else members,
+            self.local.tensors, self.pool.tensors, self.pool.table, self.pool.groups, logits,
+            self.length, self.window, self.sinks, args.scaling, args.softcap or 0.0,
+        )  # fmt: skip
         self.placed = self.length
-        (local_keys, local_values), (keys, values) = self.local.tensors[:2], self.pool.tensors[:2]
-        slices = [[pair] for pair in zip(local_keys, local_values, strict=True)]
-        for row, _, stored in self.distant_slices(slice(0, 1), selection):
-            slices[row].append((keys[stored], values[stored]))
-        self.pairs_read += sum(keys.shape[0] for row in slices for keys, _ in row)
-        logits = [None] * len(slices) if args.sink_logits is None else args.sink_logits.expand(len(slices), -1)
-        attend = by_products if q.dtype.itemsize >= 4 else partial(by_kernel, kernel)
-        rows = [attend(queries[row], pairs, args, logits[row]) for row, pairs in enumerate(slices)]
-        return torch.stack(rows)[:, :, None]
+        self.pairs_read = read // self.heads
+        result: Tensor = out.view(*q.shape[:3], out.shape[-1])
+        return result
+
+    def attend_rows(
+        self, q: Tensor, k: Tensor, v: Tensor, selection: Selection, sequence: Sequence, args: AttentionArgs
+    ) -> Tensor:
+        """Attend with one grouping per row."""
+        k, v = k.transpose(1, 2), v.transpose(1, 2)
+        local, offset = self.local_and_new(k, v, key_members(selection, k))
+        logits = None if args.sink_logits is None else args.sink_logits.expand(len(q), -1)
+        outputs = []
+        for block in row_blocks(q.shape[2], BLOCK):
+            near = [x[:, : offset + block.stop] for x in local]
+            keep = self.local_keep_mask(near[2], near[3], block, selection, sequence)
+            rows = []
+            for row in range(len(q)):
+                pairs = [(near[0][row], near[1][row], keep[row])]
+                pairs += self.distant_keys(row, block, selection, sequence)
+                keys, values, masks = zip(*pairs, strict=True)
+                mask = torch.cat(masks, 1)
+                self.pairs_read += int(mask.any(0).sum()) * len(mask)
+                k_row, v_row = (torch.cat(x).transpose(0, 1)[None] for x in (keys, values))
+                row_args = replace(args, sink_logits=None if logits is None else logits[row])
+                rows.append(masked_attention(q[row, None, :, block], k_row, v_row, mask[None, None], row_args))
+            outputs.append(torch.cat(rows))
+        return torch.cat(outputs, 2)
+
+    def distant_keys(
+        self, row: int, block: slice, selection: Selection, sequence: Sequence
+    ) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+        """Yield keys and values `(s, G, D)` of the pool for a block of queries, and which pairs `(t, s)` are kept.
+
+        Those within the window of the first new token are in the local buffer, and not kept here.
+        """
+        assert self.pool is not None
+        if selection.query_groups is None:
+            return
+        reads = selection.query_groups[row, block]
+        members = self.pool.groups.to(reads.device)
+        readers = groups_overlap(reads, members)  # (t, buckets)
+        is_read = readers.any(0).tolist()
+        for number, (owner, begin, _, count) in enumerate(self.pool.table.tolist()):
+            if owner != row or not is_read[number]:
+                continue
+            keys, values, index = (x[begin : begin + count] for x in self.pool.tensors)
+            keep = readers[:, number, None] & (index < self.length - self.window)
+            if sequence.allowed is not None:
+                keep = keep & sequence.allowed[row if len(sequence.allowed) > 1 else 0, 0, block][:, index]
+            yield keys, values, keep
 
     def local_and_new(self, k: Tensor, v: Tensor, members: Tensor) -> tuple[list[Tensor], int]:
         """Return k, v, index and members of the local buffer followed by the new tokens, and the buffer's size."""
@@ -337,27 +375,12 @@ class GroupedCache:
                 keep = keep & ((index < self.length) | valid)[:, None]
         return (keep & (j >= 0)) | (i == j)
 
-    def distant_slices(self, rows: slice, selection: Selection) -> Iterator[tuple[int, GroupSet, slice]]:
-        """Yield row, groups and pool slice of the keys beyond the first new token's window that the queries read."""
-        if selection.query_groups is None:
-            return
-        assert self.pool is not None
-        groups = selection.query_groups[:, rows]
-        read_by_row: list[set[int]] = [set() for _ in range(groups.shape[0])]
-        for row, _, group in groups.nonzero().tolist():
-            read_by_row[row].add(group)
-        for row, read in enumerate(read_by_row):
-            for group_set, bucket in self.pool.overlapping_buckets(row, read):
-                stored = bucket.slice_before(self.length - self.window)
-                if stored.start < stored.stop:
-                    yield row, group_set, stored
-
     def reorder_rows(self, rows: Tensor) -> None:
         """Keep the sequences `rows` in this order, as beam search does; one may be repeated."""
         self.changes += 1
         if self.local is None or self.pool is None or self.start is None:
             return
-        rows, self.placed = rows.to(self.start.device), -1
+        rows, self.placed, self.slots = rows.to(self.start.device), -1, None
         self.start = self.start[rows]
         self.visible = None if self.visible is None else self.visible[rows]
         rows = (rows[:, None] * self.heads + torch.arange(self.heads, device=rows.device)).flatten()
@@ -379,7 +402,7 @@ class GroupedCache:
             return
         self.start = self.start.clamp(max=length)
         self.local.truncate(length)
-        self.pool.crop(length, self.window)
+        self.pool.crop(length)
         for row, group_set, stored in self.pool.iter_buckets():
             last = slice(max(stored.start, stored.stop - self.local.ring), stored.stop)
             keys, values, index = (x[last] for x in self.pool.tensors)
@@ -421,14 +444,6 @@ class LocalKVBuffer:
             if fit < count:
                 stored[:, self.sinks : self.sinks + count - fit] = new[:, fit:]
 
-    def write_token(self, position: int, k: Tensor, v: Tensor, members: Tensor | None) -> None:
-        """Write one token `(R, G, D)` over the one that leaves its window; the buffer is complete."""
-        column = self.sinks + position % self.ring
-        keys, values, index, stored_members = self.tensors
-        keys[:, column], values[:, column], index[:, column] = k.detach(), v.detach(), position
-        if members is not None:
-            stored_members[:, column] = members
-
     def scatter_(self, rows: Tensor, columns: Tensor, tokens: list[Tensor]) -> None:
         """Write tokens `(m, ...)` of the sequences `rows` at `columns`."""
         for stored, new in zip(self.tensors, tokens, strict=True):
@@ -459,102 +474,83 @@ class LocalKVBuffer:
         self.complete = False
 
 
-@dataclass
-class Bucket:
-    """Locate the tokens of one sequence and group set in the pool.
-
-    Attributes:
-        begin, room, count: first row, rows reserved, rows used.
-        recent: positions of its last tokens, at least of those in the window.
-    """
-
-    begin: int = 0
-    room: int = 0
-    count: int = 0
-    recent: deque[int] = field(default_factory=deque)
-
-    @property
-    def end(self) -> int:
-        return self.begin + self.count
-
-    def slice_before(self, position: int) -> slice:
-        """Return the pool rows of its tokens before `position`, which only grows between calls."""
-        while self.recent and self.recent[0] < position:
-            self.recent.popleft()
-        return slice(self.begin, self.end - len(self.recent))
-
-
 class GroupedKVPool:
-    """Hold all tokens of R sequences but their sinks, contiguous per sequence and set of groups.
+    """Hold all tokens of R sequences but their sinks, contiguous per bucket: a sequence and a set of groups.
 
     Attributes:
         tensors: keys, values `(room, G, D)`; index `(room,)` int, positions, ascending within a bucket.
-        buckets: by row and group set.
+        numbers: bucket by row and group set.
+        table: `(buckets, 4)` int on the CPU: row, first place, places reserved, places used.
+        groups: `(buckets, K)` bool on the CPU.
     """
 
-    def __init__(self, k: Tensor) -> None:
+    def __init__(self, k: Tensor, groups: int) -> None:
         keys = k.new_empty(0, *k.shape[2:])
         self.tensors = [keys, keys.clone(), torch.empty(0, dtype=torch.long, device=k.device)]
-        self.buckets: list[dict[GroupSet, Bucket]] = [{} for _ in k]
+        self.numbers: dict[tuple[int, GroupSet], int] = {}
+        self.table = torch.empty(0, 4, dtype=torch.long)
+        self.groups = torch.empty(0, groups, dtype=torch.bool)
 
     def iter_buckets(self) -> Iterator[tuple[int, GroupSet, slice]]:
         """Yield row, groups and pool slice of every bucket."""
-        for row, buckets in enumerate(self.buckets):
-            for group_set, bucket in buckets.items():
-                yield row, group_set, slice(bucket.begin, bucket.end)
+        for (row, group_set), (_, begin, _, count) in zip(self.numbers, self.table.tolist(), strict=True):
+            yield row, group_set, slice(begin, begin + count)
 
-    def overlapping_buckets(self, row: int, groups: Iterable[int]) -> list[tuple[GroupSet, Bucket]]:
-        """Return the buckets of a sequence whose keys are in one of the groups."""
-        read = set(groups)
-        return [(key, bucket) for key, bucket in self.buckets[row].items() if not read.isdisjoint(key)]
+    def append(self, tokens: list[Tensor], pooled: Tensor | None) -> None:
+        """Append the `pooled` `(R, n)` ones, or all, of k, v `(R, n, G, D)`, index `(R, n)`, members `(R, n, K)`."""
+        *tokens, members = tokens
+        picks = split_by_bucket(members, pooled)
+        self.add_buckets([key for key in picks if key not in self.numbers])
+        more = torch.zeros(len(self.numbers), dtype=torch.long)
+        for key, columns in picks.items():
+            more[self.numbers[key]] = len(columns)
+        if bool((self.table[:, 3] + more > self.table[:, 2]).any()):
+            self.reallocate(more)
+        ends = (self.table[:, 1] + self.table[:, 3]).tolist()
+        for key, columns in picks.items():
+            end = ends[self.numbers[key]]
+            for stored, x in zip(self.tensors, tokens, strict=True):
+                stored[end : end + len(columns)] = x[key[0], columns]
+        self.table[:, 3] += more
 
-    def append(self, tokens: dict[tuple[int, GroupSet], list[Tensor]], window: int) -> None:
-        """Append k, v `(m, G, D)` and index `(m,)` in order, by sequence and group set."""
-        for row, group_set in tokens:
-            self.buckets[row].setdefault(group_set, Bucket())
-        counts = {key: new[2].shape[0] for key, new in tokens.items()}  # len() of a tensor is ten times slower
-        if any(self.buckets[r][s].count + n > self.buckets[r][s].room for (r, s), n in counts.items()):
-            self.reallocate(counts)
-        for (row, group_set), new in tokens.items():
-            bucket, count = self.buckets[row][group_set], counts[row, group_set]
-            added = slice(bucket.end, bucket.end + count)
-            for stored, x in zip(self.tensors, new, strict=True):
-                stored[added] = x
-            bucket.count += count
-            if window:
-                bucket.recent.extend(new[2][-window:].tolist() if count > 1 else [int(new[2])])
+    def add_buckets(self, keys: list[tuple[int, GroupSet]]) -> None:
+        """Add empty buckets."""
+        table, groups = (
+            torch.zeros(len(keys), 4, dtype=torch.long),
+            self.groups.new_zeros(len(keys), self.groups.shape[1]),
+        )
+        for number, (row, group_set) in enumerate(keys):
+            self.numbers[row, group_set] = len(self.numbers)
+            table[number, 0] = row
+            groups[number, list(group_set)] = True
+        self.table, self.groups = torch.cat([self.table, table]), torch.cat([self.groups, groups])
 
-    def reallocate(self, counts: dict[tuple[int, GroupSet], int]) -> None:
-        """Move all buckets to a larger pool with room for so many more tokens."""
-        moves, total = [], 0
-        for row, buckets in enumerate(self.buckets):
-            for group_set, bucket in buckets.items():
-                needed = bucket.count + counts.get((row, group_set), 0)
-                moves.append((bucket, total, needed + needed // GROWTH + SPARE))
-                total += moves[-1][2]
-        old, (keys, values, index) = self.tensors, self.tensors
+    def reallocate(self, more: Tensor | int = 0) -> None:
+        """Move all buckets to a larger pool with room for so many `more` tokens of each."""
+        before, counts = self.table.tolist(), self.table[:, 3]
+        room = counts + more
+        room = room + room // GROWTH + SPARE
+        self.table = torch.stack([self.table[:, 0], room.cumsum(0) - room, room, counts], 1)
+        old, (keys, values, index), total = self.tensors, self.tensors, int(room.sum())
         # head by head in memory, as they are read
         keys, values = (x.new_empty(x.shape[1], total, x.shape[2]).transpose(0, 1) for x in (keys, values))
         self.tensors = [keys, values, index.new_empty(total)]
-        for bucket, begin, room in moves:
+        for (_, begin, _, count), to in zip(before, self.table[:, 1].tolist(), strict=True):
             for new, x in zip(self.tensors, old, strict=True):
-                new[begin : begin + bucket.count] = x[bucket.begin : bucket.end]
-            bucket.begin, bucket.room = begin, room
+                new[to : to + count] = x[begin : begin + count]
 
     def reorder_rows(self, rows: list[int]) -> None:
-        self.buckets = [
-            {key: Bucket(b.begin, b.room, b.count, b.recent.copy()) for key, b in self.buckets[row].items()}
-            for row in rows
-        ]
-        self.reallocate({})
+        picks = [(new, *key) for new, old in enumerate(rows) for key in self.numbers.items() if key[0][0] == old]
+        numbers = [number for _, _, number in picks]
+        self.table, self.groups = self.table[numbers], self.groups[numbers]
+        self.table[:, 0] = torch.tensor([row for row, _, _ in picks])
+        self.numbers = {(row, group_set): i for i, (row, (_, group_set), _) in enumerate(picks)}
+        self.reallocate()
 
-    def crop(self, length: int, window: int) -> None:
+    def crop(self, length: int) -> None:
         """Drop the tokens from position `length` on."""
-        for buckets in self.buckets:
-            for bucket in buckets.values():
-                index = self.tensors[2][bucket.begin : bucket.end]
-                bucket.count = int(torch.searchsorted(index, length))
-                bucket.recent = deque(self.tensors[2][max(bucket.begin, bucket.end - window) : bucket.end].tolist())
+        counts = [int(torch.searchsorted(self.tensors[2][stored], length)) for _, _, stored in self.iter_buckets()]
+        self.table[:, 3] = torch.tensor(counts)
 
 
 def key_members(selection: Selection, k: Tensor) -> Tensor:
@@ -564,24 +560,23 @@ def key_members(selection: Selection, k: Tensor) -> Tensor:
     return torch.zeros(*k.shape[:2], 1, dtype=torch.bool, device=k.device)
 
 
-def split_by_bucket(tokens: list[Tensor], pooled: Tensor | None) -> dict[tuple[int, GroupSet], list[Tensor]]:
-    """Split the `pooled` ones of tokens `(R, n, ...)` by sequence and group set, the last of the tensors."""
-    *tokens, members = tokens
-    rows = len(members)
+def split_by_bucket(members: Tensor, pooled: Tensor | None) -> dict[tuple[int, GroupSet], Tensor]:
+    """Return by sequence and group set the columns of the `pooled` tokens with members `(R, n, K)`."""
     if members.shape[1] == 1:
-        groups: list[list[int]] = [[] for _ in range(rows)]
+        groups: list[list[int]] = [[] for _ in members]
         for row, _, group in members.nonzero().tolist():
             groups[row].append(group)
-        kept = [True] * rows if pooled is None else pooled[:, 0].tolist()
-        return {(row, tuple(groups[row])): [x[row] for x in tokens] for row in range(rows) if kept[row]}
-    split: dict[tuple[int, GroupSet], list[Tensor]] = {}
-    distinct, inverse = members.flatten(0, 1).unique(dim=0, return_inverse=True)
-    inverse = inverse.view(members.shape[:2])
+        kept = [True] * len(members) if pooled is None else pooled[:, 0].tolist()
+        column = torch.zeros(1, dtype=torch.long, device=members.device)
+        return {(row, tuple(groups[row])): column for row in range(len(members)) if kept[row]}
+    distinct, number = members.flatten(0, 1).unique(dim=0, return_inverse=True)
     group_sets = [tuple(x.nonzero()[:, 0].tolist()) for x in distinct]
-    for row in range(rows):
-        for number, group_set in enumerate(group_sets):
-            mask = inverse[row] == number
-            index = (mask if pooled is None else mask & pooled[row]).nonzero()[:, 0]
-            if len(index):
-                split[row, group_set] = [x[row, index] for x in tokens]
-    return split
+    number = number.view(members.shape[:2]) + len(distinct) * torch.arange(len(members), device=number.device)[:, None]
+    total = len(distinct) * len(members)
+    number = (number if pooled is None else number.where(pooled, total)).flatten()
+    order, sizes = number.argsort(stable=True) % members.shape[1], number.bincount(minlength=total + 1).tolist()
+    return {
+        (bucket // len(distinct), group_sets[bucket % len(distinct)]): columns
+        for bucket, columns in enumerate(order.split(sizes)[:total])
+        if len(columns)
+    }

@@ -18,6 +18,7 @@
 #include <cmath>
 #include <cstdint>
 #include <cstring>
+#include <limits>
 #include <memory>
 #include <string>
 #include <type_traits>
@@ -35,9 +36,10 @@ using bf16 = c10::BFloat16;
 using at::Tensor;
 using std::optional;
 
-enum { ROWS = 24, CHUNK = 64, PACK = 32, MAX_HEAD = 256, MAX_GROUPS = 64 };
+enum { ROWS = 24, CHUNK = 64, PACK = 32, ROUTED = 48, MAX_HEAD = 256, MAX_GROUPS = 64 };
 constexpr float LOWEST = -1e30f;  // score of a pair that is not seen
 constexpr float SLACK = 6.f;      // scores may pass the running maximum by 2^6 before the state is rescaled
+constexpr float UNSET = std::numeric_limits<float>::max();  // a router's threshold before its fit
 constexpr float LOG2E = 1.44269504f, LN2 = 0.69314718f;
 constexpr int64_t STATE_BYTES = 256 << 10;  // of a task's rows: half of a common L2 cache
 constexpr int64_t CHUNK_BYTES = 32 << 10;   // of a chunk's keys and values: a common L1 cache
@@ -82,7 +84,7 @@ struct Keys {
 // Keys and values of a cache, one token after the other; tokens whose index is negative are not there.
 template <class S> struct Cached {
   const S *k, *v;
-  const int64_t* index;
+  const int64_t* index;  // nullptr where all are there
   int64_t k_stride, v_stride, dk, dv;
 };
 
@@ -92,6 +94,9 @@ struct Isa {
   void (*backward)(const Scores&, const Gradients&, const int*, const int*, const int*, int, const Keys&, int, int, bool);
   void (*decode)(const Scores&, Rows<float>&, int, const Cached<float>&, int64_t);
   void (*decode_bf16)(const Scores&, Rows<float>&, int, const Cached<bf16>&, int64_t);
+  void (*multiply_rows)(const float*, int, int64_t, const float*, int64_t, float*);
+  void (*multiply_row)(const float*, int64_t, const float* const*, int64_t, float*);
+  float (*log_sum_exp)(const float*, int64_t, float);
 };
 
 constexpr int32_t IOTA[16] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
@@ -652,21 +657,89 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> attend_backward(
   return {dq, dk, dv, dasks, danswers};
 }
 
+// A grouped KV cache of R rows: near [R, n, G, D], the sinks and a ring of the last tokens, with the index of each token,
+// -1 where there is none; the pool [room, G, D] of all tokens beyond the sinks, in buckets by row and set of groups.
+struct Cache {
+  Tensor near_k, near_v, near_index, near_groups, pool_k, pool_v, pool_index, table, groups;
+  int64_t rows, near, heads, buckets, K;
+  int64_t* entries;  // of the table: row, first place, places reserved, places used
+
+  Cache(at::TensorList near_, at::TensorList pool_, const Tensor& table_, const Tensor& groups_)
+      : near_k(near_[0]), near_v(near_[1]), near_index(near_[2]), near_groups(near_[3]), pool_k(pool_[0]), pool_v(pool_[1]),
+        pool_index(pool_[2]), table(table_), groups(groups_), rows(near_k.size(0)), near(near_k.size(1)), heads(near_k.size(2)),
+        buckets(table.size(0)), K(groups.size(1)), entries(table.mutable_data_ptr<int64_t>()) {
+    for (const Tensor* x : {&near_k, &near_v, &near_index, &near_groups, &table, &groups}) TORCH_CHECK(x->is_contiguous(), "the cache must be contiguous");
+    for (const Tensor* x : {&pool_k, &pool_v}) TORCH_CHECK(x->stride(2) == 1 || !x->numel(), "the pool must be contiguous in the last dimension");
+    TORCH_CHECK(near_k.size(3) <= MAX_HEAD && near_v.size(3) <= MAX_HEAD, "head sizes must be <= ", int(MAX_HEAD));
+  }
+
+  bool shares_group(int64_t bucket, const bool* reads) const {
+    const bool* has = groups.const_data_ptr<bool>() + bucket * K;
+    for (int64_t g = 0; g < K; g++) if (reads[g] && has[g]) return true;
+    return false;
+  }
+  // tokens of a bucket before a position
+  int64_t before(int64_t bucket, int64_t position) const {
+    const int64_t *first = pool_index.const_data_ptr<int64_t>() + entries[4 * bucket + 1], *last = first + entries[4 * bucket + 3];
+    return std::lower_bound(first, last, position) - first;
+  }
+  template <class S> void put(const Tensor& to, int64_t offset, int64_t head_stride, const Tensor& from, int64_t row) {
+    const int64_t size = from.size(2);
+    const S* x = static_cast<const S*>(from.const_data_ptr()) + row * heads * size;
+    for (int64_t g = 0; g < heads; g++) std::copy_n(x + g * size, size, static_cast<S*>(to.mutable_data_ptr()) + offset + g * head_stride);
+  }
+  // Put a token k, v [R, G, D] in the near column and behind its bucket's last, which is not counted yet. Returns the
+  // bucket of each row, -1 where there is none or it is full.
+  template <class S> Tensor put_token(const Tensor& k, const Tensor& v, const Tensor& members, int64_t position, int64_t column) {
+    Tensor slots = at::empty({rows}, table.options());
+    for (int64_t row = 0; row < rows; row++) {
+      const bool* has = members.const_data_ptr<bool>() + row * K;
+      const int64_t at = row * near + column;
+      put<S>(near_k, at * near_k.stride(1), near_k.stride(2), k, row);
+      put<S>(near_v, at * near_v.stride(1), near_v.stride(2), v, row);
+      near_index.mutable_data_ptr<int64_t>()[at] = position;
+      std::copy_n(has, K, near_groups.mutable_data_ptr<bool>() + at * K);
+      int64_t& slot = slots.mutable_data_ptr<int64_t>()[row];
+      slot = -1;
+      for (int64_t i = 0; i < buckets; i++) {
+        const int64_t* x = entries + 4 * i;
+        if (x[0] != row || std::memcmp(groups.const_data_ptr<bool>() + i * K, has, K) || x[3] >= x[2]) continue;
+        const int64_t place = x[1] + x[3];
+        put<S>(pool_k, place * pool_k.stride(0), pool_k.stride(1), k, row);
+        put<S>(pool_v, place * pool_v.stride(0), pool_v.stride(1), v, row);
+        pool_index.mutable_data_ptr<int64_t>()[place] = position;
+        slot = i;
+        break;
+      }
+    }
+    return slots;
+  }
+};
+
 template <class S>
-void decode_rows(const Tensor& q, const Tensor& near_k, const Tensor& near_v, const Tensor& index, const Tensor& pool_k, const Tensor& pool_v,
-                 const Tensor& spans, const float* sink_logits, Scores scores, void (*decode)(const Scores&, Rows<float>&, int, const Cached<S>&, int64_t), Tensor& out) {
-  const int64_t R = q.size(0), H = q.size(1), G = near_k.size(2), share = H / G, D = q.size(2), V = near_v.size(3), dk = padded(D), dv = padded(V);
-  const int64_t *span = spans.const_data_ptr<int64_t>(), count = spans.size(0);
-  int64_t keys = R * near_k.size(1);
-  for (int64_t i = 0; i < count; i++) keys += span[3 * i + 2] - span[3 * i + 1];
+int64_t decode_rows(const Cache& c, const Tensor& q, const bool* reads, const float* sink_logits, int64_t far, Scores scores,
+                    void (*decode)(const Scores&, Rows<float>&, int, const Cached<S>&, int64_t), Tensor& out) {
+  const int64_t H = q.size(1), share = H / c.heads, D = c.near_k.size(3), V = c.near_v.size(3), dk = padded(D), dv = padded(V);
+  struct Span { int64_t row, begin, count; };
+  std::vector<Span> spans;
+  int64_t keys = c.rows * c.near;
+  for (int64_t i = 0; i < c.buckets && reads; i++) {
+    const int64_t row = c.entries[4 * i];
+    int64_t count = c.shares_group(i, reads + row * c.K) ? c.before(i, far) : 0;
+    if (count) spans.push_back({row, c.entries[4 * i + 1], count});
+    keys += count;
+  }
+  S* out_data = static_cast<S*>(out.mutable_data_ptr());
+  const S *nk = static_cast<const S*>(c.near_k.const_data_ptr()), *nv = static_cast<const S*>(c.near_v.const_data_ptr());
+  const S *pk = static_cast<const S*>(c.pool_k.const_data_ptr()), *pv = static_cast<const S*>(c.pool_v.const_data_ptr());
+  const Source source(q.unsqueeze(2));
   auto rows = [&](int64_t first, int64_t last) {
     Buffer<float> queries(share * dk), acc(share * dv), sum(share * 16), top(share);
     for (; first < last; first++) {
-      int64_t row = first / G, g = first % G;
+      int64_t row = first / c.heads, g = first % c.heads;
       Rows<float> state{queries.data, acc.data, sum.data, top.data, dk, dv, CHUNK};
       acc.zero(share * dv);
       sum.zero(share * 16);
-      Source source(q.unsqueeze(2));
       for (int64_t r = 0; r < share; r++) {
         int64_t h = g * share + r;
         source.read(row, h, 0, queries.data + r * dk, dk);
@@ -679,45 +752,133 @@ void decode_rows(const Tensor& q, const Tensor& near_k, const Tensor& near_v, co
           decode(scores, some, int(std::min<int64_t>(ROWS, share - r)), cached, n);
         }
       };
-      const S *nk = static_cast<const S*>(near_k.const_data_ptr()), *nv = static_cast<const S*>(near_v.const_data_ptr());
-      meet({nk + row * near_k.stride(0) + g * near_k.stride(2), nv + row * near_v.stride(0) + g * near_v.stride(2),
-            index.const_data_ptr<int64_t>() + row * index.stride(0), near_k.stride(1), near_v.stride(1), D, V}, near_k.size(1));
-      for (int64_t i = 0; i < count; i++) {
-        if (span[3 * i] != row) continue;
-        const S *pk = static_cast<const S*>(pool_k.const_data_ptr()), *pv = static_cast<const S*>(pool_v.const_data_ptr());
-        int64_t begin = span[3 * i + 1];
-        meet({pk + begin * pool_k.stride(0) + g * pool_k.stride(1), pv + begin * pool_v.stride(0) + g * pool_v.stride(1), nullptr,
-              pool_k.stride(0), pool_v.stride(0), D, V}, span[3 * i + 2] - begin);
-      }
-      S* to = static_cast<S*>(out.mutable_data_ptr()) + (row * H + g * share) * V;
+      const int64_t at = row * c.near;
+      meet({nk + at * c.near_k.stride(1) + g * c.near_k.stride(2), nv + at * c.near_v.stride(1) + g * c.near_v.stride(2),
+            c.near_index.const_data_ptr<int64_t>() + at, c.near_k.stride(1), c.near_v.stride(1), D, V}, c.near);
+      for (const Span& x : spans)
+        if (x.row == row)
+          meet({pk + x.begin * c.pool_k.stride(0) + g * c.pool_k.stride(1), pv + x.begin * c.pool_v.stride(0) + g * c.pool_v.stride(1), nullptr,
+                c.pool_k.stride(0), c.pool_v.stride(0), D, V}, x.count);
       for (int64_t r = 0; r < share; r++) {
         float total = 0;
         for (int i = 0; i < 16; i++) total += sum.data[r * 16 + i];
-        for (int64_t d = 0; d < V; d++) to[r * V + d] = S(acc.data[r * dv + d] / total);
+        for (int64_t d = 0; d < V; d++) acc.data[r * dv + d] /= total;
+        round_to(out_data + (row * H + g * share + r) * V, acc.data + r * dv, V);
       }
     }
   };
   constexpr int64_t SERIAL = 1 << 18;  // numbers read, below which other threads take longer to wake than to help
-  if (keys * G * (D + V) < SERIAL) rows(0, R * G);
-  else at::parallel_for(0, R * G, 1, rows);
+  if (keys * c.heads * (D + V) < SERIAL) rows(0, c.rows * c.heads);
+  else at::parallel_for(0, c.rows * c.heads, 1, rows);
+  return keys;
 }
 
-// Output [R, H, Dv] of one query q [R, H, D] a row over its near keys and values [R, n, G, D], where index [R, n] is not
-// negative, and over rows of a pool [room, G, D]: spans [m, 3] int64 holds row, begin, end. sink_logits: [R, H] float.
-Tensor decode(const Tensor& q, const Tensor& near_k, const Tensor& near_v, const Tensor& index, const Tensor& pool_k, const Tensor& pool_v,
-              const Tensor& spans, const optional<Tensor>& sink_logits, double scaling, double softcap) {
-  TORCH_CHECK(q.dim() == 3 && near_k.dim() == 4 && pool_k.dim() == 3 && q.stride(2) == 1, "q must be [R, H, D], near keys [R, n, G, D], the pool [room, G, D]");
-  for (const Tensor* x : {&near_k, &near_v, &pool_k, &pool_v})
-    TORCH_CHECK(x->scalar_type() == q.scalar_type() && (x->stride(-1) == 1 || x->numel() == 0), "keys and values must be of the queries' dtype, and contiguous in the last dimension");
-  TORCH_CHECK(index.stride(1) == 1 && spans.is_contiguous() && q.size(2) <= MAX_HEAD && near_v.size(3) <= MAX_HEAD, "head sizes must be <= ", int(MAX_HEAD));
-  Tensor out = at::empty({q.size(0), q.size(1), near_v.size(3)}, q.options());
+// Store one token a row, k and v [R, G, D], in a cache, and attend to it, to all near tokens and to those of the pool
+// before the window whose groups a query [R, H, D] reads. reads, members [R, K] bool; sink_logits [R, H] float.
+// Returns the output [R, H, Dv], the buckets of put_token, and the number of keys read.
+std::tuple<Tensor, Tensor, int64_t> decode(const Tensor& q, const Tensor& k, const Tensor& v, const optional<Tensor>& reads, const Tensor& members,
+                                           at::TensorList near, at::TensorList pool, const Tensor& table, const Tensor& groups,
+                                           const optional<Tensor>& sink_logits, int64_t position, int64_t window, int64_t sinks, double scaling, double softcap) {
+  Cache c(near, pool, table, groups);
+  TORCH_CHECK(q.dim() == 3 && q.size(0) == c.rows && q.size(1) % c.heads == 0 && q.stride(2) == 1, "q must be [R, H, D]");
+  for (const Tensor& x : {k, v, c.near_k, c.near_v, c.pool_k, c.pool_v}) TORCH_CHECK(x.scalar_type() == q.scalar_type(), "q, k, v and the cache must have one dtype");
+  TORCH_CHECK(members.size(0) == c.rows && members.size(1) == c.K && c.near_groups.size(2) == c.K && (!reads || reads->size(1) == c.K), "groups must be of one number");
+  Tensor out = at::empty({q.size(0), q.size(1), c.near_v.size(3)}, q.options());
   float scale = float(scaling);
   Scores scores = softcap > 0 ? Scores{scale / float(softcap), float(softcap) * LOG2E} : Scores{scale * LOG2E, 0.f};
+  const Tensor new_k = k.contiguous(), new_v = v.contiguous(), has = members.contiguous(), asks = reads ? reads->contiguous() : Tensor();
+  const bool* asked = reads ? asks.const_data_ptr<bool>() : nullptr;
   const float* logits = sink_logits ? sink_logits->const_data_ptr<float>() : nullptr;
+  const int64_t column = sinks + position % (window + 1), far = position - window;
   const Isa& isa = *chosen->isa;
-  if (q.scalar_type() == at::kBFloat16) decode_rows<bf16>(q, near_k, near_v, index, pool_k, pool_v, spans, logits, scores, isa.decode_bf16, out);
-  else decode_rows<float>(q, near_k, near_v, index, pool_k, pool_v, spans, logits, scores, isa.decode, out);
-  return out;
+  if (q.scalar_type() == at::kBFloat16) {
+    Tensor slots = c.put_token<bf16>(new_k, new_v, has, position, column);
+    int64_t read = decode_rows<bf16>(c, q, asked, logits, far, scores, isa.decode_bf16, out);
+    return {out, slots, read};
+  }
+  Tensor slots = c.put_token<float>(new_k, new_v, has, position, column);
+  int64_t read = decode_rows<float>(c, q, asked, logits, far, scores, isa.decode, out);
+  return {out, slots, read};
+}
+
+// Set the k largest of x [n], ties to the lowest index.
+void choose_largest(const float* x, int64_t n, int64_t k, bool* chosen) {
+  std::fill_n(chosen, n, false);
+  for (; k > 0; k--) {
+    int64_t best = -1;
+    for (int64_t i = 0; i < n; i++) if (!chosen[i] && (best < 0 || x[i] > x[best])) best = i;
+    chosen[best] = true;
+  }
+}
+
+// Groups [B, n, T, K] that tokens h [B, T, E] read as queries and are in as keys, by the weights [n, K, E] and biases
+// [n, K] of a router with two encoders, all float32. Tokens are standardized by mean and scale [E]. A group's score is
+// its log probability plus the query's log importance (weights [n, E], biases [n]), less penalty [B, T] where given; a
+// query of head i reads the groups above thresholds[i, k - 1] for k = top_k[i], or where that is not set (the largest
+// float) and for none or all groups the k largest, ties to the lowest index. thresholds [n, K - 1] or [n, 0].
+std::tuple<Tensor, Tensor> route(const Tensor& h, const Tensor& mean, const Tensor& scale, const Tensor& query_weight, const Tensor& query_bias,
+                                 const Tensor& key_weight, const Tensor& key_bias, const Tensor& importance, const Tensor& importance_bias,
+                                 const optional<Tensor>& penalty, const Tensor& thresholds, at::IntArrayRef top_k) {
+  const int64_t B = h.size(0), T = h.size(1), E = h.size(2), n = key_weight.size(0), K = key_weight.size(1), N = B * T;
+  TORCH_CHECK(h.scalar_type() == at::kFloat || h.scalar_type() == at::kBFloat16, "h must be float32 or bfloat16");
+  TORCH_CHECK(K <= MAX_GROUPS, "groups must be <= ", int(MAX_GROUPS));
+  for (const Tensor& x : {mean, scale, query_weight, query_bias, key_weight, key_bias, importance, importance_bias, thresholds})
+    TORCH_CHECK(x.scalar_type() == at::kFloat && x.is_contiguous() && x.device().is_cpu(), "the router must be float32, contiguous, on the CPU");
+  TORCH_CHECK(query_weight.sizes() == key_weight.sizes() && key_weight.size(2) == E && importance.size(0) == n && thresholds.size(0) == n && int64_t(top_k.size()) == n,
+              "the router's tensors must have matching sizes");
+  const bool shared = query_weight.is_same(key_weight);
+  const int64_t key = shared ? 0 : n * K, last = key + n * K, used = last + n, columns = padded(used);
+  std::vector<const float*> rows(columns);
+  Buffer<float> bias(columns), packed(N > 1 ? columns * E : 0);
+  bias.zero(columns);
+  const float *wq = query_weight.const_data_ptr<float>(), *wk = key_weight.const_data_ptr<float>(), *wi = importance.const_data_ptr<float>();
+  for (int64_t c = 0; c < columns; c++) rows[c] = c < key ? wq + c * E : c < last ? wk + (c - key) * E : wi + std::min(c - last, n - 1) * E;
+  std::copy_n(query_bias.const_data_ptr<float>(), n * K, bias.data);
+  std::copy_n(key_bias.const_data_ptr<float>(), n * K, bias.data + key);
+  std::copy_n(importance_bias.const_data_ptr<float>(), n, bias.data + last);
+  const Isa& isa = *chosen->isa;
+  if (N > 1)
+    at::parallel_for(0, columns / 16, 1, [&](int64_t first, int64_t end) {
+      for (int64_t c = first * 16; c < end * 16; c += 4)
+        for (int64_t d = 0; d < E; d += 4) {
+          float* to = packed.data + c / 16 * 16 * E + d * 16 + c % 16;
+          if (d + 4 <= E && rows[c + 3] - rows[c] == 3 * E) transpose4(rows[c] + d, E, to, 16);
+          else for (int64_t i = 0; i < 4; i++) for (int64_t e = 0; e < std::min<int64_t>(4, E - d); e++) to[e * 16 + i] = rows[c + i][d + e];
+        }
+    });
+  const Tensor contiguous = h.contiguous();
+  const Source source(contiguous.view({1, 1, N, E}));
+  Tensor reads = at::empty({B, n, T, K}, h.options().dtype(at::kBool)), members = at::empty({B, n, T, K}, reads.options());
+  bool *reads_data = reads.mutable_data_ptr<bool>(), *members_data = members.mutable_data_ptr<bool>();
+  const float *center = mean.const_data_ptr<float>(), *divisor = scale.const_data_ptr<float>(), *limits = thresholds.const_data_ptr<float>();
+  const float* less = penalty ? penalty->const_data_ptr<float>() : nullptr;
+  struct Scratch { Buffer<float> x, y; };
+  for_tasks((N + ROUTED - 1) / ROUTED, [&] { auto s = std::make_unique<Scratch>(); s->x.reset(ROUTED * E); s->y.reset(ROUTED * columns); return s; }, [&](int64_t task, Scratch& s) {
+    const int64_t first = task * ROUTED;
+    const int m = int(std::min<int64_t>(ROUTED, N - first));
+    for (int r = 0; r < m; r++) {
+      float* x = s.x.data + r * E;
+      source.read(0, 0, first + r, x, E);
+      for (int64_t d = 0; d < E; d++) x[d] = (x[d] - center[d]) / divisor[d];
+      std::copy_n(bias.data, columns, s.y.data + r * columns);
+    }
+    if (N > 1) isa.multiply_rows(s.x.data, m, E, packed.data, columns, s.y.data);
+    else isa.multiply_row(s.x.data, E, rows.data(), used, s.y.data);
+    for (int64_t r = 0; r < m * n; r++) {
+      const int64_t token = first + r / n, head = r % n, to = ((token / T * n + head) * T + token % T) * K;
+      const float *y = s.y.data + r / n * columns, *keys = y + key + head * K;
+      choose_largest(keys, K, 1, members_data + to);
+      float scores[MAX_GROUPS], most = y[head * K];
+      for (int64_t i = 1; i < K; i++) most = std::max(most, y[head * K + i]);
+      const float sum = isa.log_sum_exp(y + head * K, K, most), weight = y[last + head], minus = less ? less[token] : 0.f;
+      for (int64_t i = 0; i < K; i++) scores[i] = y[head * K + i] - most - sum + weight - minus;
+      const int64_t k = top_k[head];
+      const float limit = k > 0 && k <= thresholds.size(1) ? limits[head * thresholds.size(1) + k - 1] : UNSET;
+      if (limit == UNSET) choose_largest(scores, K, k, reads_data + to);
+      else for (int64_t i = 0; i < K; i++) reads_data[to + i] = scores[i] > limit;
+    }
+  });
+  return {reads, members};
 }
 
 }  // namespace
@@ -726,11 +887,13 @@ TORCH_LIBRARY(focus_exp, m) {
   m.def("use_isa(str name) -> str", &use_isa);
   m.def("attend(Tensor q, Tensor k, Tensor v, Tensor? query_groups, Tensor? key_groups, Tensor? span, Tensor? sink_logits, int window, int sinks, float scaling, float softcap) -> (Tensor, Tensor)");
   m.def("attend_backward(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, Tensor? query_groups, Tensor? key_groups, Tensor? span, Tensor? asks, Tensor? answers, int window, int sinks, float scaling, float softcap) -> (Tensor, Tensor, Tensor, Tensor, Tensor)");
-  m.def("decode(Tensor q, Tensor near_k, Tensor near_v, Tensor index, Tensor pool_k, Tensor pool_v, Tensor spans, Tensor? sink_logits, float scaling, float softcap) -> Tensor");
+  m.def("route(Tensor h, Tensor mean, Tensor scale, Tensor query_weight, Tensor query_bias, Tensor key_weight, Tensor key_bias, Tensor importance, Tensor importance_bias, Tensor? penalty, Tensor thresholds, int[] top_k) -> (Tensor, Tensor)");
+  m.def("decode(Tensor q, Tensor k, Tensor v, Tensor? reads, Tensor members, Tensor(a!)[] near, Tensor(b!)[] pool, Tensor table, Tensor groups, Tensor? sink_logits, int position, int window, int sinks, float scaling, float softcap) -> (Tensor, Tensor, int)");
 }
 
 TORCH_LIBRARY_IMPL(focus_exp, CPU, m) {
   m.impl("attend", &attend);
   m.impl("attend_backward", &attend_backward);
   m.impl("decode", &decode);
+  m.impl("route", &route);
 }

@@ -22,12 +22,6 @@ static inline vec splat(float x) { return x - vec{}; }
 static inline ivec bits_of(vec x) { ivec y; std::memcpy(&y, &x, sizeof y); return y; }
 static inline vec floats_of(ivec x) { vec y; std::memcpy(&y, &x, sizeof y); return y; }
 
-static inline float sum(vec x) {
-  float total = 0;
-  for (int i = 0; i < LANES; i++) total += x[i];
-  return total;
-}
-
 static inline float largest(vec x) {
   float most = x[0];
   for (int i = 1; i < LANES; i++) most = x[i] > most ? x[i] : most;
@@ -289,35 +283,94 @@ static void backward(const Scores& f, const Gradients& x, const int* row, const 
   }
 }
 
+// Sums of four vectors, as neighbours.
+static inline void sum4(const vec* x, float* to) {
+  typedef float quad __attribute__((vector_size(16)));
+  quad a[4];
+  for (int i = 0; i < 4; i++) {
+    float lanes[LANES];
+    store(lanes, x[i]);
+    std::memcpy(&a[i], lanes, 16);
+    for (int l = 4; l < LANES; l += 4) {
+      quad more;
+      std::memcpy(&more, lanes + l, 16);
+      a[i] += more;
+    }
+  }
+  quad total = quad{a[0][0], a[1][0], a[2][0], a[3][0]} + quad{a[0][1], a[1][1], a[2][1], a[3][1]} +
+               quad{a[0][2], a[1][2], a[2][2], a[3][2]} + quad{a[0][3], a[1][3], a[2][3], a[3][3]};
+  std::memcpy(to, &total, 16);
+}
+
+// Products of x [n] with four vectors y.
+static inline void dot4(const float* x, const float* const* y, int64_t n, float* to) {
+  vec a[4] = {};
+  int64_t d = 0;
+  for (; d + LANES <= n; d += LANES)
+    for (int i = 0; i < 4; i++) a[i] += load(x + d) * load(y[i] + d);
+  sum4(a, to);
+  for (; d < n; d++)
+    for (int i = 0; i < 4; i++) to[i] += x[d] * y[i][d];
+}
+
+// y += x w for m <= ROUTED rows of x [n], as neighbours, and w packed [columns / 16][n][16].
+static void multiply_rows(const float* x, int m, int64_t n, const float* w, int64_t columns, float* y) {
+  const float* rows[ROUTED];
+  float* to[ROUTED];
+  constexpr int64_t PANEL = 64;  // columns that stay in the L2 cache
+  for (int64_t c = 0; c < columns; c += PANEL) {
+    for (int r = 0; r < m; r++) { rows[r] = x + r * n; to[r] = y + r * columns + c; }
+    multiply_add<float>(rows, 1, m, w + c * n, 16, 16 * n, n, to, std::min(PANEL, columns - c));
+  }
+}
+
+// y += x w for one row and w [columns, n], row by row.
+static void multiply_row(const float* x, int64_t n, const float* const* w, int64_t columns, float* y) {
+  for (int64_t c = 0; c < columns; c += 4) {
+    const float* some[4];
+    float product[4];
+    for (int i = 0; i < 4; i++) some[i] = w[std::min(c + i, columns - 1)];
+    dot4(x, some, n, product);
+    for (int i = 0; i < 4 && c + i < columns; i++) y[c + i] += product[i];
+  }
+}
+
+// log sum_i exp(x[i] - most)
+static float log_sum_exp(const float* x, int64_t n, float most) {
+  vec total{};
+  int64_t i = 0;
+  for (; i + LANES <= n; i += LANES) total += exp2((load(x + i) - most) * LOG2E);
+  float sum = 0;
+  for (int l = 0; l < LANES; l++) sum += total[l];
+  for (; i < n; i++) sum += std::exp(x[i] - most);
+  return std::log(sum);
+}
+
 // One query of m <= ROWS heads meets keys and values as a cache holds them, one token after the other; those at places
 // where index is negative are empty.
 template <class S>
 static void decode(const Scores& f, Rows<float>& x, int m, const Cached<S>& cached, int64_t keys) {
   constexpr bool FLOAT = std::is_same_v<S, float>;
-  alignas(64) float s[ROWS][CHUNK], key_copy[MAX_HEAD], value_copy[CHUNK * MAX_HEAD];
-  const bool in_place = FLOAT && cached.dv == x.dv;
+  alignas(64) float s[ROWS][CHUNK], key_copy[4][MAX_HEAD], value_copy[CHUNK * MAX_HEAD];
+  const bool in_place = FLOAT && cached.dv == x.dv, whole = cached.dk == x.dk;
   for (int64_t first = 0; first < keys; first += x.chunk) {
     int count = int(std::min<int64_t>(x.chunk, keys - first)), room = (count + 15) / 16 * 16;
     const S *k = cached.k + first * cached.k_stride, *v = cached.v + first * cached.v_stride;
-    for (int j = 0; j < count; j++) {
-      const float* key = key_copy;
-      if constexpr (FLOAT) key = k + j * cached.k_stride;
-      else for (int64_t d = 0; d < cached.dk; d++) key_copy[d] = float(k[j * cached.k_stride + d]);
-      if (!in_place)
-        for (int64_t d = 0; d < x.dv; d++) value_copy[j * x.dv + d] = d < cached.dv ? float(v[j * cached.v_stride + d]) : 0.f;
-      for (int r = 0; r < m; r++) {
-        const float* q = x.q + r * x.dk;
-        vec a{}, b{};
-        int64_t d = 0;
-        for (; d + 2 * LANES <= cached.dk; d += 2 * LANES) {
-          a += load(q + d) * load(key + d);
-          b += load(q + d + LANES) * load(key + d + LANES);
-        }
-        float total = sum(a + b);
-        for (; d < cached.dk; d++) total += q[d] * key[d];
-        s[r][j] = total;
+    for (int j = 0; j < count; j += 4) {
+      const float* key[4];
+      for (int i = 0; i < 4; i++) {
+        const S* from = k + std::min(j + i, count - 1) * cached.k_stride;
+        if constexpr (FLOAT) key[i] = from;
+        if (FLOAT && whole) continue;
+        for (int64_t d = 0; d < cached.dk; d++) key_copy[i][d] = float(from[d]);
+        for (int64_t d = cached.dk; d < x.dk; d++) key_copy[i][d] = 0.f;
+        key[i] = key_copy[i];
       }
+      for (int r = 0; r < m; r++) dot4(x.q + r * x.dk, key, x.dk, s[r] + j);
     }
+    if (!in_place)
+      for (int j = 0; j < count; j++)
+        for (int64_t d = 0; d < x.dv; d++) value_copy[j * x.dv + d] = d < cached.dv ? float(v[j * cached.v_stride + d]) : 0.f;
     const float *p[ROWS], *values = value_copy;
     if constexpr (FLOAT) values = in_place ? v : value_copy;
     float* acc[ROWS];
@@ -344,5 +397,5 @@ static const Isa isa = {
 #else
     nullptr,
 #endif
-    backward, decode<float>, decode<bf16>,
+    backward, decode<float>, decode<bf16>, multiply_rows, multiply_row, log_sum_exp,
 };

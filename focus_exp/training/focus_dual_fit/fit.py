@@ -19,7 +19,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from focus_exp.attention.focus_dual import UNSET, FocusDual
-from focus_exp.attention.selection import top_k_groups
+from focus_exp.attention.selection import Selection, Sequence, top_k_groups
 from focus_exp.config import DualConfig
 from focus_exp.models.methods import attached_methods, set_budget
 from focus_exp.progress import ProgressBar
@@ -261,19 +261,19 @@ def record_logits(
         m: [] for m in dual_methods(model).values() if m.is_routed
     }
 
-    def recorder(method: FocusDual) -> Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]:
-        logits = method.logits
+    def recorder(method: FocusDual) -> Callable[[Tensor, Sequence], Selection]:
+        route = method.route
 
-        def record(h: Tensor, position: Tensor) -> tuple[Tensor, Tensor]:
-            recorded[method].append(logits(h, position))
-            return recorded[method][-1]
+        def record(h: Tensor, sequence: Sequence) -> Selection:
+            recorded[method].append(method.logits(h, torch.arange(h.shape[1], device=h.device) - sequence.start))
+            return route(h, sequence)
 
         return record
 
     with ExitStack() as stack:
         for method in recorded:
-            vars(method)["logits"] = recorder(method)
-            stack.callback(vars(method).pop, "logits")
+            vars(method)["route"] = recorder(method)
+            stack.callback(vars(method).pop, "route")
         run_forward(model, sequences, precision, description)
     return {
         method: (torch.cat([x[0] for x, _ in pairs], 1), torch.cat([x[0] for _, x in pairs], 1))
