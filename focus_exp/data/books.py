@@ -1,4 +1,4 @@
-"""Embedded corpora: Shakespeare and Milton, and annual messages of US presidents, each split by whole documents."""
+"""Embedded corpora: Shakespeare and Milton; messages of US presidents."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ EDITORIAL_NOTE = re.compile(r" ?\[(laughter|applause|inaudible|see app note)[^\]
 
 @dataclass(frozen=True)
 class EmbeddedCorpus:
-    """A corpus inside a package; `read(cache, split)` yields (name, text), `identity` is unique to its splits."""
+    """A corpus inside a package; `read(cache, split)` yields (name, text)."""
 
     package: Package
     name: str
@@ -91,7 +91,7 @@ def read_addresses(cache: Path, split: str) -> Iterator[tuple[str, str]]:
 
 
 def clean(text: str) -> str:
-    """Remove printed line numbers, dot leaders, rulers and carriage returns from verse and stage directions."""
+    """Remove printed line numbers, dot leaders, rulers and carriage returns."""
     text = text.replace("\r\n", "\n")
     for pattern, replacement in (
         (r"^\.{4,}", "    "), (r" {2,}\d+ *$", ""), (r"^[@_]{3,}$", ""), (r"[ \t]+$", "")

@@ -1,4 +1,4 @@
-"""Load a corpus: documents from files, the Hub or a package, tokenized once for train, validation and test."""
+"""Load a corpus from files, the Hub or a package, tokenized once."""
 
 from __future__ import annotations
 

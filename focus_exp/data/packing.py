@@ -1,4 +1,4 @@
-"""Token streams on disk, and the sequences of fixed length that training and evaluation read from them."""
+"""Token streams on disk, and the sequences of fixed length read from them."""
 
 from __future__ import annotations
 
@@ -213,7 +213,7 @@ class SequenceDataset(Dataset):
         return [(self.stream.documents[i], int(offset)) for i, offset in zip(documents, offsets, strict=True)]
 
     def select_evenly(self, count: int | None) -> list[int]:
-        """Select `count` sequences (default: all), the same number from each document if it has them, evenly spaced."""
+        """Select `count` sequences, evenly spaced, as many from each document."""
         if count is None or count >= len(self):
             return list(range(len(self)))
         groups = [np.flatnonzero(self.document == document) for document in np.unique(self.document)]

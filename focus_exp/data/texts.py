@@ -1,4 +1,4 @@
-"""Read documents from a user's files: text, .jsonl, .parquet or standard input; split them by content hash."""
+"""Read documents from text, .jsonl, .parquet or stdin; split them by hash."""
 
 from __future__ import annotations
 

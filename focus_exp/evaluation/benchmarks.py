@@ -230,7 +230,7 @@ class TaskResult:
 
 
 class Change(NamedTuple):
-    """A paired change with its 95 % interval; dof: its degrees of freedom, None where the interval is normal."""
+    """A paired change with its 95 % interval; dof is None for a normal interval."""
 
     value: float
     low: float | None
@@ -438,7 +438,7 @@ class BenchmarkEvaluator:
         return run
 
     def cut_sequences(self, length: int) -> tuple[SequenceDataset, list[int]]:
-        """Cut the held-out text into sequences of `length`, and choose as many tokens of them as at any length.
+        """Cut the held-out text into sequences of `length`; as many tokens at any length.
 
         Raises:
             UserError: the model or the text is too short.

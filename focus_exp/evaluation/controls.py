@@ -59,7 +59,7 @@ class Variant:
         return 1.0 if self.kind in ("base", "trained") else None if sparsity is None else 1 - sparsity
 
     def group_fraction(self, largest: float | None) -> float | None:
-        """Return the fraction of the tokens in the largest group; under the rule `share` a token is in top_k groups."""
+        """Return the fraction of tokens in the largest group, where each is in several."""
         memberships = (self.top_k or 1) if self.pair_rule == "share" else 1
         return None if largest is None else min(1.0, largest * memberships)
 

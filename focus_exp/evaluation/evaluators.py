@@ -29,7 +29,7 @@ class Evaluators:
         self.benchmarks.measure_attached()
 
     def write(self, record: Record, folder: Path) -> None:
-        """Add the measurements to the record, and write the losses that their intervals follow from into `folder`."""
+        """Add the measurements to the record, and write their losses into `folder`."""
         record.measurements = [
             *record.measurements, *self.perplexity.measurements(), *self.benchmarks.measurements
         ]  # fmt: skip

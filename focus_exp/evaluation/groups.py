@@ -1,4 +1,4 @@
-"""Which tokens a router groups together: word classes, other seeds, an untrained router and chance as references."""
+"""Describe a router's groups by word classes, other seeds and chance."""
 
 from __future__ import annotations
 
@@ -121,7 +121,7 @@ def read_observation(path: Path) -> Observation | None:
 
 @dataclass
 class GroupAnalysis:
-    """Describe a router's groups under hard routing; each observation is kept in `folder`, so that a run resumes.
+    """Describe a router's groups under hard routing; `folder` keeps observations.
 
     Args:
         blocks: held-out text.

@@ -63,7 +63,7 @@ class Word(NamedTuple):
 
 @dataclass(frozen=True)
 class Passage:
-    """Tokens of a text: the piece of text that each adds, its class, and the whole word that it belongs to."""
+    """Tokens of a text: the piece that each adds, its class and its word."""
 
     pieces: list[str]
     classes: list[str]
@@ -127,7 +127,7 @@ def read_passage(tokenizer: PreTrainedTokenizerBase, tokens: list[int]) -> Passa
 
 
 def format_piece(piece: str) -> str:
-    """Return a token as a table shows it: without spaces around a word, and visible where it is only space."""
+    """Return a token as tables show it: without outer spaces, or visible spaces."""
     if not piece:
         return "(part of a character)"
     return piece.strip() or repr(piece)[1:-1].replace(" ", "␣")
@@ -273,7 +273,7 @@ def make_measurement(
 
 
 def describe_passage(result: PassageAttention, passage: Passage, listed: int) -> Iterator[Measurement]:
-    """Yield how the base's attention lies on the groups, with `listed` pairs per layer, half by affinity, half by mass.
+    """Yield the base's attention mass on the groups, and `listed` pairs per layer.
 
     near + kept + cut mass is 1; `cut_key` is the key that loses most of it.
     """
@@ -311,7 +311,7 @@ def best_pairs(keys: Keys, by: str, number: int) -> list[tuple[int, int]]:
 
 
 def correlate_cost(result: PassageAttention) -> float | None:
-    """Return Spearman's correlation of the mass a query loses, over layers, with the rise of the next token's loss."""
+    """Correlate (Spearman) the mass a query loses with the rise of the next loss."""
     lost = torch.stack([mass.cut for mass in result.masses.values()]).mean(0)[:-1]
     rise = (result.nll_hard - result.nll_full)[1:]
     if (lost > 0).sum() < 3:

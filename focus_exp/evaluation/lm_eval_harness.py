@@ -127,7 +127,7 @@ class MaskedLM(HFLM):
         return answers
 
     def _model_call(self, inps: Tensor, attn_mask: Tensor | None = None, labels: Tensor | None = None) -> Tensor:
-        """Return logits (B, last positions, V) that include each row's continuation; `inps` (B, T) padded right."""
+        """Return the last logits (B, n, V), with each continuation, of `inps` (B, T)."""
         lengths = torch.tensor(self.row_lengths, device=inps.device)
         self.stats.lengths += self.row_lengths
         mask = torch.arange(inps.shape[1], device=inps.device) < lengths[:, None]

@@ -184,7 +184,7 @@ def score(
 
 
 def token_losses(model: PreTrainedModel, tokens: Tensor) -> Tensor:
-    """Return the float32 loss (B, T) of each token given those before it; 0 for the first, which is never scored."""
+    """Return the float32 loss (B, T) of each token; 0 for the first."""
     logits = model(input_ids=tokens, use_cache=False).logits
     losses = torch.zeros(tokens.shape, dtype=torch.float32, device=tokens.device)
     for begin in range(0, tokens.shape[1] - 1, LOGIT_ROWS):
@@ -208,7 +208,7 @@ def write_scores(path: Path, scores: Scores, batches: list[list[int]], key: str)
 
 
 def read_scores(path: Path, batches: list[list[int]], key: str) -> Scores | None:
-    """Read the scores of the first of `batches`; None where there are none, or of other batches or another key."""
+    """Read the scores of the first of `batches`; None for others or another key."""
     try:
         with np.load(path, allow_pickle=False) as data:
             seconds = data["seconds"].tolist()
@@ -451,7 +451,7 @@ class PerplexityEvaluator:
         return scores
 
     def measurements(self) -> list[Measurement]:
-        """Return the measurements of this round's variants, and those after each phase where there are several."""
+        """Return the measurements of this round's variants, and after each phase."""
         final = [m for variant in self.variants for m in self.measure(variant)]
         if self.after_phases:
             *_, last = self.config.recipe.phases

@@ -27,7 +27,7 @@ def token_mean(nll: np.ndarray) -> float | None:
 
 
 def mean_by_position(nll: np.ndarray, window: int) -> list[tuple[int, int, float, int]]:
-    """Return mean losses in about BINS bins of positions, one of which begins where the attention window ends.
+    """Return mean losses in about BINS bins of positions; one begins at `window`.
 
     Returns:
         (start, end, loss in nats per token, tokens) for positions start <= p < end.

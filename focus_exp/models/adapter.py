@@ -1,4 +1,4 @@
-"""Save and load the trained part alone, on disk and on the Hub: safetensors, and JSON that describes them."""
+"""Save and load adapters on disk and on the Hub: safetensors and JSON."""
 
 from __future__ import annotations
 
@@ -217,7 +217,7 @@ def build_adapter_methods(
 def read_adapter(
     model: PreTrainedModel, folder: str | Path, *, check_base: bool = True
 ) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """Read description and tensors of an adapter; raises UserError for another base, unless `check_base` is False."""
+    """Read description and tensors of an adapter; UserError for another base."""
     folder = find_adapter(folder)
     description = read_description(folder)
     base, actual = description["base_model"], fingerprint(model)

@@ -142,7 +142,7 @@ def layer_shape(model: PreTrainedModel, module: nn.Module, index: int) -> LayerS
 
 
 def check_forward(module: nn.Module) -> tuple[str, ...]:
-    """Return the parameter names of a module's `forward`; raises UserError unless it is causal and takes **kwargs."""
+    """Return the parameters of `forward`; UserError unless causal, with **kwargs."""
     if getattr(module, "is_causal", True) is False:
         raise UserError(f"{type(module).__name__} sees later tokens. Give a causal language model.")
     parameters = inspect.signature(type(module).forward).parameters
@@ -214,7 +214,7 @@ def create_masks(model: PreTrainedModel, make_masks: Callable[..., Any], **input
 
 
 def get_compiled_call(model: PreTrainedModel, compile_config: Any) -> Any:
-    """Return what `generate()` calls for each token with a static cache: compiled unless the cache is grouped."""
+    """Return the call of `generate()`: compiled unless the cache is grouped."""
     if prunes_pairs(model):
         log.warning_once("generate() runs without torch.compile: a grouped KV cache has no static shapes")
         return model.__call__

@@ -97,7 +97,7 @@ def suggest_path(folder: Path) -> str:
 
 
 def is_packed(parameter: Tensor) -> bool:
-    """Return whether a quantization library stores the weight in its own tensor class (bitsandbytes, torchao)."""
+    """Return whether a quantization library stores the weight in its own class."""
     return type(parameter) not in (Tensor, nn.Parameter, DTensor)
 
 

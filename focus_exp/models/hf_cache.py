@@ -1,4 +1,4 @@
-"""The KV cache of an attached model: `FocusLayer`s in whatever `Cache` transformers or the caller made.
+"""The KV cache of an attached model: `FocusLayer`s in a `Cache` of transformers.
 
 With hard routing a layer stores keys and values by group, so that a new token reads only its own groups, the local
 window and the sinks. The cache object keeps its class and identity; only the attached entries of `cache.layers` change.
@@ -204,7 +204,7 @@ def find_layer(cache: Cache | None, method: AttentionMethod) -> FocusLayer | Non
 
 
 def count_keys_and_bytes(layer: Any) -> tuple[int, int]:
-    """Return the number of keys read in the last step of a cache layer, and the bytes of its keys and values.
+    """Return the keys read in the last step of a cache layer, and its bytes.
 
     A full sliding window has dropped one of those keys since.
     """

@@ -1,4 +1,4 @@
-"""What a model calls while a method is attached: a hook that routes hidden states, a mask function, attention."""
+"""Hooks of an attached model: routing of hidden states, masks and attention."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def make_layer_mask(
     allow_is_causal_skip: bool = True,
     **options: Any,
 ) -> Tensor | None:
-    """Build the mask of one kind of layers (see `sdpa_mask`); none is T x T where causality and padding suffice.
+    """Build the mask of one kind of layers; no T x T where padding suffices.
 
     Returns:
         None for plain causality, `[B, 1, 1, S]` for padding alone, else `[B, 1, T, S]`.
@@ -159,7 +159,7 @@ def can_skip_routing(method: AttentionMethod, cache: Cache | None, new: int) -> 
 
 
 def describe_sequence(h: Tensor, mask: Tensor | None, cache: GroupedCache | None = None) -> Sequence:
-    """Describe where the sequences of `h` `[B, T, ...]` start and which tokens are padding, from the layer's mask.
+    """Describe starts and padding of the sequences of `h` `[B, T, ...]` by the mask.
 
     With tokens in a cache starts are counted from the first new one, so that some are negative.
     """
@@ -194,7 +194,7 @@ def describe_sequence(h: Tensor, mask: Tensor | None, cache: GroupedCache | None
 def move_padding(
     mask: Tensor, batch: int, length: int, cache: GroupedCache | None
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """Move masked places inside a row behind its new tokens, so that each row is computed as it would be alone.
+    """Move masked places behind a row's new tokens, so that it is computed as alone.
 
     Args:
         mask: `[B or 1, 1, 1 or T, past + T]` bool, columns as the model counts them.
@@ -362,7 +362,7 @@ def restore_order(x: Tensor, sequence: Sequence) -> Tensor:
 
 
 def cast_to_autocast(*tensors: Tensor) -> list[Tensor]:
-    """Cast as torch's own attention does under autocast: rotary layers leave q and k in float32, v in bfloat16."""
+    """Cast as torch's attention does under autocast; rotary layers leave float32."""
     kind = tensors[0].device.type
     if not torch.is_autocast_enabled(kind):
         return list(tensors)

@@ -85,7 +85,7 @@ class Source:
 def load_model(
     cfg: ModelConfig, *, assets: str, cache: Path, seed: int, dtype: torch.dtype, from_scratch: bool = False
 ) -> LoadedModel:
-    """Load `cfg.path`, or `cfg.hub_id` under the policy `assets` (auto, hub or embedded), or random weights.
+    """Load `cfg.path`, `cfg.hub_id` under the policy `assets`, or random weights.
 
     Weights are drawn from `seed` when there is neither path nor hub_id, or with `from_scratch`.
 
@@ -168,7 +168,7 @@ def check_vocabulary(tokenizer: PreTrainedTokenizerBase, config: PreTrainedConfi
 
 
 def quantization_options(cfg: ModelConfig, dtype: torch.dtype) -> dict[str, Any]:
-    """Return the arguments of `from_pretrained` for `cfg.quantization`, by bitsandbytes on this process's GPU.
+    """Return the arguments of `from_pretrained` for `cfg.quantization`.
 
     int8: vector-wise with outliers in 16 bit (arXiv 2208.07339). nf4: 4-bit NormalFloat, doubly quantized, computed in
     `dtype` (arXiv 2305.14314).
@@ -250,7 +250,7 @@ def find_hub_source(hub_id: str, revision: str | None, assets: str, cache: Path)
 
 
 def find_snapshot(repo_id: str, revision: str | None, variant: str) -> Path | None:
-    """Return the folder of a complete copy in the Hub's local cache: a checkpoint, or the requested GGUF file."""
+    """Return the folder of a complete copy in the Hub's local cache."""
     try:
         snapshot = Path(snapshot_download(repo_id, revision=revision, local_files_only=True))
         if variant or not (snapshot / "config.json").exists():
@@ -335,12 +335,12 @@ def select_numerics(config: PreTrainedConfig) -> dict[str, Any]:
 
 
 def hash_weights(path: str) -> str:
-    """Hash a local model's configuration and weights to twelve hex digits; raises UserError if there is none."""
+    """Hash a local model's configuration and weights to twelve hex digits."""
     return hash_files(find_local_model(path).hashed_files)
 
 
 def hash_tokenizer(path: str) -> str | None:
-    """Hash the tokenizer files of a local model to twelve hex digits; None without any, as for a GGUF file."""
+    """Hash the tokenizer files of a local model; None without any."""
     local = find_local_model(path)
     files = [] if local.gguf else [local.folder / name for name in (*TOKENIZER_FILES, *TOKENIZER_EXTRAS)]
     files = [file for file in files if file.is_file()]

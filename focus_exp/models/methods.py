@@ -1,4 +1,4 @@
-"""Find the attention layers of a model and the methods attached to them; switch, set, swap, observe, freeze them."""
+"""Find, switch, swap, observe and freeze the methods attached to a model."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ def execution_device(*modules: nn.Module) -> torch.device:
 
 
 def unwrap(module: nn.Module) -> nn.Module:
-    """Return the module inside wrappers: PEFT's modules_to_save (its active copy), compile, DDP, checkpointing."""
+    """Return the module inside wrappers of PEFT, compile, DDP or checkpointing."""
     while True:
         children: dict[str, nn.Module] = dict(module.named_children())
         if children.keys() == {"original_module", "modules_to_save"}:
@@ -218,7 +218,7 @@ def use_causal_assignment(model: PreTrainedModel) -> Iterator[None]:
 
 @contextmanager
 def observe_selections(model: PreTrainedModel, observer: Observer) -> Iterator[None]:
-    """Call `observer(layer, method, selection, sequence)` after each attached layer that runs in the block."""
+    """Call `observer(layer, method, selection, sequence)` after each attached layer."""
     methods = list(attached_methods(model).values())
     for method in methods:
         method.observers.append(observer)
@@ -311,7 +311,7 @@ def set_routing(
 
 
 def set_budget(model: PreTrainedModel, budget: list[Any]) -> PreTrainedModel:
-    """Set the number of groups of each layer and head of `focus_dual`, see `FocusDualOptions`; adapters save it.
+    """Set the groups of each layer and head of `focus_dual`; adapters save them.
 
     Heads without any group to choose lose their encoders.
 

@@ -59,7 +59,7 @@ def architecture_config(cfg: ModelConfig) -> PreTrainedConfig:
 
 
 def random_model(config: PreTrainedConfig, seed: int, dtype: torch.dtype) -> PreTrainedModel:
-    """Build a model with float32 weights drawn from `seed`, rounded to `dtype`; leaves the global RNG unchanged."""
+    """Build a model with weights drawn from `seed`; the global RNG is unchanged."""
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(seed)
         try:

@@ -1,4 +1,4 @@
-"""Check before a method is attached for use: with all pairs kept the attached model must equal its base."""
+"""Check that with all pairs kept the attached model equals its base."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Evaluate the paper's claims (claims.yaml): one comparator for each kind of statement, one verdict for each claim."""
+"""Evaluate the paper's claims (claims.yaml): a comparator and a verdict for each."""
 
 from __future__ import annotations
 
@@ -248,7 +248,7 @@ def within(rows: list[Row], limit: list[float], margin: float) -> Judgement:
 
 
 def router_collapses(rows: list[Row], limit: float, dead: float, steps: int) -> Judgement:
-    """Test whether one group holds a fraction `limit` of the tokens, or a fraction `dead` of the groups is empty.
+    """Test whether a group holds `limit` of the tokens, or `dead` of the groups are empty.
 
     Of several seeds by the whole interval; of a single run by its value, and balanced means at most half of both.
     """
@@ -281,7 +281,7 @@ def router_stays_balanced(rows: list[Row], limit: float, steps: int, paper_value
 
 
 def _judge_router(rows: list[Row], side: Callable[[Row, Row], int], steps: int, event: int) -> Judgement:
-    """Judge by the maximum over a phase; all setups must agree, and an event may still happen before `steps`."""
+    """Judge by the maximum over a phase; all setups must agree."""
     phases: dict[tuple[str, ...], dict[str, dict[str, Row]]] = {}
     for row in rows:
         setup = (row.setup, row.variant, row.variant_setup)
@@ -309,7 +309,7 @@ def no_degradation(rows: list[Row]) -> Judgement:
 
 
 def degrades(rows: list[Row], effect: float) -> Judgement:
-    """Test whether any score drops significantly after Bonferroni correction. effect: the paper's largest drop."""
+    """Test whether a score drops (Bonferroni). effect: the paper's largest drop."""
     if lost := [row for row in rows if is_worse(row, len(rows))]:
         return Judgement(REPRODUCED, lost, lost[0], final=True)
     hardest = max(rows, key=lambda row: row.deviation or 0.0)

@@ -169,7 +169,7 @@ def perplexity_and_speed(table: pd.DataFrame) -> Figure | None:
 
 
 def speed_by_length(table: pd.DataFrame) -> Figure | None:
-    """Speedup of one attention layer by sequence length: with routing, kernels alone, bound, and the paper's."""
+    """Plot the speedup of one layer by sequence length, its bound and the paper's."""
     known = table[table.clock.isin(["attention", "kernels"]) & (table.method == "focus") & (table.top_k == 1)]
     known = known[(known.metric == "speedup") & known.value.notna() & (known.assignment == "balanced")]
     counts = known.groupby("run", sort=False).tokens.nunique()
@@ -221,7 +221,7 @@ def _binary_prefix(value: float) -> str:
 
 
 def loss_curves(log: list[dict[str, Any]], title: str = "") -> Figure | None:
-    """Training loss by step, smoothed, and validation loss; a curve for each variant, phases one after the other."""
+    """Plot smoothed training loss and validation loss by step, for each variant."""
     variants = list(dict.fromkeys(line.get("variant") for line in log))
     if not any("loss" in line for line in log) or len(variants) > len(COLORS):
         return None

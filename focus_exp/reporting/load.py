@@ -82,12 +82,12 @@ class Results:
 
     @cached_property
     def complete(self) -> list[Row]:
-        """The rows of complete runs; variants as rows of their comparisons."""
+        """Rows of complete runs; variants as rows of their comparisons."""
         return [row for row in self.rows if row.complete and not row.is_variant]
 
     @cached_property
     def rows_by_run(self) -> dict[str, list[Row]]:
-        """The rows of every complete run, oldest first."""
+        """Rows of every complete run, oldest first."""
         rows: dict[str, list[Row]] = {}
         for row in self.complete:
             rows.setdefault(row.run, []).append(row)
@@ -163,7 +163,7 @@ def read_log(folder: Path) -> list[dict[str, Any]]:
 
 
 def _read_with_variants(folder: Path) -> tuple[Loaded, str]:
-    """Read a run, of a comparison with the other runs of its experiment; return them and the name of the run."""
+    """Read a run, of a comparison with its experiment; return them and its name."""
     folder = folder.absolute()
     root = folder.parent.parent if read_record(folder).get("variants", []) else folder
     changed = max(path.stat().st_mtime for path in (folder / RECORD, folder / MEASUREMENTS) if path.exists())
@@ -176,7 +176,7 @@ def _read_once(root: Path, changed: float) -> Loaded:
 
 
 def read_runs(root: Path) -> Loaded:
-    """Read the record and the measurements of every run below `root`. Raises UserError for an unreadable one."""
+    """Read record and measurements of every run below `root`; UserError if damaged."""
     folders = sorted(path.parent for path in root.rglob(RECORD))
     records = {folder.relative_to(root).as_posix(): read_record(folder) for folder in folders}
     frames = [_read_table(folder / MEASUREMENTS, run) for folder, run in zip(folders, records, strict=True)]
@@ -390,7 +390,7 @@ def _quality_rows(raw: pd.DataFrame) -> pd.DataFrame:
 
 
 def _benchmark_rows(raw: pd.DataFrame) -> pd.DataFrame:
-    """Scores of tasks and their paired changes from full attention."""
+    """Return scores of tasks and their paired changes from full attention."""
     rows = raw[raw.task.notna() & raw.kind.notna() & ~raw.metric.str.startswith("perplexity_change_pct")].copy()
     change = rows.reference.notna()
     rows["source"], rows["metric"] = "benchmarks", np.where(change, "score_change", "score")
@@ -414,7 +414,7 @@ def _benchmark_rows(raw: pd.DataFrame) -> pd.DataFrame:
 
 
 def _probe_rows(raw: pd.DataFrame, details: bool) -> pd.DataFrame:
-    """The last probe of each phase, the maximum after its first step, and with `details` all (source `probe_log`)."""
+    """Return the last probe and maximum of each phase; all with `details`."""
     rows = raw[raw.step.notna()].copy()
     rows["metric"] = rows.metric.replace({"assignment_overlap": "stability"})
     rows["variant"], rows["name"] = None, "router"
@@ -428,7 +428,7 @@ def _probe_rows(raw: pd.DataFrame, details: bool) -> pd.DataFrame:
 
 
 def _speed_rows(raw: pd.DataFrame) -> pd.DataFrame:
-    """Speedups, and the ratio of the peak memory, each with both sides."""
+    """Return speedups and ratios of peak memory, each with both sides."""
     rows = raw[raw.clock.notna()].copy()
     case = ["run", "clock", "method", "seq_len", "groups", "assignment", "top_k", "pair_rule", "window", "dtype"]
     rows["case"] = rows.groupby([*case, "path"], dropna=False, sort=False).ngroup()
@@ -468,7 +468,7 @@ def _primary_speed(rows: pd.DataFrame) -> pd.Series:
 
 
 def _group_rows(raw: pd.DataFrame) -> pd.DataFrame:
-    """The analysis of the groups: medians over layers, since the paper does not name its layers."""
+    """Return medians over layers of the groups; the paper does not name its layers."""
     rows = raw[(raw.variant == "router") & raw.run.isin(raw.run[raw.metric == "layer_confidence"])]
     cells: list[tuple[Any, ...]] = []
     for run, group in rows.groupby("run"):
@@ -489,7 +489,7 @@ def _group_rows(raw: pd.DataFrame) -> pd.DataFrame:
 
 
 def _details(raw: pd.DataFrame) -> pd.DataFrame:
-    """Losses by position, the analysis of the groups, and continuations."""
+    """Return losses by position, the analysis of the groups, and continuations."""
     positions = raw[(raw.metric == "nll_at_position") & raw.phase.isna()]
     kinds = raw[raw.metric == "perplexity"].drop_duplicates(["run", "variant"]).set_index(["run", "variant"]).kind
     positions = positions.drop(columns="kind").join(kinds, on=["run", "variant"]).assign(source="positions")
@@ -507,7 +507,7 @@ def _details(raw: pd.DataFrame) -> pd.DataFrame:
 
 
 def _join_variants(rows: pd.DataFrame, described: pd.DataFrame, variants: pd.DataFrame) -> pd.DataFrame:
-    """Return the rows of comparisons: the base of their first variant, the primary rows of each, its parameters."""
+    """Return the rows of comparisons: base, primary rows and parameters of variants."""
     facts = variants.drop(columns="run").rename(columns={"comparison": "run"})
     own_runs = described.rename(columns={"run": "own_run"}).drop(columns=["train_tokens", "steps"])
     facts = facts.merge(own_runs, on="own_run", how="left")
@@ -564,7 +564,7 @@ def _differences(raw: pd.DataFrame, joined: pd.DataFrame) -> pd.DataFrame:
 
 
 def select(rows: Iterable[Row], cells: dict[str, Any], query: str = "") -> list[Row]:
-    """Return the rows with these cells: a value, one of a list, or a pattern with *; and for which `query` holds.
+    """Return the rows with these cells (see `matches`) for which `query` holds.
 
     query: a Python condition on the attributes of a row; a comparison with a missing cell does not hold.
     """

@@ -88,7 +88,7 @@ class Source:
 
 @dataclass(frozen=True)
 class Spec:
-    """A table of the paper: its key columns, its other columns, and the sources of each row by a pattern of its key."""
+    """A table of the paper: key, columns, and the sources of each row."""
 
     name: str
     id: str
@@ -109,7 +109,7 @@ def paper_rows(table: str) -> list[dict[str, Any]]:
 
 
 def paper_speedups(groups: int) -> dict[int, float]:
-    """Return table 6: sequence length -> speedup over FlashAttention on an H100; {} for another number of groups."""
+    """Return table 6: sequence length -> speedup over FlashAttention on an H100."""
     column = f"speedup_K{groups}"
     return {row["tokens"]: row[column] for row in paper_rows("table6_speed") if column in row}
 
@@ -283,7 +283,7 @@ def _mapped(spec: Spec) -> Iterator[tuple[dict[str, Any], list[Source]]]:
 
 
 def _extras(spec: Spec, measurements: Measurements) -> list[tuple[dict[str, Any], list[Source]]]:
-    """Return variants of the table's experiments that the paper does not have, or pairs *_full, *_focus of them."""
+    """Return variants that the paper does not have, or pairs *_full, *_focus."""
     places = [place for row in spec.rows.values() for place in row]
     mapped = {name for place in places for name in place.names}
     suffix = "_focus" if spec.extra == "pair" else ""

@@ -1,4 +1,4 @@
-"""Publish finished runs: copy them to runs/records, check them, and write their tables and the report again."""
+"""Publish finished runs: copy, check and render them again."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ CHECKED_TEXTS = ("README.md", "docs/results.md")
 
 
 def publish(places: list[Path], current: set[Path], runs: Path, records: Path) -> list[Path]:
-    """Copy the finished runs at `places`, relative to `runs`, and the adapters that they measured, to `records`.
+    """Copy finished runs and the adapters that they measured to `records`.
 
     Published runs of the same experiment, seed and device that are not among `current`, the places that the tables of
     job=reproduce can still make, are superseded: they are removed once their replacements are there. The report and all

@@ -45,7 +45,7 @@ def report_tables(results: Results) -> dict[str, pd.DataFrame]:
 
 
 def write_report(results: Results, folder: Path) -> pd.DataFrame:
-    """Write report.md, report.html, report.tex, figures and a CSV file of each table; return the claims table."""
+    """Write the report, figures and a CSV file of each table; return the claims."""
     if results.runs.empty:
         raise UserError("runs_dir must contain runs (found none). Run an experiment first.")
     content = report_tables(results)
@@ -287,7 +287,7 @@ def check_numbers(text: str, folder: Path) -> list[str]:
 
 
 def check_report(results: Results, folder: Path) -> list[str]:
-    """Return the names of the CSV files in `folder` that do not follow from the results, within a tolerance."""
+    """Return the CSV files in `folder` that do not follow from the results."""
     wrong = []
     for name, table in report_tables(results).items():
         path = folder / f"{name}.csv"

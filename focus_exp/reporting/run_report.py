@@ -1,4 +1,4 @@
-"""Write what a finished run shows: table.md, figures, continuations, a coloured passage and the adapter's card."""
+"""Write what a finished run shows: tables, figures, texts, passage and card."""
 
 from __future__ import annotations
 
@@ -116,7 +116,7 @@ def _change(row: Row | None, scale: Callable[[Any], float | None] = to_percent) 
 
 
 def benchmark_table(rows: list[Row]) -> pd.DataFrame:
-    """Scores and their paired changes from full attention; fractions in per cent and points."""
+    """Return scores and paired changes from full attention, in per cent and points."""
     rows = select(rows, {"source": "benchmarks"})
     changes = {_key(row, BASE): row for row in reversed(rows) if row.metric == "score_change"}
     shown = []
@@ -137,7 +137,7 @@ def benchmark_table(rows: list[Row]) -> pd.DataFrame:
 
 
 def speed_table(rows: list[Row]) -> pd.DataFrame:
-    """Times next to full attention."""
+    """Return times next to full attention."""
     shown = [
         {
             "clock": row.clock,
@@ -213,7 +213,7 @@ def render_passage(passage: dict[str, Any], title: str) -> str:
 
 
 def _colored(pieces: list[str], groups: list[Any]) -> Iterator[str]:
-    """Yield each token in the colour of its first group; a router with two encoders has several groups for a key."""
+    """Yield each token in the colour of its first group."""
     for piece, group in zip(pieces, groups, strict=True):
         first = (group[0] if group else None) if isinstance(group, list) else group
         style = "" if first is None else f' style="background:{COLORS[first % len(COLORS)]}40"'

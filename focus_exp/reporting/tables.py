@@ -1,4 +1,4 @@
-"""This project's own tables: methods, frontier, speed, differences over seeds, power, pitfalls and runs."""
+"""This project's tables: methods, frontier, speed, differences, power, pitfalls, runs."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ def methods(results: Results) -> pd.DataFrame:
 
 
 def _find_speedups(variant: str, speeds: list[Row]) -> dict[str, Any]:
-    """Return the speedup of one attention layer at 65,536 tokens and of the prefill at 8,192 tokens on a CPU."""
+    """Return the speedup of a layer at 65,536 and of a prefill at 8,192 tokens (CPU)."""
     if variant in ("lora", "full_finetuning"):
         return {"speedup_layer": 1.0, "speedup_prefill": 1.0}
     cells: dict[str, Any] = {

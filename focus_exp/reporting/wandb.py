@@ -58,7 +58,7 @@ def _has_key(server: SplitResult) -> bool:
 
 
 def _answers(server: SplitResult, timeout: float) -> bool:
-    """Return whether the server answers HTTP; a proxy may accept any TCP connection, so connecting proves nothing."""
+    """Return whether the server answers HTTP; a proxy accepts any TCP connection."""
     connect = http.client.HTTPSConnection if server.scheme == "https" else http.client.HTTPConnection
     statuses: list[int] = []
 

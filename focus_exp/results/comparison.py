@@ -14,7 +14,7 @@ Scored = dict[str, tuple[Losses, str, Hashable]]  # variant -> losses, the name 
 
 
 def variant_folder(folder: Path, variant: VariantRun) -> Path:
-    """Return the directory of a variant's run below that of its experiment, wherever both were copied or moved."""
+    """Return the directory of a variant's run, wherever its experiment was moved."""
     experiment = folder.parent.parent
     path = experiment.joinpath(*Path(variant.folder).parts[-2:])
     if path.exists() or not variant.config_hash:

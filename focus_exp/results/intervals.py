@@ -1,4 +1,4 @@
-"""Confidence intervals: Student's t over independent units, seeds as a second level, required sample sizes.
+"""Student's t intervals over independent units and seeds; required sample sizes.
 
 A unit is a document, since sequences of one document are correlated; its weight is its number of scored tokens. With
 fewer than three documents the unit is the sequence, and the interval holds for that text only.
@@ -21,7 +21,7 @@ NORMAL = float(ndtri((1 + LEVEL) / 2))
 
 @dataclass(frozen=True)
 class Estimate:
-    """A mean, its standard error and the degrees of freedom of that error; both None where they are unknown."""
+    """A mean, its standard error and degrees of freedom; None where unknown."""
 
     value: float
     stderr: float | None = None
@@ -111,7 +111,7 @@ def seed_deviation(estimates: Sequence[Estimate]) -> float:
 
 
 def needed(deviation: float, size: float, together: int = 1) -> int:
-    """Return how many units or seeds show a difference of `size` with 80 % power at the two-sided 5 % level.
+    """Return how many units show a difference of `size` (80 % power, 5 % level).
 
     Args:
         deviation: standard deviation of a unit or seed.

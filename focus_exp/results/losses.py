@@ -1,4 +1,4 @@
-"""Losses of every scored sequence and scores of every benchmark item, by variant, from which intervals follow."""
+"""Losses of scored sequences and scores of benchmark items, by variant."""
 
 from __future__ import annotations
 

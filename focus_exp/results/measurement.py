@@ -95,7 +95,7 @@ def hard_variant(method: str, top_k: int | None, pair_rule: str | None) -> str:
 
 
 def primary_variant(attention: dict[str, Any], rows: Iterable[dict[str, Any]]) -> str:
-    """Return the variant that represents a run: hard routing as configured, its method, or its trained weights.
+    """Return the variant of a run: configured routing, method or trained weights.
 
     Args:
         attention: the resolved config's section.

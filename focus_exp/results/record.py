@@ -27,7 +27,7 @@ Status = Literal["finished", "failed", "interrupted"]
 
 @dataclass(kw_only=True)
 class Trial:
-    """A learning rate of a run's last phase, and the validation loss [nats per token] that it led to, or the reason."""
+    """A learning rate of the last phase, and its validation loss [nats] or its error."""
 
     learning_rate: float
     nll: float | None = None
@@ -173,7 +173,7 @@ class Record:
 
 
 def is_complete(status: str, is_timed: bool, is_scored: bool) -> bool:
-    """Return whether a run's numbers are whole: it finished, or only timed, where each time stands for itself."""
+    """Return whether a run's numbers are whole: it finished, or only timed."""
     return status == "finished" or (status == "interrupted" and is_timed and not is_scored)
 
 

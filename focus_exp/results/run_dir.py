@@ -33,18 +33,18 @@ def run_folder(config: Config) -> Path:
 
 
 def name_experiment(experiment: str) -> str:
-    """Return the experiment's name without the size of the model that it asks for: `retrofit` of `retrofit_124m`."""
+    """Return an experiment's name without a model size: `retrofit_124m` is `retrofit`."""
     return re.sub(r"_\d+[mb]$", "", experiment)
 
 
 def name_method(config: Config) -> str:
-    """Return the variant, or the attention (the recipe where attention stays full), with the job unless it trains."""
+    """Return the variant, attention or recipe, with the job unless it trains."""
     method = config.recipe.name if config.attention.method == "full" else config.attention.name
     return config.variant or (method if config.job == "train" else f"{method}-{config.job}")
 
 
 def name_model(config: Config) -> str:
-    """Return the name of the model that runs: `smollm2_135m_q4` where the embedded one stands in for another."""
+    """Return the name of the model that runs, which a substitute keeps."""
     model = config.model
     if config.recipe.from_scratch or model.base_run or not (model.path or model.hub_id):
         return to_slug(model.name)
@@ -89,13 +89,13 @@ def _own_name(path: Path) -> str:
 
 
 def finished_record(config: Config) -> Record | None:
-    """Return the record of this configuration if it finished before. Raises UserError as `earlier_record` does."""
+    """Return the record of this configuration if it finished before."""
     record = earlier_record(config)
     return record if record and record.status == "finished" else None
 
 
 def earlier_record(config: Config) -> Record | None:
-    """Return the record in the run directory, finished or not. Raises UserError if that run had other defaults."""
+    """Return the record in the run directory; UserError if it had other defaults."""
     path = run_folder(config) / "record.json"
     record = Record.load(path) if path.exists() else None
     if record is None:

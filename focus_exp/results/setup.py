@@ -32,7 +32,7 @@ BENCHMARKS = ("eval.tasks=", "eval.limit=")  # overrides that choose what else i
 
 
 def setup_key(record: dict[str, Any]) -> str:
-    """Return the setup of a run: 12 hex digits of its settings, model, text, kind of device and amount of training."""
+    """Hash settings, model, text, kind of device and training of a run."""
     model, data = record.get("model") or {}, record.get("data") or {}
     # random weights are drawn from the seed
     weights = None if model.get("source") == "random" else model.get("fingerprint")
