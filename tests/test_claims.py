@@ -122,8 +122,7 @@ def test_at_least_scalar_limit_has_margin(value, verdict):
 
 
 @pytest.mark.parametrize(
-    ("low", "high", "verdict"),
-    [(0.1, 0.15, "reproduced"), (0.0, 0.12, "inconclusive"), (0.3, 0.4, "not reproduced")],
+    ("low", "high", "verdict"), [(0.1, 0.15, "reproduced"), (0.0, 0.12, "inconclusive"), (0.3, 0.4, "not reproduced")]
 )
 def test_within_compares_whole_interval(low, high, verdict):
     assert within([make_change(low, high, unit="fraction")], [0.1, 0.16], 0.02).verdict == verdict

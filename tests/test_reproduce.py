@@ -78,11 +78,7 @@ def test_a_comparison_whose_arms_share_settings_is_found_again(tmp_path):
 def test_a_comparison_of_an_adapter_is_found_again_and_published(tmp_path):
     tables = {
         "router": ROUTER,
-        "compared": [
-            "job=compare",
-            "adapter=@router",
-            "variants=[ablation/paper,long_context/k_2]",
-        ],
+        "compared": ["job=compare", "adapter=@router", "variants=[ablation/paper,long_context/k_2]"],
     }
     assert reproduce(tmp_path, **tables).code == 0
     published = reproduce(tmp_path, "reproduce.publish=true", **tables)
@@ -92,11 +88,7 @@ def test_a_comparison_of_an_adapter_is_found_again_and_published(tmp_path):
 @pytest.mark.slow
 def test_an_arm_leaves_an_adapter_for_other_tables(tmp_path):
     tables = {
-        "compared": [
-            "job=compare",
-            *ROUTER,
-            "variants=[stability/softmax,compare/window]",
-        ],
+        "compared": ["job=compare", *ROUTER, "variants=[stability/softmax,compare/window]"],
         "beside": [*ROUTER, "attention.sinks=2", "eval.adapters=[@compared.softmax]"],
     }
     assert reproduce(tmp_path, **tables).code == 0

@@ -12,13 +12,7 @@ from focus_exp.checks import parse
 from focus_exp.config import conf_dir, register_schemas
 from focus_exp.config_hash import config_hash
 from focus_exp.reporting.load import Loaded
-from focus_exp.results.measurement import (
-    MEASUREMENTS,
-    Measurement,
-    format_measurements,
-    loss_change,
-    read_measurements,
-)
+from focus_exp.results.measurement import MEASUREMENTS, Measurement, format_measurements, loss_change, read_measurements
 from focus_exp.results.run_dir import run_folder
 from focus_exp.results.setup import setup_key
 

@@ -18,14 +18,7 @@ from focus_exp.assets import Provenance, build_once, choose_source, explain_subs
 from focus_exp.config import DataConfig, is_shipped
 from focus_exp.data import texts
 from focus_exp.data.books import EMBEDDED
-from focus_exp.data.packing import (
-    TOKEN_FORMAT,
-    Document,
-    TokenStream,
-    hash_tokenizer,
-    read_stream,
-    write_stream,
-)
+from focus_exp.data.packing import TOKEN_FORMAT, Document, TokenStream, hash_tokenizer, read_stream, write_stream
 from focus_exp.errors import UserError, first_line
 
 log = logging.getLogger(__name__)

@@ -11,12 +11,7 @@ from typing import Any, Literal
 import pandas as pd
 
 from focus_exp.errors import UserError
-from focus_exp.reporting.aggregate import (
-    Row,
-    aggregate_seeds,
-    is_worse,
-    required_sample,
-)
+from focus_exp.reporting.aggregate import Row, aggregate_seeds, is_worse, required_sample
 from focus_exp.reporting.load import Results, matches, read_yaml, select
 
 REPRODUCED, SAME_DIRECTION, NOT_REPRODUCED = "reproduced", "same direction", "not reproduced"

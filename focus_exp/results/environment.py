@@ -27,11 +27,7 @@ def environment() -> dict[str, Any]:
     for package in PACKAGES:
         with suppress(metadata.PackageNotFoundError):
             versions[package] = metadata.version(package)
-    return {
-        "commit": commit(),
-        "versions": versions,
-        "machine": {"platform": platform.platform(), "cpu": cpu_name()},
-    }
+    return {"commit": commit(), "versions": versions, "machine": {"platform": platform.platform(), "cpu": cpu_name()}}
 
 
 @cache

@@ -173,11 +173,7 @@ def compute_config_hashes(every: int = 1) -> dict[str, str]:
 
 def compute(folder: Path) -> dict[str, Any]:
     torch.set_num_threads(1)
-    return {
-        "logits": compute_logits(),
-        "losses": compute_losses(folder),
-        "config_hashes": compute_config_hashes(),
-    }
+    return {"logits": compute_logits(), "losses": compute_losses(folder), "config_hashes": compute_config_hashes()}
 
 
 def differences(golden: Any, computed: Any, exact: bool = False, key: str = "") -> Iterator[str]:
