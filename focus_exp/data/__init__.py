@@ -1,4 +1,4 @@
-"""Text: found, split, tokenized once, packed into sequences, served in an order that can be resumed."""
+"""Text: read, split, tokenized, packed and served in a resumable order."""
 
 from focus_exp.data.corpus import SPLITS, Corpus, load_corpus
 from focus_exp.data.loader import ResumableLoader

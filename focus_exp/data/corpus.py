@@ -47,7 +47,7 @@ class Corpus:
 
 @dataclass(frozen=True)
 class Source:
-    """Text not read yet: `identity` is unique to it, `open` gives its provenance and a reader of a split."""
+    """Text not read yet; `identity` is unique to it."""
 
     identity: dict[str, Any]
     open: Callable[[], tuple[Provenance, Reader]]
@@ -165,7 +165,7 @@ def is_dataset_cached(cfg: DataConfig) -> bool:
 
 
 def open_dataset(cfg: DataConfig, requested: str, origin: str) -> tuple[Provenance, Reader]:
-    """Open a Hub data set: streamed and pinned to the present commit for "hub", from disk for "hub_cache".
+    """Open a Hub data set: streamed for "hub", from disk for "hub_cache".
 
     Raises:
         UserError: the data set, its subset or its split does not exist.
@@ -199,7 +199,7 @@ def held_out_splits(dataset: Mapping[str, Any], cfg: DataConfig) -> tuple[str, l
 def read_hub_split(
     dataset: Mapping[str, Iterable[dict[str, Any]]], split: str, cfg: DataConfig
 ) -> Iterator[tuple[str, str]]:
-    """Yield (name, text) of `split`; one that is missing is every 50th document of train."""
+    """Yield (name, text) of `split`; a missing one is every 50th document."""
     base, held_out = held_out_splits(dataset, cfg)
     own = split if split in dataset and not cfg.split else base
     rows = (texts.get_text(row, cfg.text_column, str(cfg.hub_id)) for row in dataset[own])
@@ -210,7 +210,7 @@ def read_hub_split(
 
 
 def join_articles(lines: Iterable[str]) -> Iterator[str]:
-    """Join the rows of WikiText, one a line, into articles at titles of the first level."""
+    """Join the rows of WikiText into articles at titles of the first level."""
     article: list[str] = []
     for line in lines:
         if WIKITEXT_TITLE.fullmatch(line) and article:

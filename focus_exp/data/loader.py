@@ -1,4 +1,4 @@
-"""Batches in an order that is a function of (seed, epoch), with exact resume within an epoch."""
+"""Batches in an order of (seed, epoch), with exact resume within an epoch."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ class EpochShuffle(Sampler[int]):
 
 
 class ResumableLoader(DataLoader):
-    """A DataLoader that resumes with the very next step, also with another number of processes.
+    """A DataLoader that resumes with the next step on any number of processes.
 
     Processes see disjoint sequences, an epoch is cut to whole steps, and `len` is that of a full epoch.
 
@@ -116,7 +116,7 @@ class ResumableLoader(DataLoader):
             yield batch
 
     def state_dict(self) -> dict[str, int]:
-        """Return the position of the next batch (epoch, batches seen in it) and the loader's settings."""
+        """Return the position of the next batch and the loader's settings."""
         epochs, seen = divmod(self._seen, len(self))
         return {"epoch": self.order.epoch + epochs, "seen": seen * self.split.parallel, **self._identity}
 

@@ -41,7 +41,7 @@ NAMES = (
 
 
 class Draws:
-    """Random draws that never change: of `random`, only `random()` is stable across versions."""
+    """Random draws that never change: only `random()` is stable."""
 
     def __init__(self, seed: str) -> None:
         self.generator = random.Random(seed)
@@ -76,7 +76,7 @@ class Book:
         return self.text[self.spans[first][0] : self.spans[last - 1][1]]
 
     def sentence_starts(self) -> list[int]:
-        """Return the words after the end of a sentence, with the length of a continuation after them."""
+        """Return the words that begin a sentence and have a continuation."""
         return [i for i in range(1, len(self) - CONTINUATION_WORDS) if self.words[i - 1][-1] in ".!?"]
 
 
@@ -88,7 +88,7 @@ class Shape:
     words: int
 
     def place(self, depth: float) -> int:
-        """Return the word index at `depth` 0 to 1 of the part of a passage that is beyond the window."""
+        """Return the word index at `depth` 0 to 1 of what is beyond the window."""
         return round(depth * (self.words - self.window - CUE_WORDS - COPIED_WORDS))
 
 
@@ -130,7 +130,7 @@ def continuation(books: list[Book], shape: Shape, draws: Draws) -> Iterator[Item
 
 
 def passkey(books: list[Book], shape: Shape, draws: Draws) -> Iterator[Item]:
-    """Ask at the end of a passage for a number given in it (Mohtashami and Jaggi, 2023)."""
+    """Ask for a number given in the passage (Mohtashami and Jaggi, 2023)."""
     for depth in itertools.cycle(DEPTHS):
         key = str(10_000 + draws.below(90_000))
         facts = {shape.place(depth): f"The pass key is {key}. Remember it. {key} is the pass key."}
@@ -140,7 +140,7 @@ def passkey(books: list[Book], shape: Shape, draws: Draws) -> Iterator[Item]:
 
 
 def multi_key(books: list[Book], shape: Shape, draws: Draws) -> Iterator[Item]:
-    """Ask at the end of a passage for one of several people's numbers: a choice among the numbers."""
+    """Ask for one of several people's numbers: a choice among the numbers."""
     depths = [index / (CHOICES - 1) for index in range(CHOICES)]
     for answer in itertools.cycle(range(CHOICES)):
         names = draws.sample(NAMES, CHOICES)
@@ -184,7 +184,7 @@ def induction(books: list[Book], shape: Shape, draws: Draws) -> Iterator[Item]:
 
 
 def insert_facts(books: list[Book], shape: Shape, draws: Draws, facts: dict[int, str]) -> tuple[str, str]:
-    """Return the title of a book and a passage of it with facts as paragraphs, by word index."""
+    """Return a book's title and a passage of it with facts as paragraphs."""
     book = books[draws.below(len(books))]
     start = draws.below(len(book) - shape.words)
     edges = [*sorted(facts), shape.words]
@@ -201,7 +201,7 @@ TASKS: dict[str, Callable[[list[Book], Shape, Draws], Iterator[Item]]] = {
 
 @dataclass(frozen=True)
 class Suite:
-    """A folder with a .jsonl file per task; `digest` (sha256 over their contents) names it."""
+    """A folder with a .jsonl file per task; `digest` (sha256) names it."""
 
     folder: Path
     digest: str

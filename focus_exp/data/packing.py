@@ -29,7 +29,7 @@ Document = tuple[str, str]  # name and text
 
 @dataclass(frozen=True)
 class TokenStream:
-    """The documents of one split, end to end; each ends with the tokenizer's end-of-text token.
+    """The documents of one split, end to end, each with an end-of-text token.
 
     tokens: int32 `[tokens]`, memory-mapped.
     starts: int64 `[documents + 1]`; document i is `tokens[starts[i]:starts[i + 1]]`.
@@ -106,7 +106,7 @@ def write_stream(
 def tokenize(
     documents: Iterable[Document], tokenizer: PreTrainedTokenizerBase, split_special_tokens: bool
 ) -> Iterator[tuple[str, list[int]]]:
-    """Yield the name and token ids of each document that is not blank, with eos at the end."""
+    """Yield name and token ids of each document that is not blank, with eos."""
     options = {"add_special_tokens": False, "return_attention_mask": False, "verbose": False}
     for batch in batch_documents(documents):
         texts = [text for _, text in batch]
@@ -132,7 +132,7 @@ def batch_documents(documents: Iterable[Document]) -> Iterator[list[Document]]:
 
 
 def read_stream(folder: Path, split: str, name: str) -> TokenStream:
-    """Open a written stream, memory-mapped; raises ValueError where its files do not fit each other."""
+    """Open a written stream, memory-mapped; ValueError for unfit files."""
     path = folder / f"{split}.bin"
     is_empty = path.stat().st_size == 0  # an empty file cannot be mapped
     tokens = np.zeros(0, np.int32) if is_empty else np.memmap(path, dtype=np.int32, mode="r")
@@ -144,7 +144,7 @@ def read_stream(folder: Path, split: str, name: str) -> TokenStream:
 
 
 class SequenceDataset(Dataset):
-    """Sequences of `seq_len` tokens from a stream; tails shorter than that are dropped.
+    """Sequences of `seq_len` tokens from a stream; shorter tails are dropped.
 
     An item has input_ids and document_ids, int64 `[seq_len]`, and scored_from: the index of the first token to score.
     All tokens of a document's first sequence are scored (except one that nothing predicts); of later overlapping
@@ -207,7 +207,7 @@ class SequenceDataset(Dataset):
             )
 
     def locate(self, indices: list[int]) -> list[tuple[str, int]]:
-        """Return for each sequence the document in which it starts, and the tokens of that document before it."""
+        """Return the document of each sequence, and its offset there in tokens."""
         documents = self.document[indices]
         offsets = self.starts[indices] - self.stream.starts[documents]
         return [(self.stream.documents[i], int(offset)) for i, offset in zip(documents, offsets, strict=True)]

@@ -43,7 +43,7 @@ class Document:
 
 @dataclass(frozen=True)
 class TextFile:
-    """A file with one document, or one with a document in each row; hashes as of `Document`."""
+    """A file with one document, or with a document in each row."""
 
     path: Path
     name: str
@@ -58,7 +58,7 @@ class TextFile:
         return normalize_newlines(read_bytes(self.path)).decode("utf-8-sig")
 
     def documents(self, column: str) -> Iterator[Document]:
-        """Yield the documents that are not blank, of rows those under `column`; raises UserError for others."""
+        """Yield the documents that are not blank, of rows those under `column`."""
         if not self.has_rows:
             yield Document(self.name, self.digest, self.core, self.read)
             return
@@ -91,7 +91,7 @@ class TextFile:
 
 
 def find_texts(pattern: str | None) -> list[TextFile]:
-    """Find the non-empty files that `data.files` names, without copies, sorted by content hash.
+    """Find the non-empty files that `data.files` names, sorted by hash.
 
     Args:
         pattern: a file, a glob, a folder (its .txt and .md files at any depth, or its .jsonl and .parquet files),
@@ -127,7 +127,7 @@ def find_texts(pattern: str | None) -> list[TextFile]:
 
 
 def list_folder(root: Path, pattern: str) -> list[Path]:
-    """List the visible text files of a folder, or its files with rows; raises UserError if it has both."""
+    """List the text files of a folder, or its files with rows; not both."""
     paths = [path for path in sorted(root.rglob("*")) if path.is_file()]
     paths = [path for path in paths if not any(part.startswith(".") for part in path.relative_to(root).parts)]
     texts, rows = (
@@ -142,7 +142,7 @@ def list_folder(root: Path, pattern: str) -> list[Path]:
 
 
 def match_glob(pattern: Path) -> list[Path]:
-    """Match a glob below the longest part that exists literally, such as a folder named br[1]."""
+    """Match a glob below the longest literal part, such as a folder br[1]."""
     literal = next(path for path in (pattern, *pattern.parents) if path.exists() or path == path.parent)
     if literal == pattern:
         return [pattern]
@@ -151,7 +151,7 @@ def match_glob(pattern: Path) -> list[Path]:
 
 
 def name_files(root: Path, paths: list[Path]) -> dict[Path, str]:
-    """Name files by their path in a folder; those of a glob by file name where that is unique."""
+    """Name files by their path in a folder, or by file name where unique."""
     if not root.is_dir():
         if max(Counter(path.name for path in paths).values()) == 1:
             return {path: path.name for path in paths}
@@ -169,7 +169,7 @@ def find_in_package(pattern: str) -> Path:
 
 
 def get_text(row: Any, column: str, place: str) -> str:
-    """Return the text of `row` under `column`, "" for null; raises UserError, which starts with `place`."""
+    """Return the text of `row` under `column`, "" for null."""
     if not isinstance(row, dict):
         raise UserError(f"{place}: must be an object with a string under {column!r} (got {type(row).__name__}).")
     if column in row and isinstance(row[column], str | None):
@@ -248,7 +248,7 @@ def check_text(path: Path, data: bytes) -> None:
 
 
 def read_split(texts: list[TextFile], split: str, column: str = "text") -> Iterator[tuple[str, str]]:
-    """Yield (name, text) of `split`: whole documents, or each cut 90/5/5 where there are fewer than three."""
+    """Yield (name, text) of `split`: documents, or each of few cut 90/5/5."""
     unique: dict[str, Document] = {}
     for file in texts:
         for document in file.documents(column):

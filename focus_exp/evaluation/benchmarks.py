@@ -1,4 +1,4 @@
-"""Benchmarks: every task under full attention, the attached method and its controls.
+"""Benchmarks: every task under full attention, the method and its controls.
 
 A task is one of lm-eval, of the long-range suite (passkey@1024 has passages of 1,024 words), or perplexity@<tokens>.
 """
@@ -60,7 +60,7 @@ SAMPLES, RESULT = "samples.jsonl", "result.json"
 
 @dataclass
 class RequestStats:
-    """Lengths of a task's requests, and the pairs that the mask pruned on those very requests.
+    """Lengths of a task's requests, and the pairs that the mask pruned on them.
 
     A request is one input of the model; continuations that share it are one request. A generation counts as its prompt
     and the generated tokens that were read, in a pass of its own: cached steps never show all pairs of a query at once.
@@ -88,7 +88,7 @@ class RequestStats:
 
 @dataclass
 class Metric:
-    """One number of a task; samples hold each item's score in it under `key` and `filter`."""
+    """One number of a task; samples hold each item's score under `key`."""
 
     key: str
     filter: str
@@ -127,7 +127,7 @@ class Metric:
         }
 
     def is_mean_of(self, scores: dict[Unit, float]) -> bool:
-        """Return whether the value is the token-weighted mean of its items; a group's mean over tasks is not."""
+        """Return whether the value is the token-weighted mean of its items."""
         if not scores:
             return False
         mean = self.sign * np.average([*scores.values()], weights=[tokens for *_, tokens in scores])
@@ -168,7 +168,7 @@ class TaskResult:
         return paired_difference(scores, others, metric.sign)
 
     def measurements(self, variant: Variant, task: str, base: TaskResult | None) -> Iterator[Measurement]:
-        """Yield every metric with its paired change from the base, and what the mask did on the requests."""
+        """Yield every metric with its paired change, and what the mask did."""
         changes = [self.change(metric, base) for metric in self.metrics]
         primary = min(self.metrics, key=lambda metric: metric.rank, default=None)
         ranked = sorted(zip(self.metrics, changes, strict=True), key=lambda pair: deciding_rank(*pair))
@@ -239,7 +239,7 @@ class Change(NamedTuple):
 
 
 def deciding_rank(metric: Metric, change: Change | None) -> tuple[int, int]:
-    """Rank a metric that got worse first, then one that got better, then the primary one."""
+    """Rank a metric that got worse first, then better ones, then the primary."""
     if change is None or change.low is None or change.high is None:
         outcome = 3
     elif change.low <= 0 <= change.high:
@@ -250,7 +250,7 @@ def deciding_rank(metric: Metric, change: Change | None) -> tuple[int, int]:
 
 
 def paired_difference(scores: dict[Unit, float], others: dict[Unit, float], sign: int = 1) -> Change | None:
-    """Return the mean difference over common items with its 95 % interval over documents.
+    """Return the mean difference over common items with its 95 % interval.
 
     Scores of 0 or 1 get one item won and one lost before the interval is taken (Bonett and Price, 2012): otherwise ten
     equal items would prove that there is no difference. Without enough documents their interval is a normal one.
@@ -275,7 +275,7 @@ def paired_difference(scores: dict[Unit, float], others: dict[Unit, float], sign
 
 
 def write_result(folder: Path, result: TaskResult) -> None:
-    """Write samples as JSON lines, then the rest, whose presence shows that the samples are complete."""
+    """Write samples as JSON lines, then the rest, which marks them complete."""
     lines = [json.dumps(sample, ensure_ascii=False, default=str) + "\n" for sample in result.samples]
     replace_file(folder / SAMPLES, "".join(lines).encode())
     rest = asdict(replace(result, samples=[])) | {"samples": len(lines)}
@@ -471,7 +471,7 @@ def is_perplexity(task: str) -> bool:
 def run_perplexity(
     model: PreTrainedModel, blocks: SequenceDataset, indices: list[int], precision: Precision, label: str
 ) -> TaskResult:
-    """Return the perplexity of sequences, its standard error over documents by the delta method.
+    """Return the perplexity of sequences; standard error by the delta method.
 
     Raises:
         RuntimeError: a loss is not finite.

@@ -1,4 +1,4 @@
-"""Variants that are measured, and the controls that replace a trained router while they are."""
+"""Variants that are measured, and controls that replace a trained router."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ Kind = Literal["base", "trained", "soft", "hard", "causal_counterpart", "control
 
 @dataclass(kw_only=True)
 class Variant:
-    """What is measured: its name, as in `results.measurement`, and the settings of its measurements.
+    """A variant: its name as in `results.measurement`, and its settings.
 
     Args:
         window: local window [tokens], where it is not the configured one.
@@ -65,7 +65,7 @@ class Variant:
 
 
 def trained_name(model: PreTrainedModel, config: Config) -> str:
-    """Return the name of trained base weights under full attention: `trained`, or `lora_r4`."""
+    """Return the name of trained base weights: `trained`, or `lora_r4`."""
     if not config.recipe.trains("lora"):
         return "trained"
     return str(describe_lora(model)["name"])
@@ -90,7 +90,7 @@ def window_only(model: PreTrainedModel, window: int, sinks: int) -> dict[int, At
 def random_groups(
     model: PreTrainedModel, fractions: list[list[float]], attention: FocusConfig, seed: int
 ) -> dict[int, AttentionMethod]:
-    """Build groups that ignore the tokens, of the sizes `fractions` [layers][K], for each attached layer."""
+    """Build groups that ignore the tokens, of the sizes `fractions` [layers][K]."""
     methods = attached_methods(model).items()
     return {
         index: RandomGroups.create(

@@ -19,12 +19,12 @@ class Evaluators:
     benchmarks: BenchmarkEvaluator
 
     def measure_base(self) -> None:
-        """Score the unmodified model; of perplexity the first round, where the base stays frozen."""
+        """Score the unmodified model; of perplexity the first round."""
         self.perplexity.measure_base()
         self.benchmarks.measure_base()
 
     def measure_attached(self, on_round: Callable[[int, int], None] | None = None) -> None:
-        """Score what is attached or trained; see `PerplexityEvaluator.measure_attached` for `on_round`."""
+        """Score what is attached or trained; see `PerplexityEvaluator`."""
         self.perplexity.measure_attached(on_round)
         self.benchmarks.measure_attached()
 

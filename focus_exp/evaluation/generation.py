@@ -1,4 +1,4 @@
-"""Continuations of held-out prompts under full attention and hard routing, scored by the base model."""
+"""Continuations of held-out prompts, scored by the base model."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ class Generation:
         self.greedy: dict[int, list[int]] = {}  # tokens under full attention
 
     def rows(self) -> Iterator[Continuation]:
-        """Yield the text's own continuation of each prompt, then those under full attention and hard routing."""
+        """Yield the text's own continuation of each prompt, then generated ones."""
         settings = self.config.generate
         with ProgressBar(total=len(self.indices) * (1 + len(self.hard)), desc="continuations", unit="prompt") as bar:
             for number, index in enumerate(self.indices):
@@ -183,7 +183,7 @@ def common_prefix(tokens: list[int], others: list[int]) -> int:
 
 
 def measure_cache(cache: Any) -> tuple[float | None, int | None]:
-    """Return the keys that the last step read per layer, and the bytes of keys and values of all layers."""
+    """Return the keys that the last step read per layer, and the cache's bytes."""
     if isinstance(cache, Cache) and (grouped := grouped_caches(cache)):
         return mean(layer.pairs_read for layer in grouped), sum(layer.bytes for layer in grouped)
     if isinstance(cache, DynamicCache):

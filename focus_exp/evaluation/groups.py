@@ -244,7 +244,7 @@ class GroupAnalysis:
     def describe_layer(
         self, grouping: Grouping, trained: Observation, untrained: Observation, others: list[Observation]
     ) -> Iterator[Measurement]:
-        """Yield the groups of a layer or head, and how they go with word classes and with other routers."""
+        """Yield a layer's groups, and how they go with classes and other routers."""
         make: Callable[..., Measurement] = partial(make_measurement, **grouping._asdict())
         groups, confidence = map(self.flatten, trained.select(grouping))
         random = self.flatten(untrained.select(grouping)[0])
@@ -263,7 +263,7 @@ class GroupAnalysis:
     def describe_group(
         self, make: Callable[..., Measurement], number: int, members: np.ndarray, confidence: np.ndarray
     ) -> Iterator[Measurement]:
-        """Yield the size of a group, and where it has members its word class and the tokens that set it apart."""
+        """Yield a group's size, word class and distinctive tokens."""
         own, tokens = {"group": group_letter(number), "word_class": ""}, list[str]()
         numbers: tuple[float | None, ...] = (None, None, None)
         if members.any():
@@ -279,7 +279,7 @@ class GroupAnalysis:
             yield make(f"group_{metric}", value, **own)
 
     def class_costs(self, full: np.ndarray, hard: np.ndarray) -> Iterator[Measurement]:
-        """Yield the loss by class of the predicted token, and its paired change; of classes in every sequence."""
+        """Yield the loss by class of the predicted token, and its paired change."""
         # only from there on does a query have distant keys
         beyond = np.arange(full.shape[1]) > self.routing.window + self.routing.sinks
         for number, name in [(None, "all"), *enumerate(CLASSES)]:
@@ -314,12 +314,12 @@ def compare_labels(groups: np.ndarray, labels: np.ndarray) -> dict[str, float]:
 
 
 def distinctive_tokens(inside: Counter[str], everywhere: Counter[str], number: int) -> list[str]:
-    """Return the tokens with the largest terms n log(p / p_everywhere) of the Kullback-Leibler divergence."""
+    """Return the tokens with the largest terms of the KL divergence."""
     total, all_total = inside.total(), everywhere.total()
     weight = {token: n * np.log(n / total * all_total / everywhere[token]) for token, n in inside.items()}
     return sorted(weight, key=lambda token: (-round(weight[token], 9), token))[:number]
 
 
 def group_letter(number: int) -> str:
-    """Return A to Z, then A1 and so on: groups have no order, which a number would suggest."""
+    """Return A to Z, then A1 and so on: groups have no order."""
     return string.ascii_uppercase[number % 26] + (str(number // 26) if number >= 26 else "")

@@ -1,4 +1,4 @@
-"""One passage in full: its words, and where the base's attention lies that hard routing prunes."""
+"""One passage: its words, and the base's attention that hard routing prunes."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ class Passage:
 
 
 def split_pieces(tokenizer: PreTrainedTokenizerBase, tokens: list[int]) -> list[str]:
-    """Return the text that each token adds; a character of several tokens counts to the last of them."""
+    """Return the text that each token adds, a character with its last token."""
     pieces: list[str] = []
     begin = read = 0
     for end in range(1, len(tokens) + 1):
@@ -87,7 +87,7 @@ def split_pieces(tokenizer: PreTrainedTokenizerBase, tokens: list[int]) -> list[
 
 
 def find_words(text: str) -> list[Word]:
-    """Return words and punctuation marks in order; clitics such as 'll are words of their own."""
+    """Return words and punctuation marks; clitics such as 'll are words."""
     matches = list(WORD.finditer(text))
     tags = PatternTagger().tag(" ".join(match.group() for match in matches), tokenize=False) if matches else []
     return [
@@ -108,7 +108,7 @@ def classify_word(word: str, tag: str) -> str:
 
 
 def read_passage(tokenizer: PreTrainedTokenizerBase, tokens: list[int]) -> Passage:
-    """Classify tokens: one that begins a word has its class, one that continues it is "inside a word"."""
+    """Classify tokens: the first of a word has its class."""
     pieces = split_pieces(tokenizer, tokens)
     found = find_words("".join(pieces))
     begins = [word.begin for word in found]
@@ -134,14 +134,14 @@ def format_piece(piece: str) -> str:
 
 
 class Grouping(NamedTuple):
-    """Whose groups: those of a layer, or of one of its key/value heads with groups of their own."""
+    """A layer, or one of its key/value heads with groups of its own."""
 
     layer: int
     head: int | None = None
 
 
 def split_heads(layer: int, selection: Selection) -> dict[Grouping, Selection]:
-    """Return the selection of one sequence for each grouping; {} where no pair depends on groups."""
+    """Return the selection of one sequence for each grouping; {} without groups."""
     if selection.assignment is None:
         return {}
     rows, _, heads = fold_heads(selection, Sequence.plain(1, selection.assignment.shape[-2]))
@@ -160,7 +160,7 @@ Keys = tuple[Tensor, Tensor, Tensor]  # index, attention mass and affinity g_i .
 
 @dataclass
 class AttentionMass:
-    """Where full attention lies under the groups of one grouping, averaged over the heads that share them.
+    """Attention mass under one grouping, averaged over the heads that share it.
 
     near, kept, cut: (T,) mass of each query on window and sinks, on kept and on pruned distant keys; sums to 1.
     heavy_keys, close_keys: the kept distant key of most mass and of highest affinity, 0 and -1 where there is none.
@@ -178,7 +178,7 @@ class AttentionMass:
 
     @staticmethod
     def measure(mass: Tensor, selection: Selection, near: Tensor, distant: Tensor) -> AttentionMass:
-        """Split attention `mass` (T, T) by the groups of `selection`; near, distant: (T, T) masks."""
+        """Split attention `mass` (T, T) by groups; near, distant: (T, T) masks."""
         assert selection.assignment is not None
         same = group_mask(selection, slice(0, len(mass)), len(mass))[0]
         affinity = (selection.assignment @ selection.effective_key_assignment.transpose(-1, -2))[0]
@@ -202,7 +202,7 @@ class AttentionMass:
 
 
 class MassProbe(AttentionMethod):
-    """Full attention over one sequence that measures its mass under the groups of another method."""
+    """Full attention that measures its mass under the groups of another method."""
 
     def __init__(self, shape: LayerShape, window: int, sinks: int, selections: Mapping[Grouping, Selection]) -> None:
         super().__init__(shape, window, sinks)
@@ -239,7 +239,7 @@ class PassageAttention:
 
 @torch.no_grad()
 def measure_passage(model: PreTrainedModel, tokens: Tensor, precision: Precision) -> PassageAttention:
-    """Run `tokens` (T,) with hard routing as set and with full attention, and measure the latter's mass.
+    """Run `tokens` (T,) with hard routing and with full attention.
 
     The pairs are those that hard routing prunes while the model runs with it; the attention is the base's own.
     """
@@ -299,7 +299,7 @@ def describe_passage(result: PassageAttention, passage: Passage, listed: int) ->
 
 
 def best_pairs(keys: Keys, by: str, number: int) -> list[tuple[int, int]]:
-    """Return the highest of the (query, key) pairs of each query with its key, no key twice."""
+    """Return the highest (query, key) pairs, no key twice."""
     indices, mass, affinity = keys
     measure = mass if by == "mass" else affinity
     queries: dict[int, int] = {}  # by key
@@ -321,7 +321,7 @@ def correlate_cost(result: PassageAttention) -> float | None:
 
 
 def write_passage(path: Path, result: PassageAttention, passage: Passage) -> None:
-    """Write the data of passage.html: the pieces, and each token's group as a key in every layer."""
+    """Write the data of passage.html: pieces, and each token's group."""
     layers = [
         {"layer": layer, "head": head, "groups": selection.effective_key_assignment[0].argmax(-1).tolist()}
         for (layer, head), selection in result.selections.items()

@@ -1,4 +1,4 @@
-"""lm-eval as a library: its tasks, metrics and standard errors on the attached model."""
+"""lm-eval as a library: its tasks and metrics on the attached model."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ _logger.addHandler(StrictHandler(logging.WARNING))
 
 
 class MaskedLM(HFLM):
-    """lm-eval's wrapper of a transformers model, with padding masked and pairs counted.
+    """lm-eval's wrapper of a transformers model, padding masked, pairs counted.
 
     lm-eval pads without an attention mask, so that a router that balances groups over the sequence would count the
     padding as tokens. Here a score does not depend on the batch.
@@ -98,7 +98,7 @@ class MaskedLM(HFLM):
         disable_tqdm: bool = False,
         override_bs: int | None = None,
     ) -> list[tuple[float, bool]]:
-        """Return the log-likelihood of each continuation, and whether it is the greedy one."""
+        """Return each continuation's log-likelihood, and whether it is greedy."""
         by_input: dict[tuple[int, tuple[int, ...]], list[int]] = defaultdict(list)
         for index, (_, context, continuation) in enumerate(requests):
             by_input[len(continuation), tuple(context + continuation)[:-1]].append(index)
@@ -137,7 +137,7 @@ class MaskedLM(HFLM):
         return output.logits[:, -last:]  # some models return all
 
     def fit_length(self, length: int, limit: int) -> int:
-        """Return the tokens of a request that fit; UserError where it would be cut and that is not allowed."""
+        """Return the tokens of a request that fit; UserError for unwanted truncation."""
         if length > limit:
             if not self.allow_truncation:
                 raise UserError(
@@ -163,7 +163,7 @@ class MaskedLM(HFLM):
     def _model_generate(
         self, context: Tensor, max_length: int, stop: list[str], *, attention_mask: Tensor, **options: Any
     ) -> Tensor:
-        """Generate greedily unless the task says otherwise, with a KV cache where the method supports one."""
+        """Generate, greedily by default, with a KV cache where the method has one."""
         if not options.setdefault("do_sample", False):
             options.pop("temperature", None)
         with pause_observers(self.model), self.precision.context():
@@ -214,7 +214,7 @@ def drop_eos_template(tokenizer: PreTrainedTokenizerBase) -> PreTrainedTokenizer
 def run_task(
     lm: MaskedLM, name: str, loaded: TaskDict, *, label: str, shots: int | None, limit: int | None, bootstrap: int
 ) -> TaskResult:
-    """Run a loaded task, or a group of tasks as one, and count the pairs that an enabled method keeps.
+    """Run a loaded task or group of tasks, and count the kept pairs.
 
     Args:
         shots: few-shot examples; None for the task's own number.
@@ -260,7 +260,7 @@ def iter_metrics(result: dict[str, Any], higher_is_better: dict[str, bool | None
 
 
 def slim_sample(task: str, sample: dict[str, Any]) -> dict[str, Any]:
-    """Return a sample without its prompts, which follow from the document; their hash stays.
+    """Return a sample without its prompts; their hash stays.
 
     Items of one book resemble each other, so the book is their document; other items are documents of their own.
     """
@@ -273,7 +273,7 @@ def slim_sample(task: str, sample: dict[str, Any]) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class LoadedTask:
-    """A task, or a group of tasks scored as one; `source` says where its items came from."""
+    """A task or a group of tasks; `source` says where its items came from."""
 
     name: str
     tasks: TaskDict
@@ -288,7 +288,7 @@ def official_tasks() -> TaskManager:
 
 
 def check_names(names: list[str]) -> None:
-    """Raise UserError for a task that is neither lm-eval's nor of the long-range suite."""
+    """Raise UserError for a task of neither lm-eval nor the long-range suite."""
     for name in names:
         if name.partition("@")[0] not in TASKS and name not in official_tasks().task_index:
             raise UserError(
@@ -328,7 +328,7 @@ def read_task(manager: TaskManager, spec: Any) -> TaskDict:
 
 @contextmanager
 def redirect_datasets(policy: str, cache: Path) -> Iterator[list[str]]:
-    """Read lm-eval's data sets from where `policy` says; yields the sources as they are read.
+    """Read lm-eval's data sets from where `policy` says; yields the sources.
 
     Its tasks ask for the hub's data sets by name; answering that call leaves their definitions unchanged.
     """

@@ -1,4 +1,4 @@
-"""Perplexity of every variant on the same held-out sequences, with exact losses per token."""
+"""Perplexity of every variant on the same held-out sequences."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ KINDS = get_args(Kind)
 
 @dataclass
 class PairCounter:
-    """Count the causal query-key pairs that the attached layers keep, forward pass by forward pass.
+    """Count the causal query-key pairs that the attached layers keep.
 
     With a stride below the sequence length, tokens that are only context count too.
 
@@ -110,7 +110,7 @@ class PairCounter:
 
     @property
     def group_fractions(self) -> list[list[float]]:
-        """Return the fraction of tokens in each group [layers][K], one entry per head with groups of its own."""
+        """Return the fraction of tokens in each group [layers][K]."""
         layers = [np.sum(sizes, axis=0) for _, sizes in sorted(self.group_tokens.items())]
         return [(sizes / max(1, sizes.sum())).tolist() for layer in layers for sizes in layer]
 
@@ -119,7 +119,7 @@ class PairCounter:
         return max((max(fractions) for fractions in self.group_fractions), default=None)
 
     def map(self, function: Callable[[int, str, list[np.ndarray]], list[np.ndarray]]) -> PairCounter:
-        """Return a counter with `function(layer, field, passes)` in place of each list of forward passes."""
+        """Return a counter with each list of forward passes replaced."""
         return PairCounter(
             *(
                 {layer: function(layer, name, passes) for layer, passes in old.items()}
@@ -196,7 +196,7 @@ def token_losses(model: PreTrainedModel, tokens: Tensor) -> Tensor:
 
 
 def write_scores(path: Path, scores: Scores, batches: list[list[int]], key: str) -> None:
-    """Write scores with the batches that they are of, and a key of everything else that they depend on."""
+    """Write scores with their batches and a key of what they depend on."""
     arrays: dict[str, Any] = {
         "nll": scores.nll, "seconds": scores.seconds, "path": scores.path, "key": key,
         "indices": [i for batch in batches[: len(scores.seconds)] for i in batch],
@@ -225,7 +225,7 @@ def read_scores(path: Path, batches: list[list[int]], key: str) -> Scores | None
 
 @dataclass
 class PerplexityEvaluator:
-    """Score every variant on the same sequences, kept in `folder` so that a run resumes.
+    """Score every variant on the same sequences; `folder` lets a run resume.
 
     Args:
         blocks: held-out sequences.
@@ -257,7 +257,7 @@ class PerplexityEvaluator:
 
     @property
     def round_sizes(self) -> list[int]:
-        """Return the batches in each round: 4, 8, 16 sequences up to a third of them, then all."""
+        """Return the batches in each round: 4, 8, 16 sequences, then all."""
         sizes: list[int] = []
         total = len(self.indices)
         while self.is_base_frozen and 3 * (count := FIRST_ROUND << len(sizes)) <= total:
@@ -323,7 +323,7 @@ class PerplexityEvaluator:
             self.measure_adapters()
 
     def measure_focus(self) -> None:
-        """Score the configured hard routing and its controls first; variants end in table order."""
+        """Score the configured hard routing and its controls first."""
         attention = self.config.focus
         configured, hard = (attention.top_k, attention.pair_rule), self.hard_routings()
         scores = self.measure_hard(*configured)
@@ -378,7 +378,7 @@ class PerplexityEvaluator:
             self.add(replace(soft, name=hard_variant(COUNTERPART, top_k, rule), top_k=top_k, pair_rule=rule))
 
     def measure_controls(self, pairs: PairCounter) -> None:
-        """Score a density-matched window, size-matched random groups, and the window without routing."""
+        """Score a density-matched window, random groups, and the window alone."""
         attention, model = self.config.focus, self.model
         wide = density_matched_window(pairs, attention.sinks, self.layer_sequences())
         fractions = pairs.group_fractions
@@ -412,7 +412,7 @@ class PerplexityEvaluator:
 
     @torch.no_grad()
     def layer_sequences(self) -> list[Sequence]:
-        """Return what every attached layer sees of one sequence: in sliding layers a query sees less."""
+        """Return what every attached layer sees of one sequence."""
         sequences: list[Sequence] = []
         tokens = self.blocks[0]["input_ids"][None].to(self.model.device)
         with (
@@ -462,7 +462,7 @@ class PerplexityEvaluator:
         return final
 
     def measure(self, variant: Variant, phase: str | None = None) -> Iterator[Measurement]:
-        """Yield the numbers of a variant, paired with its references; a failed one has no values."""
+        """Yield the numbers of a variant; a failed one has no values."""
         scores, losses, name = self.scores.get(variant.key), self.losses, variant.name
         units = losses.summary() if losses.nll else None
         count, dof = (units.count, units.freedom) if units else (None, None)
@@ -542,7 +542,7 @@ def perplexity(nll: float | None) -> float | None:
 
 
 def density_matched_window(pairs: PairCounter, sinks: int, layers: list[Sequence]) -> int:
-    """Return the smallest window that keeps at least the density of `pairs` over `layers`, sinks included."""
+    """Return the smallest window that keeps at least the density of `pairs`."""
     masks = {id(sequence.allowed): sequence for sequence in layers}  # layers of one kind share their mask
     times = Counter(id(sequence.allowed) for sequence in layers)
 

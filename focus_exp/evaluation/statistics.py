@@ -1,4 +1,4 @@
-"""Token-weighted means of losses (sequences, T), in which NaN is a token that is not scored."""
+"""Token-weighted means of losses (sequences, T); NaN is not scored."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def sequence_means(nll: np.ndarray) -> np.ndarray:
 
 
 def sequence_sums(nll: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return the float64 sum of losses and the number of scored tokens of each sequence."""
+    """Return the float64 sum of losses and the scored tokens of each sequence."""
     return np.nan_to_num(nll.astype(np.float64)).sum(axis=1), (~np.isnan(nll)).sum(axis=1)
 
 

@@ -39,7 +39,7 @@ FIELDS = {
 def save_adapter(
     model: PreTrainedModel, folder: str | Path, extra: dict[str, Any] | None = None, write: bool = True
 ) -> Path:
-    """Write the attached method's weights and buffers and their description into `folder`, atomically.
+    """Write weights, buffers and description of the attached method, atomically.
 
     Args:
         extra: added to the description.
@@ -86,7 +86,7 @@ def save_adapter(
 
 
 def check_loadable(state: dict[str, Tensor], plain: AttentionMethod, index: int) -> None:
-    """Raise UserError unless `state` has the names and shapes of `plain`, a method without wrappers."""
+    """Raise UserError unless `state` has the names and shapes of `plain`."""
     shapes, wanted = ({name: tuple(t.shape) for name, t in values.items()} for values in (state, plain.state_dict()))
     if shapes != wanted:
         name = min(name for name, _ in shapes.items() ^ wanted.items())
@@ -97,14 +97,14 @@ def check_loadable(state: dict[str, Tensor], plain: AttentionMethod, index: int)
 
 
 def base_name(model: PreTrainedModel) -> str:
-    """Return the base model's name on the Hub, or the last part of its folder, which others lack."""
+    """Return the base model's name on the Hub, or the last part of its folder."""
     base = getattr(model, "get_base_model", lambda: model)()  # without PEFT's wrapper
     name: str = model.config.name_or_path or type(base).__name__.removeprefix("FSDP")
     return Path(name).name if Path(name).is_absolute() else name
 
 
 def push_to_hub(folder: str | Path, repo_id: str, *, private: bool = False, token: str | None = None) -> str:
-    """Upload a saved adapter and its card to `repo_id` (owner/name), created if needed; returns its URL.
+    """Upload a saved adapter and its card to `repo_id`; returns its URL.
 
     Raises:
         UserError: there is no adapter in `folder`, or the Hub refuses or cannot be reached.
@@ -200,7 +200,7 @@ def load_adapter(
 def build_adapter_methods(
     model: PreTrainedModel, folder: str | Path, *, check_base: bool = True
 ) -> dict[int, AttentionMethod]:
-    """Build the methods of a saved adapter by layer, to replace those attached to `model`.
+    """Build the methods of a saved adapter by layer, to swap in.
 
     Raises:
         UserError: as `load_adapter` does, and where the layers differ from the attached ones.
@@ -249,7 +249,7 @@ def read_adapter(
 
 
 def load_tensors(methods: dict[int, AttentionMethod], tensors: dict[str, Tensor], folder: str | Path) -> None:
-    """Load an adapter's tensors into methods by layer; raises UserError unless all names and shapes match."""
+    """Load an adapter's tensors into methods; UserError unless all fit."""
     if any(parameter.is_meta for method in methods.values() for parameter in method.parameters()):
         raise UserError("the layers are offloaded, and their methods with them. Load the adapter before offloading.")
     try:

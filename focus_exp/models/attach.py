@@ -1,4 +1,4 @@
-"""Attach an attention method to a Hugging Face model, and detach it; no modelling code is copied.
+"""Attach an attention method to a Hugging Face model, and detach it.
 
 The method replaces the layers' attention through transformers' attention interface. A forward pre-hook on every
 attention module routes its hidden states; a mask function keeps masks small; a pre-hook on the decoder makes the KV
@@ -152,7 +152,7 @@ def check_forward(module: nn.Module) -> tuple[str, ...]:
 
 
 def prevent_repacking(model: nn.Module) -> list[nn.Module]:
-    """Keep 4-bit layers of bitsandbytes from repacking their weights on a CPU; returns those layers.
+    """Keep 4-bit layers from repacking their weights on a CPU; returns them.
 
     Otherwise the first pass in eval mode changes the base's weights for good, for a kernel without backward.
     """
@@ -167,7 +167,7 @@ def prevent_repacking(model: nn.Module) -> list[nn.Module]:
 def prepare_decoder(
     decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], modules: dict[int, nn.Module]
 ) -> tuple[Any, dict[str, Any]]:
-    """Make the KV cache grouped and check the mask: the forward pre-hook of the decoder.
+    """Make the KV cache grouped and check the mask: the decoder's pre-hook.
 
     modules: attached layers by index.
     """
@@ -193,7 +193,7 @@ def prepare_decoder(
 
 
 def check_mask(mask: Tensor, tokens: int, past: int) -> None:
-    """Raise UserError unless the model's mask is `[B, past + T]` or boolean-like `[B, 1, T, past + T]`."""
+    """Raise UserError unless the mask is `[B, past + T]` or `[B, 1, T, past + T]`."""
     if mask.ndim == 2 and mask.shape[1] != past + tokens:
         raise UserError(f"attention_mask must have {past} + {tokens} columns, past and new (got {mask.shape[1]}).")
     if mask.ndim == 4:

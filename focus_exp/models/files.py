@@ -1,4 +1,4 @@
-"""Find the files of a local model, check what was loaded, and explain why a model cannot be used."""
+"""Find and check the files of a local model, and explain failures."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class LocalModel:
 
 
 def find_local_model(path: str) -> LocalModel:
-    """Find the model that `model.path` names: a folder, a .safetensors file or a .gguf file.
+    """Find the model that `model.path` names: folder, .safetensors or .gguf.
 
     Raises:
         UserError: there is no such model; names what was found and what to type.
@@ -102,14 +102,14 @@ def is_packed(parameter: Tensor) -> bool:
 
 
 def check_head(config: PreTrainedConfig, name: str) -> None:
-    """Raise UserError if the weights were saved with a head that does not predict the next token."""
+    """Raise UserError if the saved head does not predict the next token."""
     saved = getattr(config, "architectures", None) or []
     if saved and all(OTHER_HEAD.search(architecture) for architecture in saved):
         raise UserError(f"{name} is a {saved[0]}, which does not predict the next token. {GIVE_CAUSAL}")
 
 
 def check_weights(model: PreTrainedModel, loading: dict[str, Any], name: str) -> None:
-    """Raise UserError if weights are missing, which transformers would draw at random, or not finite."""
+    """Raise UserError if weights are missing or not finite."""
     saved, wanted = model.config.architectures or [], type(model).__name__
     missing = sorted(loading["missing_keys"])
     if missing and saved and wanted not in saved and not any(key in saved[0] for key in ("CausalLM", "LMHead")):
@@ -128,7 +128,7 @@ def check_weights(model: PreTrainedModel, loading: dict[str, Any], name: str) ->
 
 
 def check_tokenizer(tokenizer: PreTrainedTokenizerBase, name: str) -> None:
-    """Raise UserError for the empty tokenizer that transformers makes without tokenizer files."""
+    """Raise UserError for the empty tokenizer made without tokenizer files."""
     if not set(tokenizer("The quick brown fox", add_special_tokens=False)["input_ids"]) - {tokenizer.unk_token_id}:
         raise UserError(f"{name}: {NO_TOKENIZER}")
 

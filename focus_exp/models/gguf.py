@@ -1,4 +1,4 @@
-"""Convert a GGUF file into a folder that `from_pretrained` reads: float32 weights and the tokenizer."""
+"""Convert a GGUF file into a folder that `from_pretrained` reads."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def embedded_folder(cache: Path) -> Path:
 
 
 def convert_once(file: Path, digest: str, cache: Path) -> Path:
-    """Return the folder in `cache` with the conversion of `file`, made the first time; `digest` names it."""
+    """Return the folder in `cache` with the conversion of `file`."""
 
     def build(folder: Path) -> None:
         log.info("gguf: converting %s, %.0f MB, digest %s", file, file.stat().st_size / 1e6, digest)

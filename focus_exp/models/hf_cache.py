@@ -34,13 +34,13 @@ run_eagerly = torch.compiler.disable(
 
 
 class SequenceMemo:
-    """The `Sequence`s of the current step, computed once for all layers with the same mask."""
+    """The `Sequence`s of the current step, shared by layers with one mask."""
 
     def __init__(self) -> None:
         self.entries: list[tuple[object, tuple[object, ...], Sequence]] = []
 
     def get(self, mask: object, step: tuple[object, ...], describe: Callable[[], Sequence]) -> Sequence:
-        """Return the sequence for `mask` at `step` (cached length, shape, device); call `describe` on a miss."""
+        """Return the sequence for `mask` at `step`; call `describe` on a miss."""
         for known_mask, known_step, sequence in self.entries:
             if known_mask is mask and known_step == step:
                 return sequence
@@ -183,7 +183,7 @@ def grouped_caches(cache: Cache) -> list[GroupedCache]:
 
 
 def find_layer(cache: Cache | None, method: AttentionMethod) -> FocusLayer | None:
-    """Return the grouped layer of `cache` for the layer of `method`; None where the cache is the base's.
+    """Return the grouped cache layer for `method`; None where it is the base's.
 
     Raises:
         UserError: the method cannot read the cache.
@@ -216,7 +216,7 @@ def count_keys_and_bytes(layer: Any) -> tuple[int, int]:
 
 
 def count_cached_tokens(cache: Cache | None, index: int, new: int) -> int:
-    """Return the tokens in layer `index` of the base's cache before it is given `new` ones."""
+    """Return the tokens in layer `index` of the base's cache before `new` ones."""
     layers = attention_cache_layers(cache)
     if index < len(layers) and isinstance(layers[index], CacheLayerMixin):
         return int(layers[index].get_seq_length())

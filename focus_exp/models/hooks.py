@@ -83,7 +83,7 @@ def make_layer_mask(
 
 
 def has_values(x: Tensor) -> bool:
-    """Return whether values can be read: not while a graph is compiled, nor on the meta device."""
+    """Return whether values can be read: not while compiling or on meta."""
     return not (torch.compiler.is_compiling() or x.is_meta)
 
 
@@ -93,7 +93,7 @@ def is_all_true(x: Tensor) -> bool:
 
 
 def check_causal(mask: Tensor, past: int) -> None:
-    """Raise UserError if a query of the mask `[B, 1, T, S]` after `past` keys sees a later key."""
+    """Raise UserError if a query of the mask `[B, 1, T, S]` sees a later key."""
     if mask.shape[-2] > 1 and has_values(mask) and bool(mask.triu(past + 1).any()):
         raise UserError(
             "the base model lets tokens see later ones (a prefix, an image, or no causal mask at all); attention "
@@ -102,7 +102,7 @@ def check_causal(mask: Tensor, past: int) -> None:
 
 
 def normalize_mask(mask: Any) -> Tensor | None:
-    """Convert a layer's mask to bool `[B, 1, 1 or T, S]`; raises UserError for an unknown form."""
+    """Convert a layer's mask to bool `[B, 1, 1 or T, S]`."""
     if mask is None:
         return None
     if not isinstance(mask, Tensor):
@@ -236,7 +236,7 @@ def move_padding(
 
 
 def find_visible(mask: Tensor, past: int, length: int) -> Tensor:
-    """Find the tokens `[B or 1, past + T]` that a mask `[B or 1, 1, 1 or T, past + T]` does not hide."""
+    """Find the tokens `[B or 1, past + T]` that a mask does not hide."""
     if mask.shape[2] != length:
         return mask[:, 0, 0]
     new = mask[:, 0].diagonal(past, 1, 2)
@@ -260,7 +260,7 @@ def routed_attention(
     routed: AttentionContext | None = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
-    """Compute attention for transformers: q `[B, H, T, D]`, k and v `[B, G, S, D]` -> `[B, T, H, D]`.
+    """Compute attention for transformers: `[B, H, T, D]` -> `[B, T, H, D]`.
 
     Args:
         s_aux: `[H]`, attention sinks learned by the base model.
@@ -330,7 +330,7 @@ def attend_all(
 def attend_cached(
     method: AttentionMethod, q: Tensor, k: Tensor, v: Tensor, mask: Any, context: AttentionContext, args: AttentionArgs
 ) -> Tensor:
-    """Compute an attached layer over the cached and the new tokens, and append the new ones."""
+    """Compute an attached layer over cached and new tokens; append the new."""
     cache, selection, sequence = context.cache, context.selection, context.sequence
     assert cache is not None
     if mask is not context.mask:  # the layer has changed it
@@ -370,7 +370,7 @@ def cast_to_autocast(*tensors: Tensor) -> list[Tensor]:
 
 
 def pad_heads(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Pad heads with zeros to one size where those of values and queries differ (latent attention)."""
+    """Pad heads with zeros to one size (latent attention)."""
     missing = q.shape[-1] - v.shape[-1]
     if missing > 0:
         return q, k, F.pad(v, (0, missing))

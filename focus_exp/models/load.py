@@ -1,4 +1,4 @@
-"""Load a model and its tokenizer: a local path, the Hub, the embedded model, or random weights."""
+"""Load a model and its tokenizer from a path, the Hub, or random weights."""
 
 from __future__ import annotations
 
@@ -187,7 +187,7 @@ def quantization_options(cfg: ModelConfig, dtype: torch.dtype) -> dict[str, Any]
 
 
 def from_pretrained(auto: Any, source: Source, **options: Any) -> Any:
-    """Call `auto.from_pretrained` without remote code, and turn its errors into a UserError."""
+    """Call `auto.from_pretrained` without remote code; errors become UserError."""
     name = source.provenance.requested
     try:
         return auto.from_pretrained(source.folder, trust_remote_code=False, **source.options, **options)
@@ -272,7 +272,7 @@ def has_all_shards(folder: Path, weights: str) -> bool:
 
 
 def fingerprint(model: PreTrainedModel) -> str:
-    """Hash the base model's parameter names, shapes and 64 elements of each, rounded to bfloat16.
+    """Hash the base's parameter names, shapes and 64 elements of each.
 
     The hash is the same for float32 and bfloat16, with or without an attached method or PEFT adapters, and for layers
     offloaded by accelerate. A weight packed by a quantization library counts by its name alone, because its layout
@@ -301,7 +301,7 @@ def fingerprint(model: PreTrainedModel) -> str:
 
 @contextmanager
 def materialize(model: nn.Module, module: nn.Module) -> Iterator[None]:
-    """Bring in the data of `module`, a part of `model`, for the block, also where accelerate offloads it.
+    """Bring in the data of `module` for the block, also where it is offloaded.
 
     Raises:
         UserError: there is no data, as in a model on the meta device.
@@ -320,12 +320,12 @@ def materialize(model: nn.Module, module: nn.Module) -> Iterator[None]:
 
 
 def gather_tensor(tensor: Tensor) -> Tensor:
-    """Return the full tensor of one sharded over processes; all processes must call this."""
+    """Return the full tensor of a sharded one; all processes must call this."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def select_numerics(config: PreTrainedConfig) -> dict[str, Any]:
-    """Select the config fields that decide what given weights compute, as JSON returns them."""
+    """Select the config fields that decide what given weights compute."""
 
     def select(values: dict[str, Any]) -> dict[str, Any]:
         kept = {name: value for name, value in values.items() if name not in NON_NUMERIC_FIELDS}

@@ -29,7 +29,7 @@ Linear = nn.Linear | Conv1D
 
 
 def add_lora(model: PreTrainedModel, options: LoraConfig, budget: int) -> PreTrainedModel:
-    """Add LoRA to linear layers, in place and in float32; its initial output is the base model's.
+    """Add LoRA to linear layers, in place and in float32.
 
     LoRA (arXiv 2106.09685, eq. 3): h = W x + alpha/r B A x, with A `[r, in]` random and B `[out, r]` zero. DoRA
     (arXiv 2402.09353, eq. 5) also learns the norm of each output's weights, `[out]`.
@@ -84,7 +84,7 @@ def find_target_layers(model: PreTrainedModel, targets: list[str]) -> list[Linea
 
 
 def count_lora_parameters(layers: list[Linear], rank: int, dora: bool) -> int:
-    """Count the parameters of LoRA: rank (in + out) for each layer, and out more with DoRA."""
+    """Count the parameters of LoRA: rank (in + out), with DoRA also out."""
     outputs = [layer.nf if isinstance(layer, Conv1D) else layer.out_features for layer in layers]
     return rank * sum(sum(layer.weight.shape) for layer in layers) + dora * sum(outputs)
 
@@ -97,7 +97,7 @@ def find_rank(layers: list[Linear], dora: bool, budget: int) -> int:
 
 
 def count_router_parameters(model: PreTrainedModel, groups: int, routing_dim: int) -> int:
-    """Count the parameters of Focus on this model: layers (E R + K R), with R = `routing_dim`."""
+    """Count the parameters of Focus: layers (E R + K R), R = `routing_dim`."""
     shapes = [layer_shape(model, module, index) for index, module in attention_modules(model).items()]
     return sum((shape.width + groups) * routing_dim for shape in shapes)
 

@@ -33,7 +33,7 @@ TRAINABLE = {"router": ".focus.", "lora": ".lora_", "all": ""}
 
 
 def attention_modules(model: nn.Module) -> dict[int, nn.Module]:
-    """Return the self-attention modules by layer index: those that call transformers' attention interface.
+    """Return the modules that call transformers' attention interface, by layer.
 
     Raises:
         UserError: there are none, or several stacks of them.
@@ -56,13 +56,13 @@ def attention_modules(model: nn.Module) -> dict[int, nn.Module]:
 
 @cache
 def uses_interface(forward: Callable[..., Any]) -> bool:
-    """Return whether a module's `forward` looks up one of transformers' attention functions."""
+    """Return whether `forward` looks up a transformers attention function."""
     code = getattr(inspect.unwrap(forward), "__code__", None)
     return code is not None and INTERFACE in code.co_names
 
 
 def find_decoder(model: nn.Module) -> PreTrainedModel:
-    """Return the innermost part of the model that runs all attention layers and is given their cache."""
+    """Return the innermost part that runs all attention layers with a cache."""
     layers = set(attention_modules(model).values())
     decoders = [
         part
@@ -84,7 +84,7 @@ def offload_hooks(module: nn.Module) -> Iterator[Any]:
 
 
 def execution_device(*modules: nn.Module) -> torch.device:
-    """Return the device of the first of `modules` with a hook of accelerate, or else with a tensor.
+    """Return the device of the first module with a hook or a tensor.
 
     Offloaded weights are elsewhere (such as on the meta device); packed ones are neither parameters nor buffers.
     """
@@ -134,7 +134,7 @@ def attached_methods(model: nn.Module) -> dict[int, AttentionMethod]:
 
 @dataclass
 class Attachment:
-    """What `attach` changed, so that `detach` can undo it and an adapter can describe it.
+    """Changes by `attach`, which `detach` undoes and an adapter describes.
 
     implementations: configurations that name the attention function, each with the base model's.
     hooks: forward pre-hooks of modules while the method is active; `handles` are theirs.
@@ -175,7 +175,7 @@ def get_attachment(model: PreTrainedModel) -> Attachment:
 
 
 def active_methods(model: PreTrainedModel) -> dict[int, AttentionMethod]:
-    """Return the attached methods by layer; none while they are disabled, or if nothing is attached."""
+    """Return the attached methods by layer; none while they are disabled."""
     attachment: Attachment | None = getattr(model, "focus_attachment", None)
     return attached_methods(model) if attachment and attachment.is_active else {}
 
@@ -204,7 +204,7 @@ def disable_method(model: PreTrainedModel) -> Iterator[PreTrainedModel]:
 
 @contextmanager
 def use_causal_assignment(model: PreTrainedModel) -> Iterator[None]:
-    """Make non-causal routers assign groups causally, by their frozen potential, in the block."""
+    """Make non-causal routers assign groups causally in the block."""
     routers = [router for router in find_routers(model).values() if not router.causal]
     before = [router.assignment for router in routers]
     for router in routers:
@@ -244,7 +244,7 @@ def pause_observers(model: PreTrainedModel) -> Iterator[None]:
 
 @contextmanager
 def swap_methods(model: PreTrainedModel, methods: dict[int, AttentionMethod]) -> Iterator[PreTrainedModel]:
-    """Replace the attached methods by `methods`, by layer, in the block; they inherit the backend."""
+    """Replace the attached methods by `methods` in the block."""
     modules = {index: module for index, module in attention_modules(model).items() if index in methods}
     before = {index: module.focus for index, module in modules.items()}  # with their wrappers
     for index, module in modules.items():
@@ -336,7 +336,7 @@ def set_budget(model: PreTrainedModel, budget: list[Any]) -> PreTrainedModel:
 
 
 def check_budget_length(budget: list[Any], layers: int) -> None:
-    """Raise ValueError unless the budget has an entry for each layer of the model, attached or not."""
+    """Raise ValueError unless the budget has an entry for each layer."""
     if len(budget) != layers:
         raise ValueError(f"budget must have an entry for each of {layers} layers (got {len(budget)}).")
 
@@ -360,5 +360,5 @@ def freeze(model: PreTrainedModel, train: str = "router") -> list[str]:
 
 
 def is_trainable(name: str, train: str) -> bool:
-    """Return whether the parameter called `name` belongs to the part `train`: router, lora or all."""
+    """Return whether a parameter belongs to the part `train`."""
     return TRAINABLE[train] in name

@@ -1,4 +1,4 @@
-"""Random weights of a configured architecture, and the tokenizer that needs no file."""
+"""Random weights of a configured architecture, and a byte tokenizer."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ END_OF_TEXT = "<|endoftext|>"
 
 
 def byte_tokenizer() -> PreTrainedTokenizerFast:
-    """Build a tokenizer of bytes: ids 0 to 255 are UTF-8 bytes, 256 is `<|endoftext|>` (eos)."""
+    """Build a tokenizer of bytes 0 to 255; 256 is `<|endoftext|>` (eos)."""
     printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
     others = [byte for byte in range(256) if byte not in printable]
     # the byte-level pre-tokenizer writes bytes as these characters
@@ -38,7 +38,7 @@ def byte_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def architecture_config(cfg: ModelConfig) -> PreTrainedConfig:
-    """Build the config that `cfg.architecture` describes; raises UserError for an unknown type or field."""
+    """Build the config that `cfg.architecture` describes."""
     fields: dict[str, Any] = dict(OmegaConf.to_container(OmegaConf.create(cfg.architecture), resolve=True))  # type: ignore
     kind = fields.pop("model_type", None)
     if kind not in CONFIG_MAPPING:

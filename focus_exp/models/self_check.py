@@ -30,7 +30,7 @@ VERIFIED: set[str] = set()  # architectures, by class and configuration
 
 
 def check_exact(model: PreTrainedModel) -> None:
-    """Raise UserError unless the attached layers with all pairs kept give the base model's logits.
+    """Raise UserError unless layers that keep all pairs give the base's logits.
 
     Two short sequences, one padded on the left, go through the base and the attached model: with masks, by the sparse
     path and through the KV cache, once for an architecture; then through the method itself. Skipped where weights are
@@ -68,7 +68,7 @@ def eval_mode(model: PreTrainedModel) -> Iterator[None]:
 
 
 def compare_with_base(model: PreTrainedModel) -> None:
-    """Compare the logits of the base with those of windows longer than the input, on three paths."""
+    """Compare the base's logits with windows longer than the input, three paths."""
     name, methods = type(model).__name__, attached_methods(model)
     tokens, padded = make_inputs(model)
     compute = partial(run, f"{name} itself fails on token ids")

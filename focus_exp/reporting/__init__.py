@@ -1,1 +1,1 @@
-"""From records to tables, findings, figures and the dashboard. Never imports torch."""
+"""From records to tables, findings, figures and the dashboard, without torch."""

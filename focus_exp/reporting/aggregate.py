@@ -1,4 +1,4 @@
-"""Aggregate measurements over seeds: estimates, intervals and required sample sizes."""
+"""Aggregate measurements over seeds: intervals and required sample sizes."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ AVERAGED = (*PERPLEXITIES, "density", "sparsity", "distant_density")
 
 
 def aggregate_seeds(rows: Iterable[Row]) -> list[Row]:
-    """Combine measurements that differ in the seed only, in the order of their first rows.
+    """Combine measurements that differ in the seed only.
 
     The latest finished run of a seed counts. The interval covers the variance of the evaluation documents and of the
     seeds (`over_seeds`).
@@ -113,7 +113,7 @@ def is_worse(row: Row, comparisons: int = 1) -> bool:
 
 
 def mean_of(values: Iterable[float], percent: bool = False, perplexity: bool = False) -> float:
-    """Return the mean over seeds: of perplexities, and of their changes in per cent, in log space."""
+    """Return the mean over seeds: of perplexities and changes [%] in log space."""
     values = list(values)
     if percent:
         return 100 * (geometric_mean(1 + value / 100 for value in values) - 1)

@@ -79,7 +79,7 @@ class Claim:
 
 @cache
 def load_claims() -> list[Claim]:
-    """Return the claims in the order of the paper's tables. Raises UserError for an invalid entry."""
+    """Return the claims in the paper's order; raises UserError for an invalid one."""
     keys = Claim.__dataclass_fields__.keys() - {"arguments"}
     claims = []
     for entry in read_yaml("claims"):
@@ -145,7 +145,7 @@ def _evaluate(claim: Claim, rows: list[Row], results: Results) -> tuple[dict[str
 
 
 def has_failed(claim: Claim, selected: list[Row], failed: list[Row]) -> bool:
-    """Return whether a variant that the claim names failed in a seed and has no complete measurement."""
+    """Return whether a variant that the claim names failed and has no measurement."""
     named = [claim.matched.get("variant", claim.select.get("variant")), claim.select.get("reference")]
     task = claim.select.get("task")
     sides = {name for row in selected for name in (row.variant, row.reference)}
@@ -233,7 +233,7 @@ def at_least(
 
 
 def within(rows: list[Row], limit: list[float], margin: float) -> Judgement:
-    """Compare values with a range: every interval must lie in it, plus or minus the margin."""
+    """Compare values with a range, plus or minus the margin: all intervals inside."""
     low, high = limit[0] - margin, limit[1] + margin
     worst = max(rows, key=lambda row: max(low - _low(row), _high(row) - high))
     if all(_low(row) >= low and _high(row) <= high for row in rows):
@@ -243,7 +243,7 @@ def within(rows: list[Row], limit: list[float], margin: float) -> Judgement:
 
 
 def router_collapses(rows: list[Row], limit: float, dead: float, steps: int) -> Judgement:
-    """Test whether a group holds `limit` of the tokens, or `dead` of the groups are empty.
+    """Test whether a group holds `limit` of the tokens, or `dead` groups are empty.
 
     Of several seeds by the whole interval; of a single run by its value, and balanced means at most half of both.
     """
@@ -259,7 +259,7 @@ def router_collapses(rows: list[Row], limit: float, dead: float, steps: int) -> 
 
 
 def router_stays_balanced(rows: list[Row], limit: float, steps: int, paper_value: float, margin: float) -> Judgement:
-    """Test whether the largest group stays below `limit` and less than one group of a layer is empty.
+    """Test whether the largest group stays below `limit` and under one is empty.
 
     Less balanced than the paper's router by more than the margin: same direction.
     """
@@ -294,7 +294,7 @@ def _judge_router(rows: list[Row], side: Callable[[Row, Row], int], steps: int, 
 
 
 def no_degradation(rows: list[Row]) -> Judgement:
-    """Test whether no score drops where the mask is active; no interval can show that nothing is lost."""
+    """Test whether no score drops where the mask is active."""
     active = [row for row in rows if row.mask_active]
     if not active:
         return Judgement(MASK_INACTIVE, rows, rows[0])

@@ -75,7 +75,7 @@ def write_report_figures(tables: Mapping[str, pd.DataFrame], folder: Path) -> di
 
 
 def frontier(points: pd.DataFrame, lengths: tuple[int, ...] = (1024, 8192)) -> Figure | None:
-    """Perplexity change against density, one panel for each length, one labelled curve for each method."""
+    """Plot perplexity change against density: a panel a length, a curve a method."""
     lengths = tuple(length for length in lengths if (points.tokens == length).any())
     known = points[points.tokens.isin(lengths) & points.method.isin(FAMILIES) & (points.sparsity > 0)]
     if known.empty:
@@ -110,7 +110,7 @@ def frontier(points: pd.DataFrame, lengths: tuple[int, ...] = (1024, 8192)) -> F
 
 
 def _label_curves(ax: Axes, curves: list[tuple[str, str, np.ndarray, np.ndarray]]) -> None:
-    """Write the name of each curve next to its last point, at the side where it hides least."""
+    """Write the name of each curve next to its last point, where it hides least."""
     points = 72 / ax.figure.dpi
     drawn = [points * ax.transData.transform(np.column_stack([x, y])) for _, _, x, y in curves]
     steps = np.linspace(0, 1, 20)[:, None]
@@ -133,7 +133,7 @@ def _label_curves(ax: Axes, curves: list[tuple[str, str, np.ndarray, np.ndarray]
 
 
 def perplexity_and_speed(table: pd.DataFrame) -> Figure | None:
-    """Figure 1 of the paper: perplexity change against the measured speedup of one layer."""
+    """Plot figure 1 of the paper: perplexity change against the speedup of a layer."""
     rows = [row for row in table.to_dict("records") if row["ours_ppl_seeds"]]
     if not rows:
         return None
@@ -253,7 +253,7 @@ def loss_curves(log: list[dict[str, Any]], title: str = "") -> Figure | None:
 
 
 def perplexity_by_position(bins: pd.DataFrame, title: str = "", window: int | None = None) -> Figure | None:
-    """Perplexity by position in the evaluation window, and its ratio to the base model's.
+    """Plot perplexity by position in the window, and its ratio to the base model's.
 
     bins: columns name, kind, start, end, value [nats per token].
     """
@@ -282,7 +282,7 @@ def perplexity_by_position(bins: pd.DataFrame, title: str = "", window: int | No
 
 
 def router_load(probes: pd.DataFrame, title: str = "") -> Figure | None:
-    """Largest group and empty groups on held-out tokens by training step, a curve for each variant.
+    """Plot largest and empty groups on held-out tokens by training step.
 
     probes: columns variant, phase, step, metric, value.
     """

@@ -1,4 +1,4 @@
-"""Load the measurements of all runs below a directory, variants joined into their comparisons."""
+"""Load all runs below a directory, variants joined into their comparisons."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ class Results:
         return self._made[make]
 
     def minutes(self, runs: Iterable[str]) -> float | None:
-        """Return the wall time of runs and of the variants of comparisons; None where one is unknown."""
+        """Return the wall time of runs with their variants; None where unknown."""
         seconds = [self.runs.total_seconds[run] for run in runs]
         return None if not seconds or any(map(pd.isna, seconds)) else round(sum(seconds) / 60, 1)
 
@@ -154,7 +154,7 @@ def load_run(folder: Path) -> Results:
 
 
 def read_log(folder: Path) -> list[dict[str, Any]]:
-    """Return the training log of a run; of a comparison those of its variants, each with its `variant`."""
+    """Return the training log of a run, or of all variants of a comparison."""
     loaded, name = _read_with_variants(folder)
     lines = read_metrics(folder / METRICS)
     for row in loaded.variants[loaded.variants.comparison == name].itertuples():
@@ -205,7 +205,7 @@ def read_record(folder: Path) -> dict[str, Any]:
 
 
 def describe_run(run: str, record: dict[str, Any], perplexities: pd.DataFrame | None, is_timed: bool) -> dict[str, Any]:
-    """Return the row of a run in `Results.runs`: what ran, on what, by which command; times in seconds.
+    """Return the row of a run in `Results.runs`; times in seconds.
 
     variant: its name in a comparison, or ""; primary_variant: of its measurements the one that represents it.
     """
@@ -329,7 +329,7 @@ def _to_rows(table: pd.DataFrame) -> list[Row]:
 
 
 def _sort_runs(runs: pd.DataFrame, variants: pd.DataFrame) -> pd.DataFrame:
-    """Sort by start, variants last; add the first variant of a comparison and the time of all."""
+    """Sort by start, variants last; add first variants and total times."""
     runs = runs.sort_values(["is_variant", "started"], kind="stable", ignore_index=True)
     first = variants.drop_duplicates("comparison").set_index("comparison")
     seconds = variants.run.map(runs.set_index("run").seconds.to_dict()).groupby(variants.comparison)
@@ -342,7 +342,7 @@ def _sort_runs(runs: pd.DataFrame, variants: pd.DataFrame) -> pd.DataFrame:
 
 
 def _mask_activity(rows: pd.DataFrame) -> pd.Series:
-    """Return whether the mask prunes at least 5 % of the QK pairs; None without a mask."""
+    """Return whether the mask prunes >= 5 % of the QK pairs; None without a mask."""
     soft = (rows.kind == "soft") | ((rows.kind == "causal_counterpart") & rows.top_k.isna())
     masked = ~soft & ~rows.kind.isin(["base", "trained", "missing"]) & ~rows.method.isin(WITHOUT_MASK)
     return (rows.sparsity >= MIN_SPARSITY).astype(object).where(masked & rows.sparsity.notna(), None)
@@ -447,7 +447,7 @@ def _speed_rows(raw: pd.DataFrame) -> pd.DataFrame:
 
 
 def _primary_speed(rows: pd.DataFrame) -> pd.Series:
-    """Mark for each k the timing of the trained router that is shown next to its quality.
+    """Mark for each k the timing of the trained router to show with its quality.
 
     That is at the longest length at which all series were timed, with routing, or else the prefill.
     """
@@ -588,7 +588,7 @@ def matches(cell: Any, wanted: Any) -> bool:
 
 @cache
 def read_yaml(name: str) -> Any:
-    """Return the content of a YAML file of this package. Raises UserError for malformed YAML."""
+    """Return the content of a YAML file of this package."""
     try:
         return yaml.safe_load((files("focus_exp.reporting") / f"{name}.yaml").read_text(encoding="utf-8"))
     except yaml.YAMLError as error:

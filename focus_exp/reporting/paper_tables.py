@@ -31,7 +31,7 @@ SCALES: dict[str, Callable[[Row, float], float]] = {  # to the paper's unit
 
 @dataclass(frozen=True)
 class Column:
-    """A column of the paper and the measurement next to it; paper_tables.yaml documents the fields."""
+    """A column of the paper and its measurement; see paper_tables.yaml."""
 
     name: str
     label: str
@@ -103,7 +103,7 @@ class Spec:
 
 @cache
 def paper_rows(table: str) -> list[dict[str, Any]]:
-    """Return the rows of a table of the paper: column -> printed cell, None where not printed."""
+    """Return the rows of a table of the paper: column -> printed cell or None."""
     content = read_yaml("paper")[table]
     return [dict(zip(content["columns"], row, strict=True)) for row in content["rows"]]
 
@@ -124,7 +124,7 @@ def key_of(row: dict[str, Any], names: Sequence[str]) -> str:
 
 @dataclass(frozen=True)
 class Entry:
-    """A row of the paper, one of its sources, and the latest run of each seed of one setup."""
+    """A row of the paper, one source, and the latest run of each seed of a setup."""
 
     spec: Spec
     paper: dict[str, Any]
@@ -132,7 +132,7 @@ class Entry:
     runs: tuple[str, ...] = ()
 
     def cells(self, column: Column | None) -> dict[str, Any]:
-        """Return what selects the measurement in a column, or any measurement of this source."""
+        """Return what selects the measurement in a column, or any of this source."""
         if column is None:
             cells = dict(self.source.cells)
         else:
@@ -147,7 +147,7 @@ class Entry:
 
 
 class Measurements:
-    """Complete runs by name, each with its rows; variants are rows of their comparisons."""
+    """Complete runs by name, each with its rows."""
 
     def __init__(self, results: Results) -> None:
         self.results = results
@@ -175,7 +175,7 @@ class Measurements:
         return [replace(entry, runs=tuple(seeds.values())) for seeds in setups.values()]
 
     def measured(self, entry: Entry, run: str, column: Column) -> Row | None:
-        """Return the measurement in a column: the first with a number, of a task its main metric."""
+        """Return the measurement in a column, of a task its main metric."""
         rows = sorted(self.select(run, entry.cells(column)), key=_metric_rank)
         return next((row for row in rows if row.value is not None), next(iter(rows), None))
 
@@ -199,7 +199,7 @@ class Measurements:
         return [row for row in unique.values() if row.kind != BASE] or list(unique.values())
 
     def speed(self, entry: Entry, run: str) -> tuple[float, None, None, Row] | None:
-        """Return the speedup of one attention layer as in this run, timed on the same model.
+        """Return the speedup of one attention layer as in this run, on the same model.
 
         At the length at which other methods were timed, or else at the longest.
         """
@@ -251,7 +251,7 @@ def compare(
     cells: Mapping[str, Any] | None = None,
     **options: Any,
 ) -> pd.DataFrame:
-    """Return a table of the paper with the measurements next to it, one row for each source and setup.
+    """Return a table of the paper and the measurements: a row a source and setup.
 
     Args:
         rows: pattern of a row's key -> variant, fields of a Source, or a list of these.

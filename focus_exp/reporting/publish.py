@@ -88,7 +88,7 @@ def publish(places: list[Path], current: set[Path], runs: Path, records: Path) -
 
 
 def strip_local_paths(text: str, runs: Path) -> str:
-    """Return a record without the folders of this machine; none decides a number. `runs` becomes runs/."""
+    """Return a record without the folders of this machine."""
     text = re.sub(rf"(?<![\w./-]){re.escape(str(runs))}/", "runs/", text)
     text = re.sub(r' (runs|cache)_dir=[^\s"]+', "", text)
     text = re.sub(r'"runs_dir": "[^"]*"', '"runs_dir": "runs"', text)
@@ -119,7 +119,7 @@ def _experiment_and_seed(place: Path) -> tuple[str, str]:
 
 
 def _home(place: Path, record: Record, records: Path) -> Path:
-    """Return where a run is published: timings of another device go next to those that are there."""
+    """Return where a run is published: next to timings of another device."""
     there = records / place / RECORD
     if not record.is_timed or not there.exists() or Record.load(there).device_kind == record.device_kind:
         return place
@@ -150,7 +150,7 @@ def find_stale(records: Path, budget: str = "") -> list[str]:
 
 
 def check_runs(loaded: Loaded, folders: list[Path]) -> list[str]:
-    """Return the files of runs in `folders` that do not follow from their losses and measurements."""
+    """Return the files of runs that do not follow from losses and measurements."""
     wrong = [
         f"{folder / RECORD}: {name} does not follow from {LOSSES}"
         for folder in folders
@@ -166,7 +166,7 @@ def check_runs(loaded: Loaded, folders: list[Path]) -> list[str]:
 
 
 def find_inconsistent_run(folder: Path) -> list[str]:
-    """Return the measurements of a run, or of a comparison, that do not follow from the losses."""
+    """Return the measurements of a run that do not follow from its losses."""
     record = Record.load(folder / RECORD)
     if not record.variants:
         return find_inconsistent(record.measurements, read_losses(folder / LOSSES))

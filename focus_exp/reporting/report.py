@@ -1,4 +1,4 @@
-"""Write the report: conclusions, verdicts, the paper's tables, and a CSV file for each table."""
+"""Write the report: conclusions, verdicts, the paper's tables and CSV files."""
 
 from __future__ import annotations
 
@@ -155,7 +155,7 @@ def _text(cell: Any) -> str:
 
 
 def claim_value(row: dict[str, Any]) -> str:
-    """Format the value of a claim in its unit: a change of perplexity, a speedup, or a fraction."""
+    """Format the value of a claim: a change of perplexity, a speedup, a fraction."""
     value, low, high, unit = (row[name] for name in ("value", "low", "high", "unit"))
     if is_missing(value):
         return ABSENT
@@ -170,7 +170,7 @@ def claim_value(row: dict[str, Any]) -> str:
 
 
 def display_table(table: pd.DataFrame) -> pd.DataFrame:
-    """Return a paper table as text: key, paper and ours for each column, sparsity, seeds."""
+    """Return a paper table as text: key, paper and ours, sparsity, seeds."""
     spec: Spec = table.attrs["spec"]
     rows = table[table.runs != ""].to_dict("records")
     shown = {name.replace("_", " "): [_key_text(row[name]) for row in rows] for name in spec.key}
@@ -237,7 +237,7 @@ def _distinct(cells: Iterable[str]) -> list[str]:
 
 
 def methods_table(methods: pd.DataFrame) -> pd.DataFrame:
-    """Return the methods as text: sparsity, change of perplexity by length, parameters, speed."""
+    """Return the methods as text: sparsity, ΔPPL by length, parameters, speed."""
     rows = methods.to_dict("records")
     shown = {"method": [row["method"] for row in rows]}
     for tokens in (1024, 8192):
@@ -297,7 +297,7 @@ def check_report(results: Results, folder: Path) -> list[str]:
 
 
 def same_table(stored: pd.DataFrame, table: pd.DataFrame) -> bool:
-    """Return whether a table read from CSV equals another, numbers within a relative tolerance."""
+    """Return whether a CSV table equals another within a relative tolerance."""
     made = pd.DataFrame([list(map(_csv_text, row)) for row in table.itertuples(index=False)], columns=table.columns)
     if list(stored.columns) != list(made.columns) or len(stored) != len(made):
         return False

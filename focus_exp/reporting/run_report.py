@@ -29,7 +29,7 @@ TABLE = "table.md"
 
 
 def write_run_table(run_dir: Path) -> dict[str, pd.DataFrame]:
-    """Write table.md from the measurements of a run or comparison; return its tables as text by name."""
+    """Write table.md of a run or comparison; return its tables by name."""
     results = load_run(run_dir)
     tables = run_tables(results.rows)
     replace_file(run_dir / TABLE, render_run(results, tables).encode())
@@ -70,7 +70,7 @@ def render_run(results: Results, tables: dict[str, pd.DataFrame]) -> str:
 
 
 def run_tables(rows: list[Row]) -> dict[str, pd.DataFrame]:
-    """Return the tables of a run as text: quality, benchmarks, speed, routing, groups, generation."""
+    """Return the tables of a run as text by name."""
     made = {
         "Quality": quality_table(rows),
         "Benchmarks": benchmark_table(rows),
@@ -157,7 +157,7 @@ def speed_table(rows: list[Row]) -> pd.DataFrame:
 
 
 def pivot_table(rows: list[Row], source: str, index: list[str]) -> pd.DataFrame:
-    """One row for each value of `index`, one column for each metric of a source; means over prompts."""
+    """Return a row for each `index`, a column for each metric; means over prompts."""
     cells = [
         {name: ABSENT if (cell := getattr(row, name)) is None else str(cell) for name in index}
         | {"metric": row.metric, "value": row.value}
@@ -186,7 +186,7 @@ def _milliseconds(seconds: Any) -> float | None:
 
 
 def write_run_extras(run_dir: Path) -> None:
-    """Write what some jobs leave: continuations.md, passage.html, and the README of a trained adapter."""
+    """Write continuations.md, passage.html, and the README of an adapter."""
     record, results = read_record(run_dir), load_run(run_dir)
     title, passage = title_of(results), run_dir / "groups" / "passage.json"
     if record.get("continuations"):
@@ -200,7 +200,7 @@ def write_run_extras(run_dir: Path) -> None:
 
 
 def render_passage(passage: dict[str, Any], title: str) -> str:
-    """Return a passage as HTML, its tokens coloured by group, one section for each layer."""
+    """Return a passage as HTML, tokens coloured by group, a section a layer."""
     parts = [
         f'<!doctype html>\n<meta charset="utf-8">\n<title>{html.escape(title)}</title>\n<h1>{html.escape(title)}</h1>'
     ]

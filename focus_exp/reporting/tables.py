@@ -1,4 +1,4 @@
-"""This project's tables: methods, frontier, speed, differences, power, pitfalls, runs."""
+"""Tables of this project: methods, frontier, speed, differences, pitfalls, runs."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ FAMILIES = {  # curve of the frontier -> methods; their variants and hard routin
 
 
 def frontier(results: Results) -> pd.DataFrame:
-    """Return the change of perplexity [%] and the density of the QK pairs by method and sequence length."""
+    """Return ΔPPL [%] and density of the QK pairs by method and length."""
     complete = select(results.complete, {"experiment": ["frontier", "compare", "long_context"], "causal": True})
     at_length = select(complete, {"source": "rows", "metric": "nll_change", "reference": BASE})
     longer = select(complete, {"source": "benchmarks", "metric": "score_change", "task": f"{LONG_TEXT}*"})
@@ -73,7 +73,7 @@ def frontier(results: Results) -> pd.DataFrame:
 
 
 def methods(results: Results) -> pd.DataFrame:
-    """Return one row for each method: sparsity, change of perplexity by length, parameters and speed."""
+    """Return sparsity, ΔPPL by length, parameters and speed of each method."""
     points = frontier(results)
     if points.empty:
         return points
@@ -114,7 +114,7 @@ def _find_speedups(variant: str, speeds: list[Row]) -> dict[str, Any]:
 
 
 def speed(results: Results) -> pd.DataFrame:
-    """Return every timing next to full attention, and the length from which on its series is faster.
+    """Return every timing next to full attention, and its break-even length.
 
     Columns: metric: speedup (`ours`, `full`: seconds) or peak_memory (ratio; bytes); bound: 1 / density.
     """
@@ -137,7 +137,7 @@ def speed(results: Results) -> pd.DataFrame:
 
 
 def break_even(points: list[tuple[float, float]]) -> float | None:
-    """Return the length [tokens] from which on no measured (length, speedup) is below 1.
+    """Return the length [tokens] from which on no measured speedup is below 1.
 
     Interpolates log speedup linearly in log length. None where the longest length is slower.
     """
@@ -195,7 +195,7 @@ def _difference(row: Row) -> dict[str, Any]:
 
 
 def power(claims: pd.DataFrame) -> pd.DataFrame:
-    """Return what the paired differences behind the claims can show: deviations and required sample sizes."""
+    """Return deviations and required sample sizes behind the claims."""
     rows = {id: row for id, row in claims.attrs["rows"].items() if row.source == "rows" and row.deviation}
     columns = [
         *("id", "experiment", "variant", "reference", "units", "change", "low", "high", "unit_deviation"),
@@ -231,7 +231,7 @@ PITFALLS: list[tuple[str, dict[str, Any], str]] = [
 
 
 def pitfalls(results: Results) -> pd.DataFrame:
-    """Return what a reader of the paper could mistake: each with the measurements that show it."""
+    """Return what a reader of the paper could mistake, with measurements."""
     complete = sorted((row for row in results.rows if row.complete), key=lambda row: row.started)
     rows = [{"pitfall": name, **vars(row)} for name, cells, query in PITFALLS for row in select(complete, cells, query)]
     columns = [
@@ -243,7 +243,7 @@ def pitfalls(results: Results) -> pd.DataFrame:
 
 
 def runs(results: Results) -> pd.DataFrame:
-    """Return the list of runs: what ran, on which model, data and device, by which command and commit."""
+    """Return the list of runs: model, data, device, command and commit."""
     columns = [
         *("experiment", "seed", "status", "model", "data", "device", "steps", "train_tokens", "seconds"),
         *("started", "commit", "config_hash", "command"),

@@ -1,4 +1,4 @@
-"""Weights & Biases: choose the mode, log tables and figures, save a workspace. wandb is imported late."""
+"""Weights & Biases: mode, tables, figures and workspace; imported late."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ def log_tables(run: Any, tables: Mapping[str, pd.DataFrame], figures: Mapping[st
 
 
 def log_run(run: Any, run_dir: Path, tables: Mapping[str, pd.DataFrame], figures: Mapping[str, Path]) -> None:
-    """Log a finished run: its tables and figures, and as summary its metadata and main measurements."""
+    """Log tables, figures, metadata and main measurements of a finished run."""
     log_tables(run, tables, figures)
     results = load_run(run_dir)
     facts = results.runs.iloc[0]
@@ -122,7 +122,7 @@ def require_workspaces() -> None:
 
 
 def build_workspace(entity: str, project: str) -> Any:
-    """Return a saved view of all runs: curves, probes, tables and figures, grouped by experiment."""
+    """Return a saved view of all runs: curves, probes, tables and figures."""
     from wandb_workspaces import workspaces as ws
     from wandb_workspaces.reports.v2 import LinePlot, MediaBrowser
 
@@ -145,7 +145,7 @@ def build_workspace(entity: str, project: str) -> Any:
 
 
 def build_report(entity: str, project: str, tables: list[str]) -> Any:
-    """Return a W&B report with the claims and the paper's tables of the latest run of job=dashboard."""
+    """Return a W&B report with claims and paper tables of the latest dashboard."""
     from wandb_workspaces.reports import v2 as wr
 
     runs = wr.Runset(entity, project, name="report", filters="JobType == 'report'")
@@ -162,7 +162,7 @@ def _table_panels(names: Any) -> list[Any]:
 
 
 def write_views(folder: Path, views: Mapping[str, Any]) -> list[Path]:
-    """Write the JSON that the server would receive, one file for each view; no server is asked."""
+    """Write the JSON that the server would receive; no server is asked."""
     with _offline():
         texts = {name: view._to_model().model_dump_json(by_alias=True) for name, view in views.items()}
     for name, text in texts.items():

@@ -1,1 +1,1 @@
-"""Results of runs: measurements, per-window losses, run directories, provenance and statistics."""
+"""Results of runs: measurements, losses, run directories, provenance, statistics."""

@@ -23,7 +23,7 @@ def variant_folder(folder: Path, variant: VariantRun) -> Path:
 
 
 def load_variant(folder: Path, variant: VariantRun) -> Record | None:
-    """Load the record of a variant of the comparison in `folder`; None where it left none.
+    """Load the record of a variant of the comparison in `folder`; None without one.
 
     Raises:
         UserError: if the variant's run is gone or was repeated since.
@@ -39,7 +39,7 @@ def load_variant(folder: Path, variant: VariantRun) -> Record | None:
 
 
 def compare_variants(record: Record, folder: Path, references: list[str]) -> None:
-    """Append the paired changes between the variants of the comparison in `folder` to its measurements.
+    """Append the paired changes between the variants of a comparison.
 
     Model and data are those of the first variant that scored its base.
     """
@@ -57,7 +57,7 @@ def compare_variants(record: Record, folder: Path, references: list[str]) -> Non
 
 
 def paired_changes(scored: Scored, references: list[str]) -> Iterator[Measurement]:
-    """Yield each variant's change from the first one with the same tokens and base, and from `references`."""
+    """Yield each variant's change from the first comparable one and `references`."""
     first: dict[Hashable, str] = {}
     for name, (_, _, tokens) in scored.items():
         first.setdefault(tokens, name)
@@ -71,6 +71,6 @@ def paired_changes(scored: Scored, references: list[str]) -> Iterator[Measuremen
 
 
 def _scored_tokens(run: Record) -> Hashable:
-    """Return what runs must share for their losses to be of the same tokens under the same base model."""
+    """Return what runs must share for their losses to be of the same tokens."""
     settings = (run.setting("eval", key) for key in ("seq_len", "stride", "max_sequences", "split"))
     return (*settings, *((part.get("used"), part.get("fingerprint")) for part in (run.model, run.data)))

@@ -32,7 +32,7 @@ def environment() -> dict[str, Any]:
 
 @cache
 def commit() -> str | None:
-    """Return the commit of the running code, None outside git; cached, since later commits are not what was loaded.
+    """Return the commit of the running code, None outside git.
 
     It ends in "-dirty" where code or configuration differ from it, or git does not answer in time.
     """
@@ -43,7 +43,7 @@ def commit() -> str | None:
 
 
 def unknown_commit_reason(commit: str | None) -> str | None:
-    """Return why the code of a record is not in the history of this repository, None if it is."""
+    """Return why a commit is not in this repository's history, None if it is."""
     if not commit:
         return "made outside of git"
     if commit.endswith("-dirty"):

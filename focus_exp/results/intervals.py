@@ -45,13 +45,13 @@ def student(freedom: float, together: int = 1) -> float:
 
 
 def units_of(documents: Sequence[Hashable]) -> np.ndarray:
-    """Return the unit of each sequence, from 0: its document, or itself where there are too few documents."""
+    """Return the unit of each sequence: its document, or itself with few documents."""
     numbers = {document: number for number, document in enumerate(dict.fromkeys(documents))}
     return np.array([numbers[document] for document in documents] if len(numbers) >= FEWEST else range(len(documents)))
 
 
 def estimate(values: Any, weights: Any = None, documents: Sequence[Hashable] | None = None) -> Estimate:
-    """Return the weighted mean of values (sequences,) and its standard error over units.
+    """Return the weighted mean of values (sequences,) and its error over units.
 
     Args:
         weights: tokens of each sequence.

@@ -24,7 +24,7 @@ DIGITS = 1e-5  # nats: nine digits of the losses leave this of a bound over few 
 
 @dataclass(frozen=True)
 class Units:
-    """Independent units of intervals by Student's t; freedom: degrees of freedom of a mean over them."""
+    """Independent units of intervals by Student's t; freedom: degrees of freedom."""
 
     kind: Literal["document", "sequence"]
     count: int
@@ -57,7 +57,7 @@ class Losses:
         return self._estimate(self.nll[name])
 
     def difference(self, name: str, other: Losses, against: str) -> Estimate:
-        """Return the mean paired difference from `against` in `other`. ValueError for other sequences."""
+        """Return the mean paired difference from `against` in `other`."""
         if self.units != other.units:
             raise ValueError(f"{name} and {against} were not scored on the same sequences")
         return self._estimate(self.nll[name] - other.nll[against])
@@ -67,7 +67,7 @@ class Losses:
 
 
 def write_losses(path: Path, by_task: dict[str, Losses]) -> None:
-    """Write one row for each unit, one column for each variant, with nine significant digits."""
+    """Write a row for each unit and a column for each variant, nine digits."""
     names = list(dict.fromkeys(name for losses in by_task.values() for name in losses.nll))
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
@@ -84,7 +84,7 @@ def _cells(values: Iterable[float | None]) -> Sequence[str]:
 
 
 def read_losses(path: Path) -> dict[str, Losses]:
-    """Read a losses.csv; {} without a file, as next to early records. Raises UserError for a damaged one."""
+    """Read a losses.csv; {} without a file. Raises UserError for a damaged one."""
     if not path.exists():
         return {}
     by_task: dict[str, list[list[str]]] = {}
@@ -99,7 +99,7 @@ def read_losses(path: Path) -> dict[str, Losses]:
 
 
 def find_inconsistent(measurements: Iterable[Measurement], losses: dict[str, Losses]) -> list[str]:
-    """Return the perplexities and paired changes of a run that do not follow from its losses."""
+    """Return the measurements of a run that do not follow from its losses."""
     final = [m for m in measurements if m.value is not None and not m.settings.get("phase")]
     means = {m.variant: m.value or 0.0 for m in final if m.metric == "nll"}
     wrong = []
@@ -119,7 +119,7 @@ def find_inconsistent(measurements: Iterable[Measurement], losses: dict[str, Los
 
 
 def benchmark_name(settings: dict[str, Any]) -> str:
-    """Return the name that the losses have for a task and its metric, or for the held-out text."""
+    """Return the name that the losses have for a task and its metric."""
     task, metric = settings.get("task"), settings.get("lm_eval_metric") or ""
     return TEXT if task is None else task if task.startswith(metric) else f"{task} {metric}"
 
@@ -132,7 +132,7 @@ def _change_follows(m: Measurement, losses: Losses | None) -> bool:
 
 
 def is_same_change(a: Measurement, b: Measurement | None) -> bool:
-    """Return whether value and bounds are equal within what nine digits of the losses leave."""
+    """Return whether value and bounds are equal within nine digits of the losses."""
     return b is not None and all(map(_is_close, (a.value, a.low, a.high), (b.value, b.low, b.high)))
 
 

@@ -87,7 +87,7 @@ class Measurement:
 
 
 def hard_variant(method: str, top_k: int | None, pair_rule: str | None) -> str:
-    """Return the name of a method's hard routing: `focus_hard` (top-1), `focus_hard_k2_query_topk`.
+    """Return a method's hard routing: `focus_hard` or `focus_hard_k2_query_topk`.
 
     With one group a token both pair rules keep the same pairs.
     """
@@ -120,7 +120,7 @@ def primary_variant(attention: dict[str, Any], rows: Iterable[dict[str, Any]]) -
 
 
 def perplexity_change_pct(nats: float | None) -> float | None:
-    """Return the change of perplexity in per cent that a change of the loss in nats per token is."""
+    """Return the change of perplexity [%] that a change of the loss [nats] is."""
     return None if nats is None else 100 * math.expm1(min(nats, MAX_NATS))
 
 
@@ -131,7 +131,7 @@ def loss_change(
     suffix: str = "",
     **columns: Any,
 ) -> list[Measurement]:
-    """Return a paired change of the loss as `nll_change` [nats] and `perplexity_change_pct`.
+    """Return a paired change as `nll_change` [nats] and `perplexity_change_pct`.
 
     Args:
         bounds: value, low and high in nats per token.

@@ -11,7 +11,7 @@ METRICS = "metrics.jsonl"
 
 
 def read_metrics(path: str | Path) -> list[dict[str, Any]]:
-    """Return the lines of a metrics.jsonl, [] without a file; an incomplete last line is dropped.
+    """Return the lines of a metrics.jsonl; an incomplete last line is dropped.
 
     Raises:
         UserError: if another line is damaged.

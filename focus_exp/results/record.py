@@ -141,7 +141,7 @@ class Record:
         return (self.config.get(section) or {}).get(key, default)
 
     def save(self, path: str | Path) -> None:
-        """Write the measurements, then strict JSON; non-finite floats become the strings "nan", "inf", "-inf"."""
+        """Write measurements, then strict JSON with "nan", "inf", "-inf" as strings."""
         if "measurements" in vars(self):
             seeded = [replace(measurement, seed=self.seed) for measurement in self.measurements]
             replace_file(Path(path).with_name(MEASUREMENTS), format_measurements(seeded).encode())

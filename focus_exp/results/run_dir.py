@@ -57,7 +57,7 @@ def name_model(config: Config) -> str:
 
 
 def name_data(config: Config) -> str:
-    """Return the name of the corpus that is read: `books` where the embedded one stands in for another."""
+    """Return the name of the corpus that is read, which a substitute keeps."""
     data = config.data
     if data.source == "files":
         files = str(data.files)
@@ -117,5 +117,5 @@ def earlier_record(config: Config) -> Record | None:
 
 
 def lock_of(folder: Path) -> Path:
-    """Return the lock file of a run directory; it is outside of what overwrite=true removes."""
+    """Return the lock file of a run directory, which overwrite=true keeps."""
     return folder.with_name(f".{folder.name}.lock")
