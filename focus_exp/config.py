@@ -32,8 +32,8 @@ from focus_exp.attention.options import (
 from focus_exp.errors import UserError
 
 # job -> the module of jobs/ with a function of that name
-JOBS = {job: job for job in ("train", "evaluate", "bench", "generate", "compare", "analyze", "plan", "report")}
-JOBS |= {"dashboard": "dashboard", "reproduce": "reproduce", "build_tasks": "build_tasks"}
+_MODULES = ("train", "evaluate", "bench", "generate", "compare", "analyze", "plan", "report", "reproduce")
+JOBS = {name: name for name in _MODULES} | {"dashboard": "report", "build_tasks": "evaluate"}
 BACKENDS = (
     *("auto", "masked", "triton", "flash-attn", "torch-flash", "torch-fa3", "torch-fa4", "cpu", "cpu-flash", "math"),
 )

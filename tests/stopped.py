@@ -19,10 +19,10 @@ BACK = "back"
 CALLS = {
     "the model was loaded": ("focus_exp.jobs.prepare.load_model", 1),
     "the token cache is written": ("focus_exp.data.corpus.write_stream", 2),
-    "the routers are warm-started": ("focus_exp.jobs.fit.warm_start", 1),
+    "the routers are warm-started": ("focus_exp.jobs.train.warm_start", 1),
     "the first phase is trained": ("focus_exp.training.module.LanguageModelTask.training_step", 5),
     "the second phase is trained": ("focus_exp.training.module.LanguageModelTask.training_step", 17),
-    "the balance is calibrated": ("focus_exp.jobs.fit.calibrate", 1),
+    "the balance is calibrated": ("focus_exp.jobs.train.calibrate", 1),
     "the third row is measured": ("focus_exp.evaluation.perplexity.score", 3),
 }
 # stage -> the name of a file or folder that is half written, and how many of that name were renamed before

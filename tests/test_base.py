@@ -11,7 +11,8 @@ from running import fitting, run, tiny
 
 from focus_exp.checks import parse
 from focus_exp.config import conf_dir, register_schemas
-from focus_exp.jobs import base as base_module
+from focus_exp.jobs import prepare as prepare_module
+from focus_exp.jobs.compose import compose_base
 from focus_exp.results.record import Record
 
 SMALL = ["recipe.steps=2", "recipe.warmup_steps=1", "recipe.phases.everything.learning_rate=1e-2"]
@@ -52,14 +53,14 @@ def test_base_is_trained_once(tmp_path, as_variant):
 
     before = weights.stat().st_mtime_ns
     second = measure(tmp_path, settings, "attention.window=6")
-    assert second.code == 0 and "trained here first" not in second.out
+    assert second.code == 0 and " first: " not in second.out
     assert weights.stat().st_mtime_ns == before
 
 
 def test_base_of_another_configuration_is_refused(tmp_path):
     settings = base(tmp_path)
     assert measure(tmp_path, settings).code == 0
-    assert "finished already" in measure(tmp_path, settings).out
+    assert "already finished" in measure(tmp_path, settings).out
     (found,) = [path for path in (tmp_path / "runs").rglob("record.json") if '"weights"' in path.read_text()]
     record = json.loads(found.read_text())
     record["method"]["weights"] = "another"  # the same command, after what it stands for was changed
@@ -81,7 +82,7 @@ def test_base_run_is_not_tuned_unless_asked():
         assert config.recipe.tune.factors
         for more, searched in (([], []), (["recipe.tune.factors=[1,3]"], [1, 3])):
             made_by = replace(config, model=replace(config.model, base_run=[*from_scratch, *more]))
-            assert base_module.base_run(made_by).recipe.tune.factors == searched
+            assert compose_base(made_by).recipe.tune.factors == searched
 
 
 @pytest.mark.slow
@@ -93,12 +94,12 @@ def test_base_that_cannot_be_trained_is_refused(tmp_path):
 
 def test_base_trained_meanwhile_by_another_run_is_used(tmp_path, monkeypatch):
     assert run(*base(tmp_path), f"runs_dir={tmp_path / 'runs'}", f"cache_dir={tmp_path / 'cache'}").code == 0
-    looks, finished_record = [], base_module.finished_record
+    looks, finished_record = [], prepare_module.finished_record
 
     def look(config):  # finished by another process while this one waits
         looks.append(config)
         return finished_record(config) if len(looks) > 1 else None
 
-    monkeypatch.setattr(base_module, "finished_record", look)
+    monkeypatch.setattr(prepare_module, "finished_record", look)
     result = measure(tmp_path, base(tmp_path))
-    assert result.code == 0 and len(looks) == 2 and "trained here first" not in result.out
+    assert result.code == 0 and len(looks) == 2 and " first: " not in result.out

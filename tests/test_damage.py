@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 
 from focus_exp.config import DataConfig
 from focus_exp.data import load_corpus
-from focus_exp.jobs.backend import attention_dropout
+from focus_exp.jobs.prepare import attention_dropout
 from focus_exp.models import load as load_module
 from focus_exp.models.random import byte_tokenizer
 from focus_exp.storage import replace_file

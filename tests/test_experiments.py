@@ -11,7 +11,7 @@ from running import fitting, run, tiny
 
 from focus_exp.checks import parse
 from focus_exp.config import GROUPS, register_schemas
-from focus_exp.jobs.variants import compose_variant, variant_name
+from focus_exp.jobs.compose import compose_variant, variant_name
 from focus_exp.results.record import Record
 from focus_exp.results.run_dir import name_experiment
 from focus_exp.training.phases import tokens_per_step

@@ -302,10 +302,10 @@ def test_analysis_of_a_changed_adapter_is_refused(analyzed):
     values = json.loads(record)
     del values["method"]["others"]  # as older versions wrote it
     path.write_text(json.dumps(values))
-    assert "finished already" in run(*command(analyzed)).out
+    assert "already finished" in run(*command(analyzed)).out
     path.write_text(record)
     shutil.rmtree(other)
-    assert "finished already" in run(*command(analyzed)).out
+    assert "already finished" in run(*command(analyzed)).out
 
 
 def test_interrupted_analysis_resumes_with_the_next_router(tmp_path, monkeypatch):

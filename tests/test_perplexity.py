@@ -33,7 +33,7 @@ from focus_exp.evaluation.perplexity import (
     write_scores,
 )
 from focus_exp.evaluation.statistics import BINS, mean_by_position, sequence_means, sequence_sums, token_mean
-from focus_exp.jobs.fit import attach_method
+from focus_exp.jobs.train import attach_method
 from focus_exp.models.methods import attached_methods, observe_selections
 from focus_exp.results.record import Record
 from focus_exp.training.precision import choose_precision

@@ -50,14 +50,14 @@ def test_tables_are_made_in_turn_and_what_fails_is_named(tmp_path):
 
     again = reproduce(tmp_path, router=ROUTER, again=AGAIN)
     assert again.code == 0
-    assert "2 tables, 2 finished already" in again.out and "[1/2]" not in again.out
+    assert "2 tables, 2 already finished" in again.out and "[1/2]" not in again.out
 
 
 @pytest.mark.slow
 def test_a_comparison_whose_arms_share_settings_is_found_again(tmp_path):
     arms = ["job=compare", "variants=[compare/window]", "attention.window=6", "eval.batch_size=2"]
     assert reproduce(tmp_path, compared=arms).code == 0
-    assert "1 tables, 1 finished already" in reproduce(tmp_path, compared=arms).out
+    assert "1 tables, 1 already finished" in reproduce(tmp_path, compared=arms).out
     loaded = {path.parent: Record.load(path) for path in (tmp_path / "runs").rglob("record.json")}
     ((folder, found),) = [(folder, record) for folder, record in loaded.items() if record.variants]
     assert found.setting("attention", "window") == 6  # what all arms share is on record
@@ -71,7 +71,7 @@ def test_a_comparison_whose_arms_share_settings_is_found_again(tmp_path):
 
     # as if a file of conf/ that an arm names now said something else
     shutil.move(found.variants[0].folder, f"{found.variants[0].folder}-before")
-    assert "1 tables, 0 finished already" in reproduce(tmp_path, compared=arms).out
+    assert "1 tables, 0 already finished" in reproduce(tmp_path, compared=arms).out
 
 
 @pytest.mark.slow
@@ -82,7 +82,7 @@ def test_a_comparison_of_an_adapter_is_found_again_and_published(tmp_path):
     }
     assert reproduce(tmp_path, **tables).code == 0
     published = reproduce(tmp_path, "reproduce.publish=true", **tables)
-    assert "2 tables, 2 finished already" in published.out and "4 runs published" in published.out
+    assert "2 tables, 2 already finished" in published.out and "4 runs published" in published.out
 
 
 @pytest.mark.slow
@@ -98,7 +98,7 @@ def test_an_arm_leaves_an_adapter_for_other_tables(tmp_path):
         if (found := Record.load(path)).setting("attention", "sinks") == 2
     ]
     assert [row.error for row in scored(record.measurements) if row.name == "focus"] == [None]
-    assert "2 tables, 2 finished already" in reproduce(tmp_path, **tables).out
+    assert "2 tables, 2 already finished" in reproduce(tmp_path, **tables).out
 
 
 @pytest.mark.slow

@@ -17,7 +17,7 @@ from running import full_disk_at, metrics_of, only_run, outcome, record_of, rout
 
 from focus_exp.errors import Interrupted, UserError
 from focus_exp.evaluation import perplexity
-from focus_exp.jobs.inputs import refuse_another, take_over
+from focus_exp.jobs.resume import check_fingerprint, resume_record
 from focus_exp.results.measurement import Measurement
 from focus_exp.results.record import Record
 from focus_exp.results.run_dir import NOT_ENDED
@@ -276,14 +276,14 @@ def test_resumed_record_adds_up_times_and_warnings(tmp_path):
     earlier = Record(status="interrupted", commit="a", wall_seconds=3.0, train_seconds=2.0, warnings=["1"], **machine)
     earlier.model, earlier.peak_memory_bytes = {"fingerprint": "weights"}, 4
     record = Record(status="interrupted", commit="b", warnings=["2"], **machine)
-    assert take_over(record, earlier, tmp_path) == []  # nothing of another commit is left
+    assert resume_record(record, earlier, tmp_path) == []  # nothing of another commit is left
     assert (record.wall_seconds, record.train_seconds, record.warnings) == (3.0, 2.0, ["1", "2"])
     assert (record.model, record.peak_memory_bytes) == (earlier.model, 4)
     (tmp_path / "evaluation").mkdir()
     killed = replace(earlier, commit="b", error=NOT_ENDED)
-    assert len(take_over(record, killed, tmp_path)) == 1
+    assert len(resume_record(record, killed, tmp_path)) == 1
     repeated = Record(status="interrupted", commit="b", **machine)
-    assert take_over(repeated, replace(earlier, status="finished"), tmp_path) == []
+    assert resume_record(repeated, replace(earlier, status="finished"), tmp_path) == []
     assert repeated.wall_seconds is None
 
 
@@ -291,7 +291,7 @@ def test_resumed_record_adds_up_times_and_warnings(tmp_path):
 def test_resumed_record_warns_of_results_of_another_commit(tmp_path, part, mixed):
     (tmp_path / part).mkdir()
     earlier = Record(status="interrupted", experiment="mine", commit="a")
-    assert len(take_over(replace(earlier, commit="b"), earlier, tmp_path)) == mixed
+    assert len(resume_record(replace(earlier, commit="b"), earlier, tmp_path)) == mixed
 
 
 @pytest.mark.parametrize("other", ["commit", "cpu_name", "device_name"])
@@ -313,7 +313,7 @@ def test_measured_times_are_kept_per_commit_and_processor(tmp_path, monkeypatch,
 
 @pytest.mark.parametrize("part", ["model", "data"])
 def test_resume_with_other_weights_or_text_is_refused(tmp_path, part):
-    refuse_another(part, {}, "b", tmp_path)
-    refuse_another(part, {"fingerprint": "b"}, "b", tmp_path)
+    check_fingerprint(part, {}, "b", tmp_path)
+    check_fingerprint(part, {"fingerprint": "b"}, "b", tmp_path)
     with pytest.raises(UserError, match="overwrite=true"):
-        refuse_another(part, {"fingerprint": "a"}, "b", tmp_path)
+        check_fingerprint(part, {"fingerprint": "a"}, "b", tmp_path)

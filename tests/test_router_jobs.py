@@ -15,7 +15,7 @@ def test_the_precision_is_that_of_a_base_which_the_job_trains(tmp_path, monkeypa
     def choose(requested, accelerator, trains_base):
         raise UserError(f"trains_base={trains_base}")
 
-    monkeypatch.setattr(f"focus_exp.jobs.{job}.choose_precision", choose)
+    monkeypatch.setattr("focus_exp.jobs.run.choose_precision", choose)
     assert "trains_base=True" in run(*tiny(tmp_path), f"job={job}", "recipe=finetune").err
 
 
@@ -25,17 +25,16 @@ def test_a_bench_of_a_method_whose_options_were_others_is_refused(tmp_path):
     settings = [*tiny(tmp_path), "job=bench", "recipe=none", "bench.methods=[performer]", *clocks]
     settings.append(f"--config-path={conf}")
     assert run(*settings).code == 0
-    assert run(*settings).out.count("finished already") == 1
+    assert run(*settings).out.count("already finished") == 1
     performer = conf / "attention" / "performer.yaml"
     performer.write_text(performer.read_text().replace("features: 256", "features: 128"))
     refused = run(*settings)
-    assert refused.code == 2 and "bench.methods=performer: " in refused.err
-    assert "was made with its features=256; overwrite=true" in refused.err
+    assert refused.code == 2 and "performer must have features=256" in refused.err
     path = only_run(tmp_path) / "record.json"
     record = Record.load(path)
     del record.method["methods"]  # as records had none
     record.save(path)
-    assert run(*settings).out.count("finished already") == 1
+    assert run(*settings).out.count("already finished") == 1
 
 
 @pytest.fixture(scope="module")

@@ -5,7 +5,6 @@ import shutil
 from itertools import product
 from math import isfinite
 from pathlib import Path
-from types import SimpleNamespace
 
 import pandas as pd
 import pytest
@@ -70,7 +69,7 @@ def test_a_run_of_another_text_is_not_taken_for_this_one(tmp_path, status):
     text = next((tmp_path / "texts").glob("*.txt"))
     text.write_text(text.read_text(encoding="utf-8") + "more", encoding="utf-8")
     again = run(*command)
-    assert again.code == 2 and "holds another text than when" in again.err
+    assert again.code == 2 and again.err.startswith("error: data.files must be")
 
 
 def test_a_run_of_another_tokenizer_is_not_taken_for_this_one(tmp_path):
@@ -78,19 +77,19 @@ def test_a_run_of_another_tokenizer_is_not_taken_for_this_one(tmp_path):
     for each in (build("tiny_llama"), tokenizer):
         each.save_pretrained(weights)
     command = [*tiny(tmp_path), *MEASURE, "eval.tasks=[]", f"model.path={weights}"]
-    assert run(*command).code == 0 and "finished already" in run(*command).out
+    assert run(*command).code == 0 and "already finished" in run(*command).out
     path = only_run(tmp_path / "runs") / "record.json"
     older = json.loads(path.read_text())
     tokenizer.add_special_tokens({"eos_token": "e"})
     tokenizer.save_pretrained(weights)
     again = run(*command)
-    assert again.code == 2 and f"model.path={weights} holds another tokenizer than when" in again.err
+    assert again.code == 2 and again.err.startswith("error: the tokenizer of model.path must be")
     weights.rename(tmp_path / "gone")
-    assert "finished already" in run(*command).out
+    assert "already finished" in run(*command).out
     (tmp_path / "gone").rename(weights)
     del older["model"]["tokenizer"]  # as versions before wrote it
     path.write_text(json.dumps(older))
-    assert "finished already" in run(*command).out
+    assert "already finished" in run(*command).out
 
 
 def test_a_run_of_other_weights_is_not_taken_for_this_one(tmp_path):
@@ -99,12 +98,12 @@ def test_a_run_of_other_weights_is_not_taken_for_this_one(tmp_path):
     for each in (model, byte_tokenizer()):
         each.save_pretrained(weights)
     command = [*tiny(tmp_path, "weights-changed"), *MEASURE, "eval.tasks=[]", f"model.path={weights}"]
-    assert run(*command).code == 0 and "finished already" in run(*command).out
+    assert run(*command).code == 0 and "already finished" in run(*command).out
     with torch.no_grad():
         model.model.norm.weight.mul_(2)
     model.save_pretrained(weights)
     again = run(*command)
-    assert again.code == 2 and f"model.path={weights} holds another model than when" in again.err
+    assert again.code == 2 and again.err.startswith("error: model.path must be")
 
 
 def test_run_folder_holds_config_metrics_adapter_record_tables_and_figures(folder, retrofit):
@@ -133,7 +132,7 @@ def test_a_whole_base_is_saved_with_the_head_that_it_does_not_tie(tmp_path, monk
             vocab_size=64, hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2,
             tie_word_embeddings=tied,
         ))  # fmt: skip
-        save_weights(SimpleNamespace(folder=tmp_path / str(tied)), model, byte_tokenizer())
+        save_weights(tmp_path / str(tied), model, byte_tokenizer())
         found = AutoModelForCausalLM.from_pretrained(tmp_path / str(tied) / "model")
         assert torch.equal(found.lm_head.weight, model.lm_head.weight)
 
@@ -195,8 +194,7 @@ def test_a_finished_run_is_not_repeated_unless_asked(folder, retrofit):
     place = only_run(folder / "retrofit")
     before, times = outcome(folder / "retrofit"), stamps(place)
     again = run(*retrofit)
-    said = f"finished already on {record_of(folder / 'retrofit').device}, in {place}; overwrite=true runs it again"
-    assert again.code == 0 and said in again.out
+    assert again.code == 0 and str(place) in again.out
     assert stamps(place) == times
     assert run(*retrofit, "overwrite=true").code == 0
     changed = stamps(place)
@@ -219,7 +217,7 @@ def test_evaluating_the_adapter_gives_the_numbers_of_training(folder, retrofit):
     other = [*tiny(folder, "longer"), router_steps(5)]
     assert run(*other).code == 0
     second = run(*command, f"adapter={only_run(folder / 'longer') / 'adapter'}")
-    assert second.code == 0 and "finished already" not in second.out
+    assert second.code == 0 and "already finished" not in second.out
     assert len(list((folder / "evaluated").rglob("record.json"))) == 2
 
 

@@ -8,7 +8,7 @@ from hydra import compose, initialize_config_dir
 from focus_exp.checks import drop_file_fields, parse
 from focus_exp.config import conf_dir, is_shipped, register_schemas, shipped
 from focus_exp.errors import UserError
-from focus_exp.jobs.base import needs_base
+from focus_exp.jobs.compose import needs_base
 
 
 def composed(*overrides):

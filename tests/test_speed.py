@@ -17,8 +17,8 @@ from focus_exp import attach, set_routing
 from focus_exp.attention.baselines.performer import Performer
 from focus_exp.attention.selection import Selection, Sequence, count_pairs
 from focus_exp.config import conf_dir, register_schemas
-from focus_exp.jobs import backend
-from focus_exp.jobs.reproduce import composed
+from focus_exp.jobs import prepare
+from focus_exp.jobs.compose import compose_overrides
 from focus_exp.models.methods import attached_methods, attention_modules, disable_method, observe_selections
 from focus_exp.speed import bench
 from focus_exp.speed import break_even as calibration
@@ -201,8 +201,8 @@ def test_break_even_is_measured_once_and_again_where_its_file_is_damaged(tmp_pat
 def test_break_even_of_another_cpu_is_another(tmp_path, monkeypatch):
     monkeypatch.setattr(calibration, "LENGTHS", (32,))
     for name in ("a fast cpu", "a slow cpu", "a fast cpu"):
-        monkeypatch.setattr(backend, "cpu_name", lambda name=name: name)
-        device = backend.measured_device(torch.device("cpu"))
+        monkeypatch.setattr(prepare, "cpu_name", lambda name=name: name)
+        device = prepare.name_processor(torch.device("cpu"))
         assert name in break_even(LAYER, "focus", {"groups": 2, "top_k": 1}, device, tmp_path).sentence()
     assert len(list(tmp_path.rglob("*.json"))) == 2
 
@@ -212,7 +212,7 @@ def test_break_even_of_a_router_with_two_encoders_is_that_of_its_typical_head(
     tiny_model, tmp_path, monkeypatch, budget, k
 ):
     monkeypatch.setattr(calibration, "LENGTHS", (32,))
-    monkeypatch.setattr(backend, "LENGTHS", (32,))
+    monkeypatch.setattr(prepare, "LENGTHS", (32,))
     model = tiny_model("llama")
     layers = len(attention_modules(model))
     budget = budget and (budget * layers)[:layers]
@@ -220,8 +220,8 @@ def test_break_even_of_a_router_with_two_encoders_is_that_of_its_typical_head(
     overrides = ["attention=focus_dual", "attention.groups=4", "attention.top_k=1", f"cache_dir={tmp_path}"]
     register_schemas()
     with initialize_config_dir(conf_dir(), version_base="1.3"):
-        config = composed(overrides)
-    found = backend.set_backend(model, config, FLOAT32, 64)
+        config = compose_overrides(overrides)
+    found = prepare.set_backend(model, config, FLOAT32, 64)
     assert f"one layer with a random router, focus_dual, K=4, k={k}" in found.sentence()
     assert found.setting["kernel"] == "cpu-flash"
     assert {method.sparse_from for method in attached_methods(model).values()} == {found.sparse_from}
@@ -263,7 +263,7 @@ def test_bench_job_measures_every_clock_with_balanced_and_trained_groups(tmp_pat
     assert record.steps == 1 and (only_run(tmp_path) / "adapter").is_dir()
     assert "decode" in (only_run(tmp_path) / "table.md").read_text()
     again = run(*tiny(tmp_path), *BENCH)
-    assert again.code == 0 and "finished already" in again.out
+    assert again.code == 0 and "already finished" in again.out
 
 
 @pytest.mark.slow

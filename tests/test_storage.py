@@ -122,18 +122,18 @@ def test_file_lock_without_file_system_support_raises_user_error(tmp_path, monke
 
 
 def test_second_command_in_a_run_folder_is_refused_and_changes_nothing(tmp_path, monkeypatch):
-    load, refused = train_module.load, []
+    prepare, refused = train_module.prepare, []
 
-    def intrude(first, precision):
+    def intrude(first):
         before = read_all(first.folder)
         for overwrite in (False, True):
             with pytest.raises(InUse, match=str(first.folder)):
-                open_run(replace(first.config, overwrite=overwrite), "cpu").__enter__()
+                open_run(replace(first.config, overwrite=overwrite)).__enter__()
             refused.append(overwrite)
         assert read_all(first.folder) == before
-        return load(first, precision)
+        return prepare(first)
 
-    monkeypatch.setattr(train_module, "load", intrude)
+    monkeypatch.setattr(train_module, "prepare", intrude)
     assert run(*tiny(tmp_path), STEPS, "overwrite=true").code == 0
     assert refused == [False, True]
     assert record_of(tmp_path).status == "finished"
@@ -156,7 +156,7 @@ def test_comparison_stops_at_a_variant_in_use(tmp_path):
 
 
 def test_second_comparison_is_refused_before_any_variant(tmp_path, monkeypatch):
-    compare, run_arms, configs = compare_module.compare, compare_module.run_arms, []
+    compare, run_variants, configs = compare_module.compare, compare_module.run_variants, []
 
     def remember(config):
         configs.append(config)
@@ -165,10 +165,10 @@ def test_second_comparison_is_refused_before_any_variant(tmp_path, monkeypatch):
     def intrude(variants, comparison):
         with pytest.raises(InUse, match="compare"):
             compare(configs[0])
-        return run_arms(variants, comparison)
+        return run_variants(variants, comparison)
 
     monkeypatch.setattr(compare_module, "compare", remember)
-    monkeypatch.setattr(compare_module, "run_arms", intrude)
+    monkeypatch.setattr(compare_module, "run_variants", intrude)
     assert run(*tiny(tmp_path), "job=compare", "variants=[compare/window]").code == 0
     assert len(configs) == 1
 

@@ -27,7 +27,7 @@ MAY_IMPORT = {
     "checks": {*FOUNDATION, "attention", "launcher"},
     "cli": {*FOUNDATION, "attention"},
     "launcher": {"errors"},
-    "results": {*FOUNDATION, "records"},
+    "results": FOUNDATION,
     "reporting": {*FOUNDATION, "results"},
     "data": FOUNDATION,
     "models": {*FOUNDATION, "attention"},

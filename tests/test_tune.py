@@ -9,7 +9,7 @@ from running import attention_of, run, tiny
 from focus_exp.config import Config, PhaseConfig, RecipeConfig
 from focus_exp.errors import UserError
 from focus_exp.jobs import train as job
-from focus_exp.jobs.tune import read_loss, with_rate
+from focus_exp.jobs.train import read_loss, with_rate
 from focus_exp.results.measurement import Measurement
 from focus_exp.results.record import Record
 
@@ -74,7 +74,7 @@ def test_read_loss_is_of_soft_routing_where_there_is_one():
 
 def test_other_seeds_share_trials_and_finished_runs_are_not_repeated(tmp_path):
     assert run(*tiny(tmp_path), *TUNED).code == 0
-    assert "finished already" in run(*tiny(tmp_path), *TUNED).out
+    assert "already finished" in run(*tiny(tmp_path), *TUNED).out
     assert run(*tiny(tmp_path), *TUNED, "seed=1").code == 0
     records = records_by_variant(tmp_path)
     first, second = records["adhoc", None]

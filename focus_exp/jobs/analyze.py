@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 from focus_exp.config import Config
-from focus_exp.errors import UserError
 from focus_exp.evaluation.groups import GroupAnalysis
-from focus_exp.jobs.adapter import with_adapter
-from focus_exp.jobs.inputs import digest_of
-from focus_exp.jobs.prepare import describe, headline, load, prepare, training_blocks
-from focus_exp.jobs.router import put_router
-from focus_exp.jobs.run import already_finished, open_run, run_folder
+from focus_exp.jobs.compose import compose_router
+from focus_exp.jobs.prepare import prepare, training_sequences
+from focus_exp.jobs.resume import digest_adapter, print_finished
+from focus_exp.jobs.run import open_run
+from focus_exp.jobs.train import load_or_fit_router
 from focus_exp.models.adapter import read_adapter
-from focus_exp.training.precision import choose_precision
 
-# for the untrained router, where the trained one comes from an adapter that does not say
-CALIBRATION_BLOCKS = 8
+CALIBRATION_SEQUENCES = 8  # of the untrained router, if the trained one is an adapter without balance_sequences
 
 
 def analyze(config: Config) -> None:
@@ -23,34 +20,21 @@ def analyze(config: Config) -> None:
     Word classes against an untrained router and chance, agreement with the routers in analyze.others (other seeds),
     long-range pairs, and the cost of pruning. passage.html in the run folder shows a passage coloured by group.
     """
-    if config.adapter:
-        config = with_adapter(config)
-    if not (config.has_router or config.dual):
-        raise UserError(f"job=analyze describes the groups of a router, not attention={config.attention.name}")
-    if already_finished(config):
+    config = compose_router(config)
+    if print_finished(config):
         return
-    settings = config.analyze
-    precision = choose_precision(config.trainer.precision, config.trainer.accelerator, config.recipe.trains("all"))
-    router = f"the router in {config.adapter}" if config.adapter else headline(config)
-    print(
-        f"groups of {settings.tokens:,} held-out tokens, a passage of {settings.passage_tokens:,}; {router}; "
-        f"{describe(precision)}"
-    )
-    print(f"run folder: {run_folder(config)}")
-    with open_run(config, describe(precision)) as run:
-        others = {"others": [digest_of(other) for other in settings.others]} if settings.others else {}
-        run.record.method = dict(others)  # what an interrupted run has observed is theirs
-        loaded, corpus = load(run, precision)
-        model, evaluators = prepare(run, loaded, corpus, precision)
-        blocks = training_blocks(config, loaded, corpus)
-        for other in settings.others:  # what is wrong with them is known before a router is trained
-            read_adapter(model, other, check_base=config.check_base)
-        put_router(run, model, blocks, precision, config.eval.seq_len)
-        run.record.method |= others
-        balancing = config.focus.balance_sequences if config.has_router else 0
-        calibration = blocks.sample(balancing or CALIBRATION_BLOCKS, config.seed + 2)
-        windows = evaluators.perplexity.blocks
-        analysis = GroupAnalysis(
-            model, loaded.tokenizer, windows, calibration, config, precision, run.folder / "groups"
-        )  # fmt: skip
+    others = config.analyze.others
+    with open_run(config) as run:
+        digests = {"others": [digest_adapter(other) for other in others]} if others else {}
+        run.record.method = dict(digests)  # also of an interrupted run, whose partial results depend on them
+        setup = prepare(run)
+        sequences = training_sequences(config, setup)
+        for other in others:  # checked before a router is trained
+            read_adapter(setup.model, other, check_base=config.check_base)
+        load_or_fit_router(run, setup, config.eval.seq_len)
+        run.record.method |= digests
+        count = config.focus.balance_sequences if config.has_router else 0
+        calibration = sequences.sample(count or CALIBRATION_SEQUENCES, config.seed + 2)
+        held_out, folder = setup.evaluators.perplexity.blocks, run.folder / "groups"
+        analysis = GroupAnalysis(setup.model, setup.tokenizer, held_out, calibration, config, run.precision, folder)
         run.record.measurements += analysis.measure()

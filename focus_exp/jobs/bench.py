@@ -4,21 +4,24 @@ from __future__ import annotations
 
 from typing import Any
 
-from hydra.core.hydra_config import HydraConfig
+import torch
 
+from focus_exp.assets import cache_root
+from focus_exp.attention.kernels import KernelRequirements, unsupported_reasons
 from focus_exp.config import Config, get_method_options
 from focus_exp.errors import UserError
-from focus_exp.jobs.adapter import with_adapter
-from focus_exp.jobs.backend import list_kernels
-from focus_exp.jobs.prepare import check_length, describe, headline, load, prepare, training_blocks
-from focus_exp.jobs.router import put_router, trains_router
-from focus_exp.jobs.run import already_finished, open_run, run_folder
-from focus_exp.jobs.variants import compose_shared
+from focus_exp.jobs.compose import command_overrides, compose_router, compose_shared
+from focus_exp.jobs.prepare import check_length, prepare
+from focus_exp.jobs.resume import REPEAT, print_finished
+from focus_exp.jobs.run import open_run
+from focus_exp.jobs.train import load_or_fit_router, trains_router
 from focus_exp.models.methods import set_routing
-from focus_exp.results.run_dir import earlier_record
+from focus_exp.results.run_dir import earlier_record, run_folder
 from focus_exp.speed.bench import SpeedBenchmark
+from focus_exp.speed.break_even import BreakEven
 from focus_exp.speed.layer import Methods
-from focus_exp.training.precision import choose_precision, has_native_bf16
+from focus_exp.speed.timing import device_name
+from focus_exp.training.precision import choose_device, has_native_bf16
 
 
 def bench(config: Config) -> None:
@@ -27,94 +30,88 @@ def bench(config: Config) -> None:
     bench.list=true lists the kernels that are available and why others are not. Triton's kernels and torch's flash
     attention were checked and timed on an H200 (runs/records/gpu); FlashAttention 3, 4 and flash-attn have not run yet.
     """
-    if config.bench.list:
+    settings = config.bench
+    if settings.list:
         list_kernels(config)
         return
-    if config.adapter:
-        config = with_adapter(config)
-    refuse_untimed(config)
-    methods = other_methods(config)
-    refuse_other_options(config, methods)
-    if already_finished(config):
+    config = compose_router(config)
+    if not config.has_router:
+        check_dual(config)
+    methods = compose_methods(config)
+    recorded = {"methods": {name: {"method": method, **options} for name, (method, options) in methods.items()}}
+    check_earlier_methods(config, recorded["methods"])
+    if print_finished(config):
         return
-    precision = choose_precision(config.trainer.precision, config.trainer.accelerator, config.recipe.trains("all"))
-    router = f"the router in {config.adapter}" if config.adapter else headline(config)
-    timed = "Focus" if config.has_router else config.attention.name
-    print(f"speed of {timed} against full attention; {router}; {describe(precision)}")
-    print(f"run folder: {run_folder(config)}")
-    with open_run(config, describe(precision)) as run:
-        if config.has_router and config.bench.dtype == "bf16" and not has_native_bf16(precision.device):
-            run.warn(
-                "bench.dtype=bf16 is emulated on this CPU, so its times of a layer say nothing; use bench.dtype=float32"
-            )
-        timed_too = {"methods": recorded(methods)} if methods else {}
-        run.record.method = dict(timed_too)  # what an interrupted run has timed is theirs
-        loaded, corpus = load(run, precision)
-        model, evaluators = prepare(run, loaded, corpus, precision)
-        blocks = training_blocks(config, loaded, corpus) if trains_router(config) else None
-        longest = max([config.eval.seq_len, *config.bench.prefill_lengths, *config.bench.step_lengths])
-        check_length(model, "bench.prefill_lengths or bench.step_lengths", longest, config.model.name)
-        if config.bench.quality:
+    with open_run(config) as run:
+        if config.has_router and settings.dtype == "bf16" and not has_native_bf16(run.precision.device):
+            run.warn("bench.dtype should be float32 (got bf16): this CPU emulates bfloat16, which distorts layer times")
+        run.record.method = dict(recorded) if methods else {}  # also of an interrupted run
+        setup = prepare(run)
+        model, evaluators = setup.model, setup.evaluators
+        max_length = max([config.eval.seq_len, *settings.prefill_lengths, *settings.step_lengths])
+        check_length(model, "bench.prefill_lengths or bench.step_lengths", max_length, config.model.name)
+        if settings.quality:
             evaluators.measure_base()
-        trained = put_router(run, model, blocks, precision, longest)
-        run.record.method |= timed_too
+        is_trained = load_or_fit_router(run, setup, max_length)
+        run.record.method |= recorded if methods else {}
         if config.has_router:
             set_routing(model, hard=True, top_k=config.focus.top_k, pair_rule=config.focus.pair_rule)
-        elif config.dual:  # an adapter may be timed at another number of groups
+        elif config.dual:
             set_routing(model, hard=True, top_k=config.dual.top_k)
-        held_out = evaluators.perplexity.blocks
-        benchmark = SpeedBenchmark(config, model, held_out, precision, run.folder, trained, methods)
+        sequences = evaluators.perplexity.blocks
+        benchmark = SpeedBenchmark(config, model, sequences, run.precision, run.folder, is_trained, methods)
         for measurement in benchmark.run():
             run.record.measurements.append(measurement)
             if measurement.metric == "speedup":
                 run.save()
-        if config.bench.quality:
+        if settings.quality:
             evaluators.measure_attached()
             evaluators.write_final(run.record, run.folder)
 
 
-def refuse_untimed(config: Config) -> None:
-    """UserError for what no clock is for: no router, or two encoders otherwise than fitted and in a prefill."""
+def check_dual(config: Config) -> None:
+    """Raise UserError for timings that two encoders do not have: they are fitted, then timed in a prefill."""
     name, settings = config.attention.name, config.bench
-    if config.has_router:
-        return
-    if not config.dual:
-        raise UserError(f"job=bench times routers, not attention={name}; use attention=focus or attention=focus_dual")
     for key in ("lengths", "step_lengths", "decode_lengths", "methods"):
-        if getattr(settings, key):
-            raise UserError(f"bench.{key} is for attention=focus; of attention={name} a prefill is timed: leave it out")
+        if value := getattr(settings, key):
+            raise UserError(f"bench.{key} must be empty with attention={name} (got {value}).")
     if not settings.prefill_lengths:
-        raise UserError(f"attention={name} is timed in a prefill of the whole model; give bench.prefill_lengths=[4096]")
-    if not (config.adapter or config.fitting or config.phases):
-        raise UserError(
-            f"attention={name} is timed once it is fitted; give adapter=, or attention.calibration_sequences above 0"
-        )
+        raise UserError(f"bench.prefill_lengths must be set with attention={name}. Type bench.prefill_lengths=[4096].")
+    if not config.adapter and not trains_router(config):
+        raise UserError(f"attention.calibration_sequences must be > 0 with attention={name} (got 0). Or type adapter=.")
 
 
-def other_methods(config: Config) -> Methods:
-    """`bench.methods`, each a name of conf/attention, with its options. UserError for one that has no layer to time."""
-    found = {}
+def compose_methods(config: Config) -> Methods:
+    """Return the options of `bench.methods`, which are names of conf/attention."""
+    methods = {}
     for name in config.bench.methods:
-        attention = compose_shared(HydraConfig.get().overrides.task, [f"attention={name}", "recipe=none"]).attention
+        attention = compose_shared(command_overrides(), [f"attention={name}", "recipe=none"]).attention
         if attention.method in ("full", "focus"):
-            raise UserError(f"bench.methods={name}: full attention and Focus are timed by every bench; name others")
-        found[name] = (attention.method, get_method_options(attention))
-    return found
+            raise UserError(f"bench.methods must not contain {name}: full attention and Focus are always timed.")
+        methods[name] = (attention.method, get_method_options(attention))
+    return methods
 
 
-def recorded(methods: Methods) -> dict[str, dict[str, Any]]:
-    """The same as a record has them."""
-    return {name: {"method": method, **options} for name, (method, options) in methods.items()}
-
-
-def refuse_other_options(config: Config, methods: Methods) -> None:
-    """UserError where a run of this name, which tells of `bench.methods` the names alone, has timed other options."""
+def check_earlier_methods(config: Config, methods: dict[str, dict[str, Any]]) -> None:
+    """Raise UserError if an earlier run timed `bench.methods` with other options: its hash has their names alone."""
     record = None if config.overwrite else earlier_record(config)
     for name, then in (record.method.get("methods", {}) if record else {}).items():
-        now = recorded(methods)[name]
-        changed = [f"{key}={value}" for key, value in then.items() if now.get(key, value) != value]
+        changed = [f"{key}={value}" for key, value in then.items() if methods[name].get(key, value) != value]
         if changed:
-            raise UserError(
-                f"bench.methods={name}: {run_folder(config)} was made with its {', '.join(changed)}; overwrite=true "
-                "makes it anew, another runs_dir leaves it alone"
-            )
+            raise UserError(f"bench.methods={name} must have {', '.join(changed)} of {run_folder(config)}. {REPEAT}")
+
+
+def list_kernels(config: Config) -> None:
+    """Print every kernel with why it is not available here, and the break-even lengths measured so far."""
+    device = choose_device(config.trainer.accelerator)
+    print(f"kernels of the sparse path on {device_name(device)}, head size 64, in the order of backend=auto:")
+    for dtype in (torch.bfloat16, torch.float32):
+        print(f"  {str(dtype).removeprefix('torch.')}")
+        for name, reason in unsupported_reasons(KernelRequirements(device.type, dtype, 64)).items():
+            note = " (reference implementation; not used by auto)" if name == "math" else ""
+            print(f"    {name:<12} {f'not available: it {reason}' if reason else f'available{note}'}")
+    print("measured on an H200: runs/records/gpu; expected: python -m focus_exp.speed.computed")
+    folder = cache_root(config.cache_dir) / "break_even"
+    print(f"break-even lengths in {folder}, one file each; delete a file to measure again:")
+    measured = [result for path in sorted(folder.glob("*.json")) if (result := BreakEven.read(path))]
+    print("\n".join(f"  {result.sentence()}" for result in measured) or "  none yet")

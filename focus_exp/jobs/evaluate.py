@@ -1,18 +1,19 @@
-"""job=evaluate."""
+"""job=evaluate and job=build_tasks."""
 
 from __future__ import annotations
 
 from transformers import PreTrainedModel
 
+from focus_exp.assets import cache_root
 from focus_exp.config import Config
+from focus_exp.data.long_range import build_suite
 from focus_exp.errors import UserError
-from focus_exp.jobs.adapter import with_adapter
-from focus_exp.jobs.backend import set_backend
-from focus_exp.jobs.prepare import describe, load, prepare
-from focus_exp.jobs.run import Run, already_finished, open_run, run_folder
+from focus_exp.jobs.compose import compose_adapter
+from focus_exp.jobs.prepare import prepare, set_backend
+from focus_exp.jobs.resume import print_finished
+from focus_exp.jobs.run import Run, open_run
 from focus_exp.models.adapter import load_adapter, read_description
 from focus_exp.models.methods import is_causal
-from focus_exp.training.precision import Precision, choose_precision
 
 
 def evaluate(config: Config) -> None:
@@ -23,34 +24,27 @@ def evaluate(config: Config) -> None:
     runs tasks whose answers lie beyond the window. Both need make install-evaluation.
     """
     if not config.adapter:
-        raise UserError("job=evaluate needs adapter=<run folder>/adapter, or owner/name of one on the hub")
-    measure(with_adapter(config))
+        raise UserError("adapter must be set with job=evaluate. Type adapter=<run folder>/adapter or owner/name.")
+    evaluate_adapter(compose_adapter(config))
 
 
-def measure(config: Config) -> None:
-    """Measure `config.adapter`, of whose own method and base `config` is."""
-    if already_finished(config):
+def evaluate_adapter(config: Config) -> None:
+    """Measure `config.adapter`; `config` has its method and base."""
+    if print_finished(config):
         return
-    precision = choose_precision(config.trainer.precision, config.trainer.accelerator, trains_base=False)
-    attention = config.attention
-    groups = f", K={config.focus.groups}" if config.has_router else ""
-    kept = f"{attention.method}{groups}, window {attention.window}"
-    print(f"evaluation of {config.adapter} ({kept}: the adapter's own) on {config.data.name}; {describe(precision)}")
-    print(f"run folder: {run_folder(config)}")
-    with open_run(config, describe(precision)) as run:
-        loaded, corpus = load(run, precision)
-        model, evaluators = prepare(run, loaded, corpus, precision)
-        put_adapter(run, model, precision, config.eval.seq_len)
-        evaluators.measure_base()
-        evaluators.measure_attached()
-        evaluators.write_final(run.record, run.folder)
+    with open_run(config) as run:
+        setup = prepare(run)
+        load_trained(run, setup.model, config.eval.seq_len)
+        setup.evaluators.measure_base()
+        setup.evaluators.measure_attached()
+        setup.evaluators.write_final(run.record, run.folder)
 
 
-def put_adapter(run: Run, model: PreTrainedModel, precision: Precision, longest: int) -> None:
-    """Attach what `config.adapter` holds, for sequences of up to `longest` tokens, and put it on record."""
+def load_trained(run: Run, model: PreTrainedModel, max_length: int) -> None:
+    """Attach the run's adapter, for sequences of up to `max_length` tokens, and record it."""
     config, description = run.config, read_description(str(run.config.adapter))
     load_adapter(model, str(config.adapter), check_base=config.check_base)
-    set_backend(model, config, precision, longest)
+    set_backend(model, config, run.precision, max_length)
     run.record.method = {
         "name": config.attention.name,
         "causal": is_causal(model),
@@ -59,8 +53,15 @@ def put_adapter(run: Run, model: PreTrainedModel, precision: Precision, longest:
     }
     if (then := description["base_model"]["fingerprint"]) != run.record.model.get("fingerprint"):
         run.warn(f"check_base=false: the adapter was trained on other weights (fingerprint {then[:12]})")
-    if description.get("seed", config.seed) != config.seed:
-        run.warn(
-            f"the adapter was trained under seed {description['seed']}, and this run is of seed {config.seed}: reports "
-            f"tell runs of several seeds apart by theirs; give it seed={description['seed']}"
-        )
+    if (seed := description.get("seed", config.seed)) != config.seed:
+        run.warn(f"seed should be {seed}, that of the adapter (got {config.seed}): reports tell runs apart by it")
+
+
+def build_tasks(config: Config) -> None:
+    """Write the long-range suite from the held-out books, named by its hash.
+
+    Its answers are further back than `eval.long_range_distance` tokens, or than the attention's window.
+    """
+    window = config.eval.long_range_distance or config.attention.window
+    suite = build_suite(cache_root(config.cache_dir), window)
+    print(f"long-range suite for a window of {window}: {suite.folder}\nsha256 {suite.digest}")

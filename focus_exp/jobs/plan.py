@@ -11,16 +11,20 @@ from typing import Any
 import pandas as pd
 import torch
 from hydra import compose
-from hydra.core.hydra_config import HydraConfig
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from focus_exp.attention.options import FocusOptions
-from focus_exp.checks import parse
 from focus_exp.config import Config, PhaseConfig, get_method_options
 from focus_exp.errors import UserError, first_line
+from focus_exp.jobs.compose import (
+    command_overrides,
+    compose_overrides,
+    compose_variant,
+    compose_variants,
+    variant_name,
+)
 from focus_exp.jobs.prepare import check_length
-from focus_exp.jobs.variants import compose_variant, compose_variants, variant_name
 from focus_exp.models.attach import attach
 from focus_exp.models.lora import Linear, add_lora, count_router_parameters
 from focus_exp.models.methods import is_trainable
@@ -90,7 +94,7 @@ def plan(config: Config) -> None:
         raise UserError(f"plan.gpu must be one of {', '.join(GPUS)} (got {config.plan.gpu}).")
     if config.plan.experiments:
         return plan_experiments(config)
-    plans = [plan_run(name, each) for name, each in planned_configs(config).items()]
+    plans = [plan_run(name, planned) for name, planned in planned_configs(config).items()]
     show([asdict(item) | {"held": item.held} for item in plans], config)
     if refused := [item for item in plans if item.error]:
         raise UserError("\n  ".join(f"{item.run}: {item.error}" for item in refused))
@@ -98,23 +102,23 @@ def plan(config: Config) -> None:
 
 def plan_experiments(config: Config) -> None:
     """Print, and write to plan.folder, the training runs of every experiment; variants with equal needs share a row."""
-    command_line = [part for part in HydraConfig.get().overrides.task if not part.startswith("plan")]
+    command_line = [part for part in command_overrides() if not part.startswith("plan")]
     known: dict[Hashable, Plan] = {}
     rows: list[dict[str, Any]] = []
     for name in config.plan.experiments:
         overrides = [f"+experiment={name}", *command_line]
-        composed = parse(compose("config", overrides))
+        composed = compose_overrides(overrides)
         variants = {v: compose_variant(composed, v, overrides) for v in map(variant_name, composed.variants)}
         alike: dict[Hashable, list[str]] = {}
-        for variant, each in (variants or {composed.model.name: composed}).items():
-            if any(phase.steps for _, phase in each.phases):
-                alike.setdefault(training_key(each), []).append(variant)
+        for variant, planned in (variants or {composed.model.name: composed}).items():
+            if any(phase.steps for _, phase in planned.phases):
+                alike.setdefault(training_key(planned), []).append(variant)
         for key, names in alike.items():
-            each = variants.get(names[0], composed)
+            planned = variants.get(names[0], composed)
             if key not in known:
-                known[key] = plan_run(names[0], replace(each, plan=config.plan))
+                known[key] = plan_run(names[0], replace(planned, plan=config.plan))
             item = known[key]
-            runs = len(names) * (1 + len(each.recipe.tune.factors))
+            runs = len(names) * (1 + len(planned.recipe.tune.factors))
             hours = 0.0 if item.error else runs * item.gpus * item.hours
             row = {"experiment": name, "variants": " ".join(names), "runs": runs, "gpu_hours": hours}
             rows.append({**row, "held": item.held, **asdict(item)})
@@ -255,21 +259,20 @@ def load_architecture(config: Config) -> PreTrainedConfig:
     if model.architecture:
         return architecture_config(model).get_text_config()
     if not model.path:
-        raise UserError("model.path must be a folder with a config.json (not set); job=plan downloads nothing.")
+        raise UserError("model.path must be set with job=plan, which downloads nothing. Type model.path=<folder>.")
     try:
         return AutoConfig.from_pretrained(Path(model.path).expanduser(), local_files_only=True).get_text_config()
     except (OSError, ValueError) as error:
-        raise UserError(f"model.path={model.path} has no readable config.json ({first_line(error)}).") from error
+        raise UserError(
+            f"model.path must have a readable config.json (got {model.path}: {first_line(error)})."
+        ) from error
 
 
 def training_key(config: Config) -> Hashable:
     """Return what the needs of a training run depend on, apart from small parts such as groups and ranks."""
-    trainer, phases = (
-        config.trainer,
-        [(phase.trainable, phase.objective, phase.steps) for _, phase in config.phases],
-    )
+    trainer, phases = config.trainer, tuple((p.trainable, p.objective, p.steps) for _, p in config.phases)
     return (
-        config.model.name, config.attention.method, tuple(phases), len(config.recipe.tune.factors),
+        config.model.name, config.attention.method, phases, len(config.recipe.tune.factors),
         config.data.seq_len, trainer.batch_size, trainer.accumulate, trainer.precision,
     )  # fmt: skip
 
@@ -278,11 +281,11 @@ def planned_configs(config: Config) -> dict[str, Config]:
     """Return the configurations to plan by row name: plan.models, the variants, or the run itself."""
     if not config.plan.models:
         return compose_variants(config) if config.variants else {config.model.name: config}
-    command_line = [part for part in HydraConfig.get().overrides.task if not part.startswith("model=")]
+    command_line = [part for part in command_overrides() if not part.startswith("model=")]
     configs = {}
     for name in config.plan.models:
         paper = compose("config", [f"model={name}"]).model.paper if config.plan.paper else []
-        configs[name] = parse(compose("config", [f"model={name}", *paper, *command_line]))
+        configs[name] = compose_overrides([f"model={name}", *paper, *command_line])
     return configs
 
 

@@ -1,96 +1,206 @@
-"""Load model and data, and check that they fit; shared by every job with a model."""
+"""Load model and text, train a missing base, and choose the kernel: shared by every job with a model."""
 
 from __future__ import annotations
 
-from transformers import PreTrainedModel
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from statistics import fmean
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from focus_exp.assets import cache_root
-from focus_exp.config import Config
+from focus_exp.attention.focus_dual import FocusDual
+from focus_exp.attention.kernels import KERNELS, KernelRequirements, select_backend
+from focus_exp.config import Config, ModelConfig, get_method_options
 from focus_exp.data import SPLITS, Corpus, SequenceDataset, find_bos, load_corpus
 from focus_exp.data.texts import find_texts
 from focus_exp.errors import UserError
 from focus_exp.evaluation.benchmarks import BenchmarkEvaluator
 from focus_exp.evaluation.evaluators import Evaluators
 from focus_exp.evaluation.perplexity import PerplexityEvaluator
-from focus_exp.jobs.backend import check_backend
-from focus_exp.jobs.base import make_base, with_base
+from focus_exp.jobs.compose import base_overrides, compose_base, needs_base
+from focus_exp.jobs.resume import finished_record
 from focus_exp.jobs.run import Run
 from focus_exp.models.adapter import read_adapter
-from focus_exp.models.load import LoadedModel, load_model
+from focus_exp.models.load import load_model
+from focus_exp.models.methods import attached_methods, find_routers, set_routing
+from focus_exp.results.environment import cpu_name
+from focus_exp.results.run_dir import run_folder
+from focus_exp.speed.break_even import LENGTHS, REPEATS, BreakEven, break_even
+from focus_exp.speed.layer import Layer
+from focus_exp.speed.model import model_shape
 from focus_exp.speed.timing import device_name
-from focus_exp.training.distributed import place_base, strategy_name
+from focus_exp.storage import file_lock
+from focus_exp.training.distributed import place_base
 from focus_exp.training.precision import Precision
 
 
-def headline(config: Config) -> str:
-    """One line on what is about to run."""
-    run = f"{config.experiment}, {config.variant}" if config.variant else config.experiment
-    what = f"{run}: {config.recipe.name} of {config.model.name} with {config.attention.name}"
-    tokens = config.trainer.batch_size * config.trainer.accumulate * config.data.seq_len
-    phases = ", then ".join(f"{p.steps} steps of {tokens:,} tokens ({p.trainable})" for _, p in config.phases)
-    return f"{what} on {config.data.name}, seed {config.seed}: {phases or 'no training'}"
+@dataclass(frozen=True)
+class Setup:
+    """The frozen base on its device, its text, and what scores it on held-out text."""
+
+    model: PreTrainedModel
+    tokenizer: PreTrainedTokenizerBase
+    corpus: Corpus
+    evaluators: Evaluators
 
 
-def describe_processes(config: Config) -> str:
-    count = config.trainer.devices * config.trainer.num_nodes
-    return "" if count == 1 else f", {strategy_name(config.trainer)} over {count} processes"
+def prepare(run: Run) -> Setup:
+    """Load, print and record model and text.
 
-
-def describe(precision: Precision) -> str:
-    return f"{device_name(precision.device)}, {precision.name} ({precision.reason})"
-
-
-def load(run: Run, precision: Precision) -> tuple[LoadedModel, Corpus]:
-    """The model on its device and the corpus, both announced and on record."""
+    Raises:
+        UserError: if they are not available or do not fit each other.
+    """
     config, cache = run.config, cache_root(run.config.cache_dir)
-    if config.data.source == "files":  # what is wrong with them is known before a model is fetched or trained
+    if config.data.source == "files":  # checked before a model is downloaded or trained
         find_texts(config.data.files)
-    make_base(config)
     loaded = load_model(
-        with_base(config), assets=config.assets, cache=cache, seed=config.seed, dtype=precision.weights,
+        train_base(config), assets=config.assets, cache=cache, seed=config.seed, dtype=run.precision.weights,
         from_scratch=config.recipe.from_scratch,
     )  # fmt: skip
-    run.describe_model(loaded.provenance, sum(p.numel() for p in loaded.model.parameters()))
-    place_base(loaded.model, config, precision.device)
-    corpus = load_corpus(config.data, loaded.tokenizer, assets=config.assets, cache=cache)
+    model, tokenizer = loaded.model, loaded.tokenizer
+    run.describe_model(loaded.provenance, sum(p.numel() for p in model.parameters()))
+    place_base(model, config, run.precision.device)
+    corpus = load_corpus(config.data, tokenizer, assets=config.assets, cache=cache)
     if corpus.special_tokens:
         run.warn(
-            f"{corpus.special_tokens:,} strings in the text, such as {loaded.tokenizer.eos_token}, became special "
-            "tokens; data.split_special_tokens=true tokenises them as text"
+            f"{corpus.special_tokens:,} strings in the text, such as {tokenizer.eos_token}, became special "
+            "tokens; data.split_special_tokens=true tokenizes them as text"
         )
     run.describe_data(corpus.provenance, {name: len(getattr(corpus, name)) for name in SPLITS})
     run.save()
-    return loaded, corpus
-
-
-def prepare(run: Run, loaded: LoadedModel, corpus: Corpus, precision: Precision) -> tuple[PreTrainedModel, Evaluators]:
-    """The frozen base, and what scores it on held-out text; UserError where they do not fit."""
-    config, model = run.config, loaded.model
     check_length(model, "eval.seq_len", config.eval.seq_len, config.model.name)
-    bos = find_bos(loaded.tokenizer)
     held_out = corpus.validation if config.eval.split == "validation" else corpus.test
-    windows = SequenceDataset(held_out, config.eval.seq_len, stride=config.eval.stride, bos=bos, cross_documents=False)
-    for warning in windows.length_warnings("eval.seq_len"):
+    sequences = SequenceDataset(
+        held_out, config.eval.seq_len, stride=config.eval.stride, bos=find_bos(tokenizer), cross_documents=False
+    )
+    for warning in sequences.length_warnings("eval.seq_len"):
         run.warn(warning)
     check_backend(model, config.attention.backend)
     model.requires_grad_(False)
-    for adapter in config.eval.adapters:  # what is wrong with them is known before the hours of training
+    for adapter in config.eval.adapters:  # checked before the hours of training
         read_adapter(model, adapter, check_base=config.check_base)
-    weights, folder = loaded.provenance.fingerprint, run.folder
-    perplexity = PerplexityEvaluator(model, windows, config, precision, folder / "evaluation", weights)
-    tasks = folder / "benchmarks"
-    benchmarks = BenchmarkEvaluator(model, loaded.tokenizer, windows, config, precision, tasks, weights)
-    return model, Evaluators(perplexity, benchmarks)
+    weights = loaded.provenance.fingerprint
+    perplexity = PerplexityEvaluator(model, sequences, config, run.precision, run.folder / "evaluation", weights)
+    benchmarks = BenchmarkEvaluator(
+        model, tokenizer, sequences, config, run.precision, run.folder / "benchmarks", weights
+    )
+    return Setup(model, tokenizer, corpus, Evaluators(perplexity, benchmarks))
 
 
-def training_blocks(config: Config, loaded: LoadedModel, corpus: Corpus) -> SequenceDataset:
-    """Cut the training text into blocks; UserError where the model or the text is too short for one."""
-    check_length(loaded.model, "data.seq_len", config.data.seq_len, config.model.name)
-    return SequenceDataset(corpus.train, config.data.seq_len, bos=find_bos(loaded.tokenizer), cross_documents=True)
+def training_sequences(config: Config, setup: Setup) -> SequenceDataset:
+    """Cut the training text into sequences; UserError if model or text is too short for one."""
+    check_length(setup.model, "data.seq_len", config.data.seq_len, config.model.name)
+    bos = find_bos(setup.tokenizer)
+    return SequenceDataset(setup.corpus.train, config.data.seq_len, bos=bos, cross_documents=True)
 
 
 def check_length(model: PreTrainedModel, key: str, length: int, name: str) -> None:
-    """UserError where the model has no position for so many tokens."""
-    longest = getattr(model.config.get_text_config(), "max_position_embeddings", None)
-    if longest is not None and length > longest:
-        raise UserError(f"{key}={length} exceeds the {longest} positions of {name}; use {longest} or less")
+    """Raise UserError if the model has fewer positions."""
+    positions = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    if positions is not None and length > positions:
+        raise UserError(f"{key} must be <= {positions}, the positions of {name} (got {length}).")
+
+
+def train_base(config: Config) -> ModelConfig:
+    """Return the model's configuration with its weights' folder, trained first by model.base_run if they are missing.
+
+    They are trained in another process; of several commands that need them one trains and the others wait.
+    """
+    if not needs_base(config):
+        return config.model
+    base = compose_base(config)
+    folder = run_folder(base)
+    if finished_record(base) is None:
+        with file_lock(folder.with_name(f".{folder.name}.making"), str(folder), wait=True):
+            if finished_record(base) is None:
+                print(f"training {config.model.name} first: {' '.join(config.model.base_run)}")
+                command = [sys.executable, "-m", "focus_exp", *base_overrides(config)]
+                if code := subprocess.run(command).returncode:
+                    raise UserError(
+                        f"training model={config.model.name} failed with exit code {code}, for the reason above. Or "
+                        "type model.path=<other weights>."
+                    )
+    return replace(config.model, path=str(folder / "model"))
+
+
+# kernels
+
+
+def check_backend(model: PreTrainedModel, backend: str) -> None:
+    """Raise UserError if the requested kernel does not support this model on this device."""
+    if backend in KERNELS and (reason := KERNELS[backend].unsupported_reason(requirements(model, model.dtype))):
+        raise UserError(f"attention.backend must be supported here (got {backend}, which {reason}). Type auto.")
+
+
+def requirements(model: PreTrainedModel, dtype: torch.dtype) -> KernelRequirements:
+    softcap = getattr(model.config.get_text_config(), "attn_logit_softcapping", None) is not None
+    return KernelRequirements(model.device.type, dtype, model_shape(model).head_dim, softcap)
+
+
+def set_backend(model: PreTrainedModel, config: Config, precision: Precision, max_length: int) -> BreakEven | None:
+    """Set attention.backend of the attached methods; auto uses a kernel from its measured break-even length.
+
+    Args:
+        max_length: longest sequence to come; nothing is measured if it is below the first measured length.
+    """
+    attention = config.attention
+    set_routing(model, hard=False, backend=attention.backend)
+    options = typical_options(model, config)
+    if attention.backend != "auto" or options is None or max_length < LENGTHS[0]:
+        return None
+    dtype = torch.bfloat16 if precision.autocast else model.dtype
+    if select_backend(requirements(model, dtype)) is None:
+        return None
+    layer = Layer(model_shape(model), attention.window, options["sinks"], dtype, precision.device, repeats=REPEATS)
+    device, cache = name_processor(precision.device), cache_root(config.cache_dir)
+    result = break_even(layer, attention.method, options, device, cache)
+    for method in attached_methods(model).values():
+        method.sparse_from = result.sparse_from
+    print(result.sentence())
+    return result
+
+
+def name_processor(device: torch.device) -> str:
+    """Return the device in the cache of break-even lengths: several kinds of machines may share one home folder."""
+    name = device_name(device)
+    return name if device.type == "cuda" else f"{name} of {cpu_name()} ({torch.backends.cpu.get_cpu_capability()})"
+
+
+def typical_options(model: PreTrainedModel, config: Config) -> dict[str, Any] | None:
+    """Return options of a layer that reads the average number of groups; None if no layer has groups."""
+    options = get_method_options(config.attention)
+    if find_routers(model):
+        return options
+    duals = [m for m in attached_methods(model).values() if isinstance(m, FocusDual) and m.is_routed]
+    groups_per_head = [k for method in duals for k in method.groups_per_head]
+    if not groups_per_head:
+        return None
+    return options | {"groups_per_layer": None, "top_k": max(1, round(fmean(groups_per_head)))}
+
+
+def dense_training_reason(model: PreTrainedModel, config: Config) -> str | None:
+    """Return why training with hard routing computes all QK pairs; None if it need not."""
+    is_hard = config.has_router and config.focus.train_with == "hard" and config.focus.backend != "masked"
+    dropout = dict(attention_dropout(model.config.get_text_config().to_dict()))
+    if not (is_hard and dropout and config.recipe.trains("all")):  # a frozen base has no dropout
+        return None
+    return (
+        "attention.train_with=hard costs as much as full attention: only the masked path has attention dropout "
+        f"({', '.join(f'{name}={rate}' for name, rate in dropout.items())}). For the sparse path type "
+        f"{' '.join(f'++model.architecture.{name}=0' for name in dropout)}."
+    )
+
+
+def attention_dropout(fields: dict[Any, Any], prefix: str = "") -> Iterator[tuple[str, float]]:
+    """Yield the attention dropout rates above 0 of a transformers config, as a dict; nested fields dotted."""
+    for key, value in fields.items():
+        name = f"{prefix}{key}"
+        if isinstance(value, dict):
+            yield from attention_dropout(value, f"{name}.")
+        elif "drop" in name and ("attn" in name or "attention" in name) and isinstance(value, float) and value > 0:
+            yield name, value

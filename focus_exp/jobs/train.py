@@ -1,31 +1,61 @@
-"""job=train."""
+"""job=train, and the training part of other jobs."""
 
 from __future__ import annotations
 
-from dataclasses import asdict
+import time
+from contextlib import nullcontext
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
 
+import pytorch_lightning as pl
+from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from focus_exp.config import Config
+from focus_exp.assets import cache_root
+from focus_exp.attention.options import FocusOptions
+from focus_exp.config import Config, RecipeConfig, TuneConfig, get_method_options
+from focus_exp.data import SequenceDataset
+from focus_exp.errors import UserError, first_line
+from focus_exp.evaluation.controls import SOFT
 from focus_exp.evaluation.evaluators import Evaluators
-from focus_exp.jobs.backend import dense_training
-from focus_exp.jobs.fit import attach_method, fit
-from focus_exp.jobs.prepare import describe, describe_processes, headline, load, prepare, training_blocks
-from focus_exp.jobs.run import Run, already_finished, open_run
-from focus_exp.jobs.tune import last_rate, trial_measurement, tuned
+from focus_exp.evaluation.perplexity import PerplexityEvaluator
+from focus_exp.jobs.evaluate import load_trained
+from focus_exp.jobs.prepare import Setup, dense_training_reason, prepare, set_backend, training_sequences
+from focus_exp.jobs.resume import finished_record, print_finished, share_scores
+from focus_exp.jobs.run import Run, open_run
+from focus_exp.models.adapter import save_adapter
+from focus_exp.models.attach import attach
 from focus_exp.models.load import fingerprint, gather_tensor
-from focus_exp.results.record import Trial
-from focus_exp.storage import atomic_write
+from focus_exp.models.lora import add_lora, count_router_parameters, describe_lora, save_lora
+from focus_exp.models.methods import attached_methods, is_causal, is_trainable
+from focus_exp.results.measurement import Measurement
+from focus_exp.results.metrics import read_metrics
+from focus_exp.results.record import Record, Trial
+from focus_exp.results.run_dir import run_folder
+from focus_exp.storage import atomic_write, file_lock
+from focus_exp.training.callbacks import PROBES, probe_tokens
+from focus_exp.training.checkpoints import checkpoint_path, repair_checkpoints
 from focus_exp.training.distributed import (
+    broadcast_attached,
+    broadcast_object,
     check_strategy,
     is_main,
     is_sharded,
+    place_attached,
     process_group,
     run_on_rank_zero,
     sequential_by_rank,
 )
-from focus_exp.training.phases import unreached_learning_rates
-from focus_exp.training.precision import choose_device, choose_precision
+from focus_exp.training.focus_dual_fit.fit import fit_dual, format_fits, rebalance
+from focus_exp.training.indexer_fit import fit_indexers
+from focus_exp.training.measurements import fit_measurements, probe_measurements
+from focus_exp.training.module import NonFiniteError
+from focus_exp.training.phases import CHECKPOINTS, tokens_per_step, train_phases, unreached_learning_rates
+from focus_exp.training.precision import Precision, choose_device
+from focus_exp.training.warm_start import calibrate, temporary_calibration, warm_start
+
+TRIALS = "tries"  # experiment of the learning-rate trials
 
 
 def train(config: Config) -> None:
@@ -40,55 +70,48 @@ def train(config: Config) -> None:
     in the path and in every table. Below the break-even length of the device, hard routing uses masked attention,
     which gives the same result without a speedup.
     """
-    if not already_finished(config):
-        check_strategy(config, choose_device(config.trainer.accelerator))
-        carry_out(config, *tuned(config, train))
-
-
-def carry_out(asked: Config, config: Config, trials: list[Trial]) -> None:
-    """Run what `asked` names with the learning rate of `config`, the best of the `trials`."""
-    precision = choose_precision(config.trainer.precision, config.trainer.accelerator, config.recipe.trains("all"))
-    device = f"{describe(precision)}{describe_processes(config)}"
-    with process_group(config.trainer, precision.device.type), open_run(asked, device) as run:
-        run.config, run.record.config, run.record.trials = config, asdict(config), trials
-        print(f"{headline(config)}; {device}")
-        run.record.measurements += map(trial_measurement, trials)
-        print(f"run folder: {run.folder}")
+    if print_finished(config):
+        return
+    device = choose_device(config.trainer.accelerator)
+    check_strategy(config, device)
+    tuned, trials = tune_learning_rate(config)
+    with process_group(config.trainer, device.type), open_run(config) as run:
+        run.config, run.record.config, run.record.trials = tuned, asdict(tuned), trials
+        run.record.measurements += map(measure_trial, trials)
         if trials:
-            print(f"learning rate {last_rate(config):g}, the best of {len(trials)} on validation text")
+            print(f"learning rate {last_rate(tuned):g}, the best of {len(trials)} on validation text")
         with sequential_by_rank(config.trainer.devices):
-            loaded, corpus = load(run, precision)
-        model, evaluators = prepare(run, loaded, corpus, precision)
-        blocks = training_blocks(config, loaded, corpus)
-        for sentence in filter(None, [dense_training(model, config), *unreached_learning_rates(config)]):
-            run.warn(sentence)
+            setup = prepare(run)
+        model, evaluators = setup.model, setup.evaluators
+        sequences = training_sequences(tuned, setup)
+        for warning in filter(None, [dense_training_reason(model, tuned), *unreached_learning_rates(tuned)]):
+            run.warn(warning)
         run_on_rank_zero(model, evaluators.measure_base)
-        with run.training():
-            attach_method(model, config, precision)
-            fit(run, model, blocks, precision, evaluators.perplexity)
-            if config.recipe.trains("all"):
-                save_weights(run, model, loaded.tokenizer)
-                # what a run with model.path= of them says it began with
-                run.record.method["weights"] = fingerprint(model)
+        with run.count_training_time():
+            attach_method(model, tuned, run.precision)
+            fit(run, model, sequences, evaluators.perplexity)
+            if tuned.recipe.trains("all"):
+                save_weights(run.folder, model, setup.tokenizer)
+                run.record.method["weights"] = fingerprint(model)  # of the base of runs with model.path=<this model>
         run_on_rank_zero(
-            model, lambda: evaluators.measure_attached(lambda *scored: publish_round(run, evaluators, *scored))
+            model, lambda: evaluators.measure_attached(lambda *scored: print_round(run, evaluators, *scored))
         )
         evaluators.write_final(run.record, run.folder)
 
 
-def publish_round(run: Run, evaluators: Evaluators, scored: int, total: int) -> None:
-    """Write and print the table of the sequences scored so far; the last round is that of the finished run."""
+def print_round(run: Run, evaluators: Evaluators, scored: int, total: int) -> None:
+    """Print the table of the sequences scored so far; the last round is that of the finished run."""
     if scored < total:
-        trained = run.record.measurements
+        measurements = run.record.measurements
         evaluators.write(run.record, run.folder)
         print(f"{scored} of {total} sequences:")
         run.write_tables()
-        run.record.measurements = trained
+        run.record.measurements = measurements
 
 
-def save_weights(run: Run, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
-    """The whole trained base with its tokenizer, as model.path= takes it; the routers are in the adapter."""
-    # of those that its family may tie the ones that this model does tie, for which a whole model's share their memory
+def save_weights(folder: Path, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Save the trained base and its tokenizer for model.path=; routers are in the adapter."""
+    # sharded: of the weights that the architecture may tie, those that this model ties
     tied = set(model.all_tied_weights_keys) if is_sharded(model) else set()
     state = {}
     for name, tensor in model.state_dict().items():
@@ -98,6 +121,233 @@ def save_weights(run: Run, model: PreTrainedModel, tokenizer: PreTrainedTokenize
                 state[name] = gathered
     if not is_main():
         return
-    with atomic_write(run.folder / "model") as new:
+    with atomic_write(folder / "model") as new:
         model.save_pretrained(new, state_dict=state)
         tokenizer.save_pretrained(new)
+
+
+# fitting
+
+
+def trains_router(config: Config) -> bool:
+    """Return whether a router is trained or fitted, not loaded or left at its initialization."""
+    return not config.adapter and bool(config.fitting or config.phases)
+
+
+def load_or_fit_router(run: Run, setup: Setup, max_length: int) -> bool:
+    """Attach the adapter's router, or train one as recipe and method say; False if it stays untrained.
+
+    Args:
+        max_length: longest sequence to come.
+    """
+    config, model = run.config, setup.model
+    if config.adapter:
+        load_trained(run, model, max_length)
+        return True
+    sequences = training_sequences(config, setup) if trains_router(config) else None
+    attach_method(model, config, run.precision)
+    run.record.method = {"name": config.attention.name, "causal": is_causal(model)}
+    if sequences is not None:
+        fit(run, model, sequences)
+    return sequences is not None
+
+
+def attach_method(model: PreTrainedModel, config: Config, precision: Precision) -> None:
+    """Attach the method and LoRA that the configuration names."""
+    lora = config.recipe.lora
+    if config.attention.method != "full":
+        pl.seed_everything(config.seed, verbose=False)
+        attach(model, config.attention.method, **get_method_options(config.attention))
+        set_backend(model, config, precision, max(config.eval.seq_len, config.data.seq_len))
+    if config.recipe.trains("lora"):
+        router = count_router_parameters(model, lora.router_groups, FocusOptions.routing_dim)
+        pl.seed_everything(config.seed, verbose=False)
+        add_lora(model, lora, router)
+        description = describe_lora(model)
+        print(
+            f"{description['name']} on {', '.join(description['target_modules'])}: "
+            f"{count_trainable(model, config):,} parameters (a router of {lora.router_groups} groups: {router:,})"
+        )
+    place_attached(model, precision.device)
+
+
+def fit(
+    run: Run, model: PreTrainedModel, sequences: SequenceDataset, evaluator: PerplexityEvaluator | None = None
+) -> None:
+    """Warm start, training phases and calibration; saves the adapter, also the last good one of a non-finite loss.
+
+    Args:
+        evaluator: its text is used to probe routers while they train, and to measure them between phases.
+    """
+    config, record, precision = run.config, run.record, run.precision
+    has_router, adapter = config.has_router, run.folder / "adapter"
+    if is_main():
+        for warning in repair_checkpoints(run.folder / CHECKPOINTS):
+            run.warn(warning)
+    is_resumed = broadcast_object(
+        any(checkpoint_path(run.folder / CHECKPOINTS, name).exists() for name, _ in config.phases[:1])
+    )
+    fitting = fit_before_training(run, model, sequences, is_resumed)
+    balancing = sequences.sample(config.focus.balance_sequences, config.seed + 2) if has_router else []
+    moved = (
+        sequences.sample(config.dual.calibration_sequences, config.seed + 2) if config.dual and config.phases else []
+    )
+
+    def measure(phase: str) -> None:
+        assert evaluator is not None
+        with temporary_calibration(model, balancing, precision):
+            evaluator.measure_phase(phase)
+
+    def between(phase: str) -> None:
+        if evaluator and has_router:
+            run_on_rank_zero(model, lambda: measure(phase))
+
+    broadcast_attached(model)
+    try:
+        record.steps = train_phases(
+            model, sequences, config, precision, run.folder, run.loggers,
+            probed=probe_tokens(evaluator.blocks) if evaluator else None,
+            between=between,
+        )  # fmt: skip
+    except NonFiniteError as error:
+        saved = run.folder / CHECKPOINTS
+        if config.recipe.trains("lora"):
+            saved = save_lora(model, adapter, is_main())
+        elif has_router and not config.recipe.trains("all"):
+            saved = save_adapter(model, adapter, {"note": f"the last good state: {error}"}, is_main())
+        raise UserError(
+            f"{error}; the last good state is in {saved}. Lower recipe.phases.*.learning_rate or trainer.gradient_clip."
+        ) from error
+    fitted_tokens = sum(tokens.numel() for tokens in (*fitting, *balancing, *moved))
+    record.tokens_seen = record.steps * tokens_per_step(config) + fitted_tokens
+    record.measurements += probe_measurements(read_metrics(run.folder / PROBES), config.recipe.phases)
+    record.method = {
+        "name": config.attention.name,
+        "causal": is_causal(model),
+        "trainable_parameters": count_trainable(model, config),
+    }
+    if moved:
+        run_on_rank_zero(model, lambda: rebalance(model, moved, precision))
+    if has_router:
+        run_on_rank_zero(model, lambda: calibrate(model, balancing, precision))
+        record.method |= get_method_options(config.attention)
+    # a budget of focus_dual is part of the adapter, also where no layer has encoders
+    if config.dual or any(method.state_dict() for method in attached_methods(model).values()):
+        extra = {"trained_with": config.model.name, "substitution": record.model.get("substitution")}
+        extra |= {"steps": record.steps, "tokens": record.tokens_seen, "seed": config.seed}
+        save_adapter(model, adapter, extra, is_main())
+    if config.recipe.trains("lora"):
+        record.method |= describe_lora(model)
+        save_lora(model, adapter, is_main())
+    model.eval()
+
+
+def fit_before_training(run: Run, model: PreTrainedModel, sequences: SequenceDataset, is_resumed: bool) -> list[Tensor]:
+    """Fit the attached method to the frozen base; returns the sequences that it took."""
+    config, cache, seed, precision = run.config, cache_root(run.config.cache_dir), run.config.seed, run.precision
+    start = time.perf_counter()
+    if config.has_router and config.phases and config.focus.warm_start_sequences:
+        sample = sequences.sample(config.focus.warm_start_sequences, seed + 1)
+        if not is_resumed:
+            run_on_rank_zero(model, lambda: warm_start(model, sample, config.focus.warm_start_steps, precision, seed))
+            print(f"warm start: {len(sample)} sequences, {time.perf_counter() - start:.1f} s")
+        return sample
+    if config.fitting is None:
+        return []
+    sample = sequences.sample(config.fitting.calibration_sequences, seed + 1)
+    if config.dual:
+        fits, seconds = fit_dual(model, sample, config.dual, precision, cache, seed)
+        run.record.measurements += fit_measurements(fits)
+        print(format_fits(fits))
+    else:
+        seconds = fit_indexers(model, sample, config.fitting, precision, cache, seed)
+    run.record.fit_seconds = seconds
+    # the fit counts as training time also where it comes from the cache
+    run.record.train_seconds = max(run.record.train_seconds or 0.0, seconds - (time.perf_counter() - start))
+    return sample
+
+
+def count_trainable(model: PreTrainedModel, config: Config) -> int:
+    """Return the number of parameters that are trained in any phase or fitted before."""
+    parts = {phase.trainable for _, phase in config.phases} | ({"router"} if config.fitting else set())
+    return sum(p.numel() for name, p in model.named_parameters() if any(is_trainable(name, part) for part in parts))
+
+
+# learning-rate trials: each a run, scored on validation text
+
+
+def tune_learning_rate(config: Config) -> tuple[Config, list[Trial]]:
+    """Return the configuration with the learning rate of the lowest validation loss, and all trials.
+
+    Raises:
+        UserError: if no trial has a loss.
+    """
+    if not (config.recipe.tune.factors and any(phase.steps for _, phase in config.phases[-1:])):
+        return config, []
+    configs = [make_trial(config, factor) for factor in config.recipe.tune.factors]
+    trials = []
+    for number, trial in enumerate(configs):
+        if trial.overwrite or not finished_record(trial):
+            print(f"\nlearning rate {number + 1} of {len(configs)} on validation text: {last_rate(trial):g}")
+            share_scores(trial, [other for other in configs if finished_record(other)])
+        trials.append(run_trial(trial))
+    losses = [(trial.nll, trial.learning_rate) for trial in trials if trial.nll is not None]
+    if not losses:
+        reasons = "; ".join(f"{trial.learning_rate:g}: {trial.error}" for trial in trials)
+        raise UserError(f"recipe.tune.factors must have a learning rate with a finite loss ({reasons}).")
+    return replace(config, recipe=with_rate(config, min(losses)[1])), trials
+
+
+def make_trial(config: Config, factor: float) -> Config:
+    """Return the trial of `factor` times the last phase's learning rate, shared by all seeds and experiments."""
+    tune = config.recipe.tune
+    seeded: dict[str, Any] = {"seed": tune.seed} if hasattr(config.attention, "seed") else {}
+    evaluation = replace(
+        config.eval, split="validation", max_sequences=tune.sequences, tasks=[], controls=False, pair_rules=[],
+        top_k=[config.focus.top_k] if config.has_router else [], limit=None, long_range_limit=None,
+    )  # fmt: skip
+    return replace(
+        config, experiment=TRIALS, variant=config.variant or config.recipe.name, seed=tune.seed, eval=evaluation,
+        recipe=with_rate(config, factor * last_rate(config)), attention=replace(config.attention, **seeded),
+    )  # fmt: skip
+
+
+def run_trial(config: Config) -> Trial:
+    """Run a trial unless it finished. Other commands with the same trial wait, unless it runs in several processes."""
+    rate, folder = last_rate(config), run_folder(config)
+    is_single = config.trainer.devices * config.trainer.num_nodes == 1
+    lock = file_lock(folder.with_name(f".{folder.name}.making"), str(folder), wait=True)
+    with lock if is_single else nullcontext():
+        try:
+            if config.overwrite or not finished_record(config):
+                train(config)
+        except UserError as error:
+            return Trial(learning_rate=rate, error=first_line(error))
+    record = finished_record(config)
+    return Trial(learning_rate=rate, **read_loss(record)) if record else Trial(learning_rate=rate, error="no result")
+
+
+def read_loss(record: Record) -> dict[str, Any]:
+    """Return loss or error of a trial; of soft routing if there is any: pruning changes the hard loss."""
+    for variant in (SOFT, record.primary_variant):
+        if (nll := record.find("nll", variant)) is not None:
+            return {"nll": nll}
+    failed = (m for m in record.measurements if m.variant == record.primary_variant and m.settings.get("error"))
+    return {"error": next((m.settings["error"] for m in failed), "no result")}
+
+
+def measure_trial(trial: Trial) -> Measurement:
+    settings = {"learning_rate": trial.learning_rate, "error": trial.error}
+    return Measurement(variant="lr_trial", metric="validation_nll", value=trial.nll, unit="nats", settings=settings)
+
+
+def last_rate(config: Config) -> float:
+    """Return the learning rate of the last phase."""
+    return config.phases[-1][1].learning_rate
+
+
+def with_rate(config: Config, rate: float) -> RecipeConfig:
+    """Return the recipe with another learning rate in its last phase, and no trials."""
+    name, phase = config.phases[-1]
+    phases = {**config.recipe.phases, name: replace(phase, learning_rate=rate)}
+    return replace(config.recipe, phases=phases, tune=TuneConfig())

@@ -1,0 +1,309 @@
+"""Compose other configurations than the command's: variants, adapters to measure, and base weights to train.
+
+A variant is an overlay in conf/variant; a name without a folder is in conf/variant/<experiment>. To print one:
+`python -m focus_exp +experiment=compare +variant=compare/lora --cfg job`.
+"""
+
+from __future__ import annotations
+
+import logging
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from hydra import compose
+from hydra.core.global_hydra import GlobalHydra
+from hydra.core.hydra_config import HydraConfig
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import Override
+from hydra.errors import HydraException
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from focus_exp.attention.options import did_you_mean
+from focus_exp.checks import drop_file_fields, parse, validate
+from focus_exp.cli import quote_override
+from focus_exp.config import Config, FocusConfig, ModelConfig, RecipeConfig, build_attention, find_schema
+from focus_exp.errors import UserError, first_line
+from focus_exp.models.adapter import BASE_HINT, read_description
+from focus_exp.results.record import RECORD, Record
+
+log = logging.getLogger(__name__)
+
+BASE = "base"  # row of the unmodified model in a comparison's tables
+GROUP = "variant"
+
+
+def compose_overrides(overrides: list[str]) -> Config:
+    return parse(compose("config", overrides))
+
+
+def parse_overrides(overrides: list[str]) -> list[Override]:
+    return OverridesParser.create().parse_overrides(overrides)
+
+
+def command_overrides() -> list[str]:
+    """Return the overrides of the running command, for a job of a sweep its own."""
+    return list(HydraConfig.get().overrides.task) if HydraConfig.initialized() else []
+
+
+# variants
+
+
+def compose_variants(config: Config) -> dict[str, Config]:
+    """Compose the comparison's variants by name, or only `config.variant` where the command line chose one."""
+    names = [config.variant] if config.variant else map(variant_name, config.variants)
+    return {name: compose_variant(config, name, command_overrides()) for name in names}
+
+
+def compose_variant(config: Config, name: str | None, overrides: list[str]) -> Config:
+    """Compose one variant of a comparison, or what all of them share (`name` None).
+
+    The variant's settings take precedence over the command's overrides. With an adapter it is measured, not trained.
+
+    Raises:
+        UserError: naming the variant, if it does not exist or its settings are invalid.
+    """
+    try:
+        return compose_checked(config, name, overrides)
+    except UserError as error:
+        raise error if name is None else UserError(f"variant {name}: {error}") from error
+    except (HydraException, OmegaConfBaseException) as error:
+        if name is not None:
+            error.add_note(f"variant {name}")
+        raise
+
+
+def compose_checked(config: Config, name: str | None, overrides: list[str]) -> Config:
+    if name == BASE:
+        raise UserError(f"its name must not be {BASE}, the row of the unmodified model. Rename its file.")
+    paths = variant_paths(config, name)
+    settings = {key for path in paths for key in read_settings(path)}
+    kept = []
+    for override in parse_overrides(overrides):
+        if override.key_or_group in settings:
+            log.warning("%s is not applied to variant %s, which sets it", override.input_line, name)
+        elif override.key_or_group != GROUP:
+            kept.append(str(override.input_line))
+    overlays = [f"+{GROUP}=[{','.join(paths)}]"] if paths else []
+    composed = compose_shared(kept, overlays, changes_method=bool(settings & {"attention", "recipe"}))
+    job = "evaluate" if composed.adapter else "train"
+    variant = replace(composed, job=job, variant=name, variants=[], shared_variant=None, references=[])
+    if name and variant.attention.method == "full" and not variant.phases:
+        raise UserError("it is the unmodified base model, which every comparison measures. Leave it out of variants.")
+    if not variant.adapter:
+        return variant
+    method = read_description(variant.adapter)["method"]
+    if name and method != variant.attention.method:
+        raise UserError(
+            f"attention must be {method}, the method of adapter={variant.adapter} (got {variant.attention.name}). "
+            "Leave the variant out of variants, or the adapter."
+        )
+    return compose_adapter(variant, [*kept, *variant_settings(config, name)])
+
+
+def compose_shared(overrides: list[str], others: list[str], *, changes_method: bool = True) -> Config:
+    """Compose overrides with `others`, whose attention method takes those of attention.* that it has."""
+    options = [override for override in overrides if changes_method and override.startswith("attention.")]
+    composed = compose("config", [*(override for override in overrides if override not in options), *others])
+    for option in parse_overrides(options):
+        if option.key_or_group.removeprefix("attention.") in composed.attention:
+            OmegaConf.update(composed, option.key_or_group, option.value())
+    return parse(composed)
+
+
+def variant_name(path: str) -> str:
+    return path.rpartition("/")[2]
+
+
+def variant_paths(config: Config, name: str | None) -> list[str]:
+    """Return the paths below conf/variant that make up a variant, in order of increasing precedence."""
+    shared = [config.shared_variant] if config.shared_variant else []
+    if name is None:
+        return shared
+    path = next((path for path in config.variants if variant_name(path) == name), name)
+    return [*shared, path if "/" in path else f"{config.experiment}/{path}"]
+
+
+def variant_settings(config: Config, name: str | None) -> list[str]:
+    """Return a variant's settings as overrides, shared ones first."""
+    return [f"{key}={value}" for path in variant_paths(config, name) for key, value in read_settings(path).items()]
+
+
+def read_settings(path: str) -> dict[str, Any]:
+    """Return what an overlay sets: group files that it chooses, and dotted keys.
+
+    Raises:
+        UserError: if there is no such file below conf/variant.
+    """
+    loader = GlobalHydra.instance().config_loader()
+    source = next((s for s in loader.get_sources() if s.is_config(f"{GROUP}/{path}.yaml")), None)
+    if source is None:
+        names = loader.get_group_options(f"{GROUP}/{path.rpartition('/')[0]}")
+        raise UserError(f"conf/{GROUP}/{path}.yaml does not exist{did_you_mean(variant_name(path), names)}")
+    values = OmegaConf.to_container(source.load_config(f"{GROUP}/{path}.yaml").config, resolve=False)
+    assert isinstance(values, dict)
+    settings: dict[str, Any] = {}
+    for entry in values.pop("defaults", []):
+        settings |= {key.removeprefix("override /"): value for key, value in entry.items()}
+    return settings | flatten(values)
+
+
+def flatten(values: dict[Any, Any], prefix: str = "") -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for key, value in values.items():
+        if isinstance(value, dict):
+            flat |= flatten(value, f"{prefix}{key}.")
+        elif f"{prefix}{key}" != GROUP:
+            flat[f"{prefix}{key}"] = value
+    return flat
+
+
+# adapters
+
+
+def compose_adapter(config: Config, overrides: list[str] | None = None) -> Config:
+    """Return the configuration that measures `config.adapter`: its method in place of attention.*, nothing to train.
+
+    The model is the adapter's base unless an experiment or an override chooses one.
+
+    Raises:
+        UserError: if an override, by default of the running command, asks for what the adapter is not.
+    """
+    description = read_description(str(config.adapter))
+    settings = {o.key_or_group: o for o in parse_overrides(command_overrides() if overrides is None else overrides)}
+    refuse_ignored_options(config, description, settings)
+    method = description["method"]
+    is_same = isinstance(config.attention, find_schema(method))
+    options = {"method": method, "name": config.attention.name if config.attention.method == method else method}
+    defaults = type(config.attention)()
+    for key in free_options(description):
+        is_set = is_same and getattr(config.attention, key) != getattr(defaults, key)  # maybe by an experiment
+        if key == "backend" or is_set or f"attention.{key}" in settings:
+            options[key] = getattr(config.attention, key)
+    model = config.model
+    if config.experiment == Config.experiment and not any(key.partition(".")[0] == "model" for key in settings):
+        model = find_base_model(config, description)
+    try:
+        attention: Any = OmegaConf.to_object(build_attention(description["options"] | options))
+        merged = replace(config, model=model, attention=attention, recipe=RecipeConfig(name="none"))
+        validate(merged)
+    except (OmegaConfBaseException, UserError) as error:
+        raise UserError(f"the adapter in {config.adapter} cannot be measured: {first_line(error)}") from error
+    return merged
+
+
+def compose_router(config: Config) -> Config:
+    """Return the configuration of a job that needs a router: the adapter's, if there is one.
+
+    Raises:
+        UserError: if the attention has no router.
+    """
+    config = compose_adapter(config) if config.adapter else config
+    if not (config.has_router or config.dual):
+        raise UserError(
+            f"attention must have a router with job={config.job} (got {config.attention.name}). Type attention=focus "
+            "or attention=focus_dual."
+        )
+    return config
+
+
+def free_options(description: dict[str, Any]) -> list[str]:
+    """Return the options of attention.* that may differ from the adapter's."""
+    if issubclass(find_schema(description["method"]), FocusConfig):
+        return ["top_k", "pair_rule", "backend"]
+    has_top_k = description["method"] == "focus_dual" and description["options"].get("groups_per_layer") is None
+    return ["top_k", "backend"] if has_top_k else ["backend"]
+
+
+def refuse_ignored_options(config: Config, description: dict[str, Any], settings: dict[str, Override]) -> None:
+    """Raise UserError for attention.* that would be ignored: runs of other settings would have the same numbers."""
+    method, free, made = description["method"], free_options(description), find_training_options(config, description)
+    for name, setting in settings.items():
+        group, _, key = name.partition(".")
+        if group != "attention" or key in ("", "name", *free) or not hasattr(config.attention, key):
+            continue
+        value = setting.value()
+        if isinstance(value, str) and "${" in value:
+            value = getattr(config.attention, key)
+        if key in made and value == made[key]:
+            continue
+        if key == "top_k" and made.get("groups_per_layer") is not None:
+            required = "left out: the adapter's budget sets it"
+        elif key in made:
+            required = f"{made[key]}, that of the adapter"
+        else:
+            known = key in vars(find_schema(method)())
+            required = f"left out: {'the adapter does not say its value' if known else f'{method} does not have it'}"
+        raise UserError(
+            f"{name} must be {required} (got {value}). Train another adapter, or set {', '.join(free)} of attention.* "
+            f"(adapter={config.adapter})."
+        )
+
+
+def find_training_options(config: Config, description: dict[str, Any]) -> dict[str, Any]:
+    """Return attention.* under which the adapter was trained, from its description and the record of its run."""
+    options = description["options"] | {"method": description["method"]}
+    record = read_adapter_record(config)
+    if record is None or record.setting("attention", "method") != description["method"]:
+        return options
+    return vars(find_schema(description["method"])()) | record.config["attention"] | options
+
+
+def find_base_model(config: Config, description: dict[str, Any]) -> ModelConfig:
+    """Return the model that the adapter was trained on: of its run, else of its description, else `config.model`.
+
+    Raises:
+        UserError: if it is a folder that no longer exists.
+    """
+    base, record = description["base_model"], read_adapter_record(config)
+    trained = Path(str(config.adapter)).with_name("model")
+    model = config.model
+    if record and "name" in (recorded := record.config.get("model", {})):
+        model = ModelConfig(**{key: recorded[key] for key in vars(model) if key in recorded})
+    elif base.get("revision") and "/" in base["name"]:
+        model = drop_file_fields("model", replace(model, path=None, hub_id=base["name"], revision=base["revision"]))
+    if (trained / "config.json").is_file():
+        return drop_file_fields("model", replace(model, path=str(trained)))
+    if model.path and not Path(model.path).expanduser().exists():
+        raise UserError(f"model.path of adapter={config.adapter} must exist (got {model.path}); {BASE_HINT}")
+    return model
+
+
+def read_adapter_record(config: Config) -> Record | None:
+    """Return the record of the run that the adapter is in, if there is one."""
+    with suppress(UserError):
+        return Record.load(Path(str(config.adapter)).with_name(RECORD))
+    return None
+
+
+# base weights
+
+
+def needs_base(config: Config) -> bool:
+    """Return whether the model's weights are trained by the command model.base_run."""
+    return bool(config.model.base_run) and config.model.path is None and not config.recipe.from_scratch
+
+
+def base_overrides(config: Config) -> list[str]:
+    """Return the overrides of the command that trains the base, in the same folders and budget, untuned by default."""
+    overrides = [
+        "recipe.tune.factors=[]",
+        *config.model.base_run,
+        *shared_overrides(config),
+        f"cache_dir={config.cache_dir or 'null'}",
+    ]
+    return [quote_override(override) for override in overrides]
+
+
+def shared_overrides(config: Config) -> list[str]:
+    """Return the overrides that commands started by this one share with it."""
+    keys = {"budget": config.budget.name, "assets": config.assets, "runs_dir": config.runs_dir}
+    return [f"{key}={value}" for key, value in (keys | {"logger.wandb": config.logger.wandb}).items()]
+
+
+def compose_base(config: Config) -> Config:
+    """Return the configuration of the run that trains the base; of a comparison, that of the variant it names."""
+    base = compose_overrides(base_overrides(config))
+    return base if base.variant is None else compose_variant(base, base.variant, base_overrides(config))

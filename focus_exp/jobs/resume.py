@@ -1,0 +1,176 @@
+"""Earlier runs of a configuration: finished or to be resumed, their unchanged inputs, and scores that runs share."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import shutil
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from focus_exp.assets import find_adapter
+from focus_exp.config import Config
+from focus_exp.config_hash import hash_adapter
+from focus_exp.data.texts import find_texts, hash_texts
+from focus_exp.errors import UserError
+from focus_exp.evaluation.benchmarks import is_perplexity
+from focus_exp.evaluation.controls import BASE, SOFT, slug
+from focus_exp.jobs.compose import compose_base, needs_base
+from focus_exp.models.adapter import read_description
+from focus_exp.models.load import hash_tokenizer, hash_weights
+from focus_exp.reporting.run_report import TABLE
+from focus_exp.results.record import Record
+from focus_exp.results.run_dir import NOT_ENDED, earlier_record, run_folder
+from focus_exp.storage import atomic_write
+from focus_exp.training.phases import CHECKPOINTS
+from focus_exp.training.precision import choose_precision
+
+REPEAT = "Type overwrite=true to replace the run, or another runs_dir."
+PARTS = (CHECKPOINTS, "evaluation", "benchmarks", "continuations", "groups", "speed")
+
+
+def finished_record(config: Config) -> Record | None:
+    """Return the record of this configuration if it finished before.
+
+    Raises:
+        UserError: if defaults, files that the run read, or the base that was trained for it have changed since.
+    """
+    record = earlier_record(config)
+    if record is not None:
+        check_inputs(config, record)
+        check_base(config, record)
+    return record if record and record.status == "finished" else None
+
+
+def print_finished(config: Config) -> bool:
+    """Print the table of a finished run; False if there is none, or config.overwrite repeats it."""
+    record = None if config.overwrite else finished_record(config)
+    if record is None:
+        return False
+    folder = run_folder(config)
+    if (folder / TABLE).exists():
+        print((folder / TABLE).read_text(encoding="utf-8"))
+    print(f"already finished on {record.device}: {folder}. Type overwrite=true to run it again.")
+    return True
+
+
+def check_inputs(config: Config, record: Record) -> None:
+    """Raise UserError if local files have changed since the run started. Missing files are accepted."""
+    texts = config.data.files if config.data.source == "files" else None
+    inputs: list[tuple[str, str | None, str | None, Callable[[str], str | None]]] = [
+        ("data.files", texts, record.data.get("revision"), lambda place: hash_texts(find_texts(place))),
+        ("model.path", config.model.path, record.model.get("revision"), hash_weights),
+        ("the tokenizer of model.path", config.model.path, record.model.get("tokenizer"), hash_tokenizer),
+        *(
+            ("analyze.others", other, then, digest_adapter)
+            for other, then in zip(config.analyze.others, record.method.get("others", []), strict=False)
+        ),
+    ]
+    for key, place, then, digest in inputs:
+        if place is None or then is None:
+            continue
+        try:
+            now = digest(place)
+        except (UserError, OSError):
+            continue
+        if now not in (None, then):
+            raise UserError(f"{key} must be that of {run_folder(config)}, {then} (got {place}, {now}). {REPEAT}")
+
+
+def check_base(config: Config, record: Record) -> None:
+    """Raise UserError if the run was made with another base: its name has the base's command, but not its budget."""
+    if not needs_base(config):
+        return
+    base, then = finished_record(compose_base(config)), record.model.get("fingerprint")
+    budget = record.setting("budget", "name")
+    is_same = base.method.get("weights", then) == then if base else budget == config.budget.name
+    if then is not None and not is_same:
+        raise UserError(
+            f"the base {config.model.name} must be that of {run_folder(config)}, trained with budget={budget} (got "
+            f"budget={config.budget.name}). {REPEAT}"
+        )
+
+
+def check_fingerprint(part: str, earlier: dict[str, Any], fingerprint: str, folder: Path) -> None:
+    """Raise UserError if the run started with another model or text, which its checkpoints and scores belong to."""
+    then = earlier.get("fingerprint")
+    if then not in (None, fingerprint):
+        raise UserError(f"{part} must be that of {folder}, {then[:12]} (got {fingerprint[:12]}). {REPEAT}")
+
+
+def digest_adapter(adapter: str) -> str:
+    """Return twelve hex digits of an adapter's content; UserError if there is none."""
+    read_description(adapter)
+    return hashlib.sha256(json.dumps(hash_adapter(str(find_adapter(adapter)))).encode()).hexdigest()[:12]
+
+
+def resume_record(record: Record, earlier: Record, folder: Path) -> list[str]:
+    """Copy model, data, times and warnings of an earlier attempt into `record`; returns warnings about it."""
+    record.data, record.model = earlier.data, earlier.model  # until they are loaded
+    if earlier.status == "finished":
+        return []
+    record.wall_seconds, record.train_seconds = earlier.wall_seconds, earlier.train_seconds
+    record.peak_memory_bytes = earlier.peak_memory_bytes
+    record.warnings = list(dict.fromkeys([*earlier.warnings, *record.warnings]))
+    kept = [part for part in PARTS if (folder / part).exists()]
+    if not kept:
+        return []
+    origins = {
+        "commit": (earlier.commit, record.commit),
+        "processor": (earlier.machine.get("cpu"), record.machine.get("cpu")),
+        "device": (earlier.device, record.device),
+        "torch": (earlier.versions.get("torch"), record.versions.get("torch")),
+    }
+    changed = [f"{name} {then} (now {now})" for name, (then, now) in origins.items() if then != now]
+    warnings = [f"resumed from another {', '.join(changed)}"] if changed and kept != ["speed"] else []  # timed again
+    if earlier.error == NOT_ENDED:
+        warnings.append("resumed after it was killed: time and memory of that attempt are missing")
+    return warnings
+
+
+# scores that runs share
+
+
+def share_scores(config: Config, others: Iterable[Config]) -> None:
+    """Copy scores that another run has of the same base, and of the soft gates of the same adapter."""
+    base = [f"evaluation/{slug(BASE)}.npz", f"benchmarks/{slug(BASE)}"]
+    soft = f"evaluation/{slug(SOFT)}.npz"  # does not depend on top_k
+    for other in others:
+        if config.recipe.from_scratch or other.recipe.from_scratch or base_key(config) != base_key(other):
+            continue
+        source, target = run_folder(other), run_folder(config)
+        for name in [*base, soft] if has_same_router(config, other) else base:
+            if (source / name).exists() and not (target / name).exists():
+                copy(source / name, target / name)
+        if not has_same_router(config, config) or (target / soft).exists():
+            return
+
+
+def has_same_router(config: Config, other: Config) -> bool:
+    """Return whether both measure one Focus adapter, with any number of groups per query."""
+    if not config.adapter or not config.has_router or config.adapter != other.adapter:
+        return False
+    return replace(other.focus, top_k=config.focus.top_k, pair_rule=config.focus.pair_rule) == config.focus
+
+
+def base_key(config: Config) -> tuple[object, ...]:
+    """Return what the scores of the unmodified model depend on."""
+    evaluation = replace(
+        config.eval, controls=True, top_k=[], pair_rules=[], adapters=[], request_batch_size=1, batch_size=1
+    )
+    has_tasks = any(not is_perplexity(task) for task in config.eval.tasks)  # maybe of the long-range suite
+    window = (config.eval.long_range_distance or config.attention.window) if has_tasks else None
+    trainer = config.trainer
+    precision = choose_precision(trainer.precision, trainer.accelerator, config.recipe.trains("all"))
+    return config.model, config.data, evaluation, window, precision, config.seed, config.assets
+
+
+def copy(source: Path, target: Path) -> None:
+    """Copy a file or a folder atomically."""
+    with atomic_write(target) as new:
+        if source.is_dir():
+            shutil.copytree(source, new)
+        else:
+            shutil.copyfile(source, new)
