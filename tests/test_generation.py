@@ -151,8 +151,8 @@ def test_interrupted_generation_resumes_with_the_next_prompt(tmp_path, monkeypat
 @pytest.mark.parametrize(
     ("settings", "key"),
     [
-        (["attention=focus_paper", "attention.groups=2"], "attention=focus"),
-        (["attention=window", "recipe=none"], "attention=window"),
+        (["attention=focus_paper", "attention.groups=2"], "attention must be causal"),
+        (["attention=window", "recipe=none"], "attention must have a router"),
         (["generate.prompt_tokens=32"], "generate.prompt_tokens"),
         (["generate.top_k=[3]"], "generate.top_k"),
         (["generate.new_tokens=0"], "generate.new_tokens"),

@@ -298,7 +298,7 @@ def test_analysis_of_a_changed_adapter_is_refused(analyzed):
     for status in ("interrupted", "finished"):
         path.write_text(record.replace('"finished"', f'"{status}"'))
         refused = run(*command(analyzed))
-        assert refused.code == 2 and f"analyze.others={other}" in refused.err
+        assert refused.code == 2 and refused.err.startswith("error: analyze.others must")
     values = json.loads(record)
     del values["method"]["others"]  # as older versions wrote it
     path.write_text(json.dumps(values))
@@ -326,7 +326,7 @@ def test_interrupted_analysis_resumes_with_the_next_router(tmp_path, monkeypatch
 @pytest.mark.parametrize(
     ("settings", "key"),
     [
-        (["attention=window", "recipe=none"], "attention=window"),
+        (["attention=window", "recipe=none"], "attention must"),
         (["analyze.passage_tokens=33"], "analyze.passage_tokens"),
         (["analyze.others=[nowhere]"], "nowhere"),
         (["analyze.tokens=1"], "analyze.tokens"),

@@ -348,11 +348,11 @@ def test_bench_job_lists_kernels(tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "key"),
     [
-        (["attention=window", "recipe=none"], "attention=window"),
+        (["attention=window", "recipe=none"], "attention must"),
         (["bench.lengths=[0]"], "bench.lengths"),
         (["bench.prefill_lengths=[100000]", "recipe=none"], "bench.prefill_lengths"),
         (["bench.dtype=int4"], "bench.dtype"),
-        (["bench.methods=[full]"], "bench.methods=full"),
+        (["bench.methods=[full]"], "bench.methods must"),
         (["bench.methods=[nothing]"], "nothing"),
         ([*DUAL, *PREFILLS, "bench.prefill_lengths=[]"], "bench.prefill_lengths"),
         ([*DUAL, *PREFILLS, "bench.methods=[window]"], "bench.methods"),
