@@ -67,7 +67,7 @@ def attach(
             f"{type(model).__name__}{hint}"
         )
     if getattr(model, "focus_attachment", None) is not None:
-        raise UserError("the model already has an attention method attached; call detach(model) first")
+        raise UserError("the model already has an attention method attached. Call detach(model) first.")
     modules = attention_modules(model)
     if isinstance(layers, int | str) or (layers is not None and not list(layers)):
         raise UserError(f"layers must be a list of layer indices, or None for all (got {layers!r}).")
@@ -116,7 +116,7 @@ def detach(model: PreTrainedModel) -> PreTrainedModel:
     """Undo `attach`: remove hooks, modules and settings."""
     attachment = get_attachment(model)
     if "focus_attachment" not in vars(model):
-        raise UserError(f"{type(model).__name__} wraps the attached model; detach that, get_base_model()")
+        raise UserError(f"{type(model).__name__} wraps the attached model. Detach get_base_model().")
     attachment.set_active(False)
     for layer in attachment.unpacked:
         setattr(layer, REPACKS, True)
@@ -174,8 +174,8 @@ def prepare_decoder(
     assert isinstance(decoder, PreTrainedModel)
     if decoder.config._attn_implementation != IMPLEMENTATION:
         raise UserError(
-            f"attention was set to {decoder.config._attn_implementation} on a model with a method attached; use "
-            "disable_method(model), or call detach(model) before set_attn_implementation"
+            f"attention was set to {decoder.config._attn_implementation} on a model with a method attached. Use "
+            "disable_method(model), or call detach(model) before set_attn_implementation."
         )
     cache, use_cache = kwargs.get("past_key_values"), kwargs.get("use_cache")
     if use_cache is None:

@@ -92,8 +92,8 @@ class FocusLayer(DynamicLayer):
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         if not self.expected:
             raise UserError(
-                "this KV cache is grouped, which the base model without its attached method cannot read; start with an "
-                "empty cache inside disable_method(model) and after detach(model)"
+                "this KV cache is grouped, which the base model without its attached method cannot read. Start with an "
+                "empty cache inside disable_method(model) and after detach(model)."
             )
         if not self.is_initialized:
             FocusLayer.lazy_initialization(self, key_states, value_states)
@@ -192,14 +192,14 @@ def find_layer(cache: Cache | None, method: AttentionMethod) -> FocusLayer | Non
     layer = layers[index] if index < len(layers) else None
     if isinstance(layer, FocusLayer):
         if reason := method.kv_cache_unsupported_reason():
-            raise UserError(f"this KV cache was filled with hard routing, and there is none for {reason}")
+            raise UserError(f"this KV cache was filled with hard routing, and there is none for {reason}.")
         if layer.groups_of != method.kv_cache_key():
             raise UserError(
-                "this KV cache was filled with other groups (another method or pair rule); start with an empty one"
+                "this KV cache was filled with other groups (another method or pair rule). Start with an empty one."
             )
         return layer
     if not method.is_dense() and is_grouped(cache):
-        raise UserError("this KV cache was filled while all pairs were kept; start with an empty one")
+        raise UserError("this KV cache was filled while all pairs were kept. Start with an empty one.")
     return None
 
 
@@ -245,13 +245,13 @@ def prepare_cache(config: PreTrainedConfig, methods: dict[int, AttentionMethod],
     """
     if cache is not None and cache.get_seq_length():
         raise UserError(
-            "this KV cache was filled without the attached method, as by prefix tuning (unsupported); start with an "
-            "empty one"
+            "this KV cache was filled without the attached method, as by prefix tuning (unsupported). Start with an "
+            "empty one."
         )
     if reason := cache_unsupported_reason(methods.values()):
         if cache is None:
             return None
-        raise UserError(f"no KV cache for {reason}; or pass use_cache=False, which recomputes all tokens")
+        raise UserError(f"no KV cache for {reason}. Or pass use_cache=False, which recomputes all tokens.")
     if cache is None:
         cache = DynamicCache(config=config)
     target, memo = getattr(cache, "self_attention_cache", cache), SequenceMemo()

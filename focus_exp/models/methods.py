@@ -170,7 +170,7 @@ class Attachment:
 def get_attachment(model: PreTrainedModel) -> Attachment:
     attachment = getattr(model, "focus_attachment", None)
     if attachment is None:
-        raise UserError("the model has no attention method attached; call attach(model) or load_adapter(model, folder)")
+        raise UserError("the model has no attention method attached. Use attach(model) or load_adapter(model, folder).")
     return attachment
 
 

@@ -103,15 +103,15 @@ def earlier_record(config: Config) -> Record | None:
     phases = list(config.recipe.phases)
     if (then := list(record.setting("recipe", "phases") or phases)) != phases:  # the name does not tell their order
         raise UserError(
-            f"{path.parent} holds a run of other recipe.phases, {', then '.join(then)} (now {', then '.join(phases)}); "
-            "give overwrite=true to replace it, or another runs_dir"
+            f"{path.parent} holds a run of other recipe.phases, {', then '.join(then)} (now {', then '.join(phases)}). "
+            "Give overwrite=true to replace it, or another runs_dir."
         )
     # a tuned run has another learning rate; variants of a comparison are checked one by one
     apart = bool(record.trials or config.variants)
     if moved := {} if apart else moved_defaults(config, record.config):
         raise UserError(
             f"{path.parent} holds a run with {', '.join(f'{key}={value}' for key, value in moved.items())}, which was "
-            "the default then; give overwrite=true to replace it, or another runs_dir"
+            "the default then. Give overwrite=true to replace it, or another runs_dir."
         )
     return record
 
