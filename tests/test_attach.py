@@ -11,7 +11,6 @@ from torch import Tensor
 from transformers import LlamaForSequenceClassification, PreTrainedModel
 
 from focus_exp import UserError, attach, detach, disable_method, freeze, is_causal, set_routing
-from focus_exp.attention.selection import PairCounts, fold_heads
 from focus_exp.models.methods import attached_methods, observe_selections
 
 TINY = {"window": 2, "sinks": 1}
@@ -160,33 +159,6 @@ def test_logits_packed_positions_equal_documents(attached, family, way):
     together = compute_logits(model, packed, position_ids=positions)
     alone = torch.cat([compute_logits(model, first), compute_logits(model, second)], 1)
     torch.testing.assert_close(together, alone, atol=1e-5, rtol=1e-5)
-
-
-@pytest.mark.parametrize("family", ["mistral", "qwen2", "gemma2", "gemma3"])
-@ways
-def test_count_pairs_sliding_window_limits_pairs(attached, family, way):
-    model, counts, expected = attached(family, way), {}, {}
-
-    def count(layer, method, selection, sequence):
-        kinds = getattr(model.config, "layer_types", ["sliding_attention"] * 2)
-        reach = 8 if kinds[layer] == "sliding_attention" else 40
-        seen = [(i, j) for i in range(40) for j in range(max(0, i - reach + 1), i + 1)]
-        distant = [(i, j) for i, j in seen if i - j > 2 and j >= 1]
-        rows, _, heads = fold_heads(selection, sequence)
-        kept = distant if way == "soft" else []
-        if rows.query_groups is not None:
-            of_heads = list(zip(rows.query_groups, rows.key_groups, strict=True))
-            kept = [(i, j) for i, j in distant for asked, own in of_heads if (asked[i] & own[j]).any()]
-        expected[layer] = PairCounts(heads * len(seen), heads * len(distant), len(kept))
-        counts[layer] = method.count_pairs(selection, sequence)
-
-    with observe_selections(model, count):
-        compute_logits(model, make_tokens(1))
-    assert counts == expected and len(counts) == 2
-    if family == "mistral":  # two layers of 8 see 14 tokens back, whatever the sinks
-        tokens = make_tokens(1)
-        changed = compute_logits(model, tokens) != compute_logits(model, tokens.masked_fill(torch.arange(40) == 0, 1))
-        assert changed.any(-1).nonzero()[:, 1].max() <= 14
 
 
 @families

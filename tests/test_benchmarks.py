@@ -12,20 +12,17 @@ import lm_eval
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from lm_eval.models.huggingface import HFLM
 from lm_eval.tasks import TaskManager
 from running import attention_of
 from tiny_architectures import tiny_model as architecture
 from tokenizers.processors import TemplateProcessing
-from transformers import ByT5Tokenizer
 
 from focus_exp import attach, disable_method, set_routing
 from focus_exp import config as schema
 from focus_exp.assets import cache_root
-from focus_exp.attention.focus import Focus
-from focus_exp.attention.selection import Selection
 from focus_exp.checks import check_tasks
 from focus_exp.data import SequenceDataset, TokenStream
 from focus_exp.data.embedded_benchmarks import MEMBERS, NAME, benchmark_folder, load_benchmark
@@ -43,7 +40,7 @@ from focus_exp.evaluation.benchmarks import (
 from focus_exp.evaluation.controls import BASE, RANDOM_GROUPS, WINDOW_ONLY
 from focus_exp.evaluation.lm_eval_harness import LoadedTask, MaskedLM, run_task
 from focus_exp.evaluation.perplexity import score
-from focus_exp.models.methods import attached_methods, observe_selections
+from focus_exp.models.methods import observe_selections
 from focus_exp.models.random import byte_tokenizer
 from focus_exp.results.intervals import student
 from focus_exp.training.precision import choose_precision
@@ -226,23 +223,6 @@ def llama():
         return attach_hard(build("tiny_llama"))
 
 
-TOKEN = st.integers(0, 255)
-REQUEST = st.tuples(st.lists(TOKEN, min_size=1, max_size=20), st.lists(TOKEN, min_size=1, max_size=5))
-
-
-@given(st.lists(REQUEST, min_size=1, max_size=6))
-@settings(max_examples=12)
-def test_likelihoods_equal_each_request_alone(llama, requests):
-    lm = wrap(llama, batch_size=3)
-    for (total, greedy), (context, continuation) in zip(likelihoods(lm, requests), requests, strict=True):
-        assert total == pytest.approx(compute_likelihood(llama, context, continuation), abs=1e-5)
-        with torch.no_grad():
-            best = llama(torch.tensor([context + continuation])).logits[0].argmax(-1).tolist()
-        assert greedy == (best[len(context) - 1 : -1] == continuation)
-    inputs = {(len(continuation), *context, *continuation[:-1]) for context, continuation in requests}
-    assert sorted(lm.stats.lengths) == sorted(len(tokens) - 1 for tokens in inputs)
-
-
 @pytest.mark.parametrize("name", ["choice", "words"])
 def test_task_equals_stock_lm_eval(llama, name):
     result = run(llama, name, shots=2)
@@ -357,37 +337,6 @@ def test_perplexity_at_length_scores_as_many_tokens(measure):
     assert long.n == long.requests == 2 and long.value == pytest.approx(np.exp(np.nanmean(longer.nll)), rel=1e-5)
     assert long.change.low < long.change.value < long.change.high
     assert "512" in find(evaluator, BASE, "perplexity@999", "").error
-
-
-def test_rows_of_a_mask_that_prunes_nothing_have_no_change(measure):
-    evaluator = measure(["choice"], options={"window": 200}, controls=False)
-    for metric in ("acc", "acc_norm"):
-        hard = find(evaluator, HARD, "choice", metric)
-        assert (hard.sparsity, hard.change.value) == (0, 0)
-
-
-class PruneAll(Focus):
-    """Queries look for a group that no key is in."""
-
-    def route(self, h, sequence):
-        groups = torch.ones_like(self.assign(h, sequence), dtype=torch.bool)
-        return Selection(None, groups, ~groups)
-
-
-def test_rows_of_broken_routers_show_it(measure):
-    def collapse(model):
-        for method in attached_methods(model).values():
-            method.router.potential[1] = 1e4
-
-    def prune_all(model):
-        for method in attached_methods(model).values():
-            method.__class__ = PruneAll
-
-    evaluator = measure(["choice"], collapse, "collapse")
-    row, window = (find(evaluator, name, "choice", "acc") for name in (HARD, WINDOW_ONLY))
-    assert (row.distant_density, row.largest_group_fraction, row.sparsity) == (1, 1, 0)
-    row = find(measure(["choice"], prune_all, "none", controls=False), HARD, "choice", "acc")
-    assert row.distant_density == 0 and (row.value, row.sparsity) == (window.value, window.sparsity)
 
 
 def test_interrupted_benchmarks_resume_to_the_same_rows(measure, monkeypatch, tmp_path):
@@ -530,13 +479,6 @@ def test_tokenizer_that_appends_eos_does_not_between_prompt_and_answer(tiny_mode
     assert tokenizer("ab")["input_ids"][-1] == tokenizer.eos_token_id
 
 
-def test_tokenizer_written_in_python_does_not_append_eos(tiny_model):
-    lm = MaskedLM(tiny_model("llama"), ByT5Tokenizer(), batch_size=4, precision=PRECISION)
-    assert lm._encode_pair("ab", " c") == ([100, 101], [35, 102])
-    assert lm.tok_batch_encode(["abcd"])[0].tolist() == [[100, 101, 102, 103]]
-    assert ByT5Tokenizer()("ab")["input_ids"][-1] == 1
-
-
 def as_items(scores: dict[str, float]) -> dict:
     """Documents of one item each."""
     return {(name, 0, 1): score for name, score in scores.items()}
@@ -580,14 +522,6 @@ def test_paired_difference_units_are_documents():
     assert mean == pytest.approx(-1 / 6) and alone[2] < 0 < high and dof < 8
     same = paired_difference(books, books)
     assert same[0] == 0 and same[1] < 0 < same[2]
-
-
-@pytest.mark.parametrize("books", ["a", "ab"])
-def test_paired_difference_of_few_documents_takes_items_as_units(books):
-    ours = {(book, item, 1): float(item % 3 > 0) for book in books for item in range(30)}
-    others = {unit: float(unit[1] % 2) for unit in ours}
-    alone = (as_items({f"{book}{item}": hit for (book, item, _), hit in x.items()}) for x in (ours, others))
-    assert paired_difference(ours, others) == pytest.approx(paired_difference(*alone))
 
 
 @pytest.mark.parametrize(

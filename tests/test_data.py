@@ -1,12 +1,9 @@
 """Documents and their splits, token streams, packed sequences, and the order of batches."""
 
-import errno
 import hashlib
 import io
 import json
 import re
-import resource
-from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -158,12 +155,6 @@ def test_loader_unfit_batch_size_raises(sizes, message):
         ResumableLoader(pack(40), seed=0, world_size=2, **sizes)
 
 
-def test_loader_state_of_another_batch_size_raises():
-    state = ResumableLoader(pack(40), 2, seed=0).state_dict()
-    with pytest.raises(UserError, match="batch_size=2, this run has 5"):
-        ResumableLoader(pack(40), 5, seed=0).load_state_dict(state)
-
-
 # documents
 
 
@@ -289,16 +280,6 @@ def test_find_texts_copies_of_a_file_count_once(tmp_path):
     assert {file.digest for file in found} == {hashlib.sha256(contents[file.path.stem]).hexdigest() for file in found}
 
 
-def test_load_corpus_copies_in_rows_and_files_count_once(tmp_path):
-    rows = [text for number in range(40) for text in (f"text {number}", f" text {number}\n", f"\ufefftext {number}")]
-    (tmp_path / "rows.jsonl").write_text("\n".join(json.dumps({"text": text}) for text in rows))
-    (tmp_path / "one.txt").write_text("text 7\n\n")
-    counts = Counter(
-        text.strip(" \n\ufeff") for text in decode(load(files_config(tmp_path / "*.*"), tmp_path / "cache"))
-    )
-    assert len(counts) == 40 and set(counts.values()) == {1}
-
-
 def test_find_texts_hidden_files_are_skipped(tmp_path):
     (tmp_path / ".ipynb_checkpoints").mkdir()
     for name in ("1.md", "2.md", "3.md", ".ipynb_checkpoints/1-checkpoint.md", ".3.md"):
@@ -388,17 +369,6 @@ def test_write_stream_strings_of_special_tokens_are_counted(tmp_path, tokenizer)
     assert write_stream(tmp_path, "test", documents, tokenizer, None, split_special_tokens=True) == 0
     merged, split = (read_stream(tmp_path, name, name).tokens.tolist() for name in ("train", "test"))
     assert (merged.count(tokenizer.eos_token_id), split.count(tokenizer.eos_token_id)) == (4, 2)
-
-
-def test_write_stream_beyond_a_file_size_limit_has_the_errno(tmp_path):
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, hard))
-    try:
-        with pytest.raises(OSError) as caught:
-            write_stream(tmp_path, "train", [("a", "x" * 2000)], byte_tokenizer(), None)
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-    assert caught.value.errno == errno.EFBIG
 
 
 def test_load_corpus_package_files_do_not_depend_on_their_folder(tmp_path):

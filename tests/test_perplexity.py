@@ -3,8 +3,6 @@
 import io
 import shutil
 from collections.abc import Callable
-from pathlib import Path
-from tempfile import TemporaryDirectory
 
 import numpy as np
 import pytest
@@ -27,10 +25,8 @@ from focus_exp.evaluation.perplexity import (
     PerplexityEvaluator,
     Scores,
     density_matched_window,
-    read_scores,
     score,
     token_losses,
-    write_scores,
 )
 from focus_exp.evaluation.statistics import BINS, mean_by_position, sequence_means, sequence_sums, token_mean
 from focus_exp.jobs.train import attach_method
@@ -406,23 +402,6 @@ def test_scores_on_disk_are_read_and_damaged_ones_scored_again(measure, labels, 
         assert comparable(measure()) == comparable(first)
         assert labels == [SOFT]
         del labels[:]
-
-
-@given(st.lists(st.integers(0, 9), min_size=1, max_size=6, unique=True), st.integers(1, 3), st.sampled_from("ab"))
-@settings(max_examples=20)
-def test_read_scores_returns_what_was_written_or_nothing(indices, size, key):
-
-    batches = [indices[begin : begin + size] for begin in range(0, len(indices), size)]
-    pairs = PairCounter({3: [np.arange(3)] * len(batches)}, {3: [np.ones((2, 4), int)] * len(batches)})
-    scores = Scores(np.ones((len(indices), 3)), [1.5] * len(batches), pairs, "math")
-    with TemporaryDirectory() as folder:
-        path = Path(folder) / "row.npz"
-        write_scores(path, scores, batches, key)
-        found = read_scores(path, [*batches, [11]], key)
-        assert np.array_equal(found.nll, scores.nll) and found.seconds == scores.seconds and found.path == "math"
-        assert found.pairs.totals == pairs.totals and found.pairs.group_fractions == pairs.group_fractions
-        assert read_scores(path, [[12], *batches], key) is None
-        assert read_scores(path, batches, key + "c") is None
 
 
 def test_row_that_fails_keeps_its_error_and_the_others_are_scored(measure, monkeypatch):
