@@ -1,39 +1,36 @@
-"""Focus: sparse attention by learned token groups, added to a frozen Hugging Face language model.
+"""Focus: learned sparse attention attached to a frozen Hugging Face language model.
 
     model = AutoModelForCausalLM.from_pretrained("openai-community/gpt2")
     attach(model, "focus", groups=4, window=128)
-    freeze(model, "router")                      # train what is left in your own loop
-    set_routing(model.eval(), hard=True, top_k=1)  # hard groups for use; in training mode gates are soft
-    with disable_method(model): ...                    # the base model, bit for bit
-    save_adapter(model, "my-adapter")            # safetensors and JSON
-    push_to_hub("my-adapter", "me/focus-gpt2")   # the adapter/ of a run has a card beside it
-    load_adapter(detach(model), "me/focus-gpt2") # or its folder; refuses another base model
+    freeze(model, "router")                        # train the rest in your own loop
+    set_routing(model.eval(), hard=True, top_k=1)  # sparse attention; in training mode routing is soft
+    with disable_method(model): ...                # the base model, bit for bit
+    save_adapter(model, "my-adapter")              # safetensors and JSON
+    push_to_hub("my-adapter", "me/focus-gpt2")     # the adapter of a run includes a model card
+    load_adapter(detach(model), "me/focus-gpt2")   # or a directory; another base model is refused
 
-`attach` first runs two short texts through the model with every pair kept, by masks, by the sparse path and through the
-cache, and refuses it in one sentence unless that gives the base model's logits. `generate()`: see `models.hf_cache`.
+`attach` runs two short texts through the model with every pair kept, and refuses the model unless the logits are those
+of the base. See `models.hf_cache` for `generate()`.
 
-In training mode gates are soft and the balance of routers moves, frozen or not. Before PEFT or a Trainer, which call
-`model.train()`, this keeps trained routers and their hard groups as they are:
+In training mode routing is soft and the balancing biases of routers move, frozen or not. To keep trained routers in
+hard routing under PEFT or a Trainer, which call `model.train()`:
 
     from focus_exp.models.methods import attached_methods
     for method in attached_methods(model).values(): method.eval().train = lambda mode=True: None
 
-Checkpoints of a Trainer with a PEFT model hold PEFT's numbers alone: where routers are trained beside LoRA keep them by
-`save_adapter` too, and load them before resuming.
+Checkpoints of a Trainer with a PEFT model hold only PEFT's parameters: save routers that are trained with LoRA by
+`save_adapter`, and load them before resuming. `save_pretrained` keeps the routers' parameters but not the method: use
+`save_adapter`, or attach with the same options and load the state dict.
 
-`save_pretrained` keeps the routers' numbers, but not the method: use `save_adapter`, or attach with the same options to
-what `from_pretrained` gives, then `model.load_state_dict` of the saved file and `set_routing`.
-
-attention   tensors alone: routing, selection, the oracle (reference), its blocked twin, the sparse path (disjoint parts
-            of the kept pairs, exact kernels, merged by logsumexp), the cache by group, baselines; to add one: `method`
-models      load, attach, self_check, what an attached model calls, what one does with it, cache, adapter
-data        corpora, tokens, packing, resumable order
-training    the Lightning module, phases, warm start and balance, callbacks, several processes
-evaluation  perplexity with intervals, lm-eval on the live model, the ledger of what the mask removed, groups
-speed       clocks, memory, break-even: Focus and full attention in turn
-records     what a run leaves on disk: facts, typed; no sentence, no torch
-reporting   from measurements to claims, the paper's tables, figures, the report and W&B; never imports torch
-jobs        one module a job=
+attention   methods on tensors: routing, selection, reference and sparse implementations, KV cache, baselines
+models      load, attach, self-check, transformers hooks, adapters
+data        corpora, tokenization, packing, resumable order
+training    Lightning module, phases, warm start, layer-wise fits, callbacks, distributed
+evaluation  perplexity, lm-eval, long-context tasks, groups, generation
+speed       benchmarks of layers and models
+results     measurements, losses and records of a run
+reporting   tables, figures, claims and W&B from measurements; never imports torch
+jobs        one module per job=
 """
 
 import importlib

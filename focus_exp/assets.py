@@ -24,7 +24,7 @@ from focus_exp.storage import atomic_write, file_lock, remove_stale_temp
 
 @dataclass(frozen=True)
 class Provenance:
-    """What was requested and what was used, for records.
+    """Requested and used asset, for records.
 
     source: local, hub_cache, hub, embedded or random. substitution: why something else was used, in one sentence.
     """

@@ -1,12 +1,12 @@
-"""How a run ends early: by something the user can put right, or by a signal."""
+"""Errors that end a run: bad input and signals."""
 
 import signal
 
-# each ends a run at the next place from which it can go on; SLURM sends USR2 before it takes the machine away
+# each ends a run at the next place from which it can resume; SLURM sends USR2 before it takes the machine away
 # and XCPU where the limit of CPU time is reached
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR2, signal.SIGXCPU)
 
-# what is imported of packages that only an extra of pyproject.toml brings, and its name
+# optional module -> the extra of pyproject.toml that installs it
 EXTRAS = {"lm_eval": "evaluation", "sklearn": "evaluation", "textblob": "evaluation"}
 
 
@@ -15,7 +15,7 @@ class UserError(Exception):
 
 
 class Interrupted(BaseException):
-    """A signal asked the run to stop; what was done is on disk and the same command goes on from there.
+    """A signal asked the run to stop; the same command resumes it.
 
     Not an Exception, and not KeyboardInterrupt, which Lightning turns into exit code 1.
     """
@@ -34,11 +34,11 @@ class JobFailed(Exception):
 
 
 def not_installed(module: str) -> str:
-    """That a module of EXTRAS is missing, and how it is had."""
+    """Return the message that a module of EXTRAS is missing."""
     extra = EXTRAS[module]
     return f"this needs {module}: make install-{extra}, or pip install 'focus_exp[{extra}]'"
 
 
 def first_line(error: BaseException) -> str:
-    """What an error says, on one line."""
+    """Return the first line of an error's message."""
     return (str(error).strip().splitlines() or ["no reason given"])[0]

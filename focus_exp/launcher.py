@@ -1,4 +1,4 @@
-"""What torchrun, srun and submitit ask of a process: its place among others, and a clean stop before a requeue."""
+"""Checks and clean stops of processes that torchrun, srun or submitit started."""
 
 from __future__ import annotations
 

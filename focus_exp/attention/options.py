@@ -80,7 +80,7 @@ class GroupOptions(LocalOptions):
 
 @dataclass
 class FitOptions(Options):
-    """How a method is fitted to the base model before any training; keys of attention.*, not of the method."""
+    """Options of a fit to the base model; keys of attention.*, not of the method."""
 
     calibration_sequences: int = option(64, least=0)
     validation_sequences: int = option(16, least=1)
@@ -114,7 +114,7 @@ class FocusOptions(GroupOptions):
 
 @dataclass
 class RouterTraining(Options):
-    """How a router is trained in any recipe; keys of attention.*, not of the method."""
+    """Options of router training; keys of attention.*, not of the method."""
 
     gate_steepness_start: float | None = option(None, least=0)
     warm_start_sequences: int = option(0, least=0)
@@ -154,7 +154,7 @@ class FocusDualOptions(LocalOptions):
 
 @dataclass
 class EncoderTraining(FitOptions):
-    """How the encoders of `focus_dual` are fitted; keys of attention.*, not of the method."""
+    """Options of the fit of `focus_dual`; keys of attention.*, not of the method."""
 
     density: float | None = option(None, least=0, most=1)
     fit_to: str = option("loss", choices=("loss", "attention"))

@@ -1,4 +1,4 @@
-"""Which query-key pairs attention keeps: window, sinks and group membership, as masks and as counts.
+"""Query-key pairs that attention keeps, as masks and counts: window, sinks and groups.
 
 Shapes: B batch, T tokens, K groups, H query heads, G key/value heads, D head size, t rows (queries of a block), S keys.
 """

@@ -15,7 +15,7 @@ from focus_exp.errors import UserError
 
 @dataclass(frozen=True)
 class StepSplit:
-    """How one process takes part in an optimizer step.
+    """One process's part of an optimizer step.
 
     batch_size: items of a batch in this process.
     accumulate: batches that this process accumulates.

@@ -35,7 +35,7 @@ FULL = "base"
 
 @dataclass(kw_only=True)
 class Continuation:
-    """What follows a prompt of held-out text under one variant, or in the text itself.
+    """Continuation of a held-out prompt by one variant, or by the text itself.
 
     Args:
         base_nll: nats per token under the base model with full attention, given the prompt.

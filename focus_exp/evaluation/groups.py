@@ -65,7 +65,7 @@ STANDARDIZATION = ("mean", "scale")  # of the tokens, as two encoders see them
 
 @dataclass
 class Observation:
-    """What a router does with sequences.
+    """Routing of sequences by one router.
 
     groups: int16 (groupings, sequences, T), each token's first group as a key. confidence: float32, the largest entry
     of its assignment. nll: float32 (sequences, T) in nats, NaN for the first token. The base has no groupings.

@@ -134,7 +134,7 @@ def resume_record(record: Record, earlier: Record, folder: Path) -> list[str]:
 
 
 def share_scores(config: Config, others: Iterable[Config]) -> None:
-    """Copy scores that another run has of the same base, and of the soft gates of the same adapter."""
+    """Copy scores that another run has of the same base, and of soft routing with the same adapter."""
     base = [f"evaluation/{slug(BASE)}.npz", f"benchmarks/{slug(BASE)}"]
     soft = f"evaluation/{slug(SOFT)}.npz"  # does not depend on top_k
     for other in others:

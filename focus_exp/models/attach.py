@@ -57,7 +57,7 @@ def attach(
 
     Raises:
         UserError: the model, the method, an option or a layer does not fit, a method is attached already, or the model
-            would not give its base's logits with all pairs kept (`check_exact`). The model is then unchanged.
+            would not give its base's logits with nothing pruned (`check_exact`). The model is then unchanged.
     """
     if not (isinstance(model, PreTrainedModel) and model.can_generate()):
         is_peft = hasattr(model, "get_base_model")

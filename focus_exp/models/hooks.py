@@ -34,7 +34,7 @@ KNOWN_ARGUMENTS = {
 
 @dataclass(frozen=True)
 class AttentionContext:
-    """What a layer's pre-hook passes to its attention function.
+    """Arguments that a layer's pre-hook passes to its attention function.
 
     past: tokens in the cache. given: names of the arguments of the layer.
     """

@@ -1,4 +1,4 @@
-"""Check that with all pairs kept the attached model equals its base."""
+"""Check that an attached model that prunes nothing equals its base."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ def compare_with_base(model: PreTrainedModel) -> None:
                 error = relative_error(logits, compute(), mask, limit)
         if error >= limit:
             raise UserError(
-                f"{failure}: with all pairs kept its logits differ from the base's by {error:.1e} (relative), so its "
+                f"{failure}: with nothing pruned its logits differ from the base's by {error:.1e} (relative), so its "
                 "attention has a rule that is not supported"
             )
         if skipped := [index for index, method in windows.items() if method.path is None]:

@@ -18,9 +18,9 @@ REPRODUCED, SAME_DIRECTION, NOT_REPRODUCED = "reproduced", "same direction", "no
 INCONCLUSIVE, DIFFERENT_ROUTER, MASK_INACTIVE = "inconclusive", "different router", "mask inactive"
 OUT_OF_SCOPE, NOT_RUN = "out of scope", "not run"
 VERDICTS = {
-    REPRODUCED: "the interval lies on the claim's side and contains the paper's value, but not twice its effect",
-    SAME_DIRECTION: "the interval lies on the claim's side; the size differs, or the device does",
-    NOT_REPRODUCED: "the interval lies on the other side",
+    REPRODUCED: "the interval is on the claim's side and contains the paper's value, but not twice its effect",
+    SAME_DIRECTION: "the interval is on the claim's side; the size differs, or the device does",
+    NOT_REPRODUCED: "the interval is on the other side",
     INCONCLUSIVE: "the interval contains the limit, or training was too short",
     DIFFERENT_ROUTER: "measured with this project's causal router, not with the paper's",
     MASK_INACTIVE: "under 5 % of the QK pairs were pruned",

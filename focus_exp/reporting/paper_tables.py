@@ -69,7 +69,7 @@ PERPLEXITY = Column("ppl", "PPL", {"metric": "perplexity"})
 
 @dataclass(frozen=True)
 class Source:
-    """Where a row of the paper is measured.
+    """Source of the measurements of a row of the paper.
 
     variant: of a comparison ("base": its full attention); variants: one for each column; cells: of measurements that
     belong to no variant, $name stands for the paper's own cell; needs: what a CPU without the Hub lacks.

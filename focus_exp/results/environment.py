@@ -52,7 +52,7 @@ def unknown_commit_reason(commit: str | None) -> str | None:
 
 
 def _git(*arguments: str) -> str | None:
-    """Return what git prints, None where it fails or takes over 10 s."""
+    """Return what git prints, None where it fails or needs more than 10 s."""
     command = ["git", "-C", str(Path(__file__).parent), *arguments]
     try:
         return subprocess.run(command, capture_output=True, text=True, check=True, timeout=10).stdout.strip()

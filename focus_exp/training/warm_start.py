@@ -100,7 +100,7 @@ def fit_router(method: Focus, probe: AttentionProbe, steps: int, generator: torc
 
 @torch.no_grad()
 def calibrate(model: PreTrainedModel, sequences: list[Tensor], precision: Precision) -> None:
-    """Set the frozen balancing biases so that hard groups have equal sizes on `sequences` `(T,)`.
+    """Set the frozen balancing biases so that groups of hard routing have equal sizes on `sequences` `(T,)`.
 
     The running average lags behind a moving router, and balances mass where hard routing needs counts. A non-causal
     router gets biases too, for its causal counterpart.

@@ -205,7 +205,7 @@ def fit_routing(
     def loss(step: int) -> Tensor:
         index = draw_index(len(sequences), generator)
         sequence = sequences[index]
-        # sharper from step to step, towards hard groups
+        # sharper from step to step, towards hard routing
         groups = members[index] if members else soft_members(sequence.tokens, 1 + 3 * step / steps)
         target = sequence.group_importance(groups)
         log_p = method.q_encoder(sequence.tokens)[0].log_softmax(-1)

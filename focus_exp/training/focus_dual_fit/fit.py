@@ -46,7 +46,7 @@ class BudgetCurves:
     """Sums over the queries of validation sequences that read k = 0 to K groups, each `(n, K + 1)` by routed head.
 
     Args:
-        pairs: distant pairs kept.
+        pairs: number of distant pairs that are kept.
         lost: squared first-order change of the loss when all other distant pairs are pruned [nats^2].
     """
 

@@ -35,12 +35,12 @@ from focus_exp.storage import atomic_write, file_lock, remove, remove_stale_temp
 from focus_exp.training.precision import Precision
 
 TOP_KEYS = 48  # stored per query: they hold 99 % of its importance in SmolLM2-135M
-ROWS = 256  # queries at a time
+ROWS = 64  # queries at a time
 
 
 @dataclass
 class Observation:
-    """What a layer's encoders are fitted to, for T tokens and G key/value heads.
+    """Training data of a layer's encoders, for T tokens and G key/value heads.
 
     Args:
         hidden: `(T, E)` bfloat16, inputs of self-attention.
