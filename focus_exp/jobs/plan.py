@@ -213,8 +213,8 @@ def activation_bytes(sizes: Sizes, length: int, trains_base: bool, soft: bool, c
     """Bytes that the backward pass of one sequence keeps.
 
     A layer keeps `4 F + (2 H + 2 G) D + 4.5 E` elements of 2 bytes a token (MLP, attention, norms), with a trained base
-    under autocast 13 E in place of 4.5 E. Soft routing keeps 4.5 bytes of each of the H T^2 pairs. Checkpointing keeps the
-    layers' inputs, 2 E bytes a token, and all of one layer. Constants fit traces of GPT-2, Llama and Mistral.
+    under autocast 13 E in place of 4.5 E. Soft routing keeps 4.5 bytes of each of the H T^2 pairs. Checkpointing keeps
+    the layers' inputs, 2 E bytes a token, and all of one layer. Constants fit traces of GPT-2, Llama and Mistral.
     """
     e = sizes.width
     elements = 4 * sizes.intermediate + 2 * (sizes.heads + sizes.kv_heads) * sizes.head_dim
