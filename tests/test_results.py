@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pandas as pd
@@ -13,6 +14,7 @@ from focus_exp.config import conf_dir, register_schemas
 from focus_exp.config_hash import config_hash
 from focus_exp.reporting.load import Loaded
 from focus_exp.results.measurement import MEASUREMENTS, Measurement, format_measurements, loss_change, read_measurements
+from focus_exp.results.record import Record
 from focus_exp.results.run_dir import run_folder
 from focus_exp.results.setup import setup_key
 
@@ -68,12 +70,11 @@ def test_published_runs_moved_is_one_to_one(published_files: Loaded) -> None:
 
 def test_setup_key_differs_by_what_is_computed_alone() -> None:
     config = {"seed": 0, "attention": {"groups": 4, "encoders": 2}, "eval": {"tasks": []}}
-    record = {"config": config, "device": "cpu, 1 threads, float32", "steps": 3, "model": {"fingerprint": "ab"}}
-    other_seed = record | {
-        "config": config | {"seed": 1, "eval": {"tasks": ["piqa"]}},
-        "device": "cpu, 2 threads, bf16",
-    }
-    without_default = record | {"config": config | {"attention": {"groups": 4}}}
+    record = Record(status="finished", experiment="x", config=config, device="cpu, 1 threads, float32", steps=3)
+    other_seed = replace(
+        record, config=config | {"seed": 1, "eval": {"tasks": ["piqa"]}}, device="cpu, 2 threads, bf16"
+    )
+    without_default = replace(record, config=config | {"attention": {"groups": 4}})
     assert setup_key(record) == setup_key(other_seed) == setup_key(without_default)
     for change in ({"steps": 4}, {"model": {"fingerprint": "cd"}}, {"config": config | {"attention": {"groups": 8}}}):
-        assert setup_key(record | change) != setup_key(record)
+        assert setup_key(replace(record, **change)) != setup_key(record)

@@ -3,29 +3,27 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from collections.abc import Iterable
+from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from functools import cache, cached_property, lru_cache
 from importlib.resources import files
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 import pandas as pd
 import yaml
 from scipy.special import stdtrit
 
-from focus_exp.config import upgrade_keys
 from focus_exp.errors import UserError
 from focus_exp.reporting.aggregate import Row
 from focus_exp.results.measurement import COLUMNS as CSV_COLUMNS
 from focus_exp.results.measurement import MEASUREMENTS, MIN_SPARSITY, WITHOUT_MASK, primary_variant
 from focus_exp.results.metrics import METRICS, read_metrics
-from focus_exp.results.record import RECORD, is_complete
+from focus_exp.results.record import RECORD, Record, is_complete
 from focus_exp.results.setup import setup_key, variant_key
 
-T = TypeVar("T")
 QUICK = "quick"
 # settings of a measurement that become columns
 SETTINGS = (
@@ -78,7 +76,6 @@ class Results:
     rows: list[Row]
     is_quick: bool = False
     root: Path | None = None
-    _made: dict[Any, Any] = field(default_factory=dict, repr=False)
 
     @cached_property
     def complete(self) -> list[Row]:
@@ -96,12 +93,6 @@ class Results:
     def select_run(self, name: str) -> Results:
         """Return one run."""
         return Results(self.runs.loc[[name]], [row for row in self.rows if row.run == name])
-
-    def cached(self, make: Callable[[Results], T]) -> T:
-        """Return make(self), made once."""
-        if make not in self._made:
-            self._made[make] = make(self)
-        return self._made[make]
 
     def minutes(self, runs: Iterable[str]) -> float | None:
         """Return the wall time of runs with their variants; None where unknown."""
@@ -165,7 +156,7 @@ def read_log(folder: Path) -> list[dict[str, Any]]:
 def _read_with_variants(folder: Path) -> tuple[Loaded, str]:
     """Read a run, of a comparison with its experiment; return them and its name."""
     folder = folder.absolute()
-    root = folder.parent.parent if read_record(folder).get("variants", []) else folder
+    root = folder.parent.parent if Record.load(folder / RECORD).variants else folder
     changed = max(path.stat().st_mtime for path in (folder / RECORD, folder / MEASUREMENTS) if path.exists())
     return _read_once(root, changed), folder.relative_to(root).as_posix()
 
@@ -178,7 +169,7 @@ def _read_once(root: Path, changed: float) -> Loaded:
 def read_runs(root: Path) -> Loaded:
     """Read record and measurements of every run below `root`; UserError if damaged."""
     folders = sorted(path.parent for path in root.rglob(RECORD))
-    records = {folder.relative_to(root).as_posix(): read_record(folder) for folder in folders}
+    records = {folder.relative_to(root).as_posix(): Record.load(folder / RECORD) for folder in folders}
     frames = [_read_table(folder / MEASUREMENTS, run) for folder, run in zip(folders, records, strict=True)]
     table = _expand_settings(pd.concat(frames, ignore_index=True) if frames else _read_table(root / MEASUREMENTS, ""))
     by_run = {str(run): group for run, group in table[table.metric == "perplexity"].groupby("run", sort=False)}
@@ -188,54 +179,41 @@ def read_runs(root: Path) -> Loaded:
         runs = runs.sort_values("started", kind="stable", ignore_index=True).convert_dtypes()
         primary = table.run.map(runs.set_index("run").primary_variant.to_dict())
         table["is_primary"] = (table.variant == primary) & table.phase.isna()
-    starts = {(record["config_hash"], record["started"]): run for run, record in records.items()}
+    starts = {(record.config_hash, record.started): run for run, record in records.items()}
     setups = {start: setup_key(records[run]) for start, run in starts.items()}
     variants = [row for run, record in records.items() for row in _describe_variants(run, record, starts, setups)]
     return Loaded(root, runs, pd.DataFrame(variants, columns=VARIANTS).convert_dtypes(), table)
 
 
-def read_record(folder: Path) -> dict[str, Any]:
-    """Read the provenance of a run. Raises UserError where it is missing or damaged."""
-    path = folder / RECORD
-    try:
-        record = json.loads(path.read_text(encoding="utf-8"))
-        return record | {"config": upgrade_keys(record["config"])}
-    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
-        raise UserError(f"{path} must be a readable record ({error}). Remove it and run the job again.") from error
-
-
-def describe_run(run: str, record: dict[str, Any], perplexities: pd.DataFrame | None, is_timed: bool) -> dict[str, Any]:
+def describe_run(run: str, record: Record, perplexities: pd.DataFrame | None, is_timed: bool) -> dict[str, Any]:
     """Return the row of a run in `Results.runs`; times in seconds.
 
     variant: its name in a comparison, or ""; primary_variant: of its measurements the one that represents it.
     """
-    config, model, data = (record.get(key) or {} for key in ("config", "model", "data"))
-    attention, device = config.get("attention") or {}, record.get("device") or ""
+    model, data, setting = record.model, record.data, record.setting
     rows = [] if perplexities is None else perplexities.to_dict("records")
-    key, tokens = setup_key(record), record.get("tokens_seen") or 0
-    commit = (record.get("commit") or "").removesuffix("-dirty")
-    variant = config.get("variant") or ""
-    seed = record.get("seed") if record.get("seed") is not None else config.get("seed")
+    key, variant = setup_key(record), record.config.get("variant") or ""
+    commit = (record.commit or "").removesuffix("-dirty")
     is_local = model.get("source") == "local"  # named after its folder, which says nothing elsewhere
     return {
-        "run": run, "experiment": record["experiment"], "variant": variant, "is_variant": bool(variant),
-        "primary_variant": primary_variant(attention, rows), "status": record["status"],
-        "complete": is_complete(record["status"], is_timed, bool(rows)), "started": record["started"],
-        "command": record["command"], "commit": commit, "variant_commit": commit, "config_hash": record["config_hash"],
-        "setup": key if record.get("variants", []) else f"{record['experiment']}-{key}", "seed": seed,
-        "budget": (config.get("budget") or {}).get("name"),
-        "requested_model": (config.get("model") or {}).get("name"),
-        "model": (None if is_local else model.get("name")) or (config.get("model") or {}).get("name"),
-        "data": data.get("name") or (config.get("data") or {}).get("name"),
+        "run": run, "experiment": record.experiment, "variant": variant, "is_variant": bool(variant),
+        "primary_variant": primary_variant(record.config.get("attention") or {}, rows), "status": record.status,
+        "complete": is_complete(record.status, is_timed, bool(rows)), "started": record.started,
+        "command": record.command, "commit": commit, "variant_commit": commit, "config_hash": record.config_hash,
+        "setup": key if record.variants else f"{record.experiment}-{key}",
+        "seed": record.config.get("seed") if record.seed is None else record.seed,
+        "budget": setting("budget", "name"), "requested_model": setting("model", "name"),
+        "model": (None if is_local else model.get("name")) or setting("model", "name"),
+        "data": data.get("name") or setting("data", "name"),
         **{f"{part}_{key}": facts.get(key) for part, facts in (("model", model), ("data", data))
            for key in ("requested", "used", "source", "fingerprint")},
         "is_model_substituted": bool(model.get("substitution")), "is_data_substituted": bool(data.get("substitution")),
-        "model_params": model.get("parameters"), "device": device, "device_kind": device.partition(",")[0],
-        "attention": attention.get("method"), "num_groups": attention.get("groups"), "gate": attention.get("gate"),
-        "window": attention.get("window"), "seq_len": (config.get("eval") or {}).get("seq_len"),
-        "is_causal": (record.get("method") or {}).get("causal", True), "train_tokens": tokens, "tokens": tokens,
-        "steps": record.get("steps") or 0, "seconds": record.get("wall_seconds"),
-        "warnings": "; ".join(record.get("warnings") or ()),
+        "model_params": model.get("parameters"), "device": record.device, "device_kind": record.device_kind,
+        "attention": setting("attention", "method"), "num_groups": setting("attention", "groups"),
+        "gate": setting("attention", "gate"), "window": setting("attention", "window"),
+        "seq_len": setting("eval", "seq_len"), "is_causal": record.method.get("causal", True),
+        "train_tokens": record.tokens_seen, "tokens": record.tokens_seen, "steps": record.steps,
+        "seconds": record.wall_seconds, "warnings": "; ".join(record.warnings),
     }  # fmt: skip
 
 
@@ -244,26 +222,15 @@ VARIANTS += ["variant_error", "groups_set"]
 
 
 def _describe_variants(
-    comparison: str, record: dict[str, Any], starts: dict[Any, str], setups: dict[Any, str]
+    comparison: str, record: Record, starts: dict[Any, str], setups: dict[Any, str]
 ) -> list[dict[str, Any]]:
     rows = []
-    for row in record.get("variants", []):
-        start, settings = (row["config_hash"], row["started"]), row["settings"]
-        groups = [int(text.partition("=")[2]) for text in settings if text.startswith("attention.groups=")]
-        setup = variant_key(row["name"], settings, row["steps"], row["tokens_seen"], setups.get(start, ""))
-        trained = row["trainable_parameters"] if row["tokens_seen"] else 0
-        own_run = starts.get(start, "")
-        cells = (
-            comparison,
-            row["name"],
-            own_run,
-            own_run,
-            trained,
-            setup,
-            row["tokens_seen"],
-            row["steps"],
-            row["error"],
-        )
+    for v in record.variants:
+        start = v.config_hash, v.started
+        groups = [int(text.partition("=")[2]) for text in v.settings if text.startswith("attention.groups=")]
+        setup = variant_key(v.name, v.settings, v.steps, v.tokens_seen, setups.get(start, ""))
+        trained, run = v.trainable_parameters if v.tokens_seen else 0, starts.get(start, "")
+        cells = (comparison, v.name, run, run, trained, setup, v.tokens_seen, v.steps, v.error)
         rows.append(dict(zip(VARIANTS, (*cells, groups[0] if groups else None), strict=True)))
     return rows
 

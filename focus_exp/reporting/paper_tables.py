@@ -239,7 +239,7 @@ def _metric_rank(row: Row) -> tuple[bool, bool]:
 
 
 def compare(
-    results: Results,
+    measurements: Measurements,
     name: str,
     id: str,
     title: str,
@@ -266,7 +266,6 @@ def compare(
         for pattern, places in ((k, v if isinstance(v, list) else [v]) for k, v in rows.items())
     }
     spec = Spec(name, id, title, key, columns, sources, **options)
-    measurements = results.cached(Measurements)
     table = []
     for paper, places in [*_mapped(spec), *_extras(spec, measurements)]:
         entries = [entry for place in places for entry in measurements.entries(Entry(spec, paper, place))]
@@ -368,6 +367,7 @@ def _provenance(entry: Entry, measurements: Measurements) -> dict[str, Any]:
 
 def paper_tables(results: Results) -> Iterator[pd.DataFrame]:
     """Yield the tables of paper_tables.yaml with the measurements next to them."""
+    measurements = Measurements(results)
     for name, options in read_yaml("paper_tables").items():
         columns = [Column(**column) for column in options["columns"]]
-        yield compare(results, name, **options | {"columns": columns})
+        yield compare(measurements, name, **options | {"columns": columns})

@@ -21,8 +21,9 @@ from focus_exp.reporting.format import (
     to_markdown,
     to_percent,
 )
-from focus_exp.reporting.load import Results, load_run, read_log, read_record, select
+from focus_exp.reporting.load import Results, load_run, read_log, select
 from focus_exp.reporting.paper_tables import BASE
+from focus_exp.results.record import RECORD, Record
 from focus_exp.storage import replace_file
 
 TABLE = "table.md"
@@ -187,15 +188,15 @@ def _milliseconds(seconds: Any) -> float | None:
 
 def write_run_extras(run_dir: Path) -> None:
     """Write continuations.md, passage.html, and the README of an adapter."""
-    record, results = read_record(run_dir), load_run(run_dir)
+    record, results = Record.load(run_dir / RECORD), load_run(run_dir)
     title, passage = title_of(results), run_dir / "groups" / "passage.json"
-    if record.get("continuations"):
-        replace_file(run_dir / "continuations.md", render_continuations(record["continuations"], title).encode())
+    if record.continuations:
+        replace_file(run_dir / "continuations.md", render_continuations(record.continuations, title).encode())
     if passage.exists():
         page = render_passage(json.loads(passage.read_text(encoding="utf-8")), title)
         replace_file(run_dir / "passage.html", page.encode())
     if (run_dir / "adapter").is_dir():
-        card = render_card(results, record["config"], run_tables(results.rows))
+        card = render_card(results, record.config, run_tables(results.rows))
         replace_file(run_dir / "adapter" / "README.md", card.encode())
 
 

@@ -8,6 +8,7 @@ from hashlib import sha256
 from typing import Any
 
 from focus_exp.config_hash import flatten, is_hashed
+from focus_exp.results.record import Record
 
 # settings in which runs of several seeds may differ: what else is measured, precision, and where model and text (known
 # by their fingerprints) were read from
@@ -31,17 +32,16 @@ ADDED: dict[tuple[str, ...], Any] = {("attention", "encoders"): 2, ("attention",
 BENCHMARKS = ("eval.tasks=", "eval.limit=")  # overrides that choose what else is scored
 
 
-def setup_key(record: dict[str, Any]) -> str:
+def setup_key(record: Record) -> str:
     """Hash settings, model, text, kind of device and training of a run."""
-    model, data = record.get("model") or {}, record.get("data") or {}
     # random weights are drawn from the seed
-    weights = None if model.get("source") == "random" else model.get("fingerprint")
-    fixed = {key: value for key, value in flatten(record["config"]).items() if _is_fixed(key)}
+    weights = None if record.model.get("source") == "random" else record.model.get("fingerprint")
+    fixed = {key: value for key, value in flatten(record.config).items() if _is_fixed(key)}
     return _digest(
         {".".join(key): value for key, value in fixed.items() if value not in (None, [], "", ADDED.get(key))},
-        [model.get("name"), weights, data.get("name"), data.get("fingerprint")],
-        (record.get("device") or "").partition(",")[0],
-        [record.get("steps") or 0, record.get("tokens_seen") or 0],
+        [record.model.get("name"), weights, record.data.get("name"), record.data.get("fingerprint")],
+        record.device_kind,
+        [record.steps, record.tokens_seen],
     )
 
 
