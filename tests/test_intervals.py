@@ -78,7 +78,7 @@ def coverage(case: Case, runs: int) -> float:
 
 
 @pytest.mark.parametrize("case", cases(), ids=lambda case: case.name)
-def test_intervals_hold_the_truth_as_often_as_they_say(case):
+def test_estimate_intervals_cover_the_truth(case):
     # a t of few skewed units is known to hold it less often
     least = 0.91 if case.name.endswith("skewed") else 0.935
     # and one that weighs the t of few seeds holds it more often
@@ -86,7 +86,7 @@ def test_intervals_hold_the_truth_as_often_as_they_say(case):
 
 
 @given(count=st.integers(2, 40), seed=SEEDS)
-def test_of_equal_weights_it_is_the_paired_t_of_the_textbook(count, seed):
+def test_estimate_equal_weights_is_the_paired_t_interval(count, seed):
     a, b = np.random.default_rng(seed).gamma(2, 1, (2, count))
     found = estimate(a - b)
     low, high = stats.ttest_rel(a, b).confidence_interval()
@@ -94,7 +94,7 @@ def test_of_equal_weights_it_is_the_paired_t_of_the_textbook(count, seed):
 
 
 @given(count=st.integers(3, 12), seed=SEEDS)
-def test_weights_are_tokens_and_freedom_is_that_of_the_quadratic_form(count, seed):
+def test_estimate_weighted_freedom_is_satterthwaites(count, seed):
     rng = np.random.default_rng(seed)
     x, weights = rng.standard_normal(count), rng.uniform(0.5, 5, count)
     w = weights / weights.sum()
@@ -108,7 +108,7 @@ def test_weights_are_tokens_and_freedom_is_that_of_the_quadratic_form(count, see
 
 
 @given(sizes=st.lists(st.integers(1, 5), min_size=3, max_size=8), seed=SEEDS)
-def test_the_windows_of_a_document_are_one_unit(sizes, seed):
+def test_estimate_sequences_of_a_document_are_one_unit(sizes, seed):
     rng = np.random.default_rng(seed)
     documents = [str(number) for number, size in enumerate(sizes) for _ in range(size)]
     x, tokens = rng.standard_normal(len(documents)), rng.integers(1, 50, len(documents))
@@ -123,14 +123,14 @@ def test_the_windows_of_a_document_are_one_unit(sizes, seed):
     assert vars(estimate(x[order], tokens[order], [documents[i] for i in order])) == pytest.approx(vars(whole))
 
 
-def test_windows_are_the_units_where_there_are_too_few_documents():
+def test_units_of_few_documents_are_sequences():
     assert units_of(["a", "b", "a"]).tolist() == [0, 1, 2] and units_of(["a", "b", "a", "c"]).tolist() == [0, 1, 0, 2]
     assert estimate([1.0, 2.0, 4.0], None, ["a", "a", "b"]) == estimate([1.0, 2.0, 4.0])
     assert estimate([1.0]).bounds == (None, None)
 
 
 @given(values=st.lists(st.floats(-1, 1), min_size=2, max_size=6), stderr=st.floats(0.001, 1), n=st.integers(3, 60))
-def test_the_error_by_the_text_does_not_shrink_with_the_seeds(values, stderr, n):
+def test_over_seeds_keeps_the_error_of_the_text(values, stderr, n):
     found = over_seeds([Estimate(value, stderr, n - 1) for value in values])
     between = np.var(values, ddof=1) / len(values)
     assert found.value == pytest.approx(np.mean(values)) and found.stderr == pytest.approx(
@@ -141,7 +141,7 @@ def test_the_error_by_the_text_does_not_shrink_with_the_seeds(values, stderr, n)
     assert same.bounds == pytest.approx(Estimate(values[0], stderr, n - 1).bounds, abs=1e-9)
 
 
-def test_seeds_alone_are_a_t_over_seeds_and_one_seed_is_its_own():
+def test_over_seeds_without_text_error_is_t_over_seeds():
     found = over_seeds([Estimate(value) for value in (0.3, 0.4, 0.8)])
     low, high = stats.t.interval(0.95, 2, 0.5, stats.sem([0.3, 0.4, 0.8]))
     assert found.bounds == pytest.approx((low, high))
@@ -150,7 +150,7 @@ def test_seeds_alone_are_a_t_over_seeds_and_one_seed_is_its_own():
 
 
 @pytest.mark.parametrize("several", [1, 4])
-def test_as_many_units_as_are_needed_show_the_difference_four_times_in_five(several):
+def test_needed_units_have_80_percent_power(several):
     count, rng = needed(2.0, 1.0, several), np.random.default_rng(0)
     x = rng.normal(1.0, 2.0, (4000, count))
     t = x.mean(1) / (x.std(1, ddof=1) / math.sqrt(count))
@@ -158,14 +158,14 @@ def test_as_many_units_as_are_needed_show_the_difference_four_times_in_five(seve
 
 
 @pytest.mark.parametrize("ratio", [0.2, 0.5, 1.0, 2.0])
-def test_no_fewer_units_are_enough_by_students_t(ratio):
+def test_needed_is_the_smallest_by_students_t(ratio):
     def enough(n):
         return math.sqrt(n) >= (stats.t.ppf(0.975, n - 1) + stats.t.ppf(0.8, n - 1)) * ratio
 
     assert needed(ratio, 1.0) == next(n for n in range(2, 100) if enough(n))
 
 
-def test_a_document_weighs_as_many_tokens_as_it_has():
+def test_losses_difference_weighs_documents_by_tokens():
     losses = Losses(
         [("a", 0, 10), ("b", 0, 30), ("c", 0, 60)], {"base": np.ones(3), "Focus": np.array([1.1, 1.2, 1.3])}
     )
@@ -174,7 +174,7 @@ def test_a_document_weighs_as_many_tokens_as_it_has():
 
 
 @given(seed=SEEDS)
-def test_losses_are_read_as_they_were_written(seed, tmp_path_factory):
+def test_losses_round_trip_through_disk(seed, tmp_path_factory):
     rng, path = np.random.default_rng(seed), tmp_path_factory.mktemp("losses") / "losses.csv"
     units = [('Much Ado, "about"', 0, 9), ("b", 1024, 10), ("c", 3, 10)]
     text = Losses(units, {"base": rng.gamma(2, 2, 3), "Focus": rng.gamma(2, 2, 3)})
@@ -194,7 +194,7 @@ def test_losses_are_read_as_they_were_written(seed, tmp_path_factory):
 
 
 @given(sizes=st.lists(st.integers(0, 12), min_size=1, max_size=6).filter(any), count=st.integers(1, 40))
-def test_every_document_has_as_many_windows_as_any_other_while_it_has_them(sizes, count):
+def test_select_evenly_takes_as_many_from_each_document(sizes, count):
     starts = np.cumsum([0, *(4 * size for size in sizes)])
     stream = TokenStream("text", np.zeros(starts[-1], np.int32), starts, [str(i) for i in range(len(sizes))])
     blocks = SequenceDataset(stream, 4, cross_documents=False)

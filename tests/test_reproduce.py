@@ -18,7 +18,7 @@ PLACES = ("runs_dir", "cache_dir", "logger")
 
 
 @pytest.fixture(autouse=True)
-def of_a_known_commit(monkeypatch):
+def known_commit(monkeypatch):
     for place in ("focus_exp.jobs.reproduce", "focus_exp.reporting.publish"):
         monkeypatch.setattr(f"{place}.unknown_commit_reason", lambda commit: None)
 
@@ -38,7 +38,7 @@ ROUTER = ["recipe.steps=2", "recipe.warmup_steps=1"]
 AGAIN = ["job=evaluate", "adapter=@router", "eval.seq_len=24"]
 
 
-def test_tables_are_made_in_turn_and_what_fails_is_named(tmp_path):
+def test_reproduce_runs_tables_in_order_and_names_failed_ones(tmp_path):
     result = reproduce(tmp_path, router=ROUTER, wrong=["data.files=nowhere"], again=AGAIN)
     assert result.code == 2
     assert "tables failed: wrong (1 of 3)" in result.err
@@ -54,7 +54,7 @@ def test_tables_are_made_in_turn_and_what_fails_is_named(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_comparison_whose_arms_share_settings_is_found_again(tmp_path):
+def test_reproduce_comparison_with_shared_settings_is_not_repeated(tmp_path):
     arms = ["job=compare", "variants=[compare/window]", "attention.window=6", "eval.batch_size=2"]
     assert reproduce(tmp_path, compared=arms).code == 0
     assert "1 tables, 1 already finished" in reproduce(tmp_path, compared=arms).out
@@ -75,7 +75,7 @@ def test_a_comparison_whose_arms_share_settings_is_found_again(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_comparison_of_an_adapter_is_found_again_and_published(tmp_path):
+def test_reproduce_comparison_of_an_adapter_is_published(tmp_path):
     tables = {
         "router": ROUTER,
         "compared": ["job=compare", "adapter=@router", "variants=[ablation/paper,long_context/k_2]"],
@@ -86,7 +86,7 @@ def test_a_comparison_of_an_adapter_is_found_again_and_published(tmp_path):
 
 
 @pytest.mark.slow
-def test_an_arm_leaves_an_adapter_for_other_tables(tmp_path):
+def test_reproduce_variant_adapter_serves_other_tables(tmp_path):
     tables = {
         "compared": ["job=compare", *ROUTER, "variants=[stability/softmax,compare/window]"],
         "beside": [*ROUTER, "attention.sinks=2", "eval.adapters=[@compared.softmax]"],
@@ -102,7 +102,7 @@ def test_an_arm_leaves_an_adapter_for_other_tables(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_record_that_a_table_still_makes_stays_though_its_run_is_gone(tmp_path):
+def test_publish_record_of_a_listed_table_stays_without_its_run(tmp_path):
     tables = {"router": ROUTER, "longer": ["recipe.steps=3", "recipe.warmup_steps=1"]}
     assert "2 runs published" in reproduce(tmp_path, "reproduce.publish=true", **tables).out
     (gone,) = [
@@ -113,30 +113,30 @@ def test_a_record_that_a_table_still_makes_stays_though_its_run_is_gone(tmp_path
     assert "1 runs published" in again.out and "0 superseded" in again.out
 
 
-def test_nothing_is_run_to_be_published_that_nobody_could_repeat(tmp_path, monkeypatch):
+def test_publish_code_outside_of_git_raises_before_any_run(tmp_path, monkeypatch):
     monkeypatch.setattr("focus_exp.jobs.reproduce.unknown_commit_reason", lambda commit: "made outside of git")
     result = reproduce(tmp_path, "reproduce.publish=true", router=ROUTER)
     assert result.code == 2 and "made outside of git" in result.err and not (tmp_path / "runs").exists()
 
 
-def test_quick_runs_are_not_published(tmp_path):
+def test_publish_quick_budget_raises(tmp_path):
     result = reproduce(tmp_path, "budget=quick", "reproduce.publish=true", router=ROUTER)
     assert result.code == 2 and "reproduce.publish must" in result.err and not list(tmp_path.rglob("record.json"))
 
 
-def test_a_table_that_there_is_not_is_refused(tmp_path):
+def test_reproduce_unknown_table_raises_with_suggestion(tmp_path):
     result = reproduce(tmp_path, "reproduce.only=[longest]", longer=ROUTER)
     assert result.code == 2 and "longest" in result.err and "did you mean longer?" in result.err
 
 
 @pytest.mark.parametrize("reference", ["@nothing", "@router.arm"])
-def test_an_adapter_of_no_table_is_refused_before_anything_runs(tmp_path, reference):
+def test_reproduce_unknown_adapter_raises_before_any_run(tmp_path, reference):
     result = reproduce(tmp_path, router=ROUTER, again=["job=evaluate", f"adapter={reference}"])
     assert result.code == 2 and reference in result.err
     assert not list(tmp_path.rglob("record.json"))
 
 
-def test_the_estimate_follows_the_pace():
+def test_estimate_scales_with_pace():
     assert estimate({"a": 2.0, "b": 1.0}, 1.0) == ", about 3 min 0 s left"
     assert estimate({"b": 1.0}, 2.0) == ", about 2 min 0 s left"
     assert estimate({}, 1.0) == estimate({"b": 1.0}, None) == ""
@@ -150,7 +150,7 @@ def test_the_estimate_follows_the_pace():
         for scale in ("embedded", "quick")
     ],
 )
-def test_every_table_of_the_lists_composes_and_says_its_minutes(name, scale):
+def test_lists_tables_compose_and_have_minutes(name, scale):
     register_schemas()
     with initialize_config_dir(str(CONF), version_base="1.3"):
         config = compose_overrides([f"reproduce={name}", f"budget={scale}"])
