@@ -1,4 +1,4 @@
-"""Every causal language model of the installed transformers, tiny and random: is an attached model what it promises?
+"""Check the contract of `attach` on every causal language model of transformers, tiny and random.
 
     python tests/architectures.py [names...]
 
@@ -19,7 +19,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import torch
 import transformers
-from promises import FAILURES, Row, examine
+from attach_contract import FAILURES, Row, examine
 from tiny_architectures import names
 
 TABLE = Path(__file__).parent.parent / "runs" / "records" / "architectures.md"

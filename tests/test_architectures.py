@@ -1,11 +1,11 @@
-"""Architectures of different mechanisms keep what an attached model promises; the table covers all of transformers."""
+"""The contract of `attach` on architectures of different mechanisms; the table covers all of transformers."""
 
 import re
 
 import pytest
 import transformers
 from architectures import TABLE
-from promises import FAILURES, examine
+from attach_contract import FAILURES, examine
 from tiny_architectures import names
 
 KEPT = ["llama", "gpt_oss", "llama4_text", "phimoe", "opt", "qwen3_next", "deepseek_v3", "bart"]
