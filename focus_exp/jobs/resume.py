@@ -20,10 +20,10 @@ from focus_exp.evaluation.controls import BASE, SOFT, slug
 from focus_exp.jobs.compose import compose_base, needs_base
 from focus_exp.models.adapter import read_description
 from focus_exp.models.load import hash_tokenizer, hash_weights
-from focus_exp.reporting.run_report import TABLE
+from focus_exp.reporting.run_report import TABLE, write_run_extras, write_run_figures, write_run_table
 from focus_exp.results.record import Record
-from focus_exp.results.run_dir import NOT_ENDED, earlier_record, run_folder
-from focus_exp.storage import atomic_write
+from focus_exp.results.run_dir import NOT_ENDED, earlier_record, lock_of, run_folder
+from focus_exp.storage import atomic_write, file_lock, remove_stale_temp
 from focus_exp.training.phases import CHECKPOINTS
 from focus_exp.training.precision import choose_precision
 
@@ -50,8 +50,13 @@ def print_finished(config: Config) -> bool:
     if record is None:
         return False
     folder = run_folder(config)
-    if (folder / TABLE).exists():
-        print((folder / TABLE).read_text(encoding="utf-8"))
+    if lock_of(folder).exists() or not (folder / TABLE).exists():  # killed while it wrote its tables
+        with file_lock(lock_of(folder), f"the run folder {folder}"):
+            remove_stale_temp(folder)
+            write_run_table(folder)
+            write_run_figures(folder)
+            write_run_extras(folder)
+    print((folder / TABLE).read_text(encoding="utf-8"))
     print(f"already finished on {record.device}: {folder}. Type overwrite=true to run it again.")
     return True
 
