@@ -22,7 +22,6 @@ from focus_exp.config import (
     ModelConfig,
     PhaseConfig,
     find_schema,
-    renamed_key_reason,
     shipped,
 )
 from focus_exp.errors import UserError, not_installed
@@ -82,23 +81,24 @@ def drop_file_fields(group: str, part: Part) -> Part:
 def refuse_unknown_keys(composed: DictConfig, prefix: str = "") -> None:
     """Raise UserError for a key that no schema has: OmegaConf lets +key=value add some."""
     schema = OmegaConf.get_type(composed)
-    names = [f.name for f in fields(schema)] if isinstance(schema, type) and is_dataclass(schema) else None
+    names = names_of(schema) if isinstance(schema, type) and is_dataclass(schema) else None
+    if prefix == "budget.":
+        names = list(shipped("budget")["base"])
     for key in map(str, composed):
         if names is not None and key not in names:
-            raise UserError(unknown_key_reason(prefix + key, schema))
+            raise UserError(unknown_key_reason(prefix + key, names if prefix == "budget." else schema))
         if not OmegaConf.is_missing(composed, key) and isinstance(composed[key], DictConfig):
             refuse_unknown_keys(composed[key], f"{prefix}{key}.")
 
 
 def unknown_key_reason(key: str, schema: Any) -> str:
-    """Return what to type instead of a dotted key that its schema does not have."""
-    if reason := renamed_key_reason(key):
-        return reason
+    """Return what to type instead of a dotted key that its schema, or list of names, does not have."""
+    if isinstance(schema, list):
+        return f"{key} is not a key{did_you_mean(key.rpartition('.')[2], schema) if schema else ''}"
     group, _, name = key.rpartition(".")
     method = "full attention" if schema is AttentionConfig else schema.__name__.removesuffix("Config")
     unknown = f"{key} is not an option of {method}" if group == "attention" else f"{key} is not a key"
     homes = GROUPS | {"attention": FocusConfig, "recipe.phases.<phase>": PhaseConfig}
-    del homes["budget"]  # which only experiments read
     known_name = SYNONYMS.get(name, name)
     elsewhere = [f"{home}.{known_name}" for home, part in homes.items() if known_name in names_of(part)]
     methods = [method for method, known in ATTENTION.items() if name in names_of(known)]

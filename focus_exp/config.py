@@ -5,8 +5,6 @@ OmegaConf refuses unknown keys and wrong types while it composes; checks.py refu
 
 from __future__ import annotations
 
-import copy
-import re
 from dataclasses import dataclass, field, fields, is_dataclass, make_dataclass
 from functools import cache
 from pathlib import Path
@@ -344,53 +342,6 @@ class ReproduceConfig:
 
 
 @dataclass
-class BudgetConfig:
-    name: str = MISSING
-    tables: list[str] = option([])
-    steps: int = MISSING
-    warmup_steps: int = MISSING
-    long_steps: int = option(MISSING)
-    alignment_steps: int = MISSING
-    plain_steps: int = option(MISSING)
-    both_steps: int = option(MISSING)
-    small_steps: int = option(MISSING)
-    small_more_steps: int = option(MISSING)
-    scratch_steps: int = MISSING
-    warm_start_sequences: int = 12
-    warm_start_steps: int = 100
-    balance_sequences: int = 8
-    calibration_sequences: int = FitOptions.calibration_sequences
-    validation_sequences: int = FitOptions.validation_sequences
-    # differs from the methods' default, which is left out of config hashes: earlier runs keep their folders
-    fit_steps: int = 1200
-    train_tokens: int | None = None
-    test_tokens: int | None = None
-    eval_sequences: int | None = None
-    long_eval_sequences: int | None = None
-    context_sequences: int | None = option(None)
-    context_tasks: list[str] = option(["perplexity@1024", "perplexity@2048", "perplexity@4096", "perplexity@8192"])
-    frontier_tasks: list[str] = option(["perplexity@4096", "perplexity@8192"])
-    lr_factors: list[float] = option([])
-    scratch_lr_factors: list[float] = option([])
-    limit: int | None = option(None)
-    long_range_limit: int | None = option(None)
-    top_k: list[int] = option([])
-    analyze_tokens: int = 16_384
-    lengths: list[int] = option([])
-    method_lengths: list[int] = option([])
-    quality_lengths: list[int] = option([2048, 8192])
-    model_lengths: list[int] = option([])
-    step_lengths: list[int] = option([])
-    decode_lengths: list[int] = option([])
-    prompts: int = MISSING
-    small_variant: str | None = None
-    small_windows: list[int] = option([])
-    scratch_variant: str | None = None
-    model_variants: list[str] = option([])
-    domain_variants: list[str] = option([])
-
-
-@dataclass
 class Config:
     job: str = option("train", choices=tuple(JOBS))
     experiment: str = "adhoc"
@@ -416,7 +367,7 @@ class Config:
     plan: PlanConfig = MISSING
     analyze: AnalyzeConfig = MISSING
     reproduce: ReproduceConfig = MISSING
-    budget: BudgetConfig = MISSING
+    budget: dict[str, Any] = option({})
     trainer: TrainerConfig = MISSING
     logger: LoggerConfig = MISSING
 
@@ -462,99 +413,8 @@ def register_schemas() -> None:
     Plugins.instance().register(MethodSource)
 
 
-# former keys -> keys of today, groups first; None: no longer a key
-RENAMED: dict[str, str | None] = {
-    "arm": "variant",
-    "arms": None,
-    "every_arm": None,
-    "against": "references",
-    "sweep": None,
-    "regime": "recipe",
-    "scale": "budget",
-    "budget.models": None,
-    "budget.domains": None,
-    "budget.small_model": None,
-    "budget.scratch": None,
-    "budget.windows": "budget.eval_sequences",
-    "budget.long_windows": "budget.long_eval_sequences",
-    "budget.context_windows": "budget.context_sequences",
-    "budget.warm_start_blocks": "budget.warm_start_sequences",
-    "budget.calibration_blocks": "budget.balance_sequences",
-    "budget.fit_blocks": "budget.calibration_sequences",
-    "budget.fit_held_out": "budget.validation_sequences",
-    "budget.rates": "budget.lr_factors",
-    "budget.scratch_rates": "budget.scratch_lr_factors",
-    "budget.suite_limit": "budget.long_range_limit",
-    "model.trained_by": "model.base_run",
-    "data.block_size": "data.seq_len",
-    "eval.window": "eval.seq_len",
-    "eval.max_windows": "eval.max_sequences",
-    "eval.suite_limit": "eval.long_range_limit",
-    "eval.suite_window": "eval.long_range_distance",
-    "recipe.tune.windows": "recipe.tune.sequences",
-    "recipe.phases.*.aim": "recipe.phases.*.objective",
-    "recipe.phases.*.train": "recipe.phases.*.trainable",
-    "attention.warm_start_blocks": "attention.warm_start_sequences",
-    "attention.calibration_blocks": "attention.balance_sequences",
-    "attention.fit_blocks": "attention.calibration_sequences",
-    "attention.fit_held_out": "attention.validation_sequences",
-    "attention.pairs": "attention.density",
-    "attention.share": "attention.density",
-    "attention.budget": "attention.groups_per_layer",
-}
-RENAMED_VALUES = {"objective": {"text": "lm", "base": "distill"}}
-
-
-# former keys of other syntax -> what to type
-TYPED_INSTEAD = {
-    "arm": "+variant=<experiment>/<name>",
-    "arms": "variants=[<names of files in conf/variant>]",
-    "every_arm": "shared_variant=<file in conf/variant>",
-    "against": "references=[...]",
-}
-
-
-def renamed_key_reason(key: str) -> str | None:
-    """Return what to type instead of a former key; None for any other key."""
-    if instead := TYPED_INSTEAD.get(key.partition(".")[0]):
-        return f"{key.partition('.')[0]} is no longer a key. Type {instead}."
-    now = key
-    for old, new in RENAMED.items():
-        pattern = re.escape(old).replace(r"\*", "([^.]+)")
-        if (found := re.match(rf"{pattern}(?=\.|$)", now)) and new:
-            now = new.replace("*", found[1] if found.groups() else "*") + now[found.end() :]
-    return None if now == key else f"{key} is no longer a key. Type {now}."
-
-
-def upgrade_keys(values: dict[str, Any]) -> dict[str, Any]:
-    """Return a recorded configuration under the keys of today (see RENAMED)."""
-    upgraded = copy.deepcopy(values)
-    external = "." in (values.get("attention") or {}).get("method", "")  # a class outside of focus_exp
-    for old, new in RENAMED.items():
-        *groups, key = old.split(".")
-        if external and groups == ["attention"]:
-            continue
-        parts = [upgraded]
-        for group in groups:
-            below = [list(part.values()) if group == "*" else [part.get(group)] for part in parts]
-            parts = [part for level in below for part in level if isinstance(part, dict)]
-        for part in parts:
-            if key in part:
-                value, name = part.pop(key), new and new.rpartition(".")[2]
-                if name:
-                    part[name] = RENAMED_VALUES.get(name, {}).get(value, value) if isinstance(value, str) else value
-    return upgraded
-
-
-def upgrade_options(options: dict[str, Any], schema: type[Any]) -> dict[str, Any]:
-    """Return a method's recorded options under the names that `schema`, its dataclass, has today."""
-    names = {item.name for item in fields(schema)}
-    renamed = upgrade_keys({"attention": {key: value for key, value in options.items() if key not in names}})
-    return {key: value for key, value in options.items() if key in names} | renamed["attention"]
-
-
 def load_recorded(values: dict[str, Any]) -> Any:
     """Return a recorded configuration under the schema, which refuses unknown keys."""
-    recorded = OmegaConf.create(upgrade_keys(values))
+    recorded = OmegaConf.create(values)
     recorded.attention = build_attention(recorded.attention)
     return OmegaConf.merge(OmegaConf.structured(Config), recorded)

@@ -157,7 +157,7 @@ def test_lists_tables_compose_and_have_minutes(name, scale):
         tables = config.reproduce.tables
         every = 6 if (name, scale) == ("embedded", "embedded") else 1  # the slow cases compose all
         made = [compose_overrides(table_overrides(table, config)) for table in [*tables.values()][::every]]
-    assert {run.budget.name for run in made} <= {scale}
+    assert {run.budget["name"] for run in made} <= {scale}
     assert set(config.reproduce.minutes) == set(tables) >= set(config.reproduce.only)
     if config.reproduce.only:  # no table is left out but for another seed of it
         assert all(

@@ -299,7 +299,7 @@ def base_overrides(config: Config) -> list[str]:
 
 def shared_overrides(config: Config) -> list[str]:
     """Return the overrides that commands started by this one share with it."""
-    keys = {"budget": config.budget.name, "assets": config.assets, "runs_dir": config.runs_dir}
+    keys = {"budget": config.budget["name"], "assets": config.assets, "runs_dir": config.runs_dir}
     return [f"{key}={value}" for key, value in (keys | {"logger.wandb": config.logger.wandb}).items()]
 
 

@@ -30,12 +30,12 @@ def report(config: Config) -> None:
     runs = Path(config.runs_dir)
     if config.report.check:
         records = runs / "records" if (runs / "records").is_dir() else runs
-        if stale := find_stale(records, config.budget.name):
+        if stale := find_stale(records, config.budget["name"]):
             raise UserError("\n  ".join([f"{len(stale)} published files are stale:", *stale]))
         print(f"every published table below {records} follows from its measurements")
         return
     folder = Path(config.report.folder or runs / "report")
-    print_table(verdict_table(write_report(load_results(runs, config.budget.name), folder)))
+    print_table(verdict_table(write_report(load_results(runs, config.budget["name"]), folder)))
     print(f"report: {folder / 'report.md'}")
 
 
@@ -49,7 +49,7 @@ def dashboard(config: Config) -> None:
 
     runs = Path(config.runs_dir)
     folder = Path(config.report.folder or runs / "report") / "dashboard"
-    tables = report_tables(load_results(runs, config.budget.name))
+    tables = report_tables(load_results(runs, config.budget["name"]))
     figures = write_report_figures(tables, folder / "figures")
     mode: Any = wandb_mode(config.logger.wandb)
     entity = config.logger.wandb_entity or (str(wandb.Api().default_entity) if mode == "online" else "your-entity")

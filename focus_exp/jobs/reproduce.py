@@ -42,7 +42,7 @@ def reproduce(config: Config) -> None:
     reproduce.publish=true copies finished runs to runs/records, replacing those they supersede, and writes the
     report there.
     """
-    settings, budget = config.reproduce, config.budget.name
+    settings, budget = config.reproduce, config.budget["name"]
     if settings.publish and budget == QUICK:
         raise UserError(f"reproduce.publish must be false with budget={QUICK} (got true): it measures nothing.")
     if settings.publish and (reason := unknown_commit_reason(commit())):

@@ -90,11 +90,11 @@ def check_base(config: Config, record: Record) -> None:
         return
     base, then = finished_record(compose_base(config)), record.model.get("fingerprint")
     budget = record.setting("budget", "name")
-    is_same = base.method.get("weights", then) == then if base else budget == config.budget.name
+    is_same = base.method.get("weights", then) == then if base else budget == config.budget["name"]
     if then is not None and not is_same:
         raise UserError(
             f"the base {config.model.name} must be that of {run_folder(config)}, trained with budget={budget} (got "
-            f"budget={config.budget.name}). {REPEAT}"
+            f"budget={config.budget['name']}). {REPEAT}"
         )
 
 

@@ -19,7 +19,6 @@ from transformers import PreTrainedModel
 from focus_exp.assets import ADAPTER_FILES, find_adapter
 from focus_exp.attention.base import AttentionMethod
 from focus_exp.attention.registry import build, find
-from focus_exp.config import upgrade_options
 from focus_exp.errors import UserError, first_line
 from focus_exp.models.attach import attach, detach
 from focus_exp.models.load import fingerprint, gather_tensor, materialize, select_numerics
@@ -148,7 +147,6 @@ def read_description(folder: str | Path) -> dict[str, Any]:
         method = find(description["method"], imports=False)
     except ValueError as error:
         raise UserError(f"{path}: {error}") from error
-    description["options"] = upgrade_options(description["options"], method.options)
     if unknown := sorted(set(description["options"]) - {item.name for item in fields(method.options)}):
         raise UserError(
             f"{path}: method {description['method']} has no options {', '.join(unknown)}. Copy the adapter again, or "

@@ -153,7 +153,7 @@ def execute(folder: Path, runs: str, *overrides: str) -> None:
 def compute_config_hashes(every: int = 1) -> dict[str, str]:
     """Hash the stored config of every `every`-th committed run, by `<started> <variant> <recorded hash>`.
 
-    Runs that list variants inline are left out: variants are files since, and the hash is over their names. Adapters of
+    Comparisons of inline variants are left out: variants are files since, and the hash is over their names. Adapters of
     published runs are read from where moved.csv says that they are now.
     """
     keyed, records = {}, ROOT / "runs" / "records"
@@ -165,9 +165,8 @@ def compute_config_hashes(every: int = 1) -> dict[str, str]:
             folder = adapter.removesuffix("adapter")
             record["config"]["adapter"] = f"{moved.get(folder, folder)}adapter"
         config = record["config"]
-        if config and not config.get("arms"):
-            name = config.get("variant", config.get("arm")) or "-"
-            keyed[f"{record['started']} {name} {record['config_hash']}"] = config
+        if config and (config["job"] != "compare" or config.get("variants")):
+            keyed[f"{record['started']} {config['variant'] or '-'} {record['config_hash']}"] = config
     return {key: config_hash(OmegaConf.to_object(load_recorded(keyed[key]))) for key in sorted(keyed)[::every]}
 
 
