@@ -171,7 +171,6 @@ class Checks:
         return next((kind for kind in FAILURES if self.why[kind]), "partly" if self.why["refuses"] else "exact")
 
     def compare_paths(self, mask: str, x: Input, base: Tensor, has_cache: bool, text: Tensor | None) -> None:
-        softcap = getattr(self.model.config.get_text_config(), "attn_logit_softcapping", None)
         for routing, (top_k, window) in ROUTINGS.items():
             set_routing(self.model, hard=True, top_k=top_k, backend="masked")
             for method in attached_methods(self.model).values():
@@ -189,7 +188,7 @@ class Checks:
                 self.compare(f"{routing}, generate, {mask}", generate, x, text)
             elif text is not None:
                 self.compute(f"{routing}, generate, {mask}", generate, x)
-            set_routing(self.model, hard=True, backend="math" if softcap else "cpu-flash")
+            set_routing(self.model, hard=True, backend="auto", sparse_from=0)
             self.compare(f"{routing}, sparse, {mask}", run_full, x, expected, TOLERANCE)
 
 

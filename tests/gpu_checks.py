@@ -12,7 +12,6 @@ from torch import Tensor
 from focus_exp.attention.dense import reference_attention
 from focus_exp.attention.kernels import KERNELS, KernelRequirements
 from focus_exp.attention.selection import AttentionArgs, Sequence, select
-from focus_exp.attention.sparse import sparse_attention
 
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 2e-3}  # of a tensor's norm
 
@@ -55,7 +54,7 @@ class Case:
         if exact:
             out = reference_attention(*leaves[:3], selection, sequence, args)
         else:
-            out = sparse_attention(*leaves[:3], selection, sequence, args, KERNELS[self.kernel])
+            out = KERNELS[self.kernel].attention(*leaves[:3], selection, sequence, args)
         if sequence.valid is not None:
             out = out * sequence.valid[:, None, :, None]
         weights = torch.randn(out.shape, generator=torch.Generator().manual_seed(0)).to(device, out.dtype)
@@ -71,5 +70,4 @@ CASES = [
     *(Case("triton", size=size, softcap=softcap) for size, softcap in product((80, 128, 256), (None, 30.0))),
     *(Case("triton", 2, "share", dtype=dtype) for dtype in (torch.float16, torch.float32)),
     *(Case(name, size=size, padding=padding) for name, size, padding in product(FLASH, (64, 256), ("plain", "left"))),
-    *(Case("math", *rule, dtype=torch.float32) for rule in RULES),
 ]  # fmt: skip

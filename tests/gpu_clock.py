@@ -25,6 +25,7 @@ from gpu_checks import CASES, Case
 
 from focus_exp.attention.kernels import KERNELS, KernelRequirements, fused
 from focus_exp.attention.kernels.layout import Plan
+from focus_exp.attention.selection import Sequence
 from focus_exp.results.environment import commit
 from focus_exp.speed.layer import BenchmarkCase, Layer
 from focus_exp.speed.timing import Work, device_name, synchronize, time_in_turns
@@ -36,6 +37,7 @@ from focus_exp.speed.workload import (
     density,
     full_attention,
     full_attention_kernels,
+    make_layer,
     run_full_step,
 )
 
@@ -261,12 +263,11 @@ def contender_of(layer: Layer, groups: Any, tensors: Tensors, kernel: str) -> Be
     """Also where the interpreter runs a kernel that is for CUDA."""
     if layer.device.type == "cuda":
         return BenchmarkCase.build(layer, groups, tensors)
-    masked = BenchmarkCase.build(
-        Layer(layer.shape, layer.window, layer.sinks, layer.dtype, layer.device), groups, tensors
-    )
+    method = make_layer(layer.shape, groups, layer.window, layer.sinks, "masked", layer.device)
+    selection, sequence = groups.select(tensors.length, layer.device), Sequence.plain(1, tensors.length)
     # on a CPU the kernels refuse by their own rule, and the interpreter runs them all the same
-    masked.method.select_kernels = lambda *_: [KERNELS[kernel]]  # type: ignore[method-assign]
-    return BenchmarkCase(layer, groups, masked.method, masked.selection, masked.sequence, KERNELS[kernel])
+    method.select_kernels = lambda *_: [KERNELS[kernel]]  # type: ignore[method-assign]
+    return BenchmarkCase(layer, groups, method, selection, sequence, KERNELS[kernel])
 
 
 def captured(work: Work) -> Work:

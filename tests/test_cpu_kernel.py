@@ -12,10 +12,13 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from problems import random_assignment, random_sequence
+from test_dual import layers
 from torch import Tensor
 
 from focus_exp.attention import dense
+from focus_exp.attention.base import LayerShape
 from focus_exp.attention.dense import reference_attention
+from focus_exp.attention.focus_dual import FocusDual
 from focus_exp.attention.kernels import cpu_sparse
 from focus_exp.attention.kernels.contract import BackendUnsupported, KernelRequirements
 from focus_exp.attention.kv_cache import GroupedCache
@@ -252,6 +255,33 @@ def test_decode_random_cache_equals_reference(dtype, seed, heads, size, softcap,
         cache.append(*tensors[1:], some, sequence)
     expected = reference_attention(q, k, v, selection, Sequence.plain(2, length), args)[:, :, prompt:]
     assert (torch.cat(outputs, 2).double() - expected).norm() <= TOLERANCES[dtype] * expected.norm()
+
+
+@given(layer=layers(200))
+@settings(max_examples=40)
+def test_route_by_kernel_equals_route(layer):
+    method, h, _, sequence = layer
+    method, h = method.float(), h.float()
+    with torch.no_grad():
+        assert method.can_route_by_kernel(h) == (method.key_encoder.projection is None) if method.is_routed else True
+        fast = method.route(h, sequence)
+        method.observers.append(lambda *_: None)  # who wants the assignment
+        slow = method.route(h, sequence)
+    assert (fast.assignment is None) == (method.key_encoder.projection is None) if method.is_routed else True
+    assert fast.max_groups == slow.max_groups and fast.is_dense == slow.is_dense
+    for name in ("query_groups", "key_groups") if method.is_routed else ():
+        assert torch.equal(getattr(fast, name), getattr(slow, name))
+
+
+def test_route_by_kernel_ties_take_the_lowest_group():
+    method = FocusDual.create(LayerShape(12, 6, 8, 0, 3), groups=5, top_k=2)
+    for parameter in method.parameters():
+        torch.nn.init.zeros_(parameter)
+    with torch.no_grad():
+        for length in (1, 20):
+            selection = method.route(torch.randn(1, length, 12), Sequence.plain(1, length))
+            assert selection.query_groups[..., :2].all() and selection.query_groups.sum() == 3 * length * 2
+            assert selection.key_groups[..., 0].all() and selection.key_groups.sum() == 3 * length
 
 
 @pytest.mark.parametrize(

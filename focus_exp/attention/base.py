@@ -24,12 +24,11 @@ from focus_exp.attention.selection import (
     count_pairs,
     local_only_selection,
 )
-from focus_exp.attention.sparse import sparse_attention
 
-# masked: computes all pairs and masks the pruned ones; a kernel's name: the sparse path on that kernel
+# masked: computes all pairs and masks the pruned ones; a kernel's name: computes the kept pairs alone
 BACKENDS = ("auto", "masked", *KERNELS)
-# length [tokens] from which "auto" takes the sparse path where it was not measured; the result is the same
-SPARSE_FROM = 2048
+# length [tokens] from which "auto" takes a kernel, by device; the result is the same
+SPARSE_FROM = {"cpu": 256, "cuda": 2048}
 
 SERIALS = count()
 
@@ -106,7 +105,7 @@ class AttentionMethod(nn.Module):
         self.window = window
         self.sinks = sinks
         self.backend = "auto"
-        self.sparse_from = SPARSE_FROM
+        self.sparse_from: int | None = None  # None: that of the device
         self.path: str | None = None  # of the last call
         self.observers: list[Observer] = []
         self.serial = next(SERIALS)
@@ -149,7 +148,7 @@ class AttentionMethod(nn.Module):
             self.path = kernel.name
             grouped = local_only_selection(sequence) if selection.query_groups is None else selection
             try:
-                return sparse_attention(q, k, v, grouped, sequence, args, kernel)
+                return kernel.attention(q, k, v, grouped, sequence, args)
             except BackendUnsupported:  # known from the values of the tensors alone
                 if self.backend != "auto":
                     raise
@@ -161,10 +160,11 @@ class AttentionMethod(nn.Module):
         return replace(args, window=self.window, sinks=self.sinks)
 
     def select_kernels(self, q: Tensor, selection: Selection, sequence: Sequence, args: AttentionArgs) -> list[Backend]:
-        """Return the kernels of the sparse path for this call, the preferred one first; none for the masked path."""
+        """Return the kernels that serve this call, the preferred one first; none for the masked path."""
         if self.backend == "masked" or selection.is_soft or sequence.allowed is not None or args.dropout:
             return []
-        if self.backend == "auto" and q.shape[2] < self.sparse_from:
+        least = SPARSE_FROM.get(q.device.type, 0) if self.sparse_from is None else self.sparse_from
+        if self.backend == "auto" and q.shape[2] < least:
             return []
         has_softcap, is_one_group = args.softcap is not None, selection.group is not None
         groups = 1 if selection.key_groups is None else selection.key_groups.shape[-1]

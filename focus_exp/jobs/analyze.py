@@ -31,7 +31,7 @@ def analyze(config: Config) -> None:
         sequences = training_sequences(config, setup)
         for other in others:  # checked before a router is trained
             read_adapter(setup.model, other, check_base=config.check_base)
-        load_or_fit_router(run, setup, config.eval.seq_len)
+        load_or_fit_router(run, setup)
         run.record.method |= digests
         count = config.focus.balance_sequences if config.has_router else 0
         calibration = sequences.sample(count or CALIBRATION_SEQUENCES, config.seed + 2)

@@ -6,7 +6,6 @@ from typing import Any
 
 import torch
 
-from focus_exp.assets import cache_root
 from focus_exp.attention.kernels import KernelRequirements, unsupported_reasons
 from focus_exp.config import Config, get_method_options
 from focus_exp.errors import UserError
@@ -18,7 +17,6 @@ from focus_exp.jobs.train import load_or_fit_router, trains_router
 from focus_exp.models.methods import set_routing
 from focus_exp.results.run_dir import earlier_record, run_folder
 from focus_exp.speed.bench import SpeedBenchmark
-from focus_exp.speed.break_even import BreakEven
 from focus_exp.speed.layer import Methods
 from focus_exp.speed.timing import device_name
 from focus_exp.training.precision import choose_device, has_native_bf16
@@ -52,7 +50,7 @@ def bench(config: Config) -> None:
         check_length(model, "bench.prefill_lengths or bench.step_lengths", max_length, config.model.name)
         if settings.quality:
             evaluators.measure_base()
-        is_trained = load_or_fit_router(run, setup, max_length)
+        is_trained = load_or_fit_router(run, setup)
         run.record.method |= recorded if methods else {}
         if config.has_router:
             set_routing(model, hard=True, top_k=config.focus.top_k, pair_rule=config.focus.pair_rule)
@@ -102,16 +100,11 @@ def check_earlier_methods(config: Config, methods: dict[str, dict[str, Any]]) ->
 
 
 def list_kernels(config: Config) -> None:
-    """Print every kernel with why it is not available here, and the break-even lengths measured so far."""
+    """Print every kernel with why it is not available here."""
     device = choose_device(config.trainer.accelerator)
-    print(f"kernels of the sparse path on {device_name(device)}, head size 64, in the order of backend=auto:")
+    print(f"kernels of hard routing on {device_name(device)}, head size 64, in the order of backend=auto:")
     for dtype in (torch.bfloat16, torch.float32):
         print(f"  {str(dtype).removeprefix('torch.')}")
         for name, reason in unsupported_reasons(KernelRequirements(device.type, dtype, 64)).items():
-            note = " (reference implementation; not used by auto)" if name == "math" else ""
-            print(f"    {name:<12} {f'not available: it {reason}' if reason else f'available{note}'}")
-    print("measured on an H200: runs/records/gpu; expected: python -m focus_exp.speed.computed")
-    folder = cache_root(config.cache_dir) / "break_even"
-    print(f"break-even lengths in {folder}, one file each; delete a file to measure again:")
-    measured = [result for path in sorted(folder.glob("*.json")) if (result := BreakEven.read(path))]
-    print("\n".join(f"  {result.sentence()}" for result in measured) or "  none yet")
+            print(f"    {name:<12} {f'not available: it {reason}' if reason else 'available'}")
+    print("measured on an H200: runs/records/gpu")

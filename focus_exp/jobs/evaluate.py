@@ -9,11 +9,11 @@ from focus_exp.config import Config
 from focus_exp.data.long_range import build_suite
 from focus_exp.errors import UserError
 from focus_exp.jobs.compose import compose_adapter
-from focus_exp.jobs.prepare import prepare, set_backend
+from focus_exp.jobs.prepare import prepare
 from focus_exp.jobs.resume import print_finished
 from focus_exp.jobs.run import Run, open_run
 from focus_exp.models.adapter import load_adapter, read_description
-from focus_exp.models.methods import is_causal
+from focus_exp.models.methods import is_causal, set_routing
 
 
 def evaluate(config: Config) -> None:
@@ -34,17 +34,17 @@ def evaluate_adapter(config: Config) -> None:
         return
     with open_run(config) as run:
         setup = prepare(run)
-        load_trained(run, setup.model, config.eval.seq_len)
+        load_trained(run, setup.model)
         setup.evaluators.measure_base()
         setup.evaluators.measure_attached()
         setup.evaluators.write_final(run.record, run.folder)
 
 
-def load_trained(run: Run, model: PreTrainedModel, max_length: int) -> None:
-    """Attach the run's adapter, for sequences of up to `max_length` tokens, and record it."""
+def load_trained(run: Run, model: PreTrainedModel) -> None:
+    """Attach the run's adapter, and record it."""
     config, description = run.config, read_description(str(run.config.adapter))
     load_adapter(model, str(config.adapter), check_base=config.check_base)
-    set_backend(model, config, run.precision, max_length)
+    set_routing(model, hard=False, backend=config.attention.backend)
     run.record.method = {
         "name": config.attention.name,
         "causal": is_causal(model),

@@ -24,7 +24,7 @@ def generate(config: Config) -> None:
         setup = prepare(run)
         length = config.generate.prompt_tokens + config.generate.new_tokens
         check_length(setup.model, "generate.prompt_tokens + generate.new_tokens", length, config.model.name)
-        load_or_fit_router(run, setup, config.eval.seq_len)
+        load_or_fit_router(run, setup)
         if not is_causal(setup.model):
             raise UserError(f"attention must be causal with job=generate (got {config.attention.name}).")
         sequences, folder = setup.evaluators.perplexity.blocks, run.folder / "continuations"

@@ -6,16 +6,14 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from statistics import fmean
 from typing import Any
 
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from focus_exp.assets import cache_root
-from focus_exp.attention.focus_dual import FocusDual
-from focus_exp.attention.kernels import KERNELS, KernelRequirements, select_backend
-from focus_exp.config import Config, ModelConfig, get_method_options
+from focus_exp.attention.kernels import KERNELS, KernelRequirements
+from focus_exp.config import Config, ModelConfig
 from focus_exp.data import SPLITS, Corpus, SequenceDataset, find_bos, load_corpus
 from focus_exp.data.texts import find_texts
 from focus_exp.errors import UserError
@@ -27,16 +25,10 @@ from focus_exp.jobs.resume import finished_record
 from focus_exp.jobs.run import Run
 from focus_exp.models.adapter import read_adapter
 from focus_exp.models.load import load_model
-from focus_exp.models.methods import attached_methods, find_routers, set_routing
-from focus_exp.results.environment import cpu_name
 from focus_exp.results.run_dir import run_folder
-from focus_exp.speed.break_even import LENGTHS, REPEATS, BreakEven, break_even
-from focus_exp.speed.layer import Layer
 from focus_exp.speed.model import model_shape
-from focus_exp.speed.timing import device_name
 from focus_exp.storage import file_lock
 from focus_exp.training.distributed import place_base
-from focus_exp.training.precision import Precision
 
 
 @dataclass(frozen=True)
@@ -140,47 +132,6 @@ def check_backend(model: PreTrainedModel, backend: str) -> None:
 def requirements(model: PreTrainedModel, dtype: torch.dtype) -> KernelRequirements:
     softcap = getattr(model.config.get_text_config(), "attn_logit_softcapping", None) is not None
     return KernelRequirements(model.device.type, dtype, model_shape(model).head_dim, softcap)
-
-
-def set_backend(model: PreTrainedModel, config: Config, precision: Precision, max_length: int) -> BreakEven | None:
-    """Set attention.backend of the attached methods; auto uses a kernel from its measured break-even length.
-
-    Args:
-        max_length: longest sequence to come; nothing is measured if it is below the first measured length.
-    """
-    attention = config.attention
-    set_routing(model, hard=False, backend=attention.backend)
-    options = typical_options(model, config)
-    if attention.backend != "auto" or options is None or max_length < LENGTHS[0]:
-        return None
-    dtype = torch.bfloat16 if precision.autocast else model.dtype
-    if select_backend(requirements(model, dtype)) is None:
-        return None
-    layer = Layer(model_shape(model), attention.window, options["sinks"], dtype, precision.device, repeats=REPEATS)
-    device, cache = name_processor(precision.device), cache_root(config.cache_dir)
-    result = break_even(layer, attention.method, options, device, cache)
-    for method in attached_methods(model).values():
-        method.sparse_from = result.sparse_from
-    print(result.sentence())
-    return result
-
-
-def name_processor(device: torch.device) -> str:
-    """Return the device in the cache of break-even lengths: several kinds of machines may share one home folder."""
-    name = device_name(device)
-    return name if device.type == "cuda" else f"{name} of {cpu_name()} ({torch.backends.cpu.get_cpu_capability()})"
-
-
-def typical_options(model: PreTrainedModel, config: Config) -> dict[str, Any] | None:
-    """Return options of a layer that reads the average number of groups; None if no layer has groups."""
-    options = get_method_options(config.attention)
-    if find_routers(model):
-        return options
-    duals = [m for m in attached_methods(model).values() if isinstance(m, FocusDual) and m.is_routed]
-    groups_per_head = [k for method in duals for k in method.groups_per_head]
-    if not groups_per_head:
-        return None
-    return options | {"groups_per_layer": None, "top_k": max(1, round(fmean(groups_per_head)))}
 
 
 def dense_training_reason(model: PreTrainedModel, config: Config) -> str | None:

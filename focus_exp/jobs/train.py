@@ -21,14 +21,14 @@ from focus_exp.evaluation.controls import SOFT
 from focus_exp.evaluation.evaluators import Evaluators
 from focus_exp.evaluation.perplexity import PerplexityEvaluator
 from focus_exp.jobs.evaluate import load_trained
-from focus_exp.jobs.prepare import Setup, dense_training_reason, prepare, set_backend, training_sequences
+from focus_exp.jobs.prepare import Setup, dense_training_reason, prepare, training_sequences
 from focus_exp.jobs.resume import finished_record, print_finished, share_scores
 from focus_exp.jobs.run import Run, open_run
 from focus_exp.models.adapter import save_adapter
 from focus_exp.models.attach import attach
 from focus_exp.models.load import fingerprint, gather_tensor
 from focus_exp.models.lora import add_lora, count_router_parameters, describe_lora, save_lora
-from focus_exp.models.methods import attached_methods, is_causal, is_trainable
+from focus_exp.models.methods import attached_methods, is_causal, is_trainable, set_routing
 from focus_exp.results.measurement import Measurement
 from focus_exp.results.metrics import read_metrics
 from focus_exp.results.record import Record, Trial
@@ -134,15 +134,11 @@ def trains_router(config: Config) -> bool:
     return not config.adapter and bool(config.fitting or config.phases)
 
 
-def load_or_fit_router(run: Run, setup: Setup, max_length: int) -> bool:
-    """Attach the adapter's router, or train one as recipe and method say; False if it stays untrained.
-
-    Args:
-        max_length: longest sequence to come.
-    """
+def load_or_fit_router(run: Run, setup: Setup) -> bool:
+    """Attach the adapter's router, or train one as recipe and method say; False if it stays untrained."""
     config, model = run.config, setup.model
     if config.adapter:
-        load_trained(run, model, max_length)
+        load_trained(run, model)
         return True
     sequences = training_sequences(config, setup) if trains_router(config) else None
     attach_method(model, config, run.precision)
@@ -158,7 +154,7 @@ def attach_method(model: PreTrainedModel, config: Config, precision: Precision) 
     if config.attention.method != "full":
         pl.seed_everything(config.seed, verbose=False)
         attach(model, config.attention.method, **get_method_options(config.attention))
-        set_backend(model, config, precision, max(config.eval.seq_len, config.data.seq_len))
+        set_routing(model, hard=False, backend=config.attention.backend)
     if config.recipe.trains("lora"):
         router = count_router_parameters(model, lora.router_groups, FocusOptions.routing_dim)
         pl.seed_everything(config.seed, verbose=False)

@@ -68,7 +68,7 @@ def eval_mode(model: PreTrainedModel) -> Iterator[None]:
 
 
 def compare_with_base(model: PreTrainedModel) -> None:
-    """Compare the base's logits with windows longer than the input, three paths."""
+    """Compare the base's logits with windows longer than the input, two paths."""
     name, methods = type(model).__name__, attached_methods(model)
     tokens, padded = make_inputs(model)
     compute = partial(run, f"{name} itself fails on token ids")
@@ -85,7 +85,6 @@ def compare_with_base(model: PreTrainedModel) -> None:
         raise UserError(f"{name} itself gives NaN or infinity for token ids. Check its weights.")
     for path, backend, steps in (
         ("by masks", "masked", None),
-        ("by the sparse path", "math", None),
         ("through the cache", "masked", STEPS),
     ):
         failure = f"{name} cannot run an attached method {path}"

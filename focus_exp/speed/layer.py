@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
-from itertools import chain, count
+from itertools import count
 from statistics import mean
 from typing import Any
 
@@ -15,15 +15,12 @@ from torch import Tensor
 
 from focus_exp.attention.base import AttentionMethod, LayerShape
 from focus_exp.attention.focus import Focus
-from focus_exp.attention.kernels import Backend, Kernel
+from focus_exp.attention.kernels import Backend
 from focus_exp.attention.kernels.fused import Triton
 from focus_exp.attention.kernels.layout import Plan
 from focus_exp.attention.kv_cache import GroupedCache
-from focus_exp.attention.parts import Part, Tokens, pairs_computed, parts, rows_of
 from focus_exp.attention.registry import build
 from focus_exp.attention.selection import AttentionArgs, Selection, Sequence
-from focus_exp.attention.side_by_side import side_by_side
-from focus_exp.attention.sparse import blocks_of
 from focus_exp.errors import first_line
 from focus_exp.results.measurement import Measurement
 from focus_exp.speed.timing import PeakMemory, Work, compare_times, run_in_fresh_process, time_in_turns, time_once
@@ -99,11 +96,11 @@ class BenchmarkCase:
         sequence = Sequence.plain(1, tensors.length, layer.device)
         kernels = method.select_kernels(tensors.q, selection, sequence, layer.args)
         if not kernels:
-            raise RuntimeError(f"no kernel of the sparse path supports {layer.dtype} on {layer.device}")
+            raise RuntimeError(f"no kernel supports {layer.dtype} on {layer.device}")
         return BenchmarkCase(layer, groups, method, selection, sequence, kernels[0])
 
     def run(self, tensors: Tensors) -> Tensor:
-        """Run what a layer pays for: routing, then sort, gather, kernels and merge for the groups that are timed."""
+        """Run what a layer pays for: routing, then attention with the groups that are timed."""
         self.method.route(tensors.hidden, self.sequence)
         return self.attend(tensors, self.selection)
 
@@ -119,35 +116,12 @@ class BenchmarkCase:
         return self.method.attend(tensors.q, tensors.k, tensors.v, selection, self.sequence, self.layer.args)
 
     def prepare_kernels(self, tensors: Tensors) -> Work:
-        """Return the attention kernels alone, with lists made or tokens gathered."""
+        """Return the attention kernels alone; those of Triton with their lists made."""
         window, sinks, args = self.layer.window, self.layer.sinks, self.layer.args
         if isinstance(self.kernel, Triton):
             plan = Plan.of(self.selection, self.sequence, window, sinks)
             return partial(self.kernel.run_kernels, tensors.q, tensors.k, tensors.v, plan, args)
-        assert isinstance(self.kernel, Kernel)
-        q, k, v = (x.transpose(1, 2).flatten(0, 1) for x in (tensors.q, tensors.k, tensors.v))
-        tokens, kernel = Tokens.of(self.selection, self.sequence, sinks), self.kernel
-
-        def gather(part: Part) -> list[tuple[Tensor, Tensor, Tensor, Tensor | None]]:
-            keys, values = rows_of(k, part.keys), rows_of(v, part.keys)
-            return [
-                (query_rows[:, rows], keys[:, columns], values[:, columns], mask)
-                for queries, calls in part.blocks
-                for query_rows in [blocks_of(q, queries, len(keys))]
-                for rows, columns, mask in calls
-            ]
-
-        def compute(calls: list[tuple[Tensor, Tensor, Tensor, Tensor | None]]) -> None:
-            for call in calls:
-                kernel.forward(*call, args)
-
-        gathered = [gather(part) for part in chain.from_iterable(parts(tokens, window))]
-
-        def work() -> None:
-            for _ in side_by_side(compute, gathered, q.device):
-                pass
-
-        return work
+        return partial(self.attend, tensors, self.selection)
 
     def compare(self, clock: str, full: dict[str, Any], ours: dict[str, Any], **settings: Any) -> list[Measurement]:
         """Return the measurements of one clock from the numbers of both sides."""
@@ -162,11 +136,11 @@ class BenchmarkCase:
     @cached_property  # several clocks report it, and it lays all blocks out
     def computed_density(self) -> float | None:
         """Return the density of the kernel's blocks, where those are known."""
+        if self.kernel.name != "triton":
+            return None
         length = self.sequence.start.shape[1]
-        layout = self.selection, self.sequence, self.layer.window, self.layer.sinks
-        if self.kernel.name == "triton":
-            return Plan.of(*layout).pairs_in_tiles() / (length * (length + 1) / 2)
-        return pairs_computed(*layout) if isinstance(self.kernel, Kernel) else None
+        plan = Plan.of(self.selection, self.sequence, self.layer.window, self.layer.sinks)
+        return plan.pairs_in_tiles() / (length * (length + 1) / 2)
 
 
 def time_attention(layer: Layer, length: int, groupings: list[Groups]) -> Iterator[Measurement]:

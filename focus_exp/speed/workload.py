@@ -15,9 +15,10 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from focus_exp.attention.base import AttentionMethod, LayerShape
 from focus_exp.attention.dense import repeat_kv
 from focus_exp.attention.focus import Focus
+from focus_exp.attention.kernels import cpu_sparse
 from focus_exp.attention.kernels.cuda import PACKAGES, activate, flash_attn
 from focus_exp.attention.kernels.fused import import_error
-from focus_exp.attention.selection import Selection, Sequence, count_unpadded_pairs, select
+from focus_exp.attention.selection import AttentionArgs, Selection, Sequence, count_unpadded_pairs, select
 from focus_exp.speed.timing import Work, time_in_turns, time_once
 
 FUSED = {"sdpa-flash": SDPBackend.FLASH_ATTENTION, "sdpa-cudnn": SDPBackend.CUDNN_ATTENTION}
@@ -132,16 +133,17 @@ def full_attention(tensors: Tensors, device: torch.device) -> tuple[str, Work]:
     """Return the name and call of the fastest causal full attention, with a backward where q requires gradients.
 
     Raises:
-        RuntimeError: torch has none for these tensors.
+        RuntimeError: there is none for these tensors.
     """
     works = full_attention_kernels(tensors)
     if len(works) == 1:
         return next(iter(works.items()))
-    for candidates in ({name: work for name, work in works.items() if name != SLOWEST}, {SLOWEST: works[SLOWEST]}):
+    for is_last in (False, True):
+        candidates = {name: work for name, work in works.items() if (name == SLOWEST) == is_last}
         if seconds := time_supported(candidates, tensors, device):
             best = min(seconds, key=lambda name: seconds[name])
             return best, works[best]
-    raise RuntimeError(f"torch has no full attention for {tensors.q.dtype} on {device}")
+    raise RuntimeError(f"no full attention for {tensors.q.dtype} on {device}")
 
 
 def time_supported(works: dict[str, Work], tensors: Tensors, device: torch.device) -> dict[str, float]:
@@ -186,7 +188,9 @@ def full_attention_kernels(tensors: Tensors) -> dict[str, Work]:
             return F.scaled_dot_product_attention(q, *repeat_kv(q, k, v), is_causal=True)
 
     if not q.is_cuda:
-        return {"sdpa": sdpa}
+        args = AttentionArgs(q.shape[-1] ** -0.5)
+        own = {"cpu": partial(cpu_sparse.full_attention, q, k, v, args)} if cpu_sparse.serves_full(q, v) else {}
+        return {"sdpa": sdpa, **own}
     works = {name: fused(backend) for name, backend in FUSED.items()}
     works |= {
         f"sdpa-{impl}": fused(FUSED["sdpa-flash"], impl)

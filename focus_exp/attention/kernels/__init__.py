@@ -1,30 +1,21 @@
-"""Kernels of the sparse path, and the choice among them."""
+"""Kernels of hard routing, and the choice among them."""
 
-from focus_exp.attention.kernels.contract import (
-    Backend,
-    BackendUnsupported,
-    Fused,
-    Kernel,
-    KernelRequirements,
-    RowResult,
-)
-from focus_exp.attention.kernels.cpu import CpuFlash
+from focus_exp.attention.kernels.contract import Backend, BackendUnsupported, KernelRequirements
 from focus_exp.attention.kernels.cpu_sparse import CpuSparse
 from focus_exp.attention.kernels.cuda import FlashAttn, TorchFlash
 from focus_exp.attention.kernels.fused import Triton
-from focus_exp.attention.kernels.plain import Math
 
 __all__ = [
-    "KERNELS", "Backend", "BackendUnsupported", "Fused", "Kernel", "KernelRequirements", "Math", "RowResult",
-    "select_backend", "select_backends", "unsupported_reasons",
+    "KERNELS", "Backend", "BackendUnsupported", "KernelRequirements", "select_backend", "select_backends",
+    "unsupported_reasons",
 ]  # fmt: skip
 
-# in the order of preference; math is the reference that the others are compared with
+# in the order of preference
 KERNELS: dict[str, Backend] = {
     kernel.name: kernel
     for kernel in (
         *(Triton(), FlashAttn(), TorchFlash("torch-flash"), TorchFlash("torch-fa3", "FA3")),
-        *(TorchFlash("torch-fa4", "FA4"), CpuSparse(), CpuFlash(), Math()),
+        *(TorchFlash("torch-fa4", "FA4"), CpuSparse()),
     )
 }
 
@@ -35,8 +26,8 @@ def unsupported_reasons(requirements: KernelRequirements) -> dict[str, str | Non
 
 
 def select_backends(requirements: KernelRequirements, name: str = "auto") -> list[Backend]:
-    """Return the named kernel, or all that build no score matrix, as far as they serve."""
-    candidates = [KERNELS[name]] if name != "auto" else [k for k in KERNELS.values() if k.name != "math"]
+    """Return the named kernel, or all, as far as they serve."""
+    candidates = list(KERNELS.values()) if name == "auto" else [KERNELS[name]]
     return [kernel for kernel in candidates if kernel.unsupported_reason(requirements) is None]
 
 

@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.utils import cpp_extension
 
-from focus_exp.attention.kernels.contract import BackendUnsupported, Fused, KernelRequirements
+from focus_exp.attention.kernels.contract import Backend, BackendUnsupported, KernelRequirements
 from focus_exp.attention.selection import AttentionArgs, Selection, Sequence
 
 log = logging.getLogger(__name__)
@@ -36,18 +36,19 @@ FULL_WINDOW = 64  # keys of full attention that meet a query under a mask; the r
 FULL_FROM = 256  # tokens from which full attention is faster than torch's (AVX2, AVX-512; 1.0 to 2.7 times)
 
 
-class CpuSparse(Fused):
+class CpuSparse(Backend):
     """Every selection of up to 64 groups, float32 and bfloat16, head sizes up to 256; with a backward.
 
     Instruction sets: AVX-512 with and without bf16 products, AVX2, and portable vectors (SSE2, NEON); no AMX.
     """
 
     name = "cpu"
-    has_head_groups = True
 
     def unsupported_reason(self, requirements: KernelRequirements) -> str | None:
         if requirements.device != "cpu":
             return f"runs on the CPU, the tensors are on {requirements.device}"
+        if torch.compiler.is_compiling():
+            return "is not traced by torch.compile"
         if requirements.dtype not in DTYPES:
             return f"does not take {str(requirements.dtype).removeprefix('torch.')}"
         if requirements.head_dim > MAX_HEAD_DIM:
@@ -59,11 +60,6 @@ class CpuSparse(Fused):
     def attention(
         self, q: Tensor, k: Tensor, v: Tensor, selection: Selection, sequence: Sequence, args: AttentionArgs
     ) -> Tensor:
-        """Compute `sparse_attention`; heads may have groups of their own.
-
-        Raises:
-            BackendUnsupported: the mask is more than causality and padding at the ends.
-        """
         assert selection.query_groups is not None and selection.key_groups is not None
         groups = [x if x.ndim == 4 else x[:, None] for x in (selection.query_groups, selection.key_groups)]
         gates: list[Tensor | None] = [None, None]
@@ -91,9 +87,12 @@ def is_fastest_full_attention(q: Tensor, k: Tensor, v: Tensor, args: AttentionAr
         return False
     if torch.compiler.is_compiling() or (torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v))):
         return False
-    if q.dtype not in DTYPES or max(q.shape[-1], v.shape[-1]) > MAX_HEAD_DIM:
-        return False
-    return not (q.dtype == torch.bfloat16 and has_amx()) and unavailable_reason() is None
+    return not (q.dtype == torch.bfloat16 and has_amx()) and serves_full(q, v)
+
+
+def serves_full(q: Tensor, v: Tensor) -> bool:
+    """Tell whether `full_attention` serves tensors of this dtype and these head sizes."""
+    return q.dtype in DTYPES and max(q.shape[-1], v.shape[-1]) <= MAX_HEAD_DIM and unavailable_reason() is None
 
 
 @cache

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from focus_exp.attention.kernels.contract import BackendUnsupported, Fused, KernelRequirements
+from focus_exp.attention.kernels.contract import Backend, BackendUnsupported, KernelRequirements
 from focus_exp.attention.kernels.layout import GroupLists, Plan, query_ranges
-from focus_exp.attention.selection import AttentionArgs, Selection, Sequence
+from focus_exp.attention.selection import AttentionArgs, Selection, Sequence, for_each_head
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 SINK_CHUNK = 2048  # queries per program of the sinks' gradients
@@ -23,7 +23,7 @@ MAX_HEAD_DIM = 256
 LONG_FROM = 2**13  # tokens of a batch above which block sizes are tuned again
 
 
-class Triton(Fused):
+class Triton(Backend):
     """Support every selection of hard routing at head sizes up to 256, with gradients, the router's included."""
 
     name = "triton"
@@ -41,6 +41,12 @@ class Triton(Fused):
     def attention(
         self, q: Tensor, k: Tensor, v: Tensor, selection: Selection, sequence: Sequence, args: AttentionArgs
     ) -> Tensor:
+        return for_each_head(self.attend_rows)(q, k, v, selection, sequence, args)
+
+    def attend_rows(
+        self, q: Tensor, k: Tensor, v: Tensor, selection: Selection, sequence: Sequence, args: AttentionArgs
+    ) -> Tensor:
+        """Compute `attention` with one grouping per row."""
         with torch.no_grad():
             plan = Plan.of(selection, sequence, args.window, args.sinks)
         gates = None
