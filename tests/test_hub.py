@@ -1,12 +1,4 @@
-"""Adapters on the Hub, by huggingface_hub's protocol, with a server on this machine."""
-
-import base64
-import json
-import subprocess
-import sys
-import threading
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from typing import ClassVar
+"""Adapters on the Hub: uploaded, fetched, and refused offline."""
 
 import pytest
 from huggingface_hub import ModelCard
@@ -14,91 +6,19 @@ from running import run, tiny
 
 from focus_exp import UserError, attach, load_adapter, push_to_hub, save_adapter
 from focus_exp.models import adapter
-from focus_exp.models.adapter import ADAPTER_FILES, CARD, DESCRIPTION, WEIGHTS
+from focus_exp.models.adapter import ADAPTER_FILES, CARD, DESCRIPTION
 
-REPO, COMMIT = "someone/focus-tiny", "0" * 39 + "1"
-
-
-class Hub(BaseHTTPRequestHandler):
-    """A Hub with one repository."""
-
-    files: ClassVar[dict[str, bytes]] = {}
-
-    def do_POST(self):
-        length = int(self.headers.get("Content-Length") or 0)
-        lines = [json.loads(line) for line in self.rfile.read(length).splitlines() if line]
-        if self.path.endswith("/preupload/main"):
-            asked = [{"path": file["path"], "uploadMode": "regular"} for file in lines[0]["files"]]
-            return self.answer({"files": [{**file, "shouldIgnore": False} for file in asked]})
-        if self.path.endswith("/commit/main"):
-            sent = [line["value"] for line in lines if line["key"] == "file"]
-            self.files.update({file["path"]: base64.b64decode(file["content"]) for file in sent})
-            url = f"http://{self.headers['Host']}/{REPO}/commit/{COMMIT}"
-            return self.answer({"success": True, "commitOid": COMMIT, "commitUrl": url})
-        return self.answer({"url": f"http://{self.headers['Host']}/{REPO}", "id": REPO, "name": REPO})
-
-    def do_GET(self):
-        if self.path.startswith(f"/api/models/{REPO}/tree/"):
-            listed = [
-                {"type": "file", "path": name, "size": len(content), "oid": "1" * 40}
-                for name, content in self.files.items()
-            ]
-            return self.answer(listed)
-        if self.path.startswith(f"/api/models/{REPO}"):
-            return self.answer({"id": REPO, "sha": COMMIT, "siblings": [{"rfilename": name} for name in self.files]})
-        if self.path.startswith(f"/{REPO}/resolve/") and (name := self.path.rpartition("/")[2]) in self.files:
-            return self.send(200, self.files[name], {"ETag": f'"{name}"', "X-Repo-Commit": COMMIT})
-        return self.send(404, b"", {"X-Error-Code": "RepoNotFound"})
-
-    do_HEAD = do_GET
-
-    def answer(self, content):
-        self.send(200, json.dumps(content).encode(), {"Content-Type": "application/json"})
-
-    def send(self, code, body, headers):
-        self.send_response(code)
-        for name, value in {**headers, "Content-Length": str(len(body))}.items():
-            self.send_header(name, value)
-        self.end_headers()
-        if self.command != "HEAD":
-            self.wfile.write(body)
-
-    def log_message(self, *_):
-        pass
+REPO = "someone/focus-tiny"
 
 
-@pytest.fixture
-def endpoint():
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Hub)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    yield f"http://127.0.0.1:{server.server_port}"
-    server.shutdown()
-    Hub.files.clear()
-
-
-def run_with_hub(endpoint, cache, code):
-    """Run `code` in a process whose Hub is `endpoint`; returns what it prints."""
-    settings = {"HF_ENDPOINT": endpoint, "HF_HUB_OFFLINE": "0", "HF_HOME": str(cache), "HF_HUB_DISABLE_XET": "1"}
-    lines = ["import os", f"os.environ |= {settings!r}", "from focus_exp import *", *code]
-    done = subprocess.run([sys.executable, "-c", "\n".join(lines)], capture_output=True, text=True, timeout=120)
-    return done.stdout + done.stderr
-
-
-def test_push_to_hub_then_fetch_gives_the_same_files(tiny_model, tmp_path, endpoint):
+def test_push_to_hub_uploads_the_adapter_and_its_card_alone(tiny_model, tmp_path, monkeypatch):
     folder = save_adapter(attach(tiny_model("llama"), groups=4), tmp_path / "adapter")
-    (folder / CARD).write_text("# a router\n")
-    (folder / "notes.txt").write_text("not meant for others\n")
-    pushed = [f"print(push_to_hub({str(folder)!r}, {REPO!r}, token='hf_x'))"]
-    fetched = ["from focus_exp.assets import find_adapter", f"print(find_adapter({REPO!r}))"]
-    unknown = ["try:", "    find_adapter('no/body')", "except UserError as error:", "    print(error)"]
-    said = run_with_hub(endpoint, tmp_path / "hub", [*pushed, *fetched, *unknown])
-    assert REPO in said, said
-    assert set(Hub.files) == set(ADAPTER_FILES)
-    (weights,) = (tmp_path / "hub").rglob(f"snapshots/*/{WEIGHTS}")
-    assert weights.parent.as_posix() == said.splitlines()[1]
-    assert weights.read_bytes() == (folder / WEIGHTS).read_bytes()
-    load_adapter(tiny_model("llama"), weights.parent)
-    assert "adapter no/body not found" in said and "Traceback" not in said
+    calls = {}
+    monkeypatch.setattr(adapter.HfApi, "create_repo", lambda self, name, **options: calls.update(options, name=name))
+    monkeypatch.setattr(adapter.HfApi, "upload_folder", lambda self, **options: calls.update(options) or "url")
+    assert push_to_hub(folder, REPO, private=True, token="hf_x") == "url"
+    assert (calls["name"], calls["private"], calls["repo_id"], calls["folder_path"]) == (REPO, True, REPO, folder)
+    assert calls["allow_patterns"] == [*ADAPTER_FILES]
 
 
 def test_push_to_hub_offline_raises_user_error(tiny_model, tmp_path, monkeypatch):
