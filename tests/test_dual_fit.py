@@ -209,7 +209,7 @@ def planted(sequences: int, seed: int) -> list[Observation]:
 @pytest.fixture(scope="module")
 def fitted() -> FocusDual:
     method = FocusDual.create(LayerShape(16, 4, 8, 0, 2), **OPTIONS)
-    fit_encoders(method, planted(24, seed=0), 300, torch.Generator().manual_seed(0))
+    fit_encoders(method, planted(24, seed=0), 300, 0.005, torch.Generator().manual_seed(0))
     return method
 
 

@@ -46,7 +46,7 @@ def test_fit_indexer_finds_planted_pairs():
     torch.manual_seed(0)
     method, validation = TokenIndexer.create(LayerShape(WIDTH, 2, 4, 0), size=8, window=4, sinks=0), planted(7)
     before, _ = kept_importance(method, validation, 0.2)
-    fit_indexer(method, [planted(seed) for seed in range(4)], 150, torch.Generator().manual_seed(0))
+    fit_indexer(method, [planted(seed) for seed in range(4)], 150, 0.005, torch.Generator().manual_seed(0))
     after, ideal = kept_importance(method, validation, 0.2)
     assert ideal >= after > 0.95 * ideal
     assert after > 2 * before

@@ -85,6 +85,7 @@ class FitOptions(Options):
     calibration_sequences: int = option(64, least=0)
     validation_sequences: int = option(16, least=1)
     fit_steps: int = option(600, least=4)
+    fit_learning_rate: float = option(0.005, above=0)
 
 
 @dataclass

@@ -23,7 +23,6 @@ from focus_exp.training.focus_dual_fit.importance import SECONDS, Observation, f
 from focus_exp.training.precision import Precision
 
 QUERIES_PER_STEP = 512
-LEARNING_RATE = 0.005
 
 
 def fit_indexers(
@@ -35,16 +34,20 @@ def fit_indexers(
     shapes = {layer: [method.window, method.sinks, *method.key_projection.shape] for layer, method in methods.items()}
 
     def fit(method: TokenIndexer, observations: list[Observation], generator: torch.Generator) -> dict[str, Tensor]:
-        fit_indexer(method, observations, options.fit_steps, generator)
+        fit_indexer(method, observations, options.fit_steps, options.fit_learning_rate, generator)
         return method.state_dict()
 
-    with open_fit(cache, model, sequences, precision, ["indexer"], shapes, options.fit_steps, seed) as folder:
+    with open_fit(
+        cache, model, sequences, precision, ["indexer"], shapes, [options.fit_steps, options.fit_learning_rate], seed
+    ) as folder:
         for layer, state in fit_layers(model, methods, sequences, precision, folder, seed, fit).items():
             methods[layer].load_state_dict(state)
         return read_seconds(folder / SECONDS)
 
 
-def fit_indexer(method: TokenIndexer, observations: list[Observation], steps: int, generator: torch.Generator) -> None:
+def fit_indexer(
+    method: TokenIndexer, observations: list[Observation], steps: int, learning_rate: float, generator: torch.Generator
+) -> None:
     """Minimize the cross-entropy of a query's scores over distant keys to their importance."""
     standardize(method, observations)
     tokens = [standardized_tokens(x, method) for x in observations]
@@ -62,7 +65,7 @@ def fit_indexer(method: TokenIndexer, observations: list[Observation], steps: in
         target = importance[rows] / total.clamp(min=1e-30)
         return -(weight * target * log_p).sum() / weight.sum().clamp(min=1e-6)
 
-    minimize(loss, list(method.parameters()), LEARNING_RATE, steps)
+    minimize(loss, list(method.parameters()), learning_rate, steps)
 
 
 def pair_importance(observation: Observation) -> Tensor:

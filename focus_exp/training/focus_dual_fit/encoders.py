@@ -25,6 +25,7 @@ CLUSTERED_TOKENS = 8192
 MAX_WEIGHT = 5.0  # of a query, times the mean: a few would decide everything
 MAX_VALUE, VALUE_DECAY = 50.0, 0.1  # the same for a query's total importance, and the decay of its regression
 SHARPNESS = (1.0, 2.0, 4.0, 8.0, 16.0)
+PRETRAINING_RATE = 0.02  # learning rate on the cluster labels
 DECAY = 1e-3  # of squared weights: importance is noisy, and a classifier memorizes noise
 
 
@@ -113,7 +114,9 @@ def standardized_tokens(observation: Observation, method: FocusDual | TokenIndex
     return (observation.hidden.float().to(method.mean.device) - method.mean) / method.scale
 
 
-def fit_encoders(method: FocusDual, observations: list[Observation], steps: int, generator: torch.Generator) -> None:
+def fit_encoders(
+    method: FocusDual, observations: list[Observation], steps: int, learning_rate: float, generator: torch.Generator
+) -> None:
     """Fit `method` to the observations of its layer; see the module's three steps."""
     standardize(method, observations)
     sequences = [FitSequence.of(x, method) for x in observations]
@@ -123,8 +126,8 @@ def fit_encoders(method: FocusDual, observations: list[Observation], steps: int,
     labels = cluster_keys(vectors, method.groups, generator).split([x.tokens.shape[1] for x in sequences], 1)
     fit_key_encoder(method.key_encoder, sequences, labels, steps // 4, generator)
     members = [F.one_hot(x, method.groups).float() for x in labels]
-    fit_routing(method, sequences, steps // 4, generator, members)
-    fit_routing(method, sequences, steps, generator)
+    fit_routing(method, sequences, steps // 4, PRETRAINING_RATE, generator, members)
+    fit_routing(method, sequences, steps, learning_rate, generator)
     fit_value(method, sequences, steps)
     with torch.no_grad():
         balance_keys(method, torch.cat([method.key_encoder(x.tokens)[0] for x in sequences], 1).log_softmax(-1))
@@ -174,13 +177,14 @@ def fit_key_encoder(
         logits = encoder(sequences[index].tokens)[0]
         return F.cross_entropy(logits.flatten(0, 1), labels[index].flatten())
 
-    minimize(loss, list(encoder.parameters()), 0.02, steps)
+    minimize(loss, list(encoder.parameters()), PRETRAINING_RATE, steps)
 
 
 def fit_routing(
     method: FocusDual,
     sequences: list[FitSequence],
     steps: int,
+    learning_rate: float,
     generator: torch.Generator,
     members: list[Tensor] | None = None,
 ) -> None:
@@ -213,7 +217,7 @@ def fit_routing(
         entropy = -(weight[..., None] * target * log_p).sum() / weight.sum().clamp(min=1e-6)
         return entropy + DECAY * sum(p.square().sum() for p in parameters if p.ndim > 2)
 
-    minimize(loss, parameters, 0.02 if members else 0.005, steps)
+    minimize(loss, parameters, learning_rate, steps)
 
 
 def query_weights(total: Tensor, mean: Tensor) -> Tensor:

@@ -226,7 +226,7 @@ def load_or_fit(
     calibration, validation = sequences[: -options.validation_sequences], sequences[-options.validation_sequences :]
 
     def fit(method: FocusDual, observations: list[Observation], generator: torch.Generator) -> dict[str, Tensor]:
-        fit_encoders(method, observations, options.fit_steps, generator)
+        fit_encoders(method, observations, options.fit_steps, options.fit_learning_rate, generator)
         thresholds = {f"thresholds.{x}": fit_thresholds(method, x, observations) for x in WITH_THRESHOLDS}
         return method.state_dict() | thresholds
 
