@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import string
-import zipfile
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -38,7 +37,7 @@ from focus_exp.evaluation.groups_passage import (
     write_passage,
 )
 from focus_exp.evaluation.perplexity import token_losses
-from focus_exp.evaluation.statistics import sequence_means, sequence_sums
+from focus_exp.evaluation.statistics import read_arrays, sequence_means, sequence_sums
 from focus_exp.models.adapter import adapter_name, load_adapter, read_description
 from focus_exp.models.attach import detach
 from focus_exp.models.methods import (
@@ -111,12 +110,11 @@ def write_observation(path: Path, observation: Observation) -> None:
 
 def read_observation(path: Path) -> Observation | None:
     """Read an observation; None where it is missing or damaged."""
-    try:
-        with np.load(path, allow_pickle=False) as data:
-            places = [Grouping(layer, None if head < 0 else head) for layer, head in data["groupings"].tolist()]
-            return Observation(data["groups"], data["confidence"], data["nll"], places)
-    except (OSError, EOFError, ValueError, KeyError, zipfile.BadZipFile):
+    data = read_arrays(path)
+    if data is None:
         return None
+    places = [Grouping(layer, None if head < 0 else head) for layer, head in data["groupings"].tolist()]
+    return Observation(data["groups"], data["confidence"], data["nll"], places)
 
 
 @dataclass

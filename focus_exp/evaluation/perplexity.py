@@ -6,8 +6,6 @@ import hashlib
 import logging
 import math
 import time
-import zipfile
-import zlib
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
@@ -42,7 +40,7 @@ from focus_exp.evaluation.controls import (
     trained_name,
     window_only,
 )
-from focus_exp.evaluation.statistics import mean_by_position, sequence_sums, token_mean
+from focus_exp.evaluation.statistics import mean_by_position, read_arrays, sequence_sums, token_mean
 from focus_exp.models.adapter import adapter_name, build_adapter_methods, read_description
 from focus_exp.models.methods import (
     active_methods,
@@ -209,18 +207,16 @@ def write_scores(path: Path, scores: Scores, batches: list[list[int]], key: str)
 
 def read_scores(path: Path, batches: list[list[int]], key: str) -> Scores | None:
     """Read the scores of the first of `batches`; None for others or another key."""
-    try:
-        with np.load(path, allow_pickle=False) as data:
-            seconds = data["seconds"].tolist()
-            if str(data["key"]) != key or data["indices"].tolist() != [i for b in batches[: len(seconds)] for i in b]:
-                return None
-            pairs = PairCounter()
-            for name, layers in vars(pairs).items():
-                layers |= {int(k.partition(".")[2]): list(data[k]) for k in data if k.startswith(f"{name}.")}
-            return Scores(data["nll"], seconds, pairs, str(data["path"]))
-    # every way in which a damaged archive has been seen to fail
-    except (OSError, EOFError, ValueError, KeyError, IndexError, RuntimeError, zipfile.BadZipFile, zlib.error):
+    data = read_arrays(path)
+    if data is None or str(data.get("key")) != key:
         return None
+    seconds = data["seconds"].tolist()
+    if data["indices"].tolist() != [i for batch in batches[: len(seconds)] for i in batch]:
+        return None
+    pairs = PairCounter()
+    for name, layers in vars(pairs).items():
+        layers |= {int(k.partition(".")[2]): list(data[k]) for k in data if k.startswith(f"{name}.")}
+    return Scores(data["nll"], seconds, pairs, str(data["path"]))
 
 
 @dataclass

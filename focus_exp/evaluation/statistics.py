@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import zipfile
+import zlib
 from itertools import pairwise
+from pathlib import Path
 
 import numpy as np
 
@@ -46,3 +49,13 @@ def mean_by_position(nll: np.ndarray, window: int) -> list[tuple[int, int, float
         if (value := token_mean(values)) is not None:
             bins.append((start, end, value, int((~np.isnan(values)).sum())))
     return bins
+
+
+def read_arrays(path: Path) -> dict[str, np.ndarray] | None:
+    """Read an .npz file; None where it is missing or damaged."""
+    try:
+        with np.load(path, allow_pickle=False) as data:
+            return dict(data)
+    # every way in which a damaged archive has been seen to fail
+    except (OSError, EOFError, ValueError, KeyError, IndexError, RuntimeError, zipfile.BadZipFile, zlib.error):
+        return None
