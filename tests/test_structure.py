@@ -3,6 +3,7 @@
 import ast
 import subprocess
 import sys
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -77,7 +78,7 @@ def test_attention_imports_torch_triton_and_itself_alone():
     for path in FILES:
         if part_of(path) == "attention":
             packages = {name.split(".")[0] for name in imports(path)}
-            assert packages <= {"torch", "triton", "focus_exp"} | sys.stdlib_module_names, path
+            assert packages <= {"torch", "triton", "ninja", "focus_exp"} | sys.stdlib_module_names, path
 
 
 @pytest.mark.parametrize("package", ["results", "reporting"])
@@ -86,6 +87,13 @@ def test_results_and_reporting_never_load_torch(package):
     assert len(modules) > 1
     code = f"import sys, {', '.join(modules)}; sys.exit('torch' in sys.modules)".replace(".__init__", "")
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT).returncode == 0
+
+
+def test_wheel_has_every_package():
+    settings = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+    folders = {path.parent.relative_to(ROOT) for path in FILES if path.name == "__init__.py"}
+    packages = {".".join(folder.parts) for folder in folders}
+    assert set(settings["tool"]["setuptools"]["packages"]) == {*packages, "focus_exp.conf"}
 
 
 def test_top_level_holds_only_what_the_design_names():

@@ -214,6 +214,10 @@ def build(folder: Path, flags: list[str]) -> None:
         if (folder / "focus_exp_cpu_sparse.so").exists():
             return
         started = time.monotonic()
+        with suppress(ImportError):  # its program is not on the PATH of an environment that is not activated
+            import ninja
+
+            os.environ["PATH"] += os.pathsep + ninja.BIN_DIR
         with suppress(OSError):  # torch's own lock file, which a killed build leaves for ever
             (folder / "lock").unlink()
         cpp_extension.load(
@@ -229,7 +233,7 @@ def link_flags(flags: list[str]) -> list[str]:
 
 @contextmanager
 def lock_file(path: Path) -> Iterator[None]:
-    """Hold a lock that ends with this process; without file locks go on without it."""
+    """Hold a lock that ends with this process; without file locks it does nothing."""
     with path.open("a") as file:
         with suppress(ImportError, OSError):
             import fcntl
