@@ -17,7 +17,14 @@ from focus_exp.attention.selection import Selection, Sequence, count_pairs
 from focus_exp.models.methods import attached_methods, attention_modules, disable_method, observe_selections
 from focus_exp.speed import bench
 from focus_exp.speed.layer import BenchmarkCase, Layer, time_attention, time_attention_step
-from focus_exp.speed.model import DECODE_STEPS, time_attention_layers, time_decode_model, time_prefill, time_step
+from focus_exp.speed.model import (
+    DECODE_STEPS,
+    full_attention_works,
+    time_attention_layers,
+    time_decode_model,
+    time_prefill,
+    time_step,
+)
 from focus_exp.speed.timing import PeakMemory, begin_peak_memory, peak_memory, time_in_turns
 from focus_exp.speed.workload import Shape, Tensors, balanced, density, full_attention_kernels, largest_group
 from focus_exp.training.precision import Precision
@@ -143,6 +150,17 @@ def test_model_timings_leave_the_model_unchanged(tiny_model):
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
     assert all(m.train_with == "soft" and not m.training for m in attached_methods(model).values())
     assert all(p.grad is None and p.requires_grad == (".focus." in name) for name, p in model.named_parameters())
+
+
+def test_time_prefill_full_kernels_give_the_base_logits(tiny_model):
+    model, tokens, found = attach_hard(tiny_model), torch.randint(256, (1, 256)), []
+    with torch.no_grad():
+        works = full_attention_works(model, lambda: found.append(model(tokens).logits), 256)
+        for work in works.values():
+            work()
+    torch.testing.assert_close(found[-1], found[0], atol=1e-5, rtol=1e-5)
+    (row,) = timings(time_prefill(model, tokens, FLOAT32, 1, "focus"))
+    assert row.full_kernel in works
 
 
 @pytest.mark.parametrize("groups", [1, 4])

@@ -16,6 +16,7 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 
 from focus_exp.attention.base import AttentionMethod
+from focus_exp.attention.kernels.cpu_sparse import FULL_FROM, unavailable_reason
 from focus_exp.attention.selection import PairCounts, Selection, Sequence
 from focus_exp.models.hf_cache import count_keys_and_bytes
 from focus_exp.models.methods import (
@@ -25,6 +26,7 @@ from focus_exp.models.methods import (
     find_routers,
     freeze,
     observe_selections,
+    swap_methods,
 )
 from focus_exp.results.measurement import Measurement
 from focus_exp.speed.timing import PeakMemory, Work, compare_times, synchronize, time_in_turns, time_once
@@ -46,14 +48,42 @@ def run_disabled(model: PreTrainedModel, work: Work) -> None:
         work()
 
 
+class FullAttention(AttentionMethod):
+    """Keep all pairs: full attention by the fastest kernel of `focus_exp.attention`."""
+
+    def route(self, h: Tensor, sequence: Sequence) -> Selection:
+        return Selection(is_dense=True)
+
+    def is_dense(self) -> bool:
+        return True
+
+
+def run_full(model: PreTrainedModel, work: Work) -> None:
+    methods = attached_methods(model)
+    full: dict[int, AttentionMethod] = {index: FullAttention.create(method.shape) for index, method in methods.items()}
+    with swap_methods(model, full):
+        work()
+
+
+def full_attention_works(model: PreTrainedModel, work: Work, length: int) -> dict[str, Work]:
+    """Return `work` under full attention, by the kernels that may be the fastest for so many tokens."""
+    works: dict[str, Work] = {attention_name(model): partial(run_disabled, model, work)}
+    if model.device.type == "cpu" and length >= FULL_FROM and unavailable_reason() is None:
+        works["cpu"] = partial(run_full, model, work)
+    return works
+
+
 def time_prefill(
     model: PreTrainedModel, tokens: Tensor, precision: Precision, repeats: int, variant: str, **settings: Any
 ) -> list[Measurement]:
-    """Time the clock "prefill": logits of the token after `tokens` (1, T), in turn with the disabled method."""
+    """Time the clock "prefill": logits of the token after `tokens` (1, T), in turn with full attention."""
     memory = PeakMemory(precision.device)
     run = partial(prefill, model, tokens, precision)
-    works: dict[str, Work] = {"full": partial(run_disabled, model, run), "ours": run}
-    seconds = time_in_turns(works, repeats, precision.device)
+    full = full_attention_works(model, run, tokens.shape[1])
+    timed = time_in_turns({**full, "ours": run}, repeats, precision.device)
+    kernel = min(full, key=lambda name: timed[name])
+    works: dict[str, Work] = {"full": full[kernel], "ours": run}
+    seconds = {"full": timed[kernel], "ours": timed["ours"]}
     sides = {name: {"seconds": seconds[name], "peak_bytes": memory.measure(work)} for name, work in works.items()}
     for name, work in works.items():
         with time_attention_layers(model) as attention:
@@ -61,6 +91,7 @@ def time_prefill(
         sides[name]["attention_seconds"] = attention[0] / total * seconds[name]
     facts, fractions = describe_pass(model, tokens, precision)
     settings = {"clock": "prefill", "seq_len": tokens.shape[1], "repeats": repeats, **settings, **facts}
+    settings["full_kernel"] = kernel
     return compare_times(variant, sides["full"], sides["ours"], settings, **fractions)
 
 
