@@ -1,36 +1,34 @@
-"""Focus: learned sparse attention attached to a frozen Hugging Face language model.
+"""Focus: sparse attention by learned token groups, added to a frozen Hugging Face language model.
 
     model = AutoModelForCausalLM.from_pretrained("openai-community/gpt2")
     attach(model, "focus", groups=4, window=128)
-    freeze(model, "router")                        # train the rest in your own loop
-    set_routing(model.eval(), hard=True, top_k=1)  # sparse attention; in training mode routing is soft
-    with disable_method(model): ...                # the base model, bit for bit
-    save_adapter(model, "my-adapter")              # safetensors and JSON
-    push_to_hub("my-adapter", "me/focus-gpt2")     # the adapter of a run includes a model card
-    load_adapter(detach(model), "me/focus-gpt2")   # or a directory; another base model is refused
+    freeze(model, "router")                         # then train in your own loop
+    set_routing(model.eval(), hard=True, top_k=1)   # hard routing for inference; training uses soft gates
+    with disable_method(model): ...                 # the base model, bit for bit
+    save_adapter(model, "my-adapter")               # safetensors and JSON
+    push_to_hub("my-adapter", "me/focus-gpt2")
+    load_adapter(detach(model), "me/focus-gpt2")    # a folder or a Hub repository; refuses another base model
 
-`attach` runs two short texts through the model with every pair kept, and refuses the model unless the logits are those
-of the base. See `models.hf_cache` for `generate()`.
+`attach` first compares the logits of two short texts with those of the base model, with every QK pair kept, and
+refuses models where they differ. For `generate()` see `models.hf_cache`.
 
-In training mode routing is soft and the balancing biases of routers move, frozen or not. To keep trained routers in
-hard routing under PEFT or a Trainer, which call `model.train()`:
+Training mode updates the balancing bias of routers, frozen or not. Before PEFT or a Trainer, which call
+`model.train()`, keep trained routers in eval mode:
 
     from focus_exp.models.methods import attached_methods
     for method in attached_methods(model).values(): method.eval().train = lambda mode=True: None
 
-Checkpoints of a Trainer with a PEFT model hold only PEFT's parameters: save routers that are trained with LoRA by
-`save_adapter`, and load them before resuming. `save_pretrained` keeps the routers' parameters but not the method: use
-`save_adapter`, or attach with the same options and load the state dict.
+`save_pretrained` and checkpoints of PEFT do not restore the method: save routers with `save_adapter`.
 
-attention   methods on tensors: routing, selection, reference and sparse implementations, KV cache, baselines
-models      load, attach, self-check, transformers hooks, adapters
+attention   routing, selection, reference implementation, sparse path and kernels, KV cache, baselines
+models      load, attach, self-check, KV cache in transformers, adapters
 data        corpora, tokenization, packing, resumable order
-training    Lightning module, phases, warm start, layer-wise fits, callbacks, distributed
-evaluation  perplexity, lm-eval, long-context tasks, groups, generation
-speed       benchmarks of layers and models
-results     measurements, losses and records of a run
-reporting   tables, figures, claims and W&B from measurements; never imports torch
-jobs        one module per job=
+training    Lightning module, phases, warm start and balance, callbacks, several processes
+evaluation  perplexity with intervals, lm-eval, pruned pairs, groups
+speed       layer, prefill, training step and decode; break-even length
+results     measurements, losses and record of a run; never imports torch
+reporting   aggregation, claims, tables, figures, report, W&B; never imports torch
+jobs        what job= runs
 """
 
 import importlib
@@ -45,7 +43,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 # imported on first use, so that reading records does not load torch
-_HOMES = {
+_MODULES = {
     "UserError": "focus_exp.errors",
     "load_adapter": "focus_exp.models.adapter",
     "push_to_hub": "focus_exp.models.adapter",
@@ -57,21 +55,11 @@ _HOMES = {
     "is_causal": "focus_exp.models.methods",
     "set_routing": "focus_exp.models.methods",
 }
-__all__ = [
-    "UserError",
-    "attach",
-    "detach",
-    "disable_method",
-    "freeze",
-    "is_causal",
-    "load_adapter",
-    "push_to_hub",
-    "save_adapter",
-    "set_routing",
-]
+__all__ = ["UserError", "attach", "detach", "disable_method", "freeze", "is_causal"]
+__all__ += ["load_adapter", "push_to_hub", "save_adapter", "set_routing"]
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
+    if name not in _MODULES:
         raise AttributeError(f"module 'focus_exp' has no attribute {name!r}")
-    return getattr(importlib.import_module(_HOMES[name]), name)
+    return getattr(importlib.import_module(_MODULES[name]), name)

@@ -11,7 +11,7 @@ EXTRAS = {"lm_eval": "evaluation", "sklearn": "evaluation", "textblob": "evaluat
 
 
 class UserError(Exception):
-    """Bad input: what is wrong, where, and what to do. The command line prints it and exits with 2."""
+    """Bad input; the command line prints the message and exits with 2."""
 
 
 class Interrupted(BaseException):
@@ -26,7 +26,7 @@ class Interrupted(BaseException):
 
 
 class JobFailed(Exception):
-    """A job of a sweep failed; its reason is printed already. The other jobs run."""
+    """A job of a sweep failed, and its message was printed; the other jobs run."""
 
     def __init__(self, code: int, reason: str) -> None:
         super().__init__(code, reason)  # both, so that it can be pickled
@@ -36,7 +36,7 @@ class JobFailed(Exception):
 def not_installed(module: str) -> str:
     """Return the message that a module of EXTRAS is missing."""
     extra = EXTRAS[module]
-    return f"this needs {module}: make install-{extra}, or pip install 'focus_exp[{extra}]'"
+    return f"{module} must be installed. Run make install-{extra}, or pip install 'focus_exp[{extra}]'."
 
 
 def first_line(error: BaseException) -> str:

@@ -63,24 +63,15 @@ def is_requeued() -> bool:
 
 
 def check_launcher() -> None:
-    """Raise UserError if the variables of torchrun or srun are partial or no numbers."""
+    """Raise UserError if the variables of torchrun or srun are incomplete or not integers."""
+    env = os.environ
     for name in NUMBERS:
-        if not (value := os.environ.get(name, "0")).isdecimal():
-            raise UserError(f"{name} must be a whole number (got {value!r}). Start with torchrun or srun, or unset it.")
-    if "RANK" in os.environ:
-        _require(TORCHRUN, "RANK", "torchrun")
-        number, count = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-        if number >= count:
-            raise UserError(f"RANK must be below WORLD_SIZE={count} (got {number}). Start with torchrun.")
-    elif int(os.environ.get("SLURM_STEP_NUM_TASKS", "1")) > 1:
-        _require(SRUN, "SLURM_STEP_NUM_TASKS", "srun")
-    elif int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        _require(TORCHRUN, "WORLD_SIZE", "torchrun")
-
-
-def _require(names: tuple[str, ...], name: str, launcher: str) -> None:
-    if missing := [other for other in names if other not in os.environ]:
-        raise UserError(
-            f"{name}={os.environ[name]} must come with {', '.join(missing)} (not set). Start with {launcher}, or unset "
-            f"{name}."
-        )
+        if not env.get(name, "0").isdecimal():
+            raise UserError(f"{name} must be an integer (got {env[name]!r}). Start with torchrun or srun, or unset it.")
+    is_srun = int(env.get("SLURM_STEP_NUM_TASKS", "1")) > 1
+    is_torchrun = "RANK" in env or (int(env.get("WORLD_SIZE", "1")) > 1 and not is_srun)
+    launcher, names = ("torchrun", TORCHRUN) if is_torchrun else ("srun", SRUN)
+    if (is_torchrun or is_srun) and (missing := [name for name in names if name not in env]):
+        raise UserError(f"{launcher} must set {', '.join(missing)} (not set). Start with {launcher}.")
+    if is_torchrun and int(env["RANK"]) >= int(env["WORLD_SIZE"]):
+        raise UserError(f"RANK must be < WORLD_SIZE={env['WORLD_SIZE']} (got {env['RANK']}). Start with torchrun.")

@@ -12,10 +12,10 @@ LOG_SECONDS = 60.0
 
 
 class ProgressBar(tqdm):
-    """tqdm whose bar goes away when the work is done, unless `leave`.
+    """tqdm whose bar disappears at the end, unless `leave`.
 
-    Where stderr is no terminal, as in a SLURM log, it writes whole lines, one in `LOG_SECONDS`: work that takes less
-    says nothing there. Of several processes of a run the first alone writes.
+    If stderr is not a terminal, such as a SLURM log, it writes whole lines, one per `LOG_SECONDS`, and none for
+    shorter work. Only the first process of a run writes.
     """
 
     def __init__(self, *args: Any, leave: bool = False, **settings: Any) -> None:

@@ -219,7 +219,11 @@ def free_options(description: dict[str, Any]) -> list[str]:
 
 def refuse_ignored_options(config: Config, description: dict[str, Any], settings: dict[str, Override]) -> None:
     """Raise UserError for attention.* that would be ignored: runs of other settings would have the same numbers."""
-    method, free, made = description["method"], free_options(description), find_training_options(config, description)
+    method, free = description["method"], free_options(description)
+    made = description["options"] | {"method": method}
+    record = read_adapter_record(config)
+    if record is not None and record.setting("attention", "method") == method:
+        made = vars(find_schema(method)()) | record.config["attention"] | made
     for name, setting in settings.items():
         group, _, key = name.partition(".")
         if group != "attention" or key in ("", "name", *free) or not hasattr(config.attention, key):
@@ -227,28 +231,14 @@ def refuse_ignored_options(config: Config, description: dict[str, Any], settings
         value = setting.value()
         if isinstance(value, str) and "${" in value:
             value = getattr(config.attention, key)
+        has_budget = key == "top_k" and made.get("groups_per_layer") is not None
         if key in made and value == made[key]:
             continue
-        if key == "top_k" and made.get("groups_per_layer") is not None:
-            required = "left out: the adapter's budget sets it"
-        elif key in made:
-            required = f"{made[key]}, that of the adapter"
-        else:
-            known = key in vars(find_schema(method)())
-            required = f"left out: {'the adapter does not say its value' if known else f'{method} does not have it'}"
+        required = f"{made[key]}, that of the adapter" if key in made and not has_budget else "left out"
         raise UserError(
             f"{name} must be {required} (got {value}). Train another adapter, or set {', '.join(free)} of attention.* "
-            f"(adapter={config.adapter})."
+            f"(adapter={config.adapter}, method {method})."
         )
-
-
-def find_training_options(config: Config, description: dict[str, Any]) -> dict[str, Any]:
-    """Return attention.* under which the adapter was trained, from its description and the record of its run."""
-    options = description["options"] | {"method": description["method"]}
-    record = read_adapter_record(config)
-    if record is None or record.setting("attention", "method") != description["method"]:
-        return options
-    return vars(find_schema(description["method"])()) | record.config["attention"] | options
 
 
 def find_base_model(config: Config, description: dict[str, Any]) -> ModelConfig:
