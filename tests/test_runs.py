@@ -1,10 +1,7 @@
 """What a run leaves behind, and what each recipe does, seen from the command line."""
 
 import json
-import shutil
-from itertools import product
 from math import isfinite
-from pathlib import Path
 
 import pandas as pd
 import pytest
@@ -56,57 +53,45 @@ def kinds(record):
     return {row.kind for row in scored(record.measurements)}
 
 
-def base_nll(record):
-    return record.find("nll", "base")
+def change_text(folder):
+    text = next((folder / "texts").glob("*.txt"))
+    text.write_text(text.read_text(encoding="utf-8") + "more", encoding="utf-8")
+
+
+def change_tokenizer(folder):
+    tokenizer = byte_tokenizer()
+    tokenizer.add_special_tokens({"eos_token": "e"})
+    tokenizer.save_pretrained(folder / "weights")
+
+
+def change_weights(folder):
+    model = build("tiny_llama")
+    with torch.no_grad():
+        model.model.norm.weight.mul_(2)
+    model.save_pretrained(folder / "weights")
 
 
 @pytest.mark.parametrize("status", ["finished", "interrupted"])
-def test_a_run_of_another_text_is_not_taken_for_this_one(tmp_path, status):
-    command = [*tiny(tmp_path, "changed"), *MEASURE, "eval.tasks=[]"]
+@pytest.mark.parametrize(
+    ("change", "key"),
+    [(change_text, "data.files"), (change_tokenizer, "the tokenizer of model.path"), (change_weights, "model.path")],
+)
+def test_run_with_changed_inputs_is_refused(tmp_path, change, key, status):
+    for part in (build("tiny_llama"), byte_tokenizer()):
+        part.save_pretrained(tmp_path / "weights")
+    command = [*tiny(tmp_path), *MEASURE, "eval.tasks=[]", f"model.path={tmp_path / 'weights'}"]
     assert run(*command).code == 0
-    path = only_run(tmp_path / "changed") / "record.json"
-    path.write_text(path.read_text().replace('"finished"', f'"{status}"'))
-    text = next((tmp_path / "texts").glob("*.txt"))
-    text.write_text(text.read_text(encoding="utf-8") + "more", encoding="utf-8")
-    again = run(*command)
-    assert again.code == 2 and again.err.startswith("error: data.files must be")
-
-
-def test_a_run_of_another_tokenizer_is_not_taken_for_this_one(tmp_path):
-    weights, tokenizer = tmp_path / "weights", byte_tokenizer()
-    for each in (build("tiny_llama"), tokenizer):
-        each.save_pretrained(weights)
-    command = [*tiny(tmp_path), *MEASURE, "eval.tasks=[]", f"model.path={weights}"]
-    assert run(*command).code == 0 and "already finished" in run(*command).out
     path = only_run(tmp_path / "runs") / "record.json"
-    older = json.loads(path.read_text())
-    tokenizer.add_special_tokens({"eos_token": "e"})
-    tokenizer.save_pretrained(weights)
+    path.write_text(path.read_text().replace('"finished"', f'"{status}"'))
+    change(tmp_path)
     again = run(*command)
-    assert again.code == 2 and again.err.startswith("error: the tokenizer of model.path must be")
-    weights.rename(tmp_path / "gone")
-    assert "already finished" in run(*command).out
-    (tmp_path / "gone").rename(weights)
-    del older["model"]["tokenizer"]  # as versions before wrote it
-    path.write_text(json.dumps(older))
-    assert "already finished" in run(*command).out
+    assert again.code == 2 and again.err.startswith(f"error: {key} must be")
+    if status == "finished" and key.endswith("model.path"):  # missing weights did not change
+        (tmp_path / "weights").rename(tmp_path / "gone")
+        assert "already finished" in run(*command).out
 
 
-def test_a_run_of_other_weights_is_not_taken_for_this_one(tmp_path):
-    weights = tmp_path / "weights"
-    model = build("tiny_llama")
-    for each in (model, byte_tokenizer()):
-        each.save_pretrained(weights)
-    command = [*tiny(tmp_path, "weights-changed"), *MEASURE, "eval.tasks=[]", f"model.path={weights}"]
-    assert run(*command).code == 0 and "already finished" in run(*command).out
-    with torch.no_grad():
-        model.model.norm.weight.mul_(2)
-    model.save_pretrained(weights)
-    again = run(*command)
-    assert again.code == 2 and again.err.startswith("error: model.path must be")
-
-
-def test_run_folder_holds_config_metrics_adapter_record_tables_and_figures(folder, retrofit):
+def test_run_folder_has_every_file(folder, retrofit):
     place = only_run(folder / "retrofit")
     record = record_of(folder / "retrofit")
     parts = place.relative_to(folder / "retrofit").parts
@@ -124,7 +109,7 @@ def test_run_folder_holds_config_metrics_adapter_record_tables_and_figures(folde
     assert (measured.metric == "perplexity").sum() == len(scored(record.measurements))
 
 
-def test_a_whole_base_is_saved_with_the_head_that_it_does_not_tie(tmp_path, monkeypatch):
+def test_save_weights_keeps_an_untied_head(tmp_path, monkeypatch):
     monkeypatch.setattr("focus_exp.jobs.train.is_sharded", lambda _: True)
     monkeypatch.setattr("focus_exp.jobs.train.gather_tensor", lambda tensor: tensor)
     for tied in (False, True):
@@ -137,52 +122,40 @@ def test_a_whole_base_is_saved_with_the_head_that_it_does_not_tie(tmp_path, monk
         assert torch.equal(found.lm_head.weight, model.lm_head.weight)
 
 
-def test_a_run_with_another_default_does_not_pass_for_this_one(tmp_path):
-    """A run's name leaves out what is a default, so that the folder is the same where a default has moved."""
-    command = [*tiny(tmp_path), *MEASURE]
-    assert run(*command).code == 0
-    path = only_run(tmp_path / "runs") / "record.json"
-    record = path.read_text()
-    for status in ("finished", "failed"):
-        older = record.replace('"finished"', f'"{status}"').replace('"gate_steepness": 10.0', '"gate_steepness": 8.0')
-        assert older.count(status) and older.count('"gate_steepness": 8.0')
-        path.write_text(older)
-        refused = run(*command)
-        assert refused.code == 2 and "attention.gate_steepness=8.0" in refused.err and "overwrite=true" in refused.err
-        assert path.read_text() == older
-    assert run(*command, "overwrite=true").code == 0 and run(*command).code == 0
-
-
-def test_a_run_of_the_same_phases_in_another_order_does_not_pass_for_this_one(folder, finetuned):
+def test_run_with_another_default_or_order_of_phases_is_refused(folder, finetuned):
     path = finetuned / "record.json"
-    record = json.loads(path.read_text())
-    phases = record["config"]["recipe"]["phases"]
-    record["config"]["recipe"]["phases"] = dict(reversed(phases.items()))
-    changed = folder / "reversed"
-    shutil.copytree(folder / "finetuned", changed)
-    (changed / path.relative_to(folder / "finetuned")).write_text(json.dumps(record))
-    result = run(*tiny(folder, "reversed"), *BOTH)
-    assert result.code == 2 and "recipe.phases, everything, then router (now router, then everything)" in result.err
+    text = path.read_text()
+    reordered = json.loads(text)
+    phases = reordered["config"]["recipe"]["phases"]
+    reordered["config"]["recipe"]["phases"] = dict(reversed(phases.items()))
+    older = text.replace('"gate_steepness": 10.0', '"gate_steepness": 8.0')  # defaults are not in the run's name
+    cases = {older: "gate_steepness=8.0", older.replace("finished", "failed"): "gate_steepness=8.0"}
+    for changed, reason in (cases | {json.dumps(reordered): "everything, then router"}).items():
+        path.write_text(changed)
+        result = run(*tiny(folder, "finetuned"), *BOTH)
+        assert result.code == 2 and reason in result.err
+        assert path.read_text() == changed
+    path.write_text(text)
 
 
 @pytest.mark.parametrize("method", ["performer", "random_groups"])
-def test_a_seed_of_the_attention_alone_has_a_name_of_its_own(method):
+def test_config_hash_depends_on_the_seed_of_the_attention(method):
     register_schemas()
     with initialize_config_dir(str(conf_dir()), version_base="1.3"):
-        names = {}
-        for seed, own in product((0, 1, 2), (None, 0, 1)):
-            asked = [f"attention={method}", "recipe=none", f"seed={seed}"]
-            asked += [] if own is None else [f"attention.seed={own}"]
-            names[seed, own] = config_hash(parse(compose("config", asked)))
-    assert names[0, None] == names[0, 0] and names[1, None] == names[1, 1]
-    assert len({names[key] for key in ((1, None), (1, 0), (2, None), (2, 0), (2, 1))}) == 5
+        hashes = {}
+        for seed, own in ((0, None), (0, 0), (1, None), (1, 1), (1, 0), (2, 0)):
+            overrides = [f"attention={method}", "recipe=none", f"seed={seed}"]
+            overrides += [] if own is None else [f"attention.seed={own}"]
+            hashes[seed, own] = config_hash(parse(compose("config", overrides)))
+    assert hashes[0, None] == hashes[0, 0] and hashes[1, None] == hashes[1, 1]
+    assert len(set(hashes.values())) == 4
 
 
-def test_record_carries_the_birth_certificate(folder, retrofit):
+def test_record_has_provenance_and_measurements(folder, retrofit):
     record = record_of(folder / "retrofit")
     assert (record.status, record.error, record.seed, record.steps) == ("finished", None, 0, 4)
-    fitted, balanced = (record.setting("attention", f"{what}_sequences") for what in ("warm_start", "balance"))
-    assert record.tokens_seen == (4 * 2 * 2 + fitted + balanced) * 32 > 4 * 2 * 2 * 32
+    fitted, balanced = (record.setting("attention", f"{name}_sequences") for name in ("warm_start", "balance"))
+    assert record.tokens_seen == (4 * 2 * 2 + fitted + balanced) * 32
     assert record.command.startswith("python -m focus_exp model=tiny_llama")
     assert record.model["used"].startswith("random weights") and record.data["fingerprint"]
     assert record.method["causal"] and record.method["trainable_parameters"] > 0
@@ -190,23 +163,20 @@ def test_record_carries_the_birth_certificate(folder, retrofit):
     assert kinds(record) == {"base", "soft", "hard", "control"}
 
 
-def test_a_finished_run_is_not_repeated_unless_asked(folder, retrofit):
+def test_finished_run_is_repeated_only_with_overwrite(folder, retrofit):
+    def stamps():
+        return {str(path): path.stat().st_mtime_ns for path in place.rglob("*") if path.is_file()}
+
     place = only_run(folder / "retrofit")
-    before, times = outcome(folder / "retrofit"), stamps(place)
-    again = run(*retrofit)
-    assert again.code == 0 and str(place) in again.out
-    assert stamps(place) == times
+    before, times = outcome(folder / "retrofit"), stamps()
+    assert str(place) in run(*retrofit).out
+    assert stamps() == times
     assert run(*retrofit, "overwrite=true").code == 0
-    changed = stamps(place)
-    assert changed.keys() == times.keys() and all(changed[name] != times[name] for name in times)
+    assert stamps().keys() == times.keys() and not set(stamps().items()) & set(times.items())
     assert outcome(folder / "retrofit") == before
 
 
-def stamps(place: Path) -> dict[str, int]:
-    return {str(path): path.stat().st_mtime_ns for path in place.rglob("*") if path.is_file()}
-
-
-def test_evaluating_the_adapter_gives_the_numbers_of_training(folder, retrofit):
+def test_evaluate_adapter_equals_training(folder, retrofit):
     adapter = only_run(folder / "retrofit") / "adapter"
     command = [*tiny(folder, "evaluated"), "job=evaluate"]
     assert run(*command, f"adapter={adapter}").code == 0
@@ -221,7 +191,7 @@ def test_evaluating_the_adapter_gives_the_numbers_of_training(folder, retrofit):
     assert len(list((folder / "evaluated").rglob("record.json"))) == 2
 
 
-def test_without_steps_routers_are_fitted_and_measured(tmp_path):
+def test_train_zero_steps_fits_and_measures_routers(tmp_path):
     untrained, fitted = [*tiny(tmp_path, "untrained"), "recipe=none"], [*tiny(tmp_path, "fitted"), "recipe.steps=0"]
     assert run(*untrained).code == run(*fitted).code == 0
     record, other = record_of(tmp_path / "fitted"), record_of(tmp_path / "untrained")
@@ -232,7 +202,7 @@ def test_without_steps_routers_are_fitted_and_measured(tmp_path):
 
 
 @pytest.mark.parametrize("attention", ["full", "window", "random_groups", "focus"])
-def test_regime_none_measures_without_training(tmp_path, attention):
+def test_train_recipe_none_measures_without_training(tmp_path, attention):
     assert run(*fitting(*tiny(tmp_path), *MEASURE, f"attention={attention}", "attention.window=8")).code == 0
     record = record_of(tmp_path)
     balanced = 32 if attention == "focus" else 0  # tokens that the random router's groups were made even on
@@ -243,17 +213,18 @@ def test_regime_none_measures_without_training(tmp_path, attention):
     assert metrics_of(tmp_path) == []
 
 
-def test_finetuning_compares_with_the_base_before_training(folder, retrofit, finetuned):
+def test_train_finetune_measures_the_base_before_training(folder, retrofit, finetuned):
     record = Record.load(finetuned / "record.json")
-    assert base_nll(record) == pytest.approx(base_nll(record_of(folder / "retrofit")), rel=1e-6)
+    base, other = (each.find("nll", "base") for each in (record, record_of(folder / "retrofit")))
+    assert base == pytest.approx(other, rel=1e-6)
     (trained,) = [row for row in scored(record.measurements) if row.kind == "trained"]
-    assert trained.nll != base_nll(record)
+    assert trained.nll != base
     assert [line["phase"] for line in metrics_of(folder / "finetuned")] == ["router"] * 3 + ["everything"] * 3
     model = AutoModelForCausalLM.from_pretrained(finetuned / "model")
     assert record.method["trainable_parameters"] > sum(p.numel() for p in model.parameters())
 
 
-def test_finetuned_model_and_adapter_can_be_used_again(folder, finetuned):
+def test_evaluate_finetuned_model_and_adapter_equals_training(folder, finetuned):
     saved = (f"model.path={finetuned / 'model'}", f"adapter={finetuned / 'adapter'}")
     assert run(*tiny(folder, "reused"), "job=evaluate", *saved).code == 0
     trained, reused = Record.load(finetuned / "record.json"), record_of(folder / "reused")
@@ -268,7 +239,7 @@ def test_finetuned_model_and_adapter_can_be_used_again(folder, finetuned):
     [(*BOTH, "attention=full"), ("recipe=scratch", "recipe.phases.everything.steps=3", "attention=full")],
     ids=["finetune", "scratch"],
 )
-def test_full_attention_can_be_trained_for_comparison(tmp_path, settings):
+def test_train_full_attention_saves_weights_alone(tmp_path, settings):
     assert run(*fitting(*tiny(tmp_path), *settings)).code == 0
     record, place = record_of(tmp_path), only_run(tmp_path)
     assert kinds(record) == {"base", "trained"} and record.steps == 3
@@ -276,7 +247,7 @@ def test_full_attention_can_be_trained_for_comparison(tmp_path, settings):
     assert record.method["trainable_parameters"] == record.model["parameters"]
 
 
-def test_scratch_starts_from_random_weights_and_trains_routers_too(tmp_path):
+def test_train_scratch_trains_weights_and_routers(tmp_path):
     settings = ("recipe=scratch", "recipe.phases.everything.steps=3", "attention.warm_start_sequences=0")
     assert run(*tiny(tmp_path), *settings).code == 0
     record = record_of(tmp_path)
@@ -284,7 +255,7 @@ def test_scratch_starts_from_random_weights_and_trains_routers_too(tmp_path):
     assert record.method["trainable_parameters"] > record.model["parameters"]
 
 
-def test_the_method_of_the_paper_is_declared_not_causal(tmp_path):
+def test_train_focus_paper_is_recorded_as_noncausal(tmp_path):
     settings = ("attention=focus_paper", STEPS, "attention.window=8", "attention.groups=3")
     assert run(*tiny(tmp_path), *settings).code == 0
     record = record_of(tmp_path)
