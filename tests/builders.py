@@ -6,12 +6,28 @@ from collections.abc import Iterable
 from pathlib import Path
 from types import SimpleNamespace
 
-from omegaconf import OmegaConf
+from hydra import compose, initialize_config_dir
+from omegaconf import DictConfig, OmegaConf
 
+from focus_exp.checks import parse
+from focus_exp.config import Config, conf_dir, register_schemas
 from focus_exp.results.measurement import Measurement
 from focus_exp.results.record import Record
 
+CONF = Path(conf_dir())
 GROUPS = ("attention", "recipe", "model", "data", "eval")
+
+
+def compose_config(*overrides: str) -> DictConfig:
+    """Compose the configuration of a command line."""
+    register_schemas()
+    with initialize_config_dir(str(CONF), version_base="1.3"):
+        return compose("config", list(overrides))
+
+
+def make_config(*overrides: str) -> Config:
+    """Compose and validate the configuration of a command line."""
+    return parse(compose_config(*overrides))
 
 
 def write_variants(folder: Path, variants: dict[str, list[str]], experiment: str = "adhoc") -> list[str]:

@@ -5,12 +5,11 @@ import shutil
 from dataclasses import replace
 
 import pytest
-from builders import scored
-from hydra import compose, initialize_config_dir
+from builders import make_config, scored
+from hydra import initialize_config_dir
 from running import fitting, run, tiny
 
-from focus_exp.checks import parse
-from focus_exp.config import conf_dir, register_schemas
+from focus_exp.config import conf_dir
 from focus_exp.jobs import prepare as prepare_module
 from focus_exp.jobs.compose import compose_base
 from focus_exp.results.record import Record
@@ -36,11 +35,9 @@ def records(folder):
     return {record.config["recipe"]["name"]: record for record in found}
 
 
-@pytest.mark.parametrize("as_variant", [pytest.param(False, marks=pytest.mark.slow), True])
-def test_base_is_trained_once(tmp_path, as_variant):
-    settings = base(tmp_path)
-    if as_variant:
-        settings += ["job=compare", "variants=[ablation/paper,ablation/K_4]", "+variant=ablation/paper"]
+def test_base_is_trained_once(tmp_path):
+    variant = ["job=compare", "variants=[ablation/paper,ablation/K_4]", "+variant=ablation/paper"]
+    settings = [*base(tmp_path), *variant]
     first = measure(tmp_path, settings)
     assert first.code == 0, first.err
     runs = records(tmp_path)
@@ -75,11 +72,10 @@ def test_base_of_another_configuration_is_refused(tmp_path):
 
 
 def test_base_run_is_not_tuned_unless_asked():
-    register_schemas()
     from_scratch = ["+experiment=from_scratch", "+variant=from_scratch/full"]
+    config = make_config(*from_scratch, "budget=embedded")
+    assert config.recipe.tune.factors
     with initialize_config_dir(conf_dir(), version_base="1.3"):
-        config = parse(compose("config", [*from_scratch, "budget=embedded"]))
-        assert config.recipe.tune.factors
         for more, searched in (([], []), (["recipe.tune.factors=[1,3]"], [1, 3])):
             made_by = replace(config, model=replace(config.model, base_run=[*from_scratch, *more]))
             assert compose_base(made_by).recipe.tune.factors == searched

@@ -4,8 +4,6 @@ import re
 import signal
 import subprocess
 import sys
-from dataclasses import fields, is_dataclass
-from typing import get_type_hints
 
 import pytest
 import torch
@@ -13,9 +11,7 @@ from running import only_run, record_of, router_steps, run, tiny
 from safetensors.torch import load_file
 
 from focus_exp import __main__ as command_line
-from focus_exp.attention.options import violated_constraint
 from focus_exp.cli import order_arguments
-from focus_exp.config import Config, FocusConfig
 from focus_exp.errors import EXTRAS
 from focus_exp.training.module import LanguageModelTask
 
@@ -51,25 +47,6 @@ def test_options_are_accepted_at_any_position():
     ordered = ["-m", "--cfg", "job", "--config-dir=x", "-i", "defaults", "seed=0,1", "job=report", "~data", "a=b=c"]
     assert order_arguments(arguments) == ordered == order_arguments(ordered)
     assert order_arguments(["-i", "a=b"]) == ["-i", "a=b"]
-
-
-def choice_options(schema):
-    """Yield every field with choices of a dataclass and those in it."""
-    hints = get_type_hints(schema) | {"attention": FocusConfig}
-    for item in fields(schema):
-        if is_dataclass(hints[item.name]):
-            yield from choice_options(hints[item.name])
-        elif item.metadata.get("choices"):
-            yield item
-
-
-def test_options_with_choices_refuse_other_values():
-    options = list(choice_options(Config))
-    assert len(options) > 15
-    for item in options:
-        choices = item.metadata["choices"]
-        assert violated_constraint("nonsense", item.metadata) == f"one of {', '.join(choices)}"
-        assert all(violated_constraint(choice, item.metadata) is None for choice in choices)
 
 
 @pytest.mark.parametrize("error", [FileNotFoundError(2, "No such file", "text"), RuntimeError("shapes do not fit")])

@@ -5,6 +5,7 @@ from itertools import zip_longest
 from pathlib import Path
 
 import pytest
+from builders import compose_config
 from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 from running import fitting, run, tiny
@@ -37,12 +38,6 @@ def is_large(name):
 LARGE = [name for name in EXPERIMENTS if is_large(name)]
 
 
-def composed(*overrides):
-    register_schemas()
-    with initialize_config_dir(str(CONF), version_base="1.3"):
-        return compose("config", list(overrides))
-
-
 def test_every_group_has_files_and_every_file_a_group():
     assert {group for group, _ in OPTIONS} == {*GROUPS, "budget"}
     assert {path.parent.name for path in CONF.rglob("*.yaml")} <= {
@@ -70,7 +65,7 @@ def test_options_fit_their_schemas(chosen):
     # what they cannot do without: routers are of no use to attention=full, and files have to be named
     others = ["recipe=none"] if "attention" in chosen else []
     others += {"files": ["data.files=texts"], "hub": ["data.hub_id=owner/text"]}.get(chosen.get("data"), [])
-    config = composed(*(f"{group}={name}" for group, name in chosen.items()), *others)
+    config = compose_config(*(f"{group}={name}" for group, name in chosen.items()), *others)
     assert {group: config[group].name for group in chosen} == chosen
     parse(config)
 
@@ -89,7 +84,7 @@ def test_experiment_names_its_claim_its_command_and_its_time(name):
     assert list(header)[:3] == ["Claim", "Command", "Time"]
     assert re.search(rf"python -m focus_exp .*\+experiment={name}(\s|$)", header["Command"])
     assert re.search(r"\d+ (second|minute|hour)", header["Time"])
-    assert composed(f"+experiment={name}").experiment == name
+    assert compose_config(f"+experiment={name}").experiment == name
 
 
 def compose_all(name, *overrides):
@@ -141,7 +136,7 @@ def tokens_read(config):
 
 def command(folder, name, model="tiny_llama"):
     """The experiment in small; benchmarks have tests of their own."""
-    plain = composed(f"+experiment={name}")
+    plain = compose_config(f"+experiment={name}")
     variants = tiny_variants(folder, plain) if plain.variants else []
     small = [
         *tiny(folder),
@@ -164,7 +159,7 @@ def command(folder, name, model="tiny_llama"):
     ],
 )
 def test_experiment_runs_on_a_tiny_model(tmp_path, name, model):
-    plain = composed(f"+experiment={name}")
+    plain = compose_config(f"+experiment={name}")
     result = run(*command(tmp_path, name, model))
     assert result.code == 0, result.err
     assert {path.relative_to(tmp_path / "runs").parts[0] for path in tmp_path.rglob("record.json")} == {
@@ -196,7 +191,7 @@ def tiny_variants(folder, plain):
 
 
 def test_the_command_line_overrides_an_experiment_which_overrides_the_groups():
-    plain, changed = composed("+experiment=smoke"), composed("+experiment=smoke", "attention.window=5")
+    plain, changed = compose_config("+experiment=smoke"), compose_config("+experiment=smoke", "attention.window=5")
     assert (plain.attention.window, changed.attention.window) == (16, 5)
     overlay = OmegaConf.load(CONF / "experiment" / "smoke.yaml")
-    assert plain.data.seq_len == overlay.data.seq_len != composed().data.seq_len
+    assert plain.data.seq_len == overlay.data.seq_len != compose_config().data.seq_len

@@ -4,10 +4,9 @@ import csv
 from dataclasses import replace
 
 import pytest
+from builders import make_config
 from running import fitting, run, tiny
-from test_experiments import composed
 
-from focus_exp.checks import parse
 from focus_exp.jobs import plan
 from focus_exp.jobs.plan import GIB, GPUS, measure, plan_on, plan_run
 
@@ -31,7 +30,7 @@ TRACED = [
 def planned(*overrides):
     length = 64 if "model=tiny_llama" in overrides else 1024
     lengths = (f"data.seq_len={length}", f"eval.seq_len={length}")
-    return parse(composed("trainer.batch_size=1", "trainer.accumulate=8", *lengths, *overrides))
+    return make_config("trainer.batch_size=1", "trainer.accumulate=8", *lengths, *overrides)
 
 
 @pytest.mark.parametrize(("model", "overrides", "gpus", "held", "flops"), TRACED)

@@ -6,15 +6,13 @@ from math import isfinite
 import pandas as pd
 import pytest
 import torch
-from builders import scored
+from builders import make_config, scored
 from conftest import build
-from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 from running import fitting, metrics_of, only_run, outcome, record_of, router_steps, run, tiny
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
-from focus_exp.checks import parse
-from focus_exp.config import conf_dir, load_recorded, register_schemas
+from focus_exp.config import load_recorded
 from focus_exp.config_hash import config_hash
 from focus_exp.jobs.train import save_weights
 from focus_exp.models.random import byte_tokenizer
@@ -140,13 +138,11 @@ def test_run_with_another_default_or_order_of_phases_is_refused(folder, finetune
 
 @pytest.mark.parametrize("method", ["performer", "random_groups"])
 def test_config_hash_depends_on_the_seed_of_the_attention(method):
-    register_schemas()
-    with initialize_config_dir(str(conf_dir()), version_base="1.3"):
-        hashes = {}
-        for seed, own in ((0, None), (0, 0), (1, None), (1, 1), (1, 0), (2, 0)):
-            overrides = [f"attention={method}", "recipe=none", f"seed={seed}"]
-            overrides += [] if own is None else [f"attention.seed={own}"]
-            hashes[seed, own] = config_hash(parse(compose("config", overrides)))
+    hashes = {}
+    for seed, own in ((0, None), (0, 0), (1, None), (1, 1), (1, 0), (2, 0)):
+        overrides = [] if own is None else [f"attention.seed={own}"]
+        config = make_config(f"attention={method}", "recipe=none", f"seed={seed}", *overrides)
+        hashes[seed, own] = config_hash(config)
     assert hashes[0, None] == hashes[0, 0] and hashes[1, None] == hashes[1, 1]
     assert len(set(hashes.values())) == 4
 

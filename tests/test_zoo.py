@@ -5,13 +5,11 @@ from dataclasses import replace
 
 import pytest
 import torch
+from builders import make_config
 from conftest import FAMILIES, ZOO, build
-from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 from transformers import PreTrainedModel
 
-from focus_exp.checks import parse
-from focus_exp.config import register_schemas
 from focus_exp.config_hash import config_hash
 from focus_exp.models.attach import attach
 from focus_exp.models.methods import attached_methods, is_trainable
@@ -80,10 +78,8 @@ def test_zoo_file_has_name_and_revision(path) -> None:
 
 @pytest.mark.parametrize("name", PARAMETERS)
 def test_zoo_paper_settings_are_a_valid_config(name: str) -> None:
-    with initialize_config_dir(str(ZOO.parent), version_base="1.3"):
-        register_schemas()
-        paper = OmegaConf.load(ZOO / f"{name}.yaml").get("paper", [])
-        config = parse(compose("config", [f"model={name}", *paper]))
+    paper = OmegaConf.load(ZOO / f"{name}.yaml").get("paper", [])
+    config = make_config(f"model={name}", *paper)
     assert config.model.paper == paper and config.data.seq_len == 1024
     assert config.attention.top_k <= config.attention.groups
     # the paper's settings and the stored dtype do not change what a run computes
