@@ -13,6 +13,7 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from focus_exp.assets import cache_root
+from focus_exp.attention.key_gate import GateTraining
 from focus_exp.attention.options import FocusOptions
 from focus_exp.config import Config, RecipeConfig, TuneConfig, get_method_options
 from focus_exp.data import SequenceDataset
@@ -49,6 +50,7 @@ from focus_exp.training.distributed import (
 )
 from focus_exp.training.focus_dual_fit.fit import fit_dual, format_fits, rebalance
 from focus_exp.training.indexer_fit import fit_indexers
+from focus_exp.training.key_gate_fit import fit_gates
 from focus_exp.training.measurements import fit_measurements, probe_measurements
 from focus_exp.training.module import NonFiniteError
 from focus_exp.training.phases import CHECKPOINTS, tokens_per_step, train_phases, unreached_learning_rates
@@ -255,6 +257,8 @@ def fit_before_training(run: Run, model: PreTrainedModel, sequences: SequenceDat
         fits, seconds = fit_dual(model, sample, config.dual, precision, cache, seed)
         run.record.measurements += fit_measurements(fits)
         print(format_fits(fits))
+    elif isinstance(config.fitting, GateTraining):
+        seconds = fit_gates(model, sample, config.fitting, precision, cache, seed)
     else:
         seconds = fit_indexers(model, sample, config.fitting, precision, cache, seed)
     run.record.fit_seconds = seconds

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from focus_exp.attention.baselines.top_tokens import TokenIndexer
 from focus_exp.attention.focus_dual import FocusDual
+from focus_exp.attention.key_gate import KeyGate
 from focus_exp.attention.router import balance_potential
 from focus_exp.training.focus_dual_fit.importance import Observation
 
@@ -102,14 +103,14 @@ class FitSequence:
 
 
 @torch.no_grad()
-def standardize(method: FocusDual | TokenIndexer, observations: list[Observation]) -> None:
+def standardize(method: FocusDual | TokenIndexer | KeyGate, observations: list[Observation]) -> None:
     """Set the mean and scale with which `method` sees hidden states."""
     hidden = torch.cat([x.hidden for x in observations]).float()
     method.mean.copy_(hidden.mean(0))
     method.scale.copy_(hidden.std(0) + 1e-4)
 
 
-def standardized_tokens(observation: Observation, method: FocusDual | TokenIndexer) -> Tensor:
+def standardized_tokens(observation: Observation, method: FocusDual | TokenIndexer | KeyGate) -> Tensor:
     """Return hidden states `(T, E)` of mean 0 and deviation 1."""
     return (observation.hidden.float().to(method.mean.device) - method.mean) / method.scale
 

@@ -1,0 +1,56 @@
+"""Control without a query side: a gate decides once whether all later queries see a key."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from focus_exp.attention.base import AttentionMethod, LayerShape
+from focus_exp.attention.options import FitOptions, LocalOptions, option
+from focus_exp.attention.router import cast_chunks, disable_autocast
+from focus_exp.attention.selection import Selection, Sequence
+
+
+@dataclass
+class GateTraining(FitOptions):
+    """How the gates are fitted; keys of attention.*, not of the method."""
+
+    density: float = option(0.2, least=0, most=1)
+
+
+class KeyGate(AttentionMethod, name="key_gate", options=LocalOptions):
+    """Keep i - j <= window, the first `sinks` tokens, and the distant keys whose score passes the threshold.
+
+    A key's score for each key/value head is linear in the standardized hidden state: the log importance per later query
+    that the fit predicts. One threshold over all layers and heads keeps `density` of the distant pairs. It depends on
+    the token alone, so the method is causal. The gate has n * (E + 1) parameters per layer, for n key/value heads.
+    """
+
+    fit_options = GateTraining
+
+    def __init__(self, shape: LayerShape, options: LocalOptions) -> None:
+        super().__init__(shape, options.window, options.sinks)
+        heads = shape.kv_heads or shape.heads
+        self.weight = nn.Parameter(torch.randn(heads, shape.width) * shape.width**-0.5)
+        self.bias = nn.Parameter(torch.zeros(heads))
+        self.mean: Tensor
+        self.scale: Tensor
+        self.threshold: Tensor
+        self.register_buffer("mean", torch.zeros(shape.width))
+        self.register_buffer("scale", torch.ones(shape.width))
+        self.register_buffer("threshold", torch.zeros(()))
+
+    def scores(self, x: Tensor) -> Tensor:
+        """Score standardized hidden states `(..., E)` as keys: `(..., n)`."""
+        return x @ self.weight.T + self.bias
+
+    def route(self, h: Tensor, sequence: Sequence) -> Selection:
+        with disable_autocast(h):
+            chunks = [self.scores((chunk - self.mean) / self.scale) for chunk in cast_chunks(h, self.mean.dtype)]
+        keys = (torch.cat(chunks, 1) > self.threshold).transpose(1, 2)[..., None]  # (B, n, T, 1)
+        return Selection(query_groups=torch.ones_like(keys), key_groups=keys, max_groups=(1, 1))
+
+    def kv_cache_unsupported_reason(self) -> None:
+        return None
