@@ -55,7 +55,7 @@ def test_job_with_an_adapter_does_not_read_training_blocks(tmp_path, adapter, jo
 def test_job_bench_of_an_untrained_router_does_not_read_training_blocks(tmp_path):
     assert run(*tiny(tmp_path), "job=bench", "recipe=none", "data.seq_len=100000").code == 0
     result = run(*tiny(tmp_path), "job=bench", "data.seq_len=100000")
-    assert result.code == 2 and "data.seq_len=100000" in result.err
+    assert result.code == 2 and "data.seq_len" in result.err
 
 
 def test_job_evaluate_without_any_score_of_its_tasks_fails(tmp_path, adapter):
