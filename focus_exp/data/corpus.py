@@ -201,12 +201,12 @@ def read_hub_split(
 ) -> Iterator[tuple[str, str]]:
     """Yield (name, text) of `split`; a missing one is every 50th document."""
     base, held_out = held_out_splits(dataset, cfg)
-    own = split if split in dataset and not cfg.split else base
-    rows = (texts.get_text(row, cfg.text_column, str(cfg.hub_id)) for row in dataset[own])
+    source_split = split if split in dataset and not cfg.split else base
+    rows = (texts.get_text(row, cfg.text_column, str(cfg.hub_id)) for row in dataset[source_split])
     for index, text in enumerate(join_articles(rows) if str(cfg.hub_id).endswith("wikitext") else rows):
         holder = next((name for name in held_out if index % HELD_OUT_EVERY == HELD_OUT_INDEX[name]), "train")
-        if own != base or holder == split:
-            yield f"{own}:{index}", text
+        if source_split != base or holder == split:
+            yield f"{source_split}:{index}", text
 
 
 def join_articles(lines: Iterable[str]) -> Iterator[str]:

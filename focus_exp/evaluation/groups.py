@@ -231,9 +231,11 @@ class GroupAnalysis:
 
     def observe_other(self, folder: str) -> Observation:
         """Observe the router of another adapter, which stays attached."""
-        own = get_attachment(self.model).method
-        if (method := read_description(folder)["method"]) != own:
-            raise UserError(f"analyze.others must hold adapters of {own} (got {method} in {folder}). Leave it out.")
+        attached = get_attachment(self.model).method
+        if (method := read_description(folder)["method"]) != attached:
+            raise UserError(
+                f"analyze.others must hold adapters of {attached} (got {method} in {folder}). Leave it out."
+            )
         detach(self.model)
         load_adapter(self.model, folder, check_base=self.config.check_base)
         self.use_hard_routing()
@@ -262,19 +264,19 @@ class GroupAnalysis:
         self, make: Callable[..., Measurement], number: int, members: np.ndarray, confidence: np.ndarray
     ) -> Iterator[Measurement]:
         """Yield a group's size, word class and distinctive tokens."""
-        own, tokens = {"group": group_letter(number), "word_class": ""}, list[str]()
+        names, tokens = {"group": group_letter(number), "word_class": ""}, list[str]()
         numbers: tuple[float | None, ...] = (None, None, None)
         if members.any():
             counts = np.bincount(self.labels[members], minlength=len(CLASSES))
             most = int(counts.argmax())
-            own["word_class"] = CLASSES[most]
+            names["word_class"] = CLASSES[most]
             class_fraction = float((self.labels == most).mean())
             numbers = float(confidence[members].mean()), float(counts[most] / counts.sum()), class_fraction
             inside, everywhere = (Counter(tokens.tolist()) for tokens in (self.tokens[members], self.tokens))
             tokens = distinctive_tokens(inside, everywhere, TOP_TOKENS)
-        yield make("group_fraction", float(members.mean()), **own, tokens=tokens)
+        yield make("group_fraction", float(members.mean()), **names, tokens=tokens)
         for metric, value in zip(("confidence", "purity", "class_fraction"), numbers, strict=True):
-            yield make(f"group_{metric}", value, **own)
+            yield make(f"group_{metric}", value, **names)
 
     def class_costs(self, full: np.ndarray, hard: np.ndarray) -> Iterator[Measurement]:
         """Yield the loss by class of the predicted token, and its paired change."""

@@ -110,8 +110,8 @@ def classify_word(word: str, tag: str) -> str:
 def read_passage(tokenizer: PreTrainedTokenizerBase, tokens: list[int]) -> Passage:
     """Classify tokens: the first of a word has its class."""
     pieces = split_pieces(tokenizer, tokens)
-    found = find_words("".join(pieces))
-    begins = [word.begin for word in found]
+    text_words = find_words("".join(pieces))
+    begins = [word.begin for word in text_words]
     classes, words, place = [], [], 0
     for piece in pieces:
         first = place + len(piece) - len(piece.lstrip())
@@ -120,7 +120,7 @@ def read_passage(tokenizer: PreTrainedTokenizerBase, tokens: list[int]) -> Passa
             classes.append("space" if piece else "inside a word")
             words.append(format_piece(piece))
             continue
-        word = found[bisect_right(begins, first) - 1]
+        word = text_words[bisect_right(begins, first) - 1]
         classes.append(word.kind if first == word.begin else "inside a word")
         words.append(word.text)
     return Passage(pieces, classes, words)

@@ -226,9 +226,9 @@ def run_task(
         RuntimeError: a document could only be scored as wrong, or a log-likelihood is not finite.
     """
     for task in loaded["tasks"].values():
-        own = task.get_config("num_fewshot")
+        default = task.get_config("num_fewshot")
         # a task that fixes 0 has its examples in the prompt
-        count = (own or 0) if shots is None or own == 0 else shots
+        count = (default or 0) if shots is None or default == 0 else shots
         if shots and not count:
             print(f"{name}: eval.num_fewshot={shots} is ignored, because the prompt of the task has its own examples")
         if count and not task.sampler.df:
@@ -265,10 +265,10 @@ def slim_sample(task: str, sample: dict[str, Any]) -> dict[str, Any]:
     Items of one book resemble each other, so the book is their document; other items are documents of their own.
     """
     scores = {key: float(sample[key]) for key in sample["metrics"] if isinstance(sample[key], (bool, int, float))}
-    kept = {key: sample[key] for key in ("doc_id", "filter", "doc", "target", "filtered_resps", "prompt_hash")}
+    fields = {key: sample[key] for key in ("doc_id", "filter", "doc", "target", "filtered_resps", "prompt_hash")}
     number, book = sample["doc_id"], sample["doc"].get("book")
     place = {"document": f"{task}/{book}", "offset": number} if book else {"document": f"{task}/{number}"}
-    return {**place, "scores": scores, **kept}
+    return {**place, "scores": scores, **fields}
 
 
 @dataclass(frozen=True)

@@ -526,10 +526,10 @@ class PerplexityEvaluator:
         """Return the variants that a variant is compared with."""
         if variant.kind == "base":
             return []
-        own = {"control": self.configured, "hard": SOFT, "causal_counterpart": self.configured}.get(variant.kind, "")
-        if variant.kind == "causal_counterpart" and variant.top_k is None:
-            own = SOFT
-        return [BASE, own]
+        is_soft_counterpart = variant.kind == "causal_counterpart" and variant.top_k is None
+        if variant.kind == "hard" or is_soft_counterpart:
+            return [BASE, SOFT]
+        return [BASE, self.configured] if variant.kind in ("control", "causal_counterpart") else [BASE]
 
 
 def perplexity(nll: float | None) -> float | None:
