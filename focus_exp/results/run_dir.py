@@ -19,17 +19,11 @@ def run_folder(config: Config) -> Path:
     """Return the directory of a run, named after what it runs.
 
     runs/<experiment>/<model>-<data>-<device>/<method>-seed<n>-<config hash>: the model and data that are used (not
-    those that they stand in for), cpu or cuda, and the variant, method or recipe. A run that an earlier version
-    left at runs/<experiment>/<model>-<attention>-<recipe>/seed<n>-<hash> stays there.
+    those that they stand in for), cpu or cuda, and the variant, method or recipe.
     """
-    root, digest = Path(config.runs_dir), config_hash(config)
-    recipe = config.recipe.name if config.job == "train" else config.job
-    former = config.variant or f"{config.model.name}-{config.attention.name}-{recipe}"
-    for name in (f"seed{config.seed}-{digest}", f"seed={config.seed}-{digest}"):
-        if (earlier := root / config.experiment / former / name).exists():
-            return earlier
     used = f"{name_model(config)}-{name_data(config)}-{name_device(config)}"
-    return root / name_experiment(config.experiment) / used / f"{name_method(config)}-seed{config.seed}-{digest}"
+    name = f"{name_method(config)}-seed{config.seed}-{config_hash(config)}"
+    return Path(config.runs_dir) / name_experiment(config.experiment) / used / name
 
 
 def name_experiment(experiment: str) -> str:
