@@ -25,7 +25,7 @@ OPTIONS = sorted(
 VARIANT_FOLDERS = {path.name for path in (CONF / "variant").iterdir()}
 
 
-def has_arms(name):
+def has_variants(name):
     return "job: compare" in (CONF / "experiment" / f"{name}.yaml").read_text(encoding="utf-8")
 
 
@@ -38,7 +38,7 @@ def is_large(name):
 LARGE = [name for name in EXPERIMENTS if is_large(name)]
 
 
-def test_every_group_has_files_and_every_file_a_group():
+def test_conf_every_group_has_files_and_every_file_a_group():
     assert {group for group, _ in OPTIONS} == {*GROUPS, "budget"}
     assert {path.parent.name for path in CONF.rglob("*.yaml")} <= {
         "conf",
@@ -61,7 +61,7 @@ def choices():
 
 
 @pytest.mark.parametrize("chosen", choices(), ids=lambda chosen: "-".join(chosen.values()))
-def test_options_fit_their_schemas(chosen):
+def test_conf_choices_fit_their_schemas(chosen):
     # what they cannot do without: routers are of no use to attention=full, and files have to be named
     others = ["recipe=none"] if "attention" in chosen else []
     others += {"files": ["data.files=texts"], "hub": ["data.hub_id=owner/text"]}.get(chosen.get("data"), [])
@@ -71,13 +71,13 @@ def test_options_fit_their_schemas(chosen):
 
 
 @pytest.mark.parametrize("path", sorted(CONF.rglob("*.yaml")), ids=lambda path: str(path.relative_to(CONF)))
-def test_file_says_in_its_first_lines_what_it_is(path):
+def test_conf_file_starts_with_its_purpose(path):
     first, *_ = [line for line in path.read_text(encoding="utf-8").splitlines() if not line.startswith("# @package")]
     assert re.match("# [A-Z].{10,}", first)
 
 
 @pytest.mark.parametrize("name", EXPERIMENTS)
-def test_experiment_names_its_claim_its_command_and_its_time(name):
+def test_experiment_header_has_claim_command_and_time(name):
     lines = (CONF / "experiment" / f"{name}.yaml").read_text(encoding="utf-8").splitlines()
     header = dict(re.findall(r"^# (\w+): (.+)$", "\n".join(lines[:8]), flags=re.MULTILINE))
     assert lines[0] == "# @package _global_"
@@ -88,7 +88,7 @@ def test_experiment_names_its_claim_its_command_and_its_time(name):
 
 
 def compose_all(name, *overrides):
-    """An experiment and its arms, as they would run."""
+    """Compose an experiment and its variants."""
     register_schemas()
     with initialize_config_dir(str(CONF), version_base="1.3"):
         settings = [f"+experiment={name}", *overrides]
@@ -106,25 +106,23 @@ def slow_if_large(names):
 
 
 @pytest.mark.parametrize("name", slow_if_large(EXPERIMENTS))
-def test_experiment_and_its_arms_compose_at_the_scale_of_the_paper(name):
-    config, arms = compose_all(name, "budget=paper")
+def test_experiment_and_variants_compose_with_budget_paper(name):
+    config, variants = compose_all(name, "budget=paper")
     assert config.budget["name"] == "paper"
-    assert all(arm.budget["name"] == "paper" and not arm.variants for arm in arms.values())
-    if name in ALIKE:
-        least, *_, most = read_by_arms(arms)
-        assert least > 0.995 * most
+    assert all(variant.budget["name"] == "paper" and not variant.variants for variant in variants.values())
 
 
+@pytest.mark.parametrize("budget", ["paper", "embedded"])
 @pytest.mark.parametrize("name", slow_if_large(ALIKE))
-def test_arms_that_are_trained_read_as_many_tokens(name):
-    least, *_, most = read_by_arms(compose_all(name)[1])
+def test_experiment_trained_variants_see_the_same_tokens(name, budget):
+    least, *_, most = tokens_by_variant(compose_all(name, f"budget={budget}")[1])
     assert least > 0.995 * most
 
 
-def read_by_arms(arms):
+def tokens_by_variant(variants):
     """Tokens, the fewest first, of those that are trained by more than a fit and on as many tokens."""
-    trained = {name: arm for name, arm in arms.items() if any(phase.steps for _, phase in arm.phases)}
-    return sorted(tokens_read(arm) for name, arm in trained.items() if not name.endswith("_same_steps"))
+    trained = {name: variant for name, variant in variants.items() if any(phase.steps for _, phase in variant.phases)}
+    return sorted(tokens_read(variant) for name, variant in trained.items() if not name.endswith("_same_steps"))
 
 
 def tokens_read(config):
@@ -149,13 +147,13 @@ def command(folder, name, model="tiny_llama"):
     return [f"+experiment={name}", *fitting(*small, f"attention={plain.attention.name}"), *variants]
 
 
-# of many arms on one of the families, the others on both
+# of many variants on one of the families, the others on both
 @pytest.mark.parametrize(
     ("name", "model"),
     [
         pytest.param(name, model, marks=pytest.mark.slow if name in LARGE or model == "tiny_gpt2" else ())
         for name in EXPERIMENTS
-        for model in ("tiny_llama", *(() if has_arms(name) else ("tiny_gpt2",)))
+        for model in ("tiny_llama", *(() if has_variants(name) else ("tiny_gpt2",)))
     ],
 )
 def test_experiment_runs_on_a_tiny_model(tmp_path, name, model):
@@ -170,7 +168,7 @@ def test_experiment_runs_on_a_tiny_model(tmp_path, name, model):
     for record in records:
         assert (record.status, record.experiment) == ("finished", name)
         assert record.measurements and not any(m.settings.get("error") for m in record.measurements)
-        assert all(arm.status == "finished" for arm in record.variants)
+        assert all(variant.status == "finished" for variant in record.variants)
     if not plain.variants:
         assert records[0].steps == 2 * len(plain.recipe.phases)
 
@@ -190,7 +188,7 @@ def tiny_variants(folder, plain):
     return ["--config-dir", str(folder / "conf"), f"variants=[{names}]"]
 
 
-def test_the_command_line_overrides_an_experiment_which_overrides_the_groups():
+def test_experiment_is_overridden_by_the_command_line():
     plain, changed = compose_config("+experiment=smoke"), compose_config("+experiment=smoke", "attention.window=5")
     assert (plain.attention.window, changed.attention.window) == (16, 5)
     overlay = OmegaConf.load(CONF / "experiment" / "smoke.yaml")

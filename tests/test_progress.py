@@ -1,4 +1,4 @@
-"""Long work says how far it is: a bar on a terminal, whole lines in a log, and none for what is soon done."""
+"""Progress: a bar on a terminal, whole lines in a log."""
 
 import io
 import sys
@@ -18,16 +18,7 @@ def stderr(monkeypatch, kind=io.StringIO):
     return sys.stderr
 
 
-@pytest.mark.parametrize("kind", [io.StringIO, Terminal])
-def test_it_passes_on_what_it_counts(kind, monkeypatch):
-    stderr(monkeypatch, kind)
-    assert list(ProgressBar(range(7), desc="reading")) == list(range(7))
-    with ProgressBar(total=7) as bar:
-        bar.update(3)
-        assert bar.n == 3
-
-
-def test_a_log_gets_whole_lines_and_no_more_than_one_in_its_interval(monkeypatch):
+def test_log_gets_one_whole_line_per_interval(monkeypatch):
     log = stderr(monkeypatch)
     bar = ProgressBar(total=10, desc="reading", unit="block")
     bar.start_t = bar.last_print_t = now = 0.0
@@ -41,13 +32,13 @@ def test_a_log_gets_whole_lines_and_no_more_than_one_in_its_interval(monkeypatch
     assert all("block" in line and line.endswith("\n") and "\r" not in line for line in lines)
 
 
-def test_a_log_is_spared_what_takes_less_than_its_interval(monkeypatch):
+def test_log_without_short_work(monkeypatch):
     log = stderr(monkeypatch)
-    list(ProgressBar(range(100), desc="reading"))
+    assert list(ProgressBar(range(100), desc="reading")) == list(range(100))
     assert log.getvalue() == ""
 
 
-def test_a_bar_that_stays_leaves_its_last_state_in_a_log(monkeypatch):
+def test_log_has_the_last_state_with_leave(monkeypatch):
     log = stderr(monkeypatch)
     list(ProgressBar(range(100), desc="training", leave=True))
     assert log.getvalue().startswith("training: 100%|")
@@ -55,7 +46,7 @@ def test_a_bar_that_stays_leaves_its_last_state_in_a_log(monkeypatch):
 
 
 @pytest.mark.parametrize("leave", [False, True])
-def test_a_terminal_has_its_bar_at_once(leave, monkeypatch):
+def test_terminal_has_its_bar_at_once(leave, monkeypatch):
     terminal = stderr(monkeypatch, Terminal)
     bar = ProgressBar(total=2, desc="reading", leave=leave)
     assert "reading:   0%" in terminal.getvalue()
@@ -63,7 +54,7 @@ def test_a_terminal_has_its_bar_at_once(leave, monkeypatch):
     assert terminal.getvalue().endswith("\n" if leave else "\r")
 
 
-def test_a_bar_that_is_off_is_off(monkeypatch):
+def test_disabled_bar_writes_nothing(monkeypatch):
     log = stderr(monkeypatch)
     assert list(ProgressBar(range(3), leave=True, disable=True)) == [0, 1, 2]
     assert log.getvalue() == ""
@@ -71,7 +62,7 @@ def test_a_bar_that_is_off_is_off(monkeypatch):
 
 @pytest.mark.parametrize("kind", [io.StringIO, Terminal])
 @pytest.mark.parametrize("process", ["0", "1"])
-def test_of_several_processes_the_first_alone_writes(kind, process, monkeypatch):
+def test_only_the_first_process_writes(kind, process, monkeypatch):
     written = stderr(monkeypatch, kind)
     monkeypatch.setenv("RANK", process)
     assert list(ProgressBar(range(3), desc="training", leave=True)) == [0, 1, 2]

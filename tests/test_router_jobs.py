@@ -11,7 +11,7 @@ from focus_exp.results.record import Record
 
 
 @pytest.mark.parametrize("job", ["analyze", "bench", "generate"])
-def test_the_precision_is_that_of_a_base_which_the_job_trains(tmp_path, monkeypatch, job):
+def test_job_precision_follows_a_trained_base(tmp_path, monkeypatch, job):
     def choose(requested, accelerator, trains_base):
         raise UserError(f"trains_base={trains_base}")
 
@@ -19,7 +19,7 @@ def test_the_precision_is_that_of_a_base_which_the_job_trains(tmp_path, monkeypa
     assert "trains_base=True" in run(*tiny(tmp_path), f"job={job}", "recipe=finetune").err
 
 
-def test_a_bench_of_a_method_whose_options_were_others_is_refused(tmp_path):
+def test_job_bench_with_changed_options_of_methods_is_refused(tmp_path):
     conf = shutil.copytree(conf_dir(), tmp_path / "conf")
     clocks = ["bench.prefill_lengths=[]", "bench.step_lengths=[]", "bench.decode_lengths=[]"]
     settings = [*tiny(tmp_path), "job=bench", "recipe=none", "bench.methods=[performer]", *clocks]
@@ -45,14 +45,14 @@ def adapter(tmp_path_factory):
 
 
 @pytest.mark.parametrize("job", ["evaluate", "generate"])
-def test_job_with_an_adapter_does_not_read_training_blocks(tmp_path, adapter, job):
+def test_job_with_an_adapter_does_not_read_training_text(tmp_path, adapter, job):
     settings = [*without_attention(tiny(tmp_path)), f"job={job}", f"adapter={adapter}", "data.seq_len=100000"]
     result = run(*settings)
     assert result.code == 0, result.err
     assert record_of(tmp_path).status == "finished"
 
 
-def test_job_bench_of_an_untrained_router_does_not_read_training_blocks(tmp_path):
+def test_job_bench_of_an_untrained_router_does_not_read_training_text(tmp_path):
     assert run(*tiny(tmp_path), "job=bench", "recipe=none", "data.seq_len=100000").code == 0
     result = run(*tiny(tmp_path), "job=bench", "data.seq_len=100000")
     assert result.code == 2 and "data.seq_len" in result.err
