@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterable
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 from hydra import compose, initialize_config_dir
 from omegaconf import DictConfig, OmegaConf
 
+from focus_exp import config as schema
 from focus_exp.checks import parse
 from focus_exp.config import Config, conf_dir, register_schemas
 from focus_exp.results.measurement import Measurement
@@ -81,6 +83,22 @@ def scored(measurements: Iterable[Measurement], phase: str | None = None) -> lis
 def primary(record: Record) -> SimpleNamespace:
     """Return the variant that represents a run."""
     return next(row for row in scored(record.measurements) if row.name == record.primary_variant)
+
+
+def eval_config(
+    attention: schema.AttentionConfig, phases: dict[str, schema.PhaseConfig] | None = None, **evaluation: Any
+) -> schema.Config:
+    """Return the configuration of a tiny evaluation."""
+    return schema.Config(
+        assets="embedded",
+        model=schema.ModelConfig(name="tiny"),
+        attention=attention,
+        recipe=schema.RecipeConfig(name="recipe", phases=phases or {}),
+        data=schema.DataConfig(name="random", source="files"),
+        eval=schema.EvalConfig(name="eval", **evaluation),
+        trainer=schema.TrainerConfig(name="trainer"),
+        logger=schema.LoggerConfig(name="logger"),
+    )
 
 
 def timings(measurements: Iterable[Measurement]) -> list[SimpleNamespace]:

@@ -12,6 +12,7 @@ import lm_eval
 import numpy as np
 import pytest
 import torch
+from builders import eval_config
 from hypothesis import given
 from hypothesis import strategies as st
 from lm_eval.models.huggingface import HFLM
@@ -95,16 +96,7 @@ def load(name: str) -> Any:
 
 def make_config(names: list[str], method: str = "focus", **settings: Any) -> schema.Config:
     evaluation = {"seq_len": 32, "max_sequences": 4, "bootstrap_samples": 20, "tasks": names, **settings}
-    return schema.Config(
-        assets="embedded",
-        model=schema.ModelConfig(name="tiny"),
-        attention=attention_of(method, groups=GROUPS, window=WINDOW, sinks=SINKS),
-        recipe=schema.RecipeConfig(name="none"),
-        data=schema.DataConfig(name="random", source="files"),
-        eval=schema.EvalConfig(name="eval", **evaluation),
-        trainer=schema.TrainerConfig(name="trainer"),
-        logger=schema.LoggerConfig(name="logger"),
-    )
+    return eval_config(attention_of(method, groups=GROUPS, window=WINDOW, sinks=SINKS), **evaluation)
 
 
 def attach_hard(model, **options):

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from builders import scored
+from builders import eval_config, scored
 from conftest import build
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -172,15 +172,8 @@ def test_mean_by_position_bin_begins_at_window_end(length, window):
 def make_config(method: str = "focus", train: str | None = None, sequences: int = 4, **attention) -> schema.Config:
     options = {"groups": GROUPS, "window": WINDOW, "sinks": SINKS} | attention
     phases = {train: schema.PhaseConfig(trainable=train, steps=1, learning_rate=1e-3)} if train else {}
-    return schema.Config(
-        model=schema.ModelConfig(name="tiny"),
-        attention=attention_of(method, **options),
-        recipe=schema.RecipeConfig(name="recipe", phases=phases),
-        data=schema.DataConfig(name="random", source="files"),
-        eval=schema.EvalConfig(name="eval", seq_len=T, max_sequences=sequences, batch_size=2, bootstrap_samples=50),
-        trainer=schema.TrainerConfig(name="trainer"),
-        logger=schema.LoggerConfig(name="logger"),
-    )
+    evaluation = {"seq_len": T, "max_sequences": sequences, "batch_size": 2, "bootstrap_samples": 50}
+    return eval_config(attention_of(method, **options), phases, **evaluation)
 
 
 @pytest.fixture
