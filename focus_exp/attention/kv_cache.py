@@ -257,7 +257,7 @@ class GroupedCache:
         """
         if self.can_attend_token(q, k, v, sequence):
             return self.attend_token(q, k, v, selection, args)
-        self.pairs_read = 0
+        self.pairs_read, self.slots = 0, None
         out = for_each_head(self.attend_rows)(q, k, v, selection, sequence, args)
         self.pairs_read //= self.heads
         return out

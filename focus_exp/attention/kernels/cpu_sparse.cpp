@@ -776,11 +776,12 @@ int64_t decode_rows(const Cache& c, const Tensor& q, const bool* reads, const fl
 // Store one token a row, k and v [R, G, D], in a cache, and attend to it, to all near tokens and to those of the pool
 // before the window whose groups a query [R, H, D] reads. reads, members [R, K] bool; sink_logits [R, H] float.
 // Returns the output [R, H, Dv], the buckets of put_token, and the number of keys read.
-std::tuple<Tensor, Tensor, int64_t> decode(const Tensor& q, const Tensor& k, const Tensor& v, const optional<Tensor>& reads, const Tensor& members,
+std::tuple<Tensor, Tensor, int64_t> decode(const Tensor& query, const Tensor& k, const Tensor& v, const optional<Tensor>& reads, const Tensor& members,
                                            at::TensorList near, at::TensorList pool, const Tensor& table, const Tensor& groups,
                                            const optional<Tensor>& sink_logits, int64_t position, int64_t window, int64_t sinks, double scaling, double softcap) {
   Cache c(near, pool, table, groups);
-  TORCH_CHECK(q.dim() == 3 && q.size(0) == c.rows && q.size(1) % c.heads == 0 && q.stride(2) == 1, "q must be [R, H, D]");
+  const Tensor q = query.contiguous();
+  TORCH_CHECK(q.dim() == 3 && q.size(0) == c.rows && q.size(1) % c.heads == 0, "q must be [R, H, D]");
   for (const Tensor& x : {k, v, c.near_k, c.near_v, c.pool_k, c.pool_v}) TORCH_CHECK(x.scalar_type() == q.scalar_type(), "q, k, v and the cache must have one dtype");
   TORCH_CHECK(members.size(0) == c.rows && members.size(1) == c.K && c.near_groups.size(2) == c.K && (!reads || reads->size(1) == c.K), "groups must be of one number");
   Tensor out = at::empty({q.size(0), q.size(1), c.near_v.size(3)}, q.options());
