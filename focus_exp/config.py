@@ -230,6 +230,7 @@ class EvalConfig:
     top_k: list[int] = option([], least=1)
     pair_rules: list[str] = option([], choices=PAIR_RULES)
     adapters: list[str] = option([])
+    fit_variants: list[str] = option([])
     tasks: list[str] = option([])
     limit: int | None = option(None, least=1)
     long_range_limit: int | None = option(None, least=1)

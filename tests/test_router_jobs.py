@@ -3,10 +3,11 @@
 import shutil
 
 import pytest
-from running import only_run, record_of, run, tiny, without_attention
+from running import only_run, record_of, router_steps, run, tiny, without_attention
 
 from focus_exp.config import conf_dir
 from focus_exp.errors import UserError
+from focus_exp.models.adapter import read_description
 from focus_exp.results.record import Record
 
 
@@ -75,3 +76,19 @@ def test_job_train_strings_of_special_tokens_are_one_warning_with_their_count(tm
     assert warning.startswith("2 strings")
     split = run(*settings, "recipe.steps=1", "data.split_special_tokens=true")
     assert split.code == 0 and "special tokens" not in split.err
+
+
+def test_train_fit_variants_adds_a_row_and_an_adapter(tmp_path):
+    settings = [*tiny(tmp_path), router_steps(1), "eval.fit_variants=[shared/two_encoders]", "budget=quick"]
+    assert run(*settings).code == 0
+    record, adapter = record_of(tmp_path), only_run(tmp_path) / "adapter-two_encoders"
+    assert record.find("distant_density", "focus_dual") < 1
+    assert read_description(adapter)["method"] == "focus_dual"
+    assert run(*without_attention(tiny(tmp_path, "again")), "job=evaluate", f"adapter={adapter}").code == 0
+    assert record_of(tmp_path / "again").find("nll", "focus_dual") == record.find("nll", "focus_dual")
+
+
+def test_train_fit_variants_of_another_method_raise(tmp_path):
+    result = run(*tiny(tmp_path), "recipe=none", "eval.fit_variants=[compare/window]")
+    assert result.code == 2 and "eval.fit_variants" in result.err
+    assert not list(tmp_path.rglob("record.json"))

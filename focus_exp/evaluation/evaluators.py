@@ -23,9 +23,11 @@ class Evaluators:
         self.perplexity.measure_base()
         self.benchmarks.measure_base()
 
-    def measure_attached(self, on_round: Callable[[int, int], None] | None = None) -> None:
+    def measure_attached(
+        self, on_round: Callable[[int, int], None] | None = None, before_last: Callable[[], None] | None = None
+    ) -> None:
         """Score what is attached or trained; see `PerplexityEvaluator`."""
-        self.perplexity.measure_attached(on_round)
+        self.perplexity.measure_attached(on_round, before_last)
         self.benchmarks.measure_attached()
 
     def write(self, record: Record, folder: Path) -> None:

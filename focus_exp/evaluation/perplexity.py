@@ -244,6 +244,7 @@ class PerplexityEvaluator:
         bits = len(batches).bit_length()  # bit-reversed order: the first batches are spread over the documents
         order = sorted(range(len(batches)), key=lambda i: int(f"{i:0{bits}b}"[::-1], 2))
         self.batches = [batches[i] for i in order]
+        self.adapters = list(self.config.eval.adapters)
         self.count = self.round_sizes[0]  # batches in this round
         self.scores: dict[str, Scores] = {}
         self.variants: list[Variant] = []
@@ -285,15 +286,20 @@ class PerplexityEvaluator:
         self.after_phases += [m for variant in self.variants if variant.phase for m in self.measure(variant, phase)]
         self.variants = variants
 
-    def measure_attached(self, on_round: Callable[[int, int], None] | None = None) -> None:
+    def measure_attached(
+        self, on_round: Callable[[int, int], None] | None = None, before_last: Callable[[], None] | None = None
+    ) -> None:
         """Score what is attached or trained, in rounds of 4, 8, 16, ... and all sequences.
 
         Args:
             on_round: called after each round with the sequences scored and their final number; the measurements are
                 then valid for that many sequences. Only controls that are matched to hard routing start again.
+            before_last: called before the last round.
         """
         base = self.variants
         for count in self.round_sizes:
+            if count == self.round_sizes[-1] and before_last:
+                before_last()
             self.variants, self.count = [], count
             if self.is_base_frozen:
                 self.measure_base()
@@ -392,7 +398,7 @@ class PerplexityEvaluator:
 
     def measure_adapters(self) -> None:
         """Score adapters of other runs in place of what is attached."""
-        for number, folder in enumerate(self.config.eval.adapters):
+        for number, folder in enumerate(self.adapters):
             method = read_description(folder)["method"]
             taken, long_name = {slug(other.name) for other in self.variants}, f"{method}, {adapter_name(folder)}"
             names = (method, long_name, *(f"{long_name} ({n})" for n in range(2, number + 2)))

@@ -15,21 +15,22 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from focus_exp.assets import cache_root
 from focus_exp.attention.key_gate import GateTraining
 from focus_exp.attention.options import FocusOptions
-from focus_exp.config import Config, RecipeConfig, TuneConfig, get_method_options
+from focus_exp.config import Config, DualConfig, RecipeConfig, TuneConfig, get_method_options
 from focus_exp.data import SequenceDataset
 from focus_exp.errors import UserError, first_line
 from focus_exp.evaluation.controls import SOFT
 from focus_exp.evaluation.evaluators import Evaluators
 from focus_exp.evaluation.perplexity import PerplexityEvaluator
+from focus_exp.jobs.compose import command_overrides, compose_variant, variant_name
 from focus_exp.jobs.evaluate import load_trained
 from focus_exp.jobs.prepare import Setup, dense_training_reason, prepare, training_sequences
 from focus_exp.jobs.resume import finished_record, print_finished, share_scores
 from focus_exp.jobs.run import Run, open_run
-from focus_exp.models.adapter import save_adapter
+from focus_exp.models.adapter import DESCRIPTION, save_adapter
 from focus_exp.models.attach import attach
 from focus_exp.models.load import fingerprint, gather_tensor
 from focus_exp.models.lora import add_lora, count_router_parameters, describe_lora, save_lora
-from focus_exp.models.methods import attached_methods, is_causal, is_trainable, set_routing
+from focus_exp.models.methods import attached_methods, is_causal, is_trainable, set_routing, swap_attachment
 from focus_exp.results.measurement import Measurement
 from focus_exp.results.metrics import read_metrics
 from focus_exp.results.record import Record, Trial
@@ -76,6 +77,7 @@ def train(config: Config) -> None:
         return
     device = choose_device(config.trainer.accelerator)
     check_strategy(config, device)
+    fitted = compose_fit_variants(config)
     tuned, trials = tune_learning_rate(config)
     with process_group(config.trainer, device.type), open_run(config) as run:
         run.config, run.record.config, run.record.trials = tuned, asdict(tuned), trials
@@ -96,7 +98,11 @@ def train(config: Config) -> None:
                 save_weights(run.folder, model, setup.tokenizer)
                 run.record.method["weights"] = fingerprint(model)  # of the base of runs with model.path=<this model>
         run_on_rank_zero(
-            model, lambda: evaluators.measure_attached(lambda *scored: print_round(run, evaluators, *scored))
+            model,
+            lambda: evaluators.measure_attached(
+                lambda *scored: print_round(run, evaluators, *scored),
+                lambda: fit_variants(run, model, sequences, fitted, evaluators.perplexity),
+            ),
         )
         evaluators.write_final(run.record, run.folder)
 
@@ -265,6 +271,43 @@ def fit_before_training(run: Run, model: PreTrainedModel, sequences: SequenceDat
     # the fit counts as training time also where it comes from the cache
     run.record.train_seconds = max(run.record.train_seconds or 0.0, seconds - (time.perf_counter() - start))
     return sample
+
+
+def compose_fit_variants(config: Config) -> dict[str, DualConfig]:
+    """Return attention.* of the variants of eval.fit_variants by name; UserError if one is not of `focus_dual`."""
+    variants = {}
+    for path in config.eval.fit_variants:
+        variant = compose_variant(config, path, command_overrides())
+        if variant.dual is None or config.attention.method == "full":
+            raise UserError(
+                "eval.fit_variants must be variants of focus_dual, next to another attention method (got "
+                f"{path} and attention={config.attention.name})."
+            )
+        variants[variant_name(path)] = variant.dual
+    return variants
+
+
+def fit_variants(
+    run: Run,
+    model: PreTrainedModel,
+    sequences: SequenceDataset,
+    variants: dict[str, DualConfig],
+    evaluator: PerplexityEvaluator,
+) -> None:
+    """Fit variants to the frozen base, save their adapters, and let `evaluator` score them."""
+    for name, options in variants.items():
+        folder = run.folder / f"adapter-{name}"
+        if not (folder / DESCRIPTION).exists():
+            sample = sequences.sample(options.calibration_sequences, run.config.seed + 1)
+            pl.seed_everything(run.config.seed, verbose=False)
+            with swap_attachment(model, options.method, get_method_options(options)):
+                fits, seconds = fit_dual(
+                    model, sample, options, run.precision, cache_root(run.config.cache_dir), run.config.seed
+                )
+                extra = {"trained_with": run.config.model.name, "substitution": run.record.model.get("substitution")}
+                save_adapter(model, folder, extra | {"seed": run.config.seed, "fit_seconds": seconds})
+            print(f"{name}: {format_fits(fits)}")
+        evaluator.adapters.append(str(folder))
 
 
 def count_trainable(model: PreTrainedModel, config: Config) -> int:

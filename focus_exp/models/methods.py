@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from itertools import chain
 from typing import Any
@@ -20,6 +20,7 @@ from focus_exp.attention.base import BACKENDS, AttentionMethod, Observer
 from focus_exp.attention.focus import Focus
 from focus_exp.attention.focus_dual import FocusDual
 from focus_exp.attention.options import PAIR_RULES, TYPE_NAMES, FocusDualOptions, has_type
+from focus_exp.attention.registry import build
 from focus_exp.errors import UserError
 
 log = logging.get_logger(__name__)
@@ -258,6 +259,19 @@ def swap_methods(model: PreTrainedModel, methods: dict[int, AttentionMethod]) ->
     finally:
         for index, module in modules.items():
             module.focus = before[index]
+
+
+@contextmanager
+def swap_attachment(model: PreTrainedModel, method: str, options: dict[str, Any]) -> Iterator[PreTrainedModel]:
+    """Attach another method, untrained, to the same layers in the block."""
+    attachment: Any = get_attachment(model)
+    methods = {i: build(method, m.shape, **options).eval() for i, m in attached_methods(model).items()}
+    model.focus_attachment = replace(attachment, method=method, options=dict(options))
+    try:
+        with swap_methods(model, methods):
+            yield model
+    finally:
+        model.focus_attachment = attachment
 
 
 def set_routing(
