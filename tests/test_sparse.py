@@ -13,7 +13,7 @@ from focus_exp.attention.base import SPARSE_FROM, LayerShape
 from focus_exp.attention.baselines.longformer import Longformer
 from focus_exp.attention.baselines.window import WindowOnly
 from focus_exp.attention.dense import blocked_attention, reference_attention
-from focus_exp.attention.kernels import KERNELS, KernelRequirements, select_backend, unsupported_reasons
+from focus_exp.attention.kernels import KERNELS, KernelRequirements, select_backends, unsupported_reasons
 from focus_exp.attention.kernels.cpu_sparse import unavailable_reason
 from focus_exp.attention.selection import AttentionArgs, Sequence, select
 from focus_exp.config import ModelConfig
@@ -108,8 +108,8 @@ def test_unsupported_reasons_name_device_dtype_and_size():
     reasons = unsupported_reasons(KernelRequirements("cpu", torch.float32, 64))
     assert reasons["cpu"] == unavailable_reason()
     assert all("CUDA" in reasons[name] for name in ("triton", "torch-flash", "flash-attn"))
-    serving = select_backend(KernelRequirements("cpu", torch.float32, 64, softcap=True))
-    assert (serving is None) == (unavailable_reason() is not None)
+    serving = select_backends(KernelRequirements("cpu", torch.float32, 64, softcap=True))
+    assert bool(serving) == (unavailable_reason() is None)
     assert "bfloat16" in unsupported_reasons(KernelRequirements("cuda", torch.float32, 64))["torch-flash"]
     assert "256" in unsupported_reasons(KernelRequirements("cuda", torch.bfloat16, 512))["torch-flash"]
 

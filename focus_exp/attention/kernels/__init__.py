@@ -6,8 +6,7 @@ from focus_exp.attention.kernels.cuda import FlashAttn, TorchFlash
 from focus_exp.attention.kernels.fused import Triton
 
 __all__ = [
-    "KERNELS", "Backend", "BackendUnsupported", "KernelRequirements", "select_backend", "select_backends",
-    "unsupported_reasons",
+    "KERNELS", "Backend", "BackendUnsupported", "KernelRequirements", "select_backends", "unsupported_reasons",
 ]  # fmt: skip
 
 # in the order of preference
@@ -29,8 +28,3 @@ def select_backends(requirements: KernelRequirements, name: str = "auto") -> lis
     """Return the named kernel, or all, as far as they serve."""
     candidates = list(KERNELS.values()) if name == "auto" else [KERNELS[name]]
     return [kernel for kernel in candidates if kernel.unsupported_reason(requirements) is None]
-
-
-def select_backend(requirements: KernelRequirements, name: str = "auto") -> Backend | None:
-    """Return the first kernel of `select_backends`; None where none serves."""
-    return next(iter(select_backends(requirements, name)), None)
