@@ -175,7 +175,7 @@ def describe_choice(group: str, name: str, folders: list[Path]) -> str:
     if not names:
         raise UserError(f"--help must have a job, an experiment or a choice of a group (got {group}={name}).")
     if name not in names:
-        raise UserError(f"{group} must be one of {', '.join(names)} (got {name}){did_you_mean(name, names)}")
+        raise UserError(f"{group} must be an existing choice (got {name}){did_you_mean(name, names)}")
     if group == "job":
         source = Path(__file__).with_name("jobs") / f"{JOBS[name]}.py"
         functions = [

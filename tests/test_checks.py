@@ -13,10 +13,10 @@ from focus_exp.errors import UserError
 from focus_exp.jobs.compose import needs_base
 
 
-def load_file(group, name, **changes):
+def load_file(group, file, /, **changes):
     schema = {"model": ModelConfig, "data": DataConfig}[group]
     names = {item.name for item in fields(schema)}
-    return replace(schema(**{key: v for key, v in shipped(group)[name].items() if key in names}), **changes)
+    return replace(schema(**{key: v for key, v in shipped(group)[file].items() if key in names}), **changes)
 
 
 @pytest.mark.parametrize(("group", "name"), [("model", "gpt2_124m"), ("model", "books_6m"), ("data", "pg19")])

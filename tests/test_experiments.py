@@ -5,13 +5,13 @@ from itertools import zip_longest
 from pathlib import Path
 
 import pytest
-from builders import compose_config
-from hydra import compose, initialize_config_dir
+from builders import compose_config, make_config
+from hydra import initialize_config_dir
 from omegaconf import OmegaConf
 from running import fitting, run, tiny
 
 from focus_exp.checks import parse
-from focus_exp.config import GROUPS, register_schemas
+from focus_exp.config import GROUPS
 from focus_exp.jobs.compose import compose_variant, variant_name
 from focus_exp.results.record import Record
 from focus_exp.results.run_dir import name_experiment
@@ -89,10 +89,9 @@ def test_experiment_header_has_claim_command_and_time(name):
 
 def compose_all(name, *overrides):
     """Compose an experiment and its variants."""
-    register_schemas()
+    settings = [f"+experiment={name}", *overrides]
+    config = make_config(*settings)
     with initialize_config_dir(str(CONF), version_base="1.3"):
-        settings = [f"+experiment={name}", *overrides]
-        config = parse(compose("config", settings))
         return config, {name: compose_variant(config, name, settings) for name in map(variant_name, config.variants)}
 
 

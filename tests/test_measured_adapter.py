@@ -5,13 +5,10 @@ import re
 import shutil
 
 import pytest
-from builders import write_variants
-from hydra import compose, initialize_config_dir
+from builders import make_config, write_variants
 from running import fitting, only_run, record_of, run, tiny, without_attention
 
-from focus_exp.checks import parse
 from focus_exp.cli import quote_override
-from focus_exp.config import conf_dir, register_schemas
 from focus_exp.jobs.compose import compose_adapter
 from focus_exp.models.adapter import DESCRIPTION
 from focus_exp.results.record import RECORD, Record
@@ -119,9 +116,7 @@ def test_compare_adapter_other_setting_raises(tmp_path, retrofit):
 def configured(*arguments):
     """Return the configuration of an evaluation."""
     typed = ["job=evaluate", *map(quote_override, arguments)]
-    register_schemas()
-    with initialize_config_dir(conf_dir(), version_base="1.3"):
-        return compose_adapter(parse(compose("config", typed)), typed)
+    return compose_adapter(make_config(*typed), typed)
 
 
 def find_base(*arguments):

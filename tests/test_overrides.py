@@ -57,17 +57,3 @@ def test_run_in_a_folder_with_special_characters_is_trained_and_measured(tmp_pat
     result = run(*settings, f"cache_dir={odd}/cache", *given)
     assert result.code == 0, result.err
     assert record_of(tmp_path / "again").status == "finished"
-
-
-def test_run_folder_of_an_earlier_version_is_resumed(tmp_path):
-    assert run(*tiny(tmp_path), "recipe.steps=2").code == 0
-    made = only_run(tmp_path)
-    config = record_of(tmp_path).config
-    names = f"{config['model']['name']}-{config['attention']['name']}-{config['recipe']['name']}"
-    earlier = made.parent.parent / names / made.name[made.name.index("seed") :].replace("seed", "seed=")
-    earlier.parent.mkdir()
-    made.rename(earlier)
-    made.parent.rmdir()
-    before = (earlier / "record.json").read_bytes()
-    assert run(*tiny(tmp_path), "recipe.steps=2").code == 0
-    assert only_run(tmp_path) == earlier and (earlier / "record.json").read_bytes() == before
