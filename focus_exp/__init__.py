@@ -1,9 +1,9 @@
-"""Focus: sparse attention by learned token groups, added to a frozen Hugging Face language model.
+"""Focus: sparse attention by learned token groups, attached to a frozen Hugging Face language model.
 
     model = AutoModelForCausalLM.from_pretrained("openai-community/gpt2")
     attach(model, "focus", groups=4, window=128)
     freeze(model, "router")                         # then train in your own loop
-    set_routing(model.eval(), hard=True, top_k=1)   # hard routing for inference; training uses soft gates
+    set_routing(model.eval(), hard=True, top_k=1)   # hard routing; training mode routes softly
     with disable_method(model): ...                 # the base model, bit for bit
     save_adapter(model, "my-adapter")               # safetensors and JSON
     push_to_hub("my-adapter", "me/focus-gpt2")
@@ -25,7 +25,7 @@ models      load, attach, self-check, KV cache in transformers, adapters
 data        corpora, tokenization, packing, resumable order
 training    Lightning module, phases, warm start and balance, callbacks, several processes
 evaluation  perplexity with intervals, lm-eval, pruned pairs, groups
-speed       layer, prefill, training step and decode; break-even length
+speed       layer, prefill, training step and decode
 results     measurements, losses and record of a run; never imports torch
 reporting   aggregation, claims, tables, figures, report, W&B; never imports torch
 jobs        what job= runs

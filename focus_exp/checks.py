@@ -26,6 +26,7 @@ from focus_exp.config import (
 )
 from focus_exp.errors import UserError, not_installed
 from focus_exp.launcher import is_requeued
+from focus_exp.renames import renamed_key_reason
 
 SYNONYMS = {"max_steps": "steps", "lr": "learning_rate"}  # names of keys elsewhere
 PERPLEXITY = "perplexity"  # perplexity@<tokens>: the task that is not lm-eval's
@@ -95,6 +96,8 @@ def unknown_key_reason(key: str, schema: Any) -> str:
     """Return what to type instead of a dotted key that its schema, or list of names, does not have."""
     if isinstance(schema, list):
         return f"{key} is not a key{did_you_mean(key.rpartition('.')[2], schema) if schema else ''}"
+    if reason := renamed_key_reason(key):
+        return reason
     group, _, name = key.rpartition(".")
     method = "full attention" if schema is AttentionConfig else schema.__name__.removesuffix("Config")
     unknown = f"{key} is not an option of {method}" if group == "attention" else f"{key} is not a key"

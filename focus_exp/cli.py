@@ -6,10 +6,11 @@ import ast
 import os
 import re
 from collections import deque
-from dataclasses import is_dataclass
+from dataclasses import fields, is_dataclass
+from functools import cache
 from pathlib import Path
 from textwrap import fill
-from typing import Any
+from typing import Any, get_type_hints
 
 from hydra.core.override_parser.types import Quote, QuotedString
 from hydra.errors import OverrideParseException
@@ -19,6 +20,7 @@ from focus_exp.attention.options import TYPE_NAMES, did_you_mean
 from focus_exp.checks import unknown_key_reason
 from focus_exp.config import ATTENTION, GROUPS, JOBS, Config, conf_dir, shipped
 from focus_exp.errors import UserError, first_line
+from focus_exp.renames import renamed_key_reason
 
 # Hydra's options, without and with a value
 FLAGS = {
@@ -58,9 +60,11 @@ def order_arguments(arguments: list[str]) -> list[str]:
 
 
 def check_setting(argument: str) -> None:
-    """Raise UserError for an argument that is not key=value."""
+    """Raise UserError for an argument that is not key=value, or has a former key."""
     if "=" in argument.strip("=") or argument.startswith("~"):
         key, _, value = argument.lstrip("+~").partition("=")
+        if not key.startswith("attention.") and (reason := renamed_key_reason(key)):  # methods have keys of their own
+            raise UserError(reason)
         if key == "hydra.run.dir":
             raise UserError(f"hydra.run.dir is not used: runs name their folders. Type runs_dir={value}.")
         return
@@ -74,9 +78,11 @@ def check_setting(argument: str) -> None:
 
 # quoting
 
-PLAIN = re.compile(r"[\w./@+,-]*", re.ASCII)
-# Hydra's syntax: quotes, brackets, functions such as range(1,5), interpolations, escapes, no value
-SYNTAX = re.compile(r"""['"\[{].*|\w+\(.*\)|.*\$\{.*|.*\\.*|\?\?\?""", re.DOTALL)
+PLAIN = re.compile(r"(?!(?:true|false|null|nan|inf)$)[a-z_./][\w./@-]*", re.IGNORECASE | re.ASCII)
+QUOTED = re.compile(r"'.*'|\".*\"", re.DOTALL)
+RESERVED = re.compile(r"null|\?\?\?|.*\$\{.*", re.IGNORECASE | re.DOTALL)  # null, no value, interpolations
+SWEEP_FUNCTION = re.compile(r"(choice|glob|range|interval|sort|shuffle|extend_list)\(")
+ESCAPED = re.compile(r"\\([\\()\[\]{}:=, \t])")  # Hydra's escapes outside of quotes
 # an element of a list, including commas within quotes or brackets
 ELEMENT = re.compile(
     r"""\s*('(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*"|(?:\[[^\[\]]*\]|\([^()]*\)|\{[^{}]*\}|[^,])*?)\s*(?:,|$)""", re.DOTALL
@@ -84,31 +90,68 @@ ELEMENT = re.compile(
 
 
 def quote_override(override: str, is_sweep: bool = False) -> str:
-    """Quote what Hydra's grammar does not accept in the value of `key=value`, such as spaces and = in paths.
+    """Quote the value of `key=value` if the key holds text or a list of texts, so that any path is taken literally.
 
     Args:
+        override: as typed; quoted values are kept.
         is_sweep: a comma outside of quotes separates the values of a sweep.
     """
     key, _, value = override.partition("=")
-    if key.startswith("-") or not value:
-        return override
     if value.startswith("~/"):  # shells expand it at the start of an argument only
         value = os.path.expanduser(value)
-    if value.startswith("[") and value.endswith("]"):
-        return f"{key}=[{quote_elements(value[1:-1])}]"
-    return f"{key}={quote_elements(value) if is_sweep else quote_text(value)}"
+    name = key.lstrip("+")
+    texts, lists = find_text_keys()
+    is_list = name in lists or f"{name.rpartition('.')[0]}.*" in lists
+    if not value or key.startswith(("-", "~")) or not (is_list or name in texts) or RESERVED.fullmatch(value):
+        if not value or key.startswith("-") or set(value) & set("\\'\"()[]{}"):
+            return override
+        return f"{key}=" + value.replace("=", "\\=")
+    if is_sweep and SWEEP_FUNCTION.match(value):
+        return override
+    quote = quote_list if is_list else quote_text
+    return f"{key}={','.join(map(quote, split_elements(value))) if is_sweep else quote(value)}"
 
 
 def quote_text(text: str) -> str:
-    """Quote `text` for Hydra's grammar unless it needs no quotes or has a syntax of its own."""
-    if PLAIN.fullmatch(text) or SYNTAX.fullmatch(text):
+    """Quote `text` for Hydra's grammar unless it is quoted or needs no quotes."""
+    if QUOTED.fullmatch(text) or PLAIN.fullmatch(text):
         return text
-    quoted: str = QuotedString(text=text, quote=Quote.single).with_quotes()
+    quoted: str = QuotedString(text=ESCAPED.sub(r"\1", text), quote=Quote.single).with_quotes()
     return quoted
 
 
-def quote_elements(values: str) -> str:
-    return ",".join(quote_text(match[1]) for match in ELEMENT.finditer(values) if match[1])
+def quote_list(value: str) -> str:
+    if not (value.startswith("[") and value.endswith("]")):
+        return quote_text(value)
+    return f"[{','.join(map(quote_text, split_elements(value[1:-1])))}]"
+
+
+def split_elements(values: str) -> list[str]:
+    return [match[1] for match in ELEMENT.finditer(values) if match[1]]
+
+
+@cache
+def find_text_keys() -> tuple[frozenset[str], frozenset[str]]:
+    """Return the keys of texts, and those of lists of texts (`tables.*`: of every key below)."""
+    texts, lists = set(), set()
+
+    def visit(schema: Any, prefix: str) -> None:
+        hints = get_type_hints(schema)
+        for item in fields(schema):
+            key, kind = prefix + item.name, hints[item.name]
+            if is_dataclass(kind):
+                visit(kind, f"{key}.")
+            elif kind in (str, str | None) and not item.metadata.get("choices"):
+                texts.add(key)
+            elif kind == list[str]:
+                lists.add(key)
+            elif kind == dict[str, list[str]]:
+                lists.add(f"{key}.*")
+
+    visit(Config, "")
+    for schema in ATTENTION.values():
+        visit(schema, "attention.")
+    return frozenset(texts - {"experiment", "variant"}), frozenset(lists)  # these two choose files
 
 
 # help

@@ -5,8 +5,28 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from running import only_run, record_of, run, tiny
 
 from focus_exp.cli import quote_override
+from focus_exp.renames import RENAMED, renamed_key_reason, upgrade_keys
 
-PATHS = ["é/ü", "br(x", "#x", "a=b", "a b", "p|q", "x$y", "`x`", "a:b", "\N{SNOWMAN}", "it's"]
+PATHS = [
+    *(
+        "é/ü",
+        "br[1]/(x",
+        "{a}",
+        "#x",
+        "it's",
+        'a "b"',
+        "a=b",
+        "a b",
+        "a,b",
+        "1e5",
+        "true",
+        " x",
+        "tail\\",
+        "p|q",
+        "[x]",
+    ),
+    *("[x]", "x$y", "`x`", "a:b", "1_0", "\N{SNOWMAN}"),
+]
 
 
 def parse(override: str):
@@ -14,25 +34,20 @@ def parse(override: str):
 
 
 @pytest.mark.parametrize("path", PATHS)
-def test_quote_override_path_is_taken_literally(path):
-    assert parse(quote_override(f"runs_dir={path}")).value() == path
+@pytest.mark.parametrize("key", ["runs_dir", "data.files", "model.path", "adapter", "report.folder"])
+def test_quote_override_path_is_taken_literally(key, path):
+    assert parse(quote_override(f"{key}={path}")).value() == path
 
 
-@pytest.mark.parametrize("path", PATHS)
-def test_quote_override_element_of_a_list_is_taken_literally(path):
-    assert parse(quote_override(f"eval.adapters=[{path},runs/seed=0-x]")).value() == [path, "runs/seed=0-x"]
+@pytest.mark.parametrize("path", [path for path in PATHS if "," not in path and path != " x"])
+@pytest.mark.parametrize("key", ["eval.adapters", "analyze.others", "+reproduce.tables.mine"])
+def test_quote_override_element_of_a_list_is_taken_literally(key, path):
+    assert parse(quote_override(f"{key}=[{path},runs/seed=0-x/adapter]")).value() == [path, "runs/seed=0-x/adapter"]
 
 
-@pytest.mark.parametrize(
-    "override",
-    [
-        *("runs_dir='a b'", "a=[\"a,b\",'c']", "data.files=???", "cache_dir=null", "seed=1", "seed=0,1", "cache_dir="),
-        *("--cfg", "~data", "recipe.tune.factors=[0.1,1e-3]", "seed=range(1,5)", "x=${budget.steps}", "y={a:1}"),
-        *("x=[1,[2,full]]", "x=[1"),
-    ],
-)
-def test_quote_override_keeps_hydra_syntax(override):
-    assert quote_override(override) == override
+def test_quote_override_quoted_value_stays():
+    for override in ("runs_dir='a b'", "eval.adapters=[\"a,b\",'c']", "data.files=???", "cache_dir=null", "seed=1,2"):
+        assert quote_override(override) == override
 
 
 def test_quote_override_nested_list_is_one_element():
@@ -42,13 +57,14 @@ def test_quote_override_nested_list_is_one_element():
 
 def test_quote_override_sweep_comma_separates_values():
     sweep = parse(quote_override("adapter=é/a,b c,seed=0/d", is_sweep=True))
-    assert sweep.is_choice_sweep()
-    assert [str(getattr(x, "text", x)) for x in sweep.value().list] == ["é/a", "b c", "seed=0/d"]
+    assert sweep.is_choice_sweep() and [str(getattr(x, "text", x)) for x in sweep.value().list] == [
+        *("é/a", "b c", "seed=0/d")
+    ]
     assert quote_override("adapter=choice(a,b)", is_sweep=True) == "adapter=choice(a,b)"
 
 
 def test_run_in_a_folder_with_special_characters_is_trained_and_measured(tmp_path):
-    odd = tmp_path / "é (x) #'="
+    odd = tmp_path / "é [1] (x) #'={,"
     settings = [part for part in tiny(odd) if not part.startswith(("runs_dir", "cache_dir"))]
     assert run(*settings, f"runs_dir={odd}/runs", f"cache_dir={odd}/cache", "recipe.steps=2").code == 0
     made = only_run(odd / "runs")
@@ -57,3 +73,20 @@ def test_run_in_a_folder_with_special_characters_is_trained_and_measured(tmp_pat
     result = run(*settings, f"cache_dir={odd}/cache", *given)
     assert result.code == 0, result.err
     assert record_of(tmp_path / "again").status == "finished"
+
+
+@pytest.mark.parametrize("old", [old for old, new in RENAMED.items() if new])
+def test_renamed_key_is_answered_with_the_key_of_today(old):
+    now = RENAMED[old].replace("*", "router")
+    assert now in renamed_key_reason(old.replace("*", "router")) or "+variant" in renamed_key_reason(old)
+
+
+def test_upgrade_keys_of_an_older_record():
+    old = {"regime": {"phases": {"router": {"aim": "text", "train": "router"}}}, "attention": {"share": 0.2}}
+    phase = {"objective": "lm", "trainable": "router"}
+    assert upgrade_keys(old) == {"recipe": {"phases": {"router": phase}}, "attention": {"density": 0.2}}
+
+
+def test_renamed_key_on_the_command_line_is_refused(tmp_path):
+    result = run(*tiny(tmp_path), "eval.window=24")
+    assert result.code == 2 and "eval.seq_len" in result.err

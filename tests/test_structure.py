@@ -16,7 +16,7 @@ TOP_LEVEL = {
     *("conf", "docs", "focus_exp", "runs", "tests", ".ci"),
     *("Makefile", "pyproject.toml", "constraints.txt", "README.md", "LICENSE", ".gitignore"),
 }
-FOUNDATION = {"errors", "storage", "progress", "assets", "config", "config_hash", "checks", "cli"}
+FOUNDATION = {"errors", "storage", "progress", "assets", "config", "config_hash", "checks", "cli", "renames"}
 MAY_IMPORT = {
     "attention": set(),
     "errors": set(),
@@ -26,6 +26,7 @@ MAY_IMPORT = {
     "config": {"errors", "attention"},
     "config_hash": {"config"},
     "checks": {*FOUNDATION, "attention", "launcher"},
+    "renames": set(),
     "cli": {*FOUNDATION, "attention"},
     "launcher": {"errors"},
     "results": FOUNDATION,

@@ -181,7 +181,7 @@ class FocusDual(AttentionMethod, name="focus_dual", options=FocusDualOptions):
         return max(self.groups_per_head) if self.counts == "head" else self.groups, 1
 
     def can_route_by_kernel(self, h: Tensor) -> bool:
-        """Tell whether the CPU kernel serves: hard groups are wanted alone, without gradients or soft assignments."""
+        """Tell whether the CPU kernel serves: hard routing without gradients or soft assignments."""
         encoders = (self.key_encoder, self.q_encoder)
         if h.device.type != "cpu" or h.dtype not in DTYPES or self.groups > MAX_GROUPS or self.observers:
             return False
@@ -193,7 +193,7 @@ class FocusDual(AttentionMethod, name="focus_dual", options=FocusDualOptions):
         return self.key_encoder.projection is None and unavailable_reason() is None
 
     def route_by_kernel(self, h: Tensor, position: Tensor) -> Selection:
-        """Return the hard groups of `route` in one kernel call."""
+        """Return hard routing as `route` does, in one kernel call."""
         query, key = self.q_encoder, self.key_encoder
         penalty = None if self.counts != "pair" else self.distant_keys(position).log1p().contiguous()
         query_groups, key_groups = load_operators().route(

@@ -15,7 +15,7 @@ from focus_exp.attention.selection import Selection, Sequence
 
 @dataclass
 class GateTraining(FitOptions):
-    """How the gates are fitted; keys of attention.*, not of the method."""
+    """Options of the fit of the gates; keys of attention.*, not of the method."""
 
     density: float = option(0.2, least=0, most=1)
 

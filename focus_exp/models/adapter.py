@@ -23,6 +23,7 @@ from focus_exp.errors import UserError, first_line
 from focus_exp.models.attach import attach, detach
 from focus_exp.models.load import fingerprint, gather_tensor, materialize, select_numerics
 from focus_exp.models.methods import attached_methods, get_attachment, is_causal, set_routing, unwrapped_state_dict
+from focus_exp.renames import upgrade_options
 from focus_exp.storage import atomic_write
 
 log = logging.getLogger(__name__)
@@ -147,6 +148,7 @@ def read_description(folder: str | Path) -> dict[str, Any]:
         method = find(description["method"], imports=False)
     except ValueError as error:
         raise UserError(f"{path}: {error}") from error
+    description["options"] = upgrade_options(description["options"], method.options)
     if unknown := sorted(set(description["options"]) - {item.name for item in fields(method.options)}):
         raise UserError(
             f"{path}: method {description['method']} has no options {', '.join(unknown)}. Copy the adapter again, or "

@@ -10,6 +10,7 @@ from typing import Any, Literal
 from pydantic import ConfigDict, TypeAdapter, ValidationError, with_config
 
 from focus_exp.errors import UserError
+from focus_exp.renames import upgrade_keys
 from focus_exp.results.measurement import (
     MEASUREMENTS,
     Measurement,
@@ -168,7 +169,7 @@ class Record:
             wrong = error.errors()[0]
             place = ".".join(map(str, wrong["loc"]))
             raise UserError(f"{path}: {place}: {wrong['msg']} (got {str(wrong['input'])[:40]!r}).") from error
-        return replace(record, path=Path(path))
+        return replace(record, path=Path(path), config=upgrade_keys(record.config))
 
 
 def is_complete(status: str, is_timed: bool, is_scored: bool) -> bool:
