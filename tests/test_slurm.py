@@ -121,7 +121,7 @@ def test_sweep_preempted_and_requeued_jobs_equal_single_runs(sweep, tmp_path):
 
 
 def test_sweep_job_resumes_after_its_time_limit(sweep, tmp_path):
-    steps = router_steps(1200)  # longer than 31 s
+    steps = router_steps(3000)  # longer than 31 s on a fast machine
     sent = sweep(steps, "seed=3", "eval.controls=false", *LIMIT)
     until(lambda: sent.step(3) >= 3)
     job = sent.job(0)
