@@ -102,7 +102,7 @@ def test_run_signalled_in_any_stage_resumes(folder, undisturbed, stage, signum):
 @pytest.mark.parametrize(
     ("pattern", "newest"),
     [
-        *(("everything.ckpt", 1), ("everything.ckpt*", 2), ("router.ckpt", 1), ("base_full_attention.npz", 1)),
+        *(("everything.ckpt", 1), ("everything.ckpt*", 2), ("router.ckpt", 1), ("base.npz", 1)),
         *(("train.bin", 1), ("record.json", 1)),
     ],
 )
