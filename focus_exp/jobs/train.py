@@ -14,7 +14,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from focus_exp.assets import cache_root
 from focus_exp.attention.key_gate import GateTraining
-from focus_exp.attention.options import FocusOptions
+from focus_exp.attention.options import FitOptions, FocusOptions
 from focus_exp.config import Config, DualConfig, RecipeConfig, TuneConfig, get_method_options
 from focus_exp.data import SequenceDataset
 from focus_exp.errors import UserError, first_line
@@ -248,7 +248,7 @@ def fit(
 
 def fit_before_training(run: Run, model: PreTrainedModel, sequences: SequenceDataset, is_resumed: bool) -> list[Tensor]:
     """Fit the attached method to the frozen base; returns the sequences that it took."""
-    config, cache, seed, precision = run.config, cache_root(run.config.cache_dir), run.config.seed, run.precision
+    config, seed, precision = run.config, run.config.seed, run.precision
     start = time.perf_counter()
     if config.has_router and config.phases and config.focus.warm_start_sequences:
         sample = sequences.sample(config.focus.warm_start_sequences, seed + 1)
@@ -258,19 +258,34 @@ def fit_before_training(run: Run, model: PreTrainedModel, sequences: SequenceDat
         return sample
     if config.fitting is None:
         return []
-    sample = sequences.sample(config.fitting.calibration_sequences, seed + 1)
-    if config.dual:
-        fits, seconds = fit_dual(model, sample, config.dual, precision, cache, seed)
-        run.record.measurements += fit_measurements(fits)
-        print(format_fits(fits))
-    elif isinstance(config.fitting, GateTraining):
-        seconds = fit_gates(model, sample, config.fitting, precision, cache, seed)
-    else:
-        seconds = fit_indexers(model, sample, config.fitting, precision, cache, seed)
+    sample, measurements, seconds = fit_to_base(run, model, sequences, config.fitting)
+    run.record.measurements += measurements
     run.record.fit_seconds = seconds
     # the fit counts as training time also where it comes from the cache
     run.record.train_seconds = max(run.record.train_seconds or 0.0, seconds - (time.perf_counter() - start))
     return sample
+
+
+def fit_to_base(
+    run: Run, model: PreTrainedModel, sequences: SequenceDataset, options: FitOptions, label: str = ""
+) -> tuple[list[Tensor], list[Measurement], float]:
+    """Fit the attached method to the frozen base.
+
+    Args:
+        label: printed before the result of the fit.
+
+    Returns:
+        the sequences that it took, its measurements, and the seconds in all runs that worked on it.
+    """
+    cache, seed, precision = cache_root(run.config.cache_dir), run.config.seed, run.precision
+    sample = sequences.sample(options.calibration_sequences, seed + 1)
+    if isinstance(options, DualConfig):
+        fits, seconds = fit_dual(model, sample, options, precision, cache, seed)
+        print(f"{label}{format_fits(fits)}")
+        return sample, list(fit_measurements(fits)), seconds
+    if isinstance(options, GateTraining):
+        return sample, [], fit_gates(model, sample, options, precision, cache, seed)
+    return sample, [], fit_indexers(model, sample, options, precision, cache, seed)
 
 
 def compose_fit_variants(config: Config) -> dict[str, DualConfig]:
@@ -298,15 +313,11 @@ def fit_variants(
     for name, options in variants.items():
         folder = run.folder / f"adapter-{name}"
         if not (folder / DESCRIPTION).exists():
-            sample = sequences.sample(options.calibration_sequences, run.config.seed + 1)
             pl.seed_everything(run.config.seed, verbose=False)
             with swap_attachment(model, options.method, get_method_options(options)):
-                fits, seconds = fit_dual(
-                    model, sample, options, run.precision, cache_root(run.config.cache_dir), run.config.seed
-                )
+                *_, seconds = fit_to_base(run, model, sequences, options, f"{name}: ")
                 extra = {"trained_with": run.config.model.name, "substitution": run.record.model.get("substitution")}
                 save_adapter(model, folder, extra | {"seed": run.config.seed, "fit_seconds": seconds})
-            print(f"{name}: {format_fits(fits)}")
         evaluator.adapters.append(str(folder))
 
 
