@@ -317,7 +317,7 @@ def test_perplexity_at_length_scores_as_many_tokens(measure):
     evaluator = measure(["perplexity@32", "perplexity@64", "perplexity@999"])
 
     def score_alone(blocks, count):
-        return score(evaluator.model, blocks, [[i] for i in blocks.select_evenly(count)], PRECISION, "")
+        return score(evaluator.model, blocks, blocks.select_evenly(count), 1, PRECISION, "")
 
     scores, hard = score_alone(BLOCKS, 4), find(evaluator, HARD, "perplexity@32", "perplexity")
     assert hard.n == 4 and hard.value == pytest.approx(np.exp(np.nanmean(scores.nll)), rel=1e-5)

@@ -1,12 +1,10 @@
-"""job=analyze: measures by their definitions, attention mass against transformers' own, resume and refusals."""
+"""job=analyze: measures by their definitions, attention mass against transformers' own, refusals."""
 
 import json
 import shutil
-import signal
 from collections import Counter
 from pathlib import Path
 
-import numpy as np
 import pandas as pd
 import pytest
 import torch
@@ -21,16 +19,11 @@ from focus_exp.evaluation.groups import (
     Observation,
     distinctive_tokens,
     group_letter,
-    read_observation,
-    write_observation,
 )
 from focus_exp.evaluation.groups_passage import (
     CLASSES,
-    AttentionMass,
     Grouping,
-    PassageAttention,
     best_pairs,
-    correlate_cost,
     find_words,
     format_piece,
     measure_passage,
@@ -125,45 +118,11 @@ def test_measure_passage_equals_transformers_attention_weights(tiny_model, famil
     assert any(float(part.cut.max()) > 0 for part in result.masses.values())
 
 
-@given(st.data())
-@settings(max_examples=30)
-def test_best_pairs_are_the_highest_with_no_key_twice(data):
-    length, number = data.draw(st.integers(1, 12)), data.draw(st.integers(0, 6))
-    values = st.lists(st.sampled_from([-1.0, 0.0, 0.1, 0.2, 0.5, 0.9]), min_size=length, max_size=length)
-    indices = data.draw(st.lists(st.integers(0, length - 1), min_size=length, max_size=length))
-    mass, affinity = data.draw(values), data.draw(values)
+def test_best_pairs_are_the_highest_with_no_key_twice():
+    indices, mass, affinity = [4, 4, 0, 1, 2], [0.5, 0.9, 0.2, 0.0, 0.2], [0.1, -1.0, 0.2, 0.9, 0.5]
     keys = tuple(torch.tensor(part) for part in (indices, mass, affinity))
-    for by, measure in (("mass", mass), ("affinity", affinity)):
-        expected, taken = [], set()
-        for query in sorted(range(length), key=lambda i: -measure[i]):
-            if measure[query] > 0 and indices[query] not in taken and len(expected) < number:
-                expected.append((query, indices[query]))
-                taken.add(indices[query])
-        assert best_pairs(keys, by, number) == expected
-
-
-@pytest.mark.parametrize(("sign", "loss", "expected"), [(1, 1, 1.0), (-1, 1, -1.0), (1, 0, None)])
-def test_correlate_cost_pairs_a_query_with_the_token_it_predicts(sign, loss, expected):
-    lost = loss * torch.tensor([0.0, 0.1, 0.2, 0.3, 0.4, 0.9])
-    rise = sign * torch.tensor([9.0, 9.0, 1.0, 2.0, 3.0, 4.0])  # query i predicts token i + 1
-    nothing = (torch.zeros(0),) * 3
-    mass = AttentionMass(1 - lost, 0 * lost, lost, nothing, nothing, torch.zeros(0), 0, torch.zeros(0))
-    result = correlate_cost(PassageAttention(torch.zeros(6), rise, {}, {Grouping(0): mass}))
-    assert result == (expected if expected is None else pytest.approx(expected))
-
-
-def test_observation_round_trips_through_disk_or_is_none(tmp_path):
-    groupings, path = [Grouping(7), Grouping(8, 1)], tmp_path / "trained.npz"
-    groups, confidence = np.zeros((2, 2, 3), np.int16), np.ones((2, 2, 3), np.float32)
-    assert read_observation(path) is None
-    write_observation(path, Observation(groups, confidence, np.zeros((2, 3)), groupings))
-    again = read_observation(path)
-    assert again.groupings == groupings
-    for index, grouping in enumerate(groupings):
-        assert np.array_equal(again.select(grouping)[0], groups[index])
-        assert np.array_equal(again.select(grouping)[1], confidence[index])
-    path.write_bytes(path.read_bytes()[:-20])
-    assert read_observation(path) is None
+    assert best_pairs(keys, "mass", 6) == [(1, 4), (2, 0), (4, 2)]  # the earlier of two equal ones first
+    assert best_pairs(keys, "affinity", 2) == [(3, 1), (4, 2)]
 
 
 def test_group_letter_continues_after_z():
@@ -171,15 +130,21 @@ def test_group_letter_continues_after_z():
 
 
 @pytest.fixture(scope="module")
-def analyzed(tmp_path_factory) -> Path:
-    """Where a job on the adapter of a short run left everything, with a copy of that adapter among the others."""
-    folder = tmp_path_factory.mktemp("groups")
+def analysis(tmp_path_factory) -> tuple[Path, dict[str, Observation]]:
+    """A job on the adapter of a short run and a copy of it: its folder, and what it observed by label."""
+    folder, observations, observe = tmp_path_factory.mktemp("groups"), {}, GroupAnalysis.observe
     assert run(*tiny(folder, "trained"), router_steps(2)).code == 0
-    adapter = only_run(folder / "trained") / "adapter"
-    shutil.copytree(adapter, folder / "other")
-    result = run(*command(folder))
+    shutil.copytree(only_run(folder / "trained") / "adapter", folder / "other")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(GroupAnalysis, "observe", lambda self, name: observations.setdefault(name, observe(self, name)))
+        result = run(*command(folder))
     assert result.code == 0, result.err
-    return folder
+    return folder, observations
+
+
+@pytest.fixture
+def analyzed(analysis) -> Path:
+    return analysis[0]
 
 
 def command(folder: Path) -> list[str]:
@@ -192,13 +157,14 @@ def measured(folder: Path) -> pd.DataFrame:
     return pd.DataFrame([{**vars(m), **m.settings} for m in record_of(folder).measurements])
 
 
-def test_analysis_equals_observations(analyzed):
+def test_analysis_equals_observations(analysis):
+    analyzed, observations = analysis
     rows, folder = measured(analyzed / "runs"), only_run(analyzed / "runs")
     values = rows.set_index("metric").value
     facts = rows[rows.metric == "analyzed_tokens"].iloc[0]
     assert (facts.tokens, facts.windows, facts.passage_tokens) == (96, 3, 24)
     assert values["word_class_fraction"].sum() == pytest.approx(1.0)
-    trained, base = (read_observation(folder / "groups" / f"{name}.npz") for name in ("trained", "base"))
+    trained, base = (observations[name] for name in ("trained router", "full attention"))
     assert sorted(rows.layer.dropna().unique()) == [grouping.layer for grouping in trained.groupings]
     for grouping in trained.groupings:
         layer = rows[rows.layer == grouping.layer].set_index("metric")
@@ -239,21 +205,6 @@ def test_analysis_of_a_changed_adapter_is_refused(analyzed):
     assert "already finished" in run(*command(analyzed)).out
 
 
-def test_interrupted_analysis_resumes_with_the_next_router(tmp_path, monkeypatch):
-    real, calls = GroupAnalysis.observe, []
-
-    def stopping(self, label):
-        calls.append(label)
-        if len(calls) == 2:
-            signal.raise_signal(signal.SIGTERM)
-        return real(self, label)
-
-    monkeypatch.setattr(GroupAnalysis, "observe", stopping)
-    assert run(*tiny(tmp_path), *JOB).code == 128 + signal.SIGTERM
-    assert run(*tiny(tmp_path), *JOB).code == 0
-    assert calls == ["trained router", "full attention", "full attention", "untrained router"]
-
-
 @pytest.mark.parametrize(
     ("settings", "key"),
     [
@@ -280,8 +231,8 @@ def test_analysis_with_a_window_wider_than_the_passage_prunes_nothing(tmp_path):
     result = run(*tiny(tmp_path), *JOB, "attention.window=40")
     assert result.code == 0, result.err
     rows = measured(tmp_path)
-    assert not {"pair_affinity", "class_nll", "cut_key_fraction"} & set(rows.metric)
-    assert rows[rows.metric.isin(["passage_distant_density", "cut_cost_correlation"])].value.isna().all()
+    assert not {"pair_affinity", "class_nll"} & set(rows.metric)
+    assert rows[rows.metric == "passage_distant_density"].value.isna().all()
     assert (rows[(rows.metric == "attention_mass") & (rows.pairs == "cut")].value == 0).all()
 
 

@@ -1,4 +1,4 @@
-"""Perplexity: exact losses per token, rows and their references, density-matched controls, rounds, resume."""
+"""Perplexity: exact losses per token, rows and their references, density-matched controls, resume."""
 
 import io
 import shutil
@@ -54,9 +54,7 @@ def tiny_llama():
 
 
 def score_all(model, blocks, batch_size=4) -> Scores:
-    indices = list(range(len(blocks)))
-    batches = [indices[begin : begin + batch_size] for begin in range(0, len(indices), batch_size)]
-    return score(model, blocks, batches, FLOAT32, "row")
+    return score(model, blocks, list(range(len(blocks))), batch_size, FLOAT32, "row")
 
 
 def random_losses(sequences: int, length: int, seed: int) -> np.ndarray:
@@ -185,17 +183,14 @@ def measure(tiny_model, tmp_path) -> Callable[..., PerplexityEvaluator]:
         config: schema.Config | None = None,
         prepare=lambda model: None,
         folder: str = "evaluation",
-        prepare_evaluator=lambda evaluator: None,
-        on_round=None,
     ) -> PerplexityEvaluator:
         config, model = config or make_config(), tiny_model(family)
         blocks = SequenceDataset(random_stream([7 * T, 3 * T, 5 * T]), T, cross_documents=True)
         evaluator = PerplexityEvaluator(model, blocks, config, FLOAT32, tmp_path / folder)
-        prepare_evaluator(evaluator)
         evaluator.measure_base()
         attach_method(model, config, FLOAT32)
         prepare(model)
-        evaluator.measure_attached(on_round)
+        evaluator.measure_attached()
         return evaluator
 
     return run
@@ -327,7 +322,7 @@ def test_density_matched_window_is_the_smallest(sliding, sinks):
 
     distant = sum(count_pairs(Selection(), layer, 2, sinks).distant for layer in layers)
     for more in [*range(0, distant, 7), distant]:
-        pairs = PairCounter({0: [np.array([kept(length), distant, more])]})
+        pairs = PairCounter({0: np.array([kept(length), distant, more])})
         enough = [width for width in range(length) if kept(width) >= kept(2) + more]
         assert density_matched_window(pairs, sinks, layers) == enough[0]
 
@@ -336,33 +331,9 @@ def comparable(evaluator: PerplexityEvaluator) -> list:
     return [m for m in evaluator.measurements() if m.metric != "eval_seconds"]
 
 
-@pytest.mark.parametrize("batch_size", [1, 3])
-def test_rounds_end_in_the_numbers_of_a_single_round(measure, monkeypatch, labels, batch_size):
-    config, rounds, tables, evaluators = make_config(sequences=14), [], [], []
-    config.eval.batch_size = batch_size
-
-    def on_round(scored, total):
-        rounds.append((scored, total))
-        tables.append(comparable(evaluators[0]))
-
-    result = measure(config=config, prepare_evaluator=evaluators.append, on_round=on_round)
-    assert len(rounds) == 2 and 4 <= rounds[0][0] <= 6 and rounds[1] == (14, 14)
-    assert all(row.eval_tokens == rounds[0][0] * (T - 1) for row in scored(tables[0]))
-    assert len(result.losses.units) == 14
-    monkeypatch.setattr(perplexity, "FIRST_ROUND", 100)
-    single = measure(config=config, folder="single")
-    assert comparable(result) == comparable(single)
-    for name, nll in single.losses.nll.items():
-        assert np.array_equal(result.losses.nll[name], nll)
-    del labels[:]
-    monkeypatch.setattr(perplexity, "FIRST_ROUND", 4)
-    assert comparable(measure(config=config)) == comparable(single)
-    assert not {*labels} - {RANDOM_GROUPS, WIDE}
-
-
-@pytest.mark.parametrize("stop_at", [2, 5, 8, 12])
-def test_rounds_stopped_anywhere_resume_to_the_same_numbers(measure, monkeypatch, stop_at):
-    config = make_config(sequences=14)
+@pytest.mark.parametrize("stop_at", [2, 5])
+def test_evaluation_stopped_anywhere_resumes_to_the_same_numbers(measure, monkeypatch, stop_at):
+    config = make_config()
     config.eval.top_k = [1]
     whole = measure(config=config, folder="whole")
     real, calls = score, []

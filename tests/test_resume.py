@@ -287,7 +287,7 @@ def test_resumed_record_adds_up_times_and_warnings(tmp_path):
     assert repeated.wall_seconds is None
 
 
-@pytest.mark.parametrize(("part", "mixed"), [("evaluation", 1), ("continuations", 1), ("groups", 1), ("speed", 0)])
+@pytest.mark.parametrize(("part", "mixed"), [("evaluation", 1), ("speed", 0)])
 def test_resumed_record_warns_of_results_of_another_commit(tmp_path, part, mixed):
     (tmp_path / part).mkdir()
     earlier = Record(status="interrupted", experiment="mine", commit="a")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,15 +18,13 @@ class Evaluators:
     benchmarks: BenchmarkEvaluator
 
     def measure_base(self) -> None:
-        """Score the unmodified model; of perplexity the first round."""
+        """Score the unmodified model."""
         self.perplexity.measure_base()
         self.benchmarks.measure_base()
 
-    def measure_attached(
-        self, on_round: Callable[[int, int], None] | None = None, before_last: Callable[[], None] | None = None
-    ) -> None:
-        """Score what is attached or trained; see `PerplexityEvaluator`."""
-        self.perplexity.measure_attached(on_round, before_last)
+    def measure_attached(self) -> None:
+        """Score what is attached or trained."""
+        self.perplexity.measure_attached()
         self.benchmarks.measure_attached()
 
     def write(self, record: Record, folder: Path) -> None:

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Iterator
 from contextlib import nullcontext
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import cached_property
-from pathlib import Path
 from statistics import mean
 from typing import Any, Literal
 
@@ -22,12 +20,10 @@ from transformers.cache_utils import DynamicLayer
 from focus_exp.config import Config
 from focus_exp.data import SequenceDataset
 from focus_exp.errors import UserError, first_line
-from focus_exp.evaluation.controls import slug
 from focus_exp.models.hf_cache import count_keys_and_bytes, grouped_caches
 from focus_exp.models.methods import disable_method, set_routing
 from focus_exp.progress import ProgressBar
 from focus_exp.results.measurement import Measurement, hard_variant
-from focus_exp.storage import replace_file
 from focus_exp.training.precision import Precision
 
 FULL = "base"
@@ -75,7 +71,7 @@ class Continuation:
 
 @dataclass
 class Generation:
-    """Generate continuations one by one, each kept in `folder`, so that a run resumes.
+    """Generate continuations of the starts of held-out sequences.
 
     Args:
         model: with a trained router attached.
@@ -87,7 +83,6 @@ class Generation:
     blocks: SequenceDataset
     config: Config
     precision: Precision
-    folder: Path
 
     def __post_init__(self) -> None:
         count = min(self.config.generate.prompts, len(self.blocks))
@@ -104,7 +99,7 @@ class Generation:
                 prompt, rest = tokens[: settings.prompt_tokens], tokens[settings.prompt_tokens :]
                 yield self.make_row(number, prompt, rest[: settings.new_tokens].tolist(), "text", "text")
                 for name in (FULL, *self.hard):
-                    yield self.load_or_generate(number, prompt, name)
+                    yield self.generate(number, prompt, name)
                     bar.update()
 
     @cached_property
@@ -116,22 +111,9 @@ class Generation:
         attention = self.config.focus
         return {hard_variant("focus", k, attention.pair_rule): k for k in top_ks or range(1, attention.groups + 1)}
 
-    def load_or_generate(self, number: int, prompt: Tensor, name: str) -> Continuation:
-        path = self.folder / f"{number}-{slug(name)}.json"
-        try:
-            stored = json.loads(path.read_text(encoding="utf-8"))
-            row, new = Continuation(**stored["row"]), stored["tokens"]
-        except (OSError, ValueError, TypeError, KeyError):
-            row, new = self.generate(number, prompt, name)
-            if row.error is None:
-                replace_file(path, json.dumps({"row": asdict(row), "tokens": new}).encode())
-        if name == FULL:
-            self.greedy[number] = new
-        return row
-
     @torch.no_grad()
-    def generate(self, number: int, prompt: Tensor, name: str) -> tuple[Continuation, list[int]]:
-        """Return a continuation and its tokens; a failure becomes the row's error."""
+    def generate(self, number: int, prompt: Tensor, name: str) -> Continuation:
+        """Return a continuation; a failure becomes the row's error."""
         kind, top_k = ("base", None) if name == FULL else ("hard", self.hard[name])
         if kind == "hard":
             set_routing(self.model, hard=True, top_k=top_k, pair_rule=getattr(self.config.attention, "pair_rule", None))
@@ -150,15 +132,17 @@ class Generation:
         except (RuntimeError, UserError) as error:
             row = self.make_row(number, prompt, [], name, kind)
             row.error = f"{type(error).__name__}: {first_line(error)}"
-            return row, []
+            return row
         seconds = time.perf_counter() - start
         new = output.sequences[0, len(prompt) :].tolist()
         row = self.make_row(number, prompt, new, name, kind)
         row.top_k, row.seconds = top_k, seconds
         row.keys_read, row.cache_bytes = measure_cache(output.past_key_values)
-        if kind == "hard" and (full := self.greedy.get(number)):  # empty where full attention failed
+        if kind == "base":
+            self.greedy[number] = new
+        elif full := self.greedy.get(number):  # none where full attention failed
             row.agreeing = common_prefix(new, full)
-        return row, new
+        return row
 
     def make_row(self, number: int, prompt: Tensor, new: list[int], name: str, kind: Any) -> Continuation:
         return Continuation(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import string
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -37,7 +36,7 @@ from focus_exp.evaluation.groups_passage import (
     write_passage,
 )
 from focus_exp.evaluation.perplexity import token_losses
-from focus_exp.evaluation.statistics import read_arrays, sequence_means, sequence_sums
+from focus_exp.evaluation.statistics import sequence_means, sequence_sums
 from focus_exp.models.adapter import adapter_name, load_adapter, read_description
 from focus_exp.models.attach import detach
 from focus_exp.models.methods import (
@@ -52,7 +51,6 @@ from focus_exp.progress import ProgressBar
 from focus_exp.results.intervals import estimate
 from focus_exp.results.losses import Losses
 from focus_exp.results.measurement import Measurement
-from focus_exp.storage import replace_file
 from focus_exp.training.focus_dual_fit.fit import rebalance
 from focus_exp.training.precision import Precision
 from focus_exp.training.warm_start import calibrate
@@ -101,25 +99,9 @@ def observe(model: PreTrainedModel, sequences: list[Tensor], precision: Precisio
     return Observation(values[:, :, 0].to(torch.int16).numpy(), values[:, :, 1].float().numpy(), nll, list(groups))
 
 
-def write_observation(path: Path, observation: Observation) -> None:
-    content = io.BytesIO()
-    places = [(layer, -1 if head is None else head) for layer, head in observation.groupings]
-    np.savez_compressed(content, **vars(observation) | {"groupings": np.array(places, dtype=np.int64).reshape(-1, 2)})
-    replace_file(path, content.getvalue())
-
-
-def read_observation(path: Path) -> Observation | None:
-    """Read an observation; None where it is missing or damaged."""
-    data = read_arrays(path)
-    if data is None:
-        return None
-    places = [Grouping(layer, None if head < 0 else head) for layer, head in data["groupings"].tolist()]
-    return Observation(data["groups"], data["confidence"], data["nll"], places)
-
-
 @dataclass
 class GroupAnalysis:
-    """Describe a router's groups under hard routing; `folder` keeps observations.
+    """Describe a router's groups under hard routing.
 
     Args:
         blocks: held-out text.
@@ -156,23 +138,20 @@ class GroupAnalysis:
         """Measure everything, and write the passage for the page into `folder`."""
         settings = self.config.analyze
         self.use_hard_routing()
-        trained = self.load_or_observe("trained", partial(self.observe, "trained router"))
+        trained = self.observe("trained router")
         if not trained.groupings:
             budget = get_attachment(self.model).options["groups_per_layer"]
             raise UserError(
                 f"attention.groups_per_layer must leave a layer with groups (got {budget}). Raise it in one layer."
             )
-        base = self.load_or_observe("base", self.observe_base)
+        base = self.observe_base()
         middle = len(self.indices) // 2
         item = self.blocks[self.indices[middle]]
         tokens = self.sequences[middle][: settings.passage_tokens]
         result = measure_passage(self.model, tokens, self.precision)
         passage = read_passage(self.tokenizer, tokens.tolist())
-        untrained = self.load_or_observe("untrained", self.observe_untrained)
-        others = [
-            self.load_or_observe(f"other-{n}", partial(self.observe_other, folder))
-            for n, folder in enumerate(settings.others)
-        ]
+        untrained = self.observe_untrained()
+        others = [self.observe_other(folder) for folder in settings.others]
         write_passage(self.folder / "passage.json", result, passage)
         fractions = np.bincount(self.labels, minlength=len(CLASSES)) / len(self.labels)
         facts: dict[str, Any] = {
@@ -192,23 +171,16 @@ class GroupAnalysis:
             *self.class_costs(base.nll, trained.nll),
         ]
 
-    def load_or_observe(self, name: str, measure: Callable[[], Observation]) -> Observation:
-        path = self.folder / f"{name}.npz"
-        observation = read_observation(path)
-        if observation is None:
-            observation = measure()
-            write_observation(path, observation)
-        nll = observation.nll
-        print(f"observed: {name:<12} {nll.size:,} tokens, {np.nanmean(nll):.4f} nats per token")
-        return observation
-
     def use_hard_routing(self) -> None:
         attention = self.config.attention
         pair_rule = attention.pair_rule if isinstance(attention, FocusConfig) else None
         set_routing(self.model, hard=True, top_k=self.routing.top_k, pair_rule=pair_rule)
 
     def observe(self, label: str) -> Observation:
-        return observe(self.model, self.sequences, self.precision, label)
+        observation = observe(self.model, self.sequences, self.precision, label)
+        nll = observation.nll
+        print(f"observed: {label:<16} {nll.size:,} tokens, {np.nanmean(nll):.4f} nats per token")
+        return observation
 
     def observe_base(self) -> Observation:
         with disable_method(self.model):

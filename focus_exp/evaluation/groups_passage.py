@@ -9,12 +9,10 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from importlib.metadata import version
-from math import isfinite
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from scipy.stats import spearmanr
 from textblob.taggers import PatternTagger
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -164,7 +162,7 @@ class AttentionMass:
 
     near, kept, cut: (T,) mass of each query on window and sinks, on kept and on pruned distant keys; sums to 1.
     heavy_keys, close_keys: the kept distant key of most mass and of highest affinity, 0 and -1 where there is none.
-    kept_affinities: of all kept distant pairs. cut_by_key: (T,) mass that all queries lose of a key.
+    density: of the distant pairs, None without any.
     """
 
     near: Tensor
@@ -172,9 +170,7 @@ class AttentionMass:
     cut: Tensor
     heavy_keys: Keys
     close_keys: Keys
-    kept_affinities: Tensor
-    distant_pairs: int
-    cut_by_key: Tensor
+    density: float | None
 
     @staticmethod
     def measure(mass: Tensor, selection: Selection, near: Tensor, distant: Tensor) -> AttentionMass:
@@ -195,9 +191,7 @@ class AttentionMass:
             cut=(mass * cut).sum(-1).cpu(),
             heavy_keys=take((mass * kept).argmax(-1, keepdim=True), 0.0),
             close_keys=take(affinity.masked_fill(~kept, -1.0).argmax(-1, keepdim=True), -1.0),
-            kept_affinities=affinity[kept].cpu(),
-            distant_pairs=int(distant.sum()),
-            cut_by_key=(mass * cut).sum(0).double().cpu(),
+            density=float(kept.sum() / distant.sum()) if distant.any() else None,
         )
 
 
@@ -275,18 +269,13 @@ def make_measurement(
 def describe_passage(result: PassageAttention, passage: Passage, listed: int) -> Iterator[Measurement]:
     """Yield the base's attention mass on the groups, and `listed` pairs per layer.
 
-    near + kept + cut mass is 1; `cut_key` is the key that loses most of it.
+    near + kept + cut mass is 1.
     """
     for grouping, mass in result.masses.items():
         make: Callable[..., Measurement] = partial(make_measurement, **grouping._asdict())
-        kept = mass.kept_affinities
-        yield make("passage_distant_density", len(kept) / mass.distant_pairs if mass.distant_pairs else None)
+        yield make("passage_distant_density", mass.density)
         for where in ("near", "kept", "cut"):
             yield make("attention_mass", float(getattr(mass, where).mean()), pairs=where)
-        if mass.cut.any():
-            key, fraction = int(mass.cut_by_key.argmax()), float(mass.cut_by_key.max() / mass.cut_by_key.sum())
-            yield make("cut_key_fraction", fraction, key=key, key_word=passage.words[key])
-        yield make("pair_affinity_median", float(kept.median()) if len(kept) else None, "")
         for by, keys, number in (
             ("affinity", mass.close_keys, listed - listed // 2), ("mass", mass.heavy_keys, listed // 2)
         ):  # fmt: skip
@@ -295,7 +284,6 @@ def describe_passage(result: PassageAttention, passage: Passage, listed: int) ->
                 pair = {"query": query, "key": key, **words, "by": by}
                 yield make("pair_affinity", float(keys[2][query]), "", **pair)
                 yield make("pair_attention_mass", float(keys[1][query]), **pair)
-    yield make_measurement("cut_cost_correlation", correlate_cost(result), "rank correlation")
 
 
 def best_pairs(keys: Keys, by: str, number: int) -> list[tuple[int, int]]:
@@ -308,16 +296,6 @@ def best_pairs(keys: Keys, by: str, number: int) -> list[tuple[int, int]]:
             break
         queries.setdefault(int(indices[query]), query)
     return [(query, key) for key, query in queries.items()]
-
-
-def correlate_cost(result: PassageAttention) -> float | None:
-    """Correlate (Spearman) the mass a query loses with the rise of the next loss."""
-    lost = torch.stack([mass.cut for mass in result.masses.values()]).mean(0)[:-1]
-    rise = (result.nll_hard - result.nll_full)[1:]
-    if (lost > 0).sum() < 3:
-        return None
-    value = float(spearmanr(lost[lost > 0], rise[lost > 0]).statistic)
-    return value if isfinite(value) else None
 
 
 def write_passage(path: Path, result: PassageAttention, passage: Passage) -> None:

@@ -7,7 +7,7 @@ import logging
 import math
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -17,7 +17,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, Subset
 from transformers import PreTrainedModel
 
 from focus_exp.attention.base import AttentionMethod
@@ -59,7 +59,6 @@ from focus_exp.training.precision import Precision
 log = logging.getLogger(__name__)
 
 LOGIT_ROWS = 32  # positions whose logits are float32 at a time: with 50,000 tokens they stay in a CPU's cache
-FIRST_ROUND = 4  # sequences
 KINDS = get_args(Kind)
 
 
@@ -69,24 +68,26 @@ class PairCounter:
 
     With a stride below the sequence length, tokens that are only context count too.
 
-    counts: per layer and forward pass [total, distant, kept distant]; distant pairs lie beyond window and sinks.
-    group_tokens: per layer and forward pass the tokens in each group (heads, K).
+    counts: per layer [total, distant, kept distant]; distant pairs lie beyond window and sinks.
+    group_tokens: per layer the tokens in each group (heads, K).
     """
 
-    counts: dict[int, list[np.ndarray]] = field(default_factory=dict)
-    group_tokens: dict[int, list[np.ndarray]] = field(default_factory=dict)
+    counts: dict[int, np.ndarray] = field(default_factory=dict)
+    group_tokens: dict[int, np.ndarray] = field(default_factory=dict)
 
     def observe(self, layer: int, method: AttentionMethod, selection: Selection, sequence: Sequence) -> None:
         """Count one layer's pairs; an observer for `observe_selections`."""
         pairs = method.count_pairs(selection, sequence)
-        self.counts.setdefault(layer, []).append(np.array([pairs.total, pairs.distant, pairs.distant_kept]))
+        counts = np.array([pairs.total, pairs.distant, pairs.distant_kept])
+        self.counts[layer] = self.counts.get(layer, 0) + counts
         if selection.key_groups is not None:
-            self.group_tokens.setdefault(layer, []).append(group_sizes(selection, sequence).cpu().numpy())
+            tokens = group_sizes(selection, sequence).cpu().numpy()
+            self.group_tokens[layer] = self.group_tokens.get(layer, 0) + tokens
 
     @property
     def by_layer(self) -> list[np.ndarray]:
         """Return [total, distant, kept distant] of each attached layer."""
-        return [np.sum(counts, axis=0) for _, counts in sorted(self.counts.items())]
+        return [counts for _, counts in sorted(self.counts.items())]
 
     @property
     def totals(self) -> tuple[int, int, int]:
@@ -109,65 +110,50 @@ class PairCounter:
     @property
     def group_fractions(self) -> list[list[float]]:
         """Return the fraction of tokens in each group [layers][K]."""
-        layers = [np.sum(sizes, axis=0) for _, sizes in sorted(self.group_tokens.items())]
-        return [(sizes / max(1, sizes.sum())).tolist() for layer in layers for sizes in layer]
+        layers = sorted(self.group_tokens.items())
+        return [(sizes / max(1, sizes.sum())).tolist() for _, heads in layers for sizes in heads]
 
     @property
     def largest_group(self) -> float | None:
         return max((max(fractions) for fractions in self.group_fractions), default=None)
 
-    def map(self, function: Callable[[int, str, list[np.ndarray]], list[np.ndarray]]) -> PairCounter:
-        """Return a counter with each list of forward passes replaced."""
-        return PairCounter(
-            *(
-                {layer: function(layer, name, passes) for layer, passes in old.items()}
-                for name, old in vars(self).items()
-            )
-        )
-
 
 @dataclass
 class Scores:
-    """Losses of some batches of sequences.
+    """Losses of sequences.
 
     nll: (sequences, T) in nats, NaN where a token is not scored. pairs: counted on these very sequences.
-    seconds: of each batch. path: kernels that computed the attention.
+    path: kernels that computed the attention.
     """
 
     nll: np.ndarray
-    seconds: list[float]
+    seconds: float
     pairs: PairCounter = field(default_factory=PairCounter)
     path: str = ""
-
-    def head(self, batches: int, sequences: int) -> Scores:
-        """Return the scores of the first batches."""
-        pairs = self.pairs.map(lambda _, __, passes: passes[:batches])
-        return Scores(self.nll[:sequences], self.seconds[:batches], pairs, self.path)
-
-    def extend(self, new: Scores) -> Scores:
-        """Return these scores followed by those of further batches."""
-        pairs = new.pairs.map(lambda layer, name, passes: getattr(self.pairs, name)[layer] + passes)
-        return Scores(np.concatenate([self.nll, new.nll]), self.seconds + new.seconds, pairs, new.path)
 
 
 @torch.no_grad()
 def score(
-    model: PreTrainedModel, blocks: SequenceDataset, batches: list[list[int]], precision: Precision, label: str
+    model: PreTrainedModel,
+    blocks: SequenceDataset,
+    indices: list[int],
+    batch_size: int,
+    precision: Precision,
+    label: str,
 ) -> Scores:
-    """Score batches of sequences and count the pairs that an enabled method keeps.
+    """Score sequences and count the pairs that an enabled method keeps.
 
     Args:
-        batches: indices into `blocks`.
+        indices: of sequences in `blocks`.
         label: of the progress bar.
 
     Raises:
         RuntimeError: a loss is not finite; NaN would pass for a token that is not scored.
     """
-    pairs, losses, seconds = PairCounter(), [], []
-    loader = ProgressBar(DataLoader(blocks, batch_sampler=batches), desc=f"{label:<28}", unit="batch")
+    pairs, losses, start = PairCounter(), [], time.perf_counter()
+    loader = DataLoader(Subset(blocks, indices), batch_size)
     with precision.context(), observe_selections(model, pairs.observe) if active_methods(model) else nullcontext():
-        for batch in loader:
-            start = time.perf_counter()
+        for batch in ProgressBar(loader, desc=f"{label:<28}", unit="batch"):
             tokens = batch["input_ids"].to(model.device)
             loss = token_losses(model, tokens)
             scored = (
@@ -176,9 +162,8 @@ def score(
             if not torch.isfinite(loss[scored]).all():
                 raise RuntimeError("a loss is not finite")
             losses.append(loss.masked_fill(~scored, float("nan")).cpu())
-            seconds.append(time.perf_counter() - start)
     paths = sorted({m.path for m in active_methods(model).values() if m.path is not None})
-    return Scores(torch.cat(losses).numpy(), seconds, pairs, ", ".join(paths))
+    return Scores(torch.cat(losses).numpy(), time.perf_counter() - start, pairs, ", ".join(paths))
 
 
 def token_losses(model: PreTrainedModel, tokens: Tensor) -> Tensor:
@@ -193,30 +178,24 @@ def token_losses(model: PreTrainedModel, tokens: Tensor) -> Tensor:
     return losses
 
 
-def write_scores(path: Path, scores: Scores, batches: list[list[int]], key: str) -> None:
-    """Write scores with their batches and a key of what they depend on."""
-    arrays: dict[str, Any] = {
-        "nll": scores.nll, "seconds": scores.seconds, "path": scores.path, "key": key,
-        "indices": [i for batch in batches[: len(scores.seconds)] for i in batch],
-    }  # fmt: skip
+def write_scores(path: Path, scores: Scores, key: str) -> None:
+    """Write scores with a key of what they depend on."""
+    arrays: dict[str, Any] = {"nll": scores.nll, "seconds": scores.seconds, "path": scores.path, "key": key}
     for name, layers in vars(scores.pairs).items():
-        arrays |= {f"{name}.{layer}": np.stack(passes) for layer, passes in layers.items()}
+        arrays |= {f"{name}.{layer}": values for layer, values in layers.items()}
     with atomic_write(path) as new, new.open("wb") as file:  # given a name, numpy would add its own ending
         np.savez_compressed(file, allow_pickle=False, **arrays)
 
 
-def read_scores(path: Path, batches: list[list[int]], key: str) -> Scores | None:
-    """Read the scores of the first of `batches`; None for others or another key."""
+def read_scores(path: Path, key: str) -> Scores | None:
+    """Read scores; None where there are none, damaged ones, or those of another key."""
     data = read_arrays(path)
     if data is None or str(data.get("key")) != key:
         return None
-    seconds = data["seconds"].tolist()
-    if data["indices"].tolist() != [i for batch in batches[: len(seconds)] for i in batch]:
-        return None
     pairs = PairCounter()
     for name, layers in vars(pairs).items():
-        layers |= {int(k.partition(".")[2]): list(data[k]) for k in data if k.startswith(f"{name}.")}
-    return Scores(data["nll"], seconds, pairs, str(data["path"]))
+        layers |= {int(k.partition(".")[2]): data[k] for k in data if k.startswith(f"{name}.")}
+    return Scores(data["nll"], float(data["seconds"]), pairs, str(data["path"]))
 
 
 @dataclass
@@ -236,16 +215,8 @@ class PerplexityEvaluator:
     weights: str = ""
 
     def __post_init__(self) -> None:
-        recipe = self.config.recipe
-        self.is_base_frozen = not (recipe.trains("lora") or recipe.trains("all"))
         self.indices = self.blocks.select_evenly(self.config.eval.max_sequences)
-        size = self.config.eval.batch_size
-        batches = [self.indices[begin : begin + size] for begin in range(0, len(self.indices), size)]
-        bits = len(batches).bit_length()  # bit-reversed order: the first batches are spread over the documents
-        order = sorted(range(len(batches)), key=lambda i: int(f"{i:0{bits}b}"[::-1], 2))
-        self.batches = [batches[i] for i in order]
         self.adapters = list(self.config.eval.adapters)
-        self.count = self.round_sizes[0]  # batches in this round
         self.scores: dict[str, Scores] = {}
         self.variants: list[Variant] = []
         self.after_phases: list[Measurement] = []
@@ -253,23 +224,11 @@ class PerplexityEvaluator:
         self.configured = hard_variant("focus", focus.top_k, focus.pair_rule) if focus else ""
 
     @property
-    def round_sizes(self) -> list[int]:
-        """Return the batches in each round: 4, 8, 16 sequences, then all."""
-        sizes: list[int] = []
-        total = len(self.indices)
-        while self.is_base_frozen and 3 * (count := FIRST_ROUND << len(sizes)) <= total:
-            sizes.append(count)
-        return [*dict.fromkeys(math.ceil(count / self.config.eval.batch_size) for count in sizes), len(self.batches)]
-
-    @property
     def losses(self) -> Losses:
-        """Return the losses of this round's sequences under every variant."""
-        indices = [i for batch in self.batches[: self.count] for i in batch]
-        order = np.argsort(indices)
-        nll = {name: s.nll[order] for name, s in self.scores.items() if len(s.nll) == len(indices)}
-        sums = {name: sequence_sums(values) for name, values in nll.items()}
+        """Return the losses of all sequences under every variant."""
+        sums = {name: sequence_sums(scores.nll) for name, scores in self.scores.items()}
         counts: Any = next(iter(sums.values()))[1] if sums else []
-        units = [(*place, int(n)) for place, n in zip(self.blocks.locate(sorted(indices)), counts, strict=bool(sums))]
+        units = [(*place, int(n)) for place, n in zip(self.blocks.locate(self.indices), counts, strict=bool(sums))]
         return Losses(units, {name: total / n for name, (total, n) in sums.items()})
 
     def measure_base(self) -> None:
@@ -278,40 +237,16 @@ class PerplexityEvaluator:
 
     def measure_phase(self, phase: str) -> None:
         """Score soft and hard routing after a phase that others follow."""
-        variants, self.variants, self.count = self.variants, [], len(self.batches)
-        if self.is_base_frozen:
-            self.measure_base()
+        before = len(self.variants)
         self.measure_soft(phase)
         self.measure_hard(self.config.focus.top_k, self.config.focus.pair_rule, phase)
-        self.after_phases += [m for variant in self.variants if variant.phase for m in self.measure(variant, phase)]
-        self.variants = variants
+        self.after_phases += [m for variant in self.variants[before:] for m in self.measure(variant, phase)]
+        del self.variants[before:]
 
-    def measure_attached(
-        self, on_round: Callable[[int, int], None] | None = None, before_last: Callable[[], None] | None = None
-    ) -> None:
-        """Score what is attached or trained, in rounds of 4, 8, 16, ... and all sequences.
-
-        Args:
-            on_round: called after each round with the sequences scored and their final number; the measurements are
-                then valid for that many sequences. Only controls that are matched to hard routing start again.
-            before_last: called before the last round.
-        """
-        base = self.variants
-        for count in self.round_sizes:
-            if count == self.round_sizes[-1] and before_last:
-                before_last()
-            self.variants, self.count = [], count
-            if self.is_base_frozen:
-                self.measure_base()
-            else:  # measured before its weights changed
-                self.variants += base
-            self.measure_variants()
-            if on_round:
-                on_round(sum(map(len, self.batches[: self.count])), len(self.indices))
-
-    def measure_variants(self) -> None:
+    def measure_attached(self) -> None:
+        """Score what is attached or trained."""
         attention = self.config.attention
-        if not self.is_base_frozen:
+        if self.config.recipe.trains("lora") or self.config.recipe.trains("all"):
             with full_attention(self.model):
                 name = trained_name(self.model, self.config)
                 self.add(Variant(name=name, kind="trained"))
@@ -432,28 +367,28 @@ class PerplexityEvaluator:
         """
         self.variants.append(variant)
         path = self.folder / (f"after-{variant.phase}" if variant.phase else "") / f"{slug(variant.name)}.npz"
-        key = f"{self.precision.name} {self.weights} {hashlib.sha256(definition.encode()).hexdigest()[:12]}"
-        scores = read_scores(path, self.batches, key)
-        if missing := self.batches[len(scores.seconds) if scores else 0 : self.count]:
+        digest = hashlib.sha256(f"{definition} {self.indices}".encode()).hexdigest()[:12]
+        key = f"{self.precision.name} {self.weights} {digest}"
+        scores = read_scores(path, key)
+        if scores is None:
             try:
                 with full_attention(self.model) if variant.kind == "base" else nullcontext():
-                    new = score(self.model, self.blocks, missing, self.precision, variant.name)
+                    batch_size = self.config.eval.batch_size
+                    scores = score(self.model, self.blocks, self.indices, batch_size, self.precision, variant.name)
             # ValueError: a method refuses the model
             except (RuntimeError, ValueError, torch.OutOfMemoryError) as error:
                 variant.error = f"{type(error).__name__}: {first_line(error)}"
                 log.error("%s failed: %s", variant.name, variant.error)
                 return None
-            scores = scores.extend(new) if scores else new
-            write_scores(path, scores, self.batches, key)
-        assert scores is not None
-        self.scores[variant.key] = scores = scores.head(self.count, sum(map(len, self.batches[: self.count])))
+            write_scores(path, scores, key)
+        self.scores[variant.key] = scores
         path_note = f", {scores.path}" if scores.path else ""
-        value, seconds = perplexity(token_mean(scores.nll)), sum(scores.seconds)
-        log.info("measured: %s, perplexity %.3f (%.1f s%s)", variant.name, value, seconds, path_note)
+        value = perplexity(token_mean(scores.nll))
+        log.info("measured: %s, perplexity %.3f (%.1f s%s)", variant.name, value, scores.seconds, path_note)
         return scores
 
     def measurements(self) -> list[Measurement]:
-        """Return the measurements of this round's variants, and after each phase."""
+        """Return the measurements of the variants, and after each phase."""
         final = [m for variant in self.variants for m in self.measure(variant)]
         if self.after_phases:
             *_, last = self.config.recipe.phases
@@ -479,8 +414,7 @@ class PerplexityEvaluator:
         if scores is None or variant.error is not None:
             yield Measurement(variant=name, metric="perplexity", value=None, n=count, settings=settings | {"dof": dof})
             return
-        order = np.argsort([i for batch in self.batches[: self.count] for i in batch])
-        nll, window, at_phase = scores.nll[order], self.config.attention.window, {"phase": phase}
+        nll, window, at_phase = scores.nll, self.config.attention.window, {"phase": phase}
         density, distant_density = variant.density(scores.pairs.sparsity), scores.pairs.distant_density
         if variant.window is not None and self.configured in self.scores:
             # distant pairs lie beyond the configured window, for every variant
@@ -511,7 +445,7 @@ class PerplexityEvaluator:
                 "fraction",
             ),
             ("eval_tokens", int((~np.isnan(nll)).sum()), "tokens"),
-            ("eval_seconds", sum(scores.seconds), "s"),
+            ("eval_seconds", scores.seconds, "s"),
         ):
             if value is not None:
                 yield Measurement(metric=metric, value=value, unit=unit, settings=at_phase, **common)

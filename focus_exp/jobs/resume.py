@@ -28,7 +28,7 @@ from focus_exp.training.phases import CHECKPOINTS
 from focus_exp.training.precision import choose_precision
 
 REPEAT = "Type overwrite=true to replace the run, or another runs_dir."
-PARTS = (CHECKPOINTS, "evaluation", "benchmarks", "continuations", "groups", "speed")
+PARTS = (CHECKPOINTS, "evaluation", "benchmarks", "speed")
 
 
 def finished_record(config: Config) -> Record | None:

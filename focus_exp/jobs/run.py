@@ -121,20 +121,16 @@ class Run:
 
     def report(self) -> None:
         """Write measurements, tables and figures; log them to W&B and print the tables."""
-        tables, figures = self.write_tables(), write_run_figures(self.folder)
+        self.save()
+        tables = write_run_table(self.folder)
+        for name, table in tables.items():
+            print_table(table, name)
+        figures = write_run_figures(self.folder)
         write_run_extras(self.folder)
         for logger in self.loggers:
             if isinstance(logger, WandbLogger):
                 log_run(logger.experiment, self.folder, tables, figures)
         print(f"run folder: {self.folder}")
-
-    def write_tables(self) -> dict[str, pd.DataFrame]:
-        """Write and print the tables of the measurements so far."""
-        self.save()
-        tables = write_run_table(self.folder)
-        for name, table in tables.items():
-            print_table(table, name)
-        return tables
 
 
 @contextmanager

@@ -19,7 +19,6 @@ from focus_exp.config import Config, DualConfig, RecipeConfig, TuneConfig, get_m
 from focus_exp.data import SequenceDataset
 from focus_exp.errors import UserError, first_line
 from focus_exp.evaluation.controls import SOFT
-from focus_exp.evaluation.evaluators import Evaluators
 from focus_exp.evaluation.perplexity import PerplexityEvaluator
 from focus_exp.jobs.compose import command_overrides, compose_variant, variant_name
 from focus_exp.jobs.evaluate import load_trained
@@ -97,24 +96,13 @@ def train(config: Config) -> None:
             if tuned.recipe.trains("all"):
                 save_weights(run.folder, model, setup.tokenizer)
                 run.record.method["weights"] = fingerprint(model)  # of the base of runs with model.path=<this model>
-        run_on_rank_zero(
-            model,
-            lambda: evaluators.measure_attached(
-                lambda *scored: print_round(run, evaluators, *scored),
-                lambda: fit_variants(run, model, sequences, fitted, evaluators.perplexity),
-            ),
-        )
+
+        def measure() -> None:
+            fit_variants(run, model, sequences, fitted, evaluators.perplexity)
+            evaluators.measure_attached()
+
+        run_on_rank_zero(model, measure)
         evaluators.write_final(run.record, run.folder)
-
-
-def print_round(run: Run, evaluators: Evaluators, scored: int, total: int) -> None:
-    """Print the table of the sequences scored so far; the last round is that of the finished run."""
-    if scored < total:
-        measurements = run.record.measurements
-        evaluators.write(run.record, run.folder)
-        print(f"{scored} of {total} sequences:")
-        run.write_tables()
-        run.record.measurements = measurements
 
 
 def save_weights(folder: Path, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
