@@ -120,7 +120,7 @@ def rows_of(evaluator: BenchmarkEvaluator) -> list[SimpleNamespace]:
     for m in evaluator.measurements:
         if "kind" in m.settings and not m.reference:
             metric, sparsity = m.settings.get("lm_eval_metric", ""), None if m.density is None else 1 - m.density
-            absent = {"metric": metric, "causal": True, "error": None, "change": None, "quantiles": []}
+            absent = {"metric": metric, "causal": True, "error": None, "change": None}
             known = {key: value for key, value in m.settings.items() if value is not None}
             rows.append(SimpleNamespace(variant=m.variant, value=m.value, n=m.n, sparsity=sparsity, **absent | known))
         elif m.metric.startswith(("nll_change", "acc_change", "acc_norm_change")):
@@ -129,7 +129,6 @@ def rows_of(evaluator: BenchmarkEvaluator) -> list[SimpleNamespace]:
             if (m.variant, m.settings["task"]) == (row.variant, row.task) and "kind" not in m.settings:
                 name = m.metric.partition(":")[0]
                 vars(row)[name] = m.value
-                row.quantiles += [m.value] if name == "request_tokens" else []
     return rows
 
 
@@ -248,14 +247,12 @@ def test_request_stats_count_every_pair_of_every_request(tiny_model):
     with torch.no_grad(), observe_selections(model, count):
         for tokens in inputs:
             model(torch.tensor([tokens]))
-    stats, lengths = result.stats, sorted(map(len, inputs))
+    stats = result.stats
     total, distant, kept = totals.sum(0)
     assert stats["requests"] == len(inputs) and stats["truncated_requests"] == 0
-    assert (stats["request_tokens"]["min"], stats["request_tokens"]["max"]) == (lengths[0], lengths[-1])
     assert stats["distant_fraction"] == pytest.approx(distant / total)
     assert stats["distant_density"] == pytest.approx(kept / distant)
     assert stats["sparsity"] == pytest.approx((distant - kept) / total)
-    assert stats["sparsity_at_layer"] == pytest.approx((totals[:, 1] - totals[:, 2]) / totals[:, 0])
     fractions = sizes / sizes.sum(1, keepdims=True)
     np.testing.assert_allclose(result.group_fractions, fractions, atol=1e-6)  # padding is in no group
     assert stats["largest_group_fraction"] == pytest.approx(fractions.max())
@@ -272,7 +269,7 @@ def test_rows_of_a_router_are_paired_with_base_and_controls(measure):
         assert window.distant_density == 0 and window.sparsity == pytest.approx(window.distant_fraction)
         # size-matched on these very requests
         assert random.sparsity == pytest.approx(hard.sparsity, abs=0.06) and hard.sparsity > 0.05
-        assert len(hard.quantiles) == 5 and hard.quantiles == window.quantiles == base.quantiles
+        assert hard.requests == window.requests == base.requests
         for row in (hard, window, random):
             change = math.log(row.value / base.value) if metric == "perplexity" else row.value - base.value
             assert row.change.value == pytest.approx(change, abs=1e-6)
@@ -367,7 +364,7 @@ def test_truncation_is_an_error_unless_allowed(measure):
     assert find(failed, HARD, "choice", "acc").value is not None
     failed.require_score()
     allowed = find(measure(["long"], allow_truncation=True, controls=False), HARD, "long", "acc")
-    assert (allowed.truncated_requests, allowed.requests, allowed.quantiles[-1]) == (1, 2, 512)
+    assert (allowed.truncated_requests, allowed.requests) == (1, 2)
 
 
 def test_require_score_raises_where_every_task_failed(measure):
@@ -421,7 +418,7 @@ def test_request_stats_of_a_generation_count_what_was_read(tiny_model, monkeypat
     prompts = [" ".join(["left"] * n) for n in (2, 9)]
     continuations = [" one", " two\n\n three"]  # one ends with a token, the other with a stop string
     read = [tokenizer.encode(prompts[0] + " one"), tokenizer.encode(prompts[1] + " two\n")]
-    expected.lengths = list(map(len, read))
+    expected.requests = len(read)
     with torch.no_grad(), observe_selections(model, expected.pairs.observe):
         for tokens in read:
             model(torch.tensor([tokens]), use_cache=False)
@@ -537,8 +534,7 @@ def test_rows_have_a_difference_only_of_means_of_items(value, base, key, expecte
 def test_result_round_trips_through_disk(tmp_path):
     metrics = [Metric("acc", "none", 0.5, None, True), Metric("exact_match", "strict", 0.1, 0.2, True)]
     samples = [{"document": "t/0", "filter": "none", "scores": {"acc": 1.0}, "doc": {"text": "a\u2028b\nc"}}]
-    stats = {"requests": 3, "request_tokens": [1, 2, 3, 4, 5]}
-    result = TaskResult(metrics, samples, stats, [[0.5, 0.5]], "1", 2, 3, "here", 1.5, key="bfloat16 w")
+    result = TaskResult(metrics, samples, {"requests": 3}, [[0.5, 0.5]], "1", 2, "here", 1.5, key="bfloat16 w")
     assert read_result(tmp_path, result.key) is None
     write_result(tmp_path, result)
     assert read_result(tmp_path, result.key) == result

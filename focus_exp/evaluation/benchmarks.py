@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
-import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from focus_exp.assets import cache_root
@@ -34,9 +33,9 @@ from focus_exp.evaluation.controls import (
     trained_name,
     window_only,
 )
-from focus_exp.evaluation.perplexity import PairCounter, token_losses
-from focus_exp.models.methods import is_causal, observe_selections, set_routing, swap_methods
-from focus_exp.progress import ProgressBar
+from focus_exp.evaluation.perplexity import PairCounter, score
+from focus_exp.evaluation.statistics import sequence_means, sequence_sums
+from focus_exp.models.methods import is_causal, set_routing, swap_methods
 from focus_exp.results.intervals import FEWEST, NORMAL, estimate, units_of
 from focus_exp.results.losses import Losses, benchmark_name
 from focus_exp.results.measurement import Measurement, hard_variant, loss_change
@@ -52,7 +51,6 @@ log = logging.getLogger(__name__)
 Unit = tuple[str, int, int]
 NO_FILTER = "none"
 PERPLEXITY = "perplexity"
-QUANTILES = {"min": 0.0, "p10": 0.1, "median": 0.5, "p90": 0.9, "max": 1.0}
 FRACTIONS = ("acc", "exact_match", "em", "f1")  # metrics that are fractions of the items
 PRIMARY = ("acc_norm", "acc")  # shown first
 SAMPLES, RESULT = "samples.jsonl", "result.json"
@@ -60,28 +58,25 @@ SAMPLES, RESULT = "samples.jsonl", "result.json"
 
 @dataclass
 class RequestStats:
-    """Lengths of a task's requests, and the pairs that the mask pruned on them.
+    """Requests of a task, and the pairs that the mask pruned on them.
 
     A request is one input of the model; continuations that share it are one request. A generation counts as its prompt
     and the generated tokens that were read, in a pass of its own: cached steps never show all pairs of a query at once.
     """
 
-    lengths: list[int] = field(default_factory=list)
+    requests: int = 0
     truncated: int = 0
     pairs: PairCounter = field(default_factory=PairCounter)
 
     def summary(self) -> dict[str, Any]:
         """Return the statistics by the name of their metric."""
         total, distant, _ = self.pairs.totals
-        lengths = np.quantile(self.lengths, [*QUANTILES.values()], method="nearest").tolist() if self.lengths else []
         return {
-            "requests": len(self.lengths),
+            "requests": self.requests,
             "truncated_requests": self.truncated,
-            "request_tokens": dict(zip(QUANTILES, lengths, strict=False)),
             "distant_fraction": distant / total if total else None,
             "distant_density": self.pairs.distant_density,
             "sparsity": self.pairs.sparsity,
-            "sparsity_at_layer": [(distant - kept) / total for total, distant, kept in self.pairs.by_layer],
             "largest_group_fraction": self.pairs.largest_group,
         }
 
@@ -149,7 +144,6 @@ class TaskResult:
     group_fractions: list[list[float]]
     version: str = ""
     shots: int | None = None
-    seed: int | None = None
     source: str = ""
     seconds: float = 0.0
     key: str = ""
@@ -208,24 +202,18 @@ class TaskResult:
     def request_measurements(self, variant: Variant, task: str, density: float | None) -> Iterator[Measurement]:
         """Yield what the mask did on the requests of a task."""
         stats = self.stats
-        rows: list[tuple[str, Any, str, dict[str, Any]]] = [
-            ("requests", stats["requests"], "", {}),
-            ("truncated_requests", stats["truncated_requests"], "", {}),
-            *(("request_tokens", n, "tokens", {"quantile": name}) for name, n in stats["request_tokens"].items()),
-            ("distant_fraction", stats["distant_fraction"], "fraction", {}),
-            ("distant_density", stats["distant_density"], "fraction", {}),
-            ("largest_group_fraction", variant.group_fraction(stats["largest_group_fraction"]), "fraction", {}),
-            ("eval_seconds", self.seconds, "s", {}),
-            *(
-                ("sparsity_at_layer", value, "fraction", {"layer": layer})
-                for layer, value in enumerate(stats["sparsity_at_layer"])
-            ),
-        ]
-        for metric, value, unit, settings in rows:
+        for metric, value, unit in (
+            ("requests", stats["requests"], ""),
+            ("truncated_requests", stats["truncated_requests"], ""),
+            ("distant_fraction", stats["distant_fraction"], "fraction"),
+            ("distant_density", stats["distant_density"], "fraction"),
+            ("largest_group_fraction", variant.group_fraction(stats["largest_group_fraction"]), "fraction"),
+            ("eval_seconds", self.seconds, "s"),
+        ):
             if value is not None:
                 yield Measurement(
                     variant=variant.name, metric=f"{metric}:{task}", value=value, unit=unit, density=density,
-                    settings={"task": task, **settings},
+                    settings={"task": task},
                 )  # fmt: skip
 
 
@@ -467,31 +455,20 @@ def is_perplexity(task: str) -> bool:
     return task.partition("@")[0] == PERPLEXITY
 
 
-@torch.no_grad()
 def run_perplexity(
     model: PreTrainedModel, blocks: SequenceDataset, indices: list[int], precision: Precision, label: str
 ) -> TaskResult:
-    """Return the perplexity of sequences; standard error by the delta method.
-
-    Raises:
-        RuntimeError: a loss is not finite.
-    """
-    stats, samples = RequestStats(), []
-    with precision.context(), observe_selections(model, stats.pairs.observe):
-        places = zip(indices, blocks.locate(indices), strict=True)
-        for index, (document, offset) in ProgressBar(places, f"{label:<28}", len(indices), unit="sequence"):
-            item = blocks[index]
-            loss = token_losses(model, item["input_ids"][None].to(model.device))[0, item["scored_from"] :]
-            if not loss.isfinite().all():
-                raise RuntimeError("a loss is not finite")
-            place = {"document": document, "offset": offset, "tokens": len(loss)}
-            samples.append(place | {"filter": NO_FILTER, "scores": {PERPLEXITY: -loss.double().mean().item()}})
-            stats.lengths.append(item["input_ids"].numel())
-    losses, tokens, documents = zip(
-        *((-sample["scores"][PERPLEXITY], sample["tokens"], sample["document"]) for sample in samples), strict=True
-    )
-    mean = estimate(losses, tokens, documents)
+    """Return the perplexity of sequences; standard error by the delta method."""
+    scores = score(model, blocks, indices, 1, precision, label)
+    losses, counts = sequence_means(scores.nll), sequence_sums(scores.nll)[1].tolist()
+    places = blocks.locate(indices)
+    samples = [
+        {"document": document, "offset": offset, "tokens": n, "filter": NO_FILTER, "scores": {PERPLEXITY: -loss}}
+        for (document, offset), n, loss in zip(places, counts, losses.tolist(), strict=True)
+    ]
+    mean = estimate(losses, counts, [document for document, _ in places])
     value = math.exp(mean.value)
     stderr = None if mean.stderr is None else value * mean.stderr
     metric = Metric(PERPLEXITY, NO_FILTER, value, stderr, higher_is_better=False)
+    stats = RequestStats(len(indices), pairs=scores.pairs)
     return TaskResult([metric], samples, stats.summary(), stats.pairs.group_fractions, source=blocks.stream.name)

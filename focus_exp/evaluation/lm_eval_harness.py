@@ -129,7 +129,7 @@ class MaskedLM(HFLM):
     def _model_call(self, inps: Tensor, attn_mask: Tensor | None = None, labels: Tensor | None = None) -> Tensor:
         """Return the last logits (B, n, V), with each continuation, of `inps` (B, T)."""
         lengths = torch.tensor(self.row_lengths, device=inps.device)
-        self.stats.lengths += self.row_lengths
+        self.stats.requests += len(self.row_lengths)
         mask = torch.arange(inps.shape[1], device=inps.device) < lengths[:, None]
         last = inps.shape[1] - min(self.row_lengths) + self.continuation
         with torch.no_grad(), self.precision.context():
@@ -178,7 +178,7 @@ class MaskedLM(HFLM):
             )
         for prompt, mask, tokens in zip(context, attention_mask, output[:, context.shape[1] :].tolist(), strict=True):
             read = [*prompt[mask.bool()].tolist(), *self.drop_unread(tokens, stop)]
-            self.stats.lengths.append(len(read))
+            self.stats.requests += 1
             if active_methods(self.model):
                 with self.precision.context():
                     self.model(input_ids=torch.tensor([read], device=self.device), use_cache=False, logits_to_keep=1)
@@ -245,7 +245,6 @@ def run_task(
         group_fractions=lm.stats.pairs.group_fractions,
         version=str(results["versions"].get(name, "")),
         shots=results["n-shot"].get(name),
-        seed=FEWSHOT_SEED,
     )
 
 

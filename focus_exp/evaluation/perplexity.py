@@ -333,11 +333,11 @@ class PerplexityEvaluator:
 
     def measure_adapters(self) -> None:
         """Score adapters of other runs in place of what is attached."""
-        for number, folder in enumerate(self.adapters):
+        for folder in self.adapters:
             method = read_description(folder)["method"]
-            taken, long_name = {slug(other.name) for other in self.variants}, f"{method}, {adapter_name(folder)}"
-            names = (method, long_name, *(f"{long_name} ({n})" for n in range(2, number + 2)))
-            variant = Variant(name=next(n for n in names if slug(n) not in taken), kind="control", method=method)
+            taken = {other.name for other in self.variants}
+            name = f"{method}, {adapter_name(folder)}" if method in taken else method
+            variant = Variant(name=name, kind="control", method=method)
             try:
                 methods = build_adapter_methods(self.model, folder, check_base=self.config.check_base)
             except UserError as error:  # its base was trained meanwhile

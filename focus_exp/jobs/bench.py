@@ -23,7 +23,7 @@ from focus_exp.training.precision import choose_device, has_native_bf16
 
 
 def bench(config: Config) -> None:
-    """Time Focus against full attention on this device: layer, prefill, training step, decode.
+    """Time Focus against full attention on this device: one layer, forward and backward, prefill, decode.
 
     bench.list=true lists the kernels that are available and why others are not. Triton's kernels and torch's flash
     attention were checked and timed on an H200 (runs/records/gpu); FlashAttention 3, 4 and flash-attn have not run yet.
@@ -46,8 +46,8 @@ def bench(config: Config) -> None:
         run.record.method = dict(recorded) if methods else {}  # also of an interrupted run
         setup = prepare(run)
         model, evaluators = setup.model, setup.evaluators
-        max_length = max([config.eval.seq_len, *settings.prefill_lengths, *settings.step_lengths])
-        check_length(model, "bench.prefill_lengths or bench.step_lengths", max_length, config.model.name)
+        max_length = max([config.eval.seq_len, *settings.prefill_lengths])
+        check_length(model, "bench.prefill_lengths", max_length, config.model.name)
         if settings.quality:
             evaluators.measure_base()
         is_trained = load_or_fit_router(run, setup)

@@ -31,11 +31,10 @@ from focus_exp.models.load import fingerprint, gather_tensor
 from focus_exp.models.lora import add_lora, count_router_parameters, describe_lora, save_lora
 from focus_exp.models.methods import attached_methods, is_causal, is_trainable, set_routing, swap_attachment
 from focus_exp.results.measurement import Measurement
-from focus_exp.results.metrics import read_metrics
 from focus_exp.results.record import Record, Trial
 from focus_exp.results.run_dir import run_folder
 from focus_exp.storage import atomic_write, file_lock
-from focus_exp.training.callbacks import PROBES, probe_tokens
+from focus_exp.training.callbacks import PROBES, probe_tokens, read_probes
 from focus_exp.training.checkpoints import checkpoint_path, repair_checkpoints
 from focus_exp.training.distributed import (
     broadcast_attached,
@@ -51,7 +50,6 @@ from focus_exp.training.distributed import (
 from focus_exp.training.focus_dual_fit.fit import fit_dual, format_fits, rebalance
 from focus_exp.training.indexer_fit import fit_indexers
 from focus_exp.training.key_gate_fit import fit_gates
-from focus_exp.training.measurements import fit_measurements, probe_measurements
 from focus_exp.training.module import NonFiniteError
 from focus_exp.training.phases import CHECKPOINTS, tokens_per_step, train_phases, unreached_learning_rates
 from focus_exp.training.precision import Precision, choose_device
@@ -212,7 +210,7 @@ def fit(
         ) from error
     fitted_tokens = sum(tokens.numel() for tokens in (*fitting, *balancing, *moved))
     record.tokens_seen = record.steps * tokens_per_step(config) + fitted_tokens
-    record.measurements += probe_measurements(read_metrics(run.folder / PROBES), config.recipe.phases)
+    record.measurements += read_probes(run.folder / PROBES, config.recipe.phases)
     record.method = {
         "name": config.attention.name,
         "causal": is_causal(model),
@@ -270,7 +268,7 @@ def fit_to_base(
     if isinstance(options, DualConfig):
         fits, seconds = fit_dual(model, sample, options, precision, cache, seed)
         print(f"{label}{format_fits(fits)}")
-        return sample, list(fit_measurements(fits)), seconds
+        return sample, [m for row in fits for m in row.measurements()], seconds
     if isinstance(options, GateTraining):
         return sample, [], fit_gates(model, sample, options, precision, cache, seed)
     return sample, [], fit_indexers(model, sample, options, precision, cache, seed)

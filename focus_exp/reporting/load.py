@@ -138,6 +138,11 @@ def build_report_results(loaded: Loaded, budget: str = "") -> Results:
 
 def load_run(folder: Path) -> Results:
     """Load one run, or a comparison with its variants."""
+    return _load_once(folder.absolute(), _changed_at(folder))
+
+
+@lru_cache(maxsize=1)  # for its table, its figures and its texts
+def _load_once(folder: Path, changed: float) -> Results:
     loaded, name = _read_with_variants(folder)
     variant_runs = loaded.variants.run[loaded.variants.comparison == name]
     runs = loaded.runs[loaded.runs.run.isin([name, *variant_runs])]
@@ -157,8 +162,11 @@ def _read_with_variants(folder: Path) -> tuple[Loaded, str]:
     """Read a run, of a comparison with its experiment; return them and its name."""
     folder = folder.absolute()
     root = folder.parent.parent if Record.load(folder / RECORD).variants else folder
-    changed = max(path.stat().st_mtime for path in (folder / RECORD, folder / MEASUREMENTS) if path.exists())
-    return _read_once(root, changed), folder.relative_to(root).as_posix()
+    return _read_once(root, _changed_at(folder)), folder.relative_to(root).as_posix()
+
+
+def _changed_at(folder: Path) -> float:
+    return max(path.stat().st_mtime for path in (folder / RECORD, folder / MEASUREMENTS) if path.exists())
 
 
 @lru_cache(maxsize=1)

@@ -28,7 +28,7 @@ Metrics
                perplexity@<tokens>; their paired changes from `base`: acc_change:hellaswag,
                nll_change:lambada_openai, nll_change@8192, perplexity_change_pct@8192; what the mask did on the
                requests of a task: requests:<task>, truncated_requests:<task>, distant_fraction:<task>,
-               distant_density:<task>, sparsity_at_layer:<task>, largest_group_fraction:<task>, eval_seconds:<task>
+               distant_density:<task>, largest_group_fraction:<task>, eval_seconds:<task>
     speed      latency_ms, speedup [x, reference full], attention_latency_ms, attention_speedup, peak_memory_bytes,
                bytes_read, computed_density (pairs that the kernel's blocks compute), largest_group_fraction;
                settings: clock (kernels, attention, prefill, attention step, model step, decode, decode model), seq_len

@@ -30,7 +30,6 @@ from focus_exp.speed.model import (
     model_shape,
     time_decode_model,
     time_prefill,
-    time_step,
 )
 from focus_exp.speed.timing import compare_times, device_name
 from focus_exp.speed.workload import Groups, balanced
@@ -102,7 +101,7 @@ class SpeedBenchmark:
             *(("decode", n, partial(of_layer, time_decode, decode_layer, n)) for n in decodes),
         ]
         if not self.is_trained:
-            if steps or prefills or decodes:
+            if prefills or decodes:
                 print("no trained router, so the whole model is not timed; give adapter= or train one")
             return tasks
         positions = getattr(self.model.config.get_text_config(), "max_position_embeddings", None) or sys.maxsize
@@ -110,7 +109,6 @@ class SpeedBenchmark:
             *tasks,
             *(("prefill", n, partial(self.prefill, n, "focus")) for n in prefills),
             *(("decode model", n, partial(self.decode_model, n)) for n in decodes if n <= positions),
-            *(("model step", n, partial(self.step, n)) for n in steps),
         ]
 
     def method_tasks(self) -> list[Task]:
@@ -131,9 +129,6 @@ class SpeedBenchmark:
         settings = describe_router(self.model) if self.config.has_router else {"method": variant}
         repeats = min(PREFILL_REPEATS, self.settings.repeats)
         return time_prefill(self.model, self.tokens(length), self.precision, repeats, variant, **settings)
-
-    def step(self, length: int) -> Iterable[Measurement]:
-        return time_step(self.model, self.tokens(length), self.precision)
 
     def decode_model(self, length: int) -> Iterable[Measurement]:
         repeats = min(DECODE_REPEATS, self.settings.repeats)

@@ -1,4 +1,4 @@
-"""The whole model with an attached method against the base: prefill, one training step, decoding."""
+"""The whole model with an attached method against the base: prefill and decoding."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from statistics import mean
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
@@ -24,7 +23,6 @@ from focus_exp.models.methods import (
     attention_modules,
     disable_method,
     find_routers,
-    freeze,
     observe_selections,
     swap_methods,
 )
@@ -33,7 +31,6 @@ from focus_exp.speed.timing import PeakMemory, Work, compare_times, synchronize,
 from focus_exp.speed.workload import Shape, largest_group
 from focus_exp.training.precision import Precision
 
-STEP_LEARNING_RATE = 1e-5
 DECODE_STEPS = 8  # tokens decoded one after the other in one measurement
 
 
@@ -93,48 +90,6 @@ def time_prefill(
     settings = {"clock": "prefill", "seq_len": tokens.shape[1], "repeats": repeats, **settings, **facts}
     settings["full_kernel"] = kernel
     return compare_times(variant, sides["full"], sides["ours"], settings, **fractions)
-
-
-def time_step(model: PreTrainedModel, tokens: Tensor, precision: Precision) -> list[Measurement]:
-    """Time the clock "model step": loss, backward and update of all weights with checkpointing, once each.
-
-    Focus trains with hard routing, routers included; disabled, the same weights train under full attention.
-    """
-    freeze(model, "all")
-    methods = list(find_routers(model).values())
-    before = [method.train_with for method in methods]
-    for method in methods:
-        method.train_with = "hard"
-    model.activation_checkpointing_enable({"use_reentrant": False})
-    model.train()
-    state = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    memory = PeakMemory(precision.device)
-
-    def step() -> None:
-        with precision.context():
-            logits = model(input_ids=tokens, use_cache=False).logits
-            F.cross_entropy(logits[0, :-1].float(), tokens[0, 1:]).backward()
-        optimizer = torch.optim.SGD([p for p in model.parameters() if p.grad is not None], STEP_LEARNING_RATE)
-        optimizer.step()
-        model.zero_grad(set_to_none=True)
-
-    sides = {}
-    try:
-        works: dict[str, Work] = {"full": partial(run_disabled, model, step), "focus": step}
-        for name, work in works.items():
-            start = time.perf_counter()  # without a warm-up, which would double minutes
-            peak = memory.measure(work)
-            sides[name] = {"seconds": time.perf_counter() - start, "peak_bytes": peak}
-    finally:
-        model.load_state_dict(state)
-        for method, train_with in zip(methods, before, strict=True):
-            method.train_with = train_with
-        model.activation_checkpointing_disable()
-        model.eval()
-        freeze(model, "router")
-    facts, fractions = describe_pass(model, tokens, precision)
-    settings = {"clock": "model step", "seq_len": tokens.shape[1], "repeats": 1, **describe_router(model), **facts}
-    return compare_times("focus", sides["full"], sides["focus"], settings, **fractions)
 
 
 def time_decode_model(model: PreTrainedModel, tokens: Tensor, precision: Precision, repeats: int) -> list[Measurement]:

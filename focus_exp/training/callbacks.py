@@ -6,7 +6,7 @@ import json
 import logging
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -23,11 +23,12 @@ from focus_exp.attention.base import AttentionMethod
 from focus_exp.attention.focus import Focus
 from focus_exp.attention.router import entropy, follow_means, kmeans
 from focus_exp.attention.selection import Selection, Sequence
-from focus_exp.config import FocusConfig
+from focus_exp.config import FocusConfig, PhaseConfig
 from focus_exp.data import SequenceDataset
 from focus_exp.errors import STOP_SIGNALS, Interrupted
 from focus_exp.models.methods import find_routers, observe_selections
 from focus_exp.progress import ProgressBar
+from focus_exp.results.measurement import Measurement
 from focus_exp.results.metrics import read_metrics, write_metrics
 from focus_exp.training.distributed import all_reduce_max, is_main
 from focus_exp.training.module import LanguageModelTask
@@ -383,3 +384,24 @@ def permuted_stability(groups: Tensor, previous: Tensor, count: int) -> float:
         pairs = torch.bincount(count * then + now, minlength=count * count).view(count, count).numpy()
         agreeing += pairs[linear_sum_assignment(pairs, maximize=True)].sum()
     return float(agreeing / groups.numel())
+
+
+PROBED = {  # key of a line of probe.jsonl -> metric and unit
+    "dominance": ("dominance", "fraction"),
+    "dominance_worst": ("dominance_worst", "fraction"),
+    "dead_groups": ("dead_groups", "groups"),
+    "dead_groups_worst": ("dead_groups_worst", "groups"),
+    "confidence": ("confidence", "fraction"),
+    "entropy": ("assignment_entropy", "nats"),
+    "stability": ("assignment_overlap", "fraction"),
+    "stability_renamed": ("assignment_overlap_renamed", "fraction"),
+}
+
+
+def read_probes(path: Path, phases: Mapping[str, PhaseConfig]) -> Iterator[Measurement]:
+    """Yield what the lines of a probe.jsonl hold; see `Probe` for their keys."""
+    for line in read_metrics(path):
+        settings = {"phase": line["phase"], "step": line["step"], "trainable": phases[line["phase"]].trainable}
+        for key, (metric, unit) in PROBED.items():
+            if line.get(key) is not None:
+                yield Measurement(variant="router", metric=metric, value=line[key], unit=unit, settings=settings)

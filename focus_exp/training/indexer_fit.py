@@ -11,7 +11,6 @@ from transformers import PreTrainedModel
 from focus_exp.attention.baselines.top_tokens import TokenIndexer
 from focus_exp.attention.options import FitOptions
 from focus_exp.attention.selection import Sequence, causal_mask, local_mask
-from focus_exp.models.methods import attached_methods
 from focus_exp.training.focus_dual_fit.encoders import (
     draw_index,
     minimize,
@@ -19,7 +18,7 @@ from focus_exp.training.focus_dual_fit.encoders import (
     standardize,
     standardized_tokens,
 )
-from focus_exp.training.focus_dual_fit.importance import SECONDS, Observation, fit_layers, open_fit, read_seconds
+from focus_exp.training.focus_dual_fit.importance import Observation, fit_scores
 from focus_exp.training.precision import Precision
 
 QUERIES_PER_STEP = 512
@@ -29,20 +28,15 @@ def fit_indexers(
     model: PreTrainedModel, sequences: list[Tensor], options: FitOptions, precision: Precision, cache: Path, seed: int
 ) -> float:
     """Fit the indexers of all layers to `sequences` `(T,)`; returns the seconds in all runs that worked on them."""
-    sequences = sequences[: -options.validation_sequences]  # none of them is needed for validation
-    methods = {layer: m for layer, m in attached_methods(model).items() if isinstance(m, TokenIndexer)}
-    shapes = {layer: [method.window, method.sinks, *method.key_projection.shape] for layer, method in methods.items()}
 
     def fit(method: TokenIndexer, observations: list[Observation], generator: torch.Generator) -> dict[str, Tensor]:
         fit_indexer(method, observations, options.fit_steps, options.fit_learning_rate, generator)
         return method.state_dict()
 
-    with open_fit(
-        cache, model, sequences, precision, ["indexer"], shapes, [options.fit_steps, options.fit_learning_rate], seed
-    ) as folder:
-        for layer, state in fit_layers(model, methods, sequences, precision, folder, seed, fit).items():
-            methods[layer].load_state_dict(state)
-        return read_seconds(folder / SECONDS)
+    methods, states, seconds = fit_scores(model, TokenIndexer, sequences, options, precision, cache, seed, fit)
+    for layer, state in states.items():
+        methods[layer].load_state_dict(state)
+    return seconds
 
 
 def fit_indexer(

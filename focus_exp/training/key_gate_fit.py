@@ -9,7 +9,6 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from focus_exp.attention.key_gate import GateTraining, KeyGate
-from focus_exp.models.methods import attached_methods
 from focus_exp.training.focus_dual_fit.encoders import (
     MAX_VALUE,
     VALUE_DECAY,
@@ -18,7 +17,7 @@ from focus_exp.training.focus_dual_fit.encoders import (
     standardize,
     standardized_tokens,
 )
-from focus_exp.training.focus_dual_fit.importance import SECONDS, Observation, fit_layers, open_fit, read_seconds
+from focus_exp.training.focus_dual_fit.importance import Observation, fit_scores
 from focus_exp.training.precision import Precision
 
 
@@ -30,20 +29,14 @@ def fit_gates(
     Returns:
         the seconds in all runs that worked on the gates; runs that differ in density share one fit.
     """
-    sequences = sequences[: -options.validation_sequences]  # none of them is needed for validation
-    methods = {layer: m for layer, m in attached_methods(model).items() if isinstance(m, KeyGate)}
-    shapes = {layer: [method.window, method.sinks, *method.weight.shape] for layer, method in methods.items()}
-    steps, learning_rate = options.fit_steps, options.fit_learning_rate
 
     def fit(method: KeyGate, observations: list[Observation], generator: torch.Generator) -> dict[str, Tensor]:
-        fit_gate(method, observations, steps, learning_rate, generator)
+        fit_gate(method, observations, options.fit_steps, options.fit_learning_rate, generator)
         scores = torch.cat([method.scores(standardized_tokens(x, method)) for x in observations])
         queries = torch.cat([later_queries(method, len(x.hidden)) for x in observations])
         return method.state_dict() | {"scores": scores.detach(), "queries": queries}
 
-    with open_fit(cache, model, sequences, precision, ["key gate"], shapes, [steps, learning_rate], seed) as folder:
-        states = fit_layers(model, methods, sequences, precision, folder, seed, fit)
-        seconds = read_seconds(folder / SECONDS)
+    methods, states, seconds = fit_scores(model, KeyGate, sequences, options, precision, cache, seed, fit)
     measured = [(state.pop("scores"), state.pop("queries")) for state in states.values()]
     threshold = find_threshold(
         torch.cat([scores.flatten() for scores, _ in measured]),

@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -23,6 +22,7 @@ from focus_exp.attention.selection import Selection, Sequence, top_k_groups
 from focus_exp.config import DualConfig
 from focus_exp.models.methods import attached_methods, set_budget
 from focus_exp.progress import ProgressBar
+from focus_exp.results.measurement import Measurement
 from focus_exp.storage import atomic_write
 from focus_exp.training.focus_dual_fit.encoders import balance_keys, fit_encoders, fit_thresholds, score_thresholds
 from focus_exp.training.focus_dual_fit.importance import (
@@ -36,7 +36,6 @@ from focus_exp.training.focus_dual_fit.importance import (
     open_fit,
     read_seconds,
 )
-from focus_exp.training.measurements import FitRow
 from focus_exp.training.precision import Precision
 from focus_exp.training.warm_start import run_forward
 
@@ -178,13 +177,6 @@ CURVES = "curves-3"  # increase when the same encoders give other curves
 NOT_FITTED = ("name", "method", "backend", "top_k", "counts", "groups_per_layer", "density", "gate_steepness")
 
 
-class DualFit(NamedTuple):
-    """Fitted layers, and the seconds that they took in all runs that worked on them."""
-
-    rows: list[FitRow]
-    seconds: float
-
-
 def dual_methods(model: PreTrainedModel) -> dict[int, FocusDual]:
     """Return the attached methods that have encoders, by layer; a budget may have removed them."""
     return {i: m for i, m in attached_methods(model).items() if isinstance(m, FocusDual) and hasattr(m, "mean")}
@@ -192,15 +184,18 @@ def dual_methods(model: PreTrainedModel) -> dict[int, FocusDual]:
 
 def fit_dual(
     model: PreTrainedModel, sequences: list[Tensor], options: DualConfig, precision: Precision, cache: Path, seed: int
-) -> DualFit:
+) -> tuple[list[FitRow], float]:
     """Fit the encoders of every layer, and give each layer its budget.
 
     Args:
         sequences: token ids `(T,)`; the last `validation_sequences` validate the fit and decide the budget.
+
+    Returns:
+        The fitted layers, and the seconds in all runs that worked on them.
     """
     methods = dual_methods(model)
     if not methods:
-        return DualFit([], 0.0)
+        return [], 0.0
     key = {name: value for name, value in asdict(options).items() if name not in NOT_FITTED}
     with open_fit(cache, model, sequences, precision, [], key, sorted(methods), seed) as folder:
         curves = load_or_fit(model, methods, sequences, options, precision, folder, seed)
@@ -210,7 +205,7 @@ def fit_dual(
         reads = allocate_groups(list(curves.values()), options.density)
         set_budget(model, [dict(zip(methods, reads, strict=True))[layer] for layer in sorted(methods)])
     rows = [make_row(layer, curve, groups) for (layer, curve), groups in zip(curves.items(), reads, strict=True)]
-    return DualFit(rows, seconds)
+    return rows, seconds
 
 
 def load_or_fit(
@@ -279,6 +274,35 @@ def record_logits(
         method: (torch.cat([x[0] for x, _ in pairs], 1), torch.cat([x[0] for _, x in pairs], 1))
         for method, pairs in recorded.items()
     }
+
+
+@dataclass(kw_only=True)
+class FitRow:
+    """Fit of a layer's two encoders, measured on validation sequences; fractions are 0..1.
+
+    Args:
+        reads: groups that a query of each head reads.
+        pairs: density of the distant pairs.
+        lost: fraction of the importance that pruning the pairs of other groups loses.
+        importance: squared first-order change of the loss without distant pairs [nats^2].
+    """
+
+    layer: int
+    reads: list[int]
+    pairs: float
+    lost: float
+    importance: float
+
+    def measurements(self) -> Iterator[Measurement]:
+        rows: list[tuple[str, float, str, dict[str, int]]] = [
+            ("distant_density_fit", self.pairs, "fraction", {}),
+            ("importance_lost_fraction", self.lost, "fraction", {}),
+            ("importance", self.importance, "nats^2", {}),
+            *(("groups_per_query", groups, "groups", {"head": head}) for head, groups in enumerate(self.reads)),
+        ]
+        for metric, value, unit, settings in rows:
+            settings = {"layer": self.layer, **settings}
+            yield Measurement(variant="focus_dual", metric=metric, value=value, unit=unit, settings=settings)
 
 
 def make_row(layer: int, curves: BudgetCurves, reads: list[int]) -> FitRow:

@@ -27,9 +27,10 @@ from transformers import PreTrainedModel
 
 from focus_exp.attention.base import AttentionMethod, LayerShape
 from focus_exp.attention.dense import scores, weights
+from focus_exp.attention.options import FitOptions
 from focus_exp.attention.selection import AttentionArgs, Selection, Sequence, base_mask, local_mask, row_blocks
 from focus_exp.models.load import fingerprint, select_numerics
-from focus_exp.models.methods import swap_methods
+from focus_exp.models.methods import attached_methods, swap_methods
 from focus_exp.progress import ProgressBar
 from focus_exp.storage import atomic_write, file_lock, remove, remove_stale_temp
 from focus_exp.training.precision import Precision
@@ -255,6 +256,30 @@ def fit_layers(
                     save_file(tensors, temporary)
         remove(folder / "observed")
     return {layer: load_file(path) for layer, path in paths.items()}
+
+
+def fit_scores(
+    model: PreTrainedModel,
+    kind: type[Method],
+    sequences: list[Tensor],
+    options: FitOptions,
+    precision: Precision,
+    cache: Path,
+    seed: int,
+    fit: Callable[[Method, list[Observation], torch.Generator], dict[str, Tensor]],
+) -> tuple[dict[int, Method], dict[int, dict[str, Tensor]], float]:
+    """Fit the methods of a class that scores tokens, or read their fit.
+
+    Returns:
+        The methods and their fitted tensors by layer, and the seconds in all runs that worked on the fit.
+    """
+    sequences = sequences[: -options.validation_sequences]  # none of them is needed for validation
+    methods = {layer: m for layer, m in attached_methods(model).items() if isinstance(m, kind)}
+    shapes = {i: [m.window, m.sinks, *(list(p.shape) for p in m.parameters())] for i, m in methods.items()}
+    key = [shapes, options.fit_steps, options.fit_learning_rate]
+    with open_fit(cache, model, sequences, precision, [kind.__name__], *key, seed) as folder:
+        states = fit_layers(model, methods, sequences, precision, folder, seed, fit)
+        return methods, states, read_seconds(folder / SECONDS)
 
 
 @contextmanager
