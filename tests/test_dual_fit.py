@@ -357,7 +357,7 @@ def test_interrupted_fit_resumes_and_budgets_share_it(tiny_model, tmp_path, monk
             attach_dual(tiny_model("llama")), sequences, dual_config(density=density), precision, place, seed
         )
 
-    expected = fit_with(tmp_path / "uninterrupted").rows
+    expected, _ = fit_with(tmp_path / "uninterrupted")
     original, done = fit.fit_encoders, []
 
     def interrupt(*arguments):
@@ -372,7 +372,7 @@ def test_interrupted_fit_resumes_and_budgets_share_it(tiny_model, tmp_path, monk
     (seconds,) = folder.rglob("seconds")
     seconds.write_text("1000")
     monkeypatch.setattr(fit, "fit_encoders", original)
-    assert fit_with().rows == expected
+    assert fit_with()[0] == expected
     assert list(folder.rglob("block-*")) == []
     assert float(seconds.read_text()) > 1000
     assert 0 < sum(row.pairs for row in expected) / len(expected) <= 0.5

@@ -35,7 +35,7 @@ def is_large(name):
 
 
 # `make test-all` runs them
-LARGE = [name for name in EXPERIMENTS if is_large(name)]
+LARGE = [name for name in EXPERIMENTS if is_large(name) or name == "speed_quality"]
 
 
 def test_conf_every_group_has_files_and_every_file_a_group():

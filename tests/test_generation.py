@@ -6,14 +6,16 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from running import fitting, only_run, run, tiny, without_attention
-from transformers import LlamaForCausalLM
+from builders import make_config
+from running import fitting, only_run, run, tiny
 
+from focus_exp import attach
 from focus_exp.data import SequenceDataset, TokenStream
 from focus_exp.evaluation import generation
 from focus_exp.evaluation.generation import Continuation, Generation, common_prefix, measure_cache
-from focus_exp.jobs import prepare
+from focus_exp.models.random import byte_tokenizer
 from focus_exp.results.record import Record
+from focus_exp.training.precision import choose_precision
 
 JOB = ["job=generate", "recipe.steps=2"]
 FIT = [
@@ -64,23 +66,50 @@ def test_continuations_of_every_attention_follow_their_prompt(tmp_path, monkeypa
     assert text.count("**base**") == 2 and "## Prompt 1, 20 tokens" in text
 
 
-def test_generation_ignores_the_models_own_generation_config(tmp_path, monkeypatch):
+@pytest.fixture
+def make_generation(tiny_model, tmp_path):
+    """make_generation(*overrides): continuations of a tiny attached model."""
+
+    def make(*overrides: str) -> Generation:
+        torch.manual_seed(0)
+        model = attach(tiny_model("llama"), "focus", groups=2, window=8, sinks=1)
+        tokens = np.random.default_rng(0).integers(3, 250, 256, dtype=np.int32)
+        sequences = SequenceDataset(TokenStream("text", tokens, np.array([0, 256]), ["text"]), 32, cross_documents=True)
+        config = make_config(*tiny(tmp_path), "job=generate", *overrides)
+        return Generation(model, byte_tokenizer(), sequences, config, choose_precision("float32", "cpu", False))
+
+    return make
+
+
+def texts_of(generation: Generation) -> list[str]:
+    return [row.text for row in generation.rows()]
+
+
+def test_generation_ignores_the_models_own_generation_config(make_generation):
     """Such as a penalty of repetitions, which no record would show."""
-    texts = []
-    for folder, penalty in (("without", 1.0), ("with", 5.0)):
-        (tmp_path / folder).mkdir()
-        load = prepare.load_model
+    plain, penalized = make_generation(), make_generation()
+    penalized.model.generation_config.repetition_penalty = 5.0
+    assert texts_of(penalized) == texts_of(plain)
 
-        def load_penalized(*args, load=load, penalty=penalty, **options):
-            loaded = load(*args, **options)
-            loaded.model.generation_config.repetition_penalty = penalty
-            return loaded
 
-        with monkeypatch.context() as patch:
-            patch.setattr(prepare, "load_model", load_penalized)
-            assert run(*tiny(tmp_path / folder), *JOB, "recipe.steps=1", "generate.top_k=[1]").code == 0
-        texts.append([row.text for row in continuations(tmp_path / folder)])
-    assert texts[0] == texts[1]
+def test_sampled_continuations_follow_from_the_seed(make_generation):
+    first, again = (texts_of(make_generation("generate.do_sample=true")) for _ in range(2))
+    assert len(first) == 8 and first == again and len(set(first)) > 4
+
+
+def test_generation_failed_full_attention_has_an_error_and_no_agreement(make_generation, monkeypatch):
+    generation = make_generation("generate.prompts=1", "generate.top_k=[1]")
+    generate, calls = generation.model.generate, []
+
+    def fail_once(**options):
+        calls.append(1)
+        if len(calls) == 1:
+            raise torch.OutOfMemoryError("no room")
+        return generate(**options)
+
+    monkeypatch.setattr(generation.model, "generate", fail_once)
+    _, full, hard = generation.rows()
+    assert "no room" in full.error and hard.tokens == 12 and hard.agreeing is None
 
 
 @pytest.mark.parametrize("sequences", [1, 2, 4, 5, 8, 40])
@@ -95,7 +124,7 @@ def test_prompts_are_distinct_and_spread(sequences):
     assert indices == [8, 16, 23, 31] or sequences < 40
 
 
-def test_dual_router_with_a_budget_generates_fitted_or_read_from_an_adapter(tmp_path):
+def test_dual_router_with_a_budget_generates(tmp_path):
     dual = fitting(*tiny(tmp_path), "attention=focus_dual", "recipe=none", *FIT, "attention.density=0.5")
     result = run(*dual, "job=generate")
     assert result.code == 0, result.err
@@ -103,10 +132,6 @@ def test_dual_router_with_a_budget_generates_fitted_or_read_from_an_adapter(tmp_
     assert [row.variant for row in rows] == ["text", "base", "focus_dual"] * 2
     assert all(row.error is None and row.tokens == 12 for row in rows)
     assert rows[2].keys_read < rows[1].keys_read
-
-    adapter = only_run(tmp_path) / "adapter"
-    assert run(*without_attention(tiny(tmp_path, "read")), "job=generate", f"adapter={adapter}").code == 0
-    assert [row.text for row in continuations(tmp_path / "read")] == [row.text for row in rows]
 
 
 def test_dual_router_generates_with_other_top_k(tmp_path):
@@ -126,14 +151,6 @@ def test_dual_router_generates_with_other_top_k(tmp_path):
         assert refused.code == 2 and setting.split("=")[0] in refused.err
 
 
-def test_sampled_continuations_follow_from_the_seed(tmp_path):
-    texts = []
-    for runs in ("runs", "again"):
-        assert run(*tiny(tmp_path, runs), *JOB, "generate.do_sample=true").code == 0
-        texts.append([row.text for row in continuations(tmp_path / runs)])
-    assert len(texts[0]) == 8 and texts[0] == texts[1] and len(set(texts[0])) > 4
-
-
 @pytest.mark.parametrize(
     ("settings", "key"),
     [
@@ -149,21 +166,6 @@ def test_sampled_continuations_follow_from_the_seed(tmp_path):
 def test_generation_with_bad_settings_is_refused(tmp_path, settings, key):
     result = run(*fitting(*tiny(tmp_path), *JOB, *settings))
     assert result.code == 2 and key in result.err and "Traceback" not in result.err
-
-
-def test_generation_failed_full_attention_has_an_error_and_no_agreement(tmp_path, monkeypatch):
-    generate, calls = LlamaForCausalLM.generate, []
-
-    def fail_once(self, **options):
-        calls.append(1)
-        if len(calls) == 1:
-            raise torch.OutOfMemoryError("no room")
-        return generate(self, **options)
-
-    monkeypatch.setattr(LlamaForCausalLM, "generate", fail_once)
-    assert run(*tiny(tmp_path), *JOB, "recipe.steps=1", "generate.prompts=1", "generate.top_k=[1]").code == 0
-    _, full, hard = continuations(tmp_path)
-    assert "no room" in full.error and hard.tokens == 12 and hard.agreeing is None
 
 
 def test_measure_cache_counts_what_sliding_layers_hold(tiny_model):

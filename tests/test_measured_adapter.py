@@ -64,12 +64,9 @@ def test_evaluate_adapter_other_setting_raises(tmp_path, retrofit):
     assert not (tmp_path / "runs").exists()
 
 
-def test_evaluate_adapter_same_setting_runs(tmp_path, retrofit):
-    command = make_command(
-        tmp_path, retrofit, "attention.window=8", "attention.warm_start_steps=3", "attention.top_k=2"
-    )
-    assert run(*command).code == 0
-    assert record_of(tmp_path).setting("attention", "top_k") == 2
+def test_evaluate_adapter_same_setting_is_accepted(retrofit):
+    same = ["attention.window=8", "attention.warm_start_steps=3"]
+    assert configured(f"adapter={retrofit}", *same, "attention.top_k=2").attention.top_k == 2
 
 
 def test_evaluate_adapter_other_budget_raises(tmp_path, dual):
@@ -77,7 +74,8 @@ def test_evaluate_adapter_other_budget_raises(tmp_path, dual):
     command = make_command(tmp_path, dual["budget"], *dual_options)
     assert refused(*command, "attention.density=0.1") == "attention.density"
     assert refused(*command, "attention.top_k=3") == "attention.top_k"
-    assert run(*command, "attention.density=0.3", "attention.top_k=1").code == 0
+    same = configured(f"adapter={dual['budget']}", *dual_options, "attention.density=0.3", "attention.top_k=1")
+    assert same.attention.groups_per_layer  # the budget that was fitted for it
     without = make_command(tmp_path, dual["free"], *dual_options, "attention.density=0.1")
     assert refused(*without) == "attention.density"
 
@@ -123,11 +121,9 @@ def find_base(*arguments):
     return configured(*arguments).model
 
 
-def test_with_adapter_base_is_its_runs(tmp_path, retrofit):
-    command = [part for part in make_command(tmp_path, retrofit) if not part.startswith("model=")]
-    assert run(*command).code == 0
-    assert record_of(tmp_path).setting("model", "name") == "tiny_llama"
+def test_with_adapter_base_is_its_runs(retrofit):
     given = f"adapter={retrofit}"
+    assert find_base(given).name == "tiny_llama"
     assert find_base(given, "model=tiny_gpt2").name == "tiny_gpt2"
     assert find_base(given, "+experiment=retrofit_124m").name == "gpt2_124m"
 

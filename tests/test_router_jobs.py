@@ -1,14 +1,16 @@
 """Jobs that use a router, an adapter's or one that they train first, for something else than its perplexity."""
 
-import shutil
+from dataclasses import replace
 
 import pytest
-from running import only_run, record_of, router_steps, run, tiny, without_attention
+from builders import make_config
+from running import fitting, only_run, record_of, router_steps, run, tiny, without_attention
 
-from focus_exp.config import conf_dir
 from focus_exp.errors import UserError
+from focus_exp.jobs.bench import check_earlier_methods
 from focus_exp.models.adapter import read_description
 from focus_exp.results.record import Record
+from focus_exp.results.run_dir import run_folder
 
 
 @pytest.mark.parametrize("job", ["analyze", "bench", "generate"])
@@ -21,21 +23,14 @@ def test_job_precision_follows_a_trained_base(tmp_path, monkeypatch, job):
 
 
 def test_job_bench_with_changed_options_of_methods_is_refused(tmp_path):
-    conf = shutil.copytree(conf_dir(), tmp_path / "conf")
-    clocks = ["bench.prefill_lengths=[]", "bench.step_lengths=[]", "bench.decode_lengths=[]"]
-    settings = [*tiny(tmp_path), "job=bench", "recipe=none", "bench.methods=[performer]", *clocks]
-    settings.append(f"--config-path={conf}")
-    assert run(*settings).code == 0
-    assert run(*settings).out.count("already finished") == 1
-    performer = conf / "attention" / "performer.yaml"
-    performer.write_text(performer.read_text().replace("features: 256", "features: 128"))
-    refused = run(*settings)
-    assert refused.code == 2 and "performer must have features=256" in refused.err
-    path = only_run(tmp_path) / "record.json"
-    record = Record.load(path)
-    del record.method["methods"]  # as records had none
-    record.save(path)
-    assert run(*settings).out.count("already finished") == 1
+    config = make_config(*tiny(tmp_path), "job=bench", "recipe=none", "bench.methods=[performer]")
+    record = Record(status="finished", experiment="adhoc", method={"methods": {"performer": {"features": 128}}})
+    record.save(run_folder(config) / "record.json")
+    check_earlier_methods(config, {"performer": {"features": 128}})
+    with pytest.raises(UserError, match="performer must have features=128"):
+        check_earlier_methods(config, {"performer": {"features": 256}})
+    replace(record, method={}).save(run_folder(config) / "record.json")  # as records had none
+    check_earlier_methods(config, {"performer": {"features": 256}})
 
 
 @pytest.fixture(scope="module")
@@ -45,9 +40,8 @@ def adapter(tmp_path_factory):
     return only_run(folder / "runs") / "adapter"
 
 
-@pytest.mark.parametrize("job", ["evaluate", "generate"])
-def test_job_with_an_adapter_does_not_read_training_text(tmp_path, adapter, job):
-    settings = [*without_attention(tiny(tmp_path)), f"job={job}", f"adapter={adapter}", "data.seq_len=100000"]
+def test_job_with_an_adapter_does_not_read_training_text(tmp_path, adapter):
+    settings = [*without_attention(tiny(tmp_path)), "job=evaluate", f"adapter={adapter}", "data.seq_len=100000"]
     result = run(*settings)
     assert result.code == 0, result.err
     assert record_of(tmp_path).status == "finished"
@@ -68,13 +62,13 @@ def test_job_evaluate_without_any_score_of_its_tasks_fails(tmp_path, adapter):
 
 
 def test_job_train_strings_of_special_tokens_are_one_warning_with_their_count(tmp_path):
-    settings = tiny(tmp_path)
+    settings = fitting(*tiny(tmp_path), "attention=window", "recipe=none")
     text = next((tmp_path / "texts").glob("*.txt"))
     text.write_text(text.read_text() + "<|endoftext|> and <|endoftext|>.")
-    assert run(*settings, "recipe.steps=1").code == 0
+    assert run(*settings).code == 0
     (warning,) = (sentence for sentence in record_of(tmp_path).warnings if "special tokens" in sentence)
     assert warning.startswith("2 strings")
-    split = run(*settings, "recipe.steps=1", "data.split_special_tokens=true")
+    split = run(*settings, "data.split_special_tokens=true")
     assert split.code == 0 and "special tokens" not in split.err
 
 

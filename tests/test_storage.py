@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 from builders import write_variants
-from running import fitting, only_run, record_of, router_steps, run, tiny
+from running import fitting, only_run, record_of, run, tiny
 from safetensors import SafetensorError
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerBase
 
@@ -22,7 +22,6 @@ from focus_exp.jobs.run import open_run
 from focus_exp.results.record import Record
 from focus_exp.storage import InUse, atomic_write, file_lock, is_locked, remove_stale_temp, replace_file
 
-STEPS = router_steps(2)
 HOLDER = """
 import os, sys, time
 from pathlib import Path
@@ -134,7 +133,7 @@ def test_second_command_in_a_run_folder_is_refused_and_changes_nothing(tmp_path,
         return prepare(first)
 
     monkeypatch.setattr(train_module, "prepare", intrude)
-    assert run(*tiny(tmp_path), STEPS, "overwrite=true").code == 0
+    assert run(*fitting(*tiny(tmp_path), "attention=window", "recipe=none"), "overwrite=true").code == 0
     assert refused == [False, True]
     assert record_of(tmp_path).status == "finished"
     folder = only_run(tmp_path)

@@ -9,7 +9,7 @@ import time
 
 import pytest
 from builders import scored
-from running import outcome, record_of, router_steps, run, tiny
+from running import fitting, outcome, record_of, router_steps, run, tiny
 
 from focus_exp import launcher
 from focus_exp.errors import Interrupted
@@ -17,6 +17,7 @@ from focus_exp.results.record import Record
 from focus_exp.training.callbacks import Metrics
 
 STEPS = router_steps(4)
+UNTRAINED = ("attention=window", "recipe=none")
 
 
 def records(folder):
@@ -28,9 +29,9 @@ def nlls(record):
 
 
 def test_sweep_jobs_equal_single_runs(tmp_path):
-    result = run("-m", *tiny(tmp_path), STEPS, "seed=0,1")
+    result = run("-m", *fitting(*tiny(tmp_path), *UNTRAINED), "seed=0,1")
     assert result.code == 0, result.err
-    assert run(*tiny(tmp_path, "single"), STEPS, "seed=1").code == 0
+    assert run(*fitting(*tiny(tmp_path, "single"), *UNTRAINED), "seed=1").code == 0
     swept = {record.seed: record for record in records(tmp_path / "runs")}
     assert nlls(swept[1]) == nlls(record_of(tmp_path / "single"))
     for seed, record in swept.items():  # the command of its own job
@@ -38,10 +39,10 @@ def test_sweep_jobs_equal_single_runs(tmp_path):
 
 
 def test_sweep_failed_job_leaves_the_others_and_exits_with_2(tmp_path):
-    points = ("data.seq_len=64,32", "model.architecture.max_position_embeddings=48")
-    result = run("-m", *tiny(tmp_path), STEPS, *points)
+    points = ("eval.seq_len=64,32", "model.architecture.max_position_embeddings=48")
+    result = run("-m", *fitting(*tiny(tmp_path), *UNTRAINED), *points)
     assert result.code == 2
-    assert "data.seq_len" in result.err
+    assert "eval.seq_len" in result.err
     assert sorted(record.status for record in records(tmp_path / "runs")) == ["failed", "finished"]
 
 
@@ -83,7 +84,7 @@ def test_sweep_signal_stops_at_a_checkpoint_and_the_command_resumes(tmp_path):
 
 
 def test_requeued_job_resumes_although_overwrite_is_set(tmp_path, monkeypatch):
-    settings = [*tiny(tmp_path), STEPS, "overwrite=true"]
+    settings = [*fitting(*tiny(tmp_path), *UNTRAINED), "overwrite=true"]
     assert run(*settings).code == 0
     first = record_of(tmp_path / "runs").started
     monkeypatch.setenv("SLURM_RESTART_COUNT", "1")

@@ -3,31 +3,19 @@
 from dataclasses import replace
 
 import pytest
-from builders import write_variants
+from builders import make_config, write_variants
 from running import attention_of, run, tiny
 
 from focus_exp.config import Config, PhaseConfig, RecipeConfig
 from focus_exp.errors import UserError
 from focus_exp.jobs import train as job
-from focus_exp.jobs.train import read_loss, with_rate
+from focus_exp.jobs.train import make_trial, read_loss, run_trial, tune_learning_rate, with_rate
 from focus_exp.results.measurement import Measurement
-from focus_exp.results.record import Record
+from focus_exp.results.record import Record, Trial
+from focus_exp.results.run_dir import run_folder
 
 TUNED = ["recipe.steps=1", "recipe.tune.factors=[0.001,1]", "recipe.tune.sequences=1", "eval.max_sequences=1"]
-VARIANTS = {
-    "focus": [],
-    "lora": ["attention=full", "recipe=lora"],
-    "fitted": ["recipe.steps=0"],
-}
-
-
-def records_by_variant(folder):
-    """Return (experiment, variant) -> records; the variant of the comparison itself is None."""
-    records = {}
-    for path in sorted(folder.rglob("record.json")):
-        record = Record.load(path)
-        records.setdefault((record.experiment, record.config["variant"]), []).append(record)
-    return records
+VARIANTS = {"focus": [], "fitted": ["recipe.steps=0"]}
 
 
 def learning_rate(record):
@@ -35,25 +23,45 @@ def learning_rate(record):
     return phase["learning_rate"]
 
 
-def test_comparison_tunes_every_trained_variant_on_validation_text(tmp_path):
+def test_comparison_tunes_trained_variants_on_validation_text(tmp_path):
     command = [*tiny(tmp_path), *TUNED, "job=compare", *write_variants(tmp_path / "conf", VARIANTS)]
     assert run(*command).code == 0
-    records = records_by_variant(tmp_path)
-    (comparison,) = records["adhoc", None]
-    assert set(records) == {("adhoc", name) for name in (None, *VARIANTS)} | {("tries", "focus"), ("tries", "lora")}
-    for variant in comparison.variants[:2]:
-        trials = {learning_rate(trial): trial for trial in records["tries", variant.name]}
-        assert {trial.config["eval"]["split"] for trial in trials.values()} == {"validation"}
-        losses = {
-            rate: trial.find("nll", "focus_soft") or trial.find("nll", "lora_r4") for rate, trial in trials.items()
-        }
-        assert len(losses) == 2
-        assert {trial.learning_rate: trial.nll for trial in variant.trials} == losses
-        (record,) = records["adhoc", variant.name]
-        assert variant.learning_rate == learning_rate(record) == min(losses, key=losses.get)
-        assert record.config["eval"]["split"] == "test"
-        assert record.trials == variant.trials
-    assert [variant.trials for variant in comparison.variants[2:]] == [[]]
+    loaded = [Record.load(path) for path in tmp_path.rglob("record.json")]
+    trials = {learning_rate(record): record for record in loaded if record.experiment == "tries"}
+    runs = {record.config["variant"]: record for record in loaded if record.experiment != "tries"}
+    assert set(runs) == {None, *VARIANTS}
+    assert {trial.config["eval"]["split"] for trial in trials.values()} == {"validation"}
+    losses = {rate: trial.find("nll", "focus_soft") for rate, trial in trials.items()}
+    tuned, fitted = runs[None].variants
+    assert len(losses) == 2 and {trial.learning_rate: trial.nll for trial in tuned.trials} == losses
+    assert tuned.learning_rate == learning_rate(runs["focus"]) == min(losses, key=losses.get)
+    assert runs["focus"].config["eval"]["split"] == "test" and runs["focus"].trials == tuned.trials
+    assert fitted.trials == []
+
+
+def test_trials_of_other_seeds_and_experiments_are_the_same_runs():
+    config = make_config("recipe=retrofit")
+    configs = [config, replace(config, seed=1, experiment="mine")]
+    assert len({run_folder(make_trial(config, 0.5)) for config in configs}) == 1
+    assert run_folder(make_trial(configs[0], 0.5)) != run_folder(make_trial(configs[0], 1.0))
+
+
+def test_failed_trial_is_recorded_and_excluded(tmp_path, monkeypatch):
+    def fail(config):
+        raise UserError("a loss is not finite")
+
+    config = make_config("recipe=retrofit", f"runs_dir={tmp_path}", "recipe.tune.factors=[0.001,1]")
+    monkeypatch.setattr(job, "train", fail)
+    failed = run_trial(make_trial(config, 0.001))
+    assert (failed.error, failed.nll) == ("a loss is not finite", None)
+    trials = [failed, Trial(learning_rate=1e-2, nll=3.0)]
+    left = iter(trials)
+    monkeypatch.setattr(job, "run_trial", lambda config: next(left))
+    tuned, made = tune_learning_rate(config)
+    assert made == trials and tuned.phases[-1][1].learning_rate == 1e-2
+    monkeypatch.setattr(job, "run_trial", lambda config: failed)
+    with pytest.raises(UserError, match="a loss is not finite"):
+        tune_learning_rate(config)
 
 
 def test_read_loss_is_of_soft_routing_where_there_is_one():
@@ -69,37 +77,6 @@ def test_read_loss_is_of_soft_routing_where_there_is_one():
     assert read_loss(record) == {"nll": 2.0}
     record.measurements[:] = [replace(scored, value=None, settings=settings | {"error": "no memory"})]
     assert read_loss(record) == {"error": "no memory"}
-
-
-def test_other_seeds_share_trials_and_finished_runs_are_not_repeated(tmp_path):
-    assert run(*tiny(tmp_path), *TUNED).code == 0
-    assert "already finished" in run(*tiny(tmp_path), *TUNED).out
-    assert run(*tiny(tmp_path), *TUNED, "seed=1").code == 0
-    records = records_by_variant(tmp_path)
-    first, second = records["adhoc", None]
-    assert {first.seed, second.seed} == {0, 1}
-    assert len(records["tries", "retrofit"]) == 2
-    assert first.trials == second.trials
-
-
-def test_failed_trial_is_recorded_and_excluded(tmp_path, monkeypatch):
-    fit = job.fit
-
-    def fail_at_low_rate(run_, *arguments):
-        if run_.config.recipe.phases["router"].learning_rate == 1e-5 and run_.config.experiment == "tries":
-            raise UserError("a loss is not finite")
-        fit(run_, *arguments)
-
-    monkeypatch.setattr(job, "fit", fail_at_low_rate)
-    assert run(*tiny(tmp_path / "one"), *TUNED).code == 0
-    (record,) = records_by_variant(tmp_path / "one")["adhoc", None]
-    assert [(trial.learning_rate, trial.error) for trial in record.trials] == [
-        (1e-5, "a loss is not finite"),
-        (1e-2, None),
-    ]
-    failed = run(*tiny(tmp_path / "none"), *TUNED, "recipe.tune.factors=[0.001]")
-    assert failed.code == 2
-    assert "a loss is not finite" in failed.err
 
 
 @pytest.mark.parametrize(("method", "last"), [("focus", "router"), ("longformer", "all")])
