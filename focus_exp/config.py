@@ -307,6 +307,7 @@ class ReportConfig:
     name: str = MISSING
     folder: str | None = option(None)
     check: bool = option(False)
+    renew: bool = option(False)
 
 
 @dataclass
@@ -318,8 +319,6 @@ class PlanConfig:
     utilization: float = option(0.4, least=0.01, most=1)
     models: list[str] = option([])
     paper: bool = option(False)
-    experiments: list[str] = option([])
-    folder: str | None = option(None)
 
 
 @dataclass
@@ -335,9 +334,7 @@ class AnalyzeConfig:
 class ReproduceConfig:
     name: str = MISSING
     tables: dict[str, list[str]] = option({})
-    minutes: dict[str, float] = option({})
     only: list[str] = option([])
-    publish: bool = option(False)
 
 
 @dataclass

@@ -18,7 +18,7 @@ from safetensors import SafetensorError
 from focus_exp.errors import UserError
 
 TEMP_SUFFIX = ".aside"
-LOCK_TIMEOUT = 1.0  # seconds; `is_locked` holds a lock for an instant
+LOCK_TIMEOUT = 1.0  # seconds
 
 
 class InUse(UserError):
@@ -104,16 +104,3 @@ def file_lock(path: Path, what: str, *, wait: bool = False) -> Iterator[None]:
     finally:
         path.unlink(missing_ok=True)  # before the release: a waiting process then takes a new file
         lock.release()
-
-
-def is_locked(path: Path) -> bool:
-    """Return whether a process holds the lock file `path`."""
-    if not path.exists():
-        return False
-    lock = FileLock(path, blocking=False)
-    try:
-        lock.acquire()
-    except Timeout:
-        return True
-    lock.release()
-    return False

@@ -106,19 +106,11 @@ def finished_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def published_files() -> Any:
-    """The records and measurements of all published runs."""
-    from focus_exp.reporting.load import read_runs
-
-    return read_runs(RECORDS)
-
-
-@pytest.fixture(scope="session")
-def published(published_files: Any) -> Any:
+def published() -> Any:
     """The rows of the published report."""
-    from focus_exp.reporting.load import build_report_results
+    from focus_exp.reporting.load import load_results
 
-    return build_report_results(published_files)
+    return load_results(RECORDS)
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

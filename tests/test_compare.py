@@ -13,8 +13,8 @@ from scipy import stats
 from focus_exp.evaluation import perplexity
 from focus_exp.evaluation.controls import slug
 from focus_exp.jobs import compare as job
+from focus_exp.reporting.check import find_inconsistent_run
 from focus_exp.reporting.load import load_results, load_run, select
-from focus_exp.reporting.publish import find_inconsistent_run
 from focus_exp.results.losses import find_inconsistent, read_losses
 from focus_exp.results.record import Record
 

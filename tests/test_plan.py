@@ -1,11 +1,10 @@
 """job=plan: the formulas against known counts and against traces of the real training step."""
 
-import csv
 from dataclasses import replace
 
 import pytest
 from builders import make_config
-from running import fitting, run, tiny
+from running import fitting, run
 
 from focus_exp.jobs import plan
 from focus_exp.jobs.plan import GIB, GPUS, measure, plan_on, plan_run
@@ -98,21 +97,6 @@ def test_plan_models_are_rows():
     result = run(*fitting("job=plan", "plan.models=[tiny_llama,tiny_gpt2]", "data.seq_len=64", "eval.seq_len=64"))
     assert result.code == 0, result.err
     assert "tiny_llama" in result.out and "tiny_gpt2" in result.out
-
-
-def test_plan_experiments_are_written_as_csv(tmp_path):
-    experiments = "plan.experiments=[retrofit_124m,full_training]"
-    result = run(
-        *tiny(tmp_path), "job=plan", "plan=experiments", experiments, "budget=quick", "recipe.tune.factors=[1]"
-    )
-    assert result.code == 0, result.err
-    with (tmp_path / "runs" / "records" / "plans.csv").open(encoding="utf-8") as file:
-        rows = list(csv.DictReader(file))
-    assert [row["experiment"] for row in rows] == ["retrofit_124m", *["full_training"] * 5]
-    for row in rows:
-        assert row["error"] == ""
-        assert int(row["runs"]) == 2
-        assert float(row["gpu_hours"]) == pytest.approx(2 * int(row["gpus"]) * float(row["hours"]))
 
 
 @pytest.mark.parametrize(

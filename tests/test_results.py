@@ -12,7 +12,7 @@ from hydra import compose, initialize_config_dir
 from focus_exp.checks import parse
 from focus_exp.config import conf_dir, register_schemas
 from focus_exp.config_hash import config_hash
-from focus_exp.reporting.load import Loaded
+from focus_exp.reporting.load import Results
 from focus_exp.results.measurement import MEASUREMENTS, Measurement, format_measurements, loss_change, read_measurements
 from focus_exp.results.record import Record
 from focus_exp.results.run_dir import run_folder
@@ -60,12 +60,12 @@ def test_run_folder_is_named_after_what_runs(overrides: list[str], names: tuple[
     assert folder.name == f"focus-seed0-{config_hash(config)}"
 
 
-def test_published_runs_moved_is_one_to_one(published_files: Loaded) -> None:
+def test_published_runs_moved_is_one_to_one(published: Results) -> None:
     moved = pd.read_csv(RECORDS / "moved.csv")
-    assert set(moved.now) == set(published_files.runs.run)
+    assert set(moved.now) == set(published.runs.index)
     assert moved.before.is_unique
     unrun = ("gpt2", "mistral", "124m")
-    assert not [run for run in published_files.runs.run if any(name in run for name in unrun)]
+    assert not [run for run in published.runs.index if any(name in run for name in unrun)]
 
 
 def test_setup_key_differs_by_what_is_computed_alone() -> None:

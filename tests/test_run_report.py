@@ -62,18 +62,6 @@ def test_perplexity_by_position_lower_panel_is_ratio_to_base():
     assert list(upper.lines[0].get_xdata()) == [1.0, 3.0]
 
 
-def test_router_load_phases_follow_each_other():
-    rows = [
-        {"variant": "v", "phase": phase, "step": step, "metric": metric, "value": 0.5}
-        for phase in ("router", "all")
-        for step in (0, 100)
-        for metric in ("dominance", "dead_groups")
-    ]
-    largest, _ = figures.router_load(pd.DataFrame(rows)).axes
-    assert list(largest.lines[0].get_xdata()) == [0, 100, 100, 200]
-    assert list(largest.lines[0].get_ydata()) == [50.0] * 4
-
-
 def make_points():
     cells = {"experiment": "frontier", "variant": "v", "seeds": 1, "low": 0.5, "high": 2.0, "change": 1.0}
     return pd.DataFrame(

@@ -1,7 +1,5 @@
 """Weights & Biases without a server: the mode, tables, the saved workspace."""
 
-import socket
-
 import pandas as pd
 import pytest
 from running import run, tiny
@@ -19,15 +17,6 @@ def no_key(monkeypatch, tmp_path):
 
 def test_wandb_mode_without_key_is_offline(no_key):
     assert logging.wandb_mode("auto") == "offline"
-
-
-def test_wandb_mode_unreachable_server_is_offline(no_key, monkeypatch):
-    monkeypatch.setenv("WANDB_API_KEY", "x" * 40)
-    with socket.socket() as silent:
-        silent.bind(("127.0.0.1", 0))
-        silent.listen()  # accepts connections and never answers
-        monkeypatch.setenv("WANDB_BASE_URL", f"http://127.0.0.1:{silent.getsockname()[1]}")
-        assert logging.wandb_mode("auto", timeout=0.5) == "offline"
 
 
 def test_wandb_mode_follows_request_and_environment(no_key, monkeypatch):
@@ -54,10 +43,9 @@ def test_log_tables_logs_unrounded_tables_and_images(tmp_path):
     assert logged["claims"].data == [[0.1 + 0.2, "x"], [None, "y"]]
 
 
-def test_dashboard_offline_writes_views(tmp_path):
+def test_dashboard_logs_tables_without_a_server(tmp_path):
     pytest.importorskip("wandb_workspaces")
     assert run(*tiny(tmp_path), "recipe.steps=1").code == 0
     result = run(*tiny(tmp_path), "job=dashboard", "logger.wandb=disabled")
     assert result.code == 0, result.err
-    folder = tmp_path / "runs" / "report" / "dashboard"
-    assert {path.name for path in folder.glob("*.json")} == {"workspace.json", "report.json"}
+    assert "not saved" in result.out

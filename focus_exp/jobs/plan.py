@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,19 +16,12 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from focus_exp.attention.options import FocusOptions
 from focus_exp.config import Config, PhaseConfig, get_method_options
 from focus_exp.errors import UserError, first_line
-from focus_exp.jobs.compose import (
-    command_overrides,
-    compose_overrides,
-    compose_variant,
-    compose_variants,
-    variant_name,
-)
+from focus_exp.jobs.compose import command_overrides, compose_overrides, compose_variants
 from focus_exp.jobs.prepare import check_length
 from focus_exp.models.attach import attach
 from focus_exp.models.lora import Linear, add_lora, count_router_parameters
 from focus_exp.models.methods import is_trainable
 from focus_exp.models.random import architecture_config
-from focus_exp.storage import replace_file
 from focus_exp.training.phases import tokens_per_step
 
 GIB = 2**30
@@ -65,7 +57,7 @@ class Sizes:
 
 @dataclass(kw_only=True)
 class Plan:
-    """One run: bytes on each GPU at the worst moment, work and time. The columns of plans.csv."""
+    """One run: bytes on each GPU at the worst moment, work and time."""
 
     run: str
     strategy: str = ""
@@ -92,41 +84,10 @@ def plan(config: Config) -> None:
     """Estimate memory, FLOPs, GPUs and hours of a run from formulas, before anything is downloaded."""
     if config.plan.gpu not in GPUS:
         raise UserError(f"plan.gpu must be one of {', '.join(GPUS)} (got {config.plan.gpu}).")
-    if config.plan.experiments:
-        return plan_experiments(config)
     plans = [plan_run(name, planned) for name, planned in planned_configs(config).items()]
     show([asdict(item) | {"held": item.held} for item in plans], config)
     if refused := [item for item in plans if item.error]:
         raise UserError("\n  ".join(f"{item.run}: {item.error}" for item in refused))
-
-
-def plan_experiments(config: Config) -> None:
-    """Print, and write to plan.folder, the training runs of every experiment; variants with equal needs share a row."""
-    command_line = [part for part in command_overrides() if not part.startswith("plan")]
-    known: dict[Hashable, Plan] = {}
-    rows: list[dict[str, Any]] = []
-    for name in config.plan.experiments:
-        overrides = [f"+experiment={name}", *command_line]
-        composed = compose_overrides(overrides)
-        variants = {v: compose_variant(composed, v, overrides) for v in map(variant_name, composed.variants)}
-        alike: dict[Hashable, list[str]] = {}
-        for variant, planned in (variants or {composed.model.name: composed}).items():
-            if any(phase.steps for _, phase in planned.phases):
-                alike.setdefault(training_key(planned), []).append(variant)
-        for key, names in alike.items():
-            planned = variants.get(names[0], composed)
-            if key not in known:
-                known[key] = plan_run(names[0], replace(planned, plan=config.plan))
-            item = known[key]
-            runs = len(names) * (1 + len(planned.recipe.tune.factors))
-            hours = 0.0 if item.error else runs * item.gpus * item.hours
-            row = {"experiment": name, "variants": " ".join(names), "runs": runs, "gpu_hours": hours}
-            rows.append({**row, "held": item.held, **asdict(item)})
-    show(rows, config)
-    if config.plan.folder:
-        path = Path(config.plan.folder) / "plans.csv"
-        replace_file(path, pd.DataFrame(rows).to_csv(index=False).encode())
-        print(path)
 
 
 def plan_run(name: str, config: Config) -> Plan:
@@ -266,15 +227,6 @@ def load_architecture(config: Config) -> PreTrainedConfig:
         raise UserError(
             f"model.path must have a readable config.json (got {model.path}: {first_line(error)})."
         ) from error
-
-
-def training_key(config: Config) -> Hashable:
-    """Return what the needs of a training run depend on, apart from small parts such as groups and ranks."""
-    trainer, phases = config.trainer, tuple((p.trainable, p.objective, p.steps) for _, p in config.phases)
-    return (
-        config.model.name, config.attention.method, phases, len(config.recipe.tune.factors),
-        config.data.seq_len, trainer.batch_size, trainer.accumulate, trainer.precision,
-    )  # fmt: skip
 
 
 def planned_configs(config: Config) -> dict[str, Config]:

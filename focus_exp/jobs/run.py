@@ -51,6 +51,7 @@ from focus_exp.training.phases import CHECKPOINTS
 from focus_exp.training.precision import Precision, choose_precision
 
 TABLE_WIDTH = 190
+WANDB_TIMEOUT = 30.0  # seconds in which a server must answer
 COMMIT = re.compile("[0-9a-f]{40}")
 
 
@@ -233,21 +234,19 @@ def make_loggers(config: Config, folder: Path) -> list[Logger]:
     if mode != "disabled":
         import wandb
 
+        options: dict[str, Any] = {
+            "name": folder.relative_to(config.runs_dir).as_posix(), "project": config.logger.wandb_project,
+            "entity": config.logger.wandb_entity, "dir": folder, "config": asdict(config),
+            "settings": wandb.Settings(silent=True, init_timeout=WANDB_TIMEOUT), **init_options(asdict(config)),
+        }  # fmt: skip
         try:
-            live = wandb.init(
-                name=folder.relative_to(config.runs_dir).as_posix(),
-                project=config.logger.wandb_project,
-                entity=config.logger.wandb_entity,
-                dir=folder,
-                mode=mode,
-                config=asdict(config),
-                settings=wandb.Settings(silent=True),
-                **init_options(asdict(config)),
-            )
+            live = wandb.init(mode=mode, **options)
         except wandb.Error as error:
-            raise UserError(
-                f"W&B refused the run: {first_line(error)} Run wandb login, or type logger.wandb=offline."
-            ) from error
+            if config.logger.wandb != "auto":
+                raise UserError(
+                    f"W&B refused the run: {first_line(error)} Run wandb login, or type logger.wandb=offline."
+                ) from error
+            live = wandb.init(mode="offline", **options)
         loggers.append(WandbLogger(experiment=live))
     return loggers
 

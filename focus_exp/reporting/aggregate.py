@@ -14,7 +14,20 @@ from focus_exp.results.measurement import MIN_SPARSITY
 
 MIN_SEEDS = 3
 SMALL_EFFECT = 0.01  # nats per token, or of a fraction: about 1 %
-Row = SimpleNamespace  # one measurement, or one aggregate of several seeds; missing cells are None
+
+
+class Row(SimpleNamespace):
+    """One measurement, or one aggregate of several seeds; missing cells are None."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return None
+
+    def replace(self, **cells: Any) -> Row:
+        """Return a copy with other cells."""
+        return Row(**vars(self) | cells)
+
 
 # columns that measurements of different seeds share
 KEY = [

@@ -281,45 +281,11 @@ def perplexity_by_position(bins: pd.DataFrame, title: str = "", window: int | No
     return figure
 
 
-def router_load(probes: pd.DataFrame, title: str = "") -> Figure | None:
-    """Plot largest and empty groups on held-out tokens by training step.
-
-    probes: columns variant, phase, step, metric, value.
-    """
-    if probes.empty:
-        return None
-    figure, axes = make_figure(f"{title}\nGroups of held-out tokens, mean over layers", 6, nrows=2, sharex=True)
-    starts, end = {}, 0
-    for phase, rows in probes.groupby("phase", sort=False):
-        starts[phase] = end
-        end += int(rows.step.max())
-    styles = cycle([(color, dash) for dash in ("-", "--", ":") for color in COLORS])
-    for variant, rows in probes.groupby("variant", sort=False, dropna=False):
-        color, dash = next(styles)
-        for ax, metric, scale in zip(axes, ("dominance", "dead_groups"), (100, 1), strict=True):
-            curve = rows[rows.metric == metric]
-            steps = curve.step.astype(int) + curve.phase.map(starts).astype(int)
-            label = variant if ax is axes[0] and isinstance(variant, str) else None
-            ax.plot(steps, scale * curve.value, color=color, linestyle=dash, label=label)
-    for phase, start in starts.items() if len(starts) > 1 else ():
-        axes[0].text(start, 1, f" {phase}", color="grey", va="bottom", transform=axes[0].get_xaxis_transform())
-        for ax in axes:
-            ax.axvline(start, color="grey", linestyle="--", linewidth=1)
-    axes[0].set(ylabel="largest group [% of tokens]", ylim=(0, 102))
-    axes[1].set(ylabel="empty groups (under 1 %)", xlabel="optimizer step")
-    if axes[0].get_legend_handles_labels()[1]:
-        figure.legend(loc="outside lower center", ncols=4, frameon=False)
-    return figure
-
-
 def plot_measurements(rows: list[Row], log: list[dict[str, Any]], title: str) -> dict[str, Figure | None]:
     """Return the figures of one run by name, None where it has no data for one."""
     window = next((row.window for row in rows if row.window is not None), None)
-    probes, positions = (
-        pd.DataFrame([vars(row) for row in rows if row.source == source]) for source in ("probe_log", "positions")
-    )
+    positions = pd.DataFrame([vars(row) for row in rows if row.source == "positions"])
     return {
         "loss_curve": loss_curves(log, title),
         "perplexity_by_position": perplexity_by_position(positions, title, window),
-        "router_load": router_load(probes, title),
     }

@@ -2,60 +2,40 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterable
+import math
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from functools import cache, cached_property, lru_cache
+from functools import cache, cached_property
 from importlib.resources import files
 from pathlib import Path
+from statistics import fmean, median
 from typing import Any
 
-import numpy as np
 import pandas as pd
 import yaml
-from scipy.special import stdtrit
 
 from focus_exp.errors import UserError
 from focus_exp.reporting.aggregate import Row
-from focus_exp.results.measurement import COLUMNS as CSV_COLUMNS
-from focus_exp.results.measurement import MEASUREMENTS, MIN_SPARSITY, WITHOUT_MASK, primary_variant
+from focus_exp.results.comparison import variant_folder
+from focus_exp.results.intervals import student
+from focus_exp.results.measurement import MAX_NATS, MIN_SPARSITY, WITHOUT_MASK, Measurement
 from focus_exp.results.metrics import METRICS, read_metrics
-from focus_exp.results.record import RECORD, Record, is_complete
+from focus_exp.results.record import RECORD, Record, VariantRun
 from focus_exp.results.setup import setup_key, variant_key
 
 QUICK = "quick"
-# settings of a measurement that become columns
-SETTINGS = (
-    *("kind", "method", "top_k", "pair_rule", "window", "path", "phase", "step", "trainable", "causal", "dof", "task"),
-    *("seq_len", "clock", "groups", "assignment", "dtype", "layer", "head", "stderr", "primary_metric"),
-    *("deciding_metric", "error", "lm_eval_metric", "task_version", "word_class", "router", "position_start"),
-    "position_end",
-)
-INTEGERS = (
-    *("seed", "seq_len", "window", "num_groups", "train_tokens", "steps", "model_params", "top_k", "n", "tokens"),
-    *("groups", "step", "n_units", "layer", "head", "start", "end"),
-)
-COLUMNS = (
-    *INTEGERS,
-    *("value", "low", "high", "level", "reference_level", "stderr", "dof", "trainable_params", "first_params"),
-    *("density", "reference_params", "sparsity", "distant_density", "largest_group", "is_variant", "complete"),
-    *("mask_active", "causal", "reference_causal", "primary", "deciding", "reversed", "run", "experiment", "started"),
-    *("status", "device", "device_kind", "first_variant", "setup", "source", "variant", "requested_model", "model"),
-    *("data", "attention", "gate", "variant_commit", "variant_setup", "name", "kind", "method", "pair_rule", "task"),
-    *("version", "task_metric", "clock", "assignment", "dtype", "path", "phase", "unit", "trainable"),
-    *("reference_setup", "metric", "reference", "error", "subject"),
-)
-OF_RUN = (  # columns of the comparison or single run
-    *("experiment", "seed", "started", "status", "device", "device_kind", "complete", "setup", "is_variant"),
-    *("first_variant", "first_params"),
-)
-OF_VARIANT = (  # columns of the variant's own run
-    *("requested_model", "model", "data", "seq_len", "window", "num_groups", "gate", "attention", "train_tokens"),
-    *("steps", "model_params", "variant_commit"),
-)
+QUALITY = ("perplexity", "nll", "nll_change")
 GENERATED = (
     *("generated_tokens", "continuation_nll", "agreeing_tokens", "generation_seconds", "keys_read", "cache_bytes"),
+)
+OF_RUN = (  # facts of the comparison or single run that its rows have
+    *("run", "experiment", "seed", "started", "status", "device", "device_kind", "complete", "setup", "is_variant"),
+)
+OF_VARIANT = (  # facts of the variant's own run
+    *("requested_model", "model", "data", "seq_len", "window", "num_groups", "gate", "attention", "train_tokens"),
+    *("steps", "model_params", "variant_commit"),
 )
 
 
@@ -63,8 +43,9 @@ GENERATED = (
 class Results:
     """The runs below a directory.
 
-    runs: one row for each run, by its name (the path below the directory).
-    rows: one for each run, subject and metric, with the attributes `COLUMNS`; a comparison has those of its variants.
+    runs: provenance by run (the path below the directory), oldest first, variants of comparisons last.
+    rows: one for each run, subject and metric: the columns of the measurement with its settings, the facts `OF_RUN` and
+        `OF_VARIANT`, and those below; a comparison has the rows of its variants.
         source: rows, phases (quality), benchmarks, probes, speed, method_speed, groups, variants
         metric: perplexity, nll, nll_change, score, score_change, speedup, peak_memory, dominance, ...
         level, reference_level: both sides of a difference
@@ -90,123 +71,72 @@ class Results:
             rows.setdefault(row.run, []).append(row)
         return rows
 
-    def select_run(self, name: str) -> Results:
-        """Return one run."""
-        return Results(self.runs.loc[[name]], [row for row in self.rows if row.run == name])
-
     def minutes(self, runs: Iterable[str]) -> float | None:
         """Return the wall time of runs with their variants; None where unknown."""
         seconds = [self.runs.total_seconds[run] for run in runs]
         return None if not seconds or any(map(pd.isna, seconds)) else round(sum(seconds) / 60, 1)
 
 
-# --- files ---
+class Run:
+    """A run's record, its provenance as `facts`, and the rows of its own measurements."""
 
+    def __init__(self, folder: Path, name: str) -> None:
+        self.folder, self.name, self.record = folder, name, Record.load(folder / RECORD)
+        self.facts = describe_run(name, self.record)
 
-@dataclass(frozen=True, eq=False)
-class Loaded:
-    """The files of all runs below a directory.
-
-    runs: provenance, one row for each run. variants: one row for each variant of a comparison: `comparison`, `variant`,
-    `run` (its own, "" where it left none). measurements: those of every run, settings as columns.
-    """
-
-    root: Path
-    runs: pd.DataFrame
-    variants: pd.DataFrame
-    measurements: pd.DataFrame
+    @cached_property
+    def rows(self) -> list[Row]:
+        rows, primary = [to_row(m) for m in self.record.measurements], self.record.primary_variant
+        parts = (quality_rows(rows, primary), benchmark_rows(rows), probe_rows(rows), speed_rows(rows))
+        return [row for part in (*parts, group_rows(rows), detail_rows(rows)) for row in part]
 
 
 def load_results(root: Path, budget: str = "") -> Results:
-    """Load all runs below `root`. Raises UserError for an unreadable one."""
-    return build_report_results(read_runs(root), budget)
-
-
-def build_report_results(loaded: Loaded, budget: str = "") -> Results:
-    """Build the rows that the report shows.
+    """Load all runs below `root` for the report.
 
     A run that was copied into records/ counts once. Runs of budget=quick are shown by themselves or not at all.
+
+    Raises:
+        UserError: a record is unreadable.
     """
-    runs, is_quick = loaded.runs, budget == QUICK
-    if len(runs):
-        runs = runs[(runs.budget == QUICK).fillna(False) == is_quick]
-        copies = runs.run.str.contains("(?:^|/)records/")
-        runs = runs.assign(copied=~copies).sort_values(["copied", "run"], kind="stable")
-        runs = runs.drop_duplicates(["experiment", "config_hash", "started"])
-    return build_results(loaded, runs, is_quick)
+    folders = sorted(path.parent for path in root.rglob(RECORD))
+    folders.sort(key=lambda folder: "records" not in folder.relative_to(root).parts)
+    runs = {folder: Run(folder, folder.relative_to(root).as_posix()) for folder in folders}
+    runs = {folder: run for folder, run in runs.items() if (run.facts["budget"] == QUICK) == (budget == QUICK)}
+    unique = {
+        (run.record.experiment, run.record.config_hash, run.record.started): run for run in reversed(runs.values())
+    }
+    results = join_runs([*reversed(unique.values())], runs)
+    rows = [row for row in results.rows if row.source not in ("positions", "analysis", "generation", "costs")]
+    return Results(results.runs, rows, budget == QUICK, root)
 
 
 def load_run(folder: Path) -> Results:
     """Load one run, or a comparison with its variants."""
-    return _load_once(folder.absolute(), _changed_at(folder))
-
-
-@lru_cache(maxsize=1)  # for its table, its figures and its texts
-def _load_once(folder: Path, changed: float) -> Results:
-    loaded, name = _read_with_variants(folder)
-    variant_runs = loaded.variants.run[loaded.variants.comparison == name]
-    runs = loaded.runs[loaded.runs.run.isin([name, *variant_runs])]
-    return build_results(loaded, runs, details=True).select_run(name)
+    run = Run(folder, folder.name)
+    folders = [variant_folder(folder, variant) for variant in run.record.variants]
+    others = {path: Run(path, f"{path.parent.name}/{path.name}") for path in folders if (path / RECORD).exists()}
+    return join_runs([run], others)
 
 
 def read_log(folder: Path) -> list[dict[str, Any]]:
     """Return the training log of a run, or of all variants of a comparison."""
-    loaded, name = _read_with_variants(folder)
     lines = read_metrics(folder / METRICS)
-    for row in loaded.variants[loaded.variants.comparison == name].itertuples():
-        lines += [{"variant": row.variant, **line} for line in read_metrics(loaded.root / row.run / METRICS)]
+    for variant in Record.load(folder / RECORD).variants:
+        log = read_metrics(variant_folder(folder, variant) / METRICS)
+        lines += [{"variant": variant.name, **line} for line in log]
     return lines
 
 
-def _read_with_variants(folder: Path) -> tuple[Loaded, str]:
-    """Read a run, of a comparison with its experiment; return them and its name."""
-    folder = folder.absolute()
-    root = folder.parent.parent if Record.load(folder / RECORD).variants else folder
-    return _read_once(root, _changed_at(folder)), folder.relative_to(root).as_posix()
-
-
-def _changed_at(folder: Path) -> float:
-    return max(path.stat().st_mtime for path in (folder / RECORD, folder / MEASUREMENTS) if path.exists())
-
-
-@lru_cache(maxsize=1)
-def _read_once(root: Path, changed: float) -> Loaded:
-    return read_runs(root)
-
-
-def read_runs(root: Path) -> Loaded:
-    """Read record and measurements of every run below `root`; UserError if damaged."""
-    folders = sorted(path.parent for path in root.rglob(RECORD))
-    records = {folder.relative_to(root).as_posix(): Record.load(folder / RECORD) for folder in folders}
-    frames = [_read_table(folder / MEASUREMENTS, run) for folder, run in zip(folders, records, strict=True)]
-    table = _expand_settings(pd.concat(frames, ignore_index=True) if frames else _read_table(root / MEASUREMENTS, ""))
-    by_run = {str(run): group for run, group in table[table.metric == "perplexity"].groupby("run", sort=False)}
-    timed = set(table.run[table.clock.notna()])
-    runs = pd.DataFrame([describe_run(run, record, by_run.get(run), run in timed) for run, record in records.items()])
-    if len(runs):
-        runs = runs.sort_values("started", kind="stable", ignore_index=True).convert_dtypes()
-        primary = table.run.map(runs.set_index("run").primary_variant.to_dict())
-        table["is_primary"] = (table.variant == primary) & table.phase.isna()
-    starts = {(record.config_hash, record.started): run for run, record in records.items()}
-    setups = {start: setup_key(records[run]) for start, run in starts.items()}
-    variants = [row for run, record in records.items() for row in _describe_variants(run, record, starts, setups)]
-    return Loaded(root, runs, pd.DataFrame(variants, columns=VARIANTS).convert_dtypes(), table)
-
-
-def describe_run(run: str, record: Record, perplexities: pd.DataFrame | None, is_timed: bool) -> dict[str, Any]:
-    """Return the row of a run in `Results.runs`; times in seconds.
-
-    variant: its name in a comparison, or ""; primary_variant: of its measurements the one that represents it.
-    """
+def describe_run(name: str, record: Record) -> dict[str, Any]:
+    """Return the provenance of a run; times in seconds. variant: its name in a comparison, or ""."""
     model, data, setting = record.model, record.data, record.setting
-    rows = [] if perplexities is None else perplexities.to_dict("records")
     key, variant = setup_key(record), record.config.get("variant") or ""
     commit = (record.commit or "").removesuffix("-dirty")
     is_local = model.get("source") == "local"  # named after its folder, which says nothing elsewhere
     return {
-        "run": run, "experiment": record.experiment, "variant": variant, "is_variant": bool(variant),
-        "primary_variant": primary_variant(record.config.get("attention") or {}, rows), "status": record.status,
-        "complete": is_complete(record.status, is_timed, bool(rows)), "started": record.started,
+        "run": name, "experiment": record.experiment, "variant": variant, "is_variant": bool(variant),
+        "status": record.status, "complete": record.is_complete, "started": record.started,
         "command": record.command, "commit": commit, "variant_commit": commit, "config_hash": record.config_hash,
         "setup": key if record.variants else f"{record.experiment}-{key}",
         "seed": record.config.get("seed") if record.seed is None else record.seed,
@@ -225,314 +155,323 @@ def describe_run(run: str, record: Record, perplexities: pd.DataFrame | None, is
     }  # fmt: skip
 
 
-VARIANTS = ["comparison", "variant", "own_run", "run", "trainable_params", "variant_setup", "train_tokens", "steps"]
-VARIANTS += ["variant_error", "groups_set"]
+# --- rows of one run ---
 
 
-def _describe_variants(
-    comparison: str, record: Record, starts: dict[Any, str], setups: dict[Any, str]
-) -> list[dict[str, Any]]:
-    rows = []
-    for v in record.variants:
-        start = v.config_hash, v.started
-        groups = [int(text.partition("=")[2]) for text in v.settings if text.startswith("attention.groups=")]
-        setup = variant_key(v.name, v.settings, v.steps, v.tokens_seen, setups.get(start, ""))
-        trained, run = v.trainable_parameters if v.tokens_seen else 0, starts.get(start, "")
-        cells = (comparison, v.name, run, run, trained, setup, v.tokens_seen, v.steps, v.error)
-        rows.append(dict(zip(VARIANTS, (*cells, groups[0] if groups else None), strict=True)))
-    return rows
+def to_row(m: Measurement) -> Row:
+    """Return the columns and settings of a measurement, None for missing ones."""
+    value, low, high, density = (None if x is None or math.isnan(x) else x for x in (m.value, m.low, m.high, m.density))
+    phase = m.settings.get("phase")
+    cells = {
+        "variant": m.variant, "name": m.variant, "subject": m.variant + (f", after {phase}" if phase else ""),
+        "metric": m.metric, "value": value, "low": low, "high": high, "unit": m.unit, "n": m.n,
+        "reference": m.reference or None, "density": density, "sparsity": None if density is None else 1 - density,
+    }  # fmt: skip
+    return Row(**{"causal": True} | m.settings | cells)
 
 
-def _read_table(path: Path, run: str) -> pd.DataFrame:
-    table = pd.read_csv(path, dtype=str, keep_default_na=False) if path.exists() else pd.DataFrame(columns=CSV_COLUMNS)
-    table.insert(0, "run", run)
-    return table
-
-
-def _expand_settings(table: pd.DataFrame) -> pd.DataFrame:
-    """Convert numbers, and add the known settings as columns."""
-    for name in ("value", "low", "high", "density", "n"):
-        table[name] = pd.to_numeric(table[name].replace("", None)).astype(float)
-    parsed = {text: json.loads(text) if text else {} for text in table.settings.unique()}
-    for name in SETTINGS:
-        known = {text: values[name] for text, values in parsed.items() if name in values}
-        table[name] = table.settings.map(known).astype(object)
-    table["reference"] = table.reference.replace("", None)
-    table["causal"] = table.causal.where(table.causal.notna(), True)
-    numbers = ["dof", "stderr", "step", "seq_len", "top_k", "groups", "window", "head"]
-    table[numbers] = table[numbers].astype(float)
-    return table.drop(columns=["settings", "seed"])
-
-
-# --- one table ---
-
-
-def build_results(loaded: Loaded, runs: pd.DataFrame, is_quick: bool = False, details: bool = False) -> Results:
-    """Return the rows of these runs, and those of comparisons from their variants.
-
-    Args:
-        details: add what only the figures and tables of a single run show.
-    """
-    if runs.empty:
-        return Results(runs, [], is_quick, loaded.root)
-    variants = loaded.variants[loaded.variants.comparison.isin(runs.run)]
-    runs = _sort_runs(runs, variants)
-    raw = loaded.measurements[loaded.measurements.run.isin(runs.run)].reset_index(drop=True)
-    parts = [_quality_rows(raw), _benchmark_rows(raw), _probe_rows(raw, details), _speed_rows(raw), _group_rows(raw)]
-    rows = pd.concat([*parts, *([_details(raw)] if details else [])], ignore_index=True)
-    rows = rows.drop(columns=["window", "seq_len"])
-    of_variant = runs[["run", *OF_VARIANT]]
-    single = rows[~rows.run.isin(variants.comparison)].merge(of_variant, on="run")
-    names = single.run.map(runs.set_index("run").variant.to_dict())
-    has_own = single.source.isin(["benchmarks", "generation", "costs"])
-    single["variant"] = names.where(names != "", single.variant.where(has_own))
-    joined = [_join_variants(rows, of_variant, variants)] if len(variants) else []
-    joined += [_differences(raw, joined[0])] if joined else []
-    table = pd.concat([single, *joined], ignore_index=True)
-    table = table.merge(runs.reset_index()[["run", "index", *OF_RUN]], on="run")
-    table = table.sort_values("index", kind="stable").reindex(columns=COLUMNS)
-    return Results(runs.set_index("run"), _to_rows(table), is_quick, loaded.root)
-
-
-def _to_rows(table: pd.DataFrame) -> list[Row]:
-    """Return one object for each row, with None for missing cells."""
-    cells = {}
-    for name in table:
-        column = table[name].astype(object).where(table[name].notna(), None).tolist()
-        cells[name] = [None if cell is None else int(cell) for cell in column] if name in INTEGERS else column
-    return [Row(**dict(zip(cells, row, strict=True))) for row in zip(*cells.values(), strict=True)]
-
-
-def _sort_runs(runs: pd.DataFrame, variants: pd.DataFrame) -> pd.DataFrame:
-    """Sort by start, variants last; add first variants and total times."""
-    runs = runs.sort_values(["is_variant", "started"], kind="stable", ignore_index=True)
-    first = variants.drop_duplicates("comparison").set_index("comparison")
-    seconds = variants.run.map(runs.set_index("run").seconds.to_dict()).groupby(variants.comparison)
-    total = seconds.agg(lambda group: group.sum(skipna=False)).to_dict()
-    return runs.assign(
-        first_variant=runs.run.map(first.variant.to_dict()),
-        first_params=runs.run.map(first.trainable_params.to_dict()),
-        total_seconds=runs.seconds + runs.run.map(total).fillna(0),
-    )
-
-
-def _mask_activity(rows: pd.DataFrame) -> pd.Series:
+def is_mask_active(row: Row) -> bool | None:
     """Return whether the mask prunes >= 5 % of the QK pairs; None without a mask."""
-    soft = (rows.kind == "soft") | ((rows.kind == "causal_counterpart") & rows.top_k.isna())
-    masked = ~soft & ~rows.kind.isin(["base", "trained", "missing"]) & ~rows.method.isin(WITHOUT_MASK)
-    return (rows.sparsity >= MIN_SPARSITY).astype(object).where(masked & rows.sparsity.notna(), None)
+    is_soft = row.kind == "soft" or (row.kind == "causal_counterpart" and row.top_k is None)
+    if is_soft or row.kind in ("base", "trained", "missing") or row.method in WITHOUT_MASK or row.sparsity is None:
+        return None
+    return bool(row.sparsity >= MIN_SPARSITY)
 
 
-def _standard_errors(rows: pd.DataFrame) -> pd.Series:
-    return (rows.high - rows.low) / 2 / stdtrit(rows.dof.astype(float), 0.975)
+def standard_error(row: Row, dof: float | None) -> float | None:
+    return None if dof is None or row.low is None else (row.high - row.low) / 2 / student(dof)
 
 
-def _subjects(rows: pd.DataFrame) -> pd.Series:
-    return rows.variant + (", after " + rows.phase).fillna("")
-
-
-def _quality_rows(raw: pd.DataFrame) -> pd.DataFrame:
-    """Perplexity, loss and its paired changes, for each routing, control and phase."""
-    rows = raw[raw.kind.notna() & raw.task.isna() & ~raw.metric.isin(GENERATED)].copy()
-    rows["name"], rows["source"] = rows.variant, np.where(rows.phase.isna(), "rows", "phases")
-    rows["subject"] = _subjects(rows)
-    levels = raw[raw.reference.isna() & raw.task.isna()]
-    levels = levels.assign(subject=_subjects(levels)).drop_duplicates(["run", "subject", "metric"])
-    for name, metric in (
-        ("row_perplexity", "perplexity"), ("row_nll", "nll"), ("distant_density", "distant_density"),
-        ("largest_group", "largest_group_fraction"),
-    ):  # fmt: skip
-        values = levels[levels.metric == metric].set_index(["run", "subject"]).value.to_dict()
-        rows[name] = [values.get(key, np.nan) for key in zip(rows.run, rows.subject, strict=True)]
-    rows["sparsity"] = 1 - rows.density
-    rows["mask_active"] = _mask_activity(rows)
-    rows = rows[rows.metric.isin(["perplexity", "nll", "nll_change"])]
-    change = rows.metric == "nll_change"
-    rows = rows[~(change & rows.value.isna())].assign(dof=rows.dof.fillna(1.0).where(change & rows.low.notna()))
-    rows["stderr"], rows["n_units"] = _standard_errors(rows), rows.n.where(rows.dof.notna())
-    rows["level"] = rows.row_perplexity.where(change)
-    rows["reference_level"] = np.exp((rows.row_nll - rows.value).clip(upper=700)).where(change)
-    counterpart = (rows.kind == "causal_counterpart") & (rows.reference != "base") & change
-    soft = (rows.kind == "hard") & rows.reference.str.endswith("_soft").fillna(False).astype(bool)
-    rows["reference"] = rows.reference.mask(counterpart, "non-causal counterpart").mask(soft, "soft")
-    rows["primary"] = rows.is_primary
+def quality_rows(rows: list[Row], primary: str) -> Iterator[Row]:
+    """Yield perplexity, loss and its paired changes, for each routing, control and phase."""
+    levels: dict[tuple[str, str], float | None] = {}
+    for row in rows:
+        if row.reference is None and row.task is None:
+            levels.setdefault((row.subject, row.metric), row.value)
+    scored = [row for row in rows if row.kind is not None and row.task is None and row.metric in QUALITY]
+    scored = [row for row in scored if row.metric != "nll_change" or row.value is not None]
     # controls are trained as far as their run is
-    last = rows[rows.trainable.notna()].groupby("run").trainable.last().to_dict()
-    rows["trainable"] = rows.trainable.where(rows.trainable.notna(), rows.run.map(last))
-    base = rows[(rows.kind == "base") & (rows.metric == "perplexity")]
-    zero = base.assign(metric="parameters", value=0, low=None, high=None)
-    return pd.concat([rows, zero]).drop(columns="n")
+    trainable = next((row.trainable for row in reversed(scored) if row.trainable is not None), None)
+    for row in scored:
+        is_change, nll = row.metric == "nll_change", levels.get((row.subject, "nll"))
+        dof = (row.dof or 1.0) if is_change and row.low is not None else None
+        reference = row.reference
+        if is_change and row.kind == "causal_counterpart" and reference != "base":
+            reference = "non-causal counterpart"
+        elif row.kind == "hard" and reference and reference.endswith("_soft"):
+            reference = "soft"
+        yield row.replace(
+            source="phases" if row.phase else "rows", reference=reference, own_nll=nll, dof=dof,
+            stderr=standard_error(row, dof), n=None, n_units=None if dof is None else row.n,
+            level=levels.get((row.subject, "perplexity")) if is_change else None,
+            reference_level=exp(nll - row.value) if is_change and nll is not None else None,
+            distant_density=levels.get((row.subject, "distant_density")), mask_active=is_mask_active(row),
+            largest_group=levels.get((row.subject, "largest_group_fraction")),
+            primary=row.variant == primary and not row.phase,
+            trainable=trainable if row.trainable is None else row.trainable,
+        )  # fmt: skip
+    for row in scored:
+        if row.kind == "base" and row.metric == "perplexity":
+            cells = {"metric": "parameters", "value": 0, "low": None, "high": None, "n": None}
+            yield row.replace(**cells, source="phases" if row.phase else "rows", primary=False)
 
 
-def _benchmark_rows(raw: pd.DataFrame) -> pd.DataFrame:
-    """Return scores of tasks and their paired changes from full attention."""
-    rows = raw[raw.task.notna() & raw.kind.notna() & ~raw.metric.str.startswith("perplexity_change_pct")].copy()
-    change = rows.reference.notna()
-    rows["source"], rows["metric"] = "benchmarks", np.where(change, "score_change", "score")
-    rows["subject"] = rows.variant + " " + rows.task + " " + rows.lm_eval_metric.fillna("")
-    rows["sparsity"], rows["tokens"] = 1 - rows.density, rows.seq_len
-    rows["mask_active"] = _mask_activity(rows)
-    density = raw[raw.metric.str.startswith("distant_density:")].set_index(["run", "variant", "task"]).value.to_dict()
-    scores = rows[~change].set_index(["run", "subject"]).value.to_dict()
-    keys = zip(rows.run, rows.variant, rows.task, rows.subject, strict=True)
-    cells = [(density.get((run, variant, task)), scores.get((run, subject))) for run, variant, task, subject in keys]
-    rows["distant_density"], score = [cell[0] for cell in cells], pd.Series([cell[1] for cell in cells], rows.index)
-    score = score.astype(float)
-    dof = rows.dof.mask(rows.dof.isna() & (rows.unit == "fraction"), np.inf)  # of a fraction the interval is normal
-    rows["dof"] = dof.where(change & rows.low.notna() & (rows.n > 1))
-    rows["stderr"] = _standard_errors(rows).fillna(rows.stderr)
-    rows["n_units"], rows["level"] = rows.n.where(change), score.where(change)
-    rows["reference_level"] = (score * np.exp(-rows.value)).where(rows.unit == "nats", score - rows.value).where(change)
-    rows["reference"] = rows.reference.mask(change, "full attention")
-    names = {"primary_metric": "primary", "deciding_metric": "deciding", "lm_eval_metric": "task_metric"}
-    return rows.rename(columns={**names, "task_version": "version"})
+def exp(nats: float) -> float:
+    return math.exp(min(nats, MAX_NATS))
 
 
-def _probe_rows(raw: pd.DataFrame, details: bool) -> pd.DataFrame:
-    """Return the last probe and maximum of each phase; all with `details`."""
-    rows = raw[raw.step.notna()].copy()
-    rows["metric"] = rows.metric.replace({"assignment_overlap": "stability"})
-    rows["variant"], rows["name"] = None, "router"
-    end = rows.groupby(["run", "phase"], sort=False).step.transform("max")
-    log = rows[rows.metric.isin(["dominance", "dead_groups"])].assign(source="probe_log")
-    last = rows[rows.step == end].assign(source="probes")
-    trained = log[(log.step > 0) | (end[log.index] == 0)]
-    most = trained.sort_values("value").groupby(["run", "phase", "metric"], sort=False).tail(1)
-    most = most.assign(source="probes", metric=most.metric + "_most", step=end)
-    return pd.concat([last, most, *([log] if details else [])])
+def benchmark_rows(rows: list[Row]) -> Iterator[Row]:
+    """Yield scores of tasks and their paired changes from full attention."""
+    rows = [row for row in rows if row.task is not None]
+    density = {(row.variant, row.task): row.value for row in rows if row.metric.startswith("distant_density:")}
+    scored = [row for row in rows if row.kind is not None and not row.metric.startswith("perplexity_change_pct")]
+    scores = {(row.variant, row.task, row.lm_eval_metric): row.value for row in scored if row.reference is None}
+    for row in scored:
+        score = scores.get((row.variant, row.task, row.lm_eval_metric))
+        cells: dict[str, Any] = {"metric": "score", "dof": None}
+        if row.reference is not None:
+            dof = math.inf if row.dof is None and row.unit == "fraction" else row.dof  # of a fraction it is normal
+            dof = dof if row.low is not None and (row.n or 0) > 1 else None
+            cells = {
+                "metric": "score_change",
+                "reference": "full attention",
+                "dof": dof,
+                "n_units": row.n,
+                "level": score,
+            }
+            if score is not None and row.value is not None:
+                cells["reference_level"] = score * exp(-row.value) if row.unit == "nats" else score - row.value
+            if (stderr := standard_error(row, dof)) is not None:
+                cells["stderr"] = stderr
+        yield row.replace(
+            **cells, source="benchmarks", subject=f"{row.variant} {row.task} {row.lm_eval_metric or ''}", name=None,
+            tokens=row.seq_len, mask_active=is_mask_active(row), distant_density=density.get((row.variant, row.task)),
+            primary=row.primary_metric, deciding=row.deciding_metric, task_metric=row.lm_eval_metric,
+            version=row.task_version,
+        )  # fmt: skip
 
 
-def _speed_rows(raw: pd.DataFrame) -> pd.DataFrame:
+def probe_rows(rows: list[Row]) -> Iterator[Row]:
+    """Yield the last probe and the maximum of each phase."""
+    phases: dict[str, list[Row]] = {}
+    for row in rows:
+        if row.step is not None and row.phase is not None:
+            metric = "stability" if row.metric == "assignment_overlap" else row.metric
+            probe = row.replace(source="probes", variant=None, name="router", metric=metric)
+            phases.setdefault(row.phase, []).append(probe)
+    for probes in phases.values():
+        end = max(row.step for row in probes)
+        yield from (row for row in probes if row.step == end)
+        for metric in ("dominance", "dead_groups"):
+            trained = [row for row in probes if row.metric == metric and (row.step > 0 or end == 0)]
+            if trained := [row for row in trained if row.value is not None]:
+                yield max(trained, key=lambda row: row.value).replace(metric=f"{metric}_most", step=end)
+
+
+def speed_rows(rows: list[Row]) -> list[Row]:
     """Return speedups and ratios of peak memory, each with both sides."""
-    rows = raw[raw.clock.notna()].copy()
-    case = ["run", "clock", "method", "seq_len", "groups", "assignment", "top_k", "pair_rule", "window", "dtype"]
-    rows["case"] = rows.groupby([*case, "path"], dropna=False, sort=False).ngroup()
-    speedups = rows[rows.metric.isin(["speedup", "attention_speedup"])].copy()
-    memory = rows[rows.metric == "speedup"].assign(metric="peak_memory", unit="x", value=None)
-    for part, metric, factor in ((speedups, "latency_ms", 1e-3), (memory, "peak_memory_bytes", 1.0)):
-        for side, wanted in (("level", rows.variant != "full"), ("reference_level", rows.variant == "full")):
-            side_rows = rows[(rows.metric == metric) & wanted].drop_duplicates("case").set_index("case")
-            part[side] = part.case.map((factor * side_rows.value).to_dict())
-    memory["value"] = memory.level / memory.reference_level
-    table = pd.concat([speedups, memory[memory.value.notna()]], ignore_index=True)
-    table["source"] = np.where(table.groups.notna(), "speed", "method_speed")
-    table["reference"], table["tokens"] = "full attention", table.seq_len
-    table["primary"] = _primary_speed(table)
-    return table.drop(columns=["variant", "n", "layer"])
+    rows = [row for row in rows if row.clock is not None]
+    sides: dict[Any, float | None] = {}
+    for row in rows:
+        sides.setdefault((*timed_case(row), row.metric, row.variant == "full"), row.value)
+    made = []
+    for row in rows:
+        for metric, side, factor in (("", "latency_ms", 1e-3), ("peak_memory", "peak_memory_bytes", 1.0)):
+            if row.metric != "speedup" and (metric or row.metric != "attention_speedup"):
+                continue
+            ours, full = (sides.get((*timed_case(row), side, is_full)) for is_full in (False, True))
+            cells: dict[str, Any] = {
+                "source": "method_speed" if row.groups is None else "speed", "reference": "full attention",
+                "tokens": row.seq_len, "variant": None, "name": None, "n": None, "layer": None,
+                "level": None if ours is None else factor * ours,
+                "reference_level": None if full is None else factor * full,
+            }  # fmt: skip
+            if not metric:
+                made.append(row.replace(**cells))
+            elif ours is not None and full is not None:
+                made.append(row.replace(**cells, metric=metric, unit="x", value=ours / full))
+    mark_primary_speed(made)
+    return made
 
 
-def _primary_speed(rows: pd.DataFrame) -> pd.Series:
+def timed_case(row: Row) -> tuple[Any, ...]:
+    """Return what both sides of a timing share."""
+    return (
+        row.clock, row.method, row.seq_len, row.groups, row.assignment, row.top_k, row.pair_rule, row.window,
+        row.dtype, row.path,
+    )  # fmt: skip
+
+
+def mark_primary_speed(rows: list[Row]) -> None:
     """Mark for each k the timing of the trained router to show with its quality.
 
     That is at the longest length at which all series were timed, with routing, or else the prefill.
     """
-    marks = pd.Series(None, rows.index, dtype=object)
-    timed = rows[(rows.metric == "speedup") & (rows.source == "speed") & rows.clock.isin(["attention", "prefill"])]
-    for _, run in timed.groupby("run"):
-        clocks = [c for c in ("attention", "prefill") if run[run.clock == c].top_k.nunique() > 1]
-        if not clocks:
-            continue
-        timings = run[(run.clock == clocks[0]) & (run.value > 0)]
-        timings = timings.assign(rule=timings.pair_rule.where(timings.top_k > 1, ""))
-        series = timings.groupby(["groups", "assignment", "top_k", "rule", "window", "dtype"]).tokens.agg(set)
-        common = max(set.intersection(*series), default=0) if len(series) else 0
-        marked = timings[(timings.tokens == common) & (timings.assignment == "trained")]
-        marked = marked.sort_values("groups", kind="stable")
-        marks[marked.drop_duplicates(["top_k", "rule"]).index] = True
-    return marks
+    timed = [row for row in rows if row.metric == "speedup" and row.source == "speed" and row.value]
+    for clock in ("attention", "prefill"):
+        timings = [row for row in timed if row.clock == clock]
+        if len({row.top_k for row in timings}) > 1:
+            break
+    else:
+        return
+    series: dict[Any, set[int]] = {}
+    for row in timings:
+        rule = row.pair_rule if row.top_k > 1 else ""
+        series.setdefault((row.groups, row.assignment, row.top_k, rule, row.window, row.dtype), set()).add(row.tokens)
+    common = max(set.intersection(*series.values()), default=0)
+    marked = set()
+    for row in sorted(timings, key=lambda row: row.groups):
+        key = row.top_k, row.pair_rule if row.top_k > 1 else ""
+        if row.tokens == common and row.assignment == "trained" and key not in marked:
+            marked.add(key)
+            row.primary = True
 
 
-def _group_rows(raw: pd.DataFrame) -> pd.DataFrame:
-    """Return medians over layers of the groups; the paper does not name its layers."""
-    rows = raw[(raw.variant == "router") & raw.run.isin(raw.run[raw.metric == "layer_confidence"])]
-    cells: list[tuple[Any, ...]] = []
-    for run, group in rows.groupby("run"):
-        groups, layers = group[group.word_class.notna()], ["layer", "head"]
-        punctuation = groups[(groups.metric == "group_purity") & (groups.word_class == "punctuation")]
-        purity = punctuation.groupby(layers, dropna=False).value.max()
-        confidence = group[group.metric == "layer_confidence"].value
-        sizes = groups[groups.metric == "group_fraction"].groupby(layers, dropna=False).value
-        values = {
-            "punctuation_purity": np.median([*purity, *[0.0] * (len(confidence) - len(purity))]),
-            "group_confidence": confidence.mean(),
-            "smallest_group": sizes.min().median(),
-            "largest_group": sizes.max().median(),
-            "affinity": group[group.metric == "pair_affinity"].value.max(),
-        }
-        cells += [(run, "groups", metric, value, "fraction") for metric, value in values.items()]
-    return pd.DataFrame(cells, columns=["run", "source", "metric", "value", "unit"])
+def group_rows(rows: list[Row]) -> Iterator[Row]:
+    """Yield medians over layers of the groups; the paper does not name its layers."""
+    rows = [row for row in rows if row.variant == "router"]
+    confidence = [row.value for row in rows if row.metric == "layer_confidence"]
+    if not confidence:
+        return
+    purity: dict[Any, list[float]] = {}
+    sizes: dict[Any, list[float]] = {}
+    for row in rows:
+        if row.metric == "group_purity" and row.word_class == "punctuation":
+            purity.setdefault((row.layer, row.head), []).append(row.value)
+        if row.metric == "group_fraction" and row.word_class is not None:
+            sizes.setdefault((row.layer, row.head), []).append(row.value)
+    values = {
+        "punctuation_purity": median([*map(max, purity.values()), *[0.0] * (len(confidence) - len(purity))]),
+        "group_confidence": fmean(confidence),
+        "smallest_group": median(map(min, sizes.values())),
+        "largest_group": median(map(max, sizes.values())),
+        "affinity": max((row.value for row in rows if row.metric == "pair_affinity"), default=None),
+    }
+    for metric, value in values.items():
+        yield Row(source="groups", metric=metric, value=value, unit="fraction")
 
 
-def _details(raw: pd.DataFrame) -> pd.DataFrame:
-    """Return losses by position, the analysis of the groups, and continuations."""
-    positions = raw[(raw.metric == "nll_at_position") & raw.phase.isna()]
-    kinds = raw[raw.metric == "perplexity"].drop_duplicates(["run", "variant"]).set_index(["run", "variant"]).kind
-    positions = positions.drop(columns="kind").join(kinds, on=["run", "variant"]).assign(source="positions")
-    positions = positions.rename(columns={"position_start": "start", "position_end": "end"})
-    analysis = raw[raw.router.notna() | raw.metric.isin(["layer_confidence", "passage_distant_density"])]
-    analysis = analysis.assign(source="analysis", metric=analysis.metric + (" " + analysis.router).fillna(""))
-    generation = raw[raw.metric.isin(GENERATED)].assign(source="generation")
-    costs = raw[raw.metric.str.startswith("class_nll")]
-    costs = costs.assign(source="costs", variant=costs.word_class, metric=costs.metric + " " + costs.variant)
-    rows = pd.concat([positions, analysis, generation, costs])
-    return rows.assign(name=rows.variant, layer=pd.to_numeric(rows.layer, errors="coerce"))
+def detail_rows(rows: list[Row]) -> Iterator[Row]:
+    """Yield losses by position, the analysis of the groups, and continuations."""
+    kinds = {row.variant: row.kind for row in reversed(rows) if row.metric == "perplexity"}
+    for row in rows:
+        if row.metric == "nll_at_position" and not row.phase:
+            place = {"start": row.position_start, "end": row.position_end}
+            yield row.replace(source="positions", kind=kinds.get(row.variant), **place)
+        elif row.router is not None or row.metric in ("layer_confidence", "passage_distant_density"):
+            yield row.replace(source="analysis", metric=f"{row.metric} {row.router}" if row.router else row.metric)
+        elif row.metric in GENERATED:
+            yield row.replace(source="generation")
+        elif row.metric.startswith("class_nll"):
+            yield row.replace(source="costs", variant=row.word_class, metric=f"{row.metric} {row.variant}")
 
 
 # --- comparisons ---
 
 
-def _join_variants(rows: pd.DataFrame, described: pd.DataFrame, variants: pd.DataFrame) -> pd.DataFrame:
-    """Return the rows of comparisons: base, primary rows and parameters of variants."""
-    facts = variants.drop(columns="run").rename(columns={"comparison": "run"})
-    own_runs = described.rename(columns={"run": "own_run"}).drop(columns=["train_tokens", "steps"])
-    facts = facts.merge(own_runs, on="own_run", how="left")
-    facts["num_groups"] = facts.groups_set.fillna(facts.num_groups)
-    parts = facts.merge(rows.rename(columns={"run": "own_run"}).drop(columns="variant"), on="own_run")
-    primary = parts[parts.primary.eq(True) & (parts.source == "rows") & (parts.metric == "perplexity")]
-    primary = primary.drop_duplicates("own_run").set_index("own_run")[["subject", "kind", "method"]]
-    parts = parts.join(primary.add_prefix("primary_"), on="own_run")
-    quality = (parts.source == "rows") & (parts.subject == parts.primary_subject)
-    quality &= parts.reference.isna() | (parts.reference == "base")
-    same = (parts.kind == parts.primary_kind) & ((parts.kind != "control") | (parts.method == parts.primary_method))
-    kept = quality | ((parts.source == "benchmarks") & same) | parts.source.isin(["phases", "probes", "probe_log"])
-    first = parts[(parts.kind == "base") & (parts.source == "rows")].drop_duplicates("run")[["run", "own_run"]]
-    base = parts[parts.kind.isin(["base", "missing"]) & parts.source.isin(["rows", "benchmarks"])]
-    base = base.merge(first, on=["run", "own_run"])
-    base = base.drop(columns=["variant_setup", "trainable_params"]).assign(variant=None)
-    params = facts.assign(source="variants", metric="parameters", value=facts.trainable_params)
-    return pd.concat([base, parts[kept], params.assign(error=facts.variant_error)], ignore_index=True)
+def join_runs(runs: list[Run], others: dict[Path, Run]) -> Results:
+    """Return the rows of runs, and those of comparisons from their variants.
+
+    others: runs by folder, among them the variants.
+    """
+    runs = sorted(runs, key=lambda run: (run.facts["is_variant"], run.record.started))
+    facts, rows = [], []
+    for run in runs:
+        pairs = [(variant, find_variant(run, variant, others)) for variant in run.record.variants]
+        shared = {name: run.facts[name] for name in OF_RUN}
+        total = [run.record.wall_seconds, *(other.record.wall_seconds for _, other in pairs if other)]
+        seconds = None if None in total else sum(filter(None, total))
+        if pairs:
+            first = pairs[0][0]
+            shared |= {"first_variant": first.name, "first_params": count_trained(first)}
+        facts.append(run.facts | {"total_seconds": seconds})
+        made = join_variants(pairs) if pairs else name_variant(run)
+        if pairs:
+            made += differences(run, made)
+        rows += [row.replace(**shared) for row in made]
+    return Results(pd.DataFrame(facts).convert_dtypes().set_index("run") if facts else pd.DataFrame(), rows)
 
 
-def _differences(raw: pd.DataFrame, joined: pd.DataFrame) -> pd.DataFrame:
+def find_variant(run: Run, variant: VariantRun, others: dict[Path, Run]) -> Run | None:
+    """Return a variant's own run, None if it is gone or was repeated since."""
+    other = others.get(variant_folder(run.folder, variant))
+    return other if other and other.record.started == variant.started else None
+
+
+def count_trained(variant: VariantRun) -> int:
+    return variant.trainable_parameters if variant.tokens_seen else 0
+
+
+def name_variant(run: Run) -> list[Row]:
+    """Return the rows of a single run under the name that it has in its comparison."""
+    facts, name = {name: run.facts[name] for name in OF_VARIANT}, run.facts["variant"]
+    has_own = ("benchmarks", "generation", "costs")
+    return [row.replace(**facts, variant=name or (row.variant if row.source in has_own else None)) for row in run.rows]
+
+
+def join_variants(pairs: list[tuple[VariantRun, Run | None]]) -> list[Row]:
+    """Return the rows of a comparison: base, primary rows and parameters of variants."""
+    base: list[Row] = []
+    rows: list[Row] = []
+    params: list[Row] = []
+    for variant, run in pairs:
+        facts = {name: run.facts[name] for name in OF_VARIANT} if run else {}
+        facts |= {"train_tokens": variant.tokens_seen, "steps": variant.steps}
+        groups = [int(text.partition("=")[2]) for text in variant.settings if text.startswith("attention.groups=")]
+        facts |= {"num_groups": groups[0]} if groups else {}
+        key = variant_key(variant.name, variant.settings, variant.steps, variant.tokens_seen,
+                          setup_key(run.record) if run else "")  # fmt: skip
+        named = {"variant": variant.name, "variant_setup": key, "trainable_params": count_trained(variant)}
+        value = count_trained(variant)
+        params.append(Row(**facts, **named, source="variants", metric="parameters", value=value, error=variant.error))
+        own = run.rows if run else []
+        if not base and any(row.kind == "base" and row.source == "rows" for row in own):
+            unmodified = [r for r in own if r.kind in ("base", "missing") and r.source in ("rows", "benchmarks")]
+            base = [row.replace(**facts, variant=None) for row in unmodified]
+        primary = next((r for r in own if r.primary and r.source == "rows" and r.metric == "perplexity"), Row())
+        rows += [row.replace(**facts, **named) for row in own if represents(row, primary)]
+    return [*base, *rows, *params]
+
+
+def represents(row: Row, primary: Row) -> bool:
+    """Return whether a row of a variant's run is one of its comparison."""
+    if row.source == "rows":
+        return row.subject == primary.subject and row.reference in (None, "base")
+    if row.source == "benchmarks":
+        return row.kind == primary.kind and (row.kind != "control" or row.method == primary.method)
+    return row.source in ("phases", "probes")
+
+
+def differences(run: Run, rows: list[Row]) -> list[Row]:
     """Return the paired changes between variants of a comparison, in both directions."""
-    rows = joined[(joined.source == "rows") & joined.variant.notna()].drop_duplicates(["run", "variant", "metric"])
-    levels, changes = (
-        {(row["run"], row["variant"]): row for row in rows[rows.metric == metric].to_dict("records")}
-        for metric in ("perplexity", "nll_change")
-    )
-    changes_between: list[dict[str, Any]] = []
+    levels: dict[tuple[str, str], Row] = {}
+    for row in rows:
+        if row.source == "rows" and row.variant is not None:
+            levels.setdefault((row.variant, row.metric), row)
+    made = []
     seen = set()
-    for row in raw[(raw.metric == "nll_change") & raw.run.isin(joined.run)].itertuples():
-        sides = [(row.run, row.variant), (row.run, row.reference)]
-        pair = frozenset(sides)
-        if pair in seen or not all(side in levels for side in sides):
+    for m in run.record.measurements:
+        sides = [levels.get((variant, "perplexity")) for variant in (m.variant, m.reference)]
+        ours, other = sides
+        pair = frozenset((m.variant, m.reference))
+        if m.metric != "nll_change" or pair in seen or ours is None or other is None:
             continue
         seen.add(pair)
-        ours, other = (levels[side] for side in sides)
-        shown = ours["value"], np.exp(min(ours["row_nll"] - row.value, 700))
+        assert m.value is not None and m.low is not None and m.high is not None
+        change = levels[m.variant, "nll_change"]
+        shown = ours.value, exp(ours.own_nll - m.value)
         for sign, mine, theirs in ((1, ours, other), (-1, other, ours)):
-            low, high = sorted((sign * row.low, sign * row.high))
+            low, high = sorted((sign * m.low, sign * m.high))
             level, reference_level = shown[::sign]
-            changes_between.append(mine | {
-                "metric": "nll_change", "unit": "nats", "value": sign * row.value, "low": low, "high": high,
-                "level": level, "reference_level": reference_level, "reference": theirs["variant"],
-                "dof": changes[sides[0]]["dof"], "n_units": changes[sides[0]]["n_units"],
-                "reference_causal": theirs["causal"], "reference_params": theirs["trainable_params"],
-                "reference_setup": theirs["variant_setup"], "primary": True if sign > 0 else None,
-                "reversed": True if sign < 0 else None,
-            })  # fmt: skip
-    frame = pd.DataFrame(changes_between, columns=None if changes_between else joined.columns)
-    return frame.assign(stderr=_standard_errors(frame.astype({"low": float, "high": float})))
+            row = mine.replace(
+                metric="nll_change", unit="nats", value=sign * m.value, low=low, high=high, level=level,
+                reference_level=reference_level, reference=theirs.variant, dof=change.dof, n_units=change.n_units,
+                reference_causal=theirs.causal, reference_params=theirs.trainable_params,
+                reference_setup=theirs.variant_setup, primary=True if sign > 0 else None,
+                reversed=True if sign < 0 else None,
+            )  # fmt: skip
+            made.append(row.replace(stderr=standard_error(row, row.dof)))
+    return made
 
 
 # --- selection ---
@@ -549,7 +488,7 @@ def select(rows: Iterable[Row], cells: dict[str, Any], query: str = "") -> list[
 
 def _holds(query: str, row: Row) -> bool:
     try:
-        return bool(eval(query, {"__builtins__": {}}, vars(row)))
+        return bool(eval(query, {"__builtins__": {}}, defaultdict(lambda: None, vars(row))))
     except (TypeError, AttributeError):
         return False
 

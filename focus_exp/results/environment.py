@@ -42,15 +42,6 @@ def commit() -> str | None:
     return head if _git("status", "--porcelain", "--", *CODE) == "" else f"{head}-dirty"
 
 
-def unknown_commit_reason(commit: str | None) -> str | None:
-    """Return why a commit is not in this repository's history, None if it is."""
-    if not commit:
-        return "made outside of git"
-    if commit.endswith("-dirty"):
-        return f"made with uncommitted changes on {commit[:7]}"
-    return None if _git("merge-base", "HEAD", commit) == commit else f"commit {commit[:7]} is not in the history"
-
-
 def _git(*arguments: str) -> str | None:
     """Return what git prints, None where it fails or needs more than 10 s."""
     command = ["git", "-C", str(Path(__file__).parent), *arguments]

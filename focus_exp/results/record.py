@@ -129,7 +129,9 @@ class Record:
 
     @property
     def is_complete(self) -> bool:
-        return is_complete(self.status, self.is_timed, any(m.metric == "perplexity" for m in self.measurements))
+        """Return whether the run's numbers are whole: it finished, or only timed."""
+        is_scored = any(m.metric == "perplexity" for m in self.measurements)
+        return self.status == "finished" or (self.status == "interrupted" and self.is_timed and not is_scored)
 
     @property
     def device_kind(self) -> str:
@@ -170,11 +172,6 @@ class Record:
             place = ".".join(map(str, wrong["loc"]))
             raise UserError(f"{path}: {place}: {wrong['msg']} (got {str(wrong['input'])[:40]!r}).") from error
         return replace(record, path=Path(path), config=upgrade_keys(record.config))
-
-
-def is_complete(status: str, is_timed: bool, is_scored: bool) -> bool:
-    """Return whether a run's numbers are whole: it finished, or only timed."""
-    return status == "finished" or (status == "interrupted" and is_timed and not is_scored)
 
 
 @cache

@@ -82,12 +82,6 @@ def _own_name(path: Path) -> str:
     return path.parent.name if path.name in ("model", "adapter") or set(path.name) & set("*?[") else path.stem
 
 
-def finished_record(config: Config) -> Record | None:
-    """Return the record of this configuration if it finished before."""
-    record = earlier_record(config)
-    return record if record and record.status == "finished" else None
-
-
 def earlier_record(config: Config) -> Record | None:
     """Return the record in the run directory; UserError if it had other defaults."""
     path = run_folder(config) / "record.json"

@@ -1,0 +1,73 @@
+"""Check that published tables follow from their measurements, and write them again."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+from focus_exp.reporting.load import load_results, load_run
+from focus_exp.reporting.report import REPORT, check_numbers, check_report
+from focus_exp.reporting.run_report import TABLE, render_run, run_tables, write_run_figures, write_run_table
+from focus_exp.results.comparison import compare_variants
+from focus_exp.results.losses import LOSSES, find_inconsistent, is_same_change, read_losses
+from focus_exp.results.record import RECORD, Record
+
+CHECKED_TEXTS = ("README.md", "docs/results.md")
+
+
+def find_stale(records: Path, budget: str = "") -> list[str]:
+    """Return what no longer follows from the measurements below `records`.
+
+    Checks the intervals against the losses, the table of each run, the tables of the report (within a tolerance), and
+    the marked numbers of the report, README.md and docs/results.md.
+    """
+    wrong = check_runs(sorted(path.parent for path in records.rglob(RECORD)))
+    report = records / REPORT
+    if report.is_dir():
+        wrong += [f"{report / name} does not follow from the measurements" for name in
+                  check_report(load_results(records, budget), report)]  # fmt: skip
+        project = records.absolute().parent.parent
+        for text in (report / f"{REPORT}.md", *(project / name for name in CHECKED_TEXTS)):
+            if text.exists():
+                wrong += [f"{text}: {number}" for number in check_numbers(text.read_text(encoding="utf-8"), report)]
+    return wrong
+
+
+def check_runs(folders: list[Path]) -> list[str]:
+    """Return the files of runs that do not follow from losses and measurements."""
+    wrong = [
+        f"{folder / RECORD}: {name} does not follow from {LOSSES}"
+        for folder in folders
+        for name in find_inconsistent_run(folder)
+    ]
+    for folder in folders:
+        if (folder / TABLE).exists():
+            results = load_run(folder)
+            if (folder / TABLE).read_text(encoding="utf-8") != render_run(results, run_tables(results.rows)):
+                wrong.append(f"{folder / TABLE} does not follow from its measurements")
+    return wrong
+
+
+def find_inconsistent_run(folder: Path) -> list[str]:
+    """Return the measurements of a run that do not follow from its losses."""
+    record = Record.load(folder / RECORD)
+    if not record.variants:
+        return find_inconsistent(record.measurements, read_losses(folder / LOSSES))
+    again = replace(record, path=None)
+    compare_variants(again, folder, record.config.get("references", []))
+    stored, made = (
+        {(m.variant, m.reference): m for m in each_record.measurements if m.metric == "nll_change"}
+        for each_record in (record, again)
+    )
+    return [
+        f"{variant} against {reference}"
+        for (variant, reference), change in stored.items()
+        if not is_same_change(change, made.get((variant, reference)))
+    ]
+
+
+def renew(records: Path) -> None:
+    """Write the tables and figures of all runs below `records` again."""
+    for path in sorted(records.rglob(TABLE)):
+        write_run_table(path.parent)
+        write_run_figures(path.parent)
