@@ -6,7 +6,7 @@ import hashlib
 import json
 import re
 from contextlib import suppress
-from dataclasses import MISSING, asdict, fields, is_dataclass
+from dataclasses import MISSING, fields, is_dataclass
 from pathlib import Path
 from typing import Any
 
@@ -44,14 +44,6 @@ def config_hash(config: Config) -> str:
     if config.eval.adapters:
         values["eval"]["adapters"] = [hash_adapter(adapter) for adapter in config.eval.adapters]
     return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()[:8]
-
-
-def moved_defaults(config: Config, recorded: dict[str, Any]) -> dict[str, Any]:
-    """Return the recorded values of keys that this configuration leaves at another default."""
-    now, hashed = flatten(json.loads(json.dumps(asdict(config)))), flatten(changed_values(config))
-    then = flatten(recorded)
-    defaults = {key for key in now.keys() & then.keys() if key not in hashed and is_hashed(key)}
-    return {".".join(key): then[key] for key in sorted(defaults) if then[key] != now[key]}
 
 
 def flatten(values: dict[str, Any], *prefix: str) -> dict[tuple[str, ...], Any]:

@@ -1,7 +1,5 @@
-"""Bases that another run trains: trained once, found again, checked against the run that made them."""
+"""Bases that another run trains: trained once and found again."""
 
-import json
-import shutil
 from dataclasses import replace
 
 import pytest
@@ -35,7 +33,7 @@ def records(folder):
     return {record.config["recipe"]["name"]: record for record in found}
 
 
-def test_base_is_trained_once_and_checked(tmp_path):
+def test_base_is_trained_once(tmp_path):
     variant = ["job=compare", "variants=[ablation/paper,ablation/K_4]", "+variant=ablation/paper"]
     settings = [*base(tmp_path), *variant]
     first = measure(tmp_path, settings)
@@ -53,16 +51,6 @@ def test_base_is_trained_once_and_checked(tmp_path):
     assert second.code == 0 and " first: " not in second.out
     assert weights.stat().st_mtime_ns == before
     assert "already finished" in measure(tmp_path, settings).out
-
-    (scratch,) = [path for path in (tmp_path / "runs").rglob("record.json") if '"weights"' in path.read_text()]
-    record = json.loads(scratch.read_text())
-    record["method"]["weights"] = "another"  # the same command, after what it stands for was changed
-    scratch.write_text(json.dumps(record))
-    for change in ([], ["budget=quick"]):
-        again = measure(tmp_path, settings, *change)
-        assert again.code == 2
-        assert "overwrite=true" in again.err
-        shutil.rmtree(scratch.parent, ignore_errors=True)
 
 
 def test_base_run_is_not_tuned_unless_asked():

@@ -1,4 +1,4 @@
-"""Damaged weights are refused, damaged caches are rebuilt, and dropout that prevents hard kernels is reported."""
+"""Damaged weights are refused, and damaged caches are rebuilt."""
 
 import json
 import shutil
@@ -7,12 +7,11 @@ import numpy as np
 import pytest
 import torch
 from conftest import build
-from running import record_of, router_steps, run, tiny, write_texts
+from running import router_steps, run, tiny, write_texts
 from safetensors.torch import load_file, save_file
 
 from focus_exp.config import DataConfig
 from focus_exp.data import load_corpus
-from focus_exp.jobs.prepare import attention_dropout
 from focus_exp.models import load as load_module
 from focus_exp.models.random import byte_tokenizer
 from focus_exp.storage import replace_file
@@ -124,26 +123,3 @@ def test_cached_revision_needs_all_shards(tmp_path, monkeypatch, files, complete
         index.write_text("{")
         expected = place if "pytorch_model.bin" in files else None
         assert load_module.find_snapshot("owner/model", None, "") == expected
-
-
-def test_attention_dropout_finds_all_spellings():
-    fields = {"attn_pdrop": 0.1, "resid_pdrop": 0.1, "attention_dropout": 0.0, "attn_config": {"attn_pdrop": 0.2}}
-    fields |= {"attention_probs_dropout_prob": 0.3, "id2label": {0: "a"}, "use_attention_dropout": True}
-    found = {"attn_pdrop": 0.1, "attn_config.attn_pdrop": 0.2, "attention_probs_dropout_prob": 0.3}
-    assert dict(attention_dropout(fields)) == found
-
-
-@pytest.mark.parametrize(
-    ("recipe", "dropout", "warns"), [("finetune", "0.1", True), ("retrofit", "0.1", False), ("finetune", "0", False)]
-)
-def test_hard_training_with_attention_dropout_warns(base, tmp_path, recipe, dropout, warns):
-    names = ["router", "everything"] if recipe == "finetune" else ["router"]
-    phases = [f"recipe.phases.{name}.{setting}" for name in names for setting in ("steps=1", "warmup_steps=0")]
-    settings = [f"model.path={base}", f"recipe={recipe}", "attention.train_with=hard", *phases]
-    if dropout == "0":
-        settings.append("++model.architecture.attn_pdrop=0")
-    result = run(*tiny(tmp_path), *settings, "attention.warm_start_sequences=0")
-    assert result.code == 0, result.err
-    warnings = [text for text in record_of(tmp_path).warnings if "attn_pdrop" in text]
-    assert len(warnings) == warns
-    assert all("++model.architecture.attn_pdrop=0" in text for text in warnings)

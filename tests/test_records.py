@@ -8,7 +8,7 @@ import pytest
 from running import run, tiny
 
 from focus_exp.errors import UserError
-from focus_exp.reporting import check, report
+from focus_exp.reporting import report
 from focus_exp.reporting.check import check_runs, find_stale, renew
 from focus_exp.reporting.load import load_results
 from focus_exp.reporting.report import check_report, write_report
@@ -23,8 +23,7 @@ RECORDS = ROOT / "runs" / "records"
 
 @pytest.fixture
 def runs(finished_run, tmp_path, monkeypatch):
-    """A copy of the directory of one finished run; figures are not drawn."""
-    monkeypatch.setattr(check, "write_run_figures", lambda folder: {})
+    """A copy of the directory of one finished run; figures of the report are not drawn."""
     monkeypatch.setattr(report, "write_report_figures", lambda tables, folder: None)
     return shutil.copytree(finished_run, tmp_path / "runs")
 

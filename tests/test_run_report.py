@@ -6,7 +6,7 @@ from running import only_run
 
 from focus_exp.reporting import figures
 from focus_exp.reporting.load import load_run, read_log
-from focus_exp.reporting.run_report import render_continuations, render_passage, run_tables, write_run_table
+from focus_exp.reporting.run_report import render_continuations, render_passage, run_tables, write_run_report
 
 
 @pytest.fixture
@@ -22,9 +22,9 @@ def test_run_writes_table_and_figures(trained):
     assert {"loss_curve.svg", "perplexity_by_position.svg"} <= names
 
 
-def test_write_run_table_twice_gives_the_same_bytes(trained):
+def test_write_run_report_twice_gives_the_same_bytes(trained):
     before = (trained / "table.md").read_bytes()
-    write_run_table(trained)
+    write_run_report(trained)
     assert (trained / "table.md").read_bytes() == before
 
 

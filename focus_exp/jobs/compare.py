@@ -8,7 +8,6 @@ import time
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from dataclasses import asdict, replace
-from pathlib import Path
 
 from hydra.errors import HydraException
 from omegaconf.errors import OmegaConfBaseException
@@ -18,11 +17,11 @@ from focus_exp.errors import UserError, first_line
 from focus_exp.jobs.compose import command_overrides, compose_variant, compose_variants, variant_name, variant_settings
 from focus_exp.jobs.evaluate import evaluate_adapter
 from focus_exp.jobs.resume import finished_record, share_scores
-from focus_exp.jobs.run import Run, format_seconds, lock_run_dir, new_run, record_error, record_run
+from focus_exp.jobs.run import format_seconds, lock_run_dir, record_run
 from focus_exp.jobs.train import train
 from focus_exp.results.comparison import compare_variants
 from focus_exp.results.record import RECORD, Record, VariantRun
-from focus_exp.results.run_dir import NOT_ENDED, run_folder
+from focus_exp.results.run_dir import run_folder
 from focus_exp.storage import InUse
 
 log = logging.getLogger(__name__)
@@ -49,57 +48,25 @@ def compare(config: Config) -> None:
 
 def run_comparison(config: Config, configs: dict[str, Config]) -> None:
     shared = compose_variant(config, None, command_overrides())
-    values = asdict(replace(shared, job="compare", variants=config.variants, references=config.references))
-    pending = new_run(config)
-    pending.record.config = values
-    pending.record.variants = [
-        VariantRun(
-            name=name, settings=variant_settings(config, name), folder=str(run_folder(variant)), status="interrupted",
-            error=NOT_ENDED,
-        )
-        for name, variant in configs.items()
-    ]  # fmt: skip
-    try:
-        with record_error(pending.record):
-            errors = run_variants(configs, pending)
-    except BaseException:
-        pending.save()
-        raise
+    errors = run_variants(configs)
     with record_run(config) as run:
-        run.record.config = values
+        run.record.config = asdict(
+            replace(shared, job="compare", variants=config.variants, references=config.references)
+        )
         run.record.variants = [
             describe_variant(name, variant, variant_settings(config, name), errors.get(name))
             for name, variant in configs.items()
         ]
         compare_variants(run.record, run.folder, config.references)
-        warn_of_differences(run)
+        bases = {variant.base for variant in run.record.variants if variant.status == "finished" and variant.base}
+        if len(bases) > 1:
+            run.warn("variants of different base models are not compared with each other")
 
 
-def warn_of_differences(run: Run) -> None:
-    """Warn of variants on several processors or of several base models."""
-    processors: dict[str, list[str]] = {}
-    bases: dict[str, list[str]] = {}
-    for variant in run.record.variants:
-        if (path := Path(variant.folder) / RECORD).exists():
-            processors.setdefault(Record.load(path).machine.get("cpu", "unknown"), []).append(variant.name)
-        if variant.status == "finished" and variant.base:
-            bases.setdefault(variant.base, []).append(variant.name)
-    if len(processors) > 1:
-        names = "; ".join(f"{cpu}: {', '.join(names)}" for cpu, names in processors.items())
-        run.warn(f"variants ran on several processors, whose rounding differs ({names})")
-    if len(bases) > 1:
-        names = "; ".join(", ".join(names) for names in bases.values())
-        run.warn(f"variants of different base models are not compared with each other ({names})")
-
-
-def run_variants(
-    configs: dict[str, Config], comparison: Run | None = None, others: Iterable[Config] | None = None
-) -> dict[str, str]:
+def run_variants(configs: dict[str, Config], others: Iterable[Config] | None = None) -> dict[str, str]:
     """Run the variants that are not finished; returns the reasons of those that failed.
 
-    Args:
-        comparison: run of the comparison, saved before each variant.
-        others: finished runs to copy shared scores from; by default those of `configs`.
+    others: finished runs to copy shared scores from; by default those of `configs`.
     """
     errors: dict[str, str] = {}
     to_run = {name: config for name, config in configs.items() if config.overwrite or not finished_record(config)}
@@ -110,8 +77,6 @@ def run_variants(
         left = (time.perf_counter() - start) / done * (len(to_run) - done) if done else None
         remaining = f", about {format_seconds(left)} left" if left else ""
         print(f"\nvariant {done + 1} of {len(to_run)}: {name}{remaining}")
-        if comparison:
-            comparison.save()
         share_scores(config, others or [other for other in configs.values() if finished_record(other)])
         try:
             (evaluate_adapter if config.adapter else train)(config)

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -132,26 +130,3 @@ def check_backend(model: PreTrainedModel, backend: str) -> None:
 def requirements(model: PreTrainedModel, dtype: torch.dtype) -> KernelRequirements:
     softcap = getattr(model.config.get_text_config(), "attn_logit_softcapping", None) is not None
     return KernelRequirements(model.device.type, dtype, model_shape(model).head_dim, softcap)
-
-
-def dense_training_reason(model: PreTrainedModel, config: Config) -> str | None:
-    """Return why training with hard routing computes all QK pairs; None if it need not."""
-    is_hard = config.has_router and config.focus.train_with == "hard" and config.focus.backend != "masked"
-    dropout = dict(attention_dropout(model.config.get_text_config().to_dict()))
-    if not (is_hard and dropout and config.recipe.trains("all")):  # a frozen base has no dropout
-        return None
-    return (
-        "attention.train_with=hard costs as much as full attention: only the masked path has attention dropout "
-        f"({', '.join(f'{name}={rate}' for name, rate in dropout.items())}). For the sparse path type "
-        f"{' '.join(f'++model.architecture.{name}=0' for name in dropout)}."
-    )
-
-
-def attention_dropout(fields: dict[Any, Any], prefix: str = "") -> Iterator[tuple[str, float]]:
-    """Yield the attention dropout rates above 0 of a transformers config, as a dict; nested fields dotted."""
-    for key, value in fields.items():
-        name = f"{prefix}{key}"
-        if isinstance(value, dict):
-            yield from attention_dropout(value, f"{name}.")
-        elif "drop" in name and ("attn" in name or "attention" in name) and isinstance(value, float) and value > 0:
-            yield name, value

@@ -17,10 +17,9 @@ from focus_exp.data.texts import find_texts, hash_texts
 from focus_exp.errors import UserError
 from focus_exp.evaluation.benchmarks import is_perplexity
 from focus_exp.evaluation.controls import BASE, SOFT, slug
-from focus_exp.jobs.compose import compose_base, needs_base
 from focus_exp.models.adapter import read_description
 from focus_exp.models.load import hash_tokenizer, hash_weights
-from focus_exp.reporting.run_report import TABLE, write_run_extras, write_run_figures, write_run_table
+from focus_exp.reporting.run_report import TABLE, write_run_report
 from focus_exp.results.record import Record
 from focus_exp.results.run_dir import NOT_ENDED, earlier_record, lock_of, run_folder
 from focus_exp.storage import atomic_write, file_lock, remove_stale_temp
@@ -35,12 +34,11 @@ def finished_record(config: Config) -> Record | None:
     """Return the record of this configuration if it finished before.
 
     Raises:
-        UserError: if defaults, files that the run read, or the base that was trained for it have changed since.
+        UserError: if files that the run read have changed since.
     """
     record = earlier_record(config)
     if record is not None:
         check_inputs(config, record)
-        check_base(config, record)
     return record if record and record.status == "finished" else None
 
 
@@ -53,9 +51,7 @@ def print_finished(config: Config) -> bool:
     if lock_of(folder).exists() or not (folder / TABLE).exists():  # killed while it wrote its tables
         with file_lock(lock_of(folder), f"the run folder {folder}"):
             remove_stale_temp(folder)
-            write_run_table(folder)
-            write_run_figures(folder)
-            write_run_extras(folder)
+            write_run_report(folder)
     print((folder / TABLE).read_text(encoding="utf-8"))
     print(f"already finished on {record.device}: {folder}. Type overwrite=true to run it again.")
     return True
@@ -82,20 +78,6 @@ def check_inputs(config: Config, record: Record) -> None:
             continue
         if now not in (None, then):
             raise UserError(f"{key} must be that of {run_folder(config)}, {then} (got {place}, {now}). {REPEAT}")
-
-
-def check_base(config: Config, record: Record) -> None:
-    """Raise UserError if the run was made with another base: its name has the base's command, but not its budget."""
-    if not needs_base(config):
-        return
-    base, then = finished_record(compose_base(config)), record.model.get("fingerprint")
-    budget = record.setting("budget", "name")
-    is_same = base.method.get("weights", then) == then if base else budget == config.budget["name"]
-    if then is not None and not is_same:
-        raise UserError(
-            f"the base {config.model.name} must be that of {run_folder(config)}, trained with budget={budget} (got "
-            f"budget={config.budget['name']}). {REPEAT}"
-        )
 
 
 def check_fingerprint(part: str, earlier: dict[str, Any], fingerprint: str, folder: Path) -> None:

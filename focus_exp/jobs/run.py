@@ -30,7 +30,7 @@ from focus_exp.errors import Interrupted, UserError, first_line
 from focus_exp.jobs.compose import command_overrides
 from focus_exp.jobs.resume import check_fingerprint, resume_record
 from focus_exp.models.load import hash_tokenizer
-from focus_exp.reporting.run_report import write_run_extras, write_run_figures, write_run_table
+from focus_exp.reporting.run_report import write_run_report
 from focus_exp.reporting.wandb import init_options, log_run, wandb_mode
 from focus_exp.results.environment import command_line, environment
 from focus_exp.results.record import RECORD, Record
@@ -123,14 +123,12 @@ class Run:
     def report(self) -> None:
         """Write measurements, tables and figures; log them to W&B and print the tables."""
         self.save()
-        tables = write_run_table(self.folder)
+        results, tables, figures = write_run_report(self.folder)
         for name, table in tables.items():
             print_table(table, name)
-        figures = write_run_figures(self.folder)
-        write_run_extras(self.folder)
         for logger in self.loggers:
             if isinstance(logger, WandbLogger):
-                log_run(logger.experiment, self.folder, tables, figures)
+                log_run(logger.experiment, results, tables, figures)
         print(f"run folder: {self.folder}")
 
 
@@ -172,10 +170,15 @@ def record_run(config: Config) -> Iterator[Run]:
     begin_peak_memory()
     start = time.perf_counter()
     try:
-        with record_error(record):
-            run.loggers = make_loggers(config, folder)
-            yield run
+        run.loggers = make_loggers(config, folder)
+        yield run
         record.status, record.error = "finished", None
+    except Interrupted as stop:
+        record.error = str(stop)
+        raise
+    except BaseException as error:
+        record.status, record.error = "failed", f"{type(error).__name__}: {first_line(error)}"
+        raise
     finally:
         record.wall_seconds = (record.wall_seconds or 0.0) + time.perf_counter() - start
         record.peak_memory_bytes = max(record.peak_memory_bytes or 0, peak_memory())
@@ -210,19 +213,6 @@ def new_run(config: Config) -> Run:
         **environment(),
     )
     return Run(config, run_folder(config), record, precision)
-
-
-@contextmanager
-def record_error(record: Record) -> Iterator[None]:
-    """Record why the block ended early, if it did."""
-    try:
-        yield
-    except Interrupted as stop:
-        record.error = str(stop)
-        raise
-    except BaseException as error:
-        record.status, record.error = "failed", f"{type(error).__name__}: {first_line(error)}"
-        raise
 
 
 def make_loggers(config: Config, folder: Path) -> list[Logger]:

@@ -22,7 +22,7 @@ from focus_exp.evaluation.controls import SOFT
 from focus_exp.evaluation.perplexity import PerplexityEvaluator
 from focus_exp.jobs.compose import command_overrides, compose_variant, variant_name
 from focus_exp.jobs.evaluate import load_trained
-from focus_exp.jobs.prepare import Setup, dense_training_reason, prepare, training_sequences
+from focus_exp.jobs.prepare import Setup, prepare, training_sequences
 from focus_exp.jobs.resume import finished_record, print_finished, share_scores
 from focus_exp.jobs.run import Run, open_run
 from focus_exp.models.adapter import DESCRIPTION, save_adapter
@@ -85,7 +85,7 @@ def train(config: Config) -> None:
             setup = prepare(run)
         model, evaluators = setup.model, setup.evaluators
         sequences = training_sequences(tuned, setup)
-        for warning in filter(None, [dense_training_reason(model, tuned), *unreached_learning_rates(tuned)]):
+        for warning in unreached_learning_rates(tuned):
             run.warn(warning)
         run_on_rank_zero(model, evaluators.measure_base)
         with run.count_training_time():

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from focus_exp.reporting.load import load_results, load_run
 from focus_exp.reporting.report import REPORT, check_numbers, check_report
-from focus_exp.reporting.run_report import TABLE, render_run, run_tables, write_run_figures, write_run_table
+from focus_exp.reporting.run_report import TABLE, render_run, run_tables, write_run_report
 from focus_exp.results.comparison import compare_variants
 from focus_exp.results.losses import LOSSES, find_inconsistent, is_same_change, read_losses
 from focus_exp.results.record import RECORD, Record
@@ -69,5 +69,4 @@ def find_inconsistent_run(folder: Path) -> list[str]:
 def renew(records: Path) -> None:
     """Write the tables and figures of all runs below `records` again."""
     for path in sorted(records.rglob(TABLE)):
-        write_run_table(path.parent)
-        write_run_figures(path.parent)
+        write_run_report(path.parent)

@@ -29,19 +29,25 @@ from focus_exp.storage import replace_file
 TABLE = "table.md"
 
 
-def write_run_table(run_dir: Path) -> dict[str, pd.DataFrame]:
-    """Write table.md of a run or comparison; return its tables by name."""
-    results = load_run(run_dir)
+def write_run_report(run_dir: Path) -> tuple[Results, dict[str, pd.DataFrame], dict[str, Path]]:
+    """Write what a run shows; return its rows, tables, and the PNG of each figure.
+
+    That is table.md, figures, continuations.md, passage.html, and the README of an adapter.
+    """
+    record, results = Record.load(run_dir / RECORD), load_run(run_dir)
+    title, passage = title_of(results), run_dir / "groups" / "passage.json"
     tables = run_tables(results.rows)
     replace_file(run_dir / TABLE, render_run(results, tables).encode())
-    return tables
-
-
-def write_run_figures(run_dir: Path) -> dict[str, Path]:
-    """Write the figures of a run; return the PNG of each."""
-    results = load_run(run_dir)
-    figures = plot_measurements(results.rows, read_log(run_dir), title_of(results))
-    return save_figures(figures, run_dir / "figures")
+    figures = save_figures(plot_measurements(results.rows, read_log(run_dir), title), run_dir / "figures")
+    if record.continuations:
+        replace_file(run_dir / "continuations.md", render_continuations(record.continuations, title).encode())
+    if passage.exists():
+        page = render_passage(json.loads(passage.read_text(encoding="utf-8")), title)
+        replace_file(run_dir / "passage.html", page.encode())
+    if (run_dir / "adapter").is_dir():
+        card = render_card(results, record.config, tables)
+        replace_file(run_dir / "adapter" / "README.md", card.encode())
+    return results, tables, figures
 
 
 def title_of(results: Results) -> str:
@@ -184,20 +190,6 @@ def _milliseconds(seconds: Any) -> float | None:
 
 
 # --- passages, continuations and the card of an adapter ---
-
-
-def write_run_extras(run_dir: Path) -> None:
-    """Write continuations.md, passage.html, and the README of an adapter."""
-    record, results = Record.load(run_dir / RECORD), load_run(run_dir)
-    title, passage = title_of(results), run_dir / "groups" / "passage.json"
-    if record.continuations:
-        replace_file(run_dir / "continuations.md", render_continuations(record.continuations, title).encode())
-    if passage.exists():
-        page = render_passage(json.loads(passage.read_text(encoding="utf-8")), title)
-        replace_file(run_dir / "passage.html", page.encode())
-    if (run_dir / "adapter").is_dir():
-        card = render_card(results, record.config, run_tables(results.rows))
-        replace_file(run_dir / "adapter" / "README.md", card.encode())
 
 
 def render_passage(passage: dict[str, Any], title: str) -> str:

@@ -11,7 +11,7 @@ import pandas as pd
 
 from focus_exp.errors import UserError
 from focus_exp.reporting.format import is_missing
-from focus_exp.reporting.load import load_run
+from focus_exp.reporting.load import Results
 
 MODES = ("online", "offline", "disabled", "shared")
 CURVES = {
@@ -59,10 +59,9 @@ def log_tables(run: Any, tables: Mapping[str, pd.DataFrame], figures: Mapping[st
     run.log(logged)
 
 
-def log_run(run: Any, run_dir: Path, tables: Mapping[str, pd.DataFrame], figures: Mapping[str, Path]) -> None:
+def log_run(run: Any, results: Results, tables: Mapping[str, pd.DataFrame], figures: Mapping[str, Path]) -> None:
     """Log tables, figures, metadata and main measurements of a finished run."""
     log_tables(run, tables, figures)
-    results = load_run(run_dir)
     facts = results.runs.iloc[0]
     summary = {name: facts[name] for name in RUN_FIELDS if name in facts and not is_missing(facts[name])}
     for row in results.rows:

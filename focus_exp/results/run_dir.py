@@ -6,8 +6,7 @@ from pathlib import Path
 
 from focus_exp.assets import uses_embedded
 from focus_exp.config import Config, is_shipped
-from focus_exp.config_hash import config_hash, moved_defaults
-from focus_exp.errors import UserError
+from focus_exp.config_hash import config_hash
 from focus_exp.results.record import Record
 
 EMBEDDED_MODEL, EMBEDDED_DATA = "smollm2_135m_q4", "books"  # names of the substitutes without the Hub
@@ -83,25 +82,9 @@ def _own_name(path: Path) -> str:
 
 
 def earlier_record(config: Config) -> Record | None:
-    """Return the record in the run directory; UserError if it had other defaults."""
+    """Return the record in the run directory, if there is one."""
     path = run_folder(config) / "record.json"
-    record = Record.load(path) if path.exists() else None
-    if record is None:
-        return None
-    phases = list(config.recipe.phases)
-    if (then := list(record.setting("recipe", "phases") or phases)) != phases:  # the name does not tell their order
-        raise UserError(
-            f"{path.parent} holds a run of other recipe.phases, {', then '.join(then)} (now {', then '.join(phases)}). "
-            "Give overwrite=true to replace it, or another runs_dir."
-        )
-    # a tuned run has another learning rate; variants of a comparison are checked one by one
-    apart = bool(record.trials or config.variants)
-    if moved := {} if apart else moved_defaults(config, record.config):
-        raise UserError(
-            f"{path.parent} holds a run with {', '.join(f'{key}={value}' for key, value in moved.items())}, which was "
-            "the default then. Give overwrite=true to replace it, or another runs_dir."
-        )
-    return record
+    return Record.load(path) if path.exists() else None
 
 
 def lock_of(folder: Path) -> Path:
