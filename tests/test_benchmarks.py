@@ -276,15 +276,6 @@ def test_rows_of_a_router_are_paired_with_base_and_controls(measure):
             assert row.change.low < row.change.value < row.change.high
 
 
-def test_base_row_of_an_attached_model_equals_the_base(tiny_model, tmp_path):
-    config, model = make_config(["perplexity@32"]), tiny_model("llama")
-    before = BenchmarkEvaluator(model, byte_tokenizer(), BLOCKS, config, PRECISION, tmp_path / "before")
-    before.measure_base()
-    base, hard, *_ = measure_all(attach_hard(model), config, tmp_path / "after")
-    assert base.value == pytest.approx(rows_of(before)[0].value, rel=1e-6) and base.sparsity == 0
-    assert hard.value != pytest.approx(base.value, rel=1e-4)
-
-
 @pytest.mark.parametrize(
     ("method", "train", "kinds"),
     [

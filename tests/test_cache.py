@@ -2,9 +2,11 @@
 
 import copy
 import gc
+import os
 from dataclasses import replace
 from functools import partial
 from itertools import chain
+from pathlib import Path
 
 import pytest
 import torch
@@ -26,7 +28,6 @@ from focus_exp.errors import UserError
 from focus_exp.models.hf_cache import grouped_caches, is_grouped, prepare_cache
 from focus_exp.models.load import load_model
 from focus_exp.models.methods import attached_methods, observe_selections
-from focus_exp.speed.timing import read_proc_status
 
 RULES = [(1, "query_topk"), (2, "query_topk"), (2, "share"), (3, "share")]
 VOCABULARY = 100
@@ -77,31 +78,6 @@ def test_forward_chunks_with_cache_equal_one_pass(tiny_model, family, top_k, rul
         assert is_grouped(cache) == ((top_k, rule) != (3, "share"))  # that keeps all pairs
         assert cache.get_seq_length() == 40
         torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
-
-
-@given(
-    sizes=st.lists(st.integers(1, 20), min_size=1, max_size=12),
-    padding=st.lists(st.integers(0, 8), min_size=1, max_size=3),
-    rule=st.sampled_from(RULES),
-    window=st.integers(0, 12),
-    sinks=st.integers(0, 3),
-    family=st.sampled_from(["gpt2", "llama", "gemma2"]),
-)
-@settings(max_examples=20)
-def test_forward_any_chunks_of_padded_batch_equal_one_pass(sizes, padding, rule, window, sinks, family):
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        model = attach_focus(build(f"tiny_{family}"), *rule, window=window, sinks=sinks)
-    length = sum(sizes)
-    mask = torch.ones(len(padding), length, dtype=torch.long)
-    for row, pads in enumerate(padding):
-        mask[row, : min(pads, length - 1)] = 0
-    ids = tokens(len(padding), length)
-    expected = run_at_once(model, ids, mask)
-    found, _ = run_in_chunks(model, ids, sizes, mask)
-    real = mask.bool()
-    torch.testing.assert_close(found[real], expected[real], rtol=1e-4, atol=1e-5)
-    assert torch.isfinite(found).all()
 
 
 @given(data=st.data(), sizes=st.lists(st.integers(1, 9), min_size=2, max_size=9))
@@ -166,34 +142,6 @@ def select_rows(rows, length, q, k, v, selection, sequence):
     }  # fmt: skip
     valid = None if sequence.valid is None else sequence.valid[rows]
     return *(chosen(x, 2) for x in (q, k, v)), replace(selection, **tensors), Sequence(sequence.start[rows], valid)
-
-
-def test_cache_crop_reset_reorder_equals_recomputing(tiny_model):
-    model = attach_focus(tiny_model("llama"), 2)
-    ids, other = tokens(3, 40), tokens(3, 12, seed=5)
-    for kept in (1, 5, 20, 39):
-        _, cache = run_in_chunks(model, ids, [10] + [1] * 10 + [20])
-        cache.crop(kept - 40)
-        assert cache.get_seq_length() == kept
-        found, _ = run_in_chunks(model, other, [5] + [1] * 7, cache=cache)
-        expected = run_at_once(model, torch.cat([ids[:, :kept], other], 1))[:, kept:]
-        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
-    _, cache = run_in_chunks(model, ids, [40])
-    cache.crop(-50)  # more than there are
-    assert cache.get_seq_length() == 0
-    found, _ = run_in_chunks(model, other, [12], cache=cache)
-    torch.testing.assert_close(found, run_at_once(model, other), rtol=1e-4, atol=1e-5)
-    rows = torch.tensor([2, 0, 0, 1])
-    _, cache = run_in_chunks(model, ids, [40])
-    cache.reorder_cache(rows)
-    continued = tokens(4, 6, seed=7)
-    found, _ = run_in_chunks(model, continued, [1] * 6, cache=cache)
-    expected = run_at_once(model, torch.cat([ids[rows], continued], 1))[:, 40:]
-    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
-    cache.reset()
-    assert cache.get_seq_length() == 0
-    found, _ = run_in_chunks(model, ids, [13] * 3 + [1], cache=cache)
-    torch.testing.assert_close(found, run_at_once(model, ids), rtol=1e-4, atol=1e-5)
 
 
 def test_cache_reordered_rows_keep_their_starts(tiny_model):
@@ -407,11 +355,8 @@ def test_generate_ten_thousand_tokens_leaks_no_memory(tiny_model):
         def __call__(self, ids, scores, **kwargs):
             if ids.shape[1] in (2_000, 6_000, 10_000):
                 gc.collect()
-                held[ids.shape[1]] = (
-                    read_proc_status("VmRSS"),
-                    sum(x.bytes for x in grouped_caches(cache)),
-                    len(gc.get_objects()),
-                )
+                resident = int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+                held[ids.shape[1]] = resident, sum(x.bytes for x in grouped_caches(cache)), len(gc.get_objects())
             return torch.zeros(1, dtype=torch.bool)
 
     text = sampled(model, 10_000, 11, past_key_values=cache, stopping_criteria=[Watch()])
@@ -425,8 +370,11 @@ def test_generate_ten_thousand_tokens_leaks_no_memory(tiny_model):
 STATIC = {"cache_implementation": "static", "disable_compile": True, "do_sample": False, "pad_token_id": 0}
 
 
-@pytest.mark.parametrize("family", ["llama", "gemma2", "mistral"])
-@pytest.mark.parametrize("setting", [{"top_k": 4}, {"top_k": 3, "pair_rule": "share"}, {"groups": 1}], ids=str)
+@pytest.mark.parametrize(
+    ("family", "setting"),
+    [("llama", {"top_k": 3, "pair_rule": "share"}), ("gemma2", {"top_k": 4}), ("mistral", {"groups": 1})],
+    ids=str,
+)
 def test_static_cache_all_pairs_kept_gives_base_text(tiny_model, family, setting):
     base, model = tiny_model(family), attach_focus(tiny_model(family), **setting)
     ids, mask = tokens(2, 21), torch.ones(2, 21, dtype=torch.long)
@@ -434,20 +382,6 @@ def test_static_cache_all_pairs_kept_gives_base_text(tiny_model, family, setting
     for shown in (torch.ones_like(mask), mask):
         options = {**STATIC, "max_new_tokens": 8, "attention_mask": shown}
         assert model.generate(ids, **options).equal(base.generate(ids, **options))
-
-
-@pytest.mark.parametrize("length", [3, 20])
-@pytest.mark.parametrize("family", ["llama", "gemma2", "mistral"])
-@torch.no_grad()
-def test_static_cache_all_pairs_kept_gives_base_logits(tiny_model, family, length):
-    base, model = tiny_model(family), attach_focus(tiny_model(family), top_k=4)
-    found = []
-    for one in (base, model):
-        cache, ids = StaticCache(config=one.config, max_cache_len=40), tokens(2, length + 6)
-        with observe_selections(model, lambda *_: None):
-            parts = [one(input_ids=part, past_key_values=cache).logits for part in ids.split([length, 3, 1, 1, 1], 1)]
-        found.append(torch.cat(parts, 1))
-    torch.testing.assert_close(*found, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("fullgraph", [False, True])

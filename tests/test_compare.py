@@ -179,20 +179,20 @@ def test_compare_adapter_is_measured_by_every_variant(tmp_path, scored):
 
 
 def test_compare_interrupted_resumes_at_its_variant(tmp_path, monkeypatch):
-    real = job.train
+    real, command = job.train, settings(tmp_path, one=FIXED, two=[*FIXED, "attention.window=4"])
 
     def stopping(config):
-        if config.variant == "lora":
+        if config.variant == "two":
             signal.raise_signal(signal.SIGTERM)
         real(config)
 
     monkeypatch.setattr(job, "train", stopping)
-    assert run(*settings(tmp_path)).code == 128 + signal.SIGTERM
+    assert run(*command).code == 128 + signal.SIGTERM
     stopped = records(tmp_path)
-    assert set(stopped) == {"focus"} and stopped["focus"].status == "finished"
+    assert set(stopped) == {"one"} and stopped["one"].status == "finished"
     monkeypatch.setattr(job, "train", real)
-    result = run(*settings(tmp_path))
-    assert result.code == 0 and "variant 1 of 2: lora" in result.out
+    result = run(*command)
+    assert result.code == 0 and "variant 1 of 1: two" in result.out
     assert all(arm.status == "finished" for arm in records(tmp_path)[None].variants)
 
 
@@ -234,4 +234,4 @@ def test_compare_base_is_measured_once_per_text(tmp_path, scored):
 
 def test_compare_one_variant_ignores_mistakes_in_others(tmp_path):
     wrong = {"unknown": ["attention=nothing"], "impossible": ["attention.groups=0"]}
-    assert run(*settings(tmp_path, focus=VARIANTS["focus"], **wrong), "+variant=adhoc/focus").code == 0
+    assert run(*settings(tmp_path, one=FIXED, **wrong), "+variant=adhoc/one").code == 0

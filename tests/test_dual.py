@@ -12,8 +12,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from problems import random_sequence
 from running import fitting, only_run, run, tiny, without_attention
-from test_architectures import KEPT
-from tiny_architectures import tiny_model as tiny_architecture
 from torch import Tensor
 
 from focus_exp import UserError, attach, detach, freeze, load_adapter, save_adapter, set_routing
@@ -23,8 +21,6 @@ from focus_exp.attention.focus_dual import UNSET, FocusDual
 from focus_exp.attention.selection import AttentionArgs, Selection, Sequence, base_mask, local_mask
 from focus_exp.models.methods import attached_methods, observe_selections, set_budget
 from focus_exp.results.record import Record
-from focus_exp.speed.layer import Layer, time_methods
-from focus_exp.speed.workload import Shape
 from focus_exp.training.focus_dual_fit.encoders import score_thresholds as thresholds
 
 WIDTH, SIZE = 12, 8
@@ -325,7 +321,7 @@ def test_set_budget_wrong_method_or_dropped_encoders_raises(tiny_model):
         set_budget(model, [2, 2])
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", ["gpt2", "llama", "gemma3"])
 @pytest.mark.parametrize(
     "options",
     [
@@ -369,24 +365,6 @@ def test_focus_dual_training_lowers_loss(tiny_model):
     assert min(losses[-5:]) < 0.9 * losses[0]
 
 
-@pytest.mark.parametrize("name", KEPT)
-def test_focus_dual_heads_equal_model_kv_heads(monkeypatch, name):
-    model, found = tiny_architecture(name), []
-
-    def note(self, q, k, v, selection, sequence, args):
-        found.append((self.heads, k.shape[1]))
-        return super(FocusDual, self).attend(q, k, v, selection, sequence, args)
-
-    monkeypatch.setattr(FocusDual, "attend", note)
-    try:
-        attached(model)
-    except UserError:
-        return
-    set_routing(model, hard=True)
-    logits_of(model)
-    assert found and all(heads == of_keys for heads, of_keys in found)
-
-
 def test_evaluate_adapter_top_k_changes_density(tmp_path):
     chosen = fitting(*tiny(tmp_path), "attention=focus_dual", "recipe=none", "attention.calibration_sequences=0")
     groups = ["attention.groups=6", "attention.top_k=2"]
@@ -408,12 +386,3 @@ def test_evaluate_adapter_top_k_changes_density(tmp_path):
     trained, again, whole = (rows["focus_dual", k, job] for k, job in ((2, "train"), (2, "evaluate"), (6, "evaluate")))
     assert trained.nll == again.nll and 1 / 6 <= trained.largest_group_fraction <= 1
     assert whole.distant_density == 1 and whole.nll == pytest.approx(scored(records[0].measurements)[0].nll)
-
-
-def test_time_methods_times_focus_dual():
-    layer = Layer(
-        Shape(WIDTH, 6, 3, SIZE), window=8, sinks=2, dtype=torch.float32, device=torch.device("cpu"), repeats=1
-    )
-    rows = list(time_methods(layer, 64, {"focus_dual": ("focus_dual", {"groups": 4, "top_k": 2})}))
-    assert {row.settings["path"] for row in rows} <= {"cpu", "masked"}
-    assert all(row.settings["error"] is None and row.value > 0 for row in rows)

@@ -125,18 +125,6 @@ def test_decode_right_padded_prompt_equals_recomputing(tiny_model, family):
     torch.testing.assert_close(positioned[real], expected[real], atol=1e-5, rtol=1e-4)
 
 
-@pytest.mark.parametrize("family", ["llama", "mistral"])
-@pytest.mark.parametrize(("top_k", "rule"), [(4, "query_topk"), (3, "share")])
-def test_all_groups_use_the_base_attention(tiny_model, family, top_k, rule):
-    model = set_routing(attach_focus(tiny_model(family)), hard=True, top_k=top_k, pair_rule=rule)
-    tokens, mask = make_tokens(), (torch.arange(LENGTH) >= 9).long().expand(2, -1)
-    for given, real in (({}, slice(None)), ({"attention_mask": mask}, slice(9, None))):
-        with disable_method(model):
-            expected = compute_logits(model, tokens, **given)[:, real]
-        torch.testing.assert_close(compute_logits(model, tokens, **given)[:, real], expected, atol=1e-5, rtol=1e-5)
-        assert {method.path for method in attached_methods(model).values()} == {"full"}
-
-
 @pytest.fixture
 def clear_verified(monkeypatch):
     monkeypatch.setattr(self_check, "VERIFIED", set())

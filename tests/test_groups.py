@@ -1,4 +1,4 @@
-"""job=analyze: measures by their definitions, attention mass against transformers' own, refusals."""
+"""job=analyze: measures by their definitions, pairs of one group, refusals."""
 
 import json
 import shutil
@@ -10,10 +10,10 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from running import fitting, only_run, record_of, router_steps, run, tiny
+from running import fitting, only_run, record_of, run, tiny
 from safetensors.torch import load_file, save_file
 
-from focus_exp import attach, detach, set_routing
+from focus_exp import attach, set_routing
 from focus_exp.evaluation.groups import (
     GroupAnalysis,
     Observation,
@@ -22,12 +22,11 @@ from focus_exp.evaluation.groups import (
 )
 from focus_exp.evaluation.groups_passage import (
     CLASSES,
-    Grouping,
     best_pairs,
     find_words,
     format_piece,
-    measure_passage,
     read_passage,
+    route_passage,
     split_pieces,
 )
 from focus_exp.models.adapter import WEIGHTS
@@ -80,49 +79,28 @@ def test_read_passage_token_inside_a_word_is_no_word():
 
 
 @pytest.mark.parametrize("method", ["focus", "focus_dual"])
-@pytest.mark.parametrize("family", ["gpt2", "qwen2", "gemma2"])
-def test_measure_passage_equals_transformers_attention_weights(tiny_model, family, method):
-    model = tiny_model(family, torch.float64)
-    tokens = torch.randint(256, (40,), generator=torch.Generator().manual_seed(1))
+def test_route_passage_keeps_distant_pairs_of_one_group(tiny_model, method):
+    model = tiny_model("qwen2")  # its second layer slides over 8 tokens
     torch.manual_seed(2)
     attach(model, method, groups=3, window=6, sinks=1, **({"top_k": 2} if method == "focus_dual" else {}))
     set_routing(model, hard=True)
-    result = measure_passage(model, tokens, choose_precision("float32", "cpu", False))
-    with torch.no_grad():
-        hard = model(tokens[None], use_cache=False).logits[0]
-    detach(model)
-    model.set_attn_implementation("eager")
-    with torch.no_grad():
-        base = model(tokens[None], use_cache=False, output_attentions=True)
-    for losses, logits in ((result.nll_full, base.logits[0]), (result.nll_hard, hard)):
-        logs = logits.log_softmax(-1)[:-1]
-        torch.testing.assert_close(losses[1:].double(), -logs[torch.arange(39), tokens[1:]], atol=1e-4, rtol=1e-4)
-    config = model.config.get_text_config()
-    heads = getattr(config, "num_key_value_heads", config.num_attention_heads) if method == "focus_dual" else 1
-    assert len(result.masses) == heads * config.num_hidden_layers
+    routed = route_passage(model, torch.randint(256, (40,)), choose_precision("float32", "cpu", False))
+    heads = model.config.num_key_value_heads if method == "focus_dual" else 1
+    assert len(routed) == heads * model.config.num_hidden_layers
     i, j = torch.arange(40)[:, None], torch.arange(40)
     distant = (i - j > 6) & (j >= 1)
-    for (layer, head), part in result.masses.items():
+    for (layer, head), part in routed.items():
         assert (head is None) == (heads == 1)
-        mass = base.attentions[layer][0].unflatten(0, (heads, -1)).mean(1)[head or 0]
-        selection = result.selections[Grouping(layer, head)]
-        same = (selection.query_groups[0].int() @ selection.key_groups[0].int().T) > 0
-        torch.testing.assert_close(part.cut, (mass * (distant & ~same)).sum(-1), atol=1e-6, rtol=1e-5)
-        torch.testing.assert_close(part.kept, (mass * (distant & same)).sum(-1), atol=1e-6, rtol=1e-5)
-        torch.testing.assert_close(part.near + part.kept + part.cut, torch.ones(40, dtype=torch.float64))
-        affinity = selection.assignment[0] @ selection.effective_key_assignment[0].T
-        # where a sliding layer sees nothing there is no pair
-        closest = affinity.masked_fill(~(distant & same & (mass > 0)), -1.0).max(-1).values
-        torch.testing.assert_close(part.close_keys[2], closest)
-        torch.testing.assert_close(part.heavy_keys[1], (mass * (distant & same)).max(-1).values, atol=1e-6, rtol=1e-5)
-    assert any(float(part.cut.max()) > 0 for part in result.masses.values())
+        assert torch.equal(part.distant, distant & (i - j < 8) if layer == 1 else distant)
+        same = (part.selection.query_groups[0].int() @ part.selection.key_groups[0].int().T) > 0
+        assert torch.equal(part.kept, part.distant & same) and part.kept.any()
 
 
 def test_best_pairs_are_the_highest_with_no_key_twice():
-    indices, mass, affinity = [4, 4, 0, 1, 2], [0.5, 0.9, 0.2, 0.0, 0.2], [0.1, -1.0, 0.2, 0.9, 0.5]
-    keys = tuple(torch.tensor(part) for part in (indices, mass, affinity))
-    assert best_pairs(keys, "mass", 6) == [(1, 4), (2, 0), (4, 2)]  # the earlier of two equal ones first
-    assert best_pairs(keys, "affinity", 2) == [(3, 1), (4, 2)]
+    affinity = torch.tensor([[0.9, 0.1, 0.0], [0.5, 0.2, 0.0], [0.3, 0.4, 0.8]])
+    kept = torch.tensor([[True, True, False], [True, True, False], [True, True, False]])
+    assert best_pairs(affinity, kept, 3) == [(0, 0, pytest.approx(0.9)), (2, 1, pytest.approx(0.4))]
+    assert len(best_pairs(affinity, kept, 1)) == 1 and best_pairs(affinity, ~kept, 3)[0][:2] == (2, 2)
 
 
 def test_group_letter_continues_after_z():
@@ -130,10 +108,10 @@ def test_group_letter_continues_after_z():
 
 
 @pytest.fixture(scope="module")
-def analysis(tmp_path_factory) -> tuple[Path, dict[str, Observation]]:
+def analysis(finished_run, tmp_path_factory) -> tuple[Path, dict[str, Observation]]:
     """A job on the adapter of a short run and a copy of it: its folder, and what it observed by label."""
     folder, observations, observe = tmp_path_factory.mktemp("groups"), {}, GroupAnalysis.observe
-    assert run(*tiny(folder, "trained"), router_steps(2)).code == 0
+    shutil.copytree(finished_run, folder / "trained")
     shutil.copytree(only_run(folder / "trained") / "adapter", folder / "other")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(GroupAnalysis, "observe", lambda self, name: observations.setdefault(name, observe(self, name)))
@@ -175,7 +153,6 @@ def test_analysis_equals_observations(analysis):
         assert agreement["trained_0"] == pytest.approx(1.0)  # a copy
         assert agreement["untrained"] < 0.9 and abs(agreement["chance"]) < 0.2
         assert set(layer.router["purity"]) == {"trained", "untrained", "chance"}
-        assert layer.value["attention_mass"].sum() == pytest.approx(1.0, abs=1e-5)
         assert 0 < layer.value["passage_distant_density"] < 1
         pairs = layer.loc[["pair_affinity"]]
         assert len(pairs) <= 4 and ((pairs["query"] - pairs.key > 8) & (pairs.key >= 1)).all()
@@ -233,7 +210,6 @@ def test_analysis_with_a_window_wider_than_the_passage_prunes_nothing(tmp_path):
     rows = measured(tmp_path)
     assert not {"pair_affinity", "class_nll"} & set(rows.metric)
     assert rows[rows.metric == "passage_distant_density"].value.isna().all()
-    assert (rows[(rows.metric == "attention_mass") & (rows.pairs == "cut")].value == 0).all()
 
 
 def test_analysis_describes_heads_with_groups_of_their_own(tmp_path):
@@ -254,9 +230,7 @@ def test_analysis_describes_heads_with_groups_of_their_own(tmp_path):
     rows = measured(tmp_path)
     density = rows[rows.metric == "passage_distant_density"].set_index(["layer", "head"]).value
     assert density.index.tolist() == [(0, 0), (0, 1), (1, 0), (1, 1)]
-    # a head that reads no group loses all of its distant attention
+    # a head that reads no group loses all of its distant pairs
     assert density[1, 0] == 0 and density.drop((1, 0)).between(0, 1, inclusive="neither").all()
-    mass = rows[(rows.layer == 1) & (rows["head"] == 0)].set_index("pairs").value
-    assert mass["kept"] == 0 and mass["cut"] > 0
     page = (only_run(tmp_path) / "passage.html").read_text()
     assert page.count("<details>") == 4 and "layer 1, head 0" in page

@@ -176,22 +176,14 @@ def test_build_suite_unfit_length_raises(tmp_path, books):
 
 
 @pytest.mark.real
-def test_build_suite_books_digest_is_the_recorded_one():
-    suite = build_suite(cache_root(None), 128)
+def test_build_suite_books_are_the_recorded_ones_and_fit_the_models():
+    cache = cache_root(None)
+    suite, tokenizer = build_suite(cache, 128), AutoTokenizer.from_pretrained(embedded_folder(cache))
     assert suite.digest == DIGEST
     assert {item["book"] for item in suite.items("last_word")} <= {w for works in WORKS["test"].values() for w in works}
     assert all(len(suite.items(task)) == ITEMS for task in TASKS)
-
-
-@pytest.mark.real
-def test_build_suite_books_lengths_fit_the_models():
-    suite, tokenizer = (
-        build_suite(cache_root(None), 128),
-        AutoTokenizer.from_pretrained(embedded_folder(cache_root(None))),
-    )
     items = [item for task in TASKS for item in suite.items(task)]
     lengths = [len(ids) for ids in tokenizer([item["context"] for item in items])["input_ids"]]
-    longest = max(
-        len(tokenizer(answer)["input_ids"]) for item in items for answer in item.get("choices", [item.get("target")])
-    )
+    answers = [answer for item in items for answer in item.get("choices", [item.get("target")])]
+    longest = max(len(ids) for ids in tokenizer(answers)["input_ids"])
     assert min(lengths) >= 4 * 128 and max(lengths) + longest <= 1024

@@ -6,7 +6,7 @@ import shutil
 
 import pytest
 from builders import make_config, write_variants
-from running import fitting, only_run, record_of, run, tiny, without_attention
+from running import fitting, only_run, run, tiny, without_attention
 
 from focus_exp.cli import quote_override
 from focus_exp.jobs.compose import compose_adapter
@@ -22,11 +22,8 @@ FIT = [
 
 
 @pytest.fixture(scope="module")
-def retrofit(tmp_path_factory):
-    """Train a Focus adapter."""
-    folder = tmp_path_factory.mktemp("retrofit")
-    assert run(*tiny(folder), "recipe.steps=2", "eval.tasks=[]").code == 0
-    return only_run(folder) / "adapter"
+def retrofit(finished_run):
+    return only_run(finished_run) / "adapter"
 
 
 @pytest.fixture(scope="module")
@@ -166,8 +163,7 @@ def test_with_adapter_missing_base_raises(tmp_path, retrofit):
 
 def test_evaluate_adapter_other_methods_settings(tmp_path, dual):
     """Without attention= they are those of Focus."""
-    assert run(*make_command(tmp_path, dual["free"], "attention.top_k=3")).code == 0
-    found = record_of(tmp_path)
-    assert (found.setting("attention", "method"), found.setting("attention", "top_k")) == ("focus_dual", 3)
+    attention = configured(f"adapter={dual['free']}", "attention.top_k=3").attention
+    assert (attention.method, attention.top_k) == ("focus_dual", 3)
     for setting in ("attention.temperature=0.2", "attention.pair_rule=share"):
         assert refused(*make_command(tmp_path, dual["free"], setting)) == setting.partition("=")[0]

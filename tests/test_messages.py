@@ -164,9 +164,8 @@ def test_unusable_text_gets_its_message(settings, expect, tmp_path, monkeypatch)
     expect("data.files is unreadable", *settings, f"data.files={tmp_path / 'closed.txt'}")
 
 
-def test_adapter_that_does_not_fit_gets_its_message(settings, expect, tmp_path):
-    assert run(*tiny(tmp_path), router_steps(1)).code == 0
-    adapter = only_run(tmp_path / "runs") / "adapter"
+def test_adapter_that_does_not_fit_gets_its_message(settings, expect, tmp_path, finished_run):
+    adapter = shutil.copytree(only_run(finished_run) / "adapter", tmp_path / "adapter")
     command = [*without_attention(settings), "job=evaluate"]
     expect("adapter of other weights", *command, f"adapter={adapter}", "seed=1")
     damaged = shutil.copytree(adapter, tmp_path / "damaged")

@@ -115,6 +115,7 @@ def test_generate_continued_from_cache_equals_one_call(model, tokens) -> None:
     assert torch.equal(found, expected)
 
 
+@pytest.mark.slow
 def test_generate_compiled_model_equals_eager(tiny_model, tokens) -> None:
     model = attach_focus(tiny_model("llama", num_hidden_layers=1), "hard")
     expected = generate(model, tokens, new=3)

@@ -18,11 +18,8 @@ from running import full_disk_at, metrics_of, only_run, outcome, record_of, rout
 from focus_exp.errors import Interrupted, UserError
 from focus_exp.evaluation import perplexity
 from focus_exp.jobs.resume import check_fingerprint, resume_record
-from focus_exp.results.measurement import Measurement
 from focus_exp.results.record import Record
 from focus_exp.results.run_dir import NOT_ENDED
-from focus_exp.speed import bench as speed_bench
-from focus_exp.speed.bench import SpeedBenchmark
 from focus_exp.training import callbacks
 from focus_exp.training.callbacks import Checkpoint
 from focus_exp.training.checkpoints import CONTENTS, CheckpointIO, read_checkpoint, repair_checkpoints
@@ -287,28 +284,10 @@ def test_resumed_record_adds_up_times_and_warnings(tmp_path):
     assert repeated.wall_seconds is None
 
 
-@pytest.mark.parametrize(("part", "mixed"), [("evaluation", 1), ("speed", 0)])
-def test_resumed_record_warns_of_results_of_another_commit(tmp_path, part, mixed):
-    (tmp_path / part).mkdir()
+def test_resumed_record_warns_of_results_of_another_commit(tmp_path):
+    (tmp_path / "evaluation").mkdir()
     earlier = Record(status="interrupted", experiment="mine", commit="a")
-    assert len(resume_record(replace(earlier, commit="b"), earlier, tmp_path)) == mixed
-
-
-@pytest.mark.parametrize("other", ["commit", "cpu_name", "device_name"])
-def test_measured_times_are_kept_per_commit_and_processor(tmp_path, monkeypatch, other):
-    owner: Any = SimpleNamespace(folder=tmp_path, precision=SimpleNamespace(device=torch.device("cpu")))
-    measured = []
-
-    def measure():
-        measured.append(Measurement(variant="focus", metric="speedup", value=float(len(measured))))
-        return measured[-1:]
-
-    for _ in range(2):
-        assert SpeedBenchmark.load_or_measure(owner, "attention", 48, measure) == measured[:1]
-    monkeypatch.setattr(speed_bench, other, lambda *_: "another")
-    for _ in range(2):
-        assert SpeedBenchmark.load_or_measure(owner, "attention", 48, measure) == measured[1:]
-    assert len(measured) == 2
+    assert len(resume_record(replace(earlier, commit="b"), earlier, tmp_path)) == 1
 
 
 @pytest.mark.parametrize("part", ["model", "data"])

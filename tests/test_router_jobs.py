@@ -33,11 +33,9 @@ def test_job_bench_with_changed_options_of_methods_is_refused(tmp_path):
     check_earlier_methods(config, {"performer": {"features": 256}})
 
 
-@pytest.fixture(scope="module")
-def adapter(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("router")
-    assert run(*tiny(folder), "recipe.steps=2").code == 0
-    return only_run(folder / "runs") / "adapter"
+@pytest.fixture
+def adapter(finished_run):
+    return only_run(finished_run) / "adapter"
 
 
 def test_job_with_an_adapter_does_not_read_training_text(tmp_path, adapter):

@@ -1,4 +1,4 @@
-"""Speed benchmark: alternating clocks, peak memory, counted pairs, break-even, resume and refusals."""
+"""Speed benchmark: alternating clocks, peak memory, counted pairs, resume and refusals."""
 
 import signal
 from dataclasses import replace
@@ -24,7 +24,7 @@ from focus_exp.speed.model import (
     time_decode_model,
     time_prefill,
 )
-from focus_exp.speed.timing import PeakMemory, begin_peak_memory, peak_memory, time_in_turns
+from focus_exp.speed.timing import begin_peak_memory, peak_memory, time_in_turns
 from focus_exp.speed.workload import Shape, Tensors, balanced, density, full_attention_kernels, largest_group
 from focus_exp.training.precision import Precision
 
@@ -37,7 +37,6 @@ DUAL = ["attention=focus_dual", "recipe=none", "attention.groups=4", "attention.
 FIT = ["attention.calibration_sequences=2", "attention.validation_sequences=1", "attention.fit_steps=4"]
 PREFILLS = ["bench.lengths=[]", "bench.step_lengths=[]", "bench.decode_lengths=[]", "bench.prefill_lengths=[32,48]"]
 LAYER_ONLY = ["bench.prefill_lengths=[]", "bench.step_lengths=[]", "bench.decode_lengths=[]"]
-needs_resident_set = pytest.mark.skipif(PeakMemory(CPU).before is None, reason="the resident set is unknown here")
 
 
 def test_time_in_turns_alternates_and_warms_up():
@@ -46,22 +45,11 @@ def test_time_in_turns_alternates_and_warms_up():
     assert calls == list("abc") * 3 and [*seconds] == list("abc")
 
 
-@needs_resident_set
-def test_peak_memory_of_a_work_counts_what_it_holds():
-    memory = PeakMemory(CPU)
-    kept = torch.ones(4 << 20)  # 16 MiB
-    peak = memory.measure(lambda: (torch.ones(16 << 20), torch.ones(8 << 20)))  # 64 and 32 MiB at once
-    assert 110 * 2**20 < peak < 140 * 2**20
-    assert memory.measure(lambda: kept.sum()) < 40 * 2**20
-
-
-@needs_resident_set
-def test_peak_memory_of_a_run_is_its_own_and_survives_measurements():
+def test_peak_memory_of_a_run_is_its_own():
     torch.ones(64 << 20)  # 256 MiB of another run
     begin_peak_memory()
     start = peak_memory()
-    PeakMemory(CPU).measure(lambda: torch.ones(16 << 20))
-    PeakMemory(CPU).measure(lambda: torch.ones(1))
+    torch.ones(16 << 20)
     assert start + 50 * 2**20 < peak_memory() < start + 100 * 2**20
     begin_peak_memory()
     assert peak_memory() < start + 20 * 2**20
@@ -206,7 +194,7 @@ def test_bench_job_times_an_adapters_router_without_training(tmp_path):
     assert record.method["trainable_parameters"] > 0
 
 
-def test_interrupted_bench_job_resumes_and_a_failure_keeps_its_error(tmp_path, monkeypatch):
+def test_interrupted_bench_job_starts_again_and_a_failure_keeps_its_error(tmp_path, monkeypatch):
     real, calls = bench.time_attention, []
 
     def stopping(layer, length, groupings):
@@ -222,7 +210,7 @@ def test_interrupted_bench_job_resumes_and_a_failure_keeps_its_error(tmp_path, m
     assert run(*command).code == 128 + signal.SIGTERM
     assert record_of(tmp_path).status == "interrupted" and timings(record_of(tmp_path).measurements)
     assert run(*command).code == 0
-    assert calls == [32, 48, 48, 64]
+    assert calls == [32, 48, 32, 48, 64]
     rows = timings(record_of(tmp_path).measurements)
     assert {row.assignment for row in rows} == {"balanced"}
     assert {row.seq_len for row in rows if row.speedup} == {32, 48}

@@ -125,8 +125,7 @@ def test_accumulation_equals_a_larger_batch(tiny_model, tmp_path, assignment):
     torch.testing.assert_close(results[0], results[1], rtol=1e-6, atol=1e-6)  # rounding differs by processor
 
 
-@pytest.mark.parametrize("phase", [pytest.param(ROUTER, id="router"), pytest.param(ALL, id="all")])
-@pytest.mark.parametrize("family", ["gpt2", "llama"])
+@pytest.mark.parametrize(("phase", "family"), [(ROUTER, "gpt2"), (ALL, "llama")])
 def test_gradient_checkpointing_equals_training_without(tiny_model, tmp_path, family, phase):
     results, runs = [], []
     for checkpointing in (False, True):
@@ -187,19 +186,6 @@ def test_phase_shorter_than_its_warmup_warns(steps, warmup, count):
     warnings = list(unreached_learning_rates(config))
     assert len(warnings) == count
     assert all("recipe.phases.everything.warmup_steps=20" in text and "0.476" in text for text in warnings)
-
-
-def test_optimizer_follows_the_learning_rate_schedule(tiny_model):
-    phase = schema.PhaseConfig(steps=6, learning_rate=0.02, warmup_steps=2)
-    configured = LanguageModelTask(focus(tiny_model("llama")), phase, "phase").configure_optimizers()
-    optimizer, scheduler = configured["optimizer"], configured["lr_scheduler"]
-    rates = []
-    for _ in range(phase.steps):
-        rates.append(optimizer.param_groups[0]["lr"])
-        optimizer.step()
-        scheduler["scheduler"].step()
-    assert rates == pytest.approx([0.02 * learning_rate_scale(step, phase) for step in range(6)])
-    assert scheduler["interval"] == "step" and isinstance(optimizer, torch.optim.AdamW)
 
 
 def test_metrics_hold_the_learning_rate_of_their_step(tiny_model, tmp_path):

@@ -30,8 +30,8 @@ from focus_exp.evaluation.groups_passage import (
     describe_passage,
     format_piece,
     make_measurement,
-    measure_passage,
     read_passage,
+    route_passage,
     split_heads,
     write_passage,
 )
@@ -148,11 +148,11 @@ class GroupAnalysis:
         middle = len(self.indices) // 2
         item = self.blocks[self.indices[middle]]
         tokens = self.sequences[middle][: settings.passage_tokens]
-        result = measure_passage(self.model, tokens, self.precision)
+        routed = route_passage(self.model, tokens, self.precision)
         passage = read_passage(self.tokenizer, tokens.tolist())
         untrained = self.observe_untrained()
         others = [self.observe_other(folder) for folder in settings.others]
-        write_passage(self.folder / "passage.json", result, passage)
+        write_passage(self.folder / "passage.json", routed, passage)
         fractions = np.bincount(self.labels, minlength=len(CLASSES)) / len(self.labels)
         facts: dict[str, Any] = {
             "tokens": len(self.labels), "windows": len(self.sequences), "passage_tokens": len(tokens),
@@ -167,7 +167,7 @@ class GroupAnalysis:
                 if fraction
             ),
             *(m for grouping in trained.groupings for m in self.describe_layer(grouping, trained, untrained, others)),
-            *describe_passage(result, passage, settings.pairs),
+            *describe_passage(routed, passage, settings.pairs),
             *self.class_costs(base.nll, trained.nll),
         ]
 

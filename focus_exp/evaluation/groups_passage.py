@@ -1,12 +1,12 @@
-"""One passage: its words, and the base's attention that hard routing prunes."""
+"""One passage: its words, its groups, and the distant pairs that share one."""
 
 from __future__ import annotations
 
 import json
 import re
 from bisect import bisect_right
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
@@ -17,19 +17,9 @@ from textblob.taggers import PatternTagger
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from focus_exp.attention.base import AttentionMethod, LayerShape
-from focus_exp.attention.dense import scores, weights
-from focus_exp.attention.selection import (
-    AttentionArgs,
-    Selection,
-    Sequence,
-    base_mask_or_self,
-    fold_heads,
-    group_mask,
-    local_mask,
-)
-from focus_exp.evaluation.perplexity import token_losses
-from focus_exp.models.methods import attached_methods, disable_method, observe_selections, swap_methods
+from focus_exp.attention.base import AttentionMethod
+from focus_exp.attention.selection import Selection, Sequence, base_mask_or_self, fold_heads, group_mask, local_mask
+from focus_exp.models.methods import observe_selections
 from focus_exp.results.measurement import Measurement
 from focus_exp.storage import replace_file
 from focus_exp.training.precision import Precision
@@ -153,111 +143,43 @@ def split_heads(layer: int, selection: Selection) -> dict[Grouping, Selection]:
     return {Grouping(layer, head): take(head) for head in range(heads)}
 
 
-Keys = tuple[Tensor, Tensor, Tensor]  # index, attention mass and affinity g_i . g_j of one key of each query (T,)
+@dataclass(frozen=True)
+class RoutedPassage:
+    """Groups of one layer or head on a passage of T tokens.
 
-
-@dataclass
-class AttentionMass:
-    """Attention mass under one grouping, averaged over the heads that share it.
-
-    near, kept, cut: (T,) mass of each query on window and sinks, on kept and on pruned distant keys; sums to 1.
-    heavy_keys, close_keys: the kept distant key of most mass and of highest affinity, 0 and -1 where there is none.
-    density: of the distant pairs, None without any.
+    selection: of batch size 1. distant: (T, T) bool, visible pairs beyond window and sinks.
     """
 
-    near: Tensor
-    kept: Tensor
-    cut: Tensor
-    heavy_keys: Keys
-    close_keys: Keys
-    density: float | None
+    selection: Selection
+    distant: Tensor
 
-    @staticmethod
-    def measure(mass: Tensor, selection: Selection, near: Tensor, distant: Tensor) -> AttentionMass:
-        """Split attention `mass` (T, T) by groups; near, distant: (T, T) masks."""
-        assert selection.assignment is not None
-        same = group_mask(selection, slice(0, len(mass)), len(mass))[0]
-        affinity = (selection.assignment @ selection.effective_key_assignment.transpose(-1, -2))[0]
-        kept, cut = distant & same, distant & ~same
+    @property
+    def kept(self) -> Tensor:
+        """Return the distant pairs (T, T) that hard routing keeps."""
+        length = len(self.distant)
+        return self.distant & group_mask(self.selection, slice(0, length), length)[0]
 
-        def take(index: Tensor, default: float) -> Keys:
-            is_kept = kept.gather(-1, index)
-            keys = index, mass.gather(-1, index) * is_kept, affinity.gather(-1, index).where(is_kept, default)
-            return keys[0][:, 0].cpu(), keys[1][:, 0].cpu(), keys[2][:, 0].cpu()
-
-        return AttentionMass(
-            near=(mass * near).sum(-1).cpu(),
-            kept=(mass * kept).sum(-1).cpu(),
-            cut=(mass * cut).sum(-1).cpu(),
-            heavy_keys=take((mass * kept).argmax(-1, keepdim=True), 0.0),
-            close_keys=take(affinity.masked_fill(~kept, -1.0).argmax(-1, keepdim=True), -1.0),
-            density=float(kept.sum() / distant.sum()) if distant.any() else None,
-        )
-
-
-class MassProbe(AttentionMethod):
-    """Full attention that measures its mass under the groups of another method."""
-
-    def __init__(self, shape: LayerShape, window: int, sinks: int, selections: Mapping[Grouping, Selection]) -> None:
-        super().__init__(shape, window, sinks)
-        self.selections = selections
-        self.masses: dict[Grouping, AttentionMass] = {}
-
-    def attend(
-        self, q: Tensor, k: Tensor, v: Tensor, selection: Selection, sequence: Sequence, args: AttentionArgs
-    ) -> Tensor:
-        """Return full attention (1, H, T, D)."""
-        length, rows = q.shape[2], slice(0, q.shape[2])
-        visible = base_mask_or_self(sequence, rows, length)
-        logits = scores(q, k, args).masked_fill(~visible[:, None], float("-inf"))
-        attention = weights(logits, args.sink_logits)
-        near = (local_mask(sequence, rows, length, self.window, self.sinks) & visible)[0]
-        per_grouping = attention[0].unflatten(0, (len(self.selections), -1)).mean(1)
-        for (grouping, groups), mass in zip(self.selections.items(), per_grouping, strict=True):
-            self.masses[grouping] = AttentionMass.measure(mass, groups, near, visible[0] & ~near)
-        return attention.to(v.dtype) @ v.repeat_interleave(q.shape[1] // v.shape[1], dim=1)
-
-
-@dataclass
-class PassageAttention:
-    """A passage under hard routing and full attention.
-
-    nll_full, nll_hard: (T,) nats, 0 for the first token. selections, masses: of the layers with groups.
-    """
-
-    nll_full: Tensor
-    nll_hard: Tensor
-    selections: dict[Grouping, Selection] = field(default_factory=dict)
-    masses: dict[Grouping, AttentionMass] = field(default_factory=dict)
+    @property
+    def affinity(self) -> Tensor:
+        """Return g_i . g_j of all pairs (T, T)."""
+        assert self.selection.assignment is not None
+        return (self.selection.assignment @ self.selection.effective_key_assignment.transpose(-1, -2))[0]
 
 
 @torch.no_grad()
-def measure_passage(model: PreTrainedModel, tokens: Tensor, precision: Precision) -> PassageAttention:
-    """Run `tokens` (T,) with hard routing and with full attention.
-
-    The pairs are those that hard routing prunes while the model runs with it; the attention is the base's own.
-    """
-    batch = tokens[None].to(model.device)
-    selections: dict[int, dict[Grouping, Selection]] = {}
+def route_passage(model: PreTrainedModel, tokens: Tensor, precision: Precision) -> dict[Grouping, RoutedPassage]:
+    """Run `tokens` (T,) with hard routing; return the layers that have groups."""
+    routed: dict[Grouping, RoutedPassage] = {}
+    rows = slice(0, len(tokens))
 
     def store(layer: int, method: AttentionMethod, selection: Selection, sequence: Sequence) -> None:
-        if groups := split_heads(layer, selection):
-            selections[layer] = groups
+        visible = base_mask_or_self(sequence, rows, len(tokens))[0]
+        distant = visible & ~local_mask(sequence, rows, len(tokens), method.window, method.sinks)[0]
+        routed.update({grouping: RoutedPassage(s, distant) for grouping, s in split_heads(layer, selection).items()})
 
-    with precision.context():
-        with observe_selections(model, store):
-            hard = token_losses(model, batch)[0].cpu()
-        with disable_method(model):
-            full = token_losses(model, batch)[0].cpu()
-        probes: dict[int, Any] = {
-            index: MassProbe(method.shape, method.window, method.sinks, selections[index])
-            for index, method in attached_methods(model).items()
-            if index in selections
-        }
-        with swap_methods(model, probes):
-            model(input_ids=batch, use_cache=False, logits_to_keep=1)
-    masses = {grouping: mass for probe in probes.values() for grouping, mass in probe.masses.items()}
-    return PassageAttention(full, hard, {g: s for groups in selections.values() for g, s in groups.items()}, masses)
+    with precision.context(), observe_selections(model, store):
+        model(input_ids=tokens[None].to(model.device), use_cache=False, logits_to_keep=1)
+    return routed
 
 
 def make_measurement(
@@ -266,43 +188,34 @@ def make_measurement(
     return Measurement(variant=variant, metric=metric, value=value, unit=unit, settings=settings)
 
 
-def describe_passage(result: PassageAttention, passage: Passage, listed: int) -> Iterator[Measurement]:
-    """Yield the base's attention mass on the groups, and `listed` pairs per layer.
-
-    near + kept + cut mass is 1.
-    """
-    for grouping, mass in result.masses.items():
+def describe_passage(routed: dict[Grouping, RoutedPassage], passage: Passage, listed: int) -> Iterator[Measurement]:
+    """Yield the density of the distant pairs of each layer, and `listed` kept ones of the highest affinity."""
+    for grouping, layer in routed.items():
         make: Callable[..., Measurement] = partial(make_measurement, **grouping._asdict())
-        yield make("passage_distant_density", mass.density)
-        for where in ("near", "kept", "cut"):
-            yield make("attention_mass", float(getattr(mass, where).mean()), pairs=where)
-        for by, keys, number in (
-            ("affinity", mass.close_keys, listed - listed // 2), ("mass", mass.heavy_keys, listed // 2)
-        ):  # fmt: skip
-            for query, key in best_pairs(keys, by, number):
-                words = {"query_word": passage.words[query], "key_word": passage.words[key]}
-                pair = {"query": query, "key": key, **words, "by": by}
-                yield make("pair_affinity", float(keys[2][query]), "", **pair)
-                yield make("pair_attention_mass", float(keys[1][query]), **pair)
+        distant = int(layer.distant.sum())
+        yield make("passage_distant_density", float(layer.kept.sum()) / distant if distant else None)
+        for query, key, affinity in best_pairs(layer.affinity, layer.kept, listed):
+            words = {"query_word": passage.words[query], "key_word": passage.words[key]}
+            yield make("pair_affinity", affinity, "", query=query, key=key, **words)
 
 
-def best_pairs(keys: Keys, by: str, number: int) -> list[tuple[int, int]]:
-    """Return the highest (query, key) pairs, no key twice."""
-    indices, mass, affinity = keys
-    measure = mass if by == "mass" else affinity
-    queries: dict[int, int] = {}  # by key
-    for query in measure.sort(descending=True, stable=True).indices.tolist():
-        if len(queries) == number or measure[query] <= 0:
+def best_pairs(affinity: Tensor, kept: Tensor, number: int) -> list[tuple[int, int, float]]:
+    """Return the queries with the highest affinity (T, T) to a kept key, that key and the affinity; no key twice."""
+    values, keys = affinity.masked_fill(~kept, -1.0).max(-1)
+    best: dict[int, tuple[int, int, float]] = {}  # by key
+    for query in values.sort(descending=True, stable=True).indices.tolist():
+        if len(best) == number or values[query] <= 0:
             break
-        queries.setdefault(int(indices[query]), query)
-    return [(query, key) for key, query in queries.items()]
+        key = int(keys[query])
+        best.setdefault(key, (query, key, float(values[query])))
+    return [*best.values()]
 
 
-def write_passage(path: Path, result: PassageAttention, passage: Passage) -> None:
+def write_passage(path: Path, routed: dict[Grouping, RoutedPassage], passage: Passage) -> None:
     """Write the data of passage.html: pieces, and each token's group."""
     layers = [
-        {"layer": layer, "head": head, "groups": selection.effective_key_assignment[0].argmax(-1).tolist()}
-        for (layer, head), selection in result.selections.items()
+        {**grouping._asdict(), "groups": layer.selection.effective_key_assignment[0].argmax(-1).tolist()}
+        for grouping, layer in routed.items()
     ]
     content = {"pieces": passage.pieces, "layers": layers}
     replace_file(path, json.dumps(content, ensure_ascii=False, separators=(",", ":")).encode())

@@ -57,7 +57,7 @@ def bench(config: Config) -> None:
         elif config.dual:
             set_routing(model, hard=True, top_k=config.dual.top_k)
         sequences = evaluators.perplexity.blocks
-        benchmark = SpeedBenchmark(config, model, sequences, run.precision, run.folder, is_trained, methods)
+        benchmark = SpeedBenchmark(config, model, sequences, run.precision, is_trained, methods)
         for measurement in benchmark.run():
             run.record.measurements.append(measurement)
             if measurement.metric == "speedup":

@@ -27,7 +27,7 @@ from focus_exp.training.phases import CHECKPOINTS
 from focus_exp.training.precision import choose_precision
 
 REPEAT = "Type overwrite=true to replace the run, or another runs_dir."
-PARTS = (CHECKPOINTS, "evaluation", "benchmarks", "speed")
+PARTS = (CHECKPOINTS, "evaluation", "benchmarks")
 
 
 def finished_record(config: Config) -> Record | None:
@@ -111,7 +111,7 @@ def resume_record(record: Record, earlier: Record, folder: Path) -> list[str]:
         "torch": (earlier.versions.get("torch"), record.versions.get("torch")),
     }
     changed = [f"{name} {then} (now {now})" for name, (then, now) in origins.items() if then != now]
-    warnings = [f"resumed from another {', '.join(changed)}"] if changed and kept != ["speed"] else []  # timed again
+    warnings = [f"resumed from another {', '.join(changed)}"] if changed else []
     if earlier.error == NOT_ENDED:
         warnings.append("resumed after it was killed: time and memory of that attempt are missing")
     return warnings

@@ -39,8 +39,7 @@ Metrics
                groups_per_query [head]; settings: layer
     training   validation_nll [settings: learning_rate], of the trials of a learning rate
     analysis   group_fraction, group_confidence, group_purity, word_class_fraction,
-               purity, nmi, ami, router_agreement, attention_mass, pair_affinity, pair_attention_mass, class_nll,
-               class_nll_change, cut_cost_correlation
+               purity, nmi, ami, router_agreement, passage_distant_density, pair_affinity, class_nll, class_nll_change
     generation continuation_nll, agreeing_tokens, generated_tokens, generation_seconds, keys_read, cache_bytes
 """
 

@@ -1,13 +1,11 @@
-"""Speed benchmark: which clocks run at which lengths with which groups, each measurement kept as it is made."""
+"""Speed benchmark: which clocks run at which lengths with which groups."""
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from functools import cached_property, partial
-from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -21,7 +19,6 @@ from focus_exp.data import SequenceDataset
 from focus_exp.errors import first_line
 from focus_exp.models.methods import observe_selections
 from focus_exp.progress import ProgressBar
-from focus_exp.results.environment import commit, cpu_name
 from focus_exp.results.measurement import Measurement
 from focus_exp.speed.layer import Layer, Methods, time_attention, time_attention_step, time_decode, time_methods
 from focus_exp.speed.model import (
@@ -31,9 +28,8 @@ from focus_exp.speed.model import (
     time_decode_model,
     time_prefill,
 )
-from focus_exp.speed.timing import compare_times, device_name
+from focus_exp.speed.timing import compare_times
 from focus_exp.speed.workload import Groups, balanced
-from focus_exp.storage import replace_file
 from focus_exp.training.precision import Precision
 
 CPU_LENGTHS = tuple(1024 * 2**n for n in range(7))  # 1K to 64K
@@ -46,7 +42,7 @@ Task = tuple[str, int, Callable[[], Iterable[Measurement]]]  # clock, tokens, me
 
 
 class SpeedBenchmark:
-    """Time the clocks of one run, each kept in `folder`, so that a run resumes.
+    """Time the clocks of one run.
 
     Args:
         model: with a method attached.
@@ -61,12 +57,11 @@ class SpeedBenchmark:
         model: PreTrainedModel,
         held_out: SequenceDataset,
         precision: Precision,
-        folder: Path,
         is_trained: bool,
         methods: Methods,
     ) -> None:
         self.config, self.settings, self.model, self.held_out = config, config.bench, model, held_out
-        self.precision, self.folder, self.is_trained, self.methods = precision, folder, is_trained, methods
+        self.precision, self.is_trained, self.methods = precision, is_trained, methods
 
     @cached_property
     def layer(self) -> Layer:
@@ -82,7 +77,7 @@ class SpeedBenchmark:
         """Yield all measurements, and print each speedup."""
         tasks = [*(self.router_tasks() if self.config.has_router else []), *self.method_tasks()]
         for clock, length, measure in ProgressBar(tasks, desc="speed", unit="length"):
-            for measurement in self.load_or_measure(clock, length, measure):
+            for measurement in self.measure(clock, length, measure):
                 print_speedup(measurement)
                 yield measurement
 
@@ -134,28 +129,12 @@ class SpeedBenchmark:
         repeats = min(DECODE_REPEATS, self.settings.repeats)
         return time_decode_model(self.model, self.tokens(length), self.precision, repeats)
 
-    def load_or_measure(
-        self, clock: str, length: int, measure: Callable[[], Iterable[Measurement]]
-    ) -> list[Measurement]:
-        """Read what was measured under the same conditions, or measure and write it.
-
-        A failure becomes a measurement with its error; the next run repeats it.
-        """
-        path = self.folder / "speed" / f"{clock.replace(' ', '_')}-{length}.json"
-        device = self.precision.device
-        now = {"device": device_name(device), "processor": cpu_name(), "torch": torch.__version__, "commit": commit()}
+    def measure(self, clock: str, length: int, measure: Callable[[], Iterable[Measurement]]) -> list[Measurement]:
+        """Return the measurements of a clock; a failure becomes one with its error."""
         try:
-            stored = json.loads(path.read_text(encoding="utf-8"))
-            if {key: stored[key] for key in now} == now:
-                return [Measurement(**values) for values in stored["measurements"]]
-        except (OSError, ValueError, TypeError, KeyError):
-            pass
-        try:
-            measurements = list(measure())
+            return list(measure())
         except (RuntimeError, torch.OutOfMemoryError) as error:
             return self.describe_failure(clock, length, f"{type(error).__name__}: {first_line(error)}")
-        replace_file(path, json.dumps({**now, "measurements": [vars(m) for m in measurements]}).encode())
-        return measurements
 
     def describe_failure(self, clock: str, length: int, error: str) -> list[Measurement]:
         settings = {"clock": clock.removeprefix("methods "), "seq_len": length, "error": error}

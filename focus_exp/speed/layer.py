@@ -23,7 +23,7 @@ from focus_exp.attention.registry import build
 from focus_exp.attention.selection import AttentionArgs, Selection, Sequence
 from focus_exp.errors import first_line
 from focus_exp.results.measurement import Measurement
-from focus_exp.speed.timing import PeakMemory, Work, compare_times, run_in_fresh_process, time_in_turns, time_once
+from focus_exp.speed.timing import Work, compare_times, measure_peak, time_in_turns, time_once
 from focus_exp.speed.workload import (
     Groups,
     Shape,
@@ -183,30 +183,21 @@ def time_attention_step(layer: Layer, length: int, groupings: list[Groups]) -> I
 
 
 def measure_peaks(layer: Layer, length: int, groupings: list[Groups], full: str, backward: bool) -> list[int | None]:
-    """Return peak bytes of full attention by its kernel `full`, then of each grouping; None where it is too little."""
+    """Return peak CUDA bytes of full attention by its kernel `full`, then of each grouping; None where unknown."""
     if length < MEMORY_FROM:
         return [None] * (1 + len(groupings))
-    # a CPU's allocator keeps what others have freed
-    measure = partial(run_in_fresh_process, measure_peak) if layer.device.type == "cpu" else measure_peak
-    cases: list[Groups | str] = [full, *groupings]
-    return [measure(layer, length, case, backward) for case in cases]
 
-
-def measure_peak(layer: Layer, length: int, case: Groups | str, backward: bool) -> int | None:
-    """Return peak bytes of Focus with these groups, or of a full-attention kernel, inputs included."""
-
-    def prepare(tokens: int) -> Work:
-        tensors = layer_tensors(layer, tokens, backward)
+    def prepare(case: Groups | str) -> Work:
+        tensors = layer_tensors(layer, length, backward)
         if isinstance(case, str):
-            full = full_attention_kernels(tensors)[case]
-            return partial(run_full_step, full, tensors) if backward else full
+            kernel = full_attention_kernels(tensors)[case]
+            return partial(run_full_step, kernel, tensors) if backward else kernel
         focus = BenchmarkCase.build(layer, case, tensors)
         return partial(focus.run_step if backward else focus.run, tensors)
 
+    cases: list[Groups | str] = [full, *groupings]
     with torch.set_grad_enabled(backward):
-        prepare(min(length, MEMORY_FROM))()  # what libraries allocate once is not the case's
-        memory = PeakMemory(layer.device)
-        return memory.measure(prepare(length))
+        return [measure_peak(partial(prepare, case), layer.device) for case in cases]
 
 
 def layer_tensors(layer: Layer, length: int, backward: bool = False) -> Tensors:

@@ -27,7 +27,7 @@ from focus_exp.models.methods import (
     swap_methods,
 )
 from focus_exp.results.measurement import Measurement
-from focus_exp.speed.timing import PeakMemory, Work, compare_times, synchronize, time_in_turns, time_once
+from focus_exp.speed.timing import Work, compare_times, measure_peak, synchronize, time_in_turns, time_once
 from focus_exp.speed.workload import Shape, largest_group
 from focus_exp.training.precision import Precision
 
@@ -74,18 +74,19 @@ def time_prefill(
     model: PreTrainedModel, tokens: Tensor, precision: Precision, repeats: int, variant: str, **settings: Any
 ) -> list[Measurement]:
     """Time the clock "prefill": logits of the token after `tokens` (1, T), in turn with full attention."""
-    memory = PeakMemory(precision.device)
     run = partial(prefill, model, tokens, precision)
     full = full_attention_works(model, run, tokens.shape[1])
     timed = time_in_turns({**full, "ours": run}, repeats, precision.device)
     kernel = min(full, key=lambda name: timed[name])
     works: dict[str, Work] = {"full": full[kernel], "ours": run}
     seconds = {"full": timed[kernel], "ours": timed["ours"]}
-    sides = {name: {"seconds": seconds[name], "peak_bytes": memory.measure(work)} for name, work in works.items()}
+    sides = {}
     for name, work in works.items():
+        peak = measure_peak(partial(works.__getitem__, name), precision.device)
         with time_attention_layers(model) as attention:
             total = time_once(work, precision.device)
-        sides[name]["attention_seconds"] = attention[0] / total * seconds[name]
+        fraction = attention[0] / total
+        sides[name] = {"seconds": seconds[name], "attention_seconds": fraction * seconds[name], "peak_bytes": peak}
     facts, fractions = describe_pass(model, tokens, precision)
     settings = {"clock": "prefill", "seq_len": tokens.shape[1], "repeats": repeats, **settings, **facts}
     settings["full_kernel"] = kernel

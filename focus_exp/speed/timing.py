@@ -1,26 +1,22 @@
-"""Time callables in turn in one process, and measure the memory that each needs at most."""
+"""Time callables in turn in one process, and measure the peak memory of each on CUDA."""
 
 from __future__ import annotations
 
-import ctypes
 import gc
 import resource
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import ProcessPoolExecutor
-from contextlib import contextmanager
-from multiprocessing import get_context
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from statistics import median
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 
 from focus_exp.results.measurement import Measurement
 
 Work = Callable[[], object]
-Result = TypeVar("Result")
 
 _earlier_peak = 0  # bytes: peak of the run before a measurement reset the high-water mark
 
@@ -109,47 +105,27 @@ def synchronize(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def run_in_fresh_process(function: Callable[..., Result], *arguments: Any) -> Result:
-    """Return what a module-level function returns in a new process."""
-    with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
-        return pool.submit(function, *arguments).result()
-
-
-class PeakMemory:
-    """Peak bytes beyond those allocated when this object is made, so make it before the inputs.
-
-    CUDA: torch's allocator. Linux: the resident set, whose high-water mark can be reset. Elsewhere it is unknown.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
-        release_memory()
-        is_cuda = device.type == "cuda"
-        self.before = torch.cuda.memory_allocated(device) if is_cuda else read_proc_status("VmRSS")
-
-    def measure(self, work: Work) -> int | None:
-        """Return the peak while `work` runs, including what exists already."""
-        global _earlier_peak
-        release_memory()
-        _earlier_peak = peak_memory()
-        if self.device.type == "cuda":
-            torch.cuda.reset_peak_memory_stats(self.device)
-            work()
-            synchronize(self.device)
-            return torch.cuda.max_memory_allocated(self.device) - (self.before or 0)
-        with return_large_blocks():
-            if self.before is None or not reset_high_water_mark():
-                return None
-            work()
-            peak = read_proc_status("VmHWM")
-        return None if peak is None else peak - self.before
+def measure_peak(prepare: Callable[[], Work], device: torch.device) -> int | None:
+    """Return the peak CUDA bytes of the work that `prepare` makes, its inputs included; None on a CPU."""
+    global _earlier_peak
+    if device.type != "cuda":
+        return None
+    torch.cuda.empty_cache()
+    before = torch.cuda.memory_allocated(device)
+    work = prepare()
+    _earlier_peak = peak_memory()
+    torch.cuda.reset_peak_memory_stats(device)
+    work()
+    synchronize(device)
+    return torch.cuda.max_memory_allocated(device) - before
 
 
 def begin_peak_memory() -> None:
     """Start a new run for `peak_memory`: the process may have had others before."""
     global _earlier_peak
-    release_memory()
-    reset_high_water_mark()
+    gc.collect()
+    with suppress(OSError):  # Linux resets the high-water mark of the resident set by this
+        Path("/proc/self/clear_refs").write_text("5")
     if torch.cuda.is_initialized():
         torch.cuda.reset_peak_memory_stats()
     _earlier_peak = 0
@@ -160,46 +136,4 @@ def peak_memory() -> int:
     if torch.cuda.is_available():
         return max(_earlier_peak, torch.cuda.max_memory_allocated())
     unit = 1 if sys.platform == "darwin" else 1024
-    return max(_earlier_peak, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit)
-
-
-def read_proc_status(key: str) -> int | None:
-    """Return a field of /proc/self/status in bytes."""
-    status = Path("/proc/self/status")
-    lines = status.read_text().splitlines() if status.exists() else []
-    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{key}:")), None)
-
-
-def reset_high_water_mark() -> bool:
-    try:
-        Path("/proc/self/clear_refs").write_text("5")
-    except OSError:
-        return False
-    return True
-
-
-@contextmanager
-def return_large_blocks() -> Iterator[None]:
-    """Return freed tensors to the system at once, instead of keeping them for the next ones."""
-    libc, threshold = load_glibc(), -3  # M_MMAP_THRESHOLD
-    if libc is not None:
-        libc.mallopt(threshold, 1 << 20)
-    try:
-        yield
-    finally:
-        if libc is not None:
-            libc.mallopt(threshold, 32 << 20)  # where glibc's own adaptation ends
-
-
-def release_memory() -> None:
-    """Give back what is free, so that it does not count as used."""
-    gc.collect()
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()
-    if (libc := load_glibc()) is not None:
-        libc.malloc_trim(0)
-
-
-def load_glibc() -> ctypes.CDLL | None:
-    libc = ctypes.CDLL(None) if sys.platform == "linux" else None
-    return libc if hasattr(libc, "malloc_trim") and hasattr(libc, "mallopt") else None
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
