@@ -27,7 +27,7 @@ CALLS = {
 }
 # stage -> the name of a file or folder that is half written, and how many of that name were renamed before
 WRITES = {
-    "the base's losses are written": ("base.npz", 0),
+    "a variant's losses are written": ("focus_soft.npz", 0),
     "a checkpoint is written": ("everything.ckpt", 1),
     "the previous checkpoint is kept": ("everything.ckpt.before", 0),
     "the adapter's second file is written": ("focus_adapter.safetensors", 0),

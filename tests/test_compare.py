@@ -164,8 +164,7 @@ def test_compare_adapter_is_measured_by_every_variant(tmp_path, scored):
     assert result.code == 0, result.err
     loaded = records(tmp_path)
     assert [record.steps for record in loaded.values()] == [0, 0, 0] and "training" not in result.err
-    # once by the run that trained it: soft gates do not depend on k
-    assert [scored.count(name) for name in ("base", "focus_soft")] == [2, 2]
+    assert scored.count("base") == 2  # once by the run that trained it, whose cache is another
     soft = [loaded[name].find("nll", "focus_soft") for name in MEASURED]
     assert soft[0] == soft[1]
     hard = {name: primary(loaded[name]) for name in MEASURED}

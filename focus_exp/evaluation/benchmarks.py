@@ -289,6 +289,7 @@ class BenchmarkEvaluator:
     Args:
         blocks: held-out sequences, whose text perplexity@<tokens> uses.
         weights: fingerprint of the base; results of other weights are not read.
+        base_folder: where runs share the results of the unmodified model; by default `folder`.
     """
 
     model: PreTrainedModel
@@ -298,6 +299,7 @@ class BenchmarkEvaluator:
     precision: Precision
     folder: Path
     weights: str = ""
+    base_folder: Path | None = None
     measurements: list[Measurement] = field(default_factory=list)
     losses: dict[str, Losses] = field(default_factory=dict)
 
@@ -361,7 +363,8 @@ class BenchmarkEvaluator:
         """Run a task under a variant, or read its result; a failure becomes its error."""
         if task in self.missing:
             return None
-        folder, key = self.folder / slug(variant.name) / slug(task), f"{self.precision.name} {self.weights}"
+        folder = self.base_folder if variant.kind == "base" and self.base_folder else self.folder
+        folder, key = folder / slug(variant.name) / slug(task), f"{self.precision.name} {self.weights}"
         result = read_result(folder, key)
         if result is None:
             result = self.run(variant, task)

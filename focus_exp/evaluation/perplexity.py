@@ -205,6 +205,7 @@ class PerplexityEvaluator:
     Args:
         blocks: held-out sequences.
         weights: fingerprint of the base; scores of other weights are not read.
+        base_folder: where runs share the scores of the unmodified model; by default `folder`.
     """
 
     model: PreTrainedModel
@@ -213,6 +214,7 @@ class PerplexityEvaluator:
     precision: Precision
     folder: Path
     weights: str = ""
+    base_folder: Path | None = None
 
     def __post_init__(self) -> None:
         self.indices = self.blocks.select_evenly(self.config.eval.max_sequences)
@@ -366,7 +368,8 @@ class PerplexityEvaluator:
             definition: what it depends on besides its name, the configuration and the weights.
         """
         self.variants.append(variant)
-        path = self.folder / (f"after-{variant.phase}" if variant.phase else "") / f"{slug(variant.name)}.npz"
+        folder = self.base_folder if variant.kind == "base" and self.base_folder else self.folder
+        path = folder / (f"after-{variant.phase}" if variant.phase else "") / f"{slug(variant.name)}.npz"
         digest = hashlib.sha256(f"{definition} {self.indices}".encode()).hexdigest()[:12]
         key = f"{self.precision.name} {self.weights} {digest}"
         scores = read_scores(path, key)

@@ -5,18 +5,13 @@ from __future__ import annotations
 import gc
 import logging
 import time
-from collections.abc import Iterable, Iterator
-from contextlib import suppress
 from dataclasses import asdict, replace
-
-from hydra.errors import HydraException
-from omegaconf.errors import OmegaConfBaseException
 
 from focus_exp.config import Config
 from focus_exp.errors import UserError, first_line
-from focus_exp.jobs.compose import command_overrides, compose_variant, compose_variants, variant_name, variant_settings
+from focus_exp.jobs.compose import command_overrides, compose_variant, compose_variants, variant_settings
 from focus_exp.jobs.evaluate import evaluate_adapter
-from focus_exp.jobs.resume import finished_record, share_scores
+from focus_exp.jobs.resume import finished_record
 from focus_exp.jobs.run import format_seconds, lock_run_dir, record_run
 from focus_exp.jobs.train import train
 from focus_exp.results.comparison import compare_variants
@@ -38,8 +33,7 @@ def compare(config: Config) -> None:
     configs = compose_variants(config)  # all of them: a mistake in the last one is found before the first one runs
     print(f"{config.experiment}: {len(configs)} variants, seed {config.seed}: {', '.join(configs)}")
     if config.variant:
-        errors = run_variants(configs, others=finished_variants(config))
-        if errors:
+        if errors := run_variants(configs):
             raise UserError(f"variant {config.variant} failed: {errors[config.variant]}")
         return
     with lock_run_dir(config):
@@ -63,11 +57,8 @@ def run_comparison(config: Config, configs: dict[str, Config]) -> None:
             run.warn("variants of different base models are not compared with each other")
 
 
-def run_variants(configs: dict[str, Config], others: Iterable[Config] | None = None) -> dict[str, str]:
-    """Run the variants that are not finished; returns the reasons of those that failed.
-
-    others: finished runs to copy shared scores from; by default those of `configs`.
-    """
+def run_variants(configs: dict[str, Config]) -> dict[str, str]:
+    """Run the variants that are not finished; returns the reasons of those that failed."""
     errors: dict[str, str] = {}
     to_run = {name: config for name, config in configs.items() if config.overwrite or not finished_record(config)}
     if len(to_run) < len(configs):
@@ -77,7 +68,6 @@ def run_variants(configs: dict[str, Config], others: Iterable[Config] | None = N
         left = (time.perf_counter() - start) / done * (len(to_run) - done) if done else None
         remaining = f", about {format_seconds(left)} left" if left else ""
         print(f"\nvariant {done + 1} of {len(to_run)}: {name}{remaining}")
-        share_scores(config, others or [other for other in configs.values() if finished_record(other)])
         try:
             (evaluate_adapter if config.adapter else train)(config)
         except (OSError, InUse):  # a full disk fails every variant; a command that runs one may run the others too
@@ -88,14 +78,6 @@ def run_variants(configs: dict[str, Config], others: Iterable[Config] | None = N
             log.error("variant %s failed: %s", name, errors[name])
         gc.collect()
     return errors
-
-
-def finished_variants(config: Config) -> Iterator[Config]:
-    """Yield the variants of the comparison that are valid and finished."""
-    for name in map(variant_name, config.variants):
-        with suppress(UserError, HydraException, OmegaConfBaseException):
-            if finished_record(variant := compose_variant(config, name, command_overrides())):
-                yield variant
 
 
 def describe_variant(name: str, config: Config, settings: list[str], error: str | None) -> VariantRun:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import hashlib
 import subprocess
 import sys
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -15,7 +17,7 @@ from focus_exp.config import Config, ModelConfig
 from focus_exp.data import SPLITS, Corpus, SequenceDataset, find_bos, load_corpus
 from focus_exp.data.texts import find_texts
 from focus_exp.errors import UserError
-from focus_exp.evaluation.benchmarks import BenchmarkEvaluator
+from focus_exp.evaluation.benchmarks import BenchmarkEvaluator, is_perplexity
 from focus_exp.evaluation.evaluators import Evaluators
 from focus_exp.evaluation.perplexity import PerplexityEvaluator
 from focus_exp.jobs.compose import base_overrides, compose_base, needs_base
@@ -74,12 +76,28 @@ def prepare(run: Run) -> Setup:
     model.requires_grad_(False)
     for adapter in config.eval.adapters:  # checked before the hours of training
         read_adapter(model, adapter, check_base=config.check_base)
-    weights = loaded.provenance.fingerprint
-    perplexity = PerplexityEvaluator(model, sequences, config, run.precision, run.folder / "evaluation", weights)
+    weights, shared = loaded.provenance.fingerprint, shared_folder(run, cache)
+    perplexity = PerplexityEvaluator(
+        model, sequences, config, run.precision, run.folder / "evaluation", weights, shared / "evaluation"
+    )
     benchmarks = BenchmarkEvaluator(
-        model, tokenizer, sequences, config, run.precision, run.folder / "benchmarks", weights
+        model, tokenizer, sequences, config, run.precision, run.folder / "benchmarks", weights, shared / "benchmarks"
     )
     return Setup(model, tokenizer, corpus, Evaluators(perplexity, benchmarks))
+
+
+def shared_folder(run: Run, cache: Path) -> Path:
+    """Return where runs share the scores of the same unmodified model on the same text."""
+    config, settings = run.config, run.config.eval
+    settings = replace(
+        settings, name="", controls=True, top_k=[], pair_rules=[], adapters=[], fit_variants=[], request_batch_size=1,
+        batch_size=1,
+    )  # fmt: skip
+    has_tasks = any(not is_perplexity(task) for task in settings.tasks)  # maybe of the long-range suite
+    window = (settings.long_range_distance or config.attention.window) if has_tasks else None
+    fingerprints = run.record.model["fingerprint"], run.record.data["fingerprint"]
+    key = [config.model, settings, window, run.precision.name, run.precision.device.type, config.seed, *fingerprints]
+    return cache / "scores" / hashlib.sha256(repr(key).encode()).hexdigest()[:16]
 
 
 def training_sequences(config: Config, setup: Setup) -> SequenceDataset:

@@ -1,12 +1,10 @@
-"""Earlier runs of a configuration: finished or to be resumed, their unchanged inputs, and scores that runs share."""
+"""Earlier runs of a configuration: finished or to be resumed, and their unchanged inputs."""
 
 from __future__ import annotations
 
 import hashlib
 import json
-import shutil
-from collections.abc import Callable, Iterable
-from dataclasses import replace
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,16 +13,13 @@ from focus_exp.config import Config
 from focus_exp.config_hash import hash_adapter
 from focus_exp.data.texts import find_texts, hash_texts
 from focus_exp.errors import UserError
-from focus_exp.evaluation.benchmarks import is_perplexity
-from focus_exp.evaluation.controls import BASE, SOFT, slug
 from focus_exp.models.adapter import read_description
 from focus_exp.models.load import hash_tokenizer, hash_weights
 from focus_exp.reporting.run_report import TABLE, write_run_report
 from focus_exp.results.record import Record
 from focus_exp.results.run_dir import NOT_ENDED, earlier_record, lock_of, run_folder
-from focus_exp.storage import atomic_write, file_lock, remove_stale_temp
+from focus_exp.storage import file_lock, remove_stale_temp
 from focus_exp.training.phases import CHECKPOINTS
-from focus_exp.training.precision import choose_precision
 
 REPEAT = "Type overwrite=true to replace the run, or another runs_dir."
 PARTS = (CHECKPOINTS, "evaluation", "benchmarks")
@@ -115,49 +110,3 @@ def resume_record(record: Record, earlier: Record, folder: Path) -> list[str]:
     if earlier.error == NOT_ENDED:
         warnings.append("resumed after it was killed: time and memory of that attempt are missing")
     return warnings
-
-
-# scores that runs share
-
-
-def share_scores(config: Config, others: Iterable[Config]) -> None:
-    """Copy scores that another run has of the same base, and of soft routing with the same adapter."""
-    base = [f"evaluation/{slug(BASE)}.npz", f"benchmarks/{slug(BASE)}"]
-    soft = f"evaluation/{slug(SOFT)}.npz"  # does not depend on top_k
-    for other in others:
-        if config.recipe.from_scratch or other.recipe.from_scratch or base_key(config) != base_key(other):
-            continue
-        source, target = run_folder(other), run_folder(config)
-        for name in [*base, soft] if has_same_router(config, other) else base:
-            if (source / name).exists() and not (target / name).exists():
-                copy(source / name, target / name)
-        if not has_same_router(config, config) or (target / soft).exists():
-            return
-
-
-def has_same_router(config: Config, other: Config) -> bool:
-    """Return whether both measure one Focus adapter, with any number of groups per query."""
-    if not config.adapter or not config.has_router or config.adapter != other.adapter:
-        return False
-    return replace(other.focus, top_k=config.focus.top_k, pair_rule=config.focus.pair_rule) == config.focus
-
-
-def base_key(config: Config) -> tuple[object, ...]:
-    """Return what the scores of the unmodified model depend on."""
-    evaluation = replace(
-        config.eval, controls=True, top_k=[], pair_rules=[], adapters=[], request_batch_size=1, batch_size=1
-    )
-    has_tasks = any(not is_perplexity(task) for task in config.eval.tasks)  # maybe of the long-range suite
-    window = (config.eval.long_range_distance or config.attention.window) if has_tasks else None
-    trainer = config.trainer
-    precision = choose_precision(trainer.precision, trainer.accelerator, config.recipe.trains("all"))
-    return config.model, config.data, evaluation, window, precision, config.seed, config.assets
-
-
-def copy(source: Path, target: Path) -> None:
-    """Copy a file or a folder atomically."""
-    with atomic_write(target) as new:
-        if source.is_dir():
-            shutil.copytree(source, new)
-        else:
-            shutil.copyfile(source, new)

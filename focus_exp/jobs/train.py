@@ -23,7 +23,7 @@ from focus_exp.evaluation.perplexity import PerplexityEvaluator
 from focus_exp.jobs.compose import command_overrides, compose_variant, variant_name
 from focus_exp.jobs.evaluate import load_trained
 from focus_exp.jobs.prepare import Setup, prepare, training_sequences
-from focus_exp.jobs.resume import finished_record, print_finished, share_scores
+from focus_exp.jobs.resume import finished_record, print_finished
 from focus_exp.jobs.run import Run, open_run
 from focus_exp.models.adapter import DESCRIPTION, save_adapter
 from focus_exp.models.attach import attach
@@ -329,7 +329,6 @@ def tune_learning_rate(config: Config) -> tuple[Config, list[Trial]]:
     for number, trial in enumerate(configs):
         if trial.overwrite or not finished_record(trial):
             print(f"\nlearning rate {number + 1} of {len(configs)} on validation text: {last_rate(trial):g}")
-            share_scores(trial, [other for other in configs if finished_record(other)])
         trials.append(run_trial(trial))
     losses = [(trial.nll, trial.learning_rate) for trial in trials if trial.nll is not None]
     if not losses:

@@ -457,11 +457,11 @@ def differences(run: Run, rows: list[Row]) -> list[Row]:
         if m.metric != "nll_change" or pair in seen or ours is None or other is None:
             continue
         seen.add(pair)
-        assert m.value is not None and m.low is not None and m.high is not None
+        assert m.value is not None
         change = levels[m.variant, "nll_change"]
         shown = ours.value, exp(ours.own_nll - m.value)
         for sign, mine, theirs in ((1, ours, other), (-1, other, ours)):
-            low, high = sorted((sign * m.low, sign * m.high))
+            low, high = (None, None) if m.low is None or m.high is None else sorted((sign * m.low, sign * m.high))
             level, reference_level = shown[::sign]
             row = mine.replace(
                 metric="nll_change", unit="nats", value=sign * m.value, low=low, high=high, level=level,
