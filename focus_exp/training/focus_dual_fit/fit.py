@@ -13,7 +13,6 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import PreTrainedModel
 
@@ -23,18 +22,15 @@ from focus_exp.config import DualConfig
 from focus_exp.models.methods import attached_methods, set_budget
 from focus_exp.progress import ProgressBar
 from focus_exp.results.measurement import Measurement
-from focus_exp.storage import atomic_write
 from focus_exp.training.focus_dual_fit.encoders import balance_keys, fit_encoders, fit_thresholds, score_thresholds
 from focus_exp.training.focus_dual_fit.importance import (
-    SECONDS,
     LossProbe,
     Observation,
     PairChanges,
-    add_seconds,
     backpropagate,
     fit_layers,
+    load_or_compute,
     open_fit,
-    read_seconds,
 )
 from focus_exp.training.precision import Precision
 from focus_exp.training.warm_start import run_forward
@@ -191,33 +187,12 @@ def fit_dual(
         sequences: token ids `(T,)`; the last `validation_sequences` validate the fit and decide the budget.
 
     Returns:
-        The fitted layers, and the seconds in all runs that worked on them.
+        The fitted layers, and the seconds that the fit took.
     """
     methods = dual_methods(model)
     if not methods:
         return [], 0.0
     key = {name: value for name, value in asdict(options).items() if name not in NOT_FITTED}
-    with open_fit(cache, model, sequences, precision, [], key, sorted(methods), seed) as folder:
-        curves = load_or_fit(model, methods, sequences, options, precision, folder, seed)
-        seconds = read_seconds(folder / SECONDS, folder / f"{SECONDS}-{CURVES}-{options.counts}")
-    reads = [method.groups_per_head for method in methods.values()]
-    if options.density is not None:
-        reads = allocate_groups(list(curves.values()), options.density)
-        set_budget(model, [dict(zip(methods, reads, strict=True))[layer] for layer in sorted(methods)])
-    rows = [make_row(layer, curve, groups) for (layer, curve), groups in zip(curves.items(), reads, strict=True)]
-    return rows, seconds
-
-
-def load_or_fit(
-    model: PreTrainedModel,
-    methods: dict[int, FocusDual],
-    sequences: list[Tensor],
-    options: DualConfig,
-    precision: Precision,
-    folder: Path,
-    seed: int,
-) -> dict[int, BudgetCurves]:
-    """Load the fit in `folder` into `methods`, or make it; returns the layers' curves."""
     calibration, validation = sequences[: -options.validation_sequences], sequences[-options.validation_sequences :]
 
     def fit(method: FocusDual, observations: list[Observation], generator: torch.Generator) -> dict[str, Tensor]:
@@ -225,17 +200,23 @@ def load_or_fit(
         thresholds = {f"thresholds.{x}": fit_thresholds(method, x, observations) for x in WITH_THRESHOLDS}
         return method.state_dict() | thresholds
 
-    for layer, state in fit_layers(model, methods, calibration, precision, folder, seed, fit, options.fit_to).items():
-        thresholds = {counts: state.pop(f"thresholds.{counts}") for counts in WITH_THRESHOLDS}
-        methods[layer].load_state_dict(state | {"thresholds": thresholds.get(options.counts, state["thresholds"])})
-    path = folder / f"{CURVES}-by-{options.counts}.safetensors"
-    if not path.exists():
-        with add_seconds(folder / f"{SECONDS}-{CURVES}-{options.counts}"):
-            curves = measure_curves(model, methods, validation, precision)
-        with atomic_write(path) as temporary:
-            save_file({f"{i}.{name}": x for i, curve in curves.items() for name, x in vars(curve).items()}, temporary)
-    tensors = load_file(path)
-    return {i: BudgetCurves(*(tensors[f"{i}.{item.name}"] for item in fields(BudgetCurves))) for i in methods}
+    def measure() -> dict[str, Tensor]:
+        measured = measure_curves(model, methods, validation, precision)
+        return {f"{i}.{name}": x for i, curve in measured.items() for name, x in vars(curve).items()}
+
+    with open_fit(cache, model, sequences, precision, [], key, sorted(methods), seed) as folder:
+        states, seconds = fit_layers(model, methods, calibration, precision, folder, seed, fit, options.fit_to)
+        for layer, state in states.items():
+            thresholds = {counts: state.pop(f"thresholds.{counts}") for counts in WITH_THRESHOLDS}
+            methods[layer].load_state_dict(state | {"thresholds": thresholds.get(options.counts, state["thresholds"])})
+        tensors, more = load_or_compute(folder / f"{CURVES}-by-{options.counts}.safetensors", measure)
+    curves = {i: BudgetCurves(*(tensors[f"{i}.{item.name}"] for item in fields(BudgetCurves))) for i in methods}
+    reads = [method.groups_per_head for method in methods.values()]
+    if options.density is not None:
+        reads = allocate_groups(list(curves.values()), options.density)
+        set_budget(model, [dict(zip(methods, reads, strict=True))[layer] for layer in sorted(methods)])
+    rows = [make_row(layer, curve, groups) for (layer, curve), groups in zip(curves.items(), reads, strict=True)]
+    return rows, seconds + more
 
 
 @torch.no_grad()

@@ -3,7 +3,7 @@
 To first order, pruning key j from query i moves the output o_i of a head by -P_ij (v_j - o_i), and the loss by
 P_ij (o_i - v_j) . dL/do_i. The square of that change is the pair's importance.
 
-A fit to these observations is cached by all that decides it, and resumes at the sequence or layer where it stopped.
+A fit to these observations is cached by all that decides it.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from typing import Any, TypeVar
 import torch
 import torch.nn.functional as F
 from safetensors import safe_open
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch import Tensor
 from transformers import PreTrainedModel
 
@@ -189,15 +189,15 @@ def record_observations(
     folder: Path,
     importance: str = "loss",
 ) -> list[Path]:
-    """Write the observations of all layers on each sequence `(T,)` to a file of `folder`; keeps existing files."""
+    """Write the observations of all layers on each sequence `(T,)` to a file of `folder`."""
+    folder.mkdir(parents=True, exist_ok=True)
     paths = [folder / f"block-{index:05d}.safetensors" for index in range(len(sequences))]
-    todo = [(path, tokens) for path, tokens in zip(paths, sequences, strict=True) if not path.exists()]
-    for path, tokens in ProgressBar(todo, desc="measuring importance", unit="sequence"):
+    pairs = list(zip(paths, sequences, strict=True))
+    for path, tokens in ProgressBar(pairs, desc="measuring importance", unit="sequence"):
         probes = {i: ImportanceProbe(m.shape, m.window, m.sinks, importance) for i, m in methods.items()}
         backpropagate(model, probes, tokens, precision)
         tensors = {f"{i}.{name}": x for i, probe in probes.items() for name, x in vars(probe.observation).items()}
-        with atomic_write(path) as temporary:
-            save_file(tensors, temporary)
+        save_file(tensors, path)
     return paths
 
 
@@ -212,7 +212,6 @@ def read_observations(paths: list[Path], layer: int) -> list[Observation]:
 
 Method = TypeVar("Method", bound=AttentionMethod)
 
-SECONDS = "seconds"  # file: time spent on the layers, in all processes that worked on them
 FORMAT = 5  # increase when the same inputs give another fit
 
 
@@ -243,19 +242,38 @@ def fit_layers(
     seed: int,
     fit: Callable[[Method, list[Observation], torch.Generator], dict[str, Tensor]],
     importance: str = "loss",
-) -> dict[int, dict[str, Tensor]]:
-    """Return the tensors that `fit` makes of each layer's observations; layers in `folder` are read."""
-    paths = {layer: folder / f"layer-{layer:03d}.safetensors" for layer in methods}
-    if todo := [layer for layer, path in paths.items() if not path.exists()]:
-        with add_seconds(folder / SECONDS):
-            recorded = record_observations(model, methods, sequences, precision, folder / "observed", importance)
-            for layer in ProgressBar(todo, desc="fitting layers", unit="layer"):
-                generator = torch.Generator().manual_seed(seed + layer)
-                tensors = fit(methods[layer], read_observations(recorded, layer), generator)
-                with atomic_write(paths[layer]) as temporary:
-                    save_file(tensors, temporary)
-        remove(folder / "observed")
-    return {layer: load_file(path) for layer, path in paths.items()}
+) -> tuple[dict[int, dict[str, Tensor]], float]:
+    """Return the tensors that `fit` makes of each layer's observations, and the seconds that all took."""
+    observed = folder / "observed"
+
+    def compute() -> dict[str, Tensor]:
+        remove(observed)  # of a run that was killed
+        recorded = record_observations(model, methods, sequences, precision, observed, importance)
+        tensors: dict[str, Tensor] = {}
+        for layer, method in ProgressBar(methods.items(), desc="fitting layers", unit="layer"):
+            generator = torch.Generator().manual_seed(seed + layer)
+            fitted = fit(method, read_observations(recorded, layer), generator)
+            tensors |= {f"{layer}/{name}": x for name, x in fitted.items()}
+        remove(observed)
+        return tensors
+
+    tensors, seconds = load_or_compute(folder / "layers.safetensors", compute)
+    states: dict[int, dict[str, Tensor]] = {layer: {} for layer in methods}
+    for name, x in tensors.items():
+        layer, _, key = name.partition("/")
+        states[int(layer)][key] = x
+    return states, seconds
+
+
+def load_or_compute(path: Path, compute: Callable[[], dict[str, Tensor]]) -> tuple[dict[str, Tensor], float]:
+    """Read the tensors in `path`, or compute and write them; returns them and the seconds that they took."""
+    if not path.exists():
+        began = time.perf_counter()
+        tensors = compute()
+        with atomic_write(path) as temporary:
+            save_file(tensors, temporary, {"seconds": f"{time.perf_counter() - began:.3f}"})
+    with safe_open(path, "pt") as file:
+        return {name: file.get_tensor(name) for name in file.keys()}, float(file.metadata()["seconds"])  # noqa: SIM118
 
 
 def fit_scores(
@@ -271,28 +289,11 @@ def fit_scores(
     """Fit the methods of a class that scores tokens, or read their fit.
 
     Returns:
-        The methods and their fitted tensors by layer, and the seconds in all runs that worked on the fit.
+        The methods and their fitted tensors by layer, and the seconds that the fit took.
     """
     sequences = sequences[: -options.validation_sequences]  # none of them is needed for validation
     methods = {layer: m for layer, m in attached_methods(model).items() if isinstance(m, kind)}
     shapes = {i: [m.window, m.sinks, *(list(p.shape) for p in m.parameters())] for i, m in methods.items()}
     key = [shapes, options.fit_steps, options.fit_learning_rate]
     with open_fit(cache, model, sequences, precision, [kind.__name__], *key, seed) as folder:
-        states = fit_layers(model, methods, sequences, precision, folder, seed, fit)
-        return methods, states, read_seconds(folder / SECONDS)
-
-
-@contextmanager
-def add_seconds(path: Path) -> Iterator[None]:
-    """Add the duration of the block, also of an interrupted one, to the number in `path`."""
-    began = time.perf_counter()
-    try:
-        yield
-    finally:
-        seconds = read_seconds(path) + time.perf_counter() - began
-        with atomic_write(path) as temporary:
-            temporary.write_text(f"{seconds:.3f}")
-
-
-def read_seconds(*paths: Path) -> float:
-    return sum(float(path.read_text()) for path in paths if path.exists())
+        return methods, *fit_layers(model, methods, sequences, precision, folder, seed, fit)
